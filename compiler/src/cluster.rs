@@ -1,0 +1,1 @@
+//! Clusters: levels of bandwidth and the devices below them.

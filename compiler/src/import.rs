@@ -1,0 +1,1 @@
+//! Importers: from the bytes of a file to a model or to measured costs.

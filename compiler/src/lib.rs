@@ -1,0 +1,21 @@
+//! The compiler: a model becomes a `Graph`, a `Graph` with costs becomes a `Plan`, a `Plan` becomes `Program`s.
+//!
+//! ```text
+//! bytes --import--> Graph --profile--> Profile --partition--> Plan --schedule--> Programs --simulate--> Timeline
+//! ```
+//!
+//! Nothing here starts a thread, reads a clock, knows a device or prints. Floors, from the ground up: `tensor`,
+//! `cluster`; `op`; `graph`; `profile`, `pass`; `import`; `plan`; `schedule`; `simulate`; `partition`.
+//! A room imports only what stands below it.
+
+pub mod cluster;
+pub mod graph;
+pub mod import;
+pub mod op;
+pub mod partition;
+pub mod pass;
+pub mod plan;
+pub mod profile;
+pub mod schedule;
+pub mod simulate;
+pub mod tensor;

@@ -1,0 +1,1 @@
+//! Partitioners: from a `Problem` to a `Plan`.

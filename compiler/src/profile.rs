@@ -1,0 +1,1 @@
+//! What every op costs, and where the number came from.

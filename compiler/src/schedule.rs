@@ -1,0 +1,1 @@
+//! Schedules: from a plan to one program for each worker.
