@@ -115,7 +115,7 @@ fn node(words: &mut Words<'_>, graph: &mut Graph, names: &mut HashMap<String, No
     let op_name = words.word().to_string();
     let mut inputs = Vec::new();
     while words.rest.starts_with('%') {
-        inputs.push(value(words.word(), names)?);
+        inputs.push(checked(value(words.word(), names)?, graph)?);
     }
     let mut fields = Map::new();
     while !words.rest.starts_with(':') {
