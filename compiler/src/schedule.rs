@@ -11,6 +11,10 @@
 //! Recv is posted (channels hold nothing), so a program that runs here runs on any link. A channel is (edge, kind, from
 //! worker, to worker) and first in, first out; the two directions of an edge are separate channels.
 
+pub mod chart;
+pub mod check;
+pub mod csv;
+pub mod fault;
 pub mod gpipe;
 pub mod inference;
 pub mod lower;
@@ -19,6 +23,7 @@ pub mod one_f_one_b_rr;
 pub mod order;
 pub mod rule;
 pub mod scheduler;
+pub mod text;
 pub mod two_bw;
 
 use std::fmt;
