@@ -1,7 +1,7 @@
 //! A value around the elements and between them.
 
 use super::broadcast::walk;
-use super::slice::{bound, spread};
+use super::slice::{origin, spread};
 use super::*;
 use crate::tensor::view::strides;
 
@@ -57,7 +57,7 @@ impl Rule for Pad {
             return Ok(());
         }
         let own = strides(y.shape);
-        let base = own.iter().zip(&self.low).map(|(stride, low)| stride * bound(low)).sum();
+        let base = origin(&self.low, y.shape)?;
         // Between neighbours there is room for the step; a lone element has none, and its step may be huge.
         let step = |axis: usize| if x.shape[axis] > 1 { self.interior[axis] + 1 } else { 0 };
         let steps: Vec<isize> = (0..own.len()).map(|axis| (own[axis] * step(axis)) as isize).collect();

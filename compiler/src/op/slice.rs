@@ -53,7 +53,7 @@ impl Rule for Slice {
             return Ok(());
         }
         let own = strides(x.shape);
-        let base = own.iter().zip(&self.begin).map(|(stride, begin)| stride * bound(begin)).sum();
+        let base = origin(&self.begin, x.shape)?;
         // Where one element is taken its step does not matter, and may be too large to multiply.
         let step = |axis: usize| if y.shape[axis] > 1 { self.step[axis] } else { 0 };
         let steps: Vec<isize> = (0..own.len()).map(|axis| (own[axis] * step(axis)) as isize).collect();
@@ -94,10 +94,14 @@ pub fn spread(count: &Dim, interior: usize) -> Result<Dim, DimError> {
     count.add(&count.sub(&Dim::Known(1))?.mul(&interior)?)
 }
 
-/// A dim attribute as a kernel sees it.
-pub fn bound(dim: &Dim) -> usize {
-    let size = dim.known().and_then(|v| usize::try_from(v).ok());
-    size.expect("kernels run after infer, on ops whose symbols have their values")
+/// The element of a row-major tensor at these index attributes. The shapes that a kernel sees may be plain numbers where
+/// the attributes are not yet, as in `seq..seq+1` of a table.
+pub fn origin(index: &[Dim], shape: &[usize]) -> Result<usize, KernelError> {
+    strides(shape).iter().zip(index).zip(shape).try_fold(0, |sum, ((stride, dim), &size)| {
+        let index = dim.bind(&Bindings::new())?;
+        let at = usize::try_from(index).ok().filter(|at| *at < size).ok_or(KernelError::Index { index, size })?;
+        Ok(sum + at * stride)
+    })
 }
 
 /// Small cases.
