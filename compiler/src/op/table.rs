@@ -100,6 +100,24 @@ pub fn parse(name: &str, attributes: Map<String, Json>) -> Result<Op, String> {
     serde_json::from_value(json!({ name: attributes })).map_err(|e| e.to_string())
 }
 
+/// The dims among the attributes of an op, to be replaced when symbols get their values.
+pub fn dims_mut(op: &mut Op) -> Vec<&mut Dim> {
+    match op {
+        Op::Input(o) => o.fact.shape.iter_mut().collect(),
+        Op::Parameter(o) => o.fact.shape.iter_mut().collect(),
+        Op::State(o) => o.fact.shape.iter_mut().collect(),
+        Op::Iota(o) => o.fact.shape.iter_mut().collect(),
+        Op::ConvInputGrad(o) => o.spatial.iter_mut().collect(),
+        Op::AvgPoolGrad(o) => o.spatial.iter_mut().collect(),
+        Op::Reshape(o) => o.shape.iter_mut().collect(),
+        Op::Broadcast(o) => o.shape.iter_mut().collect(),
+        Op::Slice(o) => o.begin.iter_mut().chain(&mut o.end).collect(),
+        Op::Pad(o) => o.low.iter_mut().chain(&mut o.high).collect(),
+        Op::ScatterAdd(o) => vec![&mut o.size],
+        _ => Vec::new(),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
