@@ -637,6 +637,9 @@ pub enum KernelError {
         /// The size of the axis.
         size: usize,
     },
+    /// An attribute with a symbol that has no value yet.
+    #[error(transparent)]
+    Dim(#[from] DimError),
     /// A class label outside the classes.
     #[error("label {label} is outside the {classes} classes")]
     Label {
