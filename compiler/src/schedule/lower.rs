@@ -16,13 +16,14 @@
 //! - A Wait for a gradient's Send stands before the sender's next backward (there is one outgoing gradient buffer). The
 //!   receiver therefore posts its Recv at the latest at its last work before that moment; its own forward of the
 //!   item is one such, so there always is one.
-//! - A Wait for an all-reduce stands before the first work that `order` let start only after the round was complete.
+//! - A Wait for an all-reduce stands before the first forward that needs the update, which `order` let start only after the
+//!   round was complete, or at the end. A replica without an item in the round joins when it has applied the rounds before.
 //!
 //! So every Wait has what it waits for at an earlier moment, posts never block, and running the work in the witness's
 //! order is one way through; since a Wait names what it waits for, every way gets through if one does.
 
 use std::cmp::Reverse;
-use std::collections::BinaryHeap;
+use std::collections::{BinaryHeap, VecDeque};
 
 use crate::schedule::order::{Layout, Order, Work};
 use crate::schedule::rule::Rule;
@@ -172,8 +173,10 @@ struct Writer<'a> {
     waits: Vec<Vec<Token>>,
     /// In inference, slots that fall free before each piece of work.
     frees: Vec<Vec<Slot>>,
-    /// The round whose all-reduce is posted and not yet applied.
-    reducing: Option<(u32, Token)>,
+    /// Rounds whose all-reduce is posted and not yet applied.
+    reducing: VecDeque<(u32, Token)>,
+    /// Rounds whose all-reduce is posted.
+    joined: u32,
     /// Rounds applied.
     applied: u32,
     /// For each round, the item of this worker whose backward is its last, if it has one.
@@ -196,7 +199,8 @@ impl<'a> Writer<'a> {
             tokens: 0,
             waits: vec![Vec::new(); work.len() + 1],
             frees: vec![Vec::new(); work.len() + 1],
-            reducing: None,
+            reducing: VecDeque::new(),
+            joined: 0,
             applied: 0,
             last_of_round,
             slots: Slots::default(),
@@ -215,7 +219,7 @@ impl<'a> Writer<'a> {
                 self.waits[recv.place as usize].push(token);
             }
             let version = lists.rule.version(self.stage, item);
-            while self.reducing.is_some_and(|(round, _)| kind == Payload::Gradient || version.0 > round) {
+            while kind == Payload::Activation && self.reducing.front().is_some_and(|&(round, _)| version.0 > round) {
                 self.apply();
             }
             self.wait(place);
@@ -250,7 +254,7 @@ impl<'a> Writer<'a> {
             }
         }
         self.wait(self.waits.len() - 1);
-        while self.reducing.is_some() {
+        while !self.reducing.is_empty() {
             self.apply();
         }
         self.drop_versions()
@@ -275,8 +279,9 @@ impl<'a> Writer<'a> {
         self.lists.pipeline.stages[self.stage.index()].replicas == 1
     }
 
-    /// After the last local backward of a round. Alone, the step can be done at once; with others, the Wait stands where
-    /// the update or the gradient buffer is needed, so that nobody waits for slower replicas more than the rule asks.
+    /// After the last local backward of a round. Alone, the step can be done at once. With others, the Wait stands before
+    /// the first forward that needs the update, so that nobody waits for slower replicas before the rule asks; gradients
+    /// that wait for their step take the place of the version that they will make.
     fn finish_round(&mut self, round: u32) {
         if self.alone() {
             self.step(round);
@@ -288,19 +293,20 @@ impl<'a> Writer<'a> {
     fn reduce(&mut self, round: u32) {
         let token = self.token();
         self.out.push(Instruction::AllReduce { stage: self.stage, round, token });
-        self.reducing = Some((round, token));
+        self.reducing.push_back((round, token));
+        self.joined += 1;
     }
 
-    /// A round in which this worker has no item: it joins the all-reduce as soon as the round before is applied.
+    /// A round in which this worker has no item: it joins the all-reduce as soon as all rounds before are applied.
     fn join_idle_round(&mut self) {
-        let next = self.applied as usize;
-        if !self.alone() && self.last_of_round.get(next).is_some_and(Option::is_none) {
-            self.reduce(self.applied);
+        let idle = self.last_of_round.get(self.joined as usize).is_some_and(Option::is_none);
+        if idle && self.reducing.is_empty() && !self.alone() {
+            self.reduce(self.joined);
         }
     }
 
     fn apply(&mut self) {
-        if let Some((round, token)) = self.reducing.take() {
+        if let Some((round, token)) = self.reducing.pop_front() {
             self.out.push(Instruction::Wait { token });
             self.step(round);
             self.join_idle_round();
