@@ -101,7 +101,8 @@ pub struct Timeline {
     pub finished: Vec<f64>,
     /// For each worker, the most items that were in flight at once.
     pub peak_in_flight: Vec<u32>,
-    /// For each worker, bytes of live weight versions and saved activations from each moment on; empty without sizes.
+    /// For each worker, bytes of live weight versions, gradients and saved activations from each moment on; empty without
+    /// sizes.
     pub memory: Vec<Vec<(f64, u64)>>,
 }
 

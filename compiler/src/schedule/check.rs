@@ -21,6 +21,9 @@ use crate::schedule::{
     WorkerProgram,
 };
 
+/// Gradients of one edge that a worker may be sending while it runs the next backward: one being sent, one being made.
+const GRADIENT_BUFFERS: u32 = 2;
+
 /// Says what is wrong with the program, if anything is.
 pub fn check(program: &Program) -> Result<(), CheckError> {
     shape(program)?;
@@ -101,8 +104,8 @@ struct Hands {
     slots: HashMap<Slot, Option<MicrobatchId>>,
     sending_slot: HashMap<Slot, u32>,
     in_flight: u32,
-    /// Edges whose outgoing gradient buffer is held by a Send.
-    sending_gradient: HashSet<EdgeId>,
+    /// For each edge, outgoing gradient buffers that are held by a Send.
+    sending_gradient: HashMap<EdgeId, u32>,
     versions: BTreeSet<Version>,
     applied: u32,
     /// Backwards done in the round that gradients are now added to.
@@ -428,8 +431,8 @@ impl<'a> Checker<'a> {
         if round != hands.joined {
             return Err(Fault::GradientBuffer { reason: "it has another round's gradients" });
         }
-        if !hands.sending_gradient.is_empty() {
-            return Err(Fault::GradientBuffer { reason: "the Send of the item before has not been waited for" });
+        if hands.sending_gradient.values().any(|&sends| sends >= GRADIENT_BUFFERS) {
+            return Err(Fault::GradientBuffer { reason: "Sends of items before have not been waited for" });
         }
         flight.backward = true;
         hands.slots.insert(slot, None);
@@ -449,7 +452,8 @@ impl<'a> Checker<'a> {
                 true
             }
             (Payload::Gradient, Some(flight)) if flight.backward && hands.last_backward == Some(item) => {
-                hands.sending_gradient.insert(edge)
+                *hands.sending_gradient.entry(edge).or_default() += 1;
+                true
             }
             _ => false,
         };
@@ -472,7 +476,8 @@ impl<'a> Checker<'a> {
                     return Ok(false);
                 }
                 if key.1 == Payload::Gradient {
-                    hands.sending_gradient.remove(&key.0);
+                    let sends = hands.sending_gradient.entry(key.0).or_default();
+                    *sends = sends.saturating_sub(1);
                 } else if let Some(slot) = hands.flights.get(&item).map(|flight| flight.slot) {
                     let sends = hands.sending_slot.entry(slot).or_default();
                     *sends = sends.saturating_sub(1);

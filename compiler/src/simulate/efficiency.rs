@@ -2,7 +2,7 @@
 
 use crate::schedule::rule::StepCount;
 use crate::schedule::scheduler::schedule;
-use crate::schedule::{Pipeline, Schedule, published_caps};
+use crate::schedule::{Pipeline, Schedule, StageShape, published_caps};
 use crate::simulate::SimulateError;
 use crate::simulate::run::{Machine, simulate};
 
@@ -38,12 +38,13 @@ pub fn steady_efficiency(pipeline: &Pipeline) -> Result<f64, SimulateError> {
     // A steady state repeats after a whole number of rounds of every stage. Where that takes too long, a long window
     // makes up for what is cut off at its ends.
     let repeat = pipeline.stages.iter().fold(1, |all, stage| common_multiple(all, u64::from(stage.replicas)));
-    let repeat = if repeat <= 1024 { repeat as u32 } else { 1024 };
-    let window = repeat * 240u32.div_ceil(repeat);
-    let deepest =
-        pipeline.stages.iter().map(|stage| stage.replicas.saturating_mul(stage.cap.min(64))).max().unwrap_or(1);
-    let warm = window + 3 * deepest.min(20_000);
-    let count = StepCount::minibatches(warm + window + deepest.min(20_000));
+    let repeat = if repeat <= 512 { repeat as u32 } else { 512 };
+    let window = repeat * 120u32.div_ceil(repeat);
+    // Items that fill the pipeline; it takes a few times as many until it runs evenly.
+    let depth = |stage: &StageShape| stage.replicas.saturating_mul(stage.cap).min(10_000);
+    let depth = pipeline.stages.iter().map(depth).max().unwrap_or(1);
+    let warm = 120.max(4 * depth);
+    let count = StepCount::minibatches(warm + window + depth);
     let program = schedule(Schedule::OneFOneBRr, pipeline, count)?;
     let timeline = simulate(&program, pipeline, &Machine::of(pipeline))?;
     Ok(match timeline.middle(warm as usize, (warm + window) as usize) {
@@ -153,5 +154,46 @@ mod tests {
             println!("{replicas:?} {:?} -> {caps:?} {efficiency:.4}", published_caps(replicas));
             assert!(efficiency >= TARGET, "{replicas:?} with {caps:?}: {efficiency}");
         }
+    }
+}
+#[cfg(test)]
+mod scratch {
+    use super::*;
+    #[test]
+    fn comm() {
+        for replicas in [&[1, 1, 1, 1][..], &[2, 1], &[1, 3, 1], &[9, 5, 1, 1], &[3, 3]] {
+            for (f, b) in [(0.0, 0.0), (0.3, 0.3), (0.9, 0.9), (1.5, 1.5), (2.5, 2.5), (2.9, 2.9)] {
+                let mut p = Pipeline::balanced(replicas, 2.0);
+                for e in &mut p.edges {
+                    e.forward_us = f;
+                    e.backward_us = b;
+                }
+                let base = steady_efficiency(&p).unwrap();
+                let caps = auto_caps(&p).unwrap();
+                println!(
+                    "{replicas:?} {f} base {base:.3} {caps:?} {:.4} ideal {}",
+                    steady_efficiency(&p.clone().with_caps(&caps)).unwrap(),
+                    ideal_us(&p)
+                );
+            }
+        }
+        let p = Pipeline::balanced(&vec![1; 64], 2.0);
+        let now = std::time::Instant::now();
+        let program = schedule(Schedule::OneFOneBRr, &p, StepCount::minibatches(1000)).unwrap();
+        println!("generate {:?}", now.elapsed());
+        let now = std::time::Instant::now();
+        let t = simulate(&program, &p, &Machine::of(&p)).unwrap();
+        println!("simulate {:?} {}", now.elapsed(), t.throughput());
+        let t = simulate(&program, &p, &Machine { cores: Some(7), ..Machine::of(&p) }).unwrap();
+        println!("simulate {:?} {}", now.elapsed(), t.throughput());
+        let now = std::time::Instant::now();
+        crate::schedule::check::check(&program).unwrap();
+        println!("check {:?}", now.elapsed());
+        let now = std::time::Instant::now();
+        let c = auto_caps(&Pipeline::balanced(&[16, 13, 11, 8, 7, 5, 3, 1], 2.0)).unwrap();
+        println!("auto_caps 64 workers {c:?} {:?}", now.elapsed());
+        let now = std::time::Instant::now();
+        let s = steady_efficiency(&Pipeline::balanced(&[16, 13, 11, 8, 7, 5, 3, 1], 2.0)).unwrap();
+        println!("steady 64 workers {s:?} {:?}", now.elapsed());
     }
 }

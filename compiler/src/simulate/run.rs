@@ -93,7 +93,9 @@ struct Hands {
     spans: Vec<Span>,
     in_flight: u32,
     peak: u32,
+    /// Weight versions, and gradients that are being summed or wait for their step.
     versions: u64,
+    gradients: u64,
     memory: Vec<(f64, u64)>,
 }
 
@@ -117,9 +119,16 @@ struct Simulation<'a> {
 impl<'a> Simulation<'a> {
     fn new(program: &'a Program, pipeline: &'a Pipeline, machine: &'a Machine) -> Self {
         let sizes = pipeline.stages.iter().any(|stage| stage.param_bytes > 0 || stage.saved_bytes > 0);
+        let gradients = u64::from(program.schedule.trains());
         let hands = program.workers.iter().map(|worker| {
-            let weights = pipeline.stages.get(worker.stage.index()).map_or(0, |stage| stage.param_bytes);
-            Hands { versions: 1, memory: if sizes { vec![(0.0, weights)] } else { Vec::new() }, ..Hands::default() }
+            let weights =
+                pipeline.stages.get(worker.stage.index()).map_or(0, |stage| stage.param_bytes) * (1 + gradients);
+            Hands {
+                versions: 1,
+                gradients,
+                memory: if sizes { vec![(0.0, weights)] } else { Vec::new() },
+                ..Hands::default()
+            }
         });
         Self {
             program,
@@ -225,6 +234,8 @@ impl<'a> Simulation<'a> {
                 }
                 Instruction::AllReduce { stage, round, token } => {
                     self.hands[index].tokens.insert(token, false);
+                    self.hands[index].gradients += 1;
+                    self.remember(worker);
                     self.join(stage, round, Name { worker, token });
                 }
                 Instruction::Wait { token } => {
@@ -267,7 +278,14 @@ impl<'a> Simulation<'a> {
                     self.finished[item.index()] = now;
                 }
             }
-            if let Activity::Backward(..) = activity {
+            if let Activity::Step(stage, _) = activity {
+                // Where there was an all-reduce, the gradients it took are free again.
+                hands.gradients -= u64::from(
+                    self.pipeline.stages.get(stage.index()).is_some_and(|shape| shape.replicas > 1)
+                        && hands.gradients > 1,
+                );
+                self.remember(worker);
+            } else if let Activity::Backward(..) = activity {
                 hands.in_flight = hands.in_flight.saturating_sub(1);
                 self.remember(worker);
             }
@@ -345,7 +363,7 @@ impl<'a> Simulation<'a> {
         if hands.memory.is_empty() {
             return;
         }
-        let weights = hands.versions.saturating_mul(shape.param_bytes);
+        let weights = (hands.versions + hands.gradients).saturating_mul(shape.param_bytes);
         let bytes = weights.saturating_add(u64::from(hands.in_flight).saturating_mul(shape.saved_bytes));
         match hands.memory.last_mut() {
             Some(last) if last.0 == self.now => last.1 = last.1.max(bytes),
