@@ -1,1 +1,3 @@
-//! placeholder
+//! Devices and their kernels, and the workers that run a program on them.
+
+pub mod device;

@@ -1,0 +1,3 @@
+//! The devices that run kernels.
+
+pub mod cpu;
