@@ -25,6 +25,7 @@ pub mod pad;
 pub mod pool;
 pub mod reduce;
 pub mod reshape;
+pub mod sample;
 pub mod select;
 pub mod slice;
 pub mod softmax;
@@ -32,6 +33,7 @@ pub mod source;
 pub mod table;
 pub mod transpose;
 pub mod unary;
+pub mod window;
 
 use crate::tensor::dim::{Dim, DimError};
 use crate::tensor::fact::Fact;

@@ -3,9 +3,9 @@
 //! It depends on ids and edges only, so equal graphs have equal orders. Plans name ops by their place in it.
 
 use super::Graph;
-use crate::op::NodeId;
+use crate::op::{NodeId, Op};
 use std::cmp::Reverse;
-use std::collections::{BinaryHeap, HashMap};
+use std::collections::{BinaryHeap, HashMap, HashSet};
 
 /// All nodes in canonical topological order. On a cycle, which [`super::verify`] reports, the nodes on it and behind
 /// it are missing.
@@ -32,4 +32,21 @@ fn distinct_producers(graph: &Graph, id: NodeId) -> usize {
     producers.sort_unstable();
     producers.dedup();
     producers.len()
+}
+
+/// The ops that plans speak of: op number `i` is the `i`th node of the canonical order that depends on an input, a
+/// parameter or a state. Those sources themselves, and what follows from constants alone, have no number: every stage
+/// that needs them has its own.
+pub fn numbered(graph: &Graph) -> Vec<NodeId> {
+    let mut moving: HashSet<NodeId> = HashSet::new();
+    let mut ops = Vec::new();
+    for id in canonical(graph) {
+        if matches!(graph.node(id).op, Op::Input(_) | Op::Parameter(_) | Op::State(_)) {
+            moving.insert(id);
+        } else if graph.inputs(id).iter().any(|v| moving.contains(&v.node)) {
+            moving.insert(id);
+            ops.push(id);
+        }
+    }
+    ops
 }

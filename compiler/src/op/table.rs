@@ -56,6 +56,7 @@ pub fn samples() -> Vec<Sample> {
         compare::samples(),
         concat::samples(),
         conv::samples(),
+        conv::grad::samples(),
         cross_entropy::samples(),
         flip::samples(),
         gather::samples(),
