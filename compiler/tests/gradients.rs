@@ -90,7 +90,7 @@ fn gradients_are_slopes() {
             let gradient = &values[&gradient];
             let x = inputs[i].to_f64();
             for (at, slope) in gradient.to_f64().into_iter().enumerate() {
-                let h = 1e-5 * x[at].abs().max(0.1);
+                let h = 1e-5 * x[at].abs().clamp(0.1, 1.0);
                 let moved = |by: f64| {
                     let mut x = x.clone();
                     x[at] += by;
