@@ -1,1 +1,486 @@
-//! Schedules: from a plan to one program for each worker.
+//! Schedules: from the shape of a pipeline to one program for each worker.
+//!
+//! A [`Pipeline`] is what a schedule needs to know of a plan: how long each stage computes, how often it is replicated,
+//! how many rounds may be in flight, and which stages speak to which. A [`Program`] is the answer: one flat list of
+//! [`Instruction`]s for each worker, with every operand explicit, so that a worker is a loop with one `match`.
+//!
+//! Workers are numbered in stage order, replica minor, and print as `stage.replica`. Work comes in *items*: minibatches
+//! under the asynchronous schedules, microbatches under those that flush.
+//!
+//! What the instructions promise each other: Send, Recv and AllReduce only post, Wait blocks. A Send completes when its
+//! Recv is posted (channels hold nothing), so a program that runs here runs on any link. A channel is (edge, kind, from
+//! worker, to worker) and first in, first out; the two directions of an edge are separate channels.
+
+pub mod chart;
+pub mod check;
+pub mod csv;
+pub mod fault;
+pub mod gpipe;
+pub mod inference;
+pub mod lower;
+pub mod one_f_one_b;
+pub mod one_f_one_b_rr;
+pub mod order;
+pub mod rule;
+pub mod scheduler;
+pub mod text;
+pub mod two_bw;
+
+use std::fmt;
+use std::str::FromStr;
+
+macro_rules! id {
+    ($(#[$doc:meta])* $name:ident) => {
+        $(#[$doc])*
+        #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug, Default)]
+        pub struct $name(pub u32);
+
+        impl $name {
+            /// The position this id names in a list.
+            pub fn index(self) -> usize {
+                self.0 as usize
+            }
+        }
+    };
+}
+
+id!(
+    /// A stage, counted from the input.
+    StageId
+);
+id!(
+    /// A worker: stages in order, replicas of a stage next to each other.
+    WorkerId
+);
+id!(
+    /// An item of work: a minibatch under asynchronous schedules, a microbatch (counted over the whole run) under flush.
+    MicrobatchId
+);
+id!(
+    /// A weight version of one stage: the number of updates it has seen.
+    Version
+);
+id!(
+    /// An edge between two stages, by its place in [`Program::edges`].
+    EdgeId
+);
+id!(
+    /// Names one posted Send, Recv or AllReduce of one worker, until its Wait.
+    Token
+);
+id!(
+    /// One of a worker's places for the saved activations of an item in flight.
+    Slot
+);
+
+/// The schedules that can be asked for, by the names of the command line.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Hash)]
+pub enum Schedule {
+    /// `gpipe`: all forwards of a minibatch, then all its backwards.
+    Gpipe,
+    /// `1f1b`: one forward, one backward, and a flush after every minibatch.
+    OneFOneB,
+    /// `1f1b-rr`: one forward, one backward, round-robin over replicas, weight stashing, no flush.
+    OneFOneBRr,
+    /// `1f1b-rr-vsync`: the same with vertical sync: all stages use the version of the first.
+    OneFOneBRrVsync,
+    /// `2bw`: PipeDream-2BW, double-buffered weights.
+    TwoBw,
+    /// `inference`: forwards only.
+    Inference,
+}
+
+impl Schedule {
+    /// Every schedule, in the order of the documentation.
+    pub const ALL: [Schedule; 6] = [
+        Schedule::Gpipe,
+        Schedule::OneFOneB,
+        Schedule::OneFOneBRr,
+        Schedule::OneFOneBRrVsync,
+        Schedule::TwoBw,
+        Schedule::Inference,
+    ];
+
+    /// The name on the command line and in files.
+    pub fn name(self) -> &'static str {
+        match self {
+            Schedule::Gpipe => "gpipe",
+            Schedule::OneFOneB => "1f1b",
+            Schedule::OneFOneBRr => "1f1b-rr",
+            Schedule::OneFOneBRrVsync => "1f1b-rr-vsync",
+            Schedule::TwoBw => "2bw",
+            Schedule::Inference => "inference",
+        }
+    }
+
+    /// Whether an item is a whole minibatch, and each round of replicas makes an update of its own.
+    pub fn is_round_robin(self) -> bool {
+        matches!(self, Schedule::OneFOneBRr | Schedule::OneFOneBRrVsync)
+    }
+
+    /// Whether items run backward and weights are updated.
+    pub fn trains(self) -> bool {
+        self != Schedule::Inference
+    }
+}
+
+impl fmt::Display for Schedule {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+impl FromStr for Schedule {
+    type Err = ScheduleError;
+
+    fn from_str(name: &str) -> Result<Self, ScheduleError> {
+        let found = Schedule::ALL.into_iter().find(|schedule| schedule.name() == name);
+        found.ok_or_else(|| ScheduleError::UnknownName { name: name.to_string() })
+    }
+}
+
+/// What a schedule needs to know of one stage.
+#[derive(Clone, PartialEq, Debug)]
+pub struct StageShape {
+    /// Workers that share the stage's items.
+    pub replicas: u32,
+    /// Time of one item's forward on one replica, in microseconds.
+    pub forward: f64,
+    /// Time of one item's backward on one replica, in microseconds.
+    pub backward: f64,
+    /// Time of one optimizer step, in microseconds.
+    pub step: f64,
+    /// Time of one all-reduce of the stage's gradients, in microseconds; nothing for a single replica.
+    pub all_reduce: f64,
+    /// Rounds that may be in flight on a replica, at least 1.
+    pub cap: u32,
+    /// Bytes of one version of the stage's parameters.
+    pub param_bytes: u64,
+    /// Bytes kept for the backward of one item in flight.
+    pub saved_bytes: u64,
+}
+
+impl StageShape {
+    /// A stage with `replicas` workers that compute `forward` and `backward` microseconds an item; cap 1, no bytes.
+    pub fn new(replicas: u32, forward: f64, backward: f64) -> Self {
+        Self { replicas, forward, backward, step: 0.0, all_reduce: 0.0, cap: 1, param_bytes: 0, saved_bytes: 0 }
+    }
+}
+
+/// Tensors that go from one stage to a later one, and their gradients back.
+#[derive(Clone, PartialEq, Debug)]
+pub struct Edge {
+    /// The stage that sends activations.
+    pub from: StageId,
+    /// The stage that receives them; later than `from`, not always the next.
+    pub to: StageId,
+    /// Bytes of one item's activations.
+    pub forward_bytes: u64,
+    /// Bytes of one item's gradients.
+    pub backward_bytes: u64,
+    /// Time one item's activations take, in microseconds.
+    pub forward_us: f64,
+    /// Time one item's gradients take, in microseconds.
+    pub backward_us: f64,
+}
+
+impl Edge {
+    /// An edge that carries nothing and takes no time.
+    pub fn new(from: u32, to: u32) -> Self {
+        let (from, to) = (StageId(from), StageId(to));
+        Self { from, to, forward_bytes: 0, backward_bytes: 0, forward_us: 0.0, backward_us: 0.0 }
+    }
+}
+
+/// A plan as schedules see it: stages in order and the edges between them, at most one for each pair of stages.
+#[derive(Clone, PartialEq, Debug)]
+pub struct Pipeline {
+    /// The stages, first to last.
+    pub stages: Vec<StageShape>,
+    /// The edges, each from an earlier to a later stage.
+    pub edges: Vec<Edge>,
+}
+
+impl Pipeline {
+    /// A chain of stages, each speaking to the next, with the published in-flight caps.
+    pub fn chain(mut stages: Vec<StageShape>) -> Self {
+        let replicas: Vec<u32> = stages.iter().map(|stage| stage.replicas).collect();
+        for (stage, cap) in stages.iter_mut().zip(published_caps(&replicas)) {
+            stage.cap = cap;
+        }
+        let edges = (1..stages.len() as u32).map(|to| Edge::new(to - 1, to)).collect();
+        Self { stages, edges }
+    }
+
+    /// A chain of perfectly balanced stages: a stage's time is its number of replicas, backward `ratio` times forward.
+    pub fn balanced(replicas: &[u32], ratio: f64) -> Self {
+        Self::chain(replicas.iter().map(|&r| StageShape::new(r, f64::from(r), f64::from(r) * ratio)).collect())
+    }
+
+    /// The same pipeline with other in-flight caps, one for each stage.
+    pub fn with_caps(mut self, caps: &[u32]) -> Self {
+        for (stage, &cap) in self.stages.iter_mut().zip(caps) {
+            stage.cap = cap;
+        }
+        self
+    }
+
+    /// Says what keeps this from being a pipeline, if anything does.
+    pub fn validate(&self) -> Result<(), ScheduleError> {
+        if self.stages.is_empty() {
+            return Err(ScheduleError::NoStages);
+        }
+        let mut workers = 0u64;
+        for (index, stage) in self.stages.iter().enumerate() {
+            workers += u64::from(stage.replicas);
+            if stage.replicas == 0 || stage.cap == 0 {
+                return Err(ScheduleError::EmptyStage { stage: index, replicas: stage.replicas, cap: stage.cap });
+            }
+            for (what, time) in [
+                ("forward", stage.forward),
+                ("backward", stage.backward),
+                ("step", stage.step),
+                ("all-reduce", stage.all_reduce),
+            ] {
+                check_time(&format!("{what} of stage {index}"), time)?;
+            }
+        }
+        if workers > MAX_WORKERS {
+            return Err(ScheduleError::TooManyWorkers { workers, most: MAX_WORKERS });
+        }
+        let mut seen = std::collections::BTreeSet::new();
+        for edge in &self.edges {
+            let (from, to) = (edge.from.0, edge.to.0);
+            if from >= to || edge.to.index() >= self.stages.len() || !seen.insert((from, to)) {
+                return Err(ScheduleError::BadEdge { from, to });
+            }
+            check_time(&format!("transfer {from} > {to}"), edge.forward_us)?;
+            check_time(&format!("transfer {to} > {from}"), edge.backward_us)?;
+        }
+        Ok(())
+    }
+}
+
+/// No cluster that a program of this form can drive has more workers.
+pub const MAX_WORKERS: u64 = 1 << 16;
+
+fn check_time(what: &str, microseconds: f64) -> Result<(), ScheduleError> {
+    // A thousand seconds: beyond it the simulated clock of a long run could overflow.
+    if (0.0..=1e9).contains(&microseconds) {
+        return Ok(());
+    }
+    Err(ScheduleError::BadTime { what: what.to_string(), microseconds })
+}
+
+/// PipeDream's in-flight caps in rounds: ⌈n_s / r_s⌉, where n_s counts the workers from stage s to the end.
+pub fn published_caps(replicas: &[u32]) -> Vec<u32> {
+    let mut behind = 0u64;
+    let mut caps: Vec<u32> = replicas
+        .iter()
+        .rev()
+        .map(|&r| {
+            behind += u64::from(r);
+            behind.div_ceil(u64::from(r.max(1))).clamp(1, u64::from(u32::MAX)) as u32
+        })
+        .collect();
+    caps.reverse();
+    caps
+}
+
+/// What travels over an edge.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug, Hash)]
+pub enum Payload {
+    /// From the earlier stage to the later one.
+    Activation,
+    /// From the later stage back to the earlier one.
+    Gradient,
+}
+
+/// One thing a worker does.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Hash)]
+pub enum Instruction {
+    /// Fetch the item's rows of the graph inputs and labels that this stage reads, if it reads any.
+    Load {
+        /// The item to fetch.
+        item: MicrobatchId,
+    },
+    /// Run the stage's forward; what the backward needs is kept in `slot`.
+    Forward {
+        /// This worker's stage.
+        stage: StageId,
+        /// The item.
+        item: MicrobatchId,
+        /// The weights to use.
+        version: Version,
+        /// Where the saved activations live until the item's backward; a slot may be reused only when the
+        /// Sends out of it have been waited for.
+        slot: Slot,
+    },
+    /// Run the stage's backward; gradients of weights are added to those of the round, in the order of the program.
+    Backward {
+        /// This worker's stage.
+        stage: StageId,
+        /// The item.
+        item: MicrobatchId,
+        /// The weights that the forward used.
+        version: Version,
+        /// The slot that the forward filled; free after this.
+        slot: Slot,
+    },
+    /// Post the sending of an item's activations or gradients.
+    Send {
+        /// The edge.
+        edge: EdgeId,
+        /// The item.
+        item: MicrobatchId,
+        /// The direction.
+        kind: Payload,
+        /// The receiver.
+        peer: WorkerId,
+        /// To wait for; the buffer is held until then.
+        token: Token,
+    },
+    /// Post the receiving of an item's activations or gradients.
+    Recv {
+        /// The edge.
+        edge: EdgeId,
+        /// The item.
+        item: MicrobatchId,
+        /// The direction.
+        kind: Payload,
+        /// The sender.
+        peer: WorkerId,
+        /// To wait for; the data may be read after that.
+        token: Token,
+    },
+    /// Block until what `token` names is complete.
+    Wait {
+        /// A token of an earlier Send, Recv or AllReduce of this worker.
+        token: Token,
+    },
+    /// Post the sum, over all replicas of the stage, of the gradients of one round. A replica that had no item in the
+    /// round gives zeros.
+    AllReduce {
+        /// This worker's stage.
+        stage: StageId,
+        /// The round.
+        round: u32,
+        /// To wait for.
+        token: Token,
+    },
+    /// Apply the round's gradients, divided by `count`, to version `from`; the result is version `to`. The gradients are zero after.
+    Step {
+        /// This worker's stage.
+        stage: StageId,
+        /// The round.
+        round: u32,
+        /// The newest version before.
+        from: Version,
+        /// The newest version after: `from + 1`.
+        to: Version,
+        /// Items that are averaged, over all replicas.
+        count: u32,
+        /// Nobody uses `from` after this: write the new weights over it. It needs no Drop then.
+        in_place: bool,
+    },
+    /// Nobody uses this version after this.
+    Drop {
+        /// The version.
+        version: Version,
+    },
+}
+
+/// What one worker runs.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct WorkerProgram {
+    /// Its stage.
+    pub stage: StageId,
+    /// Its place among the stage's replicas.
+    pub replica: u32,
+    /// What it does, in order.
+    pub instructions: Vec<Instruction>,
+}
+
+/// What a program remembers of a stage.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct ProgramStage {
+    /// Workers that share the stage's items.
+    pub replicas: u32,
+    /// Items that may be in flight on a replica.
+    pub cap: u32,
+}
+
+/// One program for each worker of a pipeline, and what is needed to judge it.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Program {
+    /// The schedule that it follows.
+    pub schedule: Schedule,
+    /// Items in all.
+    pub items: u32,
+    /// Items of one minibatch; 1 under the round-robin schedules.
+    pub microbatches: u32,
+    /// The stages.
+    pub stages: Vec<ProgramStage>,
+    /// The edges, as (sender, receiver) of activations.
+    pub edges: Vec<(StageId, StageId)>,
+    /// The programs, by [`WorkerId`].
+    pub workers: Vec<WorkerProgram>,
+}
+
+impl Program {
+    /// The worker's name: `stage.replica`.
+    pub fn worker_name(&self, worker: WorkerId) -> String {
+        match self.workers.get(worker.index()) {
+            Some(program) => format!("{}.{}", program.stage.0, program.replica),
+            None => format!("?{}", worker.0),
+        }
+    }
+
+    /// Optimizer steps that one worker of this stage runs.
+    pub fn steps(&self, stage: StageId) -> u32 {
+        let of_stage = self.workers.iter().find(|worker| worker.stage == stage);
+        let steps = of_stage.map(|worker| {
+            worker.instructions.iter().filter(|instruction| matches!(instruction, Instruction::Step { .. })).count()
+        });
+        steps.unwrap_or(0) as u32
+    }
+
+    /// Places that a worker needs for the saved activations of items in flight.
+    pub fn slots(&self, worker: WorkerId) -> u32 {
+        let forwards = self.workers[worker.index()].instructions.iter();
+        forwards
+            .filter_map(|i| if let Instruction::Forward { slot, .. } = i { Some(slot.0 + 1) } else { None })
+            .max()
+            .unwrap_or(0)
+    }
+}
+
+/// Why there is no program.
+#[derive(Debug, Clone, PartialEq, thiserror::Error)]
+#[allow(missing_docs)]
+pub enum ScheduleError {
+    #[error("unknown schedule `{name}`; known are gpipe, 1f1b, 1f1b-rr, 1f1b-rr-vsync, 2bw, inference")]
+    UnknownName { name: String },
+    #[error("a pipeline needs at least one stage")]
+    NoStages,
+    #[error("stage {stage} has {replicas} replicas and an in-flight cap of {cap}; both must be at least 1")]
+    EmptyStage { stage: usize, replicas: u32, cap: u32 },
+    #[error("{workers} workers; the most a program can have is {most}")]
+    TooManyWorkers { workers: u64, most: u64 },
+    #[error("the {what} takes {microseconds} us; expected 0 to 1e9")]
+    BadTime { what: String, microseconds: f64 },
+    #[error("edge {from} > {to}: expected one edge, from an earlier to a later stage of the pipeline")]
+    BadEdge { from: u32, to: u32 },
+    #[error(
+        "schedule {schedule} needs at least one minibatch of at least one microbatch, got {minibatches} of {microbatches}"
+    )]
+    NoWork { schedule: Schedule, minibatches: u32, microbatches: u32 },
+    #[error("schedule {schedule} runs whole minibatches; {microbatches} microbatches asked for")]
+    WholeMinibatches { schedule: Schedule, microbatches: u32 },
+    #[error("{items} items over {stages} stages make too long a program; run fewer minibatches at a time")]
+    TooLong { items: u64, stages: usize },
+    #[error("the order of work cannot run: worker {worker} waits for ever before {at}")]
+    Stuck { worker: String, at: String },
+    #[error("the order of work of worker {worker} is not its share of the items: {what}")]
+    NotTheShare { worker: String, what: String },
+}

@@ -343,3 +343,97 @@ fn normalise_domains(nodes: &mut [NodeProto]) {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::import::onnx::proto::{TensorShapeProto, TypeProto, tensor_shape_proto::Dimension, type_proto};
+
+    fn typed(name: &str, dims: &[i64]) -> ValueInfoProto {
+        let dim = |dim: &i64| Dimension { value: Some(DimValue::DimValue(*dim)), denotation: None };
+        let shape = Some(TensorShapeProto { dim: dims.iter().map(dim).collect() });
+        let tensor = type_proto::Tensor { elem_type: Some(1), shape };
+        let kind = TypeProto { value: Some(TypeValue::TensorType(tensor)), denotation: None };
+        ValueInfoProto { name: Some(name.into()), r#type: Some(kind), ..Default::default() }
+    }
+
+    /// y = x + w, in IR version 3 with `w` among the inputs.
+    fn model() -> ModelProto {
+        let node = NodeProto {
+            op_type: Some("Add".into()),
+            domain: Some("ai.onnx".into()),
+            input: vec!["x".into(), "w".into()],
+            output: vec!["y".into()],
+            ..Default::default()
+        };
+        let w = TensorProto {
+            name: Some("w".into()),
+            data_type: Some(1),
+            dims: vec![1],
+            float_data: vec![2.0],
+            ..Default::default()
+        };
+        let graph = GraphProto {
+            node: vec![node],
+            initializer: vec![w],
+            input: vec![typed("x", &[-1]), typed("w", &[1])],
+            output: vec![typed("y", &[1])],
+            ..Default::default()
+        };
+        let opset = OperatorSetIdProto { domain: Some("ai.onnx".into()), version: Some(8) };
+        ModelProto { ir_version: Some(3), opset_import: vec![opset], graph: Some(graph), ..Default::default() }
+    }
+
+    fn parsed(model: &ModelProto) -> Result<OnnxModel, DecodeError> {
+        parse(model.encode_to_vec().into(), None)
+    }
+
+    #[test]
+    fn initializers_among_the_inputs_are_parameters() {
+        let read = parsed(&model()).unwrap();
+        let x = ValueInfo { name: "x".into(), elem_type: 1, dims: Some(vec![Dim::Unknown]) };
+        assert_eq!(read.inputs, [x]);
+        assert_eq!(read.warnings, [Warning::MinusOne { name: "x".into() }]);
+        assert_eq!((read.nodes[0].name.as_str(), read.nodes[0].domain.as_str()), ("Add_0", ""));
+        assert_eq!(read.opset(""), Some(8));
+        let newer = parsed(&ModelProto { ir_version: Some(4), ..model() }).unwrap();
+        assert_eq!(newer.warnings[1], Warning::DefaultInputs { count: 1, example: "w".into() });
+    }
+
+    #[test]
+    fn all_faults_are_told_at_once_and_none_moves_the_cursor() {
+        let mut broken = model();
+        broken.opset_import[0].domain = Some("other".into());
+        let graph = broken.graph.as_mut().unwrap();
+        graph.initializer[0].dims = vec![-3];
+        graph.initializer.push(graph.initializer[0].clone());
+        graph.input[0].r#type = None;
+        graph.node[0].domain = None;
+        graph.node[0].input.push("\u{1b}[2J".into());
+        let text = parsed(&broken).unwrap_err().to_string();
+        assert_eq!(
+            text,
+            "6 faults:\n  \
+             node `Add_0`: opset_import does not name the standard operators, whose Add it uses\n  \
+             graph input `x` has no tensor type\n  \
+             duplicate initializer `w`\n  \
+             node `Add_0` (Add) reads tensor `[2J`, which nothing makes\n  \
+             initializer `w` has no possible shape: dimension 0 is negative: -3\n  \
+             initializer `w` has no possible shape: dimension 0 is negative: -3"
+        );
+    }
+
+    #[test]
+    fn constants_in_attributes_are_resolved_too() {
+        let mut with = model();
+        let value = TensorProto { data_type: Some(7), dims: vec![2], int64_data: vec![1, -1], ..Default::default() };
+        let attribute = AttributeProto { name: Some("value".into()), t: Some(value), ..Default::default() };
+        with.graph.as_mut().unwrap().node[0].attribute = vec![attribute.clone()];
+        let read = parsed(&with).unwrap();
+        let tensor = payload::tensor(read.nodes[0].attributes[0].t.as_ref().unwrap());
+        let bytes = [1_i64, -1].iter().flat_map(|v| v.to_le_bytes()).collect();
+        assert_eq!(tensor.payload, crate::import::onnx::model::Payload::Bytes(bytes));
+        with.graph.as_mut().unwrap().node[0].attribute = vec![attribute.clone(), attribute];
+        assert_eq!(parsed(&with).unwrap_err().to_string(), "node `Add_0` has the attribute `value` twice");
+    }
+}

@@ -448,8 +448,9 @@ pub enum Warning {
     },
     /// Values that are not there.
     #[error(
-        "external data file `{}` does not exist: {tensors} tensors have shapes but no values, which is enough to plan but not to train",
-        shown(path)
+        "external data file `{}` does not exist: {tensors} tensor{} without values, which is enough to plan but not to train",
+        shown(path),
+        if *tensors == 1 { "" } else { "s" }
     )]
     MissingFile {
         /// The location, relative to the model's folder.

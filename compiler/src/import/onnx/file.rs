@@ -101,7 +101,7 @@ mod tests {
             (b"version https://git-lfs.github.com/spec/v1\noid", Some(FormatError::LfsPointer)),
             (b"PK\x03\x04\0\0", Some(FormatError::Zip)),
             (b"\x80\x02}q\0.", Some(FormatError::Pickle)),
-            (b"\x02\0\0\0\0\0\0\0{\"", None),
+            (b"\x09\0\0\0\0\0\0\0{\"", None),
             (b"\x03\0\0\0\0\0\0\0{\"}", Some(FormatError::Safetensors)),
             (b"\x08\x09\x3a\x00", None),
         ] {
