@@ -63,6 +63,7 @@ pub enum Op {
     Reduce(Reduce),
     ArgReduce(ArgReduce),
     // Contractions.
+    #[serde(rename = "matmul")]
     MatMul(MatMul),
     Conv(Conv),
     ConvInputGrad(ConvInputGrad),
