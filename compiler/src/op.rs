@@ -415,6 +415,7 @@ pub struct Pad {
     /// Elements between neighbours.
     pub interior: Vec<usize>,
     /// What is filled in.
+    #[serde(with = "pad::any_float")]
     pub value: f64,
 }
 
