@@ -6,10 +6,10 @@
 use std::path::{Path, PathBuf};
 
 use compiler::import::onnx::decode::{parse, read};
-use compiler::import::onnx::error::Warning;
 use compiler::import::onnx::model::{Dim, OnnxModel, Payload, Tensor, ValueInfo};
 use compiler::import::onnx::payload::tensor;
 use compiler::import::onnx::proto;
+use compiler::import::onnx::warning::Warning;
 use models::zoo::{ENTRIES, Options, build, to_bytes};
 use onnx_protobuf as other;
 use onnx_protobuf::Message;

@@ -316,7 +316,8 @@ pub enum Instruction {
         /// Sends out of it have been waited for.
         slot: Slot,
     },
-    /// Run the stage's backward; gradients of weights are added to those of the round, in the order of the program.
+    /// Run the stage's backward; gradients of weights are added, in the order of the program, to those that the worker's
+    /// next AllReduce takes, or its next Step where a stage has one replica.
     Backward {
         /// This worker's stage.
         stage: StageId,
@@ -358,8 +359,9 @@ pub enum Instruction {
         /// A token of an earlier Send, Recv or AllReduce of this worker.
         token: Token,
     },
-    /// Post the sum, over all replicas of the stage, of the gradients of one round. A replica that had no item in the
-    /// round gives zeros.
+    /// Post the sum, over all replicas of the stage, of the gradients of one round: all that backwards have added since the
+    /// last AllReduce. Later backwards start from zero in another buffer. A replica that had no item in the round gives zeros.
+    /// Several may be posted before the first is waited for; they are waited for and applied in order.
     AllReduce {
         /// This worker's stage.
         stage: StageId,
@@ -368,7 +370,8 @@ pub enum Instruction {
         /// To wait for.
         token: Token,
     },
-    /// Apply the round's gradients, divided by `count`, to version `from`; the result is version `to`. The gradients are zero after.
+    /// Apply the round's gradients, divided by `count`, to version `from`; the result is version `to`. The round's gradients
+    /// are nobody's after this.
     Step {
         /// This worker's stage.
         stage: StageId,

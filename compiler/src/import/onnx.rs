@@ -19,4 +19,6 @@ pub mod name;
 pub mod order;
 pub mod payload;
 pub mod proto;
+pub mod signature;
 pub mod structure;
+pub mod warning;

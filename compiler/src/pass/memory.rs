@@ -55,6 +55,8 @@ pub struct Needs<'a> {
     pub own: &'a HashSet<Value>,
     /// Values that the backward run reads.
     pub kept: &'a HashSet<Value>,
+    /// Values that are read when the run is over, before the next one.
+    pub held: &'a HashSet<Value>,
     /// Bytes of workspace by node.
     pub workspace: &'a HashMap<NodeId, usize>,
 }
@@ -80,7 +82,8 @@ pub fn plan(graph: &Graph, order: &[NodeId], needs: &Needs<'_>) -> Layout {
             layout.kept_bytes += aligned(class.bytes);
             Some(Home::Kept(layout.kept_bytes - aligned(class.bytes)))
         } else {
-            transient.push(Block { of: Of::Class(i), size: aligned(class.bytes), first: class.first, last: class.last });
+            let last = if class.held { order.len() } else { class.last };
+            transient.push(Block { of: Of::Class(i), size: aligned(class.bytes), first: class.first, last });
             None
         };
     }
@@ -117,6 +120,7 @@ struct Class {
     last: usize,
     own: bool,
     kept: bool,
+    held: bool,
 }
 
 struct Classes {
@@ -138,13 +142,14 @@ fn classes(graph: &Graph, order: &[NodeId], needs: &Needs<'_>) -> Classes {
                 classes.of[&inputs[0]]
             } else {
                 let bytes = graph.fact(value).bytes().expect("sizes are fixed and were checked") as usize;
-                let class = Class { root: value, bytes, first: at, last: at, own: false, kept: false };
+                let class = Class { root: value, bytes, first: at, last: at, own: false, kept: false, held: false };
                 classes.list.push(class);
                 classes.list.len() - 1
             };
             classes.of.insert(value, class);
             classes.list[class].own |= needs.own.contains(&value);
             classes.list[class].kept |= needs.kept.contains(&value);
+            classes.list[class].held |= needs.held.contains(&value);
         }
     }
     classes

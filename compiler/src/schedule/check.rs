@@ -18,7 +18,11 @@ use crate::schedule::fault::{CheckError, Fault};
 use crate::schedule::rule::Rule;
 use crate::schedule::{
     EdgeId, Instruction, MAX_WORKERS, MicrobatchId, Payload, Program, Slot, StageId, Token, Version, WorkerId,
+    WorkerProgram,
 };
+
+/// Gradients of one edge that a worker may be sending while it runs the next backward: one being sent, one being made.
+const GRADIENT_BUFFERS: u32 = 2;
 
 /// Says what is wrong with the program, if anything is.
 pub fn check(program: &Program) -> Result<(), CheckError> {
@@ -100,14 +104,15 @@ struct Hands {
     slots: HashMap<Slot, Option<MicrobatchId>>,
     sending_slot: HashMap<Slot, u32>,
     in_flight: u32,
-    /// Edges whose outgoing gradient buffer is held by a Send.
-    sending_gradient: HashSet<EdgeId>,
+    /// For each edge, outgoing gradient buffers that are held by a Send.
+    sending_gradient: HashMap<EdgeId, u32>,
     versions: BTreeSet<Version>,
     applied: u32,
-    /// Backwards done in the round that is next to apply.
+    /// Backwards done in the round that gradients are now added to.
     round_items: u32,
-    joined: bool,
-    reduced: bool,
+    /// Rounds whose all-reduce is posted, and those that have been waited for.
+    joined: u32,
+    reduced: BTreeSet<u32>,
     forwards: u32,
     backwards: u32,
 }
@@ -249,13 +254,12 @@ impl<'a> Checker<'a> {
             }
             Instruction::Wait { token } => return self.wait(worker, here, token),
             Instruction::AllReduce { stage, round, token } => {
-                self.complete(worker, here, stage, round)?;
                 let replicas = self.program.stages[here.index()].replicas;
-                let hands = &mut self.hands[worker.index()];
-                if replicas == 1 || hands.joined {
-                    return Err(Fault::RoundIncomplete { round, reason: "there is nothing to reduce" });
+                if replicas == 1 {
+                    return Err(Fault::RoundIncomplete { round, reason: "one replica has nothing to reduce" });
                 }
-                hands.joined = true;
+                self.complete(worker, here, stage, round)?;
+                self.hands[worker.index()].joined += 1;
                 self.post(worker, token, Posted::AllReduce { round })?;
                 let joined = self.joined.entry((stage, round)).or_default();
                 *joined += 1;
@@ -264,11 +268,18 @@ impl<'a> Checker<'a> {
                 }
             }
             Instruction::Step { stage, round, from, to, count, in_place } => {
-                self.complete(worker, here, stage, round)?;
-                let expected = self.rule.count(stage, round);
                 let alone = self.program.stages[here.index()].replicas == 1;
+                if alone {
+                    self.complete(worker, here, stage, round)?;
+                }
+                let expected = if stage == here { self.rule.count(stage, round) } else { return Err(Fault::NotMine) };
                 let hands = &mut self.hands[worker.index()];
-                if !alone && !hands.reduced {
+                if round != hands.applied {
+                    return Err(Fault::WrongRound { found: round, expected: hands.applied });
+                }
+                if alone {
+                    hands.joined += 1;
+                } else if !hands.reduced.remove(&round) {
                     return Err(Fault::RoundIncomplete { round, reason: "the all-reduce has not been waited for" });
                 }
                 if (from, to) != (Version(round), Version(round + 1)) {
@@ -285,7 +296,6 @@ impl<'a> Checker<'a> {
                 }
                 hands.versions.insert(to);
                 hands.applied += 1;
-                (hands.round_items, hands.joined, hands.reduced) = (0, false, false);
             }
             Instruction::Drop { version } => {
                 let hands = &mut self.hands[worker.index()];
@@ -418,11 +428,11 @@ impl<'a> Checker<'a> {
                 return Err(Fault::NotReceived { edge: edge.0, item, kind });
             }
         }
-        if round != hands.applied || hands.joined {
-            return Err(Fault::GradientBuffer { reason: "the round before has not been applied" });
+        if round != hands.joined {
+            return Err(Fault::GradientBuffer { reason: "it has another round's gradients" });
         }
-        if !hands.sending_gradient.is_empty() {
-            return Err(Fault::GradientBuffer { reason: "the Send of the item before has not been waited for" });
+        if hands.sending_gradient.values().any(|&sends| sends >= GRADIENT_BUFFERS) {
+            return Err(Fault::GradientBuffer { reason: "Sends of items before have not been waited for" });
         }
         flight.backward = true;
         hands.slots.insert(slot, None);
@@ -437,12 +447,13 @@ impl<'a> Checker<'a> {
     fn made(&mut self, worker: WorkerId, edge: EdgeId, kind: Payload, item: MicrobatchId) -> Result<(), Fault> {
         let hands = &mut self.hands[worker.index()];
         let there = match (kind, hands.flights.get(&item)) {
-            (Payload::Activation, Some(flight)) if !flight.backward => {
+            (Payload::Activation, Some(flight)) if hands.slots.get(&flight.slot) == Some(&Some(item)) => {
                 *hands.sending_slot.entry(flight.slot).or_default() += 1;
                 true
             }
             (Payload::Gradient, Some(flight)) if flight.backward && hands.last_backward == Some(item) => {
-                hands.sending_gradient.insert(edge)
+                *hands.sending_gradient.entry(edge).or_default() += 1;
+                true
             }
             _ => false,
         };
@@ -465,11 +476,12 @@ impl<'a> Checker<'a> {
                     return Ok(false);
                 }
                 if key.1 == Payload::Gradient {
-                    hands.sending_gradient.remove(&key.0);
+                    let sends = hands.sending_gradient.entry(key.0).or_default();
+                    *sends = sends.saturating_sub(1);
                 } else if let Some(slot) = hands.flights.get(&item).map(|flight| flight.slot) {
                     let sends = hands.sending_slot.entry(slot).or_default();
                     *sends = sends.saturating_sub(1);
-                    if *sends == 0 && !self.rule.schedule.trains() {
+                    if *sends == 0 && !self.rule.schedule.trains() && hands.slots.get(&slot) == Some(&Some(item)) {
                         hands.slots.insert(slot, None);
                         hands.in_flight -= 1;
                     }
@@ -486,27 +498,28 @@ impl<'a> Checker<'a> {
                 if joined < self.program.stages[here.index()].replicas {
                     return Ok(false);
                 }
-                hands.reduced = true;
+                hands.reduced.insert(round);
             }
         }
         hands.tokens.remove(&token);
         Ok(true)
     }
 
-    /// Whether `round` is the next to apply here and all of this worker's items in it have run backward.
-    fn complete(&self, worker: WorkerId, here: StageId, stage: StageId, round: u32) -> Result<(), Fault> {
-        let hands = &self.hands[worker.index()];
+    /// Closes the round that gradients are added to: it must be `round`, with all of this worker's items.
+    fn complete(&mut self, worker: WorkerId, here: StageId, stage: StageId, round: u32) -> Result<(), Fault> {
+        let rounds = self.rule.rounds(here);
+        let hands = &mut self.hands[worker.index()];
         if stage != here {
             return Err(Fault::NotMine);
         }
-        if round != hands.applied || round >= self.rule.rounds(stage) {
-            return Err(Fault::WrongRound { found: round, expected: hands.applied });
+        if round != hands.joined || round >= rounds {
+            return Err(Fault::WrongRound { found: round, expected: hands.joined });
         }
         let replica = self.program.workers[worker.index()].replica;
         let replicas = self.program.stages[stage.index()].replicas;
         // Items of a round are dealt to the replicas in turn.
         let share = (self.rule.count(stage, round) + replicas - 1 - replica) / replicas;
-        if hands.round_items != share {
+        if std::mem::take(&mut hands.round_items) != share {
             return Err(Fault::RoundIncomplete { round, reason: "not all backwards are done" });
         }
         Ok(())
@@ -514,7 +527,7 @@ impl<'a> Checker<'a> {
 
     fn end(&self, worker: WorkerId) -> Result<(), Fault> {
         let hands = &self.hands[worker.index()];
-        let WorkerProgramShare { items, rounds } = self.share(worker);
+        let (items, rounds) = self.share(worker);
         let left = |what: &'static str, left: usize| match left as u32 {
             0 => Ok(()),
             left => Err(Fault::Left { what, left }),
@@ -528,17 +541,15 @@ impl<'a> Checker<'a> {
         left("the old versions", hands.versions.len() - 1)
     }
 
-    fn share(&self, worker: WorkerId) -> WorkerProgramShare {
-        let program = &self.program.workers[worker.index()];
-        WorkerProgramShare {
-            items: self.rule.share(program.stage, program.replica).count() as u32,
-            rounds: self.rule.rounds(program.stage),
-        }
+    /// Items and rounds that a worker must have done at its end. Items are dealt to the replicas in turn, under flush
+    /// anew for each minibatch.
+    fn share(&self, worker: WorkerId) -> (u32, u32) {
+        let &WorkerProgram { stage, replica, .. } = &self.program.workers[worker.index()];
+        let replicas = u64::from(self.program.stages[stage.index()].replicas);
+        let Rule { schedule, items, microbatches, .. } = self.rule;
+        let whole = schedule.is_round_robin() || !schedule.trains();
+        let deal = if whole { items } else { microbatches };
+        let share = (u64::from(deal) + replicas - 1 - u64::from(replica)) / replicas * u64::from(items / deal);
+        (share as u32, self.rule.rounds(stage))
     }
-}
-
-/// What a worker must have done at its end.
-struct WorkerProgramShare {
-    items: u32,
-    rounds: u32,
 }

@@ -47,9 +47,9 @@ pub enum Fault {
     OutOfOrder { item: MicrobatchId, after: MicrobatchId },
     #[error("item {} has not been loaded", .0.0)]
     NotLoaded(MicrobatchId),
-    #[error("the {} of item {} over edge {edge} has not been waited for", name(.kind), .item.0)]
+    #[error("the {} of item {} over edge {edge} have not been waited for", name(.kind), .item.0)]
     NotReceived { edge: u32, item: MicrobatchId, kind: Payload },
-    #[error("the {} of item {} does not exist here at this point", name(.kind), .item.0)]
+    #[error("the {} of item {} do not exist here at this point", name(.kind), .item.0)]
     NotMade { item: MicrobatchId, kind: Payload },
     #[error("weights: found version {}, the schedule's rule says {}", .found.0, .rule.0)]
     WrongVersion { found: Version, rule: Version },

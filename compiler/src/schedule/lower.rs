@@ -13,16 +13,17 @@
 //! before a piece of work on its worker happen at that work's moment.
 //! - A Wait for a Recv stands before the work that needs the data: the sender's work was started and done before.
 //! - A Wait for an activation's Send stands after the item's own backward, which needed the receiver's backward.
-//! - A Wait for a gradient's Send stands before the sender's next backward (there is one outgoing gradient buffer). The
-//!   receiver therefore posts its Recv at the latest at its last work before that moment; its own forward of the
+//! - A Wait for a gradient's Send stands before the sender's next backward: there is one outgoing gradient buffer; two,
+//!   and the backward after the next, where the transfer takes longer than the forward beside which it runs. The receiver therefore posts its Recv at the latest at its last work before that moment; its own forward of the
 //!   item is one such, so there always is one.
-//! - A Wait for an all-reduce stands before the first work that `order` let start only after the round was complete.
+//! - A Wait for an all-reduce stands before the first forward that needs the update, which `order` let start only after the
+//!   round was complete, or at the end. A replica without an item in the round joins when it has applied the rounds before.
 //!
 //! So every Wait has what it waits for at an earlier moment, posts never block, and running the work in the witness's
 //! order is one way through; since a Wait names what it waits for, every way gets through if one does.
 
 use std::cmp::Reverse;
-use std::collections::BinaryHeap;
+use std::collections::{BTreeMap, BinaryHeap, VecDeque};
 
 use crate::schedule::order::{Layout, Order, Work};
 use crate::schedule::rule::Rule;
@@ -33,7 +34,7 @@ use crate::schedule::{
 
 /// How many pieces of work ahead a Recv is posted: a forward and a backward, the time in which one item passes in a
 /// steady pipeline, so that a transfer may take as long as that without holding up anyone.
-const AHEAD: usize = 2;
+const AHEAD: u32 = 2;
 
 /// Turns the order into a program. The order must come from [`play`](crate::schedule::order::play) of the same rule.
 pub fn lower(pipeline: &Pipeline, rule: &Rule, order: &Order) -> Program {
@@ -59,8 +60,10 @@ struct Transfer {
     item: MicrobatchId,
     kind: Payload,
     peer: WorkerId,
-    /// The receiver's work that needs it, or the sender's place to wait for it.
-    place: u32,
+    /// The place at which it is posted: before the receiver's work, after the sender's.
+    post: u32,
+    /// The place before which it is waited for.
+    wait: u32,
 }
 
 /// The order with all transfers placed.
@@ -68,9 +71,9 @@ struct Lists<'a> {
     pipeline: &'a Pipeline,
     rule: &'a Rule,
     order: &'a Order,
-    /// By worker, by place in its work: Recvs to post before that work, Sends to post after it.
-    recvs: Vec<Vec<Vec<Transfer>>>,
-    sends: Vec<Vec<Vec<Transfer>>>,
+    /// By worker: Recvs to post before a place in its work, Sends to post after it, in order.
+    recvs: Vec<Vec<Transfer>>,
+    sends: Vec<Vec<Transfer>>,
 }
 
 impl<'a> Lists<'a> {
@@ -83,62 +86,48 @@ impl<'a> Lists<'a> {
                 place_of[stage * items + work.item.index()][usize::from(work.kind == Payload::Gradient)] = place as u32;
             }
         }
-        let empty = |_| order.work.iter().map(|work| vec![Vec::new(); work.len()]).collect::<Vec<_>>();
-        let [recvs, sends] = [0, 1].map(empty);
-        let mut lists = Self { pipeline, rule, order, recvs, sends };
+        let nothing = vec![Vec::new(); layout.workers()];
+        let mut lists = Self { pipeline, rule, order, recvs: nothing.clone(), sends: nothing };
         let next_backward = next_backwards(order);
         for item in (0..rule.items).map(MicrobatchId) {
             for (index, edge) in pipeline.edges.iter().enumerate() {
                 let [from, to] = [edge.from, edge.to].map(|stage| layout.worker(stage, rule.replica(stage, item)));
                 let [from_places, to_places] = [edge.from, edge.to].map(|s| place_of[s.index() * items + item.index()]);
-                let edge = EdgeId(index as u32);
-                let needed = to_places[0];
-                let post = needed.saturating_sub(AHEAD as u32);
+                let id = EdgeId(index as u32);
+                let (made, wait) = (from_places[0], to_places[0]);
+                let post = wait.saturating_sub(AHEAD);
                 let freed = if rule.schedule.trains() {
                     from_places[1] + 1
                 } else {
                     let posted = order.started[to.index()][post as usize];
                     let after = order.started[from.index()].partition_point(|&started| started <= posted) as u32;
-                    after.max(from_places[0] + 1)
+                    after.max(made + 1)
                 };
-                let kind = Payload::Activation;
-                lists.recvs[to.index()][post as usize].push(Transfer { edge, item, kind, peer: from, place: needed });
-                lists.sends[from.index()][from_places[0] as usize].push(Transfer {
-                    edge,
-                    item,
-                    kind,
-                    peer: to,
-                    place: freed,
-                });
-                if rule.schedule.trains() {
-                    let freed = next_backward[to.index()][to_places[1] as usize];
-                    let needed = from_places[1];
-                    let mut post = needed.saturating_sub(AHEAD as u32);
-                    if let Some(&moment) = order.started[to.index()].get(freed as usize) {
-                        let latest = order.started[from.index()].partition_point(|&started| started < moment);
-                        post = post.min(latest.saturating_sub(1) as u32);
-                    }
-                    let kind = Payload::Gradient;
-                    lists.recvs[from.index()][post as usize].push(Transfer {
-                        edge,
-                        item,
-                        kind,
-                        peer: to,
-                        place: needed,
-                    });
-                    lists.sends[to.index()][to_places[1] as usize].push(Transfer {
-                        edge,
-                        item,
-                        kind,
-                        peer: from,
-                        place: freed,
-                    });
+                let transfer = Transfer { edge: id, item, kind: Payload::Activation, peer: from, post, wait };
+                lists.recvs[to.index()].push(transfer);
+                lists.sends[from.index()].push(Transfer { peer: to, post: made, wait: freed, ..transfer });
+                if !rule.schedule.trains() {
+                    continue;
                 }
+                let (made, wait) = (to_places[1], from_places[1]);
+                let next = &next_backward[to.index()];
+                let mut freed = next[made as usize];
+                if edge.backward_us > pipeline.stages[edge.to.index()].forward {
+                    freed = next.get(freed as usize).copied().unwrap_or(freed);
+                }
+                let mut post = wait.saturating_sub(AHEAD);
+                if let Some(&moment) = order.started[to.index()].get(freed as usize) {
+                    let latest = order.started[from.index()].partition_point(|&started| started < moment);
+                    post = post.min(latest.saturating_sub(1) as u32);
+                }
+                let transfer = Transfer { edge: id, item, kind: Payload::Gradient, peer: to, post, wait };
+                lists.recvs[from.index()].push(transfer);
+                lists.sends[to.index()].push(Transfer { peer: from, post: made, wait: freed, ..transfer });
             }
         }
         // Channels are first in, first out: Recvs posted at one place go in the order in which they are needed.
-        for recvs in lists.recvs.iter_mut().flatten() {
-            recvs.sort_by_key(|recv| (recv.place, recv.edge));
+        for transfers in lists.recvs.iter_mut().chain(&mut lists.sends) {
+            transfers.sort_by_key(|transfer| (transfer.post, transfer.wait, transfer.edge));
         }
         lists
     }
@@ -168,12 +157,13 @@ struct Writer<'a> {
     worker: WorkerId,
     out: Vec<Instruction>,
     tokens: u32,
-    /// Tokens to wait for before each piece of work; one more for the end.
-    waits: Vec<Vec<Token>>,
-    /// In inference, slots that fall free before each piece of work.
-    frees: Vec<Vec<Slot>>,
-    /// The round whose all-reduce is posted and not yet applied.
-    reducing: Option<(u32, Token)>,
+    /// Tokens to wait for, and in inference slots that fall free, by the place before which they are.
+    waits: BTreeMap<u32, Vec<Token>>,
+    frees: BTreeMap<u32, Vec<Slot>>,
+    /// Rounds whose all-reduce is posted and not yet applied.
+    reducing: VecDeque<(u32, Token)>,
+    /// Rounds whose all-reduce is posted.
+    joined: u32,
     /// Rounds applied.
     applied: u32,
     /// For each round, the item of this worker whose backward is its last, if it has one.
@@ -194,9 +184,10 @@ impl<'a> Writer<'a> {
             worker,
             out: Vec::with_capacity(work.len() * 6),
             tokens: 0,
-            waits: vec![Vec::new(); work.len() + 1],
-            frees: vec![Vec::new(); work.len() + 1],
-            reducing: None,
+            waits: BTreeMap::new(),
+            frees: BTreeMap::new(),
+            reducing: VecDeque::new(),
+            joined: 0,
             applied: 0,
             last_of_round,
             slots: Slots::default(),
@@ -206,42 +197,43 @@ impl<'a> Writer<'a> {
     fn write(mut self) -> Vec<Instruction> {
         let lists = self.lists;
         self.join_idle_round();
-        for (place, &work) in lists.order.work[self.worker.index()].iter().enumerate() {
-            let Work { item, kind } = work;
-            for &recv in &lists.recvs[self.worker.index()][place] {
+        let work = &lists.order.work[self.worker.index()];
+        let mut recvs = lists.recvs[self.worker.index()].iter().peekable();
+        let mut sends = lists.sends[self.worker.index()].iter().peekable();
+        for (place, &Work { item, kind }) in (0u32..).zip(work) {
+            while let Some(&Transfer { edge, item, kind, peer, wait, .. }) = recvs.next_if(|recv| recv.post == place) {
                 let token = self.token();
-                let Transfer { edge, item, kind, peer, .. } = recv;
                 self.out.push(Instruction::Recv { edge, item, kind, peer, token });
-                self.waits[recv.place as usize].push(token);
+                self.waits.entry(wait).or_default().push(token);
             }
             let version = lists.rule.version(self.stage, item);
-            while self.reducing.is_some_and(|(round, _)| kind == Payload::Gradient || version.0 > round) {
+            while kind == Payload::Activation && self.reducing.front().is_some_and(|&(round, _)| version.0 > round) {
                 self.apply();
             }
             self.wait(place);
             let stage = self.stage;
+            let mut held = None;
             match kind {
                 Payload::Activation => {
                     let slot = self.slots.take(item);
                     self.out.push(Instruction::Load { item });
                     self.out.push(Instruction::Forward { stage, item, version, slot });
-                    if !lists.rule.schedule.trains() {
-                        let sends = lists.sends[self.worker.index()][place].iter();
-                        let free = sends.map(|send| send.place as usize).max().unwrap_or(place + 1);
-                        self.frees[free].push(slot);
-                    }
+                    held = Some(slot).filter(|_| !lists.rule.schedule.trains());
                 }
                 Payload::Gradient => {
                     let slot = self.slots.give(item);
                     self.out.push(Instruction::Backward { stage, item, version, slot });
                 }
             }
-            for &send in &lists.sends[self.worker.index()][place] {
+            let mut free = place + 1;
+            while let Some(&Transfer { edge, item, kind, peer, wait, .. }) = sends.next_if(|send| send.post == place) {
                 let token = self.token();
-                let Transfer { edge, item, kind, peer, .. } = send;
                 self.out.push(Instruction::Send { edge, item, kind, peer, token });
-                self.waits[send.place as usize].push(token);
+                self.waits.entry(wait).or_default().push(token);
+                free = free.max(wait);
             }
+            // In inference nothing is kept but what is being sent.
+            self.frees.entry(free).or_default().extend(held);
             if kind == Payload::Gradient {
                 let round = lists.rule.round(stage, item);
                 if self.last_of_round[round as usize] == Some(item) {
@@ -249,8 +241,8 @@ impl<'a> Writer<'a> {
                 }
             }
         }
-        self.wait(self.waits.len() - 1);
-        while self.reducing.is_some() {
+        self.wait(work.len() as u32);
+        while !self.reducing.is_empty() {
             self.apply();
         }
         self.drop_versions()
@@ -262,11 +254,11 @@ impl<'a> Writer<'a> {
         token
     }
 
-    fn wait(&mut self, place: usize) {
-        for token in std::mem::take(&mut self.waits[place]) {
+    fn wait(&mut self, place: u32) {
+        for token in self.waits.remove(&place).unwrap_or_default() {
             self.out.push(Instruction::Wait { token });
         }
-        for slot in std::mem::take(&mut self.frees[place]) {
+        for slot in self.frees.remove(&place).unwrap_or_default() {
             self.slots.free.push(Reverse(slot.0));
         }
     }
@@ -275,8 +267,9 @@ impl<'a> Writer<'a> {
         self.lists.pipeline.stages[self.stage.index()].replicas == 1
     }
 
-    /// After the last local backward of a round. Alone, the step can be done at once; with others, the Wait stands where
-    /// the update or the gradient buffer is needed, so that nobody waits for slower replicas more than the rule asks.
+    /// After the last local backward of a round. Alone, the step can be done at once. With others, the Wait stands before
+    /// the first forward that needs the update, so that nobody waits for slower replicas before the rule asks; gradients
+    /// that wait for their step take the place of the version that they will make.
     fn finish_round(&mut self, round: u32) {
         if self.alone() {
             self.step(round);
@@ -288,19 +281,20 @@ impl<'a> Writer<'a> {
     fn reduce(&mut self, round: u32) {
         let token = self.token();
         self.out.push(Instruction::AllReduce { stage: self.stage, round, token });
-        self.reducing = Some((round, token));
+        self.reducing.push_back((round, token));
+        self.joined += 1;
     }
 
-    /// A round in which this worker has no item: it joins the all-reduce as soon as the round before is applied.
+    /// A round in which this worker has no item: it joins the all-reduce as soon as all rounds before are applied.
     fn join_idle_round(&mut self) {
-        let next = self.applied as usize;
-        if !self.alone() && self.last_of_round.get(next).is_some_and(Option::is_none) {
-            self.reduce(self.applied);
+        let idle = self.last_of_round.get(self.joined as usize).is_some_and(Option::is_none);
+        if idle && self.reducing.is_empty() && !self.alone() {
+            self.reduce(self.joined);
         }
     }
 
     fn apply(&mut self) {
-        if let Some((round, token)) = self.reducing.take() {
+        if let Some((round, token)) = self.reducing.pop_front() {
             self.out.push(Instruction::Wait { token });
             self.step(round);
             self.join_idle_round();
@@ -351,7 +345,7 @@ impl<'a> Writer<'a> {
 struct Slots {
     free: BinaryHeap<Reverse<u32>>,
     used: u32,
-    held: std::collections::BTreeMap<MicrobatchId, Slot>,
+    held: BTreeMap<MicrobatchId, Slot>,
 }
 
 impl Slots {

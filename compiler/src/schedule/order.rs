@@ -7,8 +7,7 @@
 //! - the version that the [`Rule`] gives it exists: the round before has been reduced over all replicas and applied,
 //! - fewer than cap items are in flight on the worker.
 //!
-//! A backward may start when its forward is done, every outgoing edge has brought its gradients, and all earlier rounds
-//! have been applied (there is one gradient buffer). The clock chooses order only; versions come from the rule, so times
+//! A backward may start when its forward is done and every outgoing edge has brought its gradients. The clock chooses order only; versions come from the rule, so times
 //! that are wrong make a program slow, never another program's weights.
 //!
 //! The result carries, for each piece of work, its place in the order in which all work was started. That sequence is the
@@ -140,8 +139,9 @@ struct Player<'a> {
     /// For each stage and item, what its forward and its backward still wait for.
     forward_needs: Vec<u32>,
     backward_needs: Vec<u32>,
-    /// For each stage, items whose backward is missing in each round, and the newest version.
+    /// For each stage, items whose backward is missing in each round, rounds being reduced or done, and the newest version.
     missing: Vec<Vec<u32>>,
+    reduced: Vec<u32>,
     newest: Vec<u32>,
     events: BinaryHeap<Reverse<(u64, u64, Event)>>,
     now: u64,
@@ -197,6 +197,7 @@ impl<'a> Player<'a> {
             forward_needs,
             backward_needs,
             missing,
+            reduced: vec![0; stages],
             newest: vec![0; stages],
             events: BinaryHeap::new(),
             now: 0,
@@ -308,12 +309,13 @@ impl<'a> Player<'a> {
             self.post(ticks(edge.backward_us), Event::Arrived(edge.from, item, Payload::Gradient));
         }
         let round = self.rule.round(stage, item);
-        let missing = &mut self.missing[stage.index()][round as usize];
-        *missing -= 1;
-        if *missing == 0 {
-            let shape = &self.pipeline.stages[stage.index()];
-            let reduce = if shape.replicas > 1 { ticks(shape.all_reduce) } else { 0 };
-            self.post(reduce, Event::Updated(stage, round));
+        self.missing[stage.index()][round as usize] -= 1;
+        let shape = &self.pipeline.stages[stage.index()];
+        let reduce = if shape.replicas > 1 { ticks(shape.all_reduce) } else { 0 };
+        // A short last round may be complete before the one before it; updates go in order.
+        while let Some(0) = self.missing[stage.index()].get(self.reduced[stage.index()] as usize) {
+            self.post(reduce, Event::Updated(stage, self.reduced[stage.index()]));
+            self.reduced[stage.index()] += 1;
         }
     }
 
@@ -322,7 +324,7 @@ impl<'a> Player<'a> {
         let newest = self.newest[stage.index()];
         match work.kind {
             Payload::Activation => self.forward_needs[at] == 0 && self.rule.version(stage, work.item).0 <= newest,
-            Payload::Gradient => self.backward_needs[at] == 0 && self.rule.round(stage, work.item) <= newest,
+            Payload::Gradient => self.backward_needs[at] == 0,
         }
     }
 

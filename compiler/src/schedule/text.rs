@@ -344,14 +344,13 @@ program 1f1b-rr {
     wait #0
     0B0
     all-reduce 0 round 0 #4
-    wait #4
-    step 0 round 0 v0 > v1 mean 2
     wait #1
     wait #2
     0B2[1]
-    drop v0
     all-reduce 0 round 1 #5
     wait #3
+    wait #4
+    step 0 round 0 v0 => v1 mean 2
     wait #5
     step 0 round 1 v1 => v2 mean 1
   }

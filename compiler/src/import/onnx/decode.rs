@@ -14,18 +14,16 @@ use std::path::Path;
 use bytes::Bytes;
 use prost::Message;
 
-use crate::import::onnx::element;
-use crate::import::onnx::error::{DecodeError, Fault, Faults, FormatError, Warning};
+use crate::import::onnx::error::{DecodeError, Fault, Faults, FormatError};
 use crate::import::onnx::external::Files;
-use crate::import::onnx::model::{Dim, Function, Node, OnnxModel, Opset, Tensor, ValueInfo};
+use crate::import::onnx::model::{Function, Node, OnnxModel, Opset, Tensor};
 use crate::import::onnx::name::{module_path, unique_names};
-use crate::import::onnx::proto::tensor_shape_proto::dimension::Value as DimValue;
-use crate::import::onnx::proto::type_proto::Value as TypeValue;
 use crate::import::onnx::proto::{
-    AttributeProto, FunctionProto, GraphProto, ModelProto, NodeProto, OperatorSetIdProto, TensorProto, ValueInfoProto,
-    Version,
+    AttributeProto, FunctionProto, GraphProto, ModelProto, NodeProto, OperatorSetIdProto, TensorProto, Version,
 };
+use crate::import::onnx::signature::{self, Signature};
 use crate::import::onnx::structure::{self, Body};
+use crate::import::onnx::warning::Warning;
 use crate::import::onnx::{file, fingerprint, function, payload};
 
 /// Reads the model at `path`. External data is looked for in the model's folder.
@@ -97,9 +95,8 @@ impl Decoder {
         self.standard_opset(&opsets, &graph.node, &names);
         function::check(&proto.functions, &graph.node, &mut self.faults);
 
-        let inputs = self.inputs(&graph, ir_version);
-        let outputs = self.value_infos(&graph.output);
-        let value_infos = self.value_infos(&graph.value_info);
+        let (faults, warnings) = (&mut self.faults, &mut self.warnings);
+        let Signature { inputs, outputs, value_infos } = signature::read(&graph, ir_version, faults, warnings);
         let order = self.wiring(&graph, &names);
         let initializers = self.initializers(std::mem::take(&mut graph.initializer));
         let nodes = self.nodes(std::mem::take(&mut graph.node), names, &order);
@@ -149,72 +146,6 @@ impl Decoder {
         if let Some(at) = nodes.iter().position(|node| node.domain().is_empty()) {
             let (node, op) = (names[at].clone(), nodes[at].op_type().to_owned());
             self.faults.push(Fault::OpsetOfStandard { node, op });
-        }
-    }
-
-    /// Graph inputs that the caller feeds: those no initializer fills. Files before IR 4 list every initializer among
-    /// the inputs; later ones do so for inputs with a default value.
-    fn inputs(&mut self, graph: &GraphProto, ir_version: i64) -> Vec<ValueInfo> {
-        let filled: HashSet<&str> = graph.initializer.iter().map(|tensor| tensor.name()).collect();
-        let (mut seen, mut inputs, mut defaults) = (HashSet::new(), Vec::new(), Vec::new());
-        for input in &graph.input {
-            if !seen.insert(input.name()) {
-                self.faults.push(Fault::DuplicateInput { name: input.name().to_owned() });
-            } else if filled.contains(input.name()) {
-                defaults.push(input.name());
-            } else {
-                let value = input.r#type.as_ref().and_then(|kind| kind.value.as_ref());
-                match self.value_info(input) {
-                    Some(info) if info.elem_type != 0 => inputs.push(info),
-                    _ => {
-                        let other_kind = value.is_some_and(|value| !matches!(value, TypeValue::TensorType(_)));
-                        self.faults.push(Fault::InputType { name: input.name().to_owned(), other_kind });
-                    }
-                }
-            }
-        }
-        if let (4.., Some(example)) = (ir_version, defaults.first()) {
-            self.warnings.push(Warning::DefaultInputs { count: defaults.len(), example: (*example).to_owned() });
-        }
-        inputs
-    }
-
-    fn value_infos(&mut self, infos: &[ValueInfoProto]) -> Vec<ValueInfo> {
-        infos
-            .iter()
-            .map(|info| {
-                let untyped = || ValueInfo { name: info.name().to_owned(), elem_type: 0, dims: None };
-                self.value_info(info).unwrap_or_else(untyped)
-            })
-            .collect()
-    }
-
-    /// The declared type, if it is a tensor's.
-    fn value_info(&mut self, info: &ValueInfoProto) -> Option<ValueInfo> {
-        let Some(TypeValue::TensorType(tensor)) = info.r#type.as_ref()?.value.as_ref() else { return None };
-        let (name, elem_type) = (info.name().to_owned(), tensor.elem_type());
-        if elem_type != 0 && !element::known(elem_type) {
-            self.faults.push(Fault::ElementType { name: name.clone(), code: elem_type });
-        }
-        let shape = tensor.shape.as_ref().map(|shape| shape.dim.iter().enumerate());
-        let dims = shape.map(|shape| shape.map(|(axis, dim)| self.dim(&name, axis, dim.value.as_ref())).collect());
-        Some(ValueInfo { name, elem_type, dims })
-    }
-
-    fn dim(&mut self, name: &str, axis: usize, value: Option<&DimValue>) -> Dim {
-        match value {
-            Some(DimValue::DimValue(-1)) => {
-                self.warnings.push(Warning::MinusOne { name: name.to_owned() });
-                Dim::Unknown
-            }
-            Some(&DimValue::DimValue(dim)) => {
-                if dim < 0 {
-                    self.faults.push(Fault::NegativeDim { name: name.to_owned(), axis, dim });
-                }
-                Dim::Known(dim)
-            }
-            Some(DimValue::DimParam(param)) if !param.is_empty() => Dim::Param(param.clone()),
-            Some(DimValue::DimParam(_)) | None => Dim::Unknown,
         }
     }
 
@@ -347,7 +278,10 @@ fn normalise_domains(nodes: &mut [NodeProto]) {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::import::onnx::proto::{TensorShapeProto, TypeProto, tensor_shape_proto::Dimension, type_proto};
+    use crate::import::onnx::model::{Dim, Payload, ValueInfo};
+    use crate::import::onnx::proto::tensor_shape_proto::{Dimension, dimension::Value as DimValue};
+    use crate::import::onnx::proto::type_proto::{self, Value as TypeValue};
+    use crate::import::onnx::proto::{TensorShapeProto, TypeProto, ValueInfoProto};
 
     fn typed(name: &str, dims: &[i64]) -> ValueInfoProto {
         let dim = |dim: &i64| Dimension { value: Some(DimValue::DimValue(*dim)), denotation: None };
@@ -432,7 +366,7 @@ mod tests {
         let read = parsed(&with).unwrap();
         let tensor = payload::tensor(read.nodes[0].attributes[0].t.as_ref().unwrap());
         let bytes = [1_i64, -1].iter().flat_map(|v| v.to_le_bytes()).collect();
-        assert_eq!(tensor.payload, crate::import::onnx::model::Payload::Bytes(bytes));
+        assert_eq!(tensor.payload, Payload::Bytes(bytes));
         with.graph.as_mut().unwrap().node[0].attribute = vec![attribute.clone(), attribute];
         assert_eq!(parsed(&with).unwrap_err().to_string(), "node `Add_0` has the attribute `value` twice");
     }

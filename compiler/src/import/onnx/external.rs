@@ -26,10 +26,10 @@ use std::path::{Path, PathBuf};
 
 use bytes::Bytes;
 
-use crate::import::onnx::error::{ExternalError, Warning};
 use crate::import::onnx::file::{kind_name, map_file};
 use crate::import::onnx::name::shown;
 use crate::import::onnx::proto::StringStringEntryProto;
+use crate::import::onnx::warning::Warning;
 
 /// The external files of one model, each opened once.
 #[derive(Debug, Default)]
@@ -163,6 +163,81 @@ impl Files {
         }
         Ok(None)
     }
+}
+
+/// What is wrong with a reference to an external file. The texts follow "external data".
+#[derive(Debug, Clone, PartialEq, thiserror::Error)]
+pub enum ExternalError {
+    /// There is no folder to look in: the model did not come from a file.
+    #[error("in a file, but the model was not read from one")]
+    NoFolder,
+    /// No location.
+    #[error("without a location")]
+    NoLocation,
+    /// A location that could lead outside the model's folder.
+    #[error("at location `{}`, which {why}: it must stay inside the model's folder", shown(location))]
+    Escapes {
+        /// The location.
+        location: String,
+        /// Why it is refused.
+        why: &'static str,
+    },
+    /// The location resolves, by links, to a place outside the model's folder.
+    #[error("at location `{}`, a link that leads outside the model's folder", shown(location))]
+    LinkEscapes {
+        /// The location.
+        location: String,
+    },
+    /// Not a regular file.
+    #[error("at location `{}`, which is {kind}, not a regular file", shown(location))]
+    NotRegular {
+        /// The location.
+        location: String,
+        /// What it is, with its article.
+        kind: &'static str,
+    },
+    /// It exists and cannot be read.
+    #[error("at location `{}`, which cannot be read: {error}", shown(location))]
+    Unreadable {
+        /// The location.
+        location: String,
+        /// What the system said.
+        error: String,
+    },
+    /// `offset` or `length` is not a number.
+    #[error("whose {key} `{}` is not a number of bytes", shown(value))]
+    Number {
+        /// Which key.
+        key: &'static str,
+        /// Its text.
+        value: String,
+    },
+    /// One key with two values.
+    #[error("with two different values for `{key}`")]
+    TwoValues {
+        /// Which key.
+        key: &'static str,
+    },
+    /// The stated length is not what type and dims say.
+    #[error("whose length is {length} bytes, but its type and dims take {expected}")]
+    Length {
+        /// As stated.
+        length: u64,
+        /// What type and dims say.
+        expected: u64,
+    },
+    /// The range ends after the file's end.
+    #[error("at offset {offset} with length {length} of `{}`, whose size is {size} bytes", shown(location))]
+    PastEnd {
+        /// Where it begins.
+        offset: u64,
+        /// How long it is.
+        length: u64,
+        /// The file's size in bytes.
+        size: u64,
+        /// The location.
+        location: String,
+    },
 }
 
 struct Keys<'a> {

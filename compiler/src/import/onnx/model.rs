@@ -11,8 +11,8 @@
 
 use bytes::Bytes;
 
-use crate::import::onnx::error::Warning;
 use crate::import::onnx::proto::{AttributeProto, StringStringEntryProto};
+use crate::import::onnx::warning::Warning;
 
 /// A model file, decoded and checked.
 #[derive(Debug, Clone, PartialEq)]

@@ -5,9 +5,8 @@
 
 use bytes::Bytes;
 
-use crate::import::onnx::element::{self, STRING, SizeError};
-use crate::import::onnx::error::TensorError;
-use crate::import::onnx::external::Files;
+use crate::import::onnx::element::{self, STRING, SizeError, element_name};
+use crate::import::onnx::external::{ExternalError, Files};
 use crate::import::onnx::model::{Payload, Tensor};
 use crate::import::onnx::proto::TensorProto;
 use crate::import::onnx::proto::tensor_proto::{DataLocation, DataType};
@@ -71,6 +70,77 @@ pub fn tensor(tensor: &TensorProto) -> Tensor {
         Payload::Bytes(tensor.raw_data.clone().unwrap_or_default())
     };
     Tensor { name: tensor.name().to_owned(), elem_type: tensor.data_type(), dims: tensor.dims.clone(), payload }
+}
+
+/// What is wrong with the values of one tensor. The texts follow the tensor's name.
+#[derive(Debug, Clone, PartialEq, thiserror::Error)]
+pub enum TensorError {
+    /// A type code that the standard does not know.
+    #[error("has an unknown data type, code {0}")]
+    DataType(i32),
+    /// Dims that are no shape.
+    #[error("has no possible shape: {0}")]
+    Size(#[from] SizeError),
+    /// More than one place holds values.
+    #[error("has data in both {first} and {second}")]
+    TwoSources {
+        /// One field.
+        first: &'static str,
+        /// Another.
+        second: &'static str,
+    },
+    /// A typed field that its type does not use.
+    #[error("of type {} has its data in {field}, where that type cannot be", element_name(*elem_type))]
+    WrongField {
+        /// The type.
+        elem_type: i32,
+        /// The field.
+        field: &'static str,
+    },
+    /// Not the bytes that type and dims say.
+    #[error("of type {} and dims {dims:?} takes {expected} bytes, but {source_name} has {found}", element_name(*elem_type))]
+    Bytes {
+        /// The type.
+        elem_type: i32,
+        /// The dims.
+        dims: Vec<i64>,
+        /// What type and dims say.
+        expected: u64,
+        /// What is there.
+        found: u64,
+        /// Where.
+        source_name: &'static str,
+    },
+    /// Not the entries that type and dims say.
+    #[error("of type {} and dims {dims:?} takes {expected} entries, but {field} has {found}", element_name(*elem_type))]
+    Entries {
+        /// The type.
+        elem_type: i32,
+        /// The dims.
+        dims: Vec<i64>,
+        /// What type and dims say.
+        expected: u64,
+        /// What is there.
+        found: u64,
+        /// Where.
+        field: &'static str,
+    },
+    /// An entry of `int32_data` or `uint64_data` too large for its type.
+    #[error("has {value} at {index}, which {} cannot hold", element_name(*elem_type))]
+    Range {
+        /// The type.
+        elem_type: i32,
+        /// Which entry.
+        index: usize,
+        /// Its value.
+        value: String,
+    },
+    /// A tensor stored in segments.
+    #[error("is stored in segments, which is not supported")]
+    Segment,
+    /// Trouble with external data.
+    #[error("has external data {0}")]
+    External(#[from] ExternalError),
 }
 
 /// The one field that holds values; `None` for a tensor without any.

@@ -3,9 +3,10 @@
 
 use std::collections::{BTreeSet, HashMap, HashSet};
 
-use crate::import::onnx::error::{Fault, Warning};
+use crate::import::onnx::error::Fault;
 use crate::import::onnx::order::topological;
 use crate::import::onnx::proto::{AttributeProto, GraphProto, NodeProto};
+use crate::import::onnx::warning::Warning;
 
 /// How deep subgraphs may nest: an If in an If in an If …
 pub const NESTING: usize = 16;

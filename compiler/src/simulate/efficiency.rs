@@ -1,0 +1,199 @@
+//! How near a pipeline comes to its bottleneck's own speed, and the smallest in-flight caps with which it gets there.
+
+use crate::schedule::rule::StepCount;
+use crate::schedule::scheduler::schedule;
+use crate::schedule::{Pipeline, Schedule, StageShape, published_caps};
+use crate::simulate::SimulateError;
+use crate::simulate::run::{Machine, simulate};
+
+/// The efficiency that [`auto_caps`] tries to reach.
+pub const TARGET: f64 = 0.98;
+
+/// How far above the published caps [`auto_caps`] looks.
+const MOST_EXTRA: u32 = 8;
+
+/// Microseconds per item of the slowest resource if it never had to wait: a stage's replicas, the links between two
+/// stages, the all-reduce of a stage.
+pub fn ideal_us(pipeline: &Pipeline) -> f64 {
+    let stage = pipeline.stages.iter().map(|stage| {
+        let replicas = f64::from(stage.replicas);
+        let reduce = if stage.replicas > 1 { stage.all_reduce } else { 0.0 };
+        (stage.forward + stage.backward + stage.step).max(reduce) / replicas
+    });
+    let edge = pipeline.edges.iter().map(|edge| {
+        // Items go round both sides in turn, so as many pairs of workers take part as the least common multiple.
+        let [a, b] = [edge.from, edge.to].map(|stage| u64::from(pipeline.stages[stage.index()].replicas));
+        edge.forward_us.max(edge.backward_us) / common_multiple(a, b) as f64
+    });
+    stage.chain(edge).fold(0.0, f64::max)
+}
+
+/// Steady-state throughput of 1F1B-RR with the pipeline's caps, as a share of the bottleneck's ideal.
+pub fn steady_efficiency(pipeline: &Pipeline) -> Result<f64, SimulateError> {
+    pipeline.validate()?;
+    let ideal = ideal_us(pipeline);
+    if ideal == 0.0 {
+        return Ok(1.0);
+    }
+    // A steady state repeats after a whole number of rounds of every stage. Where that takes too long, a long window
+    // makes up for what is cut off at its ends.
+    let repeat = pipeline.stages.iter().fold(1, |all, stage| common_multiple(all, u64::from(stage.replicas)));
+    let repeat = if repeat <= 512 { repeat as u32 } else { 512 };
+    let window = repeat * 120u32.div_ceil(repeat);
+    // Items that fill the pipeline; it takes a few times as many until it runs evenly.
+    let depth = |stage: &StageShape| stage.replicas.saturating_mul(stage.cap).min(10_000);
+    let depth = pipeline.stages.iter().map(depth).max().unwrap_or(1);
+    let warm = 120.max(4 * depth);
+    let count = StepCount::minibatches(warm + window + depth);
+    let program = schedule(Schedule::OneFOneBRr, pipeline, count)?;
+    let timeline = simulate(&program, pipeline, &Machine::of(pipeline))?;
+    Ok(match timeline.middle(warm as usize, (warm + window) as usize) {
+        Some((items, time)) => ideal * items / time,
+        None => 1.0,
+    })
+}
+
+/// In-flight caps for the pipeline, one for each stage: at least the published ones, and as few more as reach [`TARGET`] of
+/// the bottleneck's ideal, or the best that more caps can give.
+///
+/// First all stages are raised together until the target is met; then each is lowered as far as the target stays met, those
+/// first whose stashes (a weight version and a round's saved activations, on every replica) cost most bytes. No cap
+/// of the answer can be lowered alone.
+pub fn auto_caps(pipeline: &Pipeline) -> Result<Vec<u32>, SimulateError> {
+    pipeline.validate()?;
+    let replicas: Vec<u32> = pipeline.stages.iter().map(|stage| stage.replicas).collect();
+    let published = published_caps(&replicas);
+    let raised = |extra: u32| published.iter().map(|cap| cap + extra).collect::<Vec<u32>>();
+    let reached = |caps: &[u32]| steady_efficiency(&pipeline.clone().with_caps(caps));
+
+    let (mut caps, mut best) = (published.clone(), 0.0);
+    for extra in 0..=MOST_EXTRA {
+        let efficiency = reached(&raised(extra))?;
+        // More caps must buy something, or a pipeline that is bound by its links would be stuffed for nothing.
+        if efficiency > best + 0.002 {
+            (caps, best) = (raised(extra), efficiency);
+        }
+        if best >= TARGET {
+            break;
+        }
+    }
+    let target = best.min(TARGET);
+
+    let cost = |stage: usize| {
+        let shape = &pipeline.stages[stage];
+        u128::from(shape.replicas) * (u128::from(shape.param_bytes) + u128::from(shape.saved_bytes))
+    };
+    let mut dearest: Vec<usize> = (0..caps.len()).collect();
+    dearest.sort_by_key(|&stage| (std::cmp::Reverse(cost(stage)), std::cmp::Reverse(replicas[stage]), stage));
+    loop {
+        let before = caps.clone();
+        for &stage in &dearest {
+            while caps[stage] > published[stage] {
+                caps[stage] -= 1;
+                if reached(&caps)? < target {
+                    caps[stage] += 1;
+                    break;
+                }
+            }
+        }
+        if caps == before {
+            return Ok(caps);
+        }
+    }
+}
+
+fn common_multiple(a: u64, b: u64) -> u64 {
+    let (mut x, mut y) = (a.max(1), b.max(1));
+    while y != 0 {
+        (x, y) = (y, x % y);
+    }
+    (a.max(1) / x).saturating_mul(b.max(1))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Balanced stages, B = 2 F, no communication, published caps plus so many.
+    fn efficiency(replicas: &[u32], extra: u32) -> f64 {
+        let caps: Vec<u32> = published_caps(replicas).iter().map(|cap| cap + extra).collect();
+        steady_efficiency(&Pipeline::balanced(replicas, 2.0).with_caps(&caps)).unwrap()
+    }
+
+    #[test]
+    fn caps_buy_throughput() {
+        let table: [(&[u32], [f64; 4]); 9] = [
+            (&[1, 1, 1, 1], [1.0, 1.0, 1.0, 1.0]),
+            (&[3, 1], [0.75, 1.0, 1.0, 1.0]),
+            (&[15, 1], [0.94, 1.0, 1.0, 1.0]),
+            (&[2, 1], [0.80, 1.0, 1.0, 1.0]),
+            (&[1, 3, 1], [0.75, 0.86, 1.0, 1.0]),
+            (&[1, 4, 2, 1], [0.66, 1.0, 1.0, 1.0]),
+            (&[9, 5, 1, 1], [0.60, 0.95, 1.0, 1.0]),
+            (&[8, 5, 3], [0.56, 0.88, 0.96, 1.0]),
+            (&[7, 4, 3, 1, 1], [0.75, 1.0, 1.0, 1.0]),
+        ];
+        let mut wrong = String::new();
+        for (replicas, expected) in table {
+            for (extra, expected) in (0..).zip(expected) {
+                let found = efficiency(replicas, extra);
+                if (found - expected).abs() > 0.015 {
+                    wrong += &format!("{replicas:?} + {extra}: {found:.3}, expected {expected}\n");
+                }
+            }
+        }
+        assert!(wrong.is_empty(), "\n{wrong}");
+    }
+
+    #[test]
+    fn automatic_caps_reach_the_bottleneck() {
+        for replicas in [&[1, 3, 1][..], &[9, 5, 1, 1], &[8, 5, 3], &[1, 1, 1, 1], &[2, 1]] {
+            let pipeline = Pipeline::balanced(replicas, 2.0);
+            let caps = auto_caps(&pipeline).unwrap();
+            let efficiency = steady_efficiency(&pipeline.with_caps(&caps)).unwrap();
+            println!("{replicas:?} {:?} -> {caps:?} {efficiency:.4}", published_caps(replicas));
+            assert!(efficiency >= TARGET, "{replicas:?} with {caps:?}: {efficiency}");
+        }
+    }
+}
+#[cfg(test)]
+mod scratch {
+    use super::*;
+    #[test]
+    fn comm() {
+        for replicas in [&[1, 1, 1, 1][..], &[2, 1], &[1, 3, 1], &[9, 5, 1, 1], &[3, 3]] {
+            for (f, b) in [(0.0, 0.0), (0.3, 0.3), (0.9, 0.9), (1.5, 1.5), (2.5, 2.5), (2.9, 2.9)] {
+                let mut p = Pipeline::balanced(replicas, 2.0);
+                for e in &mut p.edges {
+                    e.forward_us = f;
+                    e.backward_us = b;
+                }
+                let base = steady_efficiency(&p).unwrap();
+                let caps = auto_caps(&p).unwrap();
+                println!(
+                    "{replicas:?} {f} base {base:.3} {caps:?} {:.4} ideal {}",
+                    steady_efficiency(&p.clone().with_caps(&caps)).unwrap(),
+                    ideal_us(&p)
+                );
+            }
+        }
+        let p = Pipeline::balanced(&vec![1; 64], 2.0);
+        let now = std::time::Instant::now();
+        let program = schedule(Schedule::OneFOneBRr, &p, StepCount::minibatches(1000)).unwrap();
+        println!("generate {:?}", now.elapsed());
+        let now = std::time::Instant::now();
+        let t = simulate(&program, &p, &Machine::of(&p)).unwrap();
+        println!("simulate {:?} {}", now.elapsed(), t.throughput());
+        let t = simulate(&program, &p, &Machine { cores: Some(7), ..Machine::of(&p) }).unwrap();
+        println!("simulate {:?} {}", now.elapsed(), t.throughput());
+        let now = std::time::Instant::now();
+        crate::schedule::check::check(&program).unwrap();
+        println!("check {:?}", now.elapsed());
+        let now = std::time::Instant::now();
+        let c = auto_caps(&Pipeline::balanced(&[16, 13, 11, 8, 7, 5, 3, 1], 2.0)).unwrap();
+        println!("auto_caps 64 workers {c:?} {:?}", now.elapsed());
+        let now = std::time::Instant::now();
+        let s = steady_efficiency(&Pipeline::balanced(&[16, 13, 11, 8, 7, 5, 3, 1], 2.0)).unwrap();
+        println!("steady 64 workers {s:?} {:?}", now.elapsed());
+    }
+}

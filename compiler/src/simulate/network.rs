@@ -1,0 +1,100 @@
+//! What carries tensors between workers, as time for bytes.
+//!
+//! A transfer takes latency + bytes / bandwidth on the link of its two workers; transfers of one direction of one pair follow
+//! each other, different pairs do not disturb each other. An all-reduce over r replicas is a ring:
+//!
+//!   T = 2 (r − 1) · latency + 2 (r − 1) / r · bytes / bandwidth
+
+use crate::schedule::{Edge, Payload, Pipeline};
+
+/// One link.
+#[derive(Clone, Copy, PartialEq, Debug)]
+pub struct Link {
+    /// Microseconds before the first byte arrives.
+    pub latency: f64,
+    /// Bytes per microsecond (which is MB/s); infinite if bytes take no time.
+    pub bandwidth: f64,
+}
+
+impl Link {
+    /// A link that takes no time.
+    pub const INSTANT: Link = Link { latency: 0.0, bandwidth: f64::INFINITY };
+
+    /// Microseconds for so many bytes.
+    pub fn time(self, bytes: u64) -> f64 {
+        self.latency + bytes as f64 / self.bandwidth
+    }
+
+    /// Microseconds of a ring all-reduce of so many bytes.
+    pub fn all_reduce(self, replicas: u32, bytes: u64) -> f64 {
+        let r = f64::from(replicas.max(1));
+        2.0 * (r - 1.0) * self.latency + 2.0 * (r - 1.0) / r * bytes as f64 / self.bandwidth
+    }
+}
+
+/// Transfer and reduce times of a pipeline.
+#[derive(Clone, PartialEq, Debug)]
+pub struct Network {
+    /// For each edge, microseconds of an item's activations and of its gradients.
+    edges: Vec<[f64; 2]>,
+    /// For each stage, microseconds of one all-reduce.
+    all_reduce: Vec<f64>,
+}
+
+impl Network {
+    /// The times that the pipeline itself states.
+    pub fn of(pipeline: &Pipeline) -> Self {
+        Self {
+            edges: pipeline.edges.iter().map(|edge| [edge.forward_us, edge.backward_us]).collect(),
+            all_reduce: pipeline.stages.iter().map(|stage| stage.all_reduce).collect(),
+        }
+    }
+
+    /// Times from bytes, with a link for each edge and one among the replicas of each stage.
+    pub fn new(pipeline: &Pipeline, edge: impl Fn(&Edge) -> Link, replicas: impl Fn(usize) -> Link) -> Self {
+        let times = |e: &Edge| [edge(e).time(e.forward_bytes), edge(e).time(e.backward_bytes)];
+        let reduce = |(index, stage): (usize, &crate::schedule::StageShape)| match stage.replicas {
+            0 | 1 => 0.0,
+            r => replicas(index).all_reduce(r, stage.param_bytes),
+        };
+        Self {
+            edges: pipeline.edges.iter().map(times).collect(),
+            all_reduce: pipeline.stages.iter().enumerate().map(reduce).collect(),
+        }
+    }
+
+    /// Writes these times into the pipeline, so that schedules are made for them.
+    pub fn apply(&self, pipeline: &mut Pipeline) {
+        for (edge, &[forward, backward]) in pipeline.edges.iter_mut().zip(&self.edges) {
+            (edge.forward_us, edge.backward_us) = (forward, backward);
+        }
+        for (stage, &time) in pipeline.stages.iter_mut().zip(&self.all_reduce) {
+            stage.all_reduce = time;
+        }
+    }
+
+    /// Microseconds of one transfer over an edge; an edge it does not know takes none.
+    pub fn transfer(&self, edge: usize, kind: Payload) -> f64 {
+        let way = usize::from(kind == Payload::Gradient);
+        self.edges.get(edge).map_or(0.0, |times| times[way])
+    }
+
+    /// Microseconds of one all-reduce of a stage.
+    pub fn all_reduce(&self, stage: usize) -> f64 {
+        self.all_reduce.get(stage).copied().unwrap_or(0.0)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ring() {
+        let link = Link { latency: 3.0, bandwidth: 1000.0 };
+        assert_eq!(link.time(5000), 8.0);
+        assert_eq!(link.all_reduce(4, 1000), 18.0 + 1.5);
+        assert_eq!(link.all_reduce(1, 1000), 0.0);
+        assert_eq!(Link::INSTANT.time(u64::MAX), 0.0);
+    }
+}

@@ -1,0 +1,399 @@
+//! The simulation itself: an event queue over the workers' programs.
+//!
+//! A worker runs its list until it computes or must wait. A transfer begins when both its Send and its Recv are posted and its
+//! link is free; both Waits end when it ends. An all-reduce begins when the last replica joins.
+//!
+//! On a machine with fewer cores than computing workers, computations share: with n computing on C cores each runs at rate
+//! min(1, C / n). All run at the same rate, so one virtual clock that advances at that rate serves them all: a computation
+//! of d microseconds that starts at virtual time v ends at virtual time v + d, whoever joins or leaves meanwhile. That keeps
+//! every event at the cost of one heap operation.
+
+use std::cmp::Reverse;
+use std::collections::{BTreeMap, BinaryHeap, HashMap};
+
+use crate::schedule::{EdgeId, Instruction, MicrobatchId, Payload, Pipeline, Program, StageId, Token, WorkerId};
+use crate::simulate::network::Network;
+use crate::simulate::{Activity, SimulateError, Span, Timeline, Track};
+
+/// What the workers run on.
+#[derive(Clone, PartialEq, Debug)]
+pub struct Machine {
+    /// What carries tensors.
+    pub network: Network,
+    /// Cores that all workers share; none if each worker has a device of its own.
+    pub cores: Option<u32>,
+}
+
+impl Machine {
+    /// A device for each worker, and the transfer times that the pipeline states.
+    pub fn of(pipeline: &Pipeline) -> Self {
+        Self { network: Network::of(pipeline), cores: None }
+    }
+}
+
+/// Plays the program with the pipeline's compute times on the machine.
+pub fn simulate(program: &Program, pipeline: &Pipeline, machine: &Machine) -> Result<Timeline, SimulateError> {
+    let shape = |stages: usize, edges: usize| format!("{stages} stages and {edges} edges");
+    let edges = pipeline.edges.iter().map(|edge| (edge.from, edge.to));
+    if program.stages.len() != pipeline.stages.len() || !edges.eq(program.edges.iter().copied()) {
+        let [a, b] = [(program.stages.len(), program.edges.len()), (pipeline.stages.len(), pipeline.edges.len())];
+        return Err(SimulateError::Mismatch { program: shape(a.0, a.1), pipeline: shape(b.0, b.1) });
+    }
+    pipeline.validate()?;
+    Simulation::new(program, pipeline, machine).run()
+}
+
+/// A moment, ordered as a number; ties go by number of posting, so equal runs are equal.
+#[derive(Clone, Copy, PartialEq)]
+struct Moment(f64, u64);
+
+impl Eq for Moment {}
+
+impl PartialOrd for Moment {
+    fn partial_cmp(&self, other: &Self) -> Option<std::cmp::Ordering> {
+        Some(self.cmp(other))
+    }
+}
+
+impl Ord for Moment {
+    fn cmp(&self, other: &Self) -> std::cmp::Ordering {
+        self.0.total_cmp(&other.0).then(self.1.cmp(&other.1))
+    }
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+struct Name {
+    worker: WorkerId,
+    token: Token,
+}
+
+/// What ends with the network's events: one token, and for a transfer the other's too.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+enum Ending {
+    Transfer(Name, Name),
+    AllReduce(StageId, u32),
+}
+
+#[derive(Default)]
+struct Channel {
+    sends: Vec<(Name, MicrobatchId)>,
+    recvs: Vec<Name>,
+    begun: usize,
+    free_at: f64,
+    spans: Vec<Span>,
+}
+
+#[derive(Default)]
+struct Hands {
+    at: usize,
+    /// Posted tokens; true when complete.
+    tokens: HashMap<Token, bool>,
+    blocked: Option<Token>,
+    computing: Option<(Activity, f64)>,
+    spans: Vec<Span>,
+    in_flight: u32,
+    peak: u32,
+    /// Weight versions, and gradients that are being summed or wait for their step.
+    versions: u64,
+    gradients: u64,
+    memory: Vec<(f64, u64)>,
+}
+
+struct Simulation<'a> {
+    program: &'a Program,
+    pipeline: &'a Pipeline,
+    machine: &'a Machine,
+    hands: Vec<Hands>,
+    channels: BTreeMap<(WorkerId, WorkerId, EdgeId, Payload), Channel>,
+    joined: HashMap<(StageId, u32), Vec<Name>>,
+    reductions: BTreeMap<StageId, Vec<Span>>,
+    network: BinaryHeap<Reverse<(Moment, Ending)>>,
+    /// Computations, by the virtual time at which they end.
+    computing: BinaryHeap<Reverse<(Moment, WorkerId)>>,
+    now: f64,
+    virtual_now: f64,
+    posted: u64,
+    finished: Vec<f64>,
+}
+
+impl<'a> Simulation<'a> {
+    fn new(program: &'a Program, pipeline: &'a Pipeline, machine: &'a Machine) -> Self {
+        let sizes = pipeline.stages.iter().any(|stage| stage.param_bytes > 0 || stage.saved_bytes > 0);
+        let gradients = u64::from(program.schedule.trains());
+        let hands = program.workers.iter().map(|worker| {
+            let weights =
+                pipeline.stages.get(worker.stage.index()).map_or(0, |stage| stage.param_bytes) * (1 + gradients);
+            Hands {
+                versions: 1,
+                gradients,
+                memory: if sizes { vec![(0.0, weights)] } else { Vec::new() },
+                ..Hands::default()
+            }
+        });
+        Self {
+            program,
+            pipeline,
+            machine,
+            hands: hands.collect(),
+            channels: BTreeMap::new(),
+            joined: HashMap::new(),
+            reductions: BTreeMap::new(),
+            network: BinaryHeap::new(),
+            computing: BinaryHeap::new(),
+            now: 0.0,
+            virtual_now: 0.0,
+            posted: 0,
+            finished: Vec::new(),
+        }
+    }
+
+    fn run(mut self) -> Result<Timeline, SimulateError> {
+        for worker in 0..self.hands.len() as u32 {
+            self.advance(WorkerId(worker));
+        }
+        loop {
+            let rate = self.rate();
+            let computed = self.computing.peek().map(|Reverse((at, _))| self.now + (at.0 - self.virtual_now) / rate);
+            let carried = self.network.peek().map(|Reverse((at, _))| at.0);
+            let next = match (computed, carried) {
+                (None, None) => break,
+                (Some(computed), Some(carried)) => computed.min(carried),
+                (Some(time), None) | (None, Some(time)) => time,
+            };
+            if carried.is_some_and(|carried| carried <= next) {
+                self.virtual_now += (next - self.now) * rate;
+                self.now = next;
+                if let Some(Reverse((_, ending))) = self.network.pop() {
+                    self.end(ending);
+                }
+            } else if let Some(Reverse((at, worker))) = self.computing.pop() {
+                self.virtual_now = at.0;
+                self.now = next;
+                self.computed(worker);
+            }
+        }
+        for (index, hands) in self.hands.iter().enumerate() {
+            if let Some(instruction) = self.program.workers[index].instructions.get(hands.at) {
+                let worker = self.program.worker_name(WorkerId(index as u32));
+                let instruction = self.program.show(instruction);
+                return Err(SimulateError::Stuck { worker, at: hands.at, instruction });
+            }
+        }
+        Ok(self.timeline())
+    }
+
+    fn rate(&self) -> f64 {
+        match self.machine.cores {
+            Some(cores) if (cores as usize) < self.computing.len() => {
+                f64::from(cores.max(1)) / self.computing.len() as f64
+            }
+            _ => 1.0,
+        }
+    }
+
+    fn moment(&mut self, time: f64) -> Moment {
+        self.posted += 1;
+        Moment(time, self.posted)
+    }
+
+    /// Runs the worker's list until it computes, must wait or is at its end.
+    fn advance(&mut self, worker: WorkerId) {
+        let index = worker.index();
+        while let Some(&instruction) = self.program.workers[index].instructions.get(self.hands[index].at) {
+            match instruction {
+                Instruction::Load { .. } => {}
+                Instruction::Forward { stage, item, .. } => {
+                    self.hands[index].in_flight += u32::from(self.program.schedule.trains());
+                    self.hands[index].peak = self.hands[index].peak.max(self.hands[index].in_flight);
+                    self.remember(worker);
+                    return self.compute(worker, Activity::Forward(stage, item));
+                }
+                Instruction::Backward { stage, item, .. } => {
+                    return self.compute(worker, Activity::Backward(stage, item));
+                }
+                Instruction::Step { stage, round, in_place, .. } => {
+                    self.hands[index].versions += u64::from(!in_place);
+                    self.remember(worker);
+                    return self.compute(worker, Activity::Step(stage, round));
+                }
+                Instruction::Drop { .. } => {
+                    self.hands[index].versions = self.hands[index].versions.saturating_sub(1);
+                    self.remember(worker);
+                }
+                Instruction::Send { edge, item, kind, peer, token } => {
+                    self.hands[index].tokens.insert(token, false);
+                    let key = (worker, peer, edge, kind);
+                    self.channels.entry(key).or_default().sends.push((Name { worker, token }, item));
+                    self.begin(key);
+                }
+                Instruction::Recv { edge, kind, peer, token, .. } => {
+                    self.hands[index].tokens.insert(token, false);
+                    let key = (peer, worker, edge, kind);
+                    self.channels.entry(key).or_default().recvs.push(Name { worker, token });
+                    self.begin(key);
+                }
+                Instruction::AllReduce { stage, round, token } => {
+                    self.hands[index].tokens.insert(token, false);
+                    self.hands[index].gradients += 1;
+                    self.remember(worker);
+                    self.join(stage, round, Name { worker, token });
+                }
+                Instruction::Wait { token } => {
+                    if self.hands[index].tokens.get(&token) != Some(&true) {
+                        self.hands[index].blocked = Some(token);
+                        return;
+                    }
+                    self.hands[index].tokens.remove(&token);
+                }
+            }
+            self.hands[index].at += 1;
+        }
+    }
+
+    fn compute(&mut self, worker: WorkerId, activity: Activity) {
+        let shape = &self.pipeline.stages[self.program.workers[worker.index()].stage.index()];
+        let time = match activity {
+            Activity::Forward(..) => shape.forward,
+            Activity::Backward(..) => shape.backward,
+            _ => shape.step,
+        };
+        self.hands[worker.index()].computing = Some((activity, self.now));
+        let end = self.moment(self.virtual_now + time);
+        self.computing.push(Reverse((end, worker)));
+    }
+
+    fn computed(&mut self, worker: WorkerId) {
+        let now = self.now;
+        let hands = &mut self.hands[worker.index()];
+        if let Some((activity, start)) = hands.computing.take() {
+            if end_is_later(start, now) || !matches!(activity, Activity::Step(..)) {
+                hands.spans.push(Span { activity, start, end: now });
+            }
+            if let Activity::Forward(_, item) | Activity::Backward(_, item) = activity {
+                // A program that was not checked may name any item at all.
+                if let Some(finished) = self.finished.get_mut(item.index()) {
+                    *finished = now;
+                } else if item.0 < self.program.items {
+                    self.finished.resize(item.index() + 1, 0.0);
+                    self.finished[item.index()] = now;
+                }
+            }
+            if let Activity::Step(stage, _) = activity {
+                // Where there was an all-reduce, the gradients it took are free again.
+                hands.gradients -= u64::from(
+                    self.pipeline.stages.get(stage.index()).is_some_and(|shape| shape.replicas > 1)
+                        && hands.gradients > 1,
+                );
+                self.remember(worker);
+            } else if let Activity::Backward(..) = activity {
+                hands.in_flight = hands.in_flight.saturating_sub(1);
+                self.remember(worker);
+            }
+        }
+        self.hands[worker.index()].at += 1;
+        self.advance(worker);
+    }
+
+    /// Begins transfers of the channel whose two ends are posted.
+    fn begin(&mut self, key: (WorkerId, WorkerId, EdgeId, Payload)) {
+        let (_, _, edge, kind) = key;
+        let time = self.machine.network.transfer(edge.index(), kind);
+        let Some(&(from, to)) = self.program.edges.get(edge.index()) else { return };
+        let maker = if kind == Payload::Activation { from } else { to };
+        let Some(channel) = self.channels.get_mut(&key) else { return };
+        while let (Some(&(sender, item)), Some(&receiver)) =
+            (channel.sends.get(channel.begun), channel.recvs.get(channel.begun))
+        {
+            channel.begun += 1;
+            let start = self.now.max(channel.free_at);
+            channel.free_at = start + time;
+            if time > 0.0 {
+                let activity = Activity::Transfer(maker, kind, item);
+                channel.spans.push(Span { activity, start, end: channel.free_at });
+            }
+            self.posted += 1;
+            let end = Moment(channel.free_at, self.posted);
+            self.network.push(Reverse((end, Ending::Transfer(sender, receiver))));
+        }
+    }
+
+    fn join(&mut self, stage: StageId, round: u32, name: Name) {
+        let members = self.program.stages.get(stage.index()).map_or(0, |stage| stage.replicas as usize);
+        let joined = self.joined.entry((stage, round)).or_default();
+        joined.push(name);
+        if joined.len() == members {
+            let time = self.machine.network.all_reduce(stage.index());
+            if time > 0.0 {
+                let activity = Activity::AllReduce(stage, round);
+                let span = Span { activity, start: self.now, end: self.now + time };
+                self.reductions.entry(stage).or_default().push(span);
+            }
+            let end = self.moment(self.now + time);
+            self.network.push(Reverse((end, Ending::AllReduce(stage, round))));
+        }
+    }
+
+    fn end(&mut self, ending: Ending) {
+        match ending {
+            Ending::Transfer(sender, receiver) => {
+                self.complete(sender);
+                self.complete(receiver);
+            }
+            Ending::AllReduce(stage, round) => {
+                for name in self.joined.remove(&(stage, round)).unwrap_or_default() {
+                    self.complete(name);
+                }
+            }
+        }
+    }
+
+    fn complete(&mut self, Name { worker, token }: Name) {
+        let hands = &mut self.hands[worker.index()];
+        hands.tokens.insert(token, true);
+        if hands.blocked == Some(token) {
+            hands.blocked = None;
+            self.advance(worker);
+        }
+    }
+
+    /// Notes the bytes that the worker holds from now on.
+    fn remember(&mut self, worker: WorkerId) {
+        let shape = &self.pipeline.stages[self.program.workers[worker.index()].stage.index()];
+        let hands = &mut self.hands[worker.index()];
+        if hands.memory.is_empty() {
+            return;
+        }
+        let weights = (hands.versions + hands.gradients).saturating_mul(shape.param_bytes);
+        let bytes = weights.saturating_add(u64::from(hands.in_flight).saturating_mul(shape.saved_bytes));
+        match hands.memory.last_mut() {
+            Some(last) if last.0 == self.now => last.1 = last.1.max(bytes),
+            Some(last) if last.1 == bytes => {}
+            _ => hands.memory.push((self.now, bytes)),
+        }
+    }
+
+    fn timeline(self) -> Timeline {
+        let program = self.program;
+        let name = |worker| program.worker_name(worker);
+        let mut links = Vec::new();
+        for ((from, to, ..), channel) in self.channels {
+            if !channel.spans.is_empty() {
+                links.push(Track { name: format!("{} > {}", name(from), name(to)), spans: channel.spans });
+            }
+        }
+        for (stage, spans) in self.reductions {
+            links.push(Track { name: format!("all-reduce {}", stage.0), spans });
+        }
+        let (mut workers, mut peak_in_flight, mut memory) = (Vec::new(), Vec::new(), Vec::new());
+        for (index, hands) in self.hands.into_iter().enumerate() {
+            workers.push(Track { name: name(WorkerId(index as u32)), spans: hands.spans });
+            peak_in_flight.push(hands.peak);
+            memory.push(hands.memory);
+        }
+        Timeline { workers, links, makespan: self.now, finished: self.finished, peak_in_flight, memory }
+    }
+}
+
+fn end_is_later(start: f64, end: f64) -> bool {
+    end > start
+}

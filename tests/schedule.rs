@@ -1,0 +1,292 @@
+//! Random pipelines: every schedule's programs pass the checker, and programs with a mistake in them do not.
+
+use compiler::schedule::check::check;
+use compiler::schedule::rule::StepCount;
+use compiler::schedule::scheduler::schedule;
+use compiler::schedule::{
+    Edge, EdgeId, Instruction, MicrobatchId, Payload, Pipeline, Program, Schedule, Slot, StageId, StageShape, Token,
+    Version, WorkerId,
+};
+
+/// SplitMix64: small, seeded, the same everywhere.
+struct Random(u64);
+
+impl Random {
+    fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut z = self.0;
+        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        z ^ (z >> 31)
+    }
+
+    fn below(&mut self, n: u32) -> u32 {
+        (self.next() % u64::from(n)) as u32
+    }
+
+    fn one_in(&mut self, n: u32) -> bool {
+        self.below(n) == 0
+    }
+}
+
+fn random_pipeline(random: &mut Random) -> Pipeline {
+    let stages = 1 + random.below(5);
+    let mut time = |most: u32| f64::from(random.below(most * 4)) / 4.0;
+    let times: Vec<[f64; 3]> = (0..stages).map(|_| [time(5), time(9), time(3)]).collect();
+    let shapes = times.iter().map(|&[forward, backward, all_reduce]| StageShape {
+        all_reduce,
+        ..StageShape::new(1 + random.below(4), forward, backward)
+    });
+    let mut pipeline = Pipeline::chain(shapes.collect());
+    if random.one_in(2) {
+        for stage in &mut pipeline.stages {
+            stage.cap = 1 + random.below(6);
+        }
+    }
+    if random.one_in(5) {
+        // Stages that nobody feeds, or that feed nobody.
+        pipeline.edges.retain(|_| !random.one_in(3));
+    }
+    for from in 0..stages {
+        for to in from + 2..stages {
+            if random.one_in(4) {
+                pipeline.edges.push(Edge::new(from, to));
+            }
+        }
+    }
+    for edge in &mut pipeline.edges {
+        edge.forward_us = f64::from(random.below(3));
+        edge.backward_us = f64::from(random.below(3));
+    }
+    pipeline
+}
+
+fn random_program(random: &mut Random) -> (Pipeline, Program) {
+    let pipeline = random_pipeline(random);
+    let name = Schedule::ALL[random.below(Schedule::ALL.len() as u32) as usize];
+    let count = if name.is_round_robin() {
+        StepCount::minibatches(1 + random.below(20))
+    } else {
+        StepCount { minibatches: 1 + random.below(4), microbatches: 1 + random.below(6) }
+    };
+    let program = schedule(name, &pipeline, count).expect("a valid pipeline has a program");
+    (pipeline, program)
+}
+
+#[test]
+fn every_program_passes_and_reads_back() {
+    for seed in 0..2000 {
+        let (pipeline, program) = random_program(&mut Random(seed));
+        if let Err(error) = check(&program) {
+            panic!("seed {seed}: {error}\n{pipeline:?}\n{program}");
+        }
+        assert_eq!(program.to_string().parse::<Program>().as_ref(), Ok(&program), "seed {seed}");
+    }
+}
+
+#[test]
+fn the_same_pipeline_gives_the_same_program() {
+    for seed in 0..50 {
+        assert_eq!(random_program(&mut Random(seed)).1, random_program(&mut Random(seed)).1, "seed {seed}");
+    }
+}
+
+#[test]
+fn times_choose_order_and_never_versions() {
+    for seed in 0..200 {
+        let (mut pipeline, program) = random_program(&mut Random(seed));
+        let mut random = Random(seed + 1_000_000);
+        for stage in &mut pipeline.stages {
+            stage.forward = f64::from(random.below(7));
+            stage.backward = f64::from(random.below(7));
+        }
+        let count = StepCount { minibatches: program.items / program.microbatches, microbatches: program.microbatches };
+        let other = schedule(program.schedule, &pipeline, count).unwrap();
+        for (a, b) in program.workers.iter().zip(&other.workers) {
+            let versions = |instructions: &[Instruction], kind| {
+                let used = instructions.iter().filter_map(|i| match (kind, *i) {
+                    (Payload::Activation, Instruction::Forward { item, version, .. })
+                    | (Payload::Gradient, Instruction::Backward { item, version, .. }) => Some((item, version)),
+                    _ => None,
+                });
+                used.collect::<Vec<_>>()
+            };
+            for kind in [Payload::Activation, Payload::Gradient] {
+                assert_eq!(versions(&a.instructions, kind), versions(&b.instructions, kind), "seed {seed}");
+            }
+        }
+    }
+}
+
+/// A small mistake that changes what the program means; none when the program offers no place for the one drawn.
+fn mutate(random: &mut Random, program: &Program) -> Option<(String, Program)> {
+    let mut broken = program.clone();
+    let workers = broken.workers.len() as u32;
+    let worker = random.below(workers) as usize;
+    let trains = program.schedule.trains();
+    let stages = program.stages.len() as u32;
+    let edges = program.edges.len() as u32;
+    let list = &mut broken.workers[worker].instructions;
+    if list.is_empty() {
+        return None;
+    }
+    let at = random.below(list.len() as u32) as usize;
+    let before = list[at];
+    let what = match random.below(6) {
+        0 => {
+            list.remove(at);
+            "removed"
+        }
+        1 => {
+            list.insert(at, before);
+            "doubled"
+        }
+        2 => {
+            // What was waited for is used before the Wait.
+            let Instruction::Wait { token } = before else { return None };
+            let received = |i: &Instruction| matches!(i, Instruction::Recv { token: posted, .. } if *posted == token);
+            let is_recv = list[..at].iter().any(received);
+            let next = (at + 1..list.len())
+                .find(|&next| matches!(list[next], Instruction::Forward { .. } | Instruction::Backward { .. }))?;
+            if !is_recv {
+                return None;
+            }
+            list.remove(at);
+            list.insert(next, before);
+            "waited too late"
+        }
+        3 => {
+            // Two pieces of work of one kind change places.
+            let kind = std::mem::discriminant(&before);
+            if !matches!(before, Instruction::Forward { .. } | Instruction::Backward { .. }) {
+                return None;
+            }
+            let other = (at + 1..list.len()).find(|&other| std::mem::discriminant(&list[other]) == kind)?;
+            list.swap(at, other);
+            "swapped"
+        }
+        4 => {
+            // A Send or an all-reduce moves before the work that makes what it sends.
+            if !matches!(before, Instruction::Send { .. } | Instruction::AllReduce { .. }) {
+                return None;
+            }
+            let work = (0..at)
+                .rev()
+                .find(|&work| matches!(list[work], Instruction::Forward { .. } | Instruction::Backward { .. }))?;
+            // A replica without an item in the round joins when the round before is applied, not after work.
+            if matches!(before, Instruction::AllReduce { .. })
+                && list[work..at].iter().any(|i| matches!(i, Instruction::Step { .. }))
+            {
+                return None;
+            }
+            list.remove(at);
+            list.insert(work, before);
+            "sent too early"
+        }
+        _ => {
+            let by = 1 + random.below(3);
+            let field = random.below(4);
+            let other = |n: u32, of: u32| (n + 1 + by % of.max(2).saturating_sub(1)) % of.max(2);
+            match &mut list[at] {
+                Instruction::Load { item } => *item = MicrobatchId(item.0 + by),
+                Instruction::Forward { stage, item, version, slot }
+                | Instruction::Backward { stage, item, version, slot } => {
+                    match field {
+                        0 => *stage = StageId(other(stage.0, stages)),
+                        1 => *item = MicrobatchId(item.0 + by),
+                        2 => *version = Version(version.0 + by),
+                        // In inference any free slot is as good.
+                        _ if trains => *slot = Slot(slot.0 + by),
+                        _ => return None,
+                    }
+                }
+                Instruction::Send { edge, item, kind, peer, token }
+                | Instruction::Recv { edge, item, kind, peer, token } => match random.below(5) {
+                    0 => *edge = EdgeId(other(edge.0, edges)),
+                    1 => *item = MicrobatchId(item.0 + by),
+                    2 if *kind == Payload::Activation => *kind = Payload::Gradient,
+                    2 => *kind = Payload::Activation,
+                    3 => *peer = WorkerId(other(peer.0, workers)),
+                    _ => *token = Token(token.0 + 1_000_000),
+                },
+                Instruction::Wait { token } => *token = Token(token.0 + 1_000_000),
+                Instruction::AllReduce { stage, round, token } => match field {
+                    0 => *stage = StageId(other(stage.0, stages)),
+                    1 => *round += by,
+                    _ => *token = Token(token.0 + 1_000_000),
+                },
+                Instruction::Step { stage, round, from, to, count, in_place } => match random.below(6) {
+                    0 => *stage = StageId(other(stage.0, stages)),
+                    1 => *round += by,
+                    2 => *from = Version(from.0 + by),
+                    3 => *to = Version(to.0 + by),
+                    4 => *count += by,
+                    _ => *in_place = !*in_place,
+                },
+                Instruction::Drop { version } => *version = Version(version.0 + by),
+            }
+            "changed"
+        }
+    };
+    if broken == *program {
+        return None;
+    }
+    Some((format!("worker {worker}, {at}: {what} `{}`", program.show(&before)), broken))
+}
+
+#[test]
+fn mistakes_are_found() {
+    let mut found = 0;
+    for seed in 0..6000 {
+        let mut random = Random(seed);
+        let (_, program) = random_program(&mut random);
+        let Some((what, broken)) = mutate(&mut random, &program) else { continue };
+        assert!(check(&broken).is_err(), "seed {seed}: {what} went unnoticed in\n{program}");
+        found += 1;
+    }
+    assert!(found >= 2000, "only {found} mistakes were made");
+}
+
+#[test]
+fn a_mistake_is_told_with_its_place() {
+    let pipeline = Pipeline::balanced(&[1, 1], 2.0);
+    let program = schedule(Schedule::OneFOneBRr, &pipeline, StepCount::minibatches(2)).unwrap();
+    let text = program.to_string().replace("1B1@v1", "1B1");
+    let error = check(&text.parse().unwrap()).unwrap_err();
+    assert_eq!(
+        error.to_string(),
+        "worker 1.0, instruction 12 (`1B1`): weights: the forward used version 1, this backward uses 0"
+    );
+    let text = program.to_string().replace("    wait #0\n    load 0\n    1F0\n", "    load 0\n    1F0\n");
+    let error = check(&text.parse().unwrap()).unwrap_err().to_string();
+    assert!(error.ends_with("the activations of item 0 over edge 0 have not been waited for"), "{error}");
+}
+
+#[test]
+fn opposite_orders_of_waiting_are_a_deadlock() {
+    // Each waits for the other's activations before it sends its own.
+    let text = "program inference {
+      items 1
+      microbatches 1
+      stage 0 replicas=1 cap=1
+      stage 1 replicas=1 cap=1
+      edge 0 > 1
+      worker 0.0 {
+        load 0
+        0F0
+        send 0F0 > 1.0 #0
+        wait #0
+      }
+      worker 1.0 {
+        load 0
+        1F0
+      }
+    }";
+    let error = check(&text.parse().unwrap()).unwrap_err().to_string();
+    assert!(error.contains("worker 1.0, instruction 1"), "{error}");
+    let stuck = text
+        .replace("load 0\n        1F0", "recv 0F0 < 0.0 #1\n wait #1\n load 0\n 1F0")
+        .replace("send 0F0 > 1.0 #0\n        wait #0\n", "");
+    let error = check(&stuck.parse().unwrap()).unwrap_err().to_string();
+    assert_eq!(error, "worker 1.0, instruction 1 (`wait #1`): waits for ever: 0.0 never sends item 0");
+}
