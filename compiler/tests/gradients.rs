@@ -6,8 +6,8 @@ use compiler::graph::evaluate::evaluate;
 use compiler::graph::{Graph, Origin, Writer};
 use compiler::op::table::{rule, samples};
 use compiler::op::{
-    Binary, Broadcast, Concat, Constant, Emit, Gather, Input, Op, Pad, Reduce, ReduceKind, Sample, Select, Site, Slice,
-    Value,
+    AvgPool, BatchNorm, Binary, Broadcast, Concat, Constant, Conv, CrossEntropy, Emit, Gather, Input, LayerNorm,
+    LogSoftmax, MatMul, MaxPool, Op, Pad, Reduce, ReduceKind, Sample, Select, Site, Slice, Softmax, Value, Window,
 };
 use compiler::tensor::dim::{Bindings, Dim};
 use compiler::tensor::fact::Fact;
@@ -159,6 +159,10 @@ fn symbolic_gradients_bind_to_the_plain_ones() {
         Op::Pad(Pad { low: dims(low), high: dims(high), interior: interior.to_vec(), value: 0.0 })
     };
     let reduce = |kind, axes: &[usize], keep| Op::Reduce(Reduce { kind, axes: axes.to_vec(), keep });
+    let matmul = |transpose_a, transpose_b| Op::MatMul(MatMul { transpose_a, transpose_b });
+    let strided = || Window { strides: vec![2], pads_begin: vec![1], pads_end: vec![1], dilations: vec![1] };
+    let average = AvgPool { kernel: vec![3], window: strided(), ceil: false, count_padding: true };
+    let largest = MaxPool { kernel: vec![3], window: strided(), ceil: true };
     let cases = [
         (slice("1 0", "b+1 n*2", &[1, 2]), vec![float("b+2 n*2")]),
         (slice("n 1", "n+1 n*2", &[1, 2]), vec![float("7 n*2")]),
@@ -172,6 +176,22 @@ fn symbolic_gradients_bind_to_the_plain_ones() {
         (Op::Binary(Binary::Pow), vec![float("n"), float("b n")]),
         (Op::Select(Select {}), vec![Fact::new(DType::Bool, dims("b 1")), float("n"), float("")]),
         (Op::Broadcast(Broadcast { shape: dims("b n 4") }), vec![float("n 1")]),
+        (matmul(false, false), vec![float("b n 4"), float("4 2")]),
+        (matmul(false, true), vec![float("b n 2 4"), float("3 4")]),
+        (matmul(true, false), vec![float("b 4 n"), float("4 2")]),
+        (matmul(true, true), vec![float("b 1 4 n"), float("2 b 4")]),
+        (matmul(false, false), vec![float("3 n"), float("b n 2")]),
+        (Op::Conv(Conv { window: strided(), groups: 2 }), vec![float("b 4 n*2"), float("6 2 3")]),
+        (Op::AvgPool(average), vec![float("b 2 n*2")]),
+        (Op::MaxPool(largest), vec![float("b 2 n*2")]),
+        (Op::Softmax(Softmax { axis: 1 }), vec![float("b n")]),
+        (Op::LogSoftmax(LogSoftmax { axis: 1 }), vec![float("b n")]),
+        (Op::LayerNorm(LayerNorm { axis: 1, epsilon: 1e-5 }), vec![float("b n"), float("n"), float("n")]),
+        (Op::BatchNorm(BatchNorm { epsilon: 1e-5 }), vec![float("b 3 n"), float("3"), float("3")]),
+        (
+            Op::CrossEntropy(CrossEntropy { axis: 1, ignore: Some(2) }),
+            vec![float("b 7 n"), Fact::new(DType::I64, dims("b n"))],
+        ),
         (Op::Gather(Gather { axis: 0 }), vec![float("n+2 3"), Fact::new(DType::I64, dims("b"))]),
     ];
     let bindings = Bindings::from([("b".to_string(), 3), ("n".to_string(), 5)]);
