@@ -107,7 +107,7 @@ pub enum ImportError {
     Lower(#[from] LowerError),
     /// The importer built a graph that does not hold together.
     #[error("this is a bug in pipec: the imported graph does not hold together: {0}")]
-    Verify(#[from] VerifyError),
+    Verify(Box<VerifyError>),
 }
 
 /// Imports a file. What it is shows in its first bytes; the extension only decides how a wrong one is told.
@@ -129,7 +129,7 @@ pub fn from_onnx(source: &OnnxModel, file: &str, options: &Options) -> Result<Mo
     walk::check(source)?;
     let inputs = input::read(&source.inputs, &options.dims, &options.batch_axes)?;
     let (lowered, batch) = lower(source, &inputs)?;
-    verify(&lowered.graph)?;
+    verify(&lowered.graph).map_err(|e| ImportError::Verify(Box::new(e)))?;
     let mut warnings: Vec<String> = source.warnings.iter().map(ToString::to_string).collect();
     warnings.extend(lowered.warnings);
     warnings.extend(inputs.open.iter().map(|s| format!("dimension `{s}` is open; give it a size with `--dim {s}=N`")));

@@ -208,11 +208,7 @@ fn expand(scope: &Scope<'_>, x: Option<&Dims>) -> Result<Option<Dims>, Reason> {
     }))
 }
 
-fn total(
-    scope: &Scope<'_>,
-    x: Option<&Dims>,
-    join: impl Fn(&[Dim]) -> Option<Dim>,
-) -> Result<Option<Dims>, Reason> {
+fn total(scope: &Scope<'_>, x: Option<&Dims>, join: impl Fn(&[Dim]) -> Option<Dim>) -> Result<Option<Dims>, Reason> {
     let keep = scope.flag("keepdims", true)?;
     // One axis at most: whichever way the axes are given, all elements are joined, unless they are said to be none.
     if scope.flag("noop_with_empty_axes", false)? {

@@ -73,13 +73,7 @@ impl Scope<'_> {
     }
 
     /// Sizes of a window, each at least `least`; `default` for every axis when the attribute is not there.
-    pub fn sizes_of(
-        &self,
-        name: &'static str,
-        axes: usize,
-        default: usize,
-        least: i64,
-    ) -> Result<Vec<usize>, Reason> {
+    pub fn sizes_of(&self, name: &'static str, axes: usize, default: usize, least: i64) -> Result<Vec<usize>, Reason> {
         let Some(list) = self.ints(name)? else { return Ok(vec![default; axes]) };
         if list.len() != axes {
             let expected = "one number for each spatial axis";

@@ -32,7 +32,8 @@ pub fn constant_of_shape(scope: &mut Scope<'_>) -> Outputs {
         Some(tensor) => tensor_of(&tensor).map_err(Reason::Unsupported)?,
         None => Tensor::from_f32(&[1], &[0.0]),
     };
-    let value = value.reshaped(Vec::new()).map_err(|e| Reason::Inputs(format!("its value is no single number: {e}")))?;
+    let value =
+        value.reshaped(Vec::new()).map_err(|e| Reason::Inputs(format!("its value is no single number: {e}")))?;
     let value = scope.constant(value)?;
     Ok(vec![Known::Value(scope.broadcast(value, shape)?)])
 }

@@ -176,8 +176,8 @@ pub fn celu(scope: &mut Scope<'_>) -> Outputs {
 
 /// The self-normalising unit; the defaults are those of the standard.
 pub fn selu(scope: &mut Scope<'_>) -> Outputs {
-    let alpha = scope.float("alpha", 1.6732632423543772848170429916717)?;
-    let gamma = scope.float("gamma", 1.0507009873554804934193349852946)?;
+    let alpha = scope.float("alpha", 1.6732632423543772)?;
+    let gamma = scope.float("gamma", 1.0507009873554805)?;
     exponential_branch(scope, alpha, gamma, 1.0)
 }
 

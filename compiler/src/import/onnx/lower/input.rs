@@ -101,11 +101,7 @@ pub struct Inputs {
 }
 
 /// Reads the inputs of a model. `values` gives sizes to open dimensions, `axes` the batch axis of inputs by name.
-pub fn read(
-    infos: &[ValueInfo],
-    values: &Bindings,
-    axes: &BTreeMap<String, usize>,
-) -> Result<Inputs, InputError> {
+pub fn read(infos: &[ValueInfo], values: &Bindings, axes: &BTreeMap<String, usize>) -> Result<Inputs, InputError> {
     let mut symbols = Symbols::default();
     let facts = infos.iter().map(|info| fact(info, &mut symbols)).collect::<Result<Vec<_>, _>>()?;
     let by_name = |name: &str| infos.iter().position(|info| info.name == name);
@@ -152,8 +148,7 @@ pub fn read(
 
 /// Gives open dimensions the sizes that the caller says. The batch stays open: its size is a default.
 fn bind(inputs: &mut Inputs, values: &Bindings) -> Result<(), InputError> {
-    let mut open: Vec<String> =
-        inputs.facts.iter().flat_map(|f| f.shape.iter().flat_map(Dim::symbols)).collect();
+    let mut open: Vec<String> = inputs.facts.iter().flat_map(|f| f.shape.iter().flat_map(Dim::symbols)).collect();
     open.sort();
     open.dedup();
     let mut others = values.clone();

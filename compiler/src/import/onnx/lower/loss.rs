@@ -73,7 +73,10 @@ fn picked(
 ) -> Result<Value, Reason> {
     let (fact, classes_of) = (scope.fact(logarithm), scope.fact(target));
     let mut left = fact.shape.clone();
-    if fact.rank() < 2 || { left.remove(1); left != classes_of.shape } {
+    if fact.rank() < 2 || {
+        left.remove(1);
+        left != classes_of.shape
+    } {
         return Err(Reason::Inputs(format!("scores {fact} do not fit targets {classes_of}")));
     }
     let target = scope.cast(target, DType::I64)?;

@@ -104,7 +104,11 @@ pub fn batch_norm(scope: &mut Scope<'_>) -> Outputs {
         _ => scope.flag("training_mode", false)?,
     };
     let (x, scale, bias) = (scope.value(0)?, scope.value(1)?, scope.value(2)?);
-    if training { with_batch(scope, [x, scale, bias], epsilon, keep) } else { with_stored(scope, x, scale, bias, epsilon) }
+    if training {
+        with_batch(scope, [x, scale, bias], epsilon, keep)
+    } else {
+        with_stored(scope, x, scale, bias, epsilon)
+    }
 }
 
 fn with_batch(scope: &mut Scope<'_>, inputs: [Value; 3], epsilon: f64, keep: f64) -> Outputs {

@@ -27,11 +27,8 @@ pub fn prune(graph: &Graph) -> Result<Graph, AddError> {
     }
     let output = |o: &Output| Output { name: o.name.clone(), value: moved(&places, o.value) };
     kept.outputs = graph.outputs.iter().map(output).collect();
-    let average = |a: &MovingAverage| MovingAverage {
-        state: places[&a.state],
-        sample: moved(&places, a.sample),
-        keep: a.keep,
-    };
+    let average =
+        |a: &MovingAverage| MovingAverage { state: places[&a.state], sample: moved(&places, a.sample), keep: a.keep };
     kept.averages = averages.into_iter().map(average).collect();
     Ok(kept)
 }

@@ -49,7 +49,8 @@ fn target(input: &[Dim], asked: &[Dim], allow_zero: bool, frozen: &Frozen) -> Re
         if let Some(&at) = open.first() {
             shape[at] = Dim::Known(1);
             let rest = volume(&shape)?;
-            shape[at] = if rest.is(0) { Dim::Known(0) } else { volume(from)?.div_exact(&rest).map_err(|_| mismatch())? };
+            shape[at] =
+                if rest.is(0) { Dim::Known(0) } else { volume(from)?.div_exact(&rest).map_err(|_| mismatch())? };
         }
         if volume(&shape)? == volume(from)? { Ok(shape) } else { Err(mismatch()) }
     };
@@ -140,7 +141,8 @@ pub fn unsqueeze(scope: &mut Scope<'_>) -> Outputs {
         Ok(_) => Some(Dim::Known(1)),
         Err(_) => old.next(),
     });
-    let shape = shape.collect::<Option<Vec<_>>>().ok_or_else(|| Reason::Inputs("its axes do not add up".to_string()))?;
+    let shape =
+        shape.collect::<Option<Vec<_>>>().ok_or_else(|| Reason::Inputs("its axes do not add up".to_string()))?;
     Ok(vec![Known::Value(scope.reshape(x, shape)?)])
 }
 

@@ -132,4 +132,3 @@ fn equal_parts(size: &Dim, parts: i64, outputs: usize) -> Result<Vec<Dim>, Reaso
     sizes[outputs - 1] = Dim::Known(last);
     Ok(sizes)
 }
-

@@ -51,14 +51,20 @@ pub enum LowerError {
         /// Its name.
         name: String,
         /// Why.
-        reason: Reason,
+        reason: Box<Reason>,
     },
     /// A graph without results.
     #[error("the graph has no outputs: there is nothing to compute")]
     NoOutputs,
     /// A node that was added once cannot be added again: our bug.
     #[error("this is a bug in pipec: {0}")]
-    Prune(#[from] AddError),
+    Prune(Box<AddError>),
+}
+
+impl From<AddError> for LowerError {
+    fn from(error: AddError) -> LowerError {
+        LowerError::Prune(Box::new(error))
+    }
 }
 
 /// All nodes that cannot be lowered.
@@ -201,7 +207,8 @@ impl Walk<'_> {
                 Some(mut scope) => scope.value(0),
                 None => Err(Reason::Missing { slot: 0 }),
             };
-            let value = value.map_err(|reason| LowerError::Output { name: output.name.clone(), reason })?;
+            let value =
+                value.map_err(|reason| LowerError::Output { name: output.name.clone(), reason: Box::new(reason) })?;
             self.graph.outputs.push(Output { name: output.name.clone(), value });
         }
         if self.graph.outputs.is_empty() {
