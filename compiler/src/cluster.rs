@@ -1,1 +1,147 @@
-//! Clusters: levels of bandwidth and the devices below them.
+//! The machines a plan is made for: one kind of device, and levels of links between them.
+//!
+//! Levels are written innermost first: eight devices on NVLink, sixteen servers on a network. A level's bandwidth is what one
+//! device (at the first level) or one group of the level below can send in one direction while it receives as much.
+//!
+//! ```toml
+//! schema = "pipec.cluster/1"
+//! [device]
+//! kind = "h200"
+//! [[level]]
+//! name = "nvlink"
+//! count = 8
+//! bandwidth = "450GB/s"
+//! latency = "3us"
+//! ```
+//!
+//! `read` turns the file and the two short forms of the command line into a [`Cluster`]; `device` holds what is known of each
+//! device kind; `unit` reads and prints quantities.
+
+pub mod device;
+pub mod read;
+pub mod unit;
+
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+
+/// The name and version that a cluster file states in its `schema` field.
+pub const SCHEMA: &str = "pipec.cluster/1";
+
+/// The most devices a cluster may have. Real clusters are far smaller; the bound keeps the product of level counts exact.
+pub const MAX_DEVICES: u64 = 65_536;
+
+/// A number of bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Default, Serialize, Deserialize, JsonSchema)]
+#[serde(transparent)]
+pub struct Bytes(pub u64);
+
+/// A rate of transfer, in bytes per second, finite and above zero.
+#[derive(Clone, Copy, Debug, PartialEq, PartialOrd, Serialize, Deserialize, JsonSchema)]
+#[serde(transparent)]
+pub struct BytesPerSecond(pub f64);
+
+/// A span of time in seconds, finite and not negative.
+#[derive(Clone, Copy, Debug, PartialEq, PartialOrd, Default, Serialize, Deserialize, JsonSchema)]
+#[serde(transparent)]
+pub struct Seconds(pub f64);
+
+/// Peak arithmetic of one device, in floating point operations per second, dense, by the type that is multiplied.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct Peak {
+    /// Double precision.
+    pub f64: f64,
+    /// Single precision without reduced inputs.
+    pub f32: f64,
+    /// Single precision with inputs rounded to TF32; equal to `f32` where the device has no such mode.
+    pub tf32: f64,
+    /// bfloat16 with f32 accumulation.
+    pub bf16: f64,
+    /// half precision with f32 accumulation.
+    pub f16: f64,
+}
+
+/// One device: what it computes, what it holds.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct Device {
+    /// A name of the table in `cluster/device.rs`, or the user's own.
+    pub kind: String,
+    /// Memory of one device, in bytes.
+    pub memory: Bytes,
+    /// Memory bandwidth, in bytes per second.
+    pub memory_bandwidth: BytesPerSecond,
+    /// Peak arithmetic in operations per second.
+    pub peak_flops: Peak,
+    /// Time to start one kernel, in seconds.
+    pub launch: Seconds,
+    /// Cores of one host, for devices that are shares of a CPU: workers on one host share them.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub cores: Option<u32>,
+    /// Threads that one worker runs its kernels on, for CPU devices.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub threads_per_worker: Option<u32>,
+}
+
+/// One level of links.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct Level {
+    /// What the level is called, "nvlink" for example.
+    pub name: String,
+    /// How many devices (innermost) or groups of the level below it joins; at least one.
+    pub count: u32,
+    /// Bandwidth in bytes per second, one direction.
+    pub bandwidth: BytesPerSecond,
+    /// Latency of one message, in seconds.
+    pub latency: Seconds,
+    /// Whether all devices below one member of this level share its link.
+    pub shared: bool,
+}
+
+/// A host that serves devices over the network.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct Host {
+    /// `name:port`, as the link between processes takes it.
+    pub address: String,
+    /// Devices on this host.
+    pub devices: u32,
+}
+
+/// The devices of a run and the links between them.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct Cluster {
+    /// The one kind of device.
+    pub device: Device,
+    /// Links, innermost first; never empty.
+    pub levels: Vec<Level>,
+    /// Hosts for runs over a network, empty for one process.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub hosts: Vec<Host>,
+}
+
+impl Cluster {
+    /// All devices: the product of the level counts.
+    pub fn devices(&self) -> u32 {
+        self.levels.iter().fold(1u32, |product, level| product.saturating_mul(level.count))
+    }
+
+    /// The same devices as one level at the slowest bandwidth and the longest latency of any level. This is how a plan whose
+    /// stages do not take whole groups is judged by cost models that know whole groups only.
+    pub fn flattened(&self) -> Cluster {
+        let slowest = self.levels.iter().map(|level| level.bandwidth.0).fold(f64::INFINITY, f64::min);
+        let latency = self.levels.iter().map(|level| level.latency.0).fold(0.0, f64::max);
+        let name = self.levels.iter().map(|level| level.name.as_str()).collect::<Vec<_>>().join("+");
+        let shared = self.levels.iter().any(|level| level.shared);
+        let level = Level {
+            name,
+            count: self.devices(),
+            bandwidth: BytesPerSecond(slowest),
+            latency: Seconds(latency),
+            shared,
+        };
+        Cluster { device: self.device.clone(), levels: vec![level], hosts: self.hosts.clone() }
+    }
+}

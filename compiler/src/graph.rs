@@ -1,1 +1,256 @@
-//! The graph of core ops.
+//! The one intermediate representation: a directed acyclic graph of core ops.
+//!
+//! Nodes are ops with the facts of their outputs; edges carry tensors from an output to an input. Every node keeps its
+//! [`Origin`], so that a cut can be told in the names of the user's own model. A graph is plain data: it prints
+//! ([`text`]), reads back, is verified ([`verify`]) and compared ([`isomorphism`]).
+//!
+//! A [`MovingAverage`] says how a state follows a value of the graph, such as a running mean the batch mean: whoever
+//! runs the graph applies it once for every sample, in the order of the minibatches.
+
+pub mod bind;
+pub mod evaluate;
+pub mod hash;
+pub mod isomorphism;
+pub mod order;
+pub mod text;
+pub mod verify;
+
+use crate::op::table::rule;
+use crate::op::{Emit, FactError, NodeId, Op, Value};
+use crate::tensor::fact::Fact;
+use petgraph::Direction;
+use petgraph::stable_graph::{NodeIndex, StableDiGraph};
+use petgraph::visit::EdgeRef;
+use thiserror::Error;
+
+/// Where a node comes from, in the words of the source model.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Origin {
+    /// The source node, e.g. `/1/a/qkv/MatMul`; empty when there is none.
+    pub source: String,
+    /// The module it belongs to, e.g. `1.a.qkv`; empty when unknown.
+    pub module: String,
+}
+
+/// One op in its place.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Node {
+    /// Unique name in the text form.
+    pub name: String,
+    /// What it does.
+    pub op: Op,
+    /// Element type and shape of each output.
+    pub facts: Vec<Fact>,
+    /// Where it comes from.
+    pub origin: Origin,
+}
+
+/// A tensor on its way from output `output` of one node to input `input` of another.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Edge {
+    output: u32,
+    input: u32,
+}
+
+/// A result of the graph.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Output {
+    /// Name in the source model and in result files.
+    pub name: String,
+    /// The value.
+    pub value: Value,
+}
+
+/// `state ← keep · state + (1 − keep) · sample`, once for every run of the graph.
+#[derive(Clone, Debug, PartialEq)]
+pub struct MovingAverage {
+    /// The [`State`](crate::op::State) node.
+    pub state: NodeId,
+    /// What it follows.
+    pub sample: Value,
+    /// The share that is kept.
+    pub keep: f64,
+}
+
+/// Why a node cannot be added.
+#[derive(Debug, Error, PartialEq)]
+#[error("{op}: {fault}")]
+pub struct AddError {
+    /// The op.
+    pub op: String,
+    /// What does not fit.
+    pub fault: FactError,
+}
+
+/// A directed acyclic graph of core ops.
+#[derive(Clone, Debug, Default)]
+pub struct Graph {
+    /// Name of the model.
+    pub name: String,
+    /// The results, in order.
+    pub outputs: Vec<Output>,
+    /// How states follow values.
+    pub averages: Vec<MovingAverage>,
+    dag: StableDiGraph<Node, Edge>,
+}
+
+fn index(id: NodeId) -> NodeIndex {
+    NodeIndex::new(id.0 as usize)
+}
+
+fn id(index: NodeIndex) -> NodeId {
+    NodeId(index.index() as u32)
+}
+
+impl Graph {
+    /// An empty graph.
+    pub fn new(name: &str) -> Graph {
+        Graph { name: name.to_string(), ..Graph::default() }
+    }
+
+    /// Adds an op; its facts are inferred. Ids grow, and inputs must exist, so ids are always in topological order
+    /// until [`Graph::replace_uses`] is used.
+    pub fn add(&mut self, op: Op, inputs: &[Value], origin: &Origin) -> Result<NodeId, AddError> {
+        let facts: Vec<Fact> = inputs.iter().map(|&v| self.fact(v).clone()).collect();
+        let facts = rule(&op)
+            .infer(&facts.iter().collect::<Vec<_>>())
+            .map_err(|fault| AddError { op: rule(&op).name().to_string(), fault })?;
+        let name = String::new();
+        let node = self.dag.add_node(Node { name, op, facts, origin: origin.clone() });
+        self.dag[node].name = format!("{}{}", rule(&self.dag[node].op).name(), node.index());
+        for (slot, value) in inputs.iter().enumerate() {
+            self.dag.add_edge(index(value.node), node, Edge { output: value.output, input: slot as u32 });
+        }
+        Ok(id(node))
+    }
+
+    /// The number of nodes.
+    pub fn len(&self) -> usize {
+        self.dag.node_count()
+    }
+
+    /// Whether there is no node.
+    pub fn is_empty(&self) -> bool {
+        self.dag.node_count() == 0
+    }
+
+    /// All nodes, by id.
+    pub fn ids(&self) -> impl Iterator<Item = NodeId> + '_ {
+        self.dag.node_indices().map(id)
+    }
+
+    /// Whether the node exists.
+    pub fn contains(&self, node: NodeId) -> bool {
+        self.dag.contains_node(index(node))
+    }
+
+    /// A node. Panics when it does not exist: ids come from this graph.
+    pub fn node(&self, node: NodeId) -> &Node {
+        &self.dag[index(node)]
+    }
+
+    /// A node to change. Whoever changes its op sees to it that the facts still follow.
+    pub fn node_mut(&mut self, node: NodeId) -> &mut Node {
+        &mut self.dag[index(node)]
+    }
+
+    /// What is known of a value.
+    pub fn fact(&self, value: Value) -> &Fact {
+        &self.node(value.node).facts[value.output as usize]
+    }
+
+    /// The inputs of a node, in order.
+    pub fn inputs(&self, node: NodeId) -> Vec<Value> {
+        let mut edges: Vec<(u32, Value)> = self
+            .dag
+            .edges_directed(index(node), Direction::Incoming)
+            .map(|e| (e.weight().input, Value { node: id(e.source()), output: e.weight().output }))
+            .collect();
+        edges.sort_unstable();
+        edges.into_iter().map(|(_, value)| value).collect()
+    }
+
+    /// All outputs of a node.
+    pub fn values(&self, node: NodeId) -> Vec<Value> {
+        (0..self.node(node).facts.len() as u32).map(|output| Value { node, output }).collect()
+    }
+
+    /// Who reads a value, as (node, input) pairs sorted by id.
+    pub fn consumers(&self, value: Value) -> Vec<(NodeId, u32)> {
+        let mut uses: Vec<(NodeId, u32)> = self
+            .dag
+            .edges_directed(index(value.node), Direction::Outgoing)
+            .filter(|e| e.weight().output == value.output)
+            .map(|e| (id(e.target()), e.weight().input))
+            .collect();
+        uses.sort_unstable();
+        uses
+    }
+
+    /// Who reads any output of a node, sorted, once each.
+    pub fn successors(&self, node: NodeId) -> Vec<NodeId> {
+        let mut ids: Vec<NodeId> = self.dag.neighbors_directed(index(node), Direction::Outgoing).map(id).collect();
+        ids.sort_unstable();
+        ids.dedup();
+        ids
+    }
+
+    /// Makes everyone who reads `old` read `new`: ops, results and averages.
+    pub fn replace_uses(&mut self, old: Value, new: Value) {
+        let edges: Vec<_> = self
+            .dag
+            .edges_directed(index(old.node), Direction::Outgoing)
+            .filter(|e| e.weight().output == old.output)
+            .map(|e| (e.id(), e.target(), e.weight().input))
+            .collect();
+        for (edge, target, input) in edges {
+            self.dag.remove_edge(edge);
+            self.dag.add_edge(index(new.node), target, Edge { output: new.output, input });
+        }
+        for output in self.outputs.iter_mut().filter(|o| o.value == old) {
+            output.value = new;
+        }
+        for average in self.averages.iter_mut().filter(|a| a.sample == old) {
+            average.sample = new;
+        }
+    }
+
+    /// Makes one input of a node read another value.
+    pub fn set_input(&mut self, node: NodeId, slot: u32, new: Value) {
+        let edge = self
+            .dag
+            .edges_directed(index(node), Direction::Incoming)
+            .find(|e| e.weight().input == slot)
+            .map(|e| e.id())
+            .expect("the slot is one of the node's inputs");
+        self.dag.remove_edge(edge);
+        self.dag.add_edge(index(new.node), index(node), Edge { output: new.output, input: slot });
+    }
+
+    /// Removes a node that nobody reads.
+    pub fn remove(&mut self, node: NodeId) {
+        self.dag.remove_node(index(node));
+    }
+}
+
+/// The origin that values get when a rule writes into a graph.
+pub struct Writer<'a> {
+    /// The graph written to.
+    pub graph: &'a mut Graph,
+    /// The origin of every node written.
+    pub origin: Origin,
+}
+
+impl Emit for Writer<'_> {
+    fn emit_all(&mut self, op: Op, inputs: &[Value]) -> Vec<Value> {
+        let node = match self.graph.add(op, inputs, &self.origin) {
+            Ok(node) => node,
+            Err(e) => panic!("a rule of the compiler wrote an op that does not fit: {e}"),
+        };
+        self.graph.values(node)
+    }
+
+    fn fact(&self, value: Value) -> Fact {
+        self.graph.fact(value).clone()
+    }
+}

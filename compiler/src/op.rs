@@ -1,1 +1,704 @@
-//! The dictionary of core ops.
+//! The dictionary: every core op as a struct with typed fields and a sentence that defines it.
+//!
+//! Importers lower source operators to these, gradients are graphs of these, and a device implements only these. What
+//! an op *means* (shapes, cost, backward, reference kernel, samples) stands in a file of its own, `op/NAME.rs`, as its
+//! [`Rule`]; [`table`] gathers them.
+//!
+//! Conventions. Shapes are row-major. Axes are never negative. Elementwise ops with several inputs broadcast as NumPy
+//! does: shapes are aligned at the right, and a dim of 1 stretches. `N` is the batch, `C` channels, `D…` the spatial
+//! dims. An op computes in the element type of its inputs unless it says otherwise.
+
+pub mod batch_norm;
+pub mod binary;
+pub mod broadcast;
+pub mod cast;
+pub mod compare;
+pub mod concat;
+pub mod conv;
+pub mod cross_entropy;
+pub mod flip;
+pub mod gather;
+pub mod iota;
+pub mod layer_norm;
+pub mod matmul;
+pub mod pad;
+pub mod pool;
+pub mod reduce;
+pub mod reshape;
+pub mod sample;
+pub mod select;
+pub mod slice;
+pub mod softmax;
+pub mod source;
+pub mod table;
+pub mod transpose;
+pub mod unary;
+pub mod window;
+
+use crate::tensor::dim::{Dim, DimError};
+use crate::tensor::fact::Fact;
+use crate::tensor::view::{View, ViewMut};
+use crate::tensor::{DType, Tensor};
+use serde::{Deserialize, Serialize};
+use thiserror::Error;
+
+/// Any core op.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+#[allow(missing_docs)]
+pub enum Op {
+    // Where values come from.
+    Input(Input),
+    Parameter(Parameter),
+    State(State),
+    Constant(Constant),
+    Iota(Iota),
+    // Elementwise.
+    Unary(Unary),
+    Binary(Binary),
+    Compare(Compare),
+    Select(Select),
+    Cast(Cast),
+    // Reductions.
+    Reduce(Reduce),
+    ArgReduce(ArgReduce),
+    // Contractions.
+    MatMul(MatMul),
+    Conv(Conv),
+    ConvInputGrad(ConvInputGrad),
+    ConvWeightGrad(ConvWeightGrad),
+    // Windows.
+    MaxPool(MaxPool),
+    MaxPoolGrad(MaxPoolGrad),
+    AvgPool(AvgPool),
+    AvgPoolGrad(AvgPoolGrad),
+    // Movement.
+    Reshape(Reshape),
+    Transpose(Transpose),
+    Broadcast(Broadcast),
+    Slice(Slice),
+    Pad(Pad),
+    Concat(Concat),
+    Flip(Flip),
+    Gather(Gather),
+    ScatterAdd(ScatterAdd),
+    // Normalisation and losses.
+    Softmax(Softmax),
+    LogSoftmax(LogSoftmax),
+    LayerNorm(LayerNorm),
+    LayerNormGrad(LayerNormGrad),
+    BatchNorm(BatchNorm),
+    BatchNormGrad(BatchNormGrad),
+    CrossEntropy(CrossEntropy),
+    CrossEntropyGrad(CrossEntropyGrad),
+}
+
+/// A tensor that the caller gives for every minibatch. No inputs; the fact is `fact`.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Input {
+    /// Name in the source model and in data files.
+    pub name: String,
+    /// Element type and shape.
+    pub fact: Fact,
+}
+
+/// A trained tensor. Its initial value lies beside the graph, by name.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Parameter {
+    /// Name in the source model, in checkpoints and in gradients.
+    pub name: String,
+    /// Element type and shape.
+    pub fact: Fact,
+}
+
+/// A tensor that is kept between minibatches but has no gradient, such as a running mean. Its initial value lies beside
+/// the graph, by name.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct State {
+    /// Name in the source model and in checkpoints.
+    pub name: String,
+    /// Element type and shape.
+    pub fact: Fact,
+}
+
+/// A fixed value.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Constant {
+    /// The value.
+    pub tensor: Tensor,
+}
+
+/// `0, 1, 2, …` along `axis`, the same along every other axis.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Iota {
+    /// Element type and shape of the result.
+    pub fact: Fact,
+    /// The axis that counts.
+    pub axis: usize,
+}
+
+/// `y = f(x)` for each element.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Unary {
+    /// `-x`
+    Neg,
+    /// `|x|`
+    Abs,
+    /// -1, 0 or 1.
+    Sign,
+    /// `e^x`
+    Exp,
+    /// Natural logarithm.
+    Log,
+    /// `√x`
+    Sqrt,
+    /// `1/√x`
+    Rsqrt,
+    /// `1/x`
+    Reciprocal,
+    /// `sin x`
+    Sin,
+    /// `cos x`
+    Cos,
+    /// `tanh x`
+    Tanh,
+    /// `1/(1+e^-x)`
+    Sigmoid,
+    /// `max(x, 0)`; the gradient at 0 is 0.
+    Relu,
+    /// Gauss error function.
+    Erf,
+    /// `x·Φ(x)` with the exact normal distribution.
+    Gelu,
+    /// `x/2·(1+tanh(√(2/π)(x+0.044715x³)))`
+    GeluTanh,
+    /// `x·sigmoid(x)`
+    Silu,
+    /// `log(1+e^x)`
+    Softplus,
+    /// Largest whole number not above `x`.
+    Floor,
+    /// Smallest whole number not below `x`.
+    Ceil,
+    /// Nearest whole number, halves to even.
+    Round,
+    /// Logical not (`bool`).
+    Not,
+}
+
+/// `y = f(a, b)` for each element, broadcasting. Both inputs have one element type.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Binary {
+    /// `a + b`
+    Add,
+    /// `a - b`
+    Sub,
+    /// `a · b`
+    Mul,
+    /// `a / b`; integers truncate toward zero, and division by zero is 0.
+    Div,
+    /// `a^b`
+    Pow,
+    /// The larger; NaN wins; the gradient goes to `a` on a tie.
+    Max,
+    /// The smaller; NaN wins; the gradient goes to `a` on a tie.
+    Min,
+    /// Rest of `a / b` with the sign of `b`, as Python's `%`.
+    Mod,
+    /// Logical and (`bool`).
+    And,
+    /// Logical or (`bool`).
+    Or,
+    /// Logical exclusive or (`bool`).
+    Xor,
+}
+
+/// `y = a ? b` as `bool`, broadcasting. Both inputs have one element type.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Compare {
+    /// `a == b`
+    Equal,
+    /// `a < b`
+    Less,
+    /// `a <= b`
+    LessEqual,
+}
+
+/// `condition ? a : b` for each element, broadcasting. Inputs: condition (`bool`), a, b.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Select {}
+
+/// The same values as element type `to`; floats truncate toward zero when they become integers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Cast {
+    /// Element type of the result.
+    pub to: DType,
+}
+
+/// One value for all elements along `axes`. No axes: a copy.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Reduce {
+    /// How elements are joined.
+    pub kind: ReduceKind,
+    /// Axes that go away, sorted.
+    pub axes: Vec<usize>,
+    /// Whether the axes stay as dims of 1.
+    pub keep: bool,
+}
+
+/// How a reduction joins elements.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum ReduceKind {
+    /// Sum.
+    Sum,
+    /// Arithmetic mean; NaN over no elements.
+    Mean,
+    /// Largest; the gradient is shared equally by equal elements.
+    Max,
+    /// Smallest; the gradient is shared equally by equal elements.
+    Min,
+    /// Product; no gradient.
+    Prod,
+}
+
+/// The `i64` index of the largest (or smallest) element along `axis`, the first one on ties. No gradient.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ArgReduce {
+    /// Largest, else smallest.
+    pub largest: bool,
+    /// The axis that goes away.
+    pub axis: usize,
+    /// Whether the axis stays as a dim of 1.
+    pub keep: bool,
+}
+
+/// Matrix product of the last two dims, `[…, M, K] × […, K, N] → […, M, N]`; leading dims broadcast. A transposed
+/// operand is stored as `[…, K, M]` or `[…, N, K]`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct MatMul {
+    /// Whether the first operand is stored transposed.
+    pub transpose_a: bool,
+    /// Whether the second operand is stored transposed.
+    pub transpose_b: bool,
+}
+
+/// How a window moves over the spatial dims; every list has one entry a spatial dim.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Window {
+    /// Steps between windows, at least 1.
+    pub strides: Vec<usize>,
+    /// Padding before the first element.
+    pub pads_begin: Vec<usize>,
+    /// Padding after the last element.
+    pub pads_end: Vec<usize>,
+    /// Steps between the elements of a window, at least 1.
+    pub dilations: Vec<usize>,
+}
+
+/// Cross-correlation, `x [N, C, D…] ⋆ w [O, C/groups, K…] → [N, O, E…]`, zero padded.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Conv {
+    /// How the kernel moves.
+    pub window: Window,
+    /// Channels are convolved in this many separate groups.
+    pub groups: usize,
+}
+
+/// The gradient of [`Conv`] for `x`: inputs `dy [N, O, E…]`, `w`; output `[N, C, D…]`. Also transposed convolution.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct ConvInputGrad {
+    /// How the kernel of the forward convolution moves.
+    pub window: Window,
+    /// Groups of the forward convolution.
+    pub groups: usize,
+    /// `D…`, the spatial dims of `x`.
+    pub spatial: Vec<Dim>,
+}
+
+/// The gradient of [`Conv`] for `w`: inputs `dy [N, O, E…]`, `x [N, C, D…]`; output `[O, C/groups, K…]`.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct ConvWeightGrad {
+    /// How the kernel of the forward convolution moves.
+    pub window: Window,
+    /// Groups of the forward convolution.
+    pub groups: usize,
+    /// `K…`, the spatial dims of `w`.
+    pub kernel: Vec<usize>,
+}
+
+/// Largest element of each window; padding never wins. `x [N, C, D…] → [N, C, E…]`. With `ceil`, a last window may
+/// start inside the data and reach beyond the padding.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct MaxPool {
+    /// Sizes of the window.
+    pub kernel: Vec<usize>,
+    /// How it moves.
+    pub window: Window,
+    /// Whether the number of windows is rounded up.
+    pub ceil: bool,
+}
+
+/// The gradient of [`MaxPool`]: inputs `x`, `dy`; output like `x`. Each `dy` goes to the first largest element of its
+/// window.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct MaxPoolGrad {
+    /// The forward op.
+    pub forward: MaxPool,
+}
+
+/// Mean of each window, `x [N, C, D…] → [N, C, E…]`.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct AvgPool {
+    /// Sizes of the window.
+    pub kernel: Vec<usize>,
+    /// How it moves.
+    pub window: Window,
+    /// Whether the number of windows is rounded up.
+    pub ceil: bool,
+    /// Whether padding counts in the divisor (what lies beyond the padding never does).
+    pub count_padding: bool,
+}
+
+/// The gradient of [`AvgPool`]: input `dy`; output `[N, C, D…]`.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct AvgPoolGrad {
+    /// The forward op.
+    pub forward: AvgPool,
+    /// `D…`, the spatial dims of `x`.
+    pub spatial: Vec<Dim>,
+}
+
+/// The same elements in row-major order under another shape.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Reshape {
+    /// The shape of the result.
+    pub shape: Vec<Dim>,
+}
+
+/// Axis `i` of the result is axis `perm[i]` of the input.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Transpose {
+    /// A permutation of the axes.
+    pub perm: Vec<usize>,
+}
+
+/// The input stretched to `shape` as NumPy broadcasts.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Broadcast {
+    /// The shape of the result.
+    pub shape: Vec<Dim>,
+}
+
+/// Elements `begin, begin+step, … < end` of every axis; `0 ≤ begin ≤ end ≤ size`, `step ≥ 1`.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Slice {
+    /// First index, for each axis.
+    pub begin: Vec<Dim>,
+    /// One past the last index, for each axis.
+    pub end: Vec<Dim>,
+    /// Distance between elements, for each axis.
+    pub step: Vec<usize>,
+}
+
+/// `value` around the input and `interior` times between neighbours, for each axis; `low` and `high` are not negative.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Pad {
+    /// Elements before the first.
+    pub low: Vec<Dim>,
+    /// Elements after the last.
+    pub high: Vec<Dim>,
+    /// Elements between neighbours.
+    pub interior: Vec<usize>,
+    /// What is filled in.
+    pub value: f64,
+}
+
+/// All inputs one behind the other along `axis`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Concat {
+    /// The axis that grows.
+    pub axis: usize,
+}
+
+/// The order of the elements reversed along `axes`.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Flip {
+    /// Axes that run backward, sorted.
+    pub axes: Vec<usize>,
+}
+
+/// `x [A…, S, B…]`, integer indices `[I…]` → `[A…, I…, B…]`: slices of `x` along `axis`. An embedding has axis 0. An
+/// index below zero counts from the end; one outside is an error.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Gather {
+    /// The axis that is indexed.
+    pub axis: usize,
+}
+
+/// The gradient of [`Gather`]: inputs `dy [A…, I…, B…]`, indices `[I…]`; output `[A…, size, B…]`, zero but for the
+/// sums of the slices, added in the order of the indices.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct ScatterAdd {
+    /// The axis that is indexed.
+    pub axis: usize,
+    /// Its size.
+    pub size: Dim,
+}
+
+/// `y_i = e^(x_i) / Σ e^(x_j)` along `axis`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Softmax {
+    /// The axis that sums to one.
+    pub axis: usize,
+}
+
+/// The logarithm of [`Softmax`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct LogSoftmax {
+    /// The axis whose exponentials sum to one.
+    pub axis: usize,
+}
+
+/// `y = (x - mean)/√(variance + epsilon)·scale + bias` over all dims from `axis` on. Inputs: x, scale, bias (both of
+/// the shape of the normalised dims). Outputs: y; mean and 1/√(variance + epsilon), with the normalised dims as 1.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub struct LayerNorm {
+    /// First normalised axis.
+    pub axis: usize,
+    /// Added to the (biased) variance.
+    pub epsilon: f64,
+}
+
+/// The gradient of [`LayerNorm`]: inputs dy, x, scale, mean, rstd; outputs dx, dscale, dbias.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct LayerNormGrad {
+    /// First normalised axis.
+    pub axis: usize,
+}
+
+/// Batch normalisation with the statistics of this batch. Inputs: x `[N, C, D…]`, scale `[C]`, bias `[C]`. Outputs: y;
+/// mean, biased variance and 1/√(variance + epsilon), each `[C]`.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub struct BatchNorm {
+    /// Added to the variance.
+    pub epsilon: f64,
+}
+
+/// The gradient of [`BatchNorm`]: inputs dy, x, scale, mean, rstd; outputs dx, dscale, dbias.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct BatchNormGrad {}
+
+/// Mean cross-entropy of logits against class indices. Inputs: logits (classes along `axis`), integer target (the shape
+/// without `axis`). Outputs: the scalar loss, averaged over the targets that are not `ignore`; log Σ e^logit with the
+/// shape of the target. No target left: the loss is NaN, as in PyTorch.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct CrossEntropy {
+    /// The axis of classes.
+    pub axis: usize,
+    /// A target that counts for nothing.
+    pub ignore: Option<i64>,
+}
+
+/// The gradient of [`CrossEntropy`] for the logits: inputs dloss (scalar), logits, target, log-sum-exp.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct CrossEntropyGrad {
+    /// The axis of classes.
+    pub axis: usize,
+    /// A target that counts for nothing.
+    pub ignore: Option<i64>,
+}
+
+/// A node of a graph.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(transparent)]
+pub struct NodeId(pub u32);
+
+/// One output of one node.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+pub struct Value {
+    /// The node that makes it.
+    pub node: NodeId,
+    /// Which of its outputs.
+    pub output: u32,
+}
+
+/// What one run of an op costs, on any machine.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Cost {
+    /// Floating-point operations; a fused multiply-add counts two.
+    pub flops: f64,
+    /// Bytes read and written when nothing stays in a cache.
+    pub bytes: f64,
+}
+
+/// A place where an op stands, as its backward rule sees it.
+pub struct Site<'a> {
+    /// The forward inputs.
+    pub inputs: &'a [Value],
+    /// The forward outputs.
+    pub outputs: &'a [Value],
+    /// The gradient of each output, where one arrives.
+    pub d_outputs: &'a [Option<Value>],
+    /// Which inputs want a gradient; what is computed for others is thrown away.
+    pub wanted: &'a [bool],
+}
+
+impl Site<'_> {
+    /// The gradient of the first output. A rule runs only where some gradient arrives; ops whose further outputs carry
+    /// none (saved statistics) may rely on it.
+    pub fn dy(&self) -> Value {
+        self.d_outputs[0].expect("a backward rule runs where the gradient of the first output arrives")
+    }
+}
+
+/// Where a backward rule writes its ops. The rules are our own, so an op that does not fit is a bug and panics.
+pub trait Emit {
+    /// Adds an op and returns its first output.
+    fn emit(&mut self, op: Op, inputs: &[Value]) -> Value {
+        self.emit_all(op, inputs)[0]
+    }
+    /// Adds an op and returns all outputs.
+    fn emit_all(&mut self, op: Op, inputs: &[Value]) -> Vec<Value>;
+    /// What is known of a value.
+    fn fact(&self, value: Value) -> Fact;
+}
+
+/// Why inputs do not fit an op.
+#[derive(Clone, Debug, Error, PartialEq)]
+pub enum FactError {
+    /// The wrong number of inputs.
+    #[error("takes {expected} inputs, got {got}")]
+    Arity {
+        /// How many it takes.
+        expected: usize,
+        /// How many there are.
+        got: usize,
+    },
+    /// An axis beyond the rank.
+    #[error("axis {axis} does not exist in a tensor of rank {rank}")]
+    Axis {
+        /// The axis.
+        axis: usize,
+        /// The rank.
+        rank: usize,
+    },
+    /// The wrong number of dims.
+    #[error("{what} has rank {got}, expected {expected}")]
+    Rank {
+        /// Which tensor or attribute.
+        what: &'static str,
+        /// What was expected.
+        expected: String,
+        /// The rank found.
+        got: usize,
+    },
+    /// An element type that the op has no meaning for.
+    #[error("{what} has element type {got}, expected {expected}")]
+    DType {
+        /// Which tensor.
+        what: &'static str,
+        /// What was expected.
+        expected: String,
+        /// What was found.
+        got: DType,
+    },
+    /// Two things that must agree do not.
+    #[error("{left_name} is {left}, {right_name} is {right}")]
+    Mismatch {
+        /// First thing, e.g. `weight input channels`.
+        left_name: &'static str,
+        /// Its value.
+        left: String,
+        /// Second thing.
+        right_name: &'static str,
+        /// Its value.
+        right: String,
+    },
+    /// An attribute without meaning.
+    #[error("{0}")]
+    Attribute(String),
+    /// Shape arithmetic has no exact answer.
+    #[error(transparent)]
+    Dim(#[from] DimError),
+}
+
+/// Why a kernel could not run on the values it got.
+#[derive(Clone, Debug, Error, PartialEq)]
+pub enum KernelError {
+    /// An index outside its axis.
+    #[error("index {index} is outside an axis of size {size}")]
+    Index {
+        /// The index.
+        index: i64,
+        /// The size of the axis.
+        size: usize,
+    },
+    /// An attribute with a symbol that has no value yet.
+    #[error(transparent)]
+    Dim(#[from] DimError),
+    /// A class label outside the classes.
+    #[error("label {label} is outside the {classes} classes")]
+    Label {
+        /// The label.
+        label: i64,
+        /// The number of classes.
+        classes: usize,
+    },
+}
+
+/// Everything an op means.
+pub trait Rule {
+    /// The name in the text form and in messages, lower case: `layer_norm`.
+    fn name(&self) -> &'static str;
+
+    /// How element types and shapes of the outputs follow from those of the inputs.
+    fn infer(&self, inputs: &[&Fact]) -> Result<Vec<Fact>, FactError>;
+
+    /// What one run costs; shapes are concrete. The default: one flop an output element, everything moved once.
+    fn cost(&self, inputs: &[&Fact], outputs: &[Fact]) -> Cost {
+        Cost { flops: outputs.first().map_or(0.0, elements), bytes: moved(inputs, outputs) }
+    }
+
+    /// The gradient of each input as a graph of core ops; `None` where there is none. `at.d_outputs` has at least one
+    /// gradient.
+    fn backward(&self, at: Site<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
+        let _ = out;
+        vec![None; at.inputs.len()]
+    }
+
+    /// The clear kernel: it folds constants, and is the oracle for every faster one. Facts have been checked by
+    /// [`Rule::infer`]; every element of every output must be written.
+    fn reference(&self, inputs: &[View<'_>], outputs: &mut [ViewMut<'_>]) -> Result<(), KernelError>;
+
+    /// Whether the output is the first input's bytes under another shape, so that no device needs to copy.
+    fn is_view(&self) -> bool {
+        false
+    }
+}
+
+/// The number of elements of a concrete fact, as a float.
+pub fn elements(fact: &Fact) -> f64 {
+    fact.shape.iter().map(|d| d.known().unwrap_or(0) as f64).product()
+}
+
+/// Bytes of all inputs and outputs, as a float.
+pub fn moved(inputs: &[&Fact], outputs: &[Fact]) -> f64 {
+    inputs.iter().copied().chain(outputs).map(|f| elements(f) * f.dtype.size() as f64).sum()
+}
+
+/// A small case of an op that every device is asked.
+#[derive(Clone, Debug)]
+pub struct Sample {
+    /// What is special about it: `strided, two groups`.
+    pub title: &'static str,
+    /// The op.
+    pub op: Op,
+    /// Its inputs.
+    pub inputs: Vec<Tensor>,
+    /// Which inputs the gradient is checked for, by finite differences in `f64`.
+    pub differentiate: Vec<usize>,
+}

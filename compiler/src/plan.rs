@@ -1,1 +1,381 @@
-//! The stage plan.
+//! A plan: which ops form which stage, how often each stage is replicated, and what that is predicted to cost.
+//!
+//! [`Plan`] is the file `plan.json`. With the model it is all that training needs. Times are microseconds for one minibatch,
+//! sizes are bytes on one device.
+//!
+//! `problem` is what a partitioner is asked, `stage_cost` the cost models, `memory` and `caps` what a stage holds, `check` the
+//! independent judge of any plan, `read` the file.
+
+pub mod caps;
+pub mod check;
+pub mod memory;
+pub mod problem;
+pub mod read;
+pub mod stage_cost;
+
+use crate::cluster::{Bytes, Device, Level};
+use crate::profile::Method;
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+use std::collections::BTreeMap;
+
+/// The name and version that a plan states in its `schema` field.
+pub const SCHEMA: &str = "pipec.plan/1";
+
+/// Index of a stage, in topological order.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize, JsonSchema)]
+#[serde(transparent)]
+pub struct StageId(pub u32);
+
+impl StageId {
+    /// As an index into the stages.
+    pub fn index(self) -> usize {
+        self.0 as usize
+    }
+}
+
+/// The model a plan is for.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct PlannedModel {
+    /// File name without its folder.
+    pub file: String,
+    /// SHA-256 of the file without its tensor payloads, in hex.
+    pub sha256: String,
+    /// Number of ops.
+    pub ops: u64,
+    /// Hash of the imported graph in canonical order, before any pass.
+    pub graph_hash: String,
+    /// What the import was told.
+    pub import: ImportSettings,
+}
+
+/// What an import was told: everything that changes the graph it makes.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct ImportSettings {
+    /// Symbolic dimensions and the values they were given.
+    pub dims: BTreeMap<String, u64>,
+    /// Whether the model was read for training.
+    pub train_mode: bool,
+    /// The loss that was put on the output, if one was.
+    pub loss: Option<String>,
+}
+
+/// The profile a plan was made from.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct PlannedProfile {
+    /// SHA-256 of the profile file, in hex; empty where there was no file.
+    pub sha256: String,
+    /// How its figures were come by.
+    pub method: Method,
+}
+
+/// The cluster a plan was made for.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct PlannedCluster {
+    /// Levels, innermost first. Bandwidths are bytes per second, latencies seconds.
+    pub levels: Vec<Level>,
+    /// All devices.
+    pub devices: u32,
+    /// Bytes that may be used on each device, or null where no limit was set.
+    pub memory_per_device: Option<Bytes>,
+    /// The kind of device.
+    pub device: Device,
+}
+
+/// The order in which a stage works through minibatches and microbatches.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize, JsonSchema)]
+pub enum ScheduleKind {
+    /// All forwards, then all backwards.
+    #[serde(rename = "gpipe")]
+    Gpipe,
+    /// One forward, one backward, with a flush at the end of a minibatch.
+    #[serde(rename = "1f1b")]
+    OneFOneB,
+    /// 1F1B over several chunks per worker.
+    #[serde(rename = "interleaved")]
+    Interleaved,
+    /// Looped breadth first.
+    #[serde(rename = "bfs")]
+    Bfs,
+    /// Zero bubble, first form.
+    #[serde(rename = "zb-h1")]
+    ZbH1,
+    /// Zero bubble, second form.
+    #[serde(rename = "zb-h2")]
+    ZbH2,
+    /// Zero bubble on a V of two chunks.
+    #[serde(rename = "zbv")]
+    Zbv,
+    /// Two directions on a V of two chunks.
+    #[serde(rename = "dualpipev")]
+    DualPipeV,
+    /// Two weight versions, a new one for every minibatch of microbatches.
+    #[serde(rename = "2bw")]
+    TwoBw,
+    /// 1F1B with round robin replicas and weight stashing.
+    #[serde(rename = "1f1b-rr")]
+    RoundRobin,
+    /// The same with one weight version for a minibatch in all stages.
+    #[serde(rename = "1f1b-rr-vsync")]
+    RoundRobinVsync,
+    /// Forward only.
+    #[serde(rename = "inference")]
+    Inference,
+    /// An order from a file of the user.
+    #[serde(rename = "csv")]
+    Csv,
+}
+
+/// How work is ordered, and what each stage may hold while it is.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct PlannedSchedule {
+    /// The kind of schedule.
+    pub kind: ScheduleKind,
+    /// Samples in one micro-batch.
+    pub micro_batch: u64,
+    /// Micro-batches in one minibatch.
+    pub microbatches: u32,
+    /// Chunks per worker.
+    pub chunks: u32,
+    /// For each stage: micro-batches that one replica may have in flight.
+    pub in_flight: Vec<u32>,
+    /// For each stage: weight versions that one replica holds.
+    pub weight_versions: Vec<u32>,
+}
+
+/// What one replica of a stage holds, in bytes. `total` is the sum of the others.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct StageMemory {
+    /// One copy of the weights; a tied parameter counts once in each stage that uses it.
+    pub weights: u64,
+    /// The stashed versions beyond that copy.
+    pub versions: u64,
+    /// Gradients of the weights.
+    pub gradients: u64,
+    /// State of the optimizer.
+    pub optimizer: u64,
+    /// Saved tensors and inputs from other stages, for every micro-batch in flight.
+    pub activations: u64,
+    /// Scratch of the op that needs most.
+    pub workspace: u64,
+    /// All of them.
+    pub total: u64,
+}
+
+/// One level of a stage's place in the cluster.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct Place {
+    /// Which group of this level the stage belongs to, counted from 0 inside the group of the next level out.
+    pub group: u32,
+    /// How often that group is replicated over this level's members.
+    pub replicas: u32,
+}
+
+/// One stage.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct Stage {
+    /// Place in topological order.
+    pub id: StageId,
+    /// Half-open ranges of op ids, ascending, as long as possible.
+    pub ops: Vec<(u32, u32)>,
+    /// Names of the source nodes, or op ids in text where a node has no name.
+    pub op_names: Vec<String>,
+    /// Module paths in order of first use, each once.
+    pub modules: Vec<String>,
+    /// Number of replicas.
+    pub replicas: u32,
+    /// Device of each replica.
+    pub devices: Vec<u32>,
+    /// Whether forward runs again before backward instead of saving its tensors.
+    pub recompute: bool,
+    /// Forward time of one minibatch on one replica, in microseconds.
+    pub fwd_us: f64,
+    /// Backward time of one minibatch on one replica, in microseconds.
+    pub bwd_us: f64,
+    /// What one replica holds.
+    pub memory: StageMemory,
+    /// The stage's place in the levels of the cluster, innermost first. One entry on a cluster of several levels means that the
+    /// plan does not take whole groups and is judged on [`crate::cluster::Cluster::flattened`].
+    pub hierarchy: Vec<Place>,
+}
+
+/// Tensors that go from one stage straight to another.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct Edge {
+    /// The stage that makes them.
+    pub from: StageId,
+    /// The stage that reads them.
+    pub to: StageId,
+    /// Their names.
+    pub tensors: Vec<String>,
+    /// Bytes of all of them for one micro-batch, in one direction.
+    pub bytes: u64,
+}
+
+/// What the plan is predicted to do.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct Predicted {
+    /// Time of the slowest stage or link for one minibatch in steady state: the objective.
+    pub minibatch_us: f64,
+    /// Time from one weight update to the next.
+    pub step_us: f64,
+    /// Samples per second.
+    pub throughput_per_s: f64,
+    /// Fraction of a worker's time that the schedule leaves idle between steps.
+    pub bubble: f64,
+    /// What sets `minibatch_us`.
+    pub bottleneck: String,
+}
+
+/// Times of the plain alternatives, in microseconds for one minibatch, under the same cost model.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct Baselines {
+    /// Everything on one device.
+    pub single: f64,
+    /// The whole model replicated on every device.
+    pub data_parallel: f64,
+    /// A straight pipeline of stages of equal compute.
+    pub uniform: f64,
+    /// Which of them fit in memory.
+    pub fits: Fits,
+}
+
+/// Which baselines fit in the memory of a device.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct Fits {
+    /// Everything on one device.
+    pub single: bool,
+    /// The whole model on every device.
+    pub data_parallel: bool,
+    /// The straight pipeline.
+    pub uniform: bool,
+}
+
+/// How the plan was found.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct Search {
+    /// Name of the partitioner.
+    pub method: String,
+    /// States it looked at.
+    pub states: u64,
+    /// What it fell back to, null where the search was complete.
+    pub fallback: Option<String>,
+}
+
+/// A plan.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
+pub struct Plan {
+    /// Always [`SCHEMA`].
+    pub schema: String,
+    /// What is planned.
+    pub model: PlannedModel,
+    /// Element type of weights and activations.
+    pub dtype: String,
+    /// Optimizer, as the command line names it.
+    pub optimizer: String,
+    /// Where the costs came from.
+    pub profile: PlannedProfile,
+    /// For which cluster.
+    pub cluster: PlannedCluster,
+    /// Cost model.
+    pub cost: problem::CostModel,
+    /// What was minimised.
+    pub objective: problem::Objective,
+    /// Order of work.
+    pub schedule: PlannedSchedule,
+    /// Stages in topological order.
+    pub stages: Vec<Stage>,
+    /// Traffic between stages.
+    pub edges: Vec<Edge>,
+    /// Predicted times.
+    pub predicted: Predicted,
+    /// No plan for this problem under this cost model is faster than this, in microseconds.
+    pub lower_bound_us: f64,
+    /// Whether `minibatch_us` is proven the least under the cost model.
+    pub proven_optimal: bool,
+    /// The plain alternatives.
+    pub baselines: Baselines,
+    /// How the plan was found.
+    pub search: Search,
+    /// What the reader should know.
+    pub warnings: Vec<String>,
+    /// Seed of everything random.
+    pub seed: u64,
+    /// Options that change the result, normalised.
+    pub options: BTreeMap<String, Value>,
+    /// Fields of other tools; each name starts with `x-`.
+    #[serde(flatten)]
+    pub extra: BTreeMap<String, Value>,
+}
+
+impl Stage {
+    /// All op ids of the stage, ascending.
+    pub fn op_ids(&self) -> impl Iterator<Item = u32> + '_ {
+        self.ops.iter().flat_map(|&(from, to)| from..to)
+    }
+}
+
+impl ScheduleKind {
+    /// Every kind.
+    pub const ALL: [ScheduleKind; 13] = [
+        ScheduleKind::Gpipe,
+        ScheduleKind::OneFOneB,
+        ScheduleKind::Interleaved,
+        ScheduleKind::Bfs,
+        ScheduleKind::ZbH1,
+        ScheduleKind::ZbH2,
+        ScheduleKind::Zbv,
+        ScheduleKind::DualPipeV,
+        ScheduleKind::TwoBw,
+        ScheduleKind::RoundRobin,
+        ScheduleKind::RoundRobinVsync,
+        ScheduleKind::Inference,
+        ScheduleKind::Csv,
+    ];
+
+    /// The name on the command line and in files.
+    pub fn name(self) -> &'static str {
+        match self {
+            ScheduleKind::Gpipe => "gpipe",
+            ScheduleKind::OneFOneB => "1f1b",
+            ScheduleKind::Interleaved => "interleaved",
+            ScheduleKind::Bfs => "bfs",
+            ScheduleKind::ZbH1 => "zb-h1",
+            ScheduleKind::ZbH2 => "zb-h2",
+            ScheduleKind::Zbv => "zbv",
+            ScheduleKind::DualPipeV => "dualpipev",
+            ScheduleKind::TwoBw => "2bw",
+            ScheduleKind::RoundRobin => "1f1b-rr",
+            ScheduleKind::RoundRobinVsync => "1f1b-rr-vsync",
+            ScheduleKind::Inference => "inference",
+            ScheduleKind::Csv => "csv",
+        }
+    }
+
+    /// The kind of that name.
+    pub fn from_name(name: &str) -> Option<ScheduleKind> {
+        ScheduleKind::ALL.into_iter().find(|kind| kind.name() == name)
+    }
+
+    /// Whether minibatches overlap, so that no flush stands between two weight updates.
+    pub fn is_continuous(self) -> bool {
+        matches!(
+            self,
+            ScheduleKind::RoundRobin | ScheduleKind::RoundRobinVsync | ScheduleKind::TwoBw | ScheduleKind::Inference
+        )
+    }
+}

@@ -1,1 +1,138 @@
-//! What every op costs, and where the number came from.
+//! What every op of a model costs, and where the figures came from.
+//!
+//! [`Profile`] is the file `profile.json`, which a measurement, an analytic model or an importer fills. `cost_graph` holds the
+//! form that planning works on: ops, tensors and parameters with their sizes. `read` checks a file before it is believed.
+
+pub mod cost_graph;
+pub mod json;
+pub mod read;
+
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+
+/// The name and version that a profile states in its `schema` field.
+pub const SCHEMA: &str = "pipec.profile/1";
+
+/// How the figures of a profile were come by.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "lowercase")]
+pub enum Method {
+    /// Run on the device.
+    Measured,
+    /// Worked out from a named device's peak figures.
+    Analytic,
+    /// Taken from a file of another tool.
+    Imported,
+}
+
+/// The model that was profiled.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct ProfiledModel {
+    /// File name without its folder.
+    pub file: String,
+    /// SHA-256 of the file without its tensor payloads, in hex.
+    pub sha256: String,
+    /// Number of ops.
+    pub ops: u64,
+}
+
+/// The device that was measured or assumed.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct ProfiledDevice {
+    /// Device name, as the driver or the device table gives it.
+    pub name: String,
+    /// Driver version, empty where there is none.
+    pub driver: String,
+    /// Memory of the device in bytes.
+    pub memory_bytes: u64,
+}
+
+/// How the measurement was made.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct Settings {
+    /// Element type of weights and activations.
+    pub dtype: String,
+    /// Samples in one micro-batch.
+    pub micro_batch: u64,
+    /// Runs before the first that counts.
+    pub warmup: u32,
+    /// Runs that count.
+    pub runs: u32,
+    /// Seed of the inputs.
+    pub seed: u64,
+}
+
+/// The cost of one op for one micro-batch.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct OpProfile {
+    /// Op id: its place in the canonical topological order.
+    pub id: u32,
+    /// Name of the source node.
+    pub name: String,
+    /// Module path of the source node, empty where the file has none.
+    pub module: String,
+    /// Kind of op.
+    pub op: String,
+    /// Forward time in microseconds.
+    pub fwd_us: f64,
+    /// Backward time in microseconds.
+    pub bwd_us: f64,
+    /// Spread of the measured times, as a fraction of the median; 0 where nothing was measured.
+    pub spread: f64,
+    /// Bytes of the parameters this op uses.
+    pub param_bytes: u64,
+    /// Bytes kept from forward for backward.
+    pub saved_bytes: u64,
+    /// Bytes of the outputs.
+    pub out_bytes: u64,
+    /// Scratch bytes needed while the op runs.
+    pub workspace_bytes: u64,
+    /// Floating point operations, forward.
+    pub flops: u64,
+    /// Where the times came from: a measured kernel, an equal op, a formula, a file.
+    pub source: String,
+}
+
+/// The whole model run as one, beside the sum of its ops.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct Whole {
+    /// Forward time in microseconds.
+    pub fwd_us: f64,
+    /// Backward time in microseconds.
+    pub bwd_us: f64,
+}
+
+/// What every op of a model costs on one device.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct Profile {
+    /// Always [`SCHEMA`].
+    pub schema: String,
+    /// What was profiled.
+    pub model: ProfiledModel,
+    /// On what.
+    pub device: ProfiledDevice,
+    /// How.
+    pub settings: Settings,
+    /// Where the figures came from.
+    pub method: Method,
+    /// One entry for each op, in op id order.
+    pub ops: Vec<OpProfile>,
+    /// The whole model, where it was run as one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub whole: Option<Whole>,
+}
+
+impl Profile {
+    /// Forward and backward microseconds summed over the ops, to hold beside `whole`.
+    pub fn sum(&self) -> Whole {
+        let fwd_us = self.ops.iter().map(|op| op.fwd_us).sum();
+        let bwd_us = self.ops.iter().map(|op| op.bwd_us).sum();
+        Whole { fwd_us, bwd_us }
+    }
+}

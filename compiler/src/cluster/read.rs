@@ -1,0 +1,354 @@
+//! From a cluster file, or from the short forms of the command line, to a [`Cluster`].
+//!
+//! All three roads end in [`check`], so that a cluster in memory always has at least one level, at least one device, and a
+//! device count that is exact.
+
+use crate::cluster::device::{self, DEFAULT_KIND};
+use crate::cluster::unit::{self, UnitError};
+use crate::cluster::{BytesPerSecond, Cluster, Device, Host, Level, MAX_DEVICES, SCHEMA, Seconds};
+use serde::de::{self, Deserialize, Deserializer, Visitor};
+use std::fmt;
+
+/// Why a cluster could not be read.
+#[derive(Clone, Debug, PartialEq, thiserror::Error)]
+pub enum ClusterError {
+    /// TOML that does not parse, a key that does not exist, or a value of the wrong kind; the message names the line.
+    #[error("{0}")]
+    Toml(String),
+    /// The file is of another schema.
+    #[error("schema is `{found}`, expected `{SCHEMA}`")]
+    Schema {
+        /// What the file states.
+        found: String,
+    },
+    /// A quantity of a key could not be read.
+    #[error("{key}: {error}")]
+    Unit {
+        /// The key, "level `ib`: bandwidth" for example.
+        key: String,
+        /// What is wrong with it.
+        error: UnitError,
+    },
+    /// A device kind that is in no row, with too few figures set by hand to do without.
+    #[error(
+        "device kind `{kind}` is not known (known: {}); an own kind must set memory, memory_bandwidth and peak_flops",
+        device::names()
+    )]
+    Kind {
+        /// The name found.
+        kind: String,
+    },
+    /// No level at all.
+    #[error("a cluster needs at least one level, for example `4:10GB/s`")]
+    NoLevel,
+    /// A level of no devices.
+    #[error("level {level} has a count of 0; every level joins at least one device")]
+    Empty {
+        /// Index of the level, innermost is 0.
+        level: usize,
+    },
+    /// More devices than `MAX_DEVICES`.
+    #[error("the level counts multiply to more than {MAX_DEVICES} devices")]
+    TooMany,
+    /// The hosts do not add up to the devices.
+    #[error("the hosts hold {hosts} devices, the levels multiply to {levels}")]
+    Hosts {
+        /// Sum over the hosts.
+        hosts: u64,
+        /// Product of the levels.
+        levels: u32,
+    },
+    /// `--levels` text that is not `COUNT:BANDWIDTH,…`.
+    #[error("`{text}` is not a level; write COUNT:BANDWIDTH, innermost first, for example `4:10GB/s,4:1.25GB/s`")]
+    LevelText {
+        /// What was found.
+        text: String,
+    },
+    /// A figure that must be finite and above zero is not.
+    #[error("{key} must be finite and above zero, found {value}")]
+    Figure {
+        /// The key.
+        key: String,
+        /// The value.
+        value: f64,
+    },
+}
+
+/// `count` devices of the default kind on one level, at `bandwidth` or the kind's usual link.
+pub fn gpus(count: u32, bandwidth: Option<BytesPerSecond>) -> Result<Cluster, ClusterError> {
+    let kind = device::find(DEFAULT_KIND).ok_or_else(|| ClusterError::Kind { kind: DEFAULT_KIND.to_string() })?;
+    let (name, usual) = kind.link();
+    let level = Level {
+        name: name.to_string(),
+        count,
+        bandwidth: bandwidth.unwrap_or(usual),
+        latency: Seconds(0.0),
+        shared: false,
+    };
+    check(Cluster { device: kind.device(), levels: vec![level], hosts: Vec::new() })
+}
+
+/// Levels as `4:10GB/s,4:1.25GB/s`, innermost first, of the default device kind.
+pub fn levels(text: &str) -> Result<Cluster, ClusterError> {
+    let kind = device::find(DEFAULT_KIND).ok_or_else(|| ClusterError::Kind { kind: DEFAULT_KIND.to_string() })?;
+    let mut levels = Vec::new();
+    for (at, part) in text.split(',').enumerate() {
+        let wrong = || ClusterError::LevelText { text: part.chars().take(40).filter(|c| !c.is_control()).collect() };
+        let (count, bandwidth) = part.split_once(':').ok_or_else(wrong)?;
+        let count: u32 = count.trim().parse().map_err(|_| wrong())?;
+        let bandwidth = unit::bandwidth(bandwidth)
+            .map_err(|error| ClusterError::Unit { key: format!("level {at} of `--levels`"), error })?;
+        levels.push(Level { name: format!("level{at}"), count, bandwidth, latency: Seconds(0.0), shared: false });
+    }
+    check(Cluster { device: kind.device(), levels, hosts: Vec::new() })
+}
+
+/// A cluster file in the `pipec.cluster/1` schema.
+pub fn from_toml(text: &str) -> Result<Cluster, ClusterError> {
+    let file: File =
+        toml::from_str(text).map_err(|error| ClusterError::Toml(error.to_string().trim_end().to_string()))?;
+    if file.schema != SCHEMA {
+        let found = file.schema.chars().take(40).filter(|c| !c.is_control()).collect();
+        return Err(ClusterError::Schema { found });
+    }
+    let device = device_of(file.device)?;
+    let mut levels = Vec::new();
+    for (at, level) in file.level.into_iter().enumerate() {
+        let name = level.name.unwrap_or_else(|| format!("level{at}"));
+        let key = |what: &str| format!("level `{}`: {what}", name.escape_debug());
+        let bandwidth =
+            unit::bandwidth(&level.bandwidth.0).map_err(|error| ClusterError::Unit { key: key("bandwidth"), error })?;
+        let latency = match &level.latency {
+            Some(text) => unit::seconds(&text.0).map_err(|error| ClusterError::Unit { key: key("latency"), error })?,
+            None => Seconds(0.0),
+        };
+        levels.push(Level { name, count: level.count, bandwidth, latency, shared: level.shared });
+    }
+    let hosts = file.host.into_iter().map(|host| Host { address: host.address, devices: host.devices }).collect();
+    check(Cluster { device, levels, hosts })
+}
+
+/// What must hold of any cluster, wherever it came from.
+pub fn check(cluster: Cluster) -> Result<Cluster, ClusterError> {
+    if cluster.levels.is_empty() {
+        return Err(ClusterError::NoLevel);
+    }
+    let mut devices: u64 = 1;
+    for (at, level) in cluster.levels.iter().enumerate() {
+        if level.count == 0 {
+            return Err(ClusterError::Empty { level: at });
+        }
+        devices = devices.saturating_mul(u64::from(level.count));
+        if devices > MAX_DEVICES {
+            return Err(ClusterError::TooMany);
+        }
+        positive(&format!("level `{}`: bandwidth", level.name.escape_debug()), level.bandwidth.0)?;
+    }
+    let device = &cluster.device;
+    positive("device.memory_bandwidth", device.memory_bandwidth.0)?;
+    let peak = &device.peak_flops;
+    for (name, value) in
+        [("f64", peak.f64), ("f32", peak.f32), ("tf32", peak.tf32), ("bf16", peak.bf16), ("f16", peak.f16)]
+    {
+        positive(&format!("device.peak_flops.{name}"), value)?;
+    }
+    let hosts: u64 = cluster.hosts.iter().map(|host| u64::from(host.devices)).sum();
+    if !cluster.hosts.is_empty() && hosts != devices {
+        return Err(ClusterError::Hosts { hosts, levels: cluster.devices() });
+    }
+    Ok(cluster)
+}
+
+fn positive(key: &str, value: f64) -> Result<(), ClusterError> {
+    let fine = value.is_finite() && value > 0.0;
+    if fine { Ok(()) } else { Err(ClusterError::Figure { key: key.to_string(), value }) }
+}
+
+fn device_of(file: DeviceFile) -> Result<Device, ClusterError> {
+    let quantity = |key: &str, error| ClusterError::Unit { key: format!("device.{key}"), error };
+    let memory = file.memory.map(|text| unit::bytes(&text.0)).transpose().map_err(|e| quantity("memory", e))?;
+    let bandwidth = file
+        .memory_bandwidth
+        .map(|text| unit::bandwidth(&text.0))
+        .transpose()
+        .map_err(|e| quantity("memory_bandwidth", e))?;
+    let launch = file.launch.map(|text| unit::seconds(&text.0)).transpose().map_err(|e| quantity("launch", e))?;
+    let name = file.kind.unwrap_or_else(|| DEFAULT_KIND.to_string());
+    let mut device = match (device::find(&name), memory, bandwidth, &file.peak_flops) {
+        (Some(kind), ..) => kind.device(),
+        (None, Some(memory), Some(memory_bandwidth), Some(_)) => {
+            let zero = crate::cluster::Peak { f64: 0.0, f32: 0.0, tf32: 0.0, bf16: 0.0, f16: 0.0 };
+            Device {
+                kind: name,
+                memory,
+                memory_bandwidth,
+                peak_flops: zero,
+                launch: Seconds(0.0),
+                cores: None,
+                threads_per_worker: None,
+            }
+        }
+        _ => return Err(ClusterError::Kind { kind: name.chars().take(40).filter(|c| !c.is_control()).collect() }),
+    };
+    device.memory = memory.unwrap_or(device.memory);
+    device.memory_bandwidth = bandwidth.unwrap_or(device.memory_bandwidth);
+    device.launch = launch.unwrap_or(device.launch);
+    device.cores = file.cores.or(device.cores);
+    device.threads_per_worker = file.threads_per_worker.or(device.threads_per_worker);
+    if let Some(flops) = file.peak_flops {
+        let peak = &mut device.peak_flops;
+        peak.f32 = flops.f32.unwrap_or(peak.f32);
+        peak.f64 = flops.f64.unwrap_or(if peak.f64 > 0.0 { peak.f64 } else { peak.f32 / 2.0 });
+        peak.tf32 = flops.tf32.unwrap_or(if peak.tf32 > 0.0 { peak.tf32 } else { peak.f32 });
+        peak.bf16 = flops.bf16.unwrap_or(if peak.bf16 > 0.0 { peak.bf16 } else { peak.f32 });
+        peak.f16 = flops.f16.unwrap_or(if peak.f16 > 0.0 { peak.f16 } else { peak.bf16 });
+    }
+    Ok(device)
+}
+
+#[derive(serde::Deserialize)]
+#[serde(deny_unknown_fields)]
+struct File {
+    schema: String,
+    device: DeviceFile,
+    #[serde(default)]
+    level: Vec<LevelFile>,
+    #[serde(default)]
+    host: Vec<HostFile>,
+}
+
+#[derive(serde::Deserialize)]
+#[serde(deny_unknown_fields)]
+struct DeviceFile {
+    kind: Option<String>,
+    memory: Option<Quantity>,
+    memory_bandwidth: Option<Quantity>,
+    peak_flops: Option<PeakFile>,
+    launch: Option<Quantity>,
+    cores: Option<u32>,
+    threads_per_worker: Option<u32>,
+}
+
+// Operations per second, the one figure that is a bare number: it has no second unit to be confused with.
+#[derive(serde::Deserialize)]
+#[serde(deny_unknown_fields)]
+struct PeakFile {
+    f64: Option<f64>,
+    f32: Option<f64>,
+    tf32: Option<f64>,
+    bf16: Option<f64>,
+    f16: Option<f64>,
+}
+
+#[derive(serde::Deserialize)]
+#[serde(deny_unknown_fields)]
+struct LevelFile {
+    name: Option<String>,
+    count: u32,
+    bandwidth: Quantity,
+    latency: Option<Quantity>,
+    #[serde(default)]
+    shared: bool,
+}
+
+#[derive(serde::Deserialize)]
+#[serde(deny_unknown_fields)]
+struct HostFile {
+    address: String,
+    devices: u32,
+}
+
+/// The text of a quantity; a bare number gets a message of its own.
+struct Quantity(String);
+
+impl<'de> Deserialize<'de> for Quantity {
+    fn deserialize<D: Deserializer<'de>>(from: D) -> Result<Quantity, D::Error> {
+        struct Text;
+        impl Visitor<'_> for Text {
+            type Value = Quantity;
+            fn expecting(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+                out.write_str("a quoted quantity with a unit, such as \"450GB/s\", \"141GB\" or \"3us\"")
+            }
+            fn visit_str<E: de::Error>(self, text: &str) -> Result<Quantity, E> {
+                Ok(Quantity(text.to_string()))
+            }
+            fn visit_i64<E: de::Error>(self, value: i64) -> Result<Quantity, E> {
+                Err(E::custom(format!(
+                    "{value} has no unit; write a quoted quantity, such as \"{value}GB/s\" or \"{value}GB\""
+                )))
+            }
+            fn visit_f64<E: de::Error>(self, value: f64) -> Result<Quantity, E> {
+                Err(E::custom(format!(
+                    "{value} has no unit; write a quoted quantity, such as \"{value}GB/s\" or \"{value}GB\""
+                )))
+            }
+        }
+        from.deserialize_any(Text)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::cluster::Bytes;
+
+    const FILE: &str = r#"
+schema = "pipec.cluster/1"
+[device]
+kind = "h200"
+memory = "100GB"
+[[level]]
+name = "nvlink"
+count = 8
+bandwidth = "450GB/s"
+latency = "3us"
+[[level]]
+name = "ib"
+count = 2
+bandwidth = "50GB/s"
+latency = "8us"
+shared = true
+"#;
+
+    #[test]
+    fn reads_the_documented_file() {
+        let cluster = from_toml(FILE).unwrap();
+        assert_eq!(cluster.devices(), 16);
+        assert_eq!(cluster.device.memory, Bytes(100_000_000_000));
+        assert!(cluster.levels[1].shared);
+        assert_eq!(cluster.flattened().levels[0].bandwidth, BytesPerSecond(50e9));
+        assert_eq!(cluster.flattened().devices(), 16);
+    }
+
+    #[test]
+    fn refuses_bare_numbers_and_unknown_keys() {
+        let bare = from_toml(&FILE.replace("\"450GB/s\"", "450")).unwrap_err().to_string();
+        assert!(bare.contains("has no unit"), "{bare}");
+        let unknown = from_toml(&FILE.replace("latency = \"3us\"", "latnecy = \"3us\"")).unwrap_err().to_string();
+        assert!(unknown.contains("latnecy") && unknown.contains("latency"), "{unknown}");
+        assert!(matches!(from_toml(&FILE.replace("cluster/1", "cluster/9")), Err(ClusterError::Schema { .. })));
+        assert!(matches!(from_toml(&FILE.replace("\"h200\"", "\"h2000\"")), Err(ClusterError::Kind { .. })));
+        assert!(matches!(from_toml(&FILE.replace("count = 8", "count = 0")), Err(ClusterError::Empty { level: 0 })));
+        assert_eq!(from_toml(&FILE.replace("count = 8", "count = 4000000000")), Err(ClusterError::TooMany));
+        assert!(matches!(from_toml(&FILE.replace("\"50GB/s\"", "\"50GB\"")), Err(ClusterError::Unit { .. })));
+    }
+
+    #[test]
+    fn short_forms() {
+        let cluster = levels("4:10GB/s,4:1.25GB/s").unwrap();
+        assert_eq!((cluster.devices(), cluster.levels[1].bandwidth), (16, BytesPerSecond(1.25e9)));
+        assert_eq!(gpus(8, None).unwrap().devices(), 8);
+        assert!(matches!(gpus(0, None), Err(ClusterError::Empty { .. })));
+        assert!(matches!(levels("4"), Err(ClusterError::LevelText { .. })));
+        assert!(matches!(levels("4:10"), Err(ClusterError::Unit { .. })));
+        assert!(matches!(levels(""), Err(ClusterError::LevelText { .. })));
+    }
+
+    #[test]
+    fn an_own_kind_states_its_figures() {
+        let own = "schema='pipec.cluster/1'\n[device]\nkind='mine'\nmemory='8GB'\nmemory_bandwidth='1TB/s'\n\
+                   peak_flops={f32=1e13}\n[[level]]\ncount=2\nbandwidth='1GB/s'\n";
+        assert_eq!(from_toml(own).unwrap().device.peak_flops.bf16, 1e13);
+        assert!(matches!(from_toml(&own.replace("f32=1e13", "f32=nan")), Err(ClusterError::Figure { .. })));
+    }
+}

@@ -1,0 +1,212 @@
+//! Quantities as people write them: `450GB/s`, `25Gbit/s`, `141GB`, `16GiB`, `3us`.
+//!
+//! A number without a unit is refused everywhere, because a bandwidth that was meant in Gbit/s and read in GB/s gives a wrong
+//! plan without any other sign.
+
+use crate::cluster::{Bytes, BytesPerSecond, Seconds};
+use std::fmt;
+
+/// Why a quantity could not be read.
+#[derive(Clone, Debug, PartialEq, thiserror::Error)]
+pub enum UnitError {
+    /// The text holds no number at its start.
+    #[error("`{text}` is not a quantity; write {example}")]
+    NoNumber {
+        /// What was found.
+        text: String,
+        /// A correct example.
+        example: &'static str,
+    },
+    /// A number and nothing after it.
+    #[error("`{text}` has no unit; write {example}")]
+    NoUnit {
+        /// What was found.
+        text: String,
+        /// A correct example.
+        example: &'static str,
+    },
+    /// A unit that this quantity does not have.
+    #[error("`{unit}` in `{text}` is no unit of {quantity}; known: {known}")]
+    Unknown {
+        /// What was found.
+        text: String,
+        /// The part after the number.
+        unit: String,
+        /// "bandwidth", "memory" or "time".
+        quantity: &'static str,
+        /// All units of that quantity.
+        known: String,
+    },
+    /// Negative, zero where that makes no sense, or too large to hold.
+    #[error("`{text}` is out of range: {quantity} must be {range}")]
+    Range {
+        /// What was found.
+        text: String,
+        /// "bandwidth", "memory" or "time".
+        quantity: &'static str,
+        /// What is accepted.
+        range: &'static str,
+    },
+}
+
+const MEMORY: &[(&str, f64)] = &[
+    ("B", 1.0),
+    ("kB", 1e3),
+    ("KB", 1e3),
+    ("MB", 1e6),
+    ("GB", 1e9),
+    ("TB", 1e12),
+    ("KiB", 1024.0),
+    ("MiB", 1048576.0),
+    ("GiB", 1073741824.0),
+    ("TiB", 1099511627776.0),
+];
+
+const RATE: &[(&str, f64)] = &[
+    ("B/s", 1.0),
+    ("kB/s", 1e3),
+    ("KB/s", 1e3),
+    ("MB/s", 1e6),
+    ("GB/s", 1e9),
+    ("TB/s", 1e12),
+    ("KiB/s", 1024.0),
+    ("MiB/s", 1048576.0),
+    ("GiB/s", 1073741824.0),
+    ("TiB/s", 1099511627776.0),
+    ("bit/s", 0.125),
+    ("kbit/s", 125.0),
+    ("Mbit/s", 125e3),
+    ("Gbit/s", 125e6),
+    ("Tbit/s", 125e9),
+];
+
+const TIME: &[(&str, f64)] = &[("ns", 1e-9), ("us", 1e-6), ("µs", 1e-6), ("ms", 1e-3), ("s", 1.0)];
+
+/// Reads a memory size such as `141GB` or `16GiB`; above zero.
+pub fn bytes(text: &str) -> Result<Bytes, UnitError> {
+    let value = quantity(text, "memory", "\"16GiB\" or \"141GB\"", MEMORY)?;
+    if value < 1.0 || value >= 9.2e18 {
+        return Err(UnitError::Range {
+            text: shown(text),
+            quantity: "memory",
+            range: "at least one byte and below 9.2 EB",
+        });
+    }
+    Ok(Bytes(value.round() as u64))
+}
+
+/// Reads a bandwidth such as `450GB/s` or `25Gbit/s`; above zero.
+pub fn bandwidth(text: &str) -> Result<BytesPerSecond, UnitError> {
+    let value = quantity(text, "bandwidth", "\"450GB/s\" or \"25Gbit/s\"", RATE)?;
+    if value < 1.0 || value > 1e18 {
+        return Err(UnitError::Range { text: shown(text), quantity: "bandwidth", range: "from 1 B/s to 1e18 B/s" });
+    }
+    Ok(BytesPerSecond(value))
+}
+
+/// Reads a time such as `3us` or `1ms`; zero is allowed.
+pub fn seconds(text: &str) -> Result<Seconds, UnitError> {
+    let value = quantity(text, "time", "\"3us\" or \"1ms\"", TIME)?;
+    if !(0.0..=3600.0).contains(&value) {
+        return Err(UnitError::Range { text: shown(text), quantity: "time", range: "from 0 to 3600 seconds" });
+    }
+    Ok(Seconds(value))
+}
+
+// The number is the longest prefix that reads as one, so that `1e9B/s` works and `3e` is no number with unit `e`.
+fn quantity(text: &str, what: &'static str, example: &'static str, units: &[(&str, f64)]) -> Result<f64, UnitError> {
+    let trimmed = text.trim();
+    let digits = trimmed.find(|c: char| !(c.is_ascii_digit() || "+-.eE_".contains(c))).unwrap_or(trimmed.len());
+    let parsed = (1..=digits)
+        .rev()
+        .filter(|&end| trimmed.is_char_boundary(end))
+        .find_map(|end| Some((trimmed[..end].parse::<f64>().ok()?, &trimmed[end..])));
+    let Some((number, rest)) = parsed else { return Err(UnitError::NoNumber { text: shown(text), example }) };
+    let unit = rest.trim();
+    if unit.is_empty() {
+        return Err(UnitError::NoUnit { text: shown(text), example });
+    }
+    let Some((_, factor)) = units.iter().find(|(name, _)| *name == unit) else {
+        let known = units.iter().map(|(name, _)| *name).collect::<Vec<_>>().join(", ");
+        return Err(UnitError::Unknown { text: shown(text), unit: shown(unit), quantity: what, known });
+    };
+    let value = number * factor;
+    if value.is_finite() {
+        Ok(value)
+    } else {
+        Err(UnitError::Range { text: shown(text), quantity: what, range: "finite" })
+    }
+}
+
+// Text from a file goes into messages without control characters and never at full length.
+fn shown(text: &str) -> String {
+    text.chars().take(40).map(|c| if c.is_control() { '?' } else { c }).collect()
+}
+
+impl fmt::Display for Bytes {
+    /// Prints with a decimal unit and up to three digits after the point: `141GB`, `1.5MB`, `17B`.
+    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+        print(out, self.0 as f64, &[("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("B", 1.0)])
+    }
+}
+
+impl fmt::Display for BytesPerSecond {
+    /// Prints with a decimal unit: `450GB/s`.
+    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+        print(out, self.0, &[("TB/s", 1e12), ("GB/s", 1e9), ("MB/s", 1e6), ("kB/s", 1e3), ("B/s", 1.0)])
+    }
+}
+
+impl fmt::Display for Seconds {
+    /// Prints with a unit: `3us`.
+    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+        print(out, self.0, &[("s", 1.0), ("ms", 1e-3), ("us", 1e-6), ("ns", 1e-9)])
+    }
+}
+
+fn print(out: &mut fmt::Formatter<'_>, value: f64, units: &[(&str, f64)]) -> fmt::Result {
+    let last = units[units.len() - 1];
+    let (unit, factor) = units.iter().find(|(_, factor)| value >= *factor).copied().unwrap_or(last);
+    let text = format!("{:.3}", value / factor);
+    let text = text.trim_end_matches('0').trim_end_matches('.');
+    write!(out, "{text}{unit}")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn reads_units() {
+        assert_eq!(bandwidth("450GB/s"), Ok(BytesPerSecond(450e9)));
+        assert_eq!(bandwidth("25Gbit/s"), Ok(BytesPerSecond(3.125e9)));
+        assert_eq!(bandwidth("1e9B/s"), Ok(BytesPerSecond(1e9)));
+        assert_eq!(bytes("16GiB"), Ok(Bytes(17179869184)));
+        assert_eq!(bytes(" 141 GB "), Ok(Bytes(141_000_000_000)));
+        assert_eq!(seconds("1ms"), Ok(Seconds(0.001)));
+        assert_eq!(seconds("0us"), Ok(Seconds(0.0)));
+    }
+
+    #[test]
+    fn refuses_what_is_not_a_quantity() {
+        assert!(matches!(bandwidth("450"), Err(UnitError::NoUnit { .. })));
+        assert!(matches!(bandwidth("GB/s"), Err(UnitError::NoNumber { .. })));
+        assert!(matches!(bandwidth("3 apples"), Err(UnitError::Unknown { .. })));
+        assert!(matches!(bandwidth("-3GB/s"), Err(UnitError::Range { .. })));
+        assert!(matches!(bandwidth("1e400GB/s"), Err(UnitError::Range { .. })));
+        assert!(matches!(bandwidth("nanGB/s"), Err(UnitError::NoNumber { .. })));
+        assert!(matches!(bytes("0GB"), Err(UnitError::Range { .. })));
+        assert!(matches!(bytes("9999999TB"), Err(UnitError::Range { .. })));
+        assert!(matches!(seconds("µ"), Err(UnitError::NoNumber { .. })));
+        assert!(matches!(bytes(""), Err(UnitError::NoNumber { .. })));
+    }
+
+    #[test]
+    fn prints_short() {
+        assert_eq!(Bytes(141_000_000_000).to_string(), "141GB");
+        assert_eq!(Bytes(0).to_string(), "0B");
+        assert_eq!(BytesPerSecond(1.25e9).to_string(), "1.25GB/s");
+        assert_eq!(Seconds(3e-6).to_string(), "3us");
+        assert_eq!(Seconds(0.0).to_string(), "0ns");
+    }
+}

@@ -1,0 +1,65 @@
+//! Gives symbolic dims their values.
+
+use super::{AddError, Graph, Node, order};
+use crate::op::NodeId;
+use crate::op::table::{dims_mut, rule};
+use crate::tensor::dim::{Bindings, DimError};
+use crate::tensor::fact::Fact;
+use thiserror::Error;
+
+/// Why a binding does not fit the graph.
+#[derive(Debug, Error, PartialEq)]
+pub enum BindError {
+    /// Shape arithmetic fails in an op's attributes.
+    #[error("node `{node}`: {fault}")]
+    Dim {
+        /// Source name of the node.
+        node: String,
+        /// What fails.
+        fault: DimError,
+    },
+    /// An op does not fit its inputs at these sizes.
+    #[error("node `{node}`: {fault}")]
+    Fact {
+        /// Source name of the node.
+        node: String,
+        /// What does not fit.
+        fault: AddError,
+    },
+}
+
+/// The graph with symbols replaced in all ops and facts. Ids stay.
+pub fn bind(graph: &Graph, bindings: &Bindings) -> Result<Graph, BindError> {
+    let mut bound = graph.clone();
+    for id in order::canonical(graph) {
+        let name = told(bound.node(id));
+        let node = bound.node_mut(id);
+        for dim in dims_mut(&mut node.op) {
+            *dim = dim.substitute(bindings).map_err(|fault| BindError::Dim { node: name.clone(), fault })?;
+        }
+        let facts: Vec<Fact> = bound.inputs(id).into_iter().map(|v| bound.fact(v).clone()).collect();
+        let inferred = rule(&bound.node(id).op).infer(&facts.iter().collect::<Vec<_>>()).map_err(|fault| {
+            BindError::Fact {
+                node: name.clone(),
+                fault: AddError { op: rule(&bound.node(id).op).name().to_string(), fault },
+            }
+        })?;
+        bound.node_mut(id).facts = inferred;
+    }
+    Ok(bound)
+}
+
+/// All symbols that some fact still carries, sorted.
+pub fn symbols(graph: &Graph) -> Vec<String> {
+    let mut found: Vec<String> = graph
+        .ids()
+        .flat_map(|id: NodeId| graph.node(id).facts.iter().flat_map(|f| f.shape.iter().flat_map(|d| d.symbols())))
+        .collect();
+    found.sort();
+    found.dedup();
+    found
+}
+
+fn told(node: &Node) -> String {
+    if node.origin.source.is_empty() { node.name.clone() } else { node.origin.source.clone() }
+}

@@ -1,0 +1,112 @@
+//! Runs a graph with the reference kernels: slow, exact in `f64`, the oracle of tests and the folder of constants.
+
+use super::{Graph, order};
+use crate::op::table::rule;
+use crate::op::{KernelError, Op, Value};
+use crate::tensor::view::ViewMut;
+use crate::tensor::{Tensor, element_count};
+use std::collections::{BTreeMap, HashMap};
+use thiserror::Error;
+
+/// Why a graph cannot be run.
+#[derive(Debug, Error, PartialEq)]
+pub enum EvaluateError {
+    /// No value was given for an input, a parameter or a state.
+    #[error("no value was given for `{name}`")]
+    Missing {
+        /// Its name.
+        name: String,
+    },
+    /// A value was given that does not fit.
+    #[error("`{name}` is {expected}, the value given is {got}")]
+    Given {
+        /// Its name.
+        name: String,
+        /// The fact in the graph.
+        expected: String,
+        /// The value's element type and shape.
+        got: String,
+    },
+    /// A shape has a symbol left, or is too large.
+    #[error("the shape of `{name}` is not known or too large: {fact}")]
+    Shape {
+        /// The node.
+        name: String,
+        /// Its fact.
+        fact: String,
+    },
+    /// A kernel refused its values.
+    #[error("`{name}`: {fault}")]
+    Kernel {
+        /// The node.
+        name: String,
+        /// What was refused.
+        fault: KernelError,
+    },
+}
+
+/// Every value of the graph, from the inputs, parameters and states `given` by name.
+pub fn evaluate(graph: &Graph, given: &BTreeMap<String, Tensor>) -> Result<HashMap<Value, Tensor>, EvaluateError> {
+    let mut values: HashMap<Value, Tensor> = HashMap::new();
+    for id in order::canonical(graph) {
+        let node = graph.node(id);
+        let source = match &node.op {
+            Op::Input(o) => Some((&o.name, &o.fact)),
+            Op::Parameter(o) => Some((&o.name, &o.fact)),
+            Op::State(o) => Some((&o.name, &o.fact)),
+            _ => None,
+        };
+        if let Some((name, fact)) = source {
+            let tensor = given.get(name).ok_or_else(|| EvaluateError::Missing { name: name.clone() })?;
+            if fact.dtype != tensor.dtype() || fact.concrete().as_deref() != Some(tensor.shape()) {
+                return Err(EvaluateError::Given {
+                    name: name.clone(),
+                    expected: fact.to_string(),
+                    got: format!("{}{:?}", tensor.dtype(), tensor.shape()),
+                });
+            }
+            values.insert(Value { node: id, output: 0 }, tensor.clone());
+            continue;
+        }
+        let inputs: Vec<Tensor> = graph.inputs(id).iter().map(|v| values[v].clone()).collect();
+        let outputs = run(graph, id, &inputs)?;
+        for (output, tensor) in outputs.into_iter().enumerate() {
+            values.insert(Value { node: id, output: output as u32 }, tensor);
+        }
+    }
+    Ok(values)
+}
+
+/// Runs one node on its inputs.
+pub fn run(graph: &Graph, id: crate::op::NodeId, inputs: &[Tensor]) -> Result<Vec<Tensor>, EvaluateError> {
+    let node = graph.node(id);
+    let mut shapes = Vec::new();
+    for fact in &node.facts {
+        let addressable = |s: &Vec<usize>| element_count(s).and_then(|n| n.checked_mul(fact.dtype.size())).is_some();
+        shapes.push(fact.concrete().filter(addressable).ok_or_else(|| EvaluateError::Shape {
+            name: node.name.clone(),
+            fact: fact.to_string(),
+        })?);
+    }
+    let mut buffers: Vec<Vec<u8>> = node
+        .facts
+        .iter()
+        .zip(&shapes)
+        .map(|(fact, shape)| vec![0; shape.iter().product::<usize>() * fact.dtype.size()])
+        .collect();
+    let views: Vec<_> = inputs.iter().map(Tensor::view).collect();
+    let mut outputs: Vec<ViewMut<'_>> = buffers
+        .iter_mut()
+        .zip(node.facts.iter().zip(&shapes))
+        .map(|(bytes, (fact, shape))| ViewMut::new(fact.dtype, shape, bytes))
+        .collect();
+    rule(&node.op)
+        .reference(&views, &mut outputs)
+        .map_err(|fault| EvaluateError::Kernel { name: node.name.clone(), fault })?;
+    drop(outputs);
+    Ok(buffers
+        .into_iter()
+        .zip(node.facts.iter().zip(shapes))
+        .map(|(bytes, (fact, shape))| Tensor::new(fact.dtype, shape, bytes.into()).expect("made for this shape"))
+        .collect())
+}

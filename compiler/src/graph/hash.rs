@@ -1,0 +1,40 @@
+//! A hash of what a graph says: ops, attributes, facts and wiring in canonical order, without the names of nodes.
+
+use super::{Graph, order};
+use crate::op::table::{attributes, rule};
+use sha2::{Digest, Sha256};
+use std::collections::HashMap;
+use std::fmt::Write;
+
+/// SHA-256 in hexadecimal. Equal graphs have equal hashes; source names and modules do not matter.
+pub fn hash(graph: &Graph) -> String {
+    let order = order::canonical(graph);
+    let place: HashMap<_, _> = order.iter().enumerate().map(|(i, id)| (*id, i)).collect();
+    let mut sha = Sha256::new();
+    let mut line = String::new();
+    let mut put = |text: &mut String| {
+        sha.update(text.as_bytes());
+        text.clear();
+    };
+    for id in &order {
+        let node = graph.node(*id);
+        let _ = write!(line, "{} {}", rule(&node.op).name(), serde_json::Value::Object(attributes(&node.op)));
+        for v in graph.inputs(*id) {
+            let _ = write!(line, " {}#{}", place[&v.node], v.output);
+        }
+        for fact in &node.facts {
+            let _ = write!(line, " : {fact}");
+        }
+        line.push('\n');
+        put(&mut line);
+    }
+    for o in &graph.outputs {
+        let _ = writeln!(line, "output {:?} {}#{}", o.name, place[&o.value.node], o.value.output);
+    }
+    for a in &graph.averages {
+        let (state, sample) = (place[&a.state], place[&a.sample.node]);
+        let _ = writeln!(line, "average {state} {sample}#{} {}", a.sample.output, a.keep);
+    }
+    put(&mut line);
+    sha.finalize().iter().map(|b| format!("{b:02x}")).collect()
+}

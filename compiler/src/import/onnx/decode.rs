@@ -1,0 +1,373 @@
+//! The road from a file to a checked model: map, protobuf, fingerprint, structure, payloads.
+//!
+//! ```no_run
+//! let model = compiler::import::onnx::decode::read(std::path::Path::new("model.onnx"))?;
+//! println!("{} nodes", model.nodes.len());
+//! # Ok::<(), compiler::import::onnx::error::DecodeError>(())
+//! ```
+//!
+//! Faults are gathered, not thrown at the first: a model with three broken tensors and a cycle says all four.
+
+use std::collections::{HashMap, HashSet};
+use std::path::Path;
+
+use bytes::Bytes;
+use prost::Message;
+
+use crate::import::onnx::error::{DecodeError, Fault, Faults, FormatError};
+use crate::import::onnx::external::Files;
+use crate::import::onnx::model::{Function, Node, OnnxModel, Opset, Tensor};
+use crate::import::onnx::name::{module_path, unique_names};
+use crate::import::onnx::proto::{
+    AttributeProto, FunctionProto, GraphProto, ModelProto, NodeProto, OperatorSetIdProto, TensorProto, Version,
+};
+use crate::import::onnx::signature::{self, Signature};
+use crate::import::onnx::structure::{self, Body};
+use crate::import::onnx::warning::Warning;
+use crate::import::onnx::{file, fingerprint, function, payload};
+
+/// Reads the model at `path`. External data is looked for in the model's folder.
+pub fn read(path: &Path) -> Result<OnnxModel, DecodeError> {
+    decode(file::map(path)?, Files::of_model(path))
+}
+
+/// Decodes a model from memory, with external data beneath `folder`, or none allowed. The result's payloads are
+/// views into `bytes`.
+pub fn parse(bytes: Bytes, folder: Option<&Path>) -> Result<OnnxModel, DecodeError> {
+    decode(bytes, folder.map_or_else(Files::none, Files::beneath))
+}
+
+fn decode(bytes: Bytes, files: Files) -> Result<OnnxModel, DecodeError> {
+    file::refuse_other_formats(&bytes)?;
+    let mut proto = match ModelProto::decode(bytes.clone()) {
+        Ok(proto) => proto,
+        Err(_) if file::is_text(&bytes) => return Err(FormatError::Text.into()),
+        Err(error) => return Err(protobuf(&bytes, &error)),
+    };
+    let sha256 = fingerprint::fingerprint(&mut proto);
+    let mut decoder = Decoder { faults: Vec::new(), warnings: Vec::new(), files };
+    let model = decoder.model(proto, sha256);
+    match model {
+        Some(model) if decoder.faults.is_empty() => {
+            let warnings = decoder.warnings.into_iter().chain(decoder.files.into_warnings()).collect();
+            Ok(OnnxModel { warnings, ..model })
+        }
+        _ => Err(DecodeError::Faults(Faults(decoder.faults))),
+    }
+}
+
+fn protobuf(bytes: &Bytes, error: &prost::DecodeError) -> DecodeError {
+    let text = error.to_string();
+    let hint = if text.contains("recursion") {
+        "; messages nest deeper than protobuf allows"
+    } else {
+        "; the file is truncated, damaged or of another kind"
+    };
+    DecodeError::Protobuf { bytes: bytes.len(), reason: text + hint }
+}
+
+struct Decoder {
+    faults: Vec<Fault>,
+    warnings: Vec<Warning>,
+    files: Files,
+}
+
+impl Decoder {
+    /// The model, unless it has no graph. What it holds is good only if there are no faults.
+    fn model(&mut self, mut proto: ModelProto, sha256: [u8; 32]) -> Option<OnnxModel> {
+        let Some(mut graph) = proto.graph.take() else {
+            self.faults.push(Fault::NoGraph);
+            return None;
+        };
+        let ir_version = proto.ir_version();
+        if ir_version > Version::IrVersion as i64 {
+            self.warnings.push(Warning::IrVersion { found: ir_version, known: Version::IrVersion as i64 });
+        }
+        if graph.node.is_empty() {
+            self.faults.push(Fault::NoNodes);
+        }
+        normalise_domains(&mut graph.node);
+        for function in &mut proto.functions {
+            normalise_domains(&mut function.node);
+        }
+        let names = unique_names(&graph.node);
+        let opsets = self.opsets(&proto.opset_import);
+        self.standard_opset(&opsets, &graph.node, &names);
+        function::check(&proto.functions, &graph.node, &mut self.faults);
+
+        let (faults, warnings) = (&mut self.faults, &mut self.warnings);
+        let Signature { inputs, outputs, value_infos } = signature::read(&graph, ir_version, faults, warnings);
+        let order = self.wiring(&graph, &names);
+        let initializers = self.initializers(std::mem::take(&mut graph.initializer));
+        let nodes = self.nodes(std::mem::take(&mut graph.node), names, &order);
+        let functions = std::mem::take(&mut proto.functions).into_iter().map(|f| self.function(f)).collect();
+        let producer = [proto.producer_name(), proto.producer_version()].join(" ").trim().to_owned();
+        Some(OnnxModel {
+            ir_version,
+            opsets,
+            producer,
+            graph_name: graph.name().to_owned(),
+            inputs,
+            outputs,
+            initializers,
+            nodes,
+            value_infos,
+            functions,
+            metadata: proto.metadata_props.iter().map(|p| (p.key().to_owned(), p.value().to_owned())).collect(),
+            warnings: Vec::new(),
+            sha256,
+        })
+    }
+
+    fn opsets(&mut self, imports: &[OperatorSetIdProto]) -> Vec<Opset> {
+        if imports.is_empty() {
+            self.faults.push(Fault::NoOpset);
+        }
+        let mut opsets: Vec<Opset> = Vec::new();
+        for import in imports {
+            let (domain, version) = (standard_as_empty(import.domain()), import.version());
+            match opsets.iter().find(|set| set.domain == domain) {
+                Some(set) if set.version != version => {
+                    let (first, second) = (set.version, version);
+                    self.faults.push(Fault::OpsetTwice { domain: domain.to_owned(), first, second });
+                }
+                Some(_) => {}
+                None => opsets.push(Opset { domain: domain.to_owned(), version }),
+            }
+        }
+        opsets
+    }
+
+    /// Standard operators need the standard operator set, or they mean nothing.
+    fn standard_opset(&mut self, opsets: &[Opset], nodes: &[NodeProto], names: &[String]) {
+        if opsets.is_empty() || opsets.iter().any(|set| set.domain.is_empty()) {
+            return;
+        }
+        if let Some(at) = nodes.iter().position(|node| node.domain().is_empty()) {
+            let (node, op) = (names[at].clone(), nodes[at].op_type().to_owned());
+            self.faults.push(Fault::OpsetOfStandard { node, op });
+        }
+    }
+
+    fn wiring(&mut self, graph: &GraphProto, names: &[String]) -> Vec<usize> {
+        let mut given: HashMap<&str, &'static str> =
+            graph.input.iter().map(|input| (input.name(), "graph input")).collect();
+        let mut seen = HashSet::new();
+        for tensor in &graph.initializer {
+            if !seen.insert(tensor.name()) {
+                self.faults.push(Fault::DuplicateInitializer { name: tensor.name().to_owned() });
+            }
+            given.insert(tensor.name(), "initializer");
+        }
+        for sparse in &graph.sparse_initializer {
+            let name = sparse.values.as_ref().map(|values| values.name()).unwrap_or_default();
+            self.faults.push(Fault::Sparse { name: name.to_owned() });
+            given.insert(name, "sparse initializer");
+        }
+        let given: Vec<(&str, &'static str)> = given.into_iter().collect();
+        let outputs: Vec<&str> = graph.output.iter().map(|output| output.name()).collect();
+        let body = Body { nodes: &graph.node, names, given: &given, outputs: &outputs };
+        structure::check(&body, &mut self.faults, &mut self.warnings)
+    }
+
+    fn initializers(&mut self, tensors: Vec<TensorProto>) -> Vec<Tensor> {
+        let mut resolved = Vec::with_capacity(tensors.len());
+        for mut tensor in tensors {
+            if let Err(error) = payload::resolve(&mut tensor, &mut self.files) {
+                let name = tensor.name().to_owned();
+                self.faults.push(Fault::Tensor { place_of: None, name, error });
+                continue;
+            }
+            resolved.push(payload::tensor(&tensor));
+        }
+        resolved
+    }
+
+    fn nodes(&mut self, protos: Vec<NodeProto>, names: Vec<String>, order: &[usize]) -> Vec<Node> {
+        let mut nodes: Vec<Option<Node>> = Vec::with_capacity(protos.len());
+        for (mut proto, name) in protos.into_iter().zip(names) {
+            self.attributes(&mut proto.attribute, &name);
+            let module = module_path(&proto);
+            nodes.push(Some(Node {
+                name,
+                op_type: proto.op_type.unwrap_or_default(),
+                domain: proto.domain.unwrap_or_default(),
+                overload: proto.overload.unwrap_or_default(),
+                inputs: proto.input,
+                outputs: proto.output,
+                attributes: proto.attribute,
+                module,
+                metadata: proto.metadata_props,
+            }));
+        }
+        order.iter().filter_map(|at| nodes[*at].take()).collect()
+    }
+
+    /// Resolves every tensor in `attributes`, also within subgraphs, on behalf of the node called `node`.
+    fn attributes(&mut self, attributes: &mut [AttributeProto], node: &str) {
+        for attribute in attributes {
+            if attribute.sparse_tensor.is_some() || !attribute.sparse_tensors.is_empty() {
+                self.faults.push(Fault::Sparse { name: node.to_owned() });
+            }
+            let name = attribute.name.clone().unwrap_or_default();
+            let graphs = attribute.g.iter_mut().chain(&mut attribute.graphs);
+            for graph in graphs {
+                for tensor in &mut graph.initializer {
+                    self.attribute_tensor(tensor, &name, node);
+                }
+                for inner in &mut graph.node {
+                    self.attributes(&mut inner.attribute, node);
+                }
+            }
+            for tensor in attribute.t.iter_mut().chain(&mut attribute.tensors) {
+                self.attribute_tensor(tensor, &name, node);
+            }
+        }
+    }
+
+    fn attribute_tensor(&mut self, tensor: &mut TensorProto, attribute: &str, node: &str) {
+        if let Err(error) = payload::resolve(tensor, &mut self.files) {
+            let (place_of, name) = (Some(node.to_owned()), attribute.to_owned());
+            self.faults.push(Fault::Tensor { place_of, name, error });
+        }
+    }
+
+    fn function(&mut self, mut proto: FunctionProto) -> Function {
+        let names = unique_names(&proto.node);
+        let given: Vec<(&str, &'static str)> =
+            proto.input.iter().map(|name| (name.as_str(), "function input")).collect();
+        let outputs: Vec<&str> = proto.output.iter().map(String::as_str).collect();
+        let body = Body { nodes: &proto.node, names: &names, given: &given, outputs: &outputs };
+        let order = structure::check(&body, &mut self.faults, &mut self.warnings);
+        let nodes = self.nodes(std::mem::take(&mut proto.node), names, &order);
+        let name = proto.name.unwrap_or_default();
+        self.attributes(&mut proto.attribute_proto, &name);
+        // A body may leave its operator sets to the model, so an empty list is no fault here.
+        let opsets = if proto.opset_import.is_empty() { Vec::new() } else { self.opsets(&proto.opset_import) };
+        Function {
+            domain: proto.domain.unwrap_or_default(),
+            name,
+            overload: proto.overload.unwrap_or_default(),
+            inputs: proto.input,
+            outputs: proto.output,
+            attributes: proto.attribute,
+            attribute_defaults: proto.attribute_proto,
+            nodes,
+            opsets,
+        }
+    }
+}
+
+fn standard_as_empty(domain: &str) -> &str {
+    if domain == "ai.onnx" { "" } else { domain }
+}
+
+fn normalise_domains(nodes: &mut [NodeProto]) {
+    for node in nodes {
+        if node.domain() == "ai.onnx" {
+            node.domain = None;
+        }
+        for attribute in &mut node.attribute {
+            for graph in attribute.g.iter_mut().chain(&mut attribute.graphs) {
+                normalise_domains(&mut graph.node);
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::import::onnx::model::{Dim, Payload, ValueInfo};
+    use crate::import::onnx::proto::tensor_shape_proto::{Dimension, dimension::Value as DimValue};
+    use crate::import::onnx::proto::type_proto::{self, Value as TypeValue};
+    use crate::import::onnx::proto::{TensorShapeProto, TypeProto, ValueInfoProto};
+
+    fn typed(name: &str, dims: &[i64]) -> ValueInfoProto {
+        let dim = |dim: &i64| Dimension { value: Some(DimValue::DimValue(*dim)), denotation: None };
+        let shape = Some(TensorShapeProto { dim: dims.iter().map(dim).collect() });
+        let tensor = type_proto::Tensor { elem_type: Some(1), shape };
+        let kind = TypeProto { value: Some(TypeValue::TensorType(tensor)), denotation: None };
+        ValueInfoProto { name: Some(name.into()), r#type: Some(kind), ..Default::default() }
+    }
+
+    /// y = x + w, in IR version 3 with `w` among the inputs.
+    fn model() -> ModelProto {
+        let node = NodeProto {
+            op_type: Some("Add".into()),
+            domain: Some("ai.onnx".into()),
+            input: vec!["x".into(), "w".into()],
+            output: vec!["y".into()],
+            ..Default::default()
+        };
+        let w = TensorProto {
+            name: Some("w".into()),
+            data_type: Some(1),
+            dims: vec![1],
+            float_data: vec![2.0],
+            ..Default::default()
+        };
+        let graph = GraphProto {
+            node: vec![node],
+            initializer: vec![w],
+            input: vec![typed("x", &[-1]), typed("w", &[1])],
+            output: vec![typed("y", &[1])],
+            ..Default::default()
+        };
+        let opset = OperatorSetIdProto { domain: Some("ai.onnx".into()), version: Some(8) };
+        ModelProto { ir_version: Some(3), opset_import: vec![opset], graph: Some(graph), ..Default::default() }
+    }
+
+    fn parsed(model: &ModelProto) -> Result<OnnxModel, DecodeError> {
+        parse(model.encode_to_vec().into(), None)
+    }
+
+    #[test]
+    fn initializers_among_the_inputs_are_parameters() {
+        let read = parsed(&model()).unwrap();
+        let x = ValueInfo { name: "x".into(), elem_type: 1, dims: Some(vec![Dim::Unknown]) };
+        assert_eq!(read.inputs, [x]);
+        assert_eq!(read.warnings, [Warning::MinusOne { name: "x".into() }]);
+        assert_eq!((read.nodes[0].name.as_str(), read.nodes[0].domain.as_str()), ("Add_0", ""));
+        assert_eq!(read.opset(""), Some(8));
+        let newer = parsed(&ModelProto { ir_version: Some(4), ..model() }).unwrap();
+        assert_eq!(newer.warnings[1], Warning::DefaultInputs { count: 1, example: "w".into() });
+    }
+
+    #[test]
+    fn all_faults_are_told_at_once_and_none_moves_the_cursor() {
+        let mut broken = model();
+        broken.opset_import[0].domain = Some("other".into());
+        let graph = broken.graph.as_mut().unwrap();
+        graph.initializer[0].dims = vec![-3];
+        graph.initializer.push(graph.initializer[0].clone());
+        graph.input[0].r#type = None;
+        graph.node[0].domain = None;
+        graph.node[0].input.push("\u{1b}[2J".into());
+        let text = parsed(&broken).unwrap_err().to_string();
+        assert_eq!(
+            text,
+            "6 faults:\n  \
+             node `Add_0`: opset_import does not name the standard operators, whose Add it uses\n  \
+             graph input `x` has no tensor type\n  \
+             duplicate initializer `w`\n  \
+             node `Add_0` (Add) reads tensor `[2J`, which nothing makes\n  \
+             initializer `w` has no possible shape: dimension 0 is negative: -3\n  \
+             initializer `w` has no possible shape: dimension 0 is negative: -3"
+        );
+    }
+
+    #[test]
+    fn constants_in_attributes_are_resolved_too() {
+        let mut with = model();
+        let value = TensorProto { data_type: Some(7), dims: vec![2], int64_data: vec![1, -1], ..Default::default() };
+        let attribute = AttributeProto { name: Some("value".into()), t: Some(value), ..Default::default() };
+        with.graph.as_mut().unwrap().node[0].attribute = vec![attribute.clone()];
+        let read = parsed(&with).unwrap();
+        let tensor = payload::tensor(read.nodes[0].attributes[0].t.as_ref().unwrap());
+        let bytes = [1_i64, -1].iter().flat_map(|v| v.to_le_bytes()).collect();
+        assert_eq!(tensor.payload, Payload::Bytes(bytes));
+        with.graph.as_mut().unwrap().node[0].attribute = vec![attribute.clone(), attribute];
+        assert_eq!(parsed(&with).unwrap_err().to_string(), "node `Add_0` has the attribute `value` twice");
+    }
+}

@@ -1,0 +1,174 @@
+//! Names as files give them, as people see them, and as module paths.
+//!
+//! A name in a model file is any UTF-8 text: empty, repeated, a path, or escape codes that would repaint a terminal.
+//! Inside the compiler names stay exactly as they are; whatever is shown passes through [`display_name`].
+
+use std::borrow::Cow;
+use std::collections::HashSet;
+
+use crate::import::onnx::proto::NodeProto;
+
+/// The longest text that [`shown`] gives, in characters.
+const SHOWN: usize = 120;
+
+/// `name` without the characters that act on a terminal instead of standing in it: control characters (among them
+/// ESC and NUL), line separators, and the marks that turn the direction of writing.
+///
+/// ```
+/// use compiler::import::onnx::name::display_name;
+/// assert_eq!(display_name("\u{1b}[31mred\0"), "[31mred");
+/// ```
+pub fn display_name(name: &str) -> Cow<'_, str> {
+    if name.chars().any(acts) { Cow::Owned(name.chars().filter(|c| !acts(*c)).collect()) } else { Cow::Borrowed(name) }
+}
+
+/// [`display_name`], shortened in the middle to 120 characters: for messages, where a name may be megabytes long.
+pub fn shown(name: &str) -> Cow<'_, str> {
+    let name = display_name(name);
+    if name.len() <= SHOWN || name.chars().count() <= SHOWN {
+        return name;
+    }
+    let half = SHOWN / 2 - 1;
+    let head: String = name.chars().take(half).collect();
+    let tail: Vec<char> = name.chars().rev().take(half).collect();
+    Cow::Owned(format!("{head}…{}", tail.into_iter().rev().collect::<String>()))
+}
+
+fn acts(c: char) -> bool {
+    c.is_control()
+        || matches!(c, '\u{200b}'..='\u{200f}' | '\u{2028}'..='\u{202e}' | '\u{2060}'..='\u{206f}' | '\u{feff}')
+}
+
+/// Names for `nodes` that are never empty and never repeated, and depend on the file alone.
+///
+/// A name that a node alone carries is kept. An unnamed node at place `i` becomes `OP_i`; the second and later
+/// bearers of one name get `_1`, `_2`, …; a number is skipped where the result is taken.
+pub fn unique_names(nodes: &[NodeProto]) -> Vec<String> {
+    let mut taken: HashSet<&str> = HashSet::with_capacity(nodes.len());
+    let first: Vec<bool> = nodes.iter().map(|node| !node.name().is_empty() && taken.insert(node.name())).collect();
+    let mut taken: HashSet<String> = taken.into_iter().map(str::to_owned).collect();
+    // Where to go on counting for a name, so that a million nodes of one name are not counted from one each time.
+    let mut next = std::collections::HashMap::<String, usize>::new();
+    let mut names = Vec::with_capacity(nodes.len());
+    for (index, node) in nodes.iter().enumerate() {
+        if first[index] {
+            names.push(node.name().to_owned());
+            continue;
+        }
+        let unnamed = node.name().is_empty();
+        let stem = if unnamed { format!("{}_{index}", node.op_type()) } else { node.name().to_owned() };
+        let name = if unnamed && !taken.contains(&stem) {
+            stem
+        } else {
+            let count = next.entry(stem.clone()).or_insert(1);
+            loop {
+                let name = format!("{stem}_{count}");
+                *count += 1;
+                if !taken.contains(&name) {
+                    break name;
+                }
+            }
+        };
+        taken.insert(name.clone());
+        names.push(name);
+    }
+    names
+}
+
+/// The path of the module that a node came from, such as `layer1.0.conv1`; empty for the root or where the file
+/// does not tell.
+///
+/// Sources, in this order: the metadata `pkg.torch.onnx.name_scopes` (a Python list of paths, the node's own name
+/// last), the metadata `namespace` (`path: class/path: class/…`), and the node's name, read as `/scope/scope/Op`.
+pub fn module_path(node: &NodeProto) -> String {
+    let property = |key: &str| node.metadata_props.iter().find(|p| p.key() == key).map(|p| p.value());
+    if let Some(scopes) = property("pkg.torch.onnx.name_scopes").and_then(python_list) {
+        return scopes.iter().rev().nth(1).cloned().unwrap_or_default();
+    }
+    if let Some(space) = property("namespace") {
+        let scopes: Vec<&str> = space.split('/').collect();
+        let module = scopes.len().checked_sub(2).map(|at| scopes[at]).unwrap_or_default();
+        return module.split(':').next().unwrap_or_default().trim().to_owned();
+    }
+    scope_of(node.name())
+}
+
+/// The module path in a node's name. PyTorch repeats a container's name in its children's: `/layer1/layer1.0/Conv`.
+fn scope_of(name: &str) -> String {
+    let Some((scopes, _op)) = name.rsplit_once('/') else { return String::new() };
+    let mut path: Vec<&str> = Vec::new();
+    for scope in scopes.split('/').filter(|scope| !matches!(*scope, "" | "." | "..")) {
+        if let Some(last) = path.last()
+            && scope.strip_prefix(last).is_some_and(|rest| rest.starts_with('.'))
+        {
+            path.pop();
+        }
+        path.push(scope);
+    }
+    path.join(".")
+}
+
+/// The strings of a Python list of plain strings, as `repr` writes it; `None` where the text is anything else.
+fn python_list(text: &str) -> Option<Vec<String>> {
+    let mut rest = text.trim().strip_prefix('[')?.strip_suffix(']')?.trim();
+    let mut items = Vec::new();
+    while !rest.is_empty() {
+        let quote = rest.chars().next().filter(|c| matches!(c, '\'' | '"'))?;
+        let (item, after) = rest[1..].split_once(quote)?;
+        items.push(item.to_owned());
+        rest = after.trim_start();
+        rest = rest.strip_prefix(',').unwrap_or(rest).trim_start();
+    }
+    Some(items)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::import::onnx::proto::StringStringEntryProto;
+
+    fn node(name: &str, op: &str) -> NodeProto {
+        NodeProto { name: Some(name.into()), op_type: Some(op.into()), ..Default::default() }
+    }
+
+    #[test]
+    fn names_become_unique_and_stay_where_they_can() {
+        let nodes = [
+            node("", "Gemm"),
+            node("a", "Relu"),
+            node("a", "Relu"),
+            node("", "Gemm"),
+            node("Gemm_3", "Add"),
+            node("a_1", "Add"),
+            node("a", "Add"),
+        ];
+        assert_eq!(unique_names(&nodes), ["Gemm_0", "a", "a_2", "Gemm_3_1", "Gemm_3", "a_1", "a_3"]);
+    }
+
+    #[test]
+    fn escape_codes_and_direction_marks_go() {
+        assert_eq!(display_name("\u{1b}]0;x\u{7}\u{9b}31m\u{202e}é"), "]0;x31mé");
+        assert!(shown(&"x".repeat(1 << 20)).chars().count() <= SHOWN);
+    }
+
+    #[test]
+    fn module_paths() {
+        for (name, path) in [
+            ("/1/a/qkv/MatMul", "1.a.qkv"),
+            ("/layer3/layer3.0/downsample/downsample.1/BatchNormalization", "layer3.0.downsample.1"),
+            ("/m/transformer/h.5/mlp/act/Pow", "m.transformer.h.5.mlp.act"),
+            ("/Flatten", ""),
+            ("node_conv2d", ""),
+            ("../../tmp/x", "tmp"),
+        ] {
+            assert_eq!(scope_of(name), path, "{name}");
+        }
+        let mut with = node("node_conv2d", "Conv");
+        let entry =
+            |key: &str, value: &str| StringStringEntryProto { key: Some(key.into()), value: Some(value.into()) };
+        with.metadata_props = vec![entry("namespace", ": a.Net/features: b.Seq/features.0: c.Conv2d/conv2d: aten")];
+        assert_eq!(module_path(&with), "features.0");
+        with.metadata_props.push(entry("pkg.torch.onnx.name_scopes", "['', 'features', 'features.3', 'conv2d']"));
+        assert_eq!(module_path(&with), "features.3");
+    }
+}

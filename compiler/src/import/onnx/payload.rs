@@ -1,0 +1,318 @@
+//! The values of tensors, from wherever a file keeps them to raw little-endian bytes.
+//!
+//! A `TensorProto` has seven places for its values: `raw_data`, five typed lists and an external file. [`resolve`]
+//! checks what is there against type and dims and leaves it in `raw_data`; [`tensor`] then reads it from there.
+
+use bytes::Bytes;
+
+use crate::import::onnx::element::{self, STRING, SizeError, element_name};
+use crate::import::onnx::external::{ExternalError, Files};
+use crate::import::onnx::model::{Payload, Tensor};
+use crate::import::onnx::proto::TensorProto;
+use crate::import::onnx::proto::tensor_proto::{DataLocation, DataType};
+
+/// Checks `tensor` and moves its values to `raw_data` (strings stay in `string_data`). A tensor whose external file
+/// does not exist keeps its reference to it.
+pub fn resolve(tensor: &mut TensorProto, files: &mut Files) -> Result<(), TensorError> {
+    let elem_type = tensor.data_type();
+    if !element::known(elem_type) {
+        return Err(TensorError::DataType(elem_type));
+    }
+    if tensor.segment.is_some() {
+        return Err(TensorError::Segment);
+    }
+    let elements = element::elements(&tensor.dims)?;
+    let source = source(tensor)?;
+    if elem_type == STRING {
+        return match source {
+            None | Some("string_data") => entries(tensor, elements, tensor.string_data.len(), "string_data"),
+            Some(field) => Err(TensorError::WrongField { elem_type, field }),
+        };
+    }
+    // `known` and not a string: it has a width.
+    let bits = element::bits(elem_type).ok_or(TensorError::DataType(elem_type))?;
+    let expected = element::bytes(&tensor.dims, bits)?;
+    let raw = match source {
+        Some("external_data") => match files.read(tensor.name(), &tensor.external_data, expected)? {
+            Some(bytes) => bytes,
+            None => return Ok(()),
+        },
+        Some("raw_data") | None => tensor.raw_data.take().unwrap_or_default(),
+        Some(field) => typed(tensor, field, elements, bits)?,
+    };
+    if raw.len() as u64 != expected {
+        let source_name = source.unwrap_or("raw_data");
+        let (dims, found) = (tensor.dims.clone(), raw.len() as u64);
+        return Err(TensorError::Bytes { elem_type, dims, expected, found, source_name });
+    }
+    tensor.float_data = Vec::new();
+    tensor.int32_data = Vec::new();
+    tensor.int64_data = Vec::new();
+    tensor.double_data = Vec::new();
+    tensor.uint64_data = Vec::new();
+    tensor.external_data = Vec::new();
+    tensor.data_location = None;
+    tensor.raw_data = Some(raw);
+    Ok(())
+}
+
+/// The tensor that a resolved `TensorProto` holds.
+///
+/// Every tensor in a decoded model is resolved, so this is how the tensors in attributes are read. On any other it
+/// is only the type, the dims and `raw_data`.
+pub fn tensor(tensor: &TensorProto) -> Tensor {
+    let payload = if tensor.data_location() == DataLocation::External {
+        let location = tensor.external_data.iter().find(|entry| entry.key() == "location");
+        Payload::Missing { path: location.map(|entry| entry.value().to_owned()).unwrap_or_default() }
+    } else if tensor.data_type() == STRING {
+        Payload::Strings(tensor.string_data.clone())
+    } else {
+        Payload::Bytes(tensor.raw_data.clone().unwrap_or_default())
+    };
+    Tensor { name: tensor.name().to_owned(), elem_type: tensor.data_type(), dims: tensor.dims.clone(), payload }
+}
+
+/// What is wrong with the values of one tensor. The texts follow the tensor's name.
+#[derive(Debug, Clone, PartialEq, thiserror::Error)]
+pub enum TensorError {
+    /// A type code that the standard does not know.
+    #[error("has an unknown data type, code {0}")]
+    DataType(i32),
+    /// Dims that are no shape.
+    #[error("has no possible shape: {0}")]
+    Size(#[from] SizeError),
+    /// More than one place holds values.
+    #[error("has data in both {first} and {second}")]
+    TwoSources {
+        /// One field.
+        first: &'static str,
+        /// Another.
+        second: &'static str,
+    },
+    /// A typed field that its type does not use.
+    #[error("of type {} has its data in {field}, where that type cannot be", element_name(*elem_type))]
+    WrongField {
+        /// The type.
+        elem_type: i32,
+        /// The field.
+        field: &'static str,
+    },
+    /// Not the bytes that type and dims say.
+    #[error("of type {} and dims {dims:?} takes {expected} bytes, but {source_name} has {found}", element_name(*elem_type))]
+    Bytes {
+        /// The type.
+        elem_type: i32,
+        /// The dims.
+        dims: Vec<i64>,
+        /// What type and dims say.
+        expected: u64,
+        /// What is there.
+        found: u64,
+        /// Where.
+        source_name: &'static str,
+    },
+    /// Not the entries that type and dims say.
+    #[error("of type {} and dims {dims:?} takes {expected} entries, but {field} has {found}", element_name(*elem_type))]
+    Entries {
+        /// The type.
+        elem_type: i32,
+        /// The dims.
+        dims: Vec<i64>,
+        /// What type and dims say.
+        expected: u64,
+        /// What is there.
+        found: u64,
+        /// Where.
+        field: &'static str,
+    },
+    /// An entry of `int32_data` or `uint64_data` too large for its type.
+    #[error("has {value} at {index}, which {} cannot hold", element_name(*elem_type))]
+    Range {
+        /// The type.
+        elem_type: i32,
+        /// Which entry.
+        index: usize,
+        /// Its value.
+        value: String,
+    },
+    /// A tensor stored in segments.
+    #[error("is stored in segments, which is not supported")]
+    Segment,
+    /// Trouble with external data.
+    #[error("has external data {0}")]
+    External(#[from] ExternalError),
+}
+
+/// The one field that holds values; `None` for a tensor without any.
+fn source(tensor: &TensorProto) -> Result<Option<&'static str>, TensorError> {
+    let present = [
+        ("external_data", tensor.data_location() == DataLocation::External),
+        ("raw_data", tensor.raw_data.as_ref().is_some_and(|raw| !raw.is_empty())),
+        ("float_data", !tensor.float_data.is_empty()),
+        ("int32_data", !tensor.int32_data.is_empty()),
+        ("int64_data", !tensor.int64_data.is_empty()),
+        ("double_data", !tensor.double_data.is_empty()),
+        ("uint64_data", !tensor.uint64_data.is_empty()),
+        ("string_data", !tensor.string_data.is_empty()),
+    ];
+    let mut found = present.into_iter().filter(|(_, is)| *is).map(|(name, _)| name);
+    match (found.next(), found.next()) {
+        (Some(first), Some(second)) => Err(TensorError::TwoSources { first, second }),
+        (first, _) => Ok(first),
+    }
+}
+
+/// The raw bytes of a typed field. The number of entries is checked first, so what is allocated is at most eight
+/// times what was decoded.
+fn typed(tensor: &TensorProto, field: &'static str, elements: u64, bits: u64) -> Result<Bytes, TensorError> {
+    use DataType::*;
+    let elem_type = tensor.data_type();
+    let kind = DataType::try_from(elem_type).map_err(|_| TensorError::DataType(elem_type))?;
+    let wrong = TensorError::WrongField { elem_type, field };
+    // Parts are what the field lists: one element, half a complex number, or several elements in one byte.
+    let parts = |each: u64| {
+        elements
+            .checked_mul(each)
+            .ok_or_else(|| SizeError::Overflow { dims: tensor.dims.iter().take(8).copied().collect() })
+    };
+    Ok(match (field, kind) {
+        ("float_data", Float | Complex64) => {
+            entries(tensor, parts(bits / 32)?, tensor.float_data.len(), field)?;
+            tensor.float_data.iter().flat_map(|value| value.to_le_bytes()).collect()
+        }
+        ("double_data", Double | Complex128) => {
+            entries(tensor, parts(bits / 64)?, tensor.double_data.len(), field)?;
+            tensor.double_data.iter().flat_map(|value| value.to_le_bytes()).collect()
+        }
+        ("int64_data", Int64) => {
+            entries(tensor, elements, tensor.int64_data.len(), field)?;
+            tensor.int64_data.iter().flat_map(|value| value.to_le_bytes()).collect()
+        }
+        ("uint64_data", Uint64) => {
+            entries(tensor, elements, tensor.uint64_data.len(), field)?;
+            tensor.uint64_data.iter().flat_map(|value| value.to_le_bytes()).collect()
+        }
+        ("uint64_data", Uint32) => {
+            entries(tensor, elements, tensor.uint64_data.len(), field)?;
+            let mut raw = Vec::with_capacity(tensor.uint64_data.len() * 4);
+            for (index, &value) in tensor.uint64_data.iter().enumerate() {
+                let range = |_| TensorError::Range { elem_type, index, value: value.to_string() };
+                raw.extend_from_slice(&u32::try_from(value).map_err(range)?.to_le_bytes());
+            }
+            raw.into()
+        }
+        ("int32_data", Float6e2m3 | Float6e3m2) => {
+            entries(tensor, elements, tensor.int32_data.len(), field)?;
+            six_bits(&tensor.int32_data, elem_type)?
+        }
+        ("int32_data", Bool) => {
+            entries(tensor, elements, tensor.int32_data.len(), field)?;
+            tensor.int32_data.iter().map(|value| u8::from(*value != 0)).collect()
+        }
+        ("int32_data", _) if bits <= 32 && !matches!(kind, Float | Uint32) => {
+            let per_entry = (8 / bits).max(1);
+            entries(tensor, elements.div_ceil(per_entry), tensor.int32_data.len(), field)?;
+            narrow(&tensor.int32_data, bits.max(8), elem_type)?
+        }
+        _ => return Err(wrong),
+    })
+}
+
+/// The low `bits` (8, 16 or 32) of each entry. Writers disagree on whether a negative number is extended by its sign
+/// or by zeros, so both are read; what fits neither way is refused.
+fn narrow(values: &[i32], bits: u64, elem_type: i32) -> Result<Bytes, TensorError> {
+    let width = bits as usize / 8;
+    let (low, high) = (-(1_i64 << (bits - 1)), (1_i64 << bits) - 1);
+    let mut raw = Vec::with_capacity(values.len() * width);
+    for (index, &value) in values.iter().enumerate() {
+        if !(low..=high).contains(&i64::from(value)) {
+            return Err(TensorError::Range { elem_type, index, value: value.to_string() });
+        }
+        raw.extend_from_slice(&value.to_le_bytes()[..width]);
+    }
+    Ok(raw.into())
+}
+
+/// Six-bit codes, one in each entry, as the bit stream that `raw_data` holds: four codes in three bytes, low bits first.
+fn six_bits(values: &[i32], elem_type: i32) -> Result<Bytes, TensorError> {
+    let mut raw = vec![0_u8; (values.len() * 6).div_ceil(8)];
+    for (index, &value) in values.iter().enumerate() {
+        if !(0..64).contains(&value) {
+            return Err(TensorError::Range { elem_type, index, value: value.to_string() });
+        }
+        let (byte, shift) = (index * 6 / 8, index * 6 % 8);
+        let code = (value as u16) << shift;
+        raw[byte] |= code as u8;
+        if shift > 2 {
+            raw[byte + 1] |= (code >> 8) as u8;
+        }
+    }
+    Ok(raw.into())
+}
+
+fn entries(tensor: &TensorProto, expected: u64, found: usize, field: &'static str) -> Result<(), TensorError> {
+    let found = found as u64;
+    if found == expected {
+        return Ok(());
+    }
+    Err(TensorError::Entries { elem_type: tensor.data_type(), dims: tensor.dims.clone(), expected, found, field })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn made(kind: DataType, dims: &[i64], fill: impl FnOnce(&mut TensorProto)) -> Result<Vec<u8>, TensorError> {
+        let mut proto = TensorProto { dims: dims.to_vec(), data_type: Some(kind as i32), ..Default::default() };
+        fill(&mut proto);
+        resolve(&mut proto, &mut Files::none())?;
+        match tensor(&proto).payload {
+            Payload::Bytes(bytes) => Ok(bytes.to_vec()),
+            other => panic!("{other:?}"),
+        }
+    }
+
+    #[test]
+    fn typed_fields_pack_as_the_standard_says() {
+        use DataType::*;
+        assert_eq!(made(Float, &[1], |t| t.float_data = vec![1.0]), Ok(vec![0, 0, 128, 63]));
+        assert_eq!(made(Complex64, &[1], |t| t.float_data = vec![1.0, 0.0]), Ok(vec![0, 0, 128, 63, 0, 0, 0, 0]));
+        assert_eq!(made(Float16, &[2], |t| t.int32_data = vec![0x3c00, 0xbc00]), Ok(vec![0, 0x3c, 0, 0xbc]));
+        assert_eq!(made(Int8, &[2], |t| t.int32_data = vec![-1, 255]), Ok(vec![255, 255]));
+        assert_eq!(made(Int32, &[1], |t| t.int32_data = vec![-2]), Ok(vec![254, 255, 255, 255]));
+        assert_eq!(made(Bool, &[3], |t| t.int32_data = vec![0, 1, 7]), Ok(vec![0, 1, 1]));
+        assert_eq!(made(Int4, &[3], |t| t.int32_data = vec![0x21, 0x03]), Ok(vec![0x21, 0x03]));
+        assert_eq!(made(Uint2, &[5], |t| t.int32_data = vec![0xe4, 1]), Ok(vec![0xe4, 1]));
+        assert_eq!(made(Uint32, &[1], |t| t.uint64_data = vec![7]), Ok(vec![7, 0, 0, 0]));
+        assert_eq!(made(Float6e2m3, &[4], |t| t.int32_data = vec![1, 2, 3, 63]), Ok(vec![0x81, 0x30, 0xfc]));
+        assert_eq!(made(Int64, &[0, 3], |_| {}), Ok(vec![]));
+    }
+
+    #[test]
+    fn whatever_does_not_add_up_is_refused() {
+        use DataType::*;
+        type E = TensorError;
+        let raw = |bytes: usize| move |t: &mut TensorProto| t.raw_data = Some(vec![0; bytes].into());
+        assert!(matches!(made(Float, &[4, 4], raw(63)), Err(E::Bytes { expected: 64, found: 63, .. })));
+        assert!(matches!(made(Float, &[4, 4], |_| {}), Err(E::Bytes { found: 0, .. })));
+        assert!(matches!(made(Float, &[-4, 4], raw(64)), Err(E::Size(SizeError::Negative { .. }))));
+        assert!(matches!(made(Float, &[1 << 62, 4], raw(16)), Err(E::Size(SizeError::Overflow { .. }))));
+        assert!(matches!(made(Undefined, &[1], raw(4)), Err(E::DataType(0))));
+        assert!(matches!(
+            made(Float, &[1], |t| t.int32_data = vec![1]),
+            Err(E::WrongField { field: "int32_data", .. })
+        ));
+        assert!(matches!(made(Uint8, &[1], |t| t.int32_data = vec![256]), Err(E::Range { .. })));
+        assert!(matches!(made(Uint32, &[1], |t| t.uint64_data = vec![1 << 32]), Err(E::Range { .. })));
+        assert!(matches!(
+            made(Float, &[2], |t| t.float_data = vec![1.0]),
+            Err(E::Entries { expected: 2, found: 1, .. })
+        ));
+        assert!(matches!(made(String, &[1], raw(4)), Err(E::WrongField { field: "raw_data", .. })));
+        let both = made(Float, &[1], |t| {
+            t.raw_data = Some(vec![0; 4].into());
+            t.float_data = vec![0.0];
+        });
+        assert_eq!(both, Err(E::TwoSources { first: "raw_data", second: "float_data" }));
+    }
+}

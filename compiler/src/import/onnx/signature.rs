@@ -1,0 +1,99 @@
+//! The declared types of a graph: what it is fed, what it gives, and what the file says of the tensors between.
+
+use std::collections::HashSet;
+
+use crate::import::onnx::element;
+use crate::import::onnx::error::Fault;
+use crate::import::onnx::model::{Dim, ValueInfo};
+use crate::import::onnx::proto::tensor_shape_proto::dimension::Value as DimValue;
+use crate::import::onnx::proto::type_proto::Value as TypeValue;
+use crate::import::onnx::proto::{GraphProto, ValueInfoProto};
+use crate::import::onnx::warning::Warning;
+
+/// The declared types of a graph.
+pub struct Signature {
+    /// Graph inputs that no initializer fills.
+    pub inputs: Vec<ValueInfo>,
+    /// Graph outputs.
+    pub outputs: Vec<ValueInfo>,
+    /// Tensors inside the graph.
+    pub value_infos: Vec<ValueInfo>,
+}
+
+/// Reads the declared types of `graph`, of a file of version `ir_version`.
+pub fn read(graph: &GraphProto, ir_version: i64, faults: &mut Vec<Fault>, warnings: &mut Vec<Warning>) -> Signature {
+    let mut reader = Reader { faults, warnings };
+    Signature {
+        inputs: reader.inputs(graph, ir_version),
+        outputs: reader.value_infos(&graph.output),
+        value_infos: reader.value_infos(&graph.value_info),
+    }
+}
+
+struct Reader<'a> {
+    faults: &'a mut Vec<Fault>,
+    warnings: &'a mut Vec<Warning>,
+}
+
+impl Reader<'_> {
+    /// Graph inputs that the caller feeds: those no initializer fills. Files before IR 4 list every initializer among
+    /// the inputs; later ones do so for inputs with a default value.
+    fn inputs(&mut self, graph: &GraphProto, ir_version: i64) -> Vec<ValueInfo> {
+        let filled: HashSet<&str> = graph.initializer.iter().map(|tensor| tensor.name()).collect();
+        let (mut seen, mut inputs, mut defaults) = (HashSet::new(), Vec::new(), Vec::new());
+        for input in &graph.input {
+            if !seen.insert(input.name()) {
+                self.faults.push(Fault::DuplicateInput { name: input.name().to_owned() });
+            } else if filled.contains(input.name()) {
+                defaults.push(input.name());
+            } else {
+                match self.value_info(input) {
+                    Some(info) if info.elem_type != 0 => inputs.push(info),
+                    _ => {
+                        let kind = input.r#type.as_ref().and_then(|kind| kind.value.as_ref());
+                        let other_kind = kind.is_some_and(|kind| !matches!(kind, TypeValue::TensorType(_)));
+                        self.faults.push(Fault::InputType { name: input.name().to_owned(), other_kind });
+                    }
+                }
+            }
+        }
+        if let (4.., Some(example)) = (ir_version, defaults.first()) {
+            self.warnings.push(Warning::DefaultInputs { count: defaults.len(), example: (*example).to_owned() });
+        }
+        inputs
+    }
+
+    fn value_infos(&mut self, infos: &[ValueInfoProto]) -> Vec<ValueInfo> {
+        let untyped = |info: &ValueInfoProto| ValueInfo { name: info.name().to_owned(), elem_type: 0, dims: None };
+        infos.iter().map(|info| self.value_info(info).unwrap_or_else(|| untyped(info))).collect()
+    }
+
+    /// The declared type, if it is a tensor's.
+    fn value_info(&mut self, info: &ValueInfoProto) -> Option<ValueInfo> {
+        let Some(TypeValue::TensorType(tensor)) = info.r#type.as_ref()?.value.as_ref() else { return None };
+        let (name, elem_type) = (info.name().to_owned(), tensor.elem_type());
+        if elem_type != 0 && !element::known(elem_type) {
+            self.faults.push(Fault::ElementType { name: name.clone(), code: elem_type });
+        }
+        let shape = tensor.shape.as_ref().map(|shape| shape.dim.iter().enumerate());
+        let dims = shape.map(|shape| shape.map(|(axis, dim)| self.dim(&name, axis, dim.value.as_ref())).collect());
+        Some(ValueInfo { name, elem_type, dims })
+    }
+
+    fn dim(&mut self, name: &str, axis: usize, value: Option<&DimValue>) -> Dim {
+        match value {
+            Some(DimValue::DimValue(-1)) => {
+                self.warnings.push(Warning::MinusOne { name: name.to_owned() });
+                Dim::Unknown
+            }
+            Some(&DimValue::DimValue(dim)) => {
+                if dim < 0 {
+                    self.faults.push(Fault::NegativeDim { name: name.to_owned(), axis, dim });
+                }
+                Dim::Known(dim)
+            }
+            Some(DimValue::DimParam(param)) if !param.is_empty() => Dim::Param(param.clone()),
+            Some(DimValue::DimParam(_)) | None => Dim::Unknown,
+        }
+    }
+}

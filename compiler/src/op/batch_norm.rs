@@ -1,0 +1,192 @@
+//! Batch normalisation with the statistics of the batch at hand, and its gradient.
+//!
+//! The formulas are those of [`super::layer_norm`], with the means over all elements of a channel (batch and spatial
+//! dims) and one scale and bias a channel. The statistics carry no gradient: what arrives there is ignored. An empty
+//! batch has statistics NaN.
+
+use super::layer_norm::same;
+use super::sample::{ramp, run};
+use super::*;
+
+impl Rule for BatchNorm {
+    fn name(&self) -> &'static str {
+        "batch_norm"
+    }
+
+    fn infer(&self, inputs: &[&Fact]) -> Result<Vec<Fact>, FactError> {
+        let [x, scale, bias] = inputs else { return Err(FactError::Arity { expected: 3, got: inputs.len() }) };
+        let channels = per_channel(x)?;
+        same("the scale", scale, "one value a channel", &channels)?;
+        same("the bias", bias, "one value a channel", &channels)?;
+        Ok(vec![(*x).clone(), channels.clone(), channels.clone(), channels])
+    }
+
+    // An addition for the mean; a difference, a product and a sum for the variance; a product, a product and a sum for y.
+    fn cost(&self, inputs: &[&Fact], outputs: &[Fact]) -> Cost {
+        Cost { flops: 7.0 * elements(&outputs[0]), bytes: moved(inputs, outputs) }
+    }
+
+    // dx, dscale, dbias = BatchNormGrad(dy, x, scale, mean, rstd)
+    fn backward(&self, at: Site<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
+        let Some(dy) = at.d_outputs[0] else { return vec![None; 3] };
+        let grad = Op::BatchNormGrad(BatchNormGrad {});
+        let all = out.emit_all(grad, &[dy, at.inputs[0], at.inputs[1], at.outputs[1], at.outputs[3]]);
+        all.into_iter().zip(at.wanted).map(|(d, &wanted)| wanted.then_some(d)).collect()
+    }
+
+    fn reference(&self, inputs: &[View<'_>], outputs: &mut [ViewMut<'_>]) -> Result<(), KernelError> {
+        let [x, scale, bias] = inputs else { unreachable!("infer checks the arity") };
+        let [y, mean_out, variance_out, rstd_out] = outputs else { unreachable!("infer gives four outputs") };
+        for (c, members) in channels(x.shape).enumerate() {
+            let n = members.len() as f64;
+            let mean = members.iter().map(|&i| x.f64(i)).sum::<f64>() / n;
+            let variance = members.iter().map(|&i| (x.f64(i) - mean).powi(2)).sum::<f64>() / n;
+            let rstd = 1.0 / (variance + self.epsilon).sqrt();
+            mean_out.set_f64(c, mean);
+            variance_out.set_f64(c, variance);
+            rstd_out.set_f64(c, rstd);
+            for i in members {
+                y.set_f64(i, (x.f64(i) - mean) * rstd * scale.f64(c) + bias.f64(c));
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Rule for BatchNormGrad {
+    fn name(&self) -> &'static str {
+        "batch_norm_grad"
+    }
+
+    fn infer(&self, inputs: &[&Fact]) -> Result<Vec<Fact>, FactError> {
+        let [dy, x, scale, mean, rstd] = inputs else {
+            return Err(FactError::Arity { expected: 5, got: inputs.len() });
+        };
+        let channels = per_channel(x)?;
+        same("the output gradient", dy, "the input", x)?;
+        same("the scale", scale, "one value a channel", &channels)?;
+        same("the mean", mean, "one value a channel", &channels)?;
+        same("the reciprocal deviation", rstd, "one value a channel", &channels)?;
+        Ok(vec![(*x).clone(), channels.clone(), channels])
+    }
+
+    // Two for x̂, three for dscale and dbias, which are the two sums that dx needs as well, and five for dx.
+    fn cost(&self, inputs: &[&Fact], outputs: &[Fact]) -> Cost {
+        Cost { flops: 10.0 * elements(&outputs[0]), bytes: moved(inputs, outputs) }
+    }
+
+    // No second order, as for the layer norm.
+
+    // The scale is one number a channel, so that mean(g) = scale dbias / n and mean(g x̂) = scale dscale / n.
+    fn reference(&self, inputs: &[View<'_>], outputs: &mut [ViewMut<'_>]) -> Result<(), KernelError> {
+        let [dy, x, scale, mean, rstd] = inputs else { unreachable!("infer checks the arity") };
+        let [dx, dscale, dbias] = outputs else { unreachable!("infer gives three outputs") };
+        for (c, members) in channels(x.shape).enumerate() {
+            let n = members.len() as f64;
+            let (mean, rstd) = (mean.f64(c), rstd.f64(c));
+            let x_hat = |i: usize| (x.f64(i) - mean) * rstd;
+            let scale_sum: f64 = members.iter().map(|&i| dy.f64(i) * x_hat(i)).sum();
+            let bias_sum: f64 = members.iter().map(|&i| dy.f64(i)).sum();
+            dscale.set_f64(c, scale_sum);
+            dbias.set_f64(c, bias_sum);
+            for i in members {
+                dx.set_f64(i, rstd * scale.f64(c) * (dy.f64(i) - bias_sum / n - x_hat(i) * scale_sum / n));
+            }
+        }
+        Ok(())
+    }
+}
+
+/// The fact of scale, bias and statistics.
+fn per_channel(x: &Fact) -> Result<Fact, FactError> {
+    if !x.dtype.is_float() {
+        return Err(FactError::DType { what: "the input", expected: "a float".into(), got: x.dtype });
+    }
+    match x.shape.get(1) {
+        Some(channels) => Ok(Fact::new(x.dtype, vec![channels.clone()])),
+        None => Err(FactError::Rank { what: "the input", expected: "at least 2: batch, channels".into(), got: x.rank() }),
+    }
+}
+
+/// The flat indices of the elements of each channel, in row-major order.
+fn channels(shape: &[usize]) -> impl Iterator<Item = Vec<usize>> + use<> {
+    let (batch, count, inner) = (shape[0], shape[1], shape[2..].iter().product::<usize>());
+    (0..count).map(move |c| (0..batch * inner).map(|i| (i / inner * count + c) * inner + i % inner).collect())
+}
+
+/// Small cases.
+pub fn samples() -> Vec<Sample> {
+    let cases: [(&'static str, &[usize], f64); 4] = [
+        ("no spatial dims", &[5, 3], 1e-5),
+        ("one spatial dim", &[3, 2, 4], 1e-5),
+        ("two spatial dims", &[2, 3, 3, 2], 1e-3),
+        ("a batch of one", &[1, 2, 2, 3], 1e-5),
+    ];
+    let both = |(title, shape, epsilon): (&'static str, &[usize], f64)| {
+        let forward = BatchNorm { epsilon };
+        let inputs = vec![ramp(shape, 1), ramp(&shape[1..2], 2), ramp(&shape[1..2], 3)];
+        let saved = run(&forward, &inputs);
+        let (x, scale, dy) = (inputs[0].clone(), inputs[1].clone(), ramp(shape, 4));
+        let grad_inputs = vec![dy, x, scale, saved[1].clone(), saved[3].clone()];
+        [
+            Sample { title, op: Op::BatchNorm(forward), inputs, differentiate: vec![0, 1, 2] },
+            Sample { title, op: Op::BatchNormGrad(BatchNormGrad {}), inputs: grad_inputs, differentiate: vec![] },
+        ]
+    };
+    cases.into_iter().flat_map(both).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    // torch.nn.functional.batch_norm(x, None, None, scale, bias, True, 0.1, 1e-3) in f64, and its backward
+    #[test]
+    fn numbers_agree_with_pytorch() {
+        let x = Tensor::from_f64(&[2, 2, 2], &[1., 2., 4., 8., 3., -1., 0.5, 2.]);
+        let (scale, bias) = (Tensor::from_f64(&[2], &[2., -1.]), Tensor::from_f64(&[2], &[1., 0.5]));
+        let dy = Tensor::from_f64(&[2, 2, 2], &[1., -1., 2., 0.5, 0., 3., 1., -2.]);
+        let saved = run(&BatchNorm { epsilon: 1e-3 }, &[x.clone(), scale.clone(), bias]);
+        let y = [
+            0.6620155428718297, 2.0139533713845106, 0.36677373098794974, -1.0543064718072528, //
+            3.3658911998971917, -2.0418601141535317, 1.610218908433752, 1.077313832385551,
+        ];
+        assert_close(&saved[0], &y);
+        assert_close(&saved[1], &[1.25, 3.625]);
+        assert_close(&saved[2], &[2.1875, 7.921875]);
+        let grads = run(&BatchNormGrad {}, &[dy, x, scale, saved[1].clone(), saved[3].clone()]);
+        let dx = [
+            0.03876358178623285, -1.4682285738713794, -0.5644395459412551, 0.10579125217943554, //
+            1.080592756009051, 0.3488722360760957, -0.329329502055883, 0.7879777958177026,
+        ];
+        assert_close(&grads[0], &dx);
+        assert_close(&grads[1], &[-5.238759085486638, 1.088014530265077]);
+        assert_close(&grads[2], &[3.0, 1.5]);
+    }
+
+    #[test]
+    fn an_empty_batch_has_no_statistics() {
+        let inputs = [(&[0, 2][..]), &[2], &[2]].map(|shape| Tensor::zeros(DType::F32, shape));
+        let saved = run(&BatchNorm { epsilon: 1e-5 }, &inputs);
+        assert!(saved[1..].iter().all(|t| t.len() == 2 && t.to_f64().iter().all(|v| v.is_nan())));
+    }
+
+    #[test]
+    fn shapes_and_errors() {
+        let fact = |shape: &[Dim]| Fact::new(DType::F32, shape.to_vec());
+        let (batch, six) = (Dim::symbol("batch"), Dim::from(6i64));
+        let (x, scale) = (fact(&[batch.clone(), six.clone()]), fact(std::slice::from_ref(&six)));
+        let op = BatchNorm { epsilon: 1e-5 };
+        assert_eq!(op.infer(&[&x, &scale, &scale]).unwrap()[3].to_string(), "f32[6]");
+        let error = op.infer(&[&x, &scale, &x]).unwrap_err();
+        assert_eq!(error.to_string(), "the bias is f32[batch, 6], one value a channel is f32[6]");
+        assert!(op.infer(&[&scale, &scale, &scale]).unwrap_err().to_string().contains("at least 2"));
+    }
+
+    fn assert_close(got: &Tensor, expected: &[f64]) {
+        assert_eq!(got.len(), expected.len());
+        for (g, e) in got.to_f64().iter().zip(expected) {
+            assert!((g - e).abs() < 1e-12, "{got:?} is not {expected:?}");
+        }
+    }
+}

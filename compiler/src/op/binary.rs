@@ -1,0 +1,330 @@
+//! Elementwise functions of two inputs, broadcasting.
+
+use super::broadcast::{broadcast_shapes, stretched, sum_to};
+use super::unary::scalar;
+use super::*;
+
+impl Rule for Binary {
+    fn name(&self) -> &'static str {
+        match self {
+            Binary::Add => "add",
+            Binary::Sub => "sub",
+            Binary::Mul => "mul",
+            Binary::Div => "div",
+            Binary::Pow => "pow",
+            Binary::Max => "max",
+            Binary::Min => "min",
+            Binary::Mod => "mod",
+            Binary::And => "and",
+            Binary::Or => "or",
+            Binary::Xor => "xor",
+        }
+    }
+
+    fn infer(&self, inputs: &[&Fact]) -> Result<Vec<Fact>, FactError> {
+        let [a, b] = inputs else { return Err(FactError::Arity { expected: 2, got: inputs.len() }) };
+        let logical = matches!(self, Binary::And | Binary::Or | Binary::Xor);
+        if logical != (a.dtype == DType::Bool) {
+            let expected = if logical { "bool" } else { "a number" };
+            return Err(FactError::DType { what: "the first input", expected: expected.into(), got: a.dtype });
+        }
+        if a.dtype != b.dtype {
+            let expected = format!("{}, as the first", a.dtype);
+            return Err(FactError::DType { what: "the second input", expected, got: b.dtype });
+        }
+        Ok(vec![Fact::new(a.dtype, broadcast_shapes(&a.shape, &b.shape)?)])
+    }
+
+    fn cost(&self, inputs: &[&Fact], outputs: &[Fact]) -> Cost {
+        // As for the unary functions: what a vector library spends. A power is a logarithm and an exponential.
+        let flops = match self {
+            Binary::Div => 2.0,
+            Binary::Mod => 4.0,
+            Binary::Pow => 32.0,
+            _ => 1.0,
+        };
+        Cost { flops: flops * elements(&outputs[0]), bytes: moved(inputs, outputs) }
+    }
+
+    fn backward(&self, at: Site<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
+        let (a, b, y, dy) = (at.inputs[0], at.inputs[1], at.outputs[0], at.dy());
+        let (fact_a, fact_b) = (out.fact(a), out.fact(b));
+        let dtype = fact_a.dtype;
+        if !dtype.is_float() {
+            return vec![None, None];
+        }
+        let binary = |out: &mut dyn Emit, op, a, b| out.emit(Op::Binary(op), &[a, b]);
+        let neg = |out: &mut dyn Emit, x| out.emit(Op::Unary(Unary::Neg), &[x]);
+        let select = |out: &mut dyn Emit, c, a, b| out.emit(Op::Select(Select {}), &[c, a, b]);
+        // Before the sums over stretched axes.
+        let da = at.wanted[0].then(|| match self {
+            Binary::Add | Binary::Sub => dy,
+            // da = dy b
+            Binary::Mul => binary(out, Binary::Mul, dy, b),
+            // da = dy / b
+            Binary::Div => binary(out, Binary::Div, dy, b),
+            // da = b ≠ 0 ? dy b a^(b-1) : 0, so that 0·0^(-1) is no NaN
+            Binary::Pow => {
+                let (zero, one) = (out.emit(scalar(dtype, 0.0), &[]), out.emit(scalar(dtype, 1.0), &[]));
+                let less = binary(out, Binary::Sub, b, one);
+                let power = binary(out, Binary::Pow, a, less);
+                let slope = binary(out, Binary::Mul, b, power);
+                let flat = out.emit(Op::Compare(Compare::Equal), &[b, zero]);
+                let guarded = select(out, flat, zero, slope);
+                binary(out, Binary::Mul, dy, guarded)
+            }
+            // da = a wins ? dy : 0
+            Binary::Max | Binary::Min => {
+                let (wins, zero) = (first_wins(*self, a, b, out), out.emit(scalar(dtype, 0.0), &[]));
+                select(out, wins, dy, zero)
+            }
+            // y = a - b ⌊a/b⌋ has slope 1 in a wherever it has a slope
+            Binary::Mod => dy,
+            Binary::And | Binary::Or | Binary::Xor => unreachable!("logic is on bool, which has returned above"),
+        });
+        let db = at.wanted[1].then(|| match self {
+            Binary::Add => dy,
+            Binary::Sub => neg(out, dy),
+            // db = dy a
+            Binary::Mul => binary(out, Binary::Mul, dy, a),
+            // db = -dy y / b
+            Binary::Div => {
+                let dy_y = binary(out, Binary::Mul, dy, y);
+                let slope = binary(out, Binary::Div, dy_y, b);
+                neg(out, slope)
+            }
+            // db = a > 0 ? dy y log(a) : 0; elsewhere the logarithm is NaN or infinite
+            Binary::Pow => {
+                let zero = out.emit(scalar(dtype, 0.0), &[]);
+                let log = out.emit(Op::Unary(Unary::Log), &[a]);
+                let slope = binary(out, Binary::Mul, y, log);
+                let positive = out.emit(Op::Compare(Compare::Less), &[zero, a]);
+                let guarded = select(out, positive, slope, zero);
+                binary(out, Binary::Mul, dy, guarded)
+            }
+            // db = a wins ? 0 : dy
+            Binary::Max | Binary::Min => {
+                let (wins, zero) = (first_wins(*self, a, b, out), out.emit(scalar(dtype, 0.0), &[]));
+                select(out, wins, zero, dy)
+            }
+            // db = -dy ⌊a/b⌋
+            Binary::Mod => {
+                let ratio = binary(out, Binary::Div, a, b);
+                let times = out.emit(Op::Unary(Unary::Floor), &[ratio]);
+                let slope = binary(out, Binary::Mul, dy, times);
+                neg(out, slope)
+            }
+            Binary::And | Binary::Or | Binary::Xor => unreachable!("logic is on bool, which has returned above"),
+        });
+        vec![da.map(|d| sum_to(out, d, &fact_a)), db.map(|d| sum_to(out, d, &fact_b))]
+    }
+
+    fn reference(&self, inputs: &[View<'_>], outputs: &mut [ViewMut<'_>]) -> Result<(), KernelError> {
+        let (a, b, y) = (&inputs[0], &inputs[1], &mut outputs[0]);
+        for (i, (ia, ib)) in stretched(a.shape, y.shape).zip(stretched(b.shape, y.shape)).enumerate() {
+            match a.dtype {
+                DType::Bool => y.set_bool(i, logic(*self, a.bool(ia), b.bool(ib))),
+                DType::U64 => y.set_i64(i, apply_u64(*self, a.i64(ia) as u64, b.i64(ib) as u64) as i64),
+                d if d.is_float() => y.set_f64(i, apply(*self, a.f64(ia), b.f64(ib))),
+                _ => y.set_i64(i, apply_i64(*self, a.i64(ia), b.i64(ib))),
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Where `a` is what [`Binary::Max`] or [`Binary::Min`] chose; a tie is its.
+fn first_wins(op: Binary, a: Value, b: Value, out: &mut dyn Emit) -> Value {
+    let order = if op == Binary::Max { [b, a] } else { [a, b] };
+    out.emit(Op::Compare(Compare::LessEqual), &order)
+}
+
+/// The function on two floats.
+pub fn apply(op: Binary, a: f64, b: f64) -> f64 {
+    match op {
+        Binary::Add => a + b,
+        Binary::Sub => a - b,
+        Binary::Mul => a * b,
+        Binary::Div => a / b,
+        Binary::Pow => a.powf(b),
+        // Not `f64::max`: NaN must stay NaN, so that a broken run shows itself.
+        Binary::Max if a.is_nan() || a >= b => a,
+        Binary::Min if a.is_nan() || a <= b => a,
+        Binary::Max | Binary::Min => b,
+        Binary::Mod => match a % b {
+            0.0 => 0.0f64.copysign(b),
+            rest if (rest < 0.0) != (b < 0.0) => rest + b,
+            rest => rest,
+        },
+        Binary::And | Binary::Or | Binary::Xor => logic(op, a != 0.0, b != 0.0) as u8 as f64,
+    }
+}
+
+/// The function on two whole numbers. Overflow wraps; the rest of a division by zero is 0, as the quotient is.
+pub fn apply_i64(op: Binary, a: i64, b: i64) -> i64 {
+    match op {
+        Binary::Add => a.wrapping_add(b),
+        Binary::Sub => a.wrapping_sub(b),
+        Binary::Mul => a.wrapping_mul(b),
+        Binary::Div if b == 0 => 0,
+        Binary::Div => a.wrapping_div(b),
+        // 1/a^|b| truncates to 0 unless a is 1 or -1.
+        Binary::Pow if b < 0 => match a {
+            1 => 1,
+            -1 => 1 - 2 * (b & 1),
+            _ => 0,
+        },
+        Binary::Pow => power(a as u64, b as u64) as i64,
+        Binary::Max => a.max(b),
+        Binary::Min => a.min(b),
+        Binary::Mod if b == 0 => 0,
+        Binary::Mod => match a.wrapping_rem(b) {
+            rest if rest != 0 && (rest < 0) != (b < 0) => rest + b,
+            rest => rest,
+        },
+        Binary::And | Binary::Or | Binary::Xor => logic(op, a != 0, b != 0) as i64,
+    }
+}
+
+/// [`apply_i64`] for numbers that use the 64th bit.
+pub fn apply_u64(op: Binary, a: u64, b: u64) -> u64 {
+    match op {
+        Binary::Div => a.checked_div(b).unwrap_or(0),
+        Binary::Mod => a.checked_rem(b).unwrap_or(0),
+        Binary::Pow => power(a, b),
+        Binary::Max => a.max(b),
+        Binary::Min => a.min(b),
+        // The same bits, signed or not.
+        _ => apply_i64(op, a as i64, b as i64) as u64,
+    }
+}
+
+fn logic(op: Binary, a: bool, b: bool) -> bool {
+    match op {
+        Binary::And => a && b,
+        Binary::Or => a || b,
+        _ => a != b,
+    }
+}
+
+/// `base^exponent` modulo 2⁶⁴, which serves two's complement as well.
+fn power(mut base: u64, mut exponent: u64) -> u64 {
+    let mut product = 1u64;
+    while exponent > 0 {
+        if exponent & 1 == 1 {
+            product = product.wrapping_mul(base);
+        }
+        base = base.wrapping_mul(base);
+        exponent >>= 1;
+    }
+    product
+}
+
+/// Small cases.
+pub fn samples() -> Vec<Sample> {
+    use Binary::*;
+    let sample = |title, op, a: &Tensor, b: &Tensor| Sample {
+        title,
+        op: Op::Binary(op),
+        inputs: vec![a.clone(), b.clone()],
+        differentiate: if a.dtype().is_float() { vec![0, 1] } else { vec![] },
+    };
+    let a = Tensor::from_f32(&[2, 3], &[1.5, -2.3, 0.7, 3.1, -0.4, 2.2]);
+    let b = Tensor::from_f32(&[2, 3], &[-0.9, 1.1, 2.6, 0.8, -1.7, 3.4]);
+    let row = Tensor::from_f32(&[3], &[0.6, -1.2, 2.9]);
+    let column = Tensor::from_f32(&[2, 1], &[1.9, -0.8]);
+    let number = Tensor::from_f32(&[], &[1.3]);
+    let bases = Tensor::from_f32(&[2, 3], &[0.5, 1.2, 2.0, 3.5, 0.1, 1.0]);
+    let whole = Tensor::from_i64(&[6], &[7, -7, 7, -7, 6, i64::MIN]);
+    let by = Tensor::from_i64(&[6], &[2, 2, -2, -2, 0, -1]);
+    let large = Tensor::new(DType::U64, vec![2], [u64::MAX, 5].map(u64::to_le_bytes).concat().into())
+        .expect("two numbers of eight bytes");
+    let small = Tensor::from_i64(&[2], &[2, 7]).cast(DType::U64);
+    let (bytes, more) = (Tensor::from_i64(&[3], &[250, 3, 9]).cast(DType::U8), Tensor::from_i64(&[3], &[10, 7, 0]));
+    let more = more.cast(DType::U8);
+    let (p, q) = ([true, true, false, false], [true, false, true, false]);
+    let (p, q) = (Tensor::from_bool(&[2, 2], &p), Tensor::from_bool(&[2, 2], &q));
+
+    let mut all = Vec::new();
+    for op in [Add, Sub, Mul, Div, Max, Min, Mod] {
+        all.push(sample("equal shapes", op, &a, &b));
+        all.push(sample("a row on the right", op, &a, &row));
+        all.push(sample("a column on the left", op, &column, &a));
+        all.push(sample("both stretched", op, &column, &row));
+        all.push(sample("integers", op, &whole, &by));
+        all.push(sample("unsigned", op, &large, &small));
+        all.push(sample("bytes", op, &bytes, &more));
+    }
+    all.push(sample("two scalars", Mul, &number, &number));
+    all.push(sample("a scalar", Add, &a, &number));
+    all.push(sample("nothing", Add, &Tensor::zeros(DType::F32, &[0, 3]), &row));
+    all.push(sample("half precision", Mul, &a.cast(DType::F16), &b.cast(DType::F16)));
+    all.push(sample("brain floats", Add, &a.cast(DType::Bf16), &row.cast(DType::Bf16)));
+    all.push(sample("double precision", Div, &a.cast(DType::F64), &b.cast(DType::F64)));
+    all.push(sample("positive bases", Pow, &bases, &b));
+    all.push(sample("a base of its own", Pow, &number, &b));
+    // An exponent that is whole, so that a negative base has a power; only the base has a slope then.
+    let square = Sample { differentiate: vec![0], ..sample("a square", Pow, &a, &Tensor::from_f32(&[], &[2.0])) };
+    all.push(square);
+    all.push(sample(
+        "integers",
+        Pow,
+        &Tensor::from_i64(&[4], &[3, -2, -1, 0]),
+        &Tensor::from_i64(&[4], &[4, 3, -3, 0]),
+    ));
+    for op in [And, Or, Xor] {
+        all.push(sample("truth table", op, &p, &q));
+        all.push(sample("stretched truth", op, &p, &Tensor::from_bool(&[], &[true])));
+    }
+    all
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_rest_has_the_sign_of_the_divisor() {
+        // What Python prints for `a % b`.
+        for (a, b, rest) in [(7, 3, 1), (-7, 3, 2), (7, -3, -2), (-7, -3, -1), (6, -3, 0)] {
+            assert_eq!(apply_i64(Binary::Mod, a, b), rest);
+            assert_eq!(apply(Binary::Mod, a as f64, b as f64), rest as f64);
+        }
+        assert_eq!(apply(Binary::Mod, -1.0, f64::INFINITY), f64::INFINITY);
+        assert!(apply(Binary::Mod, 1.0, 0.0).is_nan());
+        assert!(apply(Binary::Mod, 6.0, -3.0).is_sign_negative());
+    }
+
+    #[test]
+    fn integers_never_trap() {
+        assert_eq!(apply_i64(Binary::Div, i64::MIN, -1), i64::MIN);
+        assert_eq!(apply_i64(Binary::Mod, i64::MIN, -1), 0);
+        assert_eq!(apply_i64(Binary::Div, -7, 2), -3);
+        assert_eq!((apply_i64(Binary::Div, 5, 0), apply_i64(Binary::Mod, 5, 0)), (0, 0));
+        assert_eq!((apply_u64(Binary::Div, 5, 0), apply_u64(Binary::Mod, 5, 0)), (0, 0));
+        assert_eq!(apply_u64(Binary::Div, u64::MAX, 2), u64::MAX / 2);
+        assert_eq!(apply_u64(Binary::Max, u64::MAX, 2), u64::MAX);
+        assert_eq!((apply_i64(Binary::Pow, -1, -3), apply_i64(Binary::Pow, -1, -4)), (-1, 1));
+        assert_eq!((apply_i64(Binary::Pow, 2, -1), apply_i64(Binary::Pow, -2, 3)), (0, -8));
+        assert_eq!(
+            apply_i64(Binary::Pow, 3, i64::MAX),
+            3i64.wrapping_pow(u32::MAX).wrapping_mul(power(3, i64::MAX as u64 - u32::MAX as u64) as i64)
+        );
+    }
+
+    #[test]
+    fn nan_wins() {
+        for op in [Binary::Max, Binary::Min] {
+            assert!(apply(op, f64::NAN, 1.0).is_nan() && apply(op, 1.0, f64::NAN).is_nan());
+        }
+    }
+
+    #[test]
+    fn element_types_must_agree() {
+        let (f, i, b) = (Fact::of(DType::F32, &[]), Fact::of(DType::I64, &[]), Fact::of(DType::Bool, &[]));
+        assert!(Binary::Add.infer(&[&f, &i]).is_err());
+        assert!(Binary::Add.infer(&[&b, &b]).is_err());
+        assert!(Binary::And.infer(&[&i, &i]).is_err());
+        assert_eq!(Binary::Xor.infer(&[&b, &b]), Ok(vec![b]));
+    }
+}

@@ -1,0 +1,200 @@
+//! Broadcasting: the rule that every elementwise op shares, its reverse for gradients, and the op that only stretches.
+
+use super::*;
+use crate::tensor::view::strides;
+
+impl Rule for Broadcast {
+    fn name(&self) -> &'static str {
+        "broadcast"
+    }
+
+    fn infer(&self, inputs: &[&Fact]) -> Result<Vec<Fact>, FactError> {
+        let [x] = inputs else { return Err(FactError::Arity { expected: 1, got: inputs.len() }) };
+        check_sizes("broadcast", &self.shape)?;
+        if broadcast_shapes(&x.shape, &self.shape)? != self.shape {
+            return Err(FactError::Mismatch {
+                left_name: "the input shape",
+                left: shape_text(&x.shape),
+                right_name: "the shape to stretch to",
+                right: shape_text(&self.shape),
+            });
+        }
+        Ok(vec![Fact::new(x.dtype, self.shape.clone())])
+    }
+
+    fn cost(&self, inputs: &[&Fact], outputs: &[Fact]) -> Cost {
+        Cost { flops: 0.0, bytes: moved(inputs, outputs) }
+    }
+
+    // dx = Σ dy over the stretched axes
+    fn backward(&self, at: Site<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
+        let x = out.fact(at.inputs[0]);
+        if !x.dtype.is_float() {
+            return vec![None];
+        }
+        let dy = at.dy();
+        vec![Some(sum_to(out, dy, &x))]
+    }
+
+    fn reference(&self, inputs: &[View<'_>], outputs: &mut [ViewMut<'_>]) -> Result<(), KernelError> {
+        let (x, y) = (&inputs[0], &mut outputs[0]);
+        let from = stretched(x.shape, y.shape);
+        copy_elements(x, y, from);
+        Ok(())
+    }
+}
+
+/// The shape of an elementwise op over two operands, as NumPy has it: shapes are aligned at the right, and a dim of 1
+/// stretches. Symbolic dims agree when they are the same polynomial.
+pub fn broadcast_shapes(a: &[Dim], b: &[Dim]) -> Result<Vec<Dim>, FactError> {
+    let rank = a.len().max(b.len());
+    let one = Dim::Known(1);
+    (0..rank)
+        .map(|axis| {
+            // Axes to the left of a shape count as 1.
+            let da = (axis + a.len()).checked_sub(rank).map_or(&one, |i| &a[i]);
+            let db = (axis + b.len()).checked_sub(rank).map_or(&one, |i| &b[i]);
+            match (da == db || db.is(1), da.is(1)) {
+                (true, _) => Ok(da.clone()),
+                (false, true) => Ok(db.clone()),
+                (false, false) => Err(FactError::Mismatch {
+                    left_name: "one shape",
+                    left: shape_text(a),
+                    right_name: "the other",
+                    right: format!("{}, which does not broadcast with it", shape_text(b)),
+                }),
+            }
+        })
+        .collect()
+}
+
+/// The gradient of an operand from the gradient `value` of what it was broadcast to: the sum over the stretched axes,
+/// with the shape of `like`. Where nothing was stretched, `value` itself.
+pub fn sum_to(out: &mut dyn Emit, value: Value, like: &Fact) -> Value {
+    let from = out.fact(value);
+    if from.shape == like.shape {
+        return value;
+    }
+    let added = from.rank() - like.rank();
+    let axes: Vec<usize> = (0..from.rank())
+        .filter(|&axis| !from.shape[axis].is(1) && (axis < added || like.shape[axis - added].is(1)))
+        .collect();
+    let mut sum = value;
+    if !axes.is_empty() {
+        sum = out.emit(Op::Reduce(Reduce { kind: ReduceKind::Sum, axes, keep: true }), &[sum]);
+    }
+    if added > 0 {
+        sum = out.emit(Op::Reshape(Reshape { shape: like.shape.clone() }), &[sum]);
+    }
+    sum
+}
+
+/// `[batch, 3]`, as shapes stand in messages.
+pub fn shape_text(shape: &[Dim]) -> String {
+    let dims: Vec<String> = shape.iter().map(Dim::to_string).collect();
+    format!("[{}]", dims.join(", "))
+}
+
+/// Refuses a shape attribute with a size below zero.
+pub fn check_sizes(op: &str, shape: &[Dim]) -> Result<(), FactError> {
+    if shape.iter().any(|d| d.known().is_some_and(|v| v < 0)) {
+        return Err(FactError::Attribute(format!("{op} to {}, which has a negative size", shape_text(shape))));
+    }
+    Ok(())
+}
+
+/// For every element of `out`, in order, the element of an operand of this `shape` that is stretched to it.
+pub fn stretched(shape: &[usize], out: &[usize]) -> impl Iterator<Item = usize> + use<> {
+    let added = out.len() - shape.len();
+    let own = strides(shape);
+    let steps: Vec<isize> = (0..out.len())
+        .map(|axis| if axis < added || shape[axis - added] == 1 { 0 } else { own[axis - added] as isize })
+        .collect();
+    walk(0, &steps, out)
+}
+
+/// The offset `base + Σ index·step` of every index of `shape`, in row-major order. All that moves elements is such a
+/// walk: a transpose permutes the steps, a broadcast has steps of 0, a flip has negative ones.
+pub fn walk(base: usize, steps: &[isize], shape: &[usize]) -> impl Iterator<Item = usize> + use<> {
+    let count: usize = shape.iter().product();
+    let axes: Vec<(usize, usize, isize)> =
+        strides(shape).into_iter().zip(shape).zip(steps).map(|((row, &dim), &step)| (row, dim, step)).collect();
+    (0..count).map(move |flat| {
+        let offset: isize = axes.iter().map(|&(row, dim, step)| (flat / row % dim) as isize * step).sum();
+        base.wrapping_add_signed(offset)
+    })
+}
+
+/// Writes `y`, element after element, from the elements of `x` at these offsets. Both have one element type; the bytes
+/// are moved as they are.
+pub fn copy_elements(x: &View<'_>, y: &mut ViewMut<'_>, offsets: impl Iterator<Item = usize>) {
+    let size = x.dtype.size();
+    for (to, from) in y.bytes_mut().chunks_exact_mut(size).zip(offsets) {
+        to.copy_from_slice(&x.bytes()[from * size..(from + 1) * size]);
+    }
+}
+
+/// Small cases.
+pub fn samples() -> Vec<Sample> {
+    let sample = |title, shape: &[i64], x: Tensor| Sample {
+        title,
+        op: Op::Broadcast(Broadcast { shape: shape.iter().map(|&d| Dim::from(d)).collect() }),
+        differentiate: if x.dtype().is_float() { vec![0] } else { vec![] },
+        inputs: vec![x],
+    };
+    vec![
+        sample("a scalar", &[2, 3], Tensor::from_f32(&[], &[1.5])),
+        sample("a row", &[2, 3], Tensor::from_f32(&[3], &[1.0, -2.0, 0.5])),
+        sample("a column", &[2, 3], Tensor::from_f32(&[2, 1], &[1.0, -2.0])),
+        sample("inner and outer", &[2, 2, 3, 2], Tensor::from_f32(&[2, 1, 2], &[1.0, -2.0, 0.5, 3.0])),
+        sample("ones stay", &[1, 2, 1], Tensor::from_f32(&[2, 1], &[1.0, -2.0])),
+        sample("nothing to stretch", &[2], Tensor::from_f32(&[2], &[4.0, 5.0])),
+        sample("a scalar to a scalar", &[], Tensor::from_f32(&[], &[4.0])),
+        sample("to nothing", &[0, 3], Tensor::from_f32(&[3], &[4.0, 5.0, 6.0])),
+        sample("integers", &[2, 2], Tensor::from_i64(&[2], &[i64::MIN, 7])),
+        sample("bytes", &[2, 2], Tensor::from_i64(&[2, 1], &[255, 7]).cast(DType::U8)),
+        sample("truth", &[3], Tensor::from_bool(&[1], &[true])),
+    ]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn shape(text: &str) -> Vec<Dim> {
+        text.split_whitespace().map(|d| Dim::parse(d).unwrap()).collect()
+    }
+
+    #[test]
+    fn shapes_align_at_the_right() {
+        for (a, b, y) in [
+            ("", "", ""),
+            ("2 3", "", "2 3"),
+            ("2 1", "3", "2 3"),
+            ("3", "2 1", "2 3"),
+            ("batch 1 4", "8 1", "batch 8 4"),
+            ("batch 4", "batch 1", "batch 4"),
+            ("0", "1", "0"),
+        ] {
+            assert_eq!(broadcast_shapes(&shape(a), &shape(b)), Ok(shape(y)), "[{a}] with [{b}]");
+        }
+    }
+
+    #[test]
+    fn what_does_not_agree_is_told_with_both_shapes() {
+        let error = broadcast_shapes(&shape("batch 2"), &shape("8 2")).unwrap_err().to_string();
+        assert_eq!(error, "one shape is [batch, 2], the other is [8, 2], which does not broadcast with it");
+        assert!(broadcast_shapes(&shape("0"), &shape("2")).is_err());
+    }
+
+    #[test]
+    fn broadcast_never_shrinks() {
+        let infer = |from: &str, to: &str| {
+            Broadcast { shape: shape(to) }.infer(&[&Fact::new(DType::F32, shape(from))]).map(|f| f[0].shape.clone())
+        };
+        assert_eq!(infer("batch 1", "4 batch 3"), Ok(shape("4 batch 3")));
+        assert!(infer("2 3", "3").is_err());
+        assert!(infer("2 3", "2 1").is_err());
+        assert!(infer("1", "-1").is_err());
+    }
+}

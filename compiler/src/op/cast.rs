@@ -1,0 +1,71 @@
+//! Conversion between element types.
+
+use super::*;
+
+impl Rule for Cast {
+    fn name(&self) -> &'static str {
+        "cast"
+    }
+
+    fn infer(&self, inputs: &[&Fact]) -> Result<Vec<Fact>, FactError> {
+        let [x] = inputs else { return Err(FactError::Arity { expected: 1, got: inputs.len() }) };
+        Ok(vec![Fact::new(self.to, x.shape.clone())])
+    }
+
+    // dx = dy as the element type of x; whole numbers have no slope
+    fn backward(&self, at: Site<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
+        let to = out.fact(at.inputs[0]).dtype;
+        if !to.is_float() || !self.to.is_float() {
+            return vec![None];
+        }
+        vec![Some(out.emit(Op::Cast(Cast { to }), &[at.dy()]))]
+    }
+
+    fn reference(&self, inputs: &[View<'_>], outputs: &mut [ViewMut<'_>]) -> Result<(), KernelError> {
+        let (x, y) = (&inputs[0], &mut outputs[0]);
+        for i in 0..x.len() {
+            y.copy_from(i, x, i);
+        }
+        Ok(())
+    }
+}
+
+/// Small cases.
+pub fn samples() -> Vec<Sample> {
+    let floats = || Tensor::from_f32(&[2, 3], &[0.0, 1.5, -2.7, 100.25, -0.1, 3.0]);
+    let integers = || Tensor::from_i64(&[4], &[0, -1, 300, 7]);
+    let sample = |title, x: Tensor, to| Sample {
+        title,
+        op: Op::Cast(Cast { to }),
+        // Narrower results round, which a finite difference would see.
+        differentiate: if x.dtype().is_float() && to == DType::F64 { vec![0] } else { vec![] },
+        inputs: vec![x],
+    };
+    let mut all = vec![
+        sample("a scalar", Tensor::from_f32(&[], &[2.5]), DType::F64),
+        sample("wider", floats(), DType::F64),
+        sample("floats truncate", floats(), DType::I64),
+        sample("truth of floats", floats(), DType::Bool),
+        sample("integers wrap", integers(), DType::U8),
+        sample("integers are floats", integers(), DType::F32),
+        sample("truth of integers", integers(), DType::Bool),
+        sample("truth is a number", Tensor::from_bool(&[2], &[true, false]), DType::F32),
+        sample("the 64th bit", Tensor::from_i64(&[1], &[-1]).cast(DType::U64), DType::F32),
+        sample("nothing", Tensor::zeros(DType::F32, &[0]), DType::I32),
+    ];
+    all.extend([DType::F32, DType::F16, DType::Bf16].map(|to| sample("between floats", floats(), to)));
+    let bytes = integers().cast(DType::U8);
+    all.extend([DType::I8, DType::I16, DType::I32, DType::U64].map(|to| sample("from bytes", bytes.clone(), to)));
+    all
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_shape_stays() {
+        let x = Fact::new(DType::F32, vec![Dim::symbol("batch"), Dim::Known(3)]);
+        assert_eq!(Cast { to: DType::I64 }.infer(&[&x]), Ok(vec![Fact::new(DType::I64, x.shape.clone())]));
+    }
+}

@@ -1,0 +1,97 @@
+//! Elementwise comparisons, broadcasting.
+
+use super::broadcast::{broadcast_shapes, stretched};
+use super::*;
+
+impl Rule for Compare {
+    fn name(&self) -> &'static str {
+        match self {
+            Compare::Equal => "equal",
+            Compare::Less => "less",
+            Compare::LessEqual => "less_equal",
+        }
+    }
+
+    fn infer(&self, inputs: &[&Fact]) -> Result<Vec<Fact>, FactError> {
+        let [a, b] = inputs else { return Err(FactError::Arity { expected: 2, got: inputs.len() }) };
+        if a.dtype != b.dtype {
+            let expected = format!("{}, as the first", a.dtype);
+            return Err(FactError::DType { what: "the second input", expected, got: b.dtype });
+        }
+        Ok(vec![Fact::new(DType::Bool, broadcast_shapes(&a.shape, &b.shape)?)])
+    }
+
+    fn reference(&self, inputs: &[View<'_>], outputs: &mut [ViewMut<'_>]) -> Result<(), KernelError> {
+        let (a, b, y) = (&inputs[0], &inputs[1], &mut outputs[0]);
+        for (i, (ia, ib)) in stretched(a.shape, y.shape).zip(stretched(b.shape, y.shape)).enumerate() {
+            let truth = match a.dtype {
+                d if d.is_float() => holds(*self, &a.f64(ia), &b.f64(ib)),
+                DType::U64 => holds(*self, &(a.i64(ia) as u64), &(b.i64(ib) as u64)),
+                _ => holds(*self, &a.i64(ia), &b.i64(ib)),
+            };
+            y.set_bool(i, truth);
+        }
+        Ok(())
+    }
+}
+
+fn holds<T: PartialOrd>(op: Compare, a: &T, b: &T) -> bool {
+    match op {
+        Compare::Equal => a == b,
+        Compare::Less => a < b,
+        Compare::LessEqual => a <= b,
+    }
+}
+
+/// Small cases.
+pub fn samples() -> Vec<Sample> {
+    let sample = |title, op, a: Tensor, b: Tensor| Sample {
+        title,
+        op: Op::Compare(op),
+        inputs: vec![a, b],
+        differentiate: vec![],
+    };
+    // The 64th bit: a signed comparison would have these in the wrong order.
+    let large = || {
+        let bytes = [u64::MAX, 3].map(u64::to_le_bytes).concat();
+        Tensor::new(DType::U64, vec![2], bytes.into()).expect("two numbers of eight bytes")
+    };
+    let mut all = Vec::new();
+    for op in [Compare::Equal, Compare::Less, Compare::LessEqual] {
+        let a = || Tensor::from_f32(&[2, 3], &[1.0, 2.0, 3.0, -1.0, f32::NAN, f32::INFINITY]);
+        all.push(sample("floats", op, a(), Tensor::from_f32(&[2, 3], &[1.0, 3.0, 2.0, -2.0, f32::NAN, f32::INFINITY])));
+        all.push(sample("a row", op, a(), Tensor::from_f32(&[3], &[1.0, 1.5, 4.0])));
+        all.push(sample("a scalar on the left", op, Tensor::from_f32(&[], &[1.0]), a()));
+        // Neighbours that are one number as f64.
+        let (near, next) = (i64::MAX - 1, i64::MAX);
+        all.push(sample("integers", op, Tensor::from_i64(&[2], &[near, -3]), Tensor::from_i64(&[2], &[next, -3])));
+        all.push(sample("unsigned", op, large(), Tensor::from_i64(&[2], &[1, 3]).cast(DType::U64)));
+        let bytes = |v: &[i64]| Tensor::from_i64(&[v.len()], v).cast(DType::U8);
+        all.push(sample("bytes", op, bytes(&[200, 7, 0]), bytes(&[100, 7, 1])));
+        all.push(sample(
+            "truth",
+            op,
+            Tensor::from_bool(&[2, 1], &[true, false]),
+            Tensor::from_bool(&[2], &[true, false]),
+        ));
+    }
+    all
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn numbers_compare_exactly_in_every_type() {
+        let less = |a: Tensor, b: Tensor| {
+            let mut bytes = vec![9];
+            Compare::Less.reference(&[a.view(), b.view()], &mut [ViewMut::new(DType::Bool, &[1], &mut bytes)]).unwrap();
+            bytes[0] == 1
+        };
+        assert!(less(Tensor::from_i64(&[1], &[i64::MAX - 1]), Tensor::from_i64(&[1], &[i64::MAX])));
+        let huge = Tensor::new(DType::U64, vec![1], u64::MAX.to_le_bytes().to_vec().into()).unwrap();
+        assert!(!less(huge.clone(), Tensor::from_i64(&[1], &[1]).cast(DType::U64)));
+        assert!(!less(Tensor::from_f32(&[1], &[f32::NAN]), Tensor::from_f32(&[1], &[1.0])));
+    }
+}

@@ -1,0 +1,121 @@
+//! Tensors one behind the other.
+
+use super::broadcast::shape_text;
+use super::*;
+
+impl Rule for Concat {
+    fn name(&self) -> &'static str {
+        "concat"
+    }
+
+    fn infer(&self, inputs: &[&Fact]) -> Result<Vec<Fact>, FactError> {
+        let Some((first, rest)) = inputs.split_first() else { return Err(FactError::Arity { expected: 1, got: 0 }) };
+        if self.axis >= first.rank() {
+            return Err(FactError::Axis { axis: self.axis, rank: first.rank() });
+        }
+        let mut y = (*first).clone();
+        for x in rest {
+            if x.dtype != y.dtype {
+                let expected = format!("{}, as the first", y.dtype);
+                return Err(FactError::DType { what: "an input", expected, got: x.dtype });
+            }
+            let agrees = |axis: usize| axis == self.axis || x.shape[axis] == first.shape[axis];
+            if x.rank() != first.rank() || !(0..x.rank()).all(agrees) {
+                return Err(FactError::Mismatch {
+                    left_name: "the first input's shape",
+                    left: shape_text(&first.shape),
+                    right_name: "another's",
+                    right: format!("{}, which does not fit along axis {}", shape_text(&x.shape), self.axis),
+                });
+            }
+            y.shape[self.axis] = y.shape[self.axis].add(&x.shape[self.axis])?;
+        }
+        Ok(vec![y])
+    }
+
+    fn cost(&self, inputs: &[&Fact], outputs: &[Fact]) -> Cost {
+        Cost { flops: 0.0, bytes: moved(inputs, outputs) }
+    }
+
+    // dx_i = its part of dy
+    fn backward(&self, at: Site<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
+        let dy = at.dy();
+        let y = out.fact(dy);
+        if !y.dtype.is_float() {
+            return vec![None; at.inputs.len()];
+        }
+        let mut offset = Dim::Known(0);
+        let mut gradients = Vec::new();
+        for (&input, wanted) in at.inputs.iter().zip(at.wanted) {
+            let x = out.fact(input);
+            let next = offset.add(&x.shape[self.axis]).expect("infer has added up the same dims");
+            gradients.push(wanted.then(|| {
+                let mut begin = vec![Dim::Known(0); x.rank()];
+                begin[self.axis] = offset.clone();
+                let mut end = x.shape.clone();
+                end[self.axis] = next.clone();
+                out.emit(Op::Slice(Slice { begin, end, step: vec![1; x.rank()] }), &[dy])
+            }));
+            offset = next;
+        }
+        gradients
+    }
+
+    fn reference(&self, inputs: &[View<'_>], outputs: &mut [ViewMut<'_>]) -> Result<(), KernelError> {
+        let y = &mut outputs[0];
+        let outer: usize = y.shape[..self.axis].iter().product();
+        let y = y.bytes_mut();
+        let mut at = 0;
+        for row in 0..outer {
+            for x in inputs {
+                // The elements of one input below one index of the outer axes lie together.
+                let run = x.bytes().len() / outer;
+                y[at..at + run].copy_from_slice(&x.bytes()[row * run..(row + 1) * run]);
+                at += run;
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Small cases.
+pub fn samples() -> Vec<Sample> {
+    let sample = |title, axis, inputs: Vec<Tensor>| Sample {
+        title,
+        op: Op::Concat(Concat { axis }),
+        differentiate: if inputs[0].dtype().is_float() { (0..inputs.len()).collect() } else { vec![] },
+        inputs,
+    };
+    let a = || Tensor::from_f32(&[2, 3], &[1.0, 2.0, 3.0, 4.0, 5.0, 6.0]);
+    let row = || Tensor::from_f32(&[1, 3], &[7.0, 8.0, 9.0]);
+    let pair = || Tensor::from_f32(&[2, 2], &[-1.0, -2.0, -3.0, -4.0]);
+    let deep = |size: usize| Tensor::from_f32(&[2, size, 2], &(0..4 * size).map(|i| i as f32).collect::<Vec<_>>());
+    vec![
+        sample("rows", 0, vec![a(), row()]),
+        sample("columns", 1, vec![a(), pair()]),
+        sample("three in the middle", 1, vec![deep(1), deep(2), deep(3)]),
+        sample("one alone", 1, vec![a()]),
+        sample("nothing among them", 1, vec![a(), Tensor::zeros(DType::F32, &[2, 0]), pair()]),
+        sample("nothing at all", 1, vec![Tensor::zeros(DType::F32, &[0, 2]), Tensor::zeros(DType::F32, &[0, 1])]),
+        sample("integers", 0, vec![Tensor::from_i64(&[1], &[i64::MAX]), Tensor::from_i64(&[2], &[2, 3])]),
+        sample("bytes", 0, vec![row().cast(DType::U8), a().cast(DType::U8)]),
+        sample("truth", 0, vec![Tensor::from_bool(&[1], &[true]), Tensor::from_bool(&[1], &[false])]),
+    ]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_the_axis_may_differ() {
+        let fact = |dims: &[&str]| Fact::new(DType::F32, dims.iter().map(|d| Dim::parse(d).unwrap()).collect());
+        let (a, b) = (fact(&["batch", "3"]), fact(&["seq", "3"]));
+        assert_eq!(Concat { axis: 0 }.infer(&[&a, &b, &a]).unwrap()[0], fact(&["batch*2+seq", "3"]));
+        assert!(Concat { axis: 1 }.infer(&[&a, &b]).is_err());
+        assert!(Concat { axis: 2 }.infer(&[&a, &a]).is_err());
+        assert!(Concat { axis: 0 }.infer(&[&a, &fact(&["3"])]).is_err());
+        assert!(Concat { axis: 0 }.infer(&[]).is_err());
+        assert!(Concat { axis: 0 }.infer(&[&a, &Fact::new(DType::F64, a.shape.clone())]).is_err());
+    }
+}

@@ -1,0 +1,238 @@
+//! Cross-entropy of logits against class indices, and its gradient for the logits.
+//!
+//! With `lse = m + log Σ e^(logit - m)`, `m` the largest logit of a row, and `n` the targets that count:
+//!
+//!   loss    = Σ (lse - logit[target]) / n
+//!   dlogits = dloss (e^(logit - lse) - [class = target]) / n,  0 where the target is ignored
+//!
+//! A logit of `-inf` (a masked class) has weight zero; a row of nothing else is NaN, as in PyTorch. The log-sum-exp is
+//! an output so that the gradient need not compute it again; it carries no gradient itself: what arrives there is ignored.
+
+use super::layer_norm::same;
+use super::sample::{ramp, run};
+use super::softmax::{max_and_sum, rows};
+use super::*;
+
+impl Rule for CrossEntropy {
+    fn name(&self) -> &'static str {
+        "cross_entropy"
+    }
+
+    fn infer(&self, inputs: &[&Fact]) -> Result<Vec<Fact>, FactError> {
+        let [logits, target] = inputs else { return Err(FactError::Arity { expected: 2, got: inputs.len() }) };
+        let lse = check(logits, target, self.axis)?;
+        Ok(vec![Fact::new(logits.dtype, vec![]), lse])
+    }
+
+    // A comparison, a difference, an exponential (sixteen, as in `unary`) and an addition a logit.
+    fn cost(&self, inputs: &[&Fact], outputs: &[Fact]) -> Cost {
+        Cost { flops: 19.0 * elements(inputs[0]), bytes: moved(inputs, outputs) }
+    }
+
+    // dlogits = CrossEntropyGrad(dloss, logits, target, lse)
+    fn backward(&self, at: Site<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
+        let (Some(dloss), true) = (at.d_outputs[0], at.wanted[0]) else { return vec![None; 2] };
+        let grad = Op::CrossEntropyGrad(CrossEntropyGrad { axis: self.axis, ignore: self.ignore });
+        vec![Some(out.emit(grad, &[dloss, at.inputs[0], at.inputs[1], at.outputs[1]])), None]
+    }
+
+    fn reference(&self, inputs: &[View<'_>], outputs: &mut [ViewMut<'_>]) -> Result<(), KernelError> {
+        let [logits, target] = inputs else { unreachable!("infer checks the arity") };
+        let [loss, lse_out] = outputs else { unreachable!("infer gives two outputs") };
+        let (mut sum, mut count) = (0.0, 0usize);
+        for (i, row) in rows(logits.shape, self.axis).enumerate() {
+            let (max, exponentials) = max_and_sum(logits, &row);
+            let lse = max + exponentials.ln();
+            lse_out.set_f64(i, lse);
+            if let Some(class) = class(target, i, row.len(), self.ignore)? {
+                sum += lse - logits.f64(row[class]);
+                count += 1;
+            }
+        }
+        loss.set_f64(0, sum / count as f64);
+        Ok(())
+    }
+}
+
+impl Rule for CrossEntropyGrad {
+    fn name(&self) -> &'static str {
+        "cross_entropy_grad"
+    }
+
+    fn infer(&self, inputs: &[&Fact]) -> Result<Vec<Fact>, FactError> {
+        let [dloss, logits, target, lse] = inputs else {
+            return Err(FactError::Arity { expected: 4, got: inputs.len() });
+        };
+        let expected = check(logits, target, self.axis)?;
+        same("the gradient of the loss", dloss, "the loss", &Fact::new(logits.dtype, vec![]))?;
+        same("the log-sum-exp", lse, "one value a target", &expected)?;
+        Ok(vec![(*logits).clone()])
+    }
+
+    // A difference, an exponential (sixteen, as in `unary`), a difference and a product a logit.
+    fn cost(&self, inputs: &[&Fact], outputs: &[Fact]) -> Cost {
+        Cost { flops: 19.0 * elements(&outputs[0]), bytes: moved(inputs, outputs) }
+    }
+
+    // No second order, as for the norms.
+
+    fn reference(&self, inputs: &[View<'_>], outputs: &mut [ViewMut<'_>]) -> Result<(), KernelError> {
+        let [dloss, logits, target, lse] = inputs else { unreachable!("infer checks the arity") };
+        let dlogits = &mut outputs[0];
+        let classes = logits.shape[self.axis];
+        let mut count = 0usize;
+        for i in 0..target.len() {
+            count += class(target, i, classes, self.ignore)?.is_some() as usize;
+        }
+        let each = dloss.f64(0) / count as f64;
+        for (i, row) in rows(logits.shape, self.axis).enumerate() {
+            let target = class(target, i, classes, self.ignore)?;
+            for (k, at) in row.into_iter().enumerate() {
+                let hit = (target == Some(k)) as u8 as f64;
+                let slope = (logits.f64(at) - lse.f64(i)).exp() - hit;
+                dlogits.set_f64(at, if target.is_some() { each * slope } else { 0.0 });
+            }
+        }
+        Ok(())
+    }
+}
+
+/// The fact of the log-sum-exp.
+fn check(logits: &Fact, target: &Fact, axis: usize) -> Result<Fact, FactError> {
+    if !logits.dtype.is_float() {
+        return Err(FactError::DType { what: "logits", expected: "a float".into(), got: logits.dtype });
+    }
+    if !target.dtype.is_integer() {
+        return Err(FactError::DType { what: "the target", expected: "an integer".into(), got: target.dtype });
+    }
+    if axis >= logits.rank() {
+        return Err(FactError::Axis { axis, rank: logits.rank() });
+    }
+    let mut shape = logits.shape.clone();
+    shape.remove(axis);
+    let expected = Fact::new(target.dtype, shape.clone());
+    same("the target", target, "the logits without their classes", &expected)?;
+    Ok(Fact::new(logits.dtype, shape))
+}
+
+/// The class that target `i` names, or `None` when it is ignored.
+fn class(target: &View<'_>, i: usize, classes: usize, ignore: Option<i64>) -> Result<Option<usize>, KernelError> {
+    let label = target.i64(i);
+    if ignore == Some(label) {
+        return Ok(None);
+    }
+    match usize::try_from(label) {
+        Ok(class) if class < classes => Ok(Some(class)),
+        _ => Err(KernelError::Label { label, classes }),
+    }
+}
+
+/// Small cases.
+pub fn samples() -> Vec<Sample> {
+    let labels = |shape: &[usize], values: &[i64]| Tensor::from_i64(shape, values);
+    let large = Tensor::from_f32(&[2, 3], &[1000.0, 1001.0, 999.0, -1000.0, -1000.5, -2000.0]);
+    let cases: Vec<(&'static str, usize, Option<i64>, Tensor, Tensor)> = vec![
+        ("classes last", 1, None, ramp(&[4, 5], 1), labels(&[4], &[0, 4, 2, 2])),
+        ("classes in the middle", 1, None, ramp(&[2, 4, 3], 2), labels(&[2, 3], &[3, 0, 1, 2, 2, 0])),
+        ("some ignored", 1, Some(-100), ramp(&[4, 3], 3), labels(&[4], &[1, -100, 0, -100])),
+        ("a class ignored", 2, Some(0), ramp(&[2, 2, 3], 4), labels(&[2, 2], &[1, 0, 2, 0])),
+        ("narrow labels", 1, None, ramp(&[3, 4], 5), labels(&[3], &[3, 1, 0]).cast(DType::U8)),
+        ("large logits", 1, None, large, labels(&[2], &[2, 0])),
+        ("one row without a batch", 0, None, ramp(&[6], 6), labels(&[], &[3])),
+    ];
+    let both = |(title, axis, ignore, logits, target): (_, usize, Option<i64>, Tensor, Tensor)| {
+        let forward = CrossEntropy { axis, ignore };
+        let inputs = vec![logits.clone(), target.clone()];
+        let lse = run(&forward, &inputs).remove(1);
+        let dloss = Tensor::from_f32(&[], &[0.75]);
+        let grad = Op::CrossEntropyGrad(CrossEntropyGrad { axis, ignore });
+        [
+            Sample { title, op: Op::CrossEntropy(forward), inputs, differentiate: vec![0] },
+            Sample { title, op: grad, inputs: vec![dloss, logits, target, lse], differentiate: vec![] },
+        ]
+    };
+    cases.into_iter().flat_map(both).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::op::sample::try_run;
+
+    // torch.nn.functional.cross_entropy(logits, target, ignore_index=-100) in f64, and its backward
+    #[test]
+    fn numbers_agree_with_pytorch() {
+        let logits = Tensor::from_f64(&[2, 3, 2], &[1., 2., 0.5, -1., 0., 3., 2., 2., -2., 0.25, 1., 1.]);
+        let target = Tensor::from_i64(&[2, 2], &[2, 0, -100, 1]);
+        let op = CrossEntropy { axis: 1, ignore: Some(-100) };
+        let saved = run(&op, &[logits.clone(), target.clone()]);
+        assert_eq!((saved[0].shape(), saved[1].shape()), (&[][..], &[2, 2][..]));
+        assert_close(&saved[0], &[1.7298959262626579]);
+        assert_close(&saved[1], &[1.6802696706417346, 3.3265626412674703, 2.3265626412674703, 2.432855466878769]);
+        let grad = CrossEntropyGrad { axis: 1, ignore: Some(-100) };
+        let dloss = Tensor::from_f64(&[], &[1.0]);
+        let dlogits = run(&grad, &[dloss, logits, target, saved[1].clone()]);
+        let expected = [
+            0.16882679701855133, -0.2448706904092527, 0.10239862857283279, 0.004404295651263139, //
+            -0.27122542559138413, 0.24046639475798953, 0.0, 0.21621807901721574, //
+            0.0, -0.2957602650972318, 0.0, 0.07954218608001606,
+        ];
+        assert_close(&dlogits[0], &expected);
+    }
+
+    #[test]
+    fn labels_outside_the_classes_are_errors() {
+        let logits = ramp(&[2, 3], 1);
+        for label in [3, -1, -100, i64::MIN, i64::MAX] {
+            let target = Tensor::from_i64(&[2], &[0, label]);
+            let expected = Err(KernelError::Label { label, classes: 3 });
+            let op = CrossEntropy { axis: 1, ignore: Some(-2) };
+            assert_eq!(try_run(&op, &[logits.clone(), target.clone()]), expected);
+            let grad = CrossEntropyGrad { axis: 1, ignore: Some(-2) };
+            let (dloss, lse) = (Tensor::from_f32(&[], &[1.0]), Tensor::from_f32(&[2], &[0.0; 2]));
+            assert_eq!(try_run(&grad, &[dloss, logits.clone(), target, lse]), expected);
+        }
+    }
+
+    #[test]
+    fn nothing_left_to_average_is_nan_without_a_gradient() {
+        let (logits, target) = (ramp(&[2, 3], 1), Tensor::from_i64(&[2], &[7, 7]));
+        let saved = run(&CrossEntropy { axis: 1, ignore: Some(7) }, &[logits.clone(), target.clone()]);
+        assert!(saved[0].to_f64()[0].is_nan());
+        let grad = CrossEntropyGrad { axis: 1, ignore: Some(7) };
+        let dlogits = run(&grad, &[Tensor::from_f32(&[], &[1.0]), logits, target, saved[1].clone()]);
+        assert_eq!(dlogits[0].to_f64(), [0.0; 6]);
+    }
+
+    #[test]
+    fn a_masked_class_weighs_nothing() {
+        let logits = Tensor::from_f64(&[1, 3], &[1.0, f64::NEG_INFINITY, 1.0]);
+        let target = Tensor::from_i64(&[1], &[0]);
+        let saved = run(&CrossEntropy { axis: 1, ignore: None }, &[logits.clone(), target.clone()]);
+        assert_close(&saved[0], &[std::f64::consts::LN_2]);
+        let grad = CrossEntropyGrad { axis: 1, ignore: None };
+        let dlogits = run(&grad, &[Tensor::from_f64(&[], &[1.0]), logits, target, saved[1].clone()]);
+        assert_close(&dlogits[0], &[-0.5, 0.0, 0.5]);
+    }
+
+    #[test]
+    fn shapes_and_errors() {
+        let logits = Fact::of(DType::F32, &[2, 5, 3]);
+        let infer = |axis, target: Fact| {
+            let facts = CrossEntropy { axis, ignore: None }.infer(&[&logits, &target]);
+            facts.map_or_else(|e| e.to_string(), |f| format!("{} {}", f[0], f[1]))
+        };
+        assert_eq!(infer(1, Fact::of(DType::I32, &[2, 3])), "f32[] f32[2, 3]");
+        let wrong = "the target is i64[2, 5], the logits without their classes is i64[2, 3]";
+        assert_eq!(infer(1, Fact::of(DType::I64, &[2, 5])), wrong);
+        assert!(infer(1, Fact::of(DType::F32, &[2, 3])).contains("expected an integer"));
+        assert!(infer(3, Fact::of(DType::I64, &[2, 3])).contains("axis 3"));
+    }
+
+    fn assert_close(got: &Tensor, expected: &[f64]) {
+        assert_eq!(got.len(), expected.len());
+        for (g, e) in got.to_f64().iter().zip(expected) {
+            assert!((g - e).abs() < 1e-12, "{got:?} is not {expected:?}");
+        }
+    }
+}

@@ -1,0 +1,81 @@
+//! Axes that run backward.
+
+use super::broadcast::{copy_elements, walk};
+use super::reduce::check_axes;
+use super::*;
+use crate::tensor::view::strides;
+
+impl Rule for Flip {
+    fn name(&self) -> &'static str {
+        "flip"
+    }
+
+    fn infer(&self, inputs: &[&Fact]) -> Result<Vec<Fact>, FactError> {
+        let [x] = inputs else { return Err(FactError::Arity { expected: 1, got: inputs.len() }) };
+        check_axes(&self.axes, x.rank())?;
+        Ok(vec![(*x).clone()])
+    }
+
+    fn cost(&self, inputs: &[&Fact], outputs: &[Fact]) -> Cost {
+        Cost { flops: 0.0, bytes: moved(inputs, outputs) }
+    }
+
+    // dx = dy flipped back
+    fn backward(&self, at: Site<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
+        if !out.fact(at.inputs[0]).dtype.is_float() {
+            return vec![None];
+        }
+        vec![Some(out.emit(Op::Flip(self.clone()), &[at.dy()]))]
+    }
+
+    fn reference(&self, inputs: &[View<'_>], outputs: &mut [ViewMut<'_>]) -> Result<(), KernelError> {
+        let (x, y) = (&inputs[0], &mut outputs[0]);
+        let mut base = 0;
+        let mut steps: Vec<isize> = strides(x.shape).into_iter().map(|s| s as isize).collect();
+        for &axis in &self.axes {
+            // From the last index down; an axis without elements is never walked.
+            base += x.shape[axis].saturating_sub(1) * steps[axis] as usize;
+            steps[axis] = -steps[axis];
+        }
+        let from = walk(base, &steps, y.shape);
+        copy_elements(x, y, from);
+        Ok(())
+    }
+}
+
+/// Small cases.
+pub fn samples() -> Vec<Sample> {
+    let sample = |title, x: Tensor, axes: &[usize]| Sample {
+        title,
+        op: Op::Flip(Flip { axes: axes.to_vec() }),
+        differentiate: if x.dtype().is_float() { vec![0] } else { vec![] },
+        inputs: vec![x],
+    };
+    let twelve = || Tensor::from_f32(&[2, 3, 2], &[0., 1., 2., 3., 4., 5., 6., 7., 8., 9., 10., 11.]);
+    vec![
+        sample("the last axis", Tensor::from_f32(&[2, 3], &[1.0, 2.0, 3.0, 4.0, 5.0, 6.0]), &[1]),
+        sample("the first axis", twelve(), &[0]),
+        sample("both outer axes", twelve(), &[0, 1]),
+        sample("all axes", twelve(), &[0, 1, 2]),
+        sample("no axes", twelve(), &[]),
+        sample("a scalar", Tensor::from_f32(&[], &[3.0]), &[]),
+        sample("nothing", Tensor::zeros(DType::F32, &[0, 2]), &[0, 1]),
+        sample("integers", Tensor::from_i64(&[3], &[1, 2, i64::MAX]), &[0]),
+        sample("truth", Tensor::from_bool(&[3], &[true, false, false]), &[0]),
+    ]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_the_named_axes_turn() {
+        let x = Tensor::from_i64(&[2, 3], &[1, 2, 3, 4, 5, 6]);
+        for (axes, expected) in [(vec![0], [4, 5, 6, 1, 2, 3]), (vec![1], [3, 2, 1, 6, 5, 4])] {
+            let mut bytes = vec![0; 48];
+            Flip { axes }.reference(&[x.view()], &mut [ViewMut::new(DType::I64, &[2, 3], &mut bytes)]).unwrap();
+            assert_eq!(Tensor::new(DType::I64, vec![2, 3], bytes.into()).unwrap().to_i64(), expected);
+        }
+    }
+}

@@ -1,0 +1,207 @@
+//! Slices by index, and their gradient.
+
+use super::*;
+
+impl Rule for Gather {
+    fn name(&self) -> &'static str {
+        "gather"
+    }
+
+    fn infer(&self, inputs: &[&Fact]) -> Result<Vec<Fact>, FactError> {
+        let [x, indices] = inputs else { return Err(FactError::Arity { expected: 2, got: inputs.len() }) };
+        if self.axis >= x.rank() {
+            return Err(FactError::Axis { axis: self.axis, rank: x.rank() });
+        }
+        check_indices(indices)?;
+        let shape = [&x.shape[..self.axis], &indices.shape, &x.shape[self.axis + 1..]].concat();
+        Ok(vec![Fact::new(x.dtype, shape)])
+    }
+
+    // Only what is taken is read.
+    fn cost(&self, inputs: &[&Fact], outputs: &[Fact]) -> Cost {
+        Cost { flops: 0.0, bytes: 2.0 * moved(&[], outputs) + moved(&inputs[1..], &[]) }
+    }
+
+    // dx = Σ dy by index
+    fn backward(&self, at: Site<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
+        let x = out.fact(at.inputs[0]);
+        if !x.dtype.is_float() || !at.wanted[0] {
+            return vec![None, None];
+        }
+        let scatter = ScatterAdd { axis: self.axis, size: x.shape[self.axis].clone() };
+        vec![Some(out.emit(Op::ScatterAdd(scatter), &[at.dy(), at.inputs[1]])), None]
+    }
+
+    fn reference(&self, inputs: &[View<'_>], outputs: &mut [ViewMut<'_>]) -> Result<(), KernelError> {
+        let (x, y) = (&inputs[0], &mut outputs[0]);
+        let size = x.shape[self.axis];
+        let rows = resolve(&inputs[1], size)?;
+        let outer: usize = x.shape[..self.axis].iter().product();
+        // Bytes of one slice below one index of the outer axes.
+        let run = x.shape[self.axis + 1..].iter().product::<usize>() * x.dtype.size();
+        let y = y.bytes_mut();
+        let mut at = 0;
+        for block in 0..outer {
+            for row in &rows {
+                let from = (block * size + row) * run;
+                y[at..at + run].copy_from_slice(&x.bytes()[from..from + run]);
+                at += run;
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Rule for ScatterAdd {
+    fn name(&self) -> &'static str {
+        "scatter_add"
+    }
+
+    fn infer(&self, inputs: &[&Fact]) -> Result<Vec<Fact>, FactError> {
+        let [dy, indices] = inputs else { return Err(FactError::Arity { expected: 2, got: inputs.len() }) };
+        check_indices(indices)?;
+        if dy.dtype == DType::Bool {
+            return Err(FactError::DType { what: "dy", expected: "a number".into(), got: dy.dtype });
+        }
+        if self.size.known().is_some_and(|v| v < 0) {
+            return Err(FactError::Attribute(format!("an axis cannot have size {}", self.size)));
+        }
+        if self.axis > dy.rank() {
+            return Err(FactError::Axis { axis: self.axis, rank: dy.rank() });
+        }
+        let (before, rest) = dy.shape.split_at(self.axis);
+        let Some(after) = rest.strip_prefix(&indices.shape[..]) else {
+            return Err(FactError::Mismatch {
+                left_name: "dy",
+                left: format!("{dy} from axis {} on", self.axis),
+                right_name: "the tensor of indices",
+                right: indices.to_string(),
+            });
+        };
+        let shape = [before, std::slice::from_ref(&self.size), after].concat();
+        Ok(vec![Fact::new(dy.dtype, shape)])
+    }
+
+    fn cost(&self, inputs: &[&Fact], outputs: &[Fact]) -> Cost {
+        Cost { flops: elements(inputs[0]), bytes: moved(inputs, outputs) }
+    }
+
+    // d(dy) = the slices of the output's gradient by index
+    fn backward(&self, at: Site<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
+        if !out.fact(at.inputs[0]).dtype.is_float() || !at.wanted[0] {
+            return vec![None, None];
+        }
+        vec![Some(out.emit(Op::Gather(Gather { axis: self.axis }), &[at.dy(), at.inputs[1]])), None]
+    }
+
+    // Floats are summed in f64 and rounded once, whole numbers wrap.
+    fn reference(&self, inputs: &[View<'_>], outputs: &mut [ViewMut<'_>]) -> Result<(), KernelError> {
+        let (dy, y) = (&inputs[0], &mut outputs[0]);
+        let size = y.shape[self.axis];
+        let rows = resolve(&inputs[1], size)?;
+        let outer: usize = y.shape[..self.axis].iter().product();
+        let run: usize = y.shape[self.axis + 1..].iter().product();
+        // Where element i of dy goes.
+        let targets = (0..outer)
+            .flat_map(|block| rows.iter().map(move |row| (block * size + row) * run))
+            .flat_map(|start| start..start + run)
+            .enumerate();
+        if dy.dtype.is_float() {
+            let mut sums = vec![0.0; y.len()];
+            targets.for_each(|(i, to)| sums[to] += dy.f64(i));
+            sums.iter().enumerate().for_each(|(i, &sum)| y.set_f64(i, sum));
+        } else {
+            let mut sums = vec![0i64; y.len()];
+            targets.for_each(|(i, to)| sums[to] = sums[to].wrapping_add(dy.i64(i)));
+            sums.iter().enumerate().for_each(|(i, &sum)| y.set_i64(i, sum));
+        }
+        Ok(())
+    }
+}
+
+fn check_indices(indices: &Fact) -> Result<(), FactError> {
+    if indices.dtype.is_integer() {
+        return Ok(());
+    }
+    Err(FactError::DType { what: "the tensor of indices", expected: "an integer".into(), got: indices.dtype })
+}
+
+/// The indices as they lie in an axis of this size.
+fn resolve(indices: &View<'_>, size: usize) -> Result<Vec<usize>, KernelError> {
+    let signed = indices.dtype != DType::U64;
+    (0..indices.len())
+        .map(|i| {
+            let index = indices.i64(i);
+            let row = match usize::try_from(index) {
+                Ok(row) => Some(row),
+                Err(_) if signed => size.checked_sub(index.unsigned_abs() as usize),
+                Err(_) => None,
+            };
+            row.filter(|row| *row < size).ok_or(KernelError::Index { index, size })
+        })
+        .collect()
+}
+
+/// Small cases.
+pub fn samples() -> Vec<Sample> {
+    let sample = |title, op, x: Tensor, indices: Tensor| Sample {
+        title,
+        op,
+        differentiate: if x.dtype().is_float() { vec![0] } else { vec![] },
+        inputs: vec![x, indices],
+    };
+    let gather = |axis| Op::Gather(Gather { axis });
+    let scatter = |axis, size: usize| Op::ScatterAdd(ScatterAdd { axis, size: Dim::from(size) });
+    let index = |shape: &[usize], v: &[i64]| Tensor::from_i64(shape, v);
+    let counted = |shape: &[usize]| {
+        let count: usize = shape.iter().product();
+        Tensor::from_f32(shape, &(0..count).map(|i| i as f32 * 0.5 - 2.0).collect::<Vec<_>>())
+    };
+    vec![
+        sample("an embedding", gather(0), counted(&[4, 3]), index(&[2, 3], &[0, 3, 1, 1, 2, 0])),
+        sample("columns", gather(1), counted(&[2, 4]), index(&[3], &[3, 0, 3])),
+        sample("in the middle", gather(1), counted(&[2, 3, 2]), index(&[2, 2], &[2, 0, 1, 2])),
+        sample("one index drops the axis", gather(1), counted(&[2, 3]), index(&[], &[1])),
+        sample("from the end", gather(0), counted(&[4, 2]), index(&[3], &[-1, -4, 2])),
+        sample("no indices", gather(0), counted(&[4, 2]), index(&[0], &[])),
+        sample("narrow indices", gather(0), counted(&[4]), index(&[2], &[3, -2]).cast(DType::I8)),
+        sample("integers", gather(0), index(&[3], &[i64::MAX, 5, 6]), index(&[2], &[0, 2])),
+        sample("truth", gather(0), Tensor::from_bool(&[2], &[true, false]), index(&[3], &[1, 1, 0])),
+        sample("rows that repeat", scatter(0, 4), counted(&[3, 2]), index(&[3], &[1, 3, 1])),
+        sample("columns", scatter(1, 3), counted(&[2, 4]), index(&[4], &[2, 0, 2, -1])),
+        sample("a table of indices", scatter(1, 3), counted(&[2, 2, 2, 2]), index(&[2, 2], &[2, 0, 1, 2])),
+        sample("one index makes the axis", scatter(1, 3), counted(&[2]), index(&[], &[1])),
+        sample("no indices", scatter(0, 2), counted(&[0, 3]), index(&[0], &[])),
+        sample("integers", scatter(0, 2), index(&[3], &[i64::MAX, 1, 6]), index(&[3], &[0, 0, 1])),
+        sample("half precision", scatter(0, 2), counted(&[3]).cast(DType::F16), index(&[3], &[0, 0, 1])),
+    ]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn indices_outside_are_told() {
+        let at = |v: i64, dtype| resolve(&Tensor::from_i64(&[1], &[v]).cast(dtype).view(), 4);
+        assert_eq!(at(-4, DType::I64), Ok(vec![0]));
+        assert_eq!(at(3, DType::U64), Ok(vec![3]));
+        for (v, dtype) in [(4, DType::I64), (-5, DType::I32), (i64::MIN, DType::I64), (-1, DType::U64)] {
+            assert_eq!(at(v, dtype), Err(KernelError::Index { index: v, size: 4 }));
+        }
+    }
+
+    #[test]
+    fn shapes_follow_the_indices() {
+        let dims = |text: &str| text.split_whitespace().map(|d| Dim::parse(d).unwrap()).collect::<Vec<_>>();
+        let fact = |dtype, text| Fact::new(dtype, dims(text));
+        let indices = fact(DType::I64, "batch seq");
+        let y = Gather { axis: 1 }.infer(&[&fact(DType::F32, "2 words 8"), &indices]).unwrap();
+        assert_eq!(y[0].shape, dims("2 batch seq 8"));
+        let scatter = |axis, size| ScatterAdd { axis, size: Dim::parse(size).unwrap() }.infer(&[&y[0], &indices]);
+        assert_eq!(scatter(1, "words").unwrap()[0].shape, dims("2 words 8"));
+        assert!(scatter(0, "words").is_err() && scatter(1, "-1").is_err() && scatter(9, "2").is_err());
+        assert!(Gather { axis: 0 }.infer(&[&fact(DType::F32, ""), &indices]).is_err());
+        assert!(Gather { axis: 0 }.infer(&[&y[0], &fact(DType::F32, "2")]).is_err());
+    }
+}

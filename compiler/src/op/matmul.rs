@@ -1,0 +1,201 @@
+//! Matrix product over the last two dims, with leading dims that broadcast.
+
+use super::broadcast::{broadcast_shapes, sum_to};
+use super::sample::ramp;
+use super::*;
+use crate::tensor::dim::volume;
+use crate::tensor::view::{indices, strides};
+
+impl Rule for MatMul {
+    fn name(&self) -> &'static str {
+        "matmul"
+    }
+
+    fn infer(&self, inputs: &[&Fact]) -> Result<Vec<Fact>, FactError> {
+        let [a, b] = inputs else { return Err(FactError::Arity { expected: 2, got: inputs.len() }) };
+        for (fact, what) in [(a, "the first operand"), (b, "the second operand")] {
+            if !fact.dtype.is_float() {
+                return Err(FactError::DType { what, expected: "a float".into(), got: fact.dtype });
+            }
+            if fact.rank() < 2 {
+                let expected = "at least 2 (a vector is reshaped to a matrix first)".into();
+                return Err(FactError::Rank { what, expected, got: fact.rank() });
+            }
+        }
+        if a.dtype != b.dtype {
+            let expected = format!("{}, as the first", a.dtype);
+            return Err(FactError::DType { what: "the second operand", expected, got: b.dtype });
+        }
+        let ((a_lead, m, k), (b_lead, n, k_b)) = (split(a, self.transpose_a), split(b, !self.transpose_b));
+        if k != k_b {
+            return Err(FactError::Mismatch {
+                left_name: "the inner dim of the first operand",
+                left: k.to_string(),
+                right_name: "that of the second",
+                right: k_b.to_string(),
+            });
+        }
+        let mut shape = broadcast_shapes(a_lead, b_lead)?;
+        shape.extend([m.clone(), n.clone()]);
+        Ok(vec![Fact::new(a.dtype, shape)])
+    }
+
+    // M N K multiply-adds for each pair of matrices.
+    fn cost(&self, inputs: &[&Fact], outputs: &[Fact]) -> Cost {
+        let inner = inputs.first().map_or(0, |a| split(a, self.transpose_a).2.known().unwrap_or(0));
+        Cost { flops: 2.0 * elements(&outputs[0]) * inner as f64, bytes: moved(inputs, outputs) }
+    }
+
+    // With C = A' B', where A' and B' are the operands after their transposition:
+    //   dA' = dC B'ᵀ, and dA is that or, where A is stored transposed, its transpose B' dCᵀ
+    //   dB' = A'ᵀ dC, and dB is that or, where B is stored transposed, its transpose dCᵀ A'
+    // A transposition is only a flag of the product. Leading dims that were stretched are summed back.
+    fn backward(&self, at: Site<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
+        let (a, b, dc) = (at.inputs[0], at.inputs[1], at.dy());
+        let (ta, tb) = (self.transpose_a, self.transpose_b);
+        let (a_fact, b_fact) = (out.fact(a), out.fact(b));
+        let da = at.wanted[0].then(|| {
+            let da = if ta { product(out, b, dc, tb, true) } else { product(out, dc, b, false, !tb) };
+            sum_to(out, da, &a_fact)
+        });
+        let db = at.wanted[1].then(|| {
+            // A matrix that multiplies a whole batch: all rows of the batch form one long matrix, so that its gradient
+            // is one product instead of a sum of many. Rows that are stored as columns do not lie that way.
+            let flatten = b_fact.rank() == 2 && a_fact.rank() > 2 && !ta;
+            let (a, dc) = if flatten { (rows(out, a), rows(out, dc)) } else { (a, dc) };
+            let db = if tb { product(out, dc, a, true, ta) } else { product(out, a, dc, !ta, false) };
+            sum_to(out, db, &b_fact)
+        });
+        vec![da, db]
+    }
+
+    fn reference(&self, inputs: &[View<'_>], outputs: &mut [ViewMut<'_>]) -> Result<(), KernelError> {
+        let (a, b, c) = (&inputs[0], &inputs[1], &mut outputs[0]);
+        let lead = c.shape.len() - 2;
+        let (m, n) = (c.shape[lead], c.shape[lead + 1]);
+        let k = a.shape[a.shape.len() - if self.transpose_a { 2 } else { 1 }];
+        // Steps of an operand along (row, column) of its matrix after the transposition.
+        let (a_row, a_col) = if self.transpose_a { (1, m) } else { (k, 1) };
+        let (b_row, b_col) = if self.transpose_b { (1, k) } else { (n, 1) };
+        for (batch, index) in indices(&c.shape[..lead]).enumerate() {
+            let a_from = matrix_of(a.shape, &index) * m * k;
+            let b_from = matrix_of(b.shape, &index) * k * n;
+            for i in 0..m {
+                for j in 0..n {
+                    let sum: f64 = (0..k)
+                        .map(|l| a.f64(a_from + i * a_row + l * a_col) * b.f64(b_from + l * b_row + j * b_col))
+                        .sum();
+                    c.set_f64((batch * m + i) * n + j, sum);
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+/// The leading dims, the outer dim and the inner dim of an operand whose last dim is the outer one, or is not.
+fn split(fact: &Fact, outer_last: bool) -> (&[Dim], &Dim, &Dim) {
+    let (lead, matrix) = fact.shape.split_at(fact.rank() - 2);
+    if outer_last { (lead, &matrix[1], &matrix[0]) } else { (lead, &matrix[0], &matrix[1]) }
+}
+
+fn product(out: &mut dyn Emit, a: Value, b: Value, transpose_a: bool, transpose_b: bool) -> Value {
+    out.emit(Op::MatMul(MatMul { transpose_a, transpose_b }), &[a, b])
+}
+
+/// All but the last dim as one.
+fn rows(out: &mut dyn Emit, x: Value) -> Value {
+    let shape = out.fact(x).shape;
+    let (last, rest) = shape.split_last().expect("an operand has at least two dims");
+    let count = volume(rest).expect("the elements of a tensor can be counted");
+    out.emit(Op::Reshape(Reshape { shape: vec![count, last.clone()] }), &[x])
+}
+
+/// Which matrix of an operand meets the matrix at `index` of the broadcast leading dims.
+fn matrix_of(shape: &[usize], index: &[usize]) -> usize {
+    let lead = &shape[..shape.len() - 2];
+    let own = &index[index.len() - lead.len()..];
+    lead.iter().zip(strides(lead)).zip(own).map(|((&size, stride), &i)| if size == 1 { 0 } else { i * stride }).sum()
+}
+
+/// Small cases.
+pub fn samples() -> Vec<Sample> {
+    let sample = |title, transpose_a, transpose_b, a: &[usize], b: &[usize]| Sample {
+        title,
+        op: Op::MatMul(MatMul { transpose_a, transpose_b }),
+        inputs: vec![ramp(a, 1), ramp(b, 2)],
+        differentiate: vec![0, 1],
+    };
+    vec![
+        sample("two matrices", false, false, &[3, 4], &[4, 5]),
+        sample("first transposed", true, false, &[4, 3], &[4, 5]),
+        sample("second transposed, as in a linear layer", false, true, &[3, 4], &[5, 4]),
+        sample("both transposed", true, true, &[4, 3], &[5, 4]),
+        sample("a batch by one matrix", false, false, &[2, 3, 4], &[4, 5]),
+        sample("a batch by one matrix, first transposed", true, false, &[2, 4, 3], &[4, 5]),
+        sample("a batch by one matrix, second transposed", false, true, &[2, 3, 4], &[5, 4]),
+        sample("a batch by one matrix, both transposed", true, true, &[2, 4, 3], &[5, 4]),
+        sample("two leading dims by one matrix", false, true, &[2, 2, 3, 4], &[5, 4]),
+        sample("one matrix by a batch", false, false, &[3, 4], &[2, 4, 5]),
+        sample("one matrix by a batch, both transposed", true, true, &[4, 3], &[2, 5, 4]),
+        sample("leading dims stretch on both sides", false, false, &[2, 1, 3, 4], &[1, 5, 4, 2]),
+        sample("leading dims stretch, first transposed", true, false, &[2, 1, 4, 3], &[5, 4, 2]),
+        sample("leading dims stretch, second transposed", false, true, &[5, 3, 4], &[2, 1, 2, 4]),
+        sample("leading dims stretch, both transposed", true, true, &[2, 1, 4, 3], &[1, 5, 2, 4]),
+        sample("attention scores", false, true, &[2, 2, 3, 4], &[2, 2, 3, 4]),
+        sample("one by one", false, false, &[1, 1], &[1, 1]),
+        sample("no inner elements", false, false, &[2, 0], &[0, 3]),
+    ]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::op::sample::run;
+
+    #[test]
+    fn a_small_product_by_hand() {
+        let a = Tensor::from_f32(&[2, 3], &[1., 2., 3., 4., 5., 6.]);
+        let b = Tensor::from_f32(&[3, 2], &[7., 8., 9., 10., 11., 12.]);
+        let plain = MatMul { transpose_a: false, transpose_b: false };
+        assert_eq!(run(&plain, &[a.clone(), b.clone()])[0].to_f64(), [58., 64., 139., 154.]);
+        // bᵀ aᵀ = (a b)ᵀ
+        let both = MatMul { transpose_a: true, transpose_b: true };
+        assert_eq!(run(&both, &[b, a])[0].to_f64(), [58., 139., 64., 154.]);
+    }
+
+    #[test]
+    fn leading_dims_broadcast() {
+        let a = Tensor::from_f32(&[2, 1, 1, 1], &[1., 2.]);
+        let b = Tensor::from_f32(&[3, 1, 1], &[3., 4., 5.]);
+        let y = run(&MatMul { transpose_a: false, transpose_b: false }, &[a, b]);
+        assert_eq!(y[0].shape(), [2, 3, 1, 1]);
+        assert_eq!(y[0].to_f64(), [3., 4., 5., 6., 8., 10.]);
+    }
+
+    #[test]
+    fn shapes_and_errors() {
+        let infer = |op: MatMul, a: &str, b: &str| {
+            let dims = |text: &str| text.split(' ').map(|d| Dim::parse(d).unwrap()).collect();
+            let (a, b) = (Fact::new(DType::F32, dims(a)), Fact::new(DType::F32, dims(b)));
+            op.infer(&[&a, &b]).map_or_else(|e| e.to_string(), |f| f[0].to_string())
+        };
+        let plain = MatMul { transpose_a: false, transpose_b: false };
+        let linear = MatMul { transpose_a: false, transpose_b: true };
+        assert_eq!(infer(linear, "batch 16 64", "10 64"), "f32[batch, 16, 10]");
+        assert_eq!(infer(plain, "batch 1 3 4", "5 4 2"), "f32[batch, 5, 3, 2]");
+        assert_eq!(
+            infer(plain, "3 4", "5 4"),
+            "the inner dim of the first operand is 4, that of the second is 5"
+        );
+        assert!(infer(plain, "4", "4 5").contains("a vector is reshaped to a matrix first"));
+    }
+
+    #[test]
+    fn cost_counts_two_flops_a_multiply_add() {
+        let (a, b) = (Fact::of(DType::F32, &[2, 4, 3]), Fact::of(DType::F32, &[5, 4]));
+        let op = MatMul { transpose_a: true, transpose_b: true };
+        let c = op.infer(&[&a, &b]).unwrap();
+        assert_eq!(op.cost(&[&a, &b], &c).flops, (2 * 2 * 3 * 5 * 4) as f64);
+    }
+}

@@ -1,0 +1,133 @@
+//! A value around the elements and between them.
+
+use super::broadcast::walk;
+use super::slice::{origin, spread};
+use super::*;
+use crate::tensor::view::strides;
+
+impl Rule for Pad {
+    fn name(&self) -> &'static str {
+        "pad"
+    }
+
+    fn infer(&self, inputs: &[&Fact]) -> Result<Vec<Fact>, FactError> {
+        let [x] = inputs else { return Err(FactError::Arity { expected: 1, got: inputs.len() }) };
+        for (what, got) in [("low", self.low.len()), ("high", self.high.len()), ("interior", self.interior.len())] {
+            if got != x.rank() {
+                return Err(FactError::Rank { what, expected: format!("{}, as the input", x.rank()), got });
+            }
+        }
+        let shape = (0..x.rank())
+            .map(|axis| {
+                let (low, high) = (&self.low[axis], &self.high[axis]);
+                if [low, high].iter().any(|d| d.known().is_some_and(|v| v < 0)) {
+                    let text = format!("axis {axis} is padded by {low} and {high}, which must not be negative");
+                    return Err(FactError::Attribute(text));
+                }
+                Ok(spread(&x.shape[axis], self.interior[axis])?.add(low)?.add(high)?)
+            })
+            .collect::<Result<_, _>>()?;
+        Ok(vec![Fact::new(x.dtype, shape)])
+    }
+
+    fn cost(&self, inputs: &[&Fact], outputs: &[Fact]) -> Cost {
+        Cost { flops: 0.0, bytes: moved(inputs, outputs) }
+    }
+
+    // dx = the elements of dy that come from x: from `low` on, `interior + 1` apart
+    fn backward(&self, at: Site<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
+        let x = out.fact(at.inputs[0]);
+        if !x.dtype.is_float() {
+            return vec![None];
+        }
+        let end = (0..x.rank())
+            .map(|axis| spread(&x.shape[axis], self.interior[axis])?.add(&self.low[axis]))
+            .collect::<Result<_, _>>()
+            .expect("infer has added up the same dims");
+        let step = self.interior.iter().map(|between| between.saturating_add(1)).collect();
+        vec![Some(out.emit(Op::Slice(Slice { begin: self.low.clone(), end, step }), &[at.dy()]))]
+    }
+
+    fn reference(&self, inputs: &[View<'_>], outputs: &mut [ViewMut<'_>]) -> Result<(), KernelError> {
+        let (x, y) = (&inputs[0], &mut outputs[0]);
+        for i in 0..y.len() {
+            y.set_f64(i, self.value);
+        }
+        if x.is_empty() {
+            return Ok(());
+        }
+        let own = strides(y.shape);
+        let base = origin(&self.low, y.shape)?;
+        // Between neighbours there is room for the step; a lone element has none, and its step may be huge.
+        let step = |axis: usize| if x.shape[axis] > 1 { self.interior[axis] + 1 } else { 0 };
+        let steps: Vec<isize> = (0..own.len()).map(|axis| (own[axis] * step(axis)) as isize).collect();
+        let size = x.dtype.size();
+        for (from, to) in walk(base, &steps, x.shape).enumerate() {
+            y.bytes_mut()[to * size..(to + 1) * size].copy_from_slice(&x.bytes()[from * size..(from + 1) * size]);
+        }
+        Ok(())
+    }
+}
+
+/// Small cases.
+pub fn samples() -> Vec<Sample> {
+    let sample = |title, x: Tensor, low: &[i64], high: &[i64], interior: &[usize], value| Sample {
+        title,
+        op: Op::Pad(Pad {
+            low: low.iter().map(|&d| Dim::from(d)).collect(),
+            high: high.iter().map(|&d| Dim::from(d)).collect(),
+            interior: interior.to_vec(),
+            value,
+        }),
+        differentiate: if x.dtype().is_float() { vec![0] } else { vec![] },
+        inputs: vec![x],
+    };
+    let three = || Tensor::from_f32(&[3], &[1.0, 2.0, 3.0]);
+    let table = || Tensor::from_f32(&[2, 3], &[1.0, 2.0, 3.0, 4.0, 5.0, 6.0]);
+    vec![
+        sample("before and after", three(), &[1], &[2], &[0], 0.0),
+        sample("only before", three(), &[2], &[0], &[0], 9.5),
+        sample("between", three(), &[0], &[0], &[2], 0.0),
+        sample("everywhere", three(), &[1], &[2], &[1], -1.0),
+        sample("two axes", table(), &[1, 0], &[0, 2], &[1, 2], 0.0),
+        sample("one axis of two", table(), &[0, 1], &[0, 1], &[0, 0], 0.5),
+        sample("no padding", table(), &[0, 0], &[0, 0], &[0, 0], 7.0),
+        sample("around nothing", Tensor::zeros(DType::F32, &[0]), &[1], &[2], &[3], 4.0),
+        sample("around a lone element", Tensor::from_f32(&[1], &[5.0]), &[1], &[1], &[1 << 40], 4.0),
+        sample("a scalar", Tensor::from_f32(&[], &[1.0]), &[], &[], &[], 0.0),
+        sample("integers", Tensor::from_i64(&[2], &[i64::MAX, 2]), &[1], &[1], &[0], -3.0),
+        sample("bytes", three().cast(DType::U8), &[1], &[1], &[1], 255.0),
+        sample("truth", Tensor::from_bool(&[2], &[false, true]), &[1], &[1], &[0], 1.0),
+    ]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn padded(size: &str, low: &str, high: &str, interior: usize) -> Result<Dim, FactError> {
+        let dim = |text| Dim::parse(text).unwrap();
+        let pad = Pad { low: vec![dim(low)], high: vec![dim(high)], interior: vec![interior], value: 0.0 };
+        Ok(pad.infer(&[&Fact::new(DType::F32, vec![dim(size)])])?[0].shape[0].clone())
+    }
+
+    #[test]
+    fn sizes_add_up_with_symbols() {
+        for (size, low, high, interior, total) in [
+            ("3", "1", "2", 1, "8"),
+            ("0", "1", "2", 5, "3"),
+            ("batch", "0", "seq", 0, "batch+seq"),
+            ("batch", "1", "0", 1, "batch*2"),
+        ] {
+            assert_eq!(padded(size, low, high, interior), Ok(Dim::parse(total).unwrap()));
+        }
+    }
+
+    #[test]
+    fn hostile_padding_is_refused() {
+        assert!(padded("3", "-1", "2", 0).is_err());
+        assert!(padded("3", "0", "0", usize::MAX).is_err());
+        assert!(padded("3", "0", "0", i64::MAX as usize).is_err());
+        assert!(padded("3", "9223372036854775807", "1", 0).is_err());
+    }
+}

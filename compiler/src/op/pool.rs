@@ -1,0 +1,257 @@
+//! The largest element and the mean of each window over the spatial dims, and their gradients.
+//!
+//! [`super::window`] says how many windows there are. A window that sees nothing but padding is `-inf` in a max pool and
+//! 0 in an average pool, and passes no gradient on.
+
+use super::sample::{ramp, run};
+use super::window::number;
+use super::*;
+use crate::tensor::view::indices;
+
+impl Rule for MaxPool {
+    fn name(&self) -> &'static str {
+        "max_pool"
+    }
+
+    fn infer(&self, inputs: &[&Fact]) -> Result<Vec<Fact>, FactError> {
+        let [x] = inputs else { return Err(FactError::Arity { expected: 1, got: inputs.len() }) };
+        Ok(vec![pooled(x, &self.window, &self.kernel, self.ceil)?])
+    }
+
+    // One comparison an element of a window.
+    fn cost(&self, inputs: &[&Fact], outputs: &[Fact]) -> Cost {
+        Cost { flops: elements(&outputs[0]) * volume(&self.kernel), bytes: moved(inputs, outputs) }
+    }
+
+    // dx = MaxPoolGrad(x, dy)
+    fn backward(&self, at: Site<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
+        let dy = at.dy();
+        vec![Some(out.emit(Op::MaxPoolGrad(MaxPoolGrad { forward: self.clone() }), &[at.inputs[0], dy]))]
+    }
+
+    fn reference(&self, inputs: &[View<'_>], outputs: &mut [ViewMut<'_>]) -> Result<(), KernelError> {
+        let (x, y) = (&inputs[0], &mut outputs[0]);
+        let (x_shape, y_shape) = (x.shape, y.shape);
+        each_window(&self.window, &self.kernel, x_shape, y_shape, |y_at, _, seen| {
+            y.set_f64(y_at, winner(x, seen).map_or(f64::NEG_INFINITY, |i| x.f64(i)));
+        });
+        Ok(())
+    }
+}
+
+impl Rule for MaxPoolGrad {
+    fn name(&self) -> &'static str {
+        "max_pool_grad"
+    }
+
+    fn infer(&self, inputs: &[&Fact]) -> Result<Vec<Fact>, FactError> {
+        let [x, dy] = inputs else { return Err(FactError::Arity { expected: 2, got: inputs.len() }) };
+        let forward = &self.forward;
+        same_output(dy, &pooled(x, &forward.window, &forward.kernel, forward.ceil)?)?;
+        Ok(vec![(*x).clone()])
+    }
+
+    // The comparisons of the forward op again, and one addition a window.
+    fn cost(&self, inputs: &[&Fact], outputs: &[Fact]) -> Cost {
+        Cost { flops: elements(inputs[1]) * (volume(&self.forward.kernel) + 1.0), bytes: moved(inputs, outputs) }
+    }
+
+    // No second order: which element wins is a choice, and no core op picks elements by it.
+
+    fn reference(&self, inputs: &[View<'_>], outputs: &mut [ViewMut<'_>]) -> Result<(), KernelError> {
+        let (x, dy, dx) = (&inputs[0], &inputs[1], &mut outputs[0]);
+        let mut sums = vec![0.0; dx.len()];
+        each_window(&self.forward.window, &self.forward.kernel, x.shape, dy.shape, |y_at, _, seen| {
+            if let Some(i) = winner(x, seen) {
+                sums[i] += dy.f64(y_at);
+            }
+        });
+        sums.iter().enumerate().for_each(|(i, &sum)| dx.set_f64(i, sum));
+        Ok(())
+    }
+}
+
+impl Rule for AvgPool {
+    fn name(&self) -> &'static str {
+        "avg_pool"
+    }
+
+    fn infer(&self, inputs: &[&Fact]) -> Result<Vec<Fact>, FactError> {
+        let [x] = inputs else { return Err(FactError::Arity { expected: 1, got: inputs.len() }) };
+        Ok(vec![pooled(x, &self.window, &self.kernel, self.ceil)?])
+    }
+
+    // One addition an element of a window, and one division.
+    fn cost(&self, inputs: &[&Fact], outputs: &[Fact]) -> Cost {
+        Cost { flops: elements(&outputs[0]) * (volume(&self.kernel) + 1.0), bytes: moved(inputs, outputs) }
+    }
+
+    // dx = AvgPoolGrad(dy)
+    fn backward(&self, at: Site<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
+        let spatial = out.fact(at.inputs[0]).shape[2..].to_vec();
+        let dy = at.dy();
+        vec![Some(out.emit(Op::AvgPoolGrad(AvgPoolGrad { forward: self.clone(), spatial }), &[dy]))]
+    }
+
+    fn reference(&self, inputs: &[View<'_>], outputs: &mut [ViewMut<'_>]) -> Result<(), KernelError> {
+        let (x, y) = (&inputs[0], &mut outputs[0]);
+        let (x_shape, y_shape) = (x.shape, y.shape);
+        each_window(&self.window, &self.kernel, x_shape, y_shape, |y_at, at, seen| {
+            let sum: f64 = seen.iter().map(|&i| x.f64(i)).sum();
+            y.set_f64(y_at, if seen.is_empty() { 0.0 } else { sum / self.divisor(at, seen.len(), &x_shape[2..]) });
+        });
+        Ok(())
+    }
+}
+
+impl AvgPool {
+    /// What the sum of the window at `at` is divided by, when the window sees `seen` elements.
+    fn divisor(&self, at: &[usize], seen: usize, spatial: &[usize]) -> f64 {
+        if !self.count_padding {
+            return seen as f64;
+        }
+        let inside = |axis: usize| {
+            let padded = self.window.pads_begin[axis] + spatial[axis] + self.window.pads_end[axis];
+            (0..self.kernel[axis]).filter(|&tap| self.window.padded_position(axis, at[axis], tap) < padded).count()
+        };
+        (0..at.len()).map(|axis| inside(axis) as f64).product()
+    }
+}
+
+impl Rule for AvgPoolGrad {
+    fn name(&self) -> &'static str {
+        "avg_pool_grad"
+    }
+
+    fn infer(&self, inputs: &[&Fact]) -> Result<Vec<Fact>, FactError> {
+        let [dy] = inputs else { return Err(FactError::Arity { expected: 1, got: inputs.len() }) };
+        check(dy, "the output gradient")?;
+        let mut shape = dy.shape[..2].to_vec();
+        shape.extend_from_slice(&self.spatial);
+        let x = Fact::new(dy.dtype, shape);
+        same_output(dy, &pooled(&x, &self.forward.window, &self.forward.kernel, self.forward.ceil)?)?;
+        Ok(vec![x])
+    }
+
+    // One addition an element of a window, and one division.
+    fn cost(&self, inputs: &[&Fact], outputs: &[Fact]) -> Cost {
+        Cost { flops: elements(inputs[0]) * (volume(&self.forward.kernel) + 1.0), bytes: moved(inputs, outputs) }
+    }
+
+    // The op is linear in dy and the adjoint of the pool: d(dy) = AvgPool(g)
+    fn backward(&self, at: Site<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
+        let g = at.dy();
+        vec![Some(out.emit(Op::AvgPool(self.forward.clone()), &[g]))]
+    }
+
+    fn reference(&self, inputs: &[View<'_>], outputs: &mut [ViewMut<'_>]) -> Result<(), KernelError> {
+        let (dy, dx) = (&inputs[0], &mut outputs[0]);
+        let mut sums = vec![0.0; dx.len()];
+        let x_shape = dx.shape;
+        each_window(&self.forward.window, &self.forward.kernel, x_shape, dy.shape, |y_at, at, seen| {
+            let divisor = self.forward.divisor(at, seen.len(), &x_shape[2..]);
+            seen.iter().for_each(|&i| sums[i] += dy.f64(y_at) / divisor);
+        });
+        sums.iter().enumerate().for_each(|(i, &sum)| dx.set_f64(i, sum));
+        Ok(())
+    }
+}
+
+fn check(x: &Fact, what: &'static str) -> Result<(), FactError> {
+    if !x.dtype.is_float() {
+        return Err(FactError::DType { what, expected: "a float".into(), got: x.dtype });
+    }
+    if !(3..=5).contains(&x.rank()) {
+        let expected = "3 to 5: batch, channels, then one to three spatial dims".into();
+        return Err(FactError::Rank { what, expected, got: x.rank() });
+    }
+    Ok(())
+}
+
+/// The fact of a pool's output.
+fn pooled(x: &Fact, window: &Window, kernel: &[usize], ceil: bool) -> Result<Fact, FactError> {
+    check(x, "the input")?;
+    let kernel = kernel.iter().map(|&k| number("kernel size", k)).collect::<Result<Vec<_>, _>>()?;
+    let mut shape = x.shape[..2].to_vec();
+    shape.extend(window.output(&x.shape[2..], &kernel, ceil)?);
+    Ok(Fact::new(x.dtype, shape))
+}
+
+fn same_output(dy: &Fact, expected: &Fact) -> Result<(), FactError> {
+    if dy == expected {
+        return Ok(());
+    }
+    let (left_name, right_name) = ("the output gradient", "the output of the pool");
+    Err(FactError::Mismatch { left_name, left: dy.to_string(), right_name, right: expected.to_string() })
+}
+
+fn volume(kernel: &[usize]) -> f64 {
+    kernel.iter().map(|&k| k as f64).product()
+}
+
+/// The first largest element; a NaN beats everything, so that a broken run shows itself.
+fn winner(x: &View<'_>, seen: &[usize]) -> Option<usize> {
+    seen.iter().copied().reduce(|best, i| {
+        let (largest, v) = (x.f64(best), x.f64(i));
+        if v > largest || (v.is_nan() && !largest.is_nan()) { i } else { best }
+    })
+}
+
+/// Calls `visit` for every element of `y` with its flat index, the place of its window, and the flat indices of the
+/// elements of `x` that the window sees.
+fn each_window(
+    window: &Window,
+    kernel: &[usize],
+    x: &[usize],
+    y: &[usize],
+    mut visit: impl FnMut(usize, &[usize], &[usize]),
+) {
+    let (x_size, y_size) = (x[2..].iter().product::<usize>(), y[2..].iter().product::<usize>());
+    for (e, at) in indices(&y[2..]).enumerate() {
+        let taps = window.taps(&at, kernel, &x[2..]);
+        for plane in 0..x[0] * x[1] {
+            let seen: Vec<usize> = taps.iter().map(|&(_, element)| plane * x_size + element).collect();
+            visit(plane * y_size + e, &at, &seen);
+        }
+    }
+}
+
+/// Small cases.
+pub fn samples() -> Vec<Sample> {
+    let window = |strides: &[usize], begin: &[usize], end: &[usize], dilations: &[usize]| Window {
+        strides: strides.to_vec(),
+        pads_begin: begin.to_vec(),
+        pads_end: end.to_vec(),
+        dilations: dilations.to_vec(),
+    };
+    let cases: [(&'static str, &[usize], &[usize], Window, bool); 8] = [
+        ("two by two", &[2, 3, 4, 6], &[2, 2], window(&[2, 2], &[0, 0], &[0, 0], &[1, 1]), false),
+        ("overlapping, padded", &[1, 2, 5, 5], &[3, 3], window(&[2, 2], &[1, 1], &[1, 1], &[1, 1]), false),
+        ("overlapping, every step", &[1, 2, 4, 4], &[3, 2], window(&[1, 1], &[0, 0], &[0, 0], &[1, 1]), false),
+        ("rounded up", &[1, 2, 5, 6], &[2, 3], window(&[2, 2], &[0, 0], &[0, 0], &[1, 1]), true),
+        ("rounded up, padded", &[1, 2, 5, 4], &[3, 3], window(&[2, 2], &[1, 1], &[1, 1], &[1, 1]), true),
+        ("asymmetric, dilated", &[2, 1, 5, 6], &[2, 3], window(&[2, 1], &[0, 1], &[1, 2], &[2, 2]), false),
+        ("one spatial dim", &[2, 3, 7], &[3], window(&[2], &[1], &[0], &[1]), false),
+        ("three spatial dims", &[1, 2, 4, 3, 4], &[2, 2, 2], window(&[2, 1, 2], &[0, 0, 0], &[0, 0, 0], &[1; 3]), false),
+    ];
+    let mut all = Vec::new();
+    for (title, shape, kernel, window, ceil) in cases {
+        let x = ramp(shape, 1);
+        let max = MaxPool { kernel: kernel.to_vec(), window: window.clone(), ceil };
+        let dy = ramp(run(&max, std::slice::from_ref(&x))[0].shape(), 2);
+        let grad = Op::MaxPoolGrad(MaxPoolGrad { forward: max.clone() });
+        let mut add = |op, inputs, differentiate| all.push(Sample { title, op, inputs, differentiate });
+        add(Op::MaxPool(max), vec![x.clone()], vec![0]);
+        add(grad, vec![x.clone(), dy.clone()], vec![]);
+        for count_padding in [false, true] {
+            let forward = AvgPool { kernel: kernel.to_vec(), window: window.clone(), ceil, count_padding };
+            add(Op::AvgPool(forward.clone()), vec![x.clone()], vec![0]);
+            let spatial = shape[2..].iter().map(|&d| Dim::from(d)).collect();
+            add(Op::AvgPoolGrad(AvgPoolGrad { forward, spatial }), vec![dy.clone()], vec![0]);
+        }
+    }
+    all
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,335 @@
+//! Many elements become one: sums and their kin, and the place of the largest.
+
+use super::broadcast::walk;
+use super::unary::scalar;
+use super::*;
+use crate::tensor::view::strides;
+
+impl Rule for Reduce {
+    fn name(&self) -> &'static str {
+        "reduce"
+    }
+
+    fn infer(&self, inputs: &[&Fact]) -> Result<Vec<Fact>, FactError> {
+        let [x] = inputs else { return Err(FactError::Arity { expected: 1, got: inputs.len() }) };
+        check_axes(&self.axes, x.rank())?;
+        let (fits, expected) = match self.kind {
+            ReduceKind::Mean => (x.dtype.is_float(), "a float"),
+            ReduceKind::Sum | ReduceKind::Prod => (x.dtype != DType::Bool, "a number"),
+            // On bool these are `any` and `all`.
+            ReduceKind::Max | ReduceKind::Min => (true, ""),
+        };
+        if !fits {
+            return Err(FactError::DType { what: "the input", expected: expected.into(), got: x.dtype });
+        }
+        let shape = if self.keep { kept(&x.shape, &self.axes) } else { dropped(&x.shape, &self.axes) };
+        Ok(vec![Fact::new(x.dtype, shape)])
+    }
+
+    fn cost(&self, inputs: &[&Fact], outputs: &[Fact]) -> Cost {
+        Cost { flops: elements(inputs[0]), bytes: moved(inputs, outputs) }
+    }
+
+    fn backward(&self, at: Site<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
+        let x = out.fact(at.inputs[0]);
+        if !x.dtype.is_float() || self.kind == ReduceKind::Prod {
+            return vec![None];
+        }
+        // Gradient and result with the reduced axes as dims of 1, so that they broadcast over x.
+        let narrow = kept(&x.shape, &self.axes);
+        let with_axes = |out: &mut dyn Emit, value| {
+            let stays = out.fact(value).shape == narrow;
+            if stays { value } else { out.emit(Op::Reshape(Reshape { shape: narrow.clone() }), &[value]) }
+        };
+        let dy = with_axes(out, at.dy());
+        let dx = match self.kind {
+            // dx = dy
+            ReduceKind::Sum => dy,
+            // dx = dy / count
+            ReduceKind::Mean => {
+                let share = share(&x, &self.axes, out);
+                out.emit(Op::Binary(Binary::Mul), &[dy, share])
+            }
+            // dx = (x == y) dy / Σ (x == y)
+            ReduceKind::Max | ReduceKind::Min => {
+                let y = with_axes(out, at.outputs[0]);
+                let equal = out.emit(Op::Compare(Compare::Equal), &[at.inputs[0], y]);
+                let hits = out.emit(Op::Cast(Cast { to: x.dtype }), &[equal]);
+                let sum = Reduce { kind: ReduceKind::Sum, axes: self.axes.clone(), keep: true };
+                let ties = out.emit(Op::Reduce(sum), &[hits]);
+                let part = out.emit(Op::Binary(Binary::Div), &[dy, ties]);
+                out.emit(Op::Binary(Binary::Mul), &[hits, part])
+            }
+            ReduceKind::Prod => unreachable!("a product has returned above"),
+        };
+        if out.fact(dx).shape == x.shape {
+            return vec![Some(dx)];
+        }
+        vec![Some(out.emit(Op::Broadcast(Broadcast { shape: x.shape }), &[dx]))]
+    }
+
+    // Floats are joined in f64 and rounded once, whole numbers wrap. Over no elements: 0 for a sum, 1 for a product, and
+    // for the largest (smallest) the smallest (largest) value of the type.
+    fn reference(&self, inputs: &[View<'_>], outputs: &mut [ViewMut<'_>]) -> Result<(), KernelError> {
+        let (x, y) = (&inputs[0], &mut outputs[0]);
+        // Dropping dims of 1 leaves the order of the elements as it is, so the walk may always keep them.
+        let narrow: Vec<usize> =
+            (0..x.shape.len()).map(|axis| if self.axes.contains(&axis) { 1 } else { x.shape[axis] }).collect();
+        let mut steps: Vec<isize> = strides(&narrow).into_iter().map(|s| s as isize).collect();
+        self.axes.iter().for_each(|&axis| steps[axis] = 0);
+        let targets = walk(0, &steps, x.shape).enumerate();
+        if x.dtype.is_float() {
+            let start = match self.kind {
+                ReduceKind::Sum | ReduceKind::Mean => 0.0,
+                ReduceKind::Prod => 1.0,
+                ReduceKind::Max => f64::NEG_INFINITY,
+                ReduceKind::Min => f64::INFINITY,
+            };
+            let mut joined = vec![start; y.len()];
+            targets.for_each(|(i, to)| joined[to] = join(self.kind, joined[to], x.f64(i)));
+            let count: usize = self.axes.iter().map(|&axis| x.shape[axis]).product();
+            let divisor = if self.kind == ReduceKind::Mean { count as f64 } else { 1.0 };
+            joined.iter().enumerate().for_each(|(i, &v)| y.set_f64(i, v / divisor));
+        } else {
+            let (least, greatest) = range(x.dtype);
+            let start = match self.kind {
+                ReduceKind::Sum | ReduceKind::Mean => 0,
+                ReduceKind::Prod => 1,
+                ReduceKind::Max => least,
+                ReduceKind::Min => greatest,
+            };
+            let mut joined = vec![start; y.len()];
+            targets.for_each(|(i, to)| joined[to] = join_integers(self.kind, x.dtype, joined[to], x.i64(i)));
+            joined.iter().enumerate().for_each(|(i, &v)| y.set_i64(i, v));
+        }
+        Ok(())
+    }
+}
+
+impl Rule for ArgReduce {
+    fn name(&self) -> &'static str {
+        "arg_reduce"
+    }
+
+    fn infer(&self, inputs: &[&Fact]) -> Result<Vec<Fact>, FactError> {
+        let [x] = inputs else { return Err(FactError::Arity { expected: 1, got: inputs.len() }) };
+        check_axes(&[self.axis], x.rank())?;
+        if x.shape[self.axis].is(0) {
+            return Err(FactError::Attribute(format!("axis {} of {x} has no element to point at", self.axis)));
+        }
+        let shape = if self.keep { kept(&x.shape, &[self.axis]) } else { dropped(&x.shape, &[self.axis]) };
+        Ok(vec![Fact::new(DType::I64, shape)])
+    }
+
+    fn cost(&self, inputs: &[&Fact], outputs: &[Fact]) -> Cost {
+        Cost { flops: elements(inputs[0]), bytes: moved(inputs, outputs) }
+    }
+
+    fn reference(&self, inputs: &[View<'_>], outputs: &mut [ViewMut<'_>]) -> Result<(), KernelError> {
+        let (x, y) = (&inputs[0], &mut outputs[0]);
+        let (size, inner) = (x.shape[self.axis], x.shape[self.axis + 1..].iter().product::<usize>());
+        for i in 0..y.len() {
+            let (block, within) = (i / inner, i % inner);
+            let element = |k: usize| (block * size + k) * inner + within;
+            let best = (1..size).fold(0, |best, k| if self.beats(x, element(k), element(best)) { k } else { best });
+            y.set_i64(i, best as i64);
+        }
+        Ok(())
+    }
+}
+
+impl ArgReduce {
+    /// Whether element `i` takes the place of the earlier element `j`. NaN beats every number, as it does in `max`.
+    fn beats(&self, x: &View<'_>, i: usize, j: usize) -> bool {
+        if x.dtype.is_float() {
+            let (a, b) = (x.f64(i), x.f64(j));
+            return !b.is_nan() && (a.is_nan() || if self.largest { a > b } else { a < b });
+        }
+        let (a, b) = (ordered(x.dtype, x.i64(i)), ordered(x.dtype, x.i64(j)));
+        if self.largest { a > b } else { a < b }
+    }
+}
+
+/// Refuses axes that are not sorted, repeat or lie beyond the rank.
+pub fn check_axes(axes: &[usize], rank: usize) -> Result<(), FactError> {
+    if let Some(&axis) = axes.iter().find(|axis| **axis >= rank) {
+        return Err(FactError::Axis { axis, rank });
+    }
+    if !axes.is_sorted_by(|a, b| a < b) {
+        return Err(FactError::Attribute(format!("the axes {axes:?} are not in rising order")));
+    }
+    Ok(())
+}
+
+/// The shape with these axes as dims of 1.
+fn kept(shape: &[Dim], axes: &[usize]) -> Vec<Dim> {
+    shape.iter().enumerate().map(|(i, d)| if axes.contains(&i) { Dim::Known(1) } else { d.clone() }).collect()
+}
+
+/// The shape without these axes.
+fn dropped(shape: &[Dim], axes: &[usize]) -> Vec<Dim> {
+    shape.iter().enumerate().filter(|(i, _)| !axes.contains(i)).map(|(_, d)| d.clone()).collect()
+}
+
+/// `1/count`, count being the number of elements along `axes`, as a scalar. A symbolic count is the sum over as many
+/// ones, which folds to the very same constant once the symbols have their values.
+fn share(x: &Fact, axes: &[usize], out: &mut dyn Emit) -> Value {
+    let sizes: Vec<Dim> = axes.iter().map(|&axis| x.shape[axis].clone()).collect();
+    if let Some(known) = sizes.iter().map(Dim::known).collect::<Option<Vec<i64>>>() {
+        let count: f64 = known.iter().map(|&size| size as f64).product();
+        return out.emit(scalar(x.dtype, 1.0 / count), &[]);
+    }
+    let one = out.emit(scalar(DType::F64, 1.0), &[]);
+    let ones = out.emit(Op::Broadcast(Broadcast { shape: sizes }), &[one]);
+    let all = Reduce { kind: ReduceKind::Sum, axes: (0..axes.len()).collect(), keep: false };
+    let count = out.emit(Op::Reduce(all), &[ones]);
+    let share = out.emit(Op::Unary(Unary::Reciprocal), &[count]);
+    out.emit(Op::Cast(Cast { to: x.dtype }), &[share])
+}
+
+fn join(kind: ReduceKind, so_far: f64, x: f64) -> f64 {
+    match kind {
+        ReduceKind::Sum | ReduceKind::Mean => so_far + x,
+        ReduceKind::Prod => so_far * x,
+        ReduceKind::Max => binary::apply(Binary::Max, so_far, x),
+        ReduceKind::Min => binary::apply(Binary::Min, so_far, x),
+    }
+}
+
+fn join_integers(kind: ReduceKind, dtype: DType, so_far: i64, x: i64) -> i64 {
+    match kind {
+        ReduceKind::Sum | ReduceKind::Mean => so_far.wrapping_add(x),
+        ReduceKind::Prod => so_far.wrapping_mul(x),
+        ReduceKind::Max => std::cmp::max_by_key(so_far, x, |v| ordered(dtype, *v)),
+        ReduceKind::Min => std::cmp::min_by_key(so_far, x, |v| ordered(dtype, *v)),
+    }
+}
+
+/// A whole number whose order is that of the values; `u64` arrives as bits.
+fn ordered(dtype: DType, bits: i64) -> i128 {
+    if dtype == DType::U64 { bits as u64 as i128 } else { bits as i128 }
+}
+
+/// The least and the greatest value of a type that is no float; `u64` as bits.
+fn range(dtype: DType) -> (i64, i64) {
+    match dtype {
+        DType::I64 => (i64::MIN, i64::MAX),
+        DType::I32 => (i32::MIN.into(), i32::MAX.into()),
+        DType::I16 => (i16::MIN.into(), i16::MAX.into()),
+        DType::I8 => (i8::MIN.into(), i8::MAX.into()),
+        DType::U32 => (0, u32::MAX.into()),
+        DType::U16 => (0, u16::MAX.into()),
+        DType::U8 => (0, u8::MAX.into()),
+        DType::Bool => (0, 1),
+        _ => (0, u64::MAX as i64),
+    }
+}
+
+/// Small cases.
+pub fn samples() -> Vec<Sample> {
+    use ReduceKind::*;
+    let sample = |title, kind, axes: &[usize], keep, x: Tensor| Sample {
+        title,
+        op: Op::Reduce(Reduce { kind, axes: axes.to_vec(), keep }),
+        differentiate: if x.dtype().is_float() && kind != Prod { vec![0] } else { vec![] },
+        inputs: vec![x],
+    };
+    let place = |title, largest, axis, keep, x: Tensor| Sample {
+        title,
+        op: Op::ArgReduce(ArgReduce { largest, axis, keep }),
+        inputs: vec![x],
+        differentiate: vec![],
+    };
+    let x = || Tensor::from_f32(&[2, 3, 2], &[1.5, -2.0, 0.3, 4.1, -0.6, 2.2, 3.7, 0.9, -1.1, 2.8, 5.0, -3.3]);
+    let whole = || Tensor::from_i64(&[2, 2], &[i64::MAX, -2, 3, 4]);
+    let large = || {
+        let bytes = [3, u64::MAX, 7].map(u64::to_le_bytes).concat();
+        Tensor::new(DType::U64, vec![3], bytes.into()).expect("three numbers of eight bytes")
+    };
+    let mut all = Vec::new();
+    for kind in [Sum, Mean, Max, Min, Prod] {
+        all.push(sample("the last axis", kind, &[2], false, x()));
+        all.push(sample("the middle axis, kept", kind, &[1], true, x()));
+        all.push(sample("two axes apart", kind, &[0, 2], false, x()));
+        all.push(sample("all axes", kind, &[0, 1, 2], false, x()));
+        all.push(sample("all axes, kept", kind, &[0, 1, 2], true, x()));
+        all.push(sample("no axes", kind, &[], false, x()));
+        all.push(sample("a scalar", kind, &[], false, Tensor::from_f32(&[], &[2.5])));
+        all.push(sample("nothing", kind, &[1], false, Tensor::zeros(DType::F32, &[0, 3])));
+        all.push(sample("brain floats", kind, &[1], false, x().cast(DType::Bf16)));
+        if kind != Mean {
+            all.push(sample("integers", kind, &[1], false, whole()));
+            all.push(sample("unsigned", kind, &[0], false, large()));
+            all.push(sample("bytes", kind, &[0], true, Tensor::from_i64(&[3], &[200, 100, 3]).cast(DType::U8)));
+        }
+    }
+    all.push(sample("over no elements", Sum, &[0], false, Tensor::zeros(DType::F32, &[0, 3])));
+    for kind in [Max, Min] {
+        let truth = Tensor::from_bool(&[2, 2], &[true, false, false, false]);
+        all.push(sample("truth", kind, &[1], false, truth));
+        // Equal elements share the gradient; a finite difference has no answer there.
+        let ties = sample("ties", kind, &[0], false, Tensor::from_f32(&[3], &[2.0, 2.0, 2.0]));
+        all.push(Sample { differentiate: vec![], ..ties });
+    }
+    for largest in [true, false] {
+        all.push(place("the last axis", largest, 2, false, x()));
+        all.push(place("the first axis, kept", largest, 0, true, x()));
+        all.push(place("the first of ties", largest, 0, false, Tensor::from_f32(&[4], &[1.0, 2.0, 2.0, 1.0])));
+        all.push(place("not a number", largest, 0, false, Tensor::from_f32(&[3], &[1.0, f32::NAN, 2.0])));
+        all.push(place("integers", largest, 1, false, whole()));
+        all.push(place("unsigned", largest, 0, false, large()));
+    }
+    all
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn reduced(kind: ReduceKind, x: &Tensor) -> Tensor {
+        let mut bytes = vec![0; x.dtype().size()];
+        let op = Reduce { kind, axes: vec![0], keep: false };
+        op.reference(&[x.view()], &mut [ViewMut::new(x.dtype(), &[], &mut bytes)]).unwrap();
+        Tensor::new(x.dtype(), vec![], bytes.into()).unwrap()
+    }
+
+    #[test]
+    fn floats_round_once() {
+        // In f16 the running sum would stick at 2048.
+        let ones = Tensor::from_f32(&[4096], &[1.0; 4096]).cast(DType::F16);
+        assert_eq!(reduced(ReduceKind::Sum, &ones).to_f64(), [4096.0]);
+        assert_eq!(reduced(ReduceKind::Mean, &ones).to_f64(), [1.0]);
+    }
+
+    #[test]
+    fn integers_are_exact_and_unsigned_ones_unsigned() {
+        let near = Tensor::from_i64(&[2], &[i64::MAX - 1, i64::MAX - 2]);
+        assert_eq!(reduced(ReduceKind::Max, &near).to_i64(), [i64::MAX - 1]);
+        let wide = Tensor::from_i64(&[2], &[-1, 1]).cast(DType::U64);
+        assert_eq!(reduced(ReduceKind::Min, &wide).to_i64(), [1]);
+        assert_eq!(reduced(ReduceKind::Max, &wide).to_i64(), [-1]);
+    }
+
+    #[test]
+    fn no_elements_and_no_numbers() {
+        let none = Tensor::zeros(DType::F32, &[0]);
+        assert_eq!(reduced(ReduceKind::Sum, &none).to_f64(), [0.0]);
+        assert!(reduced(ReduceKind::Mean, &none).to_f64()[0].is_nan());
+        assert_eq!(reduced(ReduceKind::Max, &none).to_f64(), [f64::NEG_INFINITY]);
+        assert!(reduced(ReduceKind::Max, &Tensor::from_f32(&[2], &[f32::NAN, 1.0])).to_f64()[0].is_nan());
+        assert_eq!(reduced(ReduceKind::Max, &Tensor::zeros(DType::Bool, &[0])).to_i64(), [0]);
+    }
+
+    #[test]
+    fn axes_are_checked() {
+        let x = Fact::new(DType::F32, vec![Dim::symbol("batch"), Dim::Known(3)]);
+        let infer = |axes: &[usize], keep| Reduce { kind: ReduceKind::Sum, axes: axes.to_vec(), keep }.infer(&[&x]);
+        assert_eq!(infer(&[0], true).unwrap()[0].to_string(), "f32[1, 3]");
+        assert_eq!(infer(&[1], false).unwrap()[0].to_string(), "f32[batch]");
+        for wrong in [&[2][..], &[1, 0], &[0, 0]] {
+            assert!(infer(wrong, false).is_err());
+        }
+        let empty = Fact::of(DType::F32, &[2, 0]);
+        assert!(ArgReduce { largest: true, axis: 1, keep: false }.infer(&[&empty]).is_err());
+    }
+}

@@ -1,0 +1,95 @@
+//! The same elements under another shape.
+
+use super::broadcast::{check_sizes, shape_text};
+use super::*;
+
+impl Rule for Reshape {
+    fn name(&self) -> &'static str {
+        "reshape"
+    }
+
+    fn infer(&self, inputs: &[&Fact]) -> Result<Vec<Fact>, FactError> {
+        let [x] = inputs else { return Err(FactError::Arity { expected: 1, got: inputs.len() }) };
+        check_sizes("reshape", &self.shape)?;
+        let y = Fact::new(x.dtype, self.shape.clone());
+        let (from, to) = (x.volume()?, y.volume()?);
+        if from != to {
+            return Err(FactError::Mismatch {
+                left_name: "the input shape",
+                left: format!("{} ({from} elements)", shape_text(&x.shape)),
+                right_name: "the shape to take",
+                right: format!("{} ({to} elements)", shape_text(&y.shape)),
+            });
+        }
+        Ok(vec![y])
+    }
+
+    fn cost(&self, _: &[&Fact], _: &[Fact]) -> Cost {
+        Cost::default()
+    }
+
+    // dx = dy under the shape of x
+    fn backward(&self, at: Site<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
+        let x = out.fact(at.inputs[0]);
+        if !x.dtype.is_float() {
+            return vec![None];
+        }
+        vec![Some(out.emit(Op::Reshape(Reshape { shape: x.shape }), &[at.dy()]))]
+    }
+
+    fn reference(&self, inputs: &[View<'_>], outputs: &mut [ViewMut<'_>]) -> Result<(), KernelError> {
+        outputs[0].bytes_mut().copy_from_slice(inputs[0].bytes());
+        Ok(())
+    }
+
+    fn is_view(&self) -> bool {
+        true
+    }
+}
+
+/// Small cases.
+pub fn samples() -> Vec<Sample> {
+    let sample = |title, x: Tensor, shape: &[i64]| Sample {
+        title,
+        op: Op::Reshape(Reshape { shape: shape.iter().map(|&d| Dim::from(d)).collect() }),
+        differentiate: if x.dtype().is_float() { vec![0] } else { vec![] },
+        inputs: vec![x],
+    };
+    let six = || Tensor::from_f32(&[2, 3], &[1.0, 2.0, 3.0, 4.0, 5.0, 6.0]);
+    vec![
+        sample("flattened", six(), &[6]),
+        sample("turned", six(), &[3, 2]),
+        sample("more dims", six(), &[1, 2, 1, 3]),
+        sample("to a scalar", Tensor::from_f32(&[1, 1], &[7.0]), &[]),
+        sample("from a scalar", Tensor::from_f32(&[], &[7.0]), &[1]),
+        sample("nothing", Tensor::zeros(DType::F32, &[0, 3]), &[5, 0]),
+        sample("integers", Tensor::from_i64(&[4], &[1, 2, i64::MIN, i64::MAX]), &[2, 2]),
+        sample("truth", Tensor::from_bool(&[2], &[true, false]), &[2, 1]),
+    ]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn infer(from: &[&str], to: &[&str]) -> Result<Vec<Fact>, FactError> {
+        let shape = |text: &[&str]| text.iter().map(|d| Dim::parse(d).unwrap()).collect();
+        Reshape { shape: shape(to) }.infer(&[&Fact::new(DType::F32, shape(from))])
+    }
+
+    #[test]
+    fn symbols_are_counted_too() {
+        assert!(infer(&["batch", "16", "4"], &["batch*64"]).is_ok());
+        assert!(infer(&["batch", "seq"], &["seq", "batch"]).is_ok());
+        let error = infer(&["batch", "16"], &["batch", "15"]).unwrap_err().to_string();
+        let told =
+            "the input shape is [batch, 16] (batch*16 elements), the shape to take is [batch, 15] (batch*15 elements)";
+        assert_eq!(error, told);
+    }
+
+    #[test]
+    fn hostile_shapes_are_refused() {
+        assert!(infer(&["6"], &["-2", "-3"]).is_err());
+        assert!(infer(&["6"], &["9223372036854775807", "9223372036854775807"]).is_err());
+    }
+}

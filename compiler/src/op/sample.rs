@@ -1,0 +1,65 @@
+//! Values for the small cases of ops, and the reference kernel as a plain function.
+
+use super::*;
+use crate::tensor::element_count;
+
+/// A tensor of distinct, evenly spaced `f32` values in [-1, 1), shuffled by `seed`.
+///
+/// Neighbours are `2 / elements` apart, so that a finite difference does not change which one is the largest.
+pub fn ramp(shape: &[usize], seed: u64) -> Tensor {
+    let count = element_count(shape).expect("a sample is small");
+    let mut values: Vec<f32> = (0..count).map(|i| (2.0 * i as f64 / count as f64 - 1.0) as f32).collect();
+    // Fisher-Yates, driven by the generator of Knuth's MMIX.
+    let mut state = seed.wrapping_add(1);
+    for last in (1..count).rev() {
+        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        values.swap(last, ((state >> 33) % (last as u64 + 1)) as usize);
+    }
+    Tensor::from_f32(shape, &values)
+}
+
+/// The outputs of an op's reference kernel. Panics when the inputs do not fit or the kernel fails: for samples and tests.
+pub fn run(rule: &dyn Rule, inputs: &[Tensor]) -> Vec<Tensor> {
+    try_run(rule, inputs).expect("the kernel of a sample succeeds")
+}
+
+/// The outputs of an op's reference kernel, or its error. Panics when the inputs do not fit the op.
+pub fn try_run(rule: &dyn Rule, inputs: &[Tensor]) -> Result<Vec<Tensor>, KernelError> {
+    let facts: Vec<Fact> = inputs.iter().map(|t| Fact::of(t.dtype(), t.shape())).collect();
+    let outputs = rule.infer(&facts.iter().collect::<Vec<_>>()).expect("the inputs of a sample fit its op");
+    let shapes: Vec<Vec<usize>> =
+        outputs.iter().map(|f| f.concrete().expect("the shapes of a sample are numbers")).collect();
+    // Bytes that a kernel forgets to write stay NaN in every float type.
+    let mut bytes: Vec<Vec<u8>> = outputs
+        .iter()
+        .zip(&shapes)
+        .map(|(f, shape)| vec![0xff; element_count(shape).expect("a sample is small") * f.dtype.size()])
+        .collect();
+    let views: Vec<View<'_>> = inputs.iter().map(Tensor::view).collect();
+    let mut written: Vec<ViewMut<'_>> = outputs
+        .iter()
+        .zip(&shapes)
+        .zip(&mut bytes)
+        .map(|((f, shape), bytes)| ViewMut::new(f.dtype, shape, bytes))
+        .collect();
+    rule.reference(&views, &mut written)?;
+    let tensors = outputs.iter().zip(shapes).zip(bytes).map(|((f, shape), bytes)| {
+        Tensor::new(f.dtype, shape, bytes.into()).expect("the bytes were counted from the shape")
+    });
+    Ok(tensors.collect())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_ramp_has_every_value_once_in_an_order_of_its_seed() {
+        let (a, b) = (ramp(&[4, 5], 1).to_f32(), ramp(&[4, 5], 2).to_f32());
+        assert_ne!(a, b);
+        let mut sorted = a.clone();
+        sorted.sort_by(f32::total_cmp);
+        assert!(sorted.windows(2).all(|w| w[1] - w[0] > 0.09));
+        assert_eq!((sorted[0], sorted[10]), (-1.0, 0.0));
+    }
+}

@@ -1,0 +1,86 @@
+//! A choice between two values for each element, broadcasting.
+
+use super::broadcast::{broadcast_shapes, stretched, sum_to};
+use super::unary::scalar;
+use super::*;
+
+impl Rule for Select {
+    fn name(&self) -> &'static str {
+        "select"
+    }
+
+    fn infer(&self, inputs: &[&Fact]) -> Result<Vec<Fact>, FactError> {
+        let [condition, a, b] = inputs else { return Err(FactError::Arity { expected: 3, got: inputs.len() }) };
+        if condition.dtype != DType::Bool {
+            return Err(FactError::DType { what: "the condition", expected: "bool".into(), got: condition.dtype });
+        }
+        if a.dtype != b.dtype {
+            let expected = format!("{}, as the first", a.dtype);
+            return Err(FactError::DType { what: "the second choice", expected, got: b.dtype });
+        }
+        let choices = broadcast_shapes(&a.shape, &b.shape)?;
+        Ok(vec![Fact::new(a.dtype, broadcast_shapes(&condition.shape, &choices)?)])
+    }
+
+    // da = condition ? dy : 0, db = condition ? 0 : dy, summed over stretched axes
+    fn backward(&self, at: Site<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
+        let (condition, dy) = (at.inputs[0], at.dy());
+        let dtype = out.fact(at.inputs[1]).dtype;
+        if !dtype.is_float() {
+            return vec![None; 3];
+        }
+        let zero = out.emit(scalar(dtype, 0.0), &[]);
+        let mut gradient = |input: usize, choices: [Value; 2]| {
+            at.wanted[input].then(|| {
+                let chosen = out.emit(Op::Select(Select {}), &[condition, choices[0], choices[1]]);
+                let like = out.fact(at.inputs[input]);
+                sum_to(out, chosen, &like)
+            })
+        };
+        vec![None, gradient(1, [dy, zero]), gradient(2, [zero, dy])]
+    }
+
+    fn reference(&self, inputs: &[View<'_>], outputs: &mut [ViewMut<'_>]) -> Result<(), KernelError> {
+        let (condition, a, b, y) = (&inputs[0], &inputs[1], &inputs[2], &mut outputs[0]);
+        let [of_condition, of_a, of_b] = [condition, a, b].map(|x| stretched(x.shape, y.shape));
+        for (i, (c, (ia, ib))) in of_condition.zip(of_a.zip(of_b)).enumerate() {
+            if condition.bool(c) { y.copy_from(i, a, ia) } else { y.copy_from(i, b, ib) }
+        }
+        Ok(())
+    }
+}
+
+/// Small cases.
+pub fn samples() -> Vec<Sample> {
+    let sample = |title, condition: Tensor, a: Tensor, b: Tensor| Sample {
+        title,
+        op: Op::Select(Select {}),
+        differentiate: if a.dtype().is_float() { vec![1, 2] } else { vec![] },
+        inputs: vec![condition, a, b],
+    };
+    let mask = || Tensor::from_bool(&[2, 3], &[true, false, true, false, false, true]);
+    let a = || Tensor::from_f32(&[2, 3], &[1.0, 2.0, 3.0, 4.0, 5.0, 6.0]);
+    let row = || Tensor::from_f32(&[3], &[-1.0, -2.0, -3.0]);
+    let number = |v| Tensor::from_f32(&[], &[v]);
+    vec![
+        sample("equal shapes", mask(), a(), Tensor::from_f32(&[2, 3], &[0.5; 6])),
+        sample("a row and a scalar", mask(), row(), number(-9.0)),
+        sample("a stretched condition", Tensor::from_bool(&[2, 1], &[true, false]), a(), row()),
+        sample("the condition has the largest rank", mask(), number(1.0), number(2.0)),
+        sample(
+            "all stretched",
+            Tensor::from_bool(&[2, 1, 1], &[true, false]),
+            row(),
+            Tensor::from_f32(&[2, 1], &[7.0, 8.0]),
+        ),
+        sample("scalars", Tensor::from_bool(&[], &[false]), number(1.0), number(2.0)),
+        sample(
+            "not a number stays behind",
+            Tensor::from_bool(&[], &[true]),
+            number(1.0),
+            Tensor::from_f32(&[1], &[f32::NAN]),
+        ),
+        sample("integers", mask(), Tensor::from_i64(&[], &[i64::MAX]), Tensor::from_i64(&[3], &[1, 2, i64::MIN])),
+        sample("truth", mask(), Tensor::from_bool(&[], &[true]), Tensor::from_bool(&[3], &[true, false, false])),
+    ]
+}

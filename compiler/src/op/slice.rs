@@ -1,0 +1,179 @@
+//! A box of elements, with steps.
+
+use super::broadcast::{copy_elements, walk};
+use super::*;
+use crate::tensor::dim::Bindings;
+use crate::tensor::view::strides;
+
+impl Rule for Slice {
+    fn name(&self) -> &'static str {
+        "slice"
+    }
+
+    fn infer(&self, inputs: &[&Fact]) -> Result<Vec<Fact>, FactError> {
+        let [x] = inputs else { return Err(FactError::Arity { expected: 1, got: inputs.len() }) };
+        for (what, got) in [("begin", self.begin.len()), ("end", self.end.len()), ("step", self.step.len())] {
+            if got != x.rank() {
+                return Err(FactError::Rank { what, expected: format!("{}, as the input", x.rank()), got });
+            }
+        }
+        let axes = x.shape.iter().zip(&self.begin).zip(&self.end).zip(&self.step);
+        let shape =
+            axes.map(|(((size, begin), end), &step)| count(size, begin, end, step)).collect::<Result<_, _>>()?;
+        Ok(vec![Fact::new(x.dtype, shape)])
+    }
+
+    // Only what is taken is read.
+    fn cost(&self, _: &[&Fact], outputs: &[Fact]) -> Cost {
+        Cost { flops: 0.0, bytes: 2.0 * moved(&[], outputs) }
+    }
+
+    // dx = dy with its elements `step` apart, from `begin` on, in zeros:
+    // high = size - (begin + (count - 1) step + 1)
+    fn backward(&self, at: Site<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
+        let (x, y) = (out.fact(at.inputs[0]), out.fact(at.outputs[0]));
+        if !x.dtype.is_float() {
+            return vec![None];
+        }
+        let high = (0..x.rank())
+            .map(|axis| {
+                let spread = spread(&y.shape[axis], self.step[axis] - 1)?;
+                x.shape[axis].sub(&self.begin[axis])?.sub(&spread)
+            })
+            .collect::<Result<_, _>>()
+            .expect("infer has added up the same dims");
+        let interior = self.step.iter().map(|step| step - 1).collect();
+        let pad = Pad { low: self.begin.clone(), high, interior, value: 0.0 };
+        vec![Some(out.emit(Op::Pad(pad), &[at.dy()]))]
+    }
+
+    fn reference(&self, inputs: &[View<'_>], outputs: &mut [ViewMut<'_>]) -> Result<(), KernelError> {
+        let (x, y) = (&inputs[0], &mut outputs[0]);
+        if y.is_empty() {
+            return Ok(());
+        }
+        let own = strides(x.shape);
+        let base = origin(&self.begin, x.shape)?;
+        // Where one element is taken its step does not matter, and may be too large to multiply.
+        let step = |axis: usize| if y.shape[axis] > 1 { self.step[axis] } else { 0 };
+        let steps: Vec<isize> = (0..own.len()).map(|axis| (own[axis] * step(axis)) as isize).collect();
+        let from = walk(base, &steps, y.shape);
+        copy_elements(x, y, from);
+        Ok(())
+    }
+}
+
+/// The number of elements `begin, begin+step, … < end` of an axis, after a check that they exist.
+fn count(size: &Dim, begin: &Dim, end: &Dim, step: usize) -> Result<Dim, FactError> {
+    let span = end.sub(begin)?;
+    let negative = |d: &Dim| d.known().is_some_and(|v| v < 0);
+    if negative(begin) || negative(&span) || negative(&size.sub(end)?) {
+        return Err(FactError::Attribute(format!("elements {begin}..{end} do not exist in an axis of size {size}")));
+    }
+    let step = i64::try_from(step).ok().filter(|step| *step >= 1);
+    let step = step.ok_or_else(|| FactError::Attribute("a slice steps by at least 1".into()))?;
+    // Rounded up to a multiple of the step. What is missing follows from the constant term alone wherever the quotient
+    // is exact, and that is the span with all symbols zero.
+    let zeros: Bindings = span.symbols().into_iter().map(|symbol| (symbol, 0)).collect();
+    let over = span.bind(&zeros)?.rem_euclid(step);
+    let missing = if over == 0 { 0 } else { step - over };
+    Ok(span.add(&Dim::Known(missing))?.div_exact(&Dim::Known(step))?)
+}
+
+/// The extent of `count` elements with `interior` others between neighbours: `count + (count - 1) interior`, and 0 for
+/// none. A symbolic count is taken as at least one where it matters.
+pub fn spread(count: &Dim, interior: usize) -> Result<Dim, DimError> {
+    if count.is(0) || interior == 0 {
+        return Ok(count.clone());
+    }
+    let interior = Dim::Known(i64::try_from(interior).map_err(|_| DimError::Overflow {
+        left: count.to_string(),
+        operator: '*',
+        right: interior.to_string(),
+    })?);
+    count.add(&count.sub(&Dim::Known(1))?.mul(&interior)?)
+}
+
+/// The element of a row-major tensor at these index attributes. The shapes that a kernel sees may be plain numbers where
+/// the attributes are not yet, as in `seq..seq+1` of a table.
+pub fn origin(index: &[Dim], shape: &[usize]) -> Result<usize, KernelError> {
+    strides(shape).iter().zip(index).zip(shape).try_fold(0, |sum, ((stride, dim), &size)| {
+        let index = dim.bind(&Bindings::new())?;
+        let at = usize::try_from(index).ok().filter(|at| *at < size).ok_or(KernelError::Index { index, size })?;
+        Ok(sum + at * stride)
+    })
+}
+
+/// Small cases.
+pub fn samples() -> Vec<Sample> {
+    let sample = |title, x: Tensor, begin: &[i64], end: &[i64], step: &[usize]| Sample {
+        title,
+        op: Op::Slice(Slice {
+            begin: begin.iter().map(|&d| Dim::from(d)).collect(),
+            end: end.iter().map(|&d| Dim::from(d)).collect(),
+            step: step.to_vec(),
+        }),
+        differentiate: if x.dtype().is_float() { vec![0] } else { vec![] },
+        inputs: vec![x],
+    };
+    let seven = || Tensor::from_f32(&[7], &[1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0]);
+    let table = || Tensor::from_f32(&[3, 4], &[1., 2., 3., 4., 5., 6., 7., 8., 9., 10., 11., 12.]);
+    vec![
+        sample("a run", seven(), &[2], &[5], &[1]),
+        sample("every second", seven(), &[0], &[7], &[2]),
+        sample("every second, last one left", seven(), &[0], &[6], &[2]),
+        sample("every third from one", seven(), &[1], &[7], &[3]),
+        sample("a step beyond the end", seven(), &[3], &[7], &[usize::MAX / 2]),
+        sample("a box", table(), &[1, 1], &[3, 3], &[1, 1]),
+        sample("steps on both axes", table(), &[0, 1], &[3, 4], &[2, 2]),
+        sample("all of it", table(), &[0, 0], &[3, 4], &[1, 1]),
+        sample("none of it", table(), &[1, 2], &[3, 2], &[1, 2]),
+        sample("a scalar", Tensor::from_f32(&[], &[1.0]), &[], &[], &[]),
+        sample("integers", Tensor::from_i64(&[4], &[1, 2, i64::MIN, 4]), &[1], &[4], &[1]),
+        sample("bytes", seven().cast(DType::U8), &[1], &[7], &[2]),
+        sample("truth", Tensor::from_bool(&[3], &[true, false, true]), &[1], &[3], &[1]),
+    ]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn counted(size: &str, begin: &str, end: &str, step: usize) -> Result<Dim, FactError> {
+        let dim = |text| Dim::parse(text).unwrap();
+        count(&dim(size), &dim(begin), &dim(end), step)
+    }
+
+    #[test]
+    fn counts_are_exact_with_symbols() {
+        for (size, begin, end, step, n) in [
+            ("7", "0", "7", 2, "4"),
+            ("7", "1", "7", 3, "2"),
+            ("7", "3", "3", 3, "0"),
+            ("batch", "0", "batch", 1, "batch"),
+            ("batch+1", "1", "batch+1", 1, "batch"),
+            ("batch*2", "0", "batch*2", 2, "batch"),
+            ("batch*2", "1", "batch*2", 2, "batch"),
+            ("batch*3+1", "0", "batch*3+1", 3, "batch+1"),
+        ] {
+            assert_eq!(counted(size, begin, end, step), Ok(Dim::parse(n).unwrap()), "{begin}..{end} by {step}");
+        }
+        assert!(counted("batch", "0", "batch", 2).is_err());
+    }
+
+    #[test]
+    fn elements_must_exist() {
+        for (size, begin, end, step) in [
+            ("7", "-1", "7", 1),
+            ("7", "0", "8", 1),
+            ("7", "5", "4", 1),
+            ("batch", "0", "batch+1", 1),
+            ("batch", "batch", "batch-1", 1),
+            ("7", "0", "7", 0),
+            ("7", "0", "7", usize::MAX),
+            ("7", "-9223372036854775808", "9223372036854775807", 1),
+        ] {
+            assert!(counted(size, begin, end, step).is_err(), "{begin}..{end} by {step} of {size}");
+        }
+    }
+}

@@ -1,0 +1,169 @@
+//! Softmax and its logarithm along one axis, stable for large inputs.
+//!
+//! The largest element is subtracted first. A `-inf` (a masked element) has weight zero; a row of nothing else is NaN,
+//! as in PyTorch.
+
+use super::sample::ramp;
+use super::*;
+
+/// An element is compared, shifted, exponentiated (sixteen, as in [`super::unary`]), added and scaled.
+const FLOPS: f64 = 20.0;
+
+impl Rule for Softmax {
+    fn name(&self) -> &'static str {
+        "softmax"
+    }
+
+    fn infer(&self, inputs: &[&Fact]) -> Result<Vec<Fact>, FactError> {
+        along(inputs, self.axis)
+    }
+
+    fn cost(&self, inputs: &[&Fact], outputs: &[Fact]) -> Cost {
+        Cost { flops: FLOPS * elements(&outputs[0]), bytes: moved(inputs, outputs) }
+    }
+
+    // dx = y (dy - Σ y dy)
+    fn backward(&self, at: Site<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
+        let (y, dy) = (at.outputs[0], at.dy());
+        let y_dy = out.emit(Op::Binary(Binary::Mul), &[y, dy]);
+        let sum = sum_along(out, y_dy, self.axis);
+        let centred = out.emit(Op::Binary(Binary::Sub), &[dy, sum]);
+        vec![Some(out.emit(Op::Binary(Binary::Mul), &[y, centred]))]
+    }
+
+    fn reference(&self, inputs: &[View<'_>], outputs: &mut [ViewMut<'_>]) -> Result<(), KernelError> {
+        let (x, y) = (&inputs[0], &mut outputs[0]);
+        for row in rows(x.shape, self.axis) {
+            let (max, sum) = max_and_sum(x, &row);
+            for i in row {
+                y.set_f64(i, (x.f64(i) - max).exp() / sum);
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Rule for LogSoftmax {
+    fn name(&self) -> &'static str {
+        "log_softmax"
+    }
+
+    fn infer(&self, inputs: &[&Fact]) -> Result<Vec<Fact>, FactError> {
+        along(inputs, self.axis)
+    }
+
+    fn cost(&self, inputs: &[&Fact], outputs: &[Fact]) -> Cost {
+        Cost { flops: FLOPS * elements(&outputs[0]), bytes: moved(inputs, outputs) }
+    }
+
+    // dx = dy - e^y Σ dy
+    fn backward(&self, at: Site<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
+        let (y, dy) = (at.outputs[0], at.dy());
+        let softmax = out.emit(Op::Unary(Unary::Exp), &[y]);
+        let sum = sum_along(out, dy, self.axis);
+        let share = out.emit(Op::Binary(Binary::Mul), &[softmax, sum]);
+        vec![Some(out.emit(Op::Binary(Binary::Sub), &[dy, share]))]
+    }
+
+    fn reference(&self, inputs: &[View<'_>], outputs: &mut [ViewMut<'_>]) -> Result<(), KernelError> {
+        let (x, y) = (&inputs[0], &mut outputs[0]);
+        for row in rows(x.shape, self.axis) {
+            let (max, sum) = max_and_sum(x, &row);
+            for i in row {
+                y.set_f64(i, x.f64(i) - max - sum.ln());
+            }
+        }
+        Ok(())
+    }
+}
+
+fn along(inputs: &[&Fact], axis: usize) -> Result<Vec<Fact>, FactError> {
+    let [x] = inputs else { return Err(FactError::Arity { expected: 1, got: inputs.len() }) };
+    if !x.dtype.is_float() {
+        return Err(FactError::DType { what: "the input", expected: "a float".into(), got: x.dtype });
+    }
+    if axis >= x.rank() {
+        return Err(FactError::Axis { axis, rank: x.rank() });
+    }
+    Ok(vec![(*x).clone()])
+}
+
+fn sum_along(out: &mut dyn Emit, x: Value, axis: usize) -> Value {
+    out.emit(Op::Reduce(Reduce { kind: ReduceKind::Sum, axes: vec![axis], keep: true }), &[x])
+}
+
+/// The flat indices of each row along `axis`; rows in the row-major order of the other axes.
+pub(in crate::op) fn rows(shape: &[usize], axis: usize) -> impl Iterator<Item = Vec<usize>> + use<> {
+    let (size, inner) = (shape[axis], shape[axis + 1..].iter().product::<usize>());
+    let outer: usize = shape[..axis].iter().product();
+    (0..outer * inner).map(move |row| {
+        let from = row / inner * size * inner + row % inner;
+        (0..size).map(|i| from + i * inner).collect()
+    })
+}
+
+/// The largest element `m` of a row, and `Σ e^(x - m)`.
+pub(in crate::op) fn max_and_sum(x: &View<'_>, row: &[usize]) -> (f64, f64) {
+    let max = row.iter().map(|&i| x.f64(i)).fold(f64::NEG_INFINITY, f64::max);
+    (max, row.iter().map(|&i| (x.f64(i) - max).exp()).sum())
+}
+
+/// Small cases.
+pub fn samples() -> Vec<Sample> {
+    let soft = |axis| Op::Softmax(Softmax { axis });
+    let log = |axis| Op::LogSoftmax(LogSoftmax { axis });
+    let sample = |title, op, x: Tensor| Sample { title, op, inputs: vec![x], differentiate: vec![0] };
+    let large = || Tensor::from_f32(&[2, 3], &[1000.0, 1001.0, 999.0, -1000.0, -1000.5, -2000.0]);
+    let masked = Tensor::from_f32(&[2, 3], &[0.5, f32::NEG_INFINITY, -0.25, 1.0, 2.0, f32::NEG_INFINITY]);
+    let undefined = Tensor::from_f32(&[1, 2], &[f32::NEG_INFINITY; 2]);
+    let plain = |title, op, x| Sample { title, op, inputs: vec![x], differentiate: vec![] };
+    vec![
+        sample("last axis", soft(1), ramp(&[3, 5], 1)),
+        sample("middle axis", soft(1), ramp(&[2, 4, 3], 2)),
+        sample("first axis of one", soft(0), ramp(&[6], 3)),
+        sample("large numbers", soft(1), large()),
+        plain("masked", soft(1), masked.clone()),
+        plain("all masked", soft(1), undefined.clone()),
+        sample("last axis", log(1), ramp(&[3, 5], 1)),
+        sample("middle axis", log(1), ramp(&[2, 4, 3], 2)),
+        sample("first axis of one", log(0), ramp(&[6], 3)),
+        sample("large numbers", log(1), large()),
+        plain("masked", log(1), masked),
+        plain("all masked", log(1), undefined),
+    ]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::op::sample::run;
+
+    #[test]
+    fn rows_sum_to_one_and_masks_weigh_nothing() {
+        let y = run(&Softmax { axis: 1 }, &[ramp(&[2, 4, 3], 2).cast(DType::F64)])[0].to_f64();
+        for column in [0, 1, 2, 12, 13, 14] {
+            let sum: f64 = (0..4).map(|i| y[column + 3 * i]).sum();
+            assert!((sum - 1.0).abs() < 1e-15, "{sum}");
+        }
+        let masked = Tensor::from_f64(&[2, 2], &[3.0, f64::NEG_INFINITY, f64::NEG_INFINITY, f64::NEG_INFINITY]);
+        let y = run(&Softmax { axis: 1 }, std::slice::from_ref(&masked))[0].to_f64();
+        assert_eq!(y[..2], [1.0, 0.0]);
+        assert!(y[2..].iter().all(|v| v.is_nan()));
+        let y = run(&LogSoftmax { axis: 1 }, &[masked])[0].to_f64();
+        assert_eq!(y[..2], [0.0, f64::NEG_INFINITY]);
+        assert!(y[2..].iter().all(|v| v.is_nan()));
+    }
+
+    #[test]
+    fn the_logarithm_does_not_overflow() {
+        let x = Tensor::from_f64(&[1, 2], &[1000.0, 0.0]);
+        assert_eq!(run(&LogSoftmax { axis: 1 }, &[x])[0].to_f64(), [0.0, -1000.0]);
+    }
+
+    #[test]
+    fn an_axis_beyond_the_rank_is_an_error() {
+        let x = Fact::of(DType::F32, &[2, 3]);
+        assert_eq!(Softmax { axis: 2 }.infer(&[&x]), Err(FactError::Axis { axis: 2, rank: 2 }));
+        assert!(LogSoftmax { axis: 0 }.infer(&[&Fact::of(DType::I64, &[2])]).is_err());
+    }
+}

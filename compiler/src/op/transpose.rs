@@ -1,0 +1,88 @@
+//! A permutation of the axes.
+
+use super::broadcast::{copy_elements, walk};
+use super::*;
+use crate::tensor::view::strides;
+
+impl Rule for Transpose {
+    fn name(&self) -> &'static str {
+        "transpose"
+    }
+
+    fn infer(&self, inputs: &[&Fact]) -> Result<Vec<Fact>, FactError> {
+        let [x] = inputs else { return Err(FactError::Arity { expected: 1, got: inputs.len() }) };
+        let mut sorted = self.perm.clone();
+        sorted.sort_unstable();
+        if sorted.iter().copied().ne(0..x.rank()) {
+            let text = format!("{:?} is not a permutation of the {} axes of the input", self.perm, x.rank());
+            return Err(FactError::Attribute(text));
+        }
+        Ok(vec![Fact::new(x.dtype, self.perm.iter().map(|&axis| x.shape[axis].clone()).collect())])
+    }
+
+    fn cost(&self, inputs: &[&Fact], outputs: &[Fact]) -> Cost {
+        Cost { flops: 0.0, bytes: moved(inputs, outputs) }
+    }
+
+    // dx = dy with the permutation undone
+    fn backward(&self, at: Site<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
+        if !out.fact(at.inputs[0]).dtype.is_float() {
+            return vec![None];
+        }
+        let mut perm = vec![0; self.perm.len()];
+        for (to, &from) in self.perm.iter().enumerate() {
+            perm[from] = to;
+        }
+        vec![Some(out.emit(Op::Transpose(Transpose { perm }), &[at.dy()]))]
+    }
+
+    fn reference(&self, inputs: &[View<'_>], outputs: &mut [ViewMut<'_>]) -> Result<(), KernelError> {
+        let (x, y) = (&inputs[0], &mut outputs[0]);
+        let own = strides(x.shape);
+        let steps: Vec<isize> = self.perm.iter().map(|&axis| own[axis] as isize).collect();
+        let from = walk(0, &steps, y.shape);
+        copy_elements(x, y, from);
+        Ok(())
+    }
+}
+
+/// Small cases.
+pub fn samples() -> Vec<Sample> {
+    let sample = |title, x: Tensor, perm: &[usize]| Sample {
+        title,
+        op: Op::Transpose(Transpose { perm: perm.to_vec() }),
+        differentiate: if x.dtype().is_float() { vec![0] } else { vec![] },
+        inputs: vec![x],
+    };
+    let counted = |shape: &[usize]| {
+        let count: usize = shape.iter().product();
+        Tensor::from_f32(shape, &(0..count).map(|i| i as f32 - 4.5).collect::<Vec<_>>())
+    };
+    vec![
+        sample("a matrix", counted(&[2, 3]), &[1, 0]),
+        // A cycle of three is not its own inverse.
+        sample("a cycle", counted(&[2, 3, 2]), &[1, 2, 0]),
+        sample("outer axes", counted(&[2, 3, 2, 2]), &[1, 0, 3, 2]),
+        sample("nothing moves", counted(&[2, 2]), &[0, 1]),
+        sample("a scalar", counted(&[]), &[]),
+        sample("nothing", counted(&[0, 3]), &[1, 0]),
+        sample("integers", Tensor::from_i64(&[2, 2], &[1, i64::MAX, 3, 4]), &[1, 0]),
+        sample("bytes", counted(&[2, 3]).cast(DType::U8), &[1, 0]),
+        sample("truth", Tensor::from_bool(&[1, 2], &[true, false]), &[1, 0]),
+    ]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_permutations() {
+        let x = Fact::new(DType::F32, vec![Dim::symbol("batch"), Dim::Known(3)]);
+        let infer = |perm: &[usize]| Transpose { perm: perm.to_vec() }.infer(&[&x]);
+        assert_eq!(infer(&[1, 0]).unwrap()[0].to_string(), "f32[3, batch]");
+        for wrong in [&[0][..], &[0, 0], &[0, 2], &[1, 0, 2], &[usize::MAX, 0]] {
+            assert!(infer(wrong).is_err());
+        }
+    }
+}

@@ -1,0 +1,26 @@
+//! Dead code elimination: what no result and no average needs goes away. Inputs stay, they are the graph's signature.
+
+use super::Changed;
+use crate::graph::Graph;
+use crate::op::{NodeId, Op};
+use std::collections::HashSet;
+
+/// Removes every node that nothing needs.
+pub fn dce(graph: &mut Graph) -> Changed {
+    let mut needed: HashSet<NodeId> = HashSet::new();
+    let mut queue: Vec<NodeId> = graph.outputs.iter().map(|o| o.value.node).collect();
+    queue.extend(graph.averages.iter().flat_map(|a| [a.state, a.sample.node]));
+    while let Some(id) = queue.pop() {
+        if needed.insert(id) {
+            queue.extend(graph.inputs(id).into_iter().map(|v| v.node));
+        }
+    }
+    let dead: Vec<NodeId> = graph
+        .ids()
+        .filter(|id| !needed.contains(id) && !matches!(graph.node(*id).op, Op::Input(_)))
+        .collect();
+    for id in &dead {
+        graph.remove(*id);
+    }
+    Changed::from(!dead.is_empty())
+}

@@ -1,0 +1,49 @@
+//! Constant folding: an op whose inputs are all constants is run once, with its reference kernel, and becomes one.
+
+use super::Changed;
+use crate::graph::{Graph, evaluate, order};
+use crate::op::{Constant, Iota, NodeId, Op, Value};
+use crate::tensor::Tensor;
+use std::collections::HashMap;
+
+/// No constant larger than this is made, so that a small file cannot fill the memory.
+pub const LIMIT_BYTES: u64 = 1 << 20;
+
+/// Replaces every op that only depends on constants, where all its outputs stay within [`LIMIT_BYTES`]. Shapes with
+/// symbols wait until they are bound. An op whose kernel refuses its values is left for the run to report.
+pub fn fold(graph: &mut Graph) -> Changed {
+    let mut known: HashMap<Value, Tensor> = HashMap::new();
+    let mut changed = false;
+    for id in order::canonical(graph) {
+        match &graph.node(id).op {
+            Op::Constant(Constant { tensor }) => {
+                known.insert(Value { node: id, output: 0 }, tensor.clone());
+                continue;
+            }
+            Op::Input(_) | Op::Parameter(_) | Op::State(_) => continue,
+            Op::Iota(Iota { .. }) => {}
+            _ if graph.inputs(id).is_empty() => continue,
+            _ => {}
+        }
+        let inputs: Option<Vec<Tensor>> = graph.inputs(id).iter().map(|v| known.get(v).cloned()).collect();
+        let small = graph.node(id).facts.iter().all(|f| f.bytes().is_some_and(|b| b <= LIMIT_BYTES));
+        let (Some(inputs), true) = (inputs, small) else { continue };
+        let Ok(outputs) = evaluate::run(graph, id, &inputs) else { continue };
+        replace(graph, id, outputs, &mut known);
+        changed = true;
+    }
+    Changed::from(changed)
+}
+
+fn replace(graph: &mut Graph, id: NodeId, outputs: Vec<Tensor>, known: &mut HashMap<Value, Tensor>) {
+    let origin = graph.node(id).origin.clone();
+    for (output, tensor) in outputs.into_iter().enumerate() {
+        let constant = graph
+            .add(Op::Constant(Constant { tensor: tensor.clone() }), &[], &origin)
+            .expect("a constant takes no inputs");
+        let value = Value { node: constant, output: 0 };
+        known.insert(value, tensor);
+        graph.replace_uses(Value { node: id, output: output as u32 }, value);
+    }
+    graph.remove(id);
+}

@@ -1,0 +1,321 @@
+//! Cuts a graph into the fragments that stages run.
+//!
+//! A fragment holds the ops of one stage and its own copy of every parameter, state and constant they read. A value
+//! made in one stage and read in another goes straight from its producer to each consumer, over any number of stages.
+//!
+//! The gradient of a value is the sum of one term for each place that reads it, added from the last reader (by op
+//! number) to the first. So that the sum has the same bits wherever the cuts are, a stage adds up only the terms that
+//! stand at the head of that order, and sends every other term by itself: see [`Term`].
+
+use crate::graph::{Graph, MovingAverage, Output, order};
+use crate::op::{Input, NodeId, Op, Value};
+use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
+use thiserror::Error;
+
+/// One place that reads a value: a node of the fragment and which of its inputs.
+pub type Use = (NodeId, u32);
+
+/// One summand of the gradient of a value, in the order of the sum.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Term {
+    /// A reader in the same fragment.
+    Local(Use),
+    /// A group of readers in another stage, which sends their sum.
+    Remote {
+        /// That stage.
+        stage: usize,
+        /// Which of its groups for this value.
+        group: usize,
+    },
+}
+
+/// A value that comes from an earlier stage.
+#[derive(Clone, Debug)]
+pub struct Received {
+    /// The value in the whole graph.
+    pub value: Value,
+    /// The stage that makes it.
+    pub from: usize,
+    /// Its [`Input`] node in the fragment.
+    pub local: NodeId,
+    /// Whether its producer wants gradients.
+    pub wanted: bool,
+    /// The readers whose terms are summed and sent back together, from the last to the first.
+    pub groups: Vec<Vec<Use>>,
+}
+
+/// A value that goes to later stages.
+#[derive(Clone, Debug)]
+pub struct Sent {
+    /// The value in the whole graph.
+    pub value: Value,
+    /// The value in the fragment.
+    pub local: Value,
+    /// The stages that read it.
+    pub to: Vec<usize>,
+}
+
+/// How the uses of a parameter that is read more than once are told apart: see [`Fragment::parameter_terms`].
+const SEPARATE_USES: usize = 8;
+
+/// A place in the sum that makes a parameter's gradient, and the uses that are added there.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ParameterTerm {
+    /// The parameter's node in the fragment.
+    pub parameter: NodeId,
+    /// Its place in the sum over all stages, counted from 0.
+    pub rank: usize,
+    /// The uses, from the last to the first.
+    pub uses: Vec<Use>,
+}
+
+/// The part of a graph that one stage runs.
+#[derive(Clone, Debug)]
+pub struct Fragment {
+    /// The ops, with an [`Input`] for every received value. Ids grow in the order of the whole graph.
+    pub graph: Graph,
+    /// What comes in, by producer stage and value.
+    pub received: Vec<Received>,
+    /// What goes out.
+    pub sent: Vec<Sent>,
+    /// The terms of the gradient of every float value that has one, in the order of the sum.
+    pub terms: BTreeMap<Value, Vec<Term>>,
+    /// The terms of the parameters' gradients. Terms are kept apart until the step when a parameter is read in several
+    /// places (a tied embedding), so that stages which share it add them in one order; a parameter read in more
+    /// than eight places has one term for each stage instead.
+    pub parameter_terms: Vec<ParameterTerm>,
+}
+
+/// Why a placement cannot be cut.
+#[derive(Debug, Error, PartialEq, Eq)]
+#[allow(missing_docs)]
+pub enum FragmentError {
+    #[error("op `{node}` is in no stage")]
+    Unplaced { node: String },
+    #[error("stage {to} reads `{node}` of stage {from}, which comes later")]
+    Backward { node: String, from: usize, to: usize },
+    #[error("stage {stage} of {stages} has no op")]
+    Empty { stage: usize, stages: usize },
+}
+
+/// The fragments of `stages` stages, with `place` giving the stage of every node that depends on a source.
+pub fn fragments(
+    graph: &Graph,
+    place: &HashMap<NodeId, usize>,
+    stages: usize,
+) -> Result<Vec<Fragment>, FragmentError> {
+    let order = order::canonical(graph);
+    let learned = depends_on_parameters(graph, &order);
+    (0..stages).map(|stage| Cut { graph, place, order: &order, learned: &learned, stage, stages }.fragment()).collect()
+}
+
+/// The nodes from which a parameter is reachable backward, parameters included.
+fn depends_on_parameters(graph: &Graph, order: &[NodeId]) -> HashSet<NodeId> {
+    let mut found = HashSet::new();
+    for &id in order {
+        let is = matches!(graph.node(id).op, Op::Parameter(_));
+        if is || graph.inputs(id).iter().any(|v| found.contains(&v.node)) {
+            found.insert(id);
+        }
+    }
+    found
+}
+
+struct Cut<'a> {
+    graph: &'a Graph,
+    place: &'a HashMap<NodeId, usize>,
+    order: &'a [NodeId],
+    learned: &'a HashSet<NodeId>,
+    stage: usize,
+    stages: usize,
+}
+
+impl Cut<'_> {
+    fn fragment(&self) -> Result<Fragment, FragmentError> {
+        let needed = self.needed()?;
+        let mut local = Graph::new(&self.graph.name);
+        let mut map: HashMap<Value, Value> = HashMap::new();
+        let mut received = Vec::new();
+        for &id in self.order {
+            let node = self.graph.node(id);
+            let inside = needed.contains(&id);
+            if !inside {
+                for value in self.graph.values(id).into_iter().filter(|v| self.read_here(*v, &needed)) {
+                    let name = format!("{}#{}", node.name, value.output);
+                    let input = Op::Input(Input { name, fact: self.graph.fact(value).clone() });
+                    let input = local.add(input, &[], &node.origin).expect("an input takes no inputs");
+                    map.insert(value, Value { node: input, output: 0 });
+                    let from = self.place[&id];
+                    received.push((value, from, input));
+                }
+                continue;
+            }
+            let inputs: Vec<Value> = self.graph.inputs(id).iter().map(|v| map[v]).collect();
+            let copy = local.add(node.op.clone(), &inputs, &node.origin).expect("the op fitted in the whole graph");
+            local.node_mut(copy).name.clone_from(&node.name);
+            for value in self.graph.values(id) {
+                map.insert(value, Value { node: copy, output: value.output });
+            }
+        }
+        let uses = |value: Value, stage: usize| -> Vec<Use> {
+            let mut uses = self.uses(value);
+            uses.retain(|u| self.place.get(&u.0) == Some(&stage));
+            uses
+        };
+        let here = |u: &Use| (map[&Value { node: u.0, output: 0 }].node, u.1);
+        let received: Vec<Received> = {
+            let mut received = received;
+            received.sort_by_key(|(value, from, _)| (*from, *value));
+            let groups = |value| {
+                let groups = self.groups(value).into_iter().filter(|(stage, _)| *stage == self.stage);
+                groups.map(|(_, uses)| uses.iter().map(here).collect()).collect()
+            };
+            let wanted = |v: Value| self.learned.contains(&v.node) && self.graph.fact(v).dtype.is_float();
+            received
+                .into_iter()
+                .map(|(value, from, local)| Received { value, from, local, wanted: wanted(value), groups: groups(value) })
+                .collect()
+        };
+        let mut sent = Vec::new();
+        let mut terms = BTreeMap::new();
+        for &id in self.order.iter().filter(|id| self.place.get(id) == Some(&self.stage)) {
+            for value in self.graph.values(id) {
+                let to: BTreeSet<usize> =
+                    (0..self.stages).filter(|s| *s != self.stage && !uses(value, *s).is_empty()).collect();
+                if !to.is_empty() {
+                    sent.push(Sent { value, local: map[&value], to: to.into_iter().collect() });
+                }
+                if self.graph.fact(value).dtype.is_float() {
+                    terms.insert(map[&value], self.terms(value, here));
+                }
+            }
+        }
+        for output in self.graph.outputs.iter().filter(|o| needed.contains(&o.value.node)) {
+            let own = self.place.get(&output.value.node).is_none_or(|s| *s == self.stage);
+            if own {
+                local.outputs.push(Output { name: output.name.clone(), value: map[&output.value] });
+            }
+        }
+        for a in self.graph.averages.iter().filter(|a| self.place.get(&a.sample.node) == Some(&self.stage)) {
+            let state = map[&Value { node: a.state, output: 0 }].node;
+            local.averages.push(MovingAverage { state, sample: map[&a.sample], keep: a.keep });
+        }
+        let parameter_terms = self.parameter_terms(&map);
+        Ok(Fragment { graph: local, received, sent, terms, parameter_terms })
+    }
+
+    /// The nodes that stand in the fragment: the stage's own, and every source and constant op that they read.
+    fn needed(&self) -> Result<HashSet<NodeId>, FragmentError> {
+        let name = |id: NodeId| {
+            let node = self.graph.node(id);
+            if node.origin.source.is_empty() { node.name.clone() } else { node.origin.source.clone() }
+        };
+        let own: Vec<NodeId> =
+            self.order.iter().copied().filter(|id| self.place.get(id) == Some(&self.stage)).collect();
+        if own.is_empty() {
+            return Err(FragmentError::Empty { stage: self.stage, stages: self.stages });
+        }
+        let mut needed: HashSet<NodeId> = own.iter().copied().collect();
+        let mut queue: Vec<NodeId> = own;
+        queue.extend(
+            self.graph
+                .averages
+                .iter()
+                .filter(|a| self.place.get(&a.sample.node) == Some(&self.stage))
+                .map(|a| a.state),
+        );
+        // Results that follow from constants alone come out of the last stage.
+        if self.stage + 1 == self.stages {
+            queue.extend(self.graph.outputs.iter().map(|o| o.value.node).filter(|id| !self.place.contains_key(id)));
+        }
+        while let Some(id) = queue.pop() {
+            needed.insert(id);
+            for v in self.graph.inputs(id) {
+                match self.place.get(&v.node) {
+                    Some(stage) if *stage > self.stage => {
+                        return Err(FragmentError::Backward { node: name(v.node), from: *stage, to: self.stage });
+                    }
+                    Some(_) => {}
+                    None if self.is_numbered(v.node) => return Err(FragmentError::Unplaced { node: name(v.node) }),
+                    None if needed.insert(v.node) => queue.push(v.node),
+                    None => {}
+                }
+            }
+        }
+        Ok(needed)
+    }
+
+    /// Whether an unplaced node should have had a place: it depends on something that is given at run time.
+    fn is_numbered(&self, id: NodeId) -> bool {
+        !matches!(self.graph.node(id).op, Op::Input(_) | Op::Parameter(_) | Op::State(_))
+            && self.graph.inputs(id).iter().any(|v| {
+                self.place.contains_key(&v.node)
+                    || matches!(self.graph.node(v.node).op, Op::Input(_) | Op::Parameter(_) | Op::State(_))
+            })
+    }
+
+    fn read_here(&self, value: Value, needed: &HashSet<NodeId>) -> bool {
+        self.place.contains_key(&value.node)
+            && self.graph.consumers(value).iter().any(|(consumer, _)| needed.contains(consumer))
+    }
+
+    /// All uses of a value by placed ops, from the last to the first.
+    fn uses(&self, value: Value) -> Vec<Use> {
+        let mut uses = self.graph.consumers(value);
+        uses.retain(|(consumer, _)| self.place.contains_key(consumer));
+        uses.reverse();
+        uses
+    }
+
+    /// The uses of a value in other stages than its own, in groups that are summed before they are sent: those at the
+    /// head of the order together, every other one alone.
+    fn groups(&self, value: Value) -> Vec<(usize, Vec<Use>)> {
+        let uses = self.uses(value);
+        let Some(head) = uses.first().map(|u| self.place[&u.0]) else { return Vec::new() };
+        let length = uses.iter().take_while(|u| self.place[&u.0] == head).count();
+        let mut groups = vec![(head, uses[..length].to_vec())];
+        groups.extend(uses[length..].iter().map(|u| (self.place[&u.0], vec![*u])));
+        groups
+    }
+
+    fn terms(&self, value: Value, here: impl Fn(&Use) -> Use) -> Vec<Term> {
+        let mut counts: HashMap<usize, usize> = HashMap::new();
+        let mut terms = Vec::new();
+        for (stage, uses) in self.groups(value) {
+            if stage == self.stage {
+                terms.extend(uses.iter().map(|u| Term::Local(here(u))));
+            } else {
+                let group = counts.entry(stage).or_insert(0);
+                terms.push(Term::Remote { stage, group: *group });
+                *group += 1;
+            }
+        }
+        terms
+    }
+
+    fn parameter_terms(&self, map: &HashMap<Value, Value>) -> Vec<ParameterTerm> {
+        let mut terms = Vec::new();
+        for &id in self.order.iter().filter(|id| matches!(self.graph.node(**id).op, Op::Parameter(_))) {
+            let value = Value { node: id, output: 0 };
+            let Some(parameter) = map.get(&value).map(|v| v.node) else { continue };
+            let uses = self.uses(value);
+            let ranked: Vec<Vec<Use>> = if uses.len() <= SEPARATE_USES {
+                uses.into_iter().map(|u| vec![u]).collect()
+            } else {
+                let mut by_stage: BTreeMap<std::cmp::Reverse<usize>, Vec<Use>> = BTreeMap::new();
+                for u in uses {
+                    by_stage.entry(std::cmp::Reverse(self.place[&u.0])).or_default().push(u);
+                }
+                by_stage.into_values().collect()
+            };
+            for (rank, uses) in ranked.into_iter().enumerate() {
+                if self.place[&uses[0].0] == self.stage {
+                    let uses =
+                        uses.iter().map(|u| (map[&Value { node: u.0, output: 0 }].node, u.1)).collect();
+                    terms.push(ParameterTerm { parameter, rank, uses });
+                }
+            }
+        }
+        terms
+    }
+}

@@ -1,0 +1,61 @@
+//! From the graph that trains to the graph that answers: batch statistics become the running ones.
+
+use super::Changed;
+use crate::graph::{Graph, Origin, Writer, order};
+use crate::op::unary::scalar;
+use crate::op::{BatchNorm, Binary, Emit, NodeId, Op, Reshape, Unary, Value};
+use crate::tensor::dim::Dim;
+
+/// Replaces every [`BatchNorm`] whose mean and variance are followed by running averages with the formula over those
+/// averages. One without averages keeps the statistics of the batch: it has no others.
+pub fn inference(graph: &mut Graph) -> Changed {
+    let mut changed = false;
+    for id in order::canonical(graph) {
+        let Op::BatchNorm(norm) = graph.node(id).op else { continue };
+        let followed = |output: u32| {
+            let sample = Value { node: id, output };
+            // The variance may pass through a correction on its way to its average.
+            graph.averages.iter().find(|a| reaches(graph, sample, a.sample)).map(|a| a.state)
+        };
+        if let (Some(mean), Some(variance)) = (followed(1), followed(2)) {
+            replace(graph, id, norm, mean, variance);
+            changed = true;
+        }
+    }
+    if changed {
+        graph.averages.clear();
+        super::dce::dce(graph);
+    }
+    Changed::from(changed)
+}
+
+/// Whether `to` is `from`, or an elementwise scaling of it.
+fn reaches(graph: &Graph, from: Value, to: Value) -> bool {
+    to == from
+        || (matches!(graph.node(to.node).op, Op::Binary(Binary::Mul)) && graph.inputs(to.node).contains(&from))
+}
+
+// y = (x - mean) · 1/√(variance + ε) · scale + bias, with the [C] tensors as [C, 1…]
+fn replace(graph: &mut Graph, id: NodeId, norm: BatchNorm, mean: NodeId, variance: NodeId) {
+    let inputs = graph.inputs(id);
+    let (x, scale, bias) = (inputs[0], inputs[1], inputs[2]);
+    let fact = graph.fact(x).clone();
+    let origin: Origin = graph.node(id).origin.clone();
+    let mut out = Writer { graph, origin };
+    let channels = |out: &mut Writer<'_>, v: Value| {
+        let mut shape = vec![out.fact(v).shape[0].clone()];
+        shape.extend(std::iter::repeat_n(Dim::from(1usize), fact.rank() - 2));
+        out.emit(Op::Reshape(Reshape { shape }), &[v])
+    };
+    let of = |node| Value { node, output: 0 };
+    let epsilon = out.emit(scalar(fact.dtype, norm.epsilon), &[]);
+    let mean = channels(&mut out, of(mean));
+    let widened = out.emit(Op::Binary(Binary::Add), &[of(variance), epsilon]);
+    let rstd = out.emit(Op::Unary(Unary::Rsqrt), &[widened]);
+    let factor = out.emit(Op::Binary(Binary::Mul), &[rstd, scale]);
+    let (factor, bias) = (channels(&mut out, factor), channels(&mut out, bias));
+    let centred = out.emit(Op::Binary(Binary::Sub), &[x, mean]);
+    let scaled = out.emit(Op::Binary(Binary::Mul), &[centred, factor]);
+    let y = out.emit(Op::Binary(Binary::Add), &[scaled, bias]);
+    graph.replace_uses(of(id), y);
+}

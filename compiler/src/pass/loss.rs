@@ -1,0 +1,112 @@
+//! Attaches a loss to a graph that ends in predictions.
+//!
+//! The loss belongs to whoever trains, not to the model, so its ops come after all others and are not numbered in
+//! plans: they run in the stage that makes the predictions.
+
+use crate::graph::{Graph, Origin, Output, Writer};
+use crate::op::{Binary, CrossEntropy, Emit, Input, Op, Reduce, ReduceKind, Unary, Value};
+use crate::op::unary::scalar;
+use crate::tensor::DType;
+use crate::tensor::fact::Fact;
+use serde::{Deserialize, Serialize};
+use thiserror::Error;
+
+/// What training makes small.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Loss {
+    /// Mean cross-entropy of logits against class indices.
+    CrossEntropy,
+    /// Mean squared error.
+    Mse,
+    /// Mean binary cross-entropy of logits against targets in 0…1.
+    Bce,
+    /// The graph's first output, a scalar.
+    Output,
+}
+
+/// Why a loss does not fit a graph.
+#[derive(Debug, Error, PartialEq)]
+#[allow(missing_docs)]
+pub enum LossError {
+    #[error("the model has no output to take a loss of")]
+    NoOutput,
+    #[error("the class axis {axis} does not exist in the output {fact}")]
+    ClassAxis { axis: i64, fact: String },
+    #[error("the output `{name}` is {fact}; a loss needs floats")]
+    NotFloat { name: String, fact: String },
+    #[error("the output `{name}` is {fact}, not a scalar; give --loss cross-entropy, mse or bce")]
+    NotScalar { name: String, fact: String },
+    #[error("the model already has an input called `{name}`; give --loss output if it computes its own loss")]
+    Taken { name: String },
+}
+
+/// The name under which data files give the targets.
+pub const TARGET: &str = "target";
+
+/// The name of the scalar that is trained.
+pub const LOSS: &str = "loss";
+
+/// Adds the loss ops for the first output and returns the scalar loss, which becomes the graph's last result `loss`.
+/// `class_axis` counts from the end when negative; the default is the last axis.
+pub fn attach(graph: &mut Graph, loss: Loss, class_axis: Option<i64>) -> Result<Value, LossError> {
+    let Some(Output { name, value: y }) = graph.outputs.first().cloned() else { return Err(LossError::NoOutput) };
+    let fact = graph.fact(y).clone();
+    if !fact.dtype.is_float() {
+        return Err(LossError::NotFloat { name, fact: fact.to_string() });
+    }
+    if loss == Loss::Output {
+        if fact.shape.iter().any(|d| !d.is(1)) {
+            return Err(LossError::NotScalar { name, fact: fact.to_string() });
+        }
+        graph.outputs.push(Output { name: LOSS.into(), value: y });
+        return Ok(y);
+    }
+    let taken = graph.ids().any(|id| matches!(&graph.node(id).op, Op::Input(i) if i.name == TARGET));
+    if taken {
+        return Err(LossError::Taken { name: TARGET.into() });
+    }
+    let mut out = Writer { graph, origin: Origin { source: LOSS.into(), module: String::new() } };
+    let target = |out: &mut Writer<'_>, fact| out.emit(Op::Input(Input { name: TARGET.into(), fact }), &[]);
+    let value = match loss {
+        Loss::CrossEntropy => {
+            let axis = class_axis.unwrap_or(-1);
+            let from_front = if axis < 0 { axis + fact.rank() as i64 } else { axis };
+            let axis = usize::try_from(from_front)
+                .ok()
+                .filter(|a| *a < fact.rank())
+                .ok_or_else(|| LossError::ClassAxis { axis, fact: fact.to_string() })?;
+            let mut shape = fact.shape.clone();
+            shape.remove(axis);
+            let labels = target(&mut out, Fact::new(DType::I64, shape));
+            out.emit(Op::CrossEntropy(CrossEntropy { axis, ignore: None }), &[y, labels])
+        }
+        Loss::Mse => {
+            let wanted = target(&mut out, fact.clone());
+            let error = out.emit(Op::Binary(Binary::Sub), &[y, wanted]);
+            let square = out.emit(Op::Binary(Binary::Mul), &[error, error]);
+            mean(&mut out, square)
+        }
+        // max(y, 0) - y·t + log(1 + e^-|y|), which does not overflow: softplus(y) - y·t
+        Loss::Bce => {
+            let wanted = target(&mut out, fact.clone());
+            let grown = out.emit(Op::Unary(Unary::Softplus), &[y]);
+            let product = out.emit(Op::Binary(Binary::Mul), &[y, wanted]);
+            let each = out.emit(Op::Binary(Binary::Sub), &[grown, product]);
+            mean(&mut out, each)
+        }
+        Loss::Output => unreachable!("handled above"),
+    };
+    graph.outputs.push(Output { name: LOSS.into(), value });
+    Ok(value)
+}
+
+fn mean(out: &mut Writer<'_>, value: Value) -> Value {
+    let axes = (0..out.fact(value).rank()).collect();
+    out.emit(Op::Reduce(Reduce { kind: ReduceKind::Mean, axes, keep: false }), &[value])
+}
+
+/// A constant one of the loss's element type: the gradient of the loss for itself.
+pub fn seed(dtype: DType) -> Op {
+    scalar(dtype, 1.0)
+}

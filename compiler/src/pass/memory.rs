@@ -1,0 +1,236 @@
+//! Where every tensor of a stage lies: lifetimes become offsets in one arena, known to the byte before anything runs.
+//!
+//! A tensor that is only a view of another (a reshape) lies where that one lies. The rest have one of four homes, by
+//! who needs them:
+//!
+//! | home | for | lives |
+//! | --- | --- | --- |
+//! | [`Home::Source`] | inputs, parameters, states, constants and views of them | as long as their owner keeps them |
+//! | [`Home::Own`] | what is sent to other stages | in a buffer of its own, shared with the receiver |
+//! | [`Home::Kept`] | what the backward run of the same minibatch reads | from forward to backward |
+//! | [`Home::Arena`] | everything else, and the kernels' workspace | within the run |
+//!
+//! Arena offsets are assigned largest tensor first, each at the lowest place where no tensor alive at the same time
+//! lies ("greedy by size", Pisarchyk and Lee, MLSys workshop 2020, section 5.2).
+
+use crate::graph::Graph;
+use crate::op::table::rule;
+use crate::op::{NodeId, Op, Value};
+use std::collections::{HashMap, HashSet};
+
+/// Every offset and size is a multiple of this many bytes: a cache line and an AVX-512 register.
+pub const ALIGNMENT: usize = 64;
+
+/// Where a tensor lies.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Home {
+    /// In the buffer of this source node.
+    Source(NodeId),
+    /// In a buffer of its own: index in [`Layout::own`].
+    Own(usize),
+    /// At this byte offset of the block that is kept until the backward run.
+    Kept(usize),
+    /// At this byte offset of the arena.
+    Arena(usize),
+}
+
+/// The homes of all values of a graph.
+#[derive(Clone, Debug, Default)]
+pub struct Layout {
+    /// By value.
+    pub homes: HashMap<Value, Home>,
+    /// The values that have a buffer of their own, with its size in bytes: what is sent, one entry a buffer.
+    pub own: Vec<(Value, usize)>,
+    /// Bytes of the block that is kept from forward to backward, for each minibatch in flight.
+    pub kept_bytes: usize,
+    /// Bytes of the arena: the exact peak of what lives within the run.
+    pub arena_bytes: usize,
+    /// Where the workspace of each node that needs one lies in the arena.
+    pub workspace: HashMap<NodeId, usize>,
+}
+
+/// What must outlive the run, and what kernels need beside their tensors.
+pub struct Needs<'a> {
+    /// Values that are sent to other stages, or handed out.
+    pub own: &'a HashSet<Value>,
+    /// Values that the backward run reads.
+    pub kept: &'a HashSet<Value>,
+    /// Values that are read when the run is over, before the next one.
+    pub held: &'a HashSet<Value>,
+    /// Bytes of workspace by node.
+    pub workspace: &'a HashMap<NodeId, usize>,
+}
+
+/// Rounds up to [`ALIGNMENT`].
+pub fn aligned(bytes: usize) -> usize {
+    bytes.next_multiple_of(ALIGNMENT)
+}
+
+/// Lays out a graph of fixed sizes that is run in `order`.
+pub fn plan(graph: &Graph, order: &[NodeId], needs: &Needs<'_>) -> Layout {
+    let mut classes = classes(graph, order, needs);
+    let mut layout = Layout::default();
+    let mut transient: Vec<Block> = Vec::new();
+    let mut class_home: Vec<Option<Home>> = vec![None; classes.list.len()];
+    for (i, class) in classes.list.iter().enumerate() {
+        class_home[i] = if is_source(graph, class.root.node) {
+            Some(Home::Source(class.root.node))
+        } else if class.own {
+            layout.own.push((class.root, class.bytes));
+            Some(Home::Own(layout.own.len() - 1))
+        } else if class.kept {
+            layout.kept_bytes += aligned(class.bytes);
+            Some(Home::Kept(layout.kept_bytes - aligned(class.bytes)))
+        } else {
+            let last = if class.held { order.len() } else { class.last };
+            transient.push(Block { of: Of::Class(i), size: aligned(class.bytes), first: class.first, last });
+            None
+        };
+    }
+    for (at, id) in order.iter().enumerate() {
+        if let Some(&size) = needs.workspace.get(id).filter(|s| **s > 0) {
+            transient.push(Block { of: Of::Workspace(*id), size: aligned(size), first: at, last: at });
+        }
+    }
+    let (offsets, arena_bytes) = pack(&transient);
+    layout.arena_bytes = arena_bytes;
+    for (block, offset) in transient.iter().zip(offsets) {
+        match block.of {
+            Of::Class(i) => class_home[i] = Some(Home::Arena(offset)),
+            Of::Workspace(id) => {
+                layout.workspace.insert(id, offset);
+            }
+        }
+    }
+    for (value, class) in classes.of.drain() {
+        layout.homes.insert(value, class_home[class].expect("every class got a home"));
+    }
+    layout
+}
+
+fn is_source(graph: &Graph, id: NodeId) -> bool {
+    matches!(graph.node(id).op, Op::Input(_) | Op::Parameter(_) | Op::State(_) | Op::Constant(_))
+}
+
+/// Values that share bytes.
+struct Class {
+    root: Value,
+    bytes: usize,
+    first: usize,
+    last: usize,
+    own: bool,
+    kept: bool,
+    held: bool,
+}
+
+struct Classes {
+    list: Vec<Class>,
+    of: HashMap<Value, usize>,
+}
+
+fn classes(graph: &Graph, order: &[NodeId], needs: &Needs<'_>) -> Classes {
+    let mut classes = Classes { list: Vec::new(), of: HashMap::new() };
+    for (at, &id) in order.iter().enumerate() {
+        let inputs = graph.inputs(id);
+        for input in &inputs {
+            let class = classes.of[input];
+            classes.list[class].last = at;
+        }
+        let node = graph.node(id);
+        for value in graph.values(id) {
+            let class = if rule(&node.op).is_view() && value.output == 0 {
+                classes.of[&inputs[0]]
+            } else {
+                let bytes = graph.fact(value).bytes().expect("sizes are fixed and were checked") as usize;
+                let class = Class { root: value, bytes, first: at, last: at, own: false, kept: false, held: false };
+                classes.list.push(class);
+                classes.list.len() - 1
+            };
+            classes.of.insert(value, class);
+            classes.list[class].own |= needs.own.contains(&value);
+            classes.list[class].kept |= needs.kept.contains(&value);
+            classes.list[class].held |= needs.held.contains(&value);
+        }
+    }
+    classes
+}
+
+enum Of {
+    Class(usize),
+    Workspace(NodeId),
+}
+
+struct Block {
+    of: Of,
+    size: usize,
+    first: usize,
+    last: usize,
+}
+
+/// An offset for every block, and the bytes they take together.
+fn pack(blocks: &[Block]) -> (Vec<usize>, usize) {
+    let mut by_size: Vec<usize> = (0..blocks.len()).collect();
+    by_size.sort_by_key(|&i| (std::cmp::Reverse(blocks[i].size), blocks[i].first, i));
+    let mut offsets = vec![0; blocks.len()];
+    // Placed blocks, by offset.
+    let mut placed: Vec<usize> = Vec::new();
+    let mut total = 0;
+    for i in by_size {
+        let block = &blocks[i];
+        let mut offset = 0;
+        for &p in &placed {
+            let other = &blocks[p];
+            let together = other.first <= block.last && block.first <= other.last;
+            if together {
+                if offsets[p] >= offset + block.size {
+                    break;
+                }
+                offset = offset.max(offsets[p] + other.size);
+            }
+        }
+        offsets[i] = offset;
+        total = total.max(offset + block.size);
+        let at = placed.partition_point(|&p| offsets[p] <= offset);
+        placed.insert(at, i);
+    }
+    (offsets, total)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn block(size: usize, first: usize, last: usize) -> Block {
+        Block { of: Of::Class(0), size, first, last }
+    }
+
+    #[test]
+    fn blocks_alive_together_never_overlap() {
+        let mut seed = 7u64;
+        let mut next = |n: u64| {
+            seed = seed.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+            (seed >> 33) % n
+        };
+        for _ in 0..50 {
+            let blocks: Vec<Block> = (0..40)
+                .map(|_| {
+                    let first = next(30) as usize;
+                    block(aligned(next(1000) as usize + 1), first, first + next(8) as usize)
+                })
+                .collect();
+            let (offsets, total) = pack(&blocks);
+            for i in 0..blocks.len() {
+                assert!(offsets[i] + blocks[i].size <= total);
+                for j in 0..i {
+                    let (a, b) = (&blocks[i], &blocks[j]);
+                    let in_time = a.first <= b.last && b.first <= a.last;
+                    let in_space = offsets[i] < offsets[j] + b.size && offsets[j] < offsets[i] + a.size;
+                    assert!(!(in_time && in_space), "blocks {i} and {j}");
+                }
+            }
+            let alive = |t: usize| blocks.iter().filter(|b| b.first <= t && t <= b.last).map(|b| b.size).sum();
+            let floor: usize = (0..40).map(alive).max().unwrap();
+            assert!(total >= floor && total <= 2 * floor, "{total} bytes for a floor of {floor}");
+        }
+    }
+}

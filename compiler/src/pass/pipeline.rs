@@ -1,0 +1,53 @@
+//! The order of the passes, with the verifier between them.
+
+use super::{Changed, canonicalise, cse, dce, fold};
+use crate::graph::Graph;
+use crate::graph::verify::{VerifyError, verify};
+use thiserror::Error;
+
+/// A pass broke the graph: our bug.
+#[derive(Debug, Error)]
+#[error("bug in pipec: after the pass `{pass}` the graph does not hold: {fault}")]
+pub struct PassBug {
+    /// The pass.
+    pub pass: &'static str,
+    /// What does not hold.
+    pub fault: VerifyError,
+}
+
+type Pass = (&'static str, fn(&mut Graph) -> Changed);
+
+/// What an importer runs last, before ops get their numbers.
+const CANONICAL: [Pass; 3] =
+    [("canonicalise", canonicalise::canonicalise), ("cse", cse::cse), ("dce", dce::dce)];
+
+/// What a stage's fragment goes through once its sizes are fixed.
+const CONCRETE: [Pass; 3] = [("fold", fold::fold), ("cse", cse::cse), ("dce", dce::dce)];
+
+/// What a forward fragment goes through: no `cse`, because merging ops that only meet when two stages are one would
+/// make the order of gradient sums depend on the cut.
+const FORWARD: [Pass; 2] = [("fold", fold::fold), ("dce", dce::dce)];
+
+/// Brings an imported graph into canonical form.
+pub fn canonical(graph: &mut Graph) -> Result<(), PassBug> {
+    run(graph, &CANONICAL)
+}
+
+/// Simplifies a backward graph, or a graph that is only evaluated, at fixed sizes.
+pub fn concrete(graph: &mut Graph) -> Result<(), PassBug> {
+    run(graph, &CONCRETE)
+}
+
+/// Simplifies a forward fragment at fixed sizes.
+pub fn forward(graph: &mut Graph) -> Result<(), PassBug> {
+    run(graph, &FORWARD)
+}
+
+fn run(graph: &mut Graph, passes: &[Pass]) -> Result<(), PassBug> {
+    for (pass, apply) in passes {
+        if apply(graph) == Changed::Yes {
+            verify(graph).map_err(|fault| PassBug { pass, fault })?;
+        }
+    }
+    Ok(())
+}

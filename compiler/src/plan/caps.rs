@@ -1,0 +1,126 @@
+//! How many micro-batches one replica of a stage may have in flight, and how many weight versions it holds for them.
+//!
+//! For 1F1B-RR the published rule is ceil(n_s / r_s), n_s being the workers from stage s to the end and r_s its replicas. It
+//! starves plans such as 1-3-1, so a plan may state larger caps; each costs stash memory and staleness.
+//!
+//! For schedules with a flush the figures are what the schedule can reach at its peak, in whole micro-batches of a stage:
+//!
+//! | schedule | in flight, at most the micro-batches of the minibatch |
+//! | --- | --- |
+//! | gpipe, bfs, csv | all |
+//! | 1f1b, 2bw | workers from the stage to the end |
+//! | interleaved | that, and (p - 1) / v more for v chunks on p workers |
+//! | zb-h1, zbv | p |
+//! | dualpipev | p + 1 |
+//! | zb-h2 | 2 p - 1 |
+
+use crate::plan::ScheduleKind;
+
+/// What of a schedule decides how much is in flight.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Flow {
+    /// Order of work.
+    pub schedule: ScheduleKind,
+    /// Micro-batches in one minibatch.
+    pub microbatches: u32,
+    /// Chunks per worker.
+    pub chunks: u32,
+    /// Workers of the whole pipeline, or a bound on them where the pipeline is not known yet.
+    pub workers: u32,
+}
+
+/// Where a stage stands in its pipeline.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Position {
+    /// Replicas of the stage.
+    pub replicas: u32,
+    /// Workers of all later stages.
+    pub workers_after: u32,
+}
+
+impl Flow {
+    /// Micro-batches in flight on one replica of a stage at `position`, by the schedule's own rule; at least 1.
+    pub fn in_flight(&self, position: Position) -> u32 {
+        let replicas = position.replicas.max(1);
+        let to_the_end = position.workers_after.saturating_add(replicas);
+        let workers = self.workers.max(to_the_end);
+        let wanted = match self.schedule {
+            ScheduleKind::Inference => 1,
+            ScheduleKind::RoundRobin | ScheduleKind::RoundRobinVsync => return to_the_end.div_ceil(replicas),
+            ScheduleKind::Gpipe | ScheduleKind::Bfs | ScheduleKind::Csv => self.microbatches,
+            ScheduleKind::OneFOneB | ScheduleKind::TwoBw => to_the_end,
+            ScheduleKind::Interleaved => to_the_end.saturating_add((workers - 1).div_ceil(self.chunks.max(1))),
+            ScheduleKind::ZbH1 | ScheduleKind::Zbv => workers,
+            ScheduleKind::DualPipeV => workers.saturating_add(1),
+            ScheduleKind::ZbH2 => workers.saturating_mul(2) - 1,
+        };
+        wanted.min(self.microbatches).div_ceil(replicas).max(1)
+    }
+
+    /// Weight versions that one replica holds, when it may have `in_flight` and the first stage `in_flight_of_first`.
+    ///
+    /// With vertical sync a minibatch uses in every stage the version it met in the first, so all stages hold as many.
+    pub fn versions(&self, in_flight: u32, in_flight_of_first: u32) -> u32 {
+        match self.schedule {
+            ScheduleKind::RoundRobin => in_flight,
+            ScheduleKind::RoundRobinVsync => in_flight.max(in_flight_of_first),
+            ScheduleKind::TwoBw => 2,
+            _ => 1,
+        }
+    }
+}
+
+/// The published caps of a whole pipeline of `replicas` under `flow`, first stage first.
+pub fn published(flow: &Flow, replicas: &[u32]) -> Vec<u32> {
+    let workers = replicas.iter().fold(0u32, |sum, &r| sum.saturating_add(r));
+    let flow = Flow { workers, ..*flow };
+    let mut workers_after = workers;
+    let mut caps = Vec::with_capacity(replicas.len());
+    for &replicas in replicas {
+        workers_after = workers_after.saturating_sub(replicas);
+        caps.push(flow.in_flight(Position { replicas, workers_after }));
+    }
+    caps
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn caps(schedule: ScheduleKind, microbatches: u32, replicas: &[u32]) -> Vec<u32> {
+        published(&Flow { schedule, microbatches, chunks: 2, workers: 0 }, replicas)
+    }
+
+    #[test]
+    fn round_robin_is_the_published_rule() {
+        let rr = |replicas: &[u32]| caps(ScheduleKind::RoundRobin, 1, replicas);
+        assert_eq!(rr(&[1, 1, 1, 1]), [4, 3, 2, 1]);
+        assert_eq!(rr(&[3, 1]), [2, 1]);
+        assert_eq!(rr(&[1, 3, 1]), [5, 2, 1]);
+        assert_eq!(rr(&[1, 4, 2, 1]), [8, 2, 2, 1]);
+        assert_eq!(rr(&[9, 5, 1, 1]), [2, 2, 2, 1]);
+        assert_eq!(rr(&[7, 4, 3, 1, 1]), [3, 3, 2, 2, 1]);
+    }
+
+    #[test]
+    fn flushes_never_hold_more_than_the_minibatch() {
+        assert_eq!(caps(ScheduleKind::Gpipe, 8, &[1; 4]), [8; 4]);
+        assert_eq!(caps(ScheduleKind::OneFOneB, 8, &[1; 4]), [4, 3, 2, 1]);
+        assert_eq!(caps(ScheduleKind::OneFOneB, 2, &[1; 4]), [2, 2, 2, 1]);
+        // Peaks 5.5, 4.5, 3.5, 2.5 with p = 4, v = 2.
+        assert_eq!(caps(ScheduleKind::Interleaved, 8, &[1; 4]), [6, 5, 4, 3]);
+        assert_eq!(caps(ScheduleKind::ZbH1, 8, &[1; 4]), [4; 4]);
+        assert_eq!(caps(ScheduleKind::ZbH2, 8, &[1; 4]), [7; 4]);
+        assert_eq!(caps(ScheduleKind::Inference, 8, &[1; 4]), [1; 4]);
+        assert_eq!(caps(ScheduleKind::Gpipe, 8, &[4]), [2]);
+    }
+
+    #[test]
+    fn versions() {
+        let flow = |schedule| Flow { schedule, microbatches: 8, chunks: 1, workers: 4 };
+        assert_eq!(flow(ScheduleKind::RoundRobin).versions(3, 4), 3);
+        assert_eq!(flow(ScheduleKind::RoundRobinVsync).versions(1, 4), 4);
+        assert_eq!(flow(ScheduleKind::TwoBw).versions(4, 4), 2);
+        assert_eq!(flow(ScheduleKind::OneFOneB).versions(4, 4), 1);
+    }
+}

@@ -1,0 +1,107 @@
+//! What one replica of a stage holds at its fullest moment.
+//!
+//! ```text
+//! total = weights · versions + gradients + optimizer + in_flight · (saved + inputs) + workspace
+//! ```
+//!
+//! `saved` is what forward keeps for backward, `inputs` the tensors that come from other stages, `workspace` the largest scratch
+//! of any op. Versions are held by pointer: V versions take V copies of the weights and no more. A tied parameter counts once in
+//! each stage that uses it. For inference there are no gradients and no optimizer.
+
+use crate::plan::{ScheduleKind, StageMemory};
+use crate::profile::cost_graph::CostGraph;
+
+/// The sizes of a set of ops, in bytes, before anything is multiplied.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Holdings {
+    /// Parameters, each once.
+    pub weights: u64,
+    /// Saved for backward, of one micro-batch.
+    pub saved: u64,
+    /// Tensors from outside the set, of one micro-batch.
+    pub inputs: u64,
+    /// Largest scratch of one op.
+    pub workspace: u64,
+}
+
+/// How often each of them is held.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Multiples {
+    /// Micro-batches in flight.
+    pub in_flight: u32,
+    /// Weight versions.
+    pub versions: u32,
+    /// Bytes of optimizer state for each byte of weights.
+    pub optimizer_state: f64,
+    /// Order of work.
+    pub schedule: ScheduleKind,
+}
+
+impl Holdings {
+    /// The sizes of the ops of which `inside` is true.
+    pub fn of(graph: &CostGraph, inside: &[bool]) -> Holdings {
+        let mut holdings = Holdings::default();
+        for param in &graph.params {
+            if param.users.iter().any(|op| inside[op.index()]) {
+                holdings.weights += param.bytes;
+            }
+        }
+        for tensor in &graph.tensors {
+            if !inside[tensor.producer.index()] && tensor.consumers.iter().any(|op| inside[op.index()]) {
+                holdings.inputs += tensor.bytes;
+            }
+        }
+        for (op, _) in graph.ops.iter().zip(inside).filter(|(_, inside)| **inside) {
+            holdings.saved += op.saved_bytes;
+            holdings.workspace = holdings.workspace.max(op.workspace_bytes);
+        }
+        holdings
+    }
+
+    /// What a stage of these sizes holds. Sums stop at the largest `u64`, which no device has.
+    pub fn held(&self, multiples: &Multiples) -> StageMemory {
+        let trains = multiples.schedule != ScheduleKind::Inference;
+        let weights = self.weights;
+        let versions = weights.saturating_mul(u64::from(multiples.versions.saturating_sub(1)));
+        let gradients = if trains { weights } else { 0 };
+        // `as` saturates; state is a small factor checked with the problem.
+        let optimizer = if trains { (weights as f64 * multiples.optimizer_state).ceil() as u64 } else { 0 };
+        let one = self.saved.saturating_add(self.inputs);
+        let activations = one.saturating_mul(u64::from(multiples.in_flight));
+        let workspace = self.workspace;
+        let parts = [weights, versions, gradients, optimizer, activations, workspace];
+        let total = parts.iter().fold(0u64, |sum, &part| sum.saturating_add(part));
+        StageMemory { weights, versions, gradients, optimizer, activations, workspace, total }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::profile::cost_graph::{OpCost, OpId, ParamCost, TensorCost};
+
+    #[test]
+    fn a_tied_parameter_counts_once_and_inputs_count_for_every_batch_in_flight() {
+        let op = |id, saved_bytes, workspace_bytes| OpCost { id, saved_bytes, workspace_bytes, ..OpCost::default() };
+        let tensor = |producer, bytes, consumers: &[u32]| TensorCost {
+            name: String::new(),
+            producer: OpId(producer),
+            bytes,
+            consumers: consumers.iter().map(|&to| OpId(to)).collect(),
+        };
+        let graph = CostGraph {
+            ops: vec![op(0, 10, 5), op(1, 20, 9), op(2, 40, 7)],
+            tensors: vec![tensor(0, 100, &[1, 2]), tensor(1, 200, &[2]), tensor(2, 400, &[])],
+            params: vec![ParamCost { name: "w".into(), bytes: 1000, users: vec![OpId(0), OpId(1), OpId(2)] }],
+        };
+        let tail = Holdings::of(&graph, &[false, true, true]);
+        assert_eq!(tail, Holdings { weights: 1000, saved: 60, inputs: 100, workspace: 9 });
+        let multiples =
+            Multiples { in_flight: 3, versions: 3, optimizer_state: 2.0, schedule: ScheduleKind::RoundRobin };
+        let held = tail.held(&multiples);
+        assert_eq!((held.versions, held.gradients, held.optimizer, held.activations), (2000, 1000, 2000, 480));
+        assert_eq!(held.total, 1000 + 2000 + 1000 + 2000 + 480 + 9);
+        let inference = Multiples { schedule: ScheduleKind::Inference, in_flight: 1, versions: 1, ..multiples };
+        assert_eq!(tail.held(&inference).total, 1000 + 160 + 9);
+    }
+}

@@ -1,0 +1,226 @@
+//! What a partitioner is asked: a model as costs, a cluster, and limits.
+
+use crate::cluster::read::{self, ClusterError};
+use crate::cluster::{Bytes, Cluster};
+use crate::plan::{PlannedModel, PlannedProfile, ScheduleKind};
+use crate::profile::Method;
+use crate::profile::cost_graph::{CostGraph, CostGraphError};
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+
+/// How the time of a stage follows from its ops. `plan/stage_cost` gives the equations.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "lowercase")]
+pub enum CostModel {
+    /// The formula of the PipeDream paper.
+    Paper,
+    /// What PipeDream's released optimizer computes.
+    Pipedream,
+}
+
+/// What is minimised.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "lowercase")]
+pub enum Objective {
+    /// Time of one minibatch in steady state.
+    #[default]
+    Throughput,
+    /// Bytes on the fullest device.
+    Memory,
+}
+
+/// How many minibatches a stage may have in flight.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub enum InFlight {
+    /// Raised by the planner until the workers are busy.
+    #[default]
+    Auto,
+    /// The published rule: workers from the stage to the end over its replicas, rounded up.
+    Pipedream,
+    /// One number for each stage.
+    Given(Vec<u32>),
+}
+
+/// What the user fixed in advance.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Constraints {
+    /// Replicas of each stage; the cuts are free.
+    pub replicas: Option<Vec<u32>>,
+    /// A stage ends after each of these: source node names, module paths, or op ids in text.
+    pub cut_after: Option<Vec<String>>,
+}
+
+/// A question to a partitioner.
+#[derive(Clone, Debug)]
+pub struct Problem {
+    /// The model as costs.
+    pub graph: CostGraph,
+    /// The devices.
+    pub cluster: Cluster,
+    /// Cost model.
+    pub cost: CostModel,
+    /// What is minimised.
+    pub objective: Objective,
+    /// PipeDream's activation compression ratio; absent means that transfers between stages are free under cost `pipedream`.
+    pub activation_compression: Option<f64>,
+    /// Bytes that may be used on each device; absent means no limit.
+    pub memory_limit: Option<Bytes>,
+    /// Bytes of optimizer state for each byte of weights: 0 for plain SGD, 1 with momentum, 2 for Adam.
+    pub optimizer_state: f64,
+    /// Order of work.
+    pub schedule: ScheduleKind,
+    /// Samples in one micro-batch; the costs of `graph` are for that many.
+    pub micro_batch: u64,
+    /// Micro-batches in one minibatch.
+    pub microbatches: u32,
+    /// Chunks per worker, for schedules that have them.
+    pub chunks: u32,
+    /// Caps of minibatches in flight.
+    pub in_flight: InFlight,
+    /// What the user fixed.
+    pub constraints: Constraints,
+    /// The model, for the plan.
+    pub model: PlannedModel,
+    /// The profile, for the plan.
+    pub profile: PlannedProfile,
+    /// Element type, for the plan.
+    pub dtype: String,
+    /// Optimizer name, for the plan.
+    pub optimizer: String,
+}
+
+/// A question that makes no sense.
+#[derive(Clone, Debug, PartialEq, thiserror::Error)]
+pub enum ProblemError {
+    /// The costs are broken.
+    #[error(transparent)]
+    Graph(#[from] CostGraphError),
+    /// The cluster is broken.
+    #[error(transparent)]
+    Cluster(#[from] ClusterError),
+    /// A setting out of range.
+    #[error("{what} is {value}; it must be {range}")]
+    Setting {
+        /// Which setting.
+        what: &'static str,
+        /// Its value.
+        value: String,
+        /// What is accepted.
+        range: &'static str,
+    },
+    /// A cut at something the model does not have.
+    #[error("`--cut-after {name}`: no op, node or module of that name{hint}")]
+    UnknownCut {
+        /// The name given.
+        name: String,
+        /// The nearest name, as "; did you mean …?", or nothing.
+        hint: String,
+    },
+    /// Replicas that the cluster does not hold.
+    #[error("the stages take {wanted} devices, the cluster has {devices}")]
+    TooManyReplicas {
+        /// Sum of the replicas.
+        wanted: u64,
+        /// Devices of the cluster.
+        devices: u32,
+    },
+    /// More stages than there are places to cut.
+    #[error("{stages} stages are wanted, the model has {ops} ops to cut between")]
+    TooManyStages {
+        /// Stages wanted.
+        stages: usize,
+        /// Ops of the model.
+        ops: usize,
+    },
+    /// Two constraints that do not agree.
+    #[error("{cuts} cuts make {stages} stages, {replicas} replica counts are given")]
+    Disagree {
+        /// Number of cuts.
+        cuts: usize,
+        /// Stages they make.
+        stages: usize,
+        /// Replica counts given.
+        replicas: usize,
+    },
+    /// A plan that does not have as many stages as caps were given.
+    #[error("{caps} in-flight caps are given, the plan has {stages} stages")]
+    Caps {
+        /// Caps given.
+        caps: usize,
+        /// Stages of the plan.
+        stages: usize,
+    },
+    /// A search that is only for small problems.
+    #[error("{method} takes at most {limit} {what}, the problem has {found}")]
+    TooLarge {
+        /// The partitioner.
+        method: &'static str,
+        /// What is counted.
+        what: &'static str,
+        /// The most it takes.
+        limit: u64,
+        /// What the problem has.
+        found: u64,
+    },
+}
+
+impl Problem {
+    /// A question with the usual settings: throughput, 1F1B-RR, plain SGD, one micro-batch of one sample, no memory limit.
+    pub fn new(graph: CostGraph, cluster: Cluster, cost: CostModel) -> Problem {
+        let model = PlannedModel { ops: graph.ops.len() as u64, ..PlannedModel::default() };
+        Problem {
+            graph,
+            cluster,
+            cost,
+            objective: Objective::Throughput,
+            activation_compression: None,
+            memory_limit: None,
+            optimizer_state: 0.0,
+            schedule: ScheduleKind::RoundRobin,
+            micro_batch: 1,
+            microbatches: 1,
+            chunks: 1,
+            in_flight: InFlight::Pipedream,
+            constraints: Constraints::default(),
+            model,
+            profile: PlannedProfile { sha256: String::new(), method: Method::Imported },
+            dtype: "f32".to_string(),
+            optimizer: "sgd".to_string(),
+        }
+    }
+
+    /// What must hold before a partitioner starts.
+    pub fn check(&self) -> Result<(), ProblemError> {
+        self.graph.check()?;
+        read::check(self.cluster.clone())?;
+        let setting = |fine: bool, what, value: String, range| {
+            if fine { Ok(()) } else { Err(ProblemError::Setting { what, value, range }) }
+        };
+        let ratio = self.activation_compression.unwrap_or(1.0);
+        let fine = ratio.is_finite() && ratio > 0.0;
+        setting(fine, "activation compression", ratio.to_string(), "finite and above 0")?;
+        let state = self.optimizer_state;
+        let fine = (0.0..=64.0).contains(&state);
+        setting(fine, "optimizer state per weight byte", state.to_string(), "from 0 to 64")?;
+        setting(self.micro_batch >= 1, "micro-batch", self.micro_batch.to_string(), "at least 1")?;
+        let fine = (1..=1 << 20).contains(&self.microbatches);
+        setting(fine, "micro-batches", self.microbatches.to_string(), "from 1 to 2^20")?;
+        setting((1..=1024).contains(&self.chunks), "chunks", self.chunks.to_string(), "from 1 to 1024")?;
+        if let InFlight::Given(caps) = &self.in_flight {
+            let worst = caps.iter().copied().find(|cap| !(1..=1 << 20).contains(cap));
+            setting(worst.is_none(), "in-flight cap", worst.unwrap_or(0).to_string(), "from 1 to 2^20")?;
+        }
+        if let Some(replicas) = &self.constraints.replicas {
+            let empty = replicas.is_empty() || replicas.contains(&0);
+            setting(!empty, "replicas of a stage", format!("{replicas:?}"), "at least 1, for at least one stage")?;
+            let wanted: u64 = replicas.iter().map(|&r| u64::from(r)).sum();
+            if wanted > u64::from(self.cluster.devices()) {
+                return Err(ProblemError::TooManyReplicas { wanted, devices: self.cluster.devices() });
+            }
+            if replicas.len() > self.graph.ops.len() {
+                return Err(ProblemError::TooManyStages { stages: replicas.len(), ops: self.graph.ops.len() });
+            }
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,89 @@
+//! Reading and printing `plan.json`, and its JSON Schema.
+
+use crate::plan::{Plan, SCHEMA};
+use crate::profile::json::{self, JsonError};
+use serde_json::Value;
+
+/// Why a plan file was refused. What a plan says is judged by `plan/check`, not here.
+#[derive(Clone, Debug, PartialEq, thiserror::Error)]
+pub enum PlanFileError {
+    /// Not JSON of the right shape.
+    #[error(transparent)]
+    Json(#[from] JsonError),
+    /// Another schema.
+    #[error("schema is `{found}`, expected `{SCHEMA}`")]
+    Schema {
+        /// What the file states.
+        found: String,
+    },
+    /// A top-level field that does not exist.
+    #[error("unknown field `{field}`; fields of other tools start with `x-`")]
+    Unknown {
+        /// Its name.
+        field: String,
+    },
+    /// A number that JSON cannot hold.
+    #[error("`{field}` is {value}; it must be finite and not negative")]
+    Figure {
+        /// Path of the number.
+        field: String,
+        /// Its value.
+        value: f64,
+    },
+}
+
+/// Reads a plan. Unknown top-level fields are errors unless they start with `x-`; so are keys that stand twice.
+pub fn from_json(text: &str) -> Result<Plan, PlanFileError> {
+    let plan: Plan = json::read(text)?;
+    check(&plan)?;
+    Ok(plan)
+}
+
+/// Prints a plan: equal plans give equal bytes, and the text ends with a line break.
+pub fn to_json(plan: &Plan) -> Result<String, PlanFileError> {
+    check(plan)?;
+    Ok(json::print(plan)?)
+}
+
+/// The JSON Schema of the file.
+pub fn schema() -> Value {
+    let mut schema = schemars::schema_for!(Plan).to_value();
+    if let Value::Object(object) = &mut schema {
+        object.insert("patternProperties".into(), serde_json::json!({ "^x-": {} }));
+        object.insert("additionalProperties".into(), Value::Bool(false));
+    }
+    schema
+}
+
+fn check(plan: &Plan) -> Result<(), PlanFileError> {
+    if plan.schema != SCHEMA {
+        let found = plan.schema.chars().take(40).map(|c| if c.is_control() { '?' } else { c }).collect();
+        return Err(PlanFileError::Schema { found });
+    }
+    if let Some(field) = plan.extra.keys().find(|key| !key.starts_with("x-")) {
+        let field = field.chars().take(60).map(|c| if c.is_control() { '?' } else { c }).collect();
+        return Err(PlanFileError::Unknown { field });
+    }
+    let figure = |field: String, value: f64| {
+        let fine = value.is_finite() && value >= 0.0;
+        if fine { Ok(()) } else { Err(PlanFileError::Figure { field, value }) }
+    };
+    let predicted = &plan.predicted;
+    figure("predicted.minibatch_us".into(), predicted.minibatch_us)?;
+    figure("predicted.step_us".into(), predicted.step_us)?;
+    figure("predicted.throughput_per_s".into(), predicted.throughput_per_s)?;
+    figure("predicted.bubble".into(), predicted.bubble)?;
+    figure("lower_bound_us".into(), plan.lower_bound_us)?;
+    figure("baselines.single".into(), plan.baselines.single)?;
+    figure("baselines.data_parallel".into(), plan.baselines.data_parallel)?;
+    figure("baselines.uniform".into(), plan.baselines.uniform)?;
+    for (at, level) in plan.cluster.levels.iter().enumerate() {
+        figure(format!("cluster.levels[{at}].bandwidth"), level.bandwidth.0)?;
+        figure(format!("cluster.levels[{at}].latency"), level.latency.0)?;
+    }
+    for (at, stage) in plan.stages.iter().enumerate() {
+        figure(format!("stages[{at}].fwd_us"), stage.fwd_us)?;
+        figure(format!("stages[{at}].bwd_us"), stage.bwd_us)?;
+    }
+    Ok(())
+}

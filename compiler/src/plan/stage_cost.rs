@@ -1,0 +1,177 @@
+//! What a stage costs, by the name of a cost model. This file is all that a partitioner knows of cost.
+//!
+//! A cluster is searched level by level. At level k a [`Part`] is a run of ops on `replicas` units, a unit being all devices of
+//! the level below; what one unit needs for it is `inner_us`. Times are microseconds for one minibatch.
+//!
+//! ```text
+//! paper       T_k(i..j, m) = max( A_{k-1}(i..j), 2 (m-1) |w| / B_k ) / m             and 2 a_s / B_k at the cut before
+//! pipedream   T_k(i..j, m) = ( A_{k-1}(i..j) + 4 (m-1) |w| / (B_k m) / d ) / m       d = n_{k-1} for the first part, else 1
+//!             with a compression ratio r, later parts also 2 out(s) / (B_k m r) and, unless last, 2 out(j) / (B_k m r)
+//! ```
+//!
+//! | equation | here                    | unit         |
+//! | ---      | ---                     | ---          |
+//! | A_{k-1}  | `Part::inner_us`        | microseconds |
+//! | m        | `Part::replicas`        |              |
+//! | w        | `Part::weight_bytes`    | bytes        |
+//! | a_s, out | `Part::in_bytes`, `out_bytes` | bytes  |
+//! | B_k      | `LevelCost::bytes_per_us` | bytes/µs   |
+//! | n_{k-1}  | `LevelCost::previous_count` |          |
+//!
+//! `pipedream` is Narayanan et al.'s released optimizer, to the letter: the weights of a first part travel n_{k-1} times faster
+//! than those of a later one, because that is what it computes. The paper (SOSP 2019, section 3.1) has no such factor.
+
+use crate::cluster::Cluster;
+use crate::plan::problem::{CostModel, Problem};
+use crate::profile::cost_graph::CostGraph;
+
+/// What a cost model needs of one level.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct LevelCost {
+    /// Units at this level.
+    pub count: u32,
+    /// Bandwidth in bytes per microsecond.
+    pub bytes_per_us: f64,
+    /// Units of the level below, 1 at the innermost.
+    pub previous_count: u32,
+}
+
+/// A run of ops on some units of one level.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Part {
+    /// Whether it starts where the level's whole span starts.
+    pub is_first: bool,
+    /// Whether it ends with the model.
+    pub is_last: bool,
+    /// Units that share the minibatches.
+    pub replicas: u32,
+    /// Time on one unit, in microseconds.
+    pub inner_us: f64,
+    /// Bytes of its parameters.
+    pub weight_bytes: f64,
+    /// Bytes that cross the cut before it.
+    pub in_bytes: f64,
+    /// Bytes that cross the cut after it.
+    pub out_bytes: f64,
+}
+
+/// A cost model with its settings.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct StageCost {
+    /// Which equations.
+    pub model: CostModel,
+    /// PipeDream's activation compression ratio.
+    pub activation_compression: Option<f64>,
+}
+
+impl StageCost {
+    /// The cost model of a problem.
+    pub fn of(problem: &Problem) -> StageCost {
+        StageCost { model: problem.cost, activation_compression: problem.activation_compression }
+    }
+
+    /// Time that `part` needs for one minibatch at `level`, links included, in microseconds.
+    pub fn part_us(&self, level: &LevelCost, part: &Part) -> f64 {
+        let m = f64::from(part.replicas);
+        let bandwidth = level.bytes_per_us;
+        match self.model {
+            CostModel::Paper => {
+                let all_reduce = 2.0 * (m - 1.0) * part.weight_bytes / bandwidth;
+                let stage = part.inner_us.max(all_reduce) / m;
+                let boundary = if part.is_first { 0.0 } else { 2.0 * part.in_bytes / bandwidth };
+                stage.max(boundary)
+            }
+            CostModel::Pipedream => {
+                let all_reduce = 4.0 * (m - 1.0) * part.weight_bytes / (bandwidth * m);
+                if part.is_first {
+                    return (part.inner_us + all_reduce / f64::from(level.previous_count)) / m;
+                }
+                let stage = (part.inner_us + all_reduce) / m;
+                let Some(ratio) = self.activation_compression else { return stage };
+                let input = 2.0 * part.in_bytes / (bandwidth * m * ratio);
+                let output = if part.is_last { 0.0 } else { 2.0 * part.out_bytes / (bandwidth * m * ratio) };
+                stage.max(input).max(output)
+            }
+        }
+    }
+
+    /// Bytes that cross the cut after the ops of which `inside` is true. `inside` must be closed under predecessors.
+    ///
+    /// `paper`: every tensor that is read on the other side, once. `pipedream`: all outputs of every op that is read on the other
+    /// side, and of every op that nothing in the set reads; so a model output is charged at every cut after it.
+    pub fn cut_bytes(&self, graph: &CostGraph, inside: impl Fn(usize) -> bool) -> f64 {
+        match self.model {
+            CostModel::Paper => {
+                let crosses =
+                    |consumers: &[crate::profile::cost_graph::OpId]| consumers.iter().any(|to| !inside(to.index()));
+                let crossing = graph.tensors.iter().filter(|t| inside(t.producer.index()) && crosses(&t.consumers));
+                crossing.map(|tensor| tensor.bytes as f64).sum()
+            }
+            CostModel::Pipedream => {
+                let mut read_inside = vec![false; graph.ops.len()];
+                let mut read_outside = vec![false; graph.ops.len()];
+                for tensor in &graph.tensors {
+                    for to in &tensor.consumers {
+                        let read = if inside(to.index()) { &mut read_inside } else { &mut read_outside };
+                        read[tensor.producer.index()] = true;
+                    }
+                }
+                let sent = graph
+                    .ops
+                    .iter()
+                    .enumerate()
+                    .filter(|(at, _)| inside(*at) && (read_outside[*at] || !read_inside[*at]));
+                sent.map(|(_, op)| op.out_bytes as f64).sum()
+            }
+        }
+    }
+}
+
+/// The levels of a cluster as a cost model sees them, innermost first.
+pub fn levels(cluster: &Cluster) -> Vec<LevelCost> {
+    let mut previous_count = 1;
+    let mut levels = Vec::with_capacity(cluster.levels.len());
+    for level in &cluster.levels {
+        levels.push(LevelCost { count: level.count, bytes_per_us: level.bandwidth.0 / 1e6, previous_count });
+        previous_count = level.count;
+    }
+    levels
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const LEVEL: LevelCost = LevelCost { count: 4, bytes_per_us: 100.0, previous_count: 2 };
+    const PART: Part = Part {
+        is_first: false,
+        is_last: false,
+        replicas: 2,
+        inner_us: 60.0,
+        weight_bytes: 1000.0,
+        in_bytes: 4000.0,
+        out_bytes: 8000.0,
+    };
+
+    fn us(model: CostModel, activation_compression: Option<f64>, part: Part) -> f64 {
+        StageCost { model, activation_compression }.part_us(&LEVEL, &part)
+    }
+
+    #[test]
+    fn paper() {
+        // max(60, 2 * 1 * 1000 / 100) / 2 = 30; 2 * 4000 / 100 = 80
+        assert_eq!(us(CostModel::Paper, None, PART), 80.0);
+        assert_eq!(us(CostModel::Paper, None, Part { is_first: true, ..PART }), 30.0);
+        assert_eq!(us(CostModel::Paper, None, Part { is_first: true, weight_bytes: 9000.0, ..PART }), 90.0);
+    }
+
+    #[test]
+    fn pipedream() {
+        // 4 * 1 * 1000 / (100 * 2) = 20
+        assert_eq!(us(CostModel::Pipedream, None, PART), 40.0);
+        assert_eq!(us(CostModel::Pipedream, None, Part { is_first: true, ..PART }), 35.0);
+        assert_eq!(us(CostModel::Pipedream, Some(1.0), PART), 80.0);
+        assert_eq!(us(CostModel::Pipedream, Some(1.0), Part { is_last: true, ..PART }), 40.0);
+        assert_eq!(us(CostModel::Pipedream, Some(0.5), Part { is_last: true, ..PART }), 80.0);
+    }
+}

@@ -1,0 +1,273 @@
+//! The form of a model that planning works on: ops with times and sizes, the tensors between them, and their parameters.
+//!
+//! It knows nothing of what an op computes, so that it can be built from a graph and its profile, and as well from the
+//! published profiles of other tools. Ops stand in topological order and an op's id is its index.
+
+use serde::{Deserialize, Serialize};
+
+/// The most ops, tensors and parameters a cost graph may have, each.
+pub const MAX_ENTRIES: usize = 4_000_000;
+
+/// Index of an op in the canonical topological order.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(transparent)]
+pub struct OpId(pub u32);
+
+impl OpId {
+    /// As an index into the ops.
+    pub fn index(self) -> usize {
+        self.0 as usize
+    }
+}
+
+/// One op: times in microseconds and sizes in bytes, all for one micro-batch.
+#[derive(Clone, Debug, PartialEq, Default)]
+pub struct OpCost {
+    /// Place in the list of ops.
+    pub id: u32,
+    /// Name of the source node.
+    pub name: String,
+    /// Module path of the source node, empty where there is none.
+    pub module: String,
+    /// Kind of op.
+    pub op: String,
+    /// Forward time.
+    pub fwd_us: f64,
+    /// Backward time.
+    pub bwd_us: f64,
+    /// Bytes of the parameters this op uses; a tied parameter is counted in each of its users.
+    pub param_bytes: u64,
+    /// Bytes kept from forward for backward.
+    pub saved_bytes: u64,
+    /// Scratch bytes while the op runs, forward or backward.
+    pub workspace_bytes: u64,
+    /// Bytes of all outputs.
+    pub out_bytes: u64,
+}
+
+/// One tensor: made by one op, read by others. A tensor without readers is an output of the model.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct TensorCost {
+    /// Name in the source file.
+    pub name: String,
+    /// The op that makes it.
+    pub producer: OpId,
+    /// Its size for one micro-batch.
+    pub bytes: u64,
+    /// The ops that read it, ascending, each once.
+    pub consumers: Vec<OpId>,
+}
+
+/// One parameter and the ops that use it; more than one user means that the parameter is tied.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ParamCost {
+    /// Name in the source file.
+    pub name: String,
+    /// Its size.
+    pub bytes: u64,
+    /// The ops that use it, ascending, each once.
+    pub users: Vec<OpId>,
+}
+
+/// A model as costs. See [`CostGraph::check`] for what must hold.
+#[derive(Clone, Debug, PartialEq, Default)]
+pub struct CostGraph {
+    /// Ops in topological order.
+    pub ops: Vec<OpCost>,
+    /// Tensors between ops.
+    pub tensors: Vec<TensorCost>,
+    /// Parameters.
+    pub params: Vec<ParamCost>,
+}
+
+/// What is wrong with a cost graph.
+#[derive(Clone, Debug, PartialEq, thiserror::Error)]
+pub enum CostGraphError {
+    /// There is nothing to plan.
+    #[error("the model has no ops")]
+    Empty,
+    /// More entries than `MAX_ENTRIES`.
+    #[error("{what}: {count} are more than the {MAX_ENTRIES} that can be planned")]
+    TooMany {
+        /// "ops", "tensors" or "parameters".
+        what: &'static str,
+        /// How many.
+        count: usize,
+    },
+    /// An op whose id is not its place.
+    #[error("op `{name}` stands at {index} and has id {id}")]
+    Id {
+        /// Name of the op.
+        name: String,
+        /// Place in the list.
+        index: usize,
+        /// Its id.
+        id: u32,
+    },
+    /// A time that is negative or not finite.
+    #[error("op `{name}`: `{field}` is {value}; it must be finite and not negative")]
+    Time {
+        /// Name of the op.
+        name: String,
+        /// `fwd_us` or `bwd_us`.
+        field: &'static str,
+        /// The value.
+        value: f64,
+    },
+    /// A reference to an op that does not exist.
+    #[error("`{name}` refers to op {op}, the model has {ops} ops")]
+    UnknownOp {
+        /// Name of the tensor or parameter.
+        name: String,
+        /// The reference.
+        op: u32,
+        /// Number of ops.
+        ops: usize,
+    },
+    /// A tensor that is read no later than it is made.
+    #[error("ops are not in topological order: tensor `{name}` is made by op {producer} and read by op {consumer}")]
+    Order {
+        /// Name of the tensor.
+        name: String,
+        /// Its producer.
+        producer: u32,
+        /// The reader that comes too early.
+        consumer: u32,
+    },
+    /// Readers or users that are not ascending.
+    #[error("the ops of `{name}` are not in ascending order, each once")]
+    Unsorted {
+        /// Name of the tensor or parameter.
+        name: String,
+    },
+    /// Sizes that cannot be added up.
+    #[error("the sizes of all {what} add up to more than 2^62 bytes")]
+    Overflow {
+        /// What was added.
+        what: &'static str,
+    },
+}
+
+impl CostGraph {
+    /// What must hold before anything is planned: ids are places, times are finite and not negative, every reference exists,
+    /// every tensor is made before it is read, and sums of sizes do not overflow.
+    pub fn check(&self) -> Result<(), CostGraphError> {
+        if self.ops.is_empty() {
+            return Err(CostGraphError::Empty);
+        }
+        for (what, count) in
+            [("ops", self.ops.len()), ("tensors", self.tensors.len()), ("parameters", self.params.len())]
+        {
+            if count > MAX_ENTRIES {
+                return Err(CostGraphError::TooMany { what, count });
+            }
+        }
+        for (index, op) in self.ops.iter().enumerate() {
+            if op.id as usize != index {
+                return Err(CostGraphError::Id { name: shown(&op.name), index, id: op.id });
+            }
+            for (field, value) in [("fwd_us", op.fwd_us), ("bwd_us", op.bwd_us)] {
+                if !(value.is_finite() && value >= 0.0) {
+                    return Err(CostGraphError::Time { name: shown(&op.name), field, value });
+                }
+            }
+        }
+        for tensor in &self.tensors {
+            self.refers(&tensor.name, std::slice::from_ref(&tensor.producer))?;
+            self.refers(&tensor.name, &tensor.consumers)?;
+            if let Some(first) = tensor.consumers.first()
+                && *first <= tensor.producer
+            {
+                return Err(CostGraphError::Order {
+                    name: shown(&tensor.name),
+                    producer: tensor.producer.0,
+                    consumer: first.0,
+                });
+            }
+        }
+        for param in &self.params {
+            self.refers(&param.name, &param.users)?;
+        }
+        let time: f64 = self.ops.iter().map(|op| op.fwd_us + op.bwd_us).sum();
+        if !time.is_finite() {
+            return Err(CostGraphError::Overflow { what: "times" });
+        }
+        total("outputs", self.ops.iter().map(|op| op.out_bytes))?;
+        total("op parameters", self.ops.iter().map(|op| op.param_bytes))?;
+        total("saved tensors", self.ops.iter().map(|op| op.saved_bytes))?;
+        total("workspaces", self.ops.iter().map(|op| op.workspace_bytes))?;
+        total("tensors", self.tensors.iter().map(|tensor| tensor.bytes))?;
+        total("parameters", self.params.iter().map(|param| param.bytes))
+    }
+
+    /// All pairs of an op and a later op that reads one of its tensors, sorted, each pair once.
+    pub fn edges(&self) -> Vec<(OpId, OpId)> {
+        let pairs = self.tensors.iter().flat_map(|tensor| tensor.consumers.iter().map(|to| (tensor.producer, *to)));
+        let mut edges: Vec<_> = pairs.collect();
+        edges.sort_unstable();
+        edges.dedup();
+        edges
+    }
+
+    /// Forward plus backward time of all ops, in microseconds.
+    pub fn total_us(&self) -> f64 {
+        self.ops.iter().map(|op| op.fwd_us + op.bwd_us).sum()
+    }
+
+    fn refers(&self, name: &str, ops: &[OpId]) -> Result<(), CostGraphError> {
+        if let Some(op) = ops.iter().find(|op| op.index() >= self.ops.len()) {
+            return Err(CostGraphError::UnknownOp { name: shown(name), op: op.0, ops: self.ops.len() });
+        }
+        if ops.windows(2).any(|pair| pair[0] >= pair[1]) {
+            return Err(CostGraphError::Unsorted { name: shown(name) });
+        }
+        Ok(())
+    }
+}
+
+fn total(what: &'static str, mut sizes: impl Iterator<Item = u64>) -> Result<(), CostGraphError> {
+    let sum = sizes.try_fold(0u64, |sum, size| sum.checked_add(size));
+    match sum {
+        Some(sum) if sum <= 1 << 62 => Ok(()),
+        _ => Err(CostGraphError::Overflow { what }),
+    }
+}
+
+fn shown(name: &str) -> String {
+    name.chars().take(120).map(|c| if c.is_control() { '?' } else { c }).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn two() -> CostGraph {
+        let op = |id, name: &str| OpCost { id, name: name.into(), fwd_us: 1.0, bwd_us: 2.0, ..OpCost::default() };
+        let tensor = TensorCost { name: "t".into(), producer: OpId(0), bytes: 8, consumers: vec![OpId(1)] };
+        CostGraph { ops: vec![op(0, "a"), op(1, "b")], tensors: vec![tensor], params: vec![] }
+    }
+
+    #[test]
+    fn a_sound_graph_passes() {
+        assert_eq!(two().check(), Ok(()));
+        assert_eq!(two().edges(), vec![(OpId(0), OpId(1))]);
+        assert_eq!(two().total_us(), 6.0);
+    }
+
+    #[test]
+    fn each_fault_has_its_error() {
+        let broken = |change: fn(&mut CostGraph)| {
+            let mut graph = two();
+            change(&mut graph);
+            graph.check().unwrap_err()
+        };
+        assert_eq!(broken(|g| g.ops.clear()), CostGraphError::Empty);
+        assert!(matches!(broken(|g| g.ops[1].id = 5), CostGraphError::Id { .. }));
+        assert!(matches!(broken(|g| g.ops[1].fwd_us = f64::NAN), CostGraphError::Time { .. }));
+        assert!(matches!(broken(|g| g.ops[1].bwd_us = -1.0), CostGraphError::Time { .. }));
+        assert!(matches!(broken(|g| g.tensors[0].consumers = vec![OpId(0)]), CostGraphError::Order { .. }));
+        assert!(matches!(broken(|g| g.tensors[0].producer = OpId(9)), CostGraphError::UnknownOp { .. }));
+        assert!(matches!(broken(|g| g.tensors[0].consumers = vec![OpId(1), OpId(1)]), CostGraphError::Unsorted { .. }));
+        assert!(matches!(broken(|g| g.ops[0].out_bytes = u64::MAX), CostGraphError::Overflow { .. }));
+    }
+}

@@ -1,0 +1,121 @@
+//! Reading JSON strictly: no key twice at any depth, and errors that name the place.
+//!
+//! Two readers of one file must not see two different values, so a repeated key is an error and not a choice. NaN and infinite
+//! numbers are no JSON and fail in the parser; nesting is bounded by the parser's own limit of 128.
+
+use serde::Deserialize;
+use serde::de::{self, DeserializeOwned, DeserializeSeed, Deserializer, MapAccess, SeqAccess, Visitor};
+use std::collections::HashSet;
+use std::fmt;
+
+/// Why a JSON file could not be read.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum JsonError {
+    /// Not JSON, a duplicate key, or a number out of range; line and column are in the message.
+    #[error("{0}")]
+    Syntax(String),
+    /// JSON of another shape than expected.
+    #[error("at `{path}`: {message}")]
+    Shape {
+        /// Path of the value, `stages[2].replicas` for example.
+        path: String,
+        /// What was found and what was expected.
+        message: String,
+    },
+}
+
+/// Reads `text` as a `T`.
+pub fn read<T: DeserializeOwned>(text: &str) -> Result<T, JsonError> {
+    let syntax = |error: serde_json::Error| JsonError::Syntax(error.to_string());
+    let mut strict = serde_json::Deserializer::from_str(text);
+    NoDuplicates.deserialize(&mut strict).map_err(syntax)?;
+    strict.end().map_err(syntax)?;
+    let mut typed = serde_json::Deserializer::from_str(text);
+    serde_path_to_error::deserialize(&mut typed)
+        .map_err(|error| JsonError::Shape { path: error.path().to_string(), message: error.inner().to_string() })
+}
+
+/// Prints `value` indented by two spaces, fields in the order of the type, with a final line break.
+///
+/// Equal values give equal bytes. Fails only where a map has keys that are no text, or a value refuses to be written.
+pub fn print<T: serde::Serialize>(value: &T) -> Result<String, JsonError> {
+    let mut text = serde_json::to_string_pretty(value).map_err(|error| JsonError::Syntax(error.to_string()))?;
+    text.push('\n');
+    Ok(text)
+}
+
+/// Walks a value, builds nothing, and fails at the first key that stands twice in one object.
+struct NoDuplicates;
+
+impl<'de> DeserializeSeed<'de> for NoDuplicates {
+    type Value = ();
+    fn deserialize<D: Deserializer<'de>>(self, from: D) -> Result<(), D::Error> {
+        from.deserialize_any(self)
+    }
+}
+
+impl<'de> Visitor<'de> for NoDuplicates {
+    type Value = ();
+    fn expecting(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+        out.write_str("JSON")
+    }
+    fn visit_bool<E>(self, _: bool) -> Result<(), E> {
+        Ok(())
+    }
+    fn visit_i64<E>(self, _: i64) -> Result<(), E> {
+        Ok(())
+    }
+    fn visit_u64<E>(self, _: u64) -> Result<(), E> {
+        Ok(())
+    }
+    fn visit_f64<E: de::Error>(self, value: f64) -> Result<(), E> {
+        if value.is_finite() { Ok(()) } else { Err(E::custom("a number is not finite")) }
+    }
+    fn visit_str<E>(self, _: &str) -> Result<(), E> {
+        Ok(())
+    }
+    fn visit_unit<E>(self) -> Result<(), E> {
+        Ok(())
+    }
+    fn visit_seq<A: SeqAccess<'de>>(self, mut list: A) -> Result<(), A::Error> {
+        while list.next_element_seed(NoDuplicates)?.is_some() {}
+        Ok(())
+    }
+    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<(), A::Error> {
+        let mut seen = HashSet::new();
+        while let Some(Key(key)) = map.next_key()? {
+            map.next_value_seed(NoDuplicates)?;
+            if !seen.insert(key.clone()) {
+                let shown: String = key.chars().take(60).map(|c| if c.is_control() { '?' } else { c }).collect();
+                return Err(de::Error::custom(format!("duplicate key `{shown}`")));
+            }
+        }
+        Ok(())
+    }
+}
+
+#[derive(Deserialize)]
+#[serde(transparent)]
+struct Key(String);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::Value;
+
+    #[test]
+    fn duplicates_are_errors_at_any_depth() {
+        assert!(read::<Value>("{\"a\": [1, {\"b\": 2, \"c\": null}]}").is_ok());
+        for text in ["{\"a\":1,\"a\":1}", "[{\"x\":{\"b\":1,\"c\":2,\"b\":3}}]", "{\"a\":1,\"\\u0061\":2}"] {
+            let error = read::<Value>(text).unwrap_err().to_string();
+            assert!(error.contains("duplicate key"), "{error}");
+        }
+    }
+
+    #[test]
+    fn broken_text_is_an_error() {
+        for text in ["", "{", "NaN", "1e999", "{} x", "[1,]", "{\"a\":Infinity}", &"[".repeat(100_000)] {
+            assert!(matches!(read::<Value>(text), Err(JsonError::Syntax(_))), "{:.20}", text);
+        }
+    }
+}

@@ -1,0 +1,118 @@
+//! Reading, checking and printing `profile.json`.
+
+use crate::profile::json::{self, JsonError};
+use crate::profile::{Profile, SCHEMA};
+
+/// Why a profile was refused.
+#[derive(Clone, Debug, PartialEq, thiserror::Error)]
+pub enum ProfileError {
+    /// Not JSON of the right shape.
+    #[error(transparent)]
+    Json(#[from] JsonError),
+    /// Another schema.
+    #[error("schema is `{found}`, expected `{SCHEMA}`")]
+    Schema {
+        /// What the file states.
+        found: String,
+    },
+    /// The ops are not numbered 0, 1, 2 ….
+    #[error("ops[{index}] has id {found}; ids must be 0, 1, 2 … in order")]
+    Id {
+        /// Place in the list.
+        index: usize,
+        /// Id found there.
+        found: u32,
+    },
+    /// `model.ops` and the list disagree.
+    #[error("model.ops is {stated}, the file lists {listed} ops")]
+    Count {
+        /// What `model.ops` says.
+        stated: u64,
+        /// Length of `ops`.
+        listed: usize,
+    },
+    /// A time or fraction that is negative or not finite.
+    #[error("{place}: `{field}` is {value}; it must be finite and not negative")]
+    Figure {
+        /// `ops[3] (conv1)` or `whole`.
+        place: String,
+        /// Field name.
+        field: &'static str,
+        /// The value.
+        value: f64,
+    },
+}
+
+/// Reads and checks a profile.
+pub fn from_json(text: &str) -> Result<Profile, ProfileError> {
+    let profile: Profile = json::read(text)?;
+    check(&profile)?;
+    Ok(profile)
+}
+
+/// Prints a profile; refuses one that [`from_json`] would refuse, so that nothing unreadable is ever written.
+pub fn to_json(profile: &Profile) -> Result<String, ProfileError> {
+    check(profile)?;
+    Ok(json::print(profile)?)
+}
+
+/// What must hold of any profile.
+pub fn check(profile: &Profile) -> Result<(), ProfileError> {
+    if profile.schema != SCHEMA {
+        let found = profile.schema.chars().take(40).map(|c| if c.is_control() { '?' } else { c }).collect();
+        return Err(ProfileError::Schema { found });
+    }
+    if profile.model.ops != profile.ops.len() as u64 {
+        return Err(ProfileError::Count { stated: profile.model.ops, listed: profile.ops.len() });
+    }
+    for (index, op) in profile.ops.iter().enumerate() {
+        if op.id as usize != index {
+            return Err(ProfileError::Id { index, found: op.id });
+        }
+        let place = || format!("ops[{index}] ({})", op.name.escape_debug());
+        for (field, value) in [("fwd_us", op.fwd_us), ("bwd_us", op.bwd_us), ("spread", op.spread)] {
+            figure(place, field, value)?;
+        }
+    }
+    if let Some(whole) = &profile.whole {
+        figure(|| "whole".to_string(), "fwd_us", whole.fwd_us)?;
+        figure(|| "whole".to_string(), "bwd_us", whole.bwd_us)?;
+    }
+    Ok(())
+}
+
+fn figure(place: impl Fn() -> String, field: &'static str, value: f64) -> Result<(), ProfileError> {
+    let fine = value.is_finite() && value >= 0.0;
+    if fine { Ok(()) } else { Err(ProfileError::Figure { place: place(), field, value }) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const FILE: &str = r#"{"schema":"pipec.profile/1","model":{"file":"m.onnx","sha256":"00","ops":1},
+        "device":{"name":"cpu","driver":"","memory_bytes":1},
+        "settings":{"dtype":"f32","micro_batch":8,"warmup":1,"runs":3,"seed":0},"method":"measured",
+        "ops":[{"id":0,"name":"a","module":"","op":"relu","fwd_us":1.5,"bwd_us":2.0,"spread":0.1,"param_bytes":0,
+        "saved_bytes":4,"out_bytes":4,"workspace_bytes":0,"flops":1,"source":"measured"}],"whole":{"fwd_us":1,"bwd_us":2}}"#;
+
+    #[test]
+    fn round_trip() {
+        let profile = from_json(FILE).unwrap();
+        let text = to_json(&profile).unwrap();
+        assert_eq!(from_json(&text).unwrap(), profile);
+        assert_eq!(profile.sum().bwd_us, 2.0);
+    }
+
+    #[test]
+    fn refuses_wrong_figures() {
+        let error = |from: &str, to: &str| from_json(&FILE.replace(from, to)).unwrap_err().to_string();
+        assert!(error("\"fwd_us\":1.5", "\"fwd_us\":-1").contains("ops[0] (a): `fwd_us`"));
+        assert!(error("\"id\":0", "\"id\":7").contains("id 7"));
+        assert!(error("\"ops\":1}", "\"ops\":2}").contains("lists 1"));
+        assert!(error("\"id\":0,", "\"id\":0,\"id\":0,").contains("duplicate"));
+        assert!(error("\"flops\"", "\"flaps\"").contains("flaps"));
+        assert!(error("\"fwd_us\":1.5", "\"fwd_us\":NaN").contains("line 4"));
+        assert!(error("\"param_bytes\":0", "\"param_bytes\":-1").contains("ops[0].param_bytes"));
+    }
+}

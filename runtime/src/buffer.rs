@@ -1,0 +1,98 @@
+//! Byte buffers aligned for vector kernels, and a pool that hands them out again.
+
+use compiler::pass::memory::ALIGNMENT;
+use std::alloc::{Layout, alloc_zeroed, dealloc, handle_alloc_error};
+use std::collections::HashMap;
+use std::ptr::NonNull;
+use std::sync::Arc;
+
+/// Bytes at an address that is a multiple of [`ALIGNMENT`].
+pub struct Buffer {
+    start: NonNull<u8>,
+    bytes: usize,
+}
+
+// SAFETY: a buffer owns its bytes, as a boxed slice does.
+unsafe impl Send for Buffer {}
+// SAFETY: shared access is through `&[u8]` only.
+unsafe impl Sync for Buffer {}
+
+impl Buffer {
+    /// A buffer of zeros.
+    pub fn new(bytes: usize) -> Buffer {
+        let layout = layout(bytes);
+        // SAFETY: the layout has at least one cache line.
+        let start = unsafe { alloc_zeroed(layout) };
+        let Some(start) = NonNull::new(start) else { handle_alloc_error(layout) };
+        Buffer { start, bytes }
+    }
+
+    /// A buffer with a copy of these bytes.
+    pub fn copy_of(bytes: &[u8]) -> Buffer {
+        let mut buffer = Buffer::new(bytes.len());
+        buffer.bytes_mut().copy_from_slice(bytes);
+        buffer
+    }
+
+    /// The number of bytes.
+    pub fn len(&self) -> usize {
+        self.bytes
+    }
+
+    /// Whether there is no byte.
+    pub fn is_empty(&self) -> bool {
+        self.bytes == 0
+    }
+
+    /// The bytes.
+    pub fn bytes(&self) -> &[u8] {
+        // SAFETY: `start` points at `bytes` initialised bytes that the buffer owns.
+        unsafe { std::slice::from_raw_parts(self.start.as_ptr(), self.bytes) }
+    }
+
+    /// The bytes, to write.
+    pub fn bytes_mut(&mut self) -> &mut [u8] {
+        // SAFETY: as in `bytes`, and `&mut self` makes the access exclusive.
+        unsafe { std::slice::from_raw_parts_mut(self.start.as_ptr(), self.bytes) }
+    }
+
+    /// The address of the first byte. Who writes through it sees to it that nobody else looks.
+    pub fn start(&self) -> *mut u8 {
+        self.start.as_ptr()
+    }
+}
+
+impl Drop for Buffer {
+    fn drop(&mut self) {
+        // SAFETY: allocated in `new` with this layout.
+        unsafe { dealloc(self.start.as_ptr(), layout(self.bytes)) }
+    }
+}
+
+fn layout(bytes: usize) -> Layout {
+    // An empty tensor still has an address.
+    Layout::from_size_align(bytes.max(ALIGNMENT), ALIGNMENT).expect("sizes of tensors are addressable")
+}
+
+/// Buffers that were given back, by size. A worker's steady state takes all its buffers from here.
+#[derive(Default)]
+pub struct Pool {
+    free: HashMap<usize, Vec<Arc<Buffer>>>,
+}
+
+impl Pool {
+    /// A buffer of this size that nobody else holds; its bytes are what was left in it.
+    pub fn take(&mut self, bytes: usize) -> Arc<Buffer> {
+        let free = self.free.entry(bytes).or_default();
+        // A receiver may still hold what was sent to it; such a buffer is passed over until it is let go.
+        match free.iter_mut().position(|b| Arc::get_mut(b).is_some()) {
+            Some(at) => free.swap_remove(at),
+            None => Arc::new(Buffer::new(bytes)),
+        }
+    }
+
+    /// Gives a buffer back. Others may still read it.
+    pub fn give(&mut self, buffer: Arc<Buffer>) {
+        self.free.entry(buffer.len()).or_default().push(buffer);
+    }
+}

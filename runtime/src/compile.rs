@@ -1,0 +1,523 @@
+//! From a graph and the placement of its ops to what each stage runs: kernels in order, and where every tensor lies.
+//!
+//! Stages are compiled from the last to the first, because a stage must know which gradients the later ones send.
+
+use crate::buffer::Buffer;
+use crate::device::cpu::Kernel;
+use compiler::graph::{Graph, order};
+use compiler::op::table::rule;
+use compiler::op::{NodeId, Op, Value};
+use compiler::pass::backward::{Arriving, Backward, Made, Read, backward};
+use compiler::pass::fragment::{Fragment, FragmentError, fragments};
+use compiler::pass::memory::{Home, Layout, Needs, plan};
+use compiler::pass::pipeline::{self, PassBug};
+use compiler::tensor::fact::Fact;
+use std::collections::{HashMap, HashSet};
+use thiserror::Error;
+
+/// Why a graph cannot be compiled.
+#[derive(Debug, Error)]
+#[allow(missing_docs)]
+pub enum CompileError {
+    #[error(transparent)]
+    Fragment(#[from] FragmentError),
+    #[error(transparent)]
+    Bug(#[from] PassBug),
+    #[error("the size of `{node}` is not known: {fact}; give the symbols their sizes")]
+    Symbolic { node: String, fact: String },
+}
+
+/// Where a kernel finds one of its tensors.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Slot {
+    /// In the worker's arena, at this offset.
+    Arena(usize),
+    /// In the item's block that is kept for its backward run.
+    Kept(usize),
+    /// In the item's buffer that is sent to other stages.
+    Own(usize),
+    /// In the item's buffer that came from another stage.
+    Received(usize),
+    /// In the item's data, by place in [`StageCode::feeds`].
+    Feed(usize),
+    /// A parameter at the item's version, by place in [`StageCode::parameters`].
+    Parameter(usize),
+    /// A state, by place in [`StageCode::states`].
+    State(usize),
+    /// A constant of this sequence.
+    Constant(usize),
+    /// A gradient term that came from a later stage, by place in [`StageCode::gradients_in`].
+    GradientIn(usize),
+    /// A gradient term that is sent to an earlier stage, by place in [`StageCode::gradients_out`].
+    GradientOut(usize),
+}
+
+/// A tensor in its place.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Place {
+    /// Where it begins.
+    pub slot: Slot,
+    /// How long it is.
+    pub bytes: usize,
+}
+
+/// One kernel with its tensors.
+pub struct Step {
+    /// The kernel.
+    pub kernel: Kernel,
+    /// What it reads.
+    pub inputs: Vec<Place>,
+    /// What it writes.
+    pub outputs: Vec<Place>,
+    /// Its workspace in the arena.
+    pub workspace: Place,
+    /// The node, for messages.
+    pub node: String,
+}
+
+/// Kernels in order.
+#[derive(Default)]
+pub struct Sequence {
+    /// The kernels.
+    pub steps: Vec<Step>,
+    /// The constants they read.
+    pub constants: Vec<Buffer>,
+}
+
+/// A tensor with a name that comes from outside.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Named {
+    /// Its name in the model.
+    pub name: String,
+    /// Element type and fixed shape.
+    pub fact: Fact,
+    /// Its size.
+    pub bytes: usize,
+}
+
+/// A message's tensor between this stage and another.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Transfer {
+    /// The other stage.
+    pub stage: usize,
+    /// The value in the whole graph.
+    pub value: Value,
+    /// Which group of readers, for gradients.
+    pub group: usize,
+    /// Where it lies on this side.
+    pub place: Place,
+}
+
+/// How a state follows a value.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Follow {
+    /// The state, by place in [`StageCode::states`].
+    pub state: usize,
+    /// The value after a forward run.
+    pub sample: Place,
+    /// The share that is kept.
+    pub keep: f64,
+}
+
+/// A term of a parameter's gradient.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct GradientTerm {
+    /// The parameter, by place in [`StageCode::parameters`].
+    pub parameter: usize,
+    /// Its place in the parameter's sum over all stages.
+    pub rank: usize,
+    /// Where the backward run leaves it.
+    pub place: Place,
+}
+
+/// All that one stage runs.
+pub struct StageCode {
+    /// The forward run.
+    pub forward: Sequence,
+    /// The backward run; empty when only answers are wanted.
+    pub backward: Sequence,
+    /// The data that is fed, by name of the graph's input.
+    pub feeds: Vec<Named>,
+    /// The trained tensors.
+    pub parameters: Vec<Named>,
+    /// The kept tensors.
+    pub states: Vec<Named>,
+    /// Values that come in, in the order of messages: by producer stage, then value.
+    pub received: Vec<Transfer>,
+    /// Values that go out, one entry for each receiving stage, by receiving stage, then value.
+    pub sent: Vec<Transfer>,
+    /// Sizes of the buffers behind [`Slot::Own`].
+    pub own_bytes: Vec<usize>,
+    /// Gradient terms that come in, by sending stage, then value and group.
+    pub gradients_in: Vec<Transfer>,
+    /// Gradient terms that go out, by receiving stage, then value and group.
+    pub gradients_out: Vec<Transfer>,
+    /// Terms of the parameters' gradients.
+    pub gradient_terms: Vec<GradientTerm>,
+    /// How states follow values.
+    pub follows: Vec<Follow>,
+    /// The graph's results that this stage makes, with element type and shape.
+    pub results: Vec<(Named, Place)>,
+    /// Bytes kept for each item in flight.
+    pub kept_bytes: usize,
+    /// Bytes of the arena, shared by all runs of a worker.
+    pub arena_bytes: usize,
+    /// Ops that run the reference kernel because the device has no fast one.
+    pub reference_ops: Vec<String>,
+}
+
+/// Compiles a graph of fixed sizes. `place` gives the stage of every op that depends on a source; with `loss`, the name
+/// of the result that is made small, the backward runs are compiled too.
+pub fn compile(
+    graph: &Graph,
+    place: &HashMap<NodeId, usize>,
+    stages: usize,
+    loss: Option<&str>,
+) -> Result<Vec<StageCode>, CompileError> {
+    check_sizes(graph)?;
+    let mut cut = fragments(graph, place, stages)?;
+    let mut arriving = Arriving::new();
+    let mut codes = Vec::new();
+    for (stage, fragment) in cut.iter_mut().enumerate().rev() {
+        pipeline::forward(&mut fragment.graph)?;
+        let backward = match loss {
+            None => None,
+            Some(name) => {
+                let scalar = fragment.graph.outputs.iter().find(|o| o.name == name).map(|o| o.value);
+                let made = backward(fragment, scalar, &arriving)?;
+                for made in &made.makes {
+                    if let Made::Gradient { received, group } = made {
+                        arriving.insert((fragment.received[*received].value, stage, *group));
+                    }
+                }
+                Some(made)
+            }
+        };
+        codes.push(Assembly::new(fragment, backward.as_ref()).stage());
+    }
+    codes.reverse();
+    Ok(codes)
+}
+
+fn check_sizes(graph: &Graph) -> Result<(), CompileError> {
+    for id in graph.ids() {
+        let node = graph.node(id);
+        let told = || if node.origin.source.is_empty() { node.name.clone() } else { node.origin.source.clone() };
+        for fact in &node.facts {
+            match fact.bytes() {
+                None => return Err(CompileError::Symbolic { node: told(), fact: fact.to_string() }),
+                Some(_) if fact.concrete().is_none() => {
+                    return Err(CompileError::Symbolic { node: told(), fact: fact.to_string() });
+                }
+                Some(_) => {}
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Everything known while one stage is put together.
+struct Assembly<'a> {
+    fragment: &'a Fragment,
+    backward: Option<&'a Backward>,
+    forward_layout: Layout,
+    feeds: Vec<(NodeId, Named)>,
+    parameters: Vec<(NodeId, Named)>,
+    states: Vec<(NodeId, Named)>,
+    constants: HashMap<NodeId, usize>,
+    gradients_in: Vec<Transfer>,
+}
+
+impl<'a> Assembly<'a> {
+    fn new(fragment: &'a Fragment, backward: Option<&'a Backward>) -> Assembly<'a> {
+        let graph = &fragment.graph;
+        let received: HashSet<NodeId> = fragment.received.iter().map(|r| r.local).collect();
+        let mut feeds = Vec::new();
+        let mut parameters = Vec::new();
+        let mut states = Vec::new();
+        for id in order::canonical(graph) {
+            let named = |name: &String, fact: &Fact| (id, Named::new(name, fact));
+            match &graph.node(id).op {
+                Op::Input(o) if !received.contains(&id) => feeds.push(named(&o.name, &o.fact)),
+                Op::Parameter(o) => parameters.push(named(&o.name, &o.fact)),
+                Op::State(o) => states.push(named(&o.name, &o.fact)),
+                _ => {}
+            }
+        }
+        let mut gradients_in: Vec<Transfer> = Vec::new();
+        for (_, read) in backward.iter().flat_map(|b| &b.reads) {
+            if let Read::Gradient { sent, stage, group } = *read {
+                let sent = &fragment.sent[sent];
+                let place = Place { slot: Slot::GradientIn(0), bytes: bytes(graph.fact(sent.local)) };
+                gradients_in.push(Transfer { stage, value: sent.value, group, place });
+            }
+        }
+        gradients_in.sort_by_key(|t| (t.stage, t.value, t.group));
+        for (i, transfer) in gradients_in.iter_mut().enumerate() {
+            transfer.place.slot = Slot::GradientIn(i);
+        }
+        Assembly {
+            fragment,
+            backward,
+            forward_layout: Layout::default(),
+            feeds,
+            parameters,
+            states,
+            constants: HashMap::new(),
+            gradients_in,
+        }
+    }
+
+    fn stage(mut self) -> StageCode {
+        let graph = &self.fragment.graph;
+        let kept: HashSet<Value> = self
+            .backward
+            .iter()
+            .flat_map(|b| &b.reads)
+            .filter_map(|(_, read)| if let Read::Saved(v) = read { Some(*v) } else { None })
+            .collect();
+        let samples = graph.averages.iter().map(|a| a.sample);
+        let held: HashSet<Value> = graph.outputs.iter().map(|o| o.value).chain(samples).collect();
+        let own: HashSet<Value> = self.fragment.sent.iter().map(|s| s.local).collect();
+        let forward_order = runnable(graph);
+        let kernels = kernels(graph, &forward_order);
+        let workspace = workspaces(&kernels);
+        self.forward_layout =
+            plan(graph, &order::canonical(graph), &Needs { own: &own, kept: &kept, held: &held, workspace: &workspace });
+        let forward = self.forward_sequence(kernels);
+
+        let mut sent: Vec<Transfer> = Vec::new();
+        for s in &self.fragment.sent {
+            let place = self.forward_place(s.local);
+            sent.extend(s.to.iter().map(|&stage| Transfer { stage, value: s.value, group: 0, place }));
+        }
+        sent.sort_by_key(|t| (t.stage, t.value));
+        let received = self.fragment.received.iter().enumerate().map(|(i, r)| Transfer {
+            stage: r.from,
+            value: r.value,
+            group: 0,
+            place: Place { slot: Slot::Received(i), bytes: bytes(graph.fact(Value { node: r.local, output: 0 })) },
+        });
+        let received: Vec<Transfer> = received.collect();
+        let follows = graph.averages.iter().map(|a| Follow {
+            state: position(&self.states, a.state),
+            sample: self.forward_place(a.sample),
+            keep: a.keep,
+        });
+        let follows: Vec<Follow> = follows.collect();
+        let results = graph.outputs.iter().map(|o| {
+            let named = Named::new(&o.name, graph.fact(o.value));
+            (named, self.forward_place(o.value))
+        });
+        let results: Vec<(Named, Place)> = results.collect();
+
+        let (backward, gradient_terms, gradients_out, backward_arena) = self.backward_sequence();
+        let reference = |s: &Sequence| -> Vec<String> {
+            s.steps.iter().filter(|s| s.kernel.is_reference()).map(|s| s.kernel.name().to_string()).collect()
+        };
+        let mut reference_ops = [reference(&forward), reference(&backward)].concat();
+        reference_ops.sort();
+        reference_ops.dedup();
+        StageCode {
+            forward,
+            backward,
+            received,
+            sent,
+            own_bytes: self.forward_layout.own.iter().map(|(_, bytes)| *bytes).collect(),
+            gradients_out,
+            gradient_terms,
+            follows,
+            results,
+            kept_bytes: self.forward_layout.kept_bytes,
+            arena_bytes: self.forward_layout.arena_bytes.max(backward_arena),
+            reference_ops,
+            feeds: self.feeds.into_iter().map(|(_, n)| n).collect(),
+            parameters: self.parameters.into_iter().map(|(_, n)| n).collect(),
+            states: self.states.into_iter().map(|(_, n)| n).collect(),
+            gradients_in: self.gradients_in,
+        }
+    }
+
+    fn forward_sequence(&mut self, kernels: Vec<(NodeId, Kernel)>) -> Sequence {
+        let graph = &self.fragment.graph;
+        let mut sequence = Sequence::default();
+        for id in order::canonical(graph) {
+            if let Op::Constant(c) = &graph.node(id).op {
+                self.constants.insert(id, sequence.constants.len());
+                sequence.constants.push(Buffer::copy_of(c.tensor.bytes()));
+            }
+        }
+        for (id, kernel) in kernels {
+            let place = |v: &Value| self.forward_place(*v);
+            sequence.steps.push(step(graph, id, kernel, &self.forward_layout, place));
+        }
+        sequence
+    }
+
+    /// Where a value of the forward fragment lies.
+    fn forward_place(&self, value: Value) -> Place {
+        let bytes = bytes(self.fragment.graph.fact(value));
+        let slot = match self.forward_layout.homes[&value] {
+            Home::Arena(offset) => Slot::Arena(offset),
+            Home::Kept(offset) => Slot::Kept(offset),
+            Home::Own(index) => Slot::Own(index),
+            Home::Source(node) => self.source(node),
+        };
+        Place { slot, bytes }
+    }
+
+    fn source(&self, node: NodeId) -> Slot {
+        match self.fragment.graph.node(node).op {
+            Op::Constant(_) => Slot::Constant(self.constants[&node]),
+            Op::Parameter(_) => Slot::Parameter(position(&self.parameters, node)),
+            Op::State(_) => Slot::State(position(&self.states, node)),
+            _ => match self.fragment.received.iter().position(|r| r.local == node) {
+                Some(i) => Slot::Received(i),
+                None => Slot::Feed(position(&self.feeds, node)),
+            },
+        }
+    }
+
+    fn backward_sequence(&self) -> (Sequence, Vec<GradientTerm>, Vec<Transfer>, usize) {
+        let Some(backward) = self.backward else { return (Sequence::default(), Vec::new(), Vec::new(), 0) };
+        let graph = &backward.graph;
+        let mut sequence = Sequence::default();
+        let reads: HashMap<NodeId, Read> = backward.reads.iter().copied().collect();
+        let mut sources: HashMap<NodeId, Slot> = HashMap::new();
+        for id in order::canonical(graph) {
+            let slot = match &graph.node(id).op {
+                Op::Constant(c) => {
+                    sequence.constants.push(Buffer::copy_of(c.tensor.bytes()));
+                    Slot::Constant(sequence.constants.len() - 1)
+                }
+                Op::Parameter(p) => {
+                    let at = self.parameters.iter().position(|(_, n)| n.name == p.name);
+                    Slot::Parameter(at.expect("a parameter of the backward run is one of the forward run"))
+                }
+                Op::Input(_) => match reads[&id] {
+                    Read::Saved(value) => self.saved(value, &mut sequence),
+                    Read::Gradient { sent, stage, group } => {
+                        let value = self.fragment.sent[sent].value;
+                        let at = self.gradients_in.iter().position(|t| (t.stage, t.value, t.group) == (stage, value, group));
+                        Slot::GradientIn(at.expect("every gradient that is read is one that arrives"))
+                    }
+                },
+                _ => continue,
+            };
+            sources.insert(id, slot);
+        }
+        // Leaving gradients have buffers of their own; the parameters' are read when the run is over.
+        let of = |made: fn(&Made) -> bool| -> HashSet<Value> {
+            backward.makes.iter().zip(&graph.outputs).filter(|(m, _)| made(m)).map(|(_, o)| o.value).collect()
+        };
+        let own = of(|m| matches!(m, Made::Gradient { .. }));
+        let order = order::canonical(graph);
+        let kernels = kernels(graph, &runnable(graph));
+        let workspace = workspaces(&kernels);
+        let held = of(|m| matches!(m, Made::Parameter(_)));
+        let layout =
+            plan(graph, &order, &Needs { own: &own, kept: &HashSet::new(), held: &held, workspace: &workspace });
+        // Buffers of leaving gradients: by receiving stage, value and group.
+        let mut gradients_out: Vec<(Transfer, Value)> = Vec::new();
+        for (made, output) in backward.makes.iter().zip(&graph.outputs) {
+            if let Made::Gradient { received, group } = *made {
+                let r = &self.fragment.received[received];
+                let place = Place { slot: Slot::Arena(0), bytes: bytes(graph.fact(output.value)) };
+                gradients_out.push((Transfer { stage: r.from, value: r.value, group, place }, output.value));
+            }
+        }
+        gradients_out.sort_by_key(|(t, _)| (t.stage, t.value, t.group));
+        let own_slot: HashMap<usize, usize> = gradients_out
+            .iter()
+            .enumerate()
+            .filter_map(|(i, (_, v))| match layout.homes[v] {
+                Home::Own(index) => Some((index, i)),
+                _ => None,
+            })
+            .collect();
+        let place = |value: &Value| {
+            let slot = match layout.homes[value] {
+                Home::Arena(offset) => Slot::Arena(offset),
+                Home::Own(index) => Slot::GradientOut(own_slot[&index]),
+                Home::Source(node) => sources[&node],
+                Home::Kept(_) => unreachable!("nothing is kept behind a backward run"),
+            };
+            Place { slot, bytes: bytes(graph.fact(*value)) }
+        };
+        for (id, kernel) in kernels {
+            sequence.steps.push(step(graph, id, kernel, &layout, place));
+        }
+        let mut terms = Vec::new();
+        for (made, output) in backward.makes.iter().zip(&graph.outputs) {
+            if let Made::Parameter(i) = *made {
+                let term = &self.fragment.parameter_terms[i];
+                let parameter = position(&self.parameters, term.parameter);
+                terms.push(GradientTerm { parameter, rank: term.rank, place: place(&output.value) });
+            }
+        }
+        let gradients_out = gradients_out.iter().map(|(t, v)| Transfer { place: place(v), ..*t }).collect();
+        (sequence, terms, gradients_out, layout.arena_bytes)
+    }
+
+    /// Where a saved forward value lies when the backward run reads it.
+    fn saved(&self, value: Value, sequence: &mut Sequence) -> Slot {
+        match self.forward_place(value).slot {
+            // Constants belong to a sequence: the backward one has its own copy.
+            Slot::Constant(_) => {
+                let Home::Source(node) = self.forward_layout.homes[&value] else { unreachable!("a constant's home") };
+                let Op::Constant(c) = &self.fragment.graph.node(node).op else { unreachable!("a constant's home") };
+                sequence.constants.push(Buffer::copy_of(c.tensor.bytes()));
+                Slot::Constant(sequence.constants.len() - 1)
+            }
+            slot => slot,
+        }
+    }
+}
+
+impl Named {
+    fn new(name: &str, fact: &Fact) -> Named {
+        Named { name: name.to_string(), fact: fact.clone(), bytes: bytes(fact) }
+    }
+}
+
+fn bytes(fact: &Fact) -> usize {
+    fact.bytes().expect("sizes were checked before compiling") as usize
+}
+
+fn position(list: &[(NodeId, Named)], node: NodeId) -> usize {
+    list.iter().position(|(id, _)| *id == node).expect("the node is one of the stage's sources")
+}
+
+/// The nodes that need a kernel, in order: not sources, not views.
+fn runnable(graph: &Graph) -> Vec<NodeId> {
+    let mut order = order::canonical(graph);
+    order.retain(|id| {
+        let op = &graph.node(*id).op;
+        !matches!(op, Op::Input(_) | Op::Parameter(_) | Op::State(_) | Op::Constant(_)) && !rule(op).is_view()
+    });
+    order
+}
+
+fn kernels(graph: &Graph, order: &[NodeId]) -> Vec<(NodeId, Kernel)> {
+    let of = |id: &NodeId| {
+        let inputs: Vec<Fact> = graph.inputs(*id).iter().map(|v| graph.fact(*v).clone()).collect();
+        (*id, Kernel::new(&graph.node(*id).op, &inputs, &graph.node(*id).facts))
+    };
+    order.iter().map(of).collect()
+}
+
+fn workspaces(kernels: &[(NodeId, Kernel)]) -> HashMap<NodeId, usize> {
+    kernels.iter().map(|(id, k)| (*id, k.workspace())).collect()
+}
+
+fn step(graph: &Graph, id: NodeId, kernel: Kernel, layout: &Layout, place: impl Fn(&Value) -> Place) -> Step {
+    let workspace = Place {
+        slot: Slot::Arena(layout.workspace.get(&id).copied().unwrap_or(0)),
+        bytes: kernel.workspace(),
+    };
+    let node = graph.node(id);
+    let told = if node.origin.source.is_empty() { node.name.clone() } else { node.origin.source.clone() };
+    let inputs = graph.inputs(id).iter().map(&place).collect();
+    let outputs = graph.values(id).iter().map(&place).collect();
+    Step { kernel, inputs, outputs, workspace, node: told }
+}

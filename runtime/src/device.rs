@@ -1,0 +1,3 @@
+//! Devices: where kernels run. The CPU is always there.
+
+pub mod cpu;

@@ -1,0 +1,111 @@
+//! Matrix products, by the `gemm` crate on one thread.
+
+use super::real::Real;
+use super::walk::{Walk, row_major, stretched};
+use super::{Fast, Layout};
+use bytemuck::{cast_slice, cast_slice_mut};
+use compiler::op::MatMul;
+use compiler::tensor::DType;
+
+/// A matrix product with leading dims.
+pub fn kernel(op: &MatMul, a: &Layout, b: &Layout, c: &Layout) -> Option<Fast> {
+    match a.dtype {
+        DType::F32 => batched::<f32>(op, a, b, c),
+        DType::F64 => batched::<f64>(op, a, b, c),
+        _ => None,
+    }
+}
+
+fn batched<T: Real>(op: &MatMul, a: &Layout, b: &Layout, c: &Layout) -> Option<Fast> {
+    let lead = c.shape.len() - 2;
+    let (mut m, n) = (c.shape[lead], c.shape[lead + 1]);
+    let k = a.shape[a.shape.len() - if op.transpose_a { 2 } else { 1 }];
+    let shape = &c.shape[..lead];
+    let leading = |layout: &Layout| layout.shape[..layout.shape.len() - 2].to_vec();
+    let (a_lead, b_lead) = (leading(a), leading(b));
+    let shared_b = b_lead.iter().all(|&d| d == 1);
+    let strides = [row_major(shape), stretched(&a_lead, shape), stretched(&b_lead, shape)];
+    let walk = Walk::new(shape, [&strides[0], &strides[1], &strides[2]], [0; 3])?;
+    // Which matrices of a, b and c belong together.
+    let mut matrices: Vec<[usize; 3]> = walk
+        .runs()
+        .flat_map(|[c_at, a_at, b_at]| {
+            let [c_step, a_step, b_step] = walk.steps.map(|s| s as usize);
+            (0..walk.inner).map(move |i| [a_at + i * a_step, b_at + i * b_step, c_at + i * c_step])
+        })
+        .collect();
+    // One right operand for a batch of left ones is one tall product.
+    if shared_b && !op.transpose_a && a_lead.iter().product::<usize>() == matrices.len() && matrices.len() > 1 {
+        m *= matrices.len();
+        matrices = vec![[0; 3]];
+    }
+    let a_strides = if op.transpose_a { (1, m) } else { (k, 1) };
+    let b_strides = if op.transpose_b { (1, k) } else { (n, 1) };
+    Some(Fast::new(move |inputs, outputs, _| {
+        let (a, b) = (cast_slice::<u8, T>(inputs[0]), cast_slice::<u8, T>(inputs[1]));
+        let c: &mut [T] = cast_slice_mut(outputs[0]);
+        for &[a_at, b_at, c_at] in &matrices {
+            let a = Matrix { values: &a[a_at * m * k..(a_at + 1) * m * k], strides: a_strides };
+            let b = Matrix { values: &b[b_at * k * n..(b_at + 1) * k * n], strides: b_strides };
+            product([m, n, k], a, b, &mut c[c_at * m * n..(c_at + 1) * m * n], n, false);
+        }
+        Ok(())
+    }))
+}
+
+/// A matrix to read.
+#[derive(Clone, Copy)]
+pub struct Matrix<'a, T> {
+    /// The values, from the first one.
+    pub values: &'a [T],
+    /// Distance between rows and between columns, in elements.
+    pub strides: (usize, usize),
+}
+
+/// `c = a b`, or `c += a b` with `add`; sizes are m, n, k, and rows of `c` are `c_row` elements apart.
+pub fn product<T: Real>(
+    [m, n, k]: [usize; 3],
+    a: Matrix<'_, T>,
+    b: Matrix<'_, T>,
+    c: &mut [T],
+    c_row: usize,
+    add: bool,
+) {
+    if m == 0 || n == 0 {
+        return;
+    }
+    let last = |rows: usize, columns: usize, (row, column): (usize, usize)| (rows - 1) * row + (columns - 1) * column;
+    assert!(n <= c_row && last(m, n, (c_row, 1)) < c.len(), "the product leaves its matrix");
+    if k == 0 {
+        for row in c.chunks_mut(c_row).take(m).filter(|_| !add) {
+            row[..n].fill(T::ZERO);
+        }
+        return;
+    }
+    assert!(last(m, k, a.strides) < a.values.len() && last(k, n, b.strides) < b.values.len(), "a factor is too short");
+    let (alpha, beta) = (if add { T::ONE } else { T::ZERO }, T::ONE);
+    // SAFETY: the asserts above keep every element that is read or written inside its slice, and `c` is borrowed alone.
+    unsafe {
+        gemm::gemm(
+            m,
+            n,
+            k,
+            c.as_mut_ptr(),
+            1,
+            c_row as isize,
+            add,
+            a.values.as_ptr(),
+            a.strides.1 as isize,
+            a.strides.0 as isize,
+            b.values.as_ptr(),
+            b.strides.1 as isize,
+            b.strides.0 as isize,
+            alpha,
+            beta,
+            false,
+            false,
+            false,
+            gemm::Parallelism::None,
+        );
+    }
+}

@@ -1,0 +1,137 @@
+//! The element types that the fast kernels compute in: `f32` and `f64`.
+
+use super::math;
+use bytemuck::Pod;
+use compiler::op::unary::erf;
+use compiler::tensor::DType;
+use std::ops::{Add, Div, Mul, Neg, Sub};
+
+/// `f32` or `f64`. Every function is inlined into the loop that calls it, so that it is compiled for that loop's vectors.
+pub trait Real:
+    Pod
+    + PartialOrd
+    + Add<Output = Self>
+    + Sub<Output = Self>
+    + Mul<Output = Self>
+    + Div<Output = Self>
+    + Neg<Output = Self>
+    + Send
+    + Sync
+{
+    /// The element type.
+    const DTYPE: DType;
+    /// 0.
+    const ZERO: Self;
+    /// 1.
+    const ONE: Self;
+    /// -∞.
+    const LOWEST: Self;
+    /// The nearest number.
+    fn of(value: f64) -> Self;
+    /// The same number.
+    fn wide(self) -> f64;
+    /// `|x|`
+    fn abs(self) -> Self;
+    /// `√x`
+    fn sqrt(self) -> Self;
+    /// `e^x`
+    fn exp(self) -> Self;
+    /// Natural logarithm.
+    fn ln(self) -> Self;
+    /// `log(1+x)` for `x` in [0, 1].
+    fn ln_1p(self) -> Self;
+    /// Hyperbolic tangent.
+    fn tanh(self) -> Self;
+    /// Gauss error function.
+    fn erf(self) -> Self;
+    /// Largest whole number not above.
+    fn floor(self) -> Self;
+    /// Smallest whole number not below.
+    fn ceil(self) -> Self;
+    /// Nearest whole number, halves to even.
+    fn round(self) -> Self;
+
+    /// The larger; NaN wins.
+    #[inline(always)]
+    #[allow(clippy::eq_op)]
+    fn larger(self, other: Self) -> Self {
+        if self >= other || self != self { self } else { other }
+    }
+
+    /// The smaller; NaN wins.
+    #[inline(always)]
+    #[allow(clippy::eq_op)]
+    fn smaller(self, other: Self) -> Self {
+        if self <= other || self != self { self } else { other }
+    }
+}
+
+macro_rules! plain {
+    ($type:ident: $($name:ident => $std:ident),*) => {
+        $(#[inline(always)]
+        fn $name(self) -> $type {
+            $type::$std(self)
+        })*
+    };
+}
+
+impl Real for f32 {
+    const DTYPE: DType = DType::F32;
+    const ZERO: f32 = 0.0;
+    const ONE: f32 = 1.0;
+    const LOWEST: f32 = f32::NEG_INFINITY;
+
+    plain!(f32: abs => abs, sqrt => sqrt, floor => floor, ceil => ceil, round => round_ties_even);
+
+    #[inline(always)]
+    fn of(value: f64) -> f32 {
+        value as f32
+    }
+    #[inline(always)]
+    fn wide(self) -> f64 {
+        self as f64
+    }
+    #[inline(always)]
+    fn exp(self) -> f32 {
+        math::exp(self)
+    }
+    #[inline(always)]
+    fn ln(self) -> f32 {
+        math::ln(self)
+    }
+    #[inline(always)]
+    fn ln_1p(self) -> f32 {
+        math::ln_1p(self)
+    }
+    #[inline(always)]
+    fn tanh(self) -> f32 {
+        math::tanh(self)
+    }
+    #[inline(always)]
+    fn erf(self) -> f32 {
+        math::erf(self)
+    }
+}
+
+impl Real for f64 {
+    const DTYPE: DType = DType::F64;
+    const ZERO: f64 = 0.0;
+    const ONE: f64 = 1.0;
+    const LOWEST: f64 = f64::NEG_INFINITY;
+
+    plain!(f64: abs => abs, sqrt => sqrt, floor => floor, ceil => ceil, round => round_ties_even);
+    plain!(f64: exp => exp, ln => ln, ln_1p => ln_1p, tanh => tanh);
+
+    #[inline(always)]
+    fn of(value: f64) -> f64 {
+        value
+    }
+    #[inline(always)]
+    fn wide(self) -> f64 {
+        self
+    }
+    #[inline(always)]
+    fn erf(self) -> f64 {
+        erf(self)
+    }
+}

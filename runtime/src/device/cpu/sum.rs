@@ -1,0 +1,81 @@
+//! Sums and extremes of a row: 16 lanes joined in a fixed tree, accumulated in `f64`.
+
+use super::real::Real;
+
+const LANES: usize = 16;
+
+/// Σ f(x) over a row.
+#[inline(always)]
+pub fn sum_of<T: Real>(x: &[T], f: impl Fn(f64) -> f64) -> f64 {
+    let mut lanes = [0.0f64; LANES];
+    let chunks = x.chunks_exact(LANES);
+    for (lane, &v) in lanes.iter_mut().zip(chunks.remainder()) {
+        *lane = f(v.wide());
+    }
+    for chunk in chunks {
+        for lane in 0..LANES {
+            lanes[lane] += f(chunk[lane].wide());
+        }
+    }
+    tree(lanes, |a, b| a + b)
+}
+
+/// Σ f(a, b) over two rows of one length.
+#[inline(always)]
+pub fn sum_of_pairs<T: Real>(a: &[T], b: &[T], f: impl Fn(f64, f64) -> f64) -> f64 {
+    let mut lanes = [0.0f64; LANES];
+    let (left, right) = (a.chunks_exact(LANES), b.chunks_exact(LANES));
+    for (lane, (&x, &y)) in lanes.iter_mut().zip(left.remainder().iter().zip(right.remainder())) {
+        *lane = f(x.wide(), y.wide());
+    }
+    for (x, y) in left.zip(right) {
+        for lane in 0..LANES {
+            lanes[lane] += f(x[lane].wide(), y[lane].wide());
+        }
+    }
+    tree(lanes, |a, b| a + b)
+}
+
+/// The largest of a row; NaN wins. -∞ for an empty one.
+#[inline(always)]
+pub fn largest<T: Real>(x: &[T]) -> T {
+    let mut lanes = [T::LOWEST; LANES];
+    let chunks = x.chunks_exact(LANES);
+    for (lane, &v) in lanes.iter_mut().zip(chunks.remainder()) {
+        *lane = v;
+    }
+    for chunk in chunks {
+        for lane in 0..LANES {
+            lanes[lane] = lanes[lane].larger(chunk[lane]);
+        }
+    }
+    tree(lanes, T::larger)
+}
+
+/// The smallest of a row; NaN wins. ∞ for an empty one.
+#[inline(always)]
+pub fn smallest<T: Real>(x: &[T]) -> T {
+    let mut lanes = [-T::LOWEST; LANES];
+    let chunks = x.chunks_exact(LANES);
+    for (lane, &v) in lanes.iter_mut().zip(chunks.remainder()) {
+        *lane = v;
+    }
+    for chunk in chunks {
+        for lane in 0..LANES {
+            lanes[lane] = lanes[lane].smaller(chunk[lane]);
+        }
+    }
+    tree(lanes, T::smaller)
+}
+
+#[inline(always)]
+fn tree<T: Copy>(mut lanes: [T; LANES], join: impl Fn(T, T) -> T) -> T {
+    let mut width = LANES / 2;
+    while width > 0 {
+        for lane in 0..width {
+            lanes[lane] = join(lanes[lane], lanes[lane + width]);
+        }
+        width /= 2;
+    }
+    lanes[0]
+}

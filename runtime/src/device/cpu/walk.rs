@@ -1,0 +1,132 @@
+//! The order in which several strided operands are walked together.
+//!
+//! Dims of one element are dropped and neighbours that every operand crosses evenly become one, so that equal shapes, a
+//! scalar, a row vector, a channel vector and most transposes each come down to a short list of outer dims around one
+//! long inner run, in which every operand moves by a fixed step.
+
+use compiler::tensor::view::strides;
+
+/// More outer dims than this, after joining, is no case for a fast kernel.
+const MAX_OUTER: usize = 8;
+
+/// A walk over `N` operands.
+#[derive(Clone, Debug)]
+pub struct Walk<const N: usize> {
+    /// Elements of one inner run.
+    pub inner: usize,
+    /// How far each operand moves between elements of a run.
+    pub steps: [isize; N],
+    dims: Vec<usize>,
+    strides: Vec<[isize; N]>,
+    start: [isize; N],
+    runs: usize,
+}
+
+impl<const N: usize> Walk<N> {
+    /// The walk over `shape`, in which operand `i` moves by `strides[i][axis]` and begins at `start[i]`. None when
+    /// there are too many dims.
+    pub fn new(shape: &[usize], strides: [&[isize]; N], start: [isize; N]) -> Option<Walk<N>> {
+        let mut joined: Vec<(usize, [isize; N])> = Vec::new();
+        for (axis, &dim) in shape.iter().enumerate().filter(|&(_, &dim)| dim != 1) {
+            let here: [isize; N] = std::array::from_fn(|i| strides[i][axis]);
+            match joined.last_mut() {
+                Some((size, above)) if (0..N).all(|i| above[i] == here[i] * dim as isize) => {
+                    *size *= dim;
+                    *above = here;
+                }
+                _ => joined.push((dim, here)),
+            }
+        }
+        let (inner, steps) = joined.pop().unwrap_or((1, [1; N]));
+        if joined.len() > MAX_OUTER {
+            return None;
+        }
+        let runs = if inner == 0 { 0 } else { joined.iter().map(|(dim, _)| dim).product() };
+        let (dims, strides) = joined.into_iter().unzip();
+        Some(Walk { inner, steps, dims, strides, start, runs })
+    }
+
+    /// The first index of every run in each operand.
+    #[inline(always)]
+    pub fn runs(&self) -> Runs<'_, N> {
+        Runs { walk: self, left: self.runs, counters: [0; MAX_OUTER], at: self.start }
+    }
+}
+
+/// The first indices of the runs of a [`Walk`].
+pub struct Runs<'a, const N: usize> {
+    walk: &'a Walk<N>,
+    left: usize,
+    counters: [usize; MAX_OUTER],
+    at: [isize; N],
+}
+
+impl<const N: usize> Iterator for Runs<'_, N> {
+    type Item = [usize; N];
+
+    #[inline(always)]
+    fn next(&mut self) -> Option<[usize; N]> {
+        if self.left == 0 {
+            return None;
+        }
+        self.left -= 1;
+        let now = self.at.map(|i| i as usize);
+        for axis in (0..self.walk.dims.len()).rev() {
+            let strides = &self.walk.strides[axis];
+            self.counters[axis] += 1;
+            if self.counters[axis] < self.walk.dims[axis] {
+                for i in 0..N {
+                    self.at[i] += strides[i];
+                }
+                break;
+            }
+            self.counters[axis] = 0;
+            for i in 0..N {
+                self.at[i] -= strides[i] * (self.walk.dims[axis] as isize - 1);
+            }
+        }
+        Some(now)
+    }
+}
+
+/// Row-major strides of a shape, in elements.
+pub fn row_major(shape: &[usize]) -> Vec<isize> {
+    strides(shape).into_iter().map(|s| s as isize).collect()
+}
+
+/// Strides of `shape` seen as the broadcast shape `to`: 0 where it is stretched.
+pub fn stretched(shape: &[usize], to: &[usize]) -> Vec<isize> {
+    let own = row_major(shape);
+    let missing = to.len() - shape.len();
+    (0..to.len())
+        .map(|axis| match axis.checked_sub(missing) {
+            Some(a) if shape[a] == to[axis] => own[a],
+            _ => 0,
+        })
+        .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn walk(shape: &[usize], b: &[usize]) -> Walk<2> {
+        Walk::new(shape, [&row_major(shape), &stretched(b, shape)], [0; 2]).unwrap()
+    }
+
+    #[test]
+    fn broadcasts_come_down_to_few_runs() {
+        let same = walk(&[2, 3, 4], &[2, 3, 4]);
+        assert_eq!((same.inner, same.steps, same.runs().count()), (24, [1, 1], 1));
+        let scalar = walk(&[2, 3, 4], &[1, 1]);
+        assert_eq!((scalar.inner, scalar.steps, scalar.runs().count()), (24, [1, 0], 1));
+        let row = walk(&[2, 3, 4], &[4]);
+        assert_eq!((row.inner, row.steps, row.runs().collect::<Vec<_>>().len()), (4, [1, 1], 6));
+        let channel = walk(&[2, 3, 4, 5], &[3, 1, 1]);
+        assert_eq!((channel.inner, channel.steps), (20, [1, 0]));
+        let starts: Vec<_> = channel.runs().collect();
+        assert_eq!(starts, [[0, 0], [20, 1], [40, 2], [60, 0], [80, 1], [100, 2]]);
+        assert_eq!(walk(&[2, 0, 4], &[4]).runs().count(), 0);
+        assert_eq!(walk(&[], &[]).runs().collect::<Vec<_>>(), [[0, 0]]);
+    }
+}

@@ -1,0 +1,202 @@
+//! Runs the kernels of a stage for one item.
+//!
+//! Every tensor has its place from compile time; here places become addresses. An item in flight owns the block kept
+//! for its backward run, the buffers it sends and holds references to those it received and to its weight version.
+
+use crate::buffer::{Buffer, Pool};
+use crate::compile::{Place, Sequence, Slot, StageCode};
+use compiler::op::KernelError;
+use std::sync::Arc;
+use thiserror::Error;
+
+/// One version of a stage's parameters, in the order of [`StageCode::parameters`].
+pub type Weights = Vec<Arc<Buffer>>;
+
+/// A kernel refused its values.
+#[derive(Debug, Error, Clone, PartialEq)]
+#[error("node `{node}`: {fault}")]
+pub struct ExecuteError {
+    /// The node, in the words of the source model.
+    pub node: String,
+    /// What was refused.
+    pub fault: KernelError,
+}
+
+/// What one minibatch or microbatch holds between its forward and its backward run.
+#[derive(Default)]
+pub struct Item {
+    /// The weights that both runs use.
+    pub weights: Weights,
+    /// What the backward run reads of the forward run.
+    pub kept: Option<Arc<Buffer>>,
+    /// What is sent to later stages.
+    pub own: Vec<Arc<Buffer>>,
+    /// What came from earlier stages.
+    pub received: Vec<Option<Arc<Buffer>>>,
+    /// The data.
+    pub feeds: Vec<Arc<Buffer>>,
+    /// Gradient terms from later stages.
+    pub gradients_in: Vec<Option<Arc<Buffer>>>,
+    /// Gradient terms for earlier stages.
+    pub gradients_out: Vec<Option<Arc<Buffer>>>,
+}
+
+/// A stage on one worker: its code, arena and states.
+pub struct Executor<'a> {
+    /// What it runs.
+    pub code: &'a StageCode,
+    /// Values of the states, in the order of [`StageCode::states`].
+    pub states: Vec<Buffer>,
+    /// Where buffers come from.
+    pub pool: Pool,
+    arena: Buffer,
+}
+
+impl<'a> Executor<'a> {
+    /// A stage ready to run.
+    pub fn new(code: &'a StageCode, states: Vec<Buffer>) -> Executor<'a> {
+        Executor { code, states, pool: Pool::default(), arena: Buffer::new(code.arena_bytes) }
+    }
+
+    /// A place for an item: its kept block and the buffers that it will send. Weights are given before its first run.
+    pub fn begin(&mut self) -> Item {
+        let own = self.code.own_bytes.iter().map(|&bytes| self.pool.take(bytes)).collect();
+        Item {
+            weights: Weights::new(),
+            kept: Some(self.pool.take(self.code.kept_bytes)),
+            own,
+            received: vec![None; self.code.received.len()],
+            feeds: Vec::new(),
+            gradients_in: vec![None; self.code.gradients_in.len()],
+            gradients_out: vec![None; self.code.gradients_out.len()],
+        }
+    }
+
+    /// Runs forward. All received values and feeds are there.
+    pub fn forward(&mut self, item: &Item) -> Result<(), ExecuteError> {
+        self.run(&self.code.forward, item)
+    }
+
+    /// Runs backward. All arriving gradients are there.
+    pub fn backward(&mut self, item: &mut Item) -> Result<(), ExecuteError> {
+        let code = self.code;
+        for (i, transfer) in code.gradients_out.iter().enumerate() {
+            item.gradients_out[i] = match transfer.place.slot {
+                Slot::GradientOut(_) => Some(self.pool.take(transfer.place.bytes)),
+                _ => None,
+            };
+        }
+        self.run(&code.backward, item)?;
+        // A gradient that is only handed on, such as that of a sum, has no buffer of its own.
+        for (i, transfer) in code.gradients_out.iter().enumerate() {
+            if item.gradients_out[i].is_none() {
+                let shared = self.shared(&code.backward, item, transfer.place);
+                item.gradients_out[i] = Some(shared);
+            }
+        }
+        Ok(())
+    }
+
+    /// Gives the item's buffers back.
+    pub fn finish(&mut self, item: Item) {
+        let buffers = item.kept.into_iter().chain(item.own);
+        let gradients = item.gradients_out.into_iter().flatten();
+        for buffer in buffers.chain(gradients).chain(item.feeds) {
+            self.pool.give(buffer);
+        }
+    }
+
+    /// The bytes of a place after a forward run.
+    pub fn result<'b>(&'b self, item: &'b Item, place: Place) -> &'b [u8] {
+        self.read(&self.code.forward, item, place)
+    }
+
+    /// The bytes of a place after a backward run.
+    pub fn gradient<'b>(&'b self, item: &'b Item, place: Place) -> &'b [u8] {
+        self.read(&self.code.backward, item, place)
+    }
+
+    /// A reference to hand to another stage: shared where the place is a whole buffer, else a copy.
+    pub fn shared(&mut self, sequence: &Sequence, item: &Item, place: Place) -> Arc<Buffer> {
+        let whole = match place.slot {
+            Slot::Own(i) => Some(&item.own[i]),
+            Slot::Received(i) => item.received[i].as_ref(),
+            Slot::GradientIn(i) => item.gradients_in[i].as_ref(),
+            Slot::GradientOut(i) => item.gradients_out[i].as_ref(),
+            _ => None,
+        };
+        if let Some(buffer) = whole {
+            return buffer.clone();
+        }
+        let mut copy = self.pool.take(place.bytes);
+        let bytes = self.read(sequence, item, place);
+        Arc::get_mut(&mut copy).expect("the pool hands out buffers that nobody else holds").bytes_mut().copy_from_slice(bytes);
+        copy
+    }
+
+    fn run(&self, sequence: &Sequence, item: &Item) -> Result<(), ExecuteError> {
+        let mut inputs: Vec<&[u8]> = Vec::with_capacity(8);
+        let mut outputs: Vec<&mut [u8]> = Vec::with_capacity(4);
+        for step in &sequence.steps {
+            inputs.clear();
+            outputs.clear();
+            for place in &step.inputs {
+                inputs.push(self.read(sequence, item, *place));
+            }
+            for place in &step.outputs {
+                // SAFETY: see `write`.
+                outputs.push(unsafe { self.write(item, *place) });
+            }
+            // SAFETY: see `write`.
+            let workspace = unsafe { self.write(item, step.workspace) };
+            step.kernel
+                .run(&inputs, &mut outputs, workspace)
+                .map_err(|fault| ExecuteError { node: step.node.clone(), fault })?;
+        }
+        Ok(())
+    }
+
+    fn address(&self, item: &Item, place: Place) -> *mut u8 {
+        let inside = |buffer: &Buffer, offset: usize| {
+            assert!(offset + place.bytes <= buffer.len(), "a place lies within its buffer");
+            buffer.start().wrapping_add(offset)
+        };
+        let whole = |buffer: &Option<Arc<Buffer>>| {
+            inside(buffer.as_ref().expect("the program waits for a tensor before it is used"), 0)
+        };
+        match place.slot {
+            Slot::Arena(offset) => inside(&self.arena, offset),
+            Slot::Kept(offset) => inside(item.kept.as_ref().expect("an item in flight has its block"), offset),
+            Slot::Own(i) => inside(&item.own[i], 0),
+            Slot::Received(i) => whole(&item.received[i]),
+            Slot::GradientIn(i) => whole(&item.gradients_in[i]),
+            Slot::GradientOut(i) => whole(&item.gradients_out[i]),
+            Slot::Feed(i) => inside(&item.feeds[i], 0),
+            Slot::Parameter(i) => inside(&item.weights[i], 0),
+            Slot::State(i) => inside(&self.states[i], 0),
+            Slot::Constant(_) => unreachable!("constants belong to their sequence"),
+        }
+    }
+
+    fn read<'b>(&'b self, sequence: &'b Sequence, item: &'b Item, place: Place) -> &'b [u8] {
+        if let Slot::Constant(i) = place.slot {
+            return &sequence.constants[i].bytes()[..place.bytes];
+        }
+        // SAFETY: `address` checked the bounds; nothing writes these bytes while the slice lives, because a kernel's
+        // outputs never overlap its inputs (`pass::memory`), and one thread runs one kernel at a time.
+        unsafe { std::slice::from_raw_parts(self.address(item, place), place.bytes) }
+    }
+
+    /// The bytes of a place that a kernel writes.
+    ///
+    /// # Safety
+    ///
+    /// Only [`Executor::run`] may call this, for the outputs and the workspace of one step: the memory plan gave them
+    /// bytes that no tensor alive at that step has, and the buffers behind `Own`, `Kept` and `GradientOut` are held by
+    /// this item alone until they are sent.
+    #[allow(clippy::mut_from_ref)]
+    unsafe fn write<'b>(&'b self, item: &'b Item, place: Place) -> &'b mut [u8] {
+        // SAFETY: bounds are checked by `address`; exclusiveness is the caller's promise.
+        unsafe { std::slice::from_raw_parts_mut(self.address(item, place), place.bytes) }
+    }
+}
