@@ -104,7 +104,9 @@ fn per_channel(x: &Fact) -> Result<Fact, FactError> {
     }
     match x.shape.get(1) {
         Some(channels) => Ok(Fact::new(x.dtype, vec![channels.clone()])),
-        None => Err(FactError::Rank { what: "the input", expected: "at least 2: batch, channels".into(), got: x.rank() }),
+        None => {
+            Err(FactError::Rank { what: "the input", expected: "at least 2: batch, channels".into(), got: x.rank() })
+        }
     }
 }
 
@@ -148,16 +150,28 @@ mod tests {
         let dy = Tensor::from_f64(&[2, 2, 2], &[1., -1., 2., 0.5, 0., 3., 1., -2.]);
         let saved = run(&BatchNorm { epsilon: 1e-3 }, &[x.clone(), scale.clone(), bias]);
         let y = [
-            0.6620155428718297, 2.0139533713845106, 0.36677373098794974, -1.0543064718072528, //
-            3.3658911998971917, -2.0418601141535317, 1.610218908433752, 1.077313832385551,
+            0.6620155428718297,
+            2.0139533713845106,
+            0.36677373098794974,
+            -1.0543064718072528, //
+            3.3658911998971917,
+            -2.0418601141535317,
+            1.610218908433752,
+            1.077313832385551,
         ];
         assert_close(&saved[0], &y);
         assert_close(&saved[1], &[1.25, 3.625]);
         assert_close(&saved[2], &[2.1875, 7.921875]);
         let grads = run(&BatchNormGrad {}, &[dy, x, scale, saved[1].clone(), saved[3].clone()]);
         let dx = [
-            0.03876358178623285, -1.4682285738713794, -0.5644395459412551, 0.10579125217943554, //
-            1.080592756009051, 0.3488722360760957, -0.329329502055883, 0.7879777958177026,
+            0.03876358178623285,
+            -1.4682285738713794,
+            -0.5644395459412551,
+            0.10579125217943554, //
+            1.080592756009051,
+            0.3488722360760957,
+            -0.329329502055883,
+            0.7879777958177026,
         ];
         assert_close(&grads[0], &dx);
         assert_close(&grads[1], &[-5.238759085486638, 1.088014530265077]);

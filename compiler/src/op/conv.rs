@@ -60,13 +60,27 @@ impl Rule for Conv {
 }
 
 /// Emits the gradient for an input that has the shape of `like`.
-pub(in crate::op) fn input_grad(out: &mut dyn Emit, window: &Window, groups: usize, dy: Value, w: Value, like: Value) -> Value {
+pub(in crate::op) fn input_grad(
+    out: &mut dyn Emit,
+    window: &Window,
+    groups: usize,
+    dy: Value,
+    w: Value,
+    like: Value,
+) -> Value {
     let spatial = out.fact(like).shape[2..].to_vec();
     out.emit(Op::ConvInputGrad(ConvInputGrad { window: window.clone(), groups, spatial }), &[dy, w])
 }
 
 /// Emits the gradient for a weight that has the shape of `like`.
-pub(in crate::op) fn weight_grad(out: &mut dyn Emit, window: &Window, groups: usize, dy: Value, x: Value, like: Value) -> Value {
+pub(in crate::op) fn weight_grad(
+    out: &mut dyn Emit,
+    window: &Window,
+    groups: usize,
+    dy: Value,
+    x: Value,
+    like: Value,
+) -> Value {
     let shape = out.fact(like).shape;
     let kernel = shape[2..]
         .iter()
@@ -88,10 +102,18 @@ pub(in crate::op) fn two<'a>(inputs: &[&'a Fact], names: [&'static str; 2]) -> R
         return Err(FactError::Rank { what: names[0], expected, got: a.rank() });
     }
     if b.rank() != a.rank() {
-        return Err(FactError::Rank { what: names[1], expected: format!("{}, as {}", a.rank(), names[0]), got: b.rank() });
+        return Err(FactError::Rank {
+            what: names[1],
+            expected: format!("{}, as {}", a.rank(), names[0]),
+            got: b.rank(),
+        });
     }
     if b.dtype != a.dtype {
-        return Err(FactError::DType { what: names[1], expected: format!("{}, as {}", a.dtype, names[0]), got: b.dtype });
+        return Err(FactError::DType {
+            what: names[1],
+            expected: format!("{}, as {}", a.dtype, names[0]),
+            got: b.dtype,
+        });
     }
     Ok([a, b])
 }
@@ -108,7 +130,9 @@ pub(in crate::op) fn known_kernel(w: &Fact) -> Result<&[Dim], FactError> {
 pub(in crate::op) fn check_groups(groups: usize, which: &str, channels: &Dim) -> Result<(), FactError> {
     let count = number("group count", groups)?;
     if groups == 0 || channels.div_exact(&count).is_err() {
-        return Err(FactError::Attribute(format!("group count {groups} does not divide the {channels} {which} channels")));
+        return Err(FactError::Attribute(format!(
+            "group count {groups} does not divide the {channels} {which} channels"
+        )));
     }
     Ok(())
 }
@@ -120,7 +144,13 @@ pub(in crate::op) fn flops(y: &Fact, w: &Fact) -> f64 {
 }
 
 /// Calls `visit` with the flat indices into x, w and y of every product that the convolution adds up.
-pub(in crate::op) fn each_product(window: &Window, x: &[usize], w: &[usize], y: &[usize], mut visit: impl FnMut(usize, usize, usize)) {
+pub(in crate::op) fn each_product(
+    window: &Window,
+    x: &[usize],
+    w: &[usize],
+    y: &[usize],
+    mut visit: impl FnMut(usize, usize, usize),
+) {
     let (batch, outs, ins, group_ins) = (y[0], y[1], x[1], w[1]);
     let (data, kernel) = (&x[2..], &w[2..]);
     let [x_size, w_size, y_size] = [data, kernel, &y[2..]].map(|dims| dims.iter().product::<usize>());
@@ -152,7 +182,6 @@ pub(in crate::op) fn write(to: &mut ViewMut<'_>, values: &[f64]) {
     }
 }
 
-
 /// A window over one spatial dim or several, the same along each.
 pub(in crate::op) fn even(rank: usize, stride: usize, pad: usize, dilation: usize) -> Window {
     Window {
@@ -168,12 +197,7 @@ pub(in crate::op) type Case = (&'static str, Window, usize, &'static [usize], &'
 
 /// The cases that convolution and its gradients are asked.
 pub(in crate::op) fn cases() -> Vec<Case> {
-    let lopsided = Window {
-        strides: vec![2, 1],
-        pads_begin: vec![0, 2],
-        pads_end: vec![1, 0],
-        dilations: vec![1, 2],
-    };
+    let lopsided = Window { strides: vec![2, 1], pads_begin: vec![0, 2], pads_end: vec![1, 0], dilations: vec![1, 2] };
     vec![
         ("one spatial dim", Window::plain(1), 1, &[2, 3, 7], &[4, 3, 3]),
         ("one spatial dim, strided, dilated, padded", even(1, 2, 2, 2), 1, &[2, 2, 9], &[3, 2, 3]),

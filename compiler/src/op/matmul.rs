@@ -184,10 +184,7 @@ mod tests {
         let linear = MatMul { transpose_a: false, transpose_b: true };
         assert_eq!(infer(linear, "batch 16 64", "10 64"), "f32[batch, 16, 10]");
         assert_eq!(infer(plain, "batch 1 3 4", "5 4 2"), "f32[batch, 5, 3, 2]");
-        assert_eq!(
-            infer(plain, "3 4", "5 4"),
-            "the inner dim of the first operand is 4, that of the second is 5"
-        );
+        assert_eq!(infer(plain, "3 4", "5 4"), "the inner dim of the first operand is 4, that of the second is 5");
         assert!(infer(plain, "4", "4 5").contains("a vector is reshaped to a matrix first"));
     }
 

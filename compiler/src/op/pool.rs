@@ -232,7 +232,13 @@ pub fn samples() -> Vec<Sample> {
         ("rounded up, padded", &[1, 2, 5, 4], &[3, 3], window(&[2, 2], &[1, 1], &[1, 1], &[1, 1]), true),
         ("asymmetric, dilated", &[2, 1, 5, 6], &[2, 3], window(&[2, 1], &[0, 1], &[1, 2], &[2, 2]), false),
         ("one spatial dim", &[2, 3, 7], &[3], window(&[2], &[1], &[0], &[1]), false),
-        ("three spatial dims", &[1, 2, 4, 3, 4], &[2, 2, 2], window(&[2, 1, 2], &[0, 0, 0], &[0, 0, 0], &[1; 3]), false),
+        (
+            "three spatial dims",
+            &[1, 2, 4, 3, 4],
+            &[2, 2, 2],
+            window(&[2, 1, 2], &[0, 0, 0], &[0, 0, 0], &[1; 3]),
+            false,
+        ),
     ];
     let mut all = Vec::new();
     for (title, shape, kernel, window, ceil) in cases {

@@ -15,12 +15,7 @@ use super::*;
 impl Window {
     /// The window that moves one step at a time over `rank` spatial dims, without padding or dilation.
     pub fn plain(rank: usize) -> Window {
-        Window {
-            strides: vec![1; rank],
-            pads_begin: vec![0; rank],
-            pads_end: vec![0; rank],
-            dilations: vec![1; rank],
-        }
+        Window { strides: vec![1; rank], pads_begin: vec![0; rank], pads_end: vec![0; rank], dilations: vec![1; rank] }
     }
 
     /// The number of windows along each spatial dim.
@@ -132,7 +127,14 @@ fn divide(a: &Dim, b: &Dim) -> Result<(Dim, i64), FactError> {
 mod tests {
     use super::*;
 
-    fn along(size: impl Into<Dim>, kernel: i64, stride: usize, pads: [usize; 2], dilation: usize, ceil: bool) -> String {
+    fn along(
+        size: impl Into<Dim>,
+        kernel: i64,
+        stride: usize,
+        pads: [usize; 2],
+        dilation: usize,
+        ceil: bool,
+    ) -> String {
         let window = Window {
             strides: vec![stride],
             pads_begin: vec![pads[0]],
@@ -174,7 +176,9 @@ mod tests {
         assert!(along(5i64, 2, usize::MAX, [0, 0], 1, false).contains("stride 18446744073709551615 is too large"));
         assert!(along(5i64, 2, 1, [0, 0], 0, false).contains("dilation 0"));
         assert!(along(5i64, 0, 1, [0, 0], 1, false).contains("kernel size 0"));
-        assert!(along(5i64, 9, 1, [1, 2], 1, false).contains("kernel of size 9 spans 9 elements, the padded input has 8"));
+        assert!(
+            along(5i64, 9, 1, [1, 2], 1, false).contains("kernel of size 9 spans 9 elements, the padded input has 8")
+        );
         assert!(along(5i64, i64::MAX, 1, [0, 0], 3, false).contains("overflows"));
         assert!(along(5i64, 2, 1, [i64::MAX as usize, 0], 1, false).contains("overflows"));
         assert!(along(-5i64, 2, 1, [9, 9], 1, false).contains("negative"));

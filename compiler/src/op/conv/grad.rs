@@ -160,7 +160,8 @@ mod tests {
             let dy = ramp(y.shape(), 3).cast(DType::F64);
             let spatial = x.shape()[2..].iter().map(|&d| Dim::from(d)).collect();
             let kernel = w.shape()[2..].to_vec();
-            let dx = run(&ConvInputGrad { window: window.clone(), groups, spatial }, &[dy.clone(), w.clone()]).remove(0);
+            let dx =
+                run(&ConvInputGrad { window: window.clone(), groups, spatial }, &[dy.clone(), w.clone()]).remove(0);
             let dw = run(&ConvWeightGrad { window, groups, kernel }, &[dy.clone(), x.clone()]).remove(0);
             assert_eq!((dx.shape(), dw.shape()), (x.shape(), w.shape()), "{title}");
             let expected = dot(&dy, &y);
