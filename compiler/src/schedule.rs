@@ -17,6 +17,7 @@ pub mod csv;
 pub mod fault;
 pub mod gpipe;
 pub mod inference;
+pub mod ledger;
 pub mod lower;
 pub mod one_f_one_b;
 pub mod one_f_one_b_rr;
