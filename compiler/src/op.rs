@@ -63,6 +63,7 @@ pub enum Op {
     Reduce(Reduce),
     ArgReduce(ArgReduce),
     // Contractions.
+    #[serde(rename = "matmul")]
     MatMul(MatMul),
     Conv(Conv),
     ConvInputGrad(ConvInputGrad),
@@ -414,6 +415,7 @@ pub struct Pad {
     /// Elements between neighbours.
     pub interior: Vec<usize>,
     /// What is filled in.
+    #[serde(with = "pad::any_float")]
     pub value: f64,
 }
 

@@ -232,7 +232,7 @@ pub fn samples() -> Vec<Sample> {
     let a = Tensor::from_f32(&[2, 3], &[1.5, -2.3, 0.7, 3.1, -0.4, 2.2]);
     let b = Tensor::from_f32(&[2, 3], &[-0.9, 1.1, 2.6, 0.8, -1.7, 3.4]);
     let row = Tensor::from_f32(&[3], &[0.6, -1.2, 2.9]);
-    let column = Tensor::from_f32(&[2, 1], &[1.9, -0.8]);
+    let column = Tensor::from_f32(&[2, 1], &[1.9, -0.75]);
     let number = Tensor::from_f32(&[], &[1.3]);
     let bases = Tensor::from_f32(&[2, 3], &[0.5, 1.2, 2.0, 3.5, 0.1, 1.0]);
     let whole = Tensor::from_i64(&[6], &[7, -7, 7, -7, 6, i64::MIN]);

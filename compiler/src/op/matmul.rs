@@ -61,7 +61,9 @@ impl Rule for MatMul {
         let db = at.wanted[1].then(|| {
             // A matrix that multiplies a whole batch: all rows of the batch form one long matrix, so that its gradient
             // is one product instead of a sum of many. Rows that are stored as columns do not lie that way.
-            let flatten = b_fact.rank() == 2 && a_fact.rank() > 2 && !ta;
+            // Nor can more elements than 64 bits count be renamed.
+            let countable = a_fact.volume().is_ok() && out.fact(dc).volume().is_ok();
+            let flatten = b_fact.rank() == 2 && a_fact.rank() > 2 && !ta && countable;
             let (a, dc) = if flatten { (rows(out, a), rows(out, dc)) } else { (a, dc) };
             let db = if tb { product(out, dc, a, true, ta) } else { product(out, a, dc, !ta, false) };
             sum_to(out, db, &b_fact)
@@ -107,7 +109,7 @@ fn product(out: &mut dyn Emit, a: Value, b: Value, transpose_a: bool, transpose_
 fn rows(out: &mut dyn Emit, x: Value) -> Value {
     let shape = out.fact(x).shape;
     let (last, rest) = shape.split_last().expect("an operand has at least two dims");
-    let count = volume(rest).expect("the elements of a tensor can be counted");
+    let count = volume(rest).expect("all elements were counted before");
     out.emit(Op::Reshape(Reshape { shape: vec![count, last.clone()] }), &[x])
 }
 
@@ -186,6 +188,46 @@ mod tests {
         assert_eq!(infer(plain, "batch 1 3 4", "5 4 2"), "f32[batch, 5, 3, 2]");
         assert_eq!(infer(plain, "3 4", "5 4"), "the inner dim of the first operand is 4, that of the second is 5");
         assert!(infer(plain, "4", "4 5").contains("a vector is reshaped to a matrix first"));
+    }
+
+    /// Names the ops that a rule writes, and knows one fact for every value.
+    struct Listing(Vec<Fact>, Vec<Op>);
+
+    impl Emit for Listing {
+        fn emit_all(&mut self, op: Op, inputs: &[Value]) -> Vec<Value> {
+            let facts: Vec<&Fact> = inputs.iter().map(|v| &self.0[v.node.0 as usize]).collect();
+            let mut facts = crate::op::table::rule(&op).infer(&facts).unwrap();
+            let node = NodeId(self.0.len() as u32);
+            self.0.push(facts.remove(0));
+            self.1.push(op);
+            vec![Value { node, output: 0 }]
+        }
+
+        fn fact(&self, value: Value) -> Fact {
+            self.0[value.node.0 as usize].clone()
+        }
+    }
+
+    fn written(a: &[usize], b: &[usize], wanted: [bool; 2]) -> Vec<Op> {
+        let op = MatMul { transpose_a: false, transpose_b: true };
+        let (a, b) = (Fact::of(DType::F32, a), Fact::of(DType::F32, b));
+        let c = op.infer(&[&a, &b]).unwrap().remove(0);
+        let mut out = Listing(vec![a, b, c.clone(), c], vec![]);
+        let [a, b, c, dc] = [0, 1, 2, 3].map(|n| Value { node: NodeId(n), output: 0 });
+        op.backward(Site { inputs: &[a, b], outputs: &[c], d_outputs: &[Some(dc)], wanted: &wanted }, &mut out);
+        out.1
+    }
+
+    #[test]
+    fn the_gradient_of_a_shared_weight_is_one_product_of_matrices() {
+        let ops = written(&[2, 3, 4], &[5, 4], [false, true]);
+        let reshape = |rows: i64, columns: i64| Op::Reshape(Reshape { shape: vec![rows.into(), columns.into()] });
+        let product = Op::MatMul(MatMul { transpose_a: true, transpose_b: false });
+        assert_eq!(ops, [reshape(6, 4), reshape(6, 5), product]);
+        // The gradient of the batch is one product as it is.
+        assert_eq!(written(&[2, 3, 4], &[5, 4], [true, false]).len(), 1);
+        // Shapes that overflow when they are flattened still have a gradient: a product, a sum and a reshape.
+        assert_eq!(written(&[1 << 40, 1 << 40, 4], &[5, 4], [false, true]).len(), 3);
     }
 
     #[test]

@@ -69,6 +69,33 @@ impl Rule for Pad {
     }
 }
 
+/// How the value is written: JSON has no number for the infinities (which a maximum is padded with) and NaN, so these
+/// are text.
+pub mod any_float {
+    use serde::{Deserialize, Deserializer, Serialize, Serializer, de};
+
+    #[derive(Serialize, Deserialize)]
+    #[serde(untagged)]
+    enum Written {
+        Number(f64),
+        Name(String),
+    }
+
+    /// Writes a number, or the name of what is none: `inf`, `-inf`, `NaN`.
+    pub fn serialize<S: Serializer>(value: &f64, serializer: S) -> Result<S::Ok, S::Error> {
+        let written = if value.is_finite() { Written::Number(*value) } else { Written::Name(value.to_string()) };
+        written.serialize(serializer)
+    }
+
+    /// Reads what [`serialize`] writes.
+    pub fn deserialize<'de, D: Deserializer<'de>>(deserializer: D) -> Result<f64, D::Error> {
+        match Written::deserialize(deserializer)? {
+            Written::Number(value) => Ok(value),
+            Written::Name(name) => name.parse().map_err(de::Error::custom),
+        }
+    }
+}
+
 /// Small cases.
 pub fn samples() -> Vec<Sample> {
     let sample = |title, x: Tensor, low: &[i64], high: &[i64], interior: &[usize], value| Sample {
@@ -94,6 +121,7 @@ pub fn samples() -> Vec<Sample> {
         sample("no padding", table(), &[0, 0], &[0, 0], &[0, 0], 7.0),
         sample("around nothing", Tensor::zeros(DType::F32, &[0]), &[1], &[2], &[3], 4.0),
         sample("around a lone element", Tensor::from_f32(&[1], &[5.0]), &[1], &[1], &[1 << 40], 4.0),
+        Sample { differentiate: vec![], ..sample("minus infinity", three(), &[1], &[1], &[0], f64::NEG_INFINITY) },
         sample("a scalar", Tensor::from_f32(&[], &[1.0]), &[], &[], &[], 0.0),
         sample("integers", Tensor::from_i64(&[2], &[i64::MAX, 2]), &[1], &[1], &[0], -3.0),
         sample("bytes", three().cast(DType::U8), &[1], &[1], &[1], 255.0),

@@ -216,6 +216,9 @@ fn each_window(
     }
 }
 
+/// What is special about a case, the shape of x, the kernel, its window, and whether the number of windows is rounded up.
+type Case = (&'static str, &'static [usize], &'static [usize], Window, bool);
+
 /// Small cases.
 pub fn samples() -> Vec<Sample> {
     let window = |strides: &[usize], begin: &[usize], end: &[usize], dilations: &[usize]| Window {
@@ -224,7 +227,7 @@ pub fn samples() -> Vec<Sample> {
         pads_end: end.to_vec(),
         dilations: dilations.to_vec(),
     };
-    let cases: [(&'static str, &[usize], &[usize], Window, bool); 8] = [
+    let cases: [Case; 8] = [
         ("two by two", &[2, 3, 4, 6], &[2, 2], window(&[2, 2], &[0, 0], &[0, 0], &[1, 1]), false),
         ("overlapping, padded", &[1, 2, 5, 5], &[3, 3], window(&[2, 2], &[1, 1], &[1, 1], &[1, 1]), false),
         ("overlapping, every step", &[1, 2, 4, 4], &[3, 2], window(&[1, 1], &[0, 0], &[0, 0], &[1, 1]), false),

@@ -116,18 +116,19 @@ pub fn samples() -> Vec<Sample> {
     let large = || Tensor::from_f32(&[2, 3], &[1000.0, 1001.0, 999.0, -1000.0, -1000.5, -2000.0]);
     let masked = Tensor::from_f32(&[2, 3], &[0.5, f32::NEG_INFINITY, -0.25, 1.0, 2.0, f32::NEG_INFINITY]);
     let undefined = Tensor::from_f32(&[1, 2], &[f32::NEG_INFINITY; 2]);
+    // Undefined at a mask, and blurred by the width of a difference at a large number.
     let plain = |title, op, x| Sample { title, op, inputs: vec![x], differentiate: vec![] };
     vec![
         sample("last axis", soft(1), ramp(&[3, 5], 1)),
         sample("middle axis", soft(1), ramp(&[2, 4, 3], 2)),
         sample("first axis of one", soft(0), ramp(&[6], 3)),
-        sample("large numbers", soft(1), large()),
+        plain("large numbers", soft(1), large()),
         plain("masked", soft(1), masked.clone()),
         plain("all masked", soft(1), undefined.clone()),
         sample("last axis", log(1), ramp(&[3, 5], 1)),
         sample("middle axis", log(1), ramp(&[2, 4, 3], 2)),
         sample("first axis of one", log(0), ramp(&[6], 3)),
-        sample("large numbers", log(1), large()),
+        plain("large numbers", log(1), large()),
         plain("masked", log(1), masked),
         plain("all masked", log(1), undefined),
     ]

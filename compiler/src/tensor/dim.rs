@@ -6,9 +6,9 @@
 //!
 //! ```
 //! use compiler::tensor::dim::Dim;
-//! let rows = Dim::symbol("batch").mul(&Dim::from(16)).unwrap();
+//! let rows = Dim::symbol("batch").mul(&Dim::Known(16)).unwrap();
 //! assert_eq!(rows.to_string(), "batch*16");
-//! assert_eq!(rows.div_exact(&Dim::from(16)).unwrap(), Dim::symbol("batch"));
+//! assert_eq!(rows.div_exact(&Dim::Known(16)).unwrap(), Dim::symbol("batch"));
 //! ```
 
 use serde::{Deserialize, Deserializer, Serialize, Serializer};

@@ -1,0 +1,172 @@
+//! Weight files: safetensors and npz, by the names of the source model.
+//!
+//! Files are hostile until read: names appear once, sizes are checked by the formats' readers before anything is
+//! allocated, object arrays (pickles) are refused.
+
+use compiler::tensor::{DType, Tensor};
+use safetensors::SafeTensors;
+use safetensors::tensor::TensorView;
+use std::collections::BTreeMap;
+use std::fs;
+use std::io::Write;
+use std::path::{Path, PathBuf};
+use thiserror::Error;
+
+/// Why tensors cannot be read or written.
+#[derive(Debug, Error)]
+#[allow(missing_docs)]
+pub enum FileError {
+    #[error("cannot read {path}: {fault}")]
+    Read { path: PathBuf, fault: std::io::Error },
+    #[error("cannot write {path}: {fault}")]
+    Write { path: PathBuf, fault: std::io::Error },
+    #[error("{path} is no safetensors file: {fault}")]
+    Safetensors { path: PathBuf, fault: String },
+    #[error("{path}: array `{name}`: {fault}")]
+    Array { path: PathBuf, name: String, fault: String },
+    #[error("{path} is no npz file: {fault}")]
+    Npz { path: PathBuf, fault: String },
+    #[error("{path}: expected a file that ends in .safetensors, .npz or .npy")]
+    Extension { path: PathBuf },
+}
+
+/// All tensors of a file, by name.
+pub fn read(path: &Path) -> Result<BTreeMap<String, Tensor>, FileError> {
+    match extension(path) {
+        "safetensors" => read_safetensors(path),
+        "npz" => crate::data::npz::read(path),
+        "npy" => {
+            let name = path.file_stem().and_then(|s| s.to_str()).unwrap_or("x").to_string();
+            Ok(BTreeMap::from([(name, crate::data::npz::read_npy(path)?)]))
+        }
+        _ => Err(FileError::Extension { path: path.to_path_buf() }),
+    }
+}
+
+/// Writes tensors in the format that the path's extension names, through a temporary file beside it, so that a reader
+/// never sees half of it.
+pub fn write(path: &Path, tensors: &BTreeMap<String, Tensor>) -> Result<(), FileError> {
+    let bytes = match extension(path) {
+        "npz" => crate::data::npz::encode(path, tensors)?,
+        "safetensors" => encode_safetensors(path, tensors)?,
+        _ => return Err(FileError::Extension { path: path.to_path_buf() }),
+    };
+    write_whole(path, &bytes)
+}
+
+/// Writes a file so that it is there whole or not at all.
+pub fn write_whole(path: &Path, bytes: &[u8]) -> Result<(), FileError> {
+    let fail = |fault| FileError::Write { path: path.to_path_buf(), fault };
+    let mut name = path.file_name().unwrap_or_default().to_os_string();
+    name.push(format!(".{}.part", std::process::id()));
+    let part = path.with_file_name(name);
+    let written = fs::File::create(&part).and_then(|mut file| {
+        file.write_all(bytes)?;
+        file.sync_all()?;
+        fs::rename(&part, path)
+    });
+    written.map_err(|fault| {
+        // What is left of a failed write helps nobody.
+        let _ = fs::remove_file(&part);
+        fail(fault)
+    })
+}
+
+fn extension(path: &Path) -> &str {
+    path.extension().and_then(|e| e.to_str()).unwrap_or("")
+}
+
+/// Headers larger than this are refused.
+const HEADER_LIMIT: u64 = 16 << 20;
+
+fn read_safetensors(path: &Path) -> Result<BTreeMap<String, Tensor>, FileError> {
+    let bytes = fs::read(path).map_err(|fault| FileError::Read { path: path.to_path_buf(), fault })?;
+    let wrong = |fault: String| FileError::Safetensors { path: path.to_path_buf(), fault };
+    let length = bytes.first_chunk::<8>().map(|b| u64::from_le_bytes(*b)).ok_or_else(|| wrong("too short".into()))?;
+    if length > HEADER_LIMIT {
+        return Err(wrong(format!("the header says it has {length} bytes; the most is {HEADER_LIMIT}")));
+    }
+    if let Some(header) = bytes.get(8..8 + length as usize) {
+        refuse_duplicates(header).map_err(wrong)?;
+    }
+    let file = SafeTensors::deserialize(&bytes).map_err(|e| wrong(e.to_string()))?;
+    let mut tensors = BTreeMap::new();
+    for (name, view) in file.tensors() {
+        let dtype = from_safetensors(view.dtype()).ok_or_else(|| FileError::Array {
+            path: path.to_path_buf(),
+            name: name.clone(),
+            fault: format!("element type {:?} is not supported", view.dtype()),
+        })?;
+        let tensor = Tensor::new(dtype, view.shape().to_vec(), view.data().to_vec().into());
+        tensors.insert(name, tensor.map_err(|e| wrong(e.to_string()))?);
+    }
+    Ok(tensors)
+}
+
+/// The format's reader keeps the last of two equal names; we refuse both.
+fn refuse_duplicates(header: &[u8]) -> Result<(), String> {
+    struct Names;
+    impl<'de> serde::de::Visitor<'de> for Names {
+        type Value = ();
+        fn expecting(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+            f.write_str("a header object")
+        }
+        fn visit_map<M: serde::de::MapAccess<'de>>(self, mut map: M) -> Result<(), M::Error> {
+            let mut seen = std::collections::HashSet::new();
+            while let Some(name) = map.next_key::<String>()? {
+                map.next_value::<serde::de::IgnoredAny>()?;
+                if !seen.insert(name.clone()) {
+                    return Err(serde::de::Error::custom(format!("two tensors are called `{name}`")));
+                }
+            }
+            Ok(())
+        }
+    }
+    let mut json = serde_json::Deserializer::from_slice(header);
+    serde::Deserializer::deserialize_map(&mut json, Names).map_err(|e| e.to_string())
+}
+
+fn encode_safetensors(path: &Path, tensors: &BTreeMap<String, Tensor>) -> Result<Vec<u8>, FileError> {
+    let wrong = |fault: String| FileError::Safetensors { path: path.to_path_buf(), fault };
+    let mut views = Vec::new();
+    for (name, tensor) in tensors {
+        let view = TensorView::new(to_safetensors(tensor.dtype()), tensor.shape().to_vec(), tensor.bytes());
+        views.push((name, view.map_err(|e| wrong(e.to_string()))?));
+    }
+    safetensors::serialize(views, None).map_err(|e| wrong(e.to_string()))
+}
+
+const DTYPES: [(DType, safetensors::Dtype); 13] = [
+    (DType::F64, safetensors::Dtype::F64),
+    (DType::F32, safetensors::Dtype::F32),
+    (DType::F16, safetensors::Dtype::F16),
+    (DType::Bf16, safetensors::Dtype::BF16),
+    (DType::I64, safetensors::Dtype::I64),
+    (DType::I32, safetensors::Dtype::I32),
+    (DType::I16, safetensors::Dtype::I16),
+    (DType::I8, safetensors::Dtype::I8),
+    (DType::U64, safetensors::Dtype::U64),
+    (DType::U32, safetensors::Dtype::U32),
+    (DType::U16, safetensors::Dtype::U16),
+    (DType::U8, safetensors::Dtype::U8),
+    (DType::Bool, safetensors::Dtype::BOOL),
+];
+
+fn from_safetensors(dtype: safetensors::Dtype) -> Option<DType> {
+    DTYPES.iter().find(|(_, s)| *s == dtype).map(|(d, _)| *d)
+}
+
+fn to_safetensors(dtype: DType) -> safetensors::Dtype {
+    DTYPES.iter().find(|(d, _)| *d == dtype).map(|(_, s)| *s).expect("every element type has its name in the format")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn duplicate_names_are_refused() {
+        assert!(refuse_duplicates(br#"{"a":{"x":1},"b":[]}"#).is_ok());
+        assert!(refuse_duplicates(br#"{"a":{},"a":{}}"#).unwrap_err().contains("`a`"));
+    }
+}
