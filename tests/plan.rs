@@ -358,6 +358,25 @@ fn memory_bombs_end_in_time() {
 }
 
 #[test]
+fn wide_graphs_within_the_budget_are_searched_in_time() {
+    // 240 ops in a row, then two branches of 80: 240 + 81^2 closed sets, fewer than the budget.
+    let mut graph = chain(401);
+    graph.tensors[239].consumers = vec![OpId(240), OpId(320)];
+    graph.tensors[319].consumers = vec![OpId(400)];
+    let mut random = Random(5);
+    graph.ops.iter_mut().for_each(|op| op.bwd_us += random.below(100) as f64);
+    for partitioner in [Partitioner::Pipec, Partitioner::Pipedream] {
+        let mut problem = Problem::new(graph.clone(), levels("16:1GB/s").unwrap(), CostModel::Pipedream);
+        problem.activation_compression = Some(1.0);
+        let clock = Instant::now();
+        let found = with(&problem, partitioner).unwrap();
+        println!("{partitioner:?}: {:?}, {:?}", clock.elapsed(), found.plan.search);
+        assert!(found.plan.proven_optimal && found.plan.search.fallback.is_none());
+        assert!(clock.elapsed() < Duration::from_secs(5));
+    }
+}
+
+#[test]
 fn edges_of_the_question_are_answered() {
     let one = |cluster: &str| Problem::new(chain(1 + 1), levels(cluster).unwrap(), CostModel::Pipedream);
     let mut idle = one("4:1GB/s");
