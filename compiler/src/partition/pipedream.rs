@@ -55,7 +55,7 @@ pub fn solve(
     let outermost = levels.len() - 1;
     let units = levels[outermost].count as usize;
     let whole = space.len() - 1;
-    let values = solver.from_empty(outermost, bound_us * (1.0 + 1e-9));
+    let values = solver.first_runs(outermost, bound_us * (1.0 + 1e-9));
     let reached = |used: usize| values[whole * units + used - 1];
     let least_us = (1..=units).map(reached).fold(f64::INFINITY, f64::min);
     let optimum = if may_leave_units { least_us } else { reached(units) };
@@ -150,7 +150,7 @@ impl Solver<'_> {
 
     /// A_k of the runs that start at the empty set: entry `to * units + m - 1`. Values above `bound` may be infinite, or larger
     /// than the true ones.
-    fn from_empty(&self, level: usize, bound: f64) -> Vec<f64> {
+    fn first_runs(&self, level: usize, bound: f64) -> Vec<f64> {
         let sets = self.space.len();
         let units = self.levels[level].count as usize;
         let whole = sets - 1;
