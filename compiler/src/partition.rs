@@ -1,1 +1,22 @@
 //! Partitioners: from a `Problem` to a `Plan`.
+//!
+//! `planner` is the door: it calls a partitioner by name, fills in what every plan states, and lets `plan::check` judge the
+//! result. A partitioner finds a `shape`: which ops form which group, nested by the levels of the cluster.
+
+pub mod build;
+pub mod cuts;
+pub mod data_parallel;
+pub mod exhaustive;
+pub mod finish;
+pub mod fit;
+pub mod in_flight;
+pub mod line;
+pub mod linear;
+pub mod pinned;
+pub mod pipedream;
+pub mod planner;
+pub mod search;
+pub mod shape;
+pub mod single;
+pub mod states;
+pub mod uniform;

@@ -1,0 +1,243 @@
+//! The door of planning: calls a partitioner by name and makes its answer a plan.
+//!
+//! Every plan that leaves here fits in memory, carries a lower bound, stands beside data parallelism, a uniform pipeline and one
+//! device, and has passed `plan::check`. Where nothing fits, the answer says which stage is too large, by how many bytes, and the
+//! least memory that would do. Work is bounded: a graph with too many closed sets, or too long a line, is planned along a linear
+//! order or in groups of ops, and the plan says so.
+
+use crate::partition::finish::{self, Statement};
+use crate::partition::fit::Least;
+use crate::partition::in_flight::Efficiency;
+use crate::partition::search::{Candidate, Found, Question, same};
+use crate::partition::states::Growth;
+use crate::plan::Plan;
+use crate::plan::check::Fault;
+use crate::plan::problem::{InFlight, Objective, Problem, ProblemError};
+use crate::plan::stage_cost;
+use std::cmp::Ordering;
+
+/// The most devices that are planned for.
+pub const MAX_DEVICES: u32 = 4096;
+
+/// The partitioners.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Partitioner {
+    /// The best of what is known: every closed set, any number of devices, whole groups or not.
+    #[default]
+    Pipec,
+    /// PipeDream's, with all devices.
+    Pipedream,
+    /// Everything, for small models.
+    Exhaustive,
+    /// The whole model on every device.
+    DataParallel,
+    /// A straight pipeline of equal compute.
+    Uniform,
+    /// Everything on one device.
+    Single,
+}
+
+impl Partitioner {
+    /// Every partitioner.
+    pub const ALL: [Partitioner; 6] = [
+        Partitioner::Pipec,
+        Partitioner::Pipedream,
+        Partitioner::Exhaustive,
+        Partitioner::DataParallel,
+        Partitioner::Uniform,
+        Partitioner::Single,
+    ];
+
+    /// The name on the command line and in plans.
+    pub fn name(self) -> &'static str {
+        match self {
+            Partitioner::Pipec => "pipec",
+            Partitioner::Pipedream => "pipedream",
+            Partitioner::Exhaustive => "exhaustive",
+            Partitioner::DataParallel => "data-parallel",
+            Partitioner::Uniform => "uniform",
+            Partitioner::Single => "single",
+        }
+    }
+
+    /// The partitioner of that name.
+    pub fn from_name(name: &str) -> Option<Partitioner> {
+        Partitioner::ALL.into_iter().find(|partitioner| partitioner.name() == name)
+    }
+}
+
+/// How to plan.
+#[derive(Clone, Copy, Default)]
+pub struct PlannerOptions<'a> {
+    /// Which partitioner.
+    pub partitioner: Partitioner,
+    /// Closed sets to look at before falling back; absent means `search::DEFAULT_BUDGET` and a few seconds of work.
+    pub budget: Option<u64>,
+    /// Seed, for the plan; no partitioner here is random.
+    pub seed: u64,
+    /// The fraction of ideal throughput that stages reach under caps, for automatic caps. Absent means the published rule.
+    pub efficiency: Option<&'a Efficiency<'a>>,
+}
+
+/// One of the plans that were looked at.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Compared {
+    /// Who made it.
+    pub name: &'static str,
+    /// Its time in microseconds for one minibatch.
+    pub minibatch_us: f64,
+    /// Replicas of each stage.
+    pub replicas: Vec<u32>,
+    /// Bytes of its fullest stage.
+    pub peak_bytes: u64,
+    /// Whether it fits.
+    pub fits: bool,
+}
+
+/// A plan, and what it was chosen from.
+#[derive(Clone, Debug)]
+pub struct Planned {
+    /// The plan.
+    pub plan: Plan,
+    /// All candidates, the chosen one first.
+    pub compared: Vec<Compared>,
+}
+
+/// Why there is no plan.
+#[derive(Clone, Debug, PartialEq, thiserror::Error)]
+pub enum PlanError {
+    /// The question makes no sense: bad input.
+    #[error(transparent)]
+    Problem(#[from] ProblemError),
+    /// An answer: nothing fits. The figures are those of the partition that needs the least.
+    #[error(
+        "no plan fits in {limit} bytes per device: stage {stage} of {stages} (`{first_op}` to `{last_op}`, {replicas} replicas) \
+         lacks {missing} bytes; a limit of {smallest_limit} bytes would do"
+    )]
+    Infeasible {
+        /// The limit that was given.
+        limit: u64,
+        /// The fullest stage.
+        stage: usize,
+        /// Stages of that partition.
+        stages: usize,
+        /// Replicas of that stage.
+        replicas: u32,
+        /// Its first op by name.
+        first_op: String,
+        /// Its last op by name.
+        last_op: String,
+        /// Bytes it has too much.
+        missing: u64,
+        /// The least limit under which a partition was found.
+        smallest_limit: u64,
+    },
+    /// A partitioner made a plan that the judge refuses: a fault of ours, never of the input.
+    #[error("internal fault: the plan does not pass its check: {}", .0.iter().map(ToString::to_string).collect::<Vec<_>>().join("; "))]
+    Unsound(Vec<Fault>),
+}
+
+/// Makes a plan for `problem`.
+pub fn plan(problem: &Problem, options: &PlannerOptions<'_>) -> Result<Planned, PlanError> {
+    problem.check()?;
+    let devices = problem.cluster.devices();
+    if devices > MAX_DEVICES {
+        let (limit, found) = (u64::from(MAX_DEVICES), u64::from(devices));
+        return Err(ProblemError::TooLarge { method: "planning", what: "devices", limit, found }.into());
+    }
+    let question = Question { problem, budget: options.budget };
+    let baselines = question.baselines();
+    let is_pinned = problem.constraints.replicas.is_some()
+        || problem.constraints.cut_after.is_some()
+        || matches!(problem.in_flight, InFlight::Given(_));
+    let mut found = match options.partitioner {
+        _ if is_pinned => question.pinned()?,
+        Partitioner::Pipec => question.hierarchical(Growth::All, &baselines),
+        Partitioner::Pipedream => question.hierarchical(Growth::FirstSource, &baselines),
+        Partitioner::Exhaustive => question.exhaustive()?,
+        Partitioner::Single => Found::of(baselines[0].clone()),
+        Partitioner::DataParallel => Found::of(baselines[1].clone()),
+        Partitioner::Uniform => Found::of(baselines[2].clone()),
+    };
+    let best = |found: &Found| found.candidates.iter().position(|candidate| candidate.fits);
+    found.candidates.sort_by(|left, right| order(problem.objective, left, right));
+    let Some(at) = best(&found) else { return Err(infeasible(&question, &found, options.partitioner, is_pinned)) };
+    let chosen = found.candidates.remove(at);
+    let method = if is_pinned { "pinned" } else { options.partitioner.name() };
+    let statement = Statement {
+        found: &found,
+        baselines: &baselines,
+        method,
+        partitioner: options.partitioner.name(),
+        budget: options.budget,
+        seed: options.seed,
+        efficiency: options.efficiency,
+    };
+    let plan = finish::finish(problem, &chosen, &statement).map_err(PlanError::Unsound)?;
+    let rest = found.candidates.iter().chain(&baselines);
+    let compared = std::iter::once(&chosen).chain(rest).map(Compared::of).collect();
+    Ok(Planned { plan, compared })
+}
+
+impl Compared {
+    fn of(candidate: &Candidate) -> Compared {
+        Compared {
+            name: candidate.name,
+            minibatch_us: candidate.minibatch_us,
+            replicas: candidate.shape.replicas(),
+            peak_bytes: candidate.peak(),
+            fits: candidate.fits,
+        }
+    }
+}
+
+/// Better candidates first: by the objective, then by stages, then by devices.
+fn order(objective: Objective, left: &Candidate, right: &Candidate) -> Ordering {
+    let stages = |candidate: &Candidate| candidate.memory.len();
+    let devices = |candidate: &Candidate| candidate.shape.replicas().iter().sum::<u32>();
+    let time = if same(left.minibatch_us, right.minibatch_us) {
+        Ordering::Equal
+    } else {
+        left.minibatch_us.total_cmp(&right.minibatch_us)
+    };
+    let memory = left.peak().cmp(&right.peak());
+    let first = match objective {
+        Objective::Throughput => time,
+        Objective::Memory => memory.then(time),
+    };
+    first.then(stages(left).cmp(&stages(right))).then(devices(left).cmp(&devices(right)))
+}
+
+/// The explained no: of all that can be found, what needs the least memory.
+fn infeasible(question: &Question<'_>, found: &Found, partitioner: Partitioner, is_pinned: bool) -> PlanError {
+    let problem = question.problem;
+    let mut candidates = found.candidates.clone();
+    // The searches have looked for the least memory already; the walk through everything stops at what fits.
+    if partitioner == Partitioner::Exhaustive && !is_pinned {
+        let shapes = question.fitting(&stage_cost::levels(&problem.cluster), Least::Memory);
+        candidates.extend(shapes.into_iter().map(|shape| question.candidate("least memory", shape)));
+    }
+    let limit = problem.memory_limit.map_or(0, |limit| limit.0);
+    let Some(least) = candidates.iter().min_by_key(|candidate| candidate.peak()) else {
+        return PlanError::Unsound(vec![Fault::NoStages]);
+    };
+    let smallest_limit = least.peak();
+    let stage = least.memory.iter().position(|held| held.total == smallest_limit).unwrap_or(0);
+    let leaves = least.shape.leaves();
+    let name = |op: Option<&u32>| op.map_or(String::new(), |&op| shown(&problem.graph.ops[op as usize].name, op));
+    PlanError::Infeasible {
+        limit,
+        stage,
+        stages: leaves.len(),
+        replicas: leaves[stage].replicas,
+        first_op: name(leaves[stage].ops.first()),
+        last_op: name(leaves[stage].ops.last()),
+        missing: smallest_limit.saturating_sub(limit),
+        smallest_limit,
+    }
+}
+
+fn shown(name: &str, op: u32) -> String {
+    let name = if name.is_empty() { op.to_string() } else { name.to_string() };
+    name.chars().take(80).map(|c| if c.is_control() { '?' } else { c }).collect()
+}
