@@ -132,7 +132,7 @@ pub fn equal_parts(size: &Dim, parts: i64, outputs: usize) -> Result<Vec<Dim>, R
     }
     let size = size.known().ok_or_else(|| Reason::Inputs(format!("an axis of size {size} in {parts} equal parts")))?;
     let each = size / parts + 1;
-    let last = size - each * (parts - 1);
+    let last = size.saturating_sub(each.saturating_mul(parts - 1));
     let mut sizes = vec![Dim::Known(each); outputs];
     sizes[outputs - 1] = Dim::Known(last);
     Ok(sizes)
