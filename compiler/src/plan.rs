@@ -3,11 +3,12 @@
 //! [`Plan`] is the file `plan.json`. With the model it is all that training needs. Times are microseconds for one minibatch,
 //! sizes are bytes on one device.
 //!
-//! `problem` is what a partitioner is asked, `stage_cost` the cost models, `memory` and `caps` what a stage holds, `check` the
+//! `problem` is what a partitioner is asked, `stage_cost` and `cut_bytes` the cost models, `memory` and `caps` what a stage holds, `check` the
 //! independent judge of any plan, `read` the file.
 
 pub mod caps;
 pub mod check;
+pub mod cut_bytes;
 pub mod memory;
 pub mod problem;
 pub mod read;

@@ -458,18 +458,27 @@ impl Clock<'_> {
         crossing.map(|tensor| tensor.bytes as f64).sum()
     }
 
-    /// Bytes of all outputs of the ops before stage `cut` that are read at or after it, or that nothing before it reads.
+    /// Bytes of all outputs of the ops before stage `cut` that nothing before it reads (the frontier), and of the ops that precede
+    /// a frontier op and have a reader that neither precedes it nor is it.
     fn charged_outputs(&self, cut: usize) -> f64 {
         let graph = &self.problem.graph;
-        let mut charged: Vec<bool> = self.stage_of.iter().map(|&stage| stage < cut).collect();
-        let mut leaves = vec![false; graph.ops.len()];
-        let mut stays = vec![false; graph.ops.len()];
-        for (from, to) in graph.edges() {
-            let target = if self.stage_of[to.index()] < cut { &mut stays } else { &mut leaves };
-            target[from.index()] = true;
-        }
-        for (op, charged) in charged.iter_mut().enumerate() {
-            *charged &= leaves[op] || !stays[op];
+        let edges: Vec<(usize, usize)> = graph.edges().iter().map(|(from, to)| (from.index(), to.index())).collect();
+        let before = |op: usize| self.stage_of[op] < cut;
+        let mut is_read = vec![false; graph.ops.len()];
+        edges.iter().filter(|(_, to)| before(*to)).for_each(|(from, _)| is_read[*from] = true);
+        let frontier: Vec<usize> = (0..graph.ops.len()).filter(|&op| before(op) && !is_read[op]).collect();
+        let mut charged = vec![false; graph.ops.len()];
+        for &last in &frontier {
+            charged[last] = true;
+            let mut precedes = vec![false; graph.ops.len()];
+            precedes[last] = true;
+            // Edges are sorted by producer, and producers come before consumers, so one walk from behind is enough.
+            for &(from, to) in edges.iter().rev().filter(|(_, to)| *to <= last) {
+                precedes[from] |= precedes[to];
+            }
+            for &(from, to) in &edges {
+                charged[from] |= from != last && precedes[from] && !precedes[to];
+            }
         }
         graph.ops.iter().zip(charged).filter(|(_, charged)| *charged).map(|(op, _)| op.out_bytes as f64).sum()
     }

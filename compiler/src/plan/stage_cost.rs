@@ -18,12 +18,13 @@
 //! | B_k      | `LevelCost::bytes_per_us` | bytes/µs   |
 //! | n_{k-1}  | `LevelCost::previous_count` |          |
 //!
+//! What crosses a cut is told by `cut_bytes`.
+//!
 //! `pipedream` is Narayanan et al.'s released optimizer, to the letter: the weights of a first part travel n_{k-1} times faster
 //! than those of a later one, because that is what it computes. The paper (SOSP 2019, section 3.1) has no such factor.
 
 use crate::cluster::Cluster;
 use crate::plan::problem::{CostModel, Problem};
-use crate::profile::cost_graph::CostGraph;
 
 /// What a cost model needs of one level.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -91,37 +92,6 @@ impl StageCost {
                 let input = 2.0 * part.in_bytes / (bandwidth * m * ratio);
                 let output = if part.is_last { 0.0 } else { 2.0 * part.out_bytes / (bandwidth * m * ratio) };
                 stage.max(input).max(output)
-            }
-        }
-    }
-
-    /// Bytes that cross the cut after the ops of which `inside` is true. `inside` must be closed under predecessors.
-    ///
-    /// `paper`: every tensor that is read on the other side, once. `pipedream`: all outputs of every op that is read on the other
-    /// side, and of every op that nothing in the set reads; so a model output is charged at every cut after it.
-    pub fn cut_bytes(&self, graph: &CostGraph, inside: impl Fn(usize) -> bool) -> f64 {
-        match self.model {
-            CostModel::Paper => {
-                let crosses =
-                    |consumers: &[crate::profile::cost_graph::OpId]| consumers.iter().any(|to| !inside(to.index()));
-                let crossing = graph.tensors.iter().filter(|t| inside(t.producer.index()) && crosses(&t.consumers));
-                crossing.map(|tensor| tensor.bytes as f64).sum()
-            }
-            CostModel::Pipedream => {
-                let mut read_inside = vec![false; graph.ops.len()];
-                let mut read_outside = vec![false; graph.ops.len()];
-                for tensor in &graph.tensors {
-                    for to in &tensor.consumers {
-                        let read = if inside(to.index()) { &mut read_inside } else { &mut read_outside };
-                        read[tensor.producer.index()] = true;
-                    }
-                }
-                let sent = graph
-                    .ops
-                    .iter()
-                    .enumerate()
-                    .filter(|(at, _)| inside(*at) && (read_outside[*at] || !read_inside[*at]));
-                sent.map(|(_, op)| op.out_bytes as f64).sum()
             }
         }
     }
