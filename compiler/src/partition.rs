@@ -3,15 +3,18 @@
 //! `planner` is the door: it calls a partitioner by name, fills in what every plan states, and lets `plan::check` judge the
 //! result. A partitioner finds a `shape`: which ops form which group, nested by the levels of the cluster.
 
-// pub mod build;
-// pub mod data_parallel;
-// pub mod exhaustive;
-// pub mod fit;
+pub mod build;
+pub mod cuts;
+pub mod data_parallel;
+pub mod exhaustive;
+pub mod fit;
+pub mod in_flight;
+pub mod line;
 pub mod linear;
-// pub mod pinned;
+pub mod pinned;
 pub mod pipedream;
-// pub mod planner;
+pub mod planner;
 pub mod shape;
-// pub mod single;
+pub mod single;
 pub mod states;
-// pub mod uniform;
+pub mod uniform;

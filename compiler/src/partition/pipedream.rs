@@ -29,6 +29,8 @@ const SAME: f64 = 1e-12;
 pub struct Solution {
     /// Objective in microseconds.
     pub minibatch_us: f64,
+    /// The least objective with any number of units of the outermost level, in microseconds.
+    pub least_us: f64,
     /// What reaches it with the fewest parts.
     pub shape: Shape,
     /// Sets looked at.
@@ -55,14 +57,16 @@ pub fn solve(
     let whole = space.len() - 1;
     let values = solver.from_empty(outermost, bound_us * (1.0 + 1e-9));
     let reached = |used: usize| values[whole * units + used - 1];
-    let optimum = if may_leave_units { (1..=units).map(reached).fold(f64::INFINITY, f64::min) } else { reached(units) };
+    let least_us = (1..=units).map(reached).fold(f64::INFINITY, f64::min);
+    let optimum = if may_leave_units { least_us } else { reached(units) };
     if !optimum.is_finite() {
         return None;
     }
     let limit = optimum * (1.0 + SAME);
     let used = (1..=units).find(|&used| (may_leave_units || used == units) && reached(used) <= limit)?;
     let groups = solver.fewest_parts(outermost, 0, whole, used, limit)?;
-    Some(Solution { minibatch_us: optimum, shape: Shape { groups, is_flat: false }, states: space.len() as u64 })
+    let shape = Shape { groups, is_flat: false };
+    Some(Solution { minibatch_us: optimum, least_us, shape, states: space.len() as u64 })
 }
 
 /// The work of [`solve`] for so many sets, in steps of about a nanosecond, and the bytes of its tables.

@@ -116,6 +116,14 @@ pub enum ProblemError {
         /// The nearest name, as "; did you mean …?", or nothing.
         hint: String,
     },
+    /// A cut after which nothing new stands in the stage, or nothing is left for the next.
+    #[error("`--cut-after {name}`: {why}")]
+    EmptyCut {
+        /// The name given.
+        name: String,
+        /// "everything up to it is before an earlier cut" for example.
+        why: &'static str,
+    },
     /// Replicas that the cluster does not hold.
     #[error("the stages take {wanted} devices, the cluster has {devices}")]
     TooManyReplicas {

@@ -1,0 +1,124 @@
+//! From a shape to a plan: numbers the stages and devices, lists the edges, and sums what every stage computes and holds.
+
+use crate::partition::shape::Shape;
+use crate::plan::caps::{self, Flow};
+use crate::plan::memory::{Holdings, Multiples};
+use crate::plan::problem::Problem;
+use crate::plan::{Edge, Stage, StageId, StageMemory};
+use std::collections::BTreeMap;
+
+/// The schedule settings of a problem for a pipeline of `workers`.
+pub fn flow(problem: &Problem, workers: u32) -> Flow {
+    Flow { schedule: problem.schedule, microbatches: problem.microbatches, chunks: problem.chunks, workers }
+}
+
+/// The caps that the schedule's own rule gives a shape.
+pub fn published_caps(problem: &Problem, shape: &Shape) -> Vec<u32> {
+    caps::published(&flow(problem, problem.cluster.devices()), &shape.replicas())
+}
+
+/// Weight versions of each stage under such caps.
+pub fn versions(problem: &Problem, caps: &[u32]) -> Vec<u32> {
+    let flow = flow(problem, problem.cluster.devices());
+    let first = caps.first().copied().unwrap_or(1);
+    caps.iter().map(|&cap| flow.versions(cap, first)).collect()
+}
+
+/// What each stage of a shape holds, before anything is multiplied.
+pub fn holdings(problem: &Problem, shape: &Shape) -> Vec<Holdings> {
+    let mut inside = vec![false; problem.graph.ops.len()];
+    let mut all = Vec::new();
+    for leaf in shape.leaves() {
+        leaf.ops.iter().for_each(|&op| inside[op as usize] = true);
+        all.push(Holdings::of(&problem.graph, &inside));
+        leaf.ops.iter().for_each(|&op| inside[op as usize] = false);
+    }
+    all
+}
+
+/// What each stage holds under such caps.
+pub fn memory(problem: &Problem, holdings: &[Holdings], caps: &[u32]) -> Vec<StageMemory> {
+    let versions = versions(problem, caps);
+    let held = |((holdings, &in_flight), versions): ((&Holdings, &u32), u32)| {
+        let optimizer_state = problem.optimizer_state;
+        holdings.held(&Multiples { in_flight, versions, optimizer_state, schedule: problem.schedule })
+    };
+    holdings.iter().zip(caps).zip(versions).map(held).collect()
+}
+
+/// The stages of a shape, with the memory given.
+pub fn stages(problem: &Problem, shape: &Shape, memory: &[StageMemory]) -> Vec<Stage> {
+    let ops = &problem.graph.ops;
+    let mut stages = Vec::new();
+    let mut device = 0;
+    for (at, (leaf, memory)) in shape.leaves().into_iter().zip(memory).enumerate() {
+        let mut modules: Vec<String> = Vec::new();
+        let mut seen = std::collections::HashSet::new();
+        for &op in leaf.ops {
+            let module = &ops[op as usize].module;
+            if !module.is_empty() && seen.insert(module) {
+                modules.push(module.clone());
+            }
+        }
+        let name = |&op: &u32| {
+            let name = &ops[op as usize].name;
+            if name.is_empty() { op.to_string() } else { name.clone() }
+        };
+        stages.push(Stage {
+            id: StageId(at as u32),
+            ops: ranges(leaf.ops),
+            op_names: leaf.ops.iter().map(name).collect(),
+            modules,
+            replicas: leaf.replicas,
+            devices: (device..device + leaf.replicas).collect(),
+            recompute: false,
+            fwd_us: leaf.ops.iter().map(|&op| ops[op as usize].fwd_us).sum(),
+            bwd_us: leaf.ops.iter().map(|&op| ops[op as usize].bwd_us).sum(),
+            memory: *memory,
+            hierarchy: leaf.hierarchy,
+        });
+        device += leaf.replicas;
+    }
+    stages
+}
+
+/// The tensors that cross stages, from the stage that makes each straight to every stage that reads it.
+pub fn edges(problem: &Problem, shape: &Shape) -> Vec<Edge> {
+    let mut stage_of = vec![0u32; problem.graph.ops.len()];
+    for (at, leaf) in shape.leaves().iter().enumerate() {
+        leaf.ops.iter().for_each(|&op| stage_of[op as usize] = at as u32);
+    }
+    let mut edges: BTreeMap<(u32, u32), Edge> = BTreeMap::new();
+    for tensor in &problem.graph.tensors {
+        let from = stage_of[tensor.producer.index()];
+        let mut readers: Vec<u32> = tensor.consumers.iter().map(|to| stage_of[to.index()]).collect();
+        readers.sort_unstable();
+        readers.dedup();
+        for to in readers.into_iter().filter(|&to| to != from) {
+            let fresh = || Edge { from: StageId(from), to: StageId(to), tensors: Vec::new(), bytes: 0 };
+            let edge = edges.entry((from, to)).or_insert_with(fresh);
+            edge.tensors.push(tensor.name.clone());
+            edge.bytes += tensor.bytes;
+        }
+    }
+    edges.into_values().collect()
+}
+
+fn ranges(ops: &[u32]) -> Vec<(u32, u32)> {
+    let mut ranges: Vec<(u32, u32)> = Vec::new();
+    for &op in ops {
+        match ranges.last_mut() {
+            Some((_, end)) if *end == op => *end += 1,
+            _ => ranges.push((op, op + 1)),
+        }
+    }
+    ranges
+}
+
+#[cfg(test)]
+mod tests {
+    #[test]
+    fn ranges_are_as_long_as_possible() {
+        assert_eq!(super::ranges(&[0, 1, 2, 5, 7, 8]), [(0, 3), (5, 6), (7, 9)]);
+    }
+}

@@ -1,0 +1,148 @@
+//! A line of places to cut, and what every run between two of them holds in memory.
+//!
+//! Along a line all runs can be summed up beforehand, exactly: parameters once for each run that uses them, and tensors that
+//! come into a run once for that run.
+
+use crate::partition::states::Space;
+use crate::plan::cut_bytes::CutBytes;
+use crate::plan::memory::Holdings;
+use crate::plan::problem::CostModel;
+use crate::profile::cost_graph::CostGraph;
+
+/// A chain of sets with the holdings of every run.
+#[derive(Clone, Debug)]
+pub struct Line {
+    /// The places to cut, set 0 being empty and the last the whole model.
+    pub space: Space,
+    holdings: Vec<Holdings>,
+}
+
+impl Line {
+    /// The line along `order`, cut after `ends[1]`, `ends[2]` … ops; see [`Space::chain`]. Takes the square of the places in
+    /// memory and their number times the size of the graph in time.
+    pub fn new(graph: &CostGraph, model: CostModel, order: Vec<u32>, ends: Vec<usize>) -> Line {
+        let holdings = holdings(graph, &order, &ends);
+        Line { space: Space::chain(graph, model, order, ends), holdings }
+    }
+
+    /// What the run from place `from` to place `to` holds.
+    pub fn holdings(&self, from: usize, to: usize) -> &Holdings {
+        &self.holdings[from * self.space.len() + to]
+    }
+}
+
+/// Where a line along `order` is cut if it may have at most `limit` runs: everywhere, or where the least crosses.
+pub fn ends(graph: &CostGraph, model: CostModel, order: &[u32], limit: usize) -> Vec<usize> {
+    let limit = limit.max(1);
+    if order.len() <= limit {
+        return (0..=order.len()).collect();
+    }
+    let total_us = graph.total_us().max(f64::MIN_POSITIVE);
+    let total_bytes: f64 = graph.ops.iter().map(|op| op.param_bytes as f64).sum::<f64>().max(1.0);
+    let weight = |op: u32| {
+        let op = &graph.ops[op as usize];
+        (op.fwd_us + op.bwd_us) / total_us + op.param_bytes as f64 / total_bytes + 1.0 / order.len() as f64
+    };
+    let total: f64 = order.iter().map(|&op| weight(op)).sum();
+    let cuts = CutBytes::new(model, graph).estimates(order);
+    // One cut for each of `limit - 1` slices of equal weight: the cheapest position inside the slice.
+    let slices = (limit - 1).max(1);
+    let mut best: Vec<Option<usize>> = vec![None; slices];
+    let mut sum = 0.0;
+    for (at, &op) in order.iter().enumerate().take(order.len() - 1) {
+        sum += weight(op);
+        let slice = ((sum / total * slices as f64) as usize).min(slices - 1);
+        let end = at + 1;
+        if best[slice].is_none_or(|other| cuts[end] < cuts[other]) {
+            best[slice] = Some(end);
+        }
+    }
+    let mut ends = vec![0];
+    ends.extend(best.into_iter().flatten());
+    ends.push(order.len());
+    ends
+}
+
+fn holdings(graph: &CostGraph, order: &[u32], ends: &[usize]) -> Vec<Holdings> {
+    let places = ends.len();
+    let mut place = vec![0usize; order.len()];
+    order.iter().enumerate().for_each(|(at, &op)| place[op as usize] = at);
+    let mut params: Vec<Vec<usize>> = vec![Vec::new(); order.len()];
+    for (at, param) in graph.params.iter().enumerate() {
+        param.users.iter().for_each(|op| params[op.index()].push(at));
+    }
+    let mut inputs: Vec<Vec<usize>> = vec![Vec::new(); order.len()];
+    for (at, tensor) in graph.tensors.iter().enumerate() {
+        tensor.consumers.iter().for_each(|op| inputs[op.index()].push(at));
+    }
+    let mut table = vec![Holdings::default(); places * places];
+    let mut param_seen = vec![usize::MAX; graph.params.len()];
+    let mut tensor_seen = vec![usize::MAX; graph.tensors.len()];
+    for from in 0..places - 1 {
+        let mut run = Holdings::default();
+        for to in from + 1..places {
+            for &op in &order[ends[to - 1]..ends[to]] {
+                let op = op as usize;
+                for &param in &params[op] {
+                    if std::mem::replace(&mut param_seen[param], from) != from {
+                        run.weights += graph.params[param].bytes;
+                    }
+                }
+                for &tensor in &inputs[op] {
+                    let comes_in = place[graph.tensors[tensor].producer.index()] < ends[from];
+                    if comes_in && std::mem::replace(&mut tensor_seen[tensor], from) != from {
+                        run.inputs += graph.tensors[tensor].bytes;
+                    }
+                }
+                run.saved += graph.ops[op].saved_bytes;
+                run.workspace = run.workspace.max(graph.ops[op].workspace_bytes);
+            }
+            table[from * places + to] = run;
+        }
+    }
+    table
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::profile::cost_graph::{OpCost, OpId, ParamCost, TensorCost};
+
+    fn chain(ops: u32) -> CostGraph {
+        let bytes = |at: u32| if at % 5 == 4 { 1 } else { 8 };
+        let op =
+            |id| OpCost { id, fwd_us: 1.0, bwd_us: 2.0, out_bytes: bytes(id), saved_bytes: 3, ..OpCost::default() };
+        let tensor = |at| TensorCost {
+            name: String::new(),
+            producer: OpId(at),
+            bytes: bytes(at),
+            consumers: [at + 1, at + 7].into_iter().filter(|&to| to < ops).map(OpId).collect(),
+        };
+        let tied = ParamCost { name: "w".into(), bytes: 100, users: vec![OpId(1), OpId(4)] };
+        CostGraph { ops: (0..ops).map(op).collect(), tensors: (0..ops).map(tensor).collect(), params: vec![tied] }
+    }
+
+    #[test]
+    fn runs_hold_what_their_ops_hold() {
+        let graph = chain(12);
+        let order: Vec<u32> = (0..12).collect();
+        let line = Line::new(&graph, CostModel::Paper, order, (0..=12).collect());
+        for from in 0..12 {
+            for to in from + 1..=12 {
+                let inside: Vec<bool> = (0..12).map(|op| (from..to).contains(&op)).collect();
+                assert_eq!(*line.holdings(from, to), Holdings::of(&graph, &inside), "{from}..{to}");
+            }
+        }
+    }
+
+    #[test]
+    fn grouping_cuts_where_little_crosses() {
+        let mut graph = chain(100);
+        graph.tensors.iter_mut().for_each(|tensor| tensor.consumers.truncate(1));
+        let order: Vec<u32> = (0..100).collect();
+        let ends = ends(&graph, CostModel::Paper, &order, 11);
+        assert_eq!((ends[0], ends[ends.len() - 1]), (0, 100));
+        assert!(ends.len() <= 12 && ends.windows(2).all(|pair| pair[0] < pair[1]));
+        assert!(ends[1..ends.len() - 1].iter().all(|end| end % 5 == 0), "{ends:?}");
+    }
+}
