@@ -8,6 +8,7 @@
 
 pub mod efficiency;
 pub mod network;
+pub mod planned;
 pub mod run;
 pub mod trace;
 

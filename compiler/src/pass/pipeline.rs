@@ -18,8 +18,7 @@ pub struct PassBug {
 type Pass = (&'static str, fn(&mut Graph) -> Changed);
 
 /// What an importer runs last, before ops get their numbers.
-const CANONICAL: [Pass; 3] =
-    [("canonicalise", canonicalise::canonicalise), ("cse", cse::cse), ("dce", dce::dce)];
+const CANONICAL: [Pass; 3] = [("canonicalise", canonicalise::canonicalise), ("cse", cse::cse), ("dce", dce::dce)];
 
 /// What a stage's fragment goes through once its sizes are fixed.
 const CONCRETE: [Pass; 3] = [("fold", fold::fold), ("cse", cse::cse), ("dce", dce::dce)];

@@ -1,0 +1,8 @@
+//! The verbs, one file each: arguments, one call, and how the answer is printed.
+
+pub mod completions;
+pub mod partition;
+pub mod plan;
+pub mod schema;
+pub mod simulate;
+pub mod zoo;
