@@ -4,8 +4,11 @@
 //! `fragment`, `backward` and `memory` run for each stage, at fixed sizes. None of them changes a number that the graph
 //! computes, in any bit, and none depends on where stages are cut: that is why gradients are equal across plans.
 
+pub mod analytic;
+pub mod attribution;
 pub mod backward;
 pub mod canonicalise;
+pub mod costs;
 pub mod cse;
 pub mod dce;
 pub mod fold;

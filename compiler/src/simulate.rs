@@ -14,7 +14,8 @@ pub mod trace;
 
 use std::fmt;
 
-use crate::schedule::{MicrobatchId, Payload, StageId};
+use crate::plan::StageId;
+use crate::schedule::{MicrobatchId, Payload};
 
 /// What fills a span of time.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Hash)]

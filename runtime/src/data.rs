@@ -9,7 +9,7 @@ use std::collections::BTreeMap;
 use thiserror::Error;
 
 /// Why data does not fit a model.
-#[derive(Debug, Error, PartialEq, Eq)]
+#[derive(Debug, Error, PartialEq)]
 #[allow(missing_docs)]
 pub enum DataError {
     #[error("the data has no array `{name}`; it has {found}")]

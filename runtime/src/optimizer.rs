@@ -1,7 +1,9 @@
 //! Optimizers by PyTorch's rules. A step reads one version of a parameter and writes the next.
 
 use crate::buffer::Buffer;
-use crate::device::cpu::optimizer as kernel;
+use crate::device::cpu::optimizer::{self as kernel, Adam, Sgd, Weights};
+use crate::device::cpu::real::Real;
+use bytemuck::{cast_slice, cast_slice_mut};
 use compiler::tensor::DType;
 
 /// How parameters move. `learning_rate` is the same for all steps.
@@ -64,16 +66,57 @@ impl Optimizer {
 
     /// A step that writes over the old version.
     pub fn in_place(&self, update: Update<'_>, weight: &mut [u8], state: &mut [Buffer]) {
-        kernel::in_place(self.rule(update.step), update.dtype, update.scale, update.gradient, weight, &mut slices(state));
+        match update.dtype {
+            DType::F64 => self.typed::<f64>(update, Target::InPlace(weight), state),
+            _ => self.typed::<f32>(update, Target::InPlace(weight), state),
+        }
     }
 
     /// A step that leaves the old version as it is.
     pub fn out_of_place(&self, update: Update<'_>, old: &[u8], new: &mut [u8], state: &mut [Buffer]) {
-        new.copy_from_slice(old);
-        self.in_place(update, new, state);
+        match update.dtype {
+            DType::F64 => self.typed::<f64>(update, Target::Beside(old, new), state),
+            _ => self.typed::<f32>(update, Target::Beside(old, new), state),
+        }
+    }
+
+    fn typed<T: Real>(&self, update: Update<'_>, target: Target<'_>, state: &mut [Buffer]) {
+        let gradient: &[T] = cast_slice(update.gradient);
+        let weights = match target {
+            Target::InPlace(weight) => Weights::InPlace(cast_slice_mut(weight)),
+            Target::Beside(old, new) => Weights::Beside { old: cast_slice(old), new: cast_slice_mut(new) },
+        };
+        let scale = update.scale;
+        let mut state = state.iter_mut().map(|b| cast_slice_mut::<u8, T>(b.bytes_mut()));
+        let first = state.next().unwrap_or_default();
+        let second = state.next().unwrap_or_default();
+        match *self {
+            Optimizer::Sgd { learning_rate: lr, momentum, nesterov, weight_decay } => {
+                kernel::sgd(weights, gradient, first, Sgd { lr, momentum, nesterov, weight_decay, scale });
+            }
+            Optimizer::Adam { learning_rate: lr, betas, epsilon, weight_decay, decoupled } => {
+                let (betas, step) = (betas.into(), u64::from(update.step));
+                let rule = Adam { lr, betas, epsilon, weight_decay, decoupled, step, scale };
+                kernel::adam(weights, gradient, first, second, rule);
+            }
+        }
     }
 }
 
-fn slices(state: &mut [Buffer]) -> Vec<&mut [u8]> {
-    state.iter_mut().map(Buffer::bytes_mut).collect()
+enum Target<'a> {
+    InPlace(&'a mut [u8]),
+    Beside(&'a [u8], &'a mut [u8]),
+}
+
+/// Whether parameters of this element type can be trained.
+pub fn trains(dtype: DType) -> bool {
+    matches!(dtype, DType::F32 | DType::F64)
+}
+
+/// `sum += gradient`
+pub fn accumulate(dtype: DType, sum: &mut [u8], gradient: &[u8]) {
+    match dtype {
+        DType::F64 => kernel::accumulate::<f64>(cast_slice_mut(sum), cast_slice(gradient)),
+        _ => kernel::accumulate::<f32>(cast_slice_mut(sum), cast_slice(gradient)),
+    }
 }

@@ -7,11 +7,10 @@
 use crate::buffer::Buffer;
 use crate::compile::{GradientTerm, Slot, StageCode};
 use crate::data::Batches;
-use crate::device::cpu::optimizer::accumulate;
 use crate::execute::{ExecuteError, Executor, Item, Weights};
 use crate::link::channel::{Message, Parcel};
 use crate::link::rendezvous::Rendezvous;
-use crate::optimizer::{Optimizer, Update};
+use crate::optimizer::{Optimizer, Update, accumulate};
 use compiler::schedule::{EdgeId, Instruction, Payload, Program, Token, WorkerId};
 use compiler::tensor::DType;
 use compiler::tensor::view::{View, ViewMut};
@@ -135,8 +134,8 @@ pub struct Outcome {
     pub weights: Weights,
     /// The states.
     pub states: Vec<Buffer>,
-    /// The averaged gradients of the last step, when they were asked for.
-    pub gradients: Vec<Arc<Buffer>>,
+    /// The averaged gradients of the last step by parameter, when they were asked for.
+    pub gradients: Vec<(usize, Buffer)>,
     /// How its time was spent.
     pub spans: Vec<Span>,
 }
@@ -159,7 +158,7 @@ struct Worker<'a> {
     samples: Vec<(u32, Vec<Vec<u8>>)>,
     reduced: HashMap<u32, Contribution>,
     optimizer_state: Vec<Vec<Buffer>>,
-    gradients: Vec<Arc<Buffer>>,
+    gradients: Vec<(usize, Buffer)>,
     spans: Vec<Span>,
 }
 
@@ -441,7 +440,7 @@ impl Worker<'_> {
             if self.gear.keep_gradients {
                 let mut kept = Buffer::copy_of(gradient.bytes());
                 scaled(dtype, kept.bytes_mut(), scale);
-                self.gradients.push(Arc::new(kept));
+                self.gradients.push((p, kept));
             }
             self.executor.pool.give(gradient);
         }

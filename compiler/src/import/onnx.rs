@@ -14,6 +14,7 @@ pub mod external;
 pub mod file;
 pub mod fingerprint;
 pub mod function;
+pub mod lower;
 pub mod model;
 pub mod name;
 pub mod order;

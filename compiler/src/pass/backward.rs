@@ -11,7 +11,7 @@ use super::pipeline::{self, PassBug};
 use crate::graph::{Graph, Origin, Output, Writer, order};
 use crate::op::table::rule;
 use crate::op::{Binary, Emit, Input, NodeId, Op, Site, Value};
-use std::collections::{BTreeSet, HashMap, HashSet};
+use std::collections::{HashMap, HashSet};
 
 /// Where an input of the backward graph comes from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -74,8 +74,8 @@ struct Joint<'a> {
     fragment: &'a Fragment,
     /// The forward graph, with the backward ops behind it.
     graph: Graph,
-    /// Ids from here on are backward ops.
-    first: u32,
+    /// The nodes that were there before; all others are backward ops.
+    forward: HashSet<NodeId>,
     /// Values that a gradient is wanted for.
     active: HashSet<NodeId>,
     /// The gradient that each use of a value contributes.
@@ -95,8 +95,8 @@ impl<'a> Joint<'a> {
                 active.insert(id);
             }
         }
-        let first = graph.ids().map(|id| id.0 + 1).max().unwrap_or(0);
-        Joint { fragment, graph, first, active, contributions: HashMap::new(), arrived: HashMap::new() }
+        let forward = graph.ids().collect();
+        Joint { fragment, graph, forward, active, contributions: HashMap::new(), arrived: HashMap::new() }
     }
 
     fn is_active(&self, value: Value) -> bool {
@@ -196,17 +196,18 @@ impl<'a> Joint<'a> {
 
     /// The backward ops as a graph of their own.
     fn extract(&self, results: &[(Made, Value)]) -> (Graph, Vec<(NodeId, Read)>) {
-        let mut needed: BTreeSet<NodeId> = BTreeSet::new();
-        let mut queue: Vec<NodeId> = results.iter().map(|(_, v)| v.node).filter(|id| id.0 >= self.first).collect();
+        let mut needed: HashSet<NodeId> = HashSet::new();
+        let is_new = |id: &NodeId| !self.forward.contains(id);
+        let mut queue: Vec<NodeId> = results.iter().map(|(_, v)| v.node).filter(is_new).collect();
         while let Some(id) = queue.pop() {
             if needed.insert(id) {
-                queue.extend(self.graph.inputs(id).into_iter().map(|v| v.node).filter(|n| n.0 >= self.first));
+                queue.extend(self.graph.inputs(id).into_iter().map(|v| v.node).filter(is_new));
             }
         }
         let mut graph = Graph::new(&self.graph.name);
         let mut reads = Vec::new();
         let mut map: HashMap<Value, Value> = HashMap::new();
-        for &id in &needed {
+        for id in order::canonical(&self.graph).into_iter().filter(|id| needed.contains(id)) {
             let inputs: Vec<Value> =
                 self.graph.inputs(id).iter().map(|v| self.bring(*v, &mut graph, &mut map, &mut reads)).collect();
             let node = self.graph.node(id);

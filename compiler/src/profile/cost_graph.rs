@@ -35,7 +35,8 @@ pub struct OpCost {
     pub fwd_us: f64,
     /// Backward time.
     pub bwd_us: f64,
-    /// Bytes of the parameters this op uses; a tied parameter is counted in each of its users.
+    /// Bytes of the parameters this op is the first to use: a tied parameter is counted once, [`CostGraph::params`] names all
+    /// its users.
     pub param_bytes: u64,
     /// Bytes kept from forward for backward.
     pub saved_bytes: u64,

@@ -9,7 +9,8 @@
 
 use std::collections::{BTreeMap, VecDeque};
 
-use crate::schedule::{EdgeId, Instruction, Payload, Program, ScheduleError, StageId, Token, WorkerId};
+use crate::plan::StageId;
+use crate::schedule::{EdgeId, Instruction, Payload, Program, ScheduleError, Token, WorkerId};
 
 /// The chart, one line for each worker. Fails if the program waits for ever.
 pub fn chart(program: &Program) -> Result<String, ScheduleError> {

@@ -80,7 +80,7 @@ pub enum Fault {
     #[error("waits for ever: {0}")]
     Deadlock(String),
     #[error("{left} of {what} left")]
-    Left { what: &'static str, left: u32 },
+    Left { what: &'static str, left: u64 },
 }
 
 fn name(kind: &Payload) -> &'static str {

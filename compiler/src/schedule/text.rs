@@ -26,9 +26,10 @@
 use std::fmt;
 use std::str::FromStr;
 
+use crate::plan::StageId;
 use crate::schedule::{
-    EdgeId, Instruction, MAX_WORKERS, MicrobatchId, Payload, Program, ProgramStage, Schedule, Slot, StageId, Token,
-    Version, WorkerId, WorkerProgram,
+    EdgeId, Instruction, MAX_WORKERS, MicrobatchId, Payload, Program, ProgramStage, Schedule, Slot, Token, Version,
+    WorkerId, WorkerProgram,
 };
 
 /// Where and why a text is not a program.
@@ -69,7 +70,7 @@ impl Program {
     /// One instruction as text. It needs the program for the names of workers and stages.
     pub fn show(&self, instruction: &Instruction) -> String {
         let made_by = |edge: EdgeId, kind: Payload, item: MicrobatchId| {
-            let (from, to) = self.edges.get(edge.index()).copied().unwrap_or_default();
+            let (from, to) = self.edges.get(edge.index()).copied().unwrap_or((StageId(0), StageId(0)));
             match kind {
                 Payload::Activation => format!("{}F{}", from.0, item.0),
                 Payload::Gradient => format!("{}B{}", to.0, item.0),

@@ -11,7 +11,8 @@
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BinaryHeap, HashMap};
 
-use crate::schedule::{EdgeId, Instruction, MicrobatchId, Payload, Pipeline, Program, StageId, Token, WorkerId};
+use crate::plan::StageId;
+use crate::schedule::{EdgeId, Instruction, MicrobatchId, Payload, Pipeline, Program, Token, WorkerId};
 use crate::simulate::network::Network;
 use crate::simulate::{Activity, SimulateError, Span, Timeline, Track};
 
@@ -96,6 +97,8 @@ struct Hands {
     /// Weight versions, and gradients that are being summed or wait for their step.
     versions: u64,
     gradients: u64,
+    /// Whether one of them is being summed.
+    summing: bool,
     memory: Vec<(f64, u64)>,
 }
 
@@ -119,16 +122,9 @@ struct Simulation<'a> {
 impl<'a> Simulation<'a> {
     fn new(program: &'a Program, pipeline: &'a Pipeline, machine: &'a Machine) -> Self {
         let sizes = pipeline.stages.iter().any(|stage| stage.param_bytes > 0 || stage.saved_bytes > 0);
-        let gradients = u64::from(program.schedule.trains());
         let hands = program.workers.iter().map(|worker| {
-            let weights =
-                pipeline.stages.get(worker.stage.index()).map_or(0, |stage| stage.param_bytes) * (1 + gradients);
-            Hands {
-                versions: 1,
-                gradients,
-                memory: if sizes { vec![(0.0, weights)] } else { Vec::new() },
-                ..Hands::default()
-            }
+            let weights = pipeline.stages.get(worker.stage.index()).map_or(0, |stage| stage.param_bytes);
+            Hands { versions: 1, memory: if sizes { vec![(0.0, weights)] } else { Vec::new() }, ..Hands::default() }
         });
         Self {
             program,
@@ -234,8 +230,7 @@ impl<'a> Simulation<'a> {
                 }
                 Instruction::AllReduce { stage, round, token } => {
                     self.hands[index].tokens.insert(token, false);
-                    self.hands[index].gradients += 1;
-                    self.remember(worker);
+                    self.hands[index].summing = false;
                     self.join(stage, round, Name { worker, token });
                 }
                 Instruction::Wait { token } => {
@@ -278,12 +273,9 @@ impl<'a> Simulation<'a> {
                     self.finished[item.index()] = now;
                 }
             }
-            if let Activity::Step(stage, _) = activity {
-                // Where there was an all-reduce, the gradients it took are free again.
-                hands.gradients -= u64::from(
-                    self.pipeline.stages.get(stage.index()).is_some_and(|shape| shape.replicas > 1)
-                        && hands.gradients > 1,
-                );
+            if let Activity::Step(..) = activity {
+                hands.gradients = hands.gradients.saturating_sub(1);
+                hands.summing &= hands.gradients > 0;
                 self.remember(worker);
             } else if let Activity::Backward(..) = activity {
                 hands.in_flight = hands.in_flight.saturating_sub(1);

@@ -18,23 +18,23 @@
 //! assert_eq!(y, [2.0, 4.0]);
 //! ```
 
-// pub mod batch_norm;
+pub mod batch_norm;
 pub mod cast;
-// pub mod conv;
-// pub mod cross_entropy;
+pub mod conv;
+pub mod cross_entropy;
 pub mod elementwise;
 pub mod function;
-// pub mod gather;
-// pub mod layer_norm;
+pub mod gather;
+pub mod layer_norm;
 pub mod math;
 pub mod matmul;
 pub mod movement;
-// pub mod optimizer;
-// pub mod patches;
-// pub mod pool;
+pub mod optimizer;
+pub mod patches;
+pub mod pool;
 pub mod real;
-// pub mod reduce;
-// pub mod softmax;
+pub mod reduce;
+pub mod softmax;
 pub mod sum;
 pub mod table;
 pub mod walk;

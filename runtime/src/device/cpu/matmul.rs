@@ -27,13 +27,7 @@ fn batched<T: Real>(op: &MatMul, a: &Layout, b: &Layout, c: &Layout) -> Option<F
     let strides = [row_major(shape), stretched(&a_lead, shape), stretched(&b_lead, shape)];
     let walk = Walk::new(shape, [&strides[0], &strides[1], &strides[2]], [0; 3])?;
     // Which matrices of a, b and c belong together.
-    let mut matrices: Vec<[usize; 3]> = walk
-        .runs()
-        .flat_map(|[c_at, a_at, b_at]| {
-            let [c_step, a_step, b_step] = walk.steps.map(|s| s as usize);
-            (0..walk.inner).map(move |i| [a_at + i * a_step, b_at + i * b_step, c_at + i * c_step])
-        })
-        .collect();
+    let mut matrices: Vec<[usize; 3]> = walk.elements().map(|[c_at, a_at, b_at]| [a_at, b_at, c_at]).collect();
     // One right operand for a batch of left ones is one tall product.
     if shared_b && !op.transpose_a && a_lead.iter().product::<usize>() == matrices.len() && matrices.len() > 1 {
         m *= matrices.len();

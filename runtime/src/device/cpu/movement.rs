@@ -1,11 +1,194 @@
 //! Ops that move elements and compute nothing: any element type, by its size.
 
-use super::Fast;
+use super::walk::{Walk, join, row_major, stretched};
+use super::{Fast, Layout};
+use bytemuck::{Pod, cast_slice, cast_slice_mut};
+use compiler::op::{Concat, Flip, Iota, Pad, Rule, Slice, Transpose};
+use compiler::tensor::dim::Dim;
+use compiler::tensor::view::ViewMut;
+
+/// Side of the square that a transposition moves at a time: a cache line of 4-byte elements.
+const TILE: usize = 16;
 
 /// The bytes of the first input as they are.
 pub fn copy() -> Fast {
     Fast::new(|inputs, outputs, _| {
         outputs[0].copy_from_slice(inputs[0]);
+        Ok(())
+    })
+}
+
+/// The same bytes every time.
+pub fn given(bytes: impl AsRef<[u8]> + Send + Sync + 'static) -> Fast {
+    Fast::new(move |_, outputs, _| {
+        outputs[0].copy_from_slice(bytes.as_ref());
+        Ok(())
+    })
+}
+
+/// Counting along an axis: the values are worked out once.
+pub fn iota(op: &Iota, y: &Layout) -> Option<Fast> {
+    let mut bytes = vec![0; y.bytes()];
+    op.reference(&[], &mut [ViewMut::new(y.dtype, &y.shape, &mut bytes)]).ok()?;
+    Some(given(bytes))
+}
+
+/// Axes in another order.
+pub fn transpose(op: &Transpose, x: &Layout, y: &Layout) -> Option<Fast> {
+    let own = row_major(&x.shape);
+    let strides: Vec<isize> = op.perm.iter().map(|&axis| own[axis]).collect();
+    pick(y, &strides, 0)
+}
+
+/// Stretching.
+pub fn broadcast(x: &Layout, y: &Layout) -> Option<Fast> {
+    pick(y, &stretched(&x.shape, &y.shape), 0)
+}
+
+/// Every few elements of each axis.
+pub fn slice(op: &Slice, x: &Layout, y: &Layout) -> Option<Fast> {
+    let own = row_major(&x.shape);
+    if y.is_empty() {
+        return Some(copy_nothing());
+    }
+    // Where one element is taken the step does not matter, and may be too large to multiply.
+    let step = |axis: usize| if y.shape[axis] > 1 { own[axis] * op.step[axis] as isize } else { 0 };
+    let strides: Vec<isize> = (0..own.len()).map(step).collect();
+    pick(y, &strides, origin(&op.begin, &own)?)
+}
+
+/// Axes backward.
+pub fn flip(op: &Flip, x: &Layout, y: &Layout) -> Option<Fast> {
+    let mut strides = row_major(&x.shape);
+    if y.is_empty() {
+        return Some(copy_nothing());
+    }
+    let mut start = 0;
+    for &axis in &op.axes {
+        start += (x.shape[axis] as isize - 1) * strides[axis];
+        strides[axis] = -strides[axis];
+    }
+    pick(y, &strides, start)
+}
+
+/// A border, and room between neighbours.
+pub fn pad(op: &Pad, x: &Layout, y: &Layout) -> Option<Fast> {
+    let own = row_major(&y.shape);
+    let mut value = vec![0; y.dtype.size()];
+    ViewMut::new(y.dtype, &[], &mut value).set_f64(0, op.value);
+    let step = |axis: usize| if x.shape[axis] > 1 { own[axis] * (op.interior[axis] as isize + 1) } else { 0 };
+    let strides: Vec<isize> = (0..own.len()).map(step).collect();
+    let walk = Walk::new(&x.shape, [&row_major(&x.shape), &strides], [0, origin(&op.low, &own)?])?;
+    Some(match y.dtype.size() {
+        1 => place::<u8>(walk, &value),
+        2 => place::<u16>(walk, &value),
+        4 => place::<u32>(walk, &value),
+        _ => place::<u64>(walk, &value),
+    })
+}
+
+fn place<T: Pod + Send + Sync>(walk: Walk<2>, value: &[u8]) -> Fast {
+    let value: T = bytemuck::pod_read_unaligned(value);
+    Fast::new(move |inputs, outputs, _| {
+        let (x, y) = (cast_slice::<u8, T>(inputs[0]), cast_slice_mut::<u8, T>(outputs[0]));
+        y.fill(value);
+        for [x_at, y_at] in walk.runs() {
+            let x = &x[x_at..x_at + walk.inner];
+            match walk.steps[1] as usize {
+                1 => y[y_at..y_at + walk.inner].copy_from_slice(x),
+                step => x.iter().enumerate().for_each(|(i, &v)| y[y_at + i * step] = v),
+            }
+        }
+        Ok(())
+    })
+}
+
+/// Inputs one behind the other.
+pub fn concat(op: &Concat, inputs: &[Layout], y: &Layout) -> Option<Fast> {
+    let outer: usize = y.shape[..op.axis].iter().product();
+    let run = |layout: &Layout| layout.shape[op.axis..].iter().product::<usize>() * layout.dtype.size();
+    let (runs, whole): (Vec<usize>, usize) = (inputs.iter().map(run).collect(), run(y));
+    Some(Fast::new(move |inputs, outputs, _| {
+        for block in 0..outer {
+            let mut at = block * whole;
+            for (x, &run) in inputs.iter().zip(&runs) {
+                outputs[0][at..at + run].copy_from_slice(&x[block * run..(block + 1) * run]);
+                at += run;
+            }
+        }
+        Ok(())
+    }))
+}
+
+fn copy_nothing() -> Fast {
+    Fast::new(|_, _, _| Ok(()))
+}
+
+fn origin(at: &[Dim], strides: &[isize]) -> Option<isize> {
+    at.iter().zip(strides).map(|(dim, &stride)| Some(isize::try_from(dim.known()?).ok()? * stride)).sum()
+}
+
+/// Writes `y` in order from `x` read at strides.
+fn pick(y: &Layout, strides: &[isize], start: isize) -> Option<Fast> {
+    match y.dtype.size() {
+        1 => pick_as::<u8>(y, strides, start),
+        2 => pick_as::<u16>(y, strides, start),
+        4 => pick_as::<u32>(y, strides, start),
+        _ => pick_as::<u64>(y, strides, start),
+    }
+}
+
+fn pick_as<T: Pod + Send + Sync>(y: &Layout, strides: &[isize], start: isize) -> Option<Fast> {
+    let own = row_major(&y.shape);
+    let mut joined = join(&y.shape, [&own, strides]);
+    // Another axis is the one without gaps in x: move squares, so that both sides stay within cache lines.
+    let dense = joined.iter().position(|(_, [_, x])| *x == 1).filter(|&axis| axis + 1 < joined.len());
+    if let (Some(dense), Some(&(columns, [_, step]))) = (dense, joined.last())
+        && step > 1
+    {
+        joined.pop();
+        let (rows, [row, _]) = joined.remove(dense);
+        let (shape, rest): (Vec<usize>, Vec<[isize; 2]>) = joined.into_iter().unzip();
+        let [y_rest, x_rest] = [0, 1].map(|i| rest.iter().map(|s| s[i]).collect::<Vec<_>>());
+        let squares = Walk::new(&shape, [&y_rest, &x_rest], [0, start])?.elements().collect();
+        return Some(swap::<T>(squares, [rows, columns], [row as usize, step as usize]));
+    }
+    let walk = Walk::new(&y.shape, [&own, strides], [0, start])?;
+    Some(Fast::new(move |inputs, outputs, _| {
+        let (x, y) = (cast_slice::<u8, T>(inputs[0]), cast_slice_mut::<u8, T>(outputs[0]));
+        let n = walk.inner;
+        for [y_at, x_at] in walk.runs() {
+            let y = &mut y[y_at..y_at + n];
+            match walk.steps[1] {
+                1 => y.copy_from_slice(&x[x_at..x_at + n]),
+                0 => y.fill(x[x_at]),
+                step => {
+                    y.iter_mut().enumerate().for_each(|(i, v)| *v = x[(x_at as isize + i as isize * step) as usize])
+                }
+            }
+        }
+        Ok(())
+    }))
+}
+
+/// Transposes matrices: `y[r·row + c] = x[r + c·step]` from each pair of first indices.
+fn swap<T: Pod>(matrices: Vec<[usize; 2]>, [rows, columns]: [usize; 2], [row, step]: [usize; 2]) -> Fast {
+    Fast::new(move |inputs, outputs, _| {
+        let (x, y) = (cast_slice::<u8, T>(inputs[0]), cast_slice_mut::<u8, T>(outputs[0]));
+        for &[y_at, x_at] in &matrices {
+            for r0 in (0..rows).step_by(TILE) {
+                for c0 in (0..columns).step_by(TILE) {
+                    let width = TILE.min(columns - c0);
+                    for r in r0..rows.min(r0 + TILE) {
+                        let from = x_at + r + c0 * step;
+                        let to = y_at + r * row + c0;
+                        for (c, v) in y[to..to + width].iter_mut().enumerate() {
+                            *v = x[from + c * step];
+                        }
+                    }
+                }
+            }
+        }
         Ok(())
     })
 }

@@ -36,6 +36,22 @@ pub fn sum_of_pairs<T: Real>(a: &[T], b: &[T], f: impl Fn(f64, f64) -> f64) -> f
     tree(lanes, |a, b| a + b)
 }
 
+/// `Σ e^(x - shift)` over a row.
+#[inline(always)]
+pub fn sum_exp<T: Real>(x: &[T], shift: T) -> f64 {
+    let mut lanes = [0.0f64; LANES];
+    let chunks = x.chunks_exact(LANES);
+    for (lane, &v) in lanes.iter_mut().zip(chunks.remainder()) {
+        *lane = (v - shift).exp().wide();
+    }
+    for chunk in chunks {
+        for lane in 0..LANES {
+            lanes[lane] += (chunk[lane] - shift).exp().wide();
+        }
+    }
+    tree(lanes, |a, b| a + b)
+}
+
 /// The largest of a row; NaN wins. -∞ for an empty one.
 #[inline(always)]
 pub fn largest<T: Real>(x: &[T]) -> T {

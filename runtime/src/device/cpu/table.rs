@@ -1,5 +1,6 @@
 //! Which core op has which fast kernel.
 
+use super::conv::Role;
 use super::*;
 
 impl Kernel {
@@ -19,8 +20,35 @@ fn fast(op: &Op, inputs: &[Layout], outputs: &[Layout]) -> Option<Fast> {
         (Op::Compare(op), [a, b], [y]) => elementwise::compare(*op, a, b, y),
         (Op::Select(_), [condition, a, b], [y]) => elementwise::select(condition, a, b, y),
         (Op::Cast(_), [x], [y]) => cast::kernel(x, y),
+        (Op::Reduce(op), [x], [y]) => reduce::kernel(op, x, y),
+        (Op::ArgReduce(op), [x], _) => reduce::arg(op, x),
         (Op::MatMul(op), [a, b], [c]) => matmul::kernel(op, a, b, c),
+        (Op::Conv(op), [x, w], [y]) => conv::kernel(Role::Forward, &op.window, op.groups, x, w, y),
+        (Op::ConvInputGrad(op), [dy, w], [dx]) => conv::kernel(Role::InputGrad, &op.window, op.groups, dx, w, dy),
+        (Op::ConvWeightGrad(op), [dy, x], [dw]) => conv::kernel(Role::WeightGrad, &op.window, op.groups, x, dw, dy),
+        (Op::MaxPool(op), [x], [y]) => pool::max(op, x, y),
+        (Op::MaxPoolGrad(op), [x, dy], _) => pool::max_grad(&op.forward, x, dy),
+        (Op::AvgPool(op), [x], [y]) => pool::avg(op, x, y),
+        (Op::AvgPoolGrad(op), [dy], [dx]) => pool::avg_grad(&op.forward, dy, dx),
+        (Op::Constant(op), _, _) => Some(movement::given(op.tensor.bytes().clone())),
+        (Op::Iota(op), _, [y]) => movement::iota(op, y),
         (Op::Reshape(_), _, _) => Some(movement::copy()),
+        (Op::Transpose(op), [x], [y]) => movement::transpose(op, x, y),
+        (Op::Broadcast(_), [x], [y]) => movement::broadcast(x, y),
+        (Op::Slice(op), [x], [y]) => movement::slice(op, x, y),
+        (Op::Pad(op), [x], [y]) => movement::pad(op, x, y),
+        (Op::Concat(op), inputs, [y]) => movement::concat(op, inputs, y),
+        (Op::Flip(op), [x], [y]) => movement::flip(op, x, y),
+        (Op::Gather(op), [x, indices], _) => gather::gather(op, x, indices),
+        (Op::ScatterAdd(op), [dy, indices], [y]) => gather::scatter_add(op, dy, indices, y),
+        (Op::Softmax(op), [x], _) => softmax::kernel(op.axis, false, x),
+        (Op::LogSoftmax(op), [x], _) => softmax::kernel(op.axis, true, x),
+        (Op::LayerNorm(op), [x, scale, _], _) => layer_norm::kernel(op, x, scale),
+        (Op::LayerNormGrad(_), [_, x, scale, ..], _) => layer_norm::grad(x, scale),
+        (Op::BatchNorm(op), [x, ..], _) => batch_norm::kernel(op, x),
+        (Op::BatchNormGrad(_), [_, x, ..], _) => batch_norm::grad(x),
+        (Op::CrossEntropy(op), [logits, target], _) => cross_entropy::kernel(op, logits, target),
+        (Op::CrossEntropyGrad(op), [_, logits, target, _], _) => cross_entropy::grad(op, logits, target),
         _ => None,
     }
 }

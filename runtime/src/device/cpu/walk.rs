@@ -26,17 +26,7 @@ impl<const N: usize> Walk<N> {
     /// The walk over `shape`, in which operand `i` moves by `strides[i][axis]` and begins at `start[i]`. None when
     /// there are too many dims.
     pub fn new(shape: &[usize], strides: [&[isize]; N], start: [isize; N]) -> Option<Walk<N>> {
-        let mut joined: Vec<(usize, [isize; N])> = Vec::new();
-        for (axis, &dim) in shape.iter().enumerate().filter(|&(_, &dim)| dim != 1) {
-            let here: [isize; N] = std::array::from_fn(|i| strides[i][axis]);
-            match joined.last_mut() {
-                Some((size, above)) if (0..N).all(|i| above[i] == here[i] * dim as isize) => {
-                    *size *= dim;
-                    *above = here;
-                }
-                _ => joined.push((dim, here)),
-            }
-        }
+        let mut joined = join(shape, strides);
         let (inner, steps) = joined.pop().unwrap_or((1, [1; N]));
         if joined.len() > MAX_OUTER {
             return None;
@@ -46,11 +36,36 @@ impl<const N: usize> Walk<N> {
         Some(Walk { inner, steps, dims, strides, start, runs })
     }
 
+    /// The index of every element in each operand.
+    pub fn elements(&self) -> impl Iterator<Item = [usize; N]> + '_ {
+        self.runs().flat_map(move |at| {
+            (0..self.inner as isize)
+                .map(move |i| std::array::from_fn(|o| (at[o] as isize + i * self.steps[o]) as usize))
+        })
+    }
+
     /// The first index of every run in each operand.
     #[inline(always)]
     pub fn runs(&self) -> Runs<'_, N> {
         Runs { walk: self, left: self.runs, counters: [0; MAX_OUTER], at: self.start }
     }
+}
+
+/// The dims of a shape with the strides of `N` operands; dims of one element left out, neighbours joined where every
+/// operand crosses them evenly.
+pub fn join<const N: usize>(shape: &[usize], strides: [&[isize]; N]) -> Vec<(usize, [isize; N])> {
+    let mut joined: Vec<(usize, [isize; N])> = Vec::new();
+    for (axis, &dim) in shape.iter().enumerate().filter(|&(_, &dim)| dim != 1) {
+        let here: [isize; N] = std::array::from_fn(|i| strides[i][axis]);
+        match joined.last_mut() {
+            Some((size, above)) if (0..N).all(|i| above[i] == here[i] * dim as isize) => {
+                *size *= dim;
+                *above = here;
+            }
+            _ => joined.push((dim, here)),
+        }
+    }
+    joined
 }
 
 /// The first indices of the runs of a [`Walk`].

@@ -1,0 +1,396 @@
+//! Lowering: from the nodes of a decoded ONNX model to a graph of core ops.
+//!
+//! While nodes are lowered in order, every tensor of the model is one of four things, a [`Known`]: a value of the graph,
+//! a constant, a short list of symbolic sizes, or an initializer that nobody has read yet. So shape arithmetic (`Shape`,
+//! `Gather`, `Concat`, … , `Reshape`) never reaches the graph: it is done here, on [`Dim`]s.
+//!
+//! An operator is one short function from a [`Scope`], which gives it its inputs and attributes and takes its core ops,
+//! to its outputs. `table` lists them; files group them by family; `walk` calls them.
+
+pub mod arithmetic;
+pub mod attribute;
+pub mod constant;
+pub mod elementwise;
+pub mod fold;
+pub mod input;
+pub mod linear;
+pub mod loss;
+pub mod movement;
+pub mod norm;
+pub mod prune;
+pub mod reduce;
+pub mod reshape;
+pub mod slice;
+pub mod support;
+pub mod symbol;
+pub mod table;
+pub mod walk;
+pub mod weight;
+pub mod window;
+
+use crate::graph::evaluate::EvaluateError;
+use crate::graph::{AddError, Graph, MovingAverage, Origin};
+use crate::import::onnx::model::Node;
+use crate::import::onnx::name::shown;
+use crate::op::{Binary, Broadcast, Compare, Concat, Constant, Op, Reduce, ReduceKind, Reshape, Select, Unary, Value};
+use crate::tensor::dim::{Bindings, Dim, DimError};
+use crate::tensor::fact::Fact;
+use crate::tensor::{DType, Tensor};
+use std::collections::HashMap;
+use thiserror::Error;
+
+/// The most bytes a value may have, known or assumed: a quarter of what 48-bit addresses reach. What is larger is a
+/// slip or a trap, and no machine holds it.
+const LARGEST: u64 = 1 << 46;
+
+/// What is known of a tensor of the source model.
+#[derive(Clone, Debug)]
+pub enum Known {
+    /// A value of the graph.
+    Value(Value),
+    /// Its elements.
+    Tensor(Tensor),
+    /// Sizes, some of them symbolic.
+    Dims(Dims),
+    /// An initializer that becomes a parameter or a state when it is read; its place in the list of all [`Weight`]s.
+    Weight(usize),
+    /// An output that no core op gives; reading it is an error that says this.
+    Absent(&'static str),
+}
+
+/// An integer tensor of rank 0 or 1 whose elements are sizes.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Dims {
+    /// The elements.
+    pub dims: Vec<Dim>,
+    /// Whether it has rank 0, and so one element.
+    pub scalar: bool,
+    /// The element type the source model gives it; a float when sizes were cast on their way.
+    pub dtype: DType,
+}
+
+impl Dims {
+    /// As a constant when no symbol is left, else as it is.
+    pub fn known(self) -> Known {
+        let numbers: Option<Vec<i64>> = self.dims.iter().map(Dim::known).collect();
+        match numbers {
+            Some(numbers) => {
+                let shape: &[usize] = if self.scalar { &[] } else { &[numbers.len()] };
+                Known::Tensor(Tensor::from_i64(shape, &numbers).cast(self.dtype))
+            }
+            None => Known::Dims(self),
+        }
+    }
+}
+
+/// An initializer with values of its own: a parameter or a state.
+#[derive(Clone, Debug)]
+pub struct Weight {
+    /// The initializer's name.
+    pub name: String,
+    /// Element type and shape.
+    pub fact: Fact,
+    /// The initial values, or the path of the external file that does not exist.
+    pub initial: Result<Tensor, String>,
+    /// Whether a gradient may train it; else it can only be a state.
+    pub trainable: bool,
+    /// Its node, and whether that is a state, once it was read.
+    pub node: Option<(Value, bool)>,
+}
+
+/// What nodes leave behind for the whole model.
+#[derive(Debug, Default)]
+pub struct Ledger {
+    /// All initializers that may become nodes.
+    pub weights: Vec<Weight>,
+    /// How running statistics follow those of the batch.
+    pub averages: Vec<MovingAverage>,
+    /// What to tell the user.
+    pub warnings: Vec<String>,
+    /// Nodes that normalise batches with stored statistics.
+    pub stored_statistics: Vec<String>,
+}
+
+/// Sizes that a static export has in place of a symbol: where constants of the file say `4`, the symbol stands for 4.
+pub type Frozen = Bindings;
+
+/// Why a node cannot be lowered. `walk` adds which node it is.
+#[derive(Debug, Error)]
+pub enum Reason {
+    /// A required input is left out.
+    #[error("input {slot} is missing")]
+    Missing {
+        /// Which input, from 0.
+        slot: usize,
+    },
+    /// An attribute without meaning.
+    #[error("attribute `{name}` is {found}, expected {expected}")]
+    Attribute {
+        /// Its name.
+        name: &'static str,
+        /// Its value.
+        found: String,
+        /// What would be right.
+        expected: &'static str,
+    },
+    /// An input that must be known before the model runs.
+    #[error("{what} must be a constant: it cannot be computed while the model runs")]
+    NotConstant {
+        /// Which input.
+        what: &'static str,
+    },
+    /// Shapes or values of inputs that do not fit the operator.
+    #[error("{0}")]
+    Inputs(String),
+    /// Something legal that pipec does not do.
+    #[error("{0} is not supported")]
+    Unsupported(String),
+    /// A core op refuses its inputs.
+    #[error(transparent)]
+    Add(#[from] AddError),
+    /// Shape arithmetic without exact answer.
+    #[error(transparent)]
+    Dim(#[from] DimError),
+    /// A constant cannot be computed.
+    #[error(transparent)]
+    Fold(#[from] EvaluateError),
+    /// A value that no machine holds.
+    #[error("its result {0} is too large")]
+    Large(Fact),
+}
+
+/// What an operator's function gives: its outputs, in the order of the operator's definition.
+pub type Outputs = Result<Vec<Known>, Reason>;
+
+/// One node while it is lowered: what it reads, and where its core ops go.
+pub struct Scope<'a> {
+    /// The node.
+    pub node: &'a Node,
+    /// The version of the standard operator set.
+    pub opset: i64,
+    /// What is known of each input; `None` where an optional one is left out.
+    pub inputs: Vec<Option<Known>>,
+    /// Sizes that symbols have in the constants of this file.
+    pub frozen: &'a Frozen,
+    /// The graph written to.
+    pub graph: &'a mut Graph,
+    /// Constants that are nodes already, by the name of the tensor.
+    pub constants: &'a mut HashMap<String, Value>,
+    /// What concerns the whole model.
+    pub ledger: &'a mut Ledger,
+}
+
+impl Scope<'_> {
+    /// Whether input `slot` is given.
+    pub fn has(&self, slot: usize) -> bool {
+        self.inputs.get(slot).is_some_and(Option::is_some)
+    }
+
+    /// What is known of input `slot`.
+    pub fn known(&self, slot: usize) -> Result<&Known, Reason> {
+        match self.inputs.get(slot) {
+            Some(Some(Known::Absent(what))) => Err(Reason::Unsupported((*what).to_string())),
+            Some(Some(known)) => Ok(known),
+            _ => Err(Reason::Missing { slot }),
+        }
+    }
+
+    /// Element type and shape of input `slot`.
+    pub fn fact_of(&self, slot: usize) -> Result<Fact, Reason> {
+        Ok(match self.known(slot)? {
+            Known::Value(value) => self.graph.fact(*value).clone(),
+            Known::Tensor(tensor) => Fact::of(tensor.dtype(), tensor.shape()),
+            Known::Dims(d) if d.scalar => Fact::of(d.dtype, &[]),
+            Known::Dims(d) => Fact::of(d.dtype, &[d.dims.len()]),
+            Known::Weight(at) => self.ledger.weights[*at].fact.clone(),
+            Known::Absent(what) => return Err(Reason::Unsupported((*what).to_string())),
+        })
+    }
+
+    /// Input `slot` as a value of the graph. A constant, a parameter or a size becomes a node the first time.
+    pub fn value(&mut self, slot: usize) -> Result<Value, Reason> {
+        match self.known(slot)?.clone() {
+            Known::Value(value) => Ok(value),
+            Known::Weight(at) => self.weight(at, false),
+            Known::Absent(what) => Err(Reason::Unsupported(what.to_string())),
+            Known::Tensor(tensor) => {
+                let name = &self.node.inputs[slot];
+                if let Some(value) = self.constants.get(name) {
+                    return Ok(*value);
+                }
+                let value = self.constant(tensor)?;
+                self.constants.insert(self.node.inputs[slot].clone(), value);
+                Ok(value)
+            }
+            Known::Dims(dims) => self.sizes(&dims),
+        }
+    }
+
+    /// Input `slot` as a value, or `None` where it is left out.
+    pub fn optional(&mut self, slot: usize) -> Result<Option<Value>, Reason> {
+        if self.has(slot) { self.value(slot).map(Some) } else { Ok(None) }
+    }
+
+    /// Initializer `at` as a node: a parameter, or a state.
+    pub fn weight(&mut self, at: usize, state: bool) -> Result<Value, Reason> {
+        let weight = &self.ledger.weights[at];
+        let state = state || !weight.trainable;
+        if let Some((value, is_state)) = weight.node {
+            if is_state != state && weight.trainable {
+                let name = shown(&weight.name).into_owned();
+                return Err(Reason::Inputs(format!("`{name}` is read both as a parameter and as a running statistic")));
+            }
+            return Ok(value);
+        }
+        let (name, fact) = (weight.name.clone(), weight.fact.clone());
+        let op = if state {
+            Op::State(crate::op::State { name, fact })
+        } else {
+            Op::Parameter(crate::op::Parameter { name, fact })
+        };
+        // A source has no node of its own in the model; its name says where it comes from.
+        let node = self.graph.add(op, &[], &Origin::default())?;
+        let value = Value { node, output: 0 };
+        self.ledger.weights[at].node = Some((value, state));
+        Ok(value)
+    }
+
+    /// The elements of input `slot` when they are known, `None` when it is left out.
+    pub fn tensor(&self, slot: usize, what: &'static str) -> Result<Option<Tensor>, Reason> {
+        if !self.has(slot) {
+            return Ok(None);
+        }
+        match self.known(slot)? {
+            Known::Tensor(tensor) => Ok(Some(tensor.clone())),
+            // A parameter of one file may be a setting in another: read it where its values are there.
+            Known::Weight(at) => {
+                self.ledger.weights[*at].initial.clone().map(Some).map_err(|_| Reason::NotConstant { what })
+            }
+            _ => Err(Reason::NotConstant { what }),
+        }
+    }
+
+    /// The elements of input `slot` as whole numbers, `None` when it is left out.
+    pub fn integers(&self, slot: usize, what: &'static str) -> Result<Option<Vec<i64>>, Reason> {
+        match self.tensor(slot, what)? {
+            Some(tensor) if tensor.len() > 4096 => {
+                Err(Reason::Inputs(format!("{what} has {} elements, more than any shape", tensor.len())))
+            }
+            Some(tensor) => Ok(Some(tensor.to_i64())),
+            None => Ok(None),
+        }
+    }
+
+    /// The elements of input `slot` as sizes, `None` when it is left out.
+    pub fn dims(&self, slot: usize, what: &'static str) -> Result<Option<Vec<Dim>>, Reason> {
+        match self.inputs.get(slot) {
+            Some(Some(Known::Dims(dims))) => Ok(Some(dims.dims.clone())),
+            _ => Ok(self.integers(slot, what)?.map(|list| list.into_iter().map(Dim::Known).collect())),
+        }
+    }
+
+    /// Adds a core op and gives its first output.
+    pub fn add(&mut self, op: Op, inputs: &[Value]) -> Result<Value, Reason> {
+        Ok(self.add_all(op, inputs)?[0])
+    }
+
+    /// Adds a core op and gives all its outputs.
+    pub fn add_all(&mut self, op: Op, inputs: &[Value]) -> Result<Vec<Value>, Reason> {
+        let origin = Origin { source: self.node.name.clone(), module: self.node.module.clone() };
+        let node = self.graph.add(op, inputs, &origin)?;
+        for fact in &self.graph.node(node).facts {
+            if fact.shape.iter().any(|d| d.known().is_some_and(|v| v < 0)) {
+                return Err(Reason::Inputs(format!("its result would have the shape {fact}")));
+            }
+            let known = fact.shape.iter().all(|d| d.known().is_some());
+            if known && fact.bytes().is_none_or(|bytes| bytes > LARGEST) {
+                return Err(Reason::Large(fact.clone()));
+            }
+        }
+        Ok(self.graph.values(node))
+    }
+
+    /// What is known of a value.
+    pub fn fact(&self, value: Value) -> Fact {
+        self.graph.fact(value).clone()
+    }
+
+    /// Adds a constant.
+    pub fn constant(&mut self, tensor: Tensor) -> Result<Value, Reason> {
+        self.add(Op::Constant(Constant { tensor }), &[])
+    }
+
+    /// Adds a number of rank 0.
+    pub fn scalar(&mut self, dtype: DType, value: f64) -> Result<Value, Reason> {
+        self.constant(Tensor::from_f64(&[], &[value]).cast(dtype))
+    }
+
+    /// A size as an `i64` value of rank 0 for the few models that compute with one: the sum of that many ones.
+    fn size(&mut self, dim: &Dim) -> Result<Value, Reason> {
+        let one = self.constant(Tensor::from_i64(&[], &[1]))?;
+        let ones = self.add(Op::Broadcast(Broadcast { shape: vec![dim.clone()] }), &[one])?;
+        self.add(Op::Reduce(Reduce { kind: ReduceKind::Sum, axes: vec![0], keep: false }), &[ones])
+    }
+
+    fn sizes(&mut self, dims: &Dims) -> Result<Value, Reason> {
+        let mut parts = Vec::with_capacity(dims.dims.len());
+        for dim in &dims.dims {
+            let size = match dim.known() {
+                Some(value) => self.constant(Tensor::from_i64(&[], &[value]))?,
+                None => self.size(dim)?,
+            };
+            parts.push(if dims.scalar { size } else { self.reshape(size, vec![Dim::Known(1)])? });
+        }
+        let joined = match parts.as_slice() {
+            [one] => *one,
+            _ => self.add(Op::Concat(Concat { axis: 0 }), &parts)?,
+        };
+        self.cast(joined, dims.dtype)
+    }
+
+    /// `f(x)`.
+    pub fn unary(&mut self, op: Unary, x: Value) -> Result<Value, Reason> {
+        self.add(Op::Unary(op), &[x])
+    }
+
+    /// `f(a, b)`.
+    pub fn binary(&mut self, op: Binary, a: Value, b: Value) -> Result<Value, Reason> {
+        self.add(Op::Binary(op), &[a, b])
+    }
+
+    /// `f(x, number)`.
+    pub fn with_number(&mut self, op: Binary, x: Value, number: f64) -> Result<Value, Reason> {
+        let number = self.scalar(self.graph.fact(x).dtype, number)?;
+        self.binary(op, x, number)
+    }
+
+    /// `a ? b`.
+    pub fn compare(&mut self, op: Compare, a: Value, b: Value) -> Result<Value, Reason> {
+        self.add(Op::Compare(op), &[a, b])
+    }
+
+    /// `condition ? a : b`.
+    pub fn select(&mut self, condition: Value, a: Value, b: Value) -> Result<Value, Reason> {
+        self.add(Op::Select(Select {}), &[condition, a, b])
+    }
+
+    /// `x` as another element type; `x` itself when it has it already.
+    pub fn cast(&mut self, x: Value, to: DType) -> Result<Value, Reason> {
+        if self.graph.fact(x).dtype == to { Ok(x) } else { self.add(Op::Cast(crate::op::Cast { to }), &[x]) }
+    }
+
+    /// `x` under another shape; `x` itself when it has it already.
+    pub fn reshape(&mut self, x: Value, shape: Vec<Dim>) -> Result<Value, Reason> {
+        if self.graph.fact(x).shape == shape { Ok(x) } else { self.add(Op::Reshape(Reshape { shape }), &[x]) }
+    }
+
+    /// `x` stretched to a shape; `x` itself when it has it already.
+    pub fn broadcast(&mut self, x: Value, shape: Vec<Dim>) -> Result<Value, Reason> {
+        if self.graph.fact(x).shape == shape { Ok(x) } else { self.add(Op::Broadcast(Broadcast { shape }), &[x]) }
+    }
+
+    /// `x` joined along `axes`.
+    pub fn reduce(&mut self, kind: ReduceKind, x: Value, axes: &[usize], keep: bool) -> Result<Value, Reason> {
+        self.add(Op::Reduce(Reduce { kind, axes: axes.to_vec(), keep }), &[x])
+    }
+}

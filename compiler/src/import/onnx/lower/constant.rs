@@ -1,0 +1,121 @@
+//! Constants, and what counts: `Constant`, `ConstantOfShape`, `Range`, `Shape`, `Size`.
+
+use super::weight::tensor_of;
+use super::{Dims, Known, Outputs, Reason, Scope};
+use crate::op::{Binary, Iota, Op};
+use crate::tensor::dim::{Dim, volume};
+use crate::tensor::fact::Fact;
+use crate::tensor::{DType, Tensor};
+
+/// A tensor in an attribute.
+pub fn constant(scope: &mut Scope<'_>) -> Outputs {
+    let tensor = if let Some(tensor) = scope.value_of("value")? {
+        tensor_of(&tensor).map_err(Reason::Unsupported)?
+    } else if scope.is_set("value_int") {
+        Tensor::from_i64(&[], &[scope.int("value_int", 0)?])
+    } else if let Some(list) = scope.ints("value_ints")? {
+        Tensor::from_i64(&[list.len()], &list)
+    } else if let Some(list) = scope.floats("value_floats")? {
+        Tensor::from_f32(&[list.len()], &list)
+    } else if scope.is_set("value_float") {
+        Tensor::from_f32(&[], &[scope.float("value_float", 0.0)? as f32])
+    } else {
+        return Err(Reason::Unsupported("a constant without numbers".to_string()));
+    };
+    Ok(vec![Known::Tensor(tensor)])
+}
+
+/// One number everywhere in a tensor of the shape that the input gives.
+pub fn constant_of_shape(scope: &mut Scope<'_>) -> Outputs {
+    let shape = scope.dims(0, "the shape")?.ok_or(Reason::Missing { slot: 0 })?;
+    let value = match scope.value_of("value")? {
+        Some(tensor) => tensor_of(&tensor).map_err(Reason::Unsupported)?,
+        None => Tensor::from_f32(&[1], &[0.0]),
+    };
+    let value =
+        value.reshaped(Vec::new()).map_err(|e| Reason::Inputs(format!("its value is no single number: {e}")))?;
+    let value = scope.constant(value)?;
+    Ok(vec![Known::Value(scope.broadcast(value, shape)?)])
+}
+
+/// `start, start + delta, …` below `limit`.
+pub fn range(scope: &mut Scope<'_>) -> Outputs {
+    let dtype = scope.fact_of(0)?.dtype;
+    if scope.inputs.iter().flatten().any(|known| matches!(known, Known::Dims(_))) {
+        return range_of_sizes(scope, dtype);
+    }
+    let mut bounds = [0.0; 3];
+    let mut whole = [0i64; 3];
+    for slot in 0..3 {
+        let tensor = scope.tensor(slot, "a bound of the range")?.ok_or(Reason::Missing { slot })?;
+        match (tensor.to_f64().as_slice(), tensor.to_i64().as_slice()) {
+            (&[float], &[int]) => (bounds[slot], whole[slot]) = (float, int),
+            _ => return Err(Reason::Inputs("a bound of the range is not one number".to_string())),
+        }
+    }
+    let [start, limit, delta] = bounds;
+    if delta == 0.0 || !(start.is_finite() && limit.is_finite() && delta.is_finite()) {
+        return Err(Reason::Inputs(format!("no range leads from {start} to {limit} in steps of {delta}")));
+    }
+    let count = if dtype.is_float() {
+        ((limit - start) / delta).ceil().max(0.0) as i64
+    } else {
+        // In 128 bits no difference of two 64-bit numbers overflows.
+        let [start, limit, delta] = whole.map(i128::from);
+        let rounded = (limit - start + delta - delta.signum()) / delta;
+        i64::try_from(rounded.max(0)).map_err(|_| Reason::Inputs("the range is too large".to_string()))?
+    };
+    let fact = Fact::new(if dtype.is_float() { DType::F64 } else { DType::I64 }, vec![Dim::Known(count)]);
+    let steps = scope.add(Op::Iota(Iota { fact: fact.clone(), axis: 0 }), &[])?;
+    let number = |scope: &mut Scope<'_>, at: usize| match dtype.is_float() {
+        true => scope.constant(Tensor::from_f64(&[], &[bounds[at]])),
+        false => scope.constant(Tensor::from_i64(&[], &[whole[at]])),
+    };
+    let mut y = steps;
+    if delta != 1.0 {
+        let delta = number(scope, 2)?;
+        y = scope.binary(Binary::Mul, y, delta)?;
+    }
+    if start != 0.0 {
+        let start = number(scope, 0)?;
+        y = scope.binary(Binary::Add, y, start)?;
+    }
+    Ok(vec![Known::Value(scope.cast(y, dtype)?)])
+}
+
+fn range_of_sizes(scope: &mut Scope<'_>, dtype: DType) -> Outputs {
+    let what = "a bound of the range";
+    let one = |scope: &Scope<'_>, slot: usize| match scope.dims(slot, what)?.as_deref() {
+        Some([dim]) => Ok(dim.clone()),
+        _ => Err(Reason::Inputs("a bound of the range is not one number".to_string())),
+    };
+    let (start, limit, delta) = (one(scope, 0)?, one(scope, 1)?, one(scope, 2)?);
+    let count = limit.sub(&start)?.div_exact(&delta)?;
+    let steps = scope.add(Op::Iota(Iota { fact: Fact::new(DType::I64, vec![count]), axis: 0 }), &[])?;
+    let mut y = steps;
+    for (op, slot, neutral) in [(Binary::Mul, 2, 1), (Binary::Add, 0, 0)] {
+        if one(scope, slot)?.is(neutral) {
+            continue;
+        }
+        let number = scope.value(slot)?;
+        let number = scope.cast(number, DType::I64)?;
+        y = scope.binary(op, y, number)?;
+    }
+    Ok(vec![Known::Value(scope.cast(y, dtype)?)])
+}
+
+/// The sizes of a tensor, from `start` to `end`.
+pub fn shape(scope: &mut Scope<'_>) -> Outputs {
+    let dims = scope.fact_of(0)?.shape;
+    let rank = dims.len() as i64;
+    let place = |at: i64| (if at < 0 { at.saturating_add(rank) } else { at }).clamp(0, rank) as usize;
+    let (start, end) = (place(scope.int("start", 0)?), place(scope.int("end", rank)?));
+    let dims = dims.get(start..end).unwrap_or_default().to_vec();
+    Ok(vec![Dims { dims, scalar: false, dtype: DType::I64 }.known()])
+}
+
+/// The number of elements of a tensor.
+pub fn size(scope: &mut Scope<'_>) -> Outputs {
+    let dims = vec![volume(&scope.fact_of(0)?.shape)?];
+    Ok(vec![Dims { dims, scalar: true, dtype: DType::I64 }.known()])
+}

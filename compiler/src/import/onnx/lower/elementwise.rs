@@ -1,0 +1,273 @@
+//! Operators that work element by element.
+
+use super::weight::dtype_of;
+use super::{Known, Outputs, Reason, Scope};
+use crate::op::{Binary, Compare, Unary, Value};
+use crate::tensor::{DType, Tensor};
+
+fn one(value: Value) -> Outputs {
+    Ok(vec![Known::Value(value)])
+}
+
+/// The input, as it is.
+pub fn identity(scope: &mut Scope<'_>) -> Outputs {
+    Ok(vec![scope.known(0)?.clone()])
+}
+
+/// `f(x)`.
+pub fn unary(scope: &mut Scope<'_>, op: Unary) -> Outputs {
+    let x = scope.value(0)?;
+    one(scope.unary(op, x)?)
+}
+
+/// `f(a, b)`.
+pub fn binary(scope: &mut Scope<'_>, op: Binary) -> Outputs {
+    let (a, b) = (scope.value(0)?, scope.value(1)?);
+    one(scope.binary(op, a, b)?)
+}
+
+/// `f(… f(f(a, b), c) …)`, for any number of inputs.
+pub fn joined(scope: &mut Scope<'_>, op: Binary) -> Outputs {
+    let mut y = scope.value(0)?;
+    for slot in 1..scope.inputs.len() {
+        let x = scope.value(slot)?;
+        y = scope.binary(op, y, x)?;
+    }
+    one(y)
+}
+
+/// The mean of all inputs.
+pub fn mean(scope: &mut Scope<'_>) -> Outputs {
+    let count = scope.inputs.len();
+    let Some(Known::Value(sum)) = joined(scope, Binary::Add)?.into_iter().next() else {
+        return Err(Reason::Missing { slot: 0 });
+    };
+    one(scope.with_number(Binary::Mul, sum, 1.0 / count.max(1) as f64)?)
+}
+
+/// `a ? b`; greater is less with the sides exchanged.
+pub fn compare(scope: &mut Scope<'_>, op: Compare, exchanged: bool) -> Outputs {
+    let (a, b) = (scope.value(0)?, scope.value(1)?);
+    one(if exchanged { scope.compare(op, b, a)? } else { scope.compare(op, a, b)? })
+}
+
+/// `condition ? a : b`.
+pub fn select(scope: &mut Scope<'_>) -> Outputs {
+    let (condition, a, b) = (scope.value(0)?, scope.value(1)?, scope.value(2)?);
+    one(scope.select(condition, a, b)?)
+}
+
+/// `a^b`. ONNX lets the exponent have an element type of its own.
+pub fn pow(scope: &mut Scope<'_>) -> Outputs {
+    let (a, b) = (scope.value(0)?, scope.value(1)?);
+    let b = scope.cast(b, scope.graph.fact(a).dtype)?;
+    one(scope.binary(Binary::Pow, a, b)?)
+}
+
+/// The rest of a division: with the sign of the divisor, or with `fmod` of the dividend.
+pub fn modulo(scope: &mut Scope<'_>) -> Outputs {
+    let (a, b) = (scope.value(0)?, scope.value(1)?);
+    if !scope.flag("fmod", false)? {
+        return one(scope.binary(Binary::Mod, a, b)?);
+    }
+    let (sign, a, b) = (scope.unary(Unary::Sign, a)?, scope.unary(Unary::Abs, a)?, scope.unary(Unary::Abs, b)?);
+    let rest = scope.binary(Binary::Mod, a, b)?;
+    one(scope.binary(Binary::Mul, rest, sign)?)
+}
+
+/// `sin x / cos x`
+pub fn tan(scope: &mut Scope<'_>) -> Outputs {
+    let x = scope.value(0)?;
+    let (sin, cos) = (scope.unary(Unary::Sin, x)?, scope.unary(Unary::Cos, x)?);
+    one(scope.binary(Binary::Div, sin, cos)?)
+}
+
+/// Another element type.
+pub fn cast(scope: &mut Scope<'_>) -> Outputs {
+    let code = scope.int("to", 0)?;
+    let to = i32::try_from(code).ok().and_then(dtype_of);
+    let to = to.ok_or_else(|| Reason::Unsupported(format!("a cast to element type {code}")))?;
+    cast_to(scope, to)
+}
+
+/// The element type of another tensor.
+pub fn cast_like(scope: &mut Scope<'_>) -> Outputs {
+    let to = scope.fact_of(1)?.dtype;
+    cast_to(scope, to)
+}
+
+fn cast_to(scope: &mut Scope<'_>, to: DType) -> Outputs {
+    if scope.fact_of(0)?.dtype == to {
+        return identity(scope);
+    }
+    let x = scope.value(0)?;
+    one(scope.cast(x, to)?)
+}
+
+/// `x·Φ(x)`, exact or by `tanh`.
+pub fn gelu(scope: &mut Scope<'_>) -> Outputs {
+    match scope.text("approximate", "none")?.as_str() {
+        "none" => unary(scope, Unary::Gelu),
+        "tanh" => unary(scope, Unary::GeluTanh),
+        other => Err(Reason::Unsupported(format!("the approximation `{other}`"))),
+    }
+}
+
+/// Whether `x > bound`, for activations with two branches.
+fn above(scope: &mut Scope<'_>, x: Value, bound: f64) -> Result<Value, Reason> {
+    let bound = scope.scalar(scope.graph.fact(x).dtype, bound)?;
+    scope.compare(Compare::Less, bound, x)
+}
+
+/// `x > 0 ? x : slope·x`
+pub fn leaky_relu(scope: &mut Scope<'_>) -> Outputs {
+    let (x, alpha) = (scope.value(0)?, scope.float("alpha", 0.01)?);
+    let positive = above(scope, x, 0.0)?;
+    let scaled = scope.with_number(Binary::Mul, x, alpha)?;
+    one(scope.select(positive, x, scaled)?)
+}
+
+/// `x > 0 ? x : slope·x` with a trained slope.
+pub fn prelu(scope: &mut Scope<'_>) -> Outputs {
+    let (x, slope) = (scope.value(0)?, scope.value(1)?);
+    let positive = above(scope, x, 0.0)?;
+    let scaled = scope.binary(Binary::Mul, x, slope)?;
+    one(scope.select(positive, x, scaled)?)
+}
+
+/// `x > alpha ? x : 0`
+pub fn thresholded_relu(scope: &mut Scope<'_>) -> Outputs {
+    let (x, alpha) = (scope.value(0)?, scope.float("alpha", 1.0)?);
+    let large = above(scope, x, alpha)?;
+    let zero = scope.scalar(scope.graph.fact(x).dtype, 0.0)?;
+    one(scope.select(large, x, zero)?)
+}
+
+/// `gamma·(x > 0 ? x : alpha·(e^(x/width) - 1))`. The exponential sees no positive `x`: it would overflow, and its
+/// gradient with it, though nobody looks at it there.
+fn exponential_branch(scope: &mut Scope<'_>, alpha: f64, gamma: f64, width: f64) -> Outputs {
+    let x = scope.value(0)?;
+    let positive = above(scope, x, 0.0)?;
+    let mut negative = scope.with_number(Binary::Min, x, 0.0)?;
+    if width != 1.0 {
+        negative = scope.with_number(Binary::Div, negative, width)?;
+    }
+    let exp = scope.unary(Unary::Exp, negative)?;
+    let shifted = scope.with_number(Binary::Sub, exp, 1.0)?;
+    let scaled = if alpha == 1.0 { shifted } else { scope.with_number(Binary::Mul, shifted, alpha)? };
+    let y = scope.select(positive, x, scaled)?;
+    one(if gamma == 1.0 { y } else { scope.with_number(Binary::Mul, y, gamma)? })
+}
+
+/// `x > 0 ? x : alpha·(e^x - 1)`
+pub fn elu(scope: &mut Scope<'_>) -> Outputs {
+    let alpha = scope.float("alpha", 1.0)?;
+    exponential_branch(scope, alpha, 1.0, 1.0)
+}
+
+/// `x > 0 ? x : alpha·(e^(x/alpha) - 1)`
+pub fn celu(scope: &mut Scope<'_>) -> Outputs {
+    let alpha = scope.float("alpha", 1.0)?;
+    if alpha == 0.0 {
+        return Err(Reason::Attribute { name: "alpha", found: "0".to_string(), expected: "not 0" });
+    }
+    exponential_branch(scope, alpha, 1.0, alpha)
+}
+
+/// The self-normalising unit; the defaults are those of the standard.
+pub fn selu(scope: &mut Scope<'_>) -> Outputs {
+    let alpha = scope.float("alpha", 1.6732632423543772)?;
+    let gamma = scope.float("gamma", 1.0507009873554805)?;
+    exponential_branch(scope, alpha, gamma, 1.0)
+}
+
+/// `max(0, min(1, alpha·x + beta))`
+fn ramp(scope: &mut Scope<'_>, x: Value, alpha: f64, beta: f64) -> Result<Value, Reason> {
+    let scaled = scope.with_number(Binary::Mul, x, alpha)?;
+    let shifted = scope.with_number(Binary::Add, scaled, beta)?;
+    let below = scope.with_number(Binary::Min, shifted, 1.0)?;
+    scope.with_number(Binary::Max, below, 0.0)
+}
+
+/// `max(0, min(1, alpha·x + beta))`
+pub fn hard_sigmoid(scope: &mut Scope<'_>) -> Outputs {
+    let (x, alpha, beta) = (scope.value(0)?, scope.float("alpha", 0.2)?, scope.float("beta", 0.5)?);
+    one(ramp(scope, x, alpha, beta)?)
+}
+
+/// `x·max(0, min(1, x/6 + 1/2))`
+pub fn hard_swish(scope: &mut Scope<'_>) -> Outputs {
+    let x = scope.value(0)?;
+    let gate = ramp(scope, x, 1.0 / 6.0, 0.5)?;
+    one(scope.binary(Binary::Mul, x, gate)?)
+}
+
+/// `x·sigmoid(alpha·x)`
+pub fn swish(scope: &mut Scope<'_>) -> Outputs {
+    let (x, alpha) = (scope.value(0)?, scope.float("alpha", 1.0)?);
+    if alpha == 1.0 {
+        return one(scope.unary(Unary::Silu, x)?);
+    }
+    let scaled = scope.with_number(Binary::Mul, x, alpha)?;
+    let gate = scope.unary(Unary::Sigmoid, scaled)?;
+    one(scope.binary(Binary::Mul, x, gate)?)
+}
+
+/// `x·tanh(softplus(x))`
+pub fn mish(scope: &mut Scope<'_>) -> Outputs {
+    let x = scope.value(0)?;
+    let soft = scope.unary(Unary::Softplus, x)?;
+    let gate = scope.unary(Unary::Tanh, soft)?;
+    one(scope.binary(Binary::Mul, x, gate)?)
+}
+
+/// `x/(1 + |x|)`
+pub fn softsign(scope: &mut Scope<'_>) -> Outputs {
+    let x = scope.value(0)?;
+    let size = scope.unary(Unary::Abs, x)?;
+    let below = scope.with_number(Binary::Add, size, 1.0)?;
+    one(scope.binary(Binary::Div, x, below)?)
+}
+
+/// `min(max(x, low), high)`; bounds are attributes before operator set 11.
+pub fn clip(scope: &mut Scope<'_>) -> Outputs {
+    let mut y = scope.value(0)?;
+    for (slot, name, op) in [(1, "min", Binary::Max), (2, "max", Binary::Min)] {
+        if scope.opset >= 11 {
+            if let Some(bound) = scope.optional(slot)? {
+                y = scope.binary(op, y, bound)?;
+            }
+        } else if scope.is_set(name) {
+            let bound = scope.float(name, 0.0)?;
+            y = scope.with_number(op, y, bound)?;
+        }
+    }
+    one(y)
+}
+
+/// Whether `x` is not a number.
+pub fn is_nan(scope: &mut Scope<'_>) -> Outputs {
+    let x = scope.value(0)?;
+    let same = scope.compare(Compare::Equal, x, x)?;
+    one(scope.unary(Unary::Not, same)?)
+}
+
+/// Dropout as it is outside training. Inside, it needs random numbers, which pipec does not draw yet.
+pub fn dropout(scope: &mut Scope<'_>) -> Outputs {
+    let truth = |t: Option<Tensor>| t.is_some_and(|t| t.to_i64().iter().any(|v| *v != 0));
+    let ratio = |scope: &Scope<'_>| match scope.opset {
+        ..12 => scope.float("ratio", 0.5),
+        _ => Ok(scope.tensor(1, "the ratio")?.and_then(|t| t.to_f64().first().copied()).unwrap_or(0.5)),
+    };
+    if scope.opset >= 12 && truth(scope.tensor(2, "the training mode")?) && ratio(scope)? != 0.0 {
+        let ratio = ratio(scope)?;
+        return Err(Reason::Unsupported(format!("dropout with ratio {ratio} in training mode")));
+    }
+    let shape = scope.fact_of(0)?.shape;
+    let mut outputs = identity(scope)?;
+    if scope.node.outputs.get(1).is_some_and(|name| !name.is_empty()) {
+        let truth = scope.constant(Tensor::from_bool(&[], &[true]))?;
+        outputs.push(Known::Value(scope.broadcast(truth, shape)?));
+    }
+    Ok(outputs)
+}

@@ -1,0 +1,51 @@
+//! Folding while lowering: a node that reads only constants is lowered into a graph of its own, which is run at once.
+//!
+//! So there is one lowering of every operator, and the reference kernels say what it computes. Sizes are looked at
+//! before anything is allocated: a node whose values are larger than [`LIMIT`] is not folded, and its core ops
+//! (`iota`, `broadcast`) stand in the graph in place of their elements.
+
+use super::{Known, Outputs, Scope};
+use crate::graph::Graph;
+use crate::graph::evaluate::evaluate;
+use crate::op::Op;
+use std::collections::{BTreeMap, HashMap};
+
+/// The most bytes that a folded value may have.
+const LIMIT: u64 = 1 << 20;
+
+/// The most bytes that a constant may have for its readers to be folded.
+const READ_LIMIT: usize = 1 << 24;
+
+/// Whether all inputs are constants, so that folding can be tried.
+pub fn applies(scope: &Scope<'_>) -> bool {
+    let small = |known: &Known| matches!(known, Known::Tensor(t) if t.bytes().len() <= READ_LIMIT);
+    scope.inputs.iter().flatten().all(small)
+}
+
+/// The outputs as constants; `None` where they are too large.
+pub fn fold(scope: &mut Scope<'_>, lower: fn(&mut Scope<'_>) -> Outputs) -> Result<Option<Vec<Known>>, super::Reason> {
+    let mut graph = Graph::default();
+    let mut constants = HashMap::new();
+    let outputs = lower(&mut Scope {
+        node: scope.node,
+        opset: scope.opset,
+        inputs: scope.inputs.clone(),
+        frozen: scope.frozen,
+        graph: &mut graph,
+        constants: &mut constants,
+        ledger: &mut *scope.ledger,
+    })?;
+    let small = |id| {
+        let node = graph.node(id);
+        matches!(node.op, Op::Constant(_)) || node.facts.iter().all(|f| f.bytes().is_some_and(|b| b <= LIMIT))
+    };
+    if !graph.ids().all(small) {
+        return Ok(None);
+    }
+    let values = evaluate(&graph, &BTreeMap::new())?;
+    let known = outputs.into_iter().map(|known| match known {
+        Known::Value(value) => Known::Tensor(values[&value].clone()),
+        other => other,
+    });
+    Ok(Some(known.collect()))
+}

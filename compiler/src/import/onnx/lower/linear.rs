@@ -1,0 +1,63 @@
+//! Matrix products.
+
+use super::{Known, Outputs, Reason, Scope};
+use crate::op::{Binary, MatMul, Op};
+use crate::tensor::dim::Dim;
+
+/// The product as NumPy has it: an operand of rank 1 is a row on the left and a column on the right, and the dim that
+/// this adds goes away again.
+pub fn matmul(scope: &mut Scope<'_>) -> Outputs {
+    let (mut a, mut b) = (scope.value(0)?, scope.value(1)?);
+    let (left, right) = (scope.fact(a).shape, scope.fact(b).shape);
+    if left.is_empty() || right.is_empty() {
+        return Err(Reason::Inputs("a number is no matrix".to_string()));
+    }
+    if let [k] = left.as_slice() {
+        a = scope.reshape(a, vec![Dim::Known(1), k.clone()])?;
+    }
+    if let [k] = right.as_slice() {
+        b = scope.reshape(b, vec![k.clone(), Dim::Known(1)])?;
+    }
+    let y = scope.add(Op::MatMul(MatMul { transpose_a: false, transpose_b: false }), &[a, b])?;
+    let mut shape = scope.fact(y).shape;
+    if right.len() == 1 {
+        shape.pop();
+    }
+    if left.len() == 1 {
+        // The row stands before the column, if that is still there.
+        let row = shape.len() - if right.len() == 1 { 1 } else { 2 };
+        shape.remove(row);
+    }
+    Ok(vec![Known::Value(scope.reshape(y, shape)?)])
+}
+
+/// `alpha·A·B + beta·C`, with either matrix transposed.
+pub fn gemm(scope: &mut Scope<'_>) -> Outputs {
+    let (a, b) = (scope.value(0)?, scope.value(1)?);
+    for value in [a, b] {
+        let fact = scope.fact(value);
+        if fact.rank() != 2 {
+            return Err(Reason::Inputs(format!("an operand is {fact}, expected a matrix")));
+        }
+    }
+    let (transpose_a, transpose_b) = (scope.flag("transA", false)?, scope.flag("transB", false)?);
+    let (alpha, beta) = (scope.float("alpha", 1.0)?, scope.float("beta", 1.0)?);
+    let mut y = scope.add(Op::MatMul(MatMul { transpose_a, transpose_b }), &[a, b])?;
+    let shape = scope.fact(y).shape;
+    if alpha != 1.0 {
+        y = scope.with_number(Binary::Mul, y, alpha)?;
+    }
+    if let Some(mut c) = scope.optional(2)?
+        && beta != 0.0
+    {
+        if beta != 1.0 {
+            c = scope.with_number(Binary::Mul, c, beta)?;
+        }
+        y = scope.binary(Binary::Add, y, c)?;
+        let sum = scope.fact(y);
+        if sum.shape != shape {
+            return Err(Reason::Inputs(format!("the third operand stretches the product to the shape {sum}")));
+        }
+    }
+    Ok(vec![Known::Value(y)])
+}

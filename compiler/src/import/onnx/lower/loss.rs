@@ -1,0 +1,138 @@
+//! Losses in the graph: cross-entropy from logits and from log-probabilities.
+
+use super::{Known, Outputs, Reason, Scope};
+use crate::op::{Binary, Compare, CrossEntropy, Gather, Iota, LogSoftmax, Op, ReduceKind, Unary, Value};
+use crate::tensor::dim::Dim;
+use crate::tensor::fact::Fact;
+use crate::tensor::{DType, Tensor};
+
+/// How the losses of all targets are joined.
+#[derive(Clone, Copy, PartialEq)]
+enum Reduction {
+    None,
+    Sum,
+    Mean,
+}
+
+fn reduction(scope: &Scope<'_>) -> Result<Reduction, Reason> {
+    match scope.text("reduction", "mean")?.as_str() {
+        "none" => Ok(Reduction::None),
+        "sum" => Ok(Reduction::Sum),
+        "mean" => Ok(Reduction::Mean),
+        other => Err(Reason::Attribute {
+            name: "reduction",
+            found: format!("`{other}`"),
+            expected: "`none`, `sum` or `mean`",
+        }),
+    }
+}
+
+fn ignored(scope: &Scope<'_>) -> Result<Option<i64>, Reason> {
+    if scope.is_set("ignore_index") { Ok(Some(scope.int("ignore_index", 0)?)) } else { Ok(None) }
+}
+
+/// Cross-entropy of logits `[N, C, …]` against classes `[N, …]`. The second output is the log-probabilities.
+pub fn softmax_cross_entropy(scope: &mut Scope<'_>) -> Outputs {
+    let (logits, target) = (scope.value(0)?, scope.value(1)?);
+    let (reduction, ignore) = (reduction(scope)?, ignored(scope)?);
+    let wanted = scope.node.outputs.get(1).is_some_and(|name| !name.is_empty());
+    let plain = reduction == Reduction::Mean && !scope.has(2);
+    let mut outputs = Vec::new();
+    let logarithm = match plain && !wanted {
+        true => None,
+        false => Some(scope.add(Op::LogSoftmax(LogSoftmax { axis: 1 }), &[logits])?),
+    };
+    outputs.push(Known::Value(match logarithm {
+        Some(logarithm) if !plain => picked(scope, logarithm, target, reduction, ignore)?,
+        _ => scope.add(Op::CrossEntropy(CrossEntropy { axis: 1, ignore }), &[logits, target])?,
+    }));
+    outputs.extend(logarithm.map(Known::Value));
+    Ok(outputs)
+}
+
+/// The same from log-probabilities. Behind a log-softmax over the classes it is the cross-entropy of that one's input.
+pub fn negative_log_likelihood(scope: &mut Scope<'_>) -> Outputs {
+    let (logarithm, target) = (scope.value(0)?, scope.value(1)?);
+    let (reduction, ignore) = (reduction(scope)?, ignored(scope)?);
+    let behind = scope.graph.node(logarithm.node).op == Op::LogSoftmax(LogSoftmax { axis: 1 });
+    if reduction == Reduction::Mean && !scope.has(2) && behind {
+        let logits = scope.graph.inputs(logarithm.node);
+        let loss = scope.add(Op::CrossEntropy(CrossEntropy { axis: 1, ignore }), &[logits[0], target])?;
+        return Ok(vec![Known::Value(loss)]);
+    }
+    Ok(vec![Known::Value(picked(scope, logarithm, target, reduction, ignore)?)])
+}
+
+/// `-weight[target]·logarithm[target]` for every target that is not ignored, joined; a mean divides by the weights.
+fn picked(
+    scope: &mut Scope<'_>,
+    logarithm: Value,
+    target: Value,
+    reduction: Reduction,
+    ignore: Option<i64>,
+) -> Result<Value, Reason> {
+    let (fact, classes_of) = (scope.fact(logarithm), scope.fact(target));
+    let mut left = fact.shape.clone();
+    if fact.rank() < 2 || {
+        left.remove(1);
+        left != classes_of.shape
+    } {
+        return Err(Reason::Inputs(format!("scores {fact} do not fit targets {classes_of}")));
+    }
+    let target = scope.cast(target, DType::I64)?;
+    // Classes count along axis 1 of a shape of ones, and meet the targets there.
+    let mut ones = vec![Dim::Known(1); fact.rank()];
+    ones[1] = fact.shape[1].clone();
+    let classes = scope.add(Op::Iota(Iota { fact: Fact::new(DType::I64, ones), axis: 1 }), &[])?;
+    let mut row = left.clone();
+    row.insert(1, Dim::Known(1));
+    let spread = scope.reshape(target, row)?;
+    let hit = scope.compare(Compare::Equal, classes, spread)?;
+    let zero = scope.scalar(fact.dtype, 0.0)?;
+    let at_target = scope.select(hit, logarithm, zero)?;
+    let sum = scope.reduce(ReduceKind::Sum, at_target, &[1], false)?;
+    let mut loss = scope.unary(Unary::Neg, sum)?;
+    let mut weight = None;
+    let kept = match ignore {
+        Some(ignore) => {
+            let ignore = scope.constant(Tensor::from_i64(&[], &[ignore]))?;
+            let is = scope.compare(Compare::Equal, target, ignore)?;
+            Some(scope.unary(Unary::Not, is)?)
+        }
+        None => None,
+    };
+    if let Some(weights) = scope.optional(2)? {
+        let first = scope.constant(Tensor::from_i64(&[], &[0]))?;
+        let index = match kept {
+            Some(kept) => scope.select(kept, target, first)?,
+            None => target,
+        };
+        weight = Some(scope.add(Op::Gather(Gather { axis: 0 }), &[weights, index])?);
+    }
+    if let Some(kept) = kept {
+        let all = match weight {
+            Some(weight) => weight,
+            None => {
+                let one = scope.scalar(fact.dtype, 1.0)?;
+                scope.broadcast(one, left)?
+            }
+        };
+        weight = Some(scope.select(kept, all, zero)?);
+    }
+    if let Some(weight) = weight {
+        loss = scope.binary(Binary::Mul, loss, weight)?;
+    }
+    if reduction == Reduction::None {
+        return Ok(loss);
+    }
+    let axes: Vec<usize> = (0..scope.fact(loss).rank()).collect();
+    match weight {
+        Some(weight) if reduction == Reduction::Mean => {
+            let sum = scope.reduce(ReduceKind::Sum, loss, &axes, false)?;
+            let total = scope.reduce(ReduceKind::Sum, weight, &axes, false)?;
+            scope.binary(Binary::Div, sum, total)
+        }
+        _ if reduction == Reduction::Mean => scope.reduce(ReduceKind::Mean, loss, &axes, false),
+        _ => scope.reduce(ReduceKind::Sum, loss, &axes, false),
+    }
+}

@@ -1,0 +1,222 @@
+//! Operators that move elements: `Transpose`, `Expand`, `Concat`, `Gather`, `Pad`, `Tile`, `Trilu`, and blocks.
+
+use super::attribute::axis;
+use super::slice::part;
+use super::{Known, Outputs, Reason, Scope, symbol};
+use crate::op::{Binary, Compare, Concat, Gather, Iota, Op, Pad, Transpose, Value};
+use crate::tensor::dim::Dim;
+use crate::tensor::fact::Fact;
+use crate::tensor::{DType, Tensor};
+use std::cmp::Ordering;
+
+fn one(value: Value) -> Outputs {
+    Ok(vec![Known::Value(value)])
+}
+
+/// Axes in another order, the reverse one by default.
+pub fn transpose(scope: &mut Scope<'_>) -> Outputs {
+    let x = scope.value(0)?;
+    let rank = scope.fact(x).rank();
+    let perm = match scope.ints("perm")? {
+        Some(list) => list.into_iter().map(|a| axis(a, rank)).collect::<Result<Vec<_>, _>>()?,
+        None => (0..rank).rev().collect(),
+    };
+    transposed(scope, x, perm).and_then(one)
+}
+
+/// `x` with its axes in the order `perm`.
+pub fn transposed(scope: &mut Scope<'_>, x: Value, perm: Vec<usize>) -> Result<Value, Reason> {
+    if perm.iter().copied().eq(0..scope.fact(x).rank()) {
+        return Ok(x);
+    }
+    scope.add(Op::Transpose(Transpose { perm }), &[x])
+}
+
+/// The shape that two shapes broadcast to. A symbol and a number that is not 1 do not meet.
+fn met(a: &[Dim], b: &[Dim]) -> Result<Vec<Dim>, Reason> {
+    let rank = a.len().max(b.len());
+    let at = |dims: &[Dim], i: usize| (i + dims.len()).checked_sub(rank).map_or(Dim::Known(1), |at| dims[at].clone());
+    let meet = |(a, b): (Dim, Dim)| match (a.is(1), b.is(1)) {
+        (true, _) => Ok(b),
+        (_, true) => Ok(a),
+        _ if a == b => Ok(a),
+        _ => Err(Reason::Inputs(format!("sizes {a} and {b} do not broadcast"))),
+    };
+    (0..rank).map(|i| meet((at(a, i), at(b, i)))).collect()
+}
+
+/// The input stretched; where the shape asked for is smaller, the input's own size stays.
+pub fn expand(scope: &mut Scope<'_>) -> Outputs {
+    let asked = scope.dims(1, "the shape")?.ok_or(Reason::Missing { slot: 1 })?;
+    let shape = met(&scope.fact_of(0)?.shape, &asked)?;
+    let x = scope.value(0)?;
+    scope.broadcast(x, shape).and_then(one)
+}
+
+/// All inputs one behind the other.
+pub fn concat(scope: &mut Scope<'_>) -> Outputs {
+    let rank = scope.fact_of(0)?.rank();
+    let axis = axis(scope.int("axis", 1)?, rank)?;
+    let parts = (0..scope.inputs.len()).map(|slot| scope.value(slot)).collect::<Result<Vec<_>, _>>()?;
+    match parts.as_slice() {
+        [only] => one(*only),
+        _ => scope.add(Op::Concat(Concat { axis }), &parts).and_then(one),
+    }
+}
+
+/// Slices along an axis, by index.
+pub fn gather(scope: &mut Scope<'_>) -> Outputs {
+    let rank = scope.fact_of(0)?.rank();
+    let axis = axis(scope.int("axis", 0)?, rank)?;
+    let single = match scope.known(1)? {
+        Known::Tensor(t) if t.shape().is_empty() => t.to_i64().first().copied(),
+        _ => None,
+    };
+    let x = scope.value(0)?;
+    // One index that is known is a slice, which costs nothing and whose gradient is a padding.
+    if let Some(index) = single {
+        let mut shape = scope.fact(x).shape;
+        let begin = if index < 0 { shape[axis].add(&Dim::Known(index))? } else { Dim::Known(index) };
+        let end = begin.add(&Dim::Known(1))?;
+        let inside = symbol::at_most(&Dim::Known(0), &begin) && symbol::at_most(&end, &shape[axis]);
+        if shape[axis].known().is_some() && !inside {
+            return Err(Reason::Inputs(format!("index {index} is outside an axis of size {}", shape[axis])));
+        }
+        if inside {
+            let y = part(scope, x, axis, begin, end)?;
+            shape.remove(axis);
+            return scope.reshape(y, shape).and_then(one);
+        }
+    }
+    let index = scope.value(1)?;
+    scope.add(Op::Gather(Gather { axis }), &[x, index]).and_then(one)
+}
+
+/// A number around the input; where a padding is negative, elements taken away.
+pub fn pad(scope: &mut Scope<'_>) -> Outputs {
+    let mode = scope.text("mode", "constant")?;
+    if mode != "constant" {
+        return Err(Reason::Unsupported(format!("padding of mode `{mode}`")));
+    }
+    let (pads, value) = if scope.opset < 11 {
+        let pads = scope.ints("pads")?.map(|list| list.into_iter().map(Dim::Known).collect());
+        (pads, scope.float("value", 0.0)?)
+    } else {
+        let value = scope.tensor(2, "the value of the padding")?;
+        (scope.dims(1, "the padding")?, value.and_then(|t| t.to_f64().first().copied()).unwrap_or(0.0))
+    };
+    let pads = pads.ok_or(Reason::Missing { slot: 1 })?;
+    let mut x = scope.value(0)?;
+    let rank = scope.fact(x).rank();
+    let axes = match scope.integers(3, "the list of axes")? {
+        Some(list) => list.into_iter().map(|a| axis(a, rank)).collect::<Result<Vec<_>, _>>()?,
+        None => (0..rank).collect(),
+    };
+    if pads.len() != 2 * axes.len() {
+        return Err(Reason::Inputs(format!("{} paddings for {} axes", pads.len(), axes.len())));
+    }
+    let zero = Dim::Known(0);
+    let (mut low, mut high) = (vec![zero.clone(); rank], vec![zero.clone(); rank]);
+    for (n, &at) in axes.iter().enumerate() {
+        let (before, after) = (&pads[n], &pads[n + axes.len()]);
+        let negative = |d: &Dim| symbol::compare(d, &zero) == Some(Ordering::Less);
+        if negative(before) || negative(after) {
+            let size = scope.fact(x).shape[at].clone();
+            let begin = if negative(before) { zero.sub(before)? } else { zero.clone() };
+            let end = if negative(after) { size.add(after)? } else { size };
+            x = part(scope, x, at, begin, end)?;
+        }
+        low[at] = if negative(before) { zero.clone() } else { before.clone() };
+        high[at] = if negative(after) { zero.clone() } else { after.clone() };
+    }
+    if low.iter().chain(&high).all(|d| d.is(0)) {
+        return one(x);
+    }
+    scope.add(Op::Pad(Pad { low, high, interior: vec![0; rank], value }), &[x]).and_then(one)
+}
+
+/// The input repeated along every axis: `[a, b]` becomes `[r, a, s, b]` by stretching, then `[r·a, s·b]`.
+pub fn tile(scope: &mut Scope<'_>) -> Outputs {
+    let repeats = scope.dims(1, "the number of repeats")?.ok_or(Reason::Missing { slot: 1 })?;
+    let x = scope.value(0)?;
+    let dims = scope.fact(x).shape;
+    if repeats.len() != dims.len() {
+        return Err(Reason::Inputs(format!("{} repeats for {} axes", repeats.len(), dims.len())));
+    }
+    let (mut apart, mut stretched, mut joined) = (Vec::new(), Vec::new(), Vec::new());
+    for (dim, repeat) in dims.iter().zip(&repeats) {
+        if !repeat.is(1) {
+            apart.push(Dim::Known(1));
+            stretched.push(repeat.clone());
+        }
+        apart.push(dim.clone());
+        stretched.push(dim.clone());
+        joined.push(dim.mul(repeat)?);
+    }
+    let x = scope.reshape(x, apart)?;
+    let x = scope.broadcast(x, stretched)?;
+    scope.reshape(x, joined).and_then(one)
+}
+
+/// The part above or below a diagonal, the rest zero.
+pub fn trilu(scope: &mut Scope<'_>) -> Outputs {
+    let upper = scope.flag("upper", true)?;
+    let diagonal = scope.integers(1, "the diagonal")?.and_then(|k| k.first().copied()).unwrap_or(0);
+    let x = scope.value(0)?;
+    let fact = scope.fact(x);
+    let [.., rows, columns] = fact.shape.as_slice() else {
+        return Err(Reason::Inputs(format!("a tensor of rank {} has no diagonal", fact.rank())));
+    };
+    let column = Fact::new(DType::I64, vec![rows.clone(), Dim::Known(1)]);
+    let row = Fact::new(DType::I64, vec![Dim::Known(1), columns.clone()]);
+    let mut i = scope.add(Op::Iota(Iota { fact: column, axis: 0 }), &[])?;
+    let j = scope.add(Op::Iota(Iota { fact: row, axis: 1 }), &[])?;
+    if diagonal != 0 {
+        let diagonal = scope.constant(Tensor::from_i64(&[], &[diagonal]))?;
+        i = scope.binary(Binary::Add, i, diagonal)?;
+    }
+    let (a, b) = if upper { (i, j) } else { (j, i) };
+    let kept = scope.compare(Compare::LessEqual, a, b)?;
+    let zero = scope.scalar(fact.dtype, 0.0)?;
+    scope.select(kept, x, zero).and_then(one)
+}
+
+/// `[N, C, H, W]` with blocks of channels spread out over height and width.
+pub fn depth_to_space(scope: &mut Scope<'_>) -> Outputs {
+    let perm = match scope.text("mode", "DCR")?.as_str() {
+        "DCR" => vec![0, 3, 4, 1, 5, 2],
+        "CRD" => vec![0, 1, 4, 2, 5, 3],
+        other => return Err(Reason::Unsupported(format!("the mode `{other}`"))),
+    };
+    let (x, b, [n, c, h, w]) = blocks(scope)?;
+    let deep = c.div_exact(&b.mul(&b)?)?;
+    let apart = match perm[1] {
+        3 => vec![n.clone(), b.clone(), b.clone(), deep.clone(), h.clone(), w.clone()],
+        _ => vec![n.clone(), deep.clone(), b.clone(), b.clone(), h.clone(), w.clone()],
+    };
+    let x = scope.reshape(x, apart)?;
+    let x = transposed(scope, x, perm)?;
+    scope.reshape(x, vec![n, deep, h.mul(&b)?, w.mul(&b)?]).and_then(one)
+}
+
+/// `[N, C, H, W]` with blocks of height and width gathered into channels.
+pub fn space_to_depth(scope: &mut Scope<'_>) -> Outputs {
+    let (x, b, [n, c, h, w]) = blocks(scope)?;
+    let (low, wide) = (h.div_exact(&b)?, w.div_exact(&b)?);
+    let apart = vec![n.clone(), c.clone(), low.clone(), b.clone(), wide.clone(), b.clone()];
+    let x = scope.reshape(x, apart)?;
+    let x = transposed(scope, x, vec![0, 3, 5, 1, 2, 4])?;
+    scope.reshape(x, vec![n, c.mul(&b)?.mul(&b)?, low, wide]).and_then(one)
+}
+
+fn blocks(scope: &mut Scope<'_>) -> Result<(Value, Dim, [Dim; 4]), Reason> {
+    let size = scope.int("blocksize", 1)?;
+    if size < 1 {
+        let expected = "a number of at least 1";
+        return Err(Reason::Attribute { name: "blocksize", found: size.to_string(), expected });
+    }
+    let x = scope.value(0)?;
+    let dims: Result<[Dim; 4], _> = scope.fact(x).shape.try_into();
+    let dims = dims.map_err(|_| Reason::Inputs("the input has not rank 4".to_string()))?;
+    Ok((x, Dim::Known(size), dims))
+}

@@ -1,0 +1,154 @@
+//! Normalisations.
+
+use super::attribute::axis;
+use super::window::with_bias;
+use super::{Known, Outputs, Reason, Scope};
+use crate::graph::MovingAverage;
+use crate::import::onnx::name::shown;
+use crate::op::{BatchNorm, Binary, LayerNorm, Op, ReduceKind, Unary, Value};
+use crate::tensor::DType;
+use crate::tensor::dim::Dim;
+
+/// `[…]` of ones or zeros for a scale or bias that the operator does not have.
+fn filled(scope: &mut Scope<'_>, dtype: DType, shape: &[Dim], value: f64) -> Result<Value, Reason> {
+    let value = scope.scalar(dtype, value)?;
+    scope.broadcast(value, shape.to_vec())
+}
+
+/// Normalisation over all axes from `axis` on.
+pub fn layer_norm(scope: &mut Scope<'_>) -> Outputs {
+    let (x, scale) = (scope.value(0)?, scope.value(1)?);
+    let fact = scope.fact(x);
+    let axis = axis(scope.int("axis", -1)?, fact.rank())?;
+    let epsilon = scope.float("epsilon", 1e-5)?;
+    let dims = fact.shape[axis..].to_vec();
+    let scale = scope.broadcast(scale, dims.clone())?;
+    let bias = match scope.optional(2)? {
+        Some(bias) => scope.broadcast(bias, dims)?,
+        None => filled(scope, fact.dtype, &dims, 0.0)?,
+    };
+    let outputs = scope.add_all(Op::LayerNorm(LayerNorm { axis, epsilon }), &[x, scale, bias])?;
+    Ok(outputs.into_iter().map(Known::Value).collect())
+}
+
+/// `x/√(mean(x²) + epsilon)·scale` over all axes from `axis` on.
+pub fn rms_norm(scope: &mut Scope<'_>) -> Outputs {
+    let (x, scale) = (scope.value(0)?, scope.value(1)?);
+    let rank = scope.fact(x).rank();
+    let first = axis(scope.int("axis", -1)?, rank)?;
+    let epsilon = scope.float("epsilon", 1e-5)?;
+    let square = scope.binary(Binary::Mul, x, x)?;
+    let mean = scope.reduce(ReduceKind::Mean, square, &(first..rank).collect::<Vec<_>>(), true)?;
+    let shifted = scope.with_number(Binary::Add, mean, epsilon)?;
+    let rsqrt = scope.unary(Unary::Rsqrt, shifted)?;
+    let normal = scope.binary(Binary::Mul, x, rsqrt)?;
+    Ok(vec![Known::Value(scope.binary(Binary::Mul, normal, scale)?)])
+}
+
+/// Normalisation of `x [N, groups, …]` over all dims behind the groups, without scale and bias.
+fn grouped(scope: &mut Scope<'_>, x: Value, groups: Dim) -> Result<Value, Reason> {
+    let fact = scope.fact(x);
+    let [batch, channels, spatial @ ..] = fact.shape.as_slice() else {
+        return Err(Reason::Inputs(format!("its input {fact} has no channels")));
+    };
+    let mut inner = vec![channels.div_exact(&groups)?];
+    inner.extend(spatial.iter().cloned());
+    let mut apart = vec![batch.clone(), groups];
+    apart.extend(inner.iter().cloned());
+    let epsilon = scope.float("epsilon", 1e-5)?;
+    let (ones, zeros) = (filled(scope, fact.dtype, &inner, 1.0)?, filled(scope, fact.dtype, &inner, 0.0)?);
+    let x = scope.reshape(x, apart)?;
+    let y = scope.add(Op::LayerNorm(LayerNorm { axis: 2, epsilon }), &[x, ones, zeros])?;
+    scope.reshape(y, fact.shape)
+}
+
+/// Each channel of each example normalised by itself.
+pub fn instance_norm(scope: &mut Scope<'_>) -> Outputs {
+    let (x, scale, bias) = (scope.value(0)?, scope.value(1)?, scope.value(2)?);
+    let channels = scope.fact(x).shape.get(1).cloned().unwrap_or(Dim::Known(1));
+    let y = grouped(scope, x, channels)?;
+    let y = with_bias(scope, Binary::Mul, y, scale)?;
+    Ok(vec![Known::Value(with_bias(scope, Binary::Add, y, bias)?)])
+}
+
+/// Groups of channels of each example normalised together.
+pub fn group_norm(scope: &mut Scope<'_>) -> Outputs {
+    let groups = scope.int("num_groups", 0)?;
+    if groups < 1 {
+        let expected = "a number of at least 1";
+        return Err(Reason::Attribute { name: "num_groups", found: groups.to_string(), expected });
+    }
+    let (x, mut scale, mut bias) = (scope.value(0)?, scope.value(1)?, scope.value(2)?);
+    let fact = scope.fact(x);
+    if scope.opset < 21 && fact.rank() > 1 {
+        // One number for each group then: repeat it for the channels of the group.
+        let each = fact.shape[1].div_exact(&Dim::Known(groups))?;
+        for value in [&mut scale, &mut bias] {
+            let column = scope.reshape(*value, vec![Dim::Known(groups), Dim::Known(1)])?;
+            let wide = scope.broadcast(column, vec![Dim::Known(groups), each.clone()])?;
+            *value = scope.reshape(wide, vec![fact.shape[1].clone()])?;
+        }
+    }
+    let y = grouped(scope, x, Dim::Known(groups))?;
+    let y = with_bias(scope, Binary::Mul, y, scale)?;
+    Ok(vec![Known::Value(with_bias(scope, Binary::Add, y, bias)?)])
+}
+
+/// Batch normalisation: with the statistics of the batch in training mode, else with the stored ones.
+pub fn batch_norm(scope: &mut Scope<'_>) -> Outputs {
+    let epsilon = scope.float("epsilon", 1e-5)?;
+    let keep = scope.float("momentum", 0.9)?;
+    // Before operator set 14, who asked for the statistics of the batch was training.
+    let training = match scope.opset {
+        ..14 => scope.node.outputs.iter().skip(1).any(|name| !name.is_empty()),
+        _ => scope.flag("training_mode", false)?,
+    };
+    let (x, scale, bias) = (scope.value(0)?, scope.value(1)?, scope.value(2)?);
+    if training {
+        with_batch(scope, [x, scale, bias], epsilon, keep)
+    } else {
+        with_stored(scope, x, scale, bias, epsilon)
+    }
+}
+
+fn with_batch(scope: &mut Scope<'_>, inputs: [Value; 3], epsilon: f64, keep: f64) -> Outputs {
+    let outputs = scope.add_all(Op::BatchNorm(BatchNorm { epsilon }), &inputs)?;
+    for (slot, sample) in [(3, outputs[1]), (4, outputs[2])] {
+        match scope.known(slot)? {
+            Known::Weight(at) => {
+                let state = scope.weight(*at, true)?;
+                let (have, want) = (scope.fact(state), scope.fact(sample));
+                if have != want {
+                    return Err(Reason::Inputs(format!("a running statistic is {have}, that of the batch is {want}")));
+                }
+                scope.ledger.averages.push(MovingAverage { state: state.node, sample, keep });
+            }
+            _ => scope.ledger.warnings.push(format!(
+                "node `{}`: a running statistic of BatchNormalization is no initializer and is not kept",
+                shown(&scope.node.name)
+            )),
+        }
+    }
+    let running = Known::Absent("the running statistics as an output of BatchNormalization");
+    Ok(vec![Known::Value(outputs[0]), running.clone(), running.clone(), running.clone(), running])
+}
+
+/// `(x - mean)·rsqrt(variance + epsilon)·scale + bias`
+fn with_stored(scope: &mut Scope<'_>, x: Value, scale: Value, bias: Value, epsilon: f64) -> Outputs {
+    let mut stored = |slot: usize| match scope.known(slot)? {
+        Known::Weight(at) => {
+            let at = *at;
+            scope.weight(at, true)
+        }
+        _ => scope.value(slot),
+    };
+    let (mean, variance) = (stored(3)?, stored(4)?);
+    let centred = with_bias(scope, Binary::Sub, x, mean)?;
+    let shifted = scope.with_number(Binary::Add, variance, epsilon)?;
+    let rstd = scope.unary(Unary::Rsqrt, shifted)?;
+    let factor = scope.binary(Binary::Mul, rstd, scale)?;
+    let y = with_bias(scope, Binary::Mul, centred, factor)?;
+    let y = with_bias(scope, Binary::Add, y, bias)?;
+    scope.ledger.stored_statistics.push(scope.node.name.clone());
+    Ok(vec![Known::Value(y)])
+}

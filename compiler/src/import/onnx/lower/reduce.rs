@@ -1,0 +1,124 @@
+//! Reductions, and the place of the largest or smallest element.
+
+use super::attribute::{axes, axis};
+use super::reshape::axes_of;
+use super::{Known, Outputs, Reason, Scope};
+use crate::op::{ArgReduce, Binary, Op, ReduceKind, Softmax, Unary, Value};
+use crate::tensor::dim::{Dim, volume};
+
+/// What is reduced: the input, the axes that go, and whether they stay as ones. `None` when nothing is reduced.
+fn read(scope: &mut Scope<'_>, since: i64) -> Result<(Value, Option<Vec<usize>>, bool), Reason> {
+    let x = scope.value(0)?;
+    let rank = scope.fact(x).rank();
+    let keep = scope.flag("keepdims", true)?;
+    let given = axes_of(scope, 1, since)?.filter(|list| !list.is_empty());
+    let list = match given {
+        Some(list) => Some(axes(&list, rank)?),
+        None if scope.flag("noop_with_empty_axes", false)? => None,
+        None => Some((0..rank).collect()),
+    };
+    Ok((x, list, keep))
+}
+
+/// `f` of the elements along the axes. The axes became an input in operator set `since`.
+pub fn reduce(scope: &mut Scope<'_>, kind: ReduceKind, since: i64) -> Outputs {
+    let (x, list, keep) = read(scope, since)?;
+    let y = match list {
+        Some(list) => scope.reduce(kind, x, &list, keep)?,
+        None => x,
+    };
+    Ok(vec![Known::Value(y)])
+}
+
+/// What happens before and after the sum.
+#[derive(Clone, Copy, PartialEq)]
+pub enum Around {
+    /// `Σ|x|`
+    Absolute,
+    /// `√Σx²`
+    Norm,
+    /// `log Σx`
+    Log,
+    /// `Σx²`
+    Square,
+}
+
+/// A sum with something before or after it.
+pub fn sum_around(scope: &mut Scope<'_>, around: Around) -> Outputs {
+    let (x, list, keep) = read(scope, 18)?;
+    let before = match around {
+        Around::Absolute => scope.unary(Unary::Abs, x)?,
+        Around::Norm | Around::Square => scope.binary(Binary::Mul, x, x)?,
+        Around::Log => x,
+    };
+    let sum = match list {
+        Some(list) => scope.reduce(ReduceKind::Sum, before, &list, keep)?,
+        None => before,
+    };
+    let y = match around {
+        Around::Norm => scope.unary(Unary::Sqrt, sum)?,
+        Around::Log => scope.unary(Unary::Log, sum)?,
+        Around::Absolute | Around::Square => sum,
+    };
+    Ok(vec![Known::Value(y)])
+}
+
+/// `log Σ e^x`, as `m + log Σ e^(x - m)` with `m` the largest element, so that nothing overflows.
+pub fn log_sum_exp(scope: &mut Scope<'_>) -> Outputs {
+    let (x, list, keep) = read(scope, 18)?;
+    let Some(list) = list else { return Ok(vec![Known::Value(x)]) };
+    let largest = scope.reduce(ReduceKind::Max, x, &list, true)?;
+    let shifted = scope.binary(Binary::Sub, x, largest)?;
+    let exp = scope.unary(Unary::Exp, shifted)?;
+    let sum = scope.reduce(ReduceKind::Sum, exp, &list, true)?;
+    let log = scope.unary(Unary::Log, sum)?;
+    let mut y = scope.binary(Binary::Add, log, largest)?;
+    if !keep {
+        let dims = scope.fact(y).shape;
+        let left = dims.into_iter().enumerate().filter(|(i, _)| !list.contains(i)).map(|(_, d)| d).collect();
+        y = scope.reshape(y, left)?;
+    }
+    Ok(vec![Known::Value(y)])
+}
+
+/// The index of the largest or smallest element, the first one on ties.
+pub fn arg(scope: &mut Scope<'_>, largest: bool) -> Outputs {
+    if scope.flag("select_last_index", false)? {
+        return Err(Reason::Unsupported("the last index among equal elements".to_string()));
+    }
+    let x = scope.value(0)?;
+    let axis = axis(scope.int("axis", 0)?, scope.fact(x).rank())?;
+    let keep = scope.flag("keepdims", true)?;
+    Ok(vec![Known::Value(scope.add(Op::ArgReduce(ArgReduce { largest, axis, keep }), &[x])?)])
+}
+
+/// The mean over all spatial dims, which stay as ones.
+pub fn global(scope: &mut Scope<'_>, kind: ReduceKind) -> Outputs {
+    let x = scope.value(0)?;
+    let rank = scope.fact(x).rank();
+    if rank < 3 {
+        return Err(Reason::Inputs(format!("its input has rank {rank}, and so no spatial dims")));
+    }
+    let axes: Vec<usize> = (2..rank).collect();
+    Ok(vec![Known::Value(scope.reduce(kind, x, &axes, true)?)])
+}
+
+/// Softmax or its logarithm. Before operator set 13 it ran over all axes from `axis` on, as if they were one.
+pub fn softmax(scope: &mut Scope<'_>, logarithm: bool) -> Outputs {
+    let x = scope.value(0)?;
+    let dims = scope.fact(x).shape;
+    let op = |axis: usize| match logarithm {
+        true => Op::LogSoftmax(crate::op::LogSoftmax { axis }),
+        false => Op::Softmax(Softmax { axis }),
+    };
+    let at = axis(scope.int("axis", if scope.opset < 13 { 1 } else { -1 })?, dims.len())?;
+    let several = scope.opset < 13 && dims[at + 1..].iter().any(|d| !d.is(1));
+    if !several {
+        return Ok(vec![Known::Value(scope.add(op(at), &[x])?)]);
+    }
+    let mut flat: Vec<Dim> = dims[..at].to_vec();
+    flat.push(volume(&dims[at..])?);
+    let x = scope.reshape(x, flat)?;
+    let y = scope.add(op(at), &[x])?;
+    Ok(vec![Known::Value(scope.reshape(y, dims)?)])
+}

@@ -1,0 +1,200 @@
+//! Operators that give the same elements another shape, and the rule that keeps a batch open through a static export.
+//!
+//! A static export says `Reshape([4, 16, 64] → [4, 16, 4, 16])` where the 4 in front is the batch and the other is not.
+//! Equal numbers tell nothing; strides do. The axis that carries the symbol counts in steps of the product of the dims
+//! to its right, so in a row-major order it owns the steps from `stride` to `stride·size`. The one target axis whose
+//! own steps, from `t` to `t·n`, include these is the one the symbol goes to: here 1024 to 4096, which is axis 0.
+//! `[4, 16, 97] → [64, 97]` owns 1552 to 6208 of 97 to 6208, so that becomes `batch*16`.
+
+use super::attribute::{axes, axis};
+use super::{Frozen, Known, Outputs, Reason, Scope, symbol};
+use crate::tensor::dim::{Dim, volume};
+
+/// The input under the shape that the second input (an attribute before operator set 5) says.
+pub fn reshape(scope: &mut Scope<'_>) -> Outputs {
+    let allow_zero = scope.flag("allowzero", false)?;
+    let asked = if scope.opset < 5 {
+        scope.ints("shape")?.map(|list| list.into_iter().map(Dim::Known).collect())
+    } else {
+        scope.dims(1, "the shape")?
+    };
+    let asked = asked.ok_or(Reason::Missing { slot: 1 })?;
+    let input = scope.fact_of(0)?.shape;
+    let shape = target(&input, &asked, allow_zero, scope.frozen)?;
+    let x = scope.value(0)?;
+    Ok(vec![Known::Value(scope.reshape(x, shape)?)])
+}
+
+/// The shape that `asked` means for an input: zeros copied, -1 worked out, a frozen batch opened.
+fn target(input: &[Dim], asked: &[Dim], allow_zero: bool, frozen: &Frozen) -> Result<Vec<Dim>, Reason> {
+    let told = |dims: &[Dim]| format!("[{}]", dims.iter().map(Dim::to_string).collect::<Vec<_>>().join(", "));
+    let open: Vec<usize> = (0..asked.len()).filter(|&i| asked[i].is(-1)).collect();
+    if open.len() > 1 {
+        return Err(Reason::Inputs(format!("the shape {} has -1 more than once", told(asked))));
+    }
+    if let Some(wrong) = asked.iter().find(|d| d.known().is_some_and(|v| v < -1)) {
+        return Err(Reason::Inputs(format!("the shape {} has a size of {wrong}", told(asked))));
+    }
+    let copied = |from: &[Dim]| -> Result<Vec<Dim>, Reason> {
+        let one = |(i, dim): (usize, &Dim)| match from.get(i) {
+            _ if allow_zero || !dim.is(0) => Ok(dim.clone()),
+            Some(same) => Ok(same.clone()),
+            None => Err(Reason::Inputs(format!("the shape {} copies an axis that {} lacks", told(asked), told(from)))),
+        };
+        asked.iter().enumerate().map(one).collect()
+    };
+    let solved = |from: &[Dim]| -> Result<Vec<Dim>, Reason> {
+        let mut shape = copied(from)?;
+        let mismatch = || Reason::Inputs(format!("the shape {} does not fit the input's {}", told(asked), told(from)));
+        if let Some(&at) = open.first() {
+            shape[at] = Dim::Known(1);
+            let rest = volume(&shape)?;
+            shape[at] =
+                if rest.is(0) { Dim::Known(0) } else { volume(from)?.div_exact(&rest).map_err(|_| mismatch())? };
+        }
+        if volume(&shape)? == volume(from)? { Ok(shape) } else { Err(mismatch()) }
+    };
+    let constant = asked.iter().all(|d| d.known().is_some());
+    let carries = |d: &Dim| d.symbols().iter().any(|s| frozen.contains_key(s));
+    if !constant || !input.iter().any(carries) {
+        return solved(input);
+    }
+    let statics = symbol::substitute(input, frozen)?;
+    opened(input, &solved(&statics)?, frozen)
+}
+
+/// The static `shape` of a reshaped `input` with the frozen symbol put back where the strides say.
+fn opened(input: &[Dim], shape: &[Dim], frozen: &Frozen) -> Result<Vec<Dim>, Reason> {
+    let unclear = |why: &str| Reason::Inputs(format!("where the open batch goes in a reshape is not clear: {why}"));
+    let carriers: Vec<usize> = (0..input.len()).filter(|&i| input[i].known().is_none()).collect();
+    let &[carrier] = carriers.as_slice() else { return Err(unclear("several axes depend on it")) };
+    let symbols = input[carrier].symbols();
+    let [name] = symbols.as_slice() else { return Err(unclear("several symbols meet in one axis")) };
+    let Some(&size) = frozen.get(name) else { return Err(unclear("its size in the file is not known")) };
+    let factor = input[carrier].div_exact(&Dim::symbol(name)).ok().and_then(|d| d.known());
+    let Some(factor) = factor else { return Err(unclear("its axis is no multiple of it")) };
+    if size < 2 {
+        return Err(unclear("it is exported with size 1, which any axis could hold; export with 2 or more"));
+    }
+    let numbers: Option<Vec<i64>> = shape.iter().map(Dim::known).collect();
+    let numbers = numbers.ok_or_else(|| unclear("other symbols are open as well"))?;
+    let inner = volume(&input[carrier + 1..])?.known().ok_or_else(|| unclear("other symbols are open as well"))?;
+    let overflow = || unclear("the sizes overflow");
+    let first = inner.checked_mul(factor).ok_or_else(overflow)?;
+    let last = first.checked_mul(size).ok_or_else(overflow)?;
+    let mut stride = 1i64;
+    for at in (0..numbers.len()).rev() {
+        let end = stride.checked_mul(numbers[at]).ok_or_else(overflow)?;
+        if stride <= first && last <= end {
+            if first % stride != 0 || numbers[at] % size != 0 {
+                return Err(unclear("the axis it goes to is no multiple of it"));
+            }
+            let mut shape = shape.to_vec();
+            shape[at] = Dim::symbol(name).mul(&Dim::Known(numbers[at] / size))?;
+            return Ok(shape);
+        }
+        stride = end;
+    }
+    Err(unclear("no axis of the result holds it alone"))
+}
+
+/// All axes before `axis` as one, and all from it on as another.
+pub fn flatten(scope: &mut Scope<'_>) -> Outputs {
+    let x = scope.value(0)?;
+    let dims = scope.fact(x).shape;
+    let given = scope.int("axis", 1)?;
+    let at = if usize::try_from(given) == Ok(dims.len()) { dims.len() } else { axis(given, dims.len())? };
+    let shape = vec![volume(&dims[..at])?, volume(&dims[at..])?];
+    Ok(vec![Known::Value(scope.reshape(x, shape)?)])
+}
+
+/// Axes from an attribute, or from input `slot` since operator set `since`; `None` when they are left out.
+pub fn axes_of(scope: &Scope<'_>, slot: usize, since: i64) -> Result<Option<Vec<i64>>, Reason> {
+    if scope.opset < since { scope.ints("axes") } else { scope.integers(slot, "the list of axes") }
+}
+
+/// Axes of size 1 taken away: those named, or all.
+pub fn squeeze(scope: &mut Scope<'_>) -> Outputs {
+    let x = scope.value(0)?;
+    let dims = scope.fact(x).shape;
+    let gone = match axes_of(scope, 1, 13)? {
+        Some(list) => axes(&list, dims.len())?,
+        None => (0..dims.len()).filter(|&i| dims[i].is(1)).collect(),
+    };
+    if let Some(&wrong) = gone.iter().find(|&&i| !dims[i].is(1)) {
+        return Err(Reason::Inputs(format!("axis {wrong} has size {}, and only a size of 1 can go", dims[wrong])));
+    }
+    let shape = dims.iter().enumerate().filter(|(i, _)| gone.binary_search(i).is_err()).map(|(_, d)| d.clone());
+    let shape = shape.collect();
+    Ok(vec![Known::Value(scope.reshape(x, shape)?)])
+}
+
+/// Axes of size 1 put in, at places of the result.
+pub fn unsqueeze(scope: &mut Scope<'_>) -> Outputs {
+    let x = scope.value(0)?;
+    let dims = scope.fact(x).shape;
+    let list = axes_of(scope, 1, 13)?.ok_or(Reason::Missing { slot: 1 })?;
+    let rank = dims.len() + list.len();
+    let new = axes(&list, rank)?;
+    let mut old = dims.into_iter();
+    let shape = (0..rank).map(|i| match new.binary_search(&i) {
+        Ok(_) => Some(Dim::Known(1)),
+        Err(_) => old.next(),
+    });
+    let shape =
+        shape.collect::<Option<Vec<_>>>().ok_or_else(|| Reason::Inputs("its axes do not add up".to_string()))?;
+    Ok(vec![Known::Value(scope.reshape(x, shape)?)])
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn dims(text: &str) -> Vec<Dim> {
+        text.split_whitespace().map(|d| Dim::parse(d).unwrap()).collect()
+    }
+
+    fn at_four(input: &str, asked: &str) -> Result<Vec<Dim>, String> {
+        let frozen = Frozen::from([("batch".to_string(), 4)]);
+        target(&dims(input), &dims(asked), false, &frozen).map_err(|e| e.to_string())
+    }
+
+    #[test]
+    fn the_batch_goes_where_the_strides_say() {
+        for (input, asked, want) in [
+            ("batch 16 64", "4 16 4 16", "batch 16 4 16"),
+            ("batch 16 97", "64 97", "batch*16 97"),
+            ("batch 16 97", "-1 97", "batch*16 97"),
+            ("batch*16 97", "4 16 97", "batch 16 97"),
+            ("4 batch 8", "4 4 2 4", "4 batch 2 4"),
+            ("batch 4 4", "4 4 4", "batch 4 4"),
+            ("4 batch 4", "4 4 4", "4 batch 4"),
+            ("4 4 batch", "4 4 4", "4 4 batch"),
+            ("batch 3 4", "0 -1", "batch 12"),
+            ("batch 16", "1 0 -1", "1 batch*4 4"),
+        ] {
+            assert_eq!(at_four(input, asked), Ok(dims(want)), "{input} -> {asked}");
+        }
+    }
+
+    #[test]
+    fn what_is_not_clear_is_refused() {
+        assert!(at_four("batch 6", "3 8").unwrap_err().contains("not clear"));
+        let one = Frozen::from([("batch".to_string(), 1)]);
+        assert!(target(&dims("batch 16"), &dims("1 16"), false, &one).unwrap_err().to_string().contains("size 1"));
+        assert!(at_four("batch 6", "-1 -1").unwrap_err().contains("-1 more than once"));
+        assert!(at_four("4 6", "5 -1").unwrap_err().contains("does not fit"));
+        assert!(at_four("4 6", "5 5").unwrap_err().contains("does not fit"));
+        assert!(at_four("4 6", "24 0 0").unwrap_err().contains("copies"));
+    }
+
+    #[test]
+    fn symbols_without_a_size_divide() {
+        let none = Frozen::new();
+        let shape = |input: &str, asked: &str| target(&dims(input), &dims(asked), false, &none);
+        assert_eq!(shape("b s 64", "b s 4 16").unwrap(), dims("b s 4 16"));
+        assert_eq!(shape("b s 64", "-1 64").unwrap(), dims("b*s 64"));
+        assert_eq!(shape("b 8 4", "0 -1").unwrap(), dims("b 32"));
+        assert!(shape("b s 64", "2 s 64").is_err());
+    }
+}

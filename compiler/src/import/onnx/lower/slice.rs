@@ -1,0 +1,134 @@
+//! Parts of a tensor: `Slice`, `Split`.
+
+use super::attribute::{axes, axis};
+use super::{Known, Outputs, Reason, Scope, symbol};
+use crate::op::{Flip, Op, Slice, Value};
+use crate::tensor::dim::Dim;
+
+/// A slice of every axis that is not named.
+fn whole(dims: &[Dim]) -> Slice {
+    Slice { begin: vec![Dim::Known(0); dims.len()], end: dims.to_vec(), step: vec![1; dims.len()] }
+}
+
+/// `x` from `begin` to `end` along one axis.
+pub fn part(scope: &mut Scope<'_>, x: Value, axis: usize, begin: Dim, end: Dim) -> Result<Value, Reason> {
+    let mut slice = whole(&scope.fact(x).shape);
+    (slice.begin[axis], slice.end[axis]) = (begin, end);
+    scope.add(Op::Slice(slice), &[x])
+}
+
+/// A place along an axis of `size`, counted from the front and kept within `low` and `high`.
+fn place(given: &Dim, size: &Dim, low: &Dim, high: &Dim) -> Result<Dim, Reason> {
+    let unclear = || Reason::Inputs(format!("whether {given} lies within an axis of size {size} is not known"));
+    if given.known().is_some_and(|v| v >= i64::from(i32::MAX)) && size.known().is_none() {
+        // The largest numbers stand for "to the end".
+        return Ok(high.clone());
+    }
+    let counted = match symbol::least(given) {
+        Some(least) if least >= 0 => given.clone(),
+        _ if given.known().is_some_and(|v| v < -i64::from(i32::MAX)) => return Ok(low.clone()),
+        _ if given.known().is_some() => given.add(size)?,
+        _ => return Err(unclear()),
+    };
+    let below = symbol::smaller(&counted, high).ok_or_else(unclear)?;
+    symbol::larger(&below, low).ok_or_else(unclear)
+}
+
+/// Elements from `starts` to `ends` in `steps` along `axes`.
+pub fn slice(scope: &mut Scope<'_>) -> Outputs {
+    let dims = scope.fact_of(0)?.shape;
+    let (starts, ends, listed, steps) = if scope.opset < 10 {
+        let sizes = |list: Option<Vec<i64>>| list.map(|l| l.into_iter().map(Dim::Known).collect::<Vec<_>>());
+        (sizes(scope.ints("starts")?), sizes(scope.ints("ends")?), scope.ints("axes")?, None)
+    } else {
+        let (starts, ends) = (scope.dims(1, "the start of a slice")?, scope.dims(2, "the end of a slice")?);
+        (starts, ends, scope.integers(3, "the list of axes")?, scope.integers(4, "the step of a slice")?)
+    };
+    let starts = starts.ok_or(Reason::Missing { slot: 1 })?;
+    let ends = ends.ok_or(Reason::Missing { slot: 2 })?;
+    let listed = listed.unwrap_or_else(|| (0..starts.len() as i64).collect());
+    let steps = steps.unwrap_or_else(|| vec![1; starts.len()]);
+    if [ends.len(), listed.len(), steps.len()] != [starts.len(); 3] {
+        return Err(Reason::Inputs("starts, ends, axes and steps differ in length".to_string()));
+    }
+    axes(&listed, dims.len())?;
+    let mut cut = whole(&dims);
+    let mut flipped = Vec::new();
+    for (n, given) in listed.iter().enumerate() {
+        let at = axis(*given, dims.len())?;
+        let size = &dims[at];
+        if steps[n] == 0 {
+            return Err(Reason::Inputs("a step of the slice is 0".to_string()));
+        }
+        // A step beyond 31 bits passes over everything but the first element, as the largest such step does.
+        let step = usize::try_from(steps[n].unsigned_abs().min(i32::MAX as u64)).unwrap_or(1);
+        let (begin, end) = if steps[n] > 0 {
+            let zero = Dim::Known(0);
+            (place(&starts[n], size, &zero, size)?, place(&ends[n], size, &zero, size)?)
+        } else {
+            // Backward from `start` down to `end` is forward in the flipped axis, where place `p` is `size - 1 - p`.
+            flipped.push(at);
+            let (before, last) = (Dim::Known(-1), size.sub(&Dim::Known(1))?);
+            let start = place(&starts[n], size, &before, &last)?;
+            let end = place(&ends[n], size, &before, &last)?;
+            (last.sub(&start)?, last.sub(&end)?)
+        };
+        let unclear = || Reason::Inputs(format!("whether the slice from {begin} to {end} is empty is not known"));
+        let end = symbol::larger(&begin, &end).ok_or_else(unclear)?;
+        (cut.begin[at], cut.end[at], cut.step[at]) = (begin, end, step);
+    }
+    flipped.sort_unstable();
+    let x = scope.value(0)?;
+    let x = if flipped.is_empty() { x } else { scope.add(Op::Flip(Flip { axes: flipped }), &[x])? };
+    let y = if cut == whole(&dims) { x } else { scope.add(Op::Slice(cut), &[x])? };
+    Ok(vec![Known::Value(y)])
+}
+
+/// Parts one behind the other along an axis, of given or of equal sizes.
+pub fn split(scope: &mut Scope<'_>) -> Outputs {
+    let dims = scope.fact_of(0)?.shape;
+    let at = axis(scope.int("axis", 0)?, dims.len())?;
+    let given = if scope.opset < 13 {
+        scope.ints("split")?.map(|list| list.into_iter().map(Dim::Known).collect())
+    } else {
+        scope.dims(1, "the sizes of the parts")?
+    };
+    let count = scope.node.outputs.len().max(1);
+    let sizes = match given {
+        Some(sizes) => sizes,
+        None => equal_parts(&dims[at], scope.int("num_outputs", count as i64)?, count)?,
+    };
+    let total = sizes.iter().try_fold(Dim::Known(0), |sum, d| sum.add(d))?;
+    if total != dims[at] || sizes.iter().any(|d| d.known().is_some_and(|v| v < 0)) {
+        return Err(Reason::Inputs(format!("parts of {sizes:?} do not make up an axis of size {}", dims[at])));
+    }
+    if sizes.len() < count {
+        return Err(Reason::Inputs(format!("{} parts for {count} outputs", sizes.len())));
+    }
+    let x = scope.value(0)?;
+    let mut begin = Dim::Known(0);
+    let mut outputs = Vec::with_capacity(sizes.len());
+    for size in sizes {
+        let end = begin.add(&size)?;
+        let value = if size == dims[at] { x } else { part(scope, x, at, begin, end.clone())? };
+        outputs.push(Known::Value(value));
+        begin = end;
+    }
+    Ok(outputs)
+}
+
+/// `parts` sizes as equal as can be; the last one is smaller when they cannot.
+fn equal_parts(size: &Dim, parts: i64, outputs: usize) -> Result<Vec<Dim>, Reason> {
+    if usize::try_from(parts) != Ok(outputs) {
+        return Err(Reason::Inputs(format!("{parts} parts for {outputs} outputs")));
+    }
+    if let Ok(each) = size.div_exact(&Dim::Known(parts)) {
+        return Ok(vec![each; outputs]);
+    }
+    let size = size.known().ok_or_else(|| Reason::Inputs(format!("an axis of size {size} in {parts} equal parts")))?;
+    let each = size / parts + 1;
+    let last = size - each * (parts - 1);
+    let mut sizes = vec![Dim::Known(each); outputs];
+    sizes[outputs - 1] = Dim::Known(last);
+    Ok(sizes)
+}

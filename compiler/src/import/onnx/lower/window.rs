@@ -1,0 +1,162 @@
+//! Windows that move over spatial dims: convolutions and poolings.
+
+use super::{Known, Outputs, Reason, Scope};
+use crate::op::{AvgPool, Binary, Conv, ConvInputGrad, MaxPool, Op, Value, Window};
+use crate::tensor::dim::Dim;
+
+/// The last pads, and the kernel as it must be: `spatial` dims of the input, sizes of the kernel.
+fn window(scope: &Scope<'_>, spatial: &[Dim], kernel: &[usize]) -> Result<Window, Reason> {
+    let axes = kernel.len();
+    let strides = scope.sizes_of("strides", axes, 1, 1)?;
+    let dilations = scope.sizes_of("dilations", axes, 1, 1)?;
+    let (pads_begin, pads_end) = match scope.text("auto_pad", "NOTSET")?.as_str() {
+        "NOTSET" | "" => {
+            let pads = scope.sizes_of("pads", 2 * axes, 0, 0)?;
+            (pads[..axes].to_vec(), pads[axes..].to_vec())
+        }
+        "VALID" => (vec![0; axes], vec![0; axes]),
+        mode @ ("SAME_UPPER" | "SAME_LOWER") => {
+            let (mut begin, mut end) = (Vec::new(), Vec::new());
+            for i in 0..axes {
+                let total = same(&spatial[i], kernel[i], strides[i], dilations[i])?;
+                let small = total / 2;
+                let (before, after) =
+                    if mode == "SAME_UPPER" { (small, total - small) } else { (total - small, small) };
+                begin.push(before);
+                end.push(after);
+            }
+            (begin, end)
+        }
+        other => return Err(Reason::Unsupported(format!("the padding `{other}`"))),
+    };
+    Ok(Window { strides, pads_begin, pads_end, dilations })
+}
+
+/// The padding with which there are `⌈size / stride⌉` windows.
+fn same(size: &Dim, kernel: usize, stride: usize, dilation: usize) -> Result<usize, Reason> {
+    let open = || Reason::Inputs(format!("the padding that keeps an axis of size {size} is not known"));
+    if stride == 1 {
+        return Ok(dilation.saturating_mul(kernel - 1));
+    }
+    let size = size.known().and_then(|v| usize::try_from(v).ok()).ok_or_else(open)?;
+    let windows = size.div_ceil(stride);
+    let reach = windows.saturating_sub(1).saturating_mul(stride).saturating_add(dilation.saturating_mul(kernel - 1));
+    Ok((reach + 1).saturating_sub(size))
+}
+
+/// Spatial dims of an input of shape `[N, C, D…]`.
+fn spatial_of(scope: &Scope<'_>, x: Value) -> Result<Vec<Dim>, Reason> {
+    let fact = scope.fact(x);
+    match fact.shape.get(2..) {
+        Some(dims) if !dims.is_empty() => Ok(dims.to_vec()),
+        _ => Err(Reason::Inputs(format!("its input {fact} has no spatial dims"))),
+    }
+}
+
+fn groups(scope: &Scope<'_>) -> Result<usize, Reason> {
+    let group = scope.int("group", 1)?;
+    u32::try_from(group).ok().filter(|g| *g > 0).map(|g| g as usize).ok_or_else(|| Reason::Attribute {
+        name: "group",
+        found: group.to_string(),
+        expected: "a number of at least 1",
+    })
+}
+
+/// The kernel of a weight `[O, C, K…]`, which `kernel_shape` may repeat.
+fn kernel_of(scope: &Scope<'_>, weight: Value, axes: usize) -> Result<Vec<usize>, Reason> {
+    let fact = scope.fact(weight);
+    let sizes = fact.shape.get(2..).unwrap_or_default().iter();
+    let kernel: Option<Vec<usize>> =
+        sizes.map(|d| d.known().and_then(|v| usize::try_from(v).ok()).filter(|v| *v > 0)).collect();
+    let kernel = kernel
+        .filter(|k| k.len() == axes)
+        .ok_or_else(|| Reason::Inputs(format!("its weight {fact} does not fit {axes} spatial dims")))?;
+    if let Some(said) = scope.ints("kernel_shape")?
+        && !said.iter().copied().eq(kernel.iter().map(|&k| k as i64))
+    {
+        let found = format!("{said:?}");
+        return Err(Reason::Attribute { name: "kernel_shape", found, expected: "the last dims of the weight" });
+    }
+    Ok(kernel)
+}
+
+/// `y + bias`, one number for each channel.
+pub fn with_bias(scope: &mut Scope<'_>, op: Binary, y: Value, bias: Value) -> Result<Value, Reason> {
+    let dims = scope.fact(bias).shape;
+    let [channels] = dims.as_slice() else {
+        return Err(Reason::Inputs(format!("{} is not one number for each channel", scope.fact(bias))));
+    };
+    let mut shape = vec![channels.clone()];
+    shape.extend(vec![Dim::Known(1); scope.fact(y).rank().saturating_sub(2)]);
+    let bias = scope.reshape(bias, shape)?;
+    scope.binary(op, y, bias)
+}
+
+fn biased(scope: &mut Scope<'_>, y: Value) -> Outputs {
+    let y = match scope.optional(2)? {
+        Some(bias) => with_bias(scope, Binary::Add, y, bias)?,
+        None => y,
+    };
+    Ok(vec![Known::Value(y)])
+}
+
+/// Convolution.
+pub fn conv(scope: &mut Scope<'_>) -> Outputs {
+    let (x, w) = (scope.value(0)?, scope.value(1)?);
+    let spatial = spatial_of(scope, x)?;
+    let kernel = kernel_of(scope, w, spatial.len())?;
+    let (window, groups) = (window(scope, &spatial, &kernel)?, groups(scope)?);
+    let y = scope.add(Op::Conv(Conv { window, groups }), &[x, w])?;
+    biased(scope, y)
+}
+
+/// Transposed convolution: the gradient of a convolution for its input. The weight is `[C, O/groups, K…]`, which is the
+/// forward convolution's.
+pub fn conv_transpose(scope: &mut Scope<'_>) -> Outputs {
+    let (x, w) = (scope.value(0)?, scope.value(1)?);
+    let sizes = spatial_of(scope, x)?;
+    let axes = sizes.len();
+    let kernel = kernel_of(scope, w, axes)?;
+    let groups = groups(scope)?;
+    if scope.is_set("output_shape") || scope.text("auto_pad", "NOTSET")?.starts_with("SAME") {
+        return Err(Reason::Unsupported("a transposed convolution that works out its own padding".to_string()));
+    }
+    let window = window(scope, &sizes, &kernel)?;
+    let extra = scope.sizes_of("output_padding", axes, 0, 0)?;
+    let mut spatial = Vec::with_capacity(axes);
+    for i in 0..axes {
+        let reach = Dim::from(window.dilations[i]).mul(&Dim::from(kernel[i] - 1))?.add(&Dim::from(extra[i] + 1))?;
+        let moved = sizes[i].sub(&Dim::Known(1))?.mul(&Dim::from(window.strides[i]))?;
+        let pads = Dim::from(window.pads_begin[i]).add(&Dim::from(window.pads_end[i]))?;
+        spatial.push(moved.add(&reach)?.sub(&pads)?);
+    }
+    let y = scope.add(Op::ConvInputGrad(ConvInputGrad { window, groups, spatial }), &[x, w])?;
+    biased(scope, y)
+}
+
+fn pool_window(scope: &Scope<'_>, x: Value) -> Result<(Vec<usize>, Window, bool), Reason> {
+    let spatial = spatial_of(scope, x)?;
+    if !scope.is_set("kernel_shape") {
+        let expected = "one number for each spatial axis";
+        return Err(Reason::Attribute { name: "kernel_shape", found: "missing".to_string(), expected });
+    }
+    let kernel = scope.sizes_of("kernel_shape", spatial.len(), 1, 1)?;
+    let window = window(scope, &spatial, &kernel)?;
+    Ok((kernel, window, scope.flag("ceil_mode", false)?))
+}
+
+/// The largest element of each window.
+pub fn max_pool(scope: &mut Scope<'_>) -> Outputs {
+    let x = scope.value(0)?;
+    let (kernel, window, ceil) = pool_window(scope, x)?;
+    let y = scope.add(Op::MaxPool(MaxPool { kernel, window, ceil }), &[x])?;
+    Ok(vec![Known::Value(y), Known::Absent("the output `Indices` of MaxPool")])
+}
+
+/// The mean of each window.
+pub fn average_pool(scope: &mut Scope<'_>) -> Outputs {
+    let x = scope.value(0)?;
+    let (kernel, window, ceil) = pool_window(scope, x)?;
+    let count_padding = scope.flag("count_include_pad", false)?;
+    Ok(vec![Known::Value(scope.add(Op::AvgPool(AvgPool { kernel, window, ceil, count_padding }), &[x])?)])
+}

@@ -1,0 +1,122 @@
+//! Times from a formula, for devices that are not at hand.
+//!
+//! The roofline (Williams, Waterman and Patterson, CACM 52(4), 2009): a kernel takes as long as the slower of its
+//! arithmetic and its memory traffic at the device's peak, less what real kernels reach of a peak, and the time to start
+//! it. Every kernel that runs counts, those of the backward run included; views take no time. What the formula leaves
+//! out: caches, fusion, tiles that do not fill the device. It orders ops well and their sum roughly.
+
+use super::attribution::Attribution;
+use super::costs::{cost_graph, dtype};
+use crate::cluster::{Device, Peak};
+use crate::graph::Graph;
+use crate::op::table::rule;
+use crate::op::{Cost, NodeId, Op};
+use crate::profile::{Method, OpProfile, Profile, ProfiledDevice, ProfiledModel, SCHEMA, Settings};
+use crate::tensor::DType;
+use crate::tensor::fact::Fact;
+
+/// The share of peak arithmetic that large matrix products and convolutions reach. Vendors' libraries reach 0.6 to 0.8 of
+/// the data sheet on shapes that fill the device, less on others; Megatron-LM reports 0.45 to 0.55 for whole models
+/// (Narayanan et al., SC 2021).
+const CONTRACTION: f64 = 0.6;
+
+/// The share of peak arithmetic that elementwise code reaches.
+const ELEMENTWISE: f64 = 0.5;
+
+/// The share of peak memory bandwidth that streaming kernels reach.
+const STREAMING: f64 = 0.8;
+
+/// What the formula is applied to, for the head of the profile.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Subject {
+    /// The model's file and fingerprint; `ops` is filled in.
+    pub model: ProfiledModel,
+    /// Samples in one micro-batch, the size that the graph was bound at.
+    pub micro_batch: u64,
+}
+
+/// The profile of a graph of fixed sizes on a device of which only the data sheet is known. Equal arguments give equal
+/// profiles.
+pub fn profile(graph: &Graph, attribution: &Attribution, device: &Device, subject: &Subject) -> Profile {
+    let costs = cost_graph(graph, attribution);
+    let sum = |graph: Option<&Graph>, nodes: &[NodeId]| -> (f64, f64) {
+        let each = nodes.iter().filter_map(|id| graph.map(|g| (g, *id)));
+        each.fold((0.0, 0.0), |(time, flops), (graph, id)| {
+            let cost = node_cost(graph, id);
+            (time + kernel_us(device, graph, id, cost), flops + cost.flops)
+        })
+    };
+    let ops = costs.ops.into_iter().enumerate().map(|(i, op)| {
+        let (fwd_us, flops) = sum(Some(&attribution.forward), &attribution.forward_nodes[i]);
+        let (bwd_us, _) = sum(attribution.backward.as_ref(), &attribution.backward_nodes[i]);
+        OpProfile {
+            id: op.id,
+            name: op.name,
+            module: op.module,
+            op: op.op,
+            fwd_us,
+            bwd_us,
+            spread: 0.0,
+            param_bytes: op.param_bytes,
+            saved_bytes: op.saved_bytes,
+            out_bytes: op.out_bytes,
+            workspace_bytes: 0,
+            flops: flops as u64,
+            source: "roofline".to_string(),
+        }
+    });
+    let ops: Vec<OpProfile> = ops.collect();
+    Profile {
+        schema: SCHEMA.to_string(),
+        model: ProfiledModel { ops: ops.len() as u64, ..subject.model.clone() },
+        device: ProfiledDevice { name: device.kind.clone(), driver: String::new(), memory_bytes: device.memory.0 },
+        settings: Settings {
+            dtype: dtype(graph).name().to_string(),
+            micro_batch: subject.micro_batch,
+            warmup: 0,
+            runs: 0,
+            seed: 0,
+        },
+        method: Method::Analytic,
+        ops,
+        whole: None,
+    }
+}
+
+/// What one run of a node costs on any machine.
+pub fn node_cost(graph: &Graph, id: NodeId) -> Cost {
+    let inputs: Vec<&Fact> = graph.inputs(id).into_iter().map(|v| graph.fact(v)).collect();
+    let node = graph.node(id);
+    rule(&node.op).cost(&inputs, &node.facts)
+}
+
+fn kernel_us(device: &Device, graph: &Graph, id: NodeId, cost: Cost) -> f64 {
+    let op = &graph.node(id).op;
+    let dtype = graph
+        .inputs(id)
+        .into_iter()
+        .map(|v| graph.fact(v).dtype)
+        .chain(graph.node(id).facts.iter().map(|f| f.dtype))
+        .find(|d| d.is_float())
+        .unwrap_or(DType::F32);
+    let contracts = matches!(op, Op::MatMul(_) | Op::Conv(_) | Op::ConvInputGrad(_) | Op::ConvWeightGrad(_));
+    let rate = match contracts {
+        true => CONTRACTION * contraction_peak(&device.peak_flops, dtype),
+        // Matrix units do nothing else; other arithmetic runs in f32 where the type is narrower.
+        false if dtype == DType::F64 => ELEMENTWISE * device.peak_flops.f64,
+        false => ELEMENTWISE * device.peak_flops.f32,
+    };
+    let arithmetic = cost.flops / rate;
+    let memory = cost.bytes / (STREAMING * device.memory_bandwidth.0);
+    (arithmetic.max(memory) + device.launch.0) * 1e6
+}
+
+/// f32 stays f32: no framework rounds its inputs to TF32 for matrix products unless it is told to.
+fn contraction_peak(peak: &Peak, dtype: DType) -> f64 {
+    match dtype {
+        DType::F64 => peak.f64,
+        DType::Bf16 => peak.bf16,
+        DType::F16 => peak.f16,
+        _ => peak.f32,
+    }
+}

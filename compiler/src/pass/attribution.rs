@@ -1,0 +1,223 @@
+//! Which op of a plan answers for which node that runs.
+//!
+//! Plans and profiles speak of the numbered ops of a graph. What runs for them is more: the nodes of the backward run,
+//! the loss, tensors made from constants that were too large to fold. Here the whole graph is compiled as one stage,
+//! exactly as a stage is, and every node of it that runs is given to one op: a backward node to the op whose rule wrote
+//! it, a loss to the op that makes the predictions, what follows from constants to the first op that reads it. So times
+//! and kept bytes that are summed over ops are those of the run.
+
+use super::backward::{Arriving, Read, backward};
+use super::fragment::{Fragment, FragmentError, fragments};
+use super::loss::{LOSS, Loss, LossError, attach};
+use super::pipeline::{self, PassBug};
+use crate::graph::{Graph, Origin, order};
+use crate::op::table::rule;
+use crate::op::{NodeId, Op, Unary, Value};
+use std::collections::{BTreeSet, HashMap, HashSet};
+use thiserror::Error;
+
+/// What a backward run starts from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Training {
+    /// There is none: the graph only answers.
+    No,
+    /// A gradient that arrives for the first float output which depends on a parameter. A graph without such an output
+    /// has no backward run, which is no error.
+    Gradient,
+    /// This loss of the first output, with its axis of classes.
+    Loss(Loss, Option<i64>),
+}
+
+/// Why a graph has no costs.
+#[derive(Debug, Error)]
+#[allow(missing_docs)]
+pub enum AttributionError {
+    #[error("the model has no op that depends on an input or a parameter")]
+    Empty,
+    #[error("the size of `{node}` is not known or too large: {fact}; give the symbols their sizes")]
+    Size { node: String, fact: String },
+    #[error(transparent)]
+    Loss(#[from] LossError),
+    #[error(transparent)]
+    Fragment(#[from] FragmentError),
+    #[error(transparent)]
+    Bug(#[from] PassBug),
+}
+
+/// The nodes that run, by the op that answers for them. Ids of nodes are those of the graphs here, not of the graph
+/// that was attributed, but for `ops`.
+#[derive(Clone, Debug)]
+pub struct Attribution {
+    /// The numbered ops, as nodes of the graph that was given.
+    pub ops: Vec<NodeId>,
+    /// What the forward run of the whole graph runs.
+    pub forward: Graph,
+    /// What its backward run runs, if there is one.
+    pub backward: Option<Graph>,
+    /// For every op the nodes of `forward` that need a kernel, in order.
+    pub forward_nodes: Vec<Vec<NodeId>>,
+    /// For every op the nodes of `backward` that need a kernel, in order.
+    pub backward_nodes: Vec<Vec<NodeId>>,
+    /// For every op the bytes of its results that are kept from forward to backward.
+    pub saved_bytes: Vec<u64>,
+}
+
+/// Whether a node of a compiled graph is run: sources are there, and views are their first input.
+pub fn runs(op: &Op) -> bool {
+    !matches!(op, Op::Input(_) | Op::Parameter(_) | Op::State(_) | Op::Constant(_)) && !rule(op).is_view()
+}
+
+/// Attributes a graph of fixed sizes, which has no loss yet.
+pub fn attribute(graph: &Graph, training: Training) -> Result<Attribution, AttributionError> {
+    check_sizes(graph)?;
+    let ops = order::numbered(graph);
+    if ops.is_empty() {
+        return Err(AttributionError::Empty);
+    }
+    let mut whole = graph.clone();
+    let mut place: HashMap<NodeId, usize> = HashMap::new();
+    let mut arriving = Arriving::new();
+    match training {
+        Training::No => {}
+        Training::Loss(loss, axis) => {
+            attach(&mut whole, loss, axis)?;
+        }
+        Training::Gradient => {
+            // A reader in a stage behind this one sends the gradient, whatever the loss will be.
+            if let Some(value) = seeded(graph, &ops) {
+                let reader = whole.add(Op::Unary(Unary::Neg), &[value], &Origin::default());
+                place.insert(reader.expect("every float can be negated"), 1);
+                arriving.insert((value, 1, 0));
+            }
+        }
+    }
+    tag(&mut whole, &ops);
+    let stages = 1 + place.len();
+    for id in order::numbered(&whole) {
+        place.entry(id).or_insert(0);
+    }
+    let mut fragment = fragments(&whole, &place, stages)?.swap_remove(0);
+    pipeline::forward(&mut fragment.graph)?;
+    let forward_nodes = by_owner(&fragment.graph, ops.len());
+    let scalar = match training {
+        Training::Loss(..) => fragment.graph.outputs.iter().rev().find(|o| o.name == LOSS).map(|o| o.value),
+        _ => None,
+    };
+    let trains = scalar.is_some() || !arriving.is_empty();
+    let made = if trains { Some(backward(&fragment, scalar, &arriving)?) } else { None };
+    let saved: Vec<Value> = made.iter().flat_map(|b| &b.reads).filter_map(|(_, read)| saved_value(read)).collect();
+    let saved_bytes = saved_by_owner(&fragment, &saved, ops.len());
+    let backward_nodes = match &made {
+        Some(made) => by_owner(&made.graph, ops.len()),
+        None => vec![Vec::new(); ops.len()],
+    };
+    let backward = made.map(|b| b.graph);
+    Ok(Attribution { ops, forward: fragment.graph, backward, forward_nodes, backward_nodes, saved_bytes })
+}
+
+fn check_sizes(graph: &Graph) -> Result<(), AttributionError> {
+    for id in graph.ids() {
+        let node = graph.node(id);
+        let unknown = |fact: &&crate::tensor::fact::Fact| fact.bytes().is_none() || fact.concrete().is_none();
+        if let Some(fact) = node.facts.iter().find(unknown) {
+            let told = if node.origin.source.is_empty() { &node.name } else { &node.origin.source };
+            return Err(AttributionError::Size { node: told.clone(), fact: fact.to_string() });
+        }
+    }
+    Ok(())
+}
+
+/// The output that a gradient arrives for.
+fn seeded(graph: &Graph, ops: &[NodeId]) -> Option<Value> {
+    let numbered: HashSet<NodeId> = ops.iter().copied().collect();
+    let mut learned: HashSet<NodeId> = HashSet::new();
+    for id in order::canonical(graph) {
+        let is = matches!(graph.node(id).op, Op::Parameter(_));
+        if is || graph.inputs(id).iter().any(|v| learned.contains(&v.node)) {
+            learned.insert(id);
+        }
+    }
+    let fits = |v: &Value| graph.fact(*v).dtype.is_float() && learned.contains(&v.node) && numbered.contains(&v.node);
+    graph.outputs.iter().map(|o| o.value).find(fits)
+}
+
+/// Writes the number of the op that answers for a node in place of its source name, which every pass carries along.
+fn tag(graph: &mut Graph, ops: &[NodeId]) {
+    let mut owner: HashMap<NodeId, usize> = ops.iter().enumerate().map(|(i, id)| (*id, i)).collect();
+    let order = order::canonical(graph);
+    let source = |op: &Op| matches!(op, Op::Input(_) | Op::Parameter(_) | Op::State(_));
+    // What follows from the ops: the loss.
+    for &id in &order {
+        let last = graph.inputs(id).iter().filter_map(|v| owner.get(&v.node).copied()).max();
+        if let (None, Some(last)) = (owner.get(&id), last) {
+            owner.insert(id, last);
+        }
+    }
+    // What ops read that follows from constants.
+    for &id in order.iter().rev().filter(|id| !source(&graph.node(**id).op)) {
+        let first = graph.successors(id).iter().filter_map(|n| owner.get(n).copied()).min();
+        if let (None, Some(first)) = (owner.get(&id), first) {
+            owner.insert(id, first);
+        }
+    }
+    for id in order {
+        let source = owner.get(&id).map(usize::to_string).unwrap_or_default();
+        graph.node_mut(id).origin = Origin { source, module: String::new() };
+    }
+}
+
+/// The op that answers for each node of a compiled graph. Sums of a parameter's gradient are written by no rule: they
+/// belong to the latest op that adds to them.
+fn owners(graph: &Graph) -> HashMap<NodeId, usize> {
+    let mut owners = HashMap::new();
+    for id in order::canonical(graph) {
+        let own = graph.node(id).origin.source.parse().ok();
+        let inherited = || graph.inputs(id).iter().filter_map(|v| owners.get(&v.node).copied()).max();
+        if let Some(owner) = own.or_else(inherited) {
+            owners.insert(id, owner);
+        }
+    }
+    owners
+}
+
+fn by_owner(graph: &Graph, ops: usize) -> Vec<Vec<NodeId>> {
+    let owners = owners(graph);
+    let mut nodes = vec![Vec::new(); ops];
+    for id in order::canonical(graph) {
+        if let (true, Some(&owner)) = (runs(&graph.node(id).op), owners.get(&id)) {
+            nodes[owner].push(id);
+        }
+    }
+    nodes
+}
+
+fn saved_value(read: &Read) -> Option<Value> {
+    match read {
+        Read::Saved(value) => Some(*value),
+        Read::Gradient { .. } => None,
+    }
+}
+
+/// Bytes that are kept for each op. A view is kept as the tensor that it is a view of; sources are there anyway.
+fn saved_by_owner(fragment: &Fragment, saved: &[Value], ops: usize) -> Vec<u64> {
+    let graph = &fragment.graph;
+    let owners = owners(graph);
+    let mut roots: BTreeSet<Value> = BTreeSet::new();
+    for &value in saved {
+        let mut root = value;
+        while root.output == 0 && rule(&graph.node(root.node).op).is_view() {
+            root = graph.inputs(root.node)[0];
+        }
+        if runs(&graph.node(root.node).op) || root.output > 0 {
+            roots.insert(root);
+        }
+    }
+    let mut bytes = vec![0u64; ops];
+    for root in roots {
+        if let Some(&owner) = owners.get(&root.node) {
+            let size = graph.fact(root).bytes().unwrap_or(u64::MAX);
+            bytes[owner] = bytes[owner].saturating_add(size);
+        }
+    }
+    bytes
+}

@@ -1,0 +1,141 @@
+//! From a graph to the costs that planning works on, and from a profile to the times in it.
+//!
+//! An op's id is its place in [`numbered`](crate::graph::order::numbered). Sizes come from the graph; times, which are
+//! zero at first, from a profile of the same graph.
+
+use super::attribution::Attribution;
+use crate::graph::{Graph, Node};
+use crate::op::table::rule;
+use crate::op::{NodeId, Op, Value};
+use crate::profile::Profile;
+use crate::profile::cost_graph::{CostGraph, OpCost, OpId, ParamCost, TensorCost};
+use crate::tensor::DType;
+use std::collections::{HashMap, HashSet};
+use thiserror::Error;
+
+/// Why a profile does not belong to a model.
+#[derive(Clone, Debug, Error, PartialEq)]
+#[allow(missing_docs)]
+pub enum FillError {
+    #[error("the profile is of another model: it has {profiled} ops, `{model}` has {ops}")]
+    Count { profiled: usize, model: String, ops: usize },
+    #[error("the profile is of another model: its sha256 is {profiled}, this model's is {model}")]
+    Sha { profiled: String, model: String },
+    #[error("the profile is of another model: op {id} is `{profiled}` there and `{model}` here")]
+    Op { id: usize, profiled: String, model: String },
+    #[error(
+        "the profile was made at other sizes (micro-batch {micro_batch}, {dtype}): op {id} `{name}` makes {profiled} bytes \
+         there and {model} here; profile again at this micro-batch"
+    )]
+    Size { id: usize, name: String, profiled: u64, model: u64, micro_batch: u64, dtype: String },
+}
+
+/// The costs of a graph of fixed sizes, without times.
+///
+/// A parameter's bytes stand with the first op that reads it, so that they add up to those of the model; `params` names
+/// all its readers. Values that follow from constants alone are no tensors: every stage makes its own.
+pub fn cost_graph(graph: &Graph, attribution: &Attribution) -> CostGraph {
+    let number: HashMap<NodeId, OpId> =
+        attribution.ops.iter().enumerate().map(|(i, id)| (*id, OpId(i as u32))).collect();
+    let readers = |value: Value| -> Vec<OpId> {
+        let mut ops: Vec<OpId> =
+            graph.consumers(value).iter().filter_map(|(node, _)| number.get(node).copied()).collect();
+        ops.sort_unstable();
+        ops.dedup();
+        ops
+    };
+    let size = |value: Value| graph.fact(value).bytes().unwrap_or(u64::MAX);
+    let results: HashSet<Value> = graph.outputs.iter().map(|o| o.value).collect();
+
+    let mut costs = CostGraph::default();
+    for (i, &id) in attribution.ops.iter().enumerate() {
+        let node = graph.node(id);
+        let values = graph.values(id);
+        costs.ops.push(OpCost {
+            id: i as u32,
+            name: told(node).to_string(),
+            module: node.origin.module.clone(),
+            op: rule(&node.op).name().to_string(),
+            saved_bytes: attribution.saved_bytes[i],
+            out_bytes: values.iter().fold(0u64, |sum, v| sum.saturating_add(size(*v))),
+            ..OpCost::default()
+        });
+        for value in values {
+            let consumers = readers(value);
+            if consumers.is_empty() && !results.contains(&value) {
+                continue;
+            }
+            let name = match value.output {
+                0 => told(node).to_string(),
+                n => format!("{}#{n}", told(node)),
+            };
+            costs.tensors.push(TensorCost { name, producer: OpId(i as u32), bytes: size(value), consumers });
+        }
+    }
+    for id in graph.ids() {
+        let Op::Parameter(parameter) = &graph.node(id).op else { continue };
+        let value = Value { node: id, output: 0 };
+        let users = readers(value);
+        let Some(first) = users.first() else { continue };
+        let op = &mut costs.ops[first.index()];
+        op.param_bytes = op.param_bytes.saturating_add(size(value));
+        costs.params.push(ParamCost { name: parameter.name.clone(), bytes: size(value), users });
+    }
+    costs
+}
+
+/// The name that users know a node by.
+pub fn told(node: &Node) -> &str {
+    if node.origin.source.is_empty() { &node.name } else { &node.origin.source }
+}
+
+/// The element type that a model computes in: that of its first float parameter, else of its first float value.
+pub fn dtype(graph: &Graph) -> DType {
+    let floats = |parameters: bool| {
+        let of = graph.ids().filter(move |id| !parameters || matches!(graph.node(*id).op, Op::Parameter(_)));
+        of.flat_map(|id| graph.node(id).facts.iter().map(|f| f.dtype)).find(|d| d.is_float())
+    };
+    floats(true).or_else(|| floats(false)).unwrap_or(DType::F32)
+}
+
+/// Takes times and workspaces from a profile, once it is certain that it was made of this model at these sizes. Without
+/// `sha256`, the fingerprint of the model's file, that one is not compared.
+pub fn fill(costs: &mut CostGraph, profile: &Profile, sha256: Option<&str>) -> Result<(), FillError> {
+    if profile.ops.len() != costs.ops.len() {
+        let model = sha256.map_or_else(|| "this model".to_string(), shown);
+        return Err(FillError::Count { profiled: profile.ops.len(), model, ops: costs.ops.len() });
+    }
+    for (id, (op, profiled)) in costs.ops.iter().zip(&profile.ops).enumerate() {
+        if op.name != profiled.name || op.op != profiled.op {
+            let told = |name: &str, op: &str| format!("{} ({})", shown(name), shown(op));
+            let (there, here) = (told(&profiled.name, &profiled.op), told(&op.name, &op.op));
+            return Err(FillError::Op { id, profiled: there, model: here });
+        }
+    }
+    if let Some(sha256) = sha256.filter(|sha| *sha != profile.model.sha256) {
+        return Err(FillError::Sha { profiled: shown(&profile.model.sha256), model: shown(sha256) });
+    }
+    for (id, (op, profiled)) in costs.ops.iter().zip(&profile.ops).enumerate() {
+        if op.out_bytes != profiled.out_bytes {
+            return Err(FillError::Size {
+                id,
+                name: shown(&op.name),
+                profiled: profiled.out_bytes,
+                model: op.out_bytes,
+                micro_batch: profile.settings.micro_batch,
+                dtype: shown(&profile.settings.dtype),
+            });
+        }
+    }
+    for (op, profiled) in costs.ops.iter_mut().zip(&profile.ops) {
+        op.fwd_us = profiled.fwd_us;
+        op.bwd_us = profiled.bwd_us;
+        op.workspace_bytes = profiled.workspace_bytes;
+    }
+    Ok(())
+}
+
+/// A name from a file, fit for one line of a message.
+fn shown(name: &str) -> String {
+    name.chars().take(120).map(|c| if c.is_control() { '?' } else { c }).collect()
+}

@@ -1,0 +1,233 @@
+//! NumPy's npy and npz files.
+//!
+//! An npz is a zip of npy arrays. Everything in it is doubted: names appear once, sizes that the archive declares are
+//! capped by what is really there, object arrays (pickles) are refused unread, and shapes are multiplied with care.
+
+use crate::weights::FileError;
+use compiler::tensor::{DType, Tensor, element_count};
+use std::collections::BTreeMap;
+use std::io::{Cursor, Read, Write};
+use std::path::Path;
+use zip::write::SimpleFileOptions;
+use zip::{CompressionMethod, ZipArchive, ZipWriter};
+
+/// An archive whose arrays would take more memory than this is refused.
+const TOTAL_LIMIT: u64 = 64 << 30;
+
+/// Entries of an archive beyond this number are refused.
+const ENTRY_LIMIT: usize = 1 << 16;
+
+/// All arrays of an npz file, by name without `.npy`.
+pub fn read(path: &Path) -> Result<BTreeMap<String, Tensor>, FileError> {
+    let file = std::fs::File::open(path).map_err(|fault| FileError::Read { path: path.to_path_buf(), fault })?;
+    let size = file.metadata().map_err(|fault| FileError::Read { path: path.to_path_buf(), fault })?.len();
+    let wrong = |fault: String| FileError::Npz { path: path.to_path_buf(), fault };
+    let mut archive =
+        ZipArchive::new(std::io::BufReader::new(file)).map_err(|e| wrong(format!("not a zip archive: {e}")))?;
+    if archive.len() > ENTRY_LIMIT {
+        return Err(wrong(format!("{} entries; the most is {ENTRY_LIMIT}", archive.len())));
+    }
+    let mut arrays = BTreeMap::new();
+    let mut total = 0u64;
+    for i in 0..archive.len() {
+        let entry = archive.by_index(i).map_err(|e| wrong(e.to_string()))?;
+        let name = entry.name().map_err(|e| wrong(e.to_string()))?.to_string();
+        let Some(name) = name.strip_suffix(".npy").map(str::to_string) else { continue };
+        let array = |fault: String| FileError::Array { path: path.to_path_buf(), name: name.clone(), fault };
+        // Deflate grows at most about a thousandfold; more is a lie, and is found before it is allocated.
+        let declared = entry.size();
+        if declared > size.saturating_mul(1100) {
+            return Err(array(format!("declares {declared} bytes in a file of {size}")));
+        }
+        total = total.saturating_add(declared);
+        if total > TOTAL_LIMIT {
+            return Err(wrong(format!("the arrays take more than {TOTAL_LIMIT} bytes")));
+        }
+        let mut bytes = Vec::new();
+        entry.take(declared.saturating_add(1)).read_to_end(&mut bytes).map_err(|e| array(e.to_string()))?;
+        let tensor = decode(&bytes).map_err(array)?;
+        if arrays.insert(name.clone(), tensor).is_some() {
+            return Err(wrong(format!("two arrays are called `{name}`")));
+        }
+    }
+    Ok(arrays)
+}
+
+/// The array of an npy file.
+pub fn read_npy(path: &Path) -> Result<Tensor, FileError> {
+    let bytes = std::fs::read(path).map_err(|fault| FileError::Read { path: path.to_path_buf(), fault })?;
+    decode(&bytes).map_err(|fault| FileError::Array { path: path.to_path_buf(), name: "array".into(), fault })
+}
+
+/// An npz file of these arrays, uncompressed, in the order of their names, with no time in it.
+pub fn encode(path: &Path, tensors: &BTreeMap<String, Tensor>) -> Result<Vec<u8>, FileError> {
+    let wrong = |fault: String| FileError::Npz { path: path.to_path_buf(), fault };
+    let mut zip = ZipWriter::new(Cursor::new(Vec::new()));
+    let options = SimpleFileOptions::default().compression_method(CompressionMethod::Stored).large_file(true);
+    for (name, tensor) in tensors {
+        let array = encode_npy(tensor).ok_or_else(|| FileError::Array {
+            path: path.to_path_buf(),
+            name: name.clone(),
+            fault: format!("npy has no element type {}", tensor.dtype()),
+        })?;
+        zip.start_file(format!("{name}.npy"), options).map_err(|e| wrong(e.to_string()))?;
+        zip.write_all(&array).map_err(|e| wrong(e.to_string()))?;
+    }
+    Ok(zip.finish().map_err(|e| wrong(e.to_string()))?.into_inner())
+}
+
+const MAGIC: &[u8] = b"\x93NUMPY";
+
+/// The array in the bytes of an npy file, or what is wrong with it.
+pub fn decode(bytes: &[u8]) -> Result<Tensor, String> {
+    let rest = bytes.strip_prefix(MAGIC).ok_or("not an npy array")?;
+    let (length, body) = match rest {
+        [1, _, a, b, body @ ..] => (usize::from(u16::from_le_bytes([*a, *b])), body),
+        [2 | 3, _, a, b, c, d, body @ ..] => (u32::from_le_bytes([*a, *b, *c, *d]) as usize, body),
+        _ => return Err("unknown npy version".into()),
+    };
+    let header = body.get(..length).ok_or("the npy header is cut short")?;
+    let header = std::str::from_utf8(header).map_err(|_| "the npy header is no text")?;
+    let data = &body[length..];
+    let described = field(header, "descr").ok_or("the npy header has no element type")?;
+    let described = described.trim_matches(|c| c == '\'' || c == '"');
+    if described.contains('O') {
+        return Err("an object array is a pickle, which is never loaded; save plain numbers".into());
+    }
+    let (dtype, big_endian) = element(described).ok_or_else(|| format!("element type `{described}` is not supported"))?;
+    let shape = shape(field(header, "shape").ok_or("the npy header has no shape")?)?;
+    let needed = element_count(&shape).and_then(|n| n.checked_mul(dtype.size()));
+    let needed = needed.ok_or_else(|| format!("shape {shape:?} overflows any size"))?;
+    if needed != data.len() {
+        return Err(format!("shape {shape:?} of {dtype} needs {needed} bytes, there are {}", data.len()));
+    }
+    let mut data = data.to_vec();
+    if big_endian {
+        data.chunks_exact_mut(dtype.size()).for_each(<[u8]>::reverse);
+    }
+    if field(header, "fortran_order").is_some_and(|f| f.starts_with("True")) && shape.len() > 1 {
+        data = row_major(&data, &shape, dtype.size());
+    }
+    Tensor::new(dtype, shape, data.into()).map_err(|e| e.to_string())
+}
+
+/// The text behind `'key':`, up to the end of its value.
+fn field<'a>(header: &'a str, key: &str) -> Option<&'a str> {
+    let at = header.find(&format!("'{key}'")).or_else(|| header.find(&format!("\"{key}\"")))?;
+    let rest = header[at + key.len() + 2..].trim_start().strip_prefix(':')?.trim_start();
+    let end = if rest.starts_with('(') { rest.find(')').map(|i| i + 1)? } else { rest.find([',', '}'])? };
+    Some(rest[..end].trim())
+}
+
+fn element(described: &str) -> Option<(DType, bool)> {
+    let (order, kind) = described.split_at_checked(1)?;
+    let (order, kind) = if "<>|=".contains(order) { (order, kind) } else { ("=", described) };
+    let dtype = match kind {
+        "f8" => DType::F64,
+        "f4" => DType::F32,
+        "f2" => DType::F16,
+        "i8" => DType::I64,
+        "i4" => DType::I32,
+        "i2" => DType::I16,
+        "i1" => DType::I8,
+        "u8" => DType::U64,
+        "u4" => DType::U32,
+        "u2" => DType::U16,
+        "u1" => DType::U8,
+        "b1" | "?" => DType::Bool,
+        _ => return None,
+    };
+    Some((dtype, order == ">"))
+}
+
+fn shape(text: &str) -> Result<Vec<usize>, String> {
+    let wrong = || format!("the shape {text} has a size that overflows or is no number");
+    let inner = text.strip_prefix('(').and_then(|t| t.strip_suffix(')')).ok_or_else(wrong)?;
+    let dims = inner.split(',').map(str::trim).filter(|d| !d.is_empty());
+    dims.map(|d| d.trim_end_matches('L').parse().map_err(|_| wrong())).collect()
+}
+
+fn row_major(data: &[u8], shape: &[usize], size: usize) -> Vec<u8> {
+    let mut out = Vec::with_capacity(data.len());
+    for index in compiler::tensor::view::indices(shape) {
+        // Column-major: the first axis is the fastest.
+        let flat = index.iter().zip(shape).rev().fold(0, |flat, (i, d)| flat * d + i);
+        out.extend_from_slice(&data[flat * size..(flat + 1) * size]);
+    }
+    out
+}
+
+fn encode_npy(tensor: &Tensor) -> Option<Vec<u8>> {
+    let kind = match tensor.dtype() {
+        DType::F64 => "<f8",
+        DType::F32 => "<f4",
+        DType::F16 => "<f2",
+        DType::I64 => "<i8",
+        DType::I32 => "<i4",
+        DType::I16 => "<i2",
+        DType::I8 => "|i1",
+        DType::U64 => "<u8",
+        DType::U32 => "<u4",
+        DType::U16 => "<u2",
+        DType::U8 => "|u1",
+        DType::Bool => "|b1",
+        DType::Bf16 => return None,
+    };
+    let dims: String = tensor.shape().iter().map(|d| format!("{d}, ")).collect();
+    let mut header = format!("{{'descr': '{kind}', 'fortran_order': False, 'shape': ({}), }}", dims.trim_end());
+    // The data begins at a multiple of 64 bytes; the header ends with a newline.
+    while (MAGIC.len() + 4 + header.len() + 1) % 64 != 0 {
+        header.push(' ');
+    }
+    header.push('\n');
+    let mut bytes = MAGIC.to_vec();
+    bytes.extend([1, 0]);
+    bytes.extend((header.len() as u16).to_le_bytes());
+    bytes.extend(header.as_bytes());
+    bytes.extend_from_slice(tensor.bytes());
+    Some(bytes)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn arrays_come_back() {
+        for tensor in [
+            Tensor::from_f32(&[2, 3], &[1.0, 2.0, 3.0, 4.0, 5.0, f32::NAN]),
+            Tensor::from_i64(&[], &[-7]),
+            Tensor::from_bool(&[1], &[true]),
+            Tensor::zeros(DType::U8, &[0, 4]),
+        ] {
+            assert_eq!(decode(&encode_npy(&tensor).unwrap()).unwrap(), tensor);
+        }
+    }
+
+    #[test]
+    fn lies_are_told() {
+        let header = |text: &str| {
+            let mut bytes = MAGIC.to_vec();
+            bytes.extend([1, 0]);
+            bytes.extend((text.len() as u16).to_le_bytes());
+            bytes.extend(text.as_bytes());
+            decode(&bytes).unwrap_err()
+        };
+        assert!(header("{'descr': '|O', 'fortran_order': False, 'shape': (1,)}").contains("pickle"));
+        assert!(header("{'descr': '<f4', 'fortran_order': False, 'shape': (1208925819614629174706176,)}").contains("overflow"));
+        assert!(header("{'descr': '<f4', 'fortran_order': False, 'shape': (4294967296, 4294967296, 2)}").contains("overflow"));
+        assert!(header("{'descr': '<f4', 'fortran_order': False, 'shape': (3,)}").contains("needs 12 bytes"));
+        assert!(decode(b"\x93NUMPY\x01\x00\xff\xff").is_err());
+    }
+
+    #[test]
+    fn fortran_order_is_turned() {
+        let text = "{'descr': '<u1', 'fortran_order': True, 'shape': (2, 3)}";
+        let mut bytes = MAGIC.to_vec();
+        bytes.extend([1, 0]);
+        bytes.extend((text.len() as u16).to_le_bytes());
+        bytes.extend(text.as_bytes());
+        bytes.extend([1, 4, 2, 5, 3, 6]);
+        assert_eq!(decode(&bytes).unwrap().to_i64(), [1, 2, 3, 4, 5, 6]);
+    }
+}

@@ -1,0 +1,52 @@
+//! Made-up data for a model without any: seeded, of the right shapes, with indices that stay within their tables.
+
+use super::mix;
+use crate::compile::Named;
+use compiler::graph::Graph;
+use compiler::op::{Op, Value};
+use compiler::tensor::Tensor;
+use std::collections::BTreeMap;
+
+/// `rows` rows for every feed: floats spread evenly over -1…1, integers over what their readers in `graph` admit.
+pub fn synthetic(graph: &Graph, feeds: &[Named], rows: usize, seed: u64) -> BTreeMap<String, Tensor> {
+    let mut arrays = BTreeMap::new();
+    for (stream, feed) in feeds.iter().enumerate() {
+        let mut shape = feed.fact.concrete().unwrap_or_default();
+        if let Some(first) = shape.first_mut() {
+            *first = rows;
+        }
+        let count: usize = shape.iter().product();
+        let draw = |i: usize| mix(mix(seed ^ mix(stream as u64)) ^ i as u64);
+        let tensor = if feed.fact.dtype.is_float() {
+            let unit = |i| (draw(i) >> 11) as f64 / (1u64 << 52) as f64 - 1.0;
+            Tensor::from_f64(&shape, &(0..count).map(unit).collect::<Vec<_>>())
+        } else {
+            let limit = limit(graph, &feed.name).max(1) as u64;
+            Tensor::from_i64(&shape, &(0..count).map(|i| (draw(i) % limit) as i64).collect::<Vec<_>>())
+        };
+        arrays.insert(feed.name.clone(), tensor.cast(feed.fact.dtype));
+    }
+    arrays
+}
+
+/// One more than the largest index that every reader of the input accepts; 2 where nobody says.
+fn limit(graph: &Graph, name: &str) -> i64 {
+    let input = graph.ids().find(|id| matches!(&graph.node(*id).op, Op::Input(i) if i.name == name));
+    let Some(input) = input else { return 2 };
+    let mut limit = i64::MAX;
+    let mut queue = vec![Value { node: input, output: 0 }];
+    while let Some(value) = queue.pop() {
+        for (reader, slot) in graph.consumers(value) {
+            let table = |axis: usize| graph.fact(graph.inputs(reader)[0]).shape[axis].known().unwrap_or(2);
+            match &graph.node(reader).op {
+                Op::Gather(g) if slot == 1 => limit = limit.min(table(g.axis)),
+                Op::CrossEntropy(c) if slot == 1 => limit = limit.min(table(c.axis)),
+                Op::Reshape(_) | Op::Cast(_) | Op::Transpose(_) | Op::Slice(_) | Op::Broadcast(_) => {
+                    queue.push(Value { node: reader, output: 0 });
+                }
+                _ => {}
+            }
+        }
+    }
+    if limit == i64::MAX { 2 } else { limit }
+}

@@ -1,0 +1,283 @@
+//! Convolution and its gradients as products with matrices of patches.
+//!
+//! With `P [C/g·K, E]` the patches of an image for one group, `y = w P`, `dw += dy Pᵀ` and `P' = wᵀ dy`, which is added
+//! back into `dx`. The patches are made a [`Tile`] at a time, so that they stay in the cache: some rows of windows of a
+//! large image, or several small images side by side, so that the product is never a thin one.
+
+use super::matmul::{Matrix, product};
+use super::patches::{Grid, gather_patches, scatter_patches};
+use super::real::Real;
+use super::wide::wide;
+use super::{ALIGNMENT, Fast, Layout};
+use bytemuck::{cast_slice, cast_slice_mut};
+use compiler::op::Window;
+use compiler::tensor::DType;
+use std::ops::Range;
+
+/// Elements of a tile of patches: about the second-level cache.
+const TILE_ELEMENTS: usize = 256 * 1024;
+/// Columns that a tile has at least, where the data have as many.
+const MIN_COLUMNS: usize = 384;
+
+/// Which of the three convolutions.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub enum Role {
+    /// `y` from `x` and `w`.
+    Forward,
+    /// `dx` from `dy` and `w`.
+    InputGrad,
+    /// `dw` from `dy` and `x`.
+    WeightGrad,
+}
+
+/// A convolution, by the layouts of x (or its gradient), w (or its gradient) and y (or its gradient).
+pub fn kernel(role: Role, window: &Window, groups: usize, x: &Layout, w: &Layout, y: &Layout) -> Option<Fast> {
+    let grid = Grid::new(window, &x.shape[2..], &w.shape[2..], &y.shape[2..])?;
+    let shape = Shape {
+        grid,
+        images: x.shape[0],
+        groups,
+        ins: x.shape[1] / groups,
+        outs: y.shape[1] / groups,
+        tile: Tile::of(&grid, x.shape[1] / groups, x.shape[0]),
+    };
+    match x.dtype {
+        DType::F32 => Some(made::<f32>(role, shape)),
+        DType::F64 => Some(made::<f64>(role, shape)),
+        _ => None,
+    }
+}
+
+/// The windows that are done in one product.
+#[derive(Clone, Copy)]
+struct Tile {
+    images: usize,
+    /// Rows of windows; all of them where there are several images.
+    rows: usize,
+}
+
+impl Tile {
+    fn of(grid: &Grid, ins: usize, images: usize) -> Tile {
+        let (depth, width) = ((ins * grid.taps()).max(1), grid.out[2].max(1));
+        let columns = (TILE_ELEMENTS / depth).max(MIN_COLUMNS);
+        if grid.out_len() * 2 > columns || images <= 1 {
+            // Tiles of about one size, so that the last one is not a thin one.
+            let rows = (columns / width).clamp(1, grid.rows().max(1));
+            return Tile { images: 1, rows: grid.rows().max(1).div_ceil(grid.rows().max(1).div_ceil(rows)) };
+        }
+        let together = (columns / grid.out_len().max(1)).clamp(1, images);
+        Tile { images: images.div_ceil(images.div_ceil(together)), rows: grid.rows().max(1) }
+    }
+}
+
+/// Sizes of a convolution.
+#[derive(Clone, Copy)]
+struct Shape {
+    grid: Grid,
+    images: usize,
+    groups: usize,
+    /// Input channels of a group.
+    ins: usize,
+    /// Output channels of a group.
+    outs: usize,
+    tile: Tile,
+}
+
+impl Shape {
+    /// Rows of the matrix of patches.
+    fn depth(&self) -> usize {
+        self.ins * self.grid.taps()
+    }
+
+    fn columns(&self) -> usize {
+        self.tile.images * self.tile.rows * self.grid.out[2]
+    }
+
+    /// Whether the data are the patches.
+    fn is_direct(&self) -> bool {
+        self.grid.is_pointwise() && self.tile.images == 1
+    }
+
+    /// All tiles: a range of images and a range of rows of windows.
+    fn tiles(&self) -> impl Iterator<Item = (Range<usize>, Range<usize>)> + use<> {
+        let (tile, images, rows) = (self.tile, self.images, self.grid.rows());
+        (0..images).step_by(tile.images).flat_map(move |image| {
+            let images = image..images.min(image + tile.images);
+            (0..rows).step_by(tile.rows).map(move |row| (images.clone(), row..rows.min(row + tile.rows)))
+        })
+    }
+
+    /// Where the channels of a group of an image begin in x.
+    fn x_of(&self, image: usize, group: usize) -> Range<usize> {
+        let size = self.ins * self.grid.data_len();
+        let at = (image * self.groups + group) * size;
+        at..at + size
+    }
+
+    /// Where the channels of a group of an image begin in y.
+    fn y_of(&self, image: usize, group: usize) -> Range<usize> {
+        let size = self.outs * self.grid.out_len();
+        let at = (image * self.groups + group) * size;
+        at..at + size
+    }
+
+    fn w_of(&self, group: usize) -> Range<usize> {
+        let size = self.outs * self.depth();
+        group * size..(group + 1) * size
+    }
+}
+
+fn made<T: Real>(role: Role, shape: Shape) -> Fast {
+    let patches = if shape.is_direct() { 0 } else { shape.depth() * shape.columns() };
+    let beside = if shape.tile.images > 1 { shape.outs * shape.columns() } else { 0 };
+    let first = (patches * size_of::<T>()).next_multiple_of(ALIGNMENT);
+    let fast = Fast::new(move |inputs, outputs, workspace| {
+        let (head, tail) = workspace.split_at_mut(first);
+        let patches = &mut cast_slice_mut::<u8, T>(head)[..patches];
+        let beside = &mut cast_slice_mut::<u8, T>(&mut tail[..beside * size_of::<T>()])[..];
+        let (a, b) = (cast_slice::<u8, T>(inputs[0]), cast_slice::<u8, T>(inputs[1]));
+        let result = cast_slice_mut::<u8, T>(outputs[0]);
+        match role {
+            Role::Forward => forward(&shape, a, b, result, patches, beside),
+            Role::InputGrad => input_grad(&shape, a, b, result, patches, beside),
+            Role::WeightGrad => weight_grad(&shape, a, b, result, patches, beside),
+        }
+        Ok(())
+    });
+    fast.with_workspace(first + beside * size_of::<T>())
+}
+
+fn forward<T: Real>(s: &Shape, x: &[T], w: &[T], y: &mut [T], patches: &mut [T], beside: &mut [T]) {
+    if s.depth() == 0 {
+        return y.fill(T::ZERO);
+    }
+    for (images, rows) in s.tiles() {
+        for group in 0..s.groups {
+            let w = Matrix { values: &w[s.w_of(group)], strides: (s.depth(), 1) };
+            let n = images.len() * rows.len() * s.grid.out[2];
+            let from = rows.start * s.grid.out[2];
+            if s.is_direct() {
+                let x = Matrix { values: &x[s.x_of(images.start, group)][from..], strides: (s.grid.out_len(), 1) };
+                let y = &mut y[s.y_of(images.start, group)][from..];
+                product([s.outs, n, s.depth()], w, x, y, s.grid.out_len(), false);
+                continue;
+            }
+            collect(s, x, &images, &rows, group, patches, n);
+            let p = Matrix { values: &*patches, strides: (n, 1) };
+            if images.len() == 1 && beside.is_empty() {
+                let y = &mut y[s.y_of(images.start, group)][from..];
+                product([s.outs, n, s.depth()], w, p, y, s.grid.out_len(), false);
+            } else {
+                product([s.outs, n, s.depth()], w, p, beside, n, false);
+                let size = s.grid.out_len();
+                for (i, image) in images.clone().enumerate() {
+                    for (o, y) in y[s.y_of(image, group)].chunks_exact_mut(size).enumerate() {
+                        y.copy_from_slice(&beside[o * n + i * size..o * n + (i + 1) * size]);
+                    }
+                }
+            }
+        }
+    }
+}
+
+fn input_grad<T: Real>(s: &Shape, dy: &[T], w: &[T], dx: &mut [T], patches: &mut [T], beside: &mut [T]) {
+    if s.outs == 0 || !s.is_direct() {
+        dx.fill(T::ZERO);
+    }
+    if s.outs == 0 || s.depth() == 0 {
+        return;
+    }
+    for (images, rows) in s.tiles() {
+        for group in 0..s.groups {
+            let w = Matrix { values: &w[s.w_of(group)], strides: (1, s.depth()) };
+            let n = images.len() * rows.len() * s.grid.out[2];
+            let from = rows.start * s.grid.out[2];
+            let dy = side_by_side(s, dy, &images, from, group, beside);
+            if s.is_direct() {
+                let dx = &mut dx[s.x_of(images.start, group)][from..];
+                product([s.depth(), n, s.outs], w, dy, dx, s.grid.out_len(), false);
+                continue;
+            }
+            product([s.depth(), n, s.outs], w, dy, patches, n, false);
+            spread(s, patches, n, &images, &rows, group, dx);
+        }
+    }
+}
+
+fn weight_grad<T: Real>(s: &Shape, dy: &[T], x: &[T], dw: &mut [T], patches: &mut [T], beside: &mut [T]) {
+    let mut add = false;
+    for (images, rows) in s.tiles() {
+        for group in 0..s.groups {
+            let n = images.len() * rows.len() * s.grid.out[2];
+            let from = rows.start * s.grid.out[2];
+            let dy = side_by_side(s, dy, &images, from, group, beside);
+            let p = if s.is_direct() {
+                Matrix { values: &x[s.x_of(images.start, group)][from..], strides: (1, s.grid.out_len()) }
+            } else {
+                collect(s, x, &images, &rows, group, patches, n);
+                Matrix { values: &*patches, strides: (1, n) }
+            };
+            product([s.outs, s.depth(), n], dy, p, &mut dw[s.w_of(group)], s.depth(), add);
+        }
+        add = true;
+    }
+    if !add {
+        dw.fill(T::ZERO);
+    }
+}
+
+/// `dy` of a tile as one matrix: as it lies, or with several images copied side by side.
+fn side_by_side<'a, T: Real>(
+    s: &Shape,
+    dy: &'a [T],
+    images: &Range<usize>,
+    from: usize,
+    group: usize,
+    beside: &'a mut [T],
+) -> Matrix<'a, T> {
+    let size = s.grid.out_len();
+    if beside.is_empty() {
+        return Matrix { values: &dy[s.y_of(images.start, group)][from..], strides: (size, 1) };
+    }
+    let n = images.len() * size;
+    for (i, image) in images.clone().enumerate() {
+        for (o, dy) in dy[s.y_of(image, group)].chunks_exact(size).enumerate() {
+            beside[o * n + i * size..o * n + (i + 1) * size].copy_from_slice(dy);
+        }
+    }
+    Matrix { values: beside, strides: (n, 1) }
+}
+
+wide! {
+    fn collect[T: Real](
+        s: &Shape,
+        x: &[T],
+        images: &Range<usize>,
+        rows: &Range<usize>,
+        group: usize,
+        patches: &mut [T],
+        pitch: usize,
+    ) {
+        let size = rows.len() * s.grid.out[2];
+        for (i, image) in images.clone().enumerate() {
+            gather_patches(&s.grid, &x[s.x_of(image, group)], rows.clone(), &mut patches[i * size..], pitch);
+        }
+    }
+}
+
+wide! {
+    fn spread[T: Real](
+        s: &Shape,
+        patches: &[T],
+        pitch: usize,
+        images: &Range<usize>,
+        rows: &Range<usize>,
+        group: usize,
+        dx: &mut [T],
+    ) {
+        let size = rows.len() * s.grid.out[2];
+        for (i, image) in images.clone().enumerate() {
+            scatter_patches(&s.grid, &patches[i * size..], pitch, rows.clone(), &mut dx[s.x_of(image, group)]);
+        }
+    }
+}

@@ -1,0 +1,137 @@
+//! Mean cross-entropy against class indices, and its gradient.
+
+use super::real::Real;
+use super::sum::{largest, sum_exp};
+use super::wide::wide;
+use super::{Fast, Layout};
+use bytemuck::{cast_slice, cast_slice_mut};
+use compiler::op::{CrossEntropy, CrossEntropyGrad, KernelError};
+use compiler::tensor::DType;
+use compiler::tensor::view::View;
+
+/// The loss.
+pub fn kernel(op: &CrossEntropy, logits: &Layout, target: &Layout) -> Option<Fast> {
+    let rows = Rows::new(logits, target, op.axis, op.ignore);
+    match logits.dtype {
+        DType::F32 => Some(loss::<f32>(rows)),
+        DType::F64 => Some(loss::<f64>(rows)),
+        _ => None,
+    }
+}
+
+/// Its gradient.
+pub fn grad(op: &CrossEntropyGrad, logits: &Layout, target: &Layout) -> Option<Fast> {
+    let rows = Rows::new(logits, target, op.axis, op.ignore);
+    match logits.dtype {
+        DType::F32 => Some(slopes::<f32>(rows)),
+        DType::F64 => Some(slopes::<f64>(rows)),
+        _ => None,
+    }
+}
+
+/// How logits and targets lie.
+struct Rows {
+    classes: usize,
+    inner: usize,
+    target: Layout,
+    ignore: Option<i64>,
+}
+
+impl Rows {
+    fn new(logits: &Layout, target: &Layout, axis: usize, ignore: Option<i64>) -> Rows {
+        let inner = logits.shape[axis + 1..].iter().product();
+        Rows { classes: logits.shape[axis], inner, target: target.clone(), ignore }
+    }
+
+    /// The class of row `i`, or `None` when it is ignored.
+    fn class(&self, target: &View<'_>, i: usize) -> Result<Option<usize>, KernelError> {
+        let label = target.i64(i);
+        if self.ignore == Some(label) {
+            return Ok(None);
+        }
+        let class = usize::try_from(label).ok().filter(|&class| class < self.classes);
+        class.map(Some).ok_or(KernelError::Label { label, classes: self.classes })
+    }
+
+    /// The index of the first logit of row `i`; the next ones are `inner` apart.
+    fn first(&self, i: usize) -> usize {
+        i / self.inner * self.classes * self.inner + i % self.inner
+    }
+}
+
+fn loss<T: Real>(rows: Rows) -> Fast {
+    let scratch = if rows.inner == 1 { 0 } else { rows.classes * size_of::<T>() };
+    let fast = Fast::new(move |inputs, outputs, workspace| {
+        let [loss, lse] = outputs else { unreachable!("the loss has two outputs") };
+        let (logits, lse) = (cast_slice::<u8, T>(inputs[0]), cast_slice_mut::<u8, T>(lse));
+        let target = View::new(rows.target.dtype, &rows.target.shape, inputs[1]);
+        let (mut sum, mut count) = (0.0, 0usize);
+        for (i, lse) in lse.iter_mut().enumerate() {
+            let first = rows.first(i);
+            let exact = if rows.inner == 1 {
+                log_sum_exp(&logits[first..first + rows.classes])
+            } else {
+                let row = &mut cast_slice_mut::<u8, T>(workspace)[..rows.classes];
+                row.iter_mut().enumerate().for_each(|(k, v)| *v = logits[first + k * rows.inner]);
+                log_sum_exp(row)
+            };
+            *lse = T::of(exact);
+            if let Some(class) = rows.class(&target, i)? {
+                sum += exact - logits[first + class * rows.inner].wide();
+                count += 1;
+            }
+        }
+        cast_slice_mut::<u8, T>(loss)[0] = T::of(sum / count as f64);
+        Ok(())
+    });
+    fast.with_workspace(scratch)
+}
+
+wide! {
+    fn log_sum_exp[T: Real](row: &[T]) -> f64 {
+        let max = largest(row);
+        max.wide() + sum_exp(row, max).ln()
+    }
+}
+
+fn slopes<T: Real>(rows: Rows) -> Fast {
+    Fast::new(move |inputs, outputs, _| {
+        let (dloss, logits) = (cast_slice::<u8, T>(inputs[0])[0], cast_slice::<u8, T>(inputs[1]));
+        let target = View::new(rows.target.dtype, &rows.target.shape, inputs[2]);
+        let lse = cast_slice::<u8, T>(inputs[3]);
+        let dlogits = cast_slice_mut::<u8, T>(outputs[0]);
+        let mut count = 0usize;
+        for i in 0..target.len() {
+            count += rows.class(&target, i)?.is_some() as usize;
+        }
+        let each = dloss.wide() / count as f64;
+        for (i, lse) in lse.iter().enumerate() {
+            let (first, step) = (rows.first(i), rows.inner);
+            let Some(class) = rows.class(&target, i)? else {
+                (0..rows.classes).for_each(|k| dlogits[first + k * step] = T::ZERO);
+                continue;
+            };
+            if step == 1 {
+                let range = first..first + rows.classes;
+                slope_row(&logits[range.clone()], &mut dlogits[range], lse.wide(), each);
+            } else {
+                for k in 0..rows.classes {
+                    let at = first + k * step;
+                    dlogits[at] = T::of(T::of(logits[at].wide() - lse.wide()).exp().wide() * each);
+                }
+            }
+            let hit = first + class * step;
+            let p = T::of(logits[hit].wide() - lse.wide()).exp().wide();
+            dlogits[hit] = T::of((p - 1.0) * each);
+        }
+        Ok(())
+    })
+}
+
+wide! {
+    fn slope_row[T: Real](logits: &[T], dlogits: &mut [T], lse: f64, each: f64) {
+        for (d, x) in dlogits.iter_mut().zip(logits) {
+            *d = T::of(T::of(x.wide() - lse).exp().wide() * each);
+        }
+    }
+}

@@ -1,0 +1,81 @@
+//! Slices picked by indices, and their gradient.
+
+use super::real::Real;
+use super::wide::wide;
+use super::{Fast, Layout};
+use bytemuck::{cast_slice, cast_slice_mut};
+use compiler::op::{Gather, KernelError, ScatterAdd};
+use compiler::tensor::DType;
+use compiler::tensor::view::View;
+
+/// Slices of `x`, any element type.
+pub fn gather(op: &Gather, x: &Layout, indices: &Layout) -> Option<Fast> {
+    let outer: usize = x.shape[..op.axis].iter().product();
+    let size = x.shape[op.axis];
+    let run = x.shape[op.axis + 1..].iter().product::<usize>() * x.dtype.size();
+    let indices = indices.clone();
+    Some(Fast::new(move |inputs, outputs, _| {
+        let (x, y) = (inputs[0], &mut *outputs[0]);
+        let rows = View::new(indices.dtype, &indices.shape, inputs[1]);
+        check(&rows, size)?;
+        for block in 0..outer {
+            for i in 0..rows.len() {
+                let from = (block * size + row(&rows, i, size)?) * run;
+                let to = (block * rows.len() + i) * run;
+                y[to..to + run].copy_from_slice(&x[from..from + run]);
+            }
+        }
+        Ok(())
+    }))
+}
+
+/// Slices of `dy` added where they came from, in the order of the indices.
+pub fn scatter_add(op: &ScatterAdd, dy: &Layout, indices: &Layout, y: &Layout) -> Option<Fast> {
+    match dy.dtype {
+        DType::F32 => Some(scatter::<f32>(op.axis, indices, y)),
+        DType::F64 => Some(scatter::<f64>(op.axis, indices, y)),
+        _ => None,
+    }
+}
+
+fn scatter<T: Real>(axis: usize, indices: &Layout, y: &Layout) -> Fast {
+    let outer: usize = y.shape[..axis].iter().product();
+    let size = y.shape[axis];
+    let run: usize = y.shape[axis + 1..].iter().product();
+    let indices = indices.clone();
+    Fast::new(move |inputs, outputs, _| {
+        let (dy, y) = (cast_slice::<u8, T>(inputs[0]), cast_slice_mut::<u8, T>(outputs[0]));
+        let rows = View::new(indices.dtype, &indices.shape, inputs[1]);
+        check(&rows, size)?;
+        y.fill(T::ZERO);
+        for block in 0..outer {
+            for i in 0..rows.len() {
+                let to = (block * size + row(&rows, i, size)?) * run;
+                let from = (block * rows.len() + i) * run;
+                add(&dy[from..from + run], &mut y[to..to + run]);
+            }
+        }
+        Ok(())
+    })
+}
+
+wide! {
+    /// `y += x`
+    pub fn add[T: Real](x: &[T], y: &mut [T]) {
+        for (y, &x) in y.iter_mut().zip(x) {
+            *y = *y + x;
+        }
+    }
+}
+
+fn check(indices: &View<'_>, size: usize) -> Result<(), KernelError> {
+    (0..indices.len()).try_for_each(|i| row(indices, i, size).map(|_| ()))
+}
+
+/// Index `i` as it lies in an axis of this size: one below zero counts from the end.
+fn row(indices: &View<'_>, i: usize, size: usize) -> Result<usize, KernelError> {
+    let index = indices.i64(i);
+    let from_end = || size.checked_sub(index.unsigned_abs() as usize).filter(|_| indices.dtype != DType::U64);
+    let row = usize::try_from(index).ok().or_else(from_end);
+    row.filter(|&row| row < size).ok_or(KernelError::Index { index, size })
+}

@@ -1,0 +1,98 @@
+//! Layer normalisation and its gradient; statistics and what lies between are in `f64`.
+
+use super::real::Real;
+use super::sum::{sum_of, sum_of_pairs};
+use super::wide::wide;
+use super::{Fast, Layout};
+use bytemuck::{cast_slice, cast_slice_mut};
+use compiler::op::LayerNorm;
+use compiler::tensor::DType;
+
+/// Normalisation of rows as long as the scale.
+pub fn kernel(op: &LayerNorm, x: &Layout, scale: &Layout) -> Option<Fast> {
+    match x.dtype {
+        DType::F32 => Some(forward::<f32>(op.epsilon, scale.len())),
+        DType::F64 => Some(forward::<f64>(op.epsilon, scale.len())),
+        _ => None,
+    }
+}
+
+/// Its gradient.
+pub fn grad(x: &Layout, scale: &Layout) -> Option<Fast> {
+    match x.dtype {
+        DType::F32 => Some(backward::<f32>(scale.len())),
+        DType::F64 => Some(backward::<f64>(scale.len())),
+        _ => None,
+    }
+}
+
+fn forward<T: Real>(epsilon: f64, n: usize) -> Fast {
+    Fast::new(move |inputs, outputs, _| {
+        let [y, mean, rstd] = outputs else { unreachable!("a layer norm has three outputs") };
+        let [x, scale, bias] = [0, 1, 2].map(|i| cast_slice::<u8, T>(inputs[i]));
+        let (mean, rstd) = (cast_slice_mut::<u8, T>(mean), cast_slice_mut::<u8, T>(rstd));
+        let y = cast_slice_mut::<u8, T>(y);
+        for row in 0..mean.len() {
+            let range = row * n..(row + 1) * n;
+            let statistics = normalise(&x[range.clone()], scale, bias, &mut y[range], epsilon);
+            (mean[row], rstd[row]) = (T::of(statistics[0]), T::of(statistics[1]));
+        }
+        Ok(())
+    })
+}
+
+wide! {
+    fn normalise[T: Real](x: &[T], scale: &[T], bias: &[T], y: &mut [T], epsilon: f64) -> [f64; 2] {
+        let n = x.len() as f64;
+        let mean = sum_of(x, |v| v) / n;
+        let variance = sum_of(x, |v| (v - mean) * (v - mean)) / n;
+        let rstd = 1.0 / (variance + epsilon).sqrt();
+        for (((y, x), scale), bias) in y.iter_mut().zip(x).zip(scale).zip(bias) {
+            *y = T::of((x.wide() - mean) * rstd * scale.wide() + bias.wide());
+        }
+        [mean, rstd]
+    }
+}
+
+fn backward<T: Real>(n: usize) -> Fast {
+    let fast = Fast::new(move |inputs, outputs, workspace| {
+        let [dx, dscale, dbias] = outputs else { unreachable!("the gradient of a layer norm has three outputs") };
+        let [dy, x, scale, mean, rstd] = [0, 1, 2, 3, 4].map(|i| cast_slice::<u8, T>(inputs[i]));
+        let dx = cast_slice_mut::<u8, T>(dx);
+        let sums = &mut cast_slice_mut::<u8, f64>(workspace)[..2 * n];
+        sums.fill(0.0);
+        for row in 0..mean.len() {
+            let range = row * n..(row + 1) * n;
+            let statistics = [mean[row].wide(), rstd[row].wide()];
+            backward_row(&dy[range.clone()], &x[range.clone()], scale, statistics, &mut dx[range], sums);
+        }
+        let (scale_sums, bias_sums) = sums.split_at(n);
+        cast_slice_mut::<u8, T>(dscale).iter_mut().zip(scale_sums).for_each(|(d, &sum)| *d = T::of(sum));
+        cast_slice_mut::<u8, T>(dbias).iter_mut().zip(bias_sums).for_each(|(d, &sum)| *d = T::of(sum));
+        Ok(())
+    });
+    fast.with_workspace(2 * n * size_of::<f64>())
+}
+
+wide! {
+    // With g = dy scale and x̂ = (x - mean) rstd: dx = rstd (g - mean(g) - x̂ mean(g x̂)).
+    fn backward_row[T: Real](dy: &[T], x: &[T], scale: &[T], statistics: [f64; 2], dx: &mut [T], sums: &mut [f64]) {
+        let [mean, rstd] = statistics;
+        let n = x.len();
+        let (scale_sums, bias_sums) = sums.split_at_mut(n);
+        for i in 0..n {
+            scale_sums[i] += dy[i].wide() * ((x[i].wide() - mean) * rstd);
+            bias_sums[i] += dy[i].wide();
+        }
+        // g stands in dx for a moment.
+        for ((g, dy), scale) in dx.iter_mut().zip(dy).zip(scale) {
+            *g = *dy * *scale;
+        }
+        let g_mean = sum_of(dx, |g| g) / n as f64;
+        let g_x_mean = sum_of_pairs(dx, x, |g, x| g * ((x - mean) * rstd)) / n as f64;
+        for (dx, x) in dx.iter_mut().zip(x) {
+            let x_hat = (x.wide() - mean) * rstd;
+            *dx = T::of(rstd * (dx.wide() - g_mean - x_hat * g_x_mean));
+        }
+    }
+}

@@ -1,0 +1,227 @@
+//! Optimizer steps over plain slices, after PyTorch's rules.
+//!
+//! A step reads weights, a gradient and the optimizer's state, and writes new weights, over the old ones or beside them
+//! ([`Weights`]); the state is changed in place and begins as zeros. The gradient is multiplied by `scale` before
+//! anything else: the mean over replicas, and clipping. Rules are worked out in `f64` for each element and rounded once.
+
+use super::real::Real;
+use super::wide::wide;
+
+/// Elements that are copied before they are stepped.
+const PIECE: usize = 2048;
+
+/// Where the new weights go.
+pub enum Weights<'a, T> {
+    /// Over the old ones.
+    InPlace(&'a mut [T]),
+    /// Beside the old ones, which stay as they are.
+    Beside {
+        /// The old weights.
+        old: &'a [T],
+        /// The new ones.
+        new: &'a mut [T],
+    },
+}
+
+/// Stochastic gradient descent.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Sgd {
+    /// Learning rate.
+    pub lr: f64,
+    /// Share of the momentum that is kept; 0 for none.
+    pub momentum: f64,
+    /// Nesterov's momentum.
+    pub nesterov: bool,
+    /// Times the weights, added to the gradient.
+    pub weight_decay: f64,
+    /// Factor of the gradient.
+    pub scale: f64,
+}
+
+/// Adam, and AdamW with `decoupled`.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Adam {
+    /// Learning rate.
+    pub lr: f64,
+    /// Shares of the first and second moment that are kept.
+    pub betas: [f64; 2],
+    /// Added to the root of the second moment.
+    pub epsilon: f64,
+    /// Decay of the weights.
+    pub weight_decay: f64,
+    /// Whether the decay acts on the weights themselves (AdamW), not through the gradient.
+    pub decoupled: bool,
+    /// The number of this step, from 1.
+    pub step: u64,
+    /// Factor of the gradient.
+    pub scale: f64,
+}
+
+/// RMSProp.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct RmsProp {
+    /// Learning rate.
+    pub lr: f64,
+    /// Share of the mean square that is kept.
+    pub alpha: f64,
+    /// Added to the root of the mean square.
+    pub epsilon: f64,
+    /// Times the weights, added to the gradient.
+    pub weight_decay: f64,
+    /// Share of the momentum that is kept; 0 for none.
+    pub momentum: f64,
+    /// Factor of the gradient.
+    pub scale: f64,
+}
+
+/// Adagrad.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Adagrad {
+    /// Learning rate.
+    pub lr: f64,
+    /// How the learning rate falls: by `1 + (step - 1)·lr_decay`.
+    pub lr_decay: f64,
+    /// Added to the root of the sum of squares.
+    pub epsilon: f64,
+    /// Times the weights, added to the gradient.
+    pub weight_decay: f64,
+    /// The number of this step, from 1.
+    pub step: u64,
+    /// Factor of the gradient.
+    pub scale: f64,
+}
+
+/// A rule for one element: the new weight from the old one, the gradient, and two numbers of state.
+trait Rule: Copy {
+    fn next(self, weight: f64, gradient: f64, first: &mut f64, second: &mut f64) -> f64;
+}
+
+impl Rule for Sgd {
+    #[inline(always)]
+    fn next(self, weight: f64, gradient: f64, buffer: &mut f64, _: &mut f64) -> f64 {
+        let g = gradient * self.scale + self.weight_decay * weight;
+        // A buffer of zeros gives PyTorch's first step, in which the buffer becomes the gradient.
+        *buffer = self.momentum * *buffer + g;
+        let step = if self.nesterov { g + self.momentum * *buffer } else { *buffer };
+        weight - self.lr * step
+    }
+}
+
+/// [`Adam`] with what is the same for all elements worked out.
+#[derive(Clone, Copy)]
+struct AdamNow {
+    rule: Adam,
+    step_size: f64,
+    root_correction: f64,
+}
+
+impl Rule for AdamNow {
+    #[inline(always)]
+    fn next(self, weight: f64, gradient: f64, first: &mut f64, second: &mut f64) -> f64 {
+        let rule = self.rule;
+        let (mut weight, mut g) = (weight, gradient * rule.scale);
+        if rule.decoupled {
+            weight *= 1.0 - rule.lr * rule.weight_decay;
+        } else {
+            g += rule.weight_decay * weight;
+        }
+        *first += (g - *first) * (1.0 - rule.betas[0]);
+        *second = rule.betas[1] * *second + (1.0 - rule.betas[1]) * g * g;
+        weight - self.step_size * *first / (second.sqrt() / self.root_correction + rule.epsilon)
+    }
+}
+
+impl Rule for RmsProp {
+    #[inline(always)]
+    fn next(self, weight: f64, gradient: f64, square: &mut f64, buffer: &mut f64) -> f64 {
+        let g = gradient * self.scale + self.weight_decay * weight;
+        *square = self.alpha * *square + (1.0 - self.alpha) * g * g;
+        *buffer = self.momentum * *buffer + g / (square.sqrt() + self.epsilon);
+        weight - self.lr * *buffer
+    }
+}
+
+impl Rule for Adagrad {
+    #[inline(always)]
+    fn next(self, weight: f64, gradient: f64, sum: &mut f64, _: &mut f64) -> f64 {
+        let g = gradient * self.scale + self.weight_decay * weight;
+        let lr = self.lr / (1.0 + (self.step as f64 - 1.0) * self.lr_decay);
+        *sum += g * g;
+        weight - lr * g / (sum.sqrt() + self.epsilon)
+    }
+}
+
+/// A step of SGD; `buffer` holds the momentum, and may be empty where there is none.
+pub fn sgd<T: Real>(weights: Weights<'_, T>, gradient: &[T], buffer: &mut [T], rule: Sgd) {
+    step(weights, gradient, buffer, &mut [], rule);
+}
+
+/// A step of Adam or AdamW; `first` and `second` hold the moments.
+pub fn adam<T: Real>(weights: Weights<'_, T>, gradient: &[T], first: &mut [T], second: &mut [T], rule: Adam) {
+    let correction = |beta: f64| 1.0 - beta.powf(rule.step as f64);
+    let [first_correction, second_correction] = rule.betas.map(correction);
+    let now = AdamNow { rule, step_size: rule.lr / first_correction, root_correction: second_correction.sqrt() };
+    step(weights, gradient, first, second, now);
+}
+
+/// A step of RMSProp; `square` holds the mean square, `buffer` the momentum, which may be empty where there is none.
+pub fn rmsprop<T: Real>(weights: Weights<'_, T>, gradient: &[T], square: &mut [T], buffer: &mut [T], rule: RmsProp) {
+    step(weights, gradient, square, buffer, rule);
+}
+
+/// A step of Adagrad; `sum` holds the sum of squares.
+pub fn adagrad<T: Real>(weights: Weights<'_, T>, gradient: &[T], sum: &mut [T], rule: Adagrad) {
+    step(weights, gradient, sum, &mut [], rule);
+}
+
+/// `sum += gradient`
+pub fn accumulate<T: Real>(sum: &mut [T], gradient: &[T]) {
+    super::gather::add(gradient, sum);
+}
+
+/// `to = from`
+pub fn copy<T: Real>(to: &mut [T], from: &[T]) {
+    to.copy_from_slice(from);
+}
+
+fn step<T: Real, R: Rule>(weights: Weights<'_, T>, gradient: &[T], first: &mut [T], second: &mut [T], rule: R) {
+    match weights {
+        Weights::InPlace(weights) => step_in_place(weights, gradient, first, second, rule),
+        // A piece at a time, so that what was copied is still in the cache when it is stepped.
+        Weights::Beside { old, new } => {
+            for at in (0..new.len()).step_by(PIECE) {
+                let piece = at..new.len().min(at + PIECE);
+                new[piece.clone()].copy_from_slice(&old[piece.clone()]);
+                let first = if first.is_empty() { &mut [] } else { &mut first[piece.clone()] };
+                let second = if second.is_empty() { &mut [] } else { &mut second[piece.clone()] };
+                step_in_place(&mut new[piece.clone()], &gradient[piece], first, second, rule);
+            }
+        }
+    }
+}
+
+wide! {
+    // An empty state stands for zeros that nobody keeps.
+    fn step_in_place[T: Real, R: Rule](weights: &mut [T], gradient: &[T], first: &mut [T], second: &mut [T], rule: R) {
+        let n = weights.len();
+        let gradient = &gradient[..n];
+        if first.is_empty() {
+            for (weight, gradient) in weights.iter_mut().zip(gradient) {
+                *weight = T::of(rule.next(weight.wide(), gradient.wide(), &mut 0.0, &mut 0.0));
+            }
+        } else if second.is_empty() {
+            for ((weight, gradient), first) in weights.iter_mut().zip(gradient).zip(&mut first[..n]) {
+                let mut state = first.wide();
+                *weight = T::of(rule.next(weight.wide(), gradient.wide(), &mut state, &mut 0.0));
+                *first = T::of(state);
+            }
+        } else {
+            let state = first[..n].iter_mut().zip(&mut second[..n]);
+            for ((weight, gradient), (first, second)) in weights.iter_mut().zip(gradient).zip(state) {
+                let (mut a, mut b) = (first.wide(), second.wide());
+                *weight = T::of(rule.next(weight.wide(), gradient.wide(), &mut a, &mut b));
+                (*first, *second) = (T::of(a), T::of(b));
+            }
+        }
+    }
+}

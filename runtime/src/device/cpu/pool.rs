@@ -1,0 +1,240 @@
+//! The largest element and the mean of each window, and their gradients: a row of windows at a time, tap by tap.
+
+use super::patches::Grid;
+use super::real::Real;
+use super::sum::{largest, sum_of};
+use super::wide::wide;
+use super::{ALIGNMENT, Fast, Layout};
+use bytemuck::{cast_slice, cast_slice_mut};
+use compiler::op::{AvgPool, MaxPool};
+use compiler::tensor::DType;
+
+/// Largest elements.
+pub fn max(op: &MaxPool, x: &Layout, y: &Layout) -> Option<Fast> {
+    let grid = Grid::new(&op.window, &x.shape[2..], &op.kernel, &y.shape[2..])?;
+    match x.dtype {
+        DType::F32 => Some(max_of::<f32>(grid)),
+        DType::F64 => Some(max_of::<f64>(grid)),
+        _ => None,
+    }
+}
+
+/// The gradient of [`max`].
+pub fn max_grad(op: &MaxPool, x: &Layout, dy: &Layout) -> Option<Fast> {
+    let grid = Grid::new(&op.window, &x.shape[2..], &op.kernel, &dy.shape[2..])?;
+    u32::try_from(grid.data_len()).ok()?;
+    match x.dtype {
+        DType::F32 => Some(max_grad_of::<f32>(grid)),
+        DType::F64 => Some(max_grad_of::<f64>(grid)),
+        _ => None,
+    }
+}
+
+/// Means.
+pub fn avg(op: &AvgPool, x: &Layout, y: &Layout) -> Option<Fast> {
+    let grid = Grid::new(&op.window, &x.shape[2..], &op.kernel, &y.shape[2..])?;
+    let shares = Shares::of(op, &grid, &x.shape[2..]);
+    match x.dtype {
+        DType::F32 => Some(avg_of::<f32>(grid, shares)),
+        DType::F64 => Some(avg_of::<f64>(grid, shares)),
+        _ => None,
+    }
+}
+
+/// The gradient of [`avg`].
+pub fn avg_grad(op: &AvgPool, dy: &Layout, dx: &Layout) -> Option<Fast> {
+    let grid = Grid::new(&op.window, &dx.shape[2..], &op.kernel, &dy.shape[2..])?;
+    let shares = Shares::of(op, &grid, &dx.shape[2..]);
+    match dy.dtype {
+        DType::F32 => Some(avg_grad_of::<f32>(grid, shares)),
+        DType::F64 => Some(avg_grad_of::<f64>(grid, shares)),
+        _ => None,
+    }
+}
+
+/// The part that one element has in the mean of its window, as a product over the axes; 0 for an empty window.
+struct Shares([Vec<f64>; 3]);
+
+impl Shares {
+    fn of(op: &AvgPool, grid: &Grid, data: &[usize]) -> Shares {
+        let missing = 3 - data.len();
+        Shares(std::array::from_fn(|axis| {
+            let share = |at: usize| {
+                let counts = |&tap: &usize| match axis.checked_sub(missing).filter(|_| op.count_padding) {
+                    Some(a) => {
+                        let padded = op.window.pads_begin[a] + data[a] + op.window.pads_end[a];
+                        op.window.padded_position(a, at, tap) < padded
+                    }
+                    None => grid.element(axis, at, tap).is_some(),
+                };
+                match (0..grid.kernel[axis]).filter(counts).count() {
+                    0 => 0.0,
+                    count => 1.0 / count as f64,
+                }
+            };
+            (0..grid.out[axis]).map(share).collect()
+        }))
+    }
+
+    /// The part of the two outer axes for a row of windows.
+    #[inline(always)]
+    fn row(&self, grid: &Grid, row: usize) -> f64 {
+        self.0[0][row / grid.out[1]] * self.0[1][row % grid.out[1]]
+    }
+}
+
+/// Every tap of a row of windows that sees data: the windows that see it, and the index that the first of them sees.
+#[inline(always)]
+fn taps(grid: &Grid, row: usize) -> impl Iterator<Item = (std::ops::Range<usize>, usize)> + '_ {
+    let [depth, height, width] = grid.kernel;
+    (0..depth * height).filter_map(move |t| grid.data_row(row, t / height, t % height)).flat_map(move |from| {
+        (0..width).map(move |w| (w, grid.seeing(2, w))).filter(|(_, seeing)| !seeing.is_empty()).map(
+            move |(w, seeing)| {
+                let first = from as isize + grid.offset(2, w) + (seeing.start * grid.row_step()) as isize;
+                (seeing, first as usize)
+            },
+        )
+    })
+}
+
+fn max_of<T: Real>(grid: Grid) -> Fast {
+    Fast::new(move |inputs, outputs, _| {
+        max_planes(&grid, cast_slice::<u8, T>(inputs[0]), cast_slice_mut(outputs[0]));
+        Ok(())
+    })
+}
+
+wide! {
+    fn max_planes[T: Real](grid: &Grid, x: &[T], y: &mut [T]) {
+        let step = grid.row_step();
+        let planes = y.chunks_exact_mut(grid.out_len().max(1)).enumerate();
+        for (i, y) in planes {
+            let x = &x[i * grid.data_len()..(i + 1) * grid.data_len()];
+            if grid.is_global() {
+                y[0] = largest(x);
+                continue;
+            }
+            for (row, y) in y.chunks_exact_mut(grid.out[2]).enumerate() {
+                y.fill(T::LOWEST);
+                for (windows, first) in taps(grid, row) {
+                    let y = &mut y[windows];
+                    if step == 1 {
+                        for (y, &x) in y.iter_mut().zip(&x[first..]) {
+                            *y = y.larger(x);
+                        }
+                    } else {
+                        for (y, &x) in y.iter_mut().zip(x[first..].iter().step_by(step)) {
+                            *y = y.larger(x);
+                        }
+                    }
+                }
+            }
+        }
+    }
+}
+
+fn max_grad_of<T: Real>(grid: Grid) -> Fast {
+    let width = grid.out[2];
+    let first = (width * size_of::<T>()).next_multiple_of(ALIGNMENT);
+    let fast = Fast::new(move |inputs, outputs, workspace| {
+        let (best, index) = workspace.split_at_mut(first);
+        let best = &mut cast_slice_mut::<u8, T>(best)[..width];
+        let index = &mut cast_slice_mut::<u8, u32>(&mut index[..width * size_of::<u32>()])[..];
+        let (x, dy) = (cast_slice::<u8, T>(inputs[0]), cast_slice::<u8, T>(inputs[1]));
+        max_grad_planes(&grid, x, dy, cast_slice_mut(outputs[0]), best, index);
+        Ok(())
+    });
+    fast.with_workspace(first + width * size_of::<u32>())
+}
+
+wide! {
+    #[allow(clippy::eq_op)]
+    fn max_grad_planes[T: Real](grid: &Grid, x: &[T], dy: &[T], dx: &mut [T], best: &mut [T], index: &mut [u32]) {
+        let step = grid.row_step();
+        dx.fill(T::ZERO);
+        for (i, dy) in dy.chunks_exact(grid.out_len().max(1)).enumerate() {
+            let plane = i * grid.data_len()..(i + 1) * grid.data_len();
+            let (x, dx) = (&x[plane.clone()], &mut dx[plane]);
+            for (row, dy) in dy.chunks_exact(grid.out[2]).enumerate() {
+                // No index yet: whatever comes first is the largest so far.
+                index.fill(u32::MAX);
+                best.fill(T::LOWEST);
+                for (windows, first) in taps(grid, row) {
+                    let (best, index) = (&mut best[windows.clone()], &mut index[windows]);
+                    for (o, (best, index)) in best.iter_mut().zip(index).enumerate() {
+                        let at = first + o * step;
+                        let v = x[at];
+                        let wins = (v > *best) | ((v != v) & (*best == *best)) | (*index == u32::MAX);
+                        *best = if wins { v } else { *best };
+                        *index = if wins { at as u32 } else { *index };
+                    }
+                }
+                for (&at, &dy) in index.iter().zip(dy).filter(|(at, _)| **at != u32::MAX) {
+                    dx[at as usize] = dx[at as usize] + dy;
+                }
+            }
+        }
+    }
+}
+
+fn avg_of<T: Real>(grid: Grid, shares: Shares) -> Fast {
+    Fast::new(move |inputs, outputs, _| {
+        avg_planes(&grid, &shares, cast_slice::<u8, T>(inputs[0]), cast_slice_mut(outputs[0]));
+        Ok(())
+    })
+}
+
+wide! {
+    fn avg_planes[T: Real](grid: &Grid, shares: &Shares, x: &[T], y: &mut [T]) {
+        let step = grid.row_step();
+        for (i, y) in y.chunks_exact_mut(grid.out_len().max(1)).enumerate() {
+            let x = &x[i * grid.data_len()..(i + 1) * grid.data_len()];
+            if grid.is_global() {
+                y[0] = T::of(sum_of(x, |v| v) * shares.row(grid, 0) * shares.0[2][0]);
+                continue;
+            }
+            for (row, y) in y.chunks_exact_mut(grid.out[2]).enumerate() {
+                y.fill(T::ZERO);
+                for (windows, first) in taps(grid, row) {
+                    for (y, &x) in y[windows].iter_mut().zip(x[first..].iter().step_by(step)) {
+                        *y = *y + x;
+                    }
+                }
+                let share = shares.row(grid, row);
+                for (y, part) in y.iter_mut().zip(&shares.0[2]) {
+                    *y = T::of(y.wide() * (share * part));
+                }
+            }
+        }
+    }
+}
+
+fn avg_grad_of<T: Real>(grid: Grid, shares: Shares) -> Fast {
+    Fast::new(move |inputs, outputs, _| {
+        avg_grad_planes(&grid, &shares, cast_slice::<u8, T>(inputs[0]), cast_slice_mut(outputs[0]));
+        Ok(())
+    })
+}
+
+wide! {
+    fn avg_grad_planes[T: Real](grid: &Grid, shares: &Shares, dy: &[T], dx: &mut [T]) {
+        let step = grid.row_step();
+        dx.fill(T::ZERO);
+        for (i, dy) in dy.chunks_exact(grid.out_len().max(1)).enumerate() {
+            let dx = &mut dx[i * grid.data_len()..(i + 1) * grid.data_len()];
+            if grid.is_global() {
+                dx.fill(T::of(dy[0].wide() * shares.row(grid, 0) * shares.0[2][0]));
+                continue;
+            }
+            for (row, dy) in dy.chunks_exact(grid.out[2]).enumerate() {
+                let share = shares.row(grid, row);
+                for (windows, first) in taps(grid, row) {
+                    let parts = &shares.0[2][windows.clone()];
+                    for ((dx, dy), part) in dx[first..].iter_mut().step_by(step).zip(&dy[windows]).zip(parts) {
+                        *dx = *dx + T::of(dy.wide() * (share * part));
+                    }
+                }
+            }
+        }
+    }
+}

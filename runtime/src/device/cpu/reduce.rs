@@ -1,0 +1,123 @@
+//! Reductions over any axes: one `f64` accumulator for each output, the input walked once in its own order.
+
+use super::real::Real;
+use super::sum::{largest, smallest, sum_of};
+use super::walk::{Walk, row_major};
+use super::wide::wide;
+use super::{Fast, Layout, movement};
+use bytemuck::{Pod, cast_slice, cast_slice_mut};
+use compiler::op::{ArgReduce, Reduce, ReduceKind};
+use compiler::tensor::DType;
+
+/// A reduction.
+pub fn kernel(op: &Reduce, x: &Layout, y: &Layout) -> Option<Fast> {
+    match x.dtype {
+        DType::F32 => reduce::<f32>(op, x, y),
+        DType::F64 => reduce::<f64>(op, x, y),
+        _ => None,
+    }
+}
+
+fn reduce<T: Real>(op: &Reduce, x: &Layout, y: &Layout) -> Option<Fast> {
+    let count: usize = op.axes.iter().map(|&axis| x.shape[axis]).product();
+    if count == 1 {
+        return Some(movement::copy());
+    }
+    // Dropping dims of 1 leaves the order as it is, so the walk may always keep them.
+    let narrow: Vec<usize> =
+        x.shape.iter().enumerate().map(|(i, &d)| if op.axes.contains(&i) { 1 } else { d }).collect();
+    let mut strides = row_major(&narrow);
+    op.axes.iter().for_each(|&axis| strides[axis] = 0);
+    let walk = Walk::new(&x.shape, [&row_major(&x.shape), &strides], [0; 2])?;
+    let kind = op.kind;
+    let start = match kind {
+        ReduceKind::Sum | ReduceKind::Mean => 0.0,
+        ReduceKind::Prod => 1.0,
+        ReduceKind::Max => f64::NEG_INFINITY,
+        ReduceKind::Min => f64::INFINITY,
+    };
+    let divisor = if kind == ReduceKind::Mean { count as f64 } else { 1.0 };
+    let fast = Fast::new(move |inputs, outputs, workspace| {
+        let x = cast_slice::<u8, T>(inputs[0]);
+        let joined = &mut cast_slice_mut::<u8, f64>(workspace)[..walk_targets(outputs[0], T::DTYPE)];
+        joined.fill(start);
+        match kind {
+            ReduceKind::Sum | ReduceKind::Mean => join_sums(&walk, x, joined),
+            ReduceKind::Max => join_largest(&walk, x, joined),
+            ReduceKind::Min => join_smallest(&walk, x, joined),
+            ReduceKind::Prod => join_products(&walk, x, joined),
+        }
+        for (y, &v) in cast_slice_mut::<u8, T>(outputs[0]).iter_mut().zip(&*joined) {
+            *y = T::of(v / divisor);
+        }
+        Ok(())
+    });
+    Some(fast.with_workspace(y.len() * size_of::<f64>()))
+}
+
+fn walk_targets(output: &[u8], dtype: DType) -> usize {
+    output.len() / dtype.size()
+}
+
+macro_rules! joins {
+    ($($name:ident: |$row:ident| $whole:expr, |$a:ident, $b:ident| $pair:expr;)*) => {
+        $(wide! {
+            fn $name[T: Real](walk: &Walk<2>, x: &[T], joined: &mut [f64]) {
+                let n = walk.inner;
+                for [x_at, to] in walk.runs() {
+                    let $row = &x[x_at..x_at + n];
+                    if walk.steps[1] == 0 {
+                        let ($a, $b) = (joined[to], $whole);
+                        joined[to] = $pair;
+                    } else {
+                        for (joined, x) in joined[to..to + n].iter_mut().zip($row) {
+                            let ($a, $b) = (*joined, x.wide());
+                            *joined = $pair;
+                        }
+                    }
+                }
+            }
+        })*
+    };
+}
+
+joins! {
+    join_sums: |row| sum_of(row, |v| v), |a, b| a + b;
+    join_largest: |row| largest(row).wide(), |a, b| a.larger(b);
+    join_smallest: |row| smallest(row).wide(), |a, b| a.smaller(b);
+    join_products: |row| row.iter().fold(1.0, |p, v| p * v.wide()), |a, b| a * b;
+}
+
+/// The index of the largest or smallest element.
+pub fn arg(op: &ArgReduce, x: &Layout) -> Option<Fast> {
+    match x.dtype {
+        DType::F32 => Some(arg_of::<f32>(op, x)),
+        DType::F64 => Some(arg_of::<f64>(op, x)),
+        _ => None,
+    }
+}
+
+#[allow(clippy::eq_op)]
+fn arg_of<T: Real + Pod>(op: &ArgReduce, x: &Layout) -> Fast {
+    let outer: usize = x.shape[..op.axis].iter().product();
+    let (size, inner) = (x.shape[op.axis], x.shape[op.axis + 1..].iter().product::<usize>());
+    let sign = if op.largest { T::ONE } else { -T::ONE };
+    Fast::new(move |inputs, outputs, _| {
+        let (x, y) = (cast_slice::<u8, T>(inputs[0]), cast_slice_mut::<u8, i64>(outputs[0]));
+        for block in 0..outer {
+            for within in 0..inner {
+                let element = |k: usize| x[(block * size + k) * inner + within] * sign;
+                let mut best = (0, element(0));
+                for k in 1..size {
+                    let v = element(k);
+                    // NaN beats every number, and the first one stays.
+                    if best.1 == best.1 && (v > best.1 || v != v) {
+                        best = (k, v);
+                    }
+                }
+                y[block * inner + within] = best.0 as i64;
+            }
+        }
+        Ok(())
+    })
+}

@@ -1,0 +1,100 @@
+//! Softmax and its logarithm along one axis.
+
+use super::real::Real;
+use super::sum::{largest, sum_exp, sum_of};
+use super::wide::wide;
+use super::{Fast, Layout};
+use bytemuck::{cast_slice, cast_slice_mut};
+use compiler::tensor::DType;
+
+/// Softmax along `axis`, or its logarithm.
+pub fn kernel(axis: usize, logarithm: bool, x: &Layout) -> Option<Fast> {
+    match x.dtype {
+        DType::F32 => Some(along::<f32>(axis, logarithm, x)),
+        DType::F64 => Some(along::<f64>(axis, logarithm, x)),
+        _ => None,
+    }
+}
+
+fn along<T: Real>(axis: usize, logarithm: bool, x: &Layout) -> Fast {
+    let (size, inner) = (x.shape[axis], x.shape[axis + 1..].iter().product::<usize>());
+    if x.is_empty() {
+        return Fast::new(|_, _, _| Ok(()));
+    }
+    if inner == 1 {
+        return Fast::new(move |inputs, outputs, _| {
+            rows(cast_slice::<u8, T>(inputs[0]), cast_slice_mut(outputs[0]), size, logarithm);
+            Ok(())
+        });
+    }
+    let fast = Fast::new(move |inputs, outputs, workspace| {
+        let (max, sum) = cast_slice_mut::<u8, f64>(workspace)[..2 * inner].split_at_mut(inner);
+        columns(cast_slice::<u8, T>(inputs[0]), cast_slice_mut(outputs[0]), [size, inner], logarithm, max, sum);
+        Ok(())
+    });
+    fast.with_workspace(2 * inner * size_of::<f64>())
+}
+
+wide! {
+    fn rows[T: Real](x: &[T], y: &mut [T], size: usize, logarithm: bool) {
+        for (x, y) in x.chunks_exact(size).zip(y.chunks_exact_mut(size)) {
+            let max = largest(x);
+            if logarithm {
+                let shift = max.wide() + sum_exp(x, max).ln();
+                for (y, x) in y.iter_mut().zip(x) {
+                    *y = T::of(x.wide() - shift);
+                }
+            } else {
+                for (y, &x) in y.iter_mut().zip(x) {
+                    *y = (x - max).exp();
+                }
+                let share = T::of(1.0 / sum_of(y, |v| v));
+                for y in y.iter_mut() {
+                    *y = *y * share;
+                }
+            }
+        }
+    }
+}
+
+wide! {
+    // The axis stands outside `inner` neighbours, which are done side by side.
+    fn columns[T: Real](x: &[T], y: &mut [T], sizes: [usize; 2], logarithm: bool, max: &mut [f64], sum: &mut [f64]) {
+        let [size, inner] = sizes;
+        for (x, y) in x.chunks_exact(size * inner).zip(y.chunks_exact_mut(size * inner)) {
+            max.fill(f64::NEG_INFINITY);
+            sum.fill(0.0);
+            for x in x.chunks_exact(inner) {
+                for (max, x) in max.iter_mut().zip(x) {
+                    *max = max.larger(x.wide());
+                }
+            }
+            for (x, y) in x.chunks_exact(inner).zip(y.chunks_exact_mut(inner)) {
+                for i in 0..inner {
+                    let e = T::of(x[i].wide() - max[i]).exp();
+                    sum[i] += e.wide();
+                    y[i] = e;
+                }
+            }
+            if logarithm {
+                for (max, sum) in max.iter_mut().zip(&*sum) {
+                    *max += sum.ln();
+                }
+                for (x, y) in x.chunks_exact(inner).zip(y.chunks_exact_mut(inner)) {
+                    for i in 0..inner {
+                        y[i] = T::of(x[i].wide() - max[i]);
+                    }
+                }
+            } else {
+                for sum in sum.iter_mut() {
+                    *sum = 1.0 / *sum;
+                }
+                for y in y.chunks_exact_mut(inner) {
+                    for i in 0..inner {
+                        y[i] = T::of(y[i].wide() * sum[i]);
+                    }
+                }
+            }
+        }
+    }
+}

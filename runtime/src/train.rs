@@ -1,0 +1,374 @@
+//! Trains a compiled model under a program: one thread for each worker, until all have run all their instructions.
+
+use crate::buffer::Buffer;
+use crate::compile::{Named, StageCode};
+use crate::data::Batches;
+use crate::evaluate::{EvaluateError, buffers};
+use crate::link::channel::channel;
+use crate::link::rendezvous::Rendezvous;
+use crate::optimizer::{Optimizer, trains};
+use crate::worker::{self, Equipment, Event, Key, Outcome, Span, Tied, WorkerError};
+use compiler::graph::{Graph, order};
+use compiler::op::NodeId;
+use compiler::schedule::{Edge, Instruction, Pipeline, Program, Schedule, WorkerId};
+use compiler::tensor::{DType, Tensor};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::sync::Arc;
+use std::time::Instant;
+use thiserror::Error;
+
+/// Why training ended early.
+#[derive(Debug, Error)]
+#[allow(missing_docs)]
+pub enum TrainError {
+    #[error(transparent)]
+    Worker(#[from] WorkerError),
+    #[error(transparent)]
+    Weights(#[from] EvaluateError),
+    #[error("parameter `{name}` holds {value} before the first step")]
+    NotFinite { name: String, value: f64 },
+    #[error(
+        "parameter `{name}` is shared by stages {first} and {second}, whose weights are of different versions under {schedule}"
+    )]
+    Tied { name: String, first: usize, second: usize, schedule: Schedule },
+    #[error("parameter `{name}` is {dtype}; parameters of f32 and f64 can be trained")]
+    ElementType { name: String, dtype: DType },
+    #[error("bug in pipec: worker {worker} panicked: {what}")]
+    Panic { worker: String, what: String },
+}
+
+/// What is trained.
+pub struct Training<'a> {
+    /// What each stage runs.
+    pub codes: &'a [StageCode],
+    /// What each worker does.
+    pub program: &'a Program,
+    /// Initial values of parameters and states, by name.
+    pub weights: &'a BTreeMap<String, Tensor>,
+    /// The data.
+    pub batches: &'a Batches,
+    /// How parameters move.
+    pub optimizer: &'a Optimizer,
+    /// Whether the gradients of the last step are wanted.
+    pub keep_gradients: bool,
+}
+
+/// A minibatch is done.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct StepDone {
+    /// Counted from 0.
+    pub step: usize,
+    /// Mean loss over its items.
+    pub loss: f64,
+    /// Seconds since the run began.
+    pub seconds: f64,
+}
+
+/// What training leaves behind.
+pub struct Trained {
+    /// Parameters and states, by name.
+    pub weights: BTreeMap<String, Tensor>,
+    /// The averaged gradients of the last step, when wanted.
+    pub gradients: BTreeMap<String, Tensor>,
+    /// The loss of every minibatch.
+    pub losses: Vec<f64>,
+    /// How long the workers ran.
+    pub seconds: f64,
+    /// How each worker spent its time.
+    pub spans: Vec<Vec<Span>>,
+}
+
+/// Where every op that depends on a source runs: op `i` of `graph` (before a loss was attached) in stage `stages[i]`,
+/// ops of the loss where the predictions are made.
+pub fn placement(graph: &Graph, with_loss: &Graph, stages: &[usize]) -> HashMap<NodeId, usize> {
+    let mut place: HashMap<NodeId, usize> = order::numbered(graph).into_iter().zip(stages.iter().copied()).collect();
+    let last = graph.outputs.first().and_then(|o| place.get(&o.value.node)).copied().unwrap_or(0);
+    for id in order::numbered(with_loss) {
+        place.entry(id).or_insert(last);
+    }
+    place
+}
+
+/// The pipeline with exactly the edges over which the compiled stages send, keeping what is known of their times.
+pub fn with_edges(mut pipeline: Pipeline, codes: &[StageCode]) -> Pipeline {
+    let mut edges = Vec::new();
+    for (from, code) in codes.iter().enumerate() {
+        let mut bytes: BTreeMap<usize, u64> = BTreeMap::new();
+        for t in &code.sent {
+            *bytes.entry(t.stage).or_default() += t.place.bytes as u64;
+        }
+        for (to, forward_bytes) in bytes {
+            let known = pipeline.edges.iter().find(|e| (e.from.index(), e.to.index()) == (from, to)).cloned();
+            let mut edge = known.unwrap_or_else(|| Edge::new(from as u32, to as u32));
+            edge.forward_bytes = forward_bytes;
+            let back = codes[to].gradients_out.iter().filter(|t| t.stage == from);
+            edge.backward_bytes = back.map(|t| t.place.bytes as u64).sum();
+            edges.push(edge);
+        }
+    }
+    pipeline.edges = edges;
+    pipeline
+}
+
+/// All data that the stages read, each input once.
+pub fn feeds(codes: &[StageCode]) -> Vec<Named> {
+    let mut feeds: Vec<Named> = Vec::new();
+    for feed in codes.iter().flat_map(|c| &c.feeds) {
+        if feeds.iter().all(|f| f.name != feed.name) {
+            feeds.push(feed.clone());
+        }
+    }
+    feeds
+}
+
+/// Refuses weights that cannot be trained: those of other element types, and those that are not numbers, because every
+/// number that follows would not be one either.
+pub fn check_weights(codes: &[StageCode], weights: &BTreeMap<String, Tensor>) -> Result<(), TrainError> {
+    for named in codes.iter().flat_map(|c| &c.parameters) {
+        if !trains(named.fact.dtype) {
+            return Err(TrainError::ElementType { name: named.name.clone(), dtype: named.fact.dtype });
+        }
+        if let Some(tensor) = weights.get(&named.name).filter(|t| t.dtype().is_float()) {
+            let view = tensor.view();
+            if let Some(value) = (0..view.len()).map(|i| view.f64(i)).find(|v| !v.is_finite()) {
+                return Err(TrainError::NotFinite { name: named.name.clone(), value });
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Runs the whole program. `on_step` is told of every minibatch, in order.
+pub fn train(training: &Training<'_>, on_step: &mut dyn FnMut(StepDone)) -> Result<Trained, TrainError> {
+    let program = training.program;
+    check_weights(training.codes, training.weights)?;
+    let ties = ties(training)?;
+    let mut ends = channels(program);
+    let replicas: Vec<_> =
+        program.stages.iter().map(|s| Arc::new(Rendezvous::new(s.replicas as usize))).collect();
+    let (events, told) = crossbeam_channel::unbounded();
+    let epoch = Instant::now();
+    let mut gears = Vec::new();
+    for (w, own) in program.workers.iter().enumerate() {
+        let stage = own.stage.index();
+        let code = &training.codes[stage];
+        let weights = buffers("parameter", &code.parameters, training.weights)?.into_iter().map(Arc::new).collect();
+        let (outgoing, incoming) = ends.remove(&WorkerId(w as u32)).unwrap_or_default();
+        gears.push(Equipment {
+            id: WorkerId(w as u32),
+            program,
+            code,
+            weights,
+            states: buffers("state", &code.states, training.weights)?,
+            outgoing,
+            incoming,
+            replicas: replicas[stage].clone(),
+            tied: tied_of(&ties, code, w),
+            batches: training.batches,
+            optimizer: training.optimizer,
+            events: events.clone(),
+            epoch,
+            keep_gradients: training.keep_gradients,
+        });
+    }
+    drop(events);
+    let mut losses = Losses::new(program);
+    let results: Vec<Result<Outcome, TrainError>> = std::thread::scope(|scope| {
+        let threads: Vec<_> = gears
+            .into_iter()
+            .map(|gear| {
+                let name = program.worker_name(gear.id);
+                // Whatever ends this worker early, nobody may wait for it at a rendezvous.
+                let meetings: Vec<_> = gear.tied.iter().map(|t| t.place.clone()).collect();
+                let guard = Abandon { replicas: gear.replicas.clone(), tied: meetings };
+                let body = move || {
+                    let outcome = worker::run(gear);
+                    if outcome.is_ok() {
+                        std::mem::forget(guard);
+                    }
+                    outcome
+                };
+                let builder = std::thread::Builder::new().name(format!("worker {name}"));
+                (name, builder.spawn_scoped(scope, body))
+            })
+            .collect();
+        for event in told {
+            if let Event::Loss { item, value } = event {
+                losses.add(item, value, epoch.elapsed().as_secs_f64(), on_step);
+            }
+        }
+        threads.into_iter().map(|(name, thread)| join(name, thread)).collect()
+    });
+    let seconds = epoch.elapsed().as_secs_f64();
+    collect(training, results, losses.done, seconds)
+}
+
+type Meeting = Arc<Rendezvous<Vec<(usize, Arc<Buffer>)>>>;
+
+struct Abandon {
+    replicas: Arc<Rendezvous<worker::Contribution>>,
+    tied: Vec<Meeting>,
+}
+
+impl Drop for Abandon {
+    fn drop(&mut self) {
+        self.replicas.abandon();
+        self.tied.iter().for_each(|t| t.abandon());
+    }
+}
+
+type Thread<'scope> = std::io::Result<std::thread::ScopedJoinHandle<'scope, Result<Outcome, WorkerError>>>;
+
+fn join(name: String, thread: Thread<'_>) -> Result<Outcome, TrainError> {
+    let panicked = |what: String| TrainError::Panic { worker: name.clone(), what };
+    let thread = thread.map_err(|e| panicked(format!("the system gives no thread: {e}")))?;
+    match thread.join() {
+        Ok(outcome) => Ok(outcome?),
+        Err(payload) => {
+            let text = payload.downcast_ref::<String>().cloned();
+            let text = text.or_else(|| payload.downcast_ref::<&str>().map(|s| s.to_string()));
+            Err(panicked(text.unwrap_or_else(|| "no message".into())))
+        }
+    }
+}
+
+/// The first worker that failed by itself is the one to tell of; the others only lost their peer.
+fn collect(
+    training: &Training<'_>,
+    results: Vec<Result<Outcome, TrainError>>,
+    losses: Vec<f64>,
+    seconds: f64,
+) -> Result<Trained, TrainError> {
+    let mut outcomes = Vec::new();
+    let mut lost = None;
+    for result in results {
+        match result {
+            Ok(outcome) => outcomes.push(outcome),
+            Err(e @ TrainError::Worker(WorkerError::PeerGone { .. })) => lost = lost.or(Some(e)),
+            Err(e) => return Err(e),
+        }
+    }
+    if let Some(e) = lost {
+        return Err(e);
+    }
+    let mut weights = BTreeMap::new();
+    let mut gradients = BTreeMap::new();
+    let mut spans = Vec::new();
+    for (own, outcome) in training.program.workers.iter().zip(outcomes) {
+        let code = &training.codes[own.stage.index()];
+        if own.replica == 0 {
+            let put = |to: &mut BTreeMap<String, Tensor>, named: &Named, bytes: &[u8]| {
+                to.insert(named.name.clone(), tensor(named, bytes));
+            };
+            code.parameters.iter().zip(&outcome.weights).for_each(|(n, b)| put(&mut weights, n, b.bytes()));
+            code.states.iter().zip(&outcome.states).for_each(|(n, b)| put(&mut weights, n, b.bytes()));
+            outcome.gradients.iter().for_each(|(p, b)| put(&mut gradients, &code.parameters[*p], b.bytes()));
+        }
+        spans.push(outcome.spans);
+    }
+    Ok(Trained { weights, gradients, losses, seconds, spans })
+}
+
+fn tensor(named: &Named, bytes: &[u8]) -> Tensor {
+    let shape = named.fact.concrete().expect("sizes were checked when the graph was compiled");
+    Tensor::new(named.fact.dtype, shape, bytes.to_vec().into()).expect("the buffer has the size of the tensor")
+}
+
+type Ends = (
+    HashMap<Key, crossbeam_channel::Sender<crate::link::channel::Message>>,
+    HashMap<Key, crossbeam_channel::Receiver<crate::link::channel::Message>>,
+);
+
+/// A channel for every pair of workers that the programs speak of.
+fn channels(program: &Program) -> HashMap<WorkerId, Ends> {
+    let mut ends: HashMap<WorkerId, Ends> = HashMap::new();
+    for (w, own) in program.workers.iter().enumerate() {
+        let from = WorkerId(w as u32);
+        for instruction in &own.instructions {
+            if let Instruction::Send { edge, kind, peer, .. } = *instruction {
+                let known = ends.get(&from).is_some_and(|(out, _)| out.contains_key(&(edge, kind, peer)));
+                if !known {
+                    let (sender, receiver) = channel();
+                    ends.entry(from).or_default().0.insert((edge, kind, peer), sender);
+                    ends.entry(peer).or_default().1.insert((edge, kind, from), receiver);
+                }
+            }
+        }
+    }
+    ends
+}
+
+/// A parameter that several stages hold: its workers and where they meet.
+struct Tie {
+    name: String,
+    workers: Vec<usize>,
+    place: Meeting,
+}
+
+fn ties(training: &Training<'_>) -> Result<Vec<Tie>, TrainError> {
+    let mut holders: BTreeMap<&str, BTreeSet<usize>> = BTreeMap::new();
+    for (stage, code) in training.codes.iter().enumerate() {
+        for named in &code.parameters {
+            holders.entry(&named.name).or_default().insert(stage);
+        }
+    }
+    let program = training.program;
+    let mut ties = Vec::new();
+    for (name, stages) in holders.into_iter().filter(|(_, s)| s.len() > 1) {
+        let stages: Vec<usize> = stages.into_iter().collect();
+        // Only where every stage steps once for the same minibatch do copies stay equal.
+        let together = matches!(program.schedule, Schedule::Gpipe | Schedule::OneFOneB | Schedule::TwoBw);
+        if !together {
+            return Err(TrainError::Tied {
+                name: name.to_string(),
+                first: stages[0],
+                second: stages[1],
+                schedule: program.schedule,
+            });
+        }
+        let workers: Vec<usize> = (0..program.workers.len())
+            .filter(|w| stages.contains(&program.workers[*w].stage.index()))
+            .collect();
+        let place = Arc::new(Rendezvous::new(workers.len()));
+        ties.push(Tie { name: name.to_string(), workers, place });
+    }
+    Ok(ties)
+}
+
+fn tied_of(ties: &[Tie], code: &StageCode, worker: usize) -> Vec<Tied> {
+    let of = |tie: &Tie| {
+        let member = tie.workers.iter().position(|w| *w == worker)?;
+        let parameter = code.parameters.iter().position(|p| p.name == tie.name)?;
+        Some(Tied { parameter, member, place: tie.place.clone() })
+    };
+    ties.iter().filter_map(of).collect()
+}
+
+/// Gathers the losses of items into those of minibatches.
+struct Losses {
+    microbatches: usize,
+    open: BTreeMap<usize, Vec<Option<f64>>>,
+    done: Vec<f64>,
+}
+
+impl Losses {
+    fn new(program: &Program) -> Losses {
+        Losses { microbatches: program.microbatches.max(1) as usize, open: BTreeMap::new(), done: Vec::new() }
+    }
+
+    fn add(&mut self, item: u32, value: f64, seconds: f64, on_step: &mut dyn FnMut(StepDone)) {
+        let (minibatch, at) = (item as usize / self.microbatches, item as usize % self.microbatches);
+        self.open.entry(minibatch).or_insert_with(|| vec![None; self.microbatches])[at] = Some(value);
+        // Replicas finish in any order; minibatches are told in theirs.
+        while let Some(entry) = self.open.first_entry() {
+            let complete = *entry.key() == self.done.len() && entry.get().iter().all(Option::is_some);
+            if !complete {
+                break;
+            }
+            let values: Vec<f64> = entry.remove().into_iter().flatten().collect();
+            let loss = values.iter().sum::<f64>() / values.len() as f64;
+            on_step(StepDone { step: self.done.len(), loss, seconds });
+            self.done.push(loss);
+        }
+    }
+}
