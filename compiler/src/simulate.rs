@@ -8,7 +8,6 @@
 
 pub mod efficiency;
 pub mod network;
-pub mod planned;
 pub mod run;
 pub mod trace;
 

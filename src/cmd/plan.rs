@@ -7,9 +7,9 @@ use clap::{Args, Subcommand};
 use compiler::plan::Plan;
 use compiler::plan::sound::sound;
 use compiler::schedule::check;
+use compiler::schedule::pipeline::{pipeline, schedule_of};
 use compiler::schedule::rule::StepCount;
 use compiler::schedule::scheduler::schedule;
-use compiler::simulate::planned;
 use serde_json::json;
 use std::path::{Path, PathBuf};
 
@@ -92,12 +92,9 @@ fn judge(path: &Path, screen: &Screen) -> Result<(), Failure> {
 }
 
 fn program_fault(plan: &Plan) -> Option<String> {
-    let pipeline = planned::pipeline(plan);
-    let Some(kind) = planned::schedule(plan.schedule.kind) else {
-        return Some(format!("no programs can be made for schedule `{}`", plan.schedule.kind.name()));
-    };
     let count = StepCount { minibatches: CHECKED, microbatches: plan.schedule.microbatches };
-    match schedule(kind, &pipeline, count) {
+    let made = pipeline(plan).and_then(|pipeline| schedule(schedule_of(plan.schedule.kind)?, &pipeline, count));
+    match made {
         Ok(program) => check::check(&program).err().map(|error| error.to_string()),
         Err(error) => Some(error.to_string()),
     }

@@ -5,9 +5,10 @@ use crate::screen::Screen;
 use crate::{cmd, quantity, source, stages};
 use clap::Args;
 use compiler::schedule::chart::chart;
+use compiler::schedule::pipeline::{pipeline, schedule_of};
 use compiler::schedule::rule::StepCount;
 use compiler::schedule::scheduler::schedule;
-use compiler::simulate::{planned, run, trace};
+use compiler::simulate::{run, trace};
 use serde_json::json;
 use std::path::PathBuf;
 
@@ -35,16 +36,13 @@ pub struct Arguments {
 pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Failure> {
     let plan = cmd::plan::sound_plan(&arguments.file)?;
     let what = format!("cannot simulate {}", arguments.file.display());
-    let Some(kind) = planned::schedule(plan.schedule.kind) else {
-        return Err(
-            Failure::input(what).because(format!("schedule `{}` has no programs yet", plan.schedule.kind.name()))
-        );
-    };
-    let pipeline = planned::pipeline(&plan);
-    let count = |minibatches| StepCount { minibatches, microbatches: plan.schedule.microbatches };
     let fail = |error: &dyn std::fmt::Display| Failure::input(&what).because(error);
+    let kind = schedule_of(plan.schedule.kind).map_err(|error| fail(&error))?;
+    let pipeline = pipeline(&plan).map_err(|error| fail(&error))?;
+    let count = |minibatches| StepCount { minibatches, microbatches: plan.schedule.microbatches };
     let program = schedule(kind, &pipeline, count(arguments.minibatches)).map_err(|error| fail(&error))?;
-    let machine = planned::machine(&plan, &pipeline);
+    let mut machine = run::Machine::of(&pipeline);
+    machine.cores = plan.cluster.device.cores.filter(|_| plan.cluster.device.kind == "cpu");
     let timeline = run::simulate(&program, &pipeline, &machine).map_err(|error| fail(&error))?;
 
     let per_item = plan.schedule.micro_batch as f64;
