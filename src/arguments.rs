@@ -42,12 +42,20 @@ pub enum Format {
 /// The verbs.
 #[derive(Debug, Subcommand)]
 pub enum Verb {
+    /// Say what a model is: ops, parameters, shapes, whether it can be trained
+    Inspect(cmd::inspect::Arguments),
+    /// Measure what every op of a model costs, and write the profile
+    Profile(cmd::profile::Arguments),
     /// Cut a model into pipeline stages over the devices of a cluster, and write the plan
     Partition(Box<cmd::partition::Arguments>),
     /// Show a plan, or check it by its own figures
     Plan(cmd::plan::Arguments),
     /// Run a plan's programs against its own costs and predict speed and memory
     Simulate(cmd::simulate::Arguments),
+    /// Train a model with pipelined workers under a plan
+    Train(Box<cmd::train::Arguments>),
+    /// Write a model's outputs for given inputs
+    Eval(cmd::eval::Arguments),
     /// Print the JSON Schema of a file format
     Schema(cmd::schema::Arguments),
     /// Write a model of the zoo as an ONNX file
@@ -84,7 +92,8 @@ pub struct Devices {
     pub cluster: Option<PathBuf>,
 }
 
-fn dim(text: &str) -> Result<(String, u64), String> {
+/// Reads `--dim`.
+pub fn dim(text: &str) -> Result<(String, u64), String> {
     let parts = text.split_once('=').and_then(|(name, size)| Some((name.trim(), size.trim().parse::<u64>().ok()?)));
     match parts {
         Some((name, size)) if !name.is_empty() && (1..=1 << 32).contains(&size) => Ok((name.to_string(), size)),

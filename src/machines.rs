@@ -3,9 +3,11 @@
 use crate::arguments::Devices;
 use crate::failure::Failure;
 use crate::source;
-use compiler::cluster::device::{DEFAULT_KIND, Kind, find, names};
-use compiler::cluster::{Cluster, read, unit};
+use compiler::cluster::device::{Kind, find, names};
+use compiler::cluster::{Bytes, Cluster, read, unit};
 use compiler::plan::PlannedCluster;
+use compiler::profile::Profile;
+use profiler::machine;
 
 use crate::quantity;
 
@@ -49,9 +51,27 @@ pub fn kind(name: &str) -> Result<&'static Kind, Failure> {
     })
 }
 
-/// The kind that stands for an unnamed device.
-pub fn default_kind() -> Result<&'static Kind, Failure> {
-    kind(DEFAULT_KIND)
+/// The cluster that the flags describe, of the devices that were profiled.
+pub fn cluster_of(devices: &Devices, profile: &Profile) -> Result<Cluster, Failure> {
+    let analytic = find(&profile.device.name);
+    if devices.cluster.is_some() || analytic.is_some() {
+        return cluster(devices, analytic);
+    }
+    // Only CPUs are measured, and a CPU's own cores are known where the profile was made here.
+    let mut described = cluster(devices, find("cpu"))?;
+    let workers = described.devices();
+    if profile.device.name == machine::device().name {
+        let here = machine::cluster_of_this_cpu(workers).map_err(|error| Failure::input("cannot use this CPU").because(error))?;
+        described.device = here.device;
+        if let (None, [level], [link]) = (&devices.bandwidth, &mut described.levels[..], &here.levels[..])
+            && devices.gpus.is_some()
+        {
+            *level = link.clone();
+        }
+    } else {
+        described.device.memory = Bytes(profile.device.memory_bytes / u64::from(workers.max(1)));
+    }
+    Ok(described)
 }
 
 /// The cluster in one line: `16 x h100 (8 on nvlink at 450 GB/s, 2 on ib at 50 GB/s)`.

@@ -7,10 +7,12 @@ mod arguments;
 mod cmd;
 mod failure;
 mod machines;
+mod model;
 mod quantity;
 mod screen;
 mod source;
 mod stages;
+mod training;
 
 use crate::arguments::{Cli, Verb};
 use crate::failure::Failure;
@@ -51,9 +53,13 @@ fn run() -> u8 {
     };
     let screen = Screen::new(&cli.global);
     let done = match cli.verb {
+        Verb::Inspect(arguments) => cmd::inspect::run(arguments, &screen),
+        Verb::Profile(arguments) => cmd::profile::run(arguments, &screen),
         Verb::Partition(arguments) => cmd::partition::run(arguments, &screen),
         Verb::Plan(arguments) => cmd::plan::run(arguments, &screen),
         Verb::Simulate(arguments) => cmd::simulate::run(arguments, &screen),
+        Verb::Train(arguments) => cmd::train::run(arguments, &screen),
+        Verb::Eval(arguments) => cmd::eval::run(arguments, &screen),
         Verb::Schema(arguments) => cmd::schema::run(arguments, &screen),
         Verb::Zoo(arguments) => cmd::zoo::run(arguments, &screen),
         Verb::Completions(arguments) => cmd::completions::run(arguments, &screen),

@@ -3,13 +3,17 @@
 use crate::cmd::partition::Arguments;
 use crate::failure::Failure;
 use crate::screen::Screen;
+use crate::{machines, model};
 use compiler::cluster::Cluster;
 use compiler::cluster::device::Kind;
 use compiler::import::pipedream;
+use compiler::pass::analytic::{self, Subject};
+use compiler::pass::attribution::{Training, attribute};
+use compiler::pass::costs::{cost_graph, dtype, fill};
 use compiler::plan::problem::{CostModel, Problem};
 use compiler::plan::{Plan, PlannedModel, PlannedProfile, read};
-use compiler::profile::Method;
 use compiler::profile::cost_graph::CostGraph;
+use compiler::profile::{self, Method, Profile};
 use sha2::{Digest, Sha256};
 use std::fs::File;
 use std::io::Read;
@@ -74,40 +78,65 @@ pub fn is_stdout(path: &Path) -> bool {
 /// The formats of models and published profiles.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 pub enum Format {
-    /// A profile of PipeDream, graph.txt.
+    /// A model in ONNX
+    Onnx,
+    /// A profile of PipeDream, graph.txt
     Pipedream,
 }
 
-/// A model as costs, ready to be asked about.
+/// A model as costs on a cluster, ready to be asked about.
 pub struct Costs {
     /// The costs.
     pub graph: CostGraph,
-    /// The device kind that they are for, where one is named.
-    pub kind: Option<&'static Kind>,
-    /// Whether the costs know the device, so that its memory is a limit.
-    pub has_device: bool,
+    /// The devices.
+    pub cluster: Cluster,
+    /// Whether the memory of these devices is a limit: not where the device is a mere default.
+    pub has_memory: bool,
     /// The model.
     pub model: PlannedModel,
     /// Where the costs came from.
     pub profile: PlannedProfile,
     /// Samples in one micro-batch.
     pub micro_batch: u64,
+    /// Element type.
+    pub dtype: String,
 }
 
 impl Costs {
     /// The question about these costs, with the usual settings.
-    pub fn problem(&self, cluster: Cluster, cost: CostModel) -> Problem {
-        let mut problem = Problem::new(self.graph.clone(), cluster, cost);
-        problem.model = self.model.clone();
-        problem.profile = self.profile.clone();
+    pub fn problem(self, cost: CostModel) -> Problem {
+        let mut problem = Problem::new(self.graph, self.cluster, cost);
+        problem.model = self.model;
+        problem.profile = self.profile;
         problem.micro_batch = self.micro_batch;
+        problem.dtype = self.dtype;
         problem
     }
 }
 
+/// What `--profile` says.
+enum Told {
+    /// The roofline of a device, or of the cluster's.
+    Analytic(Option<&'static Kind>),
+    /// A file, its SHA-256 and what it holds.
+    File(PathBuf, String, Box<Profile>),
+}
+
 /// The costs that the arguments name.
-pub fn costs(arguments: &Arguments, _screen: &Screen) -> Result<Costs, Failure> {
+pub fn costs(arguments: &Arguments, screen: &Screen) -> Result<Costs, Failure> {
     let path = &arguments.file;
+    let by_name = || if path.extension().is_some_and(|e| e == "txt") { Format::Pipedream } else { Format::Onnx };
+    match arguments.from.unwrap_or_else(by_name) {
+        Format::Pipedream => published(arguments),
+        Format::Onnx => imported(arguments, screen),
+    }
+}
+
+fn published(arguments: &Arguments) -> Result<Costs, Failure> {
+    let path = &arguments.file;
+    if arguments.profile.is_some() {
+        return Err(Failure::input("`--profile` does not go with `--from pipedream`: the file has its own costs"));
+    }
     let text = text(path, pipedream::MAX_BYTES as u64)?;
     let graph = pipedream::read(&text).map_err(|error| {
         Failure::file("read the profile", path, error).help("`--from` names the format of the file")
@@ -118,9 +147,85 @@ pub fn costs(arguments: &Arguments, _screen: &Screen) -> Result<Costs, Failure> 
         ops: graph.ops.len() as u64,
         ..PlannedModel::default()
     };
-    let profile = PlannedProfile { sha256: model.sha256.clone(), method: Method::Imported };
-    let micro_batch = arguments.dims.micro_batch.unwrap_or(1);
-    Ok(Costs { graph, kind: None, has_device: false, model, profile, micro_batch })
+    Ok(Costs {
+        graph,
+        cluster: machines::cluster(&arguments.devices, None)?,
+        has_memory: arguments.devices.cluster.is_some(),
+        profile: PlannedProfile { sha256: model.sha256.clone(), method: Method::Imported },
+        model,
+        micro_batch: arguments.dims.micro_batch.unwrap_or(1),
+        dtype: arguments.question.dtype.clone(),
+    })
+}
+
+fn imported(arguments: &Arguments, screen: &Screen) -> Result<Costs, Failure> {
+    let told = told(arguments.profile.as_deref())?;
+    let cluster = match &told {
+        Told::Analytic(kind) => machines::cluster(&arguments.devices, *kind)?,
+        Told::File(_, _, profile) => machines::cluster_of(&arguments.devices, profile)?,
+    };
+    let loaded = model::load(&arguments.file, &arguments.dims, screen)?;
+    let profiled = match &told {
+        Told::File(_, _, profile) => Some(profile.settings.micro_batch),
+        Told::Analytic(_) => None,
+    };
+    let micro_batch = loaded.micro_batch(profiled, screen);
+    let graph = loaded.at(micro_batch)?;
+    let fail = |error: &dyn std::fmt::Display| {
+        Failure::input(format!("cannot cost {}", arguments.file.display())).because(error)
+    };
+    let attribution = attribute(&graph, Training::Gradient).map_err(|error| fail(&error))?;
+    let mut costs = cost_graph(&graph, &attribution);
+    let planned = loaded.planned(costs.ops.len());
+    let profile = match told {
+        Told::Analytic(kind) => {
+            let device = kind.map_or_else(|| cluster.device.clone(), Kind::device);
+            let subject = Subject { model: loaded.profiled(), micro_batch };
+            let profile = analytic::profile(&graph, &attribution, &device, &subject);
+            fill(&mut costs, &profile, None).map_err(|error| Failure::bug(&error.to_string()))?;
+            screen.note(&format!(
+                "costs are analytic, from the data sheet of {}: nothing was measured (`pipec profile` measures)",
+                device.kind
+            ));
+            PlannedProfile { sha256: String::new(), method: Method::Analytic }
+        }
+        Told::File(path, sha256, profile) => {
+            fill(&mut costs, &profile, Some(&planned.sha256)).map_err(|error| Failure::file("use", &path, error))?;
+            PlannedProfile { sha256, method: profile.method }
+        }
+    };
+    Ok(Costs {
+        graph: costs,
+        cluster,
+        has_memory: true,
+        model: planned,
+        profile,
+        micro_batch,
+        dtype: dtype(&graph).name().to_string(),
+    })
+}
+
+fn told(profile: Option<&str>) -> Result<Told, Failure> {
+    match profile {
+        None | Some("analytic") => Ok(Told::Analytic(None)),
+        Some(text) => match text.strip_prefix("analytic:") {
+            Some(kind) => Ok(Told::Analytic(Some(machines::kind(kind)?))),
+            None => {
+                let path = PathBuf::from(text);
+                let (sha256, profile) = read_profile(&path)?;
+                Ok(Told::File(path, sha256, Box::new(profile)))
+            }
+        },
+    }
+}
+
+/// A profile and the SHA-256 of its file.
+pub fn read_profile(path: &Path) -> Result<(String, Profile), Failure> {
+    let text = text(path, MOST_PLAN_BYTES)?;
+    let profile = profile::read::from_json(&text).map_err(|error| {
+        Failure::file("read the profile", path, error).help("`pipec profile MODEL -o profile.json` writes one")
+    })?;
+    Ok((sha256(text.as_bytes()), profile))
 }
 
 fn file_name(path: &Path) -> String {

@@ -3,9 +3,10 @@
 use crate::arguments::{Devices, Dims};
 use crate::failure::Failure;
 use crate::screen::Screen;
-use crate::{machines, quantity, source, stages};
+use crate::source::{self, Costs};
+use crate::{quantity, stages};
 use clap::{Args, ValueEnum};
-use compiler::cluster::{Bytes, unit};
+use compiler::cluster::unit;
 use compiler::partition::planner::{self, Partitioner, PlanError, Planned, PlannerOptions};
 use compiler::plan::problem::{CostModel, InFlight, Objective};
 use compiler::plan::{ScheduleKind, Stage, read};
@@ -91,6 +92,27 @@ pub struct Question {
     pub seed: u64,
 }
 
+impl Default for Question {
+    fn default() -> Question {
+        Question {
+            cost: "paper".to_string(),
+            activation_compression: None,
+            memory: None,
+            microbatches: 1,
+            schedule: "1f1b-rr".to_string(),
+            objective: "throughput".to_string(),
+            partitioner: "pipec".to_string(),
+            stages: None,
+            cut_after: None,
+            optimizer: Optimizer::Sgd,
+            dtype: "f32".to_string(),
+            budget: None,
+            in_flight: InFlight::Auto,
+            seed: 0,
+        }
+    }
+}
+
 /// An optimizer, as far as memory is concerned.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum Optimizer {
@@ -153,17 +175,18 @@ pub fn run(arguments: Box<Arguments>, screen: &Screen) -> Result<(), Failure> {
 
 /// The plan that the arguments ask for.
 pub fn plan(arguments: &Arguments, screen: &Screen) -> Result<Planned, Failure> {
-    let source = source::costs(arguments, screen)?;
-    let cluster = machines::cluster(&arguments.devices, source.kind)?;
-    let question = &arguments.question;
-    let mut problem = source.problem(cluster, cost(&question.cost));
+    let costs = source::costs(arguments, screen)?;
+    ask(&arguments.file, costs, &arguments.question, cost(&arguments.question.cost))
+}
+
+/// The plan for these costs.
+pub fn ask(file: &Path, costs: Costs, question: &Question, cost: CostModel) -> Result<Planned, Failure> {
+    let has_memory = costs.has_memory;
+    let mut problem = costs.problem(cost);
     problem.activation_compression = question.activation_compression;
     problem.memory_limit = match &question.memory {
         Some(text) => Some(unit::bytes(text).map_err(|error| Failure::input("cannot read `--memory`").because(error))?),
-        None if source.has_device || arguments.devices.cluster.is_some() => {
-            Some(Bytes(problem.cluster.device.memory.0)).filter(|memory| memory.0 > 0)
-        }
-        None => None,
+        None => Some(problem.cluster.device.memory).filter(|memory| has_memory && memory.0 > 0),
     };
     problem.objective = if question.objective == "memory" { Objective::Memory } else { Objective::Throughput };
     problem.optimizer_state = question.optimizer.state();
@@ -179,7 +202,7 @@ pub fn plan(arguments: &Arguments, screen: &Screen) -> Result<Planned, Failure> 
         seed: question.seed,
         efficiency: Some(&efficiency),
     };
-    planner::plan(&problem, &options).map_err(|error| explain(&arguments.file, error))
+    planner::plan(&problem, &options).map_err(|error| explain(file, error))
 }
 
 /// The share of ideal throughput that stages reach under caps, by simulation; a pipeline that cannot be simulated
@@ -238,7 +261,8 @@ fn next(model: &Path, plan: &Path) -> String {
     text
 }
 
-fn in_flight(text: &str) -> Result<InFlight, String> {
+/// Reads `--in-flight`.
+pub fn in_flight(text: &str) -> Result<InFlight, String> {
     match text {
         "auto" => Ok(InFlight::Auto),
         "pipedream" => Ok(InFlight::Pipedream),
