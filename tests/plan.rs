@@ -5,9 +5,10 @@ use compiler::cluster::read::{gpus, levels};
 use compiler::cluster::unit::bandwidth;
 use compiler::import::pipedream;
 use compiler::partition::planner::{Partitioner, PlanError, Planned, PlannerOptions, plan};
-use compiler::plan::ScheduleKind;
+use compiler::plan::check::check;
 use compiler::plan::problem::{CostModel, InFlight, Objective, Problem, ProblemError};
 use compiler::plan::read::{from_json, schema, to_json};
+use compiler::plan::{Plan, ScheduleKind};
 use compiler::profile::cost_graph::{CostGraph, OpCost, OpId, ParamCost, TensorCost};
 use std::time::{Duration, Instant};
 
@@ -217,6 +218,67 @@ fn every_schedule_and_objective_makes_a_sound_plan() {
 }
 
 #[test]
+fn the_judge_finds_every_change() {
+    let mut problem = Problem::new(chain(8), levels("2:10GB/s,2:10GB/s").unwrap(), CostModel::Pipedream);
+    problem.activation_compression = Some(1.0);
+    problem.memory_limit = Some(Bytes(1 << 20));
+    let sound = with(&problem, Partitioner::Uniform).unwrap().plan;
+    assert_eq!(sound.stages.len(), 4);
+    assert!(check(&problem, &sound).is_ok());
+    let changes: &[(&str, &dyn Fn(&mut Plan))] = &[
+        ("no stages", &|plan| plan.stages.clear()),
+        ("stages[1] has id 7", &|plan| plan.stages[1].id.0 = 7),
+        ("op 0 is in 0 stages", &|plan| plan.stages[0].ops[0].0 = 1),
+        ("op 2 is in 2 stages", &|plan| plan.stages[0].ops[0].1 = 3),
+        ("op range [9, 2)", &|plan| plan.stages[0].ops[0] = (9, 2)),
+        ("op range [0, 4000000000)", &|plan| plan.stages[0].ops[0].1 = 4_000_000_000),
+        ("back to stage 0", &|plan| {
+            let ops = plan.stages[0].ops.clone();
+            plan.stages[0].ops = std::mem::replace(&mut plan.stages[1].ops, ops);
+        }),
+        ("is used by stage 0 too", &|plan| plan.stages[1].devices = vec![0]),
+        ("device 4 does not exist", &|plan| plan.stages[3].devices = vec![4]),
+        ("0 devices for 1 replicas", &|plan| plan.stages[3].devices.clear()),
+        ("1 devices for 2 replicas", &|plan| plan.stages[0].replicas = 2),
+        ("in_flight is [0, 3, 2, 1]", &|plan| plan.schedule.in_flight[0] = 0),
+        ("weight_versions is", &|plan| plan.schedule.weight_versions.push(1)),
+        ("schedule.weight_versions", &|plan| plan.schedule.weight_versions[0] = 2),
+        ("memory of stage 0", &|plan| {
+            plan.schedule.in_flight = vec![5, 3, 2, 1];
+            plan.schedule.weight_versions = vec![5, 3, 2, 1];
+        }),
+        ("memory of stage 2", &|plan| plan.stages[2].memory.total += 1),
+        ("fwd_us of stage 1", &|plan| plan.stages[1].fwd_us += 1e-3),
+        ("bwd_us of stage 1", &|plan| plan.stages[1].bwd_us -= 1e-3),
+        ("edge 0 -> 1", &|plan| plan.edges[0].bytes += 1),
+        ("edge 1 -> 2", &|plan| drop(plan.edges.remove(1))),
+        ("edge 0 -> 2", &|plan| plan.edges[0].to.0 = 2),
+        ("the edge twice", &|plan| plan.edges.push(plan.edges[0].clone())),
+        ("edge 0 -> 1", &|plan| plan.edges[0].tensors[0].push('x')),
+        ("predicted.minibatch_us", &|plan| plan.predicted.minibatch_us *= 1.0 + 1e-6),
+        ("not as deep", &|plan| plan.stages[2].hierarchy.truncate(1)),
+        ("0 places for 2 levels", &|plan| plan.stages.iter_mut().for_each(|stage| stage.hierarchy.clear())),
+        ("group 5 where group 1 comes next", &|plan| plan.stages[1].hierarchy[0].group = 5),
+        ("share a group of the innermost level", &|plan| plan.stages[1].hierarchy[0].group = 0),
+        ("take 4 of the 2 members", &|plan| {
+            plan.stages.iter_mut().enumerate().for_each(|(at, stage)| {
+                stage.hierarchy[0].group = at as u32;
+                stage.hierarchy[1].group = 0;
+            })
+        }),
+    ];
+    for (expected, change) in changes {
+        let mut plan = sound.clone();
+        change(&mut plan);
+        let faults = check(&problem, &plan).expect_err(expected);
+        let text = faults.iter().map(ToString::to_string).collect::<Vec<_>>().join("\n");
+        assert!(text.contains(expected), "{expected}: {text}");
+    }
+    problem.memory_limit = Some(Bytes(100));
+    assert!(check(&problem, &sound).is_err());
+}
+
+#[test]
 fn plans_round_trip_and_are_the_same_every_time() {
     let problem = random_problem(&mut Random(7), Kind::Any, 9, FLAT);
     let found = with(&problem, Partitioner::Pipec).unwrap();
@@ -354,6 +416,25 @@ fn memory_bombs_end_in_time() {
         };
         println!("{cluster}: needs {smallest}, {:?}", clock.elapsed());
         assert!(clock.elapsed() < Duration::from_secs(20));
+    }
+}
+
+#[test]
+fn wide_graphs_within_the_budget_are_searched_in_time() {
+    // 240 ops in a row, then two branches of 80: 240 + 81^2 closed sets, fewer than the budget.
+    let mut graph = chain(401);
+    graph.tensors[239].consumers = vec![OpId(240), OpId(320)];
+    graph.tensors[319].consumers = vec![OpId(400)];
+    let mut random = Random(5);
+    graph.ops.iter_mut().for_each(|op| op.bwd_us += random.below(100) as f64);
+    for partitioner in [Partitioner::Pipec, Partitioner::Pipedream] {
+        let mut problem = Problem::new(graph.clone(), levels("16:1GB/s").unwrap(), CostModel::Pipedream);
+        problem.activation_compression = Some(1.0);
+        let clock = Instant::now();
+        let found = with(&problem, partitioner).unwrap();
+        println!("{partitioner:?}: {:?}, {:?}", clock.elapsed(), found.plan.search);
+        assert!(found.plan.proven_optimal && found.plan.search.fallback.is_none());
+        assert!(clock.elapsed() < Duration::from_secs(5));
     }
 }
 

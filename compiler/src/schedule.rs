@@ -489,6 +489,4 @@ pub enum ScheduleError {
     TooLong { items: u64, stages: usize },
     #[error("the order of work cannot run: worker {worker} waits for ever before {at}")]
     Stuck { worker: String, at: String },
-    #[error("the order of work of worker {worker} is not its share of the items: {what}")]
-    NotTheShare { worker: String, what: String },
 }

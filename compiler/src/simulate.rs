@@ -98,7 +98,7 @@ pub struct Timeline {
     pub links: Vec<Track>,
     /// When the last activity ended.
     pub makespan: f64,
-    /// For each item, when its last computation ended.
+    /// For each item, in order, when its last computation ended.
     pub finished: Vec<f64>,
     /// For each worker, the most items that were in flight at once.
     pub peak_in_flight: Vec<u32>,

@@ -179,7 +179,7 @@ pub fn compile(
     let mut arriving = Arriving::new();
     let mut codes = Vec::new();
     for (stage, fragment) in cut.iter_mut().enumerate().rev() {
-        pipeline::forward(&mut fragment.graph)?;
+        pipeline::forward(fragment)?;
         let backward = match loss {
             None => None,
             Some(name) => {

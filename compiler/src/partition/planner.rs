@@ -8,9 +8,7 @@
 use crate::partition::finish::{self, Statement};
 use crate::partition::fit::Least;
 use crate::partition::in_flight::Efficiency;
-use crate::partition::pinned;
 use crate::partition::search::{Candidate, Found, Question, same};
-use crate::partition::shape::Shape;
 use crate::partition::states::Growth;
 use crate::plan::Plan;
 use crate::plan::check::Fault;
@@ -153,11 +151,7 @@ pub fn plan(problem: &Problem, options: &PlannerOptions<'_>) -> Result<Planned, 
         || problem.constraints.cut_after.is_some()
         || matches!(problem.in_flight, InFlight::Given(_));
     let mut found = match options.partitioner {
-        _ if is_pinned => {
-            let shapes = pinned::shapes(problem, problem.objective == Objective::Memory)?;
-            let candidates = shapes.into_iter().map(|shape| question.candidate("pinned", shape)).collect();
-            Found { candidates, states: 1, fallback: None, proven_us: None }
-        }
+        _ if is_pinned => question.pinned()?,
         Partitioner::Pipec => question.hierarchical(Growth::All, &baselines),
         Partitioner::Pipedream => question.hierarchical(Growth::FirstSource, &baselines),
         Partitioner::Exhaustive => question.exhaustive()?,
@@ -218,16 +212,10 @@ fn order(objective: Objective, left: &Candidate, right: &Candidate) -> Ordering 
 fn infeasible(question: &Question<'_>, found: &Found, partitioner: Partitioner, is_pinned: bool) -> PlanError {
     let problem = question.problem;
     let mut candidates = found.candidates.clone();
-    let searches = matches!(partitioner, Partitioner::Pipec | Partitioner::Pipedream | Partitioner::Exhaustive);
-    let add = |shape: Shape| question.candidate("least memory", shape);
-    if is_pinned {
-        candidates.extend(pinned::shapes(problem, true).unwrap_or_default().into_iter().map(add));
-    } else if searches {
-        candidates.extend(question.fitting(&stage_cost::levels(&problem.cluster), Least::Memory).into_iter().map(add));
-        if problem.cluster.levels.len() > 1 && partitioner == Partitioner::Pipec {
-            let flat = question.fitting(&stage_cost::levels(&problem.cluster.flattened()), Least::Memory);
-            candidates.extend(flat.into_iter().map(|shape| add(Shape { is_flat: true, ..shape })));
-        }
+    // The searches have looked for the least memory already; the walk through everything stops at what fits.
+    if partitioner == Partitioner::Exhaustive && !is_pinned {
+        let shapes = question.fitting(&stage_cost::levels(&problem.cluster), Least::Memory);
+        candidates.extend(shapes.into_iter().map(|shape| question.candidate("least memory", shape)));
     }
     let limit = problem.memory_limit.map_or(0, |limit| limit.0);
     let Some(least) = candidates.iter().min_by_key(|candidate| candidate.peak()) else {

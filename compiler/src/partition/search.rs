@@ -7,7 +7,7 @@ use crate::partition::fit::{self, Fit, Least};
 use crate::partition::line::{self, Line};
 use crate::partition::shape::Shape;
 use crate::partition::states::{Growth, Space};
-use crate::partition::{build, data_parallel, exhaustive, linear, pipedream, single, uniform};
+use crate::partition::{build, data_parallel, exhaustive, linear, pinned, pipedream, single, uniform};
 use crate::plan::StageMemory;
 use crate::plan::problem::{InFlight, Objective, Problem, ProblemError};
 use crate::plan::stage_cost::{self, LevelCost, StageCost};
@@ -15,6 +15,9 @@ use crate::profile::cost_graph::CostGraph;
 
 /// Closed sets that are looked at when `--budget` does not say.
 pub const DEFAULT_BUDGET: u64 = 10_000;
+
+/// The most places of a line. Each is priced over the whole graph, which for more would cost more than it brings.
+const MAX_PLACES: usize = 2000;
 
 /// A shape with what it costs and holds.
 #[derive(Clone, Debug)]
@@ -146,7 +149,7 @@ impl Question<'_> {
         let (graph, cost) = (&self.problem.graph, StageCost::of(self.problem));
         let mut states = 0;
         let mut best: Option<pipedream::Solution> = None;
-        let limit = largest(graph.ops.len() + 1, |sets| {
+        let limit = largest((graph.ops.len() + 1).min(MAX_PLACES), |sets| {
             let (steps, bytes) = pipedream::effort(levels, sets);
             steps <= 2e8 && bytes <= 3e8
         });
@@ -194,7 +197,7 @@ impl Question<'_> {
     /// What fits best along each line.
     pub fn fitting(&self, levels: &[LevelCost], least: Least) -> Vec<Shape> {
         let (graph, cost) = (&self.problem.graph, StageCost::of(self.problem));
-        let limit = largest((graph.ops.len() + 1).min(1200), |places| fit::effort(levels, places) <= 2e7);
+        let limit = largest((graph.ops.len() + 1).min(1200), |places| fit::effort(levels, places) <= 6e6);
         let solve = |order: Vec<u32>| {
             let ends = line::ends(graph, cost.model, &order, limit.max(2) - 1);
             let line = Line::new(graph, cost.model, order, ends);
@@ -208,6 +211,19 @@ impl Question<'_> {
             fit::fit(&settings, least).map(|(_, shape)| shape)
         };
         linear::orders(graph).into_iter().filter_map(solve).collect()
+    }
+
+    /// What obeys the user's constraints; with the least memory where nothing fits.
+    pub fn pinned(&self) -> Result<Found, ProblemError> {
+        let wants_memory = self.problem.objective == Objective::Memory;
+        let mut found = Found { candidates: Vec::new(), states: 1, fallback: None, proven_us: None };
+        for least_memory in [wants_memory, true] {
+            if !found.candidates.iter().any(|candidate| candidate.fits) {
+                let shapes = pinned::shapes(self.problem, least_memory)?;
+                found.candidates.extend(shapes.into_iter().map(|shape| self.candidate("pinned", shape)));
+            }
+        }
+        Ok(found)
     }
 
     /// Everything.

@@ -1,7 +1,8 @@
 //! The order of the passes, with the verifier between them.
 
+use super::fragment::Fragment;
 use super::{Changed, canonicalise, cse, dce, fold};
-use crate::graph::Graph;
+use crate::graph::{Graph, Output};
 use crate::graph::verify::{VerifyError, verify};
 use thiserror::Error;
 
@@ -37,9 +38,17 @@ pub fn concrete(graph: &mut Graph) -> Result<(), PassBug> {
     run(graph, &CONCRETE)
 }
 
-/// Simplifies a forward fragment at fixed sizes.
-pub fn forward(graph: &mut Graph) -> Result<(), PassBug> {
-    run(graph, &FORWARD)
+/// Simplifies a forward fragment at fixed sizes. What it sends is needed, as its results are.
+pub fn forward(fragment: &mut Fragment) -> Result<(), PassBug> {
+    let graph = &mut fragment.graph;
+    let results = graph.outputs.len();
+    let sent = fragment.sent.iter().map(|s| Output { name: String::new(), value: s.local });
+    graph.outputs.extend(sent);
+    run(graph, &FORWARD)?;
+    for (sent, kept) in fragment.sent.iter_mut().zip(graph.outputs.drain(results..)) {
+        sent.local = kept.value;
+    }
+    Ok(())
 }
 
 fn run(graph: &mut Graph, passes: &[Pass]) -> Result<(), PassBug> {

@@ -116,7 +116,8 @@ struct Simulation<'a> {
     now: f64,
     virtual_now: f64,
     posted: u64,
-    finished: Vec<f64>,
+    /// A map, since a program that was not checked may name any item at all.
+    finished: BTreeMap<MicrobatchId, f64>,
 }
 
 impl<'a> Simulation<'a> {
@@ -139,7 +140,7 @@ impl<'a> Simulation<'a> {
             now: 0.0,
             virtual_now: 0.0,
             posted: 0,
-            finished: Vec::new(),
+            finished: BTreeMap::new(),
         }
     }
 
@@ -261,17 +262,12 @@ impl<'a> Simulation<'a> {
         let now = self.now;
         let hands = &mut self.hands[worker.index()];
         if let Some((activity, start)) = hands.computing.take() {
-            if end_is_later(start, now) || !matches!(activity, Activity::Step(..)) {
+            // Steps that take no time would only clutter a trace.
+            if now > start || !matches!(activity, Activity::Step(..)) {
                 hands.spans.push(Span { activity, start, end: now });
             }
             if let Activity::Forward(_, item) | Activity::Backward(_, item) = activity {
-                // A program that was not checked may name any item at all.
-                if let Some(finished) = self.finished.get_mut(item.index()) {
-                    *finished = now;
-                } else if item.0 < self.program.items {
-                    self.finished.resize(item.index() + 1, 0.0);
-                    self.finished[item.index()] = now;
-                }
+                self.finished.insert(item, now);
             }
             if let Activity::Step(..) = activity {
                 hands.gradients = hands.gradients.saturating_sub(1);
@@ -382,10 +378,7 @@ impl<'a> Simulation<'a> {
             peak_in_flight.push(hands.peak);
             memory.push(hands.memory);
         }
-        Timeline { workers, links, makespan: self.now, finished: self.finished, peak_in_flight, memory }
+        let finished = self.finished.into_values().collect();
+        Timeline { workers, links, makespan: self.now, finished, peak_in_flight, memory }
     }
-}
-
-fn end_is_later(start: f64, end: f64) -> bool {
-    end > start
 }

@@ -12,6 +12,7 @@ pub mod attribute;
 pub mod constant;
 pub mod elementwise;
 pub mod fold;
+pub mod gather;
 pub mod input;
 pub mod linear;
 pub mod loss;
@@ -20,6 +21,7 @@ pub mod norm;
 pub mod prune;
 pub mod reduce;
 pub mod reshape;
+pub mod sequence;
 pub mod slice;
 pub mod support;
 pub mod symbol;
@@ -31,7 +33,6 @@ pub mod window;
 use crate::graph::evaluate::EvaluateError;
 use crate::graph::{AddError, Graph, MovingAverage, Origin};
 use crate::import::onnx::model::Node;
-use crate::import::onnx::name::shown;
 use crate::op::{Binary, Broadcast, Compare, Concat, Constant, Op, Reduce, ReduceKind, Reshape, Select, Unary, Value};
 use crate::tensor::dim::{Bindings, Dim, DimError};
 use crate::tensor::fact::Fact;
@@ -42,6 +43,9 @@ use thiserror::Error;
 /// The most bytes a value may have, known or assumed: a quarter of what 48-bit addresses reach. What is larger is a
 /// slip or a trap, and no machine holds it.
 const LARGEST: u64 = 1 << 46;
+
+/// What a sequence is called where a tensor was expected.
+const A_SEQUENCE: &str = "a sequence in place of a tensor";
 
 /// What is known of a tensor of the source model.
 #[derive(Clone, Debug)]
@@ -54,6 +58,8 @@ pub enum Known {
     Dims(Dims),
     /// An initializer that becomes a parameter or a state when it is read; its place in the list of all [`Weight`]s.
     Weight(usize),
+    /// Several values: what a sequence of tensors holds.
+    Sequence(Vec<Value>),
     /// An output that no core op gives; reading it is an error that says this.
     Absent(&'static str),
 }
@@ -94,8 +100,17 @@ pub struct Weight {
     pub initial: Result<Tensor, String>,
     /// Whether a gradient may train it; else it can only be a state.
     pub trainable: bool,
-    /// Its node, and whether that is a state, once it was read.
-    pub node: Option<(Value, bool)>,
+    /// Its parameter, once it was read as one.
+    pub parameter: Option<Value>,
+    /// Its state, once it was read as one.
+    pub state: Option<Value>,
+}
+
+impl Weight {
+    /// One that nobody has read yet.
+    pub fn new(name: String, fact: Fact, initial: Result<Tensor, String>, trainable: bool) -> Weight {
+        Weight { name, fact, initial, trainable, parameter: None, state: None }
+    }
 }
 
 /// What nodes leave behind for the whole model.
@@ -204,6 +219,7 @@ impl Scope<'_> {
             Known::Dims(d) => Fact::of(d.dtype, &[d.dims.len()]),
             Known::Weight(at) => self.ledger.weights[*at].fact.clone(),
             Known::Absent(what) => return Err(Reason::Unsupported((*what).to_string())),
+            Known::Sequence(_) => return Err(Reason::Unsupported(A_SEQUENCE.to_string())),
         })
     }
 
@@ -213,6 +229,7 @@ impl Scope<'_> {
             Known::Value(value) => Ok(value),
             Known::Weight(at) => self.weight(at, false),
             Known::Absent(what) => Err(Reason::Unsupported(what.to_string())),
+            Known::Sequence(_) => Err(Reason::Unsupported(A_SEQUENCE.to_string())),
             Known::Tensor(tensor) => {
                 let name = &self.node.inputs[slot];
                 if let Some(value) = self.constants.get(name) {
@@ -231,27 +248,23 @@ impl Scope<'_> {
         if self.has(slot) { self.value(slot).map(Some) } else { Ok(None) }
     }
 
-    /// Initializer `at` as a node: a parameter, or a state.
+    /// Initializer `at` as a node: a parameter, or a state. What cannot be trained is always a state.
     pub fn weight(&mut self, at: usize, state: bool) -> Result<Value, Reason> {
         let weight = &self.ledger.weights[at];
         let state = state || !weight.trainable;
-        if let Some((value, is_state)) = weight.node {
-            if is_state != state && weight.trainable {
-                let name = shown(&weight.name).into_owned();
-                return Err(Reason::Inputs(format!("`{name}` is read both as a parameter and as a running statistic")));
-            }
+        if let Some(value) = if state { weight.state } else { weight.parameter } {
             return Ok(value);
         }
-        let (name, fact) = (weight.name.clone(), weight.fact.clone());
-        let op = if state {
-            Op::State(crate::op::State { name, fact })
-        } else {
-            Op::Parameter(crate::op::Parameter { name, fact })
+        let fact = weight.fact.clone();
+        let op = match state {
+            true => Op::State(crate::op::State { name: weight.name.clone(), fact }),
+            false => Op::Parameter(crate::op::Parameter { name: weight.name.clone(), fact }),
         };
         // A source has no node of its own in the model; its name says where it comes from.
         let node = self.graph.add(op, &[], &Origin::default())?;
         let value = Value { node, output: 0 };
-        self.ledger.weights[at].node = Some((value, state));
+        let weight = &mut self.ledger.weights[at];
+        *(if state { &mut weight.state } else { &mut weight.parameter }) = Some(value);
         Ok(value)
     }
 
@@ -326,7 +339,7 @@ impl Scope<'_> {
     }
 
     /// A size as an `i64` value of rank 0 for the few models that compute with one: the sum of that many ones.
-    fn size(&mut self, dim: &Dim) -> Result<Value, Reason> {
+    pub fn size(&mut self, dim: &Dim) -> Result<Value, Reason> {
         let one = self.constant(Tensor::from_i64(&[], &[1]))?;
         let ones = self.add(Op::Broadcast(Broadcast { shape: vec![dim.clone()] }), &[one])?;
         self.add(Op::Reduce(Reduce { kind: ReduceKind::Sum, axes: vec![0], keep: false }), &[ones])
