@@ -54,8 +54,8 @@ pub fn profile(graph: &Graph, attribution: &Attribution, device: &Device, subjec
             name: op.name,
             module: op.module,
             op: op.op,
-            fwd_us,
-            bwd_us,
+            fwd_us: picoseconds(fwd_us),
+            bwd_us: picoseconds(bwd_us),
             spread: 0.0,
             param_bytes: op.param_bytes,
             saved_bytes: op.saved_bytes,
@@ -81,6 +81,11 @@ pub fn profile(graph: &Graph, attribution: &Attribution, device: &Device, subjec
         ops,
         whole: None,
     }
+}
+
+/// Microseconds to whole picoseconds: few enough digits to be read back from a file as they were.
+fn picoseconds(us: f64) -> f64 {
+    (us * 1e6).round() / 1e6
 }
 
 /// What one run of a node costs on any machine.

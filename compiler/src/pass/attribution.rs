@@ -50,6 +50,8 @@ pub enum AttributionError {
 pub struct Attribution {
     /// The numbered ops, as nodes of the graph that was given.
     pub ops: Vec<NodeId>,
+    /// The value of the given graph that a gradient arrives for under [`Training::Gradient`].
+    pub seeded: Option<Value>,
     /// What the forward run of the whole graph runs.
     pub forward: Graph,
     /// What its backward run runs, if there is one.
@@ -77,6 +79,7 @@ pub fn attribute(graph: &Graph, training: Training) -> Result<Attribution, Attri
     let mut whole = graph.clone();
     let mut place: HashMap<NodeId, usize> = HashMap::new();
     let mut arriving = Arriving::new();
+    let mut seeded = None;
     match training {
         Training::No => {}
         Training::Loss(loss, axis) => {
@@ -84,7 +87,8 @@ pub fn attribute(graph: &Graph, training: Training) -> Result<Attribution, Attri
         }
         Training::Gradient => {
             // A reader in a stage behind this one sends the gradient, whatever the loss will be.
-            if let Some(value) = seeded(graph, &ops) {
+            seeded = seeded_output(graph, &ops);
+            if let Some(value) = seeded {
                 let reader = whole.add(Op::Unary(Unary::Neg), &[value], &Origin::default());
                 place.insert(reader.expect("every float can be negated"), 1);
                 arriving.insert((value, 1, 0));
@@ -112,7 +116,7 @@ pub fn attribute(graph: &Graph, training: Training) -> Result<Attribution, Attri
         None => vec![Vec::new(); ops.len()],
     };
     let backward = made.map(|b| b.graph);
-    Ok(Attribution { ops, forward: fragment.graph, backward, forward_nodes, backward_nodes, saved_bytes })
+    Ok(Attribution { ops, seeded, forward: fragment.graph, backward, forward_nodes, backward_nodes, saved_bytes })
 }
 
 fn check_sizes(graph: &Graph) -> Result<(), AttributionError> {
@@ -128,7 +132,7 @@ fn check_sizes(graph: &Graph) -> Result<(), AttributionError> {
 }
 
 /// The output that a gradient arrives for.
-fn seeded(graph: &Graph, ops: &[NodeId]) -> Option<Value> {
+fn seeded_output(graph: &Graph, ops: &[NodeId]) -> Option<Value> {
     let numbered: HashSet<NodeId> = ops.iter().copied().collect();
     let mut learned: HashSet<NodeId> = HashSet::new();
     for id in order::canonical(graph) {

@@ -1,0 +1,117 @@
+//! Measured times in a folder, so that what was measured once is not measured again.
+//!
+//! One file for each key, named by the key's SHA-256 and holding the key. Files are written beside their place and then
+//! moved there, so a reader sees all of a file or none of it. What cannot be read, or is no figure, counts as absent.
+
+use serde_json::{Value as Json, json};
+use sha2::{Digest, Sha256};
+use std::io;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
+
+/// The name and version that every entry states.
+const SCHEMA: &str = "pipec.kernel-time/1";
+
+/// No entry is larger; what is, is not ours.
+const LARGEST: u64 = 1 << 20;
+
+/// A measured time. Whole picoseconds, so that it is the same number when it is read back.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Time {
+    /// Half of the runs took less.
+    pub median_ps: u64,
+    /// Between the first and the third quarter of the runs.
+    pub spread_ps: u64,
+}
+
+/// A folder of measured times.
+#[derive(Clone, Debug)]
+pub struct Cache {
+    folder: PathBuf,
+}
+
+impl Cache {
+    /// A cache in this folder, which is made when the first time is kept.
+    pub fn new(folder: &Path) -> Cache {
+        Cache { folder: folder.to_path_buf() }
+    }
+
+    /// The user's own: `$XDG_CACHE_HOME/pipec/profile`, else `~/.cache/pipec/profile`; `None` without a home.
+    pub fn of_user() -> Option<Cache> {
+        let set = |name: &str| std::env::var_os(name).filter(|v| !v.is_empty()).map(PathBuf::from);
+        // The XDG base directory specification: a relative path is invalid and is ignored.
+        let base = set("XDG_CACHE_HOME").filter(|path| path.is_absolute());
+        let base = base.or_else(|| set("HOME").map(|home| home.join(".cache")))?;
+        Some(Cache { folder: base.join("pipec").join("profile") })
+    }
+
+    /// The folder.
+    pub fn folder(&self) -> &Path {
+        &self.folder
+    }
+
+    /// The times kept under `key`.
+    pub fn get(&self, key: &str) -> Option<Vec<Time>> {
+        let path = self.path(key);
+        let size = std::fs::metadata(&path).ok()?.len();
+        if size > LARGEST {
+            return None;
+        }
+        let entry: Json = serde_json::from_str(&std::fs::read_to_string(path).ok()?).ok()?;
+        if entry["schema"] != SCHEMA || entry["key"] != key {
+            return None;
+        }
+        let time = |t: &Json| Some(Time { median_ps: t["median_ps"].as_u64()?, spread_ps: t["spread_ps"].as_u64()? });
+        entry["times"].as_array()?.iter().map(time).collect()
+    }
+
+    /// Keeps times under `key`.
+    pub fn put(&self, key: &str, times: &[Time]) -> io::Result<()> {
+        static NEXT: AtomicU64 = AtomicU64::new(0);
+        std::fs::create_dir_all(&self.folder)?;
+        let times: Vec<Json> =
+            times.iter().map(|t| json!({ "median_ps": t.median_ps, "spread_ps": t.spread_ps })).collect();
+        let entry = json!({ "schema": SCHEMA, "key": key, "times": times });
+        let path = self.path(key);
+        let number = NEXT.fetch_add(1, Ordering::Relaxed);
+        let beside = path.with_extension(format!("{}-{number}.part", std::process::id()));
+        std::fs::write(&beside, format!("{entry}\n"))?;
+        std::fs::rename(&beside, &path).inspect_err(|_| {
+            let _ = std::fs::remove_file(&beside);
+        })
+    }
+
+    fn path(&self, key: &str) -> PathBuf {
+        let digest = Sha256::digest(key.as_bytes());
+        let name: String = digest.iter().map(|b| format!("{b:02x}")).collect();
+        self.folder.join(format!("{name}.json"))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_kept_is_found_and_what_is_broken_is_not() {
+        let folder = std::env::temp_dir().join(format!("pipec-cache-{}", std::process::id()));
+        let cache = Cache::new(&folder);
+        let times = [Time { median_ps: 1_234_567, spread_ps: 89 }, Time { median_ps: u64::MAX, spread_ps: 0 }];
+        assert_eq!(cache.get("a"), None);
+        cache.put("a", &times).unwrap();
+        assert_eq!(cache.get("a").unwrap(), times);
+        assert_eq!(cache.get("b"), None);
+        let path = cache.path("a");
+        std::fs::copy(&path, cache.path("b")).unwrap();
+        assert_eq!(cache.get("b"), None, "an entry under another key's name");
+        let text = std::fs::read_to_string(&path).unwrap();
+        for broken in ["", "{", "[]", &text.replace("1234567", "-3"), &text.replace("1234567", "1e999"), "{\"key\":1}"]
+        {
+            std::fs::write(&path, broken).unwrap();
+            assert_eq!(cache.get("a"), None, "{broken}");
+        }
+        cache.put("a", &times).unwrap();
+        assert_eq!(cache.get("a").unwrap(), times);
+        std::fs::remove_dir_all(&folder).unwrap();
+    }
+}

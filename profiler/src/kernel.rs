@@ -1,0 +1,217 @@
+//! The time of one kernel.
+//!
+//! In a run of the model other kernels touch other tensors between two runs of one kernel, so that its own may have left
+//! the caches. Here a kernel goes round over copies of its tensors which together are as large as what the model
+//! touches, up to twice the last-level cache: a small model stays in the cache, as it does when it trains, and a large
+//! one does not.
+
+use crate::cache::Time;
+use compiler::graph::Graph;
+use compiler::op::table::{attributes, rule};
+use compiler::op::{KernelError, NodeId, Op};
+use compiler::tensor::Tensor;
+use compiler::tensor::fact::Fact;
+use runtime::buffer::Buffer;
+use runtime::data::mix;
+use runtime::device::cpu::Kernel;
+use std::time::{Duration, Instant};
+
+/// A sample lasts at least this long, so that reading the clock, about 30 ns, is lost in it.
+const SAMPLE: Duration = Duration::from_micros(20);
+
+/// No sample is of more runs.
+const MOST_RUNS_A_SAMPLE: usize = 256;
+
+/// Different values that tensors are filled with; a prime, so that rows differ.
+const PATTERN: usize = 65_521;
+
+/// How a kernel is measured.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Runs {
+    /// Runs before the first that counts; at least one is made.
+    pub warmup: u32,
+    /// Samples, as long as `budget` lasts; three are taken in any case, or one of a kernel that takes longer than it.
+    pub samples: u32,
+    /// Seed of the values.
+    pub seed: u64,
+    /// Bytes that the copies of the tensors have together, at most; one copy there is in any case.
+    pub rotation_bytes: usize,
+    /// Time for one kernel.
+    pub budget: Duration,
+}
+
+/// A kernel that can be measured: an op at fixed sizes.
+#[derive(Clone, Debug)]
+pub struct Subject {
+    /// The op.
+    pub op: Op,
+    /// Its inputs.
+    pub inputs: Vec<Fact>,
+    /// Its outputs.
+    pub outputs: Vec<Fact>,
+}
+
+impl Subject {
+    /// What a node of a graph of fixed sizes runs.
+    pub fn of(graph: &Graph, id: NodeId) -> Subject {
+        let inputs = graph.inputs(id).iter().map(|v| graph.fact(*v).clone()).collect();
+        Subject { op: graph.node(id).op.clone(), inputs, outputs: graph.node(id).facts.clone() }
+    }
+
+    /// Op, attributes and facts: equal texts are equal kernels.
+    pub fn key(&self) -> String {
+        let facts = |facts: &[Fact]| facts.iter().map(Fact::to_string).collect::<Vec<_>>().join(" ");
+        let attributes = serde_json::Value::Object(attributes(&self.op));
+        format!("{} {attributes} {} -> {}", rule(&self.op).name(), facts(&self.inputs), facts(&self.outputs))
+    }
+
+    /// The kernel.
+    pub fn kernel(&self) -> Kernel {
+        Kernel::new(&self.op, &self.inputs, &self.outputs)
+    }
+
+    /// Bytes of all inputs and outputs.
+    pub fn bytes(&self) -> u64 {
+        let sizes = self.inputs.iter().chain(&self.outputs).map(|f| f.bytes().unwrap_or(u64::MAX));
+        sizes.fold(0, u64::saturating_add)
+    }
+}
+
+/// One copy of a kernel's tensors.
+struct Copy {
+    inputs: Vec<Buffer>,
+    outputs: Vec<Buffer>,
+}
+
+/// Runs a kernel on values that its op admits, and takes the time. The tensors must fit the memory.
+pub fn time(subject: &Subject, kernel: &Kernel, runs: &Runs) -> Result<Time, KernelError> {
+    let size = (subject.bytes() as usize).max(1);
+    let count = (runs.rotation_bytes / size).clamp(1, 1 << 16);
+    let patterns: Vec<Tensor> = (0..subject.inputs.len()).map(|slot| pattern(subject, slot, runs.seed)).collect();
+    let copy = |_| Copy {
+        inputs: subject.inputs.iter().zip(&patterns).map(|(fact, pattern)| filled(fact, pattern)).collect(),
+        outputs: subject.outputs.iter().map(|fact| Buffer::new(size_of(fact))).collect(),
+    };
+    let mut copies: Vec<Copy> = (0..count).map(copy).collect();
+    let mut sides: Vec<(Vec<&[u8]>, Vec<&mut [u8]>)> = copies
+        .iter_mut()
+        .map(|c| (c.inputs.iter().map(Buffer::bytes).collect(), c.outputs.iter_mut().map(Buffer::bytes_mut).collect()))
+        .collect();
+    let mut workspace = Buffer::new(kernel.workspace());
+    let mut next = 0;
+    let mut run = |runs: usize| -> Result<Duration, KernelError> {
+        let start = Instant::now();
+        for _ in 0..runs {
+            let (inputs, outputs) = &mut sides[next];
+            kernel.run(inputs, outputs, workspace.bytes_mut())?;
+            next += 1;
+            if next == count {
+                next = 0;
+            }
+        }
+        Ok(start.elapsed())
+    };
+
+    let began = Instant::now();
+    let mut single = run(1)?;
+    for _ in 1..runs.warmup {
+        if began.elapsed() > runs.budget {
+            break;
+        }
+        single = single.min(run(1)?);
+    }
+    let batch = SAMPLE.as_nanos().div_ceil(single.as_nanos().max(1)).clamp(1, MOST_RUNS_A_SAMPLE as u128) as usize;
+    let fewest = if single > runs.budget { 1 } else { runs.samples.min(3) };
+    let mut samples = Vec::new();
+    while samples.len() < runs.samples.max(1) as usize {
+        if samples.len() >= fewest as usize && began.elapsed() > runs.budget {
+            break;
+        }
+        samples.push(run(batch)?.as_nanos() as u64 * 1000 / batch as u64);
+    }
+    Ok(summary(samples))
+}
+
+/// Median and interquartile range.
+pub fn summary(mut picoseconds: Vec<u64>) -> Time {
+    picoseconds.sort_unstable();
+    let count = picoseconds.len();
+    if count == 0 {
+        return Time::default();
+    }
+    let median = (picoseconds[(count - 1) / 2] + picoseconds[count / 2]) / 2;
+    let (low, high) = (picoseconds[(count - 1) / 4], picoseconds[(count - 1) - (count - 1) / 4]);
+    Time { median_ps: median, spread_ps: high - low }
+}
+
+fn size_of(fact: &Fact) -> usize {
+    fact.bytes().unwrap_or(0) as usize
+}
+
+fn filled(fact: &Fact, pattern: &Tensor) -> Buffer {
+    let mut buffer = Buffer::new(size_of(fact));
+    let source = pattern.bytes();
+    for part in buffer.bytes_mut().chunks_mut(source.len().max(1)) {
+        part.copy_from_slice(&source[..part.len()]);
+    }
+    buffer
+}
+
+/// Values for an input: floats are 0.25 to 1.25, where every op is defined; integers are indices of what they index.
+fn pattern(subject: &Subject, slot: usize, seed: u64) -> Tensor {
+    let fact = &subject.inputs[slot];
+    let count = (size_of(fact) / fact.dtype.size()).min(PATTERN);
+    let draw = |i: usize| mix(mix(seed ^ mix(slot as u64)) ^ i as u64);
+    if fact.dtype.is_float() {
+        let unit = |i| 0.25 + (draw(i) >> 11) as f64 / (1u64 << 53) as f64;
+        return Tensor::from_f64(&[count], &(0..count).map(unit).collect::<Vec<_>>()).cast(fact.dtype);
+    }
+    // Narrow integers hold no larger index.
+    let widest = match fact.dtype.size() {
+        1 => i64::from(i8::MAX),
+        2 => i64::from(i16::MAX),
+        4 => i64::from(i32::MAX),
+        _ => i64::MAX,
+    };
+    let limit = limit(subject, slot).clamp(1, widest) as u64;
+    Tensor::from_i64(&[count], &(0..count).map(|i| (draw(i) % limit) as i64).collect::<Vec<_>>()).cast(fact.dtype)
+}
+
+/// One more than the largest integer that an input may hold.
+fn limit(subject: &Subject, slot: usize) -> i64 {
+    let size = |input: usize, axis: usize| subject.inputs[input].shape[axis].known().unwrap_or(1);
+    match (&subject.op, slot) {
+        (Op::Gather(op), 1) => size(0, op.axis),
+        (Op::ScatterAdd(op), 1) => op.size.known().unwrap_or(1),
+        (Op::CrossEntropy(op), 1) => size(0, op.axis),
+        (Op::CrossEntropyGrad(op), 2) => size(1, op.axis),
+        _ => 2,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use compiler::op::table::samples;
+
+    #[test]
+    fn every_op_has_values_that_it_admits() {
+        let runs = Runs { warmup: 1, samples: 3, seed: 1, rotation_bytes: 1 << 12, budget: Duration::from_millis(20) };
+        for sample in samples() {
+            let inputs: Vec<Fact> = sample.inputs.iter().map(|t| Fact::of(t.dtype(), t.shape())).collect();
+            let outputs = rule(&sample.op).infer(&inputs.iter().collect::<Vec<_>>()).unwrap();
+            let subject = Subject { op: sample.op, inputs, outputs };
+            let empty = subject.inputs.iter().chain(&subject.outputs).any(|f| f.bytes() == Some(0));
+            let time = time(&subject, &subject.kernel(), &runs);
+            let time = time.unwrap_or_else(|e| panic!("{} {}: {e}", subject.key(), sample.title));
+            assert!(time.median_ps > 0 || empty, "{}", subject.key());
+        }
+    }
+
+    #[test]
+    fn the_summary_is_the_median_and_the_middle_half() {
+        assert_eq!(summary(vec![5, 1, 4, 2, 3]), Time { median_ps: 3, spread_ps: 2 });
+        assert_eq!(summary(vec![7]), Time { median_ps: 7, spread_ps: 0 });
+        assert_eq!(summary(Vec::new()), Time::default());
+    }
+}

@@ -1,0 +1,186 @@
+//! This machine: its CPU, its memory, and the cluster that workers on its cores make.
+
+use compiler::cluster::device::find;
+use compiler::cluster::read::{ClusterError, check};
+use compiler::cluster::{Bytes, BytesPerSecond, Cluster, Level, Seconds};
+use compiler::profile::ProfiledDevice;
+use std::hint::black_box;
+use std::sync::mpsc::channel;
+use std::time::Instant;
+
+/// Bytes taken for the last-level cache where the system does not tell.
+const USUAL_CACHE: usize = 32 << 20;
+
+/// No cache is taken to be larger, so that a machine that adds up all its caches does not make buffers of gigabytes.
+const MOST_CACHE: usize = 128 << 20;
+
+/// Bytes that are copied to measure bandwidth.
+const COPIED: usize = 64 << 20;
+
+/// Messages that are sent to and fro to measure latency.
+const MESSAGES: u32 = 2000;
+
+/// The CPU's name, the instructions that kernels are made of, and the machine's memory.
+pub fn device() -> ProfiledDevice {
+    ProfiledDevice {
+        name: name(),
+        driver: format!("pipec {} {}", env!("CARGO_PKG_VERSION"), vectors()),
+        memory_bytes: memory_bytes(),
+    }
+}
+
+/// The name of the CPU, `cpu` where the system does not tell.
+fn name() -> String {
+    let text = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
+    let line = text.lines().find(|line| line.starts_with("model name"));
+    let name = line.and_then(|line| line.split_once(':')).map(|(_, name)| name.trim().to_string());
+    name.filter(|name| !name.is_empty()).unwrap_or_else(|| "cpu".to_string())
+}
+
+/// The widest vector instructions of this CPU that kernels use.
+fn vectors() -> &'static str {
+    #[cfg(target_arch = "x86_64")]
+    {
+        if std::arch::is_x86_feature_detected!("avx512f") {
+            return "avx512";
+        }
+        if std::arch::is_x86_feature_detected!("avx2") && std::arch::is_x86_feature_detected!("fma") {
+            return "avx2";
+        }
+        "sse2"
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    {
+        std::env::consts::ARCH
+    }
+}
+
+/// All memory of the machine, 0 where the system does not tell.
+pub fn memory_bytes() -> u64 {
+    meminfo("MemTotal:").unwrap_or(0)
+}
+
+/// Memory that can still be had; without a limit where the system does not tell.
+pub fn available_bytes() -> u64 {
+    meminfo("MemAvailable:").unwrap_or(u64::MAX)
+}
+
+fn meminfo(key: &str) -> Option<u64> {
+    let text = std::fs::read_to_string("/proc/meminfo").ok()?;
+    let line = text.lines().find_map(|line| line.strip_prefix(key))?;
+    let kibibytes: u64 = line.split_whitespace().next()?.parse().ok()?;
+    kibibytes.checked_mul(1024)
+}
+
+/// Bytes of the largest cache that this CPU's cores look through.
+pub fn cache_bytes() -> usize {
+    let sizes = (0..8).filter_map(|i| {
+        let path = format!("/sys/devices/system/cpu/cpu0/cache/index{i}/size");
+        let text = std::fs::read_to_string(path).ok()?;
+        let text = text.trim();
+        let (digits, unit) = match text.as_bytes().last()? {
+            b'K' => (&text[..text.len() - 1], 1 << 10),
+            b'M' => (&text[..text.len() - 1], 1 << 20),
+            _ => (text, 1),
+        };
+        digits.parse::<usize>().ok()?.checked_mul(unit)
+    });
+    sizes.max().filter(|size| *size > 0).unwrap_or(USUAL_CACHE).min(MOST_CACHE)
+}
+
+/// `workers` workers on this machine's cores, one thread each, sharing cores and memory.
+///
+/// Links inside a process hand over references, so nothing is copied: a message takes the time to wake its receiver, and
+/// its bytes come through the memory when the receiver reads them. Figures are those of the device table but for cores
+/// and memory, equal on every run; [`measure_links`] puts in what this machine does.
+pub fn cluster_of_this_cpu(workers: u32) -> Result<Cluster, ClusterError> {
+    let kind = find("cpu").ok_or_else(|| ClusterError::Kind { kind: "cpu".to_string() })?;
+    let (name, bandwidth) = kind.link();
+    let mut device = kind.device();
+    device.cores = Some(std::thread::available_parallelism().map_or(1, |n| n.get() as u32));
+    device.threads_per_worker = Some(1);
+    let share = memory_bytes() / u64::from(workers.max(1));
+    if share > 0 {
+        device.memory = Bytes(share);
+    }
+    let level = Level { name: name.to_string(), count: workers, bandwidth, latency: Seconds(5e-6), shared: false };
+    check(Cluster { device, levels: vec![level], hosts: Vec::new() })
+}
+
+/// Puts in the bandwidth of a copy through memory, which is what reading another worker's tensor costs at most, and half
+/// the time of a message to another thread and back. Takes a fraction of a second.
+pub fn measure_links(cluster: &mut Cluster) {
+    let bandwidth = copy_bandwidth();
+    let latency = message_latency();
+    for level in &mut cluster.levels {
+        if let Some(bandwidth) = bandwidth {
+            level.bandwidth = BytesPerSecond(bandwidth);
+        }
+        if let Some(latency) = latency {
+            level.latency = Seconds(latency);
+        }
+    }
+    if let Some(bandwidth) = bandwidth {
+        // A copy reads and writes every byte.
+        cluster.device.memory_bandwidth = BytesPerSecond(2.0 * bandwidth);
+    }
+}
+
+fn copy_bandwidth() -> Option<f64> {
+    let from = vec![1u8; COPIED];
+    let mut to = vec![0u8; COPIED];
+    let mut best = f64::INFINITY;
+    for _ in 0..4 {
+        let start = Instant::now();
+        to.copy_from_slice(black_box(&from));
+        black_box(&mut to);
+        best = best.min(start.elapsed().as_secs_f64());
+    }
+    (best > 0.0).then(|| COPIED as f64 / best)
+}
+
+fn message_latency() -> Option<f64> {
+    let (to, received) = channel::<u32>();
+    let (back, answered) = channel::<u32>();
+    let echo = std::thread::Builder::new().spawn(move || {
+        while let Ok(message) = received.recv() {
+            if back.send(message).is_err() {
+                break;
+            }
+        }
+    });
+    let echo = echo.ok()?;
+    let start = Instant::now();
+    for message in 0..MESSAGES {
+        to.send(message).ok()?;
+        answered.recv().ok()?;
+    }
+    let seconds = start.elapsed().as_secs_f64() / f64::from(2 * MESSAGES);
+    drop(to);
+    echo.join().ok()?;
+    Some(seconds)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_cluster_is_sound_before_and_after_links_are_measured() {
+        assert!(cluster_of_this_cpu(0).is_err());
+        let mut cluster = cluster_of_this_cpu(3).unwrap();
+        assert_eq!(cluster, cluster_of_this_cpu(3).unwrap());
+        assert_eq!((cluster.devices(), cluster.device.threads_per_worker), (3, Some(1)));
+        measure_links(&mut cluster);
+        let level = &cluster.levels[0];
+        assert!(level.bandwidth.0 > 1e8 && level.latency.0 > 0.0 && level.latency.0 < 1.0, "{level:?}");
+        check(cluster).unwrap();
+    }
+
+    #[test]
+    fn this_machine_has_a_name_and_a_cache() {
+        assert!(!device().name.is_empty());
+        assert!(device().driver.starts_with("pipec "));
+        assert!((1 << 10..=MOST_CACHE).contains(&cache_bytes()));
+    }
+}

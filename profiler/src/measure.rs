@@ -1,0 +1,307 @@
+//! From a graph to a measured profile.
+//!
+//! Every kernel that runs for an op is measured by itself and their times are added: forward the op's own, backward those
+//! that its rule wrote. Kernels of equal ops, attributes and facts are measured once. The whole model run as one stage
+//! stands beside the sum.
+
+use crate::cache::{Cache, Time};
+use crate::kernel::{self, Runs, Subject};
+use crate::machine::{available_bytes, cache_bytes, device};
+use crate::whole::{Whole, whole};
+use compiler::graph::Graph;
+use compiler::graph::hash::hash;
+use compiler::op::{KernelError, NodeId};
+use compiler::pass::analytic::node_cost;
+use compiler::pass::attribution::{Attribution, AttributionError, Training, attribute};
+use compiler::pass::costs::{cost_graph, dtype};
+use compiler::profile::{self, Method, OpProfile, Profile, ProfiledDevice, ProfiledModel, SCHEMA};
+use compiler::tensor::Tensor;
+use runtime::compile::CompileError;
+use std::collections::{BTreeMap, HashMap};
+use std::time::{Duration, UNIX_EPOCH};
+use thiserror::Error;
+
+/// How long and on what a measurement runs.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Settings {
+    /// Runs before the first that counts.
+    pub warmup: u32,
+    /// Runs that count, fewer where a kernel is slow.
+    pub runs: u32,
+    /// Seed of the values.
+    pub seed: u64,
+    /// Time for one kernel; the whole model has eight times as much.
+    pub budget: Duration,
+}
+
+impl Default for Settings {
+    fn default() -> Settings {
+        Settings { warmup: 3, runs: 25, seed: 0, budget: Duration::from_millis(250) }
+    }
+}
+
+/// The model to measure.
+pub struct Model<'a> {
+    /// Its graph at fixed sizes, without a loss.
+    pub graph: &'a Graph,
+    /// What its backward run starts from.
+    pub training: Training,
+    /// Its file and fingerprint; `ops` is filled in.
+    pub model: ProfiledModel,
+    /// Samples in one micro-batch, the size that the graph was bound at.
+    pub micro_batch: u64,
+    /// Initial weights by name. What is missing is made up: times do not depend on it.
+    pub weights: &'a BTreeMap<String, Tensor>,
+}
+
+/// How far a measurement is. It is told before something is measured, and never of what the cache had.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Progress<'a> {
+    /// Measurements done.
+    pub done: usize,
+    /// Measurements to be made.
+    pub total: usize,
+    /// The op whose kernel is next, or the whole model.
+    pub name: &'a str,
+}
+
+/// A profile, and what there is to say of it.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Measured {
+    /// The profile.
+    pub profile: Profile,
+    /// Different kernels in it.
+    pub kernels: usize,
+    /// How many of them were measured now, and not taken from the cache.
+    pub measured: usize,
+    /// Why times could not be kept for the next run.
+    pub cache_fault: Option<String>,
+}
+
+/// Why a model cannot be measured.
+#[derive(Debug, Error)]
+#[allow(missing_docs)]
+pub enum MeasureError {
+    #[error(transparent)]
+    Attribution(#[from] AttributionError),
+    #[error(transparent)]
+    Compile(#[from] CompileError),
+    #[error("op `{name}` needs {bytes} bytes, {available} are free; take a smaller micro-batch or an analytic profile")]
+    Memory { name: String, bytes: u64, available: u64 },
+    #[error("op `{name}`: {fault}")]
+    Kernel { name: String, fault: KernelError },
+}
+
+/// A kernel of the model.
+struct Job {
+    subject: Subject,
+    key: String,
+    /// The first op that has it.
+    op: usize,
+    time: Option<Time>,
+    workspace: u64,
+    is_reference: bool,
+}
+
+/// Measures every op of a model on this machine's CPU, on one thread.
+pub fn measure(
+    model: &Model<'_>,
+    settings: &Settings,
+    cache: Option<&Cache>,
+    progress: &mut dyn FnMut(Progress<'_>),
+) -> Result<Measured, MeasureError> {
+    let attribution = attribute(model.graph, model.training)?;
+    let device = device();
+    let whole = whole(model.graph, &attribution, model.training)?;
+    let rotation_bytes = rotation(whole.as_ref());
+    let runs = Runs {
+        warmup: settings.warmup,
+        samples: settings.runs,
+        seed: settings.seed,
+        rotation_bytes,
+        budget: settings.budget,
+    };
+    let head = key_head(&device, &runs);
+    let (mut jobs, uses) = jobs(&attribution, &head);
+    let costs = cost_graph(model.graph, &attribution);
+    let names: Vec<String> = costs.ops.iter().map(|op| op.name.clone()).collect();
+
+    let whole_key = format!("{head} whole {:?} {}", model.training, hash(model.graph));
+    let mut whole_times: Option<[Time; 2]> = None;
+    if let Some(cache) = cache {
+        for job in &mut jobs {
+            job.time = cache.get(&job.key).and_then(|times| times.first().copied());
+        }
+        whole_times = cache.get(&whole_key).and_then(|times| times.try_into().ok());
+    }
+    let measures_whole = whole.is_some() && whole_times.is_none();
+    let measured = jobs.iter().filter(|job| job.time.is_none()).count();
+    let total = measured + usize::from(measures_whole);
+    let mut keeper = Keeper { cache, fault: None };
+    let mut done = 0;
+    for job in jobs.iter_mut().filter(|job| job.time.is_none()) {
+        let name = &names[job.op];
+        progress(Progress { done, total, name });
+        let time = run(job, name, &runs)?;
+        job.time = Some(time);
+        keeper.keep(&job.key, &[time]);
+        done += 1;
+    }
+    if let (Some(whole), true) = (&whole, measures_whole) {
+        progress(Progress { done, total, name: "the whole model" });
+        let runs = Runs { budget: settings.budget * 8, ..runs };
+        whole_times = whole.time(model.weights, &runs);
+        if let Some(times) = &whole_times {
+            keeper.keep(&whole_key, times);
+        }
+    }
+
+    let ops = costs.ops.into_iter().enumerate().map(|(i, op)| {
+        let [forward, backward] = [&uses.forward[i], &uses.backward[i]];
+        let all = || forward.iter().chain(backward).map(|job| &jobs[*job]);
+        let flops: f64 = attribution.forward_nodes[i].iter().map(|id| node_cost(&attribution.forward, *id).flops).sum();
+        let total_ps: u64 = all().filter_map(|job| job.time).map(|t| t.median_ps).sum();
+        let spread_ps: u64 = all().filter_map(|job| job.time).map(|t| t.spread_ps).sum();
+        OpProfile {
+            id: op.id,
+            name: op.name,
+            module: op.module,
+            op: op.op,
+            fwd_us: microseconds(&jobs, forward),
+            bwd_us: microseconds(&jobs, backward),
+            spread: (1e4 * spread_ps as f64 / (total_ps as f64).max(1.0)).round() / 1e4,
+            param_bytes: op.param_bytes,
+            saved_bytes: op.saved_bytes,
+            out_bytes: op.out_bytes,
+            workspace_bytes: all().map(|job| job.workspace).max().unwrap_or(0),
+            flops: flops as u64,
+            source: source(i, all().collect()),
+        }
+    });
+    let ops: Vec<OpProfile> = ops.collect();
+    let us = |time: Time| nanoseconds(time.median_ps) / 1e3;
+    let profile = Profile {
+        schema: SCHEMA.to_string(),
+        model: ProfiledModel { ops: ops.len() as u64, ..model.model.clone() },
+        device,
+        settings: profile::Settings {
+            dtype: dtype(model.graph).name().to_string(),
+            micro_batch: model.micro_batch,
+            warmup: settings.warmup,
+            runs: settings.runs,
+            seed: settings.seed,
+        },
+        method: Method::Measured,
+        ops,
+        whole: whole_times.map(|[forward, backward]| profile::Whole { fwd_us: us(forward), bwd_us: us(backward) }),
+    };
+    Ok(Measured { profile, kernels: jobs.len(), measured, cache_fault: keeper.fault })
+}
+
+/// Where times are kept. The first fault is remembered; the measurement goes on.
+struct Keeper<'a> {
+    cache: Option<&'a Cache>,
+    fault: Option<String>,
+}
+
+impl Keeper<'_> {
+    fn keep(&mut self, key: &str, times: &[Time]) {
+        if let (Some(cache), None) = (self.cache, &self.fault)
+            && let Err(error) = cache.put(key, times)
+        {
+            self.fault = Some(format!("{}: {error}", cache.folder().display()));
+        }
+    }
+}
+
+/// The jobs of each op, by place in the list of jobs.
+struct Uses {
+    forward: Vec<Vec<usize>>,
+    backward: Vec<Vec<usize>>,
+}
+
+fn jobs(attribution: &Attribution, head: &str) -> (Vec<Job>, Uses) {
+    let mut list: Vec<Job> = Vec::new();
+    let mut by_key: HashMap<String, usize> = HashMap::new();
+    let mut find = |graph: &Graph, nodes: &[NodeId], op: usize| -> Vec<usize> {
+        let each = nodes.iter().map(|id| {
+            let subject = Subject::of(graph, *id);
+            let key = format!("{head} {}", subject.key());
+            *by_key.entry(key.clone()).or_insert_with(|| {
+                let kernel = subject.kernel();
+                let (workspace, is_reference) = (kernel.workspace() as u64, kernel.is_reference());
+                list.push(Job { subject, key, op, time: None, workspace, is_reference });
+                list.len() - 1
+            })
+        });
+        each.collect()
+    };
+    let mut uses = Uses { forward: Vec::new(), backward: Vec::new() };
+    for op in 0..attribution.ops.len() {
+        uses.forward.push(find(&attribution.forward, &attribution.forward_nodes[op], op));
+        let backward = attribution.backward.as_ref();
+        uses.backward.push(backward.map_or_else(Vec::new, |g| find(g, &attribution.backward_nodes[op], op)));
+    }
+    (list, uses)
+}
+
+fn run(job: &Job, name: &str, runs: &Runs) -> Result<Time, MeasureError> {
+    let available = available_bytes();
+    let bytes = job.subject.bytes().saturating_add(job.workspace);
+    if bytes > available {
+        return Err(MeasureError::Memory { name: name.to_string(), bytes, available });
+    }
+    let kernel = job.subject.kernel();
+    kernel::time(&job.subject, &kernel, runs).map_err(|fault| MeasureError::Kernel { name: name.to_string(), fault })
+}
+
+/// Bytes that a kernel goes round over: see [`kernel`]. A power of two, so that kernels of models of similar sizes are
+/// equal; twice the cache without a model to ask.
+fn rotation(whole: Option<&Whole>) -> usize {
+    let beyond = 2 * cache_bytes();
+    whole.map_or(beyond, |whole| whole.footprint().min(beyond).next_power_of_two().min(beyond))
+}
+
+/// What the times of all kernels depend on beside the kernel.
+fn key_head(device: &ProfiledDevice, runs: &Runs) -> String {
+    let Runs { warmup, samples, seed, rotation_bytes, budget } = runs;
+    format!(
+        "{} | {} {} | warmup {warmup} runs {samples} seed {seed} rotation {rotation_bytes} budget {}us |",
+        device.name,
+        device.driver,
+        build(),
+        budget.as_micros()
+    )
+}
+
+/// Tells builds of one version apart: another compiler or other kernels make other times.
+fn build() -> String {
+    let file = std::env::current_exe().and_then(std::fs::metadata);
+    let told = file.ok().map(|file| {
+        let changed = file.modified().ok().and_then(|time| time.duration_since(UNIX_EPOCH).ok());
+        format!("{}-{}", file.len(), changed.unwrap_or_default().as_nanos())
+    });
+    told.unwrap_or_default()
+}
+
+fn microseconds(jobs: &[Job], uses: &[usize]) -> f64 {
+    let sum = uses.iter().filter_map(|job| jobs[*job].time).map(|t| t.median_ps).sum();
+    nanoseconds(sum) / 1e3
+}
+
+/// Whole nanoseconds: more digits than a clock has, and few enough to be read back as they were.
+fn nanoseconds(picoseconds: u64) -> f64 {
+    (picoseconds as f64 / 1e3).round()
+}
+
+fn source(op: usize, jobs: Vec<&Job>) -> String {
+    let Some(first) = jobs.first() else { return "view".to_string() };
+    let told = match jobs.iter().all(|job| job.op < op) {
+        true => format!("equal to op {}", first.op),
+        false => "measured".to_string(),
+    };
+    match jobs.iter().any(|job| job.is_reference) {
+        true => format!("{told}, reference kernel"),
+        false => told,
+    }
+}
