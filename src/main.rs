@@ -1,2 +1,88 @@
-//! placeholder
-fn main() {}
+//! `pipec`: reads arguments, calls one verb, prints.
+//!
+//! Exit codes: 0 done; 1 ran and the answer is no; 2 bad input or usage; 3 no feasible plan; 101 a panic, which is always our
+//! bug. Results go to standard output, everything else to standard error.
+
+mod arguments;
+mod cmd;
+mod failure;
+mod machines;
+mod model;
+mod quantity;
+mod screen;
+mod source;
+mod stages;
+mod training;
+
+use crate::arguments::{Cli, Verb};
+use crate::failure::Failure;
+use crate::screen::Screen;
+use clap::Parser;
+use clap::error::ErrorKind;
+use std::panic::{self, AssertUnwindSafe};
+use std::process::ExitCode;
+use std::sync::Mutex;
+
+/// Where the first panic happened and what it said; kept until the end, so that it is told in one line.
+static PANIC: Mutex<Option<String>> = Mutex::new(None);
+
+fn main() -> ExitCode {
+    panic::set_hook(Box::new(|info| {
+        let payload = info.payload();
+        let said = payload.downcast_ref::<&str>().map(|s| s.to_string());
+        let said = said.or_else(|| payload.downcast_ref::<String>().cloned()).unwrap_or_default();
+        let place = info.location().map(|at| format!("{}:{}", at.file(), at.line())).unwrap_or_default();
+        if let Ok(mut first) = PANIC.lock() {
+            first.get_or_insert(format!("{place}: {said}"));
+        }
+    }));
+    match panic::catch_unwind(AssertUnwindSafe(run)) {
+        Ok(code) => ExitCode::from(code),
+        Err(_) => {
+            let said = PANIC.lock().ok().and_then(|mut first| first.take()).unwrap_or_default();
+            Screen::failure(&Failure::bug(&said));
+            ExitCode::from(failure::BUG)
+        }
+    }
+}
+
+fn run() -> u8 {
+    let cli = match Cli::try_parse() {
+        Ok(cli) => cli,
+        Err(error) => return usage(&error),
+    };
+    let screen = Screen::new(&cli.global);
+    let done = match cli.verb {
+        Verb::Inspect(arguments) => cmd::inspect::run(arguments, &screen),
+        Verb::Profile(arguments) => cmd::profile::run(arguments, &screen),
+        Verb::Partition(arguments) => cmd::partition::run(arguments, &screen),
+        Verb::Plan(arguments) => cmd::plan::run(arguments, &screen),
+        Verb::Simulate(arguments) => cmd::simulate::run(arguments, &screen),
+        Verb::Train(arguments) => cmd::train::run(arguments, &screen),
+        Verb::Eval(arguments) => cmd::eval::run(arguments, &screen),
+        Verb::Schema(arguments) => cmd::schema::run(arguments, &screen),
+        Verb::Zoo(arguments) => cmd::zoo::run(arguments, &screen),
+        Verb::Completions(arguments) => cmd::completions::run(arguments, &screen),
+    };
+    match done.and_then(|()| screen.finish()) {
+        Ok(()) => 0,
+        Err(failure) => {
+            Screen::failure(&failure);
+            failure.code
+        }
+    }
+}
+
+/// Help and version are results; everything else that clap says is a failure in its own one line.
+fn usage(error: &clap::Error) -> u8 {
+    match error.kind() {
+        ErrorKind::DisplayHelp | ErrorKind::DisplayVersion => {
+            Screen::print(&error.render().to_string());
+            0
+        }
+        _ => {
+            Screen::complain(&error.render().to_string());
+            failure::INPUT
+        }
+    }
+}

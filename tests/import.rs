@@ -7,7 +7,8 @@ use compiler::graph::bind::{bind, symbols};
 use compiler::graph::evaluate::evaluate;
 use compiler::graph::verify::verify;
 use compiler::graph::{Graph, text};
-use compiler::import::import::{Batch, Model, Options, Weight, load};
+use compiler::import::import::{Batch, Model, Options, Weight, from_onnx, load};
+use compiler::import::onnx::decode;
 use compiler::import::onnx::proto::attribute_proto::AttributeType;
 use compiler::import::onnx::proto::tensor_shape_proto::{Dimension, dimension};
 use compiler::import::onnx::proto::{
@@ -15,8 +16,8 @@ use compiler::import::onnx::proto::{
     ValueInfoProto, type_proto,
 };
 use compiler::op::Op;
-use compiler::tensor::Tensor;
 use compiler::tensor::dim::Bindings;
+use compiler::tensor::{DType, Tensor};
 use prost::Message;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -61,20 +62,26 @@ fn npy(bytes: &[u8]) -> Tensor {
     };
     let header = std::str::from_utf8(&bytes[start..start + length]).unwrap();
     assert!(header.contains("'fortran_order': False"));
-    let dtype = ["f8", "f4", "i8"].into_iter().find(|d| header.contains(&format!("'<{d}'"))).unwrap();
+    let kinds = [
+        ("<f8", DType::F64),
+        ("<f4", DType::F32),
+        ("<f2", DType::F16),
+        ("<i8", DType::I64),
+        ("<i4", DType::I32),
+        ("<i2", DType::I16),
+        ("|i1", DType::I8),
+        ("<u8", DType::U64),
+        ("<u4", DType::U32),
+        ("<u2", DType::U16),
+        ("|u1", DType::U8),
+        ("|b1", DType::Bool),
+    ];
+    let (_, dtype) = kinds.into_iter().find(|(kind, _)| header.contains(&format!("'{kind}'"))).unwrap();
     let dims = header.split_once("'shape': (").unwrap().1.split_once(')').unwrap().0;
     let shape: Vec<usize> = dims.split(',').filter_map(|d| d.trim().parse().ok()).collect();
-    let count: usize = shape.iter().product();
-    let body = &bytes[start + length..];
-    let eights = body.chunks_exact(8).take(count).map(|b| <[u8; 8]>::try_from(b).unwrap());
-    match dtype {
-        "f8" => Tensor::from_f64(&shape, &eights.map(f64::from_le_bytes).collect::<Vec<_>>()),
-        "i8" => Tensor::from_i64(&shape, &eights.map(i64::from_le_bytes).collect::<Vec<_>>()),
-        _ => {
-            let fours = body.chunks_exact(4).take(count).map(|b| f32::from_le_bytes(b.try_into().unwrap()));
-            Tensor::from_f32(&shape, &fours.collect::<Vec<_>>())
-        }
-    }
+    let body = start + length;
+    let size = shape.iter().product::<usize>() * dtype.size();
+    Tensor::new(dtype, shape, bytes[body..body + size].to_vec().into()).unwrap()
 }
 
 /// The values of the first step of an array `[steps, …]`.
@@ -163,4 +170,238 @@ fn tied_weights_are_one_parameter_and_open_batches_agree() {
     }
     assert_eq!(frozen.batch, Batch::Symbol { name: "batch".into(), default: Some(4) });
     assert_eq!(open.batch, Batch::Symbol { name: "batch".into(), default: None });
+}
+
+/// Hostile models that must still import; the others must be refused with words that the manifest expects.
+#[test]
+fn hostile_models_are_refused_in_words() {
+    let Some(folder) = data("hostile") else { return };
+    let manifest = std::fs::read_to_string(folder.join("MANIFEST.tsv")).unwrap();
+    for row in manifest.lines().skip(1).filter(|row| row.starts_with("onnx/")) {
+        let columns: Vec<&str> = row.split('\t').collect();
+        let (file, exits, words) = (columns[0], columns[2], columns[5]);
+        let start = std::time::Instant::now();
+        let result = load(&folder.join(file), &Options::default());
+        let seconds = start.elapsed().as_secs_f64();
+        assert!(seconds < 5.0, "{file} took {seconds} s");
+        match result {
+            Ok(model) => {
+                println!("{file}: {} nodes, {:?}, {:?} {seconds:.3} s", model.graph.len(), model.batch, model.warnings);
+                assert!(exits.split('|').any(|e| e == "0"), "{file} was imported");
+                if words == "missing.bin" {
+                    assert!(model.warnings.iter().any(|w| w.contains(words)), "{:?}", model.warnings);
+                }
+            }
+            Err(error) => {
+                let said = error.to_string();
+                println!("{file}: {said}");
+                assert!(exits.split('|').any(|e| e == "2"), "{file} was refused: {said}");
+                let lower = said.to_lowercase();
+                let fits = words.split('|').any(|word| {
+                    word == "-" || lower.contains(&word.replace("no (ops|nodes)", "no nodes").to_lowercase())
+                });
+                assert!(fits || words.contains('('), "{file}: `{said}` has none of {words}");
+                assert!(!said.chars().any(|c| c.is_control() && c != '\n'), "{file}: {said:?}");
+            }
+        }
+    }
+}
+
+/// A node of a small model.
+fn node(op: &str, name: &str, inputs: &[&str], outputs: &[&str], attributes: Vec<AttributeProto>) -> NodeProto {
+    let texts = |list: &[&str]| list.iter().map(|t| (*t).to_string()).collect();
+    NodeProto {
+        op_type: Some(op.into()),
+        name: Some(name.into()),
+        input: texts(inputs),
+        output: texts(outputs),
+        attribute: attributes,
+        ..Default::default()
+    }
+}
+
+fn int(name: &str, value: i64) -> AttributeProto {
+    let kind = Some(AttributeType::Int as i32);
+    AttributeProto { name: Some(name.into()), r#type: kind, i: Some(value), ..Default::default() }
+}
+
+fn ints(name: &str, values: &[i64]) -> AttributeProto {
+    let kind = Some(AttributeType::Ints as i32);
+    AttributeProto { name: Some(name.into()), r#type: kind, ints: values.to_vec(), ..Default::default() }
+}
+
+fn floats(name: &str, dims: &[i64]) -> TensorProto {
+    let count: i64 = dims.iter().product();
+    let values = (0..count).map(|i| i as f32 / 8.0).collect();
+    TensorProto {
+        name: Some(name.into()),
+        dims: dims.to_vec(),
+        data_type: Some(1),
+        float_data: values,
+        ..Default::default()
+    }
+}
+
+fn integers(name: &str, values: &[i64]) -> TensorProto {
+    TensorProto {
+        name: Some(name.into()),
+        dims: vec![values.len() as i64],
+        data_type: Some(7),
+        int64_data: values.to_vec(),
+        ..Default::default()
+    }
+}
+
+/// A value of the graph's border; a word among the dims is a symbol.
+fn info(name: &str, elem_type: i32, dims: &[&str]) -> ValueInfoProto {
+    let dim = |text: &&str| Dimension {
+        value: Some(match text.parse() {
+            Ok(size) => dimension::Value::DimValue(size),
+            Err(_) => dimension::Value::DimParam((*text).to_string()),
+        }),
+        ..Default::default()
+    };
+    let shape = TensorShapeProto { dim: dims.iter().map(dim).collect() };
+    let tensor = type_proto::Tensor { elem_type: Some(elem_type), shape: Some(shape) };
+    let kind = TypeProto { value: Some(type_proto::Value::TensorType(tensor)), ..Default::default() };
+    ValueInfoProto { name: Some(name.into()), r#type: Some(kind), ..Default::default() }
+}
+
+/// Imports a model made of these parts.
+fn imported(
+    name: &str,
+    inputs: Vec<ValueInfoProto>,
+    outputs: &[&str],
+    initializer: Vec<TensorProto>,
+    node: Vec<NodeProto>,
+) -> Result<Model, String> {
+    let output = outputs.iter().map(|o| ValueInfoProto { name: Some((*o).into()), ..Default::default() }).collect();
+    let graph = GraphProto { name: Some(name.into()), input: inputs, output, initializer, node, ..Default::default() };
+    let opset = OperatorSetIdProto { domain: None, version: Some(20) };
+    let model = ModelProto { ir_version: Some(9), opset_import: vec![opset], graph: Some(graph), ..Default::default() };
+    let source = decode::parse(model.encode_to_vec().into(), None).map_err(|e| e.to_string())?;
+    from_onnx(&source, name, &Options::default()).map_err(|e| e.to_string())
+}
+
+/// Compares with `tests/import/NAME.txt`, or rewrites it under `PIPEC_BLESS=1`.
+fn golden(name: &str, graph: &Graph) {
+    let path = Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/import")).join(format!("{name}.txt"));
+    let got = text::print(graph);
+    if std::env::var_os("PIPEC_BLESS").is_some() {
+        std::fs::create_dir_all(path.parent().unwrap()).unwrap();
+        std::fs::write(&path, &got).unwrap();
+    }
+    let want = std::fs::read_to_string(&path).unwrap_or_default();
+    assert_eq!(got, want, "{} differs; PIPEC_BLESS=1 rewrites it", path.display());
+    assert_eq!(text::print(&text::parse(&got).unwrap()), got);
+}
+
+#[test]
+fn a_static_batch_is_opened_through_constant_shapes() {
+    let model = imported(
+        "heads",
+        vec![info("x", 1, &["4", "16", "64"])],
+        &["y"],
+        vec![floats("w", &[16, 10]), integers("apart", &[4, 16, 4, 16]), integers("rows", &[-1, 10])],
+        vec![
+            node("Reshape", "/a/Reshape", &["x", "apart"], &["h"], vec![]),
+            node("Transpose", "/a/Transpose", &["h"], &["t"], vec![ints("perm", &[0, 2, 1, 3])]),
+            node("MatMul", "/a/MatMul", &["t", "w"], &["m"], vec![]),
+            node("Reshape", "/Reshape", &["m", "rows"], &["y"], vec![]),
+        ],
+    )
+    .unwrap();
+    assert_eq!(model.batch, Batch::Symbol { name: "batch".into(), default: Some(4) });
+    golden("heads", &model.graph);
+}
+
+#[test]
+fn running_statistics_are_states_that_follow_the_batch() {
+    let statistics = ["scale", "bias", "mean", "var"];
+    let mut initializers = vec![floats("k", &[2, 3, 3, 3])];
+    initializers.extend(statistics.map(|name| floats(name, &[2])));
+    let model = imported(
+        "norm",
+        vec![info("x", 1, &["N", "3", "8", "8"])],
+        &["y", "mean_out"],
+        initializers,
+        vec![
+            node("Conv", "/0/Conv", &["x", "k"], &["c"], vec![ints("pads", &[1, 1, 1, 1])]),
+            node(
+                "BatchNormalization",
+                "/1/BatchNormalization",
+                &["c", "scale", "bias", "mean", "var"],
+                &["n", "mean_out", "var_out"],
+                vec![int("training_mode", 1)],
+            ),
+            node("LeakyRelu", "/2/LeakyRelu", &["n"], &["y"], vec![]),
+        ],
+    )
+    .unwrap();
+    assert_eq!(model.warnings.len(), 1, "the running mean is no result: {:?}", model.warnings);
+    golden("norm", &model.graph);
+}
+
+#[test]
+fn a_mask_of_an_open_sequence_is_built_in_the_graph() {
+    let model = imported(
+        "mask",
+        vec![info("x", 1, &["batch", "seq", "seq"]), info("target", 7, &["batch", "seq"])],
+        &["loss"],
+        vec![integers("one", &[1]), integers("last", &[2]), integers("perm_axis", &[0])],
+        vec![
+            node("Shape", "shape", &["x"], &["s"], vec![]),
+            node("Gather", "rows", &["s", "one"], &["r"], vec![]),
+            node("Gather", "columns", &["s", "last"], &["c"], vec![]),
+            node("Concat", "square", &["r", "c"], &["sq"], vec![int("axis", 0)]),
+            node("ConstantOfShape", "ones", &["sq"], &["o"], vec![]),
+            node("Trilu", "lower", &["o"], &["l"], vec![int("upper", 0)]),
+            node("Add", "masked", &["x", "l"], &["a"], vec![]),
+            node("Transpose", "classes", &["a"], &["t"], vec![ints("perm", &[0, 2, 1])]),
+            node("SoftmaxCrossEntropyLoss", "loss", &["t", "target"], &["loss"], vec![]),
+        ],
+    )
+    .unwrap();
+    golden("mask", &model.graph);
+}
+
+#[test]
+fn faults_are_gathered_and_name_their_nodes() {
+    let x = || vec![info("x", 1, &["4", "6"])];
+    let bad = |nodes: Vec<NodeProto>| imported("bad", x(), &["y"], vec![integers("s", &[5, 5])], nodes).unwrap_err();
+    let said = bad(vec![
+        node("Reshape", "first", &["x", "s"], &["a"], vec![]),
+        node("Relu", "behind", &["a"], &["b"], vec![]),
+        node("Softmax", "second\u{1b}[31m", &["x"], &["c"], vec![int("axis", 7)]),
+        node("Add", "sum", &["b", "c"], &["y"], vec![]),
+    ]);
+    assert_eq!(
+        said,
+        "node `first` (Reshape): the shape [5, 5] does not fit the input's [4, 6]\n\
+         node `second[31m` (Softmax): axis 7 does not exist in a tensor of rank 2"
+    );
+    let said = bad(vec![
+        node("Loop", "l", &["x"], &["a"], vec![]),
+        node("Reluu", "r", &["a"], &["b"], vec![]),
+        node("Reluu", "s", &["b"], &["y"], vec![]),
+    ]);
+    assert_eq!(
+        said,
+        "unsupported operators: Loop ×1 (first: node `l`; control flow: what runs would depend on values), \
+         Reluu ×2 (first: node `r`)"
+    );
+}
+
+#[test]
+fn a_batch_that_cannot_be_opened_is_fixed_and_says_why() {
+    let model = imported(
+        "fixed",
+        vec![info("x", 1, &["4", "6"])],
+        &["y"],
+        vec![floats("token", &[4, 6])],
+        vec![node("Concat", "joined", &["token", "x"], &["y"], vec![int("axis", 1)])],
+    )
+    .unwrap();
+    let Batch::Fixed { size: Some(4), why } = &model.batch else { panic!("{:?}", model.batch) };
+    assert!(why.starts_with("node `joined` (Concat)"), "{why}");
 }

@@ -397,3 +397,28 @@ fn movements_of_many_shapes() {
     let scatter = ScatterAdd { axis: 0, size: 100usize.into() };
     ask_both("", Op::ScatterAdd(scatter), &[random(&[4, 15, 33], 24), indices]);
 }
+
+#[test]
+fn nothing_is_answered_like_the_reference() {
+    let x = random(&[2, 0, 3], 1);
+    let all = std::slice::from_ref(&x);
+    for axis in 0..3 {
+        ask("empty", &Op::Softmax(Softmax { axis }), all);
+        for kind in [ReduceKind::Sum, ReduceKind::Mean, ReduceKind::Max] {
+            ask("empty", &Op::Reduce(Reduce { kind, axes: vec![axis], keep: true }), all);
+        }
+        let inputs = [x.clone(), random(x.shape()[axis..].as_ref(), 2), random(x.shape()[axis..].as_ref(), 3)];
+        ask("empty", &Op::LayerNorm(LayerNorm { axis, epsilon: 1e-5 }), &inputs);
+    }
+    ask("empty", &Op::Transpose(Transpose { perm: vec![2, 0, 1] }), all);
+    ask("empty", &Op::Flip(Flip { axes: vec![1] }), all);
+    ask("empty", &Op::Binary(Binary::Add), &[x.clone(), random(&[3], 4)]);
+    let only_padding = Conv { window: window(&[1], &[2], &[2], &[1]), groups: 1 };
+    ask("only padding", &Op::Conv(only_padding), &[random(&[1, 2, 0], 5), random(&[3, 2, 2], 6)]);
+    let no_images = Conv { window: window(&[1], &[0], &[0], &[1]), groups: 1 };
+    ask("no images", &Op::Conv(no_images), &[random(&[0, 2, 4], 5), random(&[3, 2, 2], 6)]);
+    let no_spatial = [random(&[3, 2, 0], 7), random(&[2], 8), random(&[2], 9)];
+    ask("no spatial", &Op::BatchNorm(BatchNorm { epsilon: 1e-5 }), &no_spatial);
+    let pool = MaxPool { kernel: vec![2], window: window(&[1], &[2], &[2], &[1]), ceil: false };
+    ask("only padding", &Op::MaxPool(pool), &[random(&[1, 2, 0], 5)]);
+}

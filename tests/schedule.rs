@@ -1,11 +1,12 @@
 //! Random pipelines: every schedule's programs pass the checker, and programs with a mistake in them do not.
 
+use compiler::plan::StageId;
 use compiler::schedule::check::check;
 use compiler::schedule::rule::StepCount;
 use compiler::schedule::scheduler::schedule;
 use compiler::schedule::{
-    Edge, EdgeId, Instruction, MicrobatchId, Payload, Pipeline, Program, Schedule, Slot, StageId, StageShape, Token,
-    Version, WorkerId,
+    Edge, EdgeId, Instruction, MicrobatchId, Payload, Pipeline, Program, Schedule, Slot, StageShape, Token, Version,
+    WorkerId,
 };
 
 /// SplitMix64: small, seeded, the same everywhere.

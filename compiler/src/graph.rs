@@ -108,8 +108,8 @@ impl Graph {
         Graph { name: name.to_string(), ..Graph::default() }
     }
 
-    /// Adds an op; its facts are inferred. Ids grow, and inputs must exist, so ids are always in topological order
-    /// until [`Graph::replace_uses`] is used.
+    /// Adds an op; its facts are inferred. The id may be one that a removed node had: only [`order`] tells who comes
+    /// before whom.
     pub fn add(&mut self, op: Op, inputs: &[Value], origin: &Origin) -> Result<NodeId, AddError> {
         let facts: Vec<Fact> = inputs.iter().map(|&v| self.fact(v).clone()).collect();
         let facts = rule(&op)

@@ -4,3 +4,4 @@
 #[allow(clippy::module_inception)]
 pub mod import;
 pub mod onnx;
+pub mod pipedream;

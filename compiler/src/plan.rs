@@ -4,7 +4,7 @@
 //! sizes are bytes on one device.
 //!
 //! `problem` is what a partitioner is asked, `stage_cost` and `cut_bytes` the cost models, `memory` and `caps` what a stage holds, `check` the
-//! independent judge of any plan, `read` the file.
+//! independent judge of any plan, `sound` what must hold of a plan by itself, `read` the file.
 
 pub mod caps;
 pub mod check;
@@ -12,6 +12,7 @@ pub mod cut_bytes;
 pub mod memory;
 pub mod problem;
 pub mod read;
+pub mod sound;
 pub mod stage_cost;
 
 use crate::cluster::{Bytes, Device, Level};

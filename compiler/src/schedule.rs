@@ -18,10 +18,12 @@ pub mod fault;
 pub mod gpipe;
 pub mod inference;
 pub mod ledger;
+pub mod link;
 pub mod lower;
 pub mod one_f_one_b;
 pub mod one_f_one_b_rr;
 pub mod order;
+pub mod pipeline;
 pub mod rule;
 pub mod scheduler;
 pub mod text;
@@ -29,6 +31,8 @@ pub mod two_bw;
 
 use std::fmt;
 use std::str::FromStr;
+
+use crate::plan::StageId;
 
 macro_rules! id {
     ($(#[$doc:meta])* $name:ident) => {
@@ -45,10 +49,6 @@ macro_rules! id {
     };
 }
 
-id!(
-    /// A stage, counted from the input.
-    StageId
-);
 id!(
     /// A worker: stages in order, replicas of a stage next to each other.
     WorkerId
@@ -463,6 +463,10 @@ impl Program {
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 #[allow(missing_docs)]
 pub enum ScheduleError {
+    #[error("the plan's schedule is {schedule}, for which there is no generator")]
+    NoGenerator { schedule: &'static str },
+    #[error("the plan has {stages} stages and in-flight caps for {caps}")]
+    CapsForOtherStages { stages: usize, caps: usize },
     #[error("unknown schedule `{name}`; known are gpipe, 1f1b, 1f1b-rr, 1f1b-rr-vsync, 2bw, inference")]
     UnknownName { name: String },
     #[error("a pipeline needs at least one stage")]
@@ -485,6 +489,4 @@ pub enum ScheduleError {
     TooLong { items: u64, stages: usize },
     #[error("the order of work cannot run: worker {worker} waits for ever before {at}")]
     Stuck { worker: String, at: String },
-    #[error("the order of work of worker {worker} is not its share of the items: {what}")]
-    NotTheShare { worker: String, what: String },
 }

@@ -13,7 +13,8 @@ pub mod trace;
 
 use std::fmt;
 
-use crate::schedule::{MicrobatchId, Payload, StageId};
+use crate::plan::StageId;
+use crate::schedule::{MicrobatchId, Payload};
 
 /// What fills a span of time.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Hash)]
@@ -97,7 +98,7 @@ pub struct Timeline {
     pub links: Vec<Track>,
     /// When the last activity ended.
     pub makespan: f64,
-    /// For each item, when its last computation ended.
+    /// For each item, in order, when its last computation ended.
     pub finished: Vec<f64>,
     /// For each worker, the most items that were in flight at once.
     pub peak_in_flight: Vec<u32>,

@@ -179,7 +179,7 @@ pub fn compile(
     let mut arriving = Arriving::new();
     let mut codes = Vec::new();
     for (stage, fragment) in cut.iter_mut().enumerate().rev() {
-        pipeline::forward(&mut fragment.graph)?;
+        pipeline::forward(fragment)?;
         let backward = match loss {
             None => None,
             Some(name) => {
@@ -282,8 +282,11 @@ impl<'a> Assembly<'a> {
         let forward_order = runnable(graph);
         let kernels = kernels(graph, &forward_order);
         let workspace = workspaces(&kernels);
-        self.forward_layout =
-            plan(graph, &order::canonical(graph), &Needs { own: &own, kept: &kept, held: &held, workspace: &workspace });
+        self.forward_layout = plan(
+            graph,
+            &order::canonical(graph),
+            &Needs { own: &own, kept: &kept, held: &held, workspace: &workspace },
+        );
         let forward = self.forward_sequence(kernels);
 
         let mut sent: Vec<Transfer> = Vec::new();
@@ -398,7 +401,8 @@ impl<'a> Assembly<'a> {
                     Read::Saved(value) => self.saved(value, &mut sequence),
                     Read::Gradient { sent, stage, group } => {
                         let value = self.fragment.sent[sent].value;
-                        let at = self.gradients_in.iter().position(|t| (t.stage, t.value, t.group) == (stage, value, group));
+                        let at =
+                            self.gradients_in.iter().position(|t| (t.stage, t.value, t.group) == (stage, value, group));
                         Slot::GradientIn(at.expect("every gradient that is read is one that arrives"))
                     }
                 },
@@ -511,10 +515,8 @@ fn workspaces(kernels: &[(NodeId, Kernel)]) -> HashMap<NodeId, usize> {
 }
 
 fn step(graph: &Graph, id: NodeId, kernel: Kernel, layout: &Layout, place: impl Fn(&Value) -> Place) -> Step {
-    let workspace = Place {
-        slot: Slot::Arena(layout.workspace.get(&id).copied().unwrap_or(0)),
-        bytes: kernel.workspace(),
-    };
+    let workspace =
+        Place { slot: Slot::Arena(layout.workspace.get(&id).copied().unwrap_or(0)), bytes: kernel.workspace() };
     let node = graph.node(id);
     let told = if node.origin.source.is_empty() { node.name.clone() } else { node.origin.source.clone() };
     let inputs = graph.inputs(id).iter().map(&place).collect();

@@ -136,7 +136,13 @@ pub enum Order {
 impl Batches {
     /// Minibatches of `batch` rows, each cut in order into `microbatches` items, `steps` of them. Rows that do not fill
     /// a last minibatch of an epoch are left out of that epoch.
-    pub fn new(data: Dataset, batch: usize, microbatches: usize, steps: usize, order: Order) -> Result<Batches, DataError> {
+    pub fn new(
+        data: Dataset,
+        batch: usize,
+        microbatches: usize,
+        steps: usize,
+        order: Order,
+    ) -> Result<Batches, DataError> {
         let per_epoch = data.rows / batch.max(1);
         if per_epoch == 0 {
             return Err(DataError::Few { rows: data.rows, batch });

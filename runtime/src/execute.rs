@@ -130,7 +130,10 @@ impl<'a> Executor<'a> {
         }
         let mut copy = self.pool.take(place.bytes);
         let bytes = self.read(sequence, item, place);
-        Arc::get_mut(&mut copy).expect("the pool hands out buffers that nobody else holds").bytes_mut().copy_from_slice(bytes);
+        Arc::get_mut(&mut copy)
+            .expect("the pool hands out buffers that nobody else holds")
+            .bytes_mut()
+            .copy_from_slice(bytes);
         copy
     }
 

@@ -16,6 +16,7 @@ pub mod evaluate;
 pub mod execute;
 pub mod link;
 pub mod optimizer;
+pub mod prepare;
 pub mod train;
 pub mod weights;
 pub mod worker;

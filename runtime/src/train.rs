@@ -144,8 +144,7 @@ pub fn train(training: &Training<'_>, on_step: &mut dyn FnMut(StepDone)) -> Resu
     check_weights(training.codes, training.weights)?;
     let ties = ties(training)?;
     let mut ends = channels(program);
-    let replicas: Vec<_> =
-        program.stages.iter().map(|s| Arc::new(Rendezvous::new(s.replicas as usize))).collect();
+    let replicas: Vec<_> = program.stages.iter().map(|s| Arc::new(Rendezvous::new(s.replicas as usize))).collect();
     let (events, told) = crossbeam_channel::unbounded();
     let epoch = Instant::now();
     let mut gears = Vec::new();
@@ -326,9 +325,8 @@ fn ties(training: &Training<'_>) -> Result<Vec<Tie>, TrainError> {
                 schedule: program.schedule,
             });
         }
-        let workers: Vec<usize> = (0..program.workers.len())
-            .filter(|w| stages.contains(&program.workers[*w].stage.index()))
-            .collect();
+        let workers: Vec<usize> =
+            (0..program.workers.len()).filter(|w| stages.contains(&program.workers[*w].stage.index())).collect();
         let place = Arc::new(Rendezvous::new(workers.len()));
         ties.push(Tie { name: name.to_string(), workers, place });
     }

@@ -187,12 +187,7 @@ pub fn run(mut gear: Equipment<'_>) -> Result<Outcome, WorkerError> {
         worker.step(at, *instruction)?;
     }
     let newest = worker.versions.pop_last().map(|(_, weights)| weights).unwrap_or_default();
-    Ok(Outcome {
-        weights: newest,
-        states: worker.executor.states,
-        gradients: worker.gradients,
-        spans: worker.spans,
-    })
+    Ok(Outcome { weights: newest, states: worker.executor.states, gradients: worker.gradients, spans: worker.spans })
 }
 
 impl Worker<'_> {
@@ -217,7 +212,8 @@ impl Worker<'_> {
                 self.pending.insert(token, Pending::Message { edge, item: item.0, kind, peer });
             }
             Instruction::Wait { token } => {
-                let pending = self.pending.remove(&token).ok_or_else(|| bug(self, "nothing is posted under this token"))?;
+                let pending =
+                    self.pending.remove(&token).ok_or_else(|| bug(self, "nothing is posted under this token"))?;
                 self.wait(pending)?;
             }
             Instruction::AllReduce { round, token, .. } => {
@@ -281,7 +277,9 @@ impl Worker<'_> {
     fn backward(&mut self, item: u32) -> Result<(), WorkerError> {
         let start = self.now();
         let Some(mut state) = self.items.remove(&item) else { return Ok(()) };
-        self.executor.backward(&mut state).map_err(|fault| WorkerError::Execute { worker: self.name.clone(), fault })?;
+        self.executor
+            .backward(&mut state)
+            .map_err(|fault| WorkerError::Execute { worker: self.name.clone(), fault })?;
         for (i, term) in self.gear.code.gradient_terms.iter().enumerate() {
             let dtype = self.gear.code.parameters[term.parameter].fact.dtype;
             add_term(&mut self.terms[i], &mut self.executor, &state, term, dtype);
@@ -521,7 +519,13 @@ fn exclusive(buffer: &mut Arc<Buffer>) -> &mut [u8] {
     Arc::get_mut(buffer).expect("a buffer from the pool is held by its taker alone").bytes_mut()
 }
 
-fn add_term(sum: &mut Option<Arc<Buffer>>, executor: &mut Executor<'_>, item: &Item, term: &GradientTerm, dtype: DType) {
+fn add_term(
+    sum: &mut Option<Arc<Buffer>>,
+    executor: &mut Executor<'_>,
+    item: &Item,
+    term: &GradientTerm,
+    dtype: DType,
+) {
     match sum {
         Some(sum) => accumulate(dtype, exclusive(sum), executor.gradient(item, term.place)),
         None => {

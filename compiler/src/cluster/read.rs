@@ -128,6 +128,11 @@ pub fn from_toml(text: &str) -> Result<Cluster, ClusterError> {
     check(Cluster { device, levels, hosts })
 }
 
+/// The JSON Schema of the cluster file, for editors that check TOML by one.
+pub fn schema() -> serde_json::Value {
+    schemars::schema_for!(File).to_value()
+}
+
 /// What must hold of any cluster, wherever it came from.
 pub fn check(cluster: Cluster) -> Result<Cluster, ClusterError> {
     if cluster.levels.is_empty() {
@@ -206,8 +211,9 @@ fn device_of(file: DeviceFile) -> Result<Device, ClusterError> {
     Ok(device)
 }
 
-#[derive(serde::Deserialize)]
+#[derive(serde::Deserialize, schemars::JsonSchema)]
 #[serde(deny_unknown_fields)]
+#[schemars(rename = "Cluster")]
 struct File {
     schema: String,
     device: DeviceFile,
@@ -217,7 +223,7 @@ struct File {
     host: Vec<HostFile>,
 }
 
-#[derive(serde::Deserialize)]
+#[derive(serde::Deserialize, schemars::JsonSchema)]
 #[serde(deny_unknown_fields)]
 struct DeviceFile {
     kind: Option<String>,
@@ -230,7 +236,7 @@ struct DeviceFile {
 }
 
 // Operations per second, the one figure that is a bare number: it has no second unit to be confused with.
-#[derive(serde::Deserialize)]
+#[derive(serde::Deserialize, schemars::JsonSchema)]
 #[serde(deny_unknown_fields)]
 struct PeakFile {
     f64: Option<f64>,
@@ -240,7 +246,7 @@ struct PeakFile {
     f16: Option<f64>,
 }
 
-#[derive(serde::Deserialize)]
+#[derive(serde::Deserialize, schemars::JsonSchema)]
 #[serde(deny_unknown_fields)]
 struct LevelFile {
     name: Option<String>,
@@ -251,7 +257,7 @@ struct LevelFile {
     shared: bool,
 }
 
-#[derive(serde::Deserialize)]
+#[derive(serde::Deserialize, schemars::JsonSchema)]
 #[serde(deny_unknown_fields)]
 struct HostFile {
     address: String,
@@ -259,6 +265,8 @@ struct HostFile {
 }
 
 /// The text of a quantity; a bare number gets a message of its own.
+#[derive(schemars::JsonSchema)]
+#[schemars(transparent)]
 struct Quantity(String);
 
 impl<'de> Deserialize<'de> for Quantity {

@@ -85,7 +85,7 @@ const TIME: &[(&str, f64)] = &[("ns", 1e-9), ("us", 1e-6), ("µs", 1e-6), ("ms",
 /// Reads a memory size such as `141GB` or `16GiB`; above zero.
 pub fn bytes(text: &str) -> Result<Bytes, UnitError> {
     let value = quantity(text, "memory", "\"16GiB\" or \"141GB\"", MEMORY)?;
-    if value < 1.0 || value >= 9.2e18 {
+    if !(1.0..9.2e18).contains(&value) {
         return Err(UnitError::Range {
             text: shown(text),
             quantity: "memory",
@@ -98,7 +98,7 @@ pub fn bytes(text: &str) -> Result<Bytes, UnitError> {
 /// Reads a bandwidth such as `450GB/s` or `25Gbit/s`; above zero.
 pub fn bandwidth(text: &str) -> Result<BytesPerSecond, UnitError> {
     let value = quantity(text, "bandwidth", "\"450GB/s\" or \"25Gbit/s\"", RATE)?;
-    if value < 1.0 || value > 1e18 {
+    if !(1.0..=1e18).contains(&value) {
         return Err(UnitError::Range { text: shown(text), quantity: "bandwidth", range: "from 1 B/s to 1e18 B/s" });
     }
     Ok(BytesPerSecond(value))

@@ -38,12 +38,11 @@ pub fn bind(graph: &Graph, bindings: &Bindings) -> Result<Graph, BindError> {
             *dim = dim.substitute(bindings).map_err(|fault| BindError::Dim { node: name.clone(), fault })?;
         }
         let facts: Vec<Fact> = bound.inputs(id).into_iter().map(|v| bound.fact(v).clone()).collect();
-        let inferred = rule(&bound.node(id).op).infer(&facts.iter().collect::<Vec<_>>()).map_err(|fault| {
-            BindError::Fact {
+        let inferred =
+            rule(&bound.node(id).op).infer(&facts.iter().collect::<Vec<_>>()).map_err(|fault| BindError::Fact {
                 node: name.clone(),
                 fault: AddError { op: rule(&bound.node(id).op).name().to_string(), fault },
-            }
-        })?;
+            })?;
         bound.node_mut(id).facts = inferred;
     }
     Ok(bound)

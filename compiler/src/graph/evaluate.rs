@@ -83,10 +83,11 @@ pub fn run(graph: &Graph, id: crate::op::NodeId, inputs: &[Tensor]) -> Result<Ve
     let mut shapes = Vec::new();
     for fact in &node.facts {
         let addressable = |s: &Vec<usize>| element_count(s).and_then(|n| n.checked_mul(fact.dtype.size())).is_some();
-        shapes.push(fact.concrete().filter(addressable).ok_or_else(|| EvaluateError::Shape {
-            name: node.name.clone(),
-            fact: fact.to_string(),
-        })?);
+        shapes.push(
+            fact.concrete()
+                .filter(addressable)
+                .ok_or_else(|| EvaluateError::Shape { name: node.name.clone(), fact: fact.to_string() })?,
+        );
     }
     let mut buffers: Vec<Vec<u8>> = node
         .facts

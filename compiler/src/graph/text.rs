@@ -104,7 +104,11 @@ pub fn parse(text: &str) -> Result<Graph, ParseError> {
         };
         result.map_err(wrong)?;
     }
-    if closed { Ok(graph) } else { Err(ParseError { line: text.lines().count(), fault: "the graph has no end".into() }) }
+    if closed {
+        Ok(graph)
+    } else {
+        Err(ParseError { line: text.lines().count(), fault: "the graph has no end".into() })
+    }
 }
 
 fn node(words: &mut Words<'_>, graph: &mut Graph, names: &mut HashMap<String, NodeId>) -> Result<(), String> {

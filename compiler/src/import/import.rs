@@ -13,9 +13,11 @@ use crate::graph::{Graph, Output};
 use crate::import::onnx::decode;
 use crate::import::onnx::error::{DecodeError, FormatError};
 use crate::import::onnx::lower::input::{self, InputError, Inputs};
+use crate::import::onnx::lower::prune::prune;
 use crate::import::onnx::lower::walk::{self, LowerError, Lowered};
 use crate::import::onnx::model::{Dim as SourceDim, OnnxModel};
 use crate::import::onnx::name::shown;
+use crate::pass::pipeline::{self, PassBug};
 use crate::tensor::Tensor;
 use crate::tensor::dim::Bindings;
 use std::collections::BTreeMap;
@@ -108,6 +110,9 @@ pub enum ImportError {
     /// The importer built a graph that does not hold together.
     #[error("this is a bug in pipec: the imported graph does not hold together: {0}")]
     Verify(Box<VerifyError>),
+    /// A pass broke the graph.
+    #[error(transparent)]
+    Pass(#[from] PassBug),
 }
 
 /// Imports a file. What it is shows in its first bytes; the extension only decides how a wrong one is told.
@@ -130,6 +135,9 @@ pub fn from_onnx(source: &OnnxModel, file: &str, options: &Options) -> Result<Mo
     let inputs = input::read(&source.inputs, &options.dims, &options.batch_axes)?;
     let (lowered, batch) = lower(source, &inputs)?;
     verify(&lowered.graph).map_err(|e| ImportError::Verify(Box::new(e)))?;
+    let mut graph = lowered.graph;
+    pipeline::canonical(&mut graph)?;
+    let graph = prune(&graph).map_err(LowerError::from)?;
     let mut warnings: Vec<String> = source.warnings.iter().map(ToString::to_string).collect();
     warnings.extend(lowered.warnings);
     warnings.extend(inputs.open.iter().map(|s| format!("dimension `{s}` is open; give it a size with `--dim {s}=N`")));
@@ -138,7 +146,7 @@ pub fn from_onnx(source: &OnnxModel, file: &str, options: &Options) -> Result<Mo
         Err(path) => Weight::Missing { path },
     };
     Ok(Model {
-        graph: lowered.graph,
+        graph,
         weights: lowered.weights.into_iter().map(|w| (w.name, weight(w.initial))).collect(),
         batch,
         warnings,

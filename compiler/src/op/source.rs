@@ -5,11 +5,7 @@ use serde::de::Error as _;
 use serde::{Deserializer, Serializer};
 
 fn none(inputs: &[&Fact], fact: &Fact) -> Result<Vec<Fact>, FactError> {
-    if inputs.is_empty() {
-        Ok(vec![fact.clone()])
-    } else {
-        Err(FactError::Arity { expected: 0, got: inputs.len() })
-    }
+    if inputs.is_empty() { Ok(vec![fact.clone()]) } else { Err(FactError::Arity { expected: 0, got: inputs.len() }) }
 }
 
 macro_rules! given_from_outside {

@@ -122,6 +122,10 @@ impl FitSearch<'_> {
         table.later[key.to * width].value = 0.0;
         for from in (0..key.to).rev() {
             for end in from + 1..=key.to {
+                // A run that does not even fit with one micro-batch in flight does not fit with more ops either.
+                if self.never_fits(from, end) {
+                    break;
+                }
                 for rest in 0..units {
                     let tail = table.later[end * width + rest].value;
                     if tail.is_infinite() {
@@ -145,6 +149,18 @@ impl FitSearch<'_> {
             }
         }
         self.tables.insert(key, table);
+    }
+
+    fn never_fits(&self, from: usize, end: usize) -> bool {
+        let Least::Time { within } = self.least else { return false };
+        // At inner levels a run may be cut again; its ops fit or do not where they become a stage.
+        let alone = Multiples {
+            in_flight: 1,
+            versions: 1,
+            optimizer_state: self.settings.optimizer_state,
+            schedule: self.settings.flow.schedule,
+        };
+        self.settings.levels.len() == 1 && self.settings.line.holdings(from, end).held(&alone).total > within
     }
 
     /// Microseconds (or bytes) of one unit of the run [from, end), or infinity if it does not fit.

@@ -7,11 +7,86 @@
 //! t counts stages from the end, so that workers and stages after a stage, and with them its caps and its memory, are known.
 //! Such plans need not take whole groups, so a cluster of several levels counts as one at its slowest bandwidth.
 
-use crate::partition::line::Line;
+use crate::partition::line::{self, Line};
+use crate::partition::search::largest;
 use crate::partition::shape::Shape;
+use crate::partition::{build, cuts, linear};
 use crate::plan::caps::{Flow, Position};
 use crate::plan::memory::Multiples;
-use crate::plan::stage_cost::{LevelCost, Part, StageCost};
+use crate::plan::problem::{InFlight, Problem, ProblemError};
+use crate::plan::stage_cost::{self, LevelCost, Part, StageCost};
+
+/// The best shapes that obey the problem's constraints, along each line: none if nothing fits.
+///
+/// With `least_memory` they are those that need the least, whatever the limit.
+pub fn shapes(problem: &Problem, least_memory: bool) -> Result<Vec<Shape>, ProblemError> {
+    let (graph, cost) = (&problem.graph, StageCost::of(problem));
+    let flattened = problem.cluster.flattened();
+    let level = stage_cost::levels(&flattened)[0];
+    let caps = match &problem.in_flight {
+        InFlight::Given(caps) => Some(caps.as_slice()),
+        _ => None,
+    };
+    let replicas = problem.constraints.replicas.as_deref();
+    let units = u64::from(level.count);
+    let fixed = problem.constraints.cut_after.as_ref().map(|names| cuts::resolve(graph, names)).transpose()?;
+    let cut_stages = fixed.as_ref().map(|(_, ends)| ends.len() - 1);
+    let stages = cut_stages.or(replicas.map(<[u32]>::len)).or(caps.map(<[u32]>::len)).unwrap_or(1);
+    if let Some(replicas) = replicas.filter(|replicas| replicas.len() != stages) {
+        return Err(ProblemError::Disagree { cuts: stages - 1, stages, replicas: replicas.len() });
+    }
+    if let Some(caps) = caps.filter(|caps| caps.len() != stages) {
+        return Err(ProblemError::Caps { caps: caps.len(), stages });
+    }
+    if stages as u64 > units {
+        let wanted = stages as u64;
+        return Err(ProblemError::TooManyReplicas { wanted, devices: level.count });
+    }
+    if stages > graph.ops.len() {
+        return Err(ProblemError::TooManyStages { stages, ops: graph.ops.len() });
+    }
+    let steps = |places: usize| {
+        let choices = if replicas.is_some() { 1.0 } else { (units * units) as f64 / 2.0 };
+        (places * places) as f64 / 2.0 * stages as f64 * choices
+    };
+    let least_places = stages + 1;
+    if steps(least_places) > 2e10 {
+        let (limit, found) = (512, stages as u64);
+        return Err(ProblemError::TooLarge { method: "pinned", what: "stages", limit, found });
+    }
+    let limit = largest((graph.ops.len() + 1).min(1200), |places| steps(places) <= 3e8).max(least_places);
+    let lines = match fixed {
+        Some(line) => vec![line],
+        None => {
+            let with_ends = |order: Vec<u32>| {
+                let mut ends = line::ends(graph, cost.model, &order, limit - 1);
+                // Grouping by weight may leave fewer places than stages; then the first places are taken as they come.
+                if ends.len() <= stages {
+                    ends = (0..stages).chain([order.len()]).collect();
+                }
+                (order, ends)
+            };
+            linear::orders(graph).into_iter().map(with_ends).collect()
+        }
+    };
+    let solve = |(order, ends): (Vec<u32>, Vec<usize>)| {
+        let line = Line::new(graph, cost.model, order, ends);
+        let settings = Pinned {
+            line: &line,
+            cost: &cost,
+            level,
+            flow: build::flow(problem, level.count),
+            optimizer_state: problem.optimizer_state,
+            stages,
+            replicas,
+            caps,
+            memory_limit: problem.memory_limit.map(|limit| limit.0).filter(|_| !least_memory),
+            least_memory,
+        };
+        pinned(&settings).map(|(_, shape)| shape)
+    };
+    Ok(lines.into_iter().filter_map(solve).collect())
+}
 
 /// What is fixed, and the settings of the search.
 #[derive(Clone, Copy, Debug)]

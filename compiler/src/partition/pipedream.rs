@@ -55,7 +55,7 @@ pub fn solve(
     let outermost = levels.len() - 1;
     let units = levels[outermost].count as usize;
     let whole = space.len() - 1;
-    let values = solver.from_empty(outermost, bound_us * (1.0 + 1e-9));
+    let values = solver.first_runs(outermost, bound_us * (1.0 + 1e-9));
     let reached = |used: usize| values[whole * units + used - 1];
     let least_us = (1..=units).map(reached).fold(f64::INFINITY, f64::min);
     let optimum = if may_leave_units { least_us } else { reached(units) };
@@ -148,56 +148,52 @@ impl Solver<'_> {
         (0..sets * sets).map(all).collect()
     }
 
-    /// A_k of the runs that start at the empty set: entry `to * units + m - 1`. Values above `bound` may be infinite.
-    fn from_empty(&self, level: usize, bound: f64) -> Vec<f64> {
+    /// A_k of the runs that start at the empty set: entry `to * units + m - 1`. Values above `bound` may be infinite, or larger
+    /// than the true ones.
+    fn first_runs(&self, level: usize, bound: f64) -> Vec<f64> {
         let sets = self.space.len();
         let units = self.levels[level].count as usize;
-        let compute = &self.space.compute;
         let whole = sets - 1;
-        // What one unit can compute within the bound.
-        let capacity: f64 = bound * self.levels[..level].iter().map(|level| f64::from(level.count)).product::<f64>();
+        let windows = self.windows(level, 0, whole, units, bound, true);
         let mut best = vec![f64::INFINITY; sets * units];
         let mut alive: Vec<usize> = Vec::new();
         for to in 1..sets {
             let (before, row) = best.split_at_mut(to * units);
             let row = &mut row[..units];
-            for (m, value) in row.iter_mut().enumerate() {
-                *value = self.part_us(level, 0, to, m + 1, true);
+            let Some((least, most)) = windows.of(to) else { continue };
+            for m in least..=most {
+                row[m - 1] = self.part_us(level, 0, to, m, true);
             }
-            let oldest = compute[to] - capacity * units as f64;
-            let start = alive.partition_point(|&split| compute[split] < oldest);
+            let start = alive.partition_point(|&split| windows.units_between(split, to) >= units);
             for &split in alive[start..].iter().filter(|&&split| self.space.nested(split, to)) {
+                let Some((head_least, head_most)) = windows.of(split) else { continue };
                 let heads = &before[split * units..(split + 1) * units];
-                for last_m in 1..units {
+                let last_least = windows.units_between(split, to).max(least.saturating_sub(head_most)).max(1);
+                for last_m in last_least..=most.saturating_sub(head_least) {
                     let last = self.part_us(level, split, to, last_m, false);
                     if last > bound {
                         continue;
                     }
-                    for (value, &head) in row[last_m..].iter_mut().zip(heads) {
+                    for m in least.max(head_least + last_m)..=most.min(head_most + last_m) {
+                        let head = heads[m - last_m - 1];
                         let time = if head > last { head } else { last };
-                        if time < *value {
-                            *value = time;
+                        if time < row[m - 1] {
+                            row[m - 1] = time;
                         }
                     }
                 }
             }
-            if to == whole {
-                break;
-            }
-            let mut lives = false;
-            for (m, value) in row.iter_mut().enumerate() {
-                let rest = compute[whole] - compute[to];
-                if *value > bound || rest > capacity * (units - m - 1) as f64 * (1.0 + 1e-9) {
-                    *value = f64::INFINITY;
-                } else {
-                    lives = true;
-                }
-            }
-            if lives {
+            if row.iter().any(|value| *value <= bound) {
                 alive.push(to);
             }
         }
         best
+    }
+
+    /// For each set between two, how many units the run up to it can have used if no part may be slower than `bound`.
+    fn windows(&self, level: usize, from: usize, to: usize, units: usize, bound: f64, may_leave: bool) -> Windows<'_> {
+        let capacity = bound * self.levels[..level].iter().map(|level| f64::from(level.count)).product::<f64>();
+        Windows { compute: &self.space.compute, from, to, units, capacity, may_leave }
     }
 
     /// The fewest parts that cover the run on exactly `units` units, none slower than `limit`; inner parts likewise.
@@ -207,21 +203,21 @@ impl Solver<'_> {
         let none = (u32::MAX, 0usize, 0usize);
         let mut fewest = vec![none; sets * (units + 1)];
         fewest[0] = (0, from, 0);
+        let windows = self.windows(level, from, to, units, limit, false);
         let mut alive = vec![from];
-        let capacity: f64 = limit * self.levels[..level].iter().map(|level| f64::from(level.count)).product::<f64>();
         for at in from + 1..=to {
             if !self.space.nested(from, at) || !self.space.nested(at, to) {
                 continue;
             }
+            let Some((least, most)) = windows.of(at) else { continue };
             let mut lives = false;
-            let oldest = self.space.compute[at] - capacity * units as f64 * (1.0 + 1e-9);
-            let start = alive.partition_point(|&split| split != from && self.space.compute[split] < oldest);
+            let start = alive.partition_point(|&split| windows.units_between(split, at) > units);
             for &split in alive[start..].iter().filter(|&&split| self.space.nested(split, at)) {
-                for last in 1..=units {
+                for last in windows.units_between(split, at).max(1)..=most {
                     if self.part_us(level, split, at, last, split == from) > limit {
                         continue;
                     }
-                    for used in last..=units {
+                    for used in least.max(last)..=most {
                         let (parts, ..) = fewest[(split - from) * (units + 1) + used - last];
                         let entry = &mut fewest[(at - from) * (units + 1) + used];
                         if parts != u32::MAX && parts + 1 < entry.0 {
@@ -259,6 +255,37 @@ impl Solver<'_> {
         }
         groups.reverse();
         (used == 0).then_some(groups)
+    }
+}
+
+/// How many units a run needs at least, and may take at most, because no part may be slower than a bound and no part is faster
+/// than its compute on all its devices.
+struct Windows<'a> {
+    compute: &'a [f64],
+    from: usize,
+    to: usize,
+    units: usize,
+    /// What one unit computes within the bound, in microseconds.
+    capacity: f64,
+    /// Whether units may stay unused.
+    may_leave: bool,
+}
+
+impl Windows<'_> {
+    /// Least and most units of the run up to set `at`, or `None` if it cannot be done.
+    fn of(&self, at: usize) -> Option<(usize, usize)> {
+        let least = self.units_between(self.from, at).max(1);
+        let rest = if at == self.to { 0 } else { self.units_between(at, self.to).max(1) };
+        let most = self.units.checked_sub(rest)?;
+        let least = if at == self.to && !self.may_leave { self.units } else { least };
+        (least <= most).then_some((least, most))
+    }
+
+    /// Units that the run between two sets needs at least. A little is left for rounding.
+    fn units_between(&self, from: usize, to: usize) -> usize {
+        let need = (self.compute[to] - self.compute[from]) / self.capacity * (1.0 - 1e-9);
+        // Nothing over nothing, where all costs are zero, needs no unit; `as` takes the rest to a number.
+        if need.is_nan() { 0 } else { need.ceil() as usize }
     }
 }
 

@@ -101,7 +101,7 @@ pub fn attribute(graph: &Graph, training: Training) -> Result<Attribution, Attri
         place.entry(id).or_insert(0);
     }
     let mut fragment = fragments(&whole, &place, stages)?.swap_remove(0);
-    pipeline::forward(&mut fragment.graph)?;
+    pipeline::forward(&mut fragment)?;
     let forward_nodes = by_owner(&fragment.graph, ops.len());
     let scalar = match training {
         Training::Loss(..) => fragment.graph.outputs.iter().rev().find(|o| o.name == LOSS).map(|o| o.value),

@@ -153,8 +153,9 @@ impl<'a> Joint<'a> {
     fn add(&mut self, sum: Option<Value>, term: Value, origin: &Origin) -> Value {
         match sum {
             None => term,
-            Some(sum) => Writer { graph: &mut self.graph, origin: origin.clone() }
-                .emit(Op::Binary(Binary::Add), &[sum, term]),
+            Some(sum) => {
+                Writer { graph: &mut self.graph, origin: origin.clone() }.emit(Op::Binary(Binary::Add), &[sum, term])
+            }
         }
     }
 
@@ -165,10 +166,8 @@ impl<'a> Joint<'a> {
         }
         let name = format!("gradient of {} from stage {stage}, group {group}", self.graph.node(value.node).name);
         let fact = self.graph.fact(value).clone();
-        let input = self
-            .graph
-            .add(Op::Input(Input { name, fact }), &[], &Origin::default())
-            .expect("an input takes no inputs");
+        let input =
+            self.graph.add(Op::Input(Input { name, fact }), &[], &Origin::default()).expect("an input takes no inputs");
         self.arrived.insert(input, Read::Gradient { sent, stage, group });
         Some(Value { node: input, output: 0 })
     }

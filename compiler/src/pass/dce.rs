@@ -15,10 +15,8 @@ pub fn dce(graph: &mut Graph) -> Changed {
             queue.extend(graph.inputs(id).into_iter().map(|v| v.node));
         }
     }
-    let dead: Vec<NodeId> = graph
-        .ids()
-        .filter(|id| !needed.contains(id) && !matches!(graph.node(*id).op, Op::Input(_)))
-        .collect();
+    let dead: Vec<NodeId> =
+        graph.ids().filter(|id| !needed.contains(id) && !matches!(graph.node(*id).op, Op::Input(_))).collect();
     for id in &dead {
         graph.remove(*id);
     }

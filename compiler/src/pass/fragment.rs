@@ -99,11 +99,7 @@ pub enum FragmentError {
 }
 
 /// The fragments of `stages` stages, with `place` giving the stage of every node that depends on a source.
-pub fn fragments(
-    graph: &Graph,
-    place: &HashMap<NodeId, usize>,
-    stages: usize,
-) -> Result<Vec<Fragment>, FragmentError> {
+pub fn fragments(graph: &Graph, place: &HashMap<NodeId, usize>, stages: usize) -> Result<Vec<Fragment>, FragmentError> {
     let order = order::canonical(graph);
     let learned = depends_on_parameters(graph, &order);
     (0..stages).map(|stage| Cut { graph, place, order: &order, learned: &learned, stage, stages }.fragment()).collect()
@@ -173,7 +169,13 @@ impl Cut<'_> {
             let wanted = |v: Value| self.learned.contains(&v.node) && self.graph.fact(v).dtype.is_float();
             received
                 .into_iter()
-                .map(|(value, from, local)| Received { value, from, local, wanted: wanted(value), groups: groups(value) })
+                .map(|(value, from, local)| Received {
+                    value,
+                    from,
+                    local,
+                    wanted: wanted(value),
+                    groups: groups(value),
+                })
                 .collect()
         };
         let mut sent = Vec::new();
@@ -218,11 +220,7 @@ impl Cut<'_> {
         let mut needed: HashSet<NodeId> = own.iter().copied().collect();
         let mut queue: Vec<NodeId> = own;
         queue.extend(
-            self.graph
-                .averages
-                .iter()
-                .filter(|a| self.place.get(&a.sample.node) == Some(&self.stage))
-                .map(|a| a.state),
+            self.graph.averages.iter().filter(|a| self.place.get(&a.sample.node) == Some(&self.stage)).map(|a| a.state),
         );
         // Results that follow from constants alone come out of the last stage.
         if self.stage + 1 == self.stages {
@@ -310,8 +308,7 @@ impl Cut<'_> {
             };
             for (rank, uses) in ranked.into_iter().enumerate() {
                 if self.place[&uses[0].0] == self.stage {
-                    let uses =
-                        uses.iter().map(|u| (map[&Value { node: u.0, output: 0 }].node, u.1)).collect();
+                    let uses = uses.iter().map(|u| (map[&Value { node: u.0, output: 0 }].node, u.1)).collect();
                     terms.push(ParameterTerm { parameter, rank, uses });
                 }
             }

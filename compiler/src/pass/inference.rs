@@ -31,8 +31,7 @@ pub fn inference(graph: &mut Graph) -> Changed {
 
 /// Whether `to` is `from`, or an elementwise scaling of it.
 fn reaches(graph: &Graph, from: Value, to: Value) -> bool {
-    to == from
-        || (matches!(graph.node(to.node).op, Op::Binary(Binary::Mul)) && graph.inputs(to.node).contains(&from))
+    to == from || (matches!(graph.node(to.node).op, Op::Binary(Binary::Mul)) && graph.inputs(to.node).contains(&from))
 }
 
 // y = (x - mean) · 1/√(variance + ε) · scale + bias, with the [C] tensors as [C, 1…]

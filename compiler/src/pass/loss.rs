@@ -4,8 +4,8 @@
 //! plans: they run in the stage that makes the predictions.
 
 use crate::graph::{Graph, Origin, Output, Writer};
-use crate::op::{Binary, CrossEntropy, Emit, Input, Op, Reduce, ReduceKind, Unary, Value};
 use crate::op::unary::scalar;
+use crate::op::{Binary, CrossEntropy, Emit, Input, Op, Reduce, ReduceKind, Unary, Value};
 use crate::tensor::DType;
 use crate::tensor::fact::Fact;
 use serde::{Deserialize, Serialize};

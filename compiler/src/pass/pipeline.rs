@@ -1,7 +1,8 @@
 //! The order of the passes, with the verifier between them.
 
+use super::fragment::Fragment;
 use super::{Changed, canonicalise, cse, dce, fold};
-use crate::graph::Graph;
+use crate::graph::{Graph, Output};
 use crate::graph::verify::{VerifyError, verify};
 use thiserror::Error;
 
@@ -18,8 +19,7 @@ pub struct PassBug {
 type Pass = (&'static str, fn(&mut Graph) -> Changed);
 
 /// What an importer runs last, before ops get their numbers.
-const CANONICAL: [Pass; 3] =
-    [("canonicalise", canonicalise::canonicalise), ("cse", cse::cse), ("dce", dce::dce)];
+const CANONICAL: [Pass; 3] = [("canonicalise", canonicalise::canonicalise), ("cse", cse::cse), ("dce", dce::dce)];
 
 /// What a stage's fragment goes through once its sizes are fixed.
 const CONCRETE: [Pass; 3] = [("fold", fold::fold), ("cse", cse::cse), ("dce", dce::dce)];
@@ -38,9 +38,17 @@ pub fn concrete(graph: &mut Graph) -> Result<(), PassBug> {
     run(graph, &CONCRETE)
 }
 
-/// Simplifies a forward fragment at fixed sizes.
-pub fn forward(graph: &mut Graph) -> Result<(), PassBug> {
-    run(graph, &FORWARD)
+/// Simplifies a forward fragment at fixed sizes. What it sends is needed, as its results are.
+pub fn forward(fragment: &mut Fragment) -> Result<(), PassBug> {
+    let graph = &mut fragment.graph;
+    let results = graph.outputs.len();
+    let sent = fragment.sent.iter().map(|s| Output { name: String::new(), value: s.local });
+    graph.outputs.extend(sent);
+    run(graph, &FORWARD)?;
+    for (sent, kept) in fragment.sent.iter_mut().zip(graph.outputs.drain(results..)) {
+        sent.local = kept.value;
+    }
+    Ok(())
 }
 
 fn run(graph: &mut Graph, passes: &[Pass]) -> Result<(), PassBug> {

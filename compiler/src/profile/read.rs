@@ -56,6 +56,11 @@ pub fn to_json(profile: &Profile) -> Result<String, ProfileError> {
     Ok(json::print(profile)?)
 }
 
+/// The JSON Schema of the file.
+pub fn schema() -> serde_json::Value {
+    schemars::schema_for!(Profile).to_value()
+}
+
 /// What must hold of any profile.
 pub fn check(profile: &Profile) -> Result<(), ProfileError> {
     if profile.schema != SCHEMA {

@@ -9,7 +9,8 @@
 
 use std::collections::{BTreeMap, VecDeque};
 
-use crate::schedule::{EdgeId, Instruction, Payload, Program, ScheduleError, StageId, Token, WorkerId};
+use crate::plan::StageId;
+use crate::schedule::{EdgeId, Instruction, Payload, Program, ScheduleError, Token, WorkerId};
 
 /// The chart, one line for each worker. Fails if the program waits for ever.
 pub fn chart(program: &Program) -> Result<String, ScheduleError> {
@@ -171,67 +172,65 @@ mod tests {
     }
 
     #[test]
+    #[rustfmt::skip]
     fn four_stages() {
-        assert_chart(
-            &[1, 1, 1, 1],
-            6,
-            "
+        assert_chart(&[1, 1, 1, 1], 6, "
             0.0 | F0 F1 F2 F3  .  .  . B0 F4 B1 F5 B2  . B3  . B4  . B5
             1.0 |  . F0 F1 F2  .  . B0 F3 B1 F4 B2 F5 B3  . B4  . B5  .
             2.0 |  .  . F0 F1  . B0 F2 B1 F3 B2 F4 B3 F5 B4  . B5  .  .
-            3.0 |  .  .  . F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 F5 B5  .  .  .",
-        );
+            3.0 |  .  .  . F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 F5 B5  .  .  .");
     }
 
     #[test]
+    #[rustfmt::skip]
     fn two_replicas_and_one() {
-        assert_chart(
-            &[2, 1],
-            5,
-            "
+        assert_chart(&[2, 1], 5, "
             0.0 | F0 F2  . B0  .  . F4 B2  .  .  . B4
             0.1 | F1 F3  .  .  . B1  .  .  . B3  .  .
-            1.0 |  . F0 B0 F1 B1 F2 B2 F3 B3 F4 B4  .",
-        );
+            1.0 |  . F0 B0 F1 B1 F2 B2 F3 B3 F4 B4  .");
     }
 
     #[test]
+    #[rustfmt::skip]
     fn one_three_one() {
-        assert_chart(
-            &[1, 3, 1],
-            7,
-            "
+        assert_chart(&[1, 3, 1], 7, "
             0.0 | F0 F1 F2 F3 F4 B0 F5 B1 F6 B2  . B3  . B4  . B5  . B6
             1.0 |  . F0  .  . B0 F3  .  .  . F6 B3  .  .  .  .  . B6  .
             1.1 |  .  . F1  .  . F4 B1  .  .  .  .  . B4  .  .  .  .  .
             1.2 |  .  .  . F2  .  .  . F5 B2  .  .  .  .  . B5  .  .  .
-            2.0 |  .  . F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 F5 B5 F6 B6  .  .",
-        );
+            2.0 |  .  . F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 F5 B5 F6 B6  .  .");
     }
 
     #[test]
+    #[rustfmt::skip]
+    fn one_three_one_with_more_in_flight() {
+        assert_caps_chart(&[1, 3, 1], &[7, 3, 1], 9, "
+            0.0 | F0 F1 F2 F3 F4 B0 F5 B1 F6 B2 F7 B3 F8 B4  . B5  . B6  . B7  . B8
+            1.0 |  . F0  .  . B0 F3  .  .  . F6 B3  .  .  .  .  . B6  .  .  .  .  .
+            1.1 |  .  . F1  .  . F4 B1  .  .  .  . F7 B4  .  .  .  .  . B7  .  .  .
+            1.2 |  .  .  . F2  .  .  . F5 B2  .  .  .  . F8 B5  .  .  .  .  . B8  .
+            2.0 |  .  . F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 F5 B5 F6 B6 F7 B7 F8 B8  .  .");
+    }
+
+    #[test]
+    #[rustfmt::skip]
     fn fill_drain() {
         let count = StepCount { minibatches: 2, microbatches: 3 };
         let program = schedule(Schedule::Gpipe, &Pipeline::balanced(&[1, 1, 1], 1.0), count).unwrap();
-        assert_same(
-            &program,
-            "
+        assert_same(&program, "
             0.0 | F0 F1 F2  .  .  .  . B0 B1 B2 F3 F4 F5  .  .  .  . B3 B4 B5
             1.0 |  . F0 F1 F2  .  . B0 B1 B2  .  . F3 F4 F5  .  . B3 B4 B5  .
-            2.0 |  .  . F0 F1 F2 B0 B1 B2  .  .  .  . F3 F4 F5 B3 B4 B5  .  .",
-        );
+            2.0 |  .  . F0 F1 F2 B0 B1 B2  .  .  .  . F3 F4 F5 B3 B4 B5  .  .");
     }
 
     #[test]
+    #[rustfmt::skip]
     fn one_forward_one_backward_with_flush() {
         let count = StepCount { minibatches: 2, microbatches: 4 };
         let program = schedule(Schedule::OneFOneB, &Pipeline::balanced(&[1, 1, 1], 1.0), count).unwrap();
-        assert_same(
-            &program,
-            "
+        assert_same(&program, "
             0.0 | F0 F1 F2  .  . B0 F3 B1  . B2  . B3 F4 F5 F6  .  . B4 F7 B5  . B6  . B7
             1.0 |  . F0 F1  . B0 F2 B1 F3 B2  . B3  .  . F4 F5  . B4 F6 B5 F7 B6  . B7  .
-            2.0 |  .  . F0 B0 F1 B1 F2 B2 F3 B3  .  .  .  . F4 B4 F5 B5 F6 B6 F7 B7  .  .",
-        );
+            2.0 |  .  . F0 B0 F1 B1 F2 B2 F3 B3  .  .  .  . F4 B4 F5 B5 F6 B6 F7 B7  .  .");
     }
 }

@@ -14,10 +14,11 @@
 
 use std::collections::{HashMap, HashSet, VecDeque};
 
+use crate::plan::StageId;
 use crate::schedule::fault::{CheckError, Fault};
 use crate::schedule::ledger::Ledger;
 use crate::schedule::rule::Rule;
-use crate::schedule::{EdgeId, Instruction, MAX_WORKERS, MicrobatchId, Payload, Program, StageId, Token, WorkerId};
+use crate::schedule::{EdgeId, Instruction, MAX_WORKERS, MicrobatchId, Payload, Program, Token, WorkerId};
 
 /// Says what is wrong with the program, if anything is.
 pub fn check(program: &Program) -> Result<(), CheckError> {

@@ -4,10 +4,11 @@
 //! program's caps say so. Backwards go in item order, as forwards do, so that gradients are summed in the same order as
 //! under every other schedule.
 
+use crate::plan::StageId;
 use crate::schedule::lower::lower;
 use crate::schedule::order::{Choice, Layout, Work, play};
 use crate::schedule::rule::{Rule, StepCount};
-use crate::schedule::{MicrobatchId, Pipeline, Program, Schedule, ScheduleError, StageId, WorkerId};
+use crate::schedule::{MicrobatchId, Pipeline, Program, Schedule, ScheduleError, WorkerId};
 
 /// All forwards, all backwards, step.
 pub fn gpipe(pipeline: &Pipeline, count: StepCount) -> Result<Program, ScheduleError> {

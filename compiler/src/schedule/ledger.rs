@@ -5,9 +5,10 @@
 
 use std::collections::{BTreeSet, HashMap, HashSet};
 
+use crate::plan::StageId;
 use crate::schedule::fault::Fault;
 use crate::schedule::rule::Rule;
-use crate::schedule::{EdgeId, MicrobatchId, Payload, Program, Slot, StageId, Version, WorkerId};
+use crate::schedule::{EdgeId, MicrobatchId, Payload, Program, Slot, Version, WorkerId};
 
 /// Gradients of one edge that a worker may be sending when it runs the next backward: one being sent, one being made.
 const GRADIENT_BUFFERS: u32 = 2;

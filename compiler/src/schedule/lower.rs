@@ -16,8 +16,8 @@
 //! - A Wait for a gradient's Send stands before the sender's next backward: there is one outgoing gradient buffer; two,
 //!   and the backward after the next, where the transfer takes longer than the forward beside which it runs. The receiver therefore posts its Recv at the latest at its last work before that moment; its own forward of the
 //!   item is one such, so there always is one.
-//! - A Wait for an all-reduce stands before the first forward that needs the update, which `order` let start only after the
-//!   round was complete, or at the end. A replica without an item in the round joins when it has applied the rounds before.
+//! - A Wait for an all-reduce stands before the first work that needs the update, which `order` let start only after the round
+//!   was complete, or at the end. A replica without an item in the round joins when it has applied the rounds before.
 //!
 //! So every Wait has what it waits for at an earlier moment, posts never block, and running the work in the witness's
 //! order is one way through; since a Wait names what it waits for, every way gets through if one does.
@@ -25,11 +25,12 @@
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BinaryHeap, VecDeque};
 
+use crate::plan::StageId;
 use crate::schedule::order::{Layout, Order, Work};
 use crate::schedule::rule::Rule;
 use crate::schedule::{
-    EdgeId, Instruction, MicrobatchId, Payload, Pipeline, Program, ProgramStage, Slot, StageId, Token, Version,
-    WorkerId, WorkerProgram,
+    EdgeId, Instruction, MicrobatchId, Payload, Pipeline, Program, ProgramStage, Slot, Token, Version, WorkerId,
+    WorkerProgram,
 };
 
 /// How many pieces of work ahead a Recv is posted: a forward and a backward, the time in which one item passes in a
@@ -207,7 +208,11 @@ impl<'a> Writer<'a> {
                 self.waits.entry(wait).or_default().push(token);
             }
             let version = lists.rule.version(self.stage, item);
-            while kind == Payload::Activation && self.reducing.front().is_some_and(|&(round, _)| version.0 > round) {
+            let needs_update = |&(round, _): &(u32, Token)| match kind {
+                Payload::Activation => version.0 > round,
+                Payload::Gradient => !lists.rule.schedule.is_round_robin(),
+            };
+            while self.reducing.front().is_some_and(needs_update) {
                 self.apply();
             }
             self.wait(place);
@@ -268,7 +273,7 @@ impl<'a> Writer<'a> {
     }
 
     /// After the last local backward of a round. Alone, the step can be done at once. With others, the Wait stands before
-    /// the first forward that needs the update, so that nobody waits for slower replicas before the rule asks; gradients
+    /// the first work that needs the update, so that nobody waits for slower replicas before the rule asks; gradients
     /// that wait for their step take the place of the version that they will make.
     fn finish_round(&mut self, round: u32) {
         if self.alone() {

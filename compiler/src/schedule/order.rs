@@ -7,7 +7,9 @@
 //! - the version that the [`Rule`] gives it exists: the round before has been reduced over all replicas and applied,
 //! - fewer than cap items are in flight on the worker.
 //!
-//! A backward may start when its forward is done and every outgoing edge has brought its gradients. The clock chooses order only; versions come from the rule, so times
+//! A backward may start when its forward is done and every outgoing edge has brought its gradients; where a round is a whole
+//! minibatch, also only when the round before has been applied, since two minibatches' gradients beside two versions would be
+//! more than a plan allows for. The clock chooses order only; versions come from the rule, so times
 //! that are wrong make a program slow, never another program's weights.
 //!
 //! The result carries, for each piece of work, its place in the order in which all work was started. That sequence is the
@@ -16,8 +18,9 @@
 use std::cmp::Reverse;
 use std::collections::{BTreeSet, BinaryHeap};
 
+use crate::plan::StageId;
 use crate::schedule::rule::Rule;
-use crate::schedule::{MicrobatchId, Payload, Pipeline, ScheduleError, StageId, WorkerId};
+use crate::schedule::{MicrobatchId, Payload, Pipeline, ScheduleError, WorkerId};
 
 /// One piece of computation of one worker: [`Payload::Activation`] stands for the forward that makes it,
 /// [`Payload::Gradient`] for the backward.
@@ -324,7 +327,10 @@ impl<'a> Player<'a> {
         let newest = self.newest[stage.index()];
         match work.kind {
             Payload::Activation => self.forward_needs[at] == 0 && self.rule.version(stage, work.item).0 <= newest,
-            Payload::Gradient => self.backward_needs[at] == 0,
+            Payload::Gradient => {
+                let buffer = self.rule.schedule.is_round_robin() || self.rule.round(stage, work.item) <= newest;
+                self.backward_needs[at] == 0 && buffer
+            }
         }
     }
 

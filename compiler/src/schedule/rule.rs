@@ -14,7 +14,8 @@
 //! r_s is the number of replicas, c_s the in-flight cap in rounds, M the microbatches of a minibatch. With equal replicas
 //! vertical sync is stage 0's version number at every stage.
 
-use crate::schedule::{MicrobatchId, Pipeline, Program, ProgramStage, Schedule, ScheduleError, StageId, Version};
+use crate::plan::StageId;
+use crate::schedule::{MicrobatchId, Pipeline, Program, ProgramStage, Schedule, ScheduleError, Version};
 
 /// Items times stages that a program may have: beyond it the lists alone would take many gigabytes.
 const MAX_WORK: u64 = 1 << 24;

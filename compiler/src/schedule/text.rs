@@ -23,12 +23,14 @@
 //!
 //! Version 0 and slot 0 are left out. The edge of a transfer is told by the stage that made it and the peer's stage.
 
+use std::collections::HashMap;
 use std::fmt;
 use std::str::FromStr;
 
+use crate::plan::StageId;
 use crate::schedule::{
-    EdgeId, Instruction, MAX_WORKERS, MicrobatchId, Payload, Program, ProgramStage, Schedule, Slot, StageId, Token,
-    Version, WorkerId, WorkerProgram,
+    EdgeId, Instruction, MAX_WORKERS, MicrobatchId, Payload, Program, ProgramStage, Schedule, Slot, Token, Version,
+    WorkerId, WorkerProgram,
 };
 
 /// Where and why a text is not a program.
@@ -69,7 +71,7 @@ impl Program {
     /// One instruction as text. It needs the program for the names of workers and stages.
     pub fn show(&self, instruction: &Instruction) -> String {
         let made_by = |edge: EdgeId, kind: Payload, item: MicrobatchId| {
-            let (from, to) = self.edges.get(edge.index()).copied().unwrap_or_default();
+            let (from, to) = self.edges.get(edge.index()).copied().unwrap_or((StageId(0), StageId(0)));
             match kind {
                 Payload::Activation => format!("{}F{}", from.0, item.0),
                 Payload::Gradient => format!("{}B{}", to.0, item.0),
@@ -142,6 +144,7 @@ impl FromStr for Program {
                 workers: Vec::new(),
             },
             first: vec![0],
+            edges: HashMap::new(),
         };
         loop {
             let line = next();
@@ -206,6 +209,7 @@ struct Reader {
     program: Program,
     /// The first worker of each stage, and the number of workers.
     first: Vec<u32>,
+    edges: HashMap<(StageId, StageId), EdgeId>,
 }
 
 impl Reader {
@@ -226,8 +230,8 @@ impl Reader {
 
     fn edge(&mut self, line: &Line<'_>, from: &str, to: &str) -> Result<(), ParseError> {
         let (from, to) = (StageId(line.number(from)?), StageId(line.number(to)?));
-        let known = self.program.edges.contains(&(from, to));
-        if from >= to || to.index() >= self.program.stages.len() || known {
+        let known = self.edges.insert((from, to), EdgeId(self.program.edges.len() as u32));
+        if from >= to || to.index() >= self.program.stages.len() || known.is_some() {
             return Err(line.expected("an edge that is new, from an earlier to a later stage"));
         }
         self.program.edges.push((from, to));
@@ -305,8 +309,8 @@ impl Reader {
         let peer = StageId(self.first.partition_point(|&first| first <= peer.0) as u32 - 1);
         let (sender, receiver) = if sending { (here, peer) } else { (peer, here) };
         let ends = if kind == Payload::Activation { (sender, receiver) } else { (receiver, sender) };
-        match self.program.edges.iter().position(|&edge| edge == ends) {
-            Some(edge) if stage == sender => Ok((EdgeId(edge as u32), kind, item)),
+        match self.edges.get(&ends) {
+            Some(&edge) if stage == sender => Ok((edge, kind, item)),
             _ => Err(line.expected("a transfer over an edge of the program")),
         }
     }

@@ -151,49 +151,7 @@ mod tests {
             let pipeline = Pipeline::balanced(replicas, 2.0);
             let caps = auto_caps(&pipeline).unwrap();
             let efficiency = steady_efficiency(&pipeline.with_caps(&caps)).unwrap();
-            println!("{replicas:?} {:?} -> {caps:?} {efficiency:.4}", published_caps(replicas));
             assert!(efficiency >= TARGET, "{replicas:?} with {caps:?}: {efficiency}");
         }
-    }
-}
-#[cfg(test)]
-mod scratch {
-    use super::*;
-    #[test]
-    fn comm() {
-        for replicas in [&[1, 1, 1, 1][..], &[2, 1], &[1, 3, 1], &[9, 5, 1, 1], &[3, 3]] {
-            for (f, b) in [(0.0, 0.0), (0.3, 0.3), (0.9, 0.9), (1.5, 1.5), (2.5, 2.5), (2.9, 2.9)] {
-                let mut p = Pipeline::balanced(replicas, 2.0);
-                for e in &mut p.edges {
-                    e.forward_us = f;
-                    e.backward_us = b;
-                }
-                let base = steady_efficiency(&p).unwrap();
-                let caps = auto_caps(&p).unwrap();
-                println!(
-                    "{replicas:?} {f} base {base:.3} {caps:?} {:.4} ideal {}",
-                    steady_efficiency(&p.clone().with_caps(&caps)).unwrap(),
-                    ideal_us(&p)
-                );
-            }
-        }
-        let p = Pipeline::balanced(&vec![1; 64], 2.0);
-        let now = std::time::Instant::now();
-        let program = schedule(Schedule::OneFOneBRr, &p, StepCount::minibatches(1000)).unwrap();
-        println!("generate {:?}", now.elapsed());
-        let now = std::time::Instant::now();
-        let t = simulate(&program, &p, &Machine::of(&p)).unwrap();
-        println!("simulate {:?} {}", now.elapsed(), t.throughput());
-        let t = simulate(&program, &p, &Machine { cores: Some(7), ..Machine::of(&p) }).unwrap();
-        println!("simulate {:?} {}", now.elapsed(), t.throughput());
-        let now = std::time::Instant::now();
-        crate::schedule::check::check(&program).unwrap();
-        println!("check {:?}", now.elapsed());
-        let now = std::time::Instant::now();
-        let c = auto_caps(&Pipeline::balanced(&[16, 13, 11, 8, 7, 5, 3, 1], 2.0)).unwrap();
-        println!("auto_caps 64 workers {c:?} {:?}", now.elapsed());
-        let now = std::time::Instant::now();
-        let s = steady_efficiency(&Pipeline::balanced(&[16, 13, 11, 8, 7, 5, 3, 1], 2.0)).unwrap();
-        println!("steady 64 workers {s:?} {:?}", now.elapsed());
     }
 }

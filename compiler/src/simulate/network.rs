@@ -1,36 +1,9 @@
-//! What carries tensors between workers, as time for bytes.
+//! How long transfers and all-reduces take in a simulation.
 //!
-//! A transfer takes latency + bytes / bandwidth on the link of its two workers; transfers of one direction of one pair follow
-//! each other, different pairs do not disturb each other. An all-reduce over r replicas is a ring:
-//!
-//!   T = 2 (r − 1) · latency + 2 (r − 1) / r · bytes / bandwidth
+//! Transfers of one direction of one pair of workers follow each other; different pairs do not disturb each other.
 
+use crate::schedule::link::Link;
 use crate::schedule::{Edge, Payload, Pipeline};
-
-/// One link.
-#[derive(Clone, Copy, PartialEq, Debug)]
-pub struct Link {
-    /// Microseconds before the first byte arrives.
-    pub latency: f64,
-    /// Bytes per microsecond (which is MB/s); infinite if bytes take no time.
-    pub bandwidth: f64,
-}
-
-impl Link {
-    /// A link that takes no time.
-    pub const INSTANT: Link = Link { latency: 0.0, bandwidth: f64::INFINITY };
-
-    /// Microseconds for so many bytes.
-    pub fn time(self, bytes: u64) -> f64 {
-        self.latency + bytes as f64 / self.bandwidth
-    }
-
-    /// Microseconds of a ring all-reduce of so many bytes.
-    pub fn all_reduce(self, replicas: u32, bytes: u64) -> f64 {
-        let r = f64::from(replicas.max(1));
-        2.0 * (r - 1.0) * self.latency + 2.0 * (r - 1.0) / r * bytes as f64 / self.bandwidth
-    }
-}
 
 /// Transfer and reduce times of a pipeline.
 #[derive(Clone, PartialEq, Debug)]
@@ -82,19 +55,5 @@ impl Network {
     /// Microseconds of one all-reduce of a stage.
     pub fn all_reduce(&self, stage: usize) -> f64 {
         self.all_reduce.get(stage).copied().unwrap_or(0.0)
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn ring() {
-        let link = Link { latency: 3.0, bandwidth: 1000.0 };
-        assert_eq!(link.time(5000), 8.0);
-        assert_eq!(link.all_reduce(4, 1000), 18.0 + 1.5);
-        assert_eq!(link.all_reduce(1, 1000), 0.0);
-        assert_eq!(Link::INSTANT.time(u64::MAX), 0.0);
     }
 }

@@ -11,7 +11,8 @@
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BinaryHeap, HashMap};
 
-use crate::schedule::{EdgeId, Instruction, MicrobatchId, Payload, Pipeline, Program, StageId, Token, WorkerId};
+use crate::plan::StageId;
+use crate::schedule::{EdgeId, Instruction, MicrobatchId, Payload, Pipeline, Program, Token, WorkerId};
 use crate::simulate::network::Network;
 use crate::simulate::{Activity, SimulateError, Span, Timeline, Track};
 
@@ -96,6 +97,8 @@ struct Hands {
     /// Weight versions, and gradients that are being summed or wait for their step.
     versions: u64,
     gradients: u64,
+    /// Whether one of them is being summed.
+    summing: bool,
     memory: Vec<(f64, u64)>,
 }
 
@@ -113,22 +116,16 @@ struct Simulation<'a> {
     now: f64,
     virtual_now: f64,
     posted: u64,
-    finished: Vec<f64>,
+    /// A map, since a program that was not checked may name any item at all.
+    finished: BTreeMap<MicrobatchId, f64>,
 }
 
 impl<'a> Simulation<'a> {
     fn new(program: &'a Program, pipeline: &'a Pipeline, machine: &'a Machine) -> Self {
         let sizes = pipeline.stages.iter().any(|stage| stage.param_bytes > 0 || stage.saved_bytes > 0);
-        let gradients = u64::from(program.schedule.trains());
         let hands = program.workers.iter().map(|worker| {
-            let weights =
-                pipeline.stages.get(worker.stage.index()).map_or(0, |stage| stage.param_bytes) * (1 + gradients);
-            Hands {
-                versions: 1,
-                gradients,
-                memory: if sizes { vec![(0.0, weights)] } else { Vec::new() },
-                ..Hands::default()
-            }
+            let weights = pipeline.stages.get(worker.stage.index()).map_or(0, |stage| stage.param_bytes);
+            Hands { versions: 1, memory: if sizes { vec![(0.0, weights)] } else { Vec::new() }, ..Hands::default() }
         });
         Self {
             program,
@@ -143,7 +140,7 @@ impl<'a> Simulation<'a> {
             now: 0.0,
             virtual_now: 0.0,
             posted: 0,
-            finished: Vec::new(),
+            finished: BTreeMap::new(),
         }
     }
 
@@ -234,8 +231,7 @@ impl<'a> Simulation<'a> {
                 }
                 Instruction::AllReduce { stage, round, token } => {
                     self.hands[index].tokens.insert(token, false);
-                    self.hands[index].gradients += 1;
-                    self.remember(worker);
+                    self.hands[index].summing = false;
                     self.join(stage, round, Name { worker, token });
                 }
                 Instruction::Wait { token } => {
@@ -266,24 +262,16 @@ impl<'a> Simulation<'a> {
         let now = self.now;
         let hands = &mut self.hands[worker.index()];
         if let Some((activity, start)) = hands.computing.take() {
-            if end_is_later(start, now) || !matches!(activity, Activity::Step(..)) {
+            // Steps that take no time would only clutter a trace.
+            if now > start || !matches!(activity, Activity::Step(..)) {
                 hands.spans.push(Span { activity, start, end: now });
             }
             if let Activity::Forward(_, item) | Activity::Backward(_, item) = activity {
-                // A program that was not checked may name any item at all.
-                if let Some(finished) = self.finished.get_mut(item.index()) {
-                    *finished = now;
-                } else if item.0 < self.program.items {
-                    self.finished.resize(item.index() + 1, 0.0);
-                    self.finished[item.index()] = now;
-                }
+                self.finished.insert(item, now);
             }
-            if let Activity::Step(stage, _) = activity {
-                // Where there was an all-reduce, the gradients it took are free again.
-                hands.gradients -= u64::from(
-                    self.pipeline.stages.get(stage.index()).is_some_and(|shape| shape.replicas > 1)
-                        && hands.gradients > 1,
-                );
+            if let Activity::Step(..) = activity {
+                hands.gradients = hands.gradients.saturating_sub(1);
+                hands.summing &= hands.gradients > 0;
                 self.remember(worker);
             } else if let Activity::Backward(..) = activity {
                 hands.in_flight = hands.in_flight.saturating_sub(1);
@@ -390,10 +378,7 @@ impl<'a> Simulation<'a> {
             peak_in_flight.push(hands.peak);
             memory.push(hands.memory);
         }
-        Timeline { workers, links, makespan: self.now, finished: self.finished, peak_in_flight, memory }
+        let finished = self.finished.into_values().collect();
+        Timeline { workers, links, makespan: self.now, finished, peak_in_flight, memory }
     }
-}
-
-fn end_is_later(start: f64, end: f64) -> bool {
-    end > start
 }

@@ -94,7 +94,8 @@ pub fn decode(bytes: &[u8]) -> Result<Tensor, String> {
     if described.contains('O') {
         return Err("an object array is a pickle, which is never loaded; save plain numbers".into());
     }
-    let (dtype, big_endian) = element(described).ok_or_else(|| format!("element type `{described}` is not supported"))?;
+    let (dtype, big_endian) =
+        element(described).ok_or_else(|| format!("element type `{described}` is not supported"))?;
     let shape = shape(field(header, "shape").ok_or("the npy header has no shape")?)?;
     let needed = element_count(&shape).and_then(|n| n.checked_mul(dtype.size()));
     let needed = needed.ok_or_else(|| format!("shape {shape:?} overflows any size"))?;
@@ -214,8 +215,14 @@ mod tests {
             decode(&bytes).unwrap_err()
         };
         assert!(header("{'descr': '|O', 'fortran_order': False, 'shape': (1,)}").contains("pickle"));
-        assert!(header("{'descr': '<f4', 'fortran_order': False, 'shape': (1208925819614629174706176,)}").contains("overflow"));
-        assert!(header("{'descr': '<f4', 'fortran_order': False, 'shape': (4294967296, 4294967296, 2)}").contains("overflow"));
+        assert!(
+            header("{'descr': '<f4', 'fortran_order': False, 'shape': (1208925819614629174706176,)}")
+                .contains("overflow")
+        );
+        assert!(
+            header("{'descr': '<f4', 'fortran_order': False, 'shape': (4294967296, 4294967296, 2)}")
+                .contains("overflow")
+        );
         assert!(header("{'descr': '<f4', 'fortran_order': False, 'shape': (3,)}").contains("needs 12 bytes"));
         assert!(decode(b"\x93NUMPY\x01\x00\xff\xff").is_err());
     }

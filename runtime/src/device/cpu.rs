@@ -22,6 +22,7 @@ pub mod batch_norm;
 pub mod cast;
 pub mod conv;
 pub mod cross_entropy;
+pub mod depthwise;
 pub mod elementwise;
 pub mod function;
 pub mod gather;

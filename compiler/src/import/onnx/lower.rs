@@ -11,7 +11,9 @@ pub mod arithmetic;
 pub mod attribute;
 pub mod constant;
 pub mod elementwise;
+pub mod emit;
 pub mod fold;
+pub mod gather;
 pub mod input;
 pub mod linear;
 pub mod loss;
@@ -20,6 +22,7 @@ pub mod norm;
 pub mod prune;
 pub mod reduce;
 pub mod reshape;
+pub mod sequence;
 pub mod slice;
 pub mod support;
 pub mod symbol;
@@ -31,17 +34,15 @@ pub mod window;
 use crate::graph::evaluate::EvaluateError;
 use crate::graph::{AddError, Graph, MovingAverage, Origin};
 use crate::import::onnx::model::Node;
-use crate::import::onnx::name::shown;
-use crate::op::{Binary, Broadcast, Compare, Concat, Constant, Op, Reduce, ReduceKind, Reshape, Select, Unary, Value};
+use crate::op::{Op, Value};
 use crate::tensor::dim::{Bindings, Dim, DimError};
 use crate::tensor::fact::Fact;
 use crate::tensor::{DType, Tensor};
 use std::collections::HashMap;
 use thiserror::Error;
 
-/// The most bytes a value may have, known or assumed: a quarter of what 48-bit addresses reach. What is larger is a
-/// slip or a trap, and no machine holds it.
-const LARGEST: u64 = 1 << 46;
+/// What a sequence is called where a tensor was expected.
+const A_SEQUENCE: &str = "a sequence in place of a tensor";
 
 /// What is known of a tensor of the source model.
 #[derive(Clone, Debug)]
@@ -54,6 +55,8 @@ pub enum Known {
     Dims(Dims),
     /// An initializer that becomes a parameter or a state when it is read; its place in the list of all [`Weight`]s.
     Weight(usize),
+    /// Several values: what a sequence of tensors holds.
+    Sequence(Vec<Value>),
     /// An output that no core op gives; reading it is an error that says this.
     Absent(&'static str),
 }
@@ -94,8 +97,17 @@ pub struct Weight {
     pub initial: Result<Tensor, String>,
     /// Whether a gradient may train it; else it can only be a state.
     pub trainable: bool,
-    /// Its node, and whether that is a state, once it was read.
-    pub node: Option<(Value, bool)>,
+    /// Its parameter, once it was read as one.
+    pub parameter: Option<Value>,
+    /// Its state, once it was read as one.
+    pub state: Option<Value>,
+}
+
+impl Weight {
+    /// One that nobody has read yet.
+    pub fn new(name: String, fact: Fact, initial: Result<Tensor, String>, trainable: bool) -> Weight {
+        Weight { name, fact, initial, trainable, parameter: None, state: None }
+    }
 }
 
 /// What nodes leave behind for the whole model.
@@ -204,6 +216,7 @@ impl Scope<'_> {
             Known::Dims(d) => Fact::of(d.dtype, &[d.dims.len()]),
             Known::Weight(at) => self.ledger.weights[*at].fact.clone(),
             Known::Absent(what) => return Err(Reason::Unsupported((*what).to_string())),
+            Known::Sequence(_) => return Err(Reason::Unsupported(A_SEQUENCE.to_string())),
         })
     }
 
@@ -213,6 +226,7 @@ impl Scope<'_> {
             Known::Value(value) => Ok(value),
             Known::Weight(at) => self.weight(at, false),
             Known::Absent(what) => Err(Reason::Unsupported(what.to_string())),
+            Known::Sequence(_) => Err(Reason::Unsupported(A_SEQUENCE.to_string())),
             Known::Tensor(tensor) => {
                 let name = &self.node.inputs[slot];
                 if let Some(value) = self.constants.get(name) {
@@ -231,27 +245,23 @@ impl Scope<'_> {
         if self.has(slot) { self.value(slot).map(Some) } else { Ok(None) }
     }
 
-    /// Initializer `at` as a node: a parameter, or a state.
+    /// Initializer `at` as a node: a parameter, or a state. What cannot be trained is always a state.
     pub fn weight(&mut self, at: usize, state: bool) -> Result<Value, Reason> {
         let weight = &self.ledger.weights[at];
         let state = state || !weight.trainable;
-        if let Some((value, is_state)) = weight.node {
-            if is_state != state && weight.trainable {
-                let name = shown(&weight.name).into_owned();
-                return Err(Reason::Inputs(format!("`{name}` is read both as a parameter and as a running statistic")));
-            }
+        if let Some(value) = if state { weight.state } else { weight.parameter } {
             return Ok(value);
         }
-        let (name, fact) = (weight.name.clone(), weight.fact.clone());
-        let op = if state {
-            Op::State(crate::op::State { name, fact })
-        } else {
-            Op::Parameter(crate::op::Parameter { name, fact })
+        let fact = weight.fact.clone();
+        let op = match state {
+            true => Op::State(crate::op::State { name: weight.name.clone(), fact }),
+            false => Op::Parameter(crate::op::Parameter { name: weight.name.clone(), fact }),
         };
         // A source has no node of its own in the model; its name says where it comes from.
         let node = self.graph.add(op, &[], &Origin::default())?;
         let value = Value { node, output: 0 };
-        self.ledger.weights[at].node = Some((value, state));
+        let weight = &mut self.ledger.weights[at];
+        *(if state { &mut weight.state } else { &mut weight.parameter }) = Some(value);
         Ok(value)
     }
 
@@ -287,110 +297,5 @@ impl Scope<'_> {
             Some(Some(Known::Dims(dims))) => Ok(Some(dims.dims.clone())),
             _ => Ok(self.integers(slot, what)?.map(|list| list.into_iter().map(Dim::Known).collect())),
         }
-    }
-
-    /// Adds a core op and gives its first output.
-    pub fn add(&mut self, op: Op, inputs: &[Value]) -> Result<Value, Reason> {
-        Ok(self.add_all(op, inputs)?[0])
-    }
-
-    /// Adds a core op and gives all its outputs.
-    pub fn add_all(&mut self, op: Op, inputs: &[Value]) -> Result<Vec<Value>, Reason> {
-        let origin = Origin { source: self.node.name.clone(), module: self.node.module.clone() };
-        let node = self.graph.add(op, inputs, &origin)?;
-        for fact in &self.graph.node(node).facts {
-            if fact.shape.iter().any(|d| d.known().is_some_and(|v| v < 0)) {
-                return Err(Reason::Inputs(format!("its result would have the shape {fact}")));
-            }
-            let known = fact.shape.iter().all(|d| d.known().is_some());
-            if known && fact.bytes().is_none_or(|bytes| bytes > LARGEST) {
-                return Err(Reason::Large(fact.clone()));
-            }
-        }
-        Ok(self.graph.values(node))
-    }
-
-    /// What is known of a value.
-    pub fn fact(&self, value: Value) -> Fact {
-        self.graph.fact(value).clone()
-    }
-
-    /// Adds a constant.
-    pub fn constant(&mut self, tensor: Tensor) -> Result<Value, Reason> {
-        self.add(Op::Constant(Constant { tensor }), &[])
-    }
-
-    /// Adds a number of rank 0.
-    pub fn scalar(&mut self, dtype: DType, value: f64) -> Result<Value, Reason> {
-        self.constant(Tensor::from_f64(&[], &[value]).cast(dtype))
-    }
-
-    /// A size as an `i64` value of rank 0 for the few models that compute with one: the sum of that many ones.
-    fn size(&mut self, dim: &Dim) -> Result<Value, Reason> {
-        let one = self.constant(Tensor::from_i64(&[], &[1]))?;
-        let ones = self.add(Op::Broadcast(Broadcast { shape: vec![dim.clone()] }), &[one])?;
-        self.add(Op::Reduce(Reduce { kind: ReduceKind::Sum, axes: vec![0], keep: false }), &[ones])
-    }
-
-    fn sizes(&mut self, dims: &Dims) -> Result<Value, Reason> {
-        let mut parts = Vec::with_capacity(dims.dims.len());
-        for dim in &dims.dims {
-            let size = match dim.known() {
-                Some(value) => self.constant(Tensor::from_i64(&[], &[value]))?,
-                None => self.size(dim)?,
-            };
-            parts.push(if dims.scalar { size } else { self.reshape(size, vec![Dim::Known(1)])? });
-        }
-        let joined = match parts.as_slice() {
-            [one] => *one,
-            _ => self.add(Op::Concat(Concat { axis: 0 }), &parts)?,
-        };
-        self.cast(joined, dims.dtype)
-    }
-
-    /// `f(x)`.
-    pub fn unary(&mut self, op: Unary, x: Value) -> Result<Value, Reason> {
-        self.add(Op::Unary(op), &[x])
-    }
-
-    /// `f(a, b)`.
-    pub fn binary(&mut self, op: Binary, a: Value, b: Value) -> Result<Value, Reason> {
-        self.add(Op::Binary(op), &[a, b])
-    }
-
-    /// `f(x, number)`.
-    pub fn with_number(&mut self, op: Binary, x: Value, number: f64) -> Result<Value, Reason> {
-        let number = self.scalar(self.graph.fact(x).dtype, number)?;
-        self.binary(op, x, number)
-    }
-
-    /// `a ? b`.
-    pub fn compare(&mut self, op: Compare, a: Value, b: Value) -> Result<Value, Reason> {
-        self.add(Op::Compare(op), &[a, b])
-    }
-
-    /// `condition ? a : b`.
-    pub fn select(&mut self, condition: Value, a: Value, b: Value) -> Result<Value, Reason> {
-        self.add(Op::Select(Select {}), &[condition, a, b])
-    }
-
-    /// `x` as another element type; `x` itself when it has it already.
-    pub fn cast(&mut self, x: Value, to: DType) -> Result<Value, Reason> {
-        if self.graph.fact(x).dtype == to { Ok(x) } else { self.add(Op::Cast(crate::op::Cast { to }), &[x]) }
-    }
-
-    /// `x` under another shape; `x` itself when it has it already.
-    pub fn reshape(&mut self, x: Value, shape: Vec<Dim>) -> Result<Value, Reason> {
-        if self.graph.fact(x).shape == shape { Ok(x) } else { self.add(Op::Reshape(Reshape { shape }), &[x]) }
-    }
-
-    /// `x` stretched to a shape; `x` itself when it has it already.
-    pub fn broadcast(&mut self, x: Value, shape: Vec<Dim>) -> Result<Value, Reason> {
-        if self.graph.fact(x).shape == shape { Ok(x) } else { self.add(Op::Broadcast(Broadcast { shape }), &[x]) }
-    }
-
-    /// `x` joined along `axes`.
-    pub fn reduce(&mut self, kind: ReduceKind, x: Value, axes: &[usize], keep: bool) -> Result<Value, Reason> {
-        self.add(Op::Reduce(Reduce { kind, axes: axes.to_vec(), keep }), &[x])
     }
 }

@@ -8,7 +8,7 @@ use super::matmul::{Matrix, product};
 use super::patches::{Grid, gather_patches, scatter_patches};
 use super::real::Real;
 use super::wide::wide;
-use super::{ALIGNMENT, Fast, Layout};
+use super::{ALIGNMENT, Fast, Layout, depthwise};
 use bytemuck::{cast_slice, cast_slice_mut};
 use compiler::op::Window;
 use compiler::tensor::DType;
@@ -32,6 +32,10 @@ pub enum Role {
 
 /// A convolution, by the layouts of x (or its gradient), w (or its gradient) and y (or its gradient).
 pub fn kernel(role: Role, window: &Window, groups: usize, x: &Layout, w: &Layout, y: &Layout) -> Option<Fast> {
+    // Nothing but padding is left to the reference.
+    if x.is_empty() || w.is_empty() || y.is_empty() {
+        return None;
+    }
     let grid = Grid::new(window, &x.shape[2..], &w.shape[2..], &y.shape[2..])?;
     let shape = Shape {
         grid,
@@ -128,6 +132,9 @@ impl Shape {
 }
 
 fn made<T: Real>(role: Role, shape: Shape) -> Fast {
+    if shape.ins == 1 && shape.outs == 1 && shape.groups > 1 {
+        return own_filters::<T>(role, shape);
+    }
     let patches = if shape.is_direct() { 0 } else { shape.depth() * shape.columns() };
     let beside = if shape.tile.images > 1 { shape.outs * shape.columns() } else { 0 };
     let first = (patches * size_of::<T>()).next_multiple_of(ALIGNMENT);
@@ -147,10 +154,26 @@ fn made<T: Real>(role: Role, shape: Shape) -> Fast {
     fast.with_workspace(first + beside * size_of::<T>())
 }
 
+/// One channel in, one out, in every group.
+fn own_filters<T: Real>(role: Role, Shape { grid, groups, .. }: Shape) -> Fast {
+    let sums = if role == Role::WeightGrad { groups * grid.taps() } else { 0 };
+    let fast = Fast::new(move |inputs, outputs, workspace| {
+        let (a, b) = (cast_slice::<u8, T>(inputs[0]), cast_slice::<u8, T>(inputs[1]));
+        let result = cast_slice_mut::<u8, T>(outputs[0]);
+        match role {
+            Role::Forward => depthwise::forward(&grid, groups, a, b, result),
+            Role::InputGrad => depthwise::input_grad(&grid, groups, a, b, result),
+            Role::WeightGrad => {
+                let sums = &mut cast_slice_mut::<u8, f64>(workspace)[..sums];
+                depthwise::weight_grad(&grid, groups, a, b, result, sums);
+            }
+        }
+        Ok(())
+    });
+    fast.with_workspace(sums * size_of::<f64>())
+}
+
 fn forward<T: Real>(s: &Shape, x: &[T], w: &[T], y: &mut [T], patches: &mut [T], beside: &mut [T]) {
-    if s.depth() == 0 {
-        return y.fill(T::ZERO);
-    }
     for (images, rows) in s.tiles() {
         for group in 0..s.groups {
             let w = Matrix { values: &w[s.w_of(group)], strides: (s.depth(), 1) };
@@ -181,11 +204,8 @@ fn forward<T: Real>(s: &Shape, x: &[T], w: &[T], y: &mut [T], patches: &mut [T],
 }
 
 fn input_grad<T: Real>(s: &Shape, dy: &[T], w: &[T], dx: &mut [T], patches: &mut [T], beside: &mut [T]) {
-    if s.outs == 0 || !s.is_direct() {
+    if !s.is_direct() {
         dx.fill(T::ZERO);
-    }
-    if s.outs == 0 || s.depth() == 0 {
-        return;
     }
     for (images, rows) in s.tiles() {
         for group in 0..s.groups {
@@ -220,9 +240,6 @@ fn weight_grad<T: Real>(s: &Shape, dy: &[T], x: &[T], dw: &mut [T], patches: &mu
             product([s.outs, s.depth(), n], dy, p, &mut dw[s.w_of(group)], s.depth(), add);
         }
         add = true;
-    }
-    if !add {
-        dw.fill(T::ZERO);
     }
 }
 

@@ -1,5 +1,6 @@
 //! Matrix products, by the `gemm` crate on one thread.
 
+use super::movement::transpose_matrix;
 use super::real::Real;
 use super::walk::{Walk, row_major, stretched};
 use super::{Fast, Layout};
@@ -35,16 +36,30 @@ fn batched<T: Real>(op: &MatMul, a: &Layout, b: &Layout, c: &Layout) -> Option<F
     }
     let a_strides = if op.transpose_a { (1, m) } else { (k, 1) };
     let b_strides = if op.transpose_b { (1, k) } else { (n, 1) };
-    Some(Fast::new(move |inputs, outputs, _| {
+    // The product packs a transposed right operand slowly, so it is laid out first; for one row that does not pay.
+    let turn = op.transpose_b && m > 1 && n > 1 && k > 1;
+    let fast = Fast::new(move |inputs, outputs, workspace| {
         let (a, b) = (cast_slice::<u8, T>(inputs[0]), cast_slice::<u8, T>(inputs[1]));
         let c: &mut [T] = cast_slice_mut(outputs[0]);
+        let turned = &mut cast_slice_mut::<u8, T>(&mut workspace[..if turn { k * n * size_of::<T>() } else { 0 }])[..];
+        let mut held = None;
         for &[a_at, b_at, c_at] in &matrices {
             let a = Matrix { values: &a[a_at * m * k..(a_at + 1) * m * k], strides: a_strides };
-            let b = Matrix { values: &b[b_at * k * n..(b_at + 1) * k * n], strides: b_strides };
+            let b = &b[b_at * k * n..(b_at + 1) * k * n];
+            if turn && held != Some(b_at) {
+                transpose_matrix(b, k, turned, n, [k, n]);
+                held = Some(b_at);
+            }
+            let b = if turn {
+                Matrix { values: &*turned, strides: (n, 1) }
+            } else {
+                Matrix { values: b, strides: b_strides }
+            };
             product([m, n, k], a, b, &mut c[c_at * m * n..(c_at + 1) * m * n], n, false);
         }
         Ok(())
-    }))
+    });
+    Some(fast.with_workspace(if turn { k * n * size_of::<T>() } else { 0 }))
 }
 
 /// A matrix to read.

@@ -1,6 +1,7 @@
 //! Ops that move elements and compute nothing: any element type, by its size.
 
 use super::walk::{Walk, join, row_major, stretched};
+use super::wide::wide;
 use super::{Fast, Layout};
 use bytemuck::{Pod, cast_slice, cast_slice_mut};
 use compiler::op::{Concat, Flip, Iota, Pad, Rule, Slice, Transpose};
@@ -171,24 +172,44 @@ fn pick_as<T: Pod + Send + Sync>(y: &Layout, strides: &[isize], start: isize) ->
     }))
 }
 
-/// Transposes matrices: `y[r·row + c] = x[r + c·step]` from each pair of first indices.
-fn swap<T: Pod>(matrices: Vec<[usize; 2]>, [rows, columns]: [usize; 2], [row, step]: [usize; 2]) -> Fast {
+/// Transposes matrices from each pair of first indices.
+fn swap<T: Pod>(matrices: Vec<[usize; 2]>, sizes: [usize; 2], [row, step]: [usize; 2]) -> Fast {
     Fast::new(move |inputs, outputs, _| {
         let (x, y) = (cast_slice::<u8, T>(inputs[0]), cast_slice_mut::<u8, T>(outputs[0]));
         for &[y_at, x_at] in &matrices {
-            for r0 in (0..rows).step_by(TILE) {
-                for c0 in (0..columns).step_by(TILE) {
-                    let width = TILE.min(columns - c0);
-                    for r in r0..rows.min(r0 + TILE) {
-                        let from = x_at + r + c0 * step;
-                        let to = y_at + r * row + c0;
-                        for (c, v) in y[to..to + width].iter_mut().enumerate() {
-                            *v = x[from + c * step];
+            transpose_matrix(&x[x_at..], step, &mut y[y_at..], row, sizes);
+        }
+        Ok(())
+    })
+}
+
+wide! {
+    /// `y[r·row + c] = x[c·step + r]` for `r` and `c` below the two sizes.
+    pub fn transpose_matrix[T: Pod](x: &[T], step: usize, y: &mut [T], row: usize, sizes: [usize; 2]) {
+        let [rows, columns] = sizes;
+        for r0 in (0..rows).step_by(TILE) {
+            let height = TILE.min(rows - r0);
+            for c0 in (0..columns).step_by(TILE) {
+                let width = TILE.min(columns - c0);
+                // Through a square of its own, so that each line of x and of y is touched once: lines that are a power
+                // of two apart drive each other out of the cache.
+                let mut square = [[T::zeroed(); TILE]; TILE];
+                for (c, line) in square.iter_mut().enumerate().take(width) {
+                    let from = r0 + (c0 + c) * step;
+                    line[..height].copy_from_slice(&x[from..from + height]);
+                }
+                for r in 0..height {
+                    let to = (r0 + r) * row + c0;
+                    if width == TILE {
+                        let line: [T; TILE] = std::array::from_fn(|c| square[c][r]);
+                        y[to..to + TILE].copy_from_slice(&line);
+                    } else {
+                        for (v, line) in y[to..to + width].iter_mut().zip(&square) {
+                            *v = line[r];
                         }
                     }
                 }
             }
         }
-        Ok(())
-    })
+    }
 }

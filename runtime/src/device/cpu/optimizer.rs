@@ -225,3 +225,72 @@ wide! {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Three steps over given gradients, from given weights, in both forms.
+    fn three_steps(mut one: impl FnMut(Weights<'_, f64>, &[f64], &mut [f64], &mut [f64], u64)) -> [f64; 3] {
+        let mut weights = [1.0, -2.0, 0.5];
+        let (mut first, mut second) = ([0.0; 3], [0.0; 3]);
+        for step in 1..=3 {
+            // Half the gradient, twice the scale.
+            let gradient = [0.15, -0.05 * step as f64, 0.0];
+            let (mut new, mut a, mut b) = ([f64::NAN; 3], first, second);
+            one(Weights::Beside { old: &weights, new: &mut new }, &gradient, &mut a, &mut b, step);
+            one(Weights::InPlace(&mut weights), &gradient, &mut first, &mut second, step);
+            assert_eq!((weights, first, second), (new, a, b));
+        }
+        weights
+    }
+
+    fn assert_close(got: [f64; 3], want: [f64; 3]) {
+        assert!(got.iter().zip(want).all(|(g, w)| (g - w).abs() < 1e-14), "{got:?} is not {want:?}");
+    }
+
+    // The expected weights are those of torch.optim 2.15 in float64: lr 0.1, weight decay 0.01, gradients (0.3, -0.1 t, 0).
+
+    #[test]
+    fn sgd_is_that_of_pytorch() {
+        let rule = Sgd { lr: 0.1, momentum: 0.9, nesterov: false, weight_decay: 0.01, scale: 2.0 };
+        let run = |rule: Sgd| three_steps(move |w, g, a, _, _| sgd(w, g, a, rule));
+        assert_close(run(rule), [0.826238769, -1.8937475879999999, 0.4971973995]);
+        let nesterov = Sgd { nesterov: true, weight_decay: 0.0, ..rule };
+        assert_close(run(nesterov), [0.7585299999999999, -1.8544100000000001, 0.5]);
+        let plain = Sgd { momentum: 0.0, ..rule };
+        let stateless = three_steps(move |w, g, _, _, _| sgd(w, g, &mut [], plain));
+        assert_close(stateless, [0.9070929689999999, -1.934045988, 0.4985014995]);
+    }
+
+    #[test]
+    fn adam_and_adamw_are_those_of_pytorch() {
+        let run = |decoupled| {
+            three_steps(move |w, g, a, b, step| {
+                let (betas, epsilon) = ([0.9, 0.999], 1e-8);
+                adam(w, g, a, b, Adam { lr: 0.1, betas, epsilon, weight_decay: 0.01, decoupled, step, scale: 2.0 });
+            })
+        };
+        assert_close(run(false), [0.7000313838014607, -1.7057867866319831, 0.20487188520996757]);
+        assert_close(run(true), [0.6973029089900038, -1.7019841117213312, 0.4985014995]);
+    }
+
+    #[test]
+    fn rmsprop_and_adagrad_are_those_of_pytorch() {
+        let rule = RmsProp { lr: 0.1, alpha: 0.99, epsilon: 1e-8, weight_decay: 0.01, momentum: 0.5, scale: 2.0 };
+        let rms = three_steps(move |w, g, a, b, _| rmsprop(w, g, a, b, rule));
+        assert_close(rms, [-2.354037162664403, 1.830582872644813, 0.19647434570439573]);
+        let ada = three_steps(|w, g, a, _, step| {
+            let rule = Adagrad { lr: 0.1, lr_decay: 0.1, epsilon: 1e-10, weight_decay: 0.01, step, scale: 2.0 };
+            adagrad(w, g, a, rule);
+        });
+        assert_close(ada, [0.7878275646880389, -1.7547189302108845, 0.3038412696930018]);
+    }
+
+    #[test]
+    fn gradients_accumulate() {
+        let mut sum = [1.0f32, 2.0];
+        accumulate(&mut sum, &[0.5, -2.0]);
+        assert_eq!(sum, [1.5, 0.0]);
+    }
+}

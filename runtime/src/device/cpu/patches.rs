@@ -102,6 +102,21 @@ impl Grid {
             && (0..3).all(|axis| self.dilation[axis] == 1 || self.kernel[axis] == 1)
     }
 
+    /// Every tap at which a row of windows sees data: the tap, the windows that see data there, and the index in the
+    /// plane that the first of them sees.
+    #[inline(always)]
+    pub fn taps_of(&self, row: usize) -> impl Iterator<Item = (usize, Range<usize>, usize)> + '_ {
+        let [depth, height, width] = self.kernel;
+        let rows = (0..depth * height).filter_map(move |t| Some((t, self.data_row(row, t / height, t % height)?)));
+        rows.flat_map(move |(t, from)| {
+            let seen = (0..width).map(|w| (w, self.seeing(2, w))).filter(|(_, seeing)| !seeing.is_empty());
+            seen.map(move |(w, seeing)| {
+                let first = from as isize + self.offset(2, w) + (seeing.start * self.row_step()) as isize;
+                (t * width + w, seeing, first as usize)
+            })
+        })
+    }
+
     /// Where the row of windows `row` finds tap `(d, h, ·)` in its plane: the first index of a row of data.
     #[inline(always)]
     pub fn data_row(&self, row: usize, d: usize, h: usize) -> Option<usize> {

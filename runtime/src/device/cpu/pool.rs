@@ -83,20 +83,6 @@ impl Shares {
     }
 }
 
-/// Every tap of a row of windows that sees data: the windows that see it, and the index that the first of them sees.
-#[inline(always)]
-fn taps(grid: &Grid, row: usize) -> impl Iterator<Item = (std::ops::Range<usize>, usize)> + '_ {
-    let [depth, height, width] = grid.kernel;
-    (0..depth * height).filter_map(move |t| grid.data_row(row, t / height, t % height)).flat_map(move |from| {
-        (0..width).map(move |w| (w, grid.seeing(2, w))).filter(|(_, seeing)| !seeing.is_empty()).map(
-            move |(w, seeing)| {
-                let first = from as isize + grid.offset(2, w) + (seeing.start * grid.row_step()) as isize;
-                (seeing, first as usize)
-            },
-        )
-    })
-}
-
 fn max_of<T: Real>(grid: Grid) -> Fast {
     Fast::new(move |inputs, outputs, _| {
         max_planes(&grid, cast_slice::<u8, T>(inputs[0]), cast_slice_mut(outputs[0]));
@@ -116,15 +102,25 @@ wide! {
             }
             for (row, y) in y.chunks_exact_mut(grid.out[2]).enumerate() {
                 y.fill(T::LOWEST);
-                for (windows, first) in taps(grid, row) {
+                for (_, windows, first) in grid.taps_of(row) {
                     let y = &mut y[windows];
-                    if step == 1 {
-                        for (y, &x) in y.iter_mut().zip(&x[first..]) {
-                            *y = y.larger(x);
+                    // Steps that are written out become vector loads.
+                    let x = &x[first..first + (y.len() - 1) * step + 1];
+                    match step {
+                        1 => {
+                            for (y, &x) in y.iter_mut().zip(x) {
+                                *y = y.larger(x);
+                            }
                         }
-                    } else {
-                        for (y, &x) in y.iter_mut().zip(x[first..].iter().step_by(step)) {
-                            *y = y.larger(x);
+                        2 => {
+                            for (i, y) in y.iter_mut().enumerate() {
+                                *y = y.larger(x[2 * i]);
+                            }
+                        }
+                        _ => {
+                            for (y, &x) in y.iter_mut().zip(x.iter().step_by(step)) {
+                                *y = y.larger(x);
+                            }
                         }
                     }
                 }
@@ -147,8 +143,19 @@ fn max_grad_of<T: Real>(grid: Grid) -> Fast {
     fast.with_workspace(first + width * size_of::<u32>())
 }
 
+/// Puts the value that each window sees, and its index, where it beats the best so far.
+#[inline(always)]
+#[allow(clippy::eq_op)]
+fn take_larger<T: Real>(best: &mut [T], index: &mut [u32], first: u32, step: u32, seen: impl Fn(usize) -> T) {
+    for (i, (best, index)) in best.iter_mut().zip(index).enumerate() {
+        let v = seen(i);
+        let wins = (v > *best) | ((v != v) & (*best == *best)) | (*index == u32::MAX);
+        *best = if wins { v } else { *best };
+        *index = if wins { first + i as u32 * step } else { *index };
+    }
+}
+
 wide! {
-    #[allow(clippy::eq_op)]
     fn max_grad_planes[T: Real](grid: &Grid, x: &[T], dy: &[T], dx: &mut [T], best: &mut [T], index: &mut [u32]) {
         let step = grid.row_step();
         dx.fill(T::ZERO);
@@ -159,14 +166,14 @@ wide! {
                 // No index yet: whatever comes first is the largest so far.
                 index.fill(u32::MAX);
                 best.fill(T::LOWEST);
-                for (windows, first) in taps(grid, row) {
+                for (_, windows, first) in grid.taps_of(row) {
                     let (best, index) = (&mut best[windows.clone()], &mut index[windows]);
-                    for (o, (best, index)) in best.iter_mut().zip(index).enumerate() {
-                        let at = first + o * step;
-                        let v = x[at];
-                        let wins = (v > *best) | ((v != v) & (*best == *best)) | (*index == u32::MAX);
-                        *best = if wins { v } else { *best };
-                        *index = if wins { at as u32 } else { *index };
+                    let x = &x[first..first + (best.len() - 1) * step + 1];
+                    // Steps that are written out become vector loads.
+                    match step {
+                        1 => take_larger(best, index, first as u32, 1, |i| x[i]),
+                        2 => take_larger(best, index, first as u32, 2, |i| x[2 * i]),
+                        _ => take_larger(best, index, first as u32, step as u32, |i| x[i * step]),
                     }
                 }
                 for (&at, &dy) in index.iter().zip(dy).filter(|(at, _)| **at != u32::MAX) {
@@ -195,7 +202,7 @@ wide! {
             }
             for (row, y) in y.chunks_exact_mut(grid.out[2]).enumerate() {
                 y.fill(T::ZERO);
-                for (windows, first) in taps(grid, row) {
+                for (_, windows, first) in grid.taps_of(row) {
                     for (y, &x) in y[windows].iter_mut().zip(x[first..].iter().step_by(step)) {
                         *y = *y + x;
                     }
@@ -228,7 +235,7 @@ wide! {
             }
             for (row, dy) in dy.chunks_exact(grid.out[2]).enumerate() {
                 let share = shares.row(grid, row);
-                for (windows, first) in taps(grid, row) {
+                for (_, windows, first) in grid.taps_of(row) {
                     let parts = &shares.0[2][windows.clone()];
                     for ((dx, dy), part) in dx[first..].iter_mut().step_by(step).zip(&dy[windows]).zip(parts) {
                         *dx = *dx + T::of(dy.wide() * (share * part));

@@ -1,7 +1,8 @@
 //! Constants, and what counts: `Constant`, `ConstantOfShape`, `Range`, `Shape`, `Size`.
 
-use super::weight::tensor_of;
-use super::{Dims, Known, Outputs, Reason, Scope};
+use super::weight::{fact_of, tensor_of};
+use super::{Dims, Known, Outputs, Reason, Scope, Weight};
+use crate::import::onnx::model::Payload;
 use crate::op::{Binary, Iota, Op};
 use crate::tensor::dim::{Dim, volume};
 use crate::tensor::fact::Fact;
@@ -10,6 +11,13 @@ use crate::tensor::{DType, Tensor};
 /// A tensor in an attribute.
 pub fn constant(scope: &mut Scope<'_>) -> Outputs {
     let tensor = if let Some(tensor) = scope.value_of("value")? {
+        if let (Payload::Missing { path }, Ok(fact)) = (&tensor.payload, fact_of(&tensor)) {
+            // Without its file it has a shape but no values, like an initializer.
+            let name = scope.node.outputs.first().cloned().unwrap_or_default();
+            let weights = &mut scope.ledger.weights;
+            weights.push(Weight::new(name, fact, Err(path.clone()), false));
+            return Ok(vec![Known::Weight(weights.len() - 1)]);
+        }
         tensor_of(&tensor).map_err(Reason::Unsupported)?
     } else if scope.is_set("value_int") {
         Tensor::from_i64(&[], &[scope.int("value_int", 0)?])

@@ -47,8 +47,15 @@ fn met(a: &[Dim], b: &[Dim]) -> Result<Vec<Dim>, Reason> {
 
 /// The input stretched; where the shape asked for is smaller, the input's own size stays.
 pub fn expand(scope: &mut Scope<'_>) -> Outputs {
-    let asked = scope.dims(1, "the shape")?.ok_or(Reason::Missing { slot: 1 })?;
-    let shape = met(&scope.fact_of(0)?.shape, &asked)?;
+    let mut asked = scope.dims(1, "the shape")?.ok_or(Reason::Missing { slot: 1 })?;
+    let own = scope.fact_of(0)?.shape;
+    // An axis that is not 1 in the file can only keep its size, so a constant there means that size, open or not.
+    for (have, want) in own.iter().rev().zip(asked.iter_mut().rev()) {
+        if have.known().is_none() && want.known().is_some() && have.substitute(scope.frozen)? == *want {
+            want.clone_from(have);
+        }
+    }
+    let shape = met(&own, &asked)?;
     let x = scope.value(0)?;
     scope.broadcast(x, shape).and_then(one)
 }
@@ -205,7 +212,12 @@ pub fn space_to_depth(scope: &mut Scope<'_>) -> Outputs {
     let (low, wide) = (h.div_exact(&b)?, w.div_exact(&b)?);
     let apart = vec![n.clone(), c.clone(), low.clone(), b.clone(), wide.clone(), b.clone()];
     let x = scope.reshape(x, apart)?;
-    let x = transposed(scope, x, vec![0, 3, 5, 1, 2, 4])?;
+    let perm = match scope.text("mode", "DCR")?.as_str() {
+        "DCR" => vec![0, 3, 5, 1, 2, 4],
+        "CRD" => vec![0, 1, 3, 5, 2, 4],
+        other => return Err(Reason::Unsupported(format!("the mode `{other}`"))),
+    };
+    let x = transposed(scope, x, perm)?;
     scope.reshape(x, vec![n, c.mul(&b)?.mul(&b)?, low, wide]).and_then(one)
 }
 

@@ -98,27 +98,32 @@ pub fn split(scope: &mut Scope<'_>) -> Outputs {
         Some(sizes) => sizes,
         None => equal_parts(&dims[at], scope.int("num_outputs", count as i64)?, count)?,
     };
+    if sizes.len() < count {
+        return Err(Reason::Inputs(format!("{} parts for {count} outputs", sizes.len())));
+    }
+    Ok(parts(scope, at, sizes)?.into_iter().map(Known::Value).collect())
+}
+
+/// Input 0 in parts of these sizes along an axis.
+pub fn parts(scope: &mut Scope<'_>, at: usize, sizes: Vec<Dim>) -> Result<Vec<Value>, Reason> {
+    let dims = scope.fact_of(0)?.shape;
     let total = sizes.iter().try_fold(Dim::Known(0), |sum, d| sum.add(d))?;
     if total != dims[at] || sizes.iter().any(|d| d.known().is_some_and(|v| v < 0)) {
         return Err(Reason::Inputs(format!("parts of {sizes:?} do not make up an axis of size {}", dims[at])));
-    }
-    if sizes.len() < count {
-        return Err(Reason::Inputs(format!("{} parts for {count} outputs", sizes.len())));
     }
     let x = scope.value(0)?;
     let mut begin = Dim::Known(0);
     let mut outputs = Vec::with_capacity(sizes.len());
     for size in sizes {
         let end = begin.add(&size)?;
-        let value = if size == dims[at] { x } else { part(scope, x, at, begin, end.clone())? };
-        outputs.push(Known::Value(value));
+        outputs.push(if size == dims[at] { x } else { part(scope, x, at, begin, end.clone())? });
         begin = end;
     }
     Ok(outputs)
 }
 
 /// `parts` sizes as equal as can be; the last one is smaller when they cannot.
-fn equal_parts(size: &Dim, parts: i64, outputs: usize) -> Result<Vec<Dim>, Reason> {
+pub fn equal_parts(size: &Dim, parts: i64, outputs: usize) -> Result<Vec<Dim>, Reason> {
     if usize::try_from(parts) != Ok(outputs) {
         return Err(Reason::Inputs(format!("{parts} parts for {outputs} outputs")));
     }
@@ -127,7 +132,7 @@ fn equal_parts(size: &Dim, parts: i64, outputs: usize) -> Result<Vec<Dim>, Reaso
     }
     let size = size.known().ok_or_else(|| Reason::Inputs(format!("an axis of size {size} in {parts} equal parts")))?;
     let each = size / parts + 1;
-    let last = size - each * (parts - 1);
+    let last = size.saturating_sub(each.saturating_mul(parts - 1));
     let mut sizes = vec![Dim::Known(each); outputs];
     sizes[outputs - 1] = Dim::Known(last);
     Ok(sizes)

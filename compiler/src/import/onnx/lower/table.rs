@@ -2,7 +2,7 @@
 
 use super::elementwise as each;
 use super::reduce::{self, Around, reduce};
-use super::{Outputs, Scope, constant, linear, loss, movement, norm, reshape, slice, window};
+use super::{Outputs, Scope, constant, gather, linear, loss, movement, norm, reshape, sequence, slice, window};
 use crate::op::{Binary, Compare, ReduceKind, Unary};
 
 /// Lowers one node of an operator.
@@ -101,12 +101,17 @@ pub fn find(operator: &str) -> Option<Lower> {
         "DepthToSpace" => movement::depth_to_space,
         "Expand" => movement::expand,
         "Gather" => movement::gather,
+        "GatherElements" => gather::elements,
+        "GatherND" => gather::nd,
         "Pad" => movement::pad,
         "Slice" => slice::slice,
         "SpaceToDepth" => movement::space_to_depth,
         "Split" => slice::split,
         "Tile" => movement::tile,
         "Transpose" => movement::transpose,
+        "ConcatFromSequence" => sequence::concat,
+        "SequenceAt" => sequence::at,
+        "SplitToSequence" => sequence::split,
         "Trilu" => movement::trilu,
         // Products and windows.
         "AveragePool" => window::average_pool,

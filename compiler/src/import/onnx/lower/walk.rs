@@ -9,7 +9,7 @@ use crate::import::onnx::model::{Node, OnnxModel};
 use crate::import::onnx::name::shown;
 use crate::op::{Input, NodeId, Op, Value};
 use crate::tensor::fact::Fact;
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::fmt;
 use thiserror::Error;
 
@@ -194,6 +194,30 @@ impl Walk<'_> {
         }
     }
 
+    /// An exporter that merges what merely starts equal lets one initializer be a bias here and a running mean there.
+    /// These part as soon as they are trained, so they are two tensors: the state gets a name of its own.
+    fn part(&mut self) {
+        let mut parted = Vec::new();
+        for weight in self.ledger.weights.iter_mut().filter(|w| w.parameter.is_some()) {
+            let Some(state) = weight.state.take() else { continue };
+            let mut name = format!("{}.running", weight.name);
+            while self.known.contains_key(&name) {
+                name.push('_');
+            }
+            if let Op::State(op) = &mut self.graph.node_mut(state.node).op {
+                op.name.clone_from(&name);
+            }
+            self.ledger.warnings.push(format!(
+                "`{}` is a parameter and a running statistic at once: the exporter merged two tensors that start \
+                 equal; the statistic is now `{}`",
+                shown(&weight.name),
+                shown(&name)
+            ));
+            parted.push(Weight { name, trainable: false, parameter: None, state: Some(state), ..weight.clone() });
+        }
+        self.ledger.weights.extend(parted);
+    }
+
     fn finish(mut self, model: &OnnxModel) -> Result<Lowered, LowerError> {
         for output in &model.outputs {
             if let Some(Known::Absent(what)) = self.known.get(&output.name) {
@@ -215,15 +239,9 @@ impl Walk<'_> {
             return Err(LowerError::NoOutputs);
         }
         self.graph.averages = std::mem::take(&mut self.ledger.averages);
+        self.part();
         let graph = prune::prune(&self.graph)?;
-        let alive = |id: NodeId| match &graph.node(id).op {
-            Op::Parameter(o) => Some(o.name.clone()),
-            Op::State(o) => Some(o.name.clone()),
-            _ => None,
-        };
-        let names: std::collections::HashSet<String> = graph.ids().filter_map(alive).collect();
-        let mut weights = self.ledger.weights;
-        weights.retain(|w| names.contains(&w.name));
+        let weights = kept(&graph, self.ledger.weights);
         let mut warnings = self.ledger.warnings;
         warnings.extend(weight::warning(weights.iter().filter(|w| w.trainable).map(|w| w.name.as_str())));
         if let Some(first) = self.ledger.stored_statistics.first() {
@@ -236,6 +254,18 @@ impl Walk<'_> {
         }
         Ok(Lowered { graph, weights, warnings })
     }
+}
+
+/// The initial values that a graph reads.
+fn kept(graph: &Graph, mut weights: Vec<Weight>) -> Vec<Weight> {
+    let name = |id: NodeId| match &graph.node(id).op {
+        Op::Parameter(o) => Some(o.name.as_str()),
+        Op::State(o) => Some(o.name.as_str()),
+        _ => None,
+    };
+    let names: HashSet<&str> = graph.ids().filter_map(name).collect();
+    weights.retain(|w| names.contains(w.name.as_str()));
+    weights
 }
 
 fn nameless() -> Node {

@@ -40,7 +40,8 @@ pub fn dtype_of(code: i32) -> Option<DType> {
     })
 }
 
-fn fact_of(source: &Source) -> Result<Fact, String> {
+/// Element type and shape; or what kind of tensor pipec cannot hold.
+pub fn fact_of(source: &Source) -> Result<Fact, String> {
     let unknown = || format!("a tensor of element type {}", element_name(source.elem_type));
     let dtype = dtype_of(source.elem_type).ok_or_else(unknown)?;
     Ok(Fact::new(dtype, source.dims.iter().map(|&d| d.into()).collect()))
@@ -75,7 +76,7 @@ pub fn sort(initializers: &[Source]) -> (HashMap<String, Known>, Vec<Weight>) {
                     Payload::Missing { path } => path.clone(),
                     _ => why,
                 });
-                weights.push(Weight { name: source.name.clone(), fact, initial, trainable, node: None });
+                weights.push(Weight::new(source.name.clone(), fact, initial, trainable));
                 Known::Weight(weights.len() - 1)
             }
         };

@@ -1,0 +1,110 @@
+//! `GatherElements` and `GatherND`, as one gather from the flat tensor: the place of an element is worked out from its
+//! indices, `Σ index_i · stride_i`, in whole numbers.
+
+use super::attribute::axis;
+use super::{Known, Outputs, Reason, Scope};
+use crate::op::{Binary, Compare, Gather, Iota, Op, Value};
+use crate::tensor::dim::{Dim, volume};
+use crate::tensor::fact::Fact;
+use crate::tensor::{DType, Tensor};
+
+fn number(scope: &mut Scope<'_>, dim: &Dim) -> Result<Value, Reason> {
+    match dim.known() {
+        Some(value) => scope.constant(Tensor::from_i64(&[], &[value])),
+        None => scope.size(dim),
+    }
+}
+
+/// `index`, counted from the front of an axis of `size`, times `stride`.
+fn steps(scope: &mut Scope<'_>, index: Value, size: &Dim, stride: &Dim) -> Result<Value, Reason> {
+    let zero = scope.constant(Tensor::from_i64(&[], &[0]))?;
+    let negative = scope.compare(Compare::Less, index, zero)?;
+    let size = number(scope, size)?;
+    let counted = scope.binary(Binary::Add, index, size)?;
+    let index = scope.select(negative, counted, index)?;
+    scaled(scope, index, stride)
+}
+
+fn scaled(scope: &mut Scope<'_>, index: Value, stride: &Dim) -> Result<Value, Reason> {
+    if stride.is(1) {
+        return Ok(index);
+    }
+    let stride = number(scope, stride)?;
+    scope.binary(Binary::Mul, index, stride)
+}
+
+/// `place`, if any, plus steps along another axis.
+fn further(scope: &mut Scope<'_>, place: Option<Value>, steps: Value) -> Result<Option<Value>, Reason> {
+    Ok(Some(match place {
+        Some(place) => scope.binary(Binary::Add, place, steps)?,
+        None => steps,
+    }))
+}
+
+/// `0, 1, …` along `axis` of a shape of `rank` that is 1 elsewhere.
+fn count(scope: &mut Scope<'_>, rank: usize, axis: usize, size: &Dim) -> Result<Value, Reason> {
+    let mut shape = vec![Dim::Known(1); rank];
+    shape[axis] = size.clone();
+    scope.add(Op::Iota(Iota { fact: Fact::new(DType::I64, shape), axis }), &[])
+}
+
+/// `y[i, j, …] = x[i, index[i, j, …], …]`, with the index at `axis`.
+pub fn elements(scope: &mut Scope<'_>) -> Outputs {
+    let (x, index) = (scope.value(0)?, scope.value(1)?);
+    let (dims, picked) = (scope.fact(x).shape, scope.fact(index).shape);
+    let along = axis(scope.int("axis", 0)?, dims.len())?;
+    if picked.len() != dims.len() {
+        return Err(Reason::Inputs(format!("an index of rank {} for an input of rank {}", picked.len(), dims.len())));
+    }
+    let index = scope.cast(index, DType::I64)?;
+    let mut place = None;
+    for at in 0..dims.len() {
+        let stride = volume(&dims[at + 1..])?;
+        let steps = if at == along {
+            steps(scope, index, &dims[at], &stride)?
+        } else {
+            let count = count(scope, dims.len(), at, &picked[at])?;
+            scaled(scope, count, &stride)?
+        };
+        place = further(scope, place, steps)?;
+    }
+    let place = place.ok_or_else(|| Reason::Inputs("a number has no axis to index".to_string()))?;
+    let flat = scope.reshape(x, vec![volume(&dims)?])?;
+    Ok(vec![Known::Value(scope.add(Op::Gather(Gather { axis: 0 }), &[flat, place])?)])
+}
+
+/// Slices of `x` at places that are the last axis of the index: as many numbers as leading axes are indexed, behind
+/// `batch_dims` axes that both share.
+pub fn nd(scope: &mut Scope<'_>) -> Outputs {
+    let (x, index) = (scope.value(0)?, scope.value(1)?);
+    let (dims, shape) = (scope.fact(x).shape, scope.fact(index).shape);
+    let shared = scope.int("batch_dims", 0)?;
+    let width = shape.last().and_then(Dim::known).and_then(|w| usize::try_from(w).ok());
+    let fits = |shared: usize, width: usize| width > 0 && shared < shape.len() && shared + width <= dims.len();
+    let (shared, width) = match (usize::try_from(shared), width) {
+        (Ok(shared), Some(width)) if fits(shared, width) => (shared, width),
+        _ => return Err(Reason::Inputs(format!("indices of shape {shape:?} do not fit an input of shape {dims:?}"))),
+    };
+    let index = scope.cast(index, DType::I64)?;
+    let (picked, last) = (&shape[..shape.len() - 1], shape.len() - 1);
+    let indexed = &dims[..shared + width];
+    let mut place = None;
+    for at in 0..indexed.len() {
+        let stride = volume(&indexed[at + 1..])?;
+        let steps = if at < shared {
+            let count = count(scope, picked.len(), at, &dims[at])?;
+            scaled(scope, count, &stride)?
+        } else {
+            let column = (at - shared) as i64;
+            let part = super::slice::part(scope, index, last, Dim::Known(column), Dim::Known(column + 1))?;
+            let part = scope.reshape(part, picked.to_vec())?;
+            steps(scope, part, &dims[at], &stride)?
+        };
+        place = further(scope, place, steps)?;
+    }
+    let place = place.ok_or_else(|| Reason::Inputs("nothing is indexed".to_string()))?;
+    let mut flat = vec![volume(indexed)?];
+    flat.extend(dims[indexed.len()..].iter().cloned());
+    let flat = scope.reshape(x, flat)?;
+    Ok(vec![Known::Value(scope.add(Op::Gather(Gather { axis: 0 }), &[flat, place])?)])
+}

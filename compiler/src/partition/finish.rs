@@ -1,0 +1,161 @@
+//! From a chosen candidate to a plan: fills in what every plan states, and has it judged.
+
+use crate::partition::build;
+use crate::partition::in_flight::{self, Efficiency};
+use crate::partition::search::{Candidate, Found, same};
+use crate::plan::check::{self, Fault};
+use crate::plan::problem::{InFlight, Problem};
+use crate::plan::stage_cost::{self, Part, StageCost};
+use crate::plan::{Baselines, Fits, Plan, PlannedCluster, PlannedSchedule, Predicted, SCHEMA, Search};
+use crate::profile::cost_graph::OpCost;
+use serde_json::{Value, json};
+use std::collections::BTreeMap;
+
+/// What a plan states beside its stages.
+pub struct Statement<'a> {
+    /// How it was found.
+    pub found: &'a Found,
+    /// One device, data parallelism, the uniform pipeline.
+    pub baselines: &'a [Candidate; 3],
+    /// Name of the method.
+    pub method: &'a str,
+    /// Name of the partitioner that was asked for.
+    pub partitioner: &'a str,
+    /// Budget that was set.
+    pub budget: Option<u64>,
+    /// Seed that was set.
+    pub seed: u64,
+    /// Judge of automatic caps.
+    pub efficiency: Option<&'a Efficiency<'a>>,
+}
+
+/// Makes the plan and checks it. The faults, if there are any, are ours.
+pub fn finish(problem: &Problem, chosen: &Candidate, statement: &Statement<'_>) -> Result<Plan, Vec<Fault>> {
+    let Statement { found, baselines, .. } = statement;
+    let mut warnings = Vec::new();
+    if let Some(fallback) = &found.fallback {
+        warnings.push(format!("the search was not complete ({fallback}); a better plan may exist"));
+    }
+    let flattens = chosen.shape.is_flat && problem.cluster.levels.len() > 1;
+    if flattens {
+        warnings
+            .push("stages do not take whole groups; times assume every link at the slowest level's bandwidth".into());
+    }
+    let caps = match (&problem.in_flight, statement.efficiency) {
+        (InFlight::Auto, Some(efficiency)) => {
+            let (caps, reached) = in_flight::choose(problem, &chosen.shape, efficiency);
+            if reached < in_flight::ENOUGH {
+                let percent = reached * 100.0;
+                warnings.push(format!("within memory the in-flight caps reach {percent:.0} % of the ideal throughput"));
+            }
+            caps
+        }
+        _ => chosen.caps.clone(),
+    };
+    let memory = build::memory(problem, &build::holdings(problem, &chosen.shape), &caps);
+    let weight_versions = build::versions(problem, &caps);
+    let proven_optimal = found.proven_us.is_some_and(|least| same(least, chosen.minibatch_us));
+    let lower_bound_us = if proven_optimal {
+        chosen.minibatch_us
+    } else {
+        found.proven_us.unwrap_or(0.0).max(lower_bound(problem, flattens)).min(chosen.minibatch_us)
+    };
+    let stages = build::stages(problem, &chosen.shape, &memory);
+    let [one, all, uniform] = *baselines;
+    let mut plan = Plan {
+        schema: SCHEMA.to_string(),
+        model: problem.model.clone(),
+        dtype: problem.dtype.clone(),
+        optimizer: problem.optimizer.clone(),
+        profile: problem.profile.clone(),
+        cluster: PlannedCluster {
+            levels: problem.cluster.levels.clone(),
+            devices: problem.cluster.devices(),
+            memory_per_device: problem.memory_limit,
+            device: problem.cluster.device.clone(),
+        },
+        cost: problem.cost,
+        objective: problem.objective,
+        schedule: PlannedSchedule {
+            kind: problem.schedule,
+            micro_batch: problem.micro_batch,
+            microbatches: problem.microbatches,
+            chunks: problem.chunks,
+            in_flight: caps,
+            weight_versions,
+        },
+        predicted: predicted(problem, chosen.minibatch_us, stages.len()),
+        stages,
+        edges: build::edges(problem, &chosen.shape),
+        lower_bound_us,
+        proven_optimal,
+        baselines: Baselines {
+            single: one.minibatch_us,
+            data_parallel: all.minibatch_us,
+            uniform: uniform.minibatch_us,
+            fits: Fits { single: one.fits, data_parallel: all.fits, uniform: uniform.fits },
+        },
+        search: Search { method: statement.method.to_string(), states: found.states, fallback: found.fallback.clone() },
+        warnings,
+        seed: statement.seed,
+        options: options(problem, statement),
+        extra: BTreeMap::new(),
+    };
+    let checked = check::check(problem, &plan)?;
+    plan.predicted.bottleneck = checked.bottleneck;
+    Ok(plan)
+}
+
+/// All compute on all devices at once; and on one level, the op that is slowest however often it is replicated.
+fn lower_bound(problem: &Problem, flattens: bool) -> f64 {
+    let spread = problem.graph.total_us() / f64::from(problem.cluster.devices());
+    if problem.cluster.levels.len() > 1 || flattens {
+        return spread;
+    }
+    let (cost, level) = (StageCost::of(problem), stage_cost::levels(&problem.cluster)[0]);
+    let alone = |op: &OpCost| {
+        let part = |replicas| Part {
+            is_first: true,
+            is_last: true,
+            replicas,
+            inner_us: op.fwd_us + op.bwd_us,
+            weight_bytes: op.param_bytes as f64,
+            in_bytes: 0.0,
+            out_bytes: 0.0,
+        };
+        (1..=level.count).map(|replicas| cost.part_us(&level, &part(replicas))).fold(f64::INFINITY, f64::min)
+    };
+    problem.graph.ops.iter().map(alone).fold(spread, f64::max)
+}
+
+fn predicted(problem: &Problem, minibatch_us: f64, stages: usize) -> Predicted {
+    let (m, p) = (f64::from(problem.microbatches), stages as f64);
+    let fill = if problem.schedule.is_continuous() { 0.0 } else { p - 1.0 };
+    let step_us = minibatch_us * (m + fill);
+    let samples = problem.micro_batch as f64 * m;
+    let throughput_per_s = if step_us > 0.0 { samples * 1e6 / step_us } else { 0.0 };
+    Predicted { minibatch_us, step_us, throughput_per_s, bubble: fill / (m + fill), bottleneck: String::new() }
+}
+
+fn options(problem: &Problem, statement: &Statement<'_>) -> BTreeMap<String, Value> {
+    let mut all = BTreeMap::from([
+        ("partitioner".to_string(), json!(statement.partitioner)),
+        ("optimizer_state".to_string(), json!(problem.optimizer_state)),
+    ]);
+    let in_flight = match &problem.in_flight {
+        InFlight::Auto => json!("auto"),
+        InFlight::Pipedream => json!("pipedream"),
+        InFlight::Given(caps) => json!(caps),
+    };
+    all.insert("in_flight".to_string(), in_flight);
+    let mut add = |name: &str, value: Option<Value>| {
+        if let Some(value) = value {
+            all.insert(name.to_string(), value);
+        }
+    };
+    add("activation_compression", problem.activation_compression.map(|ratio| json!(ratio)));
+    add("budget", statement.budget.map(|budget| json!(budget)));
+    add("stages", problem.constraints.replicas.as_ref().map(|replicas| json!(replicas)));
+    add("cut_after", problem.constraints.cut_after.as_ref().map(|names| json!(names)));
+    all
+}

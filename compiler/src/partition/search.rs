@@ -1,0 +1,280 @@
+//! The searches behind the names: each gives candidates, and says how complete it was.
+//!
+//! Work is bounded. A graph with more closed sets than the budget is searched along linear orders; a line longer than can be
+//! borne is grouped. The best cut of a line is found first in any case, because it bounds the search over sets.
+
+use crate::partition::fit::{self, Fit, Least};
+use crate::partition::line::{self, Line};
+use crate::partition::shape::Shape;
+use crate::partition::states::{Growth, Space};
+use crate::partition::{build, data_parallel, exhaustive, linear, pinned, pipedream, single, uniform};
+use crate::plan::StageMemory;
+use crate::plan::problem::{InFlight, Objective, Problem, ProblemError};
+use crate::plan::stage_cost::{self, LevelCost, StageCost};
+use crate::profile::cost_graph::CostGraph;
+
+/// Closed sets that are looked at when `--budget` does not say.
+pub const DEFAULT_BUDGET: u64 = 10_000;
+
+/// The most places of a line. Each is priced over the whole graph, which for more would cost more than it brings.
+const MAX_PLACES: usize = 2000;
+
+/// A shape with what it costs and holds.
+#[derive(Clone, Debug)]
+pub struct Candidate {
+    /// Who made it.
+    pub name: &'static str,
+    /// The partition.
+    pub shape: Shape,
+    /// Its time in microseconds for one minibatch.
+    pub minibatch_us: f64,
+    /// In-flight caps by the schedule's rule, or as given.
+    pub caps: Vec<u32>,
+    /// What each stage holds under them.
+    pub memory: Vec<StageMemory>,
+    /// Whether all of it is within the limit.
+    pub fits: bool,
+}
+
+impl Candidate {
+    /// Bytes of the fullest stage.
+    pub fn peak(&self) -> u64 {
+        self.memory.iter().map(|held| held.total).max().unwrap_or(0)
+    }
+}
+
+/// What a partitioner says about its answer.
+pub struct Found {
+    /// In no order.
+    pub candidates: Vec<Candidate>,
+    /// Sets or steps looked at.
+    pub states: u64,
+    /// Why the search was not complete, if it was not.
+    pub fallback: Option<String>,
+    /// The least time that any partition needs, where a complete search has shown it.
+    pub proven_us: Option<f64>,
+}
+
+impl Found {
+    /// One candidate and no search.
+    pub fn of(candidate: Candidate) -> Found {
+        Found { candidates: vec![candidate], states: 1, fallback: None, proven_us: None }
+    }
+}
+
+/// A problem, and how much work may go into it.
+pub struct Question<'a> {
+    /// The problem.
+    pub problem: &'a Problem,
+    /// Closed sets to look at before falling back.
+    pub budget: Option<u64>,
+}
+
+impl Question<'_> {
+    /// A shape with its costs.
+    pub fn candidate(&self, name: &'static str, shape: Shape) -> Candidate {
+        let problem = self.problem;
+        let caps = match &problem.in_flight {
+            InFlight::Given(caps) if caps.len() == shape.replicas().len() => caps.clone(),
+            _ => build::published_caps(problem, &shape),
+        };
+        let memory = build::memory(problem, &build::holdings(problem, &shape), &caps);
+        let peak = memory.iter().map(|held| held.total).max().unwrap_or(0);
+        let fits = problem.memory_limit.is_none_or(|limit| peak <= limit.0);
+        let minibatch_us = shape.minibatch_us(problem);
+        Candidate { name, shape, minibatch_us, caps, memory, fits }
+    }
+
+    /// One device, data parallelism, and the uniform pipeline, in this order.
+    pub fn baselines(&self) -> [Candidate; 3] {
+        let (graph, cluster) = (&self.problem.graph, &self.problem.cluster);
+        let order: Vec<u32> = (0..graph.ops.len() as u32).collect();
+        [
+            self.candidate("single", single::single(graph.ops.len(), cluster)),
+            self.candidate("data-parallel", data_parallel::data_parallel(graph.ops.len(), cluster)),
+            self.candidate("uniform", uniform::uniform(graph, cluster, &order)),
+        ]
+    }
+
+    /// The hierarchical search over closed sets; for `Growth::All` also with fewer devices and with stages that span groups.
+    pub fn hierarchical(&self, growth: Growth, baselines: &[Candidate; 3]) -> Found {
+        let problem = self.problem;
+        let is_ours = growth == Growth::All;
+        let name = if is_ours { "pipec" } else { "pipedream" };
+        let levels = stage_cost::levels(&problem.cluster);
+        let mut found = Found { candidates: Vec::new(), states: 0, fallback: None, proven_us: None };
+        let mut searches = vec![(levels, false)];
+        if is_ours && problem.cluster.levels.len() > 1 {
+            searches.push((stage_cost::levels(&problem.cluster.flattened()), true));
+        }
+        for (levels, is_flat) in &searches {
+            let searched = self.search(levels, growth, is_ours);
+            found.states += searched.states;
+            found.fallback = found.fallback.take().or(searched.fallback);
+            found.candidates.extend(searched.shapes.into_iter().map(|mut shape| {
+                shape.is_flat = *is_flat;
+                self.candidate(name, shape)
+            }));
+            if problem.cluster.levels.len() == 1 {
+                found.proven_us = searched.proven_us;
+            }
+        }
+        let wants_memory = problem.objective == Objective::Memory;
+        let fits = |found: &Found| found.candidates.iter().any(|candidate| candidate.fits);
+        let fitted = fits(&found);
+        let within = problem.memory_limit.map_or(u64::MAX, |limit| limit.0);
+        // The least memory comes last: where the workers of a pipeline are only bounded while it is searched, it may fit though
+        // the search for time within the limit found nothing.
+        for least in [Least::Time { within }, Least::Memory] {
+            if if least == Least::Memory { wants_memory || !fits(&found) } else { !wants_memory && !fitted } {
+                for (levels, is_flat) in &searches {
+                    found.candidates.extend(self.fitting(levels, least).into_iter().map(|mut shape| {
+                        shape.is_flat = *is_flat;
+                        self.candidate(name, shape)
+                    }));
+                }
+            }
+        }
+        if !wants_memory && !fitted {
+            found.fallback = found.fallback.take().or(Some("memory: search along linear orders".to_string()));
+        }
+        if is_ours || !fitted {
+            found.candidates.extend(baselines.iter().cloned());
+        }
+        found
+    }
+
+    /// The best shape on these levels: along lines, and then over closed sets within their bound.
+    fn search(&self, levels: &[LevelCost], growth: Growth, may_leave_units: bool) -> Searched {
+        let (graph, cost) = (&self.problem.graph, StageCost::of(self.problem));
+        let mut states = 0;
+        let mut best: Option<pipedream::Solution> = None;
+        let limit = largest((graph.ops.len() + 1).min(MAX_PLACES), |sets| {
+            let (steps, bytes) = pipedream::effort(levels, sets);
+            steps <= 2e8 && bytes <= 3e8
+        });
+        // A coarse line first, then fine ones; each only has to look for what beats the one before.
+        let coarse = limit.min(64);
+        for (order, places) in
+            linear::orders(graph).into_iter().flat_map(|order| [(order.clone(), coarse), (order, limit)])
+        {
+            let ends = line::ends(graph, cost.model, &order, places.max(2) - 1);
+            let space = Space::chain(graph, cost.model, order, ends);
+            let known = best.as_ref().map_or(f64::INFINITY, |solution| solution.minibatch_us);
+            let solution = pipedream::solve(&space, &cost, levels, may_leave_units, known);
+            states += space.len() as u64;
+            best = [best, solution].into_iter().flatten().reduce(|best, new| {
+                let better = new.minibatch_us < best.minibatch_us && !same(new.minibatch_us, best.minibatch_us);
+                if better { new } else { best }
+            });
+        }
+        let bound = best.as_ref().map_or(f64::INFINITY, |solution| solution.minibatch_us);
+        let budget = self.budget.unwrap_or_else(|| {
+            let affordable = |sets: usize| pipedream::effort(levels, sets).0 <= 4e9;
+            largest(DEFAULT_BUDGET as usize, affordable) as u64
+        });
+        let in_memory = largest(budget.min(1 << 24) as usize, |sets| pipedream::effort(levels, sets).1 <= 1e9);
+        let grown = Space::grow(graph, cost.model, growth, in_memory);
+        let fallback = grown.is_none().then(|| {
+            let along = if limit > graph.ops.len() { "linear order" } else { "linear order of grouped ops" };
+            format!("{along}: more than {in_memory} closed sets")
+        });
+        let exact = grown.and_then(|space| {
+            states += space.len() as u64;
+            let within = pipedream::solve(&space, &cost, levels, may_leave_units, bound);
+            // PipeDream's growth may leave out the sets with which the line reached the bound; then it is no bound here.
+            let reaches = |solution: &pipedream::Solution| solution.minibatch_us <= bound * (1.0 + 1e-9);
+            let free = || pipedream::solve(&space, &cost, levels, may_leave_units, f64::INFINITY);
+            within.filter(reaches).or_else(free)
+        });
+        let starts = sources(&self.problem.graph);
+        let is_complete = growth == Growth::All || starts == 1;
+        let proven_us = exact.as_ref().filter(|_| is_complete && fallback.is_none()).map(|exact| exact.least_us);
+        let shapes = exact.or(best).map(|solution| solution.shape).into_iter().collect();
+        Searched { shapes, states, fallback, proven_us }
+    }
+
+    /// What fits best along each line.
+    pub fn fitting(&self, levels: &[LevelCost], least: Least) -> Vec<Shape> {
+        let (graph, cost) = (&self.problem.graph, StageCost::of(self.problem));
+        let limit = largest((graph.ops.len() + 1).min(1200), |places| fit::effort(levels, places) <= 6e6);
+        let solve = |order: Vec<u32>| {
+            let ends = line::ends(graph, cost.model, &order, limit.max(2) - 1);
+            let line = Line::new(graph, cost.model, order, ends);
+            let settings = Fit {
+                line: &line,
+                cost: &cost,
+                levels,
+                flow: build::flow(self.problem, self.problem.cluster.devices()),
+                optimizer_state: self.problem.optimizer_state,
+            };
+            fit::fit(&settings, least).map(|(_, shape)| shape)
+        };
+        linear::orders(graph).into_iter().filter_map(solve).collect()
+    }
+
+    /// What obeys the user's constraints; with the least memory where nothing fits.
+    pub fn pinned(&self) -> Result<Found, ProblemError> {
+        let wants_memory = self.problem.objective == Objective::Memory;
+        let mut found = Found { candidates: Vec::new(), states: 1, fallback: None, proven_us: None };
+        for least_memory in [wants_memory, true] {
+            if !found.candidates.iter().any(|candidate| candidate.fits) {
+                let shapes = pinned::shapes(self.problem, least_memory)?;
+                found.candidates.extend(shapes.into_iter().map(|shape| self.candidate("pinned", shape)));
+            }
+        }
+        Ok(found)
+    }
+
+    /// Everything.
+    pub fn exhaustive(&self) -> Result<Found, ProblemError> {
+        let problem = self.problem;
+        let (graph, cost) = (&problem.graph, StageCost::of(problem));
+        let too_large =
+            |what, limit: u64, found: u64| ProblemError::TooLarge { method: "exhaustive", what, limit, found };
+        if graph.ops.len() > exhaustive::MAX_OPS {
+            return Err(too_large("ops", exhaustive::MAX_OPS as u64, graph.ops.len() as u64));
+        }
+        if problem.cluster.levels.len() > 1 && problem.memory_limit.is_some() {
+            return Err(too_large("levels under a memory limit", 1, problem.cluster.levels.len() as u64));
+        }
+        let budget = 1 << (exhaustive::MAX_OPS + 1);
+        let space = Space::grow(graph, cost.model, Growth::All, budget)
+            .ok_or_else(|| too_large("closed sets", budget as u64, budget as u64 + 1))?;
+        let fits = |shape: &Shape| problem.memory_limit.is_none() || self.candidate("exhaustive", shape.clone()).fits;
+        let levels = stage_cost::levels(&problem.cluster);
+        let walked = exhaustive::exhaustive(&space, &cost, &levels, &fits);
+        let (shape, states) = walked.map_err(|limit| too_large("steps", limit, limit + 1))?;
+        let candidates: Vec<_> = shape.into_iter().map(|shape| self.candidate("exhaustive", shape)).collect();
+        let proven_us = candidates.first().filter(|_| levels.len() == 1).map(|candidate| candidate.minibatch_us);
+        Ok(Found { candidates, states, fallback: None, proven_us })
+    }
+}
+
+struct Searched {
+    shapes: Vec<Shape>,
+    states: u64,
+    fallback: Option<String>,
+    proven_us: Option<f64>,
+}
+
+/// Whether two times are the same but for rounding.
+pub fn same(left: f64, right: f64) -> bool {
+    (left - right).abs() <= 1e-9 * left.abs().max(right.abs())
+}
+
+/// The largest number up to `most` that is `affordable`, which holds for all smaller ones; at least 2.
+pub fn largest(most: usize, affordable: impl Fn(usize) -> bool) -> usize {
+    let (mut low, mut high) = (2, most.max(2));
+    while low < high {
+        let middle = low + (high - low).div_ceil(2);
+        if affordable(middle) { low = middle } else { high = middle - 1 }
+    }
+    low
+}
+
+fn sources(graph: &CostGraph) -> usize {
+    let mut is_source = vec![true; graph.ops.len()];
+    graph.edges().iter().for_each(|(_, to)| is_source[to.index()] = false);
+    is_source.into_iter().filter(|is_source| *is_source).count()
+}

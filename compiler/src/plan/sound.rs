@@ -1,0 +1,129 @@
+//! What must hold of a plan by itself, before anyone runs or simulates it. Whether its figures follow from a model is judged by
+//! `check`, which needs the model's costs.
+
+use crate::cluster::MAX_DEVICES;
+use crate::plan::Plan;
+use crate::plan::check::Fault;
+use crate::profile::cost_graph::MAX_ENTRIES;
+use std::collections::BTreeSet;
+
+/// Gives every fault that can be told apart. A plan that passes has stages that hold each op of the model once, as many devices as
+/// replicas, all of them in the cluster and none twice, caps and versions of at least 1, edges that go forward between
+/// stages that exist, and memory sums that add up and fit.
+pub fn sound(plan: &Plan) -> Result<(), Vec<Fault>> {
+    let mut faults = Vec::new();
+    if plan.stages.is_empty() {
+        return Err(vec![Fault::NoStages]);
+    }
+    coverage(plan, &mut faults);
+    devices(plan, &mut faults);
+    let schedule = &plan.schedule;
+    for (name, list) in [("in_flight", &schedule.in_flight), ("weight_versions", &schedule.weight_versions)] {
+        if list.len() != plan.stages.len() || list.iter().any(|number| !(1..=1 << 20).contains(number)) {
+            let what =
+                format!("{name} has {} numbers for {} stages; each is from 1 to 2^20", list.len(), plan.stages.len());
+            faults.push(Fault::Schedule { what });
+        }
+    }
+    for (name, value) in [("micro_batch", schedule.micro_batch), ("microbatches", u64::from(schedule.microbatches))] {
+        if !(1..=1 << 32).contains(&value) {
+            faults.push(Fault::Schedule { what: format!("{name} is {value}; it is at least 1") });
+        }
+    }
+    edges(plan, &mut faults);
+    memory(plan, &mut faults);
+    if faults.is_empty() { Ok(()) } else { Err(faults) }
+}
+
+fn coverage(plan: &Plan, faults: &mut Vec<Fault>) {
+    let ops = plan.model.ops.min(MAX_ENTRIES as u64) as usize;
+    let mut ranges: Vec<(u32, u32)> = Vec::new();
+    for (index, stage) in plan.stages.iter().enumerate() {
+        if stage.id.index() != index {
+            faults.push(Fault::Id { index, id: stage.id.0 });
+        }
+        let mut before = 0;
+        for &(from, to) in &stage.ops {
+            if from >= to || to as usize > ops || from < before {
+                faults.push(Fault::Range { stage: index, from, to, ops });
+            }
+            before = to;
+        }
+        if stage.ops.is_empty() {
+            faults.push(Fault::Range { stage: index, from: 0, to: 0, ops });
+        }
+        ranges.extend(&stage.ops);
+    }
+    if !faults.is_empty() {
+        return;
+    }
+    ranges.sort_unstable();
+    let mut at = 0;
+    for (from, to) in ranges {
+        if from > at {
+            faults.push(Fault::Coverage { op: at as usize, count: 0 });
+        } else if from < at {
+            faults.push(Fault::Coverage { op: from as usize, count: 2 });
+        }
+        at = at.max(to);
+    }
+    if (at as usize) < ops {
+        faults.push(Fault::Coverage { op: at as usize, count: 0 });
+    }
+}
+
+fn devices(plan: &Plan, faults: &mut Vec<Fault>) {
+    let product =
+        plan.cluster.levels.iter().fold(1u64, |product, level| product.saturating_mul(u64::from(level.count)));
+    let there = u64::from(plan.cluster.devices);
+    if product != there || !(1..=MAX_DEVICES).contains(&there) {
+        let what =
+            format!("the levels multiply to {product} devices, the cluster states {there}, at most {MAX_DEVICES}");
+        faults.push(Fault::Schedule { what });
+    }
+    let mut used = BTreeSet::new();
+    for (at, stage) in plan.stages.iter().enumerate() {
+        let mut fault = |what| faults.push(Fault::Devices { stage: at, what });
+        if stage.replicas == 0 || stage.devices.len() != stage.replicas as usize {
+            fault(format!("{} devices for {} replicas", stage.devices.len(), stage.replicas));
+        }
+        for &device in &stage.devices {
+            if u64::from(device) >= there {
+                fault(format!("device {device} does not exist; the cluster has {there}"));
+            } else if !used.insert(device) {
+                fault(format!("device {device} is used twice"));
+            }
+        }
+    }
+}
+
+fn edges(plan: &Plan, faults: &mut Vec<Fault>) {
+    let mut seen = BTreeSet::new();
+    for edge in &plan.edges {
+        let (from, to) = (edge.from.0, edge.to.0);
+        let mut fault = |said: &str, found: &str| {
+            faults.push(Fault::Edge { from, to, said: said.to_string(), found: found.to_string() });
+        };
+        if from >= to || edge.to.index() >= plan.stages.len() {
+            fault("it", "edges from an earlier to a later stage only");
+        } else if !seen.insert((from, to)) {
+            fault("it twice", "it once");
+        }
+    }
+}
+
+fn memory(plan: &Plan, faults: &mut Vec<Fault>) {
+    for (at, stage) in plan.stages.iter().enumerate() {
+        let held = &stage.memory;
+        let parts = [held.versions, held.gradients, held.optimizer, held.activations, held.workspace];
+        let found = parts.iter().try_fold(held.weights, |sum, &part| sum.checked_add(part));
+        if found != Some(held.total) {
+            let what = format!("total memory of stage {at}");
+            let found = found.map_or("more than 2^64".to_string(), |sum| sum.to_string());
+            faults.push(Fault::Figure { what, said: held.total.to_string(), found });
+        }
+        if let Some(limit) = plan.cluster.memory_per_device.filter(|limit| held.total > limit.0) {
+            faults.push(Fault::Memory { stage: at, needed: held.total, limit: limit.0 });
+        }
+    }
+}

@@ -1,0 +1,87 @@
+//! From a model and the stages of a plan to everything that training runs: sizes bound, loss attached, stages compiled,
+//! programs made and checked.
+
+use crate::compile::{CompileError, StageCode, compile};
+use crate::train::{placement, with_edges};
+use compiler::graph::bind::{BindError, bind, symbols};
+use compiler::graph::{Graph, order};
+use compiler::pass::loss::{LOSS, Loss, LossError, attach};
+use compiler::schedule::check::check;
+use compiler::schedule::fault::CheckError;
+use compiler::schedule::rule::StepCount;
+use compiler::schedule::scheduler::schedule;
+use compiler::schedule::{Pipeline, Program, Schedule, ScheduleError};
+use compiler::tensor::dim::Bindings;
+use thiserror::Error;
+
+/// Why there is nothing to run.
+#[derive(Debug, Error)]
+#[allow(missing_docs)]
+pub enum PrepareError {
+    #[error(transparent)]
+    Bind(#[from] BindError),
+    #[error("dimension `{symbol}` is open; give it a size with `--dim {symbol}=N`")]
+    Open { symbol: String },
+    #[error(transparent)]
+    Loss(#[from] LossError),
+    #[error(transparent)]
+    Compile(#[from] CompileError),
+    #[error(transparent)]
+    Schedule(#[from] ScheduleError),
+    #[error("bug in pipec: the generated program does not hold: {0}")]
+    Program(CheckError),
+    #[error("the plan places {planned} ops, the model has {found}; was it made for another model?")]
+    Ops { planned: usize, found: usize },
+}
+
+/// What to train, and how it is cut into pieces of work.
+#[derive(Clone, Debug)]
+pub struct Settings {
+    /// Sizes of all symbols, that of the batch for one item.
+    pub dims: Bindings,
+    /// What is made small.
+    pub loss: Loss,
+    /// The axis of classes.
+    pub class_axis: Option<i64>,
+    /// The order of work.
+    pub schedule: Schedule,
+    /// Minibatches, and the items of each.
+    pub count: StepCount,
+}
+
+/// All that training runs.
+pub struct Prepared {
+    /// The graph at fixed sizes, with its loss.
+    pub graph: Graph,
+    /// What each stage runs.
+    pub codes: Vec<StageCode>,
+    /// What each worker does.
+    pub program: Program,
+    /// The pipeline that the program was made for.
+    pub pipeline: Pipeline,
+}
+
+/// Prepares a run. `stages[i]` is the stage of op `i`; `pipeline` knows replicas, caps and times of the stages.
+pub fn prepare(
+    graph: &Graph,
+    stages: &[usize],
+    pipeline: Pipeline,
+    settings: &Settings,
+) -> Result<Prepared, PrepareError> {
+    let bound = bind(graph, &settings.dims)?;
+    if let Some(symbol) = symbols(&bound).into_iter().next() {
+        return Err(PrepareError::Open { symbol });
+    }
+    let found = order::numbered(&bound).len();
+    if found != stages.len() {
+        return Err(PrepareError::Ops { planned: stages.len(), found });
+    }
+    let mut trained = bound.clone();
+    attach(&mut trained, settings.loss, settings.class_axis)?;
+    let place = placement(&bound, &trained, stages);
+    let codes = compile(&trained, &place, pipeline.stages.len(), Some(LOSS))?;
+    let pipeline = with_edges(pipeline, &codes);
+    let program = schedule(settings.schedule, &pipeline, settings.count)?;
+    check(&program).map_err(PrepareError::Program)?;
+    Ok(Prepared { graph: trained, codes, program, pipeline })
+}

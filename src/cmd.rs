@@ -1,0 +1,12 @@
+//! The verbs, one file each: arguments, one call, and how the answer is printed.
+
+pub mod completions;
+pub mod eval;
+pub mod inspect;
+pub mod partition;
+pub mod plan;
+pub mod profile;
+pub mod schema;
+pub mod simulate;
+pub mod train;
+pub mod zoo;

@@ -1,0 +1,23 @@
+//! `pipec completions`: a completion script for a shell.
+
+use crate::arguments::Cli;
+use crate::failure::Failure;
+use crate::screen::Screen;
+use clap::{Args, CommandFactory};
+use clap_complete::Shell;
+
+/// Which shell.
+#[derive(Debug, Args)]
+pub struct Arguments {
+    /// The shell
+    #[arg(value_enum)]
+    shell: Shell,
+}
+
+/// Prints the script.
+pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Failure> {
+    let mut script = Vec::new();
+    clap_complete::generate(arguments.shell, &mut Cli::command(), "pipec", &mut script);
+    screen.document(&String::from_utf8_lossy(&script));
+    Ok(())
+}

@@ -1,0 +1,147 @@
+//! `pipec eval`: a model's answers for given inputs.
+
+use crate::cmd::train::initial;
+use crate::failure::Failure;
+use crate::model;
+use crate::arguments::Dims;
+use crate::screen::Screen;
+use crate::{quantity, source};
+use clap::Args;
+use compiler::graph::Graph;
+use compiler::import::onnx::name::shown;
+use compiler::op::Op;
+use compiler::tensor::Tensor;
+use compiler::tensor::dim::{Bindings, Dim};
+use runtime::{evaluate, weights};
+use serde_json::{Value, json};
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+
+/// The most bytes of a list of cases.
+const MOST_BYTES: u64 = 64 << 20;
+
+/// Which model, on what.
+#[derive(Debug, Args)]
+pub struct Arguments {
+    /// The model
+    #[arg(value_name = "MODEL", required_unless_present = "batch_file")]
+    file: Option<PathBuf>,
+    /// Arrays named by the model's inputs: .npz, .npy or .safetensors
+    #[arg(long, value_name = "FILE", required_unless_present = "batch_file")]
+    inputs: Option<PathBuf>,
+    /// Weights by name: .npz or .safetensors [default: those of the model]
+    #[arg(long, value_name = "FILE")]
+    weights: Option<PathBuf>,
+    /// Where to write the outputs: .npz or .safetensors
+    #[arg(short, long, value_name = "FILE", required_unless_present = "batch_file")]
+    output: Option<PathBuf>,
+    /// A line for each of many cases: model, inputs and outputs, with tabs between
+    #[arg(long, value_name = "LIST.tsv", conflicts_with_all = ["file", "inputs", "output"])]
+    batch_file: Option<PathBuf>,
+}
+
+/// Evaluates, prints, writes.
+pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Failure> {
+    if let Some(list) = &arguments.batch_file {
+        return many(list, arguments.weights.as_deref(), screen);
+    }
+    let (Some(file), Some(inputs), Some(output)) = (&arguments.file, &arguments.inputs, &arguments.output) else {
+        return Err(Failure::input("`pipec eval` needs MODEL, --inputs and -o"));
+    };
+    let answer = one(file, inputs, arguments.weights.as_deref(), output, screen)?;
+    let mut text = String::new();
+    for (name, tensor) in &answer.outputs {
+        text += &format!("{} {}{:?}\n", shown(name), tensor.dtype(), tensor.shape());
+    }
+    if let Some(accuracy) = answer.accuracy {
+        text += &format!("accuracy {:.2} %\n", accuracy * 100.0);
+    }
+    screen.text(&format!("{text}wrote {}", output.display()));
+    screen.json(&answer.json(output));
+    Ok(())
+}
+
+struct Answer {
+    outputs: BTreeMap<String, Tensor>,
+    accuracy: Option<f64>,
+}
+
+impl Answer {
+    fn json(&self, file: &Path) -> Value {
+        let outputs: Vec<Value> = self
+            .outputs
+            .iter()
+            .map(|(name, tensor)| json!({"name": name, "dtype": tensor.dtype().name(), "shape": tensor.shape()}))
+            .collect();
+        json!({"file": file.display().to_string(), "outputs": outputs, "accuracy": self.accuracy})
+    }
+}
+
+fn one(file: &Path, inputs: &Path, weights: Option<&Path>, output: &Path, screen: &Screen) -> Result<Answer, Failure> {
+    let loaded = model::load(file, &Dims::default(), screen)?;
+    let weights = initial(&loaded, weights, screen)?;
+    let given = weights::read(inputs).map_err(|error| Failure::input("cannot read the inputs").because(error))?;
+    let graph = loaded.bound(&sizes(&loaded.model.graph, &given))?;
+    let outputs = evaluate::evaluate(&graph, true, &given, &weights)
+        .map_err(|error| Failure::input(format!("cannot evaluate {}", file.display())).because(error))?;
+    weights::write(output, &outputs).map_err(|error| Failure::input("cannot write the outputs").because(error))?;
+    let labels = given.get("target").or_else(|| given.get("y"));
+    let logits = loaded.model.graph.outputs.first().and_then(|first| outputs.get(&first.name));
+    let accuracy = logits.zip(labels).and_then(|(logits, labels)| accuracy(logits, &labels.to_f64()));
+    Ok(Answer { outputs, accuracy })
+}
+
+/// Every case is tried; the answer is no if one fails.
+fn many(list: &Path, weights: Option<&Path>, screen: &Screen) -> Result<(), Failure> {
+    let text = source::text(list, MOST_BYTES)?;
+    let mut cases = Vec::new();
+    let mut failed = 0u64;
+    for (at, line) in text.lines().enumerate().filter(|(_, line)| !line.trim().is_empty()) {
+        let fields: Vec<&str> = line.split('\t').collect();
+        let &[model, inputs, output] = &fields[..] else {
+            let why = format!("line {}: {} fields, expected model, inputs and outputs", at + 1, fields.len());
+            return Err(Failure::file("read", list, why));
+        };
+        match one(Path::new(model), Path::new(inputs), weights, Path::new(output), screen) {
+            Ok(answer) => {
+                screen.text(&format!("ok      {model}"));
+                cases.push(answer.json(Path::new(output)));
+            }
+            Err(failure) => {
+                failed += 1;
+                let told = failure.to_string().lines().map(str::trim).collect::<Vec<_>>().join("; ");
+                screen.text(&format!("failed  {model}: {told}"));
+                cases.push(json!({"file": output, "failed": told}));
+            }
+        }
+    }
+    screen.json(&json!({"cases": cases, "failed": failed}));
+    if failed == 0 { Ok(()) } else { Err(Failure::no(format!("{} of the cases failed", quantity::count(failed)))) }
+}
+
+/// The sizes of symbols that are an axis of an input, from the arrays. What does not fit is told when the model runs.
+pub fn sizes(graph: &Graph, given: &BTreeMap<String, Tensor>) -> Bindings {
+    let mut sizes = Bindings::new();
+    for id in graph.ids() {
+        let Op::Input(input) = &graph.node(id).op else { continue };
+        let Some(array) = given.get(&input.name) else { continue };
+        for (dim, &size) in input.fact.shape.iter().zip(array.shape()) {
+            if let Some(symbol) = dim.symbols().first().filter(|symbol| *dim == Dim::symbol(symbol)) {
+                sizes.entry(symbol.clone()).or_insert(size as i64);
+            }
+        }
+    }
+    sizes
+}
+
+/// The share of rows whose largest logit is at the label; nothing where the shapes are not those of a classification.
+pub fn accuracy(logits: &Tensor, labels: &[f64]) -> Option<f64> {
+    let &[rows, classes] = logits.shape() else { return None };
+    if rows == 0 || classes == 0 || labels.len() != rows {
+        return None;
+    }
+    let values = logits.to_f64();
+    let largest = |row: &[f64]| (0..row.len()).max_by(|&a, &b| row[a].total_cmp(&row[b]).then(b.cmp(&a)));
+    let right = values.chunks(classes).zip(labels).filter(|(row, label)| largest(row).map(|at| at as f64) == Some(**label));
+    Some(right.count() as f64 / rows as f64)
+}

@@ -1,0 +1,203 @@
+//! `pipec inspect`: what a model is.
+
+use crate::arguments::Dims;
+use crate::failure::Failure;
+use crate::model::{self, Loaded};
+use crate::screen::Screen;
+use crate::{quantity, stages};
+use clap::Args;
+use compiler::graph::{Graph, order, text};
+use compiler::import::import::Batch;
+use compiler::import::onnx::name::shown;
+use compiler::op::table::rule;
+use compiler::op::{Op, Value};
+use compiler::pass::analytic::node_cost;
+use compiler::pass::attribution::{Training, attribute};
+use serde_json::json;
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+
+/// Modules are summed up at this depth of their path.
+const DEPTH: usize = 2;
+
+/// The most modules that are listed as text.
+const LISTED: usize = 40;
+
+/// Which model, at which sizes.
+#[derive(Debug, Args)]
+pub struct Arguments {
+    /// The model
+    #[arg(value_name = "MODEL")]
+    file: PathBuf,
+    #[command(flatten)]
+    dims: Dims,
+    /// Print the graph in its text form, and nothing else
+    #[arg(long)]
+    text: bool,
+}
+
+#[derive(Default)]
+struct Module {
+    ops: u64,
+    parameters: u64,
+    flops: f64,
+}
+
+/// Inspects and prints.
+pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Failure> {
+    let loaded = model::load(&arguments.file, &arguments.dims, screen)?;
+    if arguments.text {
+        let printed = text::print(&loaded.model.graph);
+        screen.text(&printed);
+        screen.json(&json!({"graph": printed}));
+        return Ok(());
+    }
+    let graph = &loaded.model.graph;
+    let ops = order::numbered(graph);
+    let mut histogram: BTreeMap<&str, u64> = BTreeMap::new();
+    ops.iter().for_each(|id| *histogram.entry(rule(&graph.node(*id).op).name()).or_default() += 1);
+    let (parameters, parameter_bytes) = sizes(graph, |op| matches!(op, Op::Parameter(_)));
+    let (states, state_bytes) = sizes(graph, |op| matches!(op, Op::State(_)));
+    let tensors = graph.ids().filter(|id| matches!(graph.node(*id).op, Op::Parameter(_))).count();
+    let micro_batch = loaded.micro_batch(None, screen);
+    let bound = loaded.at(micro_batch);
+    let flops = bound.as_ref().ok().map(|bound| total_flops(bound) / micro_batch as f64);
+    let verdict = trainable(&loaded, &bound);
+    let modules = modules(graph, bound.as_ref().ok(), micro_batch);
+    let fact = |value: Value| graph.fact(value).to_string();
+    let inputs: Vec<(String, String)> = graph
+        .ids()
+        .filter_map(|id| match &graph.node(id).op {
+            Op::Input(input) => Some((input.name.clone(), fact(Value { node: id, output: 0 }))),
+            _ => None,
+        })
+        .collect();
+    let outputs: Vec<(String, String)> = graph.outputs.iter().map(|o| (o.name.clone(), fact(o.value))).collect();
+    let batch = match &loaded.model.batch {
+        Batch::Symbol { name, default: Some(size) } => format!("`{name}`, {size} in the file"),
+        Batch::Symbol { name, default: None } => format!("`{name}`, open"),
+        Batch::Fixed { size: Some(size), why } => format!("fixed at {size}: {why}"),
+        Batch::Fixed { size: None, why } => format!("none: {why}"),
+    };
+    let list = |named: &[(String, String)]| {
+        named.iter().map(|(name, fact)| format!("{} {fact}", shown(name))).collect::<Vec<_>>().join("\n            ")
+    };
+    let mut counted: Vec<(&str, u64)> = histogram.iter().map(|(op, count)| (*op, *count)).collect();
+    counted.sort_by(|left, right| right.1.cmp(&left.1).then(left.0.cmp(right.0)));
+    let kinds: Vec<String> = counted.iter().map(|(op, count)| format!("{count} {op}")).collect();
+    screen.text(&format!(
+        "model       {} ({})\nops         {}: {}\nparameters  {} in {}, {}\n",
+        arguments.file.display(),
+        if loaded.model.producer.is_empty() { "producer unknown" } else { &loaded.model.producer },
+        quantity::count(ops.len() as u64),
+        kinds.join(", "),
+        quantity::count(parameters),
+        stages::plural(tensors as u64, "tensor", "tensors"),
+        quantity::bytes(parameter_bytes),
+    ));
+    if states > 0 {
+        screen.text(&format!("state       {} numbers, {}\n", quantity::count(states), quantity::bytes(state_bytes)));
+    }
+    screen.text(&format!(
+        "forward     {} per sample\ninputs      {}\noutputs     {}\nbatch       {batch}\ntrainable   {}\n",
+        flops.map_or("unknown".to_string(), quantity::flops),
+        list(&inputs),
+        list(&outputs),
+        verdict.as_ref().map_or_else(|why| format!("no: {why}"), |()| "yes".to_string()),
+    ));
+    if !modules.is_empty() {
+        let rows = modules.iter().take(LISTED).map(|(name, module)| {
+            let sums = [quantity::count(module.ops), quantity::count(module.parameters), quantity::flops(module.flops)];
+            std::iter::once(shown(name).into_owned()).chain(sums).collect()
+        });
+        screen.text(&format!(
+            "\n{}",
+            stages::table(&["module", "ops", "parameters", "flops per sample"], &[1, 2, 3], rows.collect())
+        ));
+        if modules.len() > LISTED {
+            screen.text(&format!("… and {} more", modules.len() - LISTED));
+        }
+    }
+    let named = |list: &[(String, String)]| -> Vec<_> {
+        list.iter().map(|(name, fact)| json!({"name": name, "fact": fact})).collect()
+    };
+    let modules: Vec<_> = modules
+        .iter()
+        .map(|(name, m)| json!({"module": name, "ops": m.ops, "parameters": m.parameters, "flops_per_sample": m.flops}))
+        .collect();
+    screen.json(&json!({
+        "file": arguments.file.display().to_string(),
+        "sha256": loaded.model.sha256,
+        "producer": loaded.model.producer,
+        "ops": ops.len(),
+        "histogram": histogram,
+        "parameters": {"tensors": tensors, "count": parameters, "bytes": parameter_bytes},
+        "states": {"count": states, "bytes": state_bytes},
+        "flops_per_sample": flops,
+        "micro_batch": micro_batch,
+        "inputs": named(&inputs),
+        "outputs": named(&outputs),
+        "batch": batch,
+        "trainable": verdict.is_ok(),
+        "not_trainable_because": verdict.err(),
+        "modules": modules,
+        "warnings": loaded.model.warnings,
+    }));
+    Ok(())
+}
+
+/// Numbers and bytes of the sources of one kind; a tied parameter is one node, so it counts once.
+fn sizes(graph: &Graph, is_wanted: impl Fn(&Op) -> bool) -> (u64, u64) {
+    let facts = graph.ids().filter(|id| is_wanted(&graph.node(*id).op)).map(|id| &graph.node(id).facts[0]);
+    facts.fold((0, 0), |(count, bytes), fact| {
+        let size = fact.bytes().unwrap_or(0);
+        (count + size / fact.dtype.size().max(1) as u64, bytes + size)
+    })
+}
+
+fn total_flops(graph: &Graph) -> f64 {
+    order::numbered(graph).into_iter().map(|id| node_cost(graph, id).flops).sum()
+}
+
+fn trainable(loaded: &Loaded, bound: &Result<Graph, Failure>) -> Result<(), String> {
+    let bound = bound.as_ref().map_err(|failure| failure.to_string().lines().skip(1).collect::<String>())?;
+    let attribution = attribute(bound, Training::Gradient).map_err(|error| error.to_string())?;
+    if attribution.backward.is_none() {
+        return Err("no float output depends on a parameter".to_string());
+    }
+    let known = loaded.known_weights().len();
+    if known < loaded.model.weights.len() {
+        return Err("some weights are not in the file".to_string());
+    }
+    Ok(())
+}
+
+fn modules(graph: &Graph, bound: Option<&Graph>, samples: u64) -> Vec<(String, Module)> {
+    let mut modules: Vec<(String, Module)> = Vec::new();
+    let mut place: BTreeMap<String, usize> = BTreeMap::new();
+    for id in order::numbered(graph) {
+        let path = &graph.node(id).origin.module;
+        if path.is_empty() {
+            continue;
+        }
+        let name = path.split('.').take(DEPTH).collect::<Vec<_>>().join(".");
+        let at = *place.entry(name.clone()).or_insert_with(|| {
+            modules.push((name, Module::default()));
+            modules.len() - 1
+        });
+        let module = &mut modules[at].1;
+        module.ops += 1;
+        module.flops += bound.map_or(0.0, |bound| node_cost(bound, id).flops / samples as f64);
+    }
+    for id in graph.ids() {
+        let Op::Parameter(_) = &graph.node(id).op else { continue };
+        let fact = &graph.node(id).facts[0];
+        let first = graph.consumers(Value { node: id, output: 0 }).first().map(|(reader, _)| *reader);
+        let path = first.map(|reader| graph.node(reader).origin.module.clone()).unwrap_or_default();
+        let name = path.split('.').take(DEPTH).collect::<Vec<_>>().join(".");
+        if let Some(&at) = place.get(&name) {
+            modules[at].1.parameters += fact.bytes().unwrap_or(0) / fact.dtype.size().max(1) as u64;
+        }
+    }
+    modules
+}

@@ -1,0 +1,275 @@
+//! `pipec partition`: cuts a model into stages and writes the plan.
+
+use crate::arguments::{Devices, Dims};
+use crate::failure::Failure;
+use crate::screen::Screen;
+use crate::source::{self, Costs};
+use crate::{quantity, stages};
+use clap::{Args, ValueEnum};
+use compiler::cluster::unit;
+use compiler::partition::planner::{self, Partitioner, PlanError, Planned, PlannerOptions};
+use compiler::plan::problem::{CostModel, InFlight, Objective};
+use compiler::plan::{ScheduleKind, Stage, read};
+use compiler::schedule::{Pipeline, StageShape};
+use compiler::simulate::efficiency::steady_efficiency;
+use std::path::{Path, PathBuf};
+use std::time::Instant;
+
+/// What to plan, for which devices, how.
+#[derive(Debug, Args)]
+pub struct Arguments {
+    /// The model, or a published profile
+    #[arg(value_name = "FILE")]
+    pub file: PathBuf,
+    /// Format of FILE [default: by its name]
+    #[arg(long, value_enum, value_name = "FORMAT")]
+    pub from: Option<source::Format>,
+    /// Costs: a file of `pipec profile`, or analytic[:KIND] for the roofline of a device kind [default: analytic]
+    #[arg(long, value_name = "FILE|analytic[:KIND]")]
+    pub profile: Option<String>,
+    #[command(flatten)]
+    #[allow(missing_docs)]
+    pub devices: Devices,
+    #[command(flatten)]
+    #[allow(missing_docs)]
+    pub dims: Dims,
+    #[command(flatten)]
+    #[allow(missing_docs)]
+    pub question: Question,
+    /// Print every candidate that was compared
+    #[arg(long)]
+    pub compare: bool,
+    /// Where to write the plan; - is standard output [default: MODEL.plan.json in the current folder]
+    #[arg(short, long, value_name = "FILE")]
+    pub output: Option<PathBuf>,
+}
+
+/// How a plan is looked for; also what `train` asks when it plans by itself.
+#[derive(Clone, Debug, Args)]
+pub struct Question {
+    /// Cost model
+    #[arg(long, value_name = "MODEL", value_parser = ["paper", "pipedream"], default_value = "paper")]
+    pub cost: String,
+    /// PipeDream's activation compression ratio; without it cost `pipedream` takes transfers between stages as free
+    #[arg(long, value_name = "R")]
+    pub activation_compression: Option<f64>,
+    /// Bytes that may be used on each device, for example 16GB [default: the memory of the device]
+    #[arg(long, value_name = "SIZE")]
+    pub memory: Option<String>,
+    /// Micro-batches in one minibatch
+    #[arg(long, value_name = "M", default_value_t = 1)]
+    pub microbatches: u32,
+    /// Order of work
+    #[arg(long, value_name = "NAME", default_value = "1f1b-rr", value_parser = ["gpipe", "1f1b", "1f1b-rr", "1f1b-rr-vsync", "2bw"])]
+    pub schedule: String,
+    /// What is minimised
+    #[arg(long, value_name = "WHAT", default_value = "throughput", value_parser = ["throughput", "memory"])]
+    pub objective: String,
+    /// Who looks for the plan
+    #[arg(long, value_name = "NAME", default_value = "pipec",
+          value_parser = ["pipec", "pipedream", "exhaustive", "data-parallel", "uniform", "single"])]
+    pub partitioner: String,
+    /// Replicas of each stage, for example 2,1,1; the cuts stay free
+    #[arg(long, value_name = "R,R,…", value_delimiter = ',')]
+    pub stages: Option<Vec<u32>>,
+    /// End a stage after each of these nodes, modules or op ids
+    #[arg(long, value_name = "NAME,…", value_delimiter = ',')]
+    pub cut_after: Option<Vec<String>>,
+    /// Optimizer, for its memory
+    #[arg(long, value_enum, value_name = "NAME", default_value = "sgd")]
+    pub optimizer: Optimizer,
+    /// Element type of weights and activations
+    #[arg(long, value_name = "TYPE", default_value = "f32", value_parser = ["f32"])]
+    pub dtype: String,
+    /// States that a search may look at
+    #[arg(long, value_name = "STATES")]
+    pub budget: Option<u64>,
+    /// Minibatches in flight on each replica of a stage: auto, pipedream (the published rule), or one number a stage
+    #[arg(long, value_name = "auto|pipedream|N,N,…", default_value = "auto", value_parser = in_flight)]
+    pub in_flight: InFlight,
+    /// Seed of everything random
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    pub seed: u64,
+}
+
+impl Default for Question {
+    fn default() -> Question {
+        Question {
+            cost: "paper".to_string(),
+            activation_compression: None,
+            memory: None,
+            microbatches: 1,
+            schedule: "1f1b-rr".to_string(),
+            objective: "throughput".to_string(),
+            partitioner: "pipec".to_string(),
+            stages: None,
+            cut_after: None,
+            optimizer: Optimizer::Sgd,
+            dtype: "f32".to_string(),
+            budget: None,
+            in_flight: InFlight::Auto,
+            seed: 0,
+        }
+    }
+}
+
+/// An optimizer, as far as memory is concerned.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum Optimizer {
+    /// Gradient descent, no state.
+    Sgd,
+    /// Gradient descent with momentum: one number for each weight.
+    SgdMomentum,
+    /// Two numbers for each weight.
+    Adam,
+    /// As adam, with decoupled weight decay.
+    Adamw,
+}
+
+impl Optimizer {
+    /// Bytes of state for each byte of weights.
+    pub fn state(self) -> f64 {
+        match self {
+            Optimizer::Sgd => 0.0,
+            Optimizer::SgdMomentum => 1.0,
+            Optimizer::Adam | Optimizer::Adamw => 2.0,
+        }
+    }
+
+    /// The name in plans.
+    pub fn name(self) -> &'static str {
+        match self {
+            Optimizer::Sgd => "sgd",
+            Optimizer::SgdMomentum => "sgd-momentum",
+            Optimizer::Adam => "adam",
+            Optimizer::Adamw => "adamw",
+        }
+    }
+}
+
+/// Plans, prints, writes.
+pub fn run(arguments: Box<Arguments>, screen: &Screen) -> Result<(), Failure> {
+    let started = Instant::now();
+    let planned = plan(&arguments, screen)?;
+    screen.detail(&format!("planned in {}", quantity::time(started.elapsed().as_secs_f64() * 1e6)));
+    let plan = &planned.plan;
+    let json = read::to_json(plan).map_err(|error| Failure::bug(&error.to_string()))?;
+    let path = arguments.output.clone().unwrap_or_else(|| source::default_output(&arguments.file, "plan"));
+    if source::is_stdout(&path) {
+        screen.document(&json);
+        return Ok(());
+    }
+    source::write(&path, json.as_bytes())?;
+    if let Some(verdict) = stages::verdict(plan) {
+        screen.text(&verdict);
+    }
+    screen.text(&format!("{}\n{}\n{}", stages::heading(plan), stages::stages(plan), stages::prediction(plan)));
+    if arguments.compare {
+        screen.text(&compared(&planned));
+    }
+    plan.warnings.iter().for_each(|warning| screen.warn(warning));
+    screen.json(&serde_json::to_value(plan).unwrap_or_default());
+    screen.text(&format!("\nwrote {}\n{}", path.display(), next(&arguments.file, &path)));
+    Ok(())
+}
+
+/// The plan that the arguments ask for.
+pub fn plan(arguments: &Arguments, screen: &Screen) -> Result<Planned, Failure> {
+    let costs = source::costs(arguments, screen)?;
+    ask(&arguments.file, costs, &arguments.question, cost(&arguments.question.cost))
+}
+
+/// The plan for these costs.
+pub fn ask(file: &Path, costs: Costs, question: &Question, cost: CostModel) -> Result<Planned, Failure> {
+    let has_memory = costs.has_memory;
+    let mut problem = costs.problem(cost);
+    problem.activation_compression = question.activation_compression;
+    problem.memory_limit = match &question.memory {
+        Some(text) => Some(unit::bytes(text).map_err(|error| Failure::input("cannot read `--memory`").because(error))?),
+        None => Some(problem.cluster.device.memory).filter(|memory| has_memory && memory.0 > 0),
+    };
+    problem.objective = if question.objective == "memory" { Objective::Memory } else { Objective::Throughput };
+    problem.optimizer_state = question.optimizer.state();
+    problem.optimizer = question.optimizer.name().to_string();
+    problem.schedule = ScheduleKind::from_name(&question.schedule).unwrap_or(ScheduleKind::RoundRobin);
+    problem.microbatches = question.microbatches;
+    problem.in_flight = question.in_flight.clone();
+    problem.constraints.replicas = question.stages.clone();
+    problem.constraints.cut_after = question.cut_after.clone();
+    let options = PlannerOptions {
+        partitioner: Partitioner::from_name(&question.partitioner).unwrap_or_default(),
+        budget: question.budget,
+        seed: question.seed,
+        efficiency: Some(&efficiency),
+    };
+    planner::plan(&problem, &options).map_err(|error| explain(file, error))
+}
+
+/// The share of ideal throughput that stages reach under caps, by simulation; a pipeline that cannot be simulated
+/// gains nothing by more caps.
+pub fn efficiency(stages: &[Stage], caps: &[u32]) -> f64 {
+    let shape = |stage: &Stage| StageShape::new(stage.replicas, stage.fwd_us, stage.bwd_us);
+    let pipeline = Pipeline::chain(stages.iter().map(shape).collect()).with_caps(caps);
+    steady_efficiency(&pipeline).unwrap_or(1.0)
+}
+
+/// The name of a cost model on the command line.
+pub fn cost_name(cost: CostModel) -> &'static str {
+    match cost {
+        CostModel::Paper => "paper",
+        CostModel::Pipedream => "pipedream",
+    }
+}
+
+fn cost(name: &str) -> CostModel {
+    if name == "pipedream" { CostModel::Pipedream } else { CostModel::Paper }
+}
+
+fn explain(file: &Path, error: PlanError) -> Failure {
+    let what = format!("cannot plan {}", file.display());
+    match &error {
+        PlanError::Problem(_) => Failure::input(what).because(error),
+        PlanError::Infeasible { smallest_limit, .. } => {
+            let least = format!("`--memory {smallest_limit}B` is the least that was found to do");
+            Failure::infeasible(format!("no feasible plan for {}", file.display())).because(&error).help(format!(
+                "{least}; fewer minibatches in flight (`--in-flight`), a smaller micro-batch or more devices need less"
+            ))
+        }
+        PlanError::Unsound(_) => Failure::bug(&error.to_string()),
+    }
+}
+
+fn compared(planned: &Planned) -> String {
+    let row = |candidate: &planner::Compared| {
+        vec![
+            candidate.name.to_string(),
+            candidate.replicas.iter().map(u32::to_string).collect::<Vec<_>>().join("-"),
+            quantity::time(candidate.minibatch_us),
+            quantity::bytes(candidate.peak_bytes),
+            if candidate.fits { "yes" } else { "no" }.to_string(),
+        ]
+    };
+    let rows = planned.compared.iter().map(row).collect();
+    format!("\n{}", stages::table(&["candidate", "replicas", "minibatch", "most memory", "fits"], &[2, 3], rows))
+}
+
+fn next(model: &Path, plan: &Path) -> String {
+    let mut text = format!("next: pipec simulate {}\n", plan.display());
+    if model.extension().is_some_and(|extension| extension == "onnx") {
+        text += &format!("      pipec train {} --plan {} --data train.npz\n", model.display(), plan.display());
+    }
+    text
+}
+
+/// Reads `--in-flight`.
+pub fn in_flight(text: &str) -> Result<InFlight, String> {
+    match text {
+        "auto" => Ok(InFlight::Auto),
+        "pipedream" => Ok(InFlight::Pipedream),
+        _ => {
+            let caps: Result<Vec<u32>, _> = text.split(',').map(|cap| cap.trim().parse()).collect();
+            caps.map(InFlight::Given)
+                .map_err(|_| "write auto, pipedream, or one number for each stage: 3,2,1".to_string())
+        }
+    }
+}

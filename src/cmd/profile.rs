@@ -1,0 +1,170 @@
+//! `pipec profile`: what every op of a model costs on this machine, or by the data sheet of another.
+
+use crate::arguments::Dims;
+use crate::failure::Failure;
+use crate::screen::Screen;
+use crate::{machines, model, quantity, source, stages};
+use clap::Args;
+use compiler::import::onnx::name::shown;
+use compiler::pass::analytic::{self, Subject};
+use compiler::pass::attribution::{Training, attribute};
+use compiler::profile::read::to_json;
+use compiler::profile::{OpProfile, Profile};
+use profiler::cache::Cache;
+use profiler::measure::{MeasureError, Model, Settings, measure};
+use std::path::{Path, PathBuf};
+
+/// How many ops are listed, the most expensive first.
+const LISTED: usize = 12;
+
+/// Which model, on what.
+#[derive(Debug, Args)]
+pub struct Arguments {
+    /// The model
+    #[arg(value_name = "MODEL")]
+    file: PathBuf,
+    /// Where: cpu measures on one core of this machine, analytic:KIND takes the data sheet of a device kind
+    #[arg(long, value_name = "cpu|analytic:KIND", default_value = "cpu")]
+    device: String,
+    #[command(flatten)]
+    dims: Dims,
+    /// Runs of each kernel that count
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=10_000))]
+    runs: Option<u32>,
+    /// Runs of each kernel before the first that counts
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(0..=10_000))]
+    warmup: Option<u32>,
+    /// Seed of the values that ops are run on
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    seed: u64,
+    /// Measure again what was measured before
+    #[arg(long)]
+    no_cache: bool,
+    /// Where to write the profile; - is standard output [default: MODEL.profile.json in the current folder]
+    #[arg(short, long, value_name = "FILE")]
+    output: Option<PathBuf>,
+}
+
+/// Profiles, prints, writes.
+pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Failure> {
+    let profile = match arguments.device.strip_prefix("analytic:") {
+        Some(kind) => by_data_sheet(&arguments, kind, screen)?,
+        None if arguments.device == "cpu" => {
+            let (warmup, runs, seed) = (arguments.warmup, arguments.runs, arguments.seed);
+            let usual = Settings::default();
+            let settings =
+                Settings { warmup: warmup.unwrap_or(usual.warmup), runs: runs.unwrap_or(usual.runs), seed, ..usual };
+            measured(&arguments.file, &arguments.dims, &settings, !arguments.no_cache, screen)?
+        }
+        None => {
+            return Err(Failure::input(format!("`--device {}` is not known", arguments.device))
+                .help("`--device cpu` measures here, `--device analytic:h200` takes a data sheet"));
+        }
+    };
+    let json = to_json(&profile).map_err(|error| Failure::bug(&error.to_string()))?;
+    let path = arguments.output.unwrap_or_else(|| source::default_output(&arguments.file, "profile"));
+    if source::is_stdout(&path) {
+        screen.document(&json);
+        return Ok(());
+    }
+    source::write(&path, json.as_bytes())?;
+    screen.text(&show(&profile));
+    screen.json(&serde_json::to_value(&profile).unwrap_or_default());
+    screen.text(&format!("\nwrote {}", path.display()));
+    Ok(())
+}
+
+/// Measures the model on this machine.
+pub fn measured(
+    file: &Path,
+    dims: &Dims,
+    settings: &Settings,
+    uses_cache: bool,
+    screen: &Screen,
+) -> Result<Profile, Failure> {
+    let loaded = model::load(file, dims, screen)?;
+    let micro_batch = loaded.micro_batch(None, screen);
+    let graph = loaded.at(micro_batch)?;
+    let weights = loaded.known_weights();
+    let model = Model {
+        graph: &graph,
+        training: Training::Gradient,
+        model: loaded.profiled(),
+        micro_batch,
+        weights: &weights,
+    };
+    let cache = if uses_cache { Cache::of_user() } else { None };
+    let bar = screen.progress(0, "profiling {bar:30} {pos}/{len} {wide_msg}");
+    let measured = measure(&model, settings, cache.as_ref(), &mut |progress| {
+        bar.set_length(progress.total as u64);
+        bar.set_position(progress.done as u64);
+        bar.set_message(shown(progress.name).into_owned());
+    });
+    bar.finish_and_clear();
+    let measured = measured.map_err(|error| {
+        let failure = Failure::input(format!("cannot profile {}", file.display())).because(&error);
+        match error {
+            MeasureError::Memory { .. } => failure.help("`--micro-batch N` sets a smaller one"),
+            _ => failure,
+        }
+    })?;
+    if let Some(fault) = &measured.cache_fault {
+        screen.warn(&format!("the measured times were not kept for the next run: {fault}"));
+    }
+    screen.note(&format!(
+        "{} of {} were measured now, the others before",
+        measured.measured,
+        stages::plural(measured.kernels as u64, "kernel", "kernels")
+    ));
+    Ok(measured.profile)
+}
+
+fn by_data_sheet(arguments: &Arguments, kind: &str, screen: &Screen) -> Result<Profile, Failure> {
+    let device = machines::kind(kind)?.device();
+    let loaded = model::load(&arguments.file, &arguments.dims, screen)?;
+    let micro_batch = loaded.micro_batch(None, screen);
+    let graph = loaded.at(micro_batch)?;
+    let attribution = attribute(&graph, Training::Gradient)
+        .map_err(|error| Failure::input(format!("cannot profile {}", arguments.file.display())).because(error))?;
+    Ok(analytic::profile(&graph, &attribution, &device, &Subject { model: loaded.profiled(), micro_batch }))
+}
+
+/// The dearest ops and the sums.
+pub fn show(profile: &Profile) -> String {
+    let sum = profile.sum();
+    let all = sum.fwd_us + sum.bwd_us;
+    let mut dearest: Vec<&OpProfile> = profile.ops.iter().collect();
+    dearest.sort_by(|a, b| (b.fwd_us + b.bwd_us).total_cmp(&(a.fwd_us + a.bwd_us)).then(a.id.cmp(&b.id)));
+    let row = |op: &&OpProfile| {
+        let share = if all > 0.0 { (op.fwd_us + op.bwd_us) / all * 100.0 } else { 0.0 };
+        vec![
+            op.id.to_string(),
+            shown(&op.name).into_owned(),
+            op.op.clone(),
+            quantity::time(op.fwd_us),
+            quantity::time(op.bwd_us),
+            format!("{share:.1} %"),
+            format!("{:.0} %", op.spread * 100.0),
+            op.source.clone(),
+        ]
+    };
+    let header = ["op", "name", "kind", "forward", "backward", "share", "spread", "source"];
+    let rows = dearest.iter().take(LISTED).map(row).collect();
+    let mut text = stages::table(&header, &[0, 3, 4, 5, 6], rows);
+    if dearest.len() > LISTED {
+        text += &format!("… and {} more\n", dearest.len() - LISTED);
+    }
+    text += &format!(
+        "\n{} on {}, micro-batch {}, {}\nsum of ops   forward {}, backward {}\n",
+        shown(&profile.model.file),
+        shown(&profile.device.name),
+        profile.settings.micro_batch,
+        profile.settings.dtype,
+        quantity::time(sum.fwd_us),
+        quantity::time(sum.bwd_us)
+    );
+    if let Some(whole) = &profile.whole {
+        text += &format!("whole model  forward {}, backward {}\n", quantity::time(whole.fwd_us), quantity::time(whole.bwd_us));
+    }
+    text
+}

@@ -1,0 +1,35 @@
+//! `pipec schema`: the JSON Schema of a file format.
+
+use crate::failure::Failure;
+use crate::screen::Screen;
+use clap::{Args, ValueEnum};
+use compiler::{cluster, plan, profile};
+
+/// Which schema.
+#[derive(Debug, Args)]
+pub struct Arguments {
+    /// The file format
+    #[arg(value_enum)]
+    what: What,
+}
+
+#[derive(Clone, Copy, Debug, ValueEnum)]
+enum What {
+    /// plan.json, as `pipec partition` writes it
+    Plan,
+    /// profile.json, as `pipec profile` writes it
+    Profile,
+    /// A cluster file, which is TOML of this shape
+    Cluster,
+}
+
+/// Prints it.
+pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Failure> {
+    let schema = match arguments.what {
+        What::Plan => plan::read::schema(),
+        What::Profile => profile::read::schema(),
+        What::Cluster => cluster::read::schema(),
+    };
+    screen.document(&serde_json::to_string_pretty(&schema).unwrap_or_default());
+    Ok(())
+}

@@ -1,0 +1,98 @@
+//! `pipec simulate`: runs a plan's programs against the plan's own costs.
+
+use crate::failure::Failure;
+use crate::screen::Screen;
+use crate::{cmd, quantity, source, stages};
+use clap::Args;
+use compiler::schedule::chart::chart;
+use compiler::schedule::pipeline::{pipeline, schedule_of};
+use compiler::schedule::rule::StepCount;
+use compiler::schedule::scheduler::schedule;
+use compiler::simulate::{run, trace};
+use serde_json::json;
+use std::path::PathBuf;
+
+/// The longest chart, in minibatches: one does not read further, and a terminal does not show more.
+const CHARTED: u32 = 24;
+
+/// Which plan, how far.
+#[derive(Debug, Args)]
+pub struct Arguments {
+    /// The plan
+    #[arg(value_name = "PLAN")]
+    file: PathBuf,
+    /// Minibatches to run
+    #[arg(long, value_name = "N", default_value_t = 100, value_parser = clap::value_parser!(u32).range(1..=100_000))]
+    minibatches: u32,
+    /// Write a trace that Perfetto and chrome://tracing open
+    #[arg(long, value_name = "FILE")]
+    trace: Option<PathBuf>,
+    /// Draw who computes what when; every forward and backward takes one column
+    #[arg(long)]
+    chart: bool,
+}
+
+/// Simulates and prints.
+pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Failure> {
+    let plan = cmd::plan::sound_plan(&arguments.file)?;
+    let what = format!("cannot simulate {}", arguments.file.display());
+    let fail = |error: &dyn std::fmt::Display| Failure::input(&what).because(error);
+    let kind = schedule_of(plan.schedule.kind).map_err(|error| fail(&error))?;
+    let pipeline = pipeline(&plan).map_err(|error| fail(&error))?;
+    let count = |minibatches| StepCount { minibatches, microbatches: plan.schedule.microbatches };
+    let program = schedule(kind, &pipeline, count(arguments.minibatches)).map_err(|error| fail(&error))?;
+    let mut machine = run::Machine::of(&pipeline);
+    machine.cores = plan.cluster.device.cores.filter(|_| plan.cluster.device.kind == "cpu");
+    let timeline = run::simulate(&program, &pipeline, &machine).map_err(|error| fail(&error))?;
+
+    let per_item = plan.schedule.micro_batch as f64;
+    let samples_per_s = if timeline.makespan > 0.0 { timeline.throughput() * per_item } else { 0.0 };
+    let workers: Vec<_> = (0..timeline.workers.len())
+        .map(|at| {
+            let share = if timeline.makespan > 0.0 { timeline.busy(at) / timeline.makespan } else { 0.0 };
+            (timeline.workers[at].name.clone(), share, timeline.peak_in_flight[at], timeline.peak_memory(at))
+        })
+        .collect();
+    let rows = workers.iter().map(|(name, busy, peak, bytes)| {
+        vec![name.clone(), format!("{:.1} %", busy * 100.0), peak.to_string(), quantity::bytes(*bytes)]
+    });
+    let steady = if samples_per_s > 0.0 { per_item * 1e6 / samples_per_s } else { 0.0 };
+    screen.text(&format!(
+        "{}\n{}\nsimulated      {} in {}; {} idle, filling and draining included\n\
+         steady state   {} per micro-batch, {} samples/s; the plan says {} and {} samples/s\n",
+        stages::heading(&plan),
+        stages::table(&["worker", "busy", "most in flight", "most held"], &[1, 2, 3], rows.collect()),
+        stages::plural(u64::from(arguments.minibatches), "minibatch", "minibatches"),
+        quantity::time(timeline.makespan),
+        format_args!("{:.1} %", timeline.bubble() * 100.0),
+        quantity::time(steady),
+        quantity::samples(samples_per_s),
+        quantity::time(plan.predicted.minibatch_us),
+        quantity::samples(plan.predicted.throughput_per_s),
+    ));
+    if arguments.chart {
+        let drawn =
+            schedule(kind, &pipeline, count(arguments.minibatches.min(CHARTED))).map_err(|error| fail(&error))?;
+        screen.text(&format!("\n{}", chart(&drawn).map_err(|error| fail(&error))?));
+    }
+    if let Some(path) = &arguments.trace {
+        let text = trace::trace("simulation", timeline.workers.iter().chain(&timeline.links));
+        source::write(path, text.as_bytes())?;
+        screen.note(&format!("wrote {}", path.display()));
+    }
+    let workers: Vec<_> = workers
+        .iter()
+        .map(|(name, busy, peak, bytes)| json!({"worker": name, "busy": busy, "in_flight": peak, "bytes": bytes}))
+        .collect();
+    screen.json(&json!({
+        "schedule": plan.schedule.kind.name(),
+        "minibatches": arguments.minibatches,
+        "makespan_us": timeline.makespan,
+        "minibatch_us": steady,
+        "throughput_per_s": samples_per_s,
+        "bubble": timeline.bubble(),
+        "planned": {"minibatch_us": plan.predicted.minibatch_us, "throughput_per_s": plan.predicted.throughput_per_s},
+        "workers": workers,
+    }));
+    Ok(())
+}

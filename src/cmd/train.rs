@@ -1,0 +1,403 @@
+//! `pipec train`: trains a model under a plan.
+
+use crate::arguments::Dims;
+use crate::cmd::partition::{self, Question};
+use crate::failure::Failure;
+use crate::model::{self, Loaded};
+use crate::screen::Screen;
+use crate::source::Costs;
+use crate::training::{self, Data, Done, Length, Loss, Prepared, Task};
+use crate::{cmd, quantity, source, stages};
+use clap::{Args, ValueEnum};
+use compiler::pass::analytic::{self, Subject};
+use compiler::pass::attribution::{Training, attribute};
+use compiler::pass::costs::{cost_graph, dtype, fill};
+use compiler::plan::problem::{CostModel, InFlight};
+use compiler::plan::{Plan, PlannedProfile, ScheduleKind};
+use compiler::profile::Method;
+use compiler::simulate::trace::trace;
+use compiler::tensor::Tensor;
+use profiler::machine;
+use runtime::data::Order;
+use runtime::optimizer::Optimizer;
+use runtime::train::StepDone;
+use runtime::weights;
+use serde_json::json;
+use std::collections::BTreeMap;
+use std::fs::{self, File};
+use std::io::{BufWriter, Write};
+use std::path::{Path, PathBuf};
+
+/// The progress bar of a run.
+pub const BAR: &str = "{bar:30} {pos}/{len} steps, {eta} left, {msg}";
+
+/// What to train, on what, how.
+#[derive(Debug, Args)]
+pub struct Arguments {
+    /// The model
+    #[arg(value_name = "MODEL")]
+    file: PathBuf,
+    /// The plan; without one, training plans on analytic costs of this CPU
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["workers", "stages", "cut_after"])]
+    plan: Option<PathBuf>,
+    /// Workers to plan for [default: one, or as the stages need]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1024))]
+    workers: Option<u32>,
+    /// Replicas of each stage, for example 2,1,1
+    #[arg(long, value_name = "R,R,…", value_delimiter = ',')]
+    stages: Option<Vec<u32>>,
+    /// End a stage after each of these nodes, modules or op ids
+    #[arg(long, value_name = "NAME,…", value_delimiter = ',')]
+    cut_after: Option<Vec<String>>,
+    /// Arrays named by the model's inputs, the labels `target` or `y`: .npz, .npy or .safetensors
+    #[arg(long, value_name = "FILE", required_unless_present = "synthetic_data")]
+    data: Option<PathBuf>,
+    /// Train on made-up data
+    #[arg(long, conflicts_with = "data")]
+    synthetic_data: bool,
+    /// Samples in a minibatch [default: the plan's, else the file's, else 32]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..=1 << 32))]
+    batch: Option<u64>,
+    /// Micro-batches in a minibatch [default: the plan's, else 1]
+    #[arg(long, value_name = "M", value_parser = clap::value_parser!(u32).range(1..=1 << 20))]
+    microbatches: Option<u32>,
+    /// Order of work [default: the plan's, else 1f1b-rr, or 1f1b with micro-batches]
+    #[arg(long, value_name = "NAME", value_parser = ["gpipe", "1f1b", "1f1b-rr", "1f1b-rr-vsync", "2bw"])]
+    schedule: Option<String>,
+    /// Minibatches in flight on each replica of a stage: auto (the plan's), pipedream, or one number a stage
+    #[arg(long, value_name = "auto|pipedream|N,N,…", default_value = "auto", value_parser = partition::in_flight)]
+    in_flight: InFlight,
+    /// Minibatches to train
+    #[arg(long, value_name = "N", conflicts_with = "epochs", value_parser = clap::value_parser!(u32).range(1..=10_000_000))]
+    steps: Option<u32>,
+    /// Times through the data [default: 1]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
+    epochs: Option<u32>,
+    /// See the rows in a new order every epoch
+    #[arg(long, conflicts_with = "no_shuffle")]
+    shuffle: bool,
+    /// See the rows as they stand in the file; this is the default
+    #[arg(long)]
+    no_shuffle: bool,
+    /// What is made small [default: output for a scalar output, else cross-entropy]
+    #[arg(long, value_enum, value_name = "NAME")]
+    loss: Option<Loss>,
+    /// The axis of classes; negative counts from the end [default: -1]
+    #[arg(long, value_name = "AXIS", allow_hyphen_values = true)]
+    class_dim: Option<i64>,
+    #[command(flatten)]
+    optimizer: OptimizerArguments,
+    /// Whether running variances follow the biased batch variance (onnx) or the unbiased one (torch)
+    #[arg(long, value_name = "RULE", default_value = "onnx", value_parser = ["onnx", "torch"])]
+    bn_variance: String,
+    /// Initial weights by name: .npz or .safetensors [default: those of the model]
+    #[arg(long, value_name = "FILE")]
+    weights: Option<PathBuf>,
+    /// Write the trained weights: .safetensors or .npz
+    #[arg(long, value_name = "FILE")]
+    save: Option<PathBuf>,
+    /// Write the gradients of the last minibatch by parameter name
+    #[arg(long, value_name = "FILE")]
+    save_gradients: Option<PathBuf>,
+    /// Write the trained weights to weights.safetensors in this folder, which is made where it is missing
+    #[arg(long, value_name = "FOLDER")]
+    checkpoint_dir: Option<PathBuf>,
+    /// Write a JSON object for every minibatch, and one with totals at the end
+    #[arg(long, value_name = "FILE")]
+    metrics: Option<PathBuf>,
+    /// Write a trace that Perfetto and chrome://tracing open
+    #[arg(long, value_name = "FILE")]
+    trace: Option<PathBuf>,
+    /// Where to run
+    #[arg(long, value_name = "DEVICE", default_value = "auto", value_parser = ["auto", "cpu"])]
+    device: String,
+    /// Seed of everything random
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    seed: u64,
+    /// Set a symbolic dimension of the model, for example seq=128; may be repeated
+    #[arg(long = "dim", value_name = "NAME=SIZE", value_parser = crate::arguments::dim)]
+    dims: Vec<(String, u64)>,
+}
+
+/// How parameters move.
+#[derive(Clone, Debug, Args)]
+pub struct OptimizerArguments {
+    /// Optimizer
+    #[arg(long, value_enum, value_name = "NAME", default_value = "sgd")]
+    pub optimizer: Rule,
+    /// Step length [default: 0.01 for sgd, 0.001 for adam and adamw]
+    #[arg(long, value_name = "X", value_parser = positive)]
+    pub lr: Option<f64>,
+    /// sgd: the share of the last step that is kept
+    #[arg(long, value_name = "X", default_value_t = 0.0, value_parser = positive)]
+    pub momentum: f64,
+    /// sgd: look ahead along the momentum
+    #[arg(long)]
+    pub nesterov: bool,
+    /// Penalty on the weights; adamw: decay [default: 0, adamw 0.01]
+    #[arg(long, value_name = "X", value_parser = positive)]
+    pub weight_decay: Option<f64>,
+    /// adam, adamw: the shares of the moments that are kept
+    #[arg(long, value_name = "A,B", value_delimiter = ',', num_args = 1, default_value = "0.9,0.999", value_parser = positive)]
+    pub betas: Vec<f64>,
+    /// adam, adamw: added to the root of the second moment
+    #[arg(long, value_name = "X", default_value_t = 1e-8, value_parser = positive)]
+    pub eps: f64,
+}
+
+/// An optimizer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum Rule {
+    /// Stochastic gradient descent
+    Sgd,
+    /// Adam
+    Adam,
+    /// Adam with decoupled weight decay
+    Adamw,
+}
+
+impl OptimizerArguments {
+    /// The optimizer they describe.
+    pub fn build(&self) -> Result<Optimizer, Failure> {
+        let wrong = |what: &str| Err(Failure::input(what));
+        let is_sgd = self.optimizer == Rule::Sgd;
+        if !is_sgd && (self.momentum != 0.0 || self.nesterov) {
+            return wrong("`--momentum` and `--nesterov` belong to `--optimizer sgd`");
+        }
+        if self.nesterov && self.momentum == 0.0 {
+            return wrong("`--nesterov` needs `--momentum`");
+        }
+        let &[first, second] = &self.betas[..] else { return wrong("`--betas` takes two numbers, for example 0.9,0.999") };
+        if first >= 1.0 || second >= 1.0 {
+            return wrong("`--betas` are below 1");
+        }
+        if is_sgd {
+            return Ok(Optimizer::Sgd {
+                learning_rate: self.lr.unwrap_or(0.01),
+                momentum: self.momentum,
+                nesterov: self.nesterov,
+                weight_decay: self.weight_decay.unwrap_or(0.0),
+            });
+        }
+        let decoupled = self.optimizer == Rule::Adamw;
+        Ok(Optimizer::Adam {
+            learning_rate: self.lr.unwrap_or(0.001),
+            betas: (first, second),
+            epsilon: self.eps,
+            weight_decay: self.weight_decay.unwrap_or(if decoupled { 0.01 } else { 0.0 }),
+            decoupled,
+        })
+    }
+
+    /// The same, as far as memory is concerned.
+    fn planned(&self) -> partition::Optimizer {
+        match self.optimizer {
+            Rule::Sgd if self.momentum == 0.0 => partition::Optimizer::Sgd,
+            Rule::Sgd => partition::Optimizer::SgdMomentum,
+            Rule::Adam => partition::Optimizer::Adam,
+            Rule::Adamw => partition::Optimizer::Adamw,
+        }
+    }
+}
+
+/// Trains, prints, writes.
+pub fn run(arguments: Box<Arguments>, screen: &Screen) -> Result<(), Failure> {
+    let optimizer = arguments.optimizer.build()?;
+    let dims = Dims { dims: arguments.dims.clone(), micro_batch: None };
+    let loaded = model::load(&arguments.file, &dims, screen)?;
+    let given = arguments.plan.as_deref().map(cmd::plan::sound_plan).transpose()?;
+    let microbatches = arguments.microbatches.or(given.as_ref().map(|plan| plan.schedule.microbatches)).unwrap_or(1);
+    let planned_batch = given.as_ref().map(|plan| plan.schedule.micro_batch * u64::from(plan.schedule.microbatches));
+    let batch = match arguments.batch.or(planned_batch) {
+        Some(batch) => batch,
+        None => loaded.micro_batch(None, screen),
+    };
+    let asked = arguments.schedule.as_deref().and_then(ScheduleKind::from_name);
+    let usual = if microbatches > 1 { ScheduleKind::OneFOneB } else { ScheduleKind::RoundRobin };
+    let schedule = asked.or(given.as_ref().map(|plan| plan.schedule.kind)).unwrap_or(usual);
+    let plan = match given {
+        Some(plan) => plan,
+        None => own_plan(&arguments, &loaded, batch, microbatches, schedule)?,
+    };
+    if arguments.plan.is_none() && plan.cluster.devices > 1 {
+        screen.note(&format!("planned on analytic costs of a CPU\n{}", stages::stages(&plan)));
+    }
+    let weights = initial(&loaded, arguments.weights.as_deref(), screen)?;
+    let data = match &arguments.data {
+        Some(path) => Data::Arrays(
+            weights::read(path).map_err(|error| Failure::input("cannot read the data").because(error))?,
+        ),
+        None => Data::Synthetic(arguments.seed),
+    };
+    let mut task = Task {
+        loaded: &loaded,
+        weights: &weights,
+        plan: &plan,
+        schedule,
+        in_flight: arguments.in_flight.clone(),
+        loss: arguments.loss,
+        class_dim: arguments.class_dim,
+        unbiased: arguments.bn_variance == "torch",
+        batch,
+        microbatches,
+        length: match (arguments.steps, arguments.epochs) {
+            (Some(steps), _) => Length::Steps(steps),
+            (None, epochs) => Length::Epochs(epochs.unwrap_or(1)),
+        },
+        data,
+        order: if arguments.shuffle { Order::Shuffled { seed: arguments.seed } } else { Order::InOrder },
+        optimizer: &optimizer,
+        keep_gradients: arguments.save_gradients.is_some(),
+    };
+    let prepared = training::prepare(&mut task)?;
+    let done = watched(&task, &prepared, arguments.metrics.as_deref(), screen)?;
+    let trained = &done.trained;
+    let write = |path: &Path, tensors| {
+        weights::write(path, tensors).map_err(|error| Failure::input("cannot write the result").because(error))
+    };
+    if let Some(path) = &arguments.save {
+        write(path, &trained.weights)?;
+        screen.note(&format!("wrote {}", path.display()));
+    }
+    if let Some(path) = &arguments.save_gradients {
+        write(path, &trained.gradients)?;
+    }
+    if let Some(folder) = &arguments.checkpoint_dir {
+        fs::create_dir_all(folder).map_err(|error| Failure::file("make the folder", folder, error))?;
+        write(&folder.join("weights.safetensors"), &trained.weights)?;
+    }
+    if let Some(path) = &arguments.trace {
+        source::write(path, trace("training", &done.tracks).as_bytes())?;
+    }
+    report(&prepared, &done, screen)
+}
+
+/// Trains with a progress bar, and writes the metrics as they come.
+pub fn watched(task: &Task<'_>, prepared: &Prepared, metrics: Option<&Path>, screen: &Screen) -> Result<Done, Failure> {
+    let open = |path: &Path| File::create(path).map(BufWriter::new).map_err(|error| Failure::file("write", path, error));
+    let mut file = metrics.map(open).transpose()?;
+    let bar = screen.progress(u64::from(prepared.steps), BAR);
+    let mut fault = None;
+    let mut line = |value: serde_json::Value| {
+        if let Some(file) = &mut file
+            && let Err(error) = writeln!(file, "{value}")
+        {
+            fault.get_or_insert(error);
+        }
+    };
+    let done = training::run(task, prepared, &mut |step: StepDone| {
+        let samples = prepared.batch as f64 * (step.step + 1) as f64;
+        let rate = if step.seconds > 0.0 { samples / step.seconds } else { 0.0 };
+        line(json!({"step": step.step, "loss": step.loss, "seconds": step.seconds, "samples_per_s": rate}));
+        bar.set_message(format!("loss {:.4}", step.loss));
+        bar.inc(1);
+    });
+    bar.finish_and_clear();
+    let done = done?;
+    line(json!({"total": totals(prepared, &done)}));
+    let flushed = file.map_or(Ok(()), |mut file| file.flush());
+    match (fault.or(flushed.err()), metrics) {
+        (Some(error), Some(path)) => Err(Failure::file("write", path, error)),
+        _ => Ok(done),
+    }
+}
+
+fn totals(prepared: &Prepared, done: &Done) -> serde_json::Value {
+    json!({
+        "steps": prepared.steps,
+        "epochs": f64::from(prepared.steps) / prepared.per_epoch.max(1) as f64,
+        "first_loss": done.trained.losses.first(),
+        "last_loss": done.trained.losses.last(),
+        "seconds": done.trained.seconds,
+        "samples_per_s": done.samples_per_s,
+    })
+}
+
+fn report(prepared: &Prepared, done: &Done, screen: &Screen) -> Result<(), Failure> {
+    let losses = &done.trained.losses;
+    let (first, last) = (losses.first().copied().unwrap_or(0.0), losses.last().copied().unwrap_or(0.0));
+    screen.text(&format!(
+        "trained {} of {} in {}: loss {} to {}, {} samples/s",
+        stages::plural(u64::from(prepared.steps), "step", "steps"),
+        stages::plural(prepared.batch, "sample", "samples"),
+        quantity::time(done.trained.seconds * 1e6),
+        quantity::short(first),
+        quantity::short(last),
+        quantity::samples(done.samples_per_s),
+    ));
+    screen.json(&totals(prepared, done));
+    match losses.iter().position(|loss| !loss.is_finite()) {
+        None => Ok(()),
+        Some(step) => Err(Failure::no(format!("training diverged: the loss of step {step} is {}", losses[step]))
+            .help("a smaller `--lr` is the first thing to try")),
+    }
+}
+
+/// The model's weights, with those of a file in their place.
+pub fn initial(loaded: &Loaded, file: Option<&Path>, screen: &Screen) -> Result<BTreeMap<String, Tensor>, Failure> {
+    let Some(path) = file else { return loaded.weights() };
+    let given = weights::read(path).map_err(|error| Failure::input("cannot read the weights").because(error))?;
+    let mut all = loaded.known_weights();
+    let known = &loaded.model.weights;
+    if let Some(name) = given.keys().find(|name| !known.contains_key(*name)) {
+        return Err(Failure::file("use", path, format!("the model has no parameter `{name}`")));
+    }
+    let absent: Vec<&str> = known.keys().filter(|name| !given.contains_key(*name)).map(String::as_str).collect();
+    if let Some(first) = absent.iter().find(|name| !all.contains_key(**name)) {
+        return Err(Failure::file("use", path, format!("it has no `{first}`, and neither has the model's own file")));
+    }
+    if !absent.is_empty() {
+        let (count, first) = (absent.len(), absent[0]);
+        screen.warn(&format!("{} keeps {count} of the model's own weights, the first is `{first}`", path.display()));
+    }
+    all.extend(given);
+    Ok(all)
+}
+
+/// A plan on analytic costs of this CPU.
+fn own_plan(
+    arguments: &Arguments,
+    loaded: &Loaded,
+    batch: u64,
+    microbatches: u32,
+    schedule: ScheduleKind,
+) -> Result<Plan, Failure> {
+    let needed = arguments.stages.as_ref().map(|stages| stages.iter().fold(0u32, |sum, r| sum.saturating_add(*r)));
+    let cuts = arguments.cut_after.as_ref().map(|cuts| cuts.len() as u32 + 1);
+    let workers = arguments.workers.or(needed).or(cuts).unwrap_or(1).max(1);
+    let cluster = machine::cluster_of_this_cpu(workers)
+        .map_err(|error| Failure::input(format!("cannot plan for {workers} workers")).because(error))?;
+    let micro_batch = (batch / u64::from(microbatches)).max(1);
+    let graph = loaded.at(micro_batch)?;
+    let fail = |error: &dyn std::fmt::Display| Failure::input("cannot plan").because(error);
+    let attribution = attribute(&graph, Training::Gradient).map_err(|error| fail(&error))?;
+    let mut costs = cost_graph(&graph, &attribution);
+    let subject = Subject { model: loaded.profiled(), micro_batch };
+    let profile = analytic::profile(&graph, &attribution, &cluster.device, &subject);
+    fill(&mut costs, &profile, None).map_err(|error| Failure::bug(&error.to_string()))?;
+    let question = Question {
+        schedule: schedule.name().to_string(),
+        microbatches,
+        stages: arguments.stages.clone(),
+        cut_after: arguments.cut_after.clone(),
+        partitioner: if workers == 1 { "single" } else { "pipec" }.to_string(),
+        optimizer: arguments.optimizer.planned(),
+        seed: arguments.seed,
+        ..Question::default()
+    };
+    let costs = Costs {
+        model: loaded.planned(costs.ops.len()),
+        graph: costs,
+        cluster,
+        has_memory: false,
+        profile: PlannedProfile { sha256: String::new(), method: Method::Analytic },
+        micro_batch,
+        dtype: dtype(&graph).name().to_string(),
+    };
+    Ok(partition::ask(&arguments.file, costs, &question, CostModel::Paper)?.plan)
+}
+
+fn positive(text: &str) -> Result<f64, String> {
+    let value = text.parse::<f64>().ok().filter(|value| value.is_finite() && *value >= 0.0);
+    value.ok_or_else(|| "it must be a finite number of at least 0".to_string())
+}

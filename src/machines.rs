@@ -1,0 +1,84 @@
+//! From the flags that describe devices to a `Cluster`.
+
+use crate::arguments::Devices;
+use crate::failure::Failure;
+use crate::source;
+use compiler::cluster::device::{Kind, find, names};
+use compiler::cluster::{Bytes, Cluster, read, unit};
+use compiler::plan::PlannedCluster;
+use compiler::profile::Profile;
+use profiler::machine;
+
+use crate::quantity;
+
+/// The most bytes of a cluster file.
+const MOST_BYTES: u64 = 1 << 20;
+
+/// The cluster that the flags describe; devices without a name are of `kind`.
+pub fn cluster(devices: &Devices, kind: Option<&'static Kind>) -> Result<Cluster, Failure> {
+    let mut cluster = match devices {
+        Devices { cluster: Some(path), .. } => {
+            let text = source::text(path, MOST_BYTES)?;
+            return read::from_toml(&text).map_err(|error| Failure::file("read the cluster", path, error));
+        }
+        Devices { gpus: Some(count), bandwidth, .. } => {
+            let rate = bandwidth.as_deref().map(unit::bandwidth).transpose();
+            let rate = rate.map_err(|error| Failure::input("cannot read `--bandwidth`").because(error))?;
+            let usual = kind.map(|kind| kind.link().1);
+            read::gpus(*count, rate.or(usual)).map_err(|error| Failure::input("cannot use `--gpus`").because(error))?
+        }
+        Devices { levels: Some(text), .. } => {
+            read::levels(text).map_err(|error| Failure::input("cannot read `--levels`").because(error))?
+        }
+        Devices { .. } => {
+            return Err(Failure::input("no devices are given")
+                .help("`--gpus 4`, `--levels 8:450GB/s,2:50GB/s` or `--cluster cluster.toml` says which there are"));
+        }
+    };
+    if let Some(kind) = kind {
+        cluster.device = kind.device();
+        if let (Some(_), [level]) = (devices.gpus, &mut cluster.levels[..]) {
+            level.name = kind.link().0.to_string();
+        }
+    }
+    Ok(cluster)
+}
+
+/// The device kind called `name`.
+pub fn kind(name: &str) -> Result<&'static Kind, Failure> {
+    find(name).ok_or_else(|| {
+        Failure::input(format!("device kind `{name}` is not known")).because(format!("known: {}", names()))
+    })
+}
+
+/// The cluster that the flags describe, of the devices that were profiled.
+pub fn cluster_of(devices: &Devices, profile: &Profile) -> Result<Cluster, Failure> {
+    let analytic = find(&profile.device.name);
+    if devices.cluster.is_some() || analytic.is_some() {
+        return cluster(devices, analytic);
+    }
+    // Only CPUs are measured, and a CPU's own cores are known where the profile was made here.
+    let mut described = cluster(devices, find("cpu"))?;
+    let workers = described.devices();
+    if profile.device.name == machine::device().name {
+        let here = machine::cluster_of_this_cpu(workers).map_err(|error| Failure::input("cannot use this CPU").because(error))?;
+        described.device = here.device;
+        if let (None, [level], [link]) = (&devices.bandwidth, &mut described.levels[..], &here.levels[..])
+            && devices.gpus.is_some()
+        {
+            *level = link.clone();
+        }
+    } else {
+        described.device.memory = Bytes(profile.device.memory_bytes / u64::from(workers.max(1)));
+    }
+    Ok(described)
+}
+
+/// The cluster in one line: `16 x h100 (8 on nvlink at 450 GB/s, 2 on ib at 50 GB/s)`.
+pub fn describe(cluster: &PlannedCluster) -> String {
+    let level = |level: &compiler::cluster::Level| {
+        format!("{} on {} at {}", level.count, level.name, quantity::rate(level.bandwidth.0))
+    };
+    let levels: Vec<String> = cluster.levels.iter().map(level).collect();
+    format!("{} x {} ({})", cluster.devices, cluster.device.kind, levels.join(", "))
+}

@@ -1,0 +1,128 @@
+//! Loading a model, and giving its open dimensions their sizes.
+
+use crate::arguments::Dims;
+use crate::failure::Failure;
+use crate::screen::Screen;
+use compiler::graph::Graph;
+use compiler::graph::bind::{bind, symbols};
+use compiler::graph::hash::hash;
+use compiler::graph::order;
+use compiler::import::import::{self, Batch, Model, Options, Weight};
+use compiler::plan::{ImportSettings, PlannedModel};
+use compiler::profile::ProfiledModel;
+use compiler::tensor::Tensor;
+use compiler::tensor::dim::Bindings;
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+
+/// Samples in a micro-batch where neither the user nor the file says how many.
+pub const DEFAULT_MICRO_BATCH: u64 = 32;
+
+/// A model with what the user said of its sizes.
+pub struct Loaded {
+    /// As it was imported.
+    pub model: Model,
+    path: PathBuf,
+    dims: Bindings,
+    asked: Option<u64>,
+}
+
+/// Imports the file and tells its warnings.
+pub fn load(path: &Path, dims: &Dims, screen: &Screen) -> Result<Loaded, Failure> {
+    let given: Bindings = dims.dims.iter().map(|(name, size)| (name.clone(), *size as i64)).collect();
+    let options = Options { dims: given.clone(), batch_axes: BTreeMap::new() };
+    let model = import::load(path, &options).map_err(|error| {
+        Failure::input(format!("cannot import {}", path.display())).because(error)
+    })?;
+    model.warnings.iter().for_each(|warning| screen.warn(warning));
+    Ok(Loaded { model, path: path.to_path_buf(), dims: given, asked: dims.micro_batch })
+}
+
+impl Loaded {
+    /// Samples in one micro-batch: what the user says, else the file, else `otherwise`, else 32, which is told.
+    pub fn micro_batch(&self, otherwise: Option<u64>, screen: &Screen) -> u64 {
+        let known = match &self.model.batch {
+            Batch::Symbol { name, default } => {
+                let said = self.dims.get(name).map(|size| *size as u64);
+                self.asked.or(said).or(otherwise).or(default.map(|size| size as u64))
+            }
+            Batch::Fixed { size, .. } => self.asked.or(otherwise).or(Some(size.map_or(1, |size| size as u64))),
+        };
+        known.unwrap_or_else(|| {
+            screen.note(&format!("micro-batch {DEFAULT_MICRO_BATCH}; `--micro-batch N` sets another"));
+            DEFAULT_MICRO_BATCH
+        })
+    }
+
+    /// The graph at that many samples, with every size a number.
+    pub fn at(&self, samples: u64) -> Result<Graph, Failure> {
+        let mut dims = self.dims.clone();
+        match &self.model.batch {
+            Batch::Symbol { name, .. } => {
+                dims.insert(name.clone(), samples as i64);
+            }
+            Batch::Fixed { size, why } => {
+                let fixed = size.map_or(1, |size| size as u64);
+                if fixed != samples {
+                    let what = format!("{} cannot run at {samples} samples, only at {fixed}", self.path.display());
+                    return Err(Failure::input(what).because(why).help("export the model with a dynamic batch dimension"));
+                }
+            }
+        }
+        self.bound(&dims)
+    }
+
+    /// The graph with these sizes; none may stay open.
+    pub fn bound(&self, dims: &Bindings) -> Result<Graph, Failure> {
+        let what = format!("cannot give {} its sizes", self.path.display());
+        let graph = bind(&self.model.graph, dims).map_err(|error| Failure::input(&what).because(error))?;
+        match symbols(&graph).first() {
+            None => Ok(graph),
+            Some(open) => Err(Failure::input(what)
+                .because(format!("dimension `{open}` is open"))
+                .help(format!("`--dim {open}=N` gives it a size"))),
+        }
+    }
+
+    /// The model as plans name it.
+    pub fn planned(&self, ops: usize) -> PlannedModel {
+        let dims = self.dims.iter().map(|(name, size)| (name.clone(), *size as u64)).collect();
+        PlannedModel {
+            file: self.file(),
+            sha256: self.model.sha256.clone(),
+            ops: ops as u64,
+            graph_hash: hash(&self.model.graph),
+            import: ImportSettings { dims, train_mode: true, loss: None },
+        }
+    }
+
+    /// The model as profiles name it.
+    pub fn profiled(&self) -> ProfiledModel {
+        let ops = order::numbered(&self.model.graph).len() as u64;
+        ProfiledModel { file: self.file(), sha256: self.model.sha256.clone(), ops }
+    }
+
+    /// The initial weights; fails where a file that should hold one does not exist.
+    pub fn weights(&self) -> Result<BTreeMap<String, Tensor>, Failure> {
+        let one = |(name, weight): (&String, &Weight)| match weight {
+            Weight::Given(tensor) => Ok((name.clone(), tensor.clone())),
+            Weight::Missing { path } => Err(Failure::input(format!("{} has no weights", self.path.display()))
+                .because(format!("`{name}` should be in `{path}` beside the model, which does not exist"))
+                .help("`--weights FILE` gives them")),
+        };
+        self.model.weights.iter().map(one).collect()
+    }
+
+    /// The weights that are there, for those who can do without.
+    pub fn known_weights(&self) -> BTreeMap<String, Tensor> {
+        let known = self.model.weights.iter().filter_map(|(name, weight)| match weight {
+            Weight::Given(tensor) => Some((name.clone(), tensor.clone())),
+            Weight::Missing { .. } => None,
+        });
+        known.collect()
+    }
+
+    fn file(&self) -> String {
+        self.path.file_name().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default()
+    }
+}

@@ -1,0 +1,78 @@
+//! Numbers with units, as people read them: three or four digits, the unit that keeps them short.
+
+/// A time in microseconds.
+pub fn time(microseconds: f64) -> String {
+    let (value, unit) = match microseconds.abs() {
+        t if t < 1e3 => (microseconds, "us"),
+        t if t < 1e6 => (microseconds / 1e3, "ms"),
+        _ => (microseconds / 1e6, "s"),
+    };
+    format!("{} {unit}", short(value))
+}
+
+/// A number of bytes, in powers of ten.
+pub fn bytes(bytes: u64) -> String {
+    scaled(bytes as f64, &["B", "kB", "MB", "GB", "TB", "PB", "EB"])
+}
+
+/// A rate in bytes per second.
+pub fn rate(bytes_per_second: f64) -> String {
+    format!("{}/s", scaled(bytes_per_second, &["B", "kB", "MB", "GB", "TB", "PB"]))
+}
+
+/// A number of operations.
+pub fn flops(flops: f64) -> String {
+    scaled(flops, &["flop", "kflop", "Mflop", "Gflop", "Tflop", "Pflop", "Eflop"])
+}
+
+/// A count with groups of three digits.
+pub fn count(value: u64) -> String {
+    let digits = value.to_string();
+    let groups: Vec<&[u8]> = digits.as_bytes().rchunks(3).rev().collect();
+    groups.iter().map(|group| String::from_utf8_lossy(group)).collect::<Vec<_>>().join(",")
+}
+
+/// A rate of samples.
+pub fn samples(per_second: f64) -> String {
+    if per_second >= 1000.0 { count(per_second.round() as u64) } else { short(per_second) }
+}
+
+/// Three or four digits that count.
+pub fn short(value: f64) -> String {
+    match value.abs() {
+        v if v == 0.0 => "0".to_string(),
+        v if v < 0.001 => format!("{value:.1e}"),
+        v if v < 10.0 => format!("{value:.3}"),
+        v if v < 100.0 => format!("{value:.2}"),
+        v if v < 1000.0 => format!("{value:.1}"),
+        _ => format!("{value:.0}"),
+    }
+}
+
+fn scaled(value: f64, units: &[&str]) -> String {
+    let mut value = value;
+    let mut at = 0;
+    while value >= 999.95 && at + 1 < units.len() {
+        value /= 1e3;
+        at += 1;
+    }
+    if at == 0 { format!("{value:.0} {}", units[0]) } else { format!("{} {}", short(value), units[at]) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn numbers_are_short() {
+        assert_eq!(time(12.3456), "12.35 us");
+        assert_eq!(time(176_349.2), "176.3 ms");
+        assert_eq!(bytes(999), "999 B");
+        assert_eq!(bytes(141_000_000_000), "141.0 GB");
+        assert_eq!(rate(1.25e9), "1.250 GB/s");
+        assert_eq!(count(1_234_567), "1,234,567");
+        assert_eq!(count(12), "12");
+        assert_eq!(samples(25_912.4), "25,912");
+        assert_eq!(short(0.0), "0");
+    }
+}

@@ -1,0 +1,167 @@
+//! What the user sees: results on standard output, the rest on standard error.
+//!
+//! Text from files may hold escape codes, so everything passes through [`clean`] on its way out; JSON keeps the characters, as
+//! `\u` escapes. A reader that closes the pipe (`| head`) ends the printing and nothing else.
+
+use crate::arguments::{Format, Global};
+use crate::failure::Failure;
+use compiler::import::onnx::name::display_name;
+use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+use serde_json::Value;
+use std::cell::{Cell, RefCell};
+use std::io::{self, ErrorKind, IsTerminal, Write};
+
+/// Where a verb prints.
+pub struct Screen {
+    format: Format,
+    quiet: bool,
+    verbose: u8,
+    /// Set when nobody reads our results any more.
+    closed: Cell<bool>,
+    fault: RefCell<Option<io::Error>>,
+}
+
+impl Screen {
+    /// As the global flags say.
+    pub fn new(global: &Global) -> Screen {
+        Screen {
+            format: global.format,
+            quiet: global.quiet,
+            verbose: global.verbose,
+            closed: Cell::new(false),
+            fault: RefCell::new(None),
+        }
+    }
+
+    /// Prints a piece of the result, in text form only.
+    pub fn text(&self, text: &str) {
+        if self.format == Format::Text {
+            self.write(&clean(text));
+        }
+    }
+
+    /// Prints the whole result, in JSON form only.
+    pub fn json(&self, value: &Value) {
+        if self.format == Format::Json {
+            let text = serde_json::to_string_pretty(value).unwrap_or_default();
+            self.write(&escaped(&text));
+        }
+    }
+
+    /// Prints a document whose bytes are the same in either form: a schema, a completion script.
+    pub fn document(&self, text: &str) {
+        self.write(text);
+    }
+
+    /// Says something beside the result, unless `-q`.
+    pub fn note(&self, text: &str) {
+        if !self.quiet {
+            complain(text);
+        }
+    }
+
+    /// Says something that only `-v` wants to know.
+    pub fn detail(&self, text: &str) {
+        if self.verbose > 0 && !self.quiet {
+            complain(text);
+        }
+    }
+
+    /// Warns, unless `-q`.
+    pub fn warn(&self, text: &str) {
+        self.note(&format!("warning: {text}"));
+    }
+
+    /// A progress bar of `length` steps on standard error: visible on a terminal only, and not under `-q`.
+    pub fn progress(&self, length: u64, template: &str) -> ProgressBar {
+        let shows = !self.quiet && io::stderr().is_terminal();
+        let target = if shows { ProgressDrawTarget::stderr() } else { ProgressDrawTarget::hidden() };
+        let style = ProgressStyle::with_template(template).unwrap_or_else(|_| ProgressStyle::default_bar());
+        ProgressBar::with_draw_target(Some(length), target).with_style(style)
+    }
+
+    /// Fails if a result could not be written, other than by a reader that went away.
+    pub fn finish(&self) -> Result<(), Failure> {
+        match self.fault.take() {
+            None => Ok(()),
+            Some(fault) => Err(Failure::input("cannot write the result to standard output").because(fault)),
+        }
+    }
+
+    fn write(&self, text: &str) {
+        if self.closed.get() {
+            return;
+        }
+        if let Err(fault) = print(text) {
+            self.closed.set(true);
+            if fault.kind() != ErrorKind::BrokenPipe {
+                self.fault.replace(Some(fault));
+            }
+        }
+    }
+
+    /// Prints text before there is a screen: help, version.
+    pub fn print(text: &str) {
+        // Nobody is left to tell when even help cannot be printed.
+        let _ = print(&clean(text));
+    }
+
+    /// Prints to standard error before there is a screen.
+    pub fn complain(text: &str) {
+        complain(text);
+    }
+
+    /// Prints a failure.
+    pub fn failure(failure: &Failure) {
+        complain(&failure.to_string());
+    }
+}
+
+fn print(text: &str) -> io::Result<()> {
+    let mut out = io::stdout().lock();
+    out.write_all(text.as_bytes())?;
+    if !text.ends_with('\n') {
+        out.write_all(b"\n")?;
+    }
+    out.flush()
+}
+
+fn complain(text: &str) {
+    let mut text = clean(text.trim_end());
+    text.push('\n');
+    // A closed standard error is no reason to stop.
+    let _ = io::stderr().lock().write_all(text.as_bytes());
+}
+
+/// `text` without characters that act on a terminal; line breaks stay.
+pub fn clean(text: &str) -> String {
+    text.split('\n').map(|line| display_name(&line.replace('\t', "  ")).into_owned()).collect::<Vec<_>>().join("\n")
+}
+
+/// JSON text whose strings hold no character that acts on a terminal, with the same meaning.
+fn escaped(json: &str) -> String {
+    let mut text = String::with_capacity(json.len());
+    for c in json.chars() {
+        let mut units = [0u16; 2];
+        if c != '\n' && display_name(c.encode_utf8(&mut [0; 4])).is_empty() {
+            c.encode_utf16(&mut units).iter().for_each(|unit| text += &format!("\\u{unit:04x}"));
+        } else {
+            text.push(c);
+        }
+    }
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn nothing_acts_on_a_terminal() {
+        assert_eq!(clean("a\u{1b}[31m\nb\u{9b}\r\u{202e}c"), "a[31m\nbc");
+        let value = serde_json::json!({"name": "a\u{1b}\u{9b}\u{7f}b"});
+        let text = escaped(&serde_json::to_string_pretty(&value).unwrap());
+        assert!(text.chars().all(|c| c == '\n' || !c.is_control()));
+        assert_eq!(serde_json::from_str::<Value>(&text).unwrap(), value);
+    }
+}

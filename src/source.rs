@@ -1,0 +1,237 @@
+//! Reading the files that verbs are given.
+
+use crate::cmd::partition::Arguments;
+use crate::failure::Failure;
+use crate::screen::Screen;
+use crate::{machines, model};
+use compiler::cluster::Cluster;
+use compiler::cluster::device::Kind;
+use compiler::import::pipedream;
+use compiler::pass::analytic::{self, Subject};
+use compiler::pass::attribution::{Training, attribute};
+use compiler::pass::costs::{cost_graph, dtype, fill};
+use compiler::plan::problem::{CostModel, Problem};
+use compiler::plan::{Plan, PlannedModel, PlannedProfile, read};
+use compiler::profile::cost_graph::CostGraph;
+use compiler::profile::{self, Method, Profile};
+use sha2::{Digest, Sha256};
+use std::fs::File;
+use std::io::Read;
+use std::path::{Path, PathBuf};
+
+/// The most bytes of a plan file.
+const MOST_PLAN_BYTES: u64 = 256 << 20;
+
+/// The text of a file of at most `most` bytes.
+pub fn text(path: &Path, most: u64) -> Result<String, Failure> {
+    let fail = |why: String| Failure::file("read", path, why);
+    let file = File::open(path).map_err(|error| fail(error.to_string()))?;
+    let about = file.metadata().map_err(|error| fail(error.to_string()))?;
+    if about.is_dir() {
+        return Err(fail("it is a folder".to_string()));
+    }
+    let mut bytes = Vec::new();
+    file.take(most + 1).read_to_end(&mut bytes).map_err(|error| fail(error.to_string()))?;
+    if bytes.len() as u64 > most {
+        return Err(fail(format!("it is larger than {most} bytes")));
+    }
+    String::from_utf8(bytes).map_err(|error| fail(format!("it is not UTF-8 text: {error}")))
+}
+
+/// A plan.
+pub fn plan(path: &Path) -> Result<Plan, Failure> {
+    let text = text(path, MOST_PLAN_BYTES)?;
+    read::from_json(&text).map_err(|error| {
+        Failure::file("read the plan", path, error).help("`pipec schema plan` prints what a plan looks like")
+    })
+}
+
+/// Writes a file whole or not at all.
+pub fn write(path: &Path, bytes: &[u8]) -> Result<(), Failure> {
+    let part = beside(path);
+    let written = std::fs::write(&part, bytes).and_then(|()| std::fs::rename(&part, path));
+    written.map_err(|error| {
+        // What is left of a failed write helps nobody.
+        let _ = std::fs::remove_file(&part);
+        Failure::file("write", path, error)
+    })
+}
+
+fn beside(path: &Path) -> PathBuf {
+    let mut name = path.file_name().unwrap_or_default().to_os_string();
+    name.push(format!(".{}.part", std::process::id()));
+    path.with_file_name(name)
+}
+
+/// `folder/model.onnx` becomes `model.KIND.json` in the current folder.
+pub fn default_output(path: &Path, kind: &str) -> PathBuf {
+    let stem = path.file_stem().map(|stem| stem.to_string_lossy().into_owned()).unwrap_or_default();
+    let stem = stem.strip_suffix(".graph").unwrap_or(&stem).to_string();
+    PathBuf::from(format!("{}.{kind}.json", if stem.is_empty() { "model" } else { &stem }))
+}
+
+/// Whether `-o` means standard output.
+pub fn is_stdout(path: &Path) -> bool {
+    path == Path::new("-")
+}
+
+/// The formats of models and published profiles.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+pub enum Format {
+    /// A model in ONNX
+    Onnx,
+    /// A profile of PipeDream, graph.txt
+    Pipedream,
+}
+
+/// A model as costs on a cluster, ready to be asked about.
+pub struct Costs {
+    /// The costs.
+    pub graph: CostGraph,
+    /// The devices.
+    pub cluster: Cluster,
+    /// Whether the memory of these devices is a limit: not where the device is a mere default.
+    pub has_memory: bool,
+    /// The model.
+    pub model: PlannedModel,
+    /// Where the costs came from.
+    pub profile: PlannedProfile,
+    /// Samples in one micro-batch.
+    pub micro_batch: u64,
+    /// Element type.
+    pub dtype: String,
+}
+
+impl Costs {
+    /// The question about these costs, with the usual settings.
+    pub fn problem(self, cost: CostModel) -> Problem {
+        let mut problem = Problem::new(self.graph, self.cluster, cost);
+        problem.model = self.model;
+        problem.profile = self.profile;
+        problem.micro_batch = self.micro_batch;
+        problem.dtype = self.dtype;
+        problem
+    }
+}
+
+/// What `--profile` says.
+enum Told {
+    /// The roofline of a device, or of the cluster's.
+    Analytic(Option<&'static Kind>),
+    /// A file, its SHA-256 and what it holds.
+    File(PathBuf, String, Box<Profile>),
+}
+
+/// The costs that the arguments name.
+pub fn costs(arguments: &Arguments, screen: &Screen) -> Result<Costs, Failure> {
+    let path = &arguments.file;
+    let by_name = || if path.extension().is_some_and(|e| e == "txt") { Format::Pipedream } else { Format::Onnx };
+    match arguments.from.unwrap_or_else(by_name) {
+        Format::Pipedream => published(arguments),
+        Format::Onnx => imported(arguments, screen),
+    }
+}
+
+fn published(arguments: &Arguments) -> Result<Costs, Failure> {
+    let path = &arguments.file;
+    if arguments.profile.is_some() {
+        return Err(Failure::input("`--profile` does not go with `--from pipedream`: the file has its own costs"));
+    }
+    let text = text(path, pipedream::MAX_BYTES as u64)?;
+    let graph = pipedream::read(&text).map_err(|error| {
+        Failure::file("read the profile", path, error).help("`--from` names the format of the file")
+    })?;
+    let model = PlannedModel {
+        file: file_name(path),
+        sha256: sha256(text.as_bytes()),
+        ops: graph.ops.len() as u64,
+        ..PlannedModel::default()
+    };
+    Ok(Costs {
+        graph,
+        cluster: machines::cluster(&arguments.devices, None)?,
+        has_memory: arguments.devices.cluster.is_some(),
+        profile: PlannedProfile { sha256: model.sha256.clone(), method: Method::Imported },
+        model,
+        micro_batch: arguments.dims.micro_batch.unwrap_or(1),
+        dtype: arguments.question.dtype.clone(),
+    })
+}
+
+fn imported(arguments: &Arguments, screen: &Screen) -> Result<Costs, Failure> {
+    let told = told(arguments.profile.as_deref())?;
+    let cluster = match &told {
+        Told::Analytic(kind) => machines::cluster(&arguments.devices, *kind)?,
+        Told::File(_, _, profile) => machines::cluster_of(&arguments.devices, profile)?,
+    };
+    let loaded = model::load(&arguments.file, &arguments.dims, screen)?;
+    let profiled = match &told {
+        Told::File(_, _, profile) => Some(profile.settings.micro_batch),
+        Told::Analytic(_) => None,
+    };
+    let micro_batch = loaded.micro_batch(profiled, screen);
+    let graph = loaded.at(micro_batch)?;
+    let fail = |error: &dyn std::fmt::Display| {
+        Failure::input(format!("cannot cost {}", arguments.file.display())).because(error)
+    };
+    let attribution = attribute(&graph, Training::Gradient).map_err(|error| fail(&error))?;
+    let mut costs = cost_graph(&graph, &attribution);
+    let planned = loaded.planned(costs.ops.len());
+    let profile = match told {
+        Told::Analytic(kind) => {
+            let device = kind.map_or_else(|| cluster.device.clone(), Kind::device);
+            let subject = Subject { model: loaded.profiled(), micro_batch };
+            let profile = analytic::profile(&graph, &attribution, &device, &subject);
+            fill(&mut costs, &profile, None).map_err(|error| Failure::bug(&error.to_string()))?;
+            screen.note(&format!(
+                "costs are analytic, from the data sheet of {}: nothing was measured (`pipec profile` measures)",
+                device.kind
+            ));
+            PlannedProfile { sha256: String::new(), method: Method::Analytic }
+        }
+        Told::File(path, sha256, profile) => {
+            fill(&mut costs, &profile, Some(&planned.sha256)).map_err(|error| Failure::file("use", &path, error))?;
+            PlannedProfile { sha256, method: profile.method }
+        }
+    };
+    Ok(Costs {
+        graph: costs,
+        cluster,
+        has_memory: true,
+        model: planned,
+        profile,
+        micro_batch,
+        dtype: dtype(&graph).name().to_string(),
+    })
+}
+
+fn told(profile: Option<&str>) -> Result<Told, Failure> {
+    match profile {
+        None | Some("analytic") => Ok(Told::Analytic(None)),
+        Some(text) => match text.strip_prefix("analytic:") {
+            Some(kind) => Ok(Told::Analytic(Some(machines::kind(kind)?))),
+            None => {
+                let path = PathBuf::from(text);
+                let (sha256, profile) = read_profile(&path)?;
+                Ok(Told::File(path, sha256, Box::new(profile)))
+            }
+        },
+    }
+}
+
+/// A profile and the SHA-256 of its file.
+pub fn read_profile(path: &Path) -> Result<(String, Profile), Failure> {
+    let text = text(path, MOST_PLAN_BYTES)?;
+    let profile = profile::read::from_json(&text).map_err(|error| {
+        Failure::file("read the profile", path, error).help("`pipec profile MODEL -o profile.json` writes one")
+    })?;
+    Ok((sha256(text.as_bytes()), profile))
+}
+
+fn file_name(path: &Path) -> String {
+    path.file_name().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default()
+}
+
+fn sha256(bytes: &[u8]) -> String {
+    Sha256::digest(bytes).iter().map(|byte| format!("{byte:02x}")).collect()
+}

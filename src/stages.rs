@@ -1,0 +1,216 @@
+//! A plan as people read it: the stage table, the prediction beside the plain alternatives, and what to do next.
+
+use crate::machines;
+use crate::quantity::{self, short};
+use comfy_table::presets::NOTHING;
+use comfy_table::{CellAlignment, ContentArrangement, Table};
+use compiler::import::onnx::name::shown;
+use compiler::plan::{Plan, Stage};
+use compiler::profile::Method;
+
+/// Characters that the layers column may take.
+const LAYERS: usize = 44;
+
+/// Characters of a full load bar.
+const BAR: usize = 10;
+
+/// A table without lines; the columns in `right` are aligned to the right.
+pub fn table(header: &[&str], right: &[usize], rows: Vec<Vec<String>>) -> String {
+    let mut table = Table::new();
+    table.load_style(NOTHING).set_content_arrangement(ContentArrangement::Disabled).set_header(header);
+    table.add_rows(rows);
+    for column in table.column_iter_mut() {
+        column.set_padding((0, 2));
+    }
+    for &index in right {
+        if let Some(column) = table.column_mut(index) {
+            column.set_cell_alignment(CellAlignment::Right);
+        }
+    }
+    table.lines().map(|line| line.trim_end().to_string() + "\n").collect()
+}
+
+/// What the plan is for and where its costs came from, in one line.
+pub fn heading(plan: &Plan) -> String {
+    let costs = match plan.profile.method {
+        Method::Measured => "measured costs".to_string(),
+        Method::Analytic => format!("analytic costs of {} (nothing was measured)", plan.cluster.device.kind),
+        Method::Imported => "costs from the file".to_string(),
+    };
+    let model = if plan.model.file.is_empty() { "the model" } else { &plan.model.file };
+    format!(
+        "{}: {} ops on {}\n{costs}, cost model {}, {}, micro-batch {}, {} a minibatch, schedule {}\n",
+        shown(model),
+        quantity::count(plan.model.ops),
+        machines::describe(&plan.cluster),
+        crate::cmd::partition::cost_name(plan.cost),
+        plan.dtype,
+        plan.schedule.micro_batch,
+        plural(u64::from(plan.schedule.microbatches), "micro-batch", "micro-batches"),
+        plan.schedule.kind.name(),
+    )
+}
+
+/// The stage table.
+pub fn stages(plan: &Plan) -> String {
+    let load = |stage: &Stage| (stage.fwd_us + stage.bwd_us) / f64::from(stage.replicas.max(1));
+    let most = plan.stages.iter().map(load).fold(0.0, f64::max);
+    let row = |stage: &Stage| {
+        vec![
+            stage.id.0.to_string(),
+            quantity::count(stage.op_ids().count() as u64),
+            layers(stage),
+            format!("{} on {}", stage.replicas, ranges(&stage.devices)),
+            quantity::time(stage.fwd_us + stage.bwd_us),
+            quantity::bytes(stage.memory.total),
+            bar(if most > 0.0 { load(stage) / most } else { 0.0 }),
+        ]
+    };
+    let header = ["stage", "ops", "layers", "replicas", "fwd+bwd", "memory", "load per replica"];
+    table(&header, &[0, 1, 4, 5], plan.stages.iter().map(row).collect())
+}
+
+/// The prediction, beside one device and data parallelism, with its bound.
+pub fn prediction(plan: &Plan) -> String {
+    let predicted = &plan.predicted;
+    let time = predicted.minibatch_us;
+    let mut text = format!(
+        "predicted      {} per minibatch, {} samples/s; slowest is {}\n",
+        quantity::time(time),
+        quantity::samples(predicted.throughput_per_s),
+        predicted.bottleneck
+    );
+    let (all, fits) = (&plan.baselines, &plan.baselines.fits);
+    for (name, other, fits) in [
+        ("one device", all.single, fits.single),
+        ("data parallel", all.data_parallel, fits.data_parallel),
+        ("uniform", all.uniform, fits.uniform),
+    ] {
+        let against = match other / time {
+            ratio if !ratio.is_finite() || (ratio - 1.0).abs() < 5e-4 => "the same".to_string(),
+            ratio if ratio > 1.0 => format!("this plan is {} times as fast", short(ratio)),
+            ratio => format!("{} times as fast as this plan", short(1.0 / ratio)),
+        };
+        let fits = if fits { "" } else { "; does not fit in memory" };
+        text += &format!("{name:14} {} per minibatch: {against}{fits}\n", quantity::time(other));
+    }
+    let bound = if plan.proven_optimal {
+        "proven the fastest under this cost model".to_string()
+    } else if plan.lower_bound_us > 0.0 {
+        format!("no plan is faster than {}: at most {} % away", quantity::time(plan.lower_bound_us), gap(plan))
+    } else {
+        "none is known".to_string()
+    };
+    text += &format!("bound          {bound}\n");
+    let numbers = |list: &[u32]| list.iter().map(u32::to_string).collect::<Vec<_>>().join(", ");
+    let schedule = &plan.schedule;
+    text += &format!(
+        "in flight      {} per replica of each stage; weight versions {}\n",
+        numbers(&schedule.in_flight),
+        numbers(&schedule.weight_versions)
+    );
+    text
+}
+
+/// What comes before everything else when a plain alternative is the answer, or beats a plan that was pinned.
+pub fn verdict(plan: &Plan) -> Option<String> {
+    let (all, time) = (&plan.baselines, plan.predicted.minibatch_us);
+    if let [only] = &plan.stages[..] {
+        return Some(match only.replicas {
+            1 if plan.cluster.devices == 1 => "There is one device, so everything runs on it.\n".to_string(),
+            1 => "One device alone is the answer: more devices do not make this model faster.\n".to_string(),
+            r => format!("Data parallelism over {r} devices is the answer: no pipeline found is faster.\n"),
+        });
+    }
+    let data_parallel = (all.data_parallel, all.fits.data_parallel, "Data parallelism");
+    let single = (all.single, all.fits.single, "One device alone");
+    let faster = [data_parallel, single].into_iter().filter(|(other, fits, _)| *fits && *other < time * (1.0 - 1e-9));
+    let best = faster.min_by(|left, right| left.0.total_cmp(&right.0))?;
+    let ratio = time / best.0;
+    Some(format!("{} would be {} times as fast as this pipeline.\n", best.2, short(ratio)))
+}
+
+fn gap(plan: &Plan) -> String {
+    short((plan.predicted.minibatch_us / plan.lower_bound_us - 1.0) * 100.0)
+}
+
+/// The stage's layers in the user's module names, cut to the depth at which they fit.
+pub fn layers(stage: &Stage) -> String {
+    let names: Vec<&str> = stage.modules.iter().map(String::as_str).filter(|name| !name.is_empty()).collect();
+    if names.is_empty() {
+        let (first, last) = (stage.op_names.first(), stage.op_names.last());
+        return match (first, last) {
+            (Some(first), Some(last)) if first != last => span(first, last),
+            (Some(first), _) => cut(first, LAYERS),
+            _ => String::new(),
+        };
+    }
+    let depth = names.iter().map(|name| name.split('.').count()).max().unwrap_or(1);
+    for depth in (1..=depth).rev() {
+        let mut kept: Vec<String> = Vec::new();
+        for name in &names {
+            let name = name.split('.').take(depth).collect::<Vec<_>>().join(".");
+            if !kept.contains(&name) {
+                kept.push(name);
+            }
+        }
+        let text = kept.join(", ");
+        if text.chars().count() <= LAYERS {
+            return shown(&text).into_owned();
+        }
+    }
+    span(names[0], names[names.len() - 1])
+}
+
+fn span(first: &str, last: &str) -> String {
+    format!("{} … {}", cut(first, LAYERS / 2 - 2), cut(last, LAYERS / 2 - 2))
+}
+
+fn cut(name: &str, most: usize) -> String {
+    let name = shown(name);
+    match name.chars().count() {
+        length if length <= most => name.into_owned(),
+        length => format!("…{}", name.chars().skip(length + 1 - most).collect::<String>()),
+    }
+}
+
+/// Device numbers with runs drawn together: `0-3, 8`.
+pub fn ranges(devices: &[u32]) -> String {
+    let mut parts: Vec<(u32, u32)> = Vec::new();
+    for &device in devices {
+        match parts.last_mut() {
+            Some((_, last)) if *last + 1 == device => *last = device,
+            _ => parts.push((device, device)),
+        }
+    }
+    let show = |&(from, to): &(u32, u32)| if from == to { from.to_string() } else { format!("{from}-{to}") };
+    parts.iter().map(show).collect::<Vec<_>>().join(", ")
+}
+
+fn bar(share: f64) -> String {
+    let full = (share * BAR as f64).round() as usize;
+    format!("{}{} {:3.0} %", "█".repeat(full.min(BAR)), "░".repeat(BAR.saturating_sub(full)), share * 100.0)
+}
+
+/// `1 op`, `2 ops`.
+pub fn plural(count: u64, one: &str, many: &str) -> String {
+    format!("{} {}", quantity::count(count), if count == 1 { one } else { many })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn runs_of_devices_are_drawn_together() {
+        assert_eq!(ranges(&[0, 1, 2, 3, 8, 10, 11]), "0-3, 8, 10-11");
+        assert_eq!(ranges(&[]), "");
+    }
+
+    #[test]
+    fn long_names_keep_their_ends() {
+        assert_eq!(cut("abcdefgh", 4), "…fgh");
+        assert_eq!(cut("abc", 4), "abc");
+        assert_eq!(bar(0.5), "█████░░░░░  50 %");
+    }
+}

@@ -1,0 +1,297 @@
+//! From a model, a plan and data to trained weights, by way of compiled stages and checked programs.
+
+use crate::failure::Failure;
+use crate::model::Loaded;
+use clap::ValueEnum;
+use compiler::graph::{Graph, hash::hash, order};
+use compiler::op::{NodeId, Op};
+use compiler::pass::loss::{self, LOSS, TARGET, attach};
+use compiler::pass::unbiased::unbiased;
+use compiler::plan::problem::InFlight;
+use compiler::plan::{Plan, ScheduleKind};
+use compiler::schedule::check::check;
+use compiler::schedule::pipeline::{pipeline, schedule_of};
+use compiler::schedule::rule::StepCount;
+use compiler::schedule::scheduler::schedule;
+use compiler::schedule::{MicrobatchId, Pipeline, Program, StageId, published_caps};
+use compiler::simulate::run::{Machine, simulate};
+use compiler::simulate::{self, Activity, Track};
+use compiler::tensor::Tensor;
+use runtime::compile::{StageCode, compile};
+use runtime::data::synthetic::synthetic;
+use runtime::data::{Batches, Dataset, Order};
+use runtime::optimizer::Optimizer;
+use runtime::train::{self, StepDone, TrainError, Trained, Training};
+use runtime::worker::{Span, Work};
+use std::collections::{BTreeMap, HashMap};
+
+/// Minibatches of made-up data; they are seen again and again.
+const SYNTHETIC_MINIBATCHES: usize = 8;
+
+/// Minibatches that a prediction simulates at most.
+const PREDICTED: u32 = 2000;
+
+/// What training makes small.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum Loss {
+    /// Mean cross-entropy of logits against class numbers
+    CrossEntropy,
+    /// Mean squared error
+    Mse,
+    /// Mean binary cross-entropy of logits against targets from 0 to 1
+    Bce,
+    /// The model's first output, a scalar
+    Output,
+}
+
+/// How long to train.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Length {
+    /// So many minibatches.
+    Steps(u32),
+    /// So often through the data.
+    Epochs(u32),
+}
+
+/// Where data comes from.
+pub enum Data {
+    /// Arrays by name.
+    Arrays(BTreeMap<String, Tensor>),
+    /// Made up from this seed.
+    Synthetic(u64),
+}
+
+/// What to train, and how.
+pub struct Task<'a> {
+    /// The model.
+    pub loaded: &'a Loaded,
+    /// Its initial weights.
+    pub weights: &'a BTreeMap<String, Tensor>,
+    /// The plan.
+    pub plan: &'a Plan,
+    /// Order of work, if not the plan's.
+    pub schedule: ScheduleKind,
+    /// Caps, if not the plan's.
+    pub in_flight: InFlight,
+    /// What is made small.
+    pub loss: Option<Loss>,
+    /// The axis of classes.
+    pub class_dim: Option<i64>,
+    /// Whether running variances follow PyTorch's rule.
+    pub unbiased: bool,
+    /// Samples in a minibatch.
+    pub batch: u64,
+    /// Micro-batches in a minibatch.
+    pub microbatches: u32,
+    /// How long.
+    pub length: Length,
+    /// On what.
+    pub data: Data,
+    /// In which order rows are seen.
+    pub order: Order,
+    /// How parameters move.
+    pub optimizer: &'a Optimizer,
+    /// Whether the last gradients are wanted.
+    pub keep_gradients: bool,
+}
+
+/// Everything that a run needs, made and checked.
+pub struct Prepared {
+    codes: Vec<StageCode>,
+    program: Program,
+    pipeline: Pipeline,
+    batches: Batches,
+    /// Minibatches in all.
+    pub steps: u32,
+    /// Samples in a minibatch.
+    pub batch: u64,
+    /// Minibatches in an epoch.
+    pub per_epoch: usize,
+}
+
+/// What a run left behind.
+pub struct Done {
+    /// Weights, losses, times.
+    pub trained: Trained,
+    /// What each worker did when.
+    pub tracks: Vec<Track>,
+    /// Samples per second over the run.
+    pub samples_per_s: f64,
+}
+
+/// Compiles the stages, makes the programs and checks them.
+pub fn prepare(task: &mut Task<'_>) -> Result<Prepared, Failure> {
+    let fail = |why: &dyn std::fmt::Display| Failure::input("cannot train").because(why);
+    if !task.batch.is_multiple_of(u64::from(task.microbatches)) {
+        let what = format!("a batch of {} does not divide into {} micro-batches", task.batch, task.microbatches);
+        return Err(Failure::input(what));
+    }
+    let graph = task.loaded.at(task.batch / u64::from(task.microbatches))?;
+    let stages = stages(task.loaded, &graph, task.plan)?;
+    let mut with_loss = graph.clone();
+    let loss = task.loss.unwrap_or_else(|| usual_loss(&graph));
+    attach(&mut with_loss, loss.of(), task.class_dim).map_err(|error| fail(&error).help("`--loss` names another"))?;
+    let mut place = train::placement(&graph, &with_loss, &stages);
+    if task.unbiased {
+        let corrected = unbiased(&mut with_loss);
+        correct(&mut place, &corrected);
+    }
+    let codes = compile(&with_loss, &place, task.plan.stages.len(), Some(LOSS)).map_err(|error| fail(&error))?;
+    let feeds = train::feeds(&codes);
+    let arrays = match std::mem::replace(&mut task.data, Data::Synthetic(0)) {
+        Data::Arrays(arrays) => arrays,
+        Data::Synthetic(seed) => {
+            synthetic(&with_loss, &feeds, (task.batch as usize).saturating_mul(SYNTHETIC_MINIBATCHES), seed)
+        }
+    };
+    let unfit = |error: runtime::data::DataError| Failure::input("the data does not fit the model").because(error);
+    let data = Dataset::new(arrays, &feeds).map_err(unfit)?;
+    if let (Loss::CrossEntropy, Some(classes)) = (loss, classes(&graph, task.class_dim)) {
+        data.check_labels(TARGET, classes).map_err(unfit)?;
+    }
+    let per_epoch = data.rows() / task.batch.max(1) as usize;
+    let steps = match task.length {
+        Length::Steps(steps) => steps,
+        Length::Epochs(epochs) => u32::try_from(per_epoch.max(1) as u64 * u64::from(epochs))
+            .map_err(|_| Failure::input(format!("{epochs} epochs are too many steps")))?,
+    };
+    let (items, microbatches) = (task.batch as usize, task.microbatches as usize);
+    let batches = Batches::new(data, items, microbatches, steps as usize, task.order).map_err(unfit)?;
+    let pipeline = train::with_edges(pipeline(task.plan).map_err(|error| fail(&error))?, &codes);
+    let pipeline = capped(pipeline, &task.in_flight)?;
+    let count = StepCount { minibatches: steps, microbatches: task.microbatches };
+    let made = schedule_of(task.schedule).and_then(|kind| schedule(kind, &pipeline, count));
+    let program = made.map_err(|error| fail(&error).help("`--schedule 1f1b` takes micro-batches; `1f1b-rr` whole minibatches"))?;
+    check(&program).map_err(|error| Failure::bug(&format!("the program does not pass its check: {error}")))?;
+    Ok(Prepared { codes, program, pipeline, batches, steps, batch: task.batch, per_epoch })
+}
+
+/// Trains; `on_step` is told of every minibatch in order.
+pub fn run(task: &Task<'_>, prepared: &Prepared, on_step: &mut dyn FnMut(StepDone)) -> Result<Done, Failure> {
+    let training = Training {
+        codes: &prepared.codes,
+        program: &prepared.program,
+        weights: task.weights,
+        batches: &prepared.batches,
+        optimizer: task.optimizer,
+        keep_gradients: task.keep_gradients,
+    };
+    let trained = train::train(&training, on_step).map_err(|error| match &error {
+        TrainError::Panic { .. } => Failure::bug(&error.to_string()),
+        TrainError::Tied { .. } => Failure::input("cannot train under this plan")
+            .because(&error)
+            .help("`--schedule 1f1b` keeps the copies equal; or put the stages' cut elsewhere"),
+        TrainError::Worker(_) => Failure::no("training stopped").because(&error),
+        _ => Failure::input("cannot train").because(&error),
+    })?;
+    let tracks = tracks(&prepared.program, &trained.spans);
+    let samples = prepared.batch as f64 * trained.losses.len() as f64;
+    let samples_per_s = if trained.seconds > 0.0 { samples / trained.seconds } else { 0.0 };
+    Ok(Done { trained, tracks, samples_per_s })
+}
+
+impl Prepared {
+    /// Samples per second that simulation predicts where the workers share so many cores; nothing where it cannot.
+    pub fn predicted(&self, cores: Option<u32>) -> Option<f64> {
+        let count = StepCount { minibatches: self.steps.min(PREDICTED), microbatches: self.program.microbatches };
+        let program = schedule(self.program.schedule, &self.pipeline, count).ok()?;
+        let machine = Machine { cores, ..Machine::of(&self.pipeline) };
+        let timeline = simulate(&program, &self.pipeline, &machine).ok()?;
+        let samples = f64::from(count.minibatches) * self.batch as f64;
+        (timeline.makespan > 0.0).then(|| samples * 1e6 / timeline.makespan)
+    }
+}
+
+impl Loss {
+    fn of(self) -> loss::Loss {
+        match self {
+            Loss::CrossEntropy => loss::Loss::CrossEntropy,
+            Loss::Mse => loss::Loss::Mse,
+            Loss::Bce => loss::Loss::Bce,
+            Loss::Output => loss::Loss::Output,
+        }
+    }
+}
+
+/// A scalar output is a loss by itself; anything else is taken for logits.
+fn usual_loss(graph: &Graph) -> Loss {
+    let is_scalar = graph.outputs.first().is_some_and(|output| graph.fact(output.value).rank() == 0);
+    if is_scalar { Loss::Output } else { Loss::CrossEntropy }
+}
+
+/// The stage of every op, by its number.
+fn stages(loaded: &Loaded, graph: &Graph, plan: &Plan) -> Result<Vec<usize>, Failure> {
+    let ops = order::numbered(graph).len();
+    let other = |why: String| {
+        Err(Failure::input("the plan is for another model").because(why).help("`pipec partition` makes a plan for this one"))
+    };
+    if plan.model.ops != ops as u64 {
+        return other(format!("it has {} ops, this model has {ops}", plan.model.ops));
+    }
+    let here = hash(&loaded.model.graph);
+    if plan.model.graph_hash != here {
+        return other(format!("the hash of its graph is `{}`, this model's is `{here}`", plan.model.graph_hash));
+    }
+    let mut stage_of = vec![0; ops];
+    for (at, stage) in plan.stages.iter().enumerate() {
+        stage.op_ids().for_each(|op| stage_of[op as usize] = at);
+    }
+    Ok(stage_of)
+}
+
+fn correct(place: &mut HashMap<NodeId, usize>, corrected: &[(NodeId, NodeId)]) {
+    for (added, beside) in corrected {
+        if let Some(&stage) = place.get(beside) {
+            place.insert(*added, stage);
+        }
+    }
+}
+
+fn classes(graph: &Graph, class_dim: Option<i64>) -> Option<i64> {
+    let fact = graph.fact(graph.outputs.first()?.value);
+    let axis = class_dim.unwrap_or(-1);
+    let axis = if axis < 0 { axis + fact.rank() as i64 } else { axis };
+    fact.shape.get(usize::try_from(axis).ok()?)?.known()
+}
+
+fn capped(pipeline: Pipeline, in_flight: &InFlight) -> Result<Pipeline, Failure> {
+    let stages = pipeline.stages.len();
+    match in_flight {
+        InFlight::Auto => Ok(pipeline),
+        InFlight::Pipedream => {
+            let replicas: Vec<u32> = pipeline.stages.iter().map(|stage| stage.replicas).collect();
+            Ok(pipeline.with_caps(&published_caps(&replicas)))
+        }
+        InFlight::Given(caps) if caps.len() == stages && !caps.contains(&0) => Ok(pipeline.with_caps(caps)),
+        InFlight::Given(caps) => {
+            Err(Failure::input(format!("`--in-flight` gives {} caps for {stages} stages; each is at least 1", caps.len())))
+        }
+    }
+}
+
+fn tracks(program: &Program, spans: &[Vec<Span>]) -> Vec<Track> {
+    let one = |(at, spans): (usize, &Vec<Span>)| {
+        let stage = program.workers.get(at).map_or(StageId(at as u32), |worker| worker.stage);
+        let name = program.worker_name(compiler::schedule::WorkerId(at as u32));
+        let span = |span: &Span| simulate::Span {
+            activity: match span.work {
+                Work::Forward(item) => Activity::Forward(stage, MicrobatchId(item)),
+                Work::Backward(item) => Activity::Backward(stage, MicrobatchId(item)),
+                Work::Wait => Activity::Wait,
+                Work::Step(version) => Activity::Step(stage, version.saturating_sub(1)),
+            },
+            start: span.start * 1e6,
+            end: span.end * 1e6,
+        };
+        Track { name, spans: spans.iter().map(span).collect() }
+    };
+    spans.iter().enumerate().map(one).collect()
+}
+
+/// The input that a model reads its samples from: the first by order, for models with one.
+pub fn first_input(graph: &Graph) -> Option<String> {
+    graph.ids().find_map(|id| match &graph.node(id).op {
+        Op::Input(input) => Some(input.name.clone()),
+        _ => None,
+    })
+}

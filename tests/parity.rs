@@ -1,0 +1,226 @@
+//! Training against PyTorch's own numbers: losses of ten steps under six optimizers, first gradients, and the
+//! asynchronous schedules, unpipelined and pipelined. Needs the shared data.
+
+use compiler::graph::order;
+use compiler::import::import::{Batch, Model, Options, Weight, load};
+use compiler::pass::loss::Loss;
+use compiler::schedule::rule::StepCount;
+use compiler::schedule::{Pipeline, Schedule, StageShape};
+use compiler::tensor::Tensor;
+use runtime::data::{Batches, Dataset, Order};
+use runtime::optimizer::Optimizer;
+use runtime::prepare::{Settings, prepare};
+use runtime::train::{Trained, Training, feeds, train};
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+
+fn data() -> Option<PathBuf> {
+    let root = std::env::var("PIPEC_DATA").unwrap_or_else(|_| concat!(env!("CARGO_MANIFEST_DIR"), "/../shared/data").into());
+    let root = PathBuf::from(root).join("parity");
+    if !root.is_dir() {
+        println!("skipped: no shared data");
+        return None;
+    }
+    Some(root)
+}
+
+fn arrays(path: &Path) -> BTreeMap<String, Tensor> {
+    runtime::weights::read(path).unwrap()
+}
+
+/// `[steps, batch, …]` as `[steps·batch, …]`.
+fn rows(t: &Tensor) -> Tensor {
+    let mut shape = vec![t.shape()[0] * t.shape()[1]];
+    shape.extend(&t.shape()[2..]);
+    t.reshaped(shape).unwrap()
+}
+
+struct Set {
+    folder: PathBuf,
+    model: Model,
+    arrays: BTreeMap<String, Tensor>,
+    expected: BTreeMap<String, Tensor>,
+    batch: usize,
+    lr: f64,
+}
+
+fn set(root: &Path, name: &str, file: &str) -> Set {
+    let folder = root.join(name);
+    let model = load(&folder.join(file), &Options::default()).unwrap();
+    let inputs = arrays(&folder.join("inputs.npz"));
+    let batch = inputs["x"].shape()[1];
+    let mut all: BTreeMap<String, Tensor> = inputs.iter().map(|(k, v)| (k.clone(), rows(v))).collect();
+    all.insert("target".into(), rows(&arrays(&folder.join("targets.npz"))["target"]));
+    let meta = std::fs::read_to_string(folder.join("meta.json")).unwrap();
+    let meta: serde_json::Value = serde_json::from_str(&meta).unwrap();
+    let lr = meta["lr"].as_f64().unwrap_or(0.05);
+    Set { expected: arrays(&folder.join("expected.npz")), folder, model, arrays: all, batch, lr }
+}
+
+fn optimizers(lr: f64) -> Vec<(&'static str, Optimizer)> {
+    let sgd = |lr, momentum, nesterov, weight_decay| Optimizer::Sgd { learning_rate: lr, momentum, nesterov, weight_decay };
+    let adam = |weight_decay, decoupled| Optimizer::Adam {
+        learning_rate: 1e-3,
+        betas: (0.9, 0.999),
+        epsilon: 1e-8,
+        weight_decay,
+        decoupled,
+    };
+    vec![
+        ("sgd", sgd(lr, 0.0, false, 0.0)),
+        ("sgd_m09", sgd(lr / 5.0, 0.9, false, 0.0)),
+        ("sgd_m09_wd", sgd(lr / 5.0, 0.9, false, 0.01)),
+        ("sgd_nesterov", sgd(lr / 5.0, 0.9, true, 0.0)),
+        ("adam", adam(0.0, false)),
+        ("adamw", adam(0.01, true)),
+    ]
+}
+
+/// Trains with equally long stages of these replicas.
+fn run(set: &Set, replicas: &[u32], schedule: Schedule, count: StepCount, optimizer: &Optimizer) -> Trained {
+    let ops = order::numbered(&set.model.graph).len();
+    let stages: Vec<usize> = (0..ops).map(|i| i * replicas.len() / ops).collect();
+    run_placed(set, &stages, replicas, schedule, count, optimizer)
+}
+
+fn run_placed(
+    set: &Set,
+    stages: &[usize],
+    replicas: &[u32],
+    schedule: Schedule,
+    count: StepCount,
+    optimizer: &Optimizer,
+) -> Trained {
+    let Batch::Symbol { name, .. } = &set.model.batch else { panic!("the batch is fixed: {:?}", set.model.batch) };
+    let batch = set.batch;
+    let dims = BTreeMap::from([(name.clone(), (batch / count.microbatches as usize) as i64)]);
+    let pipeline = Pipeline::chain(replicas.iter().map(|r| StageShape::new(*r, 1.0, 2.0)).collect());
+    let settings = Settings { dims, loss: Loss::CrossEntropy, class_axis: None, schedule, count };
+    let prepared = prepare(&set.model.graph, stages, pipeline, &settings).unwrap();
+    let weights: BTreeMap<String, Tensor> = set
+        .model
+        .weights
+        .iter()
+        .map(|(name, w)| match w {
+            Weight::Given(t) => (name.clone(), t.clone()),
+            Weight::Missing { path } => panic!("no weights at {path}"),
+        })
+        .collect();
+    let dataset = Dataset::new(set.arrays.clone(), &feeds(&prepared.codes)).unwrap();
+    let steps = count.minibatches as usize;
+    let batches = Batches::new(dataset, batch, count.microbatches as usize, steps, Order::InOrder).unwrap();
+    let training = Training {
+        codes: &prepared.codes,
+        program: &prepared.program,
+        weights: &weights,
+        batches: &batches,
+        optimizer,
+        keep_gradients: true,
+    };
+    train(&training, &mut |_| {}).unwrap()
+}
+
+fn worst(got: &[f64], want: &Tensor) -> f64 {
+    let want = want.to_f64();
+    assert_eq!(got.len(), want.len());
+    got.iter().zip(&want).map(|(g, w)| (g - w).abs() / w.abs()).fold(0.0, f64::max)
+}
+
+#[test]
+fn losses_are_those_of_pytorch_unpipelined_and_pipelined() {
+    let Some(root) = data() else { return };
+    for name in ["mlp", "cnn_bn", "gpt"] {
+        for file in ["model.onnx", "model_dynbatch.onnx"] {
+            let set = set(&root, name, file);
+            for (key, optimizer) in optimizers(set.lr) {
+                let mut first: Option<Vec<f64>> = None;
+                for stages in [1, 2, 4] {
+                    let replicas = vec![1; stages];
+                    let count = StepCount::minibatches(10);
+                    let trained = run(&set, &replicas, Schedule::OneFOneB, count, &optimizer);
+                    let error = worst(&trained.losses, &set.expected[&format!("loss64_{key}")]);
+                    assert!(error <= 1e-5, "{name} {file} {key}, {stages} stages: {error:.2e}");
+                    let first = first.get_or_insert_with(|| trained.losses.clone());
+                    assert_eq!(*first, trained.losses, "{name} {key}: {stages} stages give other bits than one");
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn losses_with_four_microbatches_are_those_of_pytorch() {
+    let Some(root) = data() else { return };
+    for name in ["mlp", "cnn_bn", "gpt"] {
+        let set = set(&root, name, "model.onnx");
+        for (key, optimizer) in optimizers(set.lr).into_iter().take(2) {
+            let want = &set.expected[&format!("loss64_{key}_micro4")];
+            let mut first: Option<(Vec<f64>, BTreeMap<String, Tensor>)> = None;
+            for schedule in [Schedule::OneFOneB, Schedule::Gpipe] {
+                for stages in [1, 2, 3, 4] {
+                    let count = StepCount { minibatches: 10, microbatches: 4 };
+                    let trained = run(&set, &vec![1; stages], schedule, count, &optimizer);
+                    let error = worst(&trained.losses, want);
+                    assert!(error <= 1e-5, "{name} {key} {schedule}, {stages} stages: {error:.2e}");
+                    let (losses, weights) = first.get_or_insert_with(|| (trained.losses.clone(), trained.weights.clone()));
+                    assert_eq!(*losses, trained.losses, "{name} {key} {schedule}: {stages} stages give other losses");
+                    assert!(*weights == trained.weights, "{name} {key} {schedule}: {stages} stages give other weights");
+                }
+            }
+            // Replicas add in another order: equal to rounding only.
+            let count = StepCount { minibatches: 10, microbatches: 4 };
+            let trained = run(&set, &[2, 1], Schedule::OneFOneB, count, &optimizer);
+            assert!(worst(&trained.losses, want) <= 1e-5, "{name} {key} with replicas");
+        }
+    }
+}
+
+#[test]
+fn first_gradients_are_those_of_pytorch() {
+    let Some(root) = data() else { return };
+    for name in ["mlp", "cnn_bn", "gpt"] {
+        let set = set(&root, name, "model.onnx");
+        let sgd = &optimizers(set.lr)[0].1;
+        let want = arrays(&set.folder.join("grads1_f64.npz"));
+        let top = want.values().flat_map(Tensor::to_f64).fold(0.0f64, |m, v| m.max(v.abs()));
+        for stages in [1, 3] {
+            let trained = run(&set, &vec![1; stages], Schedule::OneFOneB, StepCount::minibatches(1), sgd);
+            for (key, want) in &want {
+                let got = trained.gradients.get(key).unwrap_or_else(|| panic!("{name}: no gradient of {key}"));
+                let pairs = got.to_f64().into_iter().zip(want.to_f64());
+                let error = pairs.map(|(g, w)| (g - w).abs()).fold(0.0, f64::max) / top;
+                assert!(error <= 2e-5, "{name} {key}, {stages} stages: {error:.2e}");
+            }
+        }
+    }
+}
+
+#[test]
+fn asynchronous_losses_are_those_of_the_reference() {
+    let Some(root) = data() else { return };
+    let set = set(&root, "async_mlp3", "model.onnx");
+    let ops = order::numbered(&set.model.graph);
+    let after = |name: &str| {
+        ops.iter().position(|id| set.model.graph.node(*id).origin.source == name).expect("the node is there")
+    };
+    let (a, b) = (after("/0/0.3/Relu"), after("/1/1.3/Relu"));
+    let three: Vec<usize> = (0..ops.len()).map(|i| usize::from(i > a) + usize::from(i > b)).collect();
+    let two: Vec<usize> = (0..ops.len()).map(|i| usize::from(i > b)).collect();
+    let cases: [(&str, Schedule, &[usize], &[u32]); 5] = [
+        ("stash", Schedule::OneFOneBRr, &three, &[1, 1, 1]),
+        ("vsync", Schedule::OneFOneBRrVsync, &three, &[1, 1, 1]),
+        ("sync", Schedule::OneFOneB, &three, &[1, 1, 1]),
+        ("2bw", Schedule::TwoBw, &three, &[1, 1, 1]),
+        ("rr_2_1", Schedule::OneFOneBRr, &two, &[2, 1]),
+    ];
+    for (mode, schedule, stages, replicas) in cases {
+        for (key, lr, momentum) in [("sgd", 0.05, 0.0), ("sgd_m09", 0.01, 0.9)] {
+            let sgd = Optimizer::Sgd { learning_rate: lr, momentum, nesterov: false, weight_decay: 0.0 };
+            // The reference of 2BW has groups of one.
+            let count = StepCount::minibatches(20);
+            let trained = run_placed(&set, stages, replicas, schedule, count, &sgd);
+            let error = worst(&trained.losses, &set.expected[&format!("{mode}.{key}.f64")]);
+            assert!(error <= 1e-5, "{mode} {key}: {error:.2e}");
+        }
+    }
+}

@@ -1,0 +1,200 @@
+//! Simulated figures that are known from elsewhere: bubbles, activations, stashes, shared cores, links.
+
+use compiler::schedule::check::check;
+use compiler::schedule::link::Link;
+use compiler::schedule::rule::StepCount;
+use compiler::schedule::scheduler::schedule;
+use compiler::schedule::{Pipeline, Program, Schedule};
+use compiler::simulate::efficiency::{auto_caps, ideal_us, steady_efficiency};
+use compiler::simulate::network::Network;
+use compiler::simulate::run::{Machine, simulate};
+use compiler::simulate::trace::trace;
+use compiler::simulate::{SimulateError, Timeline};
+
+fn play(program: &Program, pipeline: &Pipeline) -> Timeline {
+    check(program).unwrap();
+    simulate(program, pipeline, &Machine::of(pipeline)).unwrap()
+}
+
+/// Four stages, eight microbatches, F = 1, B = 2: what torch's generators and the papers' formulas give.
+#[test]
+fn bubbles_and_activations_of_flush_schedules() {
+    let pipeline = Pipeline::balanced(&[1, 1, 1, 1], 2.0);
+    let count = StepCount { minibatches: 1, microbatches: 8 };
+    for (name, activations) in [(Schedule::Gpipe, [8, 8, 8, 8]), (Schedule::OneFOneB, [4, 3, 2, 1])] {
+        let timeline = play(&schedule(name, &pipeline, count).unwrap(), &pipeline);
+        assert_eq!(timeline.makespan, 33.0, "{name}");
+        for worker in 0..4 {
+            assert_eq!(timeline.makespan - timeline.busy(worker), 9.0, "{name}, worker {worker}");
+        }
+        assert!((timeline.bubble() - 9.0 / 33.0).abs() < 1e-12);
+        assert_eq!(timeline.peak_in_flight, activations, "{name}");
+    }
+}
+
+/// GPipe: a share (p − 1) / (m + p − 1) of the time is idle.
+#[test]
+fn the_bubble_of_fill_drain_is_the_published_formula() {
+    for p in 1..6u32 {
+        for m in 1..9u32 {
+            let pipeline = Pipeline::balanced(&vec![1; p as usize], 2.0);
+            let count = StepCount { minibatches: 1, microbatches: m };
+            let timeline = play(&schedule(Schedule::Gpipe, &pipeline, count).unwrap(), &pipeline);
+            let formula = f64::from(p - 1) / f64::from(m + p - 1);
+            assert!((timeline.bubble() - formula).abs() < 1e-12, "{p} stages, {m} microbatches");
+        }
+    }
+}
+
+/// V versions take V copies: a worker never holds more than c_s versions and gradients together, beside the gradient that
+/// is being summed.
+#[test]
+fn stashes_stay_within_the_cap() {
+    for replicas in [&[1, 1, 1][..], &[2, 1], &[1, 3, 1], &[4, 2, 1], &[3, 3]] {
+        for extra in 0..3 {
+            let mut pipeline = Pipeline::balanced(replicas, 2.0);
+            for stage in &mut pipeline.stages {
+                stage.cap += extra;
+                stage.param_bytes = 1;
+            }
+            let program = schedule(Schedule::OneFOneBRr, &pipeline, StepCount::minibatches(60)).unwrap();
+            let timeline = play(&program, &pipeline);
+            for (worker, list) in program.workers.iter().enumerate() {
+                let cap = u64::from(pipeline.stages[list.stage.index()].cap);
+                let peak = timeline.peak_memory(worker);
+                assert!(peak <= cap + 1, "{replicas:?} + {extra}, worker {worker}: {peak} > {cap} + 1");
+            }
+        }
+    }
+    let mut pipeline = Pipeline::balanced(&[2, 1, 1], 2.0);
+    pipeline.stages.iter_mut().for_each(|stage| stage.param_bytes = 1);
+    let count = StepCount { minibatches: 10, microbatches: 4 };
+    let timeline = play(&schedule(Schedule::TwoBw, &pipeline, count).unwrap(), &pipeline);
+    assert!((0..4).all(|worker| timeline.peak_memory(worker) <= 3), "2bw holds two versions and a gradient");
+}
+
+#[test]
+fn saved_activations_are_counted() {
+    let mut pipeline = Pipeline::balanced(&[1, 1, 1], 2.0);
+    pipeline.stages.iter_mut().for_each(|stage| stage.saved_bytes = 100);
+    let count = StepCount { minibatches: 2, microbatches: 8 };
+    let timeline = play(&schedule(Schedule::OneFOneB, &pipeline, count).unwrap(), &pipeline);
+    assert_eq!([0, 1, 2].map(|worker| timeline.peak_memory(worker)), [300, 200, 100]);
+    assert_eq!(timeline.memory[0].last().unwrap().1, 0);
+}
+
+#[test]
+fn shared_cores_share_the_speed() {
+    let pipeline = Pipeline::balanced(&[1, 1, 1, 1], 2.0);
+    let program = schedule(Schedule::OneFOneBRr, &pipeline, StepCount::minibatches(200)).unwrap();
+    let on = |cores| simulate(&program, &pipeline, &Machine { cores, ..Machine::of(&pipeline) }).unwrap();
+    let alone = on(None).throughput();
+    assert!((alone - 1e6 / 3.0).abs() < 1.0);
+    assert_eq!(on(Some(4)).throughput(), alone);
+    assert!((on(Some(2)).throughput() - alone / 2.0).abs() < 1.0);
+    let one = on(Some(1));
+    assert!((one.makespan - 200.0 * 12.0).abs() < 1e-6, "one core does all the work: {}", one.makespan);
+}
+
+/// Transfers run beside computation, as long as none takes longer than an item.
+#[test]
+fn transfers_hide_behind_computation() {
+    for replicas in [&[1, 1, 1, 1][..], &[2, 1], &[1, 3, 1], &[9, 5, 1, 1]] {
+        for time in [0.3, 1.5, 2.9] {
+            let mut pipeline = Pipeline::balanced(replicas, 2.0);
+            for edge in &mut pipeline.edges {
+                (edge.forward_us, edge.backward_us) = (time, time);
+            }
+            let caps = auto_caps(&pipeline).unwrap();
+            let efficiency = steady_efficiency(&pipeline.with_caps(&caps)).unwrap();
+            assert!(efficiency >= 0.98, "{replicas:?}, transfers of {time}: {efficiency} with {caps:?}");
+        }
+    }
+}
+
+#[test]
+fn a_slow_link_is_the_bottleneck() {
+    let mut pipeline = Pipeline::balanced(&[1, 1], 2.0);
+    pipeline.edges[0].forward_bytes = 8000;
+    let network = Network::new(&pipeline, |_| Link { latency: 2.0, bandwidth: 1000.0 }, |_| Link::INSTANT);
+    network.apply(&mut pipeline);
+    assert_eq!((pipeline.edges[0].forward_us, pipeline.edges[0].backward_us, ideal_us(&pipeline)), (10.0, 2.0, 10.0));
+    let caps = auto_caps(&pipeline).unwrap();
+    let program =
+        schedule(Schedule::OneFOneBRr, &pipeline.clone().with_caps(&caps), StepCount::minibatches(100)).unwrap();
+    let timeline = play(&program, &pipeline);
+    assert!((timeline.throughput() - 1e5).abs() < 2e3, "{} items/s with {caps:?}", timeline.throughput());
+    assert_eq!(timeline.links[0].name, "0.0 > 1.0");
+    assert!(timeline.links[0].spans.windows(2).all(|pair| pair[1].start >= pair[0].end));
+}
+
+#[test]
+fn automatic_caps_spare_the_dear_stash() {
+    let mut pipeline = Pipeline::balanced(&[1, 3, 1], 2.0);
+    pipeline.stages[0].param_bytes = 1 << 30;
+    let sparing = auto_caps(&pipeline).unwrap();
+    pipeline.stages[0].param_bytes = 0;
+    pipeline.stages[1].param_bytes = 1 << 30;
+    let other = auto_caps(&pipeline).unwrap();
+    assert!(sparing[0] <= other[0] && sparing[1] >= other[1], "{sparing:?} {other:?}");
+}
+
+#[test]
+fn no_time_at_all_is_no_fault() {
+    let pipeline = Pipeline::balanced(&[2, 1], 0.0);
+    let mut nothing = pipeline.clone();
+    nothing.stages.iter_mut().for_each(|stage| stage.forward = 0.0);
+    assert_eq!(steady_efficiency(&nothing).unwrap(), 1.0);
+    let program = schedule(Schedule::OneFOneBRr, &nothing, StepCount::minibatches(9)).unwrap();
+    let timeline = play(&program, &nothing);
+    assert_eq!((timeline.makespan, timeline.bubble()), (0.0, 0.0));
+    assert!(timeline.throughput().is_infinite());
+    assert!(steady_efficiency(&pipeline).unwrap() > 0.9);
+}
+
+#[test]
+fn a_program_that_waits_for_ever_is_named() {
+    let pipeline = Pipeline::balanced(&[1, 1], 2.0);
+    let text = schedule(Schedule::Inference, &pipeline, StepCount::minibatches(1)).unwrap().to_string();
+    let broken: Program = text.replace("    send 0F0 > 1.0 #0\n    wait #0\n", "").parse().unwrap();
+    let error = simulate(&broken, &pipeline, &Machine::of(&pipeline)).unwrap_err();
+    assert!(matches!(&error, SimulateError::Stuck { worker, .. } if worker == "1.0"), "{error}");
+    let other = Pipeline::balanced(&[1, 1, 1], 2.0);
+    let error = simulate(&broken, &other, &Machine::of(&other)).unwrap_err();
+    assert!(matches!(error, SimulateError::Mismatch { .. }), "{error}");
+}
+
+#[test]
+fn traces_are_json_with_a_row_for_each_worker() {
+    let mut pipeline = Pipeline::balanced(&[2, 1], 2.0);
+    pipeline.stages[0].all_reduce = 0.5;
+    pipeline.edges[0].forward_us = 0.25;
+    let program = schedule(Schedule::OneFOneBRr, &pipeline, StepCount::minibatches(4)).unwrap();
+    let timeline = play(&program, &pipeline);
+    let text = trace("simulation", timeline.workers.iter().chain(&timeline.links));
+    let value: serde_json::Value = serde_json::from_str(&text).unwrap();
+    let events = value["traceEvents"].as_array().unwrap();
+    let names = |kind: &str, of: &str| {
+        let events = events.iter().filter(|event| event["ph"] == kind && (kind == "X" || event["name"] == of));
+        events
+            .map(|event| if kind == "X" { &event["name"] } else { &event["args"]["name"] })
+            .map(|name| name.as_str().unwrap().to_string())
+            .collect::<Vec<_>>()
+    };
+    assert_eq!(names("M", "thread_name"), ["0.0", "0.1", "1.0", "0.0 > 1.0", "0.1 > 1.0", "all-reduce 0"]);
+    let spans = names("X", "");
+    // Eight forwards, eight backwards, four transfers, two all-reduces.
+    assert_eq!(spans.len(), 22);
+    assert!(spans.contains(&"0F3".to_string()) && spans.contains(&"all-reduce 0 round 1".to_string()));
+}
+
+/// Not a benchmark: it fails only if something has become quadratic.
+#[test]
+fn long_runs_are_quick() {
+    let pipeline = Pipeline::balanced(&[1; 64], 2.0);
+    let start = std::time::Instant::now();
+    let program = schedule(Schedule::OneFOneBRr, &pipeline, StepCount::minibatches(1000)).unwrap();
+    let timeline = play(&program, &pipeline);
+    assert!((timeline.throughput() - 1e6 / 3.0).abs() < 1.0);
+    assert!(start.elapsed().as_secs() < 10, "{:?}", start.elapsed());
+}
