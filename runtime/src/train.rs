@@ -1,13 +1,12 @@
 //! Trains a compiled model under a program: one thread for each worker, until all have run all their instructions.
 
-use crate::buffer::Buffer;
 use crate::compile::{Named, StageCode};
 use crate::data::Batches;
 use crate::evaluate::{EvaluateError, buffers};
 use crate::link::channel::channel;
 use crate::link::rendezvous::Rendezvous;
 use crate::optimizer::{Optimizer, trains};
-use crate::worker::{self, Equipment, Event, Key, Outcome, Span, Tied, WorkerError};
+use crate::worker::{self, Equipment, Event, Key, Meeting, Outcome, Span, Tied, WorkerError};
 use compiler::graph::{Graph, order};
 use compiler::op::NodeId;
 use compiler::schedule::{Edge, Instruction, Pipeline, Program, Schedule, WorkerId};
@@ -202,11 +201,10 @@ pub fn train(training: &Training<'_>, on_step: &mut dyn FnMut(StepDone)) -> Resu
     collect(training, results, losses.done, seconds)
 }
 
-type Meeting = Arc<Rendezvous<Vec<(usize, Arc<Buffer>)>>>;
-
+/// Tells everyone who waits for a worker that it will not come, unless the worker reached its end.
 struct Abandon {
     replicas: Arc<Rendezvous<worker::Contribution>>,
-    tied: Vec<Meeting>,
+    tied: Vec<Arc<Meeting>>,
 }
 
 impl Drop for Abandon {
@@ -301,7 +299,7 @@ fn channels(program: &Program) -> HashMap<WorkerId, Ends> {
 struct Tie {
     name: String,
     workers: Vec<usize>,
-    place: Meeting,
+    place: Arc<Meeting>,
 }
 
 fn ties(training: &Training<'_>) -> Result<Vec<Tie>, TrainError> {

@@ -43,6 +43,9 @@ pub struct Contribution {
     pub samples: Vec<(u32, Vec<Vec<u8>>)>,
 }
 
+/// Where the holders of a tied parameter meet, each with its terms by rank.
+pub type Meeting = Rendezvous<Vec<(usize, Arc<Buffer>)>>;
+
 /// A parameter that several stages hold.
 pub struct Tied {
     /// Its place in this stage's parameters.
@@ -50,7 +53,7 @@ pub struct Tied {
     /// Which of the members this worker is.
     pub member: usize,
     /// Where all workers of those stages meet before they step; each stage's first replica brings its terms by rank.
-    pub place: Arc<Rendezvous<Vec<(usize, Arc<Buffer>)>>>,
+    pub place: Arc<Meeting>,
 }
 
 /// What a worker is given.

@@ -177,7 +177,7 @@ fn encode_npy(tensor: &Tensor) -> Option<Vec<u8>> {
     let dims: String = tensor.shape().iter().map(|d| format!("{d}, ")).collect();
     let mut header = format!("{{'descr': '{kind}', 'fortran_order': False, 'shape': ({}), }}", dims.trim_end());
     // The data begins at a multiple of 64 bytes; the header ends with a newline.
-    while (MAGIC.len() + 4 + header.len() + 1) % 64 != 0 {
+    while !(MAGIC.len() + 4 + header.len() + 1).is_multiple_of(64) {
         header.push(' ');
     }
     header.push('\n');
