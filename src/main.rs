@@ -81,6 +81,10 @@ fn usage(error: &clap::Error) -> u8 {
             Screen::print(&error.render().to_string());
             0
         }
+        ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand => {
+            Screen::failure(&Failure::input("no command is given").because(error.render()));
+            failure::INPUT
+        }
         _ => {
             Screen::complain(&error.render().to_string());
             failure::INPUT

@@ -1,0 +1,316 @@
+//! The command line as a user meets it: exit codes, streams, one line of error, and the road from a model to its answers.
+
+use assert_cmd::Command;
+use serde_json::Value;
+use std::path::Path;
+use std::process::Output;
+
+const VERBS: [&str; 11] = [
+    "inspect",
+    "profile",
+    "partition",
+    "plan",
+    "simulate",
+    "train",
+    "eval",
+    "quickstart",
+    "schema",
+    "zoo",
+    "completions",
+];
+
+fn pipec(folder: &Path, arguments: &[&str]) -> Output {
+    let mut command = Command::cargo_bin("pipec").unwrap();
+    let output = command.current_dir(folder).env("NO_COLOR", "1").args(arguments).output().unwrap();
+    for stream in [&output.stdout, &output.stderr] {
+        assert!(!stream.contains(&0x1b), "an escape code in the output of {arguments:?}");
+        assert!(!String::from_utf8_lossy(stream).contains("panicked at"), "{arguments:?}");
+    }
+    output
+}
+
+fn text(bytes: &[u8]) -> String {
+    String::from_utf8(bytes.to_vec()).unwrap()
+}
+
+/// Runs and expects success; gives standard output.
+fn done(folder: &Path, arguments: &[&str]) -> String {
+    let output = pipec(folder, arguments);
+    assert_eq!(output.status.code(), Some(0), "{arguments:?}: {}", text(&output.stderr));
+    text(&output.stdout)
+}
+
+/// Runs and expects a failure with this code and exactly one line of error on standard error; gives it all.
+fn fails(folder: &Path, code: i32, arguments: &[&str]) -> String {
+    let output = pipec(folder, arguments);
+    let (stdout, stderr) = (text(&output.stdout), text(&output.stderr));
+    assert_eq!(output.status.code(), Some(code), "{arguments:?}: {stderr}");
+    let errors = stderr.lines().chain(stdout.lines()).filter(|line| line.starts_with("error"));
+    assert_eq!(errors.count(), 1, "{arguments:?}: {stderr}");
+    assert!(stderr.lines().any(|line| line.starts_with("error: ")), "{stderr}");
+    stderr
+}
+
+fn json(text: &str) -> Value {
+    serde_json::from_str(text).unwrap_or_else(|error| panic!("{error}: {text}"))
+}
+
+/// A chain of ops with the given milliseconds, one MB between them and `parameter` bytes each.
+fn graph_txt(folder: &Path, times: &[f64], parameter: u64) {
+    let mut file = String::new();
+    for (at, time) in times.iter().enumerate() {
+        file += &format!(
+            "node{at} -- Linear -- forward_compute_time={}, backward_compute_time={}, activation_size=1000000.0, \
+             parameter_size={parameter}\n",
+            time / 3.0,
+            time * 2.0 / 3.0
+        );
+    }
+    for at in 1..times.len() {
+        file += &format!("\tnode{} -- node{at}\n", at - 1);
+    }
+    std::fs::write(folder.join("chain.graph.txt"), file).unwrap();
+}
+
+#[test]
+fn every_verb_has_help() {
+    let folder = tempfile::tempdir().unwrap();
+    let all = done(folder.path(), &["--help"]);
+    for verb in VERBS {
+        assert!(all.contains(verb), "{verb} is not in the help");
+        assert!(done(folder.path(), &[verb, "--help"]).contains("Usage:"), "{verb}");
+    }
+    assert!(done(folder.path(), &["--version"]).starts_with("pipec "));
+}
+
+#[test]
+fn usage_errors_are_one_line_and_code_2() {
+    let folder = tempfile::tempdir().unwrap();
+    let at = folder.path();
+    for arguments in [
+        &[][..],
+        &["frobnicate"],
+        &["partition"],
+        &["partition", "x.onnx", "--no-such-flag"],
+        &["partition", "x.onnx", "--noncontiguous", "--gpus", "2"],
+        &["partition", "x.onnx", "--gpus", "2", "--levels", "2:1GB/s"],
+        &["partition", "missing.onnx", "--gpus", "4"],
+        &["partition", "missing.onnx", "--gpus", "4", "--profile", "analytic:abacus"],
+        &["partition", "missing.onnx", "--gpus", "4", "--bandwidth", "10"],
+        &["partition", "missing.onnx"],
+        &["train", "missing.onnx"],
+        &["train", "missing.onnx", "--synthetic-data", "--lr", "NaN"],
+        &["train", "missing.onnx", "--synthetic-data", "--optimizer", "adam", "--momentum", "0.9"],
+        &["eval", "missing.onnx"],
+        &["simulate", "missing.json"],
+        &["plan", "check", "missing.json"],
+        &["schema", "nothing"],
+        &["zoo", "nothing"],
+        &["inspect", "missing.onnx", "--dim", "batch=0"],
+        &["\u{1b}[31m"],
+    ] {
+        fails(at, 2, arguments);
+    }
+    std::fs::write(at.join("empty.onnx"), b"").unwrap();
+    assert!(fails(at, 2, &["inspect", "empty.onnx"]).contains("empty"));
+    std::fs::write(at.join("bad.json"), b"{\"schema\": 1, \"schema\": 2}").unwrap();
+    assert!(fails(at, 2, &["plan", "show", "bad.json"]).contains("duplicate key"));
+    fails(at, 2, &["inspect", "."]);
+}
+
+#[test]
+fn a_published_profile_is_planned() {
+    let folder = tempfile::tempdir().unwrap();
+    let at = folder.path();
+    // Two heavy halves that replicate badly: 200 MB of parameters each, over a slow link.
+    graph_txt(at, &[5.0, 5.0, 5.0, 5.0], 200_000_000);
+    let flags = ["partition", "chain.graph.txt", "--from", "pipedream", "--levels", "2:1GB/s"];
+    let told = done(at, &flags);
+    assert!(told.contains("stage  ops") && told.contains("wrote chain.plan.json"), "{told}");
+    assert!(told.contains("proven the fastest"), "{told}");
+    let plan = json(&std::fs::read_to_string(at.join("chain.plan.json")).unwrap());
+    assert_eq!(plan["schema"], "pipec.plan/1");
+    assert_eq!(plan["stages"].as_array().unwrap().len(), 2);
+    assert!((plan["predicted"]["minibatch_us"].as_f64().unwrap() - 10_000.0).abs() < 1e-6);
+    // The same bytes again, and the same as JSON on standard output.
+    let first = std::fs::read(at.join("chain.plan.json")).unwrap();
+    let again = done(at, &[&flags[..], &["--format", "json", "-o", "again.json"]].concat());
+    assert_eq!(first, std::fs::read(at.join("again.json")).unwrap());
+    assert_eq!(json(&again), plan);
+    assert_eq!(text(&first), done(at, &[&flags[..], &["-o", "-"]].concat()));
+
+    let drawn = done(at, &["simulate", "chain.plan.json", "--minibatches", "40", "--chart", "--trace", "t.json"]);
+    assert!(drawn.contains("0.0 | F0 F1"), "{drawn}");
+    assert!(json(&std::fs::read_to_string(at.join("t.json")).unwrap())["traceEvents"].is_array());
+    let simulated = json(&done(at, &["simulate", "chain.plan.json", "--format", "json"]));
+    assert_eq!(simulated["workers"].as_array().unwrap().len(), 2);
+    assert!(done(at, &["plan", "show", "chain.plan.json"]).contains("stage  ops"));
+    assert!(done(at, &["plan", "check", "chain.plan.json"]).contains("is sound"));
+    assert_eq!(json(&done(at, &["plan", "check", "chain.plan.json", "--format", "json"]))["sound"], true);
+
+    // A plan that was tampered with is no plan.
+    let broken = text(&first).replacen("\"replicas\": 1", "\"replicas\": 3", 1);
+    std::fs::write(at.join("broken.json"), broken).unwrap();
+    assert!(fails(at, 1, &["plan", "check", "broken.json"]).contains("devices for 3 replicas"));
+    fails(at, 2, &["simulate", "broken.json"]);
+}
+
+#[test]
+fn data_parallelism_is_said_first_where_it_wins() {
+    let folder = tempfile::tempdir().unwrap();
+    graph_txt(folder.path(), &[5.0, 7.0, 3.0], 8);
+    let told = done(folder.path(), &["partition", "chain.graph.txt", "--gpus", "4"]);
+    assert!(told.starts_with("Data parallelism over 4 devices is the answer"), "{told}");
+    let pinned =
+        done(folder.path(), &["partition", "chain.graph.txt", "--gpus", "4", "--stages", "2,1,1", "--compare"]);
+    assert!(pinned.starts_with("Data parallelism would be"), "{pinned}");
+    let cut = done(folder.path(), &["partition", "chain.graph.txt", "--gpus", "2", "--cut-after", "node0", "-o", "-"]);
+    assert_eq!(json(&cut)["stages"][0]["ops"], serde_json::json!([[0, 1]]));
+}
+
+#[test]
+fn nothing_fits_is_an_explained_no() {
+    let folder = tempfile::tempdir().unwrap();
+    graph_txt(folder.path(), &[5.0, 5.0, 5.0, 5.0], 1_000_000_000);
+    let told = fails(folder.path(), 3, &["partition", "chain.graph.txt", "--gpus", "2", "--memory", "1GB"]);
+    let (_, after) = told.split_once("`--memory ").unwrap();
+    let limit = after.split_once('`').unwrap().0;
+    done(folder.path(), &["partition", "chain.graph.txt", "--gpus", "2", "--memory", limit]);
+}
+
+#[test]
+fn from_the_zoo_to_an_answer() {
+    let folder = tempfile::tempdir().unwrap();
+    let at = folder.path();
+    done(at, &["zoo", "mlp", "--hidden", "8", "--layers", "2", "--inputs", "6", "--classes", "3", "-o", "m.onnx"]);
+    let about = json(&done(at, &["inspect", "m.onnx", "--format", "json"]));
+    assert_eq!(about["parameters"]["count"], 6 * 8 + 8 + 8 * 8 + 8 + 8 * 3 + 3);
+    assert_eq!((about["trainable"].as_bool(), about["outputs"][0]["name"].as_str()), (Some(true), Some("logits")));
+    assert!(done(at, &["inspect", "m.onnx"]).contains("155 in 6 tensors"));
+    assert!(done(at, &["inspect", "m.onnx", "--text"]).contains("matmul"));
+    done(at, &["profile", "m.onnx", "--device", "analytic:h200", "--micro-batch", "4", "-o", "h.json"]);
+    done(at, &["profile", "m.onnx", "--runs", "2", "--no-cache", "--micro-batch", "4", "-q", "-o", "p.json"]);
+    let profile = json(&std::fs::read_to_string(at.join("p.json")).unwrap());
+    assert_eq!((profile["method"].as_str(), profile["settings"]["micro_batch"].as_u64()), (Some("measured"), Some(4)));
+    done(at, &["partition", "m.onnx", "--profile", "p.json", "--gpus", "3", "--stages", "2,1", "-o", "plan.json"]);
+
+    let train = ["train", "m.onnx", "--plan", "plan.json", "--synthetic-data", "--steps", "7", "--lr", "0.1"];
+    let outputs = ["--metrics", "m.jsonl", "--save", "w.safetensors", "--trace", "t.json", "--checkpoint-dir", "ck"];
+    assert!(done(at, &[&train[..], &outputs[..]].concat()).contains("trained 7 steps"));
+    let metrics = std::fs::read_to_string(at.join("m.jsonl")).unwrap();
+    let lines: Vec<Value> = metrics.lines().map(json).collect();
+    assert_eq!(lines.len(), 8);
+    for (step, line) in lines[..7].iter().enumerate() {
+        assert_eq!(line["step"], step);
+        assert!(line["loss"].is_f64() && line["seconds"].is_f64() && line["samples_per_s"].is_f64());
+    }
+    assert_eq!(lines[7]["total"]["steps"], 7);
+    // The same seed gives the same bits.
+    done(at, &[&train[..], &["--save", "again.safetensors"]].concat());
+    let weights = std::fs::read(at.join("w.safetensors")).unwrap();
+    assert_eq!(weights, std::fs::read(at.join("again.safetensors")).unwrap());
+    assert_eq!(weights, std::fs::read(at.join("ck/weights.safetensors")).unwrap());
+
+    let rows = compiler::tensor::Tensor::from_f32(&[5, 6], &[0.5; 30]);
+    runtime::weights::write(&at.join("x.npz"), &[("x".to_string(), rows)].into()).unwrap();
+    done(at, &["eval", "m.onnx", "--inputs", "x.npz", "--weights", "w.safetensors", "-o", "y.npz"]);
+    assert_eq!(runtime::weights::read(&at.join("y.npz")).unwrap()["logits"].shape(), [5, 3]);
+    std::fs::write(at.join("list.tsv"), "m.onnx\tx.npz\tz.npz\nm.onnx\tnone.npz\tn.npz\n").unwrap();
+    fails(at, 1, &["eval", "--batch-file", "list.tsv"]);
+    assert!(at.join("z.npz").exists());
+
+    // A plan for another model is refused.
+    done(at, &["zoo", "mlp", "--hidden", "9", "--layers", "2", "--inputs", "6", "--classes", "3", "-o", "o.onnx"]);
+    let other = ["train", "o.onnx", "--plan", "plan.json", "--synthetic-data", "--steps", "1"];
+    assert!(fails(at, 2, &other).contains("the plan is for another model"));
+    fails(at, 2, &["partition", "o.onnx", "--profile", "p.json", "--gpus", "2"]);
+}
+
+#[test]
+fn training_plans_by_itself_and_schedules_agree() {
+    let folder = tempfile::tempdir().unwrap();
+    let at = folder.path();
+    done(at, &["zoo", "mlp", "--hidden", "8", "--layers", "3", "--inputs", "6", "--classes", "3", "-o", "m.onnx"]);
+    let train = ["train", "m.onnx", "--synthetic-data", "--steps", "5", "--batch", "8", "--microbatches", "4"];
+    let mut saved = Vec::new();
+    for (at_run, flags) in [
+        &["--schedule", "1f1b"][..],
+        &["--stages", "1,1,1", "--schedule", "1f1b"],
+        &["--stages", "1,1", "--schedule", "gpipe"],
+    ]
+    .iter()
+    .enumerate()
+    {
+        let file = format!("w{at_run}.safetensors");
+        done(at, &[&train[..], flags, &["--save", &file]].concat());
+        saved.push(std::fs::read(at.join(file)).unwrap());
+    }
+    assert!(saved.windows(2).all(|pair| pair[0] == pair[1]), "synchronous schedules give the same bits");
+    fails(at, 2, &[&train[..], &["--schedule", "1f1b-rr"]].concat());
+    fails(at, 2, &["train", "m.onnx", "--synthetic-data", "--batch", "7", "--microbatches", "2", "--steps", "1"]);
+    let torn = ["train", "m.onnx", "--synthetic-data", "--steps", "40", "--batch", "8", "--lr", "1e30"];
+    assert!(fails(at, 1, &torn).contains("diverged"));
+}
+
+#[test]
+fn schemas_and_scripts_are_printed() {
+    let folder = tempfile::tempdir().unwrap();
+    for what in ["plan", "profile", "cluster"] {
+        assert!(json(&done(folder.path(), &["schema", what]))["properties"]["schema"].is_object(), "{what}");
+    }
+    for shell in ["bash", "zsh", "fish"] {
+        assert!(done(folder.path(), &["completions", shell]).contains("partition"), "{shell}");
+    }
+}
+
+#[test]
+fn quiet_keeps_results_and_drops_the_rest() {
+    let folder = tempfile::tempdir().unwrap();
+    let at = folder.path();
+    done(at, &["zoo", "mlp", "-o", "m.onnx"]);
+    let loud = pipec(at, &["partition", "m.onnx", "--gpus", "2"]);
+    let quiet = pipec(at, &["partition", "m.onnx", "--gpus", "2", "-q"]);
+    assert_eq!(loud.stdout, quiet.stdout);
+    assert!(text(&loud.stderr).contains("analytic") && quiet.stderr.is_empty());
+}
+
+#[cfg(unix)]
+#[test]
+fn a_reader_that_goes_away_is_no_failure() {
+    use std::process::Stdio;
+    let mut child = std::process::Command::new(assert_cmd::cargo::cargo_bin("pipec"))
+        .args(["schema", "plan"])
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    drop(child.stdout.take());
+    let output = child.wait_with_output().unwrap();
+    assert_eq!((output.status.code(), text(&output.stderr)), (Some(0), String::new()));
+}
+
+#[test]
+fn hostile_names_do_not_reach_the_terminal() {
+    let root = std::env::var("PIPEC_DATA").unwrap_or(concat!(env!("CARGO_MANIFEST_DIR"), "/../shared/data").into());
+    let hostile = Path::new(&root).join("hostile/onnx");
+    if !hostile.is_dir() {
+        println!("skipped: no shared data");
+        return;
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let file = |name: &str| hostile.join(name).display().to_string();
+    // `done` and `fails` look for escape codes.
+    for format in ["text", "json"] {
+        done(folder.path(), &["inspect", &file("name_ansi.onnx"), "--format", format]);
+        done(folder.path(), &["partition", &file("name_ansi.onnx"), "--gpus", "2", "--format", format]);
+    }
+    done(folder.path(), &["inspect", &file("name_ansi.onnx"), "--text"]);
+    assert!(fails(folder.path(), 2, &["inspect", &file("cycle.onnx")]).contains("cycle"));
+    done(
+        folder.path(),
+        &["train", &file("name_path.onnx"), "--checkpoint-dir", "ck", "--steps", "1", "--synthetic-data"],
+    );
+    let left: Vec<_> =
+        std::fs::read_dir(folder.path().join("ck")).unwrap().map(|entry| entry.unwrap().file_name()).collect();
+    assert_eq!(left, ["weights.safetensors"]);
+}
