@@ -61,7 +61,8 @@ pub fn cluster_of(devices: &Devices, profile: &Profile) -> Result<Cluster, Failu
     let mut described = cluster(devices, find("cpu"))?;
     let workers = described.devices();
     if profile.device.name == machine::device().name {
-        let here = machine::cluster_of_this_cpu(workers).map_err(|error| Failure::input("cannot use this CPU").because(error))?;
+        let here = machine::cluster_of_this_cpu(workers)
+            .map_err(|error| Failure::input("cannot use this CPU").because(error))?;
         described.device = here.device;
         if let (None, [level], [link]) = (&devices.bandwidth, &mut described.levels[..], &here.levels[..])
             && devices.gpus.is_some()

@@ -31,9 +31,8 @@ pub struct Loaded {
 pub fn load(path: &Path, dims: &Dims, screen: &Screen) -> Result<Loaded, Failure> {
     let given: Bindings = dims.dims.iter().map(|(name, size)| (name.clone(), *size as i64)).collect();
     let options = Options { dims: given.clone(), batch_axes: BTreeMap::new() };
-    let model = import::load(path, &options).map_err(|error| {
-        Failure::input(format!("cannot import {}", path.display())).because(error)
-    })?;
+    let model = import::load(path, &options)
+        .map_err(|error| Failure::input(format!("cannot import {}", path.display())).because(error))?;
     model.warnings.iter().for_each(|warning| screen.warn(warning));
     Ok(Loaded { model, path: path.to_path_buf(), dims: given, asked: dims.micro_batch })
 }
@@ -65,7 +64,9 @@ impl Loaded {
                 let fixed = size.map_or(1, |size| size as u64);
                 if fixed != samples {
                     let what = format!("{} cannot run at {samples} samples, only at {fixed}", self.path.display());
-                    return Err(Failure::input(what).because(why).help("export the model with a dynamic batch dimension"));
+                    return Err(Failure::input(what)
+                        .because(why)
+                        .help("export the model with a dynamic batch dimension"));
                 }
             }
         }

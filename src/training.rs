@@ -5,22 +5,22 @@ use crate::model::Loaded;
 use clap::ValueEnum;
 use compiler::graph::{Graph, hash::hash, order};
 use compiler::op::{NodeId, Op};
-use compiler::pass::loss::{self, LOSS, TARGET, attach};
+use compiler::pass::loss::{self, TARGET};
 use compiler::pass::unbiased::unbiased;
 use compiler::plan::problem::InFlight;
-use compiler::plan::{Plan, ScheduleKind};
-use compiler::schedule::check::check;
+use compiler::plan::{Plan, ScheduleKind, StageId};
 use compiler::schedule::pipeline::{pipeline, schedule_of};
 use compiler::schedule::rule::StepCount;
 use compiler::schedule::scheduler::schedule;
-use compiler::schedule::{MicrobatchId, Pipeline, Program, StageId, published_caps};
+use compiler::schedule::{MicrobatchId, Pipeline, Program, WorkerId, published_caps};
 use compiler::simulate::run::{Machine, simulate};
 use compiler::simulate::{self, Activity, Track};
 use compiler::tensor::Tensor;
-use runtime::compile::{StageCode, compile};
+use compiler::tensor::dim::Bindings;
 use runtime::data::synthetic::synthetic;
-use runtime::data::{Batches, Dataset, Order};
+use runtime::data::{Batches, DataError, Dataset, Order};
 use runtime::optimizer::Optimizer;
+use runtime::prepare::{self, PrepareError, Settings};
 use runtime::train::{self, StepDone, TrainError, Trained, Training};
 use runtime::worker::{Span, Work};
 use std::collections::{BTreeMap, HashMap};
@@ -97,9 +97,7 @@ pub struct Task<'a> {
 
 /// Everything that a run needs, made and checked.
 pub struct Prepared {
-    codes: Vec<StageCode>,
-    program: Program,
-    pipeline: Pipeline,
+    made: prepare::Prepared,
     batches: Batches,
     /// Minibatches in all.
     pub steps: u32,
@@ -126,51 +124,59 @@ pub fn prepare(task: &mut Task<'_>) -> Result<Prepared, Failure> {
         let what = format!("a batch of {} does not divide into {} micro-batches", task.batch, task.microbatches);
         return Err(Failure::input(what));
     }
-    let graph = task.loaded.at(task.batch / u64::from(task.microbatches))?;
-    let stages = stages(task.loaded, &graph, task.plan)?;
-    let mut with_loss = graph.clone();
-    let loss = task.loss.unwrap_or_else(|| usual_loss(&graph));
-    attach(&mut with_loss, loss.of(), task.class_dim).map_err(|error| fail(&error).help("`--loss` names another"))?;
-    let mut place = train::placement(&graph, &with_loss, &stages);
+    let mut graph = task.loaded.at(task.batch / u64::from(task.microbatches))?;
+    let mut stages = stages(task.loaded, &graph, task.plan)?;
     if task.unbiased {
-        let corrected = unbiased(&mut with_loss);
-        correct(&mut place, &corrected);
+        stages = corrected(&mut graph, &stages);
     }
-    let codes = compile(&with_loss, &place, task.plan.stages.len(), Some(LOSS)).map_err(|error| fail(&error))?;
-    let feeds = train::feeds(&codes);
-    let arrays = match std::mem::replace(&mut task.data, Data::Synthetic(0)) {
-        Data::Arrays(arrays) => arrays,
-        Data::Synthetic(seed) => {
-            synthetic(&with_loss, &feeds, (task.batch as usize).saturating_mul(SYNTHETIC_MINIBATCHES), seed)
-        }
+    let rows = match &task.data {
+        Data::Arrays(arrays) => rows(&graph, arrays),
+        Data::Synthetic(_) => (task.batch as usize).saturating_mul(SYNTHETIC_MINIBATCHES),
     };
-    let unfit = |error: runtime::data::DataError| Failure::input("the data does not fit the model").because(error);
-    let data = Dataset::new(arrays, &feeds).map_err(unfit)?;
-    if let (Loss::CrossEntropy, Some(classes)) = (loss, classes(&graph, task.class_dim)) {
-        data.check_labels(TARGET, classes).map_err(unfit)?;
-    }
-    let per_epoch = data.rows() / task.batch.max(1) as usize;
+    let per_epoch = rows / (task.batch as usize).max(1);
     let steps = match task.length {
         Length::Steps(steps) => steps,
         Length::Epochs(epochs) => u32::try_from(per_epoch.max(1) as u64 * u64::from(epochs))
             .map_err(|_| Failure::input(format!("{epochs} epochs are too many steps")))?,
     };
+    let loss = task.loss.unwrap_or_else(|| usual_loss(&graph));
+    let settings = Settings {
+        dims: Bindings::new(),
+        loss: loss.of(),
+        class_axis: task.class_dim,
+        schedule: schedule_of(task.schedule).map_err(|error| fail(&error))?,
+        count: StepCount { minibatches: steps, microbatches: task.microbatches },
+    };
+    let pipeline = capped(pipeline(task.plan).map_err(|error| fail(&error))?, &task.in_flight)?;
+    let made = prepare::prepare(&graph, &stages, pipeline, &settings).map_err(|error| match &error {
+        PrepareError::Program(_) => Failure::bug(&error.to_string()),
+        PrepareError::Loss(_) => fail(&error).help("`--loss` and `--class-dim` name another"),
+        PrepareError::Schedule(_) => {
+            fail(&error).help("`1f1b-rr` takes whole minibatches, `1f1b` and `gpipe` micro-batches")
+        }
+        _ => fail(&error),
+    })?;
+    let feeds = train::feeds(&made.codes);
+    let arrays = match std::mem::replace(&mut task.data, Data::Synthetic(0)) {
+        Data::Arrays(arrays) => arrays,
+        Data::Synthetic(seed) => synthetic(&made.graph, &feeds, rows, seed),
+    };
+    let unfit = |error: DataError| Failure::input("the data does not fit the model").because(error);
+    let data = Dataset::new(arrays, &feeds).map_err(unfit)?;
+    if let (Loss::CrossEntropy, Some(classes)) = (loss, classes(&graph, task.class_dim)) {
+        data.check_labels(TARGET, classes).map_err(unfit)?;
+    }
     let (items, microbatches) = (task.batch as usize, task.microbatches as usize);
     let batches = Batches::new(data, items, microbatches, steps as usize, task.order).map_err(unfit)?;
-    let pipeline = train::with_edges(pipeline(task.plan).map_err(|error| fail(&error))?, &codes);
-    let pipeline = capped(pipeline, &task.in_flight)?;
-    let count = StepCount { minibatches: steps, microbatches: task.microbatches };
-    let made = schedule_of(task.schedule).and_then(|kind| schedule(kind, &pipeline, count));
-    let program = made.map_err(|error| fail(&error).help("`--schedule 1f1b` takes micro-batches; `1f1b-rr` whole minibatches"))?;
-    check(&program).map_err(|error| Failure::bug(&format!("the program does not pass its check: {error}")))?;
-    Ok(Prepared { codes, program, pipeline, batches, steps, batch: task.batch, per_epoch })
+    let per_epoch = batches.per_epoch();
+    Ok(Prepared { made, batches, steps, batch: task.batch, per_epoch })
 }
 
 /// Trains; `on_step` is told of every minibatch in order.
 pub fn run(task: &Task<'_>, prepared: &Prepared, on_step: &mut dyn FnMut(StepDone)) -> Result<Done, Failure> {
     let training = Training {
-        codes: &prepared.codes,
-        program: &prepared.program,
+        codes: &prepared.made.codes,
+        program: &prepared.made.program,
         weights: task.weights,
         batches: &prepared.batches,
         optimizer: task.optimizer,
@@ -184,7 +190,7 @@ pub fn run(task: &Task<'_>, prepared: &Prepared, on_step: &mut dyn FnMut(StepDon
         TrainError::Worker(_) => Failure::no("training stopped").because(&error),
         _ => Failure::input("cannot train").because(&error),
     })?;
-    let tracks = tracks(&prepared.program, &trained.spans);
+    let tracks = tracks(&prepared.made.program, &trained.spans);
     let samples = prepared.batch as f64 * trained.losses.len() as f64;
     let samples_per_s = if trained.seconds > 0.0 { samples / trained.seconds } else { 0.0 };
     Ok(Done { trained, tracks, samples_per_s })
@@ -193,10 +199,10 @@ pub fn run(task: &Task<'_>, prepared: &Prepared, on_step: &mut dyn FnMut(StepDon
 impl Prepared {
     /// Samples per second that simulation predicts where the workers share so many cores; nothing where it cannot.
     pub fn predicted(&self, cores: Option<u32>) -> Option<f64> {
-        let count = StepCount { minibatches: self.steps.min(PREDICTED), microbatches: self.program.microbatches };
-        let program = schedule(self.program.schedule, &self.pipeline, count).ok()?;
-        let machine = Machine { cores, ..Machine::of(&self.pipeline) };
-        let timeline = simulate(&program, &self.pipeline, &machine).ok()?;
+        let count = StepCount { minibatches: self.steps.min(PREDICTED), microbatches: self.made.program.microbatches };
+        let program = schedule(self.made.program.schedule, &self.made.pipeline, count).ok()?;
+        let machine = Machine { cores, ..Machine::of(&self.made.pipeline) };
+        let timeline = simulate(&program, &self.made.pipeline, &machine).ok()?;
         let samples = f64::from(count.minibatches) * self.batch as f64;
         (timeline.makespan > 0.0).then(|| samples * 1e6 / timeline.makespan)
     }
@@ -223,7 +229,9 @@ fn usual_loss(graph: &Graph) -> Loss {
 fn stages(loaded: &Loaded, graph: &Graph, plan: &Plan) -> Result<Vec<usize>, Failure> {
     let ops = order::numbered(graph).len();
     let other = |why: String| {
-        Err(Failure::input("the plan is for another model").because(why).help("`pipec partition` makes a plan for this one"))
+        Err(Failure::input("the plan is for another model")
+            .because(why)
+            .help("`pipec partition` makes a plan for this one"))
     };
     if plan.model.ops != ops as u64 {
         return other(format!("it has {} ops, this model has {ops}", plan.model.ops));
@@ -239,12 +247,24 @@ fn stages(loaded: &Loaded, graph: &Graph, plan: &Plan) -> Result<Vec<usize>, Fai
     Ok(stage_of)
 }
 
-fn correct(place: &mut HashMap<NodeId, usize>, corrected: &[(NodeId, NodeId)]) {
-    for (added, beside) in corrected {
-        if let Some(&stage) = place.get(beside) {
-            place.insert(*added, stage);
+/// Corrects running variances, and gives the stages of the graph that this makes.
+fn corrected(graph: &mut Graph, stages: &[usize]) -> Vec<usize> {
+    let mut stage_of: HashMap<NodeId, usize> = order::numbered(graph).into_iter().zip(stages.iter().copied()).collect();
+    for (added, beside) in unbiased(graph) {
+        if let Some(&stage) = stage_of.get(&beside) {
+            stage_of.insert(added, stage);
         }
     }
+    order::numbered(graph).iter().map(|id| stage_of.get(id).copied().unwrap_or(0)).collect()
+}
+
+/// Rows of the data: those of the first input that it has.
+fn rows(graph: &Graph, arrays: &BTreeMap<String, Tensor>) -> usize {
+    let inputs = graph.ids().filter_map(|id| match &graph.node(id).op {
+        Op::Input(input) => arrays.get(&input.name),
+        _ => None,
+    });
+    inputs.map(|array| array.shape().first().copied().unwrap_or(0)).next().unwrap_or(0)
 }
 
 fn classes(graph: &Graph, class_dim: Option<i64>) -> Option<i64> {
@@ -263,16 +283,17 @@ fn capped(pipeline: Pipeline, in_flight: &InFlight) -> Result<Pipeline, Failure>
             Ok(pipeline.with_caps(&published_caps(&replicas)))
         }
         InFlight::Given(caps) if caps.len() == stages && !caps.contains(&0) => Ok(pipeline.with_caps(caps)),
-        InFlight::Given(caps) => {
-            Err(Failure::input(format!("`--in-flight` gives {} caps for {stages} stages; each is at least 1", caps.len())))
-        }
+        InFlight::Given(caps) => Err(Failure::input(format!(
+            "`--in-flight` gives {} caps for {stages} stages; each is at least 1",
+            caps.len()
+        ))),
     }
 }
 
 fn tracks(program: &Program, spans: &[Vec<Span>]) -> Vec<Track> {
     let one = |(at, spans): (usize, &Vec<Span>)| {
         let stage = program.workers.get(at).map_or(StageId(at as u32), |worker| worker.stage);
-        let name = program.worker_name(compiler::schedule::WorkerId(at as u32));
+        let name = program.worker_name(WorkerId(at as u32));
         let span = |span: &Span| simulate::Span {
             activity: match span.work {
                 Work::Forward(item) => Activity::Forward(stage, MicrobatchId(item)),
@@ -286,12 +307,4 @@ fn tracks(program: &Program, spans: &[Vec<Span>]) -> Vec<Track> {
         Track { name, spans: spans.iter().map(span).collect() }
     };
     spans.iter().enumerate().map(one).collect()
-}
-
-/// The input that a model reads its samples from: the first by order, for models with one.
-pub fn first_input(graph: &Graph) -> Option<String> {
-    graph.ids().find_map(|id| match &graph.node(id).op {
-        Op::Input(input) => Some(input.name.clone()),
-        _ => None,
-    })
 }

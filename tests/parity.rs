@@ -15,7 +15,8 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 fn data() -> Option<PathBuf> {
-    let root = std::env::var("PIPEC_DATA").unwrap_or_else(|_| concat!(env!("CARGO_MANIFEST_DIR"), "/../shared/data").into());
+    let root =
+        std::env::var("PIPEC_DATA").unwrap_or_else(|_| concat!(env!("CARGO_MANIFEST_DIR"), "/../shared/data").into());
     let root = PathBuf::from(root).join("parity");
     if !root.is_dir() {
         println!("skipped: no shared data");
@@ -58,7 +59,8 @@ fn set(root: &Path, name: &str, file: &str) -> Set {
 }
 
 fn optimizers(lr: f64) -> Vec<(&'static str, Optimizer)> {
-    let sgd = |lr, momentum, nesterov, weight_decay| Optimizer::Sgd { learning_rate: lr, momentum, nesterov, weight_decay };
+    let sgd =
+        |lr, momentum, nesterov, weight_decay| Optimizer::Sgd { learning_rate: lr, momentum, nesterov, weight_decay };
     let adam = |weight_decay, decoupled| Optimizer::Adam {
         learning_rate: 1e-3,
         betas: (0.9, 0.999),
@@ -162,7 +164,8 @@ fn losses_with_four_microbatches_are_those_of_pytorch() {
                     let trained = run(&set, &vec![1; stages], schedule, count, &optimizer);
                     let error = worst(&trained.losses, want);
                     assert!(error <= 1e-5, "{name} {key} {schedule}, {stages} stages: {error:.2e}");
-                    let (losses, weights) = first.get_or_insert_with(|| (trained.losses.clone(), trained.weights.clone()));
+                    let (losses, weights) =
+                        first.get_or_insert_with(|| (trained.losses.clone(), trained.weights.clone()));
                     assert_eq!(*losses, trained.losses, "{name} {key} {schedule}: {stages} stages give other losses");
                     assert!(*weights == trained.weights, "{name} {key} {schedule}: {stages} stages give other weights");
                 }

@@ -143,11 +143,8 @@ fn the_head_of_a_folder_imports_nothing_from_it() {
 
 #[test]
 fn every_file_opens_with_what_it_is() {
-    let silent: Vec<String> = sources()
-        .iter()
-        .filter(|p| !fs::read_to_string(p).unwrap().starts_with("//! "))
-        .map(|p| told(p))
-        .collect();
+    let silent: Vec<String> =
+        sources().iter().filter(|p| !fs::read_to_string(p).unwrap().starts_with("//! ")).map(|p| told(p)).collect();
     assert!(silent.is_empty(), "no `//!` at the top of {silent:?}");
 }
 

@@ -1,9 +1,9 @@
 //! `pipec eval`: a model's answers for given inputs.
 
+use crate::arguments::Dims;
 use crate::cmd::train::initial;
 use crate::failure::Failure;
 use crate::model;
-use crate::arguments::Dims;
 use crate::screen::Screen;
 use crate::{quantity, source};
 use clap::Args;
@@ -142,6 +142,7 @@ pub fn accuracy(logits: &Tensor, labels: &[f64]) -> Option<f64> {
     }
     let values = logits.to_f64();
     let largest = |row: &[f64]| (0..row.len()).max_by(|&a, &b| row[a].total_cmp(&row[b]).then(b.cmp(&a)));
-    let right = values.chunks(classes).zip(labels).filter(|(row, label)| largest(row).map(|at| at as f64) == Some(**label));
+    let right =
+        values.chunks(classes).zip(labels).filter(|(row, label)| largest(row).map(|at| at as f64) == Some(**label));
     Some(right.count() as f64 / rows as f64)
 }

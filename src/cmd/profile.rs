@@ -86,13 +86,8 @@ pub fn measured(
     let micro_batch = loaded.micro_batch(None, screen);
     let graph = loaded.at(micro_batch)?;
     let weights = loaded.known_weights();
-    let model = Model {
-        graph: &graph,
-        training: Training::Gradient,
-        model: loaded.profiled(),
-        micro_batch,
-        weights: &weights,
-    };
+    let model =
+        Model { graph: &graph, training: Training::Gradient, model: loaded.profiled(), micro_batch, weights: &weights };
     let cache = if uses_cache { Cache::of_user() } else { None };
     let bar = screen.progress(0, "profiling {bar:30} {pos}/{len} {wide_msg}");
     let measured = measure(&model, settings, cache.as_ref(), &mut |progress| {
@@ -164,7 +159,11 @@ pub fn show(profile: &Profile) -> String {
         quantity::time(sum.bwd_us)
     );
     if let Some(whole) = &profile.whole {
-        text += &format!("whole model  forward {}, backward {}\n", quantity::time(whole.fwd_us), quantity::time(whole.bwd_us));
+        text += &format!(
+            "whole model  forward {}, backward {}\n",
+            quantity::time(whole.fwd_us),
+            quantity::time(whole.bwd_us)
+        );
     }
     text
 }

@@ -167,7 +167,9 @@ impl OptimizerArguments {
         if self.nesterov && self.momentum == 0.0 {
             return wrong("`--nesterov` needs `--momentum`");
         }
-        let &[first, second] = &self.betas[..] else { return wrong("`--betas` takes two numbers, for example 0.9,0.999") };
+        let &[first, second] = &self.betas[..] else {
+            return wrong("`--betas` takes two numbers, for example 0.9,0.999");
+        };
         if first >= 1.0 || second >= 1.0 {
             return wrong("`--betas` are below 1");
         }
@@ -224,9 +226,9 @@ pub fn run(arguments: Box<Arguments>, screen: &Screen) -> Result<(), Failure> {
     }
     let weights = initial(&loaded, arguments.weights.as_deref(), screen)?;
     let data = match &arguments.data {
-        Some(path) => Data::Arrays(
-            weights::read(path).map_err(|error| Failure::input("cannot read the data").because(error))?,
-        ),
+        Some(path) => {
+            Data::Arrays(weights::read(path).map_err(|error| Failure::input("cannot read the data").because(error))?)
+        }
         None => Data::Synthetic(arguments.seed),
     };
     let mut task = Task {
@@ -274,7 +276,8 @@ pub fn run(arguments: Box<Arguments>, screen: &Screen) -> Result<(), Failure> {
 
 /// Trains with a progress bar, and writes the metrics as they come.
 pub fn watched(task: &Task<'_>, prepared: &Prepared, metrics: Option<&Path>, screen: &Screen) -> Result<Done, Failure> {
-    let open = |path: &Path| File::create(path).map(BufWriter::new).map_err(|error| Failure::file("write", path, error));
+    let open =
+        |path: &Path| File::create(path).map(BufWriter::new).map_err(|error| Failure::file("write", path, error));
     let mut file = metrics.map(open).transpose()?;
     let bar = screen.progress(u64::from(prepared.steps), BAR);
     let mut fault = None;

@@ -2,8 +2,8 @@
 
 use super::fragment::Fragment;
 use super::{Changed, canonicalise, cse, dce, fold};
-use crate::graph::{Graph, Output};
 use crate::graph::verify::{VerifyError, verify};
+use crate::graph::{Graph, Output};
 use thiserror::Error;
 
 /// A pass broke the graph: our bug.
