@@ -225,7 +225,8 @@ fn the_judge_finds_every_change() {
     let sound = with(&problem, Partitioner::Uniform).unwrap().plan;
     assert_eq!(sound.stages.len(), 4);
     assert!(check(&problem, &sound).is_ok());
-    let changes: &[(&str, &dyn Fn(&mut Plan))] = &[
+    type Change<'a> = (&'a str, &'a dyn Fn(&mut Plan));
+    let changes: &[Change<'_>] = &[
         ("no stages", &|plan| plan.stages.clear()),
         ("stages[1] has id 7", &|plan| plan.stages[1].id.0 = 7),
         ("op 0 is in 0 stages", &|plan| plan.stages[0].ops[0].0 = 1),

@@ -271,6 +271,22 @@ fn equal_ops_are_measured_once_and_say_so() {
 }
 
 #[test]
+fn a_model_that_computes_its_own_loss_is_measured_whole() {
+    let mut graph = zoo("mlp", 4);
+    let loss = attach(&mut graph, Loss::Mse, None).unwrap();
+    graph.outputs = vec![Output { name: "loss".into(), value: loss }];
+    let weights = BTreeMap::new();
+    let settings = Settings { runs: 3, budget: Duration::from_millis(20), ..Settings::default() };
+    for training in [Training::Gradient, Training::Loss(Loss::Output, None), Training::No] {
+        let model = Model { graph: &graph, training, model: model("ab"), micro_batch: 4, weights: &weights };
+        let profile = measure(&model, &settings, None, &mut |_| {}).unwrap().profile;
+        let (sum, whole) = (profile.sum(), profile.whole.unwrap());
+        assert!(whole.fwd_us > 0.0 && sum.fwd_us > 0.0);
+        assert_eq!(sum.bwd_us > 0.0, training != Training::No, "{training:?}");
+    }
+}
+
+#[test]
 fn a_cache_that_cannot_be_written_stops_nothing() {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("a file, no folder");

@@ -83,6 +83,9 @@ struct Copy {
     outputs: Vec<Buffer>,
 }
 
+/// A copy as a kernel takes it: what it reads and what it writes.
+type Sides<'a> = (Vec<&'a [u8]>, Vec<&'a mut [u8]>);
+
 /// Runs a kernel on values that its op admits, and takes the time. The tensors must fit the memory.
 pub fn time(subject: &Subject, kernel: &Kernel, runs: &Runs) -> Result<Time, KernelError> {
     let size = (subject.bytes() as usize).max(1);
@@ -93,7 +96,7 @@ pub fn time(subject: &Subject, kernel: &Kernel, runs: &Runs) -> Result<Time, Ker
         outputs: subject.outputs.iter().map(|fact| Buffer::new(size_of(fact))).collect(),
     };
     let mut copies: Vec<Copy> = (0..count).map(copy).collect();
-    let mut sides: Vec<(Vec<&[u8]>, Vec<&mut [u8]>)> = copies
+    let mut sides: Vec<Sides<'_>> = copies
         .iter_mut()
         .map(|c| (c.inputs.iter().map(Buffer::bytes).collect(), c.outputs.iter_mut().map(Buffer::bytes_mut).collect()))
         .collect();

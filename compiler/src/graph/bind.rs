@@ -24,7 +24,7 @@ pub enum BindError {
         /// Source name of the node.
         node: String,
         /// What does not fit.
-        fault: AddError,
+        fault: Box<AddError>,
     },
 }
 
@@ -41,7 +41,7 @@ pub fn bind(graph: &Graph, bindings: &Bindings) -> Result<Graph, BindError> {
         let inferred =
             rule(&bound.node(id).op).infer(&facts.iter().collect::<Vec<_>>()).map_err(|fault| BindError::Fact {
                 node: name.clone(),
-                fault: AddError { op: rule(&bound.node(id).op).name().to_string(), fault },
+                fault: Box::new(AddError { op: rule(&bound.node(id).op).name().to_string(), fault }),
             })?;
         bound.node_mut(id).facts = inferred;
     }
