@@ -56,6 +56,8 @@ pub enum Verb {
     Train(Box<cmd::train::Arguments>),
     /// Write a model's outputs for given inputs
     Eval(cmd::eval::Arguments),
+    /// The whole road on a small model and shipped data: profile, plan, train, test
+    Quickstart(cmd::quickstart::Arguments),
     /// Print the JSON Schema of a file format
     Schema(cmd::schema::Arguments),
     /// Write a model of the zoo as an ONNX file

@@ -6,6 +6,7 @@ pub mod inspect;
 pub mod partition;
 pub mod plan;
 pub mod profile;
+pub mod quickstart;
 pub mod schema;
 pub mod simulate;
 pub mod train;

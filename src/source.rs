@@ -2,10 +2,11 @@
 
 use crate::cmd::partition::Arguments;
 use crate::failure::Failure;
+use crate::machines;
+use crate::model::{self, Loaded};
 use crate::screen::Screen;
-use crate::{machines, model};
-use compiler::cluster::Cluster;
 use compiler::cluster::device::Kind;
+use compiler::cluster::{Cluster, Device};
 use compiler::import::pipedream;
 use compiler::pass::analytic::{self, Subject};
 use compiler::pass::attribution::{Training, attribute};
@@ -170,39 +171,49 @@ fn imported(arguments: &Arguments, screen: &Screen) -> Result<Costs, Failure> {
         Told::Analytic(_) => None,
     };
     let micro_batch = loaded.micro_batch(profiled, screen);
-    let graph = loaded.at(micro_batch)?;
-    let fail = |error: &dyn std::fmt::Display| {
-        Failure::input(format!("cannot cost {}", arguments.file.display())).because(error)
-    };
-    let attribution = attribute(&graph, Training::Gradient).map_err(|error| fail(&error))?;
-    let mut costs = cost_graph(&graph, &attribution);
-    let planned = loaded.planned(costs.ops.len());
-    let profile = match told {
+    let times = match told {
         Told::Analytic(kind) => {
             let device = kind.map_or_else(|| cluster.device.clone(), Kind::device);
-            let subject = Subject { model: loaded.profiled(), micro_batch };
-            let profile = analytic::profile(&graph, &attribution, &device, &subject);
-            fill(&mut costs, &profile, None).map_err(|error| Failure::bug(&error.to_string()))?;
             screen.note(&format!(
                 "costs are analytic, from the data sheet of {}: nothing was measured (`pipec profile` measures)",
                 device.kind
             ));
+            Times::Analytic(device)
+        }
+        Told::File(path, sha256, profile) => Times::Profile(path, sha256, profile),
+    };
+    assemble(&loaded, micro_batch, cluster, times)
+}
+
+/// Where the times of ops come from.
+pub enum Times {
+    /// The roofline of a device.
+    Analytic(Device),
+    /// A profile: its file, the SHA-256 of that, and what it holds.
+    Profile(PathBuf, String, Box<Profile>),
+}
+
+/// The costs of a model at so many samples.
+pub fn assemble(loaded: &Loaded, micro_batch: u64, cluster: Cluster, times: Times) -> Result<Costs, Failure> {
+    let graph = loaded.at(micro_batch)?;
+    let attribution = attribute(&graph, Training::Gradient)
+        .map_err(|error| Failure::input(format!("cannot cost {}", loaded.model.file)).because(error))?;
+    let mut costs = cost_graph(&graph, &attribution);
+    let model = loaded.planned(costs.ops.len());
+    let profile = match times {
+        Times::Analytic(device) => {
+            let subject = Subject { model: loaded.profiled(), micro_batch };
+            let profile = analytic::profile(&graph, &attribution, &device, &subject);
+            fill(&mut costs, &profile, None).map_err(|error| Failure::bug(&error.to_string()))?;
             PlannedProfile { sha256: String::new(), method: Method::Analytic }
         }
-        Told::File(path, sha256, profile) => {
-            fill(&mut costs, &profile, Some(&planned.sha256)).map_err(|error| Failure::file("use", &path, error))?;
+        Times::Profile(path, sha256, profile) => {
+            fill(&mut costs, &profile, Some(&model.sha256)).map_err(|error| Failure::file("use", &path, error))?;
             PlannedProfile { sha256, method: profile.method }
         }
     };
-    Ok(Costs {
-        graph: costs,
-        cluster,
-        has_memory: true,
-        model: planned,
-        profile,
-        micro_batch,
-        dtype: dtype(&graph).name().to_string(),
-    })
+    let dtype = dtype(&graph).name().to_string();
+    Ok(Costs { graph: costs, cluster, has_memory: true, model, profile, micro_batch, dtype })
 }
 
 fn told(profile: Option<&str>) -> Result<Told, Failure> {
@@ -232,6 +243,7 @@ fn file_name(path: &Path) -> String {
     path.file_name().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default()
 }
 
-fn sha256(bytes: &[u8]) -> String {
+/// The SHA-256 of the bytes, in hex.
+pub fn sha256(bytes: &[u8]) -> String {
     Sha256::digest(bytes).iter().map(|byte| format!("{byte:02x}")).collect()
 }

@@ -2,8 +2,9 @@
 
 use crate::arguments::Dims;
 use crate::failure::Failure;
+use crate::model::{self, Loaded};
 use crate::screen::Screen;
-use crate::{machines, model, quantity, source, stages};
+use crate::{machines, quantity, source, stages};
 use clap::Args;
 use compiler::import::onnx::name::shown;
 use compiler::pass::analytic::{self, Subject};
@@ -12,7 +13,7 @@ use compiler::profile::read::to_json;
 use compiler::profile::{OpProfile, Profile};
 use profiler::cache::Cache;
 use profiler::measure::{MeasureError, Model, Settings, measure};
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 /// How many ops are listed, the most expensive first.
 const LISTED: usize = 12;
@@ -54,7 +55,9 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Failure> {
             let usual = Settings::default();
             let settings =
                 Settings { warmup: warmup.unwrap_or(usual.warmup), runs: runs.unwrap_or(usual.runs), seed, ..usual };
-            measured(&arguments.file, &arguments.dims, &settings, !arguments.no_cache, screen)?
+            let loaded = model::load(&arguments.file, &arguments.dims, screen)?;
+            let micro_batch = loaded.micro_batch(None, screen);
+            measured(&loaded, micro_batch, &settings, !arguments.no_cache, screen)?
         }
         None => {
             return Err(Failure::input(format!("`--device {}` is not known", arguments.device))
@@ -76,14 +79,12 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Failure> {
 
 /// Measures the model on this machine.
 pub fn measured(
-    file: &Path,
-    dims: &Dims,
+    loaded: &Loaded,
+    micro_batch: u64,
     settings: &Settings,
     uses_cache: bool,
     screen: &Screen,
 ) -> Result<Profile, Failure> {
-    let loaded = model::load(file, dims, screen)?;
-    let micro_batch = loaded.micro_batch(None, screen);
     let graph = loaded.at(micro_batch)?;
     let weights = loaded.known_weights();
     let model =
@@ -97,7 +98,7 @@ pub fn measured(
     });
     bar.finish_and_clear();
     let measured = measured.map_err(|error| {
-        let failure = Failure::input(format!("cannot profile {}", file.display())).because(&error);
+        let failure = Failure::input(format!("cannot profile {}", loaded.model.file)).because(&error);
         match error {
             MeasureError::Memory { .. } => failure.help("`--micro-batch N` sets a smaller one"),
             _ => failure,

@@ -5,16 +5,12 @@ use crate::cmd::partition::{self, Question};
 use crate::failure::Failure;
 use crate::model::{self, Loaded};
 use crate::screen::Screen;
-use crate::source::Costs;
+use crate::source::{self, Costs, Times};
 use crate::training::{self, Data, Done, Length, Loss, Prepared, Task};
-use crate::{cmd, quantity, source, stages};
+use crate::{cmd, quantity, stages};
 use clap::{Args, ValueEnum};
-use compiler::pass::analytic::{self, Subject};
-use compiler::pass::attribution::{Training, attribute};
-use compiler::pass::costs::{cost_graph, dtype, fill};
 use compiler::plan::problem::{CostModel, InFlight};
-use compiler::plan::{Plan, PlannedProfile, ScheduleKind};
-use compiler::profile::Method;
+use compiler::plan::{Plan, ScheduleKind};
 use compiler::simulate::trace::trace;
 use compiler::tensor::Tensor;
 use profiler::machine;
@@ -371,13 +367,8 @@ fn own_plan(
     let cluster = machine::cluster_of_this_cpu(workers)
         .map_err(|error| Failure::input(format!("cannot plan for {workers} workers")).because(error))?;
     let micro_batch = (batch / u64::from(microbatches)).max(1);
-    let graph = loaded.at(micro_batch)?;
-    let fail = |error: &dyn std::fmt::Display| Failure::input("cannot plan").because(error);
-    let attribution = attribute(&graph, Training::Gradient).map_err(|error| fail(&error))?;
-    let mut costs = cost_graph(&graph, &attribution);
-    let subject = Subject { model: loaded.profiled(), micro_batch };
-    let profile = analytic::profile(&graph, &attribution, &cluster.device, &subject);
-    fill(&mut costs, &profile, None).map_err(|error| Failure::bug(&error.to_string()))?;
+    let device = cluster.device.clone();
+    let costs = Costs { has_memory: false, ..source::assemble(loaded, micro_batch, cluster, Times::Analytic(device))? };
     let question = Question {
         schedule: schedule.name().to_string(),
         microbatches,
@@ -387,15 +378,6 @@ fn own_plan(
         optimizer: arguments.optimizer.planned(),
         seed: arguments.seed,
         ..Question::default()
-    };
-    let costs = Costs {
-        model: loaded.planned(costs.ops.len()),
-        graph: costs,
-        cluster,
-        has_memory: false,
-        profile: PlannedProfile { sha256: String::new(), method: Method::Analytic },
-        micro_batch,
-        dtype: dtype(&graph).name().to_string(),
     };
     Ok(partition::ask(&arguments.file, costs, &question, CostModel::Paper)?.plan)
 }
