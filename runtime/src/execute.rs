@@ -81,8 +81,9 @@ impl<'a> Executor<'a> {
     pub fn backward(&mut self, item: &mut Item) -> Result<(), ExecuteError> {
         let code = self.code;
         for (i, transfer) in code.gradients_out.iter().enumerate() {
+            // Two gradients may be one tensor, as those of a sum are: the second shares the first one's buffer.
             item.gradients_out[i] = match transfer.place.slot {
-                Slot::GradientOut(_) => Some(self.pool.take(transfer.place.bytes)),
+                Slot::GradientOut(own) if own == i => Some(self.pool.take(transfer.place.bytes)),
                 _ => None,
             };
         }

@@ -145,9 +145,10 @@ pub fn from_onnx(source: &OnnxModel, file: &str, options: &Options) -> Result<Mo
         Ok(tensor) => Weight::Given(tensor),
         Err(path) => Weight::Missing { path },
     };
+    let weights = walk::kept(&graph, lowered.weights).into_iter().map(|w| (w.name, weight(w.initial))).collect();
     Ok(Model {
         graph,
-        weights: lowered.weights.into_iter().map(|w| (w.name, weight(w.initial))).collect(),
+        weights,
         batch,
         warnings,
         sha256: source.sha256_hex(),

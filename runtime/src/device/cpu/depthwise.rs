@@ -1,4 +1,4 @@
-//! Convolution with a filter of its own for every channel: rows of windows at a time, tap by tap, without patches.
+//! Convolution with a filter of its own for every channel: a plane at a time, tap by tap, without patches.
 
 use super::patches::Grid;
 use super::real::Real;
@@ -12,11 +12,11 @@ wide! {
         for (i, y) in y.chunks_exact_mut(grid.out_len().max(1)).enumerate() {
             let x = &x[i * grid.data_len()..(i + 1) * grid.data_len()];
             let w = &w[i % channels * grid.taps()..(i % channels + 1) * grid.taps()];
-            for (row, y) in y.chunks_exact_mut(grid.out[2]).enumerate() {
-                y.fill(T::ZERO);
-                for (tap, windows, first) in grid.taps_of(row) {
-                    let (factor, y) = (w[tap], &mut y[windows]);
-                    let x = &x[first..first + (y.len() - 1) * step + 1];
+            y.fill(T::ZERO);
+            for (tap, &factor) in w.iter().enumerate() {
+                let (run, starts) = grid.runs_at(tap);
+                for (to, from) in starts {
+                    let (y, x) = (&mut y[to..to + run], &x[from..from + (run - 1) * step + 1]);
                     if step == 1 {
                         for (y, &x) in y.iter_mut().zip(x) {
                             *y = *y + x * factor;
@@ -40,10 +40,10 @@ wide! {
         for (i, dy) in dy.chunks_exact(grid.out_len().max(1)).enumerate() {
             let dx = &mut dx[i * grid.data_len()..(i + 1) * grid.data_len()];
             let w = &w[i % channels * grid.taps()..(i % channels + 1) * grid.taps()];
-            for (row, dy) in dy.chunks_exact(grid.out[2]).enumerate() {
-                for (tap, windows, first) in grid.taps_of(row) {
-                    let (factor, dy) = (w[tap], &dy[windows]);
-                    let dx = &mut dx[first..first + (dy.len() - 1) * step + 1];
+            for (tap, &factor) in w.iter().enumerate() {
+                let (run, starts) = grid.runs_at(tap);
+                for (to, from) in starts {
+                    let (dy, dx) = (&dy[to..to + run], &mut dx[from..from + (run - 1) * step + 1]);
                     if step == 1 {
                         for (dx, &dy) in dx.iter_mut().zip(dy) {
                             *dx = *dx + dy * factor;
@@ -67,11 +67,11 @@ wide! {
         for (i, dy) in dy.chunks_exact(grid.out_len().max(1)).enumerate() {
             let x = &x[i * grid.data_len()..(i + 1) * grid.data_len()];
             let sums = &mut sums[i % channels * grid.taps()..(i % channels + 1) * grid.taps()];
-            for (row, dy) in dy.chunks_exact(grid.out[2]).enumerate() {
-                for (tap, windows, first) in grid.taps_of(row) {
-                    let dy = &dy[windows];
-                    let x = &x[first..first + (dy.len() - 1) * step + 1];
-                    sums[tap] += if step == 1 {
+            for (tap, sum) in sums.iter_mut().enumerate() {
+                let (run, starts) = grid.runs_at(tap);
+                for (to, from) in starts {
+                    let (dy, x) = (&dy[to..to + run], &x[from..from + (run - 1) * step + 1]);
+                    *sum += if step == 1 {
                         sum_of_pairs(dy, x, |dy, x| dy * x)
                     } else {
                         dy.iter().enumerate().map(|(i, dy)| dy.wide() * x[i * step].wide()).sum()

@@ -97,12 +97,12 @@ pub fn erf(x: f32) -> f32 {
     let near = x + x * p;
     // From 4 on, erf is 1 to the last bit.
     let t = if a > 4.0 { 4.0 } else { a };
-    let mut q = -2.090_955_9e-5;
+    let mut q = -2.090_956e-5;
     q = q * t + 4.323_030_4e-4;
-    q = q * t - 4.160_527_2e-3;
+    q = q * t - 4.160_527e-3;
     q = q * t + 2.509_149_7e-2;
     q = q * t - 1.082_366_2e-1;
-    q = q * t - 6.333_866_5e-1;
+    q = q * t - 0.633_386_7;
     q = q * t - 1.129_495_2;
     q = q * t + 1.705_520_8e-4;
     let far = (1.0 - exp(q)).copysign(x);

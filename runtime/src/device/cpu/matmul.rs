@@ -8,6 +8,9 @@ use bytemuck::{cast_slice, cast_slice_mut};
 use compiler::op::MatMul;
 use compiler::tensor::DType;
 
+/// From this size on, a transposed right operand is laid out before the product: about the first-level cache.
+const TURN_ELEMENTS: usize = 16 * 1024;
+
 /// A matrix product with leading dims.
 pub fn kernel(op: &MatMul, a: &Layout, b: &Layout, c: &Layout) -> Option<Fast> {
     match a.dtype {
@@ -36,8 +39,8 @@ fn batched<T: Real>(op: &MatMul, a: &Layout, b: &Layout, c: &Layout) -> Option<F
     }
     let a_strides = if op.transpose_a { (1, m) } else { (k, 1) };
     let b_strides = if op.transpose_b { (1, k) } else { (n, 1) };
-    // The product packs a transposed right operand slowly, so it is laid out first; for one row that does not pay.
-    let turn = op.transpose_b && m > 1 && n > 1 && k > 1;
+    // The product packs a large transposed right operand slowly, so it is laid out first; for one row that does not pay.
+    let turn = op.transpose_b && m > 1 && k * n >= TURN_ELEMENTS;
     let fast = Fast::new(move |inputs, outputs, workspace| {
         let (a, b) = (cast_slice::<u8, T>(inputs[0]), cast_slice::<u8, T>(inputs[1]));
         let c: &mut [T] = cast_slice_mut(outputs[0]);

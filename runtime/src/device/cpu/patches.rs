@@ -102,19 +102,27 @@ impl Grid {
             && (0..3).all(|axis| self.dilation[axis] == 1 || self.kernel[axis] == 1)
     }
 
-    /// Every tap at which a row of windows sees data: the tap, the windows that see data there, and the index in the
-    /// plane that the first of them sees.
+    /// What the windows see at `tap`, the taps counted in row-major order: runs of one length over neighbouring windows,
+    /// each with the index of its first window and of the element in the plane that this one sees.
     #[inline(always)]
-    pub fn taps_of(&self, row: usize) -> impl Iterator<Item = (usize, Range<usize>, usize)> + '_ {
-        let [depth, height, width] = self.kernel;
-        let rows = (0..depth * height).filter_map(move |t| Some((t, self.data_row(row, t / height, t % height)?)));
-        rows.flat_map(move |(t, from)| {
-            let seen = (0..width).map(|w| (w, self.seeing(2, w))).filter(|(_, seeing)| !seeing.is_empty());
-            seen.map(move |(w, seeing)| {
-                let first = from as isize + self.offset(2, w) + (seeing.start * self.row_step()) as isize;
-                (t * width + w, seeing, first as usize)
+    pub fn runs_at(&self, tap: usize) -> (usize, impl Iterator<Item = (usize, usize)> + use<>) {
+        let [_, height, width] = self.kernel;
+        let taps = [tap / (height * width), tap / width % height, tap % width];
+        let [depths, heights, widths] = [0, 1, 2].map(|axis| self.seeing(axis, taps[axis]));
+        let [d, h, w] = [0, 1, 2].map(|axis| self.offset(axis, taps[axis]));
+        let (grid, run) = (*self, widths.len());
+        // Without a window that sees data in its row, there is no run at all.
+        let depths = if run == 0 { 0..0 } else { depths };
+        let starts = depths.flat_map(move |at_d| {
+            let (widths, out) = (widths.start, (at_d * grid.out[1]) * grid.out[2]);
+            let plane = (at_d as isize * grid.stride[0] + d) * grid.data[1] as isize;
+            heights.clone().map(move |at_h| {
+                let row = (plane + at_h as isize * grid.stride[1] + h) * grid.data[2] as isize;
+                let first = row + widths as isize * grid.stride[2] + w;
+                (out + at_h * grid.out[2] + widths, first as usize)
             })
-        })
+        });
+        (run, starts)
     }
 
     /// Where the row of windows `row` finds tap `(d, h, ·)` in its plane: the first index of a row of data.

@@ -1,4 +1,4 @@
-//! The largest element and the mean of each window, and their gradients: a row of windows at a time, tap by tap.
+//! The largest element and the mean of each window, and their gradients: a plane at a time, tap by tap.
 
 use super::patches::Grid;
 use super::real::Real;
@@ -100,12 +100,12 @@ wide! {
                 y[0] = largest(x);
                 continue;
             }
-            for (row, y) in y.chunks_exact_mut(grid.out[2]).enumerate() {
-                y.fill(T::LOWEST);
-                for (_, windows, first) in grid.taps_of(row) {
-                    let y = &mut y[windows];
+            y.fill(T::LOWEST);
+            for tap in 0..grid.taps() {
+                let (run, starts) = grid.runs_at(tap);
+                for (to, from) in starts {
                     // Steps that are written out become vector loads.
-                    let x = &x[first..first + (y.len() - 1) * step + 1];
+                    let (y, x) = (&mut y[to..to + run], &x[from..from + (run - 1) * step + 1]);
                     match step {
                         1 => {
                             for (y, &x) in y.iter_mut().zip(x) {
@@ -118,8 +118,8 @@ wide! {
                             }
                         }
                         _ => {
-                            for (y, &x) in y.iter_mut().zip(x.iter().step_by(step)) {
-                                *y = y.larger(x);
+                            for (i, y) in y.iter_mut().enumerate() {
+                                *y = y.larger(x[i * step]);
                             }
                         }
                     }
@@ -130,17 +130,17 @@ wide! {
 }
 
 fn max_grad_of<T: Real>(grid: Grid) -> Fast {
-    let width = grid.out[2];
-    let first = (width * size_of::<T>()).next_multiple_of(ALIGNMENT);
+    let windows = grid.out_len();
+    let first = (windows * size_of::<T>()).next_multiple_of(ALIGNMENT);
     let fast = Fast::new(move |inputs, outputs, workspace| {
         let (best, index) = workspace.split_at_mut(first);
-        let best = &mut cast_slice_mut::<u8, T>(best)[..width];
-        let index = &mut cast_slice_mut::<u8, u32>(&mut index[..width * size_of::<u32>()])[..];
+        let best = &mut cast_slice_mut::<u8, T>(best)[..windows];
+        let index = &mut cast_slice_mut::<u8, u32>(&mut index[..windows * size_of::<u32>()])[..];
         let (x, dy) = (cast_slice::<u8, T>(inputs[0]), cast_slice::<u8, T>(inputs[1]));
         max_grad_planes(&grid, x, dy, cast_slice_mut(outputs[0]), best, index);
         Ok(())
     });
-    fast.with_workspace(first + width * size_of::<u32>())
+    fast.with_workspace(first + windows * size_of::<u32>())
 }
 
 /// Puts the value that each window sees, and its index, where it beats the best so far.
@@ -162,23 +162,24 @@ wide! {
         for (i, dy) in dy.chunks_exact(grid.out_len().max(1)).enumerate() {
             let plane = i * grid.data_len()..(i + 1) * grid.data_len();
             let (x, dx) = (&x[plane.clone()], &mut dx[plane]);
-            for (row, dy) in dy.chunks_exact(grid.out[2]).enumerate() {
-                // No index yet: whatever comes first is the largest so far.
-                index.fill(u32::MAX);
-                best.fill(T::LOWEST);
-                for (_, windows, first) in grid.taps_of(row) {
-                    let (best, index) = (&mut best[windows.clone()], &mut index[windows]);
-                    let x = &x[first..first + (best.len() - 1) * step + 1];
+            // No index yet: whatever comes first is the largest so far.
+            index.fill(u32::MAX);
+            best.fill(T::LOWEST);
+            for tap in 0..grid.taps() {
+                let (run, starts) = grid.runs_at(tap);
+                for (to, from) in starts {
+                    let (best, index) = (&mut best[to..to + run], &mut index[to..to + run]);
+                    let x = &x[from..from + (run - 1) * step + 1];
                     // Steps that are written out become vector loads.
                     match step {
-                        1 => take_larger(best, index, first as u32, 1, |i| x[i]),
-                        2 => take_larger(best, index, first as u32, 2, |i| x[2 * i]),
-                        _ => take_larger(best, index, first as u32, step as u32, |i| x[i * step]),
+                        1 => take_larger(best, index, from as u32, 1, |i| x[i]),
+                        2 => take_larger(best, index, from as u32, 2, |i| x[2 * i]),
+                        _ => take_larger(best, index, from as u32, step as u32, |i| x[i * step]),
                     }
                 }
-                for (&at, &dy) in index.iter().zip(dy).filter(|(at, _)| **at != u32::MAX) {
-                    dx[at as usize] = dx[at as usize] + dy;
-                }
+            }
+            for (&at, &dy) in index.iter().zip(dy).filter(|(at, _)| **at != u32::MAX) {
+                dx[at as usize] = dx[at as usize] + dy;
             }
         }
     }
@@ -200,13 +201,16 @@ wide! {
                 y[0] = T::of(sum_of(x, |v| v) * shares.row(grid, 0) * shares.0[2][0]);
                 continue;
             }
-            for (row, y) in y.chunks_exact_mut(grid.out[2]).enumerate() {
-                y.fill(T::ZERO);
-                for (_, windows, first) in grid.taps_of(row) {
-                    for (y, &x) in y[windows].iter_mut().zip(x[first..].iter().step_by(step)) {
+            y.fill(T::ZERO);
+            for tap in 0..grid.taps() {
+                let (run, starts) = grid.runs_at(tap);
+                for (to, from) in starts {
+                    for (y, &x) in y[to..to + run].iter_mut().zip(x[from..].iter().step_by(step)) {
                         *y = *y + x;
                     }
                 }
+            }
+            for (row, y) in y.chunks_exact_mut(grid.out[2]).enumerate() {
                 let share = shares.row(grid, row);
                 for (y, part) in y.iter_mut().zip(&shares.0[2]) {
                     *y = T::of(y.wide() * (share * part));
@@ -233,11 +237,13 @@ wide! {
                 dx.fill(T::of(dy[0].wide() * shares.row(grid, 0) * shares.0[2][0]));
                 continue;
             }
-            for (row, dy) in dy.chunks_exact(grid.out[2]).enumerate() {
-                let share = shares.row(grid, row);
-                for (_, windows, first) in grid.taps_of(row) {
-                    let parts = &shares.0[2][windows.clone()];
-                    for ((dx, dy), part) in dx[first..].iter_mut().step_by(step).zip(&dy[windows]).zip(parts) {
+            for tap in 0..grid.taps() {
+                let (run, starts) = grid.runs_at(tap);
+                for (to, from) in starts {
+                    let (row, windows) = (to / grid.out[2], to % grid.out[2]..to % grid.out[2] + run);
+                    let share = shares.row(grid, row);
+                    let parts = &shares.0[2][windows];
+                    for ((dx, dy), part) in dx[from..].iter_mut().step_by(step).zip(&dy[to..to + run]).zip(parts) {
                         *dx = *dx + T::of(dy.wide() * (share * part));
                     }
                 }

@@ -90,14 +90,14 @@ impl<const N: usize> Iterator for Runs<'_, N> {
             let strides = &self.walk.strides[axis];
             self.counters[axis] += 1;
             if self.counters[axis] < self.walk.dims[axis] {
-                for i in 0..N {
-                    self.at[i] += strides[i];
+                for (at, stride) in self.at.iter_mut().zip(strides) {
+                    *at += stride;
                 }
                 break;
             }
             self.counters[axis] = 0;
-            for i in 0..N {
-                self.at[i] -= strides[i] * (self.walk.dims[axis] as isize - 1);
+            for (at, stride) in self.at.iter_mut().zip(strides) {
+                *at -= stride * (self.walk.dims[axis] as isize - 1);
             }
         }
         Some(now)

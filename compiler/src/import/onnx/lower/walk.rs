@@ -257,7 +257,7 @@ impl Walk<'_> {
 }
 
 /// The initial values that a graph reads.
-fn kept(graph: &Graph, mut weights: Vec<Weight>) -> Vec<Weight> {
+pub fn kept(graph: &Graph, mut weights: Vec<Weight>) -> Vec<Weight> {
     let name = |id: NodeId| match &graph.node(id).op {
         Op::Parameter(o) => Some(o.name.as_str()),
         Op::State(o) => Some(o.name.as_str()),

@@ -1,0 +1,241 @@
+//! Pipelined training against a plain loop: the same delayed weights give the same losses and the same final weights,
+//! for unequal replicas, skip edges, caps above the published ones, and minibatch counts that do not divide.
+
+use compiler::graph::evaluate::evaluate;
+use compiler::graph::{Graph, Origin, Output, Writer, order};
+use compiler::op::{Binary, Emit, Input, MatMul, NodeId, Op, Parameter, Unary, Value};
+use compiler::pass::backward::{Arriving, Made, Read, backward};
+use compiler::pass::fragment::fragments;
+use compiler::pass::loss::{LOSS, Loss, attach};
+use compiler::pass::pipeline;
+use compiler::schedule::rule::StepCount;
+use compiler::schedule::{Pipeline, Schedule, StageShape, published_caps};
+use compiler::tensor::dim::{Bindings, Dim};
+use compiler::tensor::fact::Fact;
+use compiler::tensor::{DType, Tensor};
+use runtime::data::{Batches, Dataset, Order, mix};
+use runtime::optimizer::Optimizer;
+use runtime::prepare::{Settings, prepare};
+use runtime::train::{Trained, Training, feeds, train};
+use std::collections::{BTreeMap, HashMap};
+
+const BATCH: usize = 4;
+const WIDTH: usize = 6;
+const CLASSES: usize = 3;
+
+fn uniform(shape: &[usize], seed: u64) -> Tensor {
+    let count: usize = shape.iter().product();
+    let draw = |i: usize| (mix(seed.wrapping_mul(1000) + i as u64) >> 40) as f32 / (1u64 << 23) as f32 - 1.0;
+    Tensor::from_f32(shape, &(0..count).map(draw).collect::<Vec<_>>())
+}
+
+/// Five layers, the output of the first also read by the fourth: a skip edge over two stages. Nine ops.
+fn network() -> (Graph, BTreeMap<String, Tensor>) {
+    let mut graph = Graph::new("skip");
+    let mut weights = BTreeMap::new();
+    let mut out = Writer { graph: &mut graph, origin: Origin::default() };
+    let fact = Fact::new(DType::F32, vec![Dim::symbol("batch"), Dim::from(WIDTH)]);
+    let mut x = out.emit(Op::Input(Input { name: "x".into(), fact }), &[]);
+    let mut first = None;
+    for layer in 0..4 {
+        let name = format!("{layer}.weight");
+        weights.insert(name.clone(), uniform(&[WIDTH, WIDTH], layer + 1));
+        let fact = Fact::of(DType::F32, &[WIDTH, WIDTH]);
+        let w = out.emit(Op::Parameter(Parameter { name, fact }), &[]);
+        x = out.emit(Op::MatMul(MatMul { transpose_a: false, transpose_b: true }), &[x, w]);
+        if layer == 3 {
+            x = out.emit(Op::Binary(Binary::Add), &[x, first.expect("the first layer came before")]);
+        } else {
+            x = out.emit(Op::Unary(Unary::Tanh), &[x]);
+        }
+        first = first.or(Some(x));
+    }
+    weights.insert("4.weight".into(), uniform(&[WIDTH, CLASSES], 9));
+    let fact = Fact::of(DType::F32, &[WIDTH, CLASSES]);
+    let w = out.emit(Op::Parameter(Parameter { name: "4.weight".into(), fact }), &[]);
+    let logits = out.emit(Op::MatMul(MatMul { transpose_a: false, transpose_b: false }), &[x, w]);
+    graph.outputs.push(Output { name: "logits".into(), value: logits });
+    (graph, weights)
+}
+
+fn rows(minibatches: usize) -> BTreeMap<String, Tensor> {
+    let n = minibatches * BATCH;
+    let labels: Vec<i64> = (0..n).map(|i| (mix(77 + i as u64) % CLASSES as u64) as i64).collect();
+    BTreeMap::from([("x".into(), uniform(&[n, WIDTH], 42)), ("y".into(), Tensor::from_i64(&[n], &labels))])
+}
+
+/// Stages of equally many ops.
+fn stages(count: usize) -> Vec<usize> {
+    (0..9).map(|op| op * count / 9).collect()
+}
+
+fn pipelined(replicas: &[u32], caps: &[u32], schedule: Schedule, count: StepCount, optimizer: &Optimizer) -> Trained {
+    let (graph, weights) = network();
+    let item = BATCH / count.microbatches as usize;
+    let dims = Bindings::from([("batch".to_string(), item as i64)]);
+    let shapes = replicas.iter().map(|r| StageShape::new(*r, f64::from(*r), 2.0 * f64::from(*r))).collect();
+    let pipeline = Pipeline::chain(shapes).with_caps(caps);
+    let settings = Settings { dims, loss: Loss::CrossEntropy, class_axis: None, schedule, count };
+    let prepared = prepare(&graph, &stages(replicas.len()), pipeline, &settings).unwrap();
+    let steps = count.minibatches as usize;
+    let data = Dataset::new(rows(steps), &feeds(&prepared.codes)).unwrap();
+    let batches = Batches::new(data, BATCH, count.microbatches as usize, steps, Order::InOrder).unwrap();
+    let training = Training {
+        codes: &prepared.codes,
+        program: &prepared.program,
+        weights: &weights,
+        batches: &batches,
+        optimizer,
+        keep_gradients: false,
+    };
+    train(&training, &mut |_| {}).unwrap()
+}
+
+/// The loss and the gradients of all parameters, with the reference kernels.
+fn gradients(weights: &BTreeMap<String, Tensor>, data: &BTreeMap<String, Tensor>) -> (f64, BTreeMap<String, Vec<f64>>) {
+    let (graph, _) = network();
+    let dims = Bindings::from([("batch".to_string(), BATCH as i64)]);
+    let mut graph = compiler::graph::bind::bind(&graph, &dims).unwrap();
+    attach(&mut graph, Loss::CrossEntropy, None).unwrap();
+    let place: HashMap<NodeId, usize> = order::numbered(&graph).into_iter().map(|id| (id, 0)).collect();
+    let mut whole = fragments(&graph, &place, 1).unwrap().remove(0);
+    pipeline::forward(&mut whole).unwrap();
+    let loss = whole.graph.outputs.iter().find(|o| o.name == LOSS).unwrap().value;
+    let back = backward(&whole, Some(loss), &Arriving::new()).unwrap();
+    let mut given = weights.clone();
+    given.extend(data.clone());
+    let values = evaluate(&whole.graph, &given).unwrap();
+    for (node, read) in &back.reads {
+        let Read::Saved(value) = read else { panic!("one stage receives nothing") };
+        let Op::Input(input) = &back.graph.node(*node).op else { panic!("reads are inputs") };
+        given.insert(input.name.clone(), values[value].clone());
+    }
+    let made = evaluate(&back.graph, &given).unwrap();
+    let mut gradients = BTreeMap::new();
+    for (made_of, output) in back.makes.iter().zip(&back.graph.outputs) {
+        let Made::Parameter(term) = made_of else { continue };
+        let Op::Parameter(p) = &whole.graph.node(whole.parameter_terms[*term].parameter).op else { continue };
+        gradients.insert(p.name.clone(), made[&output.value].to_f64());
+    }
+    (values[&loss].to_f64()[0], gradients)
+}
+
+/// The plain loop: minibatch after minibatch, each stage with the version its rule names. No threads, no programs.
+fn plain(replicas: &[u32], caps: &[u32], minibatches: usize, lr: f64, momentum: f64) -> (Vec<f64>, BTreeMap<String, Vec<f64>>) {
+    let (graph, first) = network();
+    let ops = order::numbered(&graph);
+    let placed = stages(replicas.len());
+    let stage_of = |name: &str| -> usize {
+        let node = graph.ids().find(|id| matches!(&graph.node(*id).op, Op::Parameter(p) if p.name == name)).unwrap();
+        let reader = graph.consumers(Value { node, output: 0 })[0].0;
+        placed[ops.iter().position(|id| *id == reader).unwrap()]
+    };
+    let all = rows(minibatches);
+    let mut versions: BTreeMap<String, Vec<Vec<f64>>> = first.iter().map(|(n, t)| (n.clone(), vec![t.to_f64()])).collect();
+    let mut buffers: BTreeMap<String, Vec<f64>> = first.iter().map(|(n, t)| (n.clone(), vec![0.0; t.len()])).collect();
+    let mut rounds: BTreeMap<String, Vec<Vec<f64>>> = BTreeMap::new();
+    let mut losses = Vec::new();
+    for b in 0..minibatches {
+        let weights: BTreeMap<String, Tensor> = first
+            .iter()
+            .map(|(name, t)| {
+                let s = stage_of(name);
+                let round = b as u32 / replicas[s];
+                let version = round.saturating_sub(caps[s] - 1) as usize;
+                (name.clone(), Tensor::from_f64(t.shape(), &versions[name][version]).cast(DType::F32))
+            })
+            .collect();
+        let slice = |name: &str, width: usize| {
+            let t = &all[name];
+            let size = t.dtype().size() * width * BATCH;
+            let shape = if width == 1 { vec![BATCH] } else { vec![BATCH, width] };
+            Tensor::new(t.dtype(), shape, t.bytes().slice(b * size..(b + 1) * size)).unwrap()
+        };
+        let data = BTreeMap::from([("x".to_string(), slice("x", WIDTH)), ("target".to_string(), slice("y", 1))]);
+        let (loss, gradients) = gradients(&weights, &data);
+        losses.push(loss);
+        for (name, gradient) in gradients {
+            let r = replicas[stage_of(&name)] as usize;
+            let open = rounds.entry(name.clone()).or_default();
+            open.push(gradient);
+            if open.len() == r || b + 1 == minibatches {
+                let count = open.len() as f64;
+                let buffer = buffers.get_mut(&name).unwrap();
+                let mut next = versions[&name].last().unwrap().clone();
+                for i in 0..next.len() {
+                    let mean = open.iter().map(|g| g[i]).sum::<f64>() / count;
+                    buffer[i] = momentum * buffer[i] + mean;
+                    next[i] -= lr * buffer[i];
+                }
+                versions.get_mut(&name).unwrap().push(next);
+                open.clear();
+            }
+        }
+    }
+    (losses, versions.into_iter().map(|(n, mut v)| (n, v.pop().unwrap())).collect())
+}
+
+#[test]
+fn one_f_one_b_rr_is_the_plain_loop_with_delayed_weights() {
+    for replicas in [&[1, 1, 1][..], &[2, 1], &[3, 1], &[1, 3, 1], &[1, 2, 2, 1], &[2], &[1]] {
+        for extra in [0, 1, 2] {
+            for minibatches in [1, 7, 12] {
+                let caps: Vec<u32> = published_caps(replicas).iter().map(|c| c + extra).collect();
+                let (lr, momentum) = (0.1, 0.9);
+                let sgd = Optimizer::Sgd { learning_rate: lr, momentum, nesterov: false, weight_decay: 0.0 };
+                let count = StepCount::minibatches(minibatches as u32);
+                let trained = pipelined(replicas, &caps, Schedule::OneFOneBRr, count, &sgd);
+                let (losses, weights) = plain(replicas, &caps, minibatches, lr, momentum);
+                let what = format!("{replicas:?} caps {caps:?}, {minibatches} minibatches");
+                for (b, (got, want)) in trained.losses.iter().zip(&losses).enumerate() {
+                    assert!((got - want).abs() <= 1e-5 * want.abs(), "{what}: minibatch {b}: {got} against {want}");
+                }
+                for (name, want) in &weights {
+                    let got = trained.weights[name].to_f64();
+                    let error = got.iter().zip(want).map(|(g, w)| (g - w).abs()).fold(0.0, f64::max);
+                    assert!(error <= 2e-5, "{what}: {name} is {error:.2e} off");
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn flush_schedules_have_the_bits_of_one_stage() {
+    let adam = Optimizer::Adam {
+        learning_rate: 1e-2,
+        betas: (0.9, 0.999),
+        epsilon: 1e-8,
+        weight_decay: 0.0,
+        decoupled: false,
+    };
+    for microbatches in [1, 2, 4] {
+        let count = StepCount { minibatches: 6, microbatches };
+        let one = pipelined(&[1], &[1], Schedule::OneFOneB, count, &adam);
+        for stages in [2, 3, 4] {
+            for schedule in [Schedule::OneFOneB, Schedule::Gpipe] {
+                let replicas = vec![1; stages];
+                let many = pipelined(&replicas, &published_caps(&replicas), schedule, count, &adam);
+                assert_eq!(one.losses, many.losses, "{schedule}, {stages} stages, {microbatches} microbatches");
+                assert!(one.weights == many.weights, "{schedule}, {stages} stages: other weights");
+            }
+        }
+        // Replicas add in another order.
+        let shared = pipelined(&[2, 1], &[2, 1], Schedule::OneFOneB, count, &adam);
+        for (got, want) in shared.losses.iter().zip(&one.losses) {
+            assert!((got - want).abs() <= 1e-6 * want.abs(), "{got} against {want} with two replicas");
+        }
+    }
+}
+
+#[test]
+fn the_same_run_has_the_same_bits() {
+    let sgd = Optimizer::Sgd { learning_rate: 0.1, momentum: 0.9, nesterov: true, weight_decay: 1e-3 };
+    let run = || pipelined(&[2, 1, 1], &published_caps(&[2, 1, 1]), Schedule::OneFOneBRr, StepCount::minibatches(15), &sgd);
+    let first = run();
+    for _ in 0..5 {
+        let again = run();
+        assert_eq!(first.losses, again.losses);
+        assert!(first.weights == again.weights);
+    }
+}
