@@ -78,7 +78,7 @@ fn pipelined(replicas: &[u32], caps: &[u32], schedule: Schedule, count: StepCoun
     let settings = Settings { dims, loss: Loss::CrossEntropy, class_axis: None, schedule, count };
     let prepared = prepare(&graph, &stages(replicas.len()), pipeline, &settings).unwrap();
     let steps = count.minibatches as usize;
-    let data = Dataset::new(rows(steps), &feeds(&prepared.codes)).unwrap();
+    let data = Dataset::new(rows(steps), &feeds(&prepared.codes), item).unwrap();
     let batches = Batches::new(data, BATCH, count.microbatches as usize, steps, Order::InOrder).unwrap();
     let training = Training {
         codes: &prepared.codes,
