@@ -672,6 +672,13 @@ pub trait Rule {
         vec![None; at.inputs.len()]
     }
 
+    /// Whether [`Rule::backward`] takes a gradient that arrives at this output. Where it does not, training is refused:
+    /// a gradient that is dropped would be a wrong model.
+    fn takes_gradient(&self, output: usize) -> bool {
+        let _ = output;
+        true
+    }
+
     /// The clear kernel: it folds constants, and is the oracle for every faster one. Facts have been checked by
     /// [`Rule::infer`]; every element of every output must be written.
     fn reference(&self, inputs: &[View<'_>], outputs: &mut [ViewMut<'_>]) -> Result<(), KernelError>;

@@ -2,7 +2,7 @@
 
 use compiler::pass::memory::ALIGNMENT;
 use std::alloc::{Layout, alloc_zeroed, dealloc, handle_alloc_error};
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::ptr::NonNull;
 use std::sync::Arc;
 
@@ -78,6 +78,8 @@ fn layout(bytes: usize) -> Layout {
 #[derive(Default)]
 pub struct Pool {
     free: HashMap<usize, Vec<Arc<Buffer>>>,
+    /// The addresses of the buffers that this pool made: it keeps no other, or two pools would hold a buffer for ever.
+    made: HashSet<usize>,
 }
 
 impl Pool {
@@ -87,12 +89,22 @@ impl Pool {
         // A receiver may still hold what was sent to it; such a buffer is passed over until it is let go.
         match free.iter_mut().position(|b| Arc::get_mut(b).is_some()) {
             Some(at) => free.swap_remove(at),
-            None => Arc::new(Buffer::new(bytes)),
+            None => {
+                let buffer = Arc::new(Buffer::new(bytes));
+                self.made.insert(buffer.start() as usize);
+                buffer
+            }
         }
     }
 
-    /// Gives a buffer back. Others may still read it.
+    /// Gives a buffer back. Others may still read it, and others may give it back as well: it is listed once.
     pub fn give(&mut self, buffer: Arc<Buffer>) {
-        self.free.entry(buffer.len()).or_default().push(buffer);
+        if !self.made.contains(&(buffer.start() as usize)) {
+            return;
+        }
+        let free = self.free.entry(buffer.len()).or_default();
+        if !free.iter().any(|b| Arc::ptr_eq(b, &buffer)) {
+            free.push(buffer);
+        }
     }
 }

@@ -4,10 +4,11 @@
 
 use crate::buffer::Buffer;
 use crate::device::cpu::Kernel;
+use crate::memory;
 use compiler::graph::{Graph, order};
 use compiler::op::table::rule;
 use compiler::op::{NodeId, Op, Value};
-use compiler::pass::backward::{Arriving, Backward, Made, Read, backward};
+use compiler::pass::backward::{Arriving, Backward, BackwardError, Made, Read, backward};
 use compiler::pass::fragment::{Fragment, FragmentError, fragments};
 use compiler::pass::memory::{Home, Layout, Needs, plan};
 use compiler::pass::pipeline::{self, PassBug};
@@ -23,6 +24,12 @@ pub enum CompileError {
     Fragment(#[from] FragmentError),
     #[error(transparent)]
     Bug(#[from] PassBug),
+    #[error(transparent)]
+    Backward(#[from] BackwardError),
+    #[error("`{node}` needs {needed} bytes for its inputs and outputs, the machine has {available} left")]
+    Memory { node: String, needed: u64, available: u64 },
+    #[error("a stage needs {needed} bytes, the machine has {available} left")]
+    StageMemory { needed: u64, available: u64 },
     #[error("the size of `{node}` is not known: {fact}; give the symbols their sizes")]
     Symbolic { node: String, fact: String },
 }
@@ -193,13 +200,29 @@ pub fn compile(
                 Some(made)
             }
         };
-        codes.push(Assembly::new(fragment, backward.as_ref()).stage());
+        let code = Assembly::new(fragment, backward.as_ref()).stage();
+        check_memory(&code)?;
+        codes.push(code);
     }
     codes.reverse();
     Ok(codes)
 }
 
+/// Refuses a stage that could not even run one item here: allocating would end the process.
+fn check_memory(code: &StageCode) -> Result<(), CompileError> {
+    let own = |list: &[Named]| list.iter().map(|n| n.bytes as u64).sum::<u64>();
+    let buffers: u64 = code.own_bytes.iter().map(|b| *b as u64).sum();
+    let needed = own(&code.parameters) + own(&code.states) + own(&code.feeds);
+    let needed = needed + buffers + code.kept_bytes as u64 + code.arena_bytes as u64;
+    match memory::available() {
+        Some(available) if needed > available => Err(CompileError::StageMemory { needed, available }),
+        _ => Ok(()),
+    }
+}
+
+/// Every size is known, and no op is larger than the machine: sums of sizes cannot overflow after this.
 fn check_sizes(graph: &Graph) -> Result<(), CompileError> {
+    let available = memory::available().unwrap_or(1 << 40);
     for id in graph.ids() {
         let node = graph.node(id);
         let told = || if node.origin.source.is_empty() { node.name.clone() } else { node.origin.source.clone() };
@@ -211,6 +234,12 @@ fn check_sizes(graph: &Graph) -> Result<(), CompileError> {
                 }
                 Some(_) => {}
             }
+        }
+        let inputs = graph.inputs(id);
+        let facts = inputs.iter().map(|v| graph.fact(*v)).chain(&node.facts);
+        let needed = facts.fold(0u64, |sum, f| sum.saturating_add(f.bytes().unwrap_or(0)));
+        if needed > available {
+            return Err(CompileError::Memory { node: told(), needed, available });
         }
     }
     Ok(())

@@ -4,6 +4,8 @@ pub mod npz;
 pub mod synthetic;
 
 use crate::compile::Named;
+use compiler::graph::Graph;
+use compiler::pass::loss::{IGNORED, TARGET};
 use compiler::tensor::Tensor;
 use std::collections::BTreeMap;
 use thiserror::Error;
@@ -22,8 +24,12 @@ pub enum DataError {
     Shape { name: String, got: Vec<usize>, expected: Vec<usize> },
     #[error("{rows} rows are fewer than one minibatch of {batch}")]
     Few { rows: usize, batch: usize },
+    #[error("array `{name}`, row {row}: index {index} is outside a table of {size}")]
+    Index { name: String, row: usize, index: i64, size: i64 },
     #[error("array `{name}`, row {row}: label {label} is outside the {classes} classes 0 to {last}")]
     Label { name: String, row: usize, label: i64, classes: i64, last: i64 },
+    #[error("array `{name}` holds {value} in row {row}, where the model reads whole numbers")]
+    Fraction { name: String, row: usize, value: f64 },
     #[error("array `{name}` holds {value} in row {row}; training on it would make every weight NaN")]
     NotFinite { name: String, row: usize, value: f64 },
 }
@@ -55,7 +61,7 @@ impl Dataset {
         for feed in feeds {
             let name = &feed.name;
             let missing = || DataError::Missing { name: name.clone(), found: found.clone() };
-            let other = (name == compiler::pass::loss::TARGET).then_some("y");
+            let other = (name == TARGET).then_some("y");
             let array = arrays.remove(name).or_else(|| other.and_then(|y| arrays.remove(y))).ok_or_else(missing)?;
             if array.shape().contains(&0) {
                 return Err(DataError::Empty { name: name.clone() });
@@ -65,8 +71,11 @@ impl Dataset {
                 let (got, expected) = (array.shape().to_vec(), feed.fact.concrete().unwrap_or_default());
                 return Err(DataError::Shape { name: name.clone(), got, expected });
             }
-            let array = array.cast(feed.fact.dtype);
             refuse_not_finite(name, &array)?;
+            if !feed.fact.dtype.is_float() {
+                refuse_fractions(name, &array)?;
+            }
+            let array = array.cast(feed.fact.dtype);
             picked.insert(name.clone(), array);
         }
         let fits: Vec<(&Named, Fit)> = feeds.iter().map(|f| (f, Fit::of(f, &picked[&f.name], item_rows))).collect();
@@ -93,12 +102,27 @@ impl Dataset {
         self.rows
     }
 
+    /// Refuses indices that no reader of an input in `graph` has a place for, so that they are told before training.
+    pub fn check_indices(&self, graph: &Graph) -> Result<(), DataError> {
+        for (name, array) in self.arrays.iter().filter(|(n, a)| *n != TARGET && !a.tensor.dtype().is_float()) {
+            let Some(size) = synthetic::limit(graph, name) else { continue };
+            let per_row = (array.tensor.len() / array.tensor.shape().first().copied().unwrap_or(1).max(1)).max(1);
+            let view = array.tensor.view();
+            if let Some(i) = (0..view.len()).find(|&i| !(-size..size).contains(&view.i64(i))) {
+                let (row, index) = (i / per_row, view.i64(i));
+                return Err(DataError::Index { name: name.clone(), row, index, size });
+            }
+        }
+        Ok(())
+    }
+
     /// Refuses labels outside `0..classes`.
     pub fn check_labels(&self, name: &str, classes: i64) -> Result<(), DataError> {
         let Some(labels) = self.arrays.get(name).map(|a| &a.tensor) else { return Ok(()) };
         let per_row = (labels.len() / self.rows.max(1)).max(1);
         let view = labels.view();
-        match (0..view.len()).find(|&i| !(0..classes).contains(&view.i64(i))) {
+        let fits = |label: i64| (0..classes).contains(&label) || label == IGNORED;
+        match (0..view.len()).find(|&i| !fits(view.i64(i))) {
             None => Ok(()),
             Some(i) => Err(DataError::Label {
                 name: name.to_string(),
@@ -126,8 +150,7 @@ impl Fit {
             return Fit { rows: false, whole: expected == array.shape() };
         };
         // A model may flatten its predictions, [batch·time, classes]; targets are still given sample by sample.
-        let flattened = feed.name == compiler::pass::loss::TARGET
-            && array.len() / rows * item_rows == expected.iter().product::<usize>();
+        let flattened = feed.name == TARGET && array.len() / rows * item_rows == expected.iter().product::<usize>();
         Fit { rows: (*first == item_rows && rest == row) || flattened, whole: expected == array.shape() }
     }
 }
@@ -136,11 +159,23 @@ fn refuse_not_finite(name: &str, array: &Tensor) -> Result<(), DataError> {
     if !array.dtype().is_float() {
         return Ok(());
     }
-    let per_row = (array.len() / array.shape()[0].max(1)).max(1);
+    let per_row = (array.len() / array.shape().first().copied().unwrap_or(1).max(1)).max(1);
     let view = array.view();
     match (0..view.len()).find(|&i| !view.f64(i).is_finite()) {
         None => Ok(()),
         Some(i) => Err(DataError::NotFinite { name: name.to_string(), row: i / per_row, value: view.f64(i) }),
+    }
+}
+
+fn refuse_fractions(name: &str, array: &Tensor) -> Result<(), DataError> {
+    if !array.dtype().is_float() {
+        return Ok(());
+    }
+    let per_row = (array.len() / array.shape().first().copied().unwrap_or(1).max(1)).max(1);
+    let view = array.view();
+    match (0..view.len()).find(|&i| view.f64(i).fract() != 0.0) {
+        None => Ok(()),
+        Some(i) => Err(DataError::Fraction { name: name.to_string(), row: i / per_row, value: view.f64(i) }),
     }
 }
 

@@ -15,6 +15,7 @@ pub mod device;
 pub mod evaluate;
 pub mod execute;
 pub mod link;
+pub mod memory;
 pub mod optimizer;
 pub mod prepare;
 pub mod train;

@@ -30,6 +30,8 @@ pub enum TrainError {
         "parameter `{name}` is shared by stages {first} and {second}, whose weights are of different versions under {schedule}"
     )]
     Tied { name: String, first: usize, second: usize, schedule: Schedule },
+    #[error("the running statistic `{name}` is shared by stages {first} and {second}; put both readers in one stage")]
+    SharedState { name: String, first: usize, second: usize },
     #[error("parameter `{name}` is {dtype}; parameters of f32 and f64 can be trained")]
     ElementType { name: String, dtype: DType },
     #[error("bug in pipec: worker {worker} panicked: {what}")]
@@ -142,6 +144,7 @@ pub fn train(training: &Training<'_>, on_step: &mut dyn FnMut(StepDone)) -> Resu
     let program = training.program;
     check_weights(training.codes, training.weights)?;
     let ties = ties(training)?;
+    check_states(training.codes)?;
     let mut ends = channels(program);
     let replicas: Vec<_> = program.stages.iter().map(|s| Arc::new(Rendezvous::new(s.replicas as usize))).collect();
     let (events, told) = crossbeam_channel::unbounded();
@@ -295,6 +298,25 @@ fn channels(program: &Program) -> HashMap<WorkerId, Ends> {
     ends
 }
 
+/// Refuses a state that follows values while several stages hold it: their copies would drift apart.
+fn check_states(codes: &[StageCode]) -> Result<(), TrainError> {
+    for (first, code) in codes.iter().enumerate() {
+        for follow in &code.follows {
+            let name = &code.states[follow.state].name;
+            let other =
+                |(s, c): (usize, &StageCode)| (s != first && c.states.iter().any(|n| n.name == *name)).then_some(s);
+            if let Some(second) = codes.iter().enumerate().find_map(other) {
+                return Err(TrainError::SharedState {
+                    name: name.clone(),
+                    first: first.min(second),
+                    second: first.max(second),
+                });
+            }
+        }
+    }
+    Ok(())
+}
+
 /// A parameter that several stages hold: its workers and where they meet.
 struct Tie {
     name: String,
@@ -313,8 +335,11 @@ fn ties(training: &Training<'_>) -> Result<Vec<Tie>, TrainError> {
     let mut ties = Vec::new();
     for (name, stages) in holders.into_iter().filter(|(_, s)| s.len() > 1) {
         let stages: Vec<usize> = stages.into_iter().collect();
-        // Only where every stage steps once for the same minibatch do copies stay equal.
-        let together = matches!(program.schedule, Schedule::Gpipe | Schedule::OneFOneB | Schedule::TwoBw);
+        // Only where every stage steps once for the same minibatch do copies stay equal. Under 2BW a replicated stage
+        // may step later than the others wait for it.
+        let alone = stages.iter().all(|s| program.stages[*s].replicas == 1);
+        let together = matches!(program.schedule, Schedule::Gpipe | Schedule::OneFOneB)
+            || (program.schedule == Schedule::TwoBw && alone);
         if !together {
             return Err(TrainError::Tied {
                 name: name.to_string(),

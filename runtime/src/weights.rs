@@ -57,11 +57,21 @@ pub fn write(path: &Path, tensors: &BTreeMap<String, Tensor>) -> Result<(), File
 /// Writes a file so that it is there whole or not at all.
 pub fn write_whole(path: &Path, bytes: &[u8]) -> Result<(), FileError> {
     let fail = |fault| FileError::Write { path: path.to_path_buf(), fault };
+    // A link is followed, so that its target is what changes; a pipe or a device is written to, never replaced.
+    let target = fs::canonicalize(path).unwrap_or_else(|_| path.to_path_buf());
+    let path = target.as_path();
+    let existing = fs::metadata(path).ok();
+    if existing.as_ref().is_some_and(|m| !m.is_file()) {
+        return fs::OpenOptions::new().write(true).open(path).and_then(|mut f| f.write_all(bytes)).map_err(fail);
+    }
     let mut name = path.file_name().unwrap_or_default().to_os_string();
     name.push(format!(".{}.part", std::process::id()));
     let part = path.with_file_name(name);
     let written = fs::File::create(&part).and_then(|mut file| {
         file.write_all(bytes)?;
+        if let Some(old) = &existing {
+            file.set_permissions(old.permissions())?;
+        }
         file.sync_all()?;
         fs::rename(&part, path)
     });
@@ -76,11 +86,21 @@ fn extension(path: &Path) -> &str {
     path.extension().and_then(|e| e.to_str()).unwrap_or("")
 }
 
+/// The bytes of a regular file: a pipe could block for ever, a device never end.
+pub fn read_regular(path: &Path) -> Result<Vec<u8>, FileError> {
+    let fail = |fault| FileError::Read { path: path.to_path_buf(), fault };
+    let kind = fs::metadata(path).map_err(fail)?;
+    if !kind.is_file() {
+        return Err(fail(std::io::Error::other("not a regular file")));
+    }
+    fs::read(path).map_err(fail)
+}
+
 /// Headers larger than this are refused.
 const HEADER_LIMIT: u64 = 16 << 20;
 
 fn read_safetensors(path: &Path) -> Result<BTreeMap<String, Tensor>, FileError> {
-    let bytes = fs::read(path).map_err(|fault| FileError::Read { path: path.to_path_buf(), fault })?;
+    let bytes = read_regular(path)?;
     let wrong = |fault: String| FileError::Safetensors { path: path.to_path_buf(), fault };
     let length = bytes.first_chunk::<8>().map(|b| u64::from_le_bytes(*b)).ok_or_else(|| wrong("too short".into()))?;
     if length > HEADER_LIMIT {

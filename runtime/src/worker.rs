@@ -131,6 +131,9 @@ pub struct Span {
     pub end: f64,
 }
 
+/// A worker remembers how it spent its time up to so many pieces: a long run must not fill the memory with them.
+pub const MOST_SPANS: usize = 1 << 20;
+
 /// What a worker leaves behind.
 pub struct Outcome {
     /// The newest weights.
@@ -514,7 +517,9 @@ impl Worker<'_> {
 
     fn spend(&mut self, work: Work, start: f64) {
         let end = self.now();
-        self.spans.push(Span { work, start, end });
+        if self.spans.len() < MOST_SPANS {
+            self.spans.push(Span { work, start, end });
+        }
     }
 }
 

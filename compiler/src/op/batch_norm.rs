@@ -34,6 +34,10 @@ impl Rule for BatchNorm {
         all.into_iter().zip(at.wanted).map(|(d, &wanted)| wanted.then_some(d)).collect()
     }
 
+    fn takes_gradient(&self, output: usize) -> bool {
+        output == 0
+    }
+
     fn reference(&self, inputs: &[View<'_>], outputs: &mut [ViewMut<'_>]) -> Result<(), KernelError> {
         let [x, scale, bias] = inputs else { unreachable!("infer checks the arity") };
         let [y, mean_out, variance_out, rstd_out] = outputs else { unreachable!("infer gives four outputs") };
@@ -78,6 +82,10 @@ impl Rule for BatchNormGrad {
     // No second order, as for the layer norm.
 
     // The scale is one number a channel, so that mean(g) = scale dbias / n and mean(g x̂) = scale dscale / n.
+    fn takes_gradient(&self, _: usize) -> bool {
+        false
+    }
+
     fn reference(&self, inputs: &[View<'_>], outputs: &mut [ViewMut<'_>]) -> Result<(), KernelError> {
         let [dy, x, scale, mean, rstd] = inputs else { unreachable!("infer checks the arity") };
         let [dx, dscale, dbias] = outputs else { unreachable!("infer gives three outputs") };

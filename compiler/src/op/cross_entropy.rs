@@ -36,6 +36,10 @@ impl Rule for CrossEntropy {
         vec![Some(out.emit(grad, &[dloss, at.inputs[0], at.inputs[1], at.outputs[1]])), None]
     }
 
+    fn takes_gradient(&self, output: usize) -> bool {
+        output == 0
+    }
+
     fn reference(&self, inputs: &[View<'_>], outputs: &mut [ViewMut<'_>]) -> Result<(), KernelError> {
         let [logits, target] = inputs else { unreachable!("infer checks the arity") };
         let [loss, lse_out] = outputs else { unreachable!("infer gives two outputs") };
@@ -75,6 +79,10 @@ impl Rule for CrossEntropyGrad {
     }
 
     // No second order, as for the norms.
+
+    fn takes_gradient(&self, _: usize) -> bool {
+        false
+    }
 
     fn reference(&self, inputs: &[View<'_>], outputs: &mut [ViewMut<'_>]) -> Result<(), KernelError> {
         let [dloss, logits, target, lse] = inputs else { unreachable!("infer checks the arity") };

@@ -38,6 +38,10 @@ impl Rule for LayerNorm {
         all.into_iter().zip(at.wanted).map(|(d, &wanted)| wanted.then_some(d)).collect()
     }
 
+    fn takes_gradient(&self, output: usize) -> bool {
+        output == 0
+    }
+
     fn reference(&self, inputs: &[View<'_>], outputs: &mut [ViewMut<'_>]) -> Result<(), KernelError> {
         let [x, scale, bias] = inputs else { unreachable!("infer checks the arity") };
         let [y, mean_out, rstd_out] = outputs else { unreachable!("infer gives three outputs") };
@@ -80,6 +84,10 @@ impl Rule for LayerNormGrad {
     }
 
     // No second order: a loss that needs it is not in the dictionary's reach.
+
+    fn takes_gradient(&self, _: usize) -> bool {
+        false
+    }
 
     fn reference(&self, inputs: &[View<'_>], outputs: &mut [ViewMut<'_>]) -> Result<(), KernelError> {
         let [dy, x, scale, mean, rstd] = inputs else { unreachable!("infer checks the arity") };

@@ -58,6 +58,10 @@ impl Rule for MaxPoolGrad {
 
     // No second order: which element wins is a choice, and no core op picks elements by it.
 
+    fn takes_gradient(&self, _: usize) -> bool {
+        false
+    }
+
     fn reference(&self, inputs: &[View<'_>], outputs: &mut [ViewMut<'_>]) -> Result<(), KernelError> {
         let (x, dy, dx) = (&inputs[0], &inputs[1], &mut outputs[0]);
         let mut sums = vec![0.0; dx.len()];

@@ -70,6 +70,10 @@ impl Rule for Reduce {
 
     // Floats are joined in f64 and rounded once, whole numbers wrap. Over no elements: 0 for a sum, 1 for a product, and
     // for the largest (smallest) the smallest (largest) value of the type.
+    fn takes_gradient(&self, _: usize) -> bool {
+        self.kind != ReduceKind::Prod
+    }
+
     fn reference(&self, inputs: &[View<'_>], outputs: &mut [ViewMut<'_>]) -> Result<(), KernelError> {
         let (x, y) = (&inputs[0], &mut outputs[0]);
         // Dropping dims of 1 leaves the order of the elements as it is, so the walk may always keep them.

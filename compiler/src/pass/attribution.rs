@@ -6,6 +6,7 @@
 //! it, a loss to the op that makes the predictions, what follows from constants to the first op that reads it. So times
 //! and kept bytes that are summed over ops are those of the run.
 
+use super::backward::BackwardError;
 use super::backward::{Arriving, Read, backward};
 use super::fragment::{Fragment, FragmentError, fragments};
 use super::loss::{LOSS, Loss, LossError, attach};
@@ -42,6 +43,8 @@ pub enum AttributionError {
     Fragment(#[from] FragmentError),
     #[error(transparent)]
     Bug(#[from] PassBug),
+    #[error(transparent)]
+    Backward(#[from] BackwardError),
 }
 
 /// The nodes that run, by the op that answers for them. Ids of nodes are those of the graphs here, not of the graph

@@ -12,6 +12,7 @@ use crate::graph::{Graph, Origin, Output, Writer, order};
 use crate::op::table::rule;
 use crate::op::{Binary, Emit, Input, NodeId, Op, Site, Value};
 use std::collections::{HashMap, HashSet};
+use thiserror::Error;
 
 /// Where an input of the backward graph comes from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -54,20 +55,38 @@ pub struct Backward {
     pub makes: Vec<Made>,
 }
 
+/// Why a fragment has no backward.
+#[derive(Debug, Error)]
+pub enum BackwardError {
+    /// A gradient arrives where an op has no rule for it.
+    #[error("node `{node}` ({op}) has no gradient for its output {output}, which the loss depends on")]
+    NoRule {
+        /// The node, in the words of the source model.
+        node: String,
+        /// Its op.
+        op: String,
+        /// The output that a gradient arrives at, counted from 0.
+        output: usize,
+    },
+    /// A pass broke the graph.
+    #[error(transparent)]
+    Bug(#[from] PassBug),
+}
+
 /// A term that the backward of a later stage sends: the whole graph's value, the stage, and its group.
 pub type Arriving = HashSet<(Value, usize, usize)>;
 
 /// The backward fragment at fixed sizes. `loss` is the fragment's scalar that is made small, where it has it; `arriving`
 /// says which gradient terms the later stages really send (a reader may have no gradient).
-pub fn backward(fragment: &Fragment, loss: Option<Value>, arriving: &Arriving) -> Result<Backward, PassBug> {
+pub fn backward(fragment: &Fragment, loss: Option<Value>, arriving: &Arriving) -> Result<Backward, BackwardError> {
     let mut joint = Joint::new(fragment);
     let forward_order = order::canonical(&fragment.graph);
     for &id in forward_order.iter().rev() {
-        joint.node(id, loss, arriving);
+        joint.node(id, loss, arriving)?;
     }
     let results = joint.results();
     let (graph, reads) = joint.extract(&results);
-    finish(graph, reads, results.into_iter().map(|(made, _)| made).collect())
+    Ok(finish(graph, reads, results.into_iter().map(|(made, _)| made).collect())?)
 }
 
 struct Joint<'a> {
@@ -104,16 +123,21 @@ impl<'a> Joint<'a> {
     }
 
     /// Writes the backward ops of one forward node.
-    fn node(&mut self, id: NodeId, loss: Option<Value>, arriving: &Arriving) {
+    fn node(&mut self, id: NodeId, loss: Option<Value>, arriving: &Arriving) -> Result<(), BackwardError> {
         let node = self.graph.node(id).clone();
         if !self.active.contains(&id) || matches!(node.op, Op::Parameter(_) | Op::Input(_)) {
-            return;
+            return Ok(());
         }
         let outputs = self.graph.values(id);
         let d_outputs: Vec<Option<Value>> =
             outputs.iter().map(|v| self.gradient(*v, loss == Some(*v), arriving, &node.origin)).collect();
         if d_outputs.iter().all(Option::is_none) {
-            return;
+            return Ok(());
+        }
+        let refused = (0..outputs.len()).find(|&o| d_outputs[o].is_some() && !rule(&node.op).takes_gradient(o));
+        if let Some(output) = refused {
+            let told = if node.origin.source.is_empty() { node.name } else { node.origin.source };
+            return Err(BackwardError::NoRule { node: told, op: rule(&node.op).name().to_string(), output });
         }
         let inputs = self.graph.inputs(id);
         let wanted: Vec<bool> = inputs.iter().map(|v| self.is_active(*v)).collect();
@@ -125,6 +149,7 @@ impl<'a> Joint<'a> {
                 self.contributions.insert((id, slot as u32), gradient);
             }
         }
+        Ok(())
     }
 
     /// The gradient of a value: the sum of its terms in their order.

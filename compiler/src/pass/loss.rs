@@ -15,7 +15,7 @@ use thiserror::Error;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Loss {
-    /// Mean cross-entropy of logits against class indices.
+    /// Mean cross-entropy of logits against class indices; [`IGNORED`] counts for nothing.
     CrossEntropy,
     /// Mean squared error.
     Mse,
@@ -44,10 +44,13 @@ pub enum LossError {
 /// The name under which data files give the targets.
 pub const TARGET: &str = "target";
 
-/// The name of the scalar that is trained.
-pub const LOSS: &str = "loss";
+/// A class index that counts for nothing, as PyTorch's `ignore_index` has it.
+pub const IGNORED: i64 = -100;
 
-/// Adds the loss ops for the first output and returns the scalar loss, which becomes the graph's last result `loss`.
+/// The name of the scalar that is trained; a model's own results have other names.
+pub const LOSS: &str = "pipec.loss";
+
+/// Adds the loss ops for the first output and returns the scalar loss, which becomes the graph's last result [`LOSS`].
 /// `class_axis` counts from the end when negative; the default is the last axis.
 pub fn attach(graph: &mut Graph, loss: Loss, class_axis: Option<i64>) -> Result<Value, LossError> {
     let Some(Output { name, value: y }) = graph.outputs.first().cloned() else { return Err(LossError::NoOutput) };
@@ -79,7 +82,7 @@ pub fn attach(graph: &mut Graph, loss: Loss, class_axis: Option<i64>) -> Result<
             let mut shape = fact.shape.clone();
             shape.remove(axis);
             let labels = target(&mut out, Fact::new(DType::I64, shape));
-            out.emit(Op::CrossEntropy(CrossEntropy { axis, ignore: None }), &[y, labels])
+            out.emit(Op::CrossEntropy(CrossEntropy { axis, ignore: Some(IGNORED) }), &[y, labels])
         }
         Loss::Mse => {
             let wanted = target(&mut out, fact.clone());

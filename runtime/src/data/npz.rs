@@ -3,10 +3,11 @@
 //! An npz is a zip of npy arrays. Everything in it is doubted: names appear once, sizes that the archive declares are
 //! capped by what is really there, object arrays (pickles) are refused unread, and shapes are multiplied with care.
 
-use crate::weights::FileError;
+use crate::memory;
+use crate::weights::{FileError, read_regular};
 use compiler::tensor::{DType, Tensor, element_count};
 use std::collections::BTreeMap;
-use std::io::{Cursor, Read, Write};
+use std::io::{Cursor, Read, Seek, SeekFrom, Write};
 use std::path::Path;
 use zip::write::SimpleFileOptions;
 use zip::{CompressionMethod, ZipArchive, ZipWriter};
@@ -20,13 +21,19 @@ const ENTRY_LIMIT: usize = 1 << 16;
 /// All arrays of an npz file, by name without `.npy`.
 pub fn read(path: &Path) -> Result<BTreeMap<String, Tensor>, FileError> {
     let file = std::fs::File::open(path).map_err(|fault| FileError::Read { path: path.to_path_buf(), fault })?;
-    let size = file.metadata().map_err(|fault| FileError::Read { path: path.to_path_buf(), fault })?.len();
+    let kind = file.metadata().map_err(|fault| FileError::Read { path: path.to_path_buf(), fault })?;
+    let size = kind.len();
     let wrong = |fault: String| FileError::Npz { path: path.to_path_buf(), fault };
     let mut archive =
         ZipArchive::new(std::io::BufReader::new(file)).map_err(|e| wrong(format!("not a zip archive: {e}")))?;
     if archive.len() > ENTRY_LIMIT {
         return Err(wrong(format!("{} entries; the most is {ENTRY_LIMIT}", archive.len())));
     }
+    // The library keeps one of several entries of a name; the archive's own count tells that there were more.
+    if let Some(declared) = entries(path).filter(|n| *n != archive.len()) {
+        return Err(wrong(format!("{declared} entries, but {} names: some array is there twice", archive.len())));
+    }
+    let limit = memory::available().map_or(TOTAL_LIMIT, |bytes| TOTAL_LIMIT.min(bytes / 2));
     let mut arrays = BTreeMap::new();
     let mut total = 0u64;
     for i in 0..archive.len() {
@@ -40,8 +47,8 @@ pub fn read(path: &Path) -> Result<BTreeMap<String, Tensor>, FileError> {
             return Err(array(format!("declares {declared} bytes in a file of {size}")));
         }
         total = total.saturating_add(declared);
-        if total > TOTAL_LIMIT {
-            return Err(wrong(format!("the arrays take more than {TOTAL_LIMIT} bytes")));
+        if total > limit {
+            return Err(wrong(format!("the arrays take more than {limit} bytes")));
         }
         let mut bytes = Vec::new();
         entry.take(declared.saturating_add(1)).read_to_end(&mut bytes).map_err(|e| array(e.to_string()))?;
@@ -53,9 +60,23 @@ pub fn read(path: &Path) -> Result<BTreeMap<String, Tensor>, FileError> {
     Ok(arrays)
 }
 
+/// The number of entries that the end of a zip archive declares; `None` where it is in the 64-bit form or not found.
+fn entries(path: &Path) -> Option<usize> {
+    let mut file = std::fs::File::open(path).ok()?;
+    let size = file.metadata().ok()?.len();
+    // The record has 22 bytes and a comment of at most 65,535 behind it.
+    let tail = size.min(22 + 65_535);
+    file.seek(SeekFrom::Start(size - tail)).ok()?;
+    let mut bytes = Vec::new();
+    file.take(tail).read_to_end(&mut bytes).ok()?;
+    let at = bytes.windows(4).rposition(|w| w == b"PK\x05\x06")?;
+    let count = u16::from_le_bytes(bytes.get(at + 10..at + 12)?.try_into().ok()?);
+    (count != u16::MAX).then_some(usize::from(count))
+}
+
 /// The array of an npy file.
 pub fn read_npy(path: &Path) -> Result<Tensor, FileError> {
-    let bytes = std::fs::read(path).map_err(|fault| FileError::Read { path: path.to_path_buf(), fault })?;
+    let bytes = read_regular(path)?;
     decode(&bytes).map_err(|fault| FileError::Array { path: path.to_path_buf(), name: "array".into(), fault })
 }
 

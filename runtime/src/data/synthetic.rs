@@ -29,7 +29,7 @@ pub fn synthetic(graph: &Graph, feeds: &[Named], item_rows: usize, rows: usize, 
             let unit = |i| (draw(i) >> 11) as f64 / (1u64 << 52) as f64 - 1.0;
             Tensor::from_f64(&shape, &(0..count).map(unit).collect::<Vec<_>>())
         } else {
-            let limit = limit(graph, &feed.name).max(1) as u64;
+            let limit = limit(graph, &feed.name).unwrap_or(2).max(1) as u64;
             Tensor::from_i64(&shape, &(0..count).map(|i| (draw(i) % limit) as i64).collect::<Vec<_>>())
         };
         arrays.insert(feed.name.clone(), tensor.cast(feed.fact.dtype));
@@ -37,15 +37,15 @@ pub fn synthetic(graph: &Graph, feeds: &[Named], item_rows: usize, rows: usize, 
     arrays
 }
 
-/// One more than the largest index that every reader of the input accepts; 2 where nobody says.
-fn limit(graph: &Graph, name: &str) -> i64 {
+/// One more than the largest index that every reader of the input accepts; `None` where nobody says.
+pub fn limit(graph: &Graph, name: &str) -> Option<i64> {
     let input = graph.ids().find(|id| matches!(&graph.node(*id).op, Op::Input(i) if i.name == name));
-    let Some(input) = input else { return 2 };
+    let input = input?;
     let mut limit = i64::MAX;
     let mut queue = vec![Value { node: input, output: 0 }];
     while let Some(value) = queue.pop() {
         for (reader, slot) in graph.consumers(value) {
-            let table = |axis: usize| graph.fact(graph.inputs(reader)[0]).shape[axis].known().unwrap_or(2);
+            let table = |axis: usize| graph.fact(graph.inputs(reader)[0]).shape[axis].known().unwrap_or(i64::MAX);
             match &graph.node(reader).op {
                 Op::Gather(g) if slot == 1 => limit = limit.min(table(g.axis)),
                 Op::CrossEntropy(c) if slot == 1 => limit = limit.min(table(c.axis)),
@@ -56,5 +56,5 @@ fn limit(graph: &Graph, name: &str) -> i64 {
             }
         }
     }
-    if limit == i64::MAX { 2 } else { limit }
+    (limit != i64::MAX).then_some(limit)
 }

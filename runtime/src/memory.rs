@@ -1,0 +1,9 @@
+//! How much memory the machine has left.
+
+/// Bytes that could be used without swapping, as the system estimates; `None` where it does not say.
+pub fn available() -> Option<u64> {
+    let text = std::fs::read_to_string("/proc/meminfo").ok()?;
+    let line = text.lines().find_map(|l| l.strip_prefix("MemAvailable:"))?;
+    let kib: u64 = line.trim().strip_suffix("kB")?.trim().parse().ok()?;
+    kib.checked_mul(1024)
+}
