@@ -27,12 +27,16 @@ pub struct Statement<'a> {
     pub seed: u64,
     /// Judge of automatic caps.
     pub efficiency: Option<&'a Efficiency<'a>>,
+    /// The problem over joined ops, as it was searched.
+    pub asked: &'a Problem,
+    /// What the reader should know of how the question was understood.
+    pub notes: Vec<String>,
 }
 
 /// Makes the plan and checks it. The faults, if there are any, are ours.
 pub fn finish(problem: &Problem, chosen: &Candidate, statement: &Statement<'_>) -> Result<Plan, Vec<Fault>> {
     let Statement { found, baselines, .. } = statement;
-    let mut warnings = Vec::new();
+    let mut warnings = statement.notes.clone();
     if let Some(fallback) = &found.fallback {
         warnings.push(format!("the search was not complete ({fallback}); a better plan may exist"));
     }
@@ -58,7 +62,7 @@ pub fn finish(problem: &Problem, chosen: &Candidate, statement: &Statement<'_>) 
     let lower_bound_us = if proven_optimal {
         chosen.minibatch_us
     } else {
-        found.proven_us.unwrap_or(0.0).max(lower_bound(problem, flattens)).min(chosen.minibatch_us)
+        found.proven_us.unwrap_or(0.0).max(lower_bound(statement.asked, flattens)).min(chosen.minibatch_us)
     };
     let stages = build::stages(problem, &chosen.shape, &memory);
     let [one, all, uniform] = *baselines;
