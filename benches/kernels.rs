@@ -82,8 +82,11 @@ fn products(c: &mut Criterion) {
     time(c, "64x3136x576", op(false, false), &[&[64, 576], &[576, 3136]], true);
 }
 
+/// Title, shapes of input and weight, stride, padding, groups.
+type Convolution = (&'static str, [usize; 4], [usize; 4], usize, usize, usize);
+
 fn convolutions(c: &mut Criterion) {
-    let cases: [(&str, [usize; 4], [usize; 4], usize, usize, usize); 7] = [
+    let cases: [Convolution; 7] = [
         ("64@56", [8, 64, 56, 56], [64, 64, 3, 3], 1, 1, 1),
         ("128@28", [8, 128, 28, 28], [128, 128, 3, 3], 1, 1, 1),
         ("256@14", [8, 256, 14, 14], [256, 256, 3, 3], 1, 1, 1),

@@ -40,7 +40,7 @@ pub fn samples(per_second: f64) -> String {
 /// Three or four digits that count.
 pub fn short(value: f64) -> String {
     match value.abs() {
-        v if v == 0.0 => "0".to_string(),
+        0.0 => "0".to_string(),
         v if v < 0.001 => format!("{value:.1e}"),
         v if v < 10.0 => format!("{value:.3}"),
         v if v < 100.0 => format!("{value:.2}"),

@@ -157,12 +157,13 @@ pub fn prepare(task: &mut Task<'_>) -> Result<Prepared, Failure> {
         _ => fail(&error),
     })?;
     let feeds = train::feeds(&made.codes);
+    let item_rows = task.batch as usize / task.microbatches as usize;
     let arrays = match std::mem::replace(&mut task.data, Data::Synthetic(0)) {
         Data::Arrays(arrays) => arrays,
-        Data::Synthetic(seed) => synthetic(&made.graph, &feeds, rows, seed),
+        Data::Synthetic(seed) => synthetic(&made.graph, &feeds, item_rows, rows, seed),
     };
     let unfit = |error: DataError| Failure::input("the data does not fit the model").because(error);
-    let data = Dataset::new(arrays, &feeds).map_err(unfit)?;
+    let data = Dataset::new(arrays, &feeds, item_rows).map_err(unfit)?;
     if let (Loss::CrossEntropy, Some(classes)) = (loss, classes(&graph, task.class_dim)) {
         data.check_labels(TARGET, classes).map_err(unfit)?;
     }
@@ -264,7 +265,8 @@ fn rows(graph: &Graph, arrays: &BTreeMap<String, Tensor>) -> usize {
         Op::Input(input) => arrays.get(&input.name),
         _ => None,
     });
-    inputs.map(|array| array.shape().first().copied().unwrap_or(0)).next().unwrap_or(0)
+    // A table that is fed whole has fewer rows than there are samples, or the data does not fit and is refused later.
+    inputs.map(|array| array.shape().first().copied().unwrap_or(0)).max().unwrap_or(0)
 }
 
 fn classes(graph: &Graph, class_dim: Option<i64>) -> Option<i64> {

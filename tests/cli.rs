@@ -140,7 +140,7 @@ fn a_published_profile_is_planned() {
     assert_eq!(text(&first), done(at, &[&flags[..], &["-o", "-"]].concat()));
 
     let drawn = done(at, &["simulate", "chain.plan.json", "--minibatches", "40", "--chart", "--trace", "t.json"]);
-    assert!(drawn.contains("0.0 | F0 F1"), "{drawn}");
+    assert!(drawn.contains("\n0.0 |  F0  F1"), "{drawn}");
     assert!(json(&std::fs::read_to_string(at.join("t.json")).unwrap())["traceEvents"].is_array());
     let simulated = json(&done(at, &["simulate", "chain.plan.json", "--format", "json"]));
     assert_eq!(simulated["workers"].as_array().unwrap().len(), 2);

@@ -108,7 +108,8 @@ fn run_placed(
             Weight::Missing { path } => panic!("no weights at {path}"),
         })
         .collect();
-    let dataset = Dataset::new(set.arrays.clone(), &feeds(&prepared.codes)).unwrap();
+    let dataset =
+        Dataset::new(set.arrays.clone(), &feeds(&prepared.codes), batch / count.microbatches as usize).unwrap();
     let steps = count.minibatches as usize;
     let batches = Batches::new(dataset, batch, count.microbatches as usize, steps, Order::InOrder).unwrap();
     let training = Training {

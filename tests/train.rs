@@ -78,7 +78,7 @@ fn pipelined(replicas: &[u32], caps: &[u32], schedule: Schedule, count: StepCoun
     let settings = Settings { dims, loss: Loss::CrossEntropy, class_axis: None, schedule, count };
     let prepared = prepare(&graph, &stages(replicas.len()), pipeline, &settings).unwrap();
     let steps = count.minibatches as usize;
-    let data = Dataset::new(rows(steps), &feeds(&prepared.codes)).unwrap();
+    let data = Dataset::new(rows(steps), &feeds(&prepared.codes), item).unwrap();
     let batches = Batches::new(data, BATCH, count.microbatches as usize, steps, Order::InOrder).unwrap();
     let training = Training {
         codes: &prepared.codes,
@@ -121,7 +121,13 @@ fn gradients(weights: &BTreeMap<String, Tensor>, data: &BTreeMap<String, Tensor>
 }
 
 /// The plain loop: minibatch after minibatch, each stage with the version its rule names. No threads, no programs.
-fn plain(replicas: &[u32], caps: &[u32], minibatches: usize, lr: f64, momentum: f64) -> (Vec<f64>, BTreeMap<String, Vec<f64>>) {
+fn plain(
+    replicas: &[u32],
+    caps: &[u32],
+    minibatches: usize,
+    lr: f64,
+    momentum: f64,
+) -> (Vec<f64>, BTreeMap<String, Vec<f64>>) {
     let (graph, first) = network();
     let ops = order::numbered(&graph);
     let placed = stages(replicas.len());
@@ -131,7 +137,8 @@ fn plain(replicas: &[u32], caps: &[u32], minibatches: usize, lr: f64, momentum: 
         placed[ops.iter().position(|id| *id == reader).unwrap()]
     };
     let all = rows(minibatches);
-    let mut versions: BTreeMap<String, Vec<Vec<f64>>> = first.iter().map(|(n, t)| (n.clone(), vec![t.to_f64()])).collect();
+    let mut versions: BTreeMap<String, Vec<Vec<f64>>> =
+        first.iter().map(|(n, t)| (n.clone(), vec![t.to_f64()])).collect();
     let mut buffers: BTreeMap<String, Vec<f64>> = first.iter().map(|(n, t)| (n.clone(), vec![0.0; t.len()])).collect();
     let mut rounds: BTreeMap<String, Vec<Vec<f64>>> = BTreeMap::new();
     let mut losses = Vec::new();
@@ -231,7 +238,8 @@ fn flush_schedules_have_the_bits_of_one_stage() {
 #[test]
 fn the_same_run_has_the_same_bits() {
     let sgd = Optimizer::Sgd { learning_rate: 0.1, momentum: 0.9, nesterov: true, weight_decay: 1e-3 };
-    let run = || pipelined(&[2, 1, 1], &published_caps(&[2, 1, 1]), Schedule::OneFOneBRr, StepCount::minibatches(15), &sgd);
+    let run =
+        || pipelined(&[2, 1, 1], &published_caps(&[2, 1, 1]), Schedule::OneFOneBRr, StepCount::minibatches(15), &sgd);
     let first = run();
     for _ in 0..5 {
         let again = run();

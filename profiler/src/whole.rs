@@ -90,7 +90,7 @@ impl Whole {
         item.weights = parameters.collect();
         for (i, feed) in code.feeds.iter().enumerate() {
             let rows = feed.fact.concrete().and_then(|shape| shape.first().copied()).unwrap_or(1);
-            let mut made = synthetic(&self.graph, std::slice::from_ref(feed), rows, runs.seed ^ i as u64);
+            let mut made = synthetic(&self.graph, std::slice::from_ref(feed), rows, rows, runs.seed ^ i as u64);
             let tensor = made.remove(&feed.name).filter(|t| t.bytes().len() == feed.bytes)?;
             item.feeds.push(Arc::new(Buffer::copy_of(tensor.bytes())));
         }

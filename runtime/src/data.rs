@@ -18,7 +18,7 @@ pub enum DataError {
     Rows { name: String, rows: usize, other: String, other_rows: usize },
     #[error("array `{name}` is empty: no rows to train on")]
     Empty { name: String },
-    #[error("array `{name}` has rows of shape {got:?}, the model reads {expected:?}")]
+    #[error("array `{name}` has shape {got:?}, the model reads {expected:?} at a time")]
     Shape { name: String, got: Vec<usize>, expected: Vec<usize> },
     #[error("{rows} rows are fewer than one minibatch of {batch}")]
     Few { rows: usize, batch: usize },
@@ -26,21 +26,30 @@ pub enum DataError {
     Label { name: String, row: usize, label: i64, classes: i64, last: i64 },
     #[error("array `{name}` holds {value} in row {row}; training on it would make every weight NaN")]
     NotFinite { name: String, row: usize, value: f64 },
-    #[error("input `{name}` has no dimension for the batch")]
-    NoBatch { name: String },
 }
 
-/// Arrays whose first dim is rows, by the names of the graph's inputs.
+/// Arrays by the names of the graph's inputs: most have rows, one for each sample; some, such as a table of positions,
+/// are the same for every sample.
 #[derive(Debug)]
 pub struct Dataset {
-    arrays: BTreeMap<String, Tensor>,
+    arrays: BTreeMap<String, Array>,
     rows: usize,
+}
+
+#[derive(Debug)]
+struct Array {
+    tensor: Tensor,
+    /// Bytes of one row; nothing for an array that is fed whole.
+    row_bytes: Option<usize>,
 }
 
 impl Dataset {
     /// The arrays that the feeds read, cast to their element types. A feed called `target` is also found as `y`.
-    /// `feeds` have the shape of one item: their first dim is not compared.
-    pub fn new(mut arrays: BTreeMap<String, Tensor>, feeds: &[Named]) -> Result<Dataset, DataError> {
+    ///
+    /// `feeds` have the shape of one item of `item_rows` samples. An array with as many values in a row as the feed has
+    /// for a sample is taken by rows; one that has the feed's own shape, and not as many rows as the others, is fed
+    /// whole to every item.
+    pub fn new(mut arrays: BTreeMap<String, Tensor>, feeds: &[Named], item_rows: usize) -> Result<Dataset, DataError> {
         let found = arrays.keys().map(|k| format!("`{k}`")).collect::<Vec<_>>().join(", ");
         let mut picked: BTreeMap<String, Tensor> = BTreeMap::new();
         for feed in feeds {
@@ -48,29 +57,35 @@ impl Dataset {
             let missing = || DataError::Missing { name: name.clone(), found: found.clone() };
             let other = (name == compiler::pass::loss::TARGET).then_some("y");
             let array = arrays.remove(name).or_else(|| other.and_then(|y| arrays.remove(y))).ok_or_else(missing)?;
-            let expected = feed.fact.concrete().unwrap_or_default();
-            if expected.is_empty() || array.shape().is_empty() {
-                return Err(DataError::NoBatch { name: name.clone() });
-            }
-            if array.shape()[1..] != expected[1..] {
-                let (got, expected) = (array.shape()[1..].to_vec(), expected[1..].to_vec());
-                return Err(DataError::Shape { name: name.clone(), got, expected });
-            }
-            if array.shape()[0] == 0 {
+            if array.shape().contains(&0) {
                 return Err(DataError::Empty { name: name.clone() });
             }
-            if let Some((other, t)) = picked.first_key_value()
-                && t.shape()[0] != array.shape()[0]
-            {
-                let (rows, other_rows) = (array.shape()[0], t.shape()[0]);
-                return Err(DataError::Rows { name: name.clone(), rows, other: other.clone(), other_rows });
+            let fit = Fit::of(feed, &array, item_rows);
+            if !fit.rows && !fit.whole {
+                let (got, expected) = (array.shape().to_vec(), feed.fact.concrete().unwrap_or_default());
+                return Err(DataError::Shape { name: name.clone(), got, expected });
             }
             let array = array.cast(feed.fact.dtype);
             refuse_not_finite(name, &array)?;
             picked.insert(name.clone(), array);
         }
-        let rows = picked.values().next().map_or(0, |t| t.shape()[0]);
-        Ok(Dataset { arrays: picked, rows })
+        let fits: Vec<(&Named, Fit)> = feeds.iter().map(|f| (f, Fit::of(f, &picked[&f.name], item_rows))).collect();
+        // What can only be rows says how many there are; else whatever can.
+        let only = fits.iter().find(|(_, fit)| !fit.whole).or_else(|| fits.iter().find(|(_, fit)| fit.rows));
+        let rows = only.map(|(feed, _)| (feed.name.clone(), picked[&feed.name].shape()[0]));
+        let mut made = BTreeMap::new();
+        for (feed, fit) in fits {
+            let tensor = picked[&feed.name].clone();
+            let own = tensor.shape().first().copied().unwrap_or(0);
+            let by_rows = fit.rows && rows.as_ref().is_some_and(|(_, rows)| *rows == own);
+            if let (false, false, Some((other, other_rows))) = (by_rows, fit.whole, &rows) {
+                let (other, other_rows) = (other.clone(), *other_rows);
+                return Err(DataError::Rows { name: feed.name.clone(), rows: own, other, other_rows });
+            }
+            let row_bytes = by_rows.then(|| tensor.bytes().len() / own);
+            made.insert(feed.name.clone(), Array { tensor, row_bytes });
+        }
+        Ok(Dataset { arrays: made, rows: rows.map_or(0, |(_, rows)| rows) })
     }
 
     /// The number of rows.
@@ -80,7 +95,7 @@ impl Dataset {
 
     /// Refuses labels outside `0..classes`.
     pub fn check_labels(&self, name: &str, classes: i64) -> Result<(), DataError> {
-        let Some(labels) = self.arrays.get(name) else { return Ok(()) };
+        let Some(labels) = self.arrays.get(name).map(|a| &a.tensor) else { return Ok(()) };
         let per_row = (labels.len() / self.rows.max(1)).max(1);
         let view = labels.view();
         match (0..view.len()).find(|&i| !(0..classes).contains(&view.i64(i))) {
@@ -93,6 +108,27 @@ impl Dataset {
                 last: classes - 1,
             }),
         }
+    }
+}
+
+/// How an array can be read for a feed.
+struct Fit {
+    /// Its first dim is rows.
+    rows: bool,
+    /// It is the feed's value for every item.
+    whole: bool,
+}
+
+impl Fit {
+    fn of(feed: &Named, array: &Tensor, item_rows: usize) -> Fit {
+        let expected = feed.fact.concrete().unwrap_or_default();
+        let (Some((first, rest)), Some((rows, row))) = (expected.split_first(), array.shape().split_first()) else {
+            return Fit { rows: false, whole: expected == array.shape() };
+        };
+        // A model may flatten its predictions, [batch·time, classes]; targets are still given sample by sample.
+        let flattened = feed.name == compiler::pass::loss::TARGET
+            && array.len() / rows * item_rows == expected.iter().product::<usize>();
+        Fit { rows: (*first == item_rows && rest == row) || flattened, whole: expected == array.shape() }
     }
 }
 
@@ -164,7 +200,8 @@ impl Batches {
     /// Copies the item's rows of an array into `out`.
     pub fn fill(&self, name: &str, item: u32, out: &mut [u8]) {
         let array = &self.data.arrays[name];
-        let row_bytes = array.bytes().len() / self.data.rows;
+        let bytes = array.tensor.bytes();
+        let Some(row_bytes) = array.row_bytes else { return out.copy_from_slice(bytes) };
         let minibatch = item as usize / self.microbatches;
         let (epoch, within) = (minibatch / self.per_epoch, minibatch % self.per_epoch);
         let first = (within * self.microbatches + item as usize % self.microbatches) * self.item_rows;
@@ -173,7 +210,7 @@ impl Batches {
                 Some(order) => order[first + i] as usize,
                 None => first + i,
             };
-            to.copy_from_slice(&array.bytes()[row * row_bytes..(row + 1) * row_bytes]);
+            to.copy_from_slice(&bytes[row * row_bytes..(row + 1) * row_bytes]);
         }
     }
 }
@@ -215,7 +252,7 @@ mod tests {
 
     #[test]
     fn items_take_rows_in_order_and_start_again() {
-        let data = Dataset::new(ramp(5), &[feed("x", &[1, 2])]).unwrap();
+        let data = Dataset::new(ramp(5), &[feed("x", &[1, 2])], 1).unwrap();
         let batches = Batches::new(data, 2, 2, 4, Order::InOrder).unwrap();
         let first_of = |item| {
             let mut out = [0u8; 8];
@@ -224,6 +261,23 @@ mod tests {
         };
         // Row 4 does not fill a minibatch.
         assert_eq!([0, 1, 2, 3, 4].map(first_of), [0.0, 2.0, 4.0, 6.0, 0.0]);
+    }
+
+    #[test]
+    fn tables_are_fed_whole_and_targets_may_be_flattened() {
+        let mut arrays = ramp(6);
+        arrays.insert("table".into(), Tensor::from_f32(&[4, 1], &[1.0, 2.0, 3.0, 4.0]));
+        arrays.insert("target".into(), Tensor::from_i64(&[6, 3], &(0..18).collect::<Vec<_>>()));
+        let target = Named { name: "target".into(), fact: Fact::of(DType::I64, &[6]), bytes: 48 };
+        let feeds = [feed("x", &[2, 2]), feed("table", &[4, 1]), target];
+        let batches = Batches::new(Dataset::new(arrays, &feeds, 2).unwrap(), 2, 1, 3, Order::InOrder).unwrap();
+        let mut table = [0u8; 16];
+        batches.fill("table", 2, &mut table);
+        assert_eq!(f32::from_le_bytes(table[12..].try_into().unwrap()), 4.0);
+        let mut labels = [0u8; 48];
+        batches.fill("target", 1, &mut labels);
+        let labels: Vec<i64> = labels.chunks(8).map(|b| i64::from_le_bytes(b.try_into().unwrap())).collect();
+        assert_eq!(labels, [6, 7, 8, 9, 10, 11]);
     }
 
     #[test]
@@ -237,14 +291,14 @@ mod tests {
 
     #[test]
     fn wrong_data_is_told() {
-        let missing = Dataset::new(ramp(5), &[feed("tokens", &[1, 2])]);
+        let missing = Dataset::new(ramp(5), &[feed("tokens", &[1, 2])], 1);
         assert!(missing.unwrap_err().to_string().contains("it has `x`"));
-        let shape = Dataset::new(ramp(5), &[feed("x", &[1, 3])]);
+        let shape = Dataset::new(ramp(5), &[feed("x", &[1, 3])], 1);
         assert!(matches!(shape, Err(DataError::Shape { .. })));
         let mut labels = ramp(5);
         labels.insert("y".into(), Tensor::from_i64(&[5], &[0, 1, 2, 10, 4]));
         let target = Named { name: "target".into(), fact: Fact::of(DType::I64, &[1]), bytes: 8 };
-        let data = Dataset::new(labels, &[feed("x", &[1, 2]), target]).unwrap();
+        let data = Dataset::new(labels, &[feed("x", &[1, 2]), target], 1).unwrap();
         assert!(matches!(data.check_labels("target", 10), Err(DataError::Label { row: 3, label: 10, .. })));
     }
 }

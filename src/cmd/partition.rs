@@ -249,7 +249,12 @@ fn compared(planned: &Planned) -> String {
             if candidate.fits { "yes" } else { "no" }.to_string(),
         ]
     };
-    let rows = planned.compared.iter().map(row).collect();
+    let mut rows: Vec<Vec<String>> = Vec::new();
+    for row in planned.compared.iter().map(row) {
+        if !rows.contains(&row) {
+            rows.push(row);
+        }
+    }
     format!("\n{}", stages::table(&["candidate", "replicas", "minibatch", "most memory", "fits"], &[2, 3], rows))
 }
 

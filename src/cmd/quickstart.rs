@@ -52,10 +52,10 @@ pub struct Arguments {
     /// Seed of the weights, the split of the data and its order
     #[arg(long, value_name = "N", default_value_t = 0)]
     seed: u64,
-    /// Times through the training data [default: 20 for cnn, 40 for mlp]
+    /// Times through the training data [default: 20 for cnn, 60 for mlp]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=10_000))]
     epochs: Option<u32>,
-    /// Step length [default: 0.05 for cnn, 0.05 for mlp]
+    /// Step length [default: 0.03]
     #[arg(long, value_name = "X")]
     lr: Option<f64>,
 }
@@ -79,8 +79,8 @@ impl Choice {
     /// Epochs and step length with which the delayed weights of this pipeline reach what PyTorch reaches.
     fn usual(self) -> (u32, f64) {
         match self {
-            Choice::Cnn => (20, 0.05),
-            Choice::Mlp => (40, 0.05),
+            Choice::Cnn => (20, 0.03),
+            Choice::Mlp => (60, 0.03),
         }
     }
 }

@@ -42,9 +42,14 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Failure> {
     let count = |minibatches| StepCount { minibatches, microbatches: plan.schedule.microbatches };
     let program = schedule(kind, &pipeline, count(arguments.minibatches)).map_err(|error| fail(&error))?;
     let mut machine = run::Machine::of(&pipeline);
-    machine.cores = plan.cluster.device.cores.filter(|_| plan.cluster.device.kind == "cpu");
+    machine.cores = plan.cluster.device.cores;
     let timeline = run::simulate(&program, &pipeline, &machine).map_err(|error| fail(&error))?;
 
+    if let Some(cores) = machine.cores.filter(|cores| (*cores as usize) < program.workers.len()) {
+        let cores = stages::plural(u64::from(cores), "core", "cores");
+        screen
+            .note(&format!("{} workers share {cores}; the plan's own figures give each a core", program.workers.len()));
+    }
     let per_item = plan.schedule.micro_batch as f64;
     let samples_per_s = if timeline.makespan > 0.0 { timeline.throughput() * per_item } else { 0.0 };
     let workers: Vec<_> = (0..timeline.workers.len())

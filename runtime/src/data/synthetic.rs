@@ -4,16 +4,24 @@ use super::mix;
 use crate::compile::Named;
 use compiler::graph::Graph;
 use compiler::op::{Op, Value};
+use compiler::pass::loss::TARGET;
 use compiler::tensor::Tensor;
 use std::collections::BTreeMap;
 
-/// `rows` rows for every feed: floats spread evenly over -1…1, integers over what their readers in `graph` admit.
-pub fn synthetic(graph: &Graph, feeds: &[Named], rows: usize, seed: u64) -> BTreeMap<String, Tensor> {
+/// `rows` rows for every feed whose first dim is the `item_rows` samples of an item, one value of its own shape for
+/// every other: floats spread evenly over -1…1, integers over what their readers in `graph` admit.
+pub fn synthetic(graph: &Graph, feeds: &[Named], item_rows: usize, rows: usize, seed: u64) -> BTreeMap<String, Tensor> {
     let mut arrays = BTreeMap::new();
     for (stream, feed) in feeds.iter().enumerate() {
         let mut shape = feed.fact.concrete().unwrap_or_default();
-        if let Some(first) = shape.first_mut() {
-            *first = rows;
+        match shape.first_mut() {
+            Some(first) if *first == item_rows => *first = rows,
+            // The targets of flattened predictions, sample by sample.
+            Some(first) if feed.name == TARGET && item_rows > 0 && first.is_multiple_of(item_rows) => {
+                *first /= item_rows;
+                shape.insert(0, rows);
+            }
+            _ => {}
         }
         let count: usize = shape.iter().product();
         let draw = |i: usize| mix(mix(seed ^ mix(stream as u64)) ^ i as u64);
