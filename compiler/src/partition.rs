@@ -10,6 +10,7 @@ pub mod exhaustive;
 pub mod finish;
 pub mod fit;
 pub mod in_flight;
+pub mod joined;
 pub mod line;
 pub mod linear;
 pub mod pinned;

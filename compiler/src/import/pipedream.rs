@@ -213,6 +213,7 @@ fn build(nodes: &[Node<'_>], edges: &[(usize, usize)], kept: &[bool]) -> Result<
             saved_bytes: activation,
             workspace_bytes: 0,
             out_bytes: activation,
+            joins: None,
         });
         graph.tensors.push(TensorCost {
             name: node.id.to_string(),

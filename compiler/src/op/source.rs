@@ -79,7 +79,7 @@ impl Serialize for Constant {
         let value = match (plain, t.dtype().is_float()) {
             (true, true) => Values::Floats(t.to_f64()),
             (true, false) => Values::Integers(t.to_i64()),
-            (false, _) => Values::Hex(t.bytes().iter().map(|b| format!("{b:02x}")).collect()),
+            (false, _) => Values::Hex(to_hex(t.bytes())),
         };
         Written { dtype: t.dtype(), shape: t.shape().to_vec(), value }.serialize(serializer)
     }
@@ -100,6 +100,17 @@ impl<'de> Deserialize<'de> for Constant {
         let tensor = Tensor::new(w.dtype, w.shape, bytes.into()).map_err(D::Error::custom)?;
         Ok(Constant { tensor })
     }
+}
+
+// Constants may be megabytes, and every hash of a graph writes them: no formatter byte by byte.
+fn to_hex(bytes: &[u8]) -> String {
+    const DIGITS: &[u8; 16] = b"0123456789abcdef";
+    let mut text = String::with_capacity(bytes.len() * 2);
+    for byte in bytes {
+        text.push(char::from(DIGITS[usize::from(byte >> 4)]));
+        text.push(char::from(DIGITS[usize::from(byte & 15)]));
+    }
+    text
 }
 
 fn hex(text: &str) -> Option<Vec<u8>> {

@@ -1,17 +1,23 @@
 //! Cuts in the user's words: a source node's name, a module path, or an op id becomes a set of ops that ends a stage.
 
+use crate::partition::joined::Joined;
 use crate::plan::problem::ProblemError;
 use crate::profile::cost_graph::CostGraph;
 
-/// An order of the ops and the ends of the stages in it, for cuts after each of `names`. A stage holds what its name stands for
-/// and all that precedes it; the last stage holds the rest. Names may come in any order.
-pub fn resolve(graph: &CostGraph, names: &[String]) -> Result<(Vec<u32>, Vec<usize>), ProblemError> {
+/// An order of the ops of `graph`, which are `joined`, and the ends of the stages in it, for cuts after each of `names`. A stage
+/// holds what its name stands for and all that precedes it; the last stage holds the rest. Names may come in any order, and
+/// name ops of the whole graph: one that joins another stands for that.
+pub fn resolve(
+    graph: &CostGraph,
+    joined: &Joined<'_>,
+    names: &[String],
+) -> Result<(Vec<u32>, Vec<usize>), ProblemError> {
     let mut before: Vec<Vec<usize>> = vec![Vec::new(); graph.ops.len()];
     graph.edges().iter().for_each(|(from, to)| before[to.index()].push(from.index()));
     let mut sets: Vec<(usize, &String, Vec<bool>)> = Vec::new();
     for name in names {
         let mut inside = vec![false; graph.ops.len()];
-        let mut todo = named(graph, name)?;
+        let mut todo: Vec<usize> = named(joined.full, name)?.into_iter().map(|op| joined.place(op)).collect();
         while let Some(op) = todo.pop() {
             if !std::mem::replace(&mut inside[op], true) {
                 todo.extend(before[op].iter().copied());
@@ -41,6 +47,27 @@ pub fn resolve(graph: &CostGraph, names: &[String]) -> Result<(Vec<u32>, Vec<usi
     order.extend((0..graph.ops.len() as u32).filter(|&op| !placed[op as usize]));
     ends.push(order.len());
     Ok((order, ends))
+}
+
+/// For each of `names` that only stands for ops which join others, where the cut is instead.
+pub fn moved(joined: &Joined<'_>, names: &[String]) -> Vec<String> {
+    let mut told = Vec::new();
+    for name in names {
+        let ops = named(joined.full, name).unwrap_or_default();
+        let leaders: Vec<u32> = ops.iter().map(|&op| joined.leader(joined.place(op) as u32)).collect();
+        if ops.iter().zip(&leaders).any(|(&op, &leader)| op == leader as usize) {
+            continue;
+        }
+        if let Some(&last) = leaders.iter().max() {
+            let with = shown(&joined.full.ops[last as usize].name);
+            let with = if with.is_empty() { last.to_string() } else { with };
+            told.push(format!(
+                "`--cut-after {}`: it follows from parameters alone and stands with `{with}`; the cut is after that",
+                shown(name)
+            ));
+        }
+    }
+    told
 }
 
 // A node name goes before an op id, and that before a module, so that a node called "12" can be meant.
@@ -115,7 +142,8 @@ mod tests {
     }
 
     fn cut(names: &[&str]) -> Result<(Vec<u32>, Vec<usize>), ProblemError> {
-        resolve(&graph(), &names.iter().map(|name| name.to_string()).collect::<Vec<_>>())
+        let graph = graph();
+        resolve(&graph, &Joined::of(&graph), &names.iter().map(|name| name.to_string()).collect::<Vec<_>>())
     }
 
     #[test]

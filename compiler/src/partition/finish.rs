@@ -4,7 +4,7 @@ use crate::partition::build;
 use crate::partition::in_flight::{self, Efficiency};
 use crate::partition::search::{Candidate, Found, same};
 use crate::plan::check::{self, Fault};
-use crate::plan::problem::{InFlight, Problem};
+use crate::plan::problem::{InFlight, Objective, Problem};
 use crate::plan::stage_cost::{self, Part, StageCost};
 use crate::plan::{Baselines, Fits, Plan, PlannedCluster, PlannedSchedule, Predicted, SCHEMA, Search};
 use crate::profile::cost_graph::OpCost;
@@ -27,16 +27,24 @@ pub struct Statement<'a> {
     pub seed: u64,
     /// Judge of automatic caps.
     pub efficiency: Option<&'a Efficiency<'a>>,
+    /// The problem over joined ops, as it was searched.
+    pub asked: &'a Problem,
+    /// What the reader should know of how the question was understood.
+    pub notes: Vec<String>,
 }
 
 /// Makes the plan and checks it. The faults, if there are any, are ours.
 pub fn finish(problem: &Problem, chosen: &Candidate, statement: &Statement<'_>) -> Result<Plan, Vec<Fault>> {
     let Statement { found, baselines, .. } = statement;
-    let mut warnings = Vec::new();
-    if let Some(fallback) = &found.fallback {
+    let mut warnings = statement.notes.clone();
+    let flattens = chosen.shape.is_flat && problem.cluster.levels.len() > 1;
+    let bound = lower_bound(statement.asked, flattens);
+    // What no plan can beat is the best, however little was searched.
+    let proven_optimal = [Some(bound), found.proven_us].into_iter().flatten().any(|us| same(us, chosen.minibatch_us));
+    let wants_memory = problem.objective == Objective::Memory;
+    if let Some(fallback) = found.fallback.as_ref().filter(|_| wants_memory || !proven_optimal) {
         warnings.push(format!("the search was not complete ({fallback}); a better plan may exist"));
     }
-    let flattens = chosen.shape.is_flat && problem.cluster.levels.len() > 1;
     if flattens {
         warnings
             .push("stages do not take whole groups; times assume every link at the slowest level's bandwidth".into());
@@ -54,11 +62,10 @@ pub fn finish(problem: &Problem, chosen: &Candidate, statement: &Statement<'_>) 
     };
     let memory = build::memory(problem, &build::holdings(problem, &chosen.shape), &caps);
     let weight_versions = build::versions(problem, &caps);
-    let proven_optimal = found.proven_us.is_some_and(|least| same(least, chosen.minibatch_us));
     let lower_bound_us = if proven_optimal {
         chosen.minibatch_us
     } else {
-        found.proven_us.unwrap_or(0.0).max(lower_bound(problem, flattens)).min(chosen.minibatch_us)
+        found.proven_us.unwrap_or(0.0).max(bound).min(chosen.minibatch_us)
     };
     let stages = build::stages(problem, &chosen.shape, &memory);
     let [one, all, uniform] = *baselines;

@@ -7,6 +7,7 @@
 //! t counts stages from the end, so that workers and stages after a stage, and with them its caps and its memory, are known.
 //! Such plans need not take whole groups, so a cluster of several levels counts as one at its slowest bandwidth.
 
+use crate::partition::joined::Joined;
 use crate::partition::line::{self, Line};
 use crate::partition::search::largest;
 use crate::partition::shape::Shape;
@@ -18,8 +19,8 @@ use crate::plan::stage_cost::{self, LevelCost, Part, StageCost};
 
 /// The best shapes that obey the problem's constraints, along each line: none if nothing fits.
 ///
-/// With `least_memory` they are those that need the least, whatever the limit.
-pub fn shapes(problem: &Problem, least_memory: bool) -> Result<Vec<Shape>, ProblemError> {
+/// The problem is that of the `joined` ops. With `least_memory` they are those that need the least, whatever the limit.
+pub fn shapes(problem: &Problem, joined: &Joined<'_>, least_memory: bool) -> Result<Vec<Shape>, ProblemError> {
     let (graph, cost) = (&problem.graph, StageCost::of(problem));
     let flattened = problem.cluster.flattened();
     let level = stage_cost::levels(&flattened)[0];
@@ -29,7 +30,7 @@ pub fn shapes(problem: &Problem, least_memory: bool) -> Result<Vec<Shape>, Probl
     };
     let replicas = problem.constraints.replicas.as_deref();
     let units = u64::from(level.count);
-    let fixed = problem.constraints.cut_after.as_ref().map(|names| cuts::resolve(graph, names)).transpose()?;
+    let fixed = problem.constraints.cut_after.as_ref().map(|names| cuts::resolve(graph, joined, names)).transpose()?;
     let cut_stages = fixed.as_ref().map(|(_, ends)| ends.len() - 1);
     let stages = cut_stages.or(replicas.map(<[u32]>::len)).or(caps.map(<[u32]>::len)).unwrap_or(1);
     if let Some(replicas) = replicas.filter(|replicas| replicas.len() != stages) {

@@ -14,8 +14,9 @@
 //! The outermost level needs only runs that start at the empty set; every inner level needs all runs, because any of them may
 //! become a group. Three things make it fast and change no result. The cost of a last part does not depend on where the span
 //! begins, so it is worked out once for all spans. On the outermost level a bound from outside (the best cut of a linear order)
-//! discards what costs more, and what leaves more work than the other units can do within the bound. And values come first,
-//! without a record of choices: the answer is read off in a second pass that looks, within the optimum, for the fewest parts.
+//! discards what costs more, cuts that more crosses than a link takes within the bound, and what leaves more work than the other
+//! units can do. And values come first, without a record of choices: the answer is read off in a second pass that looks, within
+//! the optimum, for the fewest parts.
 
 use crate::partition::shape::{Body, Group, Shape};
 use crate::partition::states::Space;
@@ -110,6 +111,11 @@ impl Solver<'_> {
         self.cost.part_us(&self.levels[level], &part)
     }
 
+    /// What any part that begins at set `at`, and not at the start of its span, takes at least.
+    fn entry_us(&self, level: usize, at: usize) -> f64 {
+        self.cost.entry_us(&self.levels[level], self.space.cut[at], self.levels[level].count)
+    }
+
     /// A_k of every run, on all units of `level`.
     fn all_runs(&self, level: usize) -> Vec<f64> {
         let sets = self.space.len();
@@ -157,7 +163,7 @@ impl Solver<'_> {
         let windows = self.windows(level, 0, whole, units, bound, true);
         let mut best = vec![f64::INFINITY; sets * units];
         let mut alive: Vec<usize> = Vec::new();
-        for to in 1..sets {
+        for to in (1..sets).filter(|&to| to == whole || self.entry_us(level, to) <= bound) {
             let (before, row) = best.split_at_mut(to * units);
             let row = &mut row[..units];
             let Some((least, most)) = windows.of(to) else { continue };
@@ -206,7 +212,8 @@ impl Solver<'_> {
         let windows = self.windows(level, from, to, units, limit, false);
         let mut alive = vec![from];
         for at in from + 1..=to {
-            if !self.space.nested(from, at) || !self.space.nested(at, to) {
+            let is_too_wide = at < to && self.entry_us(level, at) > limit;
+            if is_too_wide || !self.space.nested(from, at) || !self.space.nested(at, to) {
                 continue;
             }
             let Some((least, most)) = windows.of(at) else { continue };

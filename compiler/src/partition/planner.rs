@@ -5,9 +5,11 @@
 //! least memory that would do. Work is bounded: a graph with too many closed sets, or too long a line, is planned along a linear
 //! order or in groups of ops, and the plan says so.
 
+use crate::partition::cuts;
 use crate::partition::finish::{self, Statement};
 use crate::partition::fit::Least;
 use crate::partition::in_flight::Efficiency;
+use crate::partition::joined::Joined;
 use crate::partition::search::{Candidate, Found, Question, same};
 use crate::partition::states::Growth;
 use crate::plan::Plan;
@@ -145,7 +147,9 @@ pub fn plan(problem: &Problem, options: &PlannerOptions<'_>) -> Result<Planned, 
         let (limit, found) = (u64::from(MAX_DEVICES), u64::from(devices));
         return Err(ProblemError::TooLarge { method: "planning", what: "devices", limit, found }.into());
     }
-    let question = Question { problem, budget: options.budget };
+    let joined = Joined::of(&problem.graph);
+    let asked = joined.problem(problem);
+    let question = Question { problem: &asked, joined: &joined, budget: options.budget };
     let baselines = question.baselines();
     let is_pinned = problem.constraints.replicas.is_some()
         || problem.constraints.cut_after.is_some()
@@ -162,7 +166,9 @@ pub fn plan(problem: &Problem, options: &PlannerOptions<'_>) -> Result<Planned, 
     let best = |found: &Found| found.candidates.iter().position(|candidate| candidate.fits);
     found.candidates.sort_by(|left, right| order(problem.objective, left, right));
     let Some(at) = best(&found) else { return Err(infeasible(&question, &found, options.partitioner, is_pinned)) };
-    let chosen = found.candidates.remove(at);
+    let mut chosen = found.candidates.remove(at);
+    chosen.shape = joined.spread(&chosen.shape);
+    let names = problem.constraints.cut_after.as_deref().unwrap_or_default();
     let method = if is_pinned { "pinned" } else { options.partitioner.name() };
     let statement = Statement {
         found: &found,
@@ -172,6 +178,8 @@ pub fn plan(problem: &Problem, options: &PlannerOptions<'_>) -> Result<Planned, 
         budget: options.budget,
         seed: options.seed,
         efficiency: options.efficiency,
+        asked: &asked,
+        notes: cuts::moved(&joined, names),
     };
     let plan = finish::finish(problem, &chosen, &statement).map_err(PlanError::Unsound)?;
     let rest = found.candidates.iter().chain(&baselines);
@@ -224,7 +232,9 @@ fn infeasible(question: &Question<'_>, found: &Found, partitioner: Partitioner, 
     let smallest_limit = least.peak();
     let stage = least.memory.iter().position(|held| held.total == smallest_limit).unwrap_or(0);
     let leaves = least.shape.leaves();
-    let name = |op: Option<&u32>| op.map_or(String::new(), |&op| shown(&problem.graph.ops[op as usize].name, op));
+    let name = |op: Option<&u32>| {
+        op.map_or(String::new(), |&op| shown(&problem.graph.ops[op as usize].name, question.joined.leader(op)))
+    };
     PlanError::Infeasible {
         limit,
         stage,

@@ -4,6 +4,7 @@
 //! borne is grouped. The best cut of a line is found first in any case, because it bounds the search over sets.
 
 use crate::partition::fit::{self, Fit, Least};
+use crate::partition::joined::Joined;
 use crate::partition::line::{self, Line};
 use crate::partition::shape::Shape;
 use crate::partition::states::{Growth, Space};
@@ -64,8 +65,10 @@ impl Found {
 
 /// A problem, and how much work may go into it.
 pub struct Question<'a> {
-    /// The problem.
+    /// The problem, over joined ops.
     pub problem: &'a Problem,
+    /// How they come together.
+    pub joined: &'a Joined<'a>,
     /// Closed sets to look at before falling back.
     pub budget: Option<u64>,
 }
@@ -219,7 +222,7 @@ impl Question<'_> {
         let mut found = Found { candidates: Vec::new(), states: 1, fallback: None, proven_us: None };
         for least_memory in [wants_memory, true] {
             if !found.candidates.iter().any(|candidate| candidate.fits) {
-                let shapes = pinned::shapes(self.problem, least_memory)?;
+                let shapes = pinned::shapes(self.problem, self.joined, least_memory)?;
                 found.candidates.extend(shapes.into_iter().map(|shape| self.candidate("pinned", shape)));
             }
         }

@@ -4,7 +4,7 @@
 //! zero at first, from a profile of the same graph.
 
 use super::attribution::Attribution;
-use crate::graph::{Graph, Node};
+use crate::graph::{Graph, Node, order};
 use crate::op::table::rule;
 use crate::op::{NodeId, Op, Value};
 use crate::profile::Profile;
@@ -33,7 +33,8 @@ pub enum FillError {
 /// The costs of a graph of fixed sizes, without times.
 ///
 /// A parameter's bytes stand with the first op that reads it, so that they add up to those of the model; `params` names
-/// all its readers. Values that follow from constants alone are no tensors: every stage makes its own.
+/// all its readers. Values that follow from constants alone are no tensors: every stage makes its own. An op that depends on
+/// no input of the graph joins its first reader that does, or the last op that does where none reads it.
 pub fn cost_graph(graph: &Graph, attribution: &Attribution) -> CostGraph {
     let number: HashMap<NodeId, OpId> =
         attribution.ops.iter().enumerate().map(|(i, id)| (*id, OpId(i as u32))).collect();
@@ -47,6 +48,7 @@ pub fn cost_graph(graph: &Graph, attribution: &Attribution) -> CostGraph {
     let size = |value: Value| graph.fact(value).bytes().unwrap_or(u64::MAX);
     let results: HashSet<Value> = graph.outputs.iter().map(|o| o.value).collect();
 
+    let joins = joins(graph, attribution, &readers);
     let mut costs = CostGraph::default();
     for (i, &id) in attribution.ops.iter().enumerate() {
         let node = graph.node(id);
@@ -58,6 +60,7 @@ pub fn cost_graph(graph: &Graph, attribution: &Attribution) -> CostGraph {
             op: rule(&node.op).name().to_string(),
             saved_bytes: attribution.saved_bytes[i],
             out_bytes: values.iter().fold(0u64, |sum, v| sum.saturating_add(size(*v))),
+            joins: joins[i],
             ..OpCost::default()
         });
         for value in values {
@@ -82,6 +85,31 @@ pub fn cost_graph(graph: &Graph, attribution: &Attribution) -> CostGraph {
         costs.params.push(ParamCost { name: parameter.name.clone(), bytes: size(value), users });
     }
     costs
+}
+
+/// For each op that depends on parameters and constants alone, the op it joins: the first reader that depends on data, through
+/// any others of its kind. So everything it leads to comes after what it joins. A graph without inputs has no such reader
+/// anywhere, and its ops stand for themselves.
+fn joins(graph: &Graph, attribution: &Attribution, readers: &dyn Fn(Value) -> Vec<OpId>) -> Vec<Option<OpId>> {
+    let mut data: HashSet<NodeId> = HashSet::new();
+    for id in order::canonical(graph) {
+        if matches!(graph.node(id).op, Op::Input(_)) || graph.inputs(id).iter().any(|v| data.contains(&v.node)) {
+            data.insert(id);
+        }
+    }
+    let depends = |op: usize| data.contains(&attribution.ops[op]);
+    let last = (0..attribution.ops.len()).rev().find(|&op| depends(op)).map(|op| OpId(op as u32));
+    let mut joins: Vec<Option<OpId>> = vec![None; attribution.ops.len()];
+    let mut leads: Vec<Option<OpId>> = vec![None; attribution.ops.len()];
+    for op in (0..attribution.ops.len()).rev() {
+        if depends(op) {
+            continue;
+        }
+        let read_by = graph.values(attribution.ops[op]).into_iter().flat_map(readers);
+        leads[op] = read_by.filter_map(|to| if depends(to.index()) { Some(to) } else { leads[to.index()] }).min();
+        joins[op] = leads[op].or(last);
+    }
+    joins
 }
 
 /// The name that users know a node by.

@@ -3,7 +3,8 @@
 use super::Changed;
 use crate::graph::{Graph, order};
 use crate::op::table::{attributes, rule};
-use crate::op::{Op, Value};
+use crate::op::{Constant, Op, Value};
+use bytes::Bytes;
 use std::collections::HashMap;
 
 /// Merges every node into the first one that says the same.
@@ -15,8 +16,15 @@ pub fn cse(graph: &mut Graph) -> Changed {
         if matches!(op, Op::Input(_) | Op::Parameter(_) | Op::State(_)) {
             continue;
         }
-        // The attributes as text are the key: ops hold floats, which have no hash of their own.
-        let key = (rule(op).name(), serde_json::Value::Object(attributes(op)).to_string(), graph.inputs(id));
+        // The attributes as text are the key: ops hold floats, which have no hash of their own. A constant, which may be
+        // megabytes, is its bytes.
+        let (text, bytes) = match op {
+            Op::Constant(Constant { tensor }) => {
+                (format!("{} {:?}", tensor.dtype(), tensor.shape()), tensor.bytes().clone())
+            }
+            _ => (serde_json::Value::Object(attributes(op)).to_string(), Bytes::new()),
+        };
+        let key = (rule(op).name(), text, bytes, graph.inputs(id));
         match seen.get(&key) {
             None => {
                 seen.insert(key, id);

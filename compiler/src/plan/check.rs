@@ -6,7 +6,7 @@
 use crate::cluster::Cluster;
 use crate::plan::problem::{CostModel, Problem};
 use crate::plan::{Plan, ScheduleKind, Stage, StageMemory};
-use crate::profile::cost_graph::CostGraph;
+use crate::profile::cost_graph::{CostGraph, OpId};
 use std::collections::BTreeMap;
 
 /// One fault of a plan.
@@ -42,6 +42,18 @@ pub enum Fault {
         op: usize,
         /// How many stages hold it.
         count: u32,
+    },
+    /// An op apart from the op whose stage it shares.
+    #[error("op {op} is in stage {stage}, op {with}, to which it belongs, in stage {other}")]
+    Apart {
+        /// The op.
+        op: usize,
+        /// Its stage.
+        stage: usize,
+        /// The op it joins.
+        with: u32,
+        /// The stage of that.
+        other: usize,
     },
     /// A tensor that goes backward.
     #[error("tensor `{tensor}` goes from stage {from} back to stage {to}")]
@@ -187,6 +199,12 @@ fn coverage(graph: &CostGraph, plan: &Plan, faults: &mut Vec<Fault>) -> Vec<usiz
     let wrong = count.iter().enumerate().filter(|(_, count)| **count != 1);
     faults.extend(wrong.take(16).map(|(op, &count)| Fault::Coverage { op, count }));
     if faults.is_empty() {
+        for (op, cost) in graph.ops.iter().enumerate() {
+            if let Some(with) = cost.joins.filter(|with| stage_of[with.index()] != stage_of[op]) {
+                let (stage, other) = (stage_of[op], stage_of[with.index()]);
+                faults.push(Fault::Apart { op, stage, with: with.0, other });
+            }
+        }
         for tensor in &graph.tensors {
             let from = stage_of[tensor.producer.index()];
             for to in tensor.consumers.iter().map(|to| stage_of[to.index()]).filter(|&to| to < from) {
@@ -459,11 +477,24 @@ impl Clock<'_> {
     }
 
     /// Bytes of all outputs of the ops before stage `cut` that nothing before it reads (the frontier), and of the ops that precede
-    /// a frontier op and have a reader that neither precedes it nor is it.
+    /// a frontier op and have a reader that neither precedes it nor is it. An op counts together with those that join it, of which
+    /// only what leaves them is charged.
     fn charged_outputs(&self, cut: usize) -> f64 {
         let graph = &self.problem.graph;
-        let edges: Vec<(usize, usize)> = graph.edges().iter().map(|(from, to)| (from.index(), to.index())).collect();
-        let before = |op: usize| self.stage_of[op] < cut;
+        let with = |op: OpId| graph.ops[op.index()].joins.unwrap_or(op).index();
+        let mut edges: Vec<(usize, usize)> = graph.edges().iter().map(|(from, to)| (with(*from), with(*to))).collect();
+        edges.retain(|(from, to)| from != to);
+        edges.sort_unstable();
+        edges.dedup();
+        let mut out_bytes: Vec<f64> = graph.ops.iter().map(|op| op.out_bytes as f64).collect();
+        (0..graph.ops.len()).filter(|&op| graph.ops[op].joins.is_some()).for_each(|op| out_bytes[op] = 0.0);
+        for tensor in graph.tensors.iter().filter(|tensor| graph.ops[tensor.producer.index()].joins.is_some()) {
+            let joined = with(tensor.producer);
+            if tensor.consumers.is_empty() || tensor.consumers.iter().any(|to| with(*to) != joined) {
+                out_bytes[joined] += tensor.bytes as f64;
+            }
+        }
+        let before = |op: usize| self.stage_of[op] < cut && graph.ops[op].joins.is_none();
         let mut is_read = vec![false; graph.ops.len()];
         edges.iter().filter(|(_, to)| before(*to)).for_each(|(from, _)| is_read[*from] = true);
         let frontier: Vec<usize> = (0..graph.ops.len()).filter(|&op| before(op) && !is_read[op]).collect();
@@ -480,7 +511,7 @@ impl Clock<'_> {
                 charged[from] |= from != last && precedes[from] && !precedes[to];
             }
         }
-        graph.ops.iter().zip(charged).filter(|(_, charged)| *charged).map(|(op, _)| op.out_bytes as f64).sum()
+        out_bytes.iter().zip(charged).filter(|(_, charged)| *charged).map(|(bytes, _)| *bytes).sum()
     }
 }
 

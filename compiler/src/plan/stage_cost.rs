@@ -97,6 +97,18 @@ impl StageCost {
     }
 }
 
+impl StageCost {
+    /// What the link before a part takes at `level` at least, in microseconds, if so many bytes cross the cut before it: no part
+    /// of up to `most` replicas that begins there, and is not the first of its span, is faster.
+    pub fn entry_us(&self, level: &LevelCost, in_bytes: f64, most: u32) -> f64 {
+        match (self.model, self.activation_compression) {
+            (CostModel::Paper, _) => 2.0 * in_bytes / level.bytes_per_us,
+            (CostModel::Pipedream, Some(ratio)) => 2.0 * in_bytes / (level.bytes_per_us * f64::from(most) * ratio),
+            (CostModel::Pipedream, None) => 0.0,
+        }
+    }
+}
+
 /// The levels of a cluster as a cost model sees them, innermost first.
 pub fn levels(cluster: &Cluster) -> Vec<LevelCost> {
     let mut previous_count = 1;
@@ -133,6 +145,19 @@ mod tests {
         assert_eq!(us(CostModel::Paper, None, PART), 80.0);
         assert_eq!(us(CostModel::Paper, None, Part { is_first: true, ..PART }), 30.0);
         assert_eq!(us(CostModel::Paper, None, Part { is_first: true, weight_bytes: 9000.0, ..PART }), 90.0);
+    }
+
+    #[test]
+    fn no_part_is_faster_than_its_entry() {
+        let ratios = [(CostModel::Paper, None), (CostModel::Pipedream, None), (CostModel::Pipedream, Some(0.7))];
+        for (model, activation_compression) in ratios {
+            let cost = StageCost { model, activation_compression };
+            for (replicas, in_bytes) in [(1, 0.0), (1, 9e3), (2, 4e3), (3, 7e3), (4, 1e6)] {
+                let part = Part { replicas, in_bytes, ..PART };
+                assert!(cost.part_us(&LEVEL, &part) >= cost.entry_us(&LEVEL, in_bytes, 4));
+            }
+        }
+        assert_eq!(StageCost { model: CostModel::Paper, activation_compression: None }.entry_us(&LEVEL, 4e3, 4), 80.0);
     }
 
     #[test]

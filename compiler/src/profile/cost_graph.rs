@@ -44,6 +44,9 @@ pub struct OpCost {
     pub workspace_bytes: u64,
     /// Bytes of all outputs.
     pub out_bytes: u64,
+    /// The op whose stage it shares, where it has no choice of its own: a transposed weight stands with the op that uses it.
+    /// Absent for ops that others join.
+    pub joins: Option<OpId>,
 }
 
 /// One tensor: made by one op, read by others. A tensor without readers is an output of the model.
@@ -135,6 +138,16 @@ pub enum CostGraphError {
         /// The reader that comes too early.
         consumer: u32,
     },
+    /// An op that joins another which it cannot join.
+    #[error("op `{name}` joins op {to}, which {why}")]
+    Joins {
+        /// Name of the op.
+        name: String,
+        /// The op that it joins.
+        to: u32,
+        /// "joins another op itself" for example.
+        why: &'static str,
+    },
     /// Readers or users that are not ascending.
     #[error("the ops of `{name}` are not in ascending order, each once")]
     Unsorted {
@@ -151,7 +164,8 @@ pub enum CostGraphError {
 
 impl CostGraph {
     /// What must hold before anything is planned: ids are places, times are finite and not negative, every reference exists,
-    /// every tensor is made before it is read, and sums of sizes do not overflow.
+    /// every tensor is made before it is read, also once the ops that join another stand with it, and sums of sizes do not
+    /// overflow.
     pub fn check(&self) -> Result<(), CostGraphError> {
         if self.ops.is_empty() {
             return Err(CostGraphError::Empty);
@@ -173,6 +187,14 @@ impl CostGraph {
                 }
             }
         }
+        for op in &self.ops {
+            let Some(to) = op.joins else { continue };
+            self.refers(&op.name, &[to])?;
+            if self.ops[to.index()].joins.is_some() {
+                let why = "joins another op itself";
+                return Err(CostGraphError::Joins { name: shown(&op.name), to: to.0, why });
+            }
+        }
         for tensor in &self.tensors {
             self.refers(&tensor.name, std::slice::from_ref(&tensor.producer))?;
             self.refers(&tensor.name, &tensor.consumers)?;
@@ -184,6 +206,12 @@ impl CostGraph {
                     producer: tensor.producer.0,
                     consumer: first.0,
                 });
+            }
+            let made = self.leader(tensor.producer);
+            if let Some(&early) = tensor.consumers.iter().find(|reader| self.leader(**reader) < made) {
+                let joined = if made == tensor.producer { early } else { tensor.producer };
+                let (name, to) = (shown(&self.ops[joined.index()].name), self.leader(joined).0);
+                return Err(CostGraphError::Joins { name, to, why: "makes a tensor go backward" });
             }
         }
         for param in &self.params {
@@ -208,6 +236,11 @@ impl CostGraph {
         edges.sort_unstable();
         edges.dedup();
         edges
+    }
+
+    /// The op that `op` joins, or itself.
+    pub fn leader(&self, op: OpId) -> OpId {
+        self.ops[op.index()].joins.unwrap_or(op)
     }
 
     /// Forward plus backward time of all ops, in microseconds.
@@ -270,5 +303,13 @@ mod tests {
         assert!(matches!(broken(|g| g.tensors[0].producer = OpId(9)), CostGraphError::UnknownOp { .. }));
         assert!(matches!(broken(|g| g.tensors[0].consumers = vec![OpId(1), OpId(1)]), CostGraphError::Unsorted { .. }));
         assert!(matches!(broken(|g| g.ops[0].out_bytes = u64::MAX), CostGraphError::Overflow { .. }));
+        assert!(matches!(broken(|g| g.ops[0].joins = Some(OpId(9))), CostGraphError::UnknownOp { .. }));
+        assert!(matches!(broken(|g| g.ops[0].joins = Some(OpId(0))), CostGraphError::Joins { .. }));
+        let before_what_it_reads = broken(|g| {
+            let reader = OpCost { id: 2, joins: Some(OpId(0)), ..OpCost::default() };
+            g.ops.push(reader);
+            g.tensors[0] = TensorCost { producer: OpId(1), consumers: vec![OpId(2)], ..g.tensors[0].clone() };
+        });
+        assert!(matches!(before_what_it_reads, CostGraphError::Joins { .. }));
     }
 }

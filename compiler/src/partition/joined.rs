@@ -1,0 +1,186 @@
+//! The graph that partitioners see: every op together with those that join it.
+//!
+//! What depends on parameters alone, a transposed weight for example, could stand in any stage before its reader. Left free, such
+//! ops multiply the closed sets of a graph and never make a plan better: their result would have to be sent. So they are made part
+//! of the op they join before any search begins, and a shape that was found is spread over all ops after it.
+
+use crate::partition::shape::{Body, Group, Shape};
+use crate::plan::problem::Problem;
+use crate::profile::cost_graph::{CostGraph, OpCost, OpId, ParamCost, TensorCost};
+use std::borrow::Cow;
+
+/// How the ops of a graph come together.
+#[derive(Clone, Debug)]
+pub struct Joined<'a> {
+    /// The whole graph.
+    pub full: &'a CostGraph,
+    /// For each op of the whole graph the op it became part of.
+    place: Vec<u32>,
+    /// For each joined op the ops of the whole graph that it consists of, ascending.
+    members: Vec<Vec<u32>>,
+    /// For each joined op the one that the others join.
+    leaders: Vec<u32>,
+}
+
+impl<'a> Joined<'a> {
+    /// The joined ops of a graph that has passed its check.
+    pub fn of(full: &'a CostGraph) -> Joined<'a> {
+        let leaders: Vec<u32> =
+            (0..full.ops.len() as u32).filter(|&op| full.ops[op as usize].joins.is_none()).collect();
+        let mut place = vec![0u32; full.ops.len()];
+        leaders.iter().enumerate().for_each(|(at, &op)| place[op as usize] = at as u32);
+        let mut members = vec![Vec::new(); leaders.len()];
+        for op in 0..full.ops.len() as u32 {
+            place[op as usize] = place[full.leader(OpId(op)).index()];
+            members[place[op as usize] as usize].push(op);
+        }
+        Joined { full, place, members, leaders }
+    }
+
+    /// The joined op that an op of the whole graph is part of.
+    pub fn place(&self, op: usize) -> usize {
+        self.place[op] as usize
+    }
+
+    /// The op of the whole graph that a joined op is named after.
+    pub fn leader(&self, op: u32) -> u32 {
+        self.leaders[op as usize]
+    }
+
+    /// The same question about the joined ops.
+    pub fn problem<'p>(&self, problem: &'p Problem) -> Cow<'p, Problem> {
+        if self.leaders.len() == self.place.len() {
+            return Cow::Borrowed(problem);
+        }
+        let mut joined = problem.clone();
+        joined.graph = self.graph();
+        Cow::Owned(joined)
+    }
+
+    /// Times and sizes add up, scratch is that of the largest; tensors that do not leave a joined op are gone.
+    pub fn graph(&self) -> CostGraph {
+        let all = |ops: &[OpId]| {
+            let mut all: Vec<OpId> = ops.iter().map(|op| OpId(self.place[op.index()])).collect();
+            all.sort_unstable();
+            all.dedup();
+            all
+        };
+        let mut ops: Vec<OpCost> = Vec::with_capacity(self.leaders.len());
+        for (at, members) in self.members.iter().enumerate() {
+            let mut sum = self.full.ops[self.leaders[at] as usize].clone();
+            sum.id = at as u32;
+            for op in members.iter().filter(|op| **op != self.leaders[at]).map(|&op| &self.full.ops[op as usize]) {
+                sum.fwd_us += op.fwd_us;
+                sum.bwd_us += op.bwd_us;
+                sum.param_bytes += op.param_bytes;
+                sum.saved_bytes += op.saved_bytes;
+                sum.workspace_bytes = sum.workspace_bytes.max(op.workspace_bytes);
+            }
+            ops.push(sum);
+        }
+        let mut tensors = Vec::with_capacity(self.full.tensors.len());
+        for tensor in &self.full.tensors {
+            let producer = OpId(self.place[tensor.producer.index()]);
+            let mut consumers = all(&tensor.consumers);
+            consumers.retain(|to| *to != producer);
+            if consumers.is_empty() && !tensor.consumers.is_empty() {
+                continue;
+            }
+            if self.full.ops[tensor.producer.index()].joins.is_some() {
+                ops[producer.index()].out_bytes += tensor.bytes;
+            }
+            tensors.push(TensorCost { producer, consumers, ..tensor.clone() });
+        }
+        let params = self.full.params.iter().map(|param| ParamCost { users: all(&param.users), ..param.clone() });
+        CostGraph { ops, tensors, params: params.collect() }
+    }
+
+    /// The shape over all ops of the whole graph.
+    pub fn spread(&self, shape: &Shape) -> Shape {
+        Shape { groups: self.groups(&shape.groups), is_flat: shape.is_flat }
+    }
+
+    fn groups(&self, groups: &[Group]) -> Vec<Group> {
+        let spread = |group: &Group| {
+            let body = match &group.body {
+                Body::Groups(inner) => Body::Groups(self.groups(inner)),
+                Body::Ops(ops) => {
+                    let mut all: Vec<u32> =
+                        ops.iter().flat_map(|&op| self.members[op as usize].iter().copied()).collect();
+                    all.sort_unstable();
+                    Body::Ops(all)
+                }
+            };
+            Group { replicas: group.replicas, body }
+        };
+        groups.iter().map(spread).collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    // 0 makes a weight that 3 and 5 read, by way of 1 for 3; 2, 3, 5 are a chain; 4 makes a weight for 5.
+    fn graph() -> CostGraph {
+        let op = |id: u32, joins: Option<u32>| OpCost {
+            id,
+            name: format!("op{id}"),
+            fwd_us: f64::from(1 << id),
+            param_bytes: 1 << id,
+            saved_bytes: 10 << id,
+            workspace_bytes: u64::from(100 - id),
+            out_bytes: 100,
+            joins: joins.map(OpId),
+            ..OpCost::default()
+        };
+        let tensor = |from: u32, to: &[u32]| TensorCost {
+            name: format!("t{from}"),
+            producer: OpId(from),
+            bytes: 100,
+            consumers: to.iter().map(|&to| OpId(to)).collect(),
+        };
+        let joins = [Some(3), Some(3), None, None, Some(5), None];
+        CostGraph {
+            ops: joins.iter().enumerate().map(|(id, joins)| op(id as u32, *joins)).collect(),
+            tensors: vec![
+                tensor(0, &[1, 5]),
+                tensor(1, &[3]),
+                tensor(2, &[3]),
+                tensor(3, &[5]),
+                tensor(4, &[5]),
+                tensor(5, &[]),
+            ],
+            params: vec![ParamCost { name: "w".into(), bytes: 7, users: vec![OpId(0), OpId(3), OpId(4)] }],
+        }
+    }
+
+    #[test]
+    fn sums_and_crossing_tensors() {
+        let full = graph();
+        assert_eq!(full.check(), Ok(()));
+        let joined = Joined::of(&full);
+        let small = joined.graph();
+        assert_eq!(small.check(), Ok(()));
+        assert_eq!(small.ops.iter().map(|op| op.name.as_str()).collect::<Vec<_>>(), ["op2", "op3", "op5"]);
+        assert_eq!(small.ops.iter().map(|op| op.fwd_us).collect::<Vec<_>>(), [4.0, 11.0, 48.0]);
+        assert_eq!(small.ops.iter().map(|op| op.param_bytes).collect::<Vec<_>>(), [4, 11, 48]);
+        assert_eq!(small.ops.iter().map(|op| op.saved_bytes).collect::<Vec<_>>(), [40, 110, 480]);
+        assert_eq!(small.ops.iter().map(|op| op.workspace_bytes).collect::<Vec<_>>(), [98, 100, 96]);
+        // Of op 3 and those that join it, t0 and t3 leave.
+        assert_eq!(small.ops.iter().map(|op| op.out_bytes).collect::<Vec<_>>(), [100, 200, 100]);
+        let wires = small.tensors.iter().map(|t| (t.name.as_str(), t.producer.0, t.consumers.clone()));
+        let wanted = [("t0", 1, vec![OpId(2)]), ("t2", 0, vec![OpId(1)]), ("t3", 1, vec![OpId(2)]), ("t5", 2, vec![])];
+        assert_eq!(wires.collect::<Vec<_>>(), wanted);
+        assert_eq!(small.params[0].users, [OpId(1), OpId(2)]);
+        assert_eq!((joined.place(0), joined.place(4), joined.leader(1)), (1, 2, 3));
+    }
+
+    #[test]
+    fn shapes_spread_over_all_ops() {
+        let full = graph();
+        let shape = Shape::flat(vec![(vec![0, 1], 2), (vec![2], 1)], true);
+        let wanted = Shape::flat(vec![(vec![0, 1, 2, 3], 2), (vec![4, 5], 1)], true);
+        assert_eq!(Joined::of(&full).spread(&shape), wanted);
+    }
+}
