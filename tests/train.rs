@@ -247,3 +247,31 @@ fn the_same_run_has_the_same_bits() {
         assert!(first.weights == again.weights);
     }
 }
+
+#[test]
+fn a_result_of_the_model_called_loss_is_not_the_loss() {
+    let (mut graph, _) = network();
+    let first = graph.outputs[0].value;
+    graph.outputs.insert(1, Output { name: "loss".into(), value: first });
+    attach(&mut graph, Loss::CrossEntropy, None).unwrap();
+    let trained: Vec<&Output> = graph.outputs.iter().filter(|o| o.name == LOSS).collect();
+    assert_eq!(trained.len(), 1);
+    assert!(graph.fact(trained[0].value).shape.is_empty());
+}
+
+#[test]
+fn a_gradient_without_a_rule_is_refused() {
+    use compiler::op::{Reduce, ReduceKind};
+    use compiler::pass::backward::BackwardError;
+    let (mut graph, _) = network();
+    let logits = graph.outputs[0].value;
+    let mut out = Writer { graph: &mut graph, origin: Origin::default() };
+    let product = Reduce { kind: ReduceKind::Prod, axes: vec![0, 1], keep: false };
+    let product = out.emit(Op::Reduce(product), &[logits]);
+    graph.outputs[0].value = product;
+    let graph = compiler::graph::bind::bind(&graph, &Bindings::from([("batch".to_string(), 4)])).unwrap();
+    let place: HashMap<NodeId, usize> = order::numbered(&graph).into_iter().map(|id| (id, 0)).collect();
+    let whole = fragments(&graph, &place, 1).unwrap().remove(0);
+    let refused = backward(&whole, Some(whole.graph.outputs[0].value), &Arriving::new());
+    assert!(matches!(refused, Err(BackwardError::NoRule { .. })), "a product has no gradient rule");
+}

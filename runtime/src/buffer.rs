@@ -108,3 +108,24 @@ impl Pool {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_pool_lists_what_it_made_once_and_nothing_else() {
+        let mut pool = Pool::default();
+        let buffer = pool.take(100);
+        assert_eq!(buffer.start() as usize % ALIGNMENT, 0);
+        let reader = buffer.clone();
+        pool.give(buffer.clone());
+        pool.give(buffer);
+        pool.give(Arc::new(Buffer::new(100)));
+        // Still read by somebody: a new one is made.
+        assert!(!Arc::ptr_eq(&pool.take(100), &reader));
+        let address = reader.start();
+        drop(reader);
+        assert_eq!(pool.take(100).start(), address);
+    }
+}
