@@ -360,7 +360,7 @@ fn caps_are_raised_until_the_workers_are_busy_or_memory_ends() {
     problem.constraints.replicas = Some(vec![1, 3, 1]);
     problem.in_flight = InFlight::Auto;
     // 1-3-1 under the published caps 5, 2, 1 reaches 0.75, and the whole throughput with two more in the middle and one last.
-    let efficiency = |_: &[compiler::plan::Stage], caps: &[u32]| {
+    let efficiency = |_: &[compiler::plan::Stage], _: &[compiler::plan::Edge], caps: &[u32]| {
         0.75 + 0.1 * f64::from(caps[1] - 2).min(2.0) + 0.05 * f64::from(caps[2] - 1).min(1.0)
     };
     let options = PlannerOptions { efficiency: Some(&efficiency), ..PlannerOptions::default() };

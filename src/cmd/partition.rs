@@ -6,11 +6,11 @@ use crate::screen::Screen;
 use crate::source::{self, Costs};
 use crate::{quantity, stages};
 use clap::{Args, ValueEnum};
-use compiler::cluster::unit;
+use compiler::cluster::{Level, unit};
 use compiler::partition::planner::{self, Partitioner, PlanError, Planned, PlannerOptions};
 use compiler::plan::problem::{CostModel, InFlight, Objective};
-use compiler::plan::{ScheduleKind, Stage, read};
-use compiler::schedule::{Pipeline, StageShape};
+use compiler::plan::{Edge, ScheduleKind, Stage, read};
+use compiler::schedule::pipeline::pipeline_of;
 use compiler::simulate::efficiency::steady_efficiency;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
@@ -200,17 +200,18 @@ pub fn ask(file: &Path, costs: Costs, question: &Question, cost: CostModel) -> R
         partitioner: Partitioner::from_name(&question.partitioner).unwrap_or_default(),
         budget: question.budget,
         seed: question.seed,
-        efficiency: Some(&efficiency),
+        efficiency: Some(&|stages: &[Stage], edges: &[Edge], caps: &[u32]| {
+            efficiency(&problem.cluster.levels, stages, edges, caps)
+        }),
     };
     planner::plan(&problem, &options).map_err(|error| explain(file, error))
 }
 
 /// The share of ideal throughput that stages reach under caps, by simulation; a pipeline that cannot be simulated
 /// gains nothing by more caps.
-pub fn efficiency(stages: &[Stage], caps: &[u32]) -> f64 {
-    let shape = |stage: &Stage| StageShape::new(stage.replicas, stage.fwd_us, stage.bwd_us);
-    let pipeline = Pipeline::chain(stages.iter().map(shape).collect()).with_caps(caps);
-    steady_efficiency(&pipeline).unwrap_or(1.0)
+fn efficiency(levels: &[Level], stages: &[Stage], edges: &[Edge], caps: &[u32]) -> f64 {
+    let simulated = |pipeline| steady_efficiency(&pipeline).ok();
+    pipeline_of(levels, stages, edges, caps).ok().and_then(simulated).unwrap_or(1.0)
 }
 
 /// The name of a cost model on the command line.

@@ -40,9 +40,11 @@ pub fn finish(problem: &Problem, chosen: &Candidate, statement: &Statement<'_>) 
     let flattens = chosen.shape.is_flat && problem.cluster.levels.len() > 1;
     let bound = lower_bound(statement.asked, flattens);
     // What no plan can beat is the best, however little was searched.
-    let proven_optimal = [Some(bound), found.proven_us].into_iter().flatten().any(|us| same(us, chosen.minibatch_us));
     let wants_memory = problem.objective == Objective::Memory;
-    if let Some(fallback) = found.fallback.as_ref().filter(|_| wants_memory || !proven_optimal) {
+    let meets = [Some(bound), found.proven_us].into_iter().flatten().any(|us| same(us, chosen.minibatch_us));
+    // The bounds are of time: they prove nothing about memory.
+    let proven_optimal = meets && !wants_memory;
+    if let Some(fallback) = found.fallback.as_ref().filter(|_| !proven_optimal) {
         warnings.push(format!("the search was not complete ({fallback}); a better plan may exist"));
     }
     if flattens {
@@ -58,15 +60,22 @@ pub fn finish(problem: &Problem, chosen: &Candidate, statement: &Statement<'_>) 
             }
             caps
         }
+        (_, Some(efficiency)) if in_flight::matters(problem) => {
+            let reached = in_flight::reached(problem, &chosen.shape, &chosen.caps, efficiency);
+            if reached < in_flight::ENOUGH {
+                let percent = reached * 100.0;
+                warnings.push(format!(
+                    "these in-flight caps reach {percent:.0} % of the ideal throughput, which the predicted figures assume"
+                ));
+            }
+            chosen.caps.clone()
+        }
         _ => chosen.caps.clone(),
     };
     let memory = build::memory(problem, &build::holdings(problem, &chosen.shape), &caps);
     let weight_versions = build::versions(problem, &caps);
-    let lower_bound_us = if proven_optimal {
-        chosen.minibatch_us
-    } else {
-        found.proven_us.unwrap_or(0.0).max(bound).min(chosen.minibatch_us)
-    };
+    let lower_bound_us =
+        if meets { chosen.minibatch_us } else { found.proven_us.unwrap_or(0.0).max(bound).min(chosen.minibatch_us) };
     let stages = build::stages(problem, &chosen.shape, &memory);
     let [one, all, uniform] = *baselines;
     let mut plan = Plan {

@@ -7,7 +7,7 @@
 use crate::partition::build;
 use crate::partition::shape::Shape;
 use crate::plan::problem::Problem;
-use crate::plan::{ScheduleKind, Stage};
+use crate::plan::{Edge, ScheduleKind, Stage};
 
 /// The fraction of the ideal throughput at which raising stops.
 pub const ENOUGH: f64 = 0.98;
@@ -15,23 +15,36 @@ pub const ENOUGH: f64 = 0.98;
 /// No cap is raised by more than this over the published rule; by measurement three suffice for every known plan.
 const MOST: u32 = 6;
 
-/// The fraction of the ideal throughput that stages reach under caps, from 0 to 1.
-pub type Efficiency<'a> = dyn Fn(&[Stage], &[u32]) -> f64 + 'a;
+/// The fraction of the ideal throughput that stages, with these transfers between them, reach under caps: 0 to 1.
+pub type Efficiency<'a> = dyn Fn(&[Stage], &[Edge], &[u32]) -> f64 + 'a;
+
+/// Whether items of several minibatches are in flight, so that caps bound the throughput.
+pub fn matters(problem: &Problem) -> bool {
+    matches!(problem.schedule, ScheduleKind::RoundRobin | ScheduleKind::RoundRobinVsync)
+}
+
+/// The efficiency that `shape` reaches under given caps.
+pub fn reached(problem: &Problem, shape: &Shape, caps: &[u32], efficiency: &Efficiency<'_>) -> f64 {
+    let stages = build::stages(problem, shape, &build::memory(problem, &build::holdings(problem, shape), caps));
+    efficiency(&stages, &build::edges(problem, shape), caps)
+}
 
 /// Caps for `shape`, and the efficiency they reach.
 pub fn choose(problem: &Problem, shape: &Shape, efficiency: &Efficiency<'_>) -> (Vec<u32>, f64) {
     let published = build::published_caps(problem, shape);
-    if !matches!(problem.schedule, ScheduleKind::RoundRobin | ScheduleKind::RoundRobinVsync) {
+    if !matters(problem) {
         return (published, 1.0);
     }
     let holdings = build::holdings(problem, shape);
     let stages = build::stages(problem, shape, &build::memory(problem, &holdings, &published));
+    let edges = build::edges(problem, shape);
+    let efficiency = |caps: &[u32]| efficiency(&stages, &edges, caps);
     let limit = problem.memory_limit.map_or(u64::MAX, |limit| limit.0);
     let peak = |caps: &[u32]| build::memory(problem, &holdings, caps).iter().map(|held| held.total).max().unwrap_or(0);
     let sum =
         |caps: &[u32]| build::memory(problem, &holdings, caps).iter().map(|held| u128::from(held.total)).sum::<u128>();
     let mut caps = published.clone();
-    let mut reached = efficiency(&stages, &caps);
+    let mut reached = efficiency(&caps);
     while reached < ENOUGH {
         let raised = |which: &dyn Fn(usize) -> bool| -> Vec<u32> {
             let one = |(at, &cap): (usize, &u32)| cap + u32::from(which(at) && cap < published[at] + MOST);
@@ -43,7 +56,7 @@ pub fn choose(problem: &Problem, shape: &Shape, efficiency: &Efficiency<'_>) -> 
             if candidate == caps || peak(&candidate) > limit {
                 continue;
             }
-            let (gained, cost) = (efficiency(&stages, &candidate), sum(&candidate));
+            let (gained, cost) = (efficiency(&candidate), sum(&candidate));
             let better = best.as_ref().is_none_or(|(other, bytes, _)| (gained, *bytes) > (*other, cost));
             if gained > reached + 1e-6 && better {
                 best = Some((gained, cost, candidate));
@@ -51,7 +64,7 @@ pub fn choose(problem: &Problem, shape: &Shape, efficiency: &Efficiency<'_>) -> 
         }
         let next = best.map(|(gained, _, candidate)| (gained, candidate)).or_else(|| {
             let together = raised(&|_| true);
-            let gained = efficiency(&stages, &together);
+            let gained = efficiency(&together);
             (together != caps && peak(&together) <= limit && gained > reached + 1e-6).then_some((gained, together))
         });
         let Some((gained, candidate)) = next else { break };

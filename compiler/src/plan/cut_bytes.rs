@@ -11,6 +11,10 @@
 use crate::plan::problem::CostModel;
 use crate::profile::cost_graph::CostGraph;
 
+/// Ops times frontier ops up to which `pipedream` follows branches inside a set. The released optimizer handles far
+/// fewer; beyond it, time and memory would grow with the square of the graph.
+const MOST_PAIRS: usize = 1 << 26;
+
 /// The rule of one cost model over one graph.
 #[derive(Clone, Debug)]
 pub struct CutBytes<'a> {
@@ -50,6 +54,9 @@ impl<'a> CutBytes<'a> {
         let readers = |op: usize| &self.readers[self.first[op]..self.first[op + 1]];
         let is_frontier = |op: usize| inside(op) && !readers(op).iter().any(|&to| inside(to as usize));
         let frontier = (0..ops).filter(|&op| is_frontier(op)).count();
+        if ops.saturating_mul(frontier) > MOST_PAIRS {
+            return self.open(inside);
+        }
         // For each op the frontier ops that it leads to, as bits; ops are in topological order, so readers come first.
         let words = frontier.div_ceil(64);
         let mut leads = vec![0u64; ops * words];
@@ -69,6 +76,19 @@ impl<'a> CutBytes<'a> {
                 readers(op).iter().any(|&to| !inside(to as usize)) || inner.any(|to| *leads_of(to) != *own)
             };
             if is_charged {
+                bytes += self.graph.ops[op].out_bytes as f64;
+            }
+        }
+        bytes
+    }
+
+    /// What is charged but for branches that meet inside: all outputs of every op without a reader inside, or with one
+    /// beyond.
+    fn open(&self, inside: impl Fn(usize) -> bool) -> f64 {
+        let mut bytes = 0.0;
+        for op in (0..self.graph.ops.len()).filter(|&op| inside(op)) {
+            let readers = &self.readers[self.first[op]..self.first[op + 1]];
+            if readers.is_empty() || readers.iter().any(|&to| !inside(to as usize)) {
                 bytes += self.graph.ops[op].out_bytes as f64;
             }
         }
