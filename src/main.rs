@@ -8,10 +8,12 @@ mod cmd;
 mod failure;
 mod machines;
 mod model;
+mod prediction;
 mod quantity;
 mod screen;
 mod source;
 mod stages;
+mod ties;
 mod training;
 
 use crate::arguments::{Cli, Verb};
