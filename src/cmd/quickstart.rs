@@ -152,6 +152,7 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Failure> {
         order: Order::Shuffled { seed: arguments.seed },
         optimizer: &optimizer,
         keep_gradients: false,
+        frozen: &[],
     };
     let prepared = training::prepare(&mut task)?;
     let predicted = prepared.predicted(plan.cluster.device.cores);
