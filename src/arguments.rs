@@ -6,7 +6,7 @@ use std::path::PathBuf;
 
 /// Partitions traced models into pipeline stages, predicts what that brings, and trains them.
 #[derive(Debug, Parser)]
-#[command(name = "pipec", version, max_term_width = 100, disable_help_subcommand = true, color = clap::ColorChoice::Never)]
+#[command(name = "pipec", version, max_term_width = 100, color = clap::ColorChoice::Never)]
 pub struct Cli {
     /// Flags of every verb.
     #[command(flatten)]
@@ -84,7 +84,7 @@ pub struct Devices {
     #[arg(long, value_name = "N", conflicts_with_all = ["levels", "cluster"])]
     pub gpus: Option<u32>,
     /// Bandwidth of that link per device and direction, for example 1.25GB/s or 10Gbit/s
-    #[arg(long, value_name = "RATE", requires = "gpus")]
+    #[arg(long, value_name = "RATE", requires = "gpus", conflicts_with_all = ["levels", "cluster"])]
     pub bandwidth: Option<String>,
     /// Levels of devices, innermost first, for example 8:450GB/s,2:50GB/s for two servers of eight
     #[arg(long, value_name = "N:RATE,…", conflicts_with = "cluster")]

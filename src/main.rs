@@ -6,19 +6,25 @@
 mod arguments;
 mod cmd;
 mod failure;
+mod freeze;
+mod given;
+mod initial;
 mod machines;
+mod memory;
 mod model;
+mod prediction;
 mod quantity;
 mod screen;
 mod source;
 mod stages;
+mod ties;
 mod training;
 
 use crate::arguments::{Cli, Verb};
 use crate::failure::Failure;
 use crate::screen::Screen;
-use clap::Parser;
 use clap::error::ErrorKind;
+use clap::{Command, CommandFactory, FromArgMatches};
 use std::panic::{self, AssertUnwindSafe};
 use std::process::ExitCode;
 use std::sync::Mutex;
@@ -47,7 +53,9 @@ fn main() -> ExitCode {
 }
 
 fn run() -> u8 {
-    let cli = match Cli::try_parse() {
+    let command = Cli::command().mut_subcommands(taking_negatives);
+    let parsed = command.try_get_matches().and_then(|matches| Cli::from_arg_matches(&matches));
+    let cli = match parsed {
         Ok(cli) => cli,
         Err(error) => return usage(&error),
     };
@@ -72,6 +80,14 @@ fn run() -> u8 {
             failure.code
         }
     }
+}
+
+/// With flags that read `-1` as their value, so that they say themselves what is wrong with it.
+fn taking_negatives(verb: Command) -> Command {
+    verb.mut_args(|flag| {
+        let is_wanted = flag.get_long().is_some() && flag.get_action().takes_values();
+        if is_wanted { flag.allow_negative_numbers(true) } else { flag }
+    })
 }
 
 /// Help and version are results; everything else that clap says is a failure in its own one line.

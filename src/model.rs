@@ -40,17 +40,21 @@ pub fn load(path: &Path, dims: &Dims, screen: &Screen) -> Result<Loaded, Failure
 impl Loaded {
     /// Samples in one micro-batch: what the user says, else the file, else `otherwise`, else 32, which is told.
     pub fn micro_batch(&self, otherwise: Option<u64>, screen: &Screen) -> u64 {
-        let known = match &self.model.batch {
+        self.known_micro_batch(otherwise).unwrap_or_else(|| {
+            screen.note(&format!("micro-batch {DEFAULT_MICRO_BATCH}; `--micro-batch N` sets another"));
+            DEFAULT_MICRO_BATCH
+        })
+    }
+
+    /// The same, where anyone says.
+    pub fn known_micro_batch(&self, otherwise: Option<u64>) -> Option<u64> {
+        match &self.model.batch {
             Batch::Symbol { name, default } => {
                 let said = self.dims.get(name).map(|size| *size as u64);
                 self.asked.or(said).or(otherwise).or(default.map(|size| size as u64))
             }
             Batch::Fixed { size, .. } => self.asked.or(otherwise).or(Some(size.map_or(1, |size| size as u64))),
-        };
-        known.unwrap_or_else(|| {
-            screen.note(&format!("micro-batch {DEFAULT_MICRO_BATCH}; `--micro-batch N` sets another"));
-            DEFAULT_MICRO_BATCH
-        })
+        }
     }
 
     /// The graph at that many samples, with every size a number.

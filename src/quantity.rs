@@ -15,6 +15,17 @@ pub fn bytes(bytes: u64) -> String {
     scaled(bytes as f64, &["B", "kB", "MB", "GB", "TB", "PB", "EB"])
 }
 
+/// A number of bytes as flags take it, rounded up.
+pub fn at_least(bytes: u64) -> String {
+    let (unit, name) = match bytes {
+        b if b >= 1_000_000_000 => (1_000_000, "GB"),
+        b if b >= 1_000_000 => (1_000, "MB"),
+        b => return format!("{b}B"),
+    };
+    let parts = bytes.div_ceil(unit);
+    format!("{}.{:03}{name}", parts / 1000, parts % 1000)
+}
+
 /// A rate in bytes per second.
 pub fn rate(bytes_per_second: f64) -> String {
     format!("{}/s", scaled(bytes_per_second, &["B", "kB", "MB", "GB", "TB", "PB"]))
@@ -69,6 +80,7 @@ mod tests {
         assert_eq!(time(176_349.2), "176.3 ms");
         assert_eq!(bytes(999), "999 B");
         assert_eq!(bytes(141_000_000_000), "141.0 GB");
+        assert_eq!([at_least(17), at_least(1_234_001), at_least(2_000_000_000)], ["17B", "1.235MB", "2.000GB"]);
         assert_eq!(rate(1.25e9), "1.250 GB/s");
         assert_eq!(count(1_234_567), "1,234,567");
         assert_eq!(count(12), "12");

@@ -5,8 +5,9 @@ use crate::failure::Failure;
 use crate::machines;
 use crate::model::{self, Loaded};
 use crate::screen::Screen;
-use compiler::cluster::device::Kind;
+use compiler::cluster::device::{self, Kind};
 use compiler::cluster::{Cluster, Device};
+use compiler::import::onnx::name::shown;
 use compiler::import::pipedream;
 use compiler::pass::analytic::{self, Subject};
 use compiler::pass::attribution::{Training, attribute};
@@ -43,8 +44,17 @@ pub fn text(path: &Path, most: u64) -> Result<String, Failure> {
 pub fn plan(path: &Path) -> Result<Plan, Failure> {
     let text = text(path, MOST_PLAN_BYTES)?;
     read::from_json(&text).map_err(|error| {
-        Failure::file("read the plan", path, error).help("`pipec schema plan` prints what a plan looks like")
+        let why = other_file(&text, "plan").unwrap_or_else(|| error.to_string());
+        Failure::file("read the plan", path, why).help("`pipec schema plan` prints what a plan looks like")
     })
+}
+
+/// What a file says it is, where that is another kind of ours than the one that was expected.
+fn other_file(text: &str, expected: &str) -> Option<String> {
+    let value: serde_json::Value = serde_json::from_str(text).ok()?;
+    let schema = value.get("schema")?.as_str()?;
+    let kind = schema.strip_prefix("pipec.")?.split('/').next()?;
+    (kind != expected).then(|| format!("it is a {} (`{}`), a {expected} is expected", shown(kind), shown(schema)))
 }
 
 /// Writes a file whole or not at all.
@@ -101,6 +111,8 @@ pub struct Costs {
     pub micro_batch: u64,
     /// Element type.
     pub dtype: String,
+    /// The device whose costs these are, where that is known.
+    pub source: Option<String>,
 }
 
 impl Costs {
@@ -121,6 +133,23 @@ enum Told {
     Analytic(Option<&'static Kind>),
     /// A file, its SHA-256 and what it holds.
     File(PathBuf, String, Box<Profile>),
+}
+
+impl Told {
+    /// The device of the costs, where that is not what the cluster is made of.
+    fn other_kind(&self, cluster: &Cluster) -> Option<String> {
+        let kind = &cluster.device.kind;
+        let is = |name: &str| kind.eq_ignore_ascii_case(name);
+        match self {
+            Told::Analytic(known) => known.map(|known| known.name.to_string()).filter(|name| !is(name)),
+            Told::File(_, _, profile) => {
+                let name = &profile.device.name;
+                // What is measured is a CPU, whose name is that of the processor.
+                let is_cpu = profile.method == Method::Measured && device::find(name).is_none() && is("cpu");
+                (!is_cpu && !is(name)).then(|| name.clone())
+            }
+        }
+    }
 }
 
 /// The costs that the arguments name.
@@ -156,6 +185,7 @@ fn published(arguments: &Arguments) -> Result<Costs, Failure> {
         model,
         micro_batch: arguments.dims.micro_batch.unwrap_or(1),
         dtype: arguments.question.dtype.clone(),
+        source: None,
     })
 }
 
@@ -165,6 +195,14 @@ fn imported(arguments: &Arguments, screen: &Screen) -> Result<Costs, Failure> {
         Told::Analytic(kind) => machines::cluster(&arguments.devices, *kind)?,
         Told::File(_, _, profile) => machines::cluster_of(&arguments.devices, profile)?,
     };
+    if let Some(other) = told.other_kind(&cluster) {
+        let kind = &cluster.device.kind;
+        screen.warn(&format!(
+            "the costs are those of {}, the cluster's devices are of kind {}: times hold for the former only",
+            shown(&other),
+            shown(kind)
+        ));
+    }
     let loaded = model::load(&arguments.file, &arguments.dims, screen)?;
     let profiled = match &told {
         Told::File(_, _, profile) => Some(profile.settings.micro_batch),
@@ -200,6 +238,10 @@ pub fn assemble(loaded: &Loaded, micro_batch: u64, cluster: Cluster, times: Time
         .map_err(|error| Failure::input(format!("cannot cost {}", loaded.model.file)).because(error))?;
     let mut costs = cost_graph(&graph, &attribution);
     let model = loaded.planned(costs.ops.len());
+    let source = match &times {
+        Times::Analytic(device) => device.kind.clone(),
+        Times::Profile(_, _, profile) => profile.device.name.clone(),
+    };
     let profile = match times {
         Times::Analytic(device) => {
             let subject = Subject { model: loaded.profiled(), micro_batch };
@@ -213,7 +255,7 @@ pub fn assemble(loaded: &Loaded, micro_batch: u64, cluster: Cluster, times: Time
         }
     };
     let dtype = dtype(&graph).name().to_string();
-    Ok(Costs { graph: costs, cluster, has_memory: true, model, profile, micro_batch, dtype })
+    Ok(Costs { graph: costs, cluster, has_memory: true, model, profile, micro_batch, dtype, source: Some(source) })
 }
 
 fn told(profile: Option<&str>) -> Result<Told, Failure> {
@@ -234,7 +276,8 @@ fn told(profile: Option<&str>) -> Result<Told, Failure> {
 pub fn read_profile(path: &Path) -> Result<(String, Profile), Failure> {
     let text = text(path, MOST_PLAN_BYTES)?;
     let profile = profile::read::from_json(&text).map_err(|error| {
-        Failure::file("read the profile", path, error).help("`pipec profile MODEL -o profile.json` writes one")
+        let why = other_file(&text, "profile").unwrap_or_else(|| error.to_string());
+        Failure::file("read the profile", path, why).help("`pipec profile MODEL -o profile.json` writes one")
     })?;
     Ok((sha256(text.as_bytes()), profile))
 }

@@ -1,7 +1,7 @@
-//! A plan as people read it: the stage table, the prediction beside the plain alternatives, and what to do next.
+//! A plan as people read it: what it is for, and its stages as a table.
 
 use crate::machines;
-use crate::quantity::{self, short};
+use crate::quantity;
 use comfy_table::presets::NOTHING;
 use comfy_table::{CellAlignment, ContentArrangement, Table};
 use compiler::import::onnx::name::shown;
@@ -10,6 +10,9 @@ use compiler::profile::Method;
 
 /// Characters that the layers column may take.
 const LAYERS: usize = 44;
+
+/// The option of a plan that names the device whose costs it was made from.
+pub const COSTS: &str = "costs";
 
 /// Characters of a full load bar.
 const BAR: usize = 10;
@@ -32,9 +35,13 @@ pub fn table(header: &[&str], right: &[usize], rows: Vec<Vec<String>>) -> String
 
 /// What the plan is for and where its costs came from, in one line.
 pub fn heading(plan: &Plan) -> String {
+    let source = plan.options.get(COSTS).and_then(|name| name.as_str()).map(shown);
     let costs = match plan.profile.method {
-        Method::Measured => "measured costs".to_string(),
-        Method::Analytic => format!("analytic costs of {} (nothing was measured)", plan.cluster.device.kind),
+        Method::Measured => source.map_or("measured costs".to_string(), |name| format!("costs measured on {name}")),
+        Method::Analytic => {
+            let kind = source.unwrap_or_else(|| shown(&plan.cluster.device.kind));
+            format!("analytic costs of {kind} (nothing was measured)")
+        }
         Method::Imported => "costs from the file".to_string(),
     };
     let model = if plan.model.file.is_empty() { "the model" } else { &plan.model.file };
@@ -68,70 +75,6 @@ pub fn stages(plan: &Plan) -> String {
     };
     let header = ["stage", "ops", "layers", "replicas", "fwd+bwd", "memory", "load per replica"];
     table(&header, &[0, 1, 4, 5], plan.stages.iter().map(row).collect())
-}
-
-/// The prediction, beside one device and data parallelism, with its bound.
-pub fn prediction(plan: &Plan) -> String {
-    let predicted = &plan.predicted;
-    let time = predicted.minibatch_us;
-    let mut text = format!(
-        "predicted      {} per minibatch, {} samples/s; slowest is {}\n",
-        quantity::time(time),
-        quantity::samples(predicted.throughput_per_s),
-        predicted.bottleneck
-    );
-    let (all, fits) = (&plan.baselines, &plan.baselines.fits);
-    for (name, other, fits) in [
-        ("one device", all.single, fits.single),
-        ("data parallel", all.data_parallel, fits.data_parallel),
-        ("uniform", all.uniform, fits.uniform),
-    ] {
-        let against = match other / time {
-            ratio if !ratio.is_finite() || (ratio - 1.0).abs() < 5e-4 => "the same".to_string(),
-            ratio if ratio > 1.0 => format!("this plan is {} times as fast", short(ratio)),
-            ratio => format!("{} times as fast as this plan", short(1.0 / ratio)),
-        };
-        let fits = if fits { "" } else { "; does not fit in memory" };
-        text += &format!("{name:14} {} per minibatch: {against}{fits}\n", quantity::time(other));
-    }
-    let bound = if plan.proven_optimal {
-        "proven the fastest under this cost model".to_string()
-    } else if plan.lower_bound_us > 0.0 {
-        format!("no plan is faster than {}: at most {} % away", quantity::time(plan.lower_bound_us), gap(plan))
-    } else {
-        "none is known".to_string()
-    };
-    text += &format!("bound          {bound}\n");
-    let numbers = |list: &[u32]| list.iter().map(u32::to_string).collect::<Vec<_>>().join(", ");
-    let schedule = &plan.schedule;
-    text += &format!(
-        "in flight      {} per replica of each stage; weight versions {}\n",
-        numbers(&schedule.in_flight),
-        numbers(&schedule.weight_versions)
-    );
-    text
-}
-
-/// What comes before everything else when a plain alternative is the answer, or beats a plan that was pinned.
-pub fn verdict(plan: &Plan) -> Option<String> {
-    let (all, time) = (&plan.baselines, plan.predicted.minibatch_us);
-    if let [only] = &plan.stages[..] {
-        return Some(match only.replicas {
-            1 if plan.cluster.devices == 1 => "There is one device, so everything runs on it.\n".to_string(),
-            1 => "One device alone is the answer: more devices do not make this model faster.\n".to_string(),
-            r => format!("Data parallelism over {r} devices is the answer: no pipeline found is faster.\n"),
-        });
-    }
-    let data_parallel = (all.data_parallel, all.fits.data_parallel, "Data parallelism");
-    let single = (all.single, all.fits.single, "One device alone");
-    let faster = [data_parallel, single].into_iter().filter(|(other, fits, _)| *fits && *other < time * (1.0 - 1e-9));
-    let best = faster.min_by(|left, right| left.0.total_cmp(&right.0))?;
-    let ratio = time / best.0;
-    Some(format!("{} would be {} times as fast as this pipeline.\n", best.2, short(ratio)))
-}
-
-fn gap(plan: &Plan) -> String {
-    short((plan.predicted.minibatch_us / plan.lower_bound_us - 1.0) * 100.0)
 }
 
 /// The stage's layers in the user's module names, cut to the depth at which they fit.

@@ -1,6 +1,9 @@
 //! From a model, a plan and data to trained weights, by way of compiled stages and checked programs.
 
 use crate::failure::Failure;
+use crate::freeze::freeze;
+use crate::given::LABELS;
+use crate::memory;
 use crate::model::Loaded;
 use clap::ValueEnum;
 use compiler::graph::{Graph, hash::hash, order};
@@ -93,6 +96,8 @@ pub struct Task<'a> {
     pub optimizer: &'a Optimizer,
     /// Whether the last gradients are wanted.
     pub keep_gradients: bool,
+    /// Parameters that are not trained, by name or `prefix*`.
+    pub frozen: &'a [String],
 }
 
 /// Everything that a run needs, made and checked.
@@ -105,6 +110,8 @@ pub struct Prepared {
     pub batch: u64,
     /// Minibatches in an epoch.
     pub per_epoch: usize,
+    /// Rows of the data.
+    pub rows: usize,
 }
 
 /// What a run left behind.
@@ -125,6 +132,7 @@ pub fn prepare(task: &mut Task<'_>) -> Result<Prepared, Failure> {
         return Err(Failure::input(what));
     }
     let mut graph = task.loaded.at(task.batch / u64::from(task.microbatches))?;
+    freeze(&mut graph, task.frozen)?;
     let mut stages = stages(task.loaded, &graph, task.plan)?;
     if task.unbiased {
         stages = corrected(&mut graph, &stages);
@@ -156,21 +164,32 @@ pub fn prepare(task: &mut Task<'_>) -> Result<Prepared, Failure> {
         }
         _ => fail(&error),
     })?;
+    memory::check(
+        "training",
+        memory::of_training(&made.codes, &made.program, task.optimizer),
+        "a smaller `--batch`, fewer minibatches in flight (`--in-flight`) or more `--microbatches` need less",
+    )?;
     let feeds = train::feeds(&made.codes);
     let item_rows = task.batch as usize / task.microbatches as usize;
     let arrays = match std::mem::replace(&mut task.data, Data::Synthetic(0)) {
         Data::Arrays(arrays) => arrays,
         Data::Synthetic(seed) => synthetic(&made.graph, &feeds, item_rows, rows, seed),
     };
-    let unfit = |error: DataError| Failure::input("the data does not fit the model").because(error);
+    let labels = if arrays.contains_key(TARGET) || !arrays.contains_key(LABELS) { TARGET } else { LABELS };
+    let unfit = |error: DataError| {
+        let is_missing = matches!(error, DataError::Missing { .. });
+        let failure = Failure::input("the data does not fit the model").because(named(error, labels));
+        if is_missing { failure.help("`--synthetic-data` trains on made-up data instead") } else { failure }
+    };
     let data = Dataset::new(arrays, &feeds, item_rows).map_err(unfit)?;
     if let (Loss::CrossEntropy, Some(classes)) = (loss, classes(&graph, task.class_dim)) {
         data.check_labels(TARGET, classes).map_err(unfit)?;
     }
+    let rows = data.rows();
     let (items, microbatches) = (task.batch as usize, task.microbatches as usize);
     let batches = Batches::new(data, items, microbatches, steps as usize, task.order).map_err(unfit)?;
     let per_epoch = batches.per_epoch();
-    Ok(Prepared { made, batches, steps, batch: task.batch, per_epoch })
+    Ok(Prepared { made, batches, steps, batch: task.batch, per_epoch, rows })
 }
 
 /// Trains; `on_step` is told of every minibatch in order.
@@ -218,6 +237,28 @@ impl Loss {
             Loss::Output => loss::Loss::Output,
         }
     }
+}
+
+/// The error in the user's names: labels may be called `y` in the file.
+fn named(mut error: DataError, labels: &str) -> DataError {
+    let own = |name: &mut String| {
+        if name == TARGET {
+            *name = labels.to_string();
+        }
+    };
+    match &mut error {
+        DataError::Missing { name, .. } if name == TARGET => *name = format!("{TARGET}` or `{LABELS}"),
+        DataError::Missing { .. } | DataError::Few { .. } => {}
+        DataError::Rows { name, other, .. } => {
+            own(name);
+            own(other);
+        }
+        DataError::Empty { name }
+        | DataError::Shape { name, .. }
+        | DataError::Label { name, .. }
+        | DataError::NotFinite { name, .. } => own(name),
+    }
+    error
 }
 
 /// A scalar output is a loss by itself; anything else is taken for logits.

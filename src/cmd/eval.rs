@@ -1,11 +1,11 @@
 //! `pipec eval`: a model's answers for given inputs.
 
 use crate::arguments::Dims;
-use crate::cmd::train::initial;
 use crate::failure::Failure;
+use crate::initial::initial;
 use crate::model;
 use crate::screen::Screen;
-use crate::{quantity, source};
+use crate::{given, quantity, source};
 use clap::Args;
 use compiler::graph::Graph;
 use compiler::import::onnx::name::shown;
@@ -80,7 +80,8 @@ impl Answer {
 fn one(file: &Path, inputs: &Path, weights: Option<&Path>, output: &Path, screen: &Screen) -> Result<Answer, Failure> {
     let loaded = model::load(file, &Dims::default(), screen)?;
     let weights = initial(&loaded, weights, screen)?;
-    let given = weights::read(inputs).map_err(|error| Failure::input("cannot read the inputs").because(error))?;
+    let given = given::arrays(&loaded.model.graph, inputs, "the inputs", screen)?;
+    given::check(&loaded.model.graph, &given, inputs)?;
     let graph = loaded.bound(&sizes(&loaded.model.graph, &given))?;
     let outputs = evaluate::evaluate(&graph, true, &given, &weights)
         .map_err(|error| Failure::input(format!("cannot evaluate {}", file.display())).because(error))?;

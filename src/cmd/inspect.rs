@@ -103,8 +103,20 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Failure> {
         flops.map_or("unknown".to_string(), quantity::flops),
         list(&inputs),
         list(&outputs),
-        verdict.as_ref().map_or_else(|why| format!("no: {why}"), |()| "yes".to_string()),
+        verdict.as_ref().map_or_else(
+            |why| format!("no: {why}"),
+            |()| "yes: every parameter, which is every float tensor with a name, unless `--freeze` names it"
+                .to_string()
+        ),
     ));
+    let tied = tied(graph);
+    if !tied.is_empty() {
+        let rows = tied.iter().take(LISTED).map(|(name, users)| format!("{}, read in {users} places", shown(name)));
+        screen.text(&format!("tied        {}\n", rows.collect::<Vec<_>>().join("\n            ")));
+        if tied.len() > LISTED {
+            screen.text(&format!("            … and {} more", tied.len() - LISTED));
+        }
+    }
     if !modules.is_empty() {
         let rows = modules.iter().take(LISTED).map(|(name, module)| {
             let sums = [quantity::count(module.ops), quantity::count(module.parameters), quantity::flops(module.flops)];
@@ -140,6 +152,7 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Failure> {
         "batch": batch,
         "trainable": verdict.is_ok(),
         "not_trainable_because": verdict.err(),
+        "tied": tied.iter().map(|(name, users)| json!({"name": name, "users": users})).collect::<Vec<_>>(),
         "modules": modules,
         "warnings": loaded.model.warnings,
     }));
@@ -155,12 +168,26 @@ fn sizes(graph: &Graph, is_wanted: impl Fn(&Op) -> bool) -> (u64, u64) {
     })
 }
 
+/// The parameters that several ops read, and how many do.
+fn tied(graph: &Graph) -> Vec<(String, usize)> {
+    let of = |id| match &graph.node(id).op {
+        Op::Parameter(parameter) => {
+            let users = graph.successors(id).len();
+            (users > 1).then(|| (parameter.name.clone(), users))
+        }
+        _ => None,
+    };
+    graph.ids().filter_map(of).collect()
+}
+
 fn total_flops(graph: &Graph) -> f64 {
     order::numbered(graph).into_iter().map(|id| node_cost(graph, id).flops).sum()
 }
 
 fn trainable(loaded: &Loaded, bound: &Result<Graph, Failure>) -> Result<(), String> {
-    let bound = bound.as_ref().map_err(|failure| failure.to_string().lines().skip(1).collect::<String>())?;
+    let bound = bound.as_ref().map_err(|failure| {
+        failure.to_string().lines().skip(1).map(str::trim).collect::<Vec<_>>().join("\n            ")
+    })?;
     let attribution = attribute(bound, Training::Gradient).map_err(|error| error.to_string())?;
     if attribution.backward.is_none() {
         return Err("no float output depends on a parameter".to_string());

@@ -4,10 +4,10 @@ use crate::arguments::{Devices, Dims};
 use crate::failure::Failure;
 use crate::screen::Screen;
 use crate::source::{self, Costs};
-use crate::{quantity, stages};
+use crate::{prediction, quantity, stages, ties};
 use clap::{Args, ValueEnum};
 use compiler::cluster::{Level, unit};
-use compiler::partition::planner::{self, Partitioner, PlanError, Planned, PlannerOptions};
+use compiler::partition::planner::{self, Compared, Partitioner, PlanError, Planned, PlannerOptions};
 use compiler::plan::problem::{CostModel, InFlight, Objective};
 use compiler::plan::{Edge, ScheduleKind, Stage, read};
 use compiler::schedule::pipeline::pipeline_of;
@@ -70,7 +70,7 @@ pub struct Question {
           value_parser = ["pipec", "pipedream", "exhaustive", "data-parallel", "uniform", "single"])]
     pub partitioner: String,
     /// Replicas of each stage, for example 2,1,1; the cuts stay free
-    #[arg(long, value_name = "R,R,…", value_delimiter = ',')]
+    #[arg(long, value_name = "R,R,…", value_delimiter = ',', value_parser = replicas)]
     pub stages: Option<Vec<u32>>,
     /// End a stage after each of these nodes, modules or op ids
     #[arg(long, value_name = "NAME,…", value_delimiter = ',')]
@@ -150,7 +150,7 @@ impl Optimizer {
 /// Plans, prints, writes.
 pub fn run(arguments: Box<Arguments>, screen: &Screen) -> Result<(), Failure> {
     let started = Instant::now();
-    let planned = plan(&arguments, screen)?;
+    let (planned, refused) = plan(&arguments, screen)?;
     screen.detail(&format!("planned in {}", quantity::time(started.elapsed().as_secs_f64() * 1e6)));
     let plan = &planned.plan;
     let json = read::to_json(plan).map_err(|error| Failure::bug(&error.to_string()))?;
@@ -160,28 +160,51 @@ pub fn run(arguments: Box<Arguments>, screen: &Screen) -> Result<(), Failure> {
         return Ok(());
     }
     source::write(&path, json.as_bytes())?;
-    if let Some(verdict) = stages::verdict(plan) {
+    if let Some(verdict) = prediction::verdict(plan) {
         screen.text(&verdict);
     }
-    screen.text(&format!("{}\n{}\n{}", stages::heading(plan), stages::stages(plan), stages::prediction(plan)));
+    screen.text(&format!("{}\n{}\n{}", stages::heading(plan), stages::stages(plan), prediction::prediction(plan)));
     if arguments.compare {
         screen.text(&compared(&planned));
     }
-    plan.warnings.iter().for_each(|warning| screen.warn(warning));
+    plan.warnings.iter().chain(&refused).for_each(|warning| screen.warn(warning));
     screen.json(&serde_json::to_value(plan).unwrap_or_default());
-    screen.text(&format!("\nwrote {}\n{}", path.display(), next(&arguments.file, &path)));
+    screen.text(&format!("\nwrote {}\n{}", path.display(), next(&arguments.file, &path, refused.is_some())));
     Ok(())
 }
 
-/// The plan that the arguments ask for.
-pub fn plan(arguments: &Arguments, screen: &Screen) -> Result<Planned, Failure> {
+/// The plan that the arguments ask for, and why `pipec train` would refuse it.
+fn plan(arguments: &Arguments, screen: &Screen) -> Result<(Planned, Option<String>), Failure> {
+    arguments.question.check()?;
     let costs = source::costs(arguments, screen)?;
-    ask(&arguments.file, costs, &arguments.question, cost(&arguments.question.cost))
+    let params = costs.graph.params.clone();
+    let planned = ask(&arguments.file, costs, &arguments.question, cost(&arguments.question.cost))?;
+    let refused = ties::refused(&params, &planned.plan);
+    Ok((planned, refused))
+}
+
+impl Question {
+    /// Refuses a partitioner beside flags that leave it nothing to choose.
+    fn check(&self) -> Result<(), Failure> {
+        let pinned = [
+            ("--stages", self.stages.is_some()),
+            ("--cut-after", self.cut_after.is_some()),
+            ("--in-flight", matches!(self.in_flight, InFlight::Given(_))),
+        ];
+        match pinned.iter().find(|(_, is_given)| *is_given) {
+            Some((flag, _)) if self.partitioner != Partitioner::default().name() => {
+                Err(Failure::input(format!("`--partitioner {}` does not go with `{flag}`", self.partitioner))
+                    .because(format!("`{flag}` pins the stages, and the partitioner would be ignored"))
+                    .help(format!("leave out one of them, or write `--partitioner {}`", Partitioner::default().name())))
+            }
+            _ => Ok(()),
+        }
+    }
 }
 
 /// The plan for these costs.
 pub fn ask(file: &Path, costs: Costs, question: &Question, cost: CostModel) -> Result<Planned, Failure> {
-    let has_memory = costs.has_memory;
+    let (has_memory, source) = (costs.has_memory, costs.source.clone());
     let mut problem = costs.problem(cost);
     problem.activation_compression = question.activation_compression;
     problem.memory_limit = match &question.memory {
@@ -204,7 +227,11 @@ pub fn ask(file: &Path, costs: Costs, question: &Question, cost: CostModel) -> R
             efficiency(&problem.cluster.levels, stages, edges, caps)
         }),
     };
-    planner::plan(&problem, &options).map_err(|error| explain(file, error))
+    let mut planned = planner::plan(&problem, &options).map_err(|error| explain(file, error))?;
+    if let Some(name) = source {
+        planned.plan.options.insert(stages::COSTS.to_string(), name.into());
+    }
+    Ok(planned)
 }
 
 /// The share of ideal throughput that stages reach under caps, by simulation; a pipeline that cannot be simulated
@@ -230,41 +257,60 @@ fn explain(file: &Path, error: PlanError) -> Failure {
     let what = format!("cannot plan {}", file.display());
     match &error {
         PlanError::Problem(_) => Failure::input(what).because(error),
-        PlanError::Infeasible { smallest_limit, .. } => {
-            let least = format!("`--memory {smallest_limit}B` is the least that was found to do");
-            Failure::infeasible(format!("no feasible plan for {}", file.display())).because(&error).help(format!(
-                "{least}; fewer minibatches in flight (`--in-flight`), a smaller micro-batch or more devices need less"
+        PlanError::Infeasible { limit, stage, stages, replicas, first_op, last_op, missing, smallest_limit } => {
+            let (limit, missing) = (quantity::bytes(*limit), quantity::bytes(*missing));
+            let replicas = stages::plural(u64::from(*replicas), "replica", "replicas");
+            let why = format!(
+                "no plan fits in {limit} per device: stage {stage} of {stages} (`{first_op}` to `{last_op}`, {replicas}) lacks {missing}"
+            );
+            let least = quantity::at_least(*smallest_limit);
+            Failure::infeasible(format!("no feasible plan for {}", file.display())).because(why).help(format!(
+                "`--memory {least}` is the least that was found to do; fewer minibatches in flight (`--in-flight`), a \
+                 smaller micro-batch or more devices need less"
             ))
         }
         PlanError::Unsound(_) => Failure::bug(&error.to_string()),
     }
 }
 
+/// Every candidate once: those that look the same in all columns share a row.
 fn compared(planned: &Planned) -> String {
-    let row = |candidate: &planner::Compared| {
+    let row = |candidate: &Compared| {
         vec![
-            candidate.name.to_string(),
             candidate.replicas.iter().map(u32::to_string).collect::<Vec<_>>().join("-"),
             quantity::time(candidate.minibatch_us),
             quantity::bytes(candidate.peak_bytes),
             if candidate.fits { "yes" } else { "no" }.to_string(),
         ]
     };
-    let mut rows: Vec<Vec<String>> = Vec::new();
-    for row in planned.compared.iter().map(row) {
-        if !rows.contains(&row) {
-            rows.push(row);
+    let mut rows: Vec<(Vec<&str>, Vec<String>)> = Vec::new();
+    for candidate in &planned.compared {
+        let row = row(candidate);
+        match rows.iter_mut().find(|(_, known)| *known == row) {
+            Some((names, _)) if names.contains(&candidate.name) => {}
+            Some((names, _)) => names.push(candidate.name),
+            None => rows.push((vec![candidate.name], row)),
         }
     }
-    format!("\n{}", stages::table(&["candidate", "replicas", "minibatch", "most memory", "fits"], &[2, 3], rows))
+    let rows = rows.into_iter().map(|(names, row)| std::iter::once(names.join(", ")).chain(row).collect()).collect();
+    let time = if planned.plan.schedule.microbatches > 1 { "micro-batch" } else { "minibatch" };
+    format!("\n{}", stages::table(&["candidate", "replicas", time, "most memory", "fits"], &[2, 3], rows))
 }
 
-fn next(model: &Path, plan: &Path) -> String {
+fn next(model: &Path, plan: &Path, is_refused: bool) -> String {
     let mut text = format!("next: pipec simulate {}\n", plan.display());
     if model.extension().is_some_and(|extension| extension == "onnx") {
-        text += &format!("      pipec train {} --plan {} --data train.npz\n", model.display(), plan.display());
+        let schedule = if is_refused { " --schedule 1f1b" } else { "" };
+        text +=
+            &format!("      pipec train {} --plan {}{schedule} --data train.npz\n", model.display(), plan.display());
     }
     text
+}
+
+/// Reads one number of `--stages`.
+pub fn replicas(text: &str) -> Result<u32, String> {
+    let value = text.trim().parse().ok().filter(|replicas| *replicas >= 1);
+    value.ok_or_else(|| "write the replicas of each stage with commas between, for example 2,1,1".to_string())
 }
 
 /// Reads `--in-flight`.

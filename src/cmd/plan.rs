@@ -2,7 +2,7 @@
 
 use crate::failure::Failure;
 use crate::screen::Screen;
-use crate::{source, stages};
+use crate::{prediction, source, stages};
 use clap::{Args, Subcommand};
 use compiler::plan::Plan;
 use compiler::plan::sound::sound;
@@ -44,14 +44,14 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Failure> {
     match arguments.what {
         What::Show { file } => {
             let plan = sound_plan(&file)?;
-            if let Some(verdict) = stages::verdict(&plan) {
+            if let Some(verdict) = prediction::verdict(&plan) {
                 screen.text(&verdict);
             }
             screen.text(&format!(
                 "{}\n{}\n{}",
                 stages::heading(&plan),
                 stages::stages(&plan),
-                stages::prediction(&plan)
+                prediction::prediction(&plan)
             ));
             plan.warnings.iter().for_each(|warning| screen.warn(warning));
             screen.json(&serde_json::to_value(&plan).unwrap_or_default());

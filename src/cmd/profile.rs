@@ -4,7 +4,7 @@ use crate::arguments::Dims;
 use crate::failure::Failure;
 use crate::model::{self, Loaded};
 use crate::screen::Screen;
-use crate::{machines, quantity, source, stages};
+use crate::{machines, memory, quantity, source, stages};
 use clap::Args;
 use compiler::import::onnx::name::shown;
 use compiler::pass::analytic::{self, Subject};
@@ -86,6 +86,8 @@ pub fn measured(
     screen: &Screen,
 ) -> Result<Profile, Failure> {
     let graph = loaded.at(micro_batch)?;
+    let needed = memory::of_graph(&graph);
+    memory::check("profiling this model", needed, "`--micro-batch N` sets a smaller one")?;
     let weights = loaded.known_weights();
     let model =
         Model { graph: &graph, training: Training::Gradient, model: loaded.profiled(), micro_batch, weights: &weights };
@@ -107,11 +109,12 @@ pub fn measured(
     if let Some(fault) = &measured.cache_fault {
         screen.warn(&format!("the measured times were not kept for the next run: {fault}"));
     }
-    screen.note(&format!(
-        "{} of {} were measured now, the others before",
-        measured.measured,
-        stages::plural(measured.kernels as u64, "kernel", "kernels")
-    ));
+    let all = stages::plural(measured.kernels as u64, "kernel", "kernels");
+    screen.note(&match measured.measured {
+        0 => format!("{all}: all were measured before, `--no-cache` measures again"),
+        now if now == measured.kernels => format!("{all} measured"),
+        now => format!("{all}: {now} measured now, the others before"),
+    });
     Ok(measured.profile)
 }
 

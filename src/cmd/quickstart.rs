@@ -13,7 +13,7 @@ use crate::model::{self, Loaded};
 use crate::screen::Screen;
 use crate::source::{self, Costs, Times};
 use crate::training::{self, Data, Length, Loss, Task};
-use crate::{quantity, stages};
+use crate::{prediction, quantity, stages};
 use clap::{Args, ValueEnum};
 use compiler::plan::problem::{CostModel, InFlight};
 use compiler::plan::{Plan, ScheduleKind, read};
@@ -152,6 +152,7 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Failure> {
         order: Order::Shuffled { seed: arguments.seed },
         optimizer: &optimizer,
         keep_gradients: false,
+        frozen: &[],
     };
     let prepared = training::prepare(&mut task)?;
     let predicted = prepared.predicted(plan.cluster.device.cores);
@@ -208,10 +209,10 @@ fn profiled(loaded: &Loaded, path: &Path, screen: &Screen) -> Result<(Profile, S
 }
 
 fn show(plan: &Plan, screen: &Screen) {
-    if let Some(verdict) = stages::verdict(plan) {
+    if let Some(verdict) = prediction::verdict(plan) {
         screen.text(&verdict);
     }
-    screen.text(&format!("{}\n{}", stages::stages(plan), stages::prediction(plan)));
+    screen.text(&format!("{}\n{}", stages::stages(plan), prediction::prediction(plan)));
     plan.warnings.iter().for_each(|warning| screen.warn(warning));
 }
 

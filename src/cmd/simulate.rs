@@ -2,7 +2,7 @@
 
 use crate::failure::Failure;
 use crate::screen::Screen;
-use crate::{cmd, quantity, source, stages};
+use crate::{cmd, prediction, quantity, source, stages};
 use clap::Args;
 use compiler::schedule::chart::chart;
 use compiler::schedule::pipeline::{pipeline, schedule_of};
@@ -50,8 +50,10 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Failure> {
         screen
             .note(&format!("{} workers share {cores}; the plan's own figures give each a core", program.workers.len()));
     }
-    let per_item = plan.schedule.micro_batch as f64;
-    let samples_per_s = if timeline.makespan > 0.0 { timeline.throughput() * per_item } else { 0.0 };
+    let microbatches = plan.schedule.microbatches;
+    let step = prediction::step_us(&timeline, microbatches);
+    let samples = plan.schedule.micro_batch as f64 * f64::from(microbatches);
+    let samples_per_s = if step > 0.0 { samples * 1e6 / step } else { 0.0 };
     let workers: Vec<_> = (0..timeline.workers.len())
         .map(|at| {
             let share = if timeline.makespan > 0.0 { timeline.busy(at) / timeline.makespan } else { 0.0 };
@@ -61,18 +63,17 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Failure> {
     let rows = workers.iter().map(|(name, busy, peak, bytes)| {
         vec![name.clone(), format!("{:.1} %", busy * 100.0), peak.to_string(), quantity::bytes(*bytes)]
     });
-    let steady = if samples_per_s > 0.0 { per_item * 1e6 / samples_per_s } else { 0.0 };
     screen.text(&format!(
         "{}\n{}\nsimulated      {} in {}; {} idle, filling and draining included\n\
-         steady state   {} per micro-batch, {} samples/s; the plan says {} and {} samples/s\n",
+         steady state   {} per minibatch, {} samples/s; the plan says {} and {} samples/s\n",
         stages::heading(&plan),
         stages::table(&["worker", "busy", "most in flight", "most held"], &[1, 2, 3], rows.collect()),
         stages::plural(u64::from(arguments.minibatches), "minibatch", "minibatches"),
         quantity::time(timeline.makespan),
         format_args!("{:.1} %", timeline.bubble() * 100.0),
-        quantity::time(steady),
+        quantity::time(step),
         quantity::samples(samples_per_s),
-        quantity::time(plan.predicted.minibatch_us),
+        quantity::time(plan.predicted.step_us),
         quantity::samples(plan.predicted.throughput_per_s),
     ));
     if arguments.chart {
@@ -93,10 +94,11 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Failure> {
         "schedule": plan.schedule.kind.name(),
         "minibatches": arguments.minibatches,
         "makespan_us": timeline.makespan,
-        "minibatch_us": steady,
+        "step_us": step,
+        "minibatch_us": step / f64::from(microbatches.max(1)),
         "throughput_per_s": samples_per_s,
         "bubble": timeline.bubble(),
-        "planned": {"minibatch_us": plan.predicted.minibatch_us, "throughput_per_s": plan.predicted.throughput_per_s},
+        "planned": {"step_us": plan.predicted.step_us, "minibatch_us": plan.predicted.minibatch_us, "throughput_per_s": plan.predicted.throughput_per_s},
         "workers": workers,
     }));
     Ok(())

@@ -3,29 +3,32 @@
 use crate::arguments::Dims;
 use crate::cmd::partition::{self, Question};
 use crate::failure::Failure;
-use crate::model::{self, Loaded};
+use crate::initial::initial;
+use crate::model::{self, DEFAULT_MICRO_BATCH, Loaded};
 use crate::screen::Screen;
 use crate::source::{self, Costs, Times};
 use crate::training::{self, Data, Done, Length, Loss, Prepared, Task};
-use crate::{cmd, quantity, stages};
+use crate::{cmd, given, prediction, quantity, stages};
 use clap::{Args, ValueEnum};
 use compiler::plan::problem::{CostModel, InFlight};
 use compiler::plan::{Plan, ScheduleKind};
 use compiler::simulate::trace::trace;
-use compiler::tensor::Tensor;
 use profiler::machine;
 use runtime::data::Order;
 use runtime::optimizer::Optimizer;
 use runtime::train::StepDone;
 use runtime::weights;
 use serde_json::json;
-use std::collections::BTreeMap;
 use std::fs::{self, File};
-use std::io::{BufWriter, Write};
+use std::io::{self, BufWriter, IsTerminal, Write};
 use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
 
 /// The progress bar of a run.
 pub const BAR: &str = "{bar:30} {pos}/{len} steps, {eta} left, {msg}";
+
+/// How often a run says where it is, where there is no terminal to draw on.
+const TOLD: Duration = Duration::from_secs(10);
 
 /// What to train, on what, how.
 #[derive(Debug, Args)]
@@ -40,13 +43,13 @@ pub struct Arguments {
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1024))]
     workers: Option<u32>,
     /// Replicas of each stage, for example 2,1,1
-    #[arg(long, value_name = "R,R,…", value_delimiter = ',')]
+    #[arg(long, value_name = "R,R,…", value_delimiter = ',', value_parser = partition::replicas)]
     stages: Option<Vec<u32>>,
     /// End a stage after each of these nodes, modules or op ids
     #[arg(long, value_name = "NAME,…", value_delimiter = ',')]
     cut_after: Option<Vec<String>>,
     /// Arrays named by the model's inputs, the labels `target` or `y`: .npz, .npy or .safetensors
-    #[arg(long, value_name = "FILE", required_unless_present = "synthetic_data")]
+    #[arg(long, value_name = "FILE")]
     data: Option<PathBuf>,
     /// Train on made-up data
     #[arg(long, conflicts_with = "data")]
@@ -89,6 +92,9 @@ pub struct Arguments {
     /// Initial weights by name: .npz or .safetensors [default: those of the model]
     #[arg(long, value_name = "FILE")]
     weights: Option<PathBuf>,
+    /// Parameters that are not trained: names, or prefix* for all that start so
+    #[arg(long, value_name = "NAME,…", value_delimiter = ',')]
+    freeze: Vec<String>,
     /// Write the trained weights: .safetensors or .npz
     #[arg(long, value_name = "FILE")]
     save: Option<PathBuf>,
@@ -201,6 +207,11 @@ impl OptimizerArguments {
 /// Trains, prints, writes.
 pub fn run(arguments: Box<Arguments>, screen: &Screen) -> Result<(), Failure> {
     let optimizer = arguments.optimizer.build()?;
+    if arguments.data.is_none() && !arguments.synthetic_data {
+        return Err(Failure::input("no data is given").help(
+            "`--data train.npz` has arrays named like the model's inputs; `--synthetic-data` trains on made-up data",
+        ));
+    }
     let dims = Dims { dims: arguments.dims.clone(), micro_batch: None };
     let loaded = model::load(&arguments.file, &dims, screen)?;
     let given = arguments.plan.as_deref().map(cmd::plan::sound_plan).transpose()?;
@@ -208,7 +219,10 @@ pub fn run(arguments: Box<Arguments>, screen: &Screen) -> Result<(), Failure> {
     let planned_batch = given.as_ref().map(|plan| plan.schedule.micro_batch * u64::from(plan.schedule.microbatches));
     let batch = match arguments.batch.or(planned_batch) {
         Some(batch) => batch,
-        None => loaded.micro_batch(None, screen),
+        None => loaded.known_micro_batch(None).unwrap_or_else(|| {
+            screen.note(&format!("minibatches of {DEFAULT_MICRO_BATCH}; `--batch N` sets another size"));
+            DEFAULT_MICRO_BATCH
+        }),
     };
     let asked = arguments.schedule.as_deref().and_then(ScheduleKind::from_name);
     let usual = if microbatches > 1 { ScheduleKind::OneFOneB } else { ScheduleKind::RoundRobin };
@@ -219,12 +233,13 @@ pub fn run(arguments: Box<Arguments>, screen: &Screen) -> Result<(), Failure> {
     };
     if arguments.plan.is_none() && plan.cluster.devices > 1 {
         screen.note(&format!("planned on analytic costs of a CPU\n{}", stages::stages(&plan)));
+        if let Some(shared) = prediction::shared(&plan) {
+            screen.note(&shared);
+        }
     }
     let weights = initial(&loaded, arguments.weights.as_deref(), screen)?;
     let data = match &arguments.data {
-        Some(path) => {
-            Data::Arrays(weights::read(path).map_err(|error| Failure::input("cannot read the data").because(error))?)
-        }
+        Some(path) => Data::Arrays(given::arrays(&loaded.model.graph, path, "the data", screen)?),
         None => Data::Synthetic(arguments.seed),
     };
     let mut task = Task {
@@ -246,36 +261,67 @@ pub fn run(arguments: Box<Arguments>, screen: &Screen) -> Result<(), Failure> {
         order: if arguments.shuffle { Order::Shuffled { seed: arguments.seed } } else { Order::InOrder },
         optimizer: &optimizer,
         keep_gradients: arguments.save_gradients.is_some(),
+        frozen: &arguments.freeze,
     };
     let prepared = training::prepare(&mut task)?;
+    remarks(&task, &prepared, screen);
     let done = watched(&task, &prepared, arguments.metrics.as_deref(), screen)?;
     let trained = &done.trained;
     let write = |path: &Path, tensors| {
         weights::write(path, tensors).map_err(|error| Failure::input("cannot write the result").because(error))
     };
+    let mut written: Vec<(PathBuf, &str)> = Vec::new();
     if let Some(path) = &arguments.save {
         write(path, &trained.weights)?;
-        screen.note(&format!("wrote {}", path.display()));
+        written.push((path.clone(), "weights"));
     }
     if let Some(path) = &arguments.save_gradients {
         write(path, &trained.gradients)?;
+        written.push((path.clone(), "gradients"));
     }
     if let Some(folder) = &arguments.checkpoint_dir {
         fs::create_dir_all(folder).map_err(|error| Failure::file("make the folder", folder, error))?;
-        write(&folder.join("weights.safetensors"), &trained.weights)?;
+        let path = folder.join("weights.safetensors");
+        write(&path, &trained.weights)?;
+        written.push((path, "checkpoint"));
     }
     if let Some(path) = &arguments.trace {
         source::write(path, trace("training", &done.tracks).as_bytes())?;
+        written.push((path.clone(), "trace"));
+    }
+    written.extend(arguments.metrics.iter().map(|path| (path.clone(), "metrics")));
+    if !written.is_empty() {
+        let told = |(path, what): &(PathBuf, &str)| format!("{} ({what})", path.display());
+        screen.note(&format!("wrote {}", written.iter().map(told).collect::<Vec<_>>().join(", ")));
     }
     report(&prepared, &done, screen)
 }
 
-/// Trains with a progress bar, and writes the metrics as they come.
+/// What a run does that one might not expect.
+fn remarks(task: &Task<'_>, prepared: &Prepared, screen: &Screen) {
+    let left_out = prepared.rows as u64 % prepared.batch.max(1);
+    if left_out > 0 {
+        screen.note(&format!(
+            "{left_out} of {} do not fill a minibatch of {} and are left out of every epoch",
+            stages::plural(prepared.rows as u64, "row", "rows"),
+            quantity::count(prepared.batch)
+        ));
+    }
+    if matches!(task.schedule, ScheduleKind::RoundRobin | ScheduleKind::RoundRobinVsync) {
+        for stage in task.plan.stages.iter().filter(|stage| stage.replicas > 1) {
+            let (id, r) = (stage.id.0, stage.replicas);
+            screen.note(&format!("stage {id} has {r} replicas: one update averages {r} minibatches"));
+        }
+    }
+}
+
+/// Trains with a progress bar, or a line now and then where nobody would see it, and writes the metrics as they come.
 pub fn watched(task: &Task<'_>, prepared: &Prepared, metrics: Option<&Path>, screen: &Screen) -> Result<Done, Failure> {
     let open =
         |path: &Path| File::create(path).map(BufWriter::new).map_err(|error| Failure::file("write", path, error));
     let mut file = metrics.map(open).transpose()?;
     let bar = screen.progress(u64::from(prepared.steps), BAR);
+    let mut told = Instant::now();
     let mut fault = None;
     let mut line = |value: serde_json::Value| {
         if let Some(file) = &mut file
@@ -290,6 +336,11 @@ pub fn watched(task: &Task<'_>, prepared: &Prepared, metrics: Option<&Path>, scr
         line(json!({"step": step.step, "loss": step.loss, "seconds": step.seconds, "samples_per_s": rate}));
         bar.set_message(format!("loss {:.4}", step.loss));
         bar.inc(1);
+        if !io::stderr().is_terminal() && told.elapsed() >= TOLD {
+            told = Instant::now();
+            let (done, rate) = (step.step + 1, quantity::samples(rate));
+            screen.note(&format!("step {done} of {}: loss {:.4}, {rate} samples/s", prepared.steps, step.loss));
+        }
     });
     bar.finish_and_clear();
     let done = done?;
@@ -332,27 +383,6 @@ fn report(prepared: &Prepared, done: &Done, screen: &Screen) -> Result<(), Failu
     }
 }
 
-/// The model's weights, with those of a file in their place.
-pub fn initial(loaded: &Loaded, file: Option<&Path>, screen: &Screen) -> Result<BTreeMap<String, Tensor>, Failure> {
-    let Some(path) = file else { return loaded.weights() };
-    let given = weights::read(path).map_err(|error| Failure::input("cannot read the weights").because(error))?;
-    let mut all = loaded.known_weights();
-    let known = &loaded.model.weights;
-    if let Some(name) = given.keys().find(|name| !known.contains_key(*name)) {
-        return Err(Failure::file("use", path, format!("the model has no parameter `{name}`")));
-    }
-    let absent: Vec<&str> = known.keys().filter(|name| !given.contains_key(*name)).map(String::as_str).collect();
-    if let Some(first) = absent.iter().find(|name| !all.contains_key(**name)) {
-        return Err(Failure::file("use", path, format!("it has no `{first}`, and neither has the model's own file")));
-    }
-    if !absent.is_empty() {
-        let (count, first) = (absent.len(), absent[0]);
-        screen.warn(&format!("{} keeps {count} of the model's own weights, the first is `{first}`", path.display()));
-    }
-    all.extend(given);
-    Ok(all)
-}
-
 /// A plan on analytic costs of this CPU.
 fn own_plan(
     arguments: &Arguments,
@@ -374,7 +404,7 @@ fn own_plan(
         microbatches,
         stages: arguments.stages.clone(),
         cut_after: arguments.cut_after.clone(),
-        partitioner: if workers == 1 { "single" } else { "pipec" }.to_string(),
+        partitioner: if workers == 1 && arguments.cut_after.is_none() { "single" } else { "pipec" }.to_string(),
         optimizer: arguments.optimizer.planned(),
         seed: arguments.seed,
         ..Question::default()

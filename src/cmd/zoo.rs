@@ -72,7 +72,17 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Failure> {
         }
     })?;
     let bytes = zoo::to_bytes(&model);
-    let path = arguments.output.unwrap_or_else(|| PathBuf::from(format!("{name}.onnx")));
+    let path = match arguments.output {
+        Some(path) => path,
+        None => {
+            let path = PathBuf::from(format!("{name}.onnx"));
+            if path.exists() {
+                return Err(Failure::input(format!("{} exists already", path.display()))
+                    .help(format!("`-o {}` writes over it, `-o FILE` beside it", path.display())));
+            }
+            path
+        }
+    };
     source::write(&path, &bytes)?;
     let size = bytes.len() as u64;
     screen.text(&format!("wrote {} ({})", path.display(), quantity::bytes(size)));

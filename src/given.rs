@@ -1,0 +1,59 @@
+//! Arrays that the user gives, by the names of a model's inputs.
+
+use crate::failure::Failure;
+use crate::screen::Screen;
+use compiler::graph::Graph;
+use compiler::import::onnx::name::shown;
+use compiler::op::{Op, Value};
+use compiler::pass::loss::TARGET;
+use compiler::tensor::Tensor;
+use runtime::weights;
+use std::collections::BTreeMap;
+use std::path::Path;
+
+/// The other name under which labels are found.
+pub const LABELS: &str = "y";
+
+/// The arrays of a file. Where the model has one input and the file one array beside labels, that array is the input's, whatever
+/// it is called.
+pub fn arrays(graph: &Graph, path: &Path, what: &str, screen: &Screen) -> Result<BTreeMap<String, Tensor>, Failure> {
+    let mut arrays =
+        weights::read(path).map_err(|error| Failure::input(format!("cannot read {what}")).because(error))?;
+    let inputs = inputs(graph);
+    if let [input] = &inputs[..]
+        && !arrays.contains_key(input)
+    {
+        let names: Vec<String> = arrays.keys().filter(|name| *name != TARGET && *name != LABELS).cloned().collect();
+        if let [only] = &names[..]
+            && let Some(array) = arrays.remove(only)
+        {
+            screen.note(&format!("array `{}` is taken for the model's only input `{}`", shown(only), shown(input)));
+            arrays.insert(input.clone(), array);
+        }
+    }
+    Ok(arrays)
+}
+
+/// Refuses arrays that leave an input of the model open.
+pub fn check(graph: &Graph, arrays: &BTreeMap<String, Tensor>, path: &Path) -> Result<(), Failure> {
+    match inputs(graph).iter().find(|name| !arrays.contains_key(*name)) {
+        None => Ok(()),
+        Some(missing) => {
+            let found = arrays.keys().map(|name| format!("`{}`", shown(name))).collect::<Vec<_>>().join(", ");
+            let found = if found.is_empty() { "nothing".to_string() } else { found };
+            let why = format!("the model reads `{}`; the file has {found}", shown(missing));
+            Err(Failure::file("use", path, why).help("arrays are named like the model's inputs, see `pipec inspect`"))
+        }
+    }
+}
+
+/// The names of the inputs that the model reads.
+fn inputs(graph: &Graph) -> Vec<String> {
+    let is_read =
+        |value: Value| !graph.consumers(value).is_empty() || graph.outputs.iter().any(|output| output.value == value);
+    let name = |id| match &graph.node(id).op {
+        Op::Input(input) if is_read(Value { node: id, output: 0 }) => Some(input.name.clone()),
+        _ => None,
+    };
+    graph.ids().filter_map(name).collect()
+}

@@ -1,0 +1,176 @@
+//! What a plan is predicted to bring, beside the plain alternatives: every time is that of one minibatch.
+//!
+//! Cost models speak of the slowest stage in steady state, which is a micro-batch where a minibatch has several. Here both sides
+//! of every comparison are turned into whole minibatches, filling and draining of a flush included.
+
+use crate::quantity::{self, short};
+use crate::stages::plural;
+use compiler::plan::Plan;
+use compiler::plan::problem::Objective;
+use compiler::schedule::pipeline::{pipeline, schedule_of};
+use compiler::schedule::rule::StepCount;
+use compiler::schedule::scheduler::schedule;
+use compiler::simulate::Timeline;
+use compiler::simulate::run::{Machine, simulate};
+
+/// Micro-batches that are simulated at most to tell of shared cores.
+const SIMULATED: u32 = 4000;
+
+/// Ratios nearer to 1 than this are told as equal: four digits show no difference.
+const EQUAL: f64 = 5e-4;
+
+/// Whether the pipeline drains after every minibatch, so that a step is longer than its micro-batches at the slowest stage.
+fn flushes(plan: &Plan) -> bool {
+    !plan.schedule.kind.is_continuous() && plan.stages.len() > 1
+}
+
+/// Micro-batches in one minibatch.
+fn microbatches(plan: &Plan) -> f64 {
+    f64::from(plan.schedule.microbatches.max(1))
+}
+
+/// The prediction, beside one device and data parallelism, with its bound.
+pub fn prediction(plan: &Plan) -> String {
+    let predicted = &plan.predicted;
+    let (step, m) = (predicted.step_us, microbatches(plan));
+    let mut text = format!(
+        "predicted      {} per minibatch, {} samples/s; slowest is {}\n",
+        quantity::time(step),
+        quantity::samples(predicted.throughput_per_s),
+        predicted.bottleneck
+    );
+    if flushes(plan) {
+        text += &format!(
+            "flush          {} of {} at the slowest stage; {:.1} % of a step fills and drains the pipeline\n",
+            plural(u64::from(plan.schedule.microbatches), "micro-batch", "micro-batches"),
+            quantity::time(predicted.minibatch_us),
+            predicted.bubble * 100.0
+        );
+    }
+    let (all, fits) = (&plan.baselines, &plan.baselines.fits);
+    let mut rows =
+        vec![("one device", all.single, fits.single), ("data parallel", all.data_parallel, fits.data_parallel)];
+    if plan.schedule.kind.is_continuous() {
+        rows.push(("uniform", all.uniform, fits.uniform));
+    }
+    for (name, other, fits) in rows {
+        let other = other * m;
+        let against = match other / step {
+            ratio if !ratio.is_finite() || (ratio - 1.0).abs() < EQUAL => "the same".to_string(),
+            ratio if ratio > 1.0 => format!("this plan is {} times as fast", short(ratio)),
+            ratio => format!("{} times as fast as this plan", short(1.0 / ratio)),
+        };
+        let fits = if fits { "" } else { "; does not fit in memory" };
+        text += &format!("{name:14} {} per minibatch: {against}{fits}\n", quantity::time(other));
+    }
+    text += &format!("bound          {}\n", bound(plan));
+    let numbers = |list: &[u32]| list.iter().map(u32::to_string).collect::<Vec<_>>().join(", ");
+    let schedule = &plan.schedule;
+    text += &format!(
+        "in flight      {} per replica of each stage; weight versions {}\n",
+        numbers(&schedule.in_flight),
+        numbers(&schedule.weight_versions)
+    );
+    if let Some(shared) = shared(plan) {
+        text += &format!("shared cores   {shared}\n");
+    }
+    text
+}
+
+/// How near the plan is to the best; under a flush this speaks of the steady state alone.
+fn bound(plan: &Plan) -> String {
+    let (bound, time, m) = (plan.lower_bound_us, plan.predicted.minibatch_us, microbatches(plan));
+    let (unit, bound_told) = match flushes(plan) {
+        true => (" per micro-batch in steady state, before filling and draining", quantity::time(bound)),
+        false => ("", quantity::time(bound * m)),
+    };
+    let gap = (time / bound - 1.0) * 100.0;
+    if plan.proven_optimal {
+        let steady = if flushes(plan) { " in steady state; filling and draining are not part of it" } else { "" };
+        format!("proven the fastest under this cost model{steady}")
+    } else if bound <= 0.0 {
+        "none is known".to_string()
+    } else if gap < EQUAL {
+        format!("no plan is faster than {bound_told}{unit}: this one is equal to the bound")
+    } else {
+        format!("no plan is faster than {bound_told}{unit}: at most {} % away", short(gap))
+    }
+}
+
+/// What comes before everything else: that a plain alternative is the answer, where the planner was free to say so, or that one
+/// beats a plan that was pinned.
+pub fn verdict(plan: &Plan) -> Option<String> {
+    let is_free = plan.search.method == "pipec" && plan.objective == Objective::Throughput;
+    if let [only] = &plan.stages[..] {
+        match only.replicas {
+            1 if plan.cluster.devices == 1 => {
+                return Some("There is one device, so everything runs on it.\n".to_string());
+            }
+            1 if is_free => {
+                let why = match plan.proven_optimal {
+                    true => "more devices do not make this model faster",
+                    false => "no plan found with more devices is faster",
+                };
+                return Some(format!("One device alone is the answer: {why}.\n"));
+            }
+            r if is_free => {
+                return Some(format!(
+                    "Data parallelism over {r} devices is the answer: no pipeline found is faster.\n"
+                ));
+            }
+            _ => {}
+        }
+    }
+    let (all, step, m) = (&plan.baselines, plan.predicted.step_us, microbatches(plan));
+    let data_parallel = (all.data_parallel * m, all.fits.data_parallel, "Data parallelism");
+    let single = (all.single * m, all.fits.single, "One device alone");
+    let faster = [data_parallel, single].into_iter().filter(|(other, fits, _)| *fits && *other * (1.0 + EQUAL) < step);
+    let best = faster.min_by(|left, right| left.0.total_cmp(&right.0))?;
+    let this = if plan.stages.len() > 1 { "pipeline" } else { "plan" };
+    Some(format!("{} would be {} times as fast as this {this}.\n", best.2, short(step / best.0)))
+}
+
+/// What the plan brings where its workers outnumber the cores that they share; nothing where each has its own device.
+pub fn shared(plan: &Plan) -> Option<String> {
+    let cores = plan.cluster.device.cores?;
+    let workers: u64 = plan.stages.iter().map(|stage| u64::from(stage.replicas)).sum();
+    // Cores are those of one host, and only the first level is known to be one.
+    if workers <= u64::from(cores) || plan.cluster.levels.len() > 1 {
+        return None;
+    }
+    let told = format!("{workers} workers share {}", plural(u64::from(cores), "core", "cores"));
+    let rate = on_cores(plan, cores).map_or(String::new(), |rate| {
+        format!(": {} samples/s by simulation; the figures above give each worker its own", quantity::samples(rate))
+    });
+    Some(told + &rate)
+}
+
+/// Samples per second by simulation on so many cores.
+fn on_cores(plan: &Plan, cores: u32) -> Option<f64> {
+    let microbatches = plan.schedule.microbatches;
+    let minibatches = (SIMULATED / microbatches.max(1)).min(100);
+    if minibatches < 4 {
+        return None;
+    }
+    let pipeline = pipeline(plan).ok()?;
+    let count = StepCount { minibatches, microbatches };
+    let program = schedule(schedule_of(plan.schedule.kind).ok()?, &pipeline, count).ok()?;
+    let machine = Machine { cores: Some(cores), ..Machine::of(&pipeline) };
+    let step = step_us(&simulate(&program, &pipeline, &machine).ok()?, microbatches);
+    let samples = plan.schedule.micro_batch as f64 * f64::from(microbatches);
+    (step > 0.0).then(|| samples * 1e6 / step)
+}
+
+/// Microseconds from the end of one minibatch to that of the next, in the middle half of the run; over the whole run where that
+/// is too short.
+pub fn step_us(timeline: &Timeline, microbatches: u32) -> f64 {
+    let last = |items: &[f64]| items.iter().copied().fold(0.0, f64::max);
+    let mut ends: Vec<f64> = timeline.finished.chunks(microbatches.max(1) as usize).map(last).collect();
+    ends.sort_by(f64::total_cmp);
+    let count = ends.len();
+    let (from, to) = (count / 4, (count - count / 4).saturating_sub(1));
+    match (ends.get(from), ends.get(to)) {
+        (Some(start), Some(end)) if to > from && end > start => (end - start) / (to - from) as f64,
+        _ => timeline.makespan / count.max(1) as f64,
+    }
+}
