@@ -10,7 +10,7 @@ use compiler::cluster::{Cluster, Device};
 use compiler::import::onnx::name::shown;
 use compiler::import::pipedream;
 use compiler::pass::analytic::{self, Subject};
-use compiler::pass::attribution::{Training, attribute};
+use compiler::pass::attribution::{AttributionError, Training, attribute};
 use compiler::pass::costs::{cost_graph, dtype, fill};
 use compiler::plan::problem::{CostModel, Problem};
 use compiler::plan::{Plan, PlannedModel, PlannedProfile, read};
@@ -105,6 +105,8 @@ pub struct Costs {
     pub has_memory: bool,
     /// The model.
     pub model: PlannedModel,
+    /// Why the model cannot be trained, where it cannot.
+    pub untrainable: Option<String>,
     /// Where the costs came from.
     pub profile: PlannedProfile,
     /// Samples in one micro-batch.
@@ -178,6 +180,7 @@ fn published(arguments: &Arguments) -> Result<Costs, Failure> {
         ..PlannedModel::default()
     };
     Ok(Costs {
+        untrainable: None,
         graph,
         cluster: machines::cluster(&arguments.devices, None)?,
         has_memory: arguments.devices.cluster.is_some(),
@@ -220,7 +223,11 @@ fn imported(arguments: &Arguments, screen: &Screen) -> Result<Costs, Failure> {
         }
         Told::File(path, sha256, profile) => Times::Profile(path, sha256, profile),
     };
-    assemble(&loaded, micro_batch, cluster, times)
+    let costs = assemble(&loaded, micro_batch, cluster, times)?;
+    if let Some(why) = &costs.untrainable {
+        screen.warn(&format!("the model cannot be trained: {}; it is planned by its forward costs alone", shown(why)));
+    }
+    Ok(costs)
 }
 
 /// Where the times of ops come from.
@@ -234,8 +241,12 @@ pub enum Times {
 /// The costs of a model at so many samples.
 pub fn assemble(loaded: &Loaded, micro_batch: u64, cluster: Cluster, times: Times) -> Result<Costs, Failure> {
     let graph = loaded.at(micro_batch)?;
-    let attribution = attribute(&graph, Training::Gradient)
-        .map_err(|error| Failure::input(format!("cannot cost {}", loaded.model.file)).because(error))?;
+    let (attribution, untrainable) = match attribute(&graph, Training::Gradient) {
+        Err(AttributionError::Backward(why)) => (attribute(&graph, Training::No), Some(why.to_string())),
+        known => (known, None),
+    };
+    let attribution =
+        attribution.map_err(|error| Failure::input(format!("cannot cost {}", loaded.model.file)).because(error))?;
     let mut costs = cost_graph(&graph, &attribution);
     let model = loaded.planned(costs.ops.len());
     let source = match &times {
@@ -255,7 +266,8 @@ pub fn assemble(loaded: &Loaded, micro_batch: u64, cluster: Cluster, times: Time
         }
     };
     let dtype = dtype(&graph).name().to_string();
-    Ok(Costs { graph: costs, cluster, has_memory: true, model, profile, micro_batch, dtype, source: Some(source) })
+    let source = Some(source);
+    Ok(Costs { graph: costs, cluster, has_memory: true, model, profile, untrainable, micro_batch, dtype, source })
 }
 
 fn told(profile: Option<&str>) -> Result<Told, Failure> {

@@ -187,6 +187,7 @@ pub fn prepare(task: &mut Task<'_>) -> Result<Prepared, Failure> {
     }
     let rows = data.rows();
     let (items, microbatches) = (task.batch as usize, task.microbatches as usize);
+    data.check_indices(&made.graph).map_err(unfit)?;
     let batches = Batches::new(data, items, microbatches, steps as usize, task.order).map_err(unfit)?;
     let per_epoch = batches.per_epoch();
     Ok(Prepared { made, batches, steps, batch: task.batch, per_epoch, rows })
@@ -256,6 +257,8 @@ fn named(mut error: DataError, labels: &str) -> DataError {
         DataError::Empty { name }
         | DataError::Shape { name, .. }
         | DataError::Label { name, .. }
+        | DataError::Index { name, .. }
+        | DataError::Fraction { name, .. }
         | DataError::NotFinite { name, .. } => own(name),
     }
     error
