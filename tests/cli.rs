@@ -79,6 +79,7 @@ fn every_verb_has_help() {
     for verb in VERBS {
         assert!(all.contains(verb), "{verb} is not in the help");
         assert!(done(folder.path(), &[verb, "--help"]).contains("Usage:"), "{verb}");
+        assert!(done(folder.path(), &["help", verb]).contains("Usage:"), "{verb}");
     }
     assert!(done(folder.path(), &["--version"]).starts_with("pipec "));
 }
@@ -100,6 +101,12 @@ fn usage_errors_are_one_line_and_code_2() {
         &["partition", "missing.onnx"],
         &["train", "missing.onnx"],
         &["train", "missing.onnx", "--synthetic-data", "--lr", "NaN"],
+        &["train", "missing.onnx", "--synthetic-data", "--lr", "-1"],
+        &["train", "missing.onnx", "--synthetic-data", "--seed", "-1"],
+        &["partition", "missing.onnx", "--gpus", "2", "--stages", "1x2"],
+        &["partition", "missing.onnx", "--gpus", "2", "--stages", "1,1", "--partitioner", "uniform"],
+        &["partition", "missing.onnx", "--cluster", "c.toml", "--bandwidth", "1GB/s"],
+        &["partition", "missing.onnx", "--cluster", "c.toml", "--gpus", "2"],
         &["train", "missing.onnx", "--synthetic-data", "--optimizer", "adam", "--momentum", "0.9"],
         &["eval", "missing.onnx"],
         &["simulate", "missing.json"],
@@ -250,6 +257,142 @@ fn training_plans_by_itself_and_schedules_agree() {
     fails(at, 2, &["train", "m.onnx", "--synthetic-data", "--batch", "7", "--microbatches", "2", "--steps", "1"]);
     let torn = ["train", "m.onnx", "--synthetic-data", "--steps", "40", "--batch", "8", "--lr", "1e30"];
     assert!(fails(at, 1, &torn).contains("diverged"));
+}
+
+#[test]
+fn every_time_is_that_of_a_minibatch() {
+    let folder = tempfile::tempdir().unwrap();
+    let at = folder.path();
+    graph_txt(at, &[5.0, 5.0, 5.0, 5.0], 8);
+    let flags = ["partition", "chain.graph.txt", "--gpus", "2", "--stages", "1,1", "--microbatches", "4"];
+    // 4 micro-batches of 10 ms and one to drain, beside 4 of 20 ms on one device and 4 of 10 ms side by side.
+    let told = done(at, &[&flags[..], &["--schedule", "1f1b", "--compare"]].concat());
+    assert!(told.starts_with("Data parallelism would be 1.25"), "{told}");
+    assert!(told.contains("predicted      50.0") && told.contains("one device     80.00 ms per minibatch"), "{told}");
+    assert!(told.contains("this plan is 1.60 times") || told.contains("this plan is 1.6"), "{told}");
+    assert!(told.contains("in steady state") && !told.contains("\nuniform        "), "{told}");
+    let simulated = json(&done(at, &["simulate", "chain.plan.json", "--format", "json"]));
+    assert!((simulated["step_us"].as_f64().unwrap() / 50_000.0 - 1.0).abs() < 0.05, "{simulated}");
+    // The planner says that something is the answer where it was free to choose, and only there.
+    let pinned = done(at, &["partition", "chain.graph.txt", "--gpus", "2", "--partitioner", "single"]);
+    assert!(pinned.starts_with("Data parallelism would be 2.0"), "{pinned}");
+    let same = done(at, &["partition", "chain.graph.txt", "--gpus", "2", "--partitioner", "data-parallel"]);
+    assert!(!same.contains("is the answer") && !same.contains("would be"), "{same}");
+}
+
+#[test]
+fn costs_of_another_device_are_told() {
+    let folder = tempfile::tempdir().unwrap();
+    let at = folder.path();
+    done(at, &["zoo", "mlp", "-o", "m.onnx"]);
+    let cluster = "schema = \"pipec.cluster/1\"\n[device]\nkind = \"h200\"\n[[level]]\nname = \"nvlink\"\ncount = 2\n\
+                   bandwidth = \"450GB/s\"\n";
+    std::fs::write(at.join("c.toml"), cluster).unwrap();
+    let flags = ["partition", "m.onnx", "--cluster", "c.toml", "--profile"];
+    let other = pipec(at, &[&flags[..], &["analytic:v100"]].concat());
+    assert!(text(&other.stderr).contains("costs are those of v100, the cluster's devices are of kind h200"));
+    assert!(text(&other.stdout).contains("analytic costs of v100"), "{}", text(&other.stdout));
+    assert!(done(at, &["plan", "show", "m.plan.json"]).contains("analytic costs of v100"));
+    let same = pipec(at, &[&flags[..], &["analytic:h200"]].concat());
+    assert!(!text(&same.stderr).contains("warning"), "{}", text(&same.stderr));
+    done(at, &["profile", "m.onnx", "--device", "analytic:a100", "-o", "a.json"]);
+    let file = pipec(at, &[&flags[..], &["a.json"]].concat());
+    assert!(text(&file.stderr).contains("costs are those of a100"), "{}", text(&file.stderr));
+    // A file of another kind is called what it is.
+    assert!(fails(at, 2, &["plan", "show", "a.json"]).contains("it is a profile"));
+    assert!(fails(at, 2, &[&flags[..], &["m.plan.json"]].concat()).contains("it is a plan"));
+}
+
+#[test]
+fn shared_parameters_are_told_before_training() {
+    let folder = tempfile::tempdir().unwrap();
+    let at = folder.path();
+    done(at, &["zoo", "gpt", "--layers", "2", "-o", "g.onnx"]);
+    assert!(done(at, &["inspect", "g.onnx"]).contains("wte.weight, read in 2 places"));
+    let flags = ["partition", "g.onnx", "--gpus", "2", "--stages", "1,1", "--micro-batch", "4", "-o", "p.json"];
+    let planned = pipec(at, &flags);
+    assert!(text(&planned.stderr).contains("share the parameter `wte.weight`"), "{}", text(&planned.stderr));
+    assert!(text(&planned.stdout).contains("--plan p.json --schedule 1f1b"));
+    let train = ["train", "g.onnx", "--plan", "p.json", "--synthetic-data", "--steps", "1"];
+    assert!(fails(at, 2, &train).contains("--schedule 1f1b"));
+    done(at, &[&train[..], &["--schedule", "1f1b"]].concat());
+    // A frozen table has one version everywhere.
+    done(at, &[&train[..], &["--freeze", "wte.weight"]].concat());
+    let flush = pipec(at, &[&flags[..], &["--schedule", "1f1b"]].concat());
+    assert!(!text(&flush.stderr).contains("warning"), "{}", text(&flush.stderr));
+}
+
+#[test]
+fn training_takes_what_users_have() {
+    use compiler::tensor::Tensor;
+    let folder = tempfile::tempdir().unwrap();
+    let at = folder.path();
+    let read = |name: &str| runtime::weights::read(&at.join(name)).unwrap();
+    let write = |name: &str, arrays| runtime::weights::write(&at.join(name), &arrays).unwrap();
+    done(at, &["zoo", "mlp", "--hidden", "8", "--layers", "2", "--inputs", "6", "--classes", "3", "-o", "m.onnx"]);
+    done(at, &["zoo", "mlp"]);
+    assert!(fails(at, 2, &["zoo", "mlp"]).contains("exists already"));
+
+    // One array beside the labels is the model's one input; what does not fill a minibatch is told.
+    let x = Tensor::from_f32(&[10, 6], &(0..60).map(|at| (at as f32).sin()).collect::<Vec<_>>());
+    let labels = |label: i64| Tensor::from_i64(&[10], &[label; 10]);
+    write("d.npz", [("data".to_string(), x.clone()), ("y".to_string(), labels(2))].into());
+    let train = ["train", "m.onnx", "--data", "d.npz", "--batch", "4", "--lr", "0.1", "--stages", "2,1"];
+    let trained = pipec(at, &[&train[..], &["--freeze", "fc1*", "--save", "w.npz", "--metrics", "m.jsonl"]].concat());
+    let told = text(&trained.stderr);
+    assert_eq!(trained.status.code(), Some(0), "{told}");
+    for part in [
+        "array `data` is taken",
+        "2 of 10 rows do not fill a minibatch of 4",
+        "stage 0 has 2 replicas: one update averages 2 minibatches",
+        "wrote w.npz (weights), m.jsonl (metrics)",
+    ] {
+        assert!(told.contains(part), "{part}: {told}");
+    }
+    // What is frozen keeps its bits, the rest moves.
+    done(at, &[&train[..], &["--freeze", "fc2*,fc3*", "--save", "v.npz"]].concat());
+    let (w, v) = (read("w.npz"), read("v.npz"));
+    assert_ne!(w["fc1.weight"], v["fc1.weight"]);
+    assert_ne!(w["fc3.weight"], v["fc3.weight"]);
+    let still = ["train", "m.onnx", "--data", "d.npz", "--batch", "4", "--lr", "0", "--save", "o.npz"];
+    done(at, &still);
+    let o = read("o.npz");
+    assert_eq!((&w["fc1.weight"], &v["fc3.weight"]), (&o["fc1.weight"], &o["fc3.weight"]));
+    assert!(fails(at, 2, &[&train[..], &["--freeze", "fc1.wieght"]].concat()).contains("did you mean `fc1.weight`"));
+    assert!(fails(at, 2, &[&train[..], &["--freeze", "*"]].concat()).contains("no parameter to train"));
+
+    write("bad.npz", [("x".to_string(), x.clone()), ("y".to_string(), labels(7))].into());
+    let bad = ["train", "m.onnx", "--data", "bad.npz", "--batch", "4"];
+    assert!(fails(at, 2, &bad).contains("array `y`, row 0: label 7"));
+    write("x.npz", [("x".to_string(), x.clone())].into());
+    assert!(fails(at, 2, &["train", "m.onnx", "--data", "x.npz", "--batch", "4"]).contains("`target` or `y`"));
+    assert!(fails(at, 2, &["train", "m.onnx"]).contains("--synthetic-data"));
+
+    // Weight files hold more than the model, or less, but not something else.
+    let eval = |weights: &str| {
+        let output = pipec(at, &["eval", "m.onnx", "--inputs", "d.npz", "--weights", weights, "-o", "out.npz"]);
+        (output.status.code(), text(&output.stderr))
+    };
+    let mut more = w.clone();
+    more.insert("bn.num_batches_tracked".to_string(), Tensor::from_i64(&[1], &[3]));
+    more.remove("fc1.bias");
+    write("more.npz", more);
+    let (code, told) = eval("more.npz");
+    assert_eq!(code, Some(0), "{told}");
+    assert!(told.contains("has no `bn.num_batches_tracked`") && told.contains("not have `fc1.bias`"), "{told}");
+    assert_eq!(eval("x.npz").0, Some(2));
+    write("two.npz", [("a".to_string(), x.clone()), ("b".to_string(), x)].into());
+    let missing = fails(at, 2, &["eval", "m.onnx", "--inputs", "two.npz", "-o", "out.npz"]);
+    assert!(missing.contains("the model reads `x`"), "{missing}");
+}
+
+#[test]
+fn what_does_not_fit_in_memory_is_refused_first() {
+    let folder = tempfile::tempdir().unwrap();
+    let at = folder.path();
+    done(at, &["zoo", "mlp", "-o", "m.onnx"]);
+    let told = fails(at, 2, &["profile", "m.onnx", "--micro-batch", "4000000000"]);
+    assert!(told.contains("does not fit in memory") && told.contains("are available"), "{told}");
 }
 
 #[test]
