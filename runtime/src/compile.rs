@@ -25,7 +25,7 @@ pub enum CompileError {
     #[error(transparent)]
     Bug(#[from] PassBug),
     #[error(transparent)]
-    Backward(#[from] BackwardError),
+    Backward(Box<BackwardError>),
     #[error("`{node}` needs {needed} bytes for its inputs and outputs, the machine has {available} left")]
     Memory { node: String, needed: u64, available: u64 },
     #[error("a stage needs {needed} bytes, the machine has {available} left")]
@@ -191,7 +191,7 @@ pub fn compile(
             None => None,
             Some(name) => {
                 let scalar = fragment.graph.outputs.iter().find(|o| o.name == name).map(|o| o.value);
-                let made = backward(fragment, scalar, &arriving)?;
+                let made = backward(fragment, scalar, &arriving).map_err(Box::new).map_err(CompileError::Backward)?;
                 for made in &made.makes {
                     if let Made::Gradient { received, group } = made {
                         arriving.insert((fragment.received[*received].value, stage, *group));
