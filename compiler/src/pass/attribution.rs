@@ -44,7 +44,7 @@ pub enum AttributionError {
     #[error(transparent)]
     Bug(#[from] PassBug),
     #[error(transparent)]
-    Backward(#[from] BackwardError),
+    Backward(Box<BackwardError>),
 }
 
 /// The nodes that run, by the op that answers for them. Ids of nodes are those of the graphs here, not of the graph
@@ -111,7 +111,11 @@ pub fn attribute(graph: &Graph, training: Training) -> Result<Attribution, Attri
         _ => None,
     };
     let trains = scalar.is_some() || !arriving.is_empty();
-    let made = if trains { Some(backward(&fragment, scalar, &arriving)?) } else { None };
+    let made = if trains {
+        Some(backward(&fragment, scalar, &arriving).map_err(Box::new).map_err(AttributionError::Backward)?)
+    } else {
+        None
+    };
     let saved: Vec<Value> = made.iter().flat_map(|b| &b.reads).filter_map(|(_, read)| saved_value(read)).collect();
     let saved_bytes = saved_by_owner(&fragment, &saved, ops.len());
     let backward_nodes = match &made {
