@@ -3,6 +3,7 @@
 
 use super::attribute::axis;
 use super::{Known, Outputs, Reason, Scope};
+use crate::import::build::Build;
 use crate::op::{Binary, Compare, Gather, Iota, Op, Value};
 use crate::tensor::dim::{Dim, volume};
 use crate::tensor::fact::Fact;

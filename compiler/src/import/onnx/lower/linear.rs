@@ -1,6 +1,7 @@
 //! Matrix products.
 
 use super::{Known, Outputs, Reason, Scope};
+use crate::import::build::Build;
 use crate::op::{Binary, MatMul, Op};
 use crate::tensor::dim::Dim;
 

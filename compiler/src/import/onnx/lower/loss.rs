@@ -1,6 +1,7 @@
 //! Losses in the graph: cross-entropy from logits and from log-probabilities.
 
 use super::{Known, Outputs, Reason, Scope};
+use crate::import::build::Build;
 use crate::op::{Binary, Compare, CrossEntropy, Gather, Iota, LogSoftmax, Op, ReduceKind, Unary, Value};
 use crate::tensor::dim::Dim;
 use crate::tensor::fact::Fact;

@@ -3,6 +3,7 @@
 use super::attribute::axis;
 use super::slice::part;
 use super::{Known, Outputs, Reason, Scope, symbol};
+use crate::import::build::Build;
 use crate::op::{Binary, Compare, Concat, Gather, Iota, Op, Pad, Transpose, Value};
 use crate::tensor::dim::Dim;
 use crate::tensor::fact::Fact;

@@ -3,6 +3,7 @@
 use super::attribute::axis;
 use super::window::with_bias;
 use super::{Known, Outputs, Reason, Scope};
+use crate::import::build::Build;
 use crate::graph::MovingAverage;
 use crate::import::onnx::name::shown;
 use crate::op::{BatchNorm, Binary, LayerNorm, Op, ReduceKind, Unary, Value};

@@ -8,6 +8,7 @@
 
 use super::attribute::{axes, axis};
 use super::{Frozen, Known, Outputs, Reason, Scope, symbol};
+use crate::import::build::Build;
 use crate::tensor::dim::{Dim, volume};
 
 /// The input under the shape that the second input (an attribute before operator set 5) says.

@@ -2,6 +2,7 @@
 
 use super::attribute::{axes, axis};
 use super::{Known, Outputs, Reason, Scope, symbol};
+use crate::import::build::Build;
 use crate::op::{Flip, Op, Slice, Value};
 use crate::tensor::dim::Dim;
 

@@ -1,6 +1,7 @@
 //! Windows that move over spatial dims: convolutions and poolings.
 
 use super::{Known, Outputs, Reason, Scope};
+use crate::import::build::Build;
 use crate::op::{AvgPool, Binary, Conv, ConvInputGrad, MaxPool, Op, Value, Window};
 use crate::tensor::dim::Dim;
 
