@@ -27,7 +27,7 @@ pub fn reshape(scope: &mut Scope<'_>) -> Outputs {
 }
 
 /// The shape that `asked` means for an input: zeros copied, -1 worked out, a frozen batch opened.
-fn target(input: &[Dim], asked: &[Dim], allow_zero: bool, frozen: &Frozen) -> Result<Vec<Dim>, Reason> {
+pub fn target(input: &[Dim], asked: &[Dim], allow_zero: bool, frozen: &Frozen) -> Result<Vec<Dim>, Reason> {
     let told = |dims: &[Dim]| format!("[{}]", dims.iter().map(Dim::to_string).collect::<Vec<_>>().join(", "));
     let open: Vec<usize> = (0..asked.len()).filter(|&i| asked[i].is(-1)).collect();
     if open.len() > 1 {
