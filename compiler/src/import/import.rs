@@ -10,16 +10,21 @@
 use crate::graph::bind::bind;
 use crate::graph::verify::{VerifyError, verify};
 use crate::graph::{Graph, Output};
+use crate::import::fx::error::FxError;
+use crate::import::fx::lower::walk as fx;
+use crate::import::fx::program::Program;
 use crate::import::onnx::decode;
 use crate::import::onnx::error::{DecodeError, FormatError};
+use crate::import::onnx::file;
 use crate::import::onnx::lower::input::{self, InputError, Inputs};
-use crate::import::onnx::lower::prune::prune;
 use crate::import::onnx::lower::walk::{self, LowerError, Lowered};
 use crate::import::onnx::model::{Dim as SourceDim, OnnxModel};
 use crate::import::onnx::name::shown;
+use crate::import::prune::prune;
 use crate::pass::pipeline::{self, PassBug};
 use crate::tensor::Tensor;
 use crate::tensor::dim::Bindings;
+use crate::tensor::fact::Fact;
 use std::collections::BTreeMap;
 use std::path::Path;
 use thiserror::Error;
@@ -89,12 +94,9 @@ pub enum ImportError {
     /// The file is no ONNX model, or what it says cannot be.
     #[error(transparent)]
     Decode(#[from] DecodeError),
-    /// An archive of `torch.export.save` or `torch.save`.
-    #[error(
-        "a zip archive, as torch.export.save writes it to .pt2: this format is not supported yet; \
-         export the model with torch.onnx.export"
-    )]
-    Archive,
+    /// An archive that holds no program of `torch.export.save`, or one that cannot be.
+    #[error(transparent)]
+    Archive(#[from] FxError),
     /// A file that is called an archive and is none.
     #[error("called .pt2, but {found}, not the zip archive that torch.export.save writes")]
     NoArchive {
@@ -120,7 +122,10 @@ pub fn load(path: &Path, options: &Options) -> Result<Model, ImportError> {
     let archive = path.extension().is_some_and(|e| e.eq_ignore_ascii_case("pt2"));
     match decode::read(path) {
         Ok(source) => from_onnx(&source, &path.display().to_string(), options),
-        Err(DecodeError::Format(FormatError::Zip)) => Err(ImportError::Archive),
+        Err(DecodeError::Format(FormatError::Zip)) => {
+            let program = Program::read(&file::map(path)?)?;
+            from_program(&program, &path.display().to_string(), options)
+        }
         Err(DecodeError::Format(found)) if archive => Err(ImportError::NoArchive { found: found.to_string() }),
         Err(DecodeError::Protobuf { .. }) if archive => {
             Err(ImportError::NoArchive { found: "something else".to_string() })
@@ -133,12 +138,48 @@ pub fn load(path: &Path, options: &Options) -> Result<Model, ImportError> {
 pub fn from_onnx(source: &OnnxModel, file: &str, options: &Options) -> Result<Model, ImportError> {
     walk::check(source)?;
     let inputs = input::read(&source.inputs, &options.dims, &options.batch_axes)?;
-    let (lowered, batch) = lower(source, &inputs)?;
+    let open = |facts: &[Fact], frozen: &Bindings| walk::lower(source, facts, frozen);
+    let (lowered, batch) = lower(&inputs, open, |graph| differs(source, graph, &inputs))?;
+    let about = About {
+        warnings: source.warnings.iter().map(ToString::to_string).collect(),
+        sha256: source.sha256_hex(),
+        file: file.to_string(),
+        producer: source.producer.clone(),
+    };
+    finish(lowered, batch, &inputs, about)
+}
+
+/// Imports a decoded program of `torch.export`, named after `file`.
+pub fn from_program(program: &Program, file: &str, options: &Options) -> Result<Model, ImportError> {
+    fx::check(program)?;
+    let inputs = input::read(&program.inputs, &options.dims, &options.batch_axes)?;
+    // Every result is compared with what the file says while it is lowered.
+    let open = |facts: &[Fact], frozen: &Bindings| fx::lower(program, facts, frozen);
+    let (lowered, batch) = lower(&inputs, open, |_| None)?;
+    let about = About {
+        warnings: program.warnings.clone(),
+        sha256: program.sha256_hex(),
+        file: file.to_string(),
+        producer: format!("pytorch {}", program.torch),
+    };
+    finish(lowered, batch, &inputs, about)
+}
+
+/// What a file says beside its graph.
+struct About {
+    warnings: Vec<String>,
+    sha256: String,
+    file: String,
+    producer: String,
+}
+
+/// The last steps, the same for every format: verify, bring into canonical form, keep the weights that are read.
+fn finish(lowered: Lowered, batch: Batch, inputs: &Inputs, about: About) -> Result<Model, ImportError> {
     verify(&lowered.graph).map_err(|e| ImportError::Verify(Box::new(e)))?;
     let mut graph = lowered.graph;
     pipeline::canonical(&mut graph)?;
     let graph = prune(&graph).map_err(LowerError::from)?;
-    let mut warnings: Vec<String> = source.warnings.iter().map(ToString::to_string).collect();
+    let About { mut warnings, sha256, file, producer } = about;
     warnings.extend(lowered.warnings);
     warnings.extend(inputs.open.iter().map(|s| format!("dimension `{s}` is open; give it a size with `--dim {s}=N`")));
     let weight = |initial| match initial {
@@ -146,28 +187,24 @@ pub fn from_onnx(source: &OnnxModel, file: &str, options: &Options) -> Result<Mo
         Err(path) => Weight::Missing { path },
     };
     let weights = walk::kept(&graph, lowered.weights).into_iter().map(|w| (w.name, weight(w.initial))).collect();
-    Ok(Model {
-        graph,
-        weights,
-        batch,
-        warnings,
-        sha256: source.sha256_hex(),
-        file: file.to_string(),
-        producer: source.producer.clone(),
-    })
+    Ok(Model { graph, weights, batch, warnings, sha256, file, producer })
 }
 
-/// Lowers with an open batch if that works, else with the one in the file.
-fn lower(source: &OnnxModel, inputs: &Inputs) -> Result<(Lowered, Batch), ImportError> {
+/// Lowers with an open batch if that works and does not differ from the file, else with the batch in the file.
+fn lower(
+    inputs: &Inputs,
+    with: impl Fn(&[Fact], &Bindings) -> Result<Lowered, LowerError>,
+    differs: impl Fn(&Graph) -> Option<String>,
+) -> Result<(Lowered, Batch), ImportError> {
     let Some(name) = &inputs.batch else {
         let why = "no input has an axis for it".to_string();
-        return Ok((walk::lower(source, &inputs.facts, &inputs.frozen)?, Batch::Fixed { size: None, why }));
+        return Ok((with(&inputs.facts, &inputs.frozen)?, Batch::Fixed { size: None, why }));
     };
-    let open = walk::lower(source, &inputs.facts, &inputs.frozen);
+    let open = with(&inputs.facts, &inputs.frozen);
     let batch = Batch::Symbol { name: name.clone(), default: inputs.default };
     let Some(fixed) = &inputs.fixed else { return Ok((open?, batch)) };
     let why = match open {
-        Ok(lowered) => match differs(source, &lowered.graph, inputs) {
+        Ok(lowered) => match differs(&lowered.graph) {
             None => return Ok((lowered, batch)),
             Some(why) => why,
         },
@@ -177,7 +214,7 @@ fn lower(source: &OnnxModel, inputs: &Inputs) -> Result<(Lowered, Batch), Import
         },
         Err(other) => other.to_string(),
     };
-    let lowered = walk::lower(source, fixed, &Bindings::new())?;
+    let lowered = with(fixed, &Bindings::new())?;
     Ok((lowered, Batch::Fixed { size: inputs.frozen.get(name).copied(), why }))
 }
 

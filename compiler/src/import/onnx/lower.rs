@@ -11,7 +11,6 @@ pub mod arithmetic;
 pub mod attribute;
 pub mod constant;
 pub mod elementwise;
-pub mod emit;
 pub mod fold;
 pub mod gather;
 pub mod input;
@@ -19,27 +18,26 @@ pub mod linear;
 pub mod loss;
 pub mod movement;
 pub mod norm;
-pub mod prune;
 pub mod reduce;
 pub mod reshape;
 pub mod sequence;
 pub mod slice;
 pub mod support;
-pub mod symbol;
 pub mod table;
 pub mod walk;
 pub mod weight;
 pub mod window;
 
-use crate::graph::evaluate::EvaluateError;
-use crate::graph::{AddError, Graph, MovingAverage, Origin};
+use crate::graph::{Graph, MovingAverage, Origin};
+use crate::import::build::Build;
 use crate::import::onnx::model::Node;
-use crate::op::{Op, Value};
-use crate::tensor::dim::{Bindings, Dim, DimError};
+use crate::import::reason::Reason;
+use crate::import::{prune, symbol};
+use crate::op::{Concat, Op, Value};
+use crate::tensor::dim::{Bindings, Dim};
 use crate::tensor::fact::Fact;
 use crate::tensor::{DType, Tensor};
 use std::collections::HashMap;
-use thiserror::Error;
 
 /// What a sequence is called where a tensor was expected.
 const A_SEQUENCE: &str = "a sequence in place of a tensor";
@@ -126,51 +124,6 @@ pub struct Ledger {
 /// Sizes that a static export has in place of a symbol: where constants of the file say `4`, the symbol stands for 4.
 pub type Frozen = Bindings;
 
-/// Why a node cannot be lowered. `walk` adds which node it is.
-#[derive(Debug, Error)]
-pub enum Reason {
-    /// A required input is left out.
-    #[error("input {slot} is missing")]
-    Missing {
-        /// Which input, from 0.
-        slot: usize,
-    },
-    /// An attribute without meaning.
-    #[error("attribute `{name}` is {found}, expected {expected}")]
-    Attribute {
-        /// Its name.
-        name: &'static str,
-        /// Its value.
-        found: String,
-        /// What would be right.
-        expected: &'static str,
-    },
-    /// An input that must be known before the model runs.
-    #[error("{what} must be a constant: it cannot be computed while the model runs")]
-    NotConstant {
-        /// Which input.
-        what: &'static str,
-    },
-    /// Shapes or values of inputs that do not fit the operator.
-    #[error("{0}")]
-    Inputs(String),
-    /// Something legal that pipec does not do.
-    #[error("{0} is not supported")]
-    Unsupported(String),
-    /// A core op refuses its inputs.
-    #[error(transparent)]
-    Add(#[from] AddError),
-    /// Shape arithmetic without exact answer.
-    #[error(transparent)]
-    Dim(#[from] DimError),
-    /// A constant cannot be computed.
-    #[error(transparent)]
-    Fold(#[from] EvaluateError),
-    /// A value that no machine holds.
-    #[error("its result {0} is too large")]
-    Large(Fact),
-}
-
 /// What an operator's function gives: its outputs, in the order of the operator's definition.
 pub type Outputs = Result<Vec<Known>, Reason>;
 
@@ -192,7 +145,38 @@ pub struct Scope<'a> {
     pub ledger: &'a mut Ledger,
 }
 
+impl Build for Scope<'_> {
+    fn graph(&self) -> &Graph {
+        self.graph
+    }
+
+    fn graph_mut(&mut self) -> &mut Graph {
+        self.graph
+    }
+
+    fn origin(&self) -> Origin {
+        Origin { source: self.node.name.clone(), module: self.node.module.clone() }
+    }
+}
+
 impl Scope<'_> {
+    /// Sizes as a value of their element type.
+    pub fn sizes(&mut self, dims: &Dims) -> Result<Value, Reason> {
+        let mut parts = Vec::with_capacity(dims.dims.len());
+        for dim in &dims.dims {
+            let size = match dim.known() {
+                Some(value) => self.constant(Tensor::from_i64(&[], &[value]))?,
+                None => self.size(dim)?,
+            };
+            parts.push(if dims.scalar { size } else { self.reshape(size, vec![Dim::Known(1)])? });
+        }
+        let joined = match parts.as_slice() {
+            [one] => *one,
+            _ => self.add(Op::Concat(Concat { axis: 0 }), &parts)?,
+        };
+        self.cast(joined, dims.dtype)
+    }
+
     /// Whether input `slot` is given.
     pub fn has(&self, slot: usize) -> bool {
         self.inputs.get(slot).is_some_and(Option::is_some)

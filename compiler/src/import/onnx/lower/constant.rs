@@ -2,6 +2,7 @@
 
 use super::weight::{fact_of, tensor_of};
 use super::{Dims, Known, Outputs, Reason, Scope, Weight};
+use crate::import::build::Build;
 use crate::import::onnx::model::Payload;
 use crate::op::{Binary, Iota, Op};
 use crate::tensor::dim::{Dim, volume};

@@ -2,6 +2,7 @@
 
 use super::weight::dtype_of;
 use super::{Known, Outputs, Reason, Scope};
+use crate::import::build::Build;
 use crate::op::{Binary, Compare, Unary, Value};
 use crate::tensor::{DType, Tensor};
 

@@ -3,12 +3,14 @@
 
 use super::attribute::axis;
 use super::{Known, Outputs, Reason, Scope};
+use crate::import::build::Build;
 use crate::op::{Binary, Compare, Gather, Iota, Op, Value};
 use crate::tensor::dim::{Dim, volume};
 use crate::tensor::fact::Fact;
 use crate::tensor::{DType, Tensor};
 
-fn number(scope: &mut Scope<'_>, dim: &Dim) -> Result<Value, Reason> {
+/// A size as an `i64` of rank 0.
+pub fn number(scope: &mut impl Build, dim: &Dim) -> Result<Value, Reason> {
     match dim.known() {
         Some(value) => scope.constant(Tensor::from_i64(&[], &[value])),
         None => scope.size(dim),
@@ -16,7 +18,7 @@ fn number(scope: &mut Scope<'_>, dim: &Dim) -> Result<Value, Reason> {
 }
 
 /// `index`, counted from the front of an axis of `size`, times `stride`.
-fn steps(scope: &mut Scope<'_>, index: Value, size: &Dim, stride: &Dim) -> Result<Value, Reason> {
+pub fn steps(scope: &mut impl Build, index: Value, size: &Dim, stride: &Dim) -> Result<Value, Reason> {
     let zero = scope.constant(Tensor::from_i64(&[], &[0]))?;
     let negative = scope.compare(Compare::Less, index, zero)?;
     let size = number(scope, size)?;
@@ -25,7 +27,8 @@ fn steps(scope: &mut Scope<'_>, index: Value, size: &Dim, stride: &Dim) -> Resul
     scaled(scope, index, stride)
 }
 
-fn scaled(scope: &mut Scope<'_>, index: Value, stride: &Dim) -> Result<Value, Reason> {
+/// `index · stride`.
+pub fn scaled(scope: &mut impl Build, index: Value, stride: &Dim) -> Result<Value, Reason> {
     if stride.is(1) {
         return Ok(index);
     }
@@ -34,7 +37,7 @@ fn scaled(scope: &mut Scope<'_>, index: Value, stride: &Dim) -> Result<Value, Re
 }
 
 /// `place`, if any, plus steps along another axis.
-fn further(scope: &mut Scope<'_>, place: Option<Value>, steps: Value) -> Result<Option<Value>, Reason> {
+pub fn further(scope: &mut impl Build, place: Option<Value>, steps: Value) -> Result<Option<Value>, Reason> {
     Ok(Some(match place {
         Some(place) => scope.binary(Binary::Add, place, steps)?,
         None => steps,
@@ -42,7 +45,7 @@ fn further(scope: &mut Scope<'_>, place: Option<Value>, steps: Value) -> Result<
 }
 
 /// `0, 1, …` along `axis` of a shape of `rank` that is 1 elsewhere.
-fn count(scope: &mut Scope<'_>, rank: usize, axis: usize, size: &Dim) -> Result<Value, Reason> {
+pub fn count(scope: &mut impl Build, rank: usize, axis: usize, size: &Dim) -> Result<Value, Reason> {
     let mut shape = vec![Dim::Known(1); rank];
     shape[axis] = size.clone();
     scope.add(Op::Iota(Iota { fact: Fact::new(DType::I64, shape), axis }), &[])

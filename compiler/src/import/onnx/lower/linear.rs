@@ -1,13 +1,19 @@
 //! Matrix products.
 
 use super::{Known, Outputs, Reason, Scope};
-use crate::op::{Binary, MatMul, Op};
+use crate::import::build::Build;
+use crate::op::{Binary, MatMul, Op, Value};
 use crate::tensor::dim::Dim;
 
 /// The product as NumPy has it: an operand of rank 1 is a row on the left and a column on the right, and the dim that
 /// this adds goes away again.
 pub fn matmul(scope: &mut Scope<'_>) -> Outputs {
-    let (mut a, mut b) = (scope.value(0)?, scope.value(1)?);
+    let (a, b) = (scope.value(0)?, scope.value(1)?);
+    Ok(vec![Known::Value(product(scope, a, b)?)])
+}
+
+/// The same of two values.
+pub fn product(scope: &mut impl Build, mut a: Value, mut b: Value) -> Result<Value, Reason> {
     let (left, right) = (scope.fact(a).shape, scope.fact(b).shape);
     if left.is_empty() || right.is_empty() {
         return Err(Reason::Inputs("a number is no matrix".to_string()));
@@ -28,7 +34,7 @@ pub fn matmul(scope: &mut Scope<'_>) -> Outputs {
         let row = shape.len() - if right.len() == 1 { 1 } else { 2 };
         shape.remove(row);
     }
-    Ok(vec![Known::Value(scope.reshape(y, shape)?)])
+    scope.reshape(y, shape)
 }
 
 /// `alpha·A·B + beta·C`, with either matrix transposed.

@@ -1,6 +1,7 @@
 //! Losses in the graph: cross-entropy from logits and from log-probabilities.
 
 use super::{Known, Outputs, Reason, Scope};
+use crate::import::build::Build;
 use crate::op::{Binary, Compare, CrossEntropy, Gather, Iota, LogSoftmax, Op, ReduceKind, Unary, Value};
 use crate::tensor::dim::Dim;
 use crate::tensor::fact::Fact;
@@ -8,9 +9,12 @@ use crate::tensor::{DType, Tensor};
 
 /// How the losses of all targets are joined.
 #[derive(Clone, Copy, PartialEq)]
-enum Reduction {
+pub enum Reduction {
+    /// Not at all.
     None,
+    /// Their sum.
     Sum,
+    /// Their mean; with weights, weighted.
     Mean,
 }
 
@@ -43,7 +47,10 @@ pub fn softmax_cross_entropy(scope: &mut Scope<'_>) -> Outputs {
         false => Some(scope.add(Op::LogSoftmax(LogSoftmax { axis: 1 }), &[logits])?),
     };
     outputs.push(Known::Value(match logarithm {
-        Some(logarithm) if !plain => picked(scope, logarithm, target, reduction, ignore)?,
+        Some(logarithm) if !plain => {
+            let weights = scope.optional(2)?;
+            picked(scope, logarithm, target, weights, reduction, ignore)?
+        }
         _ => scope.add(Op::CrossEntropy(CrossEntropy { axis: 1, ignore }), &[logits, target])?,
     }));
     outputs.extend(logarithm.map(Known::Value));
@@ -60,14 +67,16 @@ pub fn negative_log_likelihood(scope: &mut Scope<'_>) -> Outputs {
         let loss = scope.add(Op::CrossEntropy(CrossEntropy { axis: 1, ignore }), &[logits[0], target])?;
         return Ok(vec![Known::Value(loss)]);
     }
-    Ok(vec![Known::Value(picked(scope, logarithm, target, reduction, ignore)?)])
+    let weights = scope.optional(2)?;
+    Ok(vec![Known::Value(picked(scope, logarithm, target, weights, reduction, ignore)?)])
 }
 
 /// `-weight[target]·logarithm[target]` for every target that is not ignored, joined; a mean divides by the weights.
-fn picked(
-    scope: &mut Scope<'_>,
+pub fn picked(
+    scope: &mut impl Build,
     logarithm: Value,
     target: Value,
+    weights: Option<Value>,
     reduction: Reduction,
     ignore: Option<i64>,
 ) -> Result<Value, Reason> {
@@ -101,7 +110,7 @@ fn picked(
         }
         None => None,
     };
-    if let Some(weights) = scope.optional(2)? {
+    if let Some(weights) = weights {
         let first = scope.constant(Tensor::from_i64(&[], &[0]))?;
         let index = match kept {
             Some(kept) => scope.select(kept, target, first)?,

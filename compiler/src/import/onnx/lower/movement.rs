@@ -3,6 +3,7 @@
 use super::attribute::axis;
 use super::slice::part;
 use super::{Known, Outputs, Reason, Scope, symbol};
+use crate::import::build::Build;
 use crate::op::{Binary, Compare, Concat, Gather, Iota, Op, Pad, Transpose, Value};
 use crate::tensor::dim::Dim;
 use crate::tensor::fact::Fact;
@@ -25,7 +26,7 @@ pub fn transpose(scope: &mut Scope<'_>) -> Outputs {
 }
 
 /// `x` with its axes in the order `perm`.
-pub fn transposed(scope: &mut Scope<'_>, x: Value, perm: Vec<usize>) -> Result<Value, Reason> {
+pub fn transposed(scope: &mut impl Build, x: Value, perm: Vec<usize>) -> Result<Value, Reason> {
     if perm.iter().copied().eq(0..scope.fact(x).rank()) {
         return Ok(x);
     }
@@ -33,7 +34,7 @@ pub fn transposed(scope: &mut Scope<'_>, x: Value, perm: Vec<usize>) -> Result<V
 }
 
 /// The shape that two shapes broadcast to. A symbol and a number that is not 1 do not meet.
-fn met(a: &[Dim], b: &[Dim]) -> Result<Vec<Dim>, Reason> {
+pub fn met(a: &[Dim], b: &[Dim]) -> Result<Vec<Dim>, Reason> {
     let rank = a.len().max(b.len());
     let at = |dims: &[Dim], i: usize| (i + dims.len()).checked_sub(rank).map_or(Dim::Known(1), |at| dims[at].clone());
     let meet = |(a, b): (Dim, Dim)| match (a.is(1), b.is(1)) {
@@ -170,6 +171,11 @@ pub fn trilu(scope: &mut Scope<'_>) -> Outputs {
     let upper = scope.flag("upper", true)?;
     let diagonal = scope.integers(1, "the diagonal")?.and_then(|k| k.first().copied()).unwrap_or(0);
     let x = scope.value(0)?;
+    triangle(scope, x, upper, diagonal).and_then(one)
+}
+
+/// `x` on one side of a diagonal of its last two axes, zero on the other.
+pub fn triangle(scope: &mut impl Build, x: Value, upper: bool, diagonal: i64) -> Result<Value, Reason> {
     let fact = scope.fact(x);
     let [.., rows, columns] = fact.shape.as_slice() else {
         return Err(Reason::Inputs(format!("a tensor of rank {} has no diagonal", fact.rank())));
@@ -185,7 +191,7 @@ pub fn trilu(scope: &mut Scope<'_>) -> Outputs {
     let (a, b) = if upper { (i, j) } else { (j, i) };
     let kept = scope.compare(Compare::LessEqual, a, b)?;
     let zero = scope.scalar(fact.dtype, 0.0)?;
-    scope.select(kept, x, zero).and_then(one)
+    scope.select(kept, x, zero)
 }
 
 /// `[N, C, H, W]` with blocks of channels spread out over height and width.

@@ -4,13 +4,14 @@ use super::attribute::axis;
 use super::window::with_bias;
 use super::{Known, Outputs, Reason, Scope};
 use crate::graph::MovingAverage;
+use crate::import::build::Build;
 use crate::import::onnx::name::shown;
 use crate::op::{BatchNorm, Binary, LayerNorm, Op, ReduceKind, Unary, Value};
 use crate::tensor::DType;
 use crate::tensor::dim::Dim;
 
 /// `[…]` of ones or zeros for a scale or bias that the operator does not have.
-fn filled(scope: &mut Scope<'_>, dtype: DType, shape: &[Dim], value: f64) -> Result<Value, Reason> {
+pub fn filled(scope: &mut impl Build, dtype: DType, shape: &[Dim], value: f64) -> Result<Value, Reason> {
     let value = scope.scalar(dtype, value)?;
     scope.broadcast(value, shape.to_vec())
 }
@@ -46,7 +47,7 @@ pub fn rms_norm(scope: &mut Scope<'_>) -> Outputs {
 }
 
 /// Normalisation of `x [N, groups, …]` over all dims behind the groups, without scale and bias.
-fn grouped(scope: &mut Scope<'_>, x: Value, groups: Dim) -> Result<Value, Reason> {
+pub fn grouped(scope: &mut impl Build, x: Value, groups: Dim, epsilon: f64) -> Result<Value, Reason> {
     let fact = scope.fact(x);
     let [batch, channels, spatial @ ..] = fact.shape.as_slice() else {
         return Err(Reason::Inputs(format!("its input {fact} has no channels")));
@@ -55,7 +56,6 @@ fn grouped(scope: &mut Scope<'_>, x: Value, groups: Dim) -> Result<Value, Reason
     inner.extend(spatial.iter().cloned());
     let mut apart = vec![batch.clone(), groups];
     apart.extend(inner.iter().cloned());
-    let epsilon = scope.float("epsilon", 1e-5)?;
     let (ones, zeros) = (filled(scope, fact.dtype, &inner, 1.0)?, filled(scope, fact.dtype, &inner, 0.0)?);
     let x = scope.reshape(x, apart)?;
     let y = scope.add(Op::LayerNorm(LayerNorm { axis: 2, epsilon }), &[x, ones, zeros])?;
@@ -66,7 +66,8 @@ fn grouped(scope: &mut Scope<'_>, x: Value, groups: Dim) -> Result<Value, Reason
 pub fn instance_norm(scope: &mut Scope<'_>) -> Outputs {
     let (x, scale, bias) = (scope.value(0)?, scope.value(1)?, scope.value(2)?);
     let channels = scope.fact(x).shape.get(1).cloned().unwrap_or(Dim::Known(1));
-    let y = grouped(scope, x, channels)?;
+    let epsilon = scope.float("epsilon", 1e-5)?;
+    let y = grouped(scope, x, channels, epsilon)?;
     let y = with_bias(scope, Binary::Mul, y, scale)?;
     Ok(vec![Known::Value(with_bias(scope, Binary::Add, y, bias)?)])
 }
@@ -89,7 +90,8 @@ pub fn group_norm(scope: &mut Scope<'_>) -> Outputs {
             *value = scope.reshape(wide, vec![fact.shape[1].clone()])?;
         }
     }
-    let y = grouped(scope, x, Dim::Known(groups))?;
+    let epsilon = scope.float("epsilon", 1e-5)?;
+    let y = grouped(scope, x, Dim::Known(groups), epsilon)?;
     let y = with_bias(scope, Binary::Mul, y, scale)?;
     Ok(vec![Known::Value(with_bias(scope, Binary::Add, y, bias)?)])
 }

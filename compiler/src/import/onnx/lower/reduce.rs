@@ -3,6 +3,7 @@
 use super::attribute::{axes, axis};
 use super::reshape::axes_of;
 use super::{Known, Outputs, Reason, Scope};
+use crate::import::build::Build;
 use crate::op::{ArgReduce, Binary, Op, ReduceKind, Softmax, Unary, Value};
 use crate::tensor::dim::{Dim, volume};
 

@@ -8,6 +8,7 @@
 
 use super::attribute::{axes, axis};
 use super::{Frozen, Known, Outputs, Reason, Scope, symbol};
+use crate::import::build::Build;
 use crate::tensor::dim::{Dim, volume};
 
 /// The input under the shape that the second input (an attribute before operator set 5) says.
@@ -26,7 +27,7 @@ pub fn reshape(scope: &mut Scope<'_>) -> Outputs {
 }
 
 /// The shape that `asked` means for an input: zeros copied, -1 worked out, a frozen batch opened.
-fn target(input: &[Dim], asked: &[Dim], allow_zero: bool, frozen: &Frozen) -> Result<Vec<Dim>, Reason> {
+pub fn target(input: &[Dim], asked: &[Dim], allow_zero: bool, frozen: &Frozen) -> Result<Vec<Dim>, Reason> {
     let told = |dims: &[Dim]| format!("[{}]", dims.iter().map(Dim::to_string).collect::<Vec<_>>().join(", "));
     let open: Vec<usize> = (0..asked.len()).filter(|&i| asked[i].is(-1)).collect();
     if open.len() > 1 {

@@ -3,6 +3,7 @@
 use super::attribute::axis;
 use super::slice::{equal_parts, parts};
 use super::{Known, Outputs, Reason, Scope};
+use crate::import::build::Build;
 use crate::tensor::dim::Dim;
 
 /// A tensor in parts along an axis; without sizes, in parts of 1 whose axis may go.

@@ -2,23 +2,24 @@
 
 use super::attribute::{axes, axis};
 use super::{Known, Outputs, Reason, Scope, symbol};
+use crate::import::build::Build;
 use crate::op::{Flip, Op, Slice, Value};
 use crate::tensor::dim::Dim;
 
 /// A slice of every axis that is not named.
-fn whole(dims: &[Dim]) -> Slice {
+pub fn whole(dims: &[Dim]) -> Slice {
     Slice { begin: vec![Dim::Known(0); dims.len()], end: dims.to_vec(), step: vec![1; dims.len()] }
 }
 
 /// `x` from `begin` to `end` along one axis.
-pub fn part(scope: &mut Scope<'_>, x: Value, axis: usize, begin: Dim, end: Dim) -> Result<Value, Reason> {
+pub fn part(scope: &mut impl Build, x: Value, axis: usize, begin: Dim, end: Dim) -> Result<Value, Reason> {
     let mut slice = whole(&scope.fact(x).shape);
     (slice.begin[axis], slice.end[axis]) = (begin, end);
     scope.add(Op::Slice(slice), &[x])
 }
 
 /// A place along an axis of `size`, counted from the front and kept within `low` and `high`.
-fn place(given: &Dim, size: &Dim, low: &Dim, high: &Dim) -> Result<Dim, Reason> {
+pub fn place(given: &Dim, size: &Dim, low: &Dim, high: &Dim) -> Result<Dim, Reason> {
     let unclear = || Reason::Inputs(format!("whether {given} lies within an axis of size {size} is not known"));
     if given.known().is_some_and(|v| v >= i64::from(i32::MAX)) && size.known().is_none() {
         // The largest numbers stand for "to the end".

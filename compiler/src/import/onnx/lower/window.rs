@@ -1,6 +1,7 @@
 //! Windows that move over spatial dims: convolutions and poolings.
 
 use super::{Known, Outputs, Reason, Scope};
+use crate::import::build::Build;
 use crate::op::{AvgPool, Binary, Conv, ConvInputGrad, MaxPool, Op, Value, Window};
 use crate::tensor::dim::Dim;
 
@@ -81,7 +82,7 @@ fn kernel_of(scope: &Scope<'_>, weight: Value, axes: usize) -> Result<Vec<usize>
 }
 
 /// `y + bias`, one number for each channel.
-pub fn with_bias(scope: &mut Scope<'_>, op: Binary, y: Value, bias: Value) -> Result<Value, Reason> {
+pub fn with_bias(scope: &mut impl Build, op: Binary, y: Value, bias: Value) -> Result<Value, Reason> {
     let dims = scope.fact(bias).shape;
     let [channels] = dims.as_slice() else {
         return Err(Reason::Inputs(format!("{} is not one number for each channel", scope.fact(bias))));

@@ -1,0 +1,114 @@
+//! Writing core ops: what every importer adds to a graph, one method for each op that source operators share.
+
+use crate::graph::{Graph, Origin};
+use crate::import::reason::Reason;
+use crate::op::{Binary, Broadcast, Compare, Constant, Op, Reduce, ReduceKind, Reshape, Select, Unary, Value};
+use crate::tensor::dim::Dim;
+use crate::tensor::fact::Fact;
+use crate::tensor::{DType, Tensor};
+
+/// The most bytes a value may have, known or assumed: a quarter of what 48-bit addresses reach. What is larger is a
+/// slip or a trap, and no machine holds it.
+const LARGEST: u64 = 1 << 46;
+
+/// A source node while it is lowered: where its core ops go.
+pub trait Build {
+    /// The graph that is written.
+    fn graph(&self) -> &Graph;
+
+    /// The same, to write.
+    fn graph_mut(&mut self) -> &mut Graph;
+
+    /// What the ops that are written come from.
+    fn origin(&self) -> Origin;
+
+    /// Adds a core op and gives its first output.
+    fn add(&mut self, op: Op, inputs: &[Value]) -> Result<Value, Reason> {
+        Ok(self.add_all(op, inputs)?[0])
+    }
+
+    /// Adds a core op and gives all its outputs.
+    fn add_all(&mut self, op: Op, inputs: &[Value]) -> Result<Vec<Value>, Reason> {
+        let origin = self.origin();
+        let node = self.graph_mut().add(op, inputs, &origin)?;
+        for fact in &self.graph().node(node).facts {
+            if fact.shape.iter().any(|d| d.known().is_some_and(|v| v < 0)) {
+                return Err(Reason::Inputs(format!("its result would have the shape {fact}")));
+            }
+            let known = fact.shape.iter().all(|d| d.known().is_some());
+            if known && fact.bytes().is_none_or(|bytes| bytes > LARGEST) {
+                return Err(Reason::Large(fact.clone()));
+            }
+        }
+        Ok(self.graph().values(node))
+    }
+
+    /// What is known of a value.
+    fn fact(&self, value: Value) -> Fact {
+        self.graph().fact(value).clone()
+    }
+
+    /// Adds a constant.
+    fn constant(&mut self, tensor: Tensor) -> Result<Value, Reason> {
+        self.add(Op::Constant(Constant { tensor }), &[])
+    }
+
+    /// Adds a number of rank 0.
+    fn scalar(&mut self, dtype: DType, value: f64) -> Result<Value, Reason> {
+        self.constant(Tensor::from_f64(&[], &[value]).cast(dtype))
+    }
+
+    /// A size as an `i64` value of rank 0 for the few models that compute with one: the sum of that many ones.
+    fn size(&mut self, dim: &Dim) -> Result<Value, Reason> {
+        let one = self.constant(Tensor::from_i64(&[], &[1]))?;
+        let ones = self.add(Op::Broadcast(Broadcast { shape: vec![dim.clone()] }), &[one])?;
+        self.add(Op::Reduce(Reduce { kind: ReduceKind::Sum, axes: vec![0], keep: false }), &[ones])
+    }
+
+    /// `f(x)`.
+    fn unary(&mut self, op: Unary, x: Value) -> Result<Value, Reason> {
+        self.add(Op::Unary(op), &[x])
+    }
+
+    /// `f(a, b)`.
+    fn binary(&mut self, op: Binary, a: Value, b: Value) -> Result<Value, Reason> {
+        self.add(Op::Binary(op), &[a, b])
+    }
+
+    /// `f(x, number)`.
+    fn with_number(&mut self, op: Binary, x: Value, number: f64) -> Result<Value, Reason> {
+        let dtype = self.graph().fact(x).dtype;
+        let number = self.scalar(dtype, number)?;
+        self.binary(op, x, number)
+    }
+
+    /// `a ? b`.
+    fn compare(&mut self, op: Compare, a: Value, b: Value) -> Result<Value, Reason> {
+        self.add(Op::Compare(op), &[a, b])
+    }
+
+    /// `condition ? a : b`.
+    fn select(&mut self, condition: Value, a: Value, b: Value) -> Result<Value, Reason> {
+        self.add(Op::Select(Select {}), &[condition, a, b])
+    }
+
+    /// `x` as another element type; `x` itself when it has it already.
+    fn cast(&mut self, x: Value, to: DType) -> Result<Value, Reason> {
+        if self.graph().fact(x).dtype == to { Ok(x) } else { self.add(Op::Cast(crate::op::Cast { to }), &[x]) }
+    }
+
+    /// `x` under another shape; `x` itself when it has it already.
+    fn reshape(&mut self, x: Value, shape: Vec<Dim>) -> Result<Value, Reason> {
+        if self.graph().fact(x).shape == shape { Ok(x) } else { self.add(Op::Reshape(Reshape { shape }), &[x]) }
+    }
+
+    /// `x` stretched to a shape; `x` itself when it has it already.
+    fn broadcast(&mut self, x: Value, shape: Vec<Dim>) -> Result<Value, Reason> {
+        if self.graph().fact(x).shape == shape { Ok(x) } else { self.add(Op::Broadcast(Broadcast { shape }), &[x]) }
+    }
+
+    /// `x` joined along `axes`.
+    fn reduce(&mut self, kind: ReduceKind, x: Value, axes: &[usize], keep: bool) -> Result<Value, Reason> {
+        self.add(Op::Reduce(Reduce { kind, axes: axes.to_vec(), keep }), &[x])
+    }
+}

@@ -1,0 +1,21 @@
+//! Torch FX graphs: from the bytes of an archive that `torch.export.save` wrote (`.pt2`) to a graph of core ops.
+//!
+//! ```text
+//! file --map--> bytes --archive--> entries --schema--> ExportedProgram --program, weight--> Program --lower--> Graph
+//! ```
+//!
+//! ```python
+//! program = torch.export.export(model.train(), (x,), dynamic_shapes=({0: torch.export.Dim.DYNAMIC},))
+//! torch.export.save(program, "model.pt2")
+//! ```
+//!
+//! Entries are read by name from the mapped file; nothing is extracted, unpickled, loaded as code or evaluated. Weights
+//! that lie in row-major order stay views into the file.
+
+pub mod archive;
+pub mod error;
+pub mod expression;
+pub mod lower;
+pub mod program;
+pub mod schema;
+pub mod weight;

@@ -1,0 +1,114 @@
+//! The zip archive around an exported program: its entries by name, as slices of the mapped file.
+//!
+//! Every entry is stored, not compressed, so no entry can grow when it is read; every size is checked against the file
+//! before it is used. Names never become paths: an entry that is called `../../x` is just an entry nobody asks for.
+
+use crate::import::fx::error::FxError;
+use bytes::Bytes;
+use std::collections::BTreeMap;
+use std::io::Cursor;
+use zip::{CompressionMethod, ZipArchive};
+
+/// The most entries that are looked at. The largest models have some thousand weights.
+const MOST_ENTRIES: usize = 1 << 20;
+
+/// An opened archive.
+#[derive(Debug)]
+pub struct Archive {
+    /// The entries under the archive's own folder, by their name behind it.
+    entries: BTreeMap<String, Bytes>,
+}
+
+impl Archive {
+    /// Opens the archive that these bytes are.
+    pub fn open(bytes: &Bytes) -> Result<Archive, FxError> {
+        let zip = ZipArchive::new(Cursor::new(&bytes[..])).map_err(|e| FxError::Zip(e.to_string()))?;
+        if zip.len() > MOST_ENTRIES {
+            return Err(FxError::Zip(format!("{} entries, more than {MOST_ENTRIES}", zip.len())));
+        }
+        if zip.has_duplicate_names() {
+            return Err(FxError::Duplicate { entry: duplicate(bytes, &zip) });
+        }
+        let mut found = BTreeMap::new();
+        for at in 0..zip.len() {
+            let entry = zip.by_index_data(at).map_err(|e| FxError::Zip(e.to_string()))?;
+            let name = String::from_utf8_lossy(entry.name_raw()).into_owned();
+            let header = entry.header_start();
+            if entry.compression() != CompressionMethod::Stored || entry.encrypted() {
+                found.insert(name.clone(), Err(FxError::Compressed { entry: name }));
+                continue;
+            }
+            let slice =
+                slice(bytes, header, entry.compressed_size()).filter(|_| entry.size() == entry.compressed_size());
+            let content = slice.ok_or_else(|| FxError::EntrySize { entry: name.clone(), size: entry.size() });
+            found.insert(name, content);
+        }
+        let folder = folder(found.keys())?;
+        let mut entries = BTreeMap::new();
+        for (name, content) in found {
+            // Only the archive's own folder matters, and of it not the sample inputs: those are pickles.
+            match name.strip_prefix(&folder).and_then(|n| n.strip_prefix('/')) {
+                Some(inner) if !inner.starts_with("data/sample_inputs/") => entries.insert(inner.to_string(), content?),
+                _ => None,
+            };
+        }
+        Ok(Archive { entries })
+    }
+
+    /// The content of an entry, by its name within the archive's folder: `models/model.json`.
+    pub fn get(&self, name: &str) -> Option<&Bytes> {
+        self.entries.get(name)
+    }
+
+    /// The names within a folder, such as `models/`, without it.
+    pub fn within<'a>(&'a self, folder: &'a str) -> impl Iterator<Item = &'a str> {
+        self.entries.keys().filter_map(move |name| name.strip_prefix(folder))
+    }
+}
+
+/// The bytes of a stored entry behind its local header: 30 bytes, then a name and an extra field of their own lengths.
+fn slice(bytes: &Bytes, header: u64, size: u64) -> Option<Bytes> {
+    let header = usize::try_from(header).ok()?;
+    let local = bytes.get(header..header.checked_add(30)?)?;
+    if !local.starts_with(b"PK\x03\x04") {
+        return None;
+    }
+    let number = |at: usize| usize::from(u16::from_le_bytes([local[at], local[at + 1]]));
+    let start = header.checked_add(30 + number(26) + number(28))?;
+    let end = start.checked_add(usize::try_from(size).ok()?)?;
+    (end <= bytes.len()).then(|| bytes.slice(start..end))
+}
+
+/// The one folder at the top of the archive, which has the archive's name: that of the entry `archive_format` or
+/// `models/…`.
+fn folder<'a>(names: impl Iterator<Item = &'a String>) -> Result<String, FxError> {
+    let mut legacy = false;
+    for name in names {
+        let Some((first, rest)) = name.split_once('/') else {
+            // Before torch 2.8 the entries stood at the top, under other names.
+            legacy |= name.starts_with("serialized_exported_program");
+            continue;
+        };
+        if rest == "archive_format" || rest == "archive_version" || rest.starts_with("models/") {
+            return Ok(first.to_string());
+        }
+        legacy |= rest.starts_with("serialized_exported_program");
+    }
+    Err(if legacy { FxError::Legacy } else { FxError::NoProgram })
+}
+
+/// The name that the central directory has twice. The reader keeps one of each, so the directory itself is searched.
+fn duplicate(bytes: &Bytes, zip: &ZipArchive<Cursor<&[u8]>>) -> String {
+    let mut at = usize::try_from(zip.central_directory_start()).unwrap_or(usize::MAX);
+    let mut seen = std::collections::BTreeSet::new();
+    while let Some(record) = bytes.get(at..at.saturating_add(46)).filter(|r| r.starts_with(b"PK\x01\x02")) {
+        let number = |at: usize| usize::from(u16::from_le_bytes([record[at], record[at + 1]]));
+        let name = at + 46..at + 46 + number(28);
+        at = name.end + number(30) + number(32);
+        let Some(name) = bytes.get(name) else { break };
+        if !seen.insert(name) {
+            return String::from_utf8_lossy(name).into_owned();
+        }
+    }
+    String::new()
+}

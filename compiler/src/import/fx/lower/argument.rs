@@ -1,0 +1,291 @@
+//! Arguments of a node, by the names that ATen has for them. Those that equal their default are left out of the file.
+
+use super::{Known, Scope};
+use crate::import::build::Build;
+use crate::import::fx::program::tensor_name;
+use crate::import::fx::schema::{Argument, Float, OptionalTensor, SymArgument};
+use crate::import::fx::weight::dtype_of;
+use crate::import::onnx::lower::attribute;
+use crate::import::reason::Reason;
+use crate::op::Value;
+use crate::tensor::dim::Dim;
+use crate::tensor::fact::Fact;
+use crate::tensor::{DType, Tensor};
+
+/// A Python number: its kind decides how it meets tensors.
+#[derive(Clone, Copy, Debug, PartialEq)]
+#[allow(missing_docs)]
+pub enum Number {
+    Bool(bool),
+    Int(i64),
+    Float(f64),
+}
+
+impl Number {
+    /// The number as a tensor of rank 0.
+    pub fn tensor(self, dtype: DType) -> Tensor {
+        match self {
+            Number::Bool(value) => Tensor::from_bool(&[], &[value]).cast(dtype),
+            Number::Int(value) => Tensor::from_i64(&[], &[value]).cast(dtype),
+            Number::Float(value) => Tensor::from_f64(&[], &[value]).cast(dtype),
+        }
+    }
+
+    /// The number as a float.
+    pub fn float(self) -> f64 {
+        match self {
+            Number::Bool(value) => f64::from(u8::from(value)),
+            Number::Int(value) => value as f64,
+            Number::Float(value) => value,
+        }
+    }
+
+    /// The element type of a tensor that is made of nothing but this number.
+    pub fn dtype(self) -> DType {
+        match self {
+            Number::Bool(_) => DType::Bool,
+            Number::Int(_) => DType::I64,
+            Number::Float(_) => DType::F32,
+        }
+    }
+}
+
+/// A tensor, a number or a size: what elementwise operators take.
+#[derive(Clone, Debug, PartialEq)]
+#[allow(missing_docs)]
+pub enum Operand {
+    Tensor(Value),
+    Number(Number),
+    Size(Dim),
+}
+
+impl Scope<'_> {
+    /// The argument, unless it is left out or `None`.
+    pub fn argument(&self, name: &str) -> Option<&Argument> {
+        let found = &self.node.inputs.iter().find(|input| input.name == name)?.arg;
+        match found {
+            Argument::AsNone(_) | Argument::AsOptionalTensor(OptionalTensor::AsNone(_)) => None,
+            found => Some(found),
+        }
+    }
+
+    /// Whether the argument is given.
+    pub fn has(&self, name: &str) -> bool {
+        self.argument(name).is_some()
+    }
+
+    fn wrong(&self, name: &'static str, expected: &'static str) -> Reason {
+        let kind = |arg: &Argument| format!("{arg:?}").split(['(', '{', ' ']).next().unwrap_or("").to_string();
+        let found = self.argument(name).map_or("missing".to_string(), kind);
+        Reason::Attribute { name, found, expected }
+    }
+
+    /// What is known of a tensor argument.
+    pub fn known(&self, name: &'static str) -> Result<Known, Reason> {
+        match self.argument(name) {
+            Some(Argument::AsTensor(tensor) | Argument::AsOptionalTensor(OptionalTensor::AsTensor(tensor))) => {
+                self.named(&tensor.name)
+            }
+            _ => Err(self.wrong(name, "a tensor")),
+        }
+    }
+
+    fn named(&self, name: &str) -> Result<Known, Reason> {
+        let known = self.names.tensors.get(name).copied();
+        known.ok_or_else(|| Reason::Inputs("a value that it reads is not a tensor".to_string()))
+    }
+
+    /// A tensor argument.
+    pub fn value(&mut self, name: &'static str) -> Result<Value, Reason> {
+        let known = self.known(name)?;
+        self.read(known)
+    }
+
+    /// A tensor argument that may be left out.
+    pub fn optional(&mut self, name: &'static str) -> Result<Option<Value>, Reason> {
+        if self.has(name) { self.value(name).map(Some) } else { Ok(None) }
+    }
+
+    /// A list of tensors.
+    pub fn values(&mut self, name: &'static str) -> Result<Vec<Value>, Reason> {
+        let list = self.optional_values(name)?;
+        list.into_iter().map(|v| v.ok_or_else(|| Reason::Inputs(format!("`{name}` leaves a tensor out")))).collect()
+    }
+
+    /// A list of tensors, some of them left out.
+    pub fn optional_values(&mut self, name: &'static str) -> Result<Vec<Option<Value>>, Reason> {
+        let list: Vec<Option<String>> = match self.argument(name) {
+            Some(Argument::AsTensors(list)) => list.iter().map(|n| Some(n.name.clone())).collect(),
+            Some(Argument::AsOptionalTensors(list)) => {
+                list.iter().map(|t| tensor_name(t).map(str::to_string)).collect()
+            }
+            _ => return Err(self.wrong(name, "a list of tensors")),
+        };
+        let mut values = Vec::with_capacity(list.len());
+        for name in list {
+            values.push(match name {
+                Some(name) => {
+                    let known = self.named(&name)?;
+                    Some(self.read(known)?)
+                }
+                None => None,
+            });
+        }
+        Ok(values)
+    }
+
+    /// Element type and shape of a tensor argument.
+    pub fn fact_of(&self, name: &'static str) -> Result<Fact, Reason> {
+        match self.known(name)? {
+            Known::Value(value) => Ok(self.fact(value)),
+            Known::Weight(at) => Ok(self.ledger.weights[at].fact.clone()),
+            Known::Absent(what) => Err(Reason::Unsupported(what.to_string())),
+        }
+    }
+
+    /// A number, `None` when it is left out.
+    pub fn number(&self, name: &'static str) -> Result<Option<Number>, Reason> {
+        match self.argument(name) {
+            None => Ok(None),
+            Some(Argument::AsInt(value)) => Ok(Some(Number::Int(*value))),
+            Some(Argument::AsBool(value)) => Ok(Some(Number::Bool(*value))),
+            Some(Argument::AsFloat(value)) => match value.value() {
+                Some(value) => Ok(Some(Number::Float(value))),
+                None => Err(self.wrong(name, "a number")),
+            },
+            Some(Argument::AsSymInt(_)) => match self.dim(name)?.and_then(|d| d.known()) {
+                Some(value) => Ok(Some(Number::Int(value))),
+                None => Err(Reason::Unsupported(format!("a symbolic size as `{name}`"))),
+            },
+            _ => Err(self.wrong(name, "a number")),
+        }
+    }
+
+    /// A tensor, number or size, `None` when it is left out.
+    pub fn operand(&mut self, name: &'static str) -> Result<Option<Operand>, Reason> {
+        match self.argument(name) {
+            None => Ok(None),
+            Some(Argument::AsTensor(_) | Argument::AsOptionalTensor(_)) => {
+                self.value(name).map(|v| Some(Operand::Tensor(v)))
+            }
+            Some(Argument::AsSymInt(_)) => Ok(self.dim(name)?.map(|dim| match dim.known() {
+                Some(value) => Operand::Number(Number::Int(value)),
+                None => Operand::Size(dim),
+            })),
+            _ => Ok(self.number(name)?.map(Operand::Number)),
+        }
+    }
+
+    /// A float.
+    pub fn float(&self, name: &'static str, default: f64) -> Result<f64, Reason> {
+        Ok(self.number(name)?.map_or(default, Number::float))
+    }
+
+    /// A whole number.
+    pub fn int(&self, name: &'static str, default: i64) -> Result<i64, Reason> {
+        match self.number(name)? {
+            None => Ok(default),
+            Some(Number::Int(value)) => Ok(value),
+            Some(_) => Err(self.wrong(name, "a whole number")),
+        }
+    }
+
+    /// A switch.
+    pub fn flag(&self, name: &'static str, default: bool) -> Result<bool, Reason> {
+        match self.argument(name) {
+            None => Ok(default),
+            Some(Argument::AsBool(value)) => Ok(*value),
+            _ => Err(self.wrong(name, "a truth")),
+        }
+    }
+
+    /// A word.
+    pub fn text(&self, name: &'static str, default: &str) -> Result<String, Reason> {
+        match self.argument(name) {
+            None => Ok(default.to_string()),
+            Some(Argument::AsString(word)) => Ok(word.clone()),
+            _ => Err(self.wrong(name, "a word")),
+        }
+    }
+
+    /// An element type, `None` when it is left out.
+    pub fn dtype(&self, name: &'static str) -> Result<Option<DType>, Reason> {
+        match self.argument(name) {
+            None => Ok(None),
+            Some(Argument::AsScalarType(code)) => {
+                let known = dtype_of(*code).map(Some);
+                known.ok_or_else(|| Reason::Unsupported(format!("element type code {code}")))
+            }
+            _ => Err(self.wrong(name, "an element type")),
+        }
+    }
+
+    fn size(&self, size: &SymArgument) -> Result<Dim, Reason> {
+        match size {
+            SymArgument::AsInt(value) => Ok(Dim::Known(*value)),
+            SymArgument::AsName(name) => {
+                let found = self.names.sizes.get(name).cloned();
+                found.ok_or_else(|| Reason::Inputs("a size that it reads is not a size".to_string()))
+            }
+        }
+    }
+
+    /// A size, `None` when it is left out.
+    pub fn dim(&self, name: &'static str) -> Result<Option<Dim>, Reason> {
+        match self.argument(name) {
+            None => Ok(None),
+            Some(Argument::AsInt(value)) => Ok(Some(Dim::Known(*value))),
+            Some(Argument::AsSymInt(size)) => self.size(size).map(Some),
+            _ => Err(self.wrong(name, "a size")),
+        }
+    }
+
+    /// A list of sizes, `None` when it is left out.
+    pub fn dims(&self, name: &'static str) -> Result<Option<Vec<Dim>>, Reason> {
+        match self.argument(name) {
+            None => Ok(None),
+            Some(Argument::AsInts(list)) => Ok(Some(list.iter().map(|&v| Dim::Known(v)).collect())),
+            Some(Argument::AsSymInts(list)) => list.iter().map(|s| self.size(s)).collect::<Result<_, _>>().map(Some),
+            Some(Argument::AsInt(value)) => Ok(Some(vec![Dim::Known(*value)])),
+            _ => Err(self.wrong(name, "a list of sizes")),
+        }
+    }
+
+    /// A list of sizes that must be given.
+    pub fn shape(&self, name: &'static str) -> Result<Vec<Dim>, Reason> {
+        self.dims(name)?.ok_or_else(|| self.wrong(name, "a list of sizes"))
+    }
+
+    /// A list of whole numbers, `None` when it is left out.
+    pub fn ints(&self, name: &'static str) -> Result<Option<Vec<i64>>, Reason> {
+        let Some(dims) = self.dims(name)? else { return Ok(None) };
+        let numbers: Option<Vec<i64>> = dims.iter().map(Dim::known).collect();
+        numbers.map(Some).ok_or_else(|| self.wrong(name, "a list of whole numbers"))
+    }
+
+    /// Floats, `None` when they are left out.
+    pub fn floats(&self, name: &'static str) -> Result<Option<Vec<f64>>, Reason> {
+        match self.argument(name) {
+            None => Ok(None),
+            Some(Argument::AsFloats(list)) => {
+                let numbers: Option<Vec<f64>> = list.iter().map(Float::value).collect();
+                numbers.map(Some).ok_or_else(|| self.wrong(name, "a list of numbers"))
+            }
+            _ => Err(self.wrong(name, "a list of numbers")),
+        }
+    }
+
+    /// An axis of a tensor of `rank`, counted from the front.
+    pub fn axis(&self, name: &'static str, default: i64, rank: usize) -> Result<usize, Reason> {
+        // A number is treated as a vector of one element.
+        attribute::axis(self.int(name, default)?, rank.max(1))
+    }
+
+    /// Sorted axes; all of them where none are named.
+    pub fn axes(&self, name: &'static str, rank: usize) -> Result<Vec<usize>, Reason> {
+        match self.ints(name)? {
+            Some(list) if !list.is_empty() && rank > 0 => attribute::axes(&list, rank),
+            _ => Ok((0..rank).collect()),
+        }
+    }
+}

@@ -1,0 +1,78 @@
+//! Attention, as a small graph: `softmax(q·kᵀ·scale + mask)·v`.
+
+use super::{Outputs, Scope, one};
+use crate::import::build::Build;
+use crate::import::onnx::lower::linear::product;
+use crate::import::reason::Reason;
+use crate::op::{Binary, Compare, Iota, MatMul, Op, Softmax, Value};
+use crate::tensor::DType;
+use crate::tensor::dim::Dim;
+use crate::tensor::fact::Fact;
+
+/// Scaled dot-product attention of `query [… L, E]`, `key [… S, E]` and `value [… S, V]`.
+pub fn attention(scope: &mut Scope<'_>) -> Outputs {
+    let (query, mut key, mut value) = (scope.value("query")?, scope.value("key")?, scope.value("value")?);
+    let p = scope.float("dropout_p", 0.0)?;
+    if p != 0.0 {
+        return Err(Reason::Unsupported(format!("attention with dropout of p = {p}")));
+    }
+    let fact = scope.fact(query);
+    if fact.rank() < 2 || scope.fact(key).rank() != fact.rank() {
+        return Err(Reason::Inputs(format!("queries {fact} and keys {}", scope.fact(key))));
+    }
+    if scope.flag("enable_gqa", false)? {
+        (key, value) = (shared(scope, key, &fact)?, shared(scope, value, &fact)?);
+    }
+    let width = fact.shape.last().and_then(Dim::known).ok_or(Reason::NotConstant { what: "the width of a head" })?;
+    let scale = scope.float("scale", 1.0 / (width as f64).sqrt())?;
+    let scores = scope.add(Op::MatMul(MatMul { transpose_a: false, transpose_b: true }), &[query, key])?;
+    let mut scores = scope.with_number(Binary::Mul, scores, scale)?;
+    if scope.flag("is_causal", false)? {
+        let kept = causal(scope, scores)?;
+        scores = hidden(scope, scores, kept)?;
+    }
+    if let Some(mask) = scope.optional("attn_mask")? {
+        scores = match scope.fact(mask).dtype {
+            DType::Bool => hidden(scope, scores, mask)?,
+            _ => scope.binary(Binary::Add, scores, mask)?,
+        };
+    }
+    let axis = scope.fact(scores).rank() - 1;
+    let weights = scope.add(Op::Softmax(Softmax { axis }), &[scores])?;
+    one(product(scope, weights, value)?)
+}
+
+/// Which keys a query sees: those that do not stand behind it.
+fn causal(scope: &mut Scope<'_>, scores: Value) -> Result<Value, Reason> {
+    let shape = scope.fact(scores).shape;
+    let [.., queries, keys] = shape.as_slice() else {
+        return Err(Reason::Inputs("its scores are no matrices".to_string()));
+    };
+    let column = Fact::new(DType::I64, vec![queries.clone(), Dim::Known(1)]);
+    let row = Fact::new(DType::I64, vec![Dim::Known(1), keys.clone()]);
+    let i = scope.add(Op::Iota(Iota { fact: column, axis: 0 }), &[])?;
+    let j = scope.add(Op::Iota(Iota { fact: row, axis: 1 }), &[])?;
+    scope.compare(Compare::LessEqual, j, i)
+}
+
+/// Scores that are not kept, at minus infinity.
+fn hidden(scope: &mut Scope<'_>, scores: Value, kept: Value) -> Result<Value, Reason> {
+    let never = scope.scalar(scope.fact(scores).dtype, f64::NEG_INFINITY)?;
+    scope.select(kept, scores, never)
+}
+
+/// `x [… G, S, E]` with every head repeated, so that there are as many as the queries have.
+fn shared(scope: &mut Scope<'_>, x: Value, query: &Fact) -> Result<Value, Reason> {
+    let shape = scope.fact(x).shape;
+    let Some(heads) = shape.len().checked_sub(3) else { return Ok(x) };
+    let times = query.shape[heads].div_exact(&shape[heads])?;
+    let mut apart = shape.clone();
+    apart.insert(heads + 1, Dim::Known(1));
+    let mut stretched = shape.clone();
+    stretched.insert(heads + 1, times);
+    let mut joined = shape;
+    joined[heads] = query.shape[heads].clone();
+    let x = scope.reshape(x, apart)?;
+    let x = scope.broadcast(x, stretched)?;
+    scope.reshape(x, joined)
+}

@@ -1,0 +1,121 @@
+//! Operators that make tensors of nothing but sizes and numbers, and parts on one side of a diagonal.
+
+use super::argument::{Number, Operand};
+use super::{Made, Outputs, Scope, one, promote};
+use crate::import::build::Build;
+use crate::import::onnx::lower::movement::triangle;
+use crate::import::reason::Reason;
+use crate::op::{Binary, Iota, Op};
+use crate::tensor::DType;
+use crate::tensor::dim::{Dim, volume};
+use crate::tensor::fact::Fact;
+
+/// `start, start + step, … < end`.
+pub fn arange(scope: &mut Scope<'_>) -> Outputs {
+    let number = |operand: Option<Operand>, default: i64| match operand {
+        None => Ok(Dim::Known(default)),
+        Some(Operand::Number(Number::Int(value))) => Ok(Dim::Known(value)),
+        Some(Operand::Size(dim)) => Ok(dim),
+        Some(_) => Err(Reason::Unsupported("a range of floats".to_string())),
+    };
+    let start = scope.operand("start")?;
+    let step = scope.operand("step")?;
+    let end = scope.operand("end")?;
+    let (start, end, step) = (number(start, 0)?, number(end, 0)?, number(step, 1)?);
+    let dtype = scope.dtype("dtype")?.unwrap_or(DType::I64);
+    let span = end.sub(&start)?;
+    let count = match (span.known(), step.known()) {
+        (_, Some(0)) | (_, None) => return Err(Reason::Inputs(format!("a range with steps of {step}"))),
+        (_, Some(1)) => span,
+        (Some(span), Some(step)) => {
+            let whole = span.checked_div_euclid(step).unwrap_or(0);
+            let rest = i64::from(span.checked_rem_euclid(step).unwrap_or(0) != 0);
+            // With a negative step, the Euclidean quotient is rounded up already.
+            Dim::Known(if step > 0 { whole + rest } else { whole })
+        }
+        (None, Some(step)) => span.div_exact(&Dim::Known(step))?,
+    };
+    if count.known().is_some_and(|n| n < 0) {
+        return Err(Reason::Inputs(format!("a range from {start} to {end}")));
+    }
+    let mut y = scope.add(Op::Iota(Iota { fact: Fact::new(DType::I64, vec![count]), axis: 0 }), &[])?;
+    for (op, dim) in [(Binary::Mul, &step), (Binary::Add, &start)] {
+        if !dim.is(if op == Binary::Mul { 1 } else { 0 }) {
+            let value = promote::value(scope, &size(dim), DType::I64)?;
+            y = scope.binary(op, y, value)?;
+        }
+    }
+    one(scope.cast(y, dtype)?)
+}
+
+fn size(dim: &Dim) -> Operand {
+    match dim.known() {
+        Some(value) => Operand::Number(Number::Int(value)),
+        None => Operand::Size(dim.clone()),
+    }
+}
+
+/// A number everywhere. `constant` is the number, else it is an argument; `like` says whose shape and type it has.
+pub fn full(scope: &mut Scope<'_>, constant: Option<f64>, like: bool) -> Outputs {
+    let source = if scope.has("self") { Some(scope.fact_of("self")?) } else { None };
+    let shape = match &source {
+        Some(fact) if like => fact.shape.clone(),
+        _ => scope.shape("size")?,
+    };
+    let value = match constant {
+        Some(value) => Number::Float(value),
+        None => scope.number("fill_value")?.ok_or(Reason::NotConstant { what: "the number to fill with" })?,
+    };
+    let natural = source.map_or(value.dtype(), |fact| fact.dtype);
+    let dtype = scope.dtype("dtype")?.unwrap_or(natural);
+    let value = scope.constant(value.tensor(dtype))?;
+    one(scope.broadcast(value, shape)?)
+}
+
+/// A number as a tensor of rank 0.
+pub fn scalar_tensor(scope: &mut Scope<'_>) -> Outputs {
+    let value = scope.operand("s")?.ok_or(Reason::NotConstant { what: "the number" })?;
+    let dtype = scope.dtype("dtype")?.unwrap_or(DType::F32);
+    one(promote::value(scope, &value, dtype)?)
+}
+
+/// The part above or below a diagonal, the rest zero.
+pub fn part(scope: &mut Scope<'_>, upper: bool) -> Outputs {
+    let (x, diagonal) = (scope.value("self")?, scope.int("diagonal", 0)?);
+    one(triangle(scope, x, upper, diagonal)?)
+}
+
+/// The size of an axis.
+pub fn sym_size(scope: &mut Scope<'_>) -> Outputs {
+    let fact = scope.fact_of("self")?;
+    if fact.rank() == 0 {
+        return Err(Reason::Inputs("a number has no axes".to_string()));
+    }
+    Ok(Made::Size(fact.shape[scope.axis("dim", 0, fact.rank())?].clone()))
+}
+
+/// The number of elements.
+pub fn sym_numel(scope: &mut Scope<'_>) -> Outputs {
+    Ok(Made::Size(volume(&scope.fact_of("self")?.shape)?))
+}
+
+/// Arithmetic on sizes, by position: these are Python's operators and do not name their operands.
+pub fn size_arithmetic(
+    scope: &mut Scope<'_>,
+    join: fn(&Dim, &Dim) -> Result<Dim, crate::tensor::dim::DimError>,
+) -> Outputs {
+    use crate::import::fx::schema::{Argument, SymArgument};
+    let operand = |at: usize| match scope.node.inputs.get(at).map(|input| &input.arg) {
+        Some(Argument::AsInt(value) | Argument::AsSymInt(SymArgument::AsInt(value))) => Ok(Dim::Known(*value)),
+        Some(Argument::AsSymInt(SymArgument::AsName(name))) => {
+            scope.names.sizes.get(name).cloned().ok_or_else(|| Reason::Inputs(format!("operand {at} is no size")))
+        }
+        _ => Err(Reason::Inputs(format!("operand {at} is no size"))),
+    };
+    Ok(Made::Size(join(&operand(0)?, &operand(1)?)?))
+}
+
+/// An assertion, which makes nothing.
+pub fn nothing(_: &mut Scope<'_>) -> Outputs {
+    Ok(Made::Tensors(Vec::new()))
+}

@@ -1,0 +1,341 @@
+//! Operators that work element by element.
+
+use super::argument::{Number, Operand};
+use super::{Known, Made, Outputs, Scope, one, promote};
+use crate::import::build::Build;
+use crate::import::reason::Reason;
+use crate::op::{Binary, Compare, Unary, Value};
+use crate::tensor::DType;
+
+fn required(scope: &mut Scope<'_>, name: &'static str) -> Result<Operand, Reason> {
+    let operand = scope.operand(name)?;
+    operand.ok_or(Reason::Attribute { name, found: "missing".to_string(), expected: "a tensor or a number" })
+}
+
+/// `f(x)`, in the element type of `x`.
+pub fn unary(scope: &mut Scope<'_>, op: Unary) -> Outputs {
+    let x = scope.value("self")?;
+    one(scope.unary(op, x)?)
+}
+
+/// `f(x)`, in floats.
+pub fn real(scope: &mut Scope<'_>, op: Unary) -> Outputs {
+    let x = scope.value("self")?;
+    let x = promote::real(scope, x)?;
+    one(scope.unary(op, x)?)
+}
+
+/// The operand, as it is.
+pub fn identity(scope: &mut Scope<'_>) -> Outputs {
+    let name = if scope.has("self") { "self" } else { "input" };
+    Ok(Made::Tensors(vec![scope.known(name)?]))
+}
+
+/// Both operands in the type they meet in.
+fn pair(scope: &mut Scope<'_>) -> Result<(Value, Value), Reason> {
+    let operands = [required(scope, "self")?, required(scope, "other")?];
+    let dtype = promote::common(scope, &operands);
+    let [a, b] = operands;
+    Ok((promote::value(scope, &a, dtype)?, promote::value(scope, &b, dtype)?))
+}
+
+/// `f(a, b)`.
+pub fn binary(scope: &mut Scope<'_>, op: Binary) -> Outputs {
+    let (a, b) = pair(scope)?;
+    one(scope.binary(op, a, b)?)
+}
+
+/// `a ± alpha·b`; the other way around with `reversed`. Truths are joined: their sum is "or".
+pub fn add(scope: &mut Scope<'_>, op: Binary, reversed: bool) -> Outputs {
+    let alpha = scope.number("alpha")?;
+    let (mut a, mut b) = pair(scope)?;
+    if reversed {
+        (a, b) = (b, a);
+    }
+    let dtype = scope.fact(a).dtype;
+    if let Some(alpha) = alpha.filter(|n| n.float() != 1.0) {
+        // `rsub` scales its first operand, which stands second here.
+        let alpha = scope.constant(alpha.tensor(dtype))?;
+        b = scope.binary(Binary::Mul, b, alpha)?;
+    }
+    let op = if dtype == DType::Bool && op == Binary::Add { Binary::Or } else { op };
+    one(scope.binary(op, a, b)?)
+}
+
+/// `a·b`; of truths, "and".
+pub fn multiply(scope: &mut Scope<'_>) -> Outputs {
+    let (a, b) = pair(scope)?;
+    let op = if scope.fact(a).dtype == DType::Bool { Binary::And } else { Binary::Mul };
+    one(scope.binary(op, a, b)?)
+}
+
+/// `a / b` in floats, or rounded down or toward zero.
+pub fn divide(scope: &mut Scope<'_>, default: &'static str) -> Outputs {
+    let rounding = scope.text("rounding_mode", default)?;
+    let (mut a, mut b) = pair(scope)?;
+    if rounding.is_empty() {
+        (a, b) = (promote::real(scope, a)?, promote::real(scope, b)?);
+    }
+    let float = scope.fact(a).dtype.is_float();
+    match rounding.as_str() {
+        "" => one(scope.binary(Binary::Div, a, b)?),
+        "trunc" if !float => one(scope.binary(Binary::Div, a, b)?),
+        // Without its rest, which has the sign of the divisor, the quotient is exact and rounded down.
+        "floor" => {
+            let rest = scope.binary(Binary::Mod, a, b)?;
+            let whole = scope.binary(Binary::Sub, a, rest)?;
+            let quotient = scope.binary(Binary::Div, whole, b)?;
+            one(if float { scope.unary(Unary::Round, quotient)? } else { quotient })
+        }
+        other => Err(Reason::Unsupported(format!("a division of floats with the rounding `{other}`"))),
+    }
+}
+
+/// `a^b`. Small whole exponents are products, as PyTorch computes them.
+pub fn power(scope: &mut Scope<'_>) -> Outputs {
+    let operands = [required(scope, "self")?, required(scope, "exponent")?];
+    let dtype = promote::common(scope, &operands);
+    let a = promote::value(scope, &operands[0], dtype)?;
+    let exponent = match &operands[1] {
+        Operand::Number(number) => Some(number.float()),
+        _ => None,
+    };
+    let float = dtype.is_float();
+    one(match exponent {
+        Some(1.0) => a,
+        Some(2.0) => scope.binary(Binary::Mul, a, a)?,
+        Some(3.0) => {
+            let square = scope.binary(Binary::Mul, a, a)?;
+            scope.binary(Binary::Mul, square, a)?
+        }
+        Some(0.5) if float => scope.unary(Unary::Sqrt, a)?,
+        Some(-0.5) if float => scope.unary(Unary::Rsqrt, a)?,
+        Some(-1.0) if float => scope.unary(Unary::Reciprocal, a)?,
+        _ => {
+            let b = promote::value(scope, &operands[1], dtype)?;
+            scope.binary(Binary::Pow, a, b)?
+        }
+    })
+}
+
+/// `x²`
+pub fn square(scope: &mut Scope<'_>) -> Outputs {
+    let x = scope.value("self")?;
+    one(scope.binary(Binary::Mul, x, x)?)
+}
+
+/// `a ? b`; greater is less with the sides exchanged.
+pub fn compare(scope: &mut Scope<'_>, op: Compare, exchanged: bool) -> Outputs {
+    let (a, b) = pair(scope)?;
+    one(if exchanged { scope.compare(op, b, a)? } else { scope.compare(op, a, b)? })
+}
+
+/// `a ≠ b`
+pub fn differs(scope: &mut Scope<'_>) -> Outputs {
+    let (a, b) = pair(scope)?;
+    let same = scope.compare(Compare::Equal, a, b)?;
+    one(scope.unary(Unary::Not, same)?)
+}
+
+/// Whether each element is not zero.
+fn truth(scope: &mut Scope<'_>, x: Value) -> Result<Value, Reason> {
+    let dtype = scope.fact(x).dtype;
+    if dtype == DType::Bool {
+        return Ok(x);
+    }
+    let zero = scope.scalar(dtype, 0.0)?;
+    let same = scope.compare(Compare::Equal, x, zero)?;
+    scope.unary(Unary::Not, same)
+}
+
+/// A logical operator on the truths of both operands.
+pub fn logical(scope: &mut Scope<'_>, op: Binary) -> Outputs {
+    let (a, b) = pair(scope)?;
+    let (a, b) = (truth(scope, a)?, truth(scope, b)?);
+    one(scope.binary(op, a, b)?)
+}
+
+/// A bitwise operator, which on truths is the logical one.
+pub fn bitwise(scope: &mut Scope<'_>, op: Binary) -> Outputs {
+    let (a, b) = pair(scope)?;
+    if scope.fact(a).dtype != DType::Bool {
+        return Err(Reason::Unsupported("a bitwise operator on numbers".to_string()));
+    }
+    one(scope.binary(op, a, b)?)
+}
+
+/// The opposite truth.
+pub fn negate(scope: &mut Scope<'_>, bitwise: bool) -> Outputs {
+    let x = scope.value("self")?;
+    if bitwise && scope.fact(x).dtype != DType::Bool {
+        return Err(Reason::Unsupported("a bitwise operator on numbers".to_string()));
+    }
+    let x = truth(scope, x)?;
+    one(scope.unary(Unary::Not, x)?)
+}
+
+/// Whether `x` is not a number.
+pub fn is_nan(scope: &mut Scope<'_>) -> Outputs {
+    let x = scope.value("self")?;
+    let same = scope.compare(Compare::Equal, x, x)?;
+    one(scope.unary(Unary::Not, same)?)
+}
+
+/// `condition ? self : other`.
+pub fn choose(scope: &mut Scope<'_>) -> Outputs {
+    let condition = scope.value("condition")?;
+    let condition = truth(scope, condition)?;
+    let (a, b) = pair(scope)?;
+    one(scope.select(condition, a, b)?)
+}
+
+/// `mask ? value : self`, in the type of `self`.
+pub fn masked_fill(scope: &mut Scope<'_>) -> Outputs {
+    let (x, mask) = (scope.value("self")?, scope.value("mask")?);
+    let value = required(scope, "value")?;
+    let value = promote::value(scope, &value, scope.fact(x).dtype)?;
+    one(scope.select(mask, value, x)?)
+}
+
+/// `min(max(x, low), high)`; bounds are numbers or tensors, and either may be left out.
+pub fn clamp(scope: &mut Scope<'_>, low: &'static str, high: &'static str) -> Outputs {
+    let x = Operand::Tensor(scope.value("self")?);
+    let (low, high) = (scope.operand(low)?, scope.operand(high)?);
+    let all: Vec<Operand> = [Some(x.clone()), low.clone(), high.clone()].into_iter().flatten().collect();
+    let dtype = promote::common(scope, &all);
+    let mut y = promote::value(scope, &x, dtype)?;
+    for (op, bound) in [(Binary::Max, low), (Binary::Min, high)] {
+        if let Some(bound) = bound {
+            let bound = promote::value(scope, &bound, dtype)?;
+            y = scope.binary(op, y, bound)?;
+        }
+    }
+    one(y)
+}
+
+/// `min(max(x, low), high)` with bounds of -1 and 1 unless they are given.
+pub fn hardtanh(scope: &mut Scope<'_>, low: f64, high: f64) -> Outputs {
+    let x = scope.value("self")?;
+    let (low, high) = (scope.float("min_val", low)?, scope.float("max_val", high)?);
+    let y = scope.with_number(Binary::Max, x, low)?;
+    one(scope.with_number(Binary::Min, y, high)?)
+}
+
+/// `x·Φ(x)`, exact or by `tanh`.
+pub fn gelu(scope: &mut Scope<'_>) -> Outputs {
+    match scope.text("approximate", "none")?.as_str() {
+        "none" => real(scope, Unary::Gelu),
+        "tanh" => real(scope, Unary::GeluTanh),
+        other => Err(Reason::Unsupported(format!("the approximation `{other}`"))),
+    }
+}
+
+fn positive(scope: &mut Scope<'_>, x: Value) -> Result<Value, Reason> {
+    let zero = scope.scalar(scope.fact(x).dtype, 0.0)?;
+    scope.compare(Compare::Less, zero, x)
+}
+
+/// `x > 0 ? x : slope·x`
+pub fn leaky_relu(scope: &mut Scope<'_>) -> Outputs {
+    let (x, slope) = (scope.value("self")?, scope.float("negative_slope", 0.01)?);
+    let positive = positive(scope, x)?;
+    let scaled = scope.with_number(Binary::Mul, x, slope)?;
+    one(scope.select(positive, x, scaled)?)
+}
+
+/// `scale·(x > 0 ? x : alpha·(e^(input_scale·x) - 1))`. The exponential sees no positive `x`: it would overflow, and
+/// its gradient with it, though nobody looks at it there.
+pub fn elu(scope: &mut Scope<'_>) -> Outputs {
+    let x = scope.value("self")?;
+    let (alpha, scale) = (scope.float("alpha", 1.0)?, scope.float("scale", 1.0)?);
+    let inner = scope.float("input_scale", 1.0)?;
+    let positive = positive(scope, x)?;
+    let below = scope.with_number(Binary::Min, x, 0.0)?;
+    let below = if inner == 1.0 { below } else { scope.with_number(Binary::Mul, below, inner)? };
+    let exp = scope.unary(Unary::Exp, below)?;
+    let shifted = scope.with_number(Binary::Sub, exp, 1.0)?;
+    let negative = if alpha == 1.0 { shifted } else { scope.with_number(Binary::Mul, shifted, alpha)? };
+    let y = scope.select(positive, x, negative)?;
+    one(if scale == 1.0 { y } else { scope.with_number(Binary::Mul, y, scale)? })
+}
+
+/// `max(0, min(1, x/6 + 1/2))`, times `x` with `gated`.
+pub fn hard_sigmoid(scope: &mut Scope<'_>, gated: bool) -> Outputs {
+    let x = scope.value("self")?;
+    let shifted = scope.with_number(Binary::Add, x, 3.0)?;
+    let below = scope.with_number(Binary::Min, shifted, 6.0)?;
+    let kept = scope.with_number(Binary::Max, below, 0.0)?;
+    let gate = scope.with_number(Binary::Div, kept, 6.0)?;
+    one(if gated { scope.binary(Binary::Mul, x, gate)? } else { gate })
+}
+
+/// `log(1 + e^(beta·x))/beta`. Beyond the threshold PyTorch gives `x`, which the exact function equals in `f32`.
+pub fn softplus(scope: &mut Scope<'_>) -> Outputs {
+    let (x, beta) = (scope.value("self")?, scope.float("beta", 1.0)?);
+    if beta == 1.0 {
+        return one(scope.unary(Unary::Softplus, x)?);
+    }
+    let scaled = scope.with_number(Binary::Mul, x, beta)?;
+    let soft = scope.unary(Unary::Softplus, scaled)?;
+    one(scope.with_number(Binary::Div, soft, beta)?)
+}
+
+/// `x·tanh(softplus(x))`
+pub fn mish(scope: &mut Scope<'_>) -> Outputs {
+    let x = scope.value("self")?;
+    let soft = scope.unary(Unary::Softplus, x)?;
+    let gate = scope.unary(Unary::Tanh, soft)?;
+    one(scope.binary(Binary::Mul, x, gate)?)
+}
+
+/// `log(x)` in another base.
+pub fn logarithm(scope: &mut Scope<'_>, base: f64) -> Outputs {
+    let x = scope.value("self")?;
+    let x = promote::real(scope, x)?;
+    let log = scope.unary(Unary::Log, x)?;
+    one(scope.with_number(Binary::Div, log, base.ln())?)
+}
+
+/// Another element type, where one is named.
+pub fn cast(scope: &mut Scope<'_>) -> Outputs {
+    let to = match scope.has("other") {
+        true => Some(scope.fact_of("other")?.dtype),
+        false => scope.dtype("dtype")?,
+    };
+    let fact = scope.fact_of("self")?;
+    let Some(to) = to.filter(|to| *to != fact.dtype) else { return identity(scope) };
+    let x = scope.value("self")?;
+    one(scope.cast(x, to)?)
+}
+
+/// The elements of `src` in the shape and type of `self`.
+pub fn copy(scope: &mut Scope<'_>) -> Outputs {
+    let fact = scope.fact_of("self")?;
+    let source = scope.value("src")?;
+    let source = scope.cast(source, fact.dtype)?;
+    one(scope.broadcast(source, fact.shape)?)
+}
+
+/// Dropout as it is outside training. Inside, it needs random numbers, which pipec does not draw yet.
+pub fn dropout(scope: &mut Scope<'_>) -> Outputs {
+    let p = scope.float("p", 0.5)?;
+    if scope.flag("train", true)? && p != 0.0 {
+        return Err(Reason::Unsupported(format!("dropout with p = {p} in training mode")));
+    }
+    let known = match identity(scope)? {
+        Made::Tensors(known) => known,
+        other => return Ok(other),
+    };
+    Ok(Made::Tensors(vec![known[0], Known::Absent("the mask of a dropout")]))
+}
+
+/// The value of a number everywhere, in the shape and type of `self`.
+pub fn filled(scope: &mut Scope<'_>, constant: Option<f64>) -> Outputs {
+    let fact = scope.fact_of("self")?;
+    let value = match constant {
+        Some(value) => Operand::Number(Number::Float(value)),
+        None => required(scope, "value")?,
+    };
+    let value = promote::value(scope, &value, fact.dtype)?;
+    one(scope.broadcast(value, fact.shape)?)
+}

@@ -1,0 +1,232 @@
+//! Operators that move elements or give them another shape. Constants of a static export that carry the batch are
+//! opened by the rule of strides that ONNX models have too.
+
+use super::{Outputs, Scope, one};
+use crate::graph::Graph;
+use crate::import::build::Build;
+use crate::import::onnx::lower::attribute::{axes, axis};
+use crate::import::onnx::lower::movement::{met, transposed};
+use crate::import::onnx::lower::reshape::target;
+use crate::import::reason::Reason;
+use crate::op::{Concat, Flip, Op, Pad, Value};
+use crate::tensor::dim::{Dim, volume};
+use std::collections::HashSet;
+
+/// The operand under the shape that argument `name` says; -1 is worked out.
+pub fn view(scope: &mut Scope<'_>, name: &'static str) -> Outputs {
+    let asked = scope.shape(name)?;
+    let input = scope.fact_of("self")?.shape;
+    let shape = target(&input, &asked, true, scope.frozen)?;
+    let x = scope.value("self")?;
+    one(scope.reshape(x, shape)?)
+}
+
+/// Several axes as one.
+pub fn flatten(scope: &mut Scope<'_>) -> Outputs {
+    let x = scope.value("self")?;
+    let dims = scope.fact(x).shape;
+    let (first, last) = (scope.axis("start_dim", 0, dims.len())?, scope.axis("end_dim", -1, dims.len())?);
+    if dims.is_empty() {
+        return one(scope.reshape(x, vec![Dim::Known(1)])?);
+    }
+    if first > last {
+        return Err(Reason::Inputs(format!("it flattens from axis {first} to axis {last}")));
+    }
+    let mut shape = dims[..first].to_vec();
+    shape.push(volume(&dims[first..=last])?);
+    shape.extend_from_slice(&dims[last + 1..]);
+    one(scope.reshape(x, shape)?)
+}
+
+/// One axis as several.
+pub fn unflatten(scope: &mut Scope<'_>) -> Outputs {
+    let x = scope.value("self")?;
+    let dims = scope.fact(x).shape;
+    let at = scope.axis("dim", 0, dims.len())?;
+    if dims.is_empty() {
+        return Err(Reason::Inputs("a number has no axes".to_string()));
+    }
+    let sizes = target(&dims[at..=at], &scope.shape("sizes")?, true, scope.frozen)?;
+    let mut shape = dims[..at].to_vec();
+    shape.extend(sizes);
+    shape.extend_from_slice(&dims[at + 1..]);
+    one(scope.reshape(x, shape)?)
+}
+
+/// Axes in another order.
+pub fn permute(scope: &mut Scope<'_>) -> Outputs {
+    let x = scope.value("self")?;
+    let rank = scope.fact(x).rank();
+    let list = scope.ints("dims")?.ok_or(Reason::NotConstant { what: "the order of the axes" })?;
+    let perm = list.into_iter().map(|a| axis(a, rank)).collect::<Result<Vec<_>, _>>()?;
+    one(transposed(scope, x, perm)?)
+}
+
+/// Two axes exchanged.
+pub fn transpose(scope: &mut Scope<'_>) -> Outputs {
+    let x = scope.value("self")?;
+    let rank = scope.fact(x).rank();
+    let (a, b) = (scope.axis("dim0", 0, rank)?, scope.axis("dim1", 1, rank)?);
+    let mut perm: Vec<usize> = (0..rank).collect();
+    if rank > 0 {
+        perm.swap(a, b);
+    }
+    one(transposed(scope, x, perm)?)
+}
+
+/// A matrix transposed; a vector as it is.
+pub fn turn(scope: &mut Scope<'_>) -> Outputs {
+    let x = scope.value("self")?;
+    let perm = (0..scope.fact(x).rank()).rev().collect();
+    one(transposed(scope, x, perm)?)
+}
+
+/// An axis of size 1 put in.
+pub fn unsqueeze(scope: &mut Scope<'_>) -> Outputs {
+    let x = scope.value("self")?;
+    let mut shape = scope.fact(x).shape;
+    let at = scope.axis("dim", 0, shape.len() + 1)?;
+    shape.insert(at, Dim::Known(1));
+    one(scope.reshape(x, shape)?)
+}
+
+/// Axes of size 1 taken away: those named, as far as they have that size, or all.
+pub fn squeeze(scope: &mut Scope<'_>) -> Outputs {
+    let x = scope.value("self")?;
+    let dims = scope.fact(x).shape;
+    let gone = match scope.ints("dim")? {
+        Some(list) if !dims.is_empty() => axes(&list, dims.len())?,
+        _ => (0..dims.len()).collect(),
+    };
+    let kept = |at: &usize| !dims[*at].is(1) || gone.binary_search(at).is_err();
+    let shape = (0..dims.len()).filter(kept).map(|at| dims[at].clone()).collect();
+    one(scope.reshape(x, shape)?)
+}
+
+/// The operand stretched; -1 keeps a size. A size that the batch has in the file is the batch.
+pub fn expand(scope: &mut Scope<'_>) -> Outputs {
+    let own = scope.fact_of("self")?.shape;
+    let mut asked = match scope.has("other") {
+        true => scope.fact_of("other")?.shape,
+        false => scope.shape("size")?,
+    };
+    for (have, want) in own.iter().rev().zip(asked.iter_mut().rev()) {
+        let same = have.known().is_none() && want.known().is_some() && have.substitute(scope.frozen)? == *want;
+        if want.is(-1) || same {
+            want.clone_from(have);
+        }
+    }
+    let shape = met(&own, &asked)?;
+    let x = scope.value("self")?;
+    one(scope.broadcast(x, shape)?)
+}
+
+/// The operand repeated along every axis: `[a, b]` becomes `[r, a, s, b]` by stretching, then `[r·a, s·b]`.
+pub fn repeat(scope: &mut Scope<'_>) -> Outputs {
+    let repeats = scope.shape("repeats")?;
+    let x = scope.value("self")?;
+    let mut dims = scope.fact(x).shape;
+    while dims.len() < repeats.len() {
+        dims.insert(0, Dim::Known(1));
+    }
+    if repeats.len() != dims.len() {
+        return Err(Reason::Inputs(format!("{} repeats for {} axes", repeats.len(), dims.len())));
+    }
+    let (mut apart, mut stretched, mut joined) = (Vec::new(), Vec::new(), Vec::new());
+    for (dim, repeat) in dims.iter().zip(&repeats) {
+        if !repeat.is(1) {
+            apart.push(Dim::Known(1));
+            stretched.push(repeat.clone());
+        }
+        apart.push(dim.clone());
+        stretched.push(dim.clone());
+        joined.push(dim.mul(repeat)?);
+    }
+    let x = scope.reshape(x, apart)?;
+    let x = scope.broadcast(x, stretched)?;
+    one(scope.reshape(x, joined)?)
+}
+
+/// All tensors one behind the other. Empty vectors count for nothing, as PyTorch has it.
+pub fn concat(scope: &mut Scope<'_>) -> Outputs {
+    let mut parts = scope.values("tensors")?;
+    parts.retain(|v| !matches!(scope.fact(*v).shape.as_slice(), [only] if only.is(0)));
+    let Some(&first) = parts.first() else { return Err(Reason::Inputs("it joins nothing".to_string())) };
+    let axis = scope.axis("dim", 0, scope.fact(first).rank())?;
+    let dtype = parts.iter().map(|v| scope.fact(*v).dtype).reduce(super::promote::joined);
+    for part in &mut parts {
+        *part = scope.cast(*part, dtype.unwrap_or(scope.fact(first).dtype))?;
+    }
+    match parts.as_slice() {
+        [only] => one(*only),
+        _ => one(scope.add(Op::Concat(Concat { axis }), &parts)?),
+    }
+}
+
+/// Tensors of one shape side by side along a new axis.
+pub fn stack(scope: &mut Scope<'_>) -> Outputs {
+    let mut parts = scope.values("tensors")?;
+    let Some(&first) = parts.first() else { return Err(Reason::Inputs("it joins nothing".to_string())) };
+    let fact = scope.fact(first);
+    let axis = scope.axis("dim", 0, fact.rank() + 1)?;
+    for part in &mut parts {
+        let mut shape = scope.fact(*part).shape;
+        if shape.len() != fact.rank() {
+            return Err(Reason::Inputs("it stacks tensors of different ranks".to_string()));
+        }
+        shape.insert(axis, Dim::Known(1));
+        *part = scope.reshape(*part, shape)?;
+    }
+    one(if parts.len() == 1 { parts[0] } else { scope.add(Op::Concat(Concat { axis }), &parts)? })
+}
+
+/// Axes that run backward.
+pub fn flip(scope: &mut Scope<'_>) -> Outputs {
+    let x = scope.value("self")?;
+    let list = scope.ints("dims")?.unwrap_or_default();
+    let axes = axes(&list, scope.fact(x).rank())?;
+    one(if axes.is_empty() { x } else { scope.add(Op::Flip(Flip { axes }), &[x])? })
+}
+
+/// A number around the operand; pairs of paddings from the last axis on.
+pub fn pad(scope: &mut Scope<'_>) -> Outputs {
+    let mode = scope.text("mode", "constant")?;
+    if mode != "constant" {
+        return Err(Reason::Unsupported(format!("padding of mode `{mode}`")));
+    }
+    let x = scope.value("self")?;
+    let (rank, pads, value) = (scope.fact(x).rank(), scope.shape("pad")?, scope.float("value", 0.0)?);
+    let fits = pads.len() % 2 == 0 && pads.len() / 2 <= rank;
+    if !fits || pads.iter().any(|d| d.known().is_none_or(|v| v < 0)) {
+        return Err(Reason::Unsupported(format!("a padding of {pads:?}")));
+    }
+    let (mut low, mut high) = (vec![Dim::Known(0); rank], vec![Dim::Known(0); rank]);
+    for (n, pair) in pads.chunks_exact(2).enumerate() {
+        (low[rank - 1 - n], high[rank - 1 - n]) = (pair[0].clone(), pair[1].clone());
+    }
+    one(scope.add(Op::Pad(Pad { low, high, interior: vec![0; rank], value }), &[x])?)
+}
+
+/// The operand without its gradient, which is the operand where there is none.
+pub fn detach(scope: &mut Scope<'_>) -> Outputs {
+    let x = scope.value("self")?;
+    if trained(scope.graph, x) {
+        return Err(Reason::Unsupported("a value that depends on parameters but gives them no gradient".to_string()));
+    }
+    one(x)
+}
+
+/// Whether a value depends on a parameter in a way that a gradient could take.
+pub fn trained(graph: &Graph, value: Value) -> bool {
+    let (mut seen, mut waiting) = (HashSet::new(), vec![value]);
+    while let Some(value) = waiting.pop() {
+        if !graph.fact(value).dtype.is_float() || !seen.insert(value.node) {
+            continue;
+        }
+        if matches!(graph.node(value.node).op, Op::Parameter(_)) {
+            return true;
+        }
+        waiting.extend(graph.inputs(value.node));
+    }
+    false
+}

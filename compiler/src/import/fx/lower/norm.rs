@@ -1,0 +1,150 @@
+//! Normalisations.
+
+use super::{Known, Made, Outputs, Scope, one};
+use crate::graph::MovingAverage;
+use crate::import::build::Build;
+use crate::import::onnx::lower::norm::{filled, grouped};
+use crate::import::onnx::lower::window::with_bias;
+use crate::import::reason::Reason;
+use crate::op::{BatchNorm, Binary, LayerNorm, Op, ReduceKind, Unary, Value};
+use crate::tensor::dim::Dim;
+
+/// The first of the last axes whose shape argument `normalized_shape` says, and their sizes.
+fn normalised(scope: &Scope<'_>, x: Value) -> Result<(usize, Vec<Dim>), Reason> {
+    let shape = scope.fact(x).shape;
+    let asked = scope.shape("normalized_shape")?;
+    match shape.len().checked_sub(asked.len()) {
+        Some(axis) if !asked.is_empty() && shape[axis..] == asked => Ok((axis, asked)),
+        _ => Err(Reason::Inputs(format!("the last dims of {} are not {asked:?}", scope.fact(x)))),
+    }
+}
+
+/// Normalisation over the last axes.
+pub fn layer_norm(scope: &mut Scope<'_>) -> Outputs {
+    let x = scope.value("input")?;
+    let (axis, dims) = normalised(scope, x)?;
+    let dtype = scope.fact(x).dtype;
+    let scale = match scope.optional("weight")? {
+        Some(scale) => scale,
+        None => filled(scope, dtype, &dims, 1.0)?,
+    };
+    let bias = match scope.optional("bias")? {
+        Some(bias) => bias,
+        None => filled(scope, dtype, &dims, 0.0)?,
+    };
+    let epsilon = scope.float("eps", 1e-5)?;
+    super::many(scope.add_all(Op::LayerNorm(LayerNorm { axis, epsilon }), &[x, scale, bias])?)
+}
+
+/// `x/√(mean(x²) + eps)·weight` over the last axes.
+pub fn rms_norm(scope: &mut Scope<'_>) -> Outputs {
+    let x = scope.value("input")?;
+    let (axis, _) = normalised(scope, x)?;
+    let fact = scope.fact(x);
+    let epsilon = scope.float("eps", f64::from(f32::EPSILON))?;
+    let square = scope.binary(Binary::Mul, x, x)?;
+    let mean = scope.reduce(ReduceKind::Mean, square, &(axis..fact.rank()).collect::<Vec<_>>(), true)?;
+    let shifted = scope.with_number(Binary::Add, mean, epsilon)?;
+    let rsqrt = scope.unary(Unary::Rsqrt, shifted)?;
+    let y = scope.binary(Binary::Mul, x, rsqrt)?;
+    one(match scope.optional("weight")? {
+        Some(weight) => scope.binary(Binary::Mul, y, weight)?,
+        None => y,
+    })
+}
+
+fn affine(scope: &mut Scope<'_>, mut y: Value) -> Result<Value, Reason> {
+    if let Some(weight) = scope.optional("weight")? {
+        y = with_bias(scope, Binary::Mul, y, weight)?;
+    }
+    if let Some(bias) = scope.optional("bias")? {
+        y = with_bias(scope, Binary::Add, y, bias)?;
+    }
+    Ok(y)
+}
+
+/// Groups of channels of each example normalised together; `groups` is the argument that counts them.
+pub fn group_norm(scope: &mut Scope<'_>, groups: &'static str) -> Outputs {
+    let count = scope.int(groups, 0)?;
+    if count < 1 {
+        let expected = "a number of at least 1";
+        return Err(Reason::Attribute { name: groups, found: count.to_string(), expected });
+    }
+    let x = scope.value("input")?;
+    let epsilon = scope.float("eps", 1e-5)?;
+    let y = grouped(scope, x, Dim::Known(count), epsilon)?;
+    let y = affine(scope, y)?;
+    let absent = Known::Absent("the statistics of a group normalisation");
+    Ok(Made::Tensors(vec![Known::Value(y), absent, absent]))
+}
+
+/// Batch normalisation: with the statistics of the batch, which the stored ones follow, or with the stored ones.
+pub fn batch_norm(scope: &mut Scope<'_>, training: bool) -> Outputs {
+    let training = scope.flag("training", training)?;
+    let x = scope.value("input")?;
+    let fact = scope.fact(x);
+    let Some(channels) = fact.shape.get(1).cloned() else {
+        return Err(Reason::Inputs(format!("its input {fact} has no channels")));
+    };
+    let epsilon = scope.float("eps", 1e-5)?;
+    let absent = Known::Absent("the statistics of a batch normalisation");
+    if !training && scope.has("running_mean") {
+        let y = with_stored(scope, x, epsilon)?;
+        return Ok(Made::Tensors(vec![Known::Value(y), absent, absent, absent, absent]));
+    }
+    let scale = match scope.optional("weight")? {
+        Some(scale) => scale,
+        None => filled(scope, fact.dtype, std::slice::from_ref(&channels), 1.0)?,
+    };
+    let bias = match scope.optional("bias")? {
+        Some(bias) => bias,
+        None => filled(scope, fact.dtype, &[channels], 0.0)?,
+    };
+    let outputs = scope.add_all(Op::BatchNorm(BatchNorm { epsilon }), &[x, scale, bias])?;
+    if training {
+        for (name, sample) in [("running_mean", outputs[1]), ("running_var", outputs[2])] {
+            follow(scope, name, sample)?;
+        }
+    }
+    // Mean and reciprocal deviation of the batch are results of the core operator too.
+    Ok(Made::Tensors(vec![
+        Known::Value(outputs[0]),
+        Known::Value(outputs[1]),
+        Known::Value(outputs[3]),
+        absent,
+        absent,
+    ]))
+}
+
+/// Lets a running statistic follow that of the batch.
+fn follow(scope: &mut Scope<'_>, name: &'static str, sample: Value) -> Result<(), Reason> {
+    if !scope.has(name) {
+        return Ok(());
+    }
+    let Known::Weight(at) = scope.known(name)? else {
+        return Err(Reason::Unsupported("a running statistic that is no buffer".to_string()));
+    };
+    let momentum = scope.number("momentum")?.ok_or(Reason::NotConstant { what: "the momentum" })?;
+    let state = scope.weight(at, true)?;
+    let (have, want) = (scope.fact(state), scope.fact(sample));
+    if have != want {
+        return Err(Reason::Inputs(format!("a running statistic is {have}, that of the batch is {want}")));
+    }
+    scope.ledger.averages.push(MovingAverage { state: state.node, sample, keep: 1.0 - momentum.float() });
+    Ok(())
+}
+
+/// `(x - mean)·rsqrt(variance + epsilon)·scale + bias`
+fn with_stored(scope: &mut Scope<'_>, x: Value, epsilon: f64) -> Result<Value, Reason> {
+    let mut stored = |name: &'static str| match scope.known(name)? {
+        Known::Weight(at) => scope.weight(at, true),
+        _ => scope.value(name),
+    };
+    let (mean, variance) = (stored("running_mean")?, stored("running_var")?);
+    let centred = with_bias(scope, Binary::Sub, x, mean)?;
+    let shifted = scope.with_number(Binary::Add, variance, epsilon)?;
+    let rstd = scope.unary(Unary::Rsqrt, shifted)?;
+    let y = with_bias(scope, Binary::Mul, centred, rstd)?;
+    scope.ledger.stored_statistics.push(scope.origin.source.clone());
+    affine(scope, y)
+}

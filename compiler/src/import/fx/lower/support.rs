@@ -1,0 +1,66 @@
+//! Which operators of a program pipec cannot lower, all of them at once.
+
+use super::table;
+use crate::import::fx::program::label;
+use crate::import::fx::schema::{Argument, Graph, Node};
+use crate::import::onnx::lower::support::{Missing, Unsupported};
+use std::collections::BTreeMap;
+
+/// The higher-order operator that runs a graph with or without gradients.
+pub const SET_GRAD: &str = "torch.ops.higher_order.wrap_with_set_grad_enabled";
+
+/// Whether every node can be lowered.
+pub fn check(graph: &Graph) -> Result<(), Unsupported> {
+    let mut missing = BTreeMap::new();
+    gather(graph, &mut missing);
+    if missing.is_empty() { Ok(()) } else { Err(Unsupported(missing.into_values().collect())) }
+}
+
+fn gather(graph: &Graph, missing: &mut BTreeMap<String, Missing>) {
+    for node in &graph.nodes {
+        for input in &node.inputs {
+            if let Argument::AsGraph(inner) = &input.arg {
+                gather(&inner.graph, missing);
+            }
+        }
+        let why = match table::find(&node.target) {
+            Some(_) if draws(node) => Some("it draws random numbers; export with a dropout probability of 0"),
+            Some(_) => continue,
+            None if node.target == SET_GRAD => continue,
+            None => why(&node.target),
+        };
+        let operator = node.target.strip_prefix("torch.ops.").unwrap_or(&node.target).to_string();
+        let entry = missing.entry(operator.clone());
+        entry.or_insert_with(|| Missing { operator, count: 0, node: label(node), why }).count += 1;
+    }
+}
+
+/// Whether the node is a dropout that does something.
+fn draws(node: &Node) -> bool {
+    let argument = |name: &str| node.inputs.iter().find(|input| input.name == name).map(|input| &input.arg);
+    let positive = |name: &str, default: f64| match argument(name) {
+        Some(Argument::AsFloat(p)) => p.value() != Some(0.0),
+        Some(Argument::AsInt(p)) => *p != 0,
+        _ => default != 0.0,
+    };
+    let trains = || !matches!(argument("train"), Some(Argument::AsBool(false)));
+    let operator = table::name(&node.target);
+    match operator.trim_end_matches('_') {
+        "dropout" | "native_dropout" | "alpha_dropout" | "feature_dropout" => trains() && positive("p", 0.5),
+        "scaled_dot_product_attention" => positive("dropout_p", 0.0),
+        _ => false,
+    }
+}
+
+fn why(target: &str) -> Option<&'static str> {
+    Some(match table::name(target) {
+        "lstm" | "gru" | "rnn_tanh" | "rnn_relu" => "recurrent layers are not supported yet",
+        "cond" | "while_loop" | "scan" | "map_impl" => "control flow: what runs would depend on values",
+        name if ["rand", "bernoulli", "normal", "uniform", "multinomial"].iter().any(|r| name.starts_with(r)) => {
+            "random numbers"
+        }
+        name if name.contains("quantize") => "quantised models cannot be trained",
+        _ if !target.starts_with("torch.ops.aten.") => "not an operator of ATen",
+        _ => return None,
+    })
+}

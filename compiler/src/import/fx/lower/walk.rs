@@ -1,0 +1,359 @@
+//! The walk over the nodes of a program, in order: each is lowered to core ops, and those that change their operand in
+//! place are made functional.
+//!
+//! Where an operator changes tensor `a`, its result takes the name `a` from there on, and so do all names that mean
+//! exactly the same elements. Other views of the same elements would change too; they are broken, and reading one is an
+//! error. A buffer that merely counts minibatches is left alone: no result depends on it.
+//!
+//! Faults are gathered: a node that cannot be lowered leaves its outputs broken, and what reads them is passed over.
+//! What the file says of the shape of every result is compared with what the core ops give.
+
+use super::movement::trained;
+use super::support::{self, SET_GRAD};
+use super::{Known, Made, Names, Scope, table};
+use crate::graph::{Graph, Origin, Output};
+use crate::import::build::Build;
+use crate::import::fx::program::{Program, label, names};
+use crate::import::fx::schema::{self, Argument, SymArgument};
+use crate::import::onnx::lower::walk::{Fault, Faults, LowerError, Lowered, kept};
+use crate::import::onnx::lower::{Frozen, Ledger, Weight};
+use crate::import::onnx::name::shown;
+use crate::import::prune::prune;
+use crate::import::reason::Reason;
+use crate::op::{Input, Op, Value};
+use crate::tensor::dim::{Bindings, Dim};
+use crate::tensor::fact::Fact;
+use std::collections::HashMap;
+
+/// What a view becomes when the elements it shows change.
+const CHANGED: Known = Known::Absent("a view of a tensor that was changed in place afterwards");
+
+/// What a counter of minibatches is after it counted.
+const COUNTED: Known = Known::Absent("a counter of minibatches");
+
+/// The most names that may mean parts of one tensor where it is changed in place.
+const MOST_VIEWS: usize = 4096;
+
+/// Checks that every operator can be lowered at all.
+pub fn check(program: &Program) -> Result<(), LowerError> {
+    support::check(&program.graph).map_err(LowerError::Unsupported)
+}
+
+/// Lowers a program whose operators passed [`check`], with these facts of its inputs.
+pub fn lower(program: &Program, inputs: &[Fact], frozen: &Frozen) -> Result<Lowered, LowerError> {
+    let weight = |s: &crate::import::fx::program::Source| {
+        Weight::new(s.name.clone(), s.fact.clone(), s.initial.clone(), s.parameter && s.fact.dtype.is_float())
+    };
+    let mut walk = Walk {
+        program,
+        frozen,
+        given: Bindings::new(),
+        graph: Graph::new(&program.name),
+        constants: HashMap::new(),
+        ledger: Ledger { weights: program.weights.iter().map(weight).collect(), ..Ledger::default() },
+        faults: Vec::new(),
+    };
+    let mut outer = Names::default();
+    for (name, at) in &program.placeholders {
+        outer.tensors.insert(name.clone(), Known::Weight(*at));
+    }
+    for (info, fact) in program.inputs.iter().zip(inputs) {
+        let op = Op::Input(Input { name: info.name.clone(), fact: fact.clone() });
+        let node = walk.graph.add(op, &[], &Origin::default())?;
+        outer.tensors.insert(info.name.clone(), Known::Value(Value { node, output: 0 }));
+        walk.note(&info.name, fact);
+    }
+    walk.nodes(&program.graph, &mut outer);
+    if !walk.faults.is_empty() {
+        return Err(LowerError::Nodes(Faults(walk.faults)));
+    }
+    walk.finish(&outer)
+}
+
+struct Walk<'a> {
+    program: &'a Program,
+    frozen: &'a Frozen,
+    /// Sizes that the caller gave to symbols of the file.
+    given: Bindings,
+    graph: Graph,
+    constants: HashMap<usize, Value>,
+    ledger: Ledger,
+    faults: Vec<Fault>,
+}
+
+/// Which names show elements of one tensor.
+#[derive(Default)]
+struct Views {
+    class: HashMap<String, usize>,
+    members: Vec<Vec<String>>,
+}
+
+impl Views {
+    fn class_of(&mut self, name: &str) -> usize {
+        if let Some(class) = self.class.get(name) {
+            return *class;
+        }
+        self.class.insert(name.to_string(), self.members.len());
+        self.members.push(vec![name.to_string()]);
+        self.members.len() - 1
+    }
+
+    fn join(&mut self, name: &str, base: &str) {
+        let class = self.class_of(base);
+        self.class.insert(name.to_string(), class);
+        self.members[class].push(name.to_string());
+    }
+}
+
+impl Walk<'_> {
+    /// Remembers which symbols of an input the caller gave a size.
+    fn note(&mut self, name: &str, fact: &Fact) {
+        let Some(said) = self.program.graph.tensor_values.get(name).and_then(|meta| self.program.fact(meta)) else {
+            return;
+        };
+        for (said, have) in said.shape.iter().zip(&fact.shape) {
+            if let ([symbol], Some(value)) = (said.symbols().as_slice(), have.known())
+                && *said == Dim::symbol(symbol)
+            {
+                self.given.insert(symbol.clone(), value);
+            }
+        }
+    }
+
+    fn nodes(&mut self, graph: &schema::Graph, outer: &mut Names) {
+        let mut views = Views::default();
+        for node in &graph.nodes {
+            let result = match node.target == SET_GRAD {
+                true => self.inline(node, outer),
+                false => self.node(node, outer).and_then(|made| self.named(graph, node, made, outer, &mut views)),
+            };
+            match result {
+                Ok(()) | Err(None) => {}
+                Err(Some(reason)) => {
+                    let operator = node.target.strip_prefix("torch.ops.").unwrap_or(&node.target).to_string();
+                    self.faults.push(Fault { node: label(node), operator, reason });
+                }
+            }
+        }
+    }
+
+    /// What a node makes; `Err(None)` when something that it reads is broken already.
+    fn node(&mut self, node: &schema::Node, outer: &Names) -> Result<Made, Option<Reason>> {
+        let whole = |name: &str| outer.tensors.contains_key(name) || outer.sizes.contains_key(name);
+        if !node.inputs.iter().flat_map(|input| names(&input.arg)).all(whole) {
+            return Err(None);
+        }
+        if table::in_place(&node.target)
+            && let Some(made) = self.counter(node, outer)?
+        {
+            return Ok(made);
+        }
+        let lower = table::find(&node.target).ok_or_else(|| Some(Reason::Unsupported(node.target.clone())))?;
+        Ok(lower(&mut self.scope(node, outer))?)
+    }
+
+    fn scope<'s>(&'s mut self, node: &'s schema::Node, names: &'s Names) -> Scope<'s> {
+        Scope {
+            node,
+            origin: Origin { source: label(node), module: module(node) },
+            names,
+            frozen: self.frozen,
+            graph: &mut self.graph,
+            constants: &mut self.constants,
+            ledger: &mut self.ledger,
+        }
+    }
+
+    /// A change of a weight in place: a counter is passed over, anything else is refused.
+    fn counter(&mut self, node: &schema::Node, outer: &Names) -> Result<Option<Made>, Reason> {
+        let Ok(Known::Weight(at)) = self.scope(node, outer).known("self") else { return Ok(None) };
+        let weight = &self.ledger.weights[at];
+        if weight.trainable || weight.fact.dtype.is_float() || weight.fact.rank() > 0 {
+            return Err(Reason::Unsupported(format!("a change of `{}` in place", shown(&weight.name))));
+        }
+        Ok(Some(Made::Tensors(vec![COUNTED])))
+    }
+
+    /// Files what a node makes under the names of its outputs.
+    fn named(
+        &mut self,
+        graph: &schema::Graph,
+        node: &schema::Node,
+        made: Made,
+        outer: &mut Names,
+        views: &mut Views,
+    ) -> Result<(), Option<Reason>> {
+        let made = match made {
+            Made::Size(dim) => {
+                for output in &node.outputs {
+                    if let Argument::AsSymInt(SymArgument::AsName(name)) = output {
+                        outer.sizes.insert(name.clone(), dim.clone());
+                    }
+                }
+                return Ok(());
+            }
+            Made::Tensors(made) => made,
+        };
+        let mut made = made.into_iter();
+        let first = node.inputs.first().and_then(|input| names(&input.arg).next());
+        for name in node.outputs.iter().flat_map(names) {
+            let mut known = made.next().unwrap_or(Known::Absent("a result that its operator does not have"));
+            if table::in_place(&node.target)
+                && known != COUNTED
+                && let Some(operand) = first
+            {
+                known = self.replace(node, operand, known, outer, views)?;
+                views.join(name, operand);
+            } else if let Some(operand) = first.filter(|_| table::is_view(&node.target)) {
+                views.join(name, operand);
+            }
+            self.compare(graph, name, known)?;
+            outer.tensors.insert(name.to_string(), known);
+        }
+        Ok(())
+    }
+
+    /// Gives the operand of a change in place, and what is the same tensor, its new value.
+    fn replace(
+        &mut self,
+        node: &schema::Node,
+        operand: &str,
+        new: Known,
+        outer: &mut Names,
+        views: &mut Views,
+    ) -> Result<Known, Reason> {
+        let old = outer.tensors.get(operand).copied().unwrap_or(CHANGED);
+        // The operand keeps its element type and shape, whatever it was joined with.
+        let fact = match old {
+            Known::Value(value) => self.graph.fact(value).clone(),
+            _ => return Err(Reason::Unsupported("a change in place of what is no plain tensor".to_string())),
+        };
+        let mut scope = self.scope(node, outer);
+        let value = scope.read(new)?;
+        let value = scope.cast(value, fact.dtype)?;
+        let value = scope.broadcast(value, fact.shape)?;
+        let class = views.class_of(operand);
+        if views.members[class].len() > MOST_VIEWS {
+            return Err(Reason::Unsupported(format!("a change in place of a tensor with {MOST_VIEWS} views")));
+        }
+        for name in &views.members[class] {
+            if let Some(known) = outer.tensors.get_mut(name) {
+                *known = if *known == old { Known::Value(value) } else { CHANGED };
+            }
+        }
+        Ok(Known::Value(value))
+    }
+
+    /// Compares a result with what the file says of it, where that can be understood.
+    fn compare(&self, graph: &schema::Graph, name: &str, known: Known) -> Result<(), Reason> {
+        let Known::Value(value) = known else { return Ok(()) };
+        let Some(said) = graph.tensor_values.get(name).and_then(|meta| self.program.fact(meta)) else { return Ok(()) };
+        let (have, said) = (self.graph.fact(value).substitute(self.frozen)?, said.substitute(&self.given)?);
+        if have == said {
+            Ok(())
+        } else {
+            Err(Reason::Inputs(format!("its result would be {have}, the file says {said}")))
+        }
+    }
+
+    /// Lowers the graph that a node runs in place of the node. Its inputs are the node's last arguments.
+    fn inline(&mut self, node: &schema::Node, outer: &mut Names) -> Result<(), Option<Reason>> {
+        let wrong = || Some(Reason::Inputs("its arguments are not a switch, a graph and tensors".to_string()));
+        let [switch, graph, given @ ..] = node.inputs.as_slice() else { return Err(wrong()) };
+        let (Argument::AsBool(gradients), Argument::AsGraph(inner)) = (&switch.arg, &graph.arg) else {
+            return Err(wrong());
+        };
+        let graph = &inner.graph;
+        if given.len() != graph.inputs.len() {
+            return Err(wrong());
+        }
+        let mut within = Names::default();
+        for (given, placeholder) in given.iter().zip(&graph.inputs) {
+            for (given, placeholder) in names(&given.arg).zip(names(placeholder)) {
+                if let Some(known) = outer.tensors.get(given) {
+                    within.tensors.insert(placeholder.to_string(), *known);
+                } else if let Some(size) = outer.sizes.get(given) {
+                    within.sizes.insert(placeholder.to_string(), size.clone());
+                } else {
+                    return Err(None);
+                }
+            }
+        }
+        self.nodes(graph, &mut within);
+        let results = graph.outputs.iter().flat_map(names);
+        for (name, result) in node.outputs.iter().flat_map(names).zip(results) {
+            if let Some(size) = within.sizes.get(result) {
+                outer.sizes.insert(name.to_string(), size.clone());
+            }
+            let Some(known) = within.tensors.get(result).copied() else { continue };
+            if let Known::Value(value) = known
+                && !gradients
+                && trained(&self.graph, value)
+            {
+                return Err(Some(Reason::Unsupported(
+                    "a value that depends on parameters but gives them no gradient".to_string(),
+                )));
+            }
+            outer.tensors.insert(name.to_string(), known);
+        }
+        Ok(())
+    }
+
+    fn finish(mut self, outer: &Names) -> Result<Lowered, LowerError> {
+        let error =
+            |name: &str, reason: Reason| LowerError::Output { name: name.to_string(), reason: Box::new(reason) };
+        let nobody = schema::Node {
+            target: String::new(),
+            inputs: Vec::new(),
+            outputs: Vec::new(),
+            metadata: schema::Metadata::default(),
+            name: None,
+        };
+        for name in &self.program.outputs {
+            let known = outer.tensors.get(name).copied().unwrap_or(CHANGED);
+            let value = self.scope(&nobody, outer).read(known).map_err(|reason| error(name, reason))?;
+            self.graph.outputs.push(Output { name: name.clone(), value });
+        }
+        if self.graph.outputs.is_empty() {
+            return Err(LowerError::NoOutputs);
+        }
+        for (value, target) in &self.program.mutations {
+            self.mutation(outer, value, target).map_err(|reason| error(value, reason))?;
+        }
+        self.graph.averages = std::mem::take(&mut self.ledger.averages);
+        let graph = prune(&self.graph)?;
+        let weights = kept(&graph, self.ledger.weights);
+        let mut warnings = self.ledger.warnings;
+        if let Some(first) = self.ledger.stored_statistics.first() {
+            warnings.push(format!(
+                "{} batch normalisations, `{}` among them, use stored statistics instead of those of the batch: trained \
+                 so, the model is not the one that PyTorch trains; call model.train() before the export",
+                self.ledger.stored_statistics.len(),
+                shown(first)
+            ));
+        }
+        Ok(Lowered { graph, weights, warnings })
+    }
+
+    /// Checks that a buffer's value after a run is one that averages or counting give.
+    fn mutation(&self, outer: &Names, value: &str, target: &str) -> Result<(), Reason> {
+        match outer.tensors.get(value) {
+            // A running statistic: the average says how it moves.
+            Some(Known::Absent(_) | Known::Weight(_)) | None => Ok(()),
+            Some(Known::Value(value)) => {
+                let fact = self.graph.fact(*value);
+                match fact.dtype.is_integer() && fact.rank() == 0 {
+                    true => Ok(()),
+                    false => Err(Reason::Unsupported(format!("a change of `{}` in place", shown(target)))),
+                }
+            }
+        }
+    }
+}
+
+/// The path of the innermost module: entries are `key,path,type`.
+fn module(node: &schema::Node) -> String {
+    let stack = node.metadata.nn_module_stack.as_deref().unwrap_or_default();
+    let last = stack.rsplit(';').next().unwrap_or_default();
+    last.split(',').nth(1).unwrap_or_default().to_string()
+}

@@ -1,0 +1,238 @@
+//! Windows that move over spatial dims: convolutions, poolings, and resizing by whole factors.
+
+use super::{Known, Made, Outputs, Scope, one};
+use crate::import::build::Build;
+use crate::import::onnx::lower::window::with_bias;
+use crate::import::reason::Reason;
+use crate::op::{AvgPool, Binary, Conv, ConvInputGrad, MaxPool, Op, ReduceKind, Value, Window};
+use crate::tensor::dim::Dim;
+
+/// One number for each of `axes` axes, each at least `least`; a single number stands for all.
+fn each(scope: &Scope<'_>, name: &'static str, axes: usize, default: usize, least: i64) -> Result<Vec<usize>, Reason> {
+    let list = scope.ints(name)?.filter(|l| !l.is_empty());
+    let list = list.unwrap_or_else(|| vec![default as i64]);
+    let fits = |v: &i64| u32::try_from(*v).ok().filter(|_| *v >= least).map(|v| v as usize);
+    let sizes: Option<Vec<usize>> = list.iter().map(fits).collect();
+    match sizes {
+        Some(sizes) if sizes.len() == axes => Ok(sizes),
+        Some(sizes) if sizes.len() == 1 => Ok(vec![sizes[0]; axes]),
+        _ => {
+            let expected = "one number in range for each spatial axis";
+            Err(Reason::Attribute { name, found: format!("{list:?}"), expected })
+        }
+    }
+}
+
+fn symmetric(strides: Vec<usize>, pads: Vec<usize>, dilations: Vec<usize>) -> Window {
+    Window { strides, pads_begin: pads.clone(), pads_end: pads, dilations }
+}
+
+/// The weight's sizes behind its channels.
+fn kernel_of(scope: &Scope<'_>, weight: Value) -> Result<Vec<usize>, Reason> {
+    let fact = scope.fact(weight);
+    let sizes = fact.concrete().filter(|s| s.len() > 2 && s[2..].iter().all(|k| *k > 0));
+    sizes.map(|s| s[2..].to_vec()).ok_or_else(|| Reason::Inputs(format!("its weight is {fact}")))
+}
+
+/// The input with a batch, whether it had one, and the weight's kernel.
+fn operands(scope: &mut Scope<'_>) -> Result<(Value, Value, Vec<usize>, bool), Reason> {
+    let (mut x, weight) = (scope.value("input")?, scope.value("weight")?);
+    let kernel = kernel_of(scope, weight)?;
+    let mut shape = scope.fact(x).shape;
+    let single = shape.len() == kernel.len() + 1;
+    if single {
+        shape.insert(0, Dim::Known(1));
+        x = scope.reshape(x, shape.clone())?;
+    }
+    if shape.len() != kernel.len() + 2 {
+        return Err(Reason::Inputs(format!("its input is {}", scope.fact(x))));
+    }
+    Ok((x, weight, kernel, single))
+}
+
+fn finished(scope: &mut Scope<'_>, mut y: Value, single: bool) -> Outputs {
+    if let Some(bias) = scope.optional("bias")? {
+        y = with_bias(scope, Binary::Add, y, bias)?;
+    }
+    if single {
+        let shape = scope.fact(y).shape[1..].to_vec();
+        y = scope.reshape(y, shape)?;
+    }
+    one(y)
+}
+
+fn groups(scope: &Scope<'_>) -> Result<usize, Reason> {
+    let groups = scope.int("groups", 1)?;
+    u32::try_from(groups).ok().filter(|g| *g > 0).map(|g| g as usize).ok_or_else(|| Reason::Attribute {
+        name: "groups",
+        found: groups.to_string(),
+        expected: "a number of at least 1",
+    })
+}
+
+/// Convolution, transposed when an argument says so.
+pub fn conv(scope: &mut Scope<'_>) -> Outputs {
+    if scope.flag("transposed", false)? {
+        return conv_transpose(scope);
+    }
+    let (x, weight, kernel, single) = operands(scope)?;
+    let axes = kernel.len();
+    let (strides, dilations) = (each(scope, "stride", axes, 1, 1)?, each(scope, "dilation", axes, 1, 1)?);
+    let mut window = symmetric(strides, vec![0; axes], dilations);
+    match scope.argument("padding") {
+        Some(crate::import::fx::schema::Argument::AsString(mode)) => match mode.as_str() {
+            "valid" => {}
+            "same" if window.strides.iter().all(|s| *s == 1) => {
+                for axis in 0..axes {
+                    // The odd element of padding, if there is one, goes behind.
+                    let total = window.dilations[axis].saturating_mul(kernel[axis] - 1);
+                    (window.pads_begin[axis], window.pads_end[axis]) = (total / 2, total - total / 2);
+                }
+            }
+            other => return Err(Reason::Unsupported(format!("the padding `{other}`"))),
+        },
+        _ => {
+            window.pads_begin = each(scope, "padding", axes, 0, 0)?;
+            window.pads_end.clone_from(&window.pads_begin);
+        }
+    }
+    let groups = groups(scope)?;
+    let y = scope.add(Op::Conv(Conv { window, groups }), &[x, weight])?;
+    finished(scope, y, single)
+}
+
+/// Transposed convolution: the gradient of a convolution for its input. The weight `[C, O/groups, K…]` is that of the
+/// forward convolution.
+pub fn conv_transpose(scope: &mut Scope<'_>) -> Outputs {
+    let (x, weight, kernel, single) = operands(scope)?;
+    let axes = kernel.len();
+    let (strides, dilations) = (each(scope, "stride", axes, 1, 1)?, each(scope, "dilation", axes, 1, 1)?);
+    let window = symmetric(strides, each(scope, "padding", axes, 0, 0)?, dilations);
+    let extra = each(scope, "output_padding", axes, 0, 0)?;
+    let sizes = scope.fact(x).shape;
+    let mut spatial = Vec::with_capacity(axes);
+    for i in 0..axes {
+        let reach = Dim::from(window.dilations[i]).mul(&Dim::from(kernel[i] - 1))?.add(&Dim::from(extra[i] + 1))?;
+        let moved = sizes[2 + i].sub(&Dim::Known(1))?.mul(&Dim::from(window.strides[i]))?;
+        let pads = Dim::from(window.pads_begin[i]).add(&Dim::from(window.pads_end[i]))?;
+        spatial.push(moved.add(&reach)?.sub(&pads)?);
+    }
+    let groups = groups(scope)?;
+    let y = scope.add(Op::ConvInputGrad(ConvInputGrad { window, groups, spatial }), &[x, weight])?;
+    finished(scope, y, single)
+}
+
+/// `x` as `[N, C, D…]` with `axes` spatial dims, and its own shape.
+fn spatial(scope: &mut Scope<'_>, axes: usize) -> Result<(Value, Vec<Dim>), Reason> {
+    let x = scope.value("self")?;
+    let shape = scope.fact(x).shape;
+    if shape.len() != axes + 1 && shape.len() != axes + 2 {
+        return Err(Reason::Inputs(format!("its input is {}", scope.fact(x))));
+    }
+    let mut wide = shape.clone();
+    if shape.len() == axes + 1 {
+        wide.insert(0, Dim::Known(1));
+    }
+    Ok((scope.reshape(x, wide)?, shape))
+}
+
+/// `y` without the batch that the input did not have.
+fn narrowed(scope: &mut Scope<'_>, y: Value, input: &[Dim]) -> Result<Value, Reason> {
+    let shape = scope.fact(y).shape;
+    let extra = shape.len() - input.len();
+    scope.reshape(y, shape[extra..].to_vec())
+}
+
+fn pool_window(scope: &Scope<'_>, axes: usize, dilated: bool) -> Result<(Vec<usize>, Window, bool), Reason> {
+    let kernel = each(scope, "kernel_size", axes, 1, 1)?;
+    let strides = match scope.ints("stride")? {
+        Some(list) if !list.is_empty() => each(scope, "stride", axes, 1, 1)?,
+        _ => kernel.clone(),
+    };
+    let dilations = if dilated { each(scope, "dilation", axes, 1, 1)? } else { vec![1; axes] };
+    let window = symmetric(strides, each(scope, "padding", axes, 0, 0)?, dilations);
+    Ok((kernel, window, scope.flag("ceil_mode", false)?))
+}
+
+/// The largest element of each window.
+pub fn max_pool(scope: &mut Scope<'_>, axes: usize) -> Outputs {
+    let (x, shape) = spatial(scope, axes)?;
+    let (kernel, window, ceil) = pool_window(scope, axes, true)?;
+    let y = scope.add(Op::MaxPool(MaxPool { kernel, window, ceil }), &[x])?;
+    let y = narrowed(scope, y, &shape)?;
+    Ok(Made::Tensors(vec![Known::Value(y), Known::Absent("the indices of a max pooling")]))
+}
+
+/// The mean of each window.
+pub fn avg_pool(scope: &mut Scope<'_>, axes: usize) -> Outputs {
+    let (x, shape) = spatial(scope, axes)?;
+    let (kernel, window, ceil) = pool_window(scope, axes, false)?;
+    let count_padding = scope.flag("count_include_pad", true)?;
+    if scope.has("divisor_override") {
+        return Err(Reason::Unsupported("a pooling with a divisor of its own".to_string()));
+    }
+    let y = scope.add(Op::AvgPool(AvgPool { kernel, window, ceil, count_padding }), &[x])?;
+    one(narrowed(scope, y, &shape)?)
+}
+
+/// As many windows as are asked for, where they tile the input.
+pub fn adaptive_pool(scope: &mut Scope<'_>, axes: usize, largest: bool) -> Outputs {
+    let (x, shape) = spatial(scope, axes)?;
+    let sizes = scope.fact(x).shape[2..].to_vec();
+    let asked = scope.shape("output_size")?;
+    if asked.len() != axes {
+        return Err(Reason::Inputs(format!("{} output sizes for {axes} spatial axes", asked.len())));
+    }
+    let absent = Known::Absent("the indices of a max pooling");
+    if asked.iter().all(|d| d.is(1)) {
+        let kind = if largest { ReduceKind::Max } else { ReduceKind::Mean };
+        let y = scope.reduce(kind, x, &(2..2 + axes).collect::<Vec<_>>(), true)?;
+        let y = narrowed(scope, y, &shape)?;
+        return Ok(Made::Tensors(vec![Known::Value(y), absent]));
+    }
+    let mut kernel = Vec::with_capacity(axes);
+    for (size, asked) in sizes.iter().zip(&asked) {
+        let each = if asked == size { Ok(Dim::Known(1)) } else { size.div_exact(asked) };
+        let each = each.ok().and_then(|d| d.known()).and_then(|v| u32::try_from(v).ok()).filter(|v| *v > 0);
+        let uneven =
+            || Reason::Unsupported(format!("an adaptive pooling from {size} to {asked}, which does not tile,"));
+        kernel.push(each.ok_or_else(uneven)? as usize);
+    }
+    let window = symmetric(kernel.clone(), vec![0; axes], vec![1; axes]);
+    let y = match largest {
+        true => scope.add(Op::MaxPool(MaxPool { kernel, window, ceil: false }), &[x])?,
+        false => scope.add(Op::AvgPool(AvgPool { kernel, window, ceil: false, count_padding: true }), &[x])?,
+    };
+    let y = narrowed(scope, y, &shape)?;
+    Ok(Made::Tensors(vec![Known::Value(y), absent]))
+}
+
+/// Every element repeated along each spatial axis, by whole factors.
+pub fn nearest(scope: &mut Scope<'_>, name: &'static str) -> Outputs {
+    let x = scope.value(name)?;
+    let shape = scope.fact(x).shape;
+    let axes = shape.len().saturating_sub(2);
+    let factors: Vec<f64> = match (scope.dims("output_size")?, scope.floats("scale_factors")?) {
+        (Some(asked), _) if asked.len() == axes => {
+            let factor = |(want, have): (&Dim, &Dim)| want.div_exact(have).ok().and_then(|d| d.known());
+            let factors: Option<Vec<i64>> = asked.iter().zip(&shape[2..]).map(factor).collect();
+            factors.unwrap_or_default().into_iter().map(|f| f as f64).collect()
+        }
+        (_, Some(factors)) => factors,
+        _ => Vec::new(),
+    };
+    let whole = |f: &f64| f.fract() == 0.0 && (1.0..=1024.0).contains(f);
+    if axes == 0 || factors.len() != axes || !factors.iter().all(whole) {
+        return Err(Reason::Unsupported("resizing by factors that are not whole".to_string()));
+    }
+    let (mut apart, mut stretched, mut joined) = (shape[..2].to_vec(), shape[..2].to_vec(), shape[..2].to_vec());
+    for (size, factor) in shape[2..].iter().zip(factors) {
+        let factor = Dim::Known(factor as i64);
+        apart.extend([size.clone(), Dim::Known(1)]);
+        stretched.extend([size.clone(), factor.clone()]);
+        joined.push(size.mul(&factor)?);
+    }
+    let x = scope.reshape(x, apart)?;
+    let x = scope.broadcast(x, stretched)?;
+    one(scope.reshape(x, joined)?)
+}

@@ -1,0 +1,374 @@
+//! A decoded program: the graph, what its placeholders are, and its weights as tensors.
+//!
+//! What the decoder has made sure of: every value that a node reads was made before, and by one node only; every weight
+//! that the signature names has a type and a shape, and its bytes are there or its entry is missing altogether.
+
+use crate::import::fx::archive::Archive;
+use crate::import::fx::error::{FxError, WeightError};
+use crate::import::fx::expression;
+use crate::import::fx::schema::{
+    Argument, ExportedProgram, Graph, InputSpec, Node, OptionalTensor, OutputSpec, Payload, SymArgument, SymInt,
+    TensorMeta, Weights,
+};
+use crate::import::fx::weight::{Place, dtype_of, onnx_code};
+use crate::import::onnx::model::{Dim as SourceDim, ValueInfo};
+use crate::import::onnx::name::shown;
+use crate::tensor::Tensor;
+use crate::tensor::dim::Dim;
+use crate::tensor::fact::Fact;
+use bytes::Bytes;
+use serde::de::DeserializeOwned;
+use sha2::{Digest, Sha256};
+use std::collections::{BTreeMap, HashMap, HashSet};
+
+/// The major version of the schema that is read.
+const SCHEMA: i64 = 8;
+
+/// What the batch is called: the exporter gives symbols numbers.
+const BATCH: &str = "batch";
+
+/// A program, decoded and checked.
+#[derive(Debug)]
+pub struct Program {
+    /// Its name in the archive.
+    pub name: String,
+    /// The graph.
+    pub graph: Graph,
+    /// What the caller feeds, in order.
+    pub inputs: Vec<ValueInfo>,
+    /// Parameters, buffers and constants, once each.
+    pub weights: Vec<Source>,
+    /// Which weight a placeholder is.
+    pub placeholders: HashMap<String, usize>,
+    /// The values that are results, in order.
+    pub outputs: Vec<String>,
+    /// Values that buffers take after a run, with the buffer's name.
+    pub mutations: Vec<(String, String)>,
+    /// The version of PyTorch that wrote it.
+    pub torch: String,
+    /// What the user should hear about though it stops nothing.
+    pub warnings: Vec<String>,
+    /// SHA-256 of the graph, the signature and the list of weights.
+    pub sha256: [u8; 32],
+    /// The symbol that the exporter has for the batch.
+    batch: Option<String>,
+}
+
+/// A weight of the module.
+#[derive(Debug)]
+pub struct Source {
+    /// Its name in the module.
+    pub name: String,
+    /// Element type and shape.
+    pub fact: Fact,
+    /// The values, or the missing entry.
+    pub initial: Result<Tensor, String>,
+    /// Whether it is trained.
+    pub parameter: bool,
+}
+
+impl Program {
+    /// Decodes an archive.
+    pub fn read(bytes: &Bytes) -> Result<Program, FxError> {
+        let archive = Archive::open(bytes)?;
+        if let Some(order) = archive.get("byteorder").filter(|order| order.as_ref() != b"little") {
+            return Err(FxError::ByteOrder { found: String::from_utf8_lossy(&order[..order.len().min(64)]).into() });
+        }
+        let name = name(&archive)?;
+        let entry = format!("models/{name}.json");
+        let document = archive.get(&entry).cloned().unwrap_or_default();
+        let program: ExportedProgram = json(&entry, &document)?;
+        if program.schema_version.major != SCHEMA {
+            return Err(FxError::Schema { found: program.schema_version.major, known: SCHEMA });
+        }
+        let mut hash = Sha256::new();
+        hash.update(&document);
+        let stores = [("data/weights/", "weights"), ("data/constants/", "constants")].map(|(folder, kind)| {
+            let entry = format!("{folder}{name}_{kind}_config.json");
+            let document = archive.get(&entry).cloned().unwrap_or_default();
+            hash.update(&document);
+            let list = if document.is_empty() { Ok(Weights::default()) } else { json(&entry, &document) };
+            list.map(|weights| Store { folder, weights })
+        });
+        let [weights, constants] = stores;
+        let stores = [weights?, constants?];
+        let graph = program.graph_module.graph;
+        let signature = program.graph_module.signature;
+        if signature.output_specs.iter().any(|o| matches!(o, OutputSpec::GradientToParameter(_))) {
+            return Err(FxError::Joint);
+        }
+        check(&graph)?;
+        let mut read = Program {
+            name,
+            graph,
+            inputs: Vec::new(),
+            weights: Vec::new(),
+            placeholders: HashMap::new(),
+            outputs: Vec::new(),
+            mutations: Vec::new(),
+            torch: program.torch_version,
+            warnings: Vec::new(),
+            sha256: hash.finalize().into(),
+            batch: None,
+        };
+        read.sources(&signature.input_specs, &archive, &stores)?;
+        read.results(&signature.output_specs)?;
+        Ok(read)
+    }
+
+    /// The fingerprint in hexadecimal, 64 characters.
+    pub fn sha256_hex(&self) -> String {
+        self.sha256.iter().map(|byte| format!("{byte:02x}")).collect()
+    }
+
+    /// The size that text of the file means.
+    pub fn dim(&self, size: &SymInt) -> Result<Dim, crate::import::fx::error::ExpressionError> {
+        let named = |name: &str| match &self.batch {
+            Some(batch) if batch == name => Dim::symbol(BATCH),
+            _ => Dim::symbol(name),
+        };
+        match size {
+            SymInt::AsInt(value) => Ok(Dim::Known(*value)),
+            SymInt::AsExpr(expression) => expression::parse(&expression.expr_str, &named),
+        }
+    }
+
+    /// Type and shape that the file has for a tensor; `None` where it says nothing that can be understood.
+    pub fn fact(&self, meta: &TensorMeta) -> Option<Fact> {
+        let shape = meta.sizes.iter().map(|d| self.dim(d).ok()).collect::<Option<_>>()?;
+        Some(Fact::new(dtype_of(meta.dtype)?, shape))
+    }
+
+    fn sources(&mut self, specs: &[InputSpec], archive: &Archive, stores: &[Store; 2]) -> Result<(), FxError> {
+        let user = |spec: &InputSpec| match spec {
+            InputSpec::UserInput { arg: Argument::AsTensor(name) } => Some(name.name.clone()),
+            _ => None,
+        };
+        let users: Vec<String> = specs.iter().filter_map(user).collect();
+        self.batch = users.first().and_then(|name| self.leading_symbol(name));
+        for name in users {
+            let info = self.input(name)?;
+            self.inputs.push(info);
+        }
+        let mut loader = Loader { archive, stores, kept: BTreeMap::new(), missing: Vec::new() };
+        for spec in specs {
+            let (placeholder, name, parameter) = match spec {
+                InputSpec::Parameter { arg, parameter_name } => (arg, parameter_name, true),
+                InputSpec::Buffer { arg, buffer_name } => (arg, buffer_name, false),
+                InputSpec::TensorConstant { arg, tensor_constant_name } => (arg, tensor_constant_name, false),
+                _ => continue,
+            };
+            let at = self
+                .weight(&mut loader, &placeholder.name, name, parameter)
+                .map_err(|reason| FxError::Weight { name: name.clone(), reason })?;
+            self.placeholders.insert(placeholder.name.clone(), at);
+        }
+        if let Some(first) = loader.missing.first() {
+            self.warnings.push(format!(
+                "the archive lacks the values of {} weights, `{}` among them, which is enough to plan but not to train",
+                loader.missing.len(),
+                shown(first)
+            ));
+        }
+        Ok(())
+    }
+
+    /// The symbol that is the first size of an input, when that is a symbol alone.
+    fn leading_symbol(&self, input: &str) -> Option<String> {
+        let size = self.dim(self.graph.tensor_values.get(input)?.sizes.first()?).ok()?;
+        let symbols = size.symbols();
+        let [symbol] = symbols.as_slice() else { return None };
+        (size == Dim::symbol(symbol)).then(|| symbol.clone())
+    }
+
+    fn input(&self, name: String) -> Result<ValueInfo, FxError> {
+        let Some(meta) = self.graph.tensor_values.get(&name) else { return Err(FxError::NoFacts { name }) };
+        let Some(dtype) = dtype_of(meta.dtype) else {
+            return Err(FxError::Input { name, reason: format!("element type code {} is not supported", meta.dtype) });
+        };
+        let mut dims = Vec::with_capacity(meta.sizes.len());
+        for size in &meta.sizes {
+            let dim = self.dim(size).map_err(|reason| FxError::Expression { tensor: name.clone(), reason })?;
+            match dim.known() {
+                Some(value) if value < 0 => {
+                    return Err(FxError::Input { name, reason: format!("a size of {value}") });
+                }
+                Some(value) => dims.push(SourceDim::Known(value)),
+                None => dims.push(SourceDim::Param(dim.to_string())),
+            }
+        }
+        Ok(ValueInfo { name, elem_type: onnx_code(dtype), dims: Some(dims) })
+    }
+
+    fn weight(
+        &mut self,
+        loader: &mut Loader<'_>,
+        placeholder: &str,
+        name: &str,
+        parameter: bool,
+    ) -> Result<usize, WeightError> {
+        let (folder, payload) = loader.find(name).ok_or(WeightError::Unlisted)?;
+        if payload.use_pickle {
+            return Err(WeightError::Pickle);
+        }
+        let place = Place::read(payload.tensor_meta.as_ref().ok_or(WeightError::Unlisted)?)?;
+        let fact = Fact::of(place.dtype, &place.sizes);
+        let path = format!("{folder}{}", payload.path_name);
+        let initial = match loader.archive.get(&path) {
+            Some(bytes) => Ok(place.tensor(bytes)?),
+            None => Err(path.clone()),
+        };
+        if let Some(graph) = self.graph.tensor_values.get(placeholder).and_then(|meta| self.fact(meta))
+            && graph != fact
+        {
+            return Err(WeightError::Disagree { graph: graph.to_string(), list: fact.to_string() });
+        }
+        if initial.is_err() {
+            loader.missing.push(path.clone());
+        }
+        // One storage under two names is one tensor, if both names mean all the same elements of it.
+        let others = loader.kept.entry(path).or_default();
+        for (other, at) in others.iter().filter(|(_, at)| parameter && self.weights[*at].parameter) {
+            if *other == place {
+                self.warnings.push(format!(
+                    "`{}` is tied to `{}`: they are one parameter under that name",
+                    shown(name),
+                    shown(&self.weights[*at].name)
+                ));
+                return Ok(*at);
+            }
+            if other.meets(&place) {
+                return Err(WeightError::Overlaps(shown(&self.weights[*at].name).into_owned()));
+            }
+        }
+        others.push((place, self.weights.len()));
+        self.weights.push(Source { name: name.to_string(), fact, initial, parameter });
+        Ok(self.weights.len() - 1)
+    }
+
+    fn results(&mut self, specs: &[OutputSpec]) -> Result<(), FxError> {
+        for spec in specs {
+            match spec {
+                OutputSpec::UserOutput { arg: Argument::AsTensor(name) } | OutputSpec::LossOutput { arg: name } => {
+                    self.outputs.push(name.name.clone());
+                }
+                OutputSpec::BufferMutation { arg, buffer_name: target }
+                | OutputSpec::ParameterMutation { arg, parameter_name: target }
+                | OutputSpec::UserInputMutation { arg, user_input_name: target } => {
+                    self.mutations.push((arg.name.clone(), target.clone()));
+                }
+                // A result that is a number, or an effect.
+                _ => {}
+            }
+        }
+        Ok(())
+    }
+}
+
+/// A list of weights with the folder that their entries are in.
+struct Store {
+    folder: &'static str,
+    weights: Weights,
+}
+
+/// What is needed, and gathered, while weights are read.
+struct Loader<'a> {
+    archive: &'a Archive,
+    stores: &'a [Store; 2],
+    /// The weights of each entry, with their places.
+    kept: BTreeMap<String, Vec<(Place, usize)>>,
+    /// Entries that are not there.
+    missing: Vec<String>,
+}
+
+impl<'a> Loader<'a> {
+    /// Buffers that are not persistent stand among the constants.
+    fn find(&self, name: &str) -> Option<(&'static str, &'a Payload)> {
+        self.stores.iter().find_map(|store| Some((store.folder, store.weights.config.get(name)?)))
+    }
+}
+
+/// The name of the one program in the archive.
+fn name(archive: &Archive) -> Result<String, FxError> {
+    let names: Vec<&str> = archive.within("models/").filter_map(|n| n.strip_suffix(".json")).collect();
+    match names.as_slice() {
+        [one] => Ok((*one).to_string()),
+        [] if archive.within("data/aotinductor/").next().is_some() => Err(FxError::Compiled),
+        [] => Err(FxError::NoProgram),
+        several => {
+            let told: Vec<_> = several.iter().take(8).map(|n| shown(n)).collect();
+            Err(FxError::Several { count: several.len(), names: told.join(", ") })
+        }
+    }
+}
+
+/// Reads a document. Its depth is limited by the reader, and `NaN`, which Python writes, is no JSON.
+fn json<T: DeserializeOwned>(entry: &str, bytes: &[u8]) -> Result<T, FxError> {
+    let mut reader = serde_json::Deserializer::from_slice(bytes);
+    serde_path_to_error::deserialize(&mut reader).map_err(|error| FxError::Json {
+        entry: entry.to_string(),
+        at: error.path().to_string(),
+        reason: error.inner().to_string(),
+    })
+}
+
+/// Whether every value is made once and before it is read, in the graph and in those within.
+fn check(graph: &Graph) -> Result<(), FxError> {
+    let mut made: HashSet<&str> = HashSet::new();
+    for input in &graph.inputs {
+        made.extend(names(input));
+    }
+    for node in &graph.nodes {
+        for input in &node.inputs {
+            if let Some(name) = names(&input.arg).find(|name| !made.contains(name)) {
+                return Err(FxError::Unknown { node: label(node), name: name.to_string() });
+            }
+            if let Argument::AsGraph(inner) = &input.arg {
+                check(&inner.graph)?;
+            }
+        }
+        for name in node.outputs.iter().flat_map(names) {
+            if !made.insert(name) {
+                return Err(FxError::MadeTwice { node: label(node), name: name.to_string() });
+            }
+        }
+    }
+    match graph.outputs.iter().flat_map(names).find(|name| !made.contains(name)) {
+        Some(name) => Err(FxError::Unknown { node: "output".to_string(), name: name.to_string() }),
+        None => Ok(()),
+    }
+}
+
+/// The names of tensors and sizes in an argument.
+pub fn names(argument: &Argument) -> impl Iterator<Item = &str> {
+    let list: Vec<&str> = match argument {
+        Argument::AsTensor(name) | Argument::AsOptionalTensor(OptionalTensor::AsTensor(name)) => vec![&name.name],
+        Argument::AsTensors(list) => list.iter().map(|n| n.name.as_str()).collect(),
+        Argument::AsOptionalTensors(list) => list.iter().filter_map(tensor_name).collect(),
+        Argument::AsSymInt(SymArgument::AsName(name)) => vec![name],
+        Argument::AsSymInts(list) => list.iter().filter_map(size_name).collect(),
+        _ => Vec::new(),
+    };
+    list.into_iter()
+}
+
+/// The name of a tensor that may be left out.
+pub fn tensor_name(tensor: &OptionalTensor) -> Option<&str> {
+    match tensor {
+        OptionalTensor::AsTensor(name) => Some(&name.name),
+        OptionalTensor::AsNone(_) => None,
+    }
+}
+
+fn size_name(size: &SymArgument) -> Option<&str> {
+    match size {
+        SymArgument::AsName(name) => Some(name),
+        SymArgument::AsInt(_) => None,
+    }
+}
+
+/// What to call a node: its name, or that of its first result.
+pub fn label(node: &Node) -> String {
+    let named = node.name.clone().filter(|n| !n.is_empty());
+    named.unwrap_or_else(|| node.outputs.iter().flat_map(names).next().unwrap_or(&node.target).to_string())
+}

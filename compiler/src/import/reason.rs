@@ -1,0 +1,52 @@
+//! Why a source node cannot be lowered, for every importer.
+
+use crate::graph::AddError;
+use crate::graph::evaluate::EvaluateError;
+use crate::tensor::dim::DimError;
+use crate::tensor::fact::Fact;
+use thiserror::Error;
+
+/// Why a node cannot be lowered. Whoever walks the nodes adds which one it is.
+#[derive(Debug, Error)]
+pub enum Reason {
+    /// A required input is left out.
+    #[error("input {slot} is missing")]
+    Missing {
+        /// Which input, from 0.
+        slot: usize,
+    },
+    /// An attribute without meaning.
+    #[error("attribute `{name}` is {found}, expected {expected}")]
+    Attribute {
+        /// Its name.
+        name: &'static str,
+        /// Its value.
+        found: String,
+        /// What would be right.
+        expected: &'static str,
+    },
+    /// An input that must be known before the model runs.
+    #[error("{what} must be a constant: it cannot be computed while the model runs")]
+    NotConstant {
+        /// Which input.
+        what: &'static str,
+    },
+    /// Shapes or values of inputs that do not fit the operator.
+    #[error("{0}")]
+    Inputs(String),
+    /// Something legal that pipec does not do.
+    #[error("{0} is not supported")]
+    Unsupported(String),
+    /// A core op refuses its inputs.
+    #[error(transparent)]
+    Add(#[from] AddError),
+    /// Shape arithmetic without exact answer.
+    #[error(transparent)]
+    Dim(#[from] DimError),
+    /// A constant cannot be computed.
+    #[error(transparent)]
+    Fold(#[from] EvaluateError),
+    /// A value that no machine holds.
+    #[error("its result {0} is too large")]
+    Large(Fact),
+}

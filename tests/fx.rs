@@ -1,0 +1,201 @@
+//! Importing `.pt2`: programs of `torch.export` become graphs that compute what PyTorch computed.
+
+use compiler::graph::bind::{bind, symbols};
+use compiler::graph::evaluate::evaluate;
+use compiler::graph::verify::verify;
+use compiler::import::import::{Batch, Model, Options, Weight, load};
+use compiler::op::Op;
+use compiler::tensor::dim::Bindings;
+use compiler::tensor::Tensor;
+use runtime::data::npz;
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+
+/// The folder of shared data, or `None` with a line that says so.
+fn data(inside: &str) -> Option<PathBuf> {
+    let root =
+        std::env::var("PIPEC_DATA").unwrap_or_else(|_| concat!(env!("CARGO_MANIFEST_DIR"), "/../shared/data").into());
+    let path = Path::new(&root).join(inside);
+    if path.exists() {
+        return Some(path);
+    }
+    println!("skipped: no shared data");
+    None
+}
+
+/// The values of the first step of an array `[steps, …]`.
+fn first_step(t: &Tensor) -> Tensor {
+    let shape = t.shape()[1..].to_vec();
+    let bytes = shape.iter().product::<usize>() * t.dtype().size();
+    Tensor::new(t.dtype(), shape, t.bytes().slice(..bytes)).unwrap()
+}
+
+/// All results of the model, with the batch at `size`.
+fn results(model: &Model, size: i64, given: &BTreeMap<String, Tensor>) -> Vec<Tensor> {
+    let bindings: Bindings = symbols(&model.graph).into_iter().map(|s| (s, size)).collect();
+    let graph = bind(&model.graph, &bindings).unwrap();
+    verify(&graph).unwrap();
+    let mut values = given.clone();
+    for (name, weight) in &model.weights {
+        match weight {
+            Weight::Given(tensor) => values.insert(name.clone(), tensor.clone()),
+            Weight::Missing { path } => panic!("{path}"),
+        };
+    }
+    let values = evaluate(&graph, &values).unwrap();
+    graph.outputs.iter().map(|o| values[&o.value].clone()).collect()
+}
+
+/// Mean cross-entropy over the last axis.
+fn cross_entropy(logits: &Tensor, target: &Tensor) -> f64 {
+    let classes = *logits.shape().last().unwrap();
+    let (logits, target) = (logits.to_f64(), target.to_i64());
+    let loss = |(row, label): (&[f64], &i64)| {
+        let top = row.iter().copied().fold(f64::MIN, f64::max);
+        row.iter().map(|v| (v - top).exp()).sum::<f64>().ln() + top - row[*label as usize]
+    };
+    logits.chunks_exact(classes).zip(&target).map(loss).sum::<f64>() / target.len() as f64
+}
+
+fn names(model: &Model, wanted: fn(&Op) -> Option<&String>) -> Vec<String> {
+    let mut names: Vec<String> =
+        model.graph.ids().filter_map(|id| wanted(&model.graph.node(id).op).cloned()).collect();
+    names.sort();
+    names
+}
+
+fn parameters(model: &Model) -> Vec<String> {
+    names(model, |op| match op {
+        Op::Parameter(p) => Some(&p.name),
+        _ => None,
+    })
+}
+
+#[test]
+fn parity_models_give_the_loss_of_pytorch() {
+    for name in ["mlp", "cnn_bn", "gpt"] {
+        for file in ["model.pt2", "model_dynbatch.pt2", "model_loss.pt2"] {
+            let Some(folder) = data("parity").map(|d| d.join(name)) else { return };
+            let model = load(&folder.join(file), &Options::default()).unwrap();
+            let x = first_step(&npz::read(&folder.join("inputs.npz")).unwrap()["x"]);
+            let target = first_step(&npz::read(&folder.join("targets.npz")).unwrap()["target"]);
+            let size = x.shape()[0] as i64;
+            let inputs = model.graph.ids().filter_map(|id| match &model.graph.node(id).op {
+                Op::Input(input) => Some(input.name.clone()),
+                _ => None,
+            });
+            let mut given = BTreeMap::new();
+            for input in inputs {
+                let value = if input == "target" || input == "t" { target.clone() } else { x.clone() };
+                given.insert(input, value);
+            }
+            let results = results(&model, size, &given);
+            let loss = match results[0].shape() {
+                [] => results[0].to_f64()[0],
+                _ => cross_entropy(&results[0], &target),
+            };
+            let want = npz::read(&folder.join("expected.npz")).unwrap()["loss_sgd"].to_f64()[0];
+            println!("{name}/{file}: {} nodes, loss {loss}, PyTorch {want}, {:?}", model.graph.len(), model.batch);
+            assert!((loss - want).abs() < 1e-5, "{name}/{file}: {loss}, PyTorch has {want}");
+            let default = (!file.contains("dynbatch")).then_some(size);
+            assert_eq!(model.batch, Batch::Symbol { name: "batch".into(), default }, "{name}/{file}");
+            assert_eq!(model.graph.averages.len(), if name == "cnn_bn" { 6 } else { 0 });
+            let ties = if name == "gpt" { 1 } else { 0 };
+            assert_eq!(model.warnings.len(), ties, "{:?}", model.warnings);
+            assert!(model.warnings.iter().all(|w| w.contains("tied")));
+        }
+    }
+}
+
+#[test]
+fn names_are_those_of_the_module() {
+    for name in ["mlp", "cnn_bn", "gpt"] {
+        let Some(folder) = data("parity").map(|d| d.join(name)) else { return };
+        let initial = npz::read(&folder.join("params0.npz")).unwrap();
+        let model = load(&folder.join("model.pt2"), &Options::default()).unwrap();
+        let states = names(&model, |op| match op {
+            Op::State(s) => Some(&s.name),
+            _ => None,
+        });
+        let kept: Vec<&String> = initial
+            .keys()
+            .filter(|n| !n.contains("running_") && !n.contains("num_batches") && !n.ends_with("pos"))
+            // The head is tied to the embedding, which is first.
+            .filter(|n| name != "gpt" || *n != "3.w.weight")
+            .collect();
+        assert_eq!(parameters(&model).iter().collect::<Vec<_>>(), kept, "{name}");
+        assert_eq!(states, initial.keys().filter(|n| n.contains("running_")).cloned().collect::<Vec<_>>());
+        for parameter in kept {
+            let Weight::Given(value) = &model.weights[parameter] else { panic!("{parameter} is missing") };
+            assert_eq!(value, &initial[parameter], "{parameter}");
+        }
+    }
+}
+
+#[test]
+fn nodes_say_which_module_they_come_from() {
+    let Some(folder) = data("parity/gpt") else { return };
+    let model = load(&folder.join("model.pt2"), &Options::default()).unwrap();
+    let origins: Vec<_> = model.graph.ids().map(|id| model.graph.node(id).origin.clone()).collect();
+    assert!(origins.iter().any(|o| o.source == "linear" && o.module == "1.a.qkv"), "{origins:?}");
+}
+
+/// Hostile files that must still import; the others must be refused with words that the manifest expects.
+#[test]
+fn hostile_archives_are_refused_in_words() {
+    let Some(folder) = data("hostile") else { return };
+    let manifest = std::fs::read_to_string(folder.join("MANIFEST.tsv")).unwrap();
+    for row in manifest.lines().skip(1).filter(|row| row.starts_with("pt2/")) {
+        let columns: Vec<&str> = row.split('\t').collect();
+        let (file, exits, words) = (columns[0], columns[2], columns[5]);
+        let start = std::time::Instant::now();
+        let result = load(&folder.join(file), &Options::default());
+        let seconds = start.elapsed().as_secs_f64();
+        assert!(seconds < 1.0, "{file} took {seconds} s");
+        match result {
+            Ok(model) => {
+                println!("{file}: {} nodes, {:?}, {:?}", model.graph.len(), model.batch, model.warnings);
+                assert!(exits.split('|').any(|e| e == "0"), "{file} was imported");
+            }
+            Err(error) => {
+                let said = error.to_string();
+                println!("{file}: {said}");
+                assert!(exits.split('|').any(|e| e == "2"), "{file} was refused: {said}");
+                let lower = said.to_lowercase();
+                let fits = words.split('|').any(|word| word == "-" || lower.contains(&word.to_lowercase()));
+                assert!(fits, "{file}: {said}, expected one of {words}");
+            }
+        }
+    }
+    assert!(!Path::new("/tmp/pipec_zip_slip_abs").exists() && !Path::new("/tmp/pipec_zip_slip").exists());
+}
+
+/// Real networks, some with operators that are refused: all of those are named at once.
+#[test]
+fn networks_import_or_say_what_they_need() {
+    let Some(folder) = data("models") else { return };
+    let mut files: Vec<PathBuf> = std::fs::read_dir(folder).unwrap().map(|e| e.unwrap().path()).collect();
+    files.sort();
+    for file in files.iter().filter(|f| f.extension().is_some_and(|e| e == "pt2")) {
+        let name = file.file_name().unwrap().to_string_lossy();
+        match load(file, &Options::default()) {
+            Ok(model) => {
+                let elements = |id| match &model.graph.node(id).op {
+                    Op::Parameter(p) => p.fact.concrete().unwrap().iter().product::<usize>(),
+                    _ => 0,
+                };
+                let count: usize = model.graph.ids().map(elements).sum();
+                println!("{name}: {} nodes, {count} parameters, {:?}, {:?}", model.graph.len(), model.batch, model.warnings);
+                assert!(model.warnings.iter().any(|w| w.contains("lacks the values")), "{:?}", model.warnings);
+                let known = [("resnet50", 25_557_032), ("densenet121", 7_978_856)];
+                for (of, want) in known.into_iter().filter(|(of, _)| name.starts_with(of)) {
+                    assert_eq!(count, want, "{of}");
+                }
+            }
+            Err(error) => {
+                println!("{name}: {error}");
+                assert!(error.to_string().starts_with("unsupported operators: "), "{name}: {error}");
+            }
+        }
+    }
+}
