@@ -3,6 +3,7 @@
 pub mod completions;
 pub mod eval;
 pub mod inspect;
+pub mod optimizer;
 pub mod partition;
 pub mod plan;
 pub mod profile;
