@@ -405,3 +405,48 @@ fn a_batch_that_cannot_be_opened_is_fixed_and_says_why() {
     let Batch::Fixed { size: Some(4), why } = &model.batch else { panic!("{:?}", model.batch) };
     assert!(why.starts_with("node `joined` (Concat)"), "{why}");
 }
+
+/// A constant of rank 0.
+fn number(name: &str, value: f32) -> TensorProto {
+    TensorProto { dims: vec![], float_data: vec![value], ..floats(name, &[]) }
+}
+
+fn truth(name: &str, value: bool) -> TensorProto {
+    let kind = Some(9);
+    TensorProto { name: Some(name.into()), data_type: kind, int32_data: vec![i32::from(value)], ..Default::default() }
+}
+
+#[test]
+fn dropouts_in_training_mode_have_streams_of_their_own() {
+    let model = |training: bool, outputs: &[&str]| {
+        let inputs = vec![info("x", 1, &["N", "6"])];
+        let settings = vec![number("ratio", 0.1), truth("training", training)];
+        let dropout = |name, from, to: &[&str]| node("Dropout", name, &[from, "ratio", "training"], to, vec![]);
+        let nodes = vec![
+            dropout("first", "x", &["a"]),
+            dropout("second", "a", &["b", "mask"]),
+            dropout("third", "x", &["c"]),
+            node("Add", "sum", &["b", "c"], &["y"], vec![]),
+        ];
+        imported("dropped", inputs, outputs, settings, nodes).unwrap()
+    };
+    let trained = model(true, &["y"]);
+    assert_eq!(trained.warnings, Vec::<String>::new());
+    golden("dropout", &trained.graph);
+    let answering = model(false, &["y"]);
+    assert!(answering.graph.ids().all(|id| !matches!(answering.graph.node(id).op, Op::Dropout(_))));
+    assert_eq!(model(true, &["y", "mask"]).warnings.len(), 1, "the mask is no result");
+    let reserved = imported("taken", vec![info("pipec.counter", 1, &["4"])], &["pipec.counter"], vec![], vec![]);
+    assert!(reserved.unwrap_err().contains("rename it"));
+}
+
+#[test]
+fn a_mask_that_is_read_is_refused() {
+    let nodes = vec![
+        node("Dropout", "drop", &["x", "ratio", "training"], &["a", "mask"], vec![]),
+        node("Where", "pick", &["mask", "a", "x"], &["y"], vec![]),
+    ];
+    let settings = vec![number("ratio", 0.1), truth("training", true)];
+    let said = imported("mask", vec![info("x", 1, &["N", "6"])], &["y"], settings, nodes).unwrap_err();
+    assert!(said.contains("`pick` (Where): the mask of a dropout in training mode is not supported"), "{said}");
+}

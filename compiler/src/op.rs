@@ -16,6 +16,7 @@ pub mod compare;
 pub mod concat;
 pub mod conv;
 pub mod cross_entropy;
+pub mod dropout;
 pub mod flip;
 pub mod gather;
 pub mod iota;
@@ -90,6 +91,7 @@ pub enum Op {
     LayerNormGrad(LayerNormGrad),
     BatchNorm(BatchNorm),
     BatchNormGrad(BatchNormGrad),
+    Dropout(Dropout),
     CrossEntropy(CrossEntropy),
     CrossEntropyGrad(CrossEntropyGrad),
 }
@@ -493,6 +495,16 @@ pub struct BatchNorm {
 /// The gradient of [`BatchNorm`]: inputs dy, x, scale, mean, rstd; outputs dx, dscale, dbias.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct BatchNormGrad {}
+
+/// `y = x/(1 - ratio)` where the mask keeps an element, else 0. Inputs: x, counter (`i64`, one value). The mask follows
+/// from stream, counter and the place of the element; see [`dropout`].
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Dropout {
+    /// The share that is dropped, 0 to 1.
+    pub ratio: f64,
+    /// Tells the dropouts of a model apart.
+    pub stream: u64,
+}
 
 /// Mean cross-entropy of logits against class indices. Inputs: logits (classes along `axis`), integer target (the shape
 /// without `axis`). Outputs: the scalar loss, averaged over the targets that are not `ignore`; log Σ e^logit with the

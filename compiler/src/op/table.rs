@@ -41,6 +41,7 @@ pub fn rule(op: &Op) -> &dyn Rule {
         Op::LayerNormGrad(o) => o,
         Op::BatchNorm(o) => o,
         Op::BatchNormGrad(o) => o,
+        Op::Dropout(o) => o,
         Op::CrossEntropy(o) => o,
         Op::CrossEntropyGrad(o) => o,
     }
@@ -58,6 +59,7 @@ pub fn samples() -> Vec<Sample> {
         conv::samples(),
         conv::grad::samples(),
         cross_entropy::samples(),
+        dropout::samples(),
         flip::samples(),
         gather::samples(),
         iota::samples(),

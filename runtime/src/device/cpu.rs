@@ -23,6 +23,7 @@ pub mod cast;
 pub mod conv;
 pub mod cross_entropy;
 pub mod depthwise;
+pub mod dropout;
 pub mod elementwise;
 pub mod function;
 pub mod gather;

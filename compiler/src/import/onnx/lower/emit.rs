@@ -2,7 +2,10 @@
 
 use super::{Dims, Reason, Scope};
 use crate::graph::Origin;
-use crate::op::{Binary, Broadcast, Compare, Concat, Constant, Op, Reduce, ReduceKind, Reshape, Select, Unary, Value};
+use crate::op::dropout::COUNTER;
+use crate::op::{
+    Binary, Broadcast, Compare, Concat, Constant, Input, Op, Reduce, ReduceKind, Reshape, Select, Unary, Value,
+};
 use crate::tensor::dim::Dim;
 use crate::tensor::fact::Fact;
 use crate::tensor::{DType, Tensor};
@@ -46,6 +49,18 @@ impl Scope<'_> {
     /// Adds a number of rank 0.
     pub fn scalar(&mut self, dtype: DType, value: f64) -> Result<Value, Reason> {
         self.constant(Tensor::from_f64(&[], &[value]).cast(dtype))
+    }
+
+    /// The counter of dropouts: an input that the source model does not have.
+    pub fn counter(&mut self) -> Result<Value, Reason> {
+        // No tensor has the empty name.
+        if let Some(value) = self.constants.get("") {
+            return Ok(*value);
+        }
+        let op = Op::Input(Input { name: COUNTER.to_string(), fact: Fact::of(DType::I64, &[]) });
+        let value = Value { node: self.graph.add(op, &[], &Origin::default())?, output: 0 };
+        self.constants.insert(String::new(), value);
+        Ok(value)
     }
 
     /// A size as an `i64` value of rank 0 for the few models that compute with one: the sum of that many ones.

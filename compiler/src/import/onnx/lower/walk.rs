@@ -4,6 +4,7 @@
 
 use super::support::{self, Unsupported};
 use super::{Frozen, Known, Ledger, Reason, Scope, Weight, arithmetic, fold, prune, table, weight};
+use crate::graph::order::canonical;
 use crate::graph::{AddError, Graph, Origin, Output};
 use crate::import::onnx::model::{Node, OnnxModel};
 use crate::import::onnx::name::shown;
@@ -240,7 +241,8 @@ impl Walk<'_> {
         }
         self.graph.averages = std::mem::take(&mut self.ledger.averages);
         self.part();
-        let graph = prune::prune(&self.graph)?;
+        let mut graph = prune::prune(&self.graph)?;
+        number_streams(&mut graph);
         let weights = kept(&graph, self.ledger.weights);
         let mut warnings = self.ledger.warnings;
         warnings.extend(weight::warning(weights.iter().filter(|w| w.trainable).map(|w| w.name.as_str())));
@@ -253,6 +255,17 @@ impl Walk<'_> {
             ));
         }
         Ok(Lowered { graph, weights, warnings })
+    }
+}
+
+/// Gives every dropout a stream of its own: its place among the dropouts.
+fn number_streams(graph: &mut Graph) {
+    let mut stream = 0;
+    for id in canonical(graph) {
+        if let Op::Dropout(op) = &mut graph.node_mut(id).op {
+            op.stream = stream;
+            stream += 1;
+        }
     }
 }
 
