@@ -125,6 +125,7 @@ pub fn find(operator: &str) -> Option<Lower> {
         "GroupNormalization" => norm::group_norm,
         "InstanceNormalization" => norm::instance_norm,
         "LayerNormalization" => norm::layer_norm,
+        "LRN" => norm::local_response,
         "NegativeLogLikelihoodLoss" => loss::negative_log_likelihood,
         "RMSNormalization" => norm::rms_norm,
         "SoftmaxCrossEntropyLoss" => loss::softmax_cross_entropy,
