@@ -21,6 +21,7 @@ pub mod flip;
 pub mod gather;
 pub mod iota;
 pub mod layer_norm;
+pub mod lstm;
 pub mod matmul;
 pub mod pad;
 pub mod pool;
@@ -69,6 +70,9 @@ pub enum Op {
     Conv(Conv),
     ConvInputGrad(ConvInputGrad),
     ConvWeightGrad(ConvWeightGrad),
+    // Recurrent layers.
+    Lstm(Lstm),
+    LstmGrad(LstmGrad),
     // Windows.
     MaxPool(MaxPool),
     MaxPoolGrad(MaxPoolGrad),
@@ -287,6 +291,23 @@ pub struct MatMul {
     pub transpose_a: bool,
     /// Whether the second operand is stored transposed.
     pub transpose_b: bool,
+}
+
+/// A long short-term memory over a sequence; the gates are in the order i, f, g, o; see [`lstm`]. Inputs: x `[T, N, I]`,
+/// w_ih `[4H, I]`, w_hh `[4H, H]`, b_ih and b_hh `[4H]`, h0 and c0 `[N, H]`. Outputs: y `[T, N, H]`; h and c after the
+/// last step, `[N, H]`; the gates `[T, N, 4H]` and the cells `[T, N, H]` of every step.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Lstm {
+    /// Whether the last step comes first. Step `t` of x still makes step `t` of y.
+    pub reverse: bool,
+}
+
+/// The gradient of [`Lstm`]: inputs dy, dh and dc after the last step, x, w_ih, w_hh, h0, c0, y, gates, cells; outputs
+/// dx, dw_ih, dw_hh, db (of each bias), dh0, dc0.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct LstmGrad {
+    /// Whether the last step comes first.
+    pub reverse: bool,
 }
 
 /// How a window moves over the spatial dims; every list has one entry a spatial dim.

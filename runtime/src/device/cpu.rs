@@ -28,6 +28,7 @@ pub mod elementwise;
 pub mod function;
 pub mod gather;
 pub mod layer_norm;
+pub mod lstm;
 pub mod math;
 pub mod matmul;
 pub mod movement;

@@ -26,6 +26,8 @@ fn fast(op: &Op, inputs: &[Layout], outputs: &[Layout]) -> Option<Fast> {
         (Op::Conv(op), [x, w], [y]) => conv::kernel(Role::Forward, &op.window, op.groups, x, w, y),
         (Op::ConvInputGrad(op), [dy, w], [dx]) => conv::kernel(Role::InputGrad, &op.window, op.groups, dx, w, dy),
         (Op::ConvWeightGrad(op), [dy, x], [dw]) => conv::kernel(Role::WeightGrad, &op.window, op.groups, x, dw, dy),
+        (Op::Lstm(op), [x, _, w_hh, ..], _) => lstm::kernel(op.reverse, x, w_hh),
+        (Op::LstmGrad(op), [_, _, _, x, _, w_hh, ..], _) => lstm::grad(op.reverse, x, w_hh),
         (Op::MaxPool(op), [x], [y]) => pool::max(op, x, y),
         (Op::MaxPoolGrad(op), [x, dy], _) => pool::max_grad(&op.forward, x, dy),
         (Op::AvgPool(op), [x], [y]) => pool::avg(op, x, y),
