@@ -20,6 +20,7 @@ pub mod loss;
 pub mod movement;
 pub mod norm;
 pub mod prune;
+pub mod recurrent;
 pub mod reduce;
 pub mod reshape;
 pub mod sequence;

@@ -2,7 +2,9 @@
 
 use super::elementwise as each;
 use super::reduce::{self, Around, reduce};
-use super::{Outputs, Scope, constant, gather, linear, loss, movement, norm, reshape, sequence, slice, window};
+use super::{
+    Outputs, Scope, constant, gather, linear, loss, movement, norm, recurrent, reshape, sequence, slice, window,
+};
 use crate::op::{Binary, Compare, ReduceKind, Unary};
 
 /// Lowers one node of an operator.
@@ -120,6 +122,7 @@ pub fn find(operator: &str) -> Option<Lower> {
         "Gemm" => linear::gemm,
         "MatMul" => linear::matmul,
         "MaxPool" => window::max_pool,
+        "LSTM" => recurrent::lstm,
         // Normalisations and losses.
         "BatchNormalization" => norm::batch_norm,
         "GroupNormalization" => norm::group_norm,
