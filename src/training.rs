@@ -92,6 +92,8 @@ pub struct Task<'a> {
     pub data: Data,
     /// In which order rows are seen.
     pub order: Order,
+    /// What dropout masks follow from.
+    pub seed: u64,
     /// How parameters move.
     pub optimizer: &'a Optimizer,
     /// Whether the last gradients are wanted.
@@ -188,7 +190,8 @@ pub fn prepare(task: &mut Task<'_>) -> Result<Prepared, Failure> {
     let rows = data.rows();
     let (items, microbatches) = (task.batch as usize, task.microbatches as usize);
     data.check_indices(&made.graph).map_err(unfit)?;
-    let batches = Batches::new(data, items, microbatches, steps as usize, task.order).map_err(unfit)?;
+    let batches =
+        Batches::new(data, items, microbatches, steps as usize, task.order).map_err(unfit)?.with_seed(task.seed);
     let per_epoch = batches.per_epoch();
     Ok(Prepared { made, batches, steps, batch: task.batch, per_epoch, rows })
 }

@@ -139,7 +139,7 @@ fn parity(name: &str, file: &str) -> Option<(Model, f64, f64)> {
 
 #[test]
 fn parity_models_give_the_loss_of_pytorch() {
-    for name in ["mlp", "cnn_bn", "gpt"] {
+    for name in ["mlp", "cnn_bn", "gpt", "lstm_lm"] {
         for file in ["model.onnx", "model_dynbatch.onnx", "model_loss.onnx"] {
             let Some((model, loss, want)) = parity(name, file) else { return };
             println!("{name}/{file}: {} nodes, loss {loss}, PyTorch {want}, {:?}", model.graph.len(), model.batch);
@@ -404,4 +404,167 @@ fn a_batch_that_cannot_be_opened_is_fixed_and_says_why() {
     .unwrap();
     let Batch::Fixed { size: Some(4), why } = &model.batch else { panic!("{:?}", model.batch) };
     assert!(why.starts_with("node `joined` (Concat)"), "{why}");
+}
+
+/// A constant of rank 0.
+fn number(name: &str, value: f32) -> TensorProto {
+    TensorProto { dims: vec![], float_data: vec![value], ..floats(name, &[]) }
+}
+
+fn truth(name: &str, value: bool) -> TensorProto {
+    let kind = Some(9);
+    TensorProto { name: Some(name.into()), data_type: kind, int32_data: vec![i32::from(value)], ..Default::default() }
+}
+
+#[test]
+fn dropouts_in_training_mode_have_streams_of_their_own() {
+    let model = |training: bool, outputs: &[&str]| {
+        let inputs = vec![info("x", 1, &["N", "6"])];
+        let settings = vec![number("ratio", 0.1), truth("training", training)];
+        let dropout = |name, from, to: &[&str]| node("Dropout", name, &[from, "ratio", "training"], to, vec![]);
+        let nodes = vec![
+            dropout("first", "x", &["a"]),
+            dropout("second", "a", &["b", "mask"]),
+            dropout("third", "x", &["c"]),
+            node("Add", "sum", &["b", "c"], &["y"], vec![]),
+        ];
+        imported("dropped", inputs, outputs, settings, nodes).unwrap()
+    };
+    let trained = model(true, &["y"]);
+    assert_eq!(trained.warnings, Vec::<String>::new());
+    golden("dropout", &trained.graph);
+    let answering = model(false, &["y"]);
+    assert!(answering.graph.ids().all(|id| !matches!(answering.graph.node(id).op, Op::Dropout(_))));
+    assert_eq!(model(true, &["y", "mask"]).warnings.len(), 1, "the mask is no result");
+    let relu = node("Relu", "r", &["pipec.counter"], &["y"], vec![]);
+    let reserved = imported("taken", vec![info("pipec.counter", 1, &["4"])], &["y"], vec![], vec![relu]);
+    assert!(reserved.unwrap_err().contains("rename it"));
+}
+
+#[test]
+fn a_mask_that_is_read_is_refused() {
+    let nodes = vec![
+        node("Dropout", "drop", &["x", "ratio", "training"], &["a", "mask"], vec![]),
+        node("Where", "pick", &["mask", "a", "x"], &["y"], vec![]),
+    ];
+    let settings = vec![number("ratio", 0.1), truth("training", true)];
+    let said = imported("mask", vec![info("x", 1, &["N", "6"])], &["y"], settings, nodes).unwrap_err();
+    assert!(said.contains("`pick` (Where): the mask of a dropout in training mode is not supported"), "{said}");
+}
+
+#[test]
+fn recurrent_weights_are_the_parameters_they_were_made_from() {
+    for file in ["model.onnx", "model_dynbatch.onnx", "model_loss.onnx"] {
+        let Some((model, ..)) = parity("lstm_lm", file) else { return };
+        assert_eq!(model.weights.len(), 11, "{file}");
+        let mut layers = 0;
+        for id in model.graph.ids().filter(|id| matches!(model.graph.node(*id).op, Op::Lstm(_))) {
+            let weights = &model.graph.inputs(id)[1..5];
+            let whole = |v: &compiler::op::Value| matches!(model.graph.node(v.node).op, Op::Parameter(_));
+            assert!(weights.iter().all(whole), "{file}: a weight is put together at run time");
+            layers += 1;
+        }
+        assert_eq!(layers, 2, "{file}");
+    }
+}
+
+/// `sin(0)/2, sin(1)/2, …`
+fn waves(name: &str, dims: &[i64]) -> TensorProto {
+    let count: i64 = dims.iter().product();
+    let values = (0..count).map(|i| ((i as f64).sin() / 2.0) as f32).collect();
+    TensorProto { float_data: values, ..floats(name, dims) }
+}
+
+fn text_attribute(name: &str, value: &str) -> AttributeProto {
+    let kind = Some(AttributeType::String as i32);
+    let s = Some(value.as_bytes().to_vec().into());
+    AttributeProto { name: Some(name.into()), r#type: kind, s, ..Default::default() }
+}
+
+/// All results for an input `x` of waves, with the symbols at these sizes.
+fn on_waves(model: &Model, sizes: &[(&str, i64)], shape: &[usize]) -> Vec<Tensor> {
+    let bindings: Bindings = sizes.iter().map(|(name, size)| ((*name).to_string(), *size)).collect();
+    let graph = bind(&model.graph, &bindings).unwrap();
+    let count: usize = shape.iter().product();
+    let values: Vec<f32> = (0..count).map(|i| ((i as f64).sin() / 2.0) as f32).collect();
+    let mut given = BTreeMap::from([("x".to_string(), Tensor::from_f32(shape, &values))]);
+    for (name, weight) in &model.weights {
+        let Weight::Given(tensor) = weight else { panic!("{name} has no value") };
+        given.insert(name.clone(), tensor.clone());
+    }
+    let values = evaluate(&graph, &given).unwrap();
+    graph.outputs.iter().map(|o| values[&o.value].clone()).collect()
+}
+
+fn assert_close(got: &Tensor, want: &[f64]) {
+    assert_eq!(got.len(), want.len());
+    for (g, w) in got.to_f64().iter().zip(want) {
+        assert!((g - w).abs() < 2e-6, "{got:?} is not {want:?}");
+    }
+}
+
+fn lstm(direction: &str, directions: i64, attributes: Vec<AttributeProto>, inputs: &[&str]) -> Result<Model, String> {
+    let all = [&["x", "w", "r", "b"][..], inputs].concat();
+    let states = [waves("h0", &[directions, 2, 2]), waves("c0", &[directions, 2, 2])];
+    let weights = [waves("w", &[directions, 8, 2]), waves("r", &[directions, 8, 2]), waves("b", &[directions, 16])];
+    let mut attributes = attributes;
+    attributes.push(text_attribute("direction", direction));
+    imported(
+        "recurrent",
+        vec![info("x", 1, &["T", "2", "2"])],
+        &["y", "h", "c"],
+        weights.into_iter().chain(states).chain([integers("lengths", &[2, 3])]).collect(),
+        vec![node("LSTM", "lstm", &all, &["y", "h", "c"], attributes)],
+    )
+}
+
+// The numbers are those of onnxruntime for the same model.
+#[test]
+fn recurrent_layers_run_in_all_directions() {
+    let model = lstm("bidirectional", 2, vec![int("hidden_size", 2)], &["", "h0", "c0"]).unwrap();
+    let made = on_waves(&model, &[("T", 3)], &[3, 2, 2]);
+    assert_eq!((made[0].shape(), made[1].shape()), (&[3, 2, 2, 2][..], &[2, 2, 2][..]));
+    let y = [
+        [0.146203, 0.256317, 0.128003, 0.209616, -0.216405, -0.199362, -0.188486, -0.201345],
+        [0.182415, 0.197996, 0.185385, 0.258541, -0.143045, -0.169469, -0.178704, -0.118842],
+        [0.129468, 0.263106, 0.1802, 0.210985, -0.177598, -0.270963, -0.117052, 0.002725],
+    ];
+    assert_close(&made[0], y.as_flattened());
+    assert_close(&made[1], &[0.129468, 0.263106, 0.1802, 0.210985, -0.216405, -0.199362, -0.188486, -0.201345]);
+    assert_close(&made[2], &[0.307994, 0.779141, 0.320099, 0.629456, -0.45154, -0.339249, -0.373532, -0.326026]);
+
+    let model = lstm("reverse", 1, vec![], &["", "h0", "c0"]).unwrap();
+    let made = on_waves(&model, &[("T", 3)], &[3, 2, 2]);
+    let y = [0.171593, 0.266903, 0.140831, 0.257971, 0.168723, 0.206493, 0.178219, 0.228343, 0.096641, 0.260187];
+    assert_close(&made[0], &[&y[..], &[0.157843, 0.132525]].concat());
+    assert_close(&made[2], &[0.397054, 0.706654, 0.323723, 0.776095]);
+}
+
+#[test]
+fn recurrent_layers_that_are_not_plain_are_refused() {
+    let said = |attributes, inputs: &[&str]| lstm("forward", 1, attributes, inputs).unwrap_err();
+    assert!(said(vec![], &["lengths"]).contains("different lengths"));
+    assert!(said(vec![], &["", "h0", "c0", "b"]).contains("peepholes"));
+    assert!(said(vec![int("input_forget", 1)], &[]).contains("coupled"));
+    assert!(lstm("sideways", 1, vec![], &[]).unwrap_err().contains("`direction` is sideways"));
+    assert!(
+        lstm("bidirectional", 1, vec![], &[]).unwrap_err().contains("input 1 is f32[1, 8, 2], expected f32[2, 8, 2]")
+    );
+}
+
+#[test]
+fn local_responses_reach_over_neighbouring_channels() {
+    let float = |name: &str, value: f32| {
+        let kind = Some(AttributeType::Float as i32);
+        AttributeProto { name: Some(name.into()), r#type: kind, f: Some(value), ..Default::default() }
+    };
+    let attributes = vec![int("size", 3), float("alpha", 0.6), float("beta", 0.75), float("bias", 1.5)];
+    let nodes = vec![node("LRN", "lrn", &["x"], &["y"], attributes)];
+    let model = imported("lrn", vec![info("x", 1, &["N", "5", "W", "1"])], &["y"], vec![], nodes).unwrap();
+    let made = on_waves(&model, &[("N", 1), ("W", 2)], &[1, 5, 2, 1]).remove(0);
+    // onnxruntime's
+    let want = [0.0, 0.304881, 0.324157, 0.050012, -0.269292, -0.342082, -0.099065, 0.233533, 0.355613, 0.149781];
+    assert_close(&made, &want);
+    let nodes = vec![node("LRN", "lrn", &["x"], &["y"], vec![int("size", i64::MAX)])];
+    assert!(imported("lrn", vec![info("x", 1, &["N", "5"])], &["y"], vec![], nodes).unwrap_err().contains("1 to 256"));
 }

@@ -132,7 +132,7 @@ fn worst(got: &[f64], want: &Tensor) -> f64 {
 #[test]
 fn losses_are_those_of_pytorch_unpipelined_and_pipelined() {
     let Some(root) = data() else { return };
-    for name in ["mlp", "cnn_bn", "gpt"] {
+    for name in ["mlp", "cnn_bn", "gpt", "lstm_lm"] {
         for file in ["model.onnx", "model_dynbatch.onnx"] {
             let set = set(&root, name, file);
             for (key, optimizer) in optimizers(set.lr) {
@@ -154,7 +154,7 @@ fn losses_are_those_of_pytorch_unpipelined_and_pipelined() {
 #[test]
 fn losses_with_four_microbatches_are_those_of_pytorch() {
     let Some(root) = data() else { return };
-    for name in ["mlp", "cnn_bn", "gpt"] {
+    for name in ["mlp", "cnn_bn", "gpt", "lstm_lm"] {
         let set = set(&root, name, "model.onnx");
         for (key, optimizer) in optimizers(set.lr).into_iter().take(2) {
             let want = &set.expected[&format!("loss64_{key}_micro4")];
@@ -182,7 +182,7 @@ fn losses_with_four_microbatches_are_those_of_pytorch() {
 #[test]
 fn first_gradients_are_those_of_pytorch() {
     let Some(root) = data() else { return };
-    for name in ["mlp", "cnn_bn", "gpt"] {
+    for name in ["mlp", "cnn_bn", "gpt", "lstm_lm"] {
         let set = set(&root, name, "model.onnx");
         let sgd = &optimizers(set.lr)[0].1;
         let want = arrays(&set.folder.join("grads1_f64.npz"));

@@ -16,10 +16,12 @@ pub mod compare;
 pub mod concat;
 pub mod conv;
 pub mod cross_entropy;
+pub mod dropout;
 pub mod flip;
 pub mod gather;
 pub mod iota;
 pub mod layer_norm;
+pub mod lstm;
 pub mod matmul;
 pub mod pad;
 pub mod pool;
@@ -68,6 +70,9 @@ pub enum Op {
     Conv(Conv),
     ConvInputGrad(ConvInputGrad),
     ConvWeightGrad(ConvWeightGrad),
+    // Recurrent layers.
+    Lstm(Lstm),
+    LstmGrad(LstmGrad),
     // Windows.
     MaxPool(MaxPool),
     MaxPoolGrad(MaxPoolGrad),
@@ -90,6 +95,7 @@ pub enum Op {
     LayerNormGrad(LayerNormGrad),
     BatchNorm(BatchNorm),
     BatchNormGrad(BatchNormGrad),
+    Dropout(Dropout),
     CrossEntropy(CrossEntropy),
     CrossEntropyGrad(CrossEntropyGrad),
 }
@@ -285,6 +291,23 @@ pub struct MatMul {
     pub transpose_a: bool,
     /// Whether the second operand is stored transposed.
     pub transpose_b: bool,
+}
+
+/// A long short-term memory over a sequence; the gates are in the order i, f, g, o; see [`lstm`]. Inputs: x `[T, N, I]`,
+/// w_ih `[4H, I]`, w_hh `[4H, H]`, b_ih and b_hh `[4H]`, h0 and c0 `[N, H]`. Outputs: y `[T, N, H]`; h and c after the
+/// last step, `[N, H]`; the gates `[T, N, 4H]` and the cells `[T, N, H]` of every step.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Lstm {
+    /// Whether the last step comes first. Step `t` of x still makes step `t` of y.
+    pub reverse: bool,
+}
+
+/// The gradient of [`Lstm`]: inputs dy, dh and dc after the last step, x, w_ih, w_hh, h0, c0, y, gates, cells; outputs
+/// dx, dw_ih, dw_hh, db (of each bias), dh0, dc0.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct LstmGrad {
+    /// Whether the last step comes first.
+    pub reverse: bool,
 }
 
 /// How a window moves over the spatial dims; every list has one entry a spatial dim.
@@ -493,6 +516,16 @@ pub struct BatchNorm {
 /// The gradient of [`BatchNorm`]: inputs dy, x, scale, mean, rstd; outputs dx, dscale, dbias.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct BatchNormGrad {}
+
+/// `y = x/(1 - ratio)` where the mask keeps an element, else 0. Inputs: x, counter (`i64`, one value). The mask follows
+/// from stream, counter and the place of the element; see [`dropout`].
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Dropout {
+    /// The share that is dropped, 0 to 1.
+    pub ratio: f64,
+    /// Tells the dropouts of a model apart.
+    pub stream: u64,
+}
 
 /// Mean cross-entropy of logits against class indices. Inputs: logits (classes along `axis`), integer target (the shape
 /// without `axis`). Outputs: the scalar loss, averaged over the targets that are not `ignore`; log Σ e^logit with the

@@ -5,6 +5,8 @@ pub mod synthetic;
 
 use crate::compile::Named;
 use compiler::graph::Graph;
+use compiler::op::dropout::COUNTER;
+pub use compiler::op::dropout::mix;
 use compiler::pass::loss::{IGNORED, TARGET};
 use compiler::tensor::Tensor;
 use std::collections::BTreeMap;
@@ -54,11 +56,12 @@ impl Dataset {
     ///
     /// `feeds` have the shape of one item of `item_rows` samples. An array with as many values in a row as the feed has
     /// for a sample is taken by rows; one that has the feed's own shape, and not as many rows as the others, is fed
-    /// whole to every item.
+    /// whole to every item. The counter of dropouts is no data and is passed over.
     pub fn new(mut arrays: BTreeMap<String, Tensor>, feeds: &[Named], item_rows: usize) -> Result<Dataset, DataError> {
         let found = arrays.keys().map(|k| format!("`{k}`")).collect::<Vec<_>>().join(", ");
         let mut picked: BTreeMap<String, Tensor> = BTreeMap::new();
-        for feed in feeds {
+        let feeds: Vec<&Named> = feeds.iter().filter(|f| f.name != COUNTER).collect();
+        for &feed in &feeds {
             let name = &feed.name;
             let missing = || DataError::Missing { name: name.clone(), found: found.clone() };
             let other = (name == TARGET).then_some("y");
@@ -78,7 +81,7 @@ impl Dataset {
             let array = array.cast(feed.fact.dtype);
             picked.insert(name.clone(), array);
         }
-        let fits: Vec<(&Named, Fit)> = feeds.iter().map(|f| (f, Fit::of(f, &picked[&f.name], item_rows))).collect();
+        let fits: Vec<(&Named, Fit)> = feeds.iter().map(|&f| (f, Fit::of(f, &picked[&f.name], item_rows))).collect();
         // What can only be rows says how many there are; else whatever can.
         let only = fits.iter().find(|(_, fit)| !fit.whole).or_else(|| fits.iter().find(|(_, fit)| fit.rows));
         let rows = only.map(|(feed, _)| (feed.name.clone(), picked[&feed.name].shape()[0]));
@@ -190,6 +193,8 @@ pub struct Batches {
     /// The order of rows, an entry for each epoch; empty when rows are taken as they come.
     orders: Vec<Vec<u32>>,
     per_epoch: usize,
+    /// What the counters of dropouts follow from.
+    seed: u64,
 }
 
 /// The order in which rows are seen.
@@ -224,7 +229,12 @@ impl Batches {
                 (0..steps.div_ceil(per_epoch)).map(|epoch| permutation(data.rows, seed, epoch as u64)).collect()
             }
         };
-        Ok(Batches { data, item_rows: batch / microbatches.max(1), microbatches, orders, per_epoch })
+        Ok(Batches { data, item_rows: batch / microbatches.max(1), microbatches, orders, per_epoch, seed: 0 })
+    }
+
+    /// The same with other dropout masks: a new counter for every item, the next micro-batch included, follows from it.
+    pub fn with_seed(self, seed: u64) -> Batches {
+        Batches { seed, ..self }
     }
 
     /// Minibatches of one epoch.
@@ -232,8 +242,11 @@ impl Batches {
         self.per_epoch
     }
 
-    /// Copies the item's rows of an array into `out`.
+    /// Copies the item's rows of an array into `out`, or its counter of dropouts.
     pub fn fill(&self, name: &str, item: u32, out: &mut [u8]) {
+        if name == COUNTER {
+            return out.copy_from_slice(&mix(mix(self.seed) ^ u64::from(item)).to_le_bytes());
+        }
         let array = &self.data.arrays[name];
         let bytes = array.tensor.bytes();
         let Some(row_bytes) = array.row_bytes else { return out.copy_from_slice(bytes) };
@@ -260,14 +273,6 @@ fn permutation(rows: usize, seed: u64, epoch: u64) -> Vec<u32> {
         order.swap(i, j);
     }
     order
-}
-
-/// SplitMix64's finaliser (Steele, Lea and Flood, OOPSLA 2014): a bijection of 64-bit numbers that looks random.
-pub fn mix(counter: u64) -> u64 {
-    let mut z = counter.wrapping_add(0x9e37_79b9_7f4a_7c15);
-    z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-    z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-    z ^ (z >> 31)
 }
 
 #[cfg(test)]

@@ -4,6 +4,7 @@ use crate::buffer::Buffer;
 use crate::compile::{CompileError, Named, compile};
 use crate::execute::{ExecuteError, Executor};
 use compiler::graph::{Graph, order};
+use compiler::op::dropout::COUNTER;
 use compiler::op::{NodeId, Op};
 use compiler::pass::inference::inference;
 use compiler::pass::pipeline;
@@ -26,7 +27,8 @@ pub enum EvaluateError {
     Fact { kind: &'static str, name: String, expected: String, got: String },
 }
 
-/// The graph's results by name, at the fixed sizes of `graph`. With `trained`, batch statistics are the running ones.
+/// The graph's results by name, at the fixed sizes of `graph`. With `trained`, batch statistics are the running ones and
+/// nothing is dropped; else the counter of dropouts is 0 unless it is given.
 pub fn evaluate(
     graph: &Graph,
     trained: bool,
@@ -48,7 +50,9 @@ pub fn evaluate(
     let mut executor = Executor::new(code, states);
     let mut item = executor.begin();
     item.weights = buffers("parameter", &code.parameters, weights)?.into_iter().map(Arc::new).collect();
-    item.feeds = buffers("input", &code.feeds, given)?.into_iter().map(Arc::new).collect();
+    let mut given = given.clone();
+    given.entry(COUNTER.to_string()).or_insert_with(|| Tensor::from_i64(&[], &[0]));
+    item.feeds = buffers("input", &code.feeds, &given)?.into_iter().map(Arc::new).collect();
     executor.forward(&item)?;
     let mut results = BTreeMap::new();
     for (named, place) in &code.results {

@@ -9,6 +9,7 @@ use clap::Args;
 use compiler::graph::{Graph, order, text};
 use compiler::import::import::Batch;
 use compiler::import::onnx::name::shown;
+use compiler::op::dropout::COUNTER;
 use compiler::op::table::rule;
 use compiler::op::{Op, Value};
 use compiler::pass::analytic::node_cost;
@@ -68,7 +69,10 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Failure> {
     let inputs: Vec<(String, String)> = graph
         .ids()
         .filter_map(|id| match &graph.node(id).op {
-            Op::Input(input) => Some((input.name.clone(), fact(Value { node: id, output: 0 }))),
+            // Whoever trains makes the counter; nobody gives it.
+            Op::Input(input) if input.name != COUNTER => {
+                Some((input.name.clone(), fact(Value { node: id, output: 0 })))
+            }
             _ => None,
         })
         .collect();

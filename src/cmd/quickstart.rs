@@ -150,6 +150,7 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Failure> {
         length: Length::Epochs(epochs),
         data: Data::Arrays(arrays(&digits.train)),
         order: Order::Shuffled { seed: arguments.seed },
+        seed: arguments.seed,
         optimizer: &optimizer,
         keep_gradients: false,
         frozen: &[],

@@ -176,6 +176,7 @@ pub fn run(arguments: Box<Arguments>, screen: &Screen) -> Result<(), Failure> {
         },
         data,
         order: if arguments.shuffle { Order::Shuffled { seed: arguments.seed } } else { Order::InOrder },
+        seed: arguments.seed,
         optimizer: &optimizer,
         keep_gradients: arguments.save_gradients.is_some(),
         frozen: &arguments.freeze,

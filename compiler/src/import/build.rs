@@ -2,7 +2,10 @@
 
 use crate::graph::{Graph, Origin};
 use crate::import::reason::Reason;
-use crate::op::{Binary, Broadcast, Compare, Constant, Op, Reduce, ReduceKind, Reshape, Select, Unary, Value};
+use crate::op::dropout::COUNTER;
+use crate::op::{
+    Binary, Broadcast, Compare, Constant, Input, Op, Reduce, ReduceKind, Reshape, Select, Unary, Value,
+};
 use crate::tensor::dim::Dim;
 use crate::tensor::fact::Fact;
 use crate::tensor::{DType, Tensor};
@@ -56,6 +59,15 @@ pub trait Build {
     /// Adds a number of rank 0.
     fn scalar(&mut self, dtype: DType, value: f64) -> Result<Value, Reason> {
         self.constant(Tensor::from_f64(&[], &[value]).cast(dtype))
+    }
+
+    /// The counter of dropouts: an input that the source model does not have, one for the whole graph.
+    fn counter(&mut self) -> Result<Value, Reason> {
+        let known = self.graph().ids().find(|id| matches!(&self.graph().node(*id).op, Op::Input(i) if i.name == COUNTER));
+        match known {
+            Some(node) => Ok(Value { node, output: 0 }),
+            None => self.add(Op::Input(Input { name: COUNTER.to_string(), fact: Fact::of(DType::I64, &[]) }), &[]),
+        }
     }
 
     /// A size as an `i64` value of rank 0 for the few models that compute with one: the sum of that many ones.

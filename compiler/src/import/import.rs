@@ -8,6 +8,7 @@
 //! ```
 
 use crate::graph::bind::bind;
+use crate::graph::order::canonical;
 use crate::graph::verify::{VerifyError, verify};
 use crate::graph::{Graph, Output};
 use crate::import::fx::error::FxError;
@@ -21,6 +22,7 @@ use crate::import::onnx::lower::walk::{self, LowerError, Lowered};
 use crate::import::onnx::model::{Dim as SourceDim, OnnxModel};
 use crate::import::onnx::name::shown;
 use crate::import::prune::prune;
+use crate::op::Op;
 use crate::pass::pipeline::{self, PassBug};
 use crate::tensor::Tensor;
 use crate::tensor::dim::Bindings;
@@ -177,6 +179,8 @@ struct About {
 fn finish(lowered: Lowered, batch: Batch, inputs: &Inputs, about: About) -> Result<Model, ImportError> {
     verify(&lowered.graph).map_err(|e| ImportError::Verify(Box::new(e)))?;
     let mut graph = lowered.graph;
+    // Before equal ops are merged: two dropouts of one value are not equal.
+    number_streams(&mut graph);
     pipeline::canonical(&mut graph)?;
     let graph = prune(&graph).map_err(LowerError::from)?;
     let About { mut warnings, sha256, file, producer } = about;
@@ -188,6 +192,17 @@ fn finish(lowered: Lowered, batch: Batch, inputs: &Inputs, about: About) -> Resu
     };
     let weights = walk::kept(&graph, lowered.weights).into_iter().map(|w| (w.name, weight(w.initial))).collect();
     Ok(Model { graph, weights, batch, warnings, sha256, file, producer })
+}
+
+/// Gives every dropout a stream of its own: its place among the dropouts.
+fn number_streams(graph: &mut Graph) {
+    let mut stream = 0;
+    for id in canonical(graph) {
+        if let Op::Dropout(op) = &mut graph.node_mut(id).op {
+            op.stream = stream;
+            stream += 1;
+        }
+    }
 }
 
 /// Lowers with an open batch if that works and does not differ from the file, else with the batch in the file.

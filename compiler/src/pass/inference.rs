@@ -1,15 +1,19 @@
-//! From the graph that trains to the graph that answers: batch statistics become the running ones.
+//! From the graph that trains to the graph that answers: batch statistics become the running ones, and nothing is
+//! dropped.
 
 use super::Changed;
 use crate::graph::{Graph, Origin, Writer, order};
+use crate::op::dropout::COUNTER;
 use crate::op::unary::scalar;
 use crate::op::{BatchNorm, Binary, Emit, NodeId, Op, Reshape, Unary, Value};
 use crate::tensor::dim::Dim;
 
 /// Replaces every [`BatchNorm`] whose mean and variance are followed by running averages with the formula over those
-/// averages. One without averages keeps the statistics of the batch: it has no others.
+/// averages. One without averages keeps the statistics of the batch: it has no others. A [`Dropout`](crate::op::Dropout)
+/// becomes its input, and the counter that it read goes away.
 pub fn inference(graph: &mut Graph) -> Changed {
-    let mut changed = false;
+    let mut changed = keep_all(graph);
+    let mut replaced = false;
     for id in order::canonical(graph) {
         let Op::BatchNorm(norm) = graph.node(id).op else { continue };
         let followed = |output: u32| {
@@ -19,14 +23,35 @@ pub fn inference(graph: &mut Graph) -> Changed {
         };
         if let (Some(mean), Some(variance)) = (followed(1), followed(2)) {
             replace(graph, id, norm, mean, variance);
-            changed = true;
+            replaced = true;
         }
     }
-    if changed {
+    if replaced {
         graph.averages.clear();
         super::dce::dce(graph);
+        changed = true;
     }
     Changed::from(changed)
+}
+
+/// Takes out every dropout, and the counter.
+fn keep_all(graph: &mut Graph) -> bool {
+    let (mut dropouts, mut counters) = (Vec::new(), Vec::new());
+    for id in order::canonical(graph) {
+        match &graph.node(id).op {
+            Op::Dropout(_) => dropouts.push(id),
+            Op::Input(input) if input.name == COUNTER => counters.push(id),
+            _ => {}
+        }
+    }
+    for &id in &dropouts {
+        let x = graph.inputs(id)[0];
+        graph.replace_uses(Value { node: id, output: 0 }, x);
+        graph.remove(id);
+    }
+    counters.retain(|id| graph.successors(*id).is_empty() && graph.outputs.iter().all(|o| o.value.node != *id));
+    counters.iter().for_each(|id| graph.remove(*id));
+    !dropouts.is_empty() || !counters.is_empty()
 }
 
 /// Whether `to` is `from`, or an elementwise scaling of it.

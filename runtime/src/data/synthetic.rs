@@ -3,13 +3,15 @@
 use super::mix;
 use crate::compile::Named;
 use compiler::graph::Graph;
+use compiler::op::dropout::COUNTER;
 use compiler::op::{Op, Value};
 use compiler::pass::loss::TARGET;
 use compiler::tensor::Tensor;
 use std::collections::BTreeMap;
 
 /// `rows` rows for every feed whose first dim is the `item_rows` samples of an item, one value of its own shape for
-/// every other: floats spread evenly over -1…1, integers over what their readers in `graph` admit.
+/// every other: floats spread evenly over -1…1, integers over what their readers in `graph` admit. The counter of
+/// dropouts is 0.
 pub fn synthetic(graph: &Graph, feeds: &[Named], item_rows: usize, rows: usize, seed: u64) -> BTreeMap<String, Tensor> {
     let mut arrays = BTreeMap::new();
     for (stream, feed) in feeds.iter().enumerate() {
@@ -29,7 +31,8 @@ pub fn synthetic(graph: &Graph, feeds: &[Named], item_rows: usize, rows: usize, 
             let unit = |i| (draw(i) >> 11) as f64 / (1u64 << 52) as f64 - 1.0;
             Tensor::from_f64(&shape, &(0..count).map(unit).collect::<Vec<_>>())
         } else {
-            let limit = limit(graph, &feed.name).unwrap_or(2).max(1) as u64;
+            let limit = if feed.name == COUNTER { Some(1) } else { limit(graph, &feed.name) };
+            let limit = limit.unwrap_or(2).max(1) as u64;
             Tensor::from_i64(&shape, &(0..count).map(|i| (draw(i) % limit) as i64).collect::<Vec<_>>())
         };
         arrays.insert(feed.name.clone(), tensor.cast(feed.fact.dtype));

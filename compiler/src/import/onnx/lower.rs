@@ -18,6 +18,7 @@ pub mod linear;
 pub mod loss;
 pub mod movement;
 pub mod norm;
+pub mod recurrent;
 pub mod reduce;
 pub mod reshape;
 pub mod sequence;

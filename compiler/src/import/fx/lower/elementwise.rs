@@ -4,7 +4,7 @@ use super::argument::{Number, Operand};
 use super::{Known, Made, Outputs, Scope, one, promote};
 use crate::import::build::Build;
 use crate::import::reason::Reason;
-use crate::op::{Binary, Compare, Unary, Value};
+use crate::op::{Binary, Compare, Dropout, Op, Unary, Value};
 use crate::tensor::DType;
 
 fn required(scope: &mut Scope<'_>, name: &'static str) -> Result<Operand, Reason> {
@@ -316,11 +316,14 @@ pub fn copy(scope: &mut Scope<'_>) -> Outputs {
     one(scope.broadcast(source, fact.shape)?)
 }
 
-/// Dropout as it is outside training. Inside, it needs random numbers, which pipec does not draw yet.
+/// Dropout: elements are dropped in training mode alone.
 pub fn dropout(scope: &mut Scope<'_>) -> Outputs {
     let p = scope.float("p", 0.5)?;
     if scope.flag("train", true)? && p != 0.0 {
-        return Err(Reason::Unsupported(format!("dropout with p = {p} in training mode")));
+        let (x, counter) = (scope.value("input")?, scope.counter()?);
+        let ratio = Dropout { ratio: p, stream: 0 };
+        let y = scope.add(Op::Dropout(ratio), &[x, counter])?;
+        return Ok(Made::Tensors(vec![Known::Value(y), Known::Absent("the mask of a dropout in training mode")]));
     }
     let known = match identity(scope)? {
         Made::Tensors(known) => known,

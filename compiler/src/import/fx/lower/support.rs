@@ -35,7 +35,7 @@ fn gather(graph: &Graph, missing: &mut BTreeMap<String, Missing>) {
     }
 }
 
-/// Whether the node is a dropout that does something.
+/// Whether the node drops elements in a way that no core op does.
 fn draws(node: &Node) -> bool {
     let argument = |name: &str| node.inputs.iter().find(|input| input.name == name).map(|input| &input.arg);
     let positive = |name: &str, default: f64| match argument(name) {
@@ -46,7 +46,7 @@ fn draws(node: &Node) -> bool {
     let trains = || !matches!(argument("train"), Some(Argument::AsBool(false)));
     let operator = table::name(&node.target);
     match operator.trim_end_matches('_') {
-        "dropout" | "native_dropout" | "alpha_dropout" | "feature_dropout" => trains() && positive("p", 0.5),
+        "alpha_dropout" | "feature_dropout" => trains() && positive("p", 0.5),
         "scaled_dot_product_attention" => positive("dropout_p", 0.0),
         _ => false,
     }

@@ -3,7 +3,7 @@
 use super::weight::dtype_of;
 use super::{Known, Outputs, Reason, Scope};
 use crate::import::build::Build;
-use crate::op::{Binary, Compare, Unary, Value};
+use crate::op::{Binary, Compare, Dropout, Op, Unary, Value};
 use crate::tensor::{DType, Tensor};
 
 fn one(value: Value) -> Outputs {
@@ -253,16 +253,20 @@ pub fn is_nan(scope: &mut Scope<'_>) -> Outputs {
     one(scope.unary(Unary::Not, same)?)
 }
 
-/// Dropout as it is outside training. Inside, it needs random numbers, which pipec does not draw yet.
+/// Dropout: elements are dropped in training mode alone.
 pub fn dropout(scope: &mut Scope<'_>) -> Outputs {
     let truth = |t: Option<Tensor>| t.is_some_and(|t| t.to_i64().iter().any(|v| *v != 0));
-    let ratio = |scope: &Scope<'_>| match scope.opset {
-        ..12 => scope.float("ratio", 0.5),
-        _ => Ok(scope.tensor(1, "the ratio")?.and_then(|t| t.to_f64().first().copied()).unwrap_or(0.5)),
-    };
-    if scope.opset >= 12 && truth(scope.tensor(2, "the training mode")?) && ratio(scope)? != 0.0 {
-        let ratio = ratio(scope)?;
-        return Err(Reason::Unsupported(format!("dropout with ratio {ratio} in training mode")));
+    if scope.opset >= 12 && truth(scope.tensor(2, "the training mode")?) {
+        let given = scope.tensor(1, "the ratio")?.and_then(|t| t.cast(DType::F32).to_f32().first().copied());
+        // As the shortest decimal that is this number: what was 0.1 in the source is 0.1 here.
+        let ratio = given.unwrap_or(0.5);
+        let ratio = ratio.to_string().parse().unwrap_or(f64::from(ratio));
+        if ratio != 0.0 {
+            let (x, counter) = (scope.value(0)?, scope.counter()?);
+            // Streams are numbered when it is known which dropouts are left.
+            let y = scope.add(Op::Dropout(Dropout { ratio, stream: 0 }), &[x, counter])?;
+            return Ok(vec![Known::Value(y), Known::Absent("the mask of a dropout in training mode")]);
+        }
     }
     let shape = scope.fact_of(0)?.shape;
     let mut outputs = identity(scope)?;

@@ -9,6 +9,7 @@ use super::weight::dtype_of;
 use crate::import::onnx::element::element_name;
 use crate::import::onnx::model::{Dim as SourceDim, ValueInfo};
 use crate::import::onnx::name::shown;
+use crate::op::dropout::COUNTER;
 use crate::tensor::dim::{Bindings, Dim, DimError, is_symbol};
 use crate::tensor::fact::Fact;
 use std::collections::BTreeMap;
@@ -34,6 +35,9 @@ pub enum InputError {
         /// Its code.
         elem_type: i32,
     },
+    /// A name that pipec gives to an input of its own.
+    #[error("an input is called `{COUNTER}`, which is the name of pipec's own counter; rename it")]
+    Reserved,
     /// A size of zero.
     #[error("input `{}` is empty: its axis {axis} has size zero", shown(name))]
     Empty {
@@ -102,6 +106,9 @@ pub struct Inputs {
 
 /// Reads the inputs of a model. `values` gives sizes to open dimensions, `axes` the batch axis of inputs by name.
 pub fn read(infos: &[ValueInfo], values: &Bindings, axes: &BTreeMap<String, usize>) -> Result<Inputs, InputError> {
+    if infos.iter().any(|info| info.name == COUNTER) {
+        return Err(InputError::Reserved);
+    }
     let mut symbols = Symbols::default();
     let facts = infos.iter().map(|info| fact(info, &mut symbols)).collect::<Result<Vec<_>, _>>()?;
     let by_name = |name: &str| infos.iter().position(|info| info.name == name);

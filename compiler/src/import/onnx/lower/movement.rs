@@ -49,7 +49,11 @@ pub fn met(a: &[Dim], b: &[Dim]) -> Result<Vec<Dim>, Reason> {
 /// The input stretched; where the shape asked for is smaller, the input's own size stays.
 pub fn expand(scope: &mut Scope<'_>) -> Outputs {
     let mut asked = scope.dims(1, "the shape")?.ok_or(Reason::Missing { slot: 1 })?;
-    let own = scope.fact_of(0)?.shape;
+    let opened = opened(scope, 0, &asked)?;
+    let own = match opened {
+        Some(value) => scope.fact(value).shape,
+        None => scope.fact_of(0)?.shape,
+    };
     // An axis that is not 1 in the file can only keep its size, so a constant there means that size, open or not.
     for (have, want) in own.iter().rev().zip(asked.iter_mut().rev()) {
         if have.known().is_none() && want.known().is_some() && have.substitute(scope.frozen)? == *want {
@@ -57,8 +61,45 @@ pub fn expand(scope: &mut Scope<'_>) -> Outputs {
         }
     }
     let shape = met(&own, &asked)?;
-    let x = scope.value(0)?;
+    let x = match opened {
+        Some(value) => value,
+        None => scope.value(0)?,
+    };
     scope.broadcast(x, shape).and_then(one)
+}
+
+/// Input `slot` with a size of 1 in place of the batch of a static export: a constant that has the size of the file
+/// where `asked`, aligned at the right, has the symbol, and says the same for every sample. `None` where that is not so.
+pub fn opened(scope: &mut Scope<'_>, slot: usize, asked: &[Dim]) -> Result<Option<Value>, Reason> {
+    let Some(Some(Known::Tensor(tensor))) = scope.inputs.get(slot) else { return Ok(None) };
+    let mut found = None;
+    for (at, want) in (0..tensor.shape().len()).rev().zip(asked.iter().rev()) {
+        let size = tensor.shape()[at];
+        let frozen = want.known().is_none() && size > 1 && want.substitute(scope.frozen)?.is(size as i64);
+        if let Some(sample) = if frozen { sample(tensor, at) } else { None } {
+            found = Some(sample);
+            break;
+        }
+    }
+    found.map(|sample| scope.constant(sample)).transpose()
+}
+
+/// The first entry along an axis, with a size of 1, if all entries are equal.
+fn sample(tensor: &Tensor, axis: usize) -> Option<Tensor> {
+    let mut shape = tensor.shape().to_vec();
+    let size = std::mem::replace(&mut shape[axis], 1);
+    let entry = shape[axis..].iter().product::<usize>() * tensor.dtype().size();
+    if entry == 0 || size == 0 {
+        return None;
+    }
+    let mut bytes = Vec::with_capacity(tensor.bytes().len() / size);
+    for entries in tensor.bytes().chunks_exact(entry * size) {
+        if entries.chunks_exact(entry).any(|e| e != &entries[..entry]) {
+            return None;
+        }
+        bytes.extend_from_slice(&entries[..entry]);
+    }
+    Tensor::new(tensor.dtype(), shape, bytes.into()).ok()
 }
 
 /// All inputs one behind the other.

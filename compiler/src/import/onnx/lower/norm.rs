@@ -1,12 +1,13 @@
 //! Normalisations.
 
 use super::attribute::axis;
+use super::slice::part;
 use super::window::with_bias;
 use super::{Known, Outputs, Reason, Scope};
 use crate::graph::MovingAverage;
 use crate::import::build::Build;
 use crate::import::onnx::name::shown;
-use crate::op::{BatchNorm, Binary, LayerNorm, Op, ReduceKind, Unary, Value};
+use crate::op::{BatchNorm, Binary, LayerNorm, Op, Pad, ReduceKind, Unary, Value};
 use crate::tensor::DType;
 use crate::tensor::dim::Dim;
 
@@ -94,6 +95,45 @@ pub fn group_norm(scope: &mut Scope<'_>) -> Outputs {
     let y = grouped(scope, x, Dim::Known(groups), epsilon)?;
     let y = with_bias(scope, Binary::Mul, y, scale)?;
     Ok(vec![Known::Value(with_bias(scope, Binary::Add, y, bias)?)])
+}
+
+/// The most channels that a local response reaches over; each is an op.
+const NEIGHBOURS: i64 = 256;
+
+/// `x/(bias + alpha/size·Σ x²)^beta`, the sum over the `size` channels around each, as far as there are any.
+pub fn local_response(scope: &mut Scope<'_>) -> Outputs {
+    let size = scope.int("size", 0)?;
+    if !(1..=NEIGHBOURS).contains(&size) {
+        let expected = "a number from 1 to 256";
+        return Err(Reason::Attribute { name: "size", found: size.to_string(), expected });
+    }
+    let (alpha, beta) = (scope.float("alpha", 1e-4)?, scope.float("beta", 0.75)?);
+    let bias = scope.float("bias", 1.0)?;
+    let x = scope.value(0)?;
+    let fact = scope.fact(x);
+    let Some(channels) = fact.shape.get(1) else {
+        return Err(Reason::Inputs(format!("its input {fact} has no channels")));
+    };
+    let square = scope.binary(Binary::Mul, x, x)?;
+    let around = |at: i64| {
+        let mut sizes = vec![Dim::Known(0); fact.rank()];
+        sizes[1] = Dim::Known(at);
+        sizes
+    };
+    // The extra channel of an even size lies behind.
+    let (low, high) = ((size - 1) / 2, size / 2);
+    let pad = Pad { low: around(low), high: around(high), interior: vec![0; fact.rank()], value: 0.0 };
+    let padded = scope.add(Op::Pad(pad), &[square])?;
+    let mut sum = part(scope, padded, 1, Dim::Known(0), channels.clone())?;
+    for shift in 1..size {
+        let begin = Dim::Known(shift);
+        let next = part(scope, padded, 1, begin.clone(), begin.add(channels)?)?;
+        sum = scope.binary(Binary::Add, sum, next)?;
+    }
+    let scaled = scope.with_number(Binary::Mul, sum, alpha / size as f64)?;
+    let shifted = scope.with_number(Binary::Add, scaled, bias)?;
+    let power = scope.with_number(Binary::Pow, shifted, beta)?;
+    Ok(vec![Known::Value(scope.binary(Binary::Div, x, power)?)])
 }
 
 /// Batch normalisation: with the statistics of the batch in training mode, else with the stored ones.

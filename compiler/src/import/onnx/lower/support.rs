@@ -68,7 +68,7 @@ fn why(model: &OnnxModel, node: &Node) -> Option<&'static str> {
     }
     Some(match node.op_type.as_str() {
         "If" | "Loop" | "Scan" => "control flow: what runs would depend on values",
-        "LSTM" | "GRU" | "RNN" => "recurrent layers are not supported yet",
+        "GRU" | "RNN" => "of the recurrent layers, LSTM alone is supported yet",
         "Bernoulli" | "Multinomial" | "RandomNormal" | "RandomNormalLike" | "RandomUniform" | "RandomUniformLike" => {
             "random numbers"
         }

@@ -2,7 +2,9 @@
 
 use super::elementwise as each;
 use super::reduce::{self, Around, reduce};
-use super::{Outputs, Scope, constant, gather, linear, loss, movement, norm, reshape, sequence, slice, window};
+use super::{
+    Outputs, Scope, constant, gather, linear, loss, movement, norm, recurrent, reshape, sequence, slice, window,
+};
 use crate::op::{Binary, Compare, ReduceKind, Unary};
 
 /// Lowers one node of an operator.
@@ -120,11 +122,13 @@ pub fn find(operator: &str) -> Option<Lower> {
         "Gemm" => linear::gemm,
         "MatMul" => linear::matmul,
         "MaxPool" => window::max_pool,
+        "LSTM" => recurrent::lstm,
         // Normalisations and losses.
         "BatchNormalization" => norm::batch_norm,
         "GroupNormalization" => norm::group_norm,
         "InstanceNormalization" => norm::instance_norm,
         "LayerNormalization" => norm::layer_norm,
+        "LRN" => norm::local_response,
         "NegativeLogLikelihoodLoss" => loss::negative_log_likelihood,
         "RMSNormalization" => norm::rms_norm,
         "SoftmaxCrossEntropyLoss" => loss::softmax_cross_entropy,

@@ -1,0 +1,354 @@
+//! A long short-term memory over a whole sequence, and its gradient.
+//!
+//! Hochreiter and Schmidhuber 1997, with the forget gate of Gers and others 2000 and the gates in PyTorch's order, i,
+//! f, g, o. With h and c of the step before (`h0` and `c0` at the first one), σ the logistic function:
+//!
+//!   a = x_t W_ihᵀ + b_ih + h W_hhᵀ + b_hh
+//!   i, f, o = σ(a_i), σ(a_f), σ(a_o);  g = tanh(a_g)
+//!   c_t = f c + i g,  h_t = o tanh(c_t)
+//!
+//! The gates after their functions and the cells are outputs so that the gradient need not compute them again. They
+//! carry no gradient themselves: what arrives there is ignored. Backward in time, with dh and dc from the step after:
+//!
+//!   dh += dy_t;  dc += dh o (1 - tanh²(c_t));  da_i = dc g i (1 - i),  da_f = dc c f (1 - f)
+//!   da_g = dc i (1 - g²),  da_o = dh tanh(c_t) o (1 - o);  dc = dc f,  dh = da W_hh
+//!   dx_t = da W_ih,  dW_ih = Σ daᵀ x_t,  dW_hh = Σ daᵀ h,  db = Σ da
+
+use super::layer_norm::same;
+use super::sample::{ramp, run};
+use super::unary::scalar;
+use super::*;
+
+/// The facts that follow from the sizes of a recurrent layer: time, batch, input, hidden.
+struct Sizes {
+    x: Fact,
+    hidden: Dim,
+    wide: Dim,
+}
+
+impl Sizes {
+    fn of(x: &Fact, w_hh: &Fact) -> Result<Sizes, FactError> {
+        if !x.dtype.is_float() {
+            return Err(FactError::DType { what: "the input", expected: "a float".into(), got: x.dtype });
+        }
+        if x.rank() != 3 {
+            return Err(FactError::Rank { what: "the input", expected: "3: time, batch, input".into(), got: x.rank() });
+        }
+        let [_, hidden] = w_hh.shape.as_slice() else {
+            return Err(FactError::Rank { what: "the hidden weight", expected: "2".into(), got: w_hh.rank() });
+        };
+        Ok(Sizes { x: x.clone(), hidden: hidden.clone(), wide: hidden.mul(&Dim::from(4usize))? })
+    }
+
+    fn fact(&self, shape: Vec<Dim>) -> Fact {
+        Fact::new(self.x.dtype, shape)
+    }
+
+    /// `[N, H]`
+    fn state(&self) -> Fact {
+        self.fact(vec![self.x.shape[1].clone(), self.hidden.clone()])
+    }
+
+    /// `[T, N, H]`, or four times as wide.
+    fn sequence(&self, width: &Dim) -> Fact {
+        self.fact(vec![self.x.shape[0].clone(), self.x.shape[1].clone(), width.clone()])
+    }
+
+    fn weights(&self, w_ih: &Fact, w_hh: &Fact) -> Result<(), FactError> {
+        let input = self.fact(vec![self.wide.clone(), self.x.shape[2].clone()]);
+        same("the input weight", w_ih, "four gates of the input", &input)?;
+        let hidden = self.fact(vec![self.wide.clone(), self.hidden.clone()]);
+        same("the hidden weight", w_hh, "four gates of the state", &hidden)
+    }
+}
+
+/// Multiplications of both products, forward; a fused multiply-add counts two flops.
+fn products(x: &Fact, w_hh: &Fact) -> f64 {
+    let rows = elements(x) / x.shape[2].known().unwrap_or(1).max(1) as f64;
+    let width = w_hh.shape[1].known().unwrap_or(0) as f64 + x.shape[2].known().unwrap_or(0) as f64;
+    2.0 * rows * w_hh.shape[0].known().unwrap_or(0) as f64 * width
+}
+
+impl Rule for Lstm {
+    fn name(&self) -> &'static str {
+        "lstm"
+    }
+
+    fn infer(&self, inputs: &[&Fact]) -> Result<Vec<Fact>, FactError> {
+        let [x, w_ih, w_hh, b_ih, b_hh, h0, c0] = inputs else {
+            return Err(FactError::Arity { expected: 7, got: inputs.len() });
+        };
+        let sizes = Sizes::of(x, w_hh)?;
+        sizes.weights(w_ih, w_hh)?;
+        let bias = sizes.fact(vec![sizes.wide.clone()]);
+        same("the input bias", b_ih, "one value a gate", &bias)?;
+        same("the hidden bias", b_hh, "one value a gate", &bias)?;
+        let state = sizes.state();
+        same("the first state", h0, "one state a row", &state)?;
+        same("the first cell", c0, "one state a row", &state)?;
+        let y = sizes.sequence(&sizes.hidden);
+        Ok(vec![y.clone(), state.clone(), state, sizes.sequence(&sizes.wide), y])
+    }
+
+    // The products; for each unit three sums at four gates, five functions, and four operations for c and h.
+    fn cost(&self, inputs: &[&Fact], outputs: &[Fact]) -> Cost {
+        let flops = products(inputs[0], inputs[2]) + 21.0 * elements(&outputs[0]);
+        Cost { flops, bytes: moved(inputs, outputs) }
+    }
+
+    fn backward(&self, at: Site<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
+        let [x, w_ih, w_hh, _, _, h0, c0] = at.inputs else { unreachable!("infer checks the arity") };
+        if at.d_outputs[..3].iter().all(Option::is_none) {
+            return vec![None; 7];
+        }
+        let mut arrived = Vec::with_capacity(3);
+        for (output, gradient) in at.outputs.iter().zip(&at.d_outputs[..3]) {
+            arrived.push(gradient.unwrap_or_else(|| zeros(out, *output)));
+        }
+        let kept = [*x, *w_ih, *w_hh, *h0, *c0, at.outputs[0], at.outputs[3], at.outputs[4]];
+        let inputs: Vec<Value> = arrived.into_iter().chain(kept).collect();
+        let all = out.emit_all(Op::LstmGrad(LstmGrad { reverse: self.reverse }), &inputs);
+        let [dx, dw_ih, dw_hh, db, dh0, dc0] = all[..] else { unreachable!("the gradient has six outputs") };
+        let gradients = [dx, dw_ih, dw_hh, db, db, dh0, dc0];
+        gradients.into_iter().zip(at.wanted).map(|(d, &wanted)| wanted.then_some(d)).collect()
+    }
+
+    fn reference(&self, inputs: &[View<'_>], outputs: &mut [ViewMut<'_>]) -> Result<(), KernelError> {
+        let [x, w_ih, w_hh, b_ih, b_hh, h0, c0] = inputs else { unreachable!("infer checks the arity") };
+        let [y, last_h, last_c, gates, cells] = outputs else { unreachable!("infer gives five outputs") };
+        let (steps, batch, width, hidden) = (x.shape[0], x.shape[1], x.shape[2], h0.shape[1]);
+        for n in 0..batch {
+            let mut h: Vec<f64> = (0..hidden).map(|j| h0.f64(n * hidden + j)).collect();
+            let mut c: Vec<f64> = (0..hidden).map(|j| c0.f64(n * hidden + j)).collect();
+            for t in order(steps, self.reverse) {
+                let row = t * batch + n;
+                let a: Vec<f64> = (0..4 * hidden)
+                    .map(|k| {
+                        let from_x: f64 = (0..width).map(|i| x.f64(row * width + i) * w_ih.f64(k * width + i)).sum();
+                        let from_h: f64 = (0..hidden).map(|j| h[j] * w_hh.f64(k * hidden + j)).sum();
+                        from_x + b_ih.f64(k) + from_h + b_hh.f64(k)
+                    })
+                    .collect();
+                for j in 0..hidden {
+                    let (i, f) = (logistic(a[j]), logistic(a[hidden + j]));
+                    let (g, o) = (a[2 * hidden + j].tanh(), logistic(a[3 * hidden + j]));
+                    c[j] = f * c[j] + i * g;
+                    h[j] = o * c[j].tanh();
+                    for (gate, value) in [i, f, g, o].into_iter().enumerate() {
+                        gates.set_f64((row * 4 + gate) * hidden + j, value);
+                    }
+                    cells.set_f64(row * hidden + j, c[j]);
+                    y.set_f64(row * hidden + j, h[j]);
+                }
+            }
+            for j in 0..hidden {
+                last_h.set_f64(n * hidden + j, h[j]);
+                last_c.set_f64(n * hidden + j, c[j]);
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Rule for LstmGrad {
+    fn name(&self) -> &'static str {
+        "lstm_grad"
+    }
+
+    fn infer(&self, inputs: &[&Fact]) -> Result<Vec<Fact>, FactError> {
+        let [dy, dh, dc, x, w_ih, w_hh, h0, c0, y, gates, cells] = inputs else {
+            return Err(FactError::Arity { expected: 11, got: inputs.len() });
+        };
+        let sizes = Sizes::of(x, w_hh)?;
+        sizes.weights(w_ih, w_hh)?;
+        let (state, sequence) = (sizes.state(), sizes.sequence(&sizes.hidden));
+        for (what, fact) in [
+            ("the gradient of the last state", dh),
+            ("the gradient of the last cell", dc),
+            ("the first state", h0),
+            ("the first cell", c0),
+        ] {
+            same(what, fact, "one state a row", &state)?;
+        }
+        for (what, fact) in [("the output gradient", dy), ("the output", y), ("the cells", cells)] {
+            same(what, fact, "one state a step", &sequence)?;
+        }
+        same("the gates", gates, "four gates a step", &sizes.sequence(&sizes.wide))?;
+        let bias = sizes.fact(vec![sizes.wide.clone()]);
+        Ok(vec![(*x).clone(), (*w_ih).clone(), (*w_hh).clone(), bias, state.clone(), state])
+    }
+
+    // Each product of the forward run has two here; for each unit about thirty operations between them.
+    fn cost(&self, inputs: &[&Fact], outputs: &[Fact]) -> Cost {
+        let flops = 2.0 * products(inputs[3], inputs[5]) + 30.0 * elements(inputs[0]);
+        Cost { flops, bytes: moved(inputs, outputs) }
+    }
+
+    // No second order, as for the norms.
+
+    fn reference(&self, inputs: &[View<'_>], outputs: &mut [ViewMut<'_>]) -> Result<(), KernelError> {
+        let [dy, last_dh, last_dc, x, w_ih, w_hh, h0, c0, y, gates, cells] = inputs else {
+            unreachable!("infer checks the arity")
+        };
+        let [dx, dw_ih, dw_hh, db, dh0, dc0] = outputs else { unreachable!("infer gives six outputs") };
+        let (steps, batch, width, hidden) = (x.shape[0], x.shape[1], x.shape[2], h0.shape[1]);
+        let mut sums = [vec![0.0; w_ih.len()], vec![0.0; w_hh.len()], vec![0.0; 4 * hidden]];
+        for n in 0..batch {
+            let mut dh: Vec<f64> = (0..hidden).map(|j| last_dh.f64(n * hidden + j)).collect();
+            let mut dc: Vec<f64> = (0..hidden).map(|j| last_dc.f64(n * hidden + j)).collect();
+            for t in order(steps, !self.reverse) {
+                let row = t * batch + n;
+                let before = before(t, steps, self.reverse).map(|t| (t * batch + n) * hidden);
+                let mut da = vec![0.0; 4 * hidden];
+                for j in 0..hidden {
+                    let gate = |k: usize| gates.f64((row * 4 + k) * hidden + j);
+                    let (i, f, g, o) = (gate(0), gate(1), gate(2), gate(3));
+                    let tanh_c = cells.f64(row * hidden + j).tanh();
+                    let c_before = before.map_or(c0.f64(n * hidden + j), |at| cells.f64(at + j));
+                    dh[j] += dy.f64(row * hidden + j);
+                    dc[j] += dh[j] * o * (1.0 - tanh_c * tanh_c);
+                    da[j] = dc[j] * g * i * (1.0 - i);
+                    da[hidden + j] = dc[j] * c_before * f * (1.0 - f);
+                    da[2 * hidden + j] = dc[j] * i * (1.0 - g * g);
+                    da[3 * hidden + j] = dh[j] * tanh_c * o * (1.0 - o);
+                    dc[j] *= f;
+                }
+                for i in 0..width {
+                    dx.set_f64(row * width + i, (0..4 * hidden).map(|k| da[k] * w_ih.f64(k * width + i)).sum());
+                }
+                for j in 0..hidden {
+                    dh[j] = (0..4 * hidden).map(|k| da[k] * w_hh.f64(k * hidden + j)).sum();
+                }
+                for (k, da) in da.into_iter().enumerate() {
+                    (0..width).for_each(|i| sums[0][k * width + i] += da * x.f64(row * width + i));
+                    for j in 0..hidden {
+                        let h = before.map_or(h0.f64(n * hidden + j), |at| y.f64(at + j));
+                        sums[1][k * hidden + j] += da * h;
+                    }
+                    sums[2][k] += da;
+                }
+            }
+            for j in 0..hidden {
+                dh0.set_f64(n * hidden + j, dh[j]);
+                dc0.set_f64(n * hidden + j, dc[j]);
+            }
+        }
+        for (d, sums) in [dw_ih, dw_hh, db].into_iter().zip(sums) {
+            sums.into_iter().enumerate().for_each(|(i, sum)| d.set_f64(i, sum));
+        }
+        Ok(())
+    }
+}
+
+/// The steps in the order in which they run.
+pub fn order(steps: usize, reverse: bool) -> impl Iterator<Item = usize> {
+    (0..steps).map(move |s| if reverse { steps - 1 - s } else { s })
+}
+
+/// The step that runs before `t`, if `t` is not the first one.
+pub fn before(t: usize, steps: usize, reverse: bool) -> Option<usize> {
+    if reverse { Some(t + 1).filter(|b| *b < steps) } else { t.checked_sub(1) }
+}
+
+fn logistic(x: f64) -> f64 {
+    1.0 / (1.0 + (-x).exp())
+}
+
+/// Zeros like a value, for a gradient that does not arrive.
+fn zeros(out: &mut dyn Emit, like: Value) -> Value {
+    let fact = out.fact(like);
+    let zero = out.emit(scalar(fact.dtype, 0.0), &[]);
+    out.emit(Op::Broadcast(Broadcast { shape: fact.shape }), &[zero])
+}
+
+fn inputs_of(steps: usize, batch: usize, width: usize, hidden: usize) -> Vec<Tensor> {
+    let wide = 4 * hidden;
+    let shapes: [&[usize]; 7] =
+        [&[steps, batch, width], &[wide, width], &[wide, hidden], &[wide], &[wide], &[batch, hidden], &[batch, hidden]];
+    shapes.iter().zip(1..).map(|(shape, seed)| ramp(shape, seed)).collect()
+}
+
+/// Small cases.
+pub fn samples() -> Vec<Sample> {
+    let cases = [
+        ("forward", [3, 2, 3, 2], false),
+        ("reverse", [3, 2, 2, 3], true),
+        ("one step", [1, 1, 4, 2], false),
+        ("one unit, a long sequence", [6, 1, 1, 1], true),
+    ];
+    let both = |(title, [steps, batch, width, hidden], reverse): (&'static str, [usize; 4], bool)| {
+        let inputs = inputs_of(steps, batch, width, hidden);
+        let forward = Lstm { reverse };
+        let saved = run(&forward, &inputs);
+        let gradients = [ramp(&[steps, batch, hidden], 8), ramp(&[batch, hidden], 9), ramp(&[batch, hidden], 10)];
+        let kept = [0, 1, 2, 5, 6].map(|i: usize| inputs[i].clone());
+        let made = [0, 3, 4].map(|i: usize| saved[i].clone());
+        let grad_inputs = gradients.into_iter().chain(kept).chain(made).collect();
+        let grad = Op::LstmGrad(LstmGrad { reverse });
+        [
+            Sample { title, op: Op::Lstm(forward), inputs, differentiate: (0..7).collect() },
+            Sample { title, op: grad, inputs: grad_inputs, differentiate: vec![] },
+        ]
+    };
+    cases.into_iter().flat_map(both).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    // The samples ask for the gradient of y alone; here all three results count.
+    #[test]
+    fn gradients_of_the_last_state_and_cell_are_slopes() {
+        for reverse in [false, true] {
+            let inputs: Vec<Tensor> = inputs_of(3, 2, 2, 2).iter().map(|t| t.cast(DType::F64)).collect();
+            let weights = [ramp(&[3, 2, 2], 20), ramp(&[2, 2], 21), ramp(&[2, 2], 22)].map(|t| t.cast(DType::F64));
+            let loss = |inputs: &[Tensor]| -> f64 {
+                let made = run(&Lstm { reverse }, inputs);
+                let dot =
+                    |(w, y): (&Tensor, &Tensor)| -> f64 { w.to_f64().iter().zip(y.to_f64()).map(|(w, y)| w * y).sum() };
+                weights.iter().zip(&made).map(dot).sum()
+            };
+            let made = run(&Lstm { reverse }, &inputs);
+            let kept = [0, 1, 2, 5, 6].map(|i: usize| inputs[i].clone());
+            let saved = [0, 3, 4].map(|i: usize| made[i].clone());
+            let all: Vec<Tensor> = weights.iter().cloned().chain(kept).chain(saved).collect();
+            let gradients = run(&LstmGrad { reverse }, &all);
+            for (slot, gradient) in [(0, 0), (1, 1), (2, 2), (3, 3), (4, 3), (5, 4), (6, 5)] {
+                let x = inputs[slot].to_f64();
+                for (at, slope) in gradients[gradient].to_f64().into_iter().enumerate() {
+                    let moved = |by: f64| {
+                        let (mut x, mut inputs) = (x.clone(), inputs.clone());
+                        x[at] += by;
+                        inputs[slot] = Tensor::from_f64(inputs[slot].shape(), &x);
+                        loss(&inputs)
+                    };
+                    let difference = (moved(1e-5) - moved(-1e-5)) / 2e-5;
+                    assert!((slope - difference).abs() < 1e-8, "input {slot}, {at}: {slope} is not {difference}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn no_step_gives_the_first_state_back() {
+        let inputs = inputs_of(0, 2, 3, 2);
+        let made = run(&Lstm { reverse: false }, &inputs);
+        assert_eq!((&made[1], &made[2]), (&inputs[5], &inputs[6]));
+    }
+
+    #[test]
+    fn shapes_and_errors() {
+        let dims = |text: &str| text.split_whitespace().map(|d| Dim::parse(d).unwrap()).collect::<Vec<_>>();
+        let fact = |text: &str| Fact::new(DType::F32, dims(text));
+        let all = ["t b 3", "8 3", "8 2", "8", "8", "b 2", "b 2"].map(fact);
+        let told = |facts: &[Fact]| Lstm { reverse: false }.infer(&facts.iter().collect::<Vec<_>>());
+        let shapes: Vec<String> = told(&all).unwrap().iter().map(Fact::to_string).collect();
+        assert_eq!(shapes, ["f32[t, b, 2]", "f32[b, 2]", "f32[b, 2]", "f32[t, b, 8]", "f32[t, b, 2]"]);
+        let mut wrong = all.clone();
+        wrong[3] = fact("4");
+        assert_eq!(told(&wrong).unwrap_err().to_string(), "the input bias is f32[4], one value a gate is f32[8]");
+        wrong[0] = fact("b 3");
+        assert!(told(&wrong).unwrap_err().to_string().contains("time, batch, input"));
+    }
+}

@@ -1,0 +1,34 @@
+//! Dropout: the mask is computed where it is used.
+
+use super::real::Real;
+use super::wide::wide;
+use super::{Fast, Layout};
+use bytemuck::{cast_slice, cast_slice_mut};
+use compiler::op::Dropout;
+use compiler::op::dropout::Mask;
+use compiler::tensor::DType;
+
+/// Dropout of all elements; its gradient is the same kernel.
+pub fn kernel(op: &Dropout, x: &Layout) -> Option<Fast> {
+    match x.dtype {
+        DType::F32 => Some(of::<f32>(*op)),
+        DType::F64 => Some(of::<f64>(*op)),
+        _ => None,
+    }
+}
+
+fn of<T: Real>(op: Dropout) -> Fast {
+    Fast::new(move |inputs, outputs, _| {
+        let counter = cast_slice::<u8, i64>(inputs[1])[0];
+        drop_out(cast_slice::<u8, T>(inputs[0]), op.mask(counter), op.scale(), cast_slice_mut(outputs[0]));
+        Ok(())
+    })
+}
+
+wide! {
+    fn drop_out[T: Real](x: &[T], mask: Mask, scale: f64, y: &mut [T]) {
+        for (i, (y, x)) in y.iter_mut().zip(x).enumerate() {
+            *y = if mask.keeps(i) { T::of(x.wide() * scale) } else { T::ZERO };
+        }
+    }
+}

@@ -1,0 +1,218 @@
+//! The long short-term memory and its gradient: products by `gemm`, one a step where the steps depend on each other,
+//! one for the whole sequence where they do not.
+
+use super::matmul::{Matrix, product};
+use super::movement::transpose_matrix;
+use super::real::Real;
+use super::wide::wide;
+use super::{ALIGNMENT, Fast, Layout};
+use bytemuck::{cast_slice, cast_slice_mut};
+use compiler::op::lstm::{before, order};
+use compiler::tensor::DType;
+
+/// Steps, rows of the batch, width of the input, units.
+#[derive(Clone, Copy)]
+struct Sizes {
+    steps: usize,
+    batch: usize,
+    width: usize,
+    hidden: usize,
+}
+
+impl Sizes {
+    fn of(x: &Layout, w_hh: &Layout) -> Option<Sizes> {
+        let (&[steps, batch, width], &[_, hidden]) = (x.shape.as_slice(), w_hh.shape.as_slice()) else { return None };
+        Some(Sizes { steps, batch, width, hidden })
+    }
+
+    /// The rows of step `t` in a sequence with this many columns.
+    fn step(self, t: usize, columns: usize) -> std::ops::Range<usize> {
+        t * self.batch * columns..(t + 1) * self.batch * columns
+    }
+}
+
+/// The forward run.
+pub fn kernel(reverse: bool, x: &Layout, w_hh: &Layout) -> Option<Fast> {
+    let sizes = Sizes::of(x, w_hh)?;
+    match x.dtype {
+        DType::F32 => Some(forward::<f32>(reverse, sizes)),
+        DType::F64 => Some(forward::<f64>(reverse, sizes)),
+        _ => None,
+    }
+}
+
+/// The gradient.
+pub fn grad(reverse: bool, x: &Layout, w_hh: &Layout) -> Option<Fast> {
+    let sizes = Sizes::of(x, w_hh)?;
+    match x.dtype {
+        DType::F32 => Some(backward::<f32>(reverse, sizes)),
+        DType::F64 => Some(backward::<f64>(reverse, sizes)),
+        _ => None,
+    }
+}
+
+fn plain<T>(values: &[T], row: usize) -> Matrix<'_, T> {
+    Matrix { values, strides: (row, 1) }
+}
+
+fn turned<T>(values: &[T], row: usize) -> Matrix<'_, T> {
+    Matrix { values, strides: (1, row) }
+}
+
+fn forward<T: Real>(reverse: bool, sizes: Sizes) -> Fast {
+    let Sizes { steps, batch, width, hidden } = sizes;
+    let wide = 4 * hidden;
+    let fast = Fast::new(move |inputs, outputs, workspace| {
+        let [x, w_ih, w_hh, b_ih, b_hh, h0, c0] = [0, 1, 2, 3, 4, 5, 6].map(|i| cast_slice::<u8, T>(inputs[i]));
+        let [y, last_h, last_c, gates, cells] = outputs else { unreachable!("an LSTM has five outputs") };
+        let [y, last_h, last_c] = [y, last_h, last_c].map(|o| cast_slice_mut::<u8, T>(o));
+        let [gates, cells] = [gates, cells].map(|o| cast_slice_mut::<u8, T>(o));
+        // Every step multiplies by this matrix, which is read row by row when it is laid out once.
+        let w_hh_turned = &mut cast_slice_mut::<u8, T>(workspace)[..hidden * wide];
+        transpose_matrix(w_hh, hidden, w_hh_turned, wide, [hidden, wide]);
+        product([steps * batch, wide, width], plain(x, width), turned(w_ih, width), gates, wide, false);
+        let (mut h, mut c): (&[T], &[T]) = (h0, c0);
+        let mut rest = Sequences { reverse, batch, y: &mut *y, cells: &mut *cells };
+        for t in order(steps, reverse) {
+            let gates = &mut gates[sizes.step(t, wide)];
+            product([batch, wide, hidden], plain(h, hidden), plain(w_hh_turned, wide), gates, wide, true);
+            let (step_y, step_cells) = rest.next(hidden);
+            for n in 0..batch {
+                let row = n * hidden..(n + 1) * hidden;
+                let (gates, c) = (&mut gates[n * wide..(n + 1) * wide], &c[row.clone()]);
+                cell(gates, b_ih, b_hh, c, &mut step_cells[row.clone()], &mut step_y[row]);
+            }
+            (h, c) = (step_y, step_cells);
+        }
+        last_h.copy_from_slice(h);
+        last_c.copy_from_slice(c);
+        Ok(())
+    });
+    fast.with_workspace(hidden * wide * size_of::<T>())
+}
+
+/// What is not yet written of y and of the cells, so that the step before can be read while the next one is written.
+struct Sequences<'a, T> {
+    reverse: bool,
+    batch: usize,
+    y: &'a mut [T],
+    cells: &'a mut [T],
+}
+
+impl<'a, T> Sequences<'a, T> {
+    fn next(&mut self, hidden: usize) -> (&'a mut [T], &'a mut [T]) {
+        let (size, reverse) = (self.batch * hidden, self.reverse);
+        let take = |from: &mut &'a mut [T]| {
+            let all = std::mem::take(from);
+            let (step, rest) = if reverse {
+                let (rest, step) = all.split_at_mut(all.len() - size);
+                (step, rest)
+            } else {
+                all.split_at_mut(size)
+            };
+            *from = rest;
+            step
+        };
+        (take(&mut self.y), take(&mut self.cells))
+    }
+}
+
+#[inline(always)]
+fn logistic<T: Real>(x: T) -> T {
+    T::ONE / (T::ONE + (-x).exp())
+}
+
+wide! {
+    // One row of the batch: gates hold x W_ihᵀ + h W_hhᵀ and get their values.
+    fn cell[T: Real](gates: &mut [T], b_ih: &[T], b_hh: &[T], c: &[T], new_c: &mut [T], y: &mut [T]) {
+        let hidden = c.len();
+        for ((a, b), b_hh) in gates.iter_mut().zip(b_ih).zip(b_hh) {
+            *a = *a + *b + *b_hh;
+        }
+        let (sigmoid, rest) = gates.split_at_mut(2 * hidden);
+        let (g, o) = rest.split_at_mut(hidden);
+        sigmoid.iter_mut().for_each(|a| *a = logistic(*a));
+        g.iter_mut().for_each(|a| *a = a.tanh());
+        o.iter_mut().for_each(|a| *a = logistic(*a));
+        let (i, f) = sigmoid.split_at(hidden);
+        for j in 0..hidden {
+            let c = f[j] * c[j] + i[j] * g[j];
+            new_c[j] = c;
+            y[j] = o[j] * c.tanh();
+        }
+    }
+}
+
+fn backward<T: Real>(reverse: bool, sizes: Sizes) -> Fast {
+    let Sizes { steps, batch, width, hidden } = sizes;
+    let (wide, rows) = (4 * hidden, steps * batch);
+    let sums_bytes = (wide * size_of::<f64>()).next_multiple_of(ALIGNMENT);
+    let fast = Fast::new(move |inputs, outputs, workspace| {
+        let [dy, last_dh, last_dc, x, w_ih, w_hh] = [0, 1, 2, 3, 4, 5].map(|i| cast_slice::<u8, T>(inputs[i]));
+        let [h0, c0, y, gates, cells] = [6, 7, 8, 9, 10].map(|i| cast_slice::<u8, T>(inputs[i]));
+        let [dx, dw_ih, dw_hh, db, dh, dc] = outputs else { unreachable!("its gradient has six outputs") };
+        let [dx, dw_ih, dw_hh] = [dx, dw_ih, dw_hh].map(|o| cast_slice_mut::<u8, T>(o));
+        let [db, dh, dc] = [db, dh, dc].map(|o| cast_slice_mut::<u8, T>(o));
+        let (sums, rest) = workspace.split_at_mut(sums_bytes);
+        let sums = &mut cast_slice_mut::<u8, f64>(sums)[..wide];
+        let da = &mut cast_slice_mut::<u8, T>(rest)[..rows * wide];
+        dh.copy_from_slice(last_dh);
+        dc.copy_from_slice(last_dc);
+        for t in order(steps, !reverse) {
+            let c_before = before(t, steps, reverse).map_or(c0, |t| &cells[sizes.step(t, hidden)]);
+            let da = &mut da[sizes.step(t, wide)];
+            let (gates, cells) = (&gates[sizes.step(t, wide)], &cells[sizes.step(t, hidden)]);
+            let dy = &dy[sizes.step(t, hidden)];
+            for n in 0..batch {
+                let (row, four) = (n * hidden..(n + 1) * hidden, n * wide..(n + 1) * wide);
+                let (dh, dc) = (&dh[row.clone()], &mut dc[row.clone()]);
+                let (cells, c_before) = (&cells[row.clone()], &c_before[row.clone()]);
+                cell_grad(&dy[row], dh, dc, &gates[four.clone()], cells, c_before, &mut da[four]);
+            }
+            product([batch, hidden, wide], plain(da, wide), plain(w_hh, hidden), dh, hidden, false);
+        }
+        let da = &*da;
+        product([rows, width, wide], plain(da, wide), plain(w_ih, width), dx, width, false);
+        product([wide, width, rows], turned(da, wide), plain(x, width), dw_ih, width, false);
+        // All steps but the first one read the y of the step before, which lies beside them.
+        let first = if reverse { steps.saturating_sub(1) } else { 0 };
+        let (later, earlier) = if reverse { (0, batch) } else { (batch, 0) };
+        let others = rows.saturating_sub(batch);
+        let (da_later, y_earlier) = (&da[(later * wide).min(da.len())..], &y[(earlier * hidden).min(y.len())..]);
+        product([wide, hidden, others], turned(da_later, wide), plain(y_earlier, hidden), dw_hh, hidden, false);
+        if steps > 0 {
+            let da = &da[sizes.step(first, wide)];
+            product([wide, hidden, batch], turned(da, wide), plain(h0, hidden), dw_hh, hidden, true);
+        }
+        sums.fill(0.0);
+        for row in da.chunks_exact(wide.max(1)) {
+            sums.iter_mut().zip(row).for_each(|(sum, d)| *sum += d.wide());
+        }
+        db.iter_mut().zip(&*sums).for_each(|(d, sum)| *d = T::of(*sum));
+        Ok(())
+    });
+    fast.with_workspace(sums_bytes + rows * wide * size_of::<T>())
+}
+
+wide! {
+    // One row of the batch; dc becomes that of the step before.
+    fn cell_grad[T: Real](dy: &[T], dh: &[T], dc: &mut [T], gates: &[T], c: &[T], c_before: &[T], da: &mut [T]) {
+        let hidden = c.len();
+        let (i, rest) = gates.split_at(hidden);
+        let (f, rest) = rest.split_at(hidden);
+        let (g, o) = rest.split_at(hidden);
+        let (da_i, rest) = da.split_at_mut(hidden);
+        let (da_f, rest) = rest.split_at_mut(hidden);
+        let (da_g, da_o) = rest.split_at_mut(hidden);
+        for j in 0..hidden {
+            let tanh_c = c[j].tanh();
+            let d = dh[j] + dy[j];
+            let d_cell = dc[j] + d * o[j] * (T::ONE - tanh_c * tanh_c);
+            da_i[j] = d_cell * g[j] * i[j] * (T::ONE - i[j]);
+            da_f[j] = d_cell * c_before[j] * f[j] * (T::ONE - f[j]);
+            da_g[j] = d_cell * i[j] * (T::ONE - g[j] * g[j]);
+            da_o[j] = d * tanh_c * o[j] * (T::ONE - o[j]);
+            dc[j] = d_cell * f[j];
+        }
+    }
+}
