@@ -216,8 +216,8 @@ impl Rule for LstmGrad {
                 for i in 0..width {
                     dx.set_f64(row * width + i, (0..4 * hidden).map(|k| da[k] * w_ih.f64(k * width + i)).sum());
                 }
-                for j in 0..hidden {
-                    dh[j] = (0..4 * hidden).map(|k| da[k] * w_hh.f64(k * hidden + j)).sum();
+                for (j, dh) in dh.iter_mut().enumerate() {
+                    *dh = (0..4 * hidden).map(|k| da[k] * w_hh.f64(k * hidden + j)).sum();
                 }
                 for (k, da) in da.into_iter().enumerate() {
                     (0..width).for_each(|i| sums[0][k * width + i] += da * x.f64(row * width + i));
