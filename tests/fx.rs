@@ -142,6 +142,7 @@ fn nodes_say_which_module_they_come_from() {
 /// Hostile files that must still import; the others must be refused with words that the manifest expects.
 #[test]
 fn hostile_archives_are_refused_in_words() {
+    // Names that lead out of a folder must come to nothing.
     let Some(folder) = data("hostile") else { return };
     let manifest = std::fs::read_to_string(folder.join("MANIFEST.tsv")).unwrap();
     for row in manifest.lines().skip(1).filter(|row| row.starts_with("pt2/")) {
