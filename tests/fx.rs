@@ -5,8 +5,8 @@ use compiler::graph::evaluate::evaluate;
 use compiler::graph::verify::verify;
 use compiler::import::import::{Batch, Model, Options, Weight, load};
 use compiler::op::Op;
-use compiler::tensor::dim::Bindings;
 use compiler::tensor::Tensor;
+use compiler::tensor::dim::Bindings;
 use runtime::data::npz;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -58,8 +58,7 @@ fn cross_entropy(logits: &Tensor, target: &Tensor) -> f64 {
 }
 
 fn names(model: &Model, wanted: fn(&Op) -> Option<&String>) -> Vec<String> {
-    let mut names: Vec<String> =
-        model.graph.ids().filter_map(|id| wanted(&model.graph.node(id).op).cloned()).collect();
+    let mut names: Vec<String> = model.graph.ids().filter_map(|id| wanted(&model.graph.node(id).op).cloned()).collect();
     names.sort();
     names
 }
@@ -85,9 +84,9 @@ fn parity_models_give_the_loss_of_pytorch() {
                 _ => None,
             });
             let mut given = BTreeMap::new();
-            for input in inputs {
-                let value = if input == "target" || input == "t" { target.clone() } else { x.clone() };
-                given.insert(input, value);
+            // The data come first, then the target.
+            for (input, value) in inputs.zip([&x, &target]) {
+                given.insert(input, value.clone());
             }
             let results = results(&model, size, &given);
             let loss = match results[0].shape() {
@@ -143,6 +142,7 @@ fn nodes_say_which_module_they_come_from() {
 /// Hostile files that must still import; the others must be refused with words that the manifest expects.
 #[test]
 fn hostile_archives_are_refused_in_words() {
+    // Names that lead out of a folder must come to nothing.
     let Some(folder) = data("hostile") else { return };
     let manifest = std::fs::read_to_string(folder.join("MANIFEST.tsv")).unwrap();
     for row in manifest.lines().skip(1).filter(|row| row.starts_with("pt2/")) {
@@ -185,7 +185,7 @@ fn networks_import_or_say_what_they_need() {
                     _ => 0,
                 };
                 let count: usize = model.graph.ids().map(elements).sum();
-                println!("{name}: {} nodes, {count} parameters, {:?}, {:?}", model.graph.len(), model.batch, model.warnings);
+                println!("{name}: {} nodes, {count} parameters, {:?}", model.graph.len(), model.batch);
                 assert!(model.warnings.iter().any(|w| w.contains("lacks the values")), "{:?}", model.warnings);
                 let known = [("resnet50", 25_557_032), ("densenet121", 7_978_856)];
                 for (of, want) in known.into_iter().filter(|(of, _)| name.starts_with(of)) {

@@ -4,6 +4,7 @@
 //! before it is used. Names never become paths: an entry that is called `../../x` is just an entry nobody asks for.
 
 use crate::import::fx::error::FxError;
+use crate::import::onnx::name::shown;
 use bytes::Bytes;
 use std::collections::BTreeMap;
 use std::io::Cursor;
@@ -11,6 +12,9 @@ use zip::{CompressionMethod, ZipArchive};
 
 /// The most entries that are looked at. The largest models have some thousand weights.
 const MOST_ENTRIES: usize = 1 << 20;
+
+/// The most bytes of an entry whose checksum is verified. Weights are not read before they are used.
+const CHECKED: usize = 1 << 24;
 
 /// An opened archive.
 #[derive(Debug)]
@@ -22,7 +26,7 @@ pub struct Archive {
 impl Archive {
     /// Opens the archive that these bytes are.
     pub fn open(bytes: &Bytes) -> Result<Archive, FxError> {
-        let zip = ZipArchive::new(Cursor::new(&bytes[..])).map_err(|e| FxError::Zip(e.to_string()))?;
+        let mut zip = ZipArchive::new(Cursor::new(&bytes[..])).map_err(|e| FxError::Zip(e.to_string()))?;
         if zip.len() > MOST_ENTRIES {
             return Err(FxError::Zip(format!("{} entries, more than {MOST_ENTRIES}", zip.len())));
         }
@@ -35,22 +39,29 @@ impl Archive {
             let name = String::from_utf8_lossy(entry.name_raw()).into_owned();
             let header = entry.header_start();
             if entry.compression() != CompressionMethod::Stored || entry.encrypted() {
-                found.insert(name.clone(), Err(FxError::Compressed { entry: name }));
+                found.insert(name.clone(), (at, Err(FxError::Compressed { entry: name })));
                 continue;
             }
             let slice =
                 slice(bytes, header, entry.compressed_size()).filter(|_| entry.size() == entry.compressed_size());
             let content = slice.ok_or_else(|| FxError::EntrySize { entry: name.clone(), size: entry.size() });
-            found.insert(name, content);
+            found.insert(name, (at, content));
         }
         let folder = folder(found.keys())?;
         let mut entries = BTreeMap::new();
-        for (name, content) in found {
-            // Only the archive's own folder matters, and of it not the sample inputs: those are pickles.
-            match name.strip_prefix(&folder).and_then(|n| n.strip_prefix('/')) {
-                Some(inner) if !inner.starts_with("data/sample_inputs/") => entries.insert(inner.to_string(), content?),
-                _ => None,
-            };
+        for (name, (at, content)) in found {
+            let Some(inner) = name.strip_prefix(&folder).and_then(|n| n.strip_prefix('/')) else { continue };
+            let values = inner.starts_with("data/weights/") || inner.starts_with("data/constants/");
+            let content = content?;
+            if content.len() <= CHECKED && (!values || inner.ends_with(".json")) {
+                let summed = zip.by_index(at).map_err(std::io::Error::from);
+                let summed = summed.and_then(|mut entry| std::io::copy(&mut entry, &mut std::io::sink()));
+                summed.map_err(|e| FxError::Zip(format!("entry `{}`: {e}", shown(inner))))?;
+            }
+            // Sample inputs are pickles: their checksum is all that is ever looked at.
+            if !inner.starts_with("data/sample_inputs/") {
+                entries.insert(inner.to_string(), content);
+            }
         }
         Ok(Archive { entries })
     }

@@ -83,9 +83,9 @@ pub fn conv(scope: &mut Scope<'_>) -> Outputs {
         Some(crate::import::fx::schema::Argument::AsString(mode)) => match mode.as_str() {
             "valid" => {}
             "same" if window.strides.iter().all(|s| *s == 1) => {
-                for axis in 0..axes {
+                for (axis, size) in kernel.iter().enumerate() {
                     // The odd element of padding, if there is one, goes behind.
-                    let total = window.dilations[axis].saturating_mul(kernel[axis] - 1);
+                    let total = window.dilations[axis].saturating_mul(size - 1);
                     (window.pads_begin[axis], window.pads_end[axis]) = (total / 2, total - total / 2);
                 }
             }
