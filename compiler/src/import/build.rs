@@ -3,9 +3,7 @@
 use crate::graph::{Graph, Origin};
 use crate::import::reason::Reason;
 use crate::op::dropout::COUNTER;
-use crate::op::{
-    Binary, Broadcast, Compare, Constant, Input, Op, Reduce, ReduceKind, Reshape, Select, Unary, Value,
-};
+use crate::op::{Binary, Broadcast, Compare, Constant, Input, Op, Reduce, ReduceKind, Reshape, Select, Unary, Value};
 use crate::tensor::dim::Dim;
 use crate::tensor::fact::Fact;
 use crate::tensor::{DType, Tensor};
@@ -63,7 +61,8 @@ pub trait Build {
 
     /// The counter of dropouts: an input that the source model does not have, one for the whole graph.
     fn counter(&mut self) -> Result<Value, Reason> {
-        let known = self.graph().ids().find(|id| matches!(&self.graph().node(*id).op, Op::Input(i) if i.name == COUNTER));
+        let known =
+            self.graph().ids().find(|id| matches!(&self.graph().node(*id).op, Op::Input(i) if i.name == COUNTER));
         match known {
             Some(node) => Ok(Value { node, output: 0 }),
             None => self.add(Op::Input(Input { name: COUNTER.to_string(), fact: Fact::of(DType::I64, &[]) }), &[]),

@@ -6,11 +6,11 @@
 //! order of the core op, pieces that lie beside each other are one again, and one that is a whole parameter is that
 //! parameter, without any copy.
 
-use crate::import::build::Build;
 use super::movement::opened;
 use super::slice::part;
 use super::{Known, Outputs, Reason, Scope};
 use crate::graph::Graph;
+use crate::import::build::Build;
 use crate::import::onnx::proto::attribute_proto::AttributeType;
 use crate::op::{Concat, Lstm, Op, Value};
 use crate::tensor::dim::Dim;
