@@ -65,7 +65,10 @@ pub trait Build {
             self.graph().ids().find(|id| matches!(&self.graph().node(*id).op, Op::Input(i) if i.name == COUNTER));
         match known {
             Some(node) => Ok(Value { node, output: 0 }),
-            None => self.add(Op::Input(Input { name: COUNTER.to_string(), fact: Fact::of(DType::I64, &[]) }), &[]),
+            None => {
+                let op = Op::Input(Input { name: COUNTER.to_string(), fact: Fact::of(DType::I64, &[]) });
+                Ok(Value { node: self.graph_mut().add(op, &[], &Origin::default())?, output: 0 })
+            }
         }
     }
 
