@@ -52,7 +52,7 @@ pub struct Arguments {
     /// Seed of the weights, the split of the data and its order
     #[arg(long, value_name = "N", default_value_t = 0)]
     seed: u64,
-    /// Times through the training data [default: 20 for cnn, 60 for mlp]
+    /// Times through the training data [default: 20 for cnn, 120 for mlp]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=10_000))]
     epochs: Option<u32>,
     /// Step length [default: 0.03]
@@ -80,7 +80,7 @@ impl Choice {
     fn usual(self) -> (u32, f64) {
         match self {
             Choice::Cnn => (20, 0.03),
-            Choice::Mlp => (60, 0.03),
+            Choice::Mlp => (120, 0.03),
         }
     }
 }
