@@ -45,6 +45,13 @@ pub struct Node {
     pub origin: Origin,
 }
 
+impl Node {
+    /// What a user knows it by: its source node, or its own name where there is none.
+    pub fn told(&self) -> &str {
+        if self.origin.source.is_empty() { &self.name } else { &self.origin.source }
+    }
+}
+
 /// A tensor on its way from output `output` of one node to input `input` of another.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Edge {

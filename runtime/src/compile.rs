@@ -225,7 +225,7 @@ fn check_sizes(graph: &Graph) -> Result<(), CompileError> {
     let available = memory::available().unwrap_or(1 << 40);
     for id in graph.ids() {
         let node = graph.node(id);
-        let told = || if node.origin.source.is_empty() { node.name.clone() } else { node.origin.source.clone() };
+        let told = || node.told().to_string();
         for fact in &node.facts {
             match fact.bytes() {
                 None => return Err(CompileError::Symbolic { node: told(), fact: fact.to_string() }),
@@ -547,7 +547,7 @@ fn step(graph: &Graph, id: NodeId, kernel: Kernel, layout: &Layout, place: impl 
     let workspace =
         Place { slot: Slot::Arena(layout.workspace.get(&id).copied().unwrap_or(0)), bytes: kernel.workspace() };
     let node = graph.node(id);
-    let told = if node.origin.source.is_empty() { node.name.clone() } else { node.origin.source.clone() };
+    let told = node.told().to_string();
     let inputs = graph.inputs(id).iter().map(&place).collect();
     let outputs = graph.values(id).iter().map(&place).collect();
     Step { kernel, inputs, outputs, workspace, node: told }

@@ -1,6 +1,6 @@
 //! Gives symbolic dims their values.
 
-use super::{AddError, Graph, Node, order};
+use super::{AddError, Graph, order};
 use crate::op::NodeId;
 use crate::op::table::{dims_mut, rule};
 use crate::tensor::dim::{Bindings, DimError};
@@ -32,7 +32,7 @@ pub enum BindError {
 pub fn bind(graph: &Graph, bindings: &Bindings) -> Result<Graph, BindError> {
     let mut bound = graph.clone();
     for id in order::canonical(graph) {
-        let name = told(bound.node(id));
+        let name = bound.node(id).told().to_string();
         let node = bound.node_mut(id);
         for dim in dims_mut(&mut node.op) {
             *dim = dim.substitute(bindings).map_err(|fault| BindError::Dim { node: name.clone(), fault })?;
@@ -57,8 +57,4 @@ pub fn symbols(graph: &Graph) -> Vec<String> {
     found.sort();
     found.dedup();
     found
-}
-
-fn told(node: &Node) -> String {
-    if node.origin.source.is_empty() { node.name.clone() } else { node.origin.source.clone() }
 }

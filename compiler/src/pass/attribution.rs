@@ -131,8 +131,8 @@ fn check_sizes(graph: &Graph) -> Result<(), AttributionError> {
         let node = graph.node(id);
         let unknown = |fact: &&crate::tensor::fact::Fact| fact.bytes().is_none() || fact.concrete().is_none();
         if let Some(fact) = node.facts.iter().find(unknown) {
-            let told = if node.origin.source.is_empty() { &node.name } else { &node.origin.source };
-            return Err(AttributionError::Size { node: told.clone(), fact: fact.to_string() });
+            let told = node.told();
+            return Err(AttributionError::Size { node: told.to_string(), fact: fact.to_string() });
         }
     }
     Ok(())

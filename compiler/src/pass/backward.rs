@@ -136,7 +136,7 @@ impl<'a> Joint<'a> {
         }
         let refused = (0..outputs.len()).find(|&o| d_outputs[o].is_some() && !rule(&node.op).takes_gradient(o));
         if let Some(output) = refused {
-            let told = if node.origin.source.is_empty() { node.name } else { node.origin.source };
+            let told = node.told().to_string();
             return Err(BackwardError::NoRule { node: told, op: rule(&node.op).name().to_string(), output });
         }
         let inputs = self.graph.inputs(id);

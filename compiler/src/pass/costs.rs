@@ -4,7 +4,7 @@
 //! zero at first, from a profile of the same graph.
 
 use super::attribution::Attribution;
-use crate::graph::{Graph, Node, order};
+use crate::graph::{Graph, order};
 use crate::op::table::rule;
 use crate::op::{NodeId, Op, Value};
 use crate::profile::Profile;
@@ -55,7 +55,7 @@ pub fn cost_graph(graph: &Graph, attribution: &Attribution) -> CostGraph {
         let values = graph.values(id);
         costs.ops.push(OpCost {
             id: i as u32,
-            name: told(node).to_string(),
+            name: node.told().to_string(),
             module: node.origin.module.clone(),
             op: rule(&node.op).name().to_string(),
             saved_bytes: attribution.saved_bytes[i],
@@ -69,8 +69,8 @@ pub fn cost_graph(graph: &Graph, attribution: &Attribution) -> CostGraph {
                 continue;
             }
             let name = match value.output {
-                0 => told(node).to_string(),
-                n => format!("{}#{n}", told(node)),
+                0 => node.told().to_string(),
+                n => format!("{}#{n}", node.told()),
             };
             costs.tensors.push(TensorCost { name, producer: OpId(i as u32), bytes: size(value), consumers });
         }
@@ -110,11 +110,6 @@ fn joins(graph: &Graph, attribution: &Attribution, readers: &dyn Fn(Value) -> Ve
         joins[op] = leads[op].or(last);
     }
     joins
-}
-
-/// The name that users know a node by.
-pub fn told(node: &Node) -> &str {
-    if node.origin.source.is_empty() { &node.name } else { &node.origin.source }
 }
 
 /// The element type that a model computes in: that of its first float parameter, else of its first float value.

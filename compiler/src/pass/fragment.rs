@@ -208,10 +208,7 @@ impl Cut<'_> {
 
     /// The nodes that stand in the fragment: the stage's own, and every source and constant op that they read.
     fn needed(&self) -> Result<HashSet<NodeId>, FragmentError> {
-        let name = |id: NodeId| {
-            let node = self.graph.node(id);
-            if node.origin.source.is_empty() { node.name.clone() } else { node.origin.source.clone() }
-        };
+        let name = |id: NodeId| self.graph.node(id).told().to_string();
         let own: Vec<NodeId> =
             self.order.iter().copied().filter(|id| self.place.get(id) == Some(&self.stage)).collect();
         if own.is_empty() {
