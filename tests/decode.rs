@@ -17,7 +17,7 @@ use onnx_protobuf::Message;
 #[test]
 fn both_decoders_agree_on_the_zoo() {
     for entry in ENTRIES {
-        let bytes = to_bytes(&build(entry.name, &Options::default()).unwrap());
+        let bytes = to_bytes(&build(entry.name, &entry.small()).unwrap().model);
         let ours = parse(bytes.clone().into(), None).unwrap();
         agree(entry.name, &ours, &other::ModelProto::parse_from_bytes(&bytes).unwrap());
     }
@@ -106,7 +106,8 @@ fn hostile_files_are_refused_with_a_reason_and_odd_ones_are_read() {
 /// Every way to cut or to flip a byte of a model ends in a model or in an error, never in a panic.
 #[test]
 fn damaged_models_never_panic() {
-    let bytes = to_bytes(&build("mlp", &Options { hidden: Some(3), inputs: Some(2), ..Options::default() }).unwrap());
+    let tiny = Options::default().number("hidden", 3).number("inputs", 2);
+    let bytes = to_bytes(&build("mlp", &tiny).unwrap().model);
     for cut in 0..bytes.len() {
         let _ = parse(bytes[..cut].to_vec().into(), None);
     }
@@ -161,7 +162,8 @@ fn weights_are_mapped_and_not_read() {
 
 /// y = x + w, with w of `elements` f32 in the file at `location`.
 fn external_model(location: &str, elements: u64) -> proto::ModelProto {
-    let mut model = build("mlp", &Options { hidden: Some(1), inputs: Some(1), ..Options::default() }).unwrap();
+    let tiny = Options::default().number("hidden", 1).number("inputs", 1);
+    let mut model = build("mlp", &tiny).unwrap().model;
     let graph = model.graph.as_mut().unwrap();
     let w = &mut graph.initializer[0];
     w.dims = vec![elements as i64];

@@ -13,16 +13,19 @@
 //! ```
 //!
 //! A module path `blocks.0.fc` gives nodes `/blocks.0/fc/Gemm`: a number joins its list's name, as exporters write a
-//! `ModuleList`. Results are called `NODE_output_0`. Weights are uniform and follow from the seed and the parameter's
-//! name alone; see `random`.
+//! `ModuleList`. The path is also told as metadata, as newer exporters do. Results are called `NODE_output_0`. Weights
+//! are uniform and follow from the seed and the parameter's name alone; see `random`.
+//!
+//! [`Builder::structure`] builds the same graph without weights: every parameter is external data in a file that does
+//! not exist, at the place where it would be. Its size then follows from the number of nodes alone.
 
 use std::collections::HashMap;
 
-use compiler::import::onnx::proto::tensor_proto::DataType;
+use compiler::import::onnx::proto::tensor_proto::{DataLocation, DataType};
 use compiler::import::onnx::proto::tensor_shape_proto::{Dimension, dimension};
 use compiler::import::onnx::proto::{
-    AttributeProto, GraphProto, ModelProto, NodeProto, OperatorSetIdProto, TensorProto, TensorShapeProto, TypeProto,
-    ValueInfoProto, type_proto,
+    AttributeProto, GraphProto, ModelProto, NodeProto, OperatorSetIdProto, StringStringEntryProto, TensorProto,
+    TensorShapeProto, TypeProto, ValueInfoProto, type_proto,
 };
 
 use crate::random::Stream;
@@ -31,6 +34,8 @@ use crate::random::Stream;
 pub const IR_VERSION: i64 = 10;
 /// The version of the standard operators that is written.
 pub const OPSET: i64 = 20;
+/// Where the weights of a model without weights would be.
+pub const LEFT_OUT: &str = "weights-left-out.bin";
 
 /// A tensor in the graph being built, by its name.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -59,13 +64,26 @@ pub enum Init {
     Xavier,
     /// Uniform with this standard deviation: ±√3 · deviation.
     Deviation(f64),
+    /// Uniform in ± this bound.
+    Within(f64),
+}
+
+/// How much a model has.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Counts {
+    /// Elements that are trained.
+    pub parameters: u128,
+    /// Elements of running statistics.
+    pub statistics: u128,
 }
 
 /// An ONNX model under construction.
 #[derive(Debug)]
 pub struct Builder {
     graph: GraphProto,
-    seed: u64,
+    /// Of the initial weights; `None` leaves them out.
+    seed: Option<u64>,
+    counts: Counts,
     /// How many nodes have each stem, so that the second is `_1`.
     names: HashMap<String, usize>,
 }
@@ -73,8 +91,18 @@ pub struct Builder {
 impl Builder {
     /// An empty graph called `name`, its parameters drawn from `seed`.
     pub fn new(name: &str, seed: u64) -> Self {
+        Self { seed: Some(seed), ..Self::structure(name) }
+    }
+
+    /// An empty graph called `name`, its parameters left out.
+    pub fn structure(name: &str) -> Self {
         let graph = GraphProto { name: Some(name.to_owned()), ..Default::default() };
-        Self { graph, seed, names: HashMap::new() }
+        Self { graph, seed: None, counts: Counts::default(), names: HashMap::new() }
+    }
+
+    /// How much there is so far.
+    pub fn counts(&self) -> Counts {
+        self.counts
     }
 
     /// A graph input of f32.
@@ -89,13 +117,29 @@ impl Builder {
         Value(name.to_owned())
     }
 
-    /// A parameter, or a running statistic: an f32 initializer.
+    /// A parameter: an f32 initializer.
     pub fn parameter(&mut self, name: &str, dims: &[usize], init: Init) -> Value {
+        self.counts.parameters += elements(dims);
+        self.initializer(name, dims, init)
+    }
+
+    /// A running statistic: an f32 initializer that the forward pass replaces.
+    pub fn statistic(&mut self, name: &str, dims: &[usize], init: Init) -> Value {
+        self.counts.statistics += elements(dims);
+        self.initializer(name, dims, init)
+    }
+
+    fn initializer(&mut self, name: &str, dims: &[usize], init: Init) -> Value {
+        let Some(seed) = self.seed else {
+            let before = 4 * (self.counts.parameters + self.counts.statistics - elements(dims));
+            self.graph.initializer.push(left_out(name, dims, before));
+            return Value(name.to_owned());
+        };
         let count: usize = dims.iter().product();
         let fan_in = dims.iter().skip(1).product::<usize>() as f64;
         let fan_out =
             dims.iter().enumerate().filter(|(axis, _)| *axis != 1).map(|(_, dim)| dim).product::<usize>() as f64;
-        let stream = Stream::new(self.seed, name);
+        let stream = Stream::new(seed, name);
         let uniform = |bound: f64| (0..count as u64).map(|i| stream.uniform(i, bound)).collect();
         let values: Vec<f32> = match init {
             Init::Zeros => vec![0.0; count],
@@ -103,6 +147,7 @@ impl Builder {
             Init::Kaiming => uniform((6.0 / fan_in).sqrt()),
             Init::Xavier => uniform((6.0 / (fan_in + fan_out)).sqrt()),
             Init::Deviation(deviation) => uniform(3.0_f64.sqrt() * deviation),
+            Init::Within(bound) => uniform(bound),
         };
         self.graph.initializer.push(tensor_f32(name, dims, &values));
         Value(name.to_owned())
@@ -116,6 +161,23 @@ impl Builder {
     /// Constant integers, such as shapes and positions: a `Constant` node of i64 with one dimension.
     pub fn constant_i64(&mut self, path: &str, values: &[i64]) -> Value {
         self.node(path, "Constant", &[], vec![attr::tensor("value", tensor_i64("", &[values.len()], values))])
+    }
+
+    /// One constant integer without a dimension.
+    pub fn scalar_i64(&mut self, path: &str, value: i64) -> Value {
+        self.node(path, "Constant", &[], vec![attr::tensor("value", tensor_i64("", &[], &[value]))])
+    }
+
+    /// One constant truth without a dimension.
+    pub fn scalar_bool(&mut self, path: &str, value: bool) -> Value {
+        let value = tensor("", DataType::Bool, &[], vec![u8::from(value)]);
+        self.node(path, "Constant", &[], vec![attr::tensor("value", value)])
+    }
+
+    /// The number `value` everywhere in the shape that `shape` holds: a `ConstantOfShape` node.
+    pub fn filled(&mut self, path: &str, shape: &Value, value: f32) -> Value {
+        let value = attr::tensor("value", tensor_f32("", &[1], &[value]));
+        self.node(path, "ConstantOfShape", &[shape], vec![value])
     }
 
     /// A node with one result, of operator `op` in the module at `path` (`""` for the root).
@@ -148,6 +210,11 @@ impl Builder {
         self.graph.output.push(value_info(name, DataType::Float, shape));
     }
 
+    /// Makes a value without dimensions the graph output `name`.
+    pub fn output_scalar(&mut self, name: &str, value: &Value) {
+        self.output_f32(name, value, &[]);
+    }
+
     /// The model.
     pub fn finish(self) -> ModelProto {
         ModelProto {
@@ -178,6 +245,7 @@ impl Builder {
             name: Some(name.clone()),
             op_type: Some(op.to_owned()),
             attribute,
+            metadata_props: vec![scopes(path, op)],
             ..Default::default()
         });
         name
@@ -193,6 +261,38 @@ fn scope(path: &str) -> String {
         text += part;
     }
     text
+}
+
+/// The module path as `torch.onnx` tells it: the paths of all modules around a node, from the root on, then its own name.
+fn scopes(path: &str, op: &str) -> StringStringEntryProto {
+    let ends = path.match_indices('.').map(|(at, _)| at).chain((!path.is_empty()).then_some(path.len()));
+    let mut list = "['', ".to_owned();
+    for end in ends {
+        list += &format!("'{}', ", &path[..end]);
+    }
+    list += &format!("'{op}']");
+    StringStringEntryProto { key: Some("pkg.torch.onnx.name_scopes".to_owned()), value: Some(list) }
+}
+
+fn elements(dims: &[usize]) -> u128 {
+    dims.iter().map(|dim| *dim as u128).product()
+}
+
+/// A tensor of f32 in a file that does not exist, `before` bytes from its begin.
+fn left_out(name: &str, dims: &[usize], before: u128) -> TensorProto {
+    let entry = |key: &str, value: String| StringStringEntryProto { key: Some(key.to_owned()), value: Some(value) };
+    TensorProto {
+        dims: dims.iter().map(|dim| *dim as i64).collect(),
+        data_type: Some(DataType::Float as i32),
+        name: Some(name.to_owned()),
+        data_location: Some(DataLocation::External as i32),
+        external_data: vec![
+            entry("location", LEFT_OUT.to_owned()),
+            entry("offset", before.to_string()),
+            entry("length", (4 * elements(dims)).to_string()),
+        ],
+        ..Default::default()
+    }
 }
 
 fn value_info(name: &str, kind: DataType, shape: &[Axis]) -> ValueInfoProto {

@@ -1,112 +1,134 @@
-//! A small GPT (Radford et al., 2019): token and position embeddings, blocks of causal attention and a GELU layer with
+//! GPT (Radford et al., 2019, table 2): token and position embeddings, blocks of causal attention and a GELU layer with
 //! normalisation before each, and a linear head that may share the token embedding's weights.
+//!
+//! With width w, l layers, vocabulary v and context c it has `(v + c + 2)·w + l·(12·w² + 13·w)` parameters when tied:
+//!
+//! | size          | layers | width  | heads | parameters        | published |
+//! | ---           | ---    | ---    | ---   | ---               | ---       |
+//! | gpt2          | 12     | 768    | 12    | 124,439,808       | 124 M     |
+//! | gpt2-medium   | 24     | 1,024  | 16    | 354,823,168       | 355 M     |
+//! | gpt2-large    | 36     | 1,280  | 20    | 774,030,080       | 774 M     |
+//! | gpt2-xl       | 48     | 1,600  | 25    | 1,557,611,200     | 1.5 B     |
+//! | gpt3          | 96     | 12,288 | 96    | 174,598,287,360   | 175 B     |
+//! | megatron-145b | 80     | 12,288 | 96    | 145,642,549,248   | 145.6 B   |
+//! | megatron-1t   | 128    | 25,600 | 160   | 1,008,038,758,400 | 1,008 B   |
+//!
+//! The last three are from Brown et al. (2020, table 2.1) and Narayanan et al. (SC 2021, table 1). The usual one is small
+//! enough to train in a test.
 
-use compiler::import::onnx::proto::ModelProto;
-
+use crate::attention::{Attention, causal_mask};
 use crate::builder::{Axis, Builder, Init, Value, attr};
+use crate::choice::{Choice, ChoiceError, Given, Setting};
+use crate::layer::{dropout, embedding, linear, normalisation, product};
+use crate::prediction::{Prediction, Target};
+use crate::zoo::{Entry, Size};
 
-/// What a masked score becomes: softmax gives exactly 0 for it in f32, and no infinity ever meets an infinity.
-const MASKED: f32 = -1e9;
+const EPSILON: f32 = 1e-5;
 
-/// The shape of a GPT.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Gpt {
-    /// Number of different tokens.
-    pub vocabulary: usize,
-    /// Tokens in a sequence.
-    pub context: usize,
-    /// Width of the residual stream; a multiple of `heads`.
-    pub width: usize,
-    /// Attention heads.
-    pub heads: usize,
-    /// Number of blocks.
-    pub layers: usize,
-    /// Whether the head uses the token embedding's weights.
-    pub tied: bool,
+/// The settings of a published size, which drops a tenth.
+const fn settings(layers: usize, [width, heads]: [usize; 2], vocabulary: usize, context: usize) -> Settings {
+    [
+        ("layers", Setting::Number(layers)),
+        ("hidden", Setting::Number(width)),
+        ("heads", Setting::Number(heads)),
+        ("vocabulary", Setting::Number(vocabulary)),
+        ("context", Setting::Number(context)),
+        ("dropout", Setting::Fraction(0.1)),
+    ]
 }
 
-impl Gpt {
-    /// A GPT small enough to train in a test.
-    pub fn small() -> Self {
-        Self { vocabulary: 97, context: 16, width: 64, heads: 4, layers: 2, tied: true }
-    }
+type Settings = [(&'static str, Setting); 6];
 
-    /// The model: input `tokens` (i64, batch × context), output `logits` (batch × context × vocabulary).
-    pub fn build(&self, batch: Axis, seed: u64) -> ModelProto {
-        let mut net = Builder::new("gpt", seed);
-        let tokens = net.input_i64("tokens", &[batch, Axis::Size(self.context)]);
-        let embedding = net.parameter("wte.weight", &[self.vocabulary, self.width], Init::Deviation(0.02));
-        let words = net.node("wte", "Gather", &[&embedding, &tokens], vec![]);
-        let table = net.parameter("wpe.weight", &[self.context, self.width], Init::Deviation(0.02));
-        let positions = net.constant_i64("", &(0..self.context as i64).collect::<Vec<_>>());
-        let places = net.node("wpe", "Gather", &[&table, &positions], vec![]);
-        let mut x = net.node("", "Add", &[&words, &places], vec![]);
-        for layer in 0..self.layers {
-            x = self.block(&mut net, &format!("blocks.{layer}"), &x);
-        }
-        let x = self.normalisation(&mut net, "ln_f", &x);
-        let head = match self.tied {
-            true => embedding,
-            false => net.parameter("head.weight", &[self.vocabulary, self.width], Init::Deviation(0.02)),
-        };
-        let head = net.node("head", "Transpose", &[&head], vec![attr::ints("perm", &[1, 0])]);
-        let logits = net.node("head", "MatMul", &[&x, &head], vec![]);
-        net.output_f32("logits", &logits, &[batch, Axis::Size(self.context), Axis::Size(self.vocabulary)]);
-        net.finish()
-    }
+/// In the zoo.
+pub const ENTRY: Entry = Entry {
+    name: "gpt",
+    about: "small GPT: 2 layers, 64 wide, 16 tokens, tied embedding; and all sizes up to 1 T [Radford et al. 2019]",
+    choices: &[
+        Choice::width("hidden", 64, "width of the residual stream"),
+        Choice::number("layers", 2, 1, 10_000, "number of blocks"),
+        Choice::width("vocabulary", 97, "number of different tokens"),
+        Choice::number("context", 16, 1, 65_536, "tokens in a sequence"),
+        Choice::number("heads", 4, 1, 100_000, "attention heads, a divisor of `hidden`"),
+        Choice::truth("tied", true, "whether head and token embedding share weights"),
+        Choice::fraction("dropout", 0.0, "how much of embeddings, attention and branches is dropped"),
+    ],
+    sizes: &[
+        Size { name: "gpt2", about: "124 M parameters", settings: &settings(12, [768, 12], 50_257, 1024) },
+        Size { name: "gpt2-medium", about: "355 M", settings: &settings(24, [1024, 16], 50_257, 1024) },
+        Size { name: "gpt2-large", about: "774 M", settings: &settings(36, [1280, 20], 50_257, 1024) },
+        Size { name: "gpt2-xl", about: "1.56 B", settings: &settings(48, [1600, 25], 50_257, 1024) },
+        Size { name: "gpt3", about: "175 B", settings: &settings(96, [12_288, 96], 50_257, 2048) },
+        Size { name: "megatron-145b", about: "146 B", settings: &settings(80, [12_288, 96], 51_200, 2048) },
+        Size { name: "megatron-1t", about: "1 T", settings: &settings(128, [25_600, 160], 51_200, 2048) },
+    ],
+    small: &[],
+    build,
+};
 
-    fn block(&self, net: &mut Builder, path: &str, x: &Value) -> Value {
+/// Input `tokens` (i64, batch × context), logits batch × context × vocabulary.
+fn build(net: &mut Builder, given: &Given, batch: Axis) -> Result<Prediction, ChoiceError> {
+    given.divides("heads", "hidden")?;
+    let (vocabulary, context, width) = (given.number("vocabulary"), given.number("context"), given.number("hidden"));
+    let ratio = given.fraction("dropout");
+    let tokens = net.input_i64("tokens", &[batch, Axis::Size(context)]);
+    let [table, words] = embedding(net, "wte", &tokens, vocabulary, width);
+    let positions = net.constant_i64("", &(0..context as i64).collect::<Vec<_>>());
+    let [_, places] = embedding(net, "wpe", &positions, context, width);
+    let x = net.node("", "Add", &[&words, &places], vec![]);
+    let mut x = dropout(net, "drop", &x, ratio);
+    let mask = Some(causal_mask(net, context));
+    let block = Block {
+        attention: Attention { context, width, heads: given.number("heads"), mask, dropout: ratio },
+        inner: 4 * width,
+        relu: false,
+        dropout: ratio,
+    };
+    for layer in 0..given.number("layers") {
+        x = block.build(net, &format!("blocks.{layer}"), &x);
+    }
+    let x = normalisation(net, "ln_f", &x, width, EPSILON);
+    let head = match given.truth("tied") {
+        true => table,
+        false => net.parameter("head.weight", &[vocabulary, width], Init::Deviation(0.02)),
+    };
+    let logits = product(net, "head", &x, &head);
+    Ok(Prediction { logits, shape: vec![batch, Axis::Size(context), Axis::Size(vocabulary)], target: Target::Token })
+}
+
+/// A block that normalises before it attends and before it thinks.
+#[derive(Debug, Clone)]
+pub struct Block {
+    /// Its attention.
+    pub attention: Attention,
+    /// Width of the layer between.
+    pub inner: usize,
+    /// Whether that one has a ReLU instead of a GELU.
+    pub relu: bool,
+    /// How much of both branches is dropped.
+    pub dropout: f64,
+}
+
+impl Block {
+    /// `x` and what the block adds to it.
+    pub fn build(&self, net: &mut Builder, path: &str, x: &Value) -> Value {
         let at = |name: &str| format!("{path}.{name}");
-        let y = self.normalisation(net, &at("ln1"), x);
-        let y = self.attention(net, &at("attn"), &y);
-        let x = net.node(path, "Add", &[x, &y], vec![]);
-        let y = self.normalisation(net, &at("ln2"), &x);
-        let y = self.linear(net, &at("mlp.fc"), &y, self.width, 4 * self.width);
-        let y = net.node(&at("mlp.act"), "Gelu", &[&y], vec![attr::string("approximate", "none")]);
-        let y = self.linear(net, &at("mlp.proj"), &y, 4 * self.width, self.width);
-        net.node(path, "Add", &[&x, &y], vec![])
-    }
-
-    /// softmax(q·kᵀ / √d + mask)·v over the heads.
-    fn attention(&self, net: &mut Builder, path: &str, x: &Value) -> Value {
-        let (context, heads, size) = (self.context, self.heads, self.width / self.heads);
-        let qkv = self.linear(net, &format!("{path}.qkv"), x, self.width, 3 * self.width);
+        let width = self.attention.width;
+        let y = normalisation(net, &at("ln1"), x, width, EPSILON);
+        let qkv = linear(net, &at("attn.qkv"), &y, width, 3 * width);
         let split = vec![attr::int("axis", 2), attr::int("num_outputs", 3)];
-        let [q, k, v] = net.node_of(path, "Split", &[&qkv], split);
-        // 0 copies the batch from the input.
-        let shape = net.constant_i64(path, &[0, context as i64, heads as i64, size as i64]);
-        let mut by_head = |value: &Value, perm: &[i64]| {
-            let value = net.node(path, "Reshape", &[value, &shape], vec![attr::int("allowzero", 0)]);
-            net.node(path, "Transpose", &[&value], vec![attr::ints("perm", perm)])
+        let [q, k, v] = net.node_of(&at("attn"), "Split", &[&qkv], split);
+        let y = self.attention.build(net, &at("attn"), [&q, &k, &v]);
+        let y = linear(net, &at("attn.proj"), &y, width, width);
+        let y = dropout(net, &at("attn.drop"), &y, self.dropout);
+        let x = net.node(path, "Add", &[x, &y], vec![]);
+        let y = normalisation(net, &at("ln2"), &x, width, EPSILON);
+        let y = linear(net, &at("mlp.fc"), &y, width, self.inner);
+        let y = match self.relu {
+            true => net.node(&at("mlp.act"), "Relu", &[&y], vec![]),
+            false => net.node(&at("mlp.act"), "Gelu", &[&y], vec![attr::string("approximate", "none")]),
         };
-        let (q, k, v) = (by_head(&q, &[0, 2, 1, 3]), by_head(&k, &[0, 2, 3, 1]), by_head(&v, &[0, 2, 1, 3]));
-        let scores = net.node(path, "MatMul", &[&q, &k], vec![]);
-        let scale = net.constant_f32(path, &[], &[1.0 / (size as f32).sqrt()]);
-        let scores = net.node(path, "Mul", &[&scores, &scale], vec![]);
-        let causal: Vec<f32> =
-            (0..context * context).map(|at| if at % context > at / context { MASKED } else { 0.0 }).collect();
-        let mask = net.constant_f32(path, &[1, 1, context, context], &causal);
-        let scores = net.node(path, "Add", &[&scores, &mask], vec![]);
-        let weights = net.node(path, "Softmax", &[&scores], vec![attr::int("axis", -1)]);
-        let y = net.node(path, "MatMul", &[&weights, &v], vec![]);
-        let y = net.node(path, "Transpose", &[&y], vec![attr::ints("perm", &[0, 2, 1, 3])]);
-        let shape = net.constant_i64(path, &[0, context as i64, self.width as i64]);
-        let y = net.node(path, "Reshape", &[&y, &shape], vec![attr::int("allowzero", 0)]);
-        self.linear(net, &format!("{path}.proj"), &y, self.width, self.width)
-    }
-
-    fn linear(&self, net: &mut Builder, path: &str, x: &Value, from: usize, to: usize) -> Value {
-        let weight = net.parameter(&format!("{path}.weight"), &[to, from], Init::Xavier);
-        let bias = net.parameter(&format!("{path}.bias"), &[to], Init::Zeros);
-        let weight = net.node(path, "Transpose", &[&weight], vec![attr::ints("perm", &[1, 0])]);
-        let y = net.node(path, "MatMul", &[x, &weight], vec![]);
-        net.node(path, "Add", &[&bias, &y], vec![])
-    }
-
-    fn normalisation(&self, net: &mut Builder, path: &str, x: &Value) -> Value {
-        let scale = net.parameter(&format!("{path}.weight"), &[self.width], Init::Ones);
-        let bias = net.parameter(&format!("{path}.bias"), &[self.width], Init::Zeros);
-        let attributes = vec![attr::int("axis", -1), attr::float("epsilon", 1e-5)];
-        net.node(path, "LayerNormalization", &[x, &scale, &bias], attributes)
+        let y = linear(net, &at("mlp.proj"), &y, self.inner, width);
+        let y = dropout(net, &at("mlp.drop"), &y, self.dropout);
+        net.node(path, "Add", &[&x, &y], vec![])
     }
 }

@@ -1,47 +1,48 @@
-//! Multilayer perceptrons: linear layers with ReLU between them.
+//! Multilayer perceptrons: linear layers with ReLU between them. The usual one is for 8×8 digits, 64-128-64-10, 17,226
+//! parameters.
 
-use compiler::import::onnx::proto::ModelProto;
+use crate::builder::{Axis, Builder, Init};
+use crate::choice::{Choice, ChoiceError, Given};
+use crate::digits::SAMPLE;
+use crate::image::{flat, relu};
+use crate::layer::dense;
+use crate::prediction::{Prediction, Target};
+use crate::zoo::Entry;
 
-use crate::builder::{Axis, Builder, Init, attr};
+/// In the zoo.
+pub const ENTRY: Entry = Entry {
+    name: "mlp",
+    about: "perceptron for 8x8 digits, 64-128-64-10",
+    choices: &[
+        Choice::width("hidden", 128, "width of every hidden layer [the second of the usual two: 64]"),
+        Choice::number("layers", 2, 1, 10_000, "number of hidden layers"),
+        Choice::width("classes", 10, "number of classes"),
+        Choice::width("inputs", 64, "width of the input, which then has one dimension instead of a digit's three"),
+    ],
+    sizes: &[],
+    small: &[],
+    build,
+};
 
-/// The shape of a perceptron.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Mlp {
-    /// The dimensions of one sample; more than one are flattened first.
-    pub sample: Vec<usize>,
-    /// The width of each hidden layer; none makes a linear model.
-    pub hidden: Vec<usize>,
-    /// The width of the result.
-    pub classes: usize,
-}
-
-impl Mlp {
-    /// The one for 8×8 digits: 64-128-64-10, 17,226 parameters.
-    pub fn digits() -> Self {
-        Self { sample: vec![1, 8, 8], hidden: vec![128, 64], classes: 10 }
-    }
-
-    /// The model: input `x`, output `logits`, layers `fc1`, `fc2`, … with Kaiming weights and zero biases.
-    pub fn build(&self, batch: Axis, seed: u64) -> ModelProto {
-        let mut net = Builder::new("mlp", seed);
-        let sample = self.sample.iter().map(|size| Axis::Size(*size));
-        let mut y = net.input_f32("x", &[batch].into_iter().chain(sample).collect::<Vec<_>>());
-        if self.sample.len() != 1 {
-            y = net.node("flatten", "Flatten", &[&y], vec![attr::int("axis", 1)]);
+/// Input `x`, layers `fc1`, `fc2`, … with Kaiming weights and zero biases.
+fn build(net: &mut Builder, given: &Given, batch: Axis) -> Result<Prediction, ChoiceError> {
+    let (width, layers) = (given.number("hidden"), given.number("layers"));
+    let hidden = if given.is_set("hidden") || given.is_set("layers") { vec![width; layers] } else { vec![width, 64] };
+    let classes = given.number("classes");
+    let mut width = given.number("inputs");
+    let mut y = if given.is_set("inputs") {
+        net.input_f32("x", &[batch, Axis::Size(width)])
+    } else {
+        let sample = SAMPLE.map(Axis::Size);
+        let x = net.input_f32("x", &[batch, sample[0], sample[1], sample[2]]);
+        flat(net, "flatten", &x)
+    };
+    for (layer, &next) in hidden.iter().chain([&classes]).enumerate() {
+        y = dense(net, &format!("fc{}", layer + 1), &y, width, next, Init::Kaiming);
+        if layer < hidden.len() {
+            y = relu(net, &format!("relu{}", layer + 1), &y);
         }
-        let mut width: usize = self.sample.iter().product();
-        for (layer, next) in self.hidden.iter().chain([&self.classes]).enumerate() {
-            let path = format!("fc{}", layer + 1);
-            let weight = net.parameter(&format!("{path}.weight"), &[*next, width], Init::Kaiming);
-            let bias = net.parameter(&format!("{path}.bias"), &[*next], Init::Zeros);
-            let gemm = vec![attr::float("alpha", 1.0), attr::float("beta", 1.0), attr::int("transB", 1)];
-            y = net.node(&path, "Gemm", &[&y, &weight, &bias], gemm);
-            if layer < self.hidden.len() {
-                y = net.node(&format!("relu{}", layer + 1), "Relu", &[&y], vec![]);
-            }
-            width = *next;
-        }
-        net.output_f32("logits", &y, &[batch, Axis::Size(self.classes)]);
-        net.finish()
+        width = next;
     }
+    Ok(Prediction { logits: y, shape: vec![batch, Axis::Size(classes)], target: Target::Class })
 }

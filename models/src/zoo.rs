@@ -1,74 +1,122 @@
 //! The zoo: models by name, with options.
+//!
+//! Every model's file has an [`Entry`]: its name, its choices with their usual values, its published sizes under names of
+//! their own, and what builds it. Here they are gathered, and what all models share is done: the batch, the loss, the limit
+//! of one file.
+//!
+//! ```
+//! use models::zoo::{Options, build};
+//! let built = build("gpt2", &Options { structure: true, ..Options::default() }).unwrap();
+//! assert_eq!(built.counts.parameters, 124_439_808);
+//! ```
+
+use std::collections::BTreeMap;
 
 use compiler::import::onnx::proto::ModelProto;
 use prost::Message;
 
-use crate::builder::Axis;
-use crate::gpt::Gpt;
-use crate::mlp::Mlp;
-use crate::residual_cnn::ResidualCnn;
+use crate::builder::{Axis, Builder, Counts};
+use crate::choice::{Choice, ChoiceError, Given, Setting};
+use crate::prediction::{Prediction, finish};
+use crate::{alexnet, amoebanet, awd_lm, bert, gnmt, gpt, mlp, residual_cnn, resnet, s2vt, transformer, unet, vgg};
 
-/// The largest model that is built, in parameters: 1.6 GB as f32, below the 2 GiB that protobuf allows a message.
-const MOST_PARAMETERS: u128 = 400_000_000;
+/// The most bytes of weights that are built: protobuf allows a message 2 GiB, and nodes take room too.
+const MOST_BYTES: u128 = 2_000_000_000;
 
-/// What can be asked of a model. `None` is the model's own choice; asking for what a model does not have is an error.
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
+/// The most parameters that a structure may have: more than anyone has trained, and their bytes fit an offset.
+const MOST_PARAMETERS: u128 = 1_000_000_000_000_000;
+
+/// What can be asked of every model, and the settings of its own choices.
+#[derive(Debug, Clone, Default, PartialEq)]
 pub struct Options {
     /// Seed of the initial weights.
     pub seed: u64,
     /// A fixed batch size instead of the symbol `batch`.
     pub batch: Option<usize>,
-    /// mlp: width of every hidden layer (with `layers`), or the first width. residual-cnn: channels of the first
-    /// group. gpt: width of the residual stream.
-    pub hidden: Option<usize>,
-    /// mlp: number of hidden layers. residual-cnn: blocks in each group. gpt: number of blocks.
-    pub layers: Option<usize>,
-    /// mlp, residual-cnn: number of classes.
-    pub classes: Option<usize>,
-    /// mlp: width of the input, which then has one dimension instead of a digit's three.
-    pub inputs: Option<usize>,
-    /// gpt: number of different tokens.
-    pub vocabulary: Option<usize>,
-    /// gpt: tokens in a sequence.
-    pub context: Option<usize>,
-    /// gpt: attention heads.
-    pub heads: Option<usize>,
-    /// gpt: whether head and token embedding share weights.
-    pub tied: Option<bool>,
+    /// Whether the graph works out its loss from an input `labels`.
+    pub loss: bool,
+    /// Whether the weights are left out.
+    pub structure: bool,
+    /// The model's own choices, by name; what is not here is usual.
+    pub settings: BTreeMap<String, Setting>,
+}
+
+impl Options {
+    /// These options with one setting more.
+    pub fn with(mut self, name: &str, setting: Setting) -> Self {
+        self.settings.insert(name.to_owned(), setting);
+        self
+    }
+
+    /// These options with one number more.
+    pub fn number(self, name: &str, value: usize) -> Self {
+        self.with(name, Setting::Number(value))
+    }
 }
 
 /// One model of the zoo.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy)]
 pub struct Entry {
     /// Its name.
     pub name: &'static str,
-    /// What it is, in one line.
+    /// What it is, in one line, and who published it.
     pub about: &'static str,
-    /// The options it takes besides `seed` and `batch`.
-    pub options: &'static [&'static str],
+    /// What can be chosen, besides what every model takes.
+    pub choices: &'static [Choice],
+    /// Published sizes.
+    pub sizes: &'static [Size],
+    /// Settings with which it is small enough to train in a test.
+    pub small: &'static [(&'static str, Setting)],
+    /// Builds it; see [`build`].
+    pub build: fn(&mut Builder, &Given, Axis) -> Result<Prediction, ChoiceError>,
+}
+
+impl Entry {
+    /// Options that make it small.
+    pub fn small(&self) -> Options {
+        self.small.iter().fold(Options::default(), |options, (name, setting)| options.with(name, *setting))
+    }
+}
+
+/// A published size of a model: a name for some settings.
+#[derive(Debug, Clone, Copy)]
+pub struct Size {
+    /// Its name, as unique as a model's.
+    pub name: &'static str,
+    /// How large it is.
+    pub about: &'static str,
+    /// What it sets.
+    pub settings: &'static [(&'static str, Setting)],
 }
 
 /// All models, in the order in which they are listed.
 pub const ENTRIES: &[Entry] = &[
-    Entry {
-        name: "mlp",
-        about: "perceptron for 8x8 digits, 64-128-64-10",
-        options: &["hidden", "layers", "classes", "inputs"],
-    },
-    Entry {
-        name: "residual-cnn",
-        about: "residual network with batch normalisation for 8x8 digits",
-        options: &["hidden", "layers", "classes"],
-    },
-    Entry {
-        name: "gpt",
-        about: "small GPT: 2 layers, 64 wide, 16 tokens, tied embedding",
-        options: &["hidden", "layers", "vocabulary", "context", "heads", "tied"],
-    },
+    mlp::ENTRY,
+    residual_cnn::ENTRY,
+    gpt::ENTRY,
+    alexnet::ENTRY,
+    amoebanet::ENTRY,
+    awd_lm::ENTRY,
+    bert::ENTRY,
+    gnmt::ENTRY,
+    resnet::ENTRY,
+    s2vt::ENTRY,
+    transformer::ENTRY,
+    unet::ENTRY,
+    vgg::ENTRY,
 ];
 
+/// A model that was built.
+#[derive(Debug, Clone)]
+pub struct Built {
+    /// As ONNX.
+    pub model: ModelProto,
+    /// How much it has.
+    pub counts: Counts,
+}
+
 /// Why a model cannot be built.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[derive(Debug, Clone, PartialEq, thiserror::Error)]
 pub enum ZooError {
     /// No such model.
     #[error("the zoo has no model `{}`; it has {}", name.escape_default(), ENTRIES.iter().map(|e| e.name).collect::<Vec<_>>().join(", "))]
@@ -76,29 +124,25 @@ pub enum ZooError {
         /// The name asked for.
         name: String,
     },
-    /// The model does not have this option.
-    #[error("`{model}` has no option `{option}`")]
-    Option {
-        /// The model.
-        model: &'static str,
-        /// The option.
-        option: &'static str,
-    },
-    /// A value that makes no model.
-    #[error("`{option}` of `{model}` cannot be {value}: {why}")]
-    Value {
-        /// The model.
-        model: &'static str,
-        /// The option.
-        option: &'static str,
-        /// The value.
-        value: usize,
-        /// Why not.
-        why: &'static str,
-    },
+    /// A choice that the model does not have, or a value that makes no model.
+    #[error(transparent)]
+    Choice(#[from] ChoiceError),
+    /// A batch of nothing.
+    #[error("a batch must have at least 1 sample")]
+    Batch,
     /// Too many parameters for one file.
-    #[error("this `{model}` has {parameters} parameters, more than the {MOST_PARAMETERS} that fit one ONNX file")]
+    #[error(
+        "this `{model}` has {parameters} parameters, more than fit the 2 GiB of one ONNX file; `--structure` leaves the weights out"
+    )]
     Large {
+        /// The model.
+        model: &'static str,
+        /// How many.
+        parameters: u128,
+    },
+    /// Too many parameters for any file.
+    #[error("this `{model}` would have {parameters} parameters")]
+    Vast {
         /// The model.
         model: &'static str,
         /// How many.
@@ -106,38 +150,45 @@ pub enum ZooError {
     },
 }
 
-/// Builds the model called `name`. `cnn` is short for `residual-cnn`.
-pub fn build(name: &str, options: &Options) -> Result<ModelProto, ZooError> {
-    let name = if name == "cnn" { "residual-cnn" } else { name };
-    let entry = ENTRIES.iter().find(|entry| entry.name == name);
-    let entry = entry.ok_or_else(|| ZooError::Unknown { name: name.to_owned() })?;
-    check_options(entry, options)?;
-    let batch = options.batch.map_or(Axis::Named("batch"), Axis::Size);
-    let large = |parameters: u128| match parameters {
-        0..=MOST_PARAMETERS => Ok(()),
-        _ => Err(ZooError::Large { model: entry.name, parameters }),
+/// The model or published size called `name`, with what a size sets.
+pub fn find(name: &str) -> Option<(&'static Entry, &'static [(&'static str, Setting)])> {
+    ENTRIES.iter().find_map(|entry| {
+        let size = entry.sizes.iter().find(|size| size.name == name).map(|size| size.settings);
+        if entry.name == name { Some((entry, [].as_slice())) } else { size.map(|settings| (entry, settings)) }
+    })
+}
+
+/// Builds the model or published size called `name`.
+pub fn build(name: &str, options: &Options) -> Result<Built, ZooError> {
+    let (entry, sized) = find(name).ok_or_else(|| ZooError::Unknown { name: name.to_owned() })?;
+    let mut settings: BTreeMap<String, Setting> = sized.iter().map(|(name, it)| ((*name).to_owned(), *it)).collect();
+    settings.extend(options.settings.clone());
+    let given = Given::new(entry.name, entry.choices, &settings)?;
+    let batch = match options.batch {
+        None => Axis::Named("batch"),
+        Some(0) => return Err(ZooError::Batch),
+        Some(size) => Axis::Size(size),
     };
-    match entry.name {
-        "mlp" => {
-            let model = mlp(options);
-            large(parameters_of_mlp(&model))?;
-            Ok(model.build(batch, options.seed))
-        }
-        "residual-cnn" => {
-            let model = residual_cnn(options);
-            large(parameters_of_residual_cnn(&model))?;
-            Ok(model.build(batch, options.seed))
-        }
-        _ => {
-            let model = gpt(options);
-            if !model.width.is_multiple_of(model.heads) {
-                let why = "the width must be a multiple of it";
-                return Err(ZooError::Value { model: "gpt", option: "heads", value: model.heads, why });
-            }
-            large(parameters_of_gpt(&model))?;
-            Ok(model.build(batch, options.seed))
-        }
+    // Without weights first: that costs next to nothing and tells how many there are.
+    let structure = assemble(Builder::structure(entry.name), entry, &given, batch, options.loss)?;
+    let parameters = structure.counts.parameters;
+    if parameters > MOST_PARAMETERS {
+        return Err(ZooError::Vast { model: entry.name, parameters });
     }
+    if options.structure {
+        return Ok(structure);
+    }
+    if 4 * (parameters + structure.counts.statistics) > MOST_BYTES {
+        return Err(ZooError::Large { model: entry.name, parameters });
+    }
+    assemble(Builder::new(entry.name, options.seed), entry, &given, batch, options.loss)
+}
+
+fn assemble(mut net: Builder, entry: &Entry, given: &Given, batch: Axis, loss: bool) -> Result<Built, ZooError> {
+    let prediction = (entry.build)(&mut net, given, batch)?;
+    finish(&mut net, &prediction, loss);
+    let counts = net.counts();
+    Ok(Built { model: net.finish(), counts })
 }
 
 /// The bytes of `model` as an ONNX file.
@@ -145,109 +196,14 @@ pub fn to_bytes(model: &ModelProto) -> Vec<u8> {
     model.encode_to_vec()
 }
 
-fn check_options(entry: &Entry, options: &Options) -> Result<(), ZooError> {
-    let numbers = [
-        ("hidden", options.hidden),
-        ("layers", options.layers),
-        ("classes", options.classes),
-        ("inputs", options.inputs),
-        ("vocabulary", options.vocabulary),
-        ("context", options.context),
-        ("heads", options.heads),
-        ("tied", options.tied.map(|_| 1)),
-    ];
-    let model = entry.name;
-    for (option, value) in numbers.into_iter().filter_map(|(option, value)| Some((option, value?))) {
-        if !entry.options.contains(&option) {
-            return Err(ZooError::Option { model, option });
-        }
-        // More than this of anything is a slip of the keyboard, and keeps every product below within u128.
-        match value {
-            0 => return Err(ZooError::Value { model, option, value, why: "it must be at least 1" }),
-            1..=1_000_000 => {}
-            _ => return Err(ZooError::Value { model, option, value, why: "it must be at most 1000000" }),
-        }
-    }
-    match (options.batch, options.layers, options.context) {
-        (Some(0), ..) => Err(ZooError::Value { model, option: "batch", value: 0, why: "it must be at least 1" }),
-        (_, Some(value @ 10_001..), _) => {
-            Err(ZooError::Value { model, option: "layers", value, why: "it must be at most 10000" })
-        }
-        // The mask is a constant of context × context in every layer.
-        (.., Some(value @ 2049..)) => {
-            Err(ZooError::Value { model, option: "context", value, why: "it must be at most 2048" })
-        }
-        _ => Ok(()),
-    }
-}
-
-fn mlp(options: &Options) -> Mlp {
-    let own = Mlp::digits();
-    let hidden = match (options.hidden, options.layers) {
-        (None, None) => own.hidden,
-        (width, layers) => vec![width.unwrap_or(own.hidden[0]); layers.unwrap_or(own.hidden.len())],
-    };
-    Mlp {
-        sample: options.inputs.map_or(own.sample, |width| vec![width]),
-        hidden,
-        classes: options.classes.unwrap_or(own.classes),
-    }
-}
-
-fn residual_cnn(options: &Options) -> ResidualCnn {
-    let own = ResidualCnn::digits();
-    ResidualCnn {
-        widths: options.hidden.map_or(own.widths, |width| vec![width, 2 * width]),
-        blocks: options.layers.unwrap_or(own.blocks),
-        classes: options.classes.unwrap_or(own.classes),
-        ..own
-    }
-}
-
-fn gpt(options: &Options) -> Gpt {
-    let own = Gpt::small();
-    Gpt {
-        vocabulary: options.vocabulary.unwrap_or(own.vocabulary),
-        context: options.context.unwrap_or(own.context),
-        width: options.hidden.unwrap_or(own.width),
-        heads: options.heads.unwrap_or(own.heads),
-        layers: options.layers.unwrap_or(own.layers),
-        tied: options.tied.unwrap_or(own.tied),
-    }
-}
-
-fn parameters_of_mlp(model: &Mlp) -> u128 {
-    let mut width: u128 = model.sample.iter().map(|dim| *dim as u128).product();
-    let mut count = 0;
-    for next in model.hidden.iter().chain([&model.classes]) {
-        count += (width + 1) * *next as u128;
-        width = *next as u128;
-    }
-    count
-}
-
-/// An upper bound: every block is counted as if it changed the width.
-fn parameters_of_residual_cnn(model: &ResidualCnn) -> u128 {
-    let widest = model.widths.iter().copied().max().unwrap_or(1) as u128;
-    let blocks = (model.blocks * model.widths.len()) as u128;
-    blocks * (19 * widest * widest + 12 * widest) + widest * (9 + 4 + model.classes as u128) + model.classes as u128
-}
-
-/// Parameters and the masks, which take as much room.
-fn parameters_of_gpt(model: &Gpt) -> u128 {
-    let (width, context, vocabulary) = (model.width as u128, model.context as u128, model.vocabulary as u128);
-    let block = 12 * width * width + 13 * width + context * context;
-    let tables = if model.tied { vocabulary } else { 2 * vocabulary };
-    model.layers as u128 * block + (tables + context + 2) * width
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
     use compiler::import::onnx::decode::parse;
+    use compiler::import::onnx::model::OnnxModel;
 
-    fn decoded(name: &str, options: &Options) -> compiler::import::onnx::model::OnnxModel {
-        let bytes = to_bytes(&build(name, options).unwrap());
+    fn decoded(name: &str, options: &Options) -> OnnxModel {
+        let bytes = to_bytes(&build(name, options).unwrap().model);
         parse(bytes.into(), None).unwrap()
     }
 
@@ -261,26 +217,43 @@ mod tests {
     #[test]
     fn every_model_decodes_without_a_warning_and_is_the_same_each_time() {
         for entry in ENTRIES {
-            let options = Options { seed: 3, ..Options::default() };
+            let options = Options { seed: 3, ..entry.small() };
             let model = decoded(entry.name, &options);
             assert!(model.warnings.is_empty(), "{:?}", model.warnings);
             assert_eq!(model, decoded(entry.name, &options));
-            let other = decoded(entry.name, &Options::default());
+            let other = decoded(entry.name, &entry.small());
             assert_ne!(model.initializers, other.initializers);
             assert_eq!(model.sha256, other.sha256);
         }
     }
 
     #[test]
-    fn sizes() {
+    fn names_are_unique_and_settings_exist() {
+        let names: Vec<&str> =
+            ENTRIES.iter().flat_map(|entry| entry.sizes.iter().map(|size| size.name).chain([entry.name])).collect();
+        let unique: std::collections::BTreeSet<&str> = names.iter().copied().collect();
+        assert_eq!(unique.len(), names.len());
+        for entry in ENTRIES {
+            for settings in entry.sizes.iter().map(|size| size.settings).chain([entry.small]) {
+                let settings = settings.iter().map(|(name, setting)| ((*name).to_owned(), *setting)).collect();
+                Given::new(entry.name, entry.choices, &settings).unwrap();
+            }
+            let usual = entry.choices.iter().map(|choice| (choice.name.to_owned(), choice.usual)).collect();
+            Given::new(entry.name, entry.choices, &usual).unwrap();
+        }
+    }
+
+    #[test]
+    fn sizes_of_the_models_for_digits() {
+        let number = |name, value| Options::default().number(name, value);
         assert_eq!(parameters("mlp", &Options::default()), 64 * 128 + 128 + 128 * 64 + 64 + 64 * 10 + 10);
-        let three = Options { hidden: Some(32), layers: Some(3), inputs: Some(20), ..Options::default() };
+        let three = number("hidden", 32).number("layers", 3).number("inputs", 20);
         assert_eq!(parameters("mlp", &three), 21 * 32 + 2 * 33 * 32 + 33 * 10);
         let cnn = 144 + 32 + (2 * 2304 + 64) + (4608 + 9216 + 512 + 192) + 330;
         assert_eq!(parameters("cnn", &Options::default()), cnn);
         let gpt = (97 + 16 + 2) * 64 + 2 * (12 * 64 * 64 + 13 * 64);
         assert_eq!(parameters("gpt", &Options::default()), gpt);
-        let untied = Options { tied: Some(false), ..Options::default() };
+        let untied = Options::default().with("tied", Setting::Truth(false));
         assert_eq!(parameters("gpt", &untied), gpt + 97 * 64);
     }
 
@@ -298,15 +271,29 @@ mod tests {
     #[test]
     fn what_makes_no_model_is_refused() {
         let fails = |name: &str, options: Options| build(name, &options).unwrap_err();
-        assert!(fails("vgg", Options::default()).to_string().contains("mlp, residual-cnn, gpt"));
-        let heads = Options { heads: Some(3), ..Options::default() };
-        assert!(matches!(fails("mlp", heads.clone()), ZooError::Option { option: "heads", .. }));
-        assert!(matches!(fails("gpt", heads), ZooError::Value { option: "heads", value: 3, .. }));
-        let none = Options { hidden: Some(0), ..Options::default() };
-        assert!(matches!(fails("mlp", none), ZooError::Value { value: 0, .. }));
-        let vast = Options { hidden: Some(1_000_000), ..Options::default() };
-        for entry in ENTRIES {
-            assert!(matches!(fails(entry.name, vast.clone()), ZooError::Large { .. }), "{}", entry.name);
+        let number = |name, value| Options::default().number(name, value);
+        assert!(fails("lenet", Options::default()).to_string().contains("mlp, residual-cnn, gpt"));
+        assert!(matches!(fails("mlp", number("heads", 3)), ZooError::Choice(ChoiceError::Unknown { .. })));
+        for (name, option, value) in [
+            ("gpt", "heads", 3),
+            ("mlp", "hidden", 0),
+            ("gnmt", "layers", 7),
+            ("resnet", "depth", 51),
+            ("vgg", "size", 100),
+            ("amoebanet", "layers", 4),
+            ("unet", "channels", 3),
+            ("transformer", "hidden", 33),
+        ] {
+            let error = fails(name, number(option, value).number(option, value));
+            assert!(error.to_string().contains(&format!("`{option}` of `{name}` cannot be {value}")), "{error}");
         }
+        assert_eq!(fails("mlp", Options { batch: Some(0), ..Options::default() }), ZooError::Batch);
+        assert!(fails("gpt2-xl", Options::default()).to_string().contains("`--structure`"));
+        let vast = number("hidden", 1_000_000);
+        for name in ["mlp", "residual-cnn", "gpt"] {
+            assert!(matches!(fails(name, vast.clone()), ZooError::Large { .. }), "{name}");
+        }
+        let vast = Options { structure: true, ..vast.number("layers", 10_000) };
+        assert!(matches!(fails("gpt", vast), ZooError::Vast { .. }));
     }
 }

@@ -93,7 +93,7 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Failure> {
     let at = |name: &str| folder.join(name);
     let options = zoo::Options { seed: arguments.seed, ..zoo::Options::default() };
     let built = zoo::build(arguments.model.name(), &options).map_err(|error| Failure::bug(&error.to_string()))?;
-    source::write(&at("model.onnx"), &zoo::to_bytes(&built))?;
+    source::write(&at("model.onnx"), &zoo::to_bytes(&built.model))?;
     let loaded = model::load(&at("model.onnx"), &Dims::default(), screen)?;
     let digits = digits::load(arguments.seed).map_err(|error| Failure::bug(&error.to_string()))?;
 

@@ -1,78 +1,129 @@
 //! `pipec zoo`: a model of the zoo as an ONNX file.
+//!
+//! Every model, and every published size of one, is a subcommand whose flags come from the zoo's own lists: `pipec zoo gpt
+//! --help` says what can be chosen of a GPT, `pipec zoo gpt2 --help` the same with the settings of GPT-2.
 
 use crate::failure::Failure;
 use crate::quantity;
 use crate::screen::Screen;
 use crate::source;
-use clap::Args;
-use models::zoo::{self, ENTRIES, Options, ZooError};
+use clap::{Arg, ArgAction, ArgMatches, Args, Command, FromArgMatches, value_parser};
+use models::choice::Setting;
+use models::zoo::{self, ENTRIES, Entry, Options, ZooError};
 use serde_json::json;
 use std::path::PathBuf;
 
-/// Which model, with which options.
-#[derive(Debug, Args)]
+/// Which model, with which options; nothing lists the zoo.
+#[derive(Debug)]
 pub struct Arguments {
-    /// Name of the model; without it the zoo is listed
-    name: Option<String>,
-    /// Where to write it [default: NAME.onnx]
-    #[arg(short, long, value_name = "FILE", requires = "name")]
+    wanted: Option<Wanted>,
+}
+
+#[derive(Debug)]
+struct Wanted {
+    name: String,
     output: Option<PathBuf>,
-    /// Seed of the initial weights
-    #[arg(long, default_value_t = 0)]
-    seed: u64,
-    /// A fixed batch size instead of the symbol `batch`
-    #[arg(long, value_name = "N")]
-    batch: Option<usize>,
-    /// Width of the hidden layers, channels of the first group, or width of the residual stream
-    #[arg(long, value_name = "N")]
-    hidden: Option<usize>,
-    /// Hidden layers, or blocks
-    #[arg(long, value_name = "N")]
-    layers: Option<usize>,
-    /// Classes
-    #[arg(long, value_name = "N")]
-    classes: Option<usize>,
-    /// Width of the input
-    #[arg(long, value_name = "N")]
-    inputs: Option<usize>,
-    /// Different tokens
-    #[arg(long, value_name = "N")]
-    vocabulary: Option<usize>,
-    /// Tokens in a sequence
-    #[arg(long, value_name = "N")]
-    context: Option<usize>,
-    /// Attention heads
-    #[arg(long, value_name = "N")]
-    heads: Option<usize>,
-    /// Whether head and token embedding share weights
-    #[arg(long, value_name = "true|false")]
-    tied: Option<bool>,
+    options: Options,
+}
+
+impl Args for Arguments {
+    fn augment_args(command: Command) -> Command {
+        let all = ENTRIES.iter().flat_map(|entry| {
+            let sizes = entry.sizes.iter().map(|size| subcommand(entry, size.name, size.settings).hide(true));
+            [subcommand(entry, entry.name, &[])].into_iter().chain(sizes)
+        });
+        command
+            .subcommands(all)
+            .subcommand_value_name("MODEL")
+            .subcommand_help_heading("Models")
+            .disable_help_subcommand(true)
+            .after_help("`pipec zoo` lists the models with their published sizes.")
+    }
+
+    fn augment_args_for_update(command: Command) -> Command {
+        Self::augment_args(command)
+    }
+}
+
+impl FromArgMatches for Arguments {
+    fn from_arg_matches(matches: &ArgMatches) -> Result<Self, clap::Error> {
+        let Some((name, given)) = matches.subcommand() else { return Ok(Self { wanted: None }) };
+        let mut options = Options {
+            seed: given.get_one("seed").copied().unwrap_or_default(),
+            batch: given.get_one("batch").copied(),
+            loss: given.get_flag("loss"),
+            structure: given.get_flag("structure"),
+            ..Options::default()
+        };
+        let choices = zoo::find(name).map_or(&[][..], |(entry, _)| entry.choices);
+        for choice in choices {
+            if let Some(setting) = given.get_one::<Setting>(choice.name) {
+                options.settings.insert(choice.name.to_owned(), *setting);
+            }
+        }
+        let output = given.get_one("output").cloned();
+        Ok(Self { wanted: Some(Wanted { name: name.to_owned(), output, options }) })
+    }
+
+    fn update_from_arg_matches(&mut self, matches: &ArgMatches) -> Result<(), clap::Error> {
+        *self = Self::from_arg_matches(matches)?;
+        Ok(())
+    }
+}
+
+/// The flags of one model or size: its own choices, then what every model takes.
+fn subcommand(entry: &'static Entry, name: &'static str, settings: &'static [(&'static str, Setting)]) -> Command {
+    let own = entry.choices.iter().map(|choice| {
+        let set = settings.iter().find(|(name, _)| *name == choice.name).map(|(_, setting)| *setting);
+        let kind = match choice.usual {
+            Setting::Number(_) => "N",
+            Setting::Fraction(_) => "X",
+            Setting::Truth(_) => "true|false",
+        };
+        let about = format!("{} [default: {}]", sentence(choice.about), set.unwrap_or(choice.usual));
+        flag(choice.name, kind, about).value_parser(|text: &str| choice.read(text))
+    });
+    let numbers = value_parser!(usize);
+    Command::new(name)
+        .about(entry.about)
+        .args(own)
+        .arg(
+            flag("output", "FILE", "Where to write it [default: NAME.onnx]")
+                .short('o')
+                .value_parser(value_parser!(PathBuf)),
+        )
+        .arg(flag("seed", "N", "Seed of the initial weights [default: 0]").value_parser(value_parser!(u64)))
+        .arg(flag("batch", "N", "A fixed batch size instead of the symbol `batch`").value_parser(numbers))
+        .arg(switch("loss", "Work out the loss in the graph, from an input `labels`"))
+        .arg(switch("structure", "Leave the weights out: the graph alone, to plan with, at any size"))
+}
+
+fn flag(name: &'static str, value: &'static str, about: impl Into<String>) -> Arg {
+    Arg::new(name).long(name).value_name(value).help(about.into())
+}
+
+fn switch(name: &'static str, about: &'static str) -> Arg {
+    Arg::new(name).long(name).action(ArgAction::SetTrue).help(about)
+}
+
+/// With a capital letter, as all help begins.
+fn sentence(text: &str) -> String {
+    let mut letters = text.chars();
+    letters.next().map(|first| first.to_uppercase().chain(letters).collect()).unwrap_or_default()
 }
 
 /// Writes the model, or lists the zoo.
 pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Failure> {
-    let Some(name) = &arguments.name else { return list(screen) };
-    let options = Options {
-        seed: arguments.seed,
-        batch: arguments.batch,
-        hidden: arguments.hidden,
-        layers: arguments.layers,
-        classes: arguments.classes,
-        inputs: arguments.inputs,
-        vocabulary: arguments.vocabulary,
-        context: arguments.context,
-        heads: arguments.heads,
-        tied: arguments.tied,
-    };
-    let model = zoo::build(name, &options).map_err(|error| {
+    let Some(Wanted { name, output, options }) = arguments.wanted else { return list(screen) };
+    let built = zoo::build(&name, &options).map_err(|error| {
         let failure = Failure::input(format!("cannot build `{name}`")).because(&error);
         match error {
             ZooError::Unknown { .. } => failure.help("`pipec zoo` lists the models"),
-            _ => failure.help("`pipec zoo` lists the options of each model"),
+            _ => failure.help(format!("`pipec zoo {name} --help` lists its options")),
         }
     })?;
-    let bytes = zoo::to_bytes(&model);
-    let path = match arguments.output {
+    let bytes = zoo::to_bytes(&built.model);
+    let path = match output {
         Some(path) => path,
         None => {
             let path = PathBuf::from(format!("{name}.onnx"));
@@ -84,21 +135,55 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Failure> {
         }
     };
     source::write(&path, &bytes)?;
-    let size = bytes.len() as u64;
-    screen.text(&format!("wrote {} ({})", path.display(), quantity::bytes(size)));
-    screen.json(&json!({"model": name, "file": path.display().to_string(), "bytes": size}));
+    let (size, parameters) = (bytes.len() as u64, built.counts.parameters);
+    // No model is built that has more than fit in 64 bits.
+    let parameters = u64::try_from(parameters).unwrap_or(u64::MAX);
+    let without = if options.structure { ", without weights" } else { "" };
+    let told = quantity::count(parameters);
+    screen.text(&format!("wrote {} ({told} parameters{without}, {})", path.display(), quantity::bytes(size)));
+    screen.json(&json!({
+        "model": name,
+        "file": path.display().to_string(),
+        "bytes": size,
+        "parameters": parameters,
+        "structure": options.structure,
+    }));
     Ok(())
 }
 
 fn list(screen: &Screen) -> Result<(), Failure> {
     let mut text = String::new();
     for entry in ENTRIES {
-        let options: Vec<String> = entry.options.iter().map(|option| format!("--{option}")).collect();
-        text += &format!("{:14} {}\n{:14} {}\n", entry.name, entry.about, "", options.join(" "));
+        text += &format!("{:14} {}\n", entry.name, entry.about);
+        let options: Vec<String> = entry.choices.iter().map(|choice| format!("--{}", choice.name)).collect();
+        text += &format!("{:14} {}\n", "", options.join(" "));
+        let sizes: Vec<String> = entry.sizes.iter().map(|size| format!("{} ({})", size.name, size.about)).collect();
+        if !sizes.is_empty() {
+            text += &format!("{:14} sizes: {}\n", "", sizes.join(", "));
+        }
     }
+    text += "`pipec zoo NAME` writes one, `pipec zoo NAME --help` says what its options mean.\n";
     screen.text(&text);
-    let entries: Vec<_> =
-        ENTRIES.iter().map(|e| json!({"name": e.name, "about": e.about, "options": e.options})).collect();
+    let entries: Vec<_> = ENTRIES
+        .iter()
+        .map(|entry| {
+            let options: Vec<_> = entry
+                .choices
+                .iter()
+                .map(|it| json!({"name": it.name, "about": it.about, "default": default(it.usual)}))
+                .collect();
+            let sizes: Vec<_> = entry.sizes.iter().map(|it| json!({"name": it.name, "about": it.about})).collect();
+            json!({"name": entry.name, "about": entry.about, "options": options, "sizes": sizes})
+        })
+        .collect();
     screen.json(&json!({"models": entries}));
     Ok(())
+}
+
+fn default(setting: Setting) -> serde_json::Value {
+    match setting {
+        Setting::Number(value) => json!(value),
+        Setting::Fraction(value) => json!(value),
+        Setting::Truth(value) => json!(value),
+    }
 }

@@ -1,0 +1,67 @@
+//! AlexNet as torchvision has it: the single-column version of Krizhevsky ("One weird trick", 2014, section 5.1), 61,100,840
+//! parameters. PipeDream's evaluation trains it on ImageNet.
+
+use crate::builder::{Axis, Builder, Init};
+use crate::choice::{Choice, ChoiceError, Given, Setting};
+use crate::image::{Kernel, biased_convolution, flat, max_pool, relu};
+use crate::layer::{dense, dropout};
+use crate::prediction::{Prediction, Target};
+use crate::zoo::Entry;
+
+/// In the zoo.
+pub const ENTRY: Entry = Entry {
+    name: "alexnet",
+    about: "AlexNet for ImageNet, 61.1 M parameters [Krizhevsky 2014]",
+    choices: &[
+        Choice::width("width", 64, "channels of the first convolution"),
+        Choice::width("hidden", 4096, "width of the hidden linear layers"),
+        Choice::width("classes", 1000, "number of classes"),
+        Choice::number("size", 224, 63, 4096, "height and width of the image"),
+        Choice::fraction("dropout", 0.5, "how much is dropped before the hidden linear layers"),
+    ],
+    sizes: &[],
+    small: &[
+        ("width", Setting::Number(4)),
+        ("hidden", Setting::Number(32)),
+        ("classes", Setting::Number(5)),
+        ("size", Setting::Number(63)),
+    ],
+    build,
+};
+
+/// Input `x`; modules numbered as in torchvision.
+fn build(net: &mut Builder, given: &Given, batch: Axis) -> Result<Prediction, ChoiceError> {
+    let (first, size) = (given.number("width"), given.number("size"));
+    let (hidden, classes, ratio) = (given.number("hidden"), given.number("classes"), given.fraction("dropout"));
+    let mut y = net.input_f32("x", &[batch, Axis::Size(3), Axis::Size(size), Axis::Size(size)]);
+    let (mut width, mut place) = (3, 0);
+    let mut side = (size + 4 - 11) / 4 + 1;
+    let mut next = || {
+        place += 1;
+        format!("features.{}", place - 1)
+    };
+    // Channels, kernel, and whether a pooling follows.
+    for (wide, kernel, pooled) in [(1, 11, true), (3, 5, true), (6, 3, false), (4, 3, false), (4, 3, true)] {
+        let wide = wide * first;
+        let kernel = match kernel {
+            11 => Kernel { stride: [4, 4], pads: [2; 4], ..Kernel::square(width, wide, 11, 4) },
+            _ => Kernel::square(width, wide, kernel, 1),
+        };
+        y = biased_convolution(net, &next(), &y, kernel);
+        y = relu(net, &next(), &y);
+        if pooled {
+            y = max_pool(net, &next(), &y, 3, 2, 0);
+            side = (side - 3) / 2 + 1;
+        }
+        width = wide;
+    }
+    let y = flat(net, "", &y);
+    let y = dropout(net, "classifier.0", &y, ratio);
+    let y = dense(net, "classifier.1", &y, width * side * side, hidden, Init::Kaiming);
+    let y = relu(net, "classifier.2", &y);
+    let y = dropout(net, "classifier.3", &y, ratio);
+    let y = dense(net, "classifier.4", &y, hidden, hidden, Init::Kaiming);
+    let y = relu(net, "classifier.5", &y);
+    let y = dense(net, "classifier.6", &y, hidden, classes, Init::Xavier);
+    Ok(Prediction { logits: y, shape: vec![batch, Axis::Size(classes)], target: Target::Class })
+}

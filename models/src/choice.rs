@@ -1,0 +1,249 @@
+//! What can be chosen of a model: named numbers, fractions and truths, each with its usual value and its bounds.
+//!
+//! A model's file lists its choices beside the code that reads them, and the zoo gathers the lists:
+//!
+//! ```
+//! use models::choice::{Choice, Given, Setting};
+//! const CHOICES: &[Choice] = &[
+//!     Choice::number("layers", 2, 1, 10_000, "number of blocks"),
+//!     Choice::fraction("dropout", 0.1, "how much is dropped"),
+//! ];
+//! let given = Given::new("tiny", CHOICES, &[("layers".to_string(), Setting::Number(3))].into()).unwrap();
+//! assert_eq!((given.number("layers"), given.fraction("dropout")), (3, 0.1));
+//! assert!(given.is_set("layers") && !given.is_set("dropout"));
+//! ```
+
+use std::collections::BTreeMap;
+use std::fmt;
+
+/// The value of a choice.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum Setting {
+    /// A number of things.
+    Number(usize),
+    /// A number from 0 to below 1.
+    Fraction(f64),
+    /// Yes or no.
+    Truth(bool),
+}
+
+impl fmt::Display for Setting {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Setting::Number(value) => value.fmt(f),
+            Setting::Fraction(value) => value.fmt(f),
+            Setting::Truth(value) => value.fmt(f),
+        }
+    }
+}
+
+/// One thing that can be chosen.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Choice {
+    /// Its name.
+    pub name: &'static str,
+    /// What it is where nobody says, and of which kind.
+    pub usual: Setting,
+    /// The smallest number; for numbers only.
+    pub least: usize,
+    /// The largest number. More than that is a slip of the keyboard, and every size can still be worked out.
+    pub most: usize,
+    /// What it means, in one line.
+    pub about: &'static str,
+}
+
+impl Choice {
+    /// A number from `least` to `most`.
+    pub const fn number(name: &'static str, usual: usize, least: usize, most: usize, about: &'static str) -> Self {
+        Self { name, usual: Setting::Number(usual), least, most, about }
+    }
+
+    /// A number from 1 to a million: a width, a vocabulary.
+    pub const fn width(name: &'static str, usual: usize, about: &'static str) -> Self {
+        Self::number(name, usual, 1, 1_000_000, about)
+    }
+
+    /// A number from 0 to below 1.
+    pub const fn fraction(name: &'static str, usual: f64, about: &'static str) -> Self {
+        Self { name, usual: Setting::Fraction(usual), least: 0, most: 0, about }
+    }
+
+    /// Yes or no.
+    pub const fn truth(name: &'static str, usual: bool, about: &'static str) -> Self {
+        Self { name, usual: Setting::Truth(usual), least: 0, most: 0, about }
+    }
+
+    /// Reads a value of this choice's kind.
+    pub fn read(&self, text: &str) -> Result<Setting, String> {
+        match self.usual {
+            Setting::Number(_) => text.parse().map(Setting::Number).map_err(|_| "write a whole number".to_string()),
+            Setting::Fraction(_) => text.parse().map(Setting::Fraction).map_err(|_| "write a number".to_string()),
+            Setting::Truth(_) => text.parse().map(Setting::Truth).map_err(|_| "write true or false".to_string()),
+        }
+    }
+
+    fn allows(&self, setting: Setting) -> Result<(), String> {
+        match (self.usual, setting) {
+            (Setting::Number(_), Setting::Number(value)) if value < self.least => {
+                Err(format!("it must be at least {}", self.least))
+            }
+            (Setting::Number(_), Setting::Number(value)) if value > self.most => {
+                Err(format!("it must be at most {}", self.most))
+            }
+            (Setting::Fraction(_), Setting::Fraction(value)) if !(0.0..1.0).contains(&value) => {
+                Err("it must be at least 0 and below 1".to_string())
+            }
+            (Setting::Number(_), Setting::Number(_))
+            | (Setting::Fraction(_), Setting::Fraction(_))
+            | (Setting::Truth(_), Setting::Truth(_)) => Ok(()),
+            (usual, _) => Err(format!("it is of another kind than {usual}, its usual value")),
+        }
+    }
+}
+
+/// Why a choice cannot be had.
+#[derive(Debug, Clone, PartialEq, thiserror::Error)]
+pub enum ChoiceError {
+    /// The model does not have this option.
+    #[error("`{model}` has no option `{}`; it has {}", option.escape_default(), list(choices))]
+    Unknown {
+        /// The model.
+        model: &'static str,
+        /// The option.
+        option: String,
+        /// What it has.
+        choices: &'static [Choice],
+    },
+    /// A value that makes no model.
+    #[error("`{option}` of `{model}` cannot be {value}: {why}")]
+    Value {
+        /// The model.
+        model: &'static str,
+        /// The option.
+        option: &'static str,
+        /// The value.
+        value: Setting,
+        /// Why not.
+        why: String,
+    },
+}
+
+fn list(choices: &[Choice]) -> String {
+    choices.iter().map(|choice| format!("`{}`", choice.name)).collect::<Vec<_>>().join(", ")
+}
+
+/// The values of all choices of one model.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Given {
+    model: &'static str,
+    choices: &'static [Choice],
+    settings: BTreeMap<String, Setting>,
+}
+
+impl Given {
+    /// `settings` where they are, the usual values elsewhere.
+    pub fn new(
+        model: &'static str,
+        choices: &'static [Choice],
+        settings: &BTreeMap<String, Setting>,
+    ) -> Result<Self, ChoiceError> {
+        for (option, &value) in settings {
+            let choice = choices.iter().find(|choice| choice.name == option);
+            let choice = choice.ok_or_else(|| ChoiceError::Unknown { model, option: option.clone(), choices })?;
+            choice.allows(value).map_err(|why| ChoiceError::Value { model, option: choice.name, value, why })?;
+        }
+        Ok(Self { model, choices, settings: settings.clone() })
+    }
+
+    /// Whether somebody chose.
+    pub fn is_set(&self, name: &str) -> bool {
+        self.settings.contains_key(name)
+    }
+
+    /// A number. `name` is one of the model's own numbers.
+    pub fn number(&self, name: &str) -> usize {
+        match self.setting(name) {
+            Some(Setting::Number(value)) => value,
+            _ => unreachable!("`{}` lists no number `{name}`", self.model),
+        }
+    }
+
+    /// A fraction. `name` is one of the model's own fractions.
+    pub fn fraction(&self, name: &str) -> f64 {
+        match self.setting(name) {
+            Some(Setting::Fraction(value)) => value,
+            _ => unreachable!("`{}` lists no fraction `{name}`", self.model),
+        }
+    }
+
+    /// A truth. `name` is one of the model's own truths.
+    pub fn truth(&self, name: &str) -> bool {
+        match self.setting(name) {
+            Some(Setting::Truth(value)) => value,
+            _ => unreachable!("`{}` lists no truth `{name}`", self.model),
+        }
+    }
+
+    /// The refusal of a number that does not go with the others.
+    pub fn refuse(&self, option: &'static str, why: impl Into<String>) -> ChoiceError {
+        let value = Setting::Number(self.number(option));
+        ChoiceError::Value { model: self.model, option, value, why: why.into() }
+    }
+
+    /// Fails unless `option` divides `whole`.
+    pub fn divides(&self, option: &'static str, whole: &'static str) -> Result<(), ChoiceError> {
+        match self.number(whole).is_multiple_of(self.number(option)) {
+            true => Ok(()),
+            false => Err(self.refuse(option, format!("`{whole}` must be a multiple of it"))),
+        }
+    }
+
+    fn setting(&self, name: &str) -> Option<Setting> {
+        let usual = || self.choices.iter().find(|choice| choice.name == name).map(|choice| choice.usual);
+        self.settings.get(name).copied().or_else(usual)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const CHOICES: &[Choice] = &[
+        Choice::number("size", 8, 4, 64, "height and width"),
+        Choice::number("half", 4, 1, 64, "part of the size"),
+        Choice::fraction("dropout", 0.5, "how much is dropped"),
+        Choice::truth("tied", true, "whether weights are shared"),
+    ];
+
+    fn given(settings: &[(&str, Setting)]) -> Result<Given, ChoiceError> {
+        let settings = settings.iter().map(|(name, value)| ((*name).to_string(), *value)).collect();
+        Given::new("model", CHOICES, &settings)
+    }
+
+    #[test]
+    fn what_is_not_said_is_usual() {
+        let given = given(&[("tied", Setting::Truth(false))]).unwrap();
+        assert_eq!((given.number("size"), given.fraction("dropout"), given.truth("tied")), (8, 0.5, false));
+        assert!(given.is_set("tied") && !given.is_set("size"));
+    }
+
+    #[test]
+    fn values_are_read_as_their_kind() {
+        assert_eq!(CHOICES[0].read("12"), Ok(Setting::Number(12)));
+        assert_eq!(CHOICES[2].read("0.25"), Ok(Setting::Fraction(0.25)));
+        assert_eq!(CHOICES[3].read("true"), Ok(Setting::Truth(true)));
+        assert!(CHOICES[0].read("-1").is_err() && CHOICES[3].read("1").is_err());
+    }
+
+    #[test]
+    fn what_is_out_of_bounds_is_refused() {
+        let said = |name, value| given(&[(name, value)]).unwrap_err().to_string();
+        assert_eq!(said("size", Setting::Number(65)), "`size` of `model` cannot be 65: it must be at most 64");
+        assert_eq!(said("size", Setting::Number(0)), "`size` of `model` cannot be 0: it must be at least 4");
+        assert!(said("dropout", Setting::Fraction(f64::NAN)).contains("below 1"));
+        assert!(said("dropout", Setting::Number(1)).contains("another kind"));
+        assert!(said("depth", Setting::Number(1)).contains("it has `size`, `half`, `dropout`, `tied`"));
+        let odd = given(&[("half", Setting::Number(3))]).unwrap();
+        assert!(odd.divides("half", "size").unwrap_err().to_string().contains("`size` must be a multiple of it"));
+    }
+}

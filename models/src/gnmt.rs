@@ -1,0 +1,148 @@
+//! GNMT, translation by an LSTM encoder and decoder with attention (Wu et al., 2016), in NVIDIA's and MLPerf's reference form,
+//! which PipeDream's evaluation trains as GNMT-8 and GNMT-16.
+//!
+//! ```text
+//! encoder: embedding ─ LSTM both ways ─ LSTM ─ LSTM + ─ LSTM + ─ …  ─┐
+//! decoder: embedding ─ LSTM ─ attention over what the encoder says ──┤ joined to the input of every later layer
+//!                      └────────────────────── LSTM ─ LSTM + ─ …  ─ linear ─ logits
+//! ```
+//!
+//! Half of the layers are the encoder's. `+` adds the layer's input to its result. The attention is Bahdanau's, normalised:
+//! g·v/|v| · tanh(q + k + b) for every pair of steps.
+//!
+//! | size   | layers | parameters  | published                                             |
+//! | ---    | ---    | ---         | ---                                                   |
+//! | mlperf | 4 + 4  | 160,671,297 | 160 M, one embedding for both languages (`shared`)    |
+//! | gnmt8  | 4 + 4  | 193,766,977 | 193.8 M, the sum over PipeDream's profile of it        |
+//! | gnmt16 | 8 + 8  | 277,702,209 | not published                                         |
+//!
+//! All sentences have full length: there is no mask of padding. Inputs are batch first, recurrence is time-major.
+
+use crate::builder::{Axis, Builder, Init, Value, attr};
+use crate::choice::{Choice, ChoiceError, Given, Setting};
+use crate::layer::{dropout, joined, linear, projection, turned};
+use crate::prediction::{Prediction, Target};
+use crate::recurrent::Lstm;
+use crate::zoo::{Entry, Size};
+
+/// In the zoo.
+pub const ENTRY: Entry = Entry {
+    name: "gnmt",
+    about: "GNMT-8: 4 + 4 LSTM layers with attention, 194 M parameters [Wu et al. 2016]",
+    choices: &[
+        Choice::number("layers", 8, 4, 1_000, "LSTM layers, an even number; half of them are the encoder's"),
+        Choice::width("hidden", 1024, "width of embeddings and states"),
+        Choice::width("vocabulary", 32_320, "number of different tokens in each language"),
+        Choice::number("source", 50, 1, 65_536, "tokens in a source sentence"),
+        Choice::number("target", 50, 1, 65_536, "tokens in a target sentence"),
+        Choice::truth("shared", false, "whether both languages have one embedding"),
+        Choice::fraction("dropout", 0.2, "how much of every layer's input is dropped"),
+    ],
+    sizes: &[
+        Size { name: "gnmt8", about: "194 M parameters", settings: &[("layers", Setting::Number(8))] },
+        Size { name: "gnmt16", about: "278 M", settings: &[("layers", Setting::Number(16))] },
+        Size { name: "gnmt-mlperf", about: "161 M", settings: &[("shared", Setting::Truth(true))] },
+    ],
+    small: &[
+        ("hidden", Setting::Number(6)),
+        ("vocabulary", Setting::Number(11)),
+        ("source", Setting::Number(4)),
+        ("target", Setting::Number(3)),
+    ],
+    build,
+};
+
+/// Inputs `source` and `target` (i64, batch × time; the target shifted by one), logits batch × time × vocabulary.
+fn build(net: &mut Builder, given: &Given, batch: Axis) -> Result<Prediction, ChoiceError> {
+    let layers = given.number("layers");
+    if !layers.is_multiple_of(2) {
+        return Err(given.refuse("layers", "half of them are the encoder's"));
+    }
+    let (width, vocabulary) = (given.number("hidden"), given.number("vocabulary"));
+    let (heard, said) = (given.number("source"), given.number("target"));
+    let ratio = given.fraction("dropout");
+    let source = net.input_i64("source", &[batch, Axis::Size(heard)]);
+    let target = net.input_i64("target", &[batch, Axis::Size(said)]);
+    let table = |net: &mut Builder, name: &str| {
+        net.parameter(&format!("{name}.weight"), &[vocabulary, width], Init::Within(0.1))
+    };
+    let [heard_words, said_words] = if given.truth("shared") {
+        let one = table(net, "embedding");
+        [one.clone(), one]
+    } else {
+        ["encoder.embedder", "decoder.embedder"].map(|name| table(net, name))
+    };
+    let words = |net: &mut Builder, path: &str, table: &Value, tokens: &Value| {
+        let rows = net.node(path, "Gather", &[table, tokens], vec![]);
+        turned(net, path, &rows, &[1, 0, 2])
+    };
+
+    let x = words(net, "encoder.embedder", &heard_words, &source);
+    let x = dropout(net, "encoder.dropout", &x, ratio);
+    let both = Lstm { bidirectional: true, ..Lstm::plain(width, width) };
+    let x = both.build(net, "encoder.rnn_layers.0", &x);
+    let x = dropout(net, "encoder.dropout", &x, ratio);
+    let mut x = Lstm::plain(2 * width, width).build(net, "encoder.rnn_layers.1", &x);
+    for layer in 2..layers / 2 {
+        x = residual(net, "encoder", layer, &x, None, [width, width], ratio);
+    }
+
+    let y = words(net, "decoder.embedder", &said_words, &target);
+    let y = dropout(net, "decoder.dropout", &y, ratio);
+    let mut y = Lstm::plain(width, width).build(net, "decoder.att_rnn.rnn", &y);
+    let found = attention(net, "decoder.att_rnn.attn", &y, &x, width);
+    for layer in 0..layers / 2 - 1 {
+        y = residual(net, "decoder", layer, &y, Some(&found), [2 * width, width], ratio);
+    }
+    let y = turned(net, "decoder", &y, &[1, 0, 2]);
+    let logits = linear(net, "decoder.classifier.classifier", &y, width, vocabulary);
+    Ok(Prediction { logits, shape: vec![batch, Axis::Size(said), Axis::Size(vocabulary)], target: Target::Token })
+}
+
+/// A layer that reads `x`, with what the attention `found`, and adds `x` to its result; the decoder's first adds nothing.
+fn residual(
+    net: &mut Builder,
+    side: &str,
+    layer: usize,
+    x: &Value,
+    found: Option<&Value>,
+    [from, to]: [usize; 2],
+    ratio: f64,
+) -> Value {
+    let read = match found {
+        Some(found) => joined(net, side, &[x, found], 2),
+        None => x.clone(),
+    };
+    let read = dropout(net, &format!("{side}.dropout"), &read, ratio);
+    let y = Lstm::plain(from, to).build(net, &format!("{side}.rnn_layers.{layer}"), &read);
+    if layer == 0 { y } else { net.node(side, "Add", &[&y, x], vec![]) }
+}
+
+/// For every step of the decoder a mean of the encoder's states, weighted by how well they answer.
+fn attention(net: &mut Builder, path: &str, asking: &Value, said: &Value, width: usize) -> Value {
+    let at = |name: &str| format!("{path}.{name}");
+    let bound = Init::Within(1.0 / (width as f64).sqrt());
+    let direction = net.parameter(&at("linear_att"), &[width], bound);
+    let scale = net.parameter(&at("normalize_scalar"), &[1], bound);
+    let bias = net.parameter(&at("normalize_bias"), &[width], Init::Zeros);
+    let axis = |net: &mut Builder, axis: i64| net.constant_i64(path, &[axis]);
+    let [asking, said] = [asking, said].map(|x| turned(net, path, x, &[1, 0, 2]));
+    let q = projection(net, &at("linear_q"), &asking, width, width);
+    let k = projection(net, &at("linear_k"), &said, width, width);
+    let [one, two] = [axis(net, 1), axis(net, 2)];
+    let q = net.node(path, "Unsqueeze", &[&q, &two], vec![]);
+    let k = net.node(path, "Unsqueeze", &[&k, &one], vec![]);
+    let sum = net.node(path, "Add", &[&q, &k], vec![]);
+    let sum = net.node(path, "Add", &[&sum, &bias], vec![]);
+    let felt = net.node(path, "Tanh", &[&sum], vec![]);
+    let length = net.node(path, "ReduceL2", &[&direction], vec![attr::int("keepdims", 1)]);
+    let unit = net.node(path, "Div", &[&direction, &length], vec![]);
+    let unit = net.node(path, "Mul", &[&unit, &scale], vec![]);
+    let unit = net.node(path, "Unsqueeze", &[&unit, &one], vec![]);
+    let scores = net.node(path, "MatMul", &[&felt, &unit], vec![]);
+    let last = axis(net, 3);
+    let scores = net.node(path, "Squeeze", &[&scores, &last], vec![]);
+    let weights = net.node(path, "Softmax", &[&scores], vec![attr::int("axis", -1)]);
+    let found = net.node(path, "MatMul", &[&weights, &said], vec![]);
+    turned(net, path, &found, &[1, 0, 2])
+}

@@ -1,0 +1,99 @@
+//! Layers that many models have: linear, embedding, normalisation over the last axis, dropout, moves of axes.
+//!
+//! Each puts its nodes in the module at `path` and its parameters under `path.weight` and `path.bias`, as PyTorch does.
+
+use crate::builder::{Builder, Init, Value, attr};
+
+/// `x·Wᵀ + b` over the last axis of an `x` of any rank.
+pub fn linear(net: &mut Builder, path: &str, x: &Value, from: usize, to: usize) -> Value {
+    let weight = net.parameter(&format!("{path}.weight"), &[to, from], Init::Xavier);
+    let bias = net.parameter(&format!("{path}.bias"), &[to], Init::Zeros);
+    let y = product(net, path, x, &weight);
+    net.node(path, "Add", &[&bias, &y], vec![])
+}
+
+/// `x·Wᵀ` with a weight that is there already.
+pub fn product(net: &mut Builder, path: &str, x: &Value, weight: &Value) -> Value {
+    let weight = turned(net, path, weight, &[1, 0]);
+    net.node(path, "MatMul", &[x, &weight], vec![])
+}
+
+/// `x·Wᵀ` without a bias.
+pub fn projection(net: &mut Builder, path: &str, x: &Value, from: usize, to: usize) -> Value {
+    let weight = net.parameter(&format!("{path}.weight"), &[to, from], Init::Xavier);
+    product(net, path, x, &weight)
+}
+
+/// `x·Wᵀ + b` of a matrix, as one `Gemm`.
+pub fn dense(net: &mut Builder, path: &str, x: &Value, from: usize, to: usize, init: Init) -> Value {
+    let weight = net.parameter(&format!("{path}.weight"), &[to, from], init);
+    let bias = net.parameter(&format!("{path}.bias"), &[to], Init::Zeros);
+    let attributes = vec![attr::float("alpha", 1.0), attr::float("beta", 1.0), attr::int("transB", 1)];
+    net.node(path, "Gemm", &[x, &weight, &bias], attributes)
+}
+
+/// A table of `count` rows and the rows that `tokens` say.
+pub fn embedding(net: &mut Builder, path: &str, tokens: &Value, count: usize, width: usize) -> [Value; 2] {
+    let table = net.parameter(&format!("{path}.weight"), &[count, width], Init::Deviation(0.02));
+    let rows = net.node(path, "Gather", &[&table, tokens], vec![]);
+    [table, rows]
+}
+
+/// Layer normalisation over the last axis.
+pub fn normalisation(net: &mut Builder, path: &str, x: &Value, width: usize, epsilon: f32) -> Value {
+    let scale = net.parameter(&format!("{path}.weight"), &[width], Init::Ones);
+    let bias = net.parameter(&format!("{path}.bias"), &[width], Init::Zeros);
+    let attributes = vec![attr::int("axis", -1), attr::float("epsilon", epsilon)];
+    net.node(path, "LayerNormalization", &[x, &scale, &bias], attributes)
+}
+
+/// Dropout in training mode; nothing where the ratio is 0.
+pub fn dropout(net: &mut Builder, path: &str, x: &Value, ratio: f64) -> Value {
+    if ratio == 0.0 {
+        return x.clone();
+    }
+    let ratio = net.constant_f32(path, &[], &[ratio as f32]);
+    let training = net.scalar_bool(path, true);
+    net.node(path, "Dropout", &[x, &ratio, &training], vec![])
+}
+
+/// Dropout that is the same along the axes of size 1 in `mask`, a shape; 0 copies an axis of `x`.
+///
+/// Time-major sequences with the mask `[1, 0, 0]` lose the same features at every step (Gal and Ghahramani, 2016),
+/// images with `[0, 0, 1, 1]` lose whole channels.
+pub fn locked_dropout(net: &mut Builder, path: &str, x: &Value, mask: &[i64], ratio: f64) -> Value {
+    if ratio == 0.0 {
+        return x.clone();
+    }
+    let shape = net.node(path, "Shape", &[x], vec![]);
+    let own = |axis: usize| if mask[axis] == 0 { axis } else { mask.len() };
+    let one = net.constant_i64(path, &[1]);
+    let sizes = net.node(path, "Concat", &[&shape, &one], vec![attr::int("axis", 0)]);
+    let picked = net.constant_i64(path, &(0..mask.len()).map(|axis| own(axis) as i64).collect::<Vec<_>>());
+    let shape = net.node(path, "Gather", &[&sizes, &picked], vec![]);
+    let ones = net.filled(path, &shape, 1.0);
+    let kept = dropout(net, path, &ones, ratio);
+    net.node(path, "Mul", &[x, &kept], vec![])
+}
+
+/// `x` with its axes in another order.
+pub fn turned(net: &mut Builder, path: &str, x: &Value, perm: &[i64]) -> Value {
+    net.node(path, "Transpose", &[x], vec![attr::ints("perm", perm)])
+}
+
+/// `x` in another shape; 0 copies an axis, -1 follows from the rest.
+pub fn reshaped(net: &mut Builder, path: &str, x: &Value, shape: &[i64]) -> Value {
+    let shape = net.constant_i64(path, shape);
+    net.node(path, "Reshape", &[x, &shape], vec![attr::int("allowzero", 0)])
+}
+
+/// All parts one behind the other.
+pub fn joined(net: &mut Builder, path: &str, parts: &[&Value], axis: i64) -> Value {
+    net.node(path, "Concat", parts, vec![attr::int("axis", axis)])
+}
+
+/// Parts `begin..end` along one axis.
+pub fn part(net: &mut Builder, path: &str, x: &Value, axis: i64, begin: i64, end: i64) -> Value {
+    let [begin, end, axis] = [begin, end, axis].map(|number| net.constant_i64(path, &[number]));
+    net.node(path, "Slice", &[x, &begin, &end, &axis], vec![])
+}
