@@ -2,11 +2,11 @@
 //! other dropouts keep one mask for all steps, and whose head is the embedding. PipeDream's evaluation trains it with six
 //! layers.
 //!
-//! | size   | layers | vocabulary | parameters | published               |
-//! | ---    | ---    | ---        | ---        | ---                     |
-//! | awd-lm | 3      | 10,000     | 24,221,600 | 24 M (Penn Treebank)    |
-//! | wt2    | 3      | 33,278     | 33,556,078 | 33 M (WikiText-2)       |
-//! | awdlm6 | 6      | 33,278     | 65,326,078 | not published           |
+//! | size       | layers | vocabulary | parameters | published            |
+//! | ---        | ---    | ---        | ---        | ---                  |
+//! | awd-lm     | 3      | 10,000     | 24,221,600 | 24 M (Penn Treebank) |
+//! | awd-lm-wt2 | 3      | 33,278     | 33,556,078 | 33 M (WikiText-2)    |
+//! | awdlm6     | 6      | 33,278     | 65,323,678 | not published        |
 //!
 //! The first state of every sequence is zero; it is not carried from batch to batch.
 

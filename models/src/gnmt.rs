@@ -10,11 +10,11 @@
 //! Half of the layers are the encoder's. `+` adds the layer's input to its result. The attention is Bahdanau's, normalised:
 //! g·v/|v| · tanh(q + k + b) for every pair of steps.
 //!
-//! | size   | layers | parameters  | published                                             |
-//! | ---    | ---    | ---         | ---                                                   |
-//! | mlperf | 4 + 4  | 160,671,297 | 160 M, one embedding for both languages (`shared`)    |
-//! | gnmt8  | 4 + 4  | 193,766,977 | 193.8 M, the sum over PipeDream's profile of it        |
-//! | gnmt16 | 8 + 8  | 277,702,209 | not published                                         |
+//! | size        | layers | parameters  | published                                                          |
+//! | ---         | ---    | ---         | ---                                                                |
+//! | gnmt-mlperf | 4 + 4  | 160,671,297 | 160 M, one embedding for both languages (`shared`)                 |
+//! | gnmt8       | 4 + 4  | 193,766,977 | 193,765,952 in PipeDream's profile, whose attention has no g and b |
+//! | gnmt16      | 8 + 8  | 277,718,593 | not published                                                      |
 //!
 //! All sentences have full length: there is no mask of padding. Inputs are batch first, recurrence is time-major.
 

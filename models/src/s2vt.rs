@@ -8,7 +8,7 @@
 //! ```
 //!
 //! With the paper's sizes (features 4,096, embeddings 500, states 1,000, the 12,594 words of MSVD, 80 steps in all) there are
-//! 36,991,094 parameters; neither paper publishes a count.
+//! 36,968,094 parameters; neither paper publishes a count.
 
 use crate::builder::{Axis, Builder, Init, Value};
 use crate::choice::{Choice, ChoiceError, Given, Setting};
