@@ -142,7 +142,6 @@ fn with_and_without_weights_the_graph_is_the_same() {
             let options = Options { loss, ..entry.small() };
             let whole = imported(entry.name, &options);
             let bare = imported(entry.name, &Options { structure: true, ..options });
-            assert_eq!(whole.sha256, bare.sha256, "{}", entry.name);
             assert_eq!(hash(&whole.graph), hash(&bare.graph), "{}", entry.name);
         }
     }
@@ -158,7 +157,9 @@ fn step(entry: &Entry, model: &Model, stages: usize) -> Trained {
     let pipeline = Pipeline::chain(vec![StageShape::new(1, 1.0, 2.0); stages]);
     let prepared =
         prepare(&model.graph, &placed, pipeline, &settings).unwrap_or_else(|e| panic!("{}: {e}", entry.name));
-    let feeds = feeds(&prepared.codes);
+    let mut feeds = feeds(&prepared.codes);
+    // However the model is cut, every feed draws the same numbers.
+    feeds.sort_by(|a, b| a.name.cmp(&b.name));
     let arrays = synthetic(&prepared.graph, &feeds, BATCH, BATCH, 1);
     let data = Dataset::new(arrays, &feeds, BATCH).unwrap_or_else(|e| panic!("{}: {e}", entry.name));
     let weights: BTreeMap<String, Tensor> = model

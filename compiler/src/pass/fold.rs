@@ -36,14 +36,40 @@ pub fn fold(graph: &mut Graph) -> Changed {
 }
 
 fn replace(graph: &mut Graph, id: NodeId, outputs: Vec<Tensor>, known: &mut HashMap<Value, Tensor>) {
-    let origin = graph.node(id).origin.clone();
+    let (origin, name) = (graph.node(id).origin.clone(), graph.node(id).name.clone());
+    let several = outputs.len() > 1;
     for (output, tensor) in outputs.into_iter().enumerate() {
         let constant = graph
             .add(Op::Constant(Constant { tensor: tensor.clone() }), &[], &origin)
             .expect("a constant takes no inputs");
+        // The name that the graph would give may be one that a copied node brought along; that of the op is free now.
+        graph.node_mut(constant).name = if several { format!("{name}#{output}") } else { name.clone() };
         let value = Value { node: constant, output: 0 };
         known.insert(value, tensor);
         graph.replace_uses(Value { node: id, output: output as u32 }, value);
     }
     graph.remove(id);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::graph::verify::verify;
+    use crate::graph::{Origin, Output};
+    use crate::op::Unary;
+
+    #[test]
+    fn names_that_were_brought_along_stay_unique() {
+        let mut graph = Graph::new("named");
+        let one = graph.add(crate::op::unary::scalar(crate::tensor::DType::F32, 1.0), &[], &Origin::default()).unwrap();
+        // The name that the graph would give to the third node.
+        graph.node_mut(one).name = "constant2".into();
+        let value = |node| Value { node, output: 0 };
+        let minus = graph.add(Op::Unary(Unary::Neg), &[value(one)], &Origin::default()).unwrap();
+        graph.outputs.push(Output { name: "one".into(), value: value(one) });
+        graph.outputs.push(Output { name: "minus".into(), value: value(minus) });
+        assert_eq!(fold(&mut graph), Changed::Yes);
+        verify(&graph).unwrap();
+        assert_eq!(graph.node(graph.outputs[1].value.node).name, "neg1");
+    }
 }

@@ -138,8 +138,11 @@ impl Cut<'_> {
             if !inside {
                 for value in self.graph.values(id).into_iter().filter(|v| self.read_here(*v, &needed)) {
                     let name = format!("{}#{}", node.name, value.output);
-                    let input = Op::Input(Input { name, fact: self.graph.fact(value).clone() });
+                    let fact = self.graph.fact(value).clone();
+                    let input = Op::Input(Input { name: name.clone(), fact });
                     let input = local.add(input, &[], &node.origin).expect("an input takes no inputs");
+                    // Copies keep their names, so one that is made up here could be taken.
+                    local.node_mut(input).name = name;
                     map.insert(value, Value { node: input, output: 0 });
                     let from = self.place[&id];
                     received.push((value, from, input));
