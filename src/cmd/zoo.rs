@@ -81,7 +81,7 @@ fn subcommand(entry: &'static Entry, name: &'static str, settings: &'static [(&'
             Setting::Truth(_) => "true|false",
         };
         let about = format!("{} [default: {}]", sentence(choice.about), set.unwrap_or(choice.usual));
-        flag(choice.name, kind, about).value_parser(|text: &str| choice.read(text))
+        flag(choice.name, kind, about).value_parser(|text: &str| choice.read(text)).help_heading("Of this model")
     });
     let numbers = value_parser!(usize);
     Command::new(name)
