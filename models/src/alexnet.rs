@@ -1,5 +1,5 @@
-//! AlexNet as torchvision has it: the single-column version of Krizhevsky ("One weird trick", 2014, section 5.1), 61,100,840
-//! parameters. PipeDream's evaluation trains it on ImageNet.
+//! AlexNet as torchvision has it: the single-column version of Krizhevsky ("One weird trick", 2014, section 5.1),
+//! 61,100,840 parameters. PipeDream's evaluation trains it on ImageNet.
 
 use crate::builder::{Axis, Builder, Init};
 use crate::choice::{Choice, ChoiceError, Given, Setting};

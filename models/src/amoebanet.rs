@@ -1,9 +1,10 @@
-//! AmoebaNet-D (Real et al., AAAI 2019), the image network that GPipe scales (Huang et al., NeurIPS 2019, table 1) and torchgpipe
-//! reproduces (Kim et al., 2020).
+//! AmoebaNet-D (Real et al., AAAI 2019), the image network that GPipe scales (Huang et al., NeurIPS 2019, table 1) and
+//! torchgpipe reproduces (Kim et al., 2020).
 //!
-//! Cells read the results of the two cells before them. A cell makes five sums; each adds two operations on earlier states,
-//! where states 0 and 1 are the reduced results and state 2 the first sum. Normal cells join states 0, 3, 4 and 6, as the
-//! reference in TensorFlow does; the paper's own figure says 4, 5 and 6, with which the published counts do not come out.
+//! Cells read the results of the two cells before them. A cell makes five sums; each adds two operations on earlier
+//! states, where states 0 and 1 are the reduced results and state 2 the first sum. Normal cells join states 0, 3, 4 and
+//! 6, as the reference in TensorFlow does; the paper's own figure says 4, 5 and 6, with which the published counts do
+//! not come out.
 //!
 //! ```text
 //! x ─ conv 3×3 /2 ─ reduction ×2 ─ L/3 normal ─ reduction ─ L/3 normal ─ reduction ─ L/3 normal ─ mean ─ fc ─ logits

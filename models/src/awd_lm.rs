@@ -1,6 +1,6 @@
-//! AWD-LSTM (Merity, Keskar and Socher, ICLR 2018): a language model of LSTM layers whose recurrent weights are dropped, whose
-//! other dropouts keep one mask for all steps, and whose head is the embedding. PipeDream's evaluation trains it with six
-//! layers.
+//! AWD-LSTM (Merity, Keskar and Socher, ICLR 2018): a language model of LSTM layers whose recurrent weights are
+//! dropped, whose other dropouts keep one mask for all steps, and whose head is the embedding. PipeDream's evaluation
+//! trains it with six layers.
 //!
 //! | size       | layers | vocabulary | parameters | published            |
 //! | ---        | ---    | ---        | ---        | ---                  |

@@ -1,5 +1,6 @@
 //! BERT with its masked-language-model head (Devlin et al., NAACL 2019): blocks that normalise after each branch, and a
-//! head that shares the word embedding. Modules are named as in Hugging Face's `BertForMaskedLM`, whose counts these are.
+//! head that shares the word embedding. Modules are named as in Hugging Face's `BertForMaskedLM`, whose counts these
+//! are.
 //!
 //! | size       | layers | width | heads | parameters  | published |
 //! | ---        | ---    | ---   | ---   | ---         | ---       |

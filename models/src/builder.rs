@@ -263,7 +263,8 @@ fn scope(path: &str) -> String {
     text
 }
 
-/// The module path as `torch.onnx` tells it: the paths of all modules around a node, from the root on, then its own name.
+/// The module path as `torch.onnx` tells it: the paths of all modules around a node, from the root on, then its own
+/// name.
 fn scopes(path: &str, op: &str) -> StringStringEntryProto {
     let ends = path.match_indices('.').map(|(at, _)| at).chain((!path.is_empty()).then_some(path.len()));
     let mut list = "['', ".to_owned();

@@ -1,5 +1,5 @@
-//! GNMT, translation by an LSTM encoder and decoder with attention (Wu et al., 2016), in NVIDIA's and MLPerf's reference form,
-//! which PipeDream's evaluation trains as GNMT-8 and GNMT-16.
+//! GNMT, translation by an LSTM encoder and decoder with attention (Wu et al., 2016), in NVIDIA's and MLPerf's
+//! reference form, which PipeDream's evaluation trains as GNMT-8 and GNMT-16.
 //!
 //! ```text
 //! encoder: embedding ─ LSTM both ways ─ LSTM ─ LSTM + ─ LSTM + ─ …  ─┐
@@ -7,8 +7,8 @@
 //!                      └────────────────────── LSTM ─ LSTM + ─ …  ─ linear ─ logits
 //! ```
 //!
-//! Half of the layers are the encoder's. `+` adds the layer's input to its result. The attention is Bahdanau's, normalised:
-//! g·v/|v| · tanh(q + k + b) for every pair of steps.
+//! Half of the layers are the encoder's. `+` adds the layer's input to its result. The attention is Bahdanau's,
+//! normalised: g·v/|v| · tanh(q + k + b) for every pair of steps.
 //!
 //! | size        | layers | parameters  | published                                                          |
 //! | ---         | ---    | ---         | ---                                                                |
@@ -99,7 +99,8 @@ fn build(net: &mut Builder, given: &Given, batch: Axis) -> Result<Prediction, Ch
     Ok(Prediction { logits, shape: vec![batch, Axis::Size(said), Axis::Size(vocabulary)], target: Target::Token })
 }
 
-/// A layer that reads `x`, with what the attention `found`, and adds `x` to its result; the decoder's first adds nothing.
+/// A layer that reads `x`, with what the attention `found`, and adds `x` to its result; the decoder's first adds
+/// nothing.
 fn residual(
     net: &mut Builder,
     side: &str,

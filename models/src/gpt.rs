@@ -13,8 +13,8 @@
 //! | megatron-145b | 80     | 12,288 | 96    | 145,622,261,760   | 145.6 B   |
 //! | megatron-1t   | 128    | 25,600 | 160   | 1,008,038,758,400 | 1,008 B   |
 //!
-//! The last three are from Brown et al. (2020, table 2.1) and Narayanan et al. (SC 2021, table 1). The usual one is small
-//! enough to train in a test.
+//! The last three are from Brown et al. (2020, table 2.1) and Narayanan et al. (SC 2021, table 1). The usual one is
+//! small enough to train in a test.
 
 use crate::attention::{Attention, causal_mask};
 use crate::builder::{Axis, Builder, Init, Value, attr};

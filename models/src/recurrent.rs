@@ -1,8 +1,8 @@
 //! The LSTM layer, with its parameters as PyTorch keeps them.
 //!
-//! PyTorch has the gates in the order i, f, g, o, one matrix for each direction; ONNX wants i, o, f, g, all directions in
-//! one tensor. As PyTorch's exporter does, the graph cuts the parameters up and puts them together again, so that they
-//! keep their own names and shapes; what imports the graph sees through it.
+//! PyTorch has the gates in the order i, f, g, o, one matrix for each direction; ONNX wants i, o, f, g, all directions
+//! in one tensor. As PyTorch's exporter does, the graph cuts the parameters up and puts them together again, so that
+//! they keep their own names and shapes; what imports the graph sees through it.
 
 use crate::builder::{Builder, Init, Value, attr};
 use crate::layer::{dropout, joined, reshaped, turned};

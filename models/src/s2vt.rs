@@ -1,5 +1,5 @@
-//! S2VT, sequence to sequence: video to text (Venugopalan et al., ICCV 2015, section 3), which PipeDream's evaluation trains on
-//! MSVD. The features of frames come from an image network that is not trained with it.
+//! S2VT, sequence to sequence: video to text (Venugopalan et al., ICCV 2015, section 3), which PipeDream's evaluation
+//! trains on MSVD. The features of frames come from an image network that is not trained with it.
 //!
 //! ```text
 //! time      1 … frames          frames + 1 … frames + words
@@ -7,8 +7,8 @@
 //! LSTM 2    its state, zeros    its state, the words so far    ─ linear ─ logits
 //! ```
 //!
-//! With the paper's sizes (features 4,096, embeddings 500, states 1,000, the 12,594 words of MSVD, 80 steps in all) there are
-//! 36,968,094 parameters; neither paper publishes a count.
+//! With the paper's sizes (features 4,096, embeddings 500, states 1,000, the 12,594 words of MSVD, 80 steps in all)
+//! there are 36,968,094 parameters; neither paper publishes a count.
 
 use crate::builder::{Axis, Builder, Init, Value};
 use crate::choice::{Choice, ChoiceError, Given, Setting};
@@ -41,8 +41,8 @@ pub const ENTRY: Entry = Entry {
     build,
 };
 
-/// Inputs `frames` (f32, batch × frames × features) and `words` (i64, batch × words; shifted by one), logits batch × words ×
-/// vocabulary.
+/// Inputs `frames` (f32, batch × frames × features) and `words` (i64, batch × words; shifted by one), logits batch ×
+/// words × vocabulary.
 fn build(net: &mut Builder, given: &Given, batch: Axis) -> Result<Prediction, ChoiceError> {
     let (features, width, hidden) = (given.number("features"), given.number("embedding"), given.number("hidden"));
     let (seen, said, vocabulary) = (given.number("frames"), given.number("words"), given.number("vocabulary"));

@@ -2,9 +2,9 @@
 //! between and 32 heads, on sequences of 1,024 tokens.
 //!
 //! The paper gives sizes but neither the vocabulary's nor which weights are shared. A block with biases everywhere has
-//! `4·w² + 2·w·f + 9·w + f` = 50,358,272 parameters, and the published counts leave 131.1 M besides: exactly an embedding and a
-//! head of their own, with bias, over 32,000 tokens and a last normalisation. (A shared table over 64,000 fits too;
-//! `--vocabulary 64000 --tied true`.) Positions are sines, without parameters.
+//! `4·w² + 2·w·f + 9·w + f` = 50,358,272 parameters, and the published counts leave 131.1 M besides: exactly an
+//! embedding and a head of their own, with bias, over 32,000 tokens and a last normalisation. (A shared table over
+//! 64,000 fits too; `--vocabulary 64000 --tied true`.) Positions are sines, without parameters.
 //!
 //! | L   | parameters    | published |
 //! | --- | ---           | ---       |

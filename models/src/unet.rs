@@ -1,5 +1,5 @@
-//! U-Net (B, C) of torchgpipe (Kim et al., 2020, section 4.2): a simplified U-Net (Ronneberger et al., 2015) with B convolutions
-//! in every cell and C channels in the first. Its long skip edges are what makes it a test of pipelines.
+//! U-Net (B, C) of torchgpipe (Kim et al., 2020, section 4.2): a simplified U-Net (Ronneberger et al., 2015) with B
+//! convolutions in every cell and C channels in the first. Its long skip edges are what makes it a test of pipelines.
 //!
 //! ```text
 //! [ cell ]───────────────────[ cell ]─ conv 1×1 ─ logits      a cell: B times conv 3×3 ─ dropout of channels ─

@@ -1,5 +1,5 @@
-//! VGG (Simonyan and Zisserman, ICLR 2015, table 1: A, B, D and E), without normalisation, as torchvision has it. PipeDream's
-//! evaluation trains VGG-16.
+//! VGG (Simonyan and Zisserman, ICLR 2015, table 1: A, B, D and E), without normalisation, as torchvision has it.
+//! PipeDream's evaluation trains VGG-16.
 //!
 //! Five groups of 3×3 convolutions, each behind the last at half the height and width, then three linear layers.
 //!

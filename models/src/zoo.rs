@@ -1,8 +1,8 @@
 //! The zoo: models by name, with options.
 //!
-//! Every model's file has an [`Entry`]: its name, its choices with their usual values, its published sizes under names of
-//! their own, and what builds it. Here they are gathered, and what all models share is done: the batch, the loss, the limit
-//! of one file.
+//! Every model's file has an [`Entry`]: its name, its choices with their usual values, its published sizes under names
+//! of their own, and what builds it. Here they are gathered, and what all models share is done: the batch, the loss,
+//! the limit of one file.
 //!
 //! ```
 //! use models::zoo::{Options, build};
@@ -119,7 +119,7 @@ pub struct Built {
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 pub enum ZooError {
     /// No such model.
-    #[error("the zoo has no model `{}`; it has {}", name.escape_default(), ENTRIES.iter().map(|e| e.name).collect::<Vec<_>>().join(", "))]
+    #[error("the zoo has no model `{}`; it has {}", name.escape_default(), names())]
     Unknown {
         /// The name asked for.
         name: String,
@@ -132,7 +132,8 @@ pub enum ZooError {
     Batch,
     /// Too many parameters for one file.
     #[error(
-        "this `{model}` has {parameters} parameters, more than fit the 2 GiB of one ONNX file; `--structure` leaves the weights out"
+        "this `{model}` has {parameters} parameters, more than fit the 2 GiB of one ONNX file; `--structure` leaves \
+         the weights out"
     )]
     Large {
         /// The model.
@@ -148,6 +149,10 @@ pub enum ZooError {
         /// How many.
         parameters: u128,
     },
+}
+
+fn names() -> String {
+    ENTRIES.iter().map(|entry| entry.name).collect::<Vec<_>>().join(", ")
 }
 
 /// The model or published size called `name`, with what a size sets.

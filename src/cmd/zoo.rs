@@ -1,7 +1,7 @@
 //! `pipec zoo`: a model of the zoo as an ONNX file.
 //!
-//! Every model, and every published size of one, is a subcommand whose flags come from the zoo's own lists: `pipec zoo gpt
-//! --help` says what can be chosen of a GPT, `pipec zoo gpt2 --help` the same with the settings of GPT-2.
+//! Every model, and every published size of one, is a subcommand whose flags come from the zoo's own lists: `pipec zoo
+//! gpt --help` says what can be chosen of a GPT, `pipec zoo gpt2 --help` the same with the settings of GPT-2.
 
 use crate::failure::Failure;
 use crate::quantity;
