@@ -287,9 +287,9 @@ mod tests {
             ("vgg", "size", 100),
             ("amoebanet", "layers", 4),
             ("unet", "channels", 3),
-            ("transformer", "hidden", 33),
+            ("transformer", "heads", 3),
         ] {
-            let error = fails(name, number(option, value).number(option, value));
+            let error = fails(name, number(option, value));
             assert!(error.to_string().contains(&format!("`{option}` of `{name}` cannot be {value}")), "{error}");
         }
         assert_eq!(fails("mlp", Options { batch: Some(0), ..Options::default() }), ZooError::Batch);
