@@ -43,7 +43,7 @@ impl fmt::Display for Unsupported {
 pub fn check(model: &OnnxModel) -> Result<(), Unsupported> {
     let mut missing: BTreeMap<String, Missing> = BTreeMap::new();
     for node in &model.nodes {
-        if node.domain.is_empty() && table::find(&node.op_type).is_some() {
+        if table::find_in(&node.domain, &node.op_type).is_some() {
             continue;
         }
         let operator = match node.domain.as_str() {
@@ -68,14 +68,10 @@ fn why(model: &OnnxModel, node: &Node) -> Option<&'static str> {
     }
     Some(match node.op_type.as_str() {
         "If" | "Loop" | "Scan" => "control flow: what runs would depend on values",
-        "GRU" | "RNN" => "of the recurrent layers, LSTM alone is supported yet",
         "Bernoulli" | "Multinomial" | "RandomNormal" | "RandomNormalLike" | "RandomUniform" | "RandomUniformLike" => {
             "random numbers"
         }
         name if name.contains("Sequence") || name.starts_with("Optional") => "sequences and optionals",
-        name if name.contains("Quantize") || name.contains("Integer") || name.starts_with("QLinear") => {
-            "quantised models cannot be trained"
-        }
         name if name.starts_with("String") || name == "TfIdfVectorizer" => "strings",
         _ => return None,
     })

@@ -153,7 +153,8 @@ struct Walk<'a> {
 impl Walk<'_> {
     /// The outputs of a node; `Err(None)` when an input is broken already.
     fn node(&mut self, node: &Node) -> Result<Vec<Known>, Option<Reason>> {
-        let lower = table::find(&node.op_type).ok_or_else(|| Some(Reason::Unsupported(node.op_type.clone())))?;
+        let lower = table::find_in(&node.domain, &node.op_type)
+            .ok_or_else(|| Some(Reason::Unsupported(node.op_type.clone())))?;
         let mut scope = self.scope(node).ok_or(None)?;
         if fold::applies(&scope)
             && let Some(outputs) = fold::fold(&mut scope, lower)?
