@@ -274,7 +274,7 @@ pub enum ReduceKind {
     Max,
     /// Smallest; the gradient is shared equally by equal elements.
     Min,
-    /// Product; no gradient.
+    /// Product.
     Prod,
 }
 

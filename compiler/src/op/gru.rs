@@ -8,8 +8,8 @@
 //!
 //! The reset gate works on the product, m = r (h U_nᵀ + b_hn), as in PyTorch (`reset_after`), or on the state,
 //! m = (r h) U_nᵀ + b_hn, as in the paper. The gates are an output so that the gradient need not compute them again, and
-//! as a fourth what the reset gate met: s = h U_nᵀ + b_hn, or s = r h. They carry no gradient: what arrives there is
-//! ignored. Backward in time, with dh from the step after:
+//! as a fourth what the reset gate met: s = h U_nᵀ + b_hn, or s = r h. They take no
+//! gradient. Backward in time, with dh from the step after:
 //!
 //!   dh += dy_t;  da_z = dh (h - n) z (1 - z),  da_n = dh (1 - z)(1 - n²)
 //!   reset after:   e = da_n r,        da_r = da_n s r (1 - r),  dh = dh z + (da_r, da_z, e) W_hh,  dU_n = Σ eᵀ h
@@ -64,6 +64,10 @@ impl Rule for Gru {
         let grad = GruGrad { reverse: self.reverse, reset_after: self.reset_after };
         let gradients = out.emit_all(Op::GruGrad(grad), &inputs);
         gradients.into_iter().zip(at.wanted).map(|(d, &wanted)| wanted.then_some(d)).collect()
+    }
+
+    fn takes_gradient(&self, output: usize) -> bool {
+        output < 2
     }
 
     fn reference(&self, inputs: &[View<'_>], outputs: &mut [ViewMut<'_>]) -> Result<(), KernelError> {

@@ -8,7 +8,7 @@
 //!   c_t = f c + i g,  h_t = o tanh(c_t)
 //!
 //! The gates after their functions and the cells are outputs so that the gradient need not compute them again. They
-//! carry no gradient themselves: what arrives there is ignored. Backward in time, with dh and dc from the step after:
+//! take no gradient themselves. Backward in time, with dh and dc from the step after:
 //!
 //!   dh += dy_t;  dc += dh o (1 - tanh²(c_t));  da_i = dc g i (1 - i),  da_f = dc c f (1 - f)
 //!   da_g = dc i (1 - g²),  da_o = dh tanh(c_t) o (1 - o);  dc = dc f,  dh = da W_hh
@@ -120,6 +120,10 @@ impl Rule for Lstm {
         let [dx, dw_ih, dw_hh, db, dh0, dc0] = all[..] else { unreachable!("the gradient has six outputs") };
         let gradients = [dx, dw_ih, dw_hh, db, db, dh0, dc0];
         gradients.into_iter().zip(at.wanted).map(|(d, &wanted)| wanted.then_some(d)).collect()
+    }
+
+    fn takes_gradient(&self, output: usize) -> bool {
+        output < 3
     }
 
     fn reference(&self, inputs: &[View<'_>], outputs: &mut [ViewMut<'_>]) -> Result<(), KernelError> {

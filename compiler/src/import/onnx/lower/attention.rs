@@ -201,10 +201,13 @@ pub fn attention(scope: &mut Scope<'_>) -> Outputs {
     let (present_k, present_v) = (k, v);
     let query_heads = scope.fact(q).shape[1].clone();
     let (k, v) = (shared(scope, k, &query_heads)?, shared(scope, v, &query_heads)?);
+    // Halves are rounded once, at the end.
+    let inner = if matches!(dtype, DType::F16 | DType::Bf16) { DType::F32 } else { dtype };
+    let (q, k, v) = (scope.cast(q, inner)?, scope.cast(k, inner)?, scope.cast(v, inner)?);
     let raw = scores(scope, q, k)?;
     let shape = scope.fact(raw).shape;
     let sizes = [shape[2].clone(), shape[3].clone()];
-    let mut sight = Sight { dtype, sizes, bias: None, blind: false };
+    let mut sight = Sight { dtype: inner, sizes, bias: None, blind: false };
     limits(scope, &mut sight, &shape[0], &past)?;
     let cap = scope.float("softcap", 0.0)?;
     let capped = if cap > 0.0 {
@@ -227,9 +230,9 @@ pub fn attention(scope: &mut Scope<'_>) -> Outputs {
     if let Some(blind) = blind {
         probabilities = scope.select(blind, zero, probabilities)?;
     }
-    let probabilities = scope.cast(probabilities, dtype)?;
-    let values = scope.cast(v, dtype)?;
-    let y = scope.add(Op::MatMul(MatMul { transpose_a: false, transpose_b: false }), &[probabilities, values])?;
+    let probabilities = scope.cast(probabilities, inner)?;
+    let y = scope.add(Op::MatMul(MatMul { transpose_a: false, transpose_b: false }), &[probabilities, v])?;
+    let y = scope.cast(y, dtype)?;
     let y = if flat { join_heads(scope, y)? } else { y };
     let shown = match scope.int("qk_matmul_output_mode", 0)? {
         0 => raw,
@@ -241,6 +244,7 @@ pub fn attention(scope: &mut Scope<'_>) -> Outputs {
             return Err(Reason::Attribute { name: "qk_matmul_output_mode", found, expected });
         }
     };
+    let shown = scope.cast(shown, dtype)?;
     Ok([y, present_k, present_v, shown].map(Known::Value).to_vec())
 }
 
