@@ -8,27 +8,37 @@
 //! to its outputs. `table` lists them; files group them by family; `walk` calls them.
 
 pub mod arithmetic;
+pub mod attention;
 pub mod attribute;
 pub mod body;
 pub mod branch;
 pub mod call;
+pub mod cell;
 pub mod constant;
+pub mod einsum;
 pub mod elementwise;
 pub mod fold;
 pub mod frame;
 pub mod gather;
 pub mod input;
+pub mod lengths;
 pub mod linear;
 pub mod loss;
 pub mod movement;
 pub mod norm;
 pub mod old;
+pub mod pool;
+pub mod quantise;
 pub mod recurrent;
 pub mod reduce;
+pub mod region;
 pub mod repeat;
 pub mod reshape;
 pub mod sequence;
 pub mod slice;
+pub mod state;
+pub mod step;
+pub mod steps;
 pub mod support;
 pub mod table;
 pub mod walk;

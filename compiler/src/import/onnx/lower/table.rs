@@ -3,14 +3,28 @@
 use super::elementwise as each;
 use super::reduce::{self, Around, reduce};
 use super::{
-    Outputs, Scope, constant, gather, linear, loss, movement, norm, recurrent, reshape, sequence, slice, window,
+    Outputs, Scope, attention, constant, einsum, gather, linear, loss, movement, norm, pool, quantise, recurrent,
+    region, reshape, sequence, slice, state, step, window,
 };
 use crate::op::{Binary, Compare, ReduceKind, Unary};
 
 /// Lowers one node of an operator.
 pub type Lower = fn(&mut Scope<'_>) -> Outputs;
 
-/// How nodes of an operator of the standard domain are lowered, `None` when they are not.
+/// How nodes of an operator are lowered, `None` when they are not.
+pub fn find_in(domain: &str, operator: &str) -> Option<Lower> {
+    let lower: Lower = match (domain, operator) {
+        ("" | "ai.onnx", _) => return find(operator),
+        ("ai.onnx.preview", "FlexAttention") => attention::flex_attention,
+        ("ai.onnx.preview.training", "Adagrad") => step::adagrad,
+        ("ai.onnx.preview.training", "Adam") => step::adam,
+        ("ai.onnx.preview.training", "Momentum") => step::momentum,
+        _ => return None,
+    };
+    Some(lower)
+}
+
+/// The same of the standard domain.
 pub fn find(operator: &str) -> Option<Lower> {
     let lower: Lower = match operator {
         // Elementwise, one input.
@@ -75,7 +89,9 @@ pub fn find(operator: &str) -> Option<Lower> {
         "ArgMax" => |s| reduce::arg(s, true),
         "ArgMin" => |s| reduce::arg(s, false),
         "GlobalAveragePool" => |s| reduce::global(s, ReduceKind::Mean),
+        "GlobalLpPool" => pool::global_lp_pool,
         "GlobalMaxPool" => |s| reduce::global(s, ReduceKind::Max),
+        "Hardmax" => reduce::hardmax,
         "LogSoftmax" => |s| reduce::softmax(s, true),
         "ReduceL1" => |s| reduce::sum_around(s, Around::Absolute),
         "ReduceL2" => |s| reduce::sum_around(s, Around::Norm),
@@ -125,18 +141,42 @@ pub fn find(operator: &str) -> Option<Lower> {
         "Trilu" => movement::trilu,
         // Products and windows.
         "AveragePool" => window::average_pool,
+        "Col2Im" => pool::col2im,
         "Conv" => window::conv,
         "ConvTranspose" => window::conv_transpose,
+        "DeformConv" => region::deform_conv,
+        "Einsum" => einsum::einsum,
         "Gemm" => linear::gemm,
+        "LpPool" => pool::lp_pool,
         "MatMul" => linear::matmul,
         "MaxPool" => window::max_pool,
+        "MaxUnpool" => pool::max_unpool,
+        "RoiAlign" => region::roi_align,
+        // Whole numbers that stand for others.
+        "ConvInteger" => quantise::conv_integer,
+        "DequantizeLinear" => quantise::dequantize,
+        "DynamicQuantizeLinear" => quantise::dynamic_quantize,
+        "MatMulInteger" => quantise::matmul_integer,
+        "QLinearConv" => quantise::qlinear_conv,
+        "QLinearMatMul" => quantise::qlinear_matmul,
+        "QuantizeLinear" => quantise::quantize,
+        // Recurrent layers and attention.
+        "Attention" => attention::attention,
+        "CausalConvWithState" => state::causal_conv,
+        "GRU" => recurrent::gru,
         "LSTM" => recurrent::lstm,
+        "LinearAttention" => state::linear_attention,
+        "RNN" => recurrent::rnn,
+        "RotaryEmbedding" => attention::rotary,
+        "SwiGLU" => attention::swiglu,
         // Normalisations and losses.
         "BatchNormalization" => norm::batch_norm,
         "GroupNormalization" => norm::group_norm,
         "InstanceNormalization" => norm::instance_norm,
         "LayerNormalization" => norm::layer_norm,
         "LRN" => norm::local_response,
+        "LpNormalization" => pool::lp_normalization,
+        "MeanVarianceNormalization" => norm::mean_variance,
         "NegativeLogLikelihoodLoss" => loss::negative_log_likelihood,
         "RMSNormalization" => norm::rms_norm,
         "SoftmaxCrossEntropyLoss" => loss::softmax_cross_entropy,
