@@ -1,13 +1,13 @@
 //! Normalisations.
 
-use super::attribute::axis;
+use super::attribute::{axes, axis};
 use super::slice::part;
 use super::window::with_bias;
 use super::{Known, Outputs, Reason, Scope};
 use crate::graph::MovingAverage;
 use crate::import::build::Build;
 use crate::import::onnx::name::shown;
-use crate::op::{BatchNorm, Binary, LayerNorm, Op, Pad, ReduceKind, Unary, Value};
+use crate::op::{BatchNorm, Binary, Compare, LayerNorm, Op, Pad, ReduceKind, Unary, Value};
 use crate::tensor::DType;
 use crate::tensor::dim::Dim;
 
@@ -61,6 +61,43 @@ pub fn grouped(scope: &mut impl Build, x: Value, groups: Dim, epsilon: f64) -> R
     let x = scope.reshape(x, apart)?;
     let y = scope.add(Op::LayerNorm(LayerNorm { axis: 2, epsilon }), &[x, ones, zeros])?;
     scope.reshape(y, fact.shape)
+}
+
+/// Rows along an axis divided by their norm; a row of zeros stays one.
+pub fn lp_norm(scope: &mut Scope<'_>) -> Outputs {
+    let x = scope.value(0)?;
+    let fact = scope.fact(x);
+    let axis = axis(scope.int("axis", -1)?, fact.rank())?;
+    let norm = match scope.int("p", 2)? {
+        1 => {
+            let sizes = scope.unary(Unary::Abs, x)?;
+            scope.reduce(ReduceKind::Sum, sizes, &[axis], true)?
+        }
+        2 => {
+            let squares = scope.binary(Binary::Mul, x, x)?;
+            let sum = scope.reduce(ReduceKind::Sum, squares, &[axis], true)?;
+            scope.unary(Unary::Sqrt, sum)?
+        }
+        p => return Err(Reason::Attribute { name: "p", found: p.to_string(), expected: "1 or 2" }),
+    };
+    let (zero, one) = (scope.scalar(fact.dtype, 0.0)?, scope.scalar(fact.dtype, 1.0)?);
+    let none = scope.compare(Compare::Equal, norm, zero)?;
+    let norm = scope.select(none, one, norm)?;
+    Ok(vec![Known::Value(scope.binary(Binary::Div, x, norm)?)])
+}
+
+/// `(x - mean)/(deviation + 10⁻⁹)` over some axes, all but the channels by default.
+pub fn mean_variance(scope: &mut Scope<'_>) -> Outputs {
+    let x = scope.value(0)?;
+    let listed = scope.ints("axes")?.unwrap_or_else(|| vec![0, 2, 3]);
+    let axes = axes(&listed, scope.fact(x).rank())?;
+    let mean = scope.reduce(ReduceKind::Mean, x, &axes, true)?;
+    let centred = scope.binary(Binary::Sub, x, mean)?;
+    let squares = scope.binary(Binary::Mul, centred, centred)?;
+    let variance = scope.reduce(ReduceKind::Mean, squares, &axes, true)?;
+    let deviation = scope.unary(Unary::Sqrt, variance)?;
+    let divisor = scope.with_number(Binary::Add, deviation, 1e-9)?;
+    Ok(vec![Known::Value(scope.binary(Binary::Div, centred, divisor)?)])
 }
 
 /// Each channel of each example normalised by itself.
