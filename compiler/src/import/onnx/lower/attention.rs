@@ -383,17 +383,3 @@ fn angles(scope: &mut Scope<'_>, slot: usize, half: i64) -> Result<Value, Reason
     shape.insert(1, Dim::Known(1));
     scope.reshape(cache, shape)
 }
-
-/// `a·sigmoid(alpha·a)·b`
-pub fn swiglu(scope: &mut Scope<'_>) -> Outputs {
-    let (a, b, alpha) = (scope.value(0)?, scope.value(1)?, scope.float("alpha", 1.0)?);
-    met(&scope.fact(a).shape, &scope.fact(b).shape)?;
-    let gate = if alpha == 1.0 {
-        scope.unary(Unary::Silu, a)?
-    } else {
-        let scaled = scope.with_number(Binary::Mul, a, alpha)?;
-        let gate = scope.unary(Unary::Sigmoid, scaled)?;
-        scope.binary(Binary::Mul, a, gate)?
-    };
-    Ok(vec![Known::Value(scope.binary(Binary::Mul, gate, b)?)])
-}

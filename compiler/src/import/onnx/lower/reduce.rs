@@ -1,7 +1,7 @@
 //! Reductions, and the place of the largest or smallest element.
 
 use super::attribute::{axes, axis};
-use super::gather::{count, number};
+use super::order::last_arg;
 use super::reshape::axes_of;
 use super::{Known, Outputs, Reason, Scope};
 use crate::import::build::Build;
@@ -83,40 +83,16 @@ pub fn log_sum_exp(scope: &mut Scope<'_>) -> Outputs {
     Ok(vec![Known::Value(y)])
 }
 
-/// The index of the largest or smallest element: the first one on ties, or the last one, which is the first one from
-/// behind.
+/// The index of the largest or smallest element, the first or the last one on ties.
 pub fn arg(scope: &mut Scope<'_>, largest: bool) -> Outputs {
     let x = scope.value(0)?;
     let fact = scope.fact(x);
     let axis = axis(scope.int("axis", 0)?, fact.rank())?;
     let keep = scope.flag("keepdims", true)?;
-    let op = Op::ArgReduce(ArgReduce { largest, axis, keep });
-    if !scope.flag("select_last_index", false)? {
-        return Ok(vec![Known::Value(scope.add(op, &[x])?)]);
+    if scope.flag("select_last_index", false)? {
+        return Ok(vec![Known::Value(last_arg(scope, largest, x, axis, keep)?)]);
     }
-    let turned = scope.add(Op::Flip(Flip { axes: vec![axis] }), &[x])?;
-    let from_behind = scope.add(op, &[turned])?;
-    let last = number(scope, &fact.shape[axis].sub(&Dim::Known(1))?)?;
-    Ok(vec![Known::Value(scope.binary(Binary::Sub, last, from_behind)?)])
-}
-
-/// 1 at the first largest element along an axis, 0 elsewhere. Before operator set 13 it ran over all axes from `axis`
-/// on, as if they were one.
-pub fn hardmax(scope: &mut Scope<'_>) -> Outputs {
-    let x = scope.value(0)?;
-    let dims = scope.fact(x).shape;
-    let mut at = axis(scope.int("axis", if scope.opset < 13 { 1 } else { -1 })?, dims.len())?;
-    let mut flat = dims.clone();
-    if scope.opset < 13 {
-        flat = vec![volume(&dims[..at])?, volume(&dims[at..])?];
-        at = 1;
-    }
-    let x = scope.reshape(x, flat.clone())?;
-    let best = scope.add(Op::ArgReduce(ArgReduce { largest: true, axis: at, keep: true }), &[x])?;
-    let place = count(scope, flat.len(), at, &flat[at])?;
-    let is = scope.compare(Compare::Equal, place, best)?;
-    let y = scope.cast(is, scope.fact(x).dtype)?;
-    Ok(vec![Known::Value(scope.reshape(y, dims)?)])
+    Ok(vec![Known::Value(scope.add(Op::ArgReduce(ArgReduce { largest, axis, keep }), &[x])?)])
 }
 
 /// The mean over all spatial dims, which stay as ones.
