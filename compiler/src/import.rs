@@ -5,8 +5,10 @@ pub mod fx;
 // The verb of this folder has the folder's name.
 #[allow(clippy::module_inception)]
 pub mod import;
+pub mod known;
 pub mod onnx;
 pub mod pipedream;
 pub mod prune;
 pub mod reason;
+pub mod supply;
 pub mod symbol;

@@ -10,8 +10,10 @@
 //! - The standard operator domain is written `""`, also where the file says `ai.onnx`.
 
 use bytes::Bytes;
+use std::collections::BTreeSet;
 
-use crate::import::onnx::proto::{AttributeProto, StringStringEntryProto};
+use crate::import::onnx::name::module_path;
+use crate::import::onnx::proto::{AttributeProto, NodeProto, StringStringEntryProto};
 use crate::import::onnx::warning::Warning;
 
 /// A model file, decoded and checked.
@@ -27,6 +29,8 @@ pub struct OnnxModel {
     pub graph_name: String,
     /// What the caller feeds: graph inputs that no initializer fills.
     pub inputs: Vec<ValueInfo>,
+    /// Inputs of an optional type, which a caller may leave out.
+    pub optional: BTreeSet<String>,
     /// What the graph gives, in order.
     pub outputs: Vec<ValueInfo>,
     /// Constants and parameters, in the order of the file.
@@ -137,6 +141,24 @@ pub struct Node {
     pub module: String,
     /// The metadata of the node.
     pub metadata: Vec<StringStringEntryProto>,
+}
+
+impl Node {
+    /// The node of a file, under a name that is unique among its neighbours.
+    pub fn new(proto: NodeProto, name: String) -> Node {
+        let module = module_path(&proto);
+        Node {
+            name,
+            op_type: proto.op_type.unwrap_or_default(),
+            domain: proto.domain.unwrap_or_default(),
+            overload: proto.overload.unwrap_or_default(),
+            inputs: proto.input,
+            outputs: proto.output,
+            attributes: proto.attribute,
+            module,
+            metadata: proto.metadata_props,
+        }
+    }
 }
 
 /// A function that the model defines.

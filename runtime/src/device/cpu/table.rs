@@ -8,7 +8,9 @@ impl Kernel {
     pub fn new(op: &Op, inputs: &[Fact], outputs: &[Fact]) -> Kernel {
         let inputs: Vec<Layout> = inputs.iter().map(Layout::of).collect();
         let outputs: Vec<Layout> = outputs.iter().map(Layout::of).collect();
-        let fast = fast(op, &inputs, &outputs);
+        // Where there is nothing to be fast about, the reference rules say what comes of no elements.
+        let empty = inputs.iter().chain(&outputs).any(Layout::is_empty);
+        let fast = if empty { None } else { fast(op, &inputs, &outputs) };
         Kernel::from_parts(op.clone(), inputs, outputs, fast)
     }
 }
@@ -28,6 +30,10 @@ fn fast(op: &Op, inputs: &[Layout], outputs: &[Layout]) -> Option<Fast> {
         (Op::ConvWeightGrad(op), [dy, x], [dw]) => conv::kernel(Role::WeightGrad, &op.window, op.groups, x, dw, dy),
         (Op::Lstm(op), [x, _, w_hh, ..], _) => lstm::kernel(op.reverse, x, w_hh),
         (Op::LstmGrad(op), [_, _, _, x, _, w_hh, ..], _) => lstm::grad(op.reverse, x, w_hh),
+        (Op::Gru(op), [x, _, w_hh, ..], _) => gru::kernel(op, x, w_hh),
+        (Op::GruGrad(op), [_, _, x, _, w_hh, ..], _) => gru::grad(op, x, w_hh),
+        (Op::Rnn(op), [x, _, w_hh, ..], _) => rnn::kernel(op, x, w_hh),
+        (Op::RnnGrad(op), [_, _, x, _, w_hh, ..], _) => rnn::grad(op, x, w_hh),
         (Op::MaxPool(op), [x], [y]) => pool::max(op, x, y),
         (Op::MaxPoolGrad(op), [x, dy], _) => pool::max_grad(&op.forward, x, dy),
         (Op::AvgPool(op), [x], [y]) => pool::avg(op, x, y),

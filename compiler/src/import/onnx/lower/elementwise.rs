@@ -58,11 +58,15 @@ pub fn select(scope: &mut Scope<'_>) -> Outputs {
     one(scope.select(condition, a, b)?)
 }
 
-/// `a^b`. ONNX lets the exponent have an element type of its own.
+/// `a^b`. ONNX lets the exponent have an element type of its own; a whole number to a power that is none is a float,
+/// cut off.
 pub fn pow(scope: &mut Scope<'_>) -> Outputs {
     let (a, b) = (scope.value(0)?, scope.value(1)?);
-    let b = scope.cast(b, scope.graph.fact(a).dtype)?;
-    one(scope.binary(Binary::Pow, a, b)?)
+    let (base, exponent) = (scope.fact(a).dtype, scope.fact(b).dtype);
+    let wide = if exponent.is_float() && !base.is_float() { DType::F64 } else { base };
+    let (a, b) = (scope.cast(a, wide)?, scope.cast(b, wide)?);
+    let y = scope.binary(Binary::Pow, a, b)?;
+    one(scope.cast(y, base)?)
 }
 
 /// The rest of a division: with the sign of the divisor, or with `fmod` of the dividend.
@@ -70,6 +74,17 @@ pub fn modulo(scope: &mut Scope<'_>) -> Outputs {
     let (a, b) = (scope.value(0)?, scope.value(1)?);
     if !scope.flag("fmod", false)? {
         return one(scope.binary(Binary::Mod, a, b)?);
+    }
+    let dtype = scope.fact(a).dtype;
+    if !dtype.is_float() {
+        // The rest has the sign of b. Where that is not the sign of a, it is one b too far; the least number has no
+        // absolute value.
+        let (rest, zero) = (scope.binary(Binary::Mod, a, b)?, scope.scalar(dtype, 0.0)?);
+        let (below, of_a) = (scope.compare(Compare::Less, rest, zero)?, scope.compare(Compare::Less, a, zero)?);
+        let (differs, none) = (scope.binary(Binary::Xor, below, of_a)?, scope.compare(Compare::Equal, rest, zero)?);
+        let moved = scope.binary(Binary::Sub, rest, b)?;
+        let turned = scope.select(differs, moved, rest)?;
+        return one(scope.select(none, rest, turned)?);
     }
     let (sign, a, b) = (scope.unary(Unary::Sign, a)?, scope.unary(Unary::Abs, a)?, scope.unary(Unary::Abs, b)?);
     let rest = scope.binary(Binary::Mod, a, b)?;
@@ -203,15 +218,38 @@ pub fn hard_swish(scope: &mut Scope<'_>) -> Outputs {
     one(scope.binary(Binary::Mul, x, gate)?)
 }
 
-/// `x·sigmoid(alpha·x)`
-pub fn swish(scope: &mut Scope<'_>) -> Outputs {
+fn swished(scope: &mut Scope<'_>) -> Result<Value, Reason> {
     let (x, alpha) = (scope.value(0)?, scope.float("alpha", 1.0)?);
     if alpha == 1.0 {
-        return one(scope.unary(Unary::Silu, x)?);
+        return scope.unary(Unary::Silu, x);
     }
     let scaled = scope.with_number(Binary::Mul, x, alpha)?;
     let gate = scope.unary(Unary::Sigmoid, scaled)?;
-    one(scope.binary(Binary::Mul, x, gate)?)
+    scope.binary(Binary::Mul, x, gate)
+}
+
+/// `x·sigmoid(alpha·x)`
+pub fn swish(scope: &mut Scope<'_>) -> Outputs {
+    one(swished(scope)?)
+}
+
+/// `a·sigmoid(alpha·a)·b`
+pub fn swi_glu(scope: &mut Scope<'_>) -> Outputs {
+    let (gate, x) = (swished(scope)?, scope.value(1)?);
+    one(scope.binary(Binary::Mul, gate, x)?)
+}
+
+/// `x` nearer to zero by `bias` where it is further than `lambd` from it, else 0.
+pub fn shrink(scope: &mut Scope<'_>) -> Outputs {
+    let x = scope.value(0)?;
+    let (bias, bound) = (scope.float("bias", 0.0)?, scope.float("lambd", 0.5)?);
+    let dtype = scope.fact(x).dtype;
+    let (large, zero) = (above(scope, x, bound)?, scope.scalar(dtype, 0.0)?);
+    let bound = scope.scalar(dtype, -bound)?;
+    let small = scope.compare(Compare::Less, x, bound)?;
+    let (less, more) = (scope.with_number(Binary::Sub, x, bias)?, scope.with_number(Binary::Add, x, bias)?);
+    let y = scope.select(large, less, zero)?;
+    one(scope.select(small, more, y)?)
 }
 
 /// `x·tanh(softplus(x))`
@@ -253,6 +291,21 @@ pub fn is_nan(scope: &mut Scope<'_>) -> Outputs {
     one(scope.unary(Unary::Not, same)?)
 }
 
+/// Whether `x` is infinite, of either sign or of one.
+pub fn is_inf(scope: &mut Scope<'_>) -> Outputs {
+    let x = scope.value(0)?;
+    let (below, above) = (scope.flag("detect_negative", true)?, scope.flag("detect_positive", true)?);
+    let (x, infinity) = match (below, above) {
+        (true, true) => (scope.unary(Unary::Abs, x)?, f64::INFINITY),
+        (true, false) => (x, f64::NEG_INFINITY),
+        (false, true) => (x, f64::INFINITY),
+        // Nothing is below itself.
+        (false, false) => return one(scope.compare(Compare::Less, x, x)?),
+    };
+    let infinity = scope.scalar(scope.graph.fact(x).dtype, infinity)?;
+    one(scope.compare(Compare::Equal, x, infinity)?)
+}
+
 /// Dropout: elements are dropped in training mode alone.
 pub fn dropout(scope: &mut Scope<'_>) -> Outputs {
     let truth = |t: Option<Tensor>| t.is_some_and(|t| t.to_i64().iter().any(|v| *v != 0));
@@ -262,6 +315,10 @@ pub fn dropout(scope: &mut Scope<'_>) -> Outputs {
         let ratio = given.unwrap_or(0.5);
         let ratio = ratio.to_string().parse().unwrap_or(f64::from(ratio));
         if ratio != 0.0 {
+            if scope.is_set("seed") {
+                let what = "a dropout with a seed: the standard does not say which numbers follow from it; it";
+                return Err(Reason::Unsupported(what.to_string()));
+            }
             let (x, counter) = (scope.value(0)?, scope.counter()?);
             // Streams are numbered when it is known which dropouts are left.
             let y = scope.add(Op::Dropout(Dropout { ratio, stream: 0 }), &[x, counter])?;

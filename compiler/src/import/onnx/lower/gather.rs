@@ -51,11 +51,10 @@ pub fn count(scope: &mut impl Build, rank: usize, axis: usize, size: &Dim) -> Re
     scope.add(Op::Iota(Iota { fact: Fact::new(DType::I64, shape), axis }), &[])
 }
 
-/// `y[i, j, …] = x[i, index[i, j, …], …]`, with the index at `axis`.
-pub fn elements(scope: &mut Scope<'_>) -> Outputs {
-    let (x, index) = (scope.value(0)?, scope.value(1)?);
-    let (dims, picked) = (scope.fact(x).shape, scope.fact(index).shape);
-    let along = axis(scope.int("axis", 0)?, dims.len())?;
+/// For each element of `index`, the place in the flat tensor of `dims` that has its index at axis `along` and where it
+/// stands itself at the others.
+pub fn element_places(scope: &mut impl Build, dims: &[Dim], index: Value, along: usize) -> Result<Value, Reason> {
+    let picked = scope.fact(index).shape;
     if picked.len() != dims.len() {
         return Err(Reason::Inputs(format!("an index of rank {} for an input of rank {}", picked.len(), dims.len())));
     }
@@ -71,17 +70,23 @@ pub fn elements(scope: &mut Scope<'_>) -> Outputs {
         };
         place = further(scope, place, steps)?;
     }
-    let place = place.ok_or_else(|| Reason::Inputs("a number has no axis to index".to_string()))?;
+    place.ok_or_else(|| Reason::Inputs("a number has no axis to index".to_string()))
+}
+
+/// `y[i, j, …] = x[i, index[i, j, …], …]`, with the index at `axis`.
+pub fn elements(scope: &mut Scope<'_>) -> Outputs {
+    let (x, index) = (scope.value(0)?, scope.value(1)?);
+    let dims = scope.fact(x).shape;
+    let along = axis(scope.int("axis", 0)?, dims.len())?;
+    let place = element_places(scope, &dims, index, along)?;
     let flat = scope.reshape(x, vec![volume(&dims)?])?;
     Ok(vec![Known::Value(scope.add(Op::Gather(Gather { axis: 0 }), &[flat, place])?)])
 }
 
-/// Slices of `x` at places that are the last axis of the index: as many numbers as leading axes are indexed, behind
-/// `batch_dims` axes that both share.
-pub fn nd(scope: &mut Scope<'_>) -> Outputs {
-    let (x, index) = (scope.value(0)?, scope.value(1)?);
-    let (dims, shape) = (scope.fact(x).shape, scope.fact(index).shape);
-    let shared = scope.int("batch_dims", 0)?;
+/// For each row of `index`, the place of the slice that it names, where the first `shared + width` of `dims` are one
+/// axis: `width` numbers, behind `shared` axes that both have.
+pub fn slice_places(scope: &mut impl Build, dims: &[Dim], index: Value, shared: i64) -> Result<(Value, usize), Reason> {
+    let shape = scope.fact(index).shape;
     let width = shape.last().and_then(Dim::known).and_then(|w| usize::try_from(w).ok());
     let fits = |shared: usize, width: usize| width > 0 && shared < shape.len() && shared + width <= dims.len();
     let (shared, width) = match (usize::try_from(shared), width) {
@@ -106,8 +111,24 @@ pub fn nd(scope: &mut Scope<'_>) -> Outputs {
         place = further(scope, place, steps)?;
     }
     let place = place.ok_or_else(|| Reason::Inputs("nothing is indexed".to_string()))?;
-    let mut flat = vec![volume(indexed)?];
-    flat.extend(dims[indexed.len()..].iter().cloned());
-    let flat = scope.reshape(x, flat)?;
+    Ok((place, indexed.len()))
+}
+
+/// `x` with its first `count` axes as one.
+pub fn joined(scope: &mut impl Build, x: Value, count: usize) -> Result<Value, Reason> {
+    let dims = scope.fact(x).shape;
+    let mut shape = vec![volume(&dims[..count])?];
+    shape.extend(dims[count..].iter().cloned());
+    scope.reshape(x, shape)
+}
+
+/// Slices of `x` at places that are the last axis of the index: as many numbers as leading axes are indexed, behind
+/// `batch_dims` axes that both share.
+pub fn nd(scope: &mut Scope<'_>) -> Outputs {
+    let (x, index) = (scope.value(0)?, scope.value(1)?);
+    let dims = scope.fact(x).shape;
+    let shared = scope.int("batch_dims", 0)?;
+    let (place, indexed) = slice_places(scope, &dims, index, shared)?;
+    let flat = joined(scope, x, indexed)?;
     Ok(vec![Known::Value(scope.add(Op::Gather(Gather { axis: 0 }), &[flat, place])?)])
 }

@@ -1,9 +1,11 @@
 //! Matrix products.
 
+use super::movement::transposed;
 use super::{Known, Outputs, Reason, Scope};
 use crate::import::build::Build;
 use crate::op::{Binary, MatMul, Op, Value};
 use crate::tensor::dim::Dim;
+use crate::tensor::{DType, Tensor};
 
 /// The product as NumPy has it: an operand of rank 1 is a row on the left and a column on the right, and the dim that
 /// this adds goes away again.
@@ -66,4 +68,37 @@ pub fn gemm(scope: &mut Scope<'_>) -> Outputs {
         }
     }
     Ok(vec![Known::Value(y)])
+}
+
+/// `x` with every row along `axis` multiplied by a matrix `[to, from]`. Narrow floats are multiplied as `f32`, so that
+/// the matrix is not rounded.
+pub fn mapped(scope: &mut impl Build, x: Value, axis: usize, matrix: &Tensor) -> Result<Value, Reason> {
+    let fact = scope.fact(x);
+    let dtype = if fact.dtype == DType::F64 { DType::F64 } else { DType::F32 };
+    let matrix = scope.constant(matrix.cast(dtype))?;
+    let last = fact.rank() - 1;
+    let mut perm: Vec<usize> = (0..=last).collect();
+    perm.swap(axis, last);
+    let mut rows = scope.cast(x, dtype)?;
+    let behind = axis + 2 == fact.rank();
+    if behind {
+        // The columns of a matrix need no turning.
+        let y = scope.add(Op::MatMul(MatMul { transpose_a: false, transpose_b: false }), &[matrix, rows])?;
+        return scope.cast(y, fact.dtype);
+    }
+    if axis != last {
+        rows = transposed(scope, rows, perm.clone())?;
+    }
+    if last == 0 {
+        rows = scope.reshape(rows, vec![Dim::Known(1), fact.shape[0].clone()])?;
+    }
+    let mut y = scope.add(Op::MatMul(MatMul { transpose_a: false, transpose_b: true }), &[rows, matrix])?;
+    if last == 0 {
+        let size = scope.fact(y).shape.split_off(1);
+        y = scope.reshape(y, size)?;
+    }
+    if axis != last {
+        y = transposed(scope, y, perm)?;
+    }
+    scope.cast(y, fact.dtype)
 }

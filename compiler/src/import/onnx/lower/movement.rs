@@ -1,6 +1,7 @@
 //! Operators that move elements: `Transpose`, `Expand`, `Concat`, `Gather`, `Pad`, `Tile`, `Trilu`, and blocks.
 
 use super::attribute::axis;
+use super::padding::{self, Mode};
 use super::slice::part;
 use super::{Known, Outputs, Reason, Scope, symbol};
 use crate::import::build::Build;
@@ -141,18 +142,15 @@ pub fn gather(scope: &mut Scope<'_>) -> Outputs {
     scope.add(Op::Gather(Gather { axis }), &[x, index]).and_then(one)
 }
 
-/// A number around the input; where a padding is negative, elements taken away.
+/// A number, or elements of the input again, around the input; where a padding is negative, elements taken away.
 pub fn pad(scope: &mut Scope<'_>) -> Outputs {
-    let mode = scope.text("mode", "constant")?;
-    if mode != "constant" {
-        return Err(Reason::Unsupported(format!("padding of mode `{mode}`")));
-    }
-    let (pads, value) = if scope.opset < 11 {
-        let pads = scope.ints("pads")?.map(|list| list.into_iter().map(Dim::Known).collect());
-        (pads, scope.float("value", 0.0)?)
-    } else {
-        let value = scope.tensor(2, "the value of the padding")?;
-        (scope.dims(1, "the padding")?, value.and_then(|t| t.to_f64().first().copied()).unwrap_or(0.0))
+    let mode = match scope.text("mode", "constant")?.as_str() {
+        "constant" => None,
+        name => Some(Mode::parse(name).ok_or_else(|| Reason::Unsupported(format!("padding of mode `{name}`")))?),
+    };
+    let pads = match scope.opset {
+        ..11 => scope.ints("pads")?.map(|list| list.into_iter().map(Dim::Known).collect()),
+        _ => scope.dims(1, "the padding")?,
     };
     let pads = pads.ok_or(Reason::Missing { slot: 1 })?;
     let mut x = scope.value(0)?;
@@ -163,6 +161,12 @@ pub fn pad(scope: &mut Scope<'_>) -> Outputs {
     };
     if pads.len() != 2 * axes.len() {
         return Err(Reason::Inputs(format!("{} paddings for {} axes", pads.len(), axes.len())));
+    }
+    if let Some(mode) = mode {
+        for (n, &at) in axes.iter().enumerate() {
+            x = padding::repeated(scope, x, at, [&pads[n], &pads[n + axes.len()]], mode)?;
+        }
+        return one(x);
     }
     let zero = Dim::Known(0);
     let (mut low, mut high) = (vec![zero.clone(); rank], vec![zero.clone(); rank]);
@@ -181,6 +185,17 @@ pub fn pad(scope: &mut Scope<'_>) -> Outputs {
     if low.iter().chain(&high).all(|d| d.is(0)) {
         return one(x);
     }
+    let value = match scope.opset {
+        ..11 => scope.float("value", 0.0)?,
+        _ if !scope.has(2) => 0.0,
+        _ => match scope.known(2)? {
+            Known::Tensor(t) => t.to_f64().first().copied().unwrap_or(0.0),
+            _ => {
+                let value = scope.value(2)?;
+                return padding::around(scope, x, low, high, value).and_then(one);
+            }
+        },
+    };
     scope.add(Op::Pad(Pad { low, high, interior: vec![0; rank], value }), &[x]).and_then(one)
 }
 
@@ -210,13 +225,29 @@ pub fn tile(scope: &mut Scope<'_>) -> Outputs {
 /// The part above or below a diagonal, the rest zero.
 pub fn trilu(scope: &mut Scope<'_>) -> Outputs {
     let upper = scope.flag("upper", true)?;
-    let diagonal = scope.integers(1, "the diagonal")?.and_then(|k| k.first().copied()).unwrap_or(0);
     let x = scope.value(0)?;
-    triangle(scope, x, upper, diagonal).and_then(one)
+    match scope.integers(1, "the diagonal") {
+        Err(Reason::NotConstant { .. } | Reason::Follows { .. }) => {
+            let diagonal = scope.value(1)?;
+            let diagonal = scope.cast(diagonal, DType::I64)?;
+            let diagonal = scope.reshape(diagonal, vec![])?;
+            triangle_at(scope, x, upper, Some(diagonal)).and_then(one)
+        }
+        known => triangle(scope, x, upper, known?.and_then(|k| k.first().copied()).unwrap_or(0)).and_then(one),
+    }
 }
 
 /// `x` on one side of a diagonal of its last two axes, zero on the other.
 pub fn triangle(scope: &mut impl Build, x: Value, upper: bool, diagonal: i64) -> Result<Value, Reason> {
+    let diagonal = match diagonal {
+        0 => None,
+        diagonal => Some(scope.constant(Tensor::from_i64(&[], &[diagonal]))?),
+    };
+    triangle_at(scope, x, upper, diagonal)
+}
+
+/// The same with a diagonal that is a value, the main one where there is none.
+fn triangle_at(scope: &mut impl Build, x: Value, upper: bool, diagonal: Option<Value>) -> Result<Value, Reason> {
     let fact = scope.fact(x);
     let [.., rows, columns] = fact.shape.as_slice() else {
         return Err(Reason::Inputs(format!("a tensor of rank {} has no diagonal", fact.rank())));
@@ -225,8 +256,7 @@ pub fn triangle(scope: &mut impl Build, x: Value, upper: bool, diagonal: i64) ->
     let row = Fact::new(DType::I64, vec![Dim::Known(1), columns.clone()]);
     let mut i = scope.add(Op::Iota(Iota { fact: column, axis: 0 }), &[])?;
     let j = scope.add(Op::Iota(Iota { fact: row, axis: 1 }), &[])?;
-    if diagonal != 0 {
-        let diagonal = scope.constant(Tensor::from_i64(&[], &[diagonal]))?;
+    if let Some(diagonal) = diagonal {
         i = scope.binary(Binary::Add, i, diagonal)?;
     }
     let (a, b) = if upper { (i, j) } else { (j, i) };

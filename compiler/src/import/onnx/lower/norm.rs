@@ -1,6 +1,6 @@
 //! Normalisations.
 
-use super::attribute::axis;
+use super::attribute::{axes, axis};
 use super::slice::part;
 use super::window::with_bias;
 use super::{Known, Outputs, Reason, Scope};
@@ -45,6 +45,20 @@ pub fn rms_norm(scope: &mut Scope<'_>) -> Outputs {
     let rsqrt = scope.unary(Unary::Rsqrt, shifted)?;
     let normal = scope.binary(Binary::Mul, x, rsqrt)?;
     Ok(vec![Known::Value(scope.binary(Binary::Mul, normal, scale)?)])
+}
+
+/// `(x - mean)/(deviation + 1e-9)` over some axes, those of the batch and the image unless the node says others.
+pub fn mean_variance(scope: &mut Scope<'_>) -> Outputs {
+    let x = scope.value(0)?;
+    let given = scope.ints("axes")?.unwrap_or_else(|| vec![0, 2, 3]);
+    let axes = axes(&given, scope.fact(x).rank())?;
+    let mean = scope.reduce(ReduceKind::Mean, x, &axes, true)?;
+    let centred = scope.binary(Binary::Sub, x, mean)?;
+    let square = scope.binary(Binary::Mul, centred, centred)?;
+    let variance = scope.reduce(ReduceKind::Mean, square, &axes, true)?;
+    let deviation = scope.unary(Unary::Sqrt, variance)?;
+    let below = scope.with_number(Binary::Add, deviation, 1e-9)?;
+    Ok(vec![Known::Value(scope.binary(Binary::Div, centred, below)?)])
 }
 
 /// Normalisation of `x [N, groups, …]` over all dims behind the groups, without scale and bias.
@@ -153,8 +167,11 @@ pub fn batch_norm(scope: &mut Scope<'_>) -> Outputs {
     }
 }
 
+/// The running statistics of initializers are states that follow the batch. Others are outputs: `old·keep + new·(1 - keep)`.
 fn with_batch(scope: &mut Scope<'_>, inputs: [Value; 3], epsilon: f64, keep: f64) -> Outputs {
     let outputs = scope.add_all(Op::BatchNorm(BatchNorm { epsilon }), &inputs)?;
+    let absent = Known::Absent("the running statistics as an output of BatchNormalization");
+    let mut known = vec![Known::Value(outputs[0]), absent.clone(), absent.clone(), absent.clone(), absent];
     for (slot, sample) in [(3, outputs[1]), (4, outputs[2])] {
         match scope.known(slot)? {
             Known::Weight(at) => {
@@ -165,14 +182,20 @@ fn with_batch(scope: &mut Scope<'_>, inputs: [Value; 3], epsilon: f64, keep: f64
                 }
                 scope.ledger.averages.push(MovingAverage { state: state.node, sample, keep });
             }
-            _ => scope.ledger.warnings.push(format!(
-                "node `{}`: a running statistic of BatchNormalization is no initializer and is not kept",
-                shown(&scope.node.name)
-            )),
+            _ => {
+                let old = scope.value(slot)?;
+                let old = scope.with_number(Binary::Mul, old, keep)?;
+                let new = scope.cast(sample, scope.fact(old).dtype)?;
+                let new = scope.with_number(Binary::Mul, new, 1.0 - keep)?;
+                known[slot - 2] = Known::Value(scope.binary(Binary::Add, old, new)?);
+                scope.ledger.warnings.push(format!(
+                    "node `{}`: a running statistic of BatchNormalization is no initializer and is not kept",
+                    shown(&scope.node.name)
+                ));
+            }
         }
     }
-    let running = Known::Absent("the running statistics as an output of BatchNormalization");
-    Ok(vec![Known::Value(outputs[0]), running.clone(), running.clone(), running.clone(), running])
+    Ok(known)
 }
 
 /// `(x - mean)·rsqrt(variance + epsilon)·scale + bias`

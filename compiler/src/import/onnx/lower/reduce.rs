@@ -1,6 +1,7 @@
 //! Reductions, and the place of the largest or smallest element.
 
 use super::attribute::{axes, axis};
+use super::order::last_arg;
 use super::reshape::axes_of;
 use super::{Known, Outputs, Reason, Scope};
 use crate::import::build::Build;
@@ -82,14 +83,15 @@ pub fn log_sum_exp(scope: &mut Scope<'_>) -> Outputs {
     Ok(vec![Known::Value(y)])
 }
 
-/// The index of the largest or smallest element, the first one on ties.
+/// The index of the largest or smallest element, the first or the last one on ties.
 pub fn arg(scope: &mut Scope<'_>, largest: bool) -> Outputs {
-    if scope.flag("select_last_index", false)? {
-        return Err(Reason::Unsupported("the last index among equal elements".to_string()));
-    }
     let x = scope.value(0)?;
-    let axis = axis(scope.int("axis", 0)?, scope.fact(x).rank())?;
+    let fact = scope.fact(x);
+    let axis = axis(scope.int("axis", 0)?, fact.rank())?;
     let keep = scope.flag("keepdims", true)?;
+    if scope.flag("select_last_index", false)? {
+        return Ok(vec![Known::Value(last_arg(scope, largest, x, axis, keep)?)]);
+    }
     Ok(vec![Known::Value(scope.add(Op::ArgReduce(ArgReduce { largest, axis, keep }), &[x])?)])
 }
 

@@ -1,0 +1,40 @@
+//! Bits of whole numbers: `BitShift`, `BitCast`. The bitwise operators are rows of the table.
+
+use super::weight::dtype_of;
+use super::{Known, Outputs, Reason, Scope};
+use crate::import::build::Build;
+use crate::op::{Binary, BitCast, Op};
+use crate::tensor::DType;
+
+/// Bits moved up or down.
+pub fn shift(scope: &mut Scope<'_>) -> Outputs {
+    let op = match scope.text("direction", "")?.as_str() {
+        "LEFT" => Binary::ShiftLeft,
+        "RIGHT" => Binary::ShiftRight,
+        other => {
+            return Err(Reason::Attribute {
+                name: "direction",
+                found: format!("`{other}`"),
+                expected: "LEFT or RIGHT",
+            });
+        }
+    };
+    let (a, b) = (scope.value(0)?, scope.value(1)?);
+    Ok(vec![Known::Value(scope.binary(op, a, b)?)])
+}
+
+/// The same bits as another element type of equal width. As truth, every byte but 0 is true.
+pub fn cast(scope: &mut Scope<'_>) -> Outputs {
+    let code = scope.int("to", 0)?;
+    let to = i32::try_from(code).ok().and_then(dtype_of);
+    let to = to.ok_or_else(|| Reason::Unsupported(format!("bits read as element type {code}")))?;
+    let x = scope.value(0)?;
+    let from = scope.fact(x).dtype;
+    if from == to {
+        return Ok(vec![Known::Value(x)]);
+    }
+    if to == DType::Bool && from.size() == 1 {
+        return Ok(vec![Known::Value(scope.cast(x, to)?)]);
+    }
+    Ok(vec![Known::Value(scope.add(Op::BitCast(BitCast { to }), &[x])?)])
+}

@@ -1,0 +1,88 @@
+//! `NonMaxSuppression`: of boxes that overlap, the one with the best score. How many are left depends on values, so the
+//! inputs must be constants.
+
+use super::{Known, Outputs, Reason, Scope};
+use crate::tensor::Tensor;
+
+/// The most comparisons of two boxes.
+const MOST: usize = 1 << 28;
+
+/// Left, bottom, right and top of a box.
+type Bounds = [f64; 4];
+
+/// `[batch, class, box]` of each box that stays, the best score of a class first.
+pub fn non_max_suppression(scope: &mut Scope<'_>) -> Outputs {
+    let what = "what chooses among boxes";
+    let given = |slot| scope.tensor(slot, what)?.ok_or(Reason::Missing { slot });
+    let (boxes, scores) = (given(0)?, given(1)?);
+    let number = |slot| Ok::<_, Reason>(scope.tensor(slot, what)?.and_then(|t| t.to_f64().first().copied()));
+    let most = number(2)?.unwrap_or(0.0).max(0.0) as usize;
+    let overlap = number(3)?.unwrap_or(0.0);
+    let least = number(4)?;
+    let centred = scope.flag("center_point_box", false)?;
+    let (&[batches, count, 4], &[also_batches, classes, also_count]) = (boxes.shape(), scores.shape()) else {
+        return Err(Reason::Inputs(
+            "boxes are not of rank 3 with four numbers each, or scores not of rank 3".to_string(),
+        ));
+    };
+    if batches != also_batches || count != also_count {
+        return Err(Reason::Inputs(format!("scores {scores:?} are not those of the boxes {boxes:?}")));
+    }
+    let work = [batches, classes, count, count.min(most)].into_iter().try_fold(1usize, usize::checked_mul);
+    if work.is_none_or(|work| work > MOST) {
+        return Err(Reason::Unsupported(format!("a choice among {count} boxes for {classes} classes")));
+    }
+    let (bounds, scores) = (boxes.to_f64(), scores.to_f64());
+    let bounds: Vec<Bounds> = bounds.chunks_exact(4).map(|b| corners([b[0], b[1], b[2], b[3]], centred)).collect();
+    let mut chosen: Vec<i64> = Vec::new();
+    for batch in 0..batches {
+        for class in 0..classes {
+            let score = |at: usize| scores[(batch * classes + class) * count + at];
+            let bounds = &bounds[batch * count..(batch + 1) * count];
+            let mut order: Vec<usize> = (0..count).filter(|&at| least.is_none_or(|least| score(at) > least)).collect();
+            // Stable: of equal scores the first box is the first.
+            order.sort_by(|&a, &b| score(b).total_cmp(&score(a)));
+            let mut kept: Vec<usize> = Vec::new();
+            for at in order {
+                if kept.len() < most && kept.iter().all(|&k| shared(&bounds[at], &bounds[k]) <= overlap) {
+                    kept.push(at);
+                }
+            }
+            chosen.extend(kept.into_iter().flat_map(|at| [batch, class, at].map(|v| v as i64)));
+        }
+    }
+    Ok(vec![Known::Tensor(Tensor::from_i64(&[chosen.len() / 3, 3], &chosen))])
+}
+
+/// The bounds of a box given as two corners `y, x, y, x` in any order, or as a centre `x, y` with width and height.
+fn corners(given: [f64; 4], centred: bool) -> Bounds {
+    let [a, b, c, d] = given;
+    if centred {
+        return [a - c / 2.0, b - d / 2.0, a + c / 2.0, b + d / 2.0];
+    }
+    [b.min(d), a.min(c), b.max(d), a.max(c)]
+}
+
+/// How much of the area of two boxes they have in common; 0 where either has none.
+fn shared(a: &Bounds, b: &Bounds) -> f64 {
+    let area = |[left, bottom, right, top]: Bounds| (right - left).max(0.0) * (top - bottom).max(0.0);
+    let common = area([a[0].max(b[0]), a[1].max(b[1]), a[2].min(b[2]), a[3].min(b[3])]);
+    let joint = area(*a) + area(*b) - common;
+    if common > 0.0 && joint > 0.0 { common / joint } else { 0.0 }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_common_share_of_two_boxes() {
+        let unit = corners([0.0, 0.0, 1.0, 1.0], false);
+        assert_eq!(unit, corners([1.0, 1.0, 0.0, 0.0], false));
+        assert_eq!(unit, corners([0.5, 0.5, 1.0, 1.0], true));
+        assert_eq!(shared(&unit, &unit), 1.0);
+        assert_eq!(shared(&unit, &corners([0.0, 0.5, 1.0, 1.5], false)), 1.0 / 3.0);
+        assert_eq!(shared(&unit, &corners([2.0, 2.0, 3.0, 3.0], false)), 0.0);
+        assert_eq!(shared(&unit, &[0.5, 0.5, 0.5, 0.5]), 0.0);
+    }
+}

@@ -1,0 +1,268 @@
+//! `AffineGrid` and `GridSample`: places that are computed, and the values of an image between its elements there.
+//!
+//! A sample is a sum over the elements around its place: one gather takes them all, `[N, P, K…, C]` for `P` places and
+//! `K` elements along each spatial axis, and weights that follow from the distances join them. So there is a gradient for
+//! the image (by the gather) and one for the grid (by the distances).
+
+use super::gather::{count, number, scaled};
+use super::interpolate::Filter;
+use super::movement::transposed;
+use super::slice::part;
+use super::{Known, Outputs, Reason, Scope};
+use crate::import::build::Build;
+use crate::op::{Binary, Compare, Gather, MatMul, Op, ReduceKind, Unary, Value};
+use crate::tensor::dim::{Dim, volume};
+use crate::tensor::{DType, Tensor};
+
+/// The most numbers of a grid that is a constant.
+const LARGEST: usize = 1 << 24;
+
+/// The places of a regular grid, from -1 to 1, under an affine map of each example.
+pub fn affine(scope: &mut Scope<'_>) -> Outputs {
+    let size = scope.dims(1, "the size of the grid")?.ok_or(Reason::Missing { slot: 1 })?;
+    let corners = scope.flag("align_corners", false)?;
+    let theta = scope.value(0)?;
+    let fact = scope.fact(theta);
+    let spatial: Option<Vec<usize>> =
+        size.iter().skip(2).map(|d| d.known().and_then(|d| usize::try_from(d).ok())).collect();
+    let spatial = spatial.ok_or_else(|| Reason::Unsupported("a grid of unknown size".to_string()))?;
+    let rank = spatial.len();
+    if rank == 0 || fact.rank() != 3 || !fact.shape[1].is(rank as i64) || !fact.shape[2].is(rank as i64 + 1) {
+        return Err(Reason::Inputs(format!("the map {fact} is not that of a grid of {rank} axes")));
+    }
+    let base = regular(&spatial, corners)?;
+    let base = scope.constant(base.cast(fact.dtype))?;
+    let grid = scope.add(Op::MatMul(MatMul { transpose_a: false, transpose_b: true }), &[base, theta])?;
+    let mut shape = vec![fact.shape[0].clone()];
+    shape.extend(spatial.iter().map(|&d| Dim::from(d)));
+    shape.push(Dim::from(rank));
+    Ok(vec![Known::Value(scope.reshape(grid, shape)?)])
+}
+
+/// The places of a regular grid, the last axis first, and a 1: `[1, P, axes + 1]`.
+fn regular(spatial: &[usize], corners: bool) -> Result<Tensor, Reason> {
+    let width = spatial.len() + 1;
+    let places = spatial.iter().try_fold(1usize, |product, &d| product.checked_mul(d));
+    let places = places.filter(|p| p.checked_mul(width).is_some_and(|count| count <= LARGEST));
+    let places = places.ok_or_else(|| Reason::Unsupported(format!("a grid of {spatial:?} places")))?;
+    let mut values = Vec::with_capacity(places * width);
+    for place in 0..places {
+        let mut stride = 1;
+        for &size in spatial.iter().rev() {
+            let (at, size) = ((place / stride % size) as f64, size);
+            values.push(match corners {
+                true if size == 1 => 0.0,
+                true => 2.0 * at / (size - 1) as f64 - 1.0,
+                false => (2.0 * at + 1.0) / size as f64 - 1.0,
+            });
+            stride *= size;
+        }
+        values.push(1.0);
+    }
+    Ok(Tensor::from_f64(&[1, places, width], &values))
+}
+
+/// What a place outside the image gives.
+#[derive(Clone, Copy, PartialEq)]
+enum Padding {
+    Zeros,
+    Border,
+    Reflection,
+}
+
+/// How a grid is read.
+struct Reading {
+    padding: Padding,
+    /// Whether -1 and 1 are the centres of the first and last element; else their outer edges.
+    corners: bool,
+    /// The steps from the element left of a place to those that are joined, and the weight by distance; `None` for the
+    /// nearest element.
+    filter: Option<(Vec<f64>, Filter)>,
+}
+
+/// The values of `x [N, C, D…]` at the places of a grid `[N, O…, axes]`, whose last axis counts the spatial axes from
+/// the last to the first.
+pub fn sample(scope: &mut Scope<'_>) -> Outputs {
+    let reading = reading(scope)?;
+    let (x, grid) = (scope.value(0)?, scope.value(1)?);
+    let (fact, places) = (scope.fact(x), scope.fact(grid));
+    let axes = fact.rank().saturating_sub(2);
+    let fits = axes > 0 && places.rank() == fact.rank() && places.shape[axes + 1].is(axes as i64);
+    if !fits || places.shape[0] != fact.shape[0] || !places.dtype.is_float() {
+        return Err(Reason::Inputs(format!("a grid {places} does not sample an input {fact}")));
+    }
+    let dtype = if places.dtype == DType::F64 { DType::F64 } else { DType::F32 };
+    let grid = scope.cast(grid, dtype)?;
+    let (batch, channels, spatial) = (fact.shape[0].clone(), fact.shape[1].clone(), fact.shape[2..].to_vec());
+    let count_of_places = volume(&places.shape[1..=axes])?;
+    let flat = vec![batch.clone(), count_of_places.clone(), Dim::from(axes)];
+    let grid = scope.reshape(grid, flat)?;
+    // The place in the flat image, and the weight, of each element that is joined: [N, P, K…].
+    let all = volume(&spatial)?;
+    let images = count(scope, 2 + axes, 0, &batch)?;
+    let mut place = scaled(scope, images, &all)?;
+    let mut weight = None;
+    for (at, size) in spatial.iter().enumerate() {
+        let column = Dim::from(axes - 1 - at);
+        let next = column.add(&Dim::Known(1))?;
+        let coordinate = part(scope, grid, 2, column, next)?;
+        let (index, share) = around(scope, coordinate, size, &reading)?;
+        let mut shape = vec![batch.clone(), count_of_places.clone()];
+        shape.resize(2 + axes, Dim::Known(1));
+        shape[2 + at] = scope.fact(index).shape[2].clone();
+        let index = scope.reshape(index, shape.clone())?;
+        let steps = scaled(scope, index, &volume(&spatial[at + 1..])?)?;
+        place = scope.binary(Binary::Add, place, steps)?;
+        if let Some(share) = share {
+            let share = scope.reshape(share, shape)?;
+            weight = Some(match weight {
+                Some(so_far) => scope.binary(Binary::Mul, so_far, share)?,
+                None => share,
+            });
+        }
+    }
+    // Images with the channels last, one below the other: [N·S, C].
+    let rows = scope.reshape(x, vec![batch.clone(), channels.clone(), all.clone()])?;
+    let rows = transposed(scope, rows, vec![0, 2, 1])?;
+    let rows = scope.reshape(rows, vec![batch.mul(&all)?, channels.clone()])?;
+    let mut y = scope.add(Op::Gather(Gather { axis: 0 }), &[rows, place])?;
+    if let Some(weight) = weight {
+        let mut shape = scope.fact(weight).shape;
+        shape.push(Dim::Known(1));
+        let weight = scope.reshape(weight, shape)?;
+        let weight = scope.cast(weight, fact.dtype)?;
+        y = scope.binary(Binary::Mul, y, weight)?;
+    }
+    let y = scope.reduce(ReduceKind::Sum, y, &(2..2 + axes).collect::<Vec<_>>(), false)?;
+    let y = transposed(scope, y, vec![0, 2, 1])?;
+    let mut shape = vec![batch, channels];
+    shape.extend(places.shape[1..=axes].iter().cloned());
+    Ok(vec![Known::Value(scope.reshape(y, shape)?)])
+}
+
+fn reading(scope: &Scope<'_>) -> Result<Reading, Reason> {
+    let padding = match scope.text("padding_mode", "zeros")?.as_str() {
+        "zeros" => Padding::Zeros,
+        "border" => Padding::Border,
+        "reflection" => Padding::Reflection,
+        other => return Err(Reason::Unsupported(format!("the padding `{other}`"))),
+    };
+    let by = |cubic| Filter { cubic, antialias: false, exclude_outside: false };
+    let filter = match scope.text("mode", if scope.opset < 20 { "bilinear" } else { "linear" })?.as_str() {
+        "nearest" => None,
+        // What operator set 16 called bi-, others do without.
+        "linear" | "bilinear" => Some((vec![0.0, 1.0], by(None))),
+        "cubic" | "bicubic" => Some((vec![-1.0, 0.0, 1.0, 2.0], by(Some(-0.75)))),
+        other => return Err(Reason::Unsupported(format!("the interpolation `{other}`"))),
+    };
+    if !scope.fact_of(0)?.dtype.is_float() {
+        return Err(Reason::Unsupported("a sample of an image of whole numbers".to_string()));
+    }
+    Ok(Reading { padding, corners: scope.flag("align_corners", false)?, filter })
+}
+
+/// The indices of the elements that are joined along one axis, and their weights where there are some, both
+/// `[N, P, K]`, from coordinates `[N, P, 1]`.
+fn around(scope: &mut Scope<'_>, grid: Value, size: &Dim, reading: &Reading) -> Result<(Value, Option<Value>), Reason> {
+    let dtype = scope.fact(grid).dtype;
+    let size = number(scope, size)?;
+    let size = scope.cast(size, dtype)?;
+    let last = scope.with_number(Binary::Sub, size, 1.0)?;
+    // What is called border: where reflection turns around, and beyond which a place is outside.
+    let (low, high) = match reading.corners {
+        true => (scope.scalar(dtype, 0.0)?, last),
+        false => (scope.scalar(dtype, -0.5)?, scope.with_number(Binary::Sub, size, 0.5)?),
+    };
+    // From -1 … 1 to low … high.
+    let half = scope.with_number(Binary::Mul, grid, 0.5)?;
+    let share = scope.with_number(Binary::Add, half, 0.5)?;
+    let span = scope.binary(Binary::Sub, high, low)?;
+    let place = scope.binary(Binary::Mul, share, span)?;
+    let mut place = scope.binary(Binary::Add, place, low)?;
+    if reading.filter.is_none() {
+        place = scope.unary(Unary::Round, place)?;
+    }
+    let zero = scope.scalar(dtype, 0.0)?;
+    let kept = |scope: &mut Scope<'_>, value: Value| -> Result<Value, Reason> {
+        let above = scope.binary(Binary::Max, value, zero)?;
+        scope.binary(Binary::Min, above, last)
+    };
+    if reading.padding == Padding::Reflection {
+        place = reflected(scope, place, low, high)?;
+    }
+    if reading.padding == Padding::Border {
+        // A place between the border and the first centre is no place outside.
+        let below = scope.compare(Compare::Less, place, low)?;
+        let above = scope.compare(Compare::Less, high, place)?;
+        let outside = scope.binary(Binary::Or, below, above)?;
+        let inside = kept(scope, place)?;
+        place = scope.select(outside, inside, place)?;
+    }
+    let (near, weight) = match &reading.filter {
+        None => (place, None),
+        Some((steps, filter)) => {
+            let steps = scope.constant(Tensor::from_f64(&[steps.len()], steps).cast(dtype))?;
+            let left = scope.unary(Unary::Floor, place)?;
+            let near = scope.binary(Binary::Add, left, steps)?;
+            let distance = scope.binary(Binary::Sub, place, near)?;
+            (near, Some(weighed(scope, distance, filter)?))
+        }
+    };
+    let mut weight = weight;
+    let mut index = near;
+    match reading.padding {
+        Padding::Zeros => {
+            let starts = scope.compare(Compare::LessEqual, zero, near)?;
+            let ends = scope.compare(Compare::LessEqual, near, last)?;
+            let inside = scope.binary(Binary::And, starts, ends)?;
+            weight = Some(match weight {
+                Some(weight) => scope.select(inside, weight, zero)?,
+                None => scope.cast(inside, dtype)?,
+            });
+        }
+        Padding::Reflection => index = reflected(scope, near, low, high)?,
+        Padding::Border => {}
+    }
+    let index = kept(scope, index)?;
+    Ok((scope.cast(index, DType::I64)?, weight))
+}
+
+/// `x` folded back at `low` and `high` until it lies between them: with `s = high - low`, `low + s - |s - (x - low) mod 2s|`.
+fn reflected(scope: &mut Scope<'_>, x: Value, low: Value, high: Value) -> Result<Value, Reason> {
+    let span = scope.binary(Binary::Sub, high, low)?;
+    let twice = scope.binary(Binary::Add, span, span)?;
+    let moved = scope.binary(Binary::Sub, x, low)?;
+    let rest = scope.binary(Binary::Mod, moved, twice)?;
+    let over = scope.binary(Binary::Sub, span, rest)?;
+    let over = scope.unary(Unary::Abs, over)?;
+    let folded = scope.binary(Binary::Sub, high, over)?;
+    // A single element on its own corner has no span, and nothing to fold.
+    let zero = scope.scalar(scope.fact(span).dtype, 0.0)?;
+    let wide = scope.compare(Compare::Less, zero, span)?;
+    scope.select(wide, folded, low)
+}
+
+/// The weights of a filter at signed distances `[…, K]`; a cubic one has two branches, chosen by which element it is.
+fn weighed(scope: &mut Scope<'_>, distance: Value, filter: &Filter) -> Result<Value, Reason> {
+    let d = scope.unary(Unary::Abs, distance)?;
+    // Coefficients of d³, d², d and 1.
+    let polynomial = |scope: &mut Scope<'_>, coefficients: [f64; 4]| -> Result<Value, Reason> {
+        let [first, rest @ ..] = coefficients;
+        let mut y = scope.with_number(Binary::Mul, d, first)?;
+        for (n, coefficient) in rest.into_iter().enumerate() {
+            if n > 0 {
+                y = scope.binary(Binary::Mul, y, d)?;
+            }
+            y = scope.with_number(Binary::Add, y, coefficient)?;
+        }
+        Ok(y)
+    };
+    let Some(a) = filter.cubic else {
+        let minus = scope.unary(Unary::Neg, d)?;
+        return scope.with_number(Binary::Add, minus, 1.0);
+    };
+    let near = polynomial(scope, [a + 2.0, -(a + 3.0), 0.0, 1.0])?;
+    let far = polynomial(scope, [a, -5.0 * a, 8.0 * a, -4.0 * a])?;
+    let outer = scope.constant(Tensor::from_bool(&[4], &[true, false, false, true]))?;
+    scope.select(outer, far, near)
+}

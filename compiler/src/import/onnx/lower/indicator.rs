@@ -1,0 +1,65 @@
+//! Tensors of two values, one where an index says: `OneHot`, `EyeLike`.
+
+use super::attribute::axis;
+use super::gather::{count, number};
+use super::slice::part;
+use super::weight::dtype_of;
+use super::{Known, Outputs, Reason, Scope};
+use crate::import::build::Build;
+use crate::op::{Binary, Compare};
+use crate::tensor::dim::Dim;
+use crate::tensor::{DType, Tensor};
+
+/// A new axis that holds one value at the index and another elsewhere. An index below zero counts from the end; one
+/// outside is nowhere.
+pub fn one_hot(scope: &mut Scope<'_>) -> Outputs {
+    let (index, values) = (scope.value(0)?, scope.value(2)?);
+    let depth = match scope.dims(1, "the depth of a one-hot tensor")?.as_deref() {
+        Some([one]) => one.clone(),
+        _ => return Err(Reason::Inputs("the depth of a one-hot tensor is not one number".to_string())),
+    };
+    let pair = scope.fact(values);
+    if pair.rank() != 1 || !pair.shape[0].is(2) {
+        return Err(Reason::Inputs(format!("the values are {pair}, expected two of them")));
+    }
+    let mut shape = scope.fact(index).shape;
+    let at = axis(scope.int("axis", -1)?, shape.len() + 1)?;
+    shape.insert(at, Dim::Known(1));
+    let index = scope.cast(index, DType::I64)?;
+    let index = scope.reshape(index, shape.clone())?;
+    let zero = scope.constant(Tensor::from_i64(&[], &[0]))?;
+    let negative = scope.compare(Compare::Less, index, zero)?;
+    let size = number(scope, &depth)?;
+    let counted = scope.binary(Binary::Add, index, size)?;
+    let index = scope.select(negative, counted, index)?;
+    let places = count(scope, shape.len(), at, &depth)?;
+    let hits = scope.compare(Compare::Equal, places, index)?;
+    let off = part(scope, values, 0, Dim::Known(0), Dim::Known(1))?;
+    let on = part(scope, values, 0, Dim::Known(1), Dim::Known(2))?;
+    let (off, on) = (scope.reshape(off, Vec::new())?, scope.reshape(on, Vec::new())?);
+    Ok(vec![Known::Value(scope.select(hits, on, off)?)])
+}
+
+/// Ones on a diagonal of a matrix, zeros elsewhere.
+pub fn eye_like(scope: &mut Scope<'_>) -> Outputs {
+    let fact = scope.fact_of(0)?;
+    let [rows, columns] = fact.shape.as_slice() else {
+        return Err(Reason::Inputs(format!("{fact} is no matrix")));
+    };
+    let dtype = match scope.is_set("dtype") {
+        true => {
+            let code = scope.int("dtype", 0)?;
+            let dtype = i32::try_from(code).ok().and_then(dtype_of);
+            dtype.ok_or_else(|| Reason::Unsupported(format!("a result of element type {code}")))?
+        }
+        false => fact.dtype,
+    };
+    let diagonal = scope.int("k", 0)?;
+    let (mut row, column) = (count(scope, 2, 0, rows)?, count(scope, 2, 1, columns)?);
+    if diagonal != 0 {
+        let diagonal = scope.constant(Tensor::from_i64(&[], &[diagonal]))?;
+        row = scope.binary(Binary::Add, row, diagonal)?;
+    }
+    let hits = scope.compare(Compare::Equal, row, column)?;
+    Ok(vec![Known::Value(scope.cast(hits, dtype)?)])
+}

@@ -1,0 +1,260 @@
+//! Where the elements of a resized axis come from, and with what weights.
+//!
+//! Interpolation is separable, so one axis is all there is: an element `i` of the result lies at [`Axis::origin`] of the
+//! input, and is a sum over the elements around that place. So a resize is a gather (nearest) or a product with a matrix
+//! `[to, from]` (linear, cubic) for each axis, and its gradient the gradient of those.
+
+use crate::import::reason::Reason;
+
+/// The most elements of a matrix, and the largest axis, that a resize may make.
+const LARGEST: usize = 1 << 24;
+
+/// How a place in the result becomes one in the input.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Transform {
+    /// Centres of elements on centres: `(i + ½)/scale - ½`.
+    HalfPixel,
+    /// The same, with the middle of the input in the middle of the result where the size was rounded.
+    HalfPixelSymmetric,
+    /// The same, but a single element comes from place 0.
+    PytorchHalfPixel,
+    /// First on first and last on last element.
+    AlignCorners,
+    /// `i/scale`
+    Asymmetric,
+    /// First and last element on the bounds of a region; what lies outside the input has a value of its own.
+    Crop,
+}
+
+impl Transform {
+    /// The transform with this name in the standard.
+    pub fn parse(name: &str) -> Option<Transform> {
+        Some(match name {
+            "half_pixel" => Transform::HalfPixel,
+            "half_pixel_symmetric" => Transform::HalfPixelSymmetric,
+            "pytorch_half_pixel" => Transform::PytorchHalfPixel,
+            "align_corners" => Transform::AlignCorners,
+            "asymmetric" => Transform::Asymmetric,
+            "tf_crop_and_resize" => Transform::Crop,
+            _ => return None,
+        })
+    }
+}
+
+/// Which element is the nearest to a place between two.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Rounding {
+    /// The nearer one, the left one on a tie.
+    PreferFloor,
+    /// The nearer one, the right one on a tie.
+    PreferCeil,
+    /// The left one.
+    Floor,
+    /// The right one.
+    Ceil,
+}
+
+impl Rounding {
+    /// The rounding with this name in the standard.
+    pub fn parse(name: &str) -> Option<Rounding> {
+        Some(match name {
+            "round_prefer_floor" => Rounding::PreferFloor,
+            "round_prefer_ceil" => Rounding::PreferCeil,
+            "floor" => Rounding::Floor,
+            "ceil" => Rounding::Ceil,
+            _ => return None,
+        })
+    }
+
+    fn of(self, place: f64) -> f64 {
+        match self {
+            Rounding::PreferFloor => (place - 0.5).ceil(),
+            Rounding::PreferCeil => (place + 0.5).floor(),
+            Rounding::Floor => place.floor(),
+            Rounding::Ceil => place.ceil(),
+        }
+    }
+}
+
+/// The weight of an element by its distance from the place.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Filter {
+    /// The coefficient of a cubic filter (Keys, 1981, equation 4); a linear one has none.
+    pub cubic: Option<f64>,
+    /// Whether the filter is stretched where the axis shrinks, so that no element is passed over.
+    pub antialias: bool,
+    /// Whether elements outside the input have no weight; else they are those at its ends.
+    pub exclude_outside: bool,
+}
+
+impl Filter {
+    fn support(&self) -> f64 {
+        if self.cubic.is_some() { 2.0 } else { 1.0 }
+    }
+
+    /// The weight at a distance.
+    pub fn weight(&self, distance: f64) -> f64 {
+        let d = distance.abs();
+        match self.cubic {
+            None => (1.0 - d).max(0.0),
+            Some(a) if d <= 1.0 => ((a + 2.0) * d - (a + 3.0)) * d * d + 1.0,
+            Some(a) if d < 2.0 => ((a * d - 5.0 * a) * d + 8.0 * a) * d - 4.0 * a,
+            Some(_) => 0.0,
+        }
+    }
+}
+
+/// One axis that is resized.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Axis {
+    /// Its size in the input, at least 1.
+    pub from: usize,
+    /// Its size in the result.
+    pub to: usize,
+    /// How many times larger the result is, before its size is rounded.
+    pub scale: f64,
+    /// The region of a crop, from 0 to 1.
+    pub region: [f64; 2],
+}
+
+impl Axis {
+    /// The place in the input of element `at` of the result.
+    pub fn origin(&self, transform: Transform, at: usize) -> f64 {
+        let (at, from) = (at as f64, self.from as f64);
+        let width = self.scale * from;
+        let half_pixel = (at + 0.5) / self.scale - 0.5;
+        match transform {
+            Transform::HalfPixel => half_pixel,
+            Transform::HalfPixelSymmetric => from / 2.0 * (1.0 - self.to as f64 / width) + half_pixel,
+            Transform::PytorchHalfPixel if self.to == 1 => 0.0,
+            Transform::PytorchHalfPixel => half_pixel,
+            Transform::AlignCorners if width == 1.0 => 0.0,
+            Transform::AlignCorners => at * (from - 1.0) / (width - 1.0),
+            Transform::Asymmetric => at / self.scale,
+            Transform::Crop => {
+                let [start, end] = self.region;
+                let share = if width == 1.0 { 0.5 } else { at / (width - 1.0) };
+                (start + share * (end - start)) * (from - 1.0)
+            }
+        }
+    }
+
+    /// Which elements of the result a crop takes from outside the input; none of any other transform.
+    pub fn outside(&self, transform: Transform) -> Vec<bool> {
+        let inside = 0.0..=(self.from - 1) as f64;
+        (0..self.to).map(|at| transform == Transform::Crop && !inside.contains(&self.origin(transform, at))).collect()
+    }
+
+    /// The nearest element of the input for each of the result.
+    pub fn nearest(&self, transform: Transform, rounding: Rounding) -> Result<Vec<i64>, Reason> {
+        self.check(1)?;
+        Ok((0..self.to).map(|at| self.clamped(rounding.of(self.origin(transform, at))) as i64).collect())
+    }
+
+    /// The matrix `[to, from]` of weights.
+    pub fn weights(&self, transform: Transform, filter: Filter) -> Result<Vec<f64>, Reason> {
+        self.check(self.from)?;
+        let stretch = if filter.antialias { self.scale.min(1.0) } else { 1.0 };
+        let reach = (filter.support() / stretch).ceil();
+        let mut matrix = vec![0.0; self.to * self.from];
+        for (at, row) in matrix.chunks_exact_mut(self.from).enumerate() {
+            let origin = self.origin(transform, at);
+            let mut total = 0.0;
+            // Places are counted as floats: far outside they would not fit an index.
+            for step in 0..=(2.0 * reach) as usize {
+                let place = origin.floor() - reach + step as f64;
+                let outside = place < 0.0 || place > (self.from - 1) as f64;
+                if filter.exclude_outside && outside {
+                    continue;
+                }
+                let weight = filter.weight((place - origin) * stretch);
+                row[self.clamped(place)] += weight;
+                total += weight;
+            }
+            if (filter.antialias || filter.exclude_outside) && total != 0.0 {
+                row.iter_mut().for_each(|weight| *weight /= total);
+            }
+        }
+        Ok(matrix)
+    }
+
+    /// The element of the input at a place, the one at its end for a place outside.
+    fn clamped(&self, place: f64) -> usize {
+        place.clamp(0.0, (self.from - 1) as f64) as usize
+    }
+
+    fn check(&self, width: usize) -> Result<(), Reason> {
+        match self.to.checked_mul(width) {
+            Some(count) if count <= LARGEST => Ok(()),
+            _ => Err(Reason::Unsupported(format!("a resize of an axis from {} to {} elements", self.from, self.to))),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn axis(from: usize, to: usize) -> Axis {
+        Axis { from, to, scale: to as f64 / from as f64, region: [0.0, 1.0] }
+    }
+
+    fn filter(cubic: Option<f64>) -> Filter {
+        Filter { cubic, antialias: false, exclude_outside: false }
+    }
+
+    #[test]
+    fn linear_weights_are_those_of_the_neighbours() {
+        let matrix = axis(2, 4).weights(Transform::HalfPixel, filter(None)).unwrap();
+        assert_eq!(matrix, [1.0, 0.0, 0.75, 0.25, 0.25, 0.75, 0.0, 1.0]);
+        let matrix = axis(2, 3).weights(Transform::AlignCorners, filter(None)).unwrap();
+        assert_eq!(matrix, [1.0, 0.0, 0.5, 0.5, 0.0, 1.0]);
+    }
+
+    #[test]
+    fn weights_sum_to_one() {
+        for cubic in [None, Some(-0.75)] {
+            for (antialias, exclude_outside) in [(false, false), (true, false), (false, true), (true, true)] {
+                for (from, to) in [(5, 3), (3, 7), (9, 2), (1, 4)] {
+                    let filter = Filter { cubic, antialias, exclude_outside };
+                    let matrix = axis(from, to).weights(Transform::HalfPixel, filter).unwrap();
+                    for row in matrix.chunks(from) {
+                        assert!((row.iter().sum::<f64>() - 1.0).abs() < 1e-12, "{filter:?} {from} {to}");
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn an_antialiased_half_is_a_tent_over_four_elements() {
+        // Element 1 lies at 2½: distances 1½, ½, ½, 1½, halved by the stretch, weigh ¼, ¾, ¾, ¼ of 2 in all.
+        let filter = Filter { cubic: None, antialias: true, exclude_outside: true };
+        let matrix = axis(8, 4).weights(Transform::HalfPixel, filter).unwrap();
+        assert_eq!(matrix[8..16], [0.0, 0.125, 0.375, 0.375, 0.125, 0.0, 0.0, 0.0]);
+    }
+
+    #[test]
+    fn ties_go_where_the_rounding_says() {
+        let nearest = |rounding| axis(4, 2).nearest(Transform::HalfPixel, rounding).unwrap();
+        assert_eq!(nearest(Rounding::PreferFloor), [0, 2]);
+        assert_eq!(nearest(Rounding::PreferCeil), [1, 3]);
+        assert_eq!(nearest(Rounding::Floor), [0, 2]);
+        assert_eq!(nearest(Rounding::Ceil), [1, 3]);
+    }
+
+    #[test]
+    fn a_crop_knows_what_lies_outside() {
+        let crop = Axis { region: [0.5, 1.5], ..axis(3, 3) };
+        assert_eq!(crop.outside(Transform::Crop), [false, false, true]);
+        assert_eq!(crop.nearest(Transform::Crop, Rounding::Floor).unwrap(), [1, 2, 2]);
+    }
+
+    #[test]
+    fn places_far_outside_and_axes_too_large_do_no_harm() {
+        let far = Axis { region: [-1e300, f64::MAX], ..axis(3, 4) };
+        assert!(far.weights(Transform::Crop, filter(Some(-0.5))).is_ok());
+        assert!(axis(1 << 20, 1 << 20).weights(Transform::HalfPixel, filter(None)).is_err());
+        assert!(axis(1, usize::MAX).nearest(Transform::HalfPixel, Rounding::Floor).is_err());
+    }
+}

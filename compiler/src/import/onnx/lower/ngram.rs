@@ -1,0 +1,105 @@
+//! `TfIdfVectorizer` of whole numbers: how often each of a list of n-grams stands in a sequence. The sequence must be a
+//! constant: text is no input of a network.
+
+use super::{Known, Outputs, Reason, Scope};
+use crate::tensor::{DType, Tensor};
+use std::collections::BTreeMap;
+
+/// The most n-grams that are looked at.
+const MOST: usize = 1 << 26;
+
+/// Counts of n-grams, `[columns]` or `[rows, columns]`.
+pub fn tf_idf(scope: &mut Scope<'_>) -> Outputs {
+    let x = scope.tensor(0, "the sequence whose n-grams are counted")?.ok_or(Reason::Missing { slot: 0 })?;
+    let (rows, length, batched) = match x.shape() {
+        [] => (1, 1, false),
+        &[length] => (1, length, false),
+        &[rows, length] => (rows, length, true),
+        shape => return Err(Reason::Inputs(format!("sequences of shape {shape:?}"))),
+    };
+    if scope.is_set("pool_strings") {
+        return Err(Reason::Unsupported("a list of n-grams of strings".to_string()));
+    }
+    let (columns, grams) = pool(scope)?;
+    let (shortest, longest) = lengths(scope)?;
+    let skips = usize::try_from(scope.int("max_skip_count", 0)?).unwrap_or(0);
+    let steps = skips.saturating_add(1).min(length.max(1));
+    let work = [rows, length, steps, longest - shortest + 1, longest].into_iter().try_fold(1usize, usize::checked_mul);
+    if work.is_none_or(|work| work > MOST) || rows.checked_mul(columns).is_none_or(|count| count > MOST) {
+        return Err(Reason::Unsupported(format!("n-grams of up to {longest} of {length} numbers, skipping {skips}")));
+    }
+    let values = x.to_i64();
+    let mut counts = vec![0.0; rows * columns];
+    for (row, sequence) in values.chunks(length.max(1)).enumerate() {
+        for size in shortest..=longest {
+            // A single number has no neighbours to skip.
+            for step in 1..=if size == 1 { 1 } else { steps } {
+                for start in 0..sequence.len().saturating_sub((size - 1) * step) {
+                    let gram: Vec<i64> = (0..size).map(|n| sequence[start + n * step]).collect();
+                    if let Some(column) = grams.get(&gram) {
+                        counts[row * columns + column.0] += 1.0;
+                    }
+                }
+            }
+        }
+    }
+    weigh(scope, &mut counts, columns, &grams)?;
+    let shape = if batched { vec![rows, columns] } else { vec![columns] };
+    Ok(vec![Known::Tensor(Tensor::from_f64(&shape, &counts).cast(DType::F32))])
+}
+
+/// The n-grams that are counted, with the column and the place in the list of each.
+type Grams = BTreeMap<Vec<i64>, (usize, usize)>;
+
+/// The list of n-grams: all single numbers, then all pairs, and so on, from where `ngram_counts` says.
+fn pool(scope: &Scope<'_>) -> Result<(usize, Grams), Reason> {
+    let list = |name| Ok::<_, Reason>(scope.ints(name)?.unwrap_or_default());
+    let (pool, starts, places) = (list("pool_int64s")?, list("ngram_counts")?, list("ngram_indexes")?);
+    let odd = |what: &str| Reason::Inputs(format!("the list of n-grams is not in order: {what}"));
+    let columns = places.iter().map(|&p| usize::try_from(p).ok().filter(|p| *p < MOST)).collect::<Option<Vec<usize>>>();
+    let columns = columns.ok_or_else(|| odd("a column is below zero or too large"))?;
+    let mut starts: Vec<usize> = starts.iter().map(|&s| usize::try_from(s).unwrap_or(usize::MAX)).collect();
+    starts.push(pool.len());
+    let mut grams = Grams::new();
+    let mut at = 0;
+    for (n, bounds) in starts.windows(2).enumerate() {
+        let part = pool.get(bounds[0]..bounds[1]).ok_or_else(|| odd("where a size starts"))?;
+        for gram in part.chunks_exact(n + 1) {
+            let column = *columns.get(at).ok_or_else(|| odd("there are fewer columns than n-grams"))?;
+            grams.insert(gram.to_vec(), (column, at));
+            at += 1;
+        }
+    }
+    Ok((columns.iter().max().map_or(0, |most| most + 1), grams))
+}
+
+fn lengths(scope: &Scope<'_>) -> Result<(usize, usize), Reason> {
+    let (shortest, longest) = (scope.int("min_gram_length", 1)?, scope.int("max_gram_length", 1)?);
+    match (usize::try_from(shortest), usize::try_from(longest)) {
+        (Ok(short), Ok(long)) if 1 <= short && short <= long && long <= 1024 => Ok((short, long)),
+        _ => Err(Reason::Inputs(format!("n-grams of {shortest} to {longest} numbers"))),
+    }
+}
+
+/// Counts as the mode wants them: as they are, as 0 or the weight, or times the weight.
+fn weigh(scope: &Scope<'_>, counts: &mut [f64], columns: usize, grams: &Grams) -> Result<(), Reason> {
+    let mut weights = vec![1.0; columns];
+    if let Some(given) = scope.floats("weights")? {
+        for &(column, at) in grams.values() {
+            weights[column] =
+                f64::from(*given.get(at).ok_or_else(|| Reason::Inputs("fewer weights than n-grams".into()))?);
+        }
+    }
+    let mode = scope.text("mode", "TF")?;
+    for (at, count) in counts.iter_mut().enumerate() {
+        let weight = weights[at % columns];
+        *count = match mode.as_str() {
+            "TF" => *count,
+            "IDF" if *count > 0.0 => weight,
+            "IDF" => 0.0,
+            "TFIDF" => *count * weight,
+            other => return Err(Reason::Unsupported(format!("the weighting `{other}`"))),
+        };
+    }
+    Ok(())
+}

@@ -1,0 +1,96 @@
+//! What asks for the order of elements, or runs along it: `TopK`, `CumSum`, `CumProd`, `Hardmax`, `ReverseSequence`.
+
+use super::attribute::axis;
+use super::gather::{count, number, scaled};
+use super::{Known, Outputs, Reason, Scope};
+use crate::import::build::Build;
+use crate::op::{ArgReduce, Binary, Compare, Cumulative, CumulativeKind, Flip, Gather, Op, TopK, Value};
+use crate::tensor::DType;
+use crate::tensor::dim::{Dim, volume};
+
+/// The largest or smallest elements along an axis, and where they are. How many became an input in operator set 10.
+pub fn top_k(scope: &mut Scope<'_>) -> Outputs {
+    let x = scope.value(0)?;
+    let axis = axis(scope.int("axis", -1)?, scope.fact(x).rank())?;
+    let largest = scope.flag("largest", true)?;
+    let count = match scope.opset {
+        ..10 => Dim::Known(scope.int("k", 0)?),
+        _ => match scope.dims(1, "the number of elements to choose")?.as_deref() {
+            Some([one]) => one.clone(),
+            _ => return Err(Reason::Inputs("the number of elements to choose is not one number".to_string())),
+        },
+    };
+    let outputs = scope.add_all(Op::TopK(TopK { axis, count, largest }), &[x])?;
+    Ok(outputs.into_iter().map(Known::Value).collect())
+}
+
+/// At each place the sum or product of all elements up to there.
+pub fn cumulative(scope: &mut Scope<'_>, kind: CumulativeKind) -> Outputs {
+    let x = scope.value(0)?;
+    let given = match scope.integers(1, "the axis of a running sum")?.as_deref() {
+        Some([one]) => *one,
+        _ => return Err(Reason::Inputs("the axis of a running sum is not one number".to_string())),
+    };
+    let axis = axis(given, scope.fact(x).rank())?;
+    let (exclusive, reverse) = (scope.flag("exclusive", false)?, scope.flag("reverse", false)?);
+    Ok(vec![Known::Value(scope.add(Op::Cumulative(Cumulative { kind, axis, exclusive, reverse }), &[x])?)])
+}
+
+/// The index of the largest or smallest element, the last one on ties: the first one from the other end.
+pub fn last_arg(scope: &mut Scope<'_>, largest: bool, x: Value, axis: usize, keep: bool) -> Result<Value, Reason> {
+    let size = scope.fact(x).shape[axis].sub(&Dim::Known(1))?;
+    let flipped = scope.add(Op::Flip(Flip { axes: vec![axis] }), &[x])?;
+    let found = scope.add(Op::ArgReduce(ArgReduce { largest, axis, keep }), &[flipped])?;
+    let last = number(scope, &size)?;
+    scope.binary(Binary::Sub, last, found)
+}
+
+/// 1 at the first largest element along an axis, 0 elsewhere. Before operator set 13 all axes from it on were one.
+pub fn hardmax(scope: &mut Scope<'_>) -> Outputs {
+    let x = scope.value(0)?;
+    let fact = scope.fact(x);
+    let at = axis(scope.int("axis", if scope.opset < 13 { 1 } else { -1 })?, fact.rank())?;
+    let mut flat = fact.shape.clone();
+    if scope.opset < 13 {
+        flat.truncate(at);
+        flat.push(volume(&fact.shape[at..])?);
+    }
+    let rows = scope.reshape(x, flat.clone())?;
+    let found = scope.add(Op::ArgReduce(ArgReduce { largest: true, axis: at, keep: true }), &[rows])?;
+    let places = count(scope, flat.len(), at, &flat[at])?;
+    let hits = scope.compare(Compare::Equal, places, found)?;
+    let hits = scope.reshape(hits, fact.shape)?;
+    Ok(vec![Known::Value(scope.cast(hits, fact.dtype)?)])
+}
+
+/// The first elements of each sequence in reverse order, as many as its length says.
+pub fn reverse_sequence(scope: &mut Scope<'_>) -> Outputs {
+    let (x, lengths) = (scope.value(0)?, scope.value(1)?);
+    let dims = scope.fact(x).shape;
+    let (batch, time) = match (scope.int("batch_axis", 1)?, scope.int("time_axis", 0)?) {
+        (1, 0) => (1, 0),
+        (0, 1) => (0, 1),
+        (batch, time) => {
+            return Err(Reason::Inputs(format!("the batch is axis {batch} and time axis {time}, expected 0 and 1")));
+        }
+    };
+    if dims.len() < 2 {
+        return Err(Reason::Inputs(format!("a tensor of rank {} holds no sequences", dims.len())));
+    }
+    let lengths = scope.cast(lengths, DType::I64)?;
+    let mut shape = vec![Dim::Known(1); 2];
+    shape[batch] = dims[batch].clone();
+    let lengths = scope.reshape(lengths, shape)?;
+    // Step t of a sequence of n comes from n - 1 - t where that is a step of it.
+    let step = count(scope, 2, time, &dims[time])?;
+    let within = scope.compare(Compare::Less, step, lengths)?;
+    let last = scope.with_number(Binary::Sub, lengths, 1.0)?;
+    let mirrored = scope.binary(Binary::Sub, last, step)?;
+    let from = scope.select(within, mirrored, step)?;
+    let from = scaled(scope, from, if time == 0 { &dims[1] } else { &Dim::Known(1) })?;
+    let example = count(scope, 2, batch, &dims[batch])?;
+    let example = scaled(scope, example, if batch == 0 { &dims[1] } else { &Dim::Known(1) })?;
+    let places = scope.binary(Binary::Add, from, example)?;
+    let flat = super::gather::joined(scope, x, 2)?;
+    Ok(vec![Known::Value(scope.add(Op::Gather(Gather { axis: 0 }), &[flat, places])?)])
+}

@@ -1,0 +1,131 @@
+//! Elements around a tensor that are not one constant, and sizes made smaller or larger around the middle: the modes of
+//! `Pad`, `CenterCropPad`.
+
+use super::attribute::axis;
+use super::slice::part;
+use super::{Known, Outputs, Reason, Scope};
+use crate::import::build::Build;
+use crate::op::{Gather, Op, Pad, Value};
+use crate::tensor::Tensor;
+use crate::tensor::dim::Dim;
+
+/// The most elements of an axis that is padded by repeating elements.
+const LARGEST: i64 = 1 << 24;
+
+/// Where padded elements come from.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Mode {
+    /// From the other side of the first or last element, which stand alone.
+    Reflect,
+    /// The first or last element again.
+    Edge,
+    /// From the other end.
+    Wrap,
+}
+
+impl Mode {
+    /// The mode with this name in the standard.
+    pub fn parse(name: &str) -> Option<Mode> {
+        Some(match name {
+            "reflect" => Mode::Reflect,
+            "edge" => Mode::Edge,
+            "wrap" => Mode::Wrap,
+            _ => return None,
+        })
+    }
+
+    /// The element that stands at a place before, in or after an axis of `size`, which is not 0.
+    fn source(self, place: i64, size: i64) -> i64 {
+        match self {
+            Mode::Edge => place.clamp(0, size - 1),
+            Mode::Wrap => place.rem_euclid(size),
+            Mode::Reflect if size == 1 => 0,
+            Mode::Reflect => {
+                let rest = place.rem_euclid(2 * (size - 1));
+                rest.min(2 * (size - 1) - rest)
+            }
+        }
+    }
+}
+
+/// `x` with repeated elements before and after axis `at`; a padding below zero takes elements away.
+pub fn repeated(scope: &mut Scope<'_>, x: Value, at: usize, pads: [&Dim; 2], mode: Mode) -> Result<Value, Reason> {
+    let [before, after] = pads;
+    if before.is(0) && after.is(0) {
+        return Ok(x);
+    }
+    let size = scope.fact(x).shape[at].clone();
+    let (Some(size), Some(before), Some(after)) = (size.known(), before.known(), after.known()) else {
+        return Err(Reason::Unsupported("padding of unknown size by repeated elements".to_string()));
+    };
+    let fits = |n: i64| (-LARGEST..=LARGEST).contains(&n);
+    if !fits(before) || !fits(after) || !(1..=LARGEST).contains(&size) {
+        return Err(Reason::Inputs(format!("paddings of {before} and {after} of an axis of size {size}")));
+    }
+    let sources: Vec<i64> = (-before..size + after).map(|place| mode.source(place, size)).collect();
+    let sources = scope.constant(Tensor::from_i64(&[sources.len()], &sources))?;
+    scope.add(Op::Gather(Gather { axis: at }), &[x, sources])
+}
+
+/// `x` with a value that is computed around it, from the paddings of [`Pad`].
+pub fn around(scope: &mut Scope<'_>, x: Value, low: Vec<Dim>, high: Vec<Dim>, value: Value) -> Result<Value, Reason> {
+    let shape = scope.fact(x).shape;
+    let pad = |value| Op::Pad(Pad { interior: vec![0; low.len()], low: low.clone(), high: high.clone(), value });
+    let truth = scope.constant(Tensor::from_bool(&[], &[true]))?;
+    let inside = scope.broadcast(truth, shape)?;
+    let inside = scope.add(pad(0.0), &[inside])?;
+    let y = scope.add(pad(0.0), &[x])?;
+    let value = scope.reshape(value, Vec::new())?;
+    scope.select(inside, y, value)
+}
+
+/// The middle of a tensor, or zeros around it, so that its axes have the sizes asked for. An odd element is taken away, or
+/// added, at the end.
+pub fn center_crop_pad(scope: &mut Scope<'_>) -> Outputs {
+    let asked = scope.dims(1, "the size of the middle")?.ok_or(Reason::Missing { slot: 1 })?;
+    let mut x = scope.value(0)?;
+    let rank = scope.fact(x).rank();
+    let axes = match scope.ints("axes")? {
+        Some(list) => list.into_iter().map(|a| axis(a, rank)).collect::<Result<Vec<_>, _>>()?,
+        None => (0..rank).collect(),
+    };
+    if asked.len() != axes.len() {
+        return Err(Reason::Inputs(format!("{} sizes for {} axes", asked.len(), axes.len())));
+    }
+    let (mut low, mut high) = (vec![Dim::Known(0); rank], vec![Dim::Known(0); rank]);
+    for (at, want) in axes.into_iter().zip(asked) {
+        let have = scope.fact(x).shape[at].clone();
+        if have == want {
+            continue;
+        }
+        let (Some(have), Some(want)) = (have.known(), want.known()) else {
+            return Err(Reason::Unsupported(format!("the middle {want} of an axis of size {have}")));
+        };
+        let less = have.saturating_sub(want).saturating_abs();
+        if want < 0 {
+            return Err(Reason::Inputs(format!("a size of {want} is asked for")));
+        } else if want < have {
+            x = part(scope, x, at, Dim::Known(less / 2), Dim::Known(less / 2 + want))?;
+        } else {
+            (low[at], high[at]) = (Dim::Known(less / 2), Dim::Known(less - less / 2));
+        }
+    }
+    if low.iter().chain(&high).any(|d| !d.is(0)) {
+        x = scope.add(Op::Pad(Pad { interior: vec![0; rank], low, high, value: 0.0 }), &[x])?;
+    }
+    Ok(vec![Known::Value(x)])
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn places_outside_come_from_inside() {
+        let sources = |mode: Mode, size| (-3..size + 3).map(|place| mode.source(place, size)).collect::<Vec<_>>();
+        assert_eq!(sources(Mode::Edge, 3), [0, 0, 0, 0, 1, 2, 2, 2, 2]);
+        assert_eq!(sources(Mode::Wrap, 3), [0, 1, 2, 0, 1, 2, 0, 1, 2]);
+        assert_eq!(sources(Mode::Reflect, 3), [1, 2, 1, 0, 1, 2, 1, 0, 1]);
+        assert_eq!(sources(Mode::Reflect, 1), [0; 7]);
+    }
+}

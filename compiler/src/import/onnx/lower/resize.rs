@@ -1,0 +1,190 @@
+//! `Resize` and `Upsample`: each axis by a gather or by a product with a matrix of weights.
+
+use super::attribute::axis;
+use super::interpolate::{Axis, Filter, Rounding, Transform};
+use super::linear::mapped;
+use super::{Known, Outputs, Reason, Scope};
+use crate::import::build::Build;
+use crate::op::{Gather, Op, Value};
+use crate::tensor::Tensor;
+use crate::tensor::dim::Dim;
+
+/// How elements become those of another size.
+enum Method {
+    /// The nearest one.
+    Nearest(Rounding),
+    /// A weighted sum.
+    Weighted(Filter),
+}
+
+/// A tensor with other sizes. Before operator set 11 places are `i/scale`, rounded down.
+pub fn resize(scope: &mut Scope<'_>) -> Outputs {
+    let (transform, method) = match scope.opset {
+        ..11 => (Transform::Asymmetric, method(scope, "floor")?),
+        _ => (transform(scope)?, method(scope, "round_prefer_floor")?),
+    };
+    let outside = scope.float("extrapolation_value", 0.0)?;
+    let axes = axes(scope, transform)?;
+    let mut y = scope.value(0)?;
+    for (at, axis) in axes {
+        y = resized(scope, y, at, &axis, transform, &method)?;
+        let outside_at = axis.outside(transform);
+        if outside_at.contains(&true) {
+            let mut shape = vec![1; scope.fact(y).rank()];
+            shape[at] = axis.to;
+            let mask = scope.constant(Tensor::from_bool(&shape, &outside_at))?;
+            let value = scope.scalar(scope.fact(y).dtype, outside)?;
+            y = scope.select(mask, value, y)?;
+        }
+    }
+    Ok(vec![Known::Value(y)])
+}
+
+fn resized(
+    scope: &mut Scope<'_>,
+    x: Value,
+    at: usize,
+    axis: &Axis,
+    transform: Transform,
+    method: &Method,
+) -> Result<Value, Reason> {
+    match method {
+        Method::Nearest(rounding) => {
+            let index = axis.nearest(transform, *rounding)?;
+            let index = scope.constant(Tensor::from_i64(&[index.len()], &index))?;
+            scope.add(Op::Gather(Gather { axis: at }), &[x, index])
+        }
+        Method::Weighted(filter) => {
+            let matrix = Tensor::from_f64(&[axis.to, axis.from], &axis.weights(transform, *filter)?);
+            mapped(scope, x, at, &matrix)
+        }
+    }
+}
+
+fn transform(scope: &Scope<'_>) -> Result<Transform, Reason> {
+    let name = scope.text("coordinate_transformation_mode", "half_pixel")?;
+    Transform::parse(&name).ok_or_else(|| Reason::Unsupported(format!("the transformation of coordinates `{name}`")))
+}
+
+fn method(scope: &Scope<'_>, rounding: &str) -> Result<Method, Reason> {
+    let mode = scope.text("mode", "nearest")?;
+    let antialias = scope.flag("antialias", false)?;
+    let exclude_outside = scope.flag("exclude_outside", false)?;
+    let cubic = match mode.as_str() {
+        "nearest" => {
+            let name = scope.text("nearest_mode", rounding)?;
+            let rounding = Rounding::parse(&name);
+            return rounding.map(Method::Nearest).ok_or_else(|| Reason::Unsupported(format!("the rounding `{name}`")));
+        }
+        // Upsample called it bilinear once.
+        "linear" | "bilinear" => None,
+        "cubic" => Some(scope.float("cubic_coeff_a", -0.75)?),
+        other => return Err(Reason::Unsupported(format!("the interpolation `{other}`"))),
+    };
+    if !scope.fact_of(0)?.dtype.is_float() {
+        return Err(Reason::Unsupported("interpolation between whole numbers".to_string()));
+    }
+    Ok(Method::Weighted(Filter { cubic, antialias, exclude_outside }))
+}
+
+/// The axes that change, and how.
+fn axes(scope: &Scope<'_>, transform: Transform) -> Result<Vec<(usize, Axis)>, Reason> {
+    let dims = scope.fact_of(0)?.shape;
+    let listed = match scope.ints("axes")? {
+        Some(list) => list.into_iter().map(|a| axis(a, dims.len())).collect::<Result<Vec<_>, _>>()?,
+        None => (0..dims.len()).collect(),
+    };
+    let regions = regions(scope, listed.len(), transform)?;
+    let asked = asked(scope, &dims, &listed)?;
+    let mut axes = Vec::new();
+    for ((at, region), asked) in listed.into_iter().zip(regions).zip(asked) {
+        let unchanged = match &asked {
+            Asked::Size(size, _) => same(scope, &dims[at], size),
+            Asked::Scale(scale) => *scale == 1.0,
+        };
+        if unchanged && region == [0.0, 1.0] {
+            continue;
+        }
+        let open = || Reason::Unsupported(format!("a resize of an axis of unknown size {}", dims[at]));
+        let from = dims[at].known().and_then(|d| usize::try_from(d).ok()).ok_or_else(open)?;
+        if from == 0 {
+            return Err(Reason::Inputs("an axis without elements cannot be resized".to_string()));
+        }
+        let (to, scale) = match asked {
+            Asked::Size(size, scale) => {
+                let to = size.known().and_then(|d| usize::try_from(d).ok()).ok_or_else(open)?;
+                (to, scale.unwrap_or(to as f64 / from as f64))
+            }
+            // In the precision of the scales, as they were meant: 10 elements times 0.7 are 7, though 0.7 is a little
+            // less. A float becomes the nearest size there is.
+            Asked::Scale(scale) => ((scale as f32 * from as f32 * span(region) as f32).floor() as usize, scale),
+        };
+        axes.push((at, Axis { from, to, scale, region }));
+    }
+    Ok(axes)
+}
+
+/// How large an axis is to be.
+enum Asked {
+    /// This large; and how many times larger that is, where it does not follow from the size.
+    Size(Dim, Option<f64>),
+    /// This many times larger.
+    Scale(f64),
+}
+
+fn asked(scope: &Scope<'_>, dims: &[Dim], listed: &[usize]) -> Result<Vec<Asked>, Reason> {
+    let slot = if scope.opset < 11 { 1 } else { 2 };
+    let what = "the scale of a resize";
+    let scales: Vec<f64> = match scope.floats("scales")? {
+        Some(list) => list.into_iter().map(f64::from).collect(),
+        None => scope.tensor(slot, what)?.map(|t| t.to_f64()).unwrap_or_default(),
+    };
+    if !scales.is_empty() {
+        if scales.iter().any(|s| !s.is_finite() || *s <= 0.0) {
+            return Err(Reason::Inputs(format!("the scales {scales:?} are not all above 0")));
+        }
+        return counted(scales.into_iter().map(Asked::Scale).collect(), listed.len());
+    }
+    let sizes = scope.dims(3, "the size of a resize")?.ok_or(Reason::Missing { slot })?;
+    let sizes = counted(sizes, listed.len())?;
+    let ratio = |(size, &at): (&Dim, &usize)| Some(size.known()? as f64 / dims[at].known().filter(|d| *d > 0)? as f64);
+    let ratios = || sizes.iter().zip(listed).map(ratio).collect::<Option<Vec<f64>>>();
+    let scale = match scope.text("keep_aspect_ratio_policy", "stretch")?.as_str() {
+        "stretch" => return Ok(sizes.into_iter().map(|size| Asked::Size(size, None)).collect()),
+        "not_larger" => ratios().and_then(|list| list.into_iter().reduce(f64::min)),
+        "not_smaller" => ratios().and_then(|list| list.into_iter().reduce(f64::max)),
+        other => return Err(Reason::Unsupported(format!("the policy `{other}` for the aspect ratio"))),
+    };
+    let open = || Reason::Unsupported("an aspect ratio of axes of unknown size".to_string());
+    let scale = scale.ok_or_else(open)?;
+    // Halves are rounded up.
+    let size = |&at: &usize| dims[at].known().map(|d| Dim::Known((scale * d as f64 + 0.5).floor() as i64));
+    let sizes = listed.iter().map(|at| Some(Asked::Size(size(at)?, Some(scale)))).collect::<Option<Vec<_>>>();
+    sizes.ok_or_else(open)
+}
+
+fn counted<T>(list: Vec<T>, axes: usize) -> Result<Vec<T>, Reason> {
+    if list.len() == axes { Ok(list) } else { Err(Reason::Inputs(format!("{} sizes for {axes} axes", list.len()))) }
+}
+
+/// The region of each axis; the whole of it but for a crop.
+fn regions(scope: &Scope<'_>, axes: usize, transform: Transform) -> Result<Vec<[f64; 2]>, Reason> {
+    if transform != Transform::Crop {
+        return Ok(vec![[0.0, 1.0]; axes]);
+    }
+    let bounds = scope.tensor(1, "the region of a resize")?.ok_or(Reason::Missing { slot: 1 })?.to_f64();
+    if bounds.len() != 2 * axes || bounds.iter().any(|b| !b.is_finite()) {
+        return Err(Reason::Inputs(format!("a region of {} bounds for {axes} axes", bounds.len())));
+    }
+    Ok((0..axes).map(|i| [bounds[i], bounds[axes + i]]).collect())
+}
+
+/// How much of the axis a region is.
+fn span(region: [f64; 2]) -> f64 {
+    region[1] - region[0]
+}
+
+/// Whether `want` is the size `have`, or the one that it has in the constants of the file.
+fn same(scope: &Scope<'_>, have: &Dim, want: &Dim) -> bool {
+    have == want || want.known().is_some() && have.substitute(scope.frozen).is_ok_and(|d| d == *want)
+}
