@@ -81,6 +81,9 @@ fn allowed(scope: &mut Scope<'_>, condition: Value, dtype: DType) -> Result<Valu
     scope.select(condition, yes, no)
 }
 
+/// The furthest that a window reaches.
+const FURTHEST: i64 = 1 << 40;
+
 /// What each query may see.
 struct Sight {
     /// The element type of the bias.
@@ -132,7 +135,8 @@ impl Sight {
         let (i, j) = (count(scope, 2, 0, &self.sizes[0])?, count(scope, 2, 1, &self.sizes[1])?);
         let place = scope.binary(Binary::Add, i, offset)?;
         for (side, reach) in sides.into_iter().enumerate() {
-            let Some(reach) = reach else { continue };
+            // What reaches further than any sequence must not overflow when a place is added.
+            let Some(reach) = reach.map(|reach| reach.min(FURTHEST)) else { continue };
             let reach = number(scope, &Dim::Known(reach))?;
             let seen = if side == 0 {
                 let first = scope.binary(Binary::Sub, place, reach)?;
