@@ -14,11 +14,19 @@ use std::path::Path;
 /// The other name under which labels are found.
 pub const LABELS: &str = "y";
 
-/// The arrays of a file. Where the model has one input and the file one array beside labels, that array is the input's, whatever
-/// it is called.
+/// The arrays of a file.
+pub fn read(path: &Path, what: &str) -> Result<BTreeMap<String, Tensor>, Failure> {
+    weights::read(path).map_err(|error| Failure::input(format!("cannot read {what}")).because(error))
+}
+
+/// The arrays of a file for the inputs of a graph.
 pub fn arrays(graph: &Graph, path: &Path, what: &str, screen: &Screen) -> Result<BTreeMap<String, Tensor>, Failure> {
-    let mut arrays =
-        weights::read(path).map_err(|error| Failure::input(format!("cannot read {what}")).because(error))?;
+    Ok(named(graph, read(path, what)?, screen))
+}
+
+/// The arrays under the names of the graph's inputs. Where the model has one input and the file one array beside labels, that
+/// array is the input's, whatever it is called.
+pub fn named(graph: &Graph, mut arrays: BTreeMap<String, Tensor>, screen: &Screen) -> BTreeMap<String, Tensor> {
     let inputs = inputs(graph);
     if let [input] = &inputs[..]
         && !arrays.contains_key(input)
@@ -31,7 +39,7 @@ pub fn arrays(graph: &Graph, path: &Path, what: &str, screen: &Screen) -> Result
             arrays.insert(input.clone(), array);
         }
     }
-    Ok(arrays)
+    arrays
 }
 
 /// Refuses arrays that leave an input of the model open.

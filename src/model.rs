@@ -7,7 +7,9 @@ use compiler::graph::Graph;
 use compiler::graph::bind::{bind, symbols};
 use compiler::graph::hash::hash;
 use compiler::graph::order;
-use compiler::import::import::{self, Batch, Model, Options, Weight};
+use compiler::import::import::{self, Batch, ImportError, Model, Options, Weight};
+use compiler::import::known;
+use compiler::import::onnx::name::shown;
 use compiler::plan::{ImportSettings, PlannedModel};
 use compiler::profile::ProfiledModel;
 use compiler::tensor::Tensor;
@@ -30,11 +32,40 @@ pub struct Loaded {
 /// Imports the file and tells its warnings.
 pub fn load(path: &Path, dims: &Dims, screen: &Screen) -> Result<Loaded, Failure> {
     let given: Bindings = dims.dims.iter().map(|(name, size)| (name.clone(), *size as i64)).collect();
-    let options = Options { dims: given.clone(), batch_axes: BTreeMap::new() };
-    let model = import::load(path, &options)
-        .map_err(|error| Failure::input(format!("cannot import {}", path.display())).because(error))?;
+    let options = Options { dims: given.clone(), ..Options::default() };
+    let model = import::load(path, &options).map_err(|error| refused(path, &error))?;
     model.warnings.iter().for_each(|warning| screen.warn(warning));
     Ok(Loaded { model, path: path.to_path_buf(), dims: given, asked: dims.micro_batch })
+}
+
+/// Imports the file for the evaluation of these arrays, whose values it may take where the model needs constants.
+pub fn load_for(path: &Path, arrays: &BTreeMap<String, Tensor>, screen: &Screen) -> Result<Loaded, Failure> {
+    let loaded = known::load(path, &Options::default(), arrays);
+    let (model, options) = loaded.map_err(|error| refused(path, &error))?;
+    if !options.known.values.is_empty() {
+        let names: Vec<String> = options.known.values.keys().cloned().collect();
+        screen.note(&format!("the values of {} are taken as constants of the model", told(&names)));
+    }
+    model.warnings.iter().for_each(|warning| screen.warn(warning));
+    Ok(Loaded { model, path: path.to_path_buf(), dims: Bindings::new(), asked: None })
+}
+
+fn told(names: &[String]) -> String {
+    names.iter().map(|name| format!("`{}`", shown(name))).collect::<Vec<_>>().join(", ")
+}
+
+/// What to tell of a file that cannot be imported.
+fn refused(path: &Path, error: &ImportError) -> Failure {
+    let failure = Failure::input(format!("cannot import {}", path.display())).because(error);
+    let names: Vec<String> = known::followed(error).into_iter().collect();
+    match names.is_empty() {
+        true => failure,
+        false => failure.help(format!(
+            "make {} an initializer of the model, so that it is a constant; only `pipec eval` takes its value from \
+             the data",
+            told(&names)
+        )),
+    }
 }
 
 impl Loaded {

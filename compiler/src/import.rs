@@ -5,6 +5,7 @@ pub mod fx;
 // The verb of this folder has the folder's name.
 #[allow(clippy::module_inception)]
 pub mod import;
+pub mod known;
 pub mod onnx;
 pub mod pipedream;
 pub mod prune;

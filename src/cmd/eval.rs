@@ -1,7 +1,6 @@
 //! `pipec eval`: a model's answers for given inputs.
 
-use crate::arguments::Dims;
-use crate::failure::Failure;
+use crate::failure::{BUG, Failure};
 use crate::initial::initial;
 use crate::model;
 use crate::screen::Screen;
@@ -10,11 +9,12 @@ use clap::Args;
 use compiler::graph::Graph;
 use compiler::import::onnx::name::shown;
 use compiler::op::Op;
-use compiler::tensor::Tensor;
 use compiler::tensor::dim::{Bindings, Dim};
+use compiler::tensor::{DType, Tensor};
 use runtime::{evaluate, weights};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
+use std::panic::{self, AssertUnwindSafe};
 use std::path::{Path, PathBuf};
 
 /// The most bytes of a list of cases.
@@ -78,46 +78,68 @@ impl Answer {
 }
 
 fn one(file: &Path, inputs: &Path, weights: Option<&Path>, output: &Path, screen: &Screen) -> Result<Answer, Failure> {
-    let loaded = model::load(file, &Dims::default(), screen)?;
+    let arrays = given::read(inputs, "the inputs")?;
+    let loaded = model::load_for(file, &arrays, screen)?;
     let weights = initial(&loaded, weights, screen)?;
-    let given = given::arrays(&loaded.model.graph, inputs, "the inputs", screen)?;
+    let given = given::named(&loaded.model.graph, arrays, screen);
     given::check(&loaded.model.graph, &given, inputs)?;
     let graph = loaded.bound(&sizes(&loaded.model.graph, &given))?;
     let outputs = evaluate::evaluate(&graph, true, &given, &weights)
         .map_err(|error| Failure::input(format!("cannot evaluate {}", file.display())).because(error))?;
-    weights::write(output, &outputs).map_err(|error| Failure::input("cannot write the outputs").because(error))?;
+    weights::write(output, &written(output, &outputs))
+        .map_err(|error| Failure::input("cannot write the outputs").because(error))?;
     let labels = given.get("target").or_else(|| given.get("y"));
     let logits = loaded.model.graph.outputs.first().and_then(|first| outputs.get(&first.name));
     let accuracy = logits.zip(labels).and_then(|(logits, labels)| accuracy(logits, &labels.to_f64()));
     Ok(Answer { outputs, accuracy })
 }
 
+/// The outputs as the file can hold them: npz has no bf16, which goes out as f32, where every value of it has its place.
+fn written(file: &Path, outputs: &BTreeMap<String, Tensor>) -> BTreeMap<String, Tensor> {
+    let npz = file.extension().is_some_and(|extension| extension == "npz");
+    let wide = |tensor: &Tensor| match tensor.dtype() {
+        DType::Bf16 if npz => tensor.cast(DType::F32),
+        _ => tensor.clone(),
+    };
+    outputs.iter().map(|(name, tensor)| (name.clone(), wide(tensor))).collect()
+}
+
 /// Every case is tried; the answer is no if one fails.
 fn many(list: &Path, weights: Option<&Path>, screen: &Screen) -> Result<(), Failure> {
     let text = source::text(list, MOST_BYTES)?;
     let mut cases = Vec::new();
-    let mut failed = 0u64;
+    let (mut failed, mut bugs) = (0u64, 0u64);
     for (at, line) in text.lines().enumerate().filter(|(_, line)| !line.trim().is_empty()) {
         let fields: Vec<&str> = line.split('\t').collect();
         let &[model, inputs, output] = &fields[..] else {
             let why = format!("line {}: {} fields, expected model, inputs and outputs", at + 1, fields.len());
             return Err(Failure::file("read", list, why));
         };
-        match one(Path::new(model), Path::new(inputs), weights, Path::new(output), screen) {
+        // A case that meets a bug of ours fails, and the others go on.
+        let case = || one(Path::new(model), Path::new(inputs), weights, Path::new(output), screen);
+        let answer = panic::catch_unwind(AssertUnwindSafe(case))
+            .unwrap_or_else(|_| Err(Failure::bug("a panic while the case was evaluated")));
+        match answer {
             Ok(answer) => {
                 screen.text(&format!("ok      {model}"));
                 cases.push(answer.json(Path::new(output)));
             }
             Err(failure) => {
                 failed += 1;
+                let bug = failure.code == BUG;
+                bugs += u64::from(bug);
                 let told = failure.to_string().lines().map(str::trim).collect::<Vec<_>>().join("; ");
                 screen.text(&format!("failed  {model}: {told}"));
-                cases.push(json!({"file": output, "failed": told}));
+                cases.push(json!({"file": output, "failed": told, "bug": bug}));
             }
         }
     }
     screen.json(&json!({"cases": cases, "failed": failed}));
-    if failed == 0 { Ok(()) } else { Err(Failure::no(format!("{} of the cases failed", quantity::count(failed)))) }
+    match (failed, bugs) {
+        (0, _) => Ok(()),
+        (_, 0) => Err(Failure::no(format!("{} of the cases failed", quantity::count(failed)))),
+        (_, bugs) => Err(Failure::bug(&format!("a panic in {} of the cases", quantity::count(bugs)))),
+    }
 }
 
 /// The sizes of symbols that are an axis of an input, from the arrays. What does not fit is told when the model runs.

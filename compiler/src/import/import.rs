@@ -14,6 +14,7 @@ use crate::graph::{Graph, Output};
 use crate::import::fx::error::FxError;
 use crate::import::fx::lower::walk as fx;
 use crate::import::fx::program::Program;
+use crate::import::known::Known;
 use crate::import::onnx::decode;
 use crate::import::onnx::error::{DecodeError, FormatError};
 use crate::import::onnx::file;
@@ -38,6 +39,8 @@ pub struct Options {
     pub dims: Bindings,
     /// The batch axis of inputs by name; axis 0 where nothing is said.
     pub batch_axes: BTreeMap<String, usize>,
+    /// What is known of the inputs beyond the file.
+    pub known: Known,
 }
 
 /// A model, ready to be planned.
@@ -119,28 +122,65 @@ pub enum ImportError {
     Pass(#[from] PassBug),
 }
 
-/// Imports a file. What it is shows in its first bytes; the extension only decides how a wrong one is told.
-pub fn load(path: &Path, options: &Options) -> Result<Model, ImportError> {
-    let archive = path.extension().is_some_and(|e| e.eq_ignore_ascii_case("pt2"));
-    match decode::read(path) {
-        Ok(source) => from_onnx(&source, &path.display().to_string(), options),
-        Err(DecodeError::Format(FormatError::Zip)) => {
-            let program = Program::read(&file::map(path)?)?;
-            from_program(&program, &path.display().to_string(), options)
+/// A file that was read and is not lowered yet.
+#[derive(Debug)]
+pub enum Source {
+    /// An ONNX model.
+    Onnx {
+        /// It.
+        model: Box<OnnxModel>,
+        /// What it is called.
+        file: String,
+    },
+    /// A program of `torch.export.save`.
+    Program {
+        /// It.
+        program: Box<Program>,
+        /// What it is called.
+        file: String,
+    },
+}
+
+impl Source {
+    /// Reads a file. What it is shows in its first bytes; the extension only decides how a wrong one is told.
+    pub fn read(path: &Path) -> Result<Source, ImportError> {
+        let archive = path.extension().is_some_and(|e| e.eq_ignore_ascii_case("pt2"));
+        let file = path.display().to_string();
+        match decode::read(path) {
+            Ok(model) => Ok(Source::Onnx { model: Box::new(model), file }),
+            Err(DecodeError::Format(FormatError::Zip)) => {
+                let program = Box::new(Program::read(&file::map(path)?)?);
+                Ok(Source::Program { program, file })
+            }
+            Err(DecodeError::Format(found)) if archive => Err(ImportError::NoArchive { found: found.to_string() }),
+            Err(DecodeError::Protobuf { .. }) if archive => {
+                Err(ImportError::NoArchive { found: "something else".to_string() })
+            }
+            Err(other) => Err(other.into()),
         }
-        Err(DecodeError::Format(found)) if archive => Err(ImportError::NoArchive { found: found.to_string() }),
-        Err(DecodeError::Protobuf { .. }) if archive => {
-            Err(ImportError::NoArchive { found: "something else".to_string() })
-        }
-        Err(other) => Err(other.into()),
     }
+
+    /// Lowers what was read; may be done several times.
+    pub fn import(&self, options: &Options) -> Result<Model, ImportError> {
+        match self {
+            Source::Onnx { model, file } => from_onnx(model, file, options),
+            Source::Program { program, file } => from_program(program, file, options),
+        }
+    }
+}
+
+/// Imports a file.
+pub fn load(path: &Path, options: &Options) -> Result<Model, ImportError> {
+    Source::read(path)?.import(options)
 }
 
 /// Imports a decoded ONNX model, named after `file`.
 pub fn from_onnx(source: &OnnxModel, file: &str, options: &Options) -> Result<Model, ImportError> {
     walk::check(source)?;
-    let inputs = input::read(&source.inputs, &options.dims, &options.batch_axes)?;
-    let open = |facts: &[Fact], frozen: &Bindings| walk::lower(source, facts, frozen);
+    let declared = options.known.declared(&source.inputs);
+    let inputs = input::read(&declared, &options.dims, &options.batch_axes)?;
+    inputs.refuse_empty(&declared, options.known.empty)?;
+    let open = |facts: &[Fact], frozen: &Bindings| walk::lower(source, facts, frozen, &options.known.values);
     let (lowered, batch) = lower(&inputs, open, |graph| differs(source, graph, &inputs))?;
     let about = About {
         warnings: source.warnings.iter().map(ToString::to_string).collect(),
@@ -154,7 +194,9 @@ pub fn from_onnx(source: &OnnxModel, file: &str, options: &Options) -> Result<Mo
 /// Imports a decoded program of `torch.export`, named after `file`.
 pub fn from_program(program: &Program, file: &str, options: &Options) -> Result<Model, ImportError> {
     fx::check(program)?;
-    let inputs = input::read(&program.inputs, &options.dims, &options.batch_axes)?;
+    let declared = options.known.declared(&program.inputs);
+    let inputs = input::read(&declared, &options.dims, &options.batch_axes)?;
+    inputs.refuse_empty(&declared, options.known.empty)?;
     // Every result is compared with what the file says while it is lowered.
     let open = |facts: &[Fact], frozen: &Bindings| fx::lower(program, facts, frozen);
     let (lowered, batch) = lower(&inputs, open, |_| None)?;

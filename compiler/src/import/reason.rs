@@ -2,6 +2,7 @@
 
 use crate::graph::AddError;
 use crate::graph::evaluate::EvaluateError;
+use crate::import::onnx::name::shown;
 use crate::tensor::dim::DimError;
 use crate::tensor::fact::Fact;
 use thiserror::Error;
@@ -31,6 +32,14 @@ pub enum Reason {
         /// Which input.
         what: &'static str,
     },
+    /// An input that must be known before the model runs, and follows from values that the model is given.
+    #[error("{what} must be a constant, but follows from the graph inputs {}", told(inputs))]
+    Follows {
+        /// Which input.
+        what: &'static str,
+        /// The graph inputs.
+        inputs: Vec<String>,
+    },
     /// Shapes or values of inputs that do not fit the operator.
     #[error("{0}")]
     Inputs(String),
@@ -49,4 +58,13 @@ pub enum Reason {
     /// A value that no machine holds.
     #[error("its result {0} is too large")]
     Large(Fact),
+}
+
+/// How many names a message lists before it only counts.
+const LISTED: usize = 8;
+
+fn told(names: &[String]) -> String {
+    let listed: Vec<String> = names.iter().take(LISTED).map(|name| format!("`{}`", shown(name))).collect();
+    let more = names.len().saturating_sub(LISTED);
+    if more == 0 { listed.join(", ") } else { format!("{} and {more} more", listed.join(", ")) }
 }

@@ -17,7 +17,7 @@ use prost::Message;
 use crate::import::onnx::error::{DecodeError, Fault, Faults, FormatError};
 use crate::import::onnx::external::Files;
 use crate::import::onnx::model::{Function, Node, OnnxModel, Opset, Tensor};
-use crate::import::onnx::name::{module_path, unique_names};
+use crate::import::onnx::name::unique_names;
 use crate::import::onnx::proto::{
     AttributeProto, FunctionProto, GraphProto, ModelProto, NodeProto, OperatorSetIdProto, TensorProto, Version,
 };
@@ -88,6 +88,7 @@ impl Decoder {
         }
         normalise_domains(&mut graph.node);
         for function in &mut proto.functions {
+            function.domain = Some(standard_as_empty(function.domain()).to_owned());
             normalise_domains(&mut function.node);
         }
         let names = unique_names(&graph.node);
@@ -187,18 +188,7 @@ impl Decoder {
         let mut nodes: Vec<Option<Node>> = Vec::with_capacity(protos.len());
         for (mut proto, name) in protos.into_iter().zip(names) {
             self.attributes(&mut proto.attribute, &name);
-            let module = module_path(&proto);
-            nodes.push(Some(Node {
-                name,
-                op_type: proto.op_type.unwrap_or_default(),
-                domain: proto.domain.unwrap_or_default(),
-                overload: proto.overload.unwrap_or_default(),
-                inputs: proto.input,
-                outputs: proto.output,
-                attributes: proto.attribute,
-                module,
-                metadata: proto.metadata_props,
-            }));
+            nodes.push(Some(Node::new(proto, name)));
         }
         order.iter().filter_map(|at| nodes[*at].take()).collect()
     }

@@ -10,12 +10,16 @@
 pub mod arithmetic;
 pub mod attribute;
 pub mod bits;
+pub mod body;
 pub mod boxes;
+pub mod branch;
+pub mod call;
 pub mod constant;
 pub mod decided;
 pub mod determinant;
 pub mod elementwise;
 pub mod fold;
+pub mod frame;
 pub mod gather;
 pub mod grid;
 pub mod indicator;
@@ -26,10 +30,12 @@ pub mod loss;
 pub mod movement;
 pub mod ngram;
 pub mod norm;
+pub mod old;
 pub mod order;
 pub mod padding;
 pub mod recurrent;
 pub mod reduce;
+pub mod repeat;
 pub mod reshape;
 pub mod resize;
 pub mod scatter;
@@ -51,7 +57,11 @@ use crate::op::{Concat, Op, Value};
 use crate::tensor::dim::{Bindings, Dim};
 use crate::tensor::fact::Fact;
 use crate::tensor::{DType, Tensor};
-use std::collections::HashMap;
+use std::cell::Cell;
+use std::collections::{BTreeMap, HashMap, HashSet};
+
+/// How many nodes are looked at in all to find what values follow from: a file may have very many that ask.
+const TRACED: usize = 1 << 22;
 
 /// What a sequence is called where a tensor was expected.
 const A_SEQUENCE: &str = "a sequence in place of a tensor";
@@ -67,8 +77,8 @@ pub enum Known {
     Dims(Dims),
     /// An initializer that becomes a parameter or a state when it is read; its place in the list of all [`Weight`]s.
     Weight(usize),
-    /// Several values: what a sequence of tensors holds.
-    Sequence(Vec<Value>),
+    /// Several tensors: what a sequence holds.
+    Sequence(Vec<Known>),
     /// An output that no core op gives; reading it is an error that says this.
     Absent(&'static str),
 }
@@ -122,6 +132,17 @@ impl Weight {
     }
 }
 
+/// The one truth of a condition; `None` when it is not known while importing.
+pub fn truth(known: &Known) -> Result<Option<bool>, Reason> {
+    match known {
+        Known::Tensor(tensor) if tensor.len() == 1 => Ok(Some(tensor.view().bool(0))),
+        Known::Tensor(tensor) => Err(Reason::Inputs(format!("a condition has {} elements, not one", tensor.len()))),
+        Known::Absent(what) => Err(Reason::Unsupported((*what).to_string())),
+        Known::Sequence(_) => Err(Reason::Unsupported(A_SEQUENCE.to_string())),
+        Known::Value(_) | Known::Dims(_) | Known::Weight(_) => Ok(None),
+    }
+}
+
 /// What nodes leave behind for the whole model.
 #[derive(Debug, Default)]
 pub struct Ledger {
@@ -133,6 +154,10 @@ pub struct Ledger {
     pub warnings: Vec<String>,
     /// Nodes that normalise batches with stored statistics.
     pub stored_statistics: Vec<String>,
+    /// How many nodes were looked at to find what values follow from.
+    pub traced: Cell<usize>,
+    /// How much work folding has done, in operations and bytes.
+    pub folded: f64,
 }
 
 /// Sizes that a static export has in place of a symbol: where constants of the file say `4`, the symbol stands for 4.
@@ -145,6 +170,10 @@ pub type Outputs = Result<Vec<Known>, Reason>;
 pub struct Scope<'a> {
     /// The node.
     pub node: &'a Node,
+    /// What stands before the node's name: the calls and turns of loops that it is in.
+    pub prefix: &'a str,
+    /// The module of a node that names none.
+    pub module: &'a str,
     /// The version of the standard operator set.
     pub opset: i64,
     /// What is known of each input; `None` where an optional one is left out.
@@ -169,7 +198,8 @@ impl Build for Scope<'_> {
     }
 
     fn origin(&self) -> Origin {
-        Origin { source: self.node.name.clone(), module: self.node.module.clone() }
+        let module = if self.node.module.is_empty() { self.module } else { &self.node.module };
+        Origin { source: format!("{}{}", self.prefix, self.node.name), module: module.to_string() }
     }
 }
 
@@ -221,10 +251,6 @@ impl Scope<'_> {
     /// Input `slot` as a value of the graph. A constant, a parameter or a size becomes a node the first time.
     pub fn value(&mut self, slot: usize) -> Result<Value, Reason> {
         match self.known(slot)?.clone() {
-            Known::Value(value) => Ok(value),
-            Known::Weight(at) => self.weight(at, false),
-            Known::Absent(what) => Err(Reason::Unsupported(what.to_string())),
-            Known::Sequence(_) => Err(Reason::Unsupported(A_SEQUENCE.to_string())),
             Known::Tensor(tensor) => {
                 let name = &self.node.inputs[slot];
                 if let Some(value) = self.constants.get(name) {
@@ -234,7 +260,19 @@ impl Scope<'_> {
                 self.constants.insert(self.node.inputs[slot].clone(), value);
                 Ok(value)
             }
-            Known::Dims(dims) => self.sizes(&dims),
+            other => self.made(&other),
+        }
+    }
+
+    /// Whatever is known of a tensor as a value of the graph.
+    pub fn made(&mut self, known: &Known) -> Result<Value, Reason> {
+        match known {
+            Known::Value(value) => Ok(*value),
+            Known::Weight(at) => self.weight(*at, false),
+            Known::Absent(what) => Err(Reason::Unsupported((*what).to_string())),
+            Known::Sequence(_) => Err(Reason::Unsupported(A_SEQUENCE.to_string())),
+            Known::Tensor(tensor) => self.constant(tensor.clone()),
+            Known::Dims(dims) => self.sizes(dims),
         }
     }
 
@@ -274,8 +312,36 @@ impl Scope<'_> {
             Known::Weight(at) => {
                 self.ledger.weights[*at].initial.clone().map(Some).map_err(|_| Reason::NotConstant { what })
             }
-            _ => Err(Reason::NotConstant { what }),
+            _ => Err(self.not_constant(slot, what)),
         }
+    }
+
+    /// Why input `slot` cannot be computed with while importing: the graph inputs it follows from, where it does.
+    pub fn not_constant(&self, slot: usize, what: &'static str) -> Reason {
+        let inputs = match self.inputs.get(slot) {
+            Some(Some(Known::Value(value))) => self.followed(*value),
+            _ => Vec::new(),
+        };
+        if inputs.is_empty() { Reason::NotConstant { what } } else { Reason::Follows { what, inputs } }
+    }
+
+    /// The graph inputs that a value follows from, in their order.
+    fn followed(&self, value: Value) -> Vec<String> {
+        let mut seen = HashSet::from([value.node]);
+        let mut waiting = vec![value.node];
+        let mut found = BTreeMap::new();
+        while let Some(id) = waiting.pop() {
+            if let Op::Input(input) = &self.graph.node(id).op {
+                found.insert(id, input.name.clone());
+            }
+            waiting.extend(self.graph.inputs(id).into_iter().map(|v| v.node).filter(|id| seen.insert(*id)));
+            let traced = self.ledger.traced.get() + 1;
+            self.ledger.traced.set(traced);
+            if traced > TRACED {
+                return Vec::new();
+            }
+        }
+        found.into_values().collect()
     }
 
     /// The elements of input `slot` as whole numbers, `None` when it is left out.

@@ -11,7 +11,8 @@
 
 use bytes::Bytes;
 
-use crate::import::onnx::proto::{AttributeProto, StringStringEntryProto};
+use crate::import::onnx::name::module_path;
+use crate::import::onnx::proto::{AttributeProto, NodeProto, StringStringEntryProto};
 use crate::import::onnx::warning::Warning;
 
 /// A model file, decoded and checked.
@@ -137,6 +138,24 @@ pub struct Node {
     pub module: String,
     /// The metadata of the node.
     pub metadata: Vec<StringStringEntryProto>,
+}
+
+impl Node {
+    /// The node of a file, under a name that is unique among its neighbours.
+    pub fn new(proto: NodeProto, name: String) -> Node {
+        let module = module_path(&proto);
+        Node {
+            name,
+            op_type: proto.op_type.unwrap_or_default(),
+            domain: proto.domain.unwrap_or_default(),
+            overload: proto.overload.unwrap_or_default(),
+            inputs: proto.input,
+            outputs: proto.output,
+            attributes: proto.attribute,
+            module,
+            metadata: proto.metadata_props,
+        }
+    }
 }
 
 /// A function that the model defines.

@@ -70,7 +70,15 @@ impl Reader<'_> {
 
     /// The declared type, if it is a tensor's.
     fn value_info(&mut self, info: &ValueInfoProto) -> Option<ValueInfo> {
-        let Some(TypeValue::TensorType(tensor)) = info.r#type.as_ref()?.value.as_ref() else { return None };
+        let tensor = match info.r#type.as_ref()?.value.as_ref()? {
+            TypeValue::TensorType(tensor) => tensor,
+            // An optional tensor that is fed is a tensor.
+            TypeValue::OptionalType(optional) => match optional.elem_type.as_ref()?.value.as_ref()? {
+                TypeValue::TensorType(tensor) => tensor,
+                _ => return None,
+            },
+            _ => return None,
+        };
         let (name, elem_type) = (info.name().to_owned(), tensor.elem_type());
         if elem_type != 0 && !element::known(elem_type) {
             self.faults.push(Fault::ElementType { name: name.clone(), code: elem_type });

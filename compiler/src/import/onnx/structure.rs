@@ -121,6 +121,10 @@ fn writers<'a>(body: &Body<'a>, faults: &mut Vec<Fault>) -> HashMap<&'a str, Wri
 }
 
 /// What a subgraph reads from around it; `None` when it nests too deep.
+pub fn free(graph: &GraphProto) -> Option<BTreeSet<&str>> {
+    free_names(graph, 1)
+}
+
 fn free_names(graph: &GraphProto, depth: usize) -> Option<BTreeSet<&str>> {
     if depth > NESTING {
         return None;

@@ -8,7 +8,9 @@ impl Kernel {
     pub fn new(op: &Op, inputs: &[Fact], outputs: &[Fact]) -> Kernel {
         let inputs: Vec<Layout> = inputs.iter().map(Layout::of).collect();
         let outputs: Vec<Layout> = outputs.iter().map(Layout::of).collect();
-        let fast = fast(op, &inputs, &outputs);
+        // Where there is nothing to be fast about, the reference rules say what comes of no elements.
+        let empty = inputs.iter().chain(&outputs).any(Layout::is_empty);
+        let fast = if empty { None } else { fast(op, &inputs, &outputs) };
         Kernel::from_parts(op.clone(), inputs, outputs, fast)
     }
 }

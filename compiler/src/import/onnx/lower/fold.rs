@@ -8,6 +8,7 @@ use super::{Known, Outputs, Scope};
 use crate::graph::Graph;
 use crate::graph::evaluate::evaluate;
 use crate::op::Op;
+use crate::op::table::rule;
 use std::collections::{BTreeMap, HashMap};
 
 /// The most bytes that a folded value may have.
@@ -15,6 +16,9 @@ const LIMIT: u64 = 1 << 20;
 
 /// The most bytes that a constant may have for its readers to be folded.
 const READ_LIMIT: usize = 1 << 24;
+
+/// The most work that folding does for one model, in operations and bytes. What is beyond runs with the model.
+const WORK: f64 = 4e9;
 
 /// Whether all inputs are constants, so that folding can be tried.
 pub fn applies(scope: &Scope<'_>) -> bool {
@@ -28,6 +32,8 @@ pub fn fold(scope: &mut Scope<'_>, lower: fn(&mut Scope<'_>) -> Outputs) -> Resu
     let mut constants = HashMap::new();
     let outputs = lower(&mut Scope {
         node: scope.node,
+        prefix: scope.prefix,
+        module: scope.module,
         opset: scope.opset,
         inputs: scope.inputs.clone(),
         frozen: scope.frozen,
@@ -44,6 +50,13 @@ pub fn fold(scope: &mut Scope<'_>, lower: fn(&mut Scope<'_>) -> Outputs) -> Resu
     if open || !graph.ids().all(small) {
         return Ok(None);
     }
+    let facts = |id| graph.inputs(id).into_iter().map(|v| graph.fact(v)).collect::<Vec<_>>();
+    let cost = |id| rule(&graph.node(id).op).cost(&facts(id), &graph.node(id).facts);
+    let work: f64 = graph.ids().map(cost).map(|cost| cost.flops + cost.bytes).sum();
+    if scope.ledger.folded + work > WORK {
+        return Ok(None);
+    }
+    scope.ledger.folded += work;
     let values = evaluate(&graph, &BTreeMap::new())?;
     if outputs.iter().any(|known| matches!(known, Known::Sequence(_))) {
         return Ok(None);

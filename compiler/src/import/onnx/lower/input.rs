@@ -104,6 +104,18 @@ pub struct Inputs {
     pub open: Vec<String>,
 }
 
+impl Inputs {
+    /// Refuses an input without elements, unless there may be some.
+    pub fn refuse_empty(&self, infos: &[ValueInfo], allowed: bool) -> Result<(), InputError> {
+        let empty = |fact: &Fact| fact.shape.iter().position(|dim| dim.is(0));
+        let found = infos.iter().zip(&self.facts).find_map(|(info, fact)| Some((info.name.clone(), empty(fact)?)));
+        match found {
+            Some((name, axis)) if !allowed => Err(InputError::Empty { name, axis }),
+            _ => Ok(()),
+        }
+    }
+}
+
 /// Reads the inputs of a model. `values` gives sizes to open dimensions, `axes` the batch axis of inputs by name.
 pub fn read(infos: &[ValueInfo], values: &Bindings, axes: &BTreeMap<String, usize>) -> Result<Inputs, InputError> {
     if infos.iter().any(|info| info.name == COUNTER) {
@@ -131,7 +143,8 @@ pub fn read(infos: &[ValueInfo], values: &Bindings, axes: &BTreeMap<String, usiz
         open: Vec::new(),
         facts,
     };
-    if let Some(number) = size.as_ref().and_then(Dim::known) {
+    // A batch of no samples stays a number: a symbol stands for at least one.
+    if let Some(number) = size.as_ref().and_then(Dim::known).filter(|number| *number > 0) {
         let symbol = symbols.new_name(BATCH);
         inputs.fixed = Some(inputs.facts.clone());
         inputs.default = Some(number);
@@ -186,13 +199,12 @@ fn fact(info: &ValueInfo, symbols: &mut Symbols) -> Result<Fact, InputError> {
     let dtype = dtype_of(info.elem_type).ok_or_else(unknown)?;
     let dims = info.dims.as_ref().ok_or_else(|| InputError::NoShape { name: name.clone() })?;
     let dim = |(axis, dim): (usize, &SourceDim)| match dim {
-        SourceDim::Known(0) => Err(InputError::Empty { name: name.clone(), axis }),
-        SourceDim::Known(size) => Ok(Dim::Known(*size)),
-        SourceDim::Param(text) => Ok(symbols.named(text)),
-        SourceDim::Unknown if axis == 0 => Ok(symbols.named(BATCH)),
-        SourceDim::Unknown => Ok(symbols.named(&format!("{name}_{axis}"))),
+        SourceDim::Known(size) => Dim::Known(*size),
+        SourceDim::Param(text) => symbols.named(text),
+        SourceDim::Unknown if axis == 0 => symbols.named(BATCH),
+        SourceDim::Unknown => symbols.named(&format!("{name}_{axis}")),
     };
-    Ok(Fact::new(dtype, dims.iter().enumerate().map(dim).collect::<Result<_, _>>()?))
+    Ok(Fact::new(dtype, dims.iter().enumerate().map(dim).collect()))
 }
 
 /// Symbols by the names that the file has for them.
@@ -281,6 +293,9 @@ mod tests {
         assert_eq!(told(&infos, &[("N", 4), ("seq_len", 5)], &[]), Ok(bound.into()));
         assert!(told(&infos, &[("batch", 4)], &[]).unwrap_err().contains("`seq_len`"));
         assert!(told(&infos, &[("N", 0)], &[]).unwrap_err().contains("cannot be 0"));
-        assert!(told(&[info("x", &["0"])], &[], &[]).unwrap_err().contains("zero"));
+        let (none, free) = ([info("x", &["0"])], BTreeMap::new());
+        let inputs = read(&none, &Bindings::new(), &free).unwrap();
+        assert!(inputs.refuse_empty(&none, false).unwrap_err().to_string().contains("zero"));
+        assert_eq!(inputs.refuse_empty(&none, true), Ok(()));
     }
 }

@@ -192,24 +192,33 @@ pub fn batch_norm(scope: &mut Scope<'_>) -> Outputs {
 
 fn with_batch(scope: &mut Scope<'_>, inputs: [Value; 3], epsilon: f64, keep: f64) -> Outputs {
     let outputs = scope.add_all(Op::BatchNorm(BatchNorm { epsilon }), &inputs)?;
+    // Sets before 14 list the statistics of the batch after the running ones, from which they do not differ in shape.
+    let mut running = Vec::with_capacity(2);
     for (slot, sample) in [(3, outputs[1]), (4, outputs[2])] {
-        match scope.known(slot)? {
-            Known::Weight(at) => {
-                let state = scope.weight(*at, true)?;
-                let (have, want) = (scope.fact(state), scope.fact(sample));
-                if have != want {
-                    return Err(Reason::Inputs(format!("a running statistic is {have}, that of the batch is {want}")));
-                }
-                scope.ledger.averages.push(MovingAverage { state: state.node, sample, keep });
+        if let Known::Weight(at) = scope.known(slot)? {
+            let state = scope.weight(*at, true)?;
+            let (have, want) = (scope.fact(state), scope.fact(sample));
+            if have != want {
+                return Err(Reason::Inputs(format!("a running statistic is {have}, that of the batch is {want}")));
             }
-            _ => scope.ledger.warnings.push(format!(
-                "node `{}`: a running statistic of BatchNormalization is no initializer and is not kept",
-                shown(&scope.node.name)
-            )),
+            scope.ledger.averages.push(MovingAverage { state: state.node, sample, keep });
+            running.push(Known::Absent("the running statistics as an output of BatchNormalization"));
+            continue;
         }
+        // What was given and not stored: `keep·given + (1 - keep)·batch` goes out, and nobody keeps it.
+        let given = scope.value(slot)?;
+        let dtype = scope.fact(given).dtype;
+        let sample = scope.cast(sample, dtype)?;
+        let kept = scope.with_number(Binary::Mul, given, keep)?;
+        let added = scope.with_number(Binary::Mul, sample, 1.0 - keep)?;
+        running.push(Known::Value(scope.binary(Binary::Add, kept, added)?));
+        scope.ledger.warnings.push(format!(
+            "node `{}`: a running statistic of BatchNormalization is no initializer and is not kept",
+            shown(&scope.node.name)
+        ));
     }
-    let running = Known::Absent("the running statistics as an output of BatchNormalization");
-    Ok(vec![Known::Value(outputs[0]), running.clone(), running.clone(), running.clone(), running])
+    let saved = Known::Absent("the statistics of the batch as an output of BatchNormalization");
+    Ok([vec![Known::Value(outputs[0])], running, vec![saved.clone(), saved]].concat())
 }
 
 /// `(x - mean)·rsqrt(variance + epsilon)·scale + bias`

@@ -4,6 +4,8 @@ use super::attribute::axis;
 use super::slice::{equal_parts, parts};
 use super::{Known, Outputs, Reason, Scope};
 use crate::import::build::Build;
+use crate::op::{Concat, Op};
+use crate::tensor::Tensor;
 use crate::tensor::dim::Dim;
 
 /// A tensor in parts along an axis; without sizes, in parts of 1 whose axis may go.
@@ -45,7 +47,7 @@ pub fn split(scope: &mut Scope<'_>) -> Outputs {
             *value = scope.reshape(*value, left.clone())?;
         }
     }
-    Ok(vec![Known::Sequence(values)])
+    Ok(vec![Known::Sequence(values.into_iter().map(Known::Value).collect())])
 }
 
 /// `count` parts of `each`, the last one smaller when they do not come out even.
@@ -58,24 +60,72 @@ fn in_parts_of(size: &Dim, each: &Dim, count: i64) -> Result<Vec<Dim>, Reason> {
     Ok(sizes)
 }
 
+/// The tensors of input 0.
+fn items(scope: &Scope<'_>) -> Result<Vec<Known>, Reason> {
+    match scope.known(0)? {
+        Known::Sequence(items) => Ok(items.clone()),
+        _ => Err(Reason::Unsupported("a sequence that is not made in the graph".to_string())),
+    }
+}
+
+/// The place that input `slot` names among `count`, which may count from the back.
+fn place(scope: &Scope<'_>, slot: usize, count: usize) -> Result<usize, Reason> {
+    let index = scope.integers(slot, "the place in a sequence")?.and_then(|list| list.first().copied());
+    axis(index.ok_or(Reason::Missing { slot })?, count)
+}
+
 /// One tensor of a sequence.
 pub fn at(scope: &mut Scope<'_>) -> Outputs {
-    let index = scope.integers(1, "the place in a sequence")?.and_then(|list| list.first().copied());
-    let index = index.ok_or(Reason::Missing { slot: 1 })?;
-    match scope.known(0)? {
-        Known::Sequence(values) => {
-            let place = axis(index, values.len())?;
-            Ok(vec![Known::Value(values[place])])
-        }
-        _ => Err(Reason::Unsupported("a sequence that is not made by splitting".to_string())),
-    }
+    let mut items = items(scope)?;
+    let place = place(scope, 1, items.len())?;
+    Ok(vec![items.swap_remove(place)])
+}
+
+/// A sequence of the inputs.
+pub fn construct(scope: &mut Scope<'_>) -> Outputs {
+    let items = (0..scope.inputs.len()).map(|slot| scope.known(slot).cloned()).collect::<Result<_, _>>()?;
+    Ok(vec![Known::Sequence(items)])
+}
+
+/// A sequence of nothing.
+pub fn empty(_: &mut Scope<'_>) -> Outputs {
+    Ok(vec![Known::Sequence(Vec::new())])
+}
+
+/// A sequence with one more tensor, at the end unless a place is given.
+pub fn insert(scope: &mut Scope<'_>) -> Outputs {
+    let mut items = items(scope)?;
+    let index = scope.integers(2, "the place in a sequence")?.and_then(|list| list.first().copied());
+    let count = items.len();
+    let place = match index {
+        None => count,
+        // Behind the last is a place too.
+        Some(index) if usize::try_from(index) == Ok(count) => count,
+        Some(index) => axis(index, count)?,
+    };
+    items.insert(place, scope.known(1)?.clone());
+    Ok(vec![Known::Sequence(items)])
+}
+
+/// A sequence with one tensor less, the last unless a place is given.
+pub fn erase(scope: &mut Scope<'_>) -> Outputs {
+    let mut items = items(scope)?;
+    let last = items.len().checked_sub(1).ok_or_else(|| Reason::Inputs("an empty sequence".to_string()))?;
+    let place = if scope.has(1) { place(scope, 1, items.len())? } else { last };
+    items.remove(place);
+    Ok(vec![Known::Sequence(items)])
+}
+
+/// How many tensors a sequence has.
+pub fn length(scope: &mut Scope<'_>) -> Outputs {
+    let count = items(scope)?.len() as i64;
+    Ok(vec![Known::Tensor(Tensor::from_i64(&[], &[count]))])
 }
 
 /// All tensors of a sequence one behind the other, or on top of each other.
 pub fn concat(scope: &mut Scope<'_>) -> Outputs {
-    let Known::Sequence(mut values) = scope.known(0)?.clone() else {
-        return Err(Reason::Unsupported("a sequence that is not made by splitting".to_string()));
-    };
+    let items = items(scope)?;
+    let mut values = items.iter().map(|item| scope.made(item)).collect::<Result<Vec<_>, _>>()?;
     let stacked = scope.flag("new_axis", false)?;
     let first = values.first().ok_or_else(|| Reason::Inputs("an empty sequence".to_string()))?;
     let mut shape = scope.fact(*first).shape;
@@ -86,5 +136,18 @@ pub fn concat(scope: &mut Scope<'_>) -> Outputs {
             *value = scope.reshape(*value, shape.clone())?;
         }
     }
-    Ok(vec![Known::Value(scope.add(crate::op::Op::Concat(crate::op::Concat { axis: at }), &values)?)])
+    match values.as_slice() {
+        [one] => Ok(vec![Known::Value(*one)]),
+        _ => Ok(vec![Known::Value(scope.add(Op::Concat(Concat { axis: at }), &values)?)]),
+    }
+}
+
+/// The tensor of an optional, which a tensor is too.
+pub fn element(scope: &mut Scope<'_>) -> Outputs {
+    Ok(vec![scope.known(0)?.clone()])
+}
+
+/// Whether an optional holds something: a tensor that is there does.
+pub fn has_element(scope: &mut Scope<'_>) -> Outputs {
+    Ok(vec![Known::Tensor(Tensor::from_bool(&[], &[scope.has(0)]))])
 }

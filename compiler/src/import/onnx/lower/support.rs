@@ -1,9 +1,9 @@
 //! Which operators of a model pipec cannot lower, all of them at once.
 
 use super::table;
-use crate::import::onnx::model::{Node, OnnxModel};
+use crate::import::onnx::model::{Function, Node, OnnxModel};
 use crate::import::onnx::name::shown;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap, HashSet};
 use std::fmt;
 
 /// Operators that are not supported, by name, with how often each stands in the model and where first.
@@ -39,35 +39,45 @@ impl fmt::Display for Unsupported {
     }
 }
 
-/// Whether every node can be lowered.
+/// Whether every node can be lowered: those of the graph, and those of the functions that they call. What stands in
+/// branches and loops is looked at when it turns out to run.
 pub fn check(model: &OnnxModel) -> Result<(), Unsupported> {
+    let key = |f: &Function| (f.domain.clone(), f.name.clone(), f.overload.clone());
+    let functions: HashMap<_, _> = model.functions.iter().map(|function| (key(function), function)).collect();
     let mut missing: BTreeMap<String, Missing> = BTreeMap::new();
-    for node in &model.nodes {
-        if node.domain.is_empty() && table::find(&node.op_type).is_some() {
-            continue;
+    let mut seen: HashSet<(&str, &str, &str)> = HashSet::new();
+    let mut waiting: Vec<&[Node]> = vec![&model.nodes];
+    while let Some(nodes) = waiting.pop() {
+        for node in nodes {
+            if let Some(function) = functions.get(&(node.domain.clone(), node.op_type.clone(), node.overload.clone())) {
+                if seen.insert((&function.domain, &function.name, &function.overload)) {
+                    waiting.push(&function.nodes);
+                }
+                continue;
+            }
+            let control = matches!(node.op_type.as_str(), "If" | "Loop" | "Scan");
+            if node.domain.is_empty() && (control || table::find(&node.op_type).is_some()) {
+                continue;
+            }
+            let operator = match node.domain.as_str() {
+                "" => node.op_type.clone(),
+                domain => format!("{domain}.{}", node.op_type),
+            };
+            let entry = missing.entry(operator.clone()).or_insert_with(|| {
+                let why = why(node);
+                Missing { operator, count: 0, node: node.name.clone(), why }
+            });
+            entry.count += 1;
         }
-        let operator = match node.domain.as_str() {
-            "" => node.op_type.clone(),
-            domain => format!("{domain}.{}", node.op_type),
-        };
-        let entry = missing.entry(operator.clone()).or_insert_with(|| {
-            let why = why(model, node);
-            Missing { operator, count: 0, node: node.name.clone(), why }
-        });
-        entry.count += 1;
     }
     if missing.is_empty() { Ok(()) } else { Err(Unsupported(missing.into_values().collect())) }
 }
 
-fn why(model: &OnnxModel, node: &Node) -> Option<&'static str> {
-    if model.functions.iter().any(|f| f.domain == node.domain && f.name == node.op_type) {
-        return Some("a function of the model; inline functions before exporting");
-    }
+fn why(node: &Node) -> Option<&'static str> {
     if !node.domain.is_empty() {
         return Some("not an operator of the standard");
     }
     Some(match node.op_type.as_str() {
-        "If" | "Loop" | "Scan" => "control flow: what runs would depend on values",
         "GRU" | "RNN" => "of the recurrent layers, LSTM alone is supported yet",
         "Bernoulli" | "Multinomial" | "RandomNormal" | "RandomNormalLike" | "RandomUniform" | "RandomUniformLike" => {
             "random numbers"

@@ -2,14 +2,19 @@
 //!
 //! Faults are gathered: a node that cannot be lowered leaves its outputs broken, and what reads them is passed over.
 
+use super::frame::{Frame, Frames};
 use super::support::{self, Unsupported};
-use super::{Frozen, Known, Ledger, Reason, Scope, Weight, arithmetic, fold, prune, table, weight};
+use super::{
+    Frozen, Known, Ledger, Reason, Scope, Weight, arithmetic, branch, call, fold, old, prune, repeat, table, weight,
+};
 use crate::graph::{AddError, Graph, Origin, Output};
-use crate::import::onnx::model::{Node, OnnxModel};
+use crate::import::onnx::model::{Function, Node, OnnxModel, Tensor as Source};
 use crate::import::onnx::name::shown;
 use crate::op::{Input, NodeId, Op, Value};
+use crate::tensor::Tensor;
+use crate::tensor::dim::Dim;
 use crate::tensor::fact::Fact;
-use std::collections::{HashMap, HashSet};
+use std::collections::{BTreeMap, HashMap, HashSet};
 use std::fmt;
 use thiserror::Error;
 
@@ -17,7 +22,7 @@ use thiserror::Error;
 const LISTED: usize = 20;
 
 /// The versions of the standard operator set that are read.
-const OPSETS: std::ops::RangeInclusive<i64> = 7..=25;
+const OPSETS: std::ops::RangeInclusive<i64> = 1..=28;
 
 /// What a model becomes.
 #[derive(Debug)]
@@ -45,6 +50,16 @@ pub enum LowerError {
     /// Nodes that do not fit their inputs.
     #[error("{0}")]
     Nodes(Faults),
+    /// A value given for an input that has another shape.
+    #[error("input `{}` is {expected}, the value given is {found}", shown(name))]
+    Given {
+        /// The input.
+        name: String,
+        /// What the model has.
+        expected: Fact,
+        /// What was given.
+        found: Fact,
+    },
     /// A result that cannot be given.
     #[error("graph output `{}`: {reason}", shown(name))]
     Output {
@@ -103,58 +118,126 @@ pub fn check(model: &OnnxModel) -> Result<(), LowerError> {
     }
 }
 
-/// Lowers a model whose operators passed [`check`], with these facts of its inputs.
-pub fn lower(model: &OnnxModel, inputs: &[Fact], frozen: &Frozen) -> Result<Lowered, LowerError> {
-    let (known, weights) = weight::sort(&model.initializers);
+/// Lowers a model whose operators passed [`check`], with these facts of its inputs, some of which are constants with
+/// these values.
+pub fn lower(
+    model: &OnnxModel,
+    inputs: &[Fact],
+    frozen: &Frozen,
+    values: &BTreeMap<String, Tensor>,
+) -> Result<Lowered, LowerError> {
     let opset = model.opset("").unwrap_or(*OPSETS.end());
+    let key = |f: &'_ Function| (f.domain.clone(), f.name.clone(), f.overload.clone());
     let mut walk = Walk {
-        opset,
+        functions: model.functions.iter().map(|function| (key(function), function)).collect(),
         frozen,
         graph: Graph::new(&model.graph_name),
-        known,
-        constants: HashMap::new(),
-        ledger: Ledger { weights, ..Ledger::default() },
+        frames: Frames::new(opset),
+        ledger: Ledger::default(),
+        faults: Vec::new(),
     };
     if opset > *OPSETS.end() {
         let newest = OPSETS.end();
         walk.ledger.warnings.push(format!("standard operator set {opset} is newer than {newest}, the newest known"));
     }
+    let initializers = walk.initializers(&model.initializers);
+    walk.frames.top_mut().known.extend(initializers);
     for (input, fact) in model.inputs.iter().zip(inputs) {
         let op = Op::Input(Input { name: input.name.clone(), fact: fact.clone() });
         let node = walk.graph.add(op, &[], &Origin::default())?;
-        walk.known.insert(input.name.clone(), Known::Value(Value { node, output: 0 }));
-    }
-    let mut faults = Vec::new();
-    for node in &model.nodes {
-        match walk.node(node) {
-            Ok(outputs) => walk.name(node, outputs),
-            Err(None) => {}
-            Err(Some(reason)) => {
-                faults.push(Fault { node: node.name.clone(), operator: node.op_type.clone(), reason });
+        let known = match values.get(&input.name) {
+            Some(tensor) if fits(fact, tensor) => Known::Tensor(tensor.cast(fact.dtype)),
+            Some(tensor) => {
+                let (name, expected) = (input.name.clone(), fact.clone());
+                return Err(LowerError::Given { name, expected, found: Fact::of(tensor.dtype(), tensor.shape()) });
             }
-        }
+            None => Known::Value(Value { node, output: 0 }),
+        };
+        walk.frames.top_mut().known.insert(input.name.clone(), known);
     }
-    if !faults.is_empty() {
-        return Err(LowerError::Nodes(Faults(faults)));
+    // What is broken has been told.
+    let _whole = walk.nodes(&model.nodes);
+    if !walk.faults.is_empty() {
+        return Err(LowerError::Nodes(Faults(walk.faults)));
     }
     walk.finish(model)
 }
 
-struct Walk<'a> {
-    opset: i64,
+/// Whether a value can stand for an input, at some sizes of its symbols.
+fn fits(fact: &Fact, tensor: &Tensor) -> bool {
+    let same = |(dim, size): (&Dim, &usize)| dim.known().is_none_or(|known| i64::try_from(*size) == Ok(known));
+    fact.rank() == tensor.shape().len() && fact.shape.iter().zip(tensor.shape()).all(same)
+}
+
+/// What a function is called by.
+type Callee = (String, String, String);
+
+/// A model on its way to a graph.
+pub struct Walk<'a> {
+    functions: HashMap<Callee, &'a Function>,
     frozen: &'a Frozen,
     graph: Graph,
-    /// What is known of each tensor; a broken one is missing.
-    known: HashMap<String, Known>,
-    constants: HashMap<String, Value>,
-    ledger: Ledger,
+    /// What names mean where the walk is.
+    pub frames: Frames,
+    /// What concerns the whole model.
+    pub ledger: Ledger,
+    /// What is wrong, so far.
+    pub faults: Vec<Fault>,
 }
 
 impl Walk<'_> {
+    /// Lowers nodes in their order. Whether none was broken; what is wrong with those that were has been told.
+    pub fn nodes(&mut self, nodes: &[Node]) -> Result<bool, Reason> {
+        let mut whole = true;
+        for node in nodes {
+            let node = &*self.frames.resolved(node)?;
+            match self.frames.spend(1).map_err(Some).and_then(|()| self.node(node)) {
+                Ok(outputs) => self.name(node, outputs),
+                Err(told) => {
+                    whole = false;
+                    let name = format!("{}{}", self.frames.top().prefix, node.name);
+                    let operator = node.op_type.clone();
+                    self.faults.extend(told.map(|reason| Fault { node: name, operator, reason }));
+                }
+            }
+        }
+        Ok(whole)
+    }
+
+    /// Does something in a frame of its own.
+    pub fn within<T>(
+        &mut self,
+        frame: Frame,
+        work: impl FnOnce(&mut Self) -> Result<T, Option<Reason>>,
+    ) -> Result<T, Option<Reason>> {
+        self.frames.enter(frame)?;
+        let result = work(self);
+        self.frames.leave();
+        result
+    }
+
     /// The outputs of a node; `Err(None)` when an input is broken already.
     fn node(&mut self, node: &Node) -> Result<Vec<Known>, Option<Reason>> {
-        let lower = table::find(&node.op_type).ok_or_else(|| Some(Reason::Unsupported(node.op_type.clone())))?;
+        let key = (node.domain.clone(), node.op_type.clone(), node.overload.clone());
+        if let Some(function) = self.functions.get(&key) {
+            return call::call(self, node, function);
+        }
+        let standard = node.domain.is_empty();
+        match node.op_type.as_str() {
+            "If" if standard => return branch::branch(self, node),
+            "Loop" if standard => return repeat::repeat(self, node),
+            "Scan" if standard => return repeat::scan(self, node),
+            _ => {}
+        }
+        let lower = table::find(&node.op_type).filter(|_| standard);
+        let lower = lower.ok_or_else(|| Some(Reason::Unsupported(format!("the operator {}", shown(&node.op_type)))))?;
+        let old = standard && self.frames.top().opset < old::MODERN;
+        let translated = if old { old::node(node)? } else { None };
+        let node = translated.as_ref().unwrap_or(node);
         let mut scope = self.scope(node).ok_or(None)?;
+        if old {
+            old::inputs(&mut scope)?;
+        }
         if fold::applies(&scope)
             && let Some(outputs) = fold::fold(&mut scope, lower)?
         {
@@ -166,21 +249,52 @@ impl Walk<'_> {
         Ok(lower(&mut scope)?)
     }
 
-    fn scope<'s>(&'s mut self, node: &'s Node) -> Option<Scope<'s>> {
-        let known = |name: &String| match name.is_empty() {
-            true => Some(None),
-            false => self.known.get(name).cloned().map(Some),
-        };
+    /// What an operator's function gets for a node; `None` when an input is broken already.
+    pub fn scope<'s>(&'s mut self, node: &'s Node) -> Option<Scope<'s>> {
+        let known = |name: &String| self.frames.find(name).map(|known| known.cloned());
         let inputs = node.inputs.iter().map(known).collect::<Option<Vec<_>>>()?;
+        let Frame { opset, prefix, module, constants, .. } = self.frames.top_mut();
         Some(Scope {
             node,
-            opset: self.opset,
+            prefix,
+            module,
+            opset: *opset,
             inputs,
             frozen: self.frozen,
             graph: &mut self.graph,
-            constants: &mut self.constants,
+            constants,
             ledger: &mut self.ledger,
         })
+    }
+
+    /// Initializers as they are known. One that is met again, in another turn of a loop, is the same weight.
+    pub fn initializers(&mut self, sources: &[Source]) -> Vec<(String, Known)> {
+        let (known, found) = weight::sort(sources);
+        let mut places = Vec::with_capacity(found.len());
+        for mut weight in found {
+            let named = self.ledger.weights.iter().position(|w| w.name == weight.name);
+            let Some(at) = named else {
+                places.push(self.ledger.weights.len());
+                self.ledger.weights.push(weight);
+                continue;
+            };
+            if same(&self.ledger.weights[at], &weight) {
+                places.push(at);
+                continue;
+            }
+            while self.ledger.weights.iter().any(|w| w.name == weight.name) {
+                weight.name = format!("{}{}", self.frames.top().prefix, weight.name) + "_";
+            }
+            places.push(self.ledger.weights.len());
+            self.ledger.weights.push(weight);
+        }
+        let placed = |known| match known {
+            Known::Weight(at) => Known::Weight(places[at]),
+            other => other,
+        };
+        let mut known: Vec<_> = known.into_iter().map(|(name, known)| (name, placed(known))).collect();
+        known.sort_by(|a, b| a.0.cmp(&b.0));
+        known
     }
 
     /// Files the outputs of a node under their names.
@@ -189,7 +303,7 @@ impl Walk<'_> {
         for name in &node.outputs {
             let known = outputs.next().unwrap_or(Known::Absent("an output that its operator does not have"));
             if !name.is_empty() {
-                self.known.insert(name.clone(), known);
+                self.frames.top_mut().known.insert(name.clone(), known);
             }
         }
     }
@@ -201,7 +315,7 @@ impl Walk<'_> {
         for weight in self.ledger.weights.iter_mut().filter(|w| w.parameter.is_some()) {
             let Some(state) = weight.state.take() else { continue };
             let mut name = format!("{}.running", weight.name);
-            while self.known.contains_key(&name) {
+            while self.frames.find(&name).is_some() {
                 name.push('_');
             }
             if let Op::State(op) = &mut self.graph.node_mut(state.node).op {
@@ -220,7 +334,7 @@ impl Walk<'_> {
 
     fn finish(mut self, model: &OnnxModel) -> Result<Lowered, LowerError> {
         for output in &model.outputs {
-            if let Some(Known::Absent(what)) = self.known.get(&output.name) {
+            if let Some(Some(Known::Absent(what))) = self.frames.find(&output.name) {
                 // Exporters list the running statistics of normalisations among the results.
                 self.ledger.warnings.push(format!("graph output `{}` is left out: it is {what}", shown(&output.name)));
                 continue;
@@ -266,6 +380,16 @@ pub fn kept(graph: &Graph, mut weights: Vec<Weight>) -> Vec<Weight> {
     let names: HashSet<&str> = graph.ids().filter_map(name).collect();
     weights.retain(|w| names.contains(w.name.as_str()));
     weights
+}
+
+/// Whether two are the same bytes of the file.
+fn same(a: &Weight, b: &Weight) -> bool {
+    a.fact == b.fact
+        && match (&a.initial, &b.initial) {
+            (Ok(a), Ok(b)) => a.bytes().as_ptr() == b.bytes().as_ptr() && a.bytes().len() == b.bytes().len(),
+            (Err(a), Err(b)) => a == b,
+            _ => false,
+        }
 }
 
 fn nameless() -> Node {

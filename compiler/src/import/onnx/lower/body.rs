@@ -1,0 +1,102 @@
+//! Subgraphs in attributes: the branches of an `If`, the bodies of `Loop` and `Scan`.
+
+use super::walk::Walk;
+use super::{Known, Reason};
+use crate::import::onnx::model::Node;
+use crate::import::onnx::name::{shown, unique_names};
+use crate::import::onnx::payload;
+use crate::import::onnx::proto::GraphProto;
+use crate::import::onnx::proto::attribute_proto::AttributeType;
+use crate::import::onnx::signature;
+use crate::import::onnx::structure::{self, Body as Wiring};
+use prost::Message;
+use std::collections::HashSet;
+
+/// Bytes of a subgraph that count as one node of work when it is read again in a turn of a loop.
+const BYTES_A_NODE: u64 = 64;
+
+/// A subgraph whose wiring has been checked, in an order in which its nodes can run.
+pub struct Body {
+    /// The names of what it is given.
+    pub inputs: Vec<String>,
+    /// The results: names, and what the file says of their types.
+    pub outputs: Vec<crate::import::onnx::model::ValueInfo>,
+    constants: Vec<(String, Known)>,
+    nodes: Vec<Node>,
+}
+
+impl Body {
+    /// Reads the subgraph in attribute `name` of a node.
+    pub fn read(walk: &mut Walk<'_>, node: &Node, name: &'static str) -> Result<Body, Reason> {
+        let attribute = node.attributes.iter().find(|a| a.name() == name);
+        let graph = attribute.filter(|a| matches!(a.r#type(), AttributeType::Graph | AttributeType::Undefined));
+        let expected = "a graph";
+        let graph = graph.and_then(|a| a.g.as_ref());
+        let graph = graph.ok_or(Reason::Attribute { name, found: "no graph".to_string(), expected })?;
+        let size = graph.encoded_len();
+        walk.frames.copy(size)?;
+        walk.frames.spend(size as u64 / BYTES_A_NODE)?;
+        let order = order(graph)?;
+        let (mut faults, mut warnings) = (Vec::new(), Vec::new());
+        let outputs = signature::read(graph, 0, &mut faults, &mut warnings).outputs;
+        let names = unique_names(&graph.node);
+        let nodes = order.into_iter().map(|at| Node::new(graph.node[at].clone(), names[at].clone())).collect();
+        let initializers: Vec<_> = graph.initializer.iter().map(payload::tensor).collect();
+        let constants = walk.initializers(&initializers);
+        let inputs = graph.input.iter().map(|input| input.name().to_owned()).collect();
+        Ok(Body { inputs, outputs, constants, nodes })
+    }
+
+    /// Runs through it once with these inputs, in a frame within the walk's, and gives its results.
+    pub fn run(
+        &self,
+        walk: &mut Walk<'_>,
+        node: &Node,
+        turn: Option<u64>,
+        given: Vec<Known>,
+    ) -> Result<Vec<Known>, Option<Reason>> {
+        if given.len() != self.inputs.len() {
+            let (takes, gets) = (self.inputs.len(), given.len());
+            return Err(Some(Reason::Inputs(format!("its subgraph takes {takes} inputs and is given {gets}"))));
+        }
+        let name = turn.map_or_else(|| node.name.clone(), |turn| format!("{}/{turn}", node.name));
+        let mut frame = walk.frames.within(&name, &node.module, turn.is_some());
+        frame.known.extend(self.constants.iter().cloned());
+        frame.known.extend(self.inputs.iter().cloned().zip(given));
+        walk.within(frame, |walk| {
+            // A turn is work even if nothing is in it.
+            walk.frames.spend(1)?;
+            let whole = walk.nodes(&self.nodes)?;
+            let result = |info: &crate::import::onnx::model::ValueInfo| match walk.frames.find(&info.name) {
+                Some(known) => Ok(known.cloned().unwrap_or(Known::Absent("a result that is left out"))),
+                None if whole => Err(Some(Reason::Inputs(format!(
+                    "nothing makes the result `{}` of its subgraph",
+                    shown(&info.name)
+                )))),
+                None => Err(None),
+            };
+            self.outputs.iter().map(result).collect()
+        })
+    }
+}
+
+/// The order in which the nodes of a subgraph run, or what is wrong with its wiring. Names from around it have been
+/// checked with the graph around it.
+fn order(graph: &GraphProto) -> Result<Vec<usize>, Reason> {
+    let made: HashSet<&str> = graph.node.iter().flat_map(|node| node.output.iter().map(String::as_str)).collect();
+    let inputs = graph.input.iter().map(|input| (input.name(), "input of its subgraph"));
+    let initializers = graph.initializer.iter().map(|tensor| (tensor.name(), "initializer of its subgraph"));
+    let mut given: Vec<(&str, &'static str)> = inputs.chain(initializers).collect();
+    let own: HashSet<&str> = given.iter().map(|(name, _)| *name).collect();
+    let free = structure::free(graph).ok_or_else(|| Reason::Unsupported("a subgraph that nests deeper".to_string()))?;
+    given.extend(free.into_iter().filter(|name| !own.contains(name) && !made.contains(name)).map(|n| (n, "outside")));
+    let outputs: Vec<&str> = graph.output.iter().map(|output| output.name()).collect();
+    let names = unique_names(&graph.node);
+    let (mut faults, mut warnings) = (Vec::new(), Vec::new());
+    let wiring = Wiring { nodes: &graph.node, names: &names, given: &given, outputs: &outputs };
+    let order = structure::check(&wiring, &mut faults, &mut warnings);
+    match faults.first() {
+        None => Ok(order),
+        Some(fault) => Err(Reason::Inputs(format!("in its subgraph, {fault}"))),
+    }
+}

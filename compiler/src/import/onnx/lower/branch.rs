@@ -1,0 +1,58 @@
+//! `If`: the branch that runs is lowered in its place.
+//!
+//! A condition that is known while importing decides which. For one that is not, both branches run and every result is
+//! selected from the two, which computes the same since no core op does anything but compute; the branches must then
+//! give equal shapes and update no running statistics.
+
+use super::body::Body;
+use super::walk::Walk;
+use super::{Known, Reason, truth};
+use crate::import::build::Build;
+use crate::import::onnx::model::Node;
+
+/// The results of an `If`; `Err(None)` when something in it is broken and has been told.
+pub fn branch(walk: &mut Walk<'_>, node: &Node) -> Result<Vec<Known>, Option<Reason>> {
+    let condition = walk.scope(node).ok_or(None)?.known(0)?.clone();
+    if let Some(holds) = truth(&condition)? {
+        let body = Body::read(walk, node, if holds { "then_branch" } else { "else_branch" })?;
+        return body.run(walk, node, None, Vec::new());
+    }
+    let told = walk.faults.len();
+    let averages = walk.ledger.averages.len();
+    let mut results = Vec::with_capacity(2);
+    for name in ["then_branch", "else_branch"] {
+        let body = Body::read(walk, node, name)?;
+        results.push(body.run(walk, node, None, Vec::new()));
+    }
+    let both: Option<Vec<Vec<Known>>> = results.into_iter().map(Result::ok).collect();
+    let Some(both) = both else {
+        // A branch that does not fit its inputs may be the one that never runs: the condition is what is missing.
+        walk.faults.truncate(told);
+        return Err(Some(undecided(walk, node, "the condition, with a branch that does not fit here,")?));
+    };
+    if walk.ledger.averages.len() > averages {
+        return Err(Some(undecided(walk, node, "the condition, with running statistics in a branch,")?));
+    }
+    let (yes, no) = (&both[0], &both[1]);
+    if yes.len() != no.len() {
+        let counts = format!("its branches give {} and {} results", yes.len(), no.len());
+        return Err(Some(Reason::Inputs(counts)));
+    }
+    let mut selected = Vec::with_capacity(yes.len());
+    for (yes, no) in yes.iter().zip(no) {
+        let mut scope = walk.scope(node).ok_or(None)?;
+        let (yes, no) = (scope.made(yes)?, scope.made(no)?);
+        if scope.fact(yes) != scope.fact(no) {
+            return Err(Some(undecided(walk, node, "the condition, with branches of different shapes,")?));
+        }
+        let condition = scope.value(0)?;
+        let condition = scope.reshape(condition, Vec::new())?;
+        selected.push(Known::Value(scope.select(condition, yes, no)?));
+    }
+    Ok(selected)
+}
+
+/// Why the branches cannot both run.
+fn undecided(walk: &mut Walk<'_>, node: &Node, what: &'static str) -> Result<Reason, Option<Reason>> {
+    Ok(walk.scope(node).ok_or(None)?.not_constant(0, what))
+}

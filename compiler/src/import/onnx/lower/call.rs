@@ -1,0 +1,49 @@
+//! Calls of functions that the model defines: the body is lowered in the place of the call.
+//!
+//! The importer has already counted what all calls come to (`import/onnx/function.rs`), and that none calls itself.
+
+use super::frame::Frame;
+use super::walk::Walk;
+use super::{Known, Reason};
+use crate::import::onnx::model::{Function, Node};
+use crate::import::onnx::name::shown;
+use std::rc::Rc;
+
+/// The results of a call; `Err(None)` when something in it is broken and has been told.
+pub fn call(walk: &mut Walk<'_>, node: &Node, function: &Function) -> Result<Vec<Known>, Option<Reason>> {
+    let given = walk.scope(node).ok_or(None)?.inputs;
+    if given.len() > function.inputs.len() {
+        return Err(Some(Reason::Inputs(format!(
+            "the function `{}` has {} parameters, the call gives {}",
+            shown(&function.name),
+            function.inputs.len(),
+            given.len()
+        ))));
+    }
+    let mut bindings = node.attributes.clone();
+    let defaults = function.attribute_defaults.iter();
+    bindings.extend(defaults.filter(|d| !node.attributes.iter().any(|a| a.name() == d.name())).cloned());
+    let opset = function.opsets.iter().find(|set| set.domain.is_empty()).map(|set| set.version);
+    let outer = walk.frames.within(&node.name, &node.module, false);
+    let mut frame =
+        Frame { opset: opset.unwrap_or(outer.opset), bindings: Some(Rc::from(bindings)), sees_outer: false, ..outer };
+    for (at, name) in function.inputs.iter().enumerate() {
+        match given.get(at).cloned().flatten() {
+            Some(known) => {
+                frame.known.insert(name.clone(), known);
+            }
+            None => {
+                frame.left_out.insert(name.clone());
+            }
+        }
+    }
+    walk.within(frame, |walk| {
+        let whole = walk.nodes(&function.nodes)?;
+        let result = |name: &String| match walk.frames.find(name) {
+            Some(known) => Ok(known.cloned().unwrap_or(Known::Absent("an input that the call leaves out"))),
+            None if whole => Err(Some(Reason::Inputs(format!("nothing in the function makes `{}`", shown(name))))),
+            None => Err(None),
+        };
+        function.outputs.iter().map(result).collect()
+    })
+}

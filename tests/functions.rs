@@ -1,0 +1,103 @@
+//! Functions that a model defines: what a call computes is what its body says, wherever the call stands.
+
+mod builder;
+
+use builder::*;
+use compiler::graph::text;
+use compiler::import::import::Options;
+use compiler::import::onnx::proto::attribute_proto::AttributeType;
+use compiler::import::onnx::proto::{FunctionProto, ModelProto};
+use compiler::tensor::Tensor;
+
+fn calling(functions: Vec<FunctionProto>, call: compiler::import::onnx::proto::NodeProto) -> ModelProto {
+    let main = graph(&[call], &[typed("x", F32, &[3])], &["y"]);
+    ModelProto { functions, ..model(18, main) }
+}
+
+/// `y = x·alpha`, alpha being 2 unless the call says otherwise.
+fn scaled() -> FunctionProto {
+    let constant = with(node("Constant", &[], &["c"]), taken("value_float", "alpha", AttributeType::Float));
+    FunctionProto {
+        attribute_proto: vec![float("alpha", 2.0)],
+        ..function("Scaled", &[constant, node("Mul", &["x", "c"], &["y"])], &["x"], &["y"])
+    }
+}
+
+#[test]
+fn attributes_come_from_the_call_or_the_default() {
+    let x = [("x", f32s(&[1.0, 2.0, 3.0]))];
+    let call = local(node("Scaled", &["x"], &["y"]));
+    assert_eq!(answer(&calling(vec![scaled()], call.clone()), &x), [2.0, 4.0, 6.0]);
+    assert_eq!(answer(&calling(vec![scaled()], with(call, float("alpha", 5.0))), &x), [5.0, 10.0, 15.0]);
+}
+
+#[test]
+fn functions_call_functions_and_hand_attributes_on() {
+    let inner = with(local(node("Scaled", &["a"], &["b"])), taken("alpha", "beta", AttributeType::Float));
+    let outer = FunctionProto {
+        attribute: vec!["beta".into()],
+        ..function("Twice", &[inner.clone(), node("Add", &["b", "a"], &["r"])], &["a"], &["r"])
+    };
+    // The same names mean other things inside and outside.
+    let call = with(local(node("Twice", &["x"], &["y"])), float("beta", 3.0));
+    let model = calling(vec![outer, scaled()], call);
+    assert_eq!(answer(&model, &[("x", f32s(&[1.0, -1.0, 2.0]))]), [4.0, -4.0, 8.0]);
+    let imported = source(&model).import(&Options::default()).unwrap();
+    let sources: Vec<&str> = imported
+        .graph
+        .ids()
+        .map(|id| imported.graph.node(id).origin.source.as_str())
+        .filter(|s| !s.is_empty())
+        .collect();
+    assert!(sources.iter().any(|s| s.ends_with("Scaled_0/Mul_1")), "{sources:?}\n{}", text::print(&imported.graph));
+}
+
+#[test]
+fn an_input_left_out_is_left_out_inside() {
+    let clipped = function("Clipped", &[node("Clip", &["x", "low", "high"], &["y"])], &["x", "low", "high"], &["y"]);
+    let mut model = calling(vec![clipped], local(node("Clipped", &["x", "", "top"], &["y"])));
+    let main = model.graph.as_mut().unwrap();
+    main.initializer = vec![initializer("top", &Tensor::from_f32(&[], &[2.0]))];
+    assert_eq!(answer(&model, &[("x", f32s(&[-7.0, 1.0, 3.0]))]), [-7.0, 1.0, 2.0]);
+}
+
+#[test]
+fn a_function_has_an_operator_set_of_its_own() {
+    // Before set 13, ReduceSum has its axes as an attribute; the model around it is of set 18.
+    let sum = with(with(node("ReduceSum", &["x"], &["y"]), ints("axes", &[0])), int("keepdims", 0));
+    let old = FunctionProto { opset_import: vec![opset("", 11)], ..function("Total", &[sum], &["x"], &["y"]) };
+    let model = calling(vec![old], local(node("Total", &["x"], &["y"])));
+    assert_eq!(answer(&model, &[("x", f32s(&[1.0, 2.0, 4.0]))]), [7.0]);
+}
+
+#[test]
+fn overloads_are_told_apart() {
+    let overloaded = |name: &str, op: &str| FunctionProto {
+        overload: Some(name.into()),
+        ..function("F", &[node(op, &["x"], &["y"])], &["x"], &["y"])
+    };
+    let mut call = local(node("F", &["x"], &["y"]));
+    call.overload = Some("b".into());
+    let model = calling(vec![overloaded("a", "Neg"), overloaded("b", "Abs")], call);
+    assert_eq!(answer(&model, &[("x", f32s(&[-1.0, 2.0, -3.0]))]), [1.0, 2.0, 3.0]);
+}
+
+#[test]
+fn what_a_body_lacks_is_told_with_its_place() {
+    let strange = function("F", &[node("Nothing", &["x"], &["y"])], &["x"], &["y"]);
+    let told = refused(&calling(vec![strange], local(node("F", &["x"], &["y"]))));
+    assert!(told.contains("unsupported operators: Nothing"), "{told}");
+    let unfit =
+        function("F", &[node("MatMul", &["x", "x", "x"], &["z"]), node("Gemm", &["x"], &["y"])], &["x"], &["y"]);
+    let told = refused(&calling(vec![unfit], local(node("F", &["x"], &["y"]))));
+    assert!(told.contains("node `F_0/Gemm_1` (Gemm): input 1 is missing"), "{told}");
+    // A nest that no call stack should hold.
+    let name = |level: usize| format!("F{level}");
+    let chain = (0..5000).map(|level| {
+        let next =
+            if level == 4999 { node("Relu", &["x"], &["y"]) } else { local(node(&name(level + 1), &["x"], &["y"])) };
+        function(&name(level), &[next], &["x"], &["y"])
+    });
+    let told = refused(&calling(chain.collect(), local(node("F0", &["x"], &["y"]))));
+    assert!(told.contains("a nest of functions and subgraphs deeper than 64"), "{told}");
+}
