@@ -541,15 +541,37 @@ fn recurrent_layers_run_in_all_directions() {
 }
 
 #[test]
-fn recurrent_layers_that_are_not_plain_are_refused() {
+fn recurrent_layers_with_rare_options_want_few_steps() {
     let said = |attributes, inputs: &[&str]| lstm("forward", 1, attributes, inputs).unwrap_err();
-    assert!(said(vec![], &["lengths"]).contains("different lengths"));
-    assert!(said(vec![], &["", "h0", "c0", "b"]).contains("peepholes"));
-    assert!(said(vec![int("input_forget", 1)], &[]).contains("coupled"));
+    assert!(said(vec![int("input_forget", 1)], &[]).contains("rare options over T steps"));
     assert!(lstm("sideways", 1, vec![], &[]).unwrap_err().contains("`direction` is sideways"));
     assert!(
         lstm("bidirectional", 1, vec![], &[]).unwrap_err().contains("input 1 is f32[1, 8, 2], expected f32[2, 8, 2]")
     );
+}
+
+#[test]
+fn what_lies_behind_the_end_of_a_sequence_is_zero() {
+    // Sequences of 2 and 3 steps: the first is what it is alone, and then zeros.
+    for direction in ["forward", "reverse"] {
+        let open = lstm(direction, 1, vec![], &["lengths", "h0", "c0"]).unwrap();
+        assert!(open.warnings.iter().any(|w| w.contains("different lengths")), "{:?}", open.warnings);
+        let (y, h) = {
+            let mut made = on_waves(&open, &[("T", 3)], &[3, 2, 2]);
+            (made.remove(0).to_f64(), made.remove(0).to_f64())
+        };
+        let whole = lstm(direction, 1, vec![], &["", "h0", "c0"]).unwrap();
+        let (long, short) = (on_waves(&whole, &[("T", 3)], &[3, 2, 2]), on_waves(&whole, &[("T", 2)], &[2, 2, 2]));
+        let (long_y, short_y) = (long[0].to_f64(), short[0].to_f64());
+        // [T, 1, N, H]: row 0 is the short sequence, row 1 the long one.
+        for t in 0..3 {
+            let want = if t < 2 { short_y[t * 4..t * 4 + 2].to_vec() } else { vec![0.0; 2] };
+            assert_eq!(y[t * 4..t * 4 + 2], want, "{direction}, step {t}");
+            assert_eq!(y[t * 4 + 2..t * 4 + 4], long_y[t * 4 + 2..t * 4 + 4], "{direction}, step {t}");
+        }
+        assert_eq!(h[..2], short[1].to_f64()[..2], "{direction}");
+        assert_eq!(h[2..], long[1].to_f64()[2..], "{direction}");
+    }
 }
 
 #[test]

@@ -261,17 +261,23 @@ fn a_result_of_the_model_called_loss_is_not_the_loss() {
 
 #[test]
 fn a_gradient_without_a_rule_is_refused() {
-    use compiler::op::{Reduce, ReduceKind};
+    use compiler::op::{Broadcast, Constant, LayerNorm, Reduce, ReduceKind};
     use compiler::pass::backward::BackwardError;
     let (mut graph, _) = network();
     let logits = graph.outputs[0].value;
     let mut out = Writer { graph: &mut graph, origin: Origin::default() };
-    let product = Reduce { kind: ReduceKind::Prod, axes: vec![0, 1], keep: false };
-    let product = out.emit(Op::Reduce(product), &[logits]);
-    graph.outputs[0].value = product;
+    // The mean that a layer norm keeps takes no gradient.
+    let width = out.fact(logits).shape[1].clone();
+    let one = out.emit(Op::Constant(Constant { tensor: Tensor::from_f32(&[], &[1.0]) }), &[]);
+    let scale = out.emit(Op::Broadcast(Broadcast { shape: vec![width] }), &[one]);
+    let norm = Op::LayerNorm(LayerNorm { axis: 1, epsilon: 1e-5 });
+    let mean = out.emit_all(norm, &[logits, scale, scale])[1];
+    let sum = Reduce { kind: ReduceKind::Sum, axes: vec![0, 1], keep: false };
+    let sum = out.emit(Op::Reduce(sum), &[mean]);
+    graph.outputs[0].value = sum;
     let graph = compiler::graph::bind::bind(&graph, &Bindings::from([("batch".to_string(), 4)])).unwrap();
     let place: HashMap<NodeId, usize> = order::numbered(&graph).into_iter().map(|id| (id, 0)).collect();
     let whole = fragments(&graph, &place, 1).unwrap().remove(0);
     let refused = backward(&whole, Some(whole.graph.outputs[0].value), &Arriving::new());
-    assert!(matches!(refused, Err(BackwardError::NoRule { .. })), "a product has no gradient rule");
+    assert!(matches!(refused, Err(BackwardError::NoRule { .. })), "the mean of a layer norm has no gradient rule");
 }

@@ -32,7 +32,7 @@ impl Rule for Reduce {
 
     fn backward(&self, at: Site<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
         let x = out.fact(at.inputs[0]);
-        if !x.dtype.is_float() || self.kind == ReduceKind::Prod {
+        if !x.dtype.is_float() {
             return vec![None];
         }
         // Gradient and result with the reduced axes as dims of 1, so that they broadcast over x.
@@ -60,7 +60,11 @@ impl Rule for Reduce {
                 let part = out.emit(Op::Binary(Binary::Div), &[dy, ties]);
                 out.emit(Op::Binary(Binary::Mul), &[hits, part])
             }
-            ReduceKind::Prod => unreachable!("a product has returned above"),
+            // dx = dy · the product of the others
+            ReduceKind::Prod => {
+                let others = others(at.inputs[0], &self.axes, out);
+                out.emit(Op::Binary(Binary::Mul), &[dy, others])
+            }
         };
         if out.fact(dx).shape == x.shape {
             return vec![Some(dx)];
@@ -70,10 +74,6 @@ impl Rule for Reduce {
 
     // Floats are joined in f64 and rounded once, whole numbers wrap. Over no elements: 0 for a sum, 1 for a product, and
     // for the largest (smallest) the smallest (largest) value of the type.
-    fn takes_gradient(&self, _: usize) -> bool {
-        self.kind != ReduceKind::Prod
-    }
-
     fn reference(&self, inputs: &[View<'_>], outputs: &mut [ViewMut<'_>]) -> Result<(), KernelError> {
         let (x, y) = (&inputs[0], &mut outputs[0]);
         // Dropping dims of 1 leaves the order of the elements as it is, so the walk may always keep them.
@@ -191,6 +191,25 @@ fn share(x: &Fact, axes: &[usize], out: &mut dyn Emit) -> Value {
     out.emit(Op::Cast(Cast { to: x.dtype }), &[share])
 }
 
+/// For each element the product of the others along `axes`. With p the product of all that are not zero: p/x where
+/// nothing is zero; where one element is, p there and 0 elsewhere; where more are, 0.
+fn others(x: Value, axes: &[usize], out: &mut dyn Emit) -> Value {
+    let dtype = out.fact(x).dtype;
+    let (zero, one) = (out.emit(scalar(dtype, 0.0), &[]), out.emit(scalar(dtype, 1.0), &[]));
+    let joined = |kind| Op::Reduce(Reduce { kind, axes: axes.to_vec(), keep: true });
+    let is_zero = out.emit(Op::Compare(Compare::Equal), &[x, zero]);
+    let filled = out.emit(Op::Select(Select {}), &[is_zero, one, x]);
+    let product = out.emit(joined(ReduceKind::Prod), &[filled]);
+    let counted = out.emit(Op::Cast(Cast { to: dtype }), &[is_zero]);
+    let zeros = out.emit(joined(ReduceKind::Sum), &[counted]);
+    let none = out.emit(Op::Compare(Compare::Equal), &[zeros, zero]);
+    let single = out.emit(Op::Compare(Compare::Equal), &[zeros, one]);
+    let all = out.emit(Op::Select(Select {}), &[none, product, zero]);
+    let alone = out.emit(Op::Select(Select {}), &[single, product, zero]);
+    let quotient = out.emit(Op::Binary(Binary::Div), &[all, filled]);
+    out.emit(Op::Select(Select {}), &[is_zero, alone, quotient])
+}
+
 fn join(kind: ReduceKind, so_far: f64, x: f64) -> f64 {
     match kind {
         ReduceKind::Sum | ReduceKind::Mean => so_far + x,
@@ -235,7 +254,7 @@ pub fn samples() -> Vec<Sample> {
     let sample = |title, kind, axes: &[usize], keep, x: Tensor| Sample {
         title,
         op: Op::Reduce(Reduce { kind, axes: axes.to_vec(), keep }),
-        differentiate: if x.dtype().is_float() && kind != Prod { vec![0] } else { vec![] },
+        differentiate: if x.dtype().is_float() { vec![0] } else { vec![] },
         inputs: vec![x],
     };
     let place = |title, largest, axis, keep, x: Tensor| Sample {
@@ -268,6 +287,8 @@ pub fn samples() -> Vec<Sample> {
         }
     }
     all.push(sample("over no elements", Sum, &[0], false, Tensor::zeros(DType::F32, &[0, 3])));
+    let zeros = Tensor::from_f32(&[3, 3], &[0.0, 2.0, -3.0, 0.0, 0.0, 1.5, 0.5, 4.0, 1.0]);
+    all.push(sample("one zero, two zeros, none", Prod, &[1], false, zeros));
     for kind in [Max, Min] {
         let truth = Tensor::from_bool(&[2, 2], &[true, false, false, false]);
         all.push(sample("truth", kind, &[1], false, truth));

@@ -12,21 +12,21 @@ use compiler::tensor::DType;
 
 /// Steps, rows of the batch, width of the input, units.
 #[derive(Clone, Copy)]
-struct Sizes {
-    steps: usize,
-    batch: usize,
-    width: usize,
-    hidden: usize,
+pub(super) struct Sizes {
+    pub steps: usize,
+    pub batch: usize,
+    pub width: usize,
+    pub hidden: usize,
 }
 
 impl Sizes {
-    fn of(x: &Layout, w_hh: &Layout) -> Option<Sizes> {
+    pub fn of(x: &Layout, w_hh: &Layout) -> Option<Sizes> {
         let (&[steps, batch, width], &[_, hidden]) = (x.shape.as_slice(), w_hh.shape.as_slice()) else { return None };
         Some(Sizes { steps, batch, width, hidden })
     }
 
     /// The rows of step `t` in a sequence with this many columns.
-    fn step(self, t: usize, columns: usize) -> std::ops::Range<usize> {
+    pub fn step(self, t: usize, columns: usize) -> std::ops::Range<usize> {
         t * self.batch * columns..(t + 1) * self.batch * columns
     }
 }
@@ -51,11 +51,13 @@ pub fn grad(reverse: bool, x: &Layout, w_hh: &Layout) -> Option<Fast> {
     }
 }
 
-fn plain<T>(values: &[T], row: usize) -> Matrix<'_, T> {
+/// A matrix as it lies.
+pub(super) fn plain<T>(values: &[T], row: usize) -> Matrix<'_, T> {
     Matrix { values, strides: (row, 1) }
 }
 
-fn turned<T>(values: &[T], row: usize) -> Matrix<'_, T> {
+/// A matrix that lies transposed.
+pub(super) fn turned<T>(values: &[T], row: usize) -> Matrix<'_, T> {
     Matrix { values, strides: (1, row) }
 }
 
@@ -117,8 +119,9 @@ impl<'a, T> Sequences<'a, T> {
     }
 }
 
+/// `1/(1 + e^-x)`
 #[inline(always)]
-fn logistic<T: Real>(x: T) -> T {
+pub(super) fn logistic<T: Real>(x: T) -> T {
     T::ONE / (T::ONE + (-x).exp())
 }
 
@@ -174,16 +177,7 @@ fn backward<T: Real>(reverse: bool, sizes: Sizes) -> Fast {
         let da = &*da;
         product([rows, width, wide], plain(da, wide), plain(w_ih, width), dx, width, false);
         product([wide, width, rows], turned(da, wide), plain(x, width), dw_ih, width, false);
-        // All steps but the first one read the y of the step before, which lies beside them.
-        let first = if reverse { steps.saturating_sub(1) } else { 0 };
-        let (later, earlier) = if reverse { (0, batch) } else { (batch, 0) };
-        let others = rows.saturating_sub(batch);
-        let (da_later, y_earlier) = (&da[(later * wide).min(da.len())..], &y[(earlier * hidden).min(y.len())..]);
-        product([wide, hidden, others], turned(da_later, wide), plain(y_earlier, hidden), dw_hh, hidden, false);
-        if steps > 0 {
-            let da = &da[sizes.step(first, wide)];
-            product([wide, hidden, batch], turned(da, wide), plain(h0, hidden), dw_hh, hidden, true);
-        }
+        of_state(reverse, sizes, da, [wide, wide], h0, y, dw_hh);
         sums.fill(0.0);
         for row in da.chunks_exact(wide.max(1)) {
             sums.iter_mut().zip(row).for_each(|(sum, d)| *sum += d.wide());
@@ -192,6 +186,29 @@ fn backward<T: Real>(reverse: bool, sizes: Sizes) -> Fast {
         Ok(())
     });
     fast.with_workspace(sums_bytes + rows * wide * size_of::<T>())
+}
+
+/// The gradient of the first `n` rows of a recurrent weight, from what arrives at the sums, `row` of it a step and row
+/// of the batch. All steps but the first one read the y of the step before, which lies beside them.
+pub(super) fn of_state<T: Real>(
+    reverse: bool,
+    sizes: Sizes,
+    da: &[T],
+    [n, row]: [usize; 2],
+    h0: &[T],
+    y: &[T],
+    dw: &mut [T],
+) {
+    let Sizes { steps, batch, hidden, .. } = sizes;
+    let first = if reverse { steps.saturating_sub(1) } else { 0 };
+    let (later, earlier) = if reverse { (0, batch) } else { (batch, 0) };
+    let others = (steps * batch).saturating_sub(batch);
+    let (da_later, y_earlier) = (&da[(later * row).min(da.len())..], &y[(earlier * hidden).min(y.len())..]);
+    product([n, hidden, others], turned(da_later, row), plain(y_earlier, hidden), dw, hidden, false);
+    if steps > 0 {
+        let da = &da[sizes.step(first, row)];
+        product([n, hidden, batch], turned(da, row), plain(h0, hidden), dw, hidden, true);
+    }
 }
 
 wide! {

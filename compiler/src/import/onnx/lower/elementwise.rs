@@ -315,6 +315,10 @@ pub fn dropout(scope: &mut Scope<'_>) -> Outputs {
         let ratio = given.unwrap_or(0.5);
         let ratio = ratio.to_string().parse().unwrap_or(f64::from(ratio));
         if ratio != 0.0 {
+            if scope.is_set("seed") {
+                let what = "a dropout with a seed: the standard does not say which numbers follow from it; it";
+                return Err(Reason::Unsupported(what.to_string()));
+            }
             let (x, counter) = (scope.value(0)?, scope.counter()?);
             // Streams are numbered when it is known which dropouts are left.
             let y = scope.add(Op::Dropout(Dropout { ratio, stream: 0 }), &[x, counter])?;

@@ -225,13 +225,29 @@ pub fn tile(scope: &mut Scope<'_>) -> Outputs {
 /// The part above or below a diagonal, the rest zero.
 pub fn trilu(scope: &mut Scope<'_>) -> Outputs {
     let upper = scope.flag("upper", true)?;
-    let diagonal = scope.integers(1, "the diagonal")?.and_then(|k| k.first().copied()).unwrap_or(0);
     let x = scope.value(0)?;
-    triangle(scope, x, upper, diagonal).and_then(one)
+    match scope.integers(1, "the diagonal") {
+        Err(Reason::NotConstant { .. } | Reason::Follows { .. }) => {
+            let diagonal = scope.value(1)?;
+            let diagonal = scope.cast(diagonal, DType::I64)?;
+            let diagonal = scope.reshape(diagonal, vec![])?;
+            triangle_at(scope, x, upper, Some(diagonal)).and_then(one)
+        }
+        known => triangle(scope, x, upper, known?.and_then(|k| k.first().copied()).unwrap_or(0)).and_then(one),
+    }
 }
 
 /// `x` on one side of a diagonal of its last two axes, zero on the other.
 pub fn triangle(scope: &mut impl Build, x: Value, upper: bool, diagonal: i64) -> Result<Value, Reason> {
+    let diagonal = match diagonal {
+        0 => None,
+        diagonal => Some(scope.constant(Tensor::from_i64(&[], &[diagonal]))?),
+    };
+    triangle_at(scope, x, upper, diagonal)
+}
+
+/// The same with a diagonal that is a value, the main one where there is none.
+fn triangle_at(scope: &mut impl Build, x: Value, upper: bool, diagonal: Option<Value>) -> Result<Value, Reason> {
     let fact = scope.fact(x);
     let [.., rows, columns] = fact.shape.as_slice() else {
         return Err(Reason::Inputs(format!("a tensor of rank {} has no diagonal", fact.rank())));
@@ -240,8 +256,7 @@ pub fn triangle(scope: &mut impl Build, x: Value, upper: bool, diagonal: i64) ->
     let row = Fact::new(DType::I64, vec![Dim::Known(1), columns.clone()]);
     let mut i = scope.add(Op::Iota(Iota { fact: column, axis: 0 }), &[])?;
     let j = scope.add(Op::Iota(Iota { fact: row, axis: 1 }), &[])?;
-    if diagonal != 0 {
-        let diagonal = scope.constant(Tensor::from_i64(&[], &[diagonal]))?;
+    if let Some(diagonal) = diagonal {
         i = scope.binary(Binary::Add, i, diagonal)?;
     }
     let (a, b) = if upper { (i, j) } else { (j, i) };

@@ -47,6 +47,20 @@ pub fn rms_norm(scope: &mut Scope<'_>) -> Outputs {
     Ok(vec![Known::Value(scope.binary(Binary::Mul, normal, scale)?)])
 }
 
+/// `(x - mean)/(deviation + 1e-9)` over some axes, those of the batch and the image unless the node says others.
+pub fn mean_variance(scope: &mut Scope<'_>) -> Outputs {
+    let x = scope.value(0)?;
+    let given = scope.ints("axes")?.unwrap_or_else(|| vec![0, 2, 3]);
+    let axes = axes(&given, scope.fact(x).rank())?;
+    let mean = scope.reduce(ReduceKind::Mean, x, &axes, true)?;
+    let centred = scope.binary(Binary::Sub, x, mean)?;
+    let square = scope.binary(Binary::Mul, centred, centred)?;
+    let variance = scope.reduce(ReduceKind::Mean, square, &axes, true)?;
+    let deviation = scope.unary(Unary::Sqrt, variance)?;
+    let below = scope.with_number(Binary::Add, deviation, 1e-9)?;
+    Ok(vec![Known::Value(scope.binary(Binary::Div, centred, below)?)])
+}
+
 /// Normalisation of `x [N, groups, …]` over all dims behind the groups, without scale and bias.
 pub fn grouped(scope: &mut impl Build, x: Value, groups: Dim, epsilon: f64) -> Result<Value, Reason> {
     let fact = scope.fact(x);
@@ -61,43 +75,6 @@ pub fn grouped(scope: &mut impl Build, x: Value, groups: Dim, epsilon: f64) -> R
     let x = scope.reshape(x, apart)?;
     let y = scope.add(Op::LayerNorm(LayerNorm { axis: 2, epsilon }), &[x, ones, zeros])?;
     scope.reshape(y, fact.shape)
-}
-
-/// Rows along an axis divided by their norm; a row of zeros stays one.
-pub fn lp_norm(scope: &mut Scope<'_>) -> Outputs {
-    let x = scope.value(0)?;
-    let fact = scope.fact(x);
-    let axis = axis(scope.int("axis", -1)?, fact.rank())?;
-    let norm = match scope.int("p", 2)? {
-        1 => {
-            let sizes = scope.unary(Unary::Abs, x)?;
-            scope.reduce(ReduceKind::Sum, sizes, &[axis], true)?
-        }
-        2 => {
-            let squares = scope.binary(Binary::Mul, x, x)?;
-            let sum = scope.reduce(ReduceKind::Sum, squares, &[axis], true)?;
-            scope.unary(Unary::Sqrt, sum)?
-        }
-        p => return Err(Reason::Attribute { name: "p", found: p.to_string(), expected: "1 or 2" }),
-    };
-    let (zero, one) = (scope.scalar(fact.dtype, 0.0)?, scope.scalar(fact.dtype, 1.0)?);
-    let none = scope.compare(Compare::Equal, norm, zero)?;
-    let norm = scope.select(none, one, norm)?;
-    Ok(vec![Known::Value(scope.binary(Binary::Div, x, norm)?)])
-}
-
-/// `(x - mean)/(deviation + 10⁻⁹)` over some axes, all but the channels by default.
-pub fn mean_variance(scope: &mut Scope<'_>) -> Outputs {
-    let x = scope.value(0)?;
-    let listed = scope.ints("axes")?.unwrap_or_else(|| vec![0, 2, 3]);
-    let axes = axes(&listed, scope.fact(x).rank())?;
-    let mean = scope.reduce(ReduceKind::Mean, x, &axes, true)?;
-    let centred = scope.binary(Binary::Sub, x, mean)?;
-    let squares = scope.binary(Binary::Mul, centred, centred)?;
-    let variance = scope.reduce(ReduceKind::Mean, squares, &axes, true)?;
-    let deviation = scope.unary(Unary::Sqrt, variance)?;
-    let divisor = scope.with_number(Binary::Add, deviation, 1e-9)?;
-    Ok(vec![Known::Value(scope.binary(Binary::Div, centred, divisor)?)])
 }
 
 /// Each channel of each example normalised by itself.
@@ -190,35 +167,35 @@ pub fn batch_norm(scope: &mut Scope<'_>) -> Outputs {
     }
 }
 
+/// The running statistics of initializers are states that follow the batch. Others are outputs: `old·keep + new·(1 - keep)`.
 fn with_batch(scope: &mut Scope<'_>, inputs: [Value; 3], epsilon: f64, keep: f64) -> Outputs {
     let outputs = scope.add_all(Op::BatchNorm(BatchNorm { epsilon }), &inputs)?;
-    // Sets before 14 list the statistics of the batch after the running ones, from which they do not differ in shape.
-    let mut running = Vec::with_capacity(2);
+    let absent = Known::Absent("the running statistics as an output of BatchNormalization");
+    let mut known = vec![Known::Value(outputs[0]), absent.clone(), absent.clone(), absent.clone(), absent];
     for (slot, sample) in [(3, outputs[1]), (4, outputs[2])] {
-        if let Known::Weight(at) = scope.known(slot)? {
-            let state = scope.weight(*at, true)?;
-            let (have, want) = (scope.fact(state), scope.fact(sample));
-            if have != want {
-                return Err(Reason::Inputs(format!("a running statistic is {have}, that of the batch is {want}")));
+        match scope.known(slot)? {
+            Known::Weight(at) => {
+                let state = scope.weight(*at, true)?;
+                let (have, want) = (scope.fact(state), scope.fact(sample));
+                if have != want {
+                    return Err(Reason::Inputs(format!("a running statistic is {have}, that of the batch is {want}")));
+                }
+                scope.ledger.averages.push(MovingAverage { state: state.node, sample, keep });
             }
-            scope.ledger.averages.push(MovingAverage { state: state.node, sample, keep });
-            running.push(Known::Absent("the running statistics as an output of BatchNormalization"));
-            continue;
+            _ => {
+                let old = scope.value(slot)?;
+                let old = scope.with_number(Binary::Mul, old, keep)?;
+                let new = scope.cast(sample, scope.fact(old).dtype)?;
+                let new = scope.with_number(Binary::Mul, new, 1.0 - keep)?;
+                known[slot - 2] = Known::Value(scope.binary(Binary::Add, old, new)?);
+                scope.ledger.warnings.push(format!(
+                    "node `{}`: a running statistic of BatchNormalization is no initializer and is not kept",
+                    shown(&scope.node.name)
+                ));
+            }
         }
-        // What was given and not stored: `keep·given + (1 - keep)·batch` goes out, and nobody keeps it.
-        let given = scope.value(slot)?;
-        let dtype = scope.fact(given).dtype;
-        let sample = scope.cast(sample, dtype)?;
-        let kept = scope.with_number(Binary::Mul, given, keep)?;
-        let added = scope.with_number(Binary::Mul, sample, 1.0 - keep)?;
-        running.push(Known::Value(scope.binary(Binary::Add, kept, added)?));
-        scope.ledger.warnings.push(format!(
-            "node `{}`: a running statistic of BatchNormalization is no initializer and is not kept",
-            shown(&scope.node.name)
-        ));
     }
-    let saved = Known::Absent("the statistics of the batch as an output of BatchNormalization");
-    Ok([vec![Known::Value(outputs[0])], running, vec![saved.clone(), saved]].concat())
+    Ok(known)
 }
 
 /// `(x - mean)·rsqrt(variance + epsilon)·scale + bias`

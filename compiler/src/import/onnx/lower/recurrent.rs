@@ -1,18 +1,21 @@
-//! Recurrent layers: `LSTM`.
+//! Recurrent layers: `LSTM`, `GRU`, `RNN`.
 //!
 //! ONNX holds the weights of all directions in one tensor, with the gates in the order i, o, f, c; core ops have one
 //! direction and PyTorch's order i, f, c, o. Exporters of PyTorch cut parameters in pieces to make the one from the
 //! other. So a weight is looked at as a list of [`Piece`]s, rows of the values that it was put together from: put in the
 //! order of the core op, pieces that lie beside each other are one again, and one that is a whole parameter is that
 //! parameter, without any copy.
+//!
+//! Sequences of different lengths are in `lengths`; layers with options that no core op has are in `steps`.
 
+use super::cell::{self, Function};
+use super::lengths::Lengths;
 use super::movement::opened;
 use super::slice::part;
-use super::{Known, Outputs, Reason, Scope};
+use super::{Known, Outputs, Reason, Scope, steps};
 use crate::graph::Graph;
 use crate::import::build::Build;
-use crate::import::onnx::proto::attribute_proto::AttributeType;
-use crate::op::{Concat, Lstm, Op, Value};
+use crate::op::{Activation, Concat, Gru, Lstm, Op, Rnn, Value};
 use crate::tensor::dim::Dim;
 use crate::tensor::fact::Fact;
 
@@ -159,14 +162,21 @@ impl Stack {
 }
 
 /// What a recurrent layer has besides its weights.
-struct Layer {
+pub struct Layer {
     /// The sequence, time first.
-    x: Value,
+    pub x: Value,
     /// Whether the batch comes first in the source model.
     batch_first: bool,
     /// Which directions run backward.
-    reversed: Vec<bool>,
-    hidden: i64,
+    pub reversed: Vec<bool>,
+    /// The number of units.
+    pub hidden: i64,
+    /// The lengths of the sequences, where they are not all as long as the input.
+    pub lengths: Option<Lengths>,
+    /// The functions of each direction.
+    pub functions: Vec<Vec<Function>>,
+    /// How large a sum may be, either way.
+    pub clip: Option<f64>,
 }
 
 impl Layer {
@@ -180,17 +190,8 @@ impl Layer {
                 return Err(Reason::Attribute { name: "direction", found: other.to_string(), expected });
             }
         };
-        if let Some(given) = scope.texts("activations")? {
-            let usual = given.chunks(activations.len()).all(|part| {
-                part.len() == activations.len() && part.iter().zip(activations).all(|(a, b)| a.eq_ignore_ascii_case(b))
-            });
-            if !usual {
-                return Err(Reason::Unsupported(format!("a recurrent layer with the activations {given:?}")));
-            }
-        }
-        if scope.is_set("clip") {
-            return Err(Reason::Unsupported("a recurrent layer that clips".to_string()));
-        }
+        let functions = cell::functions(scope, activations, reversed.len())?;
+        let clip = if scope.is_set("clip") { Some(scope.float("clip", 0.0)?) } else { None };
         let batch_first = scope.flag("layout", false)?;
         let mut x = scope.value(0)?;
         if scope.fact(x).rank() != 3 {
@@ -202,21 +203,18 @@ impl Layer {
         let wide = scope.fact_of(2)?.shape.get(1).and_then(Dim::known).filter(|rows| *rows > 0 && rows % gates == 0);
         let wide =
             wide.ok_or_else(|| Reason::Inputs(format!("its recurrent weights are {:?}", scope.fact_of(2).ok())))?;
-        Ok(Layer { x, batch_first, reversed, hidden: wide / gates })
+        let lengths = Lengths::read(scope, 4, x)?;
+        Ok(Layer { x, batch_first, reversed, hidden: wide / gates, lengths, functions, clip })
     }
 
-    /// Sequences of one length only: the given lengths are that of the input.
-    fn full_length(&self, scope: &Scope<'_>, slot: usize) -> Result<(), Reason> {
-        let Some(lengths) = scope.integers(slot, "the lengths of the sequences")? else { return Ok(()) };
-        let steps = scope.graph.fact(self.x).shape[0].known();
-        match lengths.iter().all(|length| Some(*length) == steps) {
-            true => Ok(()),
-            false => Err(Reason::Unsupported("a batch of sequences of different lengths".to_string())),
-        }
+    /// Whether a core op computes it: no clipping, and in every direction these functions.
+    fn is_plain(&self, activations: &[&str]) -> bool {
+        let usual = |list: &Vec<Function>| list.iter().zip(activations).all(|(f, name)| f.is(name));
+        self.clip.is_none() && self.functions.iter().all(usual)
     }
 
     /// The state before the first step of a direction: part of input `slot`, or zeros.
-    fn first(&self, scope: &mut Scope<'_>, slot: usize, direction: usize) -> Result<Value, Reason> {
+    pub fn first(&self, scope: &mut Scope<'_>, slot: usize, direction: usize) -> Result<Value, Reason> {
         let fact = scope.fact(self.x);
         let shape = vec![fact.shape[1].clone(), Dim::Known(self.hidden)];
         let axis = usize::from(self.batch_first);
@@ -241,7 +239,7 @@ impl Layer {
     }
 
     /// The results of all directions: `[T, N, H]` each as `[T, D, N, H]`, as the layout says.
-    fn sequence(&self, scope: &mut Scope<'_>, each: &[Value]) -> Result<Value, Reason> {
+    fn sequence(&self, scope: &mut Scope<'_>, each: &[Value]) -> Result<Known, Reason> {
         let mut parts = Vec::new();
         for y in each {
             let mut shape = scope.fact(*y).shape;
@@ -249,11 +247,11 @@ impl Layer {
             parts.push(scope.reshape(*y, shape)?);
         }
         let all = if let [one] = parts[..] { one } else { scope.add(Op::Concat(Concat { axis: 1 }), &parts)? };
-        if self.batch_first { turned(scope, all, &[2, 0, 1, 3]) } else { Ok(all) }
+        Ok(Known::Value(if self.batch_first { turned(scope, all, &[2, 0, 1, 3])? } else { all }))
     }
 
     /// The last states of all directions: `[N, H]` each as `[D, N, H]`, as the layout says.
-    fn last(&self, scope: &mut Scope<'_>, each: &[Value]) -> Result<Value, Reason> {
+    fn last(&self, scope: &mut Scope<'_>, each: &[Value]) -> Result<Known, Reason> {
         let axis = usize::from(self.batch_first);
         let mut parts = Vec::new();
         for h in each {
@@ -261,7 +259,27 @@ impl Layer {
             shape.insert(axis, Dim::Known(1));
             parts.push(scope.reshape(*h, shape)?);
         }
-        if let [one] = parts[..] { Ok(one) } else { scope.add(Op::Concat(Concat { axis }), &parts) }
+        let all = if let [one] = parts[..] { one } else { scope.add(Op::Concat(Concat { axis }), &parts)? };
+        Ok(Known::Value(all))
+    }
+
+    /// Runs a core op whose first outputs are y and the last state. Where sequences have lengths of their own, one that
+    /// runs backward is turned around before and after; what lies behind its end is zero.
+    fn run(
+        &self,
+        scope: &mut Scope<'_>,
+        reverse: bool,
+        h0: Value,
+        op: impl FnOnce(bool) -> Op,
+        rest: &[Value],
+    ) -> Result<Vec<Value>, Reason> {
+        let Some(lengths) = &self.lengths else { return scope.add_all(op(reverse), &[&[self.x], rest].concat()) };
+        let x = if reverse { lengths.turned(scope, self.x)? } else { self.x };
+        let mut made = scope.add_all(op(false), &[&[x], rest].concat())?;
+        made[1] = lengths.last(scope, made[0], h0)?;
+        let y = if reverse { lengths.turned(scope, made[0])? } else { made[0] };
+        made[0] = lengths.masked(scope, y)?;
+        Ok(made)
     }
 }
 
@@ -269,57 +287,118 @@ fn turned(scope: &mut Scope<'_>, x: Value, perm: &[usize]) -> Result<Value, Reas
     scope.add(Op::Transpose(crate::op::Transpose { perm: perm.to_vec() }), &[x])
 }
 
-/// A long short-term memory.
-pub fn lstm(scope: &mut Scope<'_>) -> Outputs {
-    let layer = Layer::read(scope, 4, &["Sigmoid", "Tanh", "Tanh"])?;
-    if scope.flag("input_forget", false)? {
-        return Err(Reason::Unsupported("an LSTM with coupled gates".to_string()));
+/// The weights of all directions of a layer.
+struct Weights {
+    w: Stack,
+    r: Stack,
+    b: Option<Stack>,
+    gates: i64,
+    hidden: i64,
+}
+
+impl Weights {
+    fn read(scope: &mut Scope<'_>, layer: &Layer, gates: i64) -> Result<Weights, Reason> {
+        let (directions, hidden) = (layer.reversed.len() as i64, layer.hidden);
+        let wide = gates * hidden;
+        let fact = scope.fact(layer.x);
+        let w = Stack::read(scope, 1, [directions, wide], &fact.shape[2..])?;
+        let r = Stack::read(scope, 2, [directions, wide], &[Dim::Known(hidden)])?;
+        let b = if scope.has(3) { Some(Stack::read(scope, 3, [directions, 2 * wide], &[])?) } else { None };
+        Ok(Weights { w, r, b, gates, hidden })
     }
-    if scope.has(7) {
-        return Err(Reason::Unsupported("an LSTM with peepholes".to_string()));
-    }
-    layer.full_length(scope, 4)?;
-    let (directions, hidden) = (layer.reversed.len() as i64, layer.hidden);
-    let wide = 4 * hidden;
-    let fact = scope.fact(layer.x);
-    let w = Stack::read(scope, 1, [directions, wide], &fact.shape[2..])?;
-    let r = Stack::read(scope, 2, [directions, wide], &[Dim::Known(hidden)])?;
-    let b = if scope.has(3) { Some(Stack::read(scope, 3, [directions, 2 * wide], &[])?) } else { None };
-    // i, f, c, o among i, o, f, c.
-    let order = [0, 2, 3, 1];
-    let (mut y, mut h, mut c) = (Vec::new(), Vec::new(), Vec::new());
-    for (direction, &reverse) in layer.reversed.iter().enumerate() {
-        let at = direction as i64;
-        let w = w.blocks(scope, at * wide, &order, hidden)?;
-        let r = r.blocks(scope, at * wide, &order, hidden)?;
-        let [b_w, b_r] = match &b {
+
+    /// Those of one direction, w_ih, w_hh, b_ih and b_hh, with the gates in the order of the core op.
+    fn of(&self, scope: &mut Scope<'_>, layer: &Layer, at: i64, order: &[i64]) -> Result<[Value; 4], Reason> {
+        let (wide, hidden) = (self.gates * self.hidden, self.hidden);
+        let w = self.w.blocks(scope, at * wide, order, hidden)?;
+        let r = self.r.blocks(scope, at * wide, order, hidden)?;
+        let [b_w, b_r] = match &self.b {
             Some(b) => {
                 let first = at * 2 * wide;
-                [b.blocks(scope, first, &order, hidden)?, b.blocks(scope, first + wide, &order, hidden)?]
+                [b.blocks(scope, first, order, hidden)?, b.blocks(scope, first + wide, order, hidden)?]
             }
             None => {
-                let zero = scope.scalar(fact.dtype, 0.0)?;
+                let zero = scope.scalar(scope.fact(layer.x).dtype, 0.0)?;
                 [scope.broadcast(zero, vec![Dim::Known(wide)])?; 2]
             }
         };
+        Ok([w, r, b_w, b_r])
+    }
+}
+
+/// A long short-term memory.
+pub fn lstm(scope: &mut Scope<'_>) -> Outputs {
+    let usual = ["Sigmoid", "Tanh", "Tanh"];
+    let layer = Layer::read(scope, 4, &usual)?;
+    let plain = layer.is_plain(&usual) && !scope.has(7) && !scope.flag("input_forget", false)?;
+    let weights = Weights::read(scope, &layer, 4)?;
+    let (mut y, mut h, mut c) = (Vec::new(), Vec::new(), Vec::new());
+    for (direction, &reverse) in layer.reversed.iter().enumerate() {
         let (h0, c0) = (layer.first(scope, 5, direction)?, layer.first(scope, 6, direction)?);
-        let made = scope.add_all(Op::Lstm(Lstm { reverse }), &[layer.x, w, r, b_w, b_r, h0, c0])?;
+        let made = if plain {
+            // i, f, c, o among i, o, f, c.
+            let [w, r, b_w, b_r] = weights.of(scope, &layer, direction as i64, &[0, 2, 3, 1])?;
+            layer.run(scope, reverse, h0, |reverse| Op::Lstm(Lstm { reverse }), &[w, r, b_w, b_r, h0, c0])?
+        } else {
+            let parts = weights.of(scope, &layer, direction as i64, &[0, 1, 2, 3])?;
+            steps::lstm(scope, &layer, direction, parts, [h0, c0])?
+        };
         y.push(made[0]);
         h.push(made[1]);
         c.push(made[2]);
     }
-    let (y, h, c) = (layer.sequence(scope, &y)?, layer.last(scope, &h)?, layer.last(scope, &c)?);
-    Ok(vec![Known::Value(y), Known::Value(h), Known::Value(c)])
+    let (y, h) = (layer.sequence(scope, &y)?, layer.last(scope, &h)?);
+    let c = match plain && layer.lengths.is_some() {
+        true => Known::Absent("the last cell of an LSTM over sequences of different lengths"),
+        false => layer.last(scope, &c)?,
+    };
+    Ok(vec![y, h, c])
 }
 
-impl Scope<'_> {
-    /// A list of words, `None` when it is not there.
-    fn texts(&self, name: &'static str) -> Result<Option<Vec<String>>, Reason> {
-        let Some(found) = self.node.attributes.iter().find(|a| a.name() == name) else { return Ok(None) };
-        if !matches!(found.r#type(), AttributeType::Strings | AttributeType::Undefined) {
-            let found = format!("of type {}", found.r#type().as_str_name());
-            return Err(Reason::Attribute { name, found, expected: "a list of words" });
-        }
-        Ok(Some(found.strings.iter().map(|s| String::from_utf8_lossy(s).into_owned()).collect()))
+/// A gated recurrent unit.
+pub fn gru(scope: &mut Scope<'_>) -> Outputs {
+    let usual = ["Sigmoid", "Tanh"];
+    let layer = Layer::read(scope, 3, &usual)?;
+    let reset_after = scope.flag("linear_before_reset", false)?;
+    let weights = Weights::read(scope, &layer, 3)?;
+    let (mut y, mut h) = (Vec::new(), Vec::new());
+    for (direction, &reverse) in layer.reversed.iter().enumerate() {
+        let h0 = layer.first(scope, 5, direction)?;
+        let made = if layer.is_plain(&usual) {
+            // r, z, n among z, r, h.
+            let [w, r, b_w, b_r] = weights.of(scope, &layer, direction as i64, &[1, 0, 2])?;
+            layer.run(scope, reverse, h0, |reverse| Op::Gru(Gru { reverse, reset_after }), &[w, r, b_w, b_r, h0])?
+        } else {
+            let parts = weights.of(scope, &layer, direction as i64, &[0, 1, 2])?;
+            steps::gru(scope, &layer, direction, parts, h0, reset_after)?
+        };
+        y.push(made[0]);
+        h.push(made[1]);
     }
+    Ok(vec![layer.sequence(scope, &y)?, layer.last(scope, &h)?])
+}
+
+/// A plain recurrent layer.
+pub fn rnn(scope: &mut Scope<'_>) -> Outputs {
+    let layer = Layer::read(scope, 1, &["Tanh"])?;
+    let weights = Weights::read(scope, &layer, 1)?;
+    let (mut y, mut h) = (Vec::new(), Vec::new());
+    for (direction, &reverse) in layer.reversed.iter().enumerate() {
+        let h0 = layer.first(scope, 5, direction)?;
+        let parts = weights.of(scope, &layer, direction as i64, &[0])?;
+        let known = [("Tanh", Activation::Tanh), ("Relu", Activation::Relu), ("Sigmoid", Activation::Sigmoid)];
+        let function = &layer.functions[direction][0];
+        let activation = known.into_iter().find(|(name, _)| function.is(name)).filter(|_| layer.clip.is_none());
+        let made = match activation {
+            Some((_, activation)) => {
+                let [w, r, b_w, b_r] = parts;
+                let op = |reverse| Op::Rnn(Rnn { reverse, activation });
+                layer.run(scope, reverse, h0, op, &[w, r, b_w, b_r, h0])?
+            }
+            None => steps::rnn(scope, &layer, direction, parts, h0)?,
+        };
+        y.push(made[0]);
+        h.push(made[1]);
+    }
+    Ok(vec![layer.sequence(scope, &y)?, layer.last(scope, &h)?])
 }

@@ -5,7 +5,7 @@ use super::order::last_arg;
 use super::reshape::axes_of;
 use super::{Known, Outputs, Reason, Scope};
 use crate::import::build::Build;
-use crate::op::{ArgReduce, Binary, Op, ReduceKind, Softmax, Unary, Value};
+use crate::op::{ArgReduce, Binary, Compare, Flip, Op, ReduceKind, Softmax, Unary, Value};
 use crate::tensor::dim::{Dim, volume};
 
 /// What is reduced: the input, the axes that go, and whether they stay as ones. `None` when nothing is reduced.
@@ -86,7 +86,8 @@ pub fn log_sum_exp(scope: &mut Scope<'_>) -> Outputs {
 /// The index of the largest or smallest element, the first or the last one on ties.
 pub fn arg(scope: &mut Scope<'_>, largest: bool) -> Outputs {
     let x = scope.value(0)?;
-    let axis = axis(scope.int("axis", 0)?, scope.fact(x).rank())?;
+    let fact = scope.fact(x);
+    let axis = axis(scope.int("axis", 0)?, fact.rank())?;
     let keep = scope.flag("keepdims", true)?;
     if scope.flag("select_last_index", false)? {
         return Ok(vec![Known::Value(last_arg(scope, largest, x, axis, keep)?)]);

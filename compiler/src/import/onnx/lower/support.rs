@@ -56,7 +56,7 @@ pub fn check(model: &OnnxModel) -> Result<(), Unsupported> {
                 continue;
             }
             let control = matches!(node.op_type.as_str(), "If" | "Loop" | "Scan");
-            if node.domain.is_empty() && (control || table::find(&node.op_type).is_some()) {
+            if (control && node.domain.is_empty()) || table::find_in(&node.domain, &node.op_type).is_some() {
                 continue;
             }
             let operator = match node.domain.as_str() {
@@ -78,14 +78,10 @@ fn why(node: &Node) -> Option<&'static str> {
         return Some("not an operator of the standard");
     }
     Some(match node.op_type.as_str() {
-        "GRU" | "RNN" => "of the recurrent layers, LSTM alone is supported yet",
         "Bernoulli" | "Multinomial" | "RandomNormal" | "RandomNormalLike" | "RandomUniform" | "RandomUniformLike" => {
             "random numbers"
         }
         name if name.contains("Sequence") || name.starts_with("Optional") => "sequences and optionals",
-        name if name.contains("Quantize") || name.contains("Integer") || name.starts_with("QLinear") => {
-            "quantised models cannot be trained"
-        }
         name if name.starts_with("String") || name == "TfIdfVectorizer" => "strings",
         _ => return None,
     })

@@ -3,15 +3,27 @@
 use super::elementwise as each;
 use super::reduce::{self, Around, reduce};
 use super::{
-    Outputs, Scope, bits, boxes, constant, decided, determinant, gather, grid, indicator, linear, loss, movement,
-    ngram, norm, order, padding, recurrent, reshape, resize, scatter, sequence, signal, slice, window,
+    Outputs, Scope, attention, bits, boxes, constant, decided, determinant, einsum, gather, grid, indicator, linear, loss, movement, ngram, norm, order, padding, pool, quantise, recurrent, region, reshape, resize, scatter, sequence, signal, slice, state, step, window,
 };
 use crate::op::{Binary, Compare, CumulativeKind, ReduceKind, Unary};
 
 /// Lowers one node of an operator.
 pub type Lower = fn(&mut Scope<'_>) -> Outputs;
 
-/// How nodes of an operator of the standard domain are lowered, `None` when they are not.
+/// How nodes of an operator are lowered, `None` when they are not.
+pub fn find_in(domain: &str, operator: &str) -> Option<Lower> {
+    let lower: Lower = match (domain, operator) {
+        ("" | "ai.onnx", _) => return find(operator),
+        ("ai.onnx.preview", "FlexAttention") => attention::flex_attention,
+        ("ai.onnx.preview.training", "Adagrad") => step::adagrad,
+        ("ai.onnx.preview.training", "Adam") => step::adam,
+        ("ai.onnx.preview.training", "Momentum") => step::momentum,
+        _ => return None,
+    };
+    Some(lower)
+}
+
+/// The same of the standard domain.
 pub fn find(operator: &str) -> Option<Lower> {
     let lower: Lower = match operator {
         // Elementwise, one input.
@@ -90,6 +102,7 @@ pub fn find(operator: &str) -> Option<Lower> {
         "ArgMax" => |s| reduce::arg(s, true),
         "ArgMin" => |s| reduce::arg(s, false),
         "GlobalAveragePool" => |s| reduce::global(s, ReduceKind::Mean),
+        "GlobalLpPool" => pool::global_lp_pool,
         "GlobalMaxPool" => |s| reduce::global(s, ReduceKind::Max),
         "LogSoftmax" => |s| reduce::softmax(s, true),
         "ReduceL1" => |s| reduce::sum_around(s, Around::Absolute),
@@ -168,20 +181,39 @@ pub fn find(operator: &str) -> Option<Lower> {
         "STFT" => signal::stft,
         // Products and windows.
         "AveragePool" => window::average_pool,
+        "Col2Im" => pool::col2im,
         "Conv" => window::conv,
         "ConvTranspose" => window::conv_transpose,
-        "Det" => determinant::det,
+    "DeformConv" => region::deform_conv, "Det" => determinant::det, "Einsum" => einsum::einsum,
         "Gemm" => linear::gemm,
+        "LpPool" => pool::lp_pool,
         "MatMul" => linear::matmul,
         "MaxPool" => window::max_pool,
+        "MaxUnpool" => pool::max_unpool,
+        "RoiAlign" => region::roi_align,
+        // Whole numbers that stand for others.
+        "ConvInteger" => quantise::conv_integer,
+        "DequantizeLinear" => quantise::dequantize,
+        "DynamicQuantizeLinear" => quantise::dynamic_quantize,
+        "MatMulInteger" => quantise::matmul_integer,
+        "QLinearConv" => quantise::qlinear_conv,
+        "QLinearMatMul" => quantise::qlinear_matmul,
+        "QuantizeLinear" => quantise::quantize,
+        // Recurrent layers and attention.
+        "Attention" => attention::attention,
+        "CausalConvWithState" => state::causal_conv,
+        "GRU" => recurrent::gru,
         "LSTM" => recurrent::lstm,
+        "LinearAttention" => state::linear_attention,
+        "RNN" => recurrent::rnn,
+        "RotaryEmbedding" => attention::rotary,
         // Normalisations and losses.
         "BatchNormalization" => norm::batch_norm,
         "GroupNormalization" => norm::group_norm,
         "InstanceNormalization" => norm::instance_norm,
         "LayerNormalization" => norm::layer_norm,
         "LRN" => norm::local_response,
-        "LpNormalization" => norm::lp_norm,
+        "LpNormalization" => pool::lp_normalization,
         "MeanVarianceNormalization" => norm::mean_variance,
         "NegativeLogLikelihoodLoss" => loss::negative_log_likelihood,
         "RMSNormalization" => norm::rms_norm,

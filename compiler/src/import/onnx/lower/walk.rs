@@ -191,7 +191,8 @@ impl Walk<'_> {
         let mut whole = true;
         for node in nodes {
             let node = &*self.frames.resolved(node)?;
-            match self.frames.spend(1).map_err(Some).and_then(|()| self.node(node)) {
+            self.frames.spend(1)?;
+            match self.node(node) {
                 Ok(outputs) => self.name(node, outputs),
                 Err(told) => {
                     whole = false;
@@ -229,7 +230,7 @@ impl Walk<'_> {
             "Scan" if standard => return repeat::scan(self, node),
             _ => {}
         }
-        let lower = table::find(&node.op_type).filter(|_| standard);
+        let lower = table::find_in(&node.domain, &node.op_type);
         let lower = lower.ok_or_else(|| Some(Reason::Unsupported(format!("the operator {}", shown(&node.op_type)))))?;
         let old = standard && self.frames.top().opset < old::MODERN;
         let translated = if old { old::node(node)? } else { None };

@@ -1,8 +1,9 @@
 //! Windows that move over spatial dims: convolutions and poolings.
 
-use super::{Known, Outputs, Reason, Scope};
+use super::{Known, Outputs, Reason, Scope, pool};
 use crate::import::build::Build;
 use crate::op::{AvgPool, Binary, Conv, ConvInputGrad, MaxPool, Op, Value, Window};
+use crate::tensor::DType;
 use crate::tensor::dim::Dim;
 
 /// The last pads, and the kernel as it must be: `spatial` dims of the input, sizes of the kernel.
@@ -46,7 +47,7 @@ fn same(size: &Dim, kernel: usize, stride: usize, dilation: usize) -> Result<usi
 }
 
 /// Spatial dims of an input of shape `[N, C, D…]`.
-fn spatial_of(scope: &Scope<'_>, x: Value) -> Result<Vec<Dim>, Reason> {
+pub fn spatial_of(scope: &Scope<'_>, x: Value) -> Result<Vec<Dim>, Reason> {
     let fact = scope.fact(x);
     match fact.shape.get(2..) {
         Some(dims) if !dims.is_empty() => Ok(dims.to_vec()),
@@ -104,11 +105,16 @@ fn biased(scope: &mut Scope<'_>, y: Value) -> Outputs {
 /// Convolution.
 pub fn conv(scope: &mut Scope<'_>) -> Outputs {
     let (x, w) = (scope.value(0)?, scope.value(1)?);
+    let y = convolved(scope, x, w)?;
+    biased(scope, y)
+}
+
+/// `x` convolved with `w` as the attributes of the node say.
+pub fn convolved(scope: &mut Scope<'_>, x: Value, w: Value) -> Result<Value, Reason> {
     let spatial = spatial_of(scope, x)?;
     let kernel = kernel_of(scope, w, spatial.len())?;
     let (window, groups) = (window(scope, &spatial, &kernel)?, groups(scope)?);
-    let y = scope.add(Op::Conv(Conv { window, groups }), &[x, w])?;
-    biased(scope, y)
+    scope.add(Op::Conv(Conv { window, groups }), &[x, w])
 }
 
 /// Transposed convolution: the gradient of a convolution for its input. The weight is `[C, O/groups, K…]`, which is the
@@ -119,23 +125,48 @@ pub fn conv_transpose(scope: &mut Scope<'_>) -> Outputs {
     let axes = sizes.len();
     let kernel = kernel_of(scope, w, axes)?;
     let groups = groups(scope)?;
-    if scope.is_set("output_shape") || scope.text("auto_pad", "NOTSET")?.starts_with("SAME") {
-        return Err(Reason::Unsupported("a transposed convolution that works out its own padding".to_string()));
-    }
-    let window = window(scope, &sizes, &kernel)?;
     let extra = scope.sizes_of("output_padding", axes, 0, 0)?;
+    let mode = scope.text("auto_pad", "NOTSET")?;
+    let same = mode.starts_with("SAME");
+    let asked = scope.ints("output_shape")?;
+    // Whoever says how large the result is leaves the padding to be worked out.
+    let mut window = if same || asked.is_some() {
+        let (strides, dilations) = (scope.sizes_of("strides", axes, 1, 1)?, scope.sizes_of("dilations", axes, 1, 1)?);
+        Window { strides, dilations, pads_begin: vec![0; axes], pads_end: vec![0; axes] }
+    } else {
+        window(scope, &sizes, &kernel)?
+    };
     let mut spatial = Vec::with_capacity(axes);
     for i in 0..axes {
         let reach = Dim::from(window.dilations[i]).mul(&Dim::from(kernel[i] - 1))?.add(&Dim::from(extra[i] + 1))?;
         let moved = sizes[i].sub(&Dim::Known(1))?.mul(&Dim::from(window.strides[i]))?;
         let pads = Dim::from(window.pads_begin[i]).add(&Dim::from(window.pads_end[i]))?;
-        spatial.push(moved.add(&reach)?.sub(&pads)?);
+        let whole = moved.add(&reach)?.sub(&pads)?;
+        let want = match &asked {
+            // Some files give the batch and the channels too.
+            Some(list) => list.len().checked_sub(axes).and_then(|from| list.get(from + i)).map(|v| Dim::Known(*v)),
+            None if same => Some(sizes[i].mul(&Dim::from(window.strides[i]))?),
+            None => Some(whole.clone()),
+        };
+        let want = want.ok_or_else(|| Reason::Attribute {
+            name: "output_shape",
+            found: format!("{asked:?}"),
+            expected: "one number for each spatial axis",
+        })?;
+        // What is too much is cut off as padding; what lacks is zeros at the end.
+        let total = whole.sub(&want)?.known().and_then(|v| usize::try_from(v).ok()).unwrap_or(0);
+        let (small, large) = (total / 2, total - total / 2);
+        let (before, after) = if mode == "SAME_UPPER" { (small, large) } else { (large, small) };
+        window.pads_begin[i] += before;
+        window.pads_end[i] += after;
+        spatial.push(want);
     }
     let y = scope.add(Op::ConvInputGrad(ConvInputGrad { window, groups, spatial }), &[x, w])?;
     biased(scope, y)
 }
 
-fn pool_window(scope: &Scope<'_>, x: Value) -> Result<(Vec<usize>, Window, bool), Reason> {
+/// The kernel of a pooling of `x`, how it moves, and whether the number of windows is rounded up.
+pub fn pool_window(scope: &Scope<'_>, x: Value) -> Result<(Vec<usize>, Window, bool), Reason> {
     let spatial = spatial_of(scope, x)?;
     if !scope.is_set("kernel_shape") {
         let expected = "one number for each spatial axis";
@@ -146,12 +177,21 @@ fn pool_window(scope: &Scope<'_>, x: Value) -> Result<(Vec<usize>, Window, bool)
     Ok((kernel, window, scope.flag("ceil_mode", false)?))
 }
 
-/// The largest element of each window.
+/// The largest element of each window and, where someone reads it, its place.
 pub fn max_pool(scope: &mut Scope<'_>) -> Outputs {
     let x = scope.value(0)?;
     let (kernel, window, ceil) = pool_window(scope, x)?;
+    let dtype = scope.fact(x).dtype;
+    // Whole numbers of 8 bits are floats exactly.
+    let x = if matches!(dtype, DType::I8 | DType::U8) { scope.cast(x, DType::F32)? } else { x };
+    let mut outputs = vec![Known::Absent("the output `Indices` of MaxPool"); 2];
+    if scope.node.outputs.get(1).is_some_and(|name| !name.is_empty()) {
+        let by_columns = scope.flag("storage_order", false)?;
+        outputs[1] = Known::Value(pool::places(scope, x, &kernel, &window, ceil, by_columns)?);
+    }
     let y = scope.add(Op::MaxPool(MaxPool { kernel, window, ceil }), &[x])?;
-    Ok(vec![Known::Value(y), Known::Absent("the output `Indices` of MaxPool")])
+    outputs[0] = Known::Value(scope.cast(y, dtype)?);
+    Ok(outputs)
 }
 
 /// The mean of each window.

@@ -1,0 +1,385 @@
+//! Attention: `Attention`, `FlexAttention`, and what models with attention put around it: `RotaryEmbedding`, `SwiGLU`.
+//!
+//! Scores are `softmax(cap(Q·Kᵀ·scale) + bias)·V`. What a query may see is gathered in the bias: 0 where it may look, -∞
+//! where it may not, so that masks of all kinds add up. A query that may see nothing gets zeros; its scores are taken out
+//! before the softmax, where they would be NaN.
+
+use super::gather::{count, number};
+use super::movement::{met, transposed};
+use super::slice::part;
+use super::weight::dtype_of;
+use super::{Known, Outputs, Reason, Scope};
+use crate::import::build::Build;
+use crate::op::{Binary, Compare, Concat, Gather, MatMul, Op, Pad, ReduceKind, Slice, Softmax, Unary, Value};
+use crate::tensor::DType;
+use crate::tensor::dim::Dim;
+
+/// `[B, S, heads·D]` as `[B, heads, S, D]`.
+fn split_heads(scope: &mut Scope<'_>, x: Value, heads: i64) -> Result<Value, Reason> {
+    let fact = scope.fact(x);
+    let [batch, steps, wide] = fact.shape.as_slice() else {
+        return Err(Reason::Inputs(format!("its input {fact} has not rank 3")));
+    };
+    let each = wide.div_exact(&Dim::Known(heads))?;
+    let apart = scope.reshape(x, vec![batch.clone(), steps.clone(), Dim::Known(heads), each])?;
+    transposed(scope, apart, vec![0, 2, 1, 3])
+}
+
+/// `[B, heads, S, D]` as `[B, S, heads·D]`.
+fn join_heads(scope: &mut Scope<'_>, x: Value) -> Result<Value, Reason> {
+    let turned = transposed(scope, x, vec![0, 2, 1, 3])?;
+    let shape = scope.fact(turned).shape;
+    let wide = shape[2].mul(&shape[3])?;
+    scope.reshape(turned, vec![shape[0].clone(), shape[1].clone(), wide])
+}
+
+/// The number of heads that an attribute gives.
+fn heads(scope: &Scope<'_>, name: &'static str) -> Result<i64, Reason> {
+    match scope.int(name, 0)? {
+        heads if heads > 0 => Ok(heads),
+        found => Err(Reason::Attribute { name, found: found.to_string(), expected: "a number of at least 1" }),
+    }
+}
+
+/// Each head of keys or values once for every query head that shares it.
+fn shared(scope: &mut Scope<'_>, x: Value, query_heads: &Dim) -> Result<Value, Reason> {
+    let shape = scope.fact(x).shape;
+    if shape[1] == *query_heads {
+        return Ok(x);
+    }
+    let each = query_heads.div_exact(&shape[1])?;
+    let mut apart = shape.clone();
+    apart.insert(2, Dim::Known(1));
+    let x = scope.reshape(x, apart.clone())?;
+    apart[2] = each;
+    let wide = scope.broadcast(x, apart)?;
+    let mut joined = shape;
+    joined[1] = query_heads.clone();
+    scope.reshape(wide, joined)
+}
+
+/// `Q·Kᵀ·scale`, with the root of the scale on both sides so that less overflows.
+fn scores(scope: &mut Scope<'_>, q: Value, k: Value) -> Result<Value, Reason> {
+    let size = scope.fact(q).shape[3].known();
+    let scale = match (scope.is_set("scale"), size) {
+        (true, _) => scope.float("scale", 1.0)?,
+        (false, Some(size)) if size > 0 => 1.0 / (size as f64).sqrt(),
+        _ => return Err(Reason::Inputs("the size of its heads is not known".to_string())),
+    };
+    if scale < 0.0 {
+        let found = scale.to_string();
+        return Err(Reason::Attribute { name: "scale", found, expected: "a number that is not negative" });
+    }
+    let q = scope.with_number(Binary::Mul, q, scale.sqrt())?;
+    let k = scope.with_number(Binary::Mul, k, scale.sqrt())?;
+    scope.add(Op::MatMul(MatMul { transpose_a: false, transpose_b: true }), &[q, k])
+}
+
+/// `0` where a condition holds, else `-∞`.
+fn allowed(scope: &mut Scope<'_>, condition: Value, dtype: DType) -> Result<Value, Reason> {
+    let (yes, no) = (scope.scalar(dtype, 0.0)?, scope.scalar(dtype, f64::NEG_INFINITY)?);
+    scope.select(condition, yes, no)
+}
+
+/// What each query may see.
+struct Sight {
+    /// The element type of the bias.
+    dtype: DType,
+    /// Queries and keys.
+    sizes: [Dim; 2],
+    /// All that was added up so far.
+    bias: Option<Value>,
+    /// Whether there may be a query that sees nothing.
+    blind: bool,
+}
+
+impl Sight {
+    fn add(&mut self, scope: &mut Scope<'_>, bias: Value) -> Result<(), Reason> {
+        self.bias = Some(match self.bias {
+            Some(sum) => scope.binary(Binary::Add, sum, bias)?,
+            None => bias,
+        });
+        Ok(())
+    }
+
+    /// The mask that the model gives, which may say nothing of the last keys: nobody sees them.
+    fn mask(&mut self, scope: &mut Scope<'_>, mask: Value) -> Result<(), Reason> {
+        let mut bias = match scope.fact(mask).dtype {
+            DType::Bool => allowed(scope, mask, self.dtype)?,
+            _ => scope.cast(mask, self.dtype)?,
+        };
+        let shape = scope.fact(bias).shape;
+        if let Some(have) = shape.last()
+            && !have.is(1)
+            && *have != self.sizes[1]
+        {
+            let missing = self.sizes[1].sub(have)?;
+            if missing.known().is_some_and(|missing| missing < 0) {
+                return Err(Reason::Inputs(format!("a mask over {have} keys for {}", self.sizes[1])));
+            }
+            let none = vec![Dim::Known(0); shape.len()];
+            let mut high = none.clone();
+            high[shape.len() - 1] = missing;
+            let pad = Pad { low: none, high, interior: vec![0; shape.len()], value: f64::NEG_INFINITY };
+            bias = scope.add(Op::Pad(pad), &[bias])?;
+        }
+        self.blind = true;
+        self.add(scope, bias)
+    }
+
+    /// Keys from `left` before to `right` behind the place of a query, which is its number plus `offset`.
+    fn window(&mut self, scope: &mut Scope<'_>, offset: Value, sides: [Option<i64>; 2]) -> Result<(), Reason> {
+        let (i, j) = (count(scope, 2, 0, &self.sizes[0])?, count(scope, 2, 1, &self.sizes[1])?);
+        let place = scope.binary(Binary::Add, i, offset)?;
+        for (side, reach) in sides.into_iter().enumerate() {
+            let Some(reach) = reach else { continue };
+            let reach = number(scope, &Dim::Known(reach))?;
+            let seen = if side == 0 {
+                let first = scope.binary(Binary::Sub, place, reach)?;
+                scope.compare(Compare::LessEqual, first, j)?
+            } else {
+                let last = scope.binary(Binary::Add, place, reach)?;
+                scope.compare(Compare::LessEqual, j, last)?
+            };
+            let bias = allowed(scope, seen, self.dtype)?;
+            self.add(scope, bias)?;
+        }
+        Ok(())
+    }
+
+    /// Scores with the bias, and which queries see nothing.
+    fn applied(&self, scope: &mut Scope<'_>, scores: Value) -> Result<(Value, Option<Value>), Reason> {
+        let Some(bias) = self.bias else { return Ok((scores, None)) };
+        let sum = scope.binary(Binary::Add, scores, bias)?;
+        if !self.blind {
+            return Ok((sum, None));
+        }
+        let last = scope.fact(bias).rank() - 1;
+        let most = scope.reduce(ReduceKind::Max, bias, &[last], true)?;
+        let none = scope.scalar(self.dtype, f64::NEG_INFINITY)?;
+        Ok((sum, Some(scope.compare(Compare::Equal, most, none)?)))
+    }
+}
+
+/// The element type of the softmax, where the node gives one.
+fn precision(scope: &Scope<'_>) -> Result<Option<DType>, Reason> {
+    if !scope.is_set("softmax_precision") {
+        return Ok(None);
+    }
+    let code = scope.int("softmax_precision", 0)?;
+    match i32::try_from(code).ok().and_then(dtype_of).filter(|d| d.is_float()) {
+        Some(dtype) => Ok(Some(dtype)),
+        None => Err(Reason::Unsupported(format!("a softmax in element type {code}"))),
+    }
+}
+
+/// Scaled dot-product attention, with grouped heads, masks, a cache of earlier keys and values, windows and soft caps.
+pub fn attention(scope: &mut Scope<'_>) -> Outputs {
+    let (mut q, mut k, mut v) = (scope.value(0)?, scope.value(1)?, scope.value(2)?);
+    let dtype = scope.fact(q).dtype;
+    let flat = scope.fact(q).rank() == 3;
+    if flat {
+        let (query, key) = (heads(scope, "q_num_heads")?, heads(scope, "kv_num_heads")?);
+        q = split_heads(scope, q, query)?;
+        k = split_heads(scope, k, key)?;
+        v = split_heads(scope, v, key)?;
+    }
+    for value in [q, k, v] {
+        if scope.fact(value).rank() != 4 {
+            return Err(Reason::Inputs(format!("its input {} has not rank 3 or 4", scope.fact(value))));
+        }
+    }
+    let mut past = Dim::Known(0);
+    if let (Some(keys), Some(values)) = (scope.optional(4)?, scope.optional(5)?) {
+        past = scope.fact(keys).shape.get(2).cloned().unwrap_or(past);
+        // Before the first step the cache is empty.
+        if !past.is(0) {
+            k = scope.add(Op::Concat(Concat { axis: 2 }), &[keys, k])?;
+            v = scope.add(Op::Concat(Concat { axis: 2 }), &[values, v])?;
+        }
+    }
+    let (present_k, present_v) = (k, v);
+    let query_heads = scope.fact(q).shape[1].clone();
+    let (k, v) = (shared(scope, k, &query_heads)?, shared(scope, v, &query_heads)?);
+    // Halves are rounded once, at the end.
+    let inner = if matches!(dtype, DType::F16 | DType::Bf16) { DType::F32 } else { dtype };
+    let (q, k, v) = (scope.cast(q, inner)?, scope.cast(k, inner)?, scope.cast(v, inner)?);
+    let raw = scores(scope, q, k)?;
+    let shape = scope.fact(raw).shape;
+    let sizes = [shape[2].clone(), shape[3].clone()];
+    let mut sight = Sight { dtype: inner, sizes, bias: None, blind: false };
+    limits(scope, &mut sight, &shape[0], &past)?;
+    let cap = scope.float("softcap", 0.0)?;
+    let capped = if cap > 0.0 {
+        let small = scope.with_number(Binary::Div, raw, cap)?;
+        let bent = scope.unary(Unary::Tanh, small)?;
+        scope.with_number(Binary::Mul, bent, cap)?
+    } else {
+        raw
+    };
+    let (biased, blind) = sight.applied(scope, capped)?;
+    let mut probabilities = biased;
+    if let Some(precision) = precision(scope)? {
+        probabilities = scope.cast(probabilities, precision)?;
+    }
+    let zero = scope.scalar(scope.fact(probabilities).dtype, 0.0)?;
+    if let Some(blind) = blind {
+        probabilities = scope.select(blind, zero, probabilities)?;
+    }
+    probabilities = scope.add(Op::Softmax(Softmax { axis: 3 }), &[probabilities])?;
+    if let Some(blind) = blind {
+        probabilities = scope.select(blind, zero, probabilities)?;
+    }
+    let probabilities = scope.cast(probabilities, inner)?;
+    let y = scope.add(Op::MatMul(MatMul { transpose_a: false, transpose_b: false }), &[probabilities, v])?;
+    let y = scope.cast(y, dtype)?;
+    let y = if flat { join_heads(scope, y)? } else { y };
+    let shown = match scope.int("qk_matmul_output_mode", 0)? {
+        0 => raw,
+        1 => capped,
+        2 => biased,
+        3 => probabilities,
+        other => {
+            let (found, expected) = (other.to_string(), "a number from 0 to 3");
+            return Err(Reason::Attribute { name: "qk_matmul_output_mode", found, expected });
+        }
+    };
+    let shown = scope.cast(shown, dtype)?;
+    Ok([y, present_k, present_v, shown].map(Known::Value).to_vec())
+}
+
+/// All that keeps queries from seeing keys: causality, windows, the mask, the lengths of the sequences.
+fn limits(scope: &mut Scope<'_>, sight: &mut Sight, batch: &Dim, past: &Dim) -> Result<(), Reason> {
+    let side = |scope: &Scope<'_>, name: &'static str| -> Result<Option<i64>, Reason> {
+        Ok(Some(scope.int(name, -1)?).filter(|reach| *reach >= 0))
+    };
+    let (left, right) = (side(scope, "left_window_size")?, side(scope, "right_window_size")?);
+    let causal = scope.flag("is_causal", false)?;
+    let right = if causal { Some(0) } else { right };
+    let lengths = match scope.optional(6)? {
+        Some(lengths) => {
+            let lengths = scope.cast(lengths, DType::I64)?;
+            Some(scope.reshape(lengths, vec![batch.clone(), Dim::Known(1), Dim::Known(1), Dim::Known(1)])?)
+        }
+        None => None,
+    };
+    if let Some(mask) = scope.optional(3)? {
+        sight.mask(scope, mask)?;
+    }
+    if left.is_some() || right.is_some() {
+        let offset = match lengths {
+            Some(lengths) => {
+                let queries = number(scope, &sight.sizes[0])?;
+                scope.binary(Binary::Sub, lengths, queries)?
+            }
+            None => number(scope, past)?,
+        };
+        sight.window(scope, offset, [left, right])?;
+        // Without a left side, and from a place that is not negative, the first key is always seen.
+        sight.blind |= left.is_some() || lengths.is_some();
+    }
+    if let Some(lengths) = lengths {
+        let j = count(scope, 4, 3, &sight.sizes[1])?;
+        let seen = scope.compare(Compare::Less, j, lengths)?;
+        let bias = allowed(scope, seen, sight.dtype)?;
+        sight.blind = true;
+        sight.add(scope, bias)?;
+    }
+    Ok(())
+}
+
+/// Attention whose scores and probabilities subgraphs may change; without them it is a softmax between two products.
+pub fn flex_attention(scope: &mut Scope<'_>) -> Outputs {
+    if scope.is_set("score_mod") || scope.is_set("prob_mod") {
+        return Err(Reason::Unsupported("an attention with a subgraph that changes its scores".to_string()));
+    }
+    let (q, k, v) = (scope.value(0)?, scope.value(1)?, scope.value(2)?);
+    for value in [q, k, v] {
+        if scope.fact(value).rank() != 4 {
+            return Err(Reason::Inputs(format!("its input {} has not rank 4", scope.fact(value))));
+        }
+    }
+    let dtype = scope.fact(q).dtype;
+    let inner = precision(scope)?.unwrap_or(if dtype == DType::F64 { DType::F64 } else { DType::F32 });
+    let query_heads = scope.fact(q).shape[1].clone();
+    let (k, v) = (shared(scope, k, &query_heads)?, shared(scope, v, &query_heads)?);
+    let scores = scores(scope, q, k)?;
+    let scores = scope.cast(scores, inner)?;
+    let probabilities = scope.add(Op::Softmax(Softmax { axis: 3 }), &[scores])?;
+    let values = scope.cast(v, inner)?;
+    let y = scope.add(Op::MatMul(MatMul { transpose_a: false, transpose_b: false }), &[probabilities, values])?;
+    Ok(vec![Known::Value(scope.cast(y, dtype)?)])
+}
+
+/// Pairs of elements of every head turned by the angle of their place: halves, or neighbours.
+pub fn rotary(scope: &mut Scope<'_>) -> Outputs {
+    let x = scope.value(0)?;
+    let flat = scope.fact(x).rank() == 3;
+    // [B, heads, S, D]
+    let x = if flat {
+        let heads = heads(scope, "num_heads")?;
+        split_heads(scope, x, heads)?
+    } else {
+        x
+    };
+    let shape = scope.fact(x).shape;
+    let size = shape.get(3).and_then(Dim::known).filter(|_| shape.len() == 4);
+    let size = size.ok_or_else(|| Reason::Inputs("the size of its heads is not known".to_string()))?;
+    let wide = match scope.int("rotary_embedding_dim", 0)? {
+        0 => size,
+        wide => wide,
+    };
+    if !(2..=size).contains(&wide) || wide % 2 != 0 {
+        let (found, expected) = (wide.to_string(), "an even number up to the size of a head");
+        return Err(Reason::Attribute { name: "rotary_embedding_dim", found, expected });
+    }
+    let (cos, sin) = (angles(scope, 1, wide / 2)?, angles(scope, 2, wide / 2)?);
+    let next_to = scope.flag("interleaved", false)?;
+    let half = |scope: &mut Scope<'_>, second: i64| {
+        let (begin, end, step) =
+            if next_to { (second, wide, 2) } else { (second * wide / 2, (second + 1) * wide / 2, 1) };
+        let mut slice = super::slice::whole(&shape);
+        (slice.begin[3], slice.end[3], slice.step[3]) = (Dim::Known(begin), Dim::Known(end), step);
+        scope.add(Op::Slice(Slice { ..slice }), &[x])
+    };
+    let (a, b) = (half(scope, 0)?, half(scope, 1)?);
+    let products = [(cos, a), (sin, b), (sin, a), (cos, b)];
+    let mut made = Vec::new();
+    for (angle, part) in products {
+        made.push(scope.binary(Binary::Mul, angle, part)?);
+    }
+    let real = scope.binary(Binary::Sub, made[0], made[1])?;
+    let imaginary = scope.binary(Binary::Add, made[2], made[3])?;
+    let turned = if next_to {
+        let mut column = scope.fact(real).shape;
+        column.push(Dim::Known(1));
+        let parts = [scope.reshape(real, column.clone())?, scope.reshape(imaginary, column)?];
+        let pairs = scope.add(Op::Concat(Concat { axis: 4 }), &parts)?;
+        let mut joined = shape.clone();
+        joined[3] = Dim::Known(wide);
+        scope.reshape(pairs, joined)?
+    } else {
+        scope.add(Op::Concat(Concat { axis: 3 }), &[real, imaginary])?
+    };
+    let y = if wide < size {
+        let rest = part(scope, x, 3, Dim::Known(wide), Dim::Known(size))?;
+        scope.add(Op::Concat(Concat { axis: 3 }), &[turned, rest])?
+    } else {
+        turned
+    };
+    Ok(vec![Known::Value(if flat { join_heads(scope, y)? } else { y })])
+}
+
+/// The cosines or sines of every place, `[B, 1, S, half]`.
+fn angles(scope: &mut Scope<'_>, slot: usize, half: i64) -> Result<Value, Reason> {
+    let mut cache = scope.value(slot)?;
+    if let Some(places) = scope.optional(3)? {
+        cache = scope.add(Op::Gather(Gather { axis: 0 }), &[cache, places])?;
+    }
+    let mut shape = scope.fact(cache).shape;
+    if shape.len() != 3 || !shape[2].is(half) {
+        return Err(Reason::Inputs(format!("{} are no angles for {half} pairs", scope.fact(cache))));
+    }
+    shape.insert(1, Dim::Known(1));
+    scope.reshape(cache, shape)
+}

@@ -1,0 +1,128 @@
+//! The functions inside recurrent layers, by the names that ONNX has for them.
+
+use super::{Reason, Scope};
+use crate::import::build::Build;
+use crate::import::onnx::proto::attribute_proto::AttributeType;
+use crate::op::{Binary, Compare, Unary, Value};
+
+/// One of them, with its numbers.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Function {
+    name: String,
+    alpha: f64,
+    beta: f64,
+}
+
+/// Every function: its name, and what alpha and beta are where it has them and nobody says.
+const FUNCTIONS: [(&str, Option<f64>, Option<f64>); 11] = [
+    ("affine", Some(1.0), Some(0.0)),
+    ("elu", Some(1.0), None),
+    ("hardsigmoid", Some(0.2), Some(0.5)),
+    ("leakyrelu", Some(0.01), None),
+    ("relu", None, None),
+    ("scaledtanh", Some(1.0), Some(1.0)),
+    ("sigmoid", None, None),
+    ("softplus", None, None),
+    ("softsign", None, None),
+    ("tanh", None, None),
+    ("thresholdedrelu", Some(1.0), None),
+];
+
+/// The functions of every direction: those of the attribute, or the usual ones. The lists of alphas and betas have a
+/// number for each function that takes one, in order.
+pub fn functions(scope: &Scope<'_>, usual: &[&str], directions: usize) -> Result<Vec<Vec<Function>>, Reason> {
+    let given = texts(scope, "activations")?;
+    let names: Vec<String> = match given {
+        Some(given) if !given.is_empty() => given,
+        _ => usual.iter().cycle().take(usual.len() * directions).map(|name| (*name).to_string()).collect(),
+    };
+    if names.len() != usual.len() * directions {
+        let found = format!("{names:?}");
+        return Err(Reason::Attribute { name: "activations", found, expected: "as many as the layer has functions" });
+    }
+    let mut alphas = scope.floats("activation_alpha")?.unwrap_or_default().into_iter().map(f64::from);
+    let mut betas = scope.floats("activation_beta")?.unwrap_or_default().into_iter().map(f64::from);
+    let mut all = Vec::with_capacity(names.len());
+    for name in names {
+        let lower = name.to_ascii_lowercase();
+        let Some((_, alpha, beta)) = FUNCTIONS.iter().find(|(known, ..)| *known == lower) else {
+            return Err(Reason::Unsupported(format!("the activation `{name}` of a recurrent layer")));
+        };
+        let alpha = alpha.map_or(0.0, |usual| alphas.next().unwrap_or(usual));
+        let beta = beta.map_or(0.0, |usual| betas.next().unwrap_or(usual));
+        all.push(Function { name: lower, alpha, beta });
+    }
+    Ok(all.chunks(usual.len().max(1)).map(<[Function]>::to_vec).collect())
+}
+
+impl Function {
+    /// Whether it is the function of this name, which has no numbers.
+    pub fn is(&self, name: &str) -> bool {
+        self.name.eq_ignore_ascii_case(name)
+    }
+
+    /// `f(x)`
+    pub fn apply(&self, scope: &mut Scope<'_>, x: Value) -> Result<Value, Reason> {
+        let (alpha, beta) = (self.alpha, self.beta);
+        match self.name.as_str() {
+            "affine" => line(scope, x, alpha, beta),
+            "elu" => {
+                let below = scope.with_number(Binary::Min, x, 0.0)?;
+                let exp = scope.unary(Unary::Exp, below)?;
+                let shifted = scope.with_number(Binary::Sub, exp, 1.0)?;
+                let scaled = scope.with_number(Binary::Mul, shifted, alpha)?;
+                above(scope, x, 0.0, scaled)
+            }
+            "hardsigmoid" => {
+                let line = line(scope, x, alpha, beta)?;
+                let below = scope.with_number(Binary::Min, line, 1.0)?;
+                scope.with_number(Binary::Max, below, 0.0)
+            }
+            "leakyrelu" => {
+                let scaled = scope.with_number(Binary::Mul, x, alpha)?;
+                above(scope, x, 0.0, scaled)
+            }
+            "relu" => scope.unary(Unary::Relu, x),
+            "scaledtanh" => {
+                let inner = scope.with_number(Binary::Mul, x, beta)?;
+                let tanh = scope.unary(Unary::Tanh, inner)?;
+                scope.with_number(Binary::Mul, tanh, alpha)
+            }
+            "sigmoid" => scope.unary(Unary::Sigmoid, x),
+            "softplus" => scope.unary(Unary::Softplus, x),
+            "softsign" => {
+                let size = scope.unary(Unary::Abs, x)?;
+                let below = scope.with_number(Binary::Add, size, 1.0)?;
+                scope.binary(Binary::Div, x, below)
+            }
+            "thresholdedrelu" => {
+                let zero = scope.scalar(scope.fact(x).dtype, 0.0)?;
+                above(scope, x, alpha, zero)
+            }
+            _ => scope.unary(Unary::Tanh, x),
+        }
+    }
+}
+
+/// `alpha·x + beta`
+fn line(scope: &mut Scope<'_>, x: Value, alpha: f64, beta: f64) -> Result<Value, Reason> {
+    let scaled = scope.with_number(Binary::Mul, x, alpha)?;
+    scope.with_number(Binary::Add, scaled, beta)
+}
+
+/// `x > bound ? x : other`
+fn above(scope: &mut Scope<'_>, x: Value, bound: f64, other: Value) -> Result<Value, Reason> {
+    let bound = scope.scalar(scope.fact(x).dtype, bound)?;
+    let large = scope.compare(Compare::Less, bound, x)?;
+    scope.select(large, x, other)
+}
+
+/// A list of words, `None` when it is not there.
+fn texts(scope: &Scope<'_>, name: &'static str) -> Result<Option<Vec<String>>, Reason> {
+    let Some(found) = scope.node.attributes.iter().find(|a| a.name() == name) else { return Ok(None) };
+    if !matches!(found.r#type(), AttributeType::Strings | AttributeType::Undefined) {
+        let found = format!("of type {}", found.r#type().as_str_name());
+        return Err(Reason::Attribute { name, found, expected: "a list of words" });
+    }
+    Ok(Some(found.strings.iter().map(|s| String::from_utf8_lossy(s).into_owned()).collect()))
+}

@@ -1,0 +1,225 @@
+//! `Einsum`: sums of products, from an equation such as `bij,bjk->bik`.
+//!
+//! Every axis has a label. Diagonals are taken first. Then operands are joined from the left, two at a time: a label that
+//! nobody reads any more is summed over, in a matrix product where both operands have it. Axes under `...` have labels of
+//! their own, counted from the right; one of size 1 stretches, and so is left out where another operand is wider.
+
+use super::gather::count;
+use super::movement::transposed;
+use super::{Known, Outputs, Reason, Scope};
+use crate::import::build::Build;
+use crate::op::{Binary, Compare, MatMul, Op, ReduceKind, Value};
+use crate::tensor::dim::{Dim, volume};
+
+/// An axis: a letter, or how far from the right it stands under the dots.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+enum Label {
+    Dots(usize),
+    Letter(char),
+}
+
+/// A value with a label for each axis, none twice.
+#[derive(Clone, Debug)]
+struct Term {
+    value: Value,
+    labels: Vec<Label>,
+}
+
+fn wrong(equation: &str, why: &str) -> Reason {
+    Reason::Inputs(format!("the equation `{}` {why}", equation.chars().take(80).collect::<String>()))
+}
+
+/// The labels of one side of a comma, with `dots` axes for `...`.
+fn labels(equation: &str, part: &str, dots: usize) -> Result<Vec<Label>, Reason> {
+    let mut list = Vec::new();
+    let (mut rest, mut seen) = (part, false);
+    while let Some(first) = rest.chars().next() {
+        if let Some(after) = rest.strip_prefix("...").filter(|_| !seen) {
+            list.extend((0..dots).rev().map(Label::Dots));
+            (rest, seen) = (after, true);
+        } else if first.is_ascii_alphabetic() {
+            list.push(Label::Letter(first));
+            rest = &rest[1..];
+        } else {
+            return Err(wrong(equation, "has something that is no letter"));
+        }
+    }
+    Ok(list)
+}
+
+/// The sum of products that the equation says.
+pub fn einsum(scope: &mut Scope<'_>) -> Outputs {
+    let equation: String = scope.text("equation", "")?.chars().filter(|c| !c.is_whitespace()).collect();
+    let (left, right) = match equation.split_once("->") {
+        Some((left, right)) => (left, Some(right)),
+        None => (equation.as_str(), None),
+    };
+    let parts: Vec<&str> = left.split(',').collect();
+    if parts.len() != scope.inputs.len() {
+        return Err(wrong(&equation, &format!("has {} operands for {} inputs", parts.len(), scope.inputs.len())));
+    }
+    let (mut terms, mut dots) = (Vec::new(), 0);
+    for (slot, part) in parts.iter().enumerate() {
+        let value = scope.value(slot)?;
+        let letters = part.chars().filter(char::is_ascii_alphabetic).count();
+        let own = if part.contains("...") { scope.fact(value).rank().checked_sub(letters) } else { Some(0) };
+        let own = own.ok_or_else(|| wrong(&equation, "has more letters than an input has axes"))?;
+        dots = dots.max(own);
+        let labels = labels(&equation, part, own)?;
+        if labels.len() != scope.fact(value).rank() {
+            return Err(wrong(&equation, &format!("does not fit input {slot}, {}", scope.fact(value))));
+        }
+        terms.push(diagonal(scope, value, labels)?);
+    }
+    let output = match right {
+        Some(right) => labels(&equation, right, dots)?,
+        None => free(&parts, dots),
+    };
+    let known = |label: &Label| terms.iter().any(|term| term.labels.contains(label));
+    let twice = output.iter().enumerate().any(|(n, label)| output[..n].contains(label));
+    if twice || !output.iter().all(known) {
+        return Err(wrong(&equation, "has a result whose letters are not each one of an operand"));
+    }
+    narrow(scope, &mut terms)?;
+    let mut rest = terms.into_iter();
+    let Some(mut all) = rest.next() else { return Err(Reason::Missing { slot: 0 }) };
+    while let Some(next) = rest.next() {
+        let later: Vec<Label> = rest.as_slice().iter().flat_map(|term| term.labels.iter().copied()).collect();
+        let read = |label: &Label| output.contains(label) || later.contains(label);
+        all = joined(scope, all, next, read)?;
+    }
+    let all = summed(scope, all, |label| output.contains(label))?;
+    let place = |label: &Label| all.labels.iter().position(|l| l == label);
+    let perm = output.iter().map(place).collect::<Option<Vec<_>>>();
+    let perm = perm.ok_or_else(|| wrong(&equation, "has a result that no operand gives"))?;
+    Ok(vec![Known::Value(transposed(scope, all.value, perm)?)])
+}
+
+/// The result where the equation has none: the dots, then the letters that stand once, in the order of the alphabet.
+fn free(parts: &[&str], dots: usize) -> Vec<Label> {
+    let mut letters: Vec<char> = parts.iter().flat_map(|part| part.chars()).filter(char::is_ascii_alphabetic).collect();
+    letters.sort_unstable();
+    let once = |n: &usize| letters.iter().filter(|l| **l == letters[*n]).count() == 1;
+    let letters = (0..letters.len()).filter(once).map(|n| Label::Letter(letters[n]));
+    (0..dots).rev().map(Label::Dots).chain(letters).collect()
+}
+
+/// Axes of one label made one: what does not lie on their diagonal is left out of a sum.
+fn diagonal(scope: &mut Scope<'_>, mut value: Value, mut labels: Vec<Label>) -> Result<Term, Reason> {
+    while let Some((first, second)) =
+        (0..labels.len()).find_map(|i| (i + 1..labels.len()).find(|j| labels[*j] == labels[i]).map(|j| (i, j)))
+    {
+        let fact = scope.fact(value);
+        if fact.shape[first] != fact.shape[second] {
+            return Err(Reason::Inputs(format!("axes {first} and {second} of {fact} have no common diagonal")));
+        }
+        let i = count(scope, fact.rank(), first, &fact.shape[first])?;
+        let j = count(scope, fact.rank(), second, &fact.shape[second])?;
+        let on = scope.compare(Compare::Equal, i, j)?;
+        let zero = scope.scalar(fact.dtype, 0.0)?;
+        let kept = scope.select(on, value, zero)?;
+        value = scope.reduce(ReduceKind::Sum, kept, &[second], false)?;
+        labels.remove(second);
+    }
+    Ok(Term { value, labels })
+}
+
+/// Takes the axes of size 1 under the dots from every term where another one is wider.
+fn narrow(scope: &mut Scope<'_>, terms: &mut [Term]) -> Result<(), Reason> {
+    let mut wide = Vec::new();
+    for term in terms.iter() {
+        let shape = scope.fact(term.value).shape;
+        let dots = term.labels.iter().zip(&shape).filter(|(label, dim)| matches!(label, Label::Dots(_)) && !dim.is(1));
+        wide.extend(dots.map(|(label, _)| *label));
+    }
+    for term in terms {
+        let shape = scope.fact(term.value).shape;
+        let stays = |n: &usize| !(shape[*n].is(1) && wide.contains(&term.labels[*n]));
+        let kept: Vec<usize> = (0..shape.len()).filter(stays).collect();
+        term.value = scope.reshape(term.value, kept.iter().map(|n| shape[*n].clone()).collect())?;
+        term.labels = kept.iter().map(|n| term.labels[*n]).collect();
+    }
+    Ok(())
+}
+
+/// A term without the labels that nobody reads.
+fn summed(scope: &mut Scope<'_>, term: Term, read: impl Fn(&Label) -> bool) -> Result<Term, Reason> {
+    let gone: Vec<usize> = (0..term.labels.len()).filter(|n| !read(&term.labels[*n])).collect();
+    if gone.is_empty() {
+        return Ok(term);
+    }
+    let value = scope.reduce(ReduceKind::Sum, term.value, &gone, false)?;
+    Ok(Term { value, labels: term.labels.into_iter().filter(|label| read(label)).collect() })
+}
+
+/// The product of two terms, summed over what both have and nobody else reads.
+fn joined(scope: &mut Scope<'_>, a: Term, b: Term, read: impl Fn(&Label) -> bool) -> Result<Term, Reason> {
+    let a = summed(scope, a, |label| read(label) || b.labels.contains(label))?;
+    let b = summed(scope, b, |label| read(label) || a.labels.contains(label))?;
+    let of = |list: &[Label], keep: &dyn Fn(&Label) -> bool| list.iter().copied().filter(keep).collect::<Vec<_>>();
+    let batch = of(&a.labels, &|l| b.labels.contains(l) && read(l));
+    let inner = of(&a.labels, &|l| b.labels.contains(l) && !read(l));
+    let left = of(&a.labels, &|l| !b.labels.contains(l));
+    let right = of(&b.labels, &|l| !a.labels.contains(l));
+    // [batch, left, right, inner]; what a term does not have is 1.
+    let order: Vec<Label> = [batch.clone(), left.clone(), right.clone(), inner.clone()].concat();
+    let (a_dims, a_value) = aligned(scope, &a, &order)?;
+    let (b_dims, b_value) = aligned(scope, &b, &order)?;
+    let dims: Vec<Dim> = order
+        .iter()
+        .zip(a_dims.iter().zip(&b_dims))
+        .map(|(l, (a_dim, b_dim))| if a.labels.contains(l) { a_dim } else { b_dim }.clone())
+        .collect();
+    for (n, label) in order.iter().enumerate() {
+        if a.labels.contains(label) && b.labels.contains(label) && a_dims[n] != b_dims[n] {
+            return Err(Reason::Inputs(format!("an axis of size {} meets one of size {}", a_dims[n], b_dims[n])));
+        }
+    }
+    let (l, r, i) = (batch.len(), batch.len() + left.len(), batch.len() + left.len() + right.len());
+    let labels = order[..i].to_vec();
+    let value = if inner.is_empty() || !scope.fact(a_value).dtype.is_float() {
+        let product = scope.binary(Binary::Mul, a_value, b_value)?;
+        let gone: Vec<usize> = (i..order.len()).collect();
+        if gone.is_empty() { product } else { scope.reduce(ReduceKind::Sum, product, &gone, false)? }
+    } else {
+        let sizes = [volume(&dims[l..r])?, volume(&dims[r..i])?, volume(&dims[i..])?];
+        let rows = |size: &Dim| [dims[..l].to_vec(), vec![size.clone(), sizes[2].clone()]].concat();
+        let a_value = scope.reshape(a_value, rows(&sizes[0]))?;
+        let b_value = scope.reshape(b_value, rows(&sizes[1]))?;
+        let product = scope.add(Op::MatMul(MatMul { transpose_a: false, transpose_b: true }), &[a_value, b_value])?;
+        scope.reshape(product, dims[..i].to_vec())?
+    };
+    Ok(Term { value, labels })
+}
+
+/// A term with its axes in this order, 1 for those that it does not have.
+fn aligned(scope: &mut Scope<'_>, term: &Term, order: &[Label]) -> Result<(Vec<Dim>, Value), Reason> {
+    let place = |label: &Label| term.labels.iter().position(|l| l == label);
+    let value = transposed(scope, term.value, order.iter().filter_map(place).collect())?;
+    let mut own = scope.fact(value).shape.into_iter();
+    let one = |label: &Label| place(label).and_then(|_| own.next()).unwrap_or(Dim::Known(1));
+    let dims: Vec<Dim> = order.iter().map(one).collect();
+    let value = scope.reshape(value, dims.clone())?;
+    Ok((dims, value))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn labels_are_letters_and_dots() {
+        let told = |part: &str, dots| labels("e", part, dots).map_err(|e| e.to_string());
+        let letter = Label::Letter;
+        assert_eq!(told("a...b", 2), Ok(vec![letter('a'), Label::Dots(1), Label::Dots(0), letter('b')]));
+        assert_eq!(told("", 0), Ok(vec![]));
+        assert!(told("a.b", 1).unwrap_err().contains("no letter"));
+        assert!(told("......", 1).unwrap_err().contains("no letter"));
+    }
+
+    #[test]
+    fn without_a_result_letters_that_stand_once_are_free() {
+        assert_eq!(free(&["...ij", "jk"], 1), [Label::Dots(0), Label::Letter('i'), Label::Letter('k')]);
+        assert_eq!(free(&["i", "i"], 0), []);
+    }
+}

@@ -1,0 +1,100 @@
+//! Batches of sequences of different lengths, each with its end filled up.
+//!
+//! Lengths may be known or not; all is done by comparing and by gathering whole rows, so that gradients follow. Step `t`
+//! of a sequence of length `l` that runs backward is step `l - 1 - t`; what lies behind the end stays where it is.
+
+use super::gather::{count, scaled};
+use super::{Reason, Scope};
+use crate::import::build::Build;
+use crate::op::{Binary, Compare, Gather, Op, Value};
+use crate::tensor::dim::Dim;
+use crate::tensor::{DType, Tensor};
+
+/// The lengths `[N]` of the sequences of a `[T, N, …]`.
+pub struct Lengths {
+    of: Value,
+    steps: Dim,
+    batch: Dim,
+}
+
+impl Lengths {
+    /// Input `slot`, `None` where it is left out or known to say nothing.
+    pub fn read(scope: &mut Scope<'_>, slot: usize, x: Value) -> Result<Option<Lengths>, Reason> {
+        if !scope.has(slot) {
+            return Ok(None);
+        }
+        let shape = scope.fact(x).shape;
+        let (steps, batch) = (shape[0].clone(), shape[1].clone());
+        // A length that is not known yet is computed with.
+        if let Ok(Some(given)) = scope.tensor(slot, "the lengths of the sequences") {
+            let given = given.to_i64();
+            if given.iter().any(|l| *l < 0 || steps.known().is_some_and(|steps| *l > steps)) {
+                return Err(Reason::Inputs(format!("the lengths {given:?} do not fit {steps} steps")));
+            }
+            if given.iter().all(|length| Some(*length) == steps.known()) {
+                return Ok(None);
+            }
+        }
+        let given = scope.value(slot)?;
+        let fact = scope.fact(given);
+        if fact.shape != [batch.clone()] {
+            return Err(Reason::Inputs(format!("the lengths of the sequences are {fact}, expected one for each")));
+        }
+        let of = scope.cast(given, DType::I64)?;
+        Ok(Some(Lengths { of, steps, batch }))
+    }
+
+    /// Whether step `t`, counted along axis 0 of what this meets, lies within: `[T, N]`.
+    fn within(&self, scope: &mut Scope<'_>) -> Result<Value, Reason> {
+        let t = count(scope, 2, 0, &self.steps)?;
+        scope.compare(Compare::Less, t, self.of)
+    }
+
+    /// Whether one step lies within: `[N, 1]`.
+    pub fn at(&self, scope: &mut Scope<'_>, step: i64) -> Result<Value, Reason> {
+        let step = scope.constant(Tensor::from_i64(&[], &[step]))?;
+        let within = scope.compare(Compare::Less, step, self.of)?;
+        scope.reshape(within, vec![self.batch.clone(), Dim::Known(1)])
+    }
+
+    /// `y [T, N, H]` with zeros behind the end.
+    pub fn masked(&self, scope: &mut Scope<'_>, y: Value) -> Result<Value, Reason> {
+        let within = self.within(scope)?;
+        let within = scope.reshape(within, vec![self.steps.clone(), self.batch.clone(), Dim::Known(1)])?;
+        let zero = scope.scalar(scope.fact(y).dtype, 0.0)?;
+        scope.select(within, y, zero)
+    }
+
+    /// Rows of `x [T, N, H]`, given by their step: those of `[…, N]` or `[N]`.
+    fn rows(&self, scope: &mut Scope<'_>, x: Value, step: Value) -> Result<Value, Reason> {
+        let rank = scope.fact(step).rank();
+        let first = scaled(scope, step, &self.batch)?;
+        let n = count(scope, rank, rank - 1, &self.batch)?;
+        let place = scope.binary(Binary::Add, first, n)?;
+        let width = scope.fact(x).shape[2].clone();
+        let flat = scope.reshape(x, vec![self.steps.mul(&self.batch)?, width])?;
+        scope.add(Op::Gather(Gather { axis: 0 }), &[flat, place])
+    }
+
+    /// `x [T, N, H]` with the order of the steps of every sequence turned around.
+    pub fn turned(&self, scope: &mut Scope<'_>, x: Value) -> Result<Value, Reason> {
+        let t = count(scope, 2, 0, &self.steps)?;
+        let one = scope.constant(Tensor::from_i64(&[], &[1]))?;
+        let last = scope.binary(Binary::Sub, self.of, one)?;
+        let back = scope.binary(Binary::Sub, last, t)?;
+        let within = self.within(scope)?;
+        let step = scope.select(within, back, t)?;
+        self.rows(scope, x, step)
+    }
+
+    /// The row of `y [T, N, H]` at the last step of every sequence; `first` for one without steps.
+    pub fn last(&self, scope: &mut Scope<'_>, y: Value, first: Value) -> Result<Value, Reason> {
+        let one = scope.constant(Tensor::from_i64(&[], &[1]))?;
+        let end = scope.binary(Binary::Sub, self.of, one)?;
+        let zero = scope.constant(Tensor::from_i64(&[], &[0]))?;
+        let step = scope.binary(Binary::Max, end, zero)?;
+        let row = self.rows(scope, y, step)?;
+        let any = self.at(scope, 0)?;
+        scope.select(any, row, first)
+    }
+}

@@ -1,0 +1,279 @@
+//! What goes with pooling besides the largest and the mean of each window: where the largest stood, the way back, norms
+//! of windows, and windows added up to an image.
+
+use super::gather::{count, scaled};
+use super::slice::whole;
+use super::window::{pool_window, spatial_of};
+use super::{Known, Outputs, Reason, Scope};
+use crate::import::build::Build;
+use crate::op::{
+    ArgReduce, Binary, Compare, Concat, Conv, ConvInputGrad, Gather, Iota, Op, Pad, ReduceKind, ScatterAdd, Select,
+    Unary, Value, Window,
+};
+use crate::tensor::dim::{Dim, volume};
+use crate::tensor::fact::Fact;
+use crate::tensor::{DType, Tensor};
+
+/// The most elements of a window whose places are told: each is a slice of the input.
+const TAPS: usize = 1024;
+
+/// Window sizes as dims.
+fn dims_of(kernel: &[usize]) -> Vec<Dim> {
+    kernel.iter().map(|&k| Dim::from(k)).collect()
+}
+
+/// Where the largest element of each window stands in `x`, the first one of equals, as a flat place; by columns where
+/// the spatial axes count from the first one.
+pub fn places(
+    scope: &mut Scope<'_>,
+    x: Value,
+    kernel: &[usize],
+    window: &Window,
+    ceil: bool,
+    by_columns: bool,
+) -> Result<Value, Reason> {
+    let shape = scope.fact(x).shape;
+    let spatial = shape[2..].to_vec();
+    let axes = spatial.len();
+    let taps = kernel.iter().try_fold(1usize, |n, k| n.checked_mul(*k)).filter(|n| *n <= TAPS);
+    let taps = taps.ok_or_else(|| Reason::Unsupported(format!("places in windows of {kernel:?} elements")))?;
+    let windows = window.output(&spatial, &dims_of(kernel), ceil).map_err(|e| Reason::Inputs(e.to_string()))?;
+    let mut pad = Pad {
+        low: vec![Dim::Known(0); axes + 2],
+        high: vec![Dim::Known(0); axes + 2],
+        interior: vec![0; axes + 2],
+        value: f64::NEG_INFINITY,
+    };
+    for axis in 0..axes {
+        // As far as the last window reaches; what is not reached is not there.
+        let moved = windows[axis].sub(&Dim::Known(1))?.mul(&Dim::from(window.strides[axis]))?;
+        let reach =
+            moved.add(&Dim::from(window.dilations[axis].saturating_mul(kernel[axis] - 1)))?.add(&Dim::Known(1))?;
+        let low = Dim::from(window.pads_begin[axis]);
+        let lacking = reach.sub(&spatial[axis])?.sub(&low)?;
+        pad.low[axis + 2] = low;
+        pad.high[axis + 2] = if lacking.known().is_some_and(|v| v < 0) { Dim::Known(0) } else { lacking };
+    }
+    let padded = scope.add(Op::Pad(pad), &[x])?;
+    // The steps from a flat place to the next one along each spatial axis.
+    let mut strides = Vec::with_capacity(axes);
+    for axis in 0..axes {
+        strides.push(if by_columns { volume(&spatial[..axis])? } else { volume(&spatial[axis + 1..])? });
+    }
+    let known: Option<Vec<i64>> = strides.iter().map(Dim::known).collect();
+    let known = known.ok_or_else(|| Reason::Inputs("the places of an image of open size are not known".to_string()))?;
+    let (mut parts, mut table) = (Vec::with_capacity(taps), Vec::with_capacity(taps));
+    let column: Vec<Dim> = [&shape[..2], &windows, &[Dim::Known(1)]].concat();
+    for tap in 0..taps {
+        let mut slice = whole(&scope.fact(padded).shape);
+        let (mut rest, mut place) = (tap, 0i64);
+        for axis in (0..axes).rev() {
+            let at = (rest % kernel[axis]).saturating_mul(window.dilations[axis]);
+            rest /= kernel[axis];
+            let moved = windows[axis].sub(&Dim::Known(1))?.mul(&Dim::from(window.strides[axis]))?;
+            slice.begin[axis + 2] = Dim::from(at);
+            slice.end[axis + 2] = moved.add(&Dim::from(at + 1))?;
+            slice.step[axis + 2] = window.strides[axis];
+            place = place.saturating_add((at as i64 - window.pads_begin[axis] as i64).saturating_mul(known[axis]));
+        }
+        let seen = scope.add(Op::Slice(slice), &[padded])?;
+        parts.push(scope.reshape(seen, column.clone())?);
+        table.push(place);
+    }
+    let seen = if let [one] = parts[..] { one } else { scope.add(Op::Concat(Concat { axis: axes + 2 }), &parts)? };
+    let best = scope.add(Op::ArgReduce(ArgReduce { largest: true, axis: axes + 2, keep: false }), &[seen])?;
+    let table = scope.constant(Tensor::from_i64(&[taps], &table))?;
+    let mut place = scope.add(Op::Gather(Gather { axis: 0 }), &[table, best])?;
+    // Every example, channel and window starts somewhere else.
+    let image = volume(&spatial)?;
+    let mut steps = vec![shape[1].mul(&image)?, image];
+    for axis in 0..axes {
+        steps.push(strides[axis].mul(&Dim::from(window.strides[axis]))?);
+    }
+    for (axis, step) in steps.iter().enumerate() {
+        let size = scope.fact(place).shape[axis].clone();
+        let number = count(scope, axes + 2, axis, &size)?;
+        let start = scaled(scope, number, step)?;
+        place = scope.binary(Binary::Add, place, start)?;
+    }
+    Ok(place)
+}
+
+/// Each value at the place where it stood before pooling, zero elsewhere.
+pub fn max_unpool(scope: &mut Scope<'_>) -> Outputs {
+    let (x, index) = (scope.value(0)?, scope.value(1)?);
+    let sizes = spatial_of(scope, x)?;
+    let axes = sizes.len();
+    let kernel = scope.sizes_of("kernel_shape", axes, 1, 1)?;
+    let strides = scope.sizes_of("strides", axes, 1, 1)?;
+    let pads = scope.sizes_of("pads", 2 * axes, 0, 0)?;
+    let fact = scope.fact(x);
+    let mut shape = fact.shape[..2].to_vec();
+    for axis in 0..axes {
+        let moved = sizes[axis].sub(&Dim::Known(1))?.mul(&Dim::from(strides[axis]))?.add(&Dim::from(kernel[axis]))?;
+        shape.push(moved.sub(&Dim::from(pads[axis]))?.sub(&Dim::from(pads[axes + axis]))?);
+    }
+    let (count, size) = (volume(&fact.shape)?, volume(&shape)?);
+    let index = scope.cast(index, DType::I64)?;
+    let index = scope.reshape(index, vec![count.clone()])?;
+    let flat = scope.reshape(x, vec![count.clone()])?;
+    let scatter = ScatterAdd { axis: 0, size };
+    let mut y = scope.add(Op::ScatterAdd(scatter.clone()), &[flat, index])?;
+    if (0..axes).any(|axis| strides[axis] < kernel[axis]) {
+        // Windows that overlap may share their largest element, which then came several times.
+        let one = scope.scalar(fact.dtype, 1.0)?;
+        let ones = scope.broadcast(one, vec![count])?;
+        let times = scope.add(Op::ScatterAdd(scatter), &[ones, index])?;
+        let times = scope.with_number(Binary::Max, times, 1.0)?;
+        y = scope.binary(Binary::Div, y, times)?;
+    }
+    y = scope.reshape(y, shape.clone())?;
+    if let Some(asked) = scope.dims(2, "the shape of the output")? {
+        if asked.len() != shape.len() {
+            return Err(Reason::Inputs(format!(
+                "an output of rank {} for an input of rank {}",
+                asked.len(),
+                shape.len()
+            )));
+        }
+        let mut high = Vec::with_capacity(shape.len());
+        for (want, have) in asked.iter().zip(&shape) {
+            high.push(want.sub(have)?);
+        }
+        if high.iter().any(|d| d.known().is_some_and(|v| v < 0)) {
+            return Err(Reason::Inputs("the output asked for is smaller than what is unpooled".to_string()));
+        }
+        let rank = shape.len();
+        let pad = Pad { low: vec![Dim::Known(0); rank], high, interior: vec![0; rank], value: 0.0 };
+        y = scope.add(Op::Pad(pad), &[y])?;
+    }
+    Ok(vec![Known::Value(y)])
+}
+
+/// `|x|^p`, and the way back from their sum.
+struct Norm {
+    p: i64,
+}
+
+impl Norm {
+    fn read(scope: &Scope<'_>) -> Result<Norm, Reason> {
+        match scope.int("p", 2)? {
+            p if p > 0 => Ok(Norm { p }),
+            p => Err(Reason::Attribute { name: "p", found: p.to_string(), expected: "a number of at least 1" }),
+        }
+    }
+
+    fn power(&self, scope: &mut Scope<'_>, x: Value) -> Result<Value, Reason> {
+        match self.p {
+            1 => scope.unary(Unary::Abs, x),
+            2 => scope.binary(Binary::Mul, x, x),
+            p => {
+                let size = scope.unary(Unary::Abs, x)?;
+                scope.with_number(Binary::Pow, size, p as f64)
+            }
+        }
+    }
+
+    fn root(&self, scope: &mut Scope<'_>, x: Value) -> Result<Value, Reason> {
+        match self.p {
+            1 => Ok(x),
+            2 => scope.unary(Unary::Sqrt, x),
+            p => scope.with_number(Binary::Pow, x, 1.0 / p as f64),
+        }
+    }
+}
+
+/// The p-norm of each window: a convolution of the powers with ones.
+pub fn lp_pool(scope: &mut Scope<'_>) -> Outputs {
+    let (x, norm) = (scope.value(0)?, Norm::read(scope)?);
+    let (kernel, mut window, ceil) = pool_window(scope, x)?;
+    let fact = scope.fact(x);
+    let spatial = fact.shape[2..].to_vec();
+    if ceil {
+        // Windows beyond the padding see zeros there.
+        let windows = window.output(&spatial, &dims_of(&kernel), true).map_err(|e| Reason::Inputs(e.to_string()))?;
+        for axis in 0..spatial.len() {
+            let known = |d: &Dim| d.known().and_then(|v| usize::try_from(v).ok());
+            if let (Some(windows), Some(size)) = (known(&windows[axis]), known(&spatial[axis])) {
+                let span = window.dilations[axis].saturating_mul(kernel[axis] - 1) + 1;
+                let reach = windows.saturating_sub(1).saturating_mul(window.strides[axis]).saturating_add(span);
+                let have = size.saturating_add(window.pads_begin[axis]);
+                window.pads_end[axis] = window.pads_end[axis].max(reach.saturating_sub(have));
+            }
+        }
+    }
+    let power = norm.power(scope, x)?;
+    let alone = [vec![fact.shape[0].mul(&fact.shape[1])?, Dim::Known(1)], spatial].concat();
+    let power = scope.reshape(power, alone)?;
+    let one = scope.scalar(fact.dtype, 1.0)?;
+    let ones = scope.broadcast(one, [vec![Dim::Known(1); 2], dims_of(&kernel)].concat())?;
+    let sum = scope.add(Op::Conv(Conv { window, groups: 1 }), &[power, ones])?;
+    let windows = scope.fact(sum).shape[2..].to_vec();
+    let sum = scope.reshape(sum, [fact.shape[..2].to_vec(), windows].concat())?;
+    Ok(vec![Known::Value(norm.root(scope, sum)?)])
+}
+
+/// The p-norm of every channel.
+pub fn global_lp_pool(scope: &mut Scope<'_>) -> Outputs {
+    let (x, norm) = (scope.value(0)?, Norm::read(scope)?);
+    spatial_of(scope, x)?;
+    let axes: Vec<usize> = (2..scope.fact(x).rank()).collect();
+    let power = norm.power(scope, x)?;
+    let sum = scope.reduce(ReduceKind::Sum, power, &axes, true)?;
+    Ok(vec![Known::Value(norm.root(scope, sum)?)])
+}
+
+/// `x / ‖x‖` along an axis; zeros where the norm is zero.
+pub fn lp_normalization(scope: &mut Scope<'_>) -> Outputs {
+    let (x, norm) = (scope.value(0)?, Norm::read(scope)?);
+    let fact = scope.fact(x);
+    let at = super::attribute::axis(scope.int("axis", -1)?, fact.rank())?;
+    let power = norm.power(scope, x)?;
+    let sum = scope.reduce(ReduceKind::Sum, power, &[at], true)?;
+    // The root has no slope at zero: it is taken of a one there.
+    let (zero, one) = (scope.scalar(fact.dtype, 0.0)?, scope.scalar(fact.dtype, 1.0)?);
+    let none = scope.compare(Compare::Equal, sum, zero)?;
+    let sum = scope.add(Op::Select(Select {}), &[none, one, sum])?;
+    let length = norm.root(scope, sum)?;
+    Ok(vec![Known::Value(scope.binary(Binary::Div, x, length)?)])
+}
+
+/// Columns `[N, C·block, windows]` added up to the image that they are windows of: the gradient of a convolution whose
+/// every filter picks one element.
+pub fn col2im(scope: &mut Scope<'_>) -> Outputs {
+    let x = scope.value(0)?;
+    let spatial = scope.dims(1, "the shape of the image")?.ok_or(Reason::Missing { slot: 1 })?;
+    let block = scope.integers(2, "the shape of the block")?.ok_or(Reason::Missing { slot: 2 })?;
+    let axes = spatial.len();
+    let kernel: Option<Vec<usize>> =
+        block.iter().map(|&k| u16::try_from(k).ok().filter(|k| *k > 0).map(usize::from)).collect();
+    let kernel = kernel.filter(|k| k.len() == axes && axes > 0);
+    let kernel = kernel.ok_or_else(|| Reason::Inputs(format!("a block of {block:?} for an image of {axes} axes")))?;
+    let pads = scope.sizes_of("pads", 2 * axes, 0, 0)?;
+    let window = Window {
+        strides: scope.sizes_of("strides", axes, 1, 1)?,
+        pads_begin: pads[..axes].to_vec(),
+        pads_end: pads[axes..].to_vec(),
+        dilations: scope.sizes_of("dilations", axes, 1, 1)?,
+    };
+    let fact = scope.fact(x);
+    let [batch, wide, _] = fact.shape.as_slice() else {
+        return Err(Reason::Inputs(format!("its input {fact} has not rank 3")));
+    };
+    let each = kernel.iter().try_fold(1usize, |n, k| n.checked_mul(*k)).filter(|n| *n <= TAPS);
+    let each = each.ok_or_else(|| Reason::Unsupported(format!("a block of {block:?} elements")))?;
+    let channels = wide.div_exact(&Dim::from(each))?;
+    let groups = channels.known().and_then(|c| usize::try_from(c).ok());
+    let groups = groups.ok_or_else(|| Reason::Inputs(format!("the number of channels {channels} is not known")))?;
+    let windows = window.output(&spatial, &dims_of(&kernel), false).map_err(|e| Reason::Inputs(e.to_string()))?;
+    let dy = scope.reshape(x, [vec![batch.clone(), wide.clone()], windows].concat())?;
+    // Filter k of each channel is 1 at element k.
+    let square = |axis| Op::Iota(Iota { fact: Fact::of(DType::I64, &[each, each]), axis });
+    let (row, column) = (scope.add(square(0), &[])?, scope.add(square(1), &[])?);
+    let same = scope.compare(Compare::Equal, row, column)?;
+    let picks = scope.cast(same, fact.dtype)?;
+    let picks = scope.broadcast(picks, vec![channels, Dim::from(each), Dim::from(each)])?;
+    let w = scope.reshape(picks, [vec![wide.clone(), Dim::Known(1)], dims_of(&kernel)].concat())?;
+    let op = Op::ConvInputGrad(ConvInputGrad { window, groups, spatial });
+    Ok(vec![Known::Value(scope.add(op, &[dy, w])?)])
+}

@@ -1,0 +1,258 @@
+//! Images read between their pixels: `RoiAlign`, `DeformConv`. A point is a mean of the four pixels around it, each
+//! weighted by how near it lies; every pixel is a row of a gather, so gradients reach the image and the weights.
+
+use super::gather::{count, further, number, scaled};
+use super::movement::transposed;
+use super::slice::part;
+use super::window::with_bias;
+use super::{Known, Outputs, Reason, Scope};
+use crate::import::build::Build;
+use crate::op::{Binary, Compare, Gather, MatMul, Op, ReduceKind, Unary, Value};
+use crate::tensor::dim::{Dim, volume};
+use crate::tensor::{DType, Tensor};
+
+/// One axis of some points: the pixel below and above, and what each weighs.
+struct Between {
+    pixels: [Value; 2],
+    weights: [Value; 2],
+}
+
+/// A size as a whole number.
+fn known(size: &Dim) -> Result<i64, Reason> {
+    size.known().ok_or_else(|| Reason::Inputs(format!("the size {size} of the image is not known")))
+}
+
+/// `low <= x <= high` as 1 or 0.
+fn inside(scope: &mut Scope<'_>, x: Value, low: f64, high: f64) -> Result<Value, Reason> {
+    let dtype = scope.fact(x).dtype;
+    let (low, high) = (scope.scalar(dtype, low)?, scope.scalar(dtype, high)?);
+    let (above, below) = (scope.compare(Compare::LessEqual, low, x)?, scope.compare(Compare::LessEqual, x, high)?);
+    let within = scope.binary(Binary::And, above, below)?;
+    scope.cast(within, dtype)
+}
+
+/// `1 - x`
+fn rest(scope: &mut Scope<'_>, x: Value) -> Result<Value, Reason> {
+    let one = scope.scalar(scope.fact(x).dtype, 1.0)?;
+    scope.binary(Binary::Sub, one, x)
+}
+
+/// Points along an axis of `size` pixels with zeros around the image.
+fn with_zeros(scope: &mut Scope<'_>, x: Value, size: i64) -> Result<Between, Reason> {
+    let last = (size - 1) as f64;
+    let low = scope.unary(Unary::Floor, x)?;
+    let high = scope.with_number(Binary::Add, low, 1.0)?;
+    let above = scope.binary(Binary::Sub, x, low)?;
+    let mut weights = [rest(scope, above)?, above];
+    let mut pixels = [low, high];
+    for (pixel, weight) in pixels.iter_mut().zip(&mut weights) {
+        let there = inside(scope, *pixel, 0.0, last)?;
+        *weight = scope.binary(Binary::Mul, *weight, there)?;
+        let kept = scope.with_number(Binary::Max, *pixel, 0.0)?;
+        let kept = scope.with_number(Binary::Min, kept, last)?;
+        *pixel = scope.cast(kept, DType::I64)?;
+    }
+    Ok(Between { pixels, weights })
+}
+
+/// Points along an axis of `size` pixels, where the outermost pixels reach a pixel further and nothing is beyond.
+fn with_edges(scope: &mut Scope<'_>, x: Value, size: i64) -> Result<Between, Reason> {
+    let last = (size - 1) as f64;
+    let there = inside(scope, x, -1.0, size as f64)?;
+    let x = scope.with_number(Binary::Max, x, 0.0)?;
+    let x = scope.with_number(Binary::Min, x, last)?;
+    let low = scope.unary(Unary::Floor, x)?;
+    let next = scope.with_number(Binary::Add, low, 1.0)?;
+    let high = scope.with_number(Binary::Min, next, last)?;
+    let above = scope.binary(Binary::Sub, x, low)?;
+    let below = rest(scope, above)?;
+    let weights = [scope.binary(Binary::Mul, below, there)?, scope.binary(Binary::Mul, above, there)?];
+    Ok(Between { pixels: [scope.cast(low, DType::I64)?, scope.cast(high, DType::I64)?], weights })
+}
+
+/// The four pixels around points, weighted: rows of `table`, whose place is `first + y·width + x`.
+fn corners(
+    scope: &mut Scope<'_>,
+    table: Value,
+    first: Value,
+    width: &Dim,
+    [y, x]: [&Between; 2],
+) -> Result<Vec<Value>, Reason> {
+    let mut made = Vec::with_capacity(4);
+    for (y_pixel, y_weight) in y.pixels.iter().zip(&y.weights) {
+        let line = scaled(scope, *y_pixel, width)?;
+        let line = scope.binary(Binary::Add, first, line)?;
+        for (x_pixel, x_weight) in x.pixels.iter().zip(&x.weights) {
+            let place = scope.binary(Binary::Add, line, *x_pixel)?;
+            let rows = scope.add(Op::Gather(Gather { axis: 0 }), &[table, place])?;
+            let weight = scope.binary(Binary::Mul, *y_weight, *x_weight)?;
+            let mut column = scope.fact(weight).shape;
+            column.push(Dim::Known(1));
+            let weight = scope.reshape(weight, column)?;
+            made.push(scope.binary(Binary::Mul, rows, weight)?);
+        }
+    }
+    Ok(made)
+}
+
+fn joined(scope: &mut Scope<'_>, op: Binary, list: Vec<Value>) -> Result<Value, Reason> {
+    let mut list = list.into_iter();
+    let mut all = list.next().ok_or_else(|| Reason::Inputs("there is nothing to join".to_string()))?;
+    for value in list {
+        all = scope.binary(op, all, value)?;
+    }
+    Ok(all)
+}
+
+/// The sampling points of regions along one axis, `[R, output·samples]`: the middle of equal parts.
+fn sampled(scope: &mut Scope<'_>, start: Value, size: Value, output: i64, samples: i64) -> Result<Value, Reason> {
+    let points = output.saturating_mul(samples);
+    let steps = count(scope, 2, 1, &Dim::Known(points))?;
+    let steps = scope.cast(steps, scope.fact(start).dtype)?;
+    let middle = scope.with_number(Binary::Add, steps, 0.5)?;
+    let share = scope.with_number(Binary::Mul, middle, 1.0 / points as f64)?;
+    let way = scope.binary(Binary::Mul, size, share)?;
+    scope.binary(Binary::Add, start, way)
+}
+
+/// Regions of an image, each read at points between the pixels and pooled to one size.
+pub fn roi_align(scope: &mut Scope<'_>) -> Outputs {
+    let (x, rois, batch) = (scope.value(0)?, scope.value(1)?, scope.value(2)?);
+    let half = match scope.text("coordinate_transformation_mode", "half_pixel")?.as_str() {
+        "half_pixel" => scope.opset >= 16,
+        "output_half_pixel" => false,
+        other => return Err(Reason::Unsupported(format!("the coordinates `{other}`"))),
+    };
+    let largest = match scope.text("mode", "avg")?.as_str() {
+        "avg" => false,
+        "max" => true,
+        other => return Err(Reason::Unsupported(format!("the mode `{other}`"))),
+    };
+    let samples = scope.int("sampling_ratio", 0)?;
+    if samples == 0 {
+        let what = "a RoiAlign without `sampling_ratio`, whose number of points depends on values,";
+        return Err(Reason::Unsupported(what.to_string()));
+    }
+    let sizes = [scope.int("output_height", 1)?, scope.int("output_width", 1)?];
+    if !(1..=256).contains(&samples) || sizes.iter().any(|size| !(1..=4096).contains(size)) {
+        return Err(Reason::Inputs(format!("regions of {sizes:?} with {samples} samples are beyond all use")));
+    }
+    let scale = scope.float("spatial_scale", 1.0)?;
+    let fact = scope.fact(x);
+    let [images, channels, height, width] = fact.shape.as_slice() else {
+        return Err(Reason::Inputs(format!("its input {fact} has not rank 4")));
+    };
+    let regions = scope.fact(rois).shape.first().cloned().unwrap_or(Dim::Known(1));
+    let mut edges = Vec::new();
+    for at in 0..4 {
+        let edge = part(scope, rois, 1, Dim::Known(at), Dim::Known(at + 1))?;
+        let edge = scope.with_number(Binary::Mul, edge, scale)?;
+        edges.push(if half { scope.with_number(Binary::Sub, edge, 0.5)? } else { edge });
+    }
+    // Edges are x, y, x, y; the image has y first.
+    let mut axes = Vec::new();
+    for (at, size) in [(1, height), (0, width)] {
+        let mut length = scope.binary(Binary::Sub, edges[at + 2], edges[at])?;
+        if !half {
+            length = scope.with_number(Binary::Max, length, 1.0)?;
+        }
+        let points = sampled(scope, edges[at], length, sizes[1 - at], samples)?;
+        let points = scope.cast(points, fact.dtype)?;
+        let count = scope.fact(points).shape[1].clone();
+        let row = match at {
+            1 => vec![regions.clone(), count, Dim::Known(1)],
+            _ => vec![regions.clone(), Dim::Known(1), count],
+        };
+        let points = scope.reshape(points, row)?;
+        axes.push(with_edges(scope, points, known(size)?)?);
+    }
+    let table = transposed(scope, x, vec![0, 2, 3, 1])?;
+    let image = height.mul(width)?;
+    let table = scope.reshape(table, vec![images.mul(&image)?, channels.clone()])?;
+    let batch = scope.cast(batch, DType::I64)?;
+    let batch = scope.reshape(batch, vec![regions.clone(), Dim::Known(1), Dim::Known(1)])?;
+    let first = scaled(scope, batch, &image)?;
+    let four = corners(scope, table, first, width, [&axes[0], &axes[1]])?;
+    // [R, height·samples, width·samples, C]
+    let points = joined(scope, if largest { Binary::Max } else { Binary::Add }, four)?;
+    let [rows, columns, samples] = [sizes[0], sizes[1], samples].map(Dim::Known);
+    let apart = vec![regions, rows, samples.clone(), columns, samples, channels.clone()];
+    let points = scope.reshape(points, apart)?;
+    let kind = if largest { ReduceKind::Max } else { ReduceKind::Mean };
+    let pooled = scope.reduce(kind, points, &[2, 4], false)?;
+    Ok(vec![Known::Value(transposed(scope, pooled, vec![0, 3, 1, 2])?)])
+}
+
+/// The starts of the windows of a kernel along one axis, `[K]` of the kernel's elements: `tap·dilation - padding`.
+fn taps(scope: &mut Scope<'_>, kernel: &[usize], axis: usize, dilation: usize, pad: usize) -> Result<Value, Reason> {
+    let total = kernel[0].saturating_mul(kernel[1]).min(1 << 16);
+    let tap = |k: usize| if axis == 0 { k / kernel[1] } else { k % kernel[1] };
+    let list: Vec<f64> = (0..total).map(|k| (tap(k).saturating_mul(dilation)) as f64 - pad as f64).collect();
+    scope.constant(Tensor::from_f64(&[total, 1, 1], &list))
+}
+
+/// A convolution whose every tap is moved by an offset of its own.
+pub fn deform_conv(scope: &mut Scope<'_>) -> Outputs {
+    let (x, w, offset) = (scope.value(0)?, scope.value(1)?, scope.value(2)?);
+    let (fact, weight, moves) = (scope.fact(x), scope.fact(w), scope.fact(offset));
+    let ([batch, channels, height, width], [filters, _, k_y, k_x], [_, _, rows, columns]) =
+        (fact.shape.as_slice(), weight.shape.as_slice(), moves.shape.as_slice())
+    else {
+        return Err(Reason::Unsupported("a deformable convolution over other than two axes".to_string()));
+    };
+    let unknown = || Reason::Inputs(format!("the kernel of its weight {weight} is not known"));
+    let small = |d: &Dim| d.known().and_then(|v| u8::try_from(v).ok()).filter(|v| *v > 0).map(usize::from);
+    let kernel = [small(k_y).ok_or_else(unknown)?, small(k_x).ok_or_else(unknown)?];
+    let total = Dim::from(kernel[0] * kernel[1]);
+    let (strides, dilations) = (scope.sizes_of("strides", 2, 1, 1)?, scope.sizes_of("dilations", 2, 1, 1)?);
+    let pads = scope.sizes_of("pads", 4, 0, 0)?;
+    let (groups, parts) = (Dim::Known(scope.int("group", 1)?.max(1)), Dim::Known(scope.int("offset_group", 1)?.max(1)));
+    let each = channels.div_exact(&parts)?;
+    let points = [batch.clone(), parts.clone(), total.clone(), rows.clone(), columns.clone()];
+    let apart = [&points[..3], &[Dim::Known(2)], &points[3..]].concat();
+    let offset = scope.reshape(offset, apart)?;
+    let mut axes = Vec::new();
+    for (axis, (size, windows)) in [(height, rows), (width, columns)].into_iter().enumerate() {
+        let own = part(scope, offset, 3, Dim::from(axis), Dim::from(axis + 1))?;
+        let own = scope.reshape(own, points.to_vec())?;
+        let taps = taps(scope, &kernel, axis, dilations[axis], pads[axis])?;
+        let taps = scope.cast(taps, fact.dtype)?;
+        let start = count(scope, 5, 3 + axis, windows)?;
+        let start = scope.cast(start, fact.dtype)?;
+        let start = scope.with_number(Binary::Mul, start, strides[axis] as f64)?;
+        let place = scope.binary(Binary::Add, own, taps)?;
+        let place = scope.binary(Binary::Add, place, start)?;
+        axes.push(with_zeros(scope, place, known(size)?)?);
+    }
+    // Rows of the table are the channels of one offset group at one pixel.
+    let image = height.mul(width)?;
+    let table = scope.reshape(x, vec![batch.clone(), parts.clone(), each.clone(), image.clone()])?;
+    let table = transposed(scope, table, vec![0, 1, 3, 2])?;
+    let table = scope.reshape(table, vec![volume(&[batch.clone(), parts.clone(), image.clone()])?, each])?;
+    let mut first = None;
+    for (axis, step) in [(0, parts.mul(&image)?), (1, image)] {
+        let number = count(scope, 5, axis, &points[axis])?;
+        let steps = scaled(scope, number, &step)?;
+        first = further(scope, first, steps)?;
+    }
+    let zero = number(scope, &Dim::Known(0))?;
+    let four = corners(scope, table, first.unwrap_or(zero), width, [&axes[0], &axes[1]])?;
+    // [N, parts, K, rows, columns, C/parts]
+    let mut seen = joined(scope, Binary::Add, four)?;
+    if let Some(mask) = scope.optional(4)? {
+        let mask = scope.reshape(mask, [&points[..], &[Dim::Known(1)]].concat())?;
+        seen = scope.binary(Binary::Mul, seen, mask)?;
+    }
+    // [N, parts, C/parts, K, rows, columns], and so [N, groups, C/groups·K, windows].
+    let seen = transposed(scope, seen, vec![0, 1, 5, 2, 3, 4])?;
+    let deep = channels.div_exact(&groups)?.mul(&total)?;
+    let seen = scope.reshape(seen, vec![batch.clone(), groups.clone(), deep.clone(), rows.mul(columns)?])?;
+    let w = scope.reshape(w, vec![Dim::Known(1), groups.clone(), filters.div_exact(&groups)?, deep])?;
+    let y = scope.add(Op::MatMul(MatMul { transpose_a: false, transpose_b: false }), &[w, seen])?;
+    let y = scope.reshape(y, vec![batch.clone(), filters.clone(), rows.clone(), columns.clone()])?;
+    let y = match scope.optional(3)? {
+        Some(bias) => with_bias(scope, Binary::Add, y, bias)?,
+        None => y,
+    };
+    Ok(vec![Known::Value(y)])
+}

@@ -1,0 +1,153 @@
+//! Layers that carry a state from one call to the next: `LinearAttention`, `CausalConvWithState`.
+
+use super::movement::transposed;
+use super::slice::part;
+use super::window::with_bias;
+use super::{Known, Outputs, Reason, Scope};
+use crate::import::build::Build;
+use crate::op::{Binary, Concat, Conv, MatMul, Op, Unary, Value, Window};
+use crate::tensor::DType;
+use crate::tensor::dim::Dim;
+
+/// The most steps of a linear attention, which is written out step by step.
+const STEPS: i64 = 256;
+
+/// What one step of a linear attention does to the state.
+struct Rule {
+    /// The state fades by a given factor.
+    gated: bool,
+    /// What the state holds already under a key is taken from the value.
+    delta: bool,
+}
+
+/// `[B, T, heads·D]` as `[B, heads, T, D]`, in `f32`.
+fn unpacked(scope: &mut Scope<'_>, slot: usize, heads: i64) -> Result<Value, Reason> {
+    let x = scope.value(slot)?;
+    let x = if scope.fact(x).dtype == DType::F64 { x } else { scope.cast(x, DType::F32)? };
+    let fact = scope.fact(x);
+    let [batch, steps, wide] = fact.shape.as_slice() else {
+        return Err(Reason::Inputs(format!("input {slot} is {fact}, expected rank 3")));
+    };
+    let each = wide.div_exact(&Dim::Known(heads))?;
+    let apart = scope.reshape(x, vec![batch.clone(), steps.clone(), Dim::Known(heads), each])?;
+    transposed(scope, apart, vec![0, 2, 1, 3])
+}
+
+fn product(scope: &mut Scope<'_>, a: Value, b: Value, transpose_a: bool) -> Result<Value, Reason> {
+    scope.add(Op::MatMul(MatMul { transpose_a, transpose_b: false }), &[a, b])
+}
+
+/// Attention without a softmax: a matrix S for each head, to which every step adds `kᵀv`, and from which it reads `q·S`.
+/// Where it is gated S fades by `e^decay` before; a delta rule adds `beta·kᵀ(v - k·S)` instead.
+pub fn linear_attention(scope: &mut Scope<'_>) -> Outputs {
+    let rule = match scope.text("update_rule", "gated_delta")?.as_str() {
+        "linear" => Rule { gated: false, delta: false },
+        "gated" => Rule { gated: true, delta: false },
+        "delta" => Rule { gated: false, delta: true },
+        "gated_delta" => Rule { gated: true, delta: true },
+        other => {
+            let expected = "linear, gated, delta or gated_delta";
+            return Err(Reason::Attribute { name: "update_rule", found: other.to_string(), expected });
+        }
+    };
+    let (query_heads, heads) = (scope.int("q_num_heads", 0)?, scope.int("kv_num_heads", 0)?);
+    if heads < 1 || query_heads < 1 || query_heads % heads != 0 {
+        let (found, expected) = (query_heads.to_string(), "a multiple of `kv_num_heads`, both at least 1");
+        return Err(Reason::Attribute { name: "q_num_heads", found, expected });
+    }
+    let out = scope.fact_of(0)?.dtype;
+    let (q, k, v) = (unpacked(scope, 0, query_heads)?, unpacked(scope, 1, heads)?, unpacked(scope, 2, heads)?);
+    let (keys, values) = (scope.fact(k), scope.fact(v));
+    let [batch, _, steps, key_size] = keys.shape.as_slice() else { unreachable!("it was given four axes") };
+    let value_size = values.shape[3].clone();
+    let scale = match (scope.float("scale", 0.0)?, key_size.known()) {
+        (scale, _) if scale != 0.0 => scale,
+        (_, Some(size)) if size > 0 => 1.0 / (size as f64).sqrt(),
+        _ => return Err(Reason::Inputs("the size of its heads is not known".to_string())),
+    };
+    let length = steps.known().filter(|steps| (1..=STEPS).contains(steps)).ok_or_else(|| {
+        Reason::Unsupported(format!("a linear attention over {steps} steps (1 to {STEPS} are written out)"))
+    })?;
+    let decay = if rule.gated { Some(unpacked(scope, 4, heads)?) } else { None };
+    let beta = match rule.delta {
+        true => {
+            let shared = scope.fact_of(5)?.shape.last().is_some_and(|last| last.is(1));
+            Some(unpacked(scope, 5, if shared { 1 } else { heads })?)
+        }
+        false => None,
+    };
+    let (mut state, kept) = match scope.optional(3)? {
+        Some(past) => (scope.cast(past, keys.dtype)?, scope.fact(past).dtype),
+        None => {
+            let zero = scope.scalar(keys.dtype, 0.0)?;
+            let shape = vec![batch.clone(), Dim::Known(heads), key_size.clone(), value_size.clone()];
+            (scope.broadcast(zero, shape)?, out)
+        }
+    };
+    // Query heads that share a state are rows of one product.
+    let rows = Dim::Known(query_heads / heads);
+    let grouped = vec![batch.clone(), Dim::Known(heads), rows.clone(), key_size.clone()];
+    let mut each = Vec::new();
+    for t in 0..length {
+        let at = |scope: &mut Scope<'_>, x: Value| part(scope, x, 2, Dim::Known(t), Dim::Known(t + 1));
+        let (key, mut value) = (at(scope, k)?, at(scope, v)?);
+        if let Some(decay) = decay {
+            let decay = at(scope, decay)?;
+            let column = transposed(scope, decay, vec![0, 1, 3, 2])?;
+            let factor = scope.unary(Unary::Exp, column)?;
+            state = scope.binary(Binary::Mul, state, factor)?;
+        }
+        if let Some(beta) = beta {
+            let held = product(scope, key, state, false)?;
+            let new = scope.binary(Binary::Sub, value, held)?;
+            let beta = at(scope, beta)?;
+            value = scope.binary(Binary::Mul, new, beta)?;
+        }
+        let added = product(scope, key, value, true)?;
+        state = scope.binary(Binary::Add, state, added)?;
+        let query = at(scope, q)?;
+        let query = scope.reshape(query, grouped.clone())?;
+        let read = product(scope, query, state, false)?;
+        let y = scope.with_number(Binary::Mul, read, scale)?;
+        each.push(scope.reshape(y, vec![batch.clone(), Dim::Known(1), Dim::Known(query_heads).mul(&value_size)?])?);
+    }
+    let y = if let [one] = each[..] { one } else { scope.add(Op::Concat(Concat { axis: 1 }), &each)? };
+    let (y, state) = (scope.cast(y, out)?, scope.cast(state, kept)?);
+    Ok(vec![Known::Value(y), Known::Value(state)])
+}
+
+/// A convolution of each channel with the steps before, of which the last ones are carried on.
+pub fn causal_conv(scope: &mut Scope<'_>) -> Outputs {
+    let (x, w) = (scope.value(0)?, scope.value(1)?);
+    let (fact, weight) = (scope.fact(x), scope.fact(w));
+    let ([batch, channels, steps], [_, _, kernel]) = (fact.shape.as_slice(), weight.shape.as_slice()) else {
+        return Err(Reason::Inputs(format!("its input {fact} and weight {weight} have not rank 3")));
+    };
+    let unknown = || Reason::Inputs(format!("the sizes of its weight {weight} are not known"));
+    let groups = channels.known().and_then(|c| usize::try_from(c).ok()).ok_or_else(unknown)?;
+    let before = kernel.known().filter(|k| *k > 0).ok_or_else(unknown)? - 1;
+    let shape = vec![batch.clone(), channels.clone(), Dim::Known(before)];
+    let past = match scope.optional(3)? {
+        Some(past) => past,
+        None => {
+            let zero = scope.scalar(fact.dtype, 0.0)?;
+            scope.broadcast(zero, shape)?
+        }
+    };
+    let padded = if before == 0 { x } else { scope.add(Op::Concat(Concat { axis: 2 }), &[past, x])? };
+    let window = Window { strides: vec![1], pads_begin: vec![0], pads_end: vec![0], dilations: vec![1] };
+    let mut y = scope.add(Op::Conv(Conv { window, groups }), &[padded, w])?;
+    if let Some(bias) = scope.optional(2)? {
+        y = with_bias(scope, Binary::Add, y, bias)?;
+    }
+    y = match scope.text("activation", "none")?.as_str() {
+        "none" => y,
+        "silu" | "swish" => scope.unary(Unary::Silu, y)?,
+        other => {
+            let expected = "none, silu or swish";
+            return Err(Reason::Attribute { name: "activation", found: other.to_string(), expected });
+        }
+    };
+    let carried = part(scope, padded, 2, steps.clone(), steps.add(&Dim::Known(before))?)?;
+    Ok(vec![Known::Value(y), Known::Value(carried)])
+}

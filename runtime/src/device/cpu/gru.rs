@@ -1,0 +1,207 @@
+//! Gated recurrent units and their gradient: products by `gemm`, one or two a step where the steps depend on each other,
+//! one for the whole sequence where they do not.
+
+use super::lstm::{Sizes, logistic, of_state, plain, turned};
+use super::matmul::{Matrix, product};
+use super::movement::transpose_matrix;
+use super::real::Real;
+use super::rnn::{columns, next};
+use super::wide::wide;
+use super::{ALIGNMENT, Fast, Layout};
+use bytemuck::{cast_slice, cast_slice_mut};
+use compiler::op::lstm::{before, order};
+use compiler::op::{Gru, GruGrad};
+use compiler::tensor::DType;
+
+/// The forward run.
+pub fn kernel(op: &Gru, x: &Layout, w_hh: &Layout) -> Option<Fast> {
+    let sizes = Sizes::of(x, w_hh)?;
+    match x.dtype {
+        DType::F32 => Some(forward::<f32>(op.reverse, op.reset_after, sizes)),
+        DType::F64 => Some(forward::<f64>(op.reverse, op.reset_after, sizes)),
+        _ => None,
+    }
+}
+
+/// The gradient.
+pub fn grad(op: &GruGrad, x: &Layout, w_hh: &Layout) -> Option<Fast> {
+    let sizes = Sizes::of(x, w_hh)?;
+    match x.dtype {
+        DType::F32 => Some(backward::<f32>(op.reverse, op.reset_after, sizes)),
+        DType::F64 => Some(backward::<f64>(op.reverse, op.reset_after, sizes)),
+        _ => None,
+    }
+}
+
+/// A matrix whose rows are `row` elements apart, from column `first` on.
+fn from_column<T>(values: &[T], first: usize, row: usize) -> Matrix<'_, T> {
+    Matrix { values: values.get(first..).unwrap_or_default(), strides: (row, 1) }
+}
+
+fn forward<T: Real>(reverse: bool, reset_after: bool, sizes: Sizes) -> Fast {
+    let Sizes { steps, batch, width, hidden } = sizes;
+    let (two, three, four) = (2 * hidden, 3 * hidden, 4 * hidden);
+    let fast = Fast::new(move |inputs, outputs, workspace| {
+        let [x, w_ih, w_hh, b_ih, b_hh, h0] = [0, 1, 2, 3, 4, 5].map(|i| cast_slice::<u8, T>(inputs[i]));
+        let [y, last_h, gates] = outputs else { unreachable!("a GRU has three outputs") };
+        let [y, last_h, gates] = [y, last_h, gates].map(|o| cast_slice_mut::<u8, T>(o));
+        // Every step multiplies by this matrix, which is read row by row when it is laid out once.
+        let (w_hh_turned, rest) = cast_slice_mut::<u8, T>(workspace).split_at_mut(hidden * three);
+        let sums = &mut rest[..batch * three];
+        transpose_matrix(w_hh, hidden, w_hh_turned, three, [hidden, three]);
+        product([steps * batch, three, width], plain(x, width), turned(w_ih, width), gates, four, false);
+        let (mut rest, mut h): (&mut [T], &[T]) = (y, h0);
+        for t in order(steps, reverse) {
+            let gates = &mut gates[sizes.step(t, four)];
+            // The candidate's product follows when it is known what the reset gate leaves of the state.
+            let together = if reset_after { three } else { two };
+            product([batch, together, hidden], plain(h, hidden), plain(w_hh_turned, three), sums, three, false);
+            for n in 0..batch {
+                let gates = &mut gates[n * four..(n + 1) * four];
+                open(gates, &sums[n * three..(n + 1) * three], b_ih, b_hh, &h[n * hidden..(n + 1) * hidden]);
+            }
+            if !reset_after && hidden > 0 && batch > 0 {
+                let (left, weight) = (from_column(gates, three, four), from_column(w_hh_turned, two, three));
+                product([batch, hidden, hidden], left, weight, &mut sums[two..], three, false);
+            }
+            let step = next(&mut rest, batch * hidden, reverse);
+            for n in 0..batch {
+                let (row, sums) = (n * hidden..(n + 1) * hidden, &sums[n * three + two..(n + 1) * three]);
+                let gates = &mut gates[n * four..(n + 1) * four];
+                mix(gates, sums, &b_ih[two..], &b_hh[two..], &h[row.clone()], &mut step[row], reset_after);
+            }
+            h = step;
+        }
+        last_h.copy_from_slice(h);
+        Ok(())
+    });
+    fast.with_workspace((hidden * three + batch * three) * size_of::<T>())
+}
+
+wide! {
+    // One row of the batch: r and z get their values, and behind the candidate stands what r leaves of the state.
+    fn open[T: Real](gates: &mut [T], sums: &[T], b_ih: &[T], b_hh: &[T], h: &[T]) {
+        let hidden = h.len();
+        let (both, rest) = gates.split_at_mut(2 * hidden);
+        for (((a, sum), b_ih), b_hh) in both.iter_mut().zip(sums).zip(b_ih).zip(b_hh) {
+            *a = logistic(*a + *b_ih + *sum + *b_hh);
+        }
+        let left = &mut rest[hidden..];
+        for j in 0..hidden {
+            left[j] = both[j] * h[j];
+        }
+    }
+}
+
+wide! {
+    // One row of the batch: the candidate and the new state.
+    fn mix[T: Real](gates: &mut [T], sums: &[T], b_ih: &[T], b_hh: &[T], h: &[T], y: &mut [T], reset_after: bool) {
+        let hidden = h.len();
+        let (r, rest) = gates.split_at_mut(hidden);
+        let (z, rest) = rest.split_at_mut(hidden);
+        let (n, met) = rest.split_at_mut(hidden);
+        if reset_after {
+            for j in 0..hidden {
+                met[j] = sums[j] + b_hh[j];
+                n[j] = n[j] + b_ih[j] + r[j] * met[j];
+            }
+        } else {
+            for j in 0..hidden {
+                n[j] = n[j] + b_ih[j] + sums[j] + b_hh[j];
+            }
+        }
+        n.iter_mut().for_each(|n| *n = n.tanh());
+        for j in 0..hidden {
+            y[j] = (T::ONE - z[j]) * n[j] + z[j] * h[j];
+        }
+    }
+}
+
+fn backward<T: Real>(reverse: bool, reset_after: bool, sizes: Sizes) -> Fast {
+    let Sizes { steps, batch, width, hidden } = sizes;
+    let (two, three, four, rows) = (2 * hidden, 3 * hidden, 4 * hidden, steps * batch);
+    let sums_bytes = (three * size_of::<f64>()).next_multiple_of(ALIGNMENT);
+    let fast = Fast::new(move |inputs, outputs, workspace| {
+        let [dy, last_dh, x, w_ih, w_hh] = [0, 1, 2, 3, 4].map(|i| cast_slice::<u8, T>(inputs[i]));
+        let [h0, y, gates] = [5, 6, 7].map(|i| cast_slice::<u8, T>(inputs[i]));
+        let [dx, dw_ih, dw_hh, db_ih, db_hh, dh] = outputs else { unreachable!("its gradient has six outputs") };
+        let [dx, dw_ih, dw_hh] = [dx, dw_ih, dw_hh].map(|o| cast_slice_mut::<u8, T>(o));
+        let [db_ih, db_hh, dh] = [db_ih, db_hh, dh].map(|o| cast_slice_mut::<u8, T>(o));
+        let (sums, rest) = workspace.split_at_mut(sums_bytes);
+        let sums = &mut cast_slice_mut::<u8, f64>(sums)[..three];
+        // What arrives at the sums from x, at those of the candidate from h, and through the candidate's weight.
+        let (da, rest) = cast_slice_mut::<u8, T>(rest).split_at_mut(rows * three);
+        let (e, rest) = rest.split_at_mut(rows * hidden);
+        let through = &mut rest[..batch * hidden];
+        let (w_gates, w_candidate) = w_hh.split_at(two * hidden);
+        dh.copy_from_slice(last_dh);
+        for t in order(steps, !reverse) {
+            let h = before(t, steps, reverse).map_or(h0, |t| &y[sizes.step(t, hidden)]);
+            let (da, e) = (&mut da[sizes.step(t, three)], &mut e[sizes.step(t, hidden)]);
+            let (dy, gates) = (&dy[sizes.step(t, hidden)], &gates[sizes.step(t, four)]);
+            for n in 0..batch {
+                let (row, gates) = (n * hidden..(n + 1) * hidden, &gates[n * four..(n + 1) * four]);
+                let da = &mut da[n * three..(n + 1) * three];
+                mix_grad(&dy[row.clone()], &mut dh[row.clone()], gates, &h[row.clone()], da, &mut e[row], reset_after);
+            }
+            product([batch, hidden, hidden], plain(e, hidden), plain(w_candidate, hidden), through, hidden, false);
+            for n in 0..batch {
+                let (row, gates) = (n * hidden..(n + 1) * hidden, &gates[n * four..(n + 1) * four]);
+                let da = &mut da[n * three..(n + 1) * three];
+                open_grad(&mut dh[row.clone()], gates, &h[row.clone()], &through[row], da, reset_after);
+            }
+            product([batch, hidden, two], plain(da, three), plain(w_gates, hidden), dh, hidden, true);
+        }
+        let (da, e) = (&*da, &*e);
+        product([rows, width, three], plain(da, three), plain(w_ih, width), dx, width, false);
+        product([three, width, rows], turned(da, three), plain(x, width), dw_ih, width, false);
+        let (dw_gates, dw_candidate) = dw_hh.split_at_mut(two * hidden);
+        of_state(reverse, sizes, da, [two, three], h0, y, dw_gates);
+        if reset_after {
+            of_state(reverse, sizes, e, [hidden, hidden], h0, y, dw_candidate);
+        } else {
+            let left = from_column(gates, three, four);
+            product([hidden, hidden, rows], turned(e, hidden), left, dw_candidate, hidden, false);
+        }
+        columns(da, three, sums);
+        db_ih.iter_mut().zip(&*sums).for_each(|(d, sum)| *d = T::of(*sum));
+        columns(e, hidden, &mut sums[two..]);
+        db_hh.iter_mut().zip(&*sums).for_each(|(d, sum)| *d = T::of(*sum));
+        Ok(())
+    });
+    fast.with_workspace(sums_bytes + (rows * four + batch * hidden) * size_of::<T>())
+}
+
+wide! {
+    // One row of the batch: from the new state to z and the candidate. dh gets what arrives from y.
+    fn mix_grad[T: Real](dy: &[T], dh: &mut [T], gates: &[T], h: &[T], da: &mut [T], e: &mut [T], reset_after: bool) {
+        let hidden = h.len();
+        let (r, rest) = gates.split_at(hidden);
+        let (z, rest) = rest.split_at(hidden);
+        let n = &rest[..hidden];
+        let (da_z, da_n) = da[hidden..].split_at_mut(hidden);
+        for j in 0..hidden {
+            let d = dh[j] + dy[j];
+            dh[j] = d;
+            da_z[j] = d * (h[j] - n[j]) * z[j] * (T::ONE - z[j]);
+            da_n[j] = d * (T::ONE - z[j]) * (T::ONE - n[j] * n[j]);
+            e[j] = if reset_after { da_n[j] * r[j] } else { da_n[j] };
+        }
+    }
+}
+
+wide! {
+    // One row of the batch: from the candidate to r, and what goes on to the state before.
+    fn open_grad[T: Real](dh: &mut [T], gates: &[T], h: &[T], through: &[T], da: &mut [T], reset_after: bool) {
+        let hidden = h.len();
+        let (r, rest) = gates.split_at(hidden);
+        let (z, met) = (&rest[..hidden], &rest[2 * hidden..]);
+        let (da_r, rest) = da.split_at_mut(hidden);
+        let da_n = &rest[hidden..];
+        for j in 0..hidden {
+            let (dr, on) = if reset_after { (da_n[j] * met[j], through[j]) } else { (through[j] * h[j], through[j] * r[j]) };
+            da_r[j] = dr * r[j] * (T::ONE - r[j]);
+            dh[j] = dh[j] * z[j] + on;
+        }
+    }
+}

@@ -1,0 +1,129 @@
+//! Plain recurrent layers and their gradient: products by `gemm`, one a step where the steps depend on each other, one
+//! for the whole sequence where they do not.
+
+use super::lstm::{Sizes, logistic, of_state, plain, turned};
+use super::matmul::product;
+use super::movement::transpose_matrix;
+use super::real::Real;
+use super::wide::wide;
+use super::{ALIGNMENT, Fast, Layout};
+use bytemuck::{cast_slice, cast_slice_mut};
+use compiler::op::lstm::order;
+use compiler::op::{Activation, Rnn, RnnGrad};
+use compiler::tensor::DType;
+
+/// The forward run.
+pub fn kernel(op: &Rnn, x: &Layout, w_hh: &Layout) -> Option<Fast> {
+    let sizes = Sizes::of(x, w_hh)?;
+    match x.dtype {
+        DType::F32 => Some(forward::<f32>(op.reverse, op.activation, sizes)),
+        DType::F64 => Some(forward::<f64>(op.reverse, op.activation, sizes)),
+        _ => None,
+    }
+}
+
+/// The gradient.
+pub fn grad(op: &RnnGrad, x: &Layout, w_hh: &Layout) -> Option<Fast> {
+    let sizes = Sizes::of(x, w_hh)?;
+    match x.dtype {
+        DType::F32 => Some(backward::<f32>(op.reverse, op.activation, sizes)),
+        DType::F64 => Some(backward::<f64>(op.reverse, op.activation, sizes)),
+        _ => None,
+    }
+}
+
+/// The part of a sequence that is written next, so that the step before can be read meanwhile.
+pub(super) fn next<'a, T>(from: &mut &'a mut [T], size: usize, reverse: bool) -> &'a mut [T] {
+    let all = std::mem::take(from);
+    let at = if reverse { all.len() - size } else { size };
+    let (head, tail) = all.split_at_mut(at);
+    let (step, rest) = if reverse { (tail, head) } else { (head, tail) };
+    *from = rest;
+    step
+}
+
+fn forward<T: Real>(reverse: bool, activation: Activation, sizes: Sizes) -> Fast {
+    let Sizes { steps, batch, width, hidden } = sizes;
+    let fast = Fast::new(move |inputs, outputs, workspace| {
+        let [x, w_ih, w_hh, b_ih, b_hh, h0] = [0, 1, 2, 3, 4, 5].map(|i| cast_slice::<u8, T>(inputs[i]));
+        let [y, last_h] = outputs else { unreachable!("a recurrent layer has two outputs") };
+        let [y, last_h] = [y, last_h].map(|o| cast_slice_mut::<u8, T>(o));
+        // Every step multiplies by this matrix, which is read row by row when it is laid out once.
+        let w_hh_turned = &mut cast_slice_mut::<u8, T>(workspace)[..hidden * hidden];
+        transpose_matrix(w_hh, hidden, w_hh_turned, hidden, [hidden, hidden]);
+        product([steps * batch, hidden, width], plain(x, width), turned(w_ih, width), y, hidden, false);
+        let (mut rest, mut h): (&mut [T], &[T]) = (y, h0);
+        for _ in 0..steps {
+            let step = next(&mut rest, batch * hidden, reverse);
+            product([batch, hidden, hidden], plain(h, hidden), plain(w_hh_turned, hidden), step, hidden, true);
+            step.chunks_exact_mut(hidden.max(1)).for_each(|row| cell(row, b_ih, b_hh, activation));
+            h = step;
+        }
+        last_h.copy_from_slice(h);
+        Ok(())
+    });
+    fast.with_workspace(hidden * hidden * size_of::<T>())
+}
+
+wide! {
+    // One row of the batch: sums become values.
+    fn cell[T: Real](sums: &mut [T], b_ih: &[T], b_hh: &[T], activation: Activation) {
+        for ((a, b), b_hh) in sums.iter_mut().zip(b_ih).zip(b_hh) {
+            *a = *a + *b + *b_hh;
+        }
+        match activation {
+            Activation::Tanh => sums.iter_mut().for_each(|a| *a = a.tanh()),
+            Activation::Relu => sums.iter_mut().for_each(|a| *a = a.larger(T::ZERO)),
+            Activation::Sigmoid => sums.iter_mut().for_each(|a| *a = logistic(*a)),
+        }
+    }
+}
+
+fn backward<T: Real>(reverse: bool, activation: Activation, sizes: Sizes) -> Fast {
+    let Sizes { steps, batch, width, hidden } = sizes;
+    let rows = steps * batch;
+    let sums_bytes = (hidden * size_of::<f64>()).next_multiple_of(ALIGNMENT);
+    let fast = Fast::new(move |inputs, outputs, workspace| {
+        let [dy, last_dh, x, w_ih, w_hh, h0, y] = [0, 1, 2, 3, 4, 5, 6].map(|i| cast_slice::<u8, T>(inputs[i]));
+        let [dx, dw_ih, dw_hh, db, dh] = outputs else { unreachable!("its gradient has five outputs") };
+        let [dx, dw_ih, dw_hh, db, dh] = [dx, dw_ih, dw_hh, db, dh].map(|o| cast_slice_mut::<u8, T>(o));
+        let (sums, rest) = workspace.split_at_mut(sums_bytes);
+        let sums = &mut cast_slice_mut::<u8, f64>(sums)[..hidden];
+        let da = &mut cast_slice_mut::<u8, T>(rest)[..rows * hidden];
+        dh.copy_from_slice(last_dh);
+        for t in order(steps, !reverse) {
+            let step = sizes.step(t, hidden);
+            let da = &mut da[step.clone()];
+            cell_grad(&dy[step.clone()], dh, &y[step], da, activation);
+            product([batch, hidden, hidden], plain(da, hidden), plain(w_hh, hidden), dh, hidden, false);
+        }
+        let da = &*da;
+        product([rows, width, hidden], plain(da, hidden), plain(w_ih, width), dx, width, false);
+        product([hidden, width, rows], turned(da, hidden), plain(x, width), dw_ih, width, false);
+        of_state(reverse, sizes, da, [hidden, hidden], h0, y, dw_hh);
+        columns(da, hidden, sums);
+        db.iter_mut().zip(&*sums).for_each(|(d, sum)| *d = T::of(*sum));
+        Ok(())
+    });
+    fast.with_workspace(sums_bytes + rows * hidden * size_of::<T>())
+}
+
+/// The sum of every column of a matrix whose rows have `row` columns.
+pub(super) fn columns<T: Real>(matrix: &[T], row: usize, sums: &mut [f64]) {
+    sums.fill(0.0);
+    for row in matrix.chunks_exact(row.max(1)) {
+        sums.iter_mut().zip(row).for_each(|(sum, d)| *sum += d.wide());
+    }
+}
+
+wide! {
+    // All rows of one step.
+    fn cell_grad[T: Real](dy: &[T], dh: &[T], y: &[T], da: &mut [T], activation: Activation) {
+        let arrives = dy.iter().zip(dh).zip(y).zip(da);
+        match activation {
+            Activation::Tanh => arrives.for_each(|(((dy, dh), y), da)| *da = (*dy + *dh) * (T::ONE - *y * *y)),
+            Activation::Relu => arrives.for_each(|(((dy, dh), y), da)| *da = if *y > T::ZERO { *dy + *dh } else { T::ZERO }),
+            Activation::Sigmoid => arrives.for_each(|(((dy, dh), y), da)| *da = (*dy + *dh) * *y * (T::ONE - *y)),
+        }
+    }
+}
