@@ -5,7 +5,7 @@
 //! before the softmax, where they would be NaN.
 
 use super::gather::{count, number};
-use super::movement::{met, transposed};
+use super::movement::transposed;
 use super::slice::part;
 use super::weight::dtype_of;
 use super::{Known, Outputs, Reason, Scope};

@@ -7,7 +7,7 @@ use super::{Known, Outputs, Reason, Scope};
 use crate::graph::MovingAverage;
 use crate::import::build::Build;
 use crate::import::onnx::name::shown;
-use crate::op::{BatchNorm, Binary, Compare, LayerNorm, Op, Pad, ReduceKind, Unary, Value};
+use crate::op::{BatchNorm, Binary, LayerNorm, Op, Pad, ReduceKind, Unary, Value};
 use crate::tensor::DType;
 use crate::tensor::dim::Dim;
 

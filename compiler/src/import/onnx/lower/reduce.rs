@@ -5,7 +5,7 @@ use super::order::last_arg;
 use super::reshape::axes_of;
 use super::{Known, Outputs, Reason, Scope};
 use crate::import::build::Build;
-use crate::op::{ArgReduce, Binary, Compare, Flip, Op, ReduceKind, Softmax, Unary, Value};
+use crate::op::{ArgReduce, Binary, Op, ReduceKind, Softmax, Unary, Value};
 use crate::tensor::dim::{Dim, volume};
 
 /// What is reduced: the input, the axes that go, and whether they stay as ones. `None` when nothing is reduced.

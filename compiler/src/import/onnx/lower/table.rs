@@ -3,7 +3,9 @@
 use super::elementwise as each;
 use super::reduce::{self, Around, reduce};
 use super::{
-    Outputs, Scope, attention, bits, boxes, constant, decided, determinant, einsum, gather, grid, indicator, linear, loss, movement, ngram, norm, order, padding, pool, quantise, recurrent, region, reshape, resize, scatter, sequence, signal, slice, state, step, window,
+    Outputs, Scope, attention, bits, boxes, constant, decided, determinant, einsum, gather, grid, indicator, linear,
+    loss, movement, ngram, norm, order, padding, pool, quantise, recurrent, region, reshape, resize, scatter, sequence,
+    signal, slice, state, step, window,
 };
 use crate::op::{Binary, Compare, CumulativeKind, ReduceKind, Unary};
 
@@ -184,7 +186,9 @@ pub fn find(operator: &str) -> Option<Lower> {
         "Col2Im" => pool::col2im,
         "Conv" => window::conv,
         "ConvTranspose" => window::conv_transpose,
-    "DeformConv" => region::deform_conv, "Det" => determinant::det, "Einsum" => einsum::einsum,
+        "DeformConv" => region::deform_conv,
+        "Det" => determinant::det,
+        "Einsum" => einsum::einsum,
         "Gemm" => linear::gemm,
         "LpPool" => pool::lp_pool,
         "MatMul" => linear::matmul,
