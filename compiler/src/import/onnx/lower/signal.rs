@@ -82,9 +82,11 @@ fn transformed(scope: &mut Scope<'_>, x: Value, axis: usize, transform: Transfor
         Some(2) => true,
         _ => return Err(Reason::Inputs(format!("the last axis of {fact} does not hold one or two parts of a number"))),
     };
+    // A plain sum of so many terms would lose digits that a fast transform keeps.
     let component = |scope: &mut Scope<'_>, at: i64| -> Result<Value, Reason> {
         let one = part(scope, x, last, Dim::Known(at), Dim::Known(at + 1))?;
-        scope.reshape(one, fact.shape[..last].to_vec())
+        let one = scope.reshape(one, fact.shape[..last].to_vec())?;
+        scope.cast(one, DType::F64)
     };
     let a = component(scope, 0)?;
     let b = if complex { Some(component(scope, 1)?) } else { None };
@@ -121,10 +123,11 @@ fn transformed(scope: &mut Scope<'_>, x: Value, axis: usize, transform: Transfor
     let mut shape = scope.fact(real).shape;
     shape.push(Dim::Known(1));
     let parts = parts.into_iter().map(|p| scope.reshape(p, shape.clone())).collect::<Result<Vec<_>, _>>()?;
-    match parts.as_slice() {
-        [one] => Ok(*one),
-        _ => scope.add(Op::Concat(Concat { axis: last }), &parts),
-    }
+    let y = match parts.as_slice() {
+        [one] => *one,
+        _ => scope.add(Op::Concat(Concat { axis: last }), &parts)?,
+    };
+    scope.cast(y, fact.dtype)
 }
 
 /// The discrete Fourier transform along one axis. The axis became an input in operator set 20.
