@@ -8,8 +8,8 @@ use compiler::graph::bind::{bind, symbols};
 use compiler::graph::hash::hash;
 use compiler::graph::order;
 use compiler::import::import::{self, Batch, ImportError, Model, Options, Weight};
-use compiler::import::known;
 use compiler::import::onnx::name::shown;
+use compiler::import::supply;
 use compiler::plan::{ImportSettings, PlannedModel};
 use compiler::profile::ProfiledModel;
 use compiler::tensor::Tensor;
@@ -40,7 +40,7 @@ pub fn load(path: &Path, dims: &Dims, screen: &Screen) -> Result<Loaded, Failure
 
 /// Imports the file for the evaluation of these arrays, whose values it may take where the model needs constants.
 pub fn load_for(path: &Path, arrays: &BTreeMap<String, Tensor>, screen: &Screen) -> Result<Loaded, Failure> {
-    let loaded = known::load(path, &Options::default(), arrays);
+    let loaded = supply::load(path, &Options::default(), arrays);
     let (model, options) = loaded.map_err(|error| refused(path, &error))?;
     if !options.known.values.is_empty() {
         let names: Vec<String> = options.known.values.keys().cloned().collect();
@@ -57,7 +57,7 @@ fn told(names: &[String]) -> String {
 /// What to tell of a file that cannot be imported.
 fn refused(path: &Path, error: &ImportError) -> Failure {
     let failure = Failure::input(format!("cannot import {}", path.display())).because(error);
-    let names: Vec<String> = known::followed(error).into_iter().collect();
+    let names: Vec<String> = supply::followed(error).into_iter().collect();
     match names.is_empty() {
         true => failure,
         false => failure.help(format!(

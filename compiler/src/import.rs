@@ -10,4 +10,5 @@ pub mod onnx;
 pub mod pipedream;
 pub mod prune;
 pub mod reason;
+pub mod supply;
 pub mod symbol;

@@ -180,7 +180,7 @@ pub fn from_onnx(source: &OnnxModel, file: &str, options: &Options) -> Result<Mo
     let declared = options.known.declared(&source.inputs);
     let inputs = input::read(&declared, &options.dims, &options.batch_axes)?;
     inputs.refuse_empty(&declared, options.known.empty)?;
-    let open = |facts: &[Fact], frozen: &Bindings| walk::lower(source, facts, frozen, &options.known.values);
+    let open = |facts: &[Fact], frozen: &Bindings| walk::lower(source, facts, frozen, &options.known);
     let (lowered, batch) = lower(&inputs, open, |graph| differs(source, graph, &inputs))?;
     let about = About {
         warnings: source.warnings.iter().map(ToString::to_string).collect(),

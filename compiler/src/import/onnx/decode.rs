@@ -97,7 +97,8 @@ impl Decoder {
         function::check(&proto.functions, &graph.node, &mut self.faults);
 
         let (faults, warnings) = (&mut self.faults, &mut self.warnings);
-        let Signature { inputs, outputs, value_infos } = signature::read(&graph, ir_version, faults, warnings);
+        let Signature { inputs, optional, outputs, value_infos } =
+            signature::read(&graph, ir_version, faults, warnings);
         let order = self.wiring(&graph, &names);
         let initializers = self.initializers(std::mem::take(&mut graph.initializer));
         let nodes = self.nodes(std::mem::take(&mut graph.node), names, &order);
@@ -109,6 +110,7 @@ impl Decoder {
             producer,
             graph_name: graph.name().to_owned(),
             inputs,
+            optional,
             outputs,
             initializers,
             nodes,

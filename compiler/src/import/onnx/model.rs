@@ -10,6 +10,7 @@
 //! - The standard operator domain is written `""`, also where the file says `ai.onnx`.
 
 use bytes::Bytes;
+use std::collections::BTreeSet;
 
 use crate::import::onnx::name::module_path;
 use crate::import::onnx::proto::{AttributeProto, NodeProto, StringStringEntryProto};
@@ -28,6 +29,8 @@ pub struct OnnxModel {
     pub graph_name: String,
     /// What the caller feeds: graph inputs that no initializer fills.
     pub inputs: Vec<ValueInfo>,
+    /// Inputs of an optional type, which a caller may leave out.
+    pub optional: BTreeSet<String>,
     /// What the graph gives, in order.
     pub outputs: Vec<ValueInfo>,
     /// Constants and parameters, in the order of the file.

@@ -1,6 +1,6 @@
 //! The declared types of a graph: what it is fed, what it gives, and what the file says of the tensors between.
 
-use std::collections::HashSet;
+use std::collections::{BTreeSet, HashSet};
 
 use crate::import::onnx::element;
 use crate::import::onnx::error::Fault;
@@ -14,6 +14,8 @@ use crate::import::onnx::warning::Warning;
 pub struct Signature {
     /// Graph inputs that no initializer fills.
     pub inputs: Vec<ValueInfo>,
+    /// Those of them that a caller may leave out.
+    pub optional: BTreeSet<String>,
     /// Graph outputs.
     pub outputs: Vec<ValueInfo>,
     /// Tensors inside the graph.
@@ -25,9 +27,15 @@ pub fn read(graph: &GraphProto, ir_version: i64, faults: &mut Vec<Fault>, warnin
     let mut reader = Reader { faults, warnings };
     Signature {
         inputs: reader.inputs(graph, ir_version),
+        optional: graph.input.iter().filter(|info| is_optional(info)).map(|info| info.name().to_owned()).collect(),
         outputs: reader.value_infos(&graph.output),
         value_infos: reader.value_infos(&graph.value_info),
     }
+}
+
+fn is_optional(info: &ValueInfoProto) -> bool {
+    let kind = info.r#type.as_ref().and_then(|kind| kind.value.as_ref());
+    matches!(kind, Some(TypeValue::OptionalType(_)))
 }
 
 struct Reader<'a> {

@@ -9,6 +9,7 @@ use super::walk::Walk;
 use super::{Known, Reason, truth};
 use crate::import::build::Build;
 use crate::import::onnx::model::Node;
+use crate::import::onnx::name::shown;
 
 /// The results of an `If`; `Err(None)` when something in it is broken and has been told.
 pub fn branch(walk: &mut Walk<'_>, node: &Node) -> Result<Vec<Known>, Option<Reason>> {
@@ -49,6 +50,10 @@ pub fn branch(walk: &mut Walk<'_>, node: &Node) -> Result<Vec<Known>, Option<Rea
         let condition = scope.reshape(condition, Vec::new())?;
         selected.push(Known::Value(scope.select(condition, yes, no)?));
     }
+    walk.ledger.warnings.push(format!(
+        "node `{}`: the condition of this If is not known, so both branches run and the results of one are taken",
+        shown(&node.name)
+    ));
     Ok(selected)
 }
 

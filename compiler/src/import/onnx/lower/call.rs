@@ -7,6 +7,7 @@ use super::walk::Walk;
 use super::{Known, Reason};
 use crate::import::onnx::model::{Function, Node};
 use crate::import::onnx::name::shown;
+use prost::Message;
 use std::rc::Rc;
 
 /// The results of a call; `Err(None)` when something in it is broken and has been told.
@@ -20,6 +21,8 @@ pub fn call(walk: &mut Walk<'_>, node: &Node, function: &Function) -> Result<Vec
             given.len()
         ))));
     }
+    let size = node.attributes.iter().chain(&function.attribute_defaults).map(Message::encoded_len).sum();
+    walk.frames.copy(size)?;
     let mut bindings = node.attributes.clone();
     let defaults = function.attribute_defaults.iter();
     bindings.extend(defaults.filter(|d| !node.attributes.iter().any(|a| a.name() == d.name())).cloned());

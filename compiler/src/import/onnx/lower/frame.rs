@@ -18,7 +18,7 @@ const DEPTH: usize = 64;
 /// How many nodes loops may be when every turn is written out.
 pub const UNROLLED: u64 = 1 << 18;
 
-/// How many bytes of attributes may be copied while functions and subgraphs are written out.
+/// How many bytes of names and attributes may be copied while functions and subgraphs are written out.
 const COPIED: u64 = 1 << 30;
 
 /// What the names of one list of nodes mean.
@@ -127,11 +127,19 @@ impl Frames {
         Ok(())
     }
 
-    /// Counts bytes of attributes that are copied.
+    /// Counts a node that is written out once more, with its name.
+    pub fn written(&mut self, node: &Node) -> Result<(), Reason> {
+        if self.stack.len() > 1 {
+            self.copy(self.top().prefix.len() + node.name.len())?;
+        }
+        self.spend(1)
+    }
+
+    /// Counts bytes of names and attributes that are copied.
     pub fn copy(&mut self, bytes: usize) -> Result<(), Reason> {
         self.copied = self.copied.saturating_add(bytes as u64);
         if self.copied > COPIED {
-            return Err(Reason::Unsupported(format!("writing out more than {COPIED} bytes of attributes")));
+            return Err(Reason::Unsupported(format!("writing out more than {COPIED} bytes of names and attributes")));
         }
         Ok(())
     }

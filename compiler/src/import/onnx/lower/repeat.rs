@@ -174,6 +174,9 @@ fn length(scope: &mut Scope<'_>, slot: usize, axis: usize) -> Result<usize, Reas
 
 /// One slice of input `slot` along an axis, without the axis.
 fn pick(scope: &mut Scope<'_>, slot: usize, axis: usize, at: usize) -> Result<Known, Reason> {
+    if at >= length(scope, slot, axis)? {
+        return Err(Reason::Inputs("what it scans has different lengths".to_string()));
+    }
     if let Known::Tensor(tensor) = scope.known(slot)? {
         let size = tensor.shape()[axis];
         let inner = tensor.shape()[axis + 1..].iter().product::<usize>() * tensor.dtype().size();

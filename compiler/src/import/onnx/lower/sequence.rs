@@ -60,6 +60,19 @@ fn in_parts_of(size: &Dim, each: &Dim, count: i64) -> Result<Vec<Dim>, Reason> {
     Ok(sizes)
 }
 
+/// The most tensors that a sequence may have: every node that reads one copies the list.
+const LONGEST: usize = 4096;
+
+fn sequence(items: Vec<Known>) -> Outputs {
+    match items.len() {
+        count if count > LONGEST => Err(Reason::Unsupported(format!("a sequence of more than {LONGEST} tensors"))),
+        _ if items.iter().any(|item| matches!(item, Known::Sequence(_))) => {
+            Err(Reason::Unsupported("a sequence of sequences".to_string()))
+        }
+        _ => Ok(vec![Known::Sequence(items)]),
+    }
+}
+
 /// The tensors of input 0.
 fn items(scope: &Scope<'_>) -> Result<Vec<Known>, Reason> {
     match scope.known(0)? {
@@ -83,8 +96,8 @@ pub fn at(scope: &mut Scope<'_>) -> Outputs {
 
 /// A sequence of the inputs.
 pub fn construct(scope: &mut Scope<'_>) -> Outputs {
-    let items = (0..scope.inputs.len()).map(|slot| scope.known(slot).cloned()).collect::<Result<_, _>>()?;
-    Ok(vec![Known::Sequence(items)])
+    let items = (0..scope.inputs.len()).map(|slot| scope.known(slot).cloned()).collect::<Result<Vec<_>, _>>()?;
+    sequence(items)
 }
 
 /// A sequence of nothing.
@@ -104,7 +117,7 @@ pub fn insert(scope: &mut Scope<'_>) -> Outputs {
         Some(index) => axis(index, count)?,
     };
     items.insert(place, scope.known(1)?.clone());
-    Ok(vec![Known::Sequence(items)])
+    sequence(items)
 }
 
 /// A sequence with one tensor less, the last unless a place is given.

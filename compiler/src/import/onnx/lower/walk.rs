@@ -8,13 +8,14 @@ use super::{
     Frozen, Known, Ledger, Reason, Scope, Weight, arithmetic, branch, call, fold, old, prune, repeat, table, weight,
 };
 use crate::graph::{AddError, Graph, Origin, Output};
+use crate::import::known::Known as Beyond;
 use crate::import::onnx::model::{Function, Node, OnnxModel, Tensor as Source};
 use crate::import::onnx::name::shown;
 use crate::op::{Input, NodeId, Op, Value};
 use crate::tensor::Tensor;
 use crate::tensor::dim::Dim;
 use crate::tensor::fact::Fact;
-use std::collections::{BTreeMap, HashMap, HashSet};
+use std::collections::{HashMap, HashSet};
 use std::fmt;
 use thiserror::Error;
 
@@ -118,14 +119,8 @@ pub fn check(model: &OnnxModel) -> Result<(), LowerError> {
     }
 }
 
-/// Lowers a model whose operators passed [`check`], with these facts of its inputs, some of which are constants with
-/// these values.
-pub fn lower(
-    model: &OnnxModel,
-    inputs: &[Fact],
-    frozen: &Frozen,
-    values: &BTreeMap<String, Tensor>,
-) -> Result<Lowered, LowerError> {
+/// Lowers a model whose operators passed [`check`], with these facts of its inputs and what is known of them beyond.
+pub fn lower(model: &OnnxModel, inputs: &[Fact], frozen: &Frozen, beyond: &Beyond) -> Result<Lowered, LowerError> {
     let opset = model.opset("").unwrap_or(*OPSETS.end());
     let key = |f: &'_ Function| (f.domain.clone(), f.name.clone(), f.overload.clone());
     let mut walk = Walk {
@@ -145,7 +140,7 @@ pub fn lower(
     for (input, fact) in model.inputs.iter().zip(inputs) {
         let op = Op::Input(Input { name: input.name.clone(), fact: fact.clone() });
         let node = walk.graph.add(op, &[], &Origin::default())?;
-        let known = match values.get(&input.name) {
+        let known = match beyond.values.get(&input.name) {
             Some(tensor) if fits(fact, tensor) => Known::Tensor(tensor.cast(fact.dtype)),
             Some(tensor) => {
                 let (name, expected) = (input.name.clone(), fact.clone());
@@ -153,7 +148,11 @@ pub fn lower(
             }
             None => Known::Value(Value { node, output: 0 }),
         };
-        walk.frames.top_mut().known.insert(input.name.clone(), known);
+        if model.optional.contains(&input.name) && beyond.leaves_out(&input.name) {
+            walk.frames.top_mut().left_out.insert(input.name.clone());
+        } else {
+            walk.frames.top_mut().known.insert(input.name.clone(), known);
+        }
     }
     // What is broken has been told.
     let _whole = walk.nodes(&model.nodes);
@@ -191,7 +190,7 @@ impl Walk<'_> {
         let mut whole = true;
         for node in nodes {
             let node = &*self.frames.resolved(node)?;
-            self.frames.spend(1)?;
+            self.frames.written(node)?;
             match self.node(node) {
                 Ok(outputs) => self.name(node, outputs),
                 Err(told) => {
@@ -219,9 +218,11 @@ impl Walk<'_> {
 
     /// The outputs of a node; `Err(None)` when an input is broken already.
     fn node(&mut self, node: &Node) -> Result<Vec<Known>, Option<Reason>> {
-        let key = (node.domain.clone(), node.op_type.clone(), node.overload.clone());
-        if let Some(function) = self.functions.get(&key) {
-            return call::call(self, node, function);
+        if !self.functions.is_empty() {
+            let key = (node.domain.clone(), node.op_type.clone(), node.overload.clone());
+            if let Some(function) = self.functions.get(&key) {
+                return call::call(self, node, function);
+            }
         }
         let standard = node.domain.is_empty();
         match node.op_type.as_str() {
