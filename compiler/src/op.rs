@@ -32,6 +32,7 @@ pub mod select;
 pub mod slice;
 pub mod softmax;
 pub mod source;
+pub mod stop_gradient;
 pub mod table;
 pub mod transpose;
 pub mod unary;
@@ -88,6 +89,7 @@ pub enum Op {
     Flip(Flip),
     Gather(Gather),
     ScatterAdd(ScatterAdd),
+    StopGradient(StopGradient),
     // Normalisation and losses.
     Softmax(Softmax),
     LogSoftmax(LogSoftmax),
@@ -473,6 +475,10 @@ pub struct ScatterAdd {
     /// Its size.
     pub size: Dim,
 }
+
+/// The input as it is, without gradient: what it depends on is not trained through it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct StopGradient {}
 
 /// `y_i = e^(x_i) / Σ e^(x_j)` along `axis`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]

@@ -37,6 +37,7 @@ pub fn rule(op: &Op) -> &dyn Rule {
         Op::Flip(o) => o,
         Op::Gather(o) => o,
         Op::ScatterAdd(o) => o,
+        Op::StopGradient(o) => o,
         Op::Softmax(o) => o,
         Op::LogSoftmax(o) => o,
         Op::LayerNorm(o) => o,
@@ -76,6 +77,7 @@ pub fn samples() -> Vec<Sample> {
         slice::samples(),
         softmax::samples(),
         source::samples(),
+        stop_gradient::samples(),
         transpose::samples(),
         unary::samples(),
     ]

@@ -151,9 +151,16 @@ impl Program {
             self.inputs.push(info);
         }
         let mut loader = Loader { archive, stores, kept: BTreeMap::new(), missing: Vec::new() };
+        let mut frozen = Vec::new();
         for spec in specs {
             let (placeholder, name, parameter) = match spec {
-                InputSpec::Parameter { arg, parameter_name } => (arg, parameter_name, true),
+                InputSpec::Parameter { arg, parameter_name } => {
+                    let trained = self.trained(&arg.name);
+                    if !trained {
+                        frozen.push(parameter_name);
+                    }
+                    (arg, parameter_name, trained)
+                }
                 InputSpec::Buffer { arg, buffer_name } => (arg, buffer_name, false),
                 InputSpec::TensorConstant { arg, tensor_constant_name } => (arg, tensor_constant_name, false),
                 _ => continue,
@@ -163,6 +170,13 @@ impl Program {
                 .map_err(|reason| FxError::Weight { name: name.clone(), reason })?;
             self.placeholders.insert(placeholder.name.clone(), at);
         }
+        if let Some(first) = frozen.first() {
+            self.warnings.push(format!(
+                "{} parameters, `{}` among them, have requires_grad=False in the program: they are kept as they are",
+                frozen.len(),
+                shown(first)
+            ));
+        }
         if let Some(first) = loader.missing.first() {
             self.warnings.push(format!(
                 "the archive lacks the values of {} weights, `{}` among them, which is enough to plan but not to train",
@@ -171,6 +185,11 @@ impl Program {
             ));
         }
         Ok(())
+    }
+
+    /// Whether the program wants a gradient for a placeholder; it does where nothing is said.
+    fn trained(&self, placeholder: &str) -> bool {
+        self.graph.tensor_values.get(placeholder).and_then(|meta| meta.requires_grad).unwrap_or(true)
     }
 
     /// The symbol that is the first size of an input, when that is a symbol alone.

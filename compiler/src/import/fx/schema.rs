@@ -209,6 +209,9 @@ pub struct TensorMeta {
     /// 7 is strided.
     #[serde(default)]
     pub layout: Option<i64>,
+    /// Whether a gradient is wanted.
+    #[serde(default)]
+    pub requires_grad: Option<bool>,
 }
 
 /// What the inputs and outputs of the graph mean.

@@ -4,7 +4,7 @@ use super::{Outputs, Scope, one};
 use crate::import::build::Build;
 use crate::import::onnx::lower::linear::product;
 use crate::import::reason::Reason;
-use crate::op::{Binary, Compare, Iota, MatMul, Op, Softmax, Value};
+use crate::op::{Binary, Compare, Dropout, Iota, MatMul, Op, Softmax, Value};
 use crate::tensor::DType;
 use crate::tensor::dim::Dim;
 use crate::tensor::fact::Fact;
@@ -12,10 +12,6 @@ use crate::tensor::fact::Fact;
 /// Scaled dot-product attention of `query [… L, E]`, `key [… S, E]` and `value [… S, V]`.
 pub fn attention(scope: &mut Scope<'_>) -> Outputs {
     let (query, mut key, mut value) = (scope.value("query")?, scope.value("key")?, scope.value("value")?);
-    let p = scope.float("dropout_p", 0.0)?;
-    if p != 0.0 {
-        return Err(Reason::Unsupported(format!("attention with dropout of p = {p}")));
-    }
     let fact = scope.fact(query);
     if fact.rank() < 2 || scope.fact(key).rank() != fact.rank() {
         return Err(Reason::Inputs(format!("queries {fact} and keys {}", scope.fact(key))));
@@ -31,14 +27,31 @@ pub fn attention(scope: &mut Scope<'_>) -> Outputs {
         let kept = causal(scope, scores)?;
         scores = hidden(scope, scores, kept)?;
     }
+    let mut truths = None;
     if let Some(mask) = scope.optional("attn_mask")? {
+        let mut both = [scores, mask];
+        scope.alike(&mut both, None)?;
+        let mask = both[1];
         scores = match scope.fact(mask).dtype {
-            DType::Bool => hidden(scope, scores, mask)?,
+            DType::Bool => {
+                truths = Some(mask);
+                hidden(scope, scores, mask)?
+            }
             _ => scope.binary(Binary::Add, scores, mask)?,
         };
     }
     let axis = scope.fact(scores).rank() - 1;
-    let weights = scope.add(Op::Softmax(Softmax { axis }), &[scores])?;
+    let mut weights = scope.add(Op::Softmax(Softmax { axis }), &[scores])?;
+    if let Some(mask) = truths {
+        // A query that sees no key gets zeros.
+        let zero = scope.scalar(scope.fact(weights).dtype, 0.0)?;
+        weights = scope.select(mask, weights, zero)?;
+    }
+    let ratio = scope.float("dropout_p", 0.0)?;
+    if ratio != 0.0 {
+        let counter = scope.counter()?;
+        weights = scope.add(Op::Dropout(Dropout { ratio, stream: 0 }), &[weights, counter])?;
+    }
     one(product(scope, weights, value)?)
 }
 
@@ -55,9 +68,17 @@ fn causal(scope: &mut Scope<'_>, scores: Value) -> Result<Value, Reason> {
     scope.compare(Compare::LessEqual, j, i)
 }
 
-/// Scores that are not kept, at minus infinity.
+/// Scores that are not kept, at the lowest number: minus infinity would make a row of nothing else no number.
 fn hidden(scope: &mut Scope<'_>, scores: Value, kept: Value) -> Result<Value, Reason> {
-    let never = scope.scalar(scope.fact(scores).dtype, f64::NEG_INFINITY)?;
+    let dtype = scope.fact(scores).dtype;
+    let lowest = match dtype {
+        DType::F64 => f64::MIN,
+        DType::F16 => -65504.0,
+        // The largest number of 8 bits of mantissa.
+        DType::Bf16 => -3.3895313892515355e38,
+        _ => f64::from(f32::MIN),
+    };
+    let never = scope.scalar(dtype, lowest)?;
     scope.select(kept, scores, never)
 }
 

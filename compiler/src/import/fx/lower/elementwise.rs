@@ -36,7 +36,9 @@ fn pair(scope: &mut Scope<'_>) -> Result<(Value, Value), Reason> {
     let operands = [required(scope, "self")?, required(scope, "other")?];
     let dtype = promote::common(scope, &operands);
     let [a, b] = operands;
-    Ok((promote::value(scope, &a, dtype)?, promote::value(scope, &b, dtype)?))
+    let mut both = [promote::value(scope, &a, dtype)?, promote::value(scope, &b, dtype)?];
+    scope.alike(&mut both, None)?;
+    Ok((both[0], both[1]))
 }
 
 /// `f(a, b)`.

@@ -2,15 +2,13 @@
 //! opened by the rule of strides that ONNX models have too.
 
 use super::{Outputs, Scope, one};
-use crate::graph::Graph;
 use crate::import::build::Build;
 use crate::import::onnx::lower::attribute::{axes, axis};
 use crate::import::onnx::lower::movement::{met, transposed};
 use crate::import::onnx::lower::reshape::target;
 use crate::import::reason::Reason;
-use crate::op::{Concat, Flip, Op, Pad, Value};
+use crate::op::{Concat, Flip, Op, Pad, StopGradient, Value};
 use crate::tensor::dim::{Dim, volume};
-use std::collections::HashSet;
 
 /// The operand under the shape that argument `name` says; -1 is worked out.
 pub fn view(scope: &mut Scope<'_>, name: &'static str) -> Outputs {
@@ -157,6 +155,7 @@ pub fn concat(scope: &mut Scope<'_>) -> Outputs {
     for part in &mut parts {
         *part = scope.cast(*part, dtype.unwrap_or(scope.fact(first).dtype))?;
     }
+    scope.alike(&mut parts, Some(axis))?;
     match parts.as_slice() {
         [only] => one(*only),
         _ => one(scope.add(Op::Concat(Concat { axis }), &parts)?),
@@ -207,26 +206,16 @@ pub fn pad(scope: &mut Scope<'_>) -> Outputs {
     one(scope.add(Op::Pad(Pad { low, high, interior: vec![0; rank], value }), &[x])?)
 }
 
-/// The operand without its gradient, which is the operand where there is none.
+/// The operand without its gradient.
 pub fn detach(scope: &mut Scope<'_>) -> Outputs {
     let x = scope.value("self")?;
-    if trained(scope.graph, x) {
-        return Err(Reason::Unsupported("a value that depends on parameters but gives them no gradient".to_string()));
-    }
-    one(x)
+    one(stopped(scope, x)?)
 }
 
-/// Whether a value depends on a parameter in a way that a gradient could take.
-pub fn trained(graph: &Graph, value: Value) -> bool {
-    let (mut seen, mut waiting) = (HashSet::new(), vec![value]);
-    while let Some(value) = waiting.pop() {
-        if !graph.fact(value).dtype.is_float() || !seen.insert(value.node) {
-            continue;
-        }
-        if matches!(graph.node(value.node).op, Op::Parameter(_)) {
-            return true;
-        }
-        waiting.extend(graph.inputs(value.node));
+/// A value that no gradient passes. Where none could, the stop goes away again.
+pub fn stopped(scope: &mut impl Build, x: Value) -> Result<Value, Reason> {
+    match scope.fact(x).dtype.is_float() {
+        true => scope.add(Op::StopGradient(StopGradient {}), &[x]),
+        false => Ok(x),
     }
-    false
 }

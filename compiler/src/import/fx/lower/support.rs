@@ -24,7 +24,7 @@ fn gather(graph: &Graph, missing: &mut BTreeMap<String, Missing>) {
             }
         }
         let why = match table::find(&node.target) {
-            Some(_) if draws(node) => Some("it draws random numbers; export with a dropout probability of 0"),
+            Some(_) if draws(node) => Some("it draws random numbers; export with a probability of 0"),
             Some(_) => continue,
             None if node.target == SET_GRAD => continue,
             None => why(&node.target),
@@ -47,14 +47,13 @@ fn draws(node: &Node) -> bool {
     let operator = table::name(&node.target);
     match operator.trim_end_matches('_') {
         "alpha_dropout" | "feature_dropout" => trains() && positive("p", 0.5),
-        "scaled_dot_product_attention" => positive("dropout_p", 0.0),
         _ => false,
     }
 }
 
 fn why(target: &str) -> Option<&'static str> {
     Some(match table::name(target) {
-        "lstm" | "gru" | "rnn_tanh" | "rnn_relu" => "recurrent layers are not supported yet",
+        "gru" | "rnn_tanh" | "rnn_relu" => "of the recurrent layers only LSTMs are supported yet",
         "cond" | "while_loop" | "scan" | "map_impl" => "control flow: what runs would depend on values",
         name if ["rand", "bernoulli", "normal", "uniform", "multinomial"].iter().any(|r| name.starts_with(r)) => {
             "random numbers"

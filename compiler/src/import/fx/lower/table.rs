@@ -3,7 +3,7 @@
 
 use super::elementwise as each;
 use super::slice::{Cut, split};
-use super::{Outputs, Scope, attention, create, index, linear, loss, movement, norm, reduce, slice, window};
+use super::{Outputs, Scope, attention, create, index, linear, loss, movement, norm, recurrent, reduce, slice, window};
 use crate::op::{Binary, Compare, ReduceKind, Unary};
 use crate::tensor::dim::Dim;
 
@@ -249,6 +249,7 @@ fn layers(operator: &str) -> Option<Lower> {
         "addmm" => |s| linear::with_sum(s, "mat1", "mat2"),
         "baddbmm" => |s| linear::with_sum(s, "batch1", "batch2"),
         "scaled_dot_product_attention" => attention::attention,
+        "lstm" => recurrent::lstm,
         "conv1d" | "conv2d" | "conv3d" | "convolution" | "_convolution" => window::conv,
         "conv_transpose1d" | "conv_transpose2d" | "conv_transpose3d" => window::conv_transpose,
         "max_pool1d" => |s| window::max_pool(s, 1),

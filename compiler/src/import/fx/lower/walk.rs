@@ -8,9 +8,9 @@
 //! Faults are gathered: a node that cannot be lowered leaves its outputs broken, and what reads them is passed over.
 //! What the file says of the shape of every result is compared with what the core ops give.
 
-use super::movement::trained;
+use super::movement::stopped;
 use super::support::{self, SET_GRAD};
-use super::{Known, Made, Names, Scope, table};
+use super::{Known, Made, Names, Scope, stop, table};
 use crate::graph::{Graph, Origin, Output};
 use crate::import::build::Build;
 use crate::import::fx::program::{Program, label, names};
@@ -52,6 +52,7 @@ pub fn lower(program: &Program, inputs: &[Fact], frozen: &Frozen) -> Result<Lowe
         constants: HashMap::new(),
         ledger: Ledger { weights: program.weights.iter().map(weight).collect(), ..Ledger::default() },
         faults: Vec::new(),
+        gradients: true,
     };
     let mut outer = Names::default();
     for (name, at) in &program.placeholders {
@@ -79,6 +80,8 @@ struct Walk<'a> {
     constants: HashMap<usize, Value>,
     ledger: Ledger,
     faults: Vec<Fault>,
+    /// Whether gradients pass what is lowered now.
+    gradients: bool,
 }
 
 /// Which names show elements of one tensor.
@@ -149,7 +152,18 @@ impl Walk<'_> {
             return Ok(made);
         }
         let lower = table::find(&node.target).ok_or_else(|| Some(Reason::Unsupported(node.target.clone())))?;
-        Ok(lower(&mut self.scope(node, outer))?)
+        let gradients = self.gradients;
+        let mut scope = self.scope(node, outer);
+        let mut made = lower(&mut scope)?;
+        if let Made::Tensors(list) = &mut made
+            && !gradients
+        {
+            for known in list.iter_mut().filter(|known| !matches!(known, Known::Absent(_))) {
+                let value = scope.read(*known)?;
+                *known = Known::Value(stopped(&mut scope, value)?);
+            }
+        }
+        Ok(made)
     }
 
     fn scope<'s>(&'s mut self, node: &'s schema::Node, names: &'s Names) -> Scope<'s> {
@@ -168,6 +182,9 @@ impl Walk<'_> {
     fn counter(&mut self, node: &schema::Node, outer: &Names) -> Result<Option<Made>, Reason> {
         let Ok(Known::Weight(at)) = self.scope(node, outer).known("self") else { return Ok(None) };
         let weight = &self.ledger.weights[at];
+        if !weight.trainable && table::name(&node.target) == "detach_" {
+            return Ok(Some(Made::Tensors(vec![Known::Weight(at)])));
+        }
         if weight.trainable || weight.fact.dtype.is_float() || weight.fact.rank() > 0 {
             return Err(Reason::Unsupported(format!("a change of `{}` in place", shown(&weight.name))));
         }
@@ -223,6 +240,9 @@ impl Walk<'_> {
         views: &mut Views,
     ) -> Result<Known, Reason> {
         let old = outer.tensors.get(operand).copied().unwrap_or(CHANGED);
+        if old == new {
+            return Ok(new);
+        }
         // The operand keeps its element type and shape, whatever it was joined with.
         let fact = match old {
             Known::Value(value) => self.graph.fact(value).clone(),
@@ -279,22 +299,17 @@ impl Walk<'_> {
                 }
             }
         }
+        let around = std::mem::replace(&mut self.gradients, *gradients);
         self.nodes(graph, &mut within);
+        self.gradients = around;
         let results = graph.outputs.iter().flat_map(names);
         for (name, result) in node.outputs.iter().flat_map(names).zip(results) {
             if let Some(size) = within.sizes.get(result) {
                 outer.sizes.insert(name.to_string(), size.clone());
             }
-            let Some(known) = within.tensors.get(result).copied() else { continue };
-            if let Known::Value(value) = known
-                && !gradients
-                && trained(&self.graph, value)
-            {
-                return Err(Some(Reason::Unsupported(
-                    "a value that depends on parameters but gives them no gradient".to_string(),
-                )));
+            if let Some(known) = within.tensors.get(result) {
+                outer.tensors.insert(name.to_string(), *known);
             }
-            outer.tensors.insert(name.to_string(), known);
         }
         Ok(())
     }
@@ -321,6 +336,7 @@ impl Walk<'_> {
             self.mutation(outer, value, target).map_err(|reason| error(value, reason))?;
         }
         self.graph.averages = std::mem::take(&mut self.ledger.averages);
+        stop::settle(&mut self.graph);
         let graph = prune(&self.graph)?;
         let weights = kept(&graph, self.ledger.weights);
         let mut warnings = self.ledger.warnings;
