@@ -19,6 +19,7 @@ pub mod cross_entropy;
 pub mod dropout;
 pub mod flip;
 pub mod gather;
+pub mod gru;
 pub mod iota;
 pub mod layer_norm;
 pub mod lstm;
@@ -27,6 +28,7 @@ pub mod pad;
 pub mod pool;
 pub mod reduce;
 pub mod reshape;
+pub mod rnn;
 pub mod sample;
 pub mod select;
 pub mod slice;
@@ -74,6 +76,10 @@ pub enum Op {
     // Recurrent layers.
     Lstm(Lstm),
     LstmGrad(LstmGrad),
+    Gru(Gru),
+    GruGrad(GruGrad),
+    Rnn(Rnn),
+    RnnGrad(RnnGrad),
     // Windows.
     MaxPool(MaxPool),
     MaxPoolGrad(MaxPoolGrad),
@@ -310,6 +316,59 @@ pub struct Lstm {
 pub struct LstmGrad {
     /// Whether the last step comes first.
     pub reverse: bool,
+}
+
+/// A gated recurrent unit over a sequence; the gates are in the order r, z, n; see [`gru`]. Inputs: x `[T, N, I]`, w_ih
+/// `[3H, I]`, w_hh `[3H, H]`, b_ih and b_hh `[3H]`, h0 `[N, H]`. Outputs: y `[T, N, H]`; h after the last step,
+/// `[N, H]`; the gates of every step and what the reset gate met, `[T, N, 4H]`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Gru {
+    /// Whether the last step comes first. Step `t` of x still makes step `t` of y.
+    pub reverse: bool,
+    /// Whether the reset gate works on the product of state and weight (as in PyTorch), else on the state.
+    pub reset_after: bool,
+}
+
+/// The gradient of [`Gru`]: inputs dy, dh after the last step, x, w_ih, w_hh, h0, y, gates; outputs dx, dw_ih, dw_hh,
+/// db_ih, db_hh, dh0.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct GruGrad {
+    /// Whether the last step comes first.
+    pub reverse: bool,
+    /// Where the reset gate works.
+    pub reset_after: bool,
+}
+
+/// What a plain recurrent layer does with its sums.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Activation {
+    /// `tanh x`
+    Tanh,
+    /// `max(x, 0)`; the gradient at 0 is 0.
+    Relu,
+    /// `1/(1+e^-x)`
+    Sigmoid,
+}
+
+/// A plain recurrent layer over a sequence; see [`rnn`]. Inputs: x `[T, N, I]`, w_ih `[H, I]`, w_hh `[H, H]`, b_ih and
+/// b_hh `[H]`, h0 `[N, H]`. Outputs: y `[T, N, H]`; h after the last step, `[N, H]`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Rnn {
+    /// Whether the last step comes first. Step `t` of x still makes step `t` of y.
+    pub reverse: bool,
+    /// The function of the sums.
+    pub activation: Activation,
+}
+
+/// The gradient of [`Rnn`]: inputs dy, dh after the last step, x, w_ih, w_hh, h0, y; outputs dx, dw_ih, dw_hh, db (of
+/// each bias), dh0.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct RnnGrad {
+    /// Whether the last step comes first.
+    pub reverse: bool,
+    /// The function of the sums.
+    pub activation: Activation,
 }
 
 /// How a window moves over the spatial dims; every list has one entry a spatial dim.

@@ -20,14 +20,17 @@ use super::unary::scalar;
 use super::*;
 
 /// The facts that follow from the sizes of a recurrent layer: time, batch, input, hidden.
-struct Sizes {
+pub(super) struct Sizes {
     x: Fact,
-    hidden: Dim,
-    wide: Dim,
+    /// The number of units.
+    pub hidden: Dim,
+    /// The rows of the weights: a gate of every unit, for each gate.
+    pub wide: Dim,
 }
 
 impl Sizes {
-    fn of(x: &Fact, w_hh: &Fact) -> Result<Sizes, FactError> {
+    /// A layer with this many gates.
+    pub fn of(x: &Fact, w_hh: &Fact, gates: usize) -> Result<Sizes, FactError> {
         if !x.dtype.is_float() {
             return Err(FactError::DType { what: "the input", expected: "a float".into(), got: x.dtype });
         }
@@ -37,33 +40,39 @@ impl Sizes {
         let [_, hidden] = w_hh.shape.as_slice() else {
             return Err(FactError::Rank { what: "the hidden weight", expected: "2".into(), got: w_hh.rank() });
         };
-        Ok(Sizes { x: x.clone(), hidden: hidden.clone(), wide: hidden.mul(&Dim::from(4usize))? })
+        Ok(Sizes { x: x.clone(), hidden: hidden.clone(), wide: hidden.mul(&Dim::from(gates))? })
     }
 
     fn fact(&self, shape: Vec<Dim>) -> Fact {
         Fact::new(self.x.dtype, shape)
     }
 
+    /// One value a row of the weights.
+    pub fn bias(&self) -> Fact {
+        self.fact(vec![self.wide.clone()])
+    }
+
     /// `[N, H]`
-    fn state(&self) -> Fact {
+    pub fn state(&self) -> Fact {
         self.fact(vec![self.x.shape[1].clone(), self.hidden.clone()])
     }
 
-    /// `[T, N, H]`, or four times as wide.
-    fn sequence(&self, width: &Dim) -> Fact {
+    /// `[T, N, H]`, or of another width.
+    pub fn sequence(&self, width: &Dim) -> Fact {
         self.fact(vec![self.x.shape[0].clone(), self.x.shape[1].clone(), width.clone()])
     }
 
-    fn weights(&self, w_ih: &Fact, w_hh: &Fact) -> Result<(), FactError> {
+    /// Whether the weights are `[gates·H, I]` and `[gates·H, H]`.
+    pub fn weights(&self, w_ih: &Fact, w_hh: &Fact) -> Result<(), FactError> {
         let input = self.fact(vec![self.wide.clone(), self.x.shape[2].clone()]);
-        same("the input weight", w_ih, "four gates of the input", &input)?;
+        same("the input weight", w_ih, "every gate of the input", &input)?;
         let hidden = self.fact(vec![self.wide.clone(), self.hidden.clone()]);
-        same("the hidden weight", w_hh, "four gates of the state", &hidden)
+        same("the hidden weight", w_hh, "every gate of the state", &hidden)
     }
 }
 
 /// Multiplications of both products, forward; a fused multiply-add counts two flops.
-fn products(x: &Fact, w_hh: &Fact) -> f64 {
+pub(super) fn products(x: &Fact, w_hh: &Fact) -> f64 {
     let rows = elements(x) / x.shape[2].known().unwrap_or(1).max(1) as f64;
     let width = w_hh.shape[1].known().unwrap_or(0) as f64 + x.shape[2].known().unwrap_or(0) as f64;
     2.0 * rows * w_hh.shape[0].known().unwrap_or(0) as f64 * width
@@ -78,9 +87,9 @@ impl Rule for Lstm {
         let [x, w_ih, w_hh, b_ih, b_hh, h0, c0] = inputs else {
             return Err(FactError::Arity { expected: 7, got: inputs.len() });
         };
-        let sizes = Sizes::of(x, w_hh)?;
+        let sizes = Sizes::of(x, w_hh, 4)?;
         sizes.weights(w_ih, w_hh)?;
-        let bias = sizes.fact(vec![sizes.wide.clone()]);
+        let bias = sizes.bias();
         same("the input bias", b_ih, "one value a gate", &bias)?;
         same("the hidden bias", b_hh, "one value a gate", &bias)?;
         let state = sizes.state();
@@ -159,7 +168,7 @@ impl Rule for LstmGrad {
         let [dy, dh, dc, x, w_ih, w_hh, h0, c0, y, gates, cells] = inputs else {
             return Err(FactError::Arity { expected: 11, got: inputs.len() });
         };
-        let sizes = Sizes::of(x, w_hh)?;
+        let sizes = Sizes::of(x, w_hh, 4)?;
         sizes.weights(w_ih, w_hh)?;
         let (state, sequence) = (sizes.state(), sizes.sequence(&sizes.hidden));
         for (what, fact) in [
@@ -174,7 +183,7 @@ impl Rule for LstmGrad {
             same(what, fact, "one state a step", &sequence)?;
         }
         same("the gates", gates, "four gates a step", &sizes.sequence(&sizes.wide))?;
-        let bias = sizes.fact(vec![sizes.wide.clone()]);
+        let bias = sizes.bias();
         Ok(vec![(*x).clone(), (*w_ih).clone(), (*w_hh).clone(), bias, state.clone(), state])
     }
 
@@ -250,12 +259,13 @@ pub fn before(t: usize, steps: usize, reverse: bool) -> Option<usize> {
     if reverse { Some(t + 1).filter(|b| *b < steps) } else { t.checked_sub(1) }
 }
 
-fn logistic(x: f64) -> f64 {
+/// `1/(1 + e^-x)`
+pub(super) fn logistic(x: f64) -> f64 {
     1.0 / (1.0 + (-x).exp())
 }
 
 /// Zeros like a value, for a gradient that does not arrive.
-fn zeros(out: &mut dyn Emit, like: Value) -> Value {
+pub(super) fn zeros(out: &mut dyn Emit, like: Value) -> Value {
     let fact = out.fact(like);
     let zero = out.emit(scalar(fact.dtype, 0.0), &[]);
     out.emit(Op::Broadcast(Broadcast { shape: fact.shape }), &[zero])

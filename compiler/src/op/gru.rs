@@ -1,0 +1,303 @@
+//! A gated recurrent unit over a whole sequence, and its gradient.
+//!
+//! Cho and others 2014, with the gates in PyTorch's order, r, z, n. With h the state of the step before (`h0` at the
+//! first one), σ the logistic function, and U_r, U_z, U_n the three parts of W_hh:
+//!
+//!   r, z = σ(x_t W_ihᵀ + b_ih + h Uᵀ + b_hh), the parts of r and z
+//!   n = tanh(x_t W_inᵀ + b_in + m),  h_t = (1 - z) n + z h
+//!
+//! The reset gate works on the product, m = r (h U_nᵀ + b_hn), as in PyTorch (`reset_after`), or on the state,
+//! m = (r h) U_nᵀ + b_hn, as in the paper. The gates are an output so that the gradient need not compute them again, and
+//! as a fourth what the reset gate met: s = h U_nᵀ + b_hn, or s = r h. They carry no gradient: what arrives there is
+//! ignored. Backward in time, with dh from the step after:
+//!
+//!   dh += dy_t;  da_z = dh (h - n) z (1 - z),  da_n = dh (1 - z)(1 - n²)
+//!   reset after:   e = da_n r,        da_r = da_n s r (1 - r),  dh = dh z + (da_r, da_z, e) W_hh,  dU_n = Σ eᵀ h
+//!   reset before:  e = da_n,  d = e U_n,  da_r = d h r (1 - r),  dh = dh z + d r + (da_r, da_z) U_rz,  dU_n = Σ eᵀ s
+//!   dx_t = (da_r, da_z, da_n) W_ih,  dW_ih = Σ (da_r, da_z, da_n)ᵀ x_t,  dU_rz = Σ (da_r, da_z)ᵀ h
+//!   db_ih = Σ (da_r, da_z, da_n),  db_hh = Σ (da_r, da_z, e)
+
+use super::layer_norm::same;
+use super::lstm::{Sizes, before, logistic, order, products, zeros};
+use super::sample::{ramp, run};
+use super::*;
+
+/// The width of the gates that are kept: r, z, n and what the reset gate met.
+fn kept(sizes: &Sizes) -> Result<Fact, FactError> {
+    Ok(sizes.sequence(&sizes.hidden.mul(&Dim::from(4usize))?))
+}
+
+impl Rule for Gru {
+    fn name(&self) -> &'static str {
+        "gru"
+    }
+
+    fn infer(&self, inputs: &[&Fact]) -> Result<Vec<Fact>, FactError> {
+        let [x, w_ih, w_hh, b_ih, b_hh, h0] = inputs else {
+            return Err(FactError::Arity { expected: 6, got: inputs.len() });
+        };
+        let sizes = Sizes::of(x, w_hh, 3)?;
+        sizes.weights(w_ih, w_hh)?;
+        same("the input bias", b_ih, "one value a gate", &sizes.bias())?;
+        same("the hidden bias", b_hh, "one value a gate", &sizes.bias())?;
+        same("the first state", h0, "one state a row", &sizes.state())?;
+        Ok(vec![sizes.sequence(&sizes.hidden), sizes.state(), kept(&sizes)?])
+    }
+
+    // The products; for each unit three sums at three gates, three functions, and five operations for n and h.
+    fn cost(&self, inputs: &[&Fact], outputs: &[Fact]) -> Cost {
+        let flops = products(inputs[0], inputs[2]) + 17.0 * elements(&outputs[0]);
+        Cost { flops, bytes: moved(inputs, outputs) }
+    }
+
+    fn backward(&self, at: Site<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
+        let [x, w_ih, w_hh, _, _, h0] = at.inputs else { unreachable!("infer checks the arity") };
+        if at.d_outputs[..2].iter().all(Option::is_none) {
+            return vec![None; 6];
+        }
+        let mut arrived = Vec::with_capacity(2);
+        for (output, gradient) in at.outputs.iter().zip(&at.d_outputs[..2]) {
+            arrived.push(gradient.unwrap_or_else(|| zeros(out, *output)));
+        }
+        let known = [*x, *w_ih, *w_hh, *h0, at.outputs[0], at.outputs[2]];
+        let inputs: Vec<Value> = arrived.into_iter().chain(known).collect();
+        let grad = GruGrad { reverse: self.reverse, reset_after: self.reset_after };
+        let gradients = out.emit_all(Op::GruGrad(grad), &inputs);
+        gradients.into_iter().zip(at.wanted).map(|(d, &wanted)| wanted.then_some(d)).collect()
+    }
+
+    fn reference(&self, inputs: &[View<'_>], outputs: &mut [ViewMut<'_>]) -> Result<(), KernelError> {
+        let [x, w_ih, w_hh, b_ih, b_hh, h0] = inputs else { unreachable!("infer checks the arity") };
+        let [y, last_h, gates] = outputs else { unreachable!("infer gives three outputs") };
+        let (steps, batch, width, hidden) = (x.shape[0], x.shape[1], x.shape[2], h0.shape[1]);
+        for n in 0..batch {
+            let mut h: Vec<f64> = (0..hidden).map(|j| h0.f64(n * hidden + j)).collect();
+            for t in order(steps, self.reverse) {
+                let row = t * batch + n;
+                let from_x = |k: usize| -> f64 {
+                    (0..width).map(|i| x.f64(row * width + i) * w_ih.f64(k * width + i)).sum::<f64>() + b_ih.f64(k)
+                };
+                let from_h = |h: &[f64], k: usize| -> f64 {
+                    (0..hidden).map(|j| h[j] * w_hh.f64(k * hidden + j)).sum::<f64>() + b_hh.f64(k)
+                };
+                let r: Vec<f64> = (0..hidden).map(|j| logistic(from_x(j) + from_h(&h, j))).collect();
+                let z: Vec<f64> = (hidden..2 * hidden).map(|k| logistic(from_x(k) + from_h(&h, k))).collect();
+                let reset: Vec<f64> = r.iter().zip(&h).map(|(r, h)| r * h).collect();
+                let mut new = Vec::with_capacity(hidden);
+                for j in 0..hidden {
+                    let k = 2 * hidden + j;
+                    let (m, met) = if self.reset_after {
+                        let product = from_h(&h, k);
+                        (r[j] * product, product)
+                    } else {
+                        (from_h(&reset, k), reset[j])
+                    };
+                    let candidate = (from_x(k) + m).tanh();
+                    for (gate, value) in [r[j], z[j], candidate, met].into_iter().enumerate() {
+                        gates.set_f64((row * 4 + gate) * hidden + j, value);
+                    }
+                    new.push((1.0 - z[j]) * candidate + z[j] * h[j]);
+                }
+                h = new;
+                h.iter().enumerate().for_each(|(j, &h)| y.set_f64(row * hidden + j, h));
+            }
+            h.iter().enumerate().for_each(|(j, &h)| last_h.set_f64(n * hidden + j, h));
+        }
+        Ok(())
+    }
+}
+
+impl Rule for GruGrad {
+    fn name(&self) -> &'static str {
+        "gru_grad"
+    }
+
+    fn infer(&self, inputs: &[&Fact]) -> Result<Vec<Fact>, FactError> {
+        let [dy, dh, x, w_ih, w_hh, h0, y, gates] = inputs else {
+            return Err(FactError::Arity { expected: 8, got: inputs.len() });
+        };
+        let sizes = Sizes::of(x, w_hh, 3)?;
+        sizes.weights(w_ih, w_hh)?;
+        let (state, sequence) = (sizes.state(), sizes.sequence(&sizes.hidden));
+        same("the gradient of the last state", dh, "one state a row", &state)?;
+        same("the first state", h0, "one state a row", &state)?;
+        same("the output gradient", dy, "one state a step", &sequence)?;
+        same("the output", y, "one state a step", &sequence)?;
+        same("the gates", gates, "four values a unit and step", &kept(&sizes)?)?;
+        Ok(vec![(*x).clone(), (*w_ih).clone(), (*w_hh).clone(), sizes.bias(), sizes.bias(), state])
+    }
+
+    // Each product of the forward run has two here; for each unit about twenty operations between them.
+    fn cost(&self, inputs: &[&Fact], outputs: &[Fact]) -> Cost {
+        let flops = 2.0 * products(inputs[2], inputs[4]) + 20.0 * elements(inputs[0]);
+        Cost { flops, bytes: moved(inputs, outputs) }
+    }
+
+    // No second order, as for the LSTM.
+
+    fn takes_gradient(&self, _: usize) -> bool {
+        false
+    }
+
+    fn reference(&self, inputs: &[View<'_>], outputs: &mut [ViewMut<'_>]) -> Result<(), KernelError> {
+        let [dy, last_dh, x, w_ih, w_hh, h0, y, gates] = inputs else { unreachable!("infer checks the arity") };
+        let [dx, dw_ih, dw_hh, db_ih, db_hh, dh0] = outputs else { unreachable!("infer gives six outputs") };
+        let (steps, batch, width, hidden) = (x.shape[0], x.shape[1], x.shape[2], h0.shape[1]);
+        let (two, three) = (2 * hidden, 3 * hidden);
+        let (mut dw_x, mut dw_h) = (vec![0.0; w_ih.len()], vec![0.0; w_hh.len()]);
+        let (mut db_x, mut db_h) = (vec![0.0; three], vec![0.0; three]);
+        for n in 0..batch {
+            let mut dh: Vec<f64> = (0..hidden).map(|j| last_dh.f64(n * hidden + j)).collect();
+            for t in order(steps, !self.reverse) {
+                let row = t * batch + n;
+                let before = before(t, steps, self.reverse).map(|t| (t * batch + n) * hidden);
+                let h = |j: usize| before.map_or(h0.f64(n * hidden + j), |at| y.f64(at + j));
+                let gate = |k: usize, j: usize| gates.f64((row * 4 + k) * hidden + j);
+                // What arrives at the sums from x and, for n, at those from h.
+                let (mut da, mut e) = (vec![0.0; three], vec![0.0; hidden]);
+                for j in 0..hidden {
+                    let (r, z, candidate) = (gate(0, j), gate(1, j), gate(2, j));
+                    dh[j] += dy.f64(row * hidden + j);
+                    da[hidden + j] = dh[j] * (h(j) - candidate) * z * (1.0 - z);
+                    da[two + j] = dh[j] * (1.0 - z) * (1.0 - candidate * candidate);
+                    e[j] = if self.reset_after { da[two + j] * r } else { da[two + j] };
+                }
+                let through = |j: usize| -> f64 { (0..hidden).map(|k| e[k] * w_hh.f64((two + k) * hidden + j)).sum() };
+                let d: Vec<f64> = (0..hidden).map(through).collect();
+                for j in 0..hidden {
+                    let (r, met) = (gate(0, j), gate(3, j));
+                    let dr = if self.reset_after { da[two + j] * met } else { d[j] * h(j) };
+                    da[j] = dr * r * (1.0 - r);
+                }
+                for j in 0..hidden {
+                    let from_gates: f64 = (0..two).map(|k| da[k] * w_hh.f64(k * hidden + j)).sum();
+                    let from_n = if self.reset_after { d[j] } else { d[j] * gate(0, j) };
+                    dh[j] = dh[j] * gate(1, j) + from_n + from_gates;
+                }
+                for i in 0..width {
+                    dx.set_f64(row * width + i, (0..three).map(|k| da[k] * w_ih.f64(k * width + i)).sum());
+                }
+                for k in 0..three {
+                    (0..width).for_each(|i| dw_x[k * width + i] += da[k] * x.f64(row * width + i));
+                    db_x[k] += da[k];
+                    let at_h = if k < two { da[k] } else { e[k - two] };
+                    db_h[k] += at_h;
+                    for j in 0..hidden {
+                        let read = if k < two || self.reset_after { h(j) } else { gate(3, j) };
+                        dw_h[k * hidden + j] += at_h * read;
+                    }
+                }
+            }
+            dh.iter().enumerate().for_each(|(j, &d)| dh0.set_f64(n * hidden + j, d));
+        }
+        for (d, sums) in [dw_ih, dw_hh, db_ih, db_hh].into_iter().zip([dw_x, dw_h, db_x, db_h]) {
+            sums.into_iter().enumerate().for_each(|(i, sum)| d.set_f64(i, sum));
+        }
+        Ok(())
+    }
+}
+
+fn inputs_of(steps: usize, batch: usize, width: usize, hidden: usize) -> Vec<Tensor> {
+    let wide = 3 * hidden;
+    let shapes: [&[usize]; 6] =
+        [&[steps, batch, width], &[wide, width], &[wide, hidden], &[wide], &[wide], &[batch, hidden]];
+    shapes.iter().zip(1..).map(|(shape, seed)| ramp(shape, seed)).collect()
+}
+
+/// What the gradient reads: what arrives, the inputs and what the forward run kept.
+fn grad_inputs(forward: &Gru, inputs: &[Tensor], arrived: [Tensor; 2]) -> Vec<Tensor> {
+    let made = run(forward, inputs);
+    let known = [0, 1, 2, 5].map(|i: usize| inputs[i].clone());
+    arrived.into_iter().chain(known).chain([made[0].clone(), made[2].clone()]).collect()
+}
+
+/// Small cases.
+pub fn samples() -> Vec<Sample> {
+    let cases = [
+        ("reset after, forward", [3, 2, 3, 2], false, true),
+        ("reset after, reverse", [3, 2, 2, 3], true, true),
+        ("reset before, forward", [3, 2, 3, 2], false, false),
+        ("reset before, reverse", [4, 1, 2, 3], true, false),
+        ("one step", [1, 1, 4, 2], false, true),
+    ];
+    let both =
+        |(title, [steps, batch, width, hidden], reverse, reset_after): (&'static str, [usize; 4], bool, bool)| {
+            let inputs = inputs_of(steps, batch, width, hidden);
+            let forward = Gru { reverse, reset_after };
+            let arrived = [ramp(&[steps, batch, hidden], 8), ramp(&[batch, hidden], 9)];
+            let read = grad_inputs(&forward, &inputs, arrived);
+            let grad = Op::GruGrad(GruGrad { reverse, reset_after });
+            [
+                Sample { title, op: Op::Gru(forward), inputs, differentiate: (0..6).collect() },
+                Sample { title, op: grad, inputs: read, differentiate: vec![] },
+            ]
+        };
+    cases.into_iter().flat_map(both).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    // The samples ask for the gradient of y alone; here both results count.
+    #[test]
+    fn gradients_of_the_last_state_are_slopes() {
+        for (reverse, reset_after) in [(false, false), (false, true), (true, false), (true, true)] {
+            let forward = Gru { reverse, reset_after };
+            let inputs: Vec<Tensor> = inputs_of(3, 2, 2, 2).iter().map(|t| t.cast(DType::F64)).collect();
+            let weights = [ramp(&[3, 2, 2], 20), ramp(&[2, 2], 21)].map(|t| t.cast(DType::F64));
+            let loss = |inputs: &[Tensor]| -> f64 {
+                let dot =
+                    |(w, y): (&Tensor, &Tensor)| w.to_f64().iter().zip(y.to_f64()).map(|(w, y)| w * y).sum::<f64>();
+                weights.iter().zip(&run(&forward, inputs)).map(dot).sum()
+            };
+            let gradients = run(&GruGrad { reverse, reset_after }, &grad_inputs(&forward, &inputs, weights.clone()));
+            for slot in 0..6 {
+                let x = inputs[slot].to_f64();
+                for (at, slope) in gradients[slot].to_f64().into_iter().enumerate() {
+                    let moved = |by: f64| {
+                        let (mut x, mut inputs) = (x.clone(), inputs.clone());
+                        x[at] += by;
+                        inputs[slot] = Tensor::from_f64(inputs[slot].shape(), &x);
+                        loss(&inputs)
+                    };
+                    let difference = (moved(1e-5) - moved(-1e-5)) / 2e-5;
+                    assert!((slope - difference).abs() < 1e-8, "input {slot}, {at}: {slope} is not {difference}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn the_reset_gate_works_where_it_is_said() {
+        // One unit, one step, x = 0: r = σ(h), z = σ(0) = 1/2, and n = tanh(r (h + b)) or tanh(r h + b).
+        let column = |values: &[f64]| Tensor::from_f64(&[3, 1], values);
+        let (h, b) = (0.5f64, 0.25f64);
+        let inputs = [
+            Tensor::from_f64(&[1, 1, 1], &[0.0]),
+            column(&[1.0, 1.0, 1.0]),
+            column(&[1.0, 0.0, 1.0]),
+            Tensor::from_f64(&[3], &[0.0; 3]),
+            Tensor::from_f64(&[3], &[0.0, 0.0, b]),
+            Tensor::from_f64(&[1, 1], &[h]),
+        ];
+        let r = 1.0 / (1.0 + (-h).exp());
+        for (reset_after, n) in [(true, (r * (h + b)).tanh()), (false, (r * h + b).tanh())] {
+            let y = run(&Gru { reverse: false, reset_after }, &inputs)[1].to_f64()[0];
+            assert!((y - (n / 2.0 + h / 2.0)).abs() < 1e-15, "{reset_after}: {y}");
+        }
+    }
+
+    #[test]
+    fn shapes_and_errors() {
+        let dims = |text: &str| text.split_whitespace().map(|d| Dim::parse(d).unwrap()).collect::<Vec<_>>();
+        let fact = |text: &str| Fact::new(DType::F32, dims(text));
+        let all = ["t b 3", "6 3", "6 2", "6", "6", "b 2"].map(fact);
+        let told = |facts: &[Fact]| Gru { reverse: false, reset_after: true }.infer(&facts.iter().collect::<Vec<_>>());
+        let shapes: Vec<String> = told(&all).unwrap().iter().map(Fact::to_string).collect();
+        assert_eq!(shapes, ["f32[t, b, 2]", "f32[b, 2]", "f32[t, b, 8]"]);
+        let mut wrong = all.clone();
+        wrong[1] = fact("8 3");
+        assert!(told(&wrong).unwrap_err().to_string().contains("the input weight is f32[8, 3]"));
+    }
+}
