@@ -10,12 +10,14 @@
 
 pub mod batch_norm;
 pub mod binary;
+pub mod bit_cast;
 pub mod broadcast;
 pub mod cast;
 pub mod compare;
 pub mod concat;
 pub mod conv;
 pub mod cross_entropy;
+pub mod cumulative;
 pub mod dropout;
 pub mod flip;
 pub mod gather;
@@ -30,12 +32,14 @@ pub mod reduce;
 pub mod reshape;
 pub mod rnn;
 pub mod sample;
+pub mod scatter;
 pub mod select;
 pub mod slice;
 pub mod softmax;
 pub mod source;
 pub mod stop_gradient;
 pub mod table;
+pub mod top_k;
 pub mod transpose;
 pub mod unary;
 pub mod window;
@@ -64,9 +68,12 @@ pub enum Op {
     Compare(Compare),
     Select(Select),
     Cast(Cast),
+    BitCast(BitCast),
     // Reductions.
     Reduce(Reduce),
     ArgReduce(ArgReduce),
+    TopK(TopK),
+    Cumulative(Cumulative),
     // Contractions.
     #[serde(rename = "matmul")]
     MatMul(MatMul),
@@ -95,6 +102,7 @@ pub enum Op {
     Flip(Flip),
     Gather(Gather),
     ScatterAdd(ScatterAdd),
+    Scatter(Scatter),
     StopGradient(StopGradient),
     // Normalisation and losses.
     Softmax(Softmax),
@@ -176,8 +184,24 @@ pub enum Unary {
     Sin,
     /// `cos x`
     Cos,
+    /// `arcsin x`
+    Asin,
+    /// `arccos x`
+    Acos,
+    /// `arctan x`
+    Atan,
+    /// `sinh x`
+    Sinh,
+    /// `cosh x`
+    Cosh,
     /// `tanh x`
     Tanh,
+    /// `arsinh x`
+    Asinh,
+    /// `arcosh x`
+    Acosh,
+    /// `artanh x`
+    Atanh,
     /// `1/(1+e^-x)`
     Sigmoid,
     /// `max(x, 0)`; the gradient at 0 is 0.
@@ -198,7 +222,7 @@ pub enum Unary {
     Ceil,
     /// Nearest whole number, halves to even.
     Round,
-    /// Logical not (`bool`).
+    /// Logical not (`bool`); of a whole number every bit turned.
     Not,
 }
 
@@ -222,12 +246,17 @@ pub enum Binary {
     Min,
     /// Rest of `a / b` with the sign of `b`, as Python's `%`.
     Mod,
-    /// Logical and (`bool`).
+    /// Logical and (`bool`), or bit by bit of whole numbers.
     And,
-    /// Logical or (`bool`).
+    /// Logical or (`bool`), or bit by bit of whole numbers.
     Or,
-    /// Logical exclusive or (`bool`).
+    /// Logical exclusive or (`bool`), or bit by bit of whole numbers.
     Xor,
+    /// Bits of the whole number `a` moved up by `b` places. By fewer than 0, or by all there are, none is left.
+    ShiftLeft,
+    /// Bits of the whole number `a` moved down by `b` places, the sign drawn after them. By fewer than 0, or by all
+    /// there are, nothing but the sign is left.
+    ShiftRight,
 }
 
 /// `y = a ? b` as `bool`, broadcasting. Both inputs have one element type.
@@ -249,6 +278,13 @@ pub struct Select {}
 /// The same values as element type `to`; floats truncate toward zero when they become integers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Cast {
+    /// Element type of the result.
+    pub to: DType,
+}
+
+/// The same bits as element type `to`, which has as many. No gradient.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct BitCast {
     /// Element type of the result.
     pub to: DType,
 }
@@ -289,6 +325,41 @@ pub struct ArgReduce {
     pub axis: usize,
     /// Whether the axis stays as a dim of 1.
     pub keep: bool,
+}
+
+/// The `count` largest (or smallest) elements along `axis`, the best first and the earlier one on ties, and their `i64`
+/// indices. NaN is larger than every number. Outputs: values, indices; a gradient flows through the values.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct TopK {
+    /// The axis that is sorted.
+    pub axis: usize,
+    /// Its size in the result, at most that in the input.
+    pub count: Dim,
+    /// Largest, else smallest.
+    pub largest: bool,
+}
+
+/// At each place along `axis`, all elements up to there joined.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Cumulative {
+    /// How elements are joined.
+    pub kind: CumulativeKind,
+    /// The axis along which they are.
+    pub axis: usize,
+    /// Whether an element itself is left out of its result.
+    pub exclusive: bool,
+    /// Whether the last element comes first.
+    pub reverse: bool,
+}
+
+/// How [`Cumulative`] joins elements.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum CumulativeKind {
+    /// Sum.
+    Sum,
+    /// Product; no gradient.
+    Prod,
 }
 
 /// Matrix product of the last two dims, `[…, M, K] × […, K, N] → […, M, N]`; leading dims broadcast. A transposed
@@ -533,6 +604,32 @@ pub struct ScatterAdd {
     pub axis: usize,
     /// Its size.
     pub size: Dim,
+}
+
+/// `x [A…, S, B…]` with slices along `axis` replaced by, or joined with, `updates [A…, I…, B…]`, at the places that the
+/// integer indices `[I…]` say, in their order. Inputs: x, indices, updates. Indices are as in [`Gather`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Scatter {
+    /// How a slice is joined with what is there.
+    pub kind: ScatterKind,
+    /// The axis that is indexed.
+    pub axis: usize,
+}
+
+/// How [`Scatter`] joins an update with what is there.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum ScatterKind {
+    /// The last update of a place is what it holds.
+    Replace,
+    /// Sum.
+    Add,
+    /// Product; no gradient.
+    Mul,
+    /// The largest; the gradient is shared equally by equal elements.
+    Max,
+    /// The smallest; the gradient is shared equally by equal elements.
+    Min,
 }
 
 /// The input as it is, without gradient: what it depends on is not trained through it.

@@ -185,6 +185,7 @@ fn limit(subject: &Subject, slot: usize) -> i64 {
     let size = |input: usize, axis: usize| subject.inputs[input].shape[axis].known().unwrap_or(1);
     match (&subject.op, slot) {
         (Op::Gather(op), 1) => size(0, op.axis),
+        (Op::Scatter(op), 1) => size(0, op.axis),
         (Op::ScatterAdd(op), 1) => op.size.known().unwrap_or(1),
         (Op::CrossEntropy(op), 1) => size(0, op.axis),
         (Op::CrossEntropyGrad(op), 2) => size(1, op.axis),

@@ -18,14 +18,19 @@ impl Rule for Binary {
             Binary::And => "and",
             Binary::Or => "or",
             Binary::Xor => "xor",
+            Binary::ShiftLeft => "shift_left",
+            Binary::ShiftRight => "shift_right",
         }
     }
 
     fn infer(&self, inputs: &[&Fact]) -> Result<Vec<Fact>, FactError> {
         let [a, b] = inputs else { return Err(FactError::Arity { expected: 2, got: inputs.len() }) };
-        let logical = matches!(self, Binary::And | Binary::Or | Binary::Xor);
-        if logical != (a.dtype == DType::Bool) {
-            let expected = if logical { "bool" } else { "a number" };
+        let (fits, expected) = match self {
+            Binary::And | Binary::Or | Binary::Xor => (!a.dtype.is_float(), "bool or a whole number"),
+            Binary::ShiftLeft | Binary::ShiftRight => (a.dtype.is_integer(), "a whole number"),
+            _ => (a.dtype != DType::Bool, "a number"),
+        };
+        if !fits {
             return Err(FactError::DType { what: "the first input", expected: expected.into(), got: a.dtype });
         }
         if a.dtype != b.dtype {
@@ -80,7 +85,9 @@ impl Rule for Binary {
             }
             // y = a - b ⌊a/b⌋ has slope 1 in a wherever it has a slope
             Binary::Mod => dy,
-            Binary::And | Binary::Or | Binary::Xor => unreachable!("logic is on bool, which has returned above"),
+            Binary::And | Binary::Or | Binary::Xor | Binary::ShiftLeft | Binary::ShiftRight => {
+                unreachable!("bits are of no float, and others have returned above")
+            }
         });
         let db = at.wanted[1].then(|| match self {
             Binary::Add => dy,
@@ -114,7 +121,9 @@ impl Rule for Binary {
                 let slope = binary(out, Binary::Mul, dy, times);
                 neg(out, slope)
             }
-            Binary::And | Binary::Or | Binary::Xor => unreachable!("logic is on bool, which has returned above"),
+            Binary::And | Binary::Or | Binary::Xor | Binary::ShiftLeft | Binary::ShiftRight => {
+                unreachable!("bits are of no float, and others have returned above")
+            }
         });
         vec![da.map(|d| sum_to(out, d, &fact_a)), db.map(|d| sum_to(out, d, &fact_b))]
     }
@@ -126,6 +135,9 @@ impl Rule for Binary {
                 DType::Bool => y.set_bool(i, logic(*self, a.bool(ia), b.bool(ib))),
                 DType::U64 => y.set_i64(i, apply_u64(*self, a.i64(ia) as u64, b.i64(ib) as u64) as i64),
                 d if d.is_float() => y.set_f64(i, apply(*self, a.f64(ia), b.f64(ib))),
+                d if matches!(self, Binary::ShiftLeft | Binary::ShiftRight) => {
+                    y.set_i64(i, shift(*self, d, a.i64(ia), b.i64(ib)));
+                }
                 _ => y.set_i64(i, apply_i64(*self, a.i64(ia), b.i64(ib))),
             }
         }
@@ -156,7 +168,9 @@ pub fn apply(op: Binary, a: f64, b: f64) -> f64 {
             rest if (rest < 0.0) != (b < 0.0) => rest + b,
             rest => rest,
         },
+        // Floats have no bits to speak of.
         Binary::And | Binary::Or | Binary::Xor => logic(op, a != 0.0, b != 0.0) as u8 as f64,
+        Binary::ShiftLeft | Binary::ShiftRight => f64::NAN,
     }
 }
 
@@ -182,7 +196,23 @@ pub fn apply_i64(op: Binary, a: i64, b: i64) -> i64 {
             rest if rest != 0 && (rest < 0) != (b < 0) => rest + b,
             rest => rest,
         },
-        Binary::And | Binary::Or | Binary::Xor => logic(op, a != 0, b != 0) as i64,
+        Binary::And => a & b,
+        Binary::Or => a | b,
+        Binary::Xor => a ^ b,
+        Binary::ShiftLeft | Binary::ShiftRight => shift(op, DType::I64, a, b),
+    }
+}
+
+/// `a`, a number of `dtype` in 64 bits, with its bits moved `b` places.
+fn shift(op: Binary, dtype: DType, a: i64, b: i64) -> i64 {
+    let places = u32::try_from(b).ok().filter(|&b| (b as usize) < 8 * dtype.size());
+    match (op, places) {
+        (Binary::ShiftLeft, Some(places)) => a << places,
+        (Binary::ShiftLeft, None) => 0,
+        (_, Some(places)) if dtype == DType::U64 => (a as u64 >> places) as i64,
+        (_, Some(places)) => a >> places,
+        (_, None) if dtype == DType::U64 => 0,
+        (_, None) => a >> 63,
     }
 }
 
@@ -194,6 +224,7 @@ pub fn apply_u64(op: Binary, a: u64, b: u64) -> u64 {
         Binary::Pow => power(a, b),
         Binary::Max => a.max(b),
         Binary::Min => a.min(b),
+        Binary::ShiftLeft | Binary::ShiftRight => shift(op, DType::U64, a as i64, b as i64) as u64,
         // The same bits, signed or not.
         _ => apply_i64(op, a as i64, b as i64) as u64,
     }
@@ -272,7 +303,15 @@ pub fn samples() -> Vec<Sample> {
         &Tensor::from_i64(&[4], &[3, -2, -1, 0]),
         &Tensor::from_i64(&[4], &[4, 3, -3, 0]),
     ));
+    for op in [ShiftLeft, ShiftRight] {
+        all.push(sample("bits of integers", op, &whole, &by));
+        all.push(sample("bits of unsigned", op, &large, &small));
+        all.push(sample("bits of bytes", op, &bytes, &more));
+        all.push(sample("one number of places", op, &whole, &Tensor::from_i64(&[], &[3])));
+    }
     for op in [And, Or, Xor] {
+        all.push(sample("bits of integers", op, &whole, &by));
+        all.push(sample("bits of unsigned", op, &large, &small));
         all.push(sample("truth table", op, &p, &q));
         all.push(sample("stretched truth", op, &p, &Tensor::from_bool(&[], &[true])));
     }
@@ -313,6 +352,24 @@ mod tests {
     }
 
     #[test]
+    fn bits_are_moved_within_their_type() {
+        use Binary::{ShiftLeft, ShiftRight};
+        for (op, dtype, a, b, moved) in [
+            (ShiftLeft, DType::U8, 16, 1, 32),
+            (ShiftLeft, DType::I8, 64, 8, 0),
+            (ShiftLeft, DType::I32, 5, -1, 0),
+            (ShiftRight, DType::I8, -8, 1, -4),
+            (ShiftRight, DType::I8, -8, 8, -1),
+            (ShiftRight, DType::I32, 7, -2, 0),
+            (ShiftRight, DType::U64, -1, 63, 1),
+            (ShiftRight, DType::U64, -1, 64, 0),
+        ] {
+            assert_eq!(shift(op, dtype, a, b), moved, "{op:?} {dtype} {a} {b}");
+        }
+        assert_eq!(apply_i64(Binary::Xor, 6, -1), -7);
+    }
+
+    #[test]
     fn nan_wins() {
         for op in [Binary::Max, Binary::Min] {
             assert!(apply(op, f64::NAN, 1.0).is_nan() && apply(op, 1.0, f64::NAN).is_nan());
@@ -324,7 +381,8 @@ mod tests {
         let (f, i, b) = (Fact::of(DType::F32, &[]), Fact::of(DType::I64, &[]), Fact::of(DType::Bool, &[]));
         assert!(Binary::Add.infer(&[&f, &i]).is_err());
         assert!(Binary::Add.infer(&[&b, &b]).is_err());
-        assert!(Binary::And.infer(&[&i, &i]).is_err());
+        assert!(Binary::And.infer(&[&f, &f]).is_err());
+        assert!(Binary::ShiftLeft.infer(&[&b, &b]).is_err());
         assert_eq!(Binary::Xor.infer(&[&b, &b]), Ok(vec![b]));
     }
 }

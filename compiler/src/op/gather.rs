@@ -119,7 +119,7 @@ impl Rule for ScatterAdd {
     }
 }
 
-fn check_indices(indices: &Fact) -> Result<(), FactError> {
+pub(in crate::op) fn check_indices(indices: &Fact) -> Result<(), FactError> {
     if indices.dtype.is_integer() {
         return Ok(());
     }
@@ -127,7 +127,7 @@ fn check_indices(indices: &Fact) -> Result<(), FactError> {
 }
 
 /// The indices as they lie in an axis of this size.
-fn resolve(indices: &View<'_>, size: usize) -> Result<Vec<usize>, KernelError> {
+pub(in crate::op) fn resolve(indices: &View<'_>, size: usize) -> Result<Vec<usize>, KernelError> {
     let signed = indices.dtype != DType::U64;
     (0..indices.len())
         .map(|i| {

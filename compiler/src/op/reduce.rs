@@ -210,7 +210,7 @@ fn join_integers(kind: ReduceKind, dtype: DType, so_far: i64, x: i64) -> i64 {
 }
 
 /// A whole number whose order is that of the values; `u64` arrives as bits.
-fn ordered(dtype: DType, bits: i64) -> i128 {
+pub(in crate::op) fn ordered(dtype: DType, bits: i64) -> i128 {
     if dtype == DType::U64 { bits as u64 as i128 } else { bits as i128 }
 }
 

@@ -15,7 +15,15 @@ impl Rule for Unary {
             Unary::Reciprocal => "reciprocal",
             Unary::Sin => "sin",
             Unary::Cos => "cos",
+            Unary::Asin => "asin",
+            Unary::Acos => "acos",
+            Unary::Atan => "atan",
+            Unary::Sinh => "sinh",
+            Unary::Cosh => "cosh",
             Unary::Tanh => "tanh",
+            Unary::Asinh => "asinh",
+            Unary::Acosh => "acosh",
+            Unary::Atanh => "atanh",
             Unary::Sigmoid => "sigmoid",
             Unary::Relu => "relu",
             Unary::Erf => "erf",
@@ -33,7 +41,7 @@ impl Rule for Unary {
     fn infer(&self, inputs: &[&Fact]) -> Result<Vec<Fact>, FactError> {
         let [x] = inputs else { return Err(FactError::Arity { expected: 1, got: inputs.len() }) };
         let (fits, expected) = match self {
-            Unary::Not => (x.dtype == DType::Bool, "bool"),
+            Unary::Not => (!x.dtype.is_float(), "bool or a whole number"),
             Unary::Neg | Unary::Abs | Unary::Sign | Unary::Relu => (x.dtype != DType::Bool, "a number"),
             _ => (x.dtype.is_float(), "a float"),
         };
@@ -96,6 +104,42 @@ impl Rule for Unary {
                 let sin = out.emit(Op::Unary(Unary::Sin), &[x]);
                 let slope = out.emit(Op::Unary(Unary::Neg), &[sin]);
                 mul(out, dy, slope)
+            }
+            // dx = dy / √(1 - x²), for the cosine with a minus
+            Unary::Asin | Unary::Acos => {
+                let (x2, one) = (mul(out, x, x), scalar(out, 1.0));
+                let rest = out.emit(Op::Binary(Binary::Sub), &[one, x2]);
+                let root = out.emit(Op::Unary(Unary::Sqrt), &[rest]);
+                let slope = out.emit(Op::Binary(Binary::Div), &[dy, root]);
+                if *self == Unary::Asin { slope } else { out.emit(Op::Unary(Unary::Neg), &[slope]) }
+            }
+            // dx = dy / (1 + x²)
+            Unary::Atan => {
+                let (x2, one) = (mul(out, x, x), scalar(out, 1.0));
+                let grown = out.emit(Op::Binary(Binary::Add), &[x2, one]);
+                out.emit(Op::Binary(Binary::Div), &[dy, grown])
+            }
+            Unary::Sinh => {
+                let cosh = out.emit(Op::Unary(Unary::Cosh), &[x]);
+                mul(out, dy, cosh)
+            }
+            Unary::Cosh => {
+                let sinh = out.emit(Op::Unary(Unary::Sinh), &[x]);
+                mul(out, dy, sinh)
+            }
+            // dx = dy / √(x² + 1), for the cosine dy / √(x² - 1)
+            Unary::Asinh | Unary::Acosh => {
+                let (x2, one) = (mul(out, x, x), scalar(out, 1.0));
+                let op = if *self == Unary::Asinh { Binary::Add } else { Binary::Sub };
+                let moved = out.emit(Op::Binary(op), &[x2, one]);
+                let root = out.emit(Op::Unary(Unary::Sqrt), &[moved]);
+                out.emit(Op::Binary(Binary::Div), &[dy, root])
+            }
+            // dx = dy / (1 - x²)
+            Unary::Atanh => {
+                let (x2, one) = (mul(out, x, x), scalar(out, 1.0));
+                let rest = out.emit(Op::Binary(Binary::Sub), &[one, x2]);
+                out.emit(Op::Binary(Binary::Div), &[dy, rest])
             }
             // dx = dy (1 - y²)
             Unary::Tanh => {
@@ -188,7 +232,8 @@ impl Rule for Unary {
         let (x, y) = (&inputs[0], &mut outputs[0]);
         for i in 0..x.len() {
             match (self, x.dtype.is_float()) {
-                (Unary::Not, _) => y.set_bool(i, !x.bool(i)),
+                (Unary::Not, _) if x.dtype == DType::Bool => y.set_bool(i, !x.bool(i)),
+                (Unary::Not, false) => y.set_i64(i, !x.i64(i)),
                 (Unary::Neg, false) => y.set_i64(i, x.i64(i).wrapping_neg()),
                 (Unary::Abs, false) => y.set_i64(i, x.i64(i).wrapping_abs()),
                 (Unary::Sign, false) => y.set_i64(i, x.i64(i).signum()),
@@ -217,7 +262,15 @@ pub fn apply(op: Unary, x: f64) -> f64 {
         Unary::Reciprocal => 1.0 / x,
         Unary::Sin => x.sin(),
         Unary::Cos => x.cos(),
+        Unary::Asin => x.asin(),
+        Unary::Acos => x.acos(),
+        Unary::Atan => x.atan(),
+        Unary::Sinh => x.sinh(),
+        Unary::Cosh => x.cosh(),
         Unary::Tanh => x.tanh(),
+        Unary::Asinh => x.asinh(),
+        Unary::Acosh => x.acosh(),
+        Unary::Atanh => x.atanh(),
         Unary::Sigmoid => 1.0 / (1.0 + (-x).exp()),
         // Not `max`: NaN must stay NaN, so that a broken run shows itself.
         Unary::Relu if x < 0.0 => 0.0,
@@ -270,11 +323,14 @@ pub fn scalar(dtype: DType, value: f64) -> Op {
 /// Small cases.
 pub fn samples() -> Vec<Sample> {
     use Unary::*;
-    let smooth = [Neg, Exp, Sin, Cos, Tanh, Sigmoid, Erf, Gelu, GeluTanh, Silu, Softplus, Abs, Relu];
+    let smooth =
+        [Neg, Exp, Sin, Cos, Atan, Sinh, Cosh, Tanh, Asinh, Sigmoid, Erf, Gelu, GeluTanh, Silu, Softplus, Abs, Relu];
     let positive = [Log, Sqrt, Rsqrt, Reciprocal];
     let steps = [Sign, Floor, Ceil, Round];
     let any = Tensor::from_f32(&[2, 5], &[-3.1, -1.5, -0.7, -0.2, 0.4, 0.5, 0.9, 1.7, 2.5, 4.2]);
     let above = Tensor::from_f32(&[2, 3], &[0.1, 0.5, 1.0, 2.0, 3.5, 10.0]);
+    let inside = Tensor::from_f32(&[5], &[-0.9, -0.4, 0.1, 0.3, 0.8]);
+    let beyond = Tensor::from_f32(&[3], &[1.2, 2.0, 30.0]);
     let sample = |op, x: &Tensor, smooth: bool| Sample {
         title: "a few numbers",
         op: Op::Unary(op),
@@ -283,9 +339,14 @@ pub fn samples() -> Vec<Sample> {
     };
     let mut all: Vec<Sample> = smooth.iter().map(|&op| sample(op, &any, true)).collect();
     all.extend(positive.iter().map(|&op| sample(op, &above, true)));
+    all.extend([Asin, Acos, Atanh].iter().map(|&op| sample(op, &inside, true)));
+    all.push(sample(Acosh, &beyond, true));
     all.extend(steps.iter().map(|&op| sample(op, &any, false)));
     all.push(sample(Not, &Tensor::from_bool(&[3], &[true, false, true]), false));
-    all.push(sample(Neg, &Tensor::from_i64(&[2], &[3, -4]), false));
+    for op in [Neg, Not] {
+        all.push(sample(op, &Tensor::from_i64(&[2], &[3, -4]), false));
+    }
+    all.push(sample(Not, &Tensor::from_i64(&[2], &[3, 200]).cast(DType::U8), false));
     all
 }
 

@@ -36,7 +36,15 @@ fn unary_real<T: Real>(op: Unary) -> Option<Fast> {
         Unary::Reciprocal => map::<T, _>(Reciprocal),
         Unary::Sin => map::<T, _>(Sin),
         Unary::Cos => map::<T, _>(Cos),
+        Unary::Asin => map::<T, _>(Asin),
+        Unary::Acos => map::<T, _>(Acos),
+        Unary::Atan => map::<T, _>(Atan),
+        Unary::Sinh => map::<T, _>(Sinh),
+        Unary::Cosh => map::<T, _>(Cosh),
         Unary::Tanh => map::<T, _>(Tanh),
+        Unary::Asinh => map::<T, _>(Asinh),
+        Unary::Acosh => map::<T, _>(Acosh),
+        Unary::Atanh => map::<T, _>(Atanh),
         Unary::Sigmoid => map::<T, _>(Sigmoid),
         Unary::Relu => map::<T, _>(Relu),
         Unary::Erf => map::<T, _>(Erf),
@@ -91,7 +99,7 @@ fn binary_real<T: Real>(op: Binary, walk: Walk<3>) -> Option<Fast> {
         Binary::Pow => zip::<T, T, _>(walk, Pow),
         Binary::Max => zip::<T, T, _>(walk, Max),
         Binary::Min => zip::<T, T, _>(walk, Min),
-        Binary::Mod | Binary::And | Binary::Or | Binary::Xor => return None,
+        Binary::Mod | Binary::And | Binary::Or | Binary::Xor | Binary::ShiftLeft | Binary::ShiftRight => return None,
     })
 }
 

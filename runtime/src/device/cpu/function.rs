@@ -65,8 +65,24 @@ one! {
     Sin(x) = T::of(x.wide().sin());
     /// `cos x`, through `f64`.
     Cos(x) = T::of(x.wide().cos());
+    /// Arc sine, through `f64`.
+    Asin(x) = T::of(x.wide().asin());
+    /// Arc cosine, through `f64`.
+    Acos(x) = T::of(x.wide().acos());
+    /// Arc tangent, through `f64`.
+    Atan(x) = T::of(x.wide().atan());
+    /// Hyperbolic sine, through `f64`.
+    Sinh(x) = T::of(x.wide().sinh());
+    /// Hyperbolic cosine, through `f64`.
+    Cosh(x) = T::of(x.wide().cosh());
     /// Hyperbolic tangent.
     Tanh(x) = x.tanh();
+    /// Area hyperbolic sine, through `f64`.
+    Asinh(x) = T::of(x.wide().asinh());
+    /// Area hyperbolic cosine, through `f64`.
+    Acosh(x) = T::of(x.wide().acosh());
+    /// Area hyperbolic tangent, through `f64`.
+    Atanh(x) = T::of(x.wide().atanh());
     /// `1/(1+e^-x)`
     Sigmoid(x) = T::ONE / (T::ONE + (-x).exp());
     /// `max(x, 0)`; NaN stays.

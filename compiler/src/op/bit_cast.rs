@@ -1,0 +1,70 @@
+//! The same bits read as another element type.
+
+use super::*;
+
+impl Rule for BitCast {
+    fn name(&self) -> &'static str {
+        "bit_cast"
+    }
+
+    fn infer(&self, inputs: &[&Fact]) -> Result<Vec<Fact>, FactError> {
+        let [x] = inputs else { return Err(FactError::Arity { expected: 1, got: inputs.len() }) };
+        if x.dtype.size() != self.to.size() {
+            let expected = format!("a type of {} bytes, as {}", self.to.size(), self.to);
+            return Err(FactError::DType { what: "the input", expected, got: x.dtype });
+        }
+        // Truth is 0 or 1; other bytes would be a third value.
+        if self.to == DType::Bool && x.dtype != DType::Bool {
+            return Err(FactError::DType { what: "the input", expected: "bool, as the result".into(), got: x.dtype });
+        }
+        Ok(vec![Fact::new(self.to, x.shape.clone())])
+    }
+
+    fn cost(&self, inputs: &[&Fact], outputs: &[Fact]) -> Cost {
+        Cost { flops: 0.0, bytes: moved(inputs, outputs) }
+    }
+
+    fn reference(&self, inputs: &[View<'_>], outputs: &mut [ViewMut<'_>]) -> Result<(), KernelError> {
+        outputs[0].bytes_mut().copy_from_slice(inputs[0].bytes());
+        Ok(())
+    }
+}
+
+/// Small cases.
+pub fn samples() -> Vec<Sample> {
+    let sample = |title, x: Tensor, to| Sample {
+        title,
+        op: Op::BitCast(BitCast { to }),
+        inputs: vec![x],
+        differentiate: vec![],
+    };
+    vec![
+        sample("whole numbers of floats", Tensor::from_f32(&[2], &[1.0, -0.0]), DType::I32),
+        sample("floats of whole numbers", Tensor::from_i64(&[2], &[i64::MIN, 1]), DType::F64),
+        sample("without a sign", Tensor::from_i64(&[2], &[-1, 5]).cast(DType::I8), DType::U8),
+        sample("bytes of truth", Tensor::from_bool(&[2], &[true, false]), DType::U8),
+        sample("a scalar", Tensor::from_f32(&[], &[2.0]), DType::U32),
+    ]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::op::sample::run;
+
+    #[test]
+    fn bits_stay() {
+        let one = Tensor::from_f32(&[1], &[1.0]);
+        let bits = &run(&BitCast { to: DType::I32 }, std::slice::from_ref(&one))[0];
+        assert_eq!(bits.to_i64(), [0x3f80_0000]);
+        assert_eq!(run(&BitCast { to: DType::F32 }, std::slice::from_ref(bits))[0], one);
+    }
+
+    #[test]
+    fn widths_must_agree_and_truth_is_made_of_truth_alone() {
+        let infer = |from, to| BitCast { to }.infer(&[&Fact::of(from, &[2])]);
+        assert!(infer(DType::F32, DType::I64).is_err());
+        assert!(infer(DType::U8, DType::Bool).is_err());
+        assert_eq!(infer(DType::Bool, DType::U8), Ok(vec![Fact::of(DType::U8, &[2])]));
+    }
+}

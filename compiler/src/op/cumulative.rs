@@ -1,0 +1,122 @@
+//! Running sums and products along one axis.
+
+use super::sample::ramp;
+use super::softmax::rows;
+use super::*;
+
+impl Rule for Cumulative {
+    fn name(&self) -> &'static str {
+        "cumulative"
+    }
+
+    fn infer(&self, inputs: &[&Fact]) -> Result<Vec<Fact>, FactError> {
+        let [x] = inputs else { return Err(FactError::Arity { expected: 1, got: inputs.len() }) };
+        if self.axis >= x.rank() {
+            return Err(FactError::Axis { axis: self.axis, rank: x.rank() });
+        }
+        if x.dtype == DType::Bool {
+            return Err(FactError::DType { what: "the input", expected: "a number".into(), got: x.dtype });
+        }
+        Ok(vec![(*x).clone()])
+    }
+
+    // dx_i = Σ dy_j over the places j that x_i went into: a sum the other way
+    fn backward(&self, at: Site<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
+        if !out.fact(at.inputs[0]).dtype.is_float() || self.kind == CumulativeKind::Prod {
+            return vec![None];
+        }
+        let back = Cumulative { reverse: !self.reverse, ..*self };
+        vec![Some(out.emit(Op::Cumulative(back), &[at.dy()]))]
+    }
+
+    fn takes_gradient(&self, _: usize) -> bool {
+        self.kind != CumulativeKind::Prod
+    }
+
+    // Floats are joined in f64 and rounded as they are written, whole numbers wrap.
+    fn reference(&self, inputs: &[View<'_>], outputs: &mut [ViewMut<'_>]) -> Result<(), KernelError> {
+        let (x, y) = (&inputs[0], &mut outputs[0]);
+        let op = match self.kind {
+            CumulativeKind::Sum => Binary::Add,
+            CumulativeKind::Prod => Binary::Mul,
+        };
+        for mut row in rows(x.shape, self.axis) {
+            if self.reverse {
+                row.reverse();
+            }
+            if x.dtype.is_float() {
+                let start = if self.kind == CumulativeKind::Sum { 0.0 } else { 1.0 };
+                row.iter().fold(start, |before, &i| {
+                    let joined = binary::apply(op, before, x.f64(i));
+                    y.set_f64(i, if self.exclusive { before } else { joined });
+                    joined
+                });
+            } else {
+                let start = if self.kind == CumulativeKind::Sum { 0 } else { 1 };
+                row.iter().fold(start, |before, &i| {
+                    let joined = binary::apply_i64(op, before, x.i64(i));
+                    y.set_i64(i, if self.exclusive { before } else { joined });
+                    joined
+                });
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Small cases.
+pub fn samples() -> Vec<Sample> {
+    let sample = |title, kind, axis, exclusive, reverse, x: Tensor| Sample {
+        title,
+        op: Op::Cumulative(Cumulative { kind, axis, exclusive, reverse }),
+        differentiate: if x.dtype().is_float() && kind == CumulativeKind::Sum { vec![0] } else { vec![] },
+        inputs: vec![x],
+    };
+    let mut all = Vec::new();
+    for kind in [CumulativeKind::Sum, CumulativeKind::Prod] {
+        for (exclusive, reverse) in [(false, false), (true, false), (false, true), (true, true)] {
+            all.push(sample("the last axis", kind, 1, exclusive, reverse, ramp(&[3, 4], 1)));
+            all.push(sample("the middle axis", kind, 1, exclusive, reverse, ramp(&[2, 3, 2], 2)));
+            all.push(sample(
+                "bytes",
+                kind,
+                0,
+                exclusive,
+                reverse,
+                Tensor::from_i64(&[3], &[200, 3, 9]).cast(DType::U8),
+            ));
+        }
+        all.push(sample("integers", kind, 0, false, false, Tensor::from_i64(&[3], &[i64::MAX, 2, -3])));
+        all.push(sample("nothing", kind, 1, true, false, Tensor::zeros(DType::F32, &[2, 0])));
+    }
+    all
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::op::sample::run;
+
+    fn joined(kind: CumulativeKind, exclusive: bool, reverse: bool) -> Vec<i64> {
+        let op = Cumulative { kind, axis: 0, exclusive, reverse };
+        run(&op, &[Tensor::from_i64(&[4], &[1, 2, 3, 4])])[0].to_i64()
+    }
+
+    #[test]
+    fn all_that_came_before() {
+        use CumulativeKind::{Prod, Sum};
+        assert_eq!(joined(Sum, false, false), [1, 3, 6, 10]);
+        assert_eq!(joined(Sum, true, false), [0, 1, 3, 6]);
+        assert_eq!(joined(Sum, false, true), [10, 9, 7, 4]);
+        assert_eq!(joined(Sum, true, true), [9, 7, 4, 0]);
+        assert_eq!(joined(Prod, false, false), [1, 2, 6, 24]);
+        assert_eq!(joined(Prod, true, true), [24, 12, 4, 1]);
+    }
+
+    #[test]
+    fn odd_inputs_are_refused() {
+        let op = Cumulative { kind: CumulativeKind::Sum, axis: 1, exclusive: false, reverse: false };
+        assert!(op.infer(&[&Fact::of(DType::F32, &[2])]).is_err());
+        assert!(op.infer(&[&Fact::of(DType::Bool, &[2, 2])]).is_err());
+    }
+}

@@ -1,0 +1,222 @@
+//! Slices written at places that indices say, alone or joined with what is there: the reverse of a gather.
+
+use super::broadcast::shape_text;
+use super::gather::{check_indices, resolve};
+use super::sample::ramp;
+use super::unary::scalar;
+use super::*;
+use crate::tensor::dim::volume;
+
+impl Rule for Scatter {
+    fn name(&self) -> &'static str {
+        "scatter"
+    }
+
+    fn infer(&self, inputs: &[&Fact]) -> Result<Vec<Fact>, FactError> {
+        let [x, indices, updates] = inputs else { return Err(FactError::Arity { expected: 3, got: inputs.len() }) };
+        check_indices(indices)?;
+        if self.axis >= x.rank() {
+            return Err(FactError::Axis { axis: self.axis, rank: x.rank() });
+        }
+        if x.dtype != updates.dtype {
+            let expected = format!("{}, as the first input", x.dtype);
+            return Err(FactError::DType { what: "the tensor of updates", expected, got: updates.dtype });
+        }
+        if x.dtype == DType::Bool && matches!(self.kind, ScatterKind::Add | ScatterKind::Mul) {
+            return Err(FactError::DType { what: "the input", expected: "a number".into(), got: x.dtype });
+        }
+        let expected = [&x.shape[..self.axis], &indices.shape, &x.shape[self.axis + 1..]].concat();
+        if updates.shape != expected {
+            return Err(FactError::Mismatch {
+                left_name: "the tensor of updates",
+                left: updates.to_string(),
+                right_name: "the shape it must have",
+                right: shape_text(&expected),
+            });
+        }
+        // The gradient counts the indices.
+        volume(&indices.shape)?;
+        Ok(vec![(*x).clone()])
+    }
+
+    fn cost(&self, inputs: &[&Fact], outputs: &[Fact]) -> Cost {
+        Cost { flops: elements(inputs[2]), bytes: moved(inputs, outputs) }
+    }
+
+    fn backward(&self, at: Site<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
+        if !out.fact(at.inputs[0]).dtype.is_float() {
+            return vec![None; 3];
+        }
+        let [dx, du] = match self.kind {
+            ScatterKind::Replace => self.replaced(&at, out),
+            // dx = dy, du = dy by index
+            ScatterKind::Add => [Some(at.dy()), Some(self.taken(out, at.dy(), at.inputs[1]))],
+            ScatterKind::Mul => [None, None],
+            ScatterKind::Max | ScatterKind::Min => self.shared(&at, out),
+        };
+        vec![dx, None, du]
+    }
+
+    fn takes_gradient(&self, _: usize) -> bool {
+        self.kind != ScatterKind::Mul
+    }
+
+    // Floats are joined in f64 and rounded once, whole numbers wrap.
+    fn reference(&self, inputs: &[View<'_>], outputs: &mut [ViewMut<'_>]) -> Result<(), KernelError> {
+        let (x, updates, y) = (&inputs[0], &inputs[2], &mut outputs[0]);
+        let size = x.shape[self.axis];
+        let places = resolve(&inputs[1], size)?;
+        let outer: usize = x.shape[..self.axis].iter().product();
+        let run: usize = x.shape[self.axis + 1..].iter().product();
+        // Where element i of the updates goes.
+        let targets = (0..outer)
+            .flat_map(|block| places.iter().map(move |place| (block * size + place) * run))
+            .flat_map(|start| start..start + run)
+            .enumerate();
+        y.bytes_mut().copy_from_slice(x.bytes());
+        let op = match self.kind {
+            ScatterKind::Replace => {
+                targets.for_each(|(i, to)| y.copy_from(to, updates, i));
+                return Ok(());
+            }
+            ScatterKind::Add => Binary::Add,
+            ScatterKind::Mul => Binary::Mul,
+            ScatterKind::Max => Binary::Max,
+            ScatterKind::Min => Binary::Min,
+        };
+        if x.dtype.is_float() {
+            let mut joined: Vec<f64> = (0..x.len()).map(|i| x.f64(i)).collect();
+            targets.for_each(|(i, to)| joined[to] = binary::apply(op, joined[to], updates.f64(i)));
+            joined.iter().enumerate().for_each(|(i, &v)| y.set_f64(i, v));
+        } else {
+            let apply = |a: i64, b: i64| match x.dtype {
+                DType::U64 => binary::apply_u64(op, a as u64, b as u64) as i64,
+                _ => binary::apply_i64(op, a, b),
+            };
+            let mut joined: Vec<i64> = (0..x.len()).map(|i| x.i64(i)).collect();
+            targets.for_each(|(i, to)| joined[to] = apply(joined[to], updates.i64(i)));
+            joined.iter().enumerate().for_each(|(i, &v)| y.set_i64(i, v));
+        }
+        Ok(())
+    }
+}
+
+impl Scatter {
+    /// The slices of `value` at the indices.
+    fn taken(&self, out: &mut dyn Emit, value: Value, indices: Value) -> Value {
+        out.emit(Op::Gather(Gather { axis: self.axis }), &[value, indices])
+    }
+
+    // dx = dy, 0 where something was written; du = dy by index, 0 for an update that a later one wrote over. Which one
+    // was last is found by writing their numbers as they were written.
+    fn replaced(&self, at: &Site<'_>, out: &mut dyn Emit) -> [Option<Value>; 2] {
+        let (dy, indices) = (at.dy(), at.inputs[1]);
+        let (x, updates) = (out.fact(at.inputs[0]), out.fact(at.inputs[2]));
+        let zero = out.emit(scalar(x.dtype, 0.0), &[]);
+        let dx = at.wanted[0].then(|| {
+            let zeros = out.emit(Op::Broadcast(Broadcast { shape: updates.shape.clone() }), &[zero]);
+            out.emit(Op::Scatter(*self), &[dy, indices, zeros])
+        });
+        let du = at.wanted[2].then(|| {
+            let taken = self.taken(out, dy, indices);
+            let mut shape = out.fact(indices).shape;
+            let count = volume(&shape).expect("the indices were counted when the fact was inferred");
+            let order = out.emit(Op::Iota(Iota { fact: Fact::new(DType::I64, vec![count]), axis: 0 }), &[]);
+            let order = out.emit(Op::Reshape(Reshape { shape: shape.clone() }), &[order]);
+            let none = out.emit(scalar(DType::I64, 0.0), &[]);
+            let nobody = Broadcast { shape: vec![x.shape[self.axis].clone()] };
+            let nobody = out.emit(Op::Broadcast(nobody), &[none]);
+            let last = Scatter { kind: ScatterKind::Replace, axis: 0 };
+            let last = out.emit(Op::Scatter(last), &[nobody, indices, order]);
+            let last = out.emit(Op::Gather(Gather { axis: 0 }), &[last, indices]);
+            let stays = out.emit(Op::Compare(Compare::Equal), &[last, order]);
+            shape.resize(shape.len() + x.rank() - self.axis - 1, Dim::Known(1));
+            let stays = out.emit(Op::Reshape(Reshape { shape }), &[stays]);
+            out.emit(Op::Select(Select {}), &[stays, taken, zero])
+        });
+        [dx, du]
+    }
+
+    // With hits = (x == y), (u == y by index) and ties = the number of hits of each place: dx = hits dy / ties, and du
+    // the same by index.
+    fn shared(&self, at: &Site<'_>, out: &mut dyn Emit) -> [Option<Value>; 2] {
+        let (x, indices, updates) = (at.inputs[0], at.inputs[1], at.inputs[2]);
+        let dtype = out.fact(x).dtype;
+        let hits = |out: &mut dyn Emit, a, b| {
+            let equal = out.emit(Op::Compare(Compare::Equal), &[a, b]);
+            out.emit(Op::Cast(Cast { to: dtype }), &[equal])
+        };
+        let taken = self.taken(out, at.outputs[0], indices);
+        let (of_x, of_updates) = (hits(out, x, at.outputs[0]), hits(out, updates, taken));
+        let sum = Scatter { kind: ScatterKind::Add, axis: self.axis };
+        let ties = out.emit(Op::Scatter(sum), &[of_x, indices, of_updates]);
+        let part = out.emit(Op::Binary(Binary::Div), &[at.dy(), ties]);
+        let taken = self.taken(out, part, indices);
+        [(of_x, part), (of_updates, taken)].map(|(hit, part)| Some(out.emit(Op::Binary(Binary::Mul), &[hit, part])))
+    }
+}
+
+/// Small cases.
+pub fn samples() -> Vec<Sample> {
+    let sample = |title, kind, axis, x: Tensor, indices: Tensor, updates: Tensor| Sample {
+        title,
+        op: Op::Scatter(Scatter { kind, axis }),
+        differentiate: if x.dtype().is_float() && kind != ScatterKind::Mul { vec![0, 2] } else { vec![] },
+        inputs: vec![x, indices, updates],
+    };
+    let index = |shape: &[usize], v: &[i64]| Tensor::from_i64(shape, v);
+    let bytes = |v: &[i64]| index(&[v.len()], v).cast(DType::U8);
+    let mut all = Vec::new();
+    use ScatterKind::*;
+    for kind in [Replace, Add, Mul, Max, Min] {
+        all.push(sample("rows that repeat", kind, 0, ramp(&[4, 2], 1), index(&[3], &[1, 3, 1]), ramp(&[3, 2], 2)));
+        all.push(sample("columns", kind, 1, ramp(&[2, 4], 3), index(&[3], &[-1, 0, 2]), ramp(&[2, 3], 4)));
+        let table = index(&[2, 2], &[2, 0, 0, 2]);
+        all.push(sample("a table", kind, 1, ramp(&[2, 3, 2], 5), table, ramp(&[2, 2, 2, 2], 6)));
+        all.push(sample("one index", kind, 0, ramp(&[3, 2], 7), index(&[], &[1]), ramp(&[2], 8)));
+        let nothing = Tensor::zeros(DType::F32, &[0, 2]);
+        all.push(sample("no indices", kind, 0, ramp(&[3, 2], 7), index(&[0], &[]), nothing));
+        let whole = [index(&[3], &[i64::MAX, 2, 3]), index(&[3], &[0, 0, 2]), index(&[3], &[5, -7, 2])];
+        let [x, indices, updates] = whole;
+        all.push(sample("integers", kind, 0, x, indices, updates));
+        all.push(sample("bytes", kind, 0, bytes(&[200, 2]), index(&[2], &[0, 0]), bytes(&[100, 3])));
+    }
+    let (x, updates) = (Tensor::from_bool(&[3], &[true, false, true]), Tensor::from_bool(&[2], &[false, true]));
+    all.push(sample("truth", Replace, 0, x, index(&[2], &[0, 1]), updates));
+    all
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::op::sample::{run, try_run};
+
+    #[test]
+    fn updates_are_joined_in_their_order() {
+        let whole = |v: &[i64]| Tensor::from_i64(&[v.len()], v);
+        let inputs = [whole(&[1, 2, 3]), whole(&[0, -1, 0]), whole(&[5, 4, -2])];
+        let run = |kind| run(&Scatter { kind, axis: 0 }, &inputs)[0].to_i64();
+        assert_eq!(run(ScatterKind::Replace), [-2, 2, 4]);
+        assert_eq!(run(ScatterKind::Add), [4, 2, 7]);
+        assert_eq!(run(ScatterKind::Mul), [-10, 2, 12]);
+        assert_eq!(run(ScatterKind::Max), [5, 2, 4]);
+        assert_eq!(run(ScatterKind::Min), [-2, 2, 3]);
+    }
+
+    #[test]
+    fn an_index_outside_is_told() {
+        let inputs = [Tensor::from_i64(&[2], &[1, 2]), Tensor::from_i64(&[1], &[2]), Tensor::from_i64(&[1], &[0])];
+        let found = try_run(&Scatter { kind: ScatterKind::Add, axis: 0 }, &inputs);
+        assert_eq!(found, Err(KernelError::Index { index: 2, size: 2 }));
+    }
+
+    #[test]
+    fn updates_must_fit() {
+        let (x, indices) = (Fact::of(DType::F32, &[4, 3]), Fact::of(DType::I64, &[2]));
+        let infer = |axis, updates: Fact| Scatter { kind: ScatterKind::Add, axis }.infer(&[&x, &indices, &updates]);
+        assert_eq!(infer(0, Fact::of(DType::F32, &[2, 3])), Ok(vec![x.clone()]));
+        assert!(infer(1, Fact::of(DType::F32, &[2, 3])).is_err());
+        assert!(infer(0, Fact::of(DType::F64, &[2, 3])).is_err());
+        assert!(infer(2, Fact::of(DType::F32, &[4, 3, 2])).is_err());
+    }
+}

@@ -1,0 +1,163 @@
+//! The largest elements along one axis, in order, and where they stand.
+
+use super::reduce::ordered;
+use super::sample::ramp;
+use super::softmax::rows;
+use super::*;
+use crate::tensor::dim::volume;
+use std::cmp::Ordering;
+
+impl Rule for TopK {
+    fn name(&self) -> &'static str {
+        "top_k"
+    }
+
+    fn infer(&self, inputs: &[&Fact]) -> Result<Vec<Fact>, FactError> {
+        let [x] = inputs else { return Err(FactError::Arity { expected: 1, got: inputs.len() }) };
+        if self.axis >= x.rank() {
+            return Err(FactError::Axis { axis: self.axis, rank: x.rank() });
+        }
+        let size = &x.shape[self.axis];
+        if let Some(count) = self.count.known()
+            && (count < 0 || size.known().is_some_and(|size| count > size))
+        {
+            return Err(FactError::Attribute(format!("an axis of size {size} has not {count} elements to choose")));
+        }
+        // The gradient counts all elements.
+        volume(&x.shape)?;
+        let mut shape = x.shape.clone();
+        shape[self.axis] = self.count.clone();
+        Ok(vec![Fact::new(x.dtype, shape.clone()), Fact::new(DType::I64, shape)])
+    }
+
+    // Every comparison of a sort.
+    fn cost(&self, inputs: &[&Fact], outputs: &[Fact]) -> Cost {
+        let size = inputs[0].shape[self.axis].known().unwrap_or(1) as f64;
+        Cost { flops: elements(inputs[0]) * size.log2().max(1.0), bytes: moved(inputs, outputs) }
+    }
+
+    // dx = dy at the indices, 0 elsewhere. Rows are laid one behind the other, so an index counts from where its row
+    // starts: with the axis last, dx[row·n + index] = dy.
+    fn backward(&self, at: Site<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
+        let x = out.fact(at.inputs[0]);
+        let Some(dy) = at.d_outputs[0].filter(|_| x.dtype.is_float()) else { return vec![None] };
+        let last = x.rank() - 1;
+        let mut perm: Vec<usize> = (0..=last).collect();
+        perm.swap(self.axis, last);
+        let turned = |out: &mut dyn Emit, value| match self.axis == last {
+            true => value,
+            // An exchange of two axes is its own reverse.
+            false => out.emit(Op::Transpose(Transpose { perm: perm.clone() }), &[value]),
+        };
+        let shape: Vec<Dim> = perm.iter().map(|&axis| x.shape[axis].clone()).collect();
+        let size = |dims: &[Dim]| volume(dims).expect("the elements were counted when the fact was inferred");
+        let (rows, all) = (size(&shape[..last]), size(&shape));
+        let flat = |out: &mut dyn Emit, value| {
+            out.emit(Op::Reshape(Reshape { shape: vec![rows.clone(), self.count.clone()] }), &[value])
+        };
+        let (dy, indices) = (turned(out, dy), turned(out, at.outputs[1]));
+        let (dy, indices) = (flat(out, dy), flat(out, indices));
+        let starts = starts(out, &rows, &shape[last], &all);
+        let places = out.emit(Op::Binary(Binary::Add), &[indices, starts]);
+        let dx = out.emit(Op::ScatterAdd(ScatterAdd { axis: 0, size: all }), &[dy, places]);
+        let dx = out.emit(Op::Reshape(Reshape { shape }), &[dx]);
+        vec![Some(turned(out, dx))]
+    }
+
+    fn takes_gradient(&self, output: usize) -> bool {
+        output == 0
+    }
+
+    fn reference(&self, inputs: &[View<'_>], outputs: &mut [ViewMut<'_>]) -> Result<(), KernelError> {
+        let x = &inputs[0];
+        let [values, indices] = outputs else { unreachable!("infer gives two outputs") };
+        for (from, to) in rows(x.shape, self.axis).zip(rows(values.shape, self.axis)) {
+            let mut order: Vec<usize> = (0..from.len()).collect();
+            // The sort is stable, so the earlier of equal elements stays in front.
+            order.sort_by(|&i, &j| match self.largest {
+                true => compared(x, from[j], from[i]),
+                false => compared(x, from[i], from[j]),
+            });
+            for (to, at) in to.into_iter().zip(order) {
+                values.copy_from(to, x, from[at]);
+                indices.set_i64(to, at as i64);
+            }
+        }
+        Ok(())
+    }
+}
+
+/// How two elements compare; NaN is above every number.
+fn compared(x: &View<'_>, i: usize, j: usize) -> Ordering {
+    if !x.dtype.is_float() {
+        return ordered(x.dtype, x.i64(i)).cmp(&ordered(x.dtype, x.i64(j)));
+    }
+    let (a, b) = (x.f64(i), x.f64(j));
+    a.partial_cmp(&b).unwrap_or_else(|| a.is_nan().cmp(&b.is_nan()))
+}
+
+/// Where each of `rows` rows of `size` elements starts, `[rows, 1]`.
+fn starts(out: &mut dyn Emit, rows: &Dim, size: &Dim, all: &Dim) -> Value {
+    let fact = Fact::new(DType::I64, vec![all.clone()]);
+    let count = out.emit(Op::Iota(Iota { fact, axis: 0 }), &[]);
+    let table = out.emit(Op::Reshape(Reshape { shape: vec![rows.clone(), size.clone()] }), &[count]);
+    let zero = Dim::Known(0);
+    let first = Slice { begin: vec![zero.clone(), zero], end: vec![rows.clone(), Dim::Known(1)], step: vec![1, 1] };
+    out.emit(Op::Slice(first), &[table])
+}
+
+/// Small cases.
+pub fn samples() -> Vec<Sample> {
+    let sample = |title, axis, count: usize, largest, x: Tensor| Sample {
+        title,
+        op: Op::TopK(TopK { axis, count: Dim::from(count), largest }),
+        differentiate: if x.dtype().is_float() { vec![0] } else { vec![] },
+        inputs: vec![x],
+    };
+    let large = Tensor::new(DType::U64, vec![3], [3, u64::MAX, 7].map(u64::to_le_bytes).concat().into())
+        .expect("three numbers of eight bytes");
+    let odd = Tensor::from_f32(&[4], &[1.0, f32::NAN, 3.0, f32::INFINITY]);
+    let mut all = Vec::new();
+    for largest in [true, false] {
+        all.push(sample("the last axis", 1, 2, largest, ramp(&[3, 4], 1)));
+        all.push(sample("the middle axis", 1, 2, largest, ramp(&[2, 3, 2], 2)));
+        all.push(sample("the first axis, all of it", 0, 4, largest, ramp(&[4, 2], 3)));
+        all.push(sample("ties", 0, 3, largest, Tensor::from_i64(&[5], &[2, 3, 2, 3, 3])));
+        all.push(sample("unsigned", 0, 2, largest, large.clone()));
+        // A finite difference around NaN has no answer.
+        all.push(Sample { differentiate: vec![], ..sample("not a number", 0, 3, largest, odd.clone()) });
+        all.push(sample("none", 1, 0, largest, Tensor::from_i64(&[2, 3], &[1, 2, 3, 4, 5, 6])));
+    }
+    all
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::op::sample::run;
+
+    #[test]
+    fn the_earlier_of_equal_elements_is_first() {
+        let x = Tensor::from_i64(&[2, 4], &[2, 3, 2, 3, 9, 8, 7, 7]);
+        let run = |largest| run(&TopK { axis: 1, count: Dim::Known(3), largest }, std::slice::from_ref(&x));
+        let outputs = run(true);
+        assert_eq!((outputs[0].to_i64(), outputs[1].to_i64()), (vec![3, 3, 2, 9, 8, 7], vec![1, 3, 0, 0, 1, 2]));
+        let outputs = run(false);
+        assert_eq!((outputs[0].to_i64(), outputs[1].to_i64()), (vec![2, 2, 3, 7, 7, 8], vec![0, 2, 1, 2, 3, 1]));
+    }
+
+    #[test]
+    fn nan_is_the_largest() {
+        let x = Tensor::from_f32(&[3], &[1.0, f32::NAN, f32::INFINITY]);
+        let run = |largest| run(&TopK { axis: 0, count: Dim::Known(2), largest }, std::slice::from_ref(&x));
+        assert_eq!((run(true)[1].to_i64(), run(false)[1].to_i64()), (vec![1, 2], vec![0, 2]));
+    }
+
+    #[test]
+    fn no_more_than_there_are() {
+        let infer =
+            |axis, count| TopK { axis, count: Dim::Known(count), largest: true }.infer(&[&Fact::of(DType::F32, &[3])]);
+        assert!(infer(0, 4).is_err() && infer(0, -1).is_err() && infer(1, 1).is_err());
+        assert_eq!(infer(0, 2).unwrap()[1], Fact::of(DType::I64, &[2]));
+    }
+}
