@@ -7,9 +7,13 @@
 //! Sizes that a program computes (`sym_size`, products of sizes) are [`Dim`]s and never reach the graph.
 
 pub mod argument;
+pub mod arrange;
 pub mod attention;
 pub mod create;
+pub mod distance;
 pub mod elementwise;
+pub mod function;
+pub mod gradient;
 pub mod index;
 pub mod linear;
 pub mod loss;
@@ -19,6 +23,9 @@ pub mod open;
 pub mod promote;
 pub mod recurrent;
 pub mod reduce;
+pub mod resize;
+pub mod scan;
+pub mod scatter;
 pub mod slice;
 pub mod stop;
 pub mod support;

@@ -246,8 +246,8 @@ pub enum OutputSpec {
     LossOutput { arg: Name },
     BufferMutation { arg: Name, buffer_name: String },
     ParameterMutation { arg: Name, parameter_name: String },
-    GradientToParameter(IgnoredAny),
-    GradientToUserInput(IgnoredAny),
+    GradientToParameter { arg: Name, parameter_name: String },
+    GradientToUserInput { arg: Name, user_input_name: String },
     UserInputMutation { arg: Name, user_input_name: String },
     Token(IgnoredAny),
 }

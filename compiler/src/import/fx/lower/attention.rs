@@ -1,5 +1,6 @@
 //! Attention, as a small graph: `softmax(q·kᵀ·scale + mask)·v`.
 
+use super::function::largest;
 use super::{Outputs, Scope, one};
 use crate::import::build::Build;
 use crate::import::onnx::lower::linear::product;
@@ -19,8 +20,25 @@ pub fn attention(scope: &mut Scope<'_>) -> Outputs {
     if scope.flag("enable_gqa", false)? {
         (key, value) = (shared(scope, key, &fact)?, shared(scope, value, &fact)?);
     }
-    let width = fact.shape.last().and_then(Dim::known).ok_or(Reason::NotConstant { what: "the width of a head" })?;
-    let scale = scope.float("scale", 1.0 / (width as f64).sqrt())?;
+    let mut weights = probabilities(scope, query, key)?;
+    let ratio = scope.float("dropout_p", 0.0)?;
+    if ratio != 0.0 {
+        let counter = scope.counter()?;
+        weights = scope.add(Op::Dropout(Dropout { ratio, stream: 0 }), &[weights, counter])?;
+    }
+    one(product(scope, weights, value)?)
+}
+
+/// What the products of queries and keys are multiplied by.
+pub fn scale_of(scope: &Scope<'_>, query: Value) -> Result<f64, Reason> {
+    let width = scope.fact(query).shape.last().and_then(Dim::known);
+    let width = width.ok_or(Reason::NotConstant { what: "the width of a head" })?;
+    scope.float("scale", 1.0 / (width as f64).sqrt())
+}
+
+/// How much each query takes from each key.
+pub fn probabilities(scope: &mut Scope<'_>, query: Value, key: Value) -> Result<Value, Reason> {
+    let scale = scale_of(scope, query)?;
     let scores = scope.add(Op::MatMul(MatMul { transpose_a: false, transpose_b: true }), &[query, key])?;
     let mut scores = scope.with_number(Binary::Mul, scores, scale)?;
     if scope.flag("is_causal", false)? {
@@ -41,18 +59,11 @@ pub fn attention(scope: &mut Scope<'_>) -> Outputs {
         };
     }
     let axis = scope.fact(scores).rank() - 1;
-    let mut weights = scope.add(Op::Softmax(Softmax { axis }), &[scores])?;
-    if let Some(mask) = truths {
-        // A query that sees no key gets zeros.
-        let zero = scope.scalar(scope.fact(weights).dtype, 0.0)?;
-        weights = scope.select(mask, weights, zero)?;
-    }
-    let ratio = scope.float("dropout_p", 0.0)?;
-    if ratio != 0.0 {
-        let counter = scope.counter()?;
-        weights = scope.add(Op::Dropout(Dropout { ratio, stream: 0 }), &[weights, counter])?;
-    }
-    one(product(scope, weights, value)?)
+    let weights = scope.add(Op::Softmax(Softmax { axis }), &[scores])?;
+    let Some(mask) = truths else { return Ok(weights) };
+    // A query that sees no key gets zeros.
+    let zero = scope.scalar(scope.fact(weights).dtype, 0.0)?;
+    scope.select(mask, weights, zero)
 }
 
 /// Which keys a query sees: those that do not stand behind it.
@@ -71,13 +82,7 @@ fn causal(scope: &mut Scope<'_>, scores: Value) -> Result<Value, Reason> {
 /// Scores that are not kept, at the lowest number: minus infinity would make a row of nothing else no number.
 fn hidden(scope: &mut Scope<'_>, scores: Value, kept: Value) -> Result<Value, Reason> {
     let dtype = scope.fact(scores).dtype;
-    let lowest = match dtype {
-        DType::F64 => f64::MIN,
-        DType::F16 => -65504.0,
-        // The largest number of 8 bits of mantissa.
-        DType::Bf16 => -3.3895313892515355e38,
-        _ => f64::from(f32::MIN),
-    };
+    let lowest = -largest(dtype);
     let never = scope.scalar(dtype, lowest)?;
     scope.select(kept, scores, never)
 }

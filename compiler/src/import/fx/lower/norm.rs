@@ -78,6 +78,20 @@ pub fn group_norm(scope: &mut Scope<'_>, groups: &'static str) -> Outputs {
     Ok(Made::Tensors(vec![Known::Value(y), absent, absent]))
 }
 
+/// Each channel of each example normalised by itself, or with stored statistics.
+pub fn instance_norm(scope: &mut Scope<'_>) -> Outputs {
+    let (x, epsilon) = (scope.value("input")?, scope.float("eps", 1e-5)?);
+    if !scope.flag("use_input_stats", true)? {
+        return one(with_stored(scope, x, epsilon)?);
+    }
+    if scope.has("running_mean") {
+        return Err(Reason::Unsupported("an instance normalisation that keeps running statistics".to_string()));
+    }
+    let channels = scope.fact(x).shape.get(1).cloned().unwrap_or(Dim::Known(1));
+    let y = grouped(scope, x, channels, epsilon)?;
+    one(affine(scope, y)?)
+}
+
 /// Batch normalisation: with the statistics of the batch, which the stored ones follow, or with the stored ones.
 pub fn batch_norm(scope: &mut Scope<'_>, training: bool) -> Outputs {
     let training = scope.flag("training", training)?;

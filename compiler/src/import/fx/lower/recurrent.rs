@@ -1,4 +1,4 @@
-//! Recurrent layers over a whole sequence: `lstm`.
+//! Recurrent layers over a whole sequence: `lstm`, `gru`, `rnn_tanh` and `rnn_relu`.
 //!
 //! One operator of ATen holds several layers, each in one or two directions. Every layer and direction is one core op
 //! that reads the module's own parameters, so they keep their names and get their gradients; PyTorch's order of the gates
@@ -11,7 +11,7 @@ use crate::import::onnx::lower::movement::transposed;
 use crate::import::onnx::lower::norm::filled;
 use crate::import::onnx::lower::slice::part;
 use crate::import::reason::Reason;
-use crate::op::{Concat, Dropout, Lstm, Op, Value};
+use crate::op::{Activation, Concat, Dropout, Gru, Lstm, Op, Rnn, Value};
 use crate::tensor::dim::Dim;
 
 /// The most layers of one operator.
@@ -34,6 +34,9 @@ struct Stack {
 impl Stack {
     /// Reads what all recurrent operators have; `gates` rows of a weight make one unit.
     fn read(scope: &mut Scope<'_>, gates: i64) -> Result<Stack, Reason> {
+        if scope.has("data") {
+            return Err(Reason::Unsupported("a packed sequence".to_string()));
+        }
         let given = scope.value("input")?;
         if scope.fact(given).rank() != 3 {
             return Err(Reason::Inputs(format!("its input is {}, expected three axes", scope.fact(given))));
@@ -131,11 +134,32 @@ impl Stack {
     }
 }
 
+/// Gated recurrent units.
+pub fn gru(scope: &mut Scope<'_>) -> Outputs {
+    let stack = Stack::read(scope, 3)?;
+    let h0 = scope.value("hx")?;
+    let h0 = stack.states(scope, h0)?;
+    stack.run(scope, |scope, at, reverse, x| {
+        let [w_ih, w_hh, b_ih, b_hh] = stack.weights[at];
+        let op = Op::Gru(Gru { reverse, reset_after: true });
+        Ok(scope.add_all(op, &[x, w_ih, w_hh, b_ih, b_hh, h0[at]])?[..2].to_vec())
+    })
+}
+
+/// Plain recurrent layers.
+pub fn rnn(scope: &mut Scope<'_>, activation: Activation) -> Outputs {
+    let stack = Stack::read(scope, 1)?;
+    let h0 = scope.value("hx")?;
+    let h0 = stack.states(scope, h0)?;
+    stack.run(scope, |scope, at, reverse, x| {
+        let [w_ih, w_hh, b_ih, b_hh] = stack.weights[at];
+        let op = Op::Rnn(Rnn { reverse, activation });
+        Ok(scope.add_all(op, &[x, w_ih, w_hh, b_ih, b_hh, h0[at]])?[..2].to_vec())
+    })
+}
+
 /// Long short-term memories.
 pub fn lstm(scope: &mut Scope<'_>) -> Outputs {
-    if scope.has("data") {
-        return Err(Reason::Unsupported("a packed sequence".to_string()));
-    }
     let stack = Stack::read(scope, 4)?;
     let [h0, c0] = scope.values("hx")?[..] else {
         return Err(Reason::Inputs("its first state is not two tensors".to_string()));

@@ -46,14 +46,13 @@ fn draws(node: &Node) -> bool {
     let trains = || !matches!(argument("train"), Some(Argument::AsBool(false)));
     let operator = table::name(&node.target);
     match operator.trim_end_matches('_') {
-        "alpha_dropout" | "feature_dropout" => trains() && positive("p", 0.5),
+        "alpha_dropout" | "feature_dropout" | "feature_alpha_dropout" => trains() && positive("p", 0.5),
         _ => false,
     }
 }
 
 fn why(target: &str) -> Option<&'static str> {
     Some(match table::name(target) {
-        "gru" | "rnn_tanh" | "rnn_relu" => "of the recurrent layers only LSTMs are supported yet",
         "cond" | "while_loop" | "scan" | "map_impl" => "control flow: what runs would depend on values",
         name if ["rand", "bernoulli", "normal", "uniform", "multinomial"].iter().any(|r| name.starts_with(r)) => {
             "random numbers"

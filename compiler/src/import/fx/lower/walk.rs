@@ -324,10 +324,10 @@ impl Walk<'_> {
             metadata: schema::Metadata::default(),
             name: None,
         };
-        for name in &self.program.outputs {
+        for (told, name) in &self.program.outputs {
             let known = outer.tensors.get(name).copied().unwrap_or(CHANGED);
-            let value = self.scope(&nobody, outer).read(known).map_err(|reason| error(name, reason))?;
-            self.graph.outputs.push(Output { name: name.clone(), value });
+            let value = self.scope(&nobody, outer).read(known).map_err(|reason| error(told, reason))?;
+            self.graph.outputs.push(Output { name: told.clone(), value });
         }
         if self.graph.outputs.is_empty() {
             return Err(LowerError::NoOutputs);
@@ -335,7 +335,10 @@ impl Walk<'_> {
         for (value, target) in &self.program.mutations {
             self.mutation(outer, value, target).map_err(|reason| error(value, reason))?;
         }
-        self.graph.averages = std::mem::take(&mut self.ledger.averages);
+        // Statistics that the gradients of the graph go with are those of the batch, always.
+        if !self.program.joint {
+            self.graph.averages = std::mem::take(&mut self.ledger.averages);
+        }
         stop::settle(&mut self.graph);
         let graph = prune(&self.graph)?;
         let weights = kept(&graph, self.ledger.weights);
