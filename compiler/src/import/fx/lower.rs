@@ -32,6 +32,7 @@ pub mod support;
 pub mod table;
 pub mod walk;
 pub mod window;
+pub mod write;
 
 use crate::graph::{Graph, Origin};
 use crate::import::build::Build;

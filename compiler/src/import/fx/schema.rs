@@ -72,6 +72,9 @@ pub struct Metadata {
     /// `key,path,type;key,path,type;…`, outermost first.
     #[serde(default)]
     pub nn_module_stack: Option<String>,
+    /// The function of Python that called it, and its kind: `detach_1;method_descriptor.detach`.
+    #[serde(default)]
+    pub torch_fn: Option<String>,
 }
 
 /// An argument under the name that the operator has for it.

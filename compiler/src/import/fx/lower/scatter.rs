@@ -195,7 +195,7 @@ pub fn slices(scope: &mut Scope<'_>, kind: ScatterKind) -> Outputs {
 }
 
 /// `x` with `source` in place of the elements `begin, begin + step, …` of an axis, as many as `source` has.
-fn written(
+pub fn written(
     scope: &mut Scope<'_>,
     x: Value,
     axis: usize,

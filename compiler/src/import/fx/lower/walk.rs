@@ -2,15 +2,15 @@
 //! place are made functional.
 //!
 //! Where an operator changes tensor `a`, its result takes the name `a` from there on, and so do all names that mean
-//! exactly the same elements. Other views of the same elements would change too; they are broken, and reading one is an
-//! error. A buffer that merely counts minibatches is left alone: no result depends on it.
+//! exactly the same elements. Where `a` is a view, its elements are written back into what it shows. Other views of the
+//! same elements would change too; they are broken, and reading one is an error. A buffer that merely counts minibatches is left alone: no result depends on it.
 //!
 //! Faults are gathered: a node that cannot be lowered leaves its outputs broken, and what reads them is passed over.
 //! What the file says of the shape of every result is compared with what the core ops give.
 
 use super::movement::stopped;
 use super::support::{self, SET_GRAD};
-use super::{Known, Made, Names, Scope, stop, table};
+use super::{Known, Made, Names, Scope, stop, table, write};
 use crate::graph::{Graph, Origin, Output};
 use crate::import::build::Build;
 use crate::import::fx::program::{Program, label, names};
@@ -86,12 +86,19 @@ struct Walk<'a> {
 
 /// Which names show elements of one tensor.
 #[derive(Default)]
-struct Views {
+struct Views<'g> {
     class: HashMap<String, usize>,
     members: Vec<Vec<String>>,
+    /// The node that made a view.
+    makers: HashMap<String, &'g schema::Node>,
 }
 
-impl Views {
+impl<'g> Views<'g> {
+    fn show(&mut self, name: &str, base: &str, maker: &'g schema::Node) {
+        self.join(name, base);
+        self.makers.insert(name.to_string(), maker);
+    }
+
     fn class_of(&mut self, name: &str) -> usize {
         if let Some(class) = self.class.get(name) {
             return *class;
@@ -152,7 +159,7 @@ impl Walk<'_> {
             return Ok(made);
         }
         let lower = table::find(&node.target).ok_or_else(|| Some(Reason::Unsupported(node.target.clone())))?;
-        let gradients = self.gradients;
+        let gradients = self.gradients && !stops(node);
         let mut scope = self.scope(node, outer);
         let mut made = lower(&mut scope)?;
         if let Made::Tensors(list) = &mut made
@@ -192,13 +199,13 @@ impl Walk<'_> {
     }
 
     /// Files what a node makes under the names of its outputs.
-    fn named(
+    fn named<'g>(
         &mut self,
         graph: &schema::Graph,
-        node: &schema::Node,
+        node: &'g schema::Node,
         made: Made,
         outer: &mut Names,
-        views: &mut Views,
+        views: &mut Views<'g>,
     ) -> Result<(), Option<Reason>> {
         let made = match made {
             Made::Size(dim) => {
@@ -222,7 +229,7 @@ impl Walk<'_> {
                 known = self.replace(node, operand, known, outer, views)?;
                 views.join(name, operand);
             } else if let Some(operand) = first.filter(|_| table::is_view(&node.target)) {
-                views.join(name, operand);
+                views.show(name, operand, node);
             }
             self.compare(graph, name, known)?;
             outer.tensors.insert(name.to_string(), known);
@@ -237,7 +244,7 @@ impl Walk<'_> {
         operand: &str,
         new: Known,
         outer: &mut Names,
-        views: &mut Views,
+        views: &mut Views<'_>,
     ) -> Result<Known, Reason> {
         let old = outer.tensors.get(operand).copied().unwrap_or(CHANGED);
         if old == new {
@@ -256,12 +263,42 @@ impl Walk<'_> {
         if views.members[class].len() > MOST_VIEWS {
             return Err(Reason::Unsupported(format!("a change in place of a tensor with {MOST_VIEWS} views")));
         }
+        let mut changes = vec![(old, Known::Value(value))];
+        self.write_back(operand, value, outer, views, &mut changes)?;
         for name in &views.members[class] {
             if let Some(known) = outer.tensors.get_mut(name) {
-                *known = if *known == old { Known::Value(value) } else { CHANGED };
+                let change = changes.iter().find(|(old, _)| old == known);
+                *known = change.map_or(CHANGED, |(_, new)| *new);
             }
         }
         Ok(Known::Value(value))
+    }
+
+    /// The tensors that a view shows, from the nearest on, with its new elements in them, as far as the way back is
+    /// known. The list holds what each was and what it is now.
+    fn write_back(
+        &mut self,
+        view: &str,
+        mut new: Value,
+        outer: &Names,
+        views: &Views<'_>,
+        changes: &mut Vec<(Known, Known)>,
+    ) -> Result<(), Reason> {
+        let mut name = view;
+        while let Some(maker) = views.makers.get(name) {
+            let Some(base) = maker.inputs.first().and_then(|input| names(&input.arg).next()) else { break };
+            let Some(Known::Value(old)) = outer.tensors.get(base).copied() else { break };
+            if maker.outputs.iter().flat_map(names).count() != 1 {
+                break;
+            }
+            let mut scope = self.scope(maker, outer);
+            let Some(whole) = write::back(&mut scope, old, new)? else { break };
+            if !changes.iter().any(|(known, _)| *known == Known::Value(old)) {
+                changes.push((Known::Value(old), Known::Value(whole)));
+            }
+            (name, new) = (base, whole);
+        }
+        Ok(())
     }
 
     /// Compares a result with what the file says of it, where that can be understood.
@@ -368,6 +405,15 @@ impl Walk<'_> {
             }
         }
     }
+}
+
+/// Whether the node came from where gradients stop. After `run_decompositions` there is no region without gradients and
+/// no `detach` any more; all that tells is which function of Python a node came from.
+fn stops(node: &schema::Node) -> bool {
+    let from = node.metadata.torch_fn.as_deref().unwrap_or_default();
+    let (call, kind) = from.split_once(';').unwrap_or((from, ""));
+    call.starts_with("wrap_with_set_grad_enabled")
+        || (table::name(&node.target) == "alias" && kind.rsplit('.').next() == Some("detach"))
 }
 
 /// The path of the innermost module: entries are `key,path,type`.
