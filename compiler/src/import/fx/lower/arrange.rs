@@ -12,7 +12,7 @@ use crate::tensor::Tensor;
 use crate::tensor::dim::{Dim, volume};
 
 /// The most elements of an index that is made here.
-const MOST: i64 = 1 << 24;
+const MOST: i64 = 1 << 20;
 
 fn known(dim: &Dim) -> Result<i64, Reason> {
     dim.known().filter(|v| (0..=MOST).contains(v)).ok_or(Reason::NotConstant { what: "the size of the axis" })

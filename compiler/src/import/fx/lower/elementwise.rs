@@ -289,15 +289,18 @@ pub fn hard_sigmoid(scope: &mut Scope<'_>, gated: bool) -> Outputs {
     one(if gated { scope.binary(Binary::Mul, x, gate)? } else { gate })
 }
 
-/// `log(1 + e^(beta·x))/beta`. Beyond the threshold PyTorch gives `x`, which the exact function equals in `f32`.
+/// `log(1 + e^(beta·x))/beta`. Beyond the threshold PyTorch gives `x`, which beyond 20 the exact function equals in `f32`.
 pub fn softplus(scope: &mut Scope<'_>) -> Outputs {
-    let (x, beta) = (scope.value("self")?, scope.float("beta", 1.0)?);
-    if beta == 1.0 {
-        return one(scope.unary(Unary::Softplus, x)?);
-    }
-    let scaled = scope.with_number(Binary::Mul, x, beta)?;
+    let (x, beta, threshold) = (scope.value("self")?, scope.float("beta", 1.0)?, scope.float("threshold", 20.0)?);
+    let scaled = if beta == 1.0 { x } else { scope.with_number(Binary::Mul, x, beta)? };
     let soft = scope.unary(Unary::Softplus, scaled)?;
-    one(scope.with_number(Binary::Div, soft, beta)?)
+    let y = if beta == 1.0 { soft } else { scope.with_number(Binary::Div, soft, beta)? };
+    if threshold >= 20.0 {
+        return one(y);
+    }
+    let limit = scope.scalar(scope.fact(x).dtype, threshold)?;
+    let beyond = scope.compare(Compare::Less, limit, scaled)?;
+    one(scope.select(beyond, x, y)?)
 }
 
 /// `x·tanh(softplus(x))`

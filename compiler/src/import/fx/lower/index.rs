@@ -1,25 +1,31 @@
 //! Operators that pick elements by index.
 
+use super::movement::stopped;
 use super::{Outputs, Scope, one};
 use crate::import::build::Build;
 use crate::import::onnx::lower::gather::{count, further, scaled, steps};
 use crate::import::onnx::lower::movement::{met, transposed};
-use crate::import::onnx::name::shown;
 use crate::import::reason::Reason;
-use crate::op::{Gather, Op, Value};
+use crate::op::{Compare, Gather, Op, Value};
 use crate::tensor::DType;
 use crate::tensor::dim::{Dim, volume};
 
 /// Rows of a table.
 pub fn embedding(scope: &mut Scope<'_>) -> Outputs {
     let (table, index) = (scope.value("weight")?, scope.value("indices")?);
-    if scope.int("padding_idx", -1)? >= 0 {
-        let node = shown(&scope.origin.source).into_owned();
-        scope.ledger.warnings.push(format!(
-            "node `{node}`: the padding row of the embedding is trained like any other; PyTorch leaves it as it is"
-        ));
+    let rows = scope.add(Op::Gather(Gather { axis: 0 }), &[table, index])?;
+    let padding = scope.int("padding_idx", -1)?;
+    if padding < 0 {
+        return one(rows);
     }
-    one(scope.add(Op::Gather(Gather { axis: 0 }), &[table, index])?)
+    // The padding row gets no gradient.
+    let number = scope.scalar(scope.fact(index).dtype, padding as f64)?;
+    let is = scope.compare(Compare::Equal, index, number)?;
+    let mut column = scope.fact(is).shape;
+    column.push(Dim::Known(1));
+    let is = scope.reshape(is, column)?;
+    let held = stopped(scope, rows)?;
+    one(scope.select(is, held, rows)?)
 }
 
 /// Slices along one axis.

@@ -103,8 +103,12 @@ fn against_probabilities(scope: &mut Scope<'_>, smoothing: f64) -> Outputs {
         target = scope.reshape(target, row)?;
     }
     let fact = scope.fact(logits);
-    let classes =
-        fact.shape[1].known().filter(|c| *c > 0).ok_or(Reason::NotConstant { what: "the number of classes" })?;
+    let classes = fact
+        .shape
+        .get(1)
+        .and_then(Dim::known)
+        .filter(|c| *c > 0)
+        .ok_or(Reason::NotConstant { what: "the number of classes" })?;
     if smoothing != 0.0 {
         target = scope.with_number(Binary::Mul, target, 1.0 - smoothing)?;
         target = scope.with_number(Binary::Add, target, smoothing / classes as f64)?;
@@ -128,8 +132,12 @@ fn against_probabilities(scope: &mut Scope<'_>, smoothing: f64) -> Outputs {
 fn smoothed(scope: &mut Scope<'_>, smoothing: f64) -> Outputs {
     let (logits, target) = operands(scope)?;
     let fact = scope.fact(logits);
-    let classes =
-        fact.shape[1].known().filter(|c| *c > 0).ok_or(Reason::NotConstant { what: "the number of classes" })?;
+    let classes = fact
+        .shape
+        .get(1)
+        .and_then(Dim::known)
+        .filter(|c| *c > 0)
+        .ok_or(Reason::NotConstant { what: "the number of classes" })?;
     let (reduction, ignore) = (reduction(scope)?, Some(scope.int("ignore_index", IGNORED)?));
     let weights = scope.optional("weight")?;
     let logarithm = scope.add(Op::LogSoftmax(LogSoftmax { axis: 1 }), &[logits])?;

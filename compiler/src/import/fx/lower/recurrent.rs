@@ -158,6 +158,31 @@ pub fn rnn(scope: &mut Scope<'_>, activation: Activation) -> Outputs {
     })
 }
 
+/// One step of a recurrent layer, as a sequence of one.
+pub fn cell(scope: &mut Scope<'_>, states: usize, op: Op) -> Outputs {
+    let x = scope.value("input")?;
+    let dtype = scope.fact(x).dtype;
+    let mut sequence = scope.fact(x).shape;
+    if sequence.len() != 2 {
+        return Err(Reason::Inputs(format!("its input is {}, expected two axes", scope.fact(x))));
+    }
+    sequence.insert(0, Dim::Known(1));
+    let (w_ih, w_hh) = (scope.value("w_ih")?, scope.value("w_hh")?);
+    let wide = scope.fact(w_ih).shape.first().cloned().unwrap_or(Dim::Known(1));
+    let mut inputs = vec![scope.reshape(x, sequence)?, w_ih, w_hh];
+    for name in ["b_ih", "b_hh"] {
+        inputs.push(match scope.optional(name)? {
+            Some(bias) => bias,
+            None => filled(scope, dtype, std::slice::from_ref(&wide), 0.0)?,
+        });
+    }
+    match states {
+        1 => inputs.push(scope.value("hx")?),
+        _ => inputs.extend(scope.values("hx")?),
+    }
+    many(scope.add_all(op, &inputs)?[1..=states].to_vec())
+}
+
 /// Long short-term memories.
 pub fn lstm(scope: &mut Scope<'_>) -> Outputs {
     let stack = Stack::read(scope, 4)?;

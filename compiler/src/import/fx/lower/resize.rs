@@ -14,6 +14,12 @@ use crate::tensor::dim::Dim;
 /// The largest side of an image that is resized.
 const MOST: i64 = 1 << 13;
 
+/// The most elements of a matrix that is made here.
+const LARGEST: usize = 1 << 22;
+
+/// The most windows whose largest elements are taken one by one.
+const WINDOWS: usize = 256;
+
 /// How elements of the result are made from those of the input.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Way {
@@ -82,6 +88,9 @@ fn cubic(t: f64) -> f64 {
 /// `x` with every slice along `axis` multiplied by the matrix with these rows.
 fn mixed(scope: &mut Scope<'_>, x: Value, axis: usize, from: i64, rows: &[Vec<(i64, f64)>]) -> Result<Value, Reason> {
     let fact = scope.fact(x);
+    if rows.len().saturating_mul(from as usize) > LARGEST {
+        return Err(Reason::Unsupported(format!("resizing {from} elements to {}", rows.len())));
+    }
     let mut matrix = vec![0.0; rows.len() * from as usize];
     for (i, row) in rows.iter().enumerate() {
         for (at, weight) in row {
@@ -165,6 +174,9 @@ pub fn adaptive(scope: &mut Scope<'_>, mut x: Value, asked: &[Dim], largest: boo
             let rows: Vec<Vec<(i64, f64)>> = spans.iter().map(share).collect();
             x = mixed(scope, x, axis, from, &rows)?;
             continue;
+        }
+        if spans.len() > WINDOWS {
+            return Err(Reason::Unsupported(format!("{} windows that do not tile", spans.len())));
         }
         let mut parts = Vec::with_capacity(spans.len());
         for (low, high) in spans {

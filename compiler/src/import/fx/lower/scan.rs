@@ -93,7 +93,11 @@ fn ranked(scope: &mut Scope<'_>, x: Value, axis: usize, k: i64, keep: bool) -> R
 pub fn kth(scope: &mut Scope<'_>) -> Outputs {
     let (x, axis, had_axes) = along(scope, -1)?;
     let keep = scope.flag("keepdim", false)? && had_axes;
-    let made = ranked(scope, x, axis, scope.int("k", 1)?, keep)?;
+    let k = scope.int("k", 1)?;
+    if k < 1 {
+        return Err(Reason::Attribute { name: "k", found: k.to_string(), expected: "a number of at least 1" });
+    }
+    let made = ranked(scope, x, axis, k, keep)?;
     many(made)
 }
 

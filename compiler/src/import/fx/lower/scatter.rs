@@ -232,6 +232,9 @@ pub fn slice(scope: &mut Scope<'_>) -> Outputs {
     let start = scope.dim("start")?.unwrap_or(Dim::Known(0));
     let begin = place(&start, &shape[axis], &Dim::Known(0), &shape[axis])?;
     let step = scope.int("step", 1)?;
+    if step < 1 {
+        return Err(Reason::Inputs("the step of a slice is not at least 1".to_string()));
+    }
     let source = scope.cast(source, scope.fact(x).dtype)?;
     one(written(scope, x, axis, &begin, step, source)?)
 }

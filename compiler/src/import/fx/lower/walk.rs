@@ -34,6 +34,9 @@ const COUNTED: Known = Known::Absent("a counter of minibatches");
 /// The most names that may mean parts of one tensor where it is changed in place.
 const MOST_VIEWS: usize = 4096;
 
+/// How far back from a view of a view its elements are written.
+const DEEPEST: usize = 32;
+
 /// Checks that every operator can be lowered at all.
 pub fn check(program: &Program) -> Result<(), LowerError> {
     support::check(&program.graph).map_err(LowerError::Unsupported)
@@ -220,7 +223,17 @@ impl Walk<'_> {
         };
         let mut made = made.into_iter();
         let first = node.inputs.first().and_then(|input| names(&input.arg).next());
-        for name in node.outputs.iter().flat_map(names) {
+        let skipped = node.outputs.iter().map(|output| matches!(output, Argument::AsNone(_)));
+        let all = skipped.zip(&node.outputs).flat_map(|(skipped, output)| match skipped {
+            true => vec![None],
+            false => names(output).map(Some).collect(),
+        });
+        for name in all {
+            // A result that is left out stands in the list still.
+            let Some(name) = name else {
+                made.next();
+                continue;
+            };
             let mut known = made.next().unwrap_or(Known::Absent("a result that its operator does not have"));
             if table::in_place(&node.target)
                 && known != COUNTED
@@ -285,7 +298,8 @@ impl Walk<'_> {
         changes: &mut Vec<(Known, Known)>,
     ) -> Result<(), Reason> {
         let mut name = view;
-        while let Some(maker) = views.makers.get(name) {
+        for _ in 0..DEEPEST {
+            let Some(maker) = views.makers.get(name) else { break };
             let Some(base) = maker.inputs.first().and_then(|input| names(&input.arg).next()) else { break };
             let Some(Known::Value(old)) = outer.tensors.get(base).copied() else { break };
             if maker.outputs.iter().flat_map(names).count() != 1 {

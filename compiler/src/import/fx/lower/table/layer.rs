@@ -3,7 +3,7 @@
 use super::Row;
 use crate::import::fx::lower::resize::{self, Edge, Way};
 use crate::import::fx::lower::{attention, distance, gradient, linear, loss, norm, recurrent, window};
-use crate::op::Activation;
+use crate::op::{Activation, Gru, Lstm, Op, Rnn};
 
 /// What the layers of a network are.
 pub const LAYER: &[Row] = &[
@@ -90,6 +90,11 @@ pub const LAYER: &[Row] = &[
     ("instance_norm", norm::instance_norm),
     ("adaptive_max_pool1d", |s| window::adaptive_pool(s, 1, true)),
     ("adaptive_max_pool3d", |s| window::adaptive_pool(s, 3, true)),
+    ("lstm_cell", |s| recurrent::cell(s, 2, Op::Lstm(Lstm { reverse: false }))),
+    ("gru_cell", |s| recurrent::cell(s, 1, Op::Gru(Gru { reverse: false, reset_after: true }))),
+    ("rnn_tanh_cell", |s| recurrent::cell(s, 1, Op::Rnn(Rnn { reverse: false, activation: Activation::Tanh }))),
+    ("rnn_relu_cell", |s| recurrent::cell(s, 1, Op::Rnn(Rnn { reverse: false, activation: Activation::Relu }))),
+    ("_weight_norm", norm::weight_norm),
     ("gru", recurrent::gru),
     ("rnn_tanh", |s| recurrent::rnn(s, Activation::Tanh)),
     ("rnn_relu", |s| recurrent::rnn(s, Activation::Relu)),

@@ -10,6 +10,8 @@ pub const SHAPE: &[Row] = &[
     ("view", |s| movement::view(s, "size")),
     ("_unsafe_view", |s| movement::view(s, "size")),
     ("reshape", |s| movement::view(s, "shape")),
+    ("view_as", movement::view_as),
+    ("broadcast_tensors", movement::stretched),
     ("flatten", movement::flatten),
     ("unflatten", movement::unflatten),
     ("permute", movement::permute),
