@@ -4,6 +4,7 @@ use crate::failure::Failure;
 use crate::screen::Screen;
 use compiler::graph::Graph;
 use compiler::import::onnx::name::shown;
+use compiler::op::dropout::COUNTER;
 use compiler::op::{Op, Value};
 use compiler::pass::loss::TARGET;
 use compiler::tensor::Tensor;
@@ -55,12 +56,13 @@ pub fn check(graph: &Graph, arrays: &BTreeMap<String, Tensor>, path: &Path) -> R
     }
 }
 
-/// The names of the inputs that the model reads.
+/// The names of the inputs that the model reads and somebody must give: whoever runs the model makes the counter of
+/// dropouts.
 fn inputs(graph: &Graph) -> Vec<String> {
     let is_read =
         |value: Value| !graph.consumers(value).is_empty() || graph.outputs.iter().any(|output| output.value == value);
     let name = |id| match &graph.node(id).op {
-        Op::Input(input) if is_read(Value { node: id, output: 0 }) => Some(input.name.clone()),
+        Op::Input(input) if input.name != COUNTER && is_read(Value { node: id, output: 0 }) => Some(input.name.clone()),
         _ => None,
     };
     graph.ids().filter_map(name).collect()

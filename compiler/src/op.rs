@@ -37,6 +37,7 @@ pub mod select;
 pub mod slice;
 pub mod softmax;
 pub mod source;
+pub mod stop_gradient;
 pub mod table;
 pub mod top_k;
 pub mod transpose;
@@ -102,6 +103,7 @@ pub enum Op {
     Gather(Gather),
     ScatterAdd(ScatterAdd),
     Scatter(Scatter),
+    StopGradient(StopGradient),
     // Normalisation and losses.
     Softmax(Softmax),
     LogSoftmax(LogSoftmax),
@@ -629,6 +631,10 @@ pub enum ScatterKind {
     /// The smallest; the gradient is shared equally by equal elements.
     Min,
 }
+
+/// The input as it is, without gradient: what it depends on is not trained through it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct StopGradient {}
 
 /// `y_i = e^(x_i) / Σ e^(x_j)` along `axis`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]

@@ -8,6 +8,7 @@ use crate::import::onnx::name::shown;
 use bytes::Bytes;
 use std::collections::BTreeMap;
 use std::io::Cursor;
+use zip::read::{ArchiveOffset, Config};
 use zip::{CompressionMethod, ZipArchive};
 
 /// The most entries that are looked at. The largest models have some thousand weights.
@@ -26,7 +27,11 @@ pub struct Archive {
 impl Archive {
     /// Opens the archive that these bytes are.
     pub fn open(bytes: &Bytes) -> Result<Archive, FxError> {
-        let mut zip = ZipArchive::new(Cursor::new(&bytes[..])).map_err(|e| FxError::Zip(e.to_string()))?;
+        // An archive starts where the file does. Searching for another start finds those of archives within this one:
+        // the sample inputs are such, stored as they are.
+        let start = Config { archive_offset: ArchiveOffset::Known(0) };
+        let mut zip =
+            ZipArchive::with_config(start, Cursor::new(&bytes[..])).map_err(|e| FxError::Zip(e.to_string()))?;
         if zip.len() > MOST_ENTRIES {
             return Err(FxError::Zip(format!("{} entries, more than {MOST_ENTRIES}", zip.len())));
         }

@@ -73,9 +73,6 @@ pub enum FxError {
         /// The known one.
         known: i64,
     },
-    /// Forward and backward in one graph.
-    #[error("a joint graph of forward and backward: pipec makes the gradients itself; {EXPORT}")]
-    Joint,
     /// A weight that cannot be.
     #[error("weight `{}`: {reason}", shown(name))]
     Weight {

@@ -7,21 +7,32 @@
 //! Sizes that a program computes (`sym_size`, products of sizes) are [`Dim`]s and never reach the graph.
 
 pub mod argument;
+pub mod arrange;
 pub mod attention;
 pub mod create;
+pub mod distance;
 pub mod elementwise;
+pub mod function;
+pub mod gradient;
 pub mod index;
 pub mod linear;
 pub mod loss;
 pub mod movement;
 pub mod norm;
+pub mod open;
 pub mod promote;
+pub mod recurrent;
 pub mod reduce;
+pub mod resize;
+pub mod scan;
+pub mod scatter;
 pub mod slice;
+pub mod stop;
 pub mod support;
 pub mod table;
 pub mod walk;
 pub mod window;
+pub mod write;
 
 use crate::graph::{Graph, Origin};
 use crate::import::build::Build;

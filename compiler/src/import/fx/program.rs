@@ -24,6 +24,10 @@ use std::collections::{BTreeMap, HashMap, HashSet};
 /// The major version of the schema that is read.
 const SCHEMA: i64 = 8;
 
+/// What the user should know of a graph that holds forward and backward.
+const JOINT: &str = "a joint graph of forward and backward: it is planned and evaluated as it stands, and not trained, since \
+                     pipec makes the gradients itself; export the forward graph alone to train it";
+
 /// What the batch is called: the exporter gives symbols numbers.
 const BATCH: &str = "batch";
 
@@ -40,14 +44,16 @@ pub struct Program {
     pub weights: Vec<Source>,
     /// Which weight a placeholder is.
     pub placeholders: HashMap<String, usize>,
-    /// The values that are results, in order.
-    pub outputs: Vec<String>,
+    /// The values that are results, in order, each behind what it is called.
+    pub outputs: Vec<(String, String)>,
     /// Values that buffers take after a run, with the buffer's name.
     pub mutations: Vec<(String, String)>,
     /// The version of PyTorch that wrote it.
     pub torch: String,
     /// What the user should hear about though it stops nothing.
     pub warnings: Vec<String>,
+    /// Whether the graph holds the gradients as well, and is not for training.
+    pub joint: bool,
     /// SHA-256 of the graph, the signature and the list of weights.
     pub sha256: [u8; 32],
     /// The symbol that the exporter has for the batch.
@@ -94,9 +100,7 @@ impl Program {
         let stores = [weights?, constants?];
         let graph = program.graph_module.graph;
         let signature = program.graph_module.signature;
-        if signature.output_specs.iter().any(|o| matches!(o, OutputSpec::GradientToParameter(_))) {
-            return Err(FxError::Joint);
-        }
+        let joint = signature.output_specs.iter().any(|o| matches!(o, OutputSpec::GradientToParameter { .. }));
         check(&graph)?;
         let mut read = Program {
             name,
@@ -110,7 +114,11 @@ impl Program {
             warnings: Vec::new(),
             sha256: hash.finalize().into(),
             batch: None,
+            joint,
         };
+        if joint {
+            read.warnings.push(JOINT.to_string());
+        }
         read.sources(&signature.input_specs, &archive, &stores)?;
         read.results(&signature.output_specs)?;
         Ok(read)
@@ -151,9 +159,16 @@ impl Program {
             self.inputs.push(info);
         }
         let mut loader = Loader { archive, stores, kept: BTreeMap::new(), missing: Vec::new() };
+        let mut frozen = Vec::new();
         for spec in specs {
             let (placeholder, name, parameter) = match spec {
-                InputSpec::Parameter { arg, parameter_name } => (arg, parameter_name, true),
+                InputSpec::Parameter { arg, parameter_name } => {
+                    let trained = self.trained(&arg.name);
+                    if !trained && !self.joint {
+                        frozen.push(parameter_name);
+                    }
+                    (arg, parameter_name, trained)
+                }
                 InputSpec::Buffer { arg, buffer_name } => (arg, buffer_name, false),
                 InputSpec::TensorConstant { arg, tensor_constant_name } => (arg, tensor_constant_name, false),
                 _ => continue,
@@ -163,6 +178,13 @@ impl Program {
                 .map_err(|reason| FxError::Weight { name: name.clone(), reason })?;
             self.placeholders.insert(placeholder.name.clone(), at);
         }
+        if let Some(first) = frozen.first() {
+            self.warnings.push(format!(
+                "{} parameters, `{}` among them, have requires_grad=False in the program: they are kept as they are",
+                frozen.len(),
+                shown(first)
+            ));
+        }
         if let Some(first) = loader.missing.first() {
             self.warnings.push(format!(
                 "the archive lacks the values of {} weights, `{}` among them, which is enough to plan but not to train",
@@ -171,6 +193,12 @@ impl Program {
             ));
         }
         Ok(())
+    }
+
+    /// Whether the program wants a gradient for a placeholder; it does where nothing is said. In a joint graph that
+    /// gradient is a result, and nothing is trained.
+    fn trained(&self, placeholder: &str) -> bool {
+        !self.joint && self.graph.tensor_values.get(placeholder).and_then(|meta| meta.requires_grad).unwrap_or(true)
     }
 
     /// The symbol that is the first size of an input, when that is a symbol alone.
@@ -250,7 +278,11 @@ impl Program {
         for spec in specs {
             match spec {
                 OutputSpec::UserOutput { arg: Argument::AsTensor(name) } | OutputSpec::LossOutput { arg: name } => {
-                    self.outputs.push(name.name.clone());
+                    self.outputs.push((name.name.clone(), name.name.clone()));
+                }
+                OutputSpec::GradientToParameter { arg, parameter_name: of }
+                | OutputSpec::GradientToUserInput { arg, user_input_name: of } => {
+                    self.outputs.push((format!("gradient of {of}"), arg.name.clone()));
                 }
                 OutputSpec::BufferMutation { arg, buffer_name: target }
                 | OutputSpec::ParameterMutation { arg, parameter_name: target }

@@ -72,6 +72,9 @@ pub struct Metadata {
     /// `key,path,type;key,path,type;…`, outermost first.
     #[serde(default)]
     pub nn_module_stack: Option<String>,
+    /// The function of Python that called it, and its kind: `detach_1;method_descriptor.detach`.
+    #[serde(default)]
+    pub torch_fn: Option<String>,
 }
 
 /// An argument under the name that the operator has for it.
@@ -209,6 +212,9 @@ pub struct TensorMeta {
     /// 7 is strided.
     #[serde(default)]
     pub layout: Option<i64>,
+    /// Whether a gradient is wanted.
+    #[serde(default)]
+    pub requires_grad: Option<bool>,
 }
 
 /// What the inputs and outputs of the graph mean.
@@ -243,8 +249,8 @@ pub enum OutputSpec {
     LossOutput { arg: Name },
     BufferMutation { arg: Name, buffer_name: String },
     ParameterMutation { arg: Name, parameter_name: String },
-    GradientToParameter(IgnoredAny),
-    GradientToUserInput(IgnoredAny),
+    GradientToParameter { arg: Name, parameter_name: String },
+    GradientToUserInput { arg: Name, user_input_name: String },
     UserInputMutation { arg: Name, user_input_name: String },
     Token(IgnoredAny),
 }

@@ -1,10 +1,11 @@
 //! Attention, as a small graph: `softmax(q·kᵀ·scale + mask)·v`.
 
+use super::function::largest;
 use super::{Outputs, Scope, one};
 use crate::import::build::Build;
 use crate::import::onnx::lower::linear::product;
 use crate::import::reason::Reason;
-use crate::op::{Binary, Compare, Iota, MatMul, Op, Softmax, Value};
+use crate::op::{Binary, Compare, Dropout, Iota, MatMul, Op, Softmax, Value};
 use crate::tensor::DType;
 use crate::tensor::dim::Dim;
 use crate::tensor::fact::Fact;
@@ -12,10 +13,6 @@ use crate::tensor::fact::Fact;
 /// Scaled dot-product attention of `query [… L, E]`, `key [… S, E]` and `value [… S, V]`.
 pub fn attention(scope: &mut Scope<'_>) -> Outputs {
     let (query, mut key, mut value) = (scope.value("query")?, scope.value("key")?, scope.value("value")?);
-    let p = scope.float("dropout_p", 0.0)?;
-    if p != 0.0 {
-        return Err(Reason::Unsupported(format!("attention with dropout of p = {p}")));
-    }
     let fact = scope.fact(query);
     if fact.rank() < 2 || scope.fact(key).rank() != fact.rank() {
         return Err(Reason::Inputs(format!("queries {fact} and keys {}", scope.fact(key))));
@@ -23,23 +20,50 @@ pub fn attention(scope: &mut Scope<'_>) -> Outputs {
     if scope.flag("enable_gqa", false)? {
         (key, value) = (shared(scope, key, &fact)?, shared(scope, value, &fact)?);
     }
-    let width = fact.shape.last().and_then(Dim::known).ok_or(Reason::NotConstant { what: "the width of a head" })?;
-    let scale = scope.float("scale", 1.0 / (width as f64).sqrt())?;
+    let mut weights = probabilities(scope, query, key)?;
+    let ratio = scope.float("dropout_p", 0.0)?;
+    if ratio != 0.0 {
+        let counter = scope.counter()?;
+        weights = scope.add(Op::Dropout(Dropout { ratio, stream: 0 }), &[weights, counter])?;
+    }
+    one(product(scope, weights, value)?)
+}
+
+/// What the products of queries and keys are multiplied by.
+pub fn scale_of(scope: &Scope<'_>, query: Value) -> Result<f64, Reason> {
+    let width = scope.fact(query).shape.last().and_then(Dim::known);
+    let width = width.ok_or(Reason::NotConstant { what: "the width of a head" })?;
+    scope.float("scale", 1.0 / (width as f64).sqrt())
+}
+
+/// How much each query takes from each key.
+pub fn probabilities(scope: &mut Scope<'_>, query: Value, key: Value) -> Result<Value, Reason> {
+    let scale = scale_of(scope, query)?;
     let scores = scope.add(Op::MatMul(MatMul { transpose_a: false, transpose_b: true }), &[query, key])?;
     let mut scores = scope.with_number(Binary::Mul, scores, scale)?;
     if scope.flag("is_causal", false)? {
         let kept = causal(scope, scores)?;
         scores = hidden(scope, scores, kept)?;
     }
+    let mut truths = None;
     if let Some(mask) = scope.optional("attn_mask")? {
+        let mut both = [scores, mask];
+        scope.alike(&mut both, None)?;
+        let mask = both[1];
         scores = match scope.fact(mask).dtype {
-            DType::Bool => hidden(scope, scores, mask)?,
+            DType::Bool => {
+                truths = Some(mask);
+                hidden(scope, scores, mask)?
+            }
             _ => scope.binary(Binary::Add, scores, mask)?,
         };
     }
     let axis = scope.fact(scores).rank() - 1;
     let weights = scope.add(Op::Softmax(Softmax { axis }), &[scores])?;
-    one(product(scope, weights, value)?)
+    let Some(mask) = truths else { return Ok(weights) };
+    // A query that sees no key gets zeros.
+    let zero = scope.scalar(scope.fact(weights).dtype, 0.0)?;
+    scope.select(mask, weights, zero)
 }
 
 /// Which keys a query sees: those that do not stand behind it.
@@ -55,9 +79,11 @@ fn causal(scope: &mut Scope<'_>, scores: Value) -> Result<Value, Reason> {
     scope.compare(Compare::LessEqual, j, i)
 }
 
-/// Scores that are not kept, at minus infinity.
+/// Scores that are not kept, at the lowest number: minus infinity would make a row of nothing else no number.
 fn hidden(scope: &mut Scope<'_>, scores: Value, kept: Value) -> Result<Value, Reason> {
-    let never = scope.scalar(scope.fact(scores).dtype, f64::NEG_INFINITY)?;
+    let dtype = scope.fact(scores).dtype;
+    let lowest = -largest(dtype);
+    let never = scope.scalar(dtype, lowest)?;
     scope.select(kept, scores, never)
 }
 

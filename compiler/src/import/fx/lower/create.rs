@@ -5,13 +5,17 @@ use super::{Made, Outputs, Scope, one, promote};
 use crate::import::build::Build;
 use crate::import::onnx::lower::movement::triangle;
 use crate::import::reason::Reason;
-use crate::op::{Binary, Iota, Op};
-use crate::tensor::DType;
+use crate::op::{Binary, Compare, Iota, Op};
 use crate::tensor::dim::{Dim, volume};
 use crate::tensor::fact::Fact;
+use crate::tensor::{DType, Tensor};
 
 /// `start, start + step, … < end`.
 pub fn arange(scope: &mut Scope<'_>) -> Outputs {
+    let floats = ["start", "end", "step"].iter().any(|name| matches!(scope.number(name), Ok(Some(Number::Float(_)))));
+    if floats {
+        return arange_of_floats(scope);
+    }
     let number = |operand: Option<Operand>, default: i64| match operand {
         None => Ok(Dim::Known(default)),
         Some(Operand::Number(Number::Int(value))) => Ok(Dim::Known(value)),
@@ -46,6 +50,60 @@ pub fn arange(scope: &mut Scope<'_>) -> Outputs {
         }
     }
     one(scope.cast(y, dtype)?)
+}
+
+/// The most elements that are written out here.
+const MOST: f64 = (1 << 20) as f64;
+
+fn arange_of_floats(scope: &mut Scope<'_>) -> Outputs {
+    let (start, end, step) = (scope.float("start", 0.0)?, scope.float("end", 0.0)?, scope.float("step", 1.0)?);
+    let count = ((end - start) / step).ceil();
+    if !(0.0..=MOST).contains(&count) {
+        return Err(Reason::Inputs(format!("a range from {start} to {end} in steps of {step}")));
+    }
+    let values: Vec<f64> = (0..count as usize).map(|i| start + i as f64 * step).collect();
+    let dtype = scope.dtype("dtype")?.unwrap_or(DType::F32);
+    one(scope.constant(Tensor::from_f64(&[values.len()], &values).cast(dtype))?)
+}
+
+/// So many numbers from `start` to `end`, both among them; with `base` powers of it.
+pub fn linspace(scope: &mut Scope<'_>, powers: bool) -> Outputs {
+    let (start, end, steps) = (scope.float("start", 0.0)?, scope.float("end", 0.0)?, scope.int("steps", 100)?);
+    if !(0.0..=MOST).contains(&(steps as f64)) {
+        return Err(Reason::Inputs(format!("{steps} numbers")));
+    }
+    let base = scope.float("base", 10.0)?;
+    let between = (steps - 1).max(1) as f64;
+    let at = |i: i64| if i == steps - 1 && steps > 1 { end } else { start + (end - start) * i as f64 / between };
+    let values: Vec<f64> = (0..steps).map(|i| if powers { base.powf(at(i)) } else { at(i) }).collect();
+    let dtype = scope.dtype("dtype")?.unwrap_or(DType::F32);
+    one(scope.constant(Tensor::from_f64(&[values.len()], &values).cast(dtype))?)
+}
+
+/// Ones on the diagonal of a matrix of zeros.
+pub fn eye(scope: &mut Scope<'_>) -> Outputs {
+    let rows = scope.dim("n")?.ok_or(Reason::NotConstant { what: "the number of rows" })?;
+    let columns = scope.dim("m")?.unwrap_or_else(|| rows.clone());
+    let column = Fact::new(DType::I64, vec![rows, Dim::Known(1)]);
+    let row = Fact::new(DType::I64, vec![Dim::Known(1), columns]);
+    let i = scope.add(Op::Iota(Iota { fact: column, axis: 0 }), &[])?;
+    let j = scope.add(Op::Iota(Iota { fact: row, axis: 1 }), &[])?;
+    let on = scope.compare(Compare::Equal, i, j)?;
+    let dtype = scope.dtype("dtype")?.unwrap_or(DType::F32);
+    one(scope.cast(on, dtype)?)
+}
+
+/// The places on one side of a diagonal: rows, then columns.
+pub fn triangle_places(scope: &mut Scope<'_>, upper: bool) -> Outputs {
+    let (rows, columns, offset) = (scope.int("row", 0)?, scope.int("col", 0)?, scope.int("offset", 0)?);
+    if !(0..=1 << 10).contains(&rows) || !(0..=1 << 10).contains(&columns) {
+        return Err(Reason::Inputs(format!("a triangle of {rows} by {columns}")));
+    }
+    let all = (0..rows).flat_map(|i| (0..columns).map(move |j| (i, j)));
+    let places: Vec<(i64, i64)> = all.filter(|(i, j)| if upper { j - i >= offset } else { j - i <= offset }).collect();
+    let values: Vec<i64> = places.iter().map(|p| p.0).chain(places.iter().map(|p| p.1)).collect();
+    let dtype = scope.dtype("dtype")?.unwrap_or(DType::I64);
+    one(scope.constant(Tensor::from_i64(&[2, places.len()], &values).cast(dtype))?)
 }
 
 fn size(dim: &Dim) -> Operand {

@@ -1,13 +1,15 @@
 //! Operators that work element by element.
 
 use super::argument::{Number, Operand};
+use super::function::toward_zero;
 use super::{Known, Made, Outputs, Scope, one, promote};
 use crate::import::build::Build;
 use crate::import::reason::Reason;
 use crate::op::{Binary, Compare, Dropout, Op, Unary, Value};
 use crate::tensor::DType;
 
-fn required(scope: &mut Scope<'_>, name: &'static str) -> Result<Operand, Reason> {
+/// An operand that must be given.
+pub fn required(scope: &mut Scope<'_>, name: &'static str) -> Result<Operand, Reason> {
     let operand = scope.operand(name)?;
     operand.ok_or(Reason::Attribute { name, found: "missing".to_string(), expected: "a tensor or a number" })
 }
@@ -32,11 +34,13 @@ pub fn identity(scope: &mut Scope<'_>) -> Outputs {
 }
 
 /// Both operands in the type they meet in.
-fn pair(scope: &mut Scope<'_>) -> Result<(Value, Value), Reason> {
+pub fn pair(scope: &mut Scope<'_>) -> Result<(Value, Value), Reason> {
     let operands = [required(scope, "self")?, required(scope, "other")?];
     let dtype = promote::common(scope, &operands);
     let [a, b] = operands;
-    Ok((promote::value(scope, &a, dtype)?, promote::value(scope, &b, dtype)?))
+    let mut both = [promote::value(scope, &a, dtype)?, promote::value(scope, &b, dtype)?];
+    scope.alike(&mut both, None)?;
+    Ok((both[0], both[1]))
 }
 
 /// `f(a, b)`.
@@ -79,7 +83,10 @@ pub fn divide(scope: &mut Scope<'_>, default: &'static str) -> Outputs {
     let float = scope.fact(a).dtype.is_float();
     match rounding.as_str() {
         "" => one(scope.binary(Binary::Div, a, b)?),
-        "trunc" if !float => one(scope.binary(Binary::Div, a, b)?),
+        "trunc" => {
+            let quotient = scope.binary(Binary::Div, a, b)?;
+            one(toward_zero(scope, quotient)?)
+        }
         // Without its rest, which has the sign of the divisor, the quotient is exact and rounded down.
         "floor" => {
             let rest = scope.binary(Binary::Mod, a, b)?;
@@ -87,7 +94,7 @@ pub fn divide(scope: &mut Scope<'_>, default: &'static str) -> Outputs {
             let quotient = scope.binary(Binary::Div, whole, b)?;
             one(if float { scope.unary(Unary::Round, quotient)? } else { quotient })
         }
-        other => Err(Reason::Unsupported(format!("a division of floats with the rounding `{other}`"))),
+        other => Err(Reason::Unsupported(format!("a division with the rounding `{other}`"))),
     }
 }
 
@@ -111,6 +118,10 @@ pub fn power(scope: &mut Scope<'_>) -> Outputs {
         Some(0.5) if float => scope.unary(Unary::Sqrt, a)?,
         Some(-0.5) if float => scope.unary(Unary::Rsqrt, a)?,
         Some(-1.0) if float => scope.unary(Unary::Reciprocal, a)?,
+        Some(0.0) => {
+            let (shape, number) = (scope.fact(a).shape, scope.scalar(dtype, 1.0)?);
+            scope.broadcast(number, shape)?
+        }
         _ => {
             let b = promote::value(scope, &operands[1], dtype)?;
             scope.binary(Binary::Pow, a, b)?
@@ -155,22 +166,16 @@ pub fn logical(scope: &mut Scope<'_>, op: Binary) -> Outputs {
     one(scope.binary(op, a, b)?)
 }
 
-/// A bitwise operator, which on truths is the logical one.
+/// A bitwise operator, which on truths is the logical one. The core op knows both.
 pub fn bitwise(scope: &mut Scope<'_>, op: Binary) -> Outputs {
     let (a, b) = pair(scope)?;
-    if scope.fact(a).dtype != DType::Bool {
-        return Err(Reason::Unsupported("a bitwise operator on numbers".to_string()));
-    }
     one(scope.binary(op, a, b)?)
 }
 
-/// The opposite truth.
+/// The opposite truth, or with `bitwise`, every bit turned.
 pub fn negate(scope: &mut Scope<'_>, bitwise: bool) -> Outputs {
     let x = scope.value("self")?;
-    if bitwise && scope.fact(x).dtype != DType::Bool {
-        return Err(Reason::Unsupported("a bitwise operator on numbers".to_string()));
-    }
-    let x = truth(scope, x)?;
+    let x = if bitwise { x } else { truth(scope, x)? };
     one(scope.unary(Unary::Not, x)?)
 }
 
@@ -246,9 +251,24 @@ pub fn leaky_relu(scope: &mut Scope<'_>) -> Outputs {
 /// `scale·(x > 0 ? x : alpha·(e^(input_scale·x) - 1))`. The exponential sees no positive `x`: it would overflow, and
 /// its gradient with it, though nobody looks at it there.
 pub fn elu(scope: &mut Scope<'_>) -> Outputs {
-    let x = scope.value("self")?;
     let (alpha, scale) = (scope.float("alpha", 1.0)?, scope.float("scale", 1.0)?);
     let inner = scope.float("input_scale", 1.0)?;
+    exponential(scope, alpha, scale, inner)
+}
+
+/// The same with an alpha that divides the exponent as well.
+pub fn celu(scope: &mut Scope<'_>) -> Outputs {
+    let alpha = scope.float("alpha", 1.0)?;
+    exponential(scope, alpha, 1.0, 1.0 / alpha)
+}
+
+/// The same with numbers that keep mean and variance (Klambauer and others 2017).
+pub fn selu(scope: &mut Scope<'_>) -> Outputs {
+    exponential(scope, 1.673_263_242_354_377_2, 1.050_700_987_355_480_5, 1.0)
+}
+
+fn exponential(scope: &mut Scope<'_>, alpha: f64, scale: f64, inner: f64) -> Outputs {
+    let x = scope.value("self")?;
     let positive = positive(scope, x)?;
     let below = scope.with_number(Binary::Min, x, 0.0)?;
     let below = if inner == 1.0 { below } else { scope.with_number(Binary::Mul, below, inner)? };
@@ -269,15 +289,18 @@ pub fn hard_sigmoid(scope: &mut Scope<'_>, gated: bool) -> Outputs {
     one(if gated { scope.binary(Binary::Mul, x, gate)? } else { gate })
 }
 
-/// `log(1 + e^(beta·x))/beta`. Beyond the threshold PyTorch gives `x`, which the exact function equals in `f32`.
+/// `log(1 + e^(beta·x))/beta`. Beyond the threshold PyTorch gives `x`, which beyond 20 the exact function equals in `f32`.
 pub fn softplus(scope: &mut Scope<'_>) -> Outputs {
-    let (x, beta) = (scope.value("self")?, scope.float("beta", 1.0)?);
-    if beta == 1.0 {
-        return one(scope.unary(Unary::Softplus, x)?);
-    }
-    let scaled = scope.with_number(Binary::Mul, x, beta)?;
+    let (x, beta, threshold) = (scope.value("self")?, scope.float("beta", 1.0)?, scope.float("threshold", 20.0)?);
+    let scaled = if beta == 1.0 { x } else { scope.with_number(Binary::Mul, x, beta)? };
     let soft = scope.unary(Unary::Softplus, scaled)?;
-    one(scope.with_number(Binary::Div, soft, beta)?)
+    let y = if beta == 1.0 { soft } else { scope.with_number(Binary::Div, soft, beta)? };
+    if threshold >= 20.0 {
+        return one(y);
+    }
+    let limit = scope.scalar(scope.fact(x).dtype, threshold)?;
+    let beyond = scope.compare(Compare::Less, limit, scaled)?;
+    one(scope.select(beyond, x, y)?)
 }
 
 /// `x·tanh(softplus(x))`

@@ -1,24 +1,31 @@
 //! Operators that pick elements by index.
 
+use super::movement::stopped;
 use super::{Outputs, Scope, one};
 use crate::import::build::Build;
 use crate::import::onnx::lower::gather::{count, further, scaled, steps};
-use crate::import::onnx::name::shown;
+use crate::import::onnx::lower::movement::{met, transposed};
 use crate::import::reason::Reason;
-use crate::op::{Gather, Op, Value};
+use crate::op::{Compare, Gather, Op, Value};
 use crate::tensor::DType;
 use crate::tensor::dim::{Dim, volume};
 
 /// Rows of a table.
 pub fn embedding(scope: &mut Scope<'_>) -> Outputs {
     let (table, index) = (scope.value("weight")?, scope.value("indices")?);
-    if scope.int("padding_idx", -1)? >= 0 {
-        let node = shown(&scope.origin.source).into_owned();
-        scope.ledger.warnings.push(format!(
-            "node `{node}`: the padding row of the embedding is trained like any other; PyTorch leaves it as it is"
-        ));
+    let rows = scope.add(Op::Gather(Gather { axis: 0 }), &[table, index])?;
+    let padding = scope.int("padding_idx", -1)?;
+    if padding < 0 {
+        return one(rows);
     }
-    one(scope.add(Op::Gather(Gather { axis: 0 }), &[table, index])?)
+    // The padding row gets no gradient.
+    let number = scope.scalar(scope.fact(index).dtype, padding as f64)?;
+    let is = scope.compare(Compare::Equal, index, number)?;
+    let mut column = scope.fact(is).shape;
+    column.push(Dim::Known(1));
+    let is = scope.reshape(is, column)?;
+    let held = stopped(scope, rows)?;
+    one(scope.select(is, held, rows)?)
 }
 
 /// Slices along one axis.
@@ -29,11 +36,10 @@ pub fn select(scope: &mut Scope<'_>) -> Outputs {
     one(scope.add(Op::Gather(Gather { axis }), &[x, index])?)
 }
 
-/// `y[i, j, …] = x[i, index[i, j, …], …]`, with the index at one axis.
-pub fn gather(scope: &mut Scope<'_>) -> Outputs {
-    let (x, index) = (scope.value("self")?, scope.value("index")?);
-    let (dims, picked) = (scope.fact(x).shape, scope.fact(index).shape);
-    let along = scope.axis("dim", 0, dims.len())?;
+/// The place in the flat tensor of every element that `index` names along an axis of a tensor of shape `dims`; along
+/// the other axes an element stands where the index does.
+pub fn flat_place(scope: &mut Scope<'_>, dims: &[Dim], index: Value, along: usize) -> Result<Value, Reason> {
+    let picked = scope.fact(index).shape;
     if picked.len() != dims.len() || dims.is_empty() {
         return Err(Reason::Inputs(format!("an index of rank {} for an input of rank {}", picked.len(), dims.len())));
     }
@@ -50,43 +56,116 @@ pub fn gather(scope: &mut Scope<'_>) -> Outputs {
         };
         place = further(scope, place, steps)?;
     }
+    place.ok_or_else(|| Reason::Inputs("nothing is indexed".to_string()))
+}
+
+/// `y[i, j, …] = x[i, index[i, j, …], …]`, with the index at one axis.
+pub fn gather(scope: &mut Scope<'_>) -> Outputs {
+    let (x, index) = (scope.value("self")?, scope.value("index")?);
+    let dims = scope.fact(x).shape;
+    let along = scope.axis("dim", 0, dims.len())?;
+    let place = flat_place(scope, &dims, index, along)?;
     from_flat(scope, x, vec![volume(&dims)?], 0, place)
 }
 
-/// `x[…, index, …]` as NumPy has it, with whole numbers for axes that follow one another.
+/// The same with an index that is stretched to the input along the other axes, or the other way around.
+pub fn take_along(scope: &mut Scope<'_>) -> Outputs {
+    let (x, index) = (scope.value("self")?, scope.value("indices")?);
+    if !scope.has("dim") {
+        return take_from(scope, x, index);
+    }
+    let (mut own, mut picked) = (scope.fact(x).shape, scope.fact(index).shape);
+    let along = scope.axis("dim", 0, own.len())?;
+    if own.len() != picked.len() || own.is_empty() {
+        return Err(Reason::Inputs(format!("an index of rank {} for an input of rank {}", picked.len(), own.len())));
+    }
+    let (mut a, mut b) = (own.clone(), picked.clone());
+    (a[along], b[along]) = (Dim::Known(1), Dim::Known(1));
+    let mut all = met(&a, &b)?;
+    all[along] = std::mem::replace(&mut own[along], Dim::Known(1));
+    let x = scope.broadcast(x, all.clone())?;
+    all[along] = std::mem::replace(&mut picked[along], Dim::Known(1));
+    let index = scope.broadcast(index, all)?;
+    let dims = scope.fact(x).shape;
+    let place = flat_place(scope, &dims, index, along)?;
+    from_flat(scope, x, vec![volume(&dims)?], 0, place)
+}
+
+/// Elements of the flat tensor.
+pub fn take(scope: &mut Scope<'_>) -> Outputs {
+    let (x, index) = (scope.value("self")?, scope.value("index")?);
+    take_from(scope, x, index)
+}
+
+fn take_from(scope: &mut Scope<'_>, x: Value, index: Value) -> Outputs {
+    let count = volume(&scope.fact(x).shape)?;
+    from_flat(scope, x, vec![count], 0, index)
+}
+
+/// What a list of indices means for a tensor: its axes in the order `perm`, then the shape `flat`, whose axis `lead` is
+/// indexed by `place`.
+pub struct Indexed {
+    /// The order in which the indexed axes follow one another.
+    pub perm: Vec<usize>,
+    /// The axes before the indexed ones.
+    pub lead: usize,
+    /// The index of all indexed axes together.
+    pub place: Value,
+    /// The shape with the indexed axes as one.
+    pub flat: Vec<Dim>,
+}
+
+impl Indexed {
+    /// Reads the indices of a tensor of shape `dims`, one for each of the first axes or none. Where the indexed axes do
+    /// not follow one another they come first, as NumPy has it.
+    pub fn read(scope: &mut Scope<'_>, dims: &[Dim], indices: Vec<Option<Value>>) -> Result<Indexed, Reason> {
+        let given: Vec<(usize, Value)> =
+            indices.into_iter().enumerate().filter_map(|(at, index)| Some((at, index?))).collect();
+        let (Some(&(first, _)), Some(&(last, _))) = (given.first(), given.last()) else {
+            return Err(Reason::Inputs("nothing is indexed".to_string()));
+        };
+        if last >= dims.len() {
+            return Err(Reason::Inputs(format!("an index of axis {last} for an input of rank {}", dims.len())));
+        }
+        if given.iter().any(|(_, index)| !scope.fact(*index).dtype.is_integer()) {
+            return Err(Reason::Unsupported("an index of truths, whose result has no fixed size,".to_string()));
+        }
+        let adjacent = last - first + 1 == given.len();
+        let lead = if adjacent { first } else { 0 };
+        let indexed: Vec<usize> = given.iter().map(|(at, _)| *at).collect();
+        let mut perm: Vec<usize> = (0..dims.len()).filter(|at| !indexed.contains(at)).collect();
+        perm.splice(lead..lead, indexed.iter().copied());
+        let turned: Vec<Dim> = perm.iter().map(|&at| dims[at].clone()).collect();
+        let sizes = &turned[lead..lead + given.len()];
+        let mut place = None;
+        for (at, (_, index)) in given.into_iter().enumerate() {
+            let index = scope.cast(index, DType::I64)?;
+            let steps = match sizes {
+                // A gather counts from the end by itself.
+                [_] => index,
+                _ => steps(scope, index, &sizes[at], &volume(&sizes[at + 1..])?)?,
+            };
+            place = further(scope, place, steps)?;
+        }
+        let place = place.ok_or_else(|| Reason::Inputs("nothing is indexed".to_string()))?;
+        let mut flat = turned[..lead].to_vec();
+        flat.push(volume(sizes)?);
+        flat.extend_from_slice(&turned[lead + sizes.len()..]);
+        Ok(Indexed { perm, lead, place, flat })
+    }
+}
+
+/// `x[…, index, …]` as NumPy has it, with whole numbers.
 pub fn index(scope: &mut Scope<'_>) -> Outputs {
     let x = scope.value("self")?;
     let dims = scope.fact(x).shape;
     let indices = scope.optional_values("indices")?;
-    let first = indices.iter().position(Option::is_some).unwrap_or(0);
-    let given: Vec<Value> = indices.iter().skip(first).map_while(|i| *i).collect();
-    if given.len() != indices.iter().flatten().count() {
-        return Err(Reason::Unsupported("an index of axes that do not follow one another".to_string()));
-    }
-    if first + given.len() > dims.len() || given.is_empty() {
-        return Err(Reason::Inputs(format!("{} indices for an input of rank {}", given.len(), dims.len())));
-    }
-    if given.iter().any(|i| !scope.fact(*i).dtype.is_integer()) {
-        return Err(Reason::Unsupported("an index of truths, whose result has no fixed size,".to_string()));
-    }
-    if let [only] = given.as_slice() {
-        return one(scope.add(Op::Gather(Gather { axis: first }), &[x, *only])?);
-    }
-    let indexed = &dims[first..first + given.len()];
-    let mut place = None;
-    for (at, index) in given.into_iter().enumerate() {
-        let index = scope.cast(index, DType::I64)?;
-        let steps = steps(scope, index, &indexed[at], &volume(&indexed[at + 1..])?)?;
-        place = further(scope, place, steps)?;
-    }
-    let mut flat = dims[..first].to_vec();
-    flat.push(volume(indexed)?);
-    flat.extend_from_slice(&dims[first + indexed.len()..]);
-    from_flat(scope, x, flat, first, place)
+    let Indexed { perm, lead, place, flat } = Indexed::read(scope, &dims, indices)?;
+    let turned = transposed(scope, x, perm)?;
+    from_flat(scope, turned, flat, lead, place)
 }
 
-fn from_flat(scope: &mut Scope<'_>, x: Value, flat: Vec<Dim>, axis: usize, place: Option<Value>) -> Outputs {
-    let place = place.ok_or_else(|| Reason::Inputs("nothing is indexed".to_string()))?;
+fn from_flat(scope: &mut Scope<'_>, x: Value, flat: Vec<Dim>, axis: usize, place: Value) -> Outputs {
     let flat = scope.reshape(x, flat)?;
     one(scope.add(Op::Gather(Gather { axis }), &[flat, place])?)
 }

@@ -4,9 +4,10 @@ use super::argument::Number;
 use super::{Outputs, Scope, one};
 use crate::import::build::Build;
 use crate::import::onnx::lower::linear::product;
+use crate::import::onnx::lower::movement::transposed;
 use crate::import::reason::Reason;
-use crate::op::{Binary, MatMul, Op, Value};
-use crate::tensor::dim::Dim;
+use crate::op::{Binary, MatMul, Op, ReduceKind, Value};
+use crate::tensor::dim::{Dim, volume};
 
 /// `x·Wᵀ + b`, with `W [out, in]`.
 pub fn linear(scope: &mut Scope<'_>) -> Outputs {
@@ -46,4 +47,149 @@ pub fn with_sum(scope: &mut Scope<'_>, a: &'static str, b: &'static str) -> Outp
     let y = scaled(scope, y, "alpha")?;
     let sum = scaled(scope, sum, "beta")?;
     one(scope.binary(Binary::Add, y, sum)?)
+}
+
+/// `beta·self + alpha·Σ a·b` over the matrices of a batch.
+pub fn with_sum_of_all(scope: &mut Scope<'_>) -> Outputs {
+    let (sum, a, b) = (scope.value("self")?, scope.value("batch1")?, scope.value("batch2")?);
+    let y = product(scope, a, b)?;
+    let y = scope.reduce(ReduceKind::Sum, y, &[0], false)?;
+    let y = scaled(scope, y, "alpha")?;
+    let sum = scaled(scope, sum, "beta")?;
+    one(scope.binary(Binary::Add, y, sum)?)
+}
+
+fn outer_of(scope: &mut Scope<'_>, a: Value, b: Value) -> Result<Value, Reason> {
+    let mut column = scope.fact(a).shape;
+    column.push(Dim::Known(1));
+    let a = scope.reshape(a, column)?;
+    scope.binary(Binary::Mul, a, b)
+}
+
+/// Every element of one vector times every element of another; with `sum` added to `self`.
+pub fn outer(scope: &mut Scope<'_>, sum: bool) -> Outputs {
+    if !sum {
+        let (a, b) = (scope.value("self")?, scope.value("vec2")?);
+        return one(outer_of(scope, a, b)?);
+    }
+    let (own, a, b) = (scope.value("self")?, scope.value("vec1")?, scope.value("vec2")?);
+    let y = outer_of(scope, a, b)?;
+    let y = scaled(scope, y, "alpha")?;
+    let own = scaled(scope, own, "beta")?;
+    one(scope.binary(Binary::Add, y, own)?)
+}
+
+/// The products of the last axes, of every row with every row.
+pub fn inner(scope: &mut Scope<'_>) -> Outputs {
+    let (a, b) = (scope.value("self")?, scope.value("other")?);
+    let (left, right) = (scope.fact(a).shape, scope.fact(b).shape);
+    let ([rows @ .., depth], [columns @ .., _]) = (&left[..], &right[..]) else {
+        return one(scope.binary(Binary::Mul, a, b)?);
+    };
+    let a = scope.reshape(a, vec![volume(rows)?, depth.clone()])?;
+    let b = scope.reshape(b, vec![volume(columns)?, depth.clone()])?;
+    let y = scope.add(Op::MatMul(MatMul { transpose_a: false, transpose_b: true }), &[a, b])?;
+    one(scope.reshape(y, [rows, columns].concat())?)
+}
+
+/// A tensor whose axes have letters.
+#[derive(Clone)]
+struct Lettered {
+    value: Value,
+    letters: Vec<char>,
+}
+
+impl Lettered {
+    /// The sum over letters that are not `kept`.
+    fn summed(mut self, scope: &mut Scope<'_>, kept: &[char]) -> Result<Lettered, Reason> {
+        let axes: Vec<usize> = (0..self.letters.len()).filter(|at| !kept.contains(&self.letters[*at])).collect();
+        if !axes.is_empty() {
+            self.value = scope.reduce(ReduceKind::Sum, self.value, &axes, false)?;
+            self.letters.retain(|letter| kept.contains(letter));
+        }
+        Ok(self)
+    }
+
+    /// The axes in another order.
+    fn ordered(&self, scope: &mut Scope<'_>, letters: &[char]) -> Result<Value, Reason> {
+        let place = |letter: &char| self.letters.iter().position(|l| l == letter);
+        let perm: Option<Vec<usize>> = letters.iter().map(place).collect();
+        let perm = perm.filter(|p| p.len() == self.letters.len());
+        let perm = perm.ok_or_else(|| Reason::Inputs("a result has letters that no operand has".to_string()))?;
+        transposed(scope, self.value, perm)
+    }
+
+    /// The product with another over the letters that both have and nobody else needs.
+    fn times(self, scope: &mut Scope<'_>, other: Lettered, kept: &[char]) -> Result<Lettered, Reason> {
+        let both: Vec<char> = self.letters.iter().copied().filter(|l| other.letters.contains(l)).collect();
+        let batch: Vec<char> = both.iter().copied().filter(|l| kept.contains(l)).collect();
+        let inner: Vec<char> = both.iter().copied().filter(|l| !kept.contains(l)).collect();
+        let left: Vec<char> = self.letters.iter().copied().filter(|l| !both.contains(l)).collect();
+        let right: Vec<char> = other.letters.iter().copied().filter(|l| !both.contains(l)).collect();
+        let a = self.ordered(scope, &[&batch[..], &left, &inner].concat())?;
+        let b = other.ordered(scope, &[&batch[..], &inner, &right].concat())?;
+        let (own, its) = (scope.fact(a).shape, scope.fact(b).shape);
+        let (n, m, k) = (batch.len(), left.len(), inner.len());
+        let rows = volume(&own[n..n + m])?;
+        let (depth, columns) = (volume(&own[n + m..])?, volume(&its[n + k..])?);
+        let a = scope.reshape(a, [&own[..n], &[rows, depth.clone()]].concat())?;
+        let b = scope.reshape(b, [&its[..n], &[depth, columns]].concat())?;
+        let y = scope.add(Op::MatMul(MatMul { transpose_a: false, transpose_b: false }), &[a, b])?;
+        let value = scope.reshape(y, [&own[..n + m], &its[n + k..]].concat())?;
+        Ok(Lettered { value, letters: [batch, left, right].concat() })
+    }
+}
+
+/// Einstein's sum: products over the letters that the result does not have.
+pub fn einsum(scope: &mut Scope<'_>) -> Outputs {
+    let equation: String = scope.text("equation", "")?.chars().filter(|c| !c.is_whitespace()).collect();
+    let tensors = scope.values("tensors")?;
+    let (inputs, result) = match equation.split_once("->") {
+        Some((inputs, result)) => (inputs.to_string(), Some(result.to_string())),
+        None => (equation.clone(), None),
+    };
+    let terms: Vec<Vec<char>> = inputs.split(',').map(|term| term.chars().collect()).collect();
+    // Without a result, the letters that stand once, in order.
+    let result: Vec<char> = match result {
+        Some(result) => result.chars().collect(),
+        None => {
+            let all = || inputs.chars().filter(|c| *c != ',');
+            let mut once: Vec<char> = all().filter(|c| all().filter(|d| d == c).count() == 1).collect();
+            once.sort_unstable();
+            once
+        }
+    };
+    let plain = terms.iter().chain([&result]).all(|term| {
+        term.iter().enumerate().all(|(at, letter)| letter.is_ascii_alphabetic() && !term[..at].contains(letter))
+    });
+    if !plain || terms.len() != tensors.len() || terms.len() > 64 {
+        return Err(Reason::Unsupported(format!("the sum `{}`", crate::import::onnx::name::shown(&equation))));
+    }
+    let mut list = Vec::with_capacity(terms.len());
+    for (letters, value) in terms.into_iter().zip(tensors) {
+        if scope.fact(value).rank() != letters.len() {
+            return Err(Reason::Inputs(format!("{} letters for {}", letters.len(), scope.fact(value))));
+        }
+        list.push(Lettered { value, letters });
+    }
+    let mut rest = list.into_iter();
+    let mut product = rest.next().ok_or_else(|| Reason::Inputs("it joins nothing".to_string()))?;
+    let mut later: Vec<Lettered> = rest.collect();
+    while !later.is_empty() {
+        let next = later.remove(0);
+        let needed = |own: &Lettered| {
+            let mut kept = result.clone();
+            kept.extend(later.iter().flat_map(|l| l.letters.iter().copied()));
+            kept.extend(own.letters.iter().copied());
+            kept
+        };
+        let (of_next, of_product) = (needed(&next), needed(&product));
+        product = product.summed(scope, &of_next)?;
+        let next = next.summed(scope, &of_product)?;
+        let mut kept = result.clone();
+        kept.extend(later.iter().flat_map(|l| l.letters.iter().copied()));
+        product = product.times(scope, next, &kept)?;
+    }
+    let product = product.summed(scope, &result)?;
+    one(product.ordered(scope, &result)?)
 }

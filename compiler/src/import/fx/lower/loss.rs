@@ -5,12 +5,13 @@ use crate::import::build::Build;
 use crate::import::onnx::lower::loss::{Reduction, picked};
 use crate::import::reason::Reason;
 use crate::op::{Binary, CrossEntropy, LogSoftmax, Op, ReduceKind, Unary, Value};
-use crate::tensor::dim::Dim;
+use crate::tensor::dim::{Dim, volume};
 
 /// The target that counts for nothing unless the program says otherwise.
 const IGNORED: i64 = -100;
 
-fn reduction(scope: &Scope<'_>) -> Result<Reduction, Reason> {
+/// How the losses are joined.
+pub fn reduction(scope: &Scope<'_>) -> Result<Reduction, Reason> {
     match scope.int("reduction", 1)? {
         0 => Ok(Reduction::None),
         1 => Ok(Reduction::Mean),
@@ -42,8 +43,11 @@ fn operands(scope: &mut Scope<'_>) -> Result<(Value, Value), Reason> {
 /// Cross-entropy of logits against classes.
 pub fn cross_entropy(scope: &mut Scope<'_>) -> Outputs {
     let smoothing = scope.float("label_smoothing", 0.0)?;
+    if scope.fact_of("target")?.dtype.is_float() {
+        return against_probabilities(scope, smoothing);
+    }
     if smoothing != 0.0 {
-        return Err(Reason::Unsupported(format!("label smoothing of {smoothing}")));
+        return smoothed(scope, smoothing);
     }
     let (logits, target) = operands(scope)?;
     let (reduction, ignore) = (reduction(scope)?, Some(scope.int("ignore_index", IGNORED)?));
@@ -71,19 +75,92 @@ pub fn negative_log_likelihood(scope: &mut Scope<'_>) -> Outputs {
     Ok(Made::Tensors(vec![Known::Value(loss), Known::Absent("the total weight of a loss")]))
 }
 
-/// The difference of prediction and target under a function, joined.
-pub fn distance(scope: &mut Scope<'_>, squared: bool) -> Outputs {
-    let (a, b) = (scope.value("self")?, scope.value("target")?);
-    let difference = scope.binary(Binary::Sub, a, b)?;
-    let each = match squared {
-        true => scope.binary(Binary::Mul, difference, difference)?,
-        false => scope.unary(Unary::Abs, difference)?,
-    };
+/// The losses of all elements, joined.
+pub fn joined(scope: &mut Scope<'_>, each: Value, reduction: Reduction) -> Result<Value, Reason> {
     let axes: Vec<usize> = (0..scope.fact(each).rank()).collect();
-    one(match reduction(scope)? {
-        _ if axes.is_empty() => each,
-        Reduction::None => each,
-        Reduction::Mean => scope.reduce(ReduceKind::Mean, each, &axes, false)?,
-        Reduction::Sum => scope.reduce(ReduceKind::Sum, each, &axes, false)?,
-    })
+    match reduction {
+        _ if axes.is_empty() => Ok(each),
+        Reduction::None => Ok(each),
+        Reduction::Mean => scope.reduce(ReduceKind::Mean, each, &axes, false),
+        Reduction::Sum => scope.reduce(ReduceKind::Sum, each, &axes, false),
+    }
+}
+
+/// The weights of classes as a row that meets scores `[N, C, …]`.
+fn weight_row(scope: &mut Scope<'_>, weights: Value, rank: usize) -> Result<Value, Reason> {
+    let mut shape = vec![Dim::Known(1); rank];
+    shape[1] = volume(&scope.fact(weights).shape)?;
+    scope.reshape(weights, shape)
+}
+
+/// Cross-entropy against probabilities: the mean is over the examples.
+fn against_probabilities(scope: &mut Scope<'_>, smoothing: f64) -> Outputs {
+    let (mut logits, mut target) = (scope.value("self")?, scope.value("target")?);
+    let shape = scope.fact(logits).shape;
+    if let [classes] = shape.as_slice() {
+        let row = vec![Dim::Known(1), classes.clone()];
+        logits = scope.reshape(logits, row.clone())?;
+        target = scope.reshape(target, row)?;
+    }
+    let fact = scope.fact(logits);
+    let classes = fact
+        .shape
+        .get(1)
+        .and_then(Dim::known)
+        .filter(|c| *c > 0)
+        .ok_or(Reason::NotConstant { what: "the number of classes" })?;
+    if smoothing != 0.0 {
+        target = scope.with_number(Binary::Mul, target, 1.0 - smoothing)?;
+        target = scope.with_number(Binary::Add, target, smoothing / classes as f64)?;
+    }
+    let logarithm = scope.add(Op::LogSoftmax(LogSoftmax { axis: 1 }), &[logits])?;
+    let mut product = scope.binary(Binary::Mul, logarithm, target)?;
+    if let Some(weights) = scope.optional("weight")? {
+        let weights = weight_row(scope, weights, fact.rank())?;
+        product = scope.binary(Binary::Mul, product, weights)?;
+    }
+    let sum = scope.reduce(ReduceKind::Sum, product, &[1], false)?;
+    let mut each = scope.unary(Unary::Neg, sum)?;
+    let reduction = reduction(scope)?;
+    if shape.len() == 1 {
+        each = scope.reshape(each, Vec::new())?;
+    }
+    one(joined(scope, each, reduction)?)
+}
+
+/// Cross-entropy whose target shares `smoothing` among all classes: `(1 - s) nll + s/C Σ_c -w_c log p_c`.
+fn smoothed(scope: &mut Scope<'_>, smoothing: f64) -> Outputs {
+    let (logits, target) = operands(scope)?;
+    let fact = scope.fact(logits);
+    let classes = fact
+        .shape
+        .get(1)
+        .and_then(Dim::known)
+        .filter(|c| *c > 0)
+        .ok_or(Reason::NotConstant { what: "the number of classes" })?;
+    let (reduction, ignore) = (reduction(scope)?, Some(scope.int("ignore_index", IGNORED)?));
+    let weights = scope.optional("weight")?;
+    let logarithm = scope.add(Op::LogSoftmax(LogSoftmax { axis: 1 }), &[logits])?;
+    let own = picked(scope, logarithm, target, weights, Reduction::None, ignore)?;
+    let mut all = logarithm;
+    if let Some(weights) = weights {
+        let row = weight_row(scope, weights, fact.rank())?;
+        all = scope.binary(Binary::Mul, all, row)?;
+    }
+    let sum = scope.reduce(ReduceKind::Sum, all, &[1], false)?;
+    let spread = scope.unary(Unary::Neg, sum)?;
+    // A log-probability of -1 everywhere counts the targets, or adds up their weights.
+    let minus = scope.scalar(fact.dtype, -1.0)?;
+    let minus = scope.broadcast(minus, fact.shape.clone())?;
+    let kept = picked(scope, minus, target, None, Reduction::None, ignore)?;
+    let spread = scope.binary(Binary::Mul, spread, kept)?;
+    let own = scope.with_number(Binary::Mul, own, 1.0 - smoothing)?;
+    let spread = scope.with_number(Binary::Mul, spread, smoothing / classes as f64)?;
+    let each = scope.binary(Binary::Add, own, spread)?;
+    if reduction != Reduction::Mean {
+        return one(joined(scope, each, reduction)?);
+    }
+    let sum = joined(scope, each, Reduction::Sum)?;
+    let total = picked(scope, minus, target, weights, Reduction::Sum, ignore)?;
+    one(scope.binary(Binary::Div, sum, total)?)
 }

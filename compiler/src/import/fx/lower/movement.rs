@@ -1,16 +1,17 @@
 //! Operators that move elements or give them another shape. Constants of a static export that carry the batch are
 //! opened by the rule of strides that ONNX models have too.
 
-use super::{Outputs, Scope, one};
-use crate::graph::Graph;
+use super::resize::{self, Edge};
+use super::{Outputs, Scope, many, one};
 use crate::import::build::Build;
 use crate::import::onnx::lower::attribute::{axes, axis};
 use crate::import::onnx::lower::movement::{met, transposed};
 use crate::import::onnx::lower::reshape::target;
+use crate::import::onnx::lower::slice::part;
+use crate::import::onnx::name::shown;
 use crate::import::reason::Reason;
-use crate::op::{Concat, Flip, Op, Pad, Value};
+use crate::op::{Concat, Flip, Op, Pad, StopGradient, Value};
 use crate::tensor::dim::{Dim, volume};
-use std::collections::HashSet;
 
 /// The operand under the shape that argument `name` says; -1 is worked out.
 pub fn view(scope: &mut Scope<'_>, name: &'static str) -> Outputs {
@@ -19,6 +20,27 @@ pub fn view(scope: &mut Scope<'_>, name: &'static str) -> Outputs {
     let shape = target(&input, &asked, true, scope.frozen)?;
     let x = scope.value("self")?;
     one(scope.reshape(x, shape)?)
+}
+
+/// The operand under the shape of another tensor.
+pub fn view_as(scope: &mut Scope<'_>) -> Outputs {
+    let shape = scope.fact_of("other")?.shape;
+    let x = scope.value("self")?;
+    one(scope.reshape(x, shape)?)
+}
+
+/// All tensors stretched to the shape they meet in.
+pub fn stretched(scope: &mut Scope<'_>) -> Outputs {
+    let mut values = scope.values("tensors")?;
+    scope.alike(&mut values, None)?;
+    let mut shape = Vec::new();
+    for value in &values {
+        shape = met(&shape, &scope.fact(*value).shape)?;
+    }
+    for value in &mut values {
+        *value = scope.broadcast(*value, shape.clone())?;
+    }
+    many(values)
 }
 
 /// Several axes as one.
@@ -123,9 +145,15 @@ pub fn expand(scope: &mut Scope<'_>) -> Outputs {
 
 /// The operand repeated along every axis: `[a, b]` becomes `[r, a, s, b]` by stretching, then `[r·a, s·b]`.
 pub fn repeat(scope: &mut Scope<'_>) -> Outputs {
-    let repeats = scope.shape("repeats")?;
+    let mut repeats = scope.shape(if scope.has("dims") { "dims" } else { "repeats" })?;
     let x = scope.value("self")?;
     let mut dims = scope.fact(x).shape;
+    if scope.has("dims") {
+        // A tile may name fewer axes than there are.
+        while repeats.len() < dims.len() {
+            repeats.insert(0, Dim::Known(1));
+        }
+    }
     while dims.len() < repeats.len() {
         dims.insert(0, Dim::Known(1));
     }
@@ -157,6 +185,7 @@ pub fn concat(scope: &mut Scope<'_>) -> Outputs {
     for part in &mut parts {
         *part = scope.cast(*part, dtype.unwrap_or(scope.fact(first).dtype))?;
     }
+    scope.alike(&mut parts, Some(axis))?;
     match parts.as_slice() {
         [only] => one(*only),
         _ => one(scope.add(Op::Concat(Concat { axis }), &parts)?),
@@ -190,43 +219,48 @@ pub fn flip(scope: &mut Scope<'_>) -> Outputs {
 
 /// A number around the operand; pairs of paddings from the last axis on.
 pub fn pad(scope: &mut Scope<'_>) -> Outputs {
-    let mode = scope.text("mode", "constant")?;
-    if mode != "constant" {
-        return Err(Reason::Unsupported(format!("padding of mode `{mode}`")));
+    match scope.text("mode", "constant")?.as_str() {
+        "constant" => {}
+        "reflect" => return resize::pad(scope, Edge::Reflect, "pad"),
+        "replicate" => return resize::pad(scope, Edge::Replicate, "pad"),
+        "circular" => return resize::pad(scope, Edge::Circular, "pad"),
+        other => return Err(Reason::Unsupported(format!("padding of mode `{}`", shown(other)))),
     }
-    let x = scope.value("self")?;
+    let mut x = scope.value("self")?;
     let (rank, pads, value) = (scope.fact(x).rank(), scope.shape("pad")?, scope.float("value", 0.0)?);
     let fits = pads.len() % 2 == 0 && pads.len() / 2 <= rank;
-    if !fits || pads.iter().any(|d| d.known().is_none_or(|v| v < 0)) {
+    if !fits || pads.iter().any(|d| d.known().is_none()) {
         return Err(Reason::Unsupported(format!("a padding of {pads:?}")));
     }
     let (mut low, mut high) = (vec![Dim::Known(0); rank], vec![Dim::Known(0); rank]);
     for (n, pair) in pads.chunks_exact(2).enumerate() {
-        (low[rank - 1 - n], high[rank - 1 - n]) = (pair[0].clone(), pair[1].clone());
+        let at = rank - 1 - n;
+        let zero = Dim::Known(0);
+        let cut = |d: &Dim| zero.sub(if d.known().is_some_and(|v| v < 0) { d } else { &zero });
+        let (before, after) = (cut(&pair[0])?, cut(&pair[1])?);
+        if !before.is(0) || !after.is(0) {
+            // A padding below zero takes elements away.
+            let end = scope.fact(x).shape[at].sub(&after)?;
+            x = part(scope, x, at, before.clone(), end)?;
+        }
+        (low[at], high[at]) = (pair[0].add(&before)?, pair[1].add(&after)?);
+    }
+    if low.iter().chain(&high).all(|d| d.is(0)) {
+        return one(x);
     }
     one(scope.add(Op::Pad(Pad { low, high, interior: vec![0; rank], value }), &[x])?)
 }
 
-/// The operand without its gradient, which is the operand where there is none.
+/// The operand without its gradient.
 pub fn detach(scope: &mut Scope<'_>) -> Outputs {
     let x = scope.value("self")?;
-    if trained(scope.graph, x) {
-        return Err(Reason::Unsupported("a value that depends on parameters but gives them no gradient".to_string()));
-    }
-    one(x)
+    one(stopped(scope, x)?)
 }
 
-/// Whether a value depends on a parameter in a way that a gradient could take.
-pub fn trained(graph: &Graph, value: Value) -> bool {
-    let (mut seen, mut waiting) = (HashSet::new(), vec![value]);
-    while let Some(value) = waiting.pop() {
-        if !graph.fact(value).dtype.is_float() || !seen.insert(value.node) {
-            continue;
-        }
-        if matches!(graph.node(value.node).op, Op::Parameter(_)) {
-            return true;
-        }
-        waiting.extend(graph.inputs(value.node));
+/// A value that no gradient passes. Where none could, the stop goes away again.
+pub fn stopped(scope: &mut impl Build, x: Value) -> Result<Value, Reason> {
+    match scope.fact(x).dtype.is_float() {
+        true => scope.add(Op::StopGradient(StopGradient {}), &[x]),
+        false => Ok(x),
     }
-    false
 }

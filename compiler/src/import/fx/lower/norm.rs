@@ -1,8 +1,10 @@
 //! Normalisations.
 
+use super::reduce::norm_of;
 use super::{Known, Made, Outputs, Scope, one};
 use crate::graph::MovingAverage;
 use crate::import::build::Build;
+use crate::import::onnx::lower::attribute;
 use crate::import::onnx::lower::norm::{filled, grouped};
 use crate::import::onnx::lower::window::with_bias;
 use crate::import::reason::Reason;
@@ -76,6 +78,31 @@ pub fn group_norm(scope: &mut Scope<'_>, groups: &'static str) -> Outputs {
     let y = affine(scope, y)?;
     let absent = Known::Absent("the statistics of a group normalisation");
     Ok(Made::Tensors(vec![Known::Value(y), absent, absent]))
+}
+
+/// Each channel of each example normalised by itself, or with stored statistics.
+pub fn instance_norm(scope: &mut Scope<'_>) -> Outputs {
+    let (x, epsilon) = (scope.value("input")?, scope.float("eps", 1e-5)?);
+    if !scope.flag("use_input_stats", true)? {
+        return one(with_stored(scope, x, epsilon)?);
+    }
+    if scope.has("running_mean") {
+        return Err(Reason::Unsupported("an instance normalisation that keeps running statistics".to_string()));
+    }
+    let channels = scope.fact(x).shape.get(1).cloned().unwrap_or(Dim::Known(1));
+    let y = grouped(scope, x, channels, epsilon)?;
+    one(affine(scope, y)?)
+}
+
+/// A direction `v` and its length `g` along axis `dim`: `v·g/|v|`.
+pub fn weight_norm(scope: &mut Scope<'_>) -> Outputs {
+    let (v, g) = (scope.value("v")?, scope.value("g")?);
+    let rank = scope.fact(v).rank();
+    let at = attribute::axis(scope.int("dim", 0)?, rank)?;
+    let axes: Vec<usize> = (0..rank).filter(|axis| *axis != at).collect();
+    let length = norm_of(scope, v, 2.0, &axes, true)?;
+    let factor = scope.binary(Binary::Div, g, length)?;
+    one(scope.binary(Binary::Mul, v, factor)?)
 }
 
 /// Batch normalisation: with the statistics of the batch, which the stored ones follow, or with the stored ones.

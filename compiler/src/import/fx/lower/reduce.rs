@@ -3,7 +3,7 @@
 use super::{Known, Made, Outputs, Scope, many, one, promote};
 use crate::import::build::Build;
 use crate::import::reason::Reason;
-use crate::op::{ArgReduce, Binary, LogSoftmax, Op, ReduceKind, Softmax, Unary, Value};
+use crate::op::{ArgReduce, Binary, Compare, LogSoftmax, Op, ReduceKind, Softmax, Unary, Value};
 use crate::tensor::DType;
 use crate::tensor::dim::{Dim, volume};
 
@@ -66,17 +66,17 @@ pub fn truth(scope: &mut Scope<'_>, every: bool) -> Outputs {
     let x = scope.value("self")?;
     let (axes, keep) = axes(scope, scope.fact(x).rank())?;
     let zero = scope.scalar(scope.fact(x).dtype, 0.0)?;
-    let is_zero = scope.compare(crate::op::Compare::Equal, x, zero)?;
+    let is_zero = scope.compare(Compare::Equal, x, zero)?;
     let counted = scope.cast(is_zero, DType::I64)?;
     // The largest of `is zero` is 1 where some element is; the smallest is 1 where all are.
     let kind = if every { ReduceKind::Max } else { ReduceKind::Min };
     let met = if axes.is_empty() { counted } else { scope.reduce(kind, counted, &axes, keep)? };
     let zero = scope.scalar(DType::I64, 0.0)?;
-    one(scope.compare(crate::op::Compare::Equal, met, zero)?)
+    one(scope.compare(Compare::Equal, met, zero)?)
 }
 
-/// The variance (its root with `root`), and the mean as a second output with `mean`.
-pub fn variance(scope: &mut Scope<'_>, root: bool, with_mean: bool) -> Outputs {
+/// The variance (its root with `with_root`), and the mean as a second output with `mean`.
+pub fn variance(scope: &mut Scope<'_>, with_root: bool, with_mean: bool) -> Outputs {
     let x = scope.value("self")?;
     let fact = scope.fact(x);
     let (axes, keep) = axes(scope, fact.rank())?;
@@ -90,11 +90,20 @@ pub fn variance(scope: &mut Scope<'_>, root: bool, with_mean: bool) -> Outputs {
     let square = scope.binary(Binary::Mul, centred, centred)?;
     let mut y = scope.reduce(ReduceKind::Mean, square, &axes, keep)?;
     if correction != 0.0 {
-        let n = count.known().ok_or_else(|| Reason::Unsupported("an unbiased variance over the batch".to_string()))?;
-        y = scope.with_number(Binary::Mul, y, n as f64 / (n as f64 - correction).max(0.0))?;
+        y = match count.known() {
+            Some(n) => scope.with_number(Binary::Mul, y, n as f64 / (n as f64 - correction).max(0.0))?,
+            None => {
+                let n = Build::size(scope, &count)?;
+                let n = scope.cast(n, fact.dtype)?;
+                let less = scope.with_number(Binary::Sub, n, correction)?;
+                let less = scope.with_number(Binary::Max, less, 0.0)?;
+                let all = scope.binary(Binary::Mul, y, n)?;
+                scope.binary(Binary::Div, all, less)?
+            }
+        };
     }
-    if root {
-        y = scope.unary(Unary::Sqrt, y)?;
+    if with_root {
+        y = root(scope, y)?;
     }
     if !with_mean {
         return one(y);
@@ -118,23 +127,100 @@ pub fn log_sum_exp(scope: &mut Scope<'_>) -> Outputs {
     one(scope.binary(Binary::Add, log, top)?)
 }
 
-/// The norm of order 1, 2 or infinity.
+/// The root of a sum of squares, whose gradient at 0 is 0.
+fn root(scope: &mut Scope<'_>, sum: Value) -> Result<Value, Reason> {
+    let dtype = scope.fact(sum).dtype;
+    let (zero, unit) = (scope.scalar(dtype, 0.0)?, scope.scalar(dtype, 1.0)?);
+    let none = scope.compare(Compare::Equal, sum, zero)?;
+    let inside = scope.select(none, unit, sum)?;
+    let root = scope.unary(Unary::Sqrt, inside)?;
+    scope.select(none, zero, root)
+}
+
+/// `(Σ |x|^order)^(1/order)`, and its limits.
+pub fn norm_of(scope: &mut Scope<'_>, x: Value, order: f64, axes: &[usize], keep: bool) -> Result<Value, Reason> {
+    let size = scope.unary(Unary::Abs, x)?;
+    if order == 1.0 {
+        scope.reduce(ReduceKind::Sum, size, axes, keep)
+    } else if order == 2.0 {
+        let square = scope.binary(Binary::Mul, x, x)?;
+        let sum = scope.reduce(ReduceKind::Sum, square, axes, keep)?;
+        root(scope, sum)
+    } else if order == f64::INFINITY {
+        scope.reduce(ReduceKind::Max, size, axes, keep)
+    } else if order == f64::NEG_INFINITY {
+        scope.reduce(ReduceKind::Min, size, axes, keep)
+    } else if order == 0.0 {
+        let zero = scope.scalar(scope.fact(x).dtype, 0.0)?;
+        let is_zero = scope.compare(Compare::Equal, x, zero)?;
+        let is_not = scope.unary(Unary::Not, is_zero)?;
+        let counted = scope.cast(is_not, scope.fact(x).dtype)?;
+        scope.reduce(ReduceKind::Sum, counted, axes, keep)
+    } else {
+        let power = scope.with_number(Binary::Pow, size, order)?;
+        let sum = scope.reduce(ReduceKind::Sum, power, axes, keep)?;
+        scope.with_number(Binary::Pow, sum, 1.0 / order)
+    }
+}
+
+/// A norm of vectors, whose order is argument `name`.
 pub fn vector_norm(scope: &mut Scope<'_>, name: &'static str) -> Outputs {
     let order = scope.float(name, 2.0)?;
     let x = operand(scope, ReduceKind::Mean)?;
     let (axes, keep) = axes(scope, scope.fact(x).rank())?;
-    let size = scope.unary(Unary::Abs, x)?;
-    let y = match order {
-        1.0 => scope.reduce(ReduceKind::Sum, size, &axes, keep)?,
-        2.0 => {
-            let square = scope.binary(Binary::Mul, x, x)?;
-            let sum = scope.reduce(ReduceKind::Sum, square, &axes, keep)?;
-            scope.unary(Unary::Sqrt, sum)?
-        }
-        f64::INFINITY => scope.reduce(ReduceKind::Max, size, &axes, keep)?,
-        other => return Err(Reason::Unsupported(format!("a norm of order {other}"))),
+    one(norm_of(scope, x, order, &axes, keep)?)
+}
+
+/// The norm of the matrices of two axes: that of all their elements.
+pub fn matrix_norm(scope: &mut Scope<'_>) -> Outputs {
+    let order = scope.text("ord", "fro")?;
+    if order != "fro" {
+        return Err(Reason::Unsupported(format!("a matrix norm of order `{order}`")));
+    }
+    let x = operand(scope, ReduceKind::Mean)?;
+    let dims = scope.ints("dim")?.unwrap_or_else(|| vec![-2, -1]);
+    let axes = crate::import::onnx::lower::attribute::axes(&dims, scope.fact(x).rank())?;
+    let keep = scope.flag("keepdim", false)?;
+    one(norm_of(scope, x, 2.0, &axes, keep)?)
+}
+
+/// The sum, or with `mean` the mean, of what is a number.
+pub fn of_numbers(scope: &mut Scope<'_>, mean: bool) -> Outputs {
+    let x = operand(scope, ReduceKind::Sum)?;
+    let dtype = scope.fact(x).dtype;
+    let is = scope.compare(Compare::Equal, x, x)?;
+    let zero = scope.scalar(dtype, 0.0)?;
+    let kept = scope.select(is, x, zero)?;
+    let (axes, keep) = axes(scope, scope.fact(x).rank())?;
+    let sum = scope.reduce(ReduceKind::Sum, kept, &axes, keep)?;
+    if !mean {
+        return one(sum);
+    }
+    let counted = scope.cast(is, dtype)?;
+    let count = scope.reduce(ReduceKind::Sum, counted, &axes, keep)?;
+    one(scope.binary(Binary::Div, sum, count)?)
+}
+
+/// How many elements are not zero.
+pub fn count(scope: &mut Scope<'_>) -> Outputs {
+    let x = scope.value("self")?;
+    let (axes, _) = axes(scope, scope.fact(x).rank())?;
+    let zero = scope.scalar(scope.fact(x).dtype, 0.0)?;
+    let is_zero = scope.compare(Compare::Equal, x, zero)?;
+    let is_not = scope.unary(Unary::Not, is_zero)?;
+    let counted = scope.cast(is_not, DType::I64)?;
+    one(scope.reduce(ReduceKind::Sum, counted, &axes, false)?)
+}
+
+/// The smallest and the largest element.
+pub fn both_ends(scope: &mut Scope<'_>) -> Outputs {
+    let x = scope.value("self")?;
+    let rank = scope.fact(x).rank();
+    let (axes, keep) = match scope.has("dim") {
+        true => (vec![scope.axis("dim", 0, rank)?], scope.flag("keepdim", false)?),
+        false => ((0..rank).collect(), false),
     };
-    one(y)
+    many(vec![scope.reduce(ReduceKind::Min, x, &axes, keep)?, scope.reduce(ReduceKind::Max, x, &axes, keep)?])
 }
 
 /// Softmax along an axis, or its logarithm.

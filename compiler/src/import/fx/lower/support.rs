@@ -24,7 +24,7 @@ fn gather(graph: &Graph, missing: &mut BTreeMap<String, Missing>) {
             }
         }
         let why = match table::find(&node.target) {
-            Some(_) if draws(node) => Some("it draws random numbers; export with a dropout probability of 0"),
+            Some(_) if draws(node) => Some("it draws random numbers; export with a probability of 0"),
             Some(_) => continue,
             None if node.target == SET_GRAD => continue,
             None => why(&node.target),
@@ -46,20 +46,26 @@ fn draws(node: &Node) -> bool {
     let trains = || !matches!(argument("train"), Some(Argument::AsBool(false)));
     let operator = table::name(&node.target);
     match operator.trim_end_matches('_') {
-        "alpha_dropout" | "feature_dropout" => trains() && positive("p", 0.5),
-        "scaled_dot_product_attention" => positive("dropout_p", 0.0),
+        "alpha_dropout" | "feature_dropout" | "feature_alpha_dropout" => trains() && positive("p", 0.5),
         _ => false,
     }
 }
 
 fn why(target: &str) -> Option<&'static str> {
     Some(match table::name(target) {
-        "lstm" | "gru" | "rnn_tanh" | "rnn_relu" => "recurrent layers are not supported yet",
         "cond" | "while_loop" | "scan" | "map_impl" => "control flow: what runs would depend on values",
         name if ["rand", "bernoulli", "normal", "uniform", "multinomial"].iter().any(|r| name.starts_with(r)) => {
             "random numbers"
         }
         name if name.contains("quantize") => "quantised models cannot be trained",
+        _ if target.starts_with("_operator.") || target.starts_with("torch.sym_") => {
+            "arithmetic on sizes that may give no whole number"
+        }
+        name if name.starts_with("linalg_") => "a decomposition or an inverse of matrices has no core op",
+        name if name.starts_with("_fft_") || name.contains("complex") => "complex numbers",
+        "nonzero" | "_unique2" | "unique_dim" | "masked_select" => "the size of its result would depend on values",
+        "item" | "_local_scalar_dense" => "a number that is read from a tensor while the model runs",
+        "as_strided" => "elements picked by their place in memory; use view, slice or unfold",
         _ if !target.starts_with("torch.ops.aten.") => "not an operator of ATen",
         _ => return None,
     })

@@ -2,15 +2,15 @@
 //! place are made functional.
 //!
 //! Where an operator changes tensor `a`, its result takes the name `a` from there on, and so do all names that mean
-//! exactly the same elements. Other views of the same elements would change too; they are broken, and reading one is an
-//! error. A buffer that merely counts minibatches is left alone: no result depends on it.
+//! exactly the same elements. Where `a` is a view, its elements are written back into what it shows. Other views of the
+//! same elements would change too; they are broken, and reading one is an error. A buffer that merely counts minibatches is left alone: no result depends on it.
 //!
 //! Faults are gathered: a node that cannot be lowered leaves its outputs broken, and what reads them is passed over.
 //! What the file says of the shape of every result is compared with what the core ops give.
 
-use super::movement::trained;
+use super::movement::stopped;
 use super::support::{self, SET_GRAD};
-use super::{Known, Made, Names, Scope, table};
+use super::{Known, Made, Names, Scope, stop, table, write};
 use crate::graph::{Graph, Origin, Output};
 use crate::import::build::Build;
 use crate::import::fx::program::{Program, label, names};
@@ -34,6 +34,9 @@ const COUNTED: Known = Known::Absent("a counter of minibatches");
 /// The most names that may mean parts of one tensor where it is changed in place.
 const MOST_VIEWS: usize = 4096;
 
+/// How far back from a view of a view its elements are written.
+const DEEPEST: usize = 32;
+
 /// Checks that every operator can be lowered at all.
 pub fn check(program: &Program) -> Result<(), LowerError> {
     support::check(&program.graph).map_err(LowerError::Unsupported)
@@ -52,6 +55,7 @@ pub fn lower(program: &Program, inputs: &[Fact], frozen: &Frozen) -> Result<Lowe
         constants: HashMap::new(),
         ledger: Ledger { weights: program.weights.iter().map(weight).collect(), ..Ledger::default() },
         faults: Vec::new(),
+        gradients: true,
     };
     let mut outer = Names::default();
     for (name, at) in &program.placeholders {
@@ -79,16 +83,25 @@ struct Walk<'a> {
     constants: HashMap<usize, Value>,
     ledger: Ledger,
     faults: Vec<Fault>,
+    /// Whether gradients pass what is lowered now.
+    gradients: bool,
 }
 
 /// Which names show elements of one tensor.
 #[derive(Default)]
-struct Views {
+struct Views<'g> {
     class: HashMap<String, usize>,
     members: Vec<Vec<String>>,
+    /// The node that made a view.
+    makers: HashMap<String, &'g schema::Node>,
 }
 
-impl Views {
+impl<'g> Views<'g> {
+    fn show(&mut self, name: &str, base: &str, maker: &'g schema::Node) {
+        self.join(name, base);
+        self.makers.insert(name.to_string(), maker);
+    }
+
     fn class_of(&mut self, name: &str) -> usize {
         if let Some(class) = self.class.get(name) {
             return *class;
@@ -149,7 +162,18 @@ impl Walk<'_> {
             return Ok(made);
         }
         let lower = table::find(&node.target).ok_or_else(|| Some(Reason::Unsupported(node.target.clone())))?;
-        Ok(lower(&mut self.scope(node, outer))?)
+        let gradients = self.gradients && !stops(node);
+        let mut scope = self.scope(node, outer);
+        let mut made = lower(&mut scope)?;
+        if let Made::Tensors(list) = &mut made
+            && !gradients
+        {
+            for known in list.iter_mut().filter(|known| !matches!(known, Known::Absent(_))) {
+                let value = scope.read(*known)?;
+                *known = Known::Value(stopped(&mut scope, value)?);
+            }
+        }
+        Ok(made)
     }
 
     fn scope<'s>(&'s mut self, node: &'s schema::Node, names: &'s Names) -> Scope<'s> {
@@ -168,6 +192,9 @@ impl Walk<'_> {
     fn counter(&mut self, node: &schema::Node, outer: &Names) -> Result<Option<Made>, Reason> {
         let Ok(Known::Weight(at)) = self.scope(node, outer).known("self") else { return Ok(None) };
         let weight = &self.ledger.weights[at];
+        if !weight.trainable && table::name(&node.target) == "detach_" {
+            return Ok(Some(Made::Tensors(vec![Known::Weight(at)])));
+        }
         if weight.trainable || weight.fact.dtype.is_float() || weight.fact.rank() > 0 {
             return Err(Reason::Unsupported(format!("a change of `{}` in place", shown(&weight.name))));
         }
@@ -175,13 +202,13 @@ impl Walk<'_> {
     }
 
     /// Files what a node makes under the names of its outputs.
-    fn named(
+    fn named<'g>(
         &mut self,
         graph: &schema::Graph,
-        node: &schema::Node,
+        node: &'g schema::Node,
         made: Made,
         outer: &mut Names,
-        views: &mut Views,
+        views: &mut Views<'g>,
     ) -> Result<(), Option<Reason>> {
         let made = match made {
             Made::Size(dim) => {
@@ -196,7 +223,17 @@ impl Walk<'_> {
         };
         let mut made = made.into_iter();
         let first = node.inputs.first().and_then(|input| names(&input.arg).next());
-        for name in node.outputs.iter().flat_map(names) {
+        let skipped = node.outputs.iter().map(|output| matches!(output, Argument::AsNone(_)));
+        let all = skipped.zip(&node.outputs).flat_map(|(skipped, output)| match skipped {
+            true => vec![None],
+            false => names(output).map(Some).collect(),
+        });
+        for name in all {
+            // A result that is left out stands in the list still.
+            let Some(name) = name else {
+                made.next();
+                continue;
+            };
             let mut known = made.next().unwrap_or(Known::Absent("a result that its operator does not have"));
             if table::in_place(&node.target)
                 && known != COUNTED
@@ -205,7 +242,7 @@ impl Walk<'_> {
                 known = self.replace(node, operand, known, outer, views)?;
                 views.join(name, operand);
             } else if let Some(operand) = first.filter(|_| table::is_view(&node.target)) {
-                views.join(name, operand);
+                views.show(name, operand, node);
             }
             self.compare(graph, name, known)?;
             outer.tensors.insert(name.to_string(), known);
@@ -220,9 +257,12 @@ impl Walk<'_> {
         operand: &str,
         new: Known,
         outer: &mut Names,
-        views: &mut Views,
+        views: &mut Views<'_>,
     ) -> Result<Known, Reason> {
         let old = outer.tensors.get(operand).copied().unwrap_or(CHANGED);
+        if old == new {
+            return Ok(new);
+        }
         // The operand keeps its element type and shape, whatever it was joined with.
         let fact = match old {
             Known::Value(value) => self.graph.fact(value).clone(),
@@ -236,12 +276,43 @@ impl Walk<'_> {
         if views.members[class].len() > MOST_VIEWS {
             return Err(Reason::Unsupported(format!("a change in place of a tensor with {MOST_VIEWS} views")));
         }
+        let mut changes = vec![(old, Known::Value(value))];
+        self.write_back(operand, value, outer, views, &mut changes)?;
         for name in &views.members[class] {
             if let Some(known) = outer.tensors.get_mut(name) {
-                *known = if *known == old { Known::Value(value) } else { CHANGED };
+                let change = changes.iter().find(|(old, _)| old == known);
+                *known = change.map_or(CHANGED, |(_, new)| *new);
             }
         }
         Ok(Known::Value(value))
+    }
+
+    /// The tensors that a view shows, from the nearest on, with its new elements in them, as far as the way back is
+    /// known. The list holds what each was and what it is now.
+    fn write_back(
+        &mut self,
+        view: &str,
+        mut new: Value,
+        outer: &Names,
+        views: &Views<'_>,
+        changes: &mut Vec<(Known, Known)>,
+    ) -> Result<(), Reason> {
+        let mut name = view;
+        for _ in 0..DEEPEST {
+            let Some(maker) = views.makers.get(name) else { break };
+            let Some(base) = maker.inputs.first().and_then(|input| names(&input.arg).next()) else { break };
+            let Some(Known::Value(old)) = outer.tensors.get(base).copied() else { break };
+            if maker.outputs.iter().flat_map(names).count() != 1 {
+                break;
+            }
+            let mut scope = self.scope(maker, outer);
+            let Some(whole) = write::back(&mut scope, old, new)? else { break };
+            if !changes.iter().any(|(known, _)| *known == Known::Value(old)) {
+                changes.push((Known::Value(old), Known::Value(whole)));
+            }
+            (name, new) = (base, whole);
+        }
+        Ok(())
     }
 
     /// Compares a result with what the file says of it, where that can be understood.
@@ -279,22 +350,17 @@ impl Walk<'_> {
                 }
             }
         }
+        let around = std::mem::replace(&mut self.gradients, *gradients);
         self.nodes(graph, &mut within);
+        self.gradients = around;
         let results = graph.outputs.iter().flat_map(names);
         for (name, result) in node.outputs.iter().flat_map(names).zip(results) {
             if let Some(size) = within.sizes.get(result) {
                 outer.sizes.insert(name.to_string(), size.clone());
             }
-            let Some(known) = within.tensors.get(result).copied() else { continue };
-            if let Known::Value(value) = known
-                && !gradients
-                && trained(&self.graph, value)
-            {
-                return Err(Some(Reason::Unsupported(
-                    "a value that depends on parameters but gives them no gradient".to_string(),
-                )));
+            if let Some(known) = within.tensors.get(result) {
+                outer.tensors.insert(name.to_string(), *known);
             }
-            outer.tensors.insert(name.to_string(), known);
         }
         Ok(())
     }
@@ -309,10 +375,10 @@ impl Walk<'_> {
             metadata: schema::Metadata::default(),
             name: None,
         };
-        for name in &self.program.outputs {
+        for (told, name) in &self.program.outputs {
             let known = outer.tensors.get(name).copied().unwrap_or(CHANGED);
-            let value = self.scope(&nobody, outer).read(known).map_err(|reason| error(name, reason))?;
-            self.graph.outputs.push(Output { name: name.clone(), value });
+            let value = self.scope(&nobody, outer).read(known).map_err(|reason| error(told, reason))?;
+            self.graph.outputs.push(Output { name: told.clone(), value });
         }
         if self.graph.outputs.is_empty() {
             return Err(LowerError::NoOutputs);
@@ -320,7 +386,11 @@ impl Walk<'_> {
         for (value, target) in &self.program.mutations {
             self.mutation(outer, value, target).map_err(|reason| error(value, reason))?;
         }
-        self.graph.averages = std::mem::take(&mut self.ledger.averages);
+        // Statistics that the gradients of the graph go with are those of the batch, always.
+        if !self.program.joint {
+            self.graph.averages = std::mem::take(&mut self.ledger.averages);
+        }
+        stop::settle(&mut self.graph);
         let graph = prune(&self.graph)?;
         let weights = kept(&graph, self.ledger.weights);
         let mut warnings = self.ledger.warnings;
@@ -349,6 +419,15 @@ impl Walk<'_> {
             }
         }
     }
+}
+
+/// Whether the node came from where gradients stop. After `run_decompositions` there is no region without gradients and
+/// no `detach` any more; all that tells is which function of Python a node came from.
+fn stops(node: &schema::Node) -> bool {
+    let from = node.metadata.torch_fn.as_deref().unwrap_or_default();
+    let (call, kind) = from.split_once(';').unwrap_or((from, ""));
+    call.starts_with("wrap_with_set_grad_enabled")
+        || (table::name(&node.target) == "alias" && kind.rsplit('.').next() == Some("detach"))
 }
 
 /// The path of the innermost module: entries are `key,path,type`.

@@ -1,6 +1,7 @@
-//! Windows that move over spatial dims: convolutions, poolings, and resizing by whole factors.
+//! Windows that move over spatial dims: convolutions and poolings.
 
-use super::{Known, Made, Outputs, Scope, one};
+use super::argument::Number;
+use super::{Known, Made, Outputs, Scope, one, resize};
 use crate::import::build::Build;
 use crate::import::onnx::lower::window::with_bias;
 use crate::import::reason::Reason;
@@ -101,6 +102,12 @@ pub fn conv(scope: &mut Scope<'_>) -> Outputs {
     finished(scope, y, single)
 }
 
+/// The window and the groups of a plain convolution over `axes` spatial axes.
+pub fn convolution_window(scope: &Scope<'_>, axes: usize) -> Result<(Window, usize), Reason> {
+    let (strides, dilations) = (each(scope, "stride", axes, 1, 1)?, each(scope, "dilation", axes, 1, 1)?);
+    Ok((symmetric(strides, each(scope, "padding", axes, 0, 0)?, dilations), groups(scope)?))
+}
+
 /// Transposed convolution: the gradient of a convolution for its input. The weight `[C, O/groups, K…]` is that of the
 /// forward convolution.
 pub fn conv_transpose(scope: &mut Scope<'_>) -> Outputs {
@@ -143,7 +150,8 @@ fn narrowed(scope: &mut Scope<'_>, y: Value, input: &[Dim]) -> Result<Value, Rea
     scope.reshape(y, shape[extra..].to_vec())
 }
 
-fn pool_window(scope: &Scope<'_>, axes: usize, dilated: bool) -> Result<(Vec<usize>, Window, bool), Reason> {
+/// The kernel, the window and the rounding of a pooling over `axes` spatial axes.
+pub fn pool_window(scope: &Scope<'_>, axes: usize, dilated: bool) -> Result<(Vec<usize>, Window, bool), Reason> {
     let kernel = each(scope, "kernel_size", axes, 1, 1)?;
     let strides = match scope.ints("stride")? {
         Some(list) if !list.is_empty() => each(scope, "stride", axes, 1, 1)?,
@@ -168,10 +176,17 @@ pub fn avg_pool(scope: &mut Scope<'_>, axes: usize) -> Outputs {
     let (x, shape) = spatial(scope, axes)?;
     let (kernel, window, ceil) = pool_window(scope, axes, false)?;
     let count_padding = scope.flag("count_include_pad", true)?;
-    if scope.has("divisor_override") {
-        return Err(Reason::Unsupported("a pooling with a divisor of its own".to_string()));
+    let divisor = scope.number("divisor_override")?.map(Number::float);
+    let elements: usize = kernel.iter().product();
+    let count_padding = match divisor {
+        Some(_) if ceil => return Err(Reason::Unsupported("a pooling with a divisor of its own".to_string())),
+        Some(_) => true,
+        None => count_padding,
+    };
+    let mut y = scope.add(Op::AvgPool(AvgPool { kernel, window, ceil, count_padding }), &[x])?;
+    if let Some(divisor) = divisor {
+        y = scope.with_number(Binary::Mul, y, elements as f64 / divisor)?;
     }
-    let y = scope.add(Op::AvgPool(AvgPool { kernel, window, ceil, count_padding }), &[x])?;
     one(narrowed(scope, y, &shape)?)
 }
 
@@ -179,7 +194,10 @@ pub fn avg_pool(scope: &mut Scope<'_>, axes: usize) -> Outputs {
 pub fn adaptive_pool(scope: &mut Scope<'_>, axes: usize, largest: bool) -> Outputs {
     let (x, shape) = spatial(scope, axes)?;
     let sizes = scope.fact(x).shape[2..].to_vec();
-    let asked = scope.shape("output_size")?;
+    let mut asked = scope.shape("output_size")?;
+    if asked.len() == 1 {
+        asked = vec![asked[0].clone(); axes];
+    }
     if asked.len() != axes {
         return Err(Reason::Inputs(format!("{} output sizes for {axes} spatial axes", asked.len())));
     }
@@ -194,9 +212,12 @@ pub fn adaptive_pool(scope: &mut Scope<'_>, axes: usize, largest: bool) -> Outpu
     for (size, asked) in sizes.iter().zip(&asked) {
         let each = if asked == size { Ok(Dim::Known(1)) } else { size.div_exact(asked) };
         let each = each.ok().and_then(|d| d.known()).and_then(|v| u32::try_from(v).ok()).filter(|v| *v > 0);
-        let uneven =
-            || Reason::Unsupported(format!("an adaptive pooling from {size} to {asked}, which does not tile,"));
-        kernel.push(each.ok_or_else(uneven)? as usize);
+        kernel.extend(each.map(|v| v as usize));
+    }
+    if kernel.len() < axes {
+        let y = resize::adaptive(scope, x, &asked, largest)?;
+        let y = narrowed(scope, y, &shape)?;
+        return Ok(Made::Tensors(vec![Known::Value(y), absent]));
     }
     let window = symmetric(kernel.clone(), vec![0; axes], vec![1; axes]);
     let y = match largest {
@@ -205,34 +226,4 @@ pub fn adaptive_pool(scope: &mut Scope<'_>, axes: usize, largest: bool) -> Outpu
     };
     let y = narrowed(scope, y, &shape)?;
     Ok(Made::Tensors(vec![Known::Value(y), absent]))
-}
-
-/// Every element repeated along each spatial axis, by whole factors.
-pub fn nearest(scope: &mut Scope<'_>, name: &'static str) -> Outputs {
-    let x = scope.value(name)?;
-    let shape = scope.fact(x).shape;
-    let axes = shape.len().saturating_sub(2);
-    let factors: Vec<f64> = match (scope.dims("output_size")?, scope.floats("scale_factors")?) {
-        (Some(asked), _) if asked.len() == axes => {
-            let factor = |(want, have): (&Dim, &Dim)| want.div_exact(have).ok().and_then(|d| d.known());
-            let factors: Option<Vec<i64>> = asked.iter().zip(&shape[2..]).map(factor).collect();
-            factors.unwrap_or_default().into_iter().map(|f| f as f64).collect()
-        }
-        (_, Some(factors)) => factors,
-        _ => Vec::new(),
-    };
-    let whole = |f: &f64| f.fract() == 0.0 && (1.0..=1024.0).contains(f);
-    if axes == 0 || factors.len() != axes || !factors.iter().all(whole) {
-        return Err(Reason::Unsupported("resizing by factors that are not whole".to_string()));
-    }
-    let (mut apart, mut stretched, mut joined) = (shape[..2].to_vec(), shape[..2].to_vec(), shape[..2].to_vec());
-    for (size, factor) in shape[2..].iter().zip(factors) {
-        let factor = Dim::Known(factor as i64);
-        apart.extend([size.clone(), Dim::Known(1)]);
-        stretched.extend([size.clone(), factor.clone()]);
-        joined.push(size.mul(&factor)?);
-    }
-    let x = scope.reshape(x, apart)?;
-    let x = scope.broadcast(x, stretched)?;
-    one(scope.reshape(x, joined)?)
 }

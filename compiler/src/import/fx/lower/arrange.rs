@@ -1,0 +1,529 @@
+//! Operators that arrange elements anew: diagonals, windows as axes, blocks of channels, rolled and turned axes.
+
+use super::argument::Number;
+use super::{Outputs, Scope, many, one};
+use crate::import::build::Build;
+use crate::import::onnx::lower::attribute::{self, axis};
+use crate::import::onnx::lower::movement::transposed;
+use crate::import::onnx::lower::slice::part;
+use crate::import::reason::Reason;
+use crate::op::{Binary, Concat, Flip, Gather, Op, Pad, ReduceKind, ScatterAdd, Value};
+use crate::tensor::Tensor;
+use crate::tensor::dim::{Dim, volume};
+
+/// The most elements of an index that is made here.
+const MOST: i64 = 1 << 20;
+
+fn known(dim: &Dim) -> Result<i64, Reason> {
+    dim.known().filter(|v| (0..=MOST).contains(v)).ok_or(Reason::NotConstant { what: "the size of the axis" })
+}
+
+/// Elements of an axis at places that are known now; they may have several axes.
+fn taken(scope: &mut Scope<'_>, x: Value, axis: usize, shape: &[usize], places: &[i64]) -> Result<Value, Reason> {
+    let index = scope.constant(Tensor::from_i64(shape, places))?;
+    scope.add(Op::Gather(Gather { axis }), &[x, index])
+}
+
+/// Two axes exchanged, under the names that aliases have for them.
+pub fn swapped(scope: &mut Scope<'_>, first: &'static str, second: &'static str) -> Outputs {
+    let x = scope.value("self")?;
+    let rank = scope.fact(x).rank();
+    let (a, b) = (scope.axis(first, 0, rank)?, scope.axis(second, 1, rank)?);
+    let mut perm: Vec<usize> = (0..rank).collect();
+    if rank > 0 {
+        perm.swap(a, b);
+    }
+    one(transposed(scope, x, perm)?)
+}
+
+/// The last two axes exchanged.
+pub fn matrix_turned(scope: &mut Scope<'_>) -> Outputs {
+    let x = scope.value("self")?;
+    let rank = scope.fact(x).rank();
+    if rank < 2 {
+        return Err(Reason::Inputs(format!("{} is no matrix", scope.fact(x))));
+    }
+    let mut perm: Vec<usize> = (0..rank).collect();
+    perm.swap(rank - 1, rank - 2);
+    one(transposed(scope, x, perm)?)
+}
+
+/// Axes moved to other places; the rest keep their order.
+pub fn moved(scope: &mut Scope<'_>) -> Outputs {
+    let x = scope.value("self")?;
+    let rank = scope.fact(x).rank();
+    let list = |scope: &Scope<'_>, name| -> Result<Vec<usize>, Reason> {
+        scope.ints(name)?.unwrap_or_default().into_iter().map(|a| axis(a, rank)).collect()
+    };
+    let (from, to) = (list(scope, "source")?, list(scope, "destination")?);
+    let mut perm: Vec<Option<usize>> = vec![None; rank];
+    for (from, to) in from.iter().zip(&to) {
+        perm[*to] = Some(*from);
+    }
+    let mut rest = (0..rank).filter(|at| !from.contains(at));
+    let perm: Option<Vec<usize>> = perm.into_iter().map(|at| at.or_else(|| rest.next())).collect();
+    let perm = perm.filter(|_| from.len() == to.len());
+    let perm = perm.ok_or_else(|| Reason::Inputs("it moves axes to places that it does not have".to_string()))?;
+    one(transposed(scope, x, perm)?)
+}
+
+/// The elements of axes moved on, those at the end to the beginning.
+pub fn roll(scope: &mut Scope<'_>) -> Outputs {
+    let given = scope.value("self")?;
+    let shape = scope.fact(given).shape;
+    let (shifts, dims) = (scope.ints("shifts")?.unwrap_or_default(), scope.ints("dims")?.unwrap_or_default());
+    let mut x = given;
+    let mut axes = Vec::with_capacity(dims.len());
+    if dims.is_empty() {
+        x = scope.reshape(x, vec![volume(&shape)?])?;
+        axes.push(0);
+    } else {
+        for dim in &dims {
+            axes.push(axis(*dim, shape.len())?);
+        }
+    }
+    if shifts.len() != axes.len() {
+        return Err(Reason::Inputs(format!("{} shifts for {} axes", shifts.len(), axes.len())));
+    }
+    for (shift, axis) in shifts.into_iter().zip(axes) {
+        let size = scope.fact(x).shape[axis].clone();
+        let ahead = match size.known() {
+            Some(0) => 0,
+            Some(size) => shift.rem_euclid(size),
+            None => return Err(Reason::NotConstant { what: "the size of the axis" }),
+        };
+        if ahead != 0 {
+            let middle = size.sub(&Dim::Known(ahead))?;
+            let front = part(scope, x, axis, middle.clone(), size)?;
+            let back = part(scope, x, axis, Dim::Known(0), middle)?;
+            x = scope.add(Op::Concat(Concat { axis }), &[front, back])?;
+        }
+    }
+    one(scope.reshape(x, shape)?)
+}
+
+/// One axis run backward.
+pub fn flipped(scope: &mut Scope<'_>, axis: usize) -> Outputs {
+    let x = scope.value("self")?;
+    one(scope.add(Op::Flip(Flip { axes: vec![axis] }), &[x])?)
+}
+
+/// A plane turned by quarters.
+pub fn turned(scope: &mut Scope<'_>) -> Outputs {
+    let x = scope.value("self")?;
+    let rank = scope.fact(x).rank();
+    let dims = scope.ints("dims")?.unwrap_or_else(|| vec![0, 1]);
+    let [a, b] = dims[..] else { return Err(Reason::Inputs("a plane has two axes".to_string())) };
+    let (a, b) = (axis(a, rank)?, axis(b, rank)?);
+    let mut perm: Vec<usize> = (0..rank).collect();
+    perm.swap(a, b);
+    one(match scope.int("k", 1)?.rem_euclid(4) {
+        1 => {
+            let y = scope.add(Op::Flip(Flip { axes: vec![b] }), &[x])?;
+            transposed(scope, y, perm)?
+        }
+        2 => scope.add(Op::Flip(Flip { axes: vec![a.min(b), a.max(b)] }), &[x])?,
+        3 => {
+            let y = transposed(scope, x, perm)?;
+            scope.add(Op::Flip(Flip { axes: vec![b] }), &[y])?
+        }
+        _ => x,
+    })
+}
+
+/// The axes of a plane that arguments name, the operand with that plane last and flat, and the sizes of the plane.
+fn plane(scope: &mut Scope<'_>) -> Result<(Value, [usize; 2], [i64; 2]), Reason> {
+    let x = scope.value("self")?;
+    let shape = scope.fact(x).shape;
+    let rank = shape.len();
+    let a = attribute::axis(scope.int("dim1", 0)?, rank)?;
+    let b = attribute::axis(scope.int("dim2", 1)?, rank)?;
+    if a == b {
+        return Err(Reason::Inputs("a plane has two axes".to_string()));
+    }
+    let sizes = [known(&shape[a])?, known(&shape[b])?];
+    let mut perm: Vec<usize> = (0..rank).filter(|at| *at != a && *at != b).collect();
+    perm.extend([a, b]);
+    let y = transposed(scope, x, perm)?;
+    let mut flat = scope.fact(y).shape[..rank - 2].to_vec();
+    flat.push(Dim::Known(sizes[0] * sizes[1]));
+    Ok((scope.reshape(y, flat)?, [a, b], sizes))
+}
+
+/// The places of a diagonal in a flat plane.
+fn diagonal_places([rows, columns]: [i64; 2], offset: i64) -> Vec<i64> {
+    let (row, column) = (offset.saturating_neg().max(0), offset.max(0));
+    let count = (rows.saturating_sub(row)).min(columns.saturating_sub(column)).max(0);
+    (0..count).map(|i| (row + i) * columns + column + i).collect()
+}
+
+/// A diagonal of a plane as the last axis.
+pub fn diagonal(scope: &mut Scope<'_>) -> Outputs {
+    let offset = scope.int("offset", 0)?;
+    let (flat, _, sizes) = plane(scope)?;
+    let places = diagonal_places(sizes, offset);
+    let axis = scope.fact(flat).rank() - 1;
+    one(taken(scope, flat, axis, &[places.len()], &places)?)
+}
+
+/// The sum of the diagonal of a matrix.
+pub fn trace(scope: &mut Scope<'_>) -> Outputs {
+    let (flat, _, sizes) = plane(scope)?;
+    let places = diagonal_places(sizes, 0);
+    let y = taken(scope, flat, 0, &[places.len()], &places)?;
+    one(scope.reduce(ReduceKind::Sum, y, &[0], false)?)
+}
+
+/// `x` with a diagonal of a plane replaced.
+pub fn diagonal_written(scope: &mut Scope<'_>) -> Outputs {
+    use crate::op::{Scatter, ScatterKind};
+    let offset = scope.int("offset", 0)?;
+    let shape = scope.fact_of("self")?.shape;
+    let (flat, [a, b], sizes) = plane(scope)?;
+    let source = scope.value("src")?;
+    let source = scope.cast(source, scope.fact(flat).dtype)?;
+    let places = diagonal_places(sizes, offset);
+    let axis = scope.fact(flat).rank() - 1;
+    let index = scope.constant(Tensor::from_i64(&[places.len()], &places))?;
+    let y = scope.add(Op::Scatter(Scatter { kind: ScatterKind::Replace, axis }), &[flat, index, source])?;
+    let mut apart = scope.fact(y).shape[..axis].to_vec();
+    apart.extend(sizes.map(Dim::Known));
+    let y = scope.reshape(y, apart)?;
+    let order: Vec<usize> = (0..shape.len()).filter(|at| *at != a && *at != b).chain([a, b]).collect();
+    let mut back = vec![0; shape.len()];
+    for (at, from) in order.into_iter().enumerate() {
+        back[from] = at;
+    }
+    one(transposed(scope, y, back)?)
+}
+
+/// The last axis as a diagonal of a plane that is zero elsewhere.
+pub fn diagonal_spread(scope: &mut Scope<'_>) -> Outputs {
+    let x = scope.value("self")?;
+    let shape = scope.fact(x).shape;
+    let offset = scope.int("offset", 0)?;
+    let Some((last, lead)) = shape.split_last() else {
+        return Err(Reason::Inputs("a number is no diagonal".to_string()));
+    };
+    let (count, rank) = (known(last)?, shape.len() + 1);
+    let size = count.checked_add(offset.saturating_abs()).filter(|m| *m <= 1 << 15 && count > 0);
+    let size = size.ok_or_else(|| Reason::Inputs(format!("a diagonal of {count} elements at {offset}")))?;
+    // In the flat plane, neighbours on the diagonal have a row and an element between them.
+    let low = if offset >= 0 { offset } else { -offset * size };
+    let high = size * size - low - ((count - 1) * (size + 1) + 1);
+    let mut pad = Pad {
+        low: vec![Dim::Known(0); shape.len()],
+        high: vec![Dim::Known(0); shape.len()],
+        interior: vec![0; shape.len()],
+        value: 0.0,
+    };
+    let at = shape.len() - 1;
+    (pad.low[at], pad.high[at], pad.interior[at]) = (Dim::Known(low), Dim::Known(high), size as usize);
+    let y = scope.add(Op::Pad(pad), &[x])?;
+    let mut apart = lead.to_vec();
+    apart.extend([Dim::Known(size), Dim::Known(size)]);
+    let y = scope.reshape(y, apart)?;
+    let (a, b) = (axis(scope.int("dim1", -2)?, rank)?, axis(scope.int("dim2", -1)?, rank)?);
+    let mut perm: Vec<Option<usize>> = vec![None; rank];
+    (perm[a], perm[b]) = (Some(rank - 2), Some(rank - 1));
+    let mut rest = 0..rank - 2;
+    let perm = perm.into_iter().map(|at| at.or_else(|| rest.next()).unwrap_or(0)).collect();
+    one(transposed(scope, y, perm)?)
+}
+
+/// Windows of an axis; their elements are a new last axis.
+pub fn windows(scope: &mut Scope<'_>) -> Outputs {
+    let x = scope.value("self")?;
+    let shape = scope.fact(x).shape;
+    let at = attribute::axis(scope.int("dimension", 0)?, shape.len())?;
+    let (size, step, length) = (scope.int("size", 1)?, scope.int("step", 1)?, known(&shape[at])?);
+    if size < 0 || size > length || step < 1 {
+        return Err(Reason::Inputs(format!("windows of {size} in steps of {step} on an axis of {length}")));
+    }
+    let count = (length - size) / step + 1;
+    if count.saturating_mul(size) > MOST {
+        return Err(Reason::Inputs("windows of too many elements".to_string()));
+    }
+    let places: Vec<i64> = (0..count).flat_map(|w| (0..size).map(move |i| w * step + i)).collect();
+    let y = taken(scope, x, at, &[count as usize, size as usize], &places)?;
+    let mut perm: Vec<usize> = (0..=shape.len()).filter(|axis| *axis != at + 1).collect();
+    perm.push(at + 1);
+    one(transposed(scope, y, perm)?)
+}
+
+/// The windows of an image: for each of two axes where the elements of every window are.
+struct Patches {
+    kernel: [i64; 2],
+    count: [i64; 2],
+    pads: [i64; 2],
+    places: [Vec<i64>; 2],
+}
+
+impl Patches {
+    fn read(scope: &Scope<'_>, sizes: [i64; 2]) -> Result<Patches, Reason> {
+        let pair = |name: &'static str, default: i64| -> Result<[i64; 2], Reason> {
+            let list = scope.ints(name)?.unwrap_or_else(|| vec![default]);
+            match list[..] {
+                [both] => Ok([both; 2]),
+                [a, b] => Ok([a, b]),
+                _ => Err(Reason::Attribute { name, found: format!("{list:?}"), expected: "two numbers" }),
+            }
+        };
+        let (kernel, dilation) = (pair("kernel_size", 1)?, pair("dilation", 1)?);
+        let (pads, stride) = (pair("padding", 0)?, pair("stride", 1)?);
+        let (mut count, mut places) = ([0; 2], [Vec::new(), Vec::new()]);
+        for i in 0..2 {
+            let in_range = |v: i64, least: i64| (least..=MOST).contains(&v);
+            let fits = in_range(kernel[i], 1) && in_range(dilation[i], 1) && in_range(pads[i], 0);
+            let room = sizes[i] + 2 * pads[i] - dilation[i].saturating_mul(kernel[i] - 1) - 1;
+            if !fits || !in_range(stride[i], 1) || room < 0 {
+                return Err(Reason::Inputs(format!("windows of {kernel:?} on an image of {sizes:?}")));
+            }
+            count[i] = room / stride[i] + 1;
+            if count[i].saturating_mul(kernel[i]) > MOST {
+                return Err(Reason::Inputs("windows of too many elements".to_string()));
+            }
+            let window = |k: i64| (0..count[i]).map(move |o| k * dilation[i] + o * stride[i]);
+            places[i] = (0..kernel[i]).flat_map(window).collect();
+        }
+        Ok(Patches { kernel, count, pads, places })
+    }
+
+    fn index(&self, scope: &mut Scope<'_>, axis: usize) -> Result<Value, Reason> {
+        let shape = [self.kernel[axis] as usize, self.count[axis] as usize];
+        scope.constant(Tensor::from_i64(&shape, &self.places[axis]))
+    }
+}
+
+/// `[N, C, H, W]` as columns `[N, C·kernel, windows]`; one image has no `N`.
+pub fn columns(scope: &mut Scope<'_>) -> Outputs {
+    let given = scope.value("self")?;
+    let mut shape = scope.fact(given).shape;
+    let single = shape.len() == 3;
+    if single {
+        shape.insert(0, Dim::Known(1));
+    }
+    let [batch, channels, height, width] = &shape[..] else {
+        return Err(Reason::Inputs(format!("its input is {}", scope.fact(given))));
+    };
+    let patches = Patches::read(scope, [known(height)?, known(width)?])?;
+    let mut x = scope.reshape(given, shape.clone())?;
+    let pads = vec![Dim::Known(0), Dim::Known(0), Dim::Known(patches.pads[0]), Dim::Known(patches.pads[1])];
+    x = scope.add(Op::Pad(Pad { low: pads.clone(), high: pads, interior: vec![0; 4], value: 0.0 }), &[x])?;
+    let (rows, across) = (patches.index(scope, 0)?, patches.index(scope, 1)?);
+    x = scope.add(Op::Gather(Gather { axis: 2 }), &[x, rows])?;
+    x = scope.add(Op::Gather(Gather { axis: 4 }), &[x, across])?;
+    x = transposed(scope, x, vec![0, 1, 2, 4, 3, 5])?;
+    let of = |pair: [i64; 2]| Dim::Known(pair[0] * pair[1]);
+    let mut wide = vec![batch.clone(), channels.mul(&of(patches.kernel))?, of(patches.count)];
+    if single {
+        wide.remove(0);
+    }
+    one(scope.reshape(x, wide)?)
+}
+
+/// Columns `[N, C·kernel, windows]` as an image, overlapping elements added: the reverse of [`columns`].
+pub fn image(scope: &mut Scope<'_>) -> Outputs {
+    let given = scope.value("self")?;
+    let mut shape = scope.fact(given).shape;
+    let single = shape.len() == 2;
+    if single {
+        shape.insert(0, Dim::Known(1));
+    }
+    let ([batch, wide, windows], [height, width]) = (&shape[..], &scope.shape("output_size")?[..]) else {
+        return Err(Reason::Inputs(format!("its input is {}", scope.fact(given))));
+    };
+    let sizes = [known(height)?, known(width)?];
+    let patches = Patches::read(scope, sizes)?;
+    let [kernel, count] = [patches.kernel, patches.count];
+    if !windows.is(count[0] * count[1]) {
+        return Err(Reason::Inputs(format!("{windows} windows for an image of {sizes:?}")));
+    }
+    let channels = wide.div_exact(&Dim::Known(kernel[0] * kernel[1]))?;
+    let mut apart = vec![batch.clone(), channels.clone()];
+    apart.extend([kernel[0], kernel[1], count[0], count[1]].map(Dim::Known));
+    let x = scope.reshape(given, apart)?;
+    let x = transposed(scope, x, vec![0, 1, 2, 4, 3, 5])?;
+    let (rows, across) = (patches.index(scope, 0)?, patches.index(scope, 1)?);
+    let padded = |i: usize| Dim::Known(sizes[i] + 2 * patches.pads[i]);
+    let x = scope.add(Op::ScatterAdd(ScatterAdd { axis: 4, size: padded(1) }), &[x, across])?;
+    let x = scope.add(Op::ScatterAdd(ScatterAdd { axis: 2, size: padded(0) }), &[x, rows])?;
+    let from = patches.pads.map(Dim::Known);
+    let x = part(scope, x, 2, from[0].clone(), from[0].add(height)?)?;
+    let x = part(scope, x, 3, from[1].clone(), from[1].add(width)?)?;
+    let mut whole = vec![batch.clone(), channels, height.clone(), width.clone()];
+    if single {
+        whole.remove(0);
+    }
+    one(scope.reshape(x, whole)?)
+}
+
+/// Blocks of channels spread over height and width, or with `back`, gathered from there.
+pub fn blocks(scope: &mut Scope<'_>, back: bool) -> Outputs {
+    let x = scope.value("self")?;
+    let shape = scope.fact(x).shape;
+    let factor = Dim::Known(scope.int(if back { "downscale_factor" } else { "upscale_factor" }, 1)?);
+    let [lead @ .., channels, height, width] = &shape[..] else {
+        return Err(Reason::Inputs(format!("its input is {}", scope.fact(x))));
+    };
+    let n = lead.len();
+    let square = factor.mul(&factor)?;
+    let (sizes, order, whole) = if back {
+        let (high, wide) = (height.div_exact(&factor)?, width.div_exact(&factor)?);
+        let whole = vec![channels.mul(&square)?, high.clone(), wide.clone()];
+        (vec![channels.clone(), high, factor.clone(), wide, factor], [0, 2, 4, 1, 3], whole)
+    } else {
+        let fewer = channels.div_exact(&square)?;
+        let whole = vec![fewer.clone(), height.mul(&factor)?, width.mul(&factor)?];
+        (vec![fewer, factor.clone(), factor, height.clone(), width.clone()], [0, 3, 1, 4, 2], whole)
+    };
+    let apart = [lead, &sizes[..]].concat();
+    let y = scope.reshape(x, apart)?;
+    let y = transposed(scope, y, (0..n).chain(order.map(|at| n + at)).collect())?;
+    one(scope.reshape(y, [lead, &whole[..]].concat())?)
+}
+
+/// The channels of groups in turn.
+pub fn shuffled(scope: &mut Scope<'_>) -> Outputs {
+    let x = scope.value("self")?;
+    let shape = scope.fact(x).shape;
+    let groups = Dim::Known(scope.int("groups", 1)?);
+    let [batch, channels, rest @ ..] = &shape[..] else {
+        return Err(Reason::Inputs(format!("its input is {}", scope.fact(x))));
+    };
+    let mut apart = vec![batch.clone(), groups.clone(), channels.div_exact(&groups)?];
+    apart.extend_from_slice(rest);
+    let y = scope.reshape(x, apart)?;
+    let mut perm: Vec<usize> = (0..shape.len() + 1).collect();
+    perm.swap(1, 2);
+    let y = transposed(scope, y, perm)?;
+    one(scope.reshape(y, shape)?)
+}
+
+/// Every element of an axis, or of the flat tensor, so many times.
+pub fn repeated(scope: &mut Scope<'_>) -> Outputs {
+    let mut x = scope.value("self")?;
+    let repeats = scope.dim("repeats")?.ok_or(Reason::NotConstant { what: "the number of repeats" })?;
+    if !scope.has("dim") {
+        x = scope.reshape(x, vec![volume(&scope.fact(x).shape)?])?;
+    }
+    let shape = scope.fact(x).shape;
+    let at = attribute::axis(scope.int("dim", 0)?, shape.len())?;
+    let (mut apart, mut stretched, mut joined) = (shape.clone(), shape.clone(), shape.clone());
+    apart.insert(at + 1, Dim::Known(1));
+    stretched.insert(at + 1, repeats.clone());
+    joined[at] = shape[at].mul(&repeats)?;
+    let x = scope.reshape(x, apart)?;
+    let x = scope.broadcast(x, stretched)?;
+    one(scope.reshape(x, joined)?)
+}
+
+/// Tensors side by side along `axis`, each with at least `rank` axes. A vector is a row, or with `columns`, a column.
+pub fn joined(scope: &mut Scope<'_>, axis: usize, rank: usize, columns: bool) -> Outputs {
+    let mut parts = scope.values("tensors")?;
+    for part in &mut parts {
+        let mut shape = scope.fact(*part).shape;
+        while shape.len() < rank {
+            match columns {
+                true => shape.push(Dim::Known(1)),
+                false => shape.insert(0, Dim::Known(1)),
+            }
+        }
+        *part = scope.reshape(*part, shape)?;
+    }
+    let Some(&first) = parts.first() else { return Err(Reason::Inputs("it joins nothing".to_string())) };
+    let axis = axis.min(scope.fact(first).rank().saturating_sub(1));
+    let dtype = parts.iter().map(|v| scope.fact(*v).dtype).reduce(super::promote::joined);
+    for part in &mut parts {
+        *part = scope.cast(*part, dtype.unwrap_or(scope.fact(first).dtype))?;
+    }
+    one(if parts.len() == 1 { parts[0] } else { scope.add(Op::Concat(Concat { axis }), &parts)? })
+}
+
+/// At least `rank` axes.
+pub fn at_least(scope: &mut Scope<'_>, rank: usize) -> Outputs {
+    let x = scope.value("self")?;
+    let mut shape = scope.fact(x).shape;
+    match (shape.len(), rank) {
+        (1, 3) => shape = vec![Dim::Known(1), shape[0].clone(), Dim::Known(1)],
+        _ => {
+            while shape.len() < rank {
+                if shape.len() == 2 { shape.push(Dim::Known(1)) } else { shape.insert(0, Dim::Known(1)) }
+            }
+        }
+    }
+    one(scope.reshape(x, shape)?)
+}
+
+/// Parts of an axis that differ by one element at most, or cut at places.
+pub fn nearly_equal(scope: &mut Scope<'_>) -> Outputs {
+    let x = scope.value("self")?;
+    let shape = scope.fact(x).shape;
+    let at = attribute::axis(scope.int("dim", 0)?, shape.len())?;
+    let size = known(&shape[at])?;
+    let mut cuts = vec![0];
+    match scope.ints("indices")? {
+        Some(list) => {
+            cuts.extend(list.into_iter().map(|i| if i < 0 { i.saturating_add(size) } else { i }.clamp(0, size)));
+        }
+        None => {
+            let sections = scope.int("sections", 1)?;
+            if !(1..=1 << 20).contains(&sections) {
+                return Err(Reason::Inputs(format!("{sections} parts of an axis")));
+            }
+            cuts.extend((1..sections).map(|n| n * (size / sections) + n.min(size % sections)));
+        }
+    }
+    cuts.push(size);
+    let mut parts = Vec::with_capacity(cuts.len());
+    for pair in cuts.windows(2) {
+        parts.push(part(scope, x, at, Dim::Known(pair[0]), Dim::Known(pair[1].max(pair[0])))?);
+    }
+    many(parts)
+}
+
+/// Every vector stretched along axes of its own.
+pub fn grids(scope: &mut Scope<'_>) -> Outputs {
+    let mut parts = scope.values("tensors")?;
+    let exchanged = scope.text("indexing", "ij")? == "xy" && parts.len() > 1;
+    if exchanged {
+        parts.swap(0, 1);
+    }
+    let mut shape = Vec::with_capacity(parts.len());
+    for part in &parts {
+        shape.push(volume(&scope.fact(*part).shape)?);
+    }
+    let mut made = Vec::with_capacity(parts.len());
+    for (at, part) in parts.iter().enumerate() {
+        let mut own = vec![Dim::Known(1); shape.len()];
+        own[at].clone_from(&shape[at]);
+        let grid = scope.reshape(*part, own)?;
+        let grid = scope.broadcast(grid, shape.clone())?;
+        let mut perm: Vec<usize> = (0..shape.len()).collect();
+        if exchanged {
+            perm.swap(0, 1);
+        }
+        made.push(transposed(scope, grid, perm)?);
+    }
+    if exchanged {
+        made.swap(0, 1);
+    }
+    many(made)
+}
+
+/// The differences of neighbours, `n` times over.
+pub fn differences(scope: &mut Scope<'_>) -> Outputs {
+    let mut x = scope.value("self")?;
+    let at = attribute::axis(scope.int("dim", -1)?, scope.fact(x).rank())?;
+    let times = scope.number("n")?.map_or(1.0, Number::float);
+    if scope.has("prepend") || scope.has("append") || !(0.0..=64.0).contains(&times) {
+        return Err(Reason::Unsupported("a difference with more than its operand".to_string()));
+    }
+    for _ in 0..times as i64 {
+        let size = scope.fact(x).shape[at].clone();
+        let next = part(scope, x, at, Dim::Known(1), size.clone())?;
+        let own = part(scope, x, at, Dim::Known(0), size.sub(&Dim::Known(1))?)?;
+        x = scope.binary(Binary::Sub, next, own)?;
+    }
+    one(x)
+}

@@ -1,0 +1,215 @@
+//! Losses that compare a prediction with a target element by element, and similarities of vectors.
+
+use super::loss::{joined, reduction};
+use super::reduce::norm_of;
+use super::{Outputs, Scope, one};
+use crate::import::build::Build;
+use crate::import::onnx::lower::attribute;
+use crate::import::reason::Reason;
+use crate::op::{Binary, Compare, ReduceKind, Unary, Value};
+
+/// The difference of prediction and target.
+fn difference(scope: &mut Scope<'_>) -> Result<Value, Reason> {
+    let (a, b) = (scope.value("self")?, scope.value("target")?);
+    scope.binary(Binary::Sub, a, b)
+}
+
+fn finished(scope: &mut Scope<'_>, each: Value) -> Outputs {
+    let reduction = reduction(scope)?;
+    one(joined(scope, each, reduction)?)
+}
+
+fn number(scope: &mut Scope<'_>, like: Value, value: f64) -> Result<Value, Reason> {
+    scope.scalar(scope.fact(like).dtype, value)
+}
+
+/// The square of the difference, or its size.
+pub fn plain(scope: &mut Scope<'_>, squared: bool) -> Outputs {
+    let difference = difference(scope)?;
+    let each = match squared {
+        true => scope.binary(Binary::Mul, difference, difference)?,
+        false => scope.unary(Unary::Abs, difference)?,
+    };
+    finished(scope, each)
+}
+
+/// Half the square of a small difference, a line beyond `bend`; with `steep` the line is as steep as the bend, else 1.
+fn bent(scope: &mut Scope<'_>, bend: f64, steep: bool) -> Outputs {
+    let difference = difference(scope)?;
+    let size = scope.unary(Unary::Abs, difference)?;
+    if bend == 0.0 && !steep {
+        return finished(scope, size);
+    }
+    let limit = number(scope, size, bend)?;
+    let far = scope.compare(Compare::LessEqual, limit, size)?;
+    let square = scope.binary(Binary::Mul, difference, difference)?;
+    let near = scope.with_number(Binary::Mul, square, if steep { 0.5 } else { 0.5 / bend })?;
+    let line = scope.with_number(Binary::Sub, size, bend / 2.0)?;
+    let line = if steep { scope.with_number(Binary::Mul, line, bend)? } else { line };
+    let each = scope.select(far, line, near)?;
+    finished(scope, each)
+}
+
+/// The smooth absolute difference.
+pub fn smooth(scope: &mut Scope<'_>) -> Outputs {
+    let beta = scope.float("beta", 1.0)?;
+    bent(scope, beta, false)
+}
+
+/// Huber's loss.
+pub fn huber(scope: &mut Scope<'_>) -> Outputs {
+    let delta = scope.float("delta", 1.0)?;
+    bent(scope, delta, true)
+}
+
+fn weighted(scope: &mut Scope<'_>, each: Value) -> Outputs {
+    let each = match scope.optional("weight")? {
+        Some(weight) => scope.binary(Binary::Mul, each, weight)?,
+        None => each,
+    };
+    finished(scope, each)
+}
+
+/// Cross-entropy of probabilities; logarithms are kept above -100, as PyTorch does.
+pub fn binary_cross_entropy(scope: &mut Scope<'_>) -> Outputs {
+    let (p, target) = (scope.value("self")?, scope.value("target")?);
+    let unit = number(scope, p, 1.0)?;
+    let (other, rest) = (scope.binary(Binary::Sub, unit, p)?, scope.binary(Binary::Sub, unit, target)?);
+    let mut terms = Vec::with_capacity(2);
+    for (share, p) in [(target, p), (rest, other)] {
+        let log = scope.unary(Unary::Log, p)?;
+        let kept = scope.with_number(Binary::Max, log, -100.0)?;
+        terms.push(scope.binary(Binary::Mul, share, kept)?);
+    }
+    let sum = scope.binary(Binary::Add, terms[0], terms[1])?;
+    let each = scope.unary(Unary::Neg, sum)?;
+    weighted(scope, each)
+}
+
+/// The same from logits: `(1 - t) x + (1 + (w - 1) t) log(1 + e^-x)` with a weight `w` of the positive targets.
+pub fn binary_cross_entropy_with_logits(scope: &mut Scope<'_>) -> Outputs {
+    let (x, target) = (scope.value("self")?, scope.value("target")?);
+    let unit = number(scope, x, 1.0)?;
+    let rest = scope.binary(Binary::Sub, unit, target)?;
+    let linear = scope.binary(Binary::Mul, rest, x)?;
+    let opposite = scope.unary(Unary::Neg, x)?;
+    let mut soft = scope.unary(Unary::Softplus, opposite)?;
+    if let Some(weight) = scope.optional("pos_weight")? {
+        let more = scope.with_number(Binary::Sub, weight, 1.0)?;
+        let of_target = scope.binary(Binary::Mul, more, target)?;
+        let factor = scope.with_number(Binary::Add, of_target, 1.0)?;
+        soft = scope.binary(Binary::Mul, factor, soft)?;
+    }
+    let each = scope.binary(Binary::Add, linear, soft)?;
+    weighted(scope, each)
+}
+
+/// The divergence of log-probabilities from a target: `t (log t - x)`.
+pub fn divergence(scope: &mut Scope<'_>) -> Outputs {
+    let (x, target) = (scope.value("self")?, scope.value("target")?);
+    let (share, log) = if scope.flag("log_target", false)? {
+        (scope.unary(Unary::Exp, target)?, target)
+    } else {
+        let zero = number(scope, target, 0.0)?;
+        let none = scope.compare(Compare::Equal, target, zero)?;
+        let unit = number(scope, target, 1.0)?;
+        let inside = scope.select(none, unit, target)?;
+        (target, scope.unary(Unary::Log, inside)?)
+    };
+    let apart = scope.binary(Binary::Sub, log, x)?;
+    let each = scope.binary(Binary::Mul, share, apart)?;
+    finished(scope, each)
+}
+
+/// `log(1 + e^(-t x))`
+pub fn soft_margin(scope: &mut Scope<'_>) -> Outputs {
+    let (x, target) = (scope.value("self")?, scope.value("target")?);
+    let product = scope.binary(Binary::Mul, x, target)?;
+    let opposite = scope.unary(Unary::Neg, product)?;
+    let each = scope.unary(Unary::Softplus, opposite)?;
+    finished(scope, each)
+}
+
+/// The negative log-likelihood of counts, without the term that only the target has.
+pub fn poisson(scope: &mut Scope<'_>) -> Outputs {
+    if scope.flag("full", false)? {
+        return Err(Reason::Unsupported("a Poisson loss with Stirling's term".to_string()));
+    }
+    let (x, target) = (scope.value("input")?, scope.value("target")?);
+    let (rate, log) = if scope.flag("log_input", true)? {
+        (scope.unary(Unary::Exp, x)?, x)
+    } else {
+        let shifted = scope.with_number(Binary::Add, x, scope.float("eps", 1e-8)?)?;
+        (x, scope.unary(Unary::Log, shifted)?)
+    };
+    let product = scope.binary(Binary::Mul, target, log)?;
+    let each = scope.binary(Binary::Sub, rate, product)?;
+    finished(scope, each)
+}
+
+/// `x` where the target is 1, what it lacks of the margin where it is -1.
+pub fn hinge(scope: &mut Scope<'_>) -> Outputs {
+    let (x, target) = (scope.value("self")?, scope.value("target")?);
+    let margin = number(scope, x, scope.float("margin", 1.0)?)?;
+    let lacking = scope.binary(Binary::Sub, margin, x)?;
+    let lacking = scope.with_number(Binary::Max, lacking, 0.0)?;
+    let zero = number(scope, x, 0.0)?;
+    let (plus, minus) = (number(scope, target, 1.0)?, number(scope, target, -1.0)?);
+    let (near, apart) = (scope.compare(Compare::Equal, target, plus)?, scope.compare(Compare::Equal, target, minus)?);
+    let of_margin = scope.select(near, zero, lacking)?;
+    let of_self = scope.select(apart, zero, x)?;
+    let each = scope.binary(Binary::Add, of_margin, of_self)?;
+    finished(scope, each)
+}
+
+/// What the first of two lacks of being larger by a margin, or the other way around where the target is -1.
+pub fn ranking(scope: &mut Scope<'_>) -> Outputs {
+    let (a, b, target) = (scope.value("input1")?, scope.value("input2")?, scope.value("target")?);
+    let difference = scope.binary(Binary::Sub, b, a)?;
+    let product = scope.binary(Binary::Mul, target, difference)?;
+    let lacking = scope.with_number(Binary::Add, product, scope.float("margin", 0.0)?)?;
+    let each = scope.with_number(Binary::Max, lacking, 0.0)?;
+    finished(scope, each)
+}
+
+/// The cosine of the angle between vectors along an axis.
+pub fn cosine(scope: &mut Scope<'_>) -> Outputs {
+    let (a, b) = (scope.value("x1")?, scope.value("x2")?);
+    let product = scope.binary(Binary::Mul, a, b)?;
+    let axis = attribute::axis(scope.int("dim", 1)?, scope.fact(product).rank())?;
+    let eps = scope.float("eps", 1e-8)?;
+    let mut cosine = scope.reduce(ReduceKind::Sum, product, &[axis], false)?;
+    for x in [a, b] {
+        let own = axis.saturating_sub(scope.fact(product).rank() - scope.fact(x).rank());
+        let length = norm_of(scope, x, 2.0, &[own], false)?;
+        let length = scope.with_number(Binary::Max, length, eps)?;
+        cosine = scope.binary(Binary::Div, cosine, length)?;
+    }
+    one(cosine)
+}
+
+/// The norm of the difference of vectors.
+pub fn pairwise(scope: &mut Scope<'_>) -> Outputs {
+    let (a, b) = (scope.value("x1")?, scope.value("x2")?);
+    let difference = scope.binary(Binary::Sub, a, b)?;
+    let shifted = scope.with_number(Binary::Add, difference, scope.float("eps", 1e-6)?)?;
+    let axis = attribute::axis(-1, scope.fact(shifted).rank())?;
+    let (order, keep) = (scope.float("p", 2.0)?, scope.flag("keepdim", false)?);
+    one(norm_of(scope, shifted, order, &[axis], keep)?)
+}
+
+/// The distance of every row of one matrix from every row of another.
+pub fn all_pairs(scope: &mut Scope<'_>) -> Outputs {
+    use crate::tensor::dim::Dim;
+    let (a, b) = (scope.value("x1")?, scope.value("x2")?);
+    let (mut rows, mut columns) = (scope.fact(a).shape, scope.fact(b).shape);
+    if rows.len() < 2 || columns.len() < 2 {
+        return Err(Reason::Inputs(format!("{} and {} are no matrices", scope.fact(a), scope.fact(b))));
+    }
+    rows.insert(rows.len() - 1, Dim::Known(1));
+    columns.insert(columns.len() - 2, Dim::Known(1));
+    let (a, b) = (scope.reshape(a, rows)?, scope.reshape(b, columns)?);
+    let difference = scope.binary(Binary::Sub, a, b)?;
+    let (axis, order) = (scope.fact(difference).rank() - 1, scope.float("p", 2.0)?);
+    one(norm_of(scope, difference, order, &[axis], false)?)
+}

@@ -1,0 +1,432 @@
+//! Functions of single elements that no core op is: each is a few core ops. Where one branch of a choice would overflow
+//! or divide by zero, it is given an argument that does not: its gradient counts zero times, and zero times infinity is
+//! no number.
+
+use super::argument::Number;
+use super::elementwise::{pair, required};
+use super::{Outputs, Scope, one, promote};
+use crate::import::build::Build;
+use crate::import::onnx::lower::attribute;
+use crate::import::onnx::lower::slice::part;
+use crate::import::reason::Reason;
+use crate::op::{Binary, BitCast, Compare, Op, Unary, Value};
+use crate::tensor::DType;
+use crate::tensor::dim::Dim;
+use std::f64::consts::{FRAC_PI_2, LN_2, PI};
+
+/// The operand `self` in floats.
+fn operand(scope: &mut Scope<'_>) -> Result<Value, Reason> {
+    let x = scope.value("self")?;
+    promote::real(scope, x)
+}
+
+/// Both operands in the floats they meet in.
+fn floats(scope: &mut Scope<'_>) -> Result<(Value, Value), Reason> {
+    let (a, b) = pair(scope)?;
+    Ok((promote::real(scope, a)?, promote::real(scope, b)?))
+}
+
+/// `x ? number`
+fn compared(scope: &mut Scope<'_>, op: Compare, x: Value, number: f64) -> Result<Value, Reason> {
+    let number = scope.scalar(scope.fact(x).dtype, number)?;
+    scope.compare(op, x, number)
+}
+
+/// `condition ? number : x`
+fn replaced(scope: &mut Scope<'_>, condition: Value, number: f64, x: Value) -> Result<Value, Reason> {
+    let number = scope.scalar(scope.fact(x).dtype, number)?;
+    scope.select(condition, number, x)
+}
+
+/// `x·factor`
+pub fn times(scope: &mut Scope<'_>, factor: f64) -> Outputs {
+    let x = operand(scope)?;
+    one(scope.with_number(Binary::Mul, x, factor)?)
+}
+
+/// `e^x - 1 = 2 e^(x/2) sinh(x/2)`, which cancels nothing near 0.
+pub fn exp_minus_one(scope: &mut Scope<'_>) -> Outputs {
+    let x = operand(scope)?;
+    let half = scope.with_number(Binary::Mul, x, 0.5)?;
+    let (exp, sinh) = (scope.unary(Unary::Exp, half)?, scope.unary(Unary::Sinh, half)?);
+    let product = scope.binary(Binary::Mul, exp, sinh)?;
+    one(scope.with_number(Binary::Mul, product, 2.0)?)
+}
+
+/// `2^x`
+pub fn power_of_two(scope: &mut Scope<'_>) -> Outputs {
+    let x = operand(scope)?;
+    let two = scope.scalar(scope.fact(x).dtype, 2.0)?;
+    one(scope.binary(Binary::Pow, two, x)?)
+}
+
+/// `log(1 + x)`; near 0 as `2 artanh(x/(2 + x))`, which loses nothing.
+pub fn log_one_plus(scope: &mut Scope<'_>) -> Outputs {
+    let x = operand(scope)?;
+    let size = scope.unary(Unary::Abs, x)?;
+    let near = compared(scope, Compare::Less, size, 0.5)?;
+    let inner = replaced(scope, near, 0.0, x)?;
+    let zero = scope.scalar(scope.fact(x).dtype, 0.0)?;
+    let inside = scope.select(near, x, zero)?;
+    let beyond = scope.with_number(Binary::Add, inside, 2.0)?;
+    let ratio = scope.binary(Binary::Div, inside, beyond)?;
+    let area = scope.unary(Unary::Atanh, ratio)?;
+    let small = scope.with_number(Binary::Mul, area, 2.0)?;
+    let shifted = scope.with_number(Binary::Add, inner, 1.0)?;
+    let large = scope.unary(Unary::Log, shifted)?;
+    one(scope.select(near, small, large)?)
+}
+
+/// `1 - erf x`
+pub fn complementary_error(scope: &mut Scope<'_>) -> Outputs {
+    let x = operand(scope)?;
+    let erf = scope.unary(Unary::Erf, x)?;
+    let one_value = scope.scalar(scope.fact(x).dtype, 1.0)?;
+    one(scope.binary(Binary::Sub, one_value, erf)?)
+}
+
+/// `sin x / cos x`
+pub fn tangent(scope: &mut Scope<'_>) -> Outputs {
+    let x = operand(scope)?;
+    let (sin, cos) = (scope.unary(Unary::Sin, x)?, scope.unary(Unary::Cos, x)?);
+    one(scope.binary(Binary::Div, sin, cos)?)
+}
+
+/// The whole number next to `x` toward zero.
+pub fn toward_zero(scope: &mut Scope<'_>, x: Value) -> Result<Value, Reason> {
+    if !scope.fact(x).dtype.is_float() {
+        return Ok(x);
+    }
+    let below = compared(scope, Compare::Less, x, 0.0)?;
+    let (up, down) = (scope.unary(Unary::Ceil, x)?, scope.unary(Unary::Floor, x)?);
+    scope.select(below, up, down)
+}
+
+/// What [`toward_zero`] gives; with `rest`, what it leaves.
+pub fn truncated(scope: &mut Scope<'_>, rest: bool) -> Outputs {
+    let x = scope.value("self")?;
+    let whole = toward_zero(scope, x)?;
+    one(if rest { scope.binary(Binary::Sub, x, whole)? } else { whole })
+}
+
+/// Rounding up, down or to the nearest; whole numbers are there already.
+pub fn rounded(scope: &mut Scope<'_>, op: Unary) -> Outputs {
+    let x = scope.value("self")?;
+    if !scope.fact(x).dtype.is_float() {
+        return one(x);
+    }
+    let decimals = scope.int("decimals", 0)?;
+    if decimals == 0 {
+        return one(scope.unary(op, x)?);
+    }
+    let factor = 10f64.powi(decimals.clamp(-400, 400) as i32);
+    let scaled = scope.with_number(Binary::Mul, x, factor)?;
+    let whole = scope.unary(op, scaled)?;
+    one(scope.with_number(Binary::Div, whole, factor)?)
+}
+
+/// Whether the sign bit is set, that of `-0` too.
+fn negative(scope: &mut Scope<'_>, x: Value) -> Result<Value, Reason> {
+    let bits = match scope.fact(x).dtype {
+        DType::F64 => DType::I64,
+        DType::F32 => DType::I32,
+        DType::F16 | DType::Bf16 => DType::I16,
+        _ => return compared(scope, Compare::Less, x, 0.0),
+    };
+    let bits = scope.add(Op::BitCast(BitCast { to: bits }), &[x])?;
+    compared(scope, Compare::Less, bits, 0.0)
+}
+
+/// Whether the sign bit is set.
+pub fn sign_bit(scope: &mut Scope<'_>) -> Outputs {
+    let x = scope.value("self")?;
+    one(negative(scope, x)?)
+}
+
+/// Whether `x` is infinite, or with `opposite`, a plain number.
+pub fn infinite(scope: &mut Scope<'_>, opposite: bool) -> Outputs {
+    let x = scope.value("self")?;
+    if !scope.fact(x).dtype.is_float() {
+        let shape = scope.fact(x).shape;
+        let answer = scope.constant(Number::Bool(opposite).tensor(DType::Bool))?;
+        return one(scope.broadcast(answer, shape)?);
+    }
+    let size = scope.unary(Unary::Abs, x)?;
+    one(compared(scope, if opposite { Compare::Less } else { Compare::Equal }, size, f64::INFINITY)?)
+}
+
+/// The largest number of a float type.
+pub fn largest(dtype: DType) -> f64 {
+    match dtype {
+        DType::F64 => f64::MAX,
+        DType::F16 => 65504.0,
+        DType::Bf16 => 3.389_531_389_251_535_5e38,
+        _ => f64::from(f32::MAX),
+    }
+}
+
+fn is_nan(scope: &mut Scope<'_>, x: Value) -> Result<Value, Reason> {
+    let same = scope.compare(Compare::Equal, x, x)?;
+    scope.unary(Unary::Not, same)
+}
+
+/// What is no number, or infinite, replaced by numbers.
+pub fn nan_to_num(scope: &mut Scope<'_>) -> Outputs {
+    let x = scope.value("self")?;
+    let dtype = scope.fact(x).dtype;
+    if !dtype.is_float() {
+        return one(x);
+    }
+    let nan = is_nan(scope, x)?;
+    let mut y = replaced(scope, nan, scope.float("nan", 0.0)?, x)?;
+    for (name, from, to) in [("posinf", f64::INFINITY, largest(dtype)), ("neginf", f64::NEG_INFINITY, -largest(dtype))]
+    {
+        let at = compared(scope, Compare::Equal, x, from)?;
+        y = replaced(scope, at, scope.float(name, to)?, y)?;
+    }
+    one(y)
+}
+
+/// The larger or smaller of two, where what is no number loses.
+pub fn number_wins(scope: &mut Scope<'_>, op: Binary) -> Outputs {
+    let (a, b) = pair(scope)?;
+    let better = scope.binary(op, a, b)?;
+    let (no_a, no_b) = (is_nan(scope, a)?, is_nan(scope, b)?);
+    let y = scope.select(no_b, a, better)?;
+    one(scope.select(no_a, b, y)?)
+}
+
+/// The size of `a` with the sign of `b`.
+pub fn copy_sign(scope: &mut Scope<'_>) -> Outputs {
+    let (a, b) = floats(scope)?;
+    let sign = negative(scope, b)?;
+    let size = scope.unary(Unary::Abs, a)?;
+    let opposite = scope.unary(Unary::Neg, size)?;
+    one(scope.select(sign, opposite, size)?)
+}
+
+/// The angle of the point (`other`, `self`). The smaller coordinate is divided by the larger one, so that neither the
+/// quotient nor its gradient grows without bound.
+pub fn angle(scope: &mut Scope<'_>) -> Outputs {
+    let (y, x) = floats(scope)?;
+    let dtype = scope.fact(y).dtype;
+    let (high, wide) = (scope.unary(Unary::Abs, y)?, scope.unary(Unary::Abs, x)?);
+    let steep = scope.compare(Compare::Less, wide, high)?;
+    let (upper, lower) = (scope.select(steep, x, y)?, scope.select(steep, y, x)?);
+    let none = compared(scope, Compare::Equal, lower, 0.0)?;
+    let lower = replaced(scope, none, 1.0, lower)?;
+    let ratio = scope.binary(Binary::Div, upper, lower)?;
+    let turn = scope.unary(Unary::Atan, ratio)?;
+    let down = negative(scope, y)?;
+    let (plus, minus) = (scope.scalar(dtype, FRAC_PI_2)?, scope.scalar(dtype, -FRAC_PI_2)?);
+    let quarter = scope.select(down, minus, plus)?;
+    let from_axis = scope.binary(Binary::Sub, quarter, turn)?;
+    let left = compared(scope, Compare::Less, x, 0.0)?;
+    let (plus, minus) = (scope.scalar(dtype, PI)?, scope.scalar(dtype, -PI)?);
+    let half = scope.select(down, minus, plus)?;
+    let beyond = scope.binary(Binary::Add, turn, half)?;
+    let flat = scope.select(left, beyond, turn)?;
+    one(scope.select(steep, from_axis, flat)?)
+}
+
+/// `√(a² + b²)`
+pub fn hypotenuse(scope: &mut Scope<'_>) -> Outputs {
+    let (a, b) = floats(scope)?;
+    let (a, b) = (scope.binary(Binary::Mul, a, a)?, scope.binary(Binary::Mul, b, b)?);
+    let sum = scope.binary(Binary::Add, a, b)?;
+    one(scope.unary(Unary::Sqrt, sum)?)
+}
+
+/// The rest of `a / b` with the sign of `a`.
+pub fn rest(scope: &mut Scope<'_>) -> Outputs {
+    let (a, b) = pair(scope)?;
+    let (size, by) = (scope.unary(Unary::Abs, a)?, scope.unary(Unary::Abs, b)?);
+    let rest = scope.binary(Binary::Mod, size, by)?;
+    let sign = scope.unary(Unary::Sign, a)?;
+    one(scope.binary(Binary::Mul, rest, sign)?)
+}
+
+/// `a·2^b`
+pub fn scaled_by_power(scope: &mut Scope<'_>) -> Outputs {
+    let (a, b) = floats(scope)?;
+    let two = scope.scalar(scope.fact(b).dtype, 2.0)?;
+    let power = scope.binary(Binary::Pow, two, b)?;
+    one(scope.binary(Binary::Mul, a, power)?)
+}
+
+/// `log(e^a + e^b)`, or with powers of two and their logarithm.
+pub fn log_of_sum(scope: &mut Scope<'_>, binary: bool) -> Outputs {
+    let (a, b) = floats(scope)?;
+    let top = scope.binary(Binary::Max, a, b)?;
+    let difference = scope.binary(Binary::Sub, a, b)?;
+    let apart = scope.unary(Unary::Abs, difference)?;
+    let below = scope.with_number(Binary::Mul, apart, if binary { -LN_2 } else { -1.0 })?;
+    let mut more = scope.unary(Unary::Softplus, below)?;
+    if binary {
+        more = scope.with_number(Binary::Div, more, LN_2)?;
+    }
+    one(scope.binary(Binary::Add, top, more)?)
+}
+
+/// `a·log b`, and 0 where `a` is.
+pub fn times_log(scope: &mut Scope<'_>) -> Outputs {
+    let (a, b) = floats(scope)?;
+    let none = compared(scope, Compare::Equal, a, 0.0)?;
+    let inside = replaced(scope, none, 1.0, b)?;
+    let log = scope.unary(Unary::Log, inside)?;
+    one(scope.binary(Binary::Mul, a, log)?)
+}
+
+/// 0 below 0, 1 above, and `values` at 0.
+pub fn step(scope: &mut Scope<'_>) -> Outputs {
+    let (x, values) = (scope.value("self")?, scope.value("values")?);
+    let (above, at) = (compared(scope, Compare::Less, x, 0.0)?, compared(scope, Compare::Equal, x, 0.0)?);
+    let one_value = scope.scalar(scope.fact(x).dtype, 1.0)?;
+    let outside = replaced(scope, above, 0.0, one_value)?;
+    one(scope.select(at, values, outside)?)
+}
+
+/// `sin(πx)/(πx)`, 1 at 0.
+pub fn sinc(scope: &mut Scope<'_>) -> Outputs {
+    let x = operand(scope)?;
+    let at = compared(scope, Compare::Equal, x, 0.0)?;
+    let away = replaced(scope, at, 1.0, x)?;
+    let angle = scope.with_number(Binary::Mul, away, PI)?;
+    let sin = scope.unary(Unary::Sin, angle)?;
+    let y = scope.binary(Binary::Div, sin, angle)?;
+    one(replaced(scope, at, 1.0, y)?)
+}
+
+/// `log(x/(1 - x))`, with `x` kept `eps` away from 0 and 1.
+pub fn logit(scope: &mut Scope<'_>) -> Outputs {
+    let mut x = operand(scope)?;
+    if let Some(eps) = scope.number("eps")?.map(Number::float) {
+        x = scope.with_number(Binary::Max, x, eps)?;
+        x = scope.with_number(Binary::Min, x, 1.0 - eps)?;
+    }
+    let one_value = scope.scalar(scope.fact(x).dtype, 1.0)?;
+    let rest = scope.binary(Binary::Sub, one_value, x)?;
+    let odds = scope.binary(Binary::Div, x, rest)?;
+    one(scope.unary(Unary::Log, odds)?)
+}
+
+/// `log σ(x) = -log(1 + e^-x)`
+pub fn log_sigmoid(scope: &mut Scope<'_>) -> Outputs {
+    let x = scope.value("self")?;
+    let opposite = scope.unary(Unary::Neg, x)?;
+    let soft = scope.unary(Unary::Softplus, opposite)?;
+    one(scope.unary(Unary::Neg, soft)?)
+}
+
+/// `x` outside `-lambda..lambda`, drawn toward 0 by lambda with `soft`; 0 inside.
+pub fn shrink(scope: &mut Scope<'_>, soft: bool) -> Outputs {
+    let (x, lambda) = (scope.value("self")?, scope.float("lambd", 0.5)?);
+    let size = scope.unary(Unary::Abs, x)?;
+    let inside = compared(scope, Compare::LessEqual, size, lambda)?;
+    if !soft {
+        return one(replaced(scope, inside, 0.0, x)?);
+    }
+    let sign = scope.unary(Unary::Sign, x)?;
+    let toward = scope.with_number(Binary::Mul, sign, lambda)?;
+    let y = scope.binary(Binary::Sub, x, toward)?;
+    one(replaced(scope, inside, 0.0, y)?)
+}
+
+/// `x` above the threshold, else the value.
+pub fn threshold(scope: &mut Scope<'_>) -> Outputs {
+    let x = scope.value("self")?;
+    let (threshold, value) = (scope.float("threshold", 0.0)?, scope.float("value", 0.0)?);
+    let below = compared(scope, Compare::LessEqual, x, threshold)?;
+    one(replaced(scope, below, value, x)?)
+}
+
+/// `x > 0 ? x : weight·x`, with a weight for each channel or one for all.
+pub fn prelu(scope: &mut Scope<'_>) -> Outputs {
+    let (x, mut weight) = (scope.value("self")?, scope.value("weight")?);
+    let (fact, slopes) = (scope.fact(x), scope.fact(weight));
+    if fact.rank() > 1 && slopes.rank() == 1 {
+        let mut shape = vec![Dim::Known(1); fact.rank()];
+        shape[1] = slopes.shape[0].clone();
+        weight = scope.reshape(weight, shape)?;
+    }
+    let below = compared(scope, Compare::LessEqual, x, 0.0)?;
+    let scaled = scope.binary(Binary::Mul, x, weight)?;
+    let shape = scope.fact(scaled).shape;
+    let y = scope.select(below, scaled, x)?;
+    one(scope.broadcast(y, shape)?)
+}
+
+/// The first half of an axis times the sigmoid of the second.
+pub fn gated_halves(scope: &mut Scope<'_>) -> Outputs {
+    let x = scope.value("self")?;
+    let shape = scope.fact(x).shape;
+    let axis = attribute::axis(scope.int("dim", -1)?, shape.len())?;
+    let half = shape[axis].div_exact(&Dim::Known(2))?;
+    let value = part(scope, x, axis, Dim::Known(0), half.clone())?;
+    let gate = part(scope, x, axis, half, shape[axis].clone())?;
+    let gate = scope.unary(Unary::Sigmoid, gate)?;
+    one(scope.binary(Binary::Mul, value, gate)?)
+}
+
+/// `self + value·(tensor1 ? tensor2)`
+pub fn with_pair(scope: &mut Scope<'_>, op: Binary) -> Outputs {
+    let operands = [required(scope, "self")?, required(scope, "tensor1")?, required(scope, "tensor2")?];
+    let dtype = promote::common(scope, &operands);
+    let mut values = Vec::with_capacity(3);
+    for operand in &operands {
+        values.push(promote::value(scope, operand, dtype)?);
+    }
+    let factor = scope.float("value", 1.0)?;
+    let mut joined = scope.binary(op, values[1], values[2])?;
+    if factor != 1.0 {
+        joined = scope.with_number(Binary::Mul, joined, factor)?;
+    }
+    one(scope.binary(Binary::Add, values[0], joined)?)
+}
+
+/// `self + weight·(end - self)`
+pub fn between(scope: &mut Scope<'_>) -> Outputs {
+    let (x, end) = (scope.value("self")?, scope.value("end")?);
+    let way = scope.binary(Binary::Sub, end, x)?;
+    let weight = required(scope, "weight")?;
+    let weight = promote::value(scope, &weight, scope.fact(x).dtype)?;
+    let moved = scope.binary(Binary::Mul, way, weight)?;
+    one(scope.binary(Binary::Add, x, moved)?)
+}
+
+/// Bits moved up or down.
+pub fn shift(scope: &mut Scope<'_>, op: Binary) -> Outputs {
+    let operands = [required(scope, "self")?, required(scope, "other")?];
+    let dtype = promote::common(scope, &operands);
+    if !dtype.is_integer() {
+        return Err(Reason::Unsupported(format!("a shift of {dtype}")));
+    }
+    let [a, b] = operands;
+    let (a, b) = (promote::value(scope, &a, dtype)?, promote::value(scope, &b, dtype)?);
+    one(scope.binary(op, a, b)?)
+}
+
+/// Whether two tensors are the same up to a tolerance.
+pub fn close(scope: &mut Scope<'_>) -> Outputs {
+    let (a, b) = pair(scope)?;
+    let (relative, absolute) = (scope.float("rtol", 1e-5)?, scope.float("atol", 1e-8)?);
+    let equal = scope.compare(Compare::Equal, a, b)?;
+    if !scope.fact(a).dtype.is_float() {
+        return one(equal);
+    }
+    let difference = scope.binary(Binary::Sub, a, b)?;
+    let apart = scope.unary(Unary::Abs, difference)?;
+    let size = scope.unary(Unary::Abs, b)?;
+    let scaled = scope.with_number(Binary::Mul, size, relative)?;
+    let allowed = scope.with_number(Binary::Add, scaled, absolute)?;
+    let near = scope.compare(Compare::LessEqual, apart, allowed)?;
+    let known = compared(scope, Compare::Less, allowed, f64::INFINITY)?;
+    let near = scope.binary(Binary::And, near, known)?;
+    let mut met = scope.binary(Binary::Or, equal, near)?;
+    if scope.flag("equal_nan", false)? {
+        let (a, b) = (is_nan(scope, a)?, is_nan(scope, b)?);
+        let both = scope.binary(Binary::And, a, b)?;
+        met = scope.binary(Binary::Or, met, both)?;
+    }
+    one(met)
+}

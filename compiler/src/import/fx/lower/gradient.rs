@@ -1,0 +1,142 @@
+//! Operators that are gradients of others: they stand in graphs that hold forward and backward together.
+
+use super::attention::{probabilities, scale_of};
+use super::window::pool_window;
+use super::{Known, Made, Outputs, Scope, many, one};
+use crate::import::build::Build;
+use crate::import::fx::schema::Argument;
+use crate::import::onnx::lower::attribute;
+use crate::import::onnx::lower::linear::product;
+use crate::import::onnx::lower::norm::filled;
+use crate::import::reason::Reason;
+use crate::op::{
+    AvgPool, AvgPoolGrad, Binary, ConvInputGrad, ConvWeightGrad, LayerNormGrad, MatMul, MaxPool, MaxPoolGrad, Op,
+    ReduceKind, ScatterAdd, Value,
+};
+use crate::tensor::DType;
+use crate::tensor::dim::Dim;
+
+/// A gradient that the program does not ask for.
+const UNASKED: Known = Known::Absent("a gradient that the program does not ask for");
+
+/// Which of three gradients are asked for.
+fn mask(scope: &Scope<'_>) -> [bool; 3] {
+    match scope.argument("output_mask") {
+        Some(Argument::AsBools(list)) => [0, 1, 2].map(|at| list.get(at).copied().unwrap_or(false)),
+        _ => [true; 3],
+    }
+}
+
+/// The gradients of a convolution for its input, its weight and its bias.
+pub fn convolution(scope: &mut Scope<'_>) -> Outputs {
+    if scope.flag("transposed", false)? {
+        return Err(Reason::Unsupported("the gradient of a transposed convolution".to_string()));
+    }
+    let (dy, x, weight) = (scope.value("grad_output")?, scope.value("input")?, scope.value("weight")?);
+    let (input, kernel) = (scope.fact(x), scope.fact(weight));
+    let sizes = kernel.concrete().filter(|s| s.len() > 2 && s.len() == input.rank());
+    let sizes = sizes.ok_or_else(|| Reason::Inputs(format!("its weight is {kernel}, its input {input}")))?;
+    let (window, groups) = super::window::convolution_window(scope, sizes.len() - 2)?;
+    let mut made = vec![UNASKED; 3];
+    let [for_input, for_weight, for_bias] = mask(scope);
+    if for_input {
+        let op = ConvInputGrad { window: window.clone(), groups, spatial: input.shape[2..].to_vec() };
+        made[0] = Known::Value(scope.add(Op::ConvInputGrad(op), &[dy, weight])?);
+    }
+    if for_weight {
+        let op = ConvWeightGrad { window, groups, kernel: sizes[2..].to_vec() };
+        made[1] = Known::Value(scope.add(Op::ConvWeightGrad(op), &[dy, x])?);
+    }
+    if for_bias {
+        let axes: Vec<usize> = (0..input.rank()).filter(|at| *at != 1).collect();
+        made[2] = Known::Value(scope.reduce(ReduceKind::Sum, dy, &axes, false)?);
+    }
+    Ok(Made::Tensors(made))
+}
+
+/// The gradient of a max pooling, from the input itself in place of the indices.
+pub fn max_pool(scope: &mut Scope<'_>) -> Outputs {
+    let (dy, x) = (scope.value("grad_output")?, scope.value("self")?);
+    if scope.fact(x).rank() != 4 {
+        return Err(Reason::Unsupported("the gradient of a pooling of one image".to_string()));
+    }
+    let (kernel, window, ceil) = pool_window(scope, 2, true)?;
+    one(scope.add(Op::MaxPoolGrad(MaxPoolGrad { forward: MaxPool { kernel, window, ceil } }), &[x, dy])?)
+}
+
+/// The gradient of a pooling by means.
+pub fn avg_pool(scope: &mut Scope<'_>) -> Outputs {
+    let (dy, x) = (scope.value("grad_output")?, scope.fact_of("self")?);
+    if x.rank() != 4 || scope.has("divisor_override") {
+        return Err(Reason::Unsupported(
+            "the gradient of a pooling of one image, or with its own divisor,".to_string(),
+        ));
+    }
+    let (kernel, window, ceil) = pool_window(scope, 2, false)?;
+    let count_padding = scope.flag("count_include_pad", true)?;
+    let forward = AvgPool { kernel, window, ceil, count_padding };
+    one(scope.add(Op::AvgPoolGrad(AvgPoolGrad { forward, spatial: x.shape[2..].to_vec() }), &[dy])?)
+}
+
+/// The gradient of an embedding for its table. The row of `padding_idx` has none.
+pub fn embedding(scope: &mut Scope<'_>) -> Outputs {
+    let (mut dy, index) = (scope.value("grad_output")?, scope.value("indices")?);
+    if scope.flag("scale_grad_by_freq", false)? {
+        return Err(Reason::Unsupported("a gradient divided by the frequency of a row".to_string()));
+    }
+    let size = scope.dim("num_weights")?.ok_or(Reason::NotConstant { what: "the size of the table" })?;
+    let padding = scope.int("padding_idx", -1)?;
+    if padding >= 0 {
+        let index = scope.cast(index, DType::I64)?;
+        let number = scope.scalar(DType::I64, padding as f64)?;
+        let is = scope.compare(crate::op::Compare::Equal, index, number)?;
+        let mut column = scope.fact(is).shape;
+        column.push(Dim::Known(1));
+        let is = scope.reshape(is, column)?;
+        let zero = scope.scalar(scope.fact(dy).dtype, 0.0)?;
+        dy = scope.select(is, zero, dy)?;
+    }
+    one(scope.add(Op::ScatterAdd(ScatterAdd { axis: 0, size }), &[dy, index])?)
+}
+
+/// The gradients of a layer normalisation for its input, scale and bias.
+pub fn layer_norm(scope: &mut Scope<'_>) -> Outputs {
+    let (dy, x) = (scope.value("grad_out")?, scope.value("input")?);
+    let (mean, rstd) = (scope.value("mean")?, scope.value("rstd")?);
+    let fact = scope.fact(x);
+    let dims = scope.shape("normalized_shape")?;
+    let axis = fact.rank().checked_sub(dims.len()).filter(|at| fact.shape[*at..] == dims[..]);
+    let axis = axis.ok_or_else(|| Reason::Inputs(format!("the last dims of {fact} are not {dims:?}")))?;
+    let scale = match scope.optional("weight")? {
+        Some(scale) => scale,
+        None => filled(scope, fact.dtype, &dims, 1.0)?,
+    };
+    let made = scope.add_all(Op::LayerNormGrad(LayerNormGrad { axis }), &[dy, x, scale, mean, rstd])?;
+    let asked = mask(scope);
+    let each = |(value, asked): (Value, bool)| if asked { Known::Value(value) } else { UNASKED };
+    Ok(Made::Tensors(made.into_iter().zip(asked).map(each).collect()))
+}
+
+/// The gradients of attention for queries, keys and values; the probabilities are worked out again:
+/// `dv = pᵀ·do`, `ds = p·(do·vᵀ - Σ p·(do·vᵀ))`, `dq = ds·k·scale`, `dk = dsᵀ·q·scale`.
+pub fn attention(scope: &mut Scope<'_>) -> Outputs {
+    if scope.float("dropout_p", 0.0)? != 0.0 {
+        return Err(Reason::Unsupported("the gradient of attention with dropout".to_string()));
+    }
+    let (query, key, value) = (scope.value("query")?, scope.value("key")?, scope.value("value")?);
+    let d_out = scope.value("grad_out")?;
+    let p = probabilities(scope, query, key)?;
+    let matrix = |transpose_a, transpose_b| Op::MatMul(MatMul { transpose_a, transpose_b });
+    let dv = scope.add(matrix(true, false), &[p, d_out])?;
+    let dp = scope.add(matrix(false, true), &[d_out, value])?;
+    let weighted = scope.binary(Binary::Mul, p, dp)?;
+    let axis = attribute::axis(-1, scope.fact(p).rank())?;
+    let sum = scope.reduce(ReduceKind::Sum, weighted, &[axis], true)?;
+    let centred = scope.binary(Binary::Sub, dp, sum)?;
+    let ds = scope.binary(Binary::Mul, p, centred)?;
+    let scale = scale_of(scope, query)?;
+    let ds = scope.with_number(Binary::Mul, ds, scale)?;
+    let dq = product(scope, ds, key)?;
+    let dk = scope.add(matrix(true, false), &[ds, query])?;
+    many(vec![dq, dk, dv])
+}

@@ -1,0 +1,55 @@
+//! The batch of a static export: where the program makes a tensor for its own batch (zeros for a first state, a token
+//! repeated for every sample), the tensor says the same for every sample, and is made for the open batch instead.
+
+use super::Scope;
+use crate::import::build::Build;
+use crate::import::reason::Reason;
+use crate::op::{Op, Value};
+use crate::tensor::dim::Dim;
+
+impl Scope<'_> {
+    /// `x` with the shape `asked`, where it was stretched to the sizes that the symbols of `asked` have in the file;
+    /// `x` itself where that is not so.
+    pub fn opened(&mut self, x: Value, asked: &[Dim]) -> Result<Value, Reason> {
+        let have = self.fact(x).shape;
+        if have == asked || have.len() != asked.len() {
+            return Ok(x);
+        }
+        let Op::Broadcast(_) = self.graph.node(x.node).op else { return Ok(x) };
+        let from = self.graph.inputs(x.node)[0];
+        let narrow = self.fact(from).shape;
+        for (at, (have, want)) in have.iter().zip(asked).enumerate() {
+            let same = have == want;
+            let frozen = want.known().is_none() && have.known().is_some() && want.substitute(self.frozen)? == *have;
+            let stretched = (at + narrow.len()).checked_sub(asked.len()).is_none_or(|own| narrow[own].is(1));
+            if !same && !(frozen && stretched) {
+                return Ok(x);
+            }
+        }
+        self.broadcast(from, asked.to_vec())
+    }
+
+    /// All values with the batch of the first one that has an open axis where others have the size of the file. An axis
+    /// that is `free` may differ.
+    pub fn alike(&mut self, values: &mut [Value], free: Option<usize>) -> Result<(), Reason> {
+        let facts: Vec<Vec<Dim>> = values.iter().map(|v| self.fact(*v).shape).collect();
+        let rank = facts.iter().map(Vec::len).max().unwrap_or(0);
+        for (value, own) in values.iter_mut().zip(&facts) {
+            let mut asked = own.clone();
+            for (at, dim) in asked.iter_mut().enumerate() {
+                let behind = own.len() - at;
+                let open =
+                    facts.iter().filter_map(|f| f.get(f.len().checked_sub(behind)?)).find(|d| d.known().is_none());
+                // Axes are aligned at the right.
+                if let Some(open) = open
+                    && dim.known().is_some_and(|size| size > 1)
+                    && free != Some(at + rank - own.len())
+                {
+                    dim.clone_from(open);
+                }
+            }
+            *value = self.opened(*value, &asked)?;
+        }
+        Ok(())
+    }
+}

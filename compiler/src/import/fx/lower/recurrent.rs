@@ -1,0 +1,198 @@
+//! Recurrent layers over a whole sequence: `lstm`, `gru`, `rnn_tanh` and `rnn_relu`.
+//!
+//! One operator of ATen holds several layers, each in one or two directions. Every layer and direction is one core op
+//! that reads the module's own parameters, so they keep their names and get their gradients; PyTorch's order of the gates
+//! is that of the core op. The list of parameters goes layer by layer, within it direction by direction: w_ih, w_hh, and
+//! b_ih, b_hh unless the layer has no biases.
+
+use super::{Outputs, Scope, many};
+use crate::import::build::Build;
+use crate::import::onnx::lower::movement::transposed;
+use crate::import::onnx::lower::norm::filled;
+use crate::import::onnx::lower::slice::part;
+use crate::import::reason::Reason;
+use crate::op::{Activation, Concat, Dropout, Gru, Lstm, Op, Rnn, Value};
+use crate::tensor::dim::Dim;
+
+/// The most layers of one operator.
+const LAYERS: i64 = 1 << 12;
+
+/// What the operators for recurrent layers share.
+struct Stack {
+    /// `[T, N, I]`
+    x: Value,
+    layers: usize,
+    /// Whether each direction goes backward in time.
+    directions: &'static [bool],
+    /// For each layer and direction w_ih, w_hh, b_ih and b_hh.
+    weights: Vec<[Value; 4]>,
+    batch_first: bool,
+    /// The share that is dropped between layers.
+    ratio: f64,
+}
+
+impl Stack {
+    /// Reads what all recurrent operators have; `gates` rows of a weight make one unit.
+    fn read(scope: &mut Scope<'_>, gates: i64) -> Result<Stack, Reason> {
+        if scope.has("data") {
+            return Err(Reason::Unsupported("a packed sequence".to_string()));
+        }
+        let given = scope.value("input")?;
+        if scope.fact(given).rank() != 3 {
+            return Err(Reason::Inputs(format!("its input is {}, expected three axes", scope.fact(given))));
+        }
+        let batch_first = scope.flag("batch_first", false)?;
+        let x = if batch_first { transposed(scope, given, vec![1, 0, 2])? } else { given };
+        let layers = scope.int("num_layers", 1)?;
+        let layers = usize::try_from(layers).ok().filter(|_| (1..=LAYERS).contains(&layers)).ok_or_else(|| {
+            let expected = "a number from 1 to 4096";
+            Reason::Attribute { name: "num_layers", found: layers.to_string(), expected }
+        })?;
+        let directions: &[bool] = if scope.flag("bidirectional", false)? { &[false, true] } else { &[false] };
+        let (params, biased) = (scope.values("params")?, scope.flag("has_biases", true)?);
+        let (cells, each) = (layers * directions.len(), if biased { 4 } else { 2 });
+        if params.len() == cells * (each + 1) {
+            return Err(Reason::Unsupported("a recurrent layer with projections (`proj_size`)".to_string()));
+        }
+        if params.len() != cells * each {
+            let found = params.len();
+            return Err(Reason::Inputs(format!("{found} parameters for {cells} layers and directions of {each}")));
+        }
+        let dtype = scope.fact(x).dtype;
+        let mut weights = Vec::with_capacity(cells);
+        for own in params.chunks_exact(each) {
+            let biases = match own {
+                [_, _, b_ih, b_hh] => [*b_ih, *b_hh],
+                _ => {
+                    let wide = scope.fact(own[0]).shape.first().cloned().unwrap_or(Dim::Known(gates));
+                    [filled(scope, dtype, &[wide], 0.0)?; 2]
+                }
+            };
+            weights.push([own[0], own[1], biases[0], biases[1]]);
+        }
+        let ratio = if scope.flag("train", false)? { scope.float("dropout", 0.0)? } else { 0.0 };
+        Ok(Stack { x, layers, directions, weights, batch_first, ratio })
+    }
+
+    /// The first state `[N, H]` of every layer and direction, from `[layers·directions, N, H]`. A static export has its
+    /// own batch in a state of zeros, which is opened.
+    fn states(&self, scope: &mut Scope<'_>, given: Value) -> Result<Vec<Value>, Reason> {
+        let mut shape = scope.fact(given).shape;
+        let cells = self.weights.len();
+        if shape.len() != 3 || !shape[0].is(cells as i64) {
+            return Err(Reason::Inputs(format!("its first state is {}, expected {cells} of them", scope.fact(given))));
+        }
+        shape[1] = scope.fact(self.x).shape[1].clone();
+        let all = scope.opened(given, &shape)?;
+        let mut states = Vec::with_capacity(cells);
+        for at in 0..cells {
+            let own = part(scope, all, 0, Dim::from(at), Dim::from(at + 1))?;
+            states.push(scope.reshape(own, shape[1..].to_vec())?);
+        }
+        Ok(states)
+    }
+
+    /// Runs `cell` for every layer and direction; it gives the sequence first, then the last states. Gives the sequence
+    /// of the last layer, and the last states of all layers and directions.
+    fn run(
+        &self,
+        scope: &mut Scope<'_>,
+        mut cell: impl FnMut(&mut Scope<'_>, usize, bool, Value) -> Result<Vec<Value>, Reason>,
+    ) -> Outputs {
+        let (mut x, mut last) = (self.x, Vec::new());
+        for layer in 0..self.layers {
+            if layer > 0 && self.ratio != 0.0 {
+                let counter = scope.counter()?;
+                x = scope.add(Op::Dropout(Dropout { ratio: self.ratio, stream: 0 }), &[x, counter])?;
+            }
+            let mut sequences = Vec::with_capacity(self.directions.len());
+            for (direction, reverse) in self.directions.iter().enumerate() {
+                let made = cell(scope, layer * self.directions.len() + direction, *reverse, x)?;
+                sequences.push(made[0]);
+                last.push(made[1..].to_vec());
+            }
+            x = match sequences[..] {
+                [one] => one,
+                _ => scope.add(Op::Concat(Concat { axis: 2 }), &sequences)?,
+            };
+        }
+        let y = if self.batch_first { transposed(scope, x, vec![1, 0, 2])? } else { x };
+        let mut results = vec![y];
+        for state in 0..last.first().map_or(0, Vec::len) {
+            let mut parts = Vec::with_capacity(last.len());
+            for own in &last {
+                let mut shape = scope.fact(own[state]).shape;
+                shape.insert(0, Dim::Known(1));
+                parts.push(scope.reshape(own[state], shape)?);
+            }
+            results.push(match parts[..] {
+                [one] => one,
+                _ => scope.add(Op::Concat(Concat { axis: 0 }), &parts)?,
+            });
+        }
+        many(results)
+    }
+}
+
+/// Gated recurrent units.
+pub fn gru(scope: &mut Scope<'_>) -> Outputs {
+    let stack = Stack::read(scope, 3)?;
+    let h0 = scope.value("hx")?;
+    let h0 = stack.states(scope, h0)?;
+    stack.run(scope, |scope, at, reverse, x| {
+        let [w_ih, w_hh, b_ih, b_hh] = stack.weights[at];
+        let op = Op::Gru(Gru { reverse, reset_after: true });
+        Ok(scope.add_all(op, &[x, w_ih, w_hh, b_ih, b_hh, h0[at]])?[..2].to_vec())
+    })
+}
+
+/// Plain recurrent layers.
+pub fn rnn(scope: &mut Scope<'_>, activation: Activation) -> Outputs {
+    let stack = Stack::read(scope, 1)?;
+    let h0 = scope.value("hx")?;
+    let h0 = stack.states(scope, h0)?;
+    stack.run(scope, |scope, at, reverse, x| {
+        let [w_ih, w_hh, b_ih, b_hh] = stack.weights[at];
+        let op = Op::Rnn(Rnn { reverse, activation });
+        Ok(scope.add_all(op, &[x, w_ih, w_hh, b_ih, b_hh, h0[at]])?[..2].to_vec())
+    })
+}
+
+/// One step of a recurrent layer, as a sequence of one.
+pub fn cell(scope: &mut Scope<'_>, states: usize, op: Op) -> Outputs {
+    let x = scope.value("input")?;
+    let dtype = scope.fact(x).dtype;
+    let mut sequence = scope.fact(x).shape;
+    if sequence.len() != 2 {
+        return Err(Reason::Inputs(format!("its input is {}, expected two axes", scope.fact(x))));
+    }
+    sequence.insert(0, Dim::Known(1));
+    let (w_ih, w_hh) = (scope.value("w_ih")?, scope.value("w_hh")?);
+    let wide = scope.fact(w_ih).shape.first().cloned().unwrap_or(Dim::Known(1));
+    let mut inputs = vec![scope.reshape(x, sequence)?, w_ih, w_hh];
+    for name in ["b_ih", "b_hh"] {
+        inputs.push(match scope.optional(name)? {
+            Some(bias) => bias,
+            None => filled(scope, dtype, std::slice::from_ref(&wide), 0.0)?,
+        });
+    }
+    match states {
+        1 => inputs.push(scope.value("hx")?),
+        _ => inputs.extend(scope.values("hx")?),
+    }
+    many(scope.add_all(op, &inputs)?[1..=states].to_vec())
+}
+
+/// Long short-term memories.
+pub fn lstm(scope: &mut Scope<'_>) -> Outputs {
+    let stack = Stack::read(scope, 4)?;
+    let [h0, c0] = scope.values("hx")?[..] else {
+        return Err(Reason::Inputs("its first state is not two tensors".to_string()));
+    };
+    let (h0, c0) = (stack.states(scope, h0)?, stack.states(scope, c0)?);
+    stack.run(scope, |scope, at, reverse, x| {
+        let [w_ih, w_hh, b_ih, b_hh] = stack.weights[at];
+        let inputs = [x, w_ih, w_hh, b_ih, b_hh, h0[at], c0[at]];
+        Ok(scope.add_all(Op::Lstm(Lstm { reverse }), &inputs)?[..3].to_vec())
+    })
+}

@@ -1,0 +1,233 @@
+//! Images of another size. Along one axis, interpolation is a product with a matrix that is known now, and so is the mean
+//! of windows that do not tile; both axes follow one another. The nearest element and padding by the image itself are
+//! gathers.
+
+use super::{Known, Made, Outputs, Scope, one};
+use crate::import::build::Build;
+use crate::import::onnx::lower::movement::transposed;
+use crate::import::onnx::lower::slice::part;
+use crate::import::reason::Reason;
+use crate::op::{Concat, Gather, MatMul, Op, ReduceKind, Value};
+use crate::tensor::Tensor;
+use crate::tensor::dim::Dim;
+
+/// The largest side of an image that is resized.
+const MOST: i64 = 1 << 13;
+
+/// The most elements of a matrix that is made here.
+const LARGEST: usize = 1 << 22;
+
+/// The most windows whose largest elements are taken one by one.
+const WINDOWS: usize = 256;
+
+/// How elements of the result are made from those of the input.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Way {
+    /// The element at the same place, rounded down.
+    Nearest,
+    /// The element that is nearest to the middle.
+    NearestExact,
+    /// Linear between two.
+    Linear,
+    /// Cubic among four.
+    Cubic,
+}
+
+/// One spatial axis: its size now and then, and how places map.
+struct Axis {
+    from: i64,
+    to: i64,
+    scale: f64,
+    corners: bool,
+}
+
+impl Axis {
+    /// The place in the input that element `i` of the result lies at.
+    fn place(&self, i: i64) -> f64 {
+        if self.corners {
+            return if self.to > 1 { i as f64 * (self.from - 1) as f64 / (self.to - 1) as f64 } else { 0.0 };
+        }
+        (i as f64 + 0.5) * self.scale - 0.5
+    }
+
+    /// For every element of the result the input elements and their weights.
+    fn weights(&self, way: Way) -> Vec<Vec<(i64, f64)>> {
+        let last = self.from - 1;
+        let row = |i: i64| match way {
+            Way::Nearest => vec![(((i as f64 * self.scale).floor() as i64).clamp(0, last), 1.0)],
+            Way::NearestExact => vec![((((i as f64 + 0.5) * self.scale).floor() as i64).clamp(0, last), 1.0)],
+            Way::Linear => {
+                let place = self.place(i).max(0.0);
+                let low = (place.floor() as i64).min(last);
+                let share = place - low as f64;
+                vec![(low, 1.0 - share), ((low + 1).min(last), share)]
+            }
+            Way::Cubic => {
+                let place = self.place(i);
+                let (low, share) = (place.floor() as i64, place - place.floor());
+                let each = |k: i64| ((low + k).clamp(0, last), cubic((share - k as f64).abs()));
+                (-1..3).map(each).collect()
+            }
+        };
+        (0..self.to).map(row).collect()
+    }
+}
+
+/// Keys' cubic convolution with a = -3/4.
+fn cubic(t: f64) -> f64 {
+    let a = -0.75;
+    if t <= 1.0 {
+        ((a + 2.0) * t - (a + 3.0)) * t * t + 1.0
+    } else if t < 2.0 {
+        ((a * t - 5.0 * a) * t + 8.0 * a) * t - 4.0 * a
+    } else {
+        0.0
+    }
+}
+
+/// `x` with every slice along `axis` multiplied by the matrix with these rows.
+fn mixed(scope: &mut Scope<'_>, x: Value, axis: usize, from: i64, rows: &[Vec<(i64, f64)>]) -> Result<Value, Reason> {
+    let fact = scope.fact(x);
+    if rows.len().saturating_mul(from as usize) > LARGEST {
+        return Err(Reason::Unsupported(format!("resizing {from} elements to {}", rows.len())));
+    }
+    let mut matrix = vec![0.0; rows.len() * from as usize];
+    for (i, row) in rows.iter().enumerate() {
+        for (at, weight) in row {
+            matrix[i * from as usize + *at as usize] += weight;
+        }
+    }
+    let matrix = scope.constant(Tensor::from_f64(&[rows.len(), from as usize], &matrix).cast(fact.dtype))?;
+    let last = fact.rank() - 1;
+    let mut perm: Vec<usize> = (0..fact.rank()).collect();
+    perm.swap(axis, last);
+    let turned = transposed(scope, x, perm.clone())?;
+    let y = scope.add(Op::MatMul(MatMul { transpose_a: false, transpose_b: true }), &[turned, matrix])?;
+    transposed(scope, y, perm)
+}
+
+fn side(dim: &Dim) -> Result<i64, Reason> {
+    dim.known().filter(|v| (1..=MOST).contains(v)).ok_or(Reason::NotConstant { what: "the size of the image" })
+}
+
+/// The image in the size or by the factors that are asked for.
+pub fn resize(scope: &mut Scope<'_>, way: Way) -> Outputs {
+    let mut x = scope.value(if scope.has("input") { "input" } else { "self" })?;
+    let shape = scope.fact(x).shape;
+    let axes = shape.len().saturating_sub(2);
+    let corners = scope.flag("align_corners", false)?;
+    if scope.flag("antialias", false)? {
+        return Err(Reason::Unsupported("resizing with anti-aliasing".to_string()));
+    }
+    let asked = scope.dims("output_size")?.filter(|list| list.len() == axes);
+    // The factors come as one list or, in the other overload, one by one.
+    let mut factors = scope.floats("scale_factors")?.unwrap_or_default();
+    let names = ["scales_d", "scales_h", "scales_w"];
+    let single = if axes == 1 && scope.has("scales") { &["scales"][..] } else { &names[3 - axes.min(3)..] };
+    for name in single.iter().filter(|_| asked.is_some()) {
+        factors.extend(scope.number(name)?.map(super::argument::Number::float));
+    }
+    for at in 0..axes {
+        let from = side(&shape[2 + at])?;
+        let factor = factors.get(at).copied().filter(|f| *f > 0.0 && factors.len() == axes);
+        let to = match (&asked, factor) {
+            (Some(asked), _) => side(&asked[at])?,
+            (None, Some(factor)) => side(&Dim::Known((from as f64 * factor).floor() as i64))?,
+            (None, None) => return Err(Reason::Inputs("no size is given".to_string())),
+        };
+        let scale = factor.map_or(from as f64 / to as f64, |factor| 1.0 / factor);
+        if from == to && scale == 1.0 {
+            continue;
+        }
+        let rows = Axis { from, to, scale, corners }.weights(way);
+        x = match way {
+            Way::Nearest | Way::NearestExact => {
+                let places: Vec<i64> = rows.iter().map(|row| row[0].0).collect();
+                let index = scope.constant(Tensor::from_i64(&[places.len()], &places))?;
+                scope.add(Op::Gather(Gather { axis: 2 + at }), &[x, index])?
+            }
+            Way::Linear | Way::Cubic => mixed(scope, x, 2 + at, from, &rows)?,
+        };
+    }
+    one(x)
+}
+
+/// The windows of an adaptive pooling: `⌊i·from/to⌋ .. ⌈(i + 1)·from/to⌉`.
+fn windows(from: i64, to: i64) -> Vec<(i64, i64)> {
+    (0..to).map(|i| (i * from / to, ((i + 1) * from + to - 1) / to)).collect()
+}
+
+/// As many windows along each of the last `axes` axes as are asked for, where they do not tile: their means, or their
+/// largest elements.
+pub fn adaptive(scope: &mut Scope<'_>, mut x: Value, asked: &[Dim], largest: bool) -> Result<Value, Reason> {
+    let first = scope.fact(x).rank() - asked.len();
+    for (at, to) in asked.iter().enumerate() {
+        let axis = first + at;
+        let from = scope.fact(x).shape[axis].clone();
+        if from == *to {
+            continue;
+        }
+        let (from, to) = (side(&from)?, side(to)?);
+        let spans = windows(from, to);
+        if !largest {
+            let share = |&(low, high): &(i64, i64)| (low..high).map(|i| (i, 1.0 / (high - low) as f64)).collect();
+            let rows: Vec<Vec<(i64, f64)>> = spans.iter().map(share).collect();
+            x = mixed(scope, x, axis, from, &rows)?;
+            continue;
+        }
+        if spans.len() > WINDOWS {
+            return Err(Reason::Unsupported(format!("{} windows that do not tile", spans.len())));
+        }
+        let mut parts = Vec::with_capacity(spans.len());
+        for (low, high) in spans {
+            let window = part(scope, x, axis, Dim::Known(low), Dim::Known(high))?;
+            parts.push(scope.reduce(ReduceKind::Max, window, &[axis], true)?);
+        }
+        x = if let [only] = parts[..] { only } else { scope.add(Op::Concat(Concat { axis }), &parts)? };
+    }
+    Ok(x)
+}
+
+/// What stands beyond the edge of an image.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Edge {
+    /// The image mirrored at its last element.
+    Reflect,
+    /// Its last element.
+    Replicate,
+    /// The image from its other end.
+    Circular,
+}
+
+/// Paddings taken from the image itself; pairs from the last axis on, below zero to cut.
+pub fn pad(scope: &mut Scope<'_>, edge: Edge, name: &'static str) -> Outputs {
+    let mut x = scope.value("self")?;
+    let pads = scope.ints(name)?.unwrap_or_default();
+    let rank = scope.fact(x).rank();
+    if pads.len() % 2 != 0 || pads.len() / 2 > rank {
+        return Err(Reason::Inputs(format!("paddings of {pads:?} for {rank} axes")));
+    }
+    for (n, pair) in pads.chunks_exact(2).enumerate() {
+        let axis = rank - 1 - n;
+        if pair == [0, 0] {
+            continue;
+        }
+        let size = side(&scope.fact(x).shape[axis])?;
+        if pair.iter().any(|p| p.saturating_abs() > MOST) {
+            return Err(Reason::Inputs(format!("paddings of {pads:?}")));
+        }
+        let place = |at: i64| match edge {
+            Edge::Replicate => at.clamp(0, size - 1),
+            Edge::Circular => at.rem_euclid(size),
+            Edge::Reflect if size == 1 => 0,
+            Edge::Reflect => {
+                let within = at.rem_euclid(2 * (size - 1));
+                within.min(2 * (size - 1) - within)
+            }
+        };
+        let places: Vec<i64> = (-pair[0]..size + pair[1]).map(place).collect();
+        let index = scope.constant(Tensor::from_i64(&[places.len()], &places))?;
+        x = scope.add(Op::Gather(Gather { axis }), &[x, index])?;
+    }
+    Ok(Made::Tensors(vec![Known::Value(x)]))
+}

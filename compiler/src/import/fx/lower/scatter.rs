@@ -1,0 +1,290 @@
+//! Operators that write elements at places that indices say. Each is a core scatter, along one axis or into the flat
+//! tensor.
+
+use super::index::{Indexed, flat_place};
+use super::{Outputs, Scope, one, promote};
+use crate::import::build::Build;
+use crate::import::onnx::lower::attribute;
+use crate::import::onnx::lower::movement::transposed;
+use crate::import::onnx::lower::slice::place;
+use crate::import::reason::Reason;
+use crate::op::{
+    Binary, Compare, Concat, Cumulative, CumulativeKind, Gather, Iota, Op, ReduceKind, Scatter, ScatterKind, Unary,
+    Value,
+};
+use crate::tensor::DType;
+use crate::tensor::dim::{Dim, volume};
+use crate::tensor::fact::Fact;
+
+/// Writes `updates` into the flat `x` at `place`, which has their shape.
+fn into_flat(
+    scope: &mut Scope<'_>,
+    kind: ScatterKind,
+    x: Value,
+    place: Value,
+    updates: Value,
+) -> Result<Value, Reason> {
+    let shape = scope.fact(x).shape;
+    let flat = scope.reshape(x, vec![volume(&shape)?])?;
+    let y = scope.add(Op::Scatter(Scatter { kind, axis: 0 }), &[flat, place, updates])?;
+    scope.reshape(y, shape)
+}
+
+/// The updates of a scatter, cut to the shape of its index: a tensor `src`, or a number.
+fn updates(scope: &mut Scope<'_>, index: &Fact, dtype: DType) -> Result<Value, Reason> {
+    if scope.has("src") {
+        let source = scope.value("src")?;
+        let source = scope.cast(source, dtype)?;
+        let mut cut = crate::import::onnx::lower::slice::whole(&scope.fact(source).shape);
+        if cut.end.len() != index.rank() {
+            return Err(Reason::Inputs(format!("updates {} for indices {index}", scope.fact(source))));
+        }
+        if cut.end == index.shape {
+            return Ok(source);
+        }
+        cut.end.clone_from(&index.shape);
+        return scope.add(Op::Slice(cut), &[source]);
+    }
+    let number = scope.operand("value")?.ok_or(Reason::NotConstant { what: "the number to write" })?;
+    let number = promote::value(scope, &number, dtype)?;
+    scope.broadcast(number, index.shape.clone())
+}
+
+/// `y[i, index[i, j], …] = src[i, j, …]`, joined with what is there as `kind` or the argument `reduce` says.
+pub fn scatter(scope: &mut Scope<'_>, kind: ScatterKind) -> Outputs {
+    let (x, index) = (scope.value("self")?, scope.value("index")?);
+    let (fact, shape) = (scope.fact(x), scope.fact(index));
+    let axis = scope.axis("dim", 0, fact.rank())?;
+    let place = flat_place(scope, &fact.shape, index, axis)?;
+    let updates = updates(scope, &shape, fact.dtype)?;
+    let named = scope.text("reduce", "")?;
+    let kind = match named.as_str() {
+        "" => kind,
+        "add" | "sum" | "mean" => ScatterKind::Add,
+        "multiply" | "prod" => ScatterKind::Mul,
+        "amax" => ScatterKind::Max,
+        "amin" => ScatterKind::Min,
+        other => return Err(Reason::Unsupported(format!("a scatter that joins by `{other}`"))),
+    };
+    let start = if scope.flag("include_self", true)? { x } else { emptied(scope, kind, x, place, &shape)? };
+    let y = into_flat(scope, kind, start, place, updates)?;
+    if named != "mean" {
+        return one(y);
+    }
+    if !fact.dtype.is_float() {
+        return Err(Reason::Unsupported("a mean of whole numbers".to_string()));
+    }
+    // How many elements came together at each place.
+    let number = scope.scalar(fact.dtype, 1.0)?;
+    let each = scope.broadcast(number, shape.shape.clone())?;
+    let ones = scope.broadcast(number, fact.shape.clone())?;
+    let counted = if start == x { ones } else { emptied(scope, kind, ones, place, &shape)? };
+    let count = into_flat(scope, ScatterKind::Add, counted, place, each)?;
+    let count = scope.with_number(Binary::Max, count, 1.0)?;
+    one(scope.binary(Binary::Div, y, count)?)
+}
+
+/// `x` with what changes no join at the places that are written.
+fn emptied(scope: &mut Scope<'_>, kind: ScatterKind, x: Value, place: Value, index: &Fact) -> Result<Value, Reason> {
+    let dtype = scope.fact(x).dtype;
+    let neutral = match kind {
+        ScatterKind::Replace | ScatterKind::Add => 0.0,
+        ScatterKind::Mul => 1.0,
+        ScatterKind::Max | ScatterKind::Min if !dtype.is_float() => {
+            return Err(Reason::Unsupported("the largest of whole numbers without the first one".to_string()));
+        }
+        ScatterKind::Max => f64::NEG_INFINITY,
+        ScatterKind::Min => f64::INFINITY,
+    };
+    let neutral = scope.scalar(dtype, neutral)?;
+    let neutral = scope.broadcast(neutral, index.shape.clone())?;
+    into_flat(scope, ScatterKind::Replace, x, place, neutral)
+}
+
+/// `x[…, index, …] = values`, or added with `accumulate`. An index of truths chooses between the two.
+pub fn put(scope: &mut Scope<'_>) -> Outputs {
+    let x = scope.value("self")?;
+    let fact = scope.fact(x);
+    let accumulate = scope.flag("accumulate", false)?;
+    let values = scope.value("values")?;
+    let values = scope.cast(values, fact.dtype)?;
+    let indices = scope.optional_values("indices")?;
+    if let [Some(mask)] = indices[..]
+        && scope.fact(mask).dtype == DType::Bool
+    {
+        return masked(scope, x, mask, values, accumulate);
+    }
+    let Indexed { perm, lead, place, flat } = Indexed::read(scope, &fact.shape, indices)?;
+    let turned = transposed(scope, x, perm.clone())?;
+    let own = scope.fact(turned).shape;
+    let reshaped = scope.reshape(turned, flat.clone())?;
+    let mut shape = flat[..lead].to_vec();
+    shape.extend(scope.fact(place).shape);
+    shape.extend_from_slice(&flat[lead + 1..]);
+    let values = scope.broadcast(values, shape)?;
+    let kind = if accumulate { ScatterKind::Add } else { ScatterKind::Replace };
+    let y = scope.add(Op::Scatter(Scatter { kind, axis: lead }), &[reshaped, place, values])?;
+    let y = scope.reshape(y, own)?;
+    let mut back = vec![0; perm.len()];
+    for (at, from) in perm.iter().enumerate() {
+        back[*from] = at;
+    }
+    one(transposed(scope, y, back)?)
+}
+
+/// `mask ? value : x`, with one value for all.
+fn masked(scope: &mut Scope<'_>, x: Value, mask: Value, value: Value, accumulate: bool) -> Outputs {
+    let (fact, mut shape) = (scope.fact(x), scope.fact(mask).shape);
+    if !volume(&scope.fact(value).shape)?.is(1) {
+        return Err(Reason::Unsupported("an index of truths that takes a value for each,".to_string()));
+    }
+    shape.resize(fact.rank().max(shape.len()), Dim::Known(1));
+    let mask = scope.reshape(mask, shape)?;
+    let value = scope.reshape(value, Vec::new())?;
+    let value = if accumulate { scope.binary(Binary::Add, x, value)? } else { value };
+    one(scope.select(mask, value, x)?)
+}
+
+/// `x[mask] = source`, which is read in order.
+pub fn masked_source(scope: &mut Scope<'_>) -> Outputs {
+    let (x, mask, source) = (scope.value("self")?, scope.value("mask")?, scope.value("source")?);
+    let shape = scope.fact(x).shape;
+    let count = volume(&shape)?;
+    let mask = scope.broadcast(mask, shape.clone())?;
+    let flat = scope.reshape(mask, vec![count])?;
+    let counted = scope.cast(flat, DType::I64)?;
+    let sum = Cumulative { kind: CumulativeKind::Sum, axis: 0, exclusive: true, reverse: false };
+    let place = scope.add(Op::Cumulative(sum), &[counted])?;
+    // Where the mask is false behind the last element that is read, anything may be read.
+    let most = volume(&scope.fact(source).shape)?.sub(&Dim::Known(1))?;
+    let most = crate::import::onnx::lower::gather::number(scope, &most)?;
+    let place = scope.binary(Binary::Min, place, most)?;
+    let source = scope.reshape(source, vec![volume(&scope.fact(source).shape)?])?;
+    let taken = scope.add(Op::Gather(Gather { axis: 0 }), &[source, place])?;
+    let taken = scope.reshape(taken, shape)?;
+    one(scope.select(mask, taken, x)?)
+}
+
+/// Slices along one axis written, or with `Add` added `alpha` times, at the places of a list.
+pub fn slices(scope: &mut Scope<'_>, kind: ScatterKind) -> Outputs {
+    let (x, index) = (scope.value("self")?, scope.value("index")?);
+    let fact = scope.fact(x);
+    let axis = attribute::axis(scope.int("dim", 0)?, fact.rank())?;
+    let mut places = scope.fact(index);
+    let index = if places.rank() == 0 { scope.reshape(index, vec![Dim::Known(1)])? } else { index };
+    places = scope.fact(index);
+    let mut shape = fact.shape.clone();
+    shape.splice(axis..=axis, places.shape);
+    let updates = if scope.has("source") {
+        let source = scope.value("source")?;
+        let source = scope.cast(source, fact.dtype)?;
+        scope.reshape(source, shape)?
+    } else {
+        let value = scope.operand("value")?.ok_or(Reason::NotConstant { what: "the number to write" })?;
+        let value = promote::value(scope, &value, fact.dtype)?;
+        scope.broadcast(value, shape)?
+    };
+    let updates = match scope.number("alpha")?.filter(|n| n.float() != 1.0) {
+        Some(alpha) => {
+            let alpha = scope.constant(alpha.tensor(fact.dtype))?;
+            scope.binary(Binary::Mul, updates, alpha)?
+        }
+        None => updates,
+    };
+    one(scope.add(Op::Scatter(Scatter { kind, axis }), &[x, index, updates])?)
+}
+
+/// `x` with `source` in place of the elements `begin, begin + step, …` of an axis, as many as `source` has.
+pub fn written(
+    scope: &mut Scope<'_>,
+    x: Value,
+    axis: usize,
+    begin: &Dim,
+    step: i64,
+    source: Value,
+) -> Result<Value, Reason> {
+    let shape = scope.fact(x).shape;
+    let count = scope.fact(source).shape[axis].clone();
+    let end = begin.add(&count)?;
+    if step == 1 {
+        let mut parts = Vec::with_capacity(3);
+        if !begin.is(0) {
+            parts.push(crate::import::onnx::lower::slice::part(scope, x, axis, Dim::Known(0), begin.clone())?);
+        }
+        parts.push(source);
+        if end != shape[axis] {
+            parts.push(crate::import::onnx::lower::slice::part(scope, x, axis, end, shape[axis].clone())?);
+        }
+        return if let [only] = parts[..] { Ok(only) } else { scope.add(Op::Concat(Concat { axis }), &parts) };
+    }
+    let mut index = scope.add(Op::Iota(Iota { fact: Fact::new(DType::I64, vec![count]), axis: 0 }), &[])?;
+    index = scope.with_number(Binary::Mul, index, step as f64)?;
+    let begin = crate::import::onnx::lower::gather::number(scope, begin)?;
+    index = scope.binary(Binary::Add, index, begin)?;
+    scope.add(Op::Scatter(Scatter { kind: ScatterKind::Replace, axis }), &[x, index, source])
+}
+
+/// `x[start:end:step] = src` along one axis.
+pub fn slice(scope: &mut Scope<'_>) -> Outputs {
+    let (x, source) = (scope.value("self")?, scope.value("src")?);
+    let shape = scope.fact(x).shape;
+    let axis = attribute::axis(scope.int("dim", 0)?, shape.len())?;
+    let start = scope.dim("start")?.unwrap_or(Dim::Known(0));
+    let begin = place(&start, &shape[axis], &Dim::Known(0), &shape[axis])?;
+    let step = scope.int("step", 1)?;
+    if step < 1 {
+        return Err(Reason::Inputs("the step of a slice is not at least 1".to_string()));
+    }
+    let source = scope.cast(source, scope.fact(x).dtype)?;
+    one(written(scope, x, axis, &begin, step, source)?)
+}
+
+/// `x[index] = src` along one axis.
+pub fn select(scope: &mut Scope<'_>) -> Outputs {
+    let (x, source) = (scope.value("self")?, scope.value("src")?);
+    let fact = scope.fact(x);
+    let axis = attribute::axis(scope.int("dim", 0)?, fact.rank())?;
+    let index = scope.dim("index")?.ok_or(Reason::NotConstant { what: "the index" })?;
+    let begin = if index.known().is_some_and(|v| v < 0) { fact.shape[axis].add(&index)? } else { index };
+    let mut shape = fact.shape.clone();
+    shape[axis] = Dim::Known(1);
+    let source = scope.cast(source, fact.dtype)?;
+    let source = scope.reshape(source, shape)?;
+    one(written(scope, x, axis, &begin, 1, source)?)
+}
+
+/// One at the class of each element along a new last axis, zero elsewhere.
+pub fn one_hot(scope: &mut Scope<'_>) -> Outputs {
+    let x = scope.value("self")?;
+    let classes = scope.int("num_classes", -1)?;
+    if classes < 0 {
+        return Err(Reason::NotConstant { what: "the number of classes" });
+    }
+    let mut shape = scope.fact(x).shape;
+    let row = Fact::new(DType::I64, vec![Dim::Known(classes)]);
+    let counted = scope.add(Op::Iota(Iota { fact: row, axis: 0 }), &[])?;
+    shape.push(Dim::Known(1));
+    let x = scope.cast(x, DType::I64)?;
+    let x = scope.reshape(x, shape)?;
+    let hit = scope.compare(Compare::Equal, x, counted)?;
+    one(scope.cast(hit, DType::I64)?)
+}
+
+/// Whether each element is one of a list.
+pub fn is_in(scope: &mut Scope<'_>) -> Outputs {
+    let (x, list) = (scope.value("elements")?, scope.value("test_elements")?);
+    let dtype = promote::joined(scope.fact(x).dtype, scope.fact(list).dtype);
+    let (x, list) = (scope.cast(x, dtype)?, scope.cast(list, dtype)?);
+    let mut shape = scope.fact(x).shape;
+    let axis = shape.len();
+    shape.push(Dim::Known(1));
+    let x = scope.reshape(x, shape)?;
+    let list = scope.reshape(list, vec![volume(&scope.fact(list).shape)?])?;
+    let hit = scope.compare(Compare::Equal, x, list)?;
+    let counted = scope.cast(hit, DType::I64)?;
+    let sum = scope.reduce(ReduceKind::Sum, counted, &[axis], false)?;
+    let none = scope.scalar(DType::I64, 0.0)?;
+    let is_none = scope.compare(Compare::Equal, sum, none)?;
+    let met = if scope.flag("invert", false)? { is_none } else { scope.unary(Unary::Not, is_none)? };
+    one(met)
+}

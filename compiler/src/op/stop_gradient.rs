@@ -1,0 +1,45 @@
+//! The input as it is, where a model says that no gradient passes: PyTorch's `detach` and `no_grad`.
+//!
+//! It is a view, so no device copies anything. That a gradient which arrives goes no further is its whole meaning, not a
+//! gap: a straight-through estimator or a moving target is trained as the model says.
+
+use super::*;
+
+impl Rule for StopGradient {
+    fn name(&self) -> &'static str {
+        "stop_gradient"
+    }
+
+    fn infer(&self, inputs: &[&Fact]) -> Result<Vec<Fact>, FactError> {
+        let [x] = inputs else { return Err(FactError::Arity { expected: 1, got: inputs.len() }) };
+        Ok(vec![(*x).clone()])
+    }
+
+    fn cost(&self, _: &[&Fact], _: &[Fact]) -> Cost {
+        Cost::default()
+    }
+
+    fn reference(&self, inputs: &[View<'_>], outputs: &mut [ViewMut<'_>]) -> Result<(), KernelError> {
+        outputs[0].bytes_mut().copy_from_slice(inputs[0].bytes());
+        Ok(())
+    }
+
+    fn is_view(&self) -> bool {
+        true
+    }
+}
+
+/// Small cases. None is differentiated: the gradient is not the slope.
+pub fn samples() -> Vec<Sample> {
+    let sample = |title, x: Tensor| Sample {
+        title,
+        op: Op::StopGradient(StopGradient {}),
+        inputs: vec![x],
+        differentiate: vec![],
+    };
+    vec![
+        sample("a matrix", Tensor::from_f32(&[2, 3], &[1.0, 2.0, 3.0, 4.0, 5.0, 6.0])),
+        sample("a number", Tensor::from_f32(&[], &[7.0])),
+        sample("integers", Tensor::from_i64(&[2], &[1, 2])),
+    ]
+}

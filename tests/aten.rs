@@ -1,0 +1,419 @@
+//! Operators of ATen as graphs of core ops: programs written out as JSON, packed as `torch.export.save` packs them, and
+//! run on the reference kernels. Expected numbers are worked out by hand.
+
+use compiler::graph::evaluate::evaluate;
+use compiler::import::fx::lower::table;
+use compiler::import::import::{Model, Options, Weight, load};
+use compiler::op::Op;
+use compiler::tensor::{DType, Tensor};
+use serde_json::{Value as Json, json};
+use std::collections::BTreeMap;
+
+/// The codes that the schema has for element types.
+const FLOAT: i64 = 7;
+const LONG: i64 = 5;
+const BOOL: i64 = 12;
+
+/// A program while it is written.
+#[derive(Default)]
+struct Program {
+    inputs: Vec<Json>,
+    specs: Vec<Json>,
+    nodes: Vec<Json>,
+    facts: serde_json::Map<String, Json>,
+    weights: serde_json::Map<String, Json>,
+    entries: Vec<(String, Vec<u8>)>,
+}
+
+fn meta(dtype: i64, sizes: &[usize], requires_grad: bool) -> Json {
+    let strides: Vec<usize> = (0..sizes.len()).map(|at| sizes[at + 1..].iter().product()).collect();
+    let list = |numbers: &[usize]| numbers.iter().map(|n| json!({"as_int": n})).collect::<Vec<_>>();
+    json!({"dtype": dtype, "sizes": list(sizes), "strides": list(&strides), "storage_offset": {"as_int": 0}, "layout": 7,
+           "requires_grad": requires_grad})
+}
+
+/// An argument that is a tensor.
+fn tensor(name: &str) -> Json {
+    json!({"as_tensor": {"name": name}})
+}
+
+/// An argument that is a list of tensors.
+fn tensors(names: &[&str]) -> Json {
+    json!({"as_tensors": names.iter().map(|n| json!({"name": n})).collect::<Vec<_>>()})
+}
+
+impl Program {
+    fn input(mut self, name: &str, dtype: i64, sizes: &[usize]) -> Program {
+        self.facts.insert(name.into(), meta(dtype, sizes, false));
+        self.inputs.push(tensor(name));
+        self.specs.push(json!({"user_input": {"arg": tensor(name)}}));
+        self
+    }
+
+    /// A parameter of the module whose placeholder is `p_NAME`; it is trained unless it is `frozen`.
+    fn parameter(mut self, name: &str, value: &Tensor, frozen: bool) -> Program {
+        let placeholder = format!("p_{name}");
+        let meta = meta(FLOAT, value.shape(), !frozen);
+        self.facts.insert(placeholder.clone(), meta.clone());
+        self.inputs.push(tensor(&placeholder));
+        self.specs.push(json!({"parameter": {"arg": {"name": placeholder}, "parameter_name": name}}));
+        let path = format!("weight_{}", self.entries.len());
+        self.weights.insert(name.into(), json!({"path_name": path, "use_pickle": false, "tensor_meta": meta}));
+        self.entries.push((format!("data/weights/{path}"), value.bytes().to_vec()));
+        self
+    }
+
+    fn node(self, target: &str, inputs: &[(&str, Json)], outputs: &[&str]) -> Program {
+        self.called("", target, inputs, outputs)
+    }
+
+    /// A node that a function of Python called.
+    fn called(mut self, from: &str, target: &str, inputs: &[(&str, Json)], outputs: &[&str]) -> Program {
+        let inputs: Vec<Json> = inputs.iter().map(|(name, arg)| json!({"name": name, "arg": arg, "kind": 1})).collect();
+        let outputs: Vec<Json> = outputs.iter().map(|name| tensor(name)).collect();
+        let metadata = if from.is_empty() { json!({}) } else { json!({"torch_fn": from}) };
+        let target = if target.contains('.') { target.to_string() } else { format!("torch.ops.aten.{target}.default") };
+        self.nodes.push(json!({"target": target, "inputs": inputs, "outputs": outputs, "metadata": metadata}));
+        self
+    }
+
+    /// The model that the program is, with these values as its results.
+    fn load(self, results: &[(&str, Json)]) -> Result<Model, String> {
+        let outputs: Vec<Json> = results.iter().map(|(name, _)| tensor(name)).collect();
+        let specs: Vec<Json> = results.iter().map(|(_, spec)| spec.clone()).collect();
+        let document = json!({
+            "graph_module": {
+                "graph": {"inputs": self.inputs, "outputs": outputs, "nodes": self.nodes, "tensor_values": self.facts},
+                "signature": {"input_specs": self.specs, "output_specs": specs},
+            },
+            "schema_version": {"major": 8, "minor": 20},
+            "torch_version": "2.15.0",
+        });
+        let mut entries = vec![
+            ("archive_format".to_string(), b"pt2".to_vec()),
+            ("models/model.json".to_string(), document.to_string().into_bytes()),
+            ("data/weights/model_weights_config.json".to_string(), json!({"config": self.weights}).to_string().into()),
+        ];
+        entries.extend(self.entries);
+        let file = tempfile::Builder::new().suffix(".pt2").tempfile().unwrap();
+        std::fs::write(file.path(), packed(&entries)).unwrap();
+        load(file.path(), &Options::default()).map_err(|error| error.to_string())
+    }
+
+    fn model(self, results: &[&str]) -> Result<Model, String> {
+        let results: Vec<(&str, Json)> =
+            results.iter().map(|name| (*name, json!({"user_output": {"arg": tensor(name)}}))).collect();
+        self.load(&results)
+    }
+
+    /// The results for these inputs.
+    fn run(self, given: &[(&str, Tensor)], results: &[&str]) -> Vec<Tensor> {
+        let model = self.model(results).unwrap();
+        values(&model, given)
+    }
+}
+
+fn values(model: &Model, given: &[(&str, Tensor)]) -> Vec<Tensor> {
+    let mut all: BTreeMap<String, Tensor> = given.iter().map(|(n, t)| (n.to_string(), t.clone())).collect();
+    for (name, weight) in &model.weights {
+        let Weight::Given(tensor) = weight else { panic!("{name} has no values") };
+        all.insert(name.clone(), tensor.clone());
+    }
+    let sizes = compiler::graph::bind::symbols(&model.graph);
+    let rows = given.first().map_or(1, |(_, t)| t.shape().first().copied().unwrap_or(1));
+    let bindings = sizes.into_iter().map(|s| (s, rows as i64)).collect();
+    let graph = compiler::graph::bind::bind(&model.graph, &bindings).unwrap();
+    let values = evaluate(&graph, &all).unwrap();
+    graph.outputs.iter().map(|output| values[&output.value].clone()).collect()
+}
+
+/// An archive whose entries are stored as they are.
+fn packed(entries: &[(String, Vec<u8>)]) -> Vec<u8> {
+    let (mut file, mut directory) = (Vec::new(), Vec::new());
+    for (name, content) in entries {
+        let name = format!("model/{name}");
+        let (at, size) = (file.len() as u32, content.len() as u32);
+        let mut common: Vec<u8> = vec![0; 8];
+        for number in [checksum(content), size, size] {
+            common.extend(number.to_le_bytes());
+        }
+        common.extend((name.len() as u16).to_le_bytes());
+        common.extend(0u16.to_le_bytes());
+        file.extend(*b"PK\x03\x04\x14\x00");
+        file.extend(&common);
+        file.extend(name.as_bytes());
+        file.extend(content);
+        directory.extend(*b"PK\x01\x02\x14\x00\x14\x00");
+        directory.extend(&common);
+        directory.extend([0; 10]);
+        directory.extend(at.to_le_bytes());
+        directory.extend(name.as_bytes());
+    }
+    let (at, size, count) = (file.len() as u32, directory.len() as u32, entries.len() as u16);
+    file.extend(&directory);
+    file.extend(*b"PK\x05\x06\0\0\0\0");
+    file.extend(count.to_le_bytes());
+    file.extend(count.to_le_bytes());
+    file.extend(size.to_le_bytes());
+    file.extend(at.to_le_bytes());
+    file.extend([0; 2]);
+    file
+}
+
+/// CRC-32 as zip has it.
+fn checksum(bytes: &[u8]) -> u32 {
+    let step = |crc: u32, _| if crc & 1 == 1 { (crc >> 1) ^ 0xedb8_8320 } else { crc >> 1 };
+    !bytes.iter().fold(!0u32, |crc, byte| (0..8).fold(crc ^ u32::from(*byte), step))
+}
+
+fn close(got: &Tensor, want: &[f64]) {
+    let values = got.to_f64();
+    let near = values.len() == want.len() && values.iter().zip(want).all(|(g, w)| (g - w).abs() < 1e-5);
+    assert!(near, "got {values:?}, expected {want:?}");
+}
+
+fn count(model: &Model, is: fn(&Op) -> bool) -> usize {
+    model.graph.ids().filter(|id| is(&model.graph.node(*id).op)).count()
+}
+
+fn int(value: i64) -> Json {
+    json!({"as_int": value})
+}
+
+fn ints(values: &[i64]) -> Json {
+    json!({"as_ints": values})
+}
+
+fn float(value: f64) -> Json {
+    json!({"as_float": value})
+}
+
+#[test]
+fn gradients_stop_where_the_program_says_so_and_nowhere_else() {
+    let w = Tensor::from_f32(&[2], &[1.0, 2.0]);
+    let stops = |model: &Model| count(model, |op| matches!(op, Op::StopGradient(_)));
+    let program = |from: &str, target: &str| {
+        Program::default()
+            .input("x", FLOAT, &[2])
+            .parameter("w", &w, false)
+            .node("mul.Tensor", &[("self", tensor("x")), ("other", tensor("p_w"))], &["y"])
+            .called(from, target, &[("self", tensor("y"))], &["held"])
+            .called("", "detach", &[("self", tensor("x"))], &["data"])
+            .node("torch.ops.aten.add.Tensor", &[("self", tensor("y")), ("other", tensor("held"))], &["sum"])
+            .node("torch.ops.aten.add.Tensor", &[("self", tensor("sum")), ("other", tensor("data"))], &["out"])
+            .model(&["out"])
+            .unwrap()
+    };
+    // What does not depend on a parameter needs no stop.
+    assert_eq!(stops(&program("", "detach")), 1);
+    // After decompositions only the function that a node came from tells.
+    assert_eq!(stops(&program("detach_1;method_descriptor.detach", "alias")), 1);
+    assert_eq!(stops(&program("wrap_with_set_grad_enabled;W.wrap_with_set_grad_enabled", "neg")), 1);
+    assert_eq!(stops(&program("alias_1;method_descriptor.alias", "alias")), 0);
+}
+
+#[test]
+fn parameters_without_gradient_are_states() {
+    let w = Tensor::from_f32(&[2], &[1.0, 2.0]);
+    let model = Program::default()
+        .input("x", FLOAT, &[2])
+        .parameter("w", &w, true)
+        .parameter("v", &w, false)
+        .node("torch.ops.aten.mul.Tensor", &[("self", tensor("x")), ("other", tensor("p_w"))], &["y"])
+        .node("torch.ops.aten.mul.Tensor", &[("self", tensor("y")), ("other", tensor("p_v"))], &["z"])
+        .model(&["z"])
+        .unwrap();
+    assert_eq!(count(&model, |op| matches!(op, Op::State(s) if s.name == "w")), 1);
+    assert_eq!(count(&model, |op| matches!(op, Op::Parameter(p) if p.name == "v")), 1);
+    assert!(model.warnings.iter().any(|w| w.contains("requires_grad=False")), "{:?}", model.warnings);
+}
+
+#[test]
+fn a_view_that_changes_changes_what_it_shows() {
+    let x = Tensor::from_f32(&[2, 3], &[1.0, 2.0, 3.0, 4.0, 5.0, 6.0]);
+    let program = Program::default()
+        .input("x", FLOAT, &[2, 3])
+        .node("torch.ops.aten.mul.Tensor", &[("self", tensor("x")), ("other", int(1))], &["y"])
+        .node("torch.ops.aten.slice.Tensor", &[("self", tensor("y")), ("dim", int(1)), ("start", int(1))], &["part"])
+        .node("torch.ops.aten.mul_.Tensor", &[("self", tensor("part")), ("other", int(10))], &["changed"])
+        .node("torch.ops.aten.t.default", &[("self", tensor("y"))], &["turned"])
+        .node("torch.ops.aten.select.int", &[("self", tensor("turned")), ("dim", int(0)), ("index", int(0))], &["row"])
+        .node("torch.ops.aten.fill_.Scalar", &[("self", tensor("row")), ("value", int(7))], &["filled"]);
+    let made = program.run(&[("x", x)], &["y", "turned"]);
+    close(&made[0], &[7.0, 20.0, 30.0, 7.0, 50.0, 60.0]);
+    close(&made[1], &[7.0, 7.0, 20.0, 50.0, 30.0, 60.0]);
+}
+
+#[test]
+fn recurrent_layers_keep_the_parameters_of_the_module() {
+    let parameters = ["w_ih_l0", "w_hh_l0", "b_ih_l0", "b_hh_l0", "w_ih_l1", "w_hh_l1", "b_ih_l1", "b_hh_l1"];
+    for (target, gates, states) in [("lstm.input", 4, 2), ("gru.input", 3, 1), ("rnn_relu.input", 1, 1)] {
+        let mut program = Program::default().input("x", FLOAT, &[2, 5, 3]).input("h", FLOAT, &[2, 2, 4]);
+        for name in parameters {
+            let wide = if name.starts_with("w_ih_l0") { 3 } else { 4 };
+            let shape = if name.starts_with('w') { vec![4 * gates, wide] } else { vec![4 * gates] };
+            program = program.parameter(name, &Tensor::zeros(DType::F32, &shape), false);
+        }
+        let names: Vec<String> = parameters.iter().map(|name| format!("p_{name}")).collect();
+        let names: Vec<&str> = names.iter().map(String::as_str).collect();
+        let flag = |value: bool| json!({"as_bool": value});
+        let first = if states == 2 { tensors(&["h", "h"]) } else { tensor("h") };
+        let given = [
+            ("input", tensor("x")),
+            ("hx", first),
+            ("params", tensors(&names)),
+            ("has_biases", flag(true)),
+            ("num_layers", int(2)),
+            ("dropout", float(0.25)),
+            ("train", flag(true)),
+            ("bidirectional", flag(false)),
+            ("batch_first", flag(true)),
+        ];
+        let results = &["y", "last", "cell"][..=states];
+        let model = program.node(&format!("torch.ops.aten.{target}"), &given, results).model(results).unwrap();
+        let layers = count(&model, |op| matches!(op, Op::Lstm(_) | Op::Gru(_) | Op::Rnn(_)));
+        assert_eq!((layers, count(&model, |op| matches!(op, Op::Dropout(_)))), (2, 1), "{target}");
+        assert_eq!(count(&model, |op| matches!(op, Op::Parameter(_))), 8, "{target}");
+    }
+}
+
+#[test]
+fn places_are_written_and_read() {
+    let x = Tensor::from_f32(&[2, 3], &[1.0, 2.0, 3.0, 4.0, 5.0, 6.0]);
+    let index = |values: &[i64]| Tensor::from_i64(&[2, 2], values);
+    let three = |target: &str, last: (&str, Json), given: &[i64]| {
+        let program = Program::default()
+            .input("x", FLOAT, &[2, 3])
+            .input("i", LONG, &[2, 2])
+            .input("v", FLOAT, &[2, 2])
+            .node(target, &[("self", tensor("x")), ("dim", int(1)), ("index", tensor("i")), last], &["y"]);
+        let v = Tensor::from_f32(&[2, 2], &[10.0, 20.0, 30.0, 40.0]);
+        program.run(&[("x", x.clone()), ("i", index(given)), ("v", v)], &["y"]).remove(0)
+    };
+    close(&three("torch.ops.aten.scatter.src", ("src", tensor("v")), &[2, 0, 1, 2]), &[20., 2., 10., 4., 30., 40.]);
+    close(&three("torch.ops.aten.scatter.value", ("value", float(9.0)), &[2, 0, 1, 2]), &[9., 2., 9., 4., 9., 9.]);
+    close(&three("scatter_add", ("src", tensor("v")), &[0, 0, 1, 2]), &[31., 2., 3., 4., 35., 46.]);
+    close(&three("gather", ("sparse_grad", json!({"as_bool": false})), &[2, 0, 1, 1]), &[3., 1., 5., 5.]);
+}
+
+#[test]
+fn axes_are_summed_sorted_and_rolled() {
+    let x = Tensor::from_f32(&[1, 4], &[3.0, 1.0, 4.0, 1.5]);
+    let one = |target: &str, more: &[(&str, Json)], results: &[&str]| {
+        let mut given = vec![("self", tensor("x"))];
+        given.extend(more.iter().cloned());
+        Program::default().input("x", FLOAT, &[1, 4]).node(target, &given, results).run(&[("x", x.clone())], results)
+    };
+    close(&one("cumsum", &[("dim", int(1))], &["y"])[0], &[3.0, 4.0, 8.0, 9.5]);
+    let sorted = one("sort", &[("dim", int(1)), ("descending", json!({"as_bool": true}))], &["y", "at"]);
+    close(&sorted[0], &[4.0, 3.0, 1.5, 1.0]);
+    assert_eq!(sorted[1].to_i64(), [2, 0, 3, 1]);
+    close(&one("median.dim", &[("dim", int(1))], &["y", "at"])[0], &[1.5]);
+    close(&one("roll", &[("shifts", ints(&[1])), ("dims", ints(&[1]))], &["y"])[0], &[1.5, 3.0, 1.0, 4.0]);
+    let windows = [("dimension", int(1)), ("size", int(2)), ("step", int(2))];
+    close(&one("unfold", &windows, &["y"])[0], &[3.0, 1.0, 4.0, 1.5]);
+}
+
+#[test]
+fn images_are_stretched_and_continued() {
+    let x = Tensor::from_f32(&[1, 1, 1, 2], &[0.0, 1.0]);
+    let one = |target: &str, more: &[(&str, Json)]| {
+        let mut given = vec![("self", tensor("x"))];
+        given.extend(more.iter().cloned());
+        let program = Program::default().input("x", FLOAT, &[1, 1, 1, 2]).node(target, &given, &["y"]);
+        program.run(&[("x", x.clone())], &["y"]).remove(0)
+    };
+    let corners = |on: bool| ("align_corners", json!({"as_bool": on}));
+    let size = ("output_size", ints(&[1, 4]));
+    close(&one("upsample_bilinear2d", &[size.clone(), corners(false)]), &[0.0, 0.25, 0.75, 1.0]);
+    close(&one("upsample_bilinear2d", &[size, corners(true)]), &[0.0, 1.0 / 3.0, 2.0 / 3.0, 1.0]);
+    close(&one("upsample_nearest2d", &[("output_size", ints(&[1, 3]))]), &[0.0, 0.0, 1.0]);
+    close(&one("adaptive_avg_pool2d", &[("output_size", ints(&[1, 3]))]), &[0.0, 0.5, 1.0]);
+    close(&one("reflection_pad2d", &[("padding", ints(&[1, 1, 0, 0]))]), &[1.0, 0.0, 1.0, 0.0]);
+    close(&one("replication_pad2d", &[("padding", ints(&[1, 1, 0, 0]))]), &[0.0, 0.0, 1.0, 1.0]);
+}
+
+#[test]
+fn losses_are_those_of_the_formula() {
+    let (x, t) = (Tensor::from_f32(&[1, 2], &[0.0, 3f32.ln()]), Tensor::from_i64(&[1], &[0]));
+    let smoothed = Program::default().input("x", FLOAT, &[1, 2]).input("t", LONG, &[1]).node(
+        "cross_entropy_loss",
+        &[("self", tensor("x")), ("target", tensor("t")), ("label_smoothing", float(0.2))],
+        &["y"],
+    );
+    close(&smoothed.run(&[("x", x), ("t", t)], &["y"])[0], &[1.276_433]);
+    let two = |target: &str, more: (&str, Json)| {
+        let given = [("self", tensor("a")), ("target", tensor("b")), more];
+        let program = Program::default().input("a", FLOAT, &[2]).input("b", FLOAT, &[2]).node(target, &given, &["y"]);
+        let (a, b) = (Tensor::from_f32(&[2], &[0.5, 3.0]), Tensor::from_f32(&[2], &[0.0, 1.0]));
+        program.run(&[("a", a), ("b", b)], &["y"]).remove(0)
+    };
+    close(&two("smooth_l1_loss", ("beta", float(1.0))), &[(0.125 + 1.5) / 2.0]);
+    close(&two("huber_loss", ("delta", float(0.5))), &[(0.125 + 0.5 * 1.75) / 2.0]);
+    let softplus = |x: f64| (1.0 + x.exp()).ln();
+    let want = (0.5 + softplus(-0.5) + softplus(-3.0)) / 2.0;
+    close(&two("binary_cross_entropy_with_logits", ("reduction", int(1))), &[want]);
+}
+
+#[test]
+fn sums_over_letters_are_products_of_matrices() {
+    let a = Tensor::from_f32(&[1, 2, 2], &[1.0, 2.0, 3.0, 4.0]);
+    let b = Tensor::from_f32(&[2, 2], &[1.0, 0.0, 1.0, 1.0]);
+    let sum = |equation: &str| {
+        let given = [("equation", json!({"as_string": equation})), ("tensors", tensors(&["a", "b"]))];
+        let program =
+            Program::default().input("a", FLOAT, &[1, 2, 2]).input("b", FLOAT, &[2, 2]).node("einsum", &given, &["y"]);
+        program.run(&[("a", a.clone()), ("b", b.clone())], &["y"]).remove(0)
+    };
+    close(&sum("nij,jk->nik"), &[3.0, 2.0, 7.0, 4.0]);
+    close(&sum("nij,kj->nki"), &[1.0, 3.0, 3.0, 7.0]);
+    close(&sum("nij,ij->n"), &[1.0 + 3.0 + 4.0]);
+}
+
+#[test]
+fn masked_attention_gives_zeros_where_nothing_is_seen() {
+    let ones = Tensor::from_f32(&[1, 2, 2], &[1.0, 2.0, 3.0, 4.0]);
+    let mask = Tensor::from_bool(&[1, 2, 2], &[false, true, false, false]);
+    let program = Program::default().input("q", FLOAT, &[1, 2, 2]).input("m", BOOL, &[1, 2, 2]).node(
+        "scaled_dot_product_attention",
+        &[("query", tensor("q")), ("key", tensor("q")), ("value", tensor("q")), ("attn_mask", tensor("m"))],
+        &["y"],
+    );
+    close(&program.run(&[("q", ones), ("m", mask)], &["y"])[0], &[3.0, 4.0, 0.0, 0.0]);
+}
+
+#[test]
+fn joint_graphs_give_loss_and_gradients_and_are_not_trained() {
+    let w = Tensor::from_f32(&[2], &[3.0, 5.0]);
+    let model = Program::default()
+        .input("x", FLOAT, &[2])
+        .parameter("w", &w, false)
+        .node("torch.ops.aten.mul.Tensor", &[("self", tensor("x")), ("other", tensor("p_w"))], &["y"])
+        .node("sum", &[("self", tensor("y"))], &["loss"])
+        .node("torch.ops.aten.mul.Tensor", &[("self", tensor("x")), ("other", int(1))], &["dw"])
+        .load(&[
+            ("loss", json!({"loss_output": {"arg": {"name": "loss"}}})),
+            ("dw", json!({"gradient_to_parameter": {"arg": {"name": "dw"}, "parameter_name": "w"}})),
+        ])
+        .unwrap();
+    let names: Vec<&str> = model.graph.outputs.iter().map(|o| o.name.as_str()).collect();
+    assert_eq!(names, ["loss", "gradient of w"]);
+    assert_eq!(count(&model, |op| matches!(op, Op::Parameter(_))), 0);
+    assert!(model.warnings.iter().any(|w| w.contains("joint graph")), "{:?}", model.warnings);
+    let made = values(&model, &[("x", Tensor::from_f32(&[2], &[1.0, 2.0]))]);
+    close(&made[0], &[13.0]);
+    close(&made[1], &[1.0, 2.0]);
+}
+
+/// The list of operators for people. `PIPEC_BLESS=1` writes it anew.
+#[test]
+fn the_list_of_operators_is_that_of_the_table() {
+    let path = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/import/aten.txt");
+    let names = table::operators();
+    assert!(names.windows(2).all(|pair| pair[0] < pair[1]), "an operator has two rows");
+    let text: String = names.iter().map(|name| format!("{name}\n")).collect();
+    if std::env::var_os("PIPEC_BLESS").is_some() {
+        std::fs::write(path, &text).unwrap();
+    }
+    assert_eq!(std::fs::read_to_string(path).unwrap_or_default(), text);
+}
