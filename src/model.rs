@@ -1,6 +1,6 @@
 //! Loading a model, and giving its open dimensions their sizes.
 
-use crate::arguments::Dims;
+use crate::arguments::Import;
 use crate::failure::Failure;
 use crate::screen::Screen;
 use compiler::graph::Graph;
@@ -23,21 +23,36 @@ pub struct Loaded {
     /// As it was imported.
     pub model: Model,
     path: PathBuf,
-    dims: Bindings,
+    options: Options,
     asked: Option<u64>,
 }
 
+/// Imports the file to train it or to plan that: tells its warnings, and in what it is not the model that its framework trains.
+pub fn load(path: &Path, import: &Import, screen: &Screen) -> Result<Loaded, Failure> {
+    let loaded = read(path, import, screen)?;
+    loaded.model.doubts.iter().for_each(|doubt| screen.warn(&format!("{doubt}; {}", doubt.remedy())));
+    Ok(loaded)
+}
+
 /// Imports the file and tells its warnings.
-pub fn load(path: &Path, dims: &Dims, screen: &Screen) -> Result<Loaded, Failure> {
-    let given: Bindings = dims.dims.iter().map(|(name, size)| (name.clone(), *size as i64)).collect();
-    let options = Options { dims: given.clone(), batch_axes: BTreeMap::new() };
+pub fn read(path: &Path, import: &Import, screen: &Screen) -> Result<Loaded, Failure> {
+    let options = Options {
+        dims: import.dims.iter().map(|(name, size)| (name.clone(), *size as i64)).collect(),
+        batch_axes: import.batch_dims.iter().cloned().collect(),
+        train_mode: import.train_mode,
+    };
     let model = import::load(path, &options)
         .map_err(|error| Failure::input(format!("cannot import {}", path.display())).because(error))?;
     model.warnings.iter().for_each(|warning| screen.warn(warning));
-    Ok(Loaded { model, path: path.to_path_buf(), dims: given, asked: dims.micro_batch })
+    Ok(Loaded { model, path: path.to_path_buf(), options, asked: None })
 }
 
 impl Loaded {
+    /// The same with the number of samples that the user asks for in a micro-batch.
+    pub fn asked(self, samples: Option<u64>) -> Loaded {
+        Loaded { asked: samples, ..self }
+    }
+
     /// Samples in one micro-batch: what the user says, else the file, else `otherwise`, else 32, which is told.
     pub fn micro_batch(&self, otherwise: Option<u64>, screen: &Screen) -> u64 {
         self.known_micro_batch(otherwise).unwrap_or_else(|| {
@@ -50,7 +65,7 @@ impl Loaded {
     pub fn known_micro_batch(&self, otherwise: Option<u64>) -> Option<u64> {
         match &self.model.batch {
             Batch::Symbol { name, default } => {
-                let said = self.dims.get(name).map(|size| *size as u64);
+                let said = self.options.dims.get(name).map(|size| *size as u64);
                 self.asked.or(said).or(otherwise).or(default.map(|size| size as u64))
             }
             Batch::Fixed { size, .. } => self.asked.or(otherwise).or(Some(size.map_or(1, |size| size as u64))),
@@ -59,7 +74,7 @@ impl Loaded {
 
     /// The graph at that many samples, with every size a number.
     pub fn at(&self, samples: u64) -> Result<Graph, Failure> {
-        let mut dims = self.dims.clone();
+        let mut dims = self.options.dims.clone();
         match &self.model.batch {
             Batch::Symbol { name, .. } => {
                 dims.insert(name.clone(), samples as i64);
@@ -91,13 +106,18 @@ impl Loaded {
 
     /// The model as plans name it.
     pub fn planned(&self, ops: usize) -> PlannedModel {
-        let dims = self.dims.iter().map(|(name, size)| (name.clone(), *size as u64)).collect();
+        let dims = self.options.dims.iter().map(|(name, size)| (name.clone(), *size as u64)).collect();
         PlannedModel {
             file: self.file(),
             sha256: self.model.sha256.clone(),
             ops: ops as u64,
             graph_hash: hash(&self.model.graph),
-            import: ImportSettings { dims, train_mode: true, loss: None },
+            import: ImportSettings {
+                dims,
+                train_mode: self.options.train_mode,
+                batch_dims: self.options.batch_axes.iter().map(|(name, axis)| (name.clone(), *axis as u64)).collect(),
+                loss: None,
+            },
         }
     }
 

@@ -1,6 +1,6 @@
 //! `pipec eval`: a model's answers for given inputs.
 
-use crate::arguments::Dims;
+use crate::arguments::Import;
 use crate::failure::Failure;
 use crate::initial::initial;
 use crate::model;
@@ -78,7 +78,7 @@ impl Answer {
 }
 
 fn one(file: &Path, inputs: &Path, weights: Option<&Path>, output: &Path, screen: &Screen) -> Result<Answer, Failure> {
-    let loaded = model::load(file, &Dims::default(), screen)?;
+    let loaded = model::read(file, &Import::default(), screen)?;
     let weights = initial(&loaded, weights, screen)?;
     let given = given::arrays(&loaded.model.graph, inputs, "the inputs", screen)?;
     given::check(&loaded.model.graph, &given, inputs)?;

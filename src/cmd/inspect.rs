@@ -46,7 +46,7 @@ struct Module {
 
 /// Inspects and prints.
 pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Failure> {
-    let loaded = model::load(&arguments.file, &arguments.dims, screen)?;
+    let loaded = model::load(&arguments.file, &arguments.dims.import, screen)?.asked(arguments.dims.micro_batch);
     if arguments.text {
         let printed = text::print(&loaded.model.graph);
         screen.text(&printed);

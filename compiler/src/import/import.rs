@@ -11,6 +11,7 @@ use crate::graph::bind::bind;
 use crate::graph::order::canonical;
 use crate::graph::verify::{VerifyError, verify};
 use crate::graph::{Graph, Output};
+use crate::import::doubt::{Doubt, Finding};
 use crate::import::fx::error::FxError;
 use crate::import::fx::lower::walk as fx;
 use crate::import::fx::program::Program;
@@ -21,6 +22,8 @@ use crate::import::onnx::lower::input::{self, InputError, Inputs};
 use crate::import::onnx::lower::walk::{self, LowerError, Lowered};
 use crate::import::onnx::model::{Dim as SourceDim, OnnxModel};
 use crate::import::onnx::name::shown;
+use crate::import::onnx::training::{TrainModeError, train_mode};
+use crate::import::onnx::truth;
 use crate::import::prune::prune;
 use crate::op::Op;
 use crate::pass::pipeline::{self, PassBug};
@@ -38,6 +41,8 @@ pub struct Options {
     pub dims: Bindings,
     /// The batch axis of inputs by name; axis 0 where nothing is said.
     pub batch_axes: BTreeMap<String, usize>,
+    /// Whether what was exported for inference is turned back into training mode.
+    pub train_mode: bool,
 }
 
 /// A model, ready to be planned.
@@ -51,6 +56,8 @@ pub struct Model {
     pub batch: Batch,
     /// What the user should hear about though it stops nothing.
     pub warnings: Vec<String>,
+    /// In what the file is not the model that its framework trains.
+    pub doubts: Vec<Doubt>,
     /// The fingerprint of the source model, which does not depend on its weights: 64 hexadecimal characters.
     pub sha256: String,
     /// The file.
@@ -111,6 +118,9 @@ pub enum ImportError {
     /// Nodes or operators that cannot be lowered.
     #[error(transparent)]
     Lower(#[from] LowerError),
+    /// What was exported for inference cannot be turned back.
+    #[error(transparent)]
+    TrainMode(#[from] TrainModeError),
     /// The importer built a graph that does not hold together.
     #[error("this is a bug in pipec: the imported graph does not hold together: {0}")]
     Verify(Box<VerifyError>),
@@ -139,11 +149,19 @@ pub fn load(path: &Path, options: &Options) -> Result<Model, ImportError> {
 /// Imports a decoded ONNX model, named after `file`.
 pub fn from_onnx(source: &OnnxModel, file: &str, options: &Options) -> Result<Model, ImportError> {
     walk::check(source)?;
+    let doubts = truth::doubts(source);
+    if let Some(folded) = doubts.iter().find(|d| options.train_mode && d.finding == Finding::FoldedBatchNorm) {
+        return Err(TrainModeError::Folded(folded.clone()).into());
+    }
+    let turned = if options.train_mode { Some(train_mode(source)?) } else { None };
+    let doubts = turned.as_ref().map_or(doubts, truth::doubts);
+    let source = turned.as_ref().unwrap_or(source);
     let inputs = input::read(&source.inputs, &options.dims, &options.batch_axes)?;
     let open = |facts: &[Fact], frozen: &Bindings| walk::lower(source, facts, frozen);
     let (lowered, batch) = lower(&inputs, open, |graph| differs(source, graph, &inputs))?;
     let about = About {
         warnings: source.warnings.iter().map(ToString::to_string).collect(),
+        doubts,
         sha256: source.sha256_hex(),
         file: file.to_string(),
         producer: source.producer.clone(),
@@ -160,6 +178,7 @@ pub fn from_program(program: &Program, file: &str, options: &Options) -> Result<
     let (lowered, batch) = lower(&inputs, open, |_| None)?;
     let about = About {
         warnings: program.warnings.clone(),
+        doubts: Vec::new(),
         sha256: program.sha256_hex(),
         file: file.to_string(),
         producer: format!("pytorch {}", program.torch),
@@ -170,6 +189,7 @@ pub fn from_program(program: &Program, file: &str, options: &Options) -> Result<
 /// What a file says beside its graph.
 struct About {
     warnings: Vec<String>,
+    doubts: Vec<Doubt>,
     sha256: String,
     file: String,
     producer: String,
@@ -183,7 +203,7 @@ fn finish(lowered: Lowered, batch: Batch, inputs: &Inputs, about: About) -> Resu
     number_streams(&mut graph);
     pipeline::canonical(&mut graph)?;
     let graph = prune(&graph).map_err(LowerError::from)?;
-    let About { mut warnings, sha256, file, producer } = about;
+    let About { mut warnings, doubts, sha256, file, producer } = about;
     warnings.extend(lowered.warnings);
     warnings.extend(inputs.open.iter().map(|s| format!("dimension `{s}` is open; give it a size with `--dim {s}=N`")));
     let weight = |initial| match initial {
@@ -191,7 +211,7 @@ fn finish(lowered: Lowered, batch: Batch, inputs: &Inputs, about: About) -> Resu
         Err(path) => Weight::Missing { path },
     };
     let weights = walk::kept(&graph, lowered.weights).into_iter().map(|w| (w.name, weight(w.initial))).collect();
-    Ok(Model { graph, weights, batch, warnings, sha256, file, producer })
+    Ok(Model { graph, weights, batch, warnings, doubts, sha256, file, producer })
 }
 
 /// Gives every dropout a stream of its own: its place among the dropouts.

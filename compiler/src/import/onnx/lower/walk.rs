@@ -207,13 +207,15 @@ impl Walk<'_> {
             if let Op::State(op) = &mut self.graph.node_mut(state.node).op {
                 op.name.clone_from(&name);
             }
-            self.ledger.warnings.push(format!(
-                "`{}` is a parameter and a running statistic at once: the exporter merged two tensors that start \
-                 equal; the statistic is now `{}`",
-                shown(&weight.name),
-                shown(&name)
-            ));
             parted.push(Weight { name, trainable: false, parameter: None, state: Some(state), ..weight.clone() });
+        }
+        if let Some(first) = parted.first() {
+            self.ledger.warnings.push(format!(
+                "{} tensors are a parameter and a running statistic at once, since the exporter merged what starts \
+                 equal; the statistics are now on their own, `{}` first",
+                parted.len(),
+                shown(&first.name)
+            ));
         }
         self.ledger.weights.extend(parted);
     }
@@ -244,14 +246,6 @@ impl Walk<'_> {
         let weights = kept(&graph, self.ledger.weights);
         let mut warnings = self.ledger.warnings;
         warnings.extend(weight::warning(weights.iter().filter(|w| w.trainable).map(|w| w.name.as_str())));
-        if let Some(first) = self.ledger.stored_statistics.first() {
-            warnings.push(format!(
-                "{} BatchNormalization nodes, `{}` among them, use stored statistics instead of those of the batch: \
-                 trained so, the model is not the one that its framework trains; export it in training mode",
-                self.ledger.stored_statistics.len(),
-                shown(first)
-            ));
-        }
         Ok(Lowered { graph, weights, warnings })
     }
 }
