@@ -7,6 +7,7 @@ use compiler::graph::Graph;
 use compiler::graph::bind::{bind, symbols};
 use compiler::graph::hash::hash;
 use compiler::graph::order;
+use compiler::import::doubt::Doubt;
 use compiler::import::import::{self, Batch, Model, Options, Weight};
 use compiler::plan::{ImportSettings, PlannedModel};
 use compiler::profile::ProfiledModel;
@@ -30,8 +31,14 @@ pub struct Loaded {
 /// Imports the file to train it or to plan that: tells its warnings, and in what it is not the model that its framework trains.
 pub fn load(path: &Path, import: &Import, screen: &Screen) -> Result<Loaded, Failure> {
     let loaded = read(path, import, screen)?;
-    loaded.model.doubts.iter().for_each(|doubt| screen.warn(&format!("{doubt}; {}", doubt.remedy())));
+    loaded.model.doubts.iter().for_each(|doubt| tell(doubt, screen));
     Ok(loaded)
+}
+
+/// Tells a doubt with what mends it.
+pub fn tell(doubt: &Doubt, screen: &Screen) {
+    let text = format!("{doubt}; {}", doubt.remedy());
+    if doubt.is_note() { screen.note(&text) } else { screen.warn(&text) }
 }
 
 /// Imports the file and tells its warnings.

@@ -7,6 +7,7 @@ pub mod fx;
 #[allow(clippy::module_inception)]
 pub mod import;
 pub mod onnx;
+pub mod opening;
 pub mod pipedream;
 pub mod prune;
 pub mod reason;

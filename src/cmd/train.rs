@@ -227,7 +227,7 @@ fn trainable(arguments: &Arguments, import: &Import, screen: &Screen) -> Result<
     }
     let loaded = model::read(&arguments.file, import, screen)?;
     let (wrong, other): (Vec<_>, Vec<_>) = loaded.model.doubts.iter().partition(|doubt| doubt.is_wrong());
-    other.iter().for_each(|doubt| screen.warn(&format!("{doubt}; {}", doubt.remedy())));
+    other.iter().for_each(|doubt| model::tell(doubt, screen));
     let Some(first) = wrong.first() else { return Ok(loaded) };
     let what = format!("{} is not the model that its framework trains", arguments.file.display());
     let failure = wrong.iter().fold(Failure::input(what), |failure, doubt| failure.because(doubt));

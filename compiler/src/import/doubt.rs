@@ -52,6 +52,12 @@ impl Doubt {
         self.finding != Finding::InferenceDropout
     }
 
+    /// Whether it is worth a note and no warning: some dropouts of a file that trains the others. The older exporter of
+    /// PyTorch writes those of its fused attention so, whatever it is told.
+    pub fn is_note(&self) -> bool {
+        self.finding == Finding::InferenceDropout && !self.beside.is_empty()
+    }
+
     /// One word for programs.
     pub fn name(&self) -> &'static str {
         match self.finding {
@@ -67,6 +73,7 @@ impl Doubt {
     pub fn remedy(&self) -> String {
         match self.finding {
             Finding::FoldedBatchNorm => format!("export again with `{EXPORT}`, or save with `{SAVE}`"),
+            Finding::InferenceDropout if self.is_note() => "`--train-mode` turns them on".to_string(),
             Finding::InferenceBatchNorm | Finding::InferenceDropout => {
                 format!("`--train-mode` turns them back; or export with `{EXPORT}`, or save with `{SAVE}`")
             }
@@ -98,9 +105,10 @@ impl fmt::Display for Doubt {
             ),
             Finding::InferenceDropout => write!(
                 f,
-                "{count} Dropout {} in inference mode, first node `{first}`: nothing is dropped, so the model trains \
-                 without that regularisation",
-                many("node is", "nodes are")
+                "{count} Dropout {} in inference mode{}, first node `{first}`: nothing is dropped there, so the model \
+                 trains without that regularisation",
+                many("node is", "nodes are"),
+                if beside.is_empty() { String::new() } else { format!(", {beside}") }
             ),
             Finding::Merged => write!(
                 f,

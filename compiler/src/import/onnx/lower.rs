@@ -32,6 +32,7 @@ pub mod window;
 use crate::graph::{Graph, MovingAverage, Origin};
 use crate::import::build::Build;
 use crate::import::onnx::model::Node;
+use crate::import::opening::Opened;
 use crate::import::reason::Reason;
 use crate::import::{prune, symbol};
 use crate::op::{Concat, Op, Value};
@@ -118,6 +119,8 @@ pub struct Ledger {
     pub averages: Vec<MovingAverage>,
     /// What to tell the user.
     pub warnings: Vec<String>,
+    /// Values that were made again with an open batch.
+    pub opened: Opened,
     /// Nodes that normalise batches with stored statistics.
     pub stored_statistics: Vec<String>,
 }
@@ -157,6 +160,14 @@ impl Build for Scope<'_> {
 
     fn origin(&self) -> Origin {
         Origin { source: self.node.name.clone(), module: self.node.module.clone() }
+    }
+
+    fn frozen(&self) -> Option<&Frozen> {
+        Some(self.frozen)
+    }
+
+    fn opened(&mut self) -> Option<&mut Opened> {
+        Some(&mut self.ledger.opened)
     }
 }
 

@@ -39,7 +39,7 @@ pub fn doubts(model: &OnnxModel) -> Vec<Doubt> {
     let found = [
         folded(model),
         nodes(Finding::InferenceBatchNorm, model, |node| modes.is_inference_norm(node)),
-        nodes(Finding::InferenceDropout, model, |node| modes.is_inference_dropout(node)),
+        dropouts(model, &modes),
         merged(model, &readers),
         untied(model, &readers),
     ];
@@ -106,6 +106,13 @@ fn nodes(finding: Finding, model: &OnnxModel, is: impl Fn(&Node) -> bool) -> Opt
     let mut found = model.nodes.iter().filter(|node| is(node));
     let first = found.next()?.name.clone();
     Some(Doubt { finding, count: 1 + found.count(), first, beside: String::new() })
+}
+
+fn dropouts(model: &OnnxModel, modes: &Modes<'_>) -> Option<Doubt> {
+    let doubt = nodes(Finding::InferenceDropout, model, |node| modes.is_inference_dropout(node))?;
+    let training = model.nodes.iter().filter(|node| standard(node, "Dropout")).count() - doubt.count;
+    let beside = if training > 0 { format!("while {training} others train") } else { String::new() };
+    Some(Doubt { beside, ..doubt })
 }
 
 fn folded(model: &OnnxModel) -> Option<Doubt> {

@@ -4,6 +4,7 @@ use super::attribute::axis;
 use super::slice::part;
 use super::{Known, Outputs, Reason, Scope, symbol};
 use crate::import::build::Build;
+use crate::import::opening::sample;
 use crate::op::{Binary, Compare, Concat, Gather, Iota, Op, Pad, Transpose, Value};
 use crate::tensor::dim::Dim;
 use crate::tensor::fact::Fact;
@@ -82,24 +83,6 @@ pub fn opened(scope: &mut Scope<'_>, slot: usize, asked: &[Dim]) -> Result<Optio
         }
     }
     found.map(|sample| scope.constant(sample)).transpose()
-}
-
-/// The first entry along an axis, with a size of 1, if all entries are equal.
-fn sample(tensor: &Tensor, axis: usize) -> Option<Tensor> {
-    let mut shape = tensor.shape().to_vec();
-    let size = std::mem::replace(&mut shape[axis], 1);
-    let entry = shape[axis..].iter().product::<usize>() * tensor.dtype().size();
-    if entry == 0 || size == 0 {
-        return None;
-    }
-    let mut bytes = Vec::with_capacity(tensor.bytes().len() / size);
-    for entries in tensor.bytes().chunks_exact(entry * size) {
-        if entries.chunks_exact(entry).any(|e| e != &entries[..entry]) {
-            return None;
-        }
-        bytes.extend_from_slice(&entries[..entry]);
-    }
-    Tensor::new(tensor.dtype(), shape, bytes.into()).ok()
 }
 
 /// All inputs one behind the other.

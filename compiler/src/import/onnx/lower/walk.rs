@@ -105,7 +105,7 @@ pub fn check(model: &OnnxModel) -> Result<(), LowerError> {
 
 /// Lowers a model whose operators passed [`check`], with these facts of its inputs.
 pub fn lower(model: &OnnxModel, inputs: &[Fact], frozen: &Frozen) -> Result<Lowered, LowerError> {
-    let (known, weights) = weight::sort(&model.initializers);
+    let (known, weights) = weight::sort(model);
     let opset = model.opset("").unwrap_or(*OPSETS.end());
     let mut walk = Walk {
         opset,
