@@ -157,7 +157,55 @@ fn reshaped<B: Build + ?Sized>(build: &B, value: Value, shape: &[Dim]) -> Result
             return Ok(Some((axis, shape[at].clone())));
         }
     }
-    Ok(None)
+    let mut new = shape.to_vec();
+    new[at] = number;
+    among(build, &new, at, have, &shape[at])
+}
+
+/// The one axis of `other`, a reshape of `shape`, that can carry the batch of axis `at`, and its open size.
+fn among<B: Build + ?Sized>(
+    build: &B,
+    shape: &[Dim],
+    at: usize,
+    other: &[Dim],
+    want: &Dim,
+) -> Result<Option<(usize, Dim)>, Reason> {
+    let symbols = want.symbols();
+    let ([name], Some(frozen)) = (symbols.as_slice(), build.frozen()) else { return Ok(None) };
+    let numbers = |dims: &[Dim]| dims.iter().map(Dim::known).collect::<Option<Vec<i64>>>();
+    let (Some(from), Some(to), Some(&size)) = (numbers(shape), numbers(other), frozen.get(name)) else {
+        return Ok(None);
+    };
+    let Some(axis) = alone(&from, at, &to, size) else { return Ok(None) };
+    Ok(Some((axis, Dim::symbol(name).mul(&Dim::Known(to[axis] / size))?)))
+}
+
+/// Where a factor of an axis goes when a shape becomes another one: the one axis, among those that take the place of axis
+/// `at`, whose size is a multiple of the factor; `None` where there are several.
+pub fn alone(from: &[i64], at: usize, to: &[i64], factor: i64) -> Option<usize> {
+    let (mut read, mut written) = (0, 0);
+    if factor < 2 {
+        return None;
+    }
+    while read < from.len() {
+        // The fewest axes on both sides with one product.
+        let (first, start) = (read, written);
+        let (mut left, mut right) = (1i64, 1i64);
+        while left != right || (read, written) == (first, start) {
+            if read < from.len() && (left <= right || written == to.len()) {
+                left = left.checked_mul(from[read])?;
+                read += 1;
+            } else {
+                right = right.checked_mul(*to.get(written)?)?;
+                written += 1;
+            }
+        }
+        if (first..read).contains(&at) {
+            let mut fit = (start..written).filter(|axis| to[*axis] > 1 && to[*axis] % factor == 0);
+            return fit.next().filter(|_| fit.next().is_none());
+        }
+    }
+    None
 }
 
 fn open<B: Build + ?Sized>(build: &mut B, value: Value, axis: usize, want: &Dim) -> Result<Value, Reason> {
@@ -196,7 +244,7 @@ fn carry<B: Build + ?Sized>(
     let whole = |slot: usize, at: usize| facts[slot].get(at) == Some(&shape[axis]);
     // For each input, along which axis it carries the size.
     let mut along: Vec<Option<usize>> = vec![None; inputs.len()];
-    let mut op = op;
+    let (mut op, mut inner) = (op, want.clone());
     match &mut op {
         Op::Input(input) if *want == symbol_of(want) => {
             return Err(Reason::Batch { input: input.name.clone(), axis });
@@ -236,7 +284,10 @@ fn carry<B: Build + ?Sized>(
                 }
             }
             if along[0].is_none() {
-                return Err(stuck("it is a reshape in which that axis is not one of its input's"));
+                let found = among(build, new, axis, &facts[0], want)?;
+                let (at, size) = found
+                    .ok_or_else(|| stuck("it is a reshape, and which axis of its input has the batch is not clear"))?;
+                (along[0], inner) = (Some(at), size);
             }
             new[axis] = want.clone();
         }
@@ -264,12 +315,22 @@ fn carry<B: Build + ?Sized>(
             along[0] = if reduce.keep { Some(axis) } else { (0..facts[0].len()).filter(kept).nth(axis) };
         }
         Op::MatMul(_) if axis + 2 < shape.len() => along = vec![aligned(0), aligned(1)],
+        Op::MatMul(op) if axis + 2 == shape.len() => {
+            along[0] = Some(facts[0].len() - if op.transpose_a { 1 } else { 2 })
+        }
+        Op::Conv(_) | Op::MaxPool(_) | Op::AvgPool(_) | Op::BatchNorm(_) if axis == 0 && value.output == 0 => {
+            along[0] = Some(0);
+        }
+        // y [T, N, H], and h and c after the last step [N, H].
+        Op::Lstm(_) if (value.output, axis) == (0, 1) || (matches!(value.output, 1 | 2) && axis == 0) => {
+            (along[0], along[5], along[6]) = (Some(1), Some(0), Some(0));
+        }
         _ => return Err(stuck("pipec does not follow it through this op")),
     }
     let mut carried = inputs.clone();
     for (slot, at) in along.into_iter().enumerate() {
         if let Some(at) = at {
-            carried[slot] = carry(build, inputs[slot], at, want, depth - 1)?;
+            carried[slot] = carry(build, inputs[slot], at, &inner, depth - 1)?;
         }
     }
     // Every way through the ops above that changes a value ends at one whose size is written down.
@@ -295,9 +356,31 @@ fn symbol_of(dim: &Dim) -> Dim {
 
 fn stuck(graph: &Graph, value: Value, axis: usize, why: &'static str) -> Reason {
     let node = graph.node(value.node);
-    Reason::Fixed { at: node.told().to_string(), axis, why }
+    let at = match &node.op {
+        Op::Parameter(o) => &o.name,
+        Op::State(o) => &o.name,
+        Op::Input(o) => &o.name,
+        _ => node.told(),
+    };
+    Reason::Fixed { at: at.to_string(), axis, why }
 }
 
 fn stuck_at(graph: &Graph, value: Value, axis: usize) -> Reason {
     stuck(graph, value, axis, "its inputs do not carry it")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_factor_goes_where_alone_it_can() {
+        // 394 as 197 and 2: only one of them is even.
+        assert_eq!(alone(&[394, 768], 0, &[197, 2, 768], 2), Some(1));
+        assert_eq!(alone(&[64], 0, &[4, 15], 4), None, "no reshape");
+        assert_eq!(alone(&[60], 0, &[4, 15], 4), Some(0));
+        assert_eq!(alone(&[64], 0, &[4, 16], 4), None, "either could");
+        assert_eq!(alone(&[3, 1, 8, 5], 2, &[3, 8, 1, 5], 4), Some(1));
+        assert_eq!(alone(&[8, 4], 1, &[8, 2, 2], 4), None);
+    }
 }

@@ -4,7 +4,7 @@ use super::attribute::axis;
 use super::slice::part;
 use super::{Known, Outputs, Reason, Scope, symbol};
 use crate::import::build::Build;
-use crate::import::opening::sample;
+use crate::import::opening::{sample, shaped};
 use crate::op::{Binary, Compare, Concat, Gather, Iota, Op, Pad, Transpose, Value};
 use crate::tensor::dim::Dim;
 use crate::tensor::fact::Fact;
@@ -50,11 +50,15 @@ pub fn met(a: &[Dim], b: &[Dim]) -> Result<Vec<Dim>, Reason> {
 /// The input stretched; where the shape asked for is smaller, the input's own size stays.
 pub fn expand(scope: &mut Scope<'_>) -> Outputs {
     let mut asked = scope.dims(1, "the shape")?.ok_or(Reason::Missing { slot: 1 })?;
-    let opened = opened(scope, 0, &asked)?;
-    let own = match opened {
-        Some(value) => scope.fact(value).shape,
-        None => scope.fact_of(0)?.shape,
+    let x = match opened(scope, 0, &asked)? {
+        Some(value) => value,
+        None => scope.value(0)?,
     };
+    let x = match asked.len().checked_sub(scope.fact(x).rank()) {
+        Some(ahead) => shaped(scope, x, &asked[ahead..])?,
+        None => x,
+    };
+    let own = scope.fact(x).shape;
     // An axis that is not 1 in the file can only keep its size, so a constant there means that size, open or not.
     for (have, want) in own.iter().rev().zip(asked.iter_mut().rev()) {
         if have.known().is_none() && want.known().is_some() && have.substitute(scope.frozen)? == *want {
@@ -62,10 +66,6 @@ pub fn expand(scope: &mut Scope<'_>) -> Outputs {
         }
     }
     let shape = met(&own, &asked)?;
-    let x = match opened {
-        Some(value) => value,
-        None => scope.value(0)?,
-    };
     scope.broadcast(x, shape).and_then(one)
 }
 
