@@ -391,8 +391,14 @@ fn other_inputs_have_the_batch_where_their_values_meet_it() {
 fn the_time_of_a_recurrent_layer_is_not_the_batch() {
     let parts = Parts {
         inputs: vec![info("x", 1, &["5", "3", "4"])],
-        weights: vec![drawn("w", &[1, 8, 4]), drawn("r", &[1, 8, 2]), floats("h", &[1, 3, 2], |_| 0.0)],
-        nodes: vec![node("LSTM", "lstm", &["x", "w", "r", "", "", "h", "h"], &["y"], vec![int("hidden_size", 2)])],
+        weights: vec![drawn("w", &[1, 8, 4]), drawn("r", &[1, 8, 2]), floats("val_3", &[1, 3, 2], |_| 0.0)],
+        nodes: vec![node(
+            "LSTM",
+            "lstm",
+            &["x", "w", "r", "", "", "val_3", "val_3"],
+            &["y"],
+            vec![int("hidden_size", 2)],
+        )],
         ..Parts::default()
     };
     let model = imported(parts, &Options::default()).unwrap();

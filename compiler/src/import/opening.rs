@@ -176,8 +176,25 @@ fn among<B: Build + ?Sized>(
     let (Some(from), Some(to), Some(&size)) = (numbers(shape), numbers(other), frozen.get(name)) else {
         return Ok(None);
     };
-    let Some(axis) = alone(&from, at, &to, size) else { return Ok(None) };
+    let Some(axis) = owner(&from, at, &to, size).or_else(|| alone(&from, at, &to, size)) else { return Ok(None) };
     Ok(Some((axis, Dim::symbol(name).mul(&Dim::Known(to[axis] / size))?)))
+}
+
+/// Where a factor of an axis goes when it is the outermost part of that axis: the one axis of `to` that holds its steps, from
+/// `first` to `last`; `None` where none does.
+fn owner(from: &[i64], at: usize, to: &[i64], factor: i64) -> Option<usize> {
+    let behind = from[at + 1..].iter().try_fold(1i64, |n, size| n.checked_mul(*size))?;
+    let last = behind.checked_mul(from[at])?;
+    let first = last.checked_div(factor)?;
+    let mut stride = 1i64;
+    for axis in (0..to.len()).rev() {
+        let end = stride.checked_mul(to[axis])?;
+        if stride <= first && last <= end {
+            return (stride > 0 && first % stride == 0 && to[axis] % factor == 0).then_some(axis);
+        }
+        stride = end;
+    }
+    None
 }
 
 /// Where a factor of an axis goes when a shape becomes another one: the one axis, among those that take the place of axis
@@ -382,5 +399,8 @@ mod tests {
         assert_eq!(alone(&[64], 0, &[4, 16], 4), None, "either could");
         assert_eq!(alone(&[3, 1, 8, 5], 2, &[3, 8, 1, 5], 4), Some(1));
         assert_eq!(alone(&[8, 4], 1, &[8, 2, 2], 4), None);
+        assert_eq!(owner(&[64], 0, &[4, 16], 4), Some(0), "outermost");
+        assert_eq!(owner(&[394, 768], 0, &[197, 2, 768], 2), None);
+        assert_eq!(owner(&[0], 0, &[4, 0], 4), None);
     }
 }
