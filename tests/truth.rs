@@ -553,6 +553,10 @@ fn real_exports_for_inference_are_told() {
         ("densenet121", "dynamo_eval", Finding::Merged, 62),
         ("bert_base", "dynamo_eval", Finding::Merged, 2),
         ("vit_b_16", "dynamo_eval", Finding::Merged, 2),
+        ("vit_b_16", "dynamo_eval", Finding::RemovedBias, 14),
+        ("gpt2_mask", "dynamo_eval", Finding::RemovedBias, 48),
+        ("vgg16", "dynamo_eval", Finding::RemovedBias, 16),
+        ("densenet121", "dynamo_eval", Finding::RemovedBias, 1),
     ] {
         let model = load(&root.join(format!("{name}.{kind}.onnx")), &Options::default()).unwrap();
         let doubt = model.doubts.iter().find(|doubt| doubt.finding == finding);

@@ -27,6 +27,8 @@ pub enum Finding {
     InferenceBatchNorm,
     /// Dropouts that drop nothing.
     InferenceDropout,
+    /// Biases that were left out because they merely started at zero.
+    RemovedBias,
     /// Parameters that are one tensor because they merely started equal.
     Merged,
     /// Two tensors with the same values that were one parameter.
@@ -64,6 +66,7 @@ impl Doubt {
             Finding::FoldedBatchNorm => "folded-batch-norm",
             Finding::InferenceBatchNorm => "inference-batch-norm",
             Finding::InferenceDropout => "inference-dropout",
+            Finding::RemovedBias => "removed-biases",
             Finding::Merged => "merged-parameters",
             Finding::Untied => "untied-parameters",
         }
@@ -77,7 +80,7 @@ impl Doubt {
             Finding::InferenceBatchNorm | Finding::InferenceDropout => {
                 format!("`--train-mode` turns them back; or export with `{EXPORT}`, or save with `{SAVE}`")
             }
-            Finding::Merged | Finding::Untied => {
+            Finding::RemovedBias | Finding::Merged | Finding::Untied => {
                 format!("export with `{EXPORT}`, or, without BatchNormalization, `{UNTOUCHED}`, or save with `{SAVE}`")
             }
         }
@@ -109,6 +112,12 @@ impl fmt::Display for Doubt {
                  trains without that regularisation",
                 many("node is", "nodes are"),
                 if beside.is_empty() { String::new() } else { format!(", {beside}") }
+            ),
+            Finding::RemovedBias => write!(
+                f,
+                "{count} {} removed, first at node `{first}`: the exporter left out what merely starts at zero, and nothing \
+                 trains in its place",
+                many("bias was", "biases were")
             ),
             Finding::Merged => write!(
                 f,

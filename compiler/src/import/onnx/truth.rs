@@ -5,6 +5,7 @@
 //! | folded batch normalisation | the rewriter's mark on a node (`FuseBatchNormInto…`), or a convolution whose weight the older exporter had to name itself |
 //! | inference-mode batch normalisation | no `training_mode`; before operator set 14, no second output |
 //! | inference-mode dropout | `training_mode` absent or false at a ratio that is not zero; every one before operator set 12 |
+//! | removed biases | the rewriter's mark (`RemoveOptionalBiasFrom…`) on a node whose source had a bias among its parameters |
 //! | merged parameters | one vector that is a scale or bias of several modules, or a parameter and a statistic at once |
 //! | untied parameters | an embedding and a projection with equal values, one of them perhaps transposed |
 //!
@@ -40,6 +41,7 @@ pub fn doubts(model: &OnnxModel) -> Vec<Doubt> {
         folded(model),
         nodes(Finding::InferenceBatchNorm, model, |node| modes.is_inference_norm(node)),
         dropouts(model, &modes),
+        unbiased(model),
         merged(model, &readers),
         untied(model, &readers),
     ];
@@ -115,11 +117,24 @@ fn dropouts(model: &OnnxModel, modes: &Modes<'_>) -> Option<Doubt> {
     Some(Doubt { beside, ..doubt })
 }
 
+/// Whether metadata of a node under this key says this.
+fn says(node: &Node, key: &str, what: &str) -> bool {
+    node.metadata.iter().any(|property| property.key() == key && property.value().contains(what))
+}
+
+/// The rewrites that made a node.
+const RULES: &str = "pkg.onnxscript.rewriter.rule_name";
+
+/// A zero bias that the exporter itself put in is no loss, so the source of the node is asked.
+fn unbiased(model: &OnnxModel) -> Option<Doubt> {
+    nodes(Finding::RemovedBias, model, |node| {
+        let source = "pkg.torch.onnx.fx_node";
+        says(node, RULES, "RemoveOptionalBias") && !says(node, RULES, "FuseBatchNorm") && says(node, source, "_bias")
+    })
+}
+
 fn folded(model: &OnnxModel) -> Option<Doubt> {
-    let marked = |node: &Node| {
-        let mut rules = node.metadata.iter().filter(|p| p.key() == "pkg.onnxscript.rewriter.rule_name");
-        rules.any(|p| p.value().contains("FuseBatchNorm"))
-    };
+    let marked = |node: &Node| says(node, RULES, "FuseBatchNorm");
     // The older exporter gives a weight that it computed the name of the operator that reads it and a number.
     let renamed = |node: &Node| {
         matches!(node.op_type.as_str(), "Conv" | "ConvTranspose")
