@@ -2,6 +2,7 @@
 
 use crate::cmd;
 use clap::{Args, Parser, Subcommand, ValueEnum};
+use compiler::plan::ImportSettings;
 use std::path::PathBuf;
 
 /// Partitions traced models into pipeline stages, predicts what that brings, and trains them.
@@ -66,12 +67,40 @@ pub enum Verb {
     Completions(cmd::completions::Arguments),
 }
 
-/// How symbolic dimensions of a model are set.
+/// How a model is read.
 #[derive(Clone, Debug, Default, Args)]
-pub struct Dims {
+pub struct Import {
     /// Set a symbolic dimension of the model, for example seq=128; may be repeated
     #[arg(long = "dim", value_name = "NAME=SIZE", value_parser = dim)]
     pub dims: Vec<(String, u64)>,
+    /// Say which axis of an input is the batch, for example tokens=1 [default: axis 0 of the first input]; may be repeated
+    #[arg(long = "batch-dim", value_name = "INPUT=AXIS", value_parser = batch_dim)]
+    pub batch_dims: Vec<(String, usize)>,
+    /// Turn BatchNormalization and Dropout that were exported for inference back into training mode
+    #[arg(long)]
+    pub train_mode: bool,
+}
+
+impl Import {
+    /// Takes over what a plan's import was told, where the user says nothing else.
+    pub fn follow(&mut self, planned: &ImportSettings) {
+        let said = |name: &String| self.dims.iter().any(|(known, _)| known == name);
+        let dims: Vec<_> = planned.dims.iter().filter(|(name, _)| !said(name)).map(|(n, v)| (n.clone(), *v)).collect();
+        self.dims.extend(dims);
+        if self.batch_dims.is_empty() {
+            let axes = planned.batch_dims.iter().map(|(name, axis)| (name.clone(), *axis as usize));
+            self.batch_dims.extend(axes);
+        }
+        self.train_mode |= planned.train_mode;
+    }
+}
+
+/// How a model is read, and at which size.
+#[derive(Clone, Debug, Default, Args)]
+pub struct Dims {
+    /// How it is read.
+    #[command(flatten)]
+    pub import: Import,
     /// Samples in one micro-batch
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..=1 << 32))]
     pub micro_batch: Option<u64>,
@@ -100,5 +129,13 @@ pub fn dim(text: &str) -> Result<(String, u64), String> {
     match parts {
         Some((name, size)) if !name.is_empty() && (1..=1 << 32).contains(&size) => Ok((name.to_string(), size)),
         _ => Err("write NAME=SIZE with a size of at least 1, for example batch=32".to_string()),
+    }
+}
+
+/// Reads `--batch-dim`. The name may hold `=`, the axis cannot.
+pub fn batch_dim(text: &str) -> Result<(String, usize), String> {
+    match text.rsplit_once('=').map(|(name, axis)| (name, axis.trim().parse::<usize>())) {
+        Some((name, Ok(axis))) if !name.is_empty() && axis < 64 => Ok((name.to_string(), axis)),
+        _ => Err("write INPUT=AXIS with an axis counted from 0, for example tokens=1".to_string()),
     }
 }

@@ -1,12 +1,13 @@
 //! Loading a model, and giving its open dimensions their sizes.
 
-use crate::arguments::Dims;
+use crate::arguments::Import;
 use crate::failure::Failure;
 use crate::screen::Screen;
 use compiler::graph::Graph;
 use compiler::graph::bind::{bind, symbols};
 use compiler::graph::hash::hash;
 use compiler::graph::order;
+use compiler::import::doubt::Doubt;
 use compiler::import::import::{self, Batch, ImportError, Model, Options, Weight};
 use compiler::import::onnx::name::shown;
 use compiler::import::supply;
@@ -25,17 +26,34 @@ pub struct Loaded {
     /// As it was imported.
     pub model: Model,
     path: PathBuf,
-    dims: Bindings,
+    options: Options,
     asked: Option<u64>,
 }
 
+/// Imports the file to train it or to plan that: tells its warnings, and in what it is not the model that its framework trains.
+pub fn load(path: &Path, import: &Import, screen: &Screen) -> Result<Loaded, Failure> {
+    let loaded = read(path, import, screen)?;
+    loaded.model.doubts.iter().for_each(|doubt| tell(doubt, screen));
+    Ok(loaded)
+}
+
+/// Tells a doubt with what mends it.
+pub fn tell(doubt: &Doubt, screen: &Screen) {
+    let text = format!("{doubt}; {}", doubt.remedy());
+    if doubt.is_note() { screen.note(&text) } else { screen.warn(&text) }
+}
+
 /// Imports the file and tells its warnings.
-pub fn load(path: &Path, dims: &Dims, screen: &Screen) -> Result<Loaded, Failure> {
-    let given: Bindings = dims.dims.iter().map(|(name, size)| (name.clone(), *size as i64)).collect();
-    let options = Options { dims: given.clone(), ..Options::default() };
+pub fn read(path: &Path, import: &Import, screen: &Screen) -> Result<Loaded, Failure> {
+    let options = Options {
+        dims: import.dims.iter().map(|(name, size)| (name.clone(), *size as i64)).collect(),
+        batch_axes: import.batch_dims.iter().cloned().collect(),
+        train_mode: import.train_mode,
+        ..Options::default()
+    };
     let model = import::load(path, &options).map_err(|error| refused(path, &error))?;
     model.warnings.iter().for_each(|warning| screen.warn(warning));
-    Ok(Loaded { model, path: path.to_path_buf(), dims: given, asked: dims.micro_batch })
+    Ok(Loaded { model, path: path.to_path_buf(), options, asked: None })
 }
 
 /// Imports the file for the evaluation of these arrays, whose values it may take where the model needs constants.
@@ -47,7 +65,7 @@ pub fn load_for(path: &Path, arrays: &BTreeMap<String, Tensor>, screen: &Screen)
         screen.note(&format!("the values of {} are taken as constants of the model", told(&names)));
     }
     model.warnings.iter().for_each(|warning| screen.warn(warning));
-    Ok(Loaded { model, path: path.to_path_buf(), dims: Bindings::new(), asked: None })
+    Ok(Loaded { model, path: path.to_path_buf(), options, asked: None })
 }
 
 fn told(names: &[String]) -> String {
@@ -69,6 +87,11 @@ fn refused(path: &Path, error: &ImportError) -> Failure {
 }
 
 impl Loaded {
+    /// The same with the number of samples that the user asks for in a micro-batch.
+    pub fn asked(self, samples: Option<u64>) -> Loaded {
+        Loaded { asked: samples, ..self }
+    }
+
     /// Samples in one micro-batch: what the user says, else the file, else `otherwise`, else 32, which is told.
     pub fn micro_batch(&self, otherwise: Option<u64>, screen: &Screen) -> u64 {
         self.known_micro_batch(otherwise).unwrap_or_else(|| {
@@ -81,7 +104,7 @@ impl Loaded {
     pub fn known_micro_batch(&self, otherwise: Option<u64>) -> Option<u64> {
         match &self.model.batch {
             Batch::Symbol { name, default } => {
-                let said = self.dims.get(name).map(|size| *size as u64);
+                let said = self.options.dims.get(name).map(|size| *size as u64);
                 self.asked.or(said).or(otherwise).or(default.map(|size| size as u64))
             }
             Batch::Fixed { size, .. } => self.asked.or(otherwise).or(Some(size.map_or(1, |size| size as u64))),
@@ -90,7 +113,7 @@ impl Loaded {
 
     /// The graph at that many samples, with every size a number.
     pub fn at(&self, samples: u64) -> Result<Graph, Failure> {
-        let mut dims = self.dims.clone();
+        let mut dims = self.options.dims.clone();
         match &self.model.batch {
             Batch::Symbol { name, .. } => {
                 dims.insert(name.clone(), samples as i64);
@@ -122,13 +145,18 @@ impl Loaded {
 
     /// The model as plans name it.
     pub fn planned(&self, ops: usize) -> PlannedModel {
-        let dims = self.dims.iter().map(|(name, size)| (name.clone(), *size as u64)).collect();
+        let dims = self.options.dims.iter().map(|(name, size)| (name.clone(), *size as u64)).collect();
         PlannedModel {
             file: self.file(),
             sha256: self.model.sha256.clone(),
             ops: ops as u64,
             graph_hash: hash(&self.model.graph),
-            import: ImportSettings { dims, train_mode: true, loss: None },
+            import: ImportSettings {
+                dims,
+                train_mode: self.options.train_mode,
+                batch_dims: self.options.batch_axes.iter().map(|(name, axis)| (name.clone(), *axis as u64)).collect(),
+                loss: None,
+            },
         }
     }
 

@@ -206,7 +206,7 @@ fn imported(arguments: &Arguments, screen: &Screen) -> Result<Costs, Failure> {
             shown(kind)
         ));
     }
-    let loaded = model::load(&arguments.file, &arguments.dims, screen)?;
+    let loaded = model::load(&arguments.file, &arguments.dims.import, screen)?.asked(arguments.dims.micro_batch);
     let profiled = match &told {
         Told::File(_, _, profile) => Some(profile.settings.micro_batch),
         Told::Analytic(_) => None,

@@ -1,12 +1,14 @@
 //! Importers: from the bytes of a file to a model or to measured costs.
 
 pub mod build;
+pub mod doubt;
 pub mod fx;
 // The verb of this folder has the folder's name.
 #[allow(clippy::module_inception)]
 pub mod import;
 pub mod known;
 pub mod onnx;
+pub mod opening;
 pub mod pipedream;
 pub mod prune;
 pub mod reason;

@@ -59,8 +59,11 @@ pub struct PlannedModel {
 pub struct ImportSettings {
     /// Symbolic dimensions and the values they were given.
     pub dims: BTreeMap<String, u64>,
-    /// Whether the model was read for training.
+    /// Whether what was exported for inference was turned back into training mode.
     pub train_mode: bool,
+    /// The axes of inputs that were said to be the batch.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub batch_dims: BTreeMap<String, u64>,
     /// The loss that was put on the output, if one was.
     pub loss: Option<String>,
 }

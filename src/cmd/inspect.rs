@@ -7,6 +7,7 @@ use crate::screen::Screen;
 use crate::{quantity, stages};
 use clap::Args;
 use compiler::graph::{Graph, order, text};
+use compiler::import::doubt::Doubt;
 use compiler::import::import::Batch;
 use compiler::import::onnx::name::shown;
 use compiler::op::dropout::COUNTER;
@@ -37,6 +38,14 @@ pub struct Arguments {
     text: bool,
 }
 
+/// What the ops of one kind sum up to, per sample.
+#[derive(Default)]
+struct Kind {
+    ops: u64,
+    flops: f64,
+    bytes: f64,
+}
+
 #[derive(Default)]
 struct Module {
     ops: u64,
@@ -46,7 +55,7 @@ struct Module {
 
 /// Inspects and prints.
 pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Failure> {
-    let loaded = model::load(&arguments.file, &arguments.dims, screen)?;
+    let loaded = model::load(&arguments.file, &arguments.dims.import, screen)?.asked(arguments.dims.micro_batch);
     if arguments.text {
         let printed = text::print(&loaded.model.graph);
         screen.text(&printed);
@@ -55,15 +64,16 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Failure> {
     }
     let graph = &loaded.model.graph;
     let ops = order::numbered(graph);
-    let mut histogram: BTreeMap<&str, u64> = BTreeMap::new();
-    ops.iter().for_each(|id| *histogram.entry(rule(&graph.node(*id).op).name()).or_default() += 1);
     let (parameters, parameter_bytes) = sizes(graph, |op| matches!(op, Op::Parameter(_)));
     let (states, state_bytes) = sizes(graph, |op| matches!(op, Op::State(_)));
     let tensors = graph.ids().filter(|id| matches!(graph.node(*id).op, Op::Parameter(_))).count();
     let micro_batch = loaded.micro_batch(None, screen);
     let bound = loaded.at(micro_batch);
-    let flops = bound.as_ref().ok().map(|bound| total_flops(bound) / micro_batch as f64);
-    let verdict = trainable(&loaded, &bound);
+    let kinds = kinds(graph, bound.as_ref().ok(), micro_batch);
+    let histogram: BTreeMap<&str, u64> = kinds.iter().map(|(name, kind)| (*name, kind.ops)).collect();
+    let sum = |of: fn(&Kind) -> f64| bound.as_ref().ok().map(|_| kinds.values().map(of).sum::<f64>());
+    let (flops, activations) = (sum(|kind| kind.flops), sum(|kind| kind.bytes));
+    let reasons = against_training(&loaded, &bound);
     let modules = modules(graph, bound.as_ref().ok(), micro_batch);
     let fact = |value: Value| graph.fact(value).to_string();
     let inputs: Vec<(String, String)> = graph
@@ -86,15 +96,12 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Failure> {
     let list = |named: &[(String, String)]| {
         named.iter().map(|(name, fact)| format!("{} {fact}", shown(name))).collect::<Vec<_>>().join("\n            ")
     };
-    let mut counted: Vec<(&str, u64)> = histogram.iter().map(|(op, count)| (*op, *count)).collect();
-    counted.sort_by(|left, right| right.1.cmp(&left.1).then(left.0.cmp(right.0)));
-    let kinds: Vec<String> = counted.iter().map(|(op, count)| format!("{count} {op}")).collect();
     screen.text(&format!(
-        "model       {} ({})\nops         {}: {}\nparameters  {} in {}, {}\n",
+        "model       {} ({})\nops         {} of {}\nparameters  {} in {}, {}\n",
         arguments.file.display(),
         if loaded.model.producer.is_empty() { "producer unknown" } else { &loaded.model.producer },
         quantity::count(ops.len() as u64),
-        kinds.join(", "),
+        stages::plural(kinds.len() as u64, "kind", "kinds"),
         quantity::count(parameters),
         stages::plural(tensors as u64, "tensor", "tensors"),
         quantity::bytes(parameter_bytes),
@@ -103,15 +110,15 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Failure> {
         screen.text(&format!("state       {} numbers, {}\n", quantity::count(states), quantity::bytes(state_bytes)));
     }
     screen.text(&format!(
-        "forward     {} per sample\ninputs      {}\noutputs     {}\nbatch       {batch}\ntrainable   {}\n",
+        "forward     {} per sample, a multiply-add counted as two\nactivations {} per sample, the outputs of all ops\ninputs      {}\noutputs     {}\nbatch       {batch}\ntrainable   {}\n",
         flops.map_or("unknown".to_string(), quantity::flops),
+        activations.map_or("unknown".to_string(), |bytes| quantity::bytes(bytes.round() as u64)),
         list(&inputs),
         list(&outputs),
-        verdict.as_ref().map_or_else(
-            |why| format!("no: {why}"),
-            |()| "yes: every parameter, which is every float tensor with a name, unless `--freeze` names it"
-                .to_string()
-        ),
+        match reasons.as_slice() {
+            [] => "yes: every parameter, which is every float tensor with a name, unless `--freeze` names it".to_string(),
+            reasons => format!("no: {}", reasons.join("\n            ")),
+        },
     ));
     let tied = tied(graph);
     if !tied.is_empty() {
@@ -121,6 +128,20 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Failure> {
             screen.text(&format!("            … and {} more", tied.len() - LISTED));
         }
     }
+    let mut dearest: Vec<(&&str, &Kind)> = kinds.iter().collect();
+    dearest
+        .sort_by(|(a, one), (b, other)| other.flops.total_cmp(&one.flops).then(other.ops.cmp(&one.ops)).then(a.cmp(b)));
+    let rows = dearest.into_iter().map(|(name, kind)| {
+        let sizes = match &bound {
+            Ok(_) => [quantity::flops(kind.flops), quantity::bytes(kind.bytes.round() as u64)],
+            Err(_) => ["unknown".to_string(), "unknown".to_string()],
+        };
+        [(*name).to_string(), quantity::count(kind.ops)].into_iter().chain(sizes).collect()
+    });
+    screen.text(&format!(
+        "\n{}",
+        stages::table(&["kind", "ops", "flops per sample", "output per sample"], &[1, 2, 3], rows.collect())
+    ));
     if !modules.is_empty() {
         let rows = modules.iter().take(LISTED).map(|(name, module)| {
             let sums = [quantity::count(module.ops), quantity::count(module.parameters), quantity::flops(module.flops)];
@@ -141,6 +162,15 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Failure> {
         .iter()
         .map(|(name, m)| json!({"module": name, "ops": m.ops, "parameters": m.parameters, "flops_per_sample": m.flops}))
         .collect();
+    let operators: Vec<_> = kinds
+        .iter()
+        .map(|(op, k)| json!({"op": op, "ops": k.ops, "flops_per_sample": k.flops, "output_bytes_per_sample": k.bytes}))
+        .collect();
+    let doubts: Vec<_> = loaded.model.doubts.iter().map(told).collect();
+    let (symbol, size) = match &loaded.model.batch {
+        Batch::Symbol { name, default } => (Some(name.clone()), *default),
+        Batch::Fixed { size, .. } => (None, *size),
+    };
     screen.json(&json!({
         "file": arguments.file.display().to_string(),
         "sha256": loaded.model.sha256,
@@ -150,12 +180,19 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Failure> {
         "parameters": {"tensors": tensors, "count": parameters, "bytes": parameter_bytes},
         "states": {"count": states, "bytes": state_bytes},
         "flops_per_sample": flops,
+        "flops_convention": "a multiply-add is two",
+        "activation_bytes_per_sample": activations,
+        "operators": operators,
         "micro_batch": micro_batch,
         "inputs": named(&inputs),
         "outputs": named(&outputs),
         "batch": batch,
-        "trainable": verdict.is_ok(),
-        "not_trainable_because": verdict.err(),
+        "batch_symbol": symbol,
+        "batch_in_file": size,
+        "trainable": reasons.is_empty(),
+        "not_trainable_because": if reasons.is_empty() { None } else { Some(reasons.join("; ")) },
+        "reasons": reasons,
+        "doubts": doubts,
         "tied": tied.iter().map(|(name, users)| json!({"name": name, "users": users})).collect::<Vec<_>>(),
         "modules": modules,
         "warnings": loaded.model.warnings,
@@ -184,23 +221,54 @@ fn tied(graph: &Graph) -> Vec<(String, usize)> {
     graph.ids().filter_map(of).collect()
 }
 
-fn total_flops(graph: &Graph) -> f64 {
-    order::numbered(graph).into_iter().map(|id| node_cost(graph, id).flops).sum()
+/// What ops of each kind sum up to; without sizes, their number only.
+fn kinds(graph: &Graph, bound: Option<&Graph>, samples: u64) -> BTreeMap<&'static str, Kind> {
+    let mut kinds: BTreeMap<&str, Kind> = BTreeMap::new();
+    for id in order::numbered(graph) {
+        let kind = kinds.entry(rule(&graph.node(id).op).name()).or_default();
+        kind.ops += 1;
+        let Some(bound) = bound else { continue };
+        let bytes = bound.node(id).facts.iter().map(|fact| fact.bytes().unwrap_or(0) as f64).sum::<f64>();
+        kind.flops += node_cost(bound, id).flops / samples as f64;
+        kind.bytes += bytes / samples as f64;
+    }
+    kinds
 }
 
-fn trainable(loaded: &Loaded, bound: &Result<Graph, Failure>) -> Result<(), String> {
-    let bound = bound.as_ref().map_err(|failure| {
-        failure.to_string().lines().skip(1).map(str::trim).collect::<Vec<_>>().join("\n            ")
-    })?;
-    let attribution = attribute(bound, Training::Gradient).map_err(|error| error.to_string())?;
-    if attribution.backward.is_none() {
-        return Err("no float output depends on a parameter".to_string());
+/// Why training the file is not possible, or would not train the model that it was made from.
+fn against_training(loaded: &Loaded, bound: &Result<Graph, Failure>) -> Vec<String> {
+    let mut reasons = Vec::new();
+    match bound {
+        Err(failure) => reasons.extend(failure.to_string().lines().skip(1).map(|line| line.trim().to_string())),
+        Ok(bound) => match attribute(bound, Training::Gradient) {
+            Err(error) => reasons.push(error.to_string()),
+            Ok(known) if known.backward.is_none() => {
+                reasons.push("no float output depends on a parameter".to_string());
+            }
+            Ok(_) => {}
+        },
     }
-    let known = loaded.known_weights().len();
-    if known < loaded.model.weights.len() {
-        return Err("some weights are not in the file".to_string());
+    let missing = loaded.model.weights.len() - loaded.known_weights().len();
+    if missing > 0 {
+        reasons.push(format!(
+            "{} without values: `--weights` gives them",
+            stages::plural(missing as u64, "tensor", "tensors")
+        ));
     }
-    Ok(())
+    reasons.extend(loaded.model.doubts.iter().filter(|doubt| doubt.is_wrong()).map(ToString::to_string));
+    reasons
+}
+
+fn told(doubt: &Doubt) -> serde_json::Value {
+    let severity = match (doubt.is_wrong(), doubt.is_note()) {
+        (true, _) => "wrong",
+        (_, true) => "note",
+        _ => "warning",
+    };
+    json!({
+        "finding": doubt.name(), "severity": severity, "count": doubt.count, "first": doubt.first,
+        "message": doubt.to_string(), "remedy": doubt.remedy(),
+    })
 }
 
 fn modules(graph: &Graph, bound: Option<&Graph>, samples: u64) -> Vec<(String, Module)> {

@@ -55,7 +55,8 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Failure> {
             let usual = Settings::default();
             let settings =
                 Settings { warmup: warmup.unwrap_or(usual.warmup), runs: runs.unwrap_or(usual.runs), seed, ..usual };
-            let loaded = model::load(&arguments.file, &arguments.dims, screen)?;
+            let loaded =
+                model::load(&arguments.file, &arguments.dims.import, screen)?.asked(arguments.dims.micro_batch);
             let micro_batch = loaded.micro_batch(None, screen);
             measured(&loaded, micro_batch, &settings, !arguments.no_cache, screen)?
         }
@@ -120,7 +121,7 @@ pub fn measured(
 
 fn by_data_sheet(arguments: &Arguments, kind: &str, screen: &Screen) -> Result<Profile, Failure> {
     let device = machines::kind(kind)?.device();
-    let loaded = model::load(&arguments.file, &arguments.dims, screen)?;
+    let loaded = model::load(&arguments.file, &arguments.dims.import, screen)?.asked(arguments.dims.micro_batch);
     let micro_batch = loaded.micro_batch(None, screen);
     let graph = loaded.at(micro_batch)?;
     let attribution = attribute(&graph, Training::Gradient)

@@ -5,7 +5,7 @@
 //!            --train over 4 workers--> weights.safetensors, metrics.jsonl, trace.json --eval--> test accuracy
 //! ```
 
-use crate::arguments::Dims;
+use crate::arguments::Import;
 use crate::cmd::partition::{self, Question};
 use crate::cmd::{eval, profile, train};
 use crate::failure::Failure;
@@ -94,7 +94,7 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Failure> {
     let options = zoo::Options { seed: arguments.seed, ..zoo::Options::default() };
     let built = zoo::build(arguments.model.name(), &options).map_err(|error| Failure::bug(&error.to_string()))?;
     source::write(&at("model.onnx"), &zoo::to_bytes(&built.model))?;
-    let loaded = model::load(&at("model.onnx"), &Dims::default(), screen)?;
+    let loaded = model::load(&at("model.onnx"), &Import::default(), screen)?;
     let digits = digits::load(arguments.seed).map_err(|error| Failure::bug(&error.to_string()))?;
 
     screen.text("1. Profile: every op of the model on this CPU\n");

@@ -1,6 +1,6 @@
 //! `pipec train`: trains a model under a plan.
 
-use crate::arguments::Dims;
+use crate::arguments::Import;
 use crate::cmd::optimizer::OptimizerArguments;
 use crate::cmd::partition::{self, Question};
 use crate::failure::Failure;
@@ -116,9 +116,11 @@ pub struct Arguments {
     /// Seed of everything random
     #[arg(long, value_name = "N", default_value_t = 0)]
     seed: u64,
-    /// Set a symbolic dimension of the model, for example seq=128; may be repeated
-    #[arg(long = "dim", value_name = "NAME=SIZE", value_parser = crate::arguments::dim)]
-    dims: Vec<(String, u64)>,
+    #[command(flatten)]
+    import: Import,
+    /// Train a file though it is not the model that its framework trains: folded or stored statistics, merged parameters
+    #[arg(long)]
+    accept_inference_model: bool,
 }
 
 /// Trains, prints, writes.
@@ -129,9 +131,12 @@ pub fn run(arguments: Box<Arguments>, screen: &Screen) -> Result<(), Failure> {
             "`--data train.npz` has arrays named like the model's inputs; `--synthetic-data` trains on made-up data",
         ));
     }
-    let dims = Dims { dims: arguments.dims.clone(), micro_batch: None };
-    let loaded = model::load(&arguments.file, &dims, screen)?;
     let given = arguments.plan.as_deref().map(cmd::plan::sound_plan).transpose()?;
+    let mut import = arguments.import.clone();
+    if let Some(plan) = &given {
+        import.follow(&plan.model.import);
+    }
+    let loaded = trainable(&arguments, &import, screen)?;
     let microbatches = arguments.microbatches.or(given.as_ref().map(|plan| plan.schedule.microbatches)).unwrap_or(1);
     let planned_batch = given.as_ref().map(|plan| plan.schedule.micro_batch * u64::from(plan.schedule.microbatches));
     let batch = match arguments.batch.or(planned_batch) {
@@ -213,6 +218,20 @@ pub fn run(arguments: Box<Arguments>, screen: &Screen) -> Result<(), Failure> {
         screen.note(&format!("wrote {}", written.iter().map(told).collect::<Vec<_>>().join(", ")));
     }
     report(&prepared, &done, screen)
+}
+
+/// The model, unless what would be trained is another one than the framework's and nobody said that it may be.
+fn trainable(arguments: &Arguments, import: &Import, screen: &Screen) -> Result<Loaded, Failure> {
+    if arguments.accept_inference_model {
+        return model::load(&arguments.file, import, screen);
+    }
+    let loaded = model::read(&arguments.file, import, screen)?;
+    let (wrong, other): (Vec<_>, Vec<_>) = loaded.model.doubts.iter().partition(|doubt| doubt.is_wrong());
+    other.iter().for_each(|doubt| model::tell(doubt, screen));
+    let Some(first) = wrong.first() else { return Ok(loaded) };
+    let what = format!("{} is not the model that its framework trains", arguments.file.display());
+    let failure = wrong.iter().fold(Failure::input(what), |failure, doubt| failure.because(doubt));
+    Err(failure.help(format!("{}; `--accept-inference-model` trains the file as it is", first.remedy())))
 }
 
 /// What a run does that one might not expect.

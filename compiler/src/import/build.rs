@@ -1,10 +1,11 @@
 //! Writing core ops: what every importer adds to a graph, one method for each op that source operators share.
 
 use crate::graph::{Graph, Origin};
+use crate::import::opening::{self, Opened};
 use crate::import::reason::Reason;
 use crate::op::dropout::COUNTER;
 use crate::op::{Binary, Broadcast, Compare, Constant, Input, Op, Reduce, ReduceKind, Reshape, Select, Unary, Value};
-use crate::tensor::dim::Dim;
+use crate::tensor::dim::{Bindings, Dim};
 use crate::tensor::fact::Fact;
 use crate::tensor::{DType, Tensor};
 
@@ -23,6 +24,16 @@ pub trait Build {
     /// What the ops that are written come from.
     fn origin(&self) -> Origin;
 
+    /// What the batch symbol stands for in the file, where the file is a static export whose batch is being opened.
+    fn frozen(&self) -> Option<&Bindings> {
+        None
+    }
+
+    /// The values that were made again with an open batch.
+    fn opened(&mut self) -> Option<&mut Opened> {
+        None
+    }
+
     /// Adds a core op and gives its first output.
     fn add(&mut self, op: Op, inputs: &[Value]) -> Result<Value, Reason> {
         Ok(self.add_all(op, inputs)?[0])
@@ -31,7 +42,8 @@ pub trait Build {
     /// Adds a core op and gives all its outputs.
     fn add_all(&mut self, op: Op, inputs: &[Value]) -> Result<Vec<Value>, Reason> {
         let origin = self.origin();
-        let node = self.graph_mut().add(op, inputs, &origin)?;
+        let inputs = opening::agree(self, &op, inputs)?;
+        let node = self.graph_mut().add(op, &inputs, &origin)?;
         for fact in &self.graph().node(node).facts {
             if fact.shape.iter().any(|d| d.known().is_some_and(|v| v < 0)) {
                 return Err(Reason::Inputs(format!("its result would have the shape {fact}")));

@@ -11,6 +11,7 @@ use crate::graph::bind::bind;
 use crate::graph::order::canonical;
 use crate::graph::verify::{VerifyError, verify};
 use crate::graph::{Graph, Output};
+use crate::import::doubt::{Doubt, Finding};
 use crate::import::fx::error::FxError;
 use crate::import::fx::lower::walk as fx;
 use crate::import::fx::program::Program;
@@ -20,14 +21,16 @@ use crate::import::onnx::error::{DecodeError, FormatError};
 use crate::import::onnx::file;
 use crate::import::onnx::lower::input::{self, InputError, Inputs};
 use crate::import::onnx::lower::walk::{self, LowerError, Lowered};
-use crate::import::onnx::model::{Dim as SourceDim, OnnxModel};
+use crate::import::onnx::model::{Dim as SourceDim, OnnxModel, ValueInfo};
 use crate::import::onnx::name::shown;
+use crate::import::onnx::training::{TrainModeError, train_mode};
+use crate::import::onnx::truth;
 use crate::import::prune::prune;
+use crate::import::reason::Reason;
 use crate::op::Op;
 use crate::pass::pipeline::{self, PassBug};
 use crate::tensor::Tensor;
 use crate::tensor::dim::Bindings;
-use crate::tensor::fact::Fact;
 use std::collections::BTreeMap;
 use std::path::Path;
 use thiserror::Error;
@@ -41,6 +44,8 @@ pub struct Options {
     pub batch_axes: BTreeMap<String, usize>,
     /// What is known of the inputs beyond the file.
     pub known: Known,
+    /// Whether what was exported for inference is turned back into training mode.
+    pub train_mode: bool,
 }
 
 /// A model, ready to be planned.
@@ -54,6 +59,8 @@ pub struct Model {
     pub batch: Batch,
     /// What the user should hear about though it stops nothing.
     pub warnings: Vec<String>,
+    /// In what the file is not the model that its framework trains.
+    pub doubts: Vec<Doubt>,
     /// The fingerprint of the source model, which does not depend on its weights: 64 hexadecimal characters.
     pub sha256: String,
     /// The file.
@@ -114,6 +121,9 @@ pub enum ImportError {
     /// Nodes or operators that cannot be lowered.
     #[error(transparent)]
     Lower(#[from] LowerError),
+    /// What was exported for inference cannot be turned back.
+    #[error(transparent)]
+    TrainMode(#[from] TrainModeError),
     /// The importer built a graph that does not hold together.
     #[error("this is a bug in pipec: the imported graph does not hold together: {0}")]
     Verify(Box<VerifyError>),
@@ -177,63 +187,76 @@ pub fn load(path: &Path, options: &Options) -> Result<Model, ImportError> {
 /// Imports a decoded ONNX model, named after `file`.
 pub fn from_onnx(source: &OnnxModel, file: &str, options: &Options) -> Result<Model, ImportError> {
     walk::check(source)?;
-    let declared = options.known.declared(&source.inputs);
-    let inputs = input::read(&declared, &options.dims, &options.batch_axes)?;
-    inputs.refuse_empty(&declared, options.known.empty)?;
-    let open = |facts: &[Fact], frozen: &Bindings| walk::lower(source, facts, frozen, &options.known);
-    let (lowered, batch) = lower(&inputs, open, |graph| differs(source, graph, &inputs))?;
+    let doubts = truth::doubts(source);
+    if let Some(folded) = doubts.iter().find(|d| options.train_mode && d.finding == Finding::FoldedBatchNorm) {
+        return Err(TrainModeError::Folded(folded.clone()).into());
+    }
+    let turned = if options.train_mode { Some(train_mode(source)?) } else { None };
+    let doubts = turned.as_ref().map_or(doubts, truth::doubts);
+    let source = turned.as_ref().unwrap_or(source);
+    let with = |inputs: &Inputs, open: bool| match (open, &inputs.fixed) {
+        (false, Some(fixed)) => walk::lower(source, fixed, &Bindings::new(), &options.known),
+        _ => walk::lower(source, &inputs.facts, &inputs.frozen, &options.known),
+    };
+    let differs = |graph: &Graph, inputs: &Inputs| differs(source, graph, inputs);
+    let found = lower(&source.inputs, options, with, differs, Exporter::Onnx)?;
     let about = About {
         warnings: source.warnings.iter().map(ToString::to_string).collect(),
+        doubts,
         sha256: source.sha256_hex(),
         file: file.to_string(),
         producer: source.producer.clone(),
     };
-    finish(lowered, batch, &inputs, about)
+    finish(found, about)
 }
 
 /// Imports a decoded program of `torch.export`, named after `file`.
 pub fn from_program(program: &Program, file: &str, options: &Options) -> Result<Model, ImportError> {
     fx::check(program)?;
-    let declared = options.known.declared(&program.inputs);
-    let inputs = input::read(&declared, &options.dims, &options.batch_axes)?;
-    inputs.refuse_empty(&declared, options.known.empty)?;
     // Every result is compared with what the file says while it is lowered.
-    let open = |facts: &[Fact], frozen: &Bindings| fx::lower(program, facts, frozen);
-    let (lowered, batch) = lower(&inputs, open, |_| None)?;
+    let with = |inputs: &Inputs, open: bool| match (open, &inputs.fixed) {
+        (false, Some(fixed)) => fx::lower(program, fixed, &Bindings::new()),
+        _ => fx::lower(program, &inputs.facts, &inputs.frozen),
+    };
+    let found = lower(&program.inputs, options, with, |_, _| None, Exporter::Program)?;
     let about = About {
         warnings: program.warnings.clone(),
+        doubts: Vec::new(),
         sha256: program.sha256_hex(),
         file: file.to_string(),
         producer: format!("pytorch {}", program.torch),
     };
-    finish(lowered, batch, &inputs, about)
+    finish(found, about)
 }
 
 /// What a file says beside its graph.
 struct About {
     warnings: Vec<String>,
+    doubts: Vec<Doubt>,
     sha256: String,
     file: String,
     producer: String,
 }
 
 /// The last steps, the same for every format: verify, bring into canonical form, keep the weights that are read.
-fn finish(lowered: Lowered, batch: Batch, inputs: &Inputs, about: About) -> Result<Model, ImportError> {
+fn finish(found: Found, about: About) -> Result<Model, ImportError> {
+    let Found { lowered, batch, inputs, remarks } = found;
     verify(&lowered.graph).map_err(|e| ImportError::Verify(Box::new(e)))?;
     let mut graph = lowered.graph;
     // Before equal ops are merged: two dropouts of one value are not equal.
     number_streams(&mut graph);
     pipeline::canonical(&mut graph)?;
     let graph = prune(&graph).map_err(LowerError::from)?;
-    let About { mut warnings, sha256, file, producer } = about;
+    let About { mut warnings, doubts, sha256, file, producer } = about;
     warnings.extend(lowered.warnings);
+    warnings.extend(remarks);
     warnings.extend(inputs.open.iter().map(|s| format!("dimension `{s}` is open; give it a size with `--dim {s}=N`")));
     let weight = |initial| match initial {
         Ok(tensor) => Weight::Given(tensor),
         Err(path) => Weight::Missing { path },
     };
     let weights = walk::kept(&graph, lowered.weights).into_iter().map(|w| (w.name, weight(w.initial))).collect();
-    Ok(Model { graph, weights, batch, warnings, sha256, file, producer })
+    Ok(Model { graph, weights, batch, warnings, doubts, sha256, file, producer })
 }
 
 /// Gives every dropout a stream of its own: its place among the dropouts.
@@ -247,32 +270,121 @@ fn number_streams(graph: &mut Graph) {
     }
 }
 
+/// A lowered model, with how its batch is known.
+struct Found {
+    lowered: Lowered,
+    batch: Batch,
+    inputs: Inputs,
+    /// What to tell of the batch.
+    remarks: Vec<String>,
+}
+
+/// What wrote a file.
+#[derive(Clone, Copy)]
+enum Exporter {
+    Onnx,
+    Program,
+}
+
+impl Exporter {
+    /// The line that exports a model with an open batch.
+    fn open_batch(self, input: &str) -> String {
+        let input = shown(input);
+        match self {
+            Exporter::Onnx => format!(
+                "torch.onnx.export(…, dynamo=False, dynamic_axes={{\"{input}\": {{0: \"batch\"}}}}), for all inputs that \
+                 have it"
+            ),
+            Exporter::Program => {
+                "torch.export.export(…, dynamic_shapes=({0: torch.export.Dim(\"batch\")}, …))".to_string()
+            }
+        }
+    }
+}
+
 /// Lowers with an open batch if that works and does not differ from the file, else with the batch in the file.
+///
+/// Where an op shows that another input has the batch too, it starts again with that one open; where the first axis
+/// turns out to be the time of a recurrent layer, with the second one.
 fn lower(
-    inputs: &Inputs,
-    with: impl Fn(&[Fact], &Bindings) -> Result<Lowered, LowerError>,
-    differs: impl Fn(&Graph) -> Option<String>,
-) -> Result<(Lowered, Batch), ImportError> {
-    let Some(name) = &inputs.batch else {
-        let why = "no input has an axis for it".to_string();
-        return Ok((with(&inputs.facts, &inputs.frozen)?, Batch::Fixed { size: None, why }));
+    infos: &[ValueInfo],
+    options: &Options,
+    with: impl Fn(&Inputs, bool) -> Result<Lowered, LowerError>,
+    differs: impl Fn(&Graph, &Inputs) -> Option<String>,
+    exporter: Exporter,
+) -> Result<Found, ImportError> {
+    let mut axes = options.batch_axes.clone();
+    let mut remarks = Vec::new();
+    let infos = &options.known.declared(infos);
+    loop {
+        let inputs = input::read(infos, &options.dims, &axes)?;
+        inputs.refuse_empty(infos, options.known.empty)?;
+        let Some(name) = inputs.batch.clone() else {
+            let batch = Batch::Fixed { size: None, why: "no input has an axis for it".to_string() };
+            return Ok(Found { lowered: with(&inputs, true)?, batch, inputs, remarks });
+        };
+        let open = with(&inputs, true);
+        let batch = Batch::Symbol { name: name.clone(), default: inputs.default };
+        if inputs.fixed.is_none() {
+            return Ok(Found { lowered: open?, batch, inputs, remarks });
+        }
+        let why = match open {
+            Ok(lowered) => match differs(&lowered.graph, &inputs) {
+                None => {
+                    remarks.extend(untied(&lowered.graph, &inputs));
+                    return Ok(Found { lowered, batch, inputs, remarks });
+                }
+                Some(why) => why,
+            },
+            Err(LowerError::Nodes(faults)) => match faults.0.first().map(|fault| (fault, &fault.reason)) {
+                // Each time round, one more of finitely many inputs is open.
+                Some((_, Reason::Batch { input, axis })) if !inputs.opened.contains_key(input) => {
+                    axes = inputs.opened.clone();
+                    axes.insert(input.clone(), *axis);
+                    continue;
+                }
+                Some((fault, Reason::Time)) if axes.is_empty() && inputs.facts[0].rank() > 1 => {
+                    let first = &infos[0].name;
+                    remarks.push(format!(
+                        "axis 0 of input `{}` is the time of node `{}`, so axis 1 is the batch",
+                        shown(first),
+                        shown(&fault.node)
+                    ));
+                    axes.insert(first.clone(), 1);
+                    continue;
+                }
+                Some((fault, _)) => fault.to_string(),
+                None => "the model depends on its size".to_string(),
+            },
+            Err(other) => other.to_string(),
+        };
+        let lowered = with(&inputs, false)?;
+        let size = inputs.frozen.get(&name).copied();
+        let first = infos.first().map(|info| info.name.as_str()).unwrap_or_default();
+        remarks = vec![format!(
+            "the batch stays at the {} of the file: {why}; `{}` leaves it open",
+            size.unwrap_or_default(),
+            exporter.open_batch(first)
+        )];
+        return Ok(Found { lowered, batch: Batch::Fixed { size, why }, inputs, remarks });
+    }
+}
+
+/// Inputs that could have the batch too, though nothing shows it.
+fn untied(graph: &Graph, inputs: &Inputs) -> Option<String> {
+    let number = inputs.frozen.values().next().copied().filter(|number| *number > 1)?;
+    let alike = |id| match &graph.node(id).op {
+        Op::Input(input) if input.fact.shape.first().is_some_and(|dim| dim.is(number)) => {
+            let is_read = !graph.successors(id).is_empty() && !inputs.opened.contains_key(&input.name);
+            is_read.then(|| shown(&input.name).into_owned())
+        }
+        _ => None,
     };
-    let open = with(&inputs.facts, &inputs.frozen);
-    let batch = Batch::Symbol { name: name.clone(), default: inputs.default };
-    let Some(fixed) = &inputs.fixed else { return Ok((open?, batch)) };
-    let why = match open {
-        Ok(lowered) => match differs(&lowered.graph) {
-            None => return Ok((lowered, batch)),
-            Some(why) => why,
-        },
-        Err(LowerError::Nodes(faults)) => match faults.0.first() {
-            Some(fault) => fault.to_string(),
-            None => "the model depends on its size".to_string(),
-        },
-        Err(other) => other.to_string(),
-    };
-    let lowered = with(fixed, &Bindings::new())?;
-    Ok((lowered, Batch::Fixed { size: inputs.frozen.get(name).copied(), why }))
+    let name = graph.ids().find_map(alike)?;
+    Some(format!(
+        "input `{name}` has size {number} along axis 0 like the batch, but nothing ties the two: it keeps that size; \
+         `--batch-dim {name}=0` opens it"
+    ))
 }
 
 /// Whether the open graph, at the size in the file, gives other shapes than the file says.

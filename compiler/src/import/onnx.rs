@@ -22,4 +22,6 @@ pub mod payload;
 pub mod proto;
 pub mod signature;
 pub mod structure;
+pub mod training;
+pub mod truth;
 pub mod warning;

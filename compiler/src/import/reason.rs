@@ -55,6 +55,27 @@ pub enum Reason {
     /// A constant cannot be computed.
     #[error(transparent)]
     Fold(#[from] EvaluateError),
+    /// Another input of the model has the batch as well.
+    #[error("input `{}` has the batch along axis {axis} as well", shown(input))]
+    Batch {
+        /// The input.
+        input: String,
+        /// The axis.
+        axis: usize,
+    },
+    /// What was taken for the batch is time.
+    #[error("the batch would be the time axis of a recurrent layer")]
+    Time,
+    /// A size that is the batch, and cannot be open.
+    #[error("axis {axis} of `{}` must be the batch, but has the size in the file: {why}", shown(at))]
+    Fixed {
+        /// Where the size comes from.
+        at: String,
+        /// The axis.
+        axis: usize,
+        /// Why it cannot.
+        why: &'static str,
+    },
     /// A value that no machine holds.
     #[error("its result {0} is too large")]
     Large(Fact),

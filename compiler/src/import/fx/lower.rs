@@ -38,6 +38,7 @@ use crate::graph::{Graph, Origin};
 use crate::import::build::Build;
 use crate::import::fx::schema::Node;
 use crate::import::onnx::lower::{Frozen, Ledger};
+use crate::import::opening::Opened;
 use crate::import::reason::Reason;
 use crate::op::{Op, Parameter, State, Value};
 use crate::tensor::dim::Dim;
@@ -114,6 +115,14 @@ impl Build for Scope<'_> {
 
     fn origin(&self) -> Origin {
         self.origin.clone()
+    }
+
+    fn frozen(&self) -> Option<&Frozen> {
+        Some(self.frozen)
+    }
+
+    fn opened(&mut self) -> Option<&mut Opened> {
+        Some(&mut self.ledger.opened)
     }
 }
 

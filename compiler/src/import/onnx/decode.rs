@@ -19,7 +19,8 @@ use crate::import::onnx::external::Files;
 use crate::import::onnx::model::{Function, Node, OnnxModel, Opset, Tensor};
 use crate::import::onnx::name::unique_names;
 use crate::import::onnx::proto::{
-    AttributeProto, FunctionProto, GraphProto, ModelProto, NodeProto, OperatorSetIdProto, TensorProto, Version,
+    AttributeProto, FunctionProto, GraphProto, ModelProto, NodeProto, OperatorSetIdProto, TensorProto, ValueInfoProto,
+    Version,
 };
 use crate::import::onnx::signature::{self, Signature};
 use crate::import::onnx::structure::{self, Body};
@@ -99,6 +100,8 @@ impl Decoder {
         let (faults, warnings) = (&mut self.faults, &mut self.warnings);
         let Signature { inputs, optional, outputs, value_infos } =
             signature::read(&graph, ir_version, faults, warnings);
+        let buffers =
+            graph.value_info.iter().filter(|info| is_buffer(info)).map(|info| info.name().to_owned()).collect();
         let order = self.wiring(&graph, &names);
         let initializers = self.initializers(std::mem::take(&mut graph.initializer));
         let nodes = self.nodes(std::mem::take(&mut graph.node), names, &order);
@@ -115,6 +118,7 @@ impl Decoder {
             initializers,
             nodes,
             value_infos,
+            buffers,
             functions,
             metadata: proto.metadata_props.iter().map(|p| (p.key().to_owned(), p.value().to_owned())).collect(),
             warnings: Vec::new(),
@@ -250,6 +254,12 @@ impl Decoder {
     }
 }
 
+/// Whether PyTorch says that the tensor is a buffer or a constant of the model.
+fn is_buffer(info: &ValueInfoProto) -> bool {
+    let mut kinds = info.metadata_props.iter().filter(|p| p.key() == "pkg.torch.export.graph_signature.InputSpec.kind");
+    kinds.any(|kind| matches!(kind.value(), "BUFFER" | "CONSTANT_TENSOR"))
+}
+
 fn standard_as_empty(domain: &str) -> &str {
     if domain == "ai.onnx" { "" } else { domain }
 }
@@ -273,7 +283,7 @@ mod tests {
     use crate::import::onnx::model::{Dim, Payload, ValueInfo};
     use crate::import::onnx::proto::tensor_shape_proto::{Dimension, dimension::Value as DimValue};
     use crate::import::onnx::proto::type_proto::{self, Value as TypeValue};
-    use crate::import::onnx::proto::{TensorShapeProto, TypeProto, ValueInfoProto};
+    use crate::import::onnx::proto::{TensorShapeProto, TypeProto};
 
     fn typed(name: &str, dims: &[i64]) -> ValueInfoProto {
         let dim = |dim: &i64| Dimension { value: Some(DimValue::DimValue(*dim)), denotation: None };

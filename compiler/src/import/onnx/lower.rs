@@ -62,6 +62,7 @@ pub mod window;
 use crate::graph::{Graph, MovingAverage, Origin};
 use crate::import::build::Build;
 use crate::import::onnx::model::Node;
+use crate::import::opening::Opened;
 use crate::import::reason::Reason;
 use crate::import::{prune, symbol};
 use crate::op::{Concat, Op, Value};
@@ -163,6 +164,8 @@ pub struct Ledger {
     pub averages: Vec<MovingAverage>,
     /// What to tell the user.
     pub warnings: Vec<String>,
+    /// Values that were made again with an open batch.
+    pub opened: Opened,
     /// Nodes that normalise batches with stored statistics.
     pub stored_statistics: Vec<String>,
     /// How many nodes were looked at to find what values follow from.
@@ -211,6 +214,14 @@ impl Build for Scope<'_> {
     fn origin(&self) -> Origin {
         let module = if self.node.module.is_empty() { self.module } else { &self.node.module };
         Origin { source: format!("{}{}", self.prefix, self.node.name), module: module.to_string() }
+    }
+
+    fn frozen(&self) -> Option<&Frozen> {
+        Some(self.frozen)
+    }
+
+    fn opened(&mut self) -> Option<&mut Opened> {
+        Some(&mut self.ledger.opened)
     }
 }
 

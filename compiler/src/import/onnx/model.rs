@@ -9,15 +9,16 @@
 //!   say. This holds for initializers and for the tensors in attributes, whose payload `payload::tensor` gives.
 //! - The standard operator domain is written `""`, also where the file says `ai.onnx`.
 
-use bytes::Bytes;
 use std::collections::BTreeSet;
+
+use bytes::Bytes;
 
 use crate::import::onnx::name::module_path;
 use crate::import::onnx::proto::{AttributeProto, NodeProto, StringStringEntryProto};
 use crate::import::onnx::warning::Warning;
 
 /// A model file, decoded and checked.
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug, Clone, Default, PartialEq)]
 pub struct OnnxModel {
     /// The version of the file format; 0 where the file does not say.
     pub ir_version: i64,
@@ -39,6 +40,8 @@ pub struct OnnxModel {
     pub nodes: Vec<Node>,
     /// What the file claims about tensors inside the graph: hints, not checked against the operators.
     pub value_infos: Vec<ValueInfo>,
+    /// The initializers of which the file says that they are buffers of the source model and no parameters.
+    pub buffers: BTreeSet<String>,
     /// Functions that nodes may call by `(domain, op_type, overload)`.
     pub functions: Vec<Function>,
     /// Metadata of the model, as key and value.

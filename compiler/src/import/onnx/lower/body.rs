@@ -10,7 +10,7 @@ use crate::import::onnx::proto::attribute_proto::AttributeType;
 use crate::import::onnx::signature;
 use crate::import::onnx::structure::{self, Body as Wiring};
 use prost::Message;
-use std::collections::HashSet;
+use std::collections::{BTreeSet, HashSet};
 
 /// Bytes of a subgraph that count as one node of work when it is read again in a turn of a loop.
 const BYTES_A_NODE: u64 = 64;
@@ -40,9 +40,9 @@ impl Body {
         let (mut faults, mut warnings) = (Vec::new(), Vec::new());
         let outputs = signature::read(graph, 0, &mut faults, &mut warnings).outputs;
         let names = unique_names(&graph.node);
-        let nodes = order.into_iter().map(|at| Node::new(graph.node[at].clone(), names[at].clone())).collect();
+        let nodes: Vec<Node> = order.into_iter().map(|at| Node::new(graph.node[at].clone(), names[at].clone())).collect();
         let initializers: Vec<_> = graph.initializer.iter().map(payload::tensor).collect();
-        let constants = walk.initializers(&initializers);
+        let constants = walk.initializers(&initializers, &nodes, &BTreeSet::new());
         let inputs = graph.input.iter().map(|input| input.name().to_owned()).collect();
         Ok(Body { inputs, outputs, constants, nodes })
     }

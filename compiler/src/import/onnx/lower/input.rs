@@ -1,8 +1,9 @@
 //! The inputs of a model with their shapes, and which symbol is the batch.
 //!
 //! A file that leaves the batch open names it. A static export has a number there: the symbol `batch` takes its place
-//! along axis 0 of every input that has the same size there as the first one (or along the axes that the caller says),
-//! and the number is remembered, because constants of the file repeat it.
+//! along axis 0 of the first input (or along the axes that the caller says), and the number is remembered, because
+//! constants of the file repeat it. That another input has the same number there tells nothing: which inputs have the
+//! batch as well shows where their values meet, see `opening`.
 
 use super::Frozen;
 use super::weight::dtype_of;
@@ -100,6 +101,8 @@ pub struct Inputs {
     pub default: Option<i64>,
     /// What the batch symbol stands for in constants of the file.
     pub frozen: Frozen,
+    /// The axes, by input, that got the batch symbol in place of a number.
+    pub opened: BTreeMap<String, usize>,
     /// Other symbols that are left open.
     pub open: Vec<String>,
 }
@@ -140,6 +143,7 @@ pub fn read(infos: &[ValueInfo], values: &Bindings, axes: &BTreeMap<String, usiz
         batch: size.as_ref().and_then(|d| d.symbols().into_iter().next()),
         default: None,
         frozen: Frozen::new(),
+        opened: BTreeMap::new(),
         open: Vec::new(),
         facts,
     };
@@ -149,15 +153,17 @@ pub fn read(infos: &[ValueInfo], values: &Bindings, axes: &BTreeMap<String, usiz
         inputs.fixed = Some(inputs.facts.clone());
         inputs.default = Some(number);
         inputs.frozen.insert(symbol.clone(), number);
-        for (info, fact) in infos.iter().zip(&mut inputs.facts) {
-            let said = axes.get(&info.name);
-            match fact.shape.get_mut(said.copied().unwrap_or(0)) {
+        let led = leader.filter(|_| axes.is_empty()).map(|(at, axis)| (infos[at].name.clone(), axis));
+        inputs.opened = axes.clone().into_iter().chain(led).collect();
+        for (name, &axis) in &inputs.opened {
+            let dim = by_name(name).and_then(|at| inputs.facts[at].shape.get_mut(axis));
+            match dim {
                 Some(dim) if dim.is(number) => *dim = Dim::symbol(&symbol),
-                Some(dim) if said.is_some() => {
+                Some(dim) => {
                     let expected = Dim::Known(number);
-                    return Err(InputError::BatchSize { name: info.name.clone(), found: dim.clone(), expected });
+                    return Err(InputError::BatchSize { name: name.clone(), found: dim.clone(), expected });
                 }
-                _ => {}
+                None => {}
             }
         }
         inputs.batch = Some(symbol);
@@ -275,11 +281,13 @@ mod tests {
     #[test]
     fn a_static_batch_gets_a_symbol() {
         let infos = [info("x", &["16", "64"]), info("target", &["16"]), info("table", &["97", "16"])];
-        let want = "f32[batch, 64] f32[batch] f32[97, 16] batch=Some(16) open []";
+        let want = "f32[batch, 64] f32[16] f32[97, 16] batch=Some(16) open []";
         assert_eq!(told(&infos, &[], &[]), Ok(want.into()));
         let want = "f32[16, 64] f32[16] f32[97, batch] batch=Some(16) open []";
+        assert_eq!(told(&infos, &[], &[("table", 1)]), Ok(want.into()));
+        let want = "f32[batch, 64] f32[batch] f32[97, 16] batch=Some(16) open []";
+        assert_eq!(told(&infos, &[], &[("target", 0), ("x", 0)]), Ok(want.into()));
         assert_eq!(told(&infos[..1], &[("batch", 8)], &[]), Ok("f32[batch, 64] batch=Some(8) open []".into()));
-        assert!(told(&infos, &[], &[("table", 1)]).is_ok_and(|t| t != want), "other inputs follow by their axis 0");
         assert!(told(&infos, &[], &[("table", 0), ("x", 0)]).unwrap_err().contains("size 16"));
         assert!(told(&infos, &[], &[("y", 0)]).unwrap_err().contains("`y`"));
     }

@@ -2,6 +2,7 @@
 
 use super::{Known, Outputs, Reason, Scope};
 use crate::import::build::Build;
+use crate::import::opening::shaped;
 use crate::op::{Binary, Compare, CrossEntropy, Gather, Iota, LogSoftmax, Op, ReduceKind, Unary, Value};
 use crate::tensor::dim::Dim;
 use crate::tensor::fact::Fact;
@@ -80,8 +81,17 @@ pub fn picked(
     reduction: Reduction,
     ignore: Option<i64>,
 ) -> Result<Value, Reason> {
-    let (fact, classes_of) = (scope.fact(logarithm), scope.fact(target));
+    let fact = scope.fact(logarithm);
     let mut left = fact.shape.clone();
+    let target = match left.len() {
+        0 | 1 => target,
+        _ => {
+            let mut wanted = left.clone();
+            wanted.remove(1);
+            shaped(scope, target, &wanted)?
+        }
+    };
+    let classes_of = scope.fact(target);
     if fact.rank() < 2 || {
         left.remove(1);
         left != classes_of.shape

@@ -5,6 +5,7 @@ use super::padding::{self, Mode};
 use super::slice::part;
 use super::{Known, Outputs, Reason, Scope, symbol};
 use crate::import::build::Build;
+use crate::import::opening::{sample, shaped};
 use crate::op::{Binary, Compare, Concat, Gather, Iota, Op, Pad, Transpose, Value};
 use crate::tensor::dim::Dim;
 use crate::tensor::fact::Fact;
@@ -50,11 +51,15 @@ pub fn met(a: &[Dim], b: &[Dim]) -> Result<Vec<Dim>, Reason> {
 /// The input stretched; where the shape asked for is smaller, the input's own size stays.
 pub fn expand(scope: &mut Scope<'_>) -> Outputs {
     let mut asked = scope.dims(1, "the shape")?.ok_or(Reason::Missing { slot: 1 })?;
-    let opened = opened(scope, 0, &asked)?;
-    let own = match opened {
-        Some(value) => scope.fact(value).shape,
-        None => scope.fact_of(0)?.shape,
+    let x = match opened(scope, 0, &asked)? {
+        Some(value) => value,
+        None => scope.value(0)?,
     };
+    let x = match asked.len().checked_sub(scope.fact(x).rank()) {
+        Some(ahead) => shaped(scope, x, &asked[ahead..])?,
+        None => x,
+    };
+    let own = scope.fact(x).shape;
     // An axis that is not 1 in the file can only keep its size, so a constant there means that size, open or not.
     for (have, want) in own.iter().rev().zip(asked.iter_mut().rev()) {
         if have.known().is_none() && want.known().is_some() && have.substitute(scope.frozen)? == *want {
@@ -62,10 +67,6 @@ pub fn expand(scope: &mut Scope<'_>) -> Outputs {
         }
     }
     let shape = met(&own, &asked)?;
-    let x = match opened {
-        Some(value) => value,
-        None => scope.value(0)?,
-    };
     scope.broadcast(x, shape).and_then(one)
 }
 
@@ -83,24 +84,6 @@ pub fn opened(scope: &mut Scope<'_>, slot: usize, asked: &[Dim]) -> Result<Optio
         }
     }
     found.map(|sample| scope.constant(sample)).transpose()
-}
-
-/// The first entry along an axis, with a size of 1, if all entries are equal.
-fn sample(tensor: &Tensor, axis: usize) -> Option<Tensor> {
-    let mut shape = tensor.shape().to_vec();
-    let size = std::mem::replace(&mut shape[axis], 1);
-    let entry = shape[axis..].iter().product::<usize>() * tensor.dtype().size();
-    if entry == 0 || size == 0 {
-        return None;
-    }
-    let mut bytes = Vec::with_capacity(tensor.bytes().len() / size);
-    for entries in tensor.bytes().chunks_exact(entry * size) {
-        if entries.chunks_exact(entry).any(|e| e != &entries[..entry]) {
-            return None;
-        }
-        bytes.extend_from_slice(&entries[..entry]);
-    }
-    Tensor::new(tensor.dtype(), shape, bytes.into()).ok()
 }
 
 /// All inputs one behind the other.

@@ -214,6 +214,5 @@ fn with_stored(scope: &mut Scope<'_>, x: Value, scale: Value, bias: Value, epsil
     let factor = scope.binary(Binary::Mul, rstd, scale)?;
     let y = with_bias(scope, Binary::Mul, centred, factor)?;
     let y = with_bias(scope, Binary::Add, y, bias)?;
-    scope.ledger.stored_statistics.push(scope.node.name.clone());
     Ok(vec![Known::Value(y)])
 }

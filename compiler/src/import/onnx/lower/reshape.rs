@@ -9,6 +9,7 @@
 use super::attribute::{axes, axis};
 use super::{Frozen, Known, Outputs, Reason, Scope, symbol};
 use crate::import::build::Build;
+use crate::import::opening::alone;
 use crate::tensor::dim::{Dim, volume};
 
 /// The input under the shape that the second input (an attribute before operator set 5) says.
@@ -83,20 +84,27 @@ fn opened(input: &[Dim], shape: &[Dim], frozen: &Frozen) -> Result<Vec<Dim>, Rea
     let overflow = || unclear("the sizes overflow");
     let first = inner.checked_mul(factor).ok_or_else(overflow)?;
     let last = first.checked_mul(size).ok_or_else(overflow)?;
+    // Where strides do not tell, since the batch was not the outermost part of its axis, one axis alone may fit.
+    let statics = symbol::substitute(input, frozen)?.iter().map(Dim::known).collect::<Option<Vec<i64>>>();
+    let only = || statics.as_ref().and_then(|from| alone(from, carrier, &numbers, size));
+    let with = |at: usize| -> Result<Vec<Dim>, Reason> {
+        let mut shape = shape.to_vec();
+        shape[at] = Dim::symbol(name).mul(&Dim::Known(numbers[at] / size))?;
+        Ok(shape)
+    };
     let mut stride = 1i64;
     for at in (0..numbers.len()).rev() {
         let end = stride.checked_mul(numbers[at]).ok_or_else(overflow)?;
         if stride <= first && last <= end {
             if first % stride != 0 || numbers[at] % size != 0 {
-                return Err(unclear("the axis it goes to is no multiple of it"));
+                let at = only().ok_or_else(|| unclear("the axis it goes to is no multiple of it"))?;
+                return with(at);
             }
-            let mut shape = shape.to_vec();
-            shape[at] = Dim::symbol(name).mul(&Dim::Known(numbers[at] / size))?;
-            return Ok(shape);
+            return with(at);
         }
         stride = end;
     }
-    Err(unclear("no axis of the result holds it alone"))
+    only().map_or_else(|| Err(unclear("no axis of the result holds it alone")), with)
 }
 
 /// All axes before `axis` as one, and all from it on as another.
@@ -173,6 +181,7 @@ mod tests {
             ("4 4 batch", "4 4 4", "4 4 batch"),
             ("batch 3 4", "0 -1", "batch 12"),
             ("batch 16", "1 0 -1", "1 batch*4 4"),
+            ("batch*7 6", "7 4 6", "7 batch 6"),
         ] {
             assert_eq!(at_four(input, asked), Ok(dims(want)), "{input} -> {asked}");
         }

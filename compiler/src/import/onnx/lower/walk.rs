@@ -16,7 +16,7 @@ use crate::op::{Input, NodeId, Op, Value};
 use crate::tensor::Tensor;
 use crate::tensor::dim::Dim;
 use crate::tensor::fact::Fact;
-use std::collections::{HashMap, HashSet};
+use std::collections::{BTreeSet, HashMap, HashSet};
 use std::fmt;
 use thiserror::Error;
 
@@ -136,7 +136,7 @@ pub fn lower(model: &OnnxModel, inputs: &[Fact], frozen: &Frozen, beyond: &Beyon
         let newest = OPSETS.end();
         walk.ledger.warnings.push(format!("standard operator set {opset} is newer than {newest}, the newest known"));
     }
-    let initializers = walk.initializers(&model.initializers);
+    let initializers = walk.initializers(&model.initializers, &model.nodes, &model.buffers);
     walk.frames.top_mut().known.extend(initializers);
     for (input, fact) in model.inputs.iter().zip(inputs) {
         let op = Op::Input(Input { name: input.name.clone(), fact: fact.clone() });
@@ -272,8 +272,13 @@ impl Walk<'_> {
     }
 
     /// Initializers as they are known. One that is met again, in another turn of a loop, is the same weight.
-    pub fn initializers(&mut self, sources: &[Source]) -> Vec<(String, Known)> {
-        let (known, found) = weight::sort(sources);
+    pub fn initializers(
+        &mut self,
+        sources: &[Source],
+        nodes: &[Node],
+        buffers: &BTreeSet<String>,
+    ) -> Vec<(String, Known)> {
+        let (known, found) = weight::sort(sources, nodes, buffers);
         let mut places = Vec::with_capacity(found.len());
         for mut weight in found {
             let named = self.ledger.weights.iter().position(|w| w.name == weight.name);
@@ -325,13 +330,15 @@ impl Walk<'_> {
             if let Op::State(op) = &mut self.graph.node_mut(state.node).op {
                 op.name.clone_from(&name);
             }
-            self.ledger.warnings.push(format!(
-                "`{}` is a parameter and a running statistic at once: the exporter merged two tensors that start \
-                 equal; the statistic is now `{}`",
-                shown(&weight.name),
-                shown(&name)
-            ));
             parted.push(Weight { name, trainable: false, parameter: None, state: Some(state), ..weight.clone() });
+        }
+        if let Some(first) = parted.first() {
+            self.ledger.warnings.push(format!(
+                "{} tensors are a parameter and a running statistic at once, since the exporter merged what starts \
+                 equal; the statistics are now on their own, `{}` first",
+                parted.len(),
+                shown(&first.name)
+            ));
         }
         self.ledger.weights.extend(parted);
     }
@@ -362,14 +369,6 @@ impl Walk<'_> {
         let weights = kept(&graph, self.ledger.weights);
         let mut warnings = self.ledger.warnings;
         warnings.extend(weight::warning(weights.iter().filter(|w| w.trainable).map(|w| w.name.as_str())));
-        if let Some(first) = self.ledger.stored_statistics.first() {
-            warnings.push(format!(
-                "{} BatchNormalization nodes, `{}` among them, use stored statistics instead of those of the batch: \
-                 trained so, the model is not the one that its framework trains; export it in training mode",
-                self.ledger.stored_statistics.len(),
-                shown(first)
-            ));
-        }
         Ok(Lowered { graph, weights, warnings })
     }
 }

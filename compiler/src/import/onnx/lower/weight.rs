@@ -4,21 +4,27 @@
 //!   is a state.
 //! - A float of rank 0, and every integer or truth, is a constant.
 //! - A name that an exporter made up (`onnx::MatMul_12`, `val_7`) says that the values are derived. A small one is a
-//!   constant. A large one of rank 2 or more can only be weights that were transposed or merged: it is trained under the
-//!   name it has, and the user is told.
+//!   constant, and so is one that is only added, multiplied or chosen from element by element, or that a recurrent layer
+//!   starts from: a mask, a table of angles. A large one of rank 2 or more that is read in another way can only be weights
+//!   that were transposed or merged: it is trained under the name it has, and the user is told.
+//! - Where the file says that it is a buffer of the source model, it is a state.
 //! - A constant whose external file does not exist cannot be computed with, but has a shape: it is a state.
 
 use super::{Known, Weight};
 use crate::import::onnx::element::element_name;
-use crate::import::onnx::model::{Payload, Tensor as Source};
+use crate::import::onnx::model::{Node, Payload, Tensor as Source};
 use crate::import::onnx::name::shown;
 use crate::import::onnx::proto::tensor_proto::DataType;
+use crate::import::onnx::structure::each_node;
 use crate::tensor::fact::Fact;
 use crate::tensor::{DType, Tensor};
-use std::collections::HashMap;
+use std::collections::{BTreeSet, HashMap, HashSet};
 
 /// Elements from which an initializer with a made-up name counts as weights.
 const MERGED: usize = 1024;
+
+/// How names begin that PyTorch's newer exporter gives to what it computed, before a number.
+const MADE: [&str; 7] = ["val", "unsqueeze", "cos", "sin", "mul", "cat", "expand"];
 
 /// The element type with this ONNX code, if pipec computes with it.
 pub fn dtype_of(code: i32) -> Option<DType> {
@@ -58,19 +64,26 @@ pub fn tensor_of(source: &Source) -> Result<Tensor, String> {
     }
 }
 
-/// Every initializer by name, and the list of those that are parameters or states.
-pub fn sort(initializers: &[Source]) -> (HashMap<String, Known>, Vec<Weight>) {
+/// Every initializer that these nodes read by name, and the list of those that are parameters or states; `buffers` are states.
+pub fn sort(
+    initializers: &[Source],
+    nodes: &[Node],
+    buffers: &BTreeSet<String>,
+) -> (HashMap<String, Known>, Vec<Weight>) {
     let mut known = HashMap::with_capacity(initializers.len());
-    let mut weights = Vec::new();
+    let (mut weights, applied) = (Vec::new(), applied(nodes));
     for source in initializers {
         let Ok(fact) = fact_of(source) else {
             known.insert(source.name.clone(), Known::Absent("a tensor of this element type"));
             continue;
         };
         let initial = tensor_of(source);
-        let trainable = fact.dtype.is_float() && fact.rank() > 0 && (!made_up(&source.name) || merged(source));
+        let is_weight = || !made_up(&source.name) || (merged(source) && applied.contains(source.name.as_str()));
+        let vector = fact.dtype.is_float() && fact.rank() > 0;
+        let buffer = vector && buffers.contains(&source.name);
+        let trainable = vector && !buffer && is_weight();
         let entry = match (initial, &source.payload) {
-            (Ok(tensor), _) if !trainable => Known::Tensor(tensor),
+            (Ok(tensor), _) if !trainable && !buffer => Known::Tensor(tensor),
             (initial, payload) => {
                 let initial = initial.map_err(|why| match payload {
                     Payload::Missing { path } => path.clone(),
@@ -85,10 +98,36 @@ pub fn sort(initializers: &[Source]) -> (HashMap<String, Known>, Vec<Weight>) {
     (known, weights)
 }
 
-/// Whether an exporter made the name up: `onnx::MatMul_12`, `val_7`.
+/// The tensors that some node reads in another way than element by element, or as the state a recurrent layer starts from.
+/// What the body of a node reads is among them.
+fn applied(nodes: &[Node]) -> HashSet<&str> {
+    let mut applied = HashSet::new();
+    for node in nodes {
+        for body in node.attributes.iter().filter_map(|attribute| attribute.g.as_ref()) {
+            each_node(&body.node, &mut |inner| applied.extend(inner.input.iter().map(String::as_str)));
+        }
+        for (slot, name) in node.inputs.iter().enumerate() {
+            let elementwise = match node.op_type.as_str() {
+                "Add" | "Sub" | "Mul" | "Div" | "Pow" | "Where" | "And" | "Or" | "Equal" | "Less" | "Greater" => true,
+                "LSTM" | "GRU" | "RNN" => slot >= 4,
+                _ => false,
+            };
+            if !elementwise {
+                applied.insert(name.as_str());
+            }
+        }
+    }
+    applied
+}
+
+/// Whether an exporter made the name up: `onnx::MatMul_12`, `val_7`, or that of an operator with a number, `unsqueeze_14`.
 fn made_up(name: &str) -> bool {
-    let numbered = name.strip_prefix("val_").is_some_and(|n| !n.is_empty() && n.bytes().all(|b| b.is_ascii_digit()));
-    name.is_empty() || name.starts_with("onnx::") || numbered
+    let numbered = |stem: &str| {
+        name.strip_prefix(stem)
+            .and_then(|rest| rest.strip_prefix('_'))
+            .is_some_and(|number| !number.is_empty() && number.bytes().all(|b| b.is_ascii_digit()))
+    };
+    name.is_empty() || name.starts_with("onnx::") || MADE.iter().any(|stem| numbered(stem))
 }
 
 fn merged(source: &Source) -> bool {
@@ -112,6 +151,7 @@ pub fn warning<'a>(names: impl Iterator<Item = &'a str>) -> Option<String> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::import::onnx::model::OnnxModel;
 
     fn source(name: &str, elem_type: DataType, dims: &[i64]) -> Source {
         let bytes = dims.iter().product::<i64>() as usize * if elem_type == DataType::Int64 { 8 } else { 4 };
@@ -123,19 +163,38 @@ mod tests {
     fn initializers_are_sorted_by_type_rank_and_name() {
         let mut lost = source("mask", DataType::Int64, &[4]);
         lost.payload = Payload::Missing { path: "gone.bin".into() };
-        let (known, weights) = sort(&[
-            source("w", DataType::Float, &[4]),
-            source("scale", DataType::Float, &[]),
-            source("index", DataType::Int64, &[4]),
-            source("val_3", DataType::Float, &[4]),
-            source("onnx::MatMul_7", DataType::Float, &[64, 64]),
-            lost,
-            source("words", DataType::String, &[0]),
-        ]);
+        let node = Node {
+            name: "product".into(),
+            op_type: "MatMul".into(),
+            domain: String::new(),
+            overload: String::new(),
+            inputs: vec!["x".into(), "onnx::MatMul_7".into()],
+            outputs: vec!["y".into()],
+            attributes: Vec::new(),
+            module: String::new(),
+            metadata: Vec::new(),
+        };
+        let model = OnnxModel {
+            initializers: vec![
+                source("w", DataType::Float, &[4]),
+                source("scale", DataType::Float, &[]),
+                source("index", DataType::Int64, &[4]),
+                source("val_3", DataType::Float, &[4]),
+                source("onnx::MatMul_7", DataType::Float, &[64, 64]),
+                source("val_4", DataType::Float, &[64, 64]),
+                source("frequency", DataType::Float, &[4]),
+                lost,
+                source("words", DataType::String, &[0]),
+            ],
+            nodes: vec![node],
+            buffers: BTreeSet::from(["frequency".to_string()]),
+            ..OnnxModel::default()
+        };
+        let (known, weights) = sort(&model.initializers, &model.nodes, &model.buffers);
         let names: Vec<(&str, bool)> = weights.iter().map(|w| (w.name.as_str(), w.trainable)).collect();
-        assert_eq!(names, [("w", true), ("onnx::MatMul_7", true), ("mask", false)]);
-        assert_eq!(weights[2].initial, Err("gone.bin".to_string()));
-        for constant in ["scale", "index", "val_3"] {
+        assert_eq!(names, [("w", true), ("onnx::MatMul_7", true), ("frequency", false), ("mask", false)]);
+        assert_eq!(weights[3].initial, Err("gone.bin".to_string()));
+        for constant in ["scale", "index", "val_3", "val_4"] {
             assert!(matches!(known[constant], Known::Tensor(_)), "{constant}");
         }
         assert!(matches!(known["words"], Known::Absent(_)));

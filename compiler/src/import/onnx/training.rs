@@ -1,0 +1,93 @@
+//! Turning a file that was exported for inference back into training mode, where its nodes still are there.
+
+use crate::import::doubt::Doubt;
+use crate::import::onnx::model::{Node, OnnxModel, Payload, Tensor};
+use crate::import::onnx::proto::AttributeProto;
+use crate::import::onnx::proto::attribute_proto::AttributeType;
+use crate::import::onnx::proto::tensor_proto::DataType;
+use crate::import::onnx::truth::Modes;
+use std::collections::HashSet;
+
+/// The operator set since which a batch normalisation says whether it trains.
+const SAYS: i64 = 14;
+
+/// The same of a dropout.
+const DROPOUT_SAYS: i64 = 12;
+
+/// Why a file cannot be turned back.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum TrainModeError {
+    /// What should train is gone.
+    #[error("training mode cannot be brought back: {0}; {remedy}", remedy = .0.remedy())]
+    Folded(Doubt),
+    /// A dropout from before there was a training mode in the standard.
+    #[error(
+        "training mode cannot be brought back: operator set {opset} has no Dropout that trains; convert the file to {SAYS} or newer"
+    )]
+    Opset {
+        /// The file's operator set.
+        opset: i64,
+    },
+}
+
+/// The model with its batch normalisations and dropouts in training mode.
+pub fn train_mode(model: &OnnxModel) -> Result<OnnxModel, TrainModeError> {
+    let opset = model.opset("").unwrap_or(SAYS);
+    let (mut turned, modes) = (model.clone(), Modes::of(model));
+    let mut names = Names::of(model);
+    let mut truth = None;
+    for node in &mut turned.nodes {
+        if modes.is_inference_norm(node) {
+            normalise(node, opset, &mut names);
+        } else if modes.is_inference_dropout(node) {
+            if opset < DROPOUT_SAYS {
+                return Err(TrainModeError::Opset { opset });
+            }
+            let name = truth.get_or_insert_with(|| names.new_name("training_mode"));
+            node.inputs.resize(3, String::new());
+            node.inputs[2].clone_from(name);
+        }
+    }
+    if let Some(name) = truth {
+        let payload = Payload::Bytes(vec![1].into());
+        turned.initializers.push(Tensor { name, elem_type: DataType::Bool as i32, dims: Vec::new(), payload });
+    }
+    Ok(turned)
+}
+
+/// Puts a batch normalisation in training mode: by its attribute, or, before there was one, by its outputs.
+fn normalise(node: &mut Node, opset: i64, names: &mut Names) {
+    if opset < SAYS {
+        let outputs = ["mean", "variance", "saved_mean", "saved_variance"];
+        node.outputs.truncate(1);
+        node.outputs.extend(outputs.map(|what| names.new_name(&format!("{}.{what}", node.name))));
+        return;
+    }
+    node.attributes.retain(|attribute| attribute.name() != "training_mode");
+    node.attributes.push(AttributeProto {
+        name: Some("training_mode".to_string()),
+        r#type: Some(AttributeType::Int as i32),
+        i: Some(1),
+        ..AttributeProto::default()
+    });
+}
+
+/// The names of all tensors.
+struct Names(HashSet<String>);
+
+impl Names {
+    fn of(model: &OnnxModel) -> Names {
+        let written = model.nodes.iter().flat_map(|node| node.outputs.iter());
+        let given = model.initializers.iter().map(|tensor| &tensor.name);
+        Names(written.chain(given).chain(model.inputs.iter().map(|input| &input.name)).cloned().collect())
+    }
+
+    /// A name like `stem` that no tensor has.
+    fn new_name(&mut self, stem: &str) -> String {
+        let mut name = stem.to_string();
+        while !self.0.insert(name.clone()) {
+            name.push('_');
+        }
+        name
+    }
+}
