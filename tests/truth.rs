@@ -220,13 +220,13 @@ fn a_folded_normalisation_is_told_and_cannot_come_back() {
 /// Two layer normalisations in modules of these names that read one scale.
 fn shared_scale(modules: [&str; 2], scale: TensorProto) -> Vec<(Finding, usize, String)> {
     let name = |module: &str| format!("/{module}/LayerNormalization");
-    let inputs = |x: &'static str| [x, "scale"];
     let parts = Parts {
         inputs: vec![info("x", 1, &["N", "8"])],
         weights: vec![scale],
         nodes: vec![
-            node("LayerNormalization", &name(modules[0]), &inputs("x"), &["h"], vec![]),
-            node("LayerNormalization", &(name(modules[1]) + "_1"), &inputs("h"), &["y"], vec![]),
+            node("Identity", "alias", &["scale"], &["other"], vec![]),
+            node("LayerNormalization", &name(modules[0]), &["x", "scale"], &["h"], vec![]),
+            node("LayerNormalization", &(name(modules[1]) + "_1"), &["h", "other"], &["y"], vec![]),
         ],
         ..Parts::default()
     };
