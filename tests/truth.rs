@@ -600,4 +600,7 @@ fn parity_models_that_train_raise_no_doubt_and_damaged_ones_do() {
     assert_eq!(found("cnn_bn/model_dynamo_noopt.onnx"), [(Finding::InferenceBatchNorm, 3)]);
     assert_eq!(found("gpt/model_dynamo.onnx"), [(Finding::Merged, 2), (Finding::Untied, 1)]);
     assert_eq!(found("gpt/model_dynamo_noopt.onnx"), []);
+    // Biases of recurrent layers that were put together under made-up names are trained all the same.
+    let model = load(&root.join("lstm_lm/model_dynamo.onnx"), &Options::default()).unwrap();
+    assert_eq!(parameters(&model), 23_461);
 }
