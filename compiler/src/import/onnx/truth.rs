@@ -147,11 +147,21 @@ fn folded(model: &OnnxModel) -> Option<Doubt> {
 /// Who reads each initializer, and at which input.
 type Readers<'a> = HashMap<&'a str, Vec<(&'a Node, usize)>>;
 
+/// An identity of an initializer reads nothing itself: who reads it, reads the initializer. PyTorch's older exporter
+/// leaves one where it merged two.
 fn readers(model: &OnnxModel) -> Readers<'_> {
     let mut readers: Readers<'_> = model.initializers.iter().map(|tensor| (tensor.name.as_str(), Vec::new())).collect();
+    let mut roots: HashMap<&str, &str> = readers.keys().map(|name| (*name, *name)).collect();
     for node in model.nodes.iter().filter(|node| node.domain.is_empty()) {
+        if let ("Identity", [input], [output]) =
+            (node.op_type.as_str(), node.inputs.as_slice(), node.outputs.as_slice())
+            && let Some(&root) = roots.get(input.as_str())
+        {
+            roots.insert(output, root);
+            continue;
+        }
         for (slot, name) in node.inputs.iter().enumerate() {
-            if let Some(list) = readers.get_mut(name.as_str()) {
+            if let Some(list) = roots.get(name.as_str()).and_then(|root| readers.get_mut(root)) {
                 list.push((node, slot));
             }
         }

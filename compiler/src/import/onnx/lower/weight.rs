@@ -7,6 +7,7 @@
 //!   constant, and so is one that is only added, multiplied or chosen from element by element, or that a recurrent layer
 //!   starts from: a mask, a table of angles. A large one of rank 2 or more that is read in another way can only be weights
 //!   that were transposed or merged: it is trained under the name it has, and the user is told.
+//!   So are the weights and biases of a recurrent layer, of any size.
 //! - Where the file says that it is a buffer of the source model, it is a state.
 //! - A constant whose external file does not exist cannot be computed with, but has a shape: it is a state.
 
@@ -71,14 +72,18 @@ pub fn sort(
     buffers: &BTreeSet<String>,
 ) -> (HashMap<String, Known>, Vec<Weight>) {
     let mut known = HashMap::with_capacity(initializers.len());
-    let (mut weights, applied) = (Vec::new(), applied(nodes));
+    let (mut weights, applied, recurrent) = (Vec::new(), applied(nodes), recurrent(nodes));
     for source in initializers {
         let Ok(fact) = fact_of(source) else {
             known.insert(source.name.clone(), Known::Absent("a tensor of this element type"));
             continue;
         };
         let initial = tensor_of(source);
-        let is_weight = || !made_up(&source.name) || (merged(source) && applied.contains(source.name.as_str()));
+        let is_weight = || {
+            !made_up(&source.name)
+                || recurrent.contains(source.name.as_str())
+                || (merged(source) && applied.contains(source.name.as_str()))
+        };
         let vector = fact.dtype.is_float() && fact.rank() > 0;
         let buffer = vector && buffers.contains(&source.name);
         let trainable = vector && !buffer && is_weight();
@@ -118,6 +123,22 @@ fn applied(nodes: &[Node]) -> HashSet<&str> {
         }
     }
     applied
+}
+
+/// The tensors that recurrent layers read as weights or biases, perhaps under another shape: whoever made up their names,
+/// they are parameters whatever their size.
+fn recurrent(nodes: &[Node]) -> HashSet<&str> {
+    let mut read = HashSet::new();
+    for node in nodes.iter().rev() {
+        match node.op_type.as_str() {
+            "LSTM" | "GRU" | "RNN" => read.extend(node.inputs.iter().skip(1).take(3).map(String::as_str)),
+            "Unsqueeze" | "Reshape" | "Identity" if node.outputs.iter().any(|name| read.contains(name.as_str())) => {
+                read.extend(node.inputs.first().map(String::as_str));
+            }
+            _ => {}
+        }
+    }
+    read
 }
 
 /// Whether an exporter made the name up: `onnx::MatMul_12`, `val_7`, or that of an operator with a number, `unsqueeze_14`.
