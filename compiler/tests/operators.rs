@@ -45,6 +45,15 @@ impl Case {
         Case { node, given: Vec::new(), initializers: Vec::new() }
     }
 
+    fn info(name: &str, elem_type: i32, shape: &[usize]) -> ValueInfoProto {
+        let dim =
+            |size: &usize| Dimension { value: Some(dimension::Value::DimValue(*size as i64)), ..Default::default() };
+        let shape = TensorShapeProto { dim: shape.iter().map(dim).collect() };
+        let tensor = type_proto::Tensor { elem_type: Some(elem_type), shape: Some(shape) };
+        let kind = TypeProto { value: Some(type_proto::Value::TensorType(tensor)), ..Default::default() };
+        ValueInfoProto { name: Some(name.into()), r#type: Some(kind), ..Default::default() }
+    }
+
     /// An input that the caller gives.
     fn input(mut self, tensor: Tensor) -> Case {
         let name = format!("i{}", self.node.input.len());
@@ -99,16 +108,7 @@ impl Case {
     /// The first `count` outputs, or why the model is refused.
     fn outputs(mut self, count: usize) -> Result<Vec<Tensor>, String> {
         self.node.output = (0..count).map(|n| format!("o{n}")).collect();
-        let info = |(name, tensor): &(String, Tensor)| {
-            let dim = |size: &usize| Dimension {
-                value: Some(dimension::Value::DimValue(*size as i64)),
-                ..Default::default()
-            };
-            let shape = TensorShapeProto { dim: tensor.shape().iter().map(dim).collect() };
-            let tensor = type_proto::Tensor { elem_type: Some(code(tensor.dtype())), shape: Some(shape) };
-            let kind = TypeProto { value: Some(type_proto::Value::TensorType(tensor)), ..Default::default() };
-            ValueInfoProto { name: Some(name.clone()), r#type: Some(kind), ..Default::default() }
-        };
+        let info = |(name, t): &(String, Tensor)| Case::info(name, code(t.dtype()), t.shape());
         let named = |name: &String| ValueInfoProto { name: Some(name.clone()), ..Default::default() };
         let graph = GraphProto {
             name: Some("case".into()),
@@ -200,8 +200,38 @@ fn attention_sees_what_it_may() {
     let flat =
         Case::new("Attention").input(waves(&[1, 3, 4], 0)).input(waves(&[1, 3, 4], 9)).input(waves(&[1, 3, 4], 5));
     assert!(flat.outputs(1).unwrap_err().contains("q_num_heads"));
-    let flex = Case::new("ai.onnx.preview.FlexAttention").input(q.clone()).input(k.clone()).input(v.clone());
-    assert_close(&flex.output(), &wanted(&|_, _| true));
+}
+
+#[test]
+fn subgraphs_change_what_attention_sees() {
+    let (q, k, v) = (waves(&[1, 2, 3, 2], 0), waves(&[1, 1, 4, 2], 30), waves(&[1, 1, 4, 2], 60));
+    let case = || Case::new("ai.onnx.preview.FlexAttention").input(q.clone()).input(k.clone()).input(v.clone());
+    let (keys, values) = (k.to_f64(), v.to_f64());
+    let heads = |q: &[f64]| q.chunks(6).flat_map(|q| attended(q, &keys, &values, 2, |_, _| true)).collect::<Vec<_>>();
+    assert_close(&case().output(), &heads(&q.to_f64()));
+    // A subgraph of one node `x + x`.
+    let twice = |a: &mut AttributeProto| {
+        let end = |name: &str| ValueInfoProto { name: Some(name.into()), ..Case::info("x", 1, &[1, 2, 3, 4]) };
+        let node = NodeProto {
+            op_type: Some("Add".into()),
+            input: vec!["x".into(), "x".into()],
+            output: vec!["y".into()],
+            ..Default::default()
+        };
+        a.g = Some(GraphProto {
+            name: Some("twice".into()),
+            input: vec![end("x")],
+            output: vec![end("y")],
+            node: vec![node],
+            ..Default::default()
+        });
+    };
+    // Scores twice as large are those of queries twice as large; probabilities twice as large give twice the result.
+    let double = |list: Vec<f64>| list.into_iter().map(|v| v * 2.0).collect::<Vec<_>>();
+    let scored = case().attribute("score_mod", AttributeType::Graph, twice);
+    assert_close(&scored.output(), &heads(&double(q.to_f64())));
+    let weighted = case().attribute("prob_mod", AttributeType::Graph, twice);
+    assert_close(&weighted.output(), &double(heads(&q.to_f64())));
 }
 
 #[test]

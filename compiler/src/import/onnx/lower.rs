@@ -21,6 +21,7 @@ pub mod decided;
 pub mod determinant;
 pub mod einsum;
 pub mod elementwise;
+pub mod flex;
 pub mod fold;
 pub mod frame;
 pub mod gather;

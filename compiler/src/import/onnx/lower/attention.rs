@@ -81,6 +81,9 @@ fn allowed(scope: &mut Scope<'_>, condition: Value, dtype: DType) -> Result<Valu
     scope.select(condition, yes, no)
 }
 
+/// The furthest that a window reaches.
+const FURTHEST: i64 = 1 << 40;
+
 /// What each query may see.
 struct Sight {
     /// The element type of the bias.
@@ -132,7 +135,8 @@ impl Sight {
         let (i, j) = (count(scope, 2, 0, &self.sizes[0])?, count(scope, 2, 1, &self.sizes[1])?);
         let place = scope.binary(Binary::Add, i, offset)?;
         for (side, reach) in sides.into_iter().enumerate() {
-            let Some(reach) = reach else { continue };
+            // What reaches further than any sequence must not overflow when a place is added.
+            let Some(reach) = reach.map(|reach| reach.min(FURTHEST)) else { continue };
             let reach = number(scope, &Dim::Known(reach))?;
             let seen = if side == 0 {
                 let first = scope.binary(Binary::Sub, place, reach)?;
@@ -226,7 +230,7 @@ pub fn attention(scope: &mut Scope<'_>) -> Outputs {
     if let Some(blind) = blind {
         probabilities = scope.select(blind, zero, probabilities)?;
     }
-    probabilities = scope.add(Op::Softmax(Softmax { axis: 3 }), &[probabilities])?;
+    probabilities = self::probabilities(scope, probabilities)?;
     if let Some(blind) = blind {
         probabilities = scope.select(blind, zero, probabilities)?;
     }
@@ -288,13 +292,10 @@ fn limits(scope: &mut Scope<'_>, sight: &mut Sight, batch: &Dim, past: &Dim) -> 
     Ok(())
 }
 
-/// Attention whose scores and probabilities subgraphs may change; without them it is a softmax between two products.
-pub fn flex_attention(scope: &mut Scope<'_>) -> Outputs {
-    if scope.is_set("score_mod") || scope.is_set("prob_mod") {
-        return Err(Reason::Unsupported("an attention with a subgraph that changes its scores".to_string()));
-    }
-    let (q, k, v) = (scope.value(0)?, scope.value(1)?, scope.value(2)?);
-    for value in [q, k, v] {
+/// The scores of a `FlexAttention`, in the element type of its softmax.
+pub fn flex_scores(scope: &mut Scope<'_>) -> Result<Value, Reason> {
+    let (q, k) = (scope.value(0)?, scope.value(1)?);
+    for value in [q, k] {
         if scope.fact(value).rank() != 4 {
             return Err(Reason::Inputs(format!("its input {} has not rank 4", scope.fact(value))));
         }
@@ -302,13 +303,34 @@ pub fn flex_attention(scope: &mut Scope<'_>) -> Outputs {
     let dtype = scope.fact(q).dtype;
     let inner = precision(scope)?.unwrap_or(if dtype == DType::F64 { DType::F64 } else { DType::F32 });
     let query_heads = scope.fact(q).shape[1].clone();
-    let (k, v) = (shared(scope, k, &query_heads)?, shared(scope, v, &query_heads)?);
+    let k = shared(scope, k, &query_heads)?;
     let scores = scores(scope, q, k)?;
-    let scores = scope.cast(scores, inner)?;
-    let probabilities = scope.add(Op::Softmax(Softmax { axis: 3 }), &[scores])?;
-    let values = scope.cast(v, inner)?;
-    let y = scope.add(Op::MatMul(MatMul { transpose_a: false, transpose_b: false }), &[probabilities, values])?;
-    Ok(vec![Known::Value(scope.cast(y, dtype)?)])
+    scope.cast(scores, inner)
+}
+
+/// The softmax of scores.
+pub fn probabilities(scope: &mut Scope<'_>, scores: Value) -> Result<Value, Reason> {
+    scope.add(Op::Softmax(Softmax { axis: 3 }), &[scores])
+}
+
+/// The values of a `FlexAttention`, weighted.
+pub fn flex_values(scope: &mut Scope<'_>, probabilities: Value) -> Outputs {
+    let v = scope.value(2)?;
+    let (fact, weights) = (scope.fact(v), scope.fact(probabilities));
+    if fact.rank() != 4 {
+        return Err(Reason::Inputs(format!("its input {fact} has not rank 4")));
+    }
+    let v = shared(scope, v, &weights.shape[1])?;
+    let v = scope.cast(v, weights.dtype)?;
+    let y = scope.add(Op::MatMul(MatMul { transpose_a: false, transpose_b: false }), &[probabilities, v])?;
+    Ok(vec![Known::Value(scope.cast(y, fact.dtype)?)])
+}
+
+/// Attention without masks; see `flex` for subgraphs that change its scores.
+pub fn flex_attention(scope: &mut Scope<'_>) -> Outputs {
+    let scores = flex_scores(scope)?;
+    let probabilities = probabilities(scope, scores)?;
+    flex_values(scope, probabilities)
 }
 
 /// Pairs of elements of every head turned by the angle of their place: halves, or neighbours.

@@ -10,9 +10,15 @@ use crate::tensor::view::{View, indices};
 use crate::tensor::{DType, Tensor};
 use std::cmp::Ordering;
 
+/// The most elements that are looked at.
+const LARGEST: usize = 1 << 22;
+
 /// The elements of an input that decides over a size.
 fn deciding(scope: &Scope<'_>, slot: usize, what: &'static str) -> Result<Tensor, Reason> {
-    scope.tensor(slot, what)?.ok_or(Reason::Missing { slot })
+    match scope.tensor(slot, what)?.ok_or(Reason::Missing { slot })? {
+        tensor if tensor.len() > LARGEST => Err(Reason::Inputs(format!("{what} has {} elements", tensor.len()))),
+        tensor => Ok(tensor),
+    }
 }
 
 /// Where elements are not zero: `[axes, elements]`.

@@ -8,6 +8,7 @@ use super::gather::count;
 use super::movement::transposed;
 use super::{Known, Outputs, Reason, Scope};
 use crate::import::build::Build;
+use crate::import::onnx::name::shown;
 use crate::op::{Binary, Compare, MatMul, Op, ReduceKind, Value};
 use crate::tensor::dim::{Dim, volume};
 
@@ -26,7 +27,7 @@ struct Term {
 }
 
 fn wrong(equation: &str, why: &str) -> Reason {
-    Reason::Inputs(format!("the equation `{}` {why}", equation.chars().take(80).collect::<String>()))
+    Reason::Inputs(format!("the equation `{}` {why}", shown(equation)))
 }
 
 /// The labels of one side of a comma, with `dots` axes for `...`.

@@ -4,6 +4,7 @@
 //! `K` elements along each spatial axis, and weights that follow from the distances join them. So there is a gradient for
 //! the image (by the gather) and one for the grid (by the distances).
 
+use super::fold::charge;
 use super::gather::{count, number, scaled};
 use super::interpolate::Filter;
 use super::movement::transposed;
@@ -15,7 +16,7 @@ use crate::tensor::dim::{Dim, volume};
 use crate::tensor::{DType, Tensor};
 
 /// The most numbers of a grid that is a constant.
-const LARGEST: usize = 1 << 24;
+const LARGEST: usize = 1 << 22;
 
 /// The places of a regular grid, from -1 to 1, under an affine map of each example.
 pub fn affine(scope: &mut Scope<'_>) -> Outputs {
@@ -31,6 +32,7 @@ pub fn affine(scope: &mut Scope<'_>) -> Outputs {
         return Err(Reason::Inputs(format!("the map {fact} is not that of a grid of {rank} axes")));
     }
     let base = regular(&spatial, corners)?;
+    charge(scope, base.len())?;
     let base = scope.constant(base.cast(fact.dtype))?;
     let grid = scope.add(Op::MatMul(MatMul { transpose_a: false, transpose_b: true }), &[base, theta])?;
     let mut shape = vec![fact.shape[0].clone()];

@@ -7,7 +7,7 @@
 use crate::import::reason::Reason;
 
 /// The most elements of a matrix, and the largest axis, that a resize may make.
-const LARGEST: usize = 1 << 24;
+const LARGEST: usize = 1 << 22;
 
 /// How a place in the result becomes one in the input.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -153,9 +153,10 @@ impl Axis {
 
     /// The matrix `[to, from]` of weights.
     pub fn weights(&self, transform: Transform, filter: Filter) -> Result<Vec<f64>, Reason> {
-        self.check(self.from)?;
         let stretch = if filter.antialias { self.scale.min(1.0) } else { 1.0 };
         let reach = (filter.support() / stretch).ceil();
+        // A crop may be of any scale, and so its filter of any width.
+        self.check(self.from.max((2.0 * reach) as usize))?;
         let mut matrix = vec![0.0; self.to * self.from];
         for (at, row) in matrix.chunks_exact_mut(self.from).enumerate() {
             let origin = self.origin(transform, at);
@@ -254,6 +255,8 @@ mod tests {
     fn places_far_outside_and_axes_too_large_do_no_harm() {
         let far = Axis { region: [-1e300, f64::MAX], ..axis(3, 4) };
         assert!(far.weights(Transform::Crop, filter(Some(-0.5))).is_ok());
+        let wide = Axis { scale: 1e-30, ..axis(3, 4) };
+        assert!(wide.weights(Transform::Crop, Filter { antialias: true, ..filter(None) }).is_err());
         assert!(axis(1 << 20, 1 << 20).weights(Transform::HalfPixel, filter(None)).is_err());
         assert!(axis(1, usize::MAX).nearest(Transform::HalfPixel, Rounding::Floor).is_err());
     }

@@ -5,8 +5,11 @@ use super::{Known, Outputs, Reason, Scope};
 use crate::tensor::{DType, Tensor};
 use std::collections::BTreeMap;
 
-/// The most n-grams that are looked at.
+/// The most numbers that are looked at.
 const MOST: usize = 1 << 26;
+
+/// The most counts.
+const LARGEST: usize = 1 << 22;
 
 /// Counts of n-grams, `[columns]` or `[rows, columns]`.
 pub fn tf_idf(scope: &mut Scope<'_>) -> Outputs {
@@ -25,7 +28,7 @@ pub fn tf_idf(scope: &mut Scope<'_>) -> Outputs {
     let skips = usize::try_from(scope.int("max_skip_count", 0)?).unwrap_or(0);
     let steps = skips.saturating_add(1).min(length.max(1));
     let work = [rows, length, steps, longest - shortest + 1, longest].into_iter().try_fold(1usize, usize::checked_mul);
-    if work.is_none_or(|work| work > MOST) || rows.checked_mul(columns).is_none_or(|count| count > MOST) {
+    if work.is_none_or(|work| work > MOST) || rows.checked_mul(columns).is_none_or(|count| count > LARGEST) {
         return Err(Reason::Unsupported(format!("n-grams of up to {longest} of {length} numbers, skipping {skips}")));
     }
     let values = x.to_i64();
@@ -56,7 +59,8 @@ fn pool(scope: &Scope<'_>) -> Result<(usize, Grams), Reason> {
     let list = |name| Ok::<_, Reason>(scope.ints(name)?.unwrap_or_default());
     let (pool, starts, places) = (list("pool_int64s")?, list("ngram_counts")?, list("ngram_indexes")?);
     let odd = |what: &str| Reason::Inputs(format!("the list of n-grams is not in order: {what}"));
-    let columns = places.iter().map(|&p| usize::try_from(p).ok().filter(|p| *p < MOST)).collect::<Option<Vec<usize>>>();
+    let columns =
+        places.iter().map(|&p| usize::try_from(p).ok().filter(|p| *p < LARGEST)).collect::<Option<Vec<usize>>>();
     let columns = columns.ok_or_else(|| odd("a column is below zero or too large"))?;
     let mut starts: Vec<usize> = starts.iter().map(|&s| usize::try_from(s).unwrap_or(usize::MAX)).collect();
     starts.push(pool.len());

@@ -2,6 +2,7 @@
 //! `Pad`, `CenterCropPad`.
 
 use super::attribute::axis;
+use super::fold::charge;
 use super::slice::part;
 use super::{Known, Outputs, Reason, Scope};
 use crate::import::build::Build;
@@ -10,7 +11,7 @@ use crate::tensor::Tensor;
 use crate::tensor::dim::Dim;
 
 /// The most elements of an axis that is padded by repeating elements.
-const LARGEST: i64 = 1 << 24;
+const LARGEST: i64 = 1 << 20;
 
 /// Where padded elements come from.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -62,6 +63,7 @@ pub fn repeated(scope: &mut Scope<'_>, x: Value, at: usize, pads: [&Dim; 2], mod
     if !fits(before) || !fits(after) || !(1..=LARGEST).contains(&size) {
         return Err(Reason::Inputs(format!("paddings of {before} and {after} of an axis of size {size}")));
     }
+    charge(scope, (before + size + after).max(0) as usize)?;
     let sources: Vec<i64> = (-before..size + after).map(|place| mode.source(place, size)).collect();
     let sources = scope.constant(Tensor::from_i64(&[sources.len()], &sources))?;
     scope.add(Op::Gather(Gather { axis: at }), &[x, sources])

@@ -87,8 +87,8 @@ pub fn places(
     // Every example, channel and window starts somewhere else.
     let image = volume(&spatial)?;
     let mut steps = vec![shape[1].mul(&image)?, image];
-    for axis in 0..axes {
-        steps.push(strides[axis].mul(&Dim::from(window.strides[axis]))?);
+    for (stride, &moved) in strides.iter().zip(&window.strides) {
+        steps.push(stride.mul(&Dim::from(moved))?);
     }
     for (axis, step) in steps.iter().enumerate() {
         let size = scope.fact(place).shape[axis].clone();

@@ -142,7 +142,10 @@ pub fn roi_align(scope: &mut Scope<'_>) -> Outputs {
     let [images, channels, height, width] = fact.shape.as_slice() else {
         return Err(Reason::Inputs(format!("its input {fact} has not rank 4")));
     };
-    let regions = scope.fact(rois).shape.first().cloned().unwrap_or(Dim::Known(1));
+    let edges_of = scope.fact(rois);
+    let [regions, Dim::Known(4)] = edges_of.shape.as_slice() else {
+        return Err(Reason::Inputs(format!("its regions are {edges_of}, expected four edges each")));
+    };
     let mut edges = Vec::new();
     for at in 0..4 {
         let edge = part(scope, rois, 1, Dim::Known(at), Dim::Known(at + 1))?;
@@ -176,7 +179,7 @@ pub fn roi_align(scope: &mut Scope<'_>) -> Outputs {
     // [R, height·samples, width·samples, C]
     let points = joined(scope, if largest { Binary::Max } else { Binary::Add }, four)?;
     let [rows, columns, samples] = [sizes[0], sizes[1], samples].map(Dim::Known);
-    let apart = vec![regions, rows, samples.clone(), columns, samples, channels.clone()];
+    let apart = vec![regions.clone(), rows, samples.clone(), columns, samples, channels.clone()];
     let points = scope.reshape(points, apart)?;
     let kind = if largest { ReduceKind::Max } else { ReduceKind::Mean };
     let pooled = scope.reduce(kind, points, &[2, 4], false)?;

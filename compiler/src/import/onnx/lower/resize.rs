@@ -1,6 +1,7 @@
 //! `Resize` and `Upsample`: each axis by a gather or by a product with a matrix of weights.
 
 use super::attribute::axis;
+use super::fold::charge;
 use super::interpolate::{Axis, Filter, Rounding, Transform};
 use super::linear::mapped;
 use super::{Known, Outputs, Reason, Scope};
@@ -51,11 +52,14 @@ fn resized(
     match method {
         Method::Nearest(rounding) => {
             let index = axis.nearest(transform, *rounding)?;
+            charge(scope, index.len())?;
             let index = scope.constant(Tensor::from_i64(&[index.len()], &index))?;
             scope.add(Op::Gather(Gather { axis: at }), &[x, index])
         }
         Method::Weighted(filter) => {
-            let matrix = Tensor::from_f64(&[axis.to, axis.from], &axis.weights(transform, *filter)?);
+            let weights = axis.weights(transform, *filter)?;
+            charge(scope, weights.len())?;
+            let matrix = Tensor::from_f64(&[axis.to, axis.from], &weights);
             mapped(scope, x, at, &matrix)
         }
     }

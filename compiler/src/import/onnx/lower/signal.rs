@@ -2,6 +2,7 @@
 //! it, and the weights of mel bands that go behind it.
 
 use super::attribute::axis;
+use super::fold::charge;
 use super::linear::mapped;
 use super::slice::part;
 use super::weight::dtype_of;
@@ -13,7 +14,7 @@ use crate::tensor::{DType, Tensor};
 use std::f64::consts::TAU;
 
 /// The most elements of a matrix or a window.
-const LARGEST: usize = 1 << 24;
+const LARGEST: usize = 1 << 22;
 
 /// One number that must be known, `None` when it is left out.
 fn number(scope: &Scope<'_>, slot: usize, what: &'static str) -> Result<Option<f64>, Reason> {
@@ -82,9 +83,11 @@ fn transformed(scope: &mut Scope<'_>, x: Value, axis: usize, transform: Transfor
         Some(2) => true,
         _ => return Err(Reason::Inputs(format!("the last axis of {fact} does not hold one or two parts of a number"))),
     };
+    // A plain sum of so many terms would lose digits that a fast transform keeps.
     let component = |scope: &mut Scope<'_>, at: i64| -> Result<Value, Reason> {
         let one = part(scope, x, last, Dim::Known(at), Dim::Known(at + 1))?;
-        scope.reshape(one, fact.shape[..last].to_vec())
+        let one = scope.reshape(one, fact.shape[..last].to_vec())?;
+        scope.cast(one, DType::F64)
     };
     let a = component(scope, 0)?;
     let b = if complex { Some(component(scope, 1)?) } else { None };
@@ -100,6 +103,7 @@ fn transformed(scope: &mut Scope<'_>, x: Value, axis: usize, transform: Transfor
     let twice = |k: usize| back_to_real && k != 0 && 2 * k != transform.length;
     let weight = |_: usize, k: usize| if k >= used { 0.0 } else { share * if twice(k) { 2.0 } else { 1.0 } };
     let [cos, sin] = transform.matrices(rows, size, weight)?;
+    charge(scope, cos.len() + sin.len())?;
     // The real part of the product with cosine of one and sine of the other.
     let mut real = mapped(scope, a, axis, &cos)?;
     if let Some(b) = b {
@@ -121,10 +125,11 @@ fn transformed(scope: &mut Scope<'_>, x: Value, axis: usize, transform: Transfor
     let mut shape = scope.fact(real).shape;
     shape.push(Dim::Known(1));
     let parts = parts.into_iter().map(|p| scope.reshape(p, shape.clone())).collect::<Result<Vec<_>, _>>()?;
-    match parts.as_slice() {
-        [one] => Ok(*one),
-        _ => scope.add(Op::Concat(Concat { axis: last }), &parts),
-    }
+    let y = match parts.as_slice() {
+        [one] => *one,
+        _ => scope.add(Op::Concat(Concat { axis: last }), &parts)?,
+    };
+    scope.cast(y, fact.dtype)
 }
 
 /// The discrete Fourier transform along one axis. The axis became an input in operator set 20.
@@ -175,6 +180,7 @@ pub fn stft(scope: &mut Scope<'_>) -> Outputs {
     if frames.checked_mul(length).is_none_or(|count| count > LARGEST) {
         return Err(Reason::Unsupported(format!("{frames} frames of {length} steps")));
     }
+    charge(scope, frames * length)?;
     let places: Vec<i64> = (0..frames * length).map(|at| (at / length * step + at % length) as i64).collect();
     let places = scope.constant(Tensor::from_i64(&[frames, length], &places))?;
     let mut y = scope.add(Op::Gather(Gather { axis: 1 }), &[x, places])?;
@@ -192,6 +198,7 @@ pub fn stft(scope: &mut Scope<'_>) -> Outputs {
 pub fn window(scope: &mut Scope<'_>, [a, b, c]: [f64; 3]) -> Outputs {
     let size = required(count(scope, 0, "the size of a window")?, 0)?;
     let dtype = output_type(scope)?;
+    charge(scope, size)?;
     let period = if scope.flag("periodic", true)? { size } else { size.saturating_sub(1) };
     let angle = |n: usize| TAU * n as f64 / period.max(1) as f64;
     let values: Vec<f64> = (0..size).map(|n| a - b * angle(n).cos() + c * (2.0 * angle(n)).cos()).collect();
@@ -217,6 +224,7 @@ pub fn mel_weight_matrix(scope: &mut Scope<'_>) -> Outputs {
     if rows.checked_mul(bands).is_none_or(|count| count > LARGEST) {
         return Err(Reason::Unsupported(format!("{bands} bands of {rows} frequencies")));
     }
+    charge(scope, rows * bands)?;
     let edges = band_edges(bands, length, rate, low, high);
     if edges.iter().any(|edge| !(0.0..rows as f64).contains(edge)) {
         return Err(Reason::Inputs(format!("bands from {low} to {high} Hz of a signal of {rate} samples a second")));

@@ -155,6 +155,11 @@ pub fn lstm(
     // Peepholes of i, o and f.
     let mut holes = Vec::new();
     if let Some(all) = scope.optional(7)? {
+        let (fact, directions) = (scope.fact(all), layer.reversed.len());
+        if fact.shape != [Dim::from(directions), Dim::Known(3 * hidden)] {
+            let expected = format!("expected [{directions}, {}]", 3 * hidden);
+            return Err(Reason::Inputs(format!("its peepholes are {fact}, {expected}")));
+        }
         let own = part(scope, all, 0, Dim::from(direction), Dim::from(direction + 1))?;
         let own = scope.reshape(own, vec![Dim::Known(3 * hidden)])?;
         for at in 0..3 {

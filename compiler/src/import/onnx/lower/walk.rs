@@ -5,7 +5,8 @@
 use super::frame::{Frame, Frames};
 use super::support::{self, Unsupported};
 use super::{
-    Frozen, Known, Ledger, Reason, Scope, Weight, arithmetic, branch, call, fold, old, prune, repeat, table, weight,
+    Frozen, Known, Ledger, Reason, Scope, Weight, arithmetic, branch, call, flex, fold, old, prune, repeat, table,
+    weight,
 };
 use crate::graph::{AddError, Graph, Origin, Output};
 use crate::import::known::Known as Beyond;
@@ -229,6 +230,7 @@ impl Walk<'_> {
             "If" if standard => return branch::branch(self, node),
             "Loop" if standard => return repeat::repeat(self, node),
             "Scan" if standard => return repeat::scan(self, node),
+            _ if flex::is_changed(node) => return flex::flex(self, node),
             _ => {}
         }
         let lower = table::find_in(&node.domain, &node.op_type);

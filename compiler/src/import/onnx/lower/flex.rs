@@ -1,0 +1,45 @@
+//! `FlexAttention` whose subgraphs change its scores before the softmax, or its probabilities behind it.
+
+use super::attention::{flex_scores, flex_values, probabilities};
+use super::body::Body;
+use super::walk::Walk;
+use super::{Known, Reason};
+use crate::import::build::Build;
+use crate::import::onnx::model::Node;
+use crate::op::Value;
+
+/// The domain of the operator.
+const DOMAIN: &str = "ai.onnx.preview";
+
+/// Whether a node is one with a subgraph.
+pub fn is_changed(node: &Node) -> bool {
+    let has = |name: &str| node.attributes.iter().any(|a| a.name() == name);
+    node.domain == DOMAIN && node.op_type == "FlexAttention" && (has("score_mod") || has("prob_mod"))
+}
+
+/// Its result; `Err(None)` when something in a subgraph is broken and has been told.
+pub fn flex(walk: &mut Walk<'_>, node: &Node) -> Result<Vec<Known>, Option<Reason>> {
+    let scores = flex_scores(&mut walk.scope(node).ok_or(None)?)?;
+    let scores = changed(walk, node, "score_mod", scores)?;
+    let weights = probabilities(&mut walk.scope(node).ok_or(None)?, scores)?;
+    let weights = changed(walk, node, "prob_mod", weights)?;
+    Ok(flex_values(&mut walk.scope(node).ok_or(None)?, weights)?)
+}
+
+/// What the subgraph in an attribute makes of a value; the value itself where there is none.
+fn changed(walk: &mut Walk<'_>, node: &Node, name: &'static str, x: Value) -> Result<Value, Option<Reason>> {
+    if !node.attributes.iter().any(|a| a.name() == name) {
+        return Ok(x);
+    }
+    let results = Body::read(walk, node, name)?.run(walk, node, None, vec![Known::Value(x)])?;
+    let [result] = results.as_slice() else {
+        return Err(Some(Reason::Inputs(format!("its subgraph `{name}` has {} results, expected one", results.len()))));
+    };
+    let mut scope = walk.scope(node).ok_or(None)?;
+    let y = scope.made(result)?;
+    let (have, want) = (scope.fact(y), scope.fact(x));
+    if have != want {
+        return Err(Some(Reason::Inputs(format!("its subgraph `{name}` makes {have} of {want}"))));
+    }
+    Ok(y)
+}
