@@ -105,7 +105,7 @@ fn loops_turn_as_often_as_they_say() {
 #[test]
 fn a_loop_without_end_is_refused() {
     let told = refused(&summing_model("", "yes", "same", 0));
-    assert!(told.contains("a loop of more than 262144 nodes when it is written out is not supported"), "{told}");
+    assert!(told.contains("a loop of more than 65536 nodes when it is written out is not supported"), "{told}");
 }
 
 #[test]

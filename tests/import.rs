@@ -381,13 +381,13 @@ fn faults_are_gathered_and_name_their_nodes() {
          node `second[31m` (Softmax): axis 7 does not exist in a tensor of rank 2"
     );
     let said = bad(vec![
-        node("Loop", "l", &["x"], &["a"], vec![]),
+        node("Bernoulli", "l", &["x"], &["a"], vec![]),
         node("Reluu", "r", &["a"], &["b"], vec![]),
         node("Reluu", "s", &["b"], &["y"], vec![]),
     ]);
     assert_eq!(
         said,
-        "unsupported operators: Loop ×1 (first: node `l`; control flow: what runs would depend on values), \
+        "unsupported operators: Bernoulli ×1 (first: node `l`; random numbers), \
          Reluu ×2 (first: node `r`)"
     );
 }

@@ -16,7 +16,7 @@ use std::rc::Rc;
 const DEPTH: usize = 64;
 
 /// How many nodes loops may be when every turn is written out.
-pub const UNROLLED: u64 = 1 << 18;
+pub const UNROLLED: u64 = 1 << 16;
 
 /// How many bytes of names and attributes may be copied while functions and subgraphs are written out.
 const COPIED: u64 = 1 << 30;
