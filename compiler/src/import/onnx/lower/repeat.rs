@@ -205,7 +205,7 @@ fn stack(
     info: Option<&ValueInfo>,
 ) -> Result<Known, Option<Reason>> {
     if items.is_empty() {
-        let shape = info.and_then(|info| empty(info));
+        let shape = info.and_then(empty);
         let what = "a loop that never turns and does not say the shape of its results";
         return shape.map(Known::Tensor).ok_or_else(|| Some(Reason::Unsupported(what.to_string())));
     }
