@@ -11,7 +11,7 @@ use crate::graph::bind::bind;
 use crate::graph::order::canonical;
 use crate::graph::verify::{VerifyError, verify};
 use crate::graph::{Graph, Output};
-use crate::import::fx::error::FxError;
+use crate::import::fx::error::{EXPORT, FxError};
 use crate::import::fx::lower::walk as fx;
 use crate::import::fx::program::Program;
 use crate::import::onnx::decode;
@@ -100,7 +100,7 @@ pub enum ImportError {
     #[error(transparent)]
     Archive(#[from] FxError),
     /// A file that is called an archive and is none.
-    #[error("called .pt2, but {found}, not the zip archive that torch.export.save writes")]
+    #[error("called .pt2, but {found}: it is not the zip archive that torch.export.save writes; {EXPORT}")]
     NoArchive {
         /// What it is.
         found: String,
@@ -127,6 +127,10 @@ pub fn load(path: &Path, options: &Options) -> Result<Model, ImportError> {
         Err(DecodeError::Format(FormatError::Zip)) => {
             let program = Program::read(&file::map(path)?)?;
             from_program(&program, &path.display().to_string(), options)
+        }
+        Err(DecodeError::Format(FormatError::Pickle)) if archive => {
+            let found = "a Python pickle, as torch.save writes them, and pipec never opens pickles".to_string();
+            Err(ImportError::NoArchive { found })
         }
         Err(DecodeError::Format(found)) if archive => Err(ImportError::NoArchive { found: found.to_string() }),
         Err(DecodeError::Protobuf { .. }) if archive => {
