@@ -11,6 +11,7 @@ use crate::source::{self, Costs, Times};
 use crate::training::{self, Data, Done, Length, Loss, Prepared, Task};
 use crate::{cmd, given, prediction, quantity, stages};
 use clap::Args;
+use compiler::op::Op;
 use compiler::plan::problem::{CostModel, InFlight};
 use compiler::plan::{Plan, ScheduleKind};
 use compiler::simulate::trace::trace;
@@ -137,6 +138,11 @@ pub fn run(arguments: Box<Arguments>, screen: &Screen) -> Result<(), Failure> {
         import.follow(&plan.model.import);
     }
     let loaded = trainable(&arguments, &import, screen)?;
+    let graph = &loaded.model.graph;
+    if !graph.ids().any(|id| matches!(graph.node(id).op, Op::Parameter(_))) {
+        let why = "the model has no parameter that a gradient trains: its weights are frozen, or it holds its gradients itself";
+        return Err(Failure::file("train", &arguments.file, why));
+    }
     let microbatches = arguments.microbatches.or(given.as_ref().map(|plan| plan.schedule.microbatches)).unwrap_or(1);
     let planned_batch = given.as_ref().map(|plan| plan.schedule.micro_batch * u64::from(plan.schedule.microbatches));
     let batch = match arguments.batch.or(planned_batch) {

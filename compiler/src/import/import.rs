@@ -12,7 +12,7 @@ use crate::graph::order::canonical;
 use crate::graph::verify::{VerifyError, verify};
 use crate::graph::{Graph, Output};
 use crate::import::doubt::{Doubt, Finding};
-use crate::import::fx::error::FxError;
+use crate::import::fx::error::{EXPORT, FxError};
 use crate::import::fx::lower::walk as fx;
 use crate::import::fx::program::Program;
 use crate::import::known::Known;
@@ -110,7 +110,7 @@ pub enum ImportError {
     #[error(transparent)]
     Archive(#[from] FxError),
     /// A file that is called an archive and is none.
-    #[error("called .pt2, but {found}, not the zip archive that torch.export.save writes")]
+    #[error("called .pt2, but {found}: it is not the zip archive that torch.export.save writes; {EXPORT}")]
     NoArchive {
         /// What it is.
         found: String,
@@ -161,6 +161,10 @@ impl Source {
             Err(DecodeError::Format(FormatError::Zip)) => {
                 let program = Box::new(Program::read(&file::map(path)?)?);
                 Ok(Source::Program { program, file })
+            }
+            Err(DecodeError::Format(FormatError::Pickle)) if archive => {
+                let found = "a Python pickle, as torch.save writes them, and pipec never opens pickles".to_string();
+                Err(ImportError::NoArchive { found })
             }
             Err(DecodeError::Format(found)) if archive => Err(ImportError::NoArchive { found: found.to_string() }),
             Err(DecodeError::Protobuf { .. }) if archive => {

@@ -4,7 +4,10 @@ use crate::import::onnx::name::shown;
 use thiserror::Error;
 
 /// How to write a file that pipec reads.
-const EXPORT: &str = "save one with torch.export.save(torch.export.export(model, args), \"model.pt2\")";
+pub const EXPORT: &str = "a file for pipec comes from
+    import torch
+    program = torch.export.export(model.train(), (x,))
+    torch.export.save(program, \"model.pt2\")";
 
 /// Why an archive is not a program that pipec reads.
 #[derive(Debug, Error)]
@@ -36,7 +39,7 @@ pub enum FxError {
     #[error("a zip archive without an exported program (a torch.save checkpoint holds no graph); {EXPORT}")]
     NoProgram,
     /// The layout of early versions.
-    #[error("a .pt2 of an early version of PyTorch; {EXPORT} of PyTorch 2.8 or later")]
+    #[error("a .pt2 of a PyTorch before 2.8; with a later one {EXPORT}")]
     Legacy,
     /// Machine code in place of a graph.
     #[error("an AOTInductor package: it holds a compiled library and no graph, and pipec never loads code; {EXPORT}")]
