@@ -6,6 +6,7 @@
 pub mod build;
 pub mod cuts;
 pub mod data_parallel;
+pub mod every;
 pub mod exhaustive;
 pub mod finish;
 pub mod fit;
@@ -15,6 +16,9 @@ pub mod line;
 pub mod linear;
 pub mod pinned;
 pub mod pipedream;
+pub mod placed;
+pub mod placement;
+pub mod places;
 pub mod planner;
 pub mod search;
 pub mod shape;

@@ -11,7 +11,7 @@ use crate::source::{self, Costs, Times};
 use crate::training::{self, Data, Done, Length, Loss, Prepared, Task};
 use crate::{cmd, given, prediction, quantity, stages};
 use clap::Args;
-use compiler::plan::problem::{CostModel, InFlight};
+use compiler::plan::problem::InFlight;
 use compiler::plan::{Plan, ScheduleKind};
 use compiler::simulate::trace::trace;
 use profiler::machine;
@@ -318,8 +318,9 @@ fn own_plan(
     let device = cluster.device.clone();
     let costs = Costs { has_memory: false, ..source::assemble(loaded, micro_batch, cluster, Times::Analytic(device))? };
     let question = Question {
-        schedule: schedule.name().to_string(),
+        schedule: Some(schedule.name().to_string()),
         microbatches,
+        recompute: "never".to_string(),
         stages: arguments.stages.clone(),
         cut_after: arguments.cut_after.clone(),
         partitioner: if workers == 1 && arguments.cut_after.is_none() { "single" } else { "pipec" }.to_string(),
@@ -327,5 +328,5 @@ fn own_plan(
         seed: arguments.seed,
         ..Question::default()
     };
-    Ok(partition::ask(&arguments.file, costs, &question, CostModel::Paper)?.plan)
+    Ok(partition::ask(&arguments.file, costs, &question)?.plan)
 }

@@ -61,6 +61,8 @@ pub fn cost_graph(graph: &Graph, attribution: &Attribution) -> CostGraph {
             saved_bytes: attribution.saved_bytes[i],
             out_bytes: values.iter().fold(0u64, |sum, v| sum.saturating_add(size(*v))),
             joins: joins[i],
+            live_bytes: attribution.live_bytes[i],
+            unsaved: attribution.saved_bytes[i] < values.iter().map(|v| size(*v)).min().unwrap_or(0),
             ..OpCost::default()
         });
         for value in values {
