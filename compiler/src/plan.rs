@@ -167,7 +167,7 @@ pub struct StageMemory {
     /// State of the optimizer.
     pub optimizer: u64,
     /// Saved tensors, inputs from other stages and what is sent to them, for every micro-batch in flight; where the stage is
-    /// recomputed, the saved ones for one.
+    /// recomputed, the saved ones for one, and what is sent for one more.
     pub activations: u64,
     /// Gradients of one micro-batch that come from other stages or go to them.
     #[serde(default)]

@@ -87,8 +87,7 @@ pub struct Question {
     /// One replica for every stage
     #[arg(long)]
     pub no_replication: bool,
-    /// Whether a stage that does not fit otherwise may save its inputs only and run forward again before backward; `pipec train`
-    /// does not do that yet
+    /// Whether a stage that does not fit otherwise may save its inputs only and run forward again before backward
     #[arg(long, value_name = "WHEN", default_value = "auto", value_parser = ["auto", "never"])]
     pub recompute: String,
     /// Optimizer, for its memory
@@ -382,7 +381,8 @@ pub fn replicas(text: &str) -> Result<u32, String> {
 
 /// Reads one pin of `--pin`.
 pub fn pin(text: &str) -> Result<(String, u32), String> {
-    let pin = text.rsplit_once('=').and_then(|(name, stage)| Some((name.trim().to_string(), stage.trim().parse().ok()?)));
+    let pin =
+        text.rsplit_once('=').and_then(|(name, stage)| Some((name.trim().to_string(), stage.trim().parse().ok()?)));
     pin.filter(|(name, _)| !name.is_empty())
         .ok_or_else(|| "write a node, a module or an op id and its stage, for example encoder=0".to_string())
 }

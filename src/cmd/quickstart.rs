@@ -110,9 +110,7 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Failure> {
         source::assemble(&loaded, BATCH, cluster, times)
     };
     let model_file = at("model.onnx");
-    let ask = |question: &Question| {
-        partition::ask(&model_file, costs()?, question).map(|planned| planned.plan)
-    };
+    let ask = |question: &Question| partition::ask(&model_file, costs()?, question).map(|planned| planned.plan);
     let question = Question {
         optimizer: partition::Optimizer::SgdMomentum,
         recompute: "never".to_string(),

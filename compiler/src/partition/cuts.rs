@@ -17,7 +17,8 @@ pub fn resolve(
     let mut sets: Vec<(usize, &String, Vec<bool>)> = Vec::new();
     for name in names {
         let mut inside = vec![false; graph.ops.len()];
-        let mut todo: Vec<usize> = named(joined.full, "--cut-after", name)?.into_iter().map(|op| joined.place(op)).collect();
+        let mut todo: Vec<usize> =
+            named(joined.full, "--cut-after", name)?.into_iter().map(|op| joined.place(op)).collect();
         while let Some(op) = todo.pop() {
             if !std::mem::replace(&mut inside[op], true) {
                 todo.extend(before[op].iter().copied());

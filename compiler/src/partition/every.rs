@@ -19,8 +19,7 @@ pub const MAX_STEPS: u64 = 3_000_000;
 pub fn every(question: &Question<'_>) -> Result<(Option<Candidate>, u64), ProblemError> {
     let graph = &question.problem.graph;
     let ops = graph.ops.len();
-    let too_large =
-        |what, limit: u64, found: u64| ProblemError::TooLarge { method: "exhaustive", what, limit, found };
+    let too_large = |what, limit: u64, found: u64| ProblemError::TooLarge { method: "exhaustive", what, limit, found };
     if ops > MAX_OPS {
         return Err(too_large("ops", MAX_OPS as u64, ops as u64));
     }
@@ -32,7 +31,8 @@ pub fn every(question: &Question<'_>) -> Result<(Option<Candidate>, u64), Proble
         [inner, _, ..] => inner.count,
         _ => 0,
     };
-    let mut walk = Walk { question, sets, unit, best: None, least: None, best_us: f64::INFINITY, stages: Vec::new(), steps: 0 };
+    let mut walk =
+        Walk { question, sets, unit, best: None, least: None, best_us: f64::INFINITY, stages: Vec::new(), steps: 0 };
     for first in 0..unit.max(1) {
         walk.extend(0, first);
     }
@@ -104,8 +104,7 @@ impl Walk<'_> {
         let stages = self.stages.iter().map(|(ops, _, replicas)| (ops.clone(), *replicas)).collect();
         let shape = Shape::flat(stages, self.unit > 0);
         let problem = self.question.problem;
-        let mut spots: Vec<Spot> =
-            self.stages.iter().map(|&(_, first, _)| Spot { first, recompute: false }).collect();
+        let mut spots: Vec<Spot> = self.stages.iter().map(|&(_, first, _)| Spot { first, recompute: false }).collect();
         let mut candidate = self.question.placed("exhaustive", shape, spots.clone());
         let wants_memory = problem.objective == Objective::Memory;
         if problem.recompute && (wants_memory || !candidate.fits) {

@@ -24,25 +24,14 @@ pub fn matters(problem: &Problem) -> bool {
 }
 
 /// The efficiency that `shape` reaches under given caps.
-pub fn reached(
-    problem: &Problem,
-    shape: &Shape,
-    spots: &[Spot],
-    caps: &[u32],
-    efficiency: &Efficiency<'_>,
-) -> f64 {
+pub fn reached(problem: &Problem, shape: &Shape, spots: &[Spot], caps: &[u32], efficiency: &Efficiency<'_>) -> f64 {
     let memory = build::memory(problem, shape, spots, &build::holdings(problem, shape), caps);
     let stages = build::stages(problem, shape, spots, &memory);
     efficiency(&stages, &build::edges(problem, shape), caps)
 }
 
 /// Caps for `shape`, and the efficiency they reach.
-pub fn choose(
-    problem: &Problem,
-    shape: &Shape,
-    spots: &[Spot],
-    efficiency: &Efficiency<'_>,
-) -> (Vec<u32>, f64) {
+pub fn choose(problem: &Problem, shape: &Shape, spots: &[Spot], efficiency: &Efficiency<'_>) -> (Vec<u32>, f64) {
     let published = build::published_caps(problem, shape);
     if !matters(problem) {
         return (published, 1.0);

@@ -74,6 +74,7 @@ impl<'a> Joined<'a> {
                 sum.bwd_us += op.bwd_us;
                 sum.param_bytes += op.param_bytes;
                 sum.saved_bytes += op.saved_bytes;
+                sum.fed_bytes += op.fed_bytes;
                 sum.unsaved |= op.unsaved;
                 if op.scratch_bytes() > sum.scratch_bytes() {
                     (sum.workspace_bytes, sum.live_bytes) = (op.workspace_bytes, op.live_bytes);

@@ -113,7 +113,7 @@ fn holdings(graph: &CostGraph, order: &[u32], ends: &[usize]) -> Vec<Holdings> {
                         run.inputs += graph.tensors[tensor].bytes;
                     }
                 }
-                run.saved += graph.ops[op].saved_bytes;
+                run.saved += graph.ops[op].kept_bytes();
                 run.workspace = run.workspace.max(graph.ops[op].scratch_bytes());
             }
             table[from * places + to] = run;

@@ -285,8 +285,7 @@ impl Placing<'_> {
         let layers = self.layers();
         let none = Entry { value: f64::INFINITY, to: 0, replicas: 0 };
         let count = layers.map_or(1, |layers| layers + 1);
-        let mut table =
-            Table { entries: vec![none; count * sets * width], sets, width, layered: layers.is_some() };
+        let mut table = Table { entries: vec![none; count * sets * width], sets, width, layered: layers.is_some() };
         let at = table.at(0, whole, 0);
         table.entries[at].value = 0.0;
         let trains = self.asked.trains();
@@ -320,18 +319,22 @@ impl Placing<'_> {
                             let tail = table.value(layer - usize::from(table.layered), to, rest as usize);
                             let at = table.at(layer, from, (rest + replicas) as usize);
                             let so_far = table.entries[at].value;
-                            if tail.is_infinite() || (bounded && tail > capped * (1.0 + 1e-9) && measure != Measure::Stages)
+                            if tail.is_infinite()
+                                || (bounded && tail > capped * (1.0 + 1e-9) && measure != Measure::Stages)
                             {
                                 continue;
                             }
-                            if (measure != Measure::Way && tail >= so_far) || (measure == Measure::Way && tail > so_far) {
+                            if (measure != Measure::Way && tail >= so_far) || (measure == Measure::Way && tail > so_far)
+                            {
                                 continue;
                             }
                             let run = *run.get_or_insert_with(|| self.places.run(from, to));
                             let part = self.part(measure, &run, from, to, replicas, rest, stage, &mut known);
                             let Some(part) = part else { continue };
                             let value = match measure {
-                                Measure::Busiest | Measure::Likely if part.busiest_us > capped * (1.0 + 1e-9) => continue,
+                                Measure::Busiest | Measure::Likely if part.busiest_us > capped * (1.0 + 1e-9) => {
+                                    continue;
+                                }
                                 Measure::Busiest | Measure::Likely => part.busiest_us.max(tail),
                                 Measure::Bytes => part.bytes as f64,
                                 _ if part.busiest_us > capped * (1.0 + 1e-12) => continue,
@@ -380,7 +383,10 @@ impl Placing<'_> {
     ) -> Option<Part> {
         let (recompute, bytes) = if measure == Measure::Bytes {
             let [plain, recomputed] = [false, true].map(|recompute| self.bytes(run, replicas, rest, recompute, stage));
-            (self.rules.recompute && recomputed < plain, if self.rules.recompute { plain.min(recomputed) } else { plain })
+            (
+                self.rules.recompute && recomputed < plain,
+                if self.rules.recompute { plain.min(recomputed) } else { plain },
+            )
         } else {
             (self.recomputes(run, replicas, rest, stage)?, 0)
         };

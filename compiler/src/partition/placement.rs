@@ -27,7 +27,8 @@ const MOST_PINNED: usize = 16;
 pub fn found(question: &Question<'_>, baselines: &[Candidate; 3]) -> Result<Found, ProblemError> {
     let problem = question.problem;
     let rules = rules(question)?;
-    let mut search = Search { question, found: Found { candidates: Vec::new(), states: 0, fallback: None, proven_us: None } };
+    let mut search =
+        Search { question, found: Found { candidates: Vec::new(), states: 0, fallback: None, proven_us: None } };
     let is_free = rules == [free(problem)] && problem.constraints.cut_after.is_none() && keeps(problem).is_none();
     if is_free {
         let fits = |candidate: &&Candidate| candidate.fits;
@@ -45,7 +46,10 @@ pub fn found(question: &Question<'_>, baselines: &[Candidate; 3]) -> Result<Foun
 }
 
 fn free(problem: &Problem) -> Rules {
-    Rules { recompute: problem.recompute && problem.schedule != crate::plan::ScheduleKind::Inference, ..Rules::default() }
+    Rules {
+        recompute: problem.recompute && problem.schedule != crate::plan::ScheduleKind::Inference,
+        ..Rules::default()
+    }
 }
 
 fn keeps(problem: &Problem) -> Option<()> {
@@ -153,7 +157,8 @@ impl Search<'_> {
         }
         let budget = self.question.budget.unwrap_or(DEFAULT_BUDGET).min(1 << 24) as usize;
         let affordable = largest(budget, |sets| effort(problem, rules, sets) <= 4e8);
-        let grown = if borders.is_some() { None } else { Space::grow(graph, CostModel::Paper, Growth::All, affordable) };
+        let grown =
+            if borders.is_some() { None } else { Space::grow(graph, CostModel::Paper, Growth::All, affordable) };
         match grown {
             Some(space) => self.within(&space, rules, &mut known, true),
             None if borders.is_some() => self.found.fallback = Some("linear orders, cut where modules end".to_string()),
@@ -241,7 +246,9 @@ impl Search<'_> {
         let candidate = self.question.placed("pipec", shape, spots);
         let fits = candidate.fits;
         let known = |other: &Candidate| {
-            other.shape == candidate.shape && other.spots == candidate.spots && same(other.minibatch_us, candidate.minibatch_us)
+            other.shape == candidate.shape
+                && other.spots == candidate.spots
+                && same(other.minibatch_us, candidate.minibatch_us)
         };
         if !self.found.candidates.iter().any(known) {
             self.found.candidates.push(candidate);

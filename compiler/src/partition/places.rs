@@ -88,8 +88,9 @@ impl<'a> Places<'a> {
                 added.iter().fold(start, |sum, &op| sum.saturating_add(bytes(op as usize)))
             };
             places.weights[set] = sum(places.weights[base], &|op| own[op]);
-            places.saved[set] = sum(places.saved[base], &|op| graph.ops[op].saved_bytes);
-            let time = |start: f64, us: &dyn Fn(usize) -> f64| added.iter().fold(start, |sum, &op| sum + us(op as usize));
+            places.saved[set] = sum(places.saved[base], &|op| graph.ops[op].kept_bytes());
+            let time =
+                |start: f64, us: &dyn Fn(usize) -> f64| added.iter().fold(start, |sum, &op| sum + us(op as usize));
             places.forward[set] = time(places.forward[base], &|op| graph.ops[op].fwd_us);
             places.backward[set] = time(places.backward[base], &|op| graph.ops[op].bwd_us);
         }

@@ -5,13 +5,13 @@
 //! least memory that would do. Work is bounded: a graph with too many closed sets, or too long a line, is planned along a linear
 //! order or in groups of ops, and the plan says so.
 
-use crate::partition::{cuts, every, placement};
 use crate::partition::finish::{self, Statement};
 use crate::partition::fit::Least;
 use crate::partition::in_flight::Efficiency;
 use crate::partition::joined::Joined;
 use crate::partition::search::{Candidate, Found, Question, same};
 use crate::partition::states::Growth;
+use crate::partition::{cuts, every, placement};
 use crate::plan::Plan;
 use crate::plan::check::Fault;
 use crate::plan::problem::{CostModel, InFlight, Objective, Problem, ProblemError};

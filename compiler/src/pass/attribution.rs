@@ -9,8 +9,8 @@
 use super::backward::BackwardError;
 use super::backward::{Arriving, Read, backward};
 use super::fragment::{Fragment, FragmentError, fragments};
-use super::memory::{self, Needs};
 use super::loss::{LOSS, Loss, LossError, attach};
+use super::memory::{self, Needs};
 use super::pipeline::{self, PassBug};
 use crate::graph::{Graph, Origin, order};
 use crate::op::table::rule;
@@ -134,7 +134,16 @@ pub fn attribute(graph: &Graph, training: Training) -> Result<Attribution, Attri
         live_by_owner(&made.graph, &HashSet::new(), &held, &mut live_bytes);
     }
     let backward = made.map(|b| b.graph);
-    Ok(Attribution { ops, seeded, forward: fragment.graph, backward, forward_nodes, backward_nodes, saved_bytes, live_bytes })
+    Ok(Attribution {
+        ops,
+        seeded,
+        forward: fragment.graph,
+        backward,
+        forward_nodes,
+        backward_nodes,
+        saved_bytes,
+        live_bytes,
+    })
 }
 
 fn check_sizes(graph: &Graph) -> Result<(), AttributionError> {

@@ -314,7 +314,7 @@ fn memory(problem: &Problem, plan: &Plan, stage_of: &[usize]) -> Vec<StageMemory
         stages.into_iter().for_each(|stage| weights[stage] = weights[stage].saturating_add(param.bytes));
     }
     for (op, &stage) in graph.ops.iter().zip(stage_of) {
-        alive[stage] += op.saved_bytes;
+        alive[stage] += op.saved_bytes + op.fed_bytes;
         workspace[stage] = workspace[stage].max(op.workspace_bytes + op.live_bytes);
     }
     for tensor in &graph.tensors {
@@ -341,7 +341,10 @@ fn memory(problem: &Problem, plan: &Plan, stage_of: &[usize]) -> Vec<StageMemory
         let waiting = received[stage].saturating_add(only_sent[stage]);
         let in_flight = u64::from(plan.schedule.in_flight[stage]);
         let activations = match plan.stages[stage].recompute {
-            true => waiting.saturating_mul(in_flight).saturating_add(alive[stage]),
+            true => {
+                let both = received[stage].saturating_add(sent[stage]);
+                both.saturating_mul(in_flight).saturating_add(alive[stage]).saturating_add(sent[stage])
+            }
             false => alive[stage].saturating_add(waiting).saturating_mul(in_flight),
         };
         let messages = received[stage].saturating_add(if trains { sent[stage] } else { 0 });

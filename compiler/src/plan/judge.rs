@@ -34,7 +34,10 @@ pub fn time(problem: &Problem, plan: &Plan, stage_of: &[usize]) -> (f64, String)
     for tensor in &problem.graph.tensors {
         let from = stage_of[tensor.producer.index()];
         let readers: BTreeSet<usize> = tensor.consumers.iter().map(|op| stage_of[op.index()]).collect();
-        readers.into_iter().filter(|&to| to != from).for_each(|to| *sent.entry((from, to)).or_default() += tensor.bytes as f64);
+        readers
+            .into_iter()
+            .filter(|&to| to != from)
+            .for_each(|to| *sent.entry((from, to)).or_default() += tensor.bytes as f64);
     }
 
     // For each stage and level: microseconds of activations in, of activations out, of one all-reduce.
@@ -67,7 +70,13 @@ pub fn time(problem: &Problem, plan: &Plan, stage_of: &[usize]) -> (f64, String)
     let mut ports: BTreeMap<(usize, u64), [f64; 3]> = BTreeMap::new();
     for (at, stage) in plan.stages.iter().enumerate() {
         let r = f64::from(stage.replicas);
-        let per_item = if is_round_robin { 1.0 } else if kind == ScheduleKind::TwoBw { r / m } else { 0.0 };
+        let per_item = if is_round_robin {
+            1.0
+        } else if kind == ScheduleKind::TwoBw {
+            r / m
+        } else {
+            0.0
+        };
         let times = if never_flushed { 1.0 / r } else { (m / r).ceil().max(1.0) - 1.0 };
         loads.push((times * compute(at), format!("compute of stage {at}")));
         loads.push((times * per_item * reduce[at], format!("all-reduce of stage {at}")));

@@ -122,8 +122,7 @@ fn rings_of(levels: &[Level], sizes: impl Iterator<Item = (u32, u32)>, bytes: f6
             let wire = Wire::of(levels, level);
             let units = f64::from(most);
             let shard = if levels[level].shared { bytes } else { bytes / shards };
-            let us =
-                2.0 * (units - 1.0) * wire.latency_us + 2.0 * (units - 1.0) / units * shard / wire.bytes_per_us;
+            let us = 2.0 * (units - 1.0) * wire.latency_us + 2.0 * (units - 1.0) / units * shard / wire.bytes_per_us;
             rings.push(Ring { level, units: most, us });
         }
         shards *= f64::from(least.max(1));

@@ -3,14 +3,14 @@
 //! ```text
 //! total       = weights · versions + gradients + optimizer + activations + messages + workspace
 //! gradients   = 2 weights, and 1 more where replicas add theirs up
-//! activations = in_flight · (saved + inputs + sent)          recomputed: in_flight · (inputs + sent) + saved
+//! activations = in_flight · (saved + inputs + sent)          recomputed: in_flight · (inputs + outputs) + saved + outputs
 //! messages    = inputs + outputs                             inference: inputs
 //! ```
 //!
-//! `saved` is what forward keeps for backward, `inputs` the tensors that come from other stages, `sent` those of the `outputs`, which
+//! `saved` is what forward keeps for backward, what is fed to the model included, `inputs` the tensors that come from other stages, `sent` those of the `outputs`, which
 //! go to others, that would not be kept otherwise; `workspace` is the arena: what is alive within a run, scratch included, at the op
 //! where that is most. The gradients are those that are summed up and those of the run at hand; the messages, the gradients
-//! that one item gets and gives. A recomputed stage keeps its inputs and runs forward once more before backward. Versions are
+//! that one item gets and gives. A recomputed stage keeps its inputs and what it sent, and runs forward once more before backward, into other buffers. Versions are
 //! held by pointer: V versions take V copies of the weights and no more. A tied parameter counts once in each stage that uses
 //! it. For inference there are no gradients and no optimizer, and the next item may be under way.
 
@@ -76,7 +76,7 @@ impl Holdings {
             }
         }
         for (op, _) in graph.ops.iter().zip(inside).filter(|(_, inside)| **inside) {
-            holdings.saved += op.saved_bytes;
+            holdings.saved += op.kept_bytes();
             holdings.workspace = holdings.workspace.max(OpCost::scratch_bytes(op));
         }
         holdings
@@ -91,8 +91,11 @@ impl Holdings {
         let gradients = weights.saturating_mul(copies);
         // `as` saturates; state is a small factor checked with the problem.
         let optimizer = if trains { (weights as f64 * multiples.optimizer_state).ceil() as u64 } else { 0 };
-        let (kept, once) = if multiples.recompute { (0, self.saved) } else { (self.saved, 0) };
-        let one = kept.saturating_add(self.inputs).saturating_add(self.sent);
+        let (kept, once) = match multiples.recompute {
+            true => (self.outputs, self.saved.saturating_add(self.outputs)),
+            false => (self.saved.saturating_add(self.sent), 0),
+        };
+        let one = kept.saturating_add(self.inputs);
         let activations = one.saturating_mul(u64::from(multiples.in_flight)).saturating_add(once);
         let messages = self.inputs.saturating_add(if trains { self.outputs } else { 0 });
         let workspace = self.workspace;

@@ -298,9 +298,8 @@ mod tests {
         let mut cluster = levels("2:1000MB/s,2:1MB/s").unwrap().levels;
         let stages: Vec<PlacedStage> = (0..4).map(|at| stage(at, 1, 5.0, 0.0)).collect();
         let edges = [edge(0, 2, 10), edge(1, 3, 10), edge(0, 1, 10), edge(2, 3, 10)];
-        let us = |cluster: &[Level]| {
-            outlook(&asked(ScheduleKind::RoundRobin, 1), cluster, &stages, &edges).minibatch_us
-        };
+        let us =
+            |cluster: &[Level]| outlook(&asked(ScheduleKind::RoundRobin, 1), cluster, &stages, &edges).minibatch_us;
         assert_eq!(us(&cluster), 15.0);
         cluster[1].shared = true;
         assert_eq!(us(&cluster), 20.0);

@@ -40,6 +40,8 @@ pub struct OpCost {
     pub param_bytes: u64,
     /// Bytes kept from forward for backward.
     pub saved_bytes: u64,
+    /// Bytes of what is fed to the model that this op is the first to read; they wait for backward too.
+    pub fed_bytes: u64,
     /// Scratch bytes while the op runs, forward or backward.
     pub workspace_bytes: u64,
     /// Bytes of all tensors that are alive while the op runs, forward or backward, and that are neither saved nor parameters nor
@@ -168,6 +170,11 @@ pub enum CostGraphError {
 }
 
 impl OpCost {
+    /// What an item in flight keeps of the op.
+    pub fn kept_bytes(&self) -> u64 {
+        self.saved_bytes.saturating_add(self.fed_bytes)
+    }
+
     /// What a worker's arena must hold while the op runs.
     pub fn scratch_bytes(&self) -> u64 {
         self.workspace_bytes.saturating_add(self.live_bytes)
@@ -240,7 +247,7 @@ impl CostGraph {
         }
         total("outputs", self.ops.iter().map(|op| op.out_bytes))?;
         total("op parameters", self.ops.iter().map(|op| op.param_bytes))?;
-        total("saved tensors", self.ops.iter().map(|op| op.saved_bytes))?;
+        total("saved tensors", self.ops.iter().map(OpCost::kept_bytes))?;
         total("workspaces", self.ops.iter().map(OpCost::scratch_bytes))?;
         total("tensors", self.tensors.iter().map(|tensor| tensor.bytes))?;
         total("parameters", self.params.iter().map(|param| param.bytes))
