@@ -205,6 +205,7 @@ fn options(problem: &Problem, statement: &Statement<'_>) -> BTreeMap<String, Val
     let pins: Vec<String> = constraints.pins.iter().map(|(name, stage)| format!("{name}={stage}")).collect();
     add("pin", (!pins.is_empty()).then(|| json!(pins)));
     add("max_stages", constraints.most_stages.map(|most| json!(most)));
+    add("recompute", (!problem.recompute).then(|| json!("never")));
     add("no_replication", constraints.no_replication.then(|| json!(true)));
     add("target", constraints.target.map(|target| json!(target.name())));
     add("cut_after", problem.constraints.cut_after.as_ref().map(|names| json!(names)));
