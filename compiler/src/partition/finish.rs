@@ -125,7 +125,7 @@ pub fn finish(problem: &Problem, chosen: &Candidate, statement: &Statement<'_>) 
 }
 
 /// What no partition beats under cost `pipec`: all compute on all devices at once, and one item's way.
-fn spread(problem: &Problem) -> f64 {
+pub fn spread(problem: &Problem) -> f64 {
     let (devices, m) = (f64::from(problem.cluster.devices()), f64::from(problem.microbatches));
     let forward: f64 = problem.graph.ops.iter().map(|op| op.fwd_us).sum();
     let asked = build::asked(problem);

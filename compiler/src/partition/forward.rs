@@ -8,9 +8,6 @@ use crate::plan::outlook::{PlacedStage, outlook};
 use crate::plan::{Edge, StageId};
 use std::collections::BTreeMap;
 
-/// Steps it takes at most.
-pub const STEPS: u64 = 400_000;
-
 /// The first stages of a partition, priced exactly but for what later stages will read of them.
 #[derive(Clone, Default)]
 pub struct Prefix {
@@ -135,7 +132,7 @@ impl Walk<'_, '_> {
                     next.push((least, seat, rest));
                 }
             }
-            if self.steps > STEPS {
+            if self.steps > placing.steps {
                 return false;
             }
         }

@@ -61,6 +61,8 @@ pub struct Placing<'a> {
     pub memory_limit: Option<u64>,
     /// What is allowed.
     pub rules: &'a Rules,
+    /// Steps that the forward search may take.
+    pub steps: u64,
 }
 
 /// A stage that was found.
@@ -166,9 +168,9 @@ impl Placing<'_> {
             offer(way.as_ref().and_then(|table| self.read(table)));
             // The shortest ways among partitions whose busiest stage takes at most so much, the least of it first.
             let mut limit = least_busiest * (1.0 + 1e-9);
-            for _ in 0..6 {
+            for _ in 0..3 {
                 offer(self.read(&self.table(Measure::Way, limit)));
-                limit = limit * 1.25 + f64::MIN_POSITIVE;
+                limit = limit * 1.5 + f64::MIN_POSITIVE;
             }
         } else {
             let fewest = self.table(Measure::Stages, least_busiest * (1.0 + 1e-12));
