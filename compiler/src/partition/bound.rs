@@ -7,10 +7,15 @@
 //! On several levels a plan takes whole groups or it does not, so the bound is the lesser of the two kinds' bounds.
 
 use crate::partition::reach::Reach;
+use crate::partition::states::{Growth, Space};
 use crate::partition::terrain::Terrain;
 use crate::plan::problem::Problem;
 use crate::plan::stage_cost::{self, LevelCost, Part, StageCost};
 use crate::profile::cost_graph::OpCost;
+
+/// Closed sets up to which the terrain has a spot for each, and up to which times the ops of the graph, about a second of work.
+const MOST_SETS: usize = 400_000;
+const MOST_FIGURES: usize = 120_000_000;
 
 /// Steps for one bound, about two seconds.
 const STEPS: u64 = 60_000_000;
@@ -19,14 +24,22 @@ const STEPS: u64 = 60_000_000;
 pub struct Bounds<'a> {
     problem: &'a Problem,
     cost: StageCost,
+    /// All closed sets, where they are not too many.
+    pub space: Option<Space>,
     terrain: Terrain,
 }
 
 impl Bounds<'_> {
     /// Prepares the bounds of a problem.
     pub fn of(problem: &Problem) -> Bounds<'_> {
-        let terrain = Terrain::relaxed(&problem.graph, problem.cost);
-        Bounds { problem, cost: StageCost::of(problem), terrain }
+        let graph = &problem.graph;
+        let most = (MOST_FIGURES / graph.ops.len().max(1)).min(MOST_SETS);
+        let space = Space::grow(graph, problem.cost, Growth::All, most);
+        let terrain = match &space {
+            Some(space) => Terrain::sets(space),
+            None => Terrain::relaxed(graph, problem.cost),
+        };
+        Bounds { problem, cost: StageCost::of(problem), space, terrain }
     }
 
     /// A time in microseconds that no plan with groups of these levels beats. Bounds above `known_us`, which some plan
@@ -51,6 +64,29 @@ impl Bounds<'_> {
             return within_groups;
         }
         within_groups.min(self.least_us(&stage_cost::levels(&cluster.flattened()), within_groups))
+    }
+
+    /// All closed sets but those that no plan within `us` is cut at, because more crosses than the fastest link takes.
+    pub fn sets_within(&self, levels: &[LevelCost], us: f64) -> Option<Space> {
+        // The part after a cut has the units that the ops before it leave. Inside a group that is replicated a part may take as
+        // many times longer.
+        let crosses = |space: &Space, at: usize| {
+            let mut above = 1.0;
+            levels.iter().enumerate().rev().any(|(index, level)| {
+                let before = if index + 1 == levels.len() { space.compute[at] / self.of_one(levels, us) } else { 0.0 };
+                let left = f64::from(level.count) - (before * (1.0 - 1e-9)).ceil();
+                let within = left >= 1.0 && self.cost.entry_us(level, space.cut[at], left as u32) <= us * above;
+                above *= f64::from(level.count);
+                within
+            })
+        };
+        self.space.as_ref().map(|space| space.only(|at| crosses(space, at)))
+    }
+
+    /// What one unit of the outermost level computes within a time.
+    fn of_one(&self, levels: &[LevelCost], us: f64) -> f64 {
+        let inner: f64 = levels[..levels.len() - 1].iter().map(|level| f64::from(level.count)).product();
+        us * inner
     }
 
     fn slowest_op_us(&self, level: &LevelCost) -> f64 {

@@ -180,7 +180,23 @@ impl Question<'_> {
             largest(DEFAULT_BUDGET as usize, affordable) as u64
         });
         let in_memory = largest(budget.min(1 << 24) as usize, |sets| pipedream::effort(levels, sets).1 <= 1e9);
-        let grown = Space::grow(graph, cost.model, growth, in_memory);
+        let grown = match growth {
+            Growth::FirstSource => Space::grow(graph, cost.model, growth, in_memory),
+            Growth::All => {
+                let within = bounds.sets_within(levels, known_us * (1.0 + 1e-9));
+                let too_many = within.as_ref().filter(|space| space.len() > in_memory);
+                if let Some(many) = too_many.filter(|_| !same(known_us, bound_us)) {
+                    let few = many.cheapest(in_memory / 2);
+                    states += few.len() as u64;
+                    let found = pipedream::solve(&few, &cost, levels, is_ours, known_us);
+                    if let Some(better) = found.filter(|found| found.minibatch_us < known_us) {
+                        known_us = better.minibatch_us;
+                        shape = Some(better.shape);
+                    }
+                }
+                within.filter(|space| space.len() <= in_memory)
+            }
+        };
         let fallback = grown.is_none().then(|| {
             let along = if is_ours || lines.are_whole() { "linear orders" } else { "linear orders of grouped ops" };
             format!("{along}: more than {in_memory} closed sets")

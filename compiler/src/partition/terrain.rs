@@ -2,7 +2,7 @@
 //!
 //! A [`Terrain`] is a list of stretches of that axis. A cut may stand anywhere in a stretch and nowhere between two. There are
 //! two kinds. A line has one stretch without length for each place of a linear order, and its figures are exact. The relaxed
-//! terrain of a graph has room for every closed set S of it, with figures that no set undercuts, so that what cannot be done on
+//! terrains of a graph have room for every closed set S of it, with figures that no set undercuts, so that what cannot be done on
 //! it cannot be done at all:
 //!
 //! ```text
@@ -13,6 +13,7 @@
 //!
 //! C is the compute of a set. Of a chain both kinds say the same.
 
+use crate::partition::states::Space;
 use crate::plan::problem::CostModel;
 use crate::profile::cost_graph::CostGraph;
 
@@ -67,6 +68,22 @@ impl Terrain {
             cut,
             lower,
         }
+    }
+
+    /// The terrain of all closed sets of a graph. Sets that are not nested stand beside each other on it, so it is relaxed too,
+    /// though every figure of a spot is that of a set.
+    pub fn sets(space: &Space) -> Terrain {
+        let mut most = space.weights.clone();
+        for at in 1..most.len() {
+            most[at] = most[at - 1].max(most[at]);
+        }
+        let mut least = space.weights.clone();
+        for at in (1..least.len()).rev() {
+            least[at - 1] = least[at - 1].min(least[at]);
+        }
+        let (compute, cut) = (space.compute.clone(), space.cut.clone());
+        let lower = lower(&cut);
+        Terrain { from: compute.clone(), to: compute, least_weights: least, most_weights: most, cut, lower }
     }
 
     /// The relaxed terrain of a graph.
