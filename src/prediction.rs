@@ -1,12 +1,13 @@
 //! What a plan is predicted to bring, beside the plain alternatives: every time is that of one minibatch.
 //!
-//! Cost models speak of the slowest stage in steady state, which is a micro-batch where a minibatch has several. Here both sides
-//! of every comparison are turned into whole minibatches, filling and draining of a flush included.
+//! Cost models `paper` and `pipedream` speak of the slowest stage in steady state, which is a micro-batch where a minibatch has
+//! several. Here both sides of every comparison are turned into whole minibatches, filling and draining of a flush included. Cost
+//! `pipec` includes them by itself.
 
 use crate::quantity::{self, short};
 use crate::stages::plural;
 use compiler::plan::Plan;
-use compiler::plan::problem::Objective;
+use compiler::plan::problem::{CostModel, Objective};
 use compiler::schedule::pipeline::{pipeline, schedule_of};
 use compiler::schedule::rule::StepCount;
 use compiler::schedule::scheduler::schedule;
@@ -24,22 +25,40 @@ fn flushes(plan: &Plan) -> bool {
     !plan.schedule.kind.is_continuous() && plan.stages.len() > 1
 }
 
-/// Micro-batches in one minibatch.
+/// Whether the objective speaks of the steady state alone, though the pipeline drains.
+fn is_steady(plan: &Plan) -> bool {
+    flushes(plan) && plan.cost != CostModel::Pipec
+}
+
+/// Whether the objective and the baselines are times of a micro-batch.
+pub fn is_of_items(plan: &Plan) -> bool {
+    plan.schedule.microbatches > 1 && (plan.cost != CostModel::Pipec || plan.schedule.kind.is_continuous())
+}
+
+/// How often the objective counts in a minibatch.
 fn microbatches(plan: &Plan) -> f64 {
-    f64::from(plan.schedule.microbatches.max(1))
+    if is_of_items(plan) { f64::from(plan.schedule.microbatches) } else { 1.0 }
 }
 
 /// The prediction, beside one device and data parallelism, with its bound.
 pub fn prediction(plan: &Plan) -> String {
     let predicted = &plan.predicted;
     let (step, m) = (predicted.step_us, microbatches(plan));
+    let what = if plan.objective == Objective::Latency { "from input to answer" } else { "per minibatch" };
     let mut text = format!(
-        "predicted      {} per minibatch, {} samples/s; slowest is {}\n",
+        "predicted      {} {what}, {} samples/s; slowest is {}\n",
         quantity::time(step),
         quantity::samples(predicted.throughput_per_s),
         predicted.bottleneck
     );
-    if flushes(plan) {
+    if flushes(plan) && !is_steady(plan) {
+        text += &format!(
+            "flush          {}; {:.1} % of a step the busiest stage waits while the pipeline fills and drains\n",
+            plural(u64::from(plan.schedule.microbatches), "micro-batch", "micro-batches"),
+            predicted.bubble * 100.0
+        );
+    }
+    if is_steady(plan) {
         text += &format!(
             "flush          {} of {} at the slowest stage; {:.1} % of a step fills and drains the pipeline\n",
             plural(u64::from(plan.schedule.microbatches), "micro-batch", "micro-batches"),
@@ -61,7 +80,7 @@ pub fn prediction(plan: &Plan) -> String {
             ratio => format!("{} times as fast as this plan", short(1.0 / ratio)),
         };
         let fits = if fits { "" } else { "; does not fit in memory" };
-        text += &format!("{name:14} {} per minibatch: {against}{fits}\n", quantity::time(other));
+        text += &format!("{name:14} {} {what}: {against}{fits}\n", quantity::time(other));
     }
     text += &format!("bound          {}\n", bound(plan));
     let numbers = |list: &[u32]| list.iter().map(u32::to_string).collect::<Vec<_>>().join(", ");
@@ -80,13 +99,13 @@ pub fn prediction(plan: &Plan) -> String {
 /// How near the plan is to the best; under a flush this speaks of the steady state alone.
 fn bound(plan: &Plan) -> String {
     let (bound, time, m) = (plan.lower_bound_us, plan.predicted.minibatch_us, microbatches(plan));
-    let (unit, bound_told) = match flushes(plan) {
+    let (unit, bound_told) = match is_steady(plan) {
         true => (" per micro-batch in steady state, before filling and draining", quantity::time(bound)),
         false => ("", quantity::time(bound * m)),
     };
     let gap = (time / bound - 1.0) * 100.0;
     if plan.proven_optimal {
-        let steady = if flushes(plan) { " in steady state; filling and draining are not part of it" } else { "" };
+        let steady = if is_steady(plan) { " in steady state; filling and draining are not part of it" } else { "" };
         format!("proven the fastest under this cost model{steady}")
     } else if bound <= 0.0 {
         "none is known".to_string()

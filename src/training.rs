@@ -158,7 +158,7 @@ pub fn prepare(task: &mut Task<'_>) -> Result<Prepared, Failure> {
         count: StepCount { minibatches: steps, microbatches: task.microbatches },
     };
     let pipeline = capped(pipeline(task.plan).map_err(|error| fail(&error))?, &task.in_flight)?;
-    let made = prepare::prepare(&graph, &stages, pipeline, &settings).map_err(|error| match &error {
+    let mut made = prepare::prepare(&graph, &stages, pipeline, &settings).map_err(|error| match &error {
         PrepareError::Program(_) => Failure::bug(&error.to_string()),
         PrepareError::Loss(_) => fail(&error).help("`--loss` and `--class-dim` name another"),
         PrepareError::Schedule(_) => {
@@ -166,6 +166,9 @@ pub fn prepare(task: &mut Task<'_>) -> Result<Prepared, Failure> {
         }
         _ => fail(&error),
     })?;
+    for (code, stage) in made.codes.iter_mut().zip(&task.plan.stages) {
+        code.recompute = stage.recompute;
+    }
     memory::check(
         "training",
         memory::of_training(&made.codes, &made.program, task.optimizer),

@@ -9,7 +9,10 @@
 pub mod caps;
 pub mod check;
 pub mod cut_bytes;
+pub mod judge;
+pub mod links;
 pub mod memory;
+pub mod outlook;
 pub mod problem;
 pub mod read;
 pub mod sound;
@@ -159,13 +162,17 @@ pub struct StageMemory {
     pub weights: u64,
     /// The stashed versions beyond that copy.
     pub versions: u64,
-    /// Gradients of the weights.
+    /// Gradients of the weights: those that are summed up, and those of the run at hand.
     pub gradients: u64,
     /// State of the optimizer.
     pub optimizer: u64,
-    /// Saved tensors and inputs from other stages, for every micro-batch in flight.
+    /// Saved tensors, inputs from other stages and what is sent to them, for every micro-batch in flight; where the stage is
+    /// recomputed, the saved ones for one, and what is sent for one more.
     pub activations: u64,
-    /// Scratch of the op that needs most.
+    /// Gradients of one micro-batch that come from other stages or go to them.
+    #[serde(default)]
+    pub messages: u64,
+    /// The arena: what is alive within one run at its fullest, scratch included.
     pub workspace: u64,
     /// All of them.
     pub total: u64,
@@ -201,7 +208,8 @@ pub struct Stage {
     pub recompute: bool,
     /// Forward time of one minibatch on one replica, in microseconds.
     pub fwd_us: f64,
-    /// Backward time of one minibatch on one replica, in microseconds.
+    /// Backward time of one minibatch on one replica, in microseconds; where the stage is recomputed, its forward runs once more
+    /// in it.
     pub bwd_us: f64,
     /// What one replica holds.
     pub memory: StageMemory,

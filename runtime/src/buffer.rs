@@ -5,11 +5,38 @@ use std::alloc::{Layout, alloc_zeroed, dealloc, handle_alloc_error};
 use std::collections::{HashMap, HashSet};
 use std::ptr::NonNull;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 /// Bytes at an address that is a multiple of [`ALIGNMENT`].
 pub struct Buffer {
     start: NonNull<u8>,
     bytes: usize,
+    ledger: Option<Arc<Ledger>>,
+}
+
+/// How many bytes are held by the buffers that are written into it, wherever they are dropped.
+#[derive(Default)]
+pub struct Ledger {
+    now: AtomicU64,
+    peak: AtomicU64,
+}
+
+impl Ledger {
+    /// The most that was held at once.
+    pub fn peak(&self) -> u64 {
+        self.peak.load(Ordering::Relaxed)
+    }
+
+    /// Counts bytes that are held from now on.
+    pub fn add(&self, bytes: usize) {
+        let now = self.now.fetch_add(bytes as u64, Ordering::Relaxed) + bytes as u64;
+        self.peak.fetch_max(now, Ordering::Relaxed);
+    }
+
+    /// Counts bytes no longer.
+    pub fn remove(&self, bytes: usize) {
+        self.now.fetch_sub(bytes as u64, Ordering::Relaxed);
+    }
 }
 
 // SAFETY: a buffer owns its bytes, as a boxed slice does.
@@ -24,7 +51,13 @@ impl Buffer {
         // SAFETY: the layout has at least one cache line.
         let start = unsafe { alloc_zeroed(layout) };
         let Some(start) = NonNull::new(start) else { handle_alloc_error(layout) };
-        Buffer { start, bytes }
+        Buffer { start, bytes, ledger: None }
+    }
+
+    /// Counts the buffer in a ledger until it is dropped.
+    pub fn count_in(&mut self, ledger: &Arc<Ledger>) {
+        ledger.add(self.bytes);
+        self.ledger = Some(ledger.clone());
     }
 
     /// A buffer with a copy of these bytes.
@@ -64,6 +97,9 @@ impl Buffer {
 
 impl Drop for Buffer {
     fn drop(&mut self) {
+        if let Some(ledger) = &self.ledger {
+            ledger.remove(self.bytes);
+        }
         // SAFETY: allocated in `new` with this layout.
         unsafe { dealloc(self.start.as_ptr(), layout(self.bytes)) }
     }
@@ -80,6 +116,8 @@ pub struct Pool {
     free: HashMap<usize, Vec<Arc<Buffer>>>,
     /// The addresses of the buffers that this pool made: it keeps no other, or two pools would hold a buffer for ever.
     made: HashSet<usize>,
+    /// What its buffers hold together.
+    pub ledger: Arc<Ledger>,
 }
 
 impl Pool {
@@ -90,7 +128,9 @@ impl Pool {
         match free.iter_mut().position(|b| Arc::get_mut(b).is_some()) {
             Some(at) => free.swap_remove(at),
             None => {
-                let buffer = Arc::new(Buffer::new(bytes));
+                let mut buffer = Buffer::new(bytes);
+                buffer.count_in(&self.ledger);
+                let buffer = Arc::new(buffer);
                 self.made.insert(buffer.start() as usize);
                 buffer
             }

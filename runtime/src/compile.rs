@@ -165,6 +165,8 @@ pub struct StageCode {
     pub follows: Vec<Follow>,
     /// The graph's results that this stage makes, with element type and shape.
     pub results: Vec<(Named, Place)>,
+    /// Whether the forward run is repeated before the backward run, instead of keeping what that reads.
+    pub recompute: bool,
     /// Bytes kept for each item in flight.
     pub kept_bytes: usize,
     /// Bytes of the arena, shared by all runs of a worker.
@@ -360,6 +362,7 @@ impl<'a> Assembly<'a> {
             gradient_terms,
             follows,
             results,
+            recompute: false,
             kept_bytes: self.forward_layout.kept_bytes,
             arena_bytes: self.forward_layout.arena_bytes.max(backward_arena),
             reference_ops,

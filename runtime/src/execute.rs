@@ -98,8 +98,28 @@ impl<'a> Executor<'a> {
         Ok(())
     }
 
+    /// Gives back what the backward run would read, until [`Executor::again`].
+    pub fn let_go(&mut self, item: &mut Item) {
+        if let Some(kept) = item.kept.take() {
+            self.pool.give(kept);
+        }
+    }
+
+    /// Runs forward once more for what was let go. What goes to other stages is written into other buffers, because the first ones
+    /// may still be read there.
+    pub fn again(&mut self, item: &mut Item) -> Result<(), ExecuteError> {
+        let own = self.code.own_bytes.iter().map(|&bytes| self.pool.take(bytes)).collect();
+        for sent in std::mem::replace(&mut item.own, own) {
+            self.pool.give(sent);
+        }
+        item.kept = Some(self.pool.take(self.code.kept_bytes));
+        self.forward(item)
+    }
+
     /// Gives the item's buffers back.
     pub fn finish(&mut self, item: Item) {
+        let from_others = item.received.iter().chain(&item.gradients_in).flatten();
+        self.pool.ledger.remove(from_others.map(|buffer| buffer.len()).sum());
         let buffers = item.kept.into_iter().chain(item.own);
         let gradients = item.gradients_out.into_iter().flatten();
         for buffer in buffers.chain(gradients).chain(item.feeds) {

@@ -77,6 +77,8 @@ pub struct Trained {
     pub seconds: f64,
     /// How each worker spent its time.
     pub spans: Vec<Vec<Span>>,
+    /// The most bytes that each worker held at once.
+    pub held_bytes: Vec<u64>,
 }
 
 /// Where every op that depends on a source runs: op `i` of `graph` (before a loss was attached) in stage `stages[i]`,
@@ -254,6 +256,7 @@ fn collect(
     let mut weights = BTreeMap::new();
     let mut gradients = BTreeMap::new();
     let mut spans = Vec::new();
+    let mut held_bytes = Vec::new();
     for (own, outcome) in training.program.workers.iter().zip(outcomes) {
         let code = &training.codes[own.stage.index()];
         if own.replica == 0 {
@@ -265,8 +268,9 @@ fn collect(
             outcome.gradients.iter().for_each(|(p, b)| put(&mut gradients, &code.parameters[*p], b.bytes()));
         }
         spans.push(outcome.spans);
+        held_bytes.push(outcome.held_bytes);
     }
-    Ok(Trained { weights, gradients, losses, seconds, spans })
+    Ok(Trained { weights, gradients, losses, seconds, spans, held_bytes })
 }
 
 fn tensor(named: &Named, bytes: &[u8]) -> Tensor {

@@ -144,6 +144,8 @@ pub struct Outcome {
     pub gradients: Vec<(usize, Buffer)>,
     /// How its time was spent.
     pub spans: Vec<Span>,
+    /// The most bytes it held at once: weights in all versions, gradients, optimizer state, items in flight, messages, arena.
+    pub held_bytes: u64,
 }
 
 enum Pending {
@@ -173,11 +175,17 @@ pub fn run(mut gear: Equipment<'_>) -> Result<Outcome, WorkerError> {
     let name = gear.program.worker_name(gear.id);
     let instructions = &gear.program.workers[gear.id.index()].instructions;
     let states = std::mem::take(&mut gear.states);
-    let first = std::mem::take(&mut gear.weights);
+    let mut first = std::mem::take(&mut gear.weights);
+    let weights: usize = first.iter().map(|weight| weight.len()).sum();
+    let kept: usize = states.iter().map(Buffer::len).sum();
+    let lasting = weights * gear.optimizer.buffers() + kept + gear.code.arena_bytes;
+    let executor = Executor::new(gear.code, states);
+    executor.pool.ledger.add(lasting);
+    first.iter_mut().filter_map(Arc::get_mut).for_each(|weight| weight.count_in(&executor.pool.ledger));
     let optimizer_state = first.iter().map(|w| gear.optimizer.new_state(w.len())).collect();
     let mut worker = Worker {
         name,
-        executor: Executor::new(gear.code, states),
+        executor,
         items: HashMap::new(),
         versions: BTreeMap::from([(0, first)]),
         pending: HashMap::new(),
@@ -193,7 +201,13 @@ pub fn run(mut gear: Equipment<'_>) -> Result<Outcome, WorkerError> {
         worker.step(at, *instruction)?;
     }
     let newest = worker.versions.pop_last().map(|(_, weights)| weights).unwrap_or_default();
-    Ok(Outcome { weights: newest, states: worker.executor.states, gradients: worker.gradients, spans: worker.spans })
+    Ok(Outcome {
+        weights: newest,
+        held_bytes: worker.executor.pool.ledger.peak(),
+        states: worker.executor.states,
+        gradients: worker.gradients,
+        spans: worker.spans,
+    })
 }
 
 impl Worker<'_> {
@@ -271,10 +285,15 @@ impl Worker<'_> {
                 self.gear.code.follows.iter().map(|f| self.executor.result(state, f.sample).to_vec()).collect();
             self.samples.push((item, samples));
         }
+        let is_again = self.gear.code.recompute;
         for (named, place) in self.gear.code.results.iter().filter(|(n, _)| n.name == compiler::pass::loss::LOSS) {
             let shape = named.fact.concrete().unwrap_or_default();
             let value = View::new(named.fact.dtype, &shape, self.executor.result(state, *place)).f64(0);
             let _ = self.gear.events.send(Event::Loss { item, value });
+        }
+        // What backward reads is made again before it.
+        if let (true, Some(state)) = (is_again, self.items.get_mut(&item)) {
+            self.executor.let_go(state);
         }
         self.spend(Work::Forward(item), start);
         Ok(())
@@ -283,8 +302,9 @@ impl Worker<'_> {
     fn backward(&mut self, item: u32) -> Result<(), WorkerError> {
         let start = self.now();
         let Some(mut state) = self.items.remove(&item) else { return Ok(()) };
-        self.executor
-            .backward(&mut state)
+        let again = if self.gear.code.recompute { self.executor.again(&mut state) } else { Ok(()) };
+        again
+            .and_then(|()| self.executor.backward(&mut state))
             .map_err(|fault| WorkerError::Execute { worker: self.name.clone(), fault })?;
         for (i, term) in self.gear.code.gradient_terms.iter().enumerate() {
             let dtype = self.gear.code.parameters[term.parameter].fact.dtype;
@@ -378,6 +398,7 @@ impl Worker<'_> {
             Payload::Activation => (from.index(), &code.received),
             Payload::Gradient => (to.index(), &code.gradients_in),
         };
+        let mut held = 0;
         let state = self.item(message.item);
         let slots = match kind {
             Payload::Activation => &mut state.received,
@@ -386,9 +407,12 @@ impl Worker<'_> {
         for parcel in message.parcels {
             let at = transfers.iter().position(|t| (t.stage, t.value, t.group) == (stage, parcel.value, parcel.group));
             if let Some(at) = at {
+                held += parcel.buffer.len();
                 slots[at] = Some(parcel.buffer);
             }
         }
+        // Between devices each holds a copy of its own; here the two count one buffer each for itself.
+        self.executor.pool.ledger.add(held);
     }
 
     /// What was gathered since the last all-reduce or step.

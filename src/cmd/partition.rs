@@ -8,7 +8,7 @@ use crate::{prediction, quantity, stages, ties};
 use clap::{Args, ValueEnum};
 use compiler::cluster::{Level, unit};
 use compiler::partition::planner::{self, Compared, Partitioner, PlanError, Planned, PlannerOptions};
-use compiler::plan::problem::{CostModel, InFlight, Objective};
+use compiler::plan::problem::{CostModel, InFlight, Objective, Target};
 use compiler::plan::{Edge, ScheduleKind, Stage, read};
 use compiler::schedule::pipeline::pipeline_of;
 use compiler::simulate::efficiency::steady_efficiency;
@@ -48,7 +48,7 @@ pub struct Arguments {
 #[derive(Clone, Debug, Args)]
 pub struct Question {
     /// Cost model
-    #[arg(long, value_name = "MODEL", value_parser = ["paper", "pipedream"], default_value = "paper")]
+    #[arg(long, value_name = "MODEL", value_parser = ["pipec", "paper", "pipedream"], default_value = "pipec")]
     pub cost: String,
     /// PipeDream's activation compression ratio; without it cost `pipedream` takes transfers between stages as free
     #[arg(long, value_name = "R")]
@@ -59,12 +59,15 @@ pub struct Question {
     /// Micro-batches in one minibatch
     #[arg(long, value_name = "M", default_value_t = 1)]
     pub microbatches: u32,
-    /// Order of work
-    #[arg(long, value_name = "NAME", default_value = "1f1b-rr", value_parser = ["gpipe", "1f1b", "1f1b-rr", "1f1b-rr-vsync", "2bw"])]
-    pub schedule: String,
-    /// What is minimised
-    #[arg(long, value_name = "WHAT", default_value = "throughput", value_parser = ["throughput", "memory"])]
+    /// Order of work [default: 1f1b-rr; for a target 1f1b, for objective latency inference]
+    #[arg(long, value_name = "NAME", value_parser = ["gpipe", "1f1b", "1f1b-rr", "1f1b-rr-vsync", "2bw", "inference"])]
+    pub schedule: Option<String>,
+    /// What is minimised: time, bytes on the fullest device, or one item's way through a pipeline that only answers
+    #[arg(long, value_name = "WHAT", default_value = "throughput", value_parser = ["throughput", "memory", "latency"])]
     pub objective: String,
+    /// For which framework: equal replicas, a flush, and for all but torch cuts where modules end
+    #[arg(long, value_name = "NAME", value_parser = ["torchtitan", "megatron", "deepspeed", "torch"])]
+    pub target: Option<String>,
     /// Who looks for the plan
     #[arg(long, value_name = "NAME", default_value = "pipec",
           value_parser = ["pipec", "pipedream", "exhaustive", "data-parallel", "uniform", "single"])]
@@ -75,6 +78,18 @@ pub struct Question {
     /// End a stage after each of these nodes, modules or op ids
     #[arg(long, value_name = "NAME,…", value_delimiter = ',')]
     pub cut_after: Option<Vec<String>>,
+    /// Put a node, a module or an op id into a stage, counted from 0: --pin encoder=0,lm_head=3
+    #[arg(long, value_name = "NAME=STAGE,…", value_delimiter = ',', value_parser = pin)]
+    pub pin: Vec<(String, u32)>,
+    /// The most stages
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
+    pub max_stages: Option<u32>,
+    /// One replica for every stage
+    #[arg(long)]
+    pub no_replication: bool,
+    /// Whether a stage that does not fit otherwise may save its inputs only and run forward again before backward
+    #[arg(long, value_name = "WHEN", default_value = "auto", value_parser = ["auto", "never"])]
+    pub recompute: String,
     /// Optimizer, for its memory
     #[arg(long, value_enum, value_name = "NAME", default_value = "sgd")]
     pub optimizer: Optimizer,
@@ -95,15 +110,20 @@ pub struct Question {
 impl Default for Question {
     fn default() -> Question {
         Question {
-            cost: "paper".to_string(),
+            cost: "pipec".to_string(),
             activation_compression: None,
             memory: None,
             microbatches: 1,
-            schedule: "1f1b-rr".to_string(),
+            schedule: None,
             objective: "throughput".to_string(),
+            target: None,
             partitioner: "pipec".to_string(),
             stages: None,
             cut_after: None,
+            pin: Vec::new(),
+            max_stages: None,
+            no_replication: false,
+            recompute: "auto".to_string(),
             optimizer: Optimizer::Sgd,
             dtype: "f32".to_string(),
             budget: None,
@@ -178,7 +198,7 @@ fn plan(arguments: &Arguments, screen: &Screen) -> Result<(Planned, Option<Strin
     arguments.question.check()?;
     let costs = source::costs(arguments, screen)?;
     let params = costs.graph.params.clone();
-    let planned = ask(&arguments.file, costs, &arguments.question, cost(&arguments.question.cost))?;
+    let planned = ask(&arguments.file, costs, &arguments.question)?;
     let refused = ties::refused(&params, &planned.plan);
     Ok((planned, refused))
 }
@@ -190,35 +210,76 @@ impl Question {
             ("--stages", self.stages.is_some()),
             ("--cut-after", self.cut_after.is_some()),
             ("--in-flight", matches!(self.in_flight, InFlight::Given(_))),
+            ("--pin", !self.pin.is_empty()),
+            ("--max-stages", self.max_stages.is_some()),
+            ("--no-replication", self.no_replication),
+            ("--target", self.target.is_some()),
         ];
         match pinned.iter().find(|(_, is_given)| *is_given) {
             Some((flag, _)) if self.partitioner != Partitioner::default().name() => {
                 Err(Failure::input(format!("`--partitioner {}` does not go with `{flag}`", self.partitioner))
-                    .because(format!("`{flag}` pins the stages, and the partitioner would be ignored"))
+                    .because(format!("`{flag}` limits the stages, and the partitioner would not know"))
                     .help(format!("leave out one of them, or write `--partitioner {}`", Partitioner::default().name())))
             }
-            _ => Ok(()),
+            _ => self.agrees(),
         }
+    }
+
+    /// Refuses a schedule that the target or the objective cannot have.
+    fn agrees(&self) -> Result<(), Failure> {
+        let kind = self.schedule();
+        if let Some(target) = &self.target
+            && !matches!(kind, ScheduleKind::OneFOneB | ScheduleKind::Gpipe)
+        {
+            return Err(Failure::input(format!("`--target {target}` does not go with `--schedule {}`", kind.name()))
+                .because("no framework carries weight versions")
+                .help("`--schedule 1f1b` and `--schedule gpipe` flush; `--microbatches` says into how many pieces"));
+        }
+        if self.objective == "latency" && kind != ScheduleKind::Inference {
+            return Err(Failure::input(format!("`--objective latency` does not go with `--schedule {}`", kind.name()))
+                .because("it is about one item's way through a pipeline that only answers")
+                .help("leave out `--schedule`, or write `--schedule inference`"));
+        }
+        Ok(())
+    }
+
+    /// The order of work, said or usual.
+    fn schedule(&self) -> ScheduleKind {
+        let usual = match (&self.target, self.objective.as_str()) {
+            (_, "latency") => ScheduleKind::Inference,
+            (Some(_), _) => ScheduleKind::OneFOneB,
+            (None, _) => ScheduleKind::RoundRobin,
+        };
+        self.schedule.as_deref().and_then(ScheduleKind::from_name).unwrap_or(usual)
     }
 }
 
 /// The plan for these costs.
-pub fn ask(file: &Path, costs: Costs, question: &Question, cost: CostModel) -> Result<Planned, Failure> {
+pub fn ask(file: &Path, costs: Costs, question: &Question) -> Result<Planned, Failure> {
     let (has_memory, source) = (costs.has_memory, costs.source.clone());
-    let mut problem = costs.problem(cost);
+    let mut problem = costs.problem(cost(&question.cost));
     problem.activation_compression = question.activation_compression;
     problem.memory_limit = match &question.memory {
         Some(text) => Some(unit::bytes(text).map_err(|error| Failure::input("cannot read `--memory`").because(error))?),
         None => Some(problem.cluster.device.memory).filter(|memory| has_memory && memory.0 > 0),
     };
-    problem.objective = if question.objective == "memory" { Objective::Memory } else { Objective::Throughput };
+    problem.objective = match question.objective.as_str() {
+        "memory" => Objective::Memory,
+        "latency" => Objective::Latency,
+        _ => Objective::Throughput,
+    };
     problem.optimizer_state = question.optimizer.state();
     problem.optimizer = question.optimizer.name().to_string();
-    problem.schedule = ScheduleKind::from_name(&question.schedule).unwrap_or(ScheduleKind::RoundRobin);
+    problem.schedule = question.schedule();
+    problem.recompute = question.recompute == "auto";
     problem.microbatches = question.microbatches;
     problem.in_flight = question.in_flight.clone();
     problem.constraints.replicas = question.stages.clone();
     problem.constraints.cut_after = question.cut_after.clone();
+    problem.constraints.pins = question.pin.clone();
+    problem.constraints.most_stages = question.max_stages;
+    problem.constraints.no_replication = question.no_replication;
+    problem.constraints.target = question.target.as_deref().and_then(Target::from_name);
     let options = PlannerOptions {
         partitioner: Partitioner::from_name(&question.partitioner).unwrap_or_default(),
         budget: question.budget,
@@ -246,11 +307,16 @@ pub fn cost_name(cost: CostModel) -> &'static str {
     match cost {
         CostModel::Paper => "paper",
         CostModel::Pipedream => "pipedream",
+        CostModel::Pipec => "pipec",
     }
 }
 
 fn cost(name: &str) -> CostModel {
-    if name == "pipedream" { CostModel::Pipedream } else { CostModel::Paper }
+    match name {
+        "pipedream" => CostModel::Pipedream,
+        "paper" => CostModel::Paper,
+        _ => CostModel::Pipec,
+    }
 }
 
 fn explain(file: &Path, error: PlanError) -> Failure {
@@ -293,7 +359,7 @@ fn compared(planned: &Planned) -> String {
         }
     }
     let rows = rows.into_iter().map(|(names, row)| std::iter::once(names.join(", ")).chain(row).collect()).collect();
-    let time = if planned.plan.schedule.microbatches > 1 { "micro-batch" } else { "minibatch" };
+    let time = if prediction::is_of_items(&planned.plan) { "micro-batch" } else { "minibatch" };
     format!("\n{}", stages::table(&["candidate", "replicas", time, "most memory", "fits"], &[2, 3], rows))
 }
 
@@ -311,6 +377,14 @@ fn next(model: &Path, plan: &Path, is_refused: bool) -> String {
 pub fn replicas(text: &str) -> Result<u32, String> {
     let value = text.trim().parse().ok().filter(|replicas| *replicas >= 1);
     value.ok_or_else(|| "write the replicas of each stage with commas between, for example 2,1,1".to_string())
+}
+
+/// Reads one pin of `--pin`.
+pub fn pin(text: &str) -> Result<(String, u32), String> {
+    let pin =
+        text.rsplit_once('=').and_then(|(name, stage)| Some((name.trim().to_string(), stage.trim().parse().ok()?)));
+    pin.filter(|(name, _)| !name.is_empty())
+        .ok_or_else(|| "write a node, a module or an op id and its stage, for example encoder=0".to_string())
 }
 
 /// Reads `--in-flight`.

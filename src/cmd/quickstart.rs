@@ -15,7 +15,7 @@ use crate::source::{self, Costs, Times};
 use crate::training::{self, Data, Length, Loss, Task};
 use crate::{prediction, quantity, stages};
 use clap::{Args, ValueEnum};
-use compiler::plan::problem::{CostModel, InFlight};
+use compiler::plan::problem::InFlight;
 use compiler::plan::{Plan, ScheduleKind, read};
 use compiler::profile::Profile;
 use compiler::profile::read::to_json;
@@ -110,11 +110,13 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Failure> {
         source::assemble(&loaded, BATCH, cluster, times)
     };
     let model_file = at("model.onnx");
-    let ask = |question: &Question| {
-        partition::ask(&model_file, costs()?, question, CostModel::Paper).map(|planned| planned.plan)
+    let ask = |question: &Question| partition::ask(&model_file, costs()?, question).map(|planned| planned.plan);
+    let question = Question {
+        optimizer: partition::Optimizer::SgdMomentum,
+        recompute: "never".to_string(),
+        seed: arguments.seed,
+        ..Question::default()
     };
-    let question =
-        Question { optimizer: partition::Optimizer::SgdMomentum, seed: arguments.seed, ..Question::default() };
     let free = ask(&question)?;
     show(&free, screen);
 

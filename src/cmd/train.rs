@@ -11,8 +11,8 @@ use crate::source::{self, Costs, Times};
 use crate::training::{self, Data, Done, Length, Loss, Prepared, Task};
 use crate::{cmd, given, prediction, quantity, stages};
 use clap::Args;
-use compiler::plan::problem::{CostModel, InFlight};
-use compiler::plan::{Plan, ScheduleKind};
+use compiler::plan::problem::InFlight;
+use compiler::plan::{Plan, ScheduleKind, Stage};
 use compiler::simulate::trace::trace;
 use profiler::machine;
 use runtime::data::Order;
@@ -212,7 +212,7 @@ pub fn run(arguments: Box<Arguments>, screen: &Screen) -> Result<(), Failure> {
         let told = |(path, what): &(PathBuf, &str)| format!("{} ({what})", path.display());
         screen.note(&format!("wrote {}", written.iter().map(told).collect::<Vec<_>>().join(", ")));
     }
-    report(&prepared, &done, screen)
+    report(&plan, &prepared, &done, screen)
 }
 
 /// What a run does that one might not expect.
@@ -281,7 +281,18 @@ fn totals(prepared: &Prepared, done: &Done) -> serde_json::Value {
     })
 }
 
-fn report(prepared: &Prepared, done: &Done, screen: &Screen) -> Result<(), Failure> {
+/// What the fullest replica of each stage held at once, beside what the plan says.
+fn held(plan: &Plan, workers: &[u64]) -> String {
+    let mut workers = workers.iter();
+    let stage = |stage: &Stage| {
+        let most = workers.by_ref().take(stage.replicas as usize).max().copied().unwrap_or(0);
+        format!("{} ({} planned)", quantity::bytes(most), quantity::bytes(stage.memory.total))
+    };
+    let stages: Vec<String> = plan.stages.iter().map(stage).collect();
+    format!("most held at once, stage by stage: {}", stages.join(", "))
+}
+
+fn report(plan: &Plan, prepared: &Prepared, done: &Done, screen: &Screen) -> Result<(), Failure> {
     let losses = &done.trained.losses;
     let (first, last) = (losses.first().copied().unwrap_or(0.0), losses.last().copied().unwrap_or(0.0));
     screen.text(&format!(
@@ -293,6 +304,7 @@ fn report(prepared: &Prepared, done: &Done, screen: &Screen) -> Result<(), Failu
         quantity::short(last),
         quantity::samples(done.samples_per_s),
     ));
+    screen.note(&held(plan, &done.trained.held_bytes));
     screen.json(&totals(prepared, done));
     match losses.iter().position(|loss| !loss.is_finite()) {
         None => Ok(()),
@@ -318,8 +330,9 @@ fn own_plan(
     let device = cluster.device.clone();
     let costs = Costs { has_memory: false, ..source::assemble(loaded, micro_batch, cluster, Times::Analytic(device))? };
     let question = Question {
-        schedule: schedule.name().to_string(),
+        schedule: Some(schedule.name().to_string()),
         microbatches,
+        recompute: "never".to_string(),
         stages: arguments.stages.clone(),
         cut_after: arguments.cut_after.clone(),
         partitioner: if workers == 1 && arguments.cut_after.is_none() { "single" } else { "pipec" }.to_string(),
@@ -327,5 +340,5 @@ fn own_plan(
         seed: arguments.seed,
         ..Question::default()
     };
-    Ok(partition::ask(&arguments.file, costs, &question, CostModel::Paper)?.plan)
+    Ok(partition::ask(&arguments.file, costs, &question)?.plan)
 }

@@ -211,9 +211,8 @@ fn build(nodes: &[Node<'_>], edges: &[(usize, usize)], kept: &[bool]) -> Result<
             bwd_us: node.backward_ms * 1e3,
             param_bytes: parameter,
             saved_bytes: activation,
-            workspace_bytes: 0,
             out_bytes: activation,
-            joins: None,
+            ..OpCost::default()
         });
         graph.tensors.push(TensorCost {
             name: node.id.to_string(),

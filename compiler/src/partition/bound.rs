@@ -9,7 +9,8 @@
 use crate::partition::reach::Reach;
 use crate::partition::states::{Growth, Space};
 use crate::partition::terrain::Terrain;
-use crate::plan::problem::Problem;
+use crate::plan::ScheduleKind;
+use crate::plan::problem::{CostModel, Objective, Problem};
 use crate::plan::stage_cost::{self, LevelCost, Part, StageCost};
 use crate::profile::cost_graph::OpCost;
 
@@ -36,7 +37,7 @@ impl Bounds<'_> {
         let most = (MOST_FIGURES / graph.ops.len().max(1)).min(MOST_SETS);
         let space = Space::grow(graph, problem.cost, Growth::All, most);
         let terrain = match &space {
-            Some(space) => Terrain::sets(space),
+            Some(space) => Terrain::sets(space, problem.cost),
             None => Terrain::relaxed(graph, problem.cost),
         };
         Bounds { problem, cost: StageCost::of(problem), space, terrain }
@@ -59,11 +60,26 @@ impl Bounds<'_> {
     /// The same for any plan on the problem's cluster.
     pub fn of_any_plan(&self, known_us: f64) -> f64 {
         let cluster = &self.problem.cluster;
+        if self.problem.cost == CostModel::Pipec {
+            return self.of_any_place(known_us);
+        }
         let within_groups = self.least_us(&stage_cost::levels(cluster), known_us);
         if cluster.levels.len() == 1 {
             return within_groups;
         }
         within_groups.min(self.least_us(&stage_cost::levels(&cluster.flattened()), within_groups))
+    }
+
+    /// The same under cost `pipec`, where a stage may stand anywhere: as if every link were the fastest. Other schedules than
+    /// 1F1B-RR reduce more rarely or wait for each other, and are not bounded here.
+    fn of_any_place(&self, known_us: f64) -> f64 {
+        let Problem { cluster, schedule, objective, .. } = self.problem;
+        let steps_in_rounds = matches!(schedule, ScheduleKind::RoundRobin | ScheduleKind::RoundRobinVsync);
+        if !steps_in_rounds || *objective == Objective::Latency {
+            return 0.0;
+        }
+        let bytes_per_us = cluster.levels.iter().map(|level| level.bandwidth.0 / 1e6).fold(0.0, f64::max);
+        self.least_us(&[LevelCost { count: cluster.devices(), bytes_per_us, previous_count: 1 }], known_us)
     }
 
     /// All closed sets but those that no plan within `us` is cut at, because more crosses than the fastest link takes.

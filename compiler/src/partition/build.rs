@@ -1,11 +1,65 @@
 //! From a shape to a plan: numbers the stages and devices, lists the edges, and sums what every stage computes and holds.
 
-use crate::partition::shape::Shape;
+use crate::partition::shape::{Leaf, Shape};
 use crate::plan::caps::{self, Flow};
 use crate::plan::memory::{Holdings, Multiples};
-use crate::plan::problem::Problem;
+use crate::plan::outlook::{self, Asked, Outlook, PlacedStage};
+use crate::plan::problem::{CostModel, Objective, Problem};
 use crate::plan::{Edge, Stage, StageId, StageMemory};
+use crate::profile::cost_graph::OpCost;
 use std::collections::BTreeMap;
+
+/// Where a stage stands, and whether it is recomputed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Spot {
+    /// Its first device; the others follow.
+    pub first: u32,
+    /// Whether forward runs again before backward.
+    pub recompute: bool,
+}
+
+/// Stages side by side from the first device on, none recomputed.
+pub fn side_by_side(shape: &Shape) -> Vec<Spot> {
+    let mut next = 0u32;
+    let mut spot = |replicas: u32| {
+        let first = next;
+        next = next.saturating_add(replicas);
+        Spot { first, recompute: false }
+    };
+    shape.replicas().into_iter().map(&mut spot).collect()
+}
+
+/// What a problem asks of time under cost `pipec`.
+pub fn asked(problem: &Problem) -> Asked {
+    Asked::of(&flow(problem, problem.cluster.devices()), problem.objective == Objective::Latency)
+}
+
+/// What the stages of a shape do together under cost `pipec`.
+pub fn outlook(problem: &Problem, asked: &Asked, shape: &Shape, spots: &[Spot]) -> Outlook {
+    let ops = &problem.graph.ops;
+    let holdings = holdings(problem, shape);
+    let placed = |((leaf, spot), holdings): ((Leaf<'_>, &Spot), &Holdings)| {
+        let sum = |us: fn(&OpCost) -> f64| leaf.ops.iter().map(|&op| us(&ops[op as usize])).sum::<f64>();
+        let forward_us = sum(|op| op.fwd_us);
+        PlacedStage {
+            forward_us,
+            backward_us: sum(|op| op.bwd_us) + if spot.recompute { forward_us } else { 0.0 },
+            weight_bytes: holdings.weights as f64,
+            first: spot.first,
+            replicas: leaf.replicas,
+        }
+    };
+    let stages: Vec<PlacedStage> = shape.leaves().into_iter().zip(spots).zip(&holdings).map(placed).collect();
+    outlook::outlook(asked, &problem.cluster.levels, &stages, &edges(problem, shape))
+}
+
+/// The objective of a shape under the problem's cost model, in microseconds.
+pub fn minibatch_us(problem: &Problem, shape: &Shape, spots: &[Spot]) -> f64 {
+    match problem.cost {
+        CostModel::Pipec => outlook(problem, &asked(problem), shape, spots).minibatch_us,
+        CostModel::Paper | CostModel::Pipedream => shape.minibatch_us(problem),
+    }
+}
 
 /// The schedule settings of a problem for a pipeline of `workers`.
 pub fn flow(problem: &Problem, workers: u32) -> Flow {
@@ -36,22 +90,35 @@ pub fn holdings(problem: &Problem, shape: &Shape) -> Vec<Holdings> {
     all
 }
 
-/// What each stage holds under such caps.
-pub fn memory(problem: &Problem, holdings: &[Holdings], caps: &[u32]) -> Vec<StageMemory> {
+/// What each stage of a shape holds under such caps, `holdings` being what it holds once.
+pub fn memory(
+    problem: &Problem,
+    shape: &Shape,
+    spots: &[Spot],
+    holdings: &[Holdings],
+    caps: &[u32],
+) -> Vec<StageMemory> {
     let versions = versions(problem, caps);
-    let held = |((holdings, &in_flight), versions): ((&Holdings, &u32), u32)| {
-        let optimizer_state = problem.optimizer_state;
-        holdings.held(&Multiples { in_flight, versions, optimizer_state, schedule: problem.schedule })
+    let held = |(at, holdings): (usize, &Holdings), replicas: u32| {
+        holdings.held(&Multiples {
+            in_flight: caps[at],
+            versions: versions[at],
+            replicas,
+            recompute: spots[at].recompute,
+            optimizer_state: problem.optimizer_state,
+            schedule: problem.schedule,
+        })
     };
-    holdings.iter().zip(caps).zip(versions).map(held).collect()
+    holdings.iter().enumerate().zip(shape.replicas()).map(|(one, replicas)| held(one, replicas)).collect()
 }
 
 /// The stages of a shape, with the memory given.
-pub fn stages(problem: &Problem, shape: &Shape, memory: &[StageMemory]) -> Vec<Stage> {
+pub fn stages(problem: &Problem, shape: &Shape, spots: &[Spot], memory: &[StageMemory]) -> Vec<Stage> {
     let ops = &problem.graph.ops;
     let mut stages = Vec::new();
-    let mut device = 0;
-    for (at, (leaf, memory)) in shape.leaves().into_iter().zip(memory).enumerate() {
+    for (at, ((leaf, memory), spot)) in shape.leaves().into_iter().zip(memory).zip(spots).enumerate() {
+        let fwd_us: f64 = leaf.ops.iter().map(|&op| ops[op as usize].fwd_us).sum();
+        let bwd_us: f64 = leaf.ops.iter().map(|&op| ops[op as usize].bwd_us).sum();
         let mut modules: Vec<String> = Vec::new();
         let mut seen = std::collections::HashSet::new();
         for &op in leaf.ops {
@@ -70,14 +137,13 @@ pub fn stages(problem: &Problem, shape: &Shape, memory: &[StageMemory]) -> Vec<S
             op_names: leaf.ops.iter().map(name).collect(),
             modules,
             replicas: leaf.replicas,
-            devices: (device..device + leaf.replicas).collect(),
-            recompute: false,
-            fwd_us: leaf.ops.iter().map(|&op| ops[op as usize].fwd_us).sum(),
-            bwd_us: leaf.ops.iter().map(|&op| ops[op as usize].bwd_us).sum(),
+            devices: (spot.first..spot.first + leaf.replicas).collect(),
+            recompute: spot.recompute,
+            fwd_us,
+            bwd_us: bwd_us + if spot.recompute { fwd_us } else { 0.0 },
             memory: *memory,
             hierarchy: leaf.hierarchy,
         });
-        device += leaf.replicas;
     }
     stages
 }

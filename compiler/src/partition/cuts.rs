@@ -17,7 +17,8 @@ pub fn resolve(
     let mut sets: Vec<(usize, &String, Vec<bool>)> = Vec::new();
     for name in names {
         let mut inside = vec![false; graph.ops.len()];
-        let mut todo: Vec<usize> = named(joined.full, name)?.into_iter().map(|op| joined.place(op)).collect();
+        let mut todo: Vec<usize> =
+            named(joined.full, "--cut-after", name)?.into_iter().map(|op| joined.place(op)).collect();
         while let Some(op) = todo.pop() {
             if !std::mem::replace(&mut inside[op], true) {
                 todo.extend(before[op].iter().copied());
@@ -53,7 +54,7 @@ pub fn resolve(
 pub fn moved(joined: &Joined<'_>, names: &[String]) -> Vec<String> {
     let mut told = Vec::new();
     for name in names {
-        let ops = named(joined.full, name).unwrap_or_default();
+        let ops = named(joined.full, "--cut-after", name).unwrap_or_default();
         let leaders: Vec<u32> = ops.iter().map(|&op| joined.leader(joined.place(op) as u32)).collect();
         if ops.iter().zip(&leaders).any(|(&op, &leader)| op == leader as usize) {
             continue;
@@ -70,8 +71,26 @@ pub fn moved(joined: &Joined<'_>, names: &[String]) -> Vec<String> {
     told
 }
 
+/// The joined ops that each pin names, with the stage it pins them to.
+pub fn pinned(joined: &Joined<'_>, pins: &[(String, u32)]) -> Result<Vec<(u32, usize)>, ProblemError> {
+    let mut all: Vec<(u32, usize)> = Vec::new();
+    for (name, stage) in pins {
+        for op in named(joined.full, "--pin", name)? {
+            all.push((joined.place(op) as u32, *stage as usize));
+        }
+    }
+    all.sort_unstable();
+    all.dedup();
+    if let Some(pair) = all.windows(2).find(|pair| pair[0].0 == pair[1].0) {
+        let op = &joined.full.ops[joined.leader(pair[0].0) as usize];
+        let what = format!("`--pin` puts `{}` in stage {} and in stage {}", shown(&op.name), pair[0].1, pair[1].1);
+        return Err(ProblemError::Unmet { what });
+    }
+    Ok(all)
+}
+
 // A node name goes before an op id, and that before a module, so that a node called "12" can be meant.
-fn named(graph: &CostGraph, name: &str) -> Result<Vec<usize>, ProblemError> {
+fn named(graph: &CostGraph, flag: &'static str, name: &str) -> Result<Vec<usize>, ProblemError> {
     let every = |matches: &dyn Fn(&str, &str) -> bool| -> Vec<usize> {
         let ops = graph.ops.iter().enumerate();
         ops.filter(|(_, op)| matches(&op.name, &op.module)).map(|(at, _)| at).collect()
@@ -97,7 +116,7 @@ fn named(graph: &CostGraph, name: &str) -> Result<Vec<usize>, ProblemError> {
         Some((far, text)) if far <= 1 + name.chars().count() / 3 => format!("; did you mean `{}`?", shown(text)),
         _ => String::new(),
     };
-    Err(ProblemError::UnknownCut { name: shown(name), hint })
+    Err(ProblemError::UnknownName { flag, name: shown(name), hint })
 }
 
 // Edit distance over the first 64 characters.
@@ -159,6 +178,6 @@ mod tests {
         assert!(cut(&["zzzzzzzzz"]).unwrap_err().to_string().ends_with("of that name"));
         assert!(matches!(cut(&["add"]), Err(ProblemError::EmptyCut { .. })));
         assert!(matches!(cut(&["left", "block.0"]), Err(ProblemError::EmptyCut { .. })));
-        assert!(matches!(cut(&[""]), Err(ProblemError::UnknownCut { .. })));
+        assert!(matches!(cut(&[""]), Err(ProblemError::UnknownName { .. })));
     }
 }

@@ -4,7 +4,8 @@ use crate::partition::build;
 use crate::partition::in_flight::{self, Efficiency};
 use crate::partition::search::{Candidate, Found, same};
 use crate::plan::check::{self, Fault};
-use crate::plan::problem::{InFlight, Objective, Problem};
+use crate::plan::outlook::{Asked, Outlook};
+use crate::plan::problem::{CostModel, InFlight, Objective, Problem};
 use crate::plan::stage_cost::{self, Part, StageCost};
 use crate::plan::{Baselines, Fits, Plan, PlannedCluster, PlannedSchedule, Predicted, SCHEMA, Search};
 use crate::profile::cost_graph::OpCost;
@@ -47,13 +48,13 @@ pub fn finish(problem: &Problem, chosen: &Candidate, statement: &Statement<'_>) 
     if let Some(fallback) = found.fallback.as_ref().filter(|_| !proven_optimal) {
         warnings.push(format!("the search was not complete ({fallback}); a better plan may exist"));
     }
-    if flattens {
+    if flattens && problem.cost != CostModel::Pipec {
         warnings
             .push("stages do not take whole groups; times assume every link at the slowest level's bandwidth".into());
     }
     let caps = match (&problem.in_flight, statement.efficiency) {
         (InFlight::Auto, Some(efficiency)) => {
-            let (caps, reached) = in_flight::choose(problem, &chosen.shape, efficiency);
+            let (caps, reached) = in_flight::choose(problem, &chosen.shape, &chosen.spots, efficiency);
             if reached < in_flight::ENOUGH {
                 let percent = reached * 100.0;
                 warnings.push(format!("within memory the in-flight caps reach {percent:.0} % of the ideal throughput"));
@@ -61,7 +62,7 @@ pub fn finish(problem: &Problem, chosen: &Candidate, statement: &Statement<'_>) 
             caps
         }
         (_, Some(efficiency)) if in_flight::matters(problem) => {
-            let reached = in_flight::reached(problem, &chosen.shape, &chosen.caps, efficiency);
+            let reached = in_flight::reached(problem, &chosen.shape, &chosen.spots, &chosen.caps, efficiency);
             if reached < in_flight::ENOUGH {
                 let percent = reached * 100.0;
                 warnings.push(format!(
@@ -72,11 +73,12 @@ pub fn finish(problem: &Problem, chosen: &Candidate, statement: &Statement<'_>) 
         }
         _ => chosen.caps.clone(),
     };
-    let memory = build::memory(problem, &build::holdings(problem, &chosen.shape), &caps);
+    let holdings = build::holdings(problem, &chosen.shape);
+    let memory = build::memory(problem, &chosen.shape, &chosen.spots, &holdings, &caps);
     let weight_versions = build::versions(problem, &caps);
     let lower_bound_us =
         if meets { chosen.minibatch_us } else { found.proven_us.unwrap_or(0.0).max(bound).min(chosen.minibatch_us) };
-    let stages = build::stages(problem, &chosen.shape, &memory);
+    let stages = build::stages(problem, &chosen.shape, &chosen.spots, &memory);
     let [one, all, uniform] = *baselines;
     let mut plan = Plan {
         schema: SCHEMA.to_string(),
@@ -100,7 +102,7 @@ pub fn finish(problem: &Problem, chosen: &Candidate, statement: &Statement<'_>) 
             in_flight: caps,
             weight_versions,
         },
-        predicted: predicted(problem, chosen.minibatch_us, stages.len()),
+        predicted: predicted(problem, chosen, stages.len()),
         stages,
         edges: build::edges(problem, &chosen.shape),
         lower_bound_us,
@@ -122,8 +124,24 @@ pub fn finish(problem: &Problem, chosen: &Candidate, statement: &Statement<'_>) 
     Ok(plan)
 }
 
+/// What no partition beats under cost `pipec`: all compute on all devices at once, and one item's way.
+fn spread(problem: &Problem) -> f64 {
+    let (devices, m) = (f64::from(problem.cluster.devices()), f64::from(problem.microbatches));
+    let forward: f64 = problem.graph.ops.iter().map(|op| op.fwd_us).sum();
+    let asked = build::asked(problem);
+    let total = if asked.trains() { problem.graph.total_us() } else { forward };
+    match (asked.latency, problem.schedule.is_continuous()) {
+        (true, _) => forward,
+        (false, true) => total / devices,
+        (false, false) => total.max(total * m / devices),
+    }
+}
+
 /// All compute on all devices at once; and on one level, the op that is slowest however often it is replicated.
 fn lower_bound(problem: &Problem, flattens: bool) -> f64 {
+    if problem.cost == CostModel::Pipec {
+        return spread(problem);
+    }
     let spread = problem.graph.total_us() / f64::from(problem.cluster.devices());
     if problem.cluster.levels.len() > 1 || flattens {
         return spread;
@@ -144,7 +162,18 @@ fn lower_bound(problem: &Problem, flattens: bool) -> f64 {
     problem.graph.ops.iter().map(alone).fold(spread, f64::max)
 }
 
-fn predicted(problem: &Problem, minibatch_us: f64, stages: usize) -> Predicted {
+fn predicted(problem: &Problem, chosen: &Candidate, stages: usize) -> Predicted {
+    let minibatch_us = chosen.minibatch_us;
+    if problem.cost == CostModel::Pipec {
+        let asked = build::asked(problem);
+        let looked = |asked: &Asked| build::outlook(problem, asked, &chosen.shape, &chosen.spots);
+        let Outlook { step_us, bubble, .. } = looked(&asked);
+        // While one item is on its way others follow, as fast as the slowest stage lets them.
+        let following = looked(&Asked { latency: false, ..asked }).step_us;
+        let samples = problem.micro_batch as f64 * f64::from(problem.microbatches);
+        let throughput_per_s = if following > 0.0 { samples * 1e6 / following } else { 0.0 };
+        return Predicted { minibatch_us, step_us, throughput_per_s, bubble, bottleneck: String::new() };
+    }
     let (m, p) = (f64::from(problem.microbatches), stages as f64);
     let fill = if problem.schedule.is_continuous() { 0.0 } else { p - 1.0 };
     let step_us = minibatch_us * (m + fill);
@@ -172,6 +201,12 @@ fn options(problem: &Problem, statement: &Statement<'_>) -> BTreeMap<String, Val
     add("activation_compression", problem.activation_compression.map(|ratio| json!(ratio)));
     add("budget", statement.budget.map(|budget| json!(budget)));
     add("stages", problem.constraints.replicas.as_ref().map(|replicas| json!(replicas)));
+    let constraints = &problem.constraints;
+    let pins: Vec<String> = constraints.pins.iter().map(|(name, stage)| format!("{name}={stage}")).collect();
+    add("pin", (!pins.is_empty()).then(|| json!(pins)));
+    add("max_stages", constraints.most_stages.map(|most| json!(most)));
+    add("no_replication", constraints.no_replication.then(|| json!(true)));
+    add("target", constraints.target.map(|target| json!(target.name())));
     add("cut_after", problem.constraints.cut_after.as_ref().map(|names| json!(names)));
     all
 }

@@ -14,7 +14,7 @@
 use crate::partition::line::Line;
 use crate::partition::shape::{Body, Group, Shape};
 use crate::plan::caps::{Flow, Position};
-use crate::plan::memory::Multiples;
+use crate::plan::memory::{Holdings, Multiples};
 use crate::plan::stage_cost::{LevelCost, Part, StageCost};
 use std::collections::HashMap;
 
@@ -122,7 +122,7 @@ impl FitSearch<'_> {
         table.later[key.to * width].value = 0.0;
         for from in (0..key.to).rev() {
             for end in from + 1..=key.to {
-                // A run that does not even fit with one micro-batch in flight does not fit with more ops either.
+                // What the weights and saved tensors alone make too large does not fit with more ops either.
                 if self.never_fits(from, end) {
                     break;
                 }
@@ -157,10 +157,16 @@ impl FitSearch<'_> {
         let alone = Multiples {
             in_flight: 1,
             versions: 1,
+            replicas: 1,
+            recompute: false,
             optimizer_state: self.settings.optimizer_state,
             schedule: self.settings.flow.schedule,
         };
-        self.settings.levels.len() == 1 && self.settings.line.holdings(from, end).held(&alone).total > within
+        self.settings.levels.len() == 1 && {
+            // With more ops fewer tensors may go in and out, but no fewer are held inside.
+            let inside = Holdings { inputs: 0, outputs: 0, sent: 0, ..*self.settings.line.holdings(from, end) };
+            inside.held(&alone).total > within
+        }
     }
 
     /// Microseconds (or bytes) of one unit of the run [from, end), or infinity if it does not fit.
@@ -177,6 +183,8 @@ impl FitSearch<'_> {
         let multiples = Multiples {
             in_flight,
             versions: settings.flow.versions(in_flight, settings.flow.workers),
+            replicas: copies,
+            recompute: false,
             optimizer_state: settings.optimizer_state,
             schedule: settings.flow.schedule,
         };

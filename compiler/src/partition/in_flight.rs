@@ -4,7 +4,7 @@
 //! that costs the least memory. Where no single step helps, all that still fit are raised together once. It ends when the
 //! efficiency reaches [`ENOUGH`], or when nothing more fits or helps.
 
-use crate::partition::build;
+use crate::partition::build::{self, Spot};
 use crate::partition::shape::Shape;
 use crate::plan::problem::Problem;
 use crate::plan::{Edge, ScheduleKind, Stage};
@@ -24,25 +24,26 @@ pub fn matters(problem: &Problem) -> bool {
 }
 
 /// The efficiency that `shape` reaches under given caps.
-pub fn reached(problem: &Problem, shape: &Shape, caps: &[u32], efficiency: &Efficiency<'_>) -> f64 {
-    let stages = build::stages(problem, shape, &build::memory(problem, &build::holdings(problem, shape), caps));
+pub fn reached(problem: &Problem, shape: &Shape, spots: &[Spot], caps: &[u32], efficiency: &Efficiency<'_>) -> f64 {
+    let memory = build::memory(problem, shape, spots, &build::holdings(problem, shape), caps);
+    let stages = build::stages(problem, shape, spots, &memory);
     efficiency(&stages, &build::edges(problem, shape), caps)
 }
 
 /// Caps for `shape`, and the efficiency they reach.
-pub fn choose(problem: &Problem, shape: &Shape, efficiency: &Efficiency<'_>) -> (Vec<u32>, f64) {
+pub fn choose(problem: &Problem, shape: &Shape, spots: &[Spot], efficiency: &Efficiency<'_>) -> (Vec<u32>, f64) {
     let published = build::published_caps(problem, shape);
     if !matters(problem) {
         return (published, 1.0);
     }
     let holdings = build::holdings(problem, shape);
-    let stages = build::stages(problem, shape, &build::memory(problem, &holdings, &published));
+    let memory = |caps: &[u32]| build::memory(problem, shape, spots, &holdings, caps);
+    let stages = build::stages(problem, shape, spots, &memory(&published));
     let edges = build::edges(problem, shape);
     let efficiency = |caps: &[u32]| efficiency(&stages, &edges, caps);
     let limit = problem.memory_limit.map_or(u64::MAX, |limit| limit.0);
-    let peak = |caps: &[u32]| build::memory(problem, &holdings, caps).iter().map(|held| held.total).max().unwrap_or(0);
-    let sum =
-        |caps: &[u32]| build::memory(problem, &holdings, caps).iter().map(|held| u128::from(held.total)).sum::<u128>();
+    let peak = |caps: &[u32]| memory(caps).iter().map(|held| held.total).max().unwrap_or(0);
+    let sum = |caps: &[u32]| memory(caps).iter().map(|held| u128::from(held.total)).sum::<u128>();
     let mut caps = published.clone();
     let mut reached = efficiency(&caps);
     while reached < ENOUGH {

@@ -74,7 +74,11 @@ impl<'a> Joined<'a> {
                 sum.bwd_us += op.bwd_us;
                 sum.param_bytes += op.param_bytes;
                 sum.saved_bytes += op.saved_bytes;
-                sum.workspace_bytes = sum.workspace_bytes.max(op.workspace_bytes);
+                sum.fed_bytes += op.fed_bytes;
+                sum.unsaved |= op.unsaved;
+                if op.scratch_bytes() > sum.scratch_bytes() {
+                    (sum.workspace_bytes, sum.live_bytes) = (op.workspace_bytes, op.live_bytes);
+                }
             }
             ops.push(sum);
         }

@@ -75,6 +75,13 @@ fn holdings(graph: &CostGraph, order: &[u32], ends: &[usize]) -> Vec<Holdings> {
     for (at, tensor) in graph.tensors.iter().enumerate() {
         tensor.consumers.iter().for_each(|op| inputs[op.index()].push(at));
     }
+    let mut made: Vec<Vec<usize>> = vec![Vec::new(); order.len()];
+    // Where a tensor is read for the last time; 0, before which nothing is made, if nowhere.
+    let mut last_reader: Vec<usize> = vec![0; graph.tensors.len()];
+    for (at, tensor) in graph.tensors.iter().enumerate() {
+        made[tensor.producer.index()].push(at);
+        last_reader[at] = tensor.consumers.iter().map(|op| place[op.index()]).max().unwrap_or(0);
+    }
     let mut table = vec![Holdings::default(); places * places];
     let mut param_seen = vec![usize::MAX; graph.params.len()];
     let mut tensor_seen = vec![usize::MAX; graph.tensors.len()];
@@ -88,14 +95,26 @@ fn holdings(graph: &CostGraph, order: &[u32], ends: &[usize]) -> Vec<Holdings> {
                         run.weights += graph.params[param].bytes;
                     }
                 }
+                for &tensor in &made[op] {
+                    if last_reader[tensor] > place[op] {
+                        run.outputs += graph.tensors[tensor].bytes;
+                        run.sent += if graph.is_only_sent(tensor) { graph.tensors[tensor].bytes } else { 0 };
+                    }
+                }
                 for &tensor in &inputs[op] {
+                    // What is made inside and read inside for the last time goes nowhere.
+                    let is_last = last_reader[tensor] == place[op];
+                    if is_last && place[graph.tensors[tensor].producer.index()] >= ends[from] {
+                        run.outputs -= graph.tensors[tensor].bytes;
+                        run.sent -= if graph.is_only_sent(tensor) { graph.tensors[tensor].bytes } else { 0 };
+                    }
                     let comes_in = place[graph.tensors[tensor].producer.index()] < ends[from];
                     if comes_in && std::mem::replace(&mut tensor_seen[tensor], from) != from {
                         run.inputs += graph.tensors[tensor].bytes;
                     }
                 }
-                run.saved += graph.ops[op].saved_bytes;
-                run.workspace = run.workspace.max(graph.ops[op].workspace_bytes);
+                run.saved += graph.ops[op].kept_bytes();
+                run.workspace = run.workspace.max(graph.ops[op].scratch_bytes());
             }
             table[from * places + to] = run;
         }

@@ -187,6 +187,8 @@ fn value(settings: &Pinned<'_>, stage: usize, from: usize, end: usize, replicas:
     let multiples = Multiples {
         in_flight,
         versions: settings.flow.versions(in_flight, first),
+        replicas,
+        recompute: false,
         optimizer_state: settings.optimizer_state,
         schedule: settings.flow.schedule,
     };

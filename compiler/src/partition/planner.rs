@@ -6,16 +6,16 @@
 //! order or in groups of ops, and the plan says so.
 
 use crate::partition::bound::Bounds;
-use crate::partition::cuts;
 use crate::partition::finish::{self, Statement};
 use crate::partition::fit::Least;
 use crate::partition::in_flight::Efficiency;
 use crate::partition::joined::Joined;
 use crate::partition::search::{Candidate, Found, Question, same};
 use crate::partition::states::Growth;
+use crate::partition::{cuts, every, placement};
 use crate::plan::Plan;
 use crate::plan::check::Fault;
-use crate::plan::problem::{InFlight, Objective, Problem, ProblemError};
+use crate::plan::problem::{CostModel, InFlight, Objective, Problem, ProblemError};
 use crate::plan::stage_cost;
 use std::cmp::Ordering;
 
@@ -154,8 +154,18 @@ pub fn plan(problem: &Problem, options: &PlannerOptions<'_>) -> Result<Planned, 
     let baselines = question.baselines();
     let is_pinned = problem.constraints.replicas.is_some()
         || problem.constraints.cut_after.is_some()
+        || problem.constraints.are_placed()
         || matches!(problem.in_flight, InFlight::Given(_));
+    let is_placed = problem.cost == CostModel::Pipec;
     let mut found = match options.partitioner {
+        Partitioner::Exhaustive if is_placed && !is_pinned => {
+            let (candidate, states) = every::every(&question)?;
+            let proven_us = candidate.as_ref().filter(|best| best.fits).map(|best| best.minibatch_us);
+            let proven_us = proven_us.filter(|_| problem.cluster.levels.len() == 1);
+            Found { candidates: candidate.into_iter().collect(), states, proven_us, ..Found::nothing() }
+        }
+        Partitioner::Pipec if is_placed => placement::found(&question, &baselines)?,
+        _ if is_placed && is_pinned => placement::found(&question, &baselines)?,
         _ if is_pinned => question.pinned()?,
         Partitioner::Pipec => question.hierarchical(Growth::All, &baselines),
         Partitioner::Pipedream => question.hierarchical(Growth::FirstSource, &baselines),
@@ -214,7 +224,7 @@ fn order(objective: Objective, left: &Candidate, right: &Candidate) -> Ordering 
     };
     let memory = left.peak().cmp(&right.peak());
     let first = match objective {
-        Objective::Throughput => time,
+        Objective::Throughput | Objective::Latency => time,
         Objective::Memory => memory.then(time),
     };
     first.then(stages(left).cmp(&stages(right))).then(devices(left).cmp(&devices(right)))
@@ -225,7 +235,7 @@ fn infeasible(question: &Question<'_>, found: &Found, partitioner: Partitioner, 
     let problem = question.problem;
     let mut candidates = found.candidates.clone();
     // The searches have looked for the least memory already; the walk through everything stops at what fits.
-    if partitioner == Partitioner::Exhaustive && !is_pinned {
+    if partitioner == Partitioner::Exhaustive && !is_pinned && problem.cost != CostModel::Pipec {
         let shapes = question.fitting(&stage_cost::levels(&problem.cluster), Least::Memory);
         candidates.extend(shapes.into_iter().map(|shape| question.candidate("least memory", shape)));
     }

@@ -30,6 +30,8 @@ pub struct Candidate {
     pub minibatch_us: f64,
     /// In-flight caps by the schedule's rule, or as given.
     pub caps: Vec<u32>,
+    /// Where each stage stands.
+    pub spots: Vec<build::Spot>,
     /// What each stage holds under them.
     pub memory: Vec<StageMemory>,
     /// Whether all of it is within the limit.
@@ -63,7 +65,8 @@ impl Found {
         Found { candidates: vec![candidate], states: 1, ..Found::nothing() }
     }
 
-    fn nothing() -> Found {
+    /// Nothing yet.
+    pub fn nothing() -> Found {
         Found { candidates: Vec::new(), states: 0, fallback: None, proven_us: None, bound_us: 0.0 }
     }
 }
@@ -81,16 +84,22 @@ pub struct Question<'a> {
 impl Question<'_> {
     /// A shape with its costs.
     pub fn candidate(&self, name: &'static str, shape: Shape) -> Candidate {
+        let spots = build::side_by_side(&shape);
+        self.placed(name, shape, spots)
+    }
+
+    /// A shape whose stages stand there, with its costs.
+    pub fn placed(&self, name: &'static str, shape: Shape, spots: Vec<build::Spot>) -> Candidate {
         let problem = self.problem;
         let caps = match &problem.in_flight {
             InFlight::Given(caps) if caps.len() == shape.replicas().len() => caps.clone(),
             _ => build::published_caps(problem, &shape),
         };
-        let memory = build::memory(problem, &build::holdings(problem, &shape), &caps);
+        let memory = build::memory(problem, &shape, &spots, &build::holdings(problem, &shape), &caps);
         let peak = memory.iter().map(|held| held.total).max().unwrap_or(0);
         let fits = problem.memory_limit.is_none_or(|limit| peak <= limit.0);
-        let minibatch_us = shape.minibatch_us(problem);
-        Candidate { name, shape, minibatch_us, caps, memory, fits }
+        let minibatch_us = build::minibatch_us(problem, &shape, &spots);
+        Candidate { name, shape, minibatch_us, caps, spots, memory, fits }
     }
 
     /// One device, data parallelism, and the uniform pipeline, in this order.

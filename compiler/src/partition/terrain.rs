@@ -72,7 +72,7 @@ impl Terrain {
 
     /// The terrain of all closed sets of a graph. Sets that are not nested stand beside each other on it, so it is relaxed too,
     /// though every figure of a spot is that of a set.
-    pub fn sets(space: &Space) -> Terrain {
+    pub fn sets(space: &Space, model: CostModel) -> Terrain {
         let mut most = space.weights.clone();
         for at in 1..most.len() {
             most[at] = most[at - 1].max(most[at]);
@@ -81,7 +81,8 @@ impl Terrain {
         for at in (1..least.len()).rev() {
             least[at - 1] = least[at - 1].min(least[at]);
         }
-        let (compute, cut) = (space.compute.clone(), space.cut.clone());
+        let compute = space.compute.clone();
+        let cut = if charges_cuts(model) { space.cut.clone() } else { vec![0.0; compute.len()] };
         let lower = lower(&cut);
         Terrain { from: compute.clone(), to: compute, least_weights: least, most_weights: most, cut, lower }
     }
@@ -133,8 +134,9 @@ impl Terrain {
                     crosses(op, graph.ops[op].out_bytes, last);
                 }
             }
+            CostModel::Pipec => {}
             // Every tensor that is read beyond the cut.
-            _ => {
+            CostModel::Paper => {
                 for tensor in &graph.tensors {
                     let last = tensor.consumers.iter().map(|to| earliest[to.index()]).max().unwrap_or(0);
                     crosses(tensor.producer.index(), tensor.bytes, last);
@@ -197,6 +199,12 @@ impl Terrain {
         }
         at.is_beyond(&floor).then_some(at)
     }
+}
+
+/// Whether all that crosses a cut burdens the stages beside it. Under cost `pipec` a tensor goes straight to the stage that reads
+/// it, which may stand further on.
+fn charges_cuts(model: CostModel) -> bool {
+    model != CostModel::Pipec
 }
 
 fn lower(cut: &[f64]) -> Vec<u32> {

@@ -10,6 +10,7 @@ use super::backward::BackwardError;
 use super::backward::{Arriving, Read, backward};
 use super::fragment::{Fragment, FragmentError, fragments};
 use super::loss::{LOSS, Loss, LossError, attach};
+use super::memory::{self, Needs};
 use super::pipeline::{self, PassBug};
 use crate::graph::{Graph, Origin, order};
 use crate::op::table::rule;
@@ -65,6 +66,9 @@ pub struct Attribution {
     pub backward_nodes: Vec<Vec<NodeId>>,
     /// For every op the bytes of its results that are kept from forward to backward.
     pub saved_bytes: Vec<u64>,
+    /// For every op the bytes of what is alive while its nodes run, forward or backward, beside what is kept, parameters and their
+    /// gradients.
+    pub live_bytes: Vec<u64>,
 }
 
 /// Whether a node of a compiled graph is run: sources are there, and views are their first input.
@@ -122,8 +126,24 @@ pub fn attribute(graph: &Graph, training: Training) -> Result<Attribution, Attri
         Some(made) => by_owner(&made.graph, ops.len()),
         None => vec![Vec::new(); ops.len()],
     };
+    let kept: HashSet<Value> = saved.iter().copied().collect();
+    let mut live_bytes = vec![0; ops.len()];
+    live_by_owner(&fragment.graph, &kept, &HashSet::new(), &mut live_bytes);
+    if let Some(made) = &made {
+        let held = made.graph.outputs.iter().map(|output| output.value).collect();
+        live_by_owner(&made.graph, &HashSet::new(), &held, &mut live_bytes);
+    }
     let backward = made.map(|b| b.graph);
-    Ok(Attribution { ops, seeded, forward: fragment.graph, backward, forward_nodes, backward_nodes, saved_bytes })
+    Ok(Attribution {
+        ops,
+        seeded,
+        forward: fragment.graph,
+        backward,
+        forward_nodes,
+        backward_nodes,
+        saved_bytes,
+        live_bytes,
+    })
 }
 
 fn check_sizes(graph: &Graph) -> Result<(), AttributionError> {
@@ -200,6 +220,17 @@ fn by_owner(graph: &Graph, ops: usize) -> Vec<Vec<NodeId>> {
         }
     }
     nodes
+}
+
+/// Raises each op's figure to what is alive while one of its nodes runs.
+fn live_by_owner(graph: &Graph, kept: &HashSet<Value>, held: &HashSet<Value>, bytes: &mut [u64]) {
+    let (owners, order) = (owners(graph), order::canonical(graph));
+    let needs = Needs { own: &HashSet::new(), kept, held, workspace: &HashMap::new() };
+    for (id, alive) in order.iter().zip(memory::live(graph, &order, &needs)) {
+        if let (true, Some(&owner)) = (runs(&graph.node(*id).op), owners.get(id)) {
+            bytes[owner] = bytes[owner].max(alive as u64);
+        }
+    }
 }
 
 fn saved_value(read: &Read) -> Option<Value> {

@@ -32,7 +32,7 @@ pub enum FillError {
 
 /// The costs of a graph of fixed sizes, without times.
 ///
-/// A parameter's bytes stand with the first op that reads it, so that they add up to those of the model; `params` names
+/// What is fed to the model stands with the first op that reads it. A parameter's bytes stand with the first op that reads it, so that they add up to those of the model; `params` names
 /// all its readers. Values that follow from constants alone are no tensors: every stage makes its own. An op that depends on
 /// no input of the graph joins its first reader that does, or the last op that does where none reads it.
 pub fn cost_graph(graph: &Graph, attribution: &Attribution) -> CostGraph {
@@ -61,6 +61,8 @@ pub fn cost_graph(graph: &Graph, attribution: &Attribution) -> CostGraph {
             saved_bytes: attribution.saved_bytes[i],
             out_bytes: values.iter().fold(0u64, |sum, v| sum.saturating_add(size(*v))),
             joins: joins[i],
+            live_bytes: attribution.live_bytes[i],
+            unsaved: attribution.saved_bytes[i] < values.iter().map(|v| size(*v)).min().unwrap_or(0),
             ..OpCost::default()
         });
         for value in values {
@@ -73,6 +75,13 @@ pub fn cost_graph(graph: &Graph, attribution: &Attribution) -> CostGraph {
                 n => format!("{}#{n}", node.told()),
             };
             costs.tensors.push(TensorCost { name, producer: OpId(i as u32), bytes: size(value), consumers });
+        }
+    }
+    for id in graph.ids().filter(|id| matches!(graph.node(*id).op, Op::Input(_))) {
+        let value = Value { node: id, output: 0 };
+        if let Some(first) = readers(value).first() {
+            let op = &mut costs.ops[first.index()];
+            op.fed_bytes = op.fed_bytes.saturating_add(size(value));
         }
     }
     for id in graph.ids() {

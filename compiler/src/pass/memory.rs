@@ -108,6 +108,25 @@ pub fn plan(graph: &Graph, order: &[NodeId], needs: &Needs<'_>) -> Layout {
     layout
 }
 
+/// For every node of `order` the bytes of all tensors alive while it runs that would lie in the arena, but for those that are held
+/// to the end of the run.
+pub fn live(graph: &Graph, order: &[NodeId], needs: &Needs<'_>) -> Vec<usize> {
+    let classes = classes(graph, order, needs);
+    let mut change = vec![0isize; order.len() + 1];
+    for class in &classes.list {
+        if !(is_source(graph, class.root.node) || class.own || class.kept || class.held) {
+            change[class.first] += aligned(class.bytes) as isize;
+            change[class.last + 1] -= aligned(class.bytes) as isize;
+        }
+    }
+    let mut alive = 0;
+    let mut running = |change: &isize| {
+        alive += change;
+        alive as usize
+    };
+    change[..order.len()].iter().map(&mut running).collect()
+}
+
 fn is_source(graph: &Graph, id: NodeId) -> bool {
     matches!(graph.node(id).op, Op::Input(_) | Op::Parameter(_) | Op::State(_) | Op::Constant(_))
 }

@@ -4,6 +4,7 @@
 //! time, plainly. A plan that leaves the planner has passed it, and a plan that was written by hand can be given to it.
 
 use crate::cluster::Cluster;
+use crate::plan::judge;
 use crate::plan::problem::{CostModel, Problem};
 use crate::plan::{Plan, ScheduleKind, Stage, StageMemory};
 use crate::profile::cost_graph::{CostGraph, OpId};
@@ -156,7 +157,10 @@ pub fn check(problem: &Problem, plan: &Plan) -> Result<Checked, Vec<Fault>> {
         }
     }
     stage_times(&problem.graph, plan, &stage_of, &mut faults);
-    let (minibatch_us, bottleneck) = time(problem, plan, &stage_of, &mut faults);
+    let (minibatch_us, bottleneck) = match problem.cost {
+        CostModel::Pipec => judge::time(problem, plan, &stage_of),
+        CostModel::Paper | CostModel::Pipedream => time(problem, plan, &stage_of, &mut faults),
+    };
     if differs(plan.predicted.minibatch_us, minibatch_us) {
         let said = plan.predicted.minibatch_us.to_string();
         faults.push(Fault::Figure { what: "predicted.minibatch_us".into(), said, found: minibatch_us.to_string() });
@@ -300,6 +304,9 @@ fn memory(problem: &Problem, plan: &Plan, stage_of: &[usize]) -> Vec<StageMemory
     let mut weights = vec![0u64; plan.stages.len()];
     let mut alive = vec![0u64; plan.stages.len()];
     let mut workspace = vec![0u64; plan.stages.len()];
+    let mut received = vec![0u64; plan.stages.len()];
+    let mut sent = vec![0u64; plan.stages.len()];
+    let mut only_sent = vec![0u64; plan.stages.len()];
     for param in &graph.params {
         let mut stages: Vec<usize> = param.users.iter().map(|op| stage_of[op.index()]).collect();
         stages.sort_unstable();
@@ -307,27 +314,44 @@ fn memory(problem: &Problem, plan: &Plan, stage_of: &[usize]) -> Vec<StageMemory
         stages.into_iter().for_each(|stage| weights[stage] = weights[stage].saturating_add(param.bytes));
     }
     for (op, &stage) in graph.ops.iter().zip(stage_of) {
-        alive[stage] += op.saved_bytes;
-        workspace[stage] = workspace[stage].max(op.workspace_bytes);
+        alive[stage] += op.saved_bytes + op.fed_bytes;
+        workspace[stage] = workspace[stage].max(op.workspace_bytes + op.live_bytes);
     }
     for tensor in &graph.tensors {
         let mut stages: Vec<usize> = tensor.consumers.iter().map(|op| stage_of[op.index()]).collect();
         stages.sort_unstable();
         stages.dedup();
         let from = stage_of[tensor.producer.index()];
-        stages.into_iter().filter(|&to| to != from).for_each(|to| alive[to] = alive[to].saturating_add(tensor.bytes));
+        stages.retain(|&to| to != from);
+        stages.iter().for_each(|&to| received[to] = received[to].saturating_add(tensor.bytes));
+        if !stages.is_empty() {
+            sent[from] = sent[from].saturating_add(tensor.bytes);
+            if graph.ops[tensor.producer.index()].unsaved {
+                only_sent[from] = only_sent[from].saturating_add(tensor.bytes);
+            }
+        }
     }
     let trains = plan.schedule.kind != ScheduleKind::Inference;
     let one = |stage: usize| {
         let weights = weights[stage];
         let versions = weights.saturating_mul(u64::from(plan.schedule.weight_versions[stage]) - 1);
-        let gradients = if trains { weights } else { 0 };
+        let copies = if plan.stages[stage].replicas > 1 { 3 } else { 2 };
+        let gradients = if trains { weights.saturating_mul(copies) } else { 0 };
         let optimizer = if trains { (weights as f64 * problem.optimizer_state).ceil() as u64 } else { 0 };
-        let activations = alive[stage].saturating_mul(u64::from(plan.schedule.in_flight[stage]));
+        let waiting = received[stage].saturating_add(only_sent[stage]);
+        let in_flight = u64::from(plan.schedule.in_flight[stage]);
+        let activations = match plan.stages[stage].recompute {
+            true => {
+                let both = received[stage].saturating_add(sent[stage]);
+                both.saturating_mul(in_flight).saturating_add(alive[stage]).saturating_add(sent[stage])
+            }
+            false => alive[stage].saturating_add(waiting).saturating_mul(in_flight),
+        };
+        let messages = received[stage].saturating_add(if trains { sent[stage] } else { 0 });
         let workspace = workspace[stage];
-        let sum = [versions, gradients, optimizer, activations, workspace];
+        let sum = [versions, gradients, optimizer, activations, messages, workspace];
         let total = sum.iter().fold(weights, |sum, &part| sum.saturating_add(part));
-        StageMemory { weights, versions, gradients, optimizer, activations, workspace, total }
+        StageMemory { weights, versions, gradients, optimizer, activations, messages, workspace, total }
     };
     (0..plan.stages.len()).map(one).collect()
 }
@@ -340,6 +364,9 @@ fn stage_times(graph: &CostGraph, plan: &Plan, stage_of: &[usize], faults: &mut 
         backward[stage] += op.bwd_us;
     }
     for (at, stage) in plan.stages.iter().enumerate() {
+        if stage.recompute {
+            backward[at] += forward[at];
+        }
         for (name, said, found) in [("fwd_us", stage.fwd_us, forward[at]), ("bwd_us", stage.bwd_us, backward[at])] {
             if differs(said, found) {
                 let what = format!("{name} of stage {at}");
@@ -457,6 +484,7 @@ impl Clock<'_> {
                 }
                 (inner + sync) / m
             }
+            CostModel::Pipec => unreachable!("cost pipec has a reckoning of its own"),
         };
         let mut worst = (stage, what);
         for (cut, time) in links {

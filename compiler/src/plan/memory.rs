@@ -1,15 +1,21 @@
-//! What one replica of a stage holds at its fullest moment.
+//! What one replica of a stage holds at its fullest moment, as the runtime allocates it.
 //!
 //! ```text
-//! total = weights · versions + gradients + optimizer + in_flight · (saved + inputs) + workspace
+//! total       = weights · versions + gradients + optimizer + activations + messages + workspace
+//! gradients   = 2 weights, and 1 more where replicas add theirs up
+//! activations = in_flight · (saved + inputs + sent)          recomputed: in_flight · (inputs + outputs) + saved + outputs
+//! messages    = inputs + outputs                             inference: inputs
 //! ```
 //!
-//! `saved` is what forward keeps for backward, `inputs` the tensors that come from other stages, `workspace` the largest scratch
-//! of any op. Versions are held by pointer: V versions take V copies of the weights and no more. A tied parameter counts once in
-//! each stage that uses it. For inference there are no gradients and no optimizer.
+//! `saved` is what forward keeps for backward, what is fed to the model included, `inputs` the tensors that come from other stages, `sent` those of the `outputs`, which
+//! go to others, that would not be kept otherwise; `workspace` is the arena: what is alive within a run, scratch included, at the op
+//! where that is most. The gradients are those that are summed up and those of the run at hand; the messages, the gradients
+//! that one item gets and gives. A recomputed stage keeps its inputs and what it sent, and runs forward once more before backward, into other buffers. Versions are
+//! held by pointer: V versions take V copies of the weights and no more. A tied parameter counts once in each stage that uses
+//! it. For inference there are no gradients and no optimizer, and the next item may be under way.
 
 use crate::plan::{ScheduleKind, StageMemory};
-use crate::profile::cost_graph::CostGraph;
+use crate::profile::cost_graph::{CostGraph, OpCost};
 
 /// The sizes of a set of ops, in bytes, before anything is multiplied.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -20,6 +26,10 @@ pub struct Holdings {
     pub saved: u64,
     /// Tensors from outside the set, of one micro-batch.
     pub inputs: u64,
+    /// Tensors that are read outside the set, of one micro-batch, each once.
+    pub outputs: u64,
+    /// Those of them that are kept only because they are sent.
+    pub sent: u64,
     /// Largest scratch of one op.
     pub workspace: u64,
 }
@@ -31,6 +41,10 @@ pub struct Multiples {
     pub in_flight: u32,
     /// Weight versions.
     pub versions: u32,
+    /// Replicas of the stage.
+    pub replicas: u32,
+    /// Whether forward runs again before backward.
+    pub recompute: bool,
     /// Bytes of optimizer state for each byte of weights.
     pub optimizer_state: f64,
     /// Order of work.
@@ -46,14 +60,24 @@ impl Holdings {
                 holdings.weights += param.bytes;
             }
         }
-        for tensor in &graph.tensors {
-            if !inside[tensor.producer.index()] && tensor.consumers.iter().any(|op| inside[op.index()]) {
+        for (at, tensor) in graph.tensors.iter().enumerate() {
+            let (mut is_read_inside, mut is_read_outside) = (false, false);
+            for op in &tensor.consumers {
+                let place = if inside[op.index()] { &mut is_read_inside } else { &mut is_read_outside };
+                *place = true;
+            }
+            let is_made_inside = inside[tensor.producer.index()];
+            if !is_made_inside && is_read_inside {
                 holdings.inputs += tensor.bytes;
+            }
+            if is_made_inside && is_read_outside {
+                holdings.outputs += tensor.bytes;
+                holdings.sent += if graph.is_only_sent(at) { tensor.bytes } else { 0 };
             }
         }
         for (op, _) in graph.ops.iter().zip(inside).filter(|(_, inside)| **inside) {
-            holdings.saved += op.saved_bytes;
-            holdings.workspace = holdings.workspace.max(op.workspace_bytes);
+            holdings.saved += op.kept_bytes();
+            holdings.workspace = holdings.workspace.max(OpCost::scratch_bytes(op));
         }
         holdings
     }
@@ -63,15 +87,21 @@ impl Holdings {
         let trains = multiples.schedule != ScheduleKind::Inference;
         let weights = self.weights;
         let versions = weights.saturating_mul(u64::from(multiples.versions.saturating_sub(1)));
-        let gradients = if trains { weights } else { 0 };
+        let copies = if !trains { 0 } else { 2 + u64::from(multiples.replicas > 1) };
+        let gradients = weights.saturating_mul(copies);
         // `as` saturates; state is a small factor checked with the problem.
         let optimizer = if trains { (weights as f64 * multiples.optimizer_state).ceil() as u64 } else { 0 };
-        let one = self.saved.saturating_add(self.inputs);
-        let activations = one.saturating_mul(u64::from(multiples.in_flight));
+        let (kept, once) = match multiples.recompute {
+            true => (self.outputs, self.saved.saturating_add(self.outputs)),
+            false => (self.saved.saturating_add(self.sent), 0),
+        };
+        let one = kept.saturating_add(self.inputs);
+        let activations = one.saturating_mul(u64::from(multiples.in_flight)).saturating_add(once);
+        let messages = self.inputs.saturating_add(if trains { self.outputs } else { 0 });
         let workspace = self.workspace;
-        let parts = [weights, versions, gradients, optimizer, activations, workspace];
+        let parts = [weights, versions, gradients, optimizer, activations, messages, workspace];
         let total = parts.iter().fold(0u64, |sum, &part| sum.saturating_add(part));
-        StageMemory { weights, versions, gradients, optimizer, activations, workspace, total }
+        StageMemory { weights, versions, gradients, optimizer, activations, messages, workspace, total }
     }
 }
 
@@ -95,13 +125,24 @@ mod tests {
             params: vec![ParamCost { name: "w".into(), bytes: 1000, users: vec![OpId(0), OpId(1), OpId(2)] }],
         };
         let tail = Holdings::of(&graph, &[false, true, true]);
-        assert_eq!(tail, Holdings { weights: 1000, saved: 60, inputs: 100, workspace: 9 });
-        let multiples =
-            Multiples { in_flight: 3, versions: 3, optimizer_state: 2.0, schedule: ScheduleKind::RoundRobin };
+        assert_eq!(tail, Holdings { weights: 1000, saved: 60, inputs: 100, outputs: 0, sent: 0, workspace: 9 });
+        let multiples = Multiples {
+            in_flight: 3,
+            versions: 3,
+            replicas: 1,
+            recompute: false,
+            optimizer_state: 2.0,
+            schedule: ScheduleKind::RoundRobin,
+        };
         let held = tail.held(&multiples);
-        assert_eq!((held.versions, held.gradients, held.optimizer, held.activations), (2000, 1000, 2000, 480));
-        assert_eq!(held.total, 1000 + 2000 + 1000 + 2000 + 480 + 9);
+        assert_eq!((held.versions, held.gradients, held.optimizer, held.activations), (2000, 2000, 2000, 480));
+        assert_eq!(held.total, 1000 + 2000 + 2000 + 2000 + 480 + 100 + 9);
+        // Recomputed, only the inputs wait for each of the three; what one item saves is there while it runs backward.
+        let recomputed = tail.held(&Multiples { recompute: true, ..multiples });
+        assert_eq!(recomputed.activations, 3 * 100 + 60);
+        let head = Holdings::of(&graph, &[true, false, false]);
+        assert_eq!((head.inputs, head.outputs, head.sent), (0, 100, 100));
         let inference = Multiples { schedule: ScheduleKind::Inference, in_flight: 1, versions: 1, ..multiples };
-        assert_eq!(tail.held(&inference).total, 1000 + 160 + 9);
+        assert_eq!(tail.held(&inference).total, 1000 + 160 + 100 + 9);
     }
 }

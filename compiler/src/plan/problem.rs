@@ -16,6 +16,8 @@ pub enum CostModel {
     Paper,
     /// What PipeDream's released optimizer computes.
     Pipedream,
+    /// What the links, the replicas and the schedule make of it.
+    Pipec,
 }
 
 /// What is minimised.
@@ -27,6 +29,46 @@ pub enum Objective {
     Throughput,
     /// Bytes on the fullest device.
     Memory,
+    /// One item's way through a pipeline that only answers; with schedule `inference` and cost `pipec`.
+    Latency,
+}
+
+/// For which framework a plan is, beside our own runtime: what it can carry limits the plan.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Target {
+    /// torchtitan.
+    Torchtitan,
+    /// Megatron-LM.
+    Megatron,
+    /// DeepSpeed.
+    Deepspeed,
+    /// torch.distributed.pipelining.
+    Torch,
+}
+
+impl Target {
+    /// Every target.
+    pub const ALL: [Target; 4] = [Target::Torchtitan, Target::Megatron, Target::Deepspeed, Target::Torch];
+
+    /// The name on the command line and in plans.
+    pub fn name(self) -> &'static str {
+        match self {
+            Target::Torchtitan => "torchtitan",
+            Target::Megatron => "megatron",
+            Target::Deepspeed => "deepspeed",
+            Target::Torch => "torch",
+        }
+    }
+
+    /// The target of that name.
+    pub fn from_name(name: &str) -> Option<Target> {
+        Target::ALL.into_iter().find(|target| target.name() == name)
+    }
+
+    /// Whether stages must end where modules end: torch cuts between any two ops.
+    pub fn keeps_modules(self) -> bool {
+        self != Target::Torch
+    }
 }
 
 /// How many minibatches a stage may have in flight.
@@ -48,6 +90,21 @@ pub struct Constraints {
     pub replicas: Option<Vec<u32>>,
     /// A stage ends after each of these: source node names, module paths, or op ids in text.
     pub cut_after: Option<Vec<String>>,
+    /// Nodes, modules or op ids, and the stages that they stand in.
+    pub pins: Vec<(String, u32)>,
+    /// The most stages.
+    pub most_stages: Option<u32>,
+    /// Whether every stage has one replica.
+    pub no_replication: bool,
+    /// For which framework.
+    pub target: Option<Target>,
+}
+
+impl Constraints {
+    /// Whether there is any that only cost `pipec` can obey.
+    pub fn are_placed(&self) -> bool {
+        !self.pins.is_empty() || self.most_stages.is_some() || self.no_replication || self.target.is_some()
+    }
 }
 
 /// A question to a partitioner.
@@ -77,6 +134,8 @@ pub struct Problem {
     pub chunks: u32,
     /// Caps of minibatches in flight.
     pub in_flight: InFlight,
+    /// Whether a stage that does not fit otherwise may be recomputed; cost `pipec` only.
+    pub recompute: bool,
     /// What the user fixed.
     pub constraints: Constraints,
     /// The model, for the plan.
@@ -109,8 +168,10 @@ pub enum ProblemError {
         range: &'static str,
     },
     /// A cut at something the model does not have.
-    #[error("`--cut-after {name}`: no op, node or module of that name{hint}")]
-    UnknownCut {
+    #[error("`{flag} {name}`: no op, node or module of that name{hint}")]
+    UnknownName {
+        /// The option.
+        flag: &'static str,
         /// The name given.
         name: String,
         /// The nearest name, as "; did you mean …?", or nothing.
@@ -158,6 +219,18 @@ pub enum ProblemError {
         /// Stages of the plan.
         stages: usize,
     },
+    /// Constraints that no partition obeys.
+    #[error("{what}")]
+    Unmet {
+        /// Which, and why.
+        what: String,
+    },
+    /// A setting that goes with cost `pipec` only.
+    #[error("{what} goes with cost `pipec` only")]
+    OtherCost {
+        /// Which setting.
+        what: &'static str,
+    },
     /// A search that is only for small problems.
     #[error("{method} takes at most {limit} {what}, the problem has {found}")]
     TooLarge {
@@ -189,6 +262,7 @@ impl Problem {
             microbatches: 1,
             chunks: 1,
             in_flight: InFlight::Pipedream,
+            recompute: true,
             constraints: Constraints::default(),
             model,
             profile: PlannedProfile { sha256: String::new(), method: Method::Imported },
@@ -214,6 +288,22 @@ impl Problem {
         let fine = (1..=1 << 20).contains(&self.microbatches);
         setting(fine, "micro-batches", self.microbatches.to_string(), "from 1 to 2^20")?;
         setting((1..=1024).contains(&self.chunks), "chunks", self.chunks.to_string(), "from 1 to 1024")?;
+        if self.cost != CostModel::Pipec {
+            let settings = [
+                ("objective latency", self.objective == Objective::Latency),
+                ("`--pin`", !self.constraints.pins.is_empty()),
+                ("`--max-stages`", self.constraints.most_stages.is_some()),
+                ("`--no-replication`", self.constraints.no_replication),
+                ("`--target`", self.constraints.target.is_some()),
+            ];
+            if let Some((what, _)) = settings.into_iter().find(|(_, is_set)| *is_set) {
+                return Err(ProblemError::OtherCost { what });
+            }
+        }
+        let flows = self.objective != Objective::Latency || self.schedule == ScheduleKind::Inference;
+        setting(flows, "schedule", self.schedule.name().to_string(), "inference for objective latency")?;
+        let most = self.constraints.most_stages.unwrap_or(1);
+        setting(most >= 1, "most stages", most.to_string(), "at least 1")?;
         if let InFlight::Given(caps) = &self.in_flight {
             let worst = caps.iter().copied().find(|cap| !(1..=1 << 20).contains(cap));
             setting(worst.is_none(), "in-flight cap", worst.unwrap_or(0).to_string(), "from 1 to 2^20")?;

@@ -115,7 +115,7 @@ fn edges(plan: &Plan, faults: &mut Vec<Fault>) {
 fn memory(plan: &Plan, faults: &mut Vec<Fault>) {
     for (at, stage) in plan.stages.iter().enumerate() {
         let held = &stage.memory;
-        let parts = [held.versions, held.gradients, held.optimizer, held.activations, held.workspace];
+        let parts = [held.versions, held.gradients, held.optimizer, held.activations, held.messages, held.workspace];
         let found = parts.iter().try_fold(held.weights, |sum, &part| sum.checked_add(part));
         if found != Some(held.total) {
             let what = format!("total memory of stage {at}");

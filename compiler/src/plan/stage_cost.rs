@@ -9,6 +9,9 @@
 //!             with a compression ratio r, later parts also 2 out(s) / (B_k m r) and, unless last, 2 out(j) / (B_k m r)
 //! ```
 //!
+//! Cost `pipec` is not made of parts: what a stage costs depends on its place, and `outlook` gives the equations. Here it stands as it is
+//! on one level under 1F1B-RR, for code that asks every model for a part: max( A, 2 (m-1)/m |w| / B + (a_in + a_out) / B ) / m.
+//!
 //! | equation | here                    | unit         |
 //! | ---      | ---                     | ---          |
 //! | A_{k-1}  | `Part::inner_us`        | microseconds |
@@ -93,6 +96,12 @@ impl StageCost {
                 let output = if part.is_last { 0.0 } else { 2.0 * part.out_bytes / (bandwidth * m * ratio) };
                 stage.max(input).max(output)
             }
+            CostModel::Pipec => {
+                let all_reduce = 2.0 * (m - 1.0) / m * part.weight_bytes / bandwidth;
+                let input = if part.is_first { 0.0 } else { part.in_bytes / bandwidth };
+                let output = if part.is_last { 0.0 } else { part.out_bytes / bandwidth };
+                part.inner_us.max(all_reduce + input + output) / m
+            }
         }
     }
 }
@@ -105,6 +114,7 @@ impl StageCost {
             (CostModel::Paper, _) => 2.0 * in_bytes / level.bytes_per_us,
             (CostModel::Pipedream, Some(ratio)) => 2.0 * in_bytes / (level.bytes_per_us * f64::from(most) * ratio),
             (CostModel::Pipedream, None) => 0.0,
+            (CostModel::Pipec, _) => in_bytes / (level.bytes_per_us * f64::from(most)),
         }
     }
 }

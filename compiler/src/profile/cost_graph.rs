@@ -40,8 +40,15 @@ pub struct OpCost {
     pub param_bytes: u64,
     /// Bytes kept from forward for backward.
     pub saved_bytes: u64,
+    /// Bytes of what is fed to the model that this op is the first to read; they wait for backward too.
+    pub fed_bytes: u64,
     /// Scratch bytes while the op runs, forward or backward.
     pub workspace_bytes: u64,
+    /// Bytes of all tensors that are alive while the op runs, forward or backward, and that are neither saved nor parameters nor
+    /// their gradients; 0 where that is not known.
+    pub live_bytes: u64,
+    /// Whether its outputs are not saved, so that one which goes to another stage is kept for that alone.
+    pub unsaved: bool,
     /// Bytes of all outputs.
     pub out_bytes: u64,
     /// The op whose stage it shares, where it has no choice of its own: a transposed weight stands with the op that uses it.
@@ -162,7 +169,24 @@ pub enum CostGraphError {
     },
 }
 
+impl OpCost {
+    /// What an item in flight keeps of the op.
+    pub fn kept_bytes(&self) -> u64 {
+        self.saved_bytes.saturating_add(self.fed_bytes)
+    }
+
+    /// What a worker's arena must hold while the op runs.
+    pub fn scratch_bytes(&self) -> u64 {
+        self.workspace_bytes.saturating_add(self.live_bytes)
+    }
+}
+
 impl CostGraph {
+    /// Whether a tensor would not be kept if it were not sent.
+    pub fn is_only_sent(&self, tensor: usize) -> bool {
+        self.ops[self.tensors[tensor].producer.index()].unsaved
+    }
+
     /// What must hold before anything is planned: ids are places, times are finite and not negative, every reference exists,
     /// every tensor is made before it is read, also once the ops that join another stand with it, and sums of sizes do not
     /// overflow.
@@ -223,8 +247,8 @@ impl CostGraph {
         }
         total("outputs", self.ops.iter().map(|op| op.out_bytes))?;
         total("op parameters", self.ops.iter().map(|op| op.param_bytes))?;
-        total("saved tensors", self.ops.iter().map(|op| op.saved_bytes))?;
-        total("workspaces", self.ops.iter().map(|op| op.workspace_bytes))?;
+        total("saved tensors", self.ops.iter().map(OpCost::kept_bytes))?;
+        total("workspaces", self.ops.iter().map(OpCost::scratch_bytes))?;
         total("tensors", self.tensors.iter().map(|tensor| tensor.bytes))?;
         total("parameters", self.params.iter().map(|param| param.bytes))
     }

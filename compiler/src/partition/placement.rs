@@ -1,0 +1,338 @@
+//! Planning under cost model `pipec`: which places and rules are searched, and what comes of it.
+//!
+//! Two linear orders first, coarse and fine, because they are fast at any size and bound what follows; then every closed set, if
+//! there are not too many. Constraints become rules of the search: a pinned number of stages, equal replicas for frameworks that
+//! know no others, cuts at the borders of modules only.
+
+use crate::partition::build::{self, Spot};
+use crate::partition::cuts;
+use crate::partition::line;
+use crate::partition::linear;
+use crate::partition::placed::{Placing, Rules, Seat, Seated};
+use crate::partition::places::Places;
+use crate::partition::search::{Candidate, DEFAULT_BUDGET, Found, Question, largest, same};
+use crate::partition::shape::Shape;
+use crate::partition::states::{Growth, Space};
+use crate::plan::problem::{CostModel, InFlight, Objective, Problem, ProblemError};
+use crate::profile::cost_graph::CostGraph;
+use std::collections::BTreeMap;
+
+/// The most places of a line.
+const MAX_PLACES: usize = 1000;
+
+/// The most stages among which a pinned plan is looked for.
+const MOST_PINNED: usize = 16;
+
+/// All candidates under the problem's constraints, the baselines that obey them among them.
+pub fn found(question: &Question<'_>, baselines: &[Candidate; 3]) -> Result<Found, ProblemError> {
+    let problem = question.problem;
+    let rules = rules(question)?;
+    let mut search = Search { question, found: Found::nothing() };
+    let is_free = rules == [free(problem)] && problem.constraints.cut_after.is_none() && keeps(problem).is_none();
+    if is_free {
+        let fits = |candidate: &&Candidate| candidate.fits;
+        let best = baselines.iter().filter(fits).map(|candidate| candidate.minibatch_us).fold(f64::INFINITY, f64::min);
+        search.found.candidates.extend(baselines.iter().cloned());
+        search.ask(&rules, best)?;
+    } else {
+        search.ask(&rules, f64::INFINITY)?;
+    }
+    if search.found.candidates.is_empty() {
+        let what = "no partition obeys all constraints together: fewer of them, or more devices, leave a choice";
+        return Err(ProblemError::Unmet { what: what.to_string() });
+    }
+    Ok(search.found)
+}
+
+fn free(problem: &Problem) -> Rules {
+    Rules {
+        recompute: problem.recompute && problem.schedule != crate::plan::ScheduleKind::Inference,
+        ..Rules::default()
+    }
+}
+
+fn keeps(problem: &Problem) -> Option<()> {
+    problem.constraints.target.filter(|target| target.keeps_modules()).map(|_| ())
+}
+
+/// The sets of rules, one of which a plan must obey.
+fn rules(question: &Question<'_>) -> Result<Vec<Rules>, ProblemError> {
+    let problem = question.problem;
+    let constraints = &problem.constraints;
+    let devices = problem.cluster.devices();
+    let most_places = problem.graph.ops.len().min(devices as usize);
+    let caps = match &problem.in_flight {
+        InFlight::Given(caps) => Some(caps.clone()),
+        _ => None,
+    };
+    let pins = cuts::pinned(question.joined, &constraints.pins)?;
+    let cut = constraints.cut_after.as_ref().map(Vec::len).map(|cuts| cuts + 1);
+    let replicas = constraints.replicas.clone();
+    let fixed = cut.or(replicas.as_ref().map(Vec::len)).or(caps.as_ref().map(Vec::len));
+    if let (Some(stages), Some(replicas)) = (fixed, replicas.as_ref().filter(|list| Some(list.len()) != fixed)) {
+        return Err(ProblemError::Disagree { cuts: stages - 1, stages, replicas: replicas.len() });
+    }
+    if let (Some(stages), Some(caps)) = (fixed, caps.as_ref().filter(|list| Some(list.len()) != fixed)) {
+        return Err(ProblemError::Caps { caps: caps.len(), stages });
+    }
+    if let Some(stages) = fixed {
+        if stages as u64 > u64::from(devices) {
+            return Err(ProblemError::TooManyReplicas { wanted: stages as u64, devices });
+        }
+        if stages > problem.graph.ops.len() {
+            return Err(ProblemError::TooManyStages { stages, ops: problem.graph.ops.len() });
+        }
+    }
+    let most = constraints.most_stages.map(|most| most as usize);
+    if let (Some(stages), Some(most)) = (fixed, most.filter(|most| fixed.is_some_and(|stages| stages > *most))) {
+        return Err(ProblemError::Unmet { what: format!("{stages} stages are wanted, and at most {most}") });
+    }
+    let least_pinned = pins.iter().map(|(_, stage)| stage + 1).max();
+    if let (Some(least), Some(most)) = (least_pinned, fixed.or(most).or(Some(most_places)))
+        && least > most
+    {
+        let what = format!("`--pin` names stage {}, there are at most {most} stages", least - 1);
+        return Err(ProblemError::Unmet { what });
+    }
+    let base = Rules { replicas, caps, pins, ..free(problem) };
+    let stages: Vec<Option<usize>> = match (fixed, least_pinned) {
+        (Some(stages), _) => vec![Some(stages)],
+        (None, Some(least)) => {
+            (least..=most.unwrap_or(most_places).min(most_places).min(least.max(MOST_PINNED))).map(Some).collect()
+        }
+        (None, None) => vec![None],
+    };
+    let equal: Vec<Option<u32>> = match (constraints.no_replication, constraints.target) {
+        (true, _) => vec![Some(1)],
+        (false, Some(_)) => (1..=devices).filter(|r| devices <= 64 || devices % r == 0).map(Some).collect(),
+        (false, None) => vec![None],
+    };
+    let mut rules = Vec::new();
+    for stages in stages {
+        for &equal in &equal {
+            let most_stages = if stages.is_none() { most.map(|most| most.min(most_places)) } else { None };
+            rules.push(Rules { stages, most_stages, equal, ..base.clone() });
+        }
+    }
+    Ok(rules)
+}
+
+struct Search<'a> {
+    question: &'a Question<'a>,
+    found: Found,
+}
+
+impl Search<'_> {
+    fn ask(&mut self, rules: &[Rules], known_us: f64) -> Result<(), ProblemError> {
+        let problem = self.question.problem;
+        let graph = &problem.graph;
+        let mut known = known_us;
+        let fine = largest((graph.ops.len() + 1).min(MAX_PLACES), |places| effort(problem, rules, places) <= 4e7);
+        let fixed = match &problem.constraints.cut_after {
+            Some(names) => Some(cuts::resolve(graph, self.question.joined, names)?),
+            None => None,
+        };
+        if let Some((order, ends)) = fixed {
+            let space = Space::chain(graph, CostModel::Pipec, order, ends);
+            self.within(&space, rules, &mut known, true);
+            return Ok(());
+        }
+        let borders = keeps(problem).map(|()| Borders::of(graph));
+        let pinned = rules.iter().filter_map(|rules| rules.stages).max().unwrap_or(0) + 1;
+        for (order, places) in
+            linear::orders(graph).into_iter().flat_map(|order| [(order.clone(), fine.min(48)), (order, fine)])
+        {
+            let places = places.max(pinned).max(2);
+            let mut ends = line::ends(graph, CostModel::Paper, &order, places - 1);
+            // Grouping by weight may leave fewer places than stages; then the first places are taken as they come.
+            if ends.len() < pinned {
+                ends = (0..pinned - 1).chain([order.len()]).collect();
+            }
+            if let Some(borders) = &borders {
+                ends = borders.ends(&order);
+            }
+            let space = Space::chain(graph, CostModel::Paper, order, ends);
+            self.within(&space, rules, &mut known, false);
+        }
+        let budget = self.question.budget.unwrap_or(DEFAULT_BUDGET).min(1 << 24) as usize;
+        let affordable = largest(budget, |sets| effort(problem, rules, sets) <= 4e8);
+        let grown =
+            if borders.is_some() { None } else { Space::grow(graph, CostModel::Paper, Growth::All, affordable) };
+        match grown {
+            Some(space) => self.within(&space, rules, &mut known, true),
+            None if borders.is_some() => self.found.fallback = Some("linear orders, cut where modules end".to_string()),
+            None => {
+                let along = if fine > graph.ops.len() { "linear order" } else { "linear order of grouped ops" };
+                self.found.fallback = Some(format!("{along}: more than {affordable} closed sets"));
+            }
+        }
+        Ok(())
+    }
+
+    /// Searches one space under each set of rules.
+    fn within(&mut self, space: &Space, rules: &[Rules], known: &mut f64, is_whole: bool) {
+        let problem = self.question.problem;
+        let places = Places::new(&problem.graph, space);
+        let mut proven: Option<f64> = Some(f64::INFINITY);
+        let mut fits = false;
+        for rules in rules {
+            if rules.stages.is_some_and(|stages| stages >= places.len()) {
+                continue;
+            }
+            let mut placing = Placing {
+                places: &places,
+                levels: &problem.cluster.levels,
+                devices: problem.cluster.devices(),
+                asked: build::asked(problem),
+                flow: build::flow(problem, problem.cluster.devices()),
+                optimizer_state: problem.optimizer_state,
+                memory_limit: problem.memory_limit.map(|limit| limit.0),
+                rules,
+            };
+            if problem.objective == Objective::Memory {
+                let Some((bytes, seats)) = placing.least_memory() else { continue };
+                self.offer(&places, &seats);
+                // Of all that take no more, the fastest.
+                placing.memory_limit = Some(bytes);
+                self.found.states += places.len() as u64;
+            }
+            let free = *known;
+            let solved = placing.solve(free);
+            let Some(Seated { seats, us, bound_us, states, .. }) = solved else {
+                // Nothing is faster than what is known, or nothing fits.
+                proven = proven.map(|least| least.min(if free.is_finite() { free } else { f64::INFINITY }));
+                continue;
+            };
+            self.found.states += states;
+            fits |= self.offer(&places, &seats);
+            if problem.objective != Objective::Memory {
+                *known = known.min(us);
+            }
+            proven = proven.map(|least| least.min(bound_us));
+        }
+        // Where devices are joined by several levels, stages that do not stand side by side are not looked at.
+        let is_proof = is_whole && problem.cluster.levels.len() == 1 && problem.objective != Objective::Memory;
+        self.found.proven_us = proven.filter(|us| is_proof && us.is_finite());
+        if !fits && !self.found.candidates.iter().any(|candidate| candidate.fits) {
+            let least = rules.iter().filter(|rules| rules.stages.is_none_or(|stages| stages < places.len()));
+            let all: Vec<Vec<Seat>> = least
+                .filter_map(|rules| {
+                    let placing = Placing {
+                        places: &places,
+                        levels: &problem.cluster.levels,
+                        devices: problem.cluster.devices(),
+                        asked: build::asked(problem),
+                        flow: build::flow(problem, problem.cluster.devices()),
+                        optimizer_state: problem.optimizer_state,
+                        memory_limit: None,
+                        rules,
+                    };
+                    placing.least_memory().map(|(_, seats)| seats)
+                })
+                .collect();
+            all.iter().for_each(|seats| {
+                self.offer(&places, seats);
+            });
+        }
+    }
+
+    /// Adds a candidate; says whether it fits.
+    fn offer(&mut self, places: &Places<'_>, seats: &[Seat]) -> bool {
+        let problem = self.question.problem;
+        let stages = seats.iter().map(|seat| (places.space.between(seat.from, seat.to), seat.replicas)).collect();
+        let spots = seats.iter().map(|seat| Spot { first: seat.first, recompute: seat.recompute }).collect();
+        let shape = Shape::flat(stages, problem.cluster.levels.len() > 1);
+        let candidate = self.question.placed("pipec", shape, spots);
+        let fits = candidate.fits;
+        let known = |other: &Candidate| {
+            other.shape == candidate.shape
+                && other.spots == candidate.spots
+                && same(other.minibatch_us, candidate.minibatch_us)
+        };
+        if !self.found.candidates.iter().any(known) {
+            self.found.candidates.push(candidate);
+        }
+        fits
+    }
+}
+
+/// The steps of a search over so many places.
+fn effort(problem: &Problem, rules: &[Rules], places: usize) -> f64 {
+    let (places, devices) = (places as f64, f64::from(problem.cluster.devices()));
+    let one = |rules: &Rules| {
+        let choices = if rules.equal.is_some() || rules.replicas.is_some() { devices } else { devices * devices / 2.0 };
+        let layers = rules.stages.or(rules.most_stages).unwrap_or(1) as f64;
+        places * places / 2.0 * choices * layers
+    };
+    rules.iter().map(one).sum()
+}
+
+/// The units that frameworks keep whole: a module of the model's first level, or one of a numbered list of them.
+struct Borders {
+    unit: Vec<Option<usize>>,
+}
+
+impl Borders {
+    fn of(graph: &CostGraph) -> Borders {
+        let mut numbers: BTreeMap<String, usize> = BTreeMap::new();
+        let mut unit = Vec::with_capacity(graph.ops.len());
+        for op in &graph.ops {
+            let name = kept_whole(&op.module);
+            unit.push((!name.is_empty()).then(|| {
+                let next = numbers.len();
+                *numbers.entry(name).or_insert(next)
+            }));
+        }
+        Borders { unit }
+    }
+
+    /// Where an order can be cut without cutting a unit.
+    fn ends(&self, order: &[u32]) -> Vec<usize> {
+        let mut last: BTreeMap<usize, usize> = BTreeMap::new();
+        for (at, &op) in order.iter().enumerate() {
+            if let Some(unit) = self.unit[op as usize] {
+                last.insert(unit, at);
+            }
+        }
+        let mut ends = vec![0];
+        let mut open = 0;
+        for (at, &op) in order.iter().enumerate() {
+            if let Some(unit) = self.unit[op as usize] {
+                open = open.max(last[&unit]);
+            }
+            if open <= at && at + 1 < order.len() {
+                ends.push(at + 1);
+            }
+        }
+        ends.push(order.len());
+        ends
+    }
+}
+
+/// `layers.3.attention.wq` is part of `layers.3`, `norm.weight` of `norm`.
+fn kept_whole(module: &str) -> String {
+    let mut name = String::new();
+    for part in module.split(['.', '/']).filter(|part| !part.is_empty()) {
+        if !name.is_empty() {
+            name.push('.');
+        }
+        name.push_str(part);
+        if part.chars().all(|c| c.is_ascii_digit()) {
+            return name;
+        }
+    }
+    module.split(['.', '/']).find(|part| !part.is_empty()).unwrap_or_default().to_string()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn modules_are_kept_whole_at_the_depth_that_frameworks_know() {
+        assert_eq!(kept_whole("layers.3.attention.wq"), "layers.3");
+        assert_eq!(kept_whole("transformer.h.11.mlp"), "transformer.h.11");
+        assert_eq!(kept_whole("tok_embeddings"), "tok_embeddings");
+        assert_eq!(kept_whole(""), "");
+    }
+}

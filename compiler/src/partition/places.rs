@@ -1,0 +1,168 @@
+//! What every run between two places to cut computes, holds and exchanges with the others, exactly.
+//!
+//! A [`Space`] knows what crosses a cut. A run needs more: of the tensors that cross the cut before it, those that it reads; of
+//! those that cross the cut after it, those that it makes; and each parameter once, however many of its ops use it. Few
+//! tensors cross any cut, so they are listed for every place and gone through for every run.
+
+use crate::partition::states::Space;
+use crate::plan::memory::Holdings;
+use crate::profile::cost_graph::CostGraph;
+
+/// The places of a space with their sums.
+#[derive(Clone, Debug)]
+pub struct Places<'a> {
+    /// The graph.
+    pub graph: &'a CostGraph,
+    /// The space.
+    pub space: &'a Space,
+    words: usize,
+    bits: Vec<u64>,
+    forward: Vec<f64>,
+    backward: Vec<f64>,
+    /// Bytes of the parameters that one op uses.
+    weights: Vec<u64>,
+    saved: Vec<u64>,
+    /// Parameters that several ops use.
+    tied: Vec<usize>,
+    /// Tensors that cross the cut after each set.
+    crossing: Vec<Vec<u32>>,
+    /// Ops that need scratch, those that need most first.
+    scratch: Vec<usize>,
+}
+
+/// One run.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Run {
+    /// Forward microseconds of an item.
+    pub forward_us: f64,
+    /// Backward microseconds of an item.
+    pub backward_us: f64,
+    /// Bytes that come in; each tensor once.
+    pub in_bytes: u64,
+    /// Bytes of the tensors that go out, each once, however many stages will read it.
+    pub out_bytes: u64,
+    /// What it holds.
+    pub holdings: Holdings,
+}
+
+impl<'a> Places<'a> {
+    /// Sums up the places of `space`.
+    pub fn new(graph: &'a CostGraph, space: &'a Space) -> Places<'a> {
+        let ops = graph.ops.len();
+        let words = ops.div_ceil(64);
+        let count = space.len();
+        let mut places = Places {
+            graph,
+            space,
+            words,
+            bits: vec![0; words * count],
+            forward: vec![0.0; count],
+            backward: vec![0.0; count],
+            weights: vec![0; count],
+            saved: vec![0; count],
+            tied: (0..graph.params.len()).filter(|&at| graph.params[at].users.len() > 1).collect(),
+            crossing: vec![Vec::new(); count],
+            scratch: (0..ops).filter(|&op| graph.ops[op].scratch_bytes() > 0).collect(),
+        };
+        places.scratch.sort_by_key(|&op| (std::cmp::Reverse(graph.ops[op].scratch_bytes()), op));
+        let mut own = vec![0u64; ops];
+        for param in graph.params.iter().filter(|param| param.users.len() == 1) {
+            own[param.users[0].index()] += param.bytes;
+        }
+        let mut made: Vec<Vec<u32>> = vec![Vec::new(); ops];
+        for (at, tensor) in graph.tensors.iter().enumerate() {
+            made[tensor.producer.index()].push(at as u32);
+        }
+        for set in 1..count {
+            // Along a line each set adds to the one before; among closed sets one starts anew where it does not.
+            let base = if space.nested(set - 1, set) { set - 1 } else { 0 };
+            let added = space.between(base, set);
+            places.bits.copy_within(base * words..(base + 1) * words, set * words);
+            for &op in &added {
+                places.bits[set * words + op as usize / 64] |= 1 << (op % 64);
+            }
+            let fresh = added.iter().flat_map(|&op| made[op as usize].iter().copied());
+            let open: Vec<u32> = places.crossing[base].iter().copied().chain(fresh).collect();
+            places.crossing[set] = open.into_iter().filter(|&tensor| places.leaves(tensor, set)).collect();
+            let sum = |start: u64, bytes: &dyn Fn(usize) -> u64| {
+                added.iter().fold(start, |sum, &op| sum.saturating_add(bytes(op as usize)))
+            };
+            places.weights[set] = sum(places.weights[base], &|op| own[op]);
+            places.saved[set] = sum(places.saved[base], &|op| graph.ops[op].kept_bytes());
+            let time =
+                |start: f64, us: &dyn Fn(usize) -> f64| added.iter().fold(start, |sum, &op| sum + us(op as usize));
+            places.forward[set] = time(places.forward[base], &|op| graph.ops[op].fwd_us);
+            places.backward[set] = time(places.backward[base], &|op| graph.ops[op].bwd_us);
+        }
+        places
+    }
+
+    /// Number of places.
+    pub fn len(&self) -> usize {
+        self.forward.len()
+    }
+
+    /// Whether there is nothing but the empty set.
+    pub fn is_empty(&self) -> bool {
+        self.len() < 2
+    }
+
+    /// Whether an op is in a set.
+    pub fn has(&self, set: usize, op: usize) -> bool {
+        self.bits[set * self.words + op / 64] >> (op % 64) & 1 == 1
+    }
+
+    /// Whether set `inner` is contained in set `outer`, which comes after it.
+    pub fn nested(&self, inner: usize, outer: usize) -> bool {
+        let words = |set: usize| &self.bits[set * self.words..(set + 1) * self.words];
+        words(inner).iter().zip(words(outer)).all(|(inner, outer)| inner & !outer == 0)
+    }
+
+    fn leaves(&self, tensor: u32, set: usize) -> bool {
+        self.graph.tensors[tensor as usize].consumers.iter().any(|to| !self.has(set, to.index()))
+    }
+
+    /// Compute of a run, in microseconds for one item: forward and backward, or forward alone.
+    pub fn compute_us(&self, from: usize, to: usize, trains: bool) -> f64 {
+        let forward = self.forward[to] - self.forward[from];
+        if trains { forward + self.backward[to] - self.backward[from] } else { forward }
+    }
+
+    /// The tensors that come into the run from set `from` to set `to`.
+    pub fn inputs(&self, from: usize, to: usize) -> impl Iterator<Item = u32> + '_ {
+        let reads = move |tensor: &&u32| {
+            let mut consumers = self.graph.tensors[**tensor as usize].consumers.iter();
+            consumers.any(|op| self.has(to, op.index()) && !self.has(from, op.index()))
+        };
+        self.crossing[from].iter().filter(reads).copied()
+    }
+
+    /// The run from set `from` to set `to`.
+    pub fn run(&self, from: usize, to: usize) -> Run {
+        let bytes = |tensor: u32| self.graph.tensors[tensor as usize].bytes;
+        let in_bytes = self.inputs(from, to).map(bytes).sum();
+        let made = |tensor: &u32| !self.has(from, self.graph.tensors[*tensor as usize].producer.index());
+        let out_bytes = self.crossing[to].iter().copied().filter(made).map(bytes).sum();
+        let sent = self.crossing[to].iter().filter(|tensor| made(tensor) && self.graph.is_only_sent(**tensor as usize));
+        let sent = sent.copied().map(bytes).sum();
+        let inside = |op: usize| self.has(to, op) && !self.has(from, op);
+        let tied = self.tied.iter().map(|&at| &self.graph.params[at]);
+        let tied: u64 = tied.filter(|param| param.users.iter().any(|op| inside(op.index()))).map(|p| p.bytes).sum();
+        let scratch = self.scratch.iter().find(|&&op| inside(op));
+        let holdings = Holdings {
+            weights: self.weights[to] - self.weights[from] + tied,
+            saved: self.saved[to] - self.saved[from],
+            inputs: in_bytes,
+            outputs: out_bytes,
+            sent,
+            workspace: scratch.map_or(0, |&op| self.graph.ops[op].scratch_bytes()),
+        };
+        Run {
+            forward_us: (self.forward[to] - self.forward[from]).max(0.0),
+            backward_us: (self.backward[to] - self.backward[from]).max(0.0),
+            in_bytes,
+            out_bytes,
+            holdings,
+        }
+    }
+}

@@ -1,0 +1,164 @@
+//! The judge's own reckoning of cost `pipec`, for any devices in any order, plainly and from the definitions.
+//!
+//! It shares nothing with `outlook` and `links`, which give the equations: here every port of every device and of every shared
+//! unit has a sum of its own, and what is largest is the answer.
+
+use crate::cluster::Level;
+use crate::plan::problem::{Objective, Problem};
+use crate::plan::{Plan, ScheduleKind, Stage};
+use std::collections::{BTreeMap, BTreeSet};
+
+/// What the plan's objective comes to, in microseconds, and what sets it.
+pub fn time(problem: &Problem, plan: &Plan, stage_of: &[usize]) -> (f64, String) {
+    let kind = plan.schedule.kind;
+    let m = f64::from(plan.schedule.microbatches.max(1));
+    let trains = kind != ScheduleKind::Inference;
+    let wants_latency = problem.objective == Objective::Latency;
+    let is_round_robin = matches!(kind, ScheduleKind::RoundRobin | ScheduleKind::RoundRobinVsync);
+    let never_flushed = is_round_robin || matches!(kind, ScheduleKind::TwoBw | ScheduleKind::Inference);
+    let levels = &problem.cluster.levels;
+    let count = plan.stages.len();
+
+    let mut forward = vec![0.0; count];
+    let mut backward = vec![0.0; count];
+    for (op, &stage) in problem.graph.ops.iter().zip(stage_of) {
+        forward[stage] += op.fwd_us;
+        backward[stage] += op.bwd_us;
+    }
+    let mut weights = vec![0.0; count];
+    for param in &problem.graph.params {
+        let users: BTreeSet<usize> = param.users.iter().map(|op| stage_of[op.index()]).collect();
+        users.into_iter().for_each(|stage| weights[stage] += param.bytes as f64);
+    }
+    let mut sent: BTreeMap<(usize, usize), f64> = BTreeMap::new();
+    for tensor in &problem.graph.tensors {
+        let from = stage_of[tensor.producer.index()];
+        let readers: BTreeSet<usize> = tensor.consumers.iter().map(|op| stage_of[op.index()]).collect();
+        readers
+            .into_iter()
+            .filter(|&to| to != from)
+            .for_each(|to| *sent.entry((from, to)).or_default() += tensor.bytes as f64);
+    }
+
+    // For each stage and level: microseconds of activations in, of activations out, of one all-reduce.
+    let mut over = vec![vec![[0.0f64; 3]; levels.len()]; count];
+    let mut way_in = vec![0.0; count];
+    for (&(from, to), &bytes) in &sent {
+        let both: Vec<u32> = plan.stages[from].devices.iter().chain(&plan.stages[to].devices).copied().collect();
+        let Some(level) = farthest(levels, &both) else { continue };
+        let us = latency_us(levels, level) + bytes / bytes_per_us(levels, level);
+        over[to][level][0] += us;
+        over[from][level][1] += us;
+        way_in[to] += us;
+    }
+    let mut reduce = vec![0.0; count];
+    for (at, stage) in plan.stages.iter().enumerate().filter(|(_, stage)| trains && stage.replicas > 1) {
+        for (level, us) in rings(levels, stage, weights[at]) {
+            over[at][level][2] = us;
+            reduce[at] += us;
+        }
+    }
+    let compute = |at: usize| {
+        let again = if plan.stages[at].recompute { forward[at] } else { 0.0 };
+        forward[at] + if trains { backward[at] + again } else { 0.0 }
+    };
+    if wants_latency {
+        return ((0..count).map(|at| compute(at) + way_in[at]).sum(), "one item's way through".to_string());
+    }
+
+    let mut loads: Vec<(f64, String)> = Vec::new();
+    let mut ports: BTreeMap<(usize, u64), [f64; 3]> = BTreeMap::new();
+    for (at, stage) in plan.stages.iter().enumerate() {
+        let r = f64::from(stage.replicas);
+        let per_item = if is_round_robin {
+            1.0
+        } else if kind == ScheduleKind::TwoBw {
+            r / m
+        } else {
+            0.0
+        };
+        let times = if never_flushed { 1.0 / r } else { (m / r).ceil().max(1.0) - 1.0 };
+        loads.push((times * compute(at), format!("compute of stage {at}")));
+        loads.push((times * per_item * reduce[at], format!("all-reduce of stage {at}")));
+        let mut unit = 1u64;
+        for (level, [comes, goes, reduces]) in over[at].iter().enumerate() {
+            let messages = if trains { comes + goes } else { comes.max(*goes) };
+            let what = format!("links of stage {at} on {}", levels[level].name.escape_debug());
+            loads.push((times * (messages + per_item * reduces), what));
+            if levels[level].shared && level > 0 {
+                let mut on: BTreeMap<u64, f64> = BTreeMap::new();
+                stage.devices.iter().for_each(|device| *on.entry(u64::from(*device) / unit).or_default() += 1.0 / r);
+                for (unit, share) in on {
+                    let port = ports.entry((level, unit)).or_default();
+                    port[0] += share * comes;
+                    port[1] += share * goes;
+                    port[2] += per_item * reduces / r;
+                }
+            }
+            unit = unit.saturating_mul(u64::from(levels[level].count.max(1)));
+        }
+    }
+    for ((level, unit), [comes, goes, reduces]) in ports {
+        let messages = if trains { comes + goes } else { comes.max(goes) };
+        let times = if never_flushed { 1.0 } else { m - 1.0 };
+        let what = format!("the shared link of unit {unit} on {}", levels[level].name.escape_debug());
+        loads.push((times * (messages + reduces), what));
+    }
+    let mut worst = (0.0, "compute of stage 0".to_string());
+    for load in loads {
+        if load.0 > worst.0 {
+            worst = load;
+        }
+    }
+    if never_flushed {
+        return worst;
+    }
+    let ways = if trains { 2.0 } else { 1.0 };
+    let way: f64 = (0..count).map(|at| compute(at) + ways * way_in[at]).sum();
+    (worst.0 + way + reduce.iter().copied().fold(0.0, f64::max), worst.1)
+}
+
+/// The outermost level on which any two of the devices are apart.
+fn farthest(levels: &[Level], devices: &[u32]) -> Option<usize> {
+    let mut unit = 1u64;
+    let mut found = None;
+    for (at, level) in levels.iter().enumerate() {
+        let units: BTreeSet<u64> = devices.iter().map(|device| u64::from(*device) / unit).collect();
+        if units.len() > 1 {
+            found = Some(at);
+        }
+        unit = unit.saturating_mul(u64::from(level.count.max(1)));
+    }
+    found
+}
+
+fn latency_us(levels: &[Level], level: usize) -> f64 {
+    levels[..=level].iter().map(|level| level.latency.0 * 1e6).fold(0.0, f64::max)
+}
+
+fn bytes_per_us(levels: &[Level], level: usize) -> f64 {
+    levels[..=level].iter().map(|level| level.bandwidth.0 / 1e6).fold(f64::INFINITY, f64::min)
+}
+
+/// A ring at each level, over as many units as the fullest unit above has, of what one of the shards below amounts to; at a shared
+/// level all shards go over one port.
+fn rings(levels: &[Level], stage: &Stage, weights: f64) -> Vec<(usize, f64)> {
+    let mut rings = Vec::new();
+    let (mut unit, mut shards) = (1u64, 1u64);
+    for (at, level) in levels.iter().enumerate() {
+        let above = unit.saturating_mul(u64::from(level.count.max(1)));
+        let mut members: BTreeMap<u64, BTreeSet<u64>> = BTreeMap::new();
+        for device in &stage.devices {
+            members.entry(u64::from(*device) / above).or_default().insert(u64::from(*device) / unit);
+        }
+        let most = members.values().map(BTreeSet::len).max().unwrap_or(1) as f64;
+        if most > 1.0 {
+            let bytes = if level.shared { weights } else { weights / shards as f64 };
+            let each = latency_us(levels, at) + bytes / most / bytes_per_us(levels, at);
+            rings.push((at, 2.0 * (most - 1.0) * each));
+        }
+        shards *= members.values().map(BTreeSet::len).min().unwrap_or(1) as u64;
+        unit = above;
+    }
+    rings
+}

@@ -1,0 +1,355 @@
+//! Cost model `pipec`: against the exhaustive search, within memory, against simulation, and under constraints.
+
+use compiler::cluster::Bytes;
+use compiler::cluster::read::levels;
+use compiler::partition::planner::{Partitioner, PlanError, Planned, PlannerOptions, plan};
+use compiler::plan::check::check;
+use compiler::plan::problem::{CostModel, InFlight, Objective, Problem, Target};
+use compiler::plan::{Plan, ScheduleKind};
+use compiler::profile::cost_graph::{CostGraph, OpCost, OpId, ParamCost, TensorCost};
+use compiler::schedule::Schedule;
+use compiler::schedule::pipeline::{pipeline, schedule_of};
+use compiler::schedule::rule::StepCount;
+use compiler::schedule::scheduler::schedule;
+use compiler::simulate::run::{Machine, simulate};
+
+/// A small generator of its own, so that a seed means the same graph for ever (splitmix64).
+struct Random(u64);
+
+impl Random {
+    fn below(&mut self, limit: u64) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut z = self.0;
+        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        (z ^ (z >> 31)) % limit
+    }
+}
+
+/// A graph of 2 to `most` ops: tensors with several readers, tied parameters, ops that are not saved.
+fn random_graph(random: &mut Random, most: u64) -> CostGraph {
+    let ops = 2 + random.below(most - 1) as u32;
+    let mut graph = CostGraph::default();
+    for id in 0..ops {
+        let weights = if random.below(3) == 0 { random.below(400_000) } else { random.below(20_000) };
+        let out_bytes = random.below(400_000);
+        graph.ops.push(OpCost {
+            id,
+            name: format!("op{id}"),
+            module: format!("layers.{}", id / 2),
+            fwd_us: random.below(1000) as f64,
+            bwd_us: random.below(2000) as f64,
+            param_bytes: weights,
+            saved_bytes: random.below(500_000),
+            workspace_bytes: random.below(100_000),
+            live_bytes: random.below(100_000),
+            unsaved: random.below(2) == 0,
+            out_bytes,
+            ..OpCost::default()
+        });
+        let mut users = vec![OpId(id)];
+        if random.below(6) == 0 && id + 1 < ops {
+            users.push(OpId(id + 1));
+        }
+        graph.params.push(ParamCost { name: format!("w{id}"), bytes: weights, users });
+        let (name, producer) = (format!("t{id}"), OpId(id));
+        graph.tensors.push(TensorCost { name, producer, bytes: out_bytes, consumers: Vec::new() });
+    }
+    let is_chain = random.below(2) == 0;
+    for to in 1..ops {
+        let extra = if is_chain { 0 } else { random.below(2) };
+        let near = to - 1 - (random.below(3) as u32 * u32::from(!is_chain)).min(to - 1);
+        let mut producers = vec![near];
+        producers.extend((0..extra).map(|_| random.below(u64::from(to)) as u32));
+        for from in producers {
+            let consumers = &mut graph.tensors[from as usize].consumers;
+            if consumers.last() != Some(&OpId(to)) {
+                consumers.push(OpId(to));
+            }
+        }
+    }
+    graph
+}
+
+const CLUSTERS: [&str; 4] = ["2:1GB/s", "3:1GB/s", "4:0.2GB/s", "4:10GB/s"];
+
+fn random_problem(random: &mut Random, most: u64) -> Problem {
+    let graph = random_graph(random, most);
+    let mut cluster = levels(CLUSTERS[random.below(4) as usize]).unwrap();
+    cluster.levels[0].latency.0 = random.below(30) as f64 * 1e-6;
+    let mut problem = Problem::new(graph, cluster, CostModel::Pipec);
+    problem.optimizer_state = random.below(3) as f64;
+    problem.in_flight = InFlight::Pipedream;
+    match random.below(6) {
+        0 => (problem.schedule, problem.microbatches) = (ScheduleKind::OneFOneB, 1 + random.below(8) as u32),
+        1 => (problem.schedule, problem.microbatches) = (ScheduleKind::Gpipe, 1 + random.below(8) as u32),
+        2 => (problem.schedule, problem.microbatches) = (ScheduleKind::TwoBw, 4),
+        3 => (problem.schedule, problem.objective) = (ScheduleKind::Inference, Objective::Latency),
+        _ => {}
+    }
+    problem
+}
+
+fn with(problem: &Problem, partitioner: Partitioner) -> Result<Planned, PlanError> {
+    plan(problem, &PlannerOptions { partitioner, ..PlannerOptions::default() })
+}
+
+fn us(plan: &Plan) -> f64 {
+    plan.predicted.minibatch_us
+}
+
+fn close(left: f64, right: f64) -> bool {
+    (left - right).abs() <= 1e-9 * left.max(right)
+}
+
+#[test]
+fn nothing_beats_exhaustive_and_the_planner_ties_it() {
+    let (mut compared, mut tied) = (0, 0);
+    for seed in 0..1000 {
+        let mut random = Random(seed);
+        let mut problem = random_problem(&mut random, if seed % 50 == 0 { 10 } else { 7 });
+        if random.below(3) == 0 {
+            problem.memory_limit = Some(Bytes(500_000 + random.below(6_000_000)));
+        }
+        let best = match with(&problem, Partitioner::Exhaustive) {
+            Ok(best) => best.plan,
+            Err(PlanError::Infeasible { smallest_limit, .. }) => {
+                match with(&problem, Partitioner::Pipec) {
+                    Err(PlanError::Infeasible { smallest_limit: ours, .. }) => {
+                        assert_eq!(ours, smallest_limit, "seed {seed}");
+                    }
+                    other => panic!("seed {seed}: exhaustive finds nothing that fits, the planner {other:?}"),
+                }
+                continue;
+            }
+            Err(error) => panic!("seed {seed}: {error}"),
+        };
+        let ours = match with(&problem, Partitioner::Pipec) {
+            Ok(ours) => ours.plan,
+            Err(error) => panic!("seed {seed}: {error}"),
+        };
+        let limit = problem.memory_limit.map_or(u64::MAX, |limit| limit.0);
+        assert!(ours.stages.iter().all(|stage| stage.memory.total <= limit), "seed {seed}");
+        assert!(us(&ours) >= us(&best) * (1.0 - 1e-9), "seed {seed}: {} beats {}", us(&ours), us(&best));
+        assert!(ours.lower_bound_us <= us(&best) * (1.0 + 1e-9), "seed {seed}: bound {}", ours.lower_bound_us);
+        assert!(!ours.proven_optimal || close(us(&ours), us(&best)), "seed {seed}: {} {}", us(&ours), us(&best));
+        compared += 1;
+        tied += u32::from(close(us(&ours), us(&best)) && ours.proven_optimal);
+    }
+    println!("{tied} of {compared} tie the exhaustive search and prove it");
+    assert!(compared > 700 && tied * 100 >= compared * 99, "{tied} of {compared}");
+}
+
+#[test]
+fn the_least_limit_does_and_one_percent_less_does_not() {
+    let mut refused = 0;
+    for seed in 0..300 {
+        let mut random = Random(5000 + seed);
+        let mut problem = random_problem(&mut random, 7);
+        problem.recompute = seed % 2 == 0;
+        problem.memory_limit = Some(Bytes(1 + random.below(3_000_000)));
+        let Err(PlanError::Infeasible { limit, missing, smallest_limit, .. }) = with(&problem, Partitioner::Pipec)
+        else {
+            continue;
+        };
+        refused += 1;
+        assert_eq!(smallest_limit, limit + missing, "seed {seed}");
+        problem.memory_limit = Some(Bytes(smallest_limit));
+        let found = with(&problem, Partitioner::Pipec).unwrap_or_else(|error| panic!("seed {seed}: {error}"));
+        assert!(found.plan.stages.iter().all(|stage| stage.memory.total <= smallest_limit), "seed {seed}");
+        problem.memory_limit = Some(Bytes((smallest_limit - 1).min(smallest_limit / 100 * 99)));
+        for partitioner in [Partitioner::Pipec, Partitioner::Exhaustive] {
+            let none = with(&problem, partitioner);
+            assert!(matches!(none, Err(PlanError::Infeasible { .. })), "seed {seed}: {partitioner:?}");
+        }
+    }
+    assert!(refused > 100, "{refused}");
+}
+
+#[test]
+fn several_levels_are_searched_in_their_places() {
+    let (mut compared, mut tied) = (0, 0);
+    for seed in 0..120 {
+        let mut random = Random(9000 + seed);
+        let mut problem = random_problem(&mut random, 5);
+        let spec = ["2:10GB/s,2:1GB/s", "3:2GB/s,2:0.5GB/s"][random.below(2) as usize];
+        problem.cluster = levels(spec).unwrap();
+        problem.cluster.levels[1].shared = random.below(2) == 0;
+        let best = with(&problem, Partitioner::Exhaustive).unwrap().plan;
+        let ours = with(&problem, Partitioner::Pipec).unwrap().plan;
+        assert!(us(&ours) >= us(&best) * (1.0 - 1e-9), "seed {seed}: {} beats {}", us(&ours), us(&best));
+        assert!(ours.lower_bound_us <= us(&best) * (1.0 + 1e-9), "seed {seed}");
+        compared += 1;
+        tied += u32::from(close(us(&ours), us(&best)));
+    }
+    println!("{tied} of {compared} tie the exhaustive search");
+    assert!(tied * 100 >= compared * 99, "{tied} of {compared}");
+}
+
+fn chain(ops: u32, fwd_us: f64, bytes: u64) -> CostGraph {
+    let op = |id| OpCost {
+        id,
+        name: format!("op{id}"),
+        module: format!("layers.{}.linear", id / 2),
+        fwd_us,
+        bwd_us: 2.0 * fwd_us,
+        param_bytes: 1000,
+        saved_bytes: 4 * bytes,
+        out_bytes: bytes,
+        ..OpCost::default()
+    };
+    let tensor = |at| TensorCost { name: format!("t{at}"), producer: OpId(at), bytes, consumers: vec![OpId(at + 1)] };
+    let param = |at| ParamCost { name: format!("w{at}"), bytes: 1000, users: vec![OpId(at)] };
+    CostGraph {
+        ops: (0..ops).map(op).collect(),
+        tensors: (0..ops - 1).map(tensor).collect(),
+        params: (0..ops).map(param).collect(),
+    }
+}
+
+/// Microseconds of one step by simulation.
+fn simulated(plan: &Plan) -> f64 {
+    let pipeline = pipeline(plan).unwrap();
+    let count = StepCount { minibatches: 1, microbatches: plan.schedule.microbatches };
+    let program = schedule(schedule_of(plan.schedule.kind).unwrap(), &pipeline, count).unwrap();
+    simulate(&program, &pipeline, &Machine::of(&pipeline)).unwrap().makespan
+}
+
+#[test]
+fn flushes_take_what_simulation_says() {
+    for (devices, m) in [(1, 1), (2, 4), (4, 8), (4, 32), (8, 16)] {
+        for kind in [ScheduleKind::Gpipe, ScheduleKind::OneFOneB] {
+            let cluster = levels(&format!("{devices}:1GB/s")).unwrap();
+            // Messages of 10 us beside 3000 us of compute.
+            let mut problem = Problem::new(chain(8, 1000.0, 10_000), cluster, CostModel::Pipec);
+            (problem.schedule, problem.microbatches) = (kind, m);
+            problem.constraints.no_replication = true;
+            problem.constraints.most_stages = Some(devices);
+            let found = with(&problem, Partitioner::Pipec).unwrap().plan;
+            let real = simulated(&found);
+            let error = (found.predicted.step_us / real - 1.0).abs();
+            let what = format!("{} on {devices}, {m} micro-batches", kind.name());
+            assert!(error < 0.02, "{what}: planned {}, simulated {real}", found.predicted.step_us);
+            if m > 1 {
+                assert_eq!(found.stages.len(), devices as usize, "{what}");
+            }
+        }
+    }
+    // Data parallelism under a flush: as many micro-batches on each device as its share.
+    let mut problem = Problem::new(chain(8, 1000.0, 10_000), levels("4:1GB/s").unwrap(), CostModel::Pipec);
+    (problem.schedule, problem.microbatches) = (ScheduleKind::OneFOneB, 8);
+    let found = with(&problem, Partitioner::DataParallel).unwrap().plan;
+    assert!((found.predicted.step_us / simulated(&found) - 1.0).abs() < 0.02);
+}
+
+#[test]
+fn continuous_plans_reach_what_was_planned() {
+    for (devices, bytes) in [(4, 10_000), (4, 2_000_000), (7, 500_000)] {
+        let cluster = levels(&format!("{devices}:1GB/s")).unwrap();
+        let problem = Problem::new(chain(8, 1000.0, bytes), cluster, CostModel::Pipec);
+        let found = with(&problem, Partitioner::Pipec).unwrap().plan;
+        let caps: Vec<u32> = found.schedule.in_flight.iter().map(|cap| cap + 4).collect();
+        let pipeline = pipeline(&found).unwrap().with_caps(&caps);
+        let program = schedule(Schedule::OneFOneBRr, &pipeline, StepCount::minibatches(400)).unwrap();
+        let rate = simulate(&program, &pipeline, &Machine::of(&pipeline)).unwrap().throughput();
+        let (planned, real) = (us(&found), 1e6 / rate);
+        assert!((planned / real - 1.0).abs() < 0.02, "{devices} devices, {bytes} bytes: {planned} and {real}");
+    }
+}
+
+#[test]
+fn recompute_is_chosen_where_memory_binds() {
+    let mut problem = Problem::new(chain(2, 1000.0, 100_000), levels("2:10GB/s").unwrap(), CostModel::Pipec);
+    problem.constraints.replicas = Some(vec![1, 1]);
+    let free = with(&problem, Partitioner::Pipec).unwrap().plan;
+    assert!(free.stages.iter().all(|stage| !stage.recompute));
+    let most = free.stages.iter().map(|stage| stage.memory.total).max().unwrap();
+    problem.memory_limit = Some(Bytes(most - 1));
+    let within = with(&problem, Partitioner::Pipec).unwrap().plan;
+    let again: Vec<&_> = within.stages.iter().filter(|stage| stage.recompute).collect();
+    assert!(!again.is_empty() && us(&within) > us(&free), "{} {}", us(&within), us(&free));
+    assert!(again.iter().all(|stage| close(stage.bwd_us, 3.0 * stage.fwd_us)));
+    problem.recompute = false;
+    assert!(matches!(with(&problem, Partitioner::Pipec), Err(PlanError::Infeasible { .. })));
+}
+
+#[test]
+fn constraints_are_obeyed_or_refused() {
+    let problem = || Problem::new(chain(8, 100.0, 10_000), levels("4:1GB/s").unwrap(), CostModel::Pipec);
+    let replicas = |plan: &Plan| plan.stages.iter().map(|stage| stage.replicas).collect::<Vec<_>>();
+    let stage_of = |plan: &Plan, op: u32| plan.stages.iter().position(|stage| stage.op_ids().any(|id| id == op));
+
+    let mut one = problem();
+    one.constraints.no_replication = true;
+    assert_eq!(replicas(&with(&one, Partitioner::Pipec).unwrap().plan), [1, 1, 1, 1]);
+    one.constraints.most_stages = Some(2);
+    assert_eq!(replicas(&with(&one, Partitioner::Pipec).unwrap().plan), [1, 1]);
+
+    let mut pinned = problem();
+    pinned.constraints.pins = vec![("op0".into(), 0), ("op1".into(), 1), ("layers.3".into(), 2)];
+    let found = with(&pinned, Partitioner::Pipec).unwrap().plan;
+    assert_eq!([0, 1, 6, 7].map(|op| stage_of(&found, op)), [Some(0), Some(1), Some(2), Some(2)]);
+    pinned.constraints.pins.push(("op0".into(), 1));
+    assert!(with(&pinned, Partitioner::Pipec).unwrap_err().to_string().contains("in stage 0 and in stage 1"));
+    pinned.constraints.pins = vec![("op7".into(), 0), ("op0".into(), 1)];
+    assert!(with(&pinned, Partitioner::Pipec).unwrap_err().to_string().contains("obeys all constraints"));
+    pinned.constraints.pins = vec![("op0".into(), 9)];
+    assert!(with(&pinned, Partitioner::Pipec).unwrap_err().to_string().contains("at most"));
+
+    for target in Target::ALL {
+        let mut asked = problem();
+        asked.constraints.target = Some(target);
+        (asked.schedule, asked.microbatches) = (ScheduleKind::OneFOneB, 8);
+        // Unequal stages of free choice: the last op is as long as three.
+        asked.graph.ops[7].bwd_us = 700.0;
+        let found = with(&asked, Partitioner::Pipec).unwrap().plan;
+        assert!(found.stages.windows(2).all(|pair| pair[0].replicas == pair[1].replicas), "{target:?}");
+        if target.keeps_modules() {
+            let ends = found.stages.iter().map(|stage| stage.ops.last().unwrap().1);
+            assert!(ends.into_iter().all(|end| end % 2 == 0), "{target:?}: {:?}", found.stages);
+        }
+    }
+
+    let mut way = problem();
+    (way.schedule, way.objective) = (ScheduleKind::Inference, Objective::Latency);
+    let found = with(&way, Partitioner::Pipec).unwrap().plan;
+    assert_eq!((found.stages.len(), us(&found), found.proven_optimal), (1, 800.0, true));
+    way.memory_limit = Some(Bytes(found.stages[0].memory.total - 1));
+    let found = with(&way, Partitioner::Pipec).unwrap().plan;
+    assert_eq!((found.stages.len(), us(&found)), (2, 810.0));
+
+    let mut other = problem();
+    other.cost = CostModel::Paper;
+    other.constraints.no_replication = true;
+    assert!(with(&other, Partitioner::Pipec).unwrap_err().to_string().contains("cost `pipec` only"));
+}
+
+#[test]
+fn the_judge_finds_every_change() {
+    let mut cluster = levels("2:10GB/s,2:1GB/s").unwrap();
+    cluster.levels[1].shared = true;
+    let mut problem = Problem::new(chain(8, 100.0, 900_000), cluster, CostModel::Pipec);
+    problem.graph.params.iter_mut().for_each(|param| param.bytes = 100_000);
+    problem.constraints.replicas = Some(vec![2, 1, 1]);
+    let sound = with(&problem, Partitioner::Pipec).unwrap().plan;
+    assert!(check(&problem, &sound).is_ok());
+    type Change<'a> = (&'a str, &'a dyn Fn(&mut Plan));
+    let changes: &[Change<'_>] = &[
+        ("predicted.minibatch_us", &|plan| plan.predicted.minibatch_us *= 1.0 + 1e-6),
+        // Stage 0 over both units sends its gradients between them.
+        ("predicted.minibatch_us", &|plan| {
+            plan.stages[0].devices = vec![0, 2];
+            plan.stages[1].devices = vec![1];
+        }),
+        ("memory of stage 0", &|plan| plan.stages[0].recompute = true),
+        ("bwd_us of stage 1", &|plan| plan.stages[1].recompute = true),
+        ("memory of stage 2", &|plan| plan.stages[2].memory.messages += 1),
+    ];
+    for (expected, change) in changes {
+        let mut plan = sound.clone();
+        change(&mut plan);
+        let faults = check(&problem, &plan).expect_err(expected);
+        let text = faults.iter().map(ToString::to_string).collect::<Vec<_>>().join("\n");
+        assert!(text.contains(expected), "{expected}: {text}");
+    }
+}
