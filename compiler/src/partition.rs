@@ -3,6 +3,8 @@
 //! `planner` is the door: it calls a partitioner by name, fills in what every plan states, and lets `plan::check` judge the
 //! result. A partitioner finds a `shape`: which ops form which group, nested by the levels of the cluster.
 
+pub mod along;
+pub mod bound;
 pub mod build;
 pub mod cuts;
 pub mod data_parallel;
@@ -21,8 +23,10 @@ pub mod placed;
 pub mod placement;
 pub mod places;
 pub mod planner;
+pub mod reach;
 pub mod search;
 pub mod shape;
 pub mod single;
 pub mod states;
+pub mod terrain;
 pub mod uniform;

@@ -39,7 +39,7 @@ pub fn finish(problem: &Problem, chosen: &Candidate, statement: &Statement<'_>) 
     let Statement { found, baselines, .. } = statement;
     let mut warnings = statement.notes.clone();
     let flattens = chosen.shape.is_flat && problem.cluster.levels.len() > 1;
-    let bound = lower_bound(statement.asked, flattens);
+    let bound = lower_bound(statement.asked, flattens).max(found.bound_us);
     // What no plan can beat is the best, however little was searched.
     let wants_memory = problem.objective == Objective::Memory;
     let meets = [Some(bound), found.proven_us].into_iter().flatten().any(|us| same(us, chosen.minibatch_us));

@@ -34,8 +34,7 @@ const MOST_PINNED: usize = 16;
 pub fn found(question: &Question<'_>, baselines: &[Candidate; 3]) -> Result<Found, ProblemError> {
     let problem = question.problem;
     let rules = rules(question)?;
-    let mut search =
-        Search { question, found: Found { candidates: Vec::new(), states: 0, fallback: None, proven_us: None } };
+    let mut search = Search { question, found: Found::nothing() };
     let is_free = rules == [free(problem)] && problem.constraints.cut_after.is_none() && keeps(problem).is_none();
     if is_free {
         let fits = |candidate: &&Candidate| candidate.fits;

@@ -5,6 +5,7 @@
 //! least memory that would do. Work is bounded: a graph with too many closed sets, or too long a line, is planned along a linear
 //! order or in groups of ops, and the plan says so.
 
+use crate::partition::bound::Bounds;
 use crate::partition::finish::{self, Statement};
 use crate::partition::fit::Least;
 use crate::partition::in_flight::Efficiency;
@@ -161,7 +162,7 @@ pub fn plan(problem: &Problem, options: &PlannerOptions<'_>) -> Result<Planned, 
             let (candidate, states) = every::every(&question)?;
             let proven_us = candidate.as_ref().filter(|best| best.fits).map(|best| best.minibatch_us);
             let proven_us = proven_us.filter(|_| problem.cluster.levels.len() == 1);
-            Found { candidates: candidate.into_iter().collect(), states, fallback: None, proven_us }
+            Found { candidates: candidate.into_iter().collect(), states, proven_us, ..Found::nothing() }
         }
         Partitioner::Pipec if is_placed => placement::found(&question, &baselines)?,
         _ if is_placed && is_pinned => placement::found(&question, &baselines)?,
@@ -177,6 +178,9 @@ pub fn plan(problem: &Problem, options: &PlannerOptions<'_>) -> Result<Planned, 
     found.candidates.sort_by(|left, right| order(problem.objective, left, right));
     let Some(at) = best(&found) else { return Err(infeasible(&question, &found, options.partitioner, is_pinned)) };
     let mut chosen = found.candidates.remove(at);
+    if found.bound_us == 0.0 {
+        found.bound_us = Bounds::of(&asked).of_any_plan(chosen.minibatch_us);
+    }
     chosen.shape = joined.spread(&chosen.shape);
     let names = problem.constraints.cut_after.as_deref().unwrap_or_default();
     let method = if is_pinned { "pinned" } else { options.partitioner.name() };

@@ -3,6 +3,8 @@
 //! Work is bounded. A graph with more closed sets than the budget is searched along linear orders; a line longer than can be
 //! borne is grouped. The best cut of a line is found first in any case, because it bounds the search over sets.
 
+use crate::partition::along::Lines;
+use crate::partition::bound::Bounds;
 use crate::partition::fit::{self, Fit, Least};
 use crate::partition::joined::Joined;
 use crate::partition::line::{self, Line};
@@ -16,9 +18,6 @@ use crate::profile::cost_graph::CostGraph;
 
 /// Closed sets that are looked at when `--budget` does not say.
 pub const DEFAULT_BUDGET: u64 = 10_000;
-
-/// The most places of a line. Each is priced over the whole graph, which for more would cost more than it brings.
-const MAX_PLACES: usize = 2000;
 
 /// A shape with what it costs and holds.
 #[derive(Clone, Debug)]
@@ -56,12 +55,19 @@ pub struct Found {
     pub fallback: Option<String>,
     /// The least time that any partition needs, where a complete search has shown it.
     pub proven_us: Option<f64>,
+    /// A time that no partition beats; 0 where none was looked for.
+    pub bound_us: f64,
 }
 
 impl Found {
     /// One candidate and no search.
     pub fn of(candidate: Candidate) -> Found {
-        Found { candidates: vec![candidate], states: 1, fallback: None, proven_us: None }
+        Found { candidates: vec![candidate], states: 1, ..Found::nothing() }
+    }
+
+    /// Nothing yet.
+    pub fn nothing() -> Found {
+        Found { candidates: Vec::new(), states: 0, fallback: None, proven_us: None, bound_us: 0.0 }
     }
 }
 
@@ -113,23 +119,30 @@ impl Question<'_> {
         let is_ours = growth == Growth::All;
         let name = if is_ours { "pipec" } else { "pipedream" };
         let levels = stage_cost::levels(&problem.cluster);
-        let mut found = Found { candidates: Vec::new(), states: 0, fallback: None, proven_us: None };
+        let mut found = Found { bound_us: f64::INFINITY, ..Found::nothing() };
         let mut searches = vec![(levels, false)];
         if is_ours && problem.cluster.levels.len() > 1 {
             searches.push((stage_cost::levels(&problem.cluster.flattened()), true));
         }
+        let bounds = Bounds::of(problem);
+        let mut is_proven = true;
         for (levels, is_flat) in &searches {
-            let searched = self.search(levels, growth, is_ours);
+            let searched = self.search(levels, growth, is_ours, &bounds);
             found.states += searched.states;
             found.fallback = found.fallback.take().or(searched.fallback);
             found.candidates.extend(searched.shapes.into_iter().map(|mut shape| {
                 shape.is_flat = *is_flat;
                 self.candidate(name, shape)
             }));
-            if problem.cluster.levels.len() == 1 {
-                found.proven_us = searched.proven_us;
-            }
+            is_proven &= searched.is_proven;
+            found.bound_us = found.bound_us.min(searched.bound_us);
         }
+        if !is_ours && problem.cluster.levels.len() > 1 {
+            // Plans whose stages do not take whole groups were not searched, but are bounded.
+            is_proven = false;
+            found.bound_us = bounds.of_any_plan(found.bound_us);
+        }
+        found.proven_us = Some(found.bound_us).filter(|_| is_proven);
         let wants_memory = problem.objective == Objective::Memory;
         let fits = |found: &Found| found.candidates.iter().any(|candidate| candidate.fits);
         let fitted = fits(&found);
@@ -156,53 +169,60 @@ impl Question<'_> {
     }
 
     /// The best shape on these levels: along lines, and then over closed sets within their bound.
-    fn search(&self, levels: &[LevelCost], growth: Growth, may_leave_units: bool) -> Searched {
+    fn search(&self, levels: &[LevelCost], growth: Growth, is_ours: bool, bounds: &Bounds<'_>) -> Searched {
         let (graph, cost) = (&self.problem.graph, StageCost::of(self.problem));
-        let mut states = 0;
-        let mut best: Option<pipedream::Solution> = None;
-        let limit = largest((graph.ops.len() + 1).min(MAX_PLACES), |sets| {
-            let (steps, bytes) = pipedream::effort(levels, sets);
-            steps <= 2e8 && bytes <= 3e8
-        });
-        // A coarse line first, then fine ones; each only has to look for what beats the one before.
-        let coarse = limit.min(64);
-        for (order, places) in
-            linear::orders(graph).into_iter().flat_map(|order| [(order.clone(), coarse), (order, limit)])
-        {
-            let ends = line::ends(graph, cost.model, &order, places.max(2) - 1);
-            let space = Space::chain(graph, cost.model, order, ends);
-            let known = best.as_ref().map_or(f64::INFINITY, |solution| solution.minibatch_us);
-            let solution = pipedream::solve(&space, &cost, levels, may_leave_units, known);
-            states += space.len() as u64;
-            best = [best, solution].into_iter().flatten().reduce(|best, new| {
-                let better = new.minibatch_us < best.minibatch_us && !same(new.minibatch_us, best.minibatch_us);
-                if better { new } else { best }
-            });
+        let lines = Lines::of(self.problem, levels);
+        let (best, mut states) = lines.exact(is_ours);
+        let mut known_us = best.as_ref().map_or(f64::INFINITY, |solution| solution.minibatch_us);
+        let mut shape = best.map(|solution| solution.shape);
+        let mut bound_us = bounds.least_us(levels, known_us);
+        if is_ours {
+            let (far, looked_at) = lines.far(bound_us, known_us);
+            states += looked_at;
+            if let Some(far) = far {
+                known_us = far.us;
+                shape = Some(far.shape);
+            }
         }
-        let bound = best.as_ref().map_or(f64::INFINITY, |solution| solution.minibatch_us);
         let budget = self.budget.unwrap_or_else(|| {
             let affordable = |sets: usize| pipedream::effort(levels, sets).0 <= 4e9;
             largest(DEFAULT_BUDGET as usize, affordable) as u64
         });
         let in_memory = largest(budget.min(1 << 24) as usize, |sets| pipedream::effort(levels, sets).1 <= 1e9);
-        let grown = Space::grow(graph, cost.model, growth, in_memory);
+        let grown = match growth {
+            Growth::FirstSource => Space::grow(graph, cost.model, growth, in_memory),
+            Growth::All => {
+                let within = bounds.sets_within(levels, known_us * (1.0 + 1e-9));
+                let too_many = within.as_ref().filter(|space| space.len() > in_memory);
+                if let Some(many) = too_many.filter(|_| !same(known_us, bound_us)) {
+                    let few = many.cheapest(in_memory / 2);
+                    states += few.len() as u64;
+                    let found = pipedream::solve(&few, &cost, levels, is_ours, known_us);
+                    if let Some(better) = found.filter(|found| found.minibatch_us < known_us) {
+                        known_us = better.minibatch_us;
+                        shape = Some(better.shape);
+                    }
+                }
+                within.filter(|space| space.len() <= in_memory)
+            }
+        };
         let fallback = grown.is_none().then(|| {
-            let along = if limit > graph.ops.len() { "linear order" } else { "linear order of grouped ops" };
+            let along = if is_ours || lines.are_whole() { "linear orders" } else { "linear orders of grouped ops" };
             format!("{along}: more than {in_memory} closed sets")
         });
         let exact = grown.and_then(|space| {
             states += space.len() as u64;
-            let within = pipedream::solve(&space, &cost, levels, may_leave_units, bound);
+            let within = pipedream::solve(&space, &cost, levels, is_ours, known_us);
             // PipeDream's growth may leave out the sets with which the line reached the bound; then it is no bound here.
-            let reaches = |solution: &pipedream::Solution| solution.minibatch_us <= bound * (1.0 + 1e-9);
-            let free = || pipedream::solve(&space, &cost, levels, may_leave_units, f64::INFINITY);
+            let reaches = |solution: &pipedream::Solution| solution.minibatch_us <= known_us * (1.0 + 1e-9);
+            let free = || pipedream::solve(&space, &cost, levels, is_ours, f64::INFINITY);
             within.filter(reaches).or_else(free)
         });
-        let starts = sources(&self.problem.graph);
-        let is_complete = growth == Growth::All || starts == 1;
-        let proven_us = exact.as_ref().filter(|_| is_complete && fallback.is_none()).map(|exact| exact.least_us);
-        let shapes = exact.or(best).map(|solution| solution.shape).into_iter().collect();
-        Searched { shapes, states, fallback, proven_us }
+        let is_complete = growth == Growth::All || sources(&self.problem.graph) == 1;
+        let proven = exact.as_ref().filter(|_| is_complete && fallback.is_none()).map(|exact| exact.least_us);
+        bound_us = proven.unwrap_or(bound_us);
+        let shapes = exact.map(|solution| solution.shape).or(shape).into_iter().collect();
+        Searched { shapes, states, fallback, is_proven: proven.is_some(), bound_us }
     }
 
     /// What fits best along each line.
@@ -227,7 +247,7 @@ impl Question<'_> {
     /// What obeys the user's constraints; with the least memory where nothing fits.
     pub fn pinned(&self) -> Result<Found, ProblemError> {
         let wants_memory = self.problem.objective == Objective::Memory;
-        let mut found = Found { candidates: Vec::new(), states: 1, fallback: None, proven_us: None };
+        let mut found = Found { states: 1, ..Found::nothing() };
         for least_memory in [wants_memory, true] {
             if !found.candidates.iter().any(|candidate| candidate.fits) {
                 let shapes = pinned::shapes(self.problem, self.joined, least_memory)?;
@@ -258,7 +278,7 @@ impl Question<'_> {
         let (shape, states) = walked.map_err(|limit| too_large("steps", limit, limit + 1))?;
         let candidates: Vec<_> = shape.into_iter().map(|shape| self.candidate("exhaustive", shape)).collect();
         let proven_us = candidates.first().filter(|_| levels.len() == 1).map(|candidate| candidate.minibatch_us);
-        Ok(Found { candidates, states, fallback: None, proven_us })
+        Ok(Found { candidates, states, proven_us, ..Found::nothing() })
     }
 }
 
@@ -266,7 +286,9 @@ struct Searched {
     shapes: Vec<Shape>,
     states: u64,
     fallback: Option<String>,
-    proven_us: Option<f64>,
+    /// Whether the bound is reached by a partition, which a complete search has shown.
+    is_proven: bool,
+    bound_us: f64,
 }
 
 /// Whether two times are the same but for rounding.

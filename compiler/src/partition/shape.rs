@@ -75,6 +75,11 @@ impl Shape {
 
     /// Time of the slowest stage or link for one minibatch, in microseconds, by the problem's cost model.
     pub fn minibatch_us(&self, problem: &Problem) -> f64 {
+        self.on_levels_us(problem, &stage_cost::levels(&self.cluster(&problem.cluster)))
+    }
+
+    /// The same on given levels.
+    pub fn on_levels_us(&self, problem: &Problem, levels: &[LevelCost]) -> f64 {
         let leaves = self.leaves();
         let mut stage_of = vec![0usize; problem.graph.ops.len()];
         for (stage, leaf) in leaves.iter().enumerate() {
@@ -90,8 +95,7 @@ impl Shape {
             compute[stage] += op.fwd_us + op.bwd_us;
             weights[stage] += op.param_bytes as f64;
         }
-        let levels = stage_cost::levels(&self.cluster(&problem.cluster));
-        let timed = Timed { cost, levels: &levels, cuts: &cuts, compute: &compute, weights: &weights };
+        let timed = Timed { cost, levels, cuts: &cuts, compute: &compute, weights: &weights };
         let mut next = 0;
         timed.span(levels.len().saturating_sub(1), &self.groups, &mut next)
     }

@@ -90,6 +90,38 @@ impl Space {
         Space { sets: Sets::Chain { order, ends }, compute, weights, cut }
     }
 
+    /// The same with only the sets that are `fine`, told by their place, and the empty set and the whole model.
+    pub fn only(&self, fine: impl Fn(usize) -> bool) -> Space {
+        let last = self.len() - 1;
+        let kept: Vec<usize> = (0..=last).filter(|&at| at == 0 || at == last || fine(at)).collect();
+        let pick = |values: &[f64]| kept.iter().map(|&at| values[at]).collect::<Vec<_>>();
+        let sets = match &self.sets {
+            Sets::Bits { words, bits } => {
+                let bits = kept.iter().flat_map(|&at| bits[at * words..(at + 1) * words].iter().copied()).collect();
+                Sets::Bits { words: *words, bits }
+            }
+            Sets::Chain { order, ends } => {
+                Sets::Chain { order: order.clone(), ends: kept.iter().map(|&at| ends[at]).collect() }
+            }
+        };
+        Space { sets, compute: pick(&self.compute), weights: pick(&self.weights), cut: pick(&self.cut) }
+    }
+
+    /// At most about so many of the sets: of those with nearly the same compute the one that the least crosses.
+    pub fn cheapest(&self, most: usize) -> Space {
+        let whole = self.compute[self.len() - 1].max(f64::MIN_POSITIVE);
+        let mut best: Vec<Option<usize>> = vec![None; most.max(1)];
+        for at in 0..self.len() {
+            let slice = ((self.compute[at] / whole * most as f64) as usize).min(best.len() - 1);
+            if best[slice].is_none_or(|other| self.cut[at] < self.cut[other]) {
+                best[slice] = Some(at);
+            }
+        }
+        let mut is_best = vec![false; self.len()];
+        best.into_iter().flatten().for_each(|at| is_best[at] = true);
+        self.only(|at| is_best[at])
+    }
+
     /// Number of sets, the empty one and the whole included.
     pub fn len(&self) -> usize {
         self.compute.len()

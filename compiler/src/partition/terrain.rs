@@ -1,0 +1,263 @@
+//! The places where a model can be cut, along one axis: the compute that stands before the cut.
+//!
+//! A [`Terrain`] is a list of stretches of that axis. A cut may stand anywhere in a stretch and nowhere between two. There are
+//! two kinds. A line has one stretch without length for each place of a linear order, and its figures are exact. The relaxed
+//! terrains of a graph have room for every closed set S of it, with figures that no set undercuts, so that what cannot be done on
+//! it cannot be done at all:
+//!
+//! ```text
+//! an op o is surely in S      if  C(S) > latest(o)   = C(all) - C(o and all that follow it)
+//! an op o is surely not in S  if  C(S) < earliest(o) = C(o and all that precede it)
+//! no S has                        latest(o) < C(S) < earliest(o)
+//! ```
+//!
+//! C is the compute of a set. Of a chain both kinds say the same.
+
+use crate::partition::states::Space;
+use crate::plan::problem::CostModel;
+use crate::profile::cost_graph::CostGraph;
+
+/// The most ops of which the relaxed terrain follows who precedes whom, which takes the square of their number.
+const MOST_OPS: usize = 40_000;
+
+/// Sums of the same numbers in other orders differ by less than this fraction of the whole.
+const ROUNDING: f64 = 1e-11;
+
+/// Stretches, ascending. The first is the empty set, the last the whole model.
+#[derive(Clone, Debug)]
+pub struct Terrain {
+    /// Compute at the start of each stretch, in microseconds.
+    pub from: Vec<f64>,
+    /// Compute at its end.
+    pub to: Vec<f64>,
+    /// Bytes of parameters that are in every set of the stretch.
+    pub least_weights: Vec<f64>,
+    /// Bytes of parameters that are in any of them.
+    pub most_weights: Vec<f64>,
+    /// Bytes that cross every cut of the stretch.
+    pub cut: Vec<f64>,
+    /// The nearest earlier stretch that less crosses; itself where there is none.
+    lower: Vec<u32>,
+}
+
+/// A place to cut.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Spot {
+    /// The stretch.
+    pub stretch: usize,
+    /// Compute before the cut.
+    pub compute: f64,
+}
+
+impl Spot {
+    /// Whether this spot is further than another.
+    pub fn is_beyond(&self, other: &Spot) -> bool {
+        (self.stretch, self.compute) > (other.stretch, other.compute)
+    }
+}
+
+impl Terrain {
+    /// The places of a line, with exact figures for each: compute, bytes of parameters, and bytes that cross.
+    pub fn line(compute: Vec<f64>, weights: Vec<f64>, cut: Vec<f64>) -> Terrain {
+        let lower = lower(&cut);
+        Terrain {
+            from: compute.clone(),
+            to: compute,
+            least_weights: weights.clone(),
+            most_weights: weights,
+            cut,
+            lower,
+        }
+    }
+
+    /// The terrain of all closed sets of a graph. Sets that are not nested stand beside each other on it, so it is relaxed too,
+    /// though every figure of a spot is that of a set.
+    pub fn sets(space: &Space, model: CostModel) -> Terrain {
+        let mut most = space.weights.clone();
+        for at in 1..most.len() {
+            most[at] = most[at - 1].max(most[at]);
+        }
+        let mut least = space.weights.clone();
+        for at in (1..least.len()).rev() {
+            least[at - 1] = least[at - 1].min(least[at]);
+        }
+        let compute = space.compute.clone();
+        let cut = if charges_cuts(model) { space.cut.clone() } else { vec![0.0; compute.len()] };
+        let lower = lower(&cut);
+        Terrain { from: compute.clone(), to: compute, least_weights: least, most_weights: most, cut, lower }
+    }
+
+    /// The relaxed terrain of a graph.
+    pub fn relaxed(graph: &CostGraph, model: CostModel) -> Terrain {
+        let total = graph.total_us();
+        let (earliest, latest) = windows(graph, total);
+        let mut values: Vec<f64> = earliest.iter().chain(&latest).copied().chain([0.0, total]).collect();
+        values.sort_by(f64::total_cmp);
+        let rounding = total * ROUNDING;
+        let mut marks: Vec<f64> = Vec::with_capacity(values.len());
+        for value in values {
+            if marks.last().is_none_or(|last| value - last > rounding) {
+                marks.push(value);
+            }
+        }
+        let mark = |value: f64| marks.partition_point(|mark| *mark <= value + rounding) - 1;
+        let earliest: Vec<usize> = earliest.into_iter().map(mark).collect();
+        let latest: Vec<usize> = latest.into_iter().map(mark).collect();
+        // Slot 2k is the mark k, slot 2k + 1 what lies between it and the next. Figures are kept as differences of neighbours.
+        let slots = marks.len() * 2 - 1;
+        let (mut sure, mut possible) = (vec![0.0; slots + 1], vec![0.0; slots + 1]);
+        let (mut cut, mut forbidden) = (vec![0.0; slots + 1], vec![0i64; slots + 1]);
+        for (op, costs) in graph.ops.iter().enumerate() {
+            sure[(2 * latest[op] + 1).min(slots)] += costs.param_bytes as f64;
+            possible[2 * earliest[op]] += costs.param_bytes as f64;
+            if latest[op] < earliest[op] {
+                forbidden[2 * latest[op] + 1] += 1;
+                forbidden[2 * earliest[op]] -= 1;
+            }
+        }
+        let mut crosses = |producer: usize, bytes: u64, last_reader: usize| {
+            let (from, to) = (2 * latest[producer] + 1, 2 * last_reader);
+            if from < to {
+                cut[from] += bytes as f64;
+                cut[to] -= bytes as f64;
+            }
+        };
+        match model {
+            // All outputs of an op that has a reader beyond the cut.
+            CostModel::Pipedream => {
+                let mut last_reader = vec![0; graph.ops.len()];
+                for (from, to) in graph.edges() {
+                    let last = &mut last_reader[from.index()];
+                    *last = earliest[to.index()].max(*last);
+                }
+                for (op, last) in last_reader.into_iter().enumerate() {
+                    crosses(op, graph.ops[op].out_bytes, last);
+                }
+            }
+            CostModel::Pipec => {}
+            // Every tensor that is read beyond the cut.
+            CostModel::Paper => {
+                for tensor in &graph.tensors {
+                    let last = tensor.consumers.iter().map(|to| earliest[to.index()]).max().unwrap_or(0);
+                    crosses(tensor.producer.index(), tensor.bytes, last);
+                }
+            }
+        }
+        let whole: f64 = graph.ops.iter().map(|op| op.param_bytes as f64).sum();
+        let mut terrain = Terrain {
+            from: Vec::new(),
+            to: Vec::new(),
+            least_weights: Vec::new(),
+            most_weights: Vec::new(),
+            cut: Vec::new(),
+            lower: Vec::new(),
+        };
+        let (mut sure_sum, mut possible_sum, mut cut_sum, mut forbidden_sum) = (0.0, 0.0, 0.0, 0);
+        for slot in 0..slots {
+            sure_sum += sure[slot];
+            possible_sum += possible[slot];
+            cut_sum += cut[slot];
+            forbidden_sum += forbidden[slot];
+            if forbidden_sum == 0 {
+                terrain.from.push(marks[slot / 2]);
+                terrain.to.push(marks[slot.div_ceil(2)]);
+                terrain.least_weights.push(if slot + 1 == slots { whole } else { sure_sum });
+                terrain.most_weights.push(possible_sum);
+                // Differences of large sums leave a rest that is no byte.
+                terrain.cut.push((cut_sum - 1.0).max(0.0));
+            }
+        }
+        terrain.lower = lower(&terrain.cut);
+        terrain
+    }
+
+    /// The empty set.
+    pub fn start(&self) -> Spot {
+        Spot { stretch: 0, compute: 0.0 }
+    }
+
+    /// The whole model.
+    pub fn end(&self) -> Spot {
+        let stretch = self.from.len() - 1;
+        Spot { stretch, compute: self.to[stretch] }
+    }
+
+    /// The last stretch that begins at `compute` or before.
+    pub fn stretch_at(&self, compute: f64) -> usize {
+        self.from.partition_point(|from| *from <= compute).saturating_sub(1)
+    }
+
+    /// The furthest spot up to `spot`, and beyond `floor`, with a cut that is `fine`, which holds for all smaller ones.
+    pub fn settle(&self, spot: Spot, floor: Spot, fine: impl Fn(f64) -> bool) -> Option<Spot> {
+        let mut at = spot;
+        while !fine(self.cut[at.stretch]) {
+            let stretch = self.lower[at.stretch] as usize;
+            if stretch == at.stretch {
+                return None;
+            }
+            at = Spot { stretch, compute: self.to[stretch] };
+        }
+        at.is_beyond(&floor).then_some(at)
+    }
+}
+
+/// Whether all that crosses a cut burdens the stages beside it. Under cost `pipec` a tensor goes straight to the stage that reads
+/// it, which may stand further on.
+fn charges_cuts(model: CostModel) -> bool {
+    model != CostModel::Pipec
+}
+
+fn lower(cut: &[f64]) -> Vec<u32> {
+    let mut lower: Vec<u32> = Vec::with_capacity(cut.len());
+    for (at, bytes) in cut.iter().enumerate() {
+        let mut before = at.saturating_sub(1);
+        while cut[before] >= *bytes && lower.get(before).is_some_and(|next| (*next as usize) < before) {
+            before = lower[before] as usize;
+        }
+        lower.push(if cut[before] < *bytes { before as u32 } else { at as u32 });
+    }
+    lower
+}
+
+/// `earliest` and `latest` of every op.
+fn windows(graph: &CostGraph, total: f64) -> (Vec<f64>, Vec<f64>) {
+    let own: Vec<f64> = graph.ops.iter().map(|op| op.fwd_us + op.bwd_us).collect();
+    if own.len() > MOST_OPS {
+        return (own.clone(), own.iter().map(|own| (total - own).max(0.0)).collect());
+    }
+    let edges = graph.edges();
+    let forward: Vec<(usize, usize)> = edges.iter().map(|(from, to)| (from.index(), to.index())).collect();
+    let mut backward: Vec<(usize, usize)> = forward.iter().map(|&(from, to)| (to, from)).collect();
+    backward.sort_unstable_by(|left, right| right.cmp(left));
+    let latest = gathered(&own, &backward).into_iter().map(|after| (total - after).max(0.0)).collect();
+    (gathered(&own, &forward), latest)
+}
+
+/// For each op the compute of all ops that lead to it along `edges`, its own included. Edges are sorted so that all that lead to
+/// an op come before those that leave it.
+///
+/// Sixty-four ops at a time mark all that they lead to; the sums of eight marks are looked up.
+fn gathered(own: &[f64], edges: &[(usize, usize)]) -> Vec<f64> {
+    let ops = own.len();
+    let mut sums = vec![0.0; ops];
+    let mut marks = vec![0u64; ops];
+    for first in (0..ops).step_by(64) {
+        let block = &own[first..ops.min(first + 64)];
+        marks.fill(0);
+        (0..block.len()).for_each(|bit| marks[first + bit] = 1 << bit);
+        for &(from, to) in edges {
+            marks[to] |= marks[from];
+        }
+        let mut table = [[0.0f64; 256]; 8];
+        for (byte, row) in table.iter_mut().enumerate() {
+            for set in 1..256usize {
+                let bit = set.trailing_zeros() as usize;
+                row[set] = row[set & (set - 1)] + block.get(byte * 8 + bit).copied().unwrap_or(0.0);
+            }
+        }
+        for (sum, mark) in sums.iter_mut().zip(&marks).filter(|(_, mark)| **mark != 0) {
+            *sum += mark.to_le_bytes().iter().zip(&table).map(|(byte, row)| row[*byte as usize]).sum::<f64>();
+        }
+    }
+    sums
+}
