@@ -12,6 +12,7 @@ mod initial;
 mod machines;
 mod memory;
 mod model;
+mod placement;
 mod prediction;
 mod quantity;
 mod screen;

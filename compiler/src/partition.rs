@@ -15,6 +15,7 @@ pub mod line;
 pub mod linear;
 pub mod pinned;
 pub mod pipedream;
+pub mod placement;
 pub mod planner;
 pub mod search;
 pub mod shape;

@@ -10,6 +10,7 @@ pub mod caps;
 pub mod check;
 pub mod cut_bytes;
 pub mod memory;
+pub mod placement;
 pub mod problem;
 pub mod read;
 pub mod sound;

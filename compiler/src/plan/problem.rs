@@ -16,6 +16,9 @@ pub enum CostModel {
     Paper,
     /// What PipeDream's released optimizer computes.
     Pipedream,
+    /// What a device computes, sends and receives, one after the other, without replicas: `plan/placement` defines it, and instances
+    /// of that problem alone are planned so.
+    Load,
 }
 
 /// What is minimised.
