@@ -5,6 +5,7 @@
 
 mod arguments;
 mod cmd;
+mod device_placement;
 mod failure;
 mod freeze;
 mod given;

@@ -97,6 +97,8 @@ pub enum Format {
     Onnx,
     /// A profile of PipeDream, graph.txt
     Pipedream,
+    /// An instance of device placement: JSON of Microsoft's dnn-partitioning
+    DnnPartitioning,
 }
 
 /// A model as costs on a cluster, ready to be asked about.
@@ -158,13 +160,18 @@ impl Told {
     }
 }
 
+/// The format of the file, as told or by its name.
+pub fn format(arguments: &Arguments) -> Format {
+    let is_text = arguments.file.extension().is_some_and(|extension| extension == "txt");
+    arguments.from.unwrap_or(if is_text { Format::Pipedream } else { Format::Onnx })
+}
+
 /// The costs that the arguments name.
 pub fn costs(arguments: &Arguments, screen: &Screen) -> Result<Costs, Failure> {
-    let path = &arguments.file;
-    let by_name = || if path.extension().is_some_and(|e| e == "txt") { Format::Pipedream } else { Format::Onnx };
-    match arguments.from.unwrap_or_else(by_name) {
+    match format(arguments) {
         Format::Pipedream => published(arguments),
         Format::Onnx => imported(arguments, screen),
+        Format::DnnPartitioning => Err(Failure::bug("a placement instance has no costs of a pipeline")),
     }
 }
 
@@ -303,7 +310,7 @@ pub fn read_profile(path: &Path) -> Result<(String, Profile), Failure> {
     Ok((sha256(text.as_bytes()), profile))
 }
 
-fn file_name(path: &Path) -> String {
+pub(crate) fn file_name(path: &Path) -> String {
     path.file_name().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default()
 }
 

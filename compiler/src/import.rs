@@ -1,6 +1,7 @@
 //! Importers: from the bytes of a file to a model or to measured costs.
 
 pub mod build;
+pub mod dnn_partitioning;
 pub mod doubt;
 pub mod fx;
 // The verb of this folder has the folder's name.

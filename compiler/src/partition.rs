@@ -8,6 +8,7 @@ pub mod bound;
 pub mod build;
 pub mod cuts;
 pub mod data_parallel;
+pub mod device_placement;
 pub mod every;
 pub mod exhaustive;
 pub mod finish;

@@ -9,6 +9,7 @@
 pub mod caps;
 pub mod check;
 pub mod cut_bytes;
+pub mod device_placement;
 pub mod judge;
 pub mod links;
 pub mod memory;

@@ -4,7 +4,7 @@ use crate::arguments::{Devices, Dims};
 use crate::failure::Failure;
 use crate::screen::Screen;
 use crate::source::{self, Costs};
-use crate::{prediction, quantity, stages, ties};
+use crate::{device_placement, prediction, quantity, stages, ties};
 use clap::{Args, ValueEnum};
 use compiler::cluster::{Level, unit};
 use compiler::partition::planner::{self, Compared, Partitioner, PlanError, Planned, PlannerOptions};
@@ -36,6 +36,9 @@ pub struct Arguments {
     #[command(flatten)]
     #[allow(missing_docs)]
     pub question: Question,
+    /// Let a device hold nodes from anywhere in the graph (dnn-partitioning instances)
+    #[arg(long)]
+    pub noncontiguous: bool,
     /// Print every candidate that was compared
     #[arg(long)]
     pub compare: bool,
@@ -170,6 +173,13 @@ impl Optimizer {
 /// Plans, prints, writes.
 pub fn run(arguments: Box<Arguments>, screen: &Screen) -> Result<(), Failure> {
     let started = Instant::now();
+    if source::format(&arguments) == source::Format::DnnPartitioning {
+        return device_placement::run(&arguments, screen);
+    }
+    if arguments.noncontiguous {
+        return Err(Failure::input("`--noncontiguous` goes with `--from dnn-partitioning`")
+            .because("stages of a pipeline that trains are contiguous"));
+    }
     let (planned, refused) = plan(&arguments, screen)?;
     screen.detail(&format!("planned in {}", quantity::time(started.elapsed().as_secs_f64() * 1e6)));
     let plan = &planned.plan;
@@ -314,6 +324,7 @@ pub fn cost_name(cost: CostModel) -> &'static str {
         CostModel::Paper => "paper",
         CostModel::Pipedream => "pipedream",
         CostModel::Pipec => "pipec",
+        CostModel::Load => "load",
     }
 }
 

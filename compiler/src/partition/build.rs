@@ -57,7 +57,7 @@ pub fn outlook(problem: &Problem, asked: &Asked, shape: &Shape, spots: &[Spot]) 
 pub fn minibatch_us(problem: &Problem, shape: &Shape, spots: &[Spot]) -> f64 {
     match problem.cost {
         CostModel::Pipec => outlook(problem, &asked(problem), shape, spots).minibatch_us,
-        CostModel::Paper | CostModel::Pipedream => shape.minibatch_us(problem),
+        CostModel::Paper | CostModel::Pipedream | CostModel::Load => shape.minibatch_us(problem),
     }
 }
 

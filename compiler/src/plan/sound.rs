@@ -4,6 +4,7 @@
 use crate::cluster::MAX_DEVICES;
 use crate::plan::Plan;
 use crate::plan::check::Fault;
+use crate::plan::problem::CostModel;
 use crate::profile::cost_graph::MAX_ENTRIES;
 use std::collections::BTreeSet;
 
@@ -104,7 +105,9 @@ fn edges(plan: &Plan, faults: &mut Vec<Fault>) {
         let mut fault = |said: &str, found: &str| {
             faults.push(Fault::Edge { from, to, said: said.to_string(), found: found.to_string() });
         };
-        if from >= to || edge.to.index() >= plan.stages.len() {
+        // A placement may hold nodes from anywhere, so that tensors go both ways.
+        let goes_back = if plan.cost == CostModel::Load { from == to } else { from >= to };
+        if goes_back || edge.to.index() >= plan.stages.len() {
             fault("it", "edges from an earlier to a later stage only");
         } else if !seen.insert((from, to)) {
             fault("it twice", "it once");

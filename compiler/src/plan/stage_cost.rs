@@ -85,6 +85,9 @@ impl StageCost {
                 let boundary = if part.is_first { 0.0 } else { 2.0 * part.in_bytes / bandwidth };
                 stage.max(boundary)
             }
+            // One device that waits for its transfers; such devices do not replicate.
+            CostModel::Load if part.replicas > 1 => f64::INFINITY,
+            CostModel::Load => part.inner_us + (part.in_bytes + part.out_bytes) / bandwidth,
             CostModel::Pipedream => {
                 let all_reduce = 4.0 * (m - 1.0) * part.weight_bytes / (bandwidth * m);
                 if part.is_first {
@@ -111,6 +114,7 @@ impl StageCost {
     /// of up to `most` replicas that begins there, and is not the first of its span, is faster.
     pub fn entry_us(&self, level: &LevelCost, in_bytes: f64, most: u32) -> f64 {
         match (self.model, self.activation_compression) {
+            (CostModel::Load, _) => in_bytes / level.bytes_per_us,
             (CostModel::Paper, _) => 2.0 * in_bytes / level.bytes_per_us,
             (CostModel::Pipedream, Some(ratio)) => 2.0 * in_bytes / (level.bytes_per_us * f64::from(most) * ratio),
             (CostModel::Pipedream, None) => 0.0,

@@ -40,7 +40,8 @@ impl Body {
         let (mut faults, mut warnings) = (Vec::new(), Vec::new());
         let outputs = signature::read(graph, 0, &mut faults, &mut warnings).outputs;
         let names = unique_names(&graph.node);
-        let nodes: Vec<Node> = order.into_iter().map(|at| Node::new(graph.node[at].clone(), names[at].clone())).collect();
+        let nodes: Vec<Node> =
+            order.into_iter().map(|at| Node::new(graph.node[at].clone(), names[at].clone())).collect();
         let initializers: Vec<_> = graph.initializer.iter().map(payload::tensor).collect();
         let constants = walk.initializers(&initializers, &nodes, &BTreeSet::new());
         let inputs = graph.input.iter().map(|input| input.name().to_owned()).collect();

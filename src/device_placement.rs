@@ -1,0 +1,77 @@
+//! Instances of device placement, from file to plan: `pipec partition FILE --from dnn-partitioning`.
+
+use crate::cmd::partition::Arguments;
+use crate::failure::Failure;
+use crate::screen::Screen;
+use crate::{prediction, quantity, source, stages};
+use compiler::cluster::unit;
+use compiler::import::dnn_partitioning;
+use compiler::partition::device_placement::solve::{Request, SolveError, solve};
+use compiler::plan::{PlannedModel, read};
+
+/// Places, prints, writes.
+pub fn run(arguments: &Arguments, screen: &Screen) -> Result<(), Failure> {
+    let path = &arguments.file;
+    refuse(arguments)?;
+    let text = source::text(path, dnn_partitioning::MAX_BYTES as u64)?;
+    let placement = dnn_partitioning::read(&text).map_err(|error| {
+        Failure::file("read the instance", path, error).help("`--from` names the format of the file")
+    })?;
+    let memory = arguments.question.memory.as_deref().map(unit::bytes).transpose();
+    let sha256 = source::sha256(text.as_bytes());
+    let request = Request {
+        anywhere: arguments.noncontiguous,
+        budget: arguments.question.budget,
+        seed: arguments.question.seed,
+        memory: memory.map_err(|error| Failure::input("cannot read `--memory`").because(error))?,
+        model: PlannedModel {
+            file: source::file_name(path),
+            sha256: sha256.clone(),
+            ops: placement.nodes.len() as u64,
+            ..PlannedModel::default()
+        },
+        sha256,
+    };
+    let plan = solve(&placement, &request).map_err(|error| match &error {
+        SolveError::Unsound(_) => Failure::bug(&error.to_string()),
+        SolveError::Infeasible { smallest, .. } => {
+            let least = quantity::at_least(*smallest);
+            Failure::infeasible(format!("no feasible plan for {}", path.display()))
+                .because(&error)
+                .help(format!("`--memory {least}` is the least that was found to do"))
+        }
+        SolveError::TooLarge { .. } | SolveError::Cluster(_) => {
+            Failure::input(format!("cannot plan {}", path.display())).because(&error)
+        }
+    })?;
+    let json = read::to_json(&plan).map_err(|error| Failure::bug(&error.to_string()))?;
+    let output = arguments.output.clone().unwrap_or_else(|| source::default_output(path, "plan"));
+    if source::is_stdout(&output) {
+        screen.document(&json);
+        return Ok(());
+    }
+    source::write(&output, json.as_bytes())?;
+    screen.text(&format!("{}\n{}\n{}", stages::heading(&plan), stages::stages(&plan), prediction::prediction(&plan)));
+    plan.warnings.iter().for_each(|warning| screen.warn(warning));
+    screen.json(&serde_json::to_value(&plan).unwrap_or_default());
+    screen.text(&format!("\nwrote {}", output.display()));
+    Ok(())
+}
+
+/// The instance names its devices and its costs; flags that would change them have no meaning.
+fn refuse(arguments: &Arguments) -> Result<(), Failure> {
+    let devices = &arguments.devices;
+    let given = [
+        ("--gpus", devices.gpus.is_some()),
+        ("--levels", devices.levels.is_some()),
+        ("--cluster", devices.cluster.is_some()),
+        ("--profile", arguments.profile.is_some()),
+        ("--stages", arguments.question.stages.is_some()),
+        ("--cut-after", arguments.question.cut_after.is_some()),
+    ];
+    match given.iter().find(|(_, is_given)| *is_given) {
+        Some((flag, _)) => Err(Failure::input(format!("`{flag}` does not go with `--from dnn-partitioning`"))
+            .because("the instance has its own devices and costs")),
+        None => Ok(()),
+    }
+}

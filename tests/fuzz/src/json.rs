@@ -1,0 +1,66 @@
+//! Edits of a JSON document that keep it JSON.
+
+use super::choices::Choices;
+use serde_json::{Value, json};
+
+/// A program of `torch.export` with convolution, normalisation, attention and a recurrent layer, and its weights' places.
+pub fn seed() -> (Value, Value) {
+    let read = |text: &str| serde_json::from_str(text).expect("the seed is JSON");
+    (read(include_str!("../seeds/small.model.json")), read(include_str!("../seeds/small.weights.json")))
+}
+
+/// One edit somewhere: a number, a text from elsewhere, an entry dropped, doubled, moved, or another subtree.
+pub fn edit(document: &mut Value, choices: &mut Choices<'_>) {
+    let [donor, text] = [way(document, choices), way(document, choices)];
+    let donor = document.pointer(&donor).cloned().unwrap_or_default();
+    let text = document.pointer(&text).and_then(Value::as_str).unwrap_or_default().to_string();
+    let number = choices.number();
+    let target = way(document, choices);
+    let Some(target) = document.pointer_mut(&target) else { return };
+    match (choices.below(4), target) {
+        (0, target) => *target = donor,
+        (1, target) => *target = json!(null),
+        (_, Value::Number(held)) => *held = number.into(),
+        (_, Value::String(held)) => *held = text,
+        (_, Value::Bool(held)) => *held = !*held,
+        (2, Value::Array(list)) if !list.is_empty() => {
+            let at = choices.below(list.len());
+            list.remove(at);
+        }
+        (_, Value::Array(list)) if !list.is_empty() => {
+            let (from, to) = (choices.below(list.len()), choices.below(list.len()));
+            let copy = list[from].clone();
+            list.insert(to, copy);
+        }
+        (2, Value::Object(map)) => {
+            if let Some(key) = map.keys().nth(choices.below(map.len())).cloned() {
+                map.remove(&key);
+            }
+        }
+        (_, target) => *target = json!(number),
+    }
+}
+
+/// Walks down a random way and stops somewhere: a JSON pointer (RFC 6901).
+fn way(document: &Value, choices: &mut Choices<'_>) -> String {
+    let (mut at, mut way) = (document, String::new());
+    loop {
+        let (step, next) = match at {
+            Value::Array(list) if !list.is_empty() => {
+                let index = choices.below(list.len());
+                (index.to_string(), &list[index])
+            }
+            Value::Object(map) if !map.is_empty() => {
+                let (key, value) = map.iter().nth(choices.below(map.len())).expect("an entry below the length");
+                (key.replace('~', "~0").replace('/', "~1"), value)
+            }
+            _ => return way,
+        };
+        if choices.below(12) == 1 {
+            return way;
+        }
+        way += "/";
+        way += &step;
+        at = next;
+    }
+}

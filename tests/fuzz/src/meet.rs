@@ -1,0 +1,93 @@
+//! What a hostile model meets: it is decoded, imported, bound, costed and planned, or refused on the way. Nothing here may
+//! panic, and nothing may need more than the file is worth.
+
+#![allow(dead_code)]
+
+mod archive;
+mod choices;
+mod graph;
+mod json;
+
+use choices::Choices;
+use compiler::cluster::read::gpus;
+use compiler::graph::bind::{bind, symbols};
+use compiler::import::fx::program::Program;
+use compiler::import::import::{Model, Options, from_onnx, from_program};
+use compiler::import::onnx::decode;
+use compiler::partition::planner::{PlannerOptions, plan};
+use compiler::pass::attribution::{Training, attribute};
+use compiler::plan::problem::{CostModel, Problem};
+use compiler::profile::cost_graph::CostGraph;
+use prost::Message;
+use prost::bytes::Bytes;
+
+/// How far a case came.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Reached {
+    /// It was refused by the importer.
+    Refused,
+    /// It was imported, and refused at a size.
+    Imported,
+    /// It was planned, or no plan was possible.
+    Planned,
+}
+
+/// Ops above which a case is not costed: the work grows with the graph, and the importer is what is asked here.
+const MOST_OPS: usize = 3000;
+
+/// Any bytes as an ONNX file.
+pub fn onnx_bytes(data: &[u8]) -> Reached {
+    let Ok(source) = decode::parse(Bytes::copy_from_slice(data), None) else { return Reached::Refused };
+    from_onnx(&source, "case.onnx", &Options::default()).map_or(Reached::Refused, |model| after(&model))
+}
+
+/// Edits of a well-formed ONNX graph: the first byte chooses the graph, the rest the edits.
+pub fn onnx_graph(data: &[u8]) -> Reached {
+    let mut choices = Choices::of(data);
+    let mut model = graph::seed(choices.below(graph::SEEDS.len()));
+    graph::edit(&mut model, &mut choices);
+    onnx_bytes(&model.encode_to_vec())
+}
+
+/// Any bytes as a .pt2 archive.
+pub fn pt2_zip(data: &[u8]) -> Reached {
+    let Ok(program) = Program::read(&Bytes::copy_from_slice(data)) else { return Reached::Refused };
+    from_program(&program, "case.pt2", &Options::default()).map_or(Reached::Refused, |model| after(&model))
+}
+
+/// Edits of the JSON in a .pt2 archive.
+pub fn pt2_json(data: &[u8]) -> Reached {
+    let mut choices = Choices::of(data);
+    let (mut model, mut weights) = json::seed();
+    let edits = 1 + choices.below(4);
+    for _ in 0..edits {
+        let target = if choices.below(8) == 0 { &mut weights } else { &mut model };
+        json::edit(target, &mut choices);
+    }
+    pt2_zip(&archive::write(&model, &weights))
+}
+
+/// A well-formed file of each format, whose bytes may be damaged.
+pub fn seeds() -> Vec<(&'static str, Vec<u8>)> {
+    let mut seeds: Vec<(&str, Vec<u8>)> =
+        (0..graph::SEEDS.len()).map(|at| ("onnx", graph::seed(at).encode_to_vec())).collect();
+    let (model, weights) = json::seed();
+    seeds.push(("pt2", archive::write(&model, &weights)));
+    seeds
+}
+
+/// The way of an imported model to a plan.
+fn after(model: &Model) -> Reached {
+    let sizes = symbols(&model.graph).into_iter().map(|symbol| (symbol, 3)).collect();
+    let Ok(graph) = bind(&model.graph, &sizes) else { return Reached::Imported };
+    if graph.len() > MOST_OPS {
+        return Reached::Imported;
+    }
+    let attribution = attribute(&graph, Training::Gradient).or_else(|_| attribute(&graph, Training::No));
+    let Ok(attribution) = attribution else { return Reached::Imported };
+    let costs = compiler::pass::costs::cost_graph(&graph, &attribution);
+    let Ok(cluster) = gpus(2, None) else { return Reached::Imported };
+    let problem = Problem::new(CostGraph { ..costs }, cluster, CostModel::Paper);
+    let _ = plan(&problem, &PlannerOptions { budget: Some(200), ..PlannerOptions::default() });
+    Reached::Planned
+}

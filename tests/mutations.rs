@@ -1,0 +1,135 @@
+//! Some thousand damaged models through import and planning: no panic, bounded memory, bounded time.
+//!
+//! The same edits stand behind the fuzz targets in `tests/fuzz`. Every allocation of this test is counted; a case may have live at once
+//! what no file of this size is worth, and no more. `PIPEC_MUTATIONS` sets the number of cases of each kind, `PIPEC_SEED`
+//! where they start.
+
+#[path = "fuzz/src/meet.rs"]
+mod meet;
+
+use meet::Reached;
+use std::alloc::{GlobalAlloc, Layout, System};
+use std::panic::catch_unwind;
+use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
+use std::time::Instant;
+
+/// Bytes that may be live at once. The seeds have some hundred kilobytes; constants fold up to a megabyte each.
+const MOST_BYTES: usize = 512 << 20;
+
+/// Seconds that one case may take. It is there to find what never ends, on any machine.
+const MOST_SECONDS: f64 = 30.0;
+
+struct Counting;
+
+static LIVE: AtomicUsize = AtomicUsize::new(0);
+static PEAK: AtomicUsize = AtomicUsize::new(0);
+
+// SAFETY: every call goes to the system's allocator unchanged; counting touches atomics alone.
+unsafe impl GlobalAlloc for Counting {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        PEAK.fetch_max(LIVE.fetch_add(layout.size(), Relaxed) + layout.size(), Relaxed);
+        // SAFETY: the caller's promise is the system allocator's.
+        unsafe { System.alloc(layout) }
+    }
+
+    unsafe fn dealloc(&self, pointer: *mut u8, layout: Layout) {
+        LIVE.fetch_sub(layout.size(), Relaxed);
+        // SAFETY: the caller's promise is the system allocator's.
+        unsafe { System.dealloc(pointer, layout) }
+    }
+}
+
+#[global_allocator]
+static ALLOCATOR: Counting = Counting;
+
+fn setting(name: &str, usual: u64) -> u64 {
+    std::env::var(name).ok().and_then(|text| text.parse().ok()).unwrap_or(usual)
+}
+
+/// xorshift64*.
+struct Random(u64);
+
+impl Random {
+    fn next(&mut self) -> u64 {
+        self.0 ^= self.0 >> 12;
+        self.0 ^= self.0 << 25;
+        self.0 ^= self.0 >> 27;
+        self.0.wrapping_mul(0x2545_f491_4f6c_dd1d)
+    }
+
+    fn below(&mut self, count: usize) -> usize {
+        (self.next() >> 11) as usize % count.max(1)
+    }
+}
+
+/// Bytes flipped, cut, doubled and moved.
+fn damage(bytes: &mut Vec<u8>, random: &mut Random) {
+    for _ in 0..1 + random.below(8) {
+        let (at, length) = (random.below(bytes.len()), 1 + random.below(24));
+        let end = (at + length).min(bytes.len());
+        match random.below(6) {
+            0 => bytes.truncate(at),
+            1 => {
+                bytes.drain(at..end);
+            }
+            2 => {
+                let part = bytes[at..end].to_vec();
+                let to = random.below(bytes.len());
+                bytes.splice(to..to, part);
+            }
+            3 => bytes[at..end].fill(0xff),
+            _ => {
+                if let Some(byte) = bytes.get_mut(at) {
+                    *byte ^= 1 << random.below(8);
+                }
+            }
+        }
+        if bytes.is_empty() {
+            return;
+        }
+    }
+}
+
+/// Runs one case and counts what it took; a panic tells how to run it again.
+fn case(kind: &str, seed: u64, input: &[u8], run: fn(&[u8]) -> Reached) -> Reached {
+    let (before, started) = (LIVE.load(Relaxed), Instant::now());
+    PEAK.store(before, Relaxed);
+    let reached = catch_unwind(|| run(input));
+    let (took, held) = (started.elapsed().as_secs_f64(), PEAK.load(Relaxed).saturating_sub(before));
+    let Ok(reached) = reached else { panic!("{kind} panics: PIPEC_SEED={seed} PIPEC_MUTATIONS=1") };
+    assert!(held <= MOST_BYTES, "{kind} holds {held} bytes: PIPEC_SEED={seed} PIPEC_MUTATIONS=1");
+    assert!(took <= MOST_SECONDS, "{kind} takes {took} s: PIPEC_SEED={seed} PIPEC_MUTATIONS=1");
+    reached
+}
+
+// One test, since what is allocated is counted for the whole process.
+#[test]
+fn damaged_models_are_refused_or_planned() {
+    let (count, start) = (setting("PIPEC_MUTATIONS", 400), setting("PIPEC_SEED", 1));
+    let seeds = meet::seeds();
+    for (format, bytes) in &seeds {
+        let run = if *format == "onnx" { meet::onnx_bytes } else { meet::pt2_zip };
+        assert_eq!(run(bytes), Reached::Planned, "an undamaged seed is planned");
+    }
+    let mut reached = [[0u64; 3]; 4];
+    for seed in start..start + count {
+        let mut random = Random(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1);
+        let (format, bytes) = &seeds[random.below(seeds.len())];
+        let mut bytes = bytes.clone();
+        damage(&mut bytes, &mut random);
+        let (at, run): (usize, fn(&[u8]) -> Reached) =
+            if *format == "onnx" { (0, meet::onnx_bytes) } else { (1, meet::pt2_zip) };
+        reached[at][case(format, seed, &bytes, run) as usize] += 1;
+        let decisions: Vec<u8> = (0..8 + random.below(120)).map(|_| random.next() as u8).collect();
+        reached[2][case("onnx graph", seed, &decisions, meet::onnx_graph) as usize] += 1;
+        reached[3][case("pt2 json", seed, &decisions, meet::pt2_json) as usize] += 1;
+    }
+    println!(
+        "refused, imported, planned: onnx bytes {:?}, pt2 bytes {:?}, onnx graphs {:?}, pt2 JSON {:?}",
+        reached[0], reached[1], reached[2], reached[3]
+    );
+    // Edits that never come through, or always do, ask nothing.
+    for edits in &reached[2..] {
+        assert!(count < 100 || (edits[0] > 0 && edits[2] > 0), "{reached:?}");
+    }
+}
