@@ -72,7 +72,11 @@ impl Program {
         let inputs: Vec<Json> = inputs.iter().map(|(name, arg)| json!({"name": name, "arg": arg, "kind": 1})).collect();
         let outputs: Vec<Json> = outputs.iter().map(|name| tensor(name)).collect();
         let metadata = if from.is_empty() { json!({}) } else { json!({"torch_fn": from}) };
-        let target = if target.contains('.') { target.to_string() } else { format!("torch.ops.aten.{target}.default") };
+        let target = match (target.starts_with("torch."), target.contains('.')) {
+            (true, _) => target.to_string(),
+            (false, true) => format!("torch.ops.aten.{target}"),
+            (false, false) => format!("torch.ops.aten.{target}.default"),
+        };
         self.nodes.push(json!({"target": target, "inputs": inputs, "outputs": outputs, "metadata": metadata}));
         self
     }

@@ -71,6 +71,8 @@ pub struct Source {
     pub initial: Result<Tensor, String>,
     /// Whether it is trained.
     pub parameter: bool,
+    /// Whether it is a parameter of the module that is not trained: a state, which keeps its name.
+    pub kept: bool,
 }
 
 impl Program {
@@ -173,9 +175,11 @@ impl Program {
                 InputSpec::TensorConstant { arg, tensor_constant_name } => (arg, tensor_constant_name, false),
                 _ => continue,
             };
+            let kept = !parameter && matches!(spec, InputSpec::Parameter { .. });
             let at = self
                 .weight(&mut loader, &placeholder.name, name, parameter)
                 .map_err(|reason| FxError::Weight { name: name.clone(), reason })?;
+            self.weights[at].kept |= kept;
             self.placeholders.insert(placeholder.name.clone(), at);
         }
         if let Some(first) = frozen.first() {
@@ -270,7 +274,7 @@ impl Program {
             }
         }
         others.push((place, self.weights.len()));
-        self.weights.push(Source { name: name.to_string(), fact, initial, parameter });
+        self.weights.push(Source { name: name.to_string(), fact, initial, parameter, kept: false });
         Ok(self.weights.len() - 1)
     }
 

@@ -22,7 +22,7 @@ impl Scope<'_> {
             let same = have == want;
             let frozen = want.known().is_none() && have.known().is_some() && want.substitute(self.frozen)? == *have;
             let stretched = (at + narrow.len()).checked_sub(asked.len()).is_none_or(|own| narrow[own].is(1));
-            if !same && !(frozen && stretched) {
+            if !(same || frozen && stretched) {
                 return Ok(x);
             }
         }

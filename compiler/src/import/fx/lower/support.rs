@@ -54,7 +54,10 @@ fn draws(node: &Node) -> bool {
 fn why(target: &str) -> Option<&'static str> {
     Some(match table::name(target) {
         "cond" | "while_loop" | "scan" | "map_impl" => "control flow: what runs would depend on values",
-        name if ["rand", "bernoulli", "normal", "uniform", "multinomial"].iter().any(|r| name.starts_with(r)) => {
+        name if ["rand", "rrelu", "bernoulli", "normal", "uniform", "multinomial"]
+            .iter()
+            .any(|r| name.starts_with(r)) =>
+        {
             "random numbers"
         }
         name if name.contains("quantize") => "quantised models cannot be trained",

@@ -67,6 +67,12 @@ pub fn lower(program: &Program, inputs: &[Fact], frozen: &Frozen) -> Result<Lowe
         outer.tensors.insert(info.name.clone(), Known::Value(Value { node, output: 0 }));
         walk.note(&info.name, fact);
     }
+    for (at, _) in program.weights.iter().enumerate().filter(|(_, source)| source.kept) {
+        walk.scope(&nobody(), &outer).weight(at, true).map_err(|reason| LowerError::Output {
+            name: program.weights[at].name.clone(),
+            reason: Box::new(reason),
+        })?;
+    }
     walk.nodes(&program.graph, &mut outer);
     if !walk.faults.is_empty() {
         return Err(LowerError::Nodes(Faults(walk.faults)));
@@ -368,13 +374,7 @@ impl Walk<'_> {
     fn finish(mut self, outer: &Names) -> Result<Lowered, LowerError> {
         let error =
             |name: &str, reason: Reason| LowerError::Output { name: name.to_string(), reason: Box::new(reason) };
-        let nobody = schema::Node {
-            target: String::new(),
-            inputs: Vec::new(),
-            outputs: Vec::new(),
-            metadata: schema::Metadata::default(),
-            name: None,
-        };
+        let nobody = nobody();
         for (told, name) in &self.program.outputs {
             let known = outer.tensors.get(name).copied().unwrap_or(CHANGED);
             let value = self.scope(&nobody, outer).read(known).map_err(|reason| error(told, reason))?;
@@ -419,6 +419,12 @@ impl Walk<'_> {
             }
         }
     }
+}
+
+/// What writes to the graph outside all nodes.
+fn nobody() -> schema::Node {
+    let metadata = schema::Metadata::default();
+    schema::Node { target: String::new(), inputs: Vec::new(), outputs: Vec::new(), metadata, name: None }
 }
 
 /// Whether the node came from where gradients stop. After `run_decompositions` there is no region without gradients and
