@@ -206,7 +206,7 @@ fn options(problem: &Problem, statement: &Statement<'_>) -> BTreeMap<String, Val
     add("pin", (!pins.is_empty()).then(|| json!(pins)));
     add("max_stages", constraints.most_stages.map(|most| json!(most)));
     add("recompute", (!problem.recompute).then(|| json!("never")));
-    add("no_replication", constraints.no_replication.then(|| json!(true)));
+    add("no_replication", constraints.no_replication.then_some(json!(true)));
     add("target", constraints.target.map(|target| json!(target.name())));
     add("cut_after", problem.constraints.cut_after.as_ref().map(|names| json!(names)));
     all

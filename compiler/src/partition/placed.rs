@@ -397,7 +397,7 @@ impl Placing<'_> {
         if measure == Measure::Bytes {
             return Some(Part { busiest_us: 0.0, way_us: 0.0, bytes });
         }
-        let shares = || [false, true].map(|recompute| self.share(measure, run, from, to, replicas, rest, recompute));
+        let shares = || [false, true].map(|recompute| self.share(measure, run, (from, to), replicas, rest, recompute));
         let shares = if self.levels.len() == 1 { *known.get_or_insert_with(shares) } else { shares() };
         let share = shares[usize::from(recompute)];
         Some(Part { busiest_us: share.busiest_us, way_us: share.way_us, bytes })
@@ -433,8 +433,7 @@ impl Placing<'_> {
         &self,
         measure: Measure,
         run: &Run,
-        from: usize,
-        to: usize,
+        (from, to): (usize, usize),
         replicas: u32,
         rest: u32,
         recompute: bool,

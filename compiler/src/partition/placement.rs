@@ -117,7 +117,7 @@ fn rules(question: &Question<'_>) -> Result<Vec<Rules>, ProblemError> {
     };
     let equal: Vec<Option<u32>> = match (constraints.no_replication, constraints.target) {
         (true, _) => vec![Some(1)],
-        (false, Some(_)) => (1..=devices).filter(|r| devices <= 64 || devices % r == 0).map(Some).collect(),
+        (false, Some(_)) => (1..=devices).filter(|r| devices <= 64 || devices.is_multiple_of(*r)).map(Some).collect(),
         (false, None) => vec![None],
     };
     let mut rules = Vec::new();

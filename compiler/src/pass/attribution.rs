@@ -109,7 +109,9 @@ pub fn attribute(graph: &Graph, training: Training) -> Result<Attribution, Attri
     }
     let mut fragment = fragments(&whole, &place, stages)?.swap_remove(0);
     pipeline::forward(&mut fragment)?;
-    let forward_nodes = by_owner(&fragment.graph, ops.len());
+    let forward_order = order::canonical(&fragment.graph);
+    let forward_owners = owners(&fragment.graph, &forward_order);
+    let forward_nodes = by_owner(&fragment.graph, &forward_order, &forward_owners, ops.len());
     let scalar = match training {
         Training::Loss(..) => fragment.graph.outputs.iter().rev().find(|o| o.name == LOSS).map(|o| o.value),
         _ => None,
@@ -121,17 +123,17 @@ pub fn attribute(graph: &Graph, training: Training) -> Result<Attribution, Attri
         None
     };
     let saved: Vec<Value> = made.iter().flat_map(|b| &b.reads).filter_map(|(_, read)| saved_value(read)).collect();
-    let saved_bytes = saved_by_owner(&fragment, &saved, ops.len());
-    let backward_nodes = match &made {
-        Some(made) => by_owner(&made.graph, ops.len()),
-        None => vec![Vec::new(); ops.len()],
-    };
+    let saved_bytes = saved_by_owner(&fragment, &forward_owners, &saved, ops.len());
     let kept: HashSet<Value> = saved.iter().copied().collect();
     let mut live_bytes = vec![0; ops.len()];
-    live_by_owner(&fragment.graph, &kept, &HashSet::new(), &mut live_bytes);
+    live_by_owner(&fragment.graph, &forward_order, &forward_owners, [&kept, &HashSet::new()], &mut live_bytes);
+    let mut backward_nodes = vec![Vec::new(); ops.len()];
     if let Some(made) = &made {
+        let order = order::canonical(&made.graph);
+        let owners = owners(&made.graph, &order);
+        backward_nodes = by_owner(&made.graph, &order, &owners, ops.len());
         let held = made.graph.outputs.iter().map(|output| output.value).collect();
-        live_by_owner(&made.graph, &HashSet::new(), &held, &mut live_bytes);
+        live_by_owner(&made.graph, &order, &owners, [&HashSet::new(), &held], &mut live_bytes);
     }
     let backward = made.map(|b| b.graph);
     Ok(Attribution {
@@ -199,9 +201,9 @@ fn tag(graph: &mut Graph, ops: &[NodeId]) {
 
 /// The op that answers for each node of a compiled graph. Sums of a parameter's gradient are written by no rule: they
 /// belong to the latest op that adds to them.
-fn owners(graph: &Graph) -> HashMap<NodeId, usize> {
+fn owners(graph: &Graph, order: &[NodeId]) -> HashMap<NodeId, usize> {
     let mut owners = HashMap::new();
-    for id in order::canonical(graph) {
+    for &id in order {
         let own = graph.node(id).origin.source.parse().ok();
         let inherited = || graph.inputs(id).iter().filter_map(|v| owners.get(&v.node).copied()).max();
         if let Some(owner) = own.or_else(inherited) {
@@ -211,10 +213,9 @@ fn owners(graph: &Graph) -> HashMap<NodeId, usize> {
     owners
 }
 
-fn by_owner(graph: &Graph, ops: usize) -> Vec<Vec<NodeId>> {
-    let owners = owners(graph);
+fn by_owner(graph: &Graph, order: &[NodeId], owners: &HashMap<NodeId, usize>, ops: usize) -> Vec<Vec<NodeId>> {
     let mut nodes = vec![Vec::new(); ops];
-    for id in order::canonical(graph) {
+    for &id in order {
         if let (true, Some(&owner)) = (runs(&graph.node(id).op), owners.get(&id)) {
             nodes[owner].push(id);
         }
@@ -223,10 +224,15 @@ fn by_owner(graph: &Graph, ops: usize) -> Vec<Vec<NodeId>> {
 }
 
 /// Raises each op's figure to what is alive while one of its nodes runs.
-fn live_by_owner(graph: &Graph, kept: &HashSet<Value>, held: &HashSet<Value>, bytes: &mut [u64]) {
-    let (owners, order) = (owners(graph), order::canonical(graph));
+fn live_by_owner(
+    graph: &Graph,
+    order: &[NodeId],
+    owners: &HashMap<NodeId, usize>,
+    [kept, held]: [&HashSet<Value>; 2],
+    bytes: &mut [u64],
+) {
     let needs = Needs { own: &HashSet::new(), kept, held, workspace: &HashMap::new() };
-    for (id, alive) in order.iter().zip(memory::live(graph, &order, &needs)) {
+    for (id, alive) in order.iter().zip(memory::live(graph, order, &needs)) {
         if let (true, Some(&owner)) = (runs(&graph.node(*id).op), owners.get(id)) {
             bytes[owner] = bytes[owner].max(alive as u64);
         }
@@ -241,9 +247,8 @@ fn saved_value(read: &Read) -> Option<Value> {
 }
 
 /// Bytes that are kept for each op. A view is kept as the tensor that it is a view of; sources are there anyway.
-fn saved_by_owner(fragment: &Fragment, saved: &[Value], ops: usize) -> Vec<u64> {
+fn saved_by_owner(fragment: &Fragment, owners: &HashMap<NodeId, usize>, saved: &[Value], ops: usize) -> Vec<u64> {
     let graph = &fragment.graph;
-    let owners = owners(graph);
     let mut roots: BTreeSet<Value> = BTreeSet::new();
     for &value in saved {
         let mut root = value;
