@@ -184,7 +184,7 @@ impl<'a> Reach<'a> {
             if !to.is_beyond(&best) {
                 return true;
             }
-            if best.compute + capacity * ((units - used) as f64) < to.compute || self.steps.get() >= self.most_steps {
+            if self.steps.get() >= self.most_steps {
                 return false;
             }
         }
