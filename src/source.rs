@@ -16,10 +16,14 @@ use compiler::plan::problem::{CostModel, Problem};
 use compiler::plan::{Plan, PlannedModel, PlannedProfile, read};
 use compiler::profile::cost_graph::CostGraph;
 use compiler::profile::{self, Method, Profile};
+use profiler::scratch::scratch;
 use sha2::{Digest, Sha256};
 use std::fs::File;
 use std::io::Read;
 use std::path::{Path, PathBuf};
+
+/// The device kind whose kernels are ours.
+const CPU: &str = "cpu";
 
 /// The most bytes of a plan file.
 const MOST_PLAN_BYTES: u64 = 256 << 20;
@@ -258,6 +262,11 @@ pub fn assemble(loaded: &Loaded, micro_batch: u64, cluster: Cluster, times: Time
             let subject = Subject { model: loaded.profiled(), micro_batch };
             let profile = analytic::profile(&graph, &attribution, &device, &subject);
             fill(&mut costs, &profile, None).map_err(|error| Failure::bug(&error.to_string()))?;
+            // Kernels of other devices are not known here.
+            if device.kind == CPU {
+                let needed = scratch(&attribution);
+                costs.ops.iter_mut().zip(needed).for_each(|(op, bytes)| op.workspace_bytes = bytes);
+            }
             PlannedProfile { sha256: String::new(), method: Method::Analytic }
         }
         Times::Profile(path, sha256, profile) => {

@@ -69,7 +69,7 @@ pub fn stages(plan: &Plan) -> String {
             layers(stage),
             format!("{} on {}", stage.replicas, ranges(&stage.devices)),
             quantity::time(stage.fwd_us + stage.bwd_us),
-            quantity::bytes(stage.memory.total),
+            quantity::bytes(stage.memory.total) + if stage.recompute { ", recomputed" } else { "" },
             bar(if most > 0.0 { load(stage) / most } else { 0.0 }),
         ]
     };

@@ -266,11 +266,16 @@ fn every_time_is_that_of_a_minibatch() {
     graph_txt(at, &[5.0, 5.0, 5.0, 5.0], 8);
     let flags = ["partition", "chain.graph.txt", "--gpus", "2", "--stages", "1,1", "--microbatches", "4"];
     // 4 micro-batches of 10 ms and one to drain, beside 4 of 20 ms on one device and 4 of 10 ms side by side.
-    let told = done(at, &[&flags[..], &["--schedule", "1f1b", "--compare"]].concat());
-    assert!(told.starts_with("Data parallelism would be 1.25"), "{told}");
-    assert!(told.contains("predicted      50.0") && told.contains("one device     80.00 ms per minibatch"), "{told}");
-    assert!(told.contains("this plan is 1.60 times") || told.contains("this plan is 1.6"), "{told}");
-    assert!(told.contains("in steady state") && !told.contains("\nuniform        "), "{told}");
+    for cost in ["paper", "pipec"] {
+        let told = done(at, &[&flags[..], &["--schedule", "1f1b", "--compare", "--cost", cost]].concat());
+        assert!(told.starts_with("Data parallelism would be 1.25"), "{told}");
+        assert!(
+            told.contains("predicted      50.0") && told.contains("one device     80.00 ms per minibatch"),
+            "{told}"
+        );
+        assert!(told.contains("this plan is 1.60 times") || told.contains("this plan is 1.6"), "{told}");
+        assert!(told.contains("in steady state") == (cost == "paper") && !told.contains("\nuniform        "), "{told}");
+    }
     let simulated = json(&done(at, &["simulate", "chain.plan.json", "--format", "json"]));
     assert!((simulated["step_us"].as_f64().unwrap() / 50_000.0 - 1.0).abs() < 0.05, "{simulated}");
     // The planner says that something is the answer where it was free to choose, and only there.
@@ -278,6 +283,42 @@ fn every_time_is_that_of_a_minibatch() {
     assert!(pinned.starts_with("Data parallelism would be 2.0"), "{pinned}");
     let same = done(at, &["partition", "chain.graph.txt", "--gpus", "2", "--partitioner", "data-parallel"]);
     assert!(!same.contains("is the answer") && !same.contains("would be"), "{same}");
+}
+
+#[test]
+fn constraints_and_objectives_of_plans() {
+    let folder = tempfile::tempdir().unwrap();
+    let at = folder.path();
+    graph_txt(at, &[5.0, 5.0, 5.0, 5.0], 8);
+    let flags = ["partition", "chain.graph.txt", "--gpus", "4", "--format", "json", "-o", "p.json"];
+    let plan = |more: &[&str]| json(&done(at, &[&flags[..], more].concat()));
+    let replicas = |plan: &serde_json::Value| {
+        let stages = plan["stages"].as_array().unwrap().iter();
+        stages.map(|stage| stage["replicas"].as_u64().unwrap()).collect::<Vec<_>>()
+    };
+    assert_eq!(replicas(&plan(&["--no-replication"])), [1, 1, 1, 1]);
+    assert_eq!(replicas(&plan(&["--no-replication", "--max-stages", "2"])), [1, 1]);
+    let latency = plan(&["--objective", "latency"]);
+    assert_eq!((latency["schedule"]["kind"].as_str(), replicas(&latency)), (Some("inference"), vec![1]));
+    let target = plan(&["--target", "torch", "--microbatches", "8"]);
+    assert_eq!(
+        (target["schedule"]["kind"].as_str(), target["options"]["target"].as_str()),
+        (Some("1f1b"), Some("torch"))
+    );
+    let pinned = plan(&["--pin", "0=0,3=1", "--no-replication"]);
+    assert_eq!(pinned["options"]["pin"], serde_json::json!(["0=0", "3=1"]));
+    assert_eq!(done(at, &["plan", "check", "p.json"]).matches("is sound").count(), 1);
+    for wrong in [
+        &["--target", "torch", "--schedule", "1f1b-rr"][..],
+        &["--objective", "latency", "--schedule", "1f1b"],
+        &["--no-replication", "--cost", "paper"],
+        &["--pin", "nothing=0"],
+        &["--pin", "0"],
+    ] {
+        fails(at, 2, &[&flags[..], wrong].concat());
+    }
+    let none = fails(at, 3, &[&flags[..], &["--memory", "10B"]].concat());
+    assert!(none.contains("lacks") && none.contains("is the least that was found to do"), "{none}");
 }
 
 #[test]

@@ -123,7 +123,7 @@ fn cuts_after_what_joins_are_told() {
     assert!(found.edges[0].tensors.iter().any(|tensor| tensor == "turned"));
     let error = with(&problem("negatd"), Partitioner::Pipec).unwrap_err();
     assert!(
-        matches!(&error, PlanError::Problem(ProblemError::UnknownCut { .. })) && error.to_string().contains("negated")
+        matches!(&error, PlanError::Problem(ProblemError::UnknownName { .. })) && error.to_string().contains("negated")
     );
 }
 

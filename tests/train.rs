@@ -70,13 +70,25 @@ fn stages(count: usize) -> Vec<usize> {
 }
 
 fn pipelined(replicas: &[u32], caps: &[u32], schedule: Schedule, count: StepCount, optimizer: &Optimizer) -> Trained {
+    recomputed(replicas, caps, schedule, count, optimizer, false)
+}
+
+fn recomputed(
+    replicas: &[u32],
+    caps: &[u32],
+    schedule: Schedule,
+    count: StepCount,
+    optimizer: &Optimizer,
+    recompute: bool,
+) -> Trained {
     let (graph, weights) = network();
     let item = BATCH / count.microbatches as usize;
     let dims = Bindings::from([("batch".to_string(), item as i64)]);
     let shapes = replicas.iter().map(|r| StageShape::new(*r, f64::from(*r), 2.0 * f64::from(*r))).collect();
     let pipeline = Pipeline::chain(shapes).with_caps(caps);
     let settings = Settings { dims, loss: Loss::CrossEntropy, class_axis: None, schedule, count };
-    let prepared = prepare(&graph, &stages(replicas.len()), pipeline, &settings).unwrap();
+    let mut prepared = prepare(&graph, &stages(replicas.len()), pipeline, &settings).unwrap();
+    prepared.codes.iter_mut().for_each(|code| code.recompute = recompute);
     let steps = count.minibatches as usize;
     let data = Dataset::new(rows(steps), &feeds(&prepared.codes), item).unwrap();
     let batches = Batches::new(data, BATCH, count.microbatches as usize, steps, Order::InOrder).unwrap();
@@ -274,4 +286,23 @@ fn a_gradient_without_a_rule_is_refused() {
     let whole = fragments(&graph, &place, 1).unwrap().remove(0);
     let refused = backward(&whole, Some(whole.graph.outputs[0].value), &Arriving::new());
     assert!(matches!(refused, Err(BackwardError::NoRule { .. })), "a product has no gradient rule");
+}
+
+/// Running forward again before backward changes nothing but time and memory.
+#[test]
+fn recomputation_gives_the_same_bits() {
+    let optimizer = Optimizer::Sgd { learning_rate: 0.1, momentum: 0.9, nesterov: false, weight_decay: 0.0 };
+    for (replicas, schedule, count) in [
+        (&[1, 1, 1][..], Schedule::OneFOneBRr, StepCount::minibatches(7)),
+        (&[2, 1, 1], Schedule::OneFOneBRr, StepCount::minibatches(7)),
+        (&[1, 1, 1], Schedule::OneFOneB, StepCount { minibatches: 3, microbatches: 4 }),
+        (&[1, 1], Schedule::Gpipe, StepCount { minibatches: 3, microbatches: 2 }),
+    ] {
+        let run = |again| recomputed(replicas, &published_caps(replicas), schedule, count, &optimizer, again);
+        let (plain, again) = (run(false), run(true));
+        assert_eq!(plain.losses, again.losses, "{replicas:?} {schedule}");
+        for (name, weight) in &plain.weights {
+            assert_eq!(weight.bytes(), again.weights[name].bytes(), "{name} of {replicas:?} {schedule}");
+        }
+    }
 }

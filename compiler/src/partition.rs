@@ -12,6 +12,7 @@ pub mod every;
 pub mod exhaustive;
 pub mod finish;
 pub mod fit;
+pub mod forward;
 pub mod in_flight;
 pub mod joined;
 pub mod line;

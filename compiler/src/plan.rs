@@ -169,7 +169,7 @@ pub struct StageMemory {
     /// Saved tensors, inputs from other stages and what is sent to them, for every micro-batch in flight; where the stage is
     /// recomputed, the saved ones for one, and what is sent for one more.
     pub activations: u64,
-    /// Gradients of one micro-batch that come from other stages or go to them.
+    /// Gradients of one micro-batch that come from other stages or go to them, and those on their way of the one before.
     #[serde(default)]
     pub messages: u64,
     /// The arena: what is alive within one run at its fullest, scratch included.
@@ -214,7 +214,7 @@ pub struct Stage {
     /// What one replica holds.
     pub memory: StageMemory,
     /// The stage's place in the levels of the cluster, innermost first. One entry on a cluster of several levels means that the
-    /// plan does not take whole groups and is judged on [`crate::cluster::Cluster::flattened`].
+    /// plan does not take whole groups and is judged on [`crate::cluster::Cluster::flattened`]; under cost `pipec`, by `devices`.
     pub hierarchy: Vec<Place>,
 }
 

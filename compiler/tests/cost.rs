@@ -2,6 +2,7 @@
 
 use compiler::cluster::Bytes;
 use compiler::cluster::read::levels;
+use compiler::import::pipedream;
 use compiler::partition::planner::{Partitioner, PlanError, Planned, PlannerOptions, plan};
 use compiler::plan::check::check;
 use compiler::plan::problem::{CostModel, InFlight, Objective, Problem, Target};
@@ -352,4 +353,40 @@ fn the_judge_finds_every_change() {
         let text = faults.iter().map(ToString::to_string).collect::<Vec<_>>().join("\n");
         assert!(text.contains(expected), "{expected}: {text}");
     }
+}
+
+#[test]
+fn the_least_memory_is_found() {
+    for seed in 0..150 {
+        let mut random = Random(12_000 + seed);
+        let mut problem = random_problem(&mut random, 7);
+        if problem.objective == Objective::Latency {
+            continue;
+        }
+        problem.objective = Objective::Memory;
+        problem.recompute = seed % 2 == 0;
+        let peak = |partitioner| {
+            let plan = with(&problem, partitioner).unwrap().plan;
+            plan.stages.iter().map(|stage| stage.memory.total).max()
+        };
+        assert_eq!(peak(Partitioner::Pipec), peak(Partitioner::Exhaustive), "seed {seed}");
+    }
+}
+
+/// VGG-16 of the PipeDream paper on two servers of eight: fifteen replicas over both and one for the fully connected layers.
+#[test]
+fn stages_span_servers() {
+    let root = std::env::var("PIPEC_DATA")
+        .unwrap_or_else(|_| concat!(env!("CARGO_MANIFEST_DIR"), "/../../shared/data").into());
+    let Ok(text) = std::fs::read_to_string(format!("{root}/partition/pipedream/profiles/vgg16.graph.txt")) else {
+        return println!("skipped: no shared data");
+    };
+    let graph = pipedream::read(&text).unwrap();
+    let mut cluster = levels("8:40GB/s,2:0.5GB/s").unwrap();
+    cluster.levels[1].shared = true;
+    let problem = Problem::new(graph, cluster, CostModel::Pipec);
+    let found = with(&problem, Partitioner::Pipec).unwrap().plan;
+    let replicas: Vec<u32> = found.stages.iter().map(|stage| stage.replicas).collect();
+    assert_eq!(replicas, [15, 1]);
+    assert!(us(&found) < 46_000.0 && us(&found) < found.baselines.data_parallel / 1.5, "{}", us(&found));
 }

@@ -12,4 +12,5 @@ pub mod cache;
 pub mod kernel;
 pub mod machine;
 pub mod measure;
+pub mod scratch;
 pub mod whole;

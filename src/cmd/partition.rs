@@ -188,6 +188,12 @@ pub fn run(arguments: Box<Arguments>, screen: &Screen) -> Result<(), Failure> {
         screen.text(&compared(&planned));
     }
     plan.warnings.iter().chain(&refused).for_each(|warning| screen.warn(warning));
+    if !plan.schedule.kind.is_continuous() && plan.schedule.microbatches == 1 && plan.cluster.devices > 1 {
+        screen.note(
+            "one micro-batch in a minibatch leaves nothing to overlap under a flush; `--microbatches` splits it, and the costs are \
+             those of one of them",
+        );
+    }
     screen.json(&serde_json::to_value(plan).unwrap_or_default());
     screen.text(&format!("\nwrote {}\n{}", path.display(), next(&arguments.file, &path, refused.is_some())));
     Ok(())

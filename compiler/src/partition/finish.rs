@@ -125,7 +125,7 @@ pub fn finish(problem: &Problem, chosen: &Candidate, statement: &Statement<'_>) 
 }
 
 /// What no partition beats under cost `pipec`: all compute on all devices at once, and one item's way.
-fn spread(problem: &Problem) -> f64 {
+pub fn spread(problem: &Problem) -> f64 {
     let (devices, m) = (f64::from(problem.cluster.devices()), f64::from(problem.microbatches));
     let forward: f64 = problem.graph.ops.iter().map(|op| op.fwd_us).sum();
     let asked = build::asked(problem);
@@ -205,6 +205,7 @@ fn options(problem: &Problem, statement: &Statement<'_>) -> BTreeMap<String, Val
     let pins: Vec<String> = constraints.pins.iter().map(|(name, stage)| format!("{name}={stage}")).collect();
     add("pin", (!pins.is_empty()).then(|| json!(pins)));
     add("max_stages", constraints.most_stages.map(|most| json!(most)));
+    add("recompute", (!problem.recompute).then(|| json!("never")));
     add("no_replication", constraints.no_replication.then(|| json!(true)));
     add("target", constraints.target.map(|target| json!(target.name())));
     add("cut_after", problem.constraints.cut_after.as_ref().map(|names| json!(names)));

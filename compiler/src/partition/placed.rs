@@ -15,17 +15,13 @@
 //! is proven; where its steps do not suffice, the answer is the best that was met, and the bound is that of the tables.
 
 use crate::cluster::Level;
+use crate::partition::forward::{Prefix, Walk};
 use crate::partition::places::{Places, Run};
 use crate::plan::caps::{Flow, Position};
 use crate::plan::links::Wire;
 use crate::plan::memory::Multiples;
-use crate::plan::outlook::{Asked, Message, PlacedStage, Share, outlook};
-use crate::plan::{Edge, StageId};
-use std::collections::BTreeMap;
+use crate::plan::outlook::{Asked, Message, PlacedStage, Share};
 use std::ops::RangeInclusive;
-
-/// Steps of the forward search.
-pub const STEPS: u64 = 400_000;
 
 /// What stages are allowed.
 #[derive(Clone, Debug, Default, PartialEq)]
@@ -65,6 +61,8 @@ pub struct Placing<'a> {
     pub memory_limit: Option<u64>,
     /// What is allowed.
     pub rules: &'a Rules,
+    /// Steps that the forward search may take.
+    pub steps: u64,
 }
 
 /// A stage that was found.
@@ -112,8 +110,9 @@ enum Measure {
     Likely,
 }
 
+/// One entry of a table.
 #[derive(Clone, Copy)]
-struct Entry {
+pub struct Entry {
     value: f64,
     to: u32,
     /// Replicas; 0 where devices up to the next unit stay unused.
@@ -121,11 +120,12 @@ struct Entry {
 }
 
 /// Entry `(layer · sets + from) · (devices + 1) + w`. With layers, layer t is of exactly t stages.
-struct Table {
+pub struct Table {
     entries: Vec<Entry>,
     sets: usize,
     width: usize,
-    layered: bool,
+    /// Whether it has layers.
+    pub layered: bool,
 }
 
 impl Table {
@@ -133,7 +133,8 @@ impl Table {
         (if self.layered { layer * self.sets + set } else { set }) * self.width + w
     }
 
-    fn value(&self, layer: usize, set: usize, w: usize) -> f64 {
+    /// The least value of the run from a set to the end on so many devices.
+    pub fn value(&self, layer: usize, set: usize, w: usize) -> f64 {
         self.entries[self.at(layer, set, w)].value
     }
 }
@@ -167,9 +168,9 @@ impl Placing<'_> {
             offer(way.as_ref().and_then(|table| self.read(table)));
             // The shortest ways among partitions whose busiest stage takes at most so much, the least of it first.
             let mut limit = least_busiest * (1.0 + 1e-9);
-            for _ in 0..6 {
+            for _ in 0..3 {
                 offer(self.read(&self.table(Measure::Way, limit)));
-                limit = limit * 1.25 + f64::MIN_POSITIVE;
+                limit = limit * 1.5 + f64::MIN_POSITIVE;
             }
         } else {
             let fewest = self.table(Measure::Stages, least_busiest * (1.0 + 1e-12));
@@ -221,12 +222,13 @@ impl Placing<'_> {
         seats
     }
 
-    fn layers(&self) -> Option<usize> {
+    /// The most stages, where they are limited.
+    pub fn layers(&self) -> Option<usize> {
         self.rules.stages.or(self.rules.most_stages).map(|most| most.min(self.places.len() - 1))
     }
 
     /// How many stages a whole partition may have, as layers of a table.
-    fn finals(&self) -> RangeInclusive<usize> {
+    pub fn finals(&self) -> RangeInclusive<usize> {
         match (self.rules.stages, self.layers()) {
             (Some(exactly), _) => exactly..=exactly,
             (None, Some(most)) => 1..=most,
@@ -251,7 +253,8 @@ impl Placing<'_> {
         best
     }
 
-    fn replicas(&self, stage: Option<usize>) -> RangeInclusive<u32> {
+    /// The replicas that a stage may have.
+    pub fn replicas(&self, stage: Option<usize>) -> RangeInclusive<u32> {
         match (&self.rules.replicas, self.rules.equal, stage) {
             (Some(list), _, Some(stage)) => list[stage]..=list[stage],
             (_, Some(equal), _) => equal..=equal,
@@ -260,11 +263,12 @@ impl Placing<'_> {
     }
 
     /// The place of a stage that has so many stages after it, where the number of stages is fixed.
-    fn stage(&self, layer: usize) -> Option<usize> {
+    pub fn stage(&self, layer: usize) -> Option<usize> {
         self.rules.stages.and_then(|stages| stages.checked_sub(layer))
     }
 
-    fn is_allowed(&self, from: usize, to: usize, stage: Option<usize>) -> bool {
+    /// Whether all pins let a run be this stage.
+    pub fn is_allowed(&self, from: usize, to: usize, stage: Option<usize>) -> bool {
         let Some(stage) = stage else { return true };
         let inside = |op: u32| self.places.has(to, op as usize) && !self.places.has(from, op as usize);
         self.rules.pins.iter().all(|&(op, wanted)| inside(op) == (wanted == stage))
@@ -408,7 +412,8 @@ impl Placing<'_> {
         (self.rules.recompute && self.bytes(run, replicas, rest, true, stage) <= limit).then_some(true)
     }
 
-    fn chosen(&self, from: usize, to: usize, replicas: u32, rest: u32, at: usize) -> Option<bool> {
+    /// Whether the run is recomputed as the stage at place `at`; `None` if it does not fit.
+    pub fn chosen(&self, from: usize, to: usize, replicas: u32, rest: u32, at: usize) -> Option<bool> {
         let stage = self.rules.stages.map(|_| at);
         self.recomputes(&self.places.run(from, to), replicas, rest, stage)
     }
@@ -511,150 +516,4 @@ struct Part {
     busiest_us: f64,
     way_us: f64,
     bytes: u64,
-}
-
-/// The first stages of a partition, priced exactly but for what later stages will read of them.
-#[derive(Clone, Default)]
-struct Prefix {
-    seats: Vec<Seat>,
-    stages: Vec<PlacedStage>,
-    edges: Vec<Edge>,
-}
-
-impl Prefix {
-    fn push(&mut self, placing: &Placing<'_>, seat: Seat) {
-        let run = placing.places.run(seat.from, seat.to);
-        let again = if seat.recompute { run.forward_us } else { 0.0 };
-        let to = StageId(self.stages.len() as u32);
-        self.stages.push(PlacedStage {
-            forward_us: run.forward_us,
-            backward_us: run.backward_us + again,
-            weight_bytes: run.holdings.weights as f64,
-            first: seat.first,
-            replicas: seat.replicas,
-        });
-        let mut bytes: BTreeMap<u32, u64> = BTreeMap::new();
-        for tensor in placing.places.inputs(seat.from, seat.to) {
-            let tensor = &placing.places.graph.tensors[tensor as usize];
-            let made = self.seats.iter().position(|before| placing.places.has(before.to, tensor.producer.index()));
-            if let Some(from) = made {
-                *bytes.entry(from as u32).or_default() += tensor.bytes;
-            }
-        }
-        let edge = |(from, bytes): (u32, u64)| Edge { from: StageId(from), to, tensors: Vec::new(), bytes };
-        self.edges.extend(bytes.into_iter().map(edge));
-        self.seats.push(seat);
-    }
-
-    fn pop(&mut self) {
-        self.seats.pop();
-        self.stages.pop();
-        let last = self.stages.len() as u32;
-        self.edges.retain(|edge| edge.to.0 != last);
-    }
-
-    fn us(&self, placing: &Placing<'_>) -> f64 {
-        outlook(&placing.asked, placing.levels, &self.stages, &self.edges).minibatch_us
-    }
-
-    /// The busiest, the way, and the all-reduce of these stages apart.
-    fn parts(&self, placing: &Placing<'_>) -> (f64, f64) {
-        let looked = outlook(&placing.asked, placing.levels, &self.stages, &self.edges);
-        (looked.busiest_us, looked.minibatch_us - looked.busiest_us)
-    }
-}
-
-/// The forward search.
-struct Walk<'a, 'b> {
-    placing: &'a Placing<'b>,
-    busiest: &'a Table,
-    way: Option<&'a Table>,
-    best: Option<(f64, Vec<Seat>)>,
-    best_us: f64,
-    steps: u64,
-}
-
-impl Walk<'_, '_> {
-    /// Whether it ran to its end.
-    fn run(&mut self) -> bool {
-        for layer in self.placing.finals() {
-            if self.placing.layers().is_some_and(|most| layer > most) {
-                continue;
-            }
-            for w in 1..=self.placing.devices {
-                if !self.extend(&mut Prefix::default(), layer, 0, w) {
-                    return false;
-                }
-            }
-        }
-        true
-    }
-
-    fn extend(&mut self, prefix: &mut Prefix, layer: usize, from: usize, w: u32) -> bool {
-        let placing = self.placing;
-        let whole = placing.places.len() - 1;
-        if from == whole {
-            let us = prefix.us(placing);
-            if us < self.best_us * (1.0 - 1e-12) {
-                self.best_us = us;
-                self.best = Some((us, prefix.seats.clone()));
-            }
-            return true;
-        }
-        let stage = placing.stage(layer);
-        let below = layer - usize::from(self.busiest.layered);
-        let mut next: Vec<(f64, Seat, u32)> = Vec::new();
-        for to in from + 1..=whole {
-            self.steps += 1;
-            if !placing.places.nested(from, to) || !placing.is_allowed(from, to, stage) {
-                continue;
-            }
-            for replicas in placing.replicas(stage).take_while(|&replicas| replicas <= w) {
-                self.steps += 1;
-                let rest = w - replicas;
-                let tail = self.busiest.value(below, to, rest as usize);
-                let compute = placing.places.compute_us(from, to, placing.asked.trains());
-                let weight = placing.asked.weight(replicas);
-                if tail.is_infinite() || (weight * compute).max(tail) >= self.best_us {
-                    continue;
-                }
-                let Some(recompute) = placing.chosen(from, to, replicas, rest, prefix.seats.len()) else { continue };
-                let first = placing.devices - rest - replicas;
-                let seat = Seat { from, to, first, replicas, recompute };
-                prefix.push(placing, seat);
-                let (busiest, sum) = prefix.parts(placing);
-                prefix.pop();
-                let least = busiest.max(tail) + sum + self.way.map_or(0.0, |way| way.value(below, to, rest as usize));
-                if least < self.best_us * (1.0 - 1e-9) {
-                    next.push((least, seat, rest));
-                }
-            }
-            if self.steps > STEPS {
-                return false;
-            }
-        }
-        next.sort_by(|left, right| left.0.total_cmp(&right.0));
-        for (least, seat, rest) in next {
-            if least >= self.best_us * (1.0 - 1e-9) {
-                break;
-            }
-            prefix.push(placing, seat);
-            let mut starts = vec![rest];
-            // The next stage may begin at the border of a unit.
-            if let [inner, _, ..] = placing.levels {
-                let border = rest - rest % inner.count.max(1);
-                starts.extend((border != rest && (border > 0) && seat.to != whole).then_some(border));
-            }
-            for start in starts {
-                if seat.to == whole && start != 0 {
-                    continue;
-                }
-                if !self.extend(prefix, below, seat.to, start) {
-                    return false;
-                }
-            }
-            prefix.pop();
-        }
-        true
-    }
 }

@@ -347,7 +347,10 @@ fn memory(problem: &Problem, plan: &Plan, stage_of: &[usize]) -> Vec<StageMemory
             }
             false => alive[stage].saturating_add(waiting).saturating_mul(in_flight),
         };
-        let messages = received[stage].saturating_add(if trains { sent[stage] } else { 0 });
+        let messages = match trains {
+            true => received[stage].saturating_mul(2).saturating_add(sent[stage]),
+            false => received[stage],
+        };
         let workspace = workspace[stage];
         let sum = [versions, gradients, optimizer, activations, messages, workspace];
         let total = sum.iter().fold(weights, |sum, &part| sum.saturating_add(part));

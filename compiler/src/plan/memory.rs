@@ -4,13 +4,13 @@
 //! total       = weights · versions + gradients + optimizer + activations + messages + workspace
 //! gradients   = 2 weights, and 1 more where replicas add theirs up
 //! activations = in_flight · (saved + inputs + sent)          recomputed: in_flight · (inputs + outputs) + saved + outputs
-//! messages    = inputs + outputs                             inference: inputs
+//! messages    = 2 inputs + outputs                           inference: inputs
 //! ```
 //!
 //! `saved` is what forward keeps for backward, what is fed to the model included, `inputs` the tensors that come from other stages, `sent` those of the `outputs`, which
 //! go to others, that would not be kept otherwise; `workspace` is the arena: what is alive within a run, scratch included, at the op
 //! where that is most. The gradients are those that are summed up and those of the run at hand; the messages, the gradients
-//! that one item gets and gives. A recomputed stage keeps its inputs and what it sent, and runs forward once more before backward, into other buffers. Versions are
+//! that one item gets and gives, and those of the item before that may still be on their way. A recomputed stage keeps its inputs and what it sent, and runs forward once more before backward, into other buffers. Versions are
 //! held by pointer: V versions take V copies of the weights and no more. A tied parameter counts once in each stage that uses
 //! it. For inference there are no gradients and no optimizer, and the next item may be under way.
 
@@ -97,7 +97,8 @@ impl Holdings {
         };
         let one = kept.saturating_add(self.inputs);
         let activations = one.saturating_mul(u64::from(multiples.in_flight)).saturating_add(once);
-        let messages = self.inputs.saturating_add(if trains { self.outputs } else { 0 });
+        let gradients_out = if trains { self.inputs.saturating_add(self.outputs) } else { 0 };
+        let messages = self.inputs.saturating_add(gradients_out);
         let workspace = self.workspace;
         let parts = [weights, versions, gradients, optimizer, activations, messages, workspace];
         let total = parts.iter().fold(0u64, |sum, &part| sum.saturating_add(part));
@@ -136,7 +137,7 @@ mod tests {
         };
         let held = tail.held(&multiples);
         assert_eq!((held.versions, held.gradients, held.optimizer, held.activations), (2000, 2000, 2000, 480));
-        assert_eq!(held.total, 1000 + 2000 + 2000 + 2000 + 480 + 100 + 9);
+        assert_eq!(held.total, 1000 + 2000 + 2000 + 2000 + 480 + 200 + 9);
         // Recomputed, only the inputs wait for each of the three; what one item saves is there while it runs backward.
         let recomputed = tail.held(&Multiples { recompute: true, ..multiples });
         assert_eq!(recomputed.activations, 3 * 100 + 60);

@@ -1,4 +1,4 @@
-//! What a stage costs, by the name of a cost model. This file is all that a partitioner knows of cost.
+//! What a stage costs, by the name of a cost model. This file is all that the searches over levels know of cost.
 //!
 //! A cluster is searched level by level. At level k a [`Part`] is a run of ops on `replicas` units, a unit being all devices of
 //! the level below; what one unit needs for it is `inner_us`. Times are microseconds for one minibatch.
