@@ -213,7 +213,7 @@ impl Question<'_> {
                 let within = bounds.sets_within(levels, known_us * (1.0 + 1e-9));
                 let too_many = within.as_ref().filter(|space| space.len() > in_memory);
                 if let Some(many) = too_many.filter(|_| !is_near(known_us, bound_us)) {
-                    let few = many.cheapest(in_memory / 2);
+                    let few = many.cheapest(in_memory / 3);
                     states += few.len() as u64;
                     let found = pipedream::solve(&few, &cost, levels, is_ours, known_us);
                     if let Some(better) = found.filter(|found| found.minibatch_us < known_us) {
