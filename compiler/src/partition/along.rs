@@ -46,7 +46,7 @@ impl Lines<'_> {
         let ops = problem.graph.ops.len();
         let places = largest((ops + 1).min(MAX_PLACES), |sets| {
             let (steps, bytes) = pipedream::effort(levels, sets);
-            steps <= 2e8 && bytes <= 3e8
+            steps <= 1e8 && bytes <= 3e8
         });
         Lines { problem, cost: StageCost::of(problem), levels, orders: linear::orders(&problem.graph), places }
     }

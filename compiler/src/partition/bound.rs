@@ -2,7 +2,7 @@
 //!
 //! Three bounds, of which the greatest counts: all compute on all devices at once; the op that is slowest however often it is
 //! replicated; and the time in which a pipeline gets along the relaxed terrain of the graph, which knows of weights that must be
-//! summed, of tensors that must cross, of ops that cannot be split, and of memory that the weights of a stage take.
+//! summed, of tensors that must cross, and of ops that cannot be split.
 //!
 //! On several levels a plan takes whole groups or it does not, so the bound is the lesser of the two kinds' bounds.
 

@@ -4,35 +4,108 @@
 //! that take a part of one branch and a part of another in a proportion that the order does not offer.
 
 use crate::profile::cost_graph::CostGraph;
+use std::collections::BTreeSet;
 
-/// Orders to try: as the file has them, and one that finishes a branch before it begins the next.
+/// Orders to try: what is ready first, what has the longest way to the end first, and one that finishes a branch before it begins
+/// the next. Names decide between equals, so that the order in which a file lists its ops does not matter.
 pub fn orders(graph: &CostGraph) -> Vec<Vec<u32>> {
-    let canonical: Vec<u32> = (0..graph.ops.len() as u32).collect();
-    let branches = depth_first(graph);
-    if branches == canonical { vec![canonical] } else { vec![canonical, branches] }
-}
-
-// Kahn's algorithm with a stack: what became ready last goes first.
-fn depth_first(graph: &CostGraph) -> Vec<u32> {
-    let ops = graph.ops.len();
-    let mut waits = vec![0u32; ops];
-    let mut after: Vec<Vec<u32>> = vec![Vec::new(); ops];
-    for (from, to) in graph.edges() {
-        waits[to.index()] += 1;
-        after[from.index()].push(to.0);
-    }
-    let mut stack: Vec<u32> = (0..ops as u32).rev().filter(|&op| waits[op as usize] == 0).collect();
-    let mut order = Vec::with_capacity(ops);
-    while let Some(op) = stack.pop() {
-        order.push(op);
-        for &to in after[op as usize].iter().rev() {
-            waits[to as usize] -= 1;
-            if waits[to as usize] == 0 {
-                stack.push(to);
-            }
+    let edges = Edges::of(graph);
+    let mut tried: Vec<Vec<u32>> = Vec::new();
+    for order in [edges.by(&edges.depths()), edges.by(&edges.ways(graph)), edges.depth_first()] {
+        if !tried.contains(&order) {
+            tried.push(order);
         }
     }
-    order
+    tried
+}
+
+struct Edges {
+    pairs: Vec<(usize, usize)>,
+    after: Vec<Vec<u32>>,
+    /// How many precede each op.
+    waits: Vec<u32>,
+    /// The place of each op when all are sorted by their names.
+    rank: Vec<usize>,
+}
+
+impl Edges {
+    fn of(graph: &CostGraph) -> Edges {
+        let ops = graph.ops.len();
+        let pairs: Vec<(usize, usize)> =
+            graph.edges().into_iter().map(|(from, to)| (from.index(), to.index())).collect();
+        let mut by_name: Vec<usize> = (0..ops).collect();
+        by_name.sort_by_key(|&op| (graph.ops[op].name.as_str(), op));
+        let mut rank = vec![0; ops];
+        by_name.into_iter().enumerate().for_each(|(place, op)| rank[op] = place);
+        let (mut after, mut waits) = (vec![Vec::new(); ops], vec![0; ops]);
+        for &(from, to) in &pairs {
+            waits[to] += 1;
+            after[from].push(to as u32);
+        }
+        after.iter_mut().for_each(|readers| readers.sort_by_key(|&op| rank[op as usize]));
+        Edges { pairs, after, waits, rank }
+    }
+
+    /// Ops on the longest way from the start to each.
+    fn depths(&self) -> Vec<f64> {
+        let mut depths = vec![0.0f64; self.after.len()];
+        for &(from, to) in &self.pairs {
+            depths[to] = depths[to].max(depths[from] + 1.0);
+        }
+        depths
+    }
+
+    /// Minus the compute on the longest way from each to the end.
+    fn ways(&self, graph: &CostGraph) -> Vec<f64> {
+        let mut ways: Vec<f64> = graph.ops.iter().map(|op| -(op.fwd_us + op.bwd_us)).collect();
+        for &(from, to) in self.pairs.iter().rev() {
+            let op = &graph.ops[from];
+            ways[from] = ways[from].min(ways[to] - (op.fwd_us + op.bwd_us));
+        }
+        ways
+    }
+
+    /// Of what is ready the op with the least value first.
+    fn by(&self, values: &[f64]) -> Vec<u32> {
+        let mut sorted: Vec<usize> = (0..values.len()).collect();
+        sorted.sort_by(|&left, &right| {
+            values[left].total_cmp(&values[right]).then(self.rank[left].cmp(&self.rank[right]))
+        });
+        let mut place = vec![0; sorted.len()];
+        sorted.iter().enumerate().for_each(|(at, &op)| place[op] = at);
+        let mut waits = self.waits.clone();
+        let mut ready: BTreeSet<usize> = (0..waits.len()).filter(|&op| waits[op] == 0).map(|op| place[op]).collect();
+        let mut order = Vec::with_capacity(waits.len());
+        while let Some(first) = ready.pop_first() {
+            let op = sorted[first];
+            order.push(op as u32);
+            for &to in &self.after[op] {
+                waits[to as usize] -= 1;
+                if waits[to as usize] == 0 {
+                    ready.insert(place[to as usize]);
+                }
+            }
+        }
+        order
+    }
+
+    /// Kahn's algorithm with a stack: what became ready last goes first.
+    fn depth_first(&self) -> Vec<u32> {
+        let mut waits = self.waits.clone();
+        let mut stack: Vec<u32> = (0..waits.len() as u32).filter(|&op| waits[op as usize] == 0).collect();
+        stack.sort_by_key(|&op| std::cmp::Reverse(self.rank[op as usize]));
+        let mut order = Vec::with_capacity(waits.len());
+        while let Some(op) = stack.pop() {
+            order.push(op);
+            for &to in self.after[op as usize].iter().rev() {
+                waits[to as usize] -= 1;
+                if waits[to as usize] == 0 {
+                    stack.push(to);
+                }
+            }
+        }
+        order
+    }
 }
 
 #[cfg(test)]

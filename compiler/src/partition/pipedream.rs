@@ -38,7 +38,7 @@ pub struct Solution {
     pub states: u64,
 }
 
-/// Finds the best partition of `space` on `levels` with all units, or with at most all where `may_leave_units` is set.
+/// Finds the best partition of `space` on `levels` with all units of every level, or with at most all where `may_leave_units` is set.
 ///
 /// `bound_us` is a value that some partition is known to reach, or infinity. Gives `None` only if no partition reaches it.
 pub fn solve(
@@ -48,7 +48,7 @@ pub fn solve(
     may_leave_units: bool,
     bound_us: f64,
 ) -> Option<Solution> {
-    let mut solver = Solver { space, cost, levels, inner: Vec::new() };
+    let mut solver = Solver { space, cost, levels, may_leave_units, inner: Vec::new() };
     for level in 0..levels.len().checked_sub(1)? {
         let table = solver.all_runs(level);
         solver.inner.push(table);
@@ -87,6 +87,7 @@ struct Solver<'a> {
     space: &'a Space,
     cost: &'a StageCost,
     levels: &'a [LevelCost],
+    may_leave_units: bool,
     /// For each solved level: the value of the run from set p to set q on all units, at `p * sets + q`.
     inner: Vec<Vec<f64>>,
 }
@@ -116,7 +117,7 @@ impl Solver<'_> {
         self.cost.entry_us(&self.levels[level], self.space.cut[at], self.levels[level].count)
     }
 
-    /// A_k of every run, on all units of `level`.
+    /// A_k of every run, on all units of `level`, or on the best number of them.
     fn all_runs(&self, level: usize) -> Vec<f64> {
         let sets = self.space.len();
         let units = self.levels[level].count as usize;
@@ -150,8 +151,9 @@ impl Solver<'_> {
                 }
             }
         }
-        let all = |at: usize| best[(at / sets * units + units - 1) * sets + at % sets];
-        (0..sets * sets).map(all).collect()
+        let with = |at: usize, used: usize| best[(at / sets * units + used - 1) * sets + at % sets];
+        let least = if self.may_leave_units { 1 } else { units };
+        (0..sets * sets).map(|at| (least..=units).map(|used| with(at, used)).fold(f64::INFINITY, f64::min)).collect()
     }
 
     /// A_k of the runs that start at the empty set: entry `to * units + m - 1`. Values above `bound` may be infinite, or larger
@@ -253,7 +255,9 @@ impl Solver<'_> {
                     let slack = (limit - self.part_us(level, split, at, last, split == from)) * last as f64;
                     let allowed = (best + slack * (1.0 - 1e-9)).max(best) * (1.0 + SAME);
                     let count = self.levels[below].count as usize;
-                    Body::Groups(self.fewest_parts(below, split, at, count, allowed)?)
+                    let least = if self.may_leave_units { 1 } else { count };
+                    let with = |used| self.fewest_parts(below, split, at, used, allowed);
+                    Body::Groups((least..=count).find_map(with)?)
                 }
             };
             groups.push(Group { replicas: last as u32, body });

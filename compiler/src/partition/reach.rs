@@ -19,7 +19,7 @@ use crate::plan::stage_cost::{LevelCost, Part, StageCost};
 use std::cell::Cell;
 
 /// Times this close are not told apart.
-const CLOSE: f64 = 1e-6;
+const CLOSE: f64 = 1e-5;
 
 /// A question about one terrain.
 pub struct Reach<'a> {
@@ -184,7 +184,7 @@ impl<'a> Reach<'a> {
             if !to.is_beyond(&best) {
                 return true;
             }
-            if best.compute + capacity * ((units - used) as f64) < to.compute || self.steps.get() >= self.most_steps {
+            if self.steps.get() >= self.most_steps {
                 return false;
             }
         }

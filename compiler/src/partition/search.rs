@@ -127,7 +127,9 @@ impl Question<'_> {
         let bounds = Bounds::of(problem);
         let mut is_proven = true;
         for (levels, is_flat) in &searches {
-            let searched = self.search(levels, growth, is_ours, &bounds);
+            let known = found.candidates.iter().filter(|candidate| candidate.fits);
+            let best_us = known.map(|candidate| candidate.minibatch_us).fold(f64::INFINITY, f64::min);
+            let searched = self.search(levels, growth, is_ours, &bounds, best_us);
             found.states += searched.states;
             found.fallback = found.fallback.take().or(searched.fallback);
             found.candidates.extend(searched.shapes.into_iter().map(|mut shape| {
@@ -169,9 +171,25 @@ impl Question<'_> {
     }
 
     /// The best shape on these levels: along lines, and then over closed sets within their bound.
-    fn search(&self, levels: &[LevelCost], growth: Growth, is_ours: bool, bounds: &Bounds<'_>) -> Searched {
+    ///
+    /// `best_us` is what a plan on other levels is known to reach.
+    fn search(
+        &self,
+        levels: &[LevelCost],
+        growth: Growth,
+        is_ours: bool,
+        bounds: &Bounds<'_>,
+        best_us: f64,
+    ) -> Searched {
         let (graph, cost) = (&self.problem.graph, StageCost::of(self.problem));
         let lines = Lines::of(self.problem, levels);
+        if is_ours && !lines.are_whole() && best_us.is_finite() {
+            let bound_us = bounds.least_us(levels, best_us);
+            if is_near(best_us, bound_us) {
+                let fallback = Some("other levels are bounded, not searched".to_string());
+                return Searched { shapes: Vec::new(), states: 0, fallback, is_proven: false, bound_us };
+            }
+        }
         let (best, mut states) = lines.exact(is_ours);
         let mut known_us = best.as_ref().map_or(f64::INFINITY, |solution| solution.minibatch_us);
         let mut shape = best.map(|solution| solution.shape);
@@ -194,8 +212,8 @@ impl Question<'_> {
             Growth::All => {
                 let within = bounds.sets_within(levels, known_us * (1.0 + 1e-9));
                 let too_many = within.as_ref().filter(|space| space.len() > in_memory);
-                if let Some(many) = too_many.filter(|_| !same(known_us, bound_us)) {
-                    let few = many.cheapest(in_memory / 2);
+                if let Some(many) = too_many.filter(|_| !is_near(known_us, bound_us)) {
+                    let few = many.cheapest(in_memory / 3);
                     states += few.len() as u64;
                     let found = pipedream::solve(&few, &cost, levels, is_ours, known_us);
                     if let Some(better) = found.filter(|found| found.minibatch_us < known_us) {
@@ -294,6 +312,11 @@ struct Searched {
 /// Whether two times are the same but for rounding.
 pub fn same(left: f64, right: f64) -> bool {
     (left - right).abs() <= 1e-9 * left.abs().max(right.abs())
+}
+
+/// Whether a bound leaves too little to look for.
+fn is_near(us: f64, bound_us: f64) -> bool {
+    us <= bound_us * (1.0 + 3e-5)
 }
 
 /// The largest number up to `most` that is `affordable`, which holds for all smaller ones; at least 2.
