@@ -107,13 +107,16 @@ pub fn orders(units: &Units) -> Vec<Vec<u32>> {
         let farthest = (0..ready.len()).max_by_key(|&at| (distance[ready[at] as usize], std::cmp::Reverse(at)));
         farthest.unwrap_or(0)
     };
-    let picks: [&dyn Fn(&[u32]) -> usize; 3] = [&pick_first, &pick_last, &pick_far];
-    let mut orders: Vec<Vec<u32>> = picks.into_iter().map(|pick| order(units, pick)).collect();
+    let picks: [&Pick<'_>; 3] = [&pick_first, &pick_last, &pick_far];
+    let mut orders: Vec<Vec<u32>> = picks.into_iter().map(|pick: &Pick<'_>| order(units, pick)).collect();
     orders.dedup();
     orders
 }
 
-fn order(units: &Units, pick: &dyn Fn(&[u32]) -> usize) -> Vec<u32> {
+/// Which of the units that may come next comes next, by its place among them.
+type Pick<'a> = dyn Fn(&[u32]) -> usize + 'a;
+
+fn order(units: &Units, pick: &Pick<'_>) -> Vec<u32> {
     let mut missing: Vec<usize> = units.before.iter().map(Vec::len).collect();
     let mut ready: Vec<u32> = (0..units.len() as u32).filter(|&unit| missing[unit as usize] == 0).collect();
     let mut order = Vec::with_capacity(units.len());

@@ -7,6 +7,7 @@ use super::{Fast, Layout};
 use bytemuck::{cast_slice, cast_slice_mut};
 use compiler::op::MatMul;
 use compiler::tensor::DType;
+use gemm_common::Parallelism;
 
 /// From this size on, a transposed right operand is laid out before the product: about the first-level cache.
 const TURN_ELEMENTS: usize = 16 * 1024;
@@ -96,28 +97,24 @@ pub fn product<T: Real>(
     }
     assert!(last(m, k, a.strides) < a.values.len() && last(k, n, b.strides) < b.values.len(), "a factor is too short");
     let (alpha, beta) = (if add { T::ONE } else { T::ZERO }, T::ONE);
+    let (a_rows, a_columns) = (a.strides.0 as isize, a.strides.1 as isize);
+    let (b_rows, b_columns) = (b.strides.0 as isize, b.strides.1 as isize);
+    let (a, b, c_row, read) = (a.values.as_ptr(), b.values.as_ptr(), c_row as isize, add);
+    let (c, one, multiply) = (c.as_mut_ptr(), Parallelism::None, T::multiply());
     // SAFETY: the asserts above keep every element that is read or written inside its slice, and `c` is borrowed alone.
     unsafe {
-        gemm::gemm(
-            m,
-            n,
-            k,
-            c.as_mut_ptr(),
-            1,
-            c_row as isize,
-            add,
-            a.values.as_ptr(),
-            a.strides.1 as isize,
-            a.strides.0 as isize,
-            b.values.as_ptr(),
-            b.strides.1 as isize,
-            b.strides.0 as isize,
-            alpha,
-            beta,
-            false,
-            false,
-            false,
-            gemm::Parallelism::None,
-        );
+        if c_row > 1 {
+            // The micro-kernel writes columns: what is multiplied is the transpose, bᵀ aᵀ.
+            let (c_columns, c_rows) = (c_row, 1);
+            multiply(
+                n, m, k, c, c_columns, c_rows, read, b, b_rows, b_columns, a, a_rows, a_columns, alpha, beta, false,
+                false, false, one,
+            );
+        } else {
+            multiply(
+                m, n, k, c, 1, c_row, read, a, a_columns, a_rows, b, b_columns, b_rows, alpha, beta, false, false,
+                false, one,
+            );
+        }
     }
 }

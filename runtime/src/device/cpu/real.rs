@@ -4,7 +4,32 @@ use super::math;
 use bytemuck::Pod;
 use compiler::op::unary::erf;
 use compiler::tensor::DType;
+use gemm_common::Parallelism;
 use std::ops::{Add, Div, Mul, Neg, Sub};
+
+/// A product of the `gemm` crates, `c = alpha·c + beta·a·b`: sizes m, n, k; then for `c` its first element, the distance between columns
+/// and between rows, and whether it is read; the same for `a` and `b`; alpha and beta; three conjugations; threads.
+pub type Multiply<T> = unsafe fn(
+    usize,
+    usize,
+    usize,
+    *mut T,
+    isize,
+    isize,
+    bool,
+    *const T,
+    isize,
+    isize,
+    *const T,
+    isize,
+    isize,
+    T,
+    T,
+    bool,
+    bool,
+    bool,
+    Parallelism,
+);
 
 /// `f32` or `f64`. Every function is inlined into the loop that calls it, so that it is compiled for that loop's vectors.
 pub trait Real:
@@ -20,6 +45,8 @@ pub trait Real:
 {
     /// The element type.
     const DTYPE: DType;
+    /// The fastest matrix product of this machine.
+    fn multiply() -> Multiply<Self>;
     /// 0.
     const ZERO: Self;
     /// 1.
@@ -77,6 +104,9 @@ macro_rules! plain {
 
 impl Real for f32 {
     const DTYPE: DType = DType::F32;
+    fn multiply() -> Multiply<f32> {
+        gemm_f32::gemm::f32::get_gemm_fn()
+    }
     const ZERO: f32 = 0.0;
     const ONE: f32 = 1.0;
     const LOWEST: f32 = f32::NEG_INFINITY;
@@ -115,6 +145,9 @@ impl Real for f32 {
 
 impl Real for f64 {
     const DTYPE: DType = DType::F64;
+    fn multiply() -> Multiply<f64> {
+        gemm_f64::gemm::f64::get_gemm_fn()
+    }
     const ZERO: f64 = 0.0;
     const ONE: f64 = 1.0;
     const LOWEST: f64 = f64::NEG_INFINITY;
