@@ -2,7 +2,7 @@
 
 use compiler::import::dnn_partitioning;
 use compiler::partition::device_placement::solve::{Request, SolveError, solve};
-use compiler::plan::device_placement::{Node, Placement};
+use compiler::profile::placement::{Node, Placement};
 use std::path::PathBuf;
 
 /// xorshift64*.

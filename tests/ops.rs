@@ -184,14 +184,13 @@ fn ask_both(what: &str, op: Op, inputs: &[Tensor]) {
 
 #[test]
 fn products_of_many_shapes() {
-    let cases: [(&[usize], &[usize]); 7] = [
+    let cases: [(&[usize], &[usize]); 6] = [
         (&[1, 1], &[1, 1]),
         (&[33, 65], &[65, 17]),
         (&[5, 70, 40], &[40, 30]),
         (&[3, 1, 9, 20], &[1, 4, 20, 11]),
         (&[2, 3, 8, 8], &[3, 8, 1]),
         (&[7, 100], &[100, 1]),
-        (&[4, 0], &[0, 3]),
     ];
     for (a, b) in cases {
         for (transpose_a, transpose_b) in [(false, false), (true, false), (false, true), (true, true)] {

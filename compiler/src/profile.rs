@@ -5,6 +5,7 @@
 
 pub mod cost_graph;
 pub mod json;
+pub mod placement;
 pub mod read;
 
 use schemars::JsonSchema;

@@ -382,7 +382,7 @@ fn compared(planned: &Planned) -> String {
 
 fn next(model: &Path, plan: &Path, is_refused: bool) -> String {
     let mut text = format!("next: pipec simulate {}\n", plan.display());
-    if model.extension().is_some_and(|extension| extension == "onnx") {
+    if model.extension().is_some_and(|extension| extension == "onnx" || extension == "pt2") {
         let schedule = if is_refused { " --schedule 1f1b" } else { "" };
         text +=
             &format!("      pipec train {} --plan {}{schedule} --data train.npz\n", model.display(), plan.display());

@@ -49,7 +49,7 @@ pub trait Build {
                 return Err(Reason::Inputs(format!("its result would have the shape {fact}")));
             }
             let known = fact.shape.iter().all(|d| d.known().is_some());
-            if known && fact.bytes().is_none_or(|bytes| bytes > LARGEST) {
+            if (known && fact.bytes().is_none_or(|bytes| bytes > LARGEST)) || fact.is_hollow() {
                 return Err(Reason::Large(fact.clone()));
             }
         }
@@ -131,6 +131,15 @@ pub trait Build {
     /// `x` stretched to a shape; `x` itself when it has it already.
     fn broadcast(&mut self, x: Value, shape: Vec<Dim>) -> Result<Value, Reason> {
         if self.graph().fact(x).shape == shape { Ok(x) } else { self.add(Op::Broadcast(Broadcast { shape }), &[x]) }
+    }
+
+    /// What log-sum-exp takes off before it raises: the largest element, 0 where that is infinite, since ∞ - ∞ is no number.
+    fn finite_largest(&mut self, largest: Value) -> Result<Value, Reason> {
+        let dtype = self.graph().fact(largest).dtype;
+        let size = self.unary(Unary::Abs, largest)?;
+        let (infinity, zero) = (self.scalar(dtype, f64::INFINITY)?, self.scalar(dtype, 0.0)?);
+        let endless = self.compare(Compare::Equal, size, infinity)?;
+        self.select(endless, zero, largest)
     }
 
     /// `x` joined along `axes`.

@@ -8,7 +8,7 @@
 //! Devices are the file's accelerators (`maxFPGAs`); its CPUs stay unused, so `cpuLatency` is read and left. An output has one cost; where
 //! its edges name several, the largest counts.
 
-use crate::plan::device_placement::{MAX_NODES, Node, Placement};
+use crate::profile::placement::{MAX_NODES, Node, Placement};
 use serde::Deserialize;
 use serde_json::Value;
 use std::collections::HashMap;

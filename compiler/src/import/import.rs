@@ -217,6 +217,9 @@ pub fn from_onnx(source: &OnnxModel, file: &str, options: &Options) -> Result<Mo
 /// Imports a decoded program of `torch.export`, named after `file`.
 pub fn from_program(program: &Program, file: &str, options: &Options) -> Result<Model, ImportError> {
     fx::check(program)?;
+    if options.train_mode {
+        return Err(TrainModeError::Program.into());
+    }
     // Every result is compared with what the file says while it is lowered.
     let with = |inputs: &Inputs, open: bool| match (open, &inputs.fixed) {
         (false, Some(fixed)) => fx::lower(program, fixed, &Bindings::new()),

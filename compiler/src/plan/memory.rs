@@ -121,7 +121,7 @@ mod tests {
             consumers: consumers.iter().map(|&to| OpId(to)).collect(),
         };
         let graph = CostGraph {
-            ops: vec![op(0, 10, 5), op(1, 20, 9), op(2, 40, 7)],
+            ops: vec![OpCost { unsaved: true, ..op(0, 10, 5) }, op(1, 20, 9), op(2, 40, 7)],
             tensors: vec![tensor(0, 100, &[1, 2]), tensor(1, 200, &[2]), tensor(2, 400, &[])],
             params: vec![ParamCost { name: "w".into(), bytes: 1000, users: vec![OpId(0), OpId(1), OpId(2)] }],
         };

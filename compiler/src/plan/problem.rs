@@ -18,7 +18,7 @@ pub enum CostModel {
     Pipedream,
     /// What the links, the replicas and the schedule make of it.
     Pipec,
-    /// What a device computes, sends and receives, one after the other, without replicas: `plan/device_placement` defines it, and instances
+    /// What a device computes, sends and receives, one after the other, without replicas: `profile/placement` defines it, and instances
     /// of that problem alone are planned so.
     Load,
 }

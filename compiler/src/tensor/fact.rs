@@ -46,6 +46,14 @@ impl Fact {
         elements.checked_mul(self.dtype.size() as u64)
     }
 
+    /// Whether the tensor has no elements though its other sizes multiply beyond any use: a loop over those would not end.
+    pub fn is_hollow(&self) -> bool {
+        const MOST: i64 = 1 << 24;
+        let mut sizes = self.shape.iter().filter_map(Dim::known);
+        let product = sizes.clone().filter(|size| *size > 0).try_fold(1i64, |n, size| n.checked_mul(size));
+        sizes.any(|size| size == 0) && product.is_none_or(|n| n > MOST)
+    }
+
     /// The fact with symbols replaced by their values.
     pub fn substitute(&self, bindings: &Bindings) -> Result<Fact, DimError> {
         let shape = self.shape.iter().map(|d| d.substitute(bindings)).collect::<Result<_, _>>()?;

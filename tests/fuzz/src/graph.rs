@@ -7,7 +7,7 @@ use compiler::import::onnx::proto::{AttributeProto, GraphProto, ModelProto, Node
 use models::zoo;
 
 /// Models of the zoo, at their small size.
-pub const SEEDS: [&str; 5] = ["mlp", "residual-cnn", "gpt", "gnmt", "u-net"];
+pub const SEEDS: [&str; 5] = ["mlp", "residual-cnn", "gpt", "gnmt", "unet"];
 
 /// Operators that a node may become: some of each family.
 const OPERATORS: &[&str] = &[

@@ -160,6 +160,8 @@ pub fn truth(known: &Known) -> Result<Option<bool>, Reason> {
 pub struct Ledger {
     /// All initializers that may become nodes.
     pub weights: Vec<Weight>,
+    /// Where they stand, by name.
+    pub named: HashMap<String, usize>,
     /// How running statistics follow those of the batch.
     pub averages: Vec<MovingAverage>,
     /// What to tell the user.
@@ -329,7 +331,10 @@ impl Scope<'_> {
             return Ok(None);
         }
         match self.known(slot)? {
-            Known::Tensor(tensor) => Ok(Some(tensor.clone())),
+            Known::Tensor(tensor) => {
+                let fact = Fact::of(tensor.dtype(), tensor.shape());
+                if fact.is_hollow() { Err(Reason::Large(fact)) } else { Ok(Some(tensor.clone())) }
+            }
             // A parameter of one file may be a setting in another: read it where its values are there.
             Known::Weight(at) => {
                 self.ledger.weights[*at].initial.clone().map(Some).map_err(|_| Reason::NotConstant { what })

@@ -20,6 +20,12 @@ pub enum TrainModeError {
     /// What should train is gone.
     #[error("training mode cannot be brought back: {0}; {remedy}", remedy = .0.remedy())]
     Folded(Doubt),
+    /// A program of `torch.export`, whose operators say their mode themselves.
+    #[error(
+        "training mode cannot be brought back in a .pt2 file, which is the module in the mode it was in; save it with \
+         `torch.export.save(torch.export.export(model.train(), args), \"model.pt2\")`"
+    )]
+    Program,
     /// A dropout from before there was a training mode in the standard.
     #[error(
         "training mode cannot be brought back: operator set {opset} has no Dropout that trains; convert the file to {SAYS} or newer"

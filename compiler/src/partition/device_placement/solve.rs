@@ -10,13 +10,14 @@ use crate::partition::device_placement::contiguous::{Limits, contiguous};
 use crate::partition::device_placement::lattice::{self, Lattice};
 use crate::partition::device_placement::units::Units;
 use crate::plan::check::Fault;
-use crate::plan::device_placement::{NOMINAL, Node, Placement};
+use crate::plan::device_placement;
 use crate::plan::problem::{CostModel, Objective};
 use crate::plan::{
     Baselines, Edge, Fits, Place, Plan, PlannedCluster, PlannedModel, PlannedProfile, PlannedSchedule, Predicted,
     SCHEMA, ScheduleKind, Search, Stage, StageId, StageMemory,
 };
 use crate::profile::Method;
+use crate::profile::placement::{NOMINAL, Node, Placement};
 use serde_json::json;
 use std::collections::BTreeMap;
 
@@ -169,7 +170,7 @@ pub fn solve(placement: &Placement, request: &Request) -> Result<Plan, SolveErro
         extra: BTreeMap::new(),
     };
     let judged = Placement { bytes_per_device: bytes, ..placement.clone() };
-    judged.check(&plan).map_err(SolveError::Unsound)?;
+    device_placement::check(&judged, &plan).map_err(SolveError::Unsound)?;
     Ok(plan)
 }
 

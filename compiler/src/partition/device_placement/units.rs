@@ -5,7 +5,7 @@
 //! of the two readings the one that leaves more units apart is taken. Units in a ring are one unit. Edges between forward and
 //! backward nodes carry tensors and order nothing: a pipeline runs the two passes at their own times.
 
-use crate::plan::device_placement::Placement;
+use crate::profile::placement::Placement;
 use std::collections::BTreeMap;
 
 /// One output that units share.
@@ -202,7 +202,7 @@ fn rings(count: usize, edges: &[(u32, u32)]) -> (Vec<u32>, usize) {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::plan::device_placement::Node;
+    use crate::profile::placement::Node;
 
     fn node(is_backward: bool, colour: u64, transfer: f64, readers: &[u32]) -> Node {
         Node { time: 1.0, transfer, colour: Some(colour), is_backward, readers: readers.to_vec(), ..Node::default() }

@@ -118,6 +118,7 @@ pub fn log_sum_exp(scope: &mut Scope<'_>) -> Outputs {
     let x = scope.value("self")?;
     let (axes, keep) = axes(scope, scope.fact(x).rank())?;
     let top = scope.reduce(ReduceKind::Max, x, &axes, true)?;
+    let top = scope.finite_largest(top)?;
     let centred = scope.binary(Binary::Sub, x, top)?;
     let exp = scope.unary(Unary::Exp, centred)?;
     let sum = scope.reduce(ReduceKind::Sum, exp, &axes, keep)?;

@@ -25,6 +25,9 @@ const DEPTH: usize = 16;
 /// The most pieces that a weight is followed through.
 const PIECES: usize = 256;
 
+/// The most values looked at for one weight.
+const VISITS: usize = 4096;
+
 /// Rows of a value: its first `lead` axes together are the rows.
 #[derive(Clone, Copy, Debug, PartialEq)]
 struct Piece {
@@ -39,14 +42,16 @@ fn rows(fact: &Fact, lead: usize) -> Option<i64> {
     fact.shape.get(..lead)?.iter().try_fold(1i64, |n, d| n.checked_mul(d.known()?))
 }
 
-/// What a value was put together from; the value itself where that is not seen.
-fn pieces(graph: &Graph, value: Value, lead: usize, depth: usize) -> Option<Vec<Piece>> {
+/// What a value was put together from; the value itself where that is not seen. `visits` bounds the values looked at: one that
+/// is put together from itself over and over has more ways through it than any search could go.
+fn pieces(graph: &Graph, value: Value, lead: usize, depth: usize, visits: &mut usize) -> Option<Vec<Piece>> {
     let fact = graph.fact(value);
     let whole = vec![Piece { value, lead, begin: 0, end: rows(fact, lead)? }];
+    *visits = visits.saturating_sub(1);
     let seen = match &graph.node(value.node).op {
-        _ if depth == 0 => None,
+        _ if depth == 0 || *visits == 0 => None,
         Op::Concat(Concat { axis: 0 }) => {
-            let parts = graph.inputs(value.node).into_iter().map(|part| pieces(graph, part, lead, depth - 1));
+            let parts = graph.inputs(value.node).into_iter().map(|part| pieces(graph, part, lead, depth - 1, visits));
             parts.collect::<Option<Vec<_>>>().map(|parts| parts.concat())
         }
         Op::Slice(slice) => {
@@ -58,7 +63,7 @@ fn pieces(graph: &Graph, value: Value, lead: usize, depth: usize) -> Option<Vec<
             // With two leading axes, an entry of the first one is many rows.
             let each = shape.get(1..lead).and_then(|dims| dims.iter().try_fold(1i64, |n, d| n.checked_mul(d.known()?)));
             match (plain, range, each) {
-                (true, Some((begin, end)), Some(each)) => pieces(graph, from, lead, depth - 1)
+                (true, Some((begin, end)), Some(each)) => pieces(graph, from, lead, depth - 1, visits)
                     .and_then(|all| take(&all, begin.checked_mul(each)?, end.checked_mul(each)?)),
                 _ => None,
             }
@@ -68,9 +73,9 @@ fn pieces(graph: &Graph, value: Value, lead: usize, depth: usize) -> Option<Vec<
             let from = graph.inputs(value.node)[0];
             let (new, old) = (&fact.shape, &graph.fact(from).shape);
             if lead == 2 && new.first().is_some_and(|d| d.is(1)) && new[1..] == old[..] {
-                pieces(graph, from, 1, depth - 1)
+                pieces(graph, from, 1, depth - 1, visits)
             } else if lead == 1 && old.first().is_some_and(|d| d.is(1)) && old[1..] == new[..] {
-                pieces(graph, from, 2, depth - 1)
+                pieces(graph, from, 2, depth - 1, visits)
             } else {
                 None
             }
@@ -132,7 +137,8 @@ impl Stack {
             return Err(Reason::Inputs(format!("input {slot} is {fact}, expected {expected}")));
         }
         let unknown = || Reason::Inputs(format!("the size of input {slot} is not known"));
-        Ok(Stack { pieces: pieces(scope.graph, value, 2, DEPTH).ok_or_else(unknown)?, row: row.to_vec() })
+        let mut visits = VISITS;
+        Ok(Stack { pieces: pieces(scope.graph, value, 2, DEPTH, &mut visits).ok_or_else(unknown)?, row: row.to_vec() })
     }
 
     /// These blocks of `hidden` rows, counted from `first`, one behind the other.

@@ -6,6 +6,7 @@ use super::reshape::axes_of;
 use super::{Known, Outputs, Reason, Scope};
 use crate::import::build::Build;
 use crate::op::{ArgReduce, Binary, Op, ReduceKind, Softmax, Unary, Value};
+use crate::tensor::DType;
 use crate::tensor::dim::{Dim, volume};
 
 /// What is reduced: the input, the axes that go, and whether they stay as ones. `None` when nothing is reduced.
@@ -70,6 +71,7 @@ pub fn log_sum_exp(scope: &mut Scope<'_>) -> Outputs {
     let (x, list, keep) = read(scope, 18)?;
     let Some(list) = list else { return Ok(vec![Known::Value(x)]) };
     let largest = scope.reduce(ReduceKind::Max, x, &list, true)?;
+    let largest = scope.finite_largest(largest)?;
     let shifted = scope.binary(Binary::Sub, x, largest)?;
     let exp = scope.unary(Unary::Exp, shifted)?;
     let sum = scope.reduce(ReduceKind::Sum, exp, &list, true)?;
@@ -116,6 +118,9 @@ pub fn softmax(scope: &mut Scope<'_>, logarithm: bool) -> Outputs {
     };
     let at = axis(scope.int("axis", if scope.opset < 13 { 1 } else { -1 })?, dims.len())?;
     let several = scope.opset < 13 && dims[at + 1..].iter().any(|d| !d.is(1));
+    if !several && !logarithm && scope.fact(x).dtype == DType::F16 {
+        return Ok(vec![Known::Value(rounded_softmax(scope, x, at)?)]);
+    }
     if !several {
         return Ok(vec![Known::Value(scope.add(op(at), &[x])?)]);
     }
@@ -124,4 +129,13 @@ pub fn softmax(scope: &mut Scope<'_>, logarithm: bool) -> Outputs {
     let x = scope.reshape(x, flat)?;
     let y = scope.add(op(at), &[x])?;
     Ok(vec![Known::Value(scope.reshape(y, dims)?)])
+}
+
+/// Softmax of halves as the standard's function body has it: each of its parts rounds to a half, which shows.
+fn rounded_softmax(scope: &mut Scope<'_>, x: Value, axis: usize) -> Result<Value, Reason> {
+    let most = scope.reduce(ReduceKind::Max, x, &[axis], true)?;
+    let shifted = scope.binary(Binary::Sub, x, most)?;
+    let powers = scope.unary(Unary::Exp, shifted)?;
+    let sum = scope.reduce(ReduceKind::Sum, powers, &[axis], true)?;
+    scope.binary(Binary::Div, powers, sum)
 }

@@ -86,7 +86,8 @@ fn opened(input: &[Dim], shape: &[Dim], frozen: &Frozen) -> Result<Vec<Dim>, Rea
     let last = first.checked_mul(size).ok_or_else(overflow)?;
     // Where strides do not tell, since the batch was not the outermost part of its axis, one axis alone may fit.
     let statics = symbol::substitute(input, frozen)?.iter().map(Dim::known).collect::<Option<Vec<i64>>>();
-    let only = || statics.as_ref().and_then(|from| alone(from, carrier, &numbers, size));
+    let is_merged = factor > 1;
+    let only = || statics.as_ref().filter(|_| is_merged).and_then(|from| alone(from, carrier, &numbers, size));
     let with = |at: usize| -> Result<Vec<Dim>, Reason> {
         let mut shape = shape.to_vec();
         shape[at] = Dim::symbol(name).mul(&Dim::Known(numbers[at] / size))?;

@@ -280,10 +280,14 @@ impl Walk<'_> {
     ) -> Vec<(String, Known)> {
         let (known, found) = weight::sort(sources, nodes, buffers);
         let mut places = Vec::with_capacity(found.len());
+        let Ledger { weights, named, .. } = &mut self.ledger;
+        for (at, weight) in weights.iter().enumerate().skip(named.len()) {
+            named.entry(weight.name.clone()).or_insert(at);
+        }
         for mut weight in found {
-            let named = self.ledger.weights.iter().position(|w| w.name == weight.name);
-            let Some(at) = named else {
+            let Some(&at) = self.ledger.named.get(&weight.name) else {
                 places.push(self.ledger.weights.len());
+                self.ledger.named.insert(weight.name.clone(), self.ledger.weights.len());
                 self.ledger.weights.push(weight);
                 continue;
             };
@@ -291,10 +295,11 @@ impl Walk<'_> {
                 places.push(at);
                 continue;
             }
-            while self.ledger.weights.iter().any(|w| w.name == weight.name) {
+            while self.ledger.named.contains_key(&weight.name) {
                 weight.name = format!("{}{}", self.frames.top().prefix, weight.name) + "_";
             }
             places.push(self.ledger.weights.len());
+            self.ledger.named.insert(weight.name.clone(), self.ledger.weights.len());
             self.ledger.weights.push(weight);
         }
         let placed = |known| match known {

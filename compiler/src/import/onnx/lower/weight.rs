@@ -72,7 +72,7 @@ pub fn sort(
     buffers: &BTreeSet<String>,
 ) -> (HashMap<String, Known>, Vec<Weight>) {
     let mut known = HashMap::with_capacity(initializers.len());
-    let (mut weights, applied, recurrent) = (Vec::new(), applied(nodes), recurrent(nodes));
+    let (mut weights, applied, layers) = (Vec::new(), applied(nodes), of_layers(nodes));
     for source in initializers {
         let Ok(fact) = fact_of(source) else {
             known.insert(source.name.clone(), Known::Absent("a tensor of this element type"));
@@ -81,7 +81,7 @@ pub fn sort(
         let initial = tensor_of(source);
         let is_weight = || {
             !made_up(&source.name)
-                || recurrent.contains(source.name.as_str())
+                || layers.contains(source.name.as_str())
                 || (merged(source) && applied.contains(source.name.as_str()))
         };
         let vector = fact.dtype.is_float() && fact.rank() > 0;
@@ -125,13 +125,15 @@ fn applied(nodes: &[Node]) -> HashSet<&str> {
     applied
 }
 
-/// The tensors that recurrent layers read as weights or biases, perhaps under another shape: whoever made up their names,
-/// they are parameters whatever their size.
-fn recurrent(nodes: &[Node]) -> HashSet<&str> {
+/// The tensors that layers read as weights, perhaps under another shape: whoever made up their names, they are parameters
+/// whatever their size. An exporter for inference transposes the weights of linear layers and names them anew.
+fn of_layers(nodes: &[Node]) -> HashSet<&str> {
     let mut read = HashSet::new();
     for node in nodes.iter().rev() {
         match node.op_type.as_str() {
             "LSTM" | "GRU" | "RNN" => read.extend(node.inputs.iter().skip(1).take(3).map(String::as_str)),
+            "MatMul" | "Gemm" => read.extend(node.inputs.iter().take(2).map(String::as_str)),
+            "Conv" | "ConvTranspose" => read.extend(node.inputs.get(1).map(String::as_str)),
             "Unsqueeze" | "Reshape" | "Identity" if node.outputs.iter().any(|name| read.contains(name.as_str())) => {
                 read.extend(node.inputs.first().map(String::as_str));
             }
