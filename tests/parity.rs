@@ -1,6 +1,8 @@
 //! Training against PyTorch's own numbers: losses of ten steps under six optimizers, first gradients, and the
 //! asynchronous schedules, unpipelined and pipelined. Needs the shared data.
 
+mod shared;
+
 use compiler::graph::order;
 use compiler::import::import::{Batch, Model, Options, Weight, load};
 use compiler::pass::loss::Loss;
@@ -11,23 +13,9 @@ use runtime::data::{Batches, Dataset, Order};
 use runtime::optimizer::Optimizer;
 use runtime::prepare::{Settings, prepare};
 use runtime::train::{Trained, Training, feeds, train};
+use shared::{arrays, data};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
-
-fn data() -> Option<PathBuf> {
-    let root =
-        std::env::var("PIPEC_DATA").unwrap_or_else(|_| concat!(env!("CARGO_MANIFEST_DIR"), "/../shared/data").into());
-    let root = PathBuf::from(root).join("parity");
-    if !root.is_dir() {
-        println!("skipped: no shared data");
-        return None;
-    }
-    Some(root)
-}
-
-fn arrays(path: &Path) -> BTreeMap<String, Tensor> {
-    runtime::weights::read(path).unwrap()
-}
 
 /// `[steps, batch, …]` as `[steps·batch, …]`.
 fn rows(t: &Tensor) -> Tensor {
@@ -131,7 +119,7 @@ fn worst(got: &[f64], want: &Tensor) -> f64 {
 
 #[test]
 fn losses_are_those_of_pytorch_unpipelined_and_pipelined() {
-    let Some(root) = data() else { return };
+    let Some(root) = data("parity") else { return };
     for name in ["mlp", "cnn_bn", "gpt", "lstm_lm"] {
         for file in ["model.onnx", "model_dynbatch.onnx"] {
             let set = set(&root, name, file);
@@ -153,7 +141,7 @@ fn losses_are_those_of_pytorch_unpipelined_and_pipelined() {
 
 #[test]
 fn losses_with_four_microbatches_are_those_of_pytorch() {
-    let Some(root) = data() else { return };
+    let Some(root) = data("parity") else { return };
     for name in ["mlp", "cnn_bn", "gpt", "lstm_lm"] {
         let set = set(&root, name, "model.onnx");
         for (key, optimizer) in optimizers(set.lr).into_iter().take(2) {
@@ -181,7 +169,7 @@ fn losses_with_four_microbatches_are_those_of_pytorch() {
 
 #[test]
 fn first_gradients_are_those_of_pytorch() {
-    let Some(root) = data() else { return };
+    let Some(root) = data("parity") else { return };
     for name in ["mlp", "cnn_bn", "gpt", "lstm_lm"] {
         let set = set(&root, name, "model.onnx");
         let sgd = &optimizers(set.lr)[0].1;
@@ -201,7 +189,7 @@ fn first_gradients_are_those_of_pytorch() {
 
 #[test]
 fn asynchronous_losses_are_those_of_the_reference() {
-    let Some(root) = data() else { return };
+    let Some(root) = data("parity") else { return };
     let set = set(&root, "async_mlp3", "model.onnx");
     let ops = order::numbered(&set.model.graph);
     let after = |name: &str| {
