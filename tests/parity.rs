@@ -10,7 +10,7 @@ use compiler::schedule::rule::StepCount;
 use compiler::schedule::{Pipeline, Schedule, StageShape};
 use compiler::tensor::Tensor;
 use runtime::data::{Batches, Dataset, Order};
-use runtime::optimizer::Optimizer;
+use runtime::optimizer::{Optimizer, Rule};
 use runtime::prepare::{Settings, prepare};
 use runtime::train::{Trained, Training, feeds, train};
 use shared::{arrays, data};
@@ -47,14 +47,11 @@ fn set(root: &Path, name: &str, file: &str) -> Set {
 }
 
 fn optimizers(lr: f64) -> Vec<(&'static str, Optimizer)> {
-    let sgd =
-        |lr, momentum, nesterov, weight_decay| Optimizer::Sgd { learning_rate: lr, momentum, nesterov, weight_decay };
-    let adam = |weight_decay, decoupled| Optimizer::Adam {
-        learning_rate: 1e-3,
-        betas: (0.9, 0.999),
-        epsilon: 1e-8,
-        weight_decay,
-        decoupled,
+    let sgd = |lr, momentum, nesterov, weight_decay| {
+        Optimizer::from(Rule::Sgd { learning_rate: lr, momentum, nesterov, weight_decay })
+    };
+    let adam = |weight_decay, decoupled| {
+        Optimizer::from(Rule::Adam { learning_rate: 1e-3, betas: (0.9, 0.999), epsilon: 1e-8, weight_decay, decoupled })
     };
     vec![
         ("sgd", sgd(lr, 0.0, false, 0.0)),
@@ -207,7 +204,7 @@ fn asynchronous_losses_are_those_of_the_reference() {
     ];
     for (mode, schedule, stages, replicas) in cases {
         for (key, lr, momentum) in [("sgd", 0.05, 0.0), ("sgd_m09", 0.01, 0.9)] {
-            let sgd = Optimizer::Sgd { learning_rate: lr, momentum, nesterov: false, weight_decay: 0.0 };
+            let sgd = Optimizer::from(Rule::Sgd { learning_rate: lr, momentum, nesterov: false, weight_decay: 0.0 });
             // The reference of 2BW has groups of one.
             let count = StepCount::minibatches(20);
             let trained = run_placed(&set, stages, replicas, schedule, count, &sgd);
