@@ -6,9 +6,10 @@ mod shared;
 use compiler::graph::order;
 use compiler::import::import::{Batch, Model, Options, Weight, load};
 use compiler::pass::loss::Loss;
+use compiler::pass::precision::precision;
 use compiler::schedule::rule::StepCount;
 use compiler::schedule::{Pipeline, Schedule, StageShape};
-use compiler::tensor::Tensor;
+use compiler::tensor::{DType, Tensor};
 use runtime::data::{Batches, Dataset, Order};
 use runtime::optimizer::{Optimizer, Rule};
 use runtime::prepare::{Settings, prepare};
@@ -131,6 +132,24 @@ fn losses_are_those_of_pytorch_unpipelined_and_pipelined() {
                     let first = first.get_or_insert_with(|| trained.losses.clone());
                     assert_eq!(*first, trained.losses, "{name} {key}: {stages} stages give other bits than one");
                 }
+            }
+        }
+    }
+}
+
+/// In double precision there is no rounding to hide behind: ten steps agree to the last digits.
+#[test]
+fn double_precision_agrees_to_the_last_digits() {
+    let Some(root) = data("parity") else { return };
+    for name in ["mlp", "cnn_bn", "gpt", "lstm_lm"] {
+        let mut set = set(&root, name, "model.onnx");
+        set.model.graph = precision(&set.model.graph, DType::F64).unwrap();
+        for (key, optimizer) in optimizers(set.lr) {
+            for replicas in [&[1][..], &[1, 1, 1]] {
+                let trained = run(&set, replicas, Schedule::OneFOneB, StepCount::minibatches(10), &optimizer);
+                let error = worst(&trained.losses, &set.expected[&format!("loss64_{key}")]);
+                println!("{name} {key} {replicas:?}: {error:.2e}");
+                assert!(error <= 1e-13, "{name} {key} {replicas:?}: {error:.2e}");
             }
         }
     }

@@ -146,6 +146,7 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Failure> {
         in_flight: InFlight::Auto,
         loss: Some(Loss::CrossEntropy),
         class_dim: None,
+        dtype: None,
         unbiased: false,
         batch: BATCH,
         microbatches: 1,
