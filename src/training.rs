@@ -344,7 +344,8 @@ fn capped(pipeline: Pipeline, in_flight: &InFlight) -> Result<Pipeline, Failure>
 
 fn tracks(program: &Program, spans: &[Vec<Span>]) -> Vec<Track> {
     let one = |(at, spans): (usize, &Vec<Span>)| {
-        let stage = program.workers.get(at).map_or(StageId(at as u32), |worker| worker.stage);
+        let stage = program.workers.get(at).and_then(|worker| program.stages_of(worker.rank).next());
+        let stage = stage.unwrap_or(StageId(at as u32));
         let name = program.worker_name(WorkerId(at as u32));
         let span = |span: &Span| simulate::Span {
             activity: match span.work {

@@ -189,9 +189,11 @@ fn mutate(random: &mut Random, program: &Program) -> Option<(String, Program)> {
             let field = random.below(4);
             let other = |n: u32, of: u32| (n + 1 + by % of.max(2).saturating_sub(1)) % of.max(2);
             match &mut list[at] {
-                Instruction::Load { item } => *item = MicrobatchId(item.0 + by),
+                Instruction::Load { item, .. } => *item = MicrobatchId(item.0 + by),
                 Instruction::Forward { stage, item, version, slot }
-                | Instruction::Backward { stage, item, version, slot } => {
+                | Instruction::Backward { stage, item, version, slot }
+                | Instruction::BackwardInput { stage, item, version, slot }
+                | Instruction::BackwardWeight { stage, item, version, slot } => {
                     match field {
                         0 => *stage = StageId(other(stage.0, stages)),
                         1 => *item = MicrobatchId(item.0 + by),
@@ -224,7 +226,7 @@ fn mutate(random: &mut Random, program: &Program) -> Option<(String, Program)> {
                     4 => *count += by,
                     _ => *in_place = !*in_place,
                 },
-                Instruction::Drop { version } => *version = Version(version.0 + by),
+                Instruction::Drop { version, .. } => *version = Version(version.0 + by),
             }
             "changed"
         }
@@ -258,7 +260,7 @@ fn a_mistake_is_told_with_its_place() {
         error.to_string(),
         "worker 1.0, instruction 12 (`1B1`): weights: the forward used version 1, this backward uses 0"
     );
-    let text = program.to_string().replace("    wait #0\n    load 0\n    1F0\n", "    load 0\n    1F0\n");
+    let text = program.to_string().replace("    wait #0\n    load 1F0\n    1F0\n", "    load 1F0\n    1F0\n");
     let error = check(&text.parse().unwrap()).unwrap_err().to_string();
     assert!(error.ends_with("the activations of item 0 over edge 0 have not been waited for"), "{error}");
 }
@@ -273,20 +275,20 @@ fn opposite_orders_of_waiting_are_a_deadlock() {
       stage 1 replicas=1 cap=1
       edge 0 > 1
       worker 0.0 {
-        load 0
+        load 0F0
         0F0
         send 0F0 > 1.0 #0
         wait #0
       }
       worker 1.0 {
-        load 0
+        load 1F0
         1F0
       }
     }";
     let error = check(&text.parse().unwrap()).unwrap_err().to_string();
     assert!(error.contains("worker 1.0, instruction 1"), "{error}");
     let stuck = text
-        .replace("load 0\n        1F0", "recv 0F0 < 0.0 #1\n wait #1\n load 0\n 1F0")
+        .replace("load 1F0\n        1F0", "recv 0F0 < 0.0 #1\n wait #1\n load 1F0\n 1F0")
         .replace("send 0F0 > 1.0 #0\n        wait #0\n", "");
     let error = check(&stuck.parse().unwrap()).unwrap_err().to_string();
     assert_eq!(error, "worker 1.0, instruction 1 (`wait #1`): waits for ever: 0.0 never sends item 0");

@@ -60,7 +60,7 @@ fn stashes_stay_within_the_cap() {
             let program = schedule(Schedule::OneFOneBRr, &pipeline, StepCount::minibatches(60)).unwrap();
             let timeline = play(&program, &pipeline);
             for (worker, list) in program.workers.iter().enumerate() {
-                let cap = u64::from(pipeline.stages[list.stage.index()].cap);
+                let cap = u64::from(pipeline.stages[list.rank.index()].cap);
                 let peak = timeline.peak_memory(worker);
                 assert!(peak <= cap + 1, "{replicas:?} + {extra}, worker {worker}: {peak} > {cap} + 1");
             }

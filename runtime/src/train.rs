@@ -9,6 +9,7 @@ use crate::optimizer::{Optimizer, trains};
 use crate::worker::{self, Equipment, Event, Key, Meeting, Outcome, Span, Tied, WorkerError};
 use compiler::graph::{Graph, order};
 use compiler::op::NodeId;
+use compiler::plan::StageId;
 use compiler::schedule::{Edge, Instruction, Pipeline, Program, Schedule, WorkerId};
 use compiler::tensor::{DType, Tensor};
 use std::collections::{BTreeMap, BTreeSet, HashMap};
@@ -34,6 +35,10 @@ pub enum TrainError {
     SharedState { name: String, first: usize, second: usize },
     #[error("parameter `{name}` is {dtype}; parameters of f32 and f64 can be trained")]
     ElementType { name: String, dtype: DType },
+    #[error("rank {rank} holds several stages, which workers do not run yet")]
+    Chunks { rank: u32 },
+    #[error("the backward of stage {stage} comes in two parts, which workers do not run yet")]
+    Split { stage: u32 },
     #[error("bug in pipec: worker {worker} panicked: {what}")]
     Panic { worker: String, what: String },
 }
@@ -144,6 +149,9 @@ pub fn check_weights(codes: &[StageCode], weights: &BTreeMap<String, Tensor>) ->
 /// Runs the whole program. `on_step` is told of every minibatch, in order.
 pub fn train(training: &Training<'_>, on_step: &mut dyn FnMut(StepDone)) -> Result<Trained, TrainError> {
     let program = training.program;
+    if let Some(worker) = program.workers.iter().find(|worker| program.stages_of(worker.rank).nth(1).is_some()) {
+        return Err(TrainError::Chunks { rank: worker.rank.0 });
+    }
     check_weights(training.codes, training.weights)?;
     let ties = ties(training)?;
     check_states(training.codes)?;
@@ -153,7 +161,7 @@ pub fn train(training: &Training<'_>, on_step: &mut dyn FnMut(StepDone)) -> Resu
     let epoch = Instant::now();
     let mut gears = Vec::new();
     for (w, own) in program.workers.iter().enumerate() {
-        let stage = own.stage.index();
+        let stage = program.stages_of(own.rank).next().map_or(0, StageId::index);
         let code = &training.codes[stage];
         let weights = buffers("parameter", &code.parameters, training.weights)?.into_iter().map(Arc::new).collect();
         let (outgoing, incoming) = ends.remove(&WorkerId(w as u32)).unwrap_or_default();
@@ -258,7 +266,8 @@ fn collect(
     let mut spans = Vec::new();
     let mut held_bytes = Vec::new();
     for (own, outcome) in training.program.workers.iter().zip(outcomes) {
-        let code = &training.codes[own.stage.index()];
+        let stage = training.program.stages_of(own.rank).next().map_or(0, StageId::index);
+        let code = &training.codes[stage];
         if own.replica == 0 {
             let put = |to: &mut BTreeMap<String, Tensor>, named: &Named, bytes: &[u8]| {
                 to.insert(named.name.clone(), tensor(named, bytes));
@@ -342,8 +351,7 @@ fn ties(training: &Training<'_>) -> Result<Vec<Tie>, TrainError> {
         // Only where every stage steps once for the same minibatch do copies stay equal. Under 2BW a replicated stage
         // may step later than the others wait for it.
         let alone = stages.iter().all(|s| program.stages[*s].replicas == 1);
-        let together = matches!(program.schedule, Schedule::Gpipe | Schedule::OneFOneB)
-            || (program.schedule == Schedule::TwoBw && alone);
+        let together = program.schedule.flushes() || (program.schedule == Schedule::TwoBw && alone);
         if !together {
             return Err(TrainError::Tied {
                 name: name.to_string(),
@@ -352,8 +360,9 @@ fn ties(training: &Training<'_>) -> Result<Vec<Tie>, TrainError> {
                 schedule: program.schedule,
             });
         }
-        let workers: Vec<usize> =
-            (0..program.workers.len()).filter(|w| stages.contains(&program.workers[*w].stage.index())).collect();
+        let workers: Vec<usize> = (0..program.workers.len())
+            .filter(|w| program.stages_of(program.workers[*w].rank).any(|s| stages.contains(&s.index())))
+            .collect();
         let place = Arc::new(Rendezvous::new(workers.len()));
         ties.push(Tie { name: name.to_string(), workers, place });
     }

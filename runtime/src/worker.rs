@@ -218,12 +218,15 @@ impl Worker<'_> {
             what: what.to_string(),
         };
         match instruction {
-            Instruction::Load { item } => self.load(item.0),
+            Instruction::Load { item, .. } => self.load(item.0),
             Instruction::Forward { item, version, .. } => {
                 let weights = self.versions.get(&version.0).cloned().ok_or_else(|| bug(self, "version is gone"))?;
                 self.forward(item.0, weights)?;
             }
             Instruction::Backward { item, .. } => self.backward(item.0)?,
+            Instruction::BackwardInput { .. } | Instruction::BackwardWeight { .. } => {
+                return Err(bug(self, "the backward comes in two parts"));
+            }
             Instruction::Send { edge, item, kind, peer, token } => {
                 self.send(edge, item.0, kind, peer)?;
                 self.pending.insert(token, Pending::Sent);
@@ -250,7 +253,7 @@ impl Worker<'_> {
                 let part = self.reduced.remove(&round).unwrap_or_else(|| self.contribution());
                 self.update(old, to.0, count, part)?;
             }
-            Instruction::Drop { version } => {
+            Instruction::Drop { version, .. } => {
                 for buffer in self.versions.remove(&version.0).unwrap_or_default() {
                     self.executor.pool.give(buffer);
                 }

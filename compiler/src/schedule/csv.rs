@@ -13,11 +13,8 @@ use crate::schedule::{Instruction, Program};
 pub fn csv(program: &Program) -> String {
     let mut text = String::new();
     for worker in &program.workers {
-        let cells = worker.instructions.iter().filter_map(|instruction| match instruction {
-            Instruction::Forward { stage, item, .. } => Some(format!("{}F{}", stage.0, item.0)),
-            Instruction::Backward { stage, item, .. } => Some(format!("{}B{}", stage.0, item.0)),
-            _ => None,
-        });
+        let work = worker.instructions.iter().filter_map(Instruction::work);
+        let cells = work.map(|(work, ..)| work.to_string());
         text += &cells.collect::<Vec<_>>().join(",");
         text.push('\n');
     }
