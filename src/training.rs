@@ -11,11 +11,11 @@ use compiler::op::{NodeId, Op};
 use compiler::pass::loss::{self, TARGET};
 use compiler::pass::unbiased::unbiased;
 use compiler::plan::problem::InFlight;
-use compiler::plan::{Plan, ScheduleKind, StageId};
+use compiler::plan::{Plan, ScheduleKind};
 use compiler::schedule::pipeline::{pipeline, schedule_of};
 use compiler::schedule::rule::StepCount;
 use compiler::schedule::scheduler::schedule;
-use compiler::schedule::{MicrobatchId, Pipeline, Program, WorkerId, published_caps};
+use compiler::schedule::{Pipeline, Program, WorkerId, published_caps};
 use compiler::simulate::run::{Machine, simulate};
 use compiler::simulate::{self, Activity, Track};
 use compiler::tensor::Tensor;
@@ -344,15 +344,12 @@ fn capped(pipeline: Pipeline, in_flight: &InFlight) -> Result<Pipeline, Failure>
 
 fn tracks(program: &Program, spans: &[Vec<Span>]) -> Vec<Track> {
     let one = |(at, spans): (usize, &Vec<Span>)| {
-        let stage = program.workers.get(at).and_then(|worker| program.stages_of(worker.rank).next());
-        let stage = stage.unwrap_or(StageId(at as u32));
         let name = program.worker_name(WorkerId(at as u32));
         let span = |span: &Span| simulate::Span {
             activity: match span.work {
-                Work::Forward(item) => Activity::Forward(stage, MicrobatchId(item)),
-                Work::Backward(item) => Activity::Backward(stage, MicrobatchId(item)),
+                Work::Compute(work) => Activity::of(work),
                 Work::Wait => Activity::Wait,
-                Work::Step(version) => Activity::Step(stage, version.saturating_sub(1)),
+                Work::Step(stage, version) => Activity::Step(stage, version.saturating_sub(1)),
             },
             start: span.start * 1e6,
             end: span.end * 1e6,

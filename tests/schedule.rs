@@ -4,6 +4,7 @@ use compiler::plan::StageId;
 use compiler::schedule::check::check;
 use compiler::schedule::rule::StepCount;
 use compiler::schedule::scheduler::schedule;
+use compiler::schedule::work::Part;
 use compiler::schedule::{
     Edge, EdgeId, Instruction, MicrobatchId, Payload, Pipeline, Program, Schedule, Slot, StageShape, Token, Version,
     WorkerId,
@@ -30,13 +31,21 @@ impl Random {
     }
 }
 
-fn random_pipeline(random: &mut Random) -> Pipeline {
-    let stages = 1 + random.below(5);
+fn random_pipeline(random: &mut Random, name: Schedule) -> Pipeline {
+    let chunks = match name {
+        Schedule::Interleaved | Schedule::Bfs => 1 + random.below(3),
+        Schedule::Zbv | Schedule::DualPipeV => 2,
+        _ => 1,
+    };
+    let deals_equally = chunks > 1 || matches!(name, Schedule::Interleaved | Schedule::Bfs);
+    let ranks = 1 + random.below(if chunks == 1 { 5 } else { 4 });
+    let stages = ranks * chunks;
+    let replicas = 1 + random.below(3);
     let mut time = |most: u32| f64::from(random.below(most * 4)) / 4.0;
     let times: Vec<[f64; 3]> = (0..stages).map(|_| [time(5), time(9), time(3)]).collect();
     let shapes = times.iter().map(|&[forward, backward, all_reduce]| StageShape {
         all_reduce,
-        ..StageShape::new(1 + random.below(4), forward, backward)
+        ..StageShape::new(if deals_equally { replicas } else { 1 + random.below(4) }, forward, backward)
     });
     let mut pipeline = Pipeline::chain(shapes.collect());
     if random.one_in(2) {
@@ -44,6 +53,10 @@ fn random_pipeline(random: &mut Random) -> Pipeline {
             stage.cap = 1 + random.below(6);
         }
     }
+    pipeline = match name {
+        Schedule::Zbv | Schedule::DualPipeV => pipeline.folded(),
+        _ => pipeline.looped(ranks),
+    };
     if random.one_in(5) {
         // Stages that nobody feeds, or that feed nobody.
         pipeline.edges.retain(|_| !random.one_in(3));
@@ -63,14 +76,15 @@ fn random_pipeline(random: &mut Random) -> Pipeline {
 }
 
 fn random_program(random: &mut Random) -> (Pipeline, Program) {
-    let pipeline = random_pipeline(random);
     let name = Schedule::ALL[random.below(Schedule::ALL.len() as u32) as usize];
+    let pipeline = random_pipeline(random, name);
     let count = if name.is_round_robin() {
         StepCount::minibatches(1 + random.below(20))
     } else {
-        StepCount { minibatches: 1 + random.below(4), microbatches: 1 + random.below(6) }
+        StepCount { minibatches: 1 + random.below(4), microbatches: 1 + random.below(12) }
     };
-    let program = schedule(name, &pipeline, count).expect("a valid pipeline has a program");
+    let program = schedule(name, &pipeline, count);
+    let program = program.unwrap_or_else(|error| panic!("{name}, {count:?}: {error}\n{pipeline:?}"));
     (pipeline, program)
 }
 
@@ -100,17 +114,19 @@ fn times_choose_order_and_never_versions() {
         for stage in &mut pipeline.stages {
             stage.forward = f64::from(random.below(7));
             stage.backward = f64::from(random.below(7));
+            stage.weight = stage.backward / 2.0;
         }
         let count = StepCount { minibatches: program.items / program.microbatches, microbatches: program.microbatches };
         let other = schedule(program.schedule, &pipeline, count).unwrap();
         for (a, b) in program.workers.iter().zip(&other.workers) {
             let versions = |instructions: &[Instruction], kind| {
-                let used = instructions.iter().filter_map(|i| match (kind, *i) {
-                    (Payload::Activation, Instruction::Forward { item, version, .. })
-                    | (Payload::Gradient, Instruction::Backward { item, version, .. }) => Some((item, version)),
-                    _ => None,
+                let used = instructions.iter().filter_map(Instruction::work).filter(|(work, ..)| match kind {
+                    Payload::Activation => work.part == Part::Forward,
+                    Payload::Gradient => work.part.ends(),
                 });
-                used.collect::<Vec<_>>()
+                let mut used: Vec<_> = used.map(|(work, version, _)| (work.stage, work.item, version)).collect();
+                used.sort_unstable();
+                used
             };
             for kind in [Payload::Activation, Payload::Gradient] {
                 assert_eq!(versions(&a.instructions, kind), versions(&b.instructions, kind), "seed {seed}");
@@ -147,8 +163,7 @@ fn mutate(random: &mut Random, program: &Program) -> Option<(String, Program)> {
             let Instruction::Wait { token } = before else { return None };
             let received = |i: &Instruction| matches!(i, Instruction::Recv { token: posted, .. } if *posted == token);
             let is_recv = list[..at].iter().any(received);
-            let next = (at + 1..list.len())
-                .find(|&next| matches!(list[next], Instruction::Forward { .. } | Instruction::Backward { .. }))?;
+            let next = (at + 1..list.len()).find(|&next| list[next].work().is_some())?;
             if !is_recv {
                 return None;
             }
@@ -159,10 +174,11 @@ fn mutate(random: &mut Random, program: &Program) -> Option<(String, Program)> {
         3 => {
             // Two pieces of work of one kind change places.
             let kind = std::mem::discriminant(&before);
-            if !matches!(before, Instruction::Forward { .. } | Instruction::Backward { .. }) {
-                return None;
-            }
-            let other = (at + 1..list.len()).find(|&other| std::mem::discriminant(&list[other]) == kind)?;
+            let stage = before.work()?.0.stage;
+            let other = (at + 1..list.len()).find(|&other| {
+                let same = list[other].work().is_some_and(|(work, ..)| work.stage == stage);
+                same && std::mem::discriminant(&list[other]) == kind
+            })?;
             list.swap(at, other);
             "swapped"
         }
@@ -171,9 +187,7 @@ fn mutate(random: &mut Random, program: &Program) -> Option<(String, Program)> {
             if !matches!(before, Instruction::Send { .. } | Instruction::AllReduce { .. }) {
                 return None;
             }
-            let work = (0..at)
-                .rev()
-                .find(|&work| matches!(list[work], Instruction::Forward { .. } | Instruction::Backward { .. }))?;
+            let work = (0..at).rev().find(|&work| list[work].work().is_some())?;
             // A replica without an item in the round joins when the round before is applied, not after work.
             if matches!(before, Instruction::AllReduce { .. })
                 && list[work..at].iter().any(|i| matches!(i, Instruction::Step { .. }))

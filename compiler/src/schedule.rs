@@ -170,6 +170,11 @@ impl Schedule {
         self.is_by_minibatch() && self != Schedule::TwoBw
     }
 
+    /// Whether backwards come in two parts.
+    pub fn splits_backward(self) -> bool {
+        matches!(self, Schedule::ZbH1 | Schedule::ZbH2 | Schedule::Zbv | Schedule::DualPipeV)
+    }
+
     /// Whether items run backward and weights are updated.
     pub fn trains(self) -> bool {
         self != Schedule::Inference

@@ -14,6 +14,7 @@ pub mod trace;
 use std::fmt;
 
 use crate::plan::StageId;
+use crate::schedule::work::{Part, Work};
 use crate::schedule::{MicrobatchId, Payload};
 
 /// What fills a span of time.
@@ -38,6 +39,16 @@ pub enum Activity {
 }
 
 impl Activity {
+    /// The activity that a piece of work is.
+    pub fn of(Work { stage, item, part }: Work) -> Activity {
+        match part {
+            Part::Forward => Activity::Forward(stage, item),
+            Part::Backward => Activity::Backward(stage, item),
+            Part::BackwardInput => Activity::BackwardInput(stage, item),
+            Part::BackwardWeight => Activity::BackwardWeight(stage, item),
+        }
+    }
+
     /// The kind of activity, as one word.
     pub fn kind(self) -> &'static str {
         match self {

@@ -256,6 +256,11 @@ impl<'a> Checker<'a> {
                 }
             }
             Instruction::Step { stage, round, from, to, count, in_place } => {
+                // Steps of a rank's stages come together, when all are done with the round: they may share parameters.
+                if hands.ledgers.len() > 1 && !hands.ledgers.iter().all(|ledger| ledger.is_done(rule, round)) {
+                    let reason = "another stage of the worker is not done with it";
+                    return Err(Fault::RoundIncomplete { round, reason });
+                }
                 hands.of(stage)?.step(rule, round, (from, to), count, in_place)?;
             }
             Instruction::Drop { stage, version } => hands.of(stage)?.drop_version(version)?,

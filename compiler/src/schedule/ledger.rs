@@ -315,6 +315,12 @@ impl Ledger {
         (u64::from(items) + u64::from(self.replicas - 1 - self.replica)) / u64::from(self.replicas)
     }
 
+    /// Whether nothing is missing for the step of a round, or it has been made.
+    pub fn is_done(&self, rule: &Rule, round: u32) -> bool {
+        let gathered = || u64::from(self.round_items) == self.dealt(rule.count(self.stage, round));
+        self.applied > round || if self.replicas == 1 { gathered() } else { self.reduced.contains(&round) }
+    }
+
     /// Step.
     pub fn step(
         &mut self,
