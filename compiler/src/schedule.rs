@@ -22,6 +22,7 @@ pub mod fault;
 pub mod gpipe;
 pub mod inference;
 pub mod interleaved;
+pub mod json;
 pub mod ledger;
 pub mod link;
 pub mod lower;
@@ -39,6 +40,8 @@ pub mod work;
 pub mod zbv;
 pub mod zero_bubble;
 
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::str::FromStr;
 
@@ -47,7 +50,10 @@ use crate::plan::StageId;
 macro_rules! id {
     ($(#[$doc:meta])* $name:ident) => {
         $(#[$doc])*
-        #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug, Default)]
+        #[derive(
+            Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug, Default, Serialize, Deserialize, JsonSchema,
+        )]
+        #[serde(transparent)]
         pub struct $name(pub u32);
 
         impl $name {
@@ -283,7 +289,8 @@ pub fn published_caps(replicas: &[u32]) -> Vec<u32> {
 }
 
 /// What travels over an edge.
-#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug, Hash)]
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug, Hash, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "kebab-case")]
 pub enum Payload {
     /// From the earlier stage to the later one.
     Activation,
@@ -292,7 +299,8 @@ pub enum Payload {
 }
 
 /// One thing a worker does.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Hash)]
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Hash, Serialize, Deserialize, JsonSchema)]
+#[serde(tag = "op", rename_all = "kebab-case", deny_unknown_fields)]
 pub enum Instruction {
     /// Fetch the item's rows of the graph inputs and labels that this stage reads, if it reads any.
     Load {
@@ -417,7 +425,8 @@ pub enum Instruction {
 }
 
 /// What one worker runs.
-#[derive(Clone, PartialEq, Eq, Debug)]
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
 pub struct WorkerProgram {
     /// Its rank, which says its stages.
     pub rank: RankId,
@@ -428,7 +437,8 @@ pub struct WorkerProgram {
 }
 
 /// What a program remembers of a stage.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
 pub struct ProgramStage {
     /// The rank that holds it.
     pub rank: RankId,
