@@ -12,10 +12,11 @@ use compiler::pass::loss::{self, TARGET};
 use compiler::pass::unbiased::unbiased;
 use compiler::plan::problem::InFlight;
 use compiler::plan::{Plan, ScheduleKind};
+use compiler::schedule::csv::Table;
 use compiler::schedule::pipeline::{pipeline, schedule_of};
 use compiler::schedule::rule::StepCount;
 use compiler::schedule::scheduler::schedule;
-use compiler::schedule::{Pipeline, Program, WorkerId, published_caps};
+use compiler::schedule::{Pipeline, Program, Schedule, WorkerId, published_caps};
 use compiler::simulate::run::{Machine, simulate};
 use compiler::simulate::{self, Activity, Track};
 use compiler::tensor::Tensor;
@@ -74,6 +75,8 @@ pub struct Task<'a> {
     pub plan: &'a Plan,
     /// Order of work, if not the plan's.
     pub schedule: ScheduleKind,
+    /// The user's own table, for schedule `csv`.
+    pub table: Option<&'a Table>,
     /// Caps, if not the plan's.
     pub in_flight: InFlight,
     /// What is made small.
@@ -154,11 +157,26 @@ pub fn prepare(task: &mut Task<'_>) -> Result<Prepared, Failure> {
         dims: Bindings::new(),
         loss: loss.of(),
         class_axis: task.class_dim,
-        schedule: schedule_of(task.schedule).map_err(|error| fail(&error))?,
+        schedule: match task.table {
+            Some(_) => Schedule::Csv,
+            None => schedule_of(task.schedule).map_err(|error| fail(&error))?,
+        },
         count: StepCount { minibatches: steps, microbatches: task.microbatches },
     };
     let pipeline = capped(pipeline(task.plan).map_err(|error| fail(&error))?, &task.in_flight)?;
-    let mut made = prepare::prepare(&graph, &stages, pipeline, &settings).map_err(|error| match &error {
+    let made = match task.table {
+        None => prepare::prepare(&graph, &stages, pipeline, &settings),
+        Some(table) => {
+            let program = |pipeline: &Pipeline| table.program(pipeline, steps);
+            prepare::prepare_with(&graph, &stages, pipeline, &settings, table.splits_backward(), &program)
+        }
+    };
+    let is_own = task.table.is_some();
+    let mut made = made.map_err(|error| match &error {
+        PrepareError::Program(fault) if is_own => {
+            Failure::no("the schedule's table gives no sound program").because(fault)
+        }
+        PrepareError::Schedule(_) if is_own => fail(&error),
         PrepareError::Program(_) => Failure::bug(&error.to_string()),
         PrepareError::Loss(_) => fail(&error).help("`--loss` and `--class-dim` name another"),
         PrepareError::Schedule(_) => {

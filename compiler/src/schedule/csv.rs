@@ -122,7 +122,7 @@ impl Table {
         let share = |rank: RankId, items: u32| {
             // Replica 0's share stands for all that are dealt as many: only the order counts.
             let of_share =
-                |work: &Work| replicas == 1 || (work.item.0 % replicas == 0 && work.item.0 / replicas < items);
+                |work: &Work| replicas == 1 || (work.item.0.is_multiple_of(replicas) && work.item.0 / replicas < items);
             let local = |work: Work| Work { item: MicrobatchId(work.item.0 / replicas), ..work };
             self.row(rank).filter(of_share).map(local).collect()
         };
