@@ -198,3 +198,20 @@ fn long_runs_are_quick() {
     assert!((timeline.throughput() - 1e6 / 3.0).abs() < 1.0);
     assert!(start.elapsed().as_secs() < 10, "{:?}", start.elapsed());
 }
+
+/// A thousand workers, with `PIPEC_LARGE` set: seconds for the program and for its simulation are printed.
+#[test]
+fn very_large_runs() {
+    if std::env::var_os("PIPEC_LARGE").is_none() {
+        println!("skipped: PIPEC_LARGE is not set");
+        return;
+    }
+    let pipeline = Pipeline::balanced(&[1; 1024], 2.0);
+    let start = std::time::Instant::now();
+    let count = StepCount { minibatches: 1, microbatches: 4096 };
+    let program = schedule(Schedule::OneFOneB, &pipeline, count).unwrap();
+    let made = start.elapsed();
+    let timeline = simulate(&program, &pipeline, &Machine::of(&pipeline)).unwrap();
+    println!("programs in {made:?}, simulated in {:?}", start.elapsed() - made);
+    assert_eq!(timeline.makespan, 3.0 * (4096.0 + 1023.0));
+}
