@@ -391,7 +391,7 @@ impl<'a> Player<'a> {
                 shape.forward
             }
             Part::Backward => shape.backward,
-            Part::BackwardInput => shape.backward - shape.weight,
+            Part::BackwardInput => (shape.backward - shape.weight).max(0.0),
             Part::BackwardWeight => shape.weight,
         };
         hands.next_backward += usize::from(part.makes_gradients());

@@ -65,7 +65,6 @@ impl Pipeline {
                 ("forward", stage.forward),
                 ("backward", stage.backward),
                 ("weight part of the backward", stage.weight),
-                ("input part of the backward", stage.backward - stage.weight),
                 ("step", stage.step),
                 ("all-reduce", stage.all_reduce),
             ] {

@@ -421,7 +421,12 @@ program 1f1b-rr {
         let count = StepCount { minibatches: 2, microbatches: 3 };
         for name in Schedule::ALL {
             let count = if name.is_round_robin() { StepCount::minibatches(7) } else { count };
-            let program = schedule(name, &Pipeline::balanced(&[1, 3, 2], 2.0), count).unwrap();
+            let pipeline = match name {
+                Schedule::Interleaved | Schedule::Bfs => Pipeline::balanced(&[2; 4], 2.0).looped(2),
+                Schedule::Zbv | Schedule::DualPipeV => Pipeline::balanced(&[2; 4], 2.0).folded(),
+                _ => Pipeline::balanced(&[1, 3, 2], 2.0),
+            };
+            let program = schedule(name, &pipeline, count).unwrap();
             assert_eq!(program.to_string().parse::<Program>(), Ok(program));
         }
     }

@@ -283,7 +283,7 @@ impl<'a> Simulation<'a> {
         let time = match activity {
             Activity::Forward(stage, _) => of(stage, |shape| shape.forward),
             Activity::Backward(stage, _) => of(stage, |shape| shape.backward),
-            Activity::BackwardInput(stage, _) => of(stage, |shape| shape.backward - shape.weight),
+            Activity::BackwardInput(stage, _) => of(stage, |shape| (shape.backward - shape.weight).max(0.0)),
             Activity::BackwardWeight(stage, _) => of(stage, |shape| shape.weight),
             Activity::Step(stage, _) => of(stage, |shape| shape.step),
             Activity::AllReduce(..) | Activity::Transfer(..) | Activity::Wait => 0.0,
