@@ -18,6 +18,7 @@ mod quantity;
 mod screen;
 mod source;
 mod stages;
+mod table;
 mod ties;
 mod training;
 

@@ -33,9 +33,9 @@ pub fn of_training(codes: &[StageCode], program: &Program, optimizer: &Optimizer
         let microbatches = u64::from(program.microbatches);
         let (versions, items) = match program.schedule {
             Schedule::Gpipe => (1, microbatches),
-            Schedule::OneFOneB => (1, cap.min(microbatches)),
             Schedule::TwoBw => (2, cap),
             Schedule::OneFOneBRr | Schedule::OneFOneBRrVsync | Schedule::Inference => (cap, cap),
+            _ => (1, cap.min(microbatches)),
         };
         let sum = |named: &[runtime::compile::Named]| named.iter().map(|named| named.bytes as u64).sum::<u64>();
         let weights = sum(&code.parameters).saturating_mul(versions + 2 + optimizer.buffers() as u64);
@@ -43,5 +43,6 @@ pub fn of_training(codes: &[StageCode], program: &Program, optimizer: &Optimizer
         let kept = (code.kept_bytes as u64 + own).saturating_mul(items);
         [weights, sum(&code.states), kept, code.arena_bytes as u64].into_iter().fold(0, u64::saturating_add)
     };
-    program.workers.iter().fold(0, |all: u64, own| all.saturating_add(worker(own.stage.index())))
+    let held = program.workers.iter().flat_map(|own| program.stages_of(own.rank));
+    held.fold(0, |all: u64, stage| all.saturating_add(worker(stage.index())))
 }

@@ -12,11 +12,12 @@ use compiler::pass::loss::{self, TARGET};
 use compiler::pass::precision::precision;
 use compiler::pass::unbiased::unbiased;
 use compiler::plan::problem::InFlight;
-use compiler::plan::{Plan, ScheduleKind, StageId};
+use compiler::plan::{Plan, ScheduleKind};
+use compiler::schedule::csv::Table;
 use compiler::schedule::pipeline::{pipeline, schedule_of};
 use compiler::schedule::rule::StepCount;
 use compiler::schedule::scheduler::schedule;
-use compiler::schedule::{MicrobatchId, Pipeline, Program, WorkerId, published_caps};
+use compiler::schedule::{Pipeline, Program, Schedule, WorkerId, published_caps};
 use compiler::simulate::run::{Machine, simulate};
 use compiler::simulate::{self, Activity, Track};
 use compiler::tensor::dim::Bindings;
@@ -75,6 +76,8 @@ pub struct Task<'a> {
     pub plan: &'a Plan,
     /// Order of work, if not the plan's.
     pub schedule: ScheduleKind,
+    /// The user's own table, for schedule `csv`.
+    pub table: Option<&'a Table>,
     /// Caps, if not the plan's.
     pub in_flight: InFlight,
     /// What is made small.
@@ -160,11 +163,26 @@ pub fn prepare(task: &mut Task<'_>) -> Result<Prepared, Failure> {
         dims: Bindings::new(),
         loss: loss.of(),
         class_axis: task.class_dim,
-        schedule: schedule_of(task.schedule).map_err(|error| fail(&error))?,
+        schedule: match task.table {
+            Some(_) => Schedule::Csv,
+            None => schedule_of(task.schedule).map_err(|error| fail(&error))?,
+        },
         count: StepCount { minibatches: steps, microbatches: task.microbatches },
     };
     let pipeline = capped(pipeline(task.plan).map_err(|error| fail(&error))?, &task.in_flight)?;
-    let mut made = prepare::prepare(&graph, &stages, pipeline, &settings).map_err(|error| match &error {
+    let made = match task.table {
+        None => prepare::prepare(&graph, &stages, pipeline, &settings),
+        Some(table) => {
+            let program = |pipeline: &Pipeline| table.program(pipeline, steps);
+            prepare::prepare_with(&graph, &stages, pipeline, &settings, table.splits_backward(), &program)
+        }
+    };
+    let is_own = task.table.is_some();
+    let mut made = made.map_err(|error| match &error {
+        PrepareError::Program(fault) if is_own => {
+            Failure::no("the schedule's table gives no sound program").because(fault)
+        }
+        PrepareError::Schedule(_) if is_own => fail(&error),
         PrepareError::Program(_) => Failure::bug(&error.to_string()),
         PrepareError::Loss(_) => fail(&error).help("`--loss` and `--class-dim` name another"),
         PrepareError::Schedule(_) => {
@@ -350,14 +368,12 @@ fn capped(pipeline: Pipeline, in_flight: &InFlight) -> Result<Pipeline, Failure>
 
 fn tracks(program: &Program, spans: &[Vec<Span>]) -> Vec<Track> {
     let one = |(at, spans): (usize, &Vec<Span>)| {
-        let stage = program.workers.get(at).map_or(StageId(at as u32), |worker| worker.stage);
         let name = program.worker_name(WorkerId(at as u32));
         let span = |span: &Span| simulate::Span {
             activity: match span.work {
-                Work::Forward(item) => Activity::Forward(stage, MicrobatchId(item)),
-                Work::Backward(item) => Activity::Backward(stage, MicrobatchId(item)),
+                Work::Compute(work) => Activity::of(work),
                 Work::Wait => Activity::Wait,
-                Work::Step(version) => Activity::Step(stage, version.saturating_sub(1)),
+                Work::Step(stage, version) => Activity::Step(stage, version.saturating_sub(1)),
             },
             start: span.start * 1e6,
             end: span.end * 1e6,

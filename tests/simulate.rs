@@ -60,7 +60,7 @@ fn stashes_stay_within_the_cap() {
             let program = schedule(Schedule::OneFOneBRr, &pipeline, StepCount::minibatches(60)).unwrap();
             let timeline = play(&program, &pipeline);
             for (worker, list) in program.workers.iter().enumerate() {
-                let cap = u64::from(pipeline.stages[list.stage.index()].cap);
+                let cap = u64::from(pipeline.stages[list.rank.index()].cap);
                 let peak = timeline.peak_memory(worker);
                 assert!(peak <= cap + 1, "{replicas:?} + {extra}, worker {worker}: {peak} > {cap} + 1");
             }
@@ -197,4 +197,21 @@ fn long_runs_are_quick() {
     let timeline = play(&program, &pipeline);
     assert!((timeline.throughput() - 1e6 / 3.0).abs() < 1.0);
     assert!(start.elapsed().as_secs() < 10, "{:?}", start.elapsed());
+}
+
+/// A thousand workers, with `PIPEC_LARGE` set: seconds for the program and for its simulation are printed.
+#[test]
+fn very_large_runs() {
+    if std::env::var_os("PIPEC_LARGE").is_none() {
+        println!("skipped: PIPEC_LARGE is not set");
+        return;
+    }
+    let pipeline = Pipeline::balanced(&[1; 1024], 2.0);
+    let start = std::time::Instant::now();
+    let count = StepCount { minibatches: 1, microbatches: 4096 };
+    let program = schedule(Schedule::OneFOneB, &pipeline, count).unwrap();
+    let made = start.elapsed();
+    let timeline = simulate(&program, &pipeline, &Machine::of(&pipeline)).unwrap();
+    println!("programs in {made:?}, simulated in {:?}", start.elapsed() - made);
+    assert_eq!(timeline.makespan, 3.0 * (4096.0 + 1023.0));
 }

@@ -195,6 +195,65 @@ fn plain(
     (losses, versions.into_iter().map(|(n, mut v)| (n, v.pop().unwrap())).collect())
 }
 
+/// Losses, weights and last gradients of a run with a flush, as bits.
+fn flushed(schedule: Schedule, pipeline: Pipeline, count: StepCount) -> Vec<(String, Vec<u8>)> {
+    let (graph, weights) = network();
+    let item = BATCH / count.microbatches as usize;
+    let dims = Bindings::from([("batch".to_string(), item as i64)]);
+    let placed = stages(pipeline.stages.len());
+    let settings = Settings { dims, loss: Loss::CrossEntropy, class_axis: None, schedule, count };
+    let prepared = prepare(&graph, &placed, pipeline, &settings).unwrap();
+    let steps = count.minibatches as usize;
+    let data = Dataset::new(rows(steps), &feeds(&prepared.codes), item).unwrap();
+    let batches = Batches::new(data, BATCH, count.microbatches as usize, steps, Order::InOrder).unwrap();
+    let optimizer = Optimizer::Sgd { learning_rate: 0.1, momentum: 0.9, nesterov: false, weight_decay: 0.0 };
+    let (codes, program) = (&prepared.codes, &prepared.program);
+    let keep_gradients = true;
+    let training =
+        Training { codes, program, weights: &weights, batches: &batches, optimizer: &optimizer, keep_gradients };
+    let trained = train(&training, &mut |_| {}).unwrap();
+    let losses = trained.losses.iter().flat_map(|loss| loss.to_le_bytes()).collect();
+    let tensors = |what: &str, of: &BTreeMap<String, Tensor>| {
+        of.iter().map(|(name, t)| (format!("{what} {name}"), t.bytes().to_vec())).collect::<Vec<_>>()
+    };
+    let weights = tensors("weight", &trained.weights);
+    [vec![("losses".to_string(), losses)], weights, tensors("gradient", &trained.gradients)].concat()
+}
+
+/// Every schedule with a flush trains to the bits of plain 1F1B: with chunks on a rank, on a loop and on a V, with backwards in
+/// two parts, with replicas, over the skip edge.
+#[test]
+fn all_schedules_with_a_flush_train_the_same_bits() {
+    let pipeline = |stages: usize, r: u32| Pipeline::chain(vec![StageShape::new(r, 1.0, 2.0); stages]);
+    for (replicas, microbatches) in [(1, 4), (1, 2), (2, 4), (1, 1)] {
+        let count = StepCount { minibatches: 4, microbatches };
+        for (stages, schedules) in [
+            (3, &[Schedule::Gpipe, Schedule::ZbH1, Schedule::ZbH2][..]),
+            (4, &[Schedule::Interleaved, Schedule::Bfs, Schedule::Zbv, Schedule::DualPipeV]),
+            (6, &[Schedule::Interleaved, Schedule::Zbv]),
+        ] {
+            let expected = flushed(Schedule::OneFOneB, pipeline(stages, replicas), count);
+            assert_eq!(expected.len(), 11);
+            for &name in schedules {
+                let placed = match name {
+                    Schedule::Interleaved | Schedule::Bfs => pipeline(stages, replicas).looped(2),
+                    Schedule::Zbv | Schedule::DualPipeV => pipeline(stages, replicas).folded(),
+                    _ => pipeline(stages, replicas),
+                };
+                let found = flushed(name, placed, count);
+                assert!(found == expected, "{name}, {stages} stages of {replicas}, {microbatches} microbatches");
+            }
+        }
+    }
+    // Unequal replicas: the order is played.
+    let count = StepCount { minibatches: 3, microbatches: 4 };
+    let unequal = || Pipeline::chain([1, 3, 2].map(|r| StageShape::new(r, f64::from(r), 2.0 * f64::from(r))).to_vec());
+    let expected = flushed(Schedule::OneFOneB, unequal(), count);
+    for name in [Schedule::ZbH1, Schedule::ZbH2] {
+        assert!(flushed(name, unequal(), count) == expected, "{name}");
+    }
+}
+
 #[test]
 fn one_f_one_b_rr_is_the_plain_loop_with_delayed_weights() {
     for replicas in [&[1, 1, 1][..], &[2, 1], &[3, 1], &[1, 3, 1], &[1, 2, 2, 1], &[2], &[1]] {

@@ -18,6 +18,7 @@ pub mod loss;
 pub mod memory;
 pub mod pipeline;
 pub mod precision;
+pub mod split;
 pub mod unbiased;
 
 /// Whether a pass changed anything.

@@ -4,19 +4,25 @@
 //! how many rounds may be in flight, and which stages speak to which. A [`Program`] is the answer: one flat list of
 //! [`Instruction`]s for each worker, with every operand explicit, so that a worker is a loop with one `match`.
 //!
-//! Workers are numbered in stage order, replica minor, and print as `stage.replica`. Work comes in *items*: minibatches
-//! under the asynchronous schedules, microbatches under those that flush.
+//! A *rank* is a place in the pipeline: `replicas` workers that hold the same stages. Most often a rank holds one stage and has
+//! its number; under the schedules with chunks it holds several. Workers are numbered in rank order, replica minor, and print
+//! as `rank.replica`. Work comes in *items*: minibatches under the asynchronous schedules, microbatches under those that flush.
 //!
 //! What the instructions promise each other: Send, Recv and AllReduce only post, Wait blocks. A Send completes when its
 //! Recv is posted (channels hold nothing), so a program that runs here runs on any link. A channel is (edge, kind, from
-//! worker, to worker) and first in, first out; the two directions of an edge are separate channels.
+//! worker, to worker) and first in, first out; the two directions of an edge are separate channels. Stages of one rank speak to
+//! each other in the same words: a worker may send to itself.
 
+pub mod bfs;
 pub mod chart;
 pub mod check;
 pub mod csv;
+pub mod dualpipev;
 pub mod fault;
 pub mod gpipe;
 pub mod inference;
+pub mod interleaved;
+pub mod json;
 pub mod ledger;
 pub mod link;
 pub mod lower;
@@ -26,9 +32,16 @@ pub mod order;
 pub mod pipeline;
 pub mod rule;
 pub mod scheduler;
+pub mod shape;
+pub mod table;
 pub mod text;
 pub mod two_bw;
+pub mod work;
+pub mod zbv;
+pub mod zero_bubble;
 
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::str::FromStr;
 
@@ -37,7 +50,10 @@ use crate::plan::StageId;
 macro_rules! id {
     ($(#[$doc:meta])* $name:ident) => {
         $(#[$doc])*
-        #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug, Default)]
+        #[derive(
+            Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug, Default, Serialize, Deserialize, JsonSchema,
+        )]
+        #[serde(transparent)]
         pub struct $name(pub u32);
 
         impl $name {
@@ -50,7 +66,11 @@ macro_rules! id {
 }
 
 id!(
-    /// A worker: stages in order, replicas of a stage next to each other.
+    /// A rank: a place in the pipeline, whose workers hold the same stages.
+    RankId
+);
+id!(
+    /// A worker: ranks in order, replicas of a rank next to each other.
     WorkerId
 );
 id!(
@@ -81,6 +101,18 @@ pub enum Schedule {
     Gpipe,
     /// `1f1b`: one forward, one backward, and a flush after every minibatch.
     OneFOneB,
+    /// `interleaved`: 1F1B with flush over several stages on each rank.
+    Interleaved,
+    /// `bfs`: looped breadth-first: as gpipe, over several stages on each rank.
+    Bfs,
+    /// `zb-h1`: 1F1B with flush and the backward in two parts, of which that of the weights fills idle time.
+    ZbH1,
+    /// `zb-h2`: the same with more items in flight and no idle time within a rank's work.
+    ZbH2,
+    /// `zbv`: the same on ranks that hold two stages of a V.
+    Zbv,
+    /// `dualpipev`: forwards and backwards in pairs on ranks that hold two stages of a V.
+    DualPipeV,
     /// `1f1b-rr`: one forward, one backward, round-robin over replicas, weight stashing, no flush.
     OneFOneBRr,
     /// `1f1b-rr-vsync`: the same with vertical sync: all stages use the version of the first.
@@ -89,13 +121,21 @@ pub enum Schedule {
     TwoBw,
     /// `inference`: forwards only.
     Inference,
+    /// `csv`: the order of a table that the user gives.
+    Csv,
 }
 
 impl Schedule {
-    /// Every schedule, in the order of the documentation.
-    pub const ALL: [Schedule; 6] = [
+    /// Every schedule that is generated, in the order of the documentation.
+    pub const ALL: [Schedule; 12] = [
         Schedule::Gpipe,
         Schedule::OneFOneB,
+        Schedule::Interleaved,
+        Schedule::Bfs,
+        Schedule::ZbH1,
+        Schedule::ZbH2,
+        Schedule::Zbv,
+        Schedule::DualPipeV,
         Schedule::OneFOneBRr,
         Schedule::OneFOneBRrVsync,
         Schedule::TwoBw,
@@ -107,16 +147,38 @@ impl Schedule {
         match self {
             Schedule::Gpipe => "gpipe",
             Schedule::OneFOneB => "1f1b",
+            Schedule::Interleaved => "interleaved",
+            Schedule::Bfs => "bfs",
+            Schedule::ZbH1 => "zb-h1",
+            Schedule::ZbH2 => "zb-h2",
+            Schedule::Zbv => "zbv",
+            Schedule::DualPipeV => "dualpipev",
             Schedule::OneFOneBRr => "1f1b-rr",
             Schedule::OneFOneBRrVsync => "1f1b-rr-vsync",
             Schedule::TwoBw => "2bw",
             Schedule::Inference => "inference",
+            Schedule::Csv => "csv",
         }
     }
 
     /// Whether an item is a whole minibatch, and each round of replicas makes an update of its own.
     pub fn is_round_robin(self) -> bool {
         matches!(self, Schedule::OneFOneBRr | Schedule::OneFOneBRrVsync)
+    }
+
+    /// Whether an update is made of a whole minibatch of microbatches.
+    pub fn is_by_minibatch(self) -> bool {
+        self.trains() && !self.is_round_robin()
+    }
+
+    /// Whether every item of a minibatch sees the weights that all minibatches before it have made.
+    pub fn flushes(self) -> bool {
+        self.is_by_minibatch() && self != Schedule::TwoBw
+    }
+
+    /// Whether backwards come in two parts.
+    pub fn splits_backward(self) -> bool {
+        matches!(self, Schedule::ZbH1 | Schedule::ZbH2 | Schedule::Zbv | Schedule::DualPipeV)
     }
 
     /// Whether items run backward and weights are updated.
@@ -135,7 +197,7 @@ impl FromStr for Schedule {
     type Err = ScheduleError;
 
     fn from_str(name: &str) -> Result<Self, ScheduleError> {
-        let found = Schedule::ALL.into_iter().find(|schedule| schedule.name() == name);
+        let found = Schedule::ALL.into_iter().chain([Schedule::Csv]).find(|schedule| schedule.name() == name);
         found.ok_or_else(|| ScheduleError::UnknownName { name: name.to_string() })
     }
 }
@@ -149,6 +211,8 @@ pub struct StageShape {
     pub forward: f64,
     /// Time of one item's backward on one replica, in microseconds.
     pub backward: f64,
+    /// The part of `backward` that makes gradients of weights, which nobody else waits for, in microseconds.
+    pub weight: f64,
     /// Time of one optimizer step, in microseconds.
     pub step: f64,
     /// Time of one all-reduce of the stage's gradients, in microseconds; nothing for a single replica.
@@ -162,9 +226,11 @@ pub struct StageShape {
 }
 
 impl StageShape {
-    /// A stage with `replicas` workers that compute `forward` and `backward` microseconds an item; cap 1, no bytes.
+    /// A stage with `replicas` workers that compute `forward` and `backward` microseconds an item, half of the backward for the
+    /// weights, as matrix products have it; cap 1, no bytes.
     pub fn new(replicas: u32, forward: f64, backward: f64) -> Self {
-        Self { replicas, forward, backward, step: 0.0, all_reduce: 0.0, cap: 1, param_bytes: 0, saved_bytes: 0 }
+        let weight = backward / 2.0;
+        Self { replicas, forward, backward, weight, step: 0.0, all_reduce: 0.0, cap: 1, param_bytes: 0, saved_bytes: 0 }
     }
 }
 
@@ -198,80 +264,14 @@ impl Edge {
 pub struct Pipeline {
     /// The stages, first to last.
     pub stages: Vec<StageShape>,
+    /// The rank of each stage; all ranks hold equally many stages, and those of one rank have equally many replicas.
+    pub ranks: Vec<RankId>,
     /// The edges, each from an earlier to a later stage.
     pub edges: Vec<Edge>,
 }
 
-impl Pipeline {
-    /// A chain of stages, each speaking to the next, with the published in-flight caps.
-    pub fn chain(mut stages: Vec<StageShape>) -> Self {
-        let replicas: Vec<u32> = stages.iter().map(|stage| stage.replicas).collect();
-        for (stage, cap) in stages.iter_mut().zip(published_caps(&replicas)) {
-            stage.cap = cap;
-        }
-        let edges = (1..stages.len() as u32).map(|to| Edge::new(to - 1, to)).collect();
-        Self { stages, edges }
-    }
-
-    /// A chain of perfectly balanced stages: a stage's time is its number of replicas, backward `ratio` times forward.
-    pub fn balanced(replicas: &[u32], ratio: f64) -> Self {
-        Self::chain(replicas.iter().map(|&r| StageShape::new(r, f64::from(r), f64::from(r) * ratio)).collect())
-    }
-
-    /// The same pipeline with other in-flight caps, one for each stage.
-    pub fn with_caps(mut self, caps: &[u32]) -> Self {
-        for (stage, &cap) in self.stages.iter_mut().zip(caps) {
-            stage.cap = cap;
-        }
-        self
-    }
-
-    /// Says what keeps this from being a pipeline, if anything does.
-    pub fn validate(&self) -> Result<(), ScheduleError> {
-        if self.stages.is_empty() {
-            return Err(ScheduleError::NoStages);
-        }
-        let mut workers = 0u64;
-        for (index, stage) in self.stages.iter().enumerate() {
-            workers += u64::from(stage.replicas);
-            if stage.replicas == 0 || stage.cap == 0 {
-                return Err(ScheduleError::EmptyStage { stage: index, replicas: stage.replicas, cap: stage.cap });
-            }
-            for (what, time) in [
-                ("forward", stage.forward),
-                ("backward", stage.backward),
-                ("step", stage.step),
-                ("all-reduce", stage.all_reduce),
-            ] {
-                check_time(&format!("{what} of stage {index}"), time)?;
-            }
-        }
-        if workers > MAX_WORKERS {
-            return Err(ScheduleError::TooManyWorkers { workers, most: MAX_WORKERS });
-        }
-        let mut seen = std::collections::BTreeSet::new();
-        for edge in &self.edges {
-            let (from, to) = (edge.from.0, edge.to.0);
-            if from >= to || edge.to.index() >= self.stages.len() || !seen.insert((from, to)) {
-                return Err(ScheduleError::BadEdge { from, to });
-            }
-            check_time(&format!("transfer {from} > {to}"), edge.forward_us)?;
-            check_time(&format!("transfer {to} > {from}"), edge.backward_us)?;
-        }
-        Ok(())
-    }
-}
-
 /// No cluster that a program of this form can drive has more workers.
 pub const MAX_WORKERS: u64 = 1 << 16;
-
-fn check_time(what: &str, microseconds: f64) -> Result<(), ScheduleError> {
-    // A thousand seconds: beyond it the simulated clock of a long run could overflow.
-    if (0.0..=1e9).contains(&microseconds) {
-        return Ok(());
-    }
-    Err(ScheduleError::BadTime { what: what.to_string(), microseconds })
-}
 
 /// PipeDream's in-flight caps in rounds: ⌈n_s / r_s⌉, where n_s counts the workers from stage s to the end.
 pub fn published_caps(replicas: &[u32]) -> Vec<u32> {
@@ -289,7 +289,8 @@ pub fn published_caps(replicas: &[u32]) -> Vec<u32> {
 }
 
 /// What travels over an edge.
-#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug, Hash)]
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug, Hash, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "kebab-case")]
 pub enum Payload {
     /// From the earlier stage to the later one.
     Activation,
@@ -298,31 +299,58 @@ pub enum Payload {
 }
 
 /// One thing a worker does.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Hash)]
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Hash, Serialize, Deserialize, JsonSchema)]
+#[serde(tag = "op", rename_all = "kebab-case", deny_unknown_fields)]
 pub enum Instruction {
     /// Fetch the item's rows of the graph inputs and labels that this stage reads, if it reads any.
     Load {
+        /// A stage of this worker.
+        stage: StageId,
         /// The item to fetch.
         item: MicrobatchId,
     },
     /// Run the stage's forward; what the backward needs is kept in `slot`.
     Forward {
-        /// This worker's stage.
+        /// A stage of this worker.
         stage: StageId,
         /// The item.
         item: MicrobatchId,
         /// The weights to use.
         version: Version,
         /// Where the saved activations live until the item's backward; a slot may be reused only when the
-        /// Sends out of it have been waited for.
+        /// Sends out of it have been waited for. Each stage has slots of its own.
         slot: Slot,
     },
-    /// Run the stage's backward; gradients of weights are added, in the order of the program, to those that the worker's
-    /// next AllReduce takes, or its next Step where a stage has one replica.
+    /// Run the stage's backward; gradients of weights are added, in the order of the program, to those that the stage's
+    /// next AllReduce takes, or its next Step where it has one replica.
     Backward {
-        /// This worker's stage.
+        /// A stage of this worker.
         stage: StageId,
         /// The item.
+        item: MicrobatchId,
+        /// The weights that the forward used.
+        version: Version,
+        /// The slot that the forward filled; free after this.
+        slot: Slot,
+    },
+    /// Run the part of the stage's backward that makes the gradients which other stages wait for; what the other part needs stays
+    /// in `slot`.
+    BackwardInput {
+        /// A stage of this worker.
+        stage: StageId,
+        /// The item.
+        item: MicrobatchId,
+        /// The weights that the forward used.
+        version: Version,
+        /// The slot that the forward filled.
+        slot: Slot,
+    },
+    /// Run the rest of the stage's backward, which makes the gradients of weights; they are added as [`Instruction::Backward`]
+    /// adds them.
+    BackwardWeight {
+        /// A stage of this worker.
+        stage: StageId,
+        /// The item, whose BackwardInput came before.
         item: MicrobatchId,
         /// The weights that the forward used.
         version: Version,
@@ -364,7 +392,7 @@ pub enum Instruction {
     /// last AllReduce. Later backwards start from zero in another buffer. A replica that had no item in the round gives zeros.
     /// Several may be posted before the first is waited for; they are waited for and applied in order.
     AllReduce {
-        /// This worker's stage.
+        /// A stage of this worker.
         stage: StageId,
         /// The round.
         round: u32,
@@ -374,7 +402,7 @@ pub enum Instruction {
     /// Apply the round's gradients, divided by `count`, to version `from`; the result is version `to`. The round's gradients
     /// are nobody's after this.
     Step {
-        /// This worker's stage.
+        /// A stage of this worker.
         stage: StageId,
         /// The round.
         round: u32,
@@ -389,25 +417,31 @@ pub enum Instruction {
     },
     /// Nobody uses this version after this.
     Drop {
+        /// A stage of this worker.
+        stage: StageId,
         /// The version.
         version: Version,
     },
 }
 
 /// What one worker runs.
-#[derive(Clone, PartialEq, Eq, Debug)]
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
 pub struct WorkerProgram {
-    /// Its stage.
-    pub stage: StageId,
-    /// Its place among the stage's replicas.
+    /// Its rank, which says its stages.
+    pub rank: RankId,
+    /// Its place among the rank's replicas.
     pub replica: u32,
     /// What it does, in order.
     pub instructions: Vec<Instruction>,
 }
 
 /// What a program remembers of a stage.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
 pub struct ProgramStage {
+    /// The rank that holds it.
+    pub rank: RankId,
     /// Workers that share the stage's items.
     pub replicas: u32,
     /// Items that may be in flight on a replica.
@@ -432,42 +466,53 @@ pub struct Program {
 }
 
 impl Program {
-    /// The worker's name: `stage.replica`.
+    /// The worker's name: `rank.replica`.
     pub fn worker_name(&self, worker: WorkerId) -> String {
         match self.workers.get(worker.index()) {
-            Some(program) => format!("{}.{}", program.stage.0, program.replica),
+            Some(program) => format!("{}.{}", program.rank.0, program.replica),
             None => format!("?{}", worker.0),
         }
     }
 
-    /// Optimizer steps that one worker of this stage runs.
-    pub fn steps(&self, stage: StageId) -> u32 {
-        let of_stage = self.workers.iter().find(|worker| worker.stage == stage);
-        let steps = of_stage.map(|worker| {
-            worker.instructions.iter().filter(|instruction| matches!(instruction, Instruction::Step { .. })).count()
-        });
-        steps.unwrap_or(0) as u32
+    /// The stages of a rank, in order.
+    pub fn stages_of(&self, rank: RankId) -> impl Iterator<Item = StageId> + '_ {
+        (0..).map(StageId).zip(&self.stages).filter(move |(_, stage)| stage.rank == rank).map(|(id, _)| id)
     }
+}
 
-    /// Places that a worker needs for the saved activations of items in flight.
-    pub fn slots(&self, worker: WorkerId) -> u32 {
-        let forwards = self.workers[worker.index()].instructions.iter();
-        forwards
-            .filter_map(|i| if let Instruction::Forward { slot, .. } = i { Some(slot.0 + 1) } else { None })
-            .max()
-            .unwrap_or(0)
+/// Which schedules run what this one does not.
+fn instead(schedule: Schedule) -> &'static str {
+    match schedule {
+        Schedule::Interleaved | Schedule::Bfs => ". zbv and dualpipev run a V of two stages on each rank",
+        Schedule::Zbv | Schedule::DualPipeV => {
+            ". zb-h1 runs one stage on each rank, interleaved and bfs any number in a loop"
+        }
+        _ => ". interleaved and bfs run several in a loop, zbv and dualpipev two in a V",
     }
+}
+
+fn known() -> String {
+    Schedule::ALL.map(Schedule::name).join(", ")
 }
 
 /// Why there is no program.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 #[allow(missing_docs)]
 pub enum ScheduleError {
-    #[error("the plan's schedule is {schedule}, for which there is no generator")]
-    NoGenerator { schedule: &'static str },
+    #[error("a schedule of the user's own needs its table; give the file")]
+    NoTable,
+    #[error("schedule {schedule} needs {needed}; the pipeline has {found} on each rank{}", instead(*.schedule))]
+    Placement { schedule: Schedule, needed: &'static str, found: String },
+    #[error(
+        "schedule {schedule} deals items to equally many replicas on every rank; these have {replicas}. 1f1b, gpipe, 1f1b-rr, zb-h1 and \
+         zb-h2 run such plans"
+    )]
+    UnequalReplicas { schedule: Schedule, replicas: String },
+    #[error("table: {what}")]
+    Table { what: String },
     #[error("the plan has {stages} stages and in-flight caps for {caps}")]
     CapsForOtherStages { stages: usize, caps: usize },
-    #[error("unknown schedule `{name}`; known are gpipe, 1f1b, 1f1b-rr, 1f1b-rr-vsync, 2bw, inference")]
+    #[error("unknown schedule `{name}`; known are {}", known())]
     UnknownName { name: String },
     #[error("a pipeline needs at least one stage")]
     NoStages,
@@ -477,6 +522,8 @@ pub enum ScheduleError {
     TooManyWorkers { workers: u64, most: u64 },
     #[error("the {what} takes {microseconds} us; expected 0 to 1e9")]
     BadTime { what: String, microseconds: f64 },
+    #[error("{what}")]
+    BadRanks { what: String },
     #[error("edge {from} > {to}: expected one edge, from an earlier to a later stage of the pipeline")]
     BadEdge { from: u32, to: u32 },
     #[error(

@@ -14,6 +14,7 @@ pub mod trace;
 use std::fmt;
 
 use crate::plan::StageId;
+use crate::schedule::work::{Part, Work};
 use crate::schedule::{MicrobatchId, Payload};
 
 /// What fills a span of time.
@@ -23,6 +24,10 @@ pub enum Activity {
     Forward(StageId, MicrobatchId),
     /// A stage's backward of an item.
     Backward(StageId, MicrobatchId),
+    /// The part of a stage's backward of an item that other stages wait for.
+    BackwardInput(StageId, MicrobatchId),
+    /// The part of a stage's backward of an item that makes gradients of weights.
+    BackwardWeight(StageId, MicrobatchId),
     /// A stage's optimizer step after a round.
     Step(StageId, u32),
     /// The all-reduce of a round of a stage.
@@ -34,11 +39,23 @@ pub enum Activity {
 }
 
 impl Activity {
+    /// The activity that a piece of work is.
+    pub fn of(Work { stage, item, part }: Work) -> Activity {
+        match part {
+            Part::Forward => Activity::Forward(stage, item),
+            Part::Backward => Activity::Backward(stage, item),
+            Part::BackwardInput => Activity::BackwardInput(stage, item),
+            Part::BackwardWeight => Activity::BackwardWeight(stage, item),
+        }
+    }
+
     /// The kind of activity, as one word.
     pub fn kind(self) -> &'static str {
         match self {
             Activity::Forward(..) => "forward",
             Activity::Backward(..) => "backward",
+            Activity::BackwardInput(..) => "backward-input",
+            Activity::BackwardWeight(..) => "backward-weight",
             Activity::Step(..) => "step",
             Activity::AllReduce(..) => "all-reduce",
             Activity::Transfer(..) => "transfer",
@@ -48,12 +65,12 @@ impl Activity {
 
     /// Whether the worker's device is busy with it.
     pub fn computes(self) -> bool {
-        matches!(self, Activity::Forward(..) | Activity::Backward(..) | Activity::Step(..))
+        !matches!(self, Activity::AllReduce(..) | Activity::Transfer(..) | Activity::Wait)
     }
 }
 
 impl fmt::Display for Activity {
-    /// As in programs: `2F3`, `2B3`, `step 2 round 1`.
+    /// As in programs: `2F3`, `2B3`, `2I3`, `2W3`, `step 2 round 1`.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match *self {
             Activity::Forward(stage, item) | Activity::Transfer(stage, Payload::Activation, item) => {
@@ -62,6 +79,8 @@ impl fmt::Display for Activity {
             Activity::Backward(stage, item) | Activity::Transfer(stage, Payload::Gradient, item) => {
                 write!(f, "{}B{}", stage.0, item.0)
             }
+            Activity::BackwardInput(stage, item) => write!(f, "{}I{}", stage.0, item.0),
+            Activity::BackwardWeight(stage, item) => write!(f, "{}W{}", stage.0, item.0),
             Activity::Step(stage, round) => write!(f, "step {} round {round}", stage.0),
             Activity::AllReduce(stage, round) => write!(f, "all-reduce {} round {round}", stage.0),
             Activity::Wait => f.write_str("wait"),
@@ -100,7 +119,7 @@ pub struct Timeline {
     pub makespan: f64,
     /// For each item, in order, when its last computation ended.
     pub finished: Vec<f64>,
-    /// For each worker, the most items that were in flight at once.
+    /// For each worker, the most items that were in flight at once, each counted at every stage of the worker that it is at.
     pub peak_in_flight: Vec<u32>,
     /// For each worker, bytes of live weight versions, gradients and saved activations from each moment on; empty without
     /// sizes.

@@ -12,6 +12,7 @@ use compiler::pass::backward::{Arriving, Backward, BackwardError, Made, Read, ba
 use compiler::pass::fragment::{Fragment, FragmentError, fragments};
 use compiler::pass::memory::{Home, Layout, Needs, plan};
 use compiler::pass::pipeline::{self, PassBug};
+use compiler::pass::split::parts;
 use compiler::tensor::fact::Fact;
 use std::collections::{HashMap, HashSet};
 use thiserror::Error;
@@ -53,6 +54,8 @@ pub enum Slot {
     State(usize),
     /// A constant of this sequence.
     Constant(usize),
+    /// In the item's block that is kept from the first part of its backward run to the second.
+    Between(usize),
     /// A gradient term that came from a later stage, by place in [`StageCode::gradients_in`].
     GradientIn(usize),
     /// A gradient term that is sent to an earlier stage, by place in [`StageCode::gradients_out`].
@@ -141,8 +144,16 @@ pub struct GradientTerm {
 pub struct StageCode {
     /// The forward run.
     pub forward: Sequence,
-    /// The backward run; empty when only answers are wanted.
+    /// The backward run, or the part of it that other stages wait for; empty when only answers are wanted.
     pub backward: Sequence,
+    /// The part of the backward run that makes gradients of parameters, where the two are apart; empty where they are one.
+    pub weight: Sequence,
+    /// Whether the backward run is in two parts.
+    pub in_parts: bool,
+    /// Whether the second reads gradients that are sent.
+    pub weight_reads_sent: bool,
+    /// Bytes kept for each item from the one part to the other.
+    pub between_bytes: usize,
     /// The data that is fed, by name of the graph's input.
     pub feeds: Vec<Named>,
     /// The trained tensors.
@@ -183,6 +194,18 @@ pub fn compile(
     stages: usize,
     loss: Option<&str>,
 ) -> Result<Vec<StageCode>, CompileError> {
+    compile_parts(graph, place, stages, loss, false)
+}
+
+/// The same, with the backward runs in two parts where `splits` says so. A run in two parts takes more memory and gives the same
+/// bits.
+pub fn compile_parts(
+    graph: &Graph,
+    place: &HashMap<NodeId, usize>,
+    stages: usize,
+    loss: Option<&str>,
+    splits: bool,
+) -> Result<Vec<StageCode>, CompileError> {
     check_sizes(graph)?;
     let mut cut = fragments(graph, place, stages)?;
     let mut arriving = Arriving::new();
@@ -202,7 +225,7 @@ pub fn compile(
                 Some(made)
             }
         };
-        let code = Assembly::new(fragment, backward.as_ref()).stage();
+        let code = Assembly::new(fragment, backward.as_ref(), splits).stage();
         check_memory(&code)?;
         codes.push(code);
     }
@@ -251,6 +274,7 @@ fn check_sizes(graph: &Graph) -> Result<(), CompileError> {
 struct Assembly<'a> {
     fragment: &'a Fragment,
     backward: Option<&'a Backward>,
+    splits: bool,
     forward_layout: Layout,
     feeds: Vec<(NodeId, Named)>,
     parameters: Vec<(NodeId, Named)>,
@@ -259,8 +283,20 @@ struct Assembly<'a> {
     gradients_in: Vec<Transfer>,
 }
 
+/// A backward run, put together.
+#[derive(Default)]
+struct BackwardCode {
+    first: Sequence,
+    second: Sequence,
+    terms: Vec<GradientTerm>,
+    gradients_out: Vec<Transfer>,
+    reads_sent: bool,
+    between_bytes: usize,
+    arena_bytes: usize,
+}
+
 impl<'a> Assembly<'a> {
-    fn new(fragment: &'a Fragment, backward: Option<&'a Backward>) -> Assembly<'a> {
+    fn new(fragment: &'a Fragment, backward: Option<&'a Backward>, splits: bool) -> Assembly<'a> {
         let graph = &fragment.graph;
         let received: HashSet<NodeId> = fragment.received.iter().map(|r| r.local).collect();
         let mut feeds = Vec::new();
@@ -290,6 +326,7 @@ impl<'a> Assembly<'a> {
         Assembly {
             fragment,
             backward,
+            splits,
             forward_layout: Layout::default(),
             feeds,
             parameters,
@@ -345,26 +382,30 @@ impl<'a> Assembly<'a> {
         });
         let results: Vec<(Named, Place)> = results.collect();
 
-        let (backward, gradient_terms, gradients_out, backward_arena) = self.backward_sequence();
+        let made = self.backward_code();
         let reference = |s: &Sequence| -> Vec<String> {
             s.steps.iter().filter(|s| s.kernel.is_reference()).map(|s| s.kernel.name().to_string()).collect()
         };
-        let mut reference_ops = [reference(&forward), reference(&backward)].concat();
+        let mut reference_ops = [reference(&forward), reference(&made.first), reference(&made.second)].concat();
         reference_ops.sort();
         reference_ops.dedup();
         StageCode {
             forward,
-            backward,
+            backward: made.first,
+            weight: made.second,
+            in_parts: self.splits,
+            weight_reads_sent: made.reads_sent,
+            between_bytes: made.between_bytes,
             received,
             sent,
             own_bytes: self.forward_layout.own.iter().map(|(_, bytes)| *bytes).collect(),
-            gradients_out,
-            gradient_terms,
+            gradients_out: made.gradients_out,
+            gradient_terms: made.terms,
             follows,
             results,
             recompute: false,
             kept_bytes: self.forward_layout.kept_bytes,
-            arena_bytes: self.forward_layout.arena_bytes.max(backward_arena),
+            arena_bytes: self.forward_layout.arena_bytes.max(made.arena_bytes),
             reference_ops,
             feeds: self.feeds.into_iter().map(|(_, n)| n).collect(),
             parameters: self.parameters.into_iter().map(|(_, n)| n).collect(),
@@ -413,9 +454,10 @@ impl<'a> Assembly<'a> {
         }
     }
 
-    fn backward_sequence(&self) -> (Sequence, Vec<GradientTerm>, Vec<Transfer>, usize) {
-        let Some(backward) = self.backward else { return (Sequence::default(), Vec::new(), Vec::new(), 0) };
+    fn backward_code(&self) -> BackwardCode {
+        let Some(backward) = self.backward else { return BackwardCode::default() };
         let graph = &backward.graph;
+        let parts = self.splits.then(|| parts(backward));
         let mut sequence = Sequence::default();
         let reads: HashMap<NodeId, Read> = backward.reads.iter().copied().collect();
         let mut sources: HashMap<NodeId, Slot> = HashMap::new();
@@ -447,12 +489,14 @@ impl<'a> Assembly<'a> {
             backward.makes.iter().zip(&graph.outputs).filter(|(m, _)| made(m)).map(|(_, o)| o.value).collect()
         };
         let own = of(|m| matches!(m, Made::Gradient { .. }));
-        let order = order::canonical(graph);
-        let kernels = kernels(graph, &runnable(graph));
+        let order = parts.as_ref().map_or_else(|| order::canonical(graph), |parts| parts.order.clone());
+        let mut run = order.clone();
+        run.retain(|id| is_run(graph, *id));
+        let kernels = kernels(graph, &run);
         let workspace = workspaces(&kernels);
+        let kept = parts.as_ref().map(|parts| parts.crossing.clone()).unwrap_or_default();
         let held = of(|m| matches!(m, Made::Parameter(_)));
-        let layout =
-            plan(graph, &order, &Needs { own: &own, kept: &HashSet::new(), held: &held, workspace: &workspace });
+        let layout = plan(graph, &order, &Needs { own: &own, kept: &kept, held: &held, workspace: &workspace });
         // Buffers of leaving gradients: by receiving stage, value and group.
         let mut gradients_out: Vec<(Transfer, Value)> = Vec::new();
         for (made, output) in backward.makes.iter().zip(&graph.outputs) {
@@ -476,12 +520,18 @@ impl<'a> Assembly<'a> {
                 Home::Arena(offset) => Slot::Arena(offset),
                 Home::Own(index) => Slot::GradientOut(own_slot[&index]),
                 Home::Source(node) => sources[&node],
-                Home::Kept(_) => unreachable!("nothing is kept behind a backward run"),
+                Home::Kept(offset) => Slot::Between(offset),
             };
             Place { slot, bytes: bytes(graph.fact(*value)) }
         };
+        let mut second = Sequence::default();
         for (id, kernel) in kernels {
-            sequence.steps.push(step(graph, id, kernel, &layout, place));
+            let is_second = parts.as_ref().is_some_and(|parts| parts.second.contains(&id));
+            let part = if is_second { &mut second } else { &mut sequence };
+            part.steps.push(step(graph, id, kernel, &layout, place));
+        }
+        if parts.is_some() {
+            second.constants = sequence.constants.iter().map(|constant| Buffer::copy_of(constant.bytes())).collect();
         }
         let mut terms = Vec::new();
         for (made, output) in backward.makes.iter().zip(&graph.outputs) {
@@ -492,7 +542,17 @@ impl<'a> Assembly<'a> {
             }
         }
         let gradients_out = gradients_out.iter().map(|(t, v)| Transfer { place: place(v), ..*t }).collect();
-        (sequence, terms, gradients_out, layout.arena_bytes)
+        let mut read = second.steps.iter().flat_map(|step| &step.inputs).chain(terms.iter().map(|term| &term.place));
+        let reads_sent = parts.is_some() && read.any(|place| matches!(place.slot, Slot::GradientOut(_)));
+        BackwardCode {
+            first: sequence,
+            second,
+            terms,
+            gradients_out,
+            reads_sent,
+            between_bytes: layout.kept_bytes,
+            arena_bytes: layout.arena_bytes,
+        }
     }
 
     /// Where a saved forward value lies when the backward run reads it.
@@ -524,14 +584,17 @@ fn position(list: &[(NodeId, Named)], node: NodeId) -> usize {
     list.iter().position(|(id, _)| *id == node).expect("the node is one of the stage's sources")
 }
 
-/// The nodes that need a kernel, in order: not sources, not views.
+/// The nodes that need a kernel, in order.
 fn runnable(graph: &Graph) -> Vec<NodeId> {
     let mut order = order::canonical(graph);
-    order.retain(|id| {
-        let op = &graph.node(*id).op;
-        !matches!(op, Op::Input(_) | Op::Parameter(_) | Op::State(_) | Op::Constant(_)) && !rule(op).is_view()
-    });
+    order.retain(|id| is_run(graph, *id));
     order
+}
+
+/// Whether a node needs a kernel: sources and views do not.
+fn is_run(graph: &Graph, id: NodeId) -> bool {
+    let op = &graph.node(id).op;
+    !matches!(op, Op::Input(_) | Op::Parameter(_) | Op::State(_) | Op::Constant(_)) && !rule(op).is_view()
 }
 
 fn kernels(graph: &Graph, order: &[NodeId]) -> Vec<(NodeId, Kernel)> {

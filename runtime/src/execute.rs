@@ -39,6 +39,18 @@ pub struct Item {
     pub gradients_in: Vec<Option<Arc<Buffer>>>,
     /// Gradient terms for earlier stages.
     pub gradients_out: Vec<Option<Arc<Buffer>>>,
+    /// Those of them that the second part of the backward run reads, which may have been sent by then.
+    pub sent_gradients: Vec<Option<Arc<Buffer>>>,
+    /// What the second part of the backward run reads of the first.
+    pub between: Option<Arc<Buffer>>,
+    /// Whether its backward run is over.
+    pub is_done: bool,
+}
+
+impl Item {
+    fn gradient_out(&self, at: usize) -> Option<&Arc<Buffer>> {
+        self.gradients_out[at].as_ref().or_else(|| self.sent_gradients.get(at)?.as_ref())
+    }
 }
 
 /// A stage on one worker: its code, arena and states.
@@ -69,6 +81,9 @@ impl<'a> Executor<'a> {
             feeds: Vec::new(),
             gradients_in: vec![None; self.code.gradients_in.len()],
             gradients_out: vec![None; self.code.gradients_out.len()],
+            sent_gradients: Vec::new(),
+            between: None,
+            is_done: false,
         }
     }
 
@@ -79,7 +94,16 @@ impl<'a> Executor<'a> {
 
     /// Runs backward. All arriving gradients are there.
     pub fn backward(&mut self, item: &mut Item) -> Result<(), ExecuteError> {
+        self.backward_input(item)?;
+        self.backward_weight(item)
+    }
+
+    /// Runs the part of the backward that makes what is sent; all of it where the code is in one part.
+    pub fn backward_input(&mut self, item: &mut Item) -> Result<(), ExecuteError> {
         let code = self.code;
+        if code.between_bytes > 0 {
+            item.between = Some(self.pool.take(code.between_bytes));
+        }
         for (i, transfer) in code.gradients_out.iter().enumerate() {
             // Two gradients may be one tensor, as those of a sum are: the second shares the first one's buffer.
             item.gradients_out[i] = match transfer.place.slot {
@@ -95,7 +119,16 @@ impl<'a> Executor<'a> {
                 item.gradients_out[i] = Some(shared);
             }
         }
+        if code.weight_reads_sent {
+            item.sent_gradients.clone_from(&item.gradients_out);
+        }
         Ok(())
+    }
+
+    /// Runs the rest of the backward; the gradients of parameters are there after it.
+    pub fn backward_weight(&mut self, item: &mut Item) -> Result<(), ExecuteError> {
+        item.is_done = true;
+        self.run(&self.code.weight, item)
     }
 
     /// Gives back what the backward run would read, until [`Executor::again`].
@@ -120,8 +153,8 @@ impl<'a> Executor<'a> {
     pub fn finish(&mut self, item: Item) {
         let from_others = item.received.iter().chain(&item.gradients_in).flatten();
         self.pool.ledger.remove(from_others.map(|buffer| buffer.len()).sum());
-        let buffers = item.kept.into_iter().chain(item.own);
-        let gradients = item.gradients_out.into_iter().flatten();
+        let buffers = item.kept.into_iter().chain(item.own).chain(item.between);
+        let gradients = item.gradients_out.into_iter().chain(item.sent_gradients).flatten();
         for buffer in buffers.chain(gradients).chain(item.feeds) {
             self.pool.give(buffer);
         }
@@ -134,6 +167,7 @@ impl<'a> Executor<'a> {
 
     /// The bytes of a place after a backward run.
     pub fn gradient<'b>(&'b self, item: &'b Item, place: Place) -> &'b [u8] {
+        // Both parts have the same constants, if there are two.
         self.read(&self.code.backward, item, place)
     }
 
@@ -143,7 +177,7 @@ impl<'a> Executor<'a> {
             Slot::Own(i) => Some(&item.own[i]),
             Slot::Received(i) => item.received[i].as_ref(),
             Slot::GradientIn(i) => item.gradients_in[i].as_ref(),
-            Slot::GradientOut(i) => item.gradients_out[i].as_ref(),
+            Slot::GradientOut(i) => item.gradient_out(i),
             _ => None,
         };
         if let Some(buffer) = whole {
@@ -185,16 +219,18 @@ impl<'a> Executor<'a> {
             assert!(offset + place.bytes <= buffer.len(), "a place lies within its buffer");
             buffer.start().wrapping_add(offset)
         };
-        let whole = |buffer: &Option<Arc<Buffer>>| {
-            inside(buffer.as_ref().expect("the program waits for a tensor before it is used"), 0)
-        };
+        let whole =
+            |buffer: Option<&Arc<Buffer>>| inside(buffer.expect("the program waits for a tensor before it is used"), 0);
         match place.slot {
             Slot::Arena(offset) => inside(&self.arena, offset),
             Slot::Kept(offset) => inside(item.kept.as_ref().expect("an item in flight has its block"), offset),
             Slot::Own(i) => inside(&item.own[i], 0),
-            Slot::Received(i) => whole(&item.received[i]),
-            Slot::GradientIn(i) => whole(&item.gradients_in[i]),
-            Slot::GradientOut(i) => whole(&item.gradients_out[i]),
+            Slot::Received(i) => whole(item.received[i].as_ref()),
+            Slot::GradientIn(i) => whole(item.gradients_in[i].as_ref()),
+            Slot::GradientOut(i) => whole(item.gradient_out(i)),
+            Slot::Between(offset) => {
+                inside(item.between.as_ref().expect("the first part of a backward run took it"), offset)
+            }
             Slot::Feed(i) => inside(&item.feeds[i], 0),
             Slot::Parameter(i) => inside(&item.weights[i], 0),
             Slot::State(i) => inside(&self.states[i], 0),

@@ -11,6 +11,7 @@
 pub mod buffer;
 pub mod compile;
 pub mod data;
+pub mod desk;
 pub mod device;
 pub mod evaluate;
 pub mod execute;

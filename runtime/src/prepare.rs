@@ -1,7 +1,7 @@
 //! From a model and the stages of a plan to everything that training runs: sizes bound, loss attached, stages compiled,
 //! programs made and checked.
 
-use crate::compile::{CompileError, StageCode, compile};
+use crate::compile::{CompileError, StageCode, compile_parts};
 use crate::train::{placement, with_edges};
 use compiler::graph::bind::{BindError, bind, symbols};
 use compiler::graph::{Graph, order};
@@ -68,6 +68,20 @@ pub fn prepare(
     pipeline: Pipeline,
     settings: &Settings,
 ) -> Result<Prepared, PrepareError> {
+    let generated = |pipeline: &Pipeline| schedule(settings.schedule, pipeline, settings.count);
+    prepare_with(graph, stages, pipeline, settings, settings.schedule.splits_backward(), &generated)
+}
+
+/// The same with a program of the caller's, made for the pipeline with its edges; `splits` says whether any backward in it comes in
+/// two parts.
+pub fn prepare_with(
+    graph: &Graph,
+    stages: &[usize],
+    pipeline: Pipeline,
+    settings: &Settings,
+    splits: bool,
+    program: &dyn Fn(&Pipeline) -> Result<Program, ScheduleError>,
+) -> Result<Prepared, PrepareError> {
     let bound = bind(graph, &settings.dims)?;
     if let Some(symbol) = symbols(&bound).into_iter().next() {
         return Err(PrepareError::Open { symbol });
@@ -79,9 +93,9 @@ pub fn prepare(
     let mut trained = bound.clone();
     attach(&mut trained, settings.loss, settings.class_axis)?;
     let place = placement(&bound, &trained, stages);
-    let codes = compile(&trained, &place, pipeline.stages.len(), Some(LOSS))?;
+    let codes = compile_parts(&trained, &place, pipeline.stages.len(), Some(LOSS), splits)?;
     let pipeline = with_edges(pipeline, &codes);
-    let program = schedule(settings.schedule, &pipeline, settings.count)?;
+    let program = program(&pipeline)?;
     check(&program).map_err(PrepareError::Program)?;
     Ok(Prepared { graph: trained, codes, program, pipeline })
 }

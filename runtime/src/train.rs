@@ -2,13 +2,15 @@
 
 use crate::compile::{Named, StageCode};
 use crate::data::Batches;
+use crate::desk::{Contribution, Meeting, Place, Tied};
 use crate::evaluate::{EvaluateError, buffers};
 use crate::link::channel::channel;
 use crate::link::rendezvous::Rendezvous;
 use crate::optimizer::{Optimizer, trains};
-use crate::worker::{self, Equipment, Event, Key, Meeting, Outcome, Span, Tied, WorkerError};
+use crate::worker::{self, Equipment, Event, Key, Outcome, Span, WorkerError};
 use compiler::graph::{Graph, order};
 use compiler::op::NodeId;
+use compiler::plan::StageId;
 use compiler::schedule::{Edge, Instruction, Pipeline, Program, Schedule, WorkerId};
 use compiler::tensor::{DType, Tensor};
 use std::collections::{BTreeMap, BTreeSet, HashMap};
@@ -34,6 +36,8 @@ pub enum TrainError {
     SharedState { name: String, first: usize, second: usize },
     #[error("parameter `{name}` is {dtype}; parameters of f32 and f64 can be trained")]
     ElementType { name: String, dtype: DType },
+    #[error("bug in pipec: the program runs the backward of stage {stage} in two parts, and it was compiled as one")]
+    Parts { stage: u32 },
     #[error("bug in pipec: worker {worker} panicked: {what}")]
     Panic { worker: String, what: String },
 }
@@ -144,6 +148,7 @@ pub fn check_weights(codes: &[StageCode], weights: &BTreeMap<String, Tensor>) ->
 /// Runs the whole program. `on_step` is told of every minibatch, in order.
 pub fn train(training: &Training<'_>, on_step: &mut dyn FnMut(StepDone)) -> Result<Trained, TrainError> {
     let program = training.program;
+    check_parts(program, training.codes)?;
     check_weights(training.codes, training.weights)?;
     let ties = ties(training)?;
     check_states(training.codes)?;
@@ -153,20 +158,25 @@ pub fn train(training: &Training<'_>, on_step: &mut dyn FnMut(StepDone)) -> Resu
     let epoch = Instant::now();
     let mut gears = Vec::new();
     for (w, own) in program.workers.iter().enumerate() {
-        let stage = own.stage.index();
-        let code = &training.codes[stage];
-        let weights = buffers("parameter", &code.parameters, training.weights)?.into_iter().map(Arc::new).collect();
         let (outgoing, incoming) = ends.remove(&WorkerId(w as u32)).unwrap_or_default();
+        let place = |stage: StageId| -> Result<Place<'_>, TrainError> {
+            let code = &training.codes[stage.index()];
+            Ok(Place {
+                stage,
+                code,
+                weights: buffers("parameter", &code.parameters, training.weights)?.into_iter().map(Arc::new).collect(),
+                states: buffers("state", &code.states, training.weights)?,
+                replicas: replicas[stage.index()].clone(),
+                tied: tied_of(&ties, code, (w, stage.index())),
+                is_first: own.replica == 0,
+            })
+        };
         gears.push(Equipment {
             id: WorkerId(w as u32),
             program,
-            code,
-            weights,
-            states: buffers("state", &code.states, training.weights)?,
+            stages: program.stages_of(own.rank).map(place).collect::<Result<_, _>>()?,
             outgoing,
             incoming,
-            replicas: replicas[stage].clone(),
-            tied: tied_of(&ties, code, w),
             batches: training.batches,
             optimizer: training.optimizer,
             events: events.clone(),
@@ -182,8 +192,9 @@ pub fn train(training: &Training<'_>, on_step: &mut dyn FnMut(StepDone)) -> Resu
             .map(|gear| {
                 let name = program.worker_name(gear.id);
                 // Whatever ends this worker early, nobody may wait for it at a rendezvous.
-                let meetings: Vec<_> = gear.tied.iter().map(|t| t.place.clone()).collect();
-                let guard = Abandon { replicas: gear.replicas.clone(), tied: meetings };
+                let meetings = gear.stages.iter().flat_map(|place| &place.tied).map(|t| t.place.clone()).collect();
+                let replicas = gear.stages.iter().map(|place| place.replicas.clone()).collect();
+                let guard = Abandon { replicas, tied: meetings };
                 let body = move || {
                     let outcome = worker::run(gear);
                     if outcome.is_ok() {
@@ -208,13 +219,13 @@ pub fn train(training: &Training<'_>, on_step: &mut dyn FnMut(StepDone)) -> Resu
 
 /// Tells everyone who waits for a worker that it will not come, unless the worker reached its end.
 struct Abandon {
-    replicas: Arc<Rendezvous<worker::Contribution>>,
+    replicas: Vec<Arc<Rendezvous<Contribution>>>,
     tied: Vec<Arc<Meeting>>,
 }
 
 impl Drop for Abandon {
     fn drop(&mut self) {
-        self.replicas.abandon();
+        self.replicas.iter().for_each(|r| r.abandon());
         self.tied.iter().for_each(|t| t.abandon());
     }
 }
@@ -258,14 +269,15 @@ fn collect(
     let mut spans = Vec::new();
     let mut held_bytes = Vec::new();
     for (own, outcome) in training.program.workers.iter().zip(outcomes) {
-        let code = &training.codes[own.stage.index()];
-        if own.replica == 0 {
+        let stages = training.program.stages_of(own.rank).zip(outcome.stages);
+        for (stage, left) in stages.filter(|_| own.replica == 0) {
+            let code = &training.codes[stage.index()];
             let put = |to: &mut BTreeMap<String, Tensor>, named: &Named, bytes: &[u8]| {
                 to.insert(named.name.clone(), tensor(named, bytes));
             };
-            code.parameters.iter().zip(&outcome.weights).for_each(|(n, b)| put(&mut weights, n, b.bytes()));
-            code.states.iter().zip(&outcome.states).for_each(|(n, b)| put(&mut weights, n, b.bytes()));
-            outcome.gradients.iter().for_each(|(p, b)| put(&mut gradients, &code.parameters[*p], b.bytes()));
+            code.parameters.iter().zip(&left.weights).for_each(|(n, b)| put(&mut weights, n, b.bytes()));
+            code.states.iter().zip(&left.states).for_each(|(n, b)| put(&mut weights, n, b.bytes()));
+            left.gradients.iter().for_each(|(p, b)| put(&mut gradients, &code.parameters[*p], b.bytes()));
         }
         spans.push(outcome.spans);
         held_bytes.push(outcome.held_bytes);
@@ -302,6 +314,20 @@ fn channels(program: &Program) -> HashMap<WorkerId, Ends> {
     ends
 }
 
+/// Refuses a program that runs in two parts what was compiled as one: the gradients of parameters would come too early.
+fn check_parts(program: &Program, codes: &[StageCode]) -> Result<(), TrainError> {
+    let instructions = program.workers.iter().flat_map(|worker| &worker.instructions);
+    let split = instructions.filter_map(|instruction| match *instruction {
+        Instruction::BackwardWeight { stage, .. } => Some(stage),
+        _ => None,
+    });
+    let stages: BTreeSet<StageId> = split.collect();
+    match stages.into_iter().find(|stage| !codes.get(stage.index()).is_some_and(|code| code.in_parts)) {
+        Some(stage) => Err(TrainError::Parts { stage: stage.0 }),
+        None => Ok(()),
+    }
+}
+
 /// Refuses a state that follows values while several stages hold it: their copies would drift apart.
 fn check_states(codes: &[StageCode]) -> Result<(), TrainError> {
     for (first, code) in codes.iter().enumerate() {
@@ -321,10 +347,10 @@ fn check_states(codes: &[StageCode]) -> Result<(), TrainError> {
     Ok(())
 }
 
-/// A parameter that several stages hold: its workers and where they meet.
+/// A parameter that several stages hold: its workers with their stages, and where they meet.
 struct Tie {
     name: String,
-    workers: Vec<usize>,
+    members: Vec<(usize, usize)>,
     place: Arc<Meeting>,
 }
 
@@ -342,8 +368,7 @@ fn ties(training: &Training<'_>) -> Result<Vec<Tie>, TrainError> {
         // Only where every stage steps once for the same minibatch do copies stay equal. Under 2BW a replicated stage
         // may step later than the others wait for it.
         let alone = stages.iter().all(|s| program.stages[*s].replicas == 1);
-        let together = matches!(program.schedule, Schedule::Gpipe | Schedule::OneFOneB)
-            || (program.schedule == Schedule::TwoBw && alone);
+        let together = program.schedule.flushes() || (program.schedule == Schedule::TwoBw && alone);
         if !together {
             return Err(TrainError::Tied {
                 name: name.to_string(),
@@ -352,17 +377,19 @@ fn ties(training: &Training<'_>) -> Result<Vec<Tie>, TrainError> {
                 schedule: program.schedule,
             });
         }
-        let workers: Vec<usize> =
-            (0..program.workers.len()).filter(|w| stages.contains(&program.workers[*w].stage.index())).collect();
-        let place = Arc::new(Rendezvous::new(workers.len()));
-        ties.push(Tie { name: name.to_string(), workers, place });
+        let holders = program.workers.iter().enumerate().flat_map(|(w, own)| {
+            program.stages_of(own.rank).map(move |stage| (w, stage.index())).filter(|(_, stage)| stages.contains(stage))
+        });
+        let members: Vec<(usize, usize)> = holders.collect();
+        let place = Arc::new(Rendezvous::new(members.len()));
+        ties.push(Tie { name: name.to_string(), members, place });
     }
     Ok(ties)
 }
 
-fn tied_of(ties: &[Tie], code: &StageCode, worker: usize) -> Vec<Tied> {
+fn tied_of(ties: &[Tie], code: &StageCode, holder: (usize, usize)) -> Vec<Tied> {
     let of = |tie: &Tie| {
-        let member = tie.workers.iter().position(|w| *w == worker)?;
+        let member = tie.members.iter().position(|of| *of == holder)?;
         let parameter = code.parameters.iter().position(|p| p.name == tie.name)?;
         Some(Tied { parameter, member, place: tie.place.clone() })
     };

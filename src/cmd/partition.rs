@@ -4,13 +4,14 @@ use crate::arguments::{Devices, Dims};
 use crate::failure::Failure;
 use crate::screen::Screen;
 use crate::source::{self, Costs};
-use crate::{device_placement, prediction, quantity, stages, ties};
+use crate::{device_placement, prediction, quantity, stages, table, ties};
 use clap::{Args, ValueEnum};
 use compiler::cluster::{Level, unit};
 use compiler::partition::planner::{self, Compared, Partitioner, PlanError, Planned, PlannerOptions};
 use compiler::plan::problem::{CostModel, InFlight, Objective, Target};
 use compiler::plan::{Edge, ScheduleKind, Stage, read};
-use compiler::schedule::pipeline::pipeline_of;
+use compiler::schedule::csv::Table;
+use compiler::schedule::pipeline::{pipeline, pipeline_of};
 use compiler::simulate::efficiency::steady_efficiency;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
@@ -63,7 +64,7 @@ pub struct Question {
     #[arg(long, value_name = "M", default_value_t = 1)]
     pub microbatches: u32,
     /// Order of work [default: 1f1b-rr; for a target 1f1b, for objective latency inference]
-    #[arg(long, value_name = "NAME", value_parser = ["gpipe", "1f1b", "1f1b-rr", "1f1b-rr-vsync", "2bw", "inference"])]
+    #[arg(long, value_name = "NAME|FILE.csv", value_parser = table::said)]
     pub schedule: Option<String>,
     /// What is minimised: time, bytes on the fullest device, or one item's way through a pipeline that only answers
     #[arg(long, value_name = "WHAT", default_value = "throughput", value_parser = ["throughput", "memory", "latency"])]
@@ -254,11 +255,23 @@ impl Question {
     fn agrees(&self) -> Result<(), Failure> {
         let kind = self.schedule();
         if let Some(target) = &self.target
-            && !matches!(kind, ScheduleKind::OneFOneB | ScheduleKind::Gpipe)
+            && !matches!(
+                kind,
+                ScheduleKind::OneFOneB
+                    | ScheduleKind::Gpipe
+                    | ScheduleKind::ZbH1
+                    | ScheduleKind::ZbH2
+                    | ScheduleKind::Csv
+            )
         {
             return Err(Failure::input(format!("`--target {target}` does not go with `--schedule {}`", kind.name()))
                 .because("no framework carries weight versions")
                 .help("`--schedule 1f1b` and `--schedule gpipe` flush; `--microbatches` says into how many pieces"));
+        }
+        if matches!(kind, ScheduleKind::Interleaved | ScheduleKind::Bfs | ScheduleKind::Zbv | ScheduleKind::DualPipeV) {
+            return Err(Failure::input(format!("`--schedule {}` has several stages on each device", kind.name()))
+                .because("plans that are made here put one stage on each device")
+                .help("`1f1b` and `zb-h1` run those; `pipec train --plan` takes a plan whose stages name the same devices"));
         }
         if self.objective == "latency" && kind != ScheduleKind::Inference {
             return Err(Failure::input(format!("`--objective latency` does not go with `--schedule {}`", kind.name()))
@@ -275,7 +288,7 @@ impl Question {
             (Some(_), _) => ScheduleKind::OneFOneB,
             (None, _) => ScheduleKind::RoundRobin,
         };
-        self.schedule.as_deref().and_then(ScheduleKind::from_name).unwrap_or(usual)
+        self.schedule.as_deref().and_then(table::kind).unwrap_or(usual)
     }
 }
 
@@ -297,9 +310,13 @@ pub fn ask(file: &Path, costs: Costs, question: &Question) -> Result<Planned, Fa
     problem.optimizer = question.optimizer.name().to_string();
     problem.schedule = question.schedule();
     problem.recompute = question.recompute == "auto";
-    problem.microbatches = question.microbatches;
+    let table = table::read(question.schedule.as_deref())?;
+    problem.microbatches = table.as_ref().map_or(question.microbatches, Table::microbatches);
     problem.in_flight = question.in_flight.clone();
-    problem.constraints.replicas = question.stages.clone();
+    problem.constraints.replicas = match (&question.stages, &table) {
+        (None, Some(table)) => Some(table::replicas(table)?),
+        (stages, _) => stages.clone(),
+    };
     problem.constraints.cut_after = question.cut_after.clone();
     problem.constraints.pins = question.pin.clone();
     problem.constraints.most_stages = question.max_stages;
@@ -314,6 +331,10 @@ pub fn ask(file: &Path, costs: Costs, question: &Question) -> Result<Planned, Fa
         }),
     };
     let mut planned = planner::plan(&problem, &options).map_err(|error| explain(file, error))?;
+    if let Some(table) = &table {
+        let pipeline = pipeline(&planned.plan).map_err(|error| Failure::bug(&error.to_string()))?;
+        table::program(table, &pipeline, 1)?;
+    }
     if let Some(name) = source {
         planned.plan.options.insert(stages::COSTS.to_string(), name.into());
     }

@@ -143,6 +143,7 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Failure> {
         weights: &initial,
         plan: &plan,
         schedule: ScheduleKind::RoundRobin,
+        table: None,
         in_flight: InFlight::Auto,
         loss: Some(Loss::CrossEntropy),
         class_dim: None,

@@ -3,6 +3,7 @@
 use crate::failure::Failure;
 use crate::screen::Screen;
 use clap::{Args, ValueEnum};
+use compiler::schedule::json;
 use compiler::{cluster, plan, profile};
 
 /// Which schema.
@@ -19,6 +20,8 @@ enum What {
     Plan,
     /// profile.json, as `pipec profile` writes it
     Profile,
+    /// Programs as `pipec simulate --programs FILE.json` writes them
+    Program,
     /// A cluster file, which is TOML of this shape
     Cluster,
 }
@@ -28,6 +31,7 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Failure> {
     let schema = match arguments.what {
         What::Plan => plan::read::schema(),
         What::Profile => profile::read::schema(),
+        What::Program => json::json_schema(),
         What::Cluster => cluster::read::schema(),
     };
     screen.document(&serde_json::to_string_pretty(&schema).unwrap_or_default());

@@ -2,9 +2,12 @@
 
 use crate::failure::Failure;
 use crate::screen::Screen;
-use crate::{cmd, prediction, quantity, source, stages};
+use crate::{cmd, prediction, quantity, source, stages, table};
 use clap::Args;
+use compiler::schedule::Program;
 use compiler::schedule::chart::chart;
+use compiler::schedule::csv::{Table, csv};
+use compiler::schedule::json::to_json;
 use compiler::schedule::pipeline::{pipeline, schedule_of};
 use compiler::schedule::rule::StepCount;
 use compiler::schedule::scheduler::schedule;
@@ -24,6 +27,12 @@ pub struct Arguments {
     /// Minibatches to run
     #[arg(long, value_name = "N", default_value_t = 100, value_parser = clap::value_parser!(u32).range(1..=100_000))]
     minibatches: u32,
+    /// Another order of work than the plan's: a schedule, or a table as torch writes them
+    #[arg(long, value_name = "NAME|FILE.csv", value_parser = table::said)]
+    schedule: Option<String>,
+    /// Write what each worker does: .json, .csv (computation only), or else text
+    #[arg(long, value_name = "FILE")]
+    programs: Option<PathBuf>,
     /// Write a trace that Perfetto and chrome://tracing open
     #[arg(long, value_name = "FILE")]
     trace: Option<PathBuf>,
@@ -37,10 +46,32 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Failure> {
     let plan = cmd::plan::sound_plan(&arguments.file)?;
     let what = format!("cannot simulate {}", arguments.file.display());
     let fail = |error: &dyn std::fmt::Display| Failure::input(&what).because(error);
-    let kind = schedule_of(plan.schedule.kind).map_err(|error| fail(&error))?;
+    let own = table::read(arguments.schedule.as_deref())?;
+    let kind = arguments.schedule.as_deref().and_then(table::kind).unwrap_or(plan.schedule.kind);
     let pipeline = pipeline(&plan).map_err(|error| fail(&error))?;
-    let count = |minibatches| StepCount { minibatches, microbatches: plan.schedule.microbatches };
-    let program = schedule(kind, &pipeline, count(arguments.minibatches)).map_err(|error| fail(&error))?;
+    let microbatches = own.as_ref().map_or(plan.schedule.microbatches, Table::microbatches);
+    let program = |minibatches| match &own {
+        Some(table) => table::program(table, &pipeline, minibatches),
+        None => {
+            let count = StepCount { minibatches, microbatches };
+            schedule_of(kind).and_then(|name| schedule(name, &pipeline, count)).map_err(|error| fail(&error))
+        }
+    };
+    let write_program = |path: &PathBuf, program: &Program| -> Result<(), Failure> {
+        let text = match path.extension().and_then(|extension| extension.to_str()) {
+            Some("json") => to_json(program).map_err(|error| Failure::bug(&error.to_string()))?,
+            Some("csv") => csv(program),
+            _ => program.to_string(),
+        };
+        source::write(path, text.as_bytes())?;
+        screen.note(&format!("wrote {}", path.display()));
+        Ok(())
+    };
+    if let Some(path) = &arguments.programs {
+        write_program(path, &program(arguments.minibatches)?)?;
+    }
+    let drawn = if arguments.chart { Some(program(arguments.minibatches.min(CHARTED))?) } else { None };
+    let program = program(arguments.minibatches)?;
     let mut machine = run::Machine::of(&pipeline);
     machine.cores = plan.cluster.device.cores;
     let timeline = run::simulate(&program, &pipeline, &machine).map_err(|error| fail(&error))?;
@@ -50,7 +81,6 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Failure> {
         screen
             .note(&format!("{} workers share {cores}; the plan's own figures give each a core", program.workers.len()));
     }
-    let microbatches = plan.schedule.microbatches;
     let step = prediction::step_us(&timeline, microbatches);
     let samples = plan.schedule.micro_batch as f64 * f64::from(microbatches);
     let samples_per_s = if step > 0.0 { samples * 1e6 / step } else { 0.0 };
@@ -76,10 +106,8 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Failure> {
         quantity::time(plan.predicted.step_us),
         quantity::samples(plan.predicted.throughput_per_s),
     ));
-    if arguments.chart {
-        let drawn =
-            schedule(kind, &pipeline, count(arguments.minibatches.min(CHARTED))).map_err(|error| fail(&error))?;
-        screen.text(&format!("\n{}", chart(&drawn).map_err(|error| fail(&error))?));
+    if let Some(drawn) = &drawn {
+        screen.text(&format!("\n{}", chart(drawn).map_err(|error| fail(&error))?));
     }
     if let Some(path) = &arguments.trace {
         let text = trace::trace("simulation", timeline.workers.iter().chain(&timeline.links));
@@ -91,7 +119,7 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Failure> {
         .map(|(name, busy, peak, bytes)| json!({"worker": name, "busy": busy, "in_flight": peak, "bytes": bytes}))
         .collect();
     screen.json(&json!({
-        "schedule": plan.schedule.kind.name(),
+        "schedule": kind.name(),
         "minibatches": arguments.minibatches,
         "makespan_us": timeline.makespan,
         "step_us": step,

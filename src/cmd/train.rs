@@ -9,11 +9,12 @@ use crate::model::{self, DEFAULT_MICRO_BATCH, Loaded};
 use crate::screen::Screen;
 use crate::source::{self, Costs, Times};
 use crate::training::{self, Data, Done, Length, Loss, Prepared, Task};
-use crate::{cmd, given, prediction, quantity, stages};
+use crate::{cmd, given, prediction, quantity, stages, table};
 use clap::Args;
 use compiler::op::Op;
 use compiler::plan::problem::InFlight;
-use compiler::plan::{Plan, ScheduleKind, Stage};
+use compiler::plan::{Plan, ScheduleKind};
+use compiler::schedule::csv::Table;
 use compiler::simulate::trace::trace;
 use compiler::tensor::DType;
 use profiler::machine;
@@ -63,7 +64,7 @@ pub struct Arguments {
     #[arg(long, value_name = "M", value_parser = clap::value_parser!(u32).range(1..=1 << 20))]
     microbatches: Option<u32>,
     /// Order of work [default: the plan's, else 1f1b-rr, or 1f1b with micro-batches]
-    #[arg(long, value_name = "NAME", value_parser = ["gpipe", "1f1b", "1f1b-rr", "1f1b-rr-vsync", "2bw"])]
+    #[arg(long, value_name = "NAME|FILE.csv", value_parser = table::said)]
     schedule: Option<String>,
     /// Minibatches in flight on each replica of a stage: auto (the plan's), pipedream, or one number a stage
     #[arg(long, value_name = "auto|pipedream|N,N,…", default_value = "auto", value_parser = partition::in_flight)]
@@ -147,7 +148,16 @@ pub fn run(arguments: Box<Arguments>, screen: &Screen) -> Result<(), Failure> {
         let why = "the model has no parameter that a gradient trains: its weights are frozen, or it holds its gradients itself";
         return Err(Failure::file("train", &arguments.file, why));
     }
-    let microbatches = arguments.microbatches.or(given.as_ref().map(|plan| plan.schedule.microbatches)).unwrap_or(1);
+    let own_order = table::read(arguments.schedule.as_deref())?;
+    let of_table = own_order.as_ref().map(Table::microbatches);
+    if let (Some(asked), Some(listed)) = (arguments.microbatches, of_table)
+        && asked != listed
+    {
+        let what = format!("`--microbatches {asked}` does not go with a table of {listed} micro-batches");
+        return Err(Failure::input(what).help("leave out `--microbatches`: the table says how many there are"));
+    }
+    let microbatches =
+        of_table.or(arguments.microbatches).or(given.as_ref().map(|plan| plan.schedule.microbatches)).unwrap_or(1);
     let planned_batch = given.as_ref().map(|plan| plan.schedule.micro_batch * u64::from(plan.schedule.microbatches));
     let batch = match arguments.batch.or(planned_batch) {
         Some(batch) => batch,
@@ -156,12 +166,15 @@ pub fn run(arguments: Box<Arguments>, screen: &Screen) -> Result<(), Failure> {
             DEFAULT_MICRO_BATCH
         }),
     };
-    let asked = arguments.schedule.as_deref().and_then(ScheduleKind::from_name);
+    let asked = arguments.schedule.as_deref().and_then(table::kind);
+    if asked == Some(ScheduleKind::Inference) {
+        return Err(Failure::input("`--schedule inference` does not train").help("leave it out, or write `1f1b`"));
+    }
     let usual = if microbatches > 1 { ScheduleKind::OneFOneB } else { ScheduleKind::RoundRobin };
     let schedule = asked.or(given.as_ref().map(|plan| plan.schedule.kind)).unwrap_or(usual);
     let plan = match given {
         Some(plan) => plan,
-        None => own_plan(&arguments, &loaded, batch, microbatches, schedule)?,
+        None => own_plan(&arguments, &loaded, batch, microbatches, (schedule, own_order.as_ref()))?,
     };
     if arguments.plan.is_none() && plan.cluster.devices > 1 {
         screen.note(&format!("planned on analytic costs of a CPU\n{}", stages::stages(&plan)));
@@ -179,6 +192,7 @@ pub fn run(arguments: Box<Arguments>, screen: &Screen) -> Result<(), Failure> {
         weights: &weights,
         plan: &plan,
         schedule,
+        table: own_order.as_ref(),
         in_flight: arguments.in_flight.clone(),
         loss: arguments.loss,
         class_dim: arguments.class_dim,
@@ -313,13 +327,19 @@ fn totals(prepared: &Prepared, done: &Done) -> serde_json::Value {
 
 /// What the fullest replica of each stage held at once, beside what the plan says.
 fn held(plan: &Plan, workers: &[u64]) -> String {
+    // Workers come in the order of the first stages of their devices; a device that holds several holds their sum.
     let mut workers = workers.iter();
-    let stage = |stage: &Stage| {
+    let mut told = Vec::new();
+    for (at, stage) in plan.stages.iter().enumerate() {
+        if plan.stages[..at].iter().any(|other| other.devices == stage.devices) {
+            continue;
+        }
         let most = workers.by_ref().take(stage.replicas as usize).max().copied().unwrap_or(0);
-        format!("{} ({} planned)", quantity::bytes(most), quantity::bytes(stage.memory.total))
-    };
-    let stages: Vec<String> = plan.stages.iter().map(stage).collect();
-    format!("most held at once, stage by stage: {}", stages.join(", "))
+        let of_device = plan.stages[at..].iter().filter(|other| other.devices == stage.devices);
+        let planned = of_device.fold(0u64, |sum, other| sum.saturating_add(other.memory.total));
+        told.push(format!("{} ({} planned)", quantity::bytes(most), quantity::bytes(planned)));
+    }
+    format!("most held at once, stage by stage: {}", told.join(", "))
 }
 
 fn report(plan: &Plan, prepared: &Prepared, done: &Done, screen: &Screen) -> Result<(), Failure> {
@@ -349,9 +369,13 @@ fn own_plan(
     loaded: &Loaded,
     batch: u64,
     microbatches: u32,
-    schedule: ScheduleKind,
+    (schedule, table): (ScheduleKind, Option<&Table>),
 ) -> Result<Plan, Failure> {
-    let needed = arguments.stages.as_ref().map(|stages| stages.iter().fold(0u32, |sum, r| sum.saturating_add(*r)));
+    let stages = match (&arguments.stages, table) {
+        (None, Some(table)) if arguments.cut_after.is_none() => Some(table::replicas(table)?),
+        (stages, _) => stages.clone(),
+    };
+    let needed = stages.as_ref().map(|stages| stages.iter().fold(0u32, |sum, r| sum.saturating_add(*r)));
     let cuts = arguments.cut_after.as_ref().map(|cuts| cuts.len() as u32 + 1);
     let workers = arguments.workers.or(needed).or(cuts).unwrap_or(1).max(1);
     let cluster = machine::cluster_of_this_cpu(workers)
@@ -360,10 +384,10 @@ fn own_plan(
     let device = cluster.device.clone();
     let costs = Costs { has_memory: false, ..source::assemble(loaded, micro_batch, cluster, Times::Analytic(device))? };
     let question = Question {
-        schedule: Some(schedule.name().to_string()),
+        schedule: arguments.schedule.clone().or(Some(schedule.name().to_string())),
         microbatches,
         recompute: "never".to_string(),
-        stages: arguments.stages.clone(),
+        stages,
         cut_after: arguments.cut_after.clone(),
         partitioner: if workers == 1 && arguments.cut_after.is_none() { "single" } else { "pipec" }.to_string(),
         optimizer: arguments.optimizer.planned(),

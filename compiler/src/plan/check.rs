@@ -152,8 +152,12 @@ pub fn check(problem: &Problem, plan: &Plan) -> Result<Checked, Vec<Fault>> {
             let what = format!("memory of stage {at}");
             faults.push(Fault::Figure { what, said: format!("{:?}", stage.memory), found: format!("{found:?}") });
         }
-        if let Some(limit) = problem.memory_limit.filter(|limit| found.total > limit.0) {
-            faults.push(Fault::Memory { stage: at, needed: found.total, limit: limit.0 });
+        // With chunks a device holds several stages, and the sum of them is what it needs.
+        let beside =
+            (0..at).filter(|&other| plan.stages[other].devices == stage.devices).map(|other| memory[other].total);
+        let needed = beside.fold(found.total, u64::saturating_add);
+        if let Some(limit) = problem.memory_limit.filter(|limit| needed > limit.0) {
+            faults.push(Fault::Memory { stage: at, needed, limit: limit.0 });
         }
     }
     stage_times(&problem.graph, plan, &stage_of, &mut faults);
@@ -220,7 +224,8 @@ fn coverage(graph: &CostGraph, plan: &Plan, faults: &mut Vec<Fault>) -> Vec<usiz
 }
 
 fn devices(cluster: &Cluster, plan: &Plan, faults: &mut Vec<Fault>) {
-    let mut user = vec![None; cluster.devices() as usize];
+    let mut user: Vec<Option<usize>> = vec![None; cluster.devices() as usize];
+    let chunks = plan.schedule.chunks.max(1);
     for (at, stage) in plan.stages.iter().enumerate() {
         let mut fault = |what| faults.push(Fault::Devices { stage: at, what });
         if stage.replicas == 0 || stage.devices.len() != stage.replicas as usize {
@@ -229,13 +234,21 @@ fn devices(cluster: &Cluster, plan: &Plan, faults: &mut Vec<Fault>) {
         for &device in &stage.devices {
             match user.get_mut(device as usize) {
                 None => fault(format!("device {device} does not exist; the cluster has {}", cluster.devices())),
-                Some(Some(other)) => fault(format!("device {device} is used by stage {other} too")),
+                Some(Some(other)) if chunks == 1 || plan.stages[*other].devices != stage.devices => {
+                    fault(format!("device {device} is used by stage {other} too"));
+                }
+                Some(Some(other)) if *other == at => fault(format!("device {device} is used twice")),
+                Some(Some(_)) => {}
                 Some(free) => *free = Some(at),
             }
         }
         let product = stage.hierarchy.iter().fold(1u64, |p, place| p.saturating_mul(u64::from(place.replicas)));
         if product != u64::from(stage.replicas) {
             fault(format!("the levels multiply to {product} replicas, the stage has {}", stage.replicas));
+        }
+        let sharing = plan.stages.iter().filter(|other| other.devices == stage.devices).count();
+        if chunks > 1 && sharing != chunks as usize {
+            fault(format!("{sharing} stages are on its devices, the schedule has {chunks} chunks on each"));
         }
     }
 }

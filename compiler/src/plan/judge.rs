@@ -78,7 +78,9 @@ pub fn time(problem: &Problem, plan: &Plan, stage_of: &[usize]) -> (f64, String)
             0.0
         };
         let times = if never_flushed { 1.0 / r } else { (m / r).ceil().max(1.0) - 1.0 };
-        loads.push((times * compute(at), format!("compute of stage {at}")));
+        // Stages that are chunks of one worker share its time.
+        let chunks = (0..count).filter(|&other| other == at || plan.stages[other].devices == stage.devices);
+        loads.push((times * chunks.map(compute).sum::<f64>(), format!("compute of stage {at}")));
         loads.push((times * per_item * reduce[at], format!("all-reduce of stage {at}")));
         let mut unit = 1u64;
         for (level, [comes, goes, reduces]) in over[at].iter().enumerate() {

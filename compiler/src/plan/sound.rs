@@ -6,10 +6,10 @@ use crate::plan::Plan;
 use crate::plan::check::Fault;
 use crate::plan::problem::CostModel;
 use crate::profile::cost_graph::MAX_ENTRIES;
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 
 /// Gives every fault that can be told apart. A plan that passes has stages that hold each op of the model once, as many devices as
-/// replicas, all of them in the cluster and none twice, caps and versions of at least 1, edges that go forward between
+/// replicas, all of them in the cluster and none in more stages than the schedule has chunks, caps and versions of at least 1, edges that go forward between
 /// stages that exist, and memory sums that add up and fit.
 pub fn sound(plan: &Plan) -> Result<(), Vec<Fault>> {
     let mut faults = Vec::new();
@@ -26,7 +26,11 @@ pub fn sound(plan: &Plan) -> Result<(), Vec<Fault>> {
             faults.push(Fault::Schedule { what });
         }
     }
-    for (name, value) in [("micro_batch", schedule.micro_batch), ("microbatches", u64::from(schedule.microbatches))] {
+    for (name, value) in [
+        ("micro_batch", schedule.micro_batch),
+        ("microbatches", u64::from(schedule.microbatches)),
+        ("chunks", u64::from(schedule.chunks)),
+    ] {
         if !(1..=1 << 32).contains(&value) {
             faults.push(Fault::Schedule { what: format!("{name} is {value}; it is at least 1") });
         }
@@ -82,7 +86,7 @@ fn devices(plan: &Plan, faults: &mut Vec<Fault>) {
             format!("the levels multiply to {product} devices, the cluster states {there}, at most {MAX_DEVICES}");
         faults.push(Fault::Schedule { what });
     }
-    let mut used = BTreeSet::new();
+    let mut used: BTreeMap<u32, usize> = BTreeMap::new();
     for (at, stage) in plan.stages.iter().enumerate() {
         let mut fault = |what| faults.push(Fault::Devices { stage: at, what });
         if stage.replicas == 0 || stage.devices.len() != stage.replicas as usize {
@@ -91,11 +95,32 @@ fn devices(plan: &Plan, faults: &mut Vec<Fault>) {
         for &device in &stage.devices {
             if u64::from(device) >= there {
                 fault(format!("device {device} does not exist; the cluster has {there}"));
-            } else if !used.insert(device) {
+            } else if let Some(first) = used.insert(device, at)
+                && (plan.schedule.chunks <= 1 || first == at)
+            {
                 fault(format!("device {device} is used twice"));
             }
         }
     }
+    if plan.schedule.chunks > 1 {
+        faults.extend(chunks(plan).map(|what| Fault::Schedule { what }));
+    }
+}
+
+/// What is wrong with chunks: stages on the same devices share all of them in one order, as many stages as there are chunks.
+fn chunks(plan: &Plan) -> Option<String> {
+    let mut held: BTreeMap<&[u32], u32> = BTreeMap::new();
+    for stage in &plan.stages {
+        *held.entry(&stage.devices).or_default() += 1;
+    }
+    let chunks = plan.schedule.chunks;
+    if let Some((devices, stages)) = held.iter().find(|(_, stages)| **stages != chunks) {
+        return Some(format!("{stages} stages are on devices {devices:?}, the schedule has {chunks} chunks on each"));
+    }
+    let devices: BTreeSet<u32> = held.keys().flat_map(|devices| devices.iter().copied()).collect();
+    let listed: usize = held.keys().map(|devices| devices.len()).sum();
+    (devices.len() != listed)
+        .then(|| "a device is in two groups of devices; stages share all of theirs or none".to_string())
 }
 
 fn edges(plan: &Plan, faults: &mut Vec<Fault>) {
@@ -125,8 +150,11 @@ fn memory(plan: &Plan, faults: &mut Vec<Fault>) {
             let found = found.map_or("more than 2^64".to_string(), |sum| sum.to_string());
             faults.push(Fault::Figure { what, said: held.total.to_string(), found });
         }
-        if let Some(limit) = plan.cluster.memory_per_device.filter(|limit| held.total > limit.0) {
-            faults.push(Fault::Memory { stage: at, needed: held.total, limit: limit.0 });
+        // A device holds all its stages.
+        let beside = plan.stages[..at].iter().filter(|other| other.devices == stage.devices);
+        let needed = beside.fold(held.total, |sum, other| sum.saturating_add(other.memory.total));
+        if let Some(limit) = plan.cluster.memory_per_device.filter(|limit| needed > limit.0) {
+            faults.push(Fault::Memory { stage: at, needed, limit: limit.0 });
         }
     }
 }

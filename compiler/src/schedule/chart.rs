@@ -5,7 +5,8 @@
 //! 1.0 |  . F0 B0 F1 B1 F2 B2  .
 //! ```
 //!
-//! Every forward and backward takes one unit, everything else takes none. A cell leaves out the row's own stage.
+//! Every forward, backward and part of a backward takes one unit, everything else takes none. A cell leaves out the row's own
+//! stage where the row has one.
 
 use std::collections::{BTreeMap, VecDeque};
 
@@ -95,8 +96,16 @@ impl<'a> Drawing<'a> {
         let Some(&instruction) = self.program.workers[index].instructions.get(self.at[index]) else { return false };
         let now = self.rows[index].len();
         match instruction {
-            Instruction::Forward { item, .. } => self.rows[index].push(Some(format!("F{}", item.0))),
-            Instruction::Backward { item, .. } => self.rows[index].push(Some(format!("B{}", item.0))),
+            Instruction::Forward { .. }
+            | Instruction::Backward { .. }
+            | Instruction::BackwardInput { .. }
+            | Instruction::BackwardWeight { .. } => {
+                let Some((work, ..)) = instruction.work() else { return false };
+                let rank = self.program.workers[index].rank;
+                let several = self.program.stages_of(rank).nth(1).is_some();
+                let cell = format!("{}{}", work.part.letter(), work.item.0);
+                self.rows[index].push(Some(if several { work.to_string() } else { cell }));
+            }
             Instruction::Send { edge, kind, peer, token, .. } => {
                 let channel = (edge, kind, worker, peer);
                 let sends = self.sends.entry(channel).or_default();

@@ -7,6 +7,7 @@
 //! - each item runs forward and backward once at each stage, on the replica that the rule names, after everything it
 //!   depends on has arrived, in item order;
 //! - forward and backward use the version that the rule gives, and the version exists; all but the last end;
+//! - all replicas of a rank come to their all-reduces in the same order;
 //! - no slot, gradient buffer or token is used while something still needs it; in-flight items stay within the cap;
 //! - each round is reduced over all replicas and applied, once, in order, with the right count.
 //!
@@ -17,8 +18,12 @@ use std::collections::{HashMap, HashSet, VecDeque};
 use crate::plan::StageId;
 use crate::schedule::fault::{CheckError, Fault};
 use crate::schedule::ledger::Ledger;
+use crate::schedule::order::Layout;
 use crate::schedule::rule::Rule;
-use crate::schedule::{EdgeId, Instruction, MAX_WORKERS, MicrobatchId, Payload, Program, Token, WorkerId};
+use crate::schedule::shape::check_ranks;
+use crate::schedule::{
+    EdgeId, Instruction, MAX_WORKERS, MicrobatchId, Payload, Program, RankId, Token, WorkerId, WorkerProgram,
+};
 
 /// Says what is wrong with the program, if anything is.
 pub fn check(program: &Program) -> Result<(), CheckError> {
@@ -40,18 +45,22 @@ fn shape(program: &Program) -> Result<(), CheckError> {
     if program.stages.is_empty() || program.stages.iter().any(|stage| stage.replicas == 0 || stage.cap == 0) {
         return wrong("expected at least one stage, each with replicas and an in-flight cap of at least 1".to_string());
     }
-    let workers: u64 = program.stages.iter().map(|stage| u64::from(stage.replicas)).sum();
-    if workers != program.workers.len() as u64 || workers > MAX_WORKERS {
+    let ranks: Vec<RankId> = program.stages.iter().map(|stage| stage.rank).collect();
+    let replicas: Vec<u32> = program.stages.iter().map(|stage| stage.replicas).collect();
+    if let Err(reason) = check_ranks(&ranks, &replicas) {
+        return wrong(reason);
+    }
+    let layout = Layout::new(&program.stages);
+    let workers = layout.workers();
+    if workers != program.workers.len() || workers as u64 > MAX_WORKERS {
         return wrong(format!("{} workers listed, the stages have {workers}", program.workers.len()));
     }
     let places =
-        (0u32..).zip(&program.stages).flat_map(|(stage, of)| (0..of.replicas).map(move |replica| (stage, replica)));
-    for (worker, (stage, replica)) in program.workers.iter().zip(places) {
-        if (worker.stage.0, worker.replica) != (stage, replica) {
-            return wrong(format!(
-                "worker {}.{} stands where {stage}.{replica} should",
-                worker.stage.0, worker.replica
-            ));
+        layout.ranks().flat_map(|rank| (0..).zip(layout.replicas(rank)).map(move |(replica, _)| (rank, replica)));
+    for (worker, (rank, replica)) in program.workers.iter().zip(places) {
+        if (worker.rank, worker.replica) != (rank, replica) {
+            let (found, rank) = (worker.rank.0, rank.0);
+            return wrong(format!("worker {found}.{} stands where {rank}.{replica} should", worker.replica));
         }
     }
     let mut seen = HashSet::new();
@@ -76,39 +85,53 @@ type ChannelKey = (EdgeId, Payload, WorkerId, WorkerId);
 enum Posted {
     Send { channel: ChannelKey, place: usize, item: MicrobatchId },
     Recv { channel: ChannelKey, place: usize, item: MicrobatchId },
-    AllReduce { round: u32 },
+    AllReduce { stage: StageId, round: u32 },
 }
 
 /// Where a worker is in its list.
 struct Hands {
     at: usize,
     tokens: HashMap<Token, Posted>,
-    ledger: Ledger,
+    /// For each of its stages.
+    ledgers: Vec<Ledger>,
+    /// All-reduces posted.
+    joined: usize,
+}
+
+impl Hands {
+    fn of(&mut self, stage: StageId) -> Result<&mut Ledger, Fault> {
+        self.ledgers.iter_mut().find(|ledger| ledger.stage() == stage).ok_or(Fault::NotMine)
+    }
 }
 
 struct Checker<'a> {
     program: &'a Program,
     rule: Rule,
-    first: Vec<u32>,
+    layout: Layout,
     hands: Vec<Hands>,
     channels: HashMap<ChannelKey, Channel>,
     /// For each stage, members that have joined each all-reduce.
     joined: HashMap<(StageId, u32), u32>,
+    /// For each rank, the order in which its first replica to get there came to its all-reduces.
+    collectives: Vec<Vec<(StageId, u32)>>,
     awake: VecDeque<WorkerId>,
 }
 
 impl<'a> Checker<'a> {
     fn new(program: &'a Program) -> Self {
-        let mut first = vec![0];
-        for stage in &program.stages {
-            first.push(first[first.len() - 1] + stage.replicas);
-        }
-        let hands = |worker| Hands { at: 0, tokens: HashMap::new(), ledger: Ledger::new(program, worker) };
+        let layout = Layout::new(&program.stages);
+        let hands = |worker: &WorkerProgram| Hands {
+            at: 0,
+            tokens: HashMap::new(),
+            ledgers: program.stages_of(worker.rank).map(|stage| Ledger::new(program, stage, worker.replica)).collect(),
+            joined: 0,
+        };
         Self {
             program,
             rule: Rule::of(program),
-            first,
-            hands: (0..program.workers.len() as u32).map(|worker| hands(WorkerId(worker))).collect(),
+            hands: program.workers.iter().map(hands).collect(),
+            collectives: vec![Vec::new(); layout.ranks().count()],
+            layout,
             channels: HashMap::new(),
             joined: HashMap::new(),
             awake: (0..program.workers.len() as u32).map(WorkerId).collect(),
@@ -158,26 +181,37 @@ impl<'a> Checker<'a> {
             Some(&Posted::Recv { channel, item, .. }) => {
                 format!("{} never sends item {}", self.program.worker_name(channel.2), item.0)
             }
-            Some(&Posted::AllReduce { round }) => format!("not every replica joins round {round}"),
+            Some(&Posted::AllReduce { round, .. }) => format!("not every replica joins round {round}"),
             None => "nothing ends it".to_string(),
         }
     }
 
     /// Runs one instruction; false if it must wait.
     fn advance(&mut self, worker: WorkerId, instruction: Instruction) -> Result<bool, Fault> {
-        let here = self.program.workers[worker.index()].stage;
         let rule = &self.rule;
-        let ledger = &mut self.hands[worker.index()].ledger;
+        let hands = &mut self.hands[worker.index()];
         match instruction {
-            Instruction::Load { item } => ledger.load(rule, item)?,
-            Instruction::Forward { stage, item, version, slot } => ledger.forward(rule, stage, item, version, slot)?,
+            Instruction::Load { stage, item } => hands.of(stage)?.load(rule, item)?,
+            Instruction::Forward { stage, item, version, slot } => {
+                hands.of(stage)?.forward(rule, item, version, slot)?;
+            }
             Instruction::Backward { stage, item, version, slot } => {
-                ledger.backward(rule, stage, item, version, slot)?
+                let ledger = hands.of(stage)?;
+                ledger.backward_input(rule, item, version, slot)?;
+                ledger.backward_weight(rule, item, version, slot)?;
+            }
+            Instruction::BackwardInput { stage, item, version, slot } => {
+                hands.of(stage)?.backward_input(rule, item, version, slot)?;
+            }
+            Instruction::BackwardWeight { stage, item, version, slot } => {
+                hands.of(stage)?.backward_weight(rule, item, version, slot)?;
             }
             Instruction::Send { edge, item, kind, peer, token } => {
-                ledger.mine(rule, here, item)?;
+                let (here, other) = self.ends(edge, kind, true)?;
+                let ledger = self.hands[worker.index()].of(here)?;
+                ledger.mine(&self.rule, item)?;
                 ledger.send(edge, kind, item)?;
-                self.ends(here, edge, kind, item, peer, true)?;
+                self.peer(other, item, peer)?;
                 let channel = (edge, kind, worker, peer);
                 let queue = self.channels.entry(channel).or_default();
                 let place = queue.sends.len();
@@ -189,8 +223,9 @@ impl<'a> Checker<'a> {
                 self.awake.push_back(peer);
             }
             Instruction::Recv { edge, item, kind, peer, token } => {
-                ledger.recv(rule, edge, kind, item)?;
-                self.ends(here, edge, kind, item, peer, false)?;
+                let (here, other) = self.ends(edge, kind, false)?;
+                self.hands[worker.index()].of(here)?.recv(&self.rule, edge, kind, item)?;
+                self.peer(other, item, peer)?;
                 let channel = (edge, kind, peer, worker);
                 let queue = self.channels.entry(channel).or_default();
                 let place = queue.recvs.len();
@@ -201,41 +236,51 @@ impl<'a> Checker<'a> {
                 self.post(worker, token, Posted::Recv { channel, place, item })?;
                 self.awake.push_back(peer);
             }
-            Instruction::Wait { token } => return self.wait(worker, here, token),
+            Instruction::Wait { token } => return self.wait(worker, token),
             Instruction::AllReduce { stage, round, token } => {
-                ledger.all_reduce(rule, stage, round)?;
-                self.post(worker, token, Posted::AllReduce { round })?;
+                hands.of(stage)?.all_reduce(rule, round)?;
+                hands.joined += 1;
+                let order = &mut self.collectives[self.program.workers[worker.index()].rank.index()];
+                match order.get(hands.joined - 1) {
+                    Some(&(other, of)) if (other, of) != (stage, round) => {
+                        return Err(Fault::CollectiveOrder { stage: other.0, round: of });
+                    }
+                    Some(_) => {}
+                    None => order.push((stage, round)),
+                }
+                self.post(worker, token, Posted::AllReduce { stage, round })?;
                 let joined = self.joined.entry((stage, round)).or_default();
                 *joined += 1;
                 if *joined == self.program.stages[stage.index()].replicas {
-                    self.awake.extend((self.first[stage.index()]..self.first[stage.index() + 1]).map(WorkerId));
+                    self.awake.extend(self.layout.holders(stage));
                 }
             }
             Instruction::Step { stage, round, from, to, count, in_place } => {
-                ledger.step(rule, (stage, round), (from, to), count, in_place)?;
+                // Steps of a rank's stages come together, when all are done with the round: they may share parameters.
+                if hands.ledgers.len() > 1 && !hands.ledgers.iter().all(|ledger| ledger.is_done(rule, round)) {
+                    let reason = "another stage of the worker is not done with it";
+                    return Err(Fault::RoundIncomplete { round, reason });
+                }
+                hands.of(stage)?.step(rule, round, (from, to), count, in_place)?;
             }
-            Instruction::Drop { version } => ledger.drop_version(version)?,
+            Instruction::Drop { stage, version } => hands.of(stage)?.drop_version(version)?,
         }
         Ok(true)
     }
 
-    /// Whether the transfer goes between this stage and the worker that has the item at the other.
-    fn ends(
-        &self,
-        here: StageId,
-        edge: EdgeId,
-        kind: Payload,
-        item: MicrobatchId,
-        peer: WorkerId,
-        sends: bool,
-    ) -> Result<(), Fault> {
+    /// The stage at this end of a transfer, and that at the other.
+    fn ends(&self, edge: EdgeId, kind: Payload, sends: bool) -> Result<(StageId, StageId), Fault> {
         let &(from, to) = self.program.edges.get(edge.index()).ok_or(Fault::NotMine)?;
-        let (mine, other) = if sends == (kind == Payload::Activation) { (from, to) } else { (to, from) };
         if kind == Payload::Gradient && !self.rule.schedule.trains() {
             return Err(Fault::NotMine);
         }
-        let expected = self.first[other.index()] + self.rule.replica(other, item);
-        if mine == here && peer.0 == expected { Ok(()) } else { Err(Fault::NotMine) }
+        Ok(if sends == (kind == Payload::Activation) { (from, to) } else { (to, from) })
+    }
+
+    /// Whether the peer is the worker that has the item at that stage.
+    fn peer(&self, stage: StageId, item: MicrobatchId, peer: WorkerId) -> Result<(), Fault> {
+        let expected = self.layout.worker(stage, self.rule.replica(stage, item));
+        if peer == expected { Ok(()) } else { Err(Fault::NotMine) }
     }
 
     fn post(&mut self, worker: WorkerId, token: Token, posted: Posted) -> Result<(), Fault> {
@@ -245,37 +290,39 @@ impl<'a> Checker<'a> {
         }
     }
 
-    fn wait(&mut self, worker: WorkerId, here: StageId, token: Token) -> Result<bool, Fault> {
-        let Hands { tokens, ledger, .. } = &mut self.hands[worker.index()];
-        match *tokens.get(&token).ok_or(Fault::NoToken(token))? {
+    fn wait(&mut self, worker: WorkerId, token: Token) -> Result<bool, Fault> {
+        let posted = *self.hands[worker.index()].tokens.get(&token).ok_or(Fault::NoToken(token))?;
+        match posted {
             Posted::Send { channel, place, item } => {
                 if self.channels.get(&channel).is_none_or(|queue| queue.recvs.len() <= place) {
                     return Ok(false);
                 }
-                ledger.sent(&self.rule, channel.0, channel.1, item);
+                let (here, _) = self.ends(channel.0, channel.1, true)?;
+                self.hands[worker.index()].of(here)?.sent(&self.rule, channel.0, channel.1, item);
             }
             Posted::Recv { channel, place, item } => {
                 if self.channels.get(&channel).is_none_or(|queue| queue.sends.len() <= place) {
                     return Ok(false);
                 }
-                ledger.received(channel.0, channel.1, item);
+                let (here, _) = self.ends(channel.0, channel.1, false)?;
+                self.hands[worker.index()].of(here)?.received(channel.0, channel.1, item);
             }
-            Posted::AllReduce { round } => {
-                let joined = self.joined.get(&(here, round)).copied().unwrap_or(0);
-                if joined < self.program.stages[here.index()].replicas {
+            Posted::AllReduce { stage, round } => {
+                let joined = self.joined.get(&(stage, round)).copied().unwrap_or(0);
+                if joined < self.program.stages[stage.index()].replicas {
                     return Ok(false);
                 }
-                ledger.reduced(round);
+                self.hands[worker.index()].of(stage)?.reduced(round);
             }
         }
-        tokens.remove(&token);
+        self.hands[worker.index()].tokens.remove(&token);
         Ok(true)
     }
 
     fn end(&self, worker: WorkerId) -> Result<(), Fault> {
         let hands = &self.hands[worker.index()];
         match hands.tokens.len() as u64 {
-            0 => hands.ledger.end(&self.rule),
+            0 => hands.ledgers.iter().try_for_each(|ledger| ledger.end(&self.rule)),
             left => Err(Fault::Left { what: "the posted transfers", left }),
         }
     }

@@ -14,7 +14,7 @@ pub enum CheckError {
     /// One instruction breaks a promise.
     #[error("worker {worker}, instruction {at} (`{instruction}`): {fault}")]
     At {
-        /// The worker, `stage.replica`.
+        /// The worker, `rank.replica`.
         worker: String,
         /// The instruction's place in the worker's list, from 0.
         at: usize,
@@ -26,7 +26,7 @@ pub enum CheckError {
     /// A worker came to its end and left something undone.
     #[error("worker {worker}, at its end: {fault}")]
     End {
-        /// The worker, `stage.replica`.
+        /// The worker, `rank.replica`.
         worker: String,
         /// What is wrong.
         fault: Fault,
@@ -61,6 +61,8 @@ pub enum Fault {
     SlotTaken(Slot),
     #[error("slot {} does not hold item {}", .slot.0, .item.0)]
     SlotEmpty { slot: Slot, item: MicrobatchId },
+    #[error("slot: the forward used slot {}, this backward uses {}", .forward.0, .found.0)]
+    OtherSlot { found: Slot, forward: Slot },
     #[error("{in_flight} items would be in flight; the cap is {cap}")]
     OverCap { in_flight: u32, cap: u32 },
     #[error("the gradient buffer is not free: {reason}")]
@@ -71,6 +73,8 @@ pub enum Fault {
     NoToken(Token),
     #[error("the channel's next {} has item {}, this has item {}", .other, .expected.0, .found.0)]
     ChannelOrder { other: &'static str, expected: MicrobatchId, found: MicrobatchId },
+    #[error("another replica's next all-reduce is that of stage {stage}, round {round}")]
+    CollectiveOrder { stage: u32, round: u32 },
     #[error("round {found} where round {expected} is next")]
     WrongRound { found: u32, expected: u32 },
     #[error("round {round} is not complete here: {reason}")]

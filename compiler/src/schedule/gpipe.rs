@@ -6,22 +6,22 @@
 
 use crate::plan::StageId;
 use crate::schedule::lower::lower;
-use crate::schedule::order::{Choice, Layout, Work, play};
+use crate::schedule::order::{Choice, play};
 use crate::schedule::rule::{Rule, StepCount};
-use crate::schedule::{MicrobatchId, Pipeline, Program, Schedule, ScheduleError, WorkerId};
+use crate::schedule::shape::one_stage_each;
+use crate::schedule::work::{Part, Work};
+use crate::schedule::{MicrobatchId, Pipeline, Program, Schedule, ScheduleError};
 
 /// All forwards, all backwards, step.
 pub fn gpipe(pipeline: &Pipeline, count: StepCount) -> Result<Program, ScheduleError> {
+    one_stage_each(Schedule::Gpipe, pipeline)?;
     let mut rule = Rule::new(Schedule::Gpipe, pipeline, count)?;
     for stage in &mut rule.stages {
         stage.cap = rule.microbatches.div_ceil(stage.replicas);
     }
-    let layout = Layout::new(pipeline.stages.iter().map(|stage| stage.replicas));
-    let of_worker = |worker: WorkerId| {
-        let stage = layout.stage(worker);
-        fill_drain(&rule, stage, worker.0 - layout.worker(stage, 0).0)
-    };
-    let lists: Vec<Vec<Work>> = (0..layout.workers() as u32).map(|worker| of_worker(WorkerId(worker))).collect();
+    let stages = (0..).map(StageId).zip(&pipeline.stages);
+    let lists = stages.flat_map(|(stage, of)| (0..of.replicas).map(move |replica| (stage, replica)));
+    let lists: Vec<Vec<Work>> = lists.map(|(stage, replica)| fill_drain(&rule, stage, replica)).collect();
     let order = play(pipeline, &rule, Choice::Fixed(&lists))?;
     Ok(lower(pipeline, &rule, &order))
 }
@@ -30,8 +30,8 @@ fn fill_drain(rule: &Rule, stage: StageId, replica: u32) -> Vec<Work> {
     let share: Vec<MicrobatchId> = rule.share(stage, replica).collect();
     let minibatches = share.chunk_by(|a, b| a.0 / rule.microbatches == b.0 / rule.microbatches);
     let both = |items: &[MicrobatchId]| {
-        let forwards = items.iter().map(|&item| Work::forward(item));
-        forwards.chain(items.iter().map(|&item| Work::backward(item))).collect::<Vec<_>>()
+        let all = |part| items.iter().map(move |&item| Work { stage, item, part });
+        all(Part::Forward).chain(all(Part::Backward)).collect::<Vec<_>>()
     };
     minibatches.flat_map(both).collect()
 }

@@ -1,4 +1,4 @@
-//! What one worker holds while a program is checked: items in flight, slots, gradients, weight versions.
+//! What one worker holds of one of its stages while a program is checked: items in flight, slots, gradients, weight versions.
 //!
 //! Every method plays one instruction and says what forbids it there. A fault depends on the worker's own list alone; what
 //! lies between workers is the checker's.
@@ -8,7 +8,7 @@ use std::collections::{BTreeSet, HashMap, HashSet};
 use crate::plan::StageId;
 use crate::schedule::fault::Fault;
 use crate::schedule::rule::Rule;
-use crate::schedule::{EdgeId, MicrobatchId, Payload, Program, Slot, Version, WorkerId};
+use crate::schedule::{EdgeId, MicrobatchId, Payload, Program, Slot, Version};
 
 /// Gradients of one edge that a worker may be sending when it runs the next backward: one being sent, one being made.
 const GRADIENT_BUFFERS: u32 = 2;
@@ -17,10 +17,25 @@ const GRADIENT_BUFFERS: u32 = 2;
 struct Flight {
     version: Version,
     slot: Slot,
-    backward: bool,
+    /// Whether its gradients for other stages are made, and those of weights.
+    input: bool,
+    weight: bool,
 }
 
-/// What a worker holds and has done.
+impl Flight {
+    /// Whether these are the weights and the slot of its forward.
+    fn uses(&self, version: Version, slot: Slot) -> Result<(), Fault> {
+        if self.version != version {
+            return Err(Fault::OtherVersion { found: version, forward: self.version });
+        }
+        if self.slot != slot {
+            return Err(Fault::OtherSlot { found: slot, forward: self.slot });
+        }
+        Ok(())
+    }
+}
+
+/// What a worker holds of a stage and has done for it.
 pub struct Ledger {
     stage: StageId,
     replica: u32,
@@ -35,6 +50,7 @@ pub struct Ledger {
     flights: HashMap<MicrobatchId, Flight>,
     last_forward: Option<MicrobatchId>,
     last_backward: Option<MicrobatchId>,
+    last_weight: Option<MicrobatchId>,
     /// What each slot holds, and how many Sends out of it have not been waited for.
     slots: HashMap<Slot, Option<MicrobatchId>>,
     sending_slot: HashMap<Slot, u32>,
@@ -54,16 +70,15 @@ pub struct Ledger {
 
 impl Ledger {
     /// Of a worker that has done nothing: it holds version 0.
-    pub fn new(program: &Program, worker: WorkerId) -> Self {
-        let place = &program.workers[worker.index()];
-        let of = program.stages[place.stage.index()];
+    pub fn new(program: &Program, stage: StageId, replica: u32) -> Self {
+        let of = program.stages[stage.index()];
         let edges = |mine: fn(&(StageId, StageId)) -> StageId| {
             let numbered = (0..).map(EdgeId).zip(&program.edges);
-            numbered.filter(|(_, ends)| mine(ends) == place.stage).map(|(edge, _)| edge).collect()
+            numbered.filter(|(_, ends)| mine(ends) == stage).map(|(edge, _)| edge).collect()
         };
         Self {
-            stage: place.stage,
-            replica: place.replica,
+            stage,
+            replica,
             replicas: of.replicas,
             cap: of.cap,
             incoming: edges(|ends| ends.1),
@@ -74,6 +89,7 @@ impl Ledger {
             flights: HashMap::new(),
             last_forward: None,
             last_backward: None,
+            last_weight: None,
             slots: HashMap::new(),
             sending_slot: HashMap::new(),
             in_flight: 0,
@@ -88,12 +104,14 @@ impl Ledger {
         }
     }
 
+    /// Whose it is.
+    pub fn stage(&self) -> StageId {
+        self.stage
+    }
+
     /// Whether the rule gives this worker the item.
-    pub fn mine(&self, rule: &Rule, stage: StageId, item: MicrobatchId) -> Result<(), Fault> {
-        if stage != self.stage {
-            return Err(Fault::NotMine);
-        }
-        if item.0 >= rule.items || rule.replica(stage, item) != self.replica {
+    pub fn mine(&self, rule: &Rule, item: MicrobatchId) -> Result<(), Fault> {
+        if item.0 >= rule.items || rule.replica(self.stage, item) != self.replica {
             return Err(Fault::NotMyItem(item));
         }
         Ok(())
@@ -101,25 +119,18 @@ impl Ledger {
 
     /// Load.
     pub fn load(&mut self, rule: &Rule, item: MicrobatchId) -> Result<(), Fault> {
-        self.mine(rule, self.stage, item)?;
+        self.mine(rule, item)?;
         if self.loaded.insert(item) { Ok(()) } else { Err(Fault::Again(item)) }
     }
 
     /// Forward.
-    pub fn forward(
-        &mut self,
-        rule: &Rule,
-        stage: StageId,
-        item: MicrobatchId,
-        version: Version,
-        slot: Slot,
-    ) -> Result<(), Fault> {
-        self.mine(rule, stage, item)?;
-        let expected = rule.version(stage, item);
+    pub fn forward(&mut self, rule: &Rule, item: MicrobatchId, version: Version, slot: Slot) -> Result<(), Fault> {
+        self.mine(rule, item)?;
+        let expected = rule.version(self.stage, item);
         if self.flights.contains_key(&item) {
             return Err(Fault::Again(item));
         }
-        if let Some(after) = self.last_forward.filter(|&after| after > item) {
+        if let Some(after) = self.last_forward.filter(|&after| rule.is_out_of_order(item, after)) {
             return Err(Fault::OutOfOrder { item, after });
         }
         if !self.loaded.contains(&item) {
@@ -149,39 +160,35 @@ impl Ledger {
         if self.in_flight > self.cap {
             return Err(Fault::OverCap { in_flight: self.in_flight, cap: self.cap });
         }
-        self.flights.insert(item, Flight { version, slot, backward: false });
+        self.flights.insert(item, Flight { version, slot, input: false, weight: false });
         self.last_forward = Some(item);
         self.forwards += 1;
         Ok(())
     }
 
-    /// Backward.
-    pub fn backward(
+    /// BackwardInput, and the first half of Backward.
+    pub fn backward_input(
         &mut self,
         rule: &Rule,
-        stage: StageId,
         item: MicrobatchId,
         version: Version,
         slot: Slot,
     ) -> Result<(), Fault> {
-        self.mine(rule, stage, item)?;
-        let round = rule.round(stage, item);
+        self.mine(rule, item)?;
         let Some(flight) = self.flights.get_mut(&item).filter(|_| rule.schedule.trains()) else {
             return Err(Fault::NotMade { item, kind: Payload::Activation });
         };
-        if flight.backward {
+        if flight.input {
             return Err(Fault::Again(item));
         }
-        if let Some(after) = self.last_backward.filter(|&after| after > item) {
+        if let Some(after) = self.last_backward.filter(|&after| rule.is_out_of_order(item, after)) {
             return Err(Fault::OutOfOrder { item, after });
         }
-        if flight.version != version {
-            return Err(Fault::OtherVersion { found: version, forward: flight.version });
-        }
+        flight.uses(version, slot)?;
         if !self.versions.contains(&version) {
             return Err(Fault::NoVersion(version));
         }
-        if flight.slot != slot || self.slots.get(&slot) != Some(&Some(item)) {
+        if self.slots.get(&slot) != Some(&Some(item)) {
             return Err(Fault::SlotEmpty { slot, item });
         }
         for &edge in &self.outgoing {
@@ -190,16 +197,47 @@ impl Ledger {
                 return Err(Fault::NotReceived { edge: edge.0, item, kind });
             }
         }
-        if round != self.closed {
-            return Err(Fault::GradientBuffer { reason: "it has another round's gradients" });
-        }
         if self.sending_gradient.values().any(|&sends| sends >= GRADIENT_BUFFERS) {
             return Err(Fault::GradientBuffer { reason: "Sends of items before have not been waited for" });
         }
-        flight.backward = true;
+        flight.input = true;
+        self.last_backward = Some(item);
+        Ok(())
+    }
+
+    /// BackwardWeight, and the second half of Backward.
+    pub fn backward_weight(
+        &mut self,
+        rule: &Rule,
+        item: MicrobatchId,
+        version: Version,
+        slot: Slot,
+    ) -> Result<(), Fault> {
+        self.mine(rule, item)?;
+        let Some(flight) = self.flights.get_mut(&item).filter(|flight| flight.input) else {
+            return Err(Fault::NotMade { item, kind: Payload::Gradient });
+        };
+        if flight.weight {
+            return Err(Fault::Again(item));
+        }
+        // Gradients are summed in the order of items, so that the sum has the same bits under every schedule.
+        if let Some(after) = self.last_weight.filter(|&after| rule.is_out_of_order(item, after)) {
+            return Err(Fault::OutOfOrder { item, after });
+        }
+        flight.uses(version, slot)?;
+        if !self.versions.contains(&version) {
+            return Err(Fault::NoVersion(version));
+        }
+        if self.slots.get(&slot) != Some(&Some(item)) {
+            return Err(Fault::SlotEmpty { slot, item });
+        }
+        if rule.round(self.stage, item) != self.closed {
+            return Err(Fault::GradientBuffer { reason: "it has another round's gradients" });
+        }
+        flight.weight = true;
         self.slots.insert(slot, None);
         self.in_flight -= 1;
-        self.last_backward = Some(item);
+        self.last_weight = Some(item);
         self.round_items += 1;
         self.backwards += 1;
         Ok(())
@@ -211,7 +249,7 @@ impl Ledger {
             (Payload::Activation, Some(flight)) if self.slots.get(&flight.slot) == Some(&Some(item)) => {
                 *self.sending_slot.entry(flight.slot).or_default() += 1;
             }
-            (Payload::Gradient, Some(flight)) if flight.backward && self.last_backward == Some(item) => {
+            (Payload::Gradient, Some(flight)) if flight.input && self.last_backward == Some(item) => {
                 *self.sending_gradient.entry(edge).or_default() += 1;
             }
             _ => return Err(Fault::NotMade { item, kind }),
@@ -237,7 +275,7 @@ impl Ledger {
 
     /// Recv.
     pub fn recv(&mut self, rule: &Rule, edge: EdgeId, kind: Payload, item: MicrobatchId) -> Result<(), Fault> {
-        self.mine(rule, self.stage, item)?;
+        self.mine(rule, item)?;
         if self.posted.insert((edge, kind, item)) { Ok(()) } else { Err(Fault::Again(item)) }
     }
 
@@ -247,11 +285,11 @@ impl Ledger {
     }
 
     /// AllReduce.
-    pub fn all_reduce(&mut self, rule: &Rule, stage: StageId, round: u32) -> Result<(), Fault> {
+    pub fn all_reduce(&mut self, rule: &Rule, round: u32) -> Result<(), Fault> {
         if self.replicas == 1 {
             return Err(Fault::RoundIncomplete { round, reason: "one replica has nothing to reduce" });
         }
-        self.close(rule, stage, round)
+        self.close(rule, round)
     }
 
     /// The Wait for an AllReduce.
@@ -260,14 +298,11 @@ impl Ledger {
     }
 
     /// Ends the round that gradients are added to: it must be `round`, with all of this worker's items.
-    fn close(&mut self, rule: &Rule, stage: StageId, round: u32) -> Result<(), Fault> {
-        if stage != self.stage {
-            return Err(Fault::NotMine);
-        }
-        if round != self.closed || round >= rule.rounds(stage) {
+    fn close(&mut self, rule: &Rule, round: u32) -> Result<(), Fault> {
+        if round != self.closed || round >= rule.rounds(self.stage) {
             return Err(Fault::WrongRound { found: round, expected: self.closed });
         }
-        if u64::from(self.round_items) != self.dealt(rule.count(stage, round)) {
+        if u64::from(self.round_items) != self.dealt(rule.count(self.stage, round)) {
             return Err(Fault::RoundIncomplete { round, reason: "not all backwards are done" });
         }
         self.closed += 1;
@@ -280,23 +315,26 @@ impl Ledger {
         (u64::from(items) + u64::from(self.replicas - 1 - self.replica)) / u64::from(self.replicas)
     }
 
+    /// Whether nothing is missing for the step of a round, or it has been made.
+    pub fn is_done(&self, rule: &Rule, round: u32) -> bool {
+        let gathered = || u64::from(self.round_items) == self.dealt(rule.count(self.stage, round));
+        self.applied > round || if self.replicas == 1 { gathered() } else { self.reduced.contains(&round) }
+    }
+
     /// Step.
     pub fn step(
         &mut self,
         rule: &Rule,
-        (stage, round): (StageId, u32),
+        round: u32,
         (from, to): (Version, Version),
         count: u32,
         in_place: bool,
     ) -> Result<(), Fault> {
-        if stage != self.stage {
-            return Err(Fault::NotMine);
-        }
-        if round != self.applied || round >= rule.rounds(stage) {
+        if round != self.applied || round >= rule.rounds(self.stage) {
             return Err(Fault::WrongRound { found: round, expected: self.applied });
         }
         if self.replicas == 1 {
-            self.close(rule, stage, round)?;
+            self.close(rule, round)?;
         } else if !self.reduced.remove(&round) {
             return Err(Fault::RoundIncomplete { round, reason: "the all-reduce has not been waited for" });
         }
@@ -306,7 +344,7 @@ impl Ledger {
         if to != Version(round + 1) {
             return Err(Fault::WrongVersion { found: to, rule: Version(round + 1) });
         }
-        let expected = rule.count(stage, round);
+        let expected = rule.count(self.stage, round);
         if count != expected {
             return Err(Fault::WrongCount { found: count, expected });
         }

@@ -5,7 +5,7 @@
 //! ```text
 //! recv …            posted ahead of the work that needs it, so that transfers run beside computation
 //! wait …            for Sends whose buffer is needed again, for the all-reduce (then step), for Recvs of this work
-//! load, 2F3         or 2B3
+//! load, 2F3         or 2B3, or 2I3 and later 2W3
 //! send …, all-reduce
 //! ```
 //!
@@ -13,24 +13,27 @@
 //! before a piece of work on its worker happen at that work's moment.
 //! - A Wait for a Recv stands before the work that needs the data: the sender's work was started and done before.
 //! - A Wait for an activation's Send stands after the item's own backward, which needed the receiver's backward.
-//! - A Wait for a gradient's Send stands before the sender's next backward: there is one outgoing gradient buffer; two,
-//!   and the backward after the next, where the transfer takes longer than the forward beside which it runs. The receiver therefore posts its Recv at the latest at its last work before that moment; its own forward of the
+//! - A Wait for a gradient's Send stands before the sender's next backward at the stage: there is one outgoing gradient buffer;
+//!   two, and the backward after the next, where the transfer takes longer than the forward beside which it runs. The receiver therefore posts its Recv at the latest at its last work before that moment; its own forward of the
 //!   item is one such, so there always is one.
 //! - A Wait for an all-reduce stands before the first work that needs the update, which `order` let start only after the round
 //!   was complete, or at the end. A replica without an item in the round joins when it has applied the rounds before.
+//! - A worker with several stages runs all its work of a minibatch before that of the next. Its all-reduces are posted from the last
+//!   stage to the first, on every replica alike, and its Steps come together when all of them are done, so that stages that share
+//!   a parameter meet with nothing left to do for each other.
 //!
 //! So every Wait has what it waits for at an earlier moment, posts never block, and running the work in the witness's
 //! order is one way through; since a Wait names what it waits for, every way gets through if one does.
 
 use std::cmp::Reverse;
-use std::collections::{BTreeMap, BinaryHeap, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, BinaryHeap, VecDeque};
 
 use crate::plan::StageId;
-use crate::schedule::order::{Layout, Order, Work};
+use crate::schedule::order::{Layout, Order};
 use crate::schedule::rule::Rule;
+use crate::schedule::work::{Part, Work};
 use crate::schedule::{
-    EdgeId, Instruction, MicrobatchId, Payload, Pipeline, Program, ProgramStage, Slot, Token, Version, WorkerId,
-    WorkerProgram,
+    EdgeId, Instruction, MicrobatchId, Payload, Pipeline, Program, Slot, Token, Version, WorkerId, WorkerProgram,
 };
 
 /// How many pieces of work ahead a Recv is posted: a forward and a backward, the time in which one item passes in a
@@ -39,19 +42,19 @@ const AHEAD: u32 = 2;
 
 /// Turns the order into a program. The order must come from [`play`](crate::schedule::order::play) of the same rule.
 pub fn lower(pipeline: &Pipeline, rule: &Rule, order: &Order) -> Program {
-    let layout = Layout::new(pipeline.stages.iter().map(|stage| stage.replicas));
+    let layout = Layout::new(&rule.stages);
     let lists = Lists::new(pipeline, rule, order, &layout);
     let mut workers = Vec::with_capacity(layout.workers());
-    for (index, shape) in pipeline.stages.iter().enumerate() {
-        for replica in 0..shape.replicas {
-            let stage = StageId(index as u32);
-            let instructions = Writer::new(&lists, stage, layout.worker(stage, replica)).write();
-            workers.push(WorkerProgram { stage, replica, instructions });
+    for rank in layout.ranks() {
+        for (replica, worker) in (0..).zip(layout.replicas(rank)) {
+            let stages = (0..).map(StageId).zip(&rule.stages).filter(|(_, stage)| stage.rank == rank);
+            let instructions = Writer::new(&lists, stages.map(|(id, _)| id).collect(), worker).write();
+            workers.push(WorkerProgram { rank, replica, instructions });
         }
     }
-    let stages = rule.stages.iter().map(|s| ProgramStage { replicas: s.replicas, cap: s.cap }).collect();
     let edges = pipeline.edges.iter().map(|edge| (edge.from, edge.to)).collect();
-    Program { schedule: rule.schedule, items: rule.items, microbatches: rule.microbatches, stages, edges, workers }
+    let Rule { schedule, items, microbatches, ref stages } = *rule;
+    Program { schedule, items, microbatches, stages: stages.clone(), edges, workers }
 }
 
 /// One transfer as its two ends see it: places in the two workers' lists of work.
@@ -65,11 +68,12 @@ struct Transfer {
     post: u32,
     /// The place before which it is waited for.
     wait: u32,
+    /// When its Send is posted, in the witness: both ends of a channel post in this order.
+    made: u32,
 }
 
 /// The order with all transfers placed.
 struct Lists<'a> {
-    pipeline: &'a Pipeline,
     rule: &'a Rule,
     order: &'a Order,
     /// By worker: Recvs to post before a place in its work, Sends to post after it, in order.
@@ -80,69 +84,87 @@ struct Lists<'a> {
 impl<'a> Lists<'a> {
     fn new(pipeline: &'a Pipeline, rule: &'a Rule, order: &'a Order, layout: &Layout) -> Self {
         let items = rule.items as usize;
+        // Where each item's forward stands at each stage, and what makes its gradients.
         let mut place_of = vec![[0u32; 2]; pipeline.stages.len() * items];
-        for (worker, work) in order.work.iter().enumerate() {
-            let stage = layout.stage(WorkerId(worker as u32)).index();
-            for (place, work) in work.iter().enumerate() {
-                place_of[stage * items + work.item.index()][usize::from(work.kind == Payload::Gradient)] = place as u32;
+        for work in &order.work {
+            for (place, &Work { stage, item, part }) in (0u32..).zip(work) {
+                if part != Part::BackwardWeight {
+                    place_of[stage.index() * items + item.index()][usize::from(part.makes_gradients())] = place;
+                }
             }
         }
         let nothing = vec![Vec::new(); layout.workers()];
-        let mut lists = Self { pipeline, rule, order, recvs: nothing.clone(), sends: nothing };
+        let mut lists = Self { rule, order, recvs: nothing.clone(), sends: nothing };
         let next_backward = next_backwards(order);
         for item in (0..rule.items).map(MicrobatchId) {
             for (index, edge) in pipeline.edges.iter().enumerate() {
                 let [from, to] = [edge.from, edge.to].map(|stage| layout.worker(stage, rule.replica(stage, item)));
                 let [from_places, to_places] = [edge.from, edge.to].map(|s| place_of[s.index() * items + item.index()]);
+                let [from_started, to_started] = [from, to].map(|worker| &order.started[worker.index()]);
                 let id = EdgeId(index as u32);
-                let (made, wait) = (from_places[0], to_places[0]);
+                let (place, wait) = (from_places[0], to_places[0]);
+                let made = from_started[place as usize];
                 let post = wait.saturating_sub(AHEAD);
                 let freed = if rule.schedule.trains() {
                     from_places[1] + 1
                 } else {
-                    let posted = order.started[to.index()][post as usize];
-                    let after = order.started[from.index()].partition_point(|&started| started <= posted) as u32;
-                    after.max(made + 1)
+                    let posted = to_started[post as usize];
+                    let after = from_started.partition_point(|&started| started <= posted) as u32;
+                    after.max(place + 1)
                 };
-                let transfer = Transfer { edge: id, item, kind: Payload::Activation, peer: from, post, wait };
+                let transfer = Transfer { edge: id, item, kind: Payload::Activation, peer: from, post, wait, made };
                 lists.recvs[to.index()].push(transfer);
-                lists.sends[from.index()].push(Transfer { peer: to, post: made, wait: freed, ..transfer });
+                lists.sends[from.index()].push(Transfer { peer: to, post: place, wait: freed, ..transfer });
                 if !rule.schedule.trains() {
                     continue;
                 }
-                let (made, wait) = (to_places[1], from_places[1]);
+                let (place, wait) = (to_places[1], from_places[1]);
+                let made = to_started[place as usize];
                 let next = &next_backward[to.index()];
-                let mut freed = next[made as usize];
+                let mut freed = next[place as usize];
                 if edge.backward_us > pipeline.stages[edge.to.index()].forward {
                     freed = next.get(freed as usize).copied().unwrap_or(freed);
                 }
                 let mut post = wait.saturating_sub(AHEAD);
-                if let Some(&moment) = order.started[to.index()].get(freed as usize) {
-                    let latest = order.started[from.index()].partition_point(|&started| started < moment);
+                if let Some(&moment) = to_started.get(freed as usize) {
+                    let latest = from_started.partition_point(|&started| started < moment);
                     post = post.min(latest.saturating_sub(1) as u32);
                 }
-                let transfer = Transfer { edge: id, item, kind: Payload::Gradient, peer: to, post, wait };
+                let transfer = Transfer { edge: id, item, kind: Payload::Gradient, peer: to, post, wait, made };
                 lists.recvs[from.index()].push(transfer);
-                lists.sends[to.index()].push(Transfer { peer: from, post: made, wait: freed, ..transfer });
+                lists.sends[to.index()].push(Transfer { peer: from, post: place, wait: freed, ..transfer });
             }
         }
-        // Channels are first in, first out: Recvs posted at one place go in the order in which they are needed.
-        for transfers in lists.recvs.iter_mut().chain(&mut lists.sends) {
+        lists.recvs.iter_mut().for_each(|recvs| in_order_of_sends(recvs));
+        for transfers in &mut lists.sends {
             transfers.sort_by_key(|transfer| (transfer.post, transfer.wait, transfer.edge));
         }
         lists
     }
 }
 
-/// For each piece of work, the place of the worker's next backward after it, or the end of its list.
+/// Channels are first in, first out: Recvs of one channel are posted in the order of its Sends, earlier than the work would ask
+/// where it takes items in another order.
+fn in_order_of_sends(recvs: &mut [Transfer]) {
+    recvs.sort_by_key(|recv| (recv.made, recv.edge));
+    let mut earliest: BTreeMap<(EdgeId, Payload, WorkerId), u32> = BTreeMap::new();
+    for recv in recvs.iter_mut().rev() {
+        let post = earliest.entry((recv.edge, recv.kind, recv.peer)).or_insert(recv.post);
+        *post = recv.post.min(*post);
+        recv.post = *post;
+    }
+    recvs.sort_by_key(|recv| recv.post);
+}
+
+/// For each piece of work, the place of the worker's next backward at the same stage, or the end of its list.
 fn next_backwards(order: &Order) -> Vec<Vec<u32>> {
     let of_worker = |work: &Vec<Work>| {
-        let mut next = work.len() as u32;
+        let mut next: BTreeMap<StageId, u32> = BTreeMap::new();
         let mut places: Vec<u32> = Vec::with_capacity(work.len());
-        for (place, work) in work.iter().enumerate().rev() {
-            places.push(next);
-            if work.kind == Payload::Gradient {
-                next = place as u32;
+        for (place, &Work { stage, part, .. }) in work.iter().enumerate().rev() {
+            places.push(next.get(&stage).copied().unwrap_or(work.len() as u32));
+            if part.makes_gradients() {
+                next.insert(stage, place as u32);
             }
         }
         places.reverse();
@@ -151,85 +173,94 @@ fn next_backwards(order: &Order) -> Vec<Vec<u32>> {
     order.work.iter().map(of_worker).collect()
 }
 
+/// Where the rounds of one stage stand on a worker.
+struct Rounds {
+    stage: StageId,
+    /// For each round, the item of this worker whose backward is its last, if it has one.
+    last: Vec<Option<MicrobatchId>>,
+    slots: Slots,
+}
+
 /// Writes the list of one worker.
 struct Writer<'a> {
     lists: &'a Lists<'a>,
-    stage: StageId,
     worker: WorkerId,
+    /// Its stages, in order.
+    stages: Vec<Rounds>,
     out: Vec<Instruction>,
     tokens: u32,
     /// Tokens to wait for, and in inference slots that fall free, by the place before which they are.
     waits: BTreeMap<u32, Vec<Token>>,
-    frees: BTreeMap<u32, Vec<Slot>>,
-    /// Rounds whose all-reduce is posted and not yet applied.
-    reducing: VecDeque<(u32, Token)>,
-    /// Rounds whose all-reduce is posted.
+    frees: BTreeMap<u32, Vec<(StageId, Slot)>>,
+    /// Rounds of stages whose all-reduce is posted and not yet applied.
+    reducing: VecDeque<(u32, StageId, Token)>,
+    /// Rounds of stages that are done here, by round and then from the last stage to the first, and not yet handed on.
+    done: BTreeSet<(u32, Reverse<StageId>)>,
+    /// Rounds of stages whose all-reduce is posted.
     joined: u32,
     /// Rounds applied.
     applied: u32,
-    /// For each round, the item of this worker whose backward is its last, if it has one.
-    last_of_round: Vec<Option<MicrobatchId>>,
-    slots: Slots,
 }
 
 impl<'a> Writer<'a> {
-    fn new(lists: &'a Lists<'a>, stage: StageId, worker: WorkerId) -> Self {
+    fn new(lists: &'a Lists<'a>, stages: Vec<StageId>, worker: WorkerId) -> Self {
         let work = &lists.order.work[worker.index()];
-        let mut last_of_round = vec![None; lists.rule.rounds(stage) as usize];
-        for work in work.iter().filter(|work| work.kind == Payload::Gradient) {
-            last_of_round[lists.rule.round(stage, work.item) as usize] = Some(work.item);
-        }
+        let rounds = |stage: StageId| {
+            let mut last = vec![None; lists.rule.rounds(stage) as usize];
+            for work in work.iter().filter(|work| work.stage == stage && work.part.ends()) {
+                last[lists.rule.round(stage, work.item) as usize] = Some(work.item);
+            }
+            Rounds { stage, last, slots: Slots::default() }
+        };
         Self {
             lists,
-            stage,
             worker,
+            stages: stages.into_iter().map(rounds).collect(),
             out: Vec::with_capacity(work.len() * 6),
             tokens: 0,
             waits: BTreeMap::new(),
             frees: BTreeMap::new(),
             reducing: VecDeque::new(),
+            done: BTreeSet::new(),
             joined: 0,
             applied: 0,
-            last_of_round,
-            slots: Slots::default(),
         }
     }
 
     fn write(mut self) -> Vec<Instruction> {
         let lists = self.lists;
-        self.join_idle_round();
+        self.join_idle_rounds();
         let work = &lists.order.work[self.worker.index()];
         let mut recvs = lists.recvs[self.worker.index()].iter().peekable();
         let mut sends = lists.sends[self.worker.index()].iter().peekable();
-        for (place, &Work { item, kind }) in (0u32..).zip(work) {
+        for (place, &work) in (0u32..).zip(work) {
+            let Work { stage, item, part } = work;
             while let Some(&Transfer { edge, item, kind, peer, wait, .. }) = recvs.next_if(|recv| recv.post == place) {
                 let token = self.token();
                 self.out.push(Instruction::Recv { edge, item, kind, peer, token });
                 self.waits.entry(wait).or_default().push(token);
             }
-            let version = lists.rule.version(self.stage, item);
-            let needs_update = |&(round, _): &(u32, Token)| match kind {
-                Payload::Activation => version.0 > round,
-                Payload::Gradient => !lists.rule.schedule.is_round_robin(),
+            let version = lists.rule.version(stage, item);
+            let needs_update = |&(round, ..): &(u32, StageId, Token)| match part {
+                Part::Forward => version.0 > round,
+                _ => !lists.rule.schedule.is_round_robin() && lists.rule.round(stage, item) > round,
             };
             while self.reducing.front().is_some_and(needs_update) {
                 self.apply();
             }
             self.wait(place);
-            let stage = self.stage;
             let mut held = None;
-            match kind {
-                Payload::Activation => {
-                    let slot = self.slots.take(item);
-                    self.out.push(Instruction::Load { item });
-                    self.out.push(Instruction::Forward { stage, item, version, slot });
-                    held = Some(slot).filter(|_| !lists.rule.schedule.trains());
+            let slot = match part {
+                Part::Forward => {
+                    let slot = self.stage(stage).slots.take(item);
+                    self.out.push(Instruction::Load { stage, item });
+                    held = Some((stage, slot)).filter(|_| !lists.rule.schedule.trains());
+                    slot
                 }
-                Payload::Gradient => {
-                    let slot = self.slots.give(item);
-                    self.out.push(Instruction::Backward { stage, item, version, slot });
-                }
-            }
+                Part::BackwardInput => self.stage(stage).slots.of(item),
+                Part::Backward | Part::BackwardWeight => self.stage(stage).slots.give(item),
+            };
+            self.out.push(work.instruction(version, slot));
             let mut free = place + 1;
             while let Some(&Transfer { edge, item, kind, peer, wait, .. }) = sends.next_if(|send| send.post == place) {
                 let token = self.token();
@@ -239,10 +270,11 @@ impl<'a> Writer<'a> {
             }
             // In inference nothing is kept but what is being sent.
             self.frees.entry(free).or_default().extend(held);
-            if kind == Payload::Gradient {
+            if part.ends() {
                 let round = lists.rule.round(stage, item);
-                if self.last_of_round[round as usize] == Some(item) {
-                    self.finish_round(round);
+                if self.stage(stage).last[round as usize] == Some(item) {
+                    self.done.insert((round, Reverse(stage)));
+                    self.finish_rounds();
                 }
             }
         }
@@ -251,6 +283,10 @@ impl<'a> Writer<'a> {
             self.apply();
         }
         self.drop_versions()
+    }
+
+    fn stage(&mut self, stage: StageId) -> &mut Rounds {
+        self.stages.iter_mut().find(|rounds| rounds.stage == stage).expect("a worker computes stages of its rank")
     }
 
     fn token(&mut self) -> Token {
@@ -263,72 +299,95 @@ impl<'a> Writer<'a> {
         for token in self.waits.remove(&place).unwrap_or_default() {
             self.out.push(Instruction::Wait { token });
         }
-        for slot in self.frees.remove(&place).unwrap_or_default() {
-            self.slots.free.push(Reverse(slot.0));
+        for (stage, slot) in self.frees.remove(&place).unwrap_or_default() {
+            self.stage(stage).slots.free.push(Reverse(slot.0));
         }
     }
 
     fn alone(&self) -> bool {
-        self.lists.pipeline.stages[self.stage.index()].replicas == 1
+        self.lists.rule.stages[self.stages[0].stage.index()].replicas == 1
     }
 
-    /// After the last local backward of a round. Alone, the step can be done at once. With others, the Wait stands before
-    /// the first work that needs the update, so that nobody waits for slower replicas before the rule asks; gradients
-    /// that wait for their step take the place of the version that they will make.
-    fn finish_round(&mut self, round: u32) {
-        if self.alone() {
-            self.step(round);
-        } else {
-            self.reduce(round);
+    /// Hands on the rounds that are done. Alone, the steps of a round can be made when its last stage is done. With others, the Wait
+    /// stands before the first work that needs the update, so that nobody waits for slower replicas before the rule asks;
+    /// gradients that wait for their step take the place of the version that they will make.
+    fn finish_rounds(&mut self) {
+        if !self.alone() {
+            while self.done.first() == Some(&self.next_join()) {
+                self.reduce();
+            }
+        } else if self.done.len() == self.stages.len() {
+            for (round, Reverse(stage)) in std::mem::take(&mut self.done) {
+                self.step(round, stage);
+            }
+            self.applied += 1;
         }
     }
 
-    fn reduce(&mut self, round: u32) {
+    /// The round and stage whose all-reduce comes next, on every replica alike.
+    fn next_join(&self) -> (u32, Reverse<StageId>) {
+        let stages = self.stages.len() as u32;
+        let place = stages - 1 - self.joined % stages;
+        (self.joined / stages, Reverse(self.stages[place as usize].stage))
+    }
+
+    /// Posts the next all-reduce.
+    fn reduce(&mut self) {
+        let (round, Reverse(stage)) = self.next_join();
+        self.done.remove(&(round, Reverse(stage)));
         let token = self.token();
-        self.out.push(Instruction::AllReduce { stage: self.stage, round, token });
-        self.reducing.push_back((round, token));
+        self.out.push(Instruction::AllReduce { stage, round, token });
+        self.reducing.push_back((round, stage, token));
         self.joined += 1;
     }
 
-    /// A round in which this worker has no item: it joins the all-reduce as soon as all rounds before are applied.
-    fn join_idle_round(&mut self) {
-        let idle = self.last_of_round.get(self.joined as usize).is_some_and(Option::is_none);
-        if idle && self.reducing.is_empty() && !self.alone() {
-            self.reduce(self.joined);
+    /// A round in which this worker has no item: it joins the all-reduces as soon as all rounds before are applied.
+    fn join_idle_rounds(&mut self) {
+        let (round, _) = self.next_join();
+        let idle = |of: &Rounds| of.last.get(round as usize).is_some_and(Option::is_none);
+        if self.stages.iter().all(idle) && self.reducing.is_empty() && !self.alone() {
+            for _ in 0..self.stages.len() {
+                self.reduce();
+            }
         }
     }
 
+    /// Waits for the all-reduces of the oldest round and makes its steps.
     fn apply(&mut self) {
-        if let Some((round, token)) = self.reducing.pop_front() {
-            self.out.push(Instruction::Wait { token });
-            self.step(round);
-            self.join_idle_round();
+        let Some(&(round, ..)) = self.reducing.front() else { return };
+        let rest = self.reducing.iter().position(|(other, ..)| *other != round).unwrap_or(self.reducing.len());
+        let later = self.reducing.split_off(rest);
+        let reduced = std::mem::replace(&mut self.reducing, later);
+        self.out.extend(reduced.iter().map(|&(_, _, token)| Instruction::Wait { token }));
+        for (round, stage, _) in reduced {
+            self.step(round, stage);
         }
+        self.applied = round + 1;
+        self.join_idle_rounds();
     }
 
-    fn step(&mut self, round: u32) {
+    fn step(&mut self, round: u32, stage: StageId) {
         let (from, to) = (Version(round), Version(round + 1));
-        let count = self.lists.rule.count(self.stage, round);
-        self.out.push(Instruction::Step { stage: self.stage, round, from, to, count, in_place: false });
-        self.applied = round + 1;
+        let count = self.lists.rule.count(stage, round);
+        self.out.push(Instruction::Step { stage, round, from, to, count, in_place: false });
     }
 
     /// Gives every version but the last its end: after its last use, or in the Step that makes the next from it.
     fn drop_versions(self) -> Vec<Instruction> {
-        let mut last_use = vec![0; self.applied as usize + 1];
+        let mut last_use: BTreeMap<(StageId, Version), usize> = BTreeMap::new();
         for (at, instruction) in self.out.iter().enumerate() {
-            match *instruction {
-                Instruction::Forward { version, .. }
-                | Instruction::Backward { version, .. }
-                | Instruction::Step { from: version, .. } => last_use[version.index()] = at,
-                _ => {}
+            if let Instruction::Step { stage, from, .. } = *instruction {
+                last_use.insert((stage, from), at);
+            } else if let Some((work, version, _)) = instruction.work() {
+                last_use.insert((work.stage, version), at);
             }
         }
-        last_use.pop();
-        let mut ends: Vec<(usize, u32)> = last_use.into_iter().zip(0..).collect();
+        let newest = Version(self.applied);
+        let ends = last_use.into_iter().filter(|((_, version), _)| *version != newest);
+        let mut ends: Vec<(usize, (StageId, Version))> = ends.map(|(used, at)| (at, used)).collect();
         ends.sort_unstable();
         let mut ends = ends.into_iter().peekable();
-        let mut out = Vec::with_capacity(self.out.len() + self.applied as usize);
+        let mut out = Vec::with_capacity(self.out.len() + ends.len());
         for (at, mut instruction) in self.out.into_iter().enumerate() {
             let ending = ends.next_if(|&(end, _)| end == at);
             if let (Instruction::Step { in_place, .. }, Some(_)) = (&mut instruction, ending) {
@@ -337,8 +396,8 @@ impl<'a> Writer<'a> {
                 continue;
             }
             out.push(instruction);
-            if let Some((_, version)) = ending {
-                out.push(Instruction::Drop { version: Version(version) });
+            if let Some((_, (stage, version))) = ending {
+                out.push(Instruction::Drop { stage, version });
             }
         }
         out
@@ -361,6 +420,10 @@ impl Slots {
         });
         self.held.insert(item, slot);
         slot
+    }
+
+    fn of(&self, item: MicrobatchId) -> Slot {
+        self.held.get(&item).copied().unwrap_or_default()
     }
 
     fn give(&mut self, item: MicrobatchId) -> Slot {

@@ -7,10 +7,12 @@
 use crate::schedule::lower::lower;
 use crate::schedule::order::{Choice, play};
 use crate::schedule::rule::{Rule, StepCount};
+use crate::schedule::shape::one_stage_each;
 use crate::schedule::{Pipeline, Program, Schedule, ScheduleError};
 
 /// 1F1B with a flush after every minibatch.
 pub fn one_f_one_b(pipeline: &Pipeline, count: StepCount) -> Result<Program, ScheduleError> {
+    one_stage_each(Schedule::OneFOneB, pipeline)?;
     let rule = Rule::new(Schedule::OneFOneB, pipeline, count)?;
     let order = play(pipeline, &rule, Choice::Greedy)?;
     Ok(lower(pipeline, &rule, &order))

@@ -10,6 +10,7 @@
 use crate::schedule::lower::lower;
 use crate::schedule::order::{Choice, play};
 use crate::schedule::rule::{Rule, StepCount};
+use crate::schedule::shape::one_stage_each;
 use crate::schedule::{Pipeline, Program, Schedule, ScheduleError};
 
 /// 1F1B-RR with weight stashing.
@@ -23,6 +24,7 @@ pub fn one_f_one_b_rr_vsync(pipeline: &Pipeline, count: StepCount) -> Result<Pro
 }
 
 fn generate(schedule: Schedule, pipeline: &Pipeline, count: StepCount) -> Result<Program, ScheduleError> {
+    one_stage_each(schedule, pipeline)?;
     let rule = Rule::new(schedule, pipeline, count)?;
     let order = play(pipeline, &rule, Choice::Greedy)?;
     Ok(lower(pipeline, &rule, &order))

@@ -1,13 +1,15 @@
 //! The order of forwards and backwards on each worker, found by playing the pipeline on a simulated clock.
 //!
 //! A worker that is free takes work at once if there is any that may start: [`Choice::Greedy`] prefers a backward, then a
-//! forward under the in-flight cap; [`Choice::Fixed`] takes the next of a given list and waits for it. Forwards and
-//! backwards of one worker each go in item order. A forward may start when
+//! forward under the in-flight cap, then, where the backward is split, the weights' part of one; [`Choice::Fixed`] takes the next
+//! of a given list and waits for it. Under a greedy choice a worker has one stage, whose forwards and backwards each go in item
+//! order. A forward may start when
 //! - every incoming edge has brought its activations,
 //! - the version that the [`Rule`] gives it exists: the round before has been reduced over all replicas and applied,
 //! - fewer than cap items are in flight on the worker.
 //!
-//! A backward may start when its forward is done and every outgoing edge has brought its gradients; where a round is a whole
+//! A backward may start when its forward is done and every outgoing edge has brought its gradients, the weights' part of one
+//! when the other part is done; where a round is a whole
 //! minibatch, also only when the round before has been applied, since two minibatches' gradients beside two versions would be
 //! more than a plan allows for. The clock chooses order only; versions come from the rule, so times
 //! that are wrong make a program slow, never another program's weights.
@@ -20,35 +22,16 @@ use std::collections::{BTreeSet, BinaryHeap};
 
 use crate::plan::StageId;
 use crate::schedule::rule::Rule;
-use crate::schedule::{MicrobatchId, Payload, Pipeline, ScheduleError, WorkerId};
-
-/// One piece of computation of one worker: [`Payload::Activation`] stands for the forward that makes it,
-/// [`Payload::Gradient`] for the backward.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct Work {
-    /// The item.
-    pub item: MicrobatchId,
-    /// What is computed.
-    pub kind: Payload,
-}
-
-impl Work {
-    /// The item's forward.
-    pub fn forward(item: MicrobatchId) -> Self {
-        Self { item, kind: Payload::Activation }
-    }
-
-    /// The item's backward.
-    pub fn backward(item: MicrobatchId) -> Self {
-        Self { item, kind: Payload::Gradient }
-    }
-}
+use crate::schedule::work::{Part, Work};
+use crate::schedule::{MicrobatchId, Payload, Pipeline, ProgramStage, RankId, ScheduleError, WorkerId};
 
 /// How a free worker chooses.
 #[derive(Clone, Copy, Debug)]
 pub enum Choice<'a> {
     /// Work-conserving: a backward if one may start, else a forward.
     Greedy,
+    /// The same with the backward in two parts; that of the weights fills what would be idle.
+    GreedySplit,
     /// The next of its list, by [`WorkerId`]; caps are not looked at.
     Fixed(&'a [Vec<Work>]),
 }
@@ -65,19 +48,23 @@ pub struct Order {
 /// The ids of workers, from stage and replica.
 #[derive(Clone, Debug)]
 pub struct Layout {
+    /// The first worker of each rank, and the number of workers.
     first: Vec<u32>,
+    /// The rank of each stage.
+    ranks: Vec<RankId>,
 }
 
 impl Layout {
-    /// Stages in order, replica minor.
-    pub fn new(replicas: impl IntoIterator<Item = u32>) -> Self {
+    /// Ranks in order, replica minor.
+    pub fn new(stages: &[ProgramStage]) -> Self {
         let mut first = vec![0];
-        let mut next = 0;
-        for r in replicas {
-            next += r;
-            first.push(next);
+        for stage in stages {
+            // Ranks come in the order of their first stages.
+            if stage.rank.index() + 1 == first.len() {
+                first.push(first[first.len() - 1] + stage.replicas);
+            }
         }
-        Self { first }
+        Self { first, ranks: stages.iter().map(|stage| stage.rank).collect() }
     }
 
     /// Workers in all.
@@ -85,19 +72,29 @@ impl Layout {
         self.first[self.first.len() - 1] as usize
     }
 
+    /// Ranks in all.
+    pub fn ranks(&self) -> impl Iterator<Item = RankId> + use<> {
+        (0..self.first.len() as u32 - 1).map(RankId)
+    }
+
     /// The worker with this place.
     pub fn worker(&self, stage: StageId, replica: u32) -> WorkerId {
-        WorkerId(self.first[stage.index()] + replica)
+        WorkerId(self.first[self.ranks[stage.index()].index()] + replica)
     }
 
-    /// The workers of a stage.
-    pub fn replicas(&self, stage: StageId) -> impl Iterator<Item = WorkerId> + use<> {
-        (self.first[stage.index()]..self.first[stage.index() + 1]).map(WorkerId)
+    /// The workers of a rank.
+    pub fn replicas(&self, rank: RankId) -> impl Iterator<Item = WorkerId> + use<> {
+        (self.first[rank.index()]..self.first[rank.index() + 1]).map(WorkerId)
     }
 
-    /// The stage of a worker.
-    pub fn stage(&self, worker: WorkerId) -> StageId {
-        StageId(self.first.partition_point(|&first| first <= worker.0) as u32 - 1)
+    /// The workers that hold a stage.
+    pub fn holders(&self, stage: StageId) -> impl Iterator<Item = WorkerId> + use<> {
+        self.replicas(self.ranks[stage.index()])
+    }
+
+    /// The rank of a worker.
+    pub fn rank(&self, worker: WorkerId) -> RankId {
+        RankId(self.first.partition_point(|&first| first <= worker.0) as u32 - 1)
     }
 }
 
@@ -120,10 +117,13 @@ enum Event {
 }
 
 struct Hands {
+    /// Its stage, or the first of them; only a greedy choice asks.
     stage: StageId,
+    /// The items of that stage.
     forwards: Vec<MicrobatchId>,
     next_forward: usize,
     next_backward: usize,
+    next_weight: usize,
     next_fixed: usize,
     in_flight: u32,
     running: Option<Work>,
@@ -142,6 +142,8 @@ struct Player<'a> {
     /// For each stage and item, what its forward and its backward still wait for.
     forward_needs: Vec<u32>,
     backward_needs: Vec<u32>,
+    /// Whether the part of the backward before the weights' is done.
+    weight_ready: Vec<bool>,
     /// For each stage, items whose backward is missing in each round, rounds being reduced or done, and the newest version.
     missing: Vec<Vec<u32>>,
     reduced: Vec<u32>,
@@ -157,7 +159,7 @@ impl<'a> Player<'a> {
     fn new(pipeline: &'a Pipeline, rule: &'a Rule, choice: Choice<'a>) -> Self {
         let stages = pipeline.stages.len();
         let items = rule.items as usize;
-        let layout = Layout::new(pipeline.stages.iter().map(|stage| stage.replicas));
+        let layout = Layout::new(&rule.stages);
         let mut incoming = vec![Vec::new(); stages];
         let mut outgoing = vec![Vec::new(); stages];
         for (index, edge) in pipeline.edges.iter().enumerate() {
@@ -165,17 +167,16 @@ impl<'a> Player<'a> {
             outgoing[edge.from.index()].push(index);
         }
         let mut hands = Vec::with_capacity(layout.workers());
-        let mut forward_needs = Vec::with_capacity(stages * items);
-        let mut backward_needs = Vec::with_capacity(stages * items);
-        let mut missing = Vec::with_capacity(stages);
-        for (index, shape) in pipeline.stages.iter().enumerate() {
-            let stage = StageId(index as u32);
-            for replica in 0..shape.replicas {
+        for rank in layout.ranks() {
+            let held = pipeline.ranks.iter().position(|&of| of == rank).expect("a pipeline's ranks hold stages");
+            let stage = StageId(held as u32);
+            for replica in 0..pipeline.stages[held].replicas {
                 hands.push(Hands {
                     stage,
                     forwards: rule.share(stage, replica).collect(),
                     next_forward: 0,
                     next_backward: 0,
+                    next_weight: 0,
                     next_fixed: 0,
                     in_flight: 0,
                     running: None,
@@ -183,6 +184,12 @@ impl<'a> Player<'a> {
                     started: Vec::new(),
                 });
             }
+        }
+        let mut forward_needs = Vec::with_capacity(stages * items);
+        let mut backward_needs = Vec::with_capacity(stages * items);
+        let mut missing = Vec::with_capacity(stages);
+        for index in 0..stages {
+            let stage = StageId(index as u32);
             forward_needs.extend(std::iter::repeat_n(incoming[index].len() as u32, items));
             // One more for its own forward.
             backward_needs.extend(std::iter::repeat_n(outgoing[index].len() as u32 + 1, items));
@@ -199,6 +206,7 @@ impl<'a> Player<'a> {
             hands,
             forward_needs,
             backward_needs,
+            weight_ready: vec![false; stages * items],
             missing,
             reduced: vec![0; stages],
             newest: vec![0; stages],
@@ -234,18 +242,18 @@ impl<'a> Player<'a> {
 
     fn finished(&self) -> Result<(), ScheduleError> {
         for (index, hands) in self.hands.iter().enumerate() {
-            let (stage, replica) = (hands.stage, index as u32 - self.layout.worker(hands.stage, 0).0);
             let next = match self.choice {
                 Choice::Fixed(lists) => lists[index].get(hands.next_fixed).copied(),
-                Choice::Greedy if self.rule.schedule.trains() => {
-                    hands.forwards.get(hands.next_backward).map(|&item| Work::backward(item))
-                }
-                Choice::Greedy => hands.forwards.get(hands.next_forward).map(|&item| Work::forward(item)),
+                _ if !self.rule.schedule.trains() => self.next(hands, hands.next_forward, Part::Forward),
+                Choice::Greedy => self.next(hands, hands.next_backward, Part::Backward),
+                Choice::GreedySplit => self.next(hands, hands.next_weight, Part::BackwardWeight),
             };
-            if let Some(Work { item, kind }) = next {
-                let letter = if kind == Payload::Activation { 'F' } else { 'B' };
-                let worker = format!("{}.{replica}", stage.0);
-                return Err(ScheduleError::Stuck { worker, at: format!("{}{letter}{}", stage.0, item.0) });
+            if let Some(work) = next {
+                let worker = WorkerId(index as u32);
+                let rank = self.layout.rank(worker);
+                let first = self.layout.replicas(rank).next().unwrap_or(worker);
+                let worker = format!("{}.{}", rank.0, worker.0 - first.0);
+                return Err(ScheduleError::Stuck { worker, at: work.to_string() });
             }
         }
         Ok(())
@@ -269,21 +277,23 @@ impl<'a> Player<'a> {
             Event::Done(worker) => {
                 self.touched.insert(worker);
                 let hands = &mut self.hands[worker.index()];
-                let stage = hands.stage;
-                if let Some(work) = hands.running.take() {
-                    match work.kind {
-                        Payload::Activation => self.forward_done(stage, work.item),
-                        Payload::Gradient => {
-                            hands.in_flight -= 1;
-                            self.backward_done(stage, work.item);
-                        }
-                    }
+                let Some(work) = hands.running.take() else { return };
+                if work.part.ends() {
+                    hands.in_flight -= 1;
+                }
+                match work.part {
+                    Part::Forward => self.forward_done(work.stage, work.item),
+                    Part::Backward | Part::BackwardInput => self.gradients_done(work.stage, work.item),
+                    Part::BackwardWeight => {}
+                }
+                if work.part.ends() {
+                    self.backward_done(work.stage, work.item);
                 }
             }
             Event::Arrived(stage, item, kind) => self.arrive(stage, item, kind),
             Event::Updated(stage, round) => {
                 self.newest[stage.index()] = round + 1;
-                self.touched.extend(self.layout.replicas(stage));
+                self.touched.extend(self.layout.holders(stage));
             }
         }
     }
@@ -306,11 +316,16 @@ impl<'a> Player<'a> {
         }
     }
 
-    fn backward_done(&mut self, stage: StageId, item: MicrobatchId) {
+    fn gradients_done(&mut self, stage: StageId, item: MicrobatchId) {
+        let at = self.at(stage, item);
+        self.weight_ready[at] = true;
         for place in 0..self.incoming[stage.index()].len() {
             let edge = &self.pipeline.edges[self.incoming[stage.index()][place]];
             self.post(ticks(edge.backward_us), Event::Arrived(edge.from, item, Payload::Gradient));
         }
+    }
+
+    fn backward_done(&mut self, stage: StageId, item: MicrobatchId) {
         let round = self.rule.round(stage, item);
         self.missing[stage.index()][round as usize] -= 1;
         let shape = &self.pipeline.stages[stage.index()];
@@ -322,29 +337,35 @@ impl<'a> Player<'a> {
         }
     }
 
-    fn ready(&self, stage: StageId, work: Work) -> bool {
-        let at = self.at(stage, work.item);
+    fn ready(&self, Work { stage, item, part }: Work) -> bool {
+        let at = self.at(stage, item);
         let newest = self.newest[stage.index()];
-        match work.kind {
-            Payload::Activation => self.forward_needs[at] == 0 && self.rule.version(stage, work.item).0 <= newest,
-            Payload::Gradient => {
-                let buffer = self.rule.schedule.is_round_robin() || self.rule.round(stage, work.item) <= newest;
-                self.backward_needs[at] == 0 && buffer
-            }
+        let buffer = || self.rule.schedule.is_round_robin() || self.rule.round(stage, item) <= newest;
+        match part {
+            Part::Forward => self.forward_needs[at] == 0 && self.rule.version(stage, item).0 <= newest,
+            Part::Backward | Part::BackwardInput => self.backward_needs[at] == 0 && buffer(),
+            Part::BackwardWeight => self.weight_ready[at],
         }
+    }
+
+    fn next(&self, hands: &Hands, place: usize, part: Part) -> Option<Work> {
+        hands.forwards.get(place).map(|&item| Work { stage: hands.stage, item, part })
     }
 
     fn choose(&self, worker: WorkerId) -> Option<Work> {
         let hands = &self.hands[worker.index()];
+        let may = |work: &Work| self.ready(*work);
         if let Choice::Fixed(lists) = self.choice {
-            return lists[worker.index()].get(hands.next_fixed).copied().filter(|&work| self.ready(hands.stage, work));
+            return lists[worker.index()].get(hands.next_fixed).copied().filter(may);
         }
-        let backward = hands.forwards.get(hands.next_backward).map(|&item| Work::backward(item));
-        let forward = hands.forwards.get(hands.next_forward).map(|&item| Work::forward(item));
-        let may = |work: &Work| self.ready(hands.stage, *work);
         let trains = self.rule.schedule.trains();
-        let room = hands.in_flight < self.pipeline.stages[hands.stage.index()].cap;
-        backward.filter(|work| trains && may(work)).or_else(|| forward.filter(|work| room && may(work)))
+        let splits = matches!(self.choice, Choice::GreedySplit);
+        let room = hands.in_flight < self.rule.stages[hands.stage.index()].cap;
+        let part = if splits { Part::BackwardInput } else { Part::Backward };
+        let backward = self.next(hands, hands.next_backward, part).filter(|work| trains && may(work));
+        let forward = || self.next(hands, hands.next_forward, Part::Forward).filter(|work| room && may(work));
+        let weight = || self.next(hands, hands.next_weight, Part::BackwardWeight).filter(|work| splits && may(work));
+        backward.or_else(forward).or_else(weight)
     }
 
     fn start(&mut self, worker: WorkerId) {
@@ -353,30 +374,32 @@ impl<'a> Player<'a> {
         }
         let Some(work) = self.choose(worker) else { return };
         let hands = &mut self.hands[worker.index()];
-        let stage = hands.stage;
+        let Work { stage, item, part } = work;
         hands.running = Some(work);
         hands.next_fixed += 1;
         hands.work.push(work);
         hands.started.push(self.count);
         self.count += 1;
         let shape = &self.pipeline.stages[stage.index()];
-        match work.kind {
-            Payload::Activation => {
+        let time = match part {
+            Part::Forward => {
                 hands.next_forward += 1;
                 // A stage that nobody listens to keeps nothing in inference.
                 if self.rule.schedule.trains() || !self.outgoing[stage.index()].is_empty() {
                     hands.in_flight += 1;
                 }
-                if !self.rule.schedule.trains() {
-                    self.take_inputs(stage, work.item);
-                }
-                self.post(ticks(shape.forward), Event::Done(worker));
+                shape.forward
             }
-            Payload::Gradient => {
-                hands.next_backward += 1;
-                self.post(ticks(shape.backward), Event::Done(worker));
-            }
+            Part::Backward => shape.backward,
+            Part::BackwardInput => (shape.backward - shape.weight).max(0.0),
+            Part::BackwardWeight => shape.weight,
+        };
+        hands.next_backward += usize::from(part.makes_gradients());
+        hands.next_weight += usize::from(part.ends());
+        if part == Part::Forward && !self.rule.schedule.trains() {
+            self.take_inputs(stage, item);
         }
+        self.post(ticks(time), Event::Done(worker));
     }
 
     /// In inference an item is in flight on a worker until all who listen have begun with it.

@@ -8,18 +8,22 @@
 use crate::cluster::Level;
 use crate::plan::links::{self, Wire};
 use crate::plan::{Edge as PlannedEdge, Plan, ScheduleKind, Stage};
-use crate::schedule::{Edge, Pipeline, Schedule, ScheduleError, StageShape};
+use crate::schedule::{Edge, Pipeline, RankId, Schedule, ScheduleError, StageShape};
+use std::collections::BTreeMap;
 
-/// The pipeline of a plan, with the plan's in-flight caps. Fails if the plan contradicts itself, or asks for what no
-/// program does yet.
+/// The pipeline of a plan, with the plan's in-flight caps. Fails if the plan contradicts itself.
 pub fn pipeline(plan: &Plan) -> Result<Pipeline, ScheduleError> {
-    if plan.schedule.chunks > 1 {
-        return Err(ScheduleError::NoGenerator { schedule: "with several chunks a worker" });
+    let pipeline = pipeline_of(&plan.cluster.levels, &plan.stages, &plan.edges, &plan.schedule.in_flight)?;
+    if pipeline.chunks() != plan.schedule.chunks {
+        let (found, chunks) = (pipeline.chunks(), plan.schedule.chunks);
+        let what = format!("the plan says {chunks} chunks on each worker, its devices hold {found}");
+        return Err(ScheduleError::BadRanks { what });
     }
-    pipeline_of(&plan.cluster.levels, &plan.stages, &plan.edges, &plan.schedule.in_flight)
+    Ok(pipeline)
 }
 
-/// The pipeline of stages on devices that these levels join, innermost first, with these in-flight caps.
+/// The pipeline of stages on devices that these levels join, innermost first, with these in-flight caps. Stages on the same devices
+/// share a rank.
 pub fn pipeline_of(
     levels: &[Level],
     planned: &[Stage],
@@ -40,13 +44,16 @@ pub fn pipeline_of(
         }
     };
     let stages: Vec<StageShape> = planned.iter().zip(caps).map(shape).collect();
+    let ranks = ranks(planned);
     let mut edges = Vec::with_capacity(planned_edges.len());
     for edge in planned_edges {
         let (Some(from), Some(to)) = (planned.get(edge.from.index()), planned.get(edge.to.index())) else {
             return Err(ScheduleError::BadEdge { from: edge.from.0, to: edge.to.0 });
         };
+        let stays = ranks[edge.from.index()] == ranks[edge.to.index()];
         let devices = from.devices.iter().chain(&to.devices).copied();
-        let time = Wire::between(levels, devices).map_or(0.0, |wire| wire.time(edge.bytes as f64));
+        let wire = if stays { None } else { Wire::between(levels, devices) };
+        let time = wire.map_or(0.0, |wire| wire.time(edge.bytes as f64));
         edges.push(Edge {
             forward_bytes: edge.bytes,
             backward_bytes: edge.bytes,
@@ -55,26 +62,39 @@ pub fn pipeline_of(
             ..Edge::new(edge.from.0, edge.to.0)
         });
     }
-    let pipeline = Pipeline { stages, edges };
+    let pipeline = Pipeline { stages, ranks, edges };
     pipeline.validate()?;
     Ok(pipeline)
 }
 
-/// The schedule that a plan names, if it can be generated.
-pub fn schedule_of(kind: ScheduleKind) -> Result<Schedule, ScheduleError> {
-    match kind {
-        ScheduleKind::Gpipe => Ok(Schedule::Gpipe),
-        ScheduleKind::OneFOneB => Ok(Schedule::OneFOneB),
-        ScheduleKind::RoundRobin => Ok(Schedule::OneFOneBRr),
-        ScheduleKind::RoundRobinVsync => Ok(Schedule::OneFOneBRrVsync),
-        ScheduleKind::TwoBw => Ok(Schedule::TwoBw),
-        ScheduleKind::Inference => Ok(Schedule::Inference),
-        ScheduleKind::Interleaved
-        | ScheduleKind::Bfs
-        | ScheduleKind::ZbH1
-        | ScheduleKind::ZbH2
-        | ScheduleKind::Zbv
-        | ScheduleKind::DualPipeV
-        | ScheduleKind::Csv => Err(ScheduleError::NoGenerator { schedule: kind.name() }),
+/// The rank of each stage: stages on the same devices share one.
+fn ranks(planned: &[Stage]) -> Vec<RankId> {
+    let mut known: BTreeMap<&[u32], RankId> = BTreeMap::new();
+    let mut next = 0;
+    let mut ranks = Vec::with_capacity(planned.len());
+    for stage in planned {
+        let rank = *known.entry(&stage.devices).or_insert(RankId(next));
+        next = next.max(rank.0 + 1);
+        ranks.push(rank);
     }
+    ranks
+}
+
+/// The schedule that a plan names, if it is generated and not a table of the user's.
+pub fn schedule_of(kind: ScheduleKind) -> Result<Schedule, ScheduleError> {
+    Ok(match kind {
+        ScheduleKind::Gpipe => Schedule::Gpipe,
+        ScheduleKind::OneFOneB => Schedule::OneFOneB,
+        ScheduleKind::Interleaved => Schedule::Interleaved,
+        ScheduleKind::Bfs => Schedule::Bfs,
+        ScheduleKind::ZbH1 => Schedule::ZbH1,
+        ScheduleKind::ZbH2 => Schedule::ZbH2,
+        ScheduleKind::Zbv => Schedule::Zbv,
+        ScheduleKind::DualPipeV => Schedule::DualPipeV,
+        ScheduleKind::RoundRobin => Schedule::OneFOneBRr,
+        ScheduleKind::RoundRobinVsync => Schedule::OneFOneBRrVsync,
+        ScheduleKind::TwoBw => Schedule::TwoBw,
+        ScheduleKind::Inference => Schedule::Inference,
+        ScheduleKind::Csv => return Err(ScheduleError::NoTable),
+    })
 }

@@ -7,7 +7,7 @@
 //! | ---             | ---             | ---               | ---                          |
 //! | `1f1b-rr`       | ⌊b / r_s⌋       | b mod r_s         | max(0, round − (c_s − 1)), so the forward of round k waits for the update of round k − c_s |
 //! | `1f1b-rr-vsync` | ⌊b / r_s⌋       | b mod r_s         | the newest that has seen only minibatches which stage 0's version for b has seen |
-//! | `gpipe`, `1f1b` | ⌊b / M⌋         | (b mod M) mod r_s | the round: the newest possible, hence a flush |
+//! | all that flush  | ⌊b / M⌋         | (b mod M) mod r_s | the round: the newest possible |
 //! | `2bw`           | ⌊b / M⌋         | (b mod M) mod r_s | max(0, round − 1), PipeDream-2BW (Narayanan et al., ICML 2021) |
 //! | `inference`     | none            | b mod r_s         | 0 |
 //!
@@ -68,7 +68,8 @@ impl Rule {
         if work > MAX_WORK {
             return Err(ScheduleError::TooLong { items, stages: pipeline.stages.len() });
         }
-        let stages = pipeline.stages.iter().map(|s| ProgramStage { replicas: s.replicas, cap: s.cap }).collect();
+        let stages = pipeline.ranks.iter().zip(&pipeline.stages);
+        let stages = stages.map(|(&rank, s)| ProgramStage { rank, replicas: s.replicas, cap: s.cap }).collect();
         Ok(Self { schedule, items: items as u32, microbatches, stages })
     }
 
@@ -84,10 +85,8 @@ impl Rule {
 
     /// The replica of `stage` that runs the item.
     pub fn replica(&self, stage: StageId, item: MicrobatchId) -> u32 {
-        match self.schedule {
-            Schedule::Gpipe | Schedule::OneFOneB | Schedule::TwoBw => item.0 % self.microbatches % self.replicas(stage),
-            Schedule::OneFOneBRr | Schedule::OneFOneBRrVsync | Schedule::Inference => item.0 % self.replicas(stage),
-        }
+        let place = if self.schedule.is_by_minibatch() { item.0 % self.microbatches } else { item.0 };
+        place % self.replicas(stage)
     }
 
     /// The round whose update the item's gradient goes into.
@@ -100,7 +99,7 @@ impl Rule {
         match self.schedule {
             Schedule::Inference => 0,
             Schedule::OneFOneBRr | Schedule::OneFOneBRrVsync => self.items.div_ceil(self.replicas(stage)),
-            Schedule::Gpipe | Schedule::OneFOneB | Schedule::TwoBw => self.items / self.microbatches,
+            _ => self.items / self.microbatches,
         }
     }
 
@@ -119,23 +118,28 @@ impl Rule {
             |stage: StageId| (item.0 / self.replicas(stage)).saturating_sub(self.stages[stage.index()].cap - 1);
         Version(match self.schedule {
             Schedule::Inference => 0,
-            Schedule::Gpipe | Schedule::OneFOneB => self.round(stage, item),
             Schedule::TwoBw => self.round(stage, item).saturating_sub(1),
             Schedule::OneFOneBRr => stashed(stage),
             Schedule::OneFOneBRrVsync => {
                 let seen = u64::from(stashed(StageId(0))) * u64::from(self.replicas(StageId(0)));
                 (seen / u64::from(self.replicas(stage))) as u32
             }
+            _ => self.round(stage, item),
         })
+    }
+
+    /// Whether an item may not come after this one on a worker: items keep their order, so that sums have the same bits under every
+    /// schedule. Only a table of the user's own may order the items of a minibatch as it likes.
+    pub fn is_out_of_order(&self, item: MicrobatchId, after: MicrobatchId) -> bool {
+        match self.schedule {
+            Schedule::Csv => after.0 / self.microbatches > item.0 / self.microbatches,
+            _ => after > item,
+        }
     }
 
     /// The items of one replica, in order.
     pub fn share(&self, stage: StageId, replica: u32) -> impl Iterator<Item = MicrobatchId> + '_ {
-        let period = if matches!(self.schedule, Schedule::Gpipe | Schedule::OneFOneB | Schedule::TwoBw) {
-            self.microbatches
-        } else {
-            self.items
-        };
+        let period = if self.schedule.is_by_minibatch() { self.microbatches } else { self.items };
         let starts = (0..self.items).step_by(period as usize);
         starts.flat_map(move |start| {
             (replica..period).step_by(self.replicas(stage) as usize).map(move |offset| MicrobatchId(start + offset))

@@ -1,21 +1,33 @@
 //! All schedules in one list: from a name to programs.
 
+use crate::schedule::bfs::bfs;
+use crate::schedule::dualpipev::dualpipev;
 use crate::schedule::gpipe::gpipe;
 use crate::schedule::inference::inference;
+use crate::schedule::interleaved::interleaved;
 use crate::schedule::one_f_one_b::one_f_one_b;
 use crate::schedule::one_f_one_b_rr::{one_f_one_b_rr, one_f_one_b_rr_vsync};
 use crate::schedule::rule::StepCount;
 use crate::schedule::two_bw::two_bw;
+use crate::schedule::zbv::zbv;
+use crate::schedule::zero_bubble::{zb_h1, zb_h2};
 use crate::schedule::{Pipeline, Program, Schedule, ScheduleError};
 
-/// The programs that run `count` minibatches over the pipeline, with the pipeline's in-flight caps.
+/// The programs that run `count` minibatches over the pipeline, with the pipeline's in-flight caps where the schedule follows any.
 pub fn schedule(schedule: Schedule, pipeline: &Pipeline, count: StepCount) -> Result<Program, ScheduleError> {
     match schedule {
         Schedule::Gpipe => gpipe(pipeline, count),
         Schedule::OneFOneB => one_f_one_b(pipeline, count),
+        Schedule::Interleaved => interleaved(pipeline, count),
+        Schedule::Bfs => bfs(pipeline, count),
+        Schedule::ZbH1 => zb_h1(pipeline, count),
+        Schedule::ZbH2 => zb_h2(pipeline, count),
+        Schedule::Zbv => zbv(pipeline, count),
+        Schedule::DualPipeV => dualpipev(pipeline, count),
         Schedule::OneFOneBRr => one_f_one_b_rr(pipeline, count),
         Schedule::OneFOneBRrVsync => one_f_one_b_rr_vsync(pipeline, count),
         Schedule::TwoBw => two_bw(pipeline, count),
         Schedule::Inference => inference(pipeline, count),
+        Schedule::Csv => Err(ScheduleError::NoTable),
     }
 }

@@ -8,29 +8,32 @@
 //!   stage 1 replicas=1 cap=1
 //!   edge 0 > 1
 //!   worker 0.0 {
-//!     load 0                          fetch item 0
+//!     load 0F0                        fetch what 0F0 reads of item 0
 //!     0F0                             stage 0, forward, item 0; version 0, slot 0
 //!     send 0F0 > 1.0 #0               what 0F0 made, to worker 1.0; token 0
 //!     recv 1B0 < 1.0 #1               what 1B0 made, from worker 1.0
 //!     wait #1
-//!     0B2@v1[3]                       backward of item 2 with version 1, in slot 3
+//!     0B2@v1[3]                       backward of item 2 with version 1, in slot 3; 0I2 and 0W2 are its two parts
 //!     all-reduce 0 round 0 #2
 //!     step 0 round 0 v0 > v1 mean 2   `=>` instead of `>` where v1 is written over v0
-//!     drop v0
+//!     drop 0 v0
 //!   }
 //! }
 //! ```
 //!
-//! Version 0 and slot 0 are left out. The edge of a transfer is told by the stage that made it and the peer's stage.
+//! Version 0 and slot 0 are left out, and the rank of a stage where it is the stage's own number: `stage 4 rank=0 replicas=1 cap=3`
+//! where it is not. A transfer is told by what made it and the two workers; where the receiver has several stages, also by the
+//! stage that takes it: `send 0F0 > 1.0 as 5 #7`. Gradients are told as `1B0`, also where `1I0` made them.
 
 use std::collections::HashMap;
 use std::fmt;
 use std::str::FromStr;
 
 use crate::plan::StageId;
+use crate::schedule::work::{Part, Work};
 use crate::schedule::{
-    EdgeId, Instruction, MAX_WORKERS, MicrobatchId, Payload, Program, ProgramStage, Schedule, Slot, Token, Version,
-    WorkerId, WorkerProgram,
+    EdgeId, Instruction, MAX_WORKERS, MicrobatchId, Payload, Program, ProgramStage, RankId, Schedule, Slot, Token,
+    Version, WorkerId, WorkerProgram,
 };
 
 /// Where and why a text is not a program.
@@ -51,13 +54,14 @@ impl fmt::Display for Program {
         writeln!(f, "  items {}", self.items)?;
         writeln!(f, "  microbatches {}", self.microbatches)?;
         for (index, stage) in self.stages.iter().enumerate() {
-            writeln!(f, "  stage {index} replicas={} cap={}", stage.replicas, stage.cap)?;
+            let rank = if stage.rank.index() == index { String::new() } else { format!("rank={} ", stage.rank.0) };
+            writeln!(f, "  stage {index} {rank}replicas={} cap={}", stage.replicas, stage.cap)?;
         }
         for (from, to) in &self.edges {
             writeln!(f, "  edge {} > {}", from.0, to.0)?;
         }
         for worker in &self.workers {
-            writeln!(f, "  worker {}.{} {{", worker.stage.0, worker.replica)?;
+            writeln!(f, "  worker {}.{} {{", worker.rank.0, worker.replica)?;
             for instruction in &worker.instructions {
                 writeln!(f, "    {}", self.show(instruction))?;
             }
@@ -77,15 +81,26 @@ impl Program {
                 Payload::Gradient => format!("{}B{}", to.0, item.0),
             }
         };
+        // The stage that takes what is sent, where its rank has several.
+        let taker = |edge: EdgeId, kind: Payload| {
+            let (from, to) = self.edges.get(edge.index()).copied().unwrap_or((StageId(0), StageId(0)));
+            let taker = if kind == Payload::Activation { to } else { from };
+            let several = self.stages.get(taker.index()).is_some_and(|s| self.stages_of(s.rank).nth(1).is_some());
+            if several { format!(" as {}", taker.0) } else { String::new() }
+        };
         match *instruction {
-            Instruction::Load { item } => format!("load {}", item.0),
-            Instruction::Forward { stage, item, version, slot } => compute(stage, 'F', item, version, slot),
-            Instruction::Backward { stage, item, version, slot } => compute(stage, 'B', item, version, slot),
+            Instruction::Load { stage, item } => format!("load {}F{}", stage.0, item.0),
+            Instruction::Forward { .. }
+            | Instruction::Backward { .. }
+            | Instruction::BackwardInput { .. }
+            | Instruction::BackwardWeight { .. } => instruction.work().map(compute).unwrap_or_default(),
             Instruction::Send { edge, item, kind, peer, token } => {
-                format!("send {} > {} #{}", made_by(edge, kind, item), self.worker_name(peer), token.0)
+                let (what, to) = (made_by(edge, kind, item), self.worker_name(peer));
+                format!("send {what} > {to}{} #{}", taker(edge, kind), token.0)
             }
             Instruction::Recv { edge, item, kind, peer, token } => {
-                format!("recv {} < {} #{}", made_by(edge, kind, item), self.worker_name(peer), token.0)
+                let (what, from) = (made_by(edge, kind, item), self.worker_name(peer));
+                format!("recv {what} < {from}{} #{}", taker(edge, kind), token.0)
             }
             Instruction::Wait { token } => format!("wait #{}", token.0),
             Instruction::AllReduce { stage, round, token } => {
@@ -95,13 +110,13 @@ impl Program {
                 let arrow = if in_place { "=>" } else { ">" };
                 format!("step {} round {round} v{} {arrow} v{} mean {count}", stage.0, from.0, to.0)
             }
-            Instruction::Drop { version } => format!("drop v{}", version.0),
+            Instruction::Drop { stage, version } => format!("drop {} v{}", stage.0, version.0),
         }
     }
 }
 
-fn compute(stage: StageId, letter: char, item: MicrobatchId, version: Version, slot: Slot) -> String {
-    let mut text = format!("{}{letter}{}", stage.0, item.0);
+fn compute((work, version, slot): (Work, Version, Slot)) -> String {
+    let mut text = work.to_string();
     if version.0 > 0 {
         text += &format!("@v{}", version.0);
     }
@@ -159,16 +174,16 @@ impl FromStr for Program {
                         return Err(line.expected("the next worker in order"));
                     }
                     let mut instructions = Vec::new();
-                    let stage = StageId(reader.first.partition_point(|&first| first <= worker.0) as u32 - 1);
+                    let rank = reader.rank(worker);
                     loop {
                         let line = next();
                         if line.words == ["}"] {
                             break;
                         }
-                        instructions.push(reader.instruction(&line, stage)?);
+                        instructions.push(reader.instruction(&line, rank)?);
                     }
-                    let replica = worker.0 - reader.first[stage.index()];
-                    reader.program.workers.push(WorkerProgram { stage, replica, instructions });
+                    let replica = worker.0 - reader.first[rank.index()];
+                    reader.program.workers.push(WorkerProgram { rank, replica, instructions });
                 }
                 ["}"] => {
                     let line_after = next();
@@ -207,25 +222,45 @@ impl Line<'_> {
 
 struct Reader {
     program: Program,
-    /// The first worker of each stage, and the number of workers.
+    /// The first worker of each rank, and the number of workers.
     first: Vec<u32>,
     edges: HashMap<(StageId, StageId), EdgeId>,
 }
 
 impl Reader {
     fn stage(&mut self, line: &Line<'_>) -> Result<(), ParseError> {
-        const EXPECTED: &str = "`stage N replicas=N cap=N`, stages in order, replicas and cap at least 1";
-        let ["stage", index, replicas, cap] = line.words[..] else { return Err(line.expected(EXPECTED)) };
-        let index = line.number(index)? as usize;
+        const EXPECTED: &str = "`stage N replicas=N cap=N`, stages in order, replicas and cap at least 1, or with the stage's rank \
+                                `stage N rank=N replicas=N cap=N`, ranks in order of their first stages, with equal replicas";
+        let (rank, [index, replicas, cap]) = match line.words[..] {
+            ["stage", index, replicas, cap] => (index, [index, replicas, cap]),
+            ["stage", index, rank, replicas, cap] if rank != format!("rank={index}") => {
+                (rank.strip_prefix("rank=").ok_or_else(|| line.expected(EXPECTED))?, [index, replicas, cap])
+            }
+            _ => return Err(line.expected(EXPECTED)),
+        };
+        let (index, rank) = (line.number(index)? as usize, RankId(line.number(rank)?));
         let replicas = line.after(replicas, "replicas=", EXPECTED)?;
         let cap = line.after(cap, "cap=", EXPECTED)?;
-        let workers = u64::from(self.first[self.first.len() - 1]) + u64::from(replicas);
-        if index != self.program.stages.len() || replicas == 0 || cap == 0 || workers > MAX_WORKERS {
+        let ranks = self.first.len() - 1;
+        let known = self.program.stages.iter().find(|stage| stage.rank == rank);
+        let fits = match known {
+            Some(stage) => stage.replicas == replicas,
+            None => rank.index() == ranks,
+        };
+        let more = if known.is_none() { u64::from(replicas) } else { 0 };
+        let workers = u64::from(self.first[ranks]) + more;
+        if index != self.program.stages.len() || replicas == 0 || cap == 0 || workers > MAX_WORKERS || !fits {
             return Err(line.expected(EXPECTED));
         }
-        self.first.push(workers as u32);
-        self.program.stages.push(ProgramStage { replicas, cap });
+        if known.is_none() {
+            self.first.push(workers as u32);
+        }
+        self.program.stages.push(ProgramStage { rank, replicas, cap });
         Ok(())
+    }
+
+    fn rank(&self, worker: WorkerId) -> RankId {
+        RankId(self.first.partition_point(|&first| first <= worker.0) as u32 - 1)
     }
 
     fn edge(&mut self, line: &Line<'_>, from: &str, to: &str) -> Result<(), ParseError> {
@@ -239,29 +274,36 @@ impl Reader {
     }
 
     fn worker(&self, line: &Line<'_>, name: &str) -> Result<WorkerId, ParseError> {
-        const EXPECTED: &str = "a worker, STAGE.REPLICA, of a stage above";
-        let (stage, replica) = name.split_once('.').ok_or_else(|| line.expected(EXPECTED))?;
-        let (stage, replica) = (line.number(stage)? as usize, line.number(replica)?);
-        match self.program.stages.get(stage) {
-            Some(known) if replica < known.replicas => Ok(WorkerId(self.first[stage] + replica)),
+        const EXPECTED: &str = "a worker, RANK.REPLICA, of the stages above";
+        let (rank, replica) = name.split_once('.').ok_or_else(|| line.expected(EXPECTED))?;
+        let (rank, replica) = (line.number(rank)? as usize, line.number(replica)?);
+        match (self.first.get(rank), self.first.get(rank.saturating_add(1))) {
+            (Some(first), Some(next)) if replica < next - first => Ok(WorkerId(first + replica)),
             _ => Err(line.expected(EXPECTED)),
         }
     }
 
-    fn instruction(&self, line: &Line<'_>, here: StageId) -> Result<Instruction, ParseError> {
+    fn instruction(&self, line: &Line<'_>, here: RankId) -> Result<Instruction, ParseError> {
         let stage = |word: &str| line.number(word).map(StageId);
         let token = |word: &str| line.after(word, "#", "a token, `#N`").map(Token);
         let version = |word: &str| line.after(word, "v", "a version, `vN`").map(Version);
-        Ok(match line.words[..] {
-            ["load", item] => Instruction::Load { item: MicrobatchId(line.number(item)?) },
+        let (words, taker) = match line.words[..] {
+            [verb, what, arrow, peer, "as", taker, name] => (vec![verb, what, arrow, peer, name], Some(stage(taker)?)),
+            _ => (line.words.clone(), None),
+        };
+        Ok(match words[..] {
+            ["load", what] => match made(line, what)? {
+                Work { stage, item, part: Part::Forward } => Instruction::Load { stage, item },
+                _ => return Err(line.expected("the forward whose data is fetched")),
+            },
             ["send", what, ">", peer, name] => {
                 let (peer, token) = (self.worker(line, peer)?, token(name)?);
-                let (edge, kind, item) = self.transfer(line, what, here, peer, true)?;
+                let (edge, kind, item) = self.transfer(line, what, taker, [here, self.rank(peer)])?;
                 Instruction::Send { edge, item, kind, peer, token }
             }
             ["recv", what, "<", peer, name] => {
                 let (peer, token) = (self.worker(line, peer)?, token(name)?);
-                let (edge, kind, item) = self.transfer(line, what, here, peer, false)?;
+                let (edge, kind, item) = self.transfer(line, what, taker, [self.rank(peer), here])?;
                 Instruction::Recv { edge, item, kind, peer, token }
             }
             ["wait", name] => Instruction::Wait { token: token(name)? },
@@ -276,7 +318,7 @@ impl Reader {
                 count: line.number(count)?,
                 in_place: arrow == "=>",
             },
-            ["drop", name] => Instruction::Drop { version: version(name)? },
+            ["drop", of, name] => Instruction::Drop { stage: stage(of)?, version: version(name)? },
             [word] => {
                 let (work, slot) = match word.strip_suffix(']').and_then(|word| word.split_once('[')) {
                     Some((work, slot)) => (work, Slot(line.number(slot)?)),
@@ -286,40 +328,46 @@ impl Reader {
                     Some((work, name)) => (work, version(name)?),
                     None => (work, Version(0)),
                 };
-                let (stage, kind, item) = made(line, work)?;
-                match kind {
-                    Payload::Activation => Instruction::Forward { stage, item, version, slot },
-                    Payload::Gradient => Instruction::Backward { stage, item, version, slot },
-                }
+                made(line, work)?.instruction(version, slot)
             }
             _ => return Err(line.expected("an instruction")),
         })
     }
 
-    /// What travels, from `0F3` and the two ends.
+    /// What travels, from `0F3`, the stage that takes it where that is told, and the ranks of sender and receiver.
     fn transfer(
         &self,
         line: &Line<'_>,
         what: &str,
-        here: StageId,
-        peer: WorkerId,
-        sending: bool,
+        taker: Option<StageId>,
+        [sender, receiver]: [RankId; 2],
     ) -> Result<(EdgeId, Payload, MicrobatchId), ParseError> {
-        let (stage, kind, item) = made(line, what)?;
-        let peer = StageId(self.first.partition_point(|&first| first <= peer.0) as u32 - 1);
-        let (sender, receiver) = if sending { (here, peer) } else { (peer, here) };
-        let ends = if kind == Payload::Activation { (sender, receiver) } else { (receiver, sender) };
+        let Work { stage: maker, item, part } = made(line, what)?;
+        let kind = match part {
+            Part::Forward => Payload::Activation,
+            Part::Backward => Payload::Gradient,
+            _ => return Err(line.expected("activations, `0F3`, or gradients, `1B3`")),
+        };
+        let rank_of = |stage: StageId| self.program.stages.get(stage.index()).map(|stage| stage.rank);
+        let mut held = (0..).map(StageId).zip(&self.program.stages).filter(|(_, stage)| stage.rank == receiver);
+        let taker = match (taker, held.next(), held.next()) {
+            (Some(taker), _, Some(_)) => taker,
+            (None, Some((only, _)), None) => only,
+            _ => return Err(line.expected("`as STAGE` where the receiver has several stages, and only there")),
+        };
+        let ends = if kind == Payload::Activation { (maker, taker) } else { (taker, maker) };
         match self.edges.get(&ends) {
-            Some(&edge) if stage == sender => Ok((edge, kind, item)),
+            Some(&edge) if rank_of(maker) == Some(sender) && rank_of(taker) == Some(receiver) => Ok((edge, kind, item)),
             _ => Err(line.expected("a transfer over an edge of the program")),
         }
     }
 }
 
-fn made(line: &Line<'_>, word: &str) -> Result<(StageId, Payload, MicrobatchId), ParseError> {
-    let letter = word.find(['F', 'B']).ok_or_else(|| line.expected("an instruction"))?;
-    let kind = if word.as_bytes()[letter] == b'F' { Payload::Activation } else { Payload::Gradient };
-    Ok((StageId(line.number(&word[..letter])?), kind, MicrobatchId(line.number(&word[letter + 1..])?)))
+fn made(line: &Line<'_>, word: &str) -> Result<Work, ParseError> {
+    let wrong = || line.expected("an instruction");
+    let (at, letter) = word.char_indices().find(|(_, c)| !c.is_ascii_digit()).ok_or_else(wrong)?;
+    let part = Part::ALL.into_iter().find(|part| part.letter() == letter).ok_or_else(wrong)?;
+    Ok(Work { stage: StageId(line.number(&word[..at])?), item: MicrobatchId(line.number(&word[at + 1..])?), part })
 }
 
 #[cfg(test)]
@@ -338,11 +386,11 @@ program 1f1b-rr {
   edge 0 > 1
   worker 0.0 {
     recv 1B0 < 1.0 #0
-    load 0
+    load 0F0
     0F0
     send 0F0 > 1.0 #1
     recv 1B2 < 1.0 #2
-    load 2
+    load 0F2
     0F2[1]
     send 0F2 > 1.0 #3
     wait #0
@@ -373,7 +421,12 @@ program 1f1b-rr {
         let count = StepCount { minibatches: 2, microbatches: 3 };
         for name in Schedule::ALL {
             let count = if name.is_round_robin() { StepCount::minibatches(7) } else { count };
-            let program = schedule(name, &Pipeline::balanced(&[1, 3, 2], 2.0), count).unwrap();
+            let pipeline = match name {
+                Schedule::Interleaved | Schedule::Bfs => Pipeline::balanced(&[2; 4], 2.0).looped(2),
+                Schedule::Zbv | Schedule::DualPipeV => Pipeline::balanced(&[2; 4], 2.0).folded(),
+                _ => Pipeline::balanced(&[1, 3, 2], 2.0),
+            };
+            let program = schedule(name, &pipeline, count).unwrap();
             assert_eq!(program.to_string().parse::<Program>(), Ok(program));
         }
     }

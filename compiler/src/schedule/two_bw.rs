@@ -9,10 +9,12 @@
 use crate::schedule::lower::lower;
 use crate::schedule::order::{Choice, play};
 use crate::schedule::rule::{Rule, StepCount};
+use crate::schedule::shape::one_stage_each;
 use crate::schedule::{Pipeline, Program, Schedule, ScheduleError};
 
 /// 1F1B over microbatches, one update delayed by one for each minibatch.
 pub fn two_bw(pipeline: &Pipeline, count: StepCount) -> Result<Program, ScheduleError> {
+    one_stage_each(Schedule::TwoBw, pipeline)?;
     let rule = Rule::new(Schedule::TwoBw, pipeline, count)?;
     let order = play(pipeline, &rule, Choice::Greedy)?;
     Ok(lower(pipeline, &rule, &order))

@@ -12,7 +12,7 @@ use std::cmp::Reverse;
 use std::collections::{BTreeMap, BinaryHeap, HashMap};
 
 use crate::plan::StageId;
-use crate::schedule::{EdgeId, Instruction, MicrobatchId, Payload, Pipeline, Program, Token, WorkerId};
+use crate::schedule::{EdgeId, Instruction, MicrobatchId, Payload, Pipeline, Program, StageShape, Token, WorkerId};
 use crate::simulate::network::Network;
 use crate::simulate::{Activity, SimulateError, Span, Timeline, Track};
 
@@ -36,7 +36,9 @@ impl Machine {
 pub fn simulate(program: &Program, pipeline: &Pipeline, machine: &Machine) -> Result<Timeline, SimulateError> {
     let shape = |stages: usize, edges: usize| format!("{stages} stages and {edges} edges");
     let edges = pipeline.edges.iter().map(|edge| (edge.from, edge.to));
-    if program.stages.len() != pipeline.stages.len() || !edges.eq(program.edges.iter().copied()) {
+    let ranks = pipeline.ranks.iter().zip(&pipeline.stages).map(|(&rank, stage)| (rank, stage.replicas));
+    let is_same = ranks.eq(program.stages.iter().map(|stage| (stage.rank, stage.replicas)));
+    if !is_same || !edges.eq(program.edges.iter().copied()) {
         let [a, b] = [(program.stages.len(), program.edges.len()), (pipeline.stages.len(), pipeline.edges.len())];
         return Err(SimulateError::Mismatch { program: shape(a.0, a.1), pipeline: shape(b.0, b.1) });
     }
@@ -94,12 +96,27 @@ struct Hands {
     spans: Vec<Span>,
     in_flight: u32,
     peak: u32,
+    holds: Vec<Holding>,
+    memory: Vec<(f64, u64)>,
+}
+
+/// What a worker holds of one of its stages.
+struct Holding {
+    stage: StageId,
+    in_flight: u64,
     /// Weight versions, and gradients that are being summed or wait for their step.
     versions: u64,
     gradients: u64,
     /// Whether one of them is being summed.
     summing: bool,
-    memory: Vec<(f64, u64)>,
+}
+
+impl Holding {
+    /// Gradients of weights are being summed.
+    fn sum(&mut self) {
+        self.gradients += u64::from(!self.summing);
+        self.summing = true;
+    }
 }
 
 struct Simulation<'a> {
@@ -124,8 +141,12 @@ impl<'a> Simulation<'a> {
     fn new(program: &'a Program, pipeline: &'a Pipeline, machine: &'a Machine) -> Self {
         let sizes = pipeline.stages.iter().any(|stage| stage.param_bytes > 0 || stage.saved_bytes > 0);
         let hands = program.workers.iter().map(|worker| {
-            let weights = pipeline.stages.get(worker.stage.index()).map_or(0, |stage| stage.param_bytes);
-            Hands { versions: 1, memory: if sizes { vec![(0.0, weights)] } else { Vec::new() }, ..Hands::default() }
+            let stages = program.stages_of(worker.rank);
+            let holding = |stage| Holding { stage, in_flight: 0, versions: 1, gradients: 0, summing: false };
+            let holds: Vec<Holding> = stages.map(holding).collect();
+            let weights = holds.iter().map(|of| pipeline.stages[of.stage.index()].param_bytes);
+            let weights = weights.fold(0, u64::saturating_add);
+            Hands { holds, memory: if sizes { vec![(0.0, weights)] } else { Vec::new() }, ..Hands::default() }
         });
         Self {
             program,
@@ -200,22 +221,31 @@ impl<'a> Simulation<'a> {
             match instruction {
                 Instruction::Load { .. } => {}
                 Instruction::Forward { stage, item, .. } => {
-                    self.hands[index].in_flight += u32::from(self.program.schedule.trains());
-                    self.hands[index].peak = self.hands[index].peak.max(self.hands[index].in_flight);
-                    self.remember(worker);
+                    if self.program.schedule.trains() {
+                        let hands = &mut self.hands[index];
+                        hands.in_flight += 1;
+                        hands.peak = hands.peak.max(hands.in_flight);
+                        self.change(worker, stage, |of| of.in_flight += 1);
+                    }
                     return self.compute(worker, Activity::Forward(stage, item));
                 }
                 Instruction::Backward { stage, item, .. } => {
+                    self.change(worker, stage, Holding::sum);
                     return self.compute(worker, Activity::Backward(stage, item));
                 }
+                Instruction::BackwardInput { stage, item, .. } => {
+                    return self.compute(worker, Activity::BackwardInput(stage, item));
+                }
+                Instruction::BackwardWeight { stage, item, .. } => {
+                    self.change(worker, stage, Holding::sum);
+                    return self.compute(worker, Activity::BackwardWeight(stage, item));
+                }
                 Instruction::Step { stage, round, in_place, .. } => {
-                    self.hands[index].versions += u64::from(!in_place);
-                    self.remember(worker);
+                    self.change(worker, stage, |of| of.versions += u64::from(!in_place));
                     return self.compute(worker, Activity::Step(stage, round));
                 }
-                Instruction::Drop { .. } => {
-                    self.hands[index].versions = self.hands[index].versions.saturating_sub(1);
-                    self.remember(worker);
+                Instruction::Drop { stage, .. } => {
+                    self.change(worker, stage, |of| of.versions = of.versions.saturating_sub(1));
                 }
                 Instruction::Send { edge, item, kind, peer, token } => {
                     self.hands[index].tokens.insert(token, false);
@@ -231,7 +261,7 @@ impl<'a> Simulation<'a> {
                 }
                 Instruction::AllReduce { stage, round, token } => {
                     self.hands[index].tokens.insert(token, false);
-                    self.hands[index].summing = false;
+                    self.change(worker, stage, |of| of.summing = false);
                     self.join(stage, round, Name { worker, token });
                 }
                 Instruction::Wait { token } => {
@@ -247,11 +277,16 @@ impl<'a> Simulation<'a> {
     }
 
     fn compute(&mut self, worker: WorkerId, activity: Activity) {
-        let shape = &self.pipeline.stages[self.program.workers[worker.index()].stage.index()];
+        // A program that was not checked may name any stage at all.
+        let of =
+            |stage: StageId, time: fn(&StageShape) -> f64| self.pipeline.stages.get(stage.index()).map_or(0.0, time);
         let time = match activity {
-            Activity::Forward(..) => shape.forward,
-            Activity::Backward(..) => shape.backward,
-            _ => shape.step,
+            Activity::Forward(stage, _) => of(stage, |shape| shape.forward),
+            Activity::Backward(stage, _) => of(stage, |shape| shape.backward),
+            Activity::BackwardInput(stage, _) => of(stage, |shape| (shape.backward - shape.weight).max(0.0)),
+            Activity::BackwardWeight(stage, _) => of(stage, |shape| shape.weight),
+            Activity::Step(stage, _) => of(stage, |shape| shape.step),
+            Activity::AllReduce(..) | Activity::Transfer(..) | Activity::Wait => 0.0,
         };
         self.hands[worker.index()].computing = Some((activity, self.now));
         let end = self.moment(self.virtual_now + time);
@@ -266,16 +301,20 @@ impl<'a> Simulation<'a> {
             if now > start || !matches!(activity, Activity::Step(..)) {
                 hands.spans.push(Span { activity, start, end: now });
             }
-            if let Activity::Forward(_, item) | Activity::Backward(_, item) = activity {
-                self.finished.insert(item, now);
-            }
-            if let Activity::Step(..) = activity {
-                hands.gradients = hands.gradients.saturating_sub(1);
-                hands.summing &= hands.gradients > 0;
-                self.remember(worker);
-            } else if let Activity::Backward(..) = activity {
-                hands.in_flight = hands.in_flight.saturating_sub(1);
-                self.remember(worker);
+            match activity {
+                Activity::Forward(_, item) | Activity::BackwardInput(_, item) => {
+                    self.finished.insert(item, now);
+                }
+                Activity::Backward(stage, item) | Activity::BackwardWeight(stage, item) => {
+                    hands.in_flight = hands.in_flight.saturating_sub(1);
+                    self.finished.insert(item, now);
+                    self.change(worker, stage, |of| of.in_flight = of.in_flight.saturating_sub(1));
+                }
+                Activity::Step(stage, _) => self.change(worker, stage, |of| {
+                    of.gradients = of.gradients.saturating_sub(1);
+                    of.summing &= of.gradients > 0;
+                }),
+                Activity::AllReduce(..) | Activity::Transfer(..) | Activity::Wait => {}
             }
         }
         self.hands[worker.index()].at += 1;
@@ -344,15 +383,20 @@ impl<'a> Simulation<'a> {
         }
     }
 
-    /// Notes the bytes that the worker holds from now on.
-    fn remember(&mut self, worker: WorkerId) {
-        let shape = &self.pipeline.stages[self.program.workers[worker.index()].stage.index()];
+    /// Changes what the worker holds of a stage, and notes the bytes that it holds from now on.
+    fn change(&mut self, worker: WorkerId, stage: StageId, change: impl FnOnce(&mut Holding)) {
         let hands = &mut self.hands[worker.index()];
+        // Nor need it be one of the worker's.
+        let Some(holding) = hands.holds.iter_mut().find(|of| of.stage == stage) else { return };
+        change(holding);
         if hands.memory.is_empty() {
             return;
         }
-        let weights = (hands.versions + hands.gradients).saturating_mul(shape.param_bytes);
-        let bytes = weights.saturating_add(u64::from(hands.in_flight).saturating_mul(shape.saved_bytes));
+        let bytes = hands.holds.iter().fold(0u64, |sum, of| {
+            let shape = &self.pipeline.stages[of.stage.index()];
+            let weights = (of.versions + of.gradients).saturating_mul(shape.param_bytes);
+            sum.saturating_add(weights).saturating_add(of.in_flight.saturating_mul(shape.saved_bytes))
+        });
         match hands.memory.last_mut() {
             Some(last) if last.0 == self.now => last.1 = last.1.max(bytes),
             Some(last) if last.1 == bytes => {}

@@ -1,0 +1,92 @@
+//! One piece of computation of a worker, apart from how it is lowered: `2F3`, `2B3`, `2I3`, `2W3`.
+
+use std::fmt;
+
+use crate::plan::StageId;
+use crate::schedule::{Instruction, MicrobatchId, Slot, Version};
+
+/// What is computed of an item at a stage.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug, Hash)]
+pub enum Part {
+    /// The forward, `F`.
+    Forward,
+    /// The whole backward, `B`.
+    Backward,
+    /// The part of the backward that other stages wait for, `I`.
+    BackwardInput,
+    /// The part of the backward that makes gradients of weights, `W`.
+    BackwardWeight,
+}
+
+impl Part {
+    /// Every part.
+    pub const ALL: [Part; 4] = [Part::Forward, Part::Backward, Part::BackwardInput, Part::BackwardWeight];
+
+    /// The letter in programs, charts and tables.
+    pub fn letter(self) -> char {
+        match self {
+            Part::Forward => 'F',
+            Part::Backward => 'B',
+            Part::BackwardInput => 'I',
+            Part::BackwardWeight => 'W',
+        }
+    }
+
+    /// Whether it makes the gradients that go to other stages.
+    pub fn makes_gradients(self) -> bool {
+        matches!(self, Part::Backward | Part::BackwardInput)
+    }
+
+    /// Whether the item has left the stage after it, and its gradients of weights are made.
+    pub fn ends(self) -> bool {
+        matches!(self, Part::Backward | Part::BackwardWeight)
+    }
+}
+
+/// One piece of computation.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug, Hash)]
+pub struct Work {
+    /// The stage.
+    pub stage: StageId,
+    /// The item.
+    pub item: MicrobatchId,
+    /// What is computed.
+    pub part: Part,
+}
+
+impl Work {
+    /// The instruction that does it.
+    pub fn instruction(self, version: Version, slot: Slot) -> Instruction {
+        let Work { stage, item, part } = self;
+        match part {
+            Part::Forward => Instruction::Forward { stage, item, version, slot },
+            Part::Backward => Instruction::Backward { stage, item, version, slot },
+            Part::BackwardInput => Instruction::BackwardInput { stage, item, version, slot },
+            Part::BackwardWeight => Instruction::BackwardWeight { stage, item, version, slot },
+        }
+    }
+}
+
+impl fmt::Display for Work {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}{}{}", self.stage.0, self.part.letter(), self.item.0)
+    }
+}
+
+impl Instruction {
+    /// The computation that it does, with its weights and its slot, if it computes an item.
+    pub fn work(&self) -> Option<(Work, Version, Slot)> {
+        let (part, stage, item, version, slot) = match *self {
+            Instruction::Forward { stage, item, version, slot } => (Part::Forward, stage, item, version, slot),
+            Instruction::Backward { stage, item, version, slot } => (Part::Backward, stage, item, version, slot),
+            Instruction::BackwardInput { stage, item, version, slot } => {
+                (Part::BackwardInput, stage, item, version, slot)
+            }
+            Instruction::BackwardWeight { stage, item, version, slot } => {
+                (Part::BackwardWeight, stage, item, version, slot)
+            }
+            _ => return None,
+        };
+        Some((Work { stage, item, part }, version, slot))
+    }
+}

@@ -1,0 +1,178 @@
+//! The published schedules: bubbles, activations and step times as the papers' formulas have them, and the tables that torch's own
+//! generators write.
+
+use compiler::schedule::check::check;
+use compiler::schedule::csv::{Table, csv};
+use compiler::schedule::rule::StepCount;
+use compiler::schedule::scheduler::schedule;
+use compiler::schedule::{Pipeline, Program, RankId, Schedule, ScheduleError};
+use compiler::simulate::Timeline;
+use compiler::simulate::run::{Machine, simulate};
+
+/// p ranks of v stages each, on which a rank's work of one microbatch takes F = I = W = 1.
+fn ranks(name: Schedule, p: u32, v: u32) -> Pipeline {
+    let mut pipeline = Pipeline::balanced(&vec![1; (p * v) as usize], 2.0);
+    for stage in &mut pipeline.stages {
+        (stage.forward, stage.backward) = (1.0 / f64::from(v), 2.0 / f64::from(v));
+        stage.weight = stage.backward / 2.0;
+    }
+    match name {
+        Schedule::Zbv | Schedule::DualPipeV => pipeline.folded(),
+        _ => pipeline.looped(p),
+    }
+}
+
+fn play(name: Schedule, p: u32, v: u32, minibatches: u32, microbatches: u32) -> (Program, Timeline) {
+    let pipeline = ranks(name, p, v);
+    let program = schedule(name, &pipeline, StepCount { minibatches, microbatches }).unwrap();
+    check(&program).unwrap_or_else(|error| panic!("{name}, p {p}, v {v}, m {microbatches}: {error}"));
+    let timeline = simulate(&program, &pipeline, &Machine::of(&pipeline)).unwrap();
+    (program, timeline)
+}
+
+/// Time from one minibatch to the next, less the time that a rank computes in it.
+fn bubble(name: Schedule, p: u32, v: u32, m: u32) -> f64 {
+    let [few, many] = [4, 8].map(|minibatches| play(name, p, v, minibatches, m).1.makespan);
+    (many - few) / 4.0 - 3.0 * f64::from(m)
+}
+
+/// Most items in flight on each rank, in items of a whole rank.
+fn peaks(name: Schedule, p: u32, v: u32, m: u32) -> Vec<f64> {
+    play(name, p, v, 1, m).1.peak_in_flight.iter().map(|&peak| f64::from(peak) / f64::from(v)).collect()
+}
+
+fn near(found: f64, expected: f64, what: &str) {
+    assert!((found - expected).abs() < 1e-6, "{what}: {found}, expected {expected}");
+}
+
+#[test]
+fn four_ranks_and_eight_microbatches() {
+    let table: [(Schedule, u32, f64, [f64; 4]); 8] = [
+        (Schedule::Gpipe, 1, 9.0, [8.0; 4]),
+        (Schedule::OneFOneB, 1, 9.0, [4.0, 3.0, 2.0, 1.0]),
+        (Schedule::Interleaved, 2, 4.5, [5.5, 4.5, 3.5, 2.5]),
+        (Schedule::Bfs, 2, 4.5, [8.0; 4]),
+        (Schedule::ZbH1, 1, 3.0, [4.0; 4]),
+        (Schedule::ZbH2, 1, 0.0, [7.0; 4]),
+        (Schedule::Zbv, 2, 0.0, [4.0; 4]),
+        (Schedule::DualPipeV, 2, 1.5, [4.5; 4]),
+    ];
+    let mut wrong = String::new();
+    for (name, v, idle, held) in table {
+        let found = (bubble(name, 4, v, 8), peaks(name, 4, v, 8));
+        if (found.0 - idle).abs() > 1e-6 || found.1 != held {
+            wrong += &format!("{name}: {found:?}, expected {:?}\n", (idle, held));
+        }
+    }
+    assert!(wrong.is_empty(), "\n{wrong}");
+    let step = |name, v| play(name, 4, v, 1, 8).1.makespan;
+    let [plain, h1, zbv] = [step(Schedule::OneFOneB, 1), step(Schedule::ZbH1, 1), step(Schedule::Zbv, 2)];
+    assert!(h1 < plain && zbv < h1, "{plain} {h1} {zbv}");
+}
+
+#[test]
+fn bubbles_and_activations_are_the_published_formulas() {
+    for p in 1..=6u32 {
+        for m in [2 * p, 3 * p, 4 * p] {
+            let idle = f64::from(p - 1);
+            let what = |name: Schedule| format!("{name}, p {p}, m {m}");
+            for name in [Schedule::Gpipe, Schedule::OneFOneB] {
+                near(bubble(name, p, 1, m), 3.0 * idle, &what(name));
+            }
+            near(bubble(Schedule::ZbH1, p, 1, m), idle, &what(Schedule::ZbH1));
+            near(bubble(Schedule::ZbH2, p, 1, m), 0.0, &what(Schedule::ZbH2));
+            near(bubble(Schedule::Zbv, p, 2, m), 0.0, &what(Schedule::Zbv));
+            assert_eq!(peaks(Schedule::Gpipe, p, 1, m), vec![f64::from(m); p as usize]);
+            let down: Vec<f64> = (0..p).map(|rank| f64::from(p - rank)).collect();
+            assert_eq!(peaks(Schedule::OneFOneB, p, 1, m), down);
+            assert_eq!(peaks(Schedule::ZbH1, p, 1, m), vec![f64::from(p); p as usize]);
+            let deep = f64::from((2 * p - 1).min(m));
+            assert_eq!(peaks(Schedule::ZbH2, p, 1, m), vec![deep; p as usize]);
+            assert_eq!(peaks(Schedule::Zbv, p, 2, m), vec![f64::from(p); p as usize], "zbv");
+            for v in 2..=3u32 {
+                let what = |name: Schedule| format!("{name}, p {p}, v {v}, m {m}");
+                near(bubble(Schedule::Interleaved, p, v, m), 3.0 * idle / f64::from(v), &what(Schedule::Interleaved));
+                near(bubble(Schedule::Bfs, p, v, m), 3.0 * idle / f64::from(v), &what(Schedule::Bfs));
+                // Warm-up 2 (p - r - 1) + (v - 1) p, and the one that runs.
+                let held = |rank: u32| f64::from((2 * (p - rank - 1) + (v - 1) * p + 1).min(m * v)) / f64::from(v);
+                assert_eq!(peaks(Schedule::Interleaved, p, v, m), (0..p).map(held).collect::<Vec<_>>());
+                assert_eq!(peaks(Schedule::Bfs, p, v, m), vec![f64::from(m); p as usize]);
+            }
+        }
+    }
+}
+
+/// Fewer items than ranks, and numbers that do not divide.
+#[test]
+fn any_number_of_microbatches_runs() {
+    for name in Schedule::ALL.into_iter().filter(|name| name.flushes()) {
+        let v = match name {
+            Schedule::Interleaved | Schedule::Bfs => 3,
+            Schedule::Zbv | Schedule::DualPipeV => 2,
+            _ => 1,
+        };
+        for p in 1..=4 {
+            for m in [1, 2, 3, 5, 6, 7, 11] {
+                play(name, p, v, 2, m);
+            }
+        }
+    }
+}
+
+const TABLES: [(Schedule, u32, &str); 5] = [
+    (Schedule::Interleaved, 2, include_str!("schedules/interleaved.csv")),
+    (Schedule::ZbH1, 1, include_str!("schedules/zb-h1.csv")),
+    (Schedule::Zbv, 2, include_str!("schedules/zbv.csv")),
+    (Schedule::DualPipeV, 2, include_str!("schedules/dualpipev.csv")),
+    (Schedule::Bfs, 2, include_str!("schedules/bfs.csv")),
+];
+
+/// torch 2.15's tables for four ranks and eight microbatches: read, printed to the byte, run, and the same order as our own.
+#[test]
+fn tables_of_torch() {
+    for (name, v, text) in TABLES {
+        let table: Table = text.parse().unwrap();
+        assert_eq!(table.to_string(), text, "{name}");
+        let pipeline = ranks(name, 4, v);
+        let program = table.program(&pipeline, 2).unwrap();
+        check(&program).unwrap_or_else(|error| panic!("{name}: {error}"));
+        let own = schedule(name, &pipeline, StepCount { minibatches: 2, microbatches: 8 }).unwrap();
+        // Breadth-first, torch runs the backwards of a stage in falling order, which would sum gradients in another.
+        assert_eq!(csv(&program) == csv(&own), name != Schedule::Bfs, "{name}");
+        let [a, b] = [&program, &own].map(|program| simulate(program, &pipeline, &Machine::of(&pipeline)).unwrap());
+        near(a.makespan, b.makespan, name.name());
+        assert_eq!(table.splits_backward(), name.splits_backward());
+        let again: Table = csv(&own).parse().unwrap();
+        assert_eq!(again.to_string(), csv(&own));
+    }
+}
+
+/// A table deals its row to replicas, each of which follows its part of it.
+#[test]
+fn replicas_share_a_table() {
+    for (name, v, text) in TABLES {
+        let mut pipeline = ranks(name, 4, v);
+        pipeline.stages.iter_mut().for_each(|stage| stage.replicas = 3);
+        let table: Table = text.parse().unwrap();
+        let program = table.program(&pipeline, 2).unwrap();
+        check(&program).unwrap_or_else(|error| panic!("{name}: {error}"));
+        assert_eq!(program.workers.len(), 12);
+        assert_eq!(program.to_string().parse::<Program>().as_ref(), Ok(&program));
+    }
+}
+
+#[test]
+fn a_no_names_what_can() {
+    let count = StepCount { minibatches: 1, microbatches: 4 };
+    let unequal = Pipeline::balanced(&[2, 1, 1, 2], 2.0).folded();
+    let straight = Pipeline::balanced(&[1, 1, 1, 1], 2.0);
+    let mut ragged = Pipeline::balanced(&[2, 1], 2.0);
+    ragged.ranks = vec![RankId(0), RankId(1)];
+    let why = |name, pipeline: &Pipeline| schedule(name, pipeline, count).unwrap_err().to_string();
+    assert!(why(Schedule::Zbv, &straight).contains("zb-h1"));
+    assert!(why(Schedule::OneFOneB, &straight.clone().folded()).contains("zbv"));
+    assert!(why(Schedule::Interleaved, &straight.clone().folded()).contains("dualpipev"));
+    assert!(why(Schedule::Interleaved, &ragged).contains("1f1b"));
+    assert!(why(Schedule::Zbv, &unequal).contains("1f1b"));
+    assert!(matches!(schedule(Schedule::Csv, &straight, count), Err(ScheduleError::NoTable)));
+}
