@@ -9,6 +9,7 @@ use clap::ValueEnum;
 use compiler::graph::{Graph, hash::hash, order};
 use compiler::op::{NodeId, Op};
 use compiler::pass::loss::{self, TARGET};
+use compiler::pass::precision::precision;
 use compiler::pass::unbiased::unbiased;
 use compiler::plan::problem::InFlight;
 use compiler::plan::{Plan, ScheduleKind, StageId};
@@ -18,8 +19,8 @@ use compiler::schedule::scheduler::schedule;
 use compiler::schedule::{MicrobatchId, Pipeline, Program, WorkerId, published_caps};
 use compiler::simulate::run::{Machine, simulate};
 use compiler::simulate::{self, Activity, Track};
-use compiler::tensor::Tensor;
 use compiler::tensor::dim::Bindings;
+use compiler::tensor::{DType, Tensor};
 use runtime::data::synthetic::synthetic;
 use runtime::data::{Batches, DataError, Dataset, Order};
 use runtime::optimizer::Optimizer;
@@ -80,6 +81,8 @@ pub struct Task<'a> {
     pub loss: Option<Loss>,
     /// The axis of classes.
     pub class_dim: Option<i64>,
+    /// The type of all floats, if not the model's own.
+    pub dtype: Option<DType>,
     /// Whether running variances follow PyTorch's rule.
     pub unbiased: bool,
     /// Samples in a minibatch.
@@ -134,6 +137,9 @@ pub fn prepare(task: &mut Task<'_>) -> Result<Prepared, Failure> {
         return Err(Failure::input(what));
     }
     let mut graph = task.loaded.at(task.batch / u64::from(task.microbatches))?;
+    if let Some(dtype) = task.dtype {
+        graph = precision(&graph, dtype).map_err(|error| fail(&error))?;
+    }
     freeze(&mut graph, task.frozen)?;
     let mut stages = stages(task.loaded, &graph, task.plan)?;
     if task.unbiased {

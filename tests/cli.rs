@@ -1,7 +1,10 @@
 //! The command line as a user meets it: exit codes, streams, one line of error, and the road from a model to its answers.
 
+mod shared;
+
 use assert_cmd::Command;
 use serde_json::Value;
+use shared::data;
 use std::path::Path;
 use std::process::Output;
 
@@ -475,12 +478,7 @@ fn a_reader_that_goes_away_is_no_failure() {
 
 #[test]
 fn hostile_names_do_not_reach_the_terminal() {
-    let root = std::env::var("PIPEC_DATA").unwrap_or(concat!(env!("CARGO_MANIFEST_DIR"), "/../shared/data").into());
-    let hostile = Path::new(&root).join("hostile/onnx");
-    if !hostile.is_dir() {
-        println!("skipped: no shared data");
-        return;
-    }
+    let Some(hostile) = data("hostile/onnx") else { return };
     let folder = tempfile::tempdir().unwrap();
     let file = |name: &str| hostile.join(name).display().to_string();
     // `done` and `fails` look for escape codes.

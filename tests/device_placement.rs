@@ -1,9 +1,11 @@
 //! Placement of graphs on devices that neither replicate nor overlap: against exhaustive search, and the published instances.
 
+mod shared;
+
 use compiler::import::dnn_partitioning;
 use compiler::partition::device_placement::solve::{Request, SolveError, solve};
 use compiler::profile::placement::{Node, Placement};
-use std::path::PathBuf;
+use shared::data;
 
 /// xorshift64*.
 struct Random(u64);
@@ -161,12 +163,7 @@ const CONTIGUOUS: [(&str, f64); 8] = [
 
 #[test]
 fn published_instances() {
-    let data = std::env::var_os("PIPEC_DATA").map_or_else(|| PathBuf::from("../shared/data"), PathBuf::from);
-    let folder = data.join("partition/dnn-partitioning/throughput-inputs");
-    if !folder.exists() {
-        println!("skipped: no shared data");
-        return;
-    }
+    let Some(folder) = data("partition/dnn-partitioning/throughput-inputs") else { return };
     for (name, load) in CONTIGUOUS {
         let text = std::fs::read_to_string(folder.join(format!("{name}.json"))).unwrap();
         let placement = dnn_partitioning::read(&text).unwrap();

@@ -14,7 +14,7 @@ use compiler::tensor::{DType, Tensor};
 use runtime::data::synthetic::synthetic;
 use runtime::data::{Batches, Dataset, Order, mix};
 use runtime::evaluate::evaluate;
-use runtime::optimizer::Optimizer;
+use runtime::optimizer::{Optimizer, Rule};
 use runtime::prepare::{Settings, prepare};
 use runtime::train::{Trained, Training, feeds, train};
 use std::collections::BTreeMap;
@@ -62,7 +62,8 @@ fn trained(ratio: f64, stages: usize, schedule: Schedule, microbatches: u32, see
     assert_eq!(arrays.remove(COUNTER).map(|t| t.to_i64()), Some(vec![0]), "no data file has the counter");
     let data = Dataset::new(arrays, &feeds, item).unwrap();
     let batches = Batches::new(data, BATCH, microbatches as usize, STEPS, Order::InOrder).unwrap().with_seed(seed);
-    let optimizer = Optimizer::Sgd { learning_rate: 0.05, momentum: 0.9, nesterov: false, weight_decay: 0.0 };
+    let optimizer =
+        Optimizer::from(Rule::Sgd { learning_rate: 0.05, momentum: 0.9, nesterov: false, weight_decay: 0.0 });
     let training = Training {
         codes: &prepared.codes,
         program: &prepared.program,

@@ -3,9 +3,10 @@
 //! Small models written here are compared with stored text (`PIPEC_BLESS=1 cargo test` rewrites it). The parity models
 //! of the shared data are run with the reference kernels and give the loss that PyTorch had.
 
-use compiler::graph::bind::{bind, symbols};
+mod shared;
+
+use compiler::graph::bind::bind;
 use compiler::graph::evaluate::evaluate;
-use compiler::graph::verify::verify;
 use compiler::graph::{Graph, text};
 use compiler::import::import::{Batch, Model, Options, Weight, from_onnx, load};
 use compiler::import::onnx::decode;
@@ -16,115 +17,20 @@ use compiler::import::onnx::proto::{
     ValueInfoProto, type_proto,
 };
 use compiler::op::Op;
+use compiler::tensor::Tensor;
 use compiler::tensor::dim::Bindings;
-use compiler::tensor::{DType, Tensor};
 use prost::Message;
+use shared::{arrays, cross_entropy, data, first_step, results};
 use std::collections::BTreeMap;
-use std::path::{Path, PathBuf};
-
-/// The folder of shared data, or `None` with a line that says so.
-fn data(inside: &str) -> Option<PathBuf> {
-    let root =
-        std::env::var("PIPEC_DATA").unwrap_or_else(|_| concat!(env!("CARGO_MANIFEST_DIR"), "/../shared/data").into());
-    let path = Path::new(&root).join(inside);
-    if path.exists() {
-        return Some(path);
-    }
-    println!("skipped: no shared data");
-    None
-}
-
-/// All arrays of an `.npz` file whose members are not compressed, as NumPy writes it by default.
-fn npz(path: &Path) -> BTreeMap<String, Tensor> {
-    let bytes = std::fs::read(path).unwrap();
-    let number = |at: usize, width: usize| bytes[at..at + width].iter().rev().fold(0usize, |n, b| n << 8 | *b as usize);
-    let end = (0..=bytes.len() - 22).rev().find(|&at| bytes[at..at + 4] == *b"PK\x05\x06").unwrap();
-    let (count, mut at) = (number(end + 10, 2), number(end + 16, 4));
-    let mut arrays = BTreeMap::new();
-    for _ in 0..count {
-        assert_eq!(number(at + 10, 2), 0, "a compressed member");
-        let (name_length, extra, comment) = (number(at + 28, 2), number(at + 30, 2), number(at + 32, 2));
-        let name = String::from_utf8(bytes[at + 46..at + 46 + name_length].to_vec()).unwrap();
-        let local = number(at + 42, 4);
-        let start = local + 30 + number(local + 26, 2) + number(local + 28, 2);
-        arrays.insert(name.trim_end_matches(".npy").to_string(), npy(&bytes[start..]));
-        at += 46 + name_length + extra + comment;
-    }
-    arrays
-}
-
-/// One array: the header is a Python dictionary as text.
-fn npy(bytes: &[u8]) -> Tensor {
-    assert_eq!(&bytes[..6], b"\x93NUMPY");
-    let (start, length) = match bytes[6] {
-        1 => (10, u16::from_le_bytes([bytes[8], bytes[9]]) as usize),
-        _ => (12, u32::from_le_bytes(bytes[8..12].try_into().unwrap()) as usize),
-    };
-    let header = std::str::from_utf8(&bytes[start..start + length]).unwrap();
-    assert!(header.contains("'fortran_order': False"));
-    let kinds = [
-        ("<f8", DType::F64),
-        ("<f4", DType::F32),
-        ("<f2", DType::F16),
-        ("<i8", DType::I64),
-        ("<i4", DType::I32),
-        ("<i2", DType::I16),
-        ("|i1", DType::I8),
-        ("<u8", DType::U64),
-        ("<u4", DType::U32),
-        ("<u2", DType::U16),
-        ("|u1", DType::U8),
-        ("|b1", DType::Bool),
-    ];
-    let (_, dtype) = kinds.into_iter().find(|(kind, _)| header.contains(&format!("'{kind}'"))).unwrap();
-    let dims = header.split_once("'shape': (").unwrap().1.split_once(')').unwrap().0;
-    let shape: Vec<usize> = dims.split(',').filter_map(|d| d.trim().parse().ok()).collect();
-    let body = start + length;
-    let size = shape.iter().product::<usize>() * dtype.size();
-    Tensor::new(dtype, shape, bytes[body..body + size].to_vec().into()).unwrap()
-}
-
-/// The values of the first step of an array `[steps, …]`.
-fn first_step(t: &Tensor) -> Tensor {
-    let shape = t.shape()[1..].to_vec();
-    let bytes = shape.iter().product::<usize>() * t.dtype().size();
-    Tensor::new(t.dtype(), shape, t.bytes().slice(..bytes)).unwrap()
-}
-
-/// All results of the model on the data of step 0, with the batch at `size`.
-fn results(model: &Model, size: i64, given: &BTreeMap<String, Tensor>) -> Vec<Tensor> {
-    let bindings: Bindings = symbols(&model.graph).into_iter().map(|s| (s, size)).collect();
-    let graph = bind(&model.graph, &bindings).unwrap();
-    verify(&graph).unwrap();
-    let mut values = given.clone();
-    for (name, weight) in &model.weights {
-        match weight {
-            Weight::Given(tensor) => values.insert(name.clone(), tensor.clone()),
-            Weight::Missing { path } => panic!("{path}"),
-        };
-    }
-    let values = evaluate(&graph, &values).unwrap();
-    graph.outputs.iter().map(|o| values[&o.value].clone()).collect()
-}
-
-/// Mean cross-entropy over the last axis.
-fn cross_entropy(logits: &Tensor, target: &Tensor) -> f64 {
-    let classes = *logits.shape().last().unwrap();
-    let (logits, target) = (logits.to_f64(), target.to_i64());
-    let loss = |(row, label): (&[f64], &i64)| {
-        let top = row.iter().copied().fold(f64::MIN, f64::max);
-        row.iter().map(|v| (v - top).exp()).sum::<f64>().ln() + top - row[*label as usize]
-    };
-    logits.chunks_exact(classes).zip(&target).map(loss).sum::<f64>() / target.len() as f64
-}
+use std::path::Path;
 
 fn parity(name: &str, file: &str) -> Option<(Model, f64, f64)> {
     let folder = data("parity")?.join(name);
     let model = load(&folder.join(file), &Options::default()).unwrap();
     let mut given: BTreeMap<String, Tensor> =
-        npz(&folder.join("inputs.npz")).into_iter().map(|(n, t)| (n, first_step(&t))).collect();
+        arrays(&folder.join("inputs.npz")).into_iter().map(|(n, t)| (n, first_step(&t))).collect();
     let size = given["x"].shape()[0] as i64;
-    let target = first_step(&npz(&folder.join("targets.npz"))["target"]);
+    let target = first_step(&arrays(&folder.join("targets.npz"))["target"]);
     if file.contains("loss") {
         given.insert("target".to_string(), target.clone());
     }
@@ -133,7 +39,7 @@ fn parity(name: &str, file: &str) -> Option<(Model, f64, f64)> {
         [] => results[0].to_f64()[0],
         _ => cross_entropy(&results[0], &target),
     };
-    let want = npz(&folder.join("expected.npz"))["loss_sgd"].to_f64()[0];
+    let want = arrays(&folder.join("expected.npz"))["loss_sgd"].to_f64()[0];
     Some((model, loss, want))
 }
 
@@ -183,7 +89,8 @@ fn hostile_models_are_refused_in_words() {
         let start = std::time::Instant::now();
         let result = load(&folder.join(file), &Options::default());
         let seconds = start.elapsed().as_secs_f64();
-        assert!(seconds < 5.0, "{file} took {seconds} s");
+        // Far above what any needs, even where others work: this catches what never ends.
+        assert!(seconds < 60.0, "{file} took {seconds} s");
         match result {
             Ok(model) => {
                 println!("{file}: {} nodes, {:?}, {:?} {seconds:.3} s", model.graph.len(), model.batch, model.warnings);

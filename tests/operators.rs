@@ -248,3 +248,46 @@ fn corners_of_arithmetic() {
     let x = ("x", f32s(&[-2.0, -1.0, 0.5, 2.0]));
     assert_eq!(first("Shrink", &[float("lambd", 1.5), float("bias", 0.5)], &[x]), [-1.5, 0.0, 0.0, 1.5]);
 }
+
+#[test]
+fn the_first_resize_rounds_up_where_an_axis_shrinks() {
+    let x = ("x", f32s_of(&[1, 4], &[1.0, 2.0, 3.0, 4.0]));
+    let resize = |scale: f32, size: i64| {
+        let scales = initializer("scales", &f32s(&[1.0, scale]));
+        let mut graph = graph(&[node("Resize", &["x", "scales"], &["y"])], &[typed("x", F32, &[1, 4])], &["y"]);
+        graph.initializer.push(scales);
+        let y = answer(&model(10, graph), std::slice::from_ref(&x));
+        assert_eq!(y.len() as i64, size);
+        y
+    };
+    // Places 0, 4/3 and 8/3.
+    assert_eq!(resize(0.75, 3), [1.0, 3.0, 4.0]);
+    assert_eq!(resize(1.5, 6), [1.0, 1.0, 2.0, 3.0, 3.0, 4.0]);
+}
+
+#[test]
+fn an_index_outside_its_axis_is_refused_though_the_tensor_is_larger() {
+    let x = ("x", f32s_of(&[2, 2], &[1.0, 2.0, 3.0, 4.0]));
+    let refused = |op: &str, axis: i64, index: Tensor, shape: &[i64]| {
+        let inputs = [typed("x", F32, &[2, 2]), typed("i", I64, shape)];
+        let attributes = if op == "GatherElements" { vec![int("axis", axis)] } else { vec![] };
+        let node = attributes.into_iter().fold(node(op, &["x", "i"], &["y"]), with);
+        answers(&model(22, graph(&[node], &inputs, &["y"])), &[x.clone(), ("i", index)]).unwrap_err()
+    };
+    for outside in [2, 3, -3] {
+        let told = refused("GatherElements", 1, Tensor::from_i64(&[1, 2], &[0, outside]), &[1, 2]);
+        assert!(told.contains("index"), "{told}");
+        let told = refused("GatherND", 0, Tensor::from_i64(&[1, 2], &[0, outside]), &[1, 2]);
+        assert!(told.contains("index"), "{told}");
+    }
+    // Three columns of an index for two of the tensor.
+    let told = refused("GatherElements", 0, Tensor::from_i64(&[1, 3], &[0, 1, 1]), &[1, 3]);
+    assert!(told.contains("3 rows at axis 1"), "{told}");
+}
+
+#[test]
+fn zeros_quantise_to_zero() {
+    let x = [("x", f32s(&[0.0, 0.0]))];
+    let made = run(node("DynamicQuantizeLinear", &["x"], &["y", "scale", "zero"]), &[], &x);
+    assert_eq!(made.iter().map(|t| t.to_f64()).collect::<Vec<_>>(), [vec![0.0, 0.0], vec![1.0], vec![0.0]]);
+}

@@ -1,33 +1,22 @@
 //! Training against PyTorch's own numbers: losses of ten steps under six optimizers, first gradients, and the
 //! asynchronous schedules, unpipelined and pipelined. Needs the shared data.
 
+mod shared;
+
 use compiler::graph::order;
 use compiler::import::import::{Batch, Model, Options, Weight, load};
 use compiler::pass::loss::Loss;
+use compiler::pass::precision::precision;
 use compiler::schedule::rule::StepCount;
 use compiler::schedule::{Pipeline, Schedule, StageShape};
-use compiler::tensor::Tensor;
+use compiler::tensor::{DType, Tensor};
 use runtime::data::{Batches, Dataset, Order};
-use runtime::optimizer::Optimizer;
+use runtime::optimizer::{Optimizer, Rule};
 use runtime::prepare::{Settings, prepare};
 use runtime::train::{Trained, Training, feeds, train};
+use shared::{arrays, data};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
-
-fn data() -> Option<PathBuf> {
-    let root =
-        std::env::var("PIPEC_DATA").unwrap_or_else(|_| concat!(env!("CARGO_MANIFEST_DIR"), "/../shared/data").into());
-    let root = PathBuf::from(root).join("parity");
-    if !root.is_dir() {
-        println!("skipped: no shared data");
-        return None;
-    }
-    Some(root)
-}
-
-fn arrays(path: &Path) -> BTreeMap<String, Tensor> {
-    runtime::weights::read(path).unwrap()
-}
 
 /// `[steps, batch, …]` as `[steps·batch, …]`.
 fn rows(t: &Tensor) -> Tensor {
@@ -59,14 +48,11 @@ fn set(root: &Path, name: &str, file: &str) -> Set {
 }
 
 fn optimizers(lr: f64) -> Vec<(&'static str, Optimizer)> {
-    let sgd =
-        |lr, momentum, nesterov, weight_decay| Optimizer::Sgd { learning_rate: lr, momentum, nesterov, weight_decay };
-    let adam = |weight_decay, decoupled| Optimizer::Adam {
-        learning_rate: 1e-3,
-        betas: (0.9, 0.999),
-        epsilon: 1e-8,
-        weight_decay,
-        decoupled,
+    let sgd = |lr, momentum, nesterov, weight_decay| {
+        Optimizer::from(Rule::Sgd { learning_rate: lr, momentum, nesterov, weight_decay })
+    };
+    let adam = |weight_decay, decoupled| {
+        Optimizer::from(Rule::Adam { learning_rate: 1e-3, betas: (0.9, 0.999), epsilon: 1e-8, weight_decay, decoupled })
     };
     vec![
         ("sgd", sgd(lr, 0.0, false, 0.0)),
@@ -131,7 +117,7 @@ fn worst(got: &[f64], want: &Tensor) -> f64 {
 
 #[test]
 fn losses_are_those_of_pytorch_unpipelined_and_pipelined() {
-    let Some(root) = data() else { return };
+    let Some(root) = data("parity") else { return };
     for name in ["mlp", "cnn_bn", "gpt", "lstm_lm"] {
         for file in ["model.onnx", "model_dynbatch.onnx"] {
             let set = set(&root, name, file);
@@ -151,9 +137,27 @@ fn losses_are_those_of_pytorch_unpipelined_and_pipelined() {
     }
 }
 
+/// In double precision there is no rounding to hide behind: ten steps agree to the last digits.
+#[test]
+fn double_precision_agrees_to_the_last_digits() {
+    let Some(root) = data("parity") else { return };
+    for name in ["mlp", "cnn_bn", "gpt", "lstm_lm"] {
+        let mut set = set(&root, name, "model.onnx");
+        set.model.graph = precision(&set.model.graph, DType::F64).unwrap();
+        for (key, optimizer) in optimizers(set.lr) {
+            for replicas in [&[1][..], &[1, 1, 1]] {
+                let trained = run(&set, replicas, Schedule::OneFOneB, StepCount::minibatches(10), &optimizer);
+                let error = worst(&trained.losses, &set.expected[&format!("loss64_{key}")]);
+                println!("{name} {key} {replicas:?}: {error:.2e}");
+                assert!(error <= 1e-13, "{name} {key} {replicas:?}: {error:.2e}");
+            }
+        }
+    }
+}
+
 #[test]
 fn losses_with_four_microbatches_are_those_of_pytorch() {
-    let Some(root) = data() else { return };
+    let Some(root) = data("parity") else { return };
     for name in ["mlp", "cnn_bn", "gpt", "lstm_lm"] {
         let set = set(&root, name, "model.onnx");
         for (key, optimizer) in optimizers(set.lr).into_iter().take(2) {
@@ -181,7 +185,7 @@ fn losses_with_four_microbatches_are_those_of_pytorch() {
 
 #[test]
 fn first_gradients_are_those_of_pytorch() {
-    let Some(root) = data() else { return };
+    let Some(root) = data("parity") else { return };
     for name in ["mlp", "cnn_bn", "gpt", "lstm_lm"] {
         let set = set(&root, name, "model.onnx");
         let sgd = &optimizers(set.lr)[0].1;
@@ -201,7 +205,7 @@ fn first_gradients_are_those_of_pytorch() {
 
 #[test]
 fn asynchronous_losses_are_those_of_the_reference() {
-    let Some(root) = data() else { return };
+    let Some(root) = data("parity") else { return };
     let set = set(&root, "async_mlp3", "model.onnx");
     let ops = order::numbered(&set.model.graph);
     let after = |name: &str| {
@@ -219,7 +223,7 @@ fn asynchronous_losses_are_those_of_the_reference() {
     ];
     for (mode, schedule, stages, replicas) in cases {
         for (key, lr, momentum) in [("sgd", 0.05, 0.0), ("sgd_m09", 0.01, 0.9)] {
-            let sgd = Optimizer::Sgd { learning_rate: lr, momentum, nesterov: false, weight_decay: 0.0 };
+            let sgd = Optimizer::from(Rule::Sgd { learning_rate: lr, momentum, nesterov: false, weight_decay: 0.0 });
             // The reference of 2BW has groups of one.
             let count = StepCount::minibatches(20);
             let trained = run_placed(&set, stages, replicas, schedule, count, &sgd);

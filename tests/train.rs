@@ -14,8 +14,9 @@ use compiler::tensor::dim::{Bindings, Dim};
 use compiler::tensor::fact::Fact;
 use compiler::tensor::{DType, Tensor};
 use runtime::data::{Batches, Dataset, Order, mix};
-use runtime::optimizer::Optimizer;
+use runtime::optimizer::{Optimizer, Rule};
 use runtime::prepare::{Settings, prepare};
+use runtime::rate::{Rate, Shape};
 use runtime::train::{Trained, Training, feeds, train};
 use std::collections::{BTreeMap, HashMap};
 
@@ -201,7 +202,8 @@ fn one_f_one_b_rr_is_the_plain_loop_with_delayed_weights() {
             for minibatches in [1, 7, 12] {
                 let caps: Vec<u32> = published_caps(replicas).iter().map(|c| c + extra).collect();
                 let (lr, momentum) = (0.1, 0.9);
-                let sgd = Optimizer::Sgd { learning_rate: lr, momentum, nesterov: false, weight_decay: 0.0 };
+                let sgd =
+                    Optimizer::from(Rule::Sgd { learning_rate: lr, momentum, nesterov: false, weight_decay: 0.0 });
                 let count = StepCount::minibatches(minibatches as u32);
                 let trained = pipelined(replicas, &caps, Schedule::OneFOneBRr, count, &sgd);
                 let (losses, weights) = plain(replicas, &caps, minibatches, lr, momentum);
@@ -221,13 +223,13 @@ fn one_f_one_b_rr_is_the_plain_loop_with_delayed_weights() {
 
 #[test]
 fn flush_schedules_have_the_bits_of_one_stage() {
-    let adam = Optimizer::Adam {
+    let adam = Optimizer::from(Rule::Adam {
         learning_rate: 1e-2,
         betas: (0.9, 0.999),
         epsilon: 1e-8,
         weight_decay: 0.0,
         decoupled: false,
-    };
+    });
     for microbatches in [1, 2, 4] {
         let count = StepCount { minibatches: 6, microbatches };
         let one = pipelined(&[1], &[1], Schedule::OneFOneB, count, &adam);
@@ -249,7 +251,7 @@ fn flush_schedules_have_the_bits_of_one_stage() {
 
 #[test]
 fn the_same_run_has_the_same_bits() {
-    let sgd = Optimizer::Sgd { learning_rate: 0.1, momentum: 0.9, nesterov: true, weight_decay: 1e-3 };
+    let sgd = Optimizer::from(Rule::Sgd { learning_rate: 0.1, momentum: 0.9, nesterov: true, weight_decay: 1e-3 });
     let run =
         || pipelined(&[2, 1, 1], &published_caps(&[2, 1, 1]), Schedule::OneFOneBRr, StepCount::minibatches(15), &sgd);
     let first = run();
@@ -257,6 +259,29 @@ fn the_same_run_has_the_same_bits() {
         let again = run();
         assert_eq!(first.losses, again.losses);
         assert!(first.weights == again.weights);
+    }
+}
+
+/// A rate that ends after two minibatches leaves the weights where two minibatches bring them, also in a stage whose
+/// replicas step once for both.
+#[test]
+fn learning_rates_count_minibatches() {
+    for rule in [
+        Rule::Sgd { learning_rate: 0.1, momentum: 0.0, nesterov: false, weight_decay: 0.0 },
+        Rule::RmsProp { learning_rate: 0.01, alpha: 0.9, epsilon: 1e-8, weight_decay: 0.0, momentum: 0.0 },
+        Rule::Adagrad { learning_rate: 0.1, decay: 0.0, epsilon: 1e-10, weight_decay: 0.0 },
+    ] {
+        let always = Optimizer::from(rule);
+        let ended =
+            Optimizer { rate: Rate { warmup: 0, shape: Shape::Step { every: 2, factor: 0.0 } }, ..always.clone() };
+        for schedule in [Schedule::OneFOneB, Schedule::OneFOneBRr] {
+            let run = |minibatches, optimizer: &Optimizer| {
+                let caps = published_caps(&[2, 1]);
+                pipelined(&[2, 1], &caps, schedule, StepCount { minibatches, microbatches: 1 }, optimizer).weights
+            };
+            assert!(run(7, &ended) == run(2, &always), "{:?} under {schedule}", ended.rule);
+            assert!(run(7, &always) != run(2, &always));
+        }
     }
 }
 
@@ -297,7 +322,8 @@ fn a_gradient_without_a_rule_is_refused() {
 /// Running forward again before backward changes nothing but time and memory.
 #[test]
 fn recomputation_gives_the_same_bits() {
-    let optimizer = Optimizer::Sgd { learning_rate: 0.1, momentum: 0.9, nesterov: false, weight_decay: 0.0 };
+    let optimizer =
+        Optimizer::from(Rule::Sgd { learning_rate: 0.1, momentum: 0.9, nesterov: false, weight_decay: 0.0 });
     for (replicas, schedule, count) in [
         (&[1, 1, 1][..], Schedule::OneFOneBRr, StepCount::minibatches(7)),
         (&[2, 1, 1], Schedule::OneFOneBRr, StepCount::minibatches(7)),

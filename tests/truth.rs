@@ -3,6 +3,8 @@
 //!
 //! Small models are written here; the exports of real networks are those of the shared data.
 
+mod shared;
+
 use compiler::graph::Graph;
 use compiler::graph::bind::bind;
 use compiler::graph::evaluate::evaluate;
@@ -20,19 +22,9 @@ use compiler::op::Op;
 use compiler::tensor::Tensor;
 use compiler::tensor::dim::Bindings;
 use prost::Message;
+use shared::data;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
-
-fn data(inside: &str) -> Option<PathBuf> {
-    let root =
-        std::env::var("PIPEC_DATA").unwrap_or_else(|_| concat!(env!("CARGO_MANIFEST_DIR"), "/../shared/data").into());
-    let path = Path::new(&root).join(inside);
-    if !path.exists() {
-        println!("skipped: no shared data");
-        return None;
-    }
-    Some(path)
-}
 
 fn texts(names: &[&str]) -> Vec<String> {
     names.iter().map(|name| (*name).to_string()).collect()

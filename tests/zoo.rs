@@ -16,7 +16,7 @@ use models::choice::Setting;
 use models::zoo::{ENTRIES, Entry, Options, build, to_bytes};
 use runtime::data::synthetic::synthetic;
 use runtime::data::{Batches, Dataset, Order};
-use runtime::optimizer::Optimizer;
+use runtime::optimizer::{Optimizer, Rule};
 use runtime::prepare::{Settings, prepare};
 use runtime::train::{Trained, Training, feeds, train};
 use std::collections::BTreeMap;
@@ -171,7 +171,8 @@ fn step(entry: &Entry, model: &Model, stages: usize) -> Trained {
         })
         .collect();
     let batches = Batches::new(data, BATCH, 1, 1, Order::InOrder).unwrap();
-    let optimizer = Optimizer::Sgd { learning_rate: 0.1, momentum: 0.0, nesterov: false, weight_decay: 0.0 };
+    let optimizer =
+        Optimizer::from(Rule::Sgd { learning_rate: 0.1, momentum: 0.0, nesterov: false, weight_decay: 0.0 });
     let training = Training {
         codes: &prepared.codes,
         program: &prepared.program,

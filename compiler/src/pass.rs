@@ -17,6 +17,7 @@ pub mod inference;
 pub mod loss;
 pub mod memory;
 pub mod pipeline;
+pub mod precision;
 pub mod unbiased;
 
 /// Whether a pass changed anything.

@@ -18,6 +18,7 @@ pub mod link;
 pub mod memory;
 pub mod optimizer;
 pub mod prepare;
+pub mod rate;
 pub mod train;
 pub mod weights;
 pub mod worker;

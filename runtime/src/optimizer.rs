@@ -1,14 +1,31 @@
 //! Optimizers by PyTorch's rules. A step reads one version of a parameter and writes the next.
 
 use crate::buffer::Buffer;
-use crate::device::cpu::optimizer::{self as kernel, Adam, Sgd, Weights};
+use crate::device::cpu::optimizer::{self as kernel, Adagrad, Adam, RmsProp, Sgd, Weights};
 use crate::device::cpu::real::Real;
+use crate::rate::Rate;
 use bytemuck::{cast_slice, cast_slice_mut};
 use compiler::tensor::DType;
 
-/// How parameters move. `learning_rate` is the same for all steps.
+/// How parameters move.
 #[derive(Clone, Debug, PartialEq)]
-pub enum Optimizer {
+pub struct Optimizer {
+    /// The rule of one step.
+    pub rule: Rule,
+    /// How its learning rate changes.
+    pub rate: Rate,
+}
+
+impl From<Rule> for Optimizer {
+    /// The rule with the same learning rate always.
+    fn from(rule: Rule) -> Optimizer {
+        Optimizer { rule, rate: Rate::CONSTANT }
+    }
+}
+
+/// How one step moves a parameter.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Rule {
     /// Stochastic gradient descent: `g += weight_decay·w; buffer = momentum·buffer + g; w -= lr·buffer`
     /// (Nesterov: `w -= lr·(g + momentum·buffer)`).
     Sgd {
@@ -35,6 +52,30 @@ pub enum Optimizer {
         /// AdamW.
         decoupled: bool,
     },
+    /// RMSProp (Tieleman and Hinton, 2012): the gradient over the root of its mean square, with momentum.
+    RmsProp {
+        /// Step length.
+        learning_rate: f64,
+        /// Share of the mean square that is kept.
+        alpha: f64,
+        /// Added to the root of the mean square.
+        epsilon: f64,
+        /// L2 penalty, added to the gradient.
+        weight_decay: f64,
+        /// Share of the buffer that is kept; 0 has no buffer.
+        momentum: f64,
+    },
+    /// Adagrad (Duchi et al., JMLR 2011): the gradient over the root of the sum of its squares.
+    Adagrad {
+        /// Step length.
+        learning_rate: f64,
+        /// How the step length falls: over `1 + (step - 1)·decay`.
+        decay: f64,
+        /// Added to the root of the sum.
+        epsilon: f64,
+        /// L2 penalty, added to the gradient.
+        weight_decay: f64,
+    },
 }
 
 /// What a step needs beside the weights.
@@ -48,14 +89,18 @@ pub struct Update<'a> {
     pub scale: f64,
     /// Counts steps from 1.
     pub step: u32,
+    /// The share of the learning rate that this step has.
+    pub rate: f64,
 }
 
 impl Optimizer {
     /// How many tensors of the parameter's size the optimizer keeps beside it.
     pub fn buffers(&self) -> usize {
-        match self {
-            Optimizer::Sgd { momentum, .. } => usize::from(*momentum != 0.0),
-            Optimizer::Adam { .. } => 2,
+        match self.rule {
+            Rule::Sgd { momentum, .. } => usize::from(momentum != 0.0),
+            Rule::Adam { .. } => 2,
+            Rule::RmsProp { momentum, .. } => 1 + usize::from(momentum != 0.0),
+            Rule::Adagrad { .. } => 1,
         }
     }
 
@@ -86,18 +131,29 @@ impl Optimizer {
             Target::InPlace(weight) => Weights::InPlace(cast_slice_mut(weight)),
             Target::Beside(old, new) => Weights::Beside { old: cast_slice(old), new: cast_slice_mut(new) },
         };
-        let scale = update.scale;
+        let (scale, step) = (update.scale, u64::from(update.step));
         let mut state = state.iter_mut().map(|b| cast_slice_mut::<u8, T>(b.bytes_mut()));
         let first = state.next().unwrap_or_default();
         let second = state.next().unwrap_or_default();
-        match *self {
-            Optimizer::Sgd { learning_rate: lr, momentum, nesterov, weight_decay } => {
+        match self.rule {
+            Rule::Sgd { learning_rate, momentum, nesterov, weight_decay } => {
+                let lr = learning_rate * update.rate;
                 kernel::sgd(weights, gradient, first, Sgd { lr, momentum, nesterov, weight_decay, scale });
             }
-            Optimizer::Adam { learning_rate: lr, betas, epsilon, weight_decay, decoupled } => {
-                let (betas, step) = (betas.into(), u64::from(update.step));
+            Rule::Adam { learning_rate, betas, epsilon, weight_decay, decoupled } => {
+                let (lr, betas) = (learning_rate * update.rate, betas.into());
                 let rule = Adam { lr, betas, epsilon, weight_decay, decoupled, step, scale };
                 kernel::adam(weights, gradient, first, second, rule);
+            }
+            Rule::RmsProp { learning_rate, alpha, epsilon, weight_decay, momentum } => {
+                let lr = learning_rate * update.rate;
+                let rule = RmsProp { lr, alpha, epsilon, weight_decay, momentum, scale };
+                kernel::rmsprop(weights, gradient, first, second, rule);
+            }
+            Rule::Adagrad { learning_rate, decay, epsilon, weight_decay } => {
+                let lr = learning_rate * update.rate;
+                let rule = Adagrad { lr, lr_decay: decay, epsilon, weight_decay, step, scale };
+                kernel::adagrad(weights, gradient, first, rule);
             }
         }
     }

@@ -251,7 +251,7 @@ impl Worker<'_> {
                     self.versions.remove(&from.0);
                 }
                 let part = self.reduced.remove(&round).unwrap_or_else(|| self.contribution());
-                self.update(old, to.0, count, part)?;
+                self.update(old, round, to.0, count, part)?;
             }
             Instruction::Drop { version, .. } => {
                 for buffer in self.versions.remove(&version.0).unwrap_or_default() {
@@ -451,11 +451,19 @@ impl Worker<'_> {
     }
 
     /// One step of the optimizer, and of the states.
-    fn update(&mut self, mut old: Weights, to: u32, count: u32, part: Contribution) -> Result<(), WorkerError> {
+    fn update(
+        &mut self,
+        mut old: Weights,
+        round: u32,
+        to: u32,
+        count: u32,
+        part: Contribution,
+    ) -> Result<(), WorkerError> {
         let start = self.now();
         let code = self.gear.code;
         let mut totals = self.totals(part.terms, to)?;
         let scale = 1.0 / f64::from(count.max(1));
+        let rate = self.rate(round);
         let mut new: Weights = Vec::with_capacity(old.len());
         self.gradients.clear();
         for (p, weight) in old.drain(..).enumerate() {
@@ -465,7 +473,7 @@ impl Worker<'_> {
                 new.push(weight);
                 continue;
             };
-            let update = Update { dtype, gradient: gradient.bytes(), scale, step: to };
+            let update = Update { dtype, gradient: gradient.bytes(), scale, step: to, rate };
             let next = self.apply(p, weight, update);
             new.push(next);
             if self.gear.keep_gradients {
@@ -485,6 +493,15 @@ impl Worker<'_> {
         let _ = self.gear.events.send(Event::Stepped { worker: self.gear.id, version: to });
         self.spend(Work::Step(to), start);
         Ok(())
+    }
+
+    /// The share of the learning rate at the first minibatch of a round.
+    fn rate(&self, round: u32) -> f64 {
+        let program = self.gear.program;
+        let own = program.workers[self.gear.id.index()].stage;
+        let minibatches = if program.schedule.is_round_robin() { program.stages[own.index()].replicas } else { 1 };
+        let total = program.items / program.microbatches.max(1);
+        self.gear.optimizer.rate.factor(round.saturating_mul(minibatches), total)
     }
 
     fn apply(&mut self, p: usize, mut weight: Arc<Buffer>, update: Update<'_>) -> Arc<Buffer> {

@@ -3,18 +3,23 @@
 use crate::cmd::partition;
 use crate::failure::Failure;
 use clap::{Args, ValueEnum};
-use runtime::optimizer::Optimizer;
+use runtime::optimizer::{Optimizer, Rule};
+use runtime::rate::{Rate, Shape};
 
 /// How parameters move.
 #[derive(Clone, Debug, Args)]
 pub struct OptimizerArguments {
     /// Optimizer
     #[arg(long, value_enum, value_name = "NAME", default_value = "sgd")]
-    pub optimizer: Rule,
-    /// Step length [default: 0.01 for sgd, 0.001 for adam and adamw]
+    pub optimizer: Name,
+    /// Step length [default: 0.01 for sgd, rmsprop and adagrad, 0.001 for adam and adamw]
     #[arg(long, value_name = "X", value_parser = positive)]
     pub lr: Option<f64>,
-    /// sgd: the share of the last step that is kept
+    /// How the step length changes, after `warmup:N,` or at once: constant, step:N:FACTOR (times FACTOR after every N
+    /// minibatches), cosine[:FLOOR] or linear[:FLOOR] (down to that share at the end)
+    #[arg(long, value_name = "[warmup:N,]SHAPE", default_value = "constant", value_parser = rate)]
+    pub lr_schedule: Rate,
+    /// sgd, rmsprop: the share of the last step that is kept
     #[arg(long, value_name = "X", default_value_t = 0.0, value_parser = positive)]
     pub momentum: f64,
     /// sgd: look ahead along the momentum
@@ -26,66 +31,118 @@ pub struct OptimizerArguments {
     /// adam, adamw: the shares of the moments that are kept
     #[arg(long, value_name = "A,B", value_delimiter = ',', num_args = 1, default_value = "0.9,0.999", value_parser = positive)]
     pub betas: Vec<f64>,
-    /// adam, adamw: added to the root of the second moment
-    #[arg(long, value_name = "X", default_value_t = 1e-8, value_parser = positive)]
-    pub eps: f64,
+    /// rmsprop: the share of the mean square that is kept
+    #[arg(long, value_name = "X", default_value_t = 0.99, value_parser = positive)]
+    pub alpha: f64,
+    /// adagrad: how the step length falls, over 1 + (step - 1) times this
+    #[arg(long, value_name = "X", default_value_t = 0.0, value_parser = positive)]
+    pub lr_decay: f64,
+    /// All but sgd: added to the root of the squares [default: 1e-8, adagrad 1e-10]
+    #[arg(long, value_name = "X", value_parser = positive)]
+    pub eps: Option<f64>,
 }
 
 /// An optimizer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub enum Rule {
+pub enum Name {
     /// Stochastic gradient descent
     Sgd,
     /// Adam
     Adam,
     /// Adam with decoupled weight decay
     Adamw,
+    /// RMSProp
+    Rmsprop,
+    /// Adagrad
+    Adagrad,
 }
 
 impl OptimizerArguments {
     /// The optimizer they describe.
     pub fn build(&self) -> Result<Optimizer, Failure> {
         let wrong = |what: &str| Err(Failure::input(what));
-        let is_sgd = self.optimizer == Rule::Sgd;
-        if !is_sgd && (self.momentum != 0.0 || self.nesterov) {
-            return wrong("`--momentum` and `--nesterov` belong to `--optimizer sgd`");
+        if !matches!(self.optimizer, Name::Sgd | Name::Rmsprop) && self.momentum != 0.0 {
+            return wrong("`--momentum` belongs to `--optimizer sgd` and `rmsprop`");
+        }
+        if self.optimizer != Name::Sgd && self.nesterov {
+            return wrong("`--nesterov` belongs to `--optimizer sgd`");
         }
         if self.nesterov && self.momentum == 0.0 {
             return wrong("`--nesterov` needs `--momentum`");
         }
+        if self.lr_decay != 0.0 && self.optimizer != Name::Adagrad {
+            return wrong("`--lr-decay` belongs to `--optimizer adagrad`; others take `--lr-schedule`");
+        }
+        if self.alpha > 1.0 {
+            return wrong("`--alpha` is at most 1");
+        }
+        Ok(Optimizer { rule: self.rule()?, rate: self.lr_schedule })
+    }
+
+    fn rule(&self) -> Result<Rule, Failure> {
         let &[first, second] = &self.betas[..] else {
-            return wrong("`--betas` takes two numbers, for example 0.9,0.999");
+            return Err(Failure::input("`--betas` takes two numbers, for example 0.9,0.999"));
         };
         if first >= 1.0 || second >= 1.0 {
-            return wrong("`--betas` are below 1");
+            return Err(Failure::input("`--betas` are below 1"));
         }
-        if is_sgd {
-            return Ok(Optimizer::Sgd {
-                learning_rate: self.lr.unwrap_or(0.01),
-                momentum: self.momentum,
-                nesterov: self.nesterov,
-                weight_decay: self.weight_decay.unwrap_or(0.0),
-            });
-        }
-        let decoupled = self.optimizer == Rule::Adamw;
-        Ok(Optimizer::Adam {
-            learning_rate: self.lr.unwrap_or(0.001),
-            betas: (first, second),
-            epsilon: self.eps,
-            weight_decay: self.weight_decay.unwrap_or(if decoupled { 0.01 } else { 0.0 }),
-            decoupled,
+        let usual = if matches!(self.optimizer, Name::Adam | Name::Adamw) { 0.001 } else { 0.01 };
+        let learning_rate = self.lr.unwrap_or(usual);
+        let epsilon = self.eps.unwrap_or(if self.optimizer == Name::Adagrad { 1e-10 } else { 1e-8 });
+        let decoupled = self.optimizer == Name::Adamw;
+        let weight_decay = self.weight_decay.unwrap_or(if decoupled { 0.01 } else { 0.0 });
+        let (momentum, nesterov) = (self.momentum, self.nesterov);
+        Ok(match self.optimizer {
+            Name::Sgd => Rule::Sgd { learning_rate, momentum, nesterov, weight_decay },
+            Name::Adam | Name::Adamw => {
+                Rule::Adam { learning_rate, betas: (first, second), epsilon, weight_decay, decoupled }
+            }
+            Name::Rmsprop => Rule::RmsProp { learning_rate, alpha: self.alpha, epsilon, weight_decay, momentum },
+            Name::Adagrad => Rule::Adagrad { learning_rate, decay: self.lr_decay, epsilon, weight_decay },
         })
     }
 
     /// The same, as far as memory is concerned.
     pub fn planned(&self) -> partition::Optimizer {
-        match self.optimizer {
-            Rule::Sgd if self.momentum == 0.0 => partition::Optimizer::Sgd,
-            Rule::Sgd => partition::Optimizer::SgdMomentum,
-            Rule::Adam => partition::Optimizer::Adam,
-            Rule::Adamw => partition::Optimizer::Adamw,
+        match (self.optimizer, self.momentum == 0.0) {
+            (Name::Sgd, true) => partition::Optimizer::Sgd,
+            (Name::Sgd, false) => partition::Optimizer::SgdMomentum,
+            (Name::Adam, _) => partition::Optimizer::Adam,
+            (Name::Adamw, _) => partition::Optimizer::Adamw,
+            (Name::Rmsprop, true) => partition::Optimizer::Rmsprop,
+            (Name::Rmsprop, false) => partition::Optimizer::RmspropMomentum,
+            (Name::Adagrad, _) => partition::Optimizer::Adagrad,
         }
     }
+}
+
+/// `warmup:100,cosine:0.1` and the like.
+fn rate(text: &str) -> Result<Rate, String> {
+    let asked =
+        "it is constant, step:N:FACTOR, cosine[:FLOOR] or linear[:FLOOR], with or without `warmup:N,` before it";
+    let (warmup, shape) = match text.strip_prefix("warmup:") {
+        Some(rest) => rest.split_once(',').unwrap_or((rest, "constant")),
+        None => ("0", text),
+    };
+    let warmup = warmup.parse::<u32>().map_err(|_| asked.to_string())?;
+    let mut parts = shape.split(':');
+    let (name, first, second) = (parts.next().unwrap_or_default(), parts.next(), parts.next());
+    let floor = |given: Option<&str>| {
+        let value = given.map_or(Some(0.0), |text| text.parse::<f64>().ok());
+        value.filter(|value| (0.0..=1.0).contains(value)).ok_or("a floor is a share of the full rate, from 0 to 1")
+    };
+    let shape = match (name, first, second, parts.next()) {
+        ("constant", None, None, None) => Shape::Constant,
+        ("step", Some(every), Some(factor), None) => {
+            let every = every.parse::<u32>().ok().filter(|every| *every > 0);
+            let every = every.ok_or("step:N:FACTOR takes a number of minibatches above 0")?;
+            Shape::Step { every, factor: positive(factor)? }
+        }
+        ("cosine", given, None, None) => Shape::Cosine { floor: floor(given)? },
+        ("linear", given, None, None) => Shape::Linear { floor: floor(given)? },
+        _ => return Err(asked.to_string()),
+    };
+    Ok(Rate { warmup, shape })
 }
 
 fn positive(text: &str) -> Result<f64, String> {

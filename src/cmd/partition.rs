@@ -147,6 +147,12 @@ pub enum Optimizer {
     Adam,
     /// As adam, with decoupled weight decay.
     Adamw,
+    /// One number for each weight.
+    Rmsprop,
+    /// Two numbers for each weight.
+    RmspropMomentum,
+    /// One number for each weight.
+    Adagrad,
 }
 
 impl Optimizer {
@@ -154,8 +160,8 @@ impl Optimizer {
     pub fn state(self) -> f64 {
         match self {
             Optimizer::Sgd => 0.0,
-            Optimizer::SgdMomentum => 1.0,
-            Optimizer::Adam | Optimizer::Adamw => 2.0,
+            Optimizer::SgdMomentum | Optimizer::Rmsprop | Optimizer::Adagrad => 1.0,
+            Optimizer::Adam | Optimizer::Adamw | Optimizer::RmspropMomentum => 2.0,
         }
     }
 
@@ -166,6 +172,9 @@ impl Optimizer {
             Optimizer::SgdMomentum => "sgd-momentum",
             Optimizer::Adam => "adam",
             Optimizer::Adamw => "adamw",
+            Optimizer::Rmsprop => "rmsprop",
+            Optimizer::RmspropMomentum => "rmsprop-momentum",
+            Optimizer::Adagrad => "adagrad",
         }
     }
 }

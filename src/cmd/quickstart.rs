@@ -26,7 +26,7 @@ use models::zoo;
 use profiler::machine;
 use profiler::measure::Settings;
 use runtime::data::Order;
-use runtime::optimizer::Optimizer;
+use runtime::optimizer::{Optimizer, Rule};
 use runtime::{evaluate, weights};
 use serde_json::json;
 use std::collections::BTreeMap;
@@ -137,7 +137,7 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Failure> {
         digits.train.rows
     ));
     let initial = loaded.weights()?;
-    let optimizer = Optimizer::Sgd { learning_rate: lr, momentum: 0.9, nesterov: false, weight_decay: 0.0 };
+    let optimizer = Optimizer::from(Rule::Sgd { learning_rate: lr, momentum: 0.9, nesterov: false, weight_decay: 0.0 });
     let mut task = Task {
         loaded: &loaded,
         weights: &initial,
@@ -146,6 +146,7 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Failure> {
         in_flight: InFlight::Auto,
         loss: Some(Loss::CrossEntropy),
         class_dim: None,
+        dtype: None,
         unbiased: false,
         batch: BATCH,
         microbatches: 1,

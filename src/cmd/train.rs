@@ -15,6 +15,7 @@ use compiler::op::Op;
 use compiler::plan::problem::InFlight;
 use compiler::plan::{Plan, ScheduleKind, Stage};
 use compiler::simulate::trace::trace;
+use compiler::tensor::DType;
 use profiler::machine;
 use runtime::data::Order;
 use runtime::train::StepDone;
@@ -87,6 +88,9 @@ pub struct Arguments {
     class_dim: Option<i64>,
     #[command(flatten)]
     optimizer: OptimizerArguments,
+    /// The type of all floats [default: the model's own]
+    #[arg(long, value_name = "TYPE", value_parser = ["f64", "f32"])]
+    dtype: Option<String>,
     /// Whether running variances follow the biased batch variance (onnx) or the unbiased one (torch)
     #[arg(long, value_name = "RULE", default_value = "onnx", value_parser = ["onnx", "torch"])]
     bn_variance: String,
@@ -178,6 +182,7 @@ pub fn run(arguments: Box<Arguments>, screen: &Screen) -> Result<(), Failure> {
         in_flight: arguments.in_flight.clone(),
         loss: arguments.loss,
         class_dim: arguments.class_dim,
+        dtype: arguments.dtype.as_deref().map(|name| if name == "f64" { DType::F64 } else { DType::F32 }),
         unbiased: arguments.bn_variance == "torch",
         batch,
         microbatches,

@@ -142,6 +142,20 @@ pub trait Build {
         self.select(endless, zero, largest)
     }
 
+    /// The `p`-th root of a sum of powers, whose gradient at 0 is 0: the power itself has no slope there, and a
+    /// gradient of 0 times its infinity would be no number.
+    fn root(&mut self, sum: Value, p: f64) -> Result<Value, Reason> {
+        let dtype = self.graph().fact(sum).dtype;
+        let (zero, one) = (self.scalar(dtype, 0.0)?, self.scalar(dtype, 1.0)?);
+        let none = self.compare(Compare::Equal, sum, zero)?;
+        let inside = self.select(none, one, sum)?;
+        let root = match p {
+            2.0 => self.unary(Unary::Sqrt, inside)?,
+            p => self.with_number(Binary::Pow, inside, 1.0 / p)?,
+        };
+        self.select(none, zero, root)
+    }
+
     /// `x` joined along `axes`.
     fn reduce(&mut self, kind: ReduceKind, x: Value, axes: &[usize], keep: bool) -> Result<Value, Reason> {
         self.add(Op::Reduce(Reduce { kind, axes: axes.to_vec(), keep }), &[x])

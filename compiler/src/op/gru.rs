@@ -18,7 +18,7 @@
 //!   db_ih = Σ (da_r, da_z, da_n),  db_hh = Σ (da_r, da_z, e)
 
 use super::layer_norm::same;
-use super::lstm::{Sizes, before, logistic, order, products, zeros};
+use super::lstm::{Sizes, before, inputs_of, logistic, order, products, zeros};
 use super::sample::{ramp, run};
 use super::*;
 
@@ -201,13 +201,6 @@ impl Rule for GruGrad {
     }
 }
 
-fn inputs_of(steps: usize, batch: usize, width: usize, hidden: usize) -> Vec<Tensor> {
-    let wide = 3 * hidden;
-    let shapes: [&[usize]; 6] =
-        [&[steps, batch, width], &[wide, width], &[wide, hidden], &[wide], &[wide], &[batch, hidden]];
-    shapes.iter().zip(1..).map(|(shape, seed)| ramp(shape, seed)).collect()
-}
-
 /// What the gradient reads: what arrives, the inputs and what the forward run kept.
 fn grad_inputs(forward: &Gru, inputs: &[Tensor], arrived: [Tensor; 2]) -> Vec<Tensor> {
     let made = run(forward, inputs);
@@ -224,23 +217,24 @@ pub fn samples() -> Vec<Sample> {
         ("reset before, reverse", [4, 1, 2, 3], true, false),
         ("one step", [1, 1, 4, 2], false, true),
     ];
-    let both =
-        |(title, [steps, batch, width, hidden], reverse, reset_after): (&'static str, [usize; 4], bool, bool)| {
-            let inputs = inputs_of(steps, batch, width, hidden);
-            let forward = Gru { reverse, reset_after };
-            let arrived = [ramp(&[steps, batch, hidden], 8), ramp(&[batch, hidden], 9)];
-            let read = grad_inputs(&forward, &inputs, arrived);
-            let grad = Op::GruGrad(GruGrad { reverse, reset_after });
-            [
-                Sample { title, op: Op::Gru(forward), inputs, differentiate: (0..6).collect() },
-                Sample { title, op: grad, inputs: read, differentiate: vec![] },
-            ]
-        };
+    let both = |(title, sizes, reverse, reset_after): (&'static str, [usize; 4], bool, bool)| {
+        let [steps, batch, _, hidden] = sizes;
+        let inputs = inputs_of(3, sizes, 1);
+        let forward = Gru { reverse, reset_after };
+        let arrived = [ramp(&[steps, batch, hidden], 8), ramp(&[batch, hidden], 9)];
+        let read = grad_inputs(&forward, &inputs, arrived);
+        let grad = Op::GruGrad(GruGrad { reverse, reset_after });
+        [
+            Sample { title, op: Op::Gru(forward), inputs, differentiate: (0..6).collect() },
+            Sample { title, op: grad, inputs: read, differentiate: vec![] },
+        ]
+    };
     cases.into_iter().flat_map(both).collect()
 }
 
 #[cfg(test)]
 mod tests {
+    use super::super::sample::assert_slopes;
     use super::*;
 
     // The samples ask for the gradient of y alone; here both results count.
@@ -248,27 +242,10 @@ mod tests {
     fn gradients_of_the_last_state_are_slopes() {
         for (reverse, reset_after) in [(false, false), (false, true), (true, false), (true, true)] {
             let forward = Gru { reverse, reset_after };
-            let inputs: Vec<Tensor> = inputs_of(3, 2, 2, 2).iter().map(|t| t.cast(DType::F64)).collect();
+            let inputs: Vec<Tensor> = inputs_of(3, [3, 2, 2, 2], 1).iter().map(|t| t.cast(DType::F64)).collect();
             let weights = [ramp(&[3, 2, 2], 20), ramp(&[2, 2], 21)].map(|t| t.cast(DType::F64));
-            let loss = |inputs: &[Tensor]| -> f64 {
-                let dot =
-                    |(w, y): (&Tensor, &Tensor)| w.to_f64().iter().zip(y.to_f64()).map(|(w, y)| w * y).sum::<f64>();
-                weights.iter().zip(&run(&forward, inputs)).map(dot).sum()
-            };
             let gradients = run(&GruGrad { reverse, reset_after }, &grad_inputs(&forward, &inputs, weights.clone()));
-            for slot in 0..6 {
-                let x = inputs[slot].to_f64();
-                for (at, slope) in gradients[slot].to_f64().into_iter().enumerate() {
-                    let moved = |by: f64| {
-                        let (mut x, mut inputs) = (x.clone(), inputs.clone());
-                        x[at] += by;
-                        inputs[slot] = Tensor::from_f64(inputs[slot].shape(), &x);
-                        loss(&inputs)
-                    };
-                    let difference = (moved(1e-5) - moved(-1e-5)) / 2e-5;
-                    assert!((slope - difference).abs() < 1e-8, "input {slot}, {at}: {slope} is not {difference}");
-                }
-            }
+            assert_slopes(&forward, &inputs, &weights, &gradients, &[0, 1, 2, 3, 4, 5]);
         }
     }
 

@@ -275,11 +275,19 @@ pub(super) fn zeros(out: &mut dyn Emit, like: Value) -> Value {
     out.emit(Op::Broadcast(Broadcast { shape: fact.shape }), &[zero])
 }
 
-fn inputs_of(steps: usize, batch: usize, width: usize, hidden: usize) -> Vec<Tensor> {
-    let wide = 4 * hidden;
-    let shapes: [&[usize]; 7] =
-        [&[steps, batch, width], &[wide, width], &[wide, hidden], &[wide], &[wide], &[batch, hidden], &[batch, hidden]];
-    shapes.iter().zip(1..).map(|(shape, seed)| ramp(shape, seed)).collect()
+/// Values for a small recurrence of `gates` gates: x, both weights, both biases, and the states before the first step.
+pub(super) fn inputs_of(gates: usize, [steps, batch, width, hidden]: [usize; 4], states: usize) -> Vec<Tensor> {
+    let wide = gates * hidden;
+    let layer: [&[usize]; 5] = [&[steps, batch, width], &[wide, width], &[wide, hidden], &[wide], &[wide]];
+    let state: &[usize] = &[batch, hidden];
+    layer.into_iter().chain(vec![state; states]).zip(1..).map(|(shape, seed)| ramp(shape, seed)).collect()
+}
+
+/// What the gradient reads: what arrives, the inputs and what the forward run kept.
+fn grad_inputs(forward: &Lstm, inputs: &[Tensor], arrived: [Tensor; 3]) -> Vec<Tensor> {
+    let made = run(forward, inputs);
+    let known = [0, 1, 2, 5, 6].map(|i: usize| inputs[i].clone());
+    arrived.into_iter().chain(known).chain([0, 3, 4].map(|i: usize| made[i].clone())).collect()
 }
 
 /// Small cases.
@@ -290,18 +298,16 @@ pub fn samples() -> Vec<Sample> {
         ("one step", [1, 1, 4, 2], false),
         ("one unit, a long sequence", [6, 1, 1, 1], true),
     ];
-    let both = |(title, [steps, batch, width, hidden], reverse): (&'static str, [usize; 4], bool)| {
-        let inputs = inputs_of(steps, batch, width, hidden);
+    let both = |(title, sizes, reverse): (&'static str, [usize; 4], bool)| {
+        let [steps, batch, _, hidden] = sizes;
+        let inputs = inputs_of(4, sizes, 2);
         let forward = Lstm { reverse };
-        let saved = run(&forward, &inputs);
-        let gradients = [ramp(&[steps, batch, hidden], 8), ramp(&[batch, hidden], 9), ramp(&[batch, hidden], 10)];
-        let kept = [0, 1, 2, 5, 6].map(|i: usize| inputs[i].clone());
-        let made = [0, 3, 4].map(|i: usize| saved[i].clone());
-        let grad_inputs = gradients.into_iter().chain(kept).chain(made).collect();
+        let arrived = [ramp(&[steps, batch, hidden], 8), ramp(&[batch, hidden], 9), ramp(&[batch, hidden], 10)];
+        let read = grad_inputs(&forward, &inputs, arrived);
         let grad = Op::LstmGrad(LstmGrad { reverse });
         [
             Sample { title, op: Op::Lstm(forward), inputs, differentiate: (0..7).collect() },
-            Sample { title, op: grad, inputs: grad_inputs, differentiate: vec![] },
+            Sample { title, op: grad, inputs: read, differentiate: vec![] },
         ]
     };
     cases.into_iter().flat_map(both).collect()
@@ -309,44 +315,24 @@ pub fn samples() -> Vec<Sample> {
 
 #[cfg(test)]
 mod tests {
+    use super::super::sample::assert_slopes;
     use super::*;
 
     // The samples ask for the gradient of y alone; here all three results count.
     #[test]
     fn gradients_of_the_last_state_and_cell_are_slopes() {
         for reverse in [false, true] {
-            let inputs: Vec<Tensor> = inputs_of(3, 2, 2, 2).iter().map(|t| t.cast(DType::F64)).collect();
+            let inputs: Vec<Tensor> = inputs_of(4, [3, 2, 2, 2], 2).iter().map(|t| t.cast(DType::F64)).collect();
             let weights = [ramp(&[3, 2, 2], 20), ramp(&[2, 2], 21), ramp(&[2, 2], 22)].map(|t| t.cast(DType::F64));
-            let loss = |inputs: &[Tensor]| -> f64 {
-                let made = run(&Lstm { reverse }, inputs);
-                let dot =
-                    |(w, y): (&Tensor, &Tensor)| -> f64 { w.to_f64().iter().zip(y.to_f64()).map(|(w, y)| w * y).sum() };
-                weights.iter().zip(&made).map(dot).sum()
-            };
-            let made = run(&Lstm { reverse }, &inputs);
-            let kept = [0, 1, 2, 5, 6].map(|i: usize| inputs[i].clone());
-            let saved = [0, 3, 4].map(|i: usize| made[i].clone());
-            let all: Vec<Tensor> = weights.iter().cloned().chain(kept).chain(saved).collect();
-            let gradients = run(&LstmGrad { reverse }, &all);
-            for (slot, gradient) in [(0, 0), (1, 1), (2, 2), (3, 3), (4, 3), (5, 4), (6, 5)] {
-                let x = inputs[slot].to_f64();
-                for (at, slope) in gradients[gradient].to_f64().into_iter().enumerate() {
-                    let moved = |by: f64| {
-                        let (mut x, mut inputs) = (x.clone(), inputs.clone());
-                        x[at] += by;
-                        inputs[slot] = Tensor::from_f64(inputs[slot].shape(), &x);
-                        loss(&inputs)
-                    };
-                    let difference = (moved(1e-5) - moved(-1e-5)) / 2e-5;
-                    assert!((slope - difference).abs() < 1e-8, "input {slot}, {at}: {slope} is not {difference}");
-                }
-            }
+            let forward = Lstm { reverse };
+            let gradients = run(&LstmGrad { reverse }, &grad_inputs(&forward, &inputs, weights.clone()));
+            assert_slopes(&forward, &inputs, &weights, &gradients, &[0, 1, 2, 3, 3, 4, 5]);
         }
     }
 
     #[test]
     fn no_step_gives_the_first_state_back() {
-        let inputs = inputs_of(0, 2, 3, 2);
+        let inputs = inputs_of(4, [0, 2, 3, 2], 2);
         let made = run(&Lstm { reverse: false }, &inputs);
         assert_eq!((&made[1], &made[2]), (&inputs[5], &inputs[6]));
     }

@@ -10,7 +10,7 @@
 //!   dx_t = da W_ih,  dW_ih = Σ daᵀ x_t,  dW_hh = Σ daᵀ h,  db = Σ da
 
 use super::layer_norm::same;
-use super::lstm::{Sizes, before, logistic, order, products, zeros};
+use super::lstm::{Sizes, before, inputs_of, logistic, order, products, zeros};
 use super::sample::{ramp, run};
 use super::*;
 
@@ -163,12 +163,6 @@ impl Rule for RnnGrad {
     }
 }
 
-fn inputs_of(steps: usize, batch: usize, width: usize, hidden: usize) -> Vec<Tensor> {
-    let shapes: [&[usize]; 6] =
-        [&[steps, batch, width], &[hidden, width], &[hidden, hidden], &[hidden], &[hidden], &[batch, hidden]];
-    shapes.iter().zip(1..).map(|(shape, seed)| ramp(shape, seed)).collect()
-}
-
 /// What the gradient reads: what arrives, the inputs and what the forward run made.
 fn grad_inputs(forward: &Rnn, inputs: &[Tensor], arrived: [Tensor; 2]) -> Vec<Tensor> {
     let known = [0, 1, 2, 5].map(|i: usize| inputs[i].clone());
@@ -184,8 +178,9 @@ pub fn samples() -> Vec<Sample> {
         ("sigmoid", [2, 2, 3, 2], true, Activation::Sigmoid),
         ("one step", [1, 1, 4, 2], false, Activation::Tanh),
     ];
-    let both = |(title, [steps, batch, width, hidden], reverse, activation): (&'static str, [usize; 4], bool, _)| {
-        let inputs = inputs_of(steps, batch, width, hidden);
+    let both = |(title, sizes, reverse, activation): (&'static str, [usize; 4], bool, _)| {
+        let [steps, batch, _, hidden] = sizes;
+        let inputs = inputs_of(1, sizes, 1);
         let forward = Rnn { reverse, activation };
         let arrived = [ramp(&[steps, batch, hidden], 8), ramp(&[batch, hidden], 9)];
         let read = grad_inputs(&forward, &inputs, arrived);
@@ -200,6 +195,7 @@ pub fn samples() -> Vec<Sample> {
 
 #[cfg(test)]
 mod tests {
+    use super::super::sample::assert_slopes;
     use super::*;
 
     // The samples ask for the gradient of y alone; here both results count.
@@ -208,27 +204,10 @@ mod tests {
         for (reverse, activation) in [(false, Activation::Tanh), (true, Activation::Tanh), (true, Activation::Sigmoid)]
         {
             let forward = Rnn { reverse, activation };
-            let inputs: Vec<Tensor> = inputs_of(3, 2, 2, 2).iter().map(|t| t.cast(DType::F64)).collect();
+            let inputs: Vec<Tensor> = inputs_of(1, [3, 2, 2, 2], 1).iter().map(|t| t.cast(DType::F64)).collect();
             let weights = [ramp(&[3, 2, 2], 20), ramp(&[2, 2], 21)].map(|t| t.cast(DType::F64));
-            let loss = |inputs: &[Tensor]| -> f64 {
-                let dot =
-                    |(w, y): (&Tensor, &Tensor)| w.to_f64().iter().zip(y.to_f64()).map(|(w, y)| w * y).sum::<f64>();
-                weights.iter().zip(&run(&forward, inputs)).map(dot).sum()
-            };
             let gradients = run(&RnnGrad { reverse, activation }, &grad_inputs(&forward, &inputs, weights.clone()));
-            for (slot, gradient) in [(0, 0), (1, 1), (2, 2), (3, 3), (4, 3), (5, 4)] {
-                let x = inputs[slot].to_f64();
-                for (at, slope) in gradients[gradient].to_f64().into_iter().enumerate() {
-                    let moved = |by: f64| {
-                        let (mut x, mut inputs) = (x.clone(), inputs.clone());
-                        x[at] += by;
-                        inputs[slot] = Tensor::from_f64(inputs[slot].shape(), &x);
-                        loss(&inputs)
-                    };
-                    let difference = (moved(1e-5) - moved(-1e-5)) / 2e-5;
-                    assert!((slope - difference).abs() < 1e-8, "input {slot}, {at}: {slope} is not {difference}");
-                }
-            }
+            assert_slopes(&forward, &inputs, &weights, &gradients, &[0, 1, 2, 3, 3, 4]);
         }
     }
 

@@ -49,6 +49,29 @@ pub fn try_run(rule: &dyn Rule, inputs: &[Tensor]) -> Result<Vec<Tensor>, Kernel
     Ok(tensors.collect())
 }
 
+/// Asserts that a gradient rule gives the slopes of the sum of all outputs, each weighted by one of `weights`. Input
+/// `slot` has its gradient at place `places[slot]`. All tensors are `f64`.
+#[cfg(test)]
+pub fn assert_slopes(rule: &dyn Rule, inputs: &[Tensor], weights: &[Tensor], gradients: &[Tensor], places: &[usize]) {
+    let loss = |inputs: &[Tensor]| -> f64 {
+        let dot = |(w, y): (&Tensor, &Tensor)| w.to_f64().iter().zip(y.to_f64()).map(|(w, y)| w * y).sum::<f64>();
+        weights.iter().zip(&run(rule, inputs)).map(dot).sum()
+    };
+    for (slot, &place) in places.iter().enumerate() {
+        let x = inputs[slot].to_f64();
+        for (at, slope) in gradients[place].to_f64().into_iter().enumerate() {
+            let moved = |by: f64| {
+                let (mut x, mut inputs) = (x.clone(), inputs.to_vec());
+                x[at] += by;
+                inputs[slot] = Tensor::from_f64(inputs[slot].shape(), &x);
+                loss(&inputs)
+            };
+            let difference = (moved(1e-5) - moved(-1e-5)) / 2e-5;
+            assert!((slope - difference).abs() < 1e-8, "input {slot}, {at}: {slope} is not {difference}");
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -103,7 +103,7 @@ pub fn variance(scope: &mut Scope<'_>, with_root: bool, with_mean: bool) -> Outp
         };
     }
     if with_root {
-        y = root(scope, y)?;
+        y = scope.root(y, 2.0)?;
     }
     if !with_mean {
         return one(y);
@@ -128,16 +128,6 @@ pub fn log_sum_exp(scope: &mut Scope<'_>) -> Outputs {
     one(scope.binary(Binary::Add, log, top)?)
 }
 
-/// The root of a sum of squares, whose gradient at 0 is 0.
-fn root(scope: &mut Scope<'_>, sum: Value) -> Result<Value, Reason> {
-    let dtype = scope.fact(sum).dtype;
-    let (zero, unit) = (scope.scalar(dtype, 0.0)?, scope.scalar(dtype, 1.0)?);
-    let none = scope.compare(Compare::Equal, sum, zero)?;
-    let inside = scope.select(none, unit, sum)?;
-    let root = scope.unary(Unary::Sqrt, inside)?;
-    scope.select(none, zero, root)
-}
-
 /// `(Σ |x|^order)^(1/order)`, and its limits.
 pub fn norm_of(scope: &mut Scope<'_>, x: Value, order: f64, axes: &[usize], keep: bool) -> Result<Value, Reason> {
     let size = scope.unary(Unary::Abs, x)?;
@@ -146,7 +136,7 @@ pub fn norm_of(scope: &mut Scope<'_>, x: Value, order: f64, axes: &[usize], keep
     } else if order == 2.0 {
         let square = scope.binary(Binary::Mul, x, x)?;
         let sum = scope.reduce(ReduceKind::Sum, square, axes, keep)?;
-        root(scope, sum)
+        scope.root(sum, 2.0)
     } else if order == f64::INFINITY {
         scope.reduce(ReduceKind::Max, size, axes, keep)
     } else if order == f64::NEG_INFINITY {
@@ -160,7 +150,10 @@ pub fn norm_of(scope: &mut Scope<'_>, x: Value, order: f64, axes: &[usize], keep
     } else {
         let power = scope.with_number(Binary::Pow, size, order)?;
         let sum = scope.reduce(ReduceKind::Sum, power, axes, keep)?;
-        scope.with_number(Binary::Pow, sum, 1.0 / order)
+        match order > 0.0 {
+            true => scope.root(sum, order),
+            false => scope.with_number(Binary::Pow, sum, 1.0 / order),
+        }
     }
 }
 

@@ -17,14 +17,22 @@ pub fn number(scope: &mut impl Build, dim: &Dim) -> Result<Value, Reason> {
     }
 }
 
-/// `index`, counted from the front of an axis of `size`, times `stride`.
+/// A place that no tensor has, nor the sum of one for each axis.
+const OUTSIDE: i64 = 1 << 52;
+
+/// `index`, counted from the front of an axis of `size`, times `stride`. An index outside of the axis leads outside of
+/// the tensor, where the kernel refuses it: without that it would name an element of another row.
 pub fn steps(scope: &mut impl Build, index: Value, size: &Dim, stride: &Dim) -> Result<Value, Reason> {
     let zero = scope.constant(Tensor::from_i64(&[], &[0]))?;
     let negative = scope.compare(Compare::Less, index, zero)?;
     let size = number(scope, size)?;
     let counted = scope.binary(Binary::Add, index, size)?;
     let index = scope.select(negative, counted, index)?;
-    scaled(scope, index, stride)
+    let place = scaled(scope, index, stride)?;
+    let outside = scope.constant(Tensor::from_i64(&[], &[OUTSIDE]))?;
+    let (before, within) = (scope.compare(Compare::Less, index, zero)?, scope.compare(Compare::Less, index, size)?);
+    let place = scope.select(within, place, outside)?;
+    scope.select(before, outside, place)
 }
 
 /// `index · stride`.
@@ -57,6 +65,11 @@ pub fn element_places(scope: &mut impl Build, dims: &[Dim], index: Value, along:
     let picked = scope.fact(index).shape;
     if picked.len() != dims.len() {
         return Err(Reason::Inputs(format!("an index of rank {} for an input of rank {}", picked.len(), dims.len())));
+    }
+    let larger = |at: usize| matches!((picked[at].known(), dims[at].known()), (Some(have), Some(size)) if have > size);
+    if let Some(at) = (0..dims.len()).find(|&at| at != along && larger(at)) {
+        let told = format!("an index of {} rows at axis {at}, where the input has {}", picked[at], dims[at]);
+        return Err(Reason::Inputs(told));
     }
     let index = scope.cast(index, DType::I64)?;
     let mut place = None;

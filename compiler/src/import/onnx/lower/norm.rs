@@ -56,7 +56,7 @@ pub fn mean_variance(scope: &mut Scope<'_>) -> Outputs {
     let centred = scope.binary(Binary::Sub, x, mean)?;
     let square = scope.binary(Binary::Mul, centred, centred)?;
     let variance = scope.reduce(ReduceKind::Mean, square, &axes, true)?;
-    let deviation = scope.unary(Unary::Sqrt, variance)?;
+    let deviation = scope.root(variance, 2.0)?;
     let below = scope.with_number(Binary::Add, deviation, 1e-9)?;
     Ok(vec![Known::Value(scope.binary(Binary::Div, centred, below)?)])
 }

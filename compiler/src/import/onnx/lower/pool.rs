@@ -177,8 +177,7 @@ impl Norm {
     fn root(&self, scope: &mut Scope<'_>, x: Value) -> Result<Value, Reason> {
         match self.p {
             1 => Ok(x),
-            2 => scope.unary(Unary::Sqrt, x),
-            p => scope.with_number(Binary::Pow, x, 1.0 / p as f64),
+            p => scope.root(x, p as f64),
         }
     }
 }

@@ -10,7 +10,7 @@ use super::weight::dtype_of;
 use super::window::convolved;
 use super::{Known, Outputs, Reason, Scope};
 use crate::import::build::Build;
-use crate::op::{Binary, ReduceKind, Unary, Value};
+use crate::op::{Binary, Compare, ReduceKind, Unary, Value};
 use crate::tensor::DType;
 use crate::tensor::dim::Dim;
 
@@ -123,7 +123,12 @@ pub fn dynamic_quantize(scope: &mut Scope<'_>) -> Outputs {
     let least = scope.reduce(ReduceKind::Min, x, &axes, false)?;
     let least = scope.with_number(Binary::Min, least, 0.0)?;
     let reach = scope.binary(Binary::Sub, most, least)?;
+    // Zeros alone ask for no scale; any will do.
+    let dtype = scope.fact(x).dtype;
+    let (zero, one) = (scope.scalar(dtype, 0.0)?, scope.scalar(dtype, 1.0)?);
+    let flat = scope.compare(Compare::Equal, reach, zero)?;
     let scale = scope.with_number(Binary::Div, reach, 255.0)?;
+    let scale = scope.select(flat, one, scale)?;
     let below = scope.binary(Binary::Div, least, scale)?;
     let zero = scope.unary(Unary::Neg, below)?;
     let zero = saturated(scope, zero, None, DType::U8)?;

@@ -59,7 +59,7 @@ pub fn sum_around(scope: &mut Scope<'_>, around: Around) -> Outputs {
         None => before,
     };
     let y = match around {
-        Around::Norm => scope.unary(Unary::Sqrt, sum)?,
+        Around::Norm => scope.root(sum, 2.0)?,
         Around::Log => scope.unary(Unary::Log, sum)?,
         Around::Absolute | Around::Square => sum,
     };

@@ -18,7 +18,7 @@ enum Method {
     Weighted(Filter),
 }
 
-/// A tensor with other sizes. Before operator set 11 places are `i/scale`, rounded down.
+/// A tensor with other sizes. Before operator set 11 places are `i/scale`, rounded down, or up where the axis shrinks.
 pub fn resize(scope: &mut Scope<'_>) -> Outputs {
     let (transform, method) = match scope.opset {
         ..11 => (Transform::Asymmetric, method(scope, "floor")?),
@@ -51,7 +51,9 @@ fn resized(
 ) -> Result<Value, Reason> {
     match method {
         Method::Nearest(rounding) => {
-            let index = axis.nearest(transform, *rounding)?;
+            // The runtimes that the old operator was written for round up where an axis shrinks.
+            let rounding = if scope.opset < 11 && axis.scale < 1.0 { Rounding::Ceil } else { *rounding };
+            let index = axis.nearest(transform, rounding)?;
             charge(scope, index.len())?;
             let index = scope.constant(Tensor::from_i64(&[index.len()], &index))?;
             scope.add(Op::Gather(Gather { axis: at }), &[x, index])
