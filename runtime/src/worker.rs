@@ -11,6 +11,7 @@ use crate::execute::{ExecuteError, Executor, Item, Weights};
 use crate::link::channel::{Message, Parcel};
 use crate::link::rendezvous::Rendezvous;
 use crate::optimizer::{Optimizer, Update, accumulate};
+use compiler::plan::StageId;
 use compiler::schedule::{EdgeId, Instruction, Payload, Program, Token, WorkerId};
 use compiler::tensor::DType;
 use compiler::tensor::view::{View, ViewMut};
@@ -245,13 +246,14 @@ impl Worker<'_> {
                 self.gear.replicas.bring(round, replica, part);
                 self.pending.insert(token, Pending::Reduce { round });
             }
-            Instruction::Step { round, from, to, count, in_place, .. } => {
+            Instruction::Step { stage, round, from, to, count, in_place } => {
                 let old = self.versions.get(&from.0).cloned().ok_or_else(|| bug(self, "version is gone"))?;
                 if in_place {
                     self.versions.remove(&from.0);
                 }
                 let part = self.reduced.remove(&round).unwrap_or_else(|| self.contribution());
-                self.update(old, round, to.0, count, part)?;
+                let rate = self.rate(stage, round);
+                self.update(old, to.0, count, rate, part)?;
             }
             Instruction::Drop { version, .. } => {
                 for buffer in self.versions.remove(&version.0).unwrap_or_default() {
@@ -454,16 +456,15 @@ impl Worker<'_> {
     fn update(
         &mut self,
         mut old: Weights,
-        round: u32,
         to: u32,
         count: u32,
+        rate: f64,
         part: Contribution,
     ) -> Result<(), WorkerError> {
         let start = self.now();
         let code = self.gear.code;
         let mut totals = self.totals(part.terms, to)?;
         let scale = 1.0 / f64::from(count.max(1));
-        let rate = self.rate(round);
         let mut new: Weights = Vec::with_capacity(old.len());
         self.gradients.clear();
         for (p, weight) in old.drain(..).enumerate() {
@@ -496,10 +497,9 @@ impl Worker<'_> {
     }
 
     /// The share of the learning rate at the first minibatch of a round.
-    fn rate(&self, round: u32) -> f64 {
+    fn rate(&self, stage: StageId, round: u32) -> f64 {
         let program = self.gear.program;
-        let own = program.workers[self.gear.id.index()].stage;
-        let minibatches = if program.schedule.is_round_robin() { program.stages[own.index()].replicas } else { 1 };
+        let minibatches = if program.schedule.is_round_robin() { program.stages[stage.index()].replicas } else { 1 };
         let total = program.items / program.microbatches.max(1);
         self.gear.optimizer.rate.factor(round.saturating_mul(minibatches), total)
     }

@@ -63,8 +63,11 @@ pub struct Question {
     #[arg(long, value_name = "M", default_value_t = 1)]
     pub microbatches: u32,
     /// Order of work [default: 1f1b-rr; for a target 1f1b, for objective latency inference]
-    #[arg(long, value_name = "NAME", value_parser = ["gpipe", "1f1b", "1f1b-rr", "1f1b-rr-vsync", "2bw", "inference"])]
+    #[arg(long, value_name = "NAME", value_parser = SCHEDULES)]
     pub schedule: Option<String>,
+    /// Stages on each rank, for interleaved and bfs [default: 2; zbv and dualpipev have 2]
+    #[arg(long, value_name = "V", value_parser = clap::value_parser!(u32).range(1..=1024))]
+    pub chunks: Option<u32>,
     /// What is minimised: time, bytes on the fullest device, or one item's way through a pipeline that only answers
     #[arg(long, value_name = "WHAT", default_value = "throughput", value_parser = ["throughput", "memory", "latency"])]
     pub objective: String,
@@ -118,6 +121,7 @@ impl Default for Question {
             memory: None,
             microbatches: 1,
             schedule: None,
+            chunks: None,
             objective: "throughput".to_string(),
             target: None,
             partitioner: "pipec".to_string(),
@@ -135,6 +139,22 @@ impl Default for Question {
         }
     }
 }
+
+/// The schedules that a plan can be made for.
+const SCHEDULES: [&str; 12] = [
+    "gpipe",
+    "1f1b",
+    "interleaved",
+    "bfs",
+    "zb-h1",
+    "zb-h2",
+    "zbv",
+    "dualpipev",
+    "2bw",
+    "1f1b-rr",
+    "1f1b-rr-vsync",
+    "inference",
+];
 
 /// An optimizer, as far as memory is concerned.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -296,6 +316,7 @@ pub fn ask(file: &Path, costs: Costs, question: &Question) -> Result<Planned, Fa
     problem.optimizer_state = question.optimizer.state();
     problem.optimizer = question.optimizer.name().to_string();
     problem.schedule = question.schedule();
+    problem.chunks = question.chunks.unwrap_or(if problem.schedule.has_chunks() { 2 } else { 1 });
     problem.recompute = question.recompute == "auto";
     problem.microbatches = question.microbatches;
     problem.in_flight = question.in_flight.clone();
