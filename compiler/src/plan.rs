@@ -8,6 +8,7 @@
 
 pub mod caps;
 pub mod check;
+pub mod chunks;
 pub mod cut_bytes;
 pub mod device_placement;
 pub mod judge;
@@ -378,6 +379,16 @@ impl ScheduleKind {
             ScheduleKind::Inference => "inference",
             ScheduleKind::Csv => "csv",
         }
+    }
+
+    /// Whether the stages go down the ranks and up again, two on each.
+    pub fn is_on_a_v(self) -> bool {
+        matches!(self, ScheduleKind::Zbv | ScheduleKind::DualPipeV)
+    }
+
+    /// Whether a rank holds several stages.
+    pub fn has_chunks(self) -> bool {
+        self.is_on_a_v() || matches!(self, ScheduleKind::Interleaved | ScheduleKind::Bfs)
     }
 
     /// The kind of that name.

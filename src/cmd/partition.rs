@@ -66,6 +66,9 @@ pub struct Question {
     /// Order of work [default: 1f1b-rr; for a target 1f1b, for objective latency inference]
     #[arg(long, value_name = "NAME|FILE.csv", value_parser = table::said)]
     pub schedule: Option<String>,
+    /// Stages on each rank, for interleaved and bfs [default: 2; zbv and dualpipev have 2]
+    #[arg(long, value_name = "V", value_parser = clap::value_parser!(u32).range(1..=1024))]
+    pub chunks: Option<u32>,
     /// What is minimised: time, bytes on the fullest device, or one item's way through a pipeline that only answers
     #[arg(long, value_name = "WHAT", default_value = "throughput", value_parser = ["throughput", "memory", "latency"])]
     pub objective: String,
@@ -119,6 +122,7 @@ impl Default for Question {
             memory: None,
             microbatches: 1,
             schedule: None,
+            chunks: None,
             objective: "throughput".to_string(),
             target: None,
             partitioner: "pipec".to_string(),
@@ -255,23 +259,11 @@ impl Question {
     fn agrees(&self) -> Result<(), Failure> {
         let kind = self.schedule();
         if let Some(target) = &self.target
-            && !matches!(
-                kind,
-                ScheduleKind::OneFOneB
-                    | ScheduleKind::Gpipe
-                    | ScheduleKind::ZbH1
-                    | ScheduleKind::ZbH2
-                    | ScheduleKind::Csv
-            )
+            && (kind.is_continuous() || kind == ScheduleKind::Inference)
         {
             return Err(Failure::input(format!("`--target {target}` does not go with `--schedule {}`", kind.name()))
                 .because("no framework carries weight versions")
                 .help("`--schedule 1f1b` and `--schedule gpipe` flush; `--microbatches` says into how many pieces"));
-        }
-        if matches!(kind, ScheduleKind::Interleaved | ScheduleKind::Bfs | ScheduleKind::Zbv | ScheduleKind::DualPipeV) {
-            return Err(Failure::input(format!("`--schedule {}` has several stages on each device", kind.name()))
-                .because("plans that are made here put one stage on each device")
-                .help("`1f1b` and `zb-h1` run those; `pipec train --plan` takes a plan whose stages name the same devices"));
         }
         if self.objective == "latency" && kind != ScheduleKind::Inference {
             return Err(Failure::input(format!("`--objective latency` does not go with `--schedule {}`", kind.name()))
@@ -309,6 +301,7 @@ pub fn ask(file: &Path, costs: Costs, question: &Question) -> Result<Planned, Fa
     problem.optimizer_state = question.optimizer.state();
     problem.optimizer = question.optimizer.name().to_string();
     problem.schedule = question.schedule();
+    problem.chunks = question.chunks.unwrap_or(if problem.schedule.has_chunks() { 2 } else { 1 });
     problem.recompute = question.recompute == "auto";
     let table = table::read(question.schedule.as_deref())?;
     problem.microbatches = table.as_ref().map_or(question.microbatches, Table::microbatches);

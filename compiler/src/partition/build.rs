@@ -2,6 +2,7 @@
 
 use crate::partition::shape::{Leaf, Shape};
 use crate::plan::caps::{self, Flow};
+use crate::plan::chunks;
 use crate::plan::memory::{Holdings, Multiples};
 use crate::plan::outlook::{self, Asked, Outlook, PlacedStage};
 use crate::plan::problem::{CostModel, Objective, Problem};
@@ -50,7 +51,11 @@ pub fn outlook(problem: &Problem, asked: &Asked, shape: &Shape, spots: &[Spot]) 
         }
     };
     let stages: Vec<PlacedStage> = shape.leaves().into_iter().zip(spots).zip(&holdings).map(placed).collect();
-    outlook::outlook(asked, &problem.cluster.levels, &stages, &edges(problem, shape))
+    let (levels, edges) = (&problem.cluster.levels, edges(problem, shape));
+    match problem.chunks > 1 && stages.len() > 1 {
+        true => chunks::outlook(asked, levels, &stages, &edges),
+        false => outlook::outlook(asked, levels, &stages, &edges),
+    }
 }
 
 /// The objective of a shape under the problem's cost model, in microseconds.

@@ -285,12 +285,13 @@ fn effort(problem: &Problem, rules: &[Rules], places: usize) -> f64 {
 }
 
 /// The units that frameworks keep whole: a module of the model's first level, or one of a numbered list of them.
-struct Borders {
+pub struct Borders {
     unit: Vec<Option<usize>>,
 }
 
 impl Borders {
-    fn of(graph: &CostGraph) -> Borders {
+    /// Those of a model.
+    pub fn of(graph: &CostGraph) -> Borders {
         let mut numbers: BTreeMap<String, usize> = BTreeMap::new();
         let mut unit = Vec::with_capacity(graph.ops.len());
         for op in &graph.ops {
@@ -304,7 +305,7 @@ impl Borders {
     }
 
     /// Where an order can be cut without cutting a unit.
-    fn ends(&self, order: &[u32]) -> Vec<usize> {
+    pub fn ends(&self, order: &[u32]) -> Vec<usize> {
         let mut last: BTreeMap<usize, usize> = BTreeMap::new();
         for (at, &op) in order.iter().enumerate() {
             if let Some(unit) = self.unit[op as usize] {

@@ -12,7 +12,7 @@ use crate::partition::in_flight::Efficiency;
 use crate::partition::joined::Joined;
 use crate::partition::search::{Candidate, Found, Question, same};
 use crate::partition::states::Growth;
-use crate::partition::{cuts, every, placement};
+use crate::partition::{chunked, cuts, every, placement};
 use crate::plan::Plan;
 use crate::plan::check::Fault;
 use crate::plan::problem::{CostModel, InFlight, Objective, Problem, ProblemError};
@@ -164,6 +164,7 @@ pub fn plan(problem: &Problem, options: &PlannerOptions<'_>) -> Result<Planned, 
             let proven_us = proven_us.filter(|_| problem.cluster.levels.len() == 1);
             Found { candidates: candidate.into_iter().collect(), states, proven_us, ..Found::nothing() }
         }
+        Partitioner::Pipec if problem.chunks > 1 => chunked::found(&question)?,
         Partitioner::Pipec if is_placed => placement::found(&question, &baselines)?,
         _ if is_placed && is_pinned => placement::found(&question, &baselines)?,
         _ if is_pinned => question.pinned()?,

@@ -15,6 +15,7 @@ use crate::plan::StageMemory;
 use crate::plan::problem::{InFlight, Objective, Problem, ProblemError};
 use crate::plan::stage_cost::{self, LevelCost, StageCost};
 use crate::profile::cost_graph::CostGraph;
+use std::collections::BTreeMap;
 
 /// Closed sets that are looked at when `--budget` does not say.
 pub const DEFAULT_BUDGET: u64 = 10_000;
@@ -39,10 +40,20 @@ pub struct Candidate {
 }
 
 impl Candidate {
-    /// Bytes of the fullest stage.
+    /// Bytes of the fullest device.
     pub fn peak(&self) -> u64 {
-        self.memory.iter().map(|held| held.total).max().unwrap_or(0)
+        fullest(&self.spots, &self.memory)
     }
+}
+
+/// Bytes of the fullest device: chunks of one rank stand on the same.
+pub fn fullest(spots: &[build::Spot], memory: &[StageMemory]) -> u64 {
+    let mut held: BTreeMap<u32, u64> = BTreeMap::new();
+    for (spot, memory) in spots.iter().zip(memory) {
+        let sum = held.entry(spot.first).or_default();
+        *sum = sum.saturating_add(memory.total);
+    }
+    held.into_values().max().unwrap_or(0)
 }
 
 /// What a partitioner says about its answer.
@@ -96,8 +107,7 @@ impl Question<'_> {
             _ => build::published_caps(problem, &shape),
         };
         let memory = build::memory(problem, &shape, &spots, &build::holdings(problem, &shape), &caps);
-        let peak = memory.iter().map(|held| held.total).max().unwrap_or(0);
-        let fits = problem.memory_limit.is_none_or(|limit| peak <= limit.0);
+        let fits = problem.memory_limit.is_none_or(|limit| fullest(&spots, &memory) <= limit.0);
         let minibatch_us = build::minibatch_us(problem, &shape, &spots);
         Candidate { name, shape, minibatch_us, caps, spots, memory, fits }
     }

@@ -8,6 +8,19 @@ use crate::plan::problem::{Objective, Problem};
 use crate::plan::{Plan, ScheduleKind, Stage};
 use std::collections::{BTreeMap, BTreeSet};
 
+mod chunks;
+
+/// Microseconds over one level for each item.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Over {
+    /// Of activations in.
+    pub comes: f64,
+    /// Of activations out.
+    pub goes: f64,
+    /// Of one all-reduce.
+    pub reduces: f64,
+}
+
 /// What the plan's objective comes to, in microseconds, and what sets it.
 pub fn time(problem: &Problem, plan: &Plan, stage_of: &[usize]) -> (f64, String) {
     let kind = plan.schedule.kind;
@@ -40,21 +53,19 @@ pub fn time(problem: &Problem, plan: &Plan, stage_of: &[usize]) -> (f64, String)
             .for_each(|to| *sent.entry((from, to)).or_default() += tensor.bytes as f64);
     }
 
-    // For each stage and level: microseconds of activations in, of activations out, of one all-reduce.
-    let mut over = vec![vec![[0.0f64; 3]; levels.len()]; count];
+    let mut over = vec![vec![Over::default(); levels.len()]; count];
     let mut way_in = vec![0.0; count];
     for (&(from, to), &bytes) in &sent {
-        let both: Vec<u32> = plan.stages[from].devices.iter().chain(&plan.stages[to].devices).copied().collect();
-        let Some(level) = farthest(levels, &both) else { continue };
+        let Some(level) = chunks::between(levels, plan, from, to) else { continue };
         let us = latency_us(levels, level) + bytes / bytes_per_us(levels, level);
-        over[to][level][0] += us;
-        over[from][level][1] += us;
+        over[to][level].comes += us;
+        over[from][level].goes += us;
         way_in[to] += us;
     }
     let mut reduce = vec![0.0; count];
     for (at, stage) in plan.stages.iter().enumerate().filter(|(_, stage)| trains && stage.replicas > 1) {
         for (level, us) in rings(levels, stage, weights[at]) {
-            over[at][level][2] = us;
+            over[at][level].reduces = us;
             reduce[at] += us;
         }
     }
@@ -62,6 +73,11 @@ pub fn time(problem: &Problem, plan: &Plan, stage_of: &[usize]) -> (f64, String)
         let again = if plan.stages[at].recompute { forward[at] } else { 0.0 };
         forward[at] + if trains { backward[at] + again } else { 0.0 }
     };
+    if plan.schedule.chunks > 1 {
+        let all: Vec<f64> = (0..count).map(compute).collect();
+        let sums = chunks::Sums { forward: &forward, compute: &all, over: &over, way_in: &way_in, reduce: &reduce };
+        return chunks::time(levels, plan, &sums);
+    }
     if wants_latency {
         return ((0..count).map(|at| compute(at) + way_in[at]).sum(), "one item's way through".to_string());
     }
@@ -78,13 +94,11 @@ pub fn time(problem: &Problem, plan: &Plan, stage_of: &[usize]) -> (f64, String)
             0.0
         };
         let times = if never_flushed { 1.0 / r } else { (m / r).ceil().max(1.0) - 1.0 };
-        // Stages that are chunks of one worker share its time.
-        let chunks = (0..count).filter(|&other| other == at || plan.stages[other].devices == stage.devices);
-        loads.push((times * chunks.map(compute).sum::<f64>(), format!("compute of stage {at}")));
+        loads.push((times * compute(at), format!("compute of stage {at}")));
         loads.push((times * per_item * reduce[at], format!("all-reduce of stage {at}")));
         let mut unit = 1u64;
-        for (level, [comes, goes, reduces]) in over[at].iter().enumerate() {
-            let messages = if trains { comes + goes } else { comes.max(*goes) };
+        for (level, &Over { comes, goes, reduces }) in over[at].iter().enumerate() {
+            let messages = if trains { comes + goes } else { comes.max(goes) };
             let what = format!("links of stage {at} on {}", levels[level].name.escape_debug());
             loads.push((times * (messages + per_item * reduces), what));
             if levels[level].shared && level > 0 {

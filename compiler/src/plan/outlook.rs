@@ -208,6 +208,10 @@ pub fn messages(levels: &[Level], stages: &[PlacedStage], edges: &[Edge]) -> Vec
     let mut messages = vec![Vec::new(); stages.len()];
     for edge in edges {
         let (from, to) = (&stages[edge.from.index()], &stages[edge.to.index()]);
+        // Between chunks of one rank nothing is sent.
+        if (from.first, from.replicas) == (to.first, to.replicas) {
+            continue;
+        }
         // Devices of a stage follow each other, so the farthest two are at the ends.
         let ends = |stage: &PlacedStage| [stage.first, stage.first + stage.replicas.max(1) - 1];
         let all = ends(from).into_iter().chain(ends(to));
@@ -220,7 +224,7 @@ pub fn messages(levels: &[Level], stages: &[PlacedStage], edges: &[Edge]) -> Vec
 }
 
 /// U_u: microseconds for each item over the one port of each unit, by level and unit.
-fn shared(
+pub fn shared(
     asked: &Asked,
     levels: &[Level],
     stages: &[PlacedStage],

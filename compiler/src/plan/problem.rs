@@ -291,8 +291,18 @@ impl Problem {
         let fine = (1..=1 << 20).contains(&self.microbatches);
         setting(fine, "micro-batches", self.microbatches.to_string(), "from 1 to 2^20")?;
         setting((1..=1024).contains(&self.chunks), "chunks", self.chunks.to_string(), "from 1 to 1024")?;
+        let fine = self.chunks == 1 || self.schedule.has_chunks();
+        setting(
+            fine,
+            "chunks",
+            self.chunks.to_string(),
+            "1 for this schedule; interleaved, bfs, zbv and dualpipev have more",
+        )?;
+        let fine = self.chunks == 2 || !self.schedule.is_on_a_v();
+        setting(fine, "chunks", self.chunks.to_string(), "2 for this schedule")?;
         if self.cost != CostModel::Pipec {
             let settings = [
+                ("`--chunks`", self.chunks > 1),
                 ("objective latency", self.objective == Objective::Latency),
                 ("`--pin`", !self.constraints.pins.is_empty()),
                 ("`--max-stages`", self.constraints.most_stages.is_some()),
@@ -314,7 +324,8 @@ impl Problem {
         if let Some(replicas) = &self.constraints.replicas {
             let empty = replicas.is_empty() || replicas.contains(&0);
             setting(!empty, "replicas of a stage", format!("{replicas:?}"), "at least 1, for at least one stage")?;
-            let wanted: u64 = replicas.iter().map(|&r| u64::from(r)).sum();
+            // Chunks of one rank stand on the same devices.
+            let wanted = replicas.iter().map(|&r| u64::from(r)).sum::<u64>() / u64::from(self.chunks);
             if wanted > u64::from(self.cluster.devices()) {
                 return Err(ProblemError::TooManyReplicas { wanted, devices: self.cluster.devices() });
             }
