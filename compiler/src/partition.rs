@@ -29,5 +29,6 @@ pub mod search;
 pub mod shape;
 pub mod single;
 pub mod states;
+pub mod tables;
 pub mod terrain;
 pub mod uniform;

@@ -4,12 +4,14 @@
 //! sizes are bytes on one device.
 //!
 //! `problem` is what a partitioner is asked, `stage_cost` and `cut_bytes` the cost models, `memory` and `caps` what a stage holds, `check` the
-//! independent judge of any plan, `sound` what must hold of a plan by itself, `read` the file.
+//! independent judge of any plan with its two reckonings of time `judge` and `clock`, `sound` what must hold of a plan by itself, `read` the file.
 
 pub mod caps;
 pub mod check;
+pub mod clock;
 pub mod cut_bytes;
 pub mod device_placement;
+pub mod fault;
 pub mod judge;
 pub mod links;
 pub mod memory;

@@ -1,14 +1,15 @@
 //! From a chosen candidate to a plan: fills in what every plan states, and has it judged.
 
+use crate::partition::bound::slowest_op_us;
 use crate::partition::build;
 use crate::partition::in_flight::{self, Efficiency};
 use crate::partition::search::{Candidate, Found, same};
-use crate::plan::check::{self, Fault};
+use crate::plan::check;
+use crate::plan::fault::Fault;
 use crate::plan::outlook::{Asked, Outlook};
 use crate::plan::problem::{CostModel, InFlight, Objective, Problem};
-use crate::plan::stage_cost::{self, Part, StageCost};
+use crate::plan::stage_cost;
 use crate::plan::{Baselines, Fits, Plan, PlannedCluster, PlannedSchedule, Predicted, SCHEMA, Search};
-use crate::profile::cost_graph::OpCost;
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 
@@ -146,20 +147,7 @@ fn lower_bound(problem: &Problem, flattens: bool) -> f64 {
     if problem.cluster.levels.len() > 1 || flattens {
         return spread;
     }
-    let (cost, level) = (StageCost::of(problem), stage_cost::levels(&problem.cluster)[0]);
-    let alone = |op: &OpCost| {
-        let part = |replicas| Part {
-            is_first: true,
-            is_last: true,
-            replicas,
-            inner_us: op.fwd_us + op.bwd_us,
-            weight_bytes: op.param_bytes as f64,
-            in_bytes: 0.0,
-            out_bytes: 0.0,
-        };
-        (1..=level.count).map(|replicas| cost.part_us(&level, &part(replicas))).fold(f64::INFINITY, f64::min)
-    };
-    problem.graph.ops.iter().map(alone).fold(spread, f64::max)
+    slowest_op_us(problem, &stage_cost::levels(&problem.cluster)[0]).max(spread)
 }
 
 fn predicted(problem: &Problem, chosen: &Candidate, stages: usize) -> Predicted {

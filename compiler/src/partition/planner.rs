@@ -14,7 +14,7 @@ use crate::partition::search::{Candidate, Found, Question, same};
 use crate::partition::states::Growth;
 use crate::partition::{cuts, every, placement};
 use crate::plan::Plan;
-use crate::plan::check::Fault;
+use crate::plan::fault::Fault;
 use crate::plan::problem::{CostModel, InFlight, Objective, Problem, ProblemError};
 use crate::plan::stage_cost;
 use std::cmp::Ordering;
