@@ -28,6 +28,7 @@ pub mod reach;
 pub mod search;
 pub mod shape;
 pub mod single;
+pub mod spanning;
 pub mod states;
 pub mod tables;
 pub mod terrain;

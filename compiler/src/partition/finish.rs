@@ -55,12 +55,13 @@ pub fn finish(problem: &Problem, chosen: &Candidate, statement: &Statement<'_>) 
     }
     let caps = match (&problem.in_flight, statement.efficiency) {
         (InFlight::Auto, Some(efficiency)) => {
-            let (caps, reached) = in_flight::choose(problem, &chosen.shape, &chosen.spots, efficiency);
-            if reached < in_flight::ENOUGH {
-                let percent = reached * 100.0;
-                warnings.push(format!("within memory the in-flight caps reach {percent:.0} % of the ideal throughput"));
+            let chosen = in_flight::choose(problem, &chosen.shape, &chosen.spots, efficiency);
+            if chosen.share < in_flight::ENOUGH {
+                let percent = chosen.share * 100.0;
+                let within = if chosen.lacks_memory { "within memory " } else { "" };
+                warnings.push(format!("{within}the in-flight caps reach {percent:.0} % of the ideal throughput"));
             }
-            caps
+            chosen.caps
         }
         (_, Some(efficiency)) if in_flight::matters(problem) => {
             let reached = in_flight::reached(problem, &chosen.shape, &chosen.spots, &chosen.caps, efficiency);
@@ -122,6 +123,15 @@ pub fn finish(problem: &Problem, chosen: &Candidate, statement: &Statement<'_>) 
     };
     let checked = check::check(problem, &plan)?;
     plan.predicted.bottleneck = checked.bottleneck;
+    if let Some(link) = checked.busiest_link.as_ref().filter(|link| link.share > 1.0 + check::TOLERANCE) {
+        let (level, percent) = (link.level.escape_debug(), link.share * 100.0);
+        plan.warnings.push(format!(
+            "the links of group {} on {level} need {percent:.0} % of the predicted time for what goes over them; this cost model \
+             gives each transfer and each all-reduce a link of its own",
+            link.unit
+        ));
+    }
+    plan.predicted.busiest_link = checked.busiest_link;
     Ok(plan)
 }
 
@@ -160,14 +170,28 @@ fn predicted(problem: &Problem, chosen: &Candidate, stages: usize) -> Predicted 
         let following = looked(&Asked { latency: false, ..asked }).step_us;
         let samples = problem.micro_batch as f64 * f64::from(problem.microbatches);
         let throughput_per_s = if following > 0.0 { samples * 1e6 / following } else { 0.0 };
-        return Predicted { minibatch_us, step_us, throughput_per_s, bubble, bottleneck: String::new() };
+        return Predicted {
+            minibatch_us,
+            step_us,
+            throughput_per_s,
+            bubble,
+            bottleneck: String::new(),
+            busiest_link: None,
+        };
     }
     let (m, p) = (f64::from(problem.microbatches), stages as f64);
     let fill = if problem.schedule.is_continuous() { 0.0 } else { p - 1.0 };
     let step_us = minibatch_us * (m + fill);
     let samples = problem.micro_batch as f64 * m;
     let throughput_per_s = if step_us > 0.0 { samples * 1e6 / step_us } else { 0.0 };
-    Predicted { minibatch_us, step_us, throughput_per_s, bubble: fill / (m + fill), bottleneck: String::new() }
+    Predicted {
+        minibatch_us,
+        step_us,
+        throughput_per_s,
+        bubble: fill / (m + fill),
+        bottleneck: String::new(),
+        busiest_link: None,
+    }
 }
 
 fn options(problem: &Problem, statement: &Statement<'_>) -> BTreeMap<String, Value> {

@@ -78,7 +78,7 @@ pub struct PlannerOptions<'a> {
     pub budget: Option<u64>,
     /// Seed, for the plan; no partitioner here is random.
     pub seed: u64,
-    /// The fraction of ideal throughput that stages reach under caps, for automatic caps. Absent means the published rule.
+    /// How stages run under caps, for automatic caps. Absent means the published rule.
     pub efficiency: Option<&'a Efficiency<'a>>,
 }
 

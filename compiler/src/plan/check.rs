@@ -1,14 +1,15 @@
 //! The judge of plans: works out coverage, order, devices, edges, memory and time of any plan from the definitions.
 //!
 //! It shares no code with any partitioner, nor the cost functions and memory sums they use: everything is written here a second
-//! time, plainly. Time is worked out by `judge` under cost `pipec`, by `clock` under the others. A plan that leaves the planner has
+//! time, plainly. Time is worked out by `judge` under cost `pipec`, by `clock` under the others, what the links
+//! carry by `traffic`. A plan that leaves the planner has
 //! passed it, and a plan that was written by hand can be given to it.
 
 use crate::cluster::Cluster;
 use crate::plan::fault::Fault;
 use crate::plan::problem::{CostModel, Problem};
-use crate::plan::{Plan, ScheduleKind, StageMemory};
-use crate::plan::{clock, judge};
+use crate::plan::{BusiestLink, Plan, ScheduleKind, StageMemory};
+use crate::plan::{clock, judge, traffic};
 use crate::profile::cost_graph::CostGraph;
 use std::collections::BTreeMap;
 
@@ -19,6 +20,8 @@ pub struct Checked {
     pub minibatch_us: f64,
     /// What sets it, by words.
     pub bottleneck: String,
+    /// The link of a group of devices that has most to do.
+    pub busiest_link: Option<BusiestLink>,
     /// Memory of each stage.
     pub memory: Vec<StageMemory>,
 }
@@ -47,20 +50,44 @@ pub fn check(problem: &Problem, plan: &Plan) -> Result<Checked, Vec<Fault>> {
         }
     }
     stage_times(&problem.graph, plan, &stage_of, &mut faults);
-    let (minibatch_us, bottleneck) = match problem.cost {
+    let (mut minibatch_us, mut bottleneck) = match problem.cost {
         CostModel::Pipec => judge::time(problem, plan, &stage_of),
         CostModel::Paper | CostModel::Pipedream | CostModel::Load => clock::time(problem, plan, &stage_of, &mut faults),
     };
+    let counted = traffic::traffic(problem, plan, &stage_of);
+    if let Some((link, us)) = counted.as_ref().and_then(|traffic| traffic.binding.as_ref()) {
+        if *us > minibatch_us {
+            minibatch_us = *us;
+            bottleneck = format!("the link of unit {} on {}", link.unit, link.level.escape_debug());
+        }
+        let said_us = plan.predicted.minibatch_us;
+        if *us > said_us * (1.0 + TOLERANCE) {
+            let (level, direction) = (link.level.escape_debug().to_string(), link.direction.clone());
+            faults.push(Fault::Link { level, unit: link.unit, direction, needed_us: *us, said_us });
+        }
+    }
+    let busiest_link = counted.map(|traffic| traffic.busiest);
+    if plan.predicted.busiest_link.is_some() && !matches(&plan.predicted.busiest_link, &busiest_link) {
+        let [said, found] = [&plan.predicted.busiest_link, &busiest_link].map(|link| format!("{link:?}"));
+        faults.push(Fault::Figure { what: "predicted.busiest_link".into(), said, found });
+    }
     if differs(plan.predicted.minibatch_us, minibatch_us) {
         let said = plan.predicted.minibatch_us.to_string();
         faults.push(Fault::Figure { what: "predicted.minibatch_us".into(), said, found: minibatch_us.to_string() });
     }
-    if faults.is_empty() { Ok(Checked { minibatch_us, bottleneck, memory }) } else { Err(faults) }
+    if faults.is_empty() { Ok(Checked { minibatch_us, bottleneck, busiest_link, memory }) } else { Err(faults) }
 }
 
 fn differs(said: f64, found: f64) -> bool {
     let close = (said - found).abs() <= TOLERANCE * said.abs().max(found.abs()).max(1e-6);
     !close
+}
+
+/// Whether both tell of the same link, up to rounding.
+fn matches(said: &Option<BusiestLink>, found: &Option<BusiestLink>) -> bool {
+    let (Some(said), Some(found)) = (said, found) else { return said.is_none() && found.is_none() };
+    let same = BusiestLink { share: found.share, ..said.clone() } == *found;
+    same && !differs(said.share, found.share)
 }
 
 fn coverage(graph: &CostGraph, plan: &Plan, faults: &mut Vec<Fault>) -> Vec<usize> {

@@ -100,6 +100,22 @@ pub enum Fault {
         /// What was worked out.
         found: String,
     },
+    /// A link over which more goes than fits into the time that the plan states.
+    #[error(
+        "the link {direction} of unit {unit} on {level} takes {needed_us} us for one minibatch, the plan says {said_us} us"
+    )]
+    Link {
+        /// The level.
+        level: String,
+        /// The unit.
+        unit: u32,
+        /// Which way.
+        direction: String,
+        /// Microseconds that it takes.
+        needed_us: f64,
+        /// The plan's objective.
+        said_us: f64,
+    },
     /// A stage that does not fit.
     #[error("stage {stage} needs {needed} bytes on each device, the limit is {limit}")]
     Memory {

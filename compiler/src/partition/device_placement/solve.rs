@@ -148,6 +148,7 @@ pub fn solve(placement: &Placement, request: &Request) -> Result<Plan, SolveErro
             throughput_per_s: if worst > 0.0 { 1e6 / worst } else { 0.0 },
             bubble: 0.0,
             bottleneck: bottleneck(placement, &units, &answer.stages),
+            busiest_link: None,
         },
         stages,
         lower_bound_us,
