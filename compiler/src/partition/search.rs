@@ -261,7 +261,8 @@ impl Question<'_> {
             };
             fit::fit(&settings, least).map(|(_, shape)| shape)
         };
-        let all = Space::grow(graph, cost.model, Growth::All, limit).map(|space| Line::over(graph, space));
+        let few = largest(600, |sets| fit::effort(levels, sets) <= 6e6);
+        let all = Space::grow(graph, cost.model, Growth::All, few).map(|space| Line::over(graph, space));
         linear::orders(graph).into_iter().map(along).chain(all).filter_map(solve).collect()
     }
 
