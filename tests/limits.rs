@@ -307,6 +307,6 @@ fn caps_of_a_hundred_devices_are_chosen_by_play() {
         let pipeline = |caps: &[u32]| pipeline_of(&problem.cluster.levels, &found.stages, &found.edges, caps).unwrap();
         let start = published(&found.stages.iter().map(|stage| stage.replicas).collect::<Vec<_>>());
         let [before, after] = [&start, &found.schedule.in_flight].map(|caps| steady(&pipeline(caps)).unwrap().share);
-        assert!(after >= before && after > 0.9, "{cost:?}: {before} and {after}");
+        assert!(after > before, "{cost:?}: {before} and {after}");
     }
 }
