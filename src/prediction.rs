@@ -83,6 +83,16 @@ pub fn prediction(plan: &Plan) -> String {
         text += &format!("{name:14} {} {what}: {against}{fits}\n", quantity::time(other));
     }
     text += &format!("bound          {}\n", bound(plan));
+    if let Some(link) = &predicted.busiest_link {
+        text += &format!(
+            "busiest link   {} of group {} on {}: {} a minibatch, {} % of the time\n",
+            link.direction,
+            link.unit,
+            link.level.escape_debug(),
+            quantity::bytes(link.bytes),
+            short(link.share * 100.0)
+        );
+    }
     let numbers = |list: &[u32]| list.iter().map(u32::to_string).collect::<Vec<_>>().join(", ");
     let schedule = &plan.schedule;
     text += &format!(

@@ -8,7 +8,8 @@ use compiler::op::{Binary, Input, MatMul, Op, Parameter, Transpose, Unary, Value
 use compiler::partition::planner::{Partitioner, PlanError, Planned, PlannerOptions, plan};
 use compiler::pass::attribution::{Training, attribute};
 use compiler::pass::costs::cost_graph;
-use compiler::plan::check::{Fault, check};
+use compiler::plan::check::check;
+use compiler::plan::fault::Fault;
 use compiler::plan::problem::{CostModel, InFlight, Problem, ProblemError};
 use compiler::profile::cost_graph::{CostGraph, OpCost, OpId, ParamCost, TensorCost};
 use compiler::tensor::DType;

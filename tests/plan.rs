@@ -10,6 +10,7 @@ use compiler::plan::problem::{CostModel, InFlight, Objective, Problem, ProblemEr
 use compiler::plan::read::{from_json, schema, to_json};
 use compiler::plan::{Plan, ScheduleKind};
 use compiler::profile::cost_graph::{CostGraph, OpCost, OpId, ParamCost, TensorCost};
+use compiler::simulate::steady::Steady;
 use std::time::{Duration, Instant};
 
 /// A small generator of its own, so that a seed means the same graph for ever (splitmix64).
@@ -361,7 +362,8 @@ fn caps_are_raised_until_the_workers_are_busy_or_memory_ends() {
     problem.in_flight = InFlight::Auto;
     // 1-3-1 under the published caps 5, 2, 1 reaches 0.75, and the whole throughput with two more in the middle and one last.
     let efficiency = |_: &[compiler::plan::Stage], _: &[compiler::plan::Edge], caps: &[u32]| {
-        0.75 + 0.1 * f64::from(caps[1] - 2).min(2.0) + 0.05 * f64::from(caps[2] - 1).min(1.0)
+        let share = 0.75 + 0.1 * f64::from(caps[1] - 2).min(2.0) + 0.05 * f64::from(caps[2] - 1).min(1.0);
+        Steady { share, held: vec![true; caps.len()], pieces: 1 }
     };
     let options = PlannerOptions { efficiency: Some(&efficiency), ..PlannerOptions::default() };
     let found = plan(&problem, &options).unwrap().plan;

@@ -5,9 +5,10 @@ use compiler::schedule::link::Link;
 use compiler::schedule::rule::StepCount;
 use compiler::schedule::scheduler::schedule;
 use compiler::schedule::{Pipeline, Program, Schedule};
-use compiler::simulate::efficiency::{auto_caps, ideal_us, steady_efficiency};
+use compiler::simulate::efficiency::{auto_caps, steady_efficiency};
 use compiler::simulate::network::Network;
 use compiler::simulate::run::{Machine, simulate};
+use compiler::simulate::steady::ideal_us;
 use compiler::simulate::trace::trace;
 use compiler::simulate::{SimulateError, Timeline};
 

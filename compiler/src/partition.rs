@@ -29,6 +29,8 @@ pub mod reach;
 pub mod search;
 pub mod shape;
 pub mod single;
+pub mod spanning;
 pub mod states;
+pub mod tables;
 pub mod terrain;
 pub mod uniform;

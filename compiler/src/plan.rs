@@ -4,13 +4,15 @@
 //! sizes are bytes on one device.
 //!
 //! `problem` is what a partitioner is asked, `stage_cost` and `cut_bytes` the cost models, `memory` and `caps` what a stage holds, `check` the
-//! independent judge of any plan, `sound` what must hold of a plan by itself, `read` the file.
+//! independent judge of any plan with its two reckonings of time `judge` and `clock` and its count of bytes `traffic`, `sound` what must hold of a plan by itself, `read` the file.
 
 pub mod caps;
 pub mod check;
 pub mod chunks;
+pub mod clock;
 pub mod cut_bytes;
 pub mod device_placement;
+pub mod fault;
 pub mod judge;
 pub mod links;
 pub mod memory;
@@ -19,6 +21,7 @@ pub mod problem;
 pub mod read;
 pub mod sound;
 pub mod stage_cost;
+pub mod traffic;
 
 use crate::cluster::{Bytes, Device, Level};
 use crate::profile::Method;
@@ -251,6 +254,26 @@ pub struct Predicted {
     pub bubble: f64,
     /// What sets `minibatch_us`.
     pub bottleneck: String,
+    /// The link of a group of devices that has most to do; absent on clusters of one level.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub busiest_link: Option<BusiestLink>,
+}
+
+/// What goes over the link of one group of devices, a server for example, for each minibatch: activations, gradients and the rings
+/// of all-reduces.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct BusiestLink {
+    /// The level that the link belongs to.
+    pub level: String,
+    /// Which group of devices below that level, counted over the whole cluster.
+    pub unit: u32,
+    /// Which way: `out` or `in`.
+    pub direction: String,
+    /// Bytes of one minibatch, or of one micro-batch where it has several.
+    pub bytes: u64,
+    /// The share of the predicted time that the link needs for them.
+    pub share: f64,
 }
 
 /// Times of the plain alternatives, in microseconds for one minibatch, under the same cost model.

@@ -9,6 +9,7 @@
 pub mod efficiency;
 pub mod network;
 pub mod run;
+pub mod steady;
 pub mod trace;
 
 use std::fmt;

@@ -12,7 +12,7 @@ use compiler::plan::problem::{CostModel, InFlight, Objective, Target};
 use compiler::plan::{Edge, ScheduleKind, Stage, read};
 use compiler::schedule::csv::Table;
 use compiler::schedule::pipeline::{pipeline, pipeline_of};
-use compiler::simulate::efficiency::steady_efficiency;
+use compiler::simulate::steady::{Steady, steady};
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 
@@ -334,11 +334,11 @@ pub fn ask(file: &Path, costs: Costs, question: &Question) -> Result<Planned, Fa
     Ok(planned)
 }
 
-/// The share of ideal throughput that stages reach under caps, by simulation; a pipeline that cannot be simulated
-/// gains nothing by more caps.
-fn efficiency(levels: &[Level], stages: &[Stage], edges: &[Edge], caps: &[u32]) -> f64 {
-    let simulated = |pipeline| steady_efficiency(&pipeline).ok();
-    pipeline_of(levels, stages, edges, caps).ok().and_then(simulated).unwrap_or(1.0)
+/// How stages run under caps, by playing them; a pipeline that cannot be played gains nothing by more caps.
+fn efficiency(levels: &[Level], stages: &[Stage], edges: &[Edge], caps: &[u32]) -> Steady {
+    let played = |pipeline| steady(&pipeline).ok();
+    let unknown = || Steady { share: 1.0, held: vec![false; stages.len()], pieces: 0 };
+    pipeline_of(levels, stages, edges, caps).ok().and_then(played).unwrap_or_else(unknown)
 }
 
 /// The name of a cost model on the command line.

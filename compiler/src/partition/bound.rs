@@ -48,7 +48,7 @@ impl Bounds<'_> {
     pub fn least_us(&self, levels: &[LevelCost], known_us: f64) -> f64 {
         let devices: f64 = levels.iter().map(|level| f64::from(level.count)).product();
         let spread = self.problem.graph.total_us() / devices;
-        let low = if levels.len() == 1 { self.slowest_op_us(&levels[0]).max(spread) } else { spread };
+        let low = if levels.len() == 1 { slowest_op_us(self.problem, &levels[0]).max(spread) } else { spread };
         if low >= known_us {
             return low;
         }
@@ -104,20 +104,22 @@ impl Bounds<'_> {
         let inner: f64 = levels[..levels.len() - 1].iter().map(|level| f64::from(level.count)).product();
         us * inner
     }
+}
 
-    fn slowest_op_us(&self, level: &LevelCost) -> f64 {
-        let alone = |op: &OpCost| {
-            let part = |replicas| Part {
-                is_first: true,
-                is_last: true,
-                replicas,
-                inner_us: op.fwd_us + op.bwd_us,
-                weight_bytes: op.param_bytes as f64,
-                in_bytes: 0.0,
-                out_bytes: 0.0,
-            };
-            (1..=level.count).map(|replicas| self.cost.part_us(level, &part(replicas))).fold(f64::INFINITY, f64::min)
+/// On one level: the op that is slowest, however often it is replicated.
+pub fn slowest_op_us(problem: &Problem, level: &LevelCost) -> f64 {
+    let cost = StageCost::of(problem);
+    let alone = |op: &OpCost| {
+        let part = |replicas| Part {
+            is_first: true,
+            is_last: true,
+            replicas,
+            inner_us: op.fwd_us + op.bwd_us,
+            weight_bytes: op.param_bytes as f64,
+            in_bytes: 0.0,
+            out_bytes: 0.0,
         };
-        self.problem.graph.ops.iter().map(alone).fold(0.0, f64::max)
-    }
+        (1..=level.count).map(|replicas| cost.part_us(level, &part(replicas))).fold(f64::INFINITY, f64::min)
+    };
+    problem.graph.ops.iter().map(alone).fold(0.0, f64::max)
 }

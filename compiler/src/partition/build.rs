@@ -1,6 +1,7 @@
 //! From a shape to a plan: numbers the stages and devices, lists the edges, and sums what every stage computes and holds.
 
 use crate::partition::shape::{Leaf, Shape};
+use crate::partition::spanning;
 use crate::plan::caps::{self, Flow};
 use crate::plan::chunks;
 use crate::plan::memory::{Holdings, Multiples};
@@ -62,7 +63,10 @@ pub fn outlook(problem: &Problem, asked: &Asked, shape: &Shape, spots: &[Spot]) 
 pub fn minibatch_us(problem: &Problem, shape: &Shape, spots: &[Spot]) -> f64 {
     match problem.cost {
         CostModel::Pipec => outlook(problem, &asked(problem), shape, spots).minibatch_us,
-        CostModel::Paper | CostModel::Pipedream | CostModel::Load => shape.minibatch_us(problem),
+        CostModel::Paper | CostModel::Pipedream => {
+            shape.minibatch_us(problem).max(spanning::busiest_us(problem, shape, spots))
+        }
+        CostModel::Load => shape.minibatch_us(problem),
     }
 }
 

@@ -1,14 +1,15 @@
 //! From a chosen candidate to a plan: fills in what every plan states, and has it judged.
 
+use crate::partition::bound::slowest_op_us;
 use crate::partition::build;
 use crate::partition::in_flight::{self, Efficiency};
 use crate::partition::search::{Candidate, Found, same};
-use crate::plan::check::{self, Fault};
+use crate::plan::check;
+use crate::plan::fault::Fault;
 use crate::plan::outlook::{Asked, Outlook};
 use crate::plan::problem::{CostModel, InFlight, Objective, Problem};
-use crate::plan::stage_cost::{self, Part, StageCost};
+use crate::plan::stage_cost;
 use crate::plan::{Baselines, Fits, Plan, PlannedCluster, PlannedSchedule, Predicted, SCHEMA, Search};
-use crate::profile::cost_graph::OpCost;
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 
@@ -54,12 +55,13 @@ pub fn finish(problem: &Problem, chosen: &Candidate, statement: &Statement<'_>) 
     }
     let caps = match (&problem.in_flight, statement.efficiency) {
         (InFlight::Auto, Some(efficiency)) => {
-            let (caps, reached) = in_flight::choose(problem, &chosen.shape, &chosen.spots, efficiency);
-            if reached < in_flight::ENOUGH {
-                let percent = reached * 100.0;
-                warnings.push(format!("within memory the in-flight caps reach {percent:.0} % of the ideal throughput"));
+            let chosen = in_flight::choose(problem, &chosen.shape, &chosen.spots, efficiency);
+            if chosen.share < in_flight::ENOUGH {
+                let percent = chosen.share * 100.0;
+                let within = if chosen.lacks_memory { "within memory " } else { "" };
+                warnings.push(format!("{within}the in-flight caps reach {percent:.0} % of the ideal throughput"));
             }
-            caps
+            chosen.caps
         }
         (_, Some(efficiency)) if in_flight::matters(problem) => {
             let reached = in_flight::reached(problem, &chosen.shape, &chosen.spots, &chosen.caps, efficiency);
@@ -121,6 +123,15 @@ pub fn finish(problem: &Problem, chosen: &Candidate, statement: &Statement<'_>) 
     };
     let checked = check::check(problem, &plan)?;
     plan.predicted.bottleneck = checked.bottleneck;
+    if let Some(link) = checked.busiest_link.as_ref().filter(|link| link.share > 1.0 + check::TOLERANCE) {
+        let (level, percent) = (link.level.escape_debug(), link.share * 100.0);
+        plan.warnings.push(format!(
+            "the links of group {} on {level} need {percent:.0} % of the predicted time for what goes over them; this cost model \
+             gives each transfer and each all-reduce a link of its own",
+            link.unit
+        ));
+    }
+    plan.predicted.busiest_link = checked.busiest_link;
     Ok(plan)
 }
 
@@ -146,20 +157,7 @@ fn lower_bound(problem: &Problem, flattens: bool) -> f64 {
     if problem.cluster.levels.len() > 1 || flattens {
         return spread;
     }
-    let (cost, level) = (StageCost::of(problem), stage_cost::levels(&problem.cluster)[0]);
-    let alone = |op: &OpCost| {
-        let part = |replicas| Part {
-            is_first: true,
-            is_last: true,
-            replicas,
-            inner_us: op.fwd_us + op.bwd_us,
-            weight_bytes: op.param_bytes as f64,
-            in_bytes: 0.0,
-            out_bytes: 0.0,
-        };
-        (1..=level.count).map(|replicas| cost.part_us(&level, &part(replicas))).fold(f64::INFINITY, f64::min)
-    };
-    problem.graph.ops.iter().map(alone).fold(spread, f64::max)
+    slowest_op_us(problem, &stage_cost::levels(&problem.cluster)[0]).max(spread)
 }
 
 fn predicted(problem: &Problem, chosen: &Candidate, stages: usize) -> Predicted {
@@ -172,14 +170,28 @@ fn predicted(problem: &Problem, chosen: &Candidate, stages: usize) -> Predicted 
         let following = looked(&Asked { latency: false, ..asked }).step_us;
         let samples = problem.micro_batch as f64 * f64::from(problem.microbatches);
         let throughput_per_s = if following > 0.0 { samples * 1e6 / following } else { 0.0 };
-        return Predicted { minibatch_us, step_us, throughput_per_s, bubble, bottleneck: String::new() };
+        return Predicted {
+            minibatch_us,
+            step_us,
+            throughput_per_s,
+            bubble,
+            bottleneck: String::new(),
+            busiest_link: None,
+        };
     }
     let (m, p) = (f64::from(problem.microbatches), stages as f64);
     let fill = if problem.schedule.is_continuous() { 0.0 } else { p - 1.0 };
     let step_us = minibatch_us * (m + fill);
     let samples = problem.micro_batch as f64 * m;
     let throughput_per_s = if step_us > 0.0 { samples * 1e6 / step_us } else { 0.0 };
-    Predicted { minibatch_us, step_us, throughput_per_s, bubble: fill / (m + fill), bottleneck: String::new() }
+    Predicted {
+        minibatch_us,
+        step_us,
+        throughput_per_s,
+        bubble: fill / (m + fill),
+        bottleneck: String::new(),
+        busiest_link: None,
+    }
 }
 
 fn options(problem: &Problem, statement: &Statement<'_>) -> BTreeMap<String, Value> {

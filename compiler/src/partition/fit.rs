@@ -1,4 +1,4 @@
-//! The best partition of a line whose every stage fits in memory.
+//! The best partition of a line, or of a few closed sets, whose every stage fits in memory.
 //!
 //! How much a stage holds depends on how many micro-batches it has in flight, and so on the workers after it. Hence the search
 //! goes from the end: when the run [i, j) with m units is put before a suffix that takes w units, all that decides its memory is
@@ -49,8 +49,9 @@ pub struct Fit<'a> {
 /// value, microseconds or bytes, or `None` if nothing fits.
 pub fn fit(settings: &Fit<'_>, least: Least) -> Option<(f64, Shape)> {
     let outermost = settings.levels.len().checked_sub(1)?;
-    let mut search = FitSearch { settings, least, tables: HashMap::new() };
     let whole = settings.line.space.len() - 1;
+    let is_line = (0..whole).all(|at| settings.line.space.nested(at, at + 1));
+    let mut search = FitSearch { settings, least, is_line, tables: HashMap::new() };
     let key = Key { level: outermost, to: whole, workers_after: 0, copies: 1 };
     search.prepare(key);
     let units = settings.levels[outermost].count as usize;
@@ -107,6 +108,8 @@ struct Table {
 struct FitSearch<'a> {
     settings: &'a Fit<'a>,
     least: Least,
+    /// Whether each set contains all before it.
+    is_line: bool,
     tables: HashMap<Key, Table>,
 }
 
@@ -120,11 +123,18 @@ impl FitSearch<'_> {
         let none = Entry { value: f64::INFINITY, end: 0, replicas: 0 };
         let mut table = Table { first: vec![none; (key.to + 1) * width], later: vec![none; (key.to + 1) * width] };
         table.later[key.to * width].value = 0.0;
+        let space = &self.settings.line.space;
         for from in (0..key.to).rev() {
             for end in from + 1..=key.to {
+                if !space.nested(from, end) {
+                    continue;
+                }
                 // What the weights and saved tensors alone make too large does not fit with more ops either.
                 if self.never_fits(from, end) {
-                    break;
+                    if self.is_line {
+                        break;
+                    }
+                    continue;
                 }
                 for rest in 0..units {
                     let tail = table.later[end * width + rest].value;

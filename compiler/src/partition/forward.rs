@@ -1,9 +1,10 @@
 //! The forward search of `placed`: branch and bound from the first stage, every prefix priced exactly.
 //!
 //! Going forward, a tensor that two later stages read is charged to its maker when the second of them is set, a message knows both of
-//! its ends, and shared ports have their sums. The tables of `placed` bound what is left.
+//! its ends, and shared ports have their sums. `tables` bound what is left.
 
-use crate::partition::placed::{Placing, Seat, Table};
+use crate::partition::placed::{Placing, Seat};
+use crate::partition::tables::Table;
 use crate::plan::outlook::{PlacedStage, outlook};
 use crate::plan::{Edge, StageId};
 use std::collections::BTreeMap;

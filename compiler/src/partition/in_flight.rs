@@ -1,22 +1,43 @@
 //! Choosing in-flight caps: more minibatches in flight keep workers busy, and cost stash memory and staleness.
 //!
-//! Starting from the published rule, one cap at a time is raised: the one that brings the most efficiency, and of equals the one
-//! that costs the least memory. Where no single step helps, all that still fit are raised together once. It ends when the
-//! efficiency reaches [`ENOUGH`], or when nothing more fits or helps.
+//! The start is the published rule, or as many as a way down the pipeline and back takes where transfers make that more: with
+//! fewer the throughput cannot be had (`simulate::steady` says why). Then one cap at a time is raised: the one that brings the
+//! most efficiency, and of equals the one that costs the least memory. Where no single step helps, or where trying each would
+//! take long, all that still fit and hold up work are raised together. It ends when the efficiency reaches [`ENOUGH`], or when
+//! nothing more fits or helps, or when enough has been played.
 
 use crate::partition::build::{self, Spot};
 use crate::partition::shape::Shape;
-use crate::plan::problem::Problem;
+use crate::plan::problem::{Objective, Problem};
 use crate::plan::{Edge, ScheduleKind, Stage};
+use crate::schedule::Pipeline;
+use crate::schedule::pipeline::pipeline_of;
+use crate::simulate::steady::{self, Steady};
 
 /// The fraction of the ideal throughput at which raising stops.
 pub const ENOUGH: f64 = 0.98;
 
-/// No cap is raised by more than this over the published rule; by measurement three suffice for every known plan.
+/// No cap is raised by more than this over the start; by measurement three suffice for every known plan.
 const MOST: u32 = 6;
 
-/// The fraction of the ideal throughput that stages, with these transfers between them, reach under caps: 0 to 1.
-pub type Efficiency<'a> = dyn Fn(&[Stage], &[Edge], &[u32]) -> f64 + 'a;
+/// Pieces of work up to which each cap is tried by itself, in one step and in all, and up to which anything is tried.
+const PIECES_OF_A_STEP: u64 = 400_000;
+const PIECES_ALONE: u64 = 4_000_000;
+const PIECES: u64 = 12_000_000;
+
+/// How stages, with these transfers between them, run under caps.
+pub type Efficiency<'a> = dyn Fn(&[Stage], &[Edge], &[u32]) -> Steady + 'a;
+
+/// Caps, and what they reach.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Chosen {
+    /// For each stage.
+    pub caps: Vec<u32>,
+    /// The fraction of the ideal throughput.
+    pub share: f64,
+    /// Whether more were left out because they do not fit.
+    pub lacks_memory: bool,
+}
 
 /// Whether items of several minibatches are in flight, so that caps bound the throughput.
 pub fn matters(problem: &Problem) -> bool {
@@ -27,49 +48,99 @@ pub fn matters(problem: &Problem) -> bool {
 pub fn reached(problem: &Problem, shape: &Shape, spots: &[Spot], caps: &[u32], efficiency: &Efficiency<'_>) -> f64 {
     let memory = build::memory(problem, shape, spots, &build::holdings(problem, shape), caps);
     let stages = build::stages(problem, shape, spots, &memory);
-    efficiency(&stages, &build::edges(problem, shape), caps)
+    efficiency(&stages, &build::edges(problem, shape), caps).share
 }
 
 /// Caps for `shape`, and the efficiency they reach.
-pub fn choose(problem: &Problem, shape: &Shape, spots: &[Spot], efficiency: &Efficiency<'_>) -> (Vec<u32>, f64) {
+pub fn choose(problem: &Problem, shape: &Shape, spots: &[Spot], efficiency: &Efficiency<'_>) -> Chosen {
     let published = build::published_caps(problem, shape);
     if !matters(problem) {
-        return (published, 1.0);
+        return Chosen { caps: published, share: 1.0, lacks_memory: false };
     }
     let holdings = build::holdings(problem, shape);
     let memory = |caps: &[u32]| build::memory(problem, shape, spots, &holdings, caps);
     let stages = build::stages(problem, shape, spots, &memory(&published));
     let edges = build::edges(problem, shape);
-    let efficiency = |caps: &[u32]| efficiency(&stages, &edges, caps);
-    let limit = problem.memory_limit.map_or(u64::MAX, |limit| limit.0);
-    let peak = |caps: &[u32]| memory(caps).iter().map(|held| held.total).max().unwrap_or(0);
+    let run = |caps: &[u32]| efficiency(&stages, &edges, caps);
+    let peak = memory(&published).iter().map(|held| held.total).max().unwrap_or(0);
+    let limit = match problem.objective {
+        // Where bytes are what counts, the fullest device gets none more.
+        Objective::Memory => peak,
+        _ => problem.memory_limit.map_or(u64::MAX, |limit| limit.0),
+    };
+    let fits = |caps: &[u32]| memory(caps).iter().all(|held| held.total <= limit);
     let sum = |caps: &[u32]| memory(caps).iter().map(|held| u128::from(held.total)).sum::<u128>();
-    let mut caps = published.clone();
-    let mut reached = efficiency(&caps);
-    while reached < ENOUGH {
-        let raised = |which: &dyn Fn(usize) -> bool| -> Vec<u32> {
-            let one = |(at, &cap): (usize, &u32)| cap + u32::from(which(at) && cap < published[at] + MOST);
-            caps.iter().enumerate().map(one).collect()
-        };
-        let mut best: Option<(f64, u128, Vec<u32>)> = None;
-        for at in 0..caps.len() {
-            let candidate = raised(&|stage| stage == at);
-            if candidate == caps || peak(&candidate) > limit {
+    let mut lacks_memory = false;
+    let mut caps = match pipeline_of(&problem.cluster.levels, &stages, &edges, &published) {
+        Ok(pipeline) => start(pipeline, &published, &fits, &mut lacks_memory),
+        Err(_) => published,
+    };
+    let most: Vec<u32> = caps.iter().map(|cap| cap + MOST).collect();
+    let mut steady = run(&caps);
+    let mut spent = steady.pieces;
+    let mut step = 1;
+    while steady.share < ENOUGH && spent < PIECES {
+        let helps = |other: &Steady| other.share > steady.share + 1e-6;
+        let open = |at: usize| steady.held.get(at) == Some(&true) && caps[at] < most[at];
+        let open: Vec<usize> = (0..caps.len()).filter(|&at| open(at)).collect();
+        let is_quick = open.len() as u64 * steady.pieces <= PIECES_OF_A_STEP && spent <= PIECES_ALONE;
+        let mut best: Option<(Steady, u128, Vec<u32>)> = None;
+        let mut together = caps.clone();
+        for at in open {
+            let mut alone = caps.clone();
+            alone[at] += 1;
+            let before = together[at];
+            together[at] = (caps[at] + step).min(most[at]);
+            if !fits(&alone) {
+                lacks_memory = true;
+                together[at] = before;
                 continue;
             }
-            let (gained, cost) = (efficiency(&candidate), sum(&candidate));
-            let better = best.as_ref().is_none_or(|(other, bytes, _)| (gained, *bytes) > (*other, cost));
-            if gained > reached + 1e-6 && better {
-                best = Some((gained, cost, candidate));
+            if is_quick {
+                let other = run(&alone);
+                spent += other.pieces;
+                let cost = sum(&alone);
+                let better = |(known, bytes, _): &(Steady, u128, _)| (other.share, *bytes) > (known.share, cost);
+                if helps(&other) && best.as_ref().is_none_or(better) {
+                    best = Some((other, cost, alone));
+                }
             }
         }
-        let next = best.map(|(gained, _, candidate)| (gained, candidate)).or_else(|| {
-            let together = raised(&|_| true);
-            let gained = efficiency(&together);
-            (together != caps && peak(&together) <= limit && gained > reached + 1e-6).then_some((gained, together))
-        });
-        let Some((gained, candidate)) = next else { break };
-        (caps, reached) = (candidate, gained);
+        if best.is_none() && together != caps {
+            let other = run(&together);
+            spent += other.pieces;
+            if helps(&other) && fits(&together) {
+                best = Some((other, 0, together));
+            }
+            step += 1;
+        }
+        let Some((other, _, raised)) = best else { break };
+        (caps, steady) = (raised, other);
     }
-    (caps, reached)
+    Chosen { caps, share: steady.share, lacks_memory }
+}
+
+/// The published caps, and more where the way of an item takes more. Where those do not fit, no stage gets more than goes with
+/// what the others can have.
+fn start(pipeline: Pipeline, published: &[u32], fits: &dyn Fn(&[u32]) -> bool, lacks_memory: &mut bool) -> Vec<u32> {
+    let with = |share: f64| -> Vec<u32> {
+        let needed = steady::needed_caps(&pipeline, share);
+        published.iter().zip(needed).map(|(&published, needed)| published.max(needed)).collect()
+    };
+    let wanted = with(ENOUGH);
+    if fits(&wanted) || !fits(published) {
+        return if fits(&wanted) { wanted } else { published.to_vec() };
+    }
+    *lacks_memory = true;
+    let mut within = published.to_vec();
+    for at in 0..within.len() {
+        let (mut low, mut high) = (published[at], wanted[at]);
+        while low < high {
+            within[at] = low + (high - low).div_ceil(2);
+            if fits(&within) { low = within[at] } else { high = within[at] - 1 }
+        }
+        within[at] = low;
+    }
+    let share = steady::bound(&pipeline.clone().with_caps(&within)).share;
+    within.into_iter().zip(with(share)).map(|(most, needed)| most.min(needed)).collect()
 }

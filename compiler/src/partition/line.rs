@@ -1,15 +1,16 @@
-//! A line of places to cut, and what every run between two of them holds in memory.
+//! A line of places to cut, or all closed sets where they are few, and what every run between two of them holds in memory.
 //!
 //! Along a line all runs can be summed up beforehand, exactly: parameters once for each run that uses them, and tensors that
 //! come into a run once for that run.
 
+use crate::partition::places::Places;
 use crate::partition::states::Space;
 use crate::plan::cut_bytes::CutBytes;
 use crate::plan::memory::Holdings;
 use crate::plan::problem::CostModel;
 use crate::profile::cost_graph::CostGraph;
 
-/// A chain of sets with the holdings of every run.
+/// A chain of sets, or any sets of which only nested ones make a run, with the holdings of every run.
 #[derive(Clone, Debug)]
 pub struct Line {
     /// The places to cut, set 0 being empty and the last the whole model.
@@ -23,6 +24,19 @@ impl Line {
     pub fn new(graph: &CostGraph, model: CostModel, order: Vec<u32>, ends: Vec<usize>) -> Line {
         let holdings = holdings(graph, &order, &ends);
         Line { space: Space::chain(graph, model, order, ends), holdings }
+    }
+
+    /// Any sets in the place of a line.
+    pub fn over(graph: &CostGraph, space: Space) -> Line {
+        let sets = space.len();
+        let mut holdings = vec![Holdings::default(); sets * sets];
+        let places = Places::new(graph, &space);
+        for from in 0..sets {
+            for to in (from + 1..sets).filter(|&to| space.nested(from, to)) {
+                holdings[from * sets + to] = places.run(from, to).holdings;
+            }
+        }
+        Line { space, holdings }
     }
 
     /// What the run from place `from` to place `to` holds.

@@ -1,26 +1,20 @@
 //! The search under cost model `pipec`: stages in a row on the devices of a cluster, each in its own place.
 //!
 //! Backwards from the end of the model everything that a stage costs by itself is known: the devices after it, and with them its
-//! place in the levels, its caps and its memory. So least values are worked out for every set i and w devices from the end:
+//! place in the levels, its caps and its memory. So least values are worked out for every set and every number of devices from
+//! the end; `tables` does that. A run that does not fit in memory is recomputed in backward if that makes it fit, and left out if not.
 //!
-//! ```text
-//! B(i, w) = min over j, r of  max( busiest(i..j, r, w),  B(j, w - r) )
-//! S(i, w) = min over j, r of       way(i..j, r, w)     + S(j, w - r)         where a sum is part of the objective
-//! ```
-//!
-//! A run that does not fit in memory is recomputed in backward if that makes it fit, and left out if not. What a stage cannot
-//! know by itself is left out of these values, so that they are never above the truth: that two later stages may read the same
-//! tensor, how far a neighbour reaches beyond a level, who else sends over a shared port. Hence a second search, forward from the
-//! first stage, branch and bound with B and S as bounds on the rest: it prices every prefix exactly. Where it runs to its end the best
-//! is proven; where its steps do not suffice, the answer is the best that was met, and the bound is that of the tables.
+//! These values leave out what a stage cannot know by itself. Hence a second search, forward from the first stage, branch and
+//! bound with the tables as bounds on the rest: it prices every prefix exactly. Where it runs to its end the best is proven; where
+//! its steps do not suffice, the answer is the best that was met, and the bound is that of the tables.
 
 use crate::cluster::Level;
 use crate::partition::forward::{Prefix, Walk};
 use crate::partition::places::{Places, Run};
+use crate::partition::tables::Measure;
 use crate::plan::caps::{Flow, Position};
-use crate::plan::links::Wire;
 use crate::plan::memory::Multiples;
-use crate::plan::outlook::{Asked, Message, PlacedStage, Share};
+use crate::plan::outlook::Asked;
 use std::ops::RangeInclusive;
 
 /// What stages are allowed.
@@ -93,50 +87,6 @@ pub struct Seated {
     pub is_complete: bool,
     /// Sets and steps looked at.
     pub states: u64,
-}
-
-/// What the tables hold.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-enum Measure {
-    /// The busiest stage.
-    Busiest,
-    /// One item's way.
-    Way,
-    /// Bytes of the fullest stage.
-    Bytes,
-    /// Stages, none busier than the limit.
-    Stages,
-    /// As `Busiest`, with links as they are most likely to be. No bound.
-    Likely,
-}
-
-/// One entry of a table.
-#[derive(Clone, Copy)]
-pub struct Entry {
-    value: f64,
-    to: u32,
-    /// Replicas; 0 where devices up to the next unit stay unused.
-    replicas: u32,
-}
-
-/// Entry `(layer · sets + from) · (devices + 1) + w`. With layers, layer t is of exactly t stages.
-pub struct Table {
-    entries: Vec<Entry>,
-    sets: usize,
-    width: usize,
-    /// Whether it has layers.
-    pub layered: bool,
-}
-
-impl Table {
-    fn at(&self, layer: usize, set: usize, w: usize) -> usize {
-        (if self.layered { layer * self.sets + set } else { set }) * self.width + w
-    }
-
-    /// The least value of the run from a set to the end on so many devices.
-    pub fn value(&self, layer: usize, set: usize, w: usize) -> f64 {
-        self.entries[self.at(layer, set, w)].value
-    }
 }
 
 impl Placing<'_> {
@@ -236,23 +186,6 @@ impl Placing<'_> {
         }
     }
 
-    fn least(&self, table: &Table) -> (f64, (usize, usize)) {
-        let mut best = (f64::INFINITY, (0, 0));
-        for layer in self.finals() {
-            for w in 1..table.width {
-                let value = if self.layers().is_some_and(|most| layer > most) {
-                    f64::INFINITY
-                } else {
-                    table.value(layer, 0, w)
-                };
-                if value < best.0 * (1.0 - 1e-12) || (best.0.is_infinite() && value.is_finite()) {
-                    best = (value, (layer, w));
-                }
-            }
-        }
-        best
-    }
-
     /// The replicas that a stage may have.
     pub fn replicas(&self, stage: Option<usize>) -> RangeInclusive<u32> {
         match (&self.rules.replicas, self.rules.equal, stage) {
@@ -274,137 +207,8 @@ impl Placing<'_> {
         self.rules.pins.iter().all(|&(op, wanted)| inside(op) == (wanted == stage))
     }
 
-    /// Devices that the compute of a run needs if none may be busier than the limit.
-    fn needs(&self, compute_us: f64, limit: f64) -> u32 {
-        if self.asked.latency || !self.asked.schedule.is_continuous() || !limit.is_finite() {
-            return 0;
-        }
-        let need = (compute_us / limit * (1.0 - 1e-9)).ceil();
-        if need.is_nan() { 0 } else { need as u32 }
-    }
-
-    fn table(&self, measure: Measure, limit: f64) -> Table {
-        let (sets, devices) = (self.places.len(), self.devices as usize);
-        let (whole, width) = (sets - 1, devices + 1);
-        let layers = self.layers();
-        let none = Entry { value: f64::INFINITY, to: 0, replicas: 0 };
-        let count = layers.map_or(1, |layers| layers + 1);
-        let mut table = Table { entries: vec![none; count * sets * width], sets, width, layered: layers.is_some() };
-        let at = table.at(0, whole, 0);
-        table.entries[at].value = 0.0;
-        let trains = self.asked.trains();
-        let bounded = matches!(measure, Measure::Busiest | Measure::Likely | Measure::Stages);
-        let capped = if measure == Measure::Bytes { f64::INFINITY } else { limit };
-        for layer in 1..=layers.unwrap_or(1) {
-            let stage = self.stage(layer);
-            let starts = if stage == Some(0) { 0..1 } else { 0..whole };
-            for from in starts.rev() {
-                let before = self.needs(self.places.compute_us(0, from, trains), capped).max(u32::from(from > 0));
-                for to in from + 1..=whole {
-                    let compute = self.places.compute_us(from, to, trains);
-                    if trains && self.asked.weight(self.devices) * compute > capped * (1.0 + 1e-9) {
-                        break;
-                    }
-                    if !self.places.nested(from, to) || !self.is_allowed(from, to, stage) {
-                        continue;
-                    }
-                    let after = self.needs(self.places.compute_us(to, whole, trains), capped);
-                    let least = self.needs(compute, capped).max(1);
-                    let mut run = None;
-                    for replicas in self.replicas(stage) {
-                        if replicas < least {
-                            continue;
-                        }
-                        if before + replicas + after > self.devices {
-                            break;
-                        }
-                        let mut known = None;
-                        for rest in after..=self.devices - replicas - before {
-                            let tail = table.value(layer - usize::from(table.layered), to, rest as usize);
-                            let at = table.at(layer, from, (rest + replicas) as usize);
-                            let so_far = table.entries[at].value;
-                            if tail.is_infinite()
-                                || (bounded && tail > capped * (1.0 + 1e-9) && measure != Measure::Stages)
-                            {
-                                continue;
-                            }
-                            if (measure != Measure::Way && tail >= so_far) || (measure == Measure::Way && tail > so_far)
-                            {
-                                continue;
-                            }
-                            let run = *run.get_or_insert_with(|| self.places.run(from, to));
-                            let part = self.part(measure, &run, from, to, replicas, rest, stage, &mut known);
-                            let Some(part) = part else { continue };
-                            let value = match measure {
-                                Measure::Busiest | Measure::Likely if part.busiest_us > capped * (1.0 + 1e-9) => {
-                                    continue;
-                                }
-                                Measure::Busiest | Measure::Likely => part.busiest_us.max(tail),
-                                Measure::Bytes => part.bytes as f64,
-                                _ if part.busiest_us > capped * (1.0 + 1e-12) => continue,
-                                Measure::Stages => 1.0 + tail,
-                                Measure::Way => part.way_us + tail,
-                            };
-                            let value = if measure == Measure::Bytes { value.max(tail) } else { value };
-                            if value < so_far {
-                                table.entries[at] = Entry { value, to: to as u32, replicas };
-                            }
-                        }
-                    }
-                }
-                self.leave_units_free(&mut table, layer, from);
-            }
-        }
-        table
-    }
-
-    /// A run may begin at the border of a unit, with the last devices of the unit before it unused.
-    fn leave_units_free(&self, table: &mut Table, layer: usize, set: usize) {
-        let [inner, _, ..] = self.levels else { return };
-        let unit = inner.count.max(1) as usize;
-        for w in (unit..table.width).filter(|w| w % unit != 0) {
-            let border = w - w % unit;
-            let value = table.value(layer, set, border);
-            let at = table.at(layer, set, w);
-            if value < table.entries[at].value {
-                table.entries[at] = Entry { value, to: border as u32, replicas: 0 };
-            }
-        }
-    }
-
-    /// What a run costs as a stage of so many replicas before `rest` devices: `None` if it does not fit.
-    #[allow(clippy::too_many_arguments)] // The innermost step of the search; a struct for it would be built at every step.
-    fn part(
-        &self,
-        measure: Measure,
-        run: &Run,
-        from: usize,
-        to: usize,
-        replicas: u32,
-        rest: u32,
-        stage: Option<usize>,
-        known: &mut Option<[Share; 2]>,
-    ) -> Option<Part> {
-        let (recompute, bytes) = if measure == Measure::Bytes {
-            let [plain, recomputed] = [false, true].map(|recompute| self.bytes(run, replicas, rest, recompute, stage));
-            (
-                self.rules.recompute && recomputed < plain,
-                if self.rules.recompute { plain.min(recomputed) } else { plain },
-            )
-        } else {
-            (self.recomputes(run, replicas, rest, stage)?, 0)
-        };
-        if measure == Measure::Bytes {
-            return Some(Part { busiest_us: 0.0, way_us: 0.0, bytes });
-        }
-        let shares = || [false, true].map(|recompute| self.share(measure, run, (from, to), replicas, rest, recompute));
-        let shares = if self.levels.len() == 1 { *known.get_or_insert_with(shares) } else { shares() };
-        let share = shares[usize::from(recompute)];
-        Some(Part { busiest_us: share.busiest_us, way_us: share.way_us, bytes })
-    }
-
     /// Whether a run is recomputed as such a stage; `None` if it does not fit either way.
-    fn recomputes(&self, run: &Run, replicas: u32, rest: u32, stage: Option<usize>) -> Option<bool> {
+    pub fn recomputes(&self, run: &Run, replicas: u32, rest: u32, stage: Option<usize>) -> Option<bool> {
         let Some(limit) = self.memory_limit else { return Some(false) };
         if self.bytes(run, replicas, rest, false, stage) <= limit {
             return Some(false);
@@ -418,7 +222,8 @@ impl Placing<'_> {
         self.recomputes(&self.places.run(from, to), replicas, rest, stage)
     }
 
-    fn bytes(&self, run: &Run, replicas: u32, rest: u32, recompute: bool, stage: Option<usize>) -> u64 {
+    /// What one replica of such a stage holds.
+    pub fn bytes(&self, run: &Run, replicas: u32, rest: u32, recompute: bool, stage: Option<usize>) -> u64 {
         let rule = || self.flow.in_flight(Position { replicas, workers_after: rest });
         let given = self.rules.caps.as_ref().zip(stage);
         let in_flight = given.map_or_else(rule, |(caps, stage)| caps[stage]);
@@ -429,78 +234,6 @@ impl Placing<'_> {
         run.holdings.held(&multiples).total
     }
 
-    fn share(
-        &self,
-        measure: Measure,
-        run: &Run,
-        (from, to): (usize, usize),
-        replicas: u32,
-        rest: u32,
-        recompute: bool,
-    ) -> Share {
-        let first = self.devices - rest - replicas;
-        let last = first + replicas - 1;
-        let again = if recompute { run.forward_us } else { 0.0 };
-        let stage = PlacedStage {
-            forward_us: run.forward_us,
-            backward_us: run.backward_us + again,
-            weight_bytes: run.holdings.weights as f64,
-            first,
-            replicas,
-        };
-        let mut messages: Vec<Message> = Vec::with_capacity(2);
-        let near = |neighbour: u32| Wire::between(self.levels, [neighbour, first, last].into_iter());
-        let mut message = |neighbour: Option<u32>, bytes: u64, comes_in: bool| {
-            if let Some(wire) = neighbour.filter(|_| bytes > 0).and_then(near) {
-                messages.push(Message { level: wire.level, us: wire.time(bytes as f64), comes_in });
-            }
-        };
-        if from > 0 {
-            message(first.checked_sub(1), run.in_bytes, true);
-        }
-        if to + 1 < self.places.len() {
-            message((last + 1 < self.devices).then_some(last + 1), run.out_bytes, false);
-        }
-        if self.levels.len() == 1 || measure == Measure::Likely {
-            return Share::of(&self.asked, self.levels, &stage, &messages);
-        }
-        // Which level a message goes over is not certain, so that it may not be added to what else goes over that level.
-        let alone = Share::of(&self.asked, self.levels, &stage, &[]);
-        let longest = messages.iter().map(|message| message.us).fold(0.0, f64::max);
-        let comes_in: f64 = messages.iter().filter(|message| message.comes_in).map(|message| message.us).sum();
-        let ways = if self.asked.trains() { 2.0 } else { 1.0 };
-        Share {
-            busiest_us: alone.busiest_us.max(self.asked.weight(replicas) * longest),
-            way_us: alone.way_us + if self.asked.adds() { ways * comes_in } else { 0.0 },
-            reduce_us: alone.reduce_us,
-        }
-    }
-
-    /// The stages that a table's best value stands for.
-    fn read(&self, table: &Table) -> Option<Vec<Seat>> {
-        let (value, (mut layer, mut w)) = self.least(table);
-        if !value.is_finite() {
-            return None;
-        }
-        let whole = self.places.len() - 1;
-        let mut seats = Vec::new();
-        let mut at = 0;
-        while at < whole {
-            let Entry { to, replicas, .. } = table.entries[table.at(layer, at, w)];
-            if replicas == 0 {
-                w = to as usize;
-                continue;
-            }
-            let (to, rest) = (to as usize, w as u32 - replicas);
-            let first = self.devices - rest - replicas;
-            let recompute = self.chosen(at, to, replicas, rest, seats.len()).unwrap_or(false);
-            seats.push(Seat { from: at, to, first, replicas, recompute });
-            (at, w) = (to, rest as usize);
-            layer -= usize::from(table.layered);
-        }
-        Some(seats)
-    }
-
     /// The objective of a whole partition, exactly.
     fn price(&self, seats: &[Seat]) -> Option<f64> {
         let mut prefix = Prefix::default();
@@ -508,11 +241,4 @@ impl Placing<'_> {
         let us = prefix.us(self);
         us.is_finite().then_some(us)
     }
-}
-
-#[derive(Clone, Copy)]
-struct Part {
-    busiest_us: f64,
-    way_us: f64,
-    bytes: u64,
 }

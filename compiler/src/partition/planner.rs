@@ -14,7 +14,7 @@ use crate::partition::search::{Candidate, Found, Question, same};
 use crate::partition::states::Growth;
 use crate::partition::{chunked, cuts, every, placement};
 use crate::plan::Plan;
-use crate::plan::check::Fault;
+use crate::plan::fault::Fault;
 use crate::plan::problem::{CostModel, InFlight, Objective, Problem, ProblemError};
 use crate::plan::stage_cost;
 use std::cmp::Ordering;
@@ -78,7 +78,7 @@ pub struct PlannerOptions<'a> {
     pub budget: Option<u64>,
     /// Seed, for the plan; no partitioner here is random.
     pub seed: u64,
-    /// The fraction of ideal throughput that stages reach under caps, for automatic caps. Absent means the published rule.
+    /// How stages run under caps, for automatic caps. Absent means the published rule.
     pub efficiency: Option<&'a Efficiency<'a>>,
 }
 

@@ -253,13 +253,15 @@ impl Question<'_> {
         Searched { shapes, states, fallback, is_proven: proven.is_some(), bound_us }
     }
 
-    /// What fits best along each line.
+    /// What fits best along each line, and among all closed sets where they are few.
     pub fn fitting(&self, levels: &[LevelCost], least: Least) -> Vec<Shape> {
         let (graph, cost) = (&self.problem.graph, StageCost::of(self.problem));
         let limit = largest((graph.ops.len() + 1).min(1200), |places| fit::effort(levels, places) <= 6e6);
-        let solve = |order: Vec<u32>| {
+        let along = |order: Vec<u32>| {
             let ends = line::ends(graph, cost.model, &order, limit.max(2) - 1);
-            let line = Line::new(graph, cost.model, order, ends);
+            Line::new(graph, cost.model, order, ends)
+        };
+        let solve = |line: Line| {
             let settings = Fit {
                 line: &line,
                 cost: &cost,
@@ -269,7 +271,9 @@ impl Question<'_> {
             };
             fit::fit(&settings, least).map(|(_, shape)| shape)
         };
-        linear::orders(graph).into_iter().filter_map(solve).collect()
+        let few = largest(600, |sets| fit::effort(levels, sets) <= 6e6);
+        let all = Space::grow(graph, cost.model, Growth::All, few).map(|space| Line::over(graph, space));
+        linear::orders(graph).into_iter().map(along).chain(all).filter_map(solve).collect()
     }
 
     /// What obeys the user's constraints; with the least memory where nothing fits.

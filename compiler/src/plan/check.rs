@@ -1,126 +1,17 @@
 //! The judge of plans: works out coverage, order, devices, edges, memory and time of any plan from the definitions.
 //!
 //! It shares no code with any partitioner, nor the cost functions and memory sums they use: everything is written here a second
-//! time, plainly. A plan that leaves the planner has passed it, and a plan that was written by hand can be given to it.
+//! time, plainly. Time is worked out by `judge` under cost `pipec`, by `clock` under the others, what the links
+//! carry by `traffic`. A plan that leaves the planner has
+//! passed it, and a plan that was written by hand can be given to it.
 
 use crate::cluster::Cluster;
-use crate::plan::judge;
+use crate::plan::fault::Fault;
 use crate::plan::problem::{CostModel, Problem};
-use crate::plan::{Plan, ScheduleKind, Stage, StageMemory};
-use crate::profile::cost_graph::{CostGraph, OpId};
+use crate::plan::{BusiestLink, Plan, ScheduleKind, StageMemory};
+use crate::plan::{clock, judge, traffic};
+use crate::profile::cost_graph::CostGraph;
 use std::collections::BTreeMap;
-
-/// One fault of a plan.
-#[derive(Clone, Debug, PartialEq, thiserror::Error)]
-pub enum Fault {
-    /// No stages.
-    #[error("the plan has no stages")]
-    NoStages,
-    /// A stage whose id is not its place.
-    #[error("stages[{index}] has id {id}")]
-    Id {
-        /// Place in the list.
-        index: usize,
-        /// Its id.
-        id: u32,
-    },
-    /// A range that is empty, reversed, out of the model, or not ascending.
-    #[error("stage {stage}: op range [{from}, {to}) is empty, out of order, or beyond the {ops} ops of the model")]
-    Range {
-        /// The stage.
-        stage: usize,
-        /// Start.
-        from: u32,
-        /// End.
-        to: u32,
-        /// Ops of the model.
-        ops: usize,
-    },
-    /// An op in no stage or in two.
-    #[error("op {op} is in {count} stages")]
-    Coverage {
-        /// The op.
-        op: usize,
-        /// How many stages hold it.
-        count: u32,
-    },
-    /// An op apart from the op whose stage it shares.
-    #[error("op {op} is in stage {stage}, op {with}, to which it belongs, in stage {other}")]
-    Apart {
-        /// The op.
-        op: usize,
-        /// Its stage.
-        stage: usize,
-        /// The op it joins.
-        with: u32,
-        /// The stage of that.
-        other: usize,
-    },
-    /// A tensor that goes backward.
-    #[error("tensor `{tensor}` goes from stage {from} back to stage {to}")]
-    Backward {
-        /// Its name.
-        tensor: String,
-        /// Stage that makes it.
-        from: usize,
-        /// Stage that reads it.
-        to: usize,
-    },
-    /// Devices that are not one for each replica, or do not exist, or are used twice.
-    #[error("stage {stage}: {what}")]
-    Devices {
-        /// The stage.
-        stage: usize,
-        /// What is wrong.
-        what: String,
-    },
-    /// A place in the levels that makes no sense.
-    #[error("stage {stage}: hierarchy: {what}")]
-    Hierarchy {
-        /// The stage.
-        stage: usize,
-        /// What is wrong.
-        what: String,
-    },
-    /// Lists of the schedule that do not have one entry for each stage, or caps of 0.
-    #[error("schedule: {what}")]
-    Schedule {
-        /// What is wrong.
-        what: String,
-    },
-    /// An edge that is missing, too much, or wrong.
-    #[error("edge {from} -> {to}: the plan says {said}, the model makes {found}")]
-    Edge {
-        /// From stage.
-        from: u32,
-        /// To stage.
-        to: u32,
-        /// What the plan says.
-        said: String,
-        /// What the model makes.
-        found: String,
-    },
-    /// A figure that does not come out.
-    #[error("{what}: the plan says {said}, it is {found}")]
-    Figure {
-        /// Which figure.
-        what: String,
-        /// What the plan says.
-        said: String,
-        /// What was worked out.
-        found: String,
-    },
-    /// A stage that does not fit.
-    #[error("stage {stage} needs {needed} bytes on each device, the limit is {limit}")]
-    Memory {
-        /// The stage.
-        stage: usize,
-        /// Bytes it needs.
-        needed: u64,
-        /// Bytes allowed.
-        limit: u64,
-    },
-}
 
 /// What the judge worked out.
 #[derive(Clone, Debug, PartialEq)]
@@ -129,6 +20,8 @@ pub struct Checked {
     pub minibatch_us: f64,
     /// What sets it, by words.
     pub bottleneck: String,
+    /// The link of a group of devices that has most to do.
+    pub busiest_link: Option<BusiestLink>,
     /// Memory of each stage.
     pub memory: Vec<StageMemory>,
 }
@@ -161,20 +54,44 @@ pub fn check(problem: &Problem, plan: &Plan) -> Result<Checked, Vec<Fault>> {
         }
     }
     stage_times(&problem.graph, plan, &stage_of, &mut faults);
-    let (minibatch_us, bottleneck) = match problem.cost {
+    let (mut minibatch_us, mut bottleneck) = match problem.cost {
         CostModel::Pipec => judge::time(problem, plan, &stage_of),
-        CostModel::Paper | CostModel::Pipedream | CostModel::Load => time(problem, plan, &stage_of, &mut faults),
+        CostModel::Paper | CostModel::Pipedream | CostModel::Load => clock::time(problem, plan, &stage_of, &mut faults),
     };
+    let counted = traffic::traffic(problem, plan, &stage_of);
+    if let Some((link, us)) = counted.as_ref().and_then(|traffic| traffic.binding.as_ref()) {
+        if *us > minibatch_us {
+            minibatch_us = *us;
+            bottleneck = format!("the link of unit {} on {}", link.unit, link.level.escape_debug());
+        }
+        let said_us = plan.predicted.minibatch_us;
+        if *us > said_us * (1.0 + TOLERANCE) {
+            let (level, direction) = (link.level.escape_debug().to_string(), link.direction.clone());
+            faults.push(Fault::Link { level, unit: link.unit, direction, needed_us: *us, said_us });
+        }
+    }
+    let busiest_link = counted.map(|traffic| traffic.busiest);
+    if plan.predicted.busiest_link.is_some() && !matches(&plan.predicted.busiest_link, &busiest_link) {
+        let [said, found] = [&plan.predicted.busiest_link, &busiest_link].map(|link| format!("{link:?}"));
+        faults.push(Fault::Figure { what: "predicted.busiest_link".into(), said, found });
+    }
     if differs(plan.predicted.minibatch_us, minibatch_us) {
         let said = plan.predicted.minibatch_us.to_string();
         faults.push(Fault::Figure { what: "predicted.minibatch_us".into(), said, found: minibatch_us.to_string() });
     }
-    if faults.is_empty() { Ok(Checked { minibatch_us, bottleneck, memory }) } else { Err(faults) }
+    if faults.is_empty() { Ok(Checked { minibatch_us, bottleneck, busiest_link, memory }) } else { Err(faults) }
 }
 
 fn differs(said: f64, found: f64) -> bool {
     let close = (said - found).abs() <= TOLERANCE * said.abs().max(found.abs()).max(1e-6);
     !close
+}
+
+/// Whether both tell of the same link, up to rounding.
+fn matches(said: &Option<BusiestLink>, found: &Option<BusiestLink>) -> bool {
+    let (Some(said), Some(found)) = (said, found) else { return said.is_none() && found.is_none() };
+    let same = BusiestLink { share: found.share, ..said.clone() } == *found;
+    same && !differs(said.share, found.share)
 }
 
 fn coverage(graph: &CostGraph, plan: &Plan, faults: &mut Vec<Fault>) -> Vec<usize> {
@@ -390,177 +307,4 @@ fn stage_times(graph: &CostGraph, plan: &Plan, stage_of: &[usize], faults: &mut 
             }
         }
     }
-}
-
-/// Works out the time of nested groups, outermost level first.
-struct Clock<'a> {
-    problem: &'a Problem,
-    cluster: Cluster,
-    stages: &'a [Stage],
-    stage_of: &'a [usize],
-    faults: &'a mut Vec<Fault>,
-}
-
-fn time(problem: &Problem, plan: &Plan, stage_of: &[usize], faults: &mut Vec<Fault>) -> (f64, String) {
-    let levels = problem.cluster.levels.len();
-    let depth = plan.stages.first().map_or(0, |stage| stage.hierarchy.len());
-    if let Some(stage) = plan.stages.iter().position(|stage| stage.hierarchy.len() != depth) {
-        faults.push(Fault::Hierarchy { stage, what: "not as deep as that of stage 0".into() });
-        return (0.0, String::new());
-    }
-    let cluster = match depth {
-        1 if levels > 1 => problem.cluster.flattened(),
-        _ if depth == levels => problem.cluster.clone(),
-        _ => {
-            faults.push(Fault::Hierarchy { stage: 0, what: format!("{depth} places for {levels} levels") });
-            return (0.0, String::new());
-        }
-    };
-    let mut clock = Clock { problem, cluster, stages: &plan.stages, stage_of, faults };
-    clock.span(depth - 1, 0, plan.stages.len())
-}
-
-impl Clock<'_> {
-    /// Time of the stages [from, to), which fill one member of the level above `level`, and what sets it.
-    fn span(&mut self, level: usize, from: usize, to: usize) -> (f64, String) {
-        let mut worst = (0.0, String::new());
-        let (mut start, mut group, mut units) = (from, 0u32, 0u64);
-        while start < to {
-            let place = self.stages[start].hierarchy[level];
-            let end = (start..to).find(|&at| self.stages[at].hierarchy[level].group != place.group).unwrap_or(to);
-            if place.group != group {
-                let what = format!("group {} where group {group} comes next", place.group);
-                self.faults.push(Fault::Hierarchy { stage: start, what });
-            }
-            if (start..end).any(|at| self.stages[at].hierarchy[level].replicas != place.replicas) {
-                let what = format!("the stages of group {group} do not agree on its replicas");
-                self.faults.push(Fault::Hierarchy { stage: start, what });
-            }
-            let time = self.group(level, from, start, end, place.replicas);
-            if worst.1.is_empty() || time.0 > worst.0 {
-                worst = time;
-            }
-            units += u64::from(place.replicas);
-            group += 1;
-            start = end;
-        }
-        let count = self.cluster.levels[level].count;
-        if units > u64::from(count) {
-            let what = format!("the groups take {units} of the {count} members of level {level}");
-            self.faults.push(Fault::Hierarchy { stage: from, what });
-        }
-        worst
-    }
-
-    /// Time of one group, the stages [start, end), in a span that begins at stage `from`.
-    fn group(&mut self, level: usize, from: usize, start: usize, end: usize, replicas: u32) -> (f64, String) {
-        let (inner, mut what) = if level > 0 {
-            self.span(level - 1, start, end)
-        } else {
-            if end != start + 1 {
-                let what = format!("stages {start} to {} share a group of the innermost level", end - 1);
-                self.faults.push(Fault::Hierarchy { stage: start, what });
-            }
-            let ops = self.problem.graph.ops.iter().zip(self.stage_of);
-            let compute =
-                ops.filter(|(_, stage)| (start..end).contains(*stage)).map(|(op, _)| op.fwd_us + op.bwd_us).sum();
-            (compute, format!("compute of stage {start}"))
-        };
-        let weights: f64 = {
-            let ops = self.problem.graph.ops.iter().zip(self.stage_of);
-            ops.filter(|(_, stage)| (start..end).contains(*stage)).map(|(op, _)| op.param_bytes as f64).sum()
-        };
-        let m = f64::from(replicas);
-        let bandwidth = self.cluster.levels[level].bandwidth.0 / 1e6;
-        let mut links = Vec::new();
-        let stage = match self.problem.cost {
-            CostModel::Paper => {
-                let sync = 2.0 * (m - 1.0) * weights / bandwidth;
-                if sync > inner {
-                    what = format!("all-reduce of {}", stages(start, end));
-                }
-                if start > from {
-                    links.push((start, 2.0 * self.crossing_tensors(start) / bandwidth));
-                }
-                inner.max(sync) / m
-            }
-            CostModel::Load if replicas > 1 => f64::INFINITY,
-            CostModel::Load => inner + (self.crossing_tensors(start) + self.crossing_tensors(end)) / bandwidth,
-            CostModel::Pipedream => {
-                let mut sync = 4.0 * (m - 1.0) * weights / (bandwidth * m);
-                if start == from && level > 0 {
-                    sync /= f64::from(self.cluster.levels[level - 1].count);
-                }
-                if sync > inner {
-                    what = format!("all-reduce of {}", stages(start, end));
-                }
-                if let (Some(ratio), true) = (self.problem.activation_compression, start > from) {
-                    links.push((start, 2.0 * self.charged_outputs(start) / (bandwidth * m * ratio)));
-                    if end < self.stages.len() {
-                        links.push((end, 2.0 * self.charged_outputs(end) / (bandwidth * m * ratio)));
-                    }
-                }
-                (inner + sync) / m
-            }
-            CostModel::Pipec => unreachable!("cost pipec has a reckoning of its own"),
-        };
-        let mut worst = (stage, what);
-        for (cut, time) in links {
-            if time > worst.0 {
-                worst = (time, format!("transfer between stages {} and {cut}", cut - 1));
-            }
-        }
-        worst
-    }
-
-    /// Bytes of all tensors made before stage `cut` and read at or after it, each once.
-    fn crossing_tensors(&self, cut: usize) -> f64 {
-        let before = |op: usize| self.stage_of[op] < cut;
-        let tensors = self.problem.graph.tensors.iter();
-        let crossing =
-            tensors.filter(|t| before(t.producer.index()) && t.consumers.iter().any(|to| !before(to.index())));
-        crossing.map(|tensor| tensor.bytes as f64).sum()
-    }
-
-    /// Bytes of all outputs of the ops before stage `cut` that nothing before it reads (the frontier), and of the ops that precede
-    /// a frontier op and have a reader that neither precedes it nor is it. An op counts together with those that join it, of which
-    /// only what leaves them is charged.
-    fn charged_outputs(&self, cut: usize) -> f64 {
-        let graph = &self.problem.graph;
-        let with = |op: OpId| graph.ops[op.index()].joins.unwrap_or(op).index();
-        let mut edges: Vec<(usize, usize)> = graph.edges().iter().map(|(from, to)| (with(*from), with(*to))).collect();
-        edges.retain(|(from, to)| from != to);
-        edges.sort_unstable();
-        edges.dedup();
-        let mut out_bytes: Vec<f64> = graph.ops.iter().map(|op| op.out_bytes as f64).collect();
-        (0..graph.ops.len()).filter(|&op| graph.ops[op].joins.is_some()).for_each(|op| out_bytes[op] = 0.0);
-        for tensor in graph.tensors.iter().filter(|tensor| graph.ops[tensor.producer.index()].joins.is_some()) {
-            let joined = with(tensor.producer);
-            if tensor.consumers.is_empty() || tensor.consumers.iter().any(|to| with(*to) != joined) {
-                out_bytes[joined] += tensor.bytes as f64;
-            }
-        }
-        let before = |op: usize| self.stage_of[op] < cut && graph.ops[op].joins.is_none();
-        let mut is_read = vec![false; graph.ops.len()];
-        edges.iter().filter(|(_, to)| before(*to)).for_each(|(from, _)| is_read[*from] = true);
-        let frontier: Vec<usize> = (0..graph.ops.len()).filter(|&op| before(op) && !is_read[op]).collect();
-        let mut charged = vec![false; graph.ops.len()];
-        for &last in &frontier {
-            charged[last] = true;
-            let mut precedes = vec![false; graph.ops.len()];
-            precedes[last] = true;
-            // Edges are sorted by producer, and producers come before consumers, so one walk from behind is enough.
-            for &(from, to) in edges.iter().rev().filter(|(_, to)| *to <= last) {
-                precedes[from] |= precedes[to];
-            }
-            for &(from, to) in &edges {
-                charged[from] |= from != last && precedes[from] && !precedes[to];
-            }
-        }
-        out_bytes.iter().zip(charged).filter(|(_, charged)| *charged).map(|(bytes, _)| *bytes).sum()
-    }
-}
-
-fn stages(start: usize, end: usize) -> String {
-    if end == start + 1 { format!("stage {start}") } else { format!("stages {start} to {}", end - 1) }
 }

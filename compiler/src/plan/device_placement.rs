@@ -2,7 +2,8 @@
 //! loaded they are. It shares no code with the searches.
 
 use crate::plan::Plan;
-use crate::plan::check::{Fault, TOLERANCE};
+use crate::plan::check::TOLERANCE;
+use crate::plan::fault::Fault;
 use crate::profile::placement::Placement;
 use std::collections::{BTreeMap, BTreeSet};
 

@@ -3,7 +3,7 @@
 
 use crate::cluster::MAX_DEVICES;
 use crate::plan::Plan;
-use crate::plan::check::Fault;
+use crate::plan::fault::Fault;
 use crate::plan::problem::CostModel;
 use crate::profile::cost_graph::MAX_ENTRIES;
 use std::collections::{BTreeMap, BTreeSet};

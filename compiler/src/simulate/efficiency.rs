@@ -1,10 +1,8 @@
 //! How near a pipeline comes to its bottleneck's own speed, and the smallest in-flight caps with which it gets there.
 
-use crate::schedule::rule::StepCount;
-use crate::schedule::scheduler::schedule;
-use crate::schedule::{Pipeline, Schedule, StageShape, published_caps};
+use crate::schedule::{Pipeline, published_caps};
 use crate::simulate::SimulateError;
-use crate::simulate::run::{Machine, simulate};
+use crate::simulate::steady::steady;
 
 /// The efficiency that [`auto_caps`] tries to reach.
 pub const TARGET: f64 = 0.98;
@@ -12,45 +10,9 @@ pub const TARGET: f64 = 0.98;
 /// How far above the published caps [`auto_caps`] looks.
 const MOST_EXTRA: u32 = 8;
 
-/// Microseconds per item of the slowest resource if it never had to wait: a stage's replicas, the links between two
-/// stages, the all-reduce of a stage.
-pub fn ideal_us(pipeline: &Pipeline) -> f64 {
-    let stage = pipeline.stages.iter().map(|stage| {
-        let replicas = f64::from(stage.replicas);
-        let reduce = if stage.replicas > 1 { stage.all_reduce } else { 0.0 };
-        (stage.forward + stage.backward + stage.step).max(reduce) / replicas
-    });
-    let edge = pipeline.edges.iter().map(|edge| {
-        // Items go round both sides in turn, so as many pairs of workers take part as the least common multiple.
-        let [a, b] = [edge.from, edge.to].map(|stage| u64::from(pipeline.stages[stage.index()].replicas));
-        edge.forward_us.max(edge.backward_us) / common_multiple(a, b) as f64
-    });
-    stage.chain(edge).fold(0.0, f64::max)
-}
-
 /// Steady-state throughput of 1F1B-RR with the pipeline's caps, as a share of the bottleneck's ideal.
 pub fn steady_efficiency(pipeline: &Pipeline) -> Result<f64, SimulateError> {
-    pipeline.validate()?;
-    let ideal = ideal_us(pipeline);
-    if ideal == 0.0 {
-        return Ok(1.0);
-    }
-    // A steady state repeats after a whole number of rounds of every stage. Where that takes too long, a long window
-    // makes up for what is cut off at its ends.
-    let repeat = pipeline.stages.iter().fold(1, |all, stage| common_multiple(all, u64::from(stage.replicas)));
-    let repeat = if repeat <= 512 { repeat as u32 } else { 512 };
-    let window = repeat * 120u32.div_ceil(repeat);
-    // Items that fill the pipeline; it takes a few times as many until it runs evenly.
-    let depth = |stage: &StageShape| stage.replicas.saturating_mul(stage.cap).min(10_000);
-    let depth = pipeline.stages.iter().map(depth).max().unwrap_or(1);
-    let warm = 120.max(4 * depth);
-    let count = StepCount::minibatches(warm + window + depth);
-    let program = schedule(Schedule::OneFOneBRr, pipeline, count)?;
-    let timeline = simulate(&program, pipeline, &Machine::of(pipeline))?;
-    Ok(match timeline.middle(warm as usize, (warm + window) as usize) {
-        Some((items, time)) => ideal * items / time,
-        None => 1.0,
-    })
+    Ok(steady(pipeline)?.share)
 }
 
 /// In-flight caps for the pipeline, one for each stage: at least the published ones, and as few more as reach [`TARGET`] of
@@ -100,14 +62,6 @@ pub fn auto_caps(pipeline: &Pipeline) -> Result<Vec<u32>, SimulateError> {
             return Ok(caps);
         }
     }
-}
-
-fn common_multiple(a: u64, b: u64) -> u64 {
-    let (mut x, mut y) = (a.max(1), b.max(1));
-    while y != 0 {
-        (x, y) = (y, x % y);
-    }
-    (a.max(1) / x).saturating_mul(b.max(1))
 }
 
 #[cfg(test)]

@@ -9,8 +9,8 @@ use crate::partition::device_placement::anywhere;
 use crate::partition::device_placement::contiguous::{Limits, contiguous};
 use crate::partition::device_placement::lattice::{self, Lattice};
 use crate::partition::device_placement::units::Units;
-use crate::plan::check::Fault;
 use crate::plan::device_placement;
+use crate::plan::fault::Fault;
 use crate::plan::problem::{CostModel, Objective};
 use crate::plan::{
     Baselines, Edge, Fits, Place, Plan, PlannedCluster, PlannedModel, PlannedProfile, PlannedSchedule, Predicted,
@@ -148,6 +148,7 @@ pub fn solve(placement: &Placement, request: &Request) -> Result<Plan, SolveErro
             throughput_per_s: if worst > 0.0 { 1e6 / worst } else { 0.0 },
             bubble: 0.0,
             bottleneck: bottleneck(placement, &units, &answer.stages),
+            busiest_link: None,
         },
         stages,
         lower_bound_us,
