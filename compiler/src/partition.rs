@@ -6,6 +6,7 @@
 pub mod along;
 pub mod bound;
 pub mod build;
+pub mod crossing;
 pub mod cuts;
 pub mod data_parallel;
 pub mod device_placement;

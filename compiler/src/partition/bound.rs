@@ -6,6 +6,7 @@
 //!
 //! On several levels a plan takes whole groups or it does not, so the bound is the lesser of the two kinds' bounds.
 
+use crate::partition::crossing::Crossing;
 use crate::partition::reach::Reach;
 use crate::partition::states::{Growth, Space};
 use crate::partition::terrain::Terrain;
@@ -17,6 +18,9 @@ use crate::profile::cost_graph::OpCost;
 /// Closed sets up to which the terrain has a spot for each, and up to which times the ops of the graph, about a second of work.
 const MOST_SETS: usize = 400_000;
 const MOST_FIGURES: usize = 120_000_000;
+
+/// Steps for the least charges of all cuts, about half a second.
+const CROSSING_STEPS: u64 = 100_000_000;
 
 /// Steps for one bound, about two seconds.
 const STEPS: u64 = 60_000_000;
@@ -39,6 +43,12 @@ impl Bounds<'_> {
         let terrain = match &space {
             Some(space) => Terrain::sets(space, problem.cost),
             None => Terrain::relaxed(graph, problem.cost),
+        };
+        let charges_frontiers = problem.cost == CostModel::Pipedream && problem.activation_compression.is_some();
+        let crossing = if space.is_none() && charges_frontiers { Crossing::of(graph, CROSSING_STEPS) } else { None };
+        let terrain = match &crossing {
+            Some(crossing) => terrain.crossed(crossing),
+            None => terrain,
         };
         Bounds { problem, cost: StageCost::of(problem), space, terrain }
     }

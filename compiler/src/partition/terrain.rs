@@ -13,6 +13,7 @@
 //!
 //! C is the compute of a set. Of a chain both kinds say the same.
 
+use crate::partition::crossing::Crossing;
 use crate::partition::states::Space;
 use crate::plan::problem::CostModel;
 use crate::profile::cost_graph::CostGraph;
@@ -165,6 +166,30 @@ impl Terrain {
                 terrain.most_weights.push(possible_sum);
                 // Differences of large sums leave a rest that is no byte.
                 terrain.cut.push((cut_sum - 1.0).max(0.0));
+            }
+        }
+        terrain.lower = lower(&terrain.cut);
+        terrain
+    }
+
+    /// The same with what at least is charged at a cut by the compute before it, where that is more.
+    pub fn crossed(self, crossing: &Crossing) -> Terrain {
+        let count = self.from.len();
+        let mut terrain = Terrain {
+            from: Vec::with_capacity(count),
+            to: Vec::with_capacity(count),
+            least_weights: Vec::with_capacity(count),
+            most_weights: Vec::with_capacity(count),
+            cut: Vec::with_capacity(count),
+            lower: Vec::new(),
+        };
+        for stretch in 0..count {
+            for piece in crossing.pieces(self.from[stretch], self.to[stretch]) {
+                terrain.from.push(piece.from_us);
+                terrain.to.push(piece.to_us);
+                terrain.least_weights.push(self.least_weights[stretch]);
+                terrain.most_weights.push(self.most_weights[stretch]);
+                terrain.cut.push(self.cut[stretch].max(piece.bytes - 1.0));
             }
         }
         terrain.lower = lower(&terrain.cut);

@@ -1,0 +1,292 @@
+//! The least bytes that cost `pipedream` charges at a cut, by the compute that stands before the cut.
+//!
+//! A closed set S is told by its frontier F, the ops of S that no op of S reads. What `cut_bytes` charges is a union over F:
+//!
+//! ```text
+//! charged(S) = bytes of  ∪ over f in F of  open(f)        open(f): f, and all that precedes f and is read by an op that does not
+//! ```
+//!
+//! An op that precedes f and f' is charged when one of its readers leads to f only, and that reader does not precede f'. So the
+//! charge never falls while ops are added to F, and all frontiers within a charge are found by adding one op after the other.
+//! A frontier is left when every place that it and its additions can reach is crossed by no more already; charges are allowed in
+//! rising steps, so that cheap frontiers come first. Few hundred thousand frontiers tell the least charge everywhere, of graphs
+//! whose closed sets nobody can count.
+//!
+//! Ops in a row of which each is the only reader of the one before, with equal outputs, differ as frontiers in nothing but the
+//! compute before them. They are one [`Row`], and a frontier of rows stands for a range of compute.
+
+use crate::profile::cost_graph::CostGraph;
+use std::ops::RangeInclusive;
+
+/// The most ops of a graph that is looked at. Of larger ones `cut_bytes` charges less.
+const MOST_OPS: usize = 8000;
+
+/// Slices of compute, each with one charge.
+const SLICES: usize = 4096;
+
+/// The charge grows by this factor from one round to the next.
+const GROWTH: f64 = 1.4;
+
+/// Sums of the same numbers in other orders differ by less than this fraction of the whole.
+const ROUNDING: f64 = 1e-11;
+
+/// The least charge of every slice of compute.
+#[derive(Clone, Debug)]
+pub struct Crossing {
+    /// Compute of the whole graph, in microseconds.
+    total_us: f64,
+    /// For each slice a charge that no cut in it undercuts; infinite if it is more than was asked for.
+    least: Vec<f64>,
+}
+
+/// Ops in a row that are equal as members of a frontier.
+struct Row {
+    /// Compute of the first op, which is in every set with this row on its frontier.
+    first_us: f64,
+    /// Compute of all ops.
+    all_us: f64,
+    /// What an op of the row is charged as a frontier.
+    bytes: f64,
+    /// Rows that precede it, as bits.
+    before: Vec<u64>,
+    /// Those of them whose last op is charged when the row is on the frontier, because something else reads it too.
+    open: Vec<u64>,
+}
+
+impl Crossing {
+    /// The charges that so many steps of some nanoseconds show. `None` for graphs that are too large.
+    pub fn of(graph: &CostGraph, most_steps: u64) -> Option<Crossing> {
+        let rows = rows(graph)?;
+        let most_bytes: f64 = graph.ops.iter().map(|op| op.out_bytes as f64).sum();
+        let total_us = graph.total_us();
+        let mut least = vec![f64::INFINITY; SLICES];
+        (least[0], least[SLICES - 1]) = (0.0, 0.0);
+        let mut search = Search { rows: &rows, total_us, least, steps: 0, most_steps };
+        let cheapest =
+            rows.iter().map(|row| search.charge(row, &vec![0; row.open.len()])).fold(f64::INFINITY, f64::min);
+        // All that costs no more is known.
+        let mut shown = 0.0;
+        let mut within = cheapest.max(1.0).min(most_bytes);
+        while search.least.iter().any(|bytes| bytes.is_infinite()) && shown < most_bytes {
+            if !search.round(within) {
+                search.least.iter_mut().for_each(|bytes| *bytes = bytes.min(shown));
+                break;
+            }
+            shown = within;
+            within = (within * GROWTH).min(most_bytes);
+        }
+        Some(Crossing { total_us, least: search.least })
+    }
+
+    /// The charges along a range of compute. Where two slices meet the lesser counts.
+    pub fn pieces(&self, from_us: f64, to_us: f64) -> Vec<Piece> {
+        let width = self.total_us / SLICES as f64;
+        let mut pieces: Vec<Piece> = Vec::new();
+        for slice in slices(self.total_us, from_us, to_us) {
+            let place = |at: usize| (at as f64 * width).clamp(from_us, to_us);
+            let piece = Piece { from_us: place(slice), to_us: place(slice + 1), bytes: self.least[slice] };
+            match pieces.last_mut() {
+                Some(last) if last.from_us == last.to_us || piece.from_us == piece.to_us => {
+                    last.to_us = piece.to_us;
+                    last.bytes = last.bytes.min(piece.bytes);
+                }
+                _ => pieces.push(piece),
+            }
+        }
+        // The last border is a product; the range ends where it ends.
+        if let Some(last) = pieces.last_mut() {
+            last.to_us = to_us;
+        }
+        pieces
+    }
+}
+
+/// A range of compute with one charge.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Piece {
+    /// Where it begins, in microseconds.
+    pub from_us: f64,
+    /// Where it ends.
+    pub to_us: f64,
+    /// No cut in it is charged less.
+    pub bytes: f64,
+}
+
+/// The slices that a range of compute touches.
+fn slices(total_us: f64, from_us: f64, to_us: f64) -> RangeInclusive<usize> {
+    let rounding = total_us * ROUNDING;
+    let slice = |us: f64| ((us / total_us * SLICES as f64) as usize).min(SLICES - 1);
+    slice(from_us - rounding)..=slice(to_us + rounding)
+}
+
+/// One frontier, and the rows that may be added to it.
+struct Frontier {
+    /// Rows of which every op is in the set.
+    full: Vec<u64>,
+    /// Rows that are charged beside the frontier.
+    open: Vec<u64>,
+    /// Compute of the full rows.
+    full_us: f64,
+    /// Compute of the first ops, and of all ops, of the rows of the frontier.
+    own_us: (f64, f64),
+    /// Its charge.
+    bytes: f64,
+    /// What may be added, and how many of them have been.
+    more: Vec<u32>,
+    next: usize,
+}
+
+struct Search<'a> {
+    rows: &'a [Row],
+    total_us: f64,
+    least: Vec<f64>,
+    steps: u64,
+    most_steps: u64,
+}
+
+impl Search<'_> {
+    /// Looks at all frontiers that are charged no more than `within`. Says whether the steps were enough.
+    fn round(&mut self, within: f64) -> bool {
+        let words = self.rows.len().div_ceil(64);
+        let none = vec![0; words];
+        let start = Frontier {
+            full: none.clone(),
+            open: none,
+            full_us: 0.0,
+            own_us: (0.0, 0.0),
+            bytes: 0.0,
+            more: (0..self.rows.len() as u32).collect(),
+            next: 0,
+        };
+        let mut path = vec![start];
+        while let Some(top) = path.last_mut() {
+            let Some(&row) = top.more.get(top.next) else {
+                path.pop();
+                continue;
+            };
+            top.next += 1;
+            if self.steps > self.most_steps {
+                return false;
+            }
+            let grown = self.grown(&path[path.len() - 1], row as usize, within);
+            path.extend(grown);
+        }
+        true
+    }
+
+    /// The frontier with one more row, if something can still be added to it that tells more.
+    fn grown(&mut self, frontier: &Frontier, at: usize, within: f64) -> Option<Frontier> {
+        let row = &self.rows[at];
+        let words = row.open.len();
+        let bytes = frontier.bytes + self.charge(row, &frontier.open);
+        self.steps += words as u64;
+        if bytes > within {
+            return None;
+        }
+        let full: Vec<u64> = (0..words).map(|word| frontier.full[word] | row.before[word]).collect();
+        let open: Vec<u64> = (0..words).map(|word| frontier.open[word] | row.open[word]).collect();
+        let full_us = frontier.full_us + self.compute_us(&row.before, &frontier.full);
+        let own_us = (frontier.own_us.0 + row.first_us, frontier.own_us.1 + row.all_us);
+        let from_us = full_us + own_us.0;
+        for slice in slices(self.total_us, from_us, full_us + own_us.1) {
+            self.least[slice] = self.least[slice].min(bytes);
+        }
+        let mut reach = full.clone();
+        let mut more = Vec::new();
+        for &other in &frontier.more[frontier.next..] {
+            let (place, added) = (other as usize, &self.rows[other as usize]);
+            self.steps += words as u64;
+            if has(&added.before, at) || has(&row.before, place) || bytes + self.charge(added, &open) > within {
+                continue;
+            }
+            more.push(other);
+            reach.iter_mut().zip(&added.before).for_each(|(reach, before)| *reach |= before);
+            reach[place / 64] |= 1 << (place % 64);
+        }
+        let furthest_us = full_us + own_us.1 + self.compute_us(&reach, &full);
+        let tells_more = slices(self.total_us, from_us, furthest_us).any(|slice| self.least[slice] > bytes);
+        (tells_more && !more.is_empty()).then_some(Frontier { full, open, full_us, own_us, bytes, more, next: 0 })
+    }
+
+    /// What a row adds to the charge of a frontier.
+    fn charge(&self, row: &Row, open: &[u64]) -> f64 {
+        row.bytes + bits(&row.open, open).map(|other| self.rows[other].bytes).sum::<f64>()
+    }
+
+    /// Compute of the rows that are in one set and not in the other.
+    fn compute_us(&self, set: &[u64], without: &[u64]) -> f64 {
+        bits(set, without).map(|row| self.rows[row].all_us).sum()
+    }
+}
+
+/// The rows of a graph, in topological order.
+fn rows(graph: &CostGraph) -> Option<Vec<Row>> {
+    let count = graph.ops.len();
+    if count > MOST_OPS {
+        return None;
+    }
+    let (mut reads, mut readers) = (vec![Vec::new(); count], vec![Vec::new(); count]);
+    for (from, to) in graph.edges() {
+        reads[to.index()].push(from.index());
+        readers[from.index()].push(to.index());
+    }
+    let mut row_of: Vec<usize> = Vec::with_capacity(count);
+    let mut members: Vec<Vec<usize>> = Vec::new();
+    for op in 0..count {
+        let follows = match reads[op][..] {
+            [from] if readers[from].len() == 1 && graph.ops[from].out_bytes == graph.ops[op].out_bytes => Some(from),
+            _ => None,
+        };
+        let row = follows.map_or(members.len(), |from| row_of[from]);
+        row_of.push(row);
+        if follows.is_none() {
+            members.push(Vec::new());
+        }
+        members[row].push(op);
+    }
+    let words = members.len().div_ceil(64);
+    let us = |op: usize| graph.ops[op].fwd_us + graph.ops[op].bwd_us;
+    let mut rows: Vec<Row> = Vec::with_capacity(members.len());
+    for ops in &members {
+        let (at, first) = (rows.len(), ops[0]);
+        let mut before = vec![0u64; words];
+        for &from in &reads[first] {
+            let from = row_of[from];
+            before[from / 64] |= 1 << (from % 64);
+            before.iter_mut().zip(&rows[from].before).for_each(|(all, more)| *all |= more);
+        }
+        let mut open = vec![0u64; words];
+        for row in bits(&before, &vec![0; words]) {
+            let last = members[row][members[row].len() - 1];
+            if readers[last].iter().any(|&to| row_of[to] != at && !has(&before, row_of[to])) {
+                open[row / 64] |= 1 << (row % 64);
+            }
+        }
+        rows.push(Row {
+            first_us: us(first),
+            all_us: ops.iter().map(|&op| us(op)).sum(),
+            bytes: graph.ops[first].out_bytes as f64,
+            before,
+            open,
+        });
+    }
+    Some(rows)
+}
+
+/// The places of the bits that are set in one set and not in the other.
+fn bits<'a>(set: &'a [u64], without: &'a [u64]) -> impl Iterator<Item = usize> + 'a {
+    set.iter().zip(without).enumerate().flat_map(|(at, (set, without))| {
+        let mut word = set & !without;
+        std::iter::from_fn(move || {
+            let bit = word.trailing_zeros();
+            (word != 0).then(|| {
+                word &= word - 1;
+                at * 64 + bit as usize
+            })
+        })
+    })
+}
+
+fn has(set: &[u64], at: usize) -> bool {
+    set[at / 64] >> (at % 64) & 1 == 1
+}
