@@ -19,6 +19,7 @@ pub mod in_flight;
 pub mod joined;
 pub mod line;
 pub mod linear;
+pub mod near;
 pub mod pinned;
 pub mod pipedream;
 pub mod placed;

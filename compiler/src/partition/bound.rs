@@ -7,6 +7,7 @@
 //! On several levels a plan takes whole groups or it does not, so the bound is the lesser of the two kinds' bounds.
 
 use crate::partition::crossing::Crossing;
+use crate::partition::linear;
 use crate::partition::reach::Reach;
 use crate::partition::states::{Growth, Space};
 use crate::partition::terrain::Terrain;
@@ -31,6 +32,8 @@ pub struct Bounds<'a> {
     cost: StageCost,
     /// All closed sets, where they are not too many.
     pub space: Option<Space>,
+    /// Where few bytes cross, where they are too many.
+    pub narrow: Option<Crossing>,
     terrain: Terrain,
 }
 
@@ -44,13 +47,16 @@ impl Bounds<'_> {
             Some(space) => Terrain::sets(space, problem.cost),
             None => Terrain::relaxed(graph, problem.cost),
         };
-        let charges_frontiers = problem.cost == CostModel::Pipedream && problem.activation_compression.is_some();
-        let crossing = if space.is_none() && charges_frontiers { Crossing::of(graph, CROSSING_STEPS) } else { None };
-        let terrain = match &crossing {
+        let narrow = if space.is_none() && charges_cuts(problem) {
+            linear::orders(graph).first().and_then(|order| Crossing::of(graph, order, CROSSING_STEPS))
+        } else {
+            None
+        };
+        let terrain = match narrow.as_ref().filter(|_| problem.cost == CostModel::Pipedream) {
             Some(crossing) => terrain.crossed(crossing),
             None => terrain,
         };
-        Bounds { problem, cost: StageCost::of(problem), space, terrain }
+        Bounds { problem, cost: StageCost::of(problem), space, narrow, terrain }
     }
 
     /// A time in microseconds that no plan with groups of these levels beats. Bounds above `known_us`, which some plan
@@ -129,5 +135,14 @@ impl Bounds<'_> {
             (1..=level.count).map(|replicas| self.cost.part_us(level, &part(replicas))).fold(f64::INFINITY, f64::min)
         };
         self.problem.graph.ops.iter().map(alone).fold(0.0, f64::max)
+    }
+}
+
+/// Whether what crosses a cut takes time under the problem's cost model.
+fn charges_cuts(problem: &Problem) -> bool {
+    match problem.cost {
+        CostModel::Pipedream => problem.activation_compression.is_some(),
+        CostModel::Paper => true,
+        CostModel::Pipec | CostModel::Load => false,
     }
 }

@@ -35,12 +35,19 @@ const ROUNDING: f64 = 1e-11;
 pub struct Crossing {
     /// Compute of the whole graph, in microseconds.
     total_us: f64,
-    /// For each slice a charge that no cut in it undercuts; infinite if it is more than was asked for.
+    /// For each slice a charge that no cut in it undercuts; infinite where no set ends.
     least: Vec<f64>,
+    rows: Vec<Row>,
+    /// The rows of frontiers, and for each slice the place of the one that is charged least.
+    frontiers: Vec<Vec<u32>>,
+    best: Vec<Option<u32>>,
 }
 
 /// Ops in a row that are equal as members of a frontier.
+#[derive(Clone, Debug)]
 struct Row {
+    /// The ops, each the reader of the one before.
+    ops: Vec<u32>,
     /// Compute of the first op, which is in every set with this row on its frontier.
     first_us: f64,
     /// Compute of all ops.
@@ -55,13 +62,16 @@ struct Row {
 
 impl Crossing {
     /// The charges that so many steps of some nanoseconds show. `None` for graphs that are too large.
-    pub fn of(graph: &CostGraph, most_steps: u64) -> Option<Crossing> {
-        let rows = rows(graph)?;
+    ///
+    /// `order` is topological and does not depend on the order in which a file lists the ops; then the charges do not either.
+    pub fn of(graph: &CostGraph, order: &[u32], most_steps: u64) -> Option<Crossing> {
+        let rows = rows(graph, order)?;
         let most_bytes: f64 = graph.ops.iter().map(|op| op.out_bytes as f64).sum();
         let total_us = graph.total_us();
         let mut least = vec![f64::INFINITY; SLICES];
         (least[0], least[SLICES - 1]) = (0.0, 0.0);
-        let mut search = Search { rows: &rows, total_us, least, steps: 0, most_steps };
+        let best = vec![None; SLICES];
+        let mut search = Search { rows: &rows, total_us, least, frontiers: Vec::new(), best, steps: 0, most_steps };
         let cheapest =
             rows.iter().map(|row| search.charge(row, &vec![0; row.open.len()])).fold(f64::INFINITY, f64::min);
         // All that costs no more is known.
@@ -75,7 +85,52 @@ impl Crossing {
             shown = within;
             within = (within * GROWTH).min(most_bytes);
         }
-        Some(Crossing { total_us, least: search.least })
+        let Search { least, frontiers, best, .. } = search;
+        Some(Crossing { total_us, least, rows, frontiers, best })
+    }
+
+    /// For each slice a closed set that is charged the least, or nearly so; sets of bits.
+    pub fn sets(&self, graph: &CostGraph) -> Vec<Vec<u64>> {
+        let us = |op: u32| graph.ops[op as usize].fwd_us + graph.ops[op as usize].bwd_us;
+        let width = self.total_us / SLICES as f64;
+        let mut sets = Vec::with_capacity(SLICES);
+        for (slice, best) in self.best.iter().enumerate() {
+            let Some(best) = best else { continue };
+            let frontier = &self.frontiers[*best as usize];
+            let none = vec![0u64; self.rows.len().div_ceil(64)];
+            let mut full = none.clone();
+            for &row in frontier {
+                full.iter_mut().zip(&self.rows[row as usize].before).for_each(|(full, before)| *full |= before);
+            }
+            let mut set = vec![0u64; graph.ops.len().div_ceil(64)];
+            let mut sum = 0.0;
+            let mut take = |op: u32| {
+                set[op as usize / 64] |= 1 << (op % 64);
+                sum += us(op);
+                sum
+            };
+            let whole = bits(&full, &none).flat_map(|row| self.rows[row].ops.iter());
+            let mut reached = 0.0;
+            for &op in whole.chain(frontier.iter().map(|row| &self.rows[*row as usize].ops[0])) {
+                reached = take(op);
+            }
+            // The rest of the rows until the slice is reached.
+            let rest = frontier.iter().flat_map(|row| {
+                let ops = &self.rows[*row as usize].ops;
+                (1..ops.len()).map(move |at| (at == 1, ops[at]))
+            });
+            let mut is_open = true;
+            for (is_next_row, op) in rest {
+                is_open |= is_next_row;
+                if is_open && reached + us(op) <= (slice as f64 + 1.0) * width {
+                    reached = take(op);
+                } else {
+                    is_open = false;
+                }
+            }
+            sets.push(set);
+        }
+        sets
     }
 
     /// The charges along a range of compute. Where two slices meet the lesser counts.
@@ -121,6 +176,8 @@ fn slices(total_us: f64, from_us: f64, to_us: f64) -> RangeInclusive<usize> {
 
 /// One frontier, and the rows that may be added to it.
 struct Frontier {
+    /// Its rows.
+    rows: Vec<u32>,
     /// Rows of which every op is in the set.
     full: Vec<u64>,
     /// Rows that are charged beside the frontier.
@@ -140,6 +197,8 @@ struct Search<'a> {
     rows: &'a [Row],
     total_us: f64,
     least: Vec<f64>,
+    frontiers: Vec<Vec<u32>>,
+    best: Vec<Option<u32>>,
     steps: u64,
     most_steps: u64,
 }
@@ -150,6 +209,7 @@ impl Search<'_> {
         let words = self.rows.len().div_ceil(64);
         let none = vec![0; words];
         let start = Frontier {
+            rows: Vec::new(),
             full: none.clone(),
             open: none,
             full_us: 0.0,
@@ -188,8 +248,17 @@ impl Search<'_> {
         let full_us = frontier.full_us + self.compute_us(&row.before, &frontier.full);
         let own_us = (frontier.own_us.0 + row.first_us, frontier.own_us.1 + row.all_us);
         let from_us = full_us + own_us.0;
+        let rows: Vec<u32> = frontier.rows.iter().copied().chain([at as u32]).collect();
+        let mut is_known = false;
         for slice in slices(self.total_us, from_us, full_us + own_us.1) {
-            self.least[slice] = self.least[slice].min(bytes);
+            if bytes < self.least[slice] {
+                if !is_known {
+                    self.frontiers.push(rows.clone());
+                    is_known = true;
+                }
+                self.least[slice] = bytes;
+                self.best[slice] = Some(self.frontiers.len() as u32 - 1);
+            }
         }
         let mut reach = full.clone();
         let mut more = Vec::new();
@@ -205,7 +274,7 @@ impl Search<'_> {
         }
         let furthest_us = full_us + own_us.1 + self.compute_us(&reach, &full);
         let tells_more = slices(self.total_us, from_us, furthest_us).any(|slice| self.least[slice] > bytes);
-        (tells_more && !more.is_empty()).then_some(Frontier { full, open, full_us, own_us, bytes, more, next: 0 })
+        (tells_more && !more.is_empty()).then_some(Frontier { rows, full, open, full_us, own_us, bytes, more, next: 0 })
     }
 
     /// What a row adds to the charge of a frontier.
@@ -219,8 +288,8 @@ impl Search<'_> {
     }
 }
 
-/// The rows of a graph, in topological order.
-fn rows(graph: &CostGraph) -> Option<Vec<Row>> {
+/// The rows of a graph, along a topological order.
+fn rows(graph: &CostGraph, order: &[u32]) -> Option<Vec<Row>> {
     let count = graph.ops.len();
     if count > MOST_OPS {
         return None;
@@ -230,15 +299,16 @@ fn rows(graph: &CostGraph) -> Option<Vec<Row>> {
         reads[to.index()].push(from.index());
         readers[from.index()].push(to.index());
     }
-    let mut row_of: Vec<usize> = Vec::with_capacity(count);
+    let mut row_of = vec![0usize; count];
     let mut members: Vec<Vec<usize>> = Vec::new();
-    for op in 0..count {
+    for &op in order {
+        let op = op as usize;
         let follows = match reads[op][..] {
             [from] if readers[from].len() == 1 && graph.ops[from].out_bytes == graph.ops[op].out_bytes => Some(from),
             _ => None,
         };
         let row = follows.map_or(members.len(), |from| row_of[from]);
-        row_of.push(row);
+        row_of[op] = row;
         if follows.is_none() {
             members.push(Vec::new());
         }
@@ -263,6 +333,7 @@ fn rows(graph: &CostGraph) -> Option<Vec<Row>> {
             }
         }
         rows.push(Row {
+            ops: ops.iter().map(|&op| op as u32).collect(),
             first_us: us(first),
             all_us: ops.iter().map(|&op| us(op)).sum(),
             bytes: graph.ops[first].out_bytes as f64,
