@@ -24,8 +24,15 @@ const MOST_OPS: usize = 8000;
 /// Slices of compute, each with one charge.
 const SLICES: usize = 4096;
 
+/// So many slices share one set to cut at.
+const SLICES_A_SET: usize = 2;
+
 /// The charge grows by this factor from one round to the next.
 const GROWTH: f64 = 1.4;
+
+/// The most windows of weights, and steps for all of them, about a tenth of a second.
+const MOST_WINDOWS: usize = 40;
+const MOST_WINDOW_STEPS: usize = 60_000_000;
 
 /// Sums of the same numbers in other orders differ by less than this fraction of the whole.
 const ROUNDING: f64 = 1e-11;
@@ -35,7 +42,7 @@ const ROUNDING: f64 = 1e-11;
 pub struct Crossing {
     /// Compute of the whole graph, in microseconds.
     total_us: f64,
-    /// For each slice a charge that no cut in it undercuts; infinite where no set ends.
+    /// For each slice a charge that no cut in it undercuts.
     least: Vec<f64>,
     rows: Vec<Row>,
     /// The rows of frontiers, and for each slice the place of the one that is charged least.
@@ -63,23 +70,32 @@ struct Row {
 impl Crossing {
     /// The charges that so many steps of some nanoseconds show. `None` for graphs that are too large.
     ///
-    /// `order` is topological and does not depend on the order in which a file lists the ops; then the charges do not either.
-    pub fn of(graph: &CostGraph, order: &[u32], most_steps: u64) -> Option<Crossing> {
+    /// `order` is topological and does not depend on the order in which a file lists the ops; then the charges do not either. Sets
+    /// stand in the `places`, ranges of compute, and nowhere else.
+    pub fn of(
+        graph: &CostGraph,
+        order: &[u32],
+        places: impl Iterator<Item = (f64, f64)>,
+        most_steps: u64,
+    ) -> Option<Crossing> {
         let rows = rows(graph, order)?;
         let most_bytes: f64 = graph.ops.iter().map(|op| op.out_bytes as f64).sum();
         let total_us = graph.total_us();
-        let mut least = vec![f64::INFINITY; SLICES];
+        let mut least = vec![0.0; SLICES];
+        for (from_us, to_us) in places {
+            slices(total_us, from_us, to_us).for_each(|slice| least[slice] = f64::INFINITY);
+        }
         (least[0], least[SLICES - 1]) = (0.0, 0.0);
         let best = vec![None; SLICES];
         let mut search = Search { rows: &rows, total_us, least, frontiers: Vec::new(), best, steps: 0, most_steps };
         let cheapest =
             rows.iter().map(|row| search.charge(row, &vec![0; row.open.len()])).fold(f64::INFINITY, f64::min);
         // All that costs no more is known.
-        let mut shown = 0.0;
+        let mut shown = -1.0;
         let mut within = cheapest.max(1.0).min(most_bytes);
         while search.least.iter().any(|bytes| bytes.is_infinite()) && shown < most_bytes {
             if !search.round(within) {
-                search.least.iter_mut().for_each(|bytes| *bytes = bytes.min(shown));
+                search.least.iter_mut().for_each(|bytes| *bytes = bytes.min(f64::max(shown, 0.0)));
                 break;
             }
             shown = within;
@@ -89,12 +105,12 @@ impl Crossing {
         Some(Crossing { total_us, least, rows, frontiers, best })
     }
 
-    /// For each slice a closed set that is charged the least, or nearly so; sets of bits.
+    /// For every second slice a closed set that is charged the least, or nearly so; sets of bits.
     pub fn sets(&self, graph: &CostGraph) -> Vec<Vec<u64>> {
         let us = |op: u32| graph.ops[op as usize].fwd_us + graph.ops[op as usize].bwd_us;
         let width = self.total_us / SLICES as f64;
-        let mut sets = Vec::with_capacity(SLICES);
-        for (slice, best) in self.best.iter().enumerate() {
+        let mut sets = Vec::with_capacity(SLICES / SLICES_A_SET);
+        for (slice, best) in self.best.iter().enumerate().step_by(SLICES_A_SET) {
             let Some(best) = best else { continue };
             let frontier = &self.frontiers[*best as usize];
             let none = vec![0u64; self.rows.len().div_ceil(64)];
@@ -133,6 +149,52 @@ impl Crossing {
         sets
     }
 
+    /// What is known of the weights of sets that are charged no more than some bytes, for rising bytes.
+    ///
+    /// An op is in such a set only if some op that it leads to, or itself, may be on the frontier.
+    pub fn windows(&self, graph: &CostGraph) -> Vec<Window> {
+        let words = self.rows.len().div_ceil(64);
+        let none = vec![0u64; words];
+        let compute_us = |set: &[u64]| bits(set, &none).map(|row| self.rows[row].all_us).sum::<f64>();
+        let alone = |row: &Row| row.bytes + bits(&row.open, &none).map(|other| self.rows[other].bytes).sum::<f64>();
+        let charges: Vec<f64> = self.rows.iter().map(alone).collect();
+        let ends: Vec<f64> = self.rows.iter().map(|row| compute_us(&row.before) + row.first_us).collect();
+        let weights: Vec<f64> = self
+            .rows
+            .iter()
+            .map(|row| row.ops.iter().map(|&op| graph.ops[op as usize].param_bytes as f64).sum())
+            .collect();
+        let heavy: Vec<usize> = (0..self.rows.len()).filter(|&row| weights[row] > 0.0).collect();
+        let effort = heavy.len().saturating_mul(self.rows.len()).saturating_mul(words).max(1);
+        let count = (MOST_WINDOW_STEPS / effort).min(MOST_WINDOWS);
+        let least = charges.iter().copied().fold(f64::INFINITY, f64::min).max(1.0);
+        let most = charges.iter().copied().fold(least, f64::max);
+        let mut windows = Vec::with_capacity(count);
+        for at in 0..count {
+            let most_bytes = least * (most / least).powf((at + 1) as f64 / (count + 1) as f64);
+            let may_end: Vec<usize> = (0..self.rows.len()).filter(|&row| charges[row] <= most_bytes).collect();
+            let mut window = Window { most_bytes, earliest: Vec::new(), latest: Vec::new() };
+            for &row in &heavy {
+                let leads = |end: usize| end == row || has(&self.rows[end].before, row);
+                let (mut earliest, mut without) = (f64::INFINITY, none.clone());
+                for &end in &may_end {
+                    if leads(end) {
+                        earliest = earliest.min(ends[end]);
+                    }
+                    // Of a row that ends there its last op may be missing.
+                    if end == row || !leads(end) {
+                        without.iter_mut().zip(&self.rows[end].before).for_each(|(set, before)| *set |= before);
+                        without[end / 64] |= 1 << (end % 64);
+                    }
+                }
+                window.earliest.push((earliest, weights[row]));
+                window.latest.push((compute_us(&without), weights[row]));
+            }
+            windows.push(window);
+        }
+        windows
+    }
+
     /// The charges along a range of compute. Where two slices meet the lesser counts.
     pub fn pieces(&self, from_us: f64, to_us: f64) -> Vec<Piece> {
         let width = self.total_us / SLICES as f64;
@@ -154,6 +216,17 @@ impl Crossing {
         }
         pieces
     }
+}
+
+/// When parameters are in sets that are charged no more than some bytes.
+#[derive(Clone, Debug)]
+pub struct Window {
+    /// The charge.
+    pub most_bytes: f64,
+    /// The compute that any such set with some parameters has at least, in microseconds, infinite if there is none; and their bytes.
+    pub earliest: Vec<(f64, f64)>,
+    /// The compute that any such set without all of some parameters has at most, and their bytes.
+    pub latest: Vec<(f64, f64)>,
 }
 
 /// A range of compute with one charge.
@@ -273,7 +346,9 @@ impl Search<'_> {
             reach[place / 64] |= 1 << (place % 64);
         }
         let furthest_us = full_us + own_us.1 + self.compute_us(&reach, &full);
-        let tells_more = slices(self.total_us, from_us, furthest_us).any(|slice| self.least[slice] > bytes);
+        let mut reached = slices(self.total_us, from_us, furthest_us);
+        self.steps += reached.clone().count() as u64 / 8;
+        let tells_more = reached.any(|slice| self.least[slice] > bytes);
         (tells_more && !more.is_empty()).then_some(Frontier { rows, full, open, full_us, own_us, bytes, more, next: 0 })
     }
 
@@ -360,4 +435,82 @@ fn bits<'a>(set: &'a [u64], without: &'a [u64]) -> impl Iterator<Item = usize> +
 
 fn has(set: &[u64], at: usize) -> bool {
     set[at / 64] >> (at % 64) & 1 == 1
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::partition::linear;
+    use crate::partition::states::{Growth, Space};
+    use crate::plan::problem::CostModel;
+    use crate::profile::cost_graph::{OpCost, OpId, TensorCost};
+
+    fn graph(edges: &[(u32, u32)], bytes: &[u64]) -> CostGraph {
+        let mut graph = CostGraph::default();
+        for (id, &bytes) in bytes.iter().enumerate() {
+            let name = format!("op{id}");
+            let readers = edges.iter().filter(|(from, _)| *from == id as u32).map(|(_, to)| OpId(*to));
+            let (producer, consumers) = (OpId(id as u32), readers.collect());
+            graph.ops.push(OpCost {
+                id: id as u32,
+                name: name.clone(),
+                fwd_us: 100.0,
+                out_bytes: bytes,
+                ..OpCost::default()
+            });
+            graph.tensors.push(TensorCost { name, producer, bytes, consumers });
+        }
+        graph
+    }
+
+    fn crossing(graph: &CostGraph, most_steps: u64) -> Option<Crossing> {
+        let everywhere = std::iter::once((0.0, graph.total_us()));
+        Crossing::of(graph, &linear::orders(graph)[0], everywhere, most_steps)
+    }
+
+    #[test]
+    fn the_least_charge_of_every_place_is_found() {
+        // Two branches of two ops leave op 0 and meet in op 5; op 6 follows.
+        let edges = [(0, 1), (1, 2), (0, 3), (3, 4), (2, 5), (4, 5), (5, 6)];
+        let graph = graph(&edges, &[7, 20, 3, 30, 5, 40, 1]);
+        let crossing = crossing(&graph, 1_000_000).unwrap();
+        let space = Space::grow(&graph, CostModel::Pipedream, Growth::All, 1000).unwrap();
+        for ops in 1..7 {
+            let compute = f64::from(ops) * 100.0;
+            let sets = (0..space.len()).filter(|&set| space.compute[set] == compute);
+            let least = sets.map(|set| space.cut[set]).fold(f64::INFINITY, f64::min);
+            let pieces = crossing.pieces(compute, compute);
+            assert_eq!(pieces, [Piece { from_us: compute, to_us: compute, bytes: least }], "{ops} ops");
+        }
+        // Nothing ends between two ops.
+        assert!(crossing.pieces(120.0, 130.0).iter().all(|piece| piece.bytes.is_infinite()));
+        for set in crossing.sets(&graph) {
+            assert!(edges.iter().all(|&(from, to)| has(&set, from as usize) || !has(&set, to as usize)), "{set:?}");
+        }
+    }
+
+    #[test]
+    fn what_leads_to_an_open_branch_is_charged_though_it_is_read_inside() {
+        // Op 4 is never read: with it on the frontier, op 0 is charged as long as anything else goes on.
+        let graph = graph(&[(0, 1), (1, 2), (2, 3), (0, 4)], &[100, 1, 1, 1, 1]);
+        let crossing = crossing(&graph, 1_000_000).unwrap();
+        // Ops 0, 1, 2, 3 without op 4, or with it and without op 3.
+        assert_eq!(crossing.pieces(400.0, 400.0)[0].bytes, 101.0);
+        let windows = crossing.windows(&graph);
+        assert!(windows.iter().all(|window| window.earliest.is_empty()), "no op has parameters");
+    }
+
+    #[test]
+    fn few_steps_show_less_and_nothing_wrong() {
+        let edges: Vec<(u32, u32)> = (1..20).map(|to| (0, to)).collect();
+        let graph = graph(&edges, &[10; 20]);
+        let (few, many) = (crossing(&graph, 2000).unwrap(), crossing(&graph, 2_000_000).unwrap());
+        let all = |crossing: &Crossing| -> Vec<f64> {
+            crossing.pieces(100.0, 1900.0).into_iter().map(|piece| piece.bytes).collect()
+        };
+        assert!(all(&few).iter().zip(all(&many)).all(|(few, many)| *few <= many));
+        assert_eq!(many.pieces(300.0, 300.0)[0].bytes, 30.0);
+        let large = CostGraph { ops: vec![OpCost::default(); MOST_OPS + 1], ..CostGraph::default() };
+        assert!(Crossing::of(&large, &[], std::iter::empty(), 1).is_none());
+    }
 }

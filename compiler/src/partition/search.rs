@@ -20,6 +20,9 @@ use crate::profile::cost_graph::CostGraph;
 /// Closed sets that are looked at when `--budget` does not say.
 pub const DEFAULT_BUDGET: u64 = 10_000;
 
+/// Sets around the cuts of a plan that are searched at once.
+const MOST_MOVED: usize = 1500;
+
 /// A shape with what it costs and holds.
 #[derive(Clone, Debug)]
 pub struct Candidate {
@@ -236,7 +239,7 @@ impl Question<'_> {
                 shape = Some(better.shape);
             }
             if let (Some(near), Some(start)) = (Near::of(self.problem), &shape) {
-                let moved = near.improve(levels, start, known_us, in_memory);
+                let moved = near.improve(levels, start, known_us, in_memory.min(MOST_MOVED));
                 states += moved.states;
                 if let Some((better, us)) = moved.best {
                     known_us = us;
