@@ -4,6 +4,7 @@
 mod instances;
 
 use compiler::cluster::read::levels;
+use compiler::import::pipedream;
 use compiler::partition::planner::{Partitioner, Planned, PlannerOptions, plan};
 use compiler::plan::problem::{CostModel, Problem};
 use compiler::plan::read::to_json;
@@ -105,6 +106,24 @@ fn a_transformer_of_five_thousand_ops_on_a_thousand_devices() {
         let gap = found.predicted.minibatch_us / found.lower_bound_us - 1.0;
         println!("{cost:?}: gap {gap:.4}, {:?}", clock.elapsed());
         assert!(gap <= 0.03, "{cost:?}: gap {gap}");
+    }
+}
+
+#[test]
+fn wide_networks_are_planned_near_their_bound() {
+    let root =
+        std::env::var("PIPEC_DATA").unwrap_or_else(|_| concat!(env!("CARGO_MANIFEST_DIR"), "/../shared/data").into());
+    for (name, cluster) in [("nasnetamobile", "16:1.25GB/s"), ("inception_v3", "16:1.25GB/s")] {
+        let path = format!("{root}/partition/pipedream/profiles/{name}.graph.txt");
+        let Ok(text) = std::fs::read_to_string(path) else { return println!("skipped: no shared data") };
+        let graph = pipedream::read(&text).unwrap();
+        let mut problem = Problem::new(graph, levels(cluster).unwrap(), CostModel::Pipedream);
+        problem.activation_compression = Some(1.0);
+        let clock = Instant::now();
+        let found = with(&problem, Partitioner::Pipec).plan;
+        let gap = found.predicted.minibatch_us / found.lower_bound_us - 1.0;
+        println!("{name} on {cluster}: gap {gap:.4}, {:?}, {:?}", found.search, clock.elapsed());
+        assert!(gap <= 0.05, "{name} on {cluster}: gap {gap}");
     }
 }
 

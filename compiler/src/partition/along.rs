@@ -56,6 +56,23 @@ impl Lines<'_> {
         self.places > self.problem.graph.ops.len()
     }
 
+    /// All prefixes of all orders, as bits; none where that is too much.
+    pub fn sets(&self) -> Vec<Vec<u64>> {
+        let ops = self.problem.graph.ops.len();
+        if ops >= MAX_PLACES {
+            return Vec::new();
+        }
+        let mut sets = Vec::with_capacity(self.orders.len() * ops);
+        for order in &self.orders {
+            let mut set = vec![0u64; ops.div_ceil(64)];
+            for &op in order {
+                set[op as usize / 64] |= 1 << (op % 64);
+                sets.push(set.clone());
+            }
+        }
+        sets
+    }
+
     /// The best exact cut, and the sets looked at: a coarse line first, then fine ones; each only has to look for what beats
     /// the one before.
     pub fn exact(&self, may_leave_units: bool) -> (Option<pipedream::Solution>, u64) {

@@ -6,6 +6,8 @@
 //!
 //! On several levels a plan takes whole groups or it does not, so the bound is the lesser of the two kinds' bounds.
 
+use crate::partition::crossing::Crossing;
+use crate::partition::linear;
 use crate::partition::reach::Reach;
 use crate::partition::states::{Growth, Space};
 use crate::partition::terrain::Terrain;
@@ -18,6 +20,9 @@ use crate::profile::cost_graph::OpCost;
 const MOST_SETS: usize = 400_000;
 const MOST_FIGURES: usize = 120_000_000;
 
+/// Steps for the least charges of all cuts, about half a second.
+const CROSSING_STEPS: u64 = 100_000_000;
+
 /// Steps for one bound, about two seconds.
 const STEPS: u64 = 60_000_000;
 
@@ -27,6 +32,8 @@ pub struct Bounds<'a> {
     cost: StageCost,
     /// All closed sets, where they are not too many.
     pub space: Option<Space>,
+    /// Where few bytes cross, where they are too many.
+    pub narrow: Option<Crossing>,
     terrain: Terrain,
 }
 
@@ -36,11 +43,26 @@ impl Bounds<'_> {
         let graph = &problem.graph;
         let most = (MOST_FIGURES / graph.ops.len().max(1)).min(MOST_SETS);
         let space = Space::grow(graph, problem.cost, Growth::All, most);
-        let terrain = match &space {
-            Some(space) => Terrain::sets(space, problem.cost),
-            None => Terrain::relaxed(graph, problem.cost),
+        match space {
+            Some(space) => {
+                let terrain = Terrain::sets(&space, problem.cost);
+                Bounds { problem, cost: StageCost::of(problem), space: Some(space), narrow: None, terrain }
+            }
+            None => Bounds::relaxed(problem),
+        }
+    }
+
+    /// The same without a look at all closed sets.
+    fn relaxed(problem: &Problem) -> Bounds<'_> {
+        let graph = &problem.graph;
+        let relaxed = Terrain::relaxed(graph, problem.cost);
+        let orders = if charges_cuts(problem) { linear::orders(graph) } else { Vec::new() };
+        let narrow = orders.first().and_then(|order| Crossing::of(graph, order, relaxed.places(), CROSSING_STEPS));
+        let terrain = match narrow.as_ref().filter(|_| problem.cost == CostModel::Pipedream) {
+            Some(crossing) => relaxed.crossed(graph, crossing),
+            None => relaxed,
         };
-        Bounds { problem, cost: StageCost::of(problem), space, terrain }
+        Bounds { problem, cost: StageCost::of(problem), space: None, narrow, terrain }
     }
 
     /// A time in microseconds that no plan with groups of these levels beats. Bounds above `known_us`, which some plan
@@ -122,4 +144,108 @@ pub fn slowest_op_us(problem: &Problem, level: &LevelCost) -> f64 {
         (1..=level.count).map(|replicas| cost.part_us(level, &part(replicas))).fold(f64::INFINITY, f64::min)
     };
     problem.graph.ops.iter().map(alone).fold(0.0, f64::max)
+}
+
+/// Whether what crosses a cut takes time under the problem's cost model.
+fn charges_cuts(problem: &Problem) -> bool {
+    match problem.cost {
+        CostModel::Pipedream => problem.activation_compression.is_some(),
+        CostModel::Paper => true,
+        CostModel::Pipec | CostModel::Load => false,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::cluster::read::levels;
+    use crate::partition::planner::{Partitioner, PlannerOptions, plan};
+    use crate::profile::cost_graph::{CostGraph, OpId, TensorCost};
+
+    /// splitmix64, so that a seed means the same graph for ever.
+    struct Random(u64);
+
+    impl Random {
+        fn below(&mut self, limit: u64) -> u64 {
+            self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+            let mut z = self.0;
+            z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+            z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+            (z ^ (z >> 31)) % limit
+        }
+    }
+
+    /// Ops in branches of a few ops each, some of which are never read, and some skips.
+    fn graph(random: &mut Random) -> CostGraph {
+        let ops = 3 + random.below(8) as u32;
+        let mut readers: Vec<Vec<OpId>> = vec![Vec::new(); ops as usize];
+        for to in 1..ops {
+            for _ in 0..1 + random.below(5) / 3 {
+                let back = if random.below(2) == 0 { 1 } else { 1 + random.below(u64::from(to)) as u32 };
+                let from = (to - back) as usize;
+                if random.below(9) > 0 && readers[from].last() != Some(&OpId(to)) {
+                    readers[from].push(OpId(to));
+                }
+            }
+        }
+        let mut graph = CostGraph::default();
+        for (id, consumers) in readers.into_iter().enumerate() {
+            let heavy = random.below(4) == 0;
+            graph.ops.push(OpCost {
+                id: id as u32,
+                name: format!("op{id}"),
+                fwd_us: random.below(1000) as f64,
+                param_bytes: random.below(if heavy { 3_000_000 } else { 10_000 }),
+                out_bytes: 100_000 * random.below(4),
+                ..OpCost::default()
+            });
+            let (name, bytes) = (format!("t{id}"), graph.ops[id].out_bytes);
+            graph.tensors.push(TensorCost { name, producer: OpId(id as u32), bytes, consumers });
+        }
+        graph
+    }
+
+    fn problem(seed: u64) -> Problem {
+        let mut random = Random(seed);
+        let graph = graph(&mut random);
+        let cluster = ["2:1GB/s", "4:1GB/s", "5:0.3GB/s", "3:4GB/s,2:1GB/s"][random.below(4) as usize];
+        let cost = if random.below(4) > 0 { CostModel::Pipedream } else { CostModel::Paper };
+        let mut problem = Problem::new(graph, levels(cluster).unwrap(), cost);
+        problem.activation_compression = Some(1.0);
+        problem
+    }
+
+    #[test]
+    fn every_closed_set_has_its_place_on_the_relaxed_terrain() {
+        for seed in 0..350 {
+            let problem = problem(seed);
+            let bounds = Bounds::relaxed(&problem);
+            let space = Space::grow(&problem.graph, problem.cost, Growth::All, 10_000).unwrap();
+            for set in 1..space.len() - 1 {
+                let (compute, weights, bytes) = (space.compute[set], space.weights[set], space.cut[set]);
+                let is_there = bounds.terrain.has_room(compute, weights, bytes);
+                assert!(is_there, "seed {seed}: {compute} us, {weights} bytes of weights, {bytes} bytes");
+            }
+        }
+    }
+
+    #[test]
+    fn no_plan_beats_the_relaxed_terrain() {
+        let mut closed = 0.0;
+        for seed in 1000..1200 {
+            let problem = problem(seed);
+            let with = |problem: &Problem| {
+                let options = PlannerOptions { partitioner: Partitioner::Exhaustive, ..PlannerOptions::default() };
+                plan(problem, &options).unwrap().plan.predicted.minibatch_us
+            };
+            let mut flat = problem.clone();
+            flat.cluster = problem.cluster.flattened();
+            let best = with(&problem).min(with(&flat));
+            let bound = Bounds::relaxed(&problem).of_any_plan(best * 2.0);
+            assert!(bound <= best * (1.0 + 1e-9), "seed {seed}: bound {bound} above the optimum {best}");
+            closed += bound / best;
+        }
+        println!("bounds are {:.4} of the optimum", closed / 200.0);
+        assert!(closed >= 0.9 * 200.0, "{closed}");
+    }
 }

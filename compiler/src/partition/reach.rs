@@ -61,6 +61,8 @@ struct Run {
     to: Spot,
     replicas: usize,
     is_first: bool,
+    /// What is known of the parameters at its ends.
+    class: usize,
 }
 
 impl<'a> Reach<'a> {
@@ -131,7 +133,9 @@ impl<'a> Reach<'a> {
         while used > 0 {
             let leg = legs[used - 1];
             if at.is_beyond(&leg.from) {
-                let run = Run { from: leg.from, to: at, replicas: used - leg.before, is_first: leg.before == 0 };
+                let (replicas, is_first) = (used - leg.before, leg.before == 0);
+                let class = self.class(level, replicas, is_first, us);
+                let run = Run { from: leg.from, to: at, replicas, is_first, class };
                 let body = match level.checked_sub(1) {
                     None => Body::Ops(between(run.from.stretch, run.to.stretch)),
                     Some(below) => {
@@ -172,7 +176,8 @@ impl<'a> Reach<'a> {
                 else {
                     continue;
                 };
-                let run = Run { from: start, to: best, replicas, is_first: before == 0 };
+                let class = self.class(level, replicas, before == 0, us);
+                let run = Run { from: start, to: best, replicas, is_first: before == 0, class };
                 if let Some(end) = self.beyond(level, run, to, us) {
                     (best, leg) = (end, Leg { before, from: start });
                 }
@@ -243,6 +248,16 @@ impl<'a> Reach<'a> {
         end.is_beyond(&run.to).then_some(end)
     }
 
+    /// What is known of the parameters beside a part: few sets may be cut there that little enough crosses. The first part of a
+    /// span pays for neither of its cuts.
+    fn class(&self, level: usize, replicas: usize, is_first: bool, us: f64) -> usize {
+        if is_first {
+            return self.terrain.any_class();
+        }
+        let level = &self.levels[level];
+        self.terrain.class(|bytes| self.cost.entry_us(level, bytes, replicas as u32) <= us * (1.0 + 1e-9))
+    }
+
     /// What the link after a part takes.
     fn link_us(&self, level: usize, run: &Run, out_bytes: f64) -> f64 {
         let part = self.part(run, 0.0);
@@ -282,13 +297,13 @@ impl<'a> Reach<'a> {
 
     fn part(&self, run: &Run, inner_us: f64) -> Part {
         let terrain = self.terrain;
-        let weights = terrain.least_weights[run.to.stretch] - terrain.most_weights[run.from.stretch];
+        let weight_bytes = terrain.weights_between(run.from.stretch, run.to.stretch, run.class);
         Part {
             is_first: run.is_first,
             is_last: run.to.stretch + 1 == terrain.from.len(),
             replicas: run.replicas as u32,
             inner_us,
-            weight_bytes: weights.max(0.0),
+            weight_bytes,
             in_bytes: 0.0,
             out_bytes: 0.0,
         }

@@ -8,6 +8,7 @@ use crate::partition::bound::Bounds;
 use crate::partition::fit::{self, Fit, Least};
 use crate::partition::joined::Joined;
 use crate::partition::line::{self, Line};
+use crate::partition::near::Near;
 use crate::partition::shape::Shape;
 use crate::partition::states::{Growth, Space};
 use crate::partition::{build, data_parallel, exhaustive, linear, pinned, pipedream, single, uniform};
@@ -19,6 +20,9 @@ use std::collections::BTreeMap;
 
 /// Closed sets that are looked at when `--budget` does not say.
 pub const DEFAULT_BUDGET: u64 = 10_000;
+
+/// Sets around the cuts of a plan that are searched at once.
+const MOST_MOVED: usize = 1500;
 
 /// A shape with what it costs and holds.
 #[derive(Clone, Debug)]
@@ -204,7 +208,7 @@ impl Question<'_> {
         let mut known_us = best.as_ref().map_or(f64::INFINITY, |solution| solution.minibatch_us);
         let mut shape = best.map(|solution| solution.shape);
         let mut bound_us = bounds.least_us(levels, known_us);
-        if is_ours {
+        if is_ours && !lines.are_whole() {
             let (far, looked_at) = lines.far(bound_us, known_us);
             states += looked_at;
             if let Some(far) = far {
@@ -234,6 +238,25 @@ impl Question<'_> {
                 within.filter(|space| space.len() <= in_memory)
             }
         };
+        if is_ours && grown.is_none() && !is_near(known_us, bound_us) {
+            let narrow = bounds.narrow.as_ref().map(|narrow| narrow.sets(graph)).unwrap_or_default();
+            let sets = narrow.into_iter().chain(lines.sets()).take(in_memory).collect();
+            let few = Space::of(graph, cost.model, sets);
+            states += few.len() as u64;
+            let found = pipedream::solve(&few, &cost, levels, is_ours, known_us);
+            if let Some(better) = found.filter(|found| found.minibatch_us < known_us) {
+                known_us = better.minibatch_us;
+                shape = Some(better.shape);
+            }
+            if let (Some(near), Some(start)) = (Near::of(self.problem), &shape) {
+                let moved = near.improve(levels, start, known_us, in_memory.min(MOST_MOVED));
+                states += moved.states;
+                if let Some((better, us)) = moved.best {
+                    known_us = us;
+                    shape = Some(better);
+                }
+            }
+        }
         let fallback = grown.is_none().then(|| {
             let along = if is_ours || lines.are_whole() { "linear orders" } else { "linear orders of grouped ops" };
             format!("{along}: more than {in_memory} closed sets")

@@ -46,8 +46,16 @@ impl Space {
         if ops >= budget {
             return None;
         }
+        Some(Space::of(graph, model, closed_sets(graph, growth, budget)?))
+    }
+
+    /// Closed sets that are given as bits; the empty set and the whole model are added, doubles are left out.
+    pub fn of(graph: &CostGraph, model: CostModel, mut bits: Vec<Vec<u64>>) -> Space {
+        let ops = graph.ops.len();
         let words = ops.div_ceil(64);
-        let bits = closed_sets(graph, growth, budget)?;
+        let (none, mut all) = (vec![0u64; words], vec![0u64; words]);
+        (0..ops).for_each(|op| all[op / 64] |= 1 << (op % 64));
+        bits.extend([none, all]);
         let sum =
             |set: &[u64], value: &dyn Fn(usize) -> f64| (0..ops).filter(|&op| has(set, op)).map(value).sum::<f64>();
         let mut sets: Vec<(f64, u32, Vec<u64>)> = Vec::with_capacity(bits.len());
@@ -59,12 +67,13 @@ impl Space {
         sets.sort_by(|left, right| {
             left.0.total_cmp(&right.0).then(left.1.cmp(&right.1)).then_with(|| left.2.cmp(&right.2))
         });
+        sets.dedup_by(|left, right| left.2 == right.2);
         let weights = sets.iter().map(|(_, _, set)| sum(set, &|op| graph.ops[op].param_bytes as f64)).collect();
         let charged = CutBytes::new(model, graph);
         let cut = sets.iter().map(|(_, _, set)| charged.at(|op| has(set, op))).collect();
         let compute = sets.iter().map(|(compute, ..)| *compute).collect();
         let bits = sets.into_iter().flat_map(|(_, _, set)| set).collect();
-        Some(Space { sets: Sets::Bits { words, bits }, compute, weights, cut })
+        Space { sets: Sets::Bits { words, bits }, compute, weights, cut }
     }
 
     /// Prefixes of `order`, which is topological; set i holds the first `ends[i]` ops. `ends` rises from 0 to the number of ops.

@@ -13,6 +13,7 @@
 //!
 //! C is the compute of a set. Of a chain both kinds say the same.
 
+use crate::partition::crossing::Crossing;
 use crate::partition::states::Space;
 use crate::plan::problem::CostModel;
 use crate::profile::cost_graph::CostGraph;
@@ -30,14 +31,29 @@ pub struct Terrain {
     pub from: Vec<f64>,
     /// Compute at its end.
     pub to: Vec<f64>,
-    /// Bytes of parameters that are in every set of the stretch.
-    pub least_weights: Vec<f64>,
-    /// Bytes of parameters that are in any of them.
-    pub most_weights: Vec<f64>,
+    /// Parameters of the sets of each stretch: of all sets in the last entry, of those that less crosses in earlier ones.
+    weights: Vec<Weights>,
     /// Bytes that cross every cut of the stretch.
     pub cut: Vec<f64>,
     /// The nearest earlier stretch that less crosses; itself where there is none.
     lower: Vec<u32>,
+}
+
+/// Parameters of the sets that no more than some bytes cross.
+#[derive(Clone, Debug)]
+struct Weights {
+    /// The bytes that may cross; infinite for all sets.
+    most_bytes: f64,
+    /// For each stretch bytes of parameters that are in every such set.
+    least: Vec<f64>,
+    /// Bytes of parameters that are in any of them.
+    most: Vec<f64>,
+}
+
+impl Weights {
+    fn of_all(least: Vec<f64>, most: Vec<f64>) -> Vec<Weights> {
+        vec![Weights { most_bytes: f64::INFINITY, least, most }]
+    }
 }
 
 /// A place to cut.
@@ -60,14 +76,7 @@ impl Terrain {
     /// The places of a line, with exact figures for each: compute, bytes of parameters, and bytes that cross.
     pub fn line(compute: Vec<f64>, weights: Vec<f64>, cut: Vec<f64>) -> Terrain {
         let lower = lower(&cut);
-        Terrain {
-            from: compute.clone(),
-            to: compute,
-            least_weights: weights.clone(),
-            most_weights: weights,
-            cut,
-            lower,
-        }
+        Terrain { from: compute.clone(), to: compute, weights: Weights::of_all(weights.clone(), weights), cut, lower }
     }
 
     /// The terrain of all closed sets of a graph. Sets that are not nested stand beside each other on it, so it is relaxed too,
@@ -84,7 +93,7 @@ impl Terrain {
         let compute = space.compute.clone();
         let cut = if charges_cuts(model) { space.cut.clone() } else { vec![0.0; compute.len()] };
         let lower = lower(&cut);
-        Terrain { from: compute.clone(), to: compute, least_weights: least, most_weights: most, cut, lower }
+        Terrain { from: compute.clone(), to: compute, weights: Weights::of_all(least, most), cut, lower }
     }
 
     /// The relaxed terrain of a graph.
@@ -144,14 +153,8 @@ impl Terrain {
             }
         }
         let whole: f64 = graph.ops.iter().map(|op| op.param_bytes as f64).sum();
-        let mut terrain = Terrain {
-            from: Vec::new(),
-            to: Vec::new(),
-            least_weights: Vec::new(),
-            most_weights: Vec::new(),
-            cut: Vec::new(),
-            lower: Vec::new(),
-        };
+        let (mut from, mut to, mut crossed) = (Vec::new(), Vec::new(), Vec::new());
+        let (mut least, mut most) = (Vec::new(), Vec::new());
         let (mut sure_sum, mut possible_sum, mut cut_sum, mut forbidden_sum) = (0.0, 0.0, 0.0, 0);
         for slot in 0..slots {
             sure_sum += sure[slot];
@@ -159,16 +162,86 @@ impl Terrain {
             cut_sum += cut[slot];
             forbidden_sum += forbidden[slot];
             if forbidden_sum == 0 {
-                terrain.from.push(marks[slot / 2]);
-                terrain.to.push(marks[slot.div_ceil(2)]);
-                terrain.least_weights.push(if slot + 1 == slots { whole } else { sure_sum });
-                terrain.most_weights.push(possible_sum);
+                from.push(marks[slot / 2]);
+                to.push(marks[slot.div_ceil(2)]);
+                least.push(sure_sum);
+                most.push(possible_sum);
                 // Differences of large sums leave a rest that is no byte.
-                terrain.cut.push((cut_sum - 1.0).max(0.0));
+                crossed.push((cut_sum - 1.0).max(0.0));
             }
         }
-        terrain.lower = lower(&terrain.cut);
-        terrain
+        // The whole model, beside sets that lack nothing but ops that take no time.
+        from.push(total);
+        to.push(total);
+        least.push(whole);
+        most.push(whole);
+        crossed.push(0.0);
+        let lower = lower(&crossed);
+        Terrain { from, to, weights: Weights::of_all(least, most), cut: crossed, lower }
+    }
+
+    /// The ranges of compute of all stretches.
+    pub fn places(&self) -> impl Iterator<Item = (f64, f64)> + '_ {
+        self.from.iter().copied().zip(self.to.iter().copied())
+    }
+
+    /// The relaxed terrain with what at least is charged at a cut by the compute before it, where that is more, and with the
+    /// parameters that sets of little charge can have.
+    pub fn crossed(self, graph: &CostGraph, crossing: &Crossing) -> Terrain {
+        let (mut from, mut to, mut cut, mut parent) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
+        for stretch in 0..self.from.len() {
+            for piece in crossing.pieces(self.from[stretch], self.to[stretch]) {
+                from.push(piece.from_us);
+                to.push(piece.to_us);
+                cut.push(self.cut[stretch].max(piece.bytes - 1.0));
+                parent.push(stretch);
+            }
+        }
+        let all = &self.weights[self.weights.len() - 1];
+        let least: Vec<f64> = parent.iter().map(|&stretch| all.least[stretch]).collect();
+        let most: Vec<f64> = parent.iter().map(|&stretch| all.most[stretch]).collect();
+        let rounding = graph.total_us() * ROUNDING;
+        let mut weights = Vec::new();
+        for window in crossing.windows(graph) {
+            let (earliest, latest) = (Rising::of(window.earliest), Rising::of(window.latest));
+            let sure = from.iter().map(|from| latest.before(from - rounding));
+            let possible = to.iter().map(|to| earliest.before(to + rounding));
+            weights.push(Weights {
+                most_bytes: window.most_bytes,
+                least: sure.zip(&least).map(|(sure, least)| sure.max(*least)).collect(),
+                most: possible.zip(&most).map(|(possible, most)| possible.min(*most)).collect(),
+            });
+        }
+        weights.extend(Weights::of_all(least, most));
+        let lower = lower(&cut);
+        Terrain { from, to, weights, cut, lower }
+    }
+
+    /// Which parameters are known of the sets at cuts that are `fine`, which holds for all smaller ones.
+    pub fn class(&self, fine: impl Fn(f64) -> bool) -> usize {
+        self.weights.partition_point(|weights| fine(weights.most_bytes)).min(self.weights.len() - 1)
+    }
+
+    /// The same of all sets.
+    pub fn any_class(&self) -> usize {
+        self.weights.len() - 1
+    }
+
+    /// Bytes of parameters that are surely between two cuts of a class.
+    pub fn weights_between(&self, from: usize, to: usize, class: usize) -> f64 {
+        (self.weights[class].least[to] - self.weights[class].most[from]).max(0.0)
+    }
+
+    /// Whether a set with this compute, with parameters and bytes that cross, stands somewhere in a stretch.
+    #[cfg(test)]
+    pub fn has_room(&self, compute: f64, weights: f64, bytes: f64) -> bool {
+        let rounding = self.to[self.to.len() - 1] * ROUNDING;
+        let class = self.class(|most| bytes > most);
+        let known = &self.weights[class];
+        (0..self.from.len()).any(|at| {
+            let stands = self.from[at] - rounding <= compute && compute <= self.to[at] + rounding;
+            stands && self.cut[at] <= bytes && known.least[at] <= weights + 1.0 && weights <= known.most[at] + 1.0
+        })
     }
 
     /// The empty set.
@@ -217,6 +290,28 @@ fn lower(cut: &[f64]) -> Vec<u32> {
         lower.push(if cut[before] < *bytes { before as u32 } else { at as u32 });
     }
     lower
+}
+
+/// Sums of bytes that come in one after the other.
+struct Rising {
+    /// When, ascending.
+    at: Vec<f64>,
+    /// What has come before each, and all at the end.
+    sums: Vec<f64>,
+}
+
+impl Rising {
+    fn of(mut entries: Vec<(f64, f64)>) -> Rising {
+        entries.sort_by(|left, right| left.0.total_cmp(&right.0).then(left.1.total_cmp(&right.1)));
+        let mut sums = vec![0.0];
+        entries.iter().for_each(|(_, bytes)| sums.push(sums[sums.len() - 1] + bytes));
+        Rising { at: entries.into_iter().map(|(at, _)| at).collect(), sums }
+    }
+
+    /// What has come in before `at`.
+    fn before(&self, at: f64) -> f64 {
+        self.sums[self.at.partition_point(|entry| *entry < at)]
+    }
 }
 
 /// `earliest` and `latest` of every op.
