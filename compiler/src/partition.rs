@@ -18,6 +18,7 @@ pub mod in_flight;
 pub mod joined;
 pub mod line;
 pub mod linear;
+pub mod milp;
 pub mod pinned;
 pub mod pipedream;
 pub mod placed;

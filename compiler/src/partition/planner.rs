@@ -12,12 +12,13 @@ use crate::partition::in_flight::Efficiency;
 use crate::partition::joined::Joined;
 use crate::partition::search::{Candidate, Found, Question, same};
 use crate::partition::states::Growth;
-use crate::partition::{cuts, every, placement};
+use crate::partition::{cuts, every, milp, placement};
 use crate::plan::Plan;
 use crate::plan::check::Fault;
 use crate::plan::problem::{CostModel, InFlight, Objective, Problem, ProblemError};
 use crate::plan::stage_cost;
 use std::cmp::Ordering;
+use std::time::Duration;
 
 /// The most devices that are planned for.
 pub const MAX_DEVICES: u32 = 4096;
@@ -30,6 +31,8 @@ pub enum Partitioner {
     Pipec,
     /// PipeDream's, with all devices.
     Pipedream,
+    /// Integer programs, which improve or prove what `Pipec` finds on one level.
+    Milp,
     /// Everything, for small models.
     Exhaustive,
     /// The whole model on every device.
@@ -42,9 +45,10 @@ pub enum Partitioner {
 
 impl Partitioner {
     /// Every partitioner.
-    pub const ALL: [Partitioner; 6] = [
+    pub const ALL: [Partitioner; 7] = [
         Partitioner::Pipec,
         Partitioner::Pipedream,
+        Partitioner::Milp,
         Partitioner::Exhaustive,
         Partitioner::DataParallel,
         Partitioner::Uniform,
@@ -56,6 +60,7 @@ impl Partitioner {
         match self {
             Partitioner::Pipec => "pipec",
             Partitioner::Pipedream => "pipedream",
+            Partitioner::Milp => "milp",
             Partitioner::Exhaustive => "exhaustive",
             Partitioner::DataParallel => "data-parallel",
             Partitioner::Uniform => "uniform",
@@ -76,6 +81,8 @@ pub struct PlannerOptions<'a> {
     pub partitioner: Partitioner,
     /// Closed sets to look at before falling back; absent means `search::DEFAULT_BUDGET` and a few seconds of work.
     pub budget: Option<u64>,
+    /// When to end a search that can be ended by the clock: `Milp` alone. Its answer may then differ from run to run, and says so.
+    pub time_limit: Option<Duration>,
     /// Seed, for the plan; no partitioner here is random.
     pub seed: u64,
     /// The fraction of ideal throughput that stages reach under caps, for automatic caps. Absent means the published rule.
@@ -148,6 +155,10 @@ pub fn plan(problem: &Problem, options: &PlannerOptions<'_>) -> Result<Planned, 
         let (limit, found) = (u64::from(MAX_DEVICES), u64::from(devices));
         return Err(ProblemError::TooLarge { method: "planning", what: "devices", limit, found }.into());
     }
+    if options.time_limit.is_some() && options.partitioner != Partitioner::Milp {
+        let what = "a time limit goes with partitioner `milp` only: the others bound their work by `--budget`";
+        return Err(ProblemError::Unmet { what: what.to_string() }.into());
+    }
     let joined = Joined::of(&problem.graph);
     let asked = joined.problem(problem);
     let question = Question { problem: &asked, joined: &joined, budget: options.budget };
@@ -157,17 +168,21 @@ pub fn plan(problem: &Problem, options: &PlannerOptions<'_>) -> Result<Planned, 
         || problem.constraints.are_placed()
         || matches!(problem.in_flight, InFlight::Given(_));
     let is_placed = problem.cost == CostModel::Pipec;
+    let ours = || match (is_placed, is_pinned) {
+        (true, _) => placement::found(&question, &baselines),
+        (false, true) => question.pinned(),
+        (false, false) => Ok(question.hierarchical(Growth::All, &baselines)),
+    };
     let mut found = match options.partitioner {
+        Partitioner::Milp => milp::solve::refine(&question, ours()?, options.time_limit)?,
         Partitioner::Exhaustive if is_placed && !is_pinned => {
             let (candidate, states) = every::every(&question)?;
             let proven_us = candidate.as_ref().filter(|best| best.fits).map(|best| best.minibatch_us);
             let proven_us = proven_us.filter(|_| problem.cluster.levels.len() == 1);
             Found { candidates: candidate.into_iter().collect(), states, proven_us, ..Found::nothing() }
         }
-        Partitioner::Pipec if is_placed => placement::found(&question, &baselines)?,
-        _ if is_placed && is_pinned => placement::found(&question, &baselines)?,
-        _ if is_pinned => question.pinned()?,
-        Partitioner::Pipec => question.hierarchical(Growth::All, &baselines),
+        Partitioner::Pipec => ours()?,
+        _ if is_pinned => ours()?,
         Partitioner::Pipedream => question.hierarchical(Growth::FirstSource, &baselines),
         Partitioner::Exhaustive => question.exhaustive()?,
         Partitioner::Single => Found::of(baselines[0].clone()),
@@ -183,7 +198,8 @@ pub fn plan(problem: &Problem, options: &PlannerOptions<'_>) -> Result<Planned, 
     }
     chosen.shape = joined.spread(&chosen.shape);
     let names = problem.constraints.cut_after.as_deref().unwrap_or_default();
-    let method = if is_pinned { "pinned" } else { options.partitioner.name() };
+    let method =
+        if is_pinned && options.partitioner != Partitioner::Milp { "pinned" } else { options.partitioner.name() };
     let statement = Statement {
         found: &found,
         baselines: &baselines,
