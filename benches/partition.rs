@@ -35,7 +35,7 @@ use compiler::plan::problem::{CostModel, Problem};
 use compiler::profile::cost_graph::CostGraph;
 use criterion::Criterion;
 use instances::{Random, add, chain, parallel, transformer};
-use published::{ANYWHERE, Golden, PIPEDREAM, PLACEMENTS, WHOLE_SERVERS};
+use published::{ANYWHERE, Golden, Optimum, PIPEDREAM, PLACEMENTS, WHOLE_SERVERS};
 use std::path::PathBuf;
 use std::time::Duration;
 use table::{Spent, Table, spending};
@@ -139,8 +139,9 @@ fn large_profiles() -> String {
 fn placements() -> String {
     let mut table = Table::new("Device placement, largest load in the unit of the files", &COLUMNS);
     let folder = data().join("partition/dnn-partitioning/throughput-inputs");
-    let all = PLACEMENTS.iter().map(|case| (*case, false)).chain([(ANYWHERE, true)]);
-    for ((name, published), anywhere) in all {
+    let best = Optimum { instance: ANYWHERE.0, load: ANYWHERE.1, has_cpu: false };
+    let all = PLACEMENTS.iter().map(|optimum| (optimum, false)).chain([(&best, true)]);
+    for (&Optimum { instance: name, load: published, has_cpu }, anywhere) in all {
         let Ok(text) = std::fs::read_to_string(folder.join(format!("{name}.json"))) else {
             table.skipped(name);
             continue;
@@ -148,7 +149,11 @@ fn placements() -> String {
         let placement = dnn_partitioning::read(&text).expect("published instances can be read");
         let request = Request { anywhere, ..Request::default() };
         let (plan, spent) = spending(|| solve(&placement, &request).expect("published instances have a placement"));
-        let told = if anywhere { ", not contiguous" } else { "" };
+        let told = match (anywhere, has_cpu) {
+            (true, _) => ", not contiguous",
+            (false, true) => ", published with a CPU as one more device",
+            (false, false) => "",
+        };
         row(&mut table, format!("{name}{told}"), Some(published), &plan, 1.0, spent);
     }
     table.text()
@@ -240,10 +245,10 @@ fn shared() -> Vec<(String, Option<Problem>)> {
         ("alexnet on 4:1.25GB/s, cost pipec".into(), of(profile("alexnet"), "4:1.25GB/s", CostModel::Pipec)),
         ("gnmt on 4:1.25GB/s, cost paper".into(), of(profile("gnmt"), "4:1.25GB/s", CostModel::Paper)),
         (
-            "transformer of 40 ops on 4:0.5GB/s, cost paper".into(),
-            of(Some(transformer(40, 256, 512)), "4:0.5GB/s", CostModel::Paper),
+            "transformer of 40 ops on 4:100GB/s, cost paper".into(),
+            of(Some(transformer(40, 1024, 2048)), "4:100GB/s", CostModel::Paper),
         ),
-        ("chain of 24 ops on 6:0.5GB/s, cost pipedream".into(), of(Some(chain(24)), "6:0.5GB/s", CostModel::Pipedream)),
+        ("chain of 24 ops on 6:50GB/s, cost pipedream".into(), of(Some(chain(24)), "6:50GB/s", CostModel::Pipedream)),
     ]
 }
 
@@ -323,7 +328,7 @@ fn timings(c: &mut Criterion) {
     }
     let small = problem(transformer(200, 1024, 2048), cluster("8:25GB/s"), CostModel::Pipec);
     time("transformer of 200 ops on 8 devices", &small, Partitioner::Pipec);
-    let short = problem(chain(24), cluster("4:0.5GB/s"), CostModel::Pipedream);
+    let short = problem(chain(24), cluster("4:50GB/s"), CostModel::Pipedream);
     time("chain of 24 ops on 4 devices", &short, Partitioner::Milp);
     let long = problem(chain(3000), cluster("4:10GB/s,4:1GB/s"), CostModel::Pipedream);
     time("chain of 3,000 ops on 16 devices", &long, Partitioner::Pipec);

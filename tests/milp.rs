@@ -181,7 +181,7 @@ fn the_answer_is_never_worse_and_never_called_proven_when_the_budget_ends() {
         ("transformer", transformer(40, 256, 512), CostModel::Paper),
         ("transformer", transformer(30, 256, 512), CostModel::Pipec),
     ] {
-        let mut problem = Problem::new(graph, levels("4:0.5GB/s").unwrap(), cost);
+        let mut problem = Problem::new(graph, levels("4:10GB/s").unwrap(), cost);
         problem.activation_compression = Some(1.0);
         let ours = with(&problem, Partitioner::Pipec).unwrap();
         // Everything on one device leaves much to find; no node at all is too little to find it.
@@ -191,7 +191,10 @@ fn the_answer_is_never_worse_and_never_called_proven_when_the_budget_ends() {
         let single_us = single.minibatch_us;
         let found = refine(&question, Found::of(single), None).unwrap();
         let best = found.candidates.iter().map(|candidate| candidate.minibatch_us).fold(f64::INFINITY, f64::min);
-        println!("{name}: {best} of {single_us}, {:?}, bound {}, {:?}", found.proven_us, found.bound_us, found.fallback);
+        println!(
+            "{name}: {best} of {single_us}, {:?}, bound {}, {:?}",
+            found.proven_us, found.bound_us, found.fallback
+        );
         assert!(best <= single_us, "{name}");
         match found.proven_us {
             // Relaxations alone may do.
@@ -264,5 +267,12 @@ fn published_profiles_are_proven() {
         let milp = with(&problem, Partitioner::Milp).unwrap();
         println!("{name} on {devices}: {:.3} ms, {:?}, {:?}", us(&milp) / 1e3, milp.plan.search, clock.elapsed());
         assert!((us(&milp) / 1e3 - wanted_ms).abs() < 5e-4 * wanted_ms, "{name}: {}", us(&milp));
+        // Within memory, and with every stage recomputed or not: the search finds the same.
+        problem.cost = CostModel::Pipec;
+        problem.memory_limit = Some(Bytes(1_000_000_000));
+        let (ours, milp) = (with(&problem, Partitioner::Pipec), with(&problem, Partitioner::Milp));
+        let (Ok(ours), Ok(milp)) = (ours, milp) else { continue };
+        println!("{name} within 1 GB: {} and {} us, {:?}", us(&ours), us(&milp), milp.plan.search);
+        assert!(same(us(&ours), us(&milp)) || !ours.plan.proven_optimal, "{name}");
     }
 }

@@ -107,7 +107,7 @@ pub fn refine(question: &Question<'_>, known: Found, longest: Option<Duration>) 
         ended: Ended::Proven,
     };
     let open = search.run(&choices);
-    Ok(search.conclude(known, &open))
+    Ok(search.conclude(known, &open, choices.len()))
 }
 
 /// How many times slower than all that does not fit a plan that fits may be.
@@ -238,7 +238,8 @@ impl Search<'_> {
         is_better
     }
 
-    fn conclude(self, known: Found, open: &[Open<'_>]) -> Found {
+    /// What is known now, `open` of all `programs` being undecided.
+    fn conclude(self, known: Found, open: &[Open<'_>], programs: usize) -> Found {
         let mut found = Found { states: known.states + self.used, ..known };
         found.candidates.extend(self.best);
         if open.is_empty() {
@@ -253,7 +254,7 @@ impl Search<'_> {
             Ended::Failed => "the solver's arithmetic broke down",
             Ended::Proven | Ended::Nodes => "the budget of nodes is used up",
         };
-        found.fallback = Some(format!("{} integer programs are open: {how}", open.len()));
+        found.fallback = Some(format!("{} of {programs} integer programs are not decided: {how}", open.len()));
         found
     }
 }
