@@ -267,12 +267,14 @@ fn published_profiles_are_proven() {
         let milp = with(&problem, Partitioner::Milp).unwrap();
         println!("{name} on {devices}: {:.3} ms, {:?}, {:?}", us(&milp) / 1e3, milp.plan.search, clock.elapsed());
         assert!((us(&milp) / 1e3 - wanted_ms).abs() < 5e-4 * wanted_ms, "{name}: {}", us(&milp));
-        // Within memory, and with every stage recomputed or not: the search finds the same.
+        if name != "alexnet" {
+            continue;
+        }
+        // Within memory, and with every stage recomputed or not, the search finds the same.
         problem.cost = CostModel::Pipec;
         problem.memory_limit = Some(Bytes(1_000_000_000));
-        let (ours, milp) = (with(&problem, Partitioner::Pipec), with(&problem, Partitioner::Milp));
-        let (Ok(ours), Ok(milp)) = (ours, milp) else { continue };
-        println!("{name} within 1 GB: {} and {} us, {:?}", us(&ours), us(&milp), milp.plan.search);
-        assert!(same(us(&ours), us(&milp)) || !ours.plan.proven_optimal, "{name}");
+        let (ours, milp) = (with(&problem, Partitioner::Pipec).unwrap(), with(&problem, Partitioner::Milp).unwrap());
+        println!("alexnet within 1 GB: {} and {} us, {:?}", us(&ours), us(&milp), milp.plan.search);
+        assert!(same(us(&ours), us(&milp)) && milp.plan.search.fallback.is_none());
     }
 }

@@ -48,6 +48,9 @@ pub struct Scope<'a> {
     pub unit_us: f64,
     /// The most that T may be, in that unit.
     pub most: f64,
+    /// The part of the room below which a size is left out. Programs with fewer small numbers are easier on the solver and never
+    /// stricter: what none of them allows is not there.
+    pub finest: f64,
     /// Ops and the stages that they are pinned to.
     pub pins: &'a [(u32, usize)],
     /// Where cuts are given: the stage of each op.
@@ -277,10 +280,10 @@ impl<'a> Formulation<'a> {
         }
     }
 
-    /// A factor of something that is 0 or 1, in a sum of such things that must not exceed `room`: nothing where it cannot be told
-    /// from rounding, and no more than what is too much anyway, so that a program never has numbers of very different size.
-    fn factor(factor: f64, room: f64) -> Option<f64> {
-        (factor > room * 1e-12).then(|| factor.min(2.0 * room))
+    /// A factor of something that is 0 or 1, in a sum of such things that must not exceed `room`: nothing where it hardly counts, and
+    /// no more than what is too much anyway, so that a program never has numbers of very different size.
+    fn factor(&self, factor: f64, room: f64) -> Option<f64> {
+        (factor > room * self.scope.finest).then(|| factor.min(2.0 * room))
     }
 
     fn follow(&mut self) {
@@ -314,7 +317,7 @@ impl<'a> Formulation<'a> {
     fn sum(&self, stage: usize, room: f64, of: impl Fn(usize) -> f64) -> Expression {
         let mut sum = Expression::default();
         for op in 0..self.ops() {
-            if let Some(factor) = Self::factor(of(op), room) {
+            if let Some(factor) = self.factor(of(op), room) {
                 self.add_inside(&mut sum, factor, op, stage);
             }
         }
@@ -336,7 +339,7 @@ impl<'a> Formulation<'a> {
             let mut sum = Expression::default();
             for tensor in &graph.tensors {
                 let readers: Vec<usize> = tensor.consumers.iter().map(|to| to.index()).collect();
-                let factor = Self::factor(2.0 * per_byte * tensor.bytes as f64, self.scope.most);
+                let factor = self.factor(2.0 * per_byte * tensor.bytes as f64, self.scope.most);
                 if let (Some(factor), false) = (factor, readers.is_empty()) {
                     let readers = self.scope.order.last(&readers);
                     let crosses = self.leaves(tensor.producer.index(), &readers, cut);
@@ -365,7 +368,7 @@ impl<'a> Formulation<'a> {
             let mut sum = Expression::default();
             for op in 0..self.ops() {
                 let bytes = graph.ops[op].out_bytes as f64;
-                if let Some(factor) = Self::factor(2.0 / (m * ratio) * per_byte * bytes, self.scope.most) {
+                if let Some(factor) = self.factor(2.0 / (m * ratio) * per_byte * bytes, self.scope.most) {
                     let charged = self.charged(op, cut);
                     sum.add_mul(factor, charged);
                 }
@@ -481,13 +484,13 @@ impl<'a> Formulation<'a> {
     fn messages(&mut self) -> (Vec<Expression>, Vec<Expression>) {
         let (stages, room) = (self.stages(), self.room());
         let per_byte = 1.0 / (self.wire.bytes_per_us * self.scope.unit_us);
-        let latency = Self::factor(self.wire.latency_us / self.scope.unit_us, room);
+        let latency = self.factor(self.wire.latency_us / self.scope.unit_us, room);
         let mut comes_in = vec![Expression::default(); stages];
         let mut goes_out = vec![Expression::default(); stages];
         for to in 1..stages {
             let mut any: Vec<Vec<Expression>> = vec![Vec::new(); to];
             for tensor in &self.scope.problem.graph.tensors {
-                let factor = Self::factor(per_byte * tensor.bytes as f64, room);
+                let factor = self.factor(per_byte * tensor.bytes as f64, room);
                 if tensor.consumers.is_empty() || (factor.is_none() && latency.is_none()) {
                     continue;
                 }
@@ -537,7 +540,7 @@ impl<'a> Formulation<'a> {
     fn parameters(&mut self, stage: usize, factor: f64, room: f64) -> Expression {
         let mut sum = Expression::default();
         for param in &self.scope.problem.graph.params {
-            let Some(factor) = Self::factor(factor * param.bytes as f64, room) else { continue };
+            let Some(factor) = self.factor(factor * param.bytes as f64, room) else { continue };
             match &param.users[..] {
                 [] => {}
                 [user] => self.add_inside(&mut sum, factor, user.index(), stage),
@@ -585,7 +588,7 @@ impl<'a> Formulation<'a> {
                 let bytes = tensor.bytes as f64;
                 let output = output + if problem.graph.is_only_sent(at) { sent } else { 0.0 };
                 for (factor, comes_in) in [(input * bytes, true), (output * bytes, false)] {
-                    let Some(factor) = Self::factor(factor, 1.0) else { continue };
+                    let Some(factor) = self.factor(factor, 1.0) else { continue };
                     let crosses = self.crosses(at, stage, comes_in);
                     sum.add_mul(factor, crosses);
                 }
@@ -594,7 +597,7 @@ impl<'a> Formulation<'a> {
             let mut scratch = Vec::new();
             for op in 0..self.ops() {
                 let bytes = problem.graph.ops[op].scratch_bytes() as f64;
-                if let Some(factor) = Self::factor(each_op * bytes, 1.0) {
+                if let Some(factor) = self.factor(each_op * bytes, 1.0) {
                     let mut one = Expression::default();
                     self.add_inside(&mut one, factor, op, stage);
                     scratch.push(one);

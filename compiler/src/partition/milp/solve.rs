@@ -42,6 +42,10 @@ pub const LONGEST: Duration = Duration::from_secs(300);
 /// What must at least be gained, as a part of the whole.
 const GAIN: f64 = 1e-8;
 
+/// Ways to write a program down, each for a solver whose arithmetic broke down over the one before: the part of a sum below which
+/// sizes are left out, and whether rows come in reverse.
+const WAYS: [(f64, bool); 4] = [(1e-11, false), (1e-11, true), (1e-5, false), (1e-5, true)];
+
 /// A program and where it stands.
 struct Open<'a> {
     choice: &'a Choice,
@@ -80,7 +84,17 @@ pub fn refine(question: &Question<'_>, known: Found, longest: Option<Duration>) 
     };
     let order = Order::of(problem, &asked);
     let most = if best_us.is_some() { 1.0 - GAIN } else { SLOWER };
-    let scope = Scope { problem, asked, flow, unit_us, most, pins: &pins, fixed: fixed.as_deref(), order: &order };
+    let scope = Scope {
+        problem,
+        asked,
+        flow,
+        unit_us,
+        most,
+        finest: WAYS[0].0,
+        pins: &pins,
+        fixed: fixed.as_deref(),
+        order: &order,
+    };
     let mut work = 0usize;
     for choice in &choices {
         let Some(program) = Formulation::of(&scope, choice) else { continue };
@@ -198,9 +212,22 @@ impl Search<'_> {
         if let Some(best) = self.best_us {
             self.scope.most = best / self.scope.unit_us * (1.0 - GAIN);
         }
-        let Some(program) = Formulation::of(&self.scope, choice) else { return };
-        let (program, meaning) = program.into_parts();
-        let answer = solver::solve(program, &Limits { nodes, clock });
+        let mut answer = None;
+        for (finest, is_reversed) in WAYS {
+            self.scope.finest = finest;
+            let Some(program) = Formulation::of(&self.scope, choice) else { return };
+            let (mut program, meaning) = program.into_parts();
+            if is_reversed {
+                program.rows.reverse();
+            }
+            let tried = solver::solve(program, &Limits { nodes, clock });
+            let is_done = tried.ended != Ended::Failed;
+            answer = Some((tried, meaning));
+            if is_done {
+                break;
+            }
+        }
+        let Some((answer, meaning)) = answer else { return };
         self.nodes = self.nodes.saturating_sub(answer.nodes);
         self.used += answer.nodes.max(1);
         let mut is_closed = answer.ended == Ended::Proven;
@@ -210,7 +237,9 @@ impl Search<'_> {
             is_closed &= offered == Some(true);
         }
         if !is_closed {
-            let bound_us = if answer.bound.is_finite() { answer.bound * self.scope.unit_us } else { 0.0 };
+            // The bound is that of a program solved in floating point.
+            let bound = if answer.bound.is_finite() { answer.bound * (1.0 - 1e-7) } else { 0.0 };
+            let bound_us = bound * self.scope.unit_us;
             open.push(Open { choice, bound_us });
             let worse = |ended| match ended {
                 Ended::Proven => 0,
