@@ -2,9 +2,12 @@
 //!
 //! It starts from a plan that is known, asks for a faster one, and its answer is never worse. `solve` is the door. `choices` lists
 //! who may run how many replicas; for each such choice all costs are linear in which op stands before which cut, and `formulation`
-//! writes them down; `solver` hands that to good_lp.
+//! writes that down, with its rows in `times` and `memory`; `solver` hands it to good_lp.
 
 pub mod choices;
 pub mod formulation;
+pub mod memory;
+pub mod order;
 pub mod solve;
 pub mod solver;
+pub mod times;

@@ -11,7 +11,8 @@
 use crate::partition::build::{self, Spot};
 use crate::partition::cuts;
 use crate::partition::milp::choices::{self, Choice, MOST_CHOICES, choices};
-use crate::partition::milp::formulation::{Formulation, Order, Scope};
+use crate::partition::milp::formulation::{Formulation, Scope};
+use crate::partition::milp::order::Order;
 use crate::partition::milp::solver::{self, Ended, Limits};
 use crate::partition::search::{Candidate, Found, Question};
 use crate::partition::shape::Shape;
