@@ -17,6 +17,7 @@ use crate::plan::Plan;
 use crate::plan::check::Fault;
 use crate::plan::problem::{CostModel, InFlight, Objective, Problem, ProblemError};
 use crate::plan::stage_cost;
+use serde_json::json;
 use std::cmp::Ordering;
 use std::time::Duration;
 
@@ -211,7 +212,10 @@ pub fn plan(problem: &Problem, options: &PlannerOptions<'_>) -> Result<Planned, 
         asked: &asked,
         notes: cuts::moved(&joined, names),
     };
-    let plan = finish::finish(problem, &chosen, &statement).map_err(PlanError::Unsound)?;
+    let mut plan = finish::finish(problem, &chosen, &statement).map_err(PlanError::Unsound)?;
+    if let Some(limit) = options.time_limit {
+        plan.options.insert("time_limit".to_string(), json!(limit.as_secs_f64()));
+    }
     let rest = found.candidates.iter().chain(&baselines);
     let compared = std::iter::once(&chosen).chain(rest).map(Compared::of).collect();
     Ok(Planned { plan, compared })

@@ -63,7 +63,7 @@ pub struct Scope<'a> {
 enum Before {
     Never,
     Always,
-    /// By this variable, which is the so-manieth.
+    /// If this variable is 1, whose place among all is told.
     Free(Variable, usize),
 }
 
@@ -208,7 +208,7 @@ impl<'a> Formulation<'a> {
 
     /// Adds a row, unless nothing in it is free.
     pub(super) fn keep(&mut self, row: Constraint) {
-        let is_free = row.expression().linear_coefficients().into_iter().next().is_some();
+        let is_free = row.expression().linear_coefficients().next().is_some();
         if is_free || row.expression().constant() > 1e-9 {
             self.rows.push(row);
         }

@@ -167,9 +167,11 @@ impl Formulation<'_> {
         let (stages, room) = (self.stages(), self.room());
         let per_byte = 1.0 / (self.wire.bytes_per_us * self.scope.unit_us);
         let latency = self.factor(self.wire.latency_us / self.scope.unit_us, room);
-        let mut comes_in = vec![Expression::default(); stages];
+        // Nothing comes into the first stage.
+        let mut comes_in = vec![Expression::default()];
         let mut goes_out = vec![Expression::default(); stages];
         for to in 1..stages {
+            let mut arrives = Expression::default();
             let mut any: Vec<Vec<Expression>> = vec![Vec::new(); to];
             for tensor in &self.scope.problem.graph.tensors {
                 let factor = self.factor(per_byte * tensor.bytes as f64, room);
@@ -184,7 +186,7 @@ impl Formulation<'_> {
                     self.keep(row.leq(0.0));
                     all += sent;
                     any[from].push(sent.into());
-                    comes_in[to].add_mul(factor.unwrap_or(0.0), sent);
+                    arrives.add_mul(factor.unwrap_or(0.0), sent);
                     goes_out[from].add_mul(factor.unwrap_or(0.0), sent);
                 }
                 for reader in &tensor.consumers {
@@ -197,10 +199,11 @@ impl Formulation<'_> {
             for (from, sums) in any.into_iter().enumerate() {
                 if let Some(latency) = latency {
                     let is_sent = self.at_least(sums);
-                    comes_in[to].add_mul(latency, is_sent);
+                    arrives.add_mul(latency, is_sent);
                     goes_out[from].add_mul(latency, is_sent);
                 }
             }
+            comes_in.push(arrives);
         }
         (comes_in, goes_out)
     }
