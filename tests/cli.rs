@@ -108,6 +108,8 @@ fn usage_errors_are_one_line_and_code_2() {
         &["train", "missing.onnx", "--synthetic-data", "--seed", "-1"],
         &["partition", "missing.onnx", "--gpus", "2", "--stages", "1x2"],
         &["partition", "missing.onnx", "--gpus", "2", "--stages", "1,1", "--partitioner", "uniform"],
+        &["partition", "missing.onnx", "--gpus", "2", "--time-limit", "9s"],
+        &["partition", "missing.onnx", "--gpus", "2", "--partitioner", "milp", "--time-limit", "9"],
         &["partition", "missing.onnx", "--cluster", "c.toml", "--bandwidth", "1GB/s"],
         &["partition", "missing.onnx", "--cluster", "c.toml", "--gpus", "2"],
         &["train", "missing.onnx", "--synthetic-data", "--optimizer", "adam", "--momentum", "0.9"],
@@ -286,6 +288,10 @@ fn every_time_is_that_of_a_minibatch() {
     assert!(pinned.starts_with("Data parallelism would be 2.0"), "{pinned}");
     let same = done(at, &["partition", "chain.graph.txt", "--gpus", "2", "--partitioner", "data-parallel"]);
     assert!(!same.contains("is the answer") && !same.contains("would be"), "{same}");
+    let milp = ["partition", "chain.graph.txt", "--gpus", "2", "--partitioner", "milp", "--time-limit", "60s"];
+    let plan = json(&done(at, &[&milp[..], &["--stages", "1,1", "--format", "json"]].concat()));
+    assert_eq!((&plan["search"]["method"], &plan["options"]["time_limit"]), (&"milp".into(), &60.0.into()), "{plan}");
+    assert_eq!(plan["proven_optimal"], true, "{plan}");
 }
 
 #[test]

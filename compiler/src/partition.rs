@@ -20,6 +20,7 @@ pub mod in_flight;
 pub mod joined;
 pub mod line;
 pub mod linear;
+pub mod milp;
 pub mod near;
 pub mod pinned;
 pub mod pipedream;

@@ -14,7 +14,7 @@ use compiler::schedule::csv::Table;
 use compiler::schedule::pipeline::{pipeline, pipeline_of};
 use compiler::simulate::steady::{Steady, steady};
 use std::path::{Path, PathBuf};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 /// What to plan, for which devices, how.
 #[derive(Debug, Args)]
@@ -77,7 +77,7 @@ pub struct Question {
     pub target: Option<String>,
     /// Who looks for the plan
     #[arg(long, value_name = "NAME", default_value = "pipec",
-          value_parser = ["pipec", "pipedream", "exhaustive", "data-parallel", "uniform", "single"])]
+          value_parser = ["pipec", "pipedream", "milp", "exhaustive", "data-parallel", "uniform", "single"])]
     pub partitioner: String,
     /// Replicas of each stage, for example 2,1,1; the cuts stay free
     #[arg(long, value_name = "R,R,…", value_delimiter = ',', value_parser = replicas)]
@@ -106,6 +106,9 @@ pub struct Question {
     /// States that a search may look at
     #[arg(long, value_name = "STATES")]
     pub budget: Option<u64>,
+    /// When to end `--partitioner milp` by the clock, for example 60s; its plan may then differ from run to run
+    #[arg(long, value_name = "TIME", value_parser = time_limit)]
+    pub time_limit: Option<Duration>,
     /// Minibatches in flight on each replica of a stage: auto, pipedream (the published rule), or one number a stage
     #[arg(long, value_name = "auto|pipedream|N,N,…", default_value = "auto", value_parser = in_flight)]
     pub in_flight: InFlight,
@@ -135,6 +138,7 @@ impl Default for Question {
             optimizer: Optimizer::Sgd,
             dtype: "f32".to_string(),
             budget: None,
+            time_limit: None,
             in_flight: InFlight::Auto,
             seed: 0,
         }
@@ -233,6 +237,9 @@ fn plan(arguments: &Arguments, screen: &Screen) -> Result<(Planned, Option<Strin
     Ok((planned, refused))
 }
 
+/// The partitioners that obey flags which limit the stages.
+const KNOWS_LIMITS: [&str; 2] = ["pipec", "milp"];
+
 impl Question {
     /// Refuses a partitioner beside flags that leave it nothing to choose.
     fn check(&self) -> Result<(), Failure> {
@@ -246,10 +253,15 @@ impl Question {
             ("--target", self.target.is_some()),
         ];
         match pinned.iter().find(|(_, is_given)| *is_given) {
-            Some((flag, _)) if self.partitioner != Partitioner::default().name() => {
+            Some((flag, _)) if !KNOWS_LIMITS.contains(&self.partitioner.as_str()) => {
                 Err(Failure::input(format!("`--partitioner {}` does not go with `{flag}`", self.partitioner))
                     .because(format!("`{flag}` limits the stages, and the partitioner would not know"))
                     .help(format!("leave out one of them, or write `--partitioner {}`", Partitioner::default().name())))
+            }
+            _ if self.time_limit.is_some() && self.partitioner != Partitioner::Milp.name() => {
+                Err(Failure::input(format!("`--time-limit` does not go with `--partitioner {}`", self.partitioner))
+                    .because("only `--partitioner milp` is ended by the clock, the others are bounded by their work")
+                    .help("`--budget` bounds how much a search looks at, and gives the same plan every time"))
             }
             _ => self.agrees(),
         }
@@ -318,6 +330,7 @@ pub fn ask(file: &Path, costs: Costs, question: &Question) -> Result<Planned, Fa
     let options = PlannerOptions {
         partitioner: Partitioner::from_name(&question.partitioner).unwrap_or_default(),
         budget: question.budget,
+        time_limit: question.time_limit,
         seed: question.seed,
         efficiency: Some(&|stages: &[Stage], edges: &[Edge], caps: &[u32]| {
             efficiency(&problem.cluster.levels, stages, edges, caps)
@@ -425,6 +438,12 @@ pub fn pin(text: &str) -> Result<(String, u32), String> {
         text.rsplit_once('=').and_then(|(name, stage)| Some((name.trim().to_string(), stage.trim().parse().ok()?)));
     pin.filter(|(name, _)| !name.is_empty())
         .ok_or_else(|| "write a node, a module or an op id and its stage, for example encoder=0".to_string())
+}
+
+/// Reads `--time-limit`.
+pub fn time_limit(text: &str) -> Result<Duration, String> {
+    let seconds = unit::seconds(text).map_err(|error| error.to_string())?;
+    Duration::try_from_secs_f64(seconds.0).map_err(|error| error.to_string())
 }
 
 /// Reads `--in-flight`.

@@ -12,12 +12,14 @@ use crate::partition::in_flight::Efficiency;
 use crate::partition::joined::Joined;
 use crate::partition::search::{Candidate, Found, Question, same};
 use crate::partition::states::Growth;
-use crate::partition::{chunked, cuts, every, placement};
+use crate::partition::{chunked, cuts, every, milp, placement};
 use crate::plan::Plan;
 use crate::plan::fault::Fault;
 use crate::plan::problem::{CostModel, InFlight, Objective, Problem, ProblemError};
 use crate::plan::stage_cost;
+use serde_json::json;
 use std::cmp::Ordering;
+use std::time::Duration;
 
 /// The most devices that are planned for.
 pub const MAX_DEVICES: u32 = 4096;
@@ -30,6 +32,8 @@ pub enum Partitioner {
     Pipec,
     /// PipeDream's, with all devices.
     Pipedream,
+    /// Integer programs, which improve or prove what `Pipec` finds on one level.
+    Milp,
     /// Everything, for small models.
     Exhaustive,
     /// The whole model on every device.
@@ -42,9 +46,10 @@ pub enum Partitioner {
 
 impl Partitioner {
     /// Every partitioner.
-    pub const ALL: [Partitioner; 6] = [
+    pub const ALL: [Partitioner; 7] = [
         Partitioner::Pipec,
         Partitioner::Pipedream,
+        Partitioner::Milp,
         Partitioner::Exhaustive,
         Partitioner::DataParallel,
         Partitioner::Uniform,
@@ -56,6 +61,7 @@ impl Partitioner {
         match self {
             Partitioner::Pipec => "pipec",
             Partitioner::Pipedream => "pipedream",
+            Partitioner::Milp => "milp",
             Partitioner::Exhaustive => "exhaustive",
             Partitioner::DataParallel => "data-parallel",
             Partitioner::Uniform => "uniform",
@@ -76,6 +82,8 @@ pub struct PlannerOptions<'a> {
     pub partitioner: Partitioner,
     /// Closed sets to look at before falling back; absent means `search::DEFAULT_BUDGET` and a few seconds of work.
     pub budget: Option<u64>,
+    /// When to end a search that can be ended by the clock: `Milp` alone. Its answer may then differ from run to run, and says so.
+    pub time_limit: Option<Duration>,
     /// Seed, for the plan; no partitioner here is random.
     pub seed: u64,
     /// How stages run under caps, for automatic caps. Absent means the published rule.
@@ -148,6 +156,14 @@ pub fn plan(problem: &Problem, options: &PlannerOptions<'_>) -> Result<Planned, 
         let (limit, found) = (u64::from(MAX_DEVICES), u64::from(devices));
         return Err(ProblemError::TooLarge { method: "planning", what: "devices", limit, found }.into());
     }
+    if options.time_limit.is_some() && options.partitioner != Partitioner::Milp {
+        let what = "a time limit goes with partitioner `milp` only: the others bound their work by `--budget`";
+        return Err(ProblemError::Unmet { what: what.to_string() }.into());
+    }
+    if problem.chunks > 1 && options.partitioner != Partitioner::Pipec {
+        let what = "several chunks on a rank are planned by partitioner `pipec` only";
+        return Err(ProblemError::Unmet { what: what.to_string() }.into());
+    }
     let joined = Joined::of(&problem.graph);
     let asked = joined.problem(problem);
     let question = Question { problem: &asked, joined: &joined, budget: options.budget };
@@ -157,7 +173,13 @@ pub fn plan(problem: &Problem, options: &PlannerOptions<'_>) -> Result<Planned, 
         || problem.constraints.are_placed()
         || matches!(problem.in_flight, InFlight::Given(_));
     let is_placed = problem.cost == CostModel::Pipec;
+    let ours = || match (is_placed, is_pinned) {
+        (true, _) => placement::found(&question, &baselines),
+        (false, true) => question.pinned(),
+        (false, false) => Ok(question.hierarchical(Growth::All, &baselines)),
+    };
     let mut found = match options.partitioner {
+        Partitioner::Milp => milp::solve::refine(&question, ours()?, options.time_limit)?,
         Partitioner::Exhaustive if is_placed && !is_pinned => {
             let (candidate, states) = every::every(&question)?;
             let proven_us = candidate.as_ref().filter(|best| best.fits).map(|best| best.minibatch_us);
@@ -165,10 +187,8 @@ pub fn plan(problem: &Problem, options: &PlannerOptions<'_>) -> Result<Planned, 
             Found { candidates: candidate.into_iter().collect(), states, proven_us, ..Found::nothing() }
         }
         Partitioner::Pipec if problem.chunks > 1 => chunked::found(&question)?,
-        Partitioner::Pipec if is_placed => placement::found(&question, &baselines)?,
-        _ if is_placed && is_pinned => placement::found(&question, &baselines)?,
-        _ if is_pinned => question.pinned()?,
-        Partitioner::Pipec => question.hierarchical(Growth::All, &baselines),
+        Partitioner::Pipec => ours()?,
+        _ if is_pinned => ours()?,
         Partitioner::Pipedream => question.hierarchical(Growth::FirstSource, &baselines),
         Partitioner::Exhaustive => question.exhaustive()?,
         Partitioner::Single => Found::of(baselines[0].clone()),
@@ -184,7 +204,8 @@ pub fn plan(problem: &Problem, options: &PlannerOptions<'_>) -> Result<Planned, 
     }
     chosen.shape = joined.spread(&chosen.shape);
     let names = problem.constraints.cut_after.as_deref().unwrap_or_default();
-    let method = if is_pinned { "pinned" } else { options.partitioner.name() };
+    let method =
+        if is_pinned && options.partitioner != Partitioner::Milp { "pinned" } else { options.partitioner.name() };
     let statement = Statement {
         found: &found,
         baselines: &baselines,
@@ -196,7 +217,10 @@ pub fn plan(problem: &Problem, options: &PlannerOptions<'_>) -> Result<Planned, 
         asked: &asked,
         notes: cuts::moved(&joined, names),
     };
-    let plan = finish::finish(problem, &chosen, &statement).map_err(PlanError::Unsound)?;
+    let mut plan = finish::finish(problem, &chosen, &statement).map_err(PlanError::Unsound)?;
+    if let Some(limit) = options.time_limit {
+        plan.options.insert("time_limit".to_string(), json!(limit.as_secs_f64()));
+    }
     let rest = found.candidates.iter().chain(&baselines);
     let compared = std::iter::once(&chosen).chain(rest).map(Compared::of).collect();
     Ok(Planned { plan, compared })

@@ -1,0 +1,306 @@
+//! The integer program of one choice of replicas: which op stands before which cut.
+//!
+//! ```text
+//! minimise T
+//!   y(v,c) in {0,1}        op v stands in one of the first c stages, 0 < c < stages;  y(v,0) = 0,  y(v,stages) = 1
+//!   y(v,c) <= y(v,c+1)     stages follow each other
+//!   y(v,c) <= y(u,c)       where v reads u: what precedes an op of the first stages is in them too
+//!   x(v,s) = y(v,s+1) - y(v,s)                           op v stands in stage s;  sum over v of x(v,s) >= 1
+//! paper        sum t_v x(v,s) <= m T       2 (m-1) / B sum w_v x(v,s) <= m T        2 / B sum a_e z(e,c) <= T
+//! pipedream    sum t_v x(v,s) + 4 (m-1) / (B m) sum w_v x(v,s) <= m T               2 / (B m r) sum out_v g(v,c) <= T
+//! pipec        k_m max( C_s, q_m R_s, sum over its messages + q_m R_s ) + what fills and drains <= T
+//! memory       every size of `plan/memory` times what it is held for <= limit
+//! ```
+//!
+//! | equation | here |
+//! | --- | --- |
+//! | y | `Formulation::before` |
+//! | T | `Program::least`, in units of `Scope::unit_us` |
+//! | m, B, r | replicas of stage s, bytes per microsecond, the compression ratio |
+//! | z(e,c) >= y(u,c) - y(v,c) | tensor e of op u is read by some v beyond cut c |
+//! | g(v,c) | PipeDream charges the outputs of v at cut c, see `cut_bytes` |
+//! | k_m, q_m, C_s, R_s | as in `outlook` |
+//!
+//! Cumulative y say more to the relaxation than x would, and a program of them branches on cuts. All other variables cost
+//! something wherever they occur, so they are as small as they may be, and need not be integer. An op whose predecessors alone
+//! fill the first c stages beyond the time that is known cannot stand in them: such y are constants.
+
+use crate::partition::milp::choices::Choice;
+use crate::partition::milp::order::Order;
+use crate::partition::milp::solver::Program;
+use crate::plan::caps::Flow;
+use crate::plan::links::Wire;
+use crate::plan::outlook::Asked;
+use crate::plan::problem::{CostModel, Problem};
+use crate::profile::cost_graph::OpId;
+use good_lp::{Constraint, Expression, IntoAffineExpression, ProblemVariables, Variable, variable};
+
+/// What is the same for every choice.
+pub struct Scope<'a> {
+    /// The problem, on one level.
+    pub problem: &'a Problem,
+    /// How items flow under cost `pipec`.
+    pub asked: Asked,
+    /// What decides how many weight versions are held.
+    pub flow: Flow,
+    /// Microseconds that count as 1 in the programs.
+    pub unit_us: f64,
+    /// The most that T may be, in that unit.
+    pub most: f64,
+    /// The part of the room below which a size is left out. Programs with fewer small numbers are easier on the solver and never
+    /// stricter: what none of them allows is not there.
+    pub finest: f64,
+    /// Ops and the stages that they are pinned to.
+    pub pins: &'a [(u32, usize)],
+    /// Where cuts are given: the stage of each op.
+    pub fixed: Option<&'a [usize]>,
+    /// The graph's order.
+    pub order: &'a Order,
+}
+
+/// Whether an op stands before a cut.
+#[derive(Clone, Copy)]
+enum Before {
+    Never,
+    Always,
+    /// If this variable is 1, whose place among all is told.
+    Free(Variable, usize),
+}
+
+/// A program under way.
+pub struct Formulation<'a> {
+    pub(super) scope: &'a Scope<'a>,
+    pub(super) choice: &'a Choice,
+    pub(super) variables: ProblemVariables,
+    rows: Vec<Constraint>,
+    pub(super) least: Variable,
+    /// `before[c - 1][v]` is y(v,c).
+    before: Vec<Vec<Before>>,
+    /// Bytes per microsecond, and microseconds before the first byte arrives.
+    pub(super) wire: Wire,
+}
+
+impl<'a> Formulation<'a> {
+    /// Writes down the program of one choice; `None` where it is plain that no partition obeys it.
+    pub fn of(scope: &'a Scope<'a>, choice: &'a Choice) -> Option<Formulation<'a>> {
+        let mut variables = ProblemVariables::new();
+        let least = variables.add(variable().min(0.0).max(scope.most));
+        let wire = Wire::of(&scope.problem.cluster.levels, 0);
+        let mut program = Formulation { scope, choice, variables, rows: Vec::new(), least, before: Vec::new(), wire };
+        program.place()?;
+        program.follow();
+        match scope.problem.cost {
+            CostModel::Paper => program.paper(),
+            CostModel::Pipedream => program.pipedream(),
+            CostModel::Pipec => program.pipec(),
+            CostModel::Load => return None,
+        }
+        if let Some(limit) = scope.problem.memory_limit {
+            program.memory(limit.0 as f64);
+        }
+        Some(program)
+    }
+
+    /// Variables and rows.
+    pub fn size(&self) -> (usize, usize) {
+        (self.variables.len(), self.rows.len())
+    }
+
+    /// The program, and what its solutions mean.
+    pub fn into_parts(self) -> (Program, Meaning) {
+        let meaning = Meaning { ops: self.ops(), before: self.before };
+        (Program { variables: self.variables, rows: self.rows, least: self.least }, meaning)
+    }
+
+    pub(super) fn ops(&self) -> usize {
+        self.scope.problem.graph.ops.len()
+    }
+
+    pub(super) fn stages(&self) -> usize {
+        self.choice.replicas.len()
+    }
+
+    /// How often the item of a stage's replica counts in T: k_m.
+    pub(super) fn weight(&self, stage: usize) -> f64 {
+        let replicas = self.choice.replicas[stage];
+        match self.scope.problem.cost {
+            CostModel::Pipec => self.scope.asked.weight(replicas),
+            _ => 1.0 / f64::from(replicas),
+        }
+    }
+
+    /// Time of an op in a stage, in the unit.
+    pub(super) fn time(&self, op: usize, stage: usize) -> f64 {
+        let again = if self.choice.recompute[stage] { self.scope.problem.graph.ops[op].fwd_us } else { 0.0 };
+        (self.scope.order.times[op] + again) / self.scope.unit_us
+    }
+
+    /// Adds the y, as constants where they have no choice.
+    fn place(&mut self) -> Option<()> {
+        let (ops, stages) = (self.ops(), self.stages());
+        if ops < stages {
+            return None;
+        }
+        let order = self.scope.order;
+        // What the stages before and after each cut can do in the time that is known, and a little more.
+        let most_us = self.scope.most * self.scope.unit_us * (1.0 + 1e-9);
+        let of = |stage| if self.weight(stage) > 0.0 { most_us / self.weight(stage) } else { f64::INFINITY };
+        let room: Vec<f64> = (0..stages).map(of).collect();
+        let mut before = Vec::with_capacity(stages.saturating_sub(1));
+        for cut in 1..stages {
+            let (room_before, room_after): (f64, f64) = (room[..cut].iter().sum(), room[cut..].iter().sum());
+            let mut row = Vec::with_capacity(ops);
+            for op in 0..ops {
+                let fixed = self.scope.fixed.map(|stage_of| stage_of[op] < cut);
+                let is_pinned = |early: bool| {
+                    let related = |pinned: usize| match early {
+                        true => order.precedes(op, pinned),
+                        false => order.precedes(pinned, op),
+                    };
+                    self.scope.pins.iter().any(|&(pin, stage)| related(pin as usize) && (stage < cut) == early)
+                };
+                let always = order.tail[op] > room_after || is_pinned(true) || fixed == Some(true);
+                let never = order.head[op] > room_before || is_pinned(false) || fixed == Some(false);
+                row.push(match (always, never) {
+                    (true, true) => return None,
+                    (true, false) => Before::Always,
+                    (false, true) => Before::Never,
+                    (false, false) => {
+                        let at = self.variables.len();
+                        Before::Free(self.variables.add(variable().binary()), at)
+                    }
+                });
+            }
+            before.push(row);
+        }
+        self.before = before;
+        Some(())
+    }
+
+    /// Adds `factor` y(op, cut).
+    pub(super) fn add_before(&self, sum: &mut Expression, factor: f64, op: usize, cut: usize) {
+        let before = match cut {
+            0 => Before::Never,
+            cut if cut == self.stages() => Before::Always,
+            cut => self.before[cut - 1][op],
+        };
+        match before {
+            Before::Never => {}
+            Before::Always => *sum += factor,
+            Before::Free(variable, _) => sum.add_mul(factor, variable),
+        }
+    }
+
+    /// Adds `factor` x(op, stage).
+    pub(super) fn add_inside(&self, sum: &mut Expression, factor: f64, op: usize, stage: usize) {
+        self.add_before(sum, factor, op, stage + 1);
+        self.add_before(sum, -factor, op, stage);
+    }
+
+    /// A variable that is at least every one of these sums, and at least 0.
+    pub(super) fn at_least(&mut self, sums: Vec<Expression>) -> Variable {
+        let most = self.variables.add(variable().min(0.0));
+        for sum in sums {
+            self.keep(sum.leq(most));
+        }
+        most
+    }
+
+    /// Adds a row, unless nothing in it is free.
+    pub(super) fn keep(&mut self, row: Constraint) {
+        let is_free = row.expression().linear_coefficients().next().is_some();
+        if is_free || row.expression().constant() > 1e-9 {
+            self.rows.push(row);
+        }
+    }
+
+    /// A factor of something that is 0 or 1, in a sum of such things that must not exceed `room`: nothing where it hardly counts, and
+    /// no more than what is too much anyway, so that a program never has numbers of very different size.
+    pub(super) fn factor(&self, factor: f64, room: f64) -> Option<f64> {
+        (factor > room * self.scope.finest).then(|| factor.min(2.0 * room))
+    }
+
+    fn follow(&mut self) {
+        for cut in 1..self.stages() {
+            for op in 0..self.ops() {
+                if cut + 1 < self.stages() {
+                    let mut row = Expression::default();
+                    self.add_before(&mut row, 1.0, op, cut);
+                    self.add_before(&mut row, -1.0, op, cut + 1);
+                    self.keep(row.leq(0.0));
+                }
+            }
+            for at in 0..self.scope.order.edges.len() {
+                let (from, to) = self.scope.order.edges[at];
+                let mut row = Expression::default();
+                self.add_before(&mut row, 1.0, to, cut);
+                self.add_before(&mut row, -1.0, from, cut);
+                self.keep(row.leq(0.0));
+            }
+        }
+        for stage in 0..self.stages() {
+            let mut row = Expression::from(1.0);
+            for op in 0..self.ops() {
+                self.add_inside(&mut row, -1.0, op, stage);
+            }
+            self.keep(row.leq(0.0));
+        }
+    }
+
+    /// The sum over the ops of a stage of what each has of something, as far as `room` lets it matter.
+    pub(super) fn sum(&self, stage: usize, room: f64, of: impl Fn(usize) -> f64) -> Expression {
+        let mut sum = Expression::default();
+        for op in 0..self.ops() {
+            if let Some(factor) = self.factor(of(op), room) {
+                self.add_inside(&mut sum, factor, op, stage);
+            }
+        }
+        sum
+    }
+
+    /// The bytes of the parameters that a stage uses, times `factor`.
+    pub(super) fn parameters(&mut self, stage: usize, factor: f64, room: f64) -> Expression {
+        let mut sum = Expression::default();
+        for param in &self.scope.problem.graph.params {
+            let Some(factor) = self.factor(factor * param.bytes as f64, room) else { continue };
+            match &param.users[..] {
+                [] => {}
+                [user] => self.add_inside(&mut sum, factor, user.index(), stage),
+                users => {
+                    let inside = |user: &OpId| {
+                        let mut inside = Expression::default();
+                        self.add_inside(&mut inside, 1.0, user.index(), stage);
+                        inside
+                    };
+                    let inside = users.iter().map(inside).collect();
+                    let is_used = self.at_least(inside);
+                    sum.add_mul(factor, is_used);
+                }
+            }
+        }
+        sum
+    }
+}
+
+/// What the values of a solution mean.
+pub struct Meaning {
+    before: Vec<Vec<Before>>,
+    ops: usize,
+}
+
+impl Meaning {
+    /// The ops of each stage, ascending; `None` where a stage has none.
+    pub fn stages(&self, values: &[f64]) -> Option<Vec<Vec<u32>>> {
+        let is_before = |before: &Before| match *before {
+            Before::Never => false,
+            Before::Always => true,
+            Before::Free(_, at) => values.get(at).is_some_and(|value| *value > 0.5),
+        };
+        let mut stages = vec![Vec::new(); self.before.len() + 1];
+        for op in 0..self.ops {
+            let first = self.before.iter().position(|cut| is_before(&cut[op]));
+            stages[first.unwrap_or(self.before.len())].push(op as u32);
+        }
+        stages.iter().all(|stage| !stage.is_empty()).then_some(stages)
+    }
+}

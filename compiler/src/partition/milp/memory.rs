@@ -1,0 +1,71 @@
+//! The rows of an integer program that keep what each stage holds within the limit.
+
+use crate::partition::milp::formulation::Formulation;
+use crate::plan::memory::{Holdings, Multiples};
+use good_lp::Expression;
+
+impl Formulation<'_> {
+    /// What a replica of each stage holds is within the limit. What a byte of each kind adds is asked of `Holdings::held`, which is
+    /// linear but for the rounding of optimizer state.
+    pub(super) fn memory(&mut self, limit: f64) {
+        const MANY: u64 = 1 << 40;
+        let problem = self.scope.problem;
+        for stage in 0..self.stages() {
+            let in_flight = self.choice.caps[stage];
+            let multiples = Multiples {
+                in_flight,
+                versions: self.scope.flow.versions(in_flight, self.choice.caps[0]),
+                replicas: self.choice.replicas[stage],
+                recompute: self.choice.recompute[stage],
+                optimizer_state: problem.optimizer_state,
+                schedule: problem.schedule,
+            };
+            let each = |holdings: Holdings| holdings.held(&multiples).total as f64 / MANY as f64 / limit;
+            let none = Holdings::default();
+            let mut sum = self.parameters(stage, each(Holdings { weights: MANY, ..none }), 1.0);
+            let saved = each(Holdings { saved: MANY, ..none });
+            sum += self.sum(stage, 1.0, |op| saved * problem.graph.ops[op].kept_bytes() as f64);
+            let (input, output, sent) = (
+                each(Holdings { inputs: MANY, ..none }),
+                each(Holdings { outputs: MANY, ..none }),
+                each(Holdings { sent: MANY, ..none }),
+            );
+            for (at, tensor) in problem.graph.tensors.iter().enumerate() {
+                let bytes = tensor.bytes as f64;
+                let output = output + if problem.graph.is_only_sent(at) { sent } else { 0.0 };
+                for (factor, comes_in) in [(input * bytes, true), (output * bytes, false)] {
+                    let Some(factor) = self.factor(factor, 1.0) else { continue };
+                    let crosses = self.crosses(at, stage, comes_in);
+                    sum.add_mul(factor, crosses);
+                }
+            }
+            let each_op = each(Holdings { workspace: MANY, ..none });
+            let mut scratch = Vec::new();
+            for op in 0..self.ops() {
+                let bytes = problem.graph.ops[op].scratch_bytes() as f64;
+                if let Some(factor) = self.factor(each_op * bytes, 1.0) {
+                    let mut one = Expression::default();
+                    self.add_inside(&mut one, factor, op, stage);
+                    scratch.push(one);
+                }
+            }
+            sum += self.at_least(scratch);
+            // Sums of many sizes are not exact to the last bit, and what fits exactly fits.
+            self.keep(sum.leq(1.0 + 1e-9));
+        }
+    }
+
+    /// Whether a tensor comes into a stage from another, or goes out of it.
+    fn crosses(&mut self, tensor: usize, stage: usize, comes_in: bool) -> Expression {
+        let tensor = &self.scope.problem.graph.tensors[tensor];
+        let mut sums = Vec::with_capacity(tensor.consumers.len());
+        for reader in &tensor.consumers {
+            let mut sum = Expression::default();
+            let sign = if comes_in { 1.0 } else { -1.0 };
+            self.add_inside(&mut sum, sign, reader.index(), stage);
+            self.add_inside(&mut sum, -sign, tensor.producer.index(), stage);
+            sums.push(sum);
+        }
+        if sums.is_empty() { Expression::default() } else { self.at_least(sums).into() }
+    }
+}

@@ -1,0 +1,179 @@
+//! The solver behind good_lp: microlp, in Rust, or HiGHS where pipec was built with the feature `highs`.
+//!
+//! The work is bounded by nodes of the search tree, which is the same on every machine. Simplex may cycle on a hostile program,
+//! and nothing but a clock ends that, so there is a clock too; an answer that it cut short says so.
+
+use good_lp::{Constraint, ProblemVariables, Variable};
+use std::time::Duration;
+
+/// A program: minimise `least` over these variables and rows.
+pub struct Program {
+    /// The variables.
+    pub variables: ProblemVariables,
+    /// What must hold.
+    pub rows: Vec<Constraint>,
+    /// What is made least.
+    pub least: Variable,
+}
+
+/// How much work may go into one program.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Limits {
+    /// Nodes of the search tree beside its root.
+    pub nodes: u64,
+    /// Time by the clock.
+    pub clock: Duration,
+}
+
+/// Why the solver stopped.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Ended {
+    /// The answer is proven: the best there is, or that there is none.
+    Proven,
+    /// The nodes were used up.
+    Nodes,
+    /// The clock ran out.
+    Clock,
+    /// The arithmetic broke down.
+    Failed,
+}
+
+/// What the solver found.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Answer {
+    /// A value for each variable, in the order in which they were added; `None` if no solution was found.
+    pub values: Option<Vec<f64>>,
+    /// No solution is less: infinite if there is none, 0 if nothing was proven.
+    pub bound: f64,
+    /// Nodes that were solved.
+    pub nodes: u64,
+    /// Why it stopped.
+    pub ended: Ended,
+}
+
+impl Answer {
+    fn nothing(ended: Ended) -> Answer {
+        let bound = if ended == Ended::Proven { f64::INFINITY } else { 0.0 };
+        Answer { values: None, bound, nodes: 0, ended }
+    }
+}
+
+/// Solves a program whose variables and optimum are not negative.
+pub fn solve(program: Program, limits: &Limits) -> Answer {
+    // The solvers assert what rounding may break. That is no fault of the program, and no reason to end ours.
+    let solved = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| within(program, limits)));
+    solved.unwrap_or_else(|_| Answer::nothing(Ended::Failed))
+}
+
+#[cfg(not(feature = "highs"))]
+fn within(program: Program, limits: &Limits) -> Answer {
+    use good_lp::SolverModel;
+    use microlp::{Error, SolveOptions, TerminationReason};
+
+    let mut model = program.variables.minimise(program.least).using(good_lp::microlp);
+    for row in program.rows {
+        model.add_constraint(row);
+    }
+    // good_lp has no name for a limit on nodes, microlp has.
+    let mut options = SolveOptions::default();
+    options.node_limit = Some(limits.nodes);
+    options.time_limit = Some(limits.clock);
+    let outcome = match model.as_inner().solve_with(options) {
+        Ok(outcome) => outcome,
+        Err(Error::Infeasible) => return Answer::nothing(Ended::Proven),
+        Err(_) => return Answer::nothing(Ended::Failed),
+    };
+    let stats = outcome.stats();
+    let ended = match outcome.termination_reason() {
+        TerminationReason::ProvenOptimal => Ended::Proven,
+        TerminationReason::NodeLimit => Ended::Nodes,
+        TerminationReason::TimeLimit => Ended::Clock,
+        _ => Ended::Failed,
+    };
+    let values = outcome.solution().map(|solution| solution.iter().map(|(_, value)| value).collect());
+    // An LP that the clock stopped has a value but no bound.
+    let bound = if ended == Ended::Clock && stats.nodes_solved == 0 { 0.0 } else { stats.best_bound.unwrap_or(0.0) };
+    Answer { values, bound: bound.max(0.0), nodes: stats.nodes_solved, ended }
+}
+
+#[cfg(feature = "highs")]
+fn within(program: Program, limits: &Limits) -> Answer {
+    use good_lp::{ResolutionError, Solution, SolutionStatus, SolverModel};
+
+    let all: Vec<Variable> = program.variables.iter_variables_with_def().map(|(variable, _)| variable).collect();
+    let mut model = program.variables.minimise(program.least).using(good_lp::highs);
+    for row in program.rows {
+        model.add_constraint(row);
+    }
+    let nodes = i32::try_from(limits.nodes).unwrap_or(i32::MAX);
+    let model = model
+        .set_threads(1)
+        .set_time_limit(limits.clock.as_secs_f64())
+        .set_option("random_seed", 0)
+        .set_option("mip_max_nodes", nodes)
+        .set_option("mip_rel_gap", 0.0)
+        .set_option("mip_abs_gap", 0.0);
+    match model.solve() {
+        Ok(solution) => {
+            let values: Vec<f64> = all.iter().map(|&variable| solution.value(variable)).collect();
+            let is_proven = matches!(solution.status(), SolutionStatus::Optimal);
+            let bound = if is_proven { solution.value(program.least).max(0.0) } else { 0.0 };
+            // It does not say which limit it met; the clock's is the one that promises less.
+            let ended = if is_proven { Ended::Proven } else { Ended::Clock };
+            Answer { values: Some(values), bound, nodes: limits.nodes, ended }
+        }
+        Err(ResolutionError::Infeasible) => Answer::nothing(Ended::Proven),
+        // What it says when a limit comes before any solution.
+        Err(ResolutionError::Other("NoSolutionFound")) => Answer::nothing(Ended::Clock),
+        Err(_) => Answer::nothing(Ended::Failed),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use good_lp::{Expression, variable};
+
+    const LIMITS: Limits = Limits { nodes: 1000, clock: Duration::from_secs(60) };
+
+    /// Items to two bins of least weight.
+    fn bins(weights: &[f64], most: f64) -> Program {
+        let mut variables = ProblemVariables::new();
+        let least = variables.add(variable().min(0.0).max(most));
+        let mut first = Expression::default();
+        let mut second = Expression::default();
+        for &weight in weights {
+            let item = variables.add(variable().binary());
+            first.add_mul(weight, item);
+            second.add_mul(-weight, item);
+            second += weight;
+        }
+        Program { variables, rows: vec![first.leq(least), second.leq(least)], least }
+    }
+
+    #[test]
+    fn the_best_is_found_and_proven() {
+        let answer = solve(bins(&[3.0, 3.0, 2.0, 2.0, 2.0], 12.0), &LIMITS);
+        assert_eq!(answer.ended, Ended::Proven);
+        assert!((answer.bound - 6.0).abs() < 1e-9, "{answer:?}");
+        let values = answer.values.unwrap();
+        let first: f64 = values[1..].iter().zip([3.0, 3.0, 2.0, 2.0, 2.0]).map(|(x, w)| x * w).sum();
+        assert_eq!(first, 6.0);
+    }
+
+    #[test]
+    fn what_cannot_be_is_proven_too() {
+        let answer = solve(bins(&[3.0, 3.0, 2.0, 2.0, 2.0], 5.9), &LIMITS);
+        assert_eq!((answer.ended, answer.values, answer.bound), (Ended::Proven, None, f64::INFINITY));
+    }
+
+    #[test]
+    fn a_limit_is_told_and_leaves_a_bound() {
+        let weights: Vec<f64> = (0..30).map(|at| 1.0 + f64::from(at * 37 % 29) / 31.0).collect();
+        let answer = solve(bins(&weights, 1e3), &Limits { nodes: 0, ..LIMITS });
+        assert_eq!((answer.ended, answer.nodes), (Ended::Nodes, 0));
+        let half = weights.iter().sum::<f64>() / 2.0;
+        assert!(answer.bound <= half * (1.0 + 1e-9), "{answer:?}");
+        assert!(cfg!(feature = "highs") || answer.bound >= half * (1.0 - 1e-9), "{answer:?}");
+    }
+}

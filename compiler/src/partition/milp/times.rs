@@ -1,0 +1,223 @@
+//! The rows of an integer program that say how long stages and the links between them take, for each cost model. The head of
+//! `formulation` gives the equations.
+
+use crate::partition::milp::formulation::Formulation;
+use crate::plan::stage_cost;
+use good_lp::{Expression, variable};
+
+impl Formulation<'_> {
+    pub(super) fn paper(&mut self) {
+        let per_byte = 1.0 / (self.wire_alone() * self.scope.unit_us);
+        let graph = &self.scope.problem.graph;
+        for stage in 0..self.stages() {
+            let m = f64::from(self.choice.replicas[stage]);
+            let room = m * self.scope.most;
+            let compute = self.sum(stage, room, |op| self.time(op, stage));
+            self.keep((compute - m * self.least).leq(0.0));
+            let weights = self.sum(stage, room, |op| 2.0 * (m - 1.0) * per_byte * graph.ops[op].param_bytes as f64);
+            self.keep((weights - m * self.least).leq(0.0));
+        }
+        for cut in 1..self.stages() {
+            let mut sum = Expression::default();
+            for tensor in &graph.tensors {
+                let readers: Vec<usize> = tensor.consumers.iter().map(|to| to.index()).collect();
+                let factor = self.factor(2.0 * per_byte * tensor.bytes as f64, self.scope.most);
+                if let (Some(factor), false) = (factor, readers.is_empty()) {
+                    let readers = self.scope.order.last(&readers);
+                    let crosses = self.leaves(tensor.producer.index(), &readers, cut);
+                    sum.add_mul(factor, crosses);
+                }
+            }
+            self.keep((sum - self.least).leq(0.0));
+        }
+    }
+
+    pub(super) fn pipedream(&mut self) {
+        let per_byte = 1.0 / (self.wire_alone() * self.scope.unit_us);
+        let graph = &self.scope.problem.graph;
+        for stage in 0..self.stages() {
+            let m = f64::from(self.choice.replicas[stage]);
+            let of =
+                |op: usize| self.time(op, stage) + 4.0 * (m - 1.0) / m * per_byte * graph.ops[op].param_bytes as f64;
+            let stage = self.sum(stage, m * self.scope.most, of);
+            self.keep((stage - m * self.least).leq(0.0));
+        }
+        let Some(ratio) = self.scope.problem.activation_compression else { return };
+        for cut in 1..self.stages() {
+            // A cut is charged to the stage after it and, but for the first stage, to the one before it.
+            let before = if cut == 1 { u32::MAX } else { self.choice.replicas[cut - 1] };
+            let m = f64::from(before.min(self.choice.replicas[cut]));
+            let mut sum = Expression::default();
+            for op in 0..self.ops() {
+                let bytes = graph.ops[op].out_bytes as f64;
+                if let Some(factor) = self.factor(2.0 / (m * ratio) * per_byte * bytes, self.scope.most) {
+                    let charged = self.charged(op, cut);
+                    sum.add_mul(factor, charged);
+                }
+            }
+            self.keep((sum - self.least).leq(0.0));
+        }
+    }
+
+    /// Bytes per microsecond of the one level, whatever `Wire` makes of those below it.
+    fn wire_alone(&self) -> f64 {
+        stage_cost::levels(&self.scope.problem.cluster)[0].bytes_per_us
+    }
+
+    /// Whether op stands before the cut and one of these beyond it.
+    fn leaves(&mut self, op: usize, readers: &[usize], cut: usize) -> Expression {
+        let mut sums = Vec::with_capacity(readers.len());
+        for &reader in readers {
+            let mut sum = Expression::default();
+            self.add_before(&mut sum, 1.0, op, cut);
+            self.add_before(&mut sum, -1.0, reader, cut);
+            sums.push(sum);
+        }
+        match sums.pop() {
+            // It is never below 0, since a reader follows what it reads.
+            Some(alone) if sums.is_empty() => alone,
+            Some(last) => {
+                sums.push(last);
+                self.at_least(sums).into()
+            }
+            None => Expression::default(),
+        }
+    }
+
+    /// Whether PipeDream charges an op at a cut: it has no reader before it, or one beyond it, or readers that do not all lead to the
+    /// same ops without a reader before it.
+    fn charged(&mut self, op: usize, cut: usize) -> Expression {
+        let order = self.scope.order;
+        let readers = &order.readers[op];
+        if readers.is_empty() {
+            let mut inside = Expression::default();
+            self.add_before(&mut inside, 1.0, op, cut);
+            return inside;
+        }
+        let mut sums = Vec::new();
+        for reader in order.last(readers) {
+            let mut sum = Expression::default();
+            self.add_before(&mut sum, 1.0, op, cut);
+            self.add_before(&mut sum, -1.0, reader, cut);
+            sums.push(sum);
+        }
+        for last in 0..self.ops() {
+            let leads = readers.iter().filter(|reader| order.precedes(**reader, last)).count();
+            if leads > 0 && leads < readers.len() {
+                let mut sum = Expression::default();
+                self.add_before(&mut sum, 1.0, last, cut);
+                for &reader in &order.next[last] {
+                    self.add_before(&mut sum, -1.0, reader, cut);
+                }
+                sums.push(sum);
+            }
+        }
+        match <[Expression; 1]>::try_from(sums) {
+            Ok([alone]) => alone,
+            Err(sums) => self.at_least(sums).into(),
+        }
+    }
+
+    pub(super) fn pipec(&mut self) {
+        let asked = self.scope.asked;
+        let (comes_in, goes_out) = self.messages();
+        // T is the busiest stage's item, and under a flush what fills and drains as well.
+        let (busiest, reduced) = match asked.adds() {
+            true => (self.variables.add(variable().min(0.0)), self.variables.add(variable().min(0.0))),
+            false => (self.least, self.least),
+        };
+        let mut way = Expression::default();
+        for (stage, (comes_in, goes_out)) in comes_in.into_iter().zip(goes_out).enumerate() {
+            let replicas = self.choice.replicas[stage];
+            let (k, q) = (asked.weight(replicas), asked.reduces(replicas));
+            let compute = self.sum(stage, self.room(), |op| self.time(op, stage));
+            let reduce = self.reduce(stage);
+            if asked.adds() {
+                way += compute.clone();
+                way.add_mul(if asked.trains() { 2.0 } else { 1.0 }, comes_in.clone());
+                self.keep((reduce.clone() - reduced).leq(0.0));
+            }
+            let carried = match asked.trains() {
+                true => vec![comes_in + goes_out + q * reduce],
+                false => vec![comes_in, goes_out],
+            };
+            for item in carried.into_iter().chain([compute]).filter(|_| k > 0.0) {
+                self.keep((k * item - busiest).leq(0.0));
+            }
+        }
+        if asked.adds() {
+            self.keep((busiest + way + reduced - self.least).leq(0.0));
+        }
+    }
+
+    /// More than an item of any stage may take under cost `pipec`.
+    fn room(&self) -> f64 {
+        if self.scope.asked.adds() {
+            return self.scope.most;
+        }
+        let slowest = (0..self.stages()).map(|stage| self.weight(stage)).fold(f64::INFINITY, f64::min);
+        self.scope.most / slowest
+    }
+
+    /// For each stage the time of all messages of one item that come into it, and of all that go out of it.
+    ///
+    /// A tensor is sent once to each stage that reads it, from the stage that makes it, and the tensors between two stages are one
+    /// message.
+    fn messages(&mut self) -> (Vec<Expression>, Vec<Expression>) {
+        let (stages, room) = (self.stages(), self.room());
+        let per_byte = 1.0 / (self.wire.bytes_per_us * self.scope.unit_us);
+        let latency = self.factor(self.wire.latency_us / self.scope.unit_us, room);
+        // Nothing comes into the first stage.
+        let mut comes_in = vec![Expression::default()];
+        let mut goes_out = vec![Expression::default(); stages];
+        for to in 1..stages {
+            let mut arrives = Expression::default();
+            let mut any: Vec<Vec<Expression>> = vec![Vec::new(); to];
+            for tensor in &self.scope.problem.graph.tensors {
+                let factor = self.factor(per_byte * tensor.bytes as f64, room);
+                if tensor.consumers.is_empty() || (factor.is_none() && latency.is_none()) {
+                    continue;
+                }
+                let mut all = Expression::default();
+                for from in 0..to {
+                    let sent = self.variables.add(variable().min(0.0).max(1.0));
+                    let mut row = Expression::from(sent);
+                    self.add_inside(&mut row, -1.0, tensor.producer.index(), from);
+                    self.keep(row.leq(0.0));
+                    all += sent;
+                    any[from].push(sent.into());
+                    arrives.add_mul(factor.unwrap_or(0.0), sent);
+                    goes_out[from].add_mul(factor.unwrap_or(0.0), sent);
+                }
+                for reader in &tensor.consumers {
+                    let mut row = -all.clone();
+                    self.add_inside(&mut row, 1.0, reader.index(), to);
+                    self.add_inside(&mut row, -1.0, tensor.producer.index(), to);
+                    self.keep(row.leq(0.0));
+                }
+            }
+            for (from, sums) in any.into_iter().enumerate() {
+                if let Some(latency) = latency {
+                    let is_sent = self.at_least(sums);
+                    arrives.add_mul(latency, is_sent);
+                    goes_out[from].add_mul(latency, is_sent);
+                }
+            }
+            comes_in.push(arrives);
+        }
+        (comes_in, goes_out)
+    }
+
+    /// The all-reduce of a stage in the unit: 2 (m-1) l + 2 (m-1) / m w / B; each parameter counts once in every stage that uses it.
+    fn reduce(&mut self, stage: usize) -> Expression {
+        let m = f64::from(self.choice.replicas[stage]);
+        if m < 2.0 || !self.scope.asked.trains() {
+            return Expression::default();
+        }
+        let unit_us = self.scope.unit_us;
+        let per_byte = 2.0 * (m - 1.0) / m / (self.wire.bytes_per_us * unit_us);
+        let mut sum = self.parameters(stage, per_byte, self.room());
+        sum += 2.0 * (m - 1.0) * self.wire.latency_us / unit_us;
+        sum
+    }
+}
