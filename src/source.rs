@@ -99,6 +99,8 @@ pub enum Format {
     Pipedream,
     /// An instance of device placement: JSON of Microsoft's dnn-partitioning
     DnnPartitioning,
+    /// An instance of layers with choices: JSON of Microsoft's Piper
+    Piper,
 }
 
 /// A model as costs on a cluster, ready to be asked about.
@@ -171,7 +173,7 @@ pub fn costs(arguments: &Arguments, screen: &Screen) -> Result<Costs, Failure> {
     match format(arguments) {
         Format::Pipedream => published(arguments),
         Format::Onnx => imported(arguments, screen),
-        Format::DnnPartitioning => Err(Failure::bug("a placement instance has no costs of a pipeline")),
+        Format::DnnPartitioning | Format::Piper => Err(Failure::bug("an instance has no costs of a graph")),
     }
 }
 

@@ -10,6 +10,7 @@ pub mod caps;
 pub mod check;
 pub mod cut_bytes;
 pub mod device_placement;
+pub mod hybrid;
 pub mod judge;
 pub mod links;
 pub mod memory;
@@ -206,7 +207,13 @@ pub struct Stage {
     pub modules: Vec<String>,
     /// Number of replicas.
     pub replicas: u32,
-    /// Device of each replica.
+    /// Devices that share every op of one replica, for plans that know tensor parallelism.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub tensor_degree: Option<u32>,
+    /// For each op the name of the choice that was taken, where ops have some.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub choices: Vec<String>,
+    /// Device of each replica; under tensor parallelism those of one replica after those of the other.
     pub devices: Vec<u32>,
     /// Whether forward runs again before backward instead of saving its tensors.
     pub recompute: bool,

@@ -4,7 +4,7 @@ use crate::arguments::{Devices, Dims};
 use crate::failure::Failure;
 use crate::screen::Screen;
 use crate::source::{self, Costs};
-use crate::{device_placement, prediction, quantity, stages, ties};
+use crate::{device_placement, hybrid, prediction, quantity, stages, ties};
 use clap::{Args, ValueEnum};
 use compiler::cluster::{Level, unit};
 use compiler::partition::planner::{self, Compared, Partitioner, PlanError, Planned, PlannerOptions};
@@ -173,8 +173,10 @@ impl Optimizer {
 /// Plans, prints, writes.
 pub fn run(arguments: Box<Arguments>, screen: &Screen) -> Result<(), Failure> {
     let started = Instant::now();
-    if source::format(&arguments) == source::Format::DnnPartitioning {
-        return device_placement::run(&arguments, screen);
+    match source::format(&arguments) {
+        source::Format::DnnPartitioning => return device_placement::run(&arguments, screen),
+        source::Format::Piper => return hybrid::run(&arguments, screen),
+        source::Format::Onnx | source::Format::Pipedream => {}
     }
     if arguments.noncontiguous {
         return Err(Failure::input("`--noncontiguous` goes with `--from dnn-partitioning`")
@@ -325,6 +327,7 @@ pub fn cost_name(cost: CostModel) -> &'static str {
         CostModel::Pipedream => "pipedream",
         CostModel::Pipec => "pipec",
         CostModel::Load => "load",
+        CostModel::Hybrid => "hybrid",
     }
 }
 

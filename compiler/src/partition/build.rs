@@ -57,7 +57,7 @@ pub fn outlook(problem: &Problem, asked: &Asked, shape: &Shape, spots: &[Spot]) 
 pub fn minibatch_us(problem: &Problem, shape: &Shape, spots: &[Spot]) -> f64 {
     match problem.cost {
         CostModel::Pipec => outlook(problem, &asked(problem), shape, spots).minibatch_us,
-        CostModel::Paper | CostModel::Pipedream | CostModel::Load => shape.minibatch_us(problem),
+        CostModel::Paper | CostModel::Pipedream | CostModel::Load | CostModel::Hybrid => shape.minibatch_us(problem),
     }
 }
 
@@ -137,6 +137,8 @@ pub fn stages(problem: &Problem, shape: &Shape, spots: &[Spot], memory: &[StageM
             op_names: leaf.ops.iter().map(name).collect(),
             modules,
             replicas: leaf.replicas,
+            tensor_degree: None,
+            choices: Vec::new(),
             devices: (spot.first..spot.first + leaf.replicas).collect(),
             recompute: spot.recompute,
             fwd_us,

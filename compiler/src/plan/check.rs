@@ -159,7 +159,9 @@ pub fn check(problem: &Problem, plan: &Plan) -> Result<Checked, Vec<Fault>> {
     stage_times(&problem.graph, plan, &stage_of, &mut faults);
     let (minibatch_us, bottleneck) = match problem.cost {
         CostModel::Pipec => judge::time(problem, plan, &stage_of),
-        CostModel::Paper | CostModel::Pipedream | CostModel::Load => time(problem, plan, &stage_of, &mut faults),
+        CostModel::Paper | CostModel::Pipedream | CostModel::Load | CostModel::Hybrid => {
+            time(problem, plan, &stage_of, &mut faults)
+        }
     };
     if differs(plan.predicted.minibatch_us, minibatch_us) {
         let said = plan.predicted.minibatch_us.to_string();
@@ -471,8 +473,10 @@ impl Clock<'_> {
                 }
                 inner.max(sync) / m
             }
-            CostModel::Load if replicas > 1 => f64::INFINITY,
-            CostModel::Load => inner + (self.crossing_tensors(start) + self.crossing_tensors(end)) / bandwidth,
+            CostModel::Load | CostModel::Hybrid if replicas > 1 => f64::INFINITY,
+            CostModel::Load | CostModel::Hybrid => {
+                inner + (self.crossing_tensors(start) + self.crossing_tensors(end)) / bandwidth
+            }
             CostModel::Pipedream => {
                 let mut sync = 4.0 * (m - 1.0) * weights / (bandwidth * m);
                 if start == from && level > 0 {

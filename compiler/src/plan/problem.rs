@@ -21,6 +21,9 @@ pub enum CostModel {
     /// What a device computes, sends and receives, one after the other, without replicas: `profile/placement` defines it, and instances
     /// of that problem alone are planned so.
     Load,
+    /// What replicas of tensor-parallel devices compute, send and average for layers with choices: `profile/hybrid` defines it, and
+    /// instances of that problem alone are planned so.
+    Hybrid,
 }
 
 /// What is minimised.

@@ -85,8 +85,10 @@ fn devices(plan: &Plan, faults: &mut Vec<Fault>) {
     let mut used = BTreeSet::new();
     for (at, stage) in plan.stages.iter().enumerate() {
         let mut fault = |what| faults.push(Fault::Devices { stage: at, what });
-        if stage.replicas == 0 || stage.devices.len() != stage.replicas as usize {
-            fault(format!("{} devices for {} replicas", stage.devices.len(), stage.replicas));
+        let degree = stage.tensor_degree.unwrap_or(1);
+        if stage.replicas == 0 || stage.devices.len() as u64 != u64::from(stage.replicas) * u64::from(degree) {
+            let what = format!("{} devices for {} replicas", stage.devices.len(), stage.replicas);
+            fault(if degree == 1 { what } else { format!("{what} of {degree}") });
         }
         for &device in &stage.devices {
             if u64::from(device) >= there {
