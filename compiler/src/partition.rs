@@ -20,6 +20,8 @@ pub mod joined;
 pub mod lattice;
 pub mod line;
 pub mod linear;
+pub mod mixed;
+pub mod orders;
 pub mod pinned;
 pub mod pipedream;
 pub mod placed;

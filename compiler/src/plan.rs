@@ -20,7 +20,7 @@ pub mod read;
 pub mod sound;
 pub mod stage_cost;
 
-use crate::cluster::{Bytes, Device, Level};
+use crate::cluster::{Bytes, Device, DeviceClass, Level};
 use crate::profile::Method;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
@@ -93,8 +93,11 @@ pub struct PlannedCluster {
     pub devices: u32,
     /// Bytes that may be used on each device, or null where no limit was set.
     pub memory_per_device: Option<Bytes>,
-    /// The kind of device.
+    /// The kind of device, or the first of several.
     pub device: Device,
+    /// The classes of devices in device order where there are several; empty where all devices are alike.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub classes: Vec<DeviceClass>,
 }
 
 /// The order in which a stage works through minibatches and microbatches.
@@ -217,7 +220,7 @@ pub struct Stage {
     pub devices: Vec<u32>,
     /// Whether forward runs again before backward instead of saving its tensors.
     pub recompute: bool,
-    /// Forward time of one minibatch on one replica, in microseconds.
+    /// Forward time of one minibatch on one replica, in microseconds; where devices differ, on the slowest.
     pub fwd_us: f64,
     /// Backward time of one minibatch on one replica, in microseconds; where the stage is recomputed, its forward runs once more
     /// in it.

@@ -1,5 +1,6 @@
 //! From a shape to a plan: numbers the stages and devices, lists the edges, and sums what every stage computes and holds.
 
+use crate::cluster::class;
 use crate::partition::shape::{Leaf, Shape};
 use crate::plan::caps::{self, Flow};
 use crate::plan::memory::{Holdings, Multiples};
@@ -40,10 +41,11 @@ pub fn outlook(problem: &Problem, asked: &Asked, shape: &Shape, spots: &[Spot]) 
     let holdings = holdings(problem, shape);
     let placed = |((leaf, spot), holdings): ((Leaf<'_>, &Spot), &Holdings)| {
         let sum = |us: fn(&OpCost) -> f64| leaf.ops.iter().map(|&op| us(&ops[op as usize])).sum::<f64>();
-        let forward_us = sum(|op| op.fwd_us);
+        let pace = pace(problem, spot, leaf.replicas);
+        let forward_us = sum(|op| op.fwd_us) / pace;
         PlacedStage {
             forward_us,
-            backward_us: sum(|op| op.bwd_us) + if spot.recompute { forward_us } else { 0.0 },
+            backward_us: sum(|op| op.bwd_us) / pace + if spot.recompute { forward_us } else { 0.0 },
             weight_bytes: holdings.weights as f64,
             first: spot.first,
             replicas: leaf.replicas,
@@ -51,6 +53,20 @@ pub fn outlook(problem: &Problem, asked: &Asked, shape: &Shape, spots: &[Spot]) 
     };
     let stages: Vec<PlacedStage> = shape.leaves().into_iter().zip(spots).zip(&holdings).map(placed).collect();
     outlook::outlook(asked, &problem.cluster.levels, &stages, &edges(problem, shape))
+}
+
+/// How fast a stage goes: as its slowest device.
+fn pace(problem: &Problem, spot: &Spot, replicas: u32) -> f64 {
+    class::slowest(&problem.cluster.classes, spot.first..spot.first.saturating_add(replicas))
+}
+
+/// Whether every stage fits on its devices.
+pub fn fits(problem: &Problem, shape: &Shape, spots: &[Spot], memory: &[StageMemory]) -> bool {
+    let fits = |((spot, replicas), held): ((&Spot, u32), &StageMemory)| {
+        let limit = problem.limit_of(spot.first..spot.first.saturating_add(replicas));
+        limit.is_none_or(|limit| held.total <= limit)
+    };
+    spots.iter().zip(shape.replicas()).zip(memory).all(fits)
 }
 
 /// The objective of a shape under the problem's cost model, in microseconds.
@@ -117,8 +133,9 @@ pub fn stages(problem: &Problem, shape: &Shape, spots: &[Spot], memory: &[StageM
     let ops = &problem.graph.ops;
     let mut stages = Vec::new();
     for (at, ((leaf, memory), spot)) in shape.leaves().into_iter().zip(memory).zip(spots).enumerate() {
-        let fwd_us: f64 = leaf.ops.iter().map(|&op| ops[op as usize].fwd_us).sum();
-        let bwd_us: f64 = leaf.ops.iter().map(|&op| ops[op as usize].bwd_us).sum();
+        let pace = pace(problem, spot, leaf.replicas);
+        let fwd_us = leaf.ops.iter().map(|&op| ops[op as usize].fwd_us).sum::<f64>() / pace;
+        let bwd_us = leaf.ops.iter().map(|&op| ops[op as usize].bwd_us).sum::<f64>() / pace;
         let mut modules: Vec<String> = Vec::new();
         let mut seen = std::collections::HashSet::new();
         for &op in leaf.ops {

@@ -41,8 +41,7 @@ pub fn choose(problem: &Problem, shape: &Shape, spots: &[Spot], efficiency: &Eff
     let stages = build::stages(problem, shape, spots, &memory(&published));
     let edges = build::edges(problem, shape);
     let efficiency = |caps: &[u32]| efficiency(&stages, &edges, caps);
-    let limit = problem.memory_limit.map_or(u64::MAX, |limit| limit.0);
-    let peak = |caps: &[u32]| memory(caps).iter().map(|held| held.total).max().unwrap_or(0);
+    let fits = |caps: &[u32]| build::fits(problem, shape, spots, &memory(caps));
     let sum = |caps: &[u32]| memory(caps).iter().map(|held| u128::from(held.total)).sum::<u128>();
     let mut caps = published.clone();
     let mut reached = efficiency(&caps);
@@ -54,7 +53,7 @@ pub fn choose(problem: &Problem, shape: &Shape, spots: &[Spot], efficiency: &Eff
         let mut best: Option<(f64, u128, Vec<u32>)> = None;
         for at in 0..caps.len() {
             let candidate = raised(&|stage| stage == at);
-            if candidate == caps || peak(&candidate) > limit {
+            if candidate == caps || !fits(&candidate) {
                 continue;
             }
             let (gained, cost) = (efficiency(&candidate), sum(&candidate));
@@ -66,7 +65,7 @@ pub fn choose(problem: &Problem, shape: &Shape, spots: &[Spot], efficiency: &Eff
         let next = best.map(|(gained, _, candidate)| (gained, candidate)).or_else(|| {
             let together = raised(&|_| true);
             let gained = efficiency(&together);
-            (together != caps && peak(&together) <= limit && gained > reached + 1e-6).then_some((gained, together))
+            (together != caps && fits(&together) && gained > reached + 1e-6).then_some((gained, together))
         });
         let Some((gained, candidate)) = next else { break };
         (caps, reached) = (candidate, gained);

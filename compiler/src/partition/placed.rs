@@ -14,7 +14,7 @@
 //! first stage, branch and bound with B and S as bounds on the rest: it prices every prefix exactly. Where it runs to its end the best
 //! is proven; where its steps do not suffice, the answer is the best that was met, and the bound is that of the tables.
 
-use crate::cluster::Level;
+use crate::cluster::{DeviceClass, Level, class};
 use crate::partition::forward::{Prefix, Walk};
 use crate::partition::places::{Places, Run};
 use crate::plan::caps::{Flow, Position};
@@ -49,6 +49,8 @@ pub struct Placing<'a> {
     pub places: &'a Places<'a>,
     /// Levels of the cluster, innermost first.
     pub levels: &'a [Level],
+    /// Classes of devices in device order, none where all are alike.
+    pub classes: &'a [DeviceClass],
     /// Devices.
     pub devices: u32,
     /// What is asked of time.
@@ -197,11 +199,11 @@ impl Placing<'_> {
 
     /// The partition whose fullest stage takes the fewest bytes, whatever the limit; and that number.
     pub fn least_memory(&self) -> Option<(u64, Vec<Seat>)> {
-        let free = Placing { memory_limit: None, ..self.clone() };
+        let free = Placing { memory_limit: None, classes: &[], ..self.clone() };
         let table = free.table(Measure::Bytes, f64::INFINITY);
         let (bytes, _) = free.least(&table);
         let mut seats = free.read(&table)?;
-        let marked = Placing { memory_limit: Some(bytes as u64), ..self.clone() };
+        let marked = Placing { memory_limit: Some(bytes as u64), classes: &[], ..self.clone() };
         let mut after = self.devices;
         for (at, seat) in seats.iter_mut().enumerate() {
             after = after.min(self.devices - seat.first - seat.replicas);
@@ -212,6 +214,9 @@ impl Placing<'_> {
 
     /// A pipeline that leaves whole outermost units free begins at the first of the others.
     fn shifted(&self, mut seats: Vec<Seat>) -> Vec<Seat> {
+        if !self.classes.is_empty() {
+            return seats;
+        }
         let unit: u64 = match self.levels.split_last() {
             Some((_, inner)) => inner.iter().map(|level| u64::from(level.count.max(1))).product(),
             None => 1,
@@ -274,6 +279,16 @@ impl Placing<'_> {
         self.rules.pins.iter().all(|&(op, wanted)| inside(op) == (wanted == stage))
     }
 
+    /// How fast the slowest of some devices is.
+    pub fn pace(&self, first: u32, replicas: u32) -> f64 {
+        class::slowest(self.classes, first..first + replicas)
+    }
+
+    /// What a run computes at the least for one item: on the fastest devices.
+    pub fn least_us(&self, from: usize, to: usize) -> f64 {
+        self.places.compute_us(from, to, self.asked.trains()) / class::fastest(self.classes)
+    }
+
     /// Devices that the compute of a run needs if none may be busier than the limit.
     fn needs(&self, compute_us: f64, limit: f64) -> u32 {
         if self.asked.latency || !self.asked.schedule.is_continuous() || !limit.is_finite() {
@@ -299,16 +314,16 @@ impl Placing<'_> {
             let stage = self.stage(layer);
             let starts = if stage == Some(0) { 0..1 } else { 0..whole };
             for from in starts.rev() {
-                let before = self.needs(self.places.compute_us(0, from, trains), capped).max(u32::from(from > 0));
+                let before = self.needs(self.least_us(0, from), capped).max(u32::from(from > 0));
                 for to in from + 1..=whole {
-                    let compute = self.places.compute_us(from, to, trains);
+                    let compute = self.least_us(from, to);
                     if trains && self.asked.weight(self.devices) * compute > capped * (1.0 + 1e-9) {
                         break;
                     }
                     if !self.places.nested(from, to) || !self.is_allowed(from, to, stage) {
                         continue;
                     }
-                    let after = self.needs(self.places.compute_us(to, whole, trains), capped);
+                    let after = self.needs(self.least_us(to, whole), capped);
                     let least = self.needs(compute, capped).max(1);
                     let mut run = None;
                     for replicas in self.replicas(stage) {
@@ -398,14 +413,17 @@ impl Placing<'_> {
             return Some(Part { busiest_us: 0.0, way_us: 0.0, bytes });
         }
         let shares = || [false, true].map(|recompute| self.share(measure, run, (from, to), replicas, rest, recompute));
-        let shares = if self.levels.len() == 1 { *known.get_or_insert_with(shares) } else { shares() };
+        let is_alike = self.levels.len() == 1 && self.classes.is_empty();
+        let shares = if is_alike { *known.get_or_insert_with(shares) } else { shares() };
         let share = shares[usize::from(recompute)];
         Some(Part { busiest_us: share.busiest_us, way_us: share.way_us, bytes })
     }
 
     /// Whether a run is recomputed as such a stage; `None` if it does not fit either way.
     fn recomputes(&self, run: &Run, replicas: u32, rest: u32, stage: Option<usize>) -> Option<bool> {
-        let Some(limit) = self.memory_limit else { return Some(false) };
+        let first = self.devices - rest - replicas;
+        let own = class::smallest(self.classes, first..first + replicas);
+        let Some(limit) = own.into_iter().chain(self.memory_limit).min() else { return Some(false) };
         if self.bytes(run, replicas, rest, false, stage) <= limit {
             return Some(false);
         }
@@ -440,6 +458,7 @@ impl Placing<'_> {
     ) -> Share {
         let first = self.devices - rest - replicas;
         let last = first + replicas - 1;
+        let run = run.at(self.pace(first, replicas));
         let again = if recompute { run.forward_us } else { 0.0 };
         let stage = PlacedStage {
             forward_us: run.forward_us,

@@ -195,6 +195,7 @@ impl Search<'_> {
             let mut placing = Placing {
                 places: &places,
                 levels: &problem.cluster.levels,
+                classes: &problem.cluster.classes,
                 devices: problem.cluster.devices(),
                 asked: build::asked(problem),
                 flow: build::flow(problem, problem.cluster.devices()),
@@ -234,6 +235,7 @@ impl Search<'_> {
                     let placing = Placing {
                         places: &places,
                         levels: &problem.cluster.levels,
+                        classes: &problem.cluster.classes,
                         devices: problem.cluster.devices(),
                         asked: build::asked(problem),
                         flow: build::flow(problem, problem.cluster.devices()),

@@ -96,8 +96,7 @@ impl Question<'_> {
             _ => build::published_caps(problem, &shape),
         };
         let memory = build::memory(problem, &shape, &spots, &build::holdings(problem, &shape), &caps);
-        let peak = memory.iter().map(|held| held.total).max().unwrap_or(0);
-        let fits = problem.memory_limit.is_none_or(|limit| peak <= limit.0);
+        let fits = build::fits(problem, &shape, &spots, &memory);
         let minibatch_us = build::minibatch_us(problem, &shape, &spots);
         Candidate { name, shape, minibatch_us, caps, spots, memory, fits }
     }

@@ -3,7 +3,7 @@
 
 use crate::cluster::MAX_DEVICES;
 use crate::plan::Plan;
-use crate::plan::check::Fault;
+use crate::plan::check::{Fault, class_memory};
 use crate::plan::problem::CostModel;
 use crate::profile::cost_graph::MAX_ENTRIES;
 use std::collections::BTreeSet;
@@ -33,6 +33,7 @@ pub fn sound(plan: &Plan) -> Result<(), Vec<Fault>> {
     }
     edges(plan, &mut faults);
     memory(plan, &mut faults);
+    classes(plan, &mut faults);
     if faults.is_empty() { Ok(()) } else { Err(faults) }
 }
 
@@ -117,6 +118,16 @@ fn edges(plan: &Plan, faults: &mut Vec<Fault>) {
     }
 }
 
+fn classes(plan: &Plan, faults: &mut Vec<Fault>) {
+    let classes = &plan.cluster.classes;
+    let held: u64 = classes.iter().map(|class| u64::from(class.count)).sum();
+    if !classes.is_empty() && held != u64::from(plan.cluster.devices) {
+        let what = format!("the device classes hold {held} devices, the cluster states {}", plan.cluster.devices);
+        faults.push(Fault::Schedule { what });
+    }
+    class_memory(classes, plan, faults);
+}
+
 fn memory(plan: &Plan, faults: &mut Vec<Fault>) {
     for (at, stage) in plan.stages.iter().enumerate() {
         let held = &stage.memory;
@@ -127,6 +138,7 @@ fn memory(plan: &Plan, faults: &mut Vec<Fault>) {
             let found = found.map_or("more than 2^64".to_string(), |sum| sum.to_string());
             faults.push(Fault::Figure { what, said: held.total.to_string(), found });
         }
+        // Where classes differ, each is asked for itself below.
         if let Some(limit) = plan.cluster.memory_per_device.filter(|limit| held.total > limit.0) {
             faults.push(Fault::Memory { stage: at, needed: held.total, limit: limit.0 });
         }

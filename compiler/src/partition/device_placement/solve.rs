@@ -264,7 +264,13 @@ fn cluster(placement: &Placement, bytes: f64) -> Result<PlannedCluster, ClusterE
     let mut cluster = read::gpus(placement.devices, Some(NOMINAL))?;
     cluster.device.memory = Bytes(bytes as u64);
     let memory_per_device = Some(cluster.device.memory);
-    Ok(PlannedCluster { levels: cluster.levels, devices: placement.devices, memory_per_device, device: cluster.device })
+    Ok(PlannedCluster {
+        levels: cluster.levels,
+        devices: placement.devices,
+        memory_per_device,
+        device: cluster.device,
+        classes: Vec::new(),
+    })
 }
 
 fn stages(placement: &Placement, units: &Units, placed: &[Vec<u32>]) -> Vec<Stage> {

@@ -124,6 +124,7 @@ pub fn solve(hybrid: &Hybrid, request: &Request) -> Result<Plan, SolveError> {
         cluster: PlannedCluster {
             device: crate::cluster::Device { memory, ..cluster.device },
             levels: cluster.levels,
+            classes: Vec::new(),
             devices: hybrid.devices,
             memory_per_device: Some(memory),
         },
