@@ -196,6 +196,42 @@ fn the_judge_finds_what_is_wrong() {
     assert!(check(&hybrid, &other).is_err());
 }
 
+/// A file of two layers that mutations change.
+const FILE: &str = r#"{"maxDevices": 4, "maxMemoryPerDevice": 90, "bandwidth": 10, "mbsInBatch": 8, "nodes": [
+    {"id": 1, "TMPCs": {"1": [{"id": "vanilla", "timePerSample": 9, "parameterSize": 3, "memoryUsageA": 1, "memoryUsageB": 2,
+     "syncTimeFw": {}, "syncTimeBw": {"2": 0}}], "2": [{"id": "halves", "timePerSample": 5, "parameterSize": 2,
+     "memoryUsageA": 1, "memoryUsageB": 1, "syncTimeFw": {}, "syncTimeBw": {"2": 1}}]}},
+    {"id": 2, "TMPCs": {"1": [{"id": "vanilla", "timePerSample": 4, "parameterSize": 8, "memoryUsageA": 1, "memoryUsageB": 0,
+     "syncTimeFw": {"1": 0}, "syncTimeBw": {}}]}}], "edges": [{"sourceId": 1, "destId": 2, "communicationCost": 5}]}"#;
+
+#[test]
+fn mutated_files_are_refused_or_planned() {
+    let mut planned = 0;
+    for seed in 1..=20_000 {
+        let mut random = Random(seed * 7919);
+        let mut bytes = FILE.as_bytes().to_vec();
+        for _ in 0..1 + random.below(3) {
+            let at = random.below(bytes.len() as u64) as usize;
+            match random.below(4) {
+                0 => drop(bytes.remove(at)),
+                1 => bytes[at] = b"0123456789eE.-{}[],:\""[random.below(21) as usize],
+                2 => bytes.insert(at, b"0123456789"[random.below(10) as usize]),
+                _ => bytes.truncate(bytes.len() - random.below(3) as usize),
+            }
+        }
+        let Ok(text) = String::from_utf8(bytes) else { continue };
+        let Ok(hybrid) = piper::read(&text) else { continue };
+        match solve(&hybrid, &Request::default()) {
+            Ok(plan) => {
+                check(&hybrid, &plan).unwrap();
+                planned += 1;
+            }
+            Err(error) => assert!(!matches!(error, SolveError::Unsound(_)), "{error}: {text}"),
+        }
+    }
+    assert!(planned > 1000, "{planned}");
+}
+
 #[test]
 fn the_published_instance_at_any_size() {
     let data = std::env::var_os("PIPEC_DATA").map_or_else(|| PathBuf::from("../shared/data"), PathBuf::from);

@@ -227,7 +227,7 @@ fn one_fast_device_among_slow_ones_stands_where_the_work_is() {
 fn what_does_not_fit_on_the_small_class_goes_to_the_large() {
     let mut sizes = [100u64, 0, 0, 9000, 0, 0].into_iter();
     let graph = graph(&[60.0, 60.0], &[(0, 1)], &mut || sizes.next().unwrap());
-    let mut problem = Problem::new(graph, mixed("2:1GB/s", &[(1, 1.0, 20_000), (1, 1.0, 1_000)]), CostModel::Pipec);
+    let mut problem = Problem::new(graph, mixed("2:1GB/s", &[(1, 1.0, 30_000), (1, 1.0, 1_000)]), CostModel::Pipec);
     let plan = planned(&problem);
     assert_eq!(plan.stages.len(), 2);
     assert_eq!((&plan.stages[0].devices, &plan.stages[1].devices), (&vec![1], &vec![0]));

@@ -5,8 +5,9 @@
 //! least that any choices lose; when it is taken whole, choices that fit. Only where the limit is between the two, all sums of choices
 //! are listed layer by layer, those that are beaten in both left out.
 
-/// Sums of choices that are kept at most.
+/// Sums of choices that are kept for each layer, and for all together, at most.
 const MOST_SUMS: usize = 4096;
+const MOST_SUMS_TOGETHER: usize = 1 << 18;
 
 /// What came of it.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -22,8 +23,9 @@ pub enum Chosen {
 /// Time and bytes of one choice.
 pub type Offer = (f64, f64);
 
-/// Picks one of the offers of each layer, of `time` and `bytes` in sum at most. No list is empty.
-pub fn choose(layers: &[Vec<Offer>], bytes: f64, time: f64) -> Chosen {
+/// Picks one of the offers of each layer, of `time` and `bytes` in sum at most. No list is empty. Adds the sums that were listed to
+/// `listed`.
+pub fn choose(layers: &[Vec<Offer>], bytes: f64, time: f64, listed: &mut u64) -> Chosen {
     let pick = |better: fn(&Offer, &Offer) -> std::cmp::Ordering| -> Vec<u16> {
         let first = |offers: &Vec<Offer>| {
             (0..offers.len()).min_by(|&a, &b| better(&offers[a], &offers[b])).unwrap_or_default() as u16
@@ -61,7 +63,7 @@ pub fn choose(layers: &[Vec<Offer>], bytes: f64, time: f64) -> Chosen {
         picks[step.layer] = step.to;
     }
     let (whole, held) = sum(&picks);
-    if whole <= time && held <= bytes { Chosen::Picks(picks) } else { list(layers, bytes, time) }
+    if whole <= time && held <= bytes { Chosen::Picks(picks) } else { list(layers, bytes, time, listed) }
 }
 
 /// From one choice of a layer to the next leaner one.
@@ -93,7 +95,8 @@ fn steps(layers: &[Vec<Offer>], fastest: &[u16]) -> Vec<Step> {
 }
 
 /// All sums, layer by layer, without those that are beaten in time and bytes or cannot end within the limits.
-fn list(layers: &[Vec<Offer>], bytes: f64, time: f64) -> Chosen {
+fn list(layers: &[Vec<Offer>], bytes: f64, time: f64, listed: &mut u64) -> Chosen {
+    let most = MOST_SUMS.min(MOST_SUMS_TOGETHER / layers.len().max(1));
     // What the layers from each on take at least.
     let mut rest = vec![(0.0, 0.0); layers.len() + 1];
     for (at, offers) in layers.iter().enumerate().rev() {
@@ -113,6 +116,7 @@ fn list(layers: &[Vec<Offer>], bytes: f64, time: f64) -> Chosen {
                 }
             }
         }
+        *listed += next.len() as u64;
         next.sort_by(|a, b| a.0.total_cmp(&b.0).then(a.1.total_cmp(&b.1)));
         let mut leanest = f64::INFINITY;
         next.retain(|sum| {
@@ -120,8 +124,8 @@ fn list(layers: &[Vec<Offer>], bytes: f64, time: f64) -> Chosen {
             leanest = leanest.min(sum.1);
             is_leaner
         });
-        is_whole &= next.len() <= MOST_SUMS;
-        next.truncate(MOST_SUMS);
+        is_whole &= next.len() <= most;
+        next.truncate(most);
         sums.push(next);
     }
     let Some(mut last) = sums[layers.len()].first().copied() else {
@@ -169,7 +173,7 @@ mod tests {
                 all = all.iter().flat_map(|picks| (0..offers.len()).map(|pick| longer(picks, pick))).collect();
             }
             let fits = |picks: &[u16]| sum(picks).0 <= time && sum(picks).1 <= bytes;
-            match choose(&layers, bytes, time) {
+            match choose(&layers, bytes, time, &mut 0) {
                 Chosen::Picks(picks) => {
                     assert!(fits(&picks), "seed {seed}");
                     found += 1;

@@ -48,11 +48,12 @@ impl Layers<'_> {
             reads[link.to as usize].insert(link.from);
             read_by[link.from as usize].insert(link.to);
         }
+        let syncs: Vec<bool> = hybrid.layers.iter().map(syncs).collect();
         let mut unit: Vec<Option<u32>> = vec![None; hybrid.layers.len()];
         let mut kept = Vec::new();
         for &at in order.iter().rev() {
             let (above, below) = (reads[at as usize].clone(), read_by[at as usize].clone());
-            if above.len() * below.len() > MOST_PAIRS || !is_light(hybrid, &degrees, at) {
+            if above.len() * below.len() > MOST_PAIRS || !is_light(hybrid, &degrees, &syncs, at) {
                 unit[at as usize] = Some(kept.len() as u32);
                 kept.push(at);
                 continue;
@@ -81,7 +82,6 @@ impl Layers<'_> {
             let other = |from: u32, to: u32| unit[if from == layer { to } else { from } as usize];
             ends.filter_map(|link| other(link.from, link.to).map(|unit| (unit, link.bytes))).collect()
         };
-        let mut all = hybrid.layers.iter().flat_map(|layer| layer.choices.iter().flat_map(|(_, choices)| choices));
         Layers {
             hybrid,
             before: kept.iter().map(|&layer| units_of(&read_by[layer as usize])).collect(),
@@ -95,12 +95,22 @@ impl Layers<'_> {
                 .iter()
                 .map(|&layer| choices(layer).map(|(degree, time)| degree * time).fold(f64::INFINITY, f64::min))
                 .collect(),
-            syncs: all.any(|choice| choice.sync.iter().any(|&bytes| bytes > 0.0)),
+            syncs: syncs.contains(&true),
             degrees,
             layer: kept,
             unit,
             order,
         }
+    }
+
+    /// All layers in an order that links follow.
+    pub fn in_order(&self) -> &[u32] {
+        &self.order
+    }
+
+    /// The unit of a layer, unless it was left out.
+    pub fn unit_of(&self, layer: u32) -> Option<u32> {
+        self.unit[layer as usize]
     }
 
     /// How many units there are.
@@ -147,19 +157,20 @@ impl Layers<'_> {
 
 /// Whether a layer may stand anywhere that its links allow without a difference: at every degree it has a choice that takes
 /// nothing, and so have its links.
-fn is_light(hybrid: &Hybrid, degrees: &[u32], at: u32) -> bool {
+fn is_light(hybrid: &Hybrid, degrees: &[u32], syncs: &[bool], at: u32) -> bool {
     let layer: &Layer = &hybrid.layers[at as usize];
     let is_free = |link: u32| {
         let link = &hybrid.links[link as usize];
-        let ends = [link.from, link.to].map(|end| &hybrid.layers[end as usize]);
-        let syncs = |layer: &Layer| {
-            let mut choices = layer.choices.iter().flat_map(|(_, choices)| choices);
-            choices.any(|choice| choice.sync.iter().any(|&bytes| bytes > 0.0))
-        };
-        link.bytes == 0.0 && !ends.into_iter().any(syncs)
+        link.bytes == 0.0 && !syncs[link.from as usize] && !syncs[link.to as usize]
     };
     degrees.iter().all(|&degree| layer.at(degree).iter().any(takes_nothing))
         && layer.links.iter().all(|&link| is_free(link))
+}
+
+/// Whether some choice of a layer moves bytes besides those of the links.
+fn syncs(layer: &Layer) -> bool {
+    let mut choices = layer.choices.iter().flat_map(|(_, choices)| choices);
+    choices.any(|choice| choice.sync.iter().any(|&bytes| bytes > 0.0))
 }
 
 /// Whether a choice spends no time and holds no bytes.

@@ -184,6 +184,7 @@ impl<'a> Search<'a> {
                 if self.seen[set] == self.turn || spent.0 > time || spent.1 > device_time {
                     continue;
                 }
+                self.steps += layers.links[added].len() as u64 / 8;
                 let inside = |other: u32| lattice.holds(at, other) && !lattice.holds(start, other);
                 let crossing: f64 =
                     layers.links[added].iter().map(|&(other, bytes)| if inside(other) { -bytes } else { bytes }).sum();
@@ -270,7 +271,11 @@ impl<'a> Search<'a> {
         }
         self.steps += u64::from(self.grown[to].units);
         let units = self.between(from, to);
-        match picks(self.layers, &units, self.layers.degrees[index], (count, in_flight), (self.bytes, limit)) {
+        let mut listed = 0;
+        let degree = self.layers.degrees[index];
+        let chosen = picks(self.layers, &units, degree, (count, in_flight), (self.bytes, limit), &mut listed);
+        self.steps += listed;
+        match chosen {
             Chosen::Picks(_) => true,
             Chosen::No => false,
             Chosen::Unknown => {
@@ -306,7 +311,10 @@ impl<'a> Search<'a> {
             let counts = (need.count, in_flight);
             // Found once, so found again; rounding of the sums may stand against it.
             let limits = (self.bytes, limit * ROUNDING);
-            let Chosen::Picks(picks) = picks(self.layers, &units, need.degree, counts, limits) else { return None };
+            let Chosen::Picks(picks) = picks(self.layers, &units, need.degree, counts, limits, &mut self.steps) else {
+                self.is_unsure = true;
+                return None;
+            };
             spans.push(Span { units, degree: need.degree, replicas: need.count, in_flight, picks });
             need = self.needs[from][need.from.1 as usize];
             set = from;
@@ -315,13 +323,14 @@ impl<'a> Search<'a> {
     }
 }
 
-/// Choices of a stage under limits of bytes and time.
+/// Choices of a stage under limits of bytes and time. Adds the sums of choices that were listed to `listed`.
 pub fn picks(
     layers: &Layers<'_>,
     units: &[u32],
     degree: u32,
     (count, in_flight): (u32, u32),
     (bytes, limit): (f64, f64),
+    listed: &mut u64,
 ) -> Chosen {
     let price = Price::of(layers, count);
     let holds = |unit: u32| units.binary_search(&unit).is_ok();
@@ -340,7 +349,7 @@ pub fn picks(
         }
         offers.push(offered);
     }
-    choose(&offers, bytes, limit)
+    choose(&offers, bytes, limit, listed)
 }
 
 /// What time, transfers and weights come to at so many replicas.

@@ -30,6 +30,12 @@ const MOST_SUMS: usize = 1 << 20;
 const MOST_STEPS: u64 = 50_000_000;
 const MOST_STEPS_ALONG: u64 = 5_000_000;
 
+/// Figures of closed sets, one for each of their units, at most.
+const MOST_FIGURES: usize = 200_000_000;
+
+/// Replica counts of a single stage that are looked at before the search, the largest.
+const MOST_COUNTS: usize = 8;
+
 /// The part of a time that is not told apart.
 const PRECISION: f64 = 1e-9;
 
@@ -175,7 +181,7 @@ fn best(layers: &Layers<'_>, bound: f64, bytes: f64, budget: usize) -> Option<An
         halve(&mut search, layers, bound, &mut known);
         states += lattice.len() as u64;
     }
-    let budget = budget.min(MOST_SUMS / layers.degrees.len().max(1));
+    let budget = budget.min(MOST_SUMS / layers.degrees.len().max(1)).min(MOST_FIGURES / layers.len().max(1));
     let Some(lattice) = Lattice::whole(&layers.before, &layers.time, budget) else {
         let fallback = Some(format!("more than {budget} closed sets"));
         return known.map(|found| Answer { found, low: bound, states, fallback });
@@ -237,7 +243,7 @@ fn straight(layers: &Layers<'_>, parts: Vec<Vec<u32>>, degree: u32, replicas: u3
     let stages = parts.len() as u32;
     let span = |(at, units): (usize, Vec<u32>)| {
         let in_flight = stages - at as u32;
-        match picks(layers, &units, degree, (replicas, in_flight), (bytes, f64::INFINITY)) {
+        match picks(layers, &units, degree, (replicas, in_flight), (bytes, f64::INFINITY), &mut 0) {
             Chosen::Picks(picks) => Some(Span { units, degree, replicas, in_flight, picks }),
             Chosen::No | Chosen::Unknown => None,
         }
@@ -248,28 +254,29 @@ fn straight(layers: &Layers<'_>, parts: Vec<Vec<u32>>, degree: u32, replicas: u3
 /// The parts of a straight pipeline with as many stages as devices and layers allow, each of as many layers as the others.
 fn even(layers: &Layers<'_>, degree: u32) -> Vec<Vec<u32>> {
     let hybrid = layers.hybrid;
-    let order = hybrid.order();
+    let order = layers.in_order();
     let most = (hybrid.devices / degree.max(1)).min(hybrid.microbatches).max(1);
     let stages = order.len().min(most as usize).max(1);
     let mut parts: Vec<Vec<u32>> = Vec::new();
     for part in 0..stages {
         let held = &order[part * order.len() / stages..(part + 1) * order.len() / stages];
-        let is_held = |&unit: &u32| held.contains(&layers.layer[unit as usize]);
-        parts.push((0..layers.len() as u32).filter(is_held).collect());
+        let mut units: Vec<u32> = held.iter().filter_map(|&layer| layers.unit_of(layer)).collect();
+        units.sort_unstable();
+        parts.push(units);
     }
     parts.retain(|part| !part.is_empty());
     parts
 }
 
-/// The best of the plain plans that fit: everything in one stage at every count of replicas, and equal numbers of layers.
+/// The best of the plain plans that fit: everything in one stage, and equal numbers of layers.
 fn plain(layers: &Layers<'_>, bytes: f64) -> Option<Found> {
     let all: Vec<u32> = (0..layers.len() as u32).collect();
     let mut best: Option<Found> = None;
     for &degree in &layers.degrees {
         let counts = layers.hybrid.replica_counts();
         let fits = |&&count: &&u32| u64::from(count) * u64::from(degree) <= u64::from(layers.hybrid.devices);
-        let one = counts.iter().filter(fits).map(|&count| (vec![all.clone()], count));
-        for (parts, count) in one.chain([(even(layers, degree), 1)]) {
+        let one = counts.iter().rev().filter(fits).take(MOST_COUNTS).map(|&count| (vec![all.clone()], count));
+        for (parts, count) in one.chain([(vec![all.clone()], 1), (even(layers, degree), 1)]) {
             if all.is_empty() {
                 continue;
             }
@@ -395,7 +402,7 @@ fn infeasible(layers: &Layers<'_>, hybrid: &Hybrid) -> SolveError {
     let orders = lattice::orders(&layers.before, &layers.after);
     let lattices: Vec<Lattice> = orders.iter().map(|order| Lattice::along(&layers.time, order)).collect();
     let fits = |bytes: f64| {
-        let within = |lattice| Search::new(layers, lattice, bytes, MOST_STEPS_ALONG).within(f64::INFINITY);
+        let within = |lattice| Search::new(layers, lattice, bytes, MOST_STEPS_ALONG / 5).within(f64::INFINITY);
         lattices.iter().any(|lattice| within(lattice).is_some())
     };
     let devices = hybrid.devices;
