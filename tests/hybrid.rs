@@ -76,7 +76,7 @@ fn shared_out(hybrid: &Hybrid, stage_of: &[usize], stages: usize) -> f64 {
     let mut options = Vec::new();
     for replicas in 1..=hybrid.devices.min(hybrid.microbatches) {
         for degree in [1, 2] {
-            if hybrid.microbatches % replicas == 0 && replicas * degree <= hybrid.devices {
+            if hybrid.microbatches.is_multiple_of(replicas) && replicas * degree <= hybrid.devices {
                 options.push((replicas, degree));
             }
         }

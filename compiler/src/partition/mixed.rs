@@ -8,7 +8,7 @@ use crate::cluster::Cluster;
 use crate::partition::finish;
 use crate::partition::orders::{MOST_ORDERS, Order, is_alike, orders};
 use crate::partition::planner::{Partitioner, PlanError, Planned, PlannerOptions, plan_in_order};
-use crate::partition::search::same;
+use crate::partition::search::{Among, same};
 use crate::plan::check;
 use crate::plan::problem::Problem;
 
@@ -28,27 +28,32 @@ pub fn plan(problem: &Problem, options: &PlannerOptions<'_>) -> Result<Planned, 
     let mut states = 0;
     let asked = orders.len();
     for order in orders {
-        let cluster = Cluster { classes: order.classes.clone(), ..problem.cluster.clone() };
-        let planned = match plan_in_order(&Problem { cluster, ..problem.clone() }, options) {
-            Ok(planned) => planned,
-            Err(error @ PlanError::Infeasible { .. }) => {
-                refused = Some(nearer(refused, error));
-                continue;
+        let known_us = best.as_ref().map_or(f64::INFINITY, |(known, _)| known.plan.predicted.minibatch_us);
+        // What does all the work on all devices at once cannot be beaten.
+        if same(known_us, finish::spread(problem)) {
+            break;
+        }
+        match along(problem, options, &order, Among { orders: asked as u32, known_us }) {
+            Ok(planned) => {
+                bound_us = bound_us.min(planned.plan.lower_bound_us);
+                states += planned.plan.search.states;
+                best = Some(better(best, planned, order));
             }
+            Err(error @ PlanError::Infeasible { .. }) => refused = Some(nearer(refused, error)),
             Err(error) => return Err(error),
-        };
-        bound_us = bound_us.min(planned.plan.lower_bound_us);
-        states += planned.plan.search.states;
-        let us = planned.plan.predicted.minibatch_us;
-        let is_better = |(known, _): &(Planned, Order)| {
-            let known = known.plan.predicted.minibatch_us;
-            us < known && !same(us, known)
-        };
-        best = match best {
-            Some(known) if !is_better(&known) => Some((least_baselines(known.0, &planned), known.1)),
-            Some(known) => Some((least_baselines(planned, &known.0), order)),
-            None => Some((planned, order)),
-        };
+        }
+    }
+    // The best order once more, with all the work for itself.
+    if asked > 1
+        && let Some((known, order)) = best.take_if(|(known, _)| !same(known.plan.predicted.minibatch_us, bound_us))
+    {
+        let among = Among { orders: 1, known_us: known.plan.predicted.minibatch_us };
+        let again = along(problem, options, &order, among).ok();
+        states += again.as_ref().map_or(0, |again| again.plan.search.states);
+        best = Some(match again {
+            Some(again) => better(Some((known, order.clone())), again, order),
+            None => (known, order),
+        });
     }
     let Some((mut planned, order)) = best else {
         // There is always an order: what was refused says why.
@@ -77,6 +82,22 @@ pub fn plan(problem: &Problem, options: &PlannerOptions<'_>) -> Result<Planned, 
     let checked = check::check(problem, plan).map_err(PlanError::Unsound)?;
     plan.predicted.bottleneck = checked.bottleneck;
     Ok(planned)
+}
+
+/// The plan along one order.
+fn along(problem: &Problem, options: &PlannerOptions<'_>, order: &Order, among: Among) -> Result<Planned, PlanError> {
+    let cluster = Cluster { classes: order.classes.clone(), ..problem.cluster.clone() };
+    plan_in_order(&Problem { cluster, ..problem.clone() }, options, among)
+}
+
+/// The faster of two, the earlier of equals, with the better of their plain alternatives.
+fn better(known: Option<(Planned, Order)>, planned: Planned, order: Order) -> (Planned, Order) {
+    let Some((known, before)) = known else { return (planned, order) };
+    let (us, known_us) = (planned.plan.predicted.minibatch_us, known.plan.predicted.minibatch_us);
+    match us < known_us && !same(us, known_us) {
+        true => (least_baselines(planned, &known), order),
+        false => (least_baselines(known, &planned), before),
+    }
 }
 
 /// The plain alternatives may stand on any devices too.

@@ -398,7 +398,7 @@ impl Placing<'_> {
         replicas: u32,
         rest: u32,
         stage: Option<usize>,
-        known: &mut Option<[Share; 2]>,
+        known: &mut Option<(f64, [Share; 2])>,
     ) -> Option<Part> {
         let (recompute, bytes) = if measure == Measure::Bytes {
             let [plain, recomputed] = [false, true].map(|recompute| self.bytes(run, replicas, rest, recompute, stage));
@@ -413,8 +413,16 @@ impl Placing<'_> {
             return Some(Part { busiest_us: 0.0, way_us: 0.0, bytes });
         }
         let shares = || [false, true].map(|recompute| self.share(measure, run, (from, to), replicas, rest, recompute));
-        let is_alike = self.levels.len() == 1 && self.classes.is_empty();
-        let shares = if is_alike { *known.get_or_insert_with(shares) } else { shares() };
+        // On one level only the pace of its devices tells one place of a stage from another.
+        let shares = if self.levels.len() == 1 {
+            let pace = self.pace(self.devices - rest - replicas, replicas);
+            match *known {
+                Some((known, shares)) if known == pace => shares,
+                _ => known.insert((pace, shares())).1,
+            }
+        } else {
+            shares()
+        };
         let share = shares[usize::from(recompute)];
         Some(Part { busiest_us: share.busiest_us, way_us: share.way_us, bytes })
     }

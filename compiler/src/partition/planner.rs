@@ -10,7 +10,7 @@ use crate::partition::finish::{self, Statement};
 use crate::partition::fit::Least;
 use crate::partition::in_flight::Efficiency;
 use crate::partition::joined::Joined;
-use crate::partition::search::{Candidate, Found, Question, same};
+use crate::partition::search::{Among, Candidate, Found, Question, same};
 use crate::partition::states::Growth;
 use crate::partition::{cuts, every, mixed, placement};
 use crate::plan::Plan;
@@ -143,11 +143,15 @@ pub enum PlanError {
 /// Makes a plan for `problem`.
 pub fn plan(problem: &Problem, options: &PlannerOptions<'_>) -> Result<Planned, PlanError> {
     problem.check()?;
-    if problem.cluster.is_mixed() { mixed::plan(problem, options) } else { plan_in_order(problem, options) }
+    if problem.cluster.is_mixed() {
+        mixed::plan(problem, options)
+    } else {
+        plan_in_order(problem, options, Among::ALONE)
+    }
 }
 
 /// Makes a plan whose stages follow each other along the devices as they stand.
-pub fn plan_in_order(problem: &Problem, options: &PlannerOptions<'_>) -> Result<Planned, PlanError> {
+pub fn plan_in_order(problem: &Problem, options: &PlannerOptions<'_>, among: Among) -> Result<Planned, PlanError> {
     problem.check()?;
     let devices = problem.cluster.devices();
     if devices > MAX_DEVICES {
@@ -156,7 +160,7 @@ pub fn plan_in_order(problem: &Problem, options: &PlannerOptions<'_>) -> Result<
     }
     let joined = Joined::of(&problem.graph);
     let asked = joined.problem(problem);
-    let question = Question { problem: &asked, joined: &joined, budget: options.budget };
+    let question = Question { problem: &asked, joined: &joined, budget: options.budget, among };
     let baselines = question.baselines();
     let is_pinned = problem.constraints.replicas.is_some()
         || problem.constraints.cut_after.is_some()

@@ -79,6 +79,22 @@ pub struct Question<'a> {
     pub joined: &'a Joined<'a>,
     /// Closed sets to look at before falling back.
     pub budget: Option<u64>,
+    /// The other questions beside it.
+    pub among: Among,
+}
+
+/// Where the same is asked about several orders of the devices: how many share the work, and what is known from those before.
+#[derive(Clone, Copy, Debug)]
+pub struct Among {
+    /// How many.
+    pub orders: u32,
+    /// A time that some plan reaches, or infinity.
+    pub known_us: f64,
+}
+
+impl Among {
+    /// No other.
+    pub const ALONE: Among = Among { orders: 1, known_us: f64::INFINITY };
 }
 
 impl Question<'_> {

@@ -94,7 +94,7 @@ fn counts(hybrid: &Hybrid, plan: &Plan, faults: &mut Vec<Fault>) {
     let (mut devices, mut replicas) = (0u64, 0u64);
     for (at, stage) in plan.stages.iter().enumerate() {
         let used = u64::from(stage.replicas) * u64::from(stage.tensor_degree.unwrap_or(1));
-        if stage.replicas == 0 || hybrid.microbatches % stage.replicas != 0 {
+        if stage.replicas == 0 || !hybrid.microbatches.is_multiple_of(stage.replicas) {
             let what = format!("{} replicas do not divide {} micro-batches", stage.replicas, hybrid.microbatches);
             faults.push(Fault::Devices { stage: at, what });
         }
