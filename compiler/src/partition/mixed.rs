@@ -30,7 +30,7 @@ pub fn plan(problem: &Problem, options: &PlannerOptions<'_>) -> Result<Planned, 
     for order in orders {
         let known_us = best.as_ref().map_or(f64::INFINITY, |(known, _)| known.plan.predicted.minibatch_us);
         // What does all the work on all devices at once cannot be beaten.
-        if same(known_us, finish::spread(problem)) {
+        if known_us.is_finite() && same(known_us, finish::spread(problem)) {
             break;
         }
         match along(problem, options, &order, Among { orders: asked as u32, known_us }) {
