@@ -146,7 +146,12 @@ pub fn from_toml(text: &str) -> Result<Cluster, ClusterError> {
         levels.push(Level { name, count: level.count, bandwidth, latency, shared: level.shared });
     }
     let hosts = file.host.into_iter().map(|host| Host { address: host.address, devices: host.devices }).collect();
-    check(Cluster { device, classes, levels, hosts })
+    let mut cluster = check(Cluster { device, classes, levels, hosts })?;
+    // One class that is as fast as itself needs no class.
+    if matches!(&cluster.classes[..], [only] if only.speed.is_none()) {
+        cluster.classes.clear();
+    }
+    Ok(cluster)
 }
 
 /// The JSON Schema of the cluster file, for editors that check TOML by one.
@@ -225,9 +230,7 @@ fn devices_of(devices: Devices) -> Result<(Device, Vec<DeviceClass>), ClusterErr
     }
     let first = classes.first().map(|class| class.device.clone());
     let device = first.ok_or_else(|| wrong("device".to_string(), "there is no device"))?;
-    // One class that is as fast as itself needs no class.
-    let is_plain = matches!(&classes[..], [only] if only.speed.is_none());
-    Ok((device, if is_plain { Vec::new() } else { classes }))
+    Ok((device, classes))
 }
 
 fn positive(key: &str, value: f64) -> Result<(), ClusterError> {
