@@ -3,8 +3,10 @@
 use crate::arguments::Devices;
 use crate::failure::Failure;
 use crate::source;
+use compiler::cluster::class;
 use compiler::cluster::device::{Kind, find, names};
 use compiler::cluster::{Bytes, Cluster, read, unit};
+use compiler::import::onnx::name::shown;
 use compiler::plan::PlannedCluster;
 use compiler::profile::Profile;
 use profiler::machine;
@@ -44,6 +46,15 @@ pub fn cluster(devices: &Devices, kind: Option<&'static Kind>) -> Result<Cluster
     Ok(cluster)
 }
 
+/// Says how fast classes of devices are that the cluster leaves open, against the device whose costs are used.
+pub fn relate(cluster: &mut Cluster, costs_of: &str, dtype: &str) {
+    let first = cluster.device.clone();
+    let known = find(costs_of).map(Kind::device).or_else(|| (first.kind == costs_of).then_some(first));
+    if let Some(reference) = known {
+        class::relate(&mut cluster.classes, &reference, dtype);
+    }
+}
+
 /// The device kind called `name`.
 pub fn kind(name: &str) -> Result<&'static Kind, Failure> {
     find(name).ok_or_else(|| {
@@ -81,5 +92,12 @@ pub fn describe(cluster: &PlannedCluster) -> String {
         format!("{} on {} at {}", level.count, level.name, quantity::rate(level.bandwidth.0))
     };
     let levels: Vec<String> = cluster.levels.iter().map(level).collect();
-    format!("{} x {} ({})", cluster.devices, cluster.device.kind, levels.join(", "))
+    let of_kind = |count: u32, kind: &str| format!("{count} x {}", shown(kind));
+    let devices = match cluster.classes.is_empty() {
+        true => of_kind(cluster.devices, &cluster.device.kind),
+        false => {
+            cluster.classes.iter().map(|class| of_kind(class.count, &class.device.kind)).collect::<Vec<_>>().join(" + ")
+        }
+    };
+    format!("{devices} ({})", levels.join(", "))
 }

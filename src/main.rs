@@ -9,6 +9,7 @@ mod device_placement;
 mod failure;
 mod freeze;
 mod given;
+mod hybrid;
 mod initial;
 mod machines;
 mod memory;

@@ -99,6 +99,8 @@ pub enum Format {
     Pipedream,
     /// An instance of device placement: JSON of Microsoft's dnn-partitioning
     DnnPartitioning,
+    /// An instance of layers with choices: JSON of Microsoft's Piper
+    Piper,
 }
 
 /// A model as costs on a cluster, ready to be asked about.
@@ -171,7 +173,7 @@ pub fn costs(arguments: &Arguments, screen: &Screen) -> Result<Costs, Failure> {
     match format(arguments) {
         Format::Pipedream => published(arguments),
         Format::Onnx => imported(arguments, screen),
-        Format::DnnPartitioning => Err(Failure::bug("a placement instance has no costs of a pipeline")),
+        Format::DnnPartitioning | Format::Piper => Err(Failure::bug("an instance has no costs of a graph")),
     }
 }
 
@@ -209,7 +211,8 @@ fn imported(arguments: &Arguments, screen: &Screen) -> Result<Costs, Failure> {
         Told::Analytic(kind) => machines::cluster(&arguments.devices, *kind)?,
         Told::File(_, _, profile) => machines::cluster_of(&arguments.devices, profile)?,
     };
-    if let Some(other) = told.other_kind(&cluster) {
+    // Speeds relate devices of several classes to those of the costs.
+    if let Some(other) = told.other_kind(&cluster).filter(|_| !cluster.is_mixed()) {
         let kind = &cluster.device.kind;
         screen.warn(&format!(
             "the costs are those of {}, the cluster's devices are of kind {}: times hold for the former only",
@@ -250,7 +253,7 @@ pub enum Times {
 }
 
 /// The costs of a model at so many samples.
-pub fn assemble(loaded: &Loaded, micro_batch: u64, cluster: Cluster, times: Times) -> Result<Costs, Failure> {
+pub fn assemble(loaded: &Loaded, micro_batch: u64, mut cluster: Cluster, times: Times) -> Result<Costs, Failure> {
     let graph = loaded.at(micro_batch)?;
     let (attribution, untrainable) = match attribute(&graph, Training::Gradient) {
         Err(AttributionError::Backward(why)) => (attribute(&graph, Training::No), Some(why.to_string())),
@@ -282,6 +285,7 @@ pub fn assemble(loaded: &Loaded, micro_batch: u64, cluster: Cluster, times: Time
         }
     };
     let dtype = dtype(&graph).name().to_string();
+    machines::relate(&mut cluster, &source, &dtype);
     let source = Some(source);
     Ok(Costs { graph: costs, cluster, has_memory: true, model, profile, untrainable, micro_batch, dtype, source })
 }

@@ -67,7 +67,7 @@ pub fn stages(plan: &Plan) -> String {
             stage.id.0.to_string(),
             quantity::count(stage.op_ids().count() as u64),
             layers(stage),
-            format!("{} on {}", stage.replicas, ranges(&stage.devices)),
+            format!("{} on {}{}", stage.replicas, ranges(&stage.devices), kinds(plan, stage)),
             quantity::time(stage.fwd_us + stage.bwd_us),
             quantity::bytes(stage.memory.total) + if stage.recompute { ", recomputed" } else { "" },
             bar(if most > 0.0 { load(stage) / most } else { 0.0 }),
@@ -75,6 +75,22 @@ pub fn stages(plan: &Plan) -> String {
     };
     let header = ["stage", "ops", "layers", "replicas", "fwd+bwd", "memory", "load per replica"];
     table(&header, &[0, 1, 4, 5], plan.stages.iter().map(row).collect())
+}
+
+/// The kinds of a stage's devices, where the cluster has several classes.
+fn kinds(plan: &Plan, stage: &Stage) -> String {
+    let mut kinds: Vec<&str> = Vec::new();
+    let mut end = 0u32;
+    for class in &plan.cluster.classes {
+        let start = end;
+        end = end.saturating_add(class.count);
+        if stage.devices.iter().any(|device| (start..end).contains(device))
+            && !kinds.contains(&class.device.kind.as_str())
+        {
+            kinds.push(&class.device.kind);
+        }
+    }
+    if kinds.is_empty() { String::new() } else { format!(" ({})", shown(&kinds.join(", "))) }
 }
 
 /// The stage's layers in the user's module names, cut to the depth at which they fit.

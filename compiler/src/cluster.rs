@@ -1,4 +1,4 @@
-//! The machines a plan is made for: one kind of device, and levels of links between them.
+//! The machines a plan is made for: one kind of device or several, and levels of links between them.
 //!
 //! Levels are written innermost first: eight devices on NVLink, sixteen servers on a network. A level's bandwidth is what one
 //! device (at the first level) or one group of the level below can send in one direction while it receives as much.
@@ -14,9 +14,13 @@
 //! latency = "3us"
 //! ```
 //!
+//! Several classes of devices are `[[device]]` tables in device order, each with a `count` and, where the kinds do not tell, a `speed`
+//! relative to the device whose costs are used.
+//!
 //! `read` turns the file and the two short forms of the command line into a [`Cluster`]; `device` holds what is known of each
-//! device kind; `unit` reads and prints quantities.
+//! device kind, `class` what devices of several classes do together; `unit` reads and prints quantities.
 
+pub mod class;
 pub mod device;
 pub mod read;
 pub mod unit;
@@ -83,6 +87,18 @@ pub struct Device {
     pub threads_per_worker: Option<u32>,
 }
 
+/// Devices of one kind that follow each other in a cluster of several kinds.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct DeviceClass {
+    /// The kind.
+    pub device: Device,
+    /// How many there are; at least one.
+    pub count: u32,
+    /// How many times as fast as the device whose costs are used; not known where neither the file nor the kinds tell.
+    pub speed: Option<f64>,
+}
+
 /// One level of links.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
@@ -113,8 +129,11 @@ pub struct Host {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct Cluster {
-    /// The one kind of device.
+    /// The one kind of device, or the first of several.
     pub device: Device,
+    /// The classes of devices in device order where there are several; empty where all devices are alike.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub classes: Vec<DeviceClass>,
     /// Links, innermost first; never empty.
     pub levels: Vec<Level>,
     /// Hosts for runs over a network, empty for one process.
@@ -126,6 +145,11 @@ impl Cluster {
     /// All devices: the product of the level counts.
     pub fn devices(&self) -> u32 {
         self.levels.iter().fold(1u32, |product, level| product.saturating_mul(level.count))
+    }
+
+    /// Whether devices differ.
+    pub fn is_mixed(&self) -> bool {
+        !self.classes.is_empty()
     }
 
     /// The same devices as one level at the slowest bandwidth and the longest latency of any level. This is how a plan whose
@@ -142,6 +166,6 @@ impl Cluster {
             latency: Seconds(latency),
             shared,
         };
-        Cluster { device: self.device.clone(), levels: vec![level], hosts: self.hosts.clone() }
+        Cluster { levels: vec![level], ..self.clone() }
     }
 }

@@ -11,6 +11,7 @@ pub mod known;
 pub mod onnx;
 pub mod opening;
 pub mod pipedream;
+pub mod piper;
 pub mod prune;
 pub mod reason;
 pub mod supply;

@@ -13,6 +13,7 @@ pub mod clock;
 pub mod cut_bytes;
 pub mod device_placement;
 pub mod fault;
+pub mod hybrid;
 pub mod judge;
 pub mod links;
 pub mod memory;
@@ -23,7 +24,7 @@ pub mod sound;
 pub mod stage_cost;
 pub mod traffic;
 
-use crate::cluster::{Bytes, Device, Level};
+use crate::cluster::{Bytes, Device, DeviceClass, Level};
 use crate::profile::Method;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
@@ -96,8 +97,11 @@ pub struct PlannedCluster {
     pub devices: u32,
     /// Bytes that may be used on each device, or null where no limit was set.
     pub memory_per_device: Option<Bytes>,
-    /// The kind of device.
+    /// The kind of device, or the first of several.
     pub device: Device,
+    /// The classes of devices in device order where there are several; empty where all devices are alike.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub classes: Vec<DeviceClass>,
 }
 
 /// The order in which a stage works through minibatches and microbatches.
@@ -210,11 +214,17 @@ pub struct Stage {
     pub modules: Vec<String>,
     /// Number of replicas.
     pub replicas: u32,
-    /// Device of each replica.
+    /// Devices that share every op of one replica, for plans that know tensor parallelism.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub tensor_degree: Option<u32>,
+    /// For each op the name of the choice that was taken, where ops have some.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub choices: Vec<String>,
+    /// Device of each replica; under tensor parallelism those of one replica after those of the other.
     pub devices: Vec<u32>,
     /// Whether forward runs again before backward instead of saving its tensors.
     pub recompute: bool,
-    /// Forward time of one minibatch on one replica, in microseconds.
+    /// Forward time of one minibatch on one replica, in microseconds; where devices differ, on the slowest.
     pub fwd_us: f64,
     /// Backward time of one minibatch on one replica, in microseconds; where the stage is recomputed, its forward runs once more
     /// in it.

@@ -4,6 +4,7 @@
 //! form that planning works on: ops, tensors and parameters with their sizes. `read` checks a file before it is believed.
 
 pub mod cost_graph;
+pub mod hybrid;
 pub mod json;
 pub mod placement;
 pub mod read;

@@ -104,7 +104,7 @@ pub fn cluster_of_this_cpu(workers: u32) -> Result<Cluster, ClusterError> {
         device.memory = Bytes(share);
     }
     let level = Level { name: name.to_string(), count: workers, bandwidth, latency: Seconds(5e-6), shared: false };
-    check(Cluster { device, levels: vec![level], hosts: Vec::new() })
+    check(Cluster { device, classes: Vec::new(), levels: vec![level], hosts: Vec::new() })
 }
 
 /// Puts in the bandwidth of a copy through memory, which is what reading another worker's tensor costs at most, and half

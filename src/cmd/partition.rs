@@ -4,11 +4,11 @@ use crate::arguments::{Devices, Dims};
 use crate::failure::Failure;
 use crate::screen::Screen;
 use crate::source::{self, Costs};
-use crate::{device_placement, prediction, quantity, stages, table, ties};
+use crate::{device_placement, hybrid, prediction, quantity, stages, table, ties};
 use clap::{Args, ValueEnum};
 use compiler::cluster::{Level, unit};
 use compiler::partition::planner::{self, Compared, Partitioner, PlanError, Planned, PlannerOptions};
-use compiler::plan::problem::{CostModel, InFlight, Objective, Target};
+use compiler::plan::problem::{CostModel, InFlight, Objective, ProblemError, Target};
 use compiler::plan::{Edge, ScheduleKind, Stage, read};
 use compiler::schedule::csv::Table;
 use compiler::schedule::pipeline::{pipeline, pipeline_of};
@@ -191,8 +191,10 @@ impl Optimizer {
 /// Plans, prints, writes.
 pub fn run(arguments: Box<Arguments>, screen: &Screen) -> Result<(), Failure> {
     let started = Instant::now();
-    if source::format(&arguments) == source::Format::DnnPartitioning {
-        return device_placement::run(&arguments, screen);
+    match source::format(&arguments) {
+        source::Format::DnnPartitioning => return device_placement::run(&arguments, screen),
+        source::Format::Piper => return hybrid::run(&arguments, screen),
+        source::Format::Onnx | source::Format::Pipedream => {}
     }
     if arguments.noncontiguous {
         return Err(Failure::input("`--noncontiguous` goes with `--from dnn-partitioning`")
@@ -303,6 +305,8 @@ pub fn ask(file: &Path, costs: Costs, question: &Question) -> Result<Planned, Fa
     problem.activation_compression = question.activation_compression;
     problem.memory_limit = match &question.memory {
         Some(text) => Some(unit::bytes(text).map_err(|error| Failure::input("cannot read `--memory`").because(error))?),
+        // Devices of several classes hold what their class holds.
+        None if problem.cluster.is_mixed() => None,
         None => Some(problem.cluster.device.memory).filter(|memory| has_memory && memory.0 > 0),
     };
     problem.objective = match question.objective.as_str() {
@@ -361,6 +365,7 @@ pub fn cost_name(cost: CostModel) -> &'static str {
         CostModel::Pipedream => "pipedream",
         CostModel::Pipec => "pipec",
         CostModel::Load => "load",
+        CostModel::Hybrid => "hybrid",
     }
 }
 
@@ -375,6 +380,9 @@ fn cost(name: &str) -> CostModel {
 fn explain(file: &Path, error: PlanError) -> Failure {
     let what = format!("cannot plan {}", file.display());
     match &error {
+        PlanError::Problem(ProblemError::NoSpeed { .. }) => Failure::input(what).because(error).help(
+            "`speed = 0.5` in a `[[device]]` table says how fast its devices are against those whose costs are used",
+        ),
         PlanError::Problem(_) => Failure::input(what).because(error),
         PlanError::Infeasible { limit, stage, stages, replicas, first_op, last_op, missing, smallest_limit } => {
             let (limit, missing) = (quantity::bytes(*limit), quantity::bytes(*missing));

@@ -4,6 +4,7 @@ use crate::failure::Failure;
 use crate::screen::Screen;
 use crate::{cmd, prediction, quantity, source, stages, table};
 use clap::Args;
+use compiler::plan::problem::CostModel;
 use compiler::schedule::Program;
 use compiler::schedule::chart::chart;
 use compiler::schedule::csv::{Table, csv};
@@ -45,6 +46,10 @@ pub struct Arguments {
 pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Failure> {
     let plan = cmd::plan::sound_plan(&arguments.file)?;
     let what = format!("cannot simulate {}", arguments.file.display());
+    if plan.cost == CostModel::Hybrid {
+        let why = "its times are those of an instance, in a unit of its own, with forward and backward in one";
+        return Err(Failure::input(what).because(why));
+    }
     let fail = |error: &dyn std::fmt::Display| Failure::input(&what).because(error);
     let own = table::read(arguments.schedule.as_deref())?;
     let kind = arguments.schedule.as_deref().and_then(table::kind).unwrap_or(plan.schedule.kind);

@@ -5,9 +5,14 @@
 
 use crate::cluster::device::{self, DEFAULT_KIND};
 use crate::cluster::unit::{self, UnitError};
-use crate::cluster::{BytesPerSecond, Cluster, Device, Host, Level, MAX_DEVICES, SCHEMA, Seconds};
-use serde::de::{self, Deserialize, Deserializer, Visitor};
+use crate::cluster::{BytesPerSecond, Cluster, Device, DeviceClass, Host, Level, MAX_DEVICES, SCHEMA, Seconds};
+use serde::de::value::{MapAccessDeserializer, SeqAccessDeserializer};
+use serde::de::{self, Deserialize, Deserializer, MapAccess, SeqAccess, Visitor};
 use std::fmt;
+
+/// The slowest and the fastest that a device may be against the one whose costs are used.
+const MIN_SPEED: f64 = 1e-6;
+const MAX_SPEED: f64 = 1e6;
 
 /// Why a cluster could not be read.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
@@ -58,6 +63,22 @@ pub enum ClusterError {
         /// Product of the levels.
         levels: u32,
     },
+    /// The device classes do not add up to the devices.
+    #[error("the device classes hold {classes} devices, the levels multiply to {levels}")]
+    Classes {
+        /// Sum over the classes.
+        classes: u64,
+        /// Product of the levels.
+        levels: u32,
+    },
+    /// A device table that is none of several, or one of several without what it needs.
+    #[error("{place}: {what}")]
+    Class {
+        /// Which table.
+        place: String,
+        /// What is wrong.
+        what: &'static str,
+    },
     /// `--levels` text that is not `COUNT:BANDWIDTH,…`.
     #[error("`{text}` is not a level; write COUNT:BANDWIDTH, innermost first, for example `4:10GB/s,4:1.25GB/s`")]
     LevelText {
@@ -85,7 +106,7 @@ pub fn gpus(count: u32, bandwidth: Option<BytesPerSecond>) -> Result<Cluster, Cl
         latency: Seconds(0.0),
         shared: false,
     };
-    check(Cluster { device: kind.device(), levels: vec![level], hosts: Vec::new() })
+    check(Cluster { device: kind.device(), classes: Vec::new(), levels: vec![level], hosts: Vec::new() })
 }
 
 /// Levels as `4:10GB/s,4:1.25GB/s`, innermost first, of the default device kind.
@@ -100,7 +121,7 @@ pub fn levels(text: &str) -> Result<Cluster, ClusterError> {
             .map_err(|error| ClusterError::Unit { key: format!("level {at} of `--levels`"), error })?;
         levels.push(Level { name: format!("level{at}"), count, bandwidth, latency: Seconds(0.0), shared: false });
     }
-    check(Cluster { device: kind.device(), levels, hosts: Vec::new() })
+    check(Cluster { device: kind.device(), classes: Vec::new(), levels, hosts: Vec::new() })
 }
 
 /// A cluster file in the `pipec.cluster/1` schema.
@@ -111,7 +132,7 @@ pub fn from_toml(text: &str) -> Result<Cluster, ClusterError> {
         let found = file.schema.chars().take(40).filter(|c| !c.is_control()).collect();
         return Err(ClusterError::Schema { found });
     }
-    let device = device_of(file.device)?;
+    let (device, classes) = devices_of(file.device)?;
     let mut levels = Vec::new();
     for (at, level) in file.level.into_iter().enumerate() {
         let name = level.name.unwrap_or_else(|| format!("level{at}"));
@@ -125,7 +146,12 @@ pub fn from_toml(text: &str) -> Result<Cluster, ClusterError> {
         levels.push(Level { name, count: level.count, bandwidth, latency, shared: level.shared });
     }
     let hosts = file.host.into_iter().map(|host| Host { address: host.address, devices: host.devices }).collect();
-    check(Cluster { device, levels, hosts })
+    let mut cluster = check(Cluster { device, classes, levels, hosts })?;
+    // One class that is as fast as itself needs no class.
+    if matches!(&cluster.classes[..], [only] if only.speed.is_none()) {
+        cluster.classes.clear();
+    }
+    Ok(cluster)
 }
 
 /// The JSON Schema of the cluster file, for editors that check TOML by one.
@@ -149,13 +175,22 @@ pub fn check(cluster: Cluster) -> Result<Cluster, ClusterError> {
         }
         positive(&format!("level `{}`: bandwidth", level.name.escape_debug()), level.bandwidth.0)?;
     }
-    let device = &cluster.device;
-    positive("device.memory_bandwidth", device.memory_bandwidth.0)?;
-    let peak = &device.peak_flops;
-    for (name, value) in
-        [("f64", peak.f64), ("f32", peak.f32), ("tf32", peak.tf32), ("bf16", peak.bf16), ("f16", peak.f16)]
-    {
-        positive(&format!("device.peak_flops.{name}"), value)?;
+    figures("device", &cluster.device)?;
+    for (at, class) in cluster.classes.iter().enumerate() {
+        figures(&format!("device[{at}]"), &class.device)?;
+        if class.count == 0 {
+            return Err(ClusterError::Class {
+                place: format!("device[{at}]"),
+                what: "a class has at least one device",
+            });
+        }
+        if class.speed.is_some_and(|speed| !(MIN_SPEED..=MAX_SPEED).contains(&speed)) {
+            return Err(ClusterError::Class { place: format!("device[{at}]"), what: "speed must be from 1e-6 to 1e6" });
+        }
+    }
+    let classes: u64 = cluster.classes.iter().map(|class| u64::from(class.count)).sum();
+    if cluster.is_mixed() && classes != devices {
+        return Err(ClusterError::Classes { classes, levels: cluster.devices() });
     }
     let hosts: u64 = cluster.hosts.iter().map(|host| u64::from(host.devices)).sum();
     if !cluster.hosts.is_empty() && hosts != devices {
@@ -164,13 +199,47 @@ pub fn check(cluster: Cluster) -> Result<Cluster, ClusterError> {
     Ok(cluster)
 }
 
+/// What must hold of any device.
+fn figures(place: &str, device: &Device) -> Result<(), ClusterError> {
+    positive(&format!("{place}.memory_bandwidth"), device.memory_bandwidth.0)?;
+    let peak = &device.peak_flops;
+    for (name, value) in
+        [("f64", peak.f64), ("f32", peak.f32), ("tf32", peak.tf32), ("bf16", peak.bf16), ("f16", peak.f16)]
+    {
+        positive(&format!("{place}.peak_flops.{name}"), value)?;
+    }
+    Ok(())
+}
+
+/// The first device, and the classes where there are several or a speed is told.
+fn devices_of(devices: Devices) -> Result<(Device, Vec<DeviceClass>), ClusterError> {
+    let wrong = |place: String, what| ClusterError::Class { place, what };
+    let many = match devices {
+        Devices::One(file) if file.count.is_some() || file.speed.is_some() => {
+            return Err(wrong("device".to_string(), "`count` and `speed` go with several `[[device]]` tables"));
+        }
+        Devices::One(file) => return Ok((device_of(*file, "device")?, Vec::new())),
+        Devices::Many(many) => many,
+    };
+    let mut classes: Vec<DeviceClass> = Vec::with_capacity(many.len());
+    for (at, file) in many.into_iter().enumerate() {
+        let place = format!("device[{at}]");
+        let Some(count) = file.count else { return Err(wrong(place, "`count` is missing")) };
+        let speed = file.speed;
+        classes.push(DeviceClass { device: device_of(file, &place)?, count, speed });
+    }
+    let first = classes.first().map(|class| class.device.clone());
+    let device = first.ok_or_else(|| wrong("device".to_string(), "there is no device"))?;
+    Ok((device, classes))
+}
+
 fn positive(key: &str, value: f64) -> Result<(), ClusterError> {
     let fine = value.is_finite() && value > 0.0;
     if fine { Ok(()) } else { Err(ClusterError::Figure { key: key.to_string(), value }) }
 }
 
-fn device_of(file: DeviceFile) -> Result<Device, ClusterError> {
-    let quantity = |key: &str, error| ClusterError::Unit { key: format!("device.{key}"), error };
+fn device_of(file: DeviceFile, place: &str) -> Result<Device, ClusterError> {
+    let quantity = |key: &str, error| ClusterError::Unit { key: format!("{place}.{key}"), error };
     let memory = file.memory.map(|text| unit::bytes(&text.0)).transpose().map_err(|e| quantity("memory", e))?;
     let bandwidth = file
         .memory_bandwidth
@@ -216,7 +285,7 @@ fn device_of(file: DeviceFile) -> Result<Device, ClusterError> {
 #[schemars(rename = "Cluster")]
 struct File {
     schema: String,
-    device: DeviceFile,
+    device: Devices,
     #[serde(default)]
     level: Vec<LevelFile>,
     #[serde(default)]
@@ -233,6 +302,38 @@ struct DeviceFile {
     launch: Option<Quantity>,
     cores: Option<u32>,
     threads_per_worker: Option<u32>,
+    /// How many there are, where there are several kinds.
+    count: Option<u32>,
+    /// How many times as fast as the device whose costs are used, where there are several kinds.
+    speed: Option<f64>,
+}
+
+/// One `[device]` table, or several `[[device]]` tables in device order.
+#[derive(schemars::JsonSchema)]
+#[schemars(untagged)]
+enum Devices {
+    One(Box<DeviceFile>),
+    Many(Vec<DeviceFile>),
+}
+
+impl<'de> Deserialize<'de> for Devices {
+    fn deserialize<D: Deserializer<'de>>(from: D) -> Result<Devices, D::Error> {
+        struct Tables;
+        impl<'de> Visitor<'de> for Tables {
+            type Value = Devices;
+            fn expecting(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+                out.write_str("a `[device]` table, or several `[[device]]` tables")
+            }
+            fn visit_map<A: MapAccess<'de>>(self, map: A) -> Result<Devices, A::Error> {
+                let one = DeviceFile::deserialize(MapAccessDeserializer::new(map))?;
+                Ok(Devices::One(Box::new(one)))
+            }
+            fn visit_seq<A: SeqAccess<'de>>(self, list: A) -> Result<Devices, A::Error> {
+                Vec::deserialize(SeqAccessDeserializer::new(list)).map(Devices::Many)
+            }
+        }
+        from.deserialize_any(Tables)
+    }
 }
 
 // Operations per second, the one figure that is a bare number: it has no second unit to be confused with.
@@ -339,6 +440,36 @@ shared = true
         assert!(matches!(from_toml(&FILE.replace("count = 8", "count = 0")), Err(ClusterError::Empty { level: 0 })));
         assert_eq!(from_toml(&FILE.replace("count = 8", "count = 4000000000")), Err(ClusterError::TooMany));
         assert!(matches!(from_toml(&FILE.replace("\"50GB/s\"", "\"50GB\"")), Err(ClusterError::Unit { .. })));
+    }
+
+    #[test]
+    fn several_classes_are_tables_in_device_order() {
+        let file = |classes: &str| {
+            let file = FILE.replace("[device]\nkind = \"h200\"\nmemory = \"100GB\"\n", classes);
+            from_toml(&file).map_err(|error| error.to_string())
+        };
+        let (fast, slow) =
+            ("[[device]]\nkind = 'h200'\ncount = 4\n", "[[device]]\nkind = 't4'\ncount = 12\nspeed = 0.5\n");
+        let cluster = file(&format!("{fast}{slow}")).unwrap();
+        assert_eq!((cluster.device.kind.as_str(), cluster.classes.len()), ("h200", 2));
+        assert_eq!((cluster.classes[0].speed, cluster.classes[1].speed), (None, Some(0.5)));
+        assert_eq!(cluster.classes[1].device.memory, Bytes(16_000_000_000));
+        let plain = file("[[device]]\nkind = 'h200'\ncount = 16\n").unwrap();
+        assert!(!plain.is_mixed());
+        assert_eq!(file(fast).unwrap_err(), "the device classes hold 4 devices, the levels multiply to 16");
+        for (from, to, why) in [
+            ("count = 12", "count = 4294967295", "the device classes hold 4294967299 devices"),
+            ("count = 12", "count = 0", "device[1]: a class has at least one device"),
+            ("count = 12\n", "", "device[1]: `count` is missing"),
+            ("speed = 0.5", "speed = nan", "device[1]: speed must be from 1e-6 to 1e6"),
+            ("speed = 0.5", "speed = -1.0", "device[1]: speed must be from 1e-6 to 1e6"),
+            ("speed = 0.5", "sped = 0.5", "unknown field `sped`"),
+        ] {
+            let error = file(&format!("{fast}{}", slow.replace(from, to))).unwrap_err();
+            assert!(error.contains(why), "{error}");
+        }
+        let one = from_toml(&FILE.replace("kind = \"h200\"", "kind = \"h200\"\nspeed = 2.0")).unwrap_err();
+        assert!(matches!(one, ClusterError::Class { .. }), "{one}");
     }
 
     #[test]

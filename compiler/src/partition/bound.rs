@@ -97,7 +97,8 @@ impl Bounds<'_> {
     fn of_any_place(&self, known_us: f64) -> f64 {
         let Problem { cluster, schedule, objective, .. } = self.problem;
         let steps_in_rounds = matches!(schedule, ScheduleKind::RoundRobin | ScheduleKind::RoundRobinVsync);
-        if !steps_in_rounds || *objective == Objective::Latency {
+        // The terrain knows one speed.
+        if !steps_in_rounds || *objective == Objective::Latency || cluster.is_mixed() {
             return 0.0;
         }
         let bytes_per_us = cluster.levels.iter().map(|level| level.bandwidth.0 / 1e6).fold(0.0, f64::max);
@@ -151,7 +152,7 @@ fn charges_cuts(problem: &Problem) -> bool {
     match problem.cost {
         CostModel::Pipedream => problem.activation_compression.is_some(),
         CostModel::Paper => true,
-        CostModel::Pipec | CostModel::Load => false,
+        CostModel::Pipec | CostModel::Load | CostModel::Hybrid => false,
     }
 }
 

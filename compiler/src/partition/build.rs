@@ -1,5 +1,6 @@
 //! From a shape to a plan: numbers the stages and devices, lists the edges, and sums what every stage computes and holds.
 
+use crate::cluster::class;
 use crate::partition::shape::{Leaf, Shape};
 use crate::partition::spanning;
 use crate::plan::caps::{self, Flow};
@@ -42,10 +43,11 @@ pub fn outlook(problem: &Problem, asked: &Asked, shape: &Shape, spots: &[Spot]) 
     let holdings = holdings(problem, shape);
     let placed = |((leaf, spot), holdings): ((Leaf<'_>, &Spot), &Holdings)| {
         let sum = |us: fn(&OpCost) -> f64| leaf.ops.iter().map(|&op| us(&ops[op as usize])).sum::<f64>();
-        let forward_us = sum(|op| op.fwd_us);
+        let pace = pace(problem, spot, leaf.replicas);
+        let forward_us = sum(|op| op.fwd_us) / pace;
         PlacedStage {
             forward_us,
-            backward_us: sum(|op| op.bwd_us) + if spot.recompute { forward_us } else { 0.0 },
+            backward_us: sum(|op| op.bwd_us) / pace + if spot.recompute { forward_us } else { 0.0 },
             weight_bytes: holdings.weights as f64,
             first: spot.first,
             replicas: leaf.replicas,
@@ -59,6 +61,25 @@ pub fn outlook(problem: &Problem, asked: &Asked, shape: &Shape, spots: &[Spot]) 
     }
 }
 
+/// How fast a stage goes: as its slowest device.
+fn pace(problem: &Problem, spot: &Spot, replicas: u32) -> f64 {
+    class::slowest(&problem.cluster.classes, spot.first..spot.first.saturating_add(replicas))
+}
+
+/// Whether every stage fits on its devices.
+pub fn fits(problem: &Problem, shape: &Shape, spots: &[Spot], memory: &[StageMemory]) -> bool {
+    // Chunks of one rank stand on the same devices.
+    let mut held: BTreeMap<(u32, u32), u64> = BTreeMap::new();
+    for ((spot, replicas), memory) in spots.iter().zip(shape.replicas()).zip(memory) {
+        let sum = held.entry((spot.first, replicas)).or_default();
+        *sum = sum.saturating_add(memory.total);
+    }
+    let fits = |(&(first, replicas), held): (&(u32, u32), &u64)| {
+        problem.limit_of(first..first.saturating_add(replicas)).is_none_or(|limit| *held <= limit)
+    };
+    held.iter().all(fits)
+}
+
 /// The objective of a shape under the problem's cost model, in microseconds.
 pub fn minibatch_us(problem: &Problem, shape: &Shape, spots: &[Spot]) -> f64 {
     match problem.cost {
@@ -66,7 +87,7 @@ pub fn minibatch_us(problem: &Problem, shape: &Shape, spots: &[Spot]) -> f64 {
         CostModel::Paper | CostModel::Pipedream => {
             shape.minibatch_us(problem).max(spanning::busiest_us(problem, shape, spots))
         }
-        CostModel::Load => shape.minibatch_us(problem),
+        CostModel::Load | CostModel::Hybrid => shape.minibatch_us(problem),
     }
 }
 
@@ -126,8 +147,9 @@ pub fn stages(problem: &Problem, shape: &Shape, spots: &[Spot], memory: &[StageM
     let ops = &problem.graph.ops;
     let mut stages = Vec::new();
     for (at, ((leaf, memory), spot)) in shape.leaves().into_iter().zip(memory).zip(spots).enumerate() {
-        let fwd_us: f64 = leaf.ops.iter().map(|&op| ops[op as usize].fwd_us).sum();
-        let bwd_us: f64 = leaf.ops.iter().map(|&op| ops[op as usize].bwd_us).sum();
+        let pace = pace(problem, spot, leaf.replicas);
+        let fwd_us = leaf.ops.iter().map(|&op| ops[op as usize].fwd_us).sum::<f64>() / pace;
+        let bwd_us = leaf.ops.iter().map(|&op| ops[op as usize].bwd_us).sum::<f64>() / pace;
         let mut modules: Vec<String> = Vec::new();
         let mut seen = std::collections::HashSet::new();
         for &op in leaf.ops {
@@ -146,6 +168,8 @@ pub fn stages(problem: &Problem, shape: &Shape, spots: &[Spot], memory: &[StageM
             op_names: leaf.ops.iter().map(name).collect(),
             modules,
             replicas: leaf.replicas,
+            tensor_degree: None,
+            choices: Vec::new(),
             devices: (spot.first..spot.first + leaf.replicas).collect(),
             recompute: spot.recompute,
             fwd_us,

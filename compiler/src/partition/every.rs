@@ -4,6 +4,7 @@
 //! at later ones and with the last devices of a unit unused. A branch is left when its first stages alone are slower than the best
 //! known. No value of a part of the model is used again. A stage is recomputed where it does not fit otherwise.
 
+use crate::cluster::class;
 use crate::partition::build::{self, Spot};
 use crate::partition::search::{Candidate, Question};
 use crate::partition::shape::Shape;
@@ -96,7 +97,7 @@ impl Walk<'_> {
             let op = &problem.graph.ops[*op as usize];
             op.fwd_us + if asked.trains() { op.bwd_us } else { 0.0 }
         };
-        asked.weight(replicas) * added.iter().map(op).sum::<f64>()
+        asked.weight(replicas) * added.iter().map(op).sum::<f64>() / class::fastest(&problem.cluster.classes)
     }
 
     fn price(&mut self) {
@@ -110,8 +111,9 @@ impl Walk<'_> {
         if problem.recompute && (wants_memory || !candidate.fits) {
             let again: Vec<Spot> = spots.iter().map(|spot| Spot { recompute: true, ..*spot }).collect();
             let other = self.question.placed("exhaustive", candidate.shape.clone(), again);
-            let limit = problem.memory_limit.map_or(u64::MAX, |limit| limit.0);
+            let replicas = candidate.shape.replicas();
             for (at, spot) in spots.iter_mut().enumerate() {
+                let limit = problem.limit_of(spot.first..spot.first + replicas[at]).unwrap_or(u64::MAX);
                 let (plain, recomputed) = (candidate.memory[at].total, other.memory[at].total);
                 spot.recompute = recomputed < plain && (wants_memory || plain > limit);
             }

@@ -1,5 +1,6 @@
 //! From a chosen candidate to a plan: fills in what every plan states, and has it judged.
 
+use crate::cluster::class;
 use crate::partition::bound::slowest_op_us;
 use crate::partition::build;
 use crate::partition::in_flight::{self, Efficiency};
@@ -93,6 +94,7 @@ pub fn finish(problem: &Problem, chosen: &Candidate, statement: &Statement<'_>) 
             devices: problem.cluster.devices(),
             memory_per_device: problem.memory_limit,
             device: problem.cluster.device.clone(),
+            classes: problem.cluster.classes.clone(),
         },
         cost: problem.cost,
         objective: problem.objective,
@@ -135,16 +137,18 @@ pub fn finish(problem: &Problem, chosen: &Candidate, statement: &Statement<'_>) 
     Ok(plan)
 }
 
-/// What no partition beats under cost `pipec`: all compute on all devices at once, and one item's way.
+/// What no partition beats under cost `pipec`: all compute on all devices at once, each at its speed, and one item's way on the
+/// fastest.
 pub fn spread(problem: &Problem) -> f64 {
-    let (devices, m) = (f64::from(problem.cluster.devices()), f64::from(problem.microbatches));
+    let (devices, fastest) = (class::together(&problem.cluster), class::fastest(&problem.cluster.classes));
+    let m = f64::from(problem.microbatches);
     let forward: f64 = problem.graph.ops.iter().map(|op| op.fwd_us).sum();
     let asked = build::asked(problem);
     let total = if asked.trains() { problem.graph.total_us() } else { forward };
     match (asked.latency, problem.schedule.is_continuous()) {
-        (true, _) => forward,
+        (true, _) => forward / fastest,
         (false, true) => total / devices,
-        (false, false) => total.max(total * m / devices),
+        (false, false) => (total / fastest).max(total * m / devices),
     }
 }
 

@@ -20,7 +20,7 @@ pub struct Prefix {
 impl Prefix {
     /// Adds a stage.
     pub fn push(&mut self, placing: &Placing<'_>, seat: Seat) {
-        let run = placing.places.run(seat.from, seat.to);
+        let run = placing.places.run(seat.from, seat.to).at(placing.pace(seat.first, seat.replicas));
         let again = if seat.recompute { run.forward_us } else { 0.0 };
         let to = StageId(self.stages.len() as u32);
         self.stages.push(PlacedStage {
@@ -117,7 +117,7 @@ impl Walk<'_, '_> {
                 self.steps += 1;
                 let rest = w - replicas;
                 let tail = self.busiest.value(below, to, rest as usize);
-                let compute = placing.places.compute_us(from, to, placing.asked.trains());
+                let compute = placing.least_us(from, to);
                 let weight = placing.asked.weight(replicas);
                 if tail.is_infinite() || (weight * compute).max(tail) >= self.best_us {
                     continue;

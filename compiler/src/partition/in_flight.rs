@@ -68,7 +68,10 @@ pub fn choose(problem: &Problem, shape: &Shape, spots: &[Spot], efficiency: &Eff
         Objective::Memory => peak,
         _ => problem.memory_limit.map_or(u64::MAX, |limit| limit.0),
     };
-    let fits = |caps: &[u32]| memory(caps).iter().all(|held| held.total <= limit);
+    let fits = |caps: &[u32]| {
+        let memory = memory(caps);
+        memory.iter().all(|held| held.total <= limit) && build::fits(problem, shape, spots, &memory)
+    };
     let sum = |caps: &[u32]| memory(caps).iter().map(|held| u128::from(held.total)).sum::<u128>();
     let mut lacks_memory = false;
     let mut caps = match pipeline_of(&problem.cluster.levels, &stages, &edges, &published) {

@@ -8,7 +8,7 @@
 //! bound with the tables as bounds on the rest: it prices every prefix exactly. Where it runs to its end the best is proven; where
 //! its steps do not suffice, the answer is the best that was met, and the bound is that of the tables.
 
-use crate::cluster::Level;
+use crate::cluster::{DeviceClass, Level, class};
 use crate::partition::forward::{Prefix, Walk};
 use crate::partition::places::{Places, Run};
 use crate::partition::tables::Measure;
@@ -43,6 +43,8 @@ pub struct Placing<'a> {
     pub places: &'a Places<'a>,
     /// Levels of the cluster, innermost first.
     pub levels: &'a [Level],
+    /// Classes of devices in device order, none where all are alike.
+    pub classes: &'a [DeviceClass],
     /// Devices.
     pub devices: u32,
     /// What is asked of time.
@@ -147,11 +149,11 @@ impl Placing<'_> {
 
     /// The partition whose fullest stage takes the fewest bytes, whatever the limit; and that number.
     pub fn least_memory(&self) -> Option<(u64, Vec<Seat>)> {
-        let free = Placing { memory_limit: None, ..self.clone() };
+        let free = Placing { memory_limit: None, classes: &[], ..self.clone() };
         let table = free.table(Measure::Bytes, f64::INFINITY);
         let (bytes, _) = free.least(&table);
         let mut seats = free.read(&table)?;
-        let marked = Placing { memory_limit: Some(bytes as u64), ..self.clone() };
+        let marked = Placing { memory_limit: Some(bytes as u64), classes: &[], ..self.clone() };
         let mut after = self.devices;
         for (at, seat) in seats.iter_mut().enumerate() {
             after = after.min(self.devices - seat.first - seat.replicas);
@@ -162,6 +164,9 @@ impl Placing<'_> {
 
     /// A pipeline that leaves whole outermost units free begins at the first of the others.
     fn shifted(&self, mut seats: Vec<Seat>) -> Vec<Seat> {
+        if !self.classes.is_empty() {
+            return seats;
+        }
         let unit: u64 = match self.levels.split_last() {
             Some((_, inner)) => inner.iter().map(|level| u64::from(level.count.max(1))).product(),
             None => 1,
@@ -207,9 +212,21 @@ impl Placing<'_> {
         self.rules.pins.iter().all(|&(op, wanted)| inside(op) == (wanted == stage))
     }
 
+    /// How fast the slowest of some devices is.
+    pub fn pace(&self, first: u32, replicas: u32) -> f64 {
+        class::slowest(self.classes, first..first + replicas)
+    }
+
+    /// What a run computes at the least for one item: on the fastest devices.
+    pub fn least_us(&self, from: usize, to: usize) -> f64 {
+        self.places.compute_us(from, to, self.asked.trains()) / class::fastest(self.classes)
+    }
+
     /// Whether a run is recomputed as such a stage; `None` if it does not fit either way.
     pub fn recomputes(&self, run: &Run, replicas: u32, rest: u32, stage: Option<usize>) -> Option<bool> {
-        let Some(limit) = self.memory_limit else { return Some(false) };
+        let first = self.devices - rest - replicas;
+        let own = class::smallest(self.classes, first..first + replicas);
+        let Some(limit) = own.into_iter().chain(self.memory_limit).min() else { return Some(false) };
         if self.bytes(run, replicas, rest, false, stage) <= limit {
             return Some(false);
         }

@@ -46,9 +46,9 @@ pub fn found(question: &Question<'_>, baselines: &[Candidate; 3]) -> Result<Foun
             search.found.proven_us = Some(best);
             return Ok(search.found);
         }
-        search.ask(&rules, best)?;
+        search.ask(&rules, best.min(question.among.known_us))?;
     } else {
-        search.ask(&rules, f64::INFINITY)?;
+        search.ask(&rules, question.among.known_us)?;
     }
     if search.found.candidates.is_empty() {
         let what = "no partition obeys all constraints together: fewer of them, or more devices, leave a choice";
@@ -140,7 +140,10 @@ impl Search<'_> {
         let problem = self.question.problem;
         let graph = &problem.graph;
         let mut known = known_us;
-        let fine = largest((graph.ops.len() + 1).min(MAX_PLACES), |places| effort(problem, rules, places) <= 2e7);
+        // Several orders of devices share the work.
+        let orders = f64::from(self.question.among.orders);
+        let fine =
+            largest((graph.ops.len() + 1).min(MAX_PLACES), |places| effort(problem, rules, places) * orders <= 2e7);
         let fixed = match &problem.constraints.cut_after {
             Some(names) => Some(cuts::resolve(graph, self.question.joined, names)?),
             None => None,
@@ -168,7 +171,7 @@ impl Search<'_> {
             self.within(&space, rules, &mut known, false);
         }
         let budget = self.question.budget.unwrap_or(DEFAULT_BUDGET).min(1 << 24) as usize;
-        let affordable = largest(budget, |sets| effort(problem, rules, sets) <= 1e8);
+        let affordable = largest(budget, |sets| effort(problem, rules, sets) * orders <= 1e8);
         let grown =
             if borders.is_some() { None } else { Space::grow(graph, CostModel::Paper, Growth::All, affordable) };
         match grown {
@@ -188,6 +191,7 @@ impl Search<'_> {
         let places = Places::new(&problem.graph, space);
         let mut proven: Option<f64> = Some(f64::INFINITY);
         let mut fits = false;
+        let steps = STEPS / u64::from(self.question.among.orders);
         for rules in rules {
             if rules.stages.is_some_and(|stages| stages >= places.len()) {
                 continue;
@@ -195,13 +199,14 @@ impl Search<'_> {
             let mut placing = Placing {
                 places: &places,
                 levels: &problem.cluster.levels,
+                classes: &problem.cluster.classes,
                 devices: problem.cluster.devices(),
                 asked: build::asked(problem),
                 flow: build::flow(problem, problem.cluster.devices()),
                 optimizer_state: problem.optimizer_state,
                 memory_limit: problem.memory_limit.map(|limit| limit.0),
                 rules,
-                steps: if is_whole && places.len() <= FEW { STEPS } else { STEPS / 16 },
+                steps: if is_whole && places.len() <= FEW { steps } else { steps / 16 },
             };
             if problem.objective == Objective::Memory {
                 let Some((bytes, seats)) = placing.least_memory() else { continue };
@@ -234,6 +239,7 @@ impl Search<'_> {
                     let placing = Placing {
                         places: &places,
                         levels: &problem.cluster.levels,
+                        classes: &problem.cluster.classes,
                         devices: problem.cluster.devices(),
                         asked: build::asked(problem),
                         flow: build::flow(problem, problem.cluster.devices()),

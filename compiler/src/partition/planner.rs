@@ -10,9 +10,9 @@ use crate::partition::finish::{self, Statement};
 use crate::partition::fit::Least;
 use crate::partition::in_flight::Efficiency;
 use crate::partition::joined::Joined;
-use crate::partition::search::{Candidate, Found, Question, same};
+use crate::partition::search::{Among, Candidate, Found, Question, same};
 use crate::partition::states::Growth;
-use crate::partition::{chunked, cuts, every, milp, placement};
+use crate::partition::{chunked, cuts, every, milp, mixed, placement};
 use crate::plan::Plan;
 use crate::plan::fault::Fault;
 use crate::plan::problem::{CostModel, InFlight, Objective, Problem, ProblemError};
@@ -151,6 +151,16 @@ pub enum PlanError {
 /// Makes a plan for `problem`.
 pub fn plan(problem: &Problem, options: &PlannerOptions<'_>) -> Result<Planned, PlanError> {
     problem.check()?;
+    if problem.cluster.is_mixed() {
+        mixed::plan(problem, options)
+    } else {
+        plan_in_order(problem, options, Among::ALONE)
+    }
+}
+
+/// Makes a plan whose stages follow each other along the devices as they stand.
+pub fn plan_in_order(problem: &Problem, options: &PlannerOptions<'_>, among: Among) -> Result<Planned, PlanError> {
+    problem.check()?;
     let devices = problem.cluster.devices();
     if devices > MAX_DEVICES {
         let (limit, found) = (u64::from(MAX_DEVICES), u64::from(devices));
@@ -166,7 +176,7 @@ pub fn plan(problem: &Problem, options: &PlannerOptions<'_>) -> Result<Planned, 
     }
     let joined = Joined::of(&problem.graph);
     let asked = joined.problem(problem);
-    let question = Question { problem: &asked, joined: &joined, budget: options.budget };
+    let question = Question { problem: &asked, joined: &joined, budget: options.budget, among };
     let baselines = question.baselines();
     let is_pinned = problem.constraints.replicas.is_some()
         || problem.constraints.cut_after.is_some()
@@ -199,6 +209,10 @@ pub fn plan(problem: &Problem, options: &PlannerOptions<'_>) -> Result<Planned, 
     found.candidates.sort_by(|left, right| order(problem.objective, left, right));
     let Some(at) = best(&found) else { return Err(infeasible(&question, &found, options.partitioner, is_pinned)) };
     let mut chosen = found.candidates.remove(at);
+    if problem.cluster.is_mixed() && options.partitioner == Partitioner::Pipedream {
+        // That search knows no classes, so what it proves is of other devices.
+        (found.bound_us, found.proven_us) = (0.0, None);
+    }
     if found.bound_us == 0.0 {
         found.bound_us = Bounds::of(&asked).of_any_plan(chosen.minibatch_us);
     }
@@ -264,7 +278,8 @@ fn infeasible(question: &Question<'_>, found: &Found, partitioner: Partitioner, 
         let shapes = question.fitting(&stage_cost::levels(&problem.cluster), Least::Memory);
         candidates.extend(shapes.into_iter().map(|shape| question.candidate("least memory", shape)));
     }
-    let limit = problem.memory_limit.map_or(0, |limit| limit.0);
+    // Where devices differ, the least partition does not fit on the smallest of them.
+    let limit = problem.limit_of(0..problem.cluster.devices()).unwrap_or(0);
     let Some(least) = candidates.iter().min_by_key(|candidate| candidate.peak()) else {
         return PlanError::Unsound(vec![Fault::NoStages]);
     };

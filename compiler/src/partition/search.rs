@@ -94,6 +94,22 @@ pub struct Question<'a> {
     pub joined: &'a Joined<'a>,
     /// Closed sets to look at before falling back.
     pub budget: Option<u64>,
+    /// The other questions beside it.
+    pub among: Among,
+}
+
+/// Where the same is asked about several orders of the devices: how many share the work, and what is known from those before.
+#[derive(Clone, Copy, Debug)]
+pub struct Among {
+    /// How many.
+    pub orders: u32,
+    /// A time that some plan reaches, or infinity.
+    pub known_us: f64,
+}
+
+impl Among {
+    /// No other.
+    pub const ALONE: Among = Among { orders: 1, known_us: f64::INFINITY };
 }
 
 impl Question<'_> {
@@ -111,7 +127,7 @@ impl Question<'_> {
             _ => build::published_caps(problem, &shape),
         };
         let memory = build::memory(problem, &shape, &spots, &build::holdings(problem, &shape), &caps);
-        let fits = problem.memory_limit.is_none_or(|limit| fullest(&spots, &memory) <= limit.0);
+        let fits = build::fits(problem, &shape, &spots, &memory);
         let minibatch_us = build::minibatch_us(problem, &shape, &spots);
         Candidate { name, shape, minibatch_us, caps, spots, memory, fits }
     }

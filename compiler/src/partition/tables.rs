@@ -76,16 +76,16 @@ impl Placing<'_> {
             let stage = self.stage(layer);
             let starts = if stage == Some(0) { 0..1 } else { 0..whole };
             for from in starts.rev() {
-                let before = self.needs(self.places.compute_us(0, from, trains), capped).max(u32::from(from > 0));
+                let before = self.needs(self.least_us(0, from), capped).max(u32::from(from > 0));
                 for to in from + 1..=whole {
-                    let compute = self.places.compute_us(from, to, trains);
+                    let compute = self.least_us(from, to);
                     if trains && self.asked.weight(self.devices) * compute > capped * (1.0 + 1e-9) {
                         break;
                     }
                     if !self.places.nested(from, to) || !self.is_allowed(from, to, stage) {
                         continue;
                     }
-                    let after = self.needs(self.places.compute_us(to, whole, trains), capped);
+                    let after = self.needs(self.least_us(to, whole), capped);
                     let least = self.needs(compute, capped).max(1);
                     let mut run = None;
                     for replicas in self.replicas(stage) {
@@ -212,7 +212,7 @@ impl Placing<'_> {
         replicas: u32,
         rest: u32,
         stage: Option<usize>,
-        known: &mut Option<[Share; 2]>,
+        known: &mut Option<(f64, [Share; 2])>,
     ) -> Option<Part> {
         let (recompute, bytes) = if measure == Measure::Bytes {
             let [plain, recomputed] = [false, true].map(|recompute| self.bytes(run, replicas, rest, recompute, stage));
@@ -227,7 +227,16 @@ impl Placing<'_> {
             return Some(Part { busiest_us: 0.0, way_us: 0.0, bytes });
         }
         let shares = || [false, true].map(|recompute| self.share(measure, run, (from, to), replicas, rest, recompute));
-        let shares = if self.levels.len() == 1 { *known.get_or_insert_with(shares) } else { shares() };
+        // On one level only the pace of its devices tells one place of a stage from another.
+        let shares = if self.levels.len() == 1 {
+            let pace = self.pace(self.devices - rest - replicas, replicas);
+            match *known {
+                Some((known, shares)) if known == pace => shares,
+                _ => known.insert((pace, shares())).1,
+            }
+        } else {
+            shares()
+        };
         let share = shares[usize::from(recompute)];
         Some(Part { busiest_us: share.busiest_us, way_us: share.way_us, bytes })
     }
@@ -243,6 +252,7 @@ impl Placing<'_> {
     ) -> Share {
         let first = self.devices - rest - replicas;
         let last = first + replicas - 1;
+        let run = run.at(self.pace(first, replicas));
         let again = if recompute { run.forward_us } else { 0.0 };
         let stage = PlacedStage {
             forward_us: run.forward_us,

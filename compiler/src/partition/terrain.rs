@@ -143,7 +143,7 @@ impl Terrain {
                     crosses(op, graph.ops[op].out_bytes, last);
                 }
             }
-            CostModel::Pipec | CostModel::Load => {}
+            CostModel::Pipec | CostModel::Load | CostModel::Hybrid => {}
             // Every tensor that is read beyond the cut.
             CostModel::Paper => {
                 for tensor in &graph.tensors {

@@ -5,7 +5,7 @@
 //! carry by `traffic`. A plan that leaves the planner has
 //! passed it, and a plan that was written by hand can be given to it.
 
-use crate::cluster::Cluster;
+use crate::cluster::{Cluster, DeviceClass};
 use crate::plan::fault::Fault;
 use crate::plan::problem::{CostModel, Problem};
 use crate::plan::{BusiestLink, Plan, ScheduleKind, StageMemory};
@@ -53,10 +53,13 @@ pub fn check(problem: &Problem, plan: &Plan) -> Result<Checked, Vec<Fault>> {
             faults.push(Fault::Memory { stage: at, needed, limit: limit.0 });
         }
     }
-    stage_times(&problem.graph, plan, &stage_of, &mut faults);
+    class_memory(&problem.cluster.classes, plan, &mut faults);
+    stage_times(problem, plan, &stage_of, &mut faults);
     let (mut minibatch_us, mut bottleneck) = match problem.cost {
         CostModel::Pipec => judge::time(problem, plan, &stage_of),
-        CostModel::Paper | CostModel::Pipedream | CostModel::Load => clock::time(problem, plan, &stage_of, &mut faults),
+        CostModel::Paper | CostModel::Pipedream | CostModel::Load | CostModel::Hybrid => {
+            clock::time(problem, plan, &stage_of, &mut faults)
+        }
     };
     let counted = traffic::traffic(problem, plan, &stage_of);
     if let Some((link, us)) = counted.as_ref().and_then(|traffic| traffic.binding.as_ref()) {
@@ -289,10 +292,21 @@ fn memory(problem: &Problem, plan: &Plan, stage_of: &[usize]) -> Vec<StageMemory
     (0..plan.stages.len()).map(one).collect()
 }
 
-fn stage_times(graph: &CostGraph, plan: &Plan, stage_of: &[usize], faults: &mut Vec<Fault>) {
+/// Each device of a class holds what that class holds.
+pub fn class_memory(classes: &[DeviceClass], plan: &Plan, faults: &mut Vec<Fault>) {
+    for (at, stage) in plan.stages.iter().enumerate() {
+        let own = stage.devices.iter().filter_map(|&device| judge::class_of(classes, device));
+        let limit = own.map(|class| class.device.memory.0).min();
+        if let Some(limit) = limit.filter(|&limit| stage.memory.total > limit) {
+            faults.push(Fault::Memory { stage: at, needed: stage.memory.total, limit });
+        }
+    }
+}
+
+fn stage_times(problem: &Problem, plan: &Plan, stage_of: &[usize], faults: &mut Vec<Fault>) {
     let mut forward = vec![0.0; plan.stages.len()];
     let mut backward = vec![0.0; plan.stages.len()];
-    for (op, &stage) in graph.ops.iter().zip(stage_of) {
+    for (op, &stage) in problem.graph.ops.iter().zip(stage_of) {
         forward[stage] += op.fwd_us;
         backward[stage] += op.bwd_us;
     }
@@ -300,6 +314,8 @@ fn stage_times(graph: &CostGraph, plan: &Plan, stage_of: &[usize], faults: &mut 
         if stage.recompute {
             backward[at] += forward[at];
         }
+        let pace = judge::pace(problem, stage);
+        (forward[at], backward[at]) = (forward[at] / pace, backward[at] / pace);
         for (name, said, found) in [("fwd_us", stage.fwd_us, forward[at]), ("bwd_us", stage.bwd_us, backward[at])] {
             if differs(said, found) {
                 let what = format!("{name} of stage {at}");

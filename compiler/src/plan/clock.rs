@@ -101,8 +101,10 @@ impl Clock<'_> {
                 }
                 inner.max(sync) / m
             }
-            CostModel::Load if replicas > 1 => f64::INFINITY,
-            CostModel::Load => inner + (self.crossing_tensors(start) + self.crossing_tensors(end)) / bandwidth,
+            CostModel::Load | CostModel::Hybrid if replicas > 1 => f64::INFINITY,
+            CostModel::Load | CostModel::Hybrid => {
+                inner + (self.crossing_tensors(start) + self.crossing_tensors(end)) / bandwidth
+            }
             CostModel::Pipedream => {
                 let mut sync = 4.0 * (m - 1.0) * weights / (bandwidth * m);
                 if start == from && level > 0 {

@@ -40,7 +40,7 @@ impl<'a> CutBytes<'a> {
     /// Bytes at the cut after the ops of which `inside` is true.
     pub fn at(&self, inside: impl Fn(usize) -> bool) -> f64 {
         match self.model {
-            CostModel::Paper | CostModel::Pipec | CostModel::Load => {
+            CostModel::Paper | CostModel::Pipec | CostModel::Load | CostModel::Hybrid => {
                 let tensors = self.graph.tensors.iter().filter(|tensor| inside(tensor.producer.index()));
                 let crossing = tensors.filter(|tensor| tensor.consumers.iter().any(|to| !inside(to.index())));
                 crossing.map(|tensor| tensor.bytes as f64).sum()

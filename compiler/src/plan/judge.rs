@@ -3,7 +3,7 @@
 //! It shares nothing with `outlook` and `links`, which give the equations: here every port of every device and of every shared
 //! unit has a sum of its own, and what is largest is the answer.
 
-use crate::cluster::Level;
+use crate::cluster::{DeviceClass, Level};
 use crate::plan::problem::{Objective, Problem};
 use crate::plan::{Plan, ScheduleKind, Stage};
 use std::collections::{BTreeMap, BTreeSet};
@@ -71,7 +71,7 @@ pub fn time(problem: &Problem, plan: &Plan, stage_of: &[usize]) -> (f64, String)
     }
     let compute = |at: usize| {
         let again = if plan.stages[at].recompute { forward[at] } else { 0.0 };
-        forward[at] + if trains { backward[at] + again } else { 0.0 }
+        (forward[at] + if trains { backward[at] + again } else { 0.0 }) / pace(problem, &plan.stages[at])
     };
     if plan.schedule.chunks > 1 {
         let all: Vec<f64> = (0..count).map(compute).collect();
@@ -132,6 +132,28 @@ pub fn time(problem: &Problem, plan: &Plan, stage_of: &[usize]) -> (f64, String)
     let ways = if trains { 2.0 } else { 1.0 };
     let way: f64 = (0..count).map(|at| compute(at) + ways * way_in[at]).sum();
     (worst.0 + way + reduce.iter().copied().fold(0.0, f64::max), worst.1)
+}
+
+/// Replicas take minibatches in turns, so the slowest sets the pace of all.
+pub fn pace(problem: &Problem, stage: &Stage) -> f64 {
+    let mut slowest: Option<f64> = None;
+    for &device in &stage.devices {
+        let speed = class_of(&problem.cluster.classes, device).and_then(|class| class.speed).unwrap_or(1.0);
+        slowest = Some(slowest.map_or(speed, |slowest| slowest.min(speed)));
+    }
+    slowest.unwrap_or(1.0)
+}
+
+/// The class of one device, where devices differ.
+pub fn class_of(classes: &[DeviceClass], device: u32) -> Option<&DeviceClass> {
+    let mut left = device;
+    for class in classes {
+        match left.checked_sub(class.count) {
+            Some(rest) => left = rest,
+            None => return Some(class),
+        }
+    }
+    None
 }
 
 /// The outermost level on which any two of the devices are apart.

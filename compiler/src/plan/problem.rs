@@ -1,12 +1,13 @@
 //! What a partitioner is asked: a model as costs, a cluster, and limits.
 
 use crate::cluster::read::{self, ClusterError};
-use crate::cluster::{Bytes, Cluster};
+use crate::cluster::{Bytes, Cluster, class};
 use crate::plan::{PlannedModel, PlannedProfile, ScheduleKind};
 use crate::profile::Method;
 use crate::profile::cost_graph::{CostGraph, CostGraphError};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
+use std::ops::Range;
 
 /// How the time of a stage follows from its ops. `plan/stage_cost` gives the equations.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize, JsonSchema)]
@@ -21,6 +22,9 @@ pub enum CostModel {
     /// What a device computes, sends and receives, one after the other, without replicas: `profile/placement` defines it, and instances
     /// of that problem alone are planned so.
     Load,
+    /// What replicas of tensor-parallel devices compute, send and average for layers with choices: `profile/hybrid` defines it, and
+    /// instances of that problem alone are planned so.
+    Hybrid,
 }
 
 /// What is minimised.
@@ -234,6 +238,20 @@ pub enum ProblemError {
         /// Which setting.
         what: &'static str,
     },
+    /// A setting that speaks of devices that are all alike.
+    #[error("{what} does not go with a cluster of several device classes")]
+    Mixed {
+        /// Which setting.
+        what: &'static str,
+    },
+    /// A class whose devices are of no known speed.
+    #[error("the speed of device class {class} (`{kind}`) is not known: neither the cluster nor the costs tell")]
+    NoSpeed {
+        /// Its place in the cluster.
+        class: usize,
+        /// Its kind.
+        kind: String,
+    },
     /// A search that is only for small problems.
     #[error("{method} takes at most {limit} {what}, the problem has {found}")]
     TooLarge {
@@ -274,6 +292,30 @@ impl Problem {
         }
     }
 
+    /// The bytes that may be used on each of some devices; absent means no limit.
+    pub fn limit_of(&self, devices: Range<u32>) -> Option<u64> {
+        let own = class::smallest(&self.cluster.classes, devices);
+        own.into_iter().chain(self.memory_limit.map(|limit| limit.0)).min()
+    }
+
+    /// What must hold where devices differ.
+    fn mixed(&self) -> Result<(), ProblemError> {
+        if !self.cluster.is_mixed() {
+            return Ok(());
+        }
+        if self.cost != CostModel::Pipec {
+            return Err(ProblemError::OtherCost { what: "a cluster of several device classes" });
+        }
+        if self.objective == Objective::Memory {
+            return Err(ProblemError::Mixed { what: "objective memory" });
+        }
+        let unknown = self.cluster.classes.iter().position(|class| class.speed.is_none());
+        unknown.map_or(Ok(()), |class| {
+            let kind = self.cluster.classes[class].device.kind.escape_debug().to_string();
+            Err(ProblemError::NoSpeed { class, kind })
+        })
+    }
+
     /// What must hold before a partitioner starts.
     pub fn check(&self) -> Result<(), ProblemError> {
         self.graph.check()?;
@@ -300,6 +342,7 @@ impl Problem {
         )?;
         let fine = self.chunks == 2 || !self.schedule.is_on_a_v();
         setting(fine, "chunks", self.chunks.to_string(), "2 for this schedule")?;
+        self.mixed()?;
         if self.cost != CostModel::Pipec {
             let settings = [
                 ("`--chunks`", self.chunks > 1),

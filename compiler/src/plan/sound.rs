@@ -3,6 +3,7 @@
 
 use crate::cluster::MAX_DEVICES;
 use crate::plan::Plan;
+use crate::plan::check::class_memory;
 use crate::plan::fault::Fault;
 use crate::plan::problem::CostModel;
 use crate::profile::cost_graph::MAX_ENTRIES;
@@ -37,6 +38,7 @@ pub fn sound(plan: &Plan) -> Result<(), Vec<Fault>> {
     }
     edges(plan, &mut faults);
     memory(plan, &mut faults);
+    classes(plan, &mut faults);
     if faults.is_empty() { Ok(()) } else { Err(faults) }
 }
 
@@ -89,8 +91,10 @@ fn devices(plan: &Plan, faults: &mut Vec<Fault>) {
     let mut used: BTreeMap<u32, usize> = BTreeMap::new();
     for (at, stage) in plan.stages.iter().enumerate() {
         let mut fault = |what| faults.push(Fault::Devices { stage: at, what });
-        if stage.replicas == 0 || stage.devices.len() != stage.replicas as usize {
-            fault(format!("{} devices for {} replicas", stage.devices.len(), stage.replicas));
+        let degree = stage.tensor_degree.unwrap_or(1);
+        if stage.replicas == 0 || stage.devices.len() as u64 != u64::from(stage.replicas) * u64::from(degree) {
+            let what = format!("{} devices for {} replicas", stage.devices.len(), stage.replicas);
+            fault(if degree == 1 { what } else { format!("{what} of {degree}") });
         }
         for &device in &stage.devices {
             if u64::from(device) >= there {
@@ -138,6 +142,16 @@ fn edges(plan: &Plan, faults: &mut Vec<Fault>) {
             fault("it twice", "it once");
         }
     }
+}
+
+fn classes(plan: &Plan, faults: &mut Vec<Fault>) {
+    let classes = &plan.cluster.classes;
+    let held: u64 = classes.iter().map(|class| u64::from(class.count)).sum();
+    if !classes.is_empty() && held != u64::from(plan.cluster.devices) {
+        let what = format!("the device classes hold {held} devices, the cluster states {}", plan.cluster.devices);
+        faults.push(Fault::Schedule { what });
+    }
+    class_memory(classes, plan, faults);
 }
 
 fn memory(plan: &Plan, faults: &mut Vec<Fault>) {

@@ -86,8 +86,8 @@ impl StageCost {
                 stage.max(boundary)
             }
             // One device that waits for its transfers; such devices do not replicate.
-            CostModel::Load if part.replicas > 1 => f64::INFINITY,
-            CostModel::Load => part.inner_us + (part.in_bytes + part.out_bytes) / bandwidth,
+            CostModel::Load | CostModel::Hybrid if part.replicas > 1 => f64::INFINITY,
+            CostModel::Load | CostModel::Hybrid => part.inner_us + (part.in_bytes + part.out_bytes) / bandwidth,
             CostModel::Pipedream => {
                 let all_reduce = 4.0 * (m - 1.0) * part.weight_bytes / (bandwidth * m);
                 if part.is_first {
@@ -114,7 +114,7 @@ impl StageCost {
     /// of up to `most` replicas that begins there, and is not the first of its span, is faster.
     pub fn entry_us(&self, level: &LevelCost, in_bytes: f64, most: u32) -> f64 {
         match (self.model, self.activation_compression) {
-            (CostModel::Load, _) => in_bytes / level.bytes_per_us,
+            (CostModel::Load | CostModel::Hybrid, _) => in_bytes / level.bytes_per_us,
             (CostModel::Paper, _) => 2.0 * in_bytes / level.bytes_per_us,
             (CostModel::Pipedream, Some(ratio)) => 2.0 * in_bytes / (level.bytes_per_us * f64::from(most) * ratio),
             (CostModel::Pipedream, None) => 0.0,

@@ -15,8 +15,8 @@
 //! after which the rest would not fit on the devices left is not left at all. From one set all larger ones are reached by
 //! adding units one by one, which changes the load only by the tensors that touch the unit added.
 
-use crate::partition::device_placement::lattice::Lattice;
 use crate::partition::device_placement::units::Units;
+use crate::partition::lattice::Lattice;
 
 /// What a search is bound by.
 #[derive(Clone, Copy, Debug, PartialEq)]

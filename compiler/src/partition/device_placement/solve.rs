@@ -7,8 +7,8 @@ use crate::cluster::Bytes;
 use crate::cluster::read::{self, ClusterError};
 use crate::partition::device_placement::anywhere;
 use crate::partition::device_placement::contiguous::{Limits, contiguous};
-use crate::partition::device_placement::lattice::{self, Lattice};
 use crate::partition::device_placement::units::Units;
+use crate::partition::lattice::{self, Lattice};
 use crate::plan::device_placement;
 use crate::plan::fault::Fault;
 use crate::plan::problem::{CostModel, Objective};
@@ -179,8 +179,8 @@ pub fn solve(placement: &Placement, request: &Request) -> Result<Plan, SolveErro
 fn chain(units: &Units, devices: usize, bytes: f64, budget: usize) -> Option<Answer> {
     let mut best: Option<(f64, Vec<Vec<u32>>)> = None;
     let mut states = 0;
-    for order in lattice::orders(units) {
-        let lattice = Lattice::along(units, &order);
+    for order in lattice::orders(&units.before, &units.after) {
+        let lattice = Lattice::along(&units.time, &order);
         states += lattice.len();
         // No partition of an order is above the best cut of it by equal time, which bounds the walk on long orders.
         let greedy = order_bound(units, &order, devices, bytes);
@@ -188,7 +188,7 @@ fn chain(units: &Units, devices: usize, bytes: f64, budget: usize) -> Option<Ans
         best = contiguous(units, &lattice, Limits { devices, bytes, below }).or(best);
     }
     let fits = |lattice: &Lattice| (devices.min(units.len()) + 1).saturating_mul(lattice.len()) <= MOST_ENTRIES;
-    let Some(lattice) = Lattice::whole(units, budget).filter(fits) else {
+    let Some(lattice) = Lattice::whole(&units.before, &units.time, budget).filter(fits) else {
         let fallback = Some(format!("more than {budget} closed sets"));
         return best.map(|(_, stages)| Answer { stages, states, is_proven: false, fallback });
     };
@@ -265,7 +265,13 @@ fn cluster(placement: &Placement, bytes: f64) -> Result<PlannedCluster, ClusterE
     let mut cluster = read::gpus(placement.devices, Some(NOMINAL))?;
     cluster.device.memory = Bytes(bytes as u64);
     let memory_per_device = Some(cluster.device.memory);
-    Ok(PlannedCluster { levels: cluster.levels, devices: placement.devices, memory_per_device, device: cluster.device })
+    Ok(PlannedCluster {
+        levels: cluster.levels,
+        devices: placement.devices,
+        memory_per_device,
+        device: cluster.device,
+        classes: Vec::new(),
+    })
 }
 
 fn stages(placement: &Placement, units: &Units, placed: &[Vec<u32>]) -> Vec<Stage> {
@@ -285,6 +291,8 @@ fn stages(placement: &Placement, units: &Units, placed: &[Vec<u32>]) -> Vec<Stag
             op_names: ops.iter().map(|&op| node(op).name.clone()).collect(),
             modules: Vec::new(),
             replicas: 1,
+            tensor_degree: None,
+            choices: Vec::new(),
             devices: vec![at as u32],
             recompute: false,
             fwd_us: time(false),

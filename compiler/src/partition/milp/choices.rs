@@ -96,7 +96,7 @@ fn least_work_us(problem: &Problem) -> f64 {
     let forward = || problem.graph.ops.iter().map(|op| op.fwd_us).sum();
     let asked = build::asked(problem);
     match problem.cost {
-        CostModel::Paper | CostModel::Pipedream | CostModel::Load => problem.graph.total_us(),
+        CostModel::Paper | CostModel::Pipedream | CostModel::Load | CostModel::Hybrid => problem.graph.total_us(),
         CostModel::Pipec if asked.latency || !problem.schedule.is_continuous() => 0.0,
         CostModel::Pipec if asked.trains() => problem.graph.total_us(),
         CostModel::Pipec => forward(),

@@ -93,7 +93,7 @@ impl<'a> Formulation<'a> {
             CostModel::Paper => program.paper(),
             CostModel::Pipedream => program.pipedream(),
             CostModel::Pipec => program.pipec(),
-            CostModel::Load => return None,
+            CostModel::Load | CostModel::Hybrid => return None,
         }
         if let Some(limit) = scope.problem.memory_limit {
             program.memory(limit.0 as f64);

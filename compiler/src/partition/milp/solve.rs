@@ -132,7 +132,7 @@ const SLOWER: f64 = 16.0;
 fn unsuited(problem: &Problem) -> Option<String> {
     let why = match problem.cost {
         _ if problem.objective == Objective::Memory => "it minimises time, not memory",
-        CostModel::Load => "cost `load` is planned by placement",
+        CostModel::Load | CostModel::Hybrid => "costs `load` and `hybrid` are planned by searches of their own",
         _ if problem.cluster.levels.len() > 1 => "the devices are joined by several levels",
         _ if problem.constraints.target.is_some_and(|target| target.keeps_modules()) => {
             "the target keeps modules whole"

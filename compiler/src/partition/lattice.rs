@@ -3,7 +3,6 @@
 //! A set is closed when it holds everything that must come before its members. A pipeline of contiguous stages is a chain of closed
 //! sets, a stage the difference of two. All of them together are exact; where they are too many, those along some orders.
 
-use crate::partition::device_placement::units::Units;
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
 
@@ -22,18 +21,18 @@ pub struct Lattice {
 
 impl Lattice {
     /// All closed sets, or `None` where they are more than `budget`.
-    pub fn whole(units: &Units, budget: usize) -> Option<Lattice> {
-        let mut lattice = Lattice::empty(units);
+    ///
+    /// `before` names for each unit what must come before it, `time` is that of each.
+    pub fn whole(before: &[Vec<u32>], time: &[f64], budget: usize) -> Option<Lattice> {
+        let mut lattice = Lattice::empty(before.len());
         lattice.is_whole = true;
         let mut known: HashMap<Box<[u64]>, u32> = HashMap::new();
         known.insert(vec![0; lattice.words].into(), 0);
         // Sets of one size after those of the size before, so that ids are in order of size.
         let mut at = 0;
         while at < lattice.len() {
-            for unit in 0..units.len() as u32 {
-                if lattice.holds(at, unit)
-                    || !units.before[unit as usize].iter().all(|&before| lattice.holds(at, before))
-                {
+            for unit in 0..before.len() as u32 {
+                if lattice.holds(at, unit) || !before[unit as usize].iter().all(|&before| lattice.holds(at, before)) {
                     continue;
                 }
                 let mut bits: Box<[u64]> = lattice.bits[at * lattice.words..(at + 1) * lattice.words].into();
@@ -48,7 +47,7 @@ impl Lattice {
                         lattice.bits.extend_from_slice(vacant.key());
                         vacant.insert(fresh);
                         lattice.grows.push(Vec::new());
-                        lattice.time.push(lattice.time[at] + units.time[unit as usize]);
+                        lattice.time.push(lattice.time[at] + time[unit as usize]);
                         fresh
                     }
                 };
@@ -60,8 +59,8 @@ impl Lattice {
     }
 
     /// The closed sets along one order of all units.
-    pub fn along(units: &Units, order: &[u32]) -> Lattice {
-        let mut lattice = Lattice::empty(units);
+    pub fn along(time: &[f64], order: &[u32]) -> Lattice {
+        let mut lattice = Lattice::empty(order.len());
         for (at, &unit) in order.iter().enumerate() {
             let start = at * lattice.words;
             lattice.bits.extend_from_within(start..start + lattice.words);
@@ -69,13 +68,13 @@ impl Lattice {
             lattice.bits[bits + unit as usize / 64] |= 1 << (unit % 64);
             lattice.grows[at].push((unit, at as u32 + 1));
             lattice.grows.push(Vec::new());
-            lattice.time.push(lattice.time[at] + units.time[unit as usize]);
+            lattice.time.push(lattice.time[at] + time[unit as usize]);
         }
         lattice
     }
 
-    fn empty(units: &Units) -> Lattice {
-        let words = units.len().div_ceil(64).max(1);
+    fn empty(units: usize) -> Lattice {
+        let words = units.div_ceil(64).max(1);
         Lattice { words, bits: vec![0; words], grows: vec![Vec::new()], time: vec![0.0], is_whole: false }
     }
 
@@ -95,11 +94,11 @@ impl Lattice {
     }
 }
 
-/// Some topological orders: by first come, by last come, and by the end that is nearest.
-pub fn orders(units: &Units) -> Vec<Vec<u32>> {
-    let mut distance = vec![0u32; units.len()];
-    for unit in (0..units.len()).rev() {
-        distance[unit] = units.after[unit].iter().map(|&after| distance[after as usize] + 1).max().unwrap_or(0);
+/// Some topological orders of units that are numbered along one: by first come, by last come, and by the end that is farthest.
+pub fn orders(before: &[Vec<u32>], after: &[Vec<u32>]) -> Vec<Vec<u32>> {
+    let mut distance = vec![0u32; after.len()];
+    for unit in (0..after.len()).rev() {
+        distance[unit] = after[unit].iter().map(|&after| distance[after as usize] + 1).max().unwrap_or(0);
     }
     let pick_first = |_: &[u32]| 0;
     let pick_last = |ready: &[u32]| ready.len() - 1;
@@ -108,7 +107,7 @@ pub fn orders(units: &Units) -> Vec<Vec<u32>> {
         farthest.unwrap_or(0)
     };
     let picks: [&Pick<'_>; 3] = [&pick_first, &pick_last, &pick_far];
-    let mut orders: Vec<Vec<u32>> = picks.into_iter().map(|pick: &Pick<'_>| order(units, pick)).collect();
+    let mut orders: Vec<Vec<u32>> = picks.into_iter().map(|pick: &Pick<'_>| order(before, after, pick)).collect();
     orders.dedup();
     orders
 }
@@ -116,14 +115,14 @@ pub fn orders(units: &Units) -> Vec<Vec<u32>> {
 /// Which of the units that may come next comes next, by its place among them.
 type Pick<'a> = dyn Fn(&[u32]) -> usize + 'a;
 
-fn order(units: &Units, pick: &Pick<'_>) -> Vec<u32> {
-    let mut missing: Vec<usize> = units.before.iter().map(Vec::len).collect();
-    let mut ready: Vec<u32> = (0..units.len() as u32).filter(|&unit| missing[unit as usize] == 0).collect();
-    let mut order = Vec::with_capacity(units.len());
+fn order(before: &[Vec<u32>], after: &[Vec<u32>], pick: &Pick<'_>) -> Vec<u32> {
+    let mut missing: Vec<usize> = before.iter().map(Vec::len).collect();
+    let mut ready: Vec<u32> = (0..before.len() as u32).filter(|&unit| missing[unit as usize] == 0).collect();
+    let mut order = Vec::with_capacity(before.len());
     while !ready.is_empty() {
         let unit = ready.remove(pick(&ready));
         order.push(unit);
-        for &after in &units.after[unit as usize] {
+        for &after in &after[unit as usize] {
             missing[after as usize] -= 1;
             if missing[after as usize] == 0 {
                 ready.push(after);
@@ -139,17 +138,16 @@ mod tests {
 
     #[test]
     fn two_chains_of_two_have_nine_closed_sets() {
-        let mut units =
-            Units { time: vec![1.0; 4], before: vec![vec![]; 4], after: vec![vec![]; 4], ..Units::default() };
-        for (from, to) in [(0, 1), (2, 3)] {
-            units.after[from].push(to as u32);
-            units.before[to].push(from as u32);
+        let (mut before, mut after, time) = (vec![vec![]; 4], vec![vec![]; 4], [1.0; 4]);
+        for (from, to) in [(0usize, 1usize), (2, 3)] {
+            after[from].push(to as u32);
+            before[to].push(from as u32);
         }
-        let lattice = Lattice::whole(&units, 9).expect("nine are enough");
+        let lattice = Lattice::whole(&before, &time, 9).expect("nine are enough");
         assert_eq!((lattice.len(), lattice.time[8]), (9, 4.0));
-        assert!(Lattice::whole(&units, 8).is_none());
-        for order in orders(&units) {
-            let along = Lattice::along(&units, &order);
+        assert!(Lattice::whole(&before, &time, 8).is_none());
+        for order in orders(&before, &after) {
+            let along = Lattice::along(&time, &order);
             assert_eq!((along.len(), along.holds(4, 3)), (5, true));
         }
     }

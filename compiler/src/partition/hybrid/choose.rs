@@ -1,0 +1,190 @@
+//! The choices of one stage: one for each layer, such that times sum up to a limit and bytes to another.
+//!
+//! That is a knapsack, but one whose answer is mostly near: either the fastest choices fit, or the leanest do not. Between, the
+//! layers go from fast to lean in the order of time lost for bytes saved. What is lost when the last step is taken in part is the
+//! least that any choices lose; when it is taken whole, choices that fit. Only where the limit is between the two, all sums of choices
+//! are listed layer by layer, those that are beaten in both left out.
+
+/// Sums of choices that are kept for each layer, and for all together, at most.
+const MOST_SUMS: usize = 4096;
+const MOST_SUMS_TOGETHER: usize = 1 << 18;
+
+/// What came of it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Chosen {
+    /// The place of each layer's choice in its list.
+    Picks(Vec<u16>),
+    /// There are none.
+    No,
+    /// None were found, and not all were looked at.
+    Unknown,
+}
+
+/// Time and bytes of one choice.
+pub type Offer = (f64, f64);
+
+/// Picks one of the offers of each layer, of `time` and `bytes` in sum at most. No list is empty. Adds the sums that were listed to
+/// `listed`.
+pub fn choose(layers: &[Vec<Offer>], bytes: f64, time: f64, listed: &mut u64) -> Chosen {
+    let pick = |better: fn(&Offer, &Offer) -> std::cmp::Ordering| -> Vec<u16> {
+        let first = |offers: &Vec<Offer>| {
+            (0..offers.len()).min_by(|&a, &b| better(&offers[a], &offers[b])).unwrap_or_default() as u16
+        };
+        layers.iter().map(first).collect()
+    };
+    let sum = |picks: &[u16]| {
+        let taken = layers.iter().zip(picks).map(|(offers, &pick)| offers[usize::from(pick)]);
+        taken.fold((0.0, 0.0), |(time, bytes), offer| (time + offer.0, bytes + offer.1))
+    };
+    let fastest = pick(|a, b| a.0.total_cmp(&b.0).then(a.1.total_cmp(&b.1)));
+    let (least_time, fast_bytes) = sum(&fastest);
+    if least_time > time {
+        return Chosen::No;
+    }
+    if fast_bytes <= bytes {
+        return Chosen::Picks(fastest);
+    }
+    let leanest = pick(|a, b| a.1.total_cmp(&b.1).then(a.0.total_cmp(&b.0)));
+    if sum(&leanest).1 > bytes {
+        return Chosen::No;
+    }
+    let mut picks = fastest.clone();
+    let (mut saved, mut lost) = (0.0, 0.0);
+    let missing = fast_bytes - bytes;
+    for step in steps(layers, &fastest) {
+        if saved + step.saves >= missing {
+            if least_time + lost + step.loses * ((missing - saved) / step.saves) > time {
+                return Chosen::No;
+            }
+            picks[step.layer] = step.to;
+            break;
+        }
+        (saved, lost) = (saved + step.saves, lost + step.loses);
+        picks[step.layer] = step.to;
+    }
+    let (whole, held) = sum(&picks);
+    if whole <= time && held <= bytes { Chosen::Picks(picks) } else { list(layers, bytes, time, listed) }
+}
+
+/// From one choice of a layer to the next leaner one.
+struct Step {
+    layer: usize,
+    to: u16,
+    loses: f64,
+    saves: f64,
+}
+
+/// The steps from the fastest choices to the leanest, those that lose least for what they save first. The steps of one layer are
+/// those of the lower hull of its choices, so that they come in their order.
+fn steps(layers: &[Vec<Offer>], fastest: &[u16]) -> Vec<Step> {
+    let mut steps = Vec::new();
+    for (layer, offers) in layers.iter().enumerate() {
+        let mut at = usize::from(fastest[layer]);
+        loop {
+            let rate = |to: usize| (offers[to].0 - offers[at].0) / (offers[at].1 - offers[to].1);
+            let leaner = (0..offers.len()).filter(|&to| offers[to].1 < offers[at].1);
+            let next = leaner.min_by(|&a, &b| rate(a).total_cmp(&rate(b)).then(offers[a].1.total_cmp(&offers[b].1)));
+            let Some(to) = next else { break };
+            let (loses, saves) = (offers[to].0 - offers[at].0, offers[at].1 - offers[to].1);
+            steps.push(Step { layer, to: to as u16, loses, saves });
+            at = to;
+        }
+    }
+    steps.sort_by(|a, b| (a.loses / a.saves).total_cmp(&(b.loses / b.saves)));
+    steps
+}
+
+/// All sums, layer by layer, without those that are beaten in time and bytes or cannot end within the limits.
+fn list(layers: &[Vec<Offer>], bytes: f64, time: f64, listed: &mut u64) -> Chosen {
+    let most = MOST_SUMS.min(MOST_SUMS_TOGETHER / layers.len().max(1));
+    // What the layers from each on take at least.
+    let mut rest = vec![(0.0, 0.0); layers.len() + 1];
+    for (at, offers) in layers.iter().enumerate().rev() {
+        let least = |part: fn(&Offer) -> f64| offers.iter().map(part).fold(f64::INFINITY, f64::min);
+        rest[at] = (rest[at + 1].0 + least(|offer| offer.0), rest[at + 1].1 + least(|offer| offer.1));
+    }
+    // Time, bytes, the sum it came from, the pick that made it.
+    let mut sums: Vec<Vec<(f64, f64, u32, u16)>> = vec![vec![(0.0, 0.0, 0, 0)]];
+    let mut is_whole = true;
+    for (at, offers) in layers.iter().enumerate() {
+        let mut next = Vec::new();
+        for (from, sum) in sums[at].iter().enumerate() {
+            for (pick, offer) in offers.iter().enumerate() {
+                let (spent, held) = (sum.0 + offer.0, sum.1 + offer.1);
+                if spent + rest[at + 1].0 <= time && held + rest[at + 1].1 <= bytes {
+                    next.push((spent, held, from as u32, pick as u16));
+                }
+            }
+        }
+        *listed += next.len() as u64;
+        next.sort_by(|a, b| a.0.total_cmp(&b.0).then(a.1.total_cmp(&b.1)));
+        let mut leanest = f64::INFINITY;
+        next.retain(|sum| {
+            let is_leaner = sum.1 < leanest;
+            leanest = leanest.min(sum.1);
+            is_leaner
+        });
+        is_whole &= next.len() <= most;
+        next.truncate(most);
+        sums.push(next);
+    }
+    let Some(mut last) = sums[layers.len()].first().copied() else {
+        return if is_whole { Chosen::No } else { Chosen::Unknown };
+    };
+    let mut picks = vec![0; layers.len()];
+    for at in (0..layers.len()).rev() {
+        picks[at] = last.3;
+        last = sums[at][last.2 as usize];
+    }
+    Chosen::Picks(picks)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// xorshift64*.
+    fn next(state: &mut u64, below: u64) -> u64 {
+        *state ^= *state >> 12;
+        *state ^= *state << 25;
+        *state ^= *state >> 27;
+        state.wrapping_mul(0x2545_f491_4f6c_dd1d) % below
+    }
+
+    #[test]
+    fn what_is_found_and_what_is_not_agree_with_all_choices() {
+        let (mut found, mut refused) = (0, 0);
+        for seed in 1..=3000u64 {
+            let mut state = seed * 7919;
+            let layers: Vec<Vec<Offer>> = (0..1 + next(&mut state, 5))
+                .map(|_| {
+                    let offer = |state: &mut u64| (next(state, 12) as f64, next(state, 12) as f64);
+                    (0..1 + next(&mut state, 3)).map(|_| offer(&mut state)).collect()
+                })
+                .collect();
+            let (bytes, time) = (next(&mut state, 30) as f64, next(&mut state, 30) as f64);
+            let sum = |picks: &[u16]| {
+                let taken = layers.iter().zip(picks).map(|(offers, &pick)| offers[usize::from(pick)]);
+                taken.fold((0.0, 0.0), |sum, offer| (sum.0 + offer.0, sum.1 + offer.1))
+            };
+            let mut all: Vec<Vec<u16>> = vec![Vec::new()];
+            for offers in &layers {
+                let longer = |picks: &Vec<u16>, pick: usize| [picks.as_slice(), &[pick as u16]].concat();
+                all = all.iter().flat_map(|picks| (0..offers.len()).map(|pick| longer(picks, pick))).collect();
+            }
+            let fits = |picks: &[u16]| sum(picks).0 <= time && sum(picks).1 <= bytes;
+            match choose(&layers, bytes, time, &mut 0) {
+                Chosen::Picks(picks) => {
+                    assert!(fits(&picks), "seed {seed}");
+                    found += 1;
+                }
+                Chosen::No => {
+                    assert!(!all.iter().any(|picks| fits(picks)), "seed {seed}");
+                    refused += 1;
+                }
+                Chosen::Unknown => panic!("seed {seed}: so few were not looked at"),
+            }
+        }
+        assert!(found > 500 && refused > 500, "{found} {refused}");
+    }
+}

@@ -1,0 +1,141 @@
+//! The judge of plans for layers with choices: works out from the definition in `profile/hybrid.rs` what every stage of such a
+//! plan spends and holds. It shares no code with the search.
+
+use crate::plan::check::TOLERANCE;
+use crate::plan::fault::Fault;
+use crate::plan::{Plan, Stage};
+use crate::profile::hybrid::{Choice, Hybrid, Layer};
+use std::collections::BTreeMap;
+
+/// Judges a plan: every layer in one stage and by a choice that it has there, links forward, replicas and devices within
+/// what there is, memory, and the time per sample that the plan states.
+pub fn check(hybrid: &Hybrid, plan: &Plan) -> Result<f64, Vec<Fault>> {
+    let mut faults = Vec::new();
+    let held = coverage(hybrid, plan, &mut faults);
+    counts(hybrid, plan, &mut faults);
+    if !faults.is_empty() {
+        return Err(faults);
+    }
+    let mut taken: BTreeMap<u32, (usize, &Choice)> = BTreeMap::new();
+    for (at, (stage, ops)) in plan.stages.iter().zip(&held).enumerate() {
+        let degree = stage.tensor_degree.unwrap_or(1);
+        for (&op, name) in ops.iter().zip(&stage.choices) {
+            match hybrid.layers[op as usize].at(degree).iter().find(|choice| choice.name == *name) {
+                Some(choice) => drop(taken.insert(op, (at, choice))),
+                None => {
+                    let what = format!("op {op} has no choice `{}` at tensor degree {degree}", name.escape_debug());
+                    faults.push(Fault::Devices { stage: at, what });
+                }
+            }
+        }
+    }
+    if !faults.is_empty() {
+        return Err(faults);
+    }
+    for link in &hybrid.links {
+        let (from, to) = (taken[&link.from].0, taken[&link.to].0);
+        if from > to {
+            let tensor = hybrid.layers[link.from as usize].name.clone();
+            faults.push(Fault::Backward { tensor, from, to });
+        }
+    }
+    let mut worst: f64 = 0.0;
+    for (at, stage) in plan.stages.iter().enumerate() {
+        worst = worst.max(time(hybrid, stage, at, &taken));
+        let after: u64 = plan.stages[at..].iter().map(|stage| u64::from(stage.replicas)).sum();
+        let in_flight = after.div_ceil(u64::from(stage.replicas));
+        let holds = |choice: &Choice| choice.bytes_in_flight * in_flight as f64 + choice.bytes_standing;
+        let bytes: f64 = taken.values().filter(|(place, _)| *place == at).map(|(_, choice)| holds(choice)).sum();
+        if bytes > hybrid.bytes_per_device * (1.0 + TOLERANCE) {
+            let (needed, limit) = (bytes.ceil() as u64, hybrid.bytes_per_device as u64);
+            faults.push(Fault::Memory { stage: at, needed, limit });
+        }
+        if plan.schedule.in_flight.get(at).copied().map(u64::from) != Some(in_flight) {
+            let said = format!("{:?}", plan.schedule.in_flight.get(at));
+            faults.push(Fault::Figure { what: format!("in_flight of stage {at}"), said, found: in_flight.to_string() });
+        }
+    }
+    let said = plan.predicted.minibatch_us;
+    if (said - worst).abs() > TOLERANCE * said.abs().max(worst).max(1e-6) {
+        let (said, found) = (said.to_string(), worst.to_string());
+        faults.push(Fault::Figure { what: "predicted.minibatch_us".into(), said, found });
+    }
+    if faults.is_empty() { Ok(worst) } else { Err(faults) }
+}
+
+/// The layers of each stage, ascending.
+fn coverage(hybrid: &Hybrid, plan: &Plan, faults: &mut Vec<Fault>) -> Vec<Vec<u32>> {
+    let mut count = vec![0u32; hybrid.layers.len()];
+    if plan.stages.is_empty() {
+        faults.push(Fault::NoStages);
+    }
+    let mut held = Vec::with_capacity(plan.stages.len());
+    for (stage, given) in plan.stages.iter().enumerate() {
+        let mut ops = Vec::new();
+        for &(from, to) in &given.ops {
+            if from >= to || to as usize > count.len() || ops.last().is_some_and(|&last| last >= from) {
+                faults.push(Fault::Range { stage, from, to, ops: count.len() });
+                continue;
+            }
+            ops.extend(from..to);
+            (from..to).for_each(|op| count[op as usize] += 1);
+        }
+        if ops.len() != given.choices.len() || ops.is_empty() {
+            let what = format!("{} choices for {} ops", given.choices.len(), ops.len());
+            faults.push(Fault::Devices { stage, what });
+        }
+        held.push(ops);
+    }
+    let wrong = count.iter().enumerate().filter(|(_, count)| **count != 1);
+    faults.extend(wrong.take(16).map(|(op, &count)| Fault::Coverage { op, count }));
+    held
+}
+
+fn counts(hybrid: &Hybrid, plan: &Plan, faults: &mut Vec<Fault>) {
+    let (mut devices, mut replicas) = (0u64, 0u64);
+    for (at, stage) in plan.stages.iter().enumerate() {
+        let used = u64::from(stage.replicas) * u64::from(stage.tensor_degree.unwrap_or(1));
+        if stage.replicas == 0 || !hybrid.microbatches.is_multiple_of(stage.replicas) {
+            let what = format!("{} replicas do not divide {} micro-batches", stage.replicas, hybrid.microbatches);
+            faults.push(Fault::Devices { stage: at, what });
+        }
+        if used != stage.devices.len() as u64 {
+            let what = format!("{} devices for {used}", stage.devices.len());
+            faults.push(Fault::Devices { stage: at, what });
+        }
+        devices += used;
+        replicas += u64::from(stage.replicas);
+    }
+    let over =
+        [("devices", devices, hybrid.devices), ("replicas for so many micro-batches", replicas, hybrid.microbatches)];
+    for (what, used, there) in over {
+        if used > u64::from(there) {
+            let what = format!("all stages take {used} {what}, there are {there}");
+            faults.push(Fault::Devices { stage: plan.stages.len().saturating_sub(1), what });
+        }
+    }
+}
+
+/// What a stage spends on each micro-batch, term by term.
+fn time(hybrid: &Hybrid, stage: &Stage, at: usize, taken: &BTreeMap<u32, (usize, &Choice)>) -> f64 {
+    let d = f64::from(stage.replicas);
+    let mut compute = 0.0;
+    let mut moved = 0.0;
+    let mut shared = 0.0;
+    for (&op, &(place, choice)) in taken {
+        if place != at {
+            continue;
+        }
+        compute += choice.time / d;
+        shared += 4.0 * (d - 1.0) / d * choice.weight_bytes / f64::from(hybrid.microbatches);
+        let layer: &Layer = &hybrid.layers[op as usize];
+        for (&link, sync) in layer.links.iter().zip(&choice.sync) {
+            let link = &hybrid.links[link as usize];
+            let other = if link.from == op { link.to } else { link.from };
+            if taken[&other].0 != at {
+                moved += 2.0 * (link.bytes + sync) / d;
+            }
+        }
+    }
+    compute + (moved + shared) / hybrid.bandwidth
+}

@@ -1,0 +1,115 @@
+//! Layers with choices, from file to plan: `pipec partition FILE --from piper`.
+
+use crate::cmd::partition::{Arguments, Question};
+use crate::failure::Failure;
+use crate::screen::Screen;
+use crate::{prediction, quantity, source, stages};
+use compiler::cluster::unit;
+use compiler::import::piper;
+use compiler::partition::hybrid::solve::{Request, SolveError, solve};
+use compiler::plan::{PlannedModel, read};
+use compiler::profile::hybrid::Hybrid;
+
+/// Plans, prints, writes.
+pub fn run(arguments: &Arguments, screen: &Screen) -> Result<(), Failure> {
+    let path = &arguments.file;
+    refuse(arguments)?;
+    let text = source::text(path, piper::MAX_BYTES as u64)?;
+    let mut hybrid = piper::read(&text).map_err(|error| {
+        Failure::file("read the instance", path, error).help("`--from` names the format of the file")
+    })?;
+    settle(&mut hybrid, arguments)?;
+    let sha256 = source::sha256(text.as_bytes());
+    let request = Request {
+        budget: arguments.question.budget,
+        seed: arguments.question.seed,
+        model: PlannedModel {
+            file: source::file_name(path),
+            sha256: sha256.clone(),
+            ops: hybrid.layers.len() as u64,
+            ..PlannedModel::default()
+        },
+        sha256,
+    };
+    let plan = solve(&hybrid, &request).map_err(|error| {
+        let infeasible = || Failure::infeasible(format!("no feasible plan for {}", path.display())).because(&error);
+        match &error {
+            SolveError::Unsound(_) => Failure::bug(&error.to_string()),
+            SolveError::Memory { smallest, .. } => {
+                let least = quantity::at_least(*smallest);
+                infeasible().help(format!("`--memory {least}` is the least that was found to do"))
+            }
+            SolveError::Devices { .. } => infeasible().help("`--gpus` gives more devices"),
+            SolveError::Cluster(_) => Failure::input(format!("cannot plan {}", path.display())).because(&error),
+        }
+    })?;
+    let json = read::to_json(&plan).map_err(|error| Failure::bug(&error.to_string()))?;
+    let output = arguments.output.clone().unwrap_or_else(|| source::default_output(path, "plan"));
+    if source::is_stdout(&output) {
+        screen.document(&json);
+        return Ok(());
+    }
+    source::write(&output, json.as_bytes())?;
+    screen.text(&format!("{}\n{}\n{}", stages::heading(&plan), stages::stages(&plan), prediction::prediction(&plan)));
+    plan.warnings.iter().for_each(|warning| screen.warn(warning));
+    screen.json(&serde_json::to_value(&plan).unwrap_or_default());
+    screen.text(&format!("\nwrote {}", output.display()));
+    Ok(())
+}
+
+/// What flags say instead of the file.
+fn settle(hybrid: &mut Hybrid, arguments: &Arguments) -> Result<(), Failure> {
+    let question = &arguments.question;
+    if let Some(text) = &question.memory {
+        let bytes = unit::bytes(text).map_err(|error| Failure::input("cannot read `--memory`").because(error))?;
+        hybrid.bytes_per_device = bytes.0 as f64;
+    }
+    if let Some(text) = &arguments.devices.bandwidth {
+        let rate = unit::bandwidth(text).map_err(|error| Failure::input("cannot read `--bandwidth`").because(error))?;
+        hybrid.bandwidth = rate.0;
+    }
+    let most = piper::MAX_COUNT as u32;
+    if let Some(count) = arguments.devices.gpus {
+        if !(1..=most).contains(&count) {
+            return Err(Failure::input(format!("`--gpus {count}` is not from 1 to {most}")));
+        }
+        hybrid.devices = count;
+    }
+    if question.microbatches > most {
+        return Err(Failure::input(format!("`--microbatches {}` is more than {most}", question.microbatches)));
+    }
+    if question.microbatches != Question::default().microbatches {
+        hybrid.microbatches = question.microbatches;
+    }
+    Ok(())
+}
+
+/// The instance names its levels and its costs; flags that would change them have no meaning.
+fn refuse(arguments: &Arguments) -> Result<(), Failure> {
+    let (devices, question) = (&arguments.devices, &arguments.question);
+    let usual = Question::default();
+    let given = [
+        ("--levels", devices.levels.is_some()),
+        ("--cluster", devices.cluster.is_some()),
+        ("--profile", arguments.profile.is_some()),
+        ("--stages", question.stages.is_some()),
+        ("--cut-after", question.cut_after.is_some()),
+        ("--pin", !question.pin.is_empty()),
+        ("--max-stages", question.max_stages.is_some()),
+        ("--no-replication", question.no_replication),
+        ("--noncontiguous", arguments.noncontiguous),
+        ("--partitioner", question.partitioner != usual.partitioner),
+        ("--cost", question.cost != usual.cost),
+        ("--target", question.target.is_some()),
+        ("--objective", question.objective != usual.objective),
+        ("--schedule", question.schedule.as_deref().is_some_and(|schedule| schedule != "1f1b")),
+        ("--in-flight", question.in_flight != usual.in_flight),
+        ("--recompute", question.recompute != usual.recompute),
+    ];
+    match given.iter().find(|(_, is_given)| *is_given) {
+        Some((flag, _)) => Err(Failure::input(format!("`{flag}` does not go with `--from piper`"))
+            .because("the instance has its own costs, choices and schedule")
+            .help("`--gpus`, `--bandwidth`, `--memory` and `--microbatches` change what it says")),
+        None => Ok(()),
+    }
+}
