@@ -14,7 +14,6 @@ mod machines;
 mod memory;
 mod model;
 mod prediction;
-mod quantity;
 mod screen;
 mod source;
 mod stages;
@@ -26,6 +25,8 @@ use crate::failure::Failure;
 use crate::screen::Screen;
 use clap::error::ErrorKind;
 use clap::{Command, CommandFactory, FromArgMatches};
+// Every verb tells numbers as the pictures do.
+use compiler::export::quantity;
 use std::panic::{self, AssertUnwindSafe};
 use std::process::ExitCode;
 use std::sync::Mutex;

@@ -9,7 +9,6 @@
 pub mod efficiency;
 pub mod network;
 pub mod run;
-pub mod trace;
 
 use std::fmt;
 

@@ -11,10 +11,11 @@ use crate::source::{self, Costs, Times};
 use crate::training::{self, Data, Done, Length, Loss, Prepared, Task};
 use crate::{cmd, given, prediction, quantity, stages};
 use clap::Args;
+use compiler::export::trace::Trace;
+use compiler::export::trace::encode::encode;
 use compiler::op::Op;
 use compiler::plan::problem::InFlight;
 use compiler::plan::{Plan, ScheduleKind, Stage};
-use compiler::simulate::trace::trace;
 use profiler::machine;
 use runtime::data::Order;
 use runtime::train::StepDone;
@@ -108,7 +109,7 @@ pub struct Arguments {
     /// Write a JSON object for every minibatch, and one with totals at the end
     #[arg(long, value_name = "FILE")]
     metrics: Option<PathBuf>,
-    /// Write a trace that Perfetto and chrome://tracing open
+    /// Write a trace that Perfetto opens: in its own form as .pftrace or .perfetto-trace, else as JSON, which chrome://tracing opens too
     #[arg(long, value_name = "FILE")]
     trace: Option<PathBuf>,
     /// Where to run
@@ -215,7 +216,7 @@ pub fn run(arguments: Box<Arguments>, screen: &Screen) -> Result<(), Failure> {
         written.push((path, "checkpoint"));
     }
     if let Some(path) = &arguments.trace {
-        source::write(path, trace("training", &done.tracks).as_bytes())?;
+        source::write(path, &encode(&Trace::training(&done.tracks), &source::file_name(path)))?;
         written.push((path.clone(), "trace"));
     }
     written.extend(arguments.metrics.iter().map(|path| (path.clone(), "metrics")));

@@ -10,6 +10,11 @@ pub fn time(microseconds: f64) -> String {
     format!("{} {unit}", short(value))
 }
 
+/// A time in microseconds, with the sign that terminals may lack.
+pub fn duration(microseconds: f64) -> String {
+    time(microseconds).replace(" us", " µs")
+}
+
 /// A number of bytes, in powers of ten.
 pub fn bytes(bytes: u64) -> String {
     scaled(bytes as f64, &["B", "kB", "MB", "GB", "TB", "PB", "EB"])
