@@ -82,7 +82,7 @@ fn bar(share: f64) -> String {
 
 /// `1 op`, `2 ops`.
 pub fn plural(count: u64, one: &str, many: &str) -> String {
-    format!("{} {}", quantity::count(count), if count == 1 { one } else { many })
+    quantity::plural(count, one, many)
 }
 
 #[cfg(test)]

@@ -11,6 +11,8 @@ pub enum Unit {
     Count,
     /// Shares of one, told in percent.
     Share,
+    /// Numbers without a unit.
+    Plain,
 }
 
 /// From 0 to the first round number that is not less than what is shown.
@@ -76,6 +78,7 @@ fn scale(end: f64, unit: Unit) -> (f64, &'static str) {
         Unit::Count if end < 1e4 => (1.0, ""),
         Unit::Count => of(&[(1e3, " k"), (1e6, " M"), (1e9, " G"), (1e12, " T"), (1e15, " P")]),
         Unit::Share => (0.01, " %"),
+        Unit::Plain => (1.0, ""),
     }
 }
 

@@ -195,6 +195,7 @@ fn told(value: f64, unit: Unit) -> String {
         Unit::Time => quantity::duration(value),
         Unit::Bytes => quantity::bytes(value.max(0.0) as u64),
         Unit::Count => quantity::samples(value),
+        Unit::Plain => quantity::short(value),
         Unit::Share => format!("{:.1} %", value * 100.0),
     }
 }

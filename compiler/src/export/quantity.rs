@@ -48,6 +48,11 @@ pub fn count(value: u64) -> String {
     groups.iter().map(|group| String::from_utf8_lossy(group)).collect::<Vec<_>>().join(",")
 }
 
+/// `1 op`, `2 ops`.
+pub fn plural(number: u64, one: &str, many: &str) -> String {
+    format!("{} {}", count(number), if number == 1 { one } else { many })
+}
+
 /// A rate of samples.
 pub fn samples(per_second: f64) -> String {
     if per_second >= 1000.0 { count(per_second.round() as u64) } else { short(per_second) }

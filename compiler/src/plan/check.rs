@@ -168,6 +168,24 @@ pub fn check(problem: &Problem, plan: &Plan) -> Result<Checked, Vec<Fault>> {
     if faults.is_empty() { Ok(Checked { minibatch_us, bottleneck, memory }) } else { Err(faults) }
 }
 
+/// What the stages of `plan` come to by the same reckoning, whatever figures it states: for stages that no planner has chosen. Its
+/// edges and times are not looked at, and a stage that is too large is no fault here.
+pub fn reckon(problem: &Problem, plan: &Plan) -> Result<Checked, Vec<Fault>> {
+    let mut faults = Vec::new();
+    let stage_of = coverage(&problem.graph, plan, &mut faults);
+    devices(&problem.cluster, plan, &mut faults);
+    schedule(plan, &mut faults);
+    if !faults.is_empty() {
+        return Err(faults);
+    }
+    let (minibatch_us, bottleneck) = match problem.cost {
+        CostModel::Pipec => judge::time(problem, plan, &stage_of),
+        CostModel::Paper | CostModel::Pipedream | CostModel::Load => time(problem, plan, &stage_of, &mut faults),
+    };
+    let memory = memory(problem, plan, &stage_of);
+    if faults.is_empty() { Ok(Checked { minibatch_us, bottleneck, memory }) } else { Err(faults) }
+}
+
 fn differs(said: f64, found: f64) -> bool {
     let close = (said - found).abs() <= TOLERANCE * said.abs().max(found.abs()).max(1e-6);
     !close
