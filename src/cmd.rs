@@ -8,6 +8,7 @@ pub mod partition;
 pub mod plan;
 pub mod profile;
 pub mod quickstart;
+pub mod report;
 pub mod schema;
 pub mod simulate;
 pub mod train;

@@ -4,6 +4,7 @@
 //! bug. Results go to standard output, everything else to standard error.
 
 mod arguments;
+mod asked;
 mod cmd;
 mod device_placement;
 mod failure;
@@ -68,6 +69,7 @@ fn run() -> u8 {
         Verb::Partition(arguments) => cmd::partition::run(arguments, &screen),
         Verb::Plan(arguments) => cmd::plan::run(arguments, &screen),
         Verb::Simulate(arguments) => cmd::simulate::run(arguments, &screen),
+        Verb::Report(arguments) => cmd::report::run(arguments, &screen),
         Verb::Train(arguments) => cmd::train::run(arguments, &screen),
         Verb::Eval(arguments) => cmd::eval::run(arguments, &screen),
         Verb::Quickstart(arguments) => cmd::quickstart::run(arguments, &screen),

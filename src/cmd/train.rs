@@ -16,11 +16,13 @@ use compiler::export::trace::encode::encode;
 use compiler::op::Op;
 use compiler::plan::problem::InFlight;
 use compiler::plan::{Plan, ScheduleKind, Stage};
+use compiler::simulate::Activity;
 use profiler::machine;
 use runtime::data::Order;
 use runtime::train::StepDone;
 use runtime::weights;
 use serde_json::json;
+use std::collections::BTreeMap;
 use std::fs::{self, File};
 use std::io::{self, BufWriter, IsTerminal, Write};
 use std::path::{Path, PathBuf};
@@ -304,7 +306,33 @@ fn totals(prepared: &Prepared, done: &Done) -> serde_json::Value {
         "last_loss": done.trained.losses.last(),
         "seconds": done.trained.seconds,
         "samples_per_s": done.samples_per_s,
+        "stages": measured(done),
     })
+}
+
+/// What each stage took for an item on its slowest replica, and what its fullest held.
+fn measured(done: &Done) -> Vec<serde_json::Value> {
+    let mut stages: BTreeMap<u32, (f64, f64, u64)> = BTreeMap::new();
+    for (at, track) in done.tracks.iter().enumerate() {
+        let held = done.trained.held_bytes.get(at).copied().unwrap_or(0);
+        let mut sums: BTreeMap<u32, [(f64, u32); 2]> = BTreeMap::new();
+        for span in &track.spans {
+            let (stage, way) = match span.activity {
+                Activity::Forward(stage, _) => (stage, 0),
+                Activity::Backward(stage, _) => (stage, 1),
+                _ => continue,
+            };
+            let sum = &mut sums.entry(stage.0).or_default()[way];
+            *sum = (sum.0 + span.end - span.start, sum.1 + 1);
+        }
+        for (stage, sums) in sums {
+            let [forward, backward] = sums.map(|(us, count)| us / f64::from(count.max(1)));
+            let most = stages.entry(stage).or_default();
+            *most = (most.0.max(forward), most.1.max(backward), most.2.max(held));
+        }
+    }
+    let one = |(stage, (fwd_us, bwd_us, held_bytes))| json!({"stage": stage, "fwd_us": fwd_us, "bwd_us": bwd_us, "held_bytes": held_bytes});
+    stages.into_iter().map(one).collect()
 }
 
 /// What the fullest replica of each stage held at once, beside what the plan says.
