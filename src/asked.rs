@@ -1,23 +1,26 @@
-//! From a plan back to the question that it answers, so that its stages can be weighed again and the same be asked of other devices.
+//! A model that more than one question is asked about: of many devices, or again as a plan was asked for.
+//!
+//! From a plan it goes back to the question that the plan answers, so that its stages can be weighed again and the same be asked of
+//! other devices.
 
-use crate::arguments::Import;
+use crate::arguments::{Devices, Import};
 use crate::cmd::partition::{Optimizer, Question, cost_name};
 use crate::failure::Failure;
 use crate::machines;
 use crate::model::{self, Loaded};
 use crate::screen::Screen;
 use crate::source::{self, Costs, Format, Times};
+use crate::stages::COSTS;
 use clap::ValueEnum;
 use compiler::cluster::{Cluster, Device, device};
+use compiler::import::onnx::name::shown;
 use compiler::plan::Plan;
 use compiler::plan::problem::{InFlight, Objective, Problem};
 use compiler::profile::Method;
 use serde_json::Value;
 use std::path::{Path, PathBuf};
 
-use crate::stages::COSTS;
-
-/// The model of a plan, and where its costs come from.
+/// A model, and where its costs come from.
 pub struct Source {
     kind: Kind,
     path: PathBuf,
@@ -25,32 +28,50 @@ pub struct Source {
 
 enum Kind {
     Published,
-    Analytic(Box<Loaded>, Device),
+    Analytic(Box<Loaded>, Option<Device>),
     Measured(Box<Loaded>, PathBuf),
 }
 
 impl Source {
-    /// Reads the model, and refuses one that is not the plan's.
-    pub fn open(path: &Path, profile: Option<&str>, plan: &Plan, screen: &Screen) -> Result<Source, Failure> {
+    /// Reads a model, whose costs are `profile`: a file, `analytic:KIND`, or the roofline of the cluster's devices.
+    pub fn open(path: &Path, profile: Option<&str>, import: &Import, screen: &Screen) -> Result<Source, Failure> {
         let path = path.to_path_buf();
         if source::format_of(&path) == Format::Pipedream {
             return Ok(Source { kind: Kind::Published, path });
         }
-        let mut import = Import::default();
-        import.follow(&plan.model.import);
-        let loaded = Box::new(model::read(&path, &import, screen)?);
+        let loaded = Box::new(model::read(&path, import, screen)?);
         let kind = match profile {
-            Some(file) if !file.starts_with("analytic") => Kind::Measured(loaded, PathBuf::from(file)),
-            None if plan.profile.method == Method::Measured => {
-                return Err(Failure::input("the plan was made from a profile").help("`--profile FILE` names it"));
-            }
+            None | Some("analytic") => Kind::Analytic(loaded, None),
             Some(text) => match text.strip_prefix("analytic:") {
-                Some(kind) => Kind::Analytic(loaded, machines::kind(kind)?.device()),
-                None => Kind::Analytic(loaded, planned_device(plan)),
+                Some(kind) => Kind::Analytic(loaded, Some(machines::kind(kind)?.device())),
+                None => Kind::Measured(loaded, PathBuf::from(text)),
             },
-            None => Kind::Analytic(loaded, planned_device(plan)),
         };
         Ok(Source { kind, path })
+    }
+
+    /// The model of a plan.
+    pub fn of_plan(path: &Path, profile: Option<&str>, plan: &Plan, screen: &Screen) -> Result<Source, Failure> {
+        let is_measured = plan.profile.method == Method::Measured && source::format_of(path) != Format::Pipedream;
+        if is_measured && profile.is_none() {
+            return Err(Failure::input("the plan was made from a profile").help("`--profile FILE` names it"));
+        }
+        let mut import = Import::default();
+        import.follow(&plan.model.import);
+        let mut source = Source::open(path, profile, &import, screen)?;
+        if let Kind::Analytic(_, device @ None) = &mut source.kind {
+            *device = Some(planned_device(plan));
+        }
+        Ok(source)
+    }
+
+    /// A model that is at hand and stands in no file.
+    pub fn of_loaded(loaded: Loaded, profile: Option<&str>) -> Result<Source, Failure> {
+        let device = match profile.and_then(|text| text.strip_prefix("analytic:")) {
+            Some(kind) => Some(machines::kind(kind)?.device()),
+            None => None,
+        };
+        Ok(Source { path: PathBuf::from(&loaded.model.file), kind: Kind::Analytic(Box::new(loaded), device) })
     }
 
     /// Whether the costs can be had for other sizes of micro-batch than the plan's.
@@ -58,29 +79,55 @@ impl Source {
         matches!(&self.kind, Kind::Analytic(..))
     }
 
-    /// The costs at that many samples, on the plan's cluster.
-    pub fn costs(&self, plan: &Plan, micro_batch: u64) -> Result<Costs, Failure> {
-        let cluster = cluster(plan);
-        let costs = match &self.kind {
-            Kind::Published => source::published_on(&self.path, cluster, micro_batch, &plan.dtype)?,
+    /// Samples in a micro-batch where nobody says.
+    pub fn micro_batch(&self, screen: &Screen) -> u64 {
+        match &self.kind {
+            Kind::Published => 1,
+            Kind::Analytic(loaded, _) => loaded.micro_batch(None, screen),
+            Kind::Measured(loaded, path) => {
+                let profiled = source::read_profile(path).ok().map(|(_, profile)| profile.settings.micro_batch);
+                loaded.micro_batch(profiled, screen)
+            }
+        }
+    }
+
+    /// The devices that the flags describe, of the kind that the costs are for.
+    pub fn cluster(&self, devices: &Devices) -> Result<Cluster, Failure> {
+        match &self.kind {
+            Kind::Published | Kind::Analytic(_, None) => machines::cluster(devices, None),
+            Kind::Analytic(_, Some(device)) => machines::cluster(devices, device::find(&device.kind)),
+            Kind::Measured(_, path) => machines::cluster_of(devices, &source::read_profile(path)?.1),
+        }
+    }
+
+    /// The costs at that many samples on a cluster.
+    pub fn on(&self, cluster: Cluster, micro_batch: u64) -> Result<Costs, Failure> {
+        match &self.kind {
+            Kind::Published => source::published_on(&self.path, cluster, micro_batch, "f32"),
             Kind::Analytic(loaded, device) => {
-                source::assemble(loaded, micro_batch, cluster, Times::Analytic(device.clone()))?
+                let device = device.clone().unwrap_or_else(|| cluster.device.clone());
+                source::assemble(loaded, micro_batch, cluster, Times::Analytic(device))
             }
             Kind::Measured(loaded, path) => {
                 let (sha256, profile) = source::read_profile(path)?;
-                source::assemble(loaded, micro_batch, cluster, Times::Profile(path.clone(), sha256, Box::new(profile)))?
+                source::assemble(loaded, micro_batch, cluster, Times::Profile(path.clone(), sha256, Box::new(profile)))
             }
-        };
+        }
+    }
+
+    /// The costs at that many samples on the plan's cluster; refuses a model that is not the plan's.
+    pub fn costs(&self, plan: &Plan, micro_batch: u64) -> Result<Costs, Failure> {
+        let costs = self.on(cluster(plan), micro_batch)?;
         let (here, there) = (&costs.model, &plan.model);
-        let hashes = [(&here.sha256, &there.sha256), (&here.graph_hash, &there.graph_hash)];
         let is_other = match self.kind {
-            Kind::Published => hashes[0].0 != hashes[0].1,
-            _ => hashes[1].0 != hashes[1].1,
+            Kind::Published => here.sha256 != there.sha256,
+            _ => here.graph_hash != there.graph_hash,
         };
         if is_other || here.ops != there.ops {
             let what = format!("{} is not the model of the plan", self.path.display());
+            let there = (shown(&there.file), there.ops);
             return Err(Failure::input(what)
-                .because(format!("the plan is for {} with {} ops, this has {}", there.file, there.ops, here.ops)));
+                .because(format!("the plan is for {} with {} ops, this has {}", there.0, there.1, here.ops)));
         }
         Ok(costs)
     }

@@ -11,5 +11,6 @@ pub mod quickstart;
 pub mod report;
 pub mod schema;
 pub mod simulate;
+pub mod sweep;
 pub mod train;
 pub mod zoo;

@@ -8,6 +8,7 @@ mod asked;
 mod cmd;
 mod device_placement;
 mod failure;
+mod family;
 mod freeze;
 mod given;
 mod initial;
@@ -70,6 +71,7 @@ fn run() -> u8 {
         Verb::Plan(arguments) => cmd::plan::run(arguments, &screen),
         Verb::Simulate(arguments) => cmd::simulate::run(arguments, &screen),
         Verb::Report(arguments) => cmd::report::run(arguments, &screen),
+        Verb::Sweep(arguments) => cmd::sweep::run(arguments, &screen),
         Verb::Train(arguments) => cmd::train::run(arguments, &screen),
         Verb::Eval(arguments) => cmd::eval::run(arguments, &screen),
         Verb::Quickstart(arguments) => cmd::quickstart::run(arguments, &screen),

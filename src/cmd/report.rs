@@ -51,7 +51,7 @@ pub struct Arguments {
 pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Failure> {
     let plan = cmd::plan::sound_plan(&arguments.file)?;
     let source = match &arguments.model {
-        Some(path) => Some(Source::open(path, arguments.profile.as_deref(), &plan, screen)?),
+        Some(path) => Some(Source::of_plan(path, arguments.profile.as_deref(), &plan, screen)?),
         None => None,
     };
     let modelled = match &source {

@@ -96,7 +96,8 @@ impl Svg {
     fn close(&mut self, tag: &str, hint: Option<&str>) {
         match hint {
             Some(hint) => {
-                let _ = write!(self.body, "><title>{}</title></{tag}>", escape(hint));
+                let lines: Vec<String> = hint.split('\n').map(escape).collect();
+                let _ = write!(self.body, "><title>{}</title></{tag}>", lines.join("\n"));
             }
             None => self.body += "/>",
         }

@@ -2,12 +2,13 @@
 
 use crate::export::escape::escape;
 use crate::export::quantity;
+use crate::export::report::markup::paragraph;
 use crate::export::report::{Report, WhatIf};
 
 /// Steps of shade.
 const SHADES: f64 = 4.0;
 
-/// A table with a row for each number of devices and a column for each size; the darker, the faster.
+/// A table with a column for each number of devices and a row for each size; the darker, the faster.
 pub fn strip(report: &Report<'_>) -> String {
     let cells = &report.what_if;
     let mut devices: Vec<u32> = cells.iter().map(|cell| cell.devices).collect();
@@ -18,22 +19,21 @@ pub fn strip(report: &Report<'_>) -> String {
     sizes.dedup();
     let rate = |cell: &WhatIf| cell.answer.as_ref().map_or(0.0, |answer| answer.throughput_per_s);
     let most = cells.iter().map(rate).fold(0.0, f64::max);
-    let mut text = String::from(
-        "<div class=\"scroll grid-table\"><table><caption>Samples per second, replicas of each stage, and memory of the fullest \
-         device. The framed cell is this plan.</caption><thead><tr><th scope=\"col\"></th>",
-    );
-    for (micro_batch, microbatches) in &sizes {
-        let size = match microbatches {
-            1 => quantity::plural(*micro_batch, "sample", "samples"),
-            m => format!("{m} × {}", quantity::plural(*micro_batch, "sample", "samples")),
-        };
-        text += &format!("<th scope=\"col\">{}</th>", escape(&size));
+    let told = "Samples per second, replicas of each stage, and memory of the fullest device; the darker, the faster. The framed \
+                cell is this plan.";
+    let mut text = paragraph("quiet", told) + "<div class=\"scroll grid-table\"><table><thead><tr><td></td>";
+    for &count in &devices {
+        let name = quantity::plural(u64::from(count), "device", "devices");
+        text += &format!("<th scope=\"col\">{}</th>", escape(&name));
     }
     text += "</tr></thead><tbody>";
-    for &count in &devices {
-        text +=
-            &format!("<tr><th scope=\"row\">{}</th>", escape(&quantity::plural(u64::from(count), "device", "devices")));
-        for &(micro_batch, microbatches) in &sizes {
+    for &(micro_batch, microbatches) in &sizes {
+        let size = match microbatches {
+            1 => quantity::plural(micro_batch, "sample", "samples"),
+            m => format!("{m} × {}", quantity::plural(micro_batch, "sample", "samples")),
+        };
+        text += &format!("<tr><th scope=\"row\">{}</th>", escape(&size));
+        for &count in &devices {
             let found = cells
                 .iter()
                 .find(|cell| (cell.devices, cell.micro_batch, cell.microbatches) == (count, micro_batch, microbatches));
