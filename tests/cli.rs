@@ -5,12 +5,14 @@ use serde_json::Value;
 use std::path::Path;
 use std::process::Output;
 
-const VERBS: [&str; 11] = [
+const VERBS: [&str; 13] = [
     "inspect",
     "profile",
     "partition",
     "plan",
     "simulate",
+    "report",
+    "sweep",
     "train",
     "eval",
     "quickstart",

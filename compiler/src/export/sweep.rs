@@ -133,7 +133,9 @@ impl Sweep {
     }
 
     fn depths(&self) -> Vec<Option<u32>> {
-        self.points.iter().map(|point| point.depth).collect::<BTreeSet<_>>().into_iter().collect()
+        // A depth without any plan would only stand in the legends.
+        let planned = self.points.iter().filter(|point| point.answer.is_ok());
+        planned.map(|point| point.depth).collect::<BTreeSet<_>>().into_iter().collect()
     }
 
     /// The fastest plan for so many devices at that depth.
@@ -215,8 +217,7 @@ impl Sweep {
             curves.push(Curve { name: format!("{}, {devices} devices", name(depth)), points, is_reference: false });
         }
         let ring_name = "at least four micro-batches a stage".to_string();
-        let base =
-            plot("Share of a step that fills and drains", "micro-batches in a minibatch", &counts, Unit::Share, curves);
+        let base = plot("Idle share of a step", "micro-batches in a minibatch", &counts, Unit::Share, curves);
         Plot { rings, ring_name, ..base }
     }
 }
