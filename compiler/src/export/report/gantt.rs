@@ -10,8 +10,8 @@ use crate::export::report::markup::{Column, Table, paragraph};
 use crate::export::svg::{Anchor, Svg, width};
 use crate::plan::{Plan, StageId};
 use crate::schedule::{Instruction, MicrobatchId, Payload};
-use crate::simulate::{Activity, Span, Timeline};
-use std::collections::BTreeMap;
+use crate::simulate::{Activity, Span, Timeline, Track};
+use std::collections::{BTreeMap, BTreeSet};
 
 /// Rows that are drawn at most.
 const MOST_ROWS: usize = 48;
@@ -49,22 +49,21 @@ impl<'a> Drawn<'a> {
     fn of(played: &'a Played) -> Drawn<'a> {
         let timeline = &played.timeline;
         let all: Vec<usize> = (0..timeline.workers.len()).collect();
-        let stage = |worker: usize| played.program.workers[worker].stage;
         let rows: Vec<usize> = if all.len() <= MOST_ROWS {
             all
         } else {
-            // The first replica of each stage: its others do the same a little later.
-            let first = all.iter().filter(|&&worker| worker == 0 || stage(worker) != stage(worker - 1));
-            first.copied().take(MOST_ROWS).collect()
+            // The first of the replicas: its others do the same a little later.
+            let first = all.into_iter().filter(|&worker| timeline.workers[worker].name.ends_with(".0"));
+            first.take(MOST_ROWS).collect()
         };
         let lane = |&worker: &usize| -> Vec<&Span> {
-            let name = &timeline.workers[worker].name;
-            let reduces = format!("all-reduce {}", stage(worker).0);
-            let links = timeline.links.iter().filter(|link| {
-                link.name == reduces
-                    || link.name.split(" > ").next().is_some_and(|from| from == name && from != link.name)
-            });
-            links.flat_map(|link| &link.spans).collect()
+            let Track { name, spans } = &timeline.workers[worker];
+            let stages: BTreeSet<StageId> = spans.iter().filter_map(|span| Some(item(span.activity)?.0)).collect();
+            let reduces: Vec<String> = stages.iter().map(|stage| format!("all-reduce {}", stage.0)).collect();
+            let sends = format!("{name} > ");
+            let own =
+                timeline.links.iter().filter(|link| link.name.starts_with(&sends) || reduces.contains(&link.name));
+            own.flat_map(|link| &link.spans).collect()
         };
         let lanes: Vec<Vec<&Span>> = rows.iter().map(lane).collect();
         let spans: usize = rows.iter().map(|&row| timeline.workers[row].spans.len()).sum();
@@ -176,7 +175,8 @@ fn phases(picture: &mut Svg, plan: &Plan, played: &Played, x: &dyn Fn(f64) -> f6
 
 /// From when every worker has begun to run backward (or at all, where nothing does), and until when the first stage takes up items.
 fn steady(timeline: &Timeline) -> Option<(f64, f64)> {
-    let trains = timeline.workers.iter().flat_map(|track| &track.spans).any(|span| class(span.activity) == "backward");
+    let trains =
+        timeline.workers.iter().flat_map(|track| &track.spans).any(|span| class(span.activity).starts_with("backward"));
     let wanted = |span: &&Span| match trains {
         true => class(span.activity).starts_with("backward"),
         false => span.activity.computes(),

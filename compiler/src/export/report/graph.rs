@@ -22,7 +22,7 @@ pub fn draw(plan: &Plan) -> Svg {
     let below = if skips.is_empty() {
         0.0
     } else {
-        34.0 + 16.0 * rows(&skips.iter().map(|e| (e.from.0, e.to.0)).collect::<Vec<_>>()).1 as f64
+        8.0 + 16.0 * rows(&skips.iter().map(|e| (e.from.0, e.to.0)).collect::<Vec<_>>()).1 as f64
     };
     let wide = left(stages.len().saturating_sub(1)) + BOX[0] + 14.0;
     let mut picture = Svg::new(wide, TOP + BOX[1] + 12.0 + below, "The stages and what goes between them");

@@ -18,8 +18,8 @@ const PITCH: f64 = 52.0;
 
 /// The workers that are drawn: the first replica of each stage.
 fn workers(played: &Played) -> Vec<usize> {
-    let stage = |worker: usize| played.program.workers.get(worker).map(|worker| worker.stage);
-    let first = (0..played.timeline.workers.len()).filter(|&worker| worker == 0 || stage(worker) != stage(worker - 1));
+    let workers = &played.timeline.workers;
+    let first = (0..workers.len()).filter(|&worker| workers[worker].name.ends_with(".0"));
     first.filter(|&worker| !played.timeline.memory[worker].is_empty()).take(MOST).collect()
 }
 

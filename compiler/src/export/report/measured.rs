@@ -114,7 +114,7 @@ pub fn section(plan: &Plan, measured: &Measured) -> String {
     let whole = measured.steps.last().map_or(0.0, |(_, seconds)| *seconds);
     let mean = whole * 1e6 / steps.len().max(1) as f64;
     let ratio = if predicted > 0.0 {
-        format!(", {} of the prediction", quantity::short(mean / predicted))
+        format!(", {} times the prediction", quantity::short(mean / predicted))
     } else {
         String::new()
     };
