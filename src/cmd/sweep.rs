@@ -166,7 +166,7 @@ fn figures(
         Some(depth) if depth > devices => {
             return Ok(Err(format!("{depth} stages on {}", stages::plural(u64::from(devices), "device", "devices"))));
         }
-        Some(depth) if devices % depth != 0 => {
+        Some(depth) if !devices.is_multiple_of(depth) => {
             return Ok(Err(format!("{devices} devices do not make {depth} equal stages")));
         }
         Some(depth) if depth as usize > costs.graph.ops.len() => {
