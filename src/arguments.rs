@@ -53,6 +53,10 @@ pub enum Verb {
     Plan(cmd::plan::Arguments),
     /// Run a plan's programs against its own costs and predict speed and memory
     Simulate(cmd::simulate::Arguments),
+    /// Draw a plan as one HTML page: stages, who works when, memory, costs, alternatives
+    Report(cmd::report::Arguments),
+    /// Plan for many numbers of devices, depths and sizes: a table and the plots of the papers
+    Sweep(Box<cmd::sweep::Arguments>),
     /// Train a model with pipelined workers under a plan
     Train(Box<cmd::train::Arguments>),
     /// Write a model's outputs for given inputs

@@ -67,6 +67,11 @@ impl Failure {
         self
     }
 
+    /// Why, in one line; what, where nothing says why.
+    pub fn reason(&self) -> String {
+        if self.why.is_empty() { self.what.clone() } else { self.why.join(" ") }
+    }
+
     /// Says what to do next.
     pub fn help(mut self, help: impl fmt::Display) -> Failure {
         self.help = Some(help.to_string());

@@ -4,9 +4,11 @@
 //! bug. Results go to standard output, everything else to standard error.
 
 mod arguments;
+mod asked;
 mod cmd;
 mod device_placement;
 mod failure;
+mod family;
 mod freeze;
 mod given;
 mod hybrid;
@@ -15,7 +17,6 @@ mod machines;
 mod memory;
 mod model;
 mod prediction;
-mod quantity;
 mod screen;
 mod source;
 mod stages;
@@ -28,6 +29,8 @@ use crate::failure::Failure;
 use crate::screen::Screen;
 use clap::error::ErrorKind;
 use clap::{Command, CommandFactory, FromArgMatches};
+// Every verb tells numbers as the pictures do.
+use compiler::export::quantity;
 use std::panic::{self, AssertUnwindSafe};
 use std::process::ExitCode;
 use std::sync::Mutex;
@@ -69,6 +72,8 @@ fn run() -> u8 {
         Verb::Partition(arguments) => cmd::partition::run(arguments, &screen),
         Verb::Plan(arguments) => cmd::plan::run(arguments, &screen),
         Verb::Simulate(arguments) => cmd::simulate::run(arguments, &screen),
+        Verb::Report(arguments) => cmd::report::run(arguments, &screen),
+        Verb::Sweep(arguments) => cmd::sweep::run(arguments, &screen),
         Verb::Train(arguments) => cmd::train::run(arguments, &screen),
         Verb::Eval(arguments) => cmd::eval::run(arguments, &screen),
         Verb::Quickstart(arguments) => cmd::quickstart::run(arguments, &screen),

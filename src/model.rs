@@ -9,6 +9,7 @@ use compiler::graph::hash::hash;
 use compiler::graph::order;
 use compiler::import::doubt::Doubt;
 use compiler::import::import::{self, Batch, ImportError, Model, Options, Weight};
+use compiler::import::onnx::decode;
 use compiler::import::onnx::name::shown;
 use compiler::import::supply;
 use compiler::plan::{ImportSettings, PlannedModel};
@@ -54,6 +55,15 @@ pub fn read(path: &Path, import: &Import, screen: &Screen) -> Result<Loaded, Fai
     let model = import::load(path, &options).map_err(|error| refused(path, &error))?;
     model.warnings.iter().for_each(|warning| screen.warn(warning));
     Ok(Loaded { model, path: path.to_path_buf(), options, asked: None })
+}
+
+/// Imports a model of the zoo that has no file.
+pub fn of_zoo(name: &str, bytes: Vec<u8>) -> Result<Loaded, Failure> {
+    let path = PathBuf::from(name);
+    let options = Options::default();
+    let source = decode::parse(bytes.into(), Some(Path::new("."))).map_err(|error| refused(&path, &error.into()))?;
+    let model = import::from_onnx(&source, name, &options).map_err(|error| refused(&path, &error))?;
+    Ok(Loaded { model, path, options, asked: None })
 }
 
 /// Imports the file for the evaluation of these arrays, whose values it may take where the model needs constants.

@@ -44,7 +44,7 @@ fn microbatches(plan: &Plan) -> f64 {
 /// The prediction, beside one device and data parallelism, with its bound.
 pub fn prediction(plan: &Plan) -> String {
     let predicted = &plan.predicted;
-    let (step, m) = (predicted.step_us, microbatches(plan));
+    let step = predicted.step_us;
     let what = if plan.objective == Objective::Latency { "from input to answer" } else { "per minibatch" };
     let mut text = format!(
         "predicted      {} {what}, {} samples/s; slowest is {}\n",
@@ -67,14 +67,7 @@ pub fn prediction(plan: &Plan) -> String {
             predicted.bubble * 100.0
         );
     }
-    let (all, fits) = (&plan.baselines, &plan.baselines.fits);
-    let mut rows =
-        vec![("one device", all.single, fits.single), ("data parallel", all.data_parallel, fits.data_parallel)];
-    if plan.schedule.kind.is_continuous() {
-        rows.push(("uniform", all.uniform, fits.uniform));
-    }
-    for (name, other, fits) in rows {
-        let other = other * m;
+    for (name, other, fits) in alternatives(plan) {
         let against = match other / step {
             ratio if !ratio.is_finite() || (ratio - 1.0).abs() < EQUAL => "the same".to_string(),
             ratio if ratio > 1.0 => format!("this plan is {} times as fast", short(ratio)),
@@ -105,6 +98,27 @@ pub fn prediction(plan: &Plan) -> String {
         text += &format!("shared cores   {shared}\n");
     }
     text
+}
+
+/// The plain alternatives: what each is, its time for a whole minibatch, whether it fits.
+pub fn alternatives(plan: &Plan) -> Vec<(&'static str, f64, bool)> {
+    let (all, fits, m) = (&plan.baselines, &plan.baselines.fits, microbatches(plan));
+    let mut rows =
+        vec![("one device", all.single * m, fits.single), ("data parallel", all.data_parallel * m, fits.data_parallel)];
+    if plan.schedule.kind.is_continuous() {
+        rows.push(("uniform", all.uniform * m, fits.uniform));
+    }
+    rows
+}
+
+/// The least time of a whole minibatch that any plan can have; 0 where the bound speaks of something else.
+pub fn bound_us(plan: &Plan) -> f64 {
+    if is_steady(plan) { 0.0 } else { plan.lower_bound_us * microbatches(plan) }
+}
+
+/// How near the plan is to the best, as a sentence.
+pub fn bound_sentence(plan: &Plan) -> String {
+    format!("Bound: {}.", bound(plan))
 }
 
 /// How near the plan is to the best; under a flush this speaks of the steady state alone.

@@ -26,7 +26,7 @@ use std::path::{Path, PathBuf};
 const CPU: &str = "cpu";
 
 /// The most bytes of a plan file.
-const MOST_PLAN_BYTES: u64 = 256 << 20;
+pub const MOST_PLAN_BYTES: u64 = 256 << 20;
 
 /// The text of a file of at most `most` bytes.
 pub fn text(path: &Path, most: u64) -> Result<String, Failure> {
@@ -104,6 +104,7 @@ pub enum Format {
 }
 
 /// A model as costs on a cluster, ready to be asked about.
+#[derive(Clone)]
 pub struct Costs {
     /// The costs.
     pub graph: CostGraph,
@@ -164,8 +165,13 @@ impl Told {
 
 /// The format of the file, as told or by its name.
 pub fn format(arguments: &Arguments) -> Format {
-    let is_text = arguments.file.extension().is_some_and(|extension| extension == "txt");
-    arguments.from.unwrap_or(if is_text { Format::Pipedream } else { Format::Onnx })
+    arguments.from.unwrap_or_else(|| format_of(&arguments.file))
+}
+
+/// The format of a file by its name.
+pub fn format_of(path: &Path) -> Format {
+    let is_text = path.extension().is_some_and(|extension| extension == "txt");
+    if is_text { Format::Pipedream } else { Format::Onnx }
 }
 
 /// The costs that the arguments name.
@@ -182,6 +188,14 @@ fn published(arguments: &Arguments) -> Result<Costs, Failure> {
     if arguments.profile.is_some() {
         return Err(Failure::input("`--profile` does not go with `--from pipedream`: the file has its own costs"));
     }
+    let cluster = machines::cluster(&arguments.devices, None)?;
+    let micro_batch = arguments.dims.micro_batch.unwrap_or(1);
+    let costs = published_on(path, cluster, micro_batch, &arguments.question.dtype)?;
+    Ok(Costs { has_memory: arguments.devices.cluster.is_some(), ..costs })
+}
+
+/// A published profile on a cluster.
+pub fn published_on(path: &Path, cluster: Cluster, micro_batch: u64, dtype: &str) -> Result<Costs, Failure> {
     let text = text(path, pipedream::MAX_BYTES as u64)?;
     let graph = pipedream::read(&text).map_err(|error| {
         Failure::file("read the profile", path, error).help("`--from` names the format of the file")
@@ -195,12 +209,12 @@ fn published(arguments: &Arguments) -> Result<Costs, Failure> {
     Ok(Costs {
         untrainable: None,
         graph,
-        cluster: machines::cluster(&arguments.devices, None)?,
-        has_memory: arguments.devices.cluster.is_some(),
+        cluster,
+        has_memory: false,
         profile: PlannedProfile { sha256: model.sha256.clone(), method: Method::Imported },
         model,
-        micro_batch: arguments.dims.micro_batch.unwrap_or(1),
-        dtype: arguments.question.dtype.clone(),
+        micro_batch,
+        dtype: dtype.to_string(),
         source: None,
     })
 }

@@ -4,12 +4,10 @@ use crate::machines;
 use crate::quantity;
 use comfy_table::presets::NOTHING;
 use comfy_table::{CellAlignment, ContentArrangement, Table};
+use compiler::export::stage_name::{layers, ranges};
 use compiler::import::onnx::name::shown;
 use compiler::plan::{Plan, Stage};
 use compiler::profile::Method;
-
-/// Characters that the layers column may take.
-const LAYERS: usize = 44;
 
 /// The option of a plan that names the device whose costs it was made from.
 pub const COSTS: &str = "costs";
@@ -93,59 +91,6 @@ fn kinds(plan: &Plan, stage: &Stage) -> String {
     if kinds.is_empty() { String::new() } else { format!(" ({})", shown(&kinds.join(", "))) }
 }
 
-/// The stage's layers in the user's module names, cut to the depth at which they fit.
-pub fn layers(stage: &Stage) -> String {
-    let names: Vec<&str> = stage.modules.iter().map(String::as_str).filter(|name| !name.is_empty()).collect();
-    if names.is_empty() {
-        let (first, last) = (stage.op_names.first(), stage.op_names.last());
-        return match (first, last) {
-            (Some(first), Some(last)) if first != last => span(first, last),
-            (Some(first), _) => cut(first, LAYERS),
-            _ => String::new(),
-        };
-    }
-    let depth = names.iter().map(|name| name.split('.').count()).max().unwrap_or(1);
-    for depth in (1..=depth).rev() {
-        let mut kept: Vec<String> = Vec::new();
-        for name in &names {
-            let name = name.split('.').take(depth).collect::<Vec<_>>().join(".");
-            if !kept.contains(&name) {
-                kept.push(name);
-            }
-        }
-        let text = kept.join(", ");
-        if text.chars().count() <= LAYERS {
-            return shown(&text).into_owned();
-        }
-    }
-    span(names[0], names[names.len() - 1])
-}
-
-fn span(first: &str, last: &str) -> String {
-    format!("{} … {}", cut(first, LAYERS / 2 - 2), cut(last, LAYERS / 2 - 2))
-}
-
-fn cut(name: &str, most: usize) -> String {
-    let name = shown(name);
-    match name.chars().count() {
-        length if length <= most => name.into_owned(),
-        length => format!("…{}", name.chars().skip(length + 1 - most).collect::<String>()),
-    }
-}
-
-/// Device numbers with runs drawn together: `0-3, 8`.
-pub fn ranges(devices: &[u32]) -> String {
-    let mut parts: Vec<(u32, u32)> = Vec::new();
-    for &device in devices {
-        match parts.last_mut() {
-            Some((_, last)) if *last + 1 == device => *last = device,
-            _ => parts.push((device, device)),
-        }
-    }
-    let show = |&(from, to): &(u32, u32)| if from == to { from.to_string() } else { format!("{from}-{to}") };
-    parts.iter().map(show).collect::<Vec<_>>().join(", ")
-}
-
 fn bar(share: f64) -> String {
     let full = (share * BAR as f64).round() as usize;
     format!("{}{} {:3.0} %", "█".repeat(full.min(BAR)), "░".repeat(BAR.saturating_sub(full)), share * 100.0)
@@ -153,7 +98,7 @@ fn bar(share: f64) -> String {
 
 /// `1 op`, `2 ops`.
 pub fn plural(count: u64, one: &str, many: &str) -> String {
-    format!("{} {}", quantity::count(count), if count == 1 { one } else { many })
+    quantity::plural(count, one, many)
 }
 
 #[cfg(test)]
@@ -161,15 +106,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn runs_of_devices_are_drawn_together() {
-        assert_eq!(ranges(&[0, 1, 2, 3, 8, 10, 11]), "0-3, 8, 10-11");
-        assert_eq!(ranges(&[]), "");
-    }
-
-    #[test]
-    fn long_names_keep_their_ends() {
-        assert_eq!(cut("abcdefgh", 4), "…fgh");
-        assert_eq!(cut("abc", 4), "abc");
+    fn bars_are_filled_by_tenths() {
         assert_eq!(bar(0.5), "█████░░░░░  50 %");
     }
 }

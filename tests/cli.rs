@@ -8,12 +8,14 @@ use shared::data;
 use std::path::Path;
 use std::process::Output;
 
-const VERBS: [&str; 11] = [
+const VERBS: [&str; 13] = [
     "inspect",
     "profile",
     "partition",
     "plan",
     "simulate",
+    "report",
+    "sweep",
     "train",
     "eval",
     "quickstart",

@@ -11,7 +11,7 @@ use compiler::import::pipedream;
 use compiler::partition::joined::Joined;
 use compiler::partition::milp::solve::refine;
 use compiler::partition::planner::{Partitioner, PlanError, Planned, PlannerOptions, plan};
-use compiler::partition::search::{Found, Question};
+use compiler::partition::search::{Among, Found, Question};
 use compiler::plan::ScheduleKind;
 use compiler::plan::problem::{CostModel, Objective, Problem, ProblemError};
 use compiler::plan::read::to_json;
@@ -79,7 +79,7 @@ fn limit(problem: &mut Problem, seed: u64) {
 /// From one device alone, which may not fit, to the best that integer programs find.
 fn from_single(problem: &Problem) -> Found {
     let joined = Joined::of(&problem.graph);
-    let question = Question { problem, joined: &joined, budget: Some(1_000_000) };
+    let question = Question { problem, joined: &joined, budget: Some(1_000_000), among: Among::ALONE };
     let [single, ..] = question.baselines();
     refine(&question, Found::of(single), None).unwrap()
 }
@@ -186,7 +186,7 @@ fn the_answer_is_never_worse_and_never_called_proven_when_the_budget_ends() {
         let ours = with(&problem, Partitioner::Pipec).unwrap();
         // Everything on one device leaves much to find; no node at all is too little to find it.
         let joined = Joined::of(&problem.graph);
-        let question = Question { problem: &problem, joined: &joined, budget: Some(0) };
+        let question = Question { problem: &problem, joined: &joined, budget: Some(0), among: Among::ALONE };
         let [single, ..] = question.baselines();
         let single_us = single.minibatch_us;
         let found = refine(&question, Found::of(single), None).unwrap();
@@ -215,7 +215,7 @@ fn the_answer_is_never_worse_and_never_called_proven_when_the_budget_ends() {
 fn no_time_at_all_is_said() {
     let problem = Problem::new(chain(20), levels("4:0.5GB/s").unwrap(), CostModel::Paper);
     let joined = Joined::of(&problem.graph);
-    let question = Question { problem: &problem, joined: &joined, budget: None };
+    let question = Question { problem: &problem, joined: &joined, budget: None, among: Among::ALONE };
     let [single, ..] = question.baselines();
     let found = refine(&question, Found::of(single), Some(Duration::ZERO)).unwrap();
     assert_eq!((found.proven_us, found.candidates.len()), (None, 1));

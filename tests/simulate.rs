@@ -9,7 +9,6 @@ use compiler::simulate::efficiency::{auto_caps, steady_efficiency};
 use compiler::simulate::network::Network;
 use compiler::simulate::run::{Machine, simulate};
 use compiler::simulate::steady::ideal_us;
-use compiler::simulate::trace::trace;
 use compiler::simulate::{SimulateError, Timeline};
 
 fn play(program: &Program, pipeline: &Pipeline) -> Timeline {
@@ -163,30 +162,6 @@ fn a_program_that_waits_for_ever_is_named() {
     let other = Pipeline::balanced(&[1, 1, 1], 2.0);
     let error = simulate(&broken, &other, &Machine::of(&other)).unwrap_err();
     assert!(matches!(error, SimulateError::Mismatch { .. }), "{error}");
-}
-
-#[test]
-fn traces_are_json_with_a_row_for_each_worker() {
-    let mut pipeline = Pipeline::balanced(&[2, 1], 2.0);
-    pipeline.stages[0].all_reduce = 0.5;
-    pipeline.edges[0].forward_us = 0.25;
-    let program = schedule(Schedule::OneFOneBRr, &pipeline, StepCount::minibatches(4)).unwrap();
-    let timeline = play(&program, &pipeline);
-    let text = trace("simulation", timeline.workers.iter().chain(&timeline.links));
-    let value: serde_json::Value = serde_json::from_str(&text).unwrap();
-    let events = value["traceEvents"].as_array().unwrap();
-    let names = |kind: &str, of: &str| {
-        let events = events.iter().filter(|event| event["ph"] == kind && (kind == "X" || event["name"] == of));
-        events
-            .map(|event| if kind == "X" { &event["name"] } else { &event["args"]["name"] })
-            .map(|name| name.as_str().unwrap().to_string())
-            .collect::<Vec<_>>()
-    };
-    assert_eq!(names("M", "thread_name"), ["0.0", "0.1", "1.0", "0.0 > 1.0", "0.1 > 1.0", "all-reduce 0"]);
-    let spans = names("X", "");
-    // Eight forwards, eight backwards, four transfers, two all-reduces.
-    assert_eq!(spans.len(), 22);
-    assert!(spans.contains(&"0F3".to_string()) && spans.contains(&"all-reduce 0 round 1".to_string()));
 }
 
 /// Not a benchmark: it fails only if something has become quadratic.

@@ -206,7 +206,8 @@ fn flushed(schedule: Schedule, pipeline: Pipeline, count: StepCount) -> Vec<(Str
     let steps = count.minibatches as usize;
     let data = Dataset::new(rows(steps), &feeds(&prepared.codes), item).unwrap();
     let batches = Batches::new(data, BATCH, count.microbatches as usize, steps, Order::InOrder).unwrap();
-    let optimizer = Optimizer::Sgd { learning_rate: 0.1, momentum: 0.9, nesterov: false, weight_decay: 0.0 };
+    let optimizer =
+        Optimizer::from(Rule::Sgd { learning_rate: 0.1, momentum: 0.9, nesterov: false, weight_decay: 0.0 });
     let (codes, program) = (&prepared.codes, &prepared.program);
     let keep_gradients = true;
     let training =

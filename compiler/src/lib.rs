@@ -5,10 +5,11 @@
 //! ```
 //!
 //! Nothing here starts a thread, reads a clock, knows a device or prints. Floors, from the ground up: `tensor`,
-//! `cluster`; `op`; `graph`; `profile`, `pass`; `import`; `plan`; `schedule`; `simulate`; `partition`.
-//! A room imports only what stands below it.
+//! `cluster`; `op`; `graph`; `profile`, `pass`; `import`; `plan`; `schedule`; `simulate`; `partition`
+//! and `export`. A room imports only what stands below it.
 
 pub mod cluster;
+pub mod export;
 pub mod graph;
 pub mod import;
 pub mod op;

@@ -10,7 +10,6 @@ pub mod efficiency;
 pub mod network;
 pub mod run;
 pub mod steady;
-pub mod trace;
 
 use std::fmt;
 

@@ -15,11 +15,12 @@ use crate::source::{self, Costs, Times};
 use crate::training::{self, Data, Length, Loss, Task};
 use crate::{prediction, quantity, stages};
 use clap::{Args, ValueEnum};
+use compiler::export::trace::Trace;
+use compiler::export::trace::encode::encode;
 use compiler::plan::problem::InFlight;
 use compiler::plan::{Plan, ScheduleKind, read};
 use compiler::profile::Profile;
 use compiler::profile::read::to_json;
-use compiler::simulate::trace::trace;
 use compiler::tensor::Tensor;
 use models::digits::{self, SAMPLE, Split};
 use models::zoo;
@@ -164,7 +165,7 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Failure> {
     let done = train::watched(&task, &prepared, Some(&at("metrics.jsonl")), screen)?;
     weights::write(&at("weights.safetensors"), &done.trained.weights)
         .map_err(|error| Failure::input("cannot write the weights").because(error))?;
-    source::write(&at("trace.json"), trace("training", &done.tracks).as_bytes())?;
+    source::write(&at("trace.json"), &encode(&Trace::training(&done.tracks), "trace.json"))?;
     let (first, last) = (done.trained.losses.first(), done.trained.losses.last());
     screen.text(&format!(
         "{} in {}: loss {} to {}\n",

@@ -4,6 +4,8 @@ use crate::failure::Failure;
 use crate::screen::Screen;
 use crate::{cmd, prediction, quantity, source, stages, table};
 use clap::Args;
+use compiler::export::trace::Trace;
+use compiler::export::trace::encode::encode;
 use compiler::plan::problem::CostModel;
 use compiler::schedule::Program;
 use compiler::schedule::chart::chart;
@@ -12,7 +14,7 @@ use compiler::schedule::json::to_json;
 use compiler::schedule::pipeline::{pipeline, schedule_of};
 use compiler::schedule::rule::StepCount;
 use compiler::schedule::scheduler::schedule;
-use compiler::simulate::{run, trace};
+use compiler::simulate::run;
 use serde_json::json;
 use std::path::PathBuf;
 
@@ -34,7 +36,7 @@ pub struct Arguments {
     /// Write what each worker does: .json, .csv (computation only), or else text
     #[arg(long, value_name = "FILE")]
     programs: Option<PathBuf>,
-    /// Write a trace that Perfetto and chrome://tracing open
+    /// Write a trace that Perfetto opens: in its own form as .pftrace or .perfetto-trace, else as JSON, which chrome://tracing opens too
     #[arg(long, value_name = "FILE")]
     trace: Option<PathBuf>,
     /// Draw who computes what when; every forward and backward takes one column
@@ -115,8 +117,7 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Failure> {
         screen.text(&format!("\n{}", chart(drawn).map_err(|error| fail(&error))?));
     }
     if let Some(path) = &arguments.trace {
-        let text = trace::trace("simulation", timeline.workers.iter().chain(&timeline.links));
-        source::write(path, text.as_bytes())?;
+        source::write(path, &encode(&Trace::simulation(&timeline), &source::file_name(path)))?;
         screen.note(&format!("wrote {}", path.display()));
     }
     let workers: Vec<_> = workers

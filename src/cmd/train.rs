@@ -11,17 +11,20 @@ use crate::source::{self, Costs, Times};
 use crate::training::{self, Data, Done, Length, Loss, Prepared, Task};
 use crate::{cmd, given, prediction, quantity, stages, table};
 use clap::Args;
+use compiler::export::trace::Trace;
+use compiler::export::trace::encode::encode;
 use compiler::op::Op;
 use compiler::plan::problem::InFlight;
-use compiler::plan::{Plan, ScheduleKind};
+use compiler::plan::{Plan, ScheduleKind, Stage};
 use compiler::schedule::csv::Table;
-use compiler::simulate::trace::trace;
+use compiler::simulate::Activity;
 use compiler::tensor::DType;
 use profiler::machine;
 use runtime::data::Order;
 use runtime::train::StepDone;
 use runtime::weights;
 use serde_json::json;
+use std::collections::BTreeMap;
 use std::fs::{self, File};
 use std::io::{self, BufWriter, IsTerminal, Write};
 use std::path::{Path, PathBuf};
@@ -113,7 +116,7 @@ pub struct Arguments {
     /// Write a JSON object for every minibatch, and one with totals at the end
     #[arg(long, value_name = "FILE")]
     metrics: Option<PathBuf>,
-    /// Write a trace that Perfetto and chrome://tracing open
+    /// Write a trace that Perfetto opens: in its own form as .pftrace or .perfetto-trace, else as JSON, which chrome://tracing opens too
     #[arg(long, value_name = "FILE")]
     trace: Option<PathBuf>,
     /// Where to run
@@ -234,7 +237,7 @@ pub fn run(arguments: Box<Arguments>, screen: &Screen) -> Result<(), Failure> {
         written.push((path, "checkpoint"));
     }
     if let Some(path) = &arguments.trace {
-        source::write(path, trace("training", &done.tracks).as_bytes())?;
+        source::write(path, &encode(&Trace::training(&done.tracks), &source::file_name(path)))?;
         written.push((path.clone(), "trace"));
     }
     written.extend(arguments.metrics.iter().map(|path| (path.clone(), "metrics")));
@@ -322,7 +325,35 @@ fn totals(prepared: &Prepared, done: &Done) -> serde_json::Value {
         "last_loss": done.trained.losses.last(),
         "seconds": done.trained.seconds,
         "samples_per_s": done.samples_per_s,
+        "stages": measured(done),
     })
+}
+
+/// What each stage took for an item on its slowest replica, and what its fullest held.
+fn measured(done: &Done) -> Vec<serde_json::Value> {
+    let mut stages: BTreeMap<u32, (f64, f64, u64)> = BTreeMap::new();
+    for (at, track) in done.tracks.iter().enumerate() {
+        let held = done.trained.held_bytes.get(at).copied().unwrap_or(0);
+        let mut sums: BTreeMap<u32, [(f64, u32); 2]> = BTreeMap::new();
+        for span in &track.spans {
+            // The two parts of a backward are one.
+            let (stage, way, ends) = match span.activity {
+                Activity::Forward(stage, _) => (stage, 0, 1),
+                Activity::Backward(stage, _) | Activity::BackwardWeight(stage, _) => (stage, 1, 1),
+                Activity::BackwardInput(stage, _) => (stage, 1, 0),
+                _ => continue,
+            };
+            let sum = &mut sums.entry(stage.0).or_default()[way];
+            *sum = (sum.0 + span.end - span.start, sum.1 + ends);
+        }
+        for (stage, sums) in sums {
+            let [forward, backward] = sums.map(|(us, count)| us / f64::from(count.max(1)));
+            let most = stages.entry(stage).or_default();
+            *most = (most.0.max(forward), most.1.max(backward), most.2.max(held));
+        }
+    }
+    let one = |(stage, (fwd_us, bwd_us, held_bytes))| json!({"stage": stage, "fwd_us": fwd_us, "bwd_us": bwd_us, "held_bytes": held_bytes});
+    stages.into_iter().map(one).collect()
 }
 
 /// What the fullest replica of each stage held at once, beside what the plan says.

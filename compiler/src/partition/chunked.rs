@@ -120,8 +120,8 @@ impl<'a> Line<'a> {
         }
         let mut bytes = Vec::with_capacity(order.len() + 1);
         let mut open = 0.0;
-        for at in 0..=order.len() {
-            open += change[at];
+        for change in &change[..=order.len()] {
+            open += change;
             bytes.push(open);
         }
         let mut done = vec![0.0];

@@ -55,17 +55,12 @@ pub fn check(problem: &Problem, plan: &Plan) -> Result<Checked, Vec<Fault>> {
     }
     class_memory(&problem.cluster.classes, plan, &mut faults);
     stage_times(problem, plan, &stage_of, &mut faults);
-    let (mut minibatch_us, mut bottleneck) = match problem.cost {
-        CostModel::Pipec => judge::time(problem, plan, &stage_of),
-        CostModel::Paper | CostModel::Pipedream | CostModel::Load | CostModel::Hybrid => {
-            clock::time(problem, plan, &stage_of, &mut faults)
-        }
-    };
+    let (mut minibatch_us, mut bottleneck) = time(problem, plan, &stage_of, &mut faults);
     let counted = traffic::traffic(problem, plan, &stage_of);
     if let Some((link, us)) = counted.as_ref().and_then(|traffic| traffic.binding.as_ref()) {
         if *us > minibatch_us {
             minibatch_us = *us;
-            bottleneck = format!("the link of unit {} on {}", link.unit, link.level.escape_debug());
+            bottleneck = link_told(link);
         }
         let said_us = plan.predicted.minibatch_us;
         if *us > said_us * (1.0 + TOLERANCE) {
@@ -83,6 +78,43 @@ pub fn check(problem: &Problem, plan: &Plan) -> Result<Checked, Vec<Fault>> {
         faults.push(Fault::Figure { what: "predicted.minibatch_us".into(), said, found: minibatch_us.to_string() });
     }
     if faults.is_empty() { Ok(Checked { minibatch_us, bottleneck, busiest_link, memory }) } else { Err(faults) }
+}
+
+/// What the stages of `plan` come to by the same reckoning, whatever figures it states: for stages that no planner has chosen. Its
+/// edges and times are not looked at, and a stage that is too large is no fault here.
+pub fn reckon(problem: &Problem, plan: &Plan) -> Result<Checked, Vec<Fault>> {
+    let mut faults = Vec::new();
+    let stage_of = coverage(&problem.graph, plan, &mut faults);
+    devices(&problem.cluster, plan, &mut faults);
+    schedule(plan, &mut faults);
+    if !faults.is_empty() {
+        return Err(faults);
+    }
+    let (mut minibatch_us, mut bottleneck) = time(problem, plan, &stage_of, &mut faults);
+    let counted = traffic::traffic(problem, plan, &stage_of);
+    if let Some((link, us)) =
+        counted.as_ref().and_then(|traffic| traffic.binding.as_ref()).filter(|(_, us)| *us > minibatch_us)
+    {
+        minibatch_us = *us;
+        bottleneck = link_told(link);
+    }
+    let busiest_link = counted.map(|traffic| traffic.busiest);
+    let memory = memory(problem, plan, &stage_of);
+    if faults.is_empty() { Ok(Checked { minibatch_us, bottleneck, busiest_link, memory }) } else { Err(faults) }
+}
+
+/// The objective by the problem's cost model, links of groups aside, and what sets it.
+fn time(problem: &Problem, plan: &Plan, stage_of: &[usize], faults: &mut Vec<Fault>) -> (f64, String) {
+    match problem.cost {
+        CostModel::Pipec => judge::time(problem, plan, stage_of),
+        CostModel::Paper | CostModel::Pipedream | CostModel::Load | CostModel::Hybrid => {
+            clock::time(problem, plan, stage_of, faults)
+        }
+    }
+}
+
+fn link_told(link: &BusiestLink) -> String {
+    format!("the link of unit {} on {}", link.unit, link.level.escape_debug())
 }
 
 fn differs(said: f64, found: f64) -> bool {

@@ -72,8 +72,8 @@ fn ports(problem: &Problem, plan: &Plan, stage_of: &[usize], sizes: &[u64]) -> P
             *sent.entry((from, to)).or_default() += tensor.bytes as f64 / compression;
         }
     }
-    for level in 1..sizes.len() {
-        let unit = |device: u32| u64::from(device) / sizes[level];
+    for (level, size) in sizes.iter().enumerate().skip(1) {
+        let unit = |device: u32| u64::from(device) / size;
         for (&(from, to), &bytes) in &sent {
             let [from, to] = [from, to].map(|stage| &plan.stages[stage].devices);
             for (unit, [out, into]) in leaving(from, to, &unit) {

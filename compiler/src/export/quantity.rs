@@ -10,6 +10,11 @@ pub fn time(microseconds: f64) -> String {
     format!("{} {unit}", short(value))
 }
 
+/// A time in microseconds, with the sign that terminals may lack.
+pub fn duration(microseconds: f64) -> String {
+    time(microseconds).replace(" us", " µs")
+}
+
 /// A number of bytes, in powers of ten.
 pub fn bytes(bytes: u64) -> String {
     scaled(bytes as f64, &["B", "kB", "MB", "GB", "TB", "PB", "EB"])
@@ -41,6 +46,11 @@ pub fn count(value: u64) -> String {
     let digits = value.to_string();
     let groups: Vec<&[u8]> = digits.as_bytes().rchunks(3).rev().collect();
     groups.iter().map(|group| String::from_utf8_lossy(group)).collect::<Vec<_>>().join(",")
+}
+
+/// `1 op`, `2 ops`.
+pub fn plural(number: u64, one: &str, many: &str) -> String {
+    format!("{} {}", count(number), if number == 1 { one } else { many })
 }
 
 /// A rate of samples.

@@ -1,0 +1,105 @@
+//! Axes: round numbers at even distances, with units.
+
+/// What an axis counts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Unit {
+    /// Microseconds, told as µs, ms or s.
+    Time,
+    /// Bytes, told in powers of ten.
+    Bytes,
+    /// Things.
+    Count,
+    /// Shares of one, told in percent.
+    Share,
+    /// Numbers without a unit.
+    Plain,
+}
+
+/// From 0 to the first round number that is not less than what is shown.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Axis {
+    /// The value at its end.
+    pub end: f64,
+    /// Values and what stands beside them.
+    pub ticks: Vec<(f64, String)>,
+}
+
+impl Axis {
+    /// An axis up to at least `most`, with about that many steps.
+    pub fn upto(most: f64, about: usize, unit: Unit) -> Axis {
+        let most = if most.is_finite() && most > 0.0 { most } else { 1.0 };
+        let step = step(most, about, unit);
+        let count = (most / step - 1e-9).ceil().max(1.0);
+        let end = step * count;
+        Axis { end, ticks: ticks(end, step, unit) }
+    }
+
+    /// An axis that ends at `most` itself, for time that ends when it ends.
+    pub fn of(most: f64, about: usize, unit: Unit) -> Axis {
+        let most = if most.is_finite() && most > 0.0 { most } else { 1.0 };
+        Axis { end: most, ticks: ticks(most, step(most, about, unit), unit) }
+    }
+
+    /// Where a value is, from 0 to 1.
+    pub fn share(&self, value: f64) -> f64 {
+        (value / self.end).clamp(0.0, 1.0)
+    }
+}
+
+/// The round step, 1, 2 or 5 times a power of ten, that makes about so many.
+fn step(most: f64, about: usize, unit: Unit) -> f64 {
+    let raw = most / about.max(1) as f64;
+    let power = 10f64.powf(raw.log10().floor());
+    let round = [1.0, 2.0, 5.0, 10.0].into_iter().map(|digit| digit * power).find(|step| *step >= raw * 0.999);
+    let step = round.unwrap_or(10.0 * power);
+    if unit == Unit::Count { step.max(1.0) } else { step }
+}
+
+fn ticks(end: f64, step: f64, unit: Unit) -> Vec<(f64, String)> {
+    let (scale, name) = scale(end, unit);
+    let digits = (-(step / scale).log10().floor()).clamp(0.0, 6.0) as usize;
+    let count = (end / step + 1e-9).floor() as usize;
+    let label = |value: f64| match value {
+        0.0 => "0".to_string(),
+        value => format!("{:.digits$}{name}", value / scale),
+    };
+    (0..=count.min(100)).map(|at| at as f64 * step).map(|value| (value, label(value))).collect()
+}
+
+/// What one of the unit that keeps numbers up to `end` short is worth, and its name.
+fn scale(end: f64, unit: Unit) -> (f64, &'static str) {
+    let of = |units: &[(f64, &'static str)]| {
+        units.iter().rev().find(|(worth, _)| end >= *worth).or(units.first()).copied().unwrap_or((1.0, ""))
+    };
+    match unit {
+        Unit::Time => of(&[(1.0, " µs"), (1e3, " ms"), (1e6, " s")]),
+        Unit::Bytes => of(&[(1.0, " B"), (1e3, " kB"), (1e6, " MB"), (1e9, " GB"), (1e12, " TB"), (1e15, " PB")]),
+        // Ten thousand is told as 10 k, nine thousand in full.
+        Unit::Count if end < 1e4 => (1.0, ""),
+        Unit::Count => of(&[(1e3, " k"), (1e6, " M"), (1e9, " G"), (1e12, " T"), (1e15, " P")]),
+        Unit::Share => (0.01, " %"),
+        Unit::Plain => (1.0, ""),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn labels(axis: &Axis) -> Vec<&str> {
+        axis.ticks.iter().map(|(_, label)| label.as_str()).collect()
+    }
+
+    #[test]
+    fn ticks_are_round_and_have_units() {
+        assert_eq!(labels(&Axis::upto(43_000.0, 5, Unit::Time)), ["0", "10 ms", "20 ms", "30 ms", "40 ms", "50 ms"]);
+        assert_eq!(labels(&Axis::of(43_000.0, 5, Unit::Time)).last(), Some(&"40 ms"));
+        assert_eq!(labels(&Axis::upto(1.2e9, 4, Unit::Bytes)), ["0", "0.5 GB", "1.0 GB", "1.5 GB"]);
+        assert_eq!(labels(&Axis::upto(0.31, 4, Unit::Share)), ["0", "10 %", "20 %", "30 %", "40 %"]);
+        assert_eq!(labels(&Axis::upto(3.0, 8, Unit::Count)), ["0", "1", "2", "3"]);
+        assert_eq!(labels(&Axis::upto(20_000.0, 2, Unit::Count)), ["0", "10 k", "20 k"]);
+        for most in [f64::NAN, f64::INFINITY, 0.0, -1.0] {
+            assert!(Axis::upto(most, 4, Unit::Bytes).ticks.len() < 8);
+        }
+    }
+}

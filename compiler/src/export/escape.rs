@@ -1,0 +1,54 @@
+//! Text from anywhere as it may stand in HTML and SVG.
+
+use crate::import::onnx::name::{display_name, shown};
+use std::borrow::Cow;
+
+/// `text` without characters that act instead of standing in it, and with those of markup escaped. It can stand between tags and
+/// between double quotes.
+///
+/// ```
+/// use compiler::export::escape::escape;
+/// assert_eq!(escape("<b title=\"x\">&\u{1b}'\u{202e}"), "&lt;b title=&quot;x&quot;&gt;&amp;&#39;");
+/// ```
+pub fn escape(text: &str) -> String {
+    let mut safe = String::with_capacity(text.len());
+    for c in display_name(text).chars() {
+        match c {
+            '&' => safe += "&amp;",
+            '<' => safe += "&lt;",
+            '>' => safe += "&gt;",
+            '"' => safe += "&quot;",
+            '\'' => safe += "&#39;",
+            // XML has no such characters, and a file with one does not open.
+            '\u{fffe}' | '\u{ffff}' => {}
+            c => safe.push(c),
+        }
+    }
+    safe
+}
+
+/// A name of any length, not escaped yet, cut in the middle to at most `most` characters.
+pub fn short(name: &str, most: usize) -> Cow<'_, str> {
+    let name = shown(name);
+    let count = name.chars().count();
+    if count <= most {
+        return name;
+    }
+    let head = most.saturating_sub(1) / 2;
+    let tail = most.saturating_sub(1) - head;
+    let start: String = name.chars().take(head).collect();
+    let end: String = name.chars().skip(count - tail).collect();
+    Cow::Owned(format!("{start}…{end}"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn long_names_keep_both_ends() {
+        assert_eq!(short("encoder.layer.0", 9), "enco…er.0");
+        assert_eq!(short("abc", 3), "abc");
+        assert_eq!(short("\u{202e}abc", 3), "abc");
+    }
+}

@@ -1,0 +1,183 @@
+//! The ops in their order with the cuts between them, and what each cut would cost elsewhere.
+
+use crate::export::escape::short;
+use crate::export::quantity;
+use crate::export::report::markup::{Column, Table, details, paragraph};
+use crate::export::report::{Cut, Modelled, Move};
+use crate::export::stage_name::layers;
+use crate::plan::{Plan, Stage};
+use crate::profile::cost_graph::OpCost;
+
+/// Rows of ops at most; beyond them, ops of one module that follow each other share a row.
+const ROWS: usize = 400;
+/// Times nearer to each other than this are told as equal.
+const EQUAL: f64 = 5e-5;
+
+/// The table of cuts, then the ops of each stage.
+pub fn tables(plan: &Plan, modelled: &Modelled) -> String {
+    let mut text = String::new();
+    if !modelled.faults.is_empty() {
+        text +=
+            &paragraph("warning", "The plan's figures do not follow from these costs, so its cuts are not weighed:");
+        modelled.faults.iter().for_each(|fault| text += &paragraph("quiet", fault));
+        return text;
+    }
+    if !modelled.cuts.is_empty() {
+        text += &cuts(plan, modelled);
+    }
+    text + &ops(plan, modelled)
+}
+
+fn cuts(plan: &Plan, modelled: &Modelled) -> String {
+    let caption = "Cuts. What one op more before or after each would do to the time of a minibatch, by the independent judge of plans.";
+    let columns = [
+        ("cut", Column::Words),
+        ("tensors", Column::Numbers),
+        ("bytes", Column::Numbers),
+        ("one op earlier", Column::Numbers),
+        ("op that changes sides", Column::Words),
+        ("one op later", Column::Numbers),
+        ("op that changes sides", Column::Words),
+    ];
+    let mut table = Table::new(caption, &columns);
+    for cut in &modelled.cuts {
+        let [earlier, later] = [&cut.earlier, &cut.later].map(|moved| change(plan, moved.as_ref()));
+        let [first, second] = [&cut.earlier, &cut.later].map(|moved| name(modelled, moved.as_ref()));
+        table.row(&[
+            format!("{} | {}", cut.before, cut.before + 1),
+            cut.tensors.to_string(),
+            quantity::bytes(cut.bytes),
+            earlier,
+            first,
+            later,
+            second,
+        ]);
+    }
+    table.html()
+}
+
+/// A change of time: `+1.2 %`, or what keeps the op where it is.
+fn change(plan: &Plan, moved: Option<&Move>) -> String {
+    let Some(moved) = moved else { return "none can go".to_string() };
+    let share = moved.minibatch_us / plan.predicted.minibatch_us - 1.0;
+    let time = if !share.is_finite() {
+        quantity::duration(moved.minibatch_us)
+    } else if share.abs() < EQUAL {
+        "the same".to_string()
+    } else {
+        format!("{}{:.2} %", if share > 0.0 { "+" } else { "−" }, share.abs() * 100.0)
+    };
+    if moved.fits { time } else { format!("{time}, does not fit") }
+}
+
+fn name(modelled: &Modelled, moved: Option<&Move>) -> String {
+    let Some(moved) = moved else { return String::new() };
+    let first = moved.ops.first().and_then(|op| modelled.graph.ops.get(*op as usize));
+    let name = first.map_or(String::new(), |op| short(shown(op), 34).into_owned());
+    if moved.ops.len() > 1 { format!("{name} and {} with it", moved.ops.len() - 1) } else { name }
+}
+
+fn shown(op: &OpCost) -> &str {
+    if op.name.is_empty() { &op.op } else { &op.name }
+}
+
+/// Several ops in one row.
+#[derive(Default)]
+struct Row {
+    name: String,
+    ops: u64,
+    fwd_us: f64,
+    bwd_us: f64,
+    param_bytes: u64,
+    saved_bytes: u64,
+    out_bytes: u64,
+}
+
+fn ops(plan: &Plan, modelled: &Modelled) -> String {
+    let total = modelled.graph.ops.len();
+    let depth = depth(plan, modelled);
+    let note = match depth {
+        Some(_) => format!(
+            "The model has {} ops; those of one module that follow each other share a row.",
+            quantity::count(total as u64)
+        ),
+        None => format!("All {} ops. Times and sizes are those of one micro-batch.", quantity::count(total as u64)),
+    };
+    let all: f64 = modelled.graph.ops.iter().map(|op| op.fwd_us + op.bwd_us).sum();
+    let columns = [
+        ("op", Column::Words),
+        ("ops", Column::Numbers),
+        ("forward", Column::Numbers),
+        ("backward", Column::Numbers),
+        ("share", Column::Numbers),
+        ("parameters", Column::Numbers),
+        ("saved", Column::Numbers),
+        ("output", Column::Numbers),
+    ];
+    let mut table = Table::new(&note, &columns);
+    for (at, stage) in plan.stages.iter().enumerate() {
+        if at > 0 {
+            table.line("cut", &cut_line(at - 1, modelled.cuts.get(at - 1)));
+        }
+        table.line("stage", &format!("Stage {at}: {}", short(&layers(stage), 80)));
+        for row in rows(stage, modelled, depth) {
+            let share = if all > 0.0 { (row.fwd_us + row.bwd_us) / all * 100.0 } else { 0.0 };
+            table.row(&[
+                short(&row.name, 60).into_owned(),
+                row.ops.to_string(),
+                quantity::duration(row.fwd_us),
+                quantity::duration(row.bwd_us),
+                format!("{share:.1} %"),
+                quantity::bytes(row.param_bytes),
+                quantity::bytes(row.saved_bytes),
+                quantity::bytes(row.out_bytes),
+            ]);
+        }
+    }
+    details("Ops and cuts", &table.html())
+}
+
+fn cut_line(before: usize, cut: Option<&Cut>) -> String {
+    let told = cut.map_or(String::new(), |cut| {
+        let tensors = quantity::plural(cut.tensors as u64, "tensor", "tensors");
+        format!(": {tensors}, {} an item each way", quantity::bytes(cut.bytes))
+    });
+    format!("cut {before} | {}{told}", before + 1)
+}
+
+/// The most parts of module paths with which the rows are not too many; none where every op has its own row.
+fn depth(plan: &Plan, modelled: &Modelled) -> Option<usize> {
+    if modelled.graph.ops.len() <= ROWS {
+        return None;
+    }
+    let count = |depth| plan.stages.iter().map(|stage| rows(stage, modelled, Some(depth)).len()).sum::<usize>();
+    Some((0..=6).rev().find(|depth| count(*depth) <= ROWS).unwrap_or(0))
+}
+
+fn rows(stage: &Stage, modelled: &Modelled, depth: Option<usize>) -> Vec<Row> {
+    let mut rows: Vec<Row> = Vec::new();
+    let own = stage.op_ids().filter_map(|op| modelled.graph.ops.get(op as usize));
+    for op in own {
+        let name = match depth {
+            None => shown(op).to_string(),
+            Some(depth) => module(op, depth),
+        };
+        let is_same = depth.is_some() && rows.last().is_some_and(|row| row.name == name);
+        if !is_same {
+            rows.push(Row { name, ..Row::default() });
+        }
+        let Some(row) = rows.last_mut() else { continue };
+        row.ops += 1;
+        row.fwd_us += op.fwd_us;
+        row.bwd_us += op.bwd_us;
+        row.param_bytes = row.param_bytes.saturating_add(op.param_bytes);
+        row.saved_bytes = row.saved_bytes.saturating_add(op.saved_bytes);
+        row.out_bytes = op.out_bytes;
+    }
+    rows
+}
+
+fn module(op: &OpCost, depth: usize) -> String {
+    let parts: Vec<&str> = op.module.split('.').filter(|part| !part.is_empty()).take(depth).collect();
+    if parts.is_empty() { "outside of modules".to_string() } else { parts.join(".") }
+}

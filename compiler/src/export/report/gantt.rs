@@ -1,0 +1,363 @@
+//! The programs at work: a row for each worker, time from left to right.
+//!
+//! Below each worker's computations stands a thin lane with what it sends and what its stage reduces. A run with more spans than a
+//! page should hold is drawn in slices of time instead: each slice is filled as far up as the worker was busy in it.
+
+use crate::export::axis::{Axis, Unit};
+use crate::export::quantity;
+use crate::export::report::Played;
+use crate::export::report::markup::{Column, Table, paragraph};
+use crate::export::svg::{Anchor, Svg, width};
+use crate::plan::{Plan, StageId};
+use crate::schedule::{Instruction, MicrobatchId, Payload};
+use crate::simulate::{Activity, Span, Timeline, Track};
+use std::collections::{BTreeMap, BTreeSet};
+
+/// Rows that are drawn at most.
+const MOST_ROWS: usize = 48;
+/// Rectangles that are drawn at most, about.
+const MOST_SPANS: usize = 3_600;
+
+const WIDE: f64 = 1060.0;
+const LEFT: f64 = 54.0;
+const TOP: f64 = 54.0;
+
+/// Kinds of activity, in the order of the legend, with what they are called.
+const KINDS: [(&str, &str); 9] = [
+    ("forward", "forward"),
+    ("backward", "backward"),
+    ("backward-input", "backward, inputs"),
+    ("backward-weight", "backward, weights"),
+    ("step", "optimizer step"),
+    ("activation", "activations sent"),
+    ("gradient", "gradients sent"),
+    ("all-reduce", "all-reduce"),
+    ("wait", "wait"),
+];
+
+/// What is drawn of a run.
+struct Drawn<'a> {
+    timeline: &'a Timeline,
+    /// Workers that have a row.
+    rows: Vec<usize>,
+    /// For each row, what goes into its lane.
+    lanes: Vec<Vec<&'a Span>>,
+    is_sliced: bool,
+}
+
+impl<'a> Drawn<'a> {
+    fn of(played: &'a Played) -> Drawn<'a> {
+        let timeline = &played.timeline;
+        let all: Vec<usize> = (0..timeline.workers.len()).collect();
+        let rows: Vec<usize> = if all.len() <= MOST_ROWS {
+            all
+        } else {
+            // The first of the replicas: its others do the same a little later.
+            let first = all.into_iter().filter(|&worker| timeline.workers[worker].name.ends_with(".0"));
+            first.take(MOST_ROWS).collect()
+        };
+        let lane = |&worker: &usize| -> Vec<&Span> {
+            let Track { name, spans } = &timeline.workers[worker];
+            let stages: BTreeSet<StageId> = spans.iter().filter_map(|span| Some(item(span.activity)?.0)).collect();
+            let reduces: Vec<String> = stages.iter().map(|stage| format!("all-reduce {}", stage.0)).collect();
+            let sends = format!("{name} > ");
+            let own =
+                timeline.links.iter().filter(|link| link.name.starts_with(&sends) || reduces.contains(&link.name));
+            own.flat_map(|link| &link.spans).collect()
+        };
+        let lanes: Vec<Vec<&Span>> = rows.iter().map(lane).collect();
+        let spans: usize = rows.iter().map(|&row| timeline.workers[row].spans.len()).sum();
+        let sent: usize = lanes.iter().map(Vec::len).sum();
+        Drawn { timeline, rows, lanes, is_sliced: spans + sent > MOST_SPANS }
+    }
+}
+
+/// The picture.
+pub fn draw(plan: &Plan, played: &Played) -> Svg {
+    let drawn = Drawn::of(played);
+    let timeline = drawn.timeline;
+    let tall = if drawn.rows.len() > 16 { [13.0, 4.0, 4.0] } else { [21.0, 6.0, 7.0] };
+    let pitch: f64 = tall.iter().sum();
+    let bottom = TOP + pitch * drawn.rows.len() as f64;
+    let mut picture = Svg::new(WIDE, bottom + 30.0, "Who computes and sends what when");
+    let axis = Axis::of(timeline.makespan, 10, Unit::Time);
+    let span = WIDE - LEFT - 12.0;
+    let x = |time: f64| LEFT + span * axis.share(time);
+    legend(&mut picture, &drawn);
+    for (value, label) in &axis.ticks {
+        picture.line("grid", [x(*value), TOP - 4.0], [x(*value), bottom]);
+        picture.text("quiet small figure", Anchor::Middle, [x(*value), bottom + 17.0], label);
+    }
+    phases(&mut picture, plan, played, &x, bottom);
+    let versions = versions(played);
+    for (at, &worker) in drawn.rows.iter().enumerate() {
+        let y = TOP + pitch * at as f64;
+        let track = &timeline.workers[worker];
+        picture.text("quiet small figure", Anchor::End, [LEFT - 8.0, y + tall[0] / 2.0 + 4.0], &track.name);
+        picture.rect("lane", [LEFT, y, span, tall[0]], None);
+        if drawn.is_sliced {
+            slices(
+                &mut picture,
+                &track.spans.iter().collect::<Vec<_>>(),
+                timeline.makespan,
+                slots(&drawn),
+                [y, tall[0]],
+                &x,
+            );
+            slices(&mut picture, &drawn.lanes[at], timeline.makespan, slots(&drawn), [y + tall[0] + 1.0, tall[1]], &x);
+            continue;
+        }
+        for span in &track.spans {
+            let wide = x(span.end) - x(span.start);
+            let hint = hint(span, &versions);
+            picture.rect(class(span.activity), [x(span.start), y, (wide - 0.4).max(0.3), tall[0]], Some(&hint));
+            let Some((_, item)) = item(span.activity) else { continue };
+            let number = item.0.to_string();
+            if wide > 7.0 + 6.0 * number.len() as f64 && tall[0] > 12.0 {
+                let class = format!("on on-{}", class(span.activity));
+                picture.text(&class, Anchor::Start, [x(span.start) + wide / 2.0, y + tall[0] / 2.0 + 3.5], &number);
+            }
+        }
+        for span in &drawn.lanes[at] {
+            let wide = (x(span.end) - x(span.start)).max(0.3);
+            let hint = hint(span, &versions);
+            picture.rect(class(span.activity), [x(span.start), y + tall[0] + 1.0, wide, tall[1]], Some(&hint));
+        }
+    }
+    picture.line("axis", [LEFT, bottom], [WIDE - 12.0, bottom]);
+    picture
+}
+
+fn legend(picture: &mut Svg, drawn: &Drawn<'_>) {
+    let spans = drawn.rows.iter().flat_map(|&row| &drawn.timeline.workers[row].spans);
+    let all = spans.chain(drawn.lanes.iter().flatten().copied());
+    let mut seen: Vec<&str> = all.map(|span| class(span.activity)).collect();
+    seen.sort_unstable();
+    seen.dedup();
+    let mut x = LEFT;
+    for (kind, name) in KINDS.iter().filter(|(kind, _)| seen.contains(kind)) {
+        picture.rounded(kind, [x, 4.0, 12.0, 12.0], 2.0);
+        picture.text("quiet small", Anchor::Start, [x + 18.0, 14.0], name);
+        x += 18.0 + width(name, 11.0) + 20.0;
+    }
+}
+
+/// Where the pipeline fills, runs evenly and drains; under a flush, where minibatches end.
+fn phases(picture: &mut Svg, plan: &Plan, played: &Played, x: &dyn Fn(f64) -> f64, bottom: f64) {
+    let timeline = &played.timeline;
+    let (y, tall) = (26.0, 16.0);
+    let mut band = |from: f64, to: f64, name: &str| {
+        let (left, right) = (x(from), x(to));
+        picture.rect("phase", [left, y, (right - left - 2.0).max(0.0), tall], Some(name));
+        if right - left > width(name, 11.0) + 8.0 {
+            picture.text("quiet small", Anchor::Middle, [(left + right) / 2.0 - 1.0, y + 12.0], name);
+        }
+    };
+    if plan.schedule.kind.is_continuous() {
+        let Some((filled, drains)) = steady(timeline) else { return };
+        band(0.0, filled, "warm-up");
+        band(filled, drains, "steady");
+        band(drains, timeline.makespan, "drain");
+        return;
+    }
+    let ends = flushes(plan, timeline);
+    let mut from = 0.0;
+    for (at, end) in ends.iter().enumerate() {
+        let name =
+            if ends.len() == 1 { "one minibatch: fill, work, drain".to_string() } else { format!("minibatch {at}") };
+        band(from, *end, &name);
+        from = *end;
+    }
+    for end in ends.iter().take(ends.len().saturating_sub(1)) {
+        picture.line("flush", [x(*end), y], [x(*end), bottom]);
+    }
+}
+
+/// From when every worker has begun to run backward (or at all, where nothing does), and until when the first stage takes up items.
+fn steady(timeline: &Timeline) -> Option<(f64, f64)> {
+    let trains =
+        timeline.workers.iter().flat_map(|track| &track.spans).any(|span| class(span.activity).starts_with("backward"));
+    let wanted = |span: &&Span| match trains {
+        true => class(span.activity).starts_with("backward"),
+        false => span.activity.computes(),
+    };
+    let begun = timeline.workers.iter().map(|track| track.spans.iter().find(wanted).map(|span| span.start));
+    let filled = begun.collect::<Option<Vec<f64>>>()?.into_iter().fold(0.0, f64::max);
+    let first = timeline.workers.first()?;
+    let forwards = first.spans.iter().filter(|span| class(span.activity) == "forward");
+    let drains = forwards.map(|span| span.end).fold(0.0, f64::max);
+    (drains > filled).then_some((filled, drains))
+}
+
+/// When each minibatch ended, in order.
+fn flushes(plan: &Plan, timeline: &Timeline) -> Vec<f64> {
+    let last = |items: &[f64]| items.iter().copied().fold(0.0, f64::max);
+    let ends = timeline.finished.chunks(plan.schedule.microbatches.max(1) as usize).map(last);
+    ends.take(64).collect()
+}
+
+/// Slices of time for each row.
+fn slots(drawn: &Drawn<'_>) -> usize {
+    (MOST_SPANS / (3 * drawn.rows.len()).max(1)).clamp(24, 480)
+}
+
+/// Fills each slice of time from below, kind by kind, by the share of the slice that each takes.
+fn slices(
+    picture: &mut Svg,
+    spans: &[&Span],
+    makespan: f64,
+    slots: usize,
+    [y, tall]: [f64; 2],
+    x: &dyn Fn(f64) -> f64,
+) {
+    if makespan <= 0.0 {
+        return;
+    }
+    let slot_us = makespan / slots as f64;
+    let mut shares: BTreeMap<(usize, usize), f64> = BTreeMap::new();
+    for span in spans {
+        let kind = KINDS.iter().position(|(kind, _)| *kind == class(span.activity)).unwrap_or(KINDS.len() - 1);
+        let (from, to) = ((span.start / slot_us) as usize, (span.end / slot_us) as usize);
+        for slot in from..=to.min(slots - 1) {
+            let [left, right] = [slot as f64 * slot_us, (slot + 1) as f64 * slot_us];
+            let inside = (span.end.min(right) - span.start.max(left)).max(0.0);
+            *shares.entry((slot, kind)).or_default() += inside / slot_us;
+        }
+    }
+    let mut filled = (usize::MAX, 0.0);
+    for ((slot, kind), share) in shares {
+        if filled.0 != slot {
+            filled = (slot, 0.0);
+        }
+        let share = share.min(1.0 - filled.1);
+        if share < 0.004 {
+            continue;
+        }
+        let [left, right] = [slot, slot + 1].map(|slot| x(slot as f64 * slot_us));
+        let top = y + tall * (1.0 - filled.1 - share);
+        picture.rect(KINDS[kind].0, [left, top, right - left + 0.1, tall * share], None);
+        filled.1 += share;
+    }
+}
+
+/// The class of an activity in pictures.
+fn class(activity: Activity) -> &'static str {
+    match activity {
+        Activity::Transfer(_, Payload::Activation, _) => "activation",
+        Activity::Transfer(_, Payload::Gradient, _) => "gradient",
+        other => other.kind(),
+    }
+}
+
+fn item(activity: Activity) -> Option<(StageId, MicrobatchId)> {
+    match activity {
+        Activity::Forward(stage, item)
+        | Activity::Backward(stage, item)
+        | Activity::BackwardInput(stage, item)
+        | Activity::BackwardWeight(stage, item) => Some((stage, item)),
+        _ => None,
+    }
+}
+
+/// The weight version of each item in each stage.
+fn versions(played: &Played) -> BTreeMap<(StageId, MicrobatchId), u32> {
+    let all = played.program.workers.iter().flat_map(|worker| &worker.instructions);
+    let forwards = all.filter_map(|instruction| match instruction {
+        Instruction::Forward { stage, item, version, .. } => Some(((*stage, *item), version.0)),
+        _ => None,
+    });
+    forwards.collect()
+}
+
+fn hint(span: &Span, versions: &BTreeMap<(StageId, MicrobatchId), u32>) -> String {
+    let when = format!(
+        "{} to {}, {}",
+        quantity::duration(span.start),
+        quantity::duration(span.end),
+        quantity::duration(span.end - span.start)
+    );
+    let what = match span.activity {
+        Activity::Transfer(stage, kind, item) => {
+            let what = if kind == Payload::Activation { "activations" } else { "gradients" };
+            format!("stage {} sends {what} of item {}", stage.0, item.0)
+        }
+        Activity::Step(stage, round) => format!("stage {} steps after round {round}", stage.0),
+        Activity::AllReduce(stage, round) => format!("stage {} all-reduces round {round}", stage.0),
+        other => match item(other) {
+            Some((stage, item)) => {
+                let version = versions.get(&(stage, item)).map_or(String::new(), |v| format!(", weights version {v}"));
+                format!("stage {}, {} of item {}{version}", stage.0, other.kind(), item.0)
+            }
+            None => other.to_string(),
+        },
+    };
+    format!("{what}\n{when}")
+}
+
+/// What the picture shows, in words and numbers.
+pub fn table(plan: &Plan, played: &Played) -> String {
+    let drawn = Drawn::of(played);
+    let timeline = &played.timeline;
+    let mut notes = format!(
+        "{} simulated in {}; {:.1} % of all workers' time is idle, filling and draining included.",
+        quantity::plural(u64::from(played.minibatches), "minibatch", "minibatches"),
+        quantity::duration(timeline.makespan),
+        timeline.bubble() * 100.0
+    );
+    if plan.schedule.kind.is_continuous()
+        && let Some((filled, drains)) = steady(timeline)
+    {
+        notes += &format!(
+            " Warm-up ends when every worker has begun its first backward, after {}; the drain begins when the first stage has \
+             taken up the last item, after {}.",
+            quantity::duration(filled),
+            quantity::duration(drains)
+        );
+    }
+    if let Some(cores) = played.shared_cores {
+        notes += &format!(" The {} workers share {cores} cores.", timeline.workers.len());
+    }
+    if drawn.rows.len() < timeline.workers.len() {
+        notes += &format!(
+            " Of {} workers the picture shows {}: the first replica of each stage.",
+            timeline.workers.len(),
+            drawn.rows.len()
+        );
+    }
+    if drawn.is_sliced {
+        notes += &format!(
+            " The run has more activities than the picture could show, so it is drawn in {} slices of time, each filled as far \
+             up as the worker was busy in it.",
+            slots(&drawn)
+        );
+    }
+    let mut table = Table::new(
+        "Workers, as stage.replica.",
+        &[
+            ("worker", Column::Words),
+            ("busy", Column::Numbers),
+            ("forwards", Column::Numbers),
+            ("backwards", Column::Numbers),
+            ("first begins", Column::Numbers),
+            ("last ends", Column::Numbers),
+            ("most in flight", Column::Numbers),
+            ("most held", Column::Numbers),
+        ],
+    );
+    for &worker in &drawn.rows {
+        let spans = &timeline.workers[worker].spans;
+        let count = |kind: &str| spans.iter().filter(|span| class(span.activity).starts_with(kind)).count().to_string();
+        let busy = if timeline.makespan > 0.0 { timeline.busy(worker) / timeline.makespan } else { 0.0 };
+        table.row(&[
+            timeline.workers[worker].name.clone(),
+            format!("{:.1} %", busy * 100.0),
+            count("forward"),
+            count("backward"),
+            quantity::duration(spans.first().map_or(0.0, |span| span.start)),
+            quantity::duration(spans.last().map_or(0.0, |span| span.end)),
+            timeline.peak_in_flight[worker].to_string(),
+            quantity::bytes(timeline.peak_memory(worker)),
+        ]);
+    }
+    paragraph("quiet", &notes) + &table.html()
+}

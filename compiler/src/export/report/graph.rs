@@ -1,0 +1,164 @@
+//! The stages as boxes in a row, a card for each replica, and what goes between them.
+
+use crate::export::escape::short;
+use crate::export::quantity;
+use crate::export::report::markup::{Column, Table};
+use crate::export::stage_name::{layers, ranges};
+use crate::export::svg::{Anchor, Svg, width};
+use crate::plan::{Plan, Stage};
+
+/// Stages that are drawn at most; the table has them all.
+const MOST: usize = 64;
+const BOX: [f64; 2] = [176.0, 118.0];
+const GAP: f64 = 92.0;
+const TOP: f64 = 18.0;
+
+/// The picture.
+pub fn draw(plan: &Plan) -> Svg {
+    let stages = &plan.stages[..plan.stages.len().min(MOST)];
+    let skips: Vec<_> =
+        plan.edges.iter().filter(|edge| edge.to.0 > edge.from.0 + 1 && edge.to.index() < MOST).collect();
+    let left = |at: usize| 2.0 + at as f64 * (BOX[0] + GAP);
+    let below = if skips.is_empty() {
+        0.0
+    } else {
+        8.0 + 16.0 * rows(&skips.iter().map(|e| (e.from.0, e.to.0)).collect::<Vec<_>>()).1 as f64
+    };
+    let wide = left(stages.len().saturating_sub(1)) + BOX[0] + 14.0;
+    let mut picture = Svg::new(wide, TOP + BOX[1] + 12.0 + below, "The stages and what goes between them");
+    let most = stages.iter().map(load).fold(0.0, f64::max);
+    for (at, stage) in stages.iter().enumerate() {
+        one(&mut picture, stage, [left(at), TOP], if most > 0.0 { load(stage) / most } else { 0.0 });
+    }
+    let middle = TOP + BOX[1] / 2.0;
+    for edge in plan.edges.iter().filter(|edge| edge.to.0 == edge.from.0 + 1 && edge.to.index() < MOST) {
+        let from = left(edge.from.index()) + BOX[0] + cards(&stages[edge.from.index()]);
+        let to = left(edge.to.index()) - 1.0;
+        picture.line("arrow", [from + 3.0, middle], [to - 7.0, middle]);
+        picture.path("head", &[[to, middle], [to - 8.0, middle - 4.0], [to - 8.0, middle + 4.0]], true);
+        let centre = (from + to) / 2.0;
+        picture.text("small figure", Anchor::Middle, [centre, middle - 8.0], &quantity::bytes(edge.bytes));
+        let tensors = match edge.tensors.len() {
+            0 => String::new(),
+            1 => "1 tensor".to_string(),
+            count => format!("{count} tensors"),
+        };
+        picture.text("small quiet", Anchor::Middle, [centre, middle + 18.0], &tensors);
+    }
+    let spans: Vec<(u32, u32)> = skips.iter().map(|edge| (edge.from.0, edge.to.0)).collect();
+    let (lanes, _) = rows(&spans);
+    for (edge, lane) in skips.iter().zip(lanes) {
+        let from = left(edge.from.index()) + BOX[0] / 2.0 + 18.0;
+        let to = left(edge.to.index()) + BOX[0] / 2.0 - 18.0;
+        let (start, depth) = (TOP + BOX[1], TOP + BOX[1] + 22.0 + 16.0 * lane as f64);
+        picture.path("arrow", &[[from, start + 7.0], [from, depth], [to, depth], [to, start + 9.0]], false);
+        picture.path("head", &[[to, start + 2.0], [to - 4.0, start + 10.0], [to + 4.0, start + 10.0]], true);
+        let label = quantity::bytes(edge.bytes);
+        let wide = width(&label, 11.0) + 10.0;
+        picture.rounded("lane", [(from + to) / 2.0 - wide / 2.0, depth - 8.0, wide, 16.0], 3.0);
+        picture.text("small figure", Anchor::Middle, [(from + to) / 2.0, depth + 4.0], &label);
+    }
+    picture
+}
+
+fn one(picture: &mut Svg, stage: &Stage, [x, y]: [f64; 2], share: f64) {
+    for card in (1..=(stage.replicas.saturating_sub(1)).min(3)).rev() {
+        let by = 4.0 * f64::from(card);
+        picture.rounded("behind", [x + by, y - by, BOX[0], BOX[1]], 7.0);
+    }
+    picture.rounded("box", [x, y, BOX[0], BOX[1]], 7.0);
+    let inside = x + 13.0;
+    picture.text("strong", Anchor::Start, [inside, y + 22.0], &format!("Stage {}", stage.id.0));
+    let copies = if stage.replicas == 1 { "1 replica".to_string() } else { format!("{} replicas", stage.replicas) };
+    picture.text("quiet small", Anchor::End, [x + BOX[0] - 13.0, y + 22.0], &copies);
+    picture.text("small quiet", Anchor::Start, [inside, y + 41.0], &short(&layers(stage), 26));
+    let time = quantity::duration(stage.fwd_us + stage.bwd_us);
+    picture.text("small figure", Anchor::Start, [inside, y + 60.0], &format!("{time} an item"));
+    let held = quantity::bytes(stage.memory.total);
+    let recomputed = if stage.recompute { ", recomputed" } else { "" };
+    picture.text("small figure", Anchor::Start, [inside, y + 77.0], &format!("{held} held{recomputed}"));
+    let wide = BOX[0] - 26.0;
+    picture.rounded("track", [inside, y + 90.0, wide, 6.0], 3.0);
+    picture.rounded("forward", [inside, y + 90.0, (wide * share).max(1.0), 6.0], 3.0);
+    picture.text("small quiet figure", Anchor::Start, [inside, y + 109.0], &format!("load {:.0} %", share * 100.0));
+}
+
+/// Time of a stage for one item, with its items going round the replicas.
+fn load(stage: &Stage) -> f64 {
+    (stage.fwd_us + stage.bwd_us) / f64::from(stage.replicas.max(1))
+}
+
+fn cards(stage: &Stage) -> f64 {
+    4.0 * f64::from(stage.replicas.saturating_sub(1).min(3))
+}
+
+/// A row for each span such that no two in one row overlap, and the number of rows.
+fn rows(spans: &[(u32, u32)]) -> (Vec<usize>, usize) {
+    let mut ends: Vec<Vec<(u32, u32)>> = Vec::new();
+    let mut lanes = Vec::with_capacity(spans.len());
+    for &(from, to) in spans {
+        let free = |taken: &Vec<(u32, u32)>| taken.iter().all(|(start, end)| to <= *start || from >= *end);
+        let at = ends.iter().position(free).unwrap_or(ends.len());
+        if at == ends.len() {
+            ends.push(Vec::new());
+        }
+        ends[at].push((from, to));
+        lanes.push(at);
+    }
+    (lanes, ends.len())
+}
+
+/// What the picture shows, in words and numbers.
+pub fn table(plan: &Plan) -> String {
+    let mut table = Table::new(
+        "Stages. Times are those of one item on one replica.",
+        &[
+            ("stage", Column::Words),
+            ("ops", Column::Numbers),
+            ("layers", Column::Words),
+            ("replicas", Column::Numbers),
+            ("devices", Column::Words),
+            ("forward", Column::Numbers),
+            ("backward", Column::Numbers),
+            ("memory", Column::Numbers),
+            ("in flight", Column::Numbers),
+            ("versions", Column::Numbers),
+            ("sends", Column::Words),
+        ],
+    );
+    for (at, stage) in plan.stages.iter().enumerate() {
+        let sent = plan.edges.iter().filter(|edge| edge.from == stage.id);
+        let sent = sent.map(|edge| format!("{} to {}", quantity::bytes(edge.bytes), edge.to.0));
+        let number = |list: &[u32]| list.get(at).map_or(String::new(), u32::to_string);
+        table.row(&[
+            stage.id.0.to_string(),
+            quantity::count(stage.op_ids().count() as u64),
+            short(&layers(stage), 60).into_owned(),
+            stage.replicas.to_string(),
+            short(&ranges(&stage.devices), 40).into_owned(),
+            quantity::duration(stage.fwd_us),
+            quantity::duration(stage.bwd_us),
+            quantity::bytes(stage.memory.total) + if stage.recompute { ", recomputed" } else { "" },
+            number(&plan.schedule.in_flight),
+            number(&plan.schedule.weight_versions),
+            sent.collect::<Vec<_>>().join(", "),
+        ]);
+    }
+    let more = plan.stages.len().saturating_sub(MOST);
+    let note = if more > 0 {
+        format!("<p class=\"quiet\">The picture leaves out the last {more} stages.</p>")
+    } else {
+        String::new()
+    };
+    note + &table.html()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn skips_that_overlap_get_rows_of_their_own() {
+        assert_eq!(rows(&[(0, 2), (1, 3), (2, 4)]), (vec![0, 1, 0], 2));
+    }
+}

@@ -1,0 +1,124 @@
+//! What workers hold over time: weight versions, gradients and what items in flight have saved.
+
+use crate::export::axis::{Axis, Unit};
+use crate::export::quantity;
+use crate::export::report::Played;
+use crate::export::report::markup::{Column, Table, paragraph};
+use crate::export::svg::{Anchor, Svg};
+
+/// Curves that are drawn at most.
+const MOST: usize = 16;
+/// Points of one curve at most; beyond them it is the largest value of each slice of time.
+const POINTS: usize = 700;
+const WIDE: f64 = 1060.0;
+const LEFT: f64 = 78.0;
+const RIGHT: f64 = 96.0;
+const TALL: f64 = 40.0;
+const PITCH: f64 = 52.0;
+
+/// The workers that are drawn: the first replica of each stage.
+fn workers(played: &Played) -> Vec<usize> {
+    let workers = &played.timeline.workers;
+    let first = (0..workers.len()).filter(|&worker| workers[worker].name.ends_with(".0"));
+    first.filter(|&worker| !played.timeline.memory[worker].is_empty()).take(MOST).collect()
+}
+
+/// The picture, where the plan has sizes.
+pub fn draw(played: &Played) -> Option<Svg> {
+    let timeline = &played.timeline;
+    let workers = workers(played);
+    if workers.is_empty() || timeline.makespan <= 0.0 {
+        return None;
+    }
+    let bottom = 8.0 + PITCH * workers.len() as f64;
+    let mut picture = Svg::new(WIDE, bottom + 28.0, "Memory over time");
+    let axis = Axis::of(timeline.makespan, 10, Unit::Time);
+    let x = |time: f64| LEFT + (WIDE - LEFT - RIGHT) * axis.share(time);
+    for (value, label) in &axis.ticks {
+        picture.line("grid", [x(*value), 8.0], [x(*value), bottom]);
+        picture.text("quiet small figure", Anchor::Middle, [x(*value), bottom + 17.0], label);
+    }
+    let most = workers.iter().map(|&worker| timeline.peak_memory(worker)).max().unwrap_or(0).max(1) as f64;
+    for (at, &worker) in workers.iter().enumerate() {
+        let base = 8.0 + PITCH * at as f64 + TALL;
+        let y = |bytes: u64| base - TALL * bytes as f64 / most;
+        let points = thinned(&timeline.memory[worker], timeline.makespan);
+        let mut line: Vec<[f64; 2]> = Vec::new();
+        for (time, bytes) in points {
+            if let Some(last) = line.last().copied() {
+                line.push([x(time), last[1]]);
+            }
+            line.push([x(time), y(bytes)]);
+        }
+        let last = line.last().map_or(base, |last| last[1]);
+        line.push([x(timeline.makespan), last]);
+        let mut area = line.clone();
+        area.extend([[x(timeline.makespan), base], [LEFT, base]]);
+        picture.path("s0 area", &area, true);
+        picture.path("curve l0", &line, false);
+        picture.line("axis", [LEFT, base], [WIDE - RIGHT, base]);
+        picture.text("figure", Anchor::End, [LEFT - 12.0, base - 6.0], &timeline.workers[worker].name);
+        let label = quantity::bytes(timeline.peak_memory(worker));
+        picture.text("small figure", Anchor::Start, [WIDE - RIGHT + 10.0, base - 6.0], &label);
+    }
+    Some(picture)
+}
+
+/// The curve with at most [`POINTS`] points, none of its peaks lost.
+fn thinned(points: &[(f64, u64)], makespan: f64) -> Vec<(f64, u64)> {
+    if points.len() <= POINTS {
+        return points.to_vec();
+    }
+    let width = makespan / POINTS as f64;
+    let mut thin: Vec<(f64, u64)> = Vec::new();
+    let mut slot = usize::MAX;
+    for &(time, bytes) in points {
+        let at = (time / width) as usize;
+        match thin.last_mut() {
+            Some(last) if at == slot => last.1 = last.1.max(bytes),
+            _ => thin.push((at as f64 * width, bytes)),
+        }
+        slot = at;
+    }
+    thin
+}
+
+/// What the picture shows, in words and numbers.
+pub fn table(played: &Played) -> String {
+    let workers = workers(played);
+    let mut table = Table::new(
+        "The first replica of each stage.",
+        &[
+            ("worker", Column::Words),
+            ("at the start", Column::Numbers),
+            ("most", Column::Numbers),
+            ("first at", Column::Numbers),
+        ],
+    );
+    for &worker in &workers {
+        let points = &played.timeline.memory[worker];
+        let most = played.timeline.peak_memory(worker);
+        let when = points.iter().find(|(_, bytes)| *bytes == most).map_or(0.0, |(time, _)| *time);
+        table.row(&[
+            played.timeline.workers[worker].name.clone(),
+            quantity::bytes(points.first().map_or(0, |(_, bytes)| *bytes)),
+            quantity::bytes(most),
+            quantity::duration(when),
+        ]);
+    }
+    let note = "Live weight versions, gradients and what items in flight have saved, by simulation; the optimizer's state, messages \
+                and workspace stand in the bars above. All curves have one scale.";
+    paragraph("quiet", note) + &table.html()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn thinning_keeps_peaks() {
+        let points: Vec<(f64, u64)> = (0..10_000).map(|at| (f64::from(at), if at == 6_173 { 99 } else { 1 })).collect();
+        let thin = thinned(&points, 10_000.0);
+        assert!(thin.len() <= POINTS && thin.iter().any(|(_, bytes)| *bytes == 99));
+    }
+}

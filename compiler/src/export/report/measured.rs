@@ -1,0 +1,204 @@
+//! A training run beside what the plan predicted.
+//!
+//! The metrics are a file of JSON lines: one object for each minibatch with `loss` and `seconds` since the start, one at the end with
+//! `total`, which may say for each stage what its slowest replica took.
+
+use crate::export::axis::Unit;
+use crate::export::plot::{Across, Curve, Plot};
+use crate::export::quantity;
+use crate::export::report::markup::{Column, Table, figure, paragraph};
+use crate::export::report::{Measured, MeasuredStage};
+use crate::plan::Plan;
+use serde_json::Value;
+
+/// Points of a curve at most: of a longer run, every n-th is drawn.
+const POINTS: usize = 400;
+/// Minibatches at most that are read.
+const MOST: usize = 10_000_000;
+
+/// Metrics that cannot be read.
+#[derive(Clone, Debug, PartialEq, thiserror::Error)]
+pub enum MetricsError {
+    /// A line that is no JSON object.
+    #[error("line {line} is no JSON object")]
+    Line {
+        /// Counted from 1.
+        line: usize,
+    },
+    /// A minibatch without a number that it must have.
+    #[error("line {line}: `{field}` is not a number")]
+    Field {
+        /// Counted from 1.
+        line: usize,
+        /// Its name.
+        field: &'static str,
+    },
+    /// Times that go back.
+    #[error("line {line}: {found} seconds come after {before}")]
+    Order {
+        /// Counted from 1.
+        line: usize,
+        /// The time said.
+        found: f64,
+        /// The one before.
+        before: f64,
+    },
+    /// No minibatch at all.
+    #[error("it has no minibatch")]
+    Empty,
+}
+
+/// Reads the metrics of a run.
+pub fn read(text: &str) -> Result<Measured, MetricsError> {
+    let mut measured = Measured::default();
+    for (at, line) in text.lines().enumerate().take(MOST).filter(|(_, line)| !line.trim().is_empty()) {
+        let line_number = at + 1;
+        let value: Value = serde_json::from_str(line).map_err(|_| MetricsError::Line { line: line_number })?;
+        let Some(object) = value.as_object() else { return Err(MetricsError::Line { line: line_number }) };
+        if let Some(total) = object.get("total") {
+            measured.stages = stages(total);
+            continue;
+        }
+        let number = |field: &'static str| {
+            let number = object.get(field).and_then(Value::as_f64).filter(|number| number.is_finite());
+            number.ok_or(MetricsError::Field { line: line_number, field })
+        };
+        let seconds = number("seconds")?;
+        // The loss of a run that diverged is null, and the run is shown all the same.
+        let loss = object.get("loss").and_then(Value::as_f64).unwrap_or(f64::NAN);
+        let before = measured.steps.last().map_or(0.0, |(_, seconds)| *seconds);
+        if seconds < before {
+            return Err(MetricsError::Order { line: line_number, found: seconds, before });
+        }
+        measured.steps.push((loss, seconds));
+    }
+    if measured.steps.is_empty() { Err(MetricsError::Empty) } else { Ok(measured) }
+}
+
+fn stages(total: &Value) -> Vec<MeasuredStage> {
+    let list = total.get("stages").and_then(Value::as_array);
+    let one = |value: &Value| {
+        let time = |field: &str| value.get(field).and_then(Value::as_f64).filter(|us| us.is_finite());
+        Some(MeasuredStage {
+            stage: u32::try_from(value.get("stage")?.as_u64()?).ok()?,
+            fwd_us: time("fwd_us")?,
+            bwd_us: time("bwd_us")?,
+            held_bytes: value.get("held_bytes")?.as_u64()?,
+        })
+    };
+    list.map(|list| list.iter().filter_map(one).collect()).unwrap_or_default()
+}
+
+/// Microseconds from the end of one minibatch to that of the next; those of a filling pipeline come first.
+fn steps(measured: &Measured) -> Vec<f64> {
+    let mut before = 0.0;
+    let step = |(_, seconds): &(f64, f64)| {
+        let us = (seconds - before) * 1e6;
+        before = *seconds;
+        us
+    };
+    measured.steps.iter().map(step).collect()
+}
+
+fn median(values: &[f64]) -> f64 {
+    let mut sorted = values.to_vec();
+    sorted.sort_by(f64::total_cmp);
+    sorted.get(sorted.len() / 2).copied().unwrap_or(0.0)
+}
+
+/// The pictures and tables of a run.
+pub fn section(plan: &Plan, measured: &Measured) -> String {
+    let steps = steps(measured);
+    let (typical, predicted) = (median(&steps), plan.predicted.step_us);
+    let count = quantity::plural(steps.len() as u64, "minibatch", "minibatches");
+    let whole = measured.steps.last().map_or(0.0, |(_, seconds)| *seconds);
+    let mean = whole * 1e6 / steps.len().max(1) as f64;
+    let ratio = if predicted > 0.0 {
+        format!(", {} times the prediction", quantity::short(mean / predicted))
+    } else {
+        String::new()
+    };
+    let mut text = paragraph(
+        "",
+        &format!(
+            "{count} in {}: {} each on average{ratio}; half of them took less than {}. The plan predicts {}.",
+            quantity::duration(whole * 1e6),
+            quantity::duration(mean),
+            quantity::duration(typical),
+            quantity::duration(predicted)
+        ),
+    );
+    let every = steps.len().div_ceil(POINTS).max(1);
+    let line = |values: Vec<f64>| -> Vec<(f64, f64)> {
+        let all = values.into_iter().enumerate().step_by(every);
+        all.map(|(at, value)| (at as f64, value)).filter(|(_, value)| value.is_finite()).collect()
+    };
+    let last = steps.len().saturating_sub(1).max(1) as f64;
+    let curve = |name: &str, points, is_reference| Curve { name: name.to_string(), points, is_reference };
+    let plot = |title: &str, up_name: &str, up, curves| Plot {
+        title: title.to_string(),
+        across_name: "minibatch".to_string(),
+        across: Across::Upto(last),
+        up_name: up_name.to_string(),
+        up,
+        curves,
+        limit: None,
+        rings: Vec::new(),
+        ring_name: String::new(),
+    };
+    let times = vec![
+        curve("measured", line(steps.clone()), false),
+        curve("predicted", vec![(0.0, predicted), (last, predicted)], true),
+    ];
+    let losses = vec![curve("loss", line(measured.steps.iter().map(|(loss, _)| *loss).collect()), false)];
+    let time = plot("Time of each minibatch", "", Unit::Time, times).draw();
+    let loss = plot("Loss", "", Unit::Plain, losses).draw();
+    text += &figure(&format!("{}{}", time.inline(), loss.inline()));
+    text + &table(plan, measured, mean)
+}
+
+fn table(plan: &Plan, measured: &Measured, mean: f64) -> String {
+    let caption = "Predicted and measured. Stages are told by their slowest replica, an item at a time.";
+    let columns = [
+        ("what", Column::Words),
+        ("predicted", Column::Numbers),
+        ("measured", Column::Numbers),
+        ("ratio", Column::Numbers),
+    ];
+    let mut table = Table::new(caption, &columns);
+    let mut row = |what: String, predicted: f64, found: f64, tell: &dyn Fn(f64) -> String| {
+        let ratio = if predicted > 0.0 { quantity::short(found / predicted) } else { String::new() };
+        table.row(&[what, tell(predicted), tell(found), ratio]);
+    };
+    row("minibatch".to_string(), plan.predicted.step_us, mean, &quantity::duration);
+    for found in &measured.stages {
+        let Some(stage) = plan.stages.get(found.stage as usize) else { continue };
+        let id = found.stage;
+        row(format!("stage {id}, forward"), stage.fwd_us, found.fwd_us, &quantity::duration);
+        row(format!("stage {id}, backward"), stage.bwd_us, found.bwd_us, &quantity::duration);
+        let bytes = |bytes: f64| quantity::bytes(bytes as u64);
+        row(format!("stage {id}, held"), stage.memory.total as f64, found.held_bytes as f64, &bytes);
+    }
+    table.html()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn metrics_are_read_and_refused() {
+        let line = |loss: f64, seconds: f64| {
+            format!("{{\"step\":0,\"loss\":{loss},\"seconds\":{seconds},\"samples_per_s\":1.0}}\n")
+        };
+        let total = "{\"total\":{\"stages\":[{\"stage\":0,\"fwd_us\":1.5,\"bwd_us\":3.0,\"held_bytes\":7}]}}\n";
+        let read_back = read(&(line(2.0, 0.5) + &line(1.0, 0.75) + total)).unwrap();
+        assert_eq!(read_back.steps, [(2.0, 0.5), (1.0, 0.75)]);
+        assert_eq!(read_back.stages, [MeasuredStage { stage: 0, fwd_us: 1.5, bwd_us: 3.0, held_bytes: 7 }]);
+        assert_eq!(steps(&read_back), [0.5e6, 0.25e6]);
+        assert_eq!(read(""), Err(MetricsError::Empty));
+        assert_eq!(read("{\"loss\":1}"), Err(MetricsError::Field { line: 1, field: "seconds" }));
+        assert_eq!(read("\n[1]"), Err(MetricsError::Line { line: 2 }));
+        assert!(matches!(read(&(line(1.0, 2.0) + &line(1.0, 1.0))), Err(MetricsError::Order { line: 2, .. })));
+    }
+}

@@ -1,0 +1,127 @@
+//! What every cut would cost one op earlier or later, by the judge of plans.
+//!
+//! No partitioner is asked: the op changes its stage, and `plan::check` works out what that comes to. Where several ops could go,
+//! the one after which a minibatch is shortest goes; among equals, the one in whose stead the fullest device holds least.
+
+use crate::export::report::{Cut, Modelled, Move};
+use crate::plan::Plan;
+use crate::plan::check;
+use crate::plan::problem::Problem;
+use std::collections::BTreeSet;
+
+/// Ops that are tried at most for each side of a cut.
+const TRIED: usize = 12;
+/// Cuts that are tried at most, times the ops of the model: what bounds the work.
+const WORK: usize = 4_000_000;
+
+/// The costs of the model under the plan, and of every cut's neighbours.
+pub fn modelled(problem: Problem, plan: &Plan) -> Modelled {
+    let faults = match check::check(&problem, plan) {
+        Ok(_) => Vec::new(),
+        Err(faults) => faults.iter().take(8).map(ToString::to_string).collect(),
+    };
+    let cuts = if faults.is_empty() { Cuts::new(&problem, plan).all() } else { Vec::new() };
+    Modelled { graph: problem.graph, cuts, faults }
+}
+
+struct Cuts<'a> {
+    problem: &'a Problem,
+    /// The plan with nothing in it that the judge's reckoning does not read.
+    bare: Plan,
+    stage_of: Vec<usize>,
+    /// Ops that cannot be apart, by their leader.
+    group: Vec<Vec<u32>>,
+    /// Ops whose tensors an op reads, and ops that read its own.
+    before: Vec<Vec<usize>>,
+    after: Vec<Vec<usize>>,
+}
+
+impl<'a> Cuts<'a> {
+    fn new(problem: &'a Problem, plan: &Plan) -> Cuts<'a> {
+        let ops = problem.graph.ops.len();
+        let mut stage_of = vec![0; ops];
+        for (at, stage) in plan.stages.iter().enumerate() {
+            stage.op_ids().for_each(|op| stage_of[op as usize] = at);
+        }
+        let mut group: Vec<Vec<u32>> = vec![Vec::new(); ops];
+        for op in &problem.graph.ops {
+            group[op.joins.map_or(op.id as usize, |leader| leader.index())].push(op.id);
+        }
+        let (mut before, mut after) = (vec![Vec::new(); ops], vec![Vec::new(); ops]);
+        for tensor in &problem.graph.tensors {
+            for to in &tensor.consumers {
+                before[to.index()].push(tensor.producer.index());
+                after[tensor.producer.index()].push(to.index());
+            }
+        }
+        let mut bare = plan.clone();
+        bare.edges.clear();
+        for stage in &mut bare.stages {
+            stage.op_names.clear();
+            stage.modules.clear();
+        }
+        Cuts { problem, bare, stage_of, group, before, after }
+    }
+
+    fn all(&self) -> Vec<Cut> {
+        let stages = self.bare.stages.len();
+        let affordable = WORK / self.stage_of.len().max(1) / (2 * TRIED);
+        let one = |before: usize| {
+            let crosses = |from: usize, to: usize| from <= before && to > before;
+            let over = self.problem.graph.tensors.iter().filter(|tensor| {
+                let from = self.stage_of[tensor.producer.index()];
+                tensor.consumers.iter().any(|to| crosses(from, self.stage_of[to.index()]))
+            });
+            let (tensors, bytes) =
+                over.fold((0, 0u64), |(count, sum), tensor| (count + 1, sum.saturating_add(tensor.bytes)));
+            let is_tried = before < affordable.max(4);
+            let moved = |from, to| if is_tried { self.best(from, to) } else { None };
+            Cut { before, bytes, tensors, earlier: moved(before, before + 1), later: moved(before + 1, before) }
+        };
+        (0..stages.saturating_sub(1)).map(one).collect()
+    }
+
+    /// The best op to go from one stage to the next one or the one before it.
+    fn best(&self, from: usize, to: usize) -> Option<Move> {
+        let leaders = (0..self.group.len()).filter(|&op| !self.group[op].is_empty() && self.stage_of[op] == from);
+        let free = leaders.filter(|&op| self.may_go(op, from, to));
+        // Those next to the cut: the last ops of the stage before it, the first of the stage after it.
+        let mut free: Vec<usize> = free.collect();
+        if to > from {
+            free.reverse();
+        }
+        let size: usize =
+            self.group.iter().enumerate().filter(|(op, _)| self.stage_of[*op] == from).map(|(_, g)| g.len()).sum();
+        let moves = free.into_iter().filter(|&op| self.group[op].len() < size).take(TRIED);
+        let moves = moves.filter_map(|op| self.moved(op, to));
+        moves.min_by(|a, b| a.minibatch_us.total_cmp(&b.minibatch_us).then(a.peak_bytes.cmp(&b.peak_bytes)))
+    }
+
+    /// Whether nothing that the op reads, or nothing that reads it, stays behind.
+    fn may_go(&self, leader: usize, from: usize, to: usize) -> bool {
+        let own: BTreeSet<usize> = self.group[leader].iter().map(|op| *op as usize).collect();
+        let beside = if to > from { &self.after } else { &self.before };
+        own.iter()
+            .flat_map(|&op| &beside[op])
+            .filter(|other| !own.contains(other))
+            .all(|&other| self.stage_of[other] != from)
+    }
+
+    fn moved(&self, leader: usize, to: usize) -> Option<Move> {
+        let mut stage_of = self.stage_of.clone();
+        self.group[leader].iter().for_each(|&op| stage_of[op as usize] = to);
+        let mut plan = self.bare.clone();
+        plan.stages.iter_mut().for_each(|stage| stage.ops.clear());
+        for (op, &stage) in (0u32..).zip(&stage_of) {
+            let ranges = &mut plan.stages[stage].ops;
+            match ranges.last_mut() {
+                Some((_, end)) if *end == op => *end += 1,
+                _ => ranges.push((op, op + 1)),
+            }
+        }
+        let checked = check::reckon(self.problem, &plan).ok()?;
+        let peak_bytes = checked.memory.iter().map(|held| held.total).max().unwrap_or(0);
+        let fits = self.problem.memory_limit.is_none_or(|limit| peak_bytes <= limit.0);
+        Some(Move { ops: self.group[leader].clone(), minibatch_us: checked.minibatch_us, peak_bytes, fits })
+    }
+}

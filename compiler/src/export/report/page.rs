@@ -1,0 +1,182 @@
+//! The page: one HTML file that needs no network, no other file and no permission.
+//!
+//! Its policy allows the one style sheet and the one script that stand in it, by their hashes, and nothing else: whatever a name in
+//! a model file holds, it can neither run nor load anything. The script only shows at once what shapes say of themselves; without
+//! it nothing is missing. The page knows no clock: the same report gives the same bytes.
+
+use crate::export::colour::{PICTURE, variables};
+use crate::export::escape::escape;
+use crate::export::quantity;
+use crate::export::report::markup::{details, figure, paragraph};
+use crate::export::report::{Report, alternatives, costs, gantt, graph, held, measured, memory, provenance, what_if};
+use crate::export::svg::Svg;
+use sha2::{Digest, Sha256};
+
+const STYLE: &str = include_str!("page.css");
+const SCRIPT: &str = include_str!("page.js");
+
+/// The HTML text.
+pub fn html(report: &Report<'_>) -> String {
+    let style = format!("{}{STYLE}{PICTURE}", variables());
+    let sections = sections(report);
+    let mut text = format!(
+        "<!doctype html>\n<html lang=\"en\">\n<head>\n<meta charset=\"utf-8\">\n<meta http-equiv=\"Content-Security-Policy\" \
+         content=\"default-src 'none'; style-src '{}'; script-src '{}'; base-uri 'none'; form-action 'none'\">\n\
+         <meta name=\"viewport\" content=\"width=device-width, initial-scale=1\">\n<title>{}</title>\n<style>{style}</style>\n\
+         </head>\n<body>\n",
+        hash(&style),
+        hash(SCRIPT),
+        escape(&title(report))
+    );
+    text += &header(report, &sections);
+    for (id, name, inside) in &sections {
+        text += &format!("<section id=\"{id}\">\n<h2>{}</h2>\n{inside}</section>\n", escape(name));
+    }
+    text + &format!("<div id=\"hint\" hidden></div>\n<script>{SCRIPT}</script>\n</body>\n</html>\n")
+}
+
+/// The pictures by name, for papers.
+pub fn pictures(report: &Report<'_>) -> Vec<(&'static str, Svg)> {
+    let mut all = vec![("graph.svg", graph::draw(report.plan)), ("memory.svg", memory::draw(report.plan))];
+    if let Ok(played) = &report.played {
+        all.push(("gantt.svg", gantt::draw(report.plan, played)));
+        all.extend(held::draw(played).map(|picture| ("memory-over-time.svg", picture)));
+    }
+    all
+}
+
+fn title(report: &Report<'_>) -> String {
+    let file = &report.plan.model.file;
+    let name = if file.is_empty() { "the model" } else { file };
+    format!("{name} in {}", quantity::plural(report.plan.stages.len() as u64, "stage", "stages"))
+}
+
+type Section = (&'static str, &'static str, String);
+
+fn sections(report: &Report<'_>) -> Vec<Section> {
+    let plan = report.plan;
+    let with = |picture: Svg, table: String| figure(&picture.inline()) + &details("As a table", &table);
+    let mut all: Vec<Section> = vec![("stages", "Stages", with(graph::draw(plan), graph::table(plan)))];
+    match &report.played {
+        Ok(played) => {
+            all.push(("time", "Who works when", with(gantt::draw(plan, played), gantt::table(plan, played))));
+        }
+        Err(why) => {
+            let text = format!("The programs of this plan cannot be simulated: {why}");
+            all.push(("time", "Who works when", paragraph("quiet", &text)));
+        }
+    }
+    all.push(("memory", "Memory", with(memory::draw(plan), memory::table(plan))));
+    if let Ok(played) = &report.played
+        && let Some(picture) = held::draw(played)
+    {
+        all.push(("held", "Memory over time", with(picture, held::table(played))));
+    }
+    let bound = paragraph("", &report.bound);
+    all.push((
+        "else",
+        "Alternatives and bound",
+        bound + &with(alternatives::draw(report), alternatives::table(report)),
+    ));
+    all.push((
+        "costs",
+        "Costs and cuts",
+        match &report.modelled {
+            Ok(modelled) => costs::tables(plan, modelled),
+            Err(why) => paragraph("quiet", why),
+        },
+    ));
+    if !report.what_if.is_empty() {
+        all.push(("if", "What if", what_if::strip(report)));
+    }
+    if let Some(measured) = &report.measured {
+        all.push(("measured", "Measured", measured::section(plan, measured)));
+    }
+    all.push(("source", "Provenance", provenance::provenance(report)));
+    all
+}
+
+fn header(report: &Report<'_>, sections: &[Section]) -> String {
+    let plan = report.plan;
+    let mut text = format!("<header>\n<h1>{}</h1>\n", escape(&title(report)));
+    report.heading.iter().for_each(|line| text += &paragraph("quiet", line));
+    text += &report.verdict.iter().map(|verdict| paragraph("verdict", verdict)).collect::<String>();
+    text += &plan.warnings.iter().map(|warning| paragraph("warning", warning)).collect::<String>();
+    let fullest = plan.stages.iter().map(|stage| stage.memory.total).max().unwrap_or(0);
+    let limit = plan.cluster.memory_per_device.map(|limit| format!("of {}", quantity::bytes(limit.0)));
+    let workers: u64 = plan.stages.iter().map(|stage| u64::from(stage.replicas)).sum();
+    let replicas = plan.stages.iter().map(|stage| stage.replicas.to_string()).collect::<Vec<_>>();
+    let shape = if replicas.len() <= 12 {
+        replicas.join("-")
+    } else {
+        quantity::plural(replicas.len() as u64, "stage", "stages")
+    };
+    let figures = [
+        (
+            "Time of a minibatch",
+            quantity::duration(plan.predicted.step_us),
+            format!("slowest is {}", plan.predicted.bottleneck),
+        ),
+        (
+            "Samples per second",
+            quantity::samples(plan.predicted.throughput_per_s),
+            format!("schedule {}", plan.schedule.kind.name()),
+        ),
+        (
+            "Replicas of the stages",
+            shape,
+            format!("{workers} of {}", quantity::plural(u64::from(plan.cluster.devices), "device", "devices")),
+        ),
+        ("Fullest device", quantity::bytes(fullest), limit.unwrap_or_else(|| "no limit was set".to_string())),
+    ];
+    text += "<dl class=\"figures\">";
+    for (name, value, note) in figures {
+        text += &format!(
+            "<div><dt>{}</dt><dd>{}<small>{}</small></dd></div>",
+            escape(name),
+            escape(&value),
+            escape(&crate::export::escape::short(&note, 44))
+        );
+    }
+    text += "</dl>\n<nav aria-label=\"Sections\">";
+    sections.iter().for_each(|(id, name, _)| text += &format!("<a href=\"#{id}\">{}</a>", escape(name)));
+    text + "</nav>\n</header>\n"
+}
+
+/// The hash of a style sheet or a script as a policy names it.
+fn hash(text: &str) -> String {
+    format!("sha256-{}", base64(&Sha256::digest(text.as_bytes())))
+}
+
+fn base64(bytes: &[u8]) -> String {
+    const DIGITS: &[u8; 64] = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/";
+    let mut text = String::new();
+    for three in bytes.chunks(3) {
+        let bits = three.iter().fold(0u32, |bits, byte| bits << 8 | u32::from(*byte)) << (8 * (3 - three.len()));
+        for at in 0..4 {
+            let digit = DIGITS[(bits >> (18 - 6 * at) & 63) as usize];
+            text.push(if at <= three.len() { char::from(digit) } else { '=' });
+        }
+    }
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn hashes_are_as_policies_name_them() {
+        assert_eq!(
+            ["", "f", "fo", "foo", "foob"].map(|text| base64(text.as_bytes())),
+            ["", "Zg==", "Zm8=", "Zm9v", "Zm9vYg=="]
+        );
+        assert_eq!(hash(""), "sha256-47DEQpj8HBSa+/TImW+5JCeuQeRkm5NMpJWZG3hSuFU=");
+    }
+
+    #[test]
+    fn the_page_holds_no_address() {
+        assert!(![STYLE, SCRIPT, PICTURE].iter().any(|text| text.contains("http") || text.contains("url(")));
+        assert!(!STYLE.contains("</style") && !SCRIPT.contains("</script"));
+    }
+}

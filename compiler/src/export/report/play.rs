@@ -1,0 +1,41 @@
+//! A stretch of a plan's programs that shows them fill, run evenly and drain.
+
+use crate::export::report::Played;
+use crate::plan::Plan;
+use crate::schedule::pipeline::{pipeline, schedule_of};
+use crate::schedule::rule::StepCount;
+use crate::schedule::scheduler::schedule;
+use crate::simulate::SimulateError;
+use crate::simulate::run::{Machine, simulate};
+
+/// The most computations that are simulated for a picture.
+const MOST: u64 = 200_000;
+
+/// Simulates a few minibatches of the plan on the devices that it names.
+pub fn play(plan: &Plan) -> Result<Played, SimulateError> {
+    let kind = schedule_of(plan.schedule.kind)?;
+    let pipeline = pipeline(plan)?;
+    let minibatches = minibatches(plan);
+    let count = StepCount { minibatches, microbatches: plan.schedule.microbatches };
+    let program = schedule(kind, &pipeline, count)?;
+    let mut machine = Machine::of(&pipeline);
+    machine.cores = plan.cluster.device.cores;
+    let shared_cores = machine.cores.filter(|cores| (*cores as usize) < program.workers.len());
+    let timeline = simulate(&program, &pipeline, &machine)?;
+    Ok(Played { program, timeline, minibatches, shared_cores })
+}
+
+/// Enough to fill every cap, run evenly for a while and drain: under a flush that is in every minibatch.
+fn minibatches(plan: &Plan) -> u32 {
+    let schedule = &plan.schedule;
+    let depth = plan.stages.iter().zip(&schedule.in_flight);
+    let depth = depth.map(|(stage, cap)| u64::from(stage.replicas) * u64::from(*cap)).max().unwrap_or(1);
+    let per_minibatch = u64::from(schedule.microbatches.max(1));
+    let items = match schedule.kind.is_continuous() {
+        true => (2 * depth + 8).max(12).max(2 * per_minibatch),
+        false => 2 * per_minibatch,
+    };
+    let most = (MOST / (2 * plan.stages.len() as u64).max(1)).max(1);
+    let minibatches = items.min(most).div_ceil(per_minibatch).max(1);
+    u32::try_from(minibatches).unwrap_or(u32::MAX)
+}

@@ -1,0 +1,71 @@
+//! Where the plan came from: files, hashes, options, search.
+
+use crate::export::report::Report;
+use crate::export::report::markup::list;
+use crate::plan::Plan;
+use crate::plan::problem::{CostModel, Objective};
+use crate::profile::Method;
+use serde_json::Value;
+
+/// All of it as a list.
+pub fn provenance(report: &Report<'_>) -> String {
+    let plan = report.plan;
+    let known = |text: &str| if text.is_empty() { "none".to_string() } else { text.to_string() };
+    let method = match plan.profile.method {
+        Method::Measured => "measured",
+        Method::Analytic => "analytic: nothing was measured",
+        Method::Imported => "imported",
+    };
+    let objective = match plan.objective {
+        Objective::Throughput => "throughput",
+        Objective::Memory => "memory",
+        Objective::Latency => "latency",
+    };
+    let fallback = plan.search.fallback.clone().unwrap_or_else(|| "none, the search was complete".to_string());
+    list(&[
+        ("model", known(&plan.model.file)),
+        ("SHA-256 of the model", known(&plan.model.sha256)),
+        ("hash of its graph", known(&plan.model.graph_hash)),
+        ("import", import(plan)),
+        ("costs", method.to_string()),
+        ("SHA-256 of the profile", known(&plan.profile.sha256)),
+        ("SHA-256 of this plan", known(&report.plan_sha256)),
+        ("schema", plan.schema.clone()),
+        ("cost model", cost(plan.cost).to_string()),
+        ("objective", objective.to_string()),
+        ("partitioner", plan.search.method.clone()),
+        ("states looked at", crate::export::quantity::count(plan.search.states)),
+        ("fallback", fallback),
+        ("optimizer", plan.optimizer.clone()),
+        ("element type", plan.dtype.clone()),
+        ("seed", plan.seed.to_string()),
+        ("options", options(plan)),
+        ("written by", format!("pipec {}", env!("CARGO_PKG_VERSION"))),
+    ])
+}
+
+fn cost(cost: CostModel) -> &'static str {
+    match cost {
+        CostModel::Paper => "paper",
+        CostModel::Pipedream => "pipedream",
+        CostModel::Pipec => "pipec",
+        CostModel::Load => "load",
+        CostModel::Hybrid => "hybrid",
+    }
+}
+
+fn import(plan: &Plan) -> String {
+    let import = &plan.model.import;
+    let mut told: Vec<String> = import.dims.iter().map(|(name, size)| format!("{name} = {size}")).collect();
+    told.extend(import.batch_dims.iter().map(|(name, axis)| format!("batch of {name} is axis {axis}")));
+    if import.train_mode {
+        told.push("turned back into training mode".to_string());
+    }
+    told.extend(import.loss.iter().map(|loss| format!("loss {loss}")));
+    if told.is_empty() { "as the file stands".to_string() } else { told.join(", ") }
+}
+
+fn options(plan: &Plan) -> String {
+    let value = |value: &Value| value.as_str().map_or_else(|| value.to_string(), str::to_string);
+    plan.options.iter().map(|(name, it)| format!("{name} = {}", value(it))).collect::<Vec<_>>().join(", ")
+}

@@ -1,0 +1,193 @@
+//! A model that more than one question is asked about: of many devices, or again as a plan was asked for.
+//!
+//! From a plan it goes back to the question that the plan answers, so that its stages can be weighed again and the same be asked of
+//! other devices.
+
+use crate::arguments::{Devices, Import};
+use crate::cmd::partition::{Optimizer, Question, cost_name};
+use crate::failure::Failure;
+use crate::machines;
+use crate::model::{self, Loaded};
+use crate::screen::Screen;
+use crate::source::{self, Costs, Format, Times};
+use crate::stages::COSTS;
+use clap::ValueEnum;
+use compiler::cluster::{Cluster, Device, device};
+use compiler::import::onnx::name::shown;
+use compiler::plan::problem::{InFlight, Objective, Problem};
+use compiler::plan::{Plan, PlannedCluster};
+use compiler::profile::Method;
+use serde_json::Value;
+use std::path::{Path, PathBuf};
+
+/// A model, and where its costs come from.
+pub struct Source {
+    kind: Kind,
+    path: PathBuf,
+}
+
+enum Kind {
+    Published,
+    Analytic(Box<Loaded>, Option<Device>),
+    Measured(Box<Loaded>, PathBuf),
+}
+
+impl Source {
+    /// Reads a model, whose costs are `profile`: a file, `analytic:KIND`, or the roofline of the cluster's devices.
+    pub fn open(path: &Path, profile: Option<&str>, import: &Import, screen: &Screen) -> Result<Source, Failure> {
+        let path = path.to_path_buf();
+        if source::format_of(&path) == Format::Pipedream {
+            return Ok(Source { kind: Kind::Published, path });
+        }
+        let loaded = Box::new(model::read(&path, import, screen)?);
+        let kind = match profile {
+            None | Some("analytic") => Kind::Analytic(loaded, None),
+            Some(text) => match text.strip_prefix("analytic:") {
+                Some(kind) => Kind::Analytic(loaded, Some(machines::kind(kind)?.device())),
+                None => Kind::Measured(loaded, PathBuf::from(text)),
+            },
+        };
+        Ok(Source { kind, path })
+    }
+
+    /// The model of a plan.
+    pub fn of_plan(path: &Path, profile: Option<&str>, plan: &Plan, screen: &Screen) -> Result<Source, Failure> {
+        let is_measured = plan.profile.method == Method::Measured && source::format_of(path) != Format::Pipedream;
+        if is_measured && profile.is_none() {
+            return Err(Failure::input("the plan was made from a profile").help("`--profile FILE` names it"));
+        }
+        let mut import = Import::default();
+        import.follow(&plan.model.import);
+        let mut source = Source::open(path, profile, &import, screen)?;
+        if let Kind::Analytic(_, device @ None) = &mut source.kind {
+            *device = Some(planned_device(plan));
+        }
+        Ok(source)
+    }
+
+    /// A model that is at hand and stands in no file.
+    pub fn of_loaded(loaded: Loaded, profile: Option<&str>) -> Result<Source, Failure> {
+        let device = match profile.and_then(|text| text.strip_prefix("analytic:")) {
+            Some(kind) => Some(machines::kind(kind)?.device()),
+            None => None,
+        };
+        Ok(Source { path: PathBuf::from(&loaded.model.file), kind: Kind::Analytic(Box::new(loaded), device) })
+    }
+
+    /// Whether the costs can be had for other sizes of micro-batch than the plan's.
+    pub fn is_flexible(&self) -> bool {
+        matches!(&self.kind, Kind::Analytic(..))
+    }
+
+    /// Samples in a micro-batch where nobody says.
+    pub fn micro_batch(&self, screen: &Screen) -> u64 {
+        match &self.kind {
+            Kind::Published => 1,
+            Kind::Analytic(loaded, _) => loaded.micro_batch(None, screen),
+            Kind::Measured(loaded, path) => {
+                let profiled = source::read_profile(path).ok().map(|(_, profile)| profile.settings.micro_batch);
+                loaded.micro_batch(profiled, screen)
+            }
+        }
+    }
+
+    /// The devices that the flags describe, of the kind that the costs are for.
+    pub fn cluster(&self, devices: &Devices) -> Result<Cluster, Failure> {
+        match &self.kind {
+            Kind::Published | Kind::Analytic(_, None) => machines::cluster(devices, None),
+            Kind::Analytic(_, Some(device)) => machines::cluster(devices, device::find(&device.kind)),
+            Kind::Measured(_, path) => machines::cluster_of(devices, &source::read_profile(path)?.1),
+        }
+    }
+
+    /// The costs at that many samples on a cluster.
+    pub fn on(&self, cluster: Cluster, micro_batch: u64) -> Result<Costs, Failure> {
+        match &self.kind {
+            Kind::Published => source::published_on(&self.path, cluster, micro_batch, "f32"),
+            Kind::Analytic(loaded, device) => {
+                let device = device.clone().unwrap_or_else(|| cluster.device.clone());
+                source::assemble(loaded, micro_batch, cluster, Times::Analytic(device))
+            }
+            Kind::Measured(loaded, path) => {
+                let (sha256, profile) = source::read_profile(path)?;
+                source::assemble(loaded, micro_batch, cluster, Times::Profile(path.clone(), sha256, Box::new(profile)))
+            }
+        }
+    }
+
+    /// The costs at that many samples on the plan's cluster; refuses a model that is not the plan's.
+    pub fn costs(&self, plan: &Plan, micro_batch: u64) -> Result<Costs, Failure> {
+        let costs = self.on(cluster(plan), micro_batch)?;
+        let (here, there) = (&costs.model, &plan.model);
+        let is_other = match self.kind {
+            Kind::Published => here.sha256 != there.sha256,
+            _ => here.graph_hash != there.graph_hash,
+        };
+        if is_other || here.ops != there.ops {
+            let what = format!("{} is not the model of the plan", self.path.display());
+            let there = (shown(&there.file), there.ops);
+            return Err(Failure::input(what)
+                .because(format!("the plan is for {} with {} ops, this has {}", there.0, there.1, here.ops)));
+        }
+        Ok(costs)
+    }
+}
+
+/// The device whose data sheet gave the plan's costs.
+fn planned_device(plan: &Plan) -> Device {
+    let own = &plan.cluster.device;
+    let name = plan.options.get(COSTS).and_then(Value::as_str).filter(|name| *name != own.kind);
+    name.and_then(device::find).map_or_else(|| own.clone(), device::Kind::device)
+}
+
+/// The devices of a plan.
+pub fn cluster(plan: &Plan) -> Cluster {
+    let PlannedCluster { device, levels, classes, .. } = plan.cluster.clone();
+    Cluster { device, levels, classes, hosts: Vec::new() }
+}
+
+/// What the judge needs to weigh stages as this plan's were weighed.
+pub fn problem(plan: &Plan, costs: Costs) -> Problem {
+    let mut problem = costs.problem(plan.cost);
+    problem.objective = plan.objective;
+    problem.activation_compression = number(plan, "activation_compression");
+    problem.memory_limit = plan.cluster.memory_per_device;
+    problem.optimizer_state = number(plan, "optimizer_state").unwrap_or(0.0);
+    problem.schedule = plan.schedule.kind;
+    problem.microbatches = plan.schedule.microbatches;
+    problem.chunks = plan.schedule.chunks;
+    problem
+}
+
+/// The same question, with stages left free and no time spent on what was pinned.
+pub fn question(plan: &Plan) -> Question {
+    let text = |name: &str| plan.options.get(name).and_then(Value::as_str).map(str::to_string);
+    let usual = Question::default();
+    Question {
+        cost: cost_name(plan.cost).to_string(),
+        activation_compression: number(plan, "activation_compression"),
+        memory: plan.cluster.memory_per_device.map(|limit| format!("{}B", limit.0)),
+        microbatches: plan.schedule.microbatches,
+        schedule: Some(plan.schedule.kind.name().to_string()),
+        objective: match plan.objective {
+            Objective::Throughput => "throughput",
+            Objective::Memory => "memory",
+            Objective::Latency => "latency",
+        }
+        .to_string(),
+        target: text("target"),
+        recompute: text("recompute").unwrap_or(usual.recompute.clone()),
+        optimizer: Optimizer::from_str(&plan.optimizer, true).unwrap_or(usual.optimizer),
+        no_replication: plan.options.get("no_replication") == Some(&Value::Bool(true)),
+        in_flight: match text("in_flight").as_deref() {
+            Some("pipedream") => InFlight::Pipedream,
+            _ => InFlight::Auto,
+        },
+        seed: plan.seed,
+        ..usual
+    }
+}
+
+fn number(plan: &Plan, name: &str) -> Option<f64> {
+    plan.options.get(name).and_then(Value::as_f64)
+}

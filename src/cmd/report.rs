@@ -1,0 +1,198 @@
+//! `pipec report`: one page about a plan, and its pictures for papers.
+
+use crate::asked::{self, Source};
+use crate::cmd::partition;
+use crate::failure::{self, Failure};
+use crate::screen::Screen;
+use crate::source::{self, Costs};
+use crate::{cmd, prediction, quantity, stages};
+use clap::Args;
+use compiler::export::escape::short;
+use compiler::export::report::{Alternative, Answer, Measured, Modelled, Played, Report, WhatIf};
+use compiler::export::report::{measured, moves, page, play};
+use compiler::plan::Plan;
+use serde_json::json;
+use std::fs;
+use std::path::{Path, PathBuf};
+
+/// The most bytes of a metrics file.
+const MOST_METRICS_BYTES: u64 = 256 << 20;
+
+/// The most devices that are tried.
+const MOST_DEVICES: u64 = 4096;
+
+/// Which plan, with what beside it, and where to.
+#[derive(Debug, Args)]
+pub struct Arguments {
+    /// The plan
+    #[arg(value_name = "PLAN")]
+    file: PathBuf,
+    /// The plan's model or published profile: adds the costs of its ops, what moving each cut would cost, and other devices
+    #[arg(long, value_name = "FILE")]
+    model: Option<PathBuf>,
+    /// The plan's costs: a file of `pipec profile`, or analytic[:KIND] [default: as the plan says]
+    #[arg(long, value_name = "FILE|analytic[:KIND]", requires = "model")]
+    profile: Option<String>,
+    /// Metrics of a training run under the plan, to be shown beside the prediction
+    #[arg(long, value_name = "FILE")]
+    metrics: Option<PathBuf>,
+    /// Do not plan for other numbers of devices
+    #[arg(long)]
+    no_what_if: bool,
+    /// Where to write the page [default: PLAN.html in the current folder]
+    #[arg(long, value_name = "FILE")]
+    html: Option<PathBuf>,
+    /// Write the pictures as SVG into this folder, which is made where it is missing
+    #[arg(long, value_name = "FOLDER")]
+    svg: Option<PathBuf>,
+}
+
+/// Gathers, writes, prints.
+pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Failure> {
+    let plan = cmd::plan::sound_plan(&arguments.file)?;
+    let source = match &arguments.model {
+        Some(path) => Some(Source::of_plan(path, arguments.profile.as_deref(), &plan, screen)?),
+        None => None,
+    };
+    let modelled = match &source {
+        Some(source) => Ok(modelled(source, &plan)?),
+        None => Err(
+            "The costs of single ops are not in a plan: `pipec report PLAN --model FILE` shows them, and what moving \
+                     each cut would cost."
+                .to_string(),
+        ),
+    };
+    let what_if = match &source {
+        Some(source) if !arguments.no_what_if => what_if(source, &arguments, &plan, screen)?,
+        _ => Vec::new(),
+    };
+    let played = play::play(&plan).map_err(|error| error.to_string());
+    let report = Report {
+        heading: stages::heading(&plan).lines().map(str::to_string).collect(),
+        verdict: prediction::verdict(&plan),
+        bound: prediction::bound_sentence(&plan),
+        bound_us: prediction::bound_us(&plan),
+        alternatives: alternatives(&plan),
+        played,
+        modelled,
+        what_if,
+        measured: arguments.metrics.as_deref().map(metrics).transpose()?,
+        plan_sha256: source::sha256(source::text(&arguments.file, source::MOST_PLAN_BYTES)?.as_bytes()),
+        plan: &plan,
+    };
+    write(&arguments, &report, screen)
+}
+
+fn modelled(source: &Source, plan: &Plan) -> Result<Modelled, Failure> {
+    let costs = source.costs(plan, plan.schedule.micro_batch)?;
+    Ok(moves::modelled(asked::problem(plan, costs), plan))
+}
+
+fn alternatives(plan: &Plan) -> Vec<Alternative> {
+    let own = Alternative { name: "this plan".to_string(), us: plan.predicted.step_us, fits: true };
+    let others = prediction::alternatives(plan);
+    let others = others.into_iter().map(|(name, us, fits)| Alternative { name: name.to_string(), us, fits });
+    std::iter::once(own).chain(others).collect()
+}
+
+fn metrics(path: &Path) -> Result<Measured, Failure> {
+    let text = source::text(path, MOST_METRICS_BYTES)?;
+    measured::read(&text).map_err(|error| {
+        Failure::file("read the metrics", path, error).help("`pipec train --metrics FILE` writes them")
+    })
+}
+
+/// Half as many devices and twice as many; half and twice the micro-batch, or the micro-batches where a flush makes them count.
+fn what_if(source: &Source, arguments: &Arguments, plan: &Plan, screen: &Screen) -> Result<Vec<WhatIf>, Failure> {
+    let schedule = &plan.schedule;
+    let around = |number: u64| match number {
+        0 | 1 => vec![1, 2, 4],
+        n => vec![n / 2, n, 2 * n],
+    };
+    let sizes: Vec<(u64, u32)> = if !schedule.kind.is_continuous() {
+        let counts = around(u64::from(schedule.microbatches)).into_iter();
+        counts.filter_map(|m| Some((schedule.micro_batch, u32::try_from(m).ok()?))).collect()
+    } else if source.is_flexible() {
+        around(schedule.micro_batch).into_iter().map(|samples| (samples, schedule.microbatches)).collect()
+    } else {
+        vec![(schedule.micro_batch, schedule.microbatches)]
+    };
+    let outer = plan.cluster.levels.last().map_or(1, |level| level.count);
+    let inner = u64::from(plan.cluster.devices / outer.max(1));
+    let counts: Vec<u64> = around(u64::from(outer)).into_iter().filter(|count| count * inner <= MOST_DEVICES).collect();
+    let bar = screen.progress((sizes.len() * counts.len()) as u64, "{bar:30} {pos}/{len} other sizes, {msg}");
+    let mut cells = Vec::new();
+    for &(micro_batch, microbatches) in &sizes {
+        // A model with a batch of its own has no other sizes.
+        let Ok(costs) = source.costs(plan, micro_batch) else { continue };
+        for &count in &counts {
+            bar.set_message(format!("{} devices", count * inner));
+            let devices = u32::try_from(count * inner).unwrap_or(u32::MAX);
+            let is_own = (devices, micro_batch, microbatches)
+                == (plan.cluster.devices, schedule.micro_batch, schedule.microbatches);
+            let answer = match is_own {
+                true => Ok(answer(plan)),
+                false => other(arguments, plan, costs.clone(), count as u32, microbatches),
+            };
+            cells.push(WhatIf { devices, micro_batch, microbatches, answer });
+            bar.inc(1);
+        }
+    }
+    bar.finish_and_clear();
+    Ok(cells)
+}
+
+fn answer(plan: &Plan) -> Answer {
+    Answer {
+        replicas: plan.stages.iter().map(|stage| stage.replicas).collect(),
+        throughput_per_s: plan.predicted.throughput_per_s,
+        peak_bytes: plan.stages.iter().map(|stage| stage.memory.total).max().unwrap_or(0),
+    }
+}
+
+fn other(arguments: &Arguments, plan: &Plan, mut costs: Costs, outer: u32, m: u32) -> Result<Answer, String> {
+    if let Some(level) = costs.cluster.levels.last_mut() {
+        level.count = outer;
+    }
+    let question = partition::Question { microbatches: m, ..asked::question(plan) };
+    match partition::ask(&arguments.file, costs, &question) {
+        Ok(planned) => Ok(answer(&planned.plan)),
+        Err(failure) if failure.code == failure::INFEASIBLE => Err("does not fit".to_string()),
+        Err(failure) => Err(short(&failure.reason(), 80).into_owned()),
+    }
+}
+
+fn write(arguments: &Arguments, report: &Report<'_>, screen: &Screen) -> Result<(), Failure> {
+    let mut written: Vec<(PathBuf, u64)> = Vec::new();
+    let mut put = |path: PathBuf, bytes: &[u8]| -> Result<(), Failure> {
+        source::write(&path, bytes)?;
+        written.push((path, bytes.len() as u64));
+        Ok(())
+    };
+    if arguments.html.is_some() || arguments.svg.is_none() {
+        let stem = arguments.file.file_stem().map(|stem| stem.to_string_lossy().into_owned()).unwrap_or_default();
+        let path = arguments.html.clone().unwrap_or_else(|| PathBuf::from(format!("{stem}.html")));
+        put(path, page::html(report).as_bytes())?;
+    }
+    if let Some(folder) = &arguments.svg {
+        fs::create_dir_all(folder).map_err(|error| Failure::file("make the folder", folder, error))?;
+        for (name, picture) in page::pictures(report) {
+            put(folder.join(name), picture.file().as_bytes())?;
+        }
+    }
+    if let Ok(Modelled { faults, .. }) = &report.modelled
+        && !faults.is_empty()
+    {
+        screen.warn(&format!("the plan's figures do not follow from these costs: {}", faults.join("; ")));
+    }
+    for (path, size) in &written {
+        screen.text(&format!("wrote {} ({})", path.display(), quantity::bytes(*size)));
+    }
+    let simulated = report.played.as_ref().ok().map(|played: &Played| {
+        json!({"minibatches": played.minibatches, "makespan_us": played.timeline.makespan, "bubble": played.timeline.bubble()})
+    });
+    let files: Vec<_> =
+        written.iter().map(|(path, size)| json!({"file": path.display().to_string(), "bytes": size})).collect();
+    screen.json(&json!({"files": files, "simulated": simulated}));
+    Ok(())
+}

@@ -1,0 +1,303 @@
+//! `pipec sweep`: plans for many numbers of devices, depths and sizes, as a table and as the plots that papers show.
+
+use crate::arguments::{Devices, Import};
+use crate::asked::Source;
+use crate::cmd::partition::{self, Optimizer, Question};
+use crate::failure::{self, Failure};
+use crate::family::Family;
+use crate::screen::Screen;
+use crate::source::{self, Costs};
+use crate::{quantity, stages};
+use clap::Args;
+use compiler::export::sweep::{Figures, Largest, Point, Sweep};
+use compiler::plan::ScheduleKind;
+use serde_json::json;
+use std::fs;
+use std::path::{Path, PathBuf};
+
+/// The most rows that are asked for.
+const MOST_ROWS: usize = 2000;
+
+/// Which model, for what.
+#[derive(Debug, Args)]
+pub struct Arguments {
+    /// The model, or a published profile
+    #[arg(value_name = "MODEL", required_unless_present = "family")]
+    file: Option<PathBuf>,
+    /// Numbers of devices
+    #[arg(long, value_name = "N,…", value_delimiter = ',', required = true, value_parser = clap::value_parser!(u32).range(1..=4096))]
+    gpus: Vec<u32>,
+    /// Bandwidth of their link per device and direction, for example 1.25GB/s or 10Gbit/s
+    #[arg(long, value_name = "RATE")]
+    bandwidth: Option<String>,
+    /// Numbers of stages, each replicated over an equal share of the devices [default: the planner is free]
+    #[arg(long, value_name = "D,…", value_delimiter = ',', value_parser = clap::value_parser!(u32).range(1..=4096))]
+    depth: Vec<u32>,
+    /// Micro-batches in one minibatch
+    #[arg(long, value_name = "M,…", value_delimiter = ',', default_value = "1", value_parser = clap::value_parser!(u32).range(1..=1 << 20))]
+    microbatches: Vec<u32>,
+    /// Samples in one micro-batch [default: as the model says, else 32]
+    #[arg(long, value_name = "N,…", value_delimiter = ',', value_parser = clap::value_parser!(u64).range(1..=1 << 32))]
+    micro_batch: Vec<u64>,
+    /// Orders of work [default: 1f1b-rr, or 1f1b with micro-batches]
+    #[arg(long, value_name = "NAME,…", value_delimiter = ',', value_parser = ["gpipe", "1f1b", "interleaved", "bfs", "zb-h1", "zb-h2", "zbv", "dualpipev", "1f1b-rr", "1f1b-rr-vsync", "2bw"])]
+    schedule: Vec<String>,
+    /// Costs: a file of `pipec profile`, or analytic[:KIND] for the roofline of a device kind [default: analytic]
+    #[arg(long, value_name = "FILE|analytic[:KIND]")]
+    profile: Option<String>,
+    /// Bytes that may be used on each device, for example 16GB [default: the memory of the device]
+    #[arg(long, value_name = "SIZE")]
+    memory: Option<String>,
+    /// Optimizer, for its memory
+    #[arg(long, value_enum, value_name = "NAME", default_value = "sgd")]
+    optimizer: Optimizer,
+    /// Whether a stage that does not fit otherwise may run forward again before backward
+    #[arg(long, value_name = "WHEN", default_value = "auto", value_parser = ["auto", "never"])]
+    recompute: String,
+    /// Also find the largest model of this family of the zoo that fits: gpt2-xl with more layers, for example
+    #[arg(long, value_name = "NAME")]
+    family: Option<String>,
+    #[command(flatten)]
+    import: Import,
+    /// Write the plots as SVG into this folder, which is made where it is missing
+    #[arg(long, value_name = "FOLDER")]
+    svg: Option<PathBuf>,
+}
+
+/// Asks, prints, draws.
+pub fn run(arguments: Box<Arguments>, screen: &Screen) -> Result<(), Failure> {
+    let mut sweep = Sweep::default();
+    if let Some(path) = &arguments.file {
+        sweep.points = points(&arguments, path, screen)?;
+        screen.text(&table(&sweep.points));
+    }
+    if let Some(name) = &arguments.family {
+        let largest = largest(&arguments, name, screen)?;
+        screen.text(&family_table(name, &largest));
+        sweep.family = Some((name.clone(), largest));
+    }
+    let mut files = Vec::new();
+    if let Some(folder) = &arguments.svg {
+        fs::create_dir_all(folder).map_err(|error| Failure::file("make the folder", folder, error))?;
+        for (name, picture) in sweep.pictures() {
+            source::write(&folder.join(name), picture.file().as_bytes())?;
+            files.push(folder.join(name).display().to_string());
+        }
+        screen.note(&format!("wrote {}", files.join(", ")));
+    }
+    screen.json(&json!({
+        "rows": sweep.points.iter().map(row).collect::<Vec<_>>(),
+        "family": sweep.family.as_ref().map(|(name, largest)| json!({
+            "name": name,
+            "largest": largest.iter().map(member).collect::<Vec<_>>(),
+        })),
+        "files": files,
+    }));
+    Ok(())
+}
+
+fn question(arguments: &Arguments) -> Question {
+    let usual =
+        if arguments.microbatches.iter().any(|m| *m > 1) { ScheduleKind::OneFOneB } else { ScheduleKind::RoundRobin };
+    Question {
+        memory: arguments.memory.clone(),
+        optimizer: arguments.optimizer,
+        recompute: arguments.recompute.clone(),
+        schedule: Some(usual.name().to_string()),
+        ..Question::default()
+    }
+}
+
+fn points(arguments: &Arguments, path: &Path, screen: &Screen) -> Result<Vec<Point>, Failure> {
+    let base = question(arguments);
+    let source = Source::open(path, arguments.profile.as_deref(), &arguments.import, screen)?;
+    let sizes = match &arguments.micro_batch[..] {
+        [] => vec![source.micro_batch(screen)],
+        sizes => sizes.to_vec(),
+    };
+    let schedules: Vec<Option<String>> = match &arguments.schedule[..] {
+        [] => vec![base.schedule.clone()],
+        names => names.iter().cloned().map(Some).collect(),
+    };
+    let depths: Vec<Option<u32>> = match &arguments.depth[..] {
+        [] => vec![None],
+        depths => depths.iter().copied().map(Some).collect(),
+    };
+    let rows = [&arguments.gpus.len(), &sizes.len(), &schedules.len(), &depths.len(), &arguments.microbatches.len()];
+    let rows = rows.into_iter().fold(1usize, |product, count| product.saturating_mul(*count));
+    if rows > MOST_ROWS {
+        return Err(Failure::input(format!("these lists make {rows} rows, more than {MOST_ROWS}")));
+    }
+    let bar = screen.progress(rows as u64, "{bar:30} {pos}/{len} plans, {eta} left, {msg}");
+    let mut points = Vec::with_capacity(rows);
+    for &devices in &arguments.gpus {
+        let flags = Devices { gpus: Some(devices), bandwidth: arguments.bandwidth.clone(), ..Devices::default() };
+        let cluster = source.cluster(&flags)?;
+        for &micro_batch in &sizes {
+            let costs = source.on(cluster.clone(), micro_batch)?;
+            for schedule in &schedules {
+                for &depth in &depths {
+                    for &microbatches in &arguments.microbatches {
+                        bar.set_message(format!("{devices} devices"));
+                        let question = Question { schedule: schedule.clone(), microbatches, ..base.clone() };
+                        let answer = figures(path, &costs, devices, depth, question)?;
+                        let named = schedule.as_deref().and_then(ScheduleKind::from_name);
+                        let schedule = named.unwrap_or(ScheduleKind::RoundRobin);
+                        points.push(Point { devices, depth, schedule, micro_batch, microbatches, answer });
+                        bar.inc(1);
+                    }
+                }
+            }
+        }
+    }
+    bar.finish_and_clear();
+    Ok(points)
+}
+
+/// The plan of one row, or the reason for which there is none: that is an answer, unless the input is bad.
+fn figures(
+    path: &Path,
+    costs: &Costs,
+    devices: u32,
+    depth: Option<u32>,
+    mut question: Question,
+) -> Result<Result<Figures, String>, Failure> {
+    match depth {
+        Some(depth) if depth > devices => {
+            return Ok(Err(format!("{depth} stages on {}", stages::plural(u64::from(devices), "device", "devices"))));
+        }
+        Some(depth) if !devices.is_multiple_of(depth) => {
+            return Ok(Err(format!("{devices} devices do not make {depth} equal stages")));
+        }
+        Some(depth) if depth as usize > costs.graph.ops.len() => {
+            return Ok(Err(format!("the model has {} ops to cut between", costs.graph.ops.len())));
+        }
+        Some(depth) => question.stages = Some(vec![devices / depth; depth as usize]),
+        None => {}
+    }
+    let parameters = costs.graph.params.iter().fold(0u64, |sum, param| sum.saturating_add(param.bytes));
+    match partition::ask(path, costs.clone(), &question) {
+        Ok(planned) => Ok(Ok(Figures::of(&planned.plan, parameters))),
+        Err(failure) if failure.code == failure::INFEASIBLE => Ok(Err(failure.reason())),
+        Err(failure) => Err(failure),
+    }
+}
+
+fn largest(arguments: &Arguments, name: &str, screen: &Screen) -> Result<Vec<Largest>, Failure> {
+    if arguments.profile.as_deref().is_some_and(|profile| !profile.starts_with("analytic")) {
+        return Err(Failure::input("`--family` does not go with a profile file: its models were not measured"));
+    }
+    let base = question(arguments);
+    let schedule = arguments.schedule.first().cloned().or(base.schedule.clone());
+    let microbatches = arguments.microbatches.iter().copied().max().unwrap_or(1);
+    let question = Question { schedule, microbatches, ..base };
+    let micro_batch = arguments.micro_batch.first().copied().unwrap_or(1);
+    let family = Family::open(name, micro_batch, arguments.profile.as_deref(), &question)?;
+    let bar = screen.progress(2 * arguments.gpus.len() as u64, "{bar:30} {pos}/{len} families, {msg}");
+    let mut found = Vec::new();
+    for &devices in &arguments.gpus {
+        for recompute in [true, false] {
+            bar.set_message(format!("{devices} devices"));
+            found.push(family.largest(devices, arguments.bandwidth.as_deref(), recompute)?);
+            bar.inc(1);
+        }
+    }
+    bar.finish_and_clear();
+    Ok(found)
+}
+
+fn table(points: &[Point]) -> String {
+    let header = [
+        "devices",
+        "depth",
+        "schedule",
+        "samples",
+        "micro-batches",
+        "replicas",
+        "samples/s",
+        "most memory",
+        "bubble",
+        "sent a sample",
+        "data parallel",
+        "",
+    ];
+    let row = |point: &Point| {
+        let mut cells = vec![
+            point.devices.to_string(),
+            point.depth.map_or("free".to_string(), |depth| depth.to_string()),
+            point.schedule.name().to_string(),
+            point.micro_batch.to_string(),
+            point.microbatches.to_string(),
+        ];
+        match &point.answer {
+            Ok(found) => cells.extend([
+                replicas(&found.replicas),
+                quantity::samples(found.throughput_per_s),
+                quantity::bytes(found.peak_bytes),
+                format!("{:.1} %", found.bubble * 100.0),
+                quantity::bytes(found.bytes_per_sample as u64),
+                quantity::bytes(found.data_parallel_bytes_per_sample as u64),
+                if found.recompute { "recomputed" } else { "" }.to_string(),
+            ]),
+            Err(why) => {
+                cells.extend(["-"; 6].map(str::to_string));
+                cells.push(why.clone());
+            }
+        }
+        cells
+    };
+    stages::table(&header, &[0, 1, 3, 4, 6, 7, 8, 9, 10], points.iter().map(row).collect())
+}
+
+/// `4-2-1`; long lists are told by their length.
+fn replicas(list: &[u32]) -> String {
+    match list {
+        [first, ..] if list.len() > 8 && list.iter().all(|r| r == first) => format!("{} of {first}", list.len()),
+        _ if list.len() > 8 => stages::plural(list.len() as u64, "stage", "stages"),
+        _ => list.iter().map(u32::to_string).collect::<Vec<_>>().join("-"),
+    }
+}
+
+fn family_table(name: &str, largest: &[Largest]) -> String {
+    let row = |one: &Largest| {
+        let (layers, parameters) = match one.found {
+            Some((layers, parameters)) => (layers.to_string(), quantity::count(parameters)),
+            None => ("-".to_string(), "none fits".to_string()),
+        };
+        vec![one.devices.to_string(), if one.recompute { "yes" } else { "no" }.to_string(), layers, parameters]
+    };
+    let rows = largest.iter().map(row).collect();
+    format!(
+        "\nlargest {name} that fits, one stage a device\n{}",
+        stages::table(&["devices", "recomputed", "layers", "parameters"], &[0, 2, 3], rows)
+    )
+}
+
+fn row(point: &Point) -> serde_json::Value {
+    let mut value = json!({
+        "devices": point.devices,
+        "depth": point.depth,
+        "schedule": point.schedule.name(),
+        "micro_batch": point.micro_batch,
+        "microbatches": point.microbatches,
+        "feasible": point.answer.is_ok(),
+    });
+    match &point.answer {
+        Ok(found) => {
+            value["replicas"] = json!(found.replicas);
+            value["throughput_per_s"] = json!(found.throughput_per_s);
+            value["peak_bytes"] = json!(found.peak_bytes);
+            value["bubble"] = json!(found.bubble);
+            value["bytes_per_sample"] = json!(found.bytes_per_sample);
+            value["data_parallel_bytes_per_sample"] = json!(found.data_parallel_bytes_per_sample);
+            value["recompute"] = json!(found.recompute);
+        }
+        Err(why) => value["why"] = json!(why),
+    }
+    value
+}
+
+fn member(one: &Largest) -> serde_json::Value {
+    let (layers, parameters) = one.found.map_or((None, None), |(layers, parameters)| (Some(layers), Some(parameters)));
+    json!({"devices": one.devices, "recompute": one.recompute, "layers": layers, "parameters": parameters})
+}

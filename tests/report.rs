@@ -1,0 +1,223 @@
+//! The page about a plan: it says everything, in the same bytes, whatever names a model has, and a browser opens it in peace.
+
+use assert_cmd::Command;
+use compiler::export::colour::COLOURS;
+use std::env;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Output;
+
+fn pipec(folder: &Path, arguments: &[&str]) -> Output {
+    Command::cargo_bin("pipec").unwrap().current_dir(folder).args(arguments).output().unwrap()
+}
+
+fn done(folder: &Path, arguments: &[&str]) {
+    let output = pipec(folder, arguments);
+    assert_eq!(output.status.code(), Some(0), "{arguments:?}: {}", String::from_utf8_lossy(&output.stderr));
+}
+
+/// A published profile: a chain of ops with these names and milliseconds, 1 kB between them and 1 MB of parameters each.
+fn chain(folder: &Path, ops: &[(&str, f64)]) {
+    let mut text = String::new();
+    for (at, (name, time)) in ops.iter().enumerate() {
+        let (forward, backward) = (time / 3.0, time * 2.0 / 3.0);
+        text += &format!(
+            "node{at} -- {name} -- forward_compute_time={forward}, backward_compute_time={backward}, activation_size=1000.0, \
+             parameter_size=1000000\n"
+        );
+    }
+    for at in 1..ops.len() {
+        text += &format!("\tnode{} -- node{at}\n", at - 1);
+    }
+    fs::write(folder.join("chain.graph.txt"), text).unwrap();
+}
+
+fn planned(folder: &Path, more: &[&str]) {
+    let flags = ["partition", "chain.graph.txt", "--bandwidth", "100GB/s", "-o", "plan.json"];
+    done(folder, &[&flags[..], more].concat());
+}
+
+fn page(folder: &Path, more: &[&str]) -> String {
+    done(folder, &[&["report", "plan.json", "--html", "page.html"][..], more].concat());
+    fs::read_to_string(folder.join("page.html")).unwrap()
+}
+
+fn four() -> [(&'static str, f64); 4] {
+    [("Conv", 4.0), ("Relu", 2.0), ("Linear", 2.0), ("Softmax", 4.0)]
+}
+
+#[test]
+fn the_page_says_everything_in_the_same_bytes() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    chain(folder, &four());
+    planned(folder, &["--gpus", "2", "--stages", "1,1", "--memory", "40MB", "--optimizer", "adam"]);
+    let model = ["--model", "chain.graph.txt"];
+    let text = page(folder, &model);
+    assert_eq!(text, page(folder, &model));
+    for id in ["stages", "time", "memory", "held", "else", "costs", "if", "source"] {
+        assert!(text.contains(&format!("<section id=\"{id}\">")), "no section {id}");
+    }
+    for wanted in ["Stage 0", "Stage 1", "warm-up", "steady", "drain", "limit 40.00 MB", "bound"] {
+        assert!(text.contains(&format!(">{wanted}</text>")), "`{wanted}` is missing");
+    }
+    // Every computation of both workers is there, and says which weights it uses.
+    assert!(text.contains("<title>stage 1, backward of item 3, weights version "), "no hint");
+    // 6 | 6 ms becomes 8 | 4 when either middle op changes sides.
+    assert_eq!(text.matches("<td class=\"n\">+33.33 %</td>").count(), 2, "what moving the cut costs");
+    assert!(!text.contains("http:") && !text.contains("https:"), "the page names an address");
+    // Without the model there is less to say, and the page says so.
+    assert!(page(folder, &[]).contains("pipec report PLAN --model FILE"));
+}
+
+#[test]
+fn names_can_do_nothing() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    let bad = "x\"'><script>alert(1)</script><img src=y onerror=z>&amp;\u{202e}\u{1b}[31m\u{7}]]>";
+    chain(folder, &[(bad, 4.0), ("</title></svg></style>", 4.0), (bad, 4.0)]);
+    planned(folder, &["--gpus", "3", "--stages", "1,1,1"]);
+    // A plan may be written by hand, with anything in it.
+    let mut plan: serde_json::Value =
+        serde_json::from_str(&fs::read_to_string(folder.join("plan.json")).unwrap()).unwrap();
+    for stage in plan["stages"].as_array_mut().unwrap() {
+        stage["modules"] = serde_json::json!([bad, "</style><script>"]);
+    }
+    plan["model"]["file"] = serde_json::json!(bad);
+    plan["warnings"] = serde_json::json!([bad]);
+    plan["predicted"]["bottleneck"] = serde_json::json!(bad);
+    plan["options"]["costs"] = serde_json::json!(bad);
+    fs::write(folder.join("plan.json"), plan.to_string()).unwrap();
+    let text = page(folder, &["--model", "chain.graph.txt", "--svg", "."]);
+    assert_eq!(text.matches("<script").count(), 1, "a script that is not ours");
+    assert_eq!((text.matches("<img").count(), text.matches("</style").count()), (0, 1));
+    assert!(text.contains("&lt;script&gt;alert(1)"), "the name is told, escaped");
+    assert!(text.chars().all(|c| c == '\n' || !(c.is_control() || c == '\u{202e}')), "a character that acts");
+    for name in ["graph.svg", "gantt.svg", "memory.svg", "memory-over-time.svg"] {
+        let picture = fs::read_to_string(folder.join(name)).unwrap();
+        assert!(picture.starts_with("<?xml") && picture.ends_with("</svg>\n"));
+        assert!(!picture.contains("<script") && !picture.contains("var(") && !picture.contains('\u{1b}'), "{name}");
+        assert_eq!(picture.matches("</style>").count(), 1, "{name}");
+    }
+}
+
+#[test]
+fn long_runs_are_drawn_in_slices() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    let ops: Vec<(&str, f64)> = (0..24).map(|_| ("Linear", 1.0)).collect();
+    chain(folder, &ops);
+    let stages = vec!["1"; 24].join(",");
+    planned(folder, &["--gpus", "24", "--stages", &stages, "--schedule", "gpipe", "--microbatches", "300"]);
+    let text = page(folder, &[]);
+    assert!(text.contains("slices of time"), "the page does not say that it leaves something out");
+    assert!(text.len() < 2_000_000 && text.matches("<rect").count() < 8_000, "{} bytes", text.len());
+}
+
+#[test]
+fn a_run_stands_beside_its_prediction() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    chain(folder, &four());
+    planned(folder, &["--gpus", "2", "--stages", "1,1"]);
+    let mut metrics = String::new();
+    for step in 0..20 {
+        let seconds = 0.012 * f64::from(step + 1);
+        metrics += &format!(
+            "{{\"step\":{step},\"loss\":{},\"seconds\":{seconds},\"samples_per_s\":80}}\n",
+            1.0 / f64::from(step + 1)
+        );
+    }
+    metrics += "{\"total\":{\"steps\":20,\"stages\":[{\"stage\":1,\"fwd_us\":4000,\"bwd_us\":8000,\"held_bytes\":5000000}]}}\n";
+    fs::write(folder.join("m.jsonl"), metrics).unwrap();
+    let text = page(folder, &["--metrics", "m.jsonl"]);
+    // 12 ms measured, 6 ms predicted; stage 1 takes twice what was planned.
+    assert!(text.contains("2.000 times the prediction") && text.contains("stage 1, backward"), "no measurement");
+    fs::write(folder.join("m.jsonl"), "{\"loss\": 1}\n").unwrap();
+    let output = pipec(folder, &["report", "plan.json", "--metrics", "m.jsonl"]);
+    assert_eq!(output.status.code(), Some(2));
+    assert!(String::from_utf8_lossy(&output.stderr).contains("line 1: `seconds` is not a number"));
+}
+
+#[test]
+fn another_model_is_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    chain(folder, &four());
+    planned(folder, &["--gpus", "2"]);
+    chain(folder, &[("Conv", 1.0)]);
+    let output = pipec(folder, &["report", "plan.json", "--model", "chain.graph.txt"]);
+    assert_eq!(output.status.code(), Some(2));
+    assert!(String::from_utf8_lossy(&output.stderr).contains("is not the model of the plan"));
+}
+
+/// The contrast of every text with what lies behind it, as the accessibility guidelines reckon it.
+#[test]
+fn texts_can_be_read() {
+    let value = |name: &str, dark: bool| {
+        let (_, light, black) = COLOURS.iter().find(|(known, ..)| *known == name).unwrap();
+        let colour = if dark { black } else { light };
+        let part = |at: usize| f64::from(u8::from_str_radix(&colour[at..at + 2], 16).unwrap()) / 255.0;
+        let linear = |c: f64| if c <= 0.03928 { c / 12.92 } else { ((c + 0.055) / 1.055).powf(2.4) };
+        0.2126 * linear(part(1)) + 0.7152 * linear(part(3)) + 0.0722 * linear(part(5))
+    };
+    let pairs = [
+        ("ink", "page"),
+        ("quiet", "page"),
+        ("quiet", "card"),
+        ("quiet", "grid"),
+        ("link", "page"),
+        ("bad", "page"),
+        ("on-forward", "forward"),
+        ("on-backward", "backward"),
+    ];
+    for (text, behind) in pairs {
+        for dark in [false, true] {
+            let (a, b) = (value(text, dark), value(behind, dark));
+            let contrast = (a.max(b) + 0.05) / (a.min(b) + 0.05);
+            assert!(contrast >= 4.5, "{text} on {behind}, dark {dark}: {contrast:.2}");
+        }
+    }
+}
+
+fn browser() -> Option<PathBuf> {
+    let folders: Vec<PathBuf> = env::split_paths(&env::var_os("PATH")?).collect();
+    let names = ["chromium", "chromium-browser", "google-chrome"];
+    names.iter().flat_map(|name| folders.iter().map(move |folder| folder.join(name))).find(|path| path.is_file())
+}
+
+#[test]
+fn a_browser_opens_it_in_peace() {
+    let Some(browser) = browser() else {
+        println!("skipped: no browser");
+        return;
+    };
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    chain(folder, &four());
+    planned(folder, &["--gpus", "4", "--stages", "2,1,1"]);
+    page(folder, &["--model", "chain.graph.txt"]);
+    let address = format!("file://{}", folder.join("page.html").display());
+    let profile = format!("--user-data-dir={}", folder.join("profile").display());
+    let output = std::process::Command::new(browser)
+        .args([
+            "--headless",
+            "--no-sandbox",
+            "--disable-gpu",
+            "--enable-logging=stderr",
+            "--dump-dom",
+            &profile,
+            &address,
+        ])
+        .output()
+        .unwrap();
+    let (dom, log) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
+    if !dom.contains("<html") {
+        println!("skipped: the browser does not start here: {}", log.lines().last().unwrap_or_default());
+        return;
+    }
+    for stage in 0..3 {
+        assert!(dom.contains(&format!("Stage {stage}</text>")), "stage {stage} is missing");
+    }
+    assert!(!log.contains("CONSOLE"), "{log}");
+}

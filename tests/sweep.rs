@@ -1,0 +1,119 @@
+//! Sweeps: a row for everything that was asked, a reason where there is no plan, and figures that follow from formulas.
+
+use assert_cmd::Command;
+use serde_json::Value;
+use std::fs;
+use std::path::Path;
+use std::process::Output;
+
+fn pipec(folder: &Path, arguments: &[&str]) -> Output {
+    Command::cargo_bin("pipec").unwrap().current_dir(folder).args(arguments).output().unwrap()
+}
+
+fn swept(folder: &Path, arguments: &[&str]) -> Value {
+    let output = pipec(folder, &[&["sweep", "--format", "json"][..], arguments].concat());
+    assert_eq!(output.status.code(), Some(0), "{arguments:?}: {}", String::from_utf8_lossy(&output.stderr));
+    serde_json::from_slice(&output.stdout).unwrap()
+}
+
+/// Eight equal ops of 3 ms, 1 kB between them and 1 MB of parameters each.
+fn chain(folder: &Path) {
+    let mut text = String::new();
+    for at in 0..8 {
+        text += &format!(
+            "node{at} -- Linear -- forward_compute_time=1.0, backward_compute_time=2.0, activation_size=1000.0, parameter_size=1000000\n"
+        );
+    }
+    (1..8).for_each(|at| text += &format!("\tnode{} -- node{at}\n", at - 1));
+    fs::write(folder.join("chain.graph.txt"), text).unwrap();
+}
+
+#[test]
+fn rows_follow_the_formulas() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    chain(folder);
+    let flags =
+        ["chain.graph.txt", "--gpus", "2,4", "--bandwidth", "100GB/s", "--depth", "1,2,3", "--microbatches", "4,8"];
+    let value = swept(folder, &[&flags[..], &["--svg", "plots"]].concat());
+    let rows = value["rows"].as_array().unwrap();
+    assert_eq!(rows.len(), 12);
+    for row in rows {
+        let number = |name: &str| row[name].as_f64().unwrap();
+        let (n, d, m) = (number("devices"), number("depth"), number("microbatches"));
+        assert_eq!(row["schedule"], "1f1b");
+        if d == 3.0 {
+            assert!(!row["feasible"].as_bool().unwrap() && row["why"].as_str().unwrap().contains("stages"), "{row}");
+            continue;
+        }
+        let r = n / d;
+        assert_eq!(row["replicas"].as_array().unwrap().len() as f64, d);
+        // A ring over r replicas of each stage, once a minibatch of m samples, and 1 kB there and back over the cut.
+        let sent = 2.0 * (r - 1.0) * 8e6 / m + if d > 1.0 { 2000.0 } else { 0.0 };
+        assert!((number("bytes_per_sample") - sent).abs() < 1e-6, "{row}, not {sent}");
+        let data_parallel = 2.0 * (n - 1.0) * 8e6 / m;
+        assert!((number("data_parallel_bytes_per_sample") - data_parallel).abs() < 1e-6, "{row}, not {data_parallel}");
+        if r == 1.0 {
+            // Straight and balanced: (p - 1) / (m + p - 1), but for microseconds on the link.
+            assert!((number("bubble") - (d - 1.0) / (m + d - 1.0)).abs() < 1e-2, "{row}");
+        }
+    }
+    for name in ["throughput", "memory", "communication", "throughput-by-depth", "bubble"] {
+        let picture = fs::read_to_string(folder.join(format!("plots/{name}.svg"))).unwrap();
+        assert!(picture.starts_with("<?xml") && picture.contains("2 stages") | picture.contains("2 devices"), "{name}");
+        assert!(!picture.contains(">3 stages<"), "a curve without points stands in the legend of {name}");
+    }
+    let bubble = fs::read_to_string(folder.join("plots/bubble.svg")).unwrap();
+    assert!(bubble.contains("at least four micro-batches a stage"), "M = 4 K is not marked");
+}
+
+#[test]
+fn what_does_not_fit_is_a_row() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    chain(folder);
+    let value = swept(folder, &["chain.graph.txt", "--gpus", "1,8", "--memory", "4MB"]);
+    let rows = value["rows"].as_array().unwrap();
+    assert_eq!(rows.len(), 2);
+    assert_eq!((rows[0]["feasible"].as_bool(), rows[0]["depth"].as_u64()), (Some(false), None));
+    assert!(rows[0]["why"].as_str().unwrap().contains("4.000 MB"), "{}", rows[0]);
+    let table = pipec(folder, &["sweep", "chain.graph.txt", "--gpus", "1,8", "--memory", "4MB"]);
+    assert_eq!(String::from_utf8_lossy(&table.stdout).lines().count(), 3);
+}
+
+#[test]
+fn more_memory_holds_a_larger_model() {
+    let folder = tempfile::tempdir().unwrap();
+    let largest = |gpus: &str, memory: &str| {
+        let value = swept(folder.path(), &["--family", "gpt", "--gpus", gpus, "--memory", memory, "--svg", "."]);
+        let found = value["family"]["largest"].as_array().unwrap().clone();
+        [true, false].map(|recompute| {
+            let one = found.iter().find(|one| one["recompute"] == recompute).unwrap();
+            (one["layers"].as_u64().unwrap(), one["parameters"].as_u64().unwrap())
+        })
+    };
+    let [small, none] = largest("2", "2MB");
+    assert!(small >= none && none.0 >= 2, "{small:?} {none:?}");
+    // With width w, l layers, vocabulary v and context c: (v + c + 2) w + l (12 w² + 13 w).
+    assert_eq!(small.1, (97 + 16 + 2) * 64 + small.0 * (12 * 64 * 64 + 13 * 64));
+    assert!(largest("2", "3MB")[1].0 > none.0);
+    assert!(fs::read_to_string(folder.path().join("largest.svg")).unwrap().contains("with recomputation"));
+}
+
+#[test]
+fn what_makes_no_sense_is_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    chain(folder);
+    for arguments in [
+        &["sweep", "--gpus", "2"][..],
+        &["sweep", "chain.graph.txt"],
+        &["sweep", "chain.graph.txt", "--gpus", "0"],
+        &["sweep", "--family", "nonsense", "--gpus", "2"],
+        &["sweep", "--family", "vgg", "--gpus", "2"],
+        &["sweep", "nowhere.onnx", "--gpus", "2"],
+    ] {
+        let output = pipec(folder, arguments);
+        assert_eq!(output.status.code(), Some(2), "{arguments:?}: {}", String::from_utf8_lossy(&output.stderr));
+    }
+}
