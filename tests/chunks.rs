@@ -40,7 +40,6 @@ fn chain(times: &[f64], bytes: u64) -> CostGraph {
             .map(|id| TensorCost { name: format!("t{id}"), producer: OpId(id), bytes, consumers: readers(id) })
             .collect(),
         params: (0..count).map(|id| ParamCost { name: format!("p{id}"), bytes: 1000, users: vec![OpId(id)] }).collect(),
-        ..CostGraph::default()
     }
 }
 

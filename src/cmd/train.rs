@@ -15,7 +15,7 @@ use compiler::export::trace::Trace;
 use compiler::export::trace::encode::encode;
 use compiler::op::Op;
 use compiler::plan::problem::InFlight;
-use compiler::plan::{Plan, ScheduleKind, Stage};
+use compiler::plan::{Plan, ScheduleKind};
 use compiler::schedule::csv::Table;
 use compiler::simulate::Activity;
 use compiler::tensor::DType;
