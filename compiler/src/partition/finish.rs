@@ -55,7 +55,8 @@ pub fn finish(problem: &Problem, chosen: &Candidate, statement: &Statement<'_>) 
             .push("stages do not take whole groups; times assume every link at the slowest level's bandwidth".into());
     }
     let caps = match (&problem.in_flight, statement.efficiency) {
-        (InFlight::Auto, Some(efficiency)) => {
+        // Chunks are worked on in a fixed order, which says how many items are in flight.
+        (InFlight::Auto, Some(efficiency)) if problem.chunks == 1 => {
             let chosen = in_flight::choose(problem, &chosen.shape, &chosen.spots, efficiency);
             if chosen.share < in_flight::ENOUGH {
                 let percent = chosen.share * 100.0;

@@ -80,8 +80,11 @@ pub fn plan(problem: &Problem, options: &PlannerOptions<'_>) -> Result<Planned, 
             "devices differ: {asked} orders of their classes along the pipeline were looked at, there are more"
         ));
     }
+    // Units have changed places, and their links with them.
+    plan.predicted.busiest_link = None;
     let checked = check::check(problem, plan).map_err(PlanError::Unsound)?;
     plan.predicted.bottleneck = checked.bottleneck;
+    plan.predicted.busiest_link = checked.busiest_link;
     Ok(planned)
 }
 

@@ -14,6 +14,7 @@ use crate::partition::places::Places;
 use crate::partition::search::{Candidate, DEFAULT_BUDGET, Found, Question, largest, same};
 use crate::partition::shape::Shape;
 use crate::partition::states::{Growth, Space};
+use crate::plan::ScheduleKind;
 use crate::plan::problem::{CostModel, InFlight, Objective, Problem, ProblemError};
 use crate::profile::cost_graph::CostGraph;
 use std::collections::BTreeMap;
@@ -58,10 +59,7 @@ pub fn found(question: &Question<'_>, baselines: &[Candidate; 3]) -> Result<Foun
 }
 
 fn free(problem: &Problem) -> Rules {
-    Rules {
-        recompute: problem.recompute && problem.schedule != crate::plan::ScheduleKind::Inference,
-        ..Rules::default()
-    }
+    Rules { recompute: problem.recompute && problem.schedule != ScheduleKind::Inference, ..Rules::default() }
 }
 
 fn keeps(problem: &Problem) -> Option<()> {
@@ -230,7 +228,12 @@ impl Search<'_> {
             proven = proven.map(|least| least.min(bound_us));
         }
         // Where devices are joined by several levels, stages that do not stand side by side are not looked at.
-        let is_proof = is_whole && problem.cluster.levels.len() == 1 && problem.objective != Objective::Memory;
+        // These hold as many items as there are workers, which is not known before the end: until then memory is reckoned with all
+        // devices, and a stage may be recomputed that need not be.
+        let guesses = matches!(problem.schedule, ScheduleKind::ZbH1 | ScheduleKind::ZbH2);
+        let is_exact = problem.memory_limit.is_none() || !guesses;
+        let is_proof =
+            is_whole && is_exact && problem.cluster.levels.len() == 1 && problem.objective != Objective::Memory;
         self.found.proven_us = proven.filter(|us| is_proof && us.is_finite());
         if !fits && !self.found.candidates.iter().any(|candidate| candidate.fits) {
             let least = rules.iter().filter(|rules| rules.stages.is_none_or(|stages| stages < places.len()));

@@ -309,6 +309,9 @@ impl Problem {
         if self.objective == Objective::Memory {
             return Err(ProblemError::Mixed { what: "objective memory" });
         }
+        if self.chunks > 1 {
+            return Err(ProblemError::Mixed { what: "a schedule with several stages on each device" });
+        }
         let unknown = self.cluster.classes.iter().position(|class| class.speed.is_none());
         unknown.map_or(Ok(()), |class| {
             let kind = self.cluster.classes[class].device.kind.escape_debug().to_string();
@@ -340,6 +343,8 @@ impl Problem {
             self.chunks.to_string(),
             "1 for this schedule; interleaved, bfs, zbv and dualpipev have more",
         )?;
+        let fine = self.chunks > 1 || !self.schedule.has_chunks();
+        setting(fine, "chunks", self.chunks.to_string(), "at least 2 for this schedule")?;
         let fine = self.chunks == 2 || !self.schedule.is_on_a_v();
         setting(fine, "chunks", self.chunks.to_string(), "2 for this schedule")?;
         self.mixed()?;
