@@ -7,7 +7,7 @@ use crate::{prediction, quantity, source, stages};
 use compiler::cluster::unit;
 use compiler::import::dnn_partitioning;
 use compiler::partition::device_placement::solve::{Request, SolveError, solve};
-use compiler::plan::{PlannedModel, read};
+use compiler::plan::{Plan, PlannedModel, read};
 
 /// Places, prints, writes.
 pub fn run(arguments: &Arguments, screen: &Screen) -> Result<(), Failure> {
@@ -44,16 +44,21 @@ pub fn run(arguments: &Arguments, screen: &Screen) -> Result<(), Failure> {
             Failure::input(format!("cannot plan {}", path.display())).because(&error)
         }
     })?;
-    let json = read::to_json(&plan).map_err(|error| Failure::bug(&error.to_string()))?;
-    let output = arguments.output.clone().unwrap_or_else(|| source::default_output(path, "plan"));
+    tell(&plan, arguments, screen)
+}
+
+/// Writes the plan of an instance, and prints it.
+pub fn tell(plan: &Plan, arguments: &Arguments, screen: &Screen) -> Result<(), Failure> {
+    let json = read::to_json(plan).map_err(|error| Failure::bug(&error.to_string()))?;
+    let output = arguments.output.clone().unwrap_or_else(|| source::default_output(&arguments.file, "plan"));
     if source::is_stdout(&output) {
         screen.document(&json);
         return Ok(());
     }
     source::write(&output, json.as_bytes())?;
-    screen.text(&format!("{}\n{}\n{}", stages::heading(&plan), stages::stages(&plan), prediction::prediction(&plan)));
+    screen.text(&format!("{}\n{}\n{}", stages::heading(plan), stages::stages(plan), prediction::prediction(plan)));
     plan.warnings.iter().for_each(|warning| screen.warn(warning));
-    screen.json(&serde_json::to_value(&plan).unwrap_or_default());
+    screen.json(&serde_json::to_value(plan).unwrap_or_default());
     screen.text(&format!("\nwrote {}", output.display()));
     Ok(())
 }

@@ -3,11 +3,11 @@
 use crate::cmd::partition::{Arguments, Question};
 use crate::failure::Failure;
 use crate::screen::Screen;
-use crate::{prediction, quantity, source, stages};
+use crate::{device_placement, quantity, source};
 use compiler::cluster::unit;
 use compiler::import::piper;
 use compiler::partition::hybrid::solve::{Request, SolveError, solve};
-use compiler::plan::{PlannedModel, read};
+use compiler::plan::PlannedModel;
 use compiler::profile::hybrid::Hybrid;
 
 /// Plans, prints, writes.
@@ -43,18 +43,7 @@ pub fn run(arguments: &Arguments, screen: &Screen) -> Result<(), Failure> {
             SolveError::Cluster(_) => Failure::input(format!("cannot plan {}", path.display())).because(&error),
         }
     })?;
-    let json = read::to_json(&plan).map_err(|error| Failure::bug(&error.to_string()))?;
-    let output = arguments.output.clone().unwrap_or_else(|| source::default_output(path, "plan"));
-    if source::is_stdout(&output) {
-        screen.document(&json);
-        return Ok(());
-    }
-    source::write(&output, json.as_bytes())?;
-    screen.text(&format!("{}\n{}\n{}", stages::heading(&plan), stages::stages(&plan), prediction::prediction(&plan)));
-    plan.warnings.iter().for_each(|warning| screen.warn(warning));
-    screen.json(&serde_json::to_value(&plan).unwrap_or_default());
-    screen.text(&format!("\nwrote {}", output.display()));
-    Ok(())
+    device_placement::tell(&plan, arguments, screen)
 }
 
 /// What flags say instead of the file.

@@ -1,6 +1,9 @@
 //! Planning of models with more than one way in and out: ops that follow from parameters alone, several inputs and outputs, and
 //! ops that nobody reads.
 
+#[allow(dead_code)] // Its large problems are planned by other tests.
+mod instances;
+
 use compiler::cluster::Bytes;
 use compiler::cluster::read::levels;
 use compiler::graph::{Graph, Origin, Output};
@@ -14,6 +17,7 @@ use compiler::plan::problem::{CostModel, InFlight, Problem, ProblemError};
 use compiler::profile::cost_graph::{CostGraph, OpCost, OpId, ParamCost, TensorCost};
 use compiler::tensor::DType;
 use compiler::tensor::fact::Fact;
+use instances::Random;
 
 fn with(problem: &Problem, partitioner: Partitioner) -> Result<Planned, PlanError> {
     plan(problem, &PlannerOptions { partitioner, ..PlannerOptions::default() })
@@ -142,19 +146,6 @@ fn the_judge_refuses_what_is_apart() {
         faults.iter().any(|fault| matches!(fault, Fault::Apart { op, with, .. } if *op == first && *with == layer))
     );
     assert!(faults[0].to_string().contains("to which it belongs"), "{}", faults[0]);
-}
-
-/// splitmix64, so that a seed means the same graph for ever.
-struct Random(u64);
-
-impl Random {
-    fn below(&mut self, limit: u64) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut z = self.0;
-        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        (z ^ (z >> 31)) % limit
-    }
 }
 
 /// First so many ops of weights, then so many of data, any of which may read earlier ones of both kinds.

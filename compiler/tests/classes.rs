@@ -1,5 +1,7 @@
 //! Clusters of several classes of devices: against all assignments, known optima, memory of the small class, and simulation.
 
+mod random;
+
 use compiler::cluster::device::find;
 use compiler::cluster::read::{from_toml, levels};
 use compiler::cluster::{Bytes, Cluster, DeviceClass};
@@ -13,19 +15,7 @@ use compiler::schedule::pipeline::{pipeline, schedule_of};
 use compiler::schedule::rule::StepCount;
 use compiler::schedule::scheduler::schedule;
 use compiler::simulate::run::{Machine, simulate};
-
-/// splitmix64.
-struct Random(u64);
-
-impl Random {
-    fn below(&mut self, limit: u64) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut z = self.0;
-        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        (z ^ (z >> 31)) % limit
-    }
-}
+use random::Random;
 
 /// Classes of so many devices, of such speed, holding so many bytes.
 fn mixed(text: &str, classes: &[(u32, f64, u64)]) -> Cluster {

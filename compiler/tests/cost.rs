@@ -1,5 +1,7 @@
 //! Cost model `pipec`: against the exhaustive search, within memory, against simulation, and under constraints.
 
+mod random;
+
 use compiler::cluster::Bytes;
 use compiler::cluster::read::levels;
 use compiler::import::pipedream;
@@ -13,19 +15,7 @@ use compiler::schedule::pipeline::{pipeline, schedule_of};
 use compiler::schedule::rule::StepCount;
 use compiler::schedule::scheduler::schedule;
 use compiler::simulate::run::{Machine, simulate};
-
-/// A small generator of its own, so that a seed means the same graph for ever (splitmix64).
-struct Random(u64);
-
-impl Random {
-    fn below(&mut self, limit: u64) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut z = self.0;
-        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        (z ^ (z >> 31)) % limit
-    }
-}
+use random::Random;
 
 /// A graph of 2 to `most` ops: tensors with several readers, tied parameters, ops that are not saved.
 fn random_graph(random: &mut Random, most: u64) -> CostGraph {

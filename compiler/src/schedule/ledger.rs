@@ -185,12 +185,7 @@ impl Ledger {
             return Err(Fault::OutOfOrder { item, after });
         }
         flight.uses(version, slot)?;
-        if !self.versions.contains(&version) {
-            return Err(Fault::NoVersion(version));
-        }
-        if self.slots.get(&slot) != Some(&Some(item)) {
-            return Err(Fault::SlotEmpty { slot, item });
-        }
+        still_held(&self.versions, &self.slots, item, version, slot)?;
         for &edge in &self.outgoing {
             let kind = Payload::Gradient;
             if !self.received.remove(&(edge, kind, item)) {
@@ -225,12 +220,7 @@ impl Ledger {
             return Err(Fault::OutOfOrder { item, after });
         }
         flight.uses(version, slot)?;
-        if !self.versions.contains(&version) {
-            return Err(Fault::NoVersion(version));
-        }
-        if self.slots.get(&slot) != Some(&Some(item)) {
-            return Err(Fault::SlotEmpty { slot, item });
-        }
+        still_held(&self.versions, &self.slots, item, version, slot)?;
         if rule.round(self.stage, item) != self.closed {
             return Err(Fault::GradientBuffer { reason: "it has another round's gradients" });
         }
@@ -378,4 +368,21 @@ impl Ledger {
         left("the rounds", u64::from(rule.rounds(self.stage) - self.applied))?;
         left("the old versions", self.versions.len() as u64 - 1)
     }
+}
+
+/// Refuses a backward whose weights have been dropped, or whose slot holds another item.
+fn still_held(
+    versions: &BTreeSet<Version>,
+    slots: &HashMap<Slot, Option<MicrobatchId>>,
+    item: MicrobatchId,
+    version: Version,
+    slot: Slot,
+) -> Result<(), Fault> {
+    if !versions.contains(&version) {
+        return Err(Fault::NoVersion(version));
+    }
+    if slots.get(&slot) != Some(&Some(item)) {
+        return Err(Fault::SlotEmpty { slot, item });
+    }
+    Ok(())
 }
