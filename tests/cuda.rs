@@ -1,0 +1,146 @@
+//! Kernels for GPUs, on a machine that has none: every sample of every op is played on the CPU from the very texts, geometry and
+//! arguments that a GPU would get, and must give what the reference rule gives.
+
+mod emulator;
+
+use compiler::op::table::{rule, samples};
+use compiler::op::*;
+use compiler::tensor::fact::Fact;
+use compiler::tensor::view::ViewMut;
+use compiler::tensor::{DType, Tensor};
+use emulator::{Case, Played};
+use runtime::device::cuda::recipe::{Fault, Recipe};
+use runtime::device::layout::Layout;
+use std::collections::BTreeSet;
+
+/// An op with its values, and what the reference makes of them.
+struct Question {
+    what: String,
+    outputs: Vec<Fact>,
+    want: Result<Vec<Tensor>, KernelError>,
+    case: Case,
+}
+
+fn facts_of(tensors: &[Tensor]) -> Vec<Fact> {
+    tensors.iter().map(|t| Fact::of(t.dtype(), t.shape())).collect()
+}
+
+fn tensors(facts: &[Fact], bytes: Vec<Vec<u8>>) -> Vec<Tensor> {
+    let tensor =
+        |(fact, bytes): (&Fact, Vec<u8>)| Tensor::new(fact.dtype, fact.concrete().unwrap(), bytes.into()).unwrap();
+    facts.iter().zip(bytes).map(tensor).collect()
+}
+
+fn reference(op: &Op, inputs: &[Tensor], outputs: &[Fact]) -> Result<Vec<Tensor>, KernelError> {
+    let shapes: Vec<Vec<usize>> = outputs.iter().map(|f| f.concrete().unwrap()).collect();
+    let mut bytes: Vec<Vec<u8>> = outputs.iter().map(|f| vec![0xff; f.bytes().unwrap() as usize]).collect();
+    let mut views: Vec<ViewMut<'_>> = outputs
+        .iter()
+        .zip(&shapes)
+        .zip(&mut bytes)
+        .map(|((f, shape), bytes)| ViewMut::new(f.dtype, shape, bytes))
+        .collect();
+    rule(op).reference(&inputs.iter().map(Tensor::view).collect::<Vec<_>>(), &mut views)?;
+    Ok(tensors(outputs, bytes))
+}
+
+/// The question that an op with these values is; `None` where it has no recipe.
+fn question(what: &str, op: &Op, inputs: &[Tensor]) -> Option<Question> {
+    let facts = facts_of(inputs);
+    let outputs = rule(op).infer(&facts.iter().collect::<Vec<_>>()).ok()?;
+    let layouts = |facts: &[Fact]| facts.iter().map(Layout::of).collect::<Vec<_>>();
+    let recipe = Recipe::new(op, &layouts(&facts), &layouts(&outputs))?;
+    let want = reference(op, inputs, &outputs);
+    let sizes = outputs.iter().map(|f| f.bytes().unwrap() as usize).collect();
+    let case = Case { recipe, inputs: inputs.iter().map(|t| t.bytes().to_vec()).collect(), outputs: sizes };
+    Some(Question { what: what.to_string(), outputs, want, case })
+}
+
+/// The relative distance of two tensors as vectors; infinite where one has a NaN or infinity that the other has not.
+fn distance(got: &Tensor, want: &Tensor) -> f64 {
+    let (mut apart, mut all) = (0.0, 0.0);
+    for (g, w) in got.to_f64().into_iter().zip(want.to_f64()) {
+        if g == w || (g.is_nan() && w.is_nan()) {
+            all += if w.is_finite() { w * w } else { 0.0 };
+            continue;
+        }
+        apart += (g - w) * (g - w);
+        all += w * w;
+    }
+    if apart == 0.0 { 0.0 } else { (apart / all).sqrt() }
+}
+
+fn judge(question: &Question, played: Played) {
+    let what = &question.what;
+    let want = match &question.want {
+        Ok(want) => want,
+        Err(KernelError::Index { index, size }) => {
+            return assert_eq!(played.fault, Fault { kind: 1, value: *index, size: *size as u64 }, "{what}");
+        }
+        Err(KernelError::Label { label, classes }) => {
+            return assert_eq!(played.fault, Fault { kind: 2, value: *label, size: *classes as u64 }, "{what}");
+        }
+        Err(KernelError::Dim(error)) => panic!("{what}: {error}"),
+    };
+    assert_eq!(played.fault, Fault::default(), "{what}");
+    for (i, (got, want)) in tensors(&question.outputs, played.outputs).iter().zip(want).enumerate() {
+        if !got.dtype().is_float() {
+            assert!(got.bytes() == want.bytes(), "{what}, output {i}: {:?} is not {:?}", got.to_i64(), want.to_i64());
+            continue;
+        }
+        let limit = match got.dtype() {
+            DType::F64 => 1e-12,
+            DType::F32 => 2e-5,
+            DType::F16 => 2e-3,
+            _ => 1e-2,
+        };
+        let far = distance(got, want);
+        assert!(far <= limit, "{what}, output {i} is {far:e} away:\n{:?}\n{:?}", got.to_f64(), want.to_f64());
+    }
+}
+
+/// The same tensors with `f32` as another element type.
+fn in_type(inputs: &[Tensor], dtype: DType) -> Vec<Tensor> {
+    inputs.iter().map(|t| if t.dtype() == DType::F32 { t.cast(dtype) } else { t.clone() }).collect()
+}
+
+fn questions() -> Vec<Question> {
+    let mut questions = Vec::new();
+    let mut without: BTreeSet<&'static str> = BTreeSet::new();
+    for sample in samples() {
+        let name = rule(&sample.op).name();
+        for dtype in [DType::F32, DType::F64, DType::F16, DType::Bf16] {
+            let has_floats = sample.inputs.iter().any(|t| t.dtype() == DType::F32);
+            if dtype != DType::F32 && !has_floats {
+                continue;
+            }
+            let what = format!("{name}: {} ({dtype})", sample.title);
+            let inputs = in_type(&sample.inputs, dtype);
+            match question(&what, &sample.op, &inputs) {
+                Some(question) => questions.push(question),
+                None if sample.inputs.iter().all(|t| !t.bytes().is_empty()) => {
+                    without.insert(name);
+                }
+                None => {}
+            }
+        }
+    }
+    println!("without a recipe: {}", without.into_iter().collect::<Vec<_>>().join(", "));
+    questions
+}
+
+#[test]
+fn every_sample_gives_what_the_reference_gives() {
+    let Some(compiler) = emulator::compiler() else {
+        println!("skipped: no C++ compiler");
+        return;
+    };
+    let questions = questions();
+    let cases: Vec<Case> = questions
+        .iter()
+        .map(|q| Case { recipe: q.case.recipe.clone(), inputs: q.case.inputs.clone(), outputs: q.case.outputs.clone() })
+        .collect();
+    let played = emulator::play(compiler, &cases);
+    println!("{} cases", cases.len());
+    questions.iter().zip(played).for_each(|(question, played)| judge(question, played));
+}
