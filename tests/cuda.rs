@@ -9,6 +9,9 @@ use compiler::tensor::fact::Fact;
 use compiler::tensor::view::ViewMut;
 use compiler::tensor::{DType, Tensor};
 use emulator::{Case, Played};
+use runtime::device::cuda::compile::{Architecture, cubin};
+use runtime::device::cuda::library;
+use runtime::device::cuda::prelude::PRELUDE;
 use runtime::device::cuda::recipe::{Fault, Recipe};
 use runtime::device::layout::Layout;
 use std::collections::BTreeSet;
@@ -143,4 +146,39 @@ fn every_sample_gives_what_the_reference_gives() {
     let played = emulator::play(compiler, &cases);
     println!("{} cases", cases.len());
     questions.iter().zip(played).for_each(|(question, played)| judge(question, played));
+}
+
+/// Kernels that are compiled together: the compiler reads the prelude once for all.
+const TOGETHER: usize = 64;
+
+#[test]
+fn every_text_compiles_for_devices_that_are_not_here() {
+    let Some(found) = library::nvrtc() else {
+        println!("skipped: no libnvrtc");
+        return;
+    };
+    let questions = questions();
+    let texts: BTreeSet<&str> =
+        questions.iter().flat_map(|q| &q.case.recipe.launches).map(|launch| &*launch.text).collect();
+    // Kernels that differ in their numbers alone are one to the compiler; with `PIPEC_LARGE` every one is asked.
+    let all = std::env::var_os("PIPEC_LARGE").is_some();
+    let mut seen: BTreeSet<String> = BTreeSet::new();
+    let shape = |text: &str| text.chars().filter(|c| !c.is_ascii_digit()).collect::<String>();
+    let texts: Vec<&str> = texts.into_iter().filter(|text| all || seen.insert(shape(text))).collect();
+    println!("{} kernels through {}", texts.len(), found.place);
+    for (n, some) in texts.chunks(TOGETHER).enumerate() {
+        let mut text = format!("{PRELUDE}\n");
+        for (i, kernel) in some.iter().enumerate() {
+            let body = kernel.replace(PRELUDE, "").replace("extern \"C\" ", "");
+            text.push_str(&format!("namespace k{i} {{\n{body}\n}}\n"));
+        }
+        for (major, minor) in [(8, 0), (9, 0)] {
+            // For the second kind some: what it takes differs by instructions, not by texts.
+            if major == 8 || all || n == 0 {
+                cubin(&text, Architecture { major, minor }).unwrap_or_else(|fault| panic!("{fault}"));
+            }
+        }
+    }
+    // One as a device gets it.
+    cubin(texts[0], Architecture { major: 9, minor: 0 }).unwrap();
 }

@@ -8,6 +8,7 @@
 //! blocks is taken in their order, and slices that meet in one place are joined in the order of their indices.
 
 pub mod batch_norm;
+pub mod compile;
 pub mod conv;
 pub mod cross_entropy;
 pub mod draft;
@@ -16,6 +17,7 @@ pub mod elementwise;
 pub mod gather;
 pub mod gru;
 pub mod layer_norm;
+pub mod library;
 pub mod lstm;
 pub mod matmul;
 pub mod movement;
