@@ -1,14 +1,16 @@
 //! Kernels for GPUs, on a machine that has none: every sample of every op is played on the CPU from the very texts, geometry and
-//! arguments that a GPU would get, and must give what the reference rule gives.
+//! arguments that a GPU would get, and must give what the reference rule gives. Where there is a GPU, it is asked the same.
 
 mod emulator;
+mod reference;
 
 use compiler::op::table::{rule, samples};
 use compiler::op::*;
 use compiler::tensor::fact::Fact;
-use compiler::tensor::view::ViewMut;
 use compiler::tensor::{DType, Tensor};
 use emulator::{Case, Played};
+use reference::{facts_of, in_type, reference, tensors};
+use runtime::device::cuda::card::{self, Card, Memory, Operands};
 use runtime::device::cuda::compile::{Architecture, cubin};
 use runtime::device::cuda::library;
 use runtime::device::cuda::prelude::PRELUDE;
@@ -22,29 +24,6 @@ struct Question {
     outputs: Vec<Fact>,
     want: Result<Vec<Tensor>, KernelError>,
     case: Case,
-}
-
-fn facts_of(tensors: &[Tensor]) -> Vec<Fact> {
-    tensors.iter().map(|t| Fact::of(t.dtype(), t.shape())).collect()
-}
-
-fn tensors(facts: &[Fact], bytes: Vec<Vec<u8>>) -> Vec<Tensor> {
-    let tensor =
-        |(fact, bytes): (&Fact, Vec<u8>)| Tensor::new(fact.dtype, fact.concrete().unwrap(), bytes.into()).unwrap();
-    facts.iter().zip(bytes).map(tensor).collect()
-}
-
-fn reference(op: &Op, inputs: &[Tensor], outputs: &[Fact]) -> Result<Vec<Tensor>, KernelError> {
-    let shapes: Vec<Vec<usize>> = outputs.iter().map(|f| f.concrete().unwrap()).collect();
-    let mut bytes: Vec<Vec<u8>> = outputs.iter().map(|f| vec![0xff; f.bytes().unwrap() as usize]).collect();
-    let mut views: Vec<ViewMut<'_>> = outputs
-        .iter()
-        .zip(&shapes)
-        .zip(&mut bytes)
-        .map(|((f, shape), bytes)| ViewMut::new(f.dtype, shape, bytes))
-        .collect();
-    rule(op).reference(&inputs.iter().map(Tensor::view).collect::<Vec<_>>(), &mut views)?;
-    Ok(tensors(outputs, bytes))
 }
 
 /// The question that an op with these values is; `None` where it has no recipe.
@@ -86,7 +65,8 @@ fn judge(question: &Question, played: Played) {
         Err(KernelError::Dim(error)) => panic!("{what}: {error}"),
     };
     assert_eq!(played.fault, Fault::default(), "{what}");
-    for (i, (got, want)) in tensors(&question.outputs, played.outputs).iter().zip(want).enumerate() {
+    let outputs: Vec<&[u8]> = played.outputs.iter().map(Vec::as_slice).collect();
+    for (i, (got, want)) in tensors(&question.outputs, &outputs).iter().zip(want).enumerate() {
         if !got.dtype().is_float() {
             assert!(got.bytes() == want.bytes(), "{what}, output {i}: {:?} is not {:?}", got.to_i64(), want.to_i64());
             continue;
@@ -100,11 +80,6 @@ fn judge(question: &Question, played: Played) {
         let far = distance(got, want);
         assert!(far <= limit, "{what}, output {i} is {far:e} away:\n{:?}\n{:?}", got.to_f64(), want.to_f64());
     }
-}
-
-/// The same tensors with `f32` as another element type.
-fn in_type(inputs: &[Tensor], dtype: DType) -> Vec<Tensor> {
-    inputs.iter().map(|t| if t.dtype() == DType::F32 { t.cast(dtype) } else { t.clone() }).collect()
 }
 
 fn questions() -> Vec<Question> {
@@ -181,4 +156,43 @@ fn every_text_compiles_for_devices_that_are_not_here() {
     }
     // One as a device gets it.
     cubin(texts[0], Architecture { major: 9, minor: 0 }).unwrap();
+}
+
+#[test]
+fn a_gpu_gives_what_the_reference_gives() {
+    if card::count() == 0 {
+        println!("skipped: no GPU");
+        return;
+    }
+    let card = Card::open(0).unwrap();
+    let stream = card.stream().unwrap();
+    println!("{:?}", card.about());
+    for question in questions() {
+        let case = &question.case;
+        let place = |bytes: &[u8]| -> Memory {
+            let memory = card.allocate(bytes.len()).unwrap();
+            stream.upload(bytes, &memory).unwrap();
+            memory
+        };
+        let inputs: Vec<Memory> = case.inputs.iter().map(|bytes| place(bytes)).collect();
+        let outputs: Vec<Memory> = case.outputs.iter().map(|&bytes| place(&vec![0xff; bytes])).collect();
+        let scratch = place(&vec![0xff; case.recipe.scratch]);
+        let fault = place(&[0; size_of::<Fault>()]);
+        let addresses = |memories: &[Memory]| memories.iter().map(Memory::address).collect::<Vec<_>>();
+        let operands = Operands {
+            inputs: &addresses(&inputs),
+            outputs: &addresses(&outputs),
+            scratch: scratch.address(),
+            fault: fault.address(),
+        };
+        stream.run(&case.recipe, &operands).unwrap_or_else(|fault| panic!("{}: {fault}", question.what));
+        let read = |memory: &Memory| {
+            let mut bytes = vec![0; memory.len()];
+            stream.download(memory, &mut bytes).unwrap();
+            bytes
+        };
+        let cell: [u8; size_of::<Fault>()] = read(&fault).try_into().unwrap();
+        let played = Played { outputs: outputs.iter().map(read).collect(), fault: card::fault(&cell) };
+        judge(&question, played);
+    }
 }

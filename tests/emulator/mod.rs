@@ -1,6 +1,7 @@
 //! Kernels' texts for GPUs compiled with the machine's C++ compiler and played on the CPU, launch by launch, with the geometry and
 //! the arguments that a GPU would get. Buffers end where memory ends, and threads of a block run in two orders.
 
+use runtime::device::cuda::card::fault;
 use runtime::device::cuda::prelude::PRELUDE;
 use runtime::device::cuda::recipe::{Base, Fault, Recipe};
 use std::collections::HashMap;
@@ -138,9 +139,8 @@ fn read(cases: &[Case], mut bytes: &[u8]) -> Vec<Played> {
     };
     let played = cases.iter().map(|case| {
         let mut buffers: Vec<Vec<u8>> = sizes(case).into_iter().map(&mut next).collect();
-        let fault = buffers.pop().unwrap();
-        let word = |i: usize| u64::from_le_bytes(fault[8 * i..8 * (i + 1)].try_into().unwrap());
-        let fault = Fault { kind: word(0), value: word(1) as i64, size: word(2) };
+        let cell: [u8; size_of::<Fault>()] = buffers.pop().unwrap().try_into().unwrap();
+        let fault = fault(&cell);
         let outputs = buffers.drain(case.inputs.len()..).take(case.outputs.len()).collect();
         Played { outputs, fault }
     });

@@ -8,6 +8,7 @@
 //! blocks is taken in their order, and slices that meet in one place are joined in the order of their indices.
 
 pub mod batch_norm;
+pub mod card;
 pub mod compile;
 pub mod conv;
 pub mod cross_entropy;
