@@ -92,20 +92,20 @@ pub struct Seated {
 }
 
 impl Placing<'_> {
-    /// The best partition, or `None` if none is allowed and fits. `known_us` is a value that some partition reaches, or
-    /// infinity.
-    pub fn solve(&self, known_us: f64) -> Option<Seated> {
+    /// The best partition that is faster than `known_us`, which some partition reaches, or infinity; or a time that none beats. It
+    /// is infinite where it is shown that none is allowed and fits.
+    pub fn solve(&self, known_us: f64) -> Result<Seated, f64> {
         let known = known_us * (1.0 + 1e-9);
         let adds = self.asked.adds();
         let way = adds.then(|| self.table(Measure::Way, f64::INFINITY));
         let least_way = way.as_ref().map_or(0.0, |way| self.least(way).0);
         if !least_way.is_finite() {
-            return None;
+            return Err(f64::INFINITY);
         }
         let busiest = self.table(Measure::Busiest, known - least_way);
         let (least_busiest, _) = self.least(&busiest);
         if !least_busiest.is_finite() {
-            return None;
+            return Err(known_us);
         }
         let bound_us = least_busiest + least_way;
         let mut best: Option<(f64, Vec<Seat>)> = None;
@@ -142,9 +142,9 @@ impl Placing<'_> {
             states += walk.steps;
             best = walk.best;
         }
-        let (us, seats) = best?;
+        let Some((us, seats)) = best else { return Err(if is_complete { known_us } else { bound_us.min(known_us) }) };
         let bound_us = if is_complete { us } else { bound_us.min(us) };
-        Some(Seated { seats: self.shifted(seats), us, bound_us, is_complete, states })
+        Ok(Seated { seats: self.shifted(seats), us, bound_us, is_complete, states })
     }
 
     /// The partition whose fullest stage takes the fewest bytes, whatever the limit; and that number.

@@ -105,14 +105,21 @@ pub struct Among {
     pub orders: u32,
     /// A time that some plan reaches, or infinity.
     pub known_us: f64,
+    /// Whether this is a first glance at an order, which may be asked about again.
+    pub is_glance: bool,
 }
 
 impl Among {
     /// No other.
-    pub const ALONE: Among = Among { orders: 1, known_us: f64::INFINITY };
+    pub const ALONE: Among = Among { orders: 1, known_us: f64::INFINITY, is_glance: false };
 }
 
 impl Question<'_> {
+    /// The same about a problem that differs in its devices only.
+    pub fn about<'b>(&'b self, problem: &'b Problem) -> Question<'b> {
+        Question { problem, joined: self.joined, budget: self.budget, among: self.among }
+    }
+
     /// A shape with its costs.
     pub fn candidate(&self, name: &'static str, shape: Shape) -> Candidate {
         let spots = build::side_by_side(&shape);
