@@ -177,6 +177,15 @@ impl Placing<'_> {
         seats
     }
 
+    /// Devices that the last stage may leave unused after it. Where devices are alike they stand before the first as well; where they
+    /// differ a stage may want the last of one unit and the first of the next.
+    pub fn unused_after(&self) -> u32 {
+        match self.levels {
+            [inner, _, ..] if !self.classes.is_empty() => inner.count.saturating_sub(1).min(self.devices - 1),
+            _ => 0,
+        }
+    }
+
     /// The most stages, where they are limited.
     pub fn layers(&self) -> Option<usize> {
         self.rules.stages.or(self.rules.most_stages).map(|most| most.min(self.places.len() - 1))
