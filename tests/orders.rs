@@ -6,12 +6,10 @@ mod instances;
 use compiler::cluster::device::find;
 use compiler::cluster::read::levels;
 use compiler::cluster::{Bytes, Cluster, DeviceClass};
-use compiler::import::pipedream;
 use compiler::partition::planner::{Partitioner, PlanError, Planned, PlannerOptions, plan};
 use compiler::plan::ScheduleKind;
 use compiler::plan::problem::{CostModel, Problem};
 use instances::{Random, random_graph};
-use std::time::Instant;
 
 fn with(problem: &Problem, partitioner: Partitioner) -> Result<Planned, PlanError> {
     plan(problem, &PlannerOptions { partitioner, ..PlannerOptions::default() })
@@ -79,22 +77,6 @@ fn plans_on_two_classes_tie_the_search_through_everything() {
         assert!(bound <= best * (1.0 + 1e-9), "seed {seed}: bound {bound} above the optimum {best}");
         assert!(us(&ours) >= best * (1.0 - 1e-9), "seed {seed}: {} beats everything, {best}", us(&ours));
         if !same(us(&ours), best) {
-            println!(
-                "seed {seed}: {:?} on {:?}, {} ops, classes {:?}: {:?} of {:?}\n  {:?}",
-                problem.schedule,
-                problem.cluster.levels.iter().map(|level| level.count).collect::<Vec<_>>(),
-                problem.graph.ops.len(),
-                problem.cluster.classes.iter().map(|c| (c.count, c.speed, c.device.memory.0)).collect::<Vec<_>>(),
-                ours.plan.stages.iter().map(|s| (s.ops.clone(), s.devices.clone(), s.recompute)).collect::<Vec<_>>(),
-                with(&problem, Partitioner::Exhaustive)
-                    .unwrap()
-                    .plan
-                    .stages
-                    .iter()
-                    .map(|s| (s.ops.clone(), s.devices.clone(), s.recompute))
-                    .collect::<Vec<_>>(),
-                (us(&ours), best, ours.plan.proven_optimal, &ours.plan.search, &ours.plan.warnings),
-            );
             missed.push((seed, us(&ours) / best));
         }
     }

@@ -1,9 +1,10 @@
 //! Planning for devices that differ: the planner is asked about orders of the devices, and the best answer is given the devices that it
 //! stands for.
 //!
-//! Small questions are asked about every order. Else each order gets a glance, a search along coarse lines, and the few best a whole
-//! search: every order has its glance where they are not too many, and otherwise a walk goes from the best order so far to those
-//! near it, as long as one of them is better. The plan says when there were orders that nobody looked at.
+//! Small questions are asked about every order: first by tables alone, whose bounds leave out most orders, and the others once more.
+//! Else each order gets a glance, a search along a coarse line, and the best a whole search: every order has its glance where they
+//! are not too many, and otherwise a walk goes from the best order so far to those near it, as long as one of them is better. The plan
+//! says when there were orders that nobody looked at.
 //!
 //! A bound of one order is a bound of the stages along that order. Where all orders were asked about, the least of their bounds holds
 //! for all plans; else all compute on all devices at once, each at its speed.
@@ -13,91 +14,77 @@ use crate::partition::finish;
 use crate::partition::orders::{Order, Sequence, Units, is_alike};
 use crate::partition::placement;
 use crate::partition::planner::{Answer, Partitioner, PlanError, Planned, PlannerOptions, Refused, answer, conclude};
-use crate::partition::search::{Among, Candidate, Question, same};
+use crate::partition::search::{Among, Candidate, Depth, Question, same};
 use crate::plan::check;
 use crate::plan::fault::Fault;
 use crate::plan::problem::Problem;
 use std::collections::BTreeSet;
 
-/// The most orders that are searched whole; and of the search through everything.
-const MOST_WHOLE: usize = 120;
+/// The most orders that are all searched: by tables, by integer programs, and through everything.
+const MOST_TABLES: usize = 120;
+const MOST_WHOLE: usize = 24;
 const MOST_EXHAUSTIVE: usize = 5040;
 
-/// The most glances; and the steps for all of them, about two seconds.
+/// The most glances; and the steps for all of them, about a second.
 const MOST_GLANCES: usize = 400;
-const GLANCES: f64 = 6e7;
+const GLANCES: f64 = 3e7;
 
-/// How many of the best orders are searched whole after the glances.
+/// How many of the best orders are searched whole after the glances, those that seemed so much slower at most.
 const MOST_CLOSELY: usize = 3;
+const NEAR: f64 = 1.02;
 
 /// Makes a plan for `problem`, on a cluster of several classes; `question` is the same over joined ops.
 pub fn plan(problem: &Problem, question: &Question<'_>, options: &PlannerOptions<'_>) -> Result<Planned, PlanError> {
     let units = Units::of(&problem.cluster);
-    let Chosen { orders, looked, is_all } = chosen(question, options, &units)?;
-    let shared = orders.len() as u32;
+    let Chosen { orders, looked, is_all } = chosen(question, options, &units);
     let spread = finish::spread(question.problem);
-    let mut best: Option<(Answer, Order)> = None;
-    let mut refused: Option<PlanError> = None;
-    let mut bound_us = f64::INFINITY;
-    let mut states = 0;
-    for (at, sequence) in orders.iter().enumerate() {
-        let known_us = best.as_ref().map_or(f64::INFINITY, |(known, _)| known.chosen.minibatch_us);
-        // What does all the work on all devices at once cannot be beaten.
-        if known_us.is_finite() && same(known_us, spread) {
-            break;
+    let asked =
+        orders.iter().map(|sequence| Asked { order: units.order(sequence), us: f64::INFINITY, bound_us: spread });
+    let mut search = Search { question, options, asked: asked.collect(), best: None, refused: None, states: 0 };
+    let count = search.asked.len();
+    let shared = if is_all { count as u32 } else { 1 };
+    if is_all && count > 1 && options.partitioner == Partitioner::Pipec {
+        let among = Among { orders: shared, depth: Depth::Tables, ..Among::ALONE };
+        (0..count).try_for_each(|at| search.ask(at, among))?;
+        let mut next: Vec<usize> = (0..count).collect();
+        let key = |at: &usize| (search.asked[*at].bound_us, search.asked[*at].us);
+        next.sort_by(|a, b| key(a).0.total_cmp(&key(b).0).then(key(a).1.total_cmp(&key(b).1)).then(a.cmp(b)));
+        next.truncate(MOST_WHOLE);
+        for (at, &order) in next.iter().enumerate() {
+            search.ask(order, Among { orders: (next.len() - at) as u32, ..Among::ALONE })?;
         }
-        let order = units.order(sequence);
-        // Where the orders are ranked, the first is worth as much work as all others.
-        let orders = if is_all { shared } else { 1 + at as u32 };
-        match along(question, options, &order, Among { orders, known_us, is_glance: false }) {
-            Ok(answer) => {
-                bound_us = bound_us.min(finish::bound_us(question.problem, &answer.chosen, &answer.found));
-                states += answer.found.states;
-                best = Some(better(best, answer, order));
-            }
-            Err(Refused { error: error @ PlanError::Infeasible { .. }, bound_us: own_us }) => {
-                bound_us = bound_us.min(own_us.max(spread));
-                refused = Some(nearer(refused, error));
-            }
-            Err(Refused { error, .. }) => return Err(error),
-        }
+    } else {
+        // Where the orders are ranked, the first is worth more work than the others.
+        let share = |at: usize| if is_all || at == 0 { shared } else { 4 };
+        (0..count).try_for_each(|at| search.ask(at, Among { orders: share(at), ..Among::ALONE }))?;
     }
     // The best order once more, with all the work for itself.
-    if is_all
-        && orders.len() > 1
-        && let Some((known, order)) = best.take_if(|(known, _)| !same(known.chosen.minibatch_us, bound_us))
-    {
-        let among = Among { known_us: known.chosen.minibatch_us, ..Among::ALONE };
-        let again = along(question, options, &order, among).ok();
-        states += again.as_ref().map_or(0, |again| again.found.states);
-        best = Some(match again {
-            Some(again) => better(Some((known, order.clone())), again, order),
-            None => (known, order),
-        });
+    if let (true, Some((_, at))) = (shared > 1 && options.partitioner != Partitioner::Exhaustive, &search.best) {
+        search.ask(*at, Among::ALONE)?;
     }
-    let Some((mut answer, order)) = best else {
+    let Search { asked, best, refused, states, .. } = search;
+    let Some((mut answer, at)) = best else {
         // There is always an order: what was refused says why.
         return Err(refused.unwrap_or(PlanError::Unsound(vec![Fault::NoStages])));
     };
+    let order = &asked[at].order;
     answer.found.states = states;
-    let (ordered, asked) = (in_order(problem, &order), in_order(question.problem, &order));
-    let Planned { mut plan, compared } = conclude(&ordered, &question.about(&asked), options, answer)?;
+    let (ordered, joined) = (in_order(problem, order), in_order(question.problem, order));
+    let Planned { mut plan, compared } = conclude(&ordered, &question.about(&joined), options, answer)?;
     for stage in &mut plan.stages {
         stage.devices.iter_mut().for_each(|device| *device = order.device[*device as usize]);
         stage.devices.sort_unstable();
     }
     plan.cluster.classes = problem.cluster.classes.clone();
     plan.cluster.device = problem.cluster.device.clone();
-    if !is_all {
-        bound_us = spread;
-    }
     let us = plan.predicted.minibatch_us;
+    let least = asked.iter().map(|asked| asked.bound_us).fold(us, f64::min);
+    let bound_us = if is_all { least } else { spread };
     plan.proven_optimal = same(us, bound_us);
     plan.lower_bound_us = if plan.proven_optimal { us } else { bound_us.min(us) };
     if !is_all && !plan.proven_optimal {
-        let (looked, closely) = (looked.max(orders.len()), orders.len());
         plan.warnings.push(format!(
-            "devices differ: of the orders of their classes along the pipeline {looked} were looked at, {closely} of them closely, \
+            "devices differ: of the orders of their classes along the pipeline {looked} were looked at, {count} of them closely, \
              not all; another may be better"
         ));
     }
@@ -109,6 +96,55 @@ pub fn plan(problem: &Problem, question: &Question<'_>, options: &PlannerOptions
     Ok(Planned { plan, compared })
 }
 
+/// An order that is asked about.
+struct Asked {
+    order: Order,
+    /// The best time that was found in it, and one that no stages along it beat.
+    us: f64,
+    bound_us: f64,
+}
+
+struct Search<'a> {
+    question: &'a Question<'a>,
+    options: &'a PlannerOptions<'a>,
+    asked: Vec<Asked>,
+    /// The best answer, and its order.
+    best: Option<(Answer, usize)>,
+    refused: Option<PlanError>,
+    states: u64,
+}
+
+impl Search<'_> {
+    /// Asks about one order, unless nothing better than what is known is to be had there.
+    fn ask(&mut self, at: usize, among: Among) -> Result<(), PlanError> {
+        let known_us = self.best.as_ref().map_or(f64::INFINITY, |(best, _)| best.chosen.minibatch_us);
+        let Asked { order, us, bound_us } = &mut self.asked[at];
+        if known_us.is_finite() && (*bound_us >= known_us || same(*bound_us, known_us)) {
+            return Ok(());
+        }
+        // Tables that know of no other plan bound each order by itself.
+        let known_us = if among.depth == Depth::Tables { f64::INFINITY } else { known_us };
+        match along(self.question, self.options, order, Among { known_us, ..among }) {
+            Ok(answer) => {
+                *us = us.min(answer.chosen.minibatch_us);
+                *bound_us = bound_us.max(finish::bound_us(self.question.problem, &answer.chosen, &answer.found));
+                self.states += answer.found.states;
+                self.best = Some(better(self.best.take(), answer, at));
+            }
+            Err(refused) => {
+                *bound_us = bound_us.max(refused.bound_us);
+                match refused.error {
+                    // Nothing better was found here.
+                    _ if known_us.is_finite() => {}
+                    error @ PlanError::Infeasible { .. } => self.refused = Some(nearer(self.refused.take(), error)),
+                    error => return Err(error),
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
 /// The orders that get a whole search.
 struct Chosen {
     orders: Vec<Sequence>,
@@ -118,25 +154,24 @@ struct Chosen {
     is_all: bool,
 }
 
-fn chosen(question: &Question<'_>, options: &PlannerOptions<'_>, units: &Units<'_>) -> Result<Chosen, PlanError> {
+fn chosen(question: &Question<'_>, options: &PlannerOptions<'_>, units: &Units<'_>) -> Chosen {
     if is_alike(&question.problem.cluster) {
-        return Ok(Chosen {
-            orders: units.all(1).unwrap_or_else(|| units.starts()[..1].to_vec()),
-            looked: 1,
-            is_all: true,
-        });
+        return Chosen { orders: units.starts()[..1].to_vec(), looked: 1, is_all: true };
     }
-    let is_exhaustive = options.partitioner == Partitioner::Exhaustive;
-    let most = if is_exhaustive { MOST_EXHAUSTIVE } else { MOST_WHOLE };
+    let (most, searches) = match options.partitioner {
+        Partitioner::Exhaustive => (MOST_EXHAUSTIVE, false),
+        Partitioner::Milp | Partitioner::Pipedream => (MOST_WHOLE, true),
+        Partitioner::Pipec => (MOST_TABLES, true),
+        Partitioner::Single | Partitioner::DataParallel | Partitioner::Uniform => (MOST_TABLES, false),
+    };
     if let Some(orders) = units.all(most) {
-        let among = Among { orders: orders.len() as u32, ..question.among };
-        let all = Question { among, ..*question };
-        let searches = matches!(options.partitioner, Partitioner::Pipec | Partitioner::Milp | Partitioner::Pipedream);
-        if !searches || placement::affords_all(&all)? {
-            return Ok(Chosen { looked: orders.len(), orders, is_all: true });
+        let all = Question { among: Among { orders: orders.len() as u32, ..question.among }, ..*question };
+        // What is wrong with the question is told when it is asked.
+        if !searches || placement::affords_all(&all).unwrap_or(true) {
+            return Chosen { looked: orders.len(), orders, is_all: true };
         }
     }
-    let glances = (GLANCES / placement::glance_effort(question)?.max(1.0)) as usize;
+    let glances = (GLANCES / placement::glance_effort(question).unwrap_or(GLANCES).max(1.0)) as usize;
     let glances = glances.clamp(MOST_CLOSELY, MOST_GLANCES);
     // The plain alternatives are their own glance.
     let partitioner = match options.partitioner {
@@ -150,8 +185,9 @@ fn chosen(question: &Question<'_>, options: &PlannerOptions<'_>, units: &Units<'
         None => walk.climb(glances),
     }
     let looked = walk.ranked.len();
-    let orders = walk.ranked.into_iter().take(MOST_CLOSELY).map(|glance| glance.order).collect();
-    Ok(Chosen { orders, looked, is_all: false })
+    let near_us = walk.ranked.first().map_or(f64::INFINITY, |best| best.us * NEAR);
+    let near = walk.ranked.into_iter().take(MOST_CLOSELY).filter(|glance| glance.us <= near_us);
+    Chosen { orders: near.map(|glance| glance.order).collect(), looked, is_all: false }
 }
 
 /// What a glance at an order told.
@@ -167,10 +203,10 @@ struct Glance {
 
 impl Glance {
     fn beats(&self, other: &Glance) -> bool {
-        match same(self.us, other.us) {
-            true => false,
-            false if self.us.is_infinite() && other.us.is_infinite() => self.bytes < other.bytes,
-            false => self.us < other.us,
+        match (self.us.is_finite(), other.us.is_finite()) {
+            (true, true) => self.us < other.us && !same(self.us, other.us),
+            (false, false) => self.bytes < other.bytes,
+            (is_fitting, _) => is_fitting,
         }
     }
 }
@@ -190,7 +226,7 @@ impl Walk<'_> {
         if !self.seen.insert(order.clone()) {
             return;
         }
-        let among = Among { is_glance: true, ..Among::ALONE };
+        let among = Among { depth: Depth::Glance, ..Among::ALONE };
         let nothing = |bytes| Glance { order: order.clone(), us: f64::INFINITY, bytes, borders: Vec::new() };
         let glance = match along(self.question, &self.options, &self.units.order(&order), among) {
             Ok(Answer { chosen, .. }) => {
@@ -245,8 +281,8 @@ fn along(
     answer(&Question { among, ..question.about(&problem) }, options)
 }
 
-/// The faster of two, the earlier of equals, with the better of their plain alternatives.
-fn better(known: Option<(Answer, Order)>, answer: Answer, order: Order) -> (Answer, Order) {
+/// The faster of two with their orders, the earlier of equals, with the better of their plain alternatives.
+fn better(known: Option<(Answer, usize)>, answer: Answer, order: usize) -> (Answer, usize) {
     let Some((known, before)) = known else { return (answer, order) };
     let (us, known_us) = (answer.chosen.minibatch_us, known.chosen.minibatch_us);
     match us < known_us && !same(us, known_us) {

@@ -57,7 +57,7 @@ pub struct Placing<'a> {
     pub memory_limit: Option<u64>,
     /// What is allowed.
     pub rules: &'a Rules,
-    /// Steps that the forward search may take.
+    /// Steps that the forward search may take; 0 for the tables alone.
     pub steps: u64,
 }
 
@@ -124,7 +124,7 @@ impl Placing<'_> {
                 offer(self.read(&self.table(Measure::Way, limit)));
                 limit = limit * 1.5 + f64::MIN_POSITIVE;
             }
-        } else {
+        } else if self.steps > 0 {
             let fewest = self.table(Measure::Stages, least_busiest * (1.0 + 1e-12));
             offer(self.read(&fewest));
         }
@@ -135,7 +135,7 @@ impl Placing<'_> {
         let mut states = self.places.len() as u64;
         let met = |us: f64| us <= bound_us * (1.0 + 1e-9);
         let mut is_complete = best.as_ref().is_some_and(|(us, _)| met(*us));
-        if !is_complete {
+        if !is_complete && self.steps > 0 {
             let best_us = best.as_ref().map_or(known, |(us, _)| us.min(known));
             let mut walk = Walk { placing: self, busiest: &busiest, way: way.as_ref(), best, best_us, steps: 0 };
             is_complete = walk.run();

@@ -11,7 +11,7 @@ use crate::partition::line;
 use crate::partition::linear;
 use crate::partition::placed::{Placing, Rules, Seat, Seated};
 use crate::partition::places::Places;
-use crate::partition::search::{Among, Candidate, DEFAULT_BUDGET, Found, Question, largest, same};
+use crate::partition::search::{Among, Candidate, DEFAULT_BUDGET, Depth, Found, Question, largest, same};
 use crate::partition::shape::Shape;
 use crate::partition::states::{Growth, Space};
 use crate::plan::ScheduleKind;
@@ -30,7 +30,7 @@ const STEPS: u64 = 400_000;
 const FEW: usize = 2000;
 
 /// Steps that go into one order of devices where only the best of many orders are looked at closely.
-const GLANCE: f64 = 1e6;
+const GLANCE: f64 = 4e5;
 
 /// The most stages among which a pinned plan is looked for.
 const MOST_PINNED: usize = 16;
@@ -55,7 +55,7 @@ pub fn found(question: &Question<'_>, baselines: &[Candidate; 3]) -> Result<Foun
     } else {
         search.ask(&rules, question.among.known_us)?;
     }
-    if search.found.candidates.is_empty() {
+    if search.found.candidates.is_empty() && question.among.known_us.is_infinite() {
         let what = "no partition obeys all constraints together: fewer of them, or more devices, leave a choice";
         return Err(ProblemError::Unmet { what: what.to_string() });
     }
@@ -143,9 +143,9 @@ impl Search<'_> {
         let graph = &problem.graph;
         let mut known = known_us;
         // Several orders of devices share the work.
-        let Among { orders, is_glance, .. } = self.question.among;
+        let Among { orders, depth, .. } = self.question.among;
         let orders = f64::from(orders);
-        let (most, within) = if is_glance { (COARSE, GLANCE) } else { (MAX_PLACES, 2e7) };
+        let (most, within) = if depth == Depth::Glance { (COARSE, GLANCE) } else { (MAX_PLACES, 2e7) };
         let fine = largest((graph.ops.len() + 1).min(most), |places| effort(problem, rules, places) * orders <= within);
         let fixed = match &problem.constraints.cut_after {
             Some(names) => Some(cuts::resolve(graph, self.question.joined, names)?),
@@ -158,11 +158,19 @@ impl Search<'_> {
         }
         let borders = keeps(problem).map(|()| Borders::of(graph));
         let pinned = rules.iter().filter_map(|rules| rules.stages).max().unwrap_or(0) + 1;
+        let mut lines = linear::orders(graph);
+        match depth {
+            // The last finishes one branch before it begins the next.
+            Depth::Glance => lines = lines.split_off(lines.len() - 1),
+            // The prefixes of lines are closed sets themselves.
+            Depth::Tables => lines.clear(),
+            Depth::Whole => {}
+        }
         let twice = |order: Vec<u32>| {
-            let coarse = (fine > COARSE || !is_glance).then(|| (order.clone(), fine.min(COARSE)));
+            let coarse = (depth == Depth::Whole).then(|| (order.clone(), fine.min(COARSE)));
             coarse.into_iter().chain([(order, fine)])
         };
-        for (order, places) in linear::orders(graph).into_iter().flat_map(twice) {
+        for (order, places) in lines.into_iter().flat_map(twice) {
             let places = places.max(pinned).max(2);
             let mut ends = line::ends(graph, CostModel::Paper, &order, places - 1);
             // Grouping by weight may leave fewer places than stages; then the first places are taken as they come.
@@ -175,7 +183,7 @@ impl Search<'_> {
             let space = Space::chain(graph, CostModel::Paper, order, ends);
             self.within(&space, rules, &mut known, false);
         }
-        if is_glance {
+        if depth == Depth::Glance {
             return Ok(());
         }
         let affordable = affordable(self.question, rules);
@@ -213,10 +221,10 @@ impl Search<'_> {
                 optimizer_state: problem.optimizer_state,
                 memory_limit: problem.memory_limit.map(|limit| limit.0),
                 rules,
-                steps: match self.question.among.is_glance {
-                    true => 0,
-                    false if is_whole && places.len() <= FEW => steps,
-                    false => steps / 16,
+                steps: match self.question.among.depth {
+                    Depth::Glance | Depth::Tables => 0,
+                    Depth::Whole if is_whole && places.len() <= FEW => steps,
+                    Depth::Whole => steps / 16,
                 },
             };
             if problem.objective == Objective::Memory {
@@ -250,7 +258,8 @@ impl Search<'_> {
         let is_proof =
             is_whole && is_exact && problem.cluster.levels.len() == 1 && problem.objective != Objective::Memory;
         self.found.proven_us = proven.filter(|us| is_proof && us.is_finite());
-        if !fits && !self.found.candidates.iter().any(|candidate| candidate.fits) {
+        // Where something is known that fits, nobody asks what needs the least.
+        if !fits && known.is_infinite() && !self.found.candidates.iter().any(|candidate| candidate.fits) {
             let least = rules.iter().filter(|rules| rules.stages.is_none_or(|stages| stages < places.len()));
             let all: Vec<Vec<Seat>> = least
                 .filter_map(|rules| {

@@ -225,9 +225,7 @@ pub fn answer(question: &Question<'_>, options: &PlannerOptions<'_>) -> Result<A
     };
     let mut found = match options.partitioner {
         // What memory alone rules out is not walked through.
-        Partitioner::Milp | Partitioner::Exhaustive if !question.among.is_glance && floor::proves_none(problem) => {
-            ours()?
-        }
+        Partitioner::Milp | Partitioner::Exhaustive if floor::proves_none(problem) => ours()?,
         Partitioner::Milp => milp::solve::refine(question, ours()?, options.time_limit)?,
         Partitioner::Exhaustive if is_placed && !is_pinned => {
             let (candidate, states) = every::every(question)?;

@@ -105,13 +105,24 @@ pub struct Among {
     pub orders: u32,
     /// A time that some plan reaches, or infinity.
     pub known_us: f64,
-    /// Whether this is a first glance at an order, which may be asked about again.
-    pub is_glance: bool,
+    /// How closely this one is looked at.
+    pub depth: Depth,
+}
+
+/// How closely an order of the devices is looked at.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Depth {
+    /// Along one coarse line, to tell it from other orders.
+    Glance,
+    /// Over all closed sets, by their tables alone, whose bounds tell what may be left out.
+    Tables,
+    /// As if it were the only one.
+    Whole,
 }
 
 impl Among {
     /// No other.
-    pub const ALONE: Among = Among { orders: 1, known_us: f64::INFINITY, is_glance: false };
+    pub const ALONE: Among = Among { orders: 1, known_us: f64::INFINITY, depth: Depth::Whole };
 }
 
 impl Question<'_> {
