@@ -15,6 +15,7 @@ pub mod every;
 pub mod exhaustive;
 pub mod finish;
 pub mod fit;
+pub mod floor;
 pub mod forward;
 pub mod hybrid;
 pub mod in_flight;

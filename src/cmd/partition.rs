@@ -380,9 +380,10 @@ fn cost(name: &str) -> CostModel {
 fn explain(file: &Path, error: PlanError) -> Failure {
     let what = format!("cannot plan {}", file.display());
     match &error {
-        PlanError::Problem(ProblemError::NoSpeed { .. }) => Failure::input(what).because(error).help(
-            "`speed = 0.5` in a `[[device]]` table says how fast its devices are against those whose costs are used",
-        ),
+        PlanError::Problem(ProblemError::NoSpeed { class, .. }) => Failure::input(what).because(&error).help(format!(
+            "`speed` in `[[device]]` table {class}, counted from 0, says how fast its devices are against those whose costs are used: 1.0 \
+             for these themselves, 0.5 for half as fast"
+        )),
         PlanError::Problem(_) => Failure::input(what).because(error),
         PlanError::Infeasible { limit, stage, stages, replicas, first_op, last_op, missing, smallest_limit } => {
             let (limit, missing) = (quantity::bytes(*limit), quantity::bytes(*missing));

@@ -41,12 +41,9 @@ pub fn finish(problem: &Problem, chosen: &Candidate, statement: &Statement<'_>) 
     let Statement { found, baselines, .. } = statement;
     let mut warnings = statement.notes.clone();
     let flattens = chosen.shape.is_flat && problem.cluster.levels.len() > 1;
-    let bound = lower_bound(statement.asked, flattens).max(found.bound_us);
-    // What no plan can beat is the best, however little was searched.
-    let wants_memory = problem.objective == Objective::Memory;
-    let meets = [Some(bound), found.proven_us].into_iter().flatten().any(|us| same(us, chosen.minibatch_us));
+    let lower_bound_us = bound_us(statement.asked, chosen, found);
     // The bounds are of time: they prove nothing about memory.
-    let proven_optimal = meets && !wants_memory;
+    let proven_optimal = lower_bound_us == chosen.minibatch_us && problem.objective != Objective::Memory;
     if let Some(fallback) = found.fallback.as_ref().filter(|_| !proven_optimal) {
         warnings.push(format!("the search was not complete ({fallback}); a better plan may exist"));
     }
@@ -80,8 +77,6 @@ pub fn finish(problem: &Problem, chosen: &Candidate, statement: &Statement<'_>) 
     let holdings = build::holdings(problem, &chosen.shape);
     let memory = build::memory(problem, &chosen.shape, &chosen.spots, &holdings, &caps);
     let weight_versions = build::versions(problem, &caps);
-    let lower_bound_us =
-        if meets { chosen.minibatch_us } else { found.proven_us.unwrap_or(0.0).max(bound).min(chosen.minibatch_us) };
     let stages = build::stages(problem, &chosen.shape, &chosen.spots, &memory);
     let [one, all, uniform] = *baselines;
     let mut plan = Plan {
@@ -136,6 +131,15 @@ pub fn finish(problem: &Problem, chosen: &Candidate, statement: &Statement<'_>) 
     }
     plan.predicted.busiest_link = checked.busiest_link;
     Ok(plan)
+}
+
+/// A time that no partition beats, as far as the search and what is known without one tell: that of `chosen` where they meet it,
+/// however little was searched.
+pub fn bound_us(problem: &Problem, chosen: &Candidate, found: &Found) -> f64 {
+    let flattens = chosen.shape.is_flat && problem.cluster.levels.len() > 1;
+    let bound = lower_bound(problem, flattens).max(found.bound_us);
+    let meets = [Some(bound), found.proven_us].into_iter().flatten().any(|us| same(us, chosen.minibatch_us));
+    if meets { chosen.minibatch_us } else { found.proven_us.unwrap_or(0.0).max(bound).min(chosen.minibatch_us) }
 }
 
 /// What no partition beats under cost `pipec`: all compute on all devices at once, each at its speed, and one item's way on the

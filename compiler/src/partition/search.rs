@@ -105,14 +105,32 @@ pub struct Among {
     pub orders: u32,
     /// A time that some plan reaches, or infinity.
     pub known_us: f64,
+    /// How closely this one is looked at.
+    pub depth: Depth,
+}
+
+/// How closely an order of the devices is looked at.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Depth {
+    /// Along one coarse line, to tell it from other orders.
+    Glance,
+    /// Over all closed sets, by their tables alone, whose bounds tell what may be left out.
+    Tables,
+    /// As if it were the only one.
+    Whole,
 }
 
 impl Among {
     /// No other.
-    pub const ALONE: Among = Among { orders: 1, known_us: f64::INFINITY };
+    pub const ALONE: Among = Among { orders: 1, known_us: f64::INFINITY, depth: Depth::Whole };
 }
 
 impl Question<'_> {
+    /// The same about a problem that differs in its devices only.
+    pub fn about<'b>(&'b self, problem: &'b Problem) -> Question<'b> {
+        Question { problem, joined: self.joined, budget: self.budget, among: self.among }
+    }
+
     /// A shape with its costs.
     pub fn candidate(&self, name: &'static str, shape: Shape) -> Candidate {
         let spots = build::side_by_side(&shape);

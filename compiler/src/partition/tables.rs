@@ -67,8 +67,10 @@ impl Placing<'_> {
         let none = Entry { value: f64::INFINITY, to: 0, replicas: 0 };
         let count = layers.map_or(1, |layers| layers + 1);
         let mut table = Table { entries: vec![none; count * sets * width], sets, width, layered: layers.is_some() };
-        let at = table.at(0, whole, 0);
-        table.entries[at].value = 0.0;
+        for unused in 0..=self.unused_after() {
+            let at = table.at(0, whole, unused as usize);
+            table.entries[at].value = 0.0;
+        }
         let trains = self.asked.trains();
         let bounded = matches!(measure, Measure::Busiest | Measure::Likely | Measure::Stages);
         let capped = if measure == Measure::Bytes { f64::INFINITY } else { limit };
