@@ -78,7 +78,7 @@ pub fn finish(problem: &Problem, chosen: &Candidate, statement: &Statement<'_>) 
         _ => chosen.caps.clone(),
     };
     let holdings = build::holdings(problem, &chosen.shape);
-    let memory = build::memory(problem, &chosen.shape, &chosen.spots, &holdings, &caps);
+    let memory = build::memory(problem, &chosen.shape, &chosen.spots, &holdings, &caps, &chosen.apart);
     let weight_versions = build::versions(problem, &caps);
     let lower_bound_us =
         if meets { chosen.minibatch_us } else { found.proven_us.unwrap_or(0.0).max(bound).min(chosen.minibatch_us) };
@@ -106,6 +106,7 @@ pub fn finish(problem: &Problem, chosen: &Candidate, statement: &Statement<'_>) 
             chunks: problem.chunks,
             in_flight: caps,
             weight_versions,
+            apart: chosen.apart.clone(),
         },
         predicted: predicted(problem, chosen, stages.len()),
         stages,
