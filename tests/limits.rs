@@ -12,12 +12,12 @@ use compiler::plan::fault::Fault;
 use compiler::plan::problem::{CostModel, InFlight, Objective, Problem};
 use compiler::plan::{Edge, Plan, ScheduleKind, Stage};
 use compiler::profile::cost_graph::{CostGraph, OpId};
-use compiler::schedule;
 use compiler::schedule::pipeline::{pipeline, pipeline_of, schedule_of};
 use compiler::schedule::published_caps as published;
 use compiler::schedule::rule::StepCount;
 use compiler::schedule::scheduler::schedule;
-use compiler::schedule::work::apart;
+use compiler::schedule::work::{Part, apart};
+use compiler::schedule::{self, Instruction};
 use compiler::simulate::steady::{Steady, steady};
 use instances::{Random, add, chain, parallel, transformer};
 use std::collections::BTreeMap;
@@ -143,8 +143,14 @@ fn holds_its_counts(name: &str, plan: &Plan) {
     let count = StepCount { minibatches, microbatches: plan.schedule.microbatches };
     let program = schedule(kind, &pipeline(plan).unwrap(), count).unwrap();
     schedule::check::check(&program).unwrap();
-    for (stage, &cap) in program.stages.iter().zip(&plan.schedule.in_flight) {
-        assert!(stage.cap.min(plan.schedule.microbatches.max(cap)) <= cap, "{name}: {} of {cap}", stage.cap);
+    for worker in &program.workers {
+        let mut now = vec![0u32; program.stages.len()];
+        for (work, ..) in worker.instructions.iter().filter_map(Instruction::work) {
+            let at = work.stage.index();
+            now[at] += u32::from(work.part == Part::Forward);
+            assert!(now[at] <= plan.schedule.in_flight[at], "{name}: {now:?} of {:?}", plan.schedule.in_flight);
+            now[at] -= u32::from(work.part.ends());
+        }
     }
     assert_eq!(plan.schedule.apart.is_empty(), !plan.schedule.kind.splits_backward(), "{name}");
     for (found, &said) in apart(&program).into_iter().zip(&plan.schedule.apart) {
