@@ -142,7 +142,7 @@ pub fn attribute(graph: &Graph, training: Training) -> Result<Attribution, Attri
         live_by_owner(&made.graph, &order, &owners, [&HashSet::new(), &held], &mut live_bytes);
     }
     let [between_bytes, arriving_bytes] = match &made {
-        Some(made) => halves::between(&made.graph, &data_ops(graph, &ops)),
+        Some(made) => halves::between(&made.graph, &leaders(graph, &ops)),
         None => [vec![0; ops.len()], vec![0; ops.len()]],
     };
     let backward = made.map(|b| b.graph);
@@ -172,15 +172,22 @@ fn check_sizes(graph: &Graph) -> Result<(), AttributionError> {
     Ok(())
 }
 
-/// For every op whether it depends on an input: no gradient of data flows through the others.
-fn data_ops(graph: &Graph, ops: &[NodeId]) -> Vec<bool> {
+/// For every op the first that it leads to and that depends on an input: itself, or for what follows from parameters alone a reader.
+fn leaders(graph: &Graph, ops: &[NodeId]) -> Vec<Option<usize>> {
     let mut data: HashSet<NodeId> = HashSet::new();
     for id in order::canonical(graph) {
         if matches!(graph.node(id).op, Op::Input(_)) || graph.inputs(id).iter().any(|v| data.contains(&v.node)) {
             data.insert(id);
         }
     }
-    ops.iter().map(|id| data.contains(id)).collect()
+    let number: HashMap<NodeId, usize> = ops.iter().enumerate().map(|(at, id)| (*id, at)).collect();
+    let mut leaders = vec![None; ops.len()];
+    for (at, id) in ops.iter().enumerate().rev() {
+        let readers = graph.successors(*id).into_iter().filter_map(|reader| number.get(&reader).copied());
+        let first = readers.filter_map(|reader| leaders[reader]).min();
+        leaders[at] = if data.contains(id) { Some(at) } else { first };
+    }
+    leaders
 }
 
 /// The output that a gradient arrives for.

@@ -10,16 +10,16 @@ use crate::op::table::rule;
 use crate::op::{NodeId, Op, Value};
 use std::collections::{BTreeMap, BTreeSet, HashSet};
 
-/// For every op what its own halves keep between them, and what they keep of the gradients of its outputs. `depends` says which
-/// ops depend on data; gradients flow to those alone.
-pub fn between(backward: &Graph, depends: &[bool]) -> [Vec<u64>; 2] {
+/// For every op what its own halves keep between them, and what they keep of the gradients of its outputs. `leaders`
+/// names for every op the one whose stage it shares: itself where it depends on data, and gradients flow to those alone.
+pub fn between(backward: &Graph, leaders: &[Option<usize>]) -> [Vec<u64>; 2] {
     let order = order::canonical(backward);
     let owners = owners(backward, &order);
     // What no rule wrote, the sum of a parameter's gradient, is nobody's.
     let own = |id: NodeId| backward.node(id).origin.source.parse::<usize>().ok();
     let flows = |value: &Value, reader: NodeId| {
         let (made, read) = (owners.get(&value.node).copied(), own(reader));
-        made != read && read.is_some_and(|read| depends[read]) && !is_source(backward, value.node)
+        made != read && read.is_some_and(|read| leaders[read] == Some(read)) && !is_source(backward, value.node)
     };
     let mut queue: Vec<NodeId> = Vec::new();
     for &id in &order {
@@ -41,14 +41,14 @@ pub fn between(backward: &Graph, depends: &[bool]) -> [Vec<u64>; 2] {
     for value in backward.outputs.iter().map(|output| output.value).filter(is_first) {
         readers.entry(root(backward, value)).or_default();
     }
-    let mut bytes = [vec![0u64; depends.len()], vec![0u64; depends.len()]];
+    let mut bytes = [vec![0u64; leaders.len()], vec![0u64; leaders.len()]];
     for (value, readers) in readers {
         let Some(&maker) = owners.get(&value.node) else { continue };
         if is_source(backward, value.node) || !(runs(&backward.node(value.node).op) || value.output > 0) {
             continue;
         }
         // Ops that a gradient passes through unchanged share it; the last of them makes the tensor that it is the gradient of.
-        let reader = readers.into_iter().filter(|reader| *reader != maker && depends[*reader]).max();
+        let reader = readers.into_iter().filter_map(|reader| leaders[reader]).filter(|reader| *reader != maker).max();
         let (kind, op) = reader.map_or((0, maker), |reader| (1, reader));
         let size = backward.fact(value).bytes().unwrap_or(u64::MAX);
         bytes[kind][op] = bytes[kind][op].saturating_add(size);
