@@ -12,10 +12,12 @@ use compiler::import::pipedream;
 use compiler::pass::analytic::{self, Subject};
 use compiler::pass::attribution::{AttributionError, Training, attribute};
 use compiler::pass::costs::{cost_graph, dtype, fill};
+use compiler::pass::precision::precision;
 use compiler::plan::problem::{CostModel, Problem};
 use compiler::plan::{Plan, PlannedModel, PlannedProfile, read};
 use compiler::profile::cost_graph::CostGraph;
 use compiler::profile::{self, Method, Profile};
+use compiler::tensor::DType;
 use profiler::scratch::scratch;
 use sha2::{Digest, Sha256};
 use std::fs::File;
@@ -190,7 +192,8 @@ fn published(arguments: &Arguments) -> Result<Costs, Failure> {
     }
     let cluster = machines::cluster(&arguments.devices, None)?;
     let micro_batch = arguments.dims.micro_batch.unwrap_or(1);
-    let costs = published_on(path, cluster, micro_batch, &arguments.question.dtype)?;
+    let dtype = arguments.question.dtype.as_deref().unwrap_or("f32");
+    let costs = published_on(path, cluster, micro_batch, dtype)?;
     Ok(Costs { has_memory: arguments.devices.cluster.is_some(), ..costs })
 }
 
@@ -251,7 +254,8 @@ fn imported(arguments: &Arguments, screen: &Screen) -> Result<Costs, Failure> {
         }
         Told::File(path, sha256, profile) => Times::Profile(path, sha256, profile),
     };
-    let costs = assemble(&loaded, micro_batch, cluster, times)?;
+    let precision = arguments.question.precision();
+    let costs = assemble(&loaded, micro_batch, cluster, times, precision)?;
     if let Some(why) = &costs.untrainable {
         screen.warn(&format!("the model cannot be trained: {}; it is planned by its forward costs alone", shown(why)));
     }
@@ -266,9 +270,19 @@ pub enum Times {
     Profile(PathBuf, String, Box<Profile>),
 }
 
-/// The costs of a model at so many samples.
-pub fn assemble(loaded: &Loaded, micro_batch: u64, mut cluster: Cluster, times: Times) -> Result<Costs, Failure> {
-    let graph = loaded.at(micro_batch)?;
+/// The costs of a model at so many samples, with floats of its own type or of this one.
+pub fn assemble(
+    loaded: &Loaded,
+    micro_batch: u64,
+    mut cluster: Cluster,
+    times: Times,
+    floats: Option<DType>,
+) -> Result<Costs, Failure> {
+    let mut graph = loaded.at(micro_batch)?;
+    if let Some(floats) = floats {
+        graph = precision(&graph, floats)
+            .map_err(|error| Failure::input(format!("cannot plan {} in {floats}", loaded.model.file)).because(error))?;
+    }
     let (attribution, untrainable) = match attribute(&graph, Training::Gradient) {
         Err(AttributionError::Backward(why)) => (attribute(&graph, Training::No), Some(why.to_string())),
         known => (known, None),

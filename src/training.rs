@@ -248,6 +248,11 @@ pub fn run(task: &Task<'_>, prepared: &Prepared, on_step: &mut dyn FnMut(StepDon
 }
 
 impl Prepared {
+    /// The most bytes that one replica of each stage will hold, by what was compiled and by the program.
+    pub fn reckoned(&self, optimizer: &Optimizer) -> Vec<u64> {
+        memory::of_stages(&self.made.codes, &self.made.program, optimizer)
+    }
+
     /// Samples per second that simulation predicts where the workers share so many cores; nothing where it cannot.
     pub fn predicted(&self, cores: Option<u32>) -> Option<f64> {
         let count = StepCount { minibatches: self.steps.min(PREDICTED), microbatches: self.made.program.microbatches };

@@ -164,6 +164,9 @@ pub struct PlannedSchedule {
     pub in_flight: Vec<u32>,
     /// For each stage: weight versions that one replica holds.
     pub weight_versions: Vec<u32>,
+    /// For each stage: micro-batches that one replica may have between the halves of their backward; empty where it is whole.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub apart: Vec<u32>,
 }
 
 /// What one replica of a stage holds, in bytes. `total` is the sum of the others.
@@ -181,6 +184,10 @@ pub struct StageMemory {
     /// Saved tensors, inputs from other stages and what is sent to them, for every micro-batch in flight; where the stage is
     /// recomputed, the saved ones for one, and what is sent for one more.
     pub activations: u64,
+    /// Where backwards are split, for every micro-batch between the halves: what the second reads of the first, and the gradients that
+    /// came for it, those of one aside.
+    #[serde(default, skip_serializing_if = "is_nothing")]
+    pub between: u64,
     /// Gradients of one micro-batch that come from other stages or go to them, and those on their way of the one before.
     #[serde(default)]
     pub messages: u64,
@@ -188,6 +195,10 @@ pub struct StageMemory {
     pub workspace: u64,
     /// All of them.
     pub total: u64,
+}
+
+fn is_nothing(bytes: &u64) -> bool {
+    *bytes == 0
 }
 
 /// One level of a stage's place in the cluster.
@@ -417,6 +428,11 @@ impl ScheduleKind {
     /// Whether the stages go down the ranks and up again, two on each.
     pub fn is_on_a_v(self) -> bool {
         matches!(self, ScheduleKind::Zbv | ScheduleKind::DualPipeV)
+    }
+
+    /// Whether backwards are in two halves.
+    pub fn splits_backward(self) -> bool {
+        self.is_on_a_v() || matches!(self, ScheduleKind::ZbH1 | ScheduleKind::ZbH2)
     }
 
     /// Whether a rank holds several stages.

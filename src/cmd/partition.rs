@@ -13,6 +13,7 @@ use compiler::plan::{Edge, ScheduleKind, Stage, read};
 use compiler::schedule::csv::Table;
 use compiler::schedule::pipeline::{pipeline, pipeline_of};
 use compiler::simulate::steady::{Steady, steady};
+use compiler::tensor::DType;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
@@ -100,9 +101,9 @@ pub struct Question {
     /// Optimizer, for its memory
     #[arg(long, value_enum, value_name = "NAME", default_value = "sgd")]
     pub optimizer: Optimizer,
-    /// Element type of weights and activations
-    #[arg(long, value_name = "TYPE", default_value = "f32", value_parser = ["f32"])]
-    pub dtype: String,
+    /// The type of all floats [default: the model's own]
+    #[arg(long, value_name = "TYPE", value_parser = ["f32", "f64"])]
+    pub dtype: Option<String>,
     /// States that a search may look at
     #[arg(long, value_name = "STATES")]
     pub budget: Option<u64>,
@@ -136,13 +137,25 @@ impl Default for Question {
             no_replication: false,
             recompute: "auto".to_string(),
             optimizer: Optimizer::Sgd,
-            dtype: "f32".to_string(),
+            dtype: None,
             budget: None,
             time_limit: None,
             in_flight: InFlight::Auto,
             seed: 0,
         }
     }
+}
+
+impl Question {
+    /// The type of all floats, if not the model's own.
+    pub fn precision(&self) -> Option<DType> {
+        self.dtype.as_deref().map(float)
+    }
+}
+
+/// The type of floats of this name, which was parsed.
+pub fn float(name: &str) -> DType {
+    if name == "f64" { DType::F64 } else { DType::F32 }
 }
 
 /// An optimizer, as far as memory is concerned.

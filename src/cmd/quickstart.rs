@@ -108,7 +108,7 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Failure> {
         let cluster = machine::cluster_of_this_cpu(WORKERS)
             .map_err(|error| Failure::input("cannot use this CPU").because(error))?;
         let times = Times::Profile(profile_file.clone(), sha256.clone(), Box::new(measured.clone()));
-        source::assemble(&loaded, BATCH, cluster, times)
+        source::assemble(&loaded, BATCH, cluster, times, None)
     };
     let model_file = at("model.onnx");
     let ask = |question: &Question| partition::ask(&model_file, costs()?, question).map(|planned| planned.plan);

@@ -199,7 +199,7 @@ pub fn run(arguments: Box<Arguments>, screen: &Screen) -> Result<(), Failure> {
         in_flight: arguments.in_flight.clone(),
         loss: arguments.loss,
         class_dim: arguments.class_dim,
-        dtype: arguments.dtype.as_deref().map(|name| if name == "f64" { DType::F64 } else { DType::F32 }),
+        dtype: floats(&arguments, Some(&plan)),
         unbiased: arguments.bn_variance == "torch",
         batch,
         microbatches,
@@ -215,6 +215,10 @@ pub fn run(arguments: Box<Arguments>, screen: &Screen) -> Result<(), Failure> {
         frozen: &arguments.freeze,
     };
     let prepared = training::prepare(&mut task)?;
+    let own = training_differs(&task, &arguments).then(|| prepared.reckoned(&optimizer));
+    if let Some(own) = &own {
+        within(&plan, own)?;
+    }
     remarks(&task, &prepared, screen);
     let done = watched(&task, &prepared, arguments.metrics.as_deref(), screen)?;
     let trained = &done.trained;
@@ -245,7 +249,49 @@ pub fn run(arguments: Box<Arguments>, screen: &Screen) -> Result<(), Failure> {
         let told = |(path, what): &(PathBuf, &str)| format!("{} ({what})", path.display());
         screen.note(&format!("wrote {}", written.iter().map(told).collect::<Vec<_>>().join(", ")));
     }
-    report(&plan, &prepared, &done, screen)
+    report(&plan, own.as_deref(), &prepared, &done, screen)
+}
+
+/// The type of all floats, if not the model's own: what is asked for, or what the plan is for.
+fn floats(arguments: &Arguments, plan: Option<&Plan>) -> Option<DType> {
+    let asked = arguments.dtype.as_deref().map(partition::float);
+    asked.or(plan.filter(|plan| plan.dtype == DType::F64.name()).map(|_| DType::F64))
+}
+
+/// Whether memory is another than the plan's, because something else is trained than what was planned.
+fn training_differs(task: &Task<'_>, arguments: &Arguments) -> bool {
+    let plan = task.plan;
+    let (batch, microbatches) =
+        (plan.schedule.micro_batch.saturating_mul(u64::from(task.microbatches)), task.microbatches);
+    task.dtype.is_some_and(|dtype| dtype.name() != plan.dtype)
+        || task.schedule != plan.schedule.kind
+        || task.table.is_some()
+        || task.in_flight != InFlight::Auto
+        || (task.batch, microbatches) != (batch, plan.schedule.microbatches)
+        || (arguments.plan.is_some() && arguments.optimizer.planned().name() != plan.optimizer)
+}
+
+/// Refuses what a limit that was planned for does not allow.
+fn within(plan: &Plan, own: &[u64]) -> Result<(), Failure> {
+    let Some(limit) = plan.cluster.memory_per_device else { return Ok(()) };
+    for (at, stage) in plan.stages.iter().enumerate() {
+        let needed = of_device(plan, at, own);
+        if needed > limit.0 {
+            let (id, needed, limit) = (stage.id.0, quantity::bytes(needed), quantity::bytes(limit.0));
+            return Err(Failure::input("what is asked for does not fit in the memory that the plan is for")
+                .because(format!("the device of stage {id} would hold about {needed}, the plan's limit is {limit}"))
+                .help(
+                    "`pipec partition` with the same `--dtype`, `--optimizer` and `--schedule` makes a plan that fits",
+                ));
+        }
+    }
+    Ok(())
+}
+
+/// The bytes of all stages that stand on the devices of one.
+fn of_device(plan: &Plan, at: usize, bytes: &[u64]) -> u64 {
+    let beside = plan.stages.iter().zip(bytes).filter(|(other, _)| other.devices == plan.stages[at].devices);
+    beside.fold(0, |sum, (_, bytes)| sum.saturating_add(*bytes))
 }
 
 /// The model, unless what would be trained is another one than the framework's and nobody said that it may be.
@@ -356,8 +402,11 @@ fn measured(done: &Done) -> Vec<serde_json::Value> {
     stages.into_iter().map(one).collect()
 }
 
-/// What the fullest replica of each stage held at once, beside what the plan says.
-fn held(plan: &Plan, workers: &[u64]) -> String {
+/// What the fullest replica of each stage held at once, beside what the plan says, or what was reckoned where something else than
+/// the plan is trained.
+fn held(plan: &Plan, own: Option<&[u64]>, workers: &[u64]) -> String {
+    let planned: Vec<u64> = plan.stages.iter().map(|stage| stage.memory.total).collect();
+    let (bytes, word) = own.map_or((&planned[..], "planned"), |own| (own, "reckoned, not as planned"));
     // Workers come in the order of the first stages of their devices; a device that holds several holds their sum.
     let mut workers = workers.iter();
     let mut told = Vec::new();
@@ -366,14 +415,12 @@ fn held(plan: &Plan, workers: &[u64]) -> String {
             continue;
         }
         let most = workers.by_ref().take(stage.replicas as usize).max().copied().unwrap_or(0);
-        let of_device = plan.stages[at..].iter().filter(|other| other.devices == stage.devices);
-        let planned = of_device.fold(0u64, |sum, other| sum.saturating_add(other.memory.total));
-        told.push(format!("{} ({} planned)", quantity::bytes(most), quantity::bytes(planned)));
+        told.push(format!("{} ({} {word})", quantity::bytes(most), quantity::bytes(of_device(plan, at, bytes))));
     }
     format!("most held at once, stage by stage: {}", told.join(", "))
 }
 
-fn report(plan: &Plan, prepared: &Prepared, done: &Done, screen: &Screen) -> Result<(), Failure> {
+fn report(plan: &Plan, own: Option<&[u64]>, prepared: &Prepared, done: &Done, screen: &Screen) -> Result<(), Failure> {
     let losses = &done.trained.losses;
     let (first, last) = (losses.first().copied().unwrap_or(0.0), losses.last().copied().unwrap_or(0.0));
     screen.text(&format!(
@@ -385,7 +432,7 @@ fn report(plan: &Plan, prepared: &Prepared, done: &Done, screen: &Screen) -> Res
         quantity::short(last),
         quantity::samples(done.samples_per_s),
     ));
-    screen.note(&held(plan, &done.trained.held_bytes));
+    screen.note(&held(plan, own, &done.trained.held_bytes));
     screen.json(&totals(prepared, done));
     match losses.iter().position(|loss| !loss.is_finite()) {
         None => Ok(()),
@@ -413,7 +460,8 @@ fn own_plan(
         .map_err(|error| Failure::input(format!("cannot plan for {workers} workers")).because(error))?;
     let micro_batch = (batch / u64::from(microbatches)).max(1);
     let device = cluster.device.clone();
-    let costs = Costs { has_memory: false, ..source::assemble(loaded, micro_batch, cluster, Times::Analytic(device))? };
+    let (times, floats) = (Times::Analytic(device), floats(arguments, None));
+    let costs = Costs { has_memory: false, ..source::assemble(loaded, micro_batch, cluster, times, floats)? };
     let question = Question {
         schedule: arguments.schedule.clone().or(Some(schedule.name().to_string())),
         microbatches,

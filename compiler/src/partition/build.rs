@@ -120,18 +120,25 @@ pub fn holdings(problem: &Problem, shape: &Shape) -> Vec<Holdings> {
     all
 }
 
-/// What each stage of a shape holds under such caps, `holdings` being what it holds once.
+/// The items of each stage between the halves of their backward, by the schedule's own rule under such caps; none where it is whole.
+pub fn apart(problem: &Problem, shape: &Shape, caps: &[u32]) -> Vec<u32> {
+    caps::apart(&flow(problem, problem.cluster.devices()), &shape.replicas(), caps)
+}
+
+/// What each stage of a shape holds under such caps and with so many items apart, `holdings` being what it holds once.
 pub fn memory(
     problem: &Problem,
     shape: &Shape,
     spots: &[Spot],
     holdings: &[Holdings],
     caps: &[u32],
+    apart: &[u32],
 ) -> Vec<StageMemory> {
     let versions = versions(problem, caps);
     let held = |(at, holdings): (usize, &Holdings), replicas: u32| {
         holdings.held(&Multiples {
             in_flight: caps[at],
+            apart: apart.get(at).copied().unwrap_or(0),
             versions: versions[at],
             replicas,
             recompute: spots[at].recompute,

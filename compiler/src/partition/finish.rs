@@ -75,7 +75,7 @@ pub fn finish(problem: &Problem, chosen: &Candidate, statement: &Statement<'_>) 
         _ => chosen.caps.clone(),
     };
     let holdings = build::holdings(problem, &chosen.shape);
-    let memory = build::memory(problem, &chosen.shape, &chosen.spots, &holdings, &caps);
+    let memory = build::memory(problem, &chosen.shape, &chosen.spots, &holdings, &caps, &chosen.apart);
     let weight_versions = build::versions(problem, &caps);
     let stages = build::stages(problem, &chosen.shape, &chosen.spots, &memory);
     let [one, all, uniform] = *baselines;
@@ -101,6 +101,7 @@ pub fn finish(problem: &Problem, chosen: &Candidate, statement: &Statement<'_>) 
             chunks: problem.chunks,
             in_flight: caps,
             weight_versions,
+            apart: chosen.apart.clone(),
         },
         predicted: predicted(problem, chosen, stages.len()),
         stages,

@@ -85,7 +85,7 @@ impl Walk<'_, '_> {
             if self.placing.layers().is_some_and(|most| layer > most) {
                 continue;
             }
-            for w in 1..=self.placing.devices {
+            for w in self.placing.widths() {
                 if !self.extend(&mut Prefix::default(), layer, 0, w) {
                     return false;
                 }

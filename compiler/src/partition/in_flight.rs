@@ -46,7 +46,7 @@ pub fn matters(problem: &Problem) -> bool {
 
 /// The efficiency that `shape` reaches under given caps.
 pub fn reached(problem: &Problem, shape: &Shape, spots: &[Spot], caps: &[u32], efficiency: &Efficiency<'_>) -> f64 {
-    let memory = build::memory(problem, shape, spots, &build::holdings(problem, shape), caps);
+    let memory = build::memory(problem, shape, spots, &build::holdings(problem, shape), caps, &[]);
     let stages = build::stages(problem, shape, spots, &memory);
     efficiency(&stages, &build::edges(problem, shape), caps).share
 }
@@ -58,7 +58,7 @@ pub fn choose(problem: &Problem, shape: &Shape, spots: &[Spot], efficiency: &Eff
         return Chosen { caps: published, share: 1.0, lacks_memory: false };
     }
     let holdings = build::holdings(problem, shape);
-    let memory = |caps: &[u32]| build::memory(problem, shape, spots, &holdings, caps);
+    let memory = |caps: &[u32]| build::memory(problem, shape, spots, &holdings, caps, &[]);
     let stages = build::stages(problem, shape, spots, &memory(&published));
     let edges = build::edges(problem, shape);
     let run = |caps: &[u32]| efficiency(&stages, &edges, caps);

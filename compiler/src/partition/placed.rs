@@ -55,6 +55,8 @@ pub struct Placing<'a> {
     pub optimizer_state: f64,
     /// Bytes on one device.
     pub memory_limit: Option<u64>,
+    /// Exactly so many devices, counted from a stage's first to the last of all; absent means any number.
+    pub exactly: Option<u32>,
     /// What is allowed.
     pub rules: &'a Rules,
     /// Steps that the forward search may take; 0 for the tables alone.
@@ -200,6 +202,11 @@ impl Placing<'_> {
         }
     }
 
+    /// The devices that a whole partition may take.
+    pub fn widths(&self) -> RangeInclusive<u32> {
+        self.exactly.map_or(1..=self.devices, |exactly| exactly..=exactly)
+    }
+
     /// The replicas that a stage may have.
     pub fn replicas(&self, stage: Option<usize>) -> RangeInclusive<u32> {
         match (&self.rules.replicas, self.rules.equal, stage) {
@@ -250,13 +257,15 @@ impl Placing<'_> {
 
     /// What one replica of such a stage holds.
     pub fn bytes(&self, run: &Run, replicas: u32, rest: u32, recompute: bool, stage: Option<usize>) -> u64 {
-        let rule = || self.flow.in_flight(Position { replicas, workers_after: rest });
+        let position = Position { replicas, workers_after: rest };
+        let rule = || self.flow.in_flight(position);
         let given = self.rules.caps.as_ref().zip(stage);
         let in_flight = given.map_or_else(rule, |(caps, stage)| caps[stage]);
         let first = self.rules.caps.as_ref().map_or(self.flow.workers, |caps| caps[0]);
         let versions = self.flow.versions(in_flight, first);
         let (optimizer_state, schedule) = (self.optimizer_state, self.flow.schedule);
-        let multiples = Multiples { in_flight, versions, replicas, recompute, optimizer_state, schedule };
+        let apart = self.flow.apart(position, in_flight);
+        let multiples = Multiples { in_flight, apart, versions, replicas, recompute, optimizer_state, schedule };
         run.holdings.held(&multiples).total
     }
 

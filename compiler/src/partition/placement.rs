@@ -32,6 +32,9 @@ const FEW: usize = 2000;
 /// Steps that go into one order of devices where only the best of many orders are looked at closely.
 const GLANCE: f64 = 4e5;
 
+/// Up to so many devices each number of workers is a question of its own, where memory depends on it.
+const MOST_WORKERS: u32 = 16;
+
 /// The most stages among which a pinned plan is looked for.
 const MOST_PINNED: usize = 16;
 
@@ -206,18 +209,29 @@ impl Search<'_> {
         let places = Places::new(&problem.graph, space);
         let mut proven: Option<f64> = Some(f64::INFINITY);
         let mut fits = false;
-        let steps = STEPS / u64::from(self.question.among.orders);
-        for rules in rules {
-            if rules.stages.is_some_and(|stages| stages >= places.len()) {
+        // Stages with split backwards hold as many items as there are workers in the whole pipeline, which is not known before the
+        // end. So each number of workers is a question of its own, where there are few; else all devices count as workers, which is
+        // too many, and a stage may be recomputed that need not be.
+        let devices = problem.cluster.devices();
+        let is_bound = problem.memory_limit.is_some() || !problem.cluster.classes.is_empty();
+        let wants = is_bound || problem.objective == Objective::Memory;
+        let guesses = matches!(problem.schedule, ScheduleKind::ZbH1 | ScheduleKind::ZbH2) && wants;
+        let is_each = guesses && devices <= MOST_WORKERS;
+        let workers: Vec<Option<u32>> = if is_each { (1..=devices).map(Some).collect() } else { vec![None] };
+        let steps = STEPS / u64::from(self.question.among.orders) / workers.len() as u64;
+        for (rules, &exactly) in rules.iter().flat_map(|rules| workers.iter().map(move |workers| (rules, workers))) {
+            let exceeds = |stages: usize| exactly.is_some_and(|workers| stages > workers as usize);
+            if rules.stages.is_some_and(|stages| stages >= places.len() || exceeds(stages)) {
                 continue;
             }
             let mut placing = Placing {
                 places: &places,
                 levels: &problem.cluster.levels,
                 classes: &problem.cluster.classes,
-                devices: problem.cluster.devices(),
+                devices,
+                exactly,
                 asked: build::asked(problem),
-                flow: build::flow(problem, problem.cluster.devices()),
+                flow: build::flow(problem, exactly.unwrap_or(devices)),
                 optimizer_state: problem.optimizer_state,
                 memory_limit: problem.memory_limit.map(|limit| limit.0),
                 rules,
@@ -251,10 +265,7 @@ impl Search<'_> {
             proven = proven.map(|least| least.min(bound_us));
         }
         // Where devices are joined by several levels, stages that do not stand side by side are not looked at.
-        // These hold as many items as there are workers, which is not known before the end: until then memory is reckoned with all
-        // devices, and a stage may be recomputed that need not be.
-        let guesses = matches!(problem.schedule, ScheduleKind::ZbH1 | ScheduleKind::ZbH2);
-        let is_exact = problem.memory_limit.is_none() || !guesses;
+        let is_exact = is_each || !guesses;
         let is_proof =
             is_whole && is_exact && problem.cluster.levels.len() == 1 && problem.objective != Objective::Memory;
         self.found.proven_us = proven.filter(|us| is_proof && us.is_finite());
@@ -262,14 +273,16 @@ impl Search<'_> {
         if !fits && known.is_infinite() && !self.found.candidates.iter().any(|candidate| candidate.fits) {
             let least = rules.iter().filter(|rules| rules.stages.is_none_or(|stages| stages < places.len()));
             let all: Vec<Vec<Seat>> = least
-                .filter_map(|rules| {
+                .flat_map(|rules| workers.iter().map(move |workers| (rules, *workers)))
+                .filter_map(|(rules, exactly)| {
                     let placing = Placing {
                         places: &places,
                         levels: &problem.cluster.levels,
                         classes: &problem.cluster.classes,
-                        devices: problem.cluster.devices(),
+                        devices,
+                        exactly,
                         asked: build::asked(problem),
-                        flow: build::flow(problem, problem.cluster.devices()),
+                        flow: build::flow(problem, exactly.unwrap_or(devices)),
                         optimizer_state: problem.optimizer_state,
                         memory_limit: None,
                         rules,

@@ -35,6 +35,8 @@ pub struct Candidate {
     pub minibatch_us: f64,
     /// In-flight caps by the schedule's rule, or as given.
     pub caps: Vec<u32>,
+    /// Items between the halves of their backward; none where it is whole.
+    pub apart: Vec<u32>,
     /// Where each stage stands.
     pub spots: Vec<build::Spot>,
     /// What each stage holds under them.
@@ -144,10 +146,11 @@ impl Question<'_> {
             InFlight::Given(caps) if caps.len() == shape.replicas().len() => caps.clone(),
             _ => build::published_caps(problem, &shape),
         };
-        let memory = build::memory(problem, &shape, &spots, &build::holdings(problem, &shape), &caps);
+        let apart = build::apart(problem, &shape, &caps);
+        let memory = build::memory(problem, &shape, &spots, &build::holdings(problem, &shape), &caps, &apart);
         let fits = build::fits(problem, &shape, &spots, &memory);
         let minibatch_us = build::minibatch_us(problem, &shape, &spots);
-        Candidate { name, shape, minibatch_us, caps, spots, memory, fits }
+        Candidate { name, shape, minibatch_us, caps, apart, spots, memory, fits }
     }
 
     /// One device, data parallelism, and the uniform pipeline, in this order.

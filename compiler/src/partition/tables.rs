@@ -155,7 +155,7 @@ impl Placing<'_> {
     pub fn least(&self, table: &Table) -> (f64, (usize, usize)) {
         let mut best = (f64::INFINITY, (0, 0));
         for layer in self.finals() {
-            for w in 1..table.width {
+            for w in self.widths().map(|w| w as usize) {
                 let value = if self.layers().is_some_and(|most| layer > most) {
                     f64::INFINITY
                 } else {

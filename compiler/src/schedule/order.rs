@@ -30,8 +30,9 @@ use crate::schedule::{MicrobatchId, Payload, Pipeline, ProgramStage, RankId, Sch
 pub enum Choice<'a> {
     /// Work-conserving: a backward if one may start, else a forward.
     Greedy,
-    /// The same with the backward in two parts; that of the weights fills what would be idle.
-    GreedySplit,
+    /// The same with the backward in two parts; that of the weights fills what would be idle, and comes first where so many of a
+    /// stage wait for it.
+    GreedySplit(&'a [u32]),
     /// The next of its list, by [`WorkerId`]; caps are not looked at.
     Fixed(&'a [Vec<Work>]),
 }
@@ -246,7 +247,7 @@ impl<'a> Player<'a> {
                 Choice::Fixed(lists) => lists[index].get(hands.next_fixed).copied(),
                 _ if !self.rule.schedule.trains() => self.next(hands, hands.next_forward, Part::Forward),
                 Choice::Greedy => self.next(hands, hands.next_backward, Part::Backward),
-                Choice::GreedySplit => self.next(hands, hands.next_weight, Part::BackwardWeight),
+                Choice::GreedySplit(_) => self.next(hands, hands.next_weight, Part::BackwardWeight),
             };
             if let Some(work) = next {
                 let worker = WorkerId(index as u32);
@@ -359,13 +360,18 @@ impl<'a> Player<'a> {
             return lists[worker.index()].get(hands.next_fixed).copied().filter(may);
         }
         let trains = self.rule.schedule.trains();
-        let splits = matches!(self.choice, Choice::GreedySplit);
+        let most_apart = match self.choice {
+            Choice::GreedySplit(apart) => Some(apart[hands.stage.index()] as usize),
+            _ => None,
+        };
+        let splits = most_apart.is_some();
+        let is_full = most_apart.is_some_and(|most| hands.next_backward - hands.next_weight >= most);
         let room = hands.in_flight < self.rule.stages[hands.stage.index()].cap;
         let part = if splits { Part::BackwardInput } else { Part::Backward };
-        let backward = self.next(hands, hands.next_backward, part).filter(|work| trains && may(work));
+        let backward = self.next(hands, hands.next_backward, part).filter(|work| trains && !is_full && may(work));
         let forward = || self.next(hands, hands.next_forward, Part::Forward).filter(|work| room && may(work));
         let weight = || self.next(hands, hands.next_weight, Part::BackwardWeight).filter(|work| splits && may(work));
-        backward.or_else(forward).or_else(weight)
+        if is_full { weight() } else { backward.or_else(forward).or_else(weight) }
     }
 
     fn start(&mut self, worker: WorkerId) {

@@ -15,7 +15,7 @@ const TOP: f64 = 48.0;
 const PITCH: f64 = 28.0;
 
 /// The parts by name, in the order in which they are drawn.
-fn parts(memory: &StageMemory) -> [(&'static str, u64); 7] {
+fn parts(memory: &StageMemory) -> [(&'static str, u64); 8] {
     [
         ("weights", memory.weights),
         ("versions", memory.versions),
@@ -24,6 +24,7 @@ fn parts(memory: &StageMemory) -> [(&'static str, u64); 7] {
         ("activations", memory.activations),
         ("messages", memory.messages),
         ("workspace", memory.workspace),
+        ("split backward", memory.between),
     ]
 }
 

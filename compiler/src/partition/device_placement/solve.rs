@@ -140,7 +140,15 @@ pub fn solve(placement: &Placement, request: &Request) -> Result<Plan, SolveErro
         cluster: cluster(placement, bytes)?,
         cost: CostModel::Load,
         objective: Objective::Throughput,
-        schedule: PlannedSchedule { kind, micro_batch: 1, microbatches: 1, chunks: 1, in_flight, weight_versions },
+        schedule: PlannedSchedule {
+            kind,
+            micro_batch: 1,
+            microbatches: 1,
+            chunks: 1,
+            in_flight,
+            weight_versions,
+            apart: Vec::new(),
+        },
         edges: edges(placement, &stages),
         predicted: Predicted {
             minibatch_us: worst,
