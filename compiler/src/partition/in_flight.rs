@@ -41,7 +41,7 @@ pub struct Chosen {
 
 /// Whether items of several minibatches are in flight, so that caps bound the throughput.
 pub fn matters(problem: &Problem) -> bool {
-    matches!(problem.schedule, ScheduleKind::RoundRobin | ScheduleKind::RoundRobinVsync)
+    matches!(problem.schedule, ScheduleKind::RoundRobin | ScheduleKind::RoundRobinVsync | ScheduleKind::TwoBw)
 }
 
 /// The efficiency that `shape` reaches under given caps.
@@ -75,7 +75,13 @@ pub fn choose(problem: &Problem, shape: &Shape, spots: &[Spot], efficiency: &Eff
     let sum = |caps: &[u32]| memory(caps).iter().map(|held| u128::from(held.total)).sum::<u128>();
     let mut lacks_memory = false;
     let mut caps = match pipeline_of(&problem.cluster.levels, &stages, &edges, &published) {
-        Ok(pipeline) => start(pipeline, &published, &fits, &mut lacks_memory),
+        Ok(mut pipeline) => {
+            if problem.schedule == ScheduleKind::TwoBw {
+                // Its rounds are minibatches, so that items do not wait for the all-reduce of the one before.
+                pipeline.stages.iter_mut().for_each(|stage| stage.all_reduce = 0.0);
+            }
+            start(pipeline, &published, &fits, &mut lacks_memory)
+        }
         Err(_) => published,
     };
     let most: Vec<u32> = caps.iter().map(|cap| cap + MOST).collect();

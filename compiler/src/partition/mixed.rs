@@ -8,6 +8,7 @@ use crate::cluster::Cluster;
 use crate::partition::finish;
 use crate::partition::orders::{MOST_ORDERS, Order, is_alike, orders};
 use crate::partition::planner::{Partitioner, PlanError, Planned, PlannerOptions, plan_in_order};
+use crate::partition::played;
 use crate::partition::search::{Among, same};
 use crate::plan::check;
 use crate::plan::fault::Fault;
@@ -29,7 +30,7 @@ pub fn plan(problem: &Problem, options: &PlannerOptions<'_>) -> Result<Planned, 
     let mut states = 0;
     let asked = orders.len();
     for order in orders {
-        let known_us = best.as_ref().map_or(f64::INFINITY, |(known, _)| known.plan.predicted.minibatch_us);
+        let known_us = best.as_ref().map_or(f64::INFINITY, |(known, _)| known.plan.predicted.by_equations_us());
         // What does all the work on all devices at once cannot be beaten.
         if known_us.is_finite() && same(known_us, finish::spread(problem)) {
             break;
@@ -46,9 +47,9 @@ pub fn plan(problem: &Problem, options: &PlannerOptions<'_>) -> Result<Planned, 
     }
     // The best order once more, with all the work for itself.
     if asked > 1
-        && let Some((known, order)) = best.take_if(|(known, _)| !same(known.plan.predicted.minibatch_us, bound_us))
+        && let Some((known, order)) = best.take_if(|(known, _)| !same(known.plan.predicted.by_equations_us(), bound_us))
     {
-        let among = Among { orders: 1, known_us: known.plan.predicted.minibatch_us };
+        let among = Among { orders: 1, known_us: known.plan.predicted.by_equations_us() };
         let again = along(problem, options, &order, among).ok();
         states += again.as_ref().map_or(0, |again| again.plan.search.states);
         best = Some(match again {
@@ -72,9 +73,14 @@ pub fn plan(problem: &Problem, options: &PlannerOptions<'_>) -> Result<Planned, 
     if !is_all || refused.is_some() {
         bound_us = finish::spread(problem);
     }
-    let us = plan.predicted.minibatch_us;
-    plan.proven_optimal = same(us, bound_us);
-    plan.lower_bound_us = if plan.proven_optimal { us } else { bound_us.min(us) };
+    let us = plan.predicted.by_equations_us();
+    let is_played = plan.predicted.objective_us.is_some();
+    plan.proven_optimal = same(us, bound_us) && finish::is_near(plan.predicted.minibatch_us, us);
+    plan.lower_bound_us = match plan.proven_optimal {
+        _ if is_played && !problem.schedule.is_continuous() => bound_us.min(plan.predicted.minibatch_us),
+        true => us,
+        false => bound_us.min(us),
+    };
     if !is_all && !plan.proven_optimal {
         plan.warnings.push(format!(
             "devices differ: {asked} orders of their classes along the pipeline were looked at, there are more"
@@ -83,7 +89,9 @@ pub fn plan(problem: &Problem, options: &PlannerOptions<'_>) -> Result<Planned, 
     // Units have changed places, and their links with them.
     plan.predicted.busiest_link = None;
     let checked = check::check(problem, plan).map_err(PlanError::Unsound)?;
-    plan.predicted.bottleneck = checked.bottleneck;
+    if !plan.predicted.bottleneck.starts_with(played::HELD) {
+        plan.predicted.bottleneck = checked.bottleneck;
+    }
     plan.predicted.busiest_link = checked.busiest_link;
     Ok(planned)
 }
@@ -97,7 +105,7 @@ fn along(problem: &Problem, options: &PlannerOptions<'_>, order: &Order, among: 
 /// The faster of two, the earlier of equals, with the better of their plain alternatives.
 fn better(known: Option<(Planned, Order)>, planned: Planned, order: Order) -> (Planned, Order) {
     let Some((known, before)) = known else { return (planned, order) };
-    let (us, known_us) = (planned.plan.predicted.minibatch_us, known.plan.predicted.minibatch_us);
+    let (us, known_us) = (planned.plan.predicted.by_equations_us(), known.plan.predicted.by_equations_us());
     match us < known_us && !same(us, known_us) {
         true => (least_baselines(planned, &known), order),
         false => (least_baselines(known, &planned), before),

@@ -10,6 +10,7 @@ use crate::partition::finish::{self, Statement};
 use crate::partition::fit::Least;
 use crate::partition::in_flight::Efficiency;
 use crate::partition::joined::Joined;
+use crate::partition::played::{Played, played};
 use crate::partition::search::{Among, Candidate, Found, Question, same};
 use crate::partition::states::Growth;
 use crate::partition::{chunked, cuts, every, milp, mixed, placement};
@@ -23,6 +24,15 @@ use std::time::Duration;
 
 /// The most devices that are planned for.
 pub const MAX_DEVICES: u32 = 4096;
+
+/// Candidates whose programs are played beside that of the best by the equations.
+const MOST_PLAYED: usize = 4;
+
+/// A program that takes less than this part of another's time is preferred to it.
+const CLEARLY: f64 = 0.995;
+
+/// What part of the equations' time the program of a flush may take.
+const LEAST_OF_EQUATIONS: f64 = 0.75;
 
 /// The partitioners.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -86,7 +96,8 @@ pub struct PlannerOptions<'a> {
     pub time_limit: Option<Duration>,
     /// Seed, for the plan; no partitioner here is random.
     pub seed: u64,
-    /// How stages run under caps, for automatic caps. Absent means the published rule.
+    /// How stages run under caps, for automatic caps. Absent means the published rule, and that times are those of the cost model's
+    /// equations: no program is played.
     pub efficiency: Option<&'a Efficiency<'a>>,
 }
 
@@ -205,9 +216,10 @@ pub fn plan_in_order(problem: &Problem, options: &PlannerOptions<'_>, among: Amo
         Partitioner::DataParallel => Found::of(baselines[1].clone()),
         Partitioner::Uniform => Found::of(baselines[2].clone()),
     };
-    let best = |found: &Found| found.candidates.iter().position(|candidate| candidate.fits);
     found.candidates.sort_by(|left, right| order(problem.objective, left, right));
-    let Some(at) = best(&found) else { return Err(infeasible(&question, &found, options.partitioner, is_pinned)) };
+    let Some((at, played)) = best(problem, &joined, &found, options) else {
+        return Err(infeasible(&question, &found, options.partitioner, is_pinned));
+    };
     let mut chosen = found.candidates.remove(at);
     if problem.cluster.is_mixed() && options.partitioner == Partitioner::Pipedream {
         // That search knows no classes, so what it proves is of other devices.
@@ -227,7 +239,7 @@ pub fn plan_in_order(problem: &Problem, options: &PlannerOptions<'_>, among: Amo
         partitioner: options.partitioner.name(),
         budget: options.budget,
         seed: options.seed,
-        efficiency: options.efficiency,
+        played: &played,
         asked: &asked,
         notes: cuts::moved(&joined, names),
     };
@@ -238,6 +250,37 @@ pub fn plan_in_order(problem: &Problem, options: &PlannerOptions<'_>, among: Amo
     let rest = found.candidates.iter().chain(&baselines);
     let compared = std::iter::once(&chosen).chain(rest).map(Compared::of).collect();
     Ok(Planned { plan, compared })
+}
+
+/// The best that fits: by the equations, unless the program of one of the next takes clearly less time.
+fn best(
+    problem: &Problem,
+    joined: &Joined<'_>,
+    found: &Found,
+    options: &PlannerOptions<'_>,
+) -> Option<(usize, Played)> {
+    let play = |candidate: &Candidate| {
+        let Candidate { spots, caps, minibatch_us, .. } = candidate;
+        played(problem, &joined.spread(&candidate.shape), spots, caps, *minibatch_us, options.efficiency)
+    };
+    let mut fitting = found.candidates.iter().enumerate().filter(|(_, candidate)| candidate.fits);
+    let (mut at, first) = fitting.next()?;
+    let mut known = play(first);
+    if options.efficiency.is_none() || problem.cost != CostModel::Pipec || problem.objective != Objective::Throughput {
+        return Some((at, known));
+    }
+    // The equations never say less than such a program takes, but those of a flush may say more.
+    let least = if problem.schedule.is_continuous() { 1.0 } else { LEAST_OF_EQUATIONS };
+    for (other, candidate) in fitting.take(MOST_PLAYED) {
+        if candidate.minibatch_us * least >= known.minibatch_us {
+            break;
+        }
+        let played = play(candidate);
+        if played.minibatch_us < known.minibatch_us * CLEARLY {
+            (at, known) = (other, played);
+        }
+    }
+    Some((at, known))
 }
 
 impl Compared {
