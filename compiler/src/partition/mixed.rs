@@ -89,7 +89,7 @@ pub fn plan(problem: &Problem, options: &PlannerOptions<'_>) -> Result<Planned, 
     // Units have changed places, and their links with them.
     plan.predicted.busiest_link = None;
     let checked = check::check(problem, plan).map_err(PlanError::Unsound)?;
-    if !plan.predicted.bottleneck.starts_with(played::HELD) {
+    if !played::tells(&plan.predicted.bottleneck) {
         plan.predicted.bottleneck = checked.bottleneck;
     }
     plan.predicted.busiest_link = checked.busiest_link;

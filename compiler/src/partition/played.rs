@@ -5,7 +5,7 @@
 //! chosen, the program is made and played, and what it takes is what a plan predicts.
 //!
 //! ```text
-//! never flushed   T = the equations, where the program comes to 2 % of them, as links shared by others keep it; else the program
+//! never flushed   T = the equations, or the program where it takes longer by more than caps are allowed to cost
 //! flushed         T = max( the program, the busiest link's own work )
 //! ```
 //!
@@ -23,7 +23,15 @@ use crate::simulate::pace;
 use crate::simulate::steady::Steady;
 
 /// How the bottleneck is told where caps keep the busiest stage waiting.
-pub const HELD: &str = "the in-flight caps";
+const HELD: &str = "the in-flight caps";
+
+/// The same where transfers do, which begin when the buffers of those before are free.
+const WAITS: &str = "waiting for transfers";
+
+/// Whether a bottleneck was told from what was played, and not by the judge.
+pub fn tells(bottleneck: &str) -> bool {
+    bottleneck.starts_with(HELD) || bottleneck.starts_with(WAITS)
+}
 
 /// Caps, and what the stages take with them.
 #[derive(Clone, Debug, PartialEq)]
@@ -90,13 +98,21 @@ pub fn played(
     let us = program.unwrap_or(by_steady);
     if objective_us < in_flight::ENOUGH * us {
         played.minibatch_us = us;
-        let (which, why) = match (is_auto, lacks_memory) {
-            (true, true) => ("within memory the", ", which memory does not let rise"),
-            (true, false) => ("the", ""),
-            (false, _) => ("these", ", which are given"),
-        };
-        played.warning = Some(told(which, percent(us)));
-        played.held = Some(format!("{HELD}{why}"));
+        if is_starved {
+            let (which, why) = match (is_auto, lacks_memory) {
+                (true, true) => ("within memory the", ", which memory does not let rise"),
+                (true, false) => ("the", ""),
+                (false, _) => ("these", ", which are given"),
+            };
+            played.warning = Some(told(which, percent(us)));
+            played.held = Some(format!("{HELD}{why}"));
+        } else {
+            // A program has fewer buffers than a play of the rule alone, which has one for each transfer.
+            let percent = percent(us);
+            let what = "waiting for transfers lets this plan reach";
+            played.warning = Some(format!("{what} {percent:.0} % of what its busiest stage or link would let it"));
+            played.held = Some(WAITS.to_string());
+        }
     }
     played
 }

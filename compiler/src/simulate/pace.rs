@@ -43,7 +43,8 @@ pub fn double_buffered(pipeline: &Pipeline, microbatches: u32) -> Result<Option<
     });
     let ideal = stages.fold(0.0, f64::max);
     let share = if us > 0.0 { (ideal / us).min(1.0) } else { 1.0 };
-    let pieces = 2 * work(pipeline, u64::from(minibatches(pipeline, microbatches)) * u64::from(microbatches));
+    // A piece of a program takes as long as many of a play of the rule alone.
+    let pieces = 40 * work(pipeline, u64::from(minibatches(pipeline, microbatches)) * u64::from(microbatches));
     Ok(Some(Steady { share, held: vec![true; pipeline.stages.len()], pieces }))
 }
 

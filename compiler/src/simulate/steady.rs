@@ -185,6 +185,8 @@ struct Row {
     forward: u64,
     backward: u64,
     reduce: u64,
+    /// When the all-reduce of the newest complete round ends: rounds are reduced one after the other.
+    reduced_at: u64,
     first_worker: usize,
     incoming: Vec<usize>,
     outgoing: Vec<usize>,
@@ -236,6 +238,7 @@ impl Play {
                 // A step follows the last backward of a round on every replica, and keeps it as long.
                 backward: ticks(stage.backward + stage.step),
                 reduce: if replicas > 1 { ticks(stage.all_reduce) } else { 0 },
+                reduced_at: 0,
                 first_worker: hands.len(),
                 incoming: Vec::new(),
                 outgoing: Vec::new(),
@@ -387,7 +390,8 @@ impl Play {
         }) {
             row.reduced += 1;
             if row.reduce > 0 {
-                let end = now.saturating_add(row.reduce);
+                let end = now.max(row.reduced_at).saturating_add(row.reduce);
+                row.reduced_at = end;
                 self.events.push(Reverse((end, Event::new(Event::UPDATED, stage, 0))));
             } else {
                 row.newest += 1;
