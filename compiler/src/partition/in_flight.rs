@@ -134,6 +134,24 @@ pub fn choose(problem: &Problem, shape: &Shape, spots: &[Spot], efficiency: &Eff
     Chosen { caps, share: steady.share, lacks_memory }
 }
 
+/// More than these caps for `shape`, as far as they help by another judge of efficiency.
+pub fn more(problem: &Problem, shape: &Shape, spots: &[Spot], caps: &[u32], efficiency: &Efficiency<'_>) -> Chosen {
+    let holdings = build::holdings(problem, shape);
+    let memory = |caps: &[u32]| build::memory(problem, shape, spots, &holdings, caps);
+    let stages = build::stages(problem, shape, spots, &memory(caps));
+    let edges = build::edges(problem, shape);
+    let run = |caps: &[u32]| efficiency(&stages, &edges, caps);
+    let peak = memory(caps).iter().map(|held| held.total).max().unwrap_or(0);
+    let limit = if problem.objective == Objective::Memory { peak } else { u64::MAX };
+    let fits = |caps: &[u32]| {
+        let memory = memory(caps);
+        memory.iter().all(|held| held.total <= limit) && build::fits(problem, shape, spots, &memory)
+    };
+    let mut lacks_memory = false;
+    let (caps, steady) = at_once(caps, run(caps), PIECES, &run, &fits, &mut lacks_memory);
+    Chosen { caps, share: steady.share, lacks_memory }
+}
+
 /// All caps raised by the same number, as far as each fits, until enough is reached; then one after the other lowered again, as long as
 /// no share is lost that counts.
 fn at_once(

@@ -95,10 +95,19 @@ pub fn played(
         return played;
     }
     // A pipeline that is too large for its program is taken as its rule was played.
-    let us = program.unwrap_or(by_steady);
+    let mut us = program.unwrap_or(by_steady);
+    if is_auto && !is_starved && program.is_some() && objective_us < in_flight::ENOUGH * us {
+        // The program waits where the rule alone did not: it may need more.
+        let programmed = |_: &[Stage], _: &[Edge], caps: &[u32]| programmed(problem, &pipeline, objective_us, caps);
+        let more = in_flight::more(problem, shape, spots, &played.caps, &programmed);
+        if more.share > 0.0 {
+            us = us.min(objective_us / more.share);
+        }
+        (played.caps, lacks_memory) = (more.caps, more.lacks_memory);
+    }
     if objective_us < in_flight::ENOUGH * us {
         played.minibatch_us = us;
-        if is_starved {
+        if is_starved || lacks_memory {
             let (which, why) = match (is_auto, lacks_memory) {
                 (true, true) => ("within memory the", ", which memory does not let rise"),
                 (true, false) => ("the", ""),
@@ -133,6 +142,18 @@ fn double_buffered(problem: &Problem, stages: &[Stage], edges: &[Edge], caps: &[
     let pipeline = pipeline_of(&problem.cluster.levels, stages, edges, caps).ok();
     let steady = pipeline.and_then(|pipeline| pace::double_buffered(&pipeline, problem.microbatches).ok().flatten());
     steady.unwrap_or_else(|| Steady { share: 1.0, held: vec![false; stages.len()], pieces: 0 })
+}
+
+/// How the program runs under caps. Which of them hold it back is not known: any may.
+fn programmed(problem: &Problem, pipeline: &Pipeline, objective_us: f64, caps: &[u32]) -> Steady {
+    let held = vec![true; caps.len()];
+    let pipeline = pipeline.clone().with_caps(caps);
+    let us = schedule_of(problem.schedule)
+        .ok()
+        .and_then(|kind| pace::step_us(kind, &pipeline, problem.microbatches).ok()?);
+    // A program is many times as long as a play of the rule alone, and never shorter than a few hundred items.
+    let pieces = 40 * 720 * caps.len() as u64;
+    Steady { share: us.map_or(0.0, |us| if us > 0.0 { objective_us / us } else { 1.0 }), held, pieces }
 }
 
 fn carried_us(problem: &Problem, shape: &Shape, spots: &[Spot], edges: &[Edge]) -> f64 {
