@@ -33,6 +33,7 @@ pub mod placed;
 pub mod placement;
 pub mod places;
 pub mod planner;
+pub mod played;
 pub mod reach;
 pub mod search;
 pub mod shape;

@@ -265,9 +265,16 @@ pub struct Edge {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct Predicted {
-    /// Time of the slowest stage or link for one minibatch in steady state: the objective.
+    /// Time of one minibatch, in microseconds. Under cost `pipec` that is a whole minibatch, with filling and draining where the
+    /// schedule flushes, and it is what the plan's own program takes when it is played; one item under schedule `inference`. Under
+    /// the other cost models it is what the slowest stage or link takes for one micro-batch in steady state.
     pub minibatch_us: f64,
-    /// Time from one weight update to the next.
+    /// What the cost model's equations give in the place of `minibatch_us`: the figure that the search made least. Absent where both
+    /// are the same.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub objective_us: Option<f64>,
+    /// Time from one weight update to the next, in microseconds: all micro-batches of a minibatch. Under 1F1B-RR a minibatch is one
+    /// item, and a stage of r replicas updates every r minibatches; the figure is that of one.
     pub step_us: f64,
     /// Samples per second.
     pub throughput_per_s: f64,
@@ -323,6 +330,13 @@ pub struct Fits {
     pub uniform: bool,
 }
 
+impl Predicted {
+    /// The figure of the cost model's equations, which the judge works out again.
+    pub fn by_equations_us(&self) -> f64 {
+        self.objective_us.unwrap_or(self.minibatch_us)
+    }
+}
+
 /// How the plan was found.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
@@ -362,9 +376,9 @@ pub struct Plan {
     pub edges: Vec<Edge>,
     /// Predicted times.
     pub predicted: Predicted,
-    /// No plan for this problem under this cost model is faster than this, in microseconds.
+    /// No plan for this problem under this cost model takes less for a minibatch, in microseconds.
     pub lower_bound_us: f64,
-    /// Whether `minibatch_us` is proven the least under the cost model.
+    /// Whether the figure of the cost model's equations is proven the least of all plans, and `minibatch_us` is that figure to 2 %.
     pub proven_optimal: bool,
     /// The plain alternatives.
     pub baselines: Baselines,

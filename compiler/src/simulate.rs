@@ -8,6 +8,7 @@
 
 pub mod efficiency;
 pub mod network;
+pub mod pace;
 pub mod run;
 pub mod steady;
 
@@ -157,6 +158,14 @@ impl Timeline {
         finished.sort_by(f64::total_cmp);
         let (start, end) = (*finished.get(from)?, *finished.get(to)?);
         (end > start).then_some(((to - from) as f64, end - start))
+    }
+
+    /// When the last computation of each minibatch ended, of so many items each, from the first minibatch to end to the last.
+    pub fn ends(&self, microbatches: u32) -> Vec<f64> {
+        let last = |items: &[f64]| items.iter().copied().fold(0.0, f64::max);
+        let mut ends: Vec<f64> = self.finished.chunks(microbatches.max(1) as usize).map(last).collect();
+        ends.sort_by(f64::total_cmp);
+        ends
     }
 
     /// The most bytes the worker held at once; 0 without sizes.

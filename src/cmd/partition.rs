@@ -6,13 +6,13 @@ use crate::screen::Screen;
 use crate::source::{self, Costs};
 use crate::{device_placement, hybrid, prediction, quantity, stages, table, ties};
 use clap::{Args, ValueEnum};
-use compiler::cluster::{Level, unit};
+use compiler::cluster::unit;
 use compiler::partition::planner::{self, Compared, Partitioner, PlanError, Planned, PlannerOptions};
-use compiler::plan::problem::{CostModel, InFlight, Objective, ProblemError, Target};
+use compiler::plan::problem::{CostModel, InFlight, Objective, Problem, ProblemError, Target};
 use compiler::plan::{Edge, ScheduleKind, Stage, read};
 use compiler::schedule::csv::Table;
 use compiler::schedule::pipeline::{pipeline, pipeline_of};
-use compiler::simulate::steady::{Steady, steady};
+use compiler::simulate::steady::{Steady, steady, steady_in_sync};
 use compiler::tensor::DType;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
@@ -349,9 +349,7 @@ pub fn ask(file: &Path, costs: Costs, question: &Question) -> Result<Planned, Fa
         budget: question.budget,
         time_limit: question.time_limit,
         seed: question.seed,
-        efficiency: Some(&|stages: &[Stage], edges: &[Edge], caps: &[u32]| {
-            efficiency(&problem.cluster.levels, stages, edges, caps)
-        }),
+        efficiency: Some(&|stages: &[Stage], edges: &[Edge], caps: &[u32]| efficiency(&problem, stages, edges, caps)),
     };
     let mut planned = planner::plan(&problem, &options).map_err(|error| explain(file, error))?;
     if let Some(table) = &table {
@@ -365,8 +363,12 @@ pub fn ask(file: &Path, costs: Costs, question: &Question) -> Result<Planned, Fa
 }
 
 /// How stages run under caps, by playing them; a pipeline that cannot be played gains nothing by more caps.
-fn efficiency(levels: &[Level], stages: &[Stage], edges: &[Edge], caps: &[u32]) -> Steady {
-    let played = |pipeline| steady(&pipeline).ok();
+fn efficiency(problem: &Problem, stages: &[Stage], edges: &[Edge], caps: &[u32]) -> Steady {
+    let levels = &problem.cluster.levels;
+    let played = |pipeline| match problem.schedule {
+        ScheduleKind::RoundRobinVsync => steady_in_sync(&pipeline).ok(),
+        _ => steady(&pipeline).ok(),
+    };
     let unknown = || Steady { share: 1.0, held: vec![false; stages.len()], pieces: 0 };
     pipeline_of(levels, stages, edges, caps).ok().and_then(played).unwrap_or_else(unknown)
 }

@@ -129,7 +129,8 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Failure> {
         "minibatches": arguments.minibatches,
         "makespan_us": timeline.makespan,
         "step_us": step,
-        "minibatch_us": step / f64::from(microbatches.max(1)),
+        // Of what the plan's own `minibatch_us` is a time of.
+        "minibatch_us": if prediction::is_of_items(&plan) { step / f64::from(microbatches.max(1)) } else { step },
         "throughput_per_s": samples_per_s,
         "bubble": timeline.bubble(),
         "planned": {"step_us": plan.predicted.step_us, "minibatch_us": plan.predicted.minibatch_us, "throughput_per_s": plan.predicted.throughput_per_s},

@@ -7,6 +7,7 @@
 use crate::export::axis::Unit;
 use crate::export::plot::{Across, Curve, Plot};
 use crate::export::svg::Svg;
+use crate::plan::problem::CostModel;
 use crate::plan::{Plan, ScheduleKind};
 use std::collections::BTreeSet;
 
@@ -87,7 +88,7 @@ impl Figures {
         let messages: f64 = plan.edges.iter().map(|edge| ways * edge.bytes as f64 / item).sum();
         let reduces: f64 = plan.stages.iter().map(|stage| reduced(stage.replicas, stage.memory.weights)).sum();
         // The baseline is a time for all samples of a minibatch, or of an item where nothing is flushed.
-        let of_items = plan.cost != crate::plan::problem::CostModel::Pipec || schedule.kind.is_continuous();
+        let of_items = plan.cost != CostModel::Pipec || schedule.kind == ScheduleKind::Inference;
         let samples = if of_items { item } else { minibatch };
         let single = plan.baselines.single;
         Figures {

@@ -37,8 +37,8 @@ pub fn asked(problem: &Problem) -> Asked {
     Asked::of(&flow(problem, problem.cluster.devices()), problem.objective == Objective::Latency)
 }
 
-/// What the stages of a shape do together under cost `pipec`.
-pub fn outlook(problem: &Problem, asked: &Asked, shape: &Shape, spots: &[Spot]) -> Outlook {
+/// The stages of a shape in their places.
+pub fn placed(problem: &Problem, shape: &Shape, spots: &[Spot]) -> Vec<PlacedStage> {
     let ops = &problem.graph.ops;
     let holdings = holdings(problem, shape);
     let placed = |((leaf, spot), holdings): ((Leaf<'_>, &Spot), &Holdings)| {
@@ -53,7 +53,12 @@ pub fn outlook(problem: &Problem, asked: &Asked, shape: &Shape, spots: &[Spot]) 
             replicas: leaf.replicas,
         }
     };
-    let stages: Vec<PlacedStage> = shape.leaves().into_iter().zip(spots).zip(&holdings).map(placed).collect();
+    shape.leaves().into_iter().zip(spots).zip(&holdings).map(placed).collect()
+}
+
+/// What the stages of a shape do together under cost `pipec`.
+pub fn outlook(problem: &Problem, asked: &Asked, shape: &Shape, spots: &[Spot]) -> Outlook {
+    let stages = placed(problem, shape, spots);
     let (levels, edges) = (&problem.cluster.levels, edges(problem, shape));
     match problem.chunks > 1 && stages.len() > 1 {
         true => chunks::outlook(asked, levels, &stages, &edges),

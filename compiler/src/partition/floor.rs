@@ -51,6 +51,7 @@ fn least_bytes(problem: &Problem) -> Option<u64> {
             levels: &problem.cluster.levels[..1],
             classes: &[],
             devices,
+            exactly: None,
             asked: build::asked(problem),
             flow: build::flow(problem, workers),
             optimizer_state: problem.optimizer_state,

@@ -14,6 +14,7 @@ use crate::partition::finish;
 use crate::partition::orders::{Order, Sequence, Units, is_alike};
 use crate::partition::placement;
 use crate::partition::planner::{Answer, Partitioner, PlanError, Planned, PlannerOptions, Refused, answer, conclude};
+use crate::partition::played;
 use crate::partition::search::{Among, Candidate, Depth, Question, same};
 use crate::plan::check;
 use crate::plan::fault::Fault;
@@ -77,11 +78,17 @@ pub fn plan(problem: &Problem, question: &Question<'_>, options: &PlannerOptions
     }
     plan.cluster.classes = problem.cluster.classes.clone();
     plan.cluster.device = problem.cluster.device.clone();
-    let us = plan.predicted.minibatch_us;
+    let us = plan.predicted.by_equations_us();
+    let is_played = plan.predicted.objective_us.is_some();
     let least = asked.iter().map(|asked| asked.bound_us).fold(us, f64::min);
     let bound_us = if is_all { least } else { spread };
-    plan.proven_optimal = same(us, bound_us);
-    plan.lower_bound_us = if plan.proven_optimal { us } else { bound_us.min(us) };
+    plan.proven_optimal = same(us, bound_us) && finish::is_near(plan.predicted.minibatch_us, us);
+    plan.lower_bound_us = match plan.proven_optimal {
+        // As in every plan: see `finish`.
+        _ if is_played && !problem.schedule.is_continuous() => spread.min(plan.predicted.minibatch_us),
+        true => us,
+        false => bound_us.min(us),
+    };
     if !is_all && !plan.proven_optimal {
         plan.warnings.push(format!(
             "devices differ: of the orders of their classes along the pipeline {looked} were looked at, {count} of them closely, \
@@ -91,7 +98,9 @@ pub fn plan(problem: &Problem, question: &Question<'_>, options: &PlannerOptions
     // Units have changed places, and their links with them.
     plan.predicted.busiest_link = None;
     let checked = check::check(problem, &plan).map_err(PlanError::Unsound)?;
-    plan.predicted.bottleneck = checked.bottleneck;
+    if !played::tells(&plan.predicted.bottleneck) {
+        plan.predicted.bottleneck = checked.bottleneck;
+    }
     plan.predicted.busiest_link = checked.busiest_link;
     Ok(Planned { plan, compared })
 }

@@ -10,6 +10,7 @@ use crate::partition::finish::{self, Statement};
 use crate::partition::fit::Least;
 use crate::partition::in_flight::Efficiency;
 use crate::partition::joined::Joined;
+use crate::partition::played::{Played, played};
 use crate::partition::search::{Among, Candidate, Found, Question, same};
 use crate::partition::states::Growth;
 use crate::partition::{chunked, cuts, every, floor, milp, mixed, placement};
@@ -23,6 +24,15 @@ use std::time::Duration;
 
 /// The most devices that are planned for.
 pub const MAX_DEVICES: u32 = 4096;
+
+/// Candidates whose programs are played beside that of the best by the equations.
+const MOST_PLAYED: usize = 4;
+
+/// A program that takes less than this part of another's time is preferred to it.
+const CLEARLY: f64 = 0.995;
+
+/// What part of the equations' time the program of a flush may take.
+const LEAST_OF_EQUATIONS: f64 = 0.75;
 
 /// The partitioners.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -86,7 +96,8 @@ pub struct PlannerOptions<'a> {
     pub time_limit: Option<Duration>,
     /// Seed, for the plan; no partitioner here is random.
     pub seed: u64,
-    /// How stages run under caps, for automatic caps. Absent means the published rule.
+    /// How stages run under caps, for automatic caps. Absent means the published rule, and that times are those of the cost model's
+    /// equations: no program is played.
     pub efficiency: Option<&'a Efficiency<'a>>,
 }
 
@@ -266,7 +277,8 @@ pub fn conclude(
     options: &PlannerOptions<'_>,
     answer: Answer,
 ) -> Result<Planned, PlanError> {
-    let Answer { found, mut chosen, baselines } = answer;
+    let Answer { mut found, chosen, baselines } = answer;
+    let (mut chosen, played) = best(problem, question.joined, &mut found, chosen, options);
     chosen.shape = question.joined.spread(&chosen.shape);
     let names = problem.constraints.cut_after.as_deref().unwrap_or_default();
     let is_pinned = is_pinned(problem) && options.partitioner != Partitioner::Milp;
@@ -277,7 +289,7 @@ pub fn conclude(
         partitioner: options.partitioner.name(),
         budget: options.budget,
         seed: options.seed,
-        efficiency: options.efficiency,
+        played: &played,
         asked: question.problem,
         notes: cuts::moved(question.joined, names),
     };
@@ -288,6 +300,41 @@ pub fn conclude(
     let rest = found.candidates.iter().chain(&baselines);
     let compared = std::iter::once(&chosen).chain(rest).map(Compared::of).collect();
     Ok(Planned { plan, compared })
+}
+
+/// The best that fits: by the equations, unless the program of one of the next takes clearly less time.
+fn best(
+    problem: &Problem,
+    joined: &Joined<'_>,
+    found: &mut Found,
+    chosen: Candidate,
+    options: &PlannerOptions<'_>,
+) -> (Candidate, Played) {
+    let play = |candidate: &Candidate| {
+        let Candidate { spots, caps, minibatch_us, .. } = candidate;
+        played(problem, &joined.spread(&candidate.shape), spots, caps, *minibatch_us, options.efficiency)
+    };
+    let mut known = play(&chosen);
+    if options.efficiency.is_none() || problem.cost != CostModel::Pipec || problem.objective != Objective::Throughput {
+        return (chosen, known);
+    }
+    // The equations never say less than such a program takes, but those of a flush may say more.
+    let least = if problem.schedule.is_continuous() { 1.0 } else { LEAST_OF_EQUATIONS };
+    let mut better = None;
+    let fitting = found.candidates.iter().enumerate().filter(|(_, candidate)| candidate.fits);
+    for (at, candidate) in fitting.take(MOST_PLAYED) {
+        if candidate.minibatch_us * least >= known.minibatch_us {
+            break;
+        }
+        let played = play(candidate);
+        if played.minibatch_us < known.minibatch_us * CLEARLY {
+            (better, known) = (Some(at), played);
+        }
+    }
+    match better {
+        Some(at) => (std::mem::replace(&mut found.candidates[at], chosen), known),
+        None => (chosen, known),
+    }
 }
 
 impl Compared {

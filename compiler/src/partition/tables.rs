@@ -199,7 +199,8 @@ impl Placing<'_> {
         if self.asked.latency || !self.asked.schedule.is_continuous() || !limit.is_finite() {
             return 0;
         }
-        let need = (compute_us / limit * (1.0 - 1e-9)).ceil();
+        // Under 2BW the limit is that of all items of a minibatch.
+        let need = (compute_us * self.asked.link_weight() / limit * (1.0 - 1e-9)).ceil();
         if need.is_nan() { 0 } else { need as u32 }
     }
 

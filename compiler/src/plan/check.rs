@@ -62,7 +62,7 @@ pub fn check(problem: &Problem, plan: &Plan) -> Result<Checked, Vec<Fault>> {
             minibatch_us = *us;
             bottleneck = link_told(link);
         }
-        let said_us = plan.predicted.minibatch_us;
+        let said_us = plan.predicted.by_equations_us();
         if *us > said_us * (1.0 + TOLERANCE) {
             let (level, direction) = (link.level.escape_debug().to_string(), link.direction.clone());
             faults.push(Fault::Link { level, unit: link.unit, direction, needed_us: *us, said_us });
@@ -73,9 +73,11 @@ pub fn check(problem: &Problem, plan: &Plan) -> Result<Checked, Vec<Fault>> {
         let [said, found] = [&plan.predicted.busiest_link, &busiest_link].map(|link| format!("{link:?}"));
         faults.push(Fault::Figure { what: "predicted.busiest_link".into(), said, found });
     }
-    if differs(plan.predicted.minibatch_us, minibatch_us) {
-        let said = plan.predicted.minibatch_us.to_string();
-        faults.push(Fault::Figure { what: "predicted.minibatch_us".into(), said, found: minibatch_us.to_string() });
+    let said = plan.predicted.by_equations_us();
+    if differs(said, minibatch_us) {
+        let name = if plan.predicted.objective_us.is_some() { "objective_us" } else { "minibatch_us" };
+        let (what, found) = (format!("predicted.{name}"), minibatch_us.to_string());
+        faults.push(Fault::Figure { what, said: said.to_string(), found });
     }
     if faults.is_empty() { Ok(Checked { minibatch_us, bottleneck, busiest_link, memory }) } else { Err(faults) }
 }

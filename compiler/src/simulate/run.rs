@@ -1,7 +1,7 @@
 //! The simulation itself: an event queue over the workers' programs.
 //!
 //! A worker runs its list until it computes or must wait. A transfer begins when both its Send and its Recv are posted and its
-//! link is free; both Waits end when it ends. An all-reduce begins when the last replica joins.
+//! link is free; both Waits end when it ends. An all-reduce begins when the last replica joins and the stage's round before is reduced.
 //!
 //! On a machine with fewer cores than computing workers, computations share: with n computing on C cores each runs at rate
 //! min(1, C / n). All run at the same rate, so one virtual clock that advances at that rate serves them all: a computation
@@ -350,12 +350,15 @@ impl<'a> Simulation<'a> {
         joined.push(name);
         if joined.len() == members {
             let time = self.machine.network.all_reduce(stage.index());
+            // Rounds of one stage are reduced over the same links, one after the other.
+            let before = self.reductions.get(&stage).and_then(|spans| spans.last()).map_or(0.0, |span| span.end);
+            let start = self.now.max(before);
             if time > 0.0 {
                 let activity = Activity::AllReduce(stage, round);
-                let span = Span { activity, start: self.now, end: self.now + time };
+                let span = Span { activity, start, end: start + time };
                 self.reductions.entry(stage).or_default().push(span);
             }
-            let end = self.moment(self.now + time);
+            let end = self.moment(start + time);
             self.network.push(Reverse((end, Ending::AllReduce(stage, round))));
         }
     }

@@ -152,6 +152,7 @@ pub fn solve(placement: &Placement, request: &Request) -> Result<Plan, SolveErro
         edges: edges(placement, &stages),
         predicted: Predicted {
             minibatch_us: worst,
+            objective_us: None,
             step_us: worst,
             throughput_per_s: if worst > 0.0 { 1e6 / worst } else { 0.0 },
             bubble: 0.0,
