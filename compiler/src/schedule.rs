@@ -14,6 +14,7 @@
 //! each other in the same words: a worker may send to itself.
 
 pub mod bfs;
+pub mod channel;
 pub mod chart;
 pub mod check;
 pub mod csv;
@@ -26,6 +27,8 @@ pub mod json;
 pub mod ledger;
 pub mod link;
 pub mod lower;
+pub mod moments;
+pub mod numbered;
 pub mod one_f_one_b;
 pub mod one_f_one_b_rr;
 pub mod order;

@@ -16,8 +16,10 @@
 use std::collections::{HashMap, HashSet, VecDeque};
 
 use crate::plan::StageId;
+use crate::schedule::channel::{Channel, Channels};
 use crate::schedule::fault::{CheckError, Fault};
 use crate::schedule::ledger::Ledger;
+use crate::schedule::numbered::Numbered;
 use crate::schedule::order::Layout;
 use crate::schedule::rule::Rule;
 use crate::schedule::shape::check_ranks;
@@ -72,26 +74,47 @@ fn shape(program: &Program) -> Result<(), CheckError> {
     Ok(())
 }
 
-/// Both ends of (edge, kind, from, to), in the order of posting.
+/// Both ends of a channel: how many are posted at each, and the items of those that the other end has not come to.
 #[derive(Default)]
-struct Channel {
-    sends: Vec<MicrobatchId>,
-    recvs: Vec<MicrobatchId>,
+struct Ends {
+    sends: u32,
+    recvs: u32,
+    unmet: VecDeque<MicrobatchId>,
 }
 
-type ChannelKey = (EdgeId, Payload, WorkerId, WorkerId);
+impl Ends {
+    /// Posts the next Send or Recv; where the other end came first, it was for the same item.
+    fn post(&mut self, item: MicrobatchId, sends: bool) -> Result<u32, Fault> {
+        let (mine, others, other) =
+            if sends { (&mut self.sends, self.recvs, "Recv") } else { (&mut self.recvs, self.sends, "Send") };
+        let place = *mine;
+        if others > place {
+            match self.unmet.front() {
+                Some(&expected) if expected != item => {
+                    return Err(Fault::ChannelOrder { other, expected, found: item });
+                }
+                _ => self.unmet.pop_front(),
+            };
+        } else {
+            self.unmet.push_back(item);
+        }
+        *mine += 1;
+        Ok(place)
+    }
+}
 
+/// What a token stands for: the place of a Send or Recv in the channel with this number, or an all-reduce.
 #[derive(Clone, Copy)]
 enum Posted {
-    Send { channel: ChannelKey, place: usize, item: MicrobatchId },
-    Recv { channel: ChannelKey, place: usize, item: MicrobatchId },
+    Send { channel: u32, place: u32, item: MicrobatchId },
+    Recv { channel: u32, place: u32, item: MicrobatchId },
     AllReduce { stage: StageId, round: u32 },
 }
 
 /// Where a worker is in its list.
 struct Hands {
     at: usize,
-    tokens: HashMap<Token, Posted>,
+    tokens: Numbered<Posted>,
     /// For each of its stages.
     ledgers: Vec<Ledger>,
     /// All-reduces posted.
@@ -109,7 +132,9 @@ struct Checker<'a> {
     rule: Rule,
     layout: Layout,
     hands: Vec<Hands>,
-    channels: HashMap<ChannelKey, Channel>,
+    channels: Channels,
+    /// By the number of the channel.
+    ends: Vec<Ends>,
     /// For each stage, members that have joined each all-reduce.
     joined: HashMap<(StageId, u32), u32>,
     /// For each rank, the order in which its first replica to get there came to its all-reduces.
@@ -122,8 +147,8 @@ impl<'a> Checker<'a> {
         let layout = Layout::new(&program.stages);
         let hands = |worker: &WorkerProgram| Hands {
             at: 0,
-            tokens: HashMap::new(),
-            ledgers: program.stages_of(worker.rank).map(|stage| Ledger::new(program, stage, worker.replica)).collect(),
+            tokens: Numbered::new(worker.instructions.len()),
+            ledgers: program.stages_of(worker.rank).map(|stage| Ledger::new(program, stage, worker)).collect(),
             joined: 0,
         };
         Self {
@@ -132,7 +157,8 @@ impl<'a> Checker<'a> {
             hands: program.workers.iter().map(hands).collect(),
             collectives: vec![Vec::new(); layout.ranks().count()],
             layout,
-            channels: HashMap::new(),
+            channels: Channels::new(program.workers.len()),
+            ends: Vec::new(),
             joined: HashMap::new(),
             awake: (0..program.workers.len() as u32).map(WorkerId).collect(),
         }
@@ -171,15 +197,17 @@ impl<'a> Checker<'a> {
     fn why(&self, worker: WorkerId) -> String {
         let hands = &self.hands[worker.index()];
         let posted = match self.instruction(worker) {
-            Some(Instruction::Wait { token }) => hands.tokens.get(token),
+            Some(Instruction::Wait { token }) => hands.tokens.get(token.0),
             _ => None,
         };
         match posted {
             Some(&Posted::Send { channel, item, .. }) => {
-                format!("{} never posts the Recv of item {}", self.program.worker_name(channel.3), item.0)
+                let Channel { to, .. } = self.channels.channel(channel);
+                format!("{} never posts the Recv of item {}", self.program.worker_name(to), item.0)
             }
             Some(&Posted::Recv { channel, item, .. }) => {
-                format!("{} never sends item {}", self.program.worker_name(channel.2), item.0)
+                let Channel { from, .. } = self.channels.channel(channel);
+                format!("{} never sends item {}", self.program.worker_name(from), item.0)
             }
             Some(&Posted::AllReduce { round, .. }) => format!("not every replica joins round {round}"),
             None => "nothing ends it".to_string(),
@@ -212,13 +240,8 @@ impl<'a> Checker<'a> {
                 ledger.mine(&self.rule, item)?;
                 ledger.send(edge, kind, item)?;
                 self.peer(other, item, peer)?;
-                let channel = (edge, kind, worker, peer);
-                let queue = self.channels.entry(channel).or_default();
-                let place = queue.sends.len();
-                if let Some(&expected) = queue.recvs.get(place).filter(|&&expected| expected != item) {
-                    return Err(Fault::ChannelOrder { other: "Recv", expected, found: item });
-                }
-                queue.sends.push(item);
+                let channel = self.channel(worker, Channel { from: worker, to: peer, edge, kind });
+                let place = self.ends[channel as usize].post(item, true)?;
                 self.post(worker, token, Posted::Send { channel, place, item })?;
                 self.awake.push_back(peer);
             }
@@ -226,13 +249,8 @@ impl<'a> Checker<'a> {
                 let (here, other) = self.ends(edge, kind, false)?;
                 self.hands[worker.index()].of(here)?.recv(&self.rule, edge, kind, item)?;
                 self.peer(other, item, peer)?;
-                let channel = (edge, kind, peer, worker);
-                let queue = self.channels.entry(channel).or_default();
-                let place = queue.recvs.len();
-                if let Some(&expected) = queue.sends.get(place).filter(|&&expected| expected != item) {
-                    return Err(Fault::ChannelOrder { other: "Send", expected, found: item });
-                }
-                queue.recvs.push(item);
+                let channel = self.channel(worker, Channel { from: peer, to: worker, edge, kind });
+                let place = self.ends[channel as usize].post(item, false)?;
                 self.post(worker, token, Posted::Recv { channel, place, item })?;
                 self.awake.push_back(peer);
             }
@@ -283,29 +301,39 @@ impl<'a> Checker<'a> {
         if peer == expected { Ok(()) } else { Err(Fault::NotMine) }
     }
 
+    fn channel(&mut self, worker: WorkerId, channel: Channel) -> u32 {
+        let number = self.channels.number(worker, channel);
+        if number as usize == self.ends.len() {
+            self.ends.push(Ends::default());
+        }
+        number
+    }
+
     fn post(&mut self, worker: WorkerId, token: Token, posted: Posted) -> Result<(), Fault> {
-        match self.hands[worker.index()].tokens.insert(token, posted) {
+        match self.hands[worker.index()].tokens.insert(token.0, posted) {
             Some(_) => Err(Fault::TokenTaken(token)),
             None => Ok(()),
         }
     }
 
     fn wait(&mut self, worker: WorkerId, token: Token) -> Result<bool, Fault> {
-        let posted = *self.hands[worker.index()].tokens.get(&token).ok_or(Fault::NoToken(token))?;
+        let posted = *self.hands[worker.index()].tokens.get(token.0).ok_or(Fault::NoToken(token))?;
         match posted {
             Posted::Send { channel, place, item } => {
-                if self.channels.get(&channel).is_none_or(|queue| queue.recvs.len() <= place) {
+                if self.ends[channel as usize].recvs <= place {
                     return Ok(false);
                 }
-                let (here, _) = self.ends(channel.0, channel.1, true)?;
-                self.hands[worker.index()].of(here)?.sent(&self.rule, channel.0, channel.1, item);
+                let Channel { edge, kind, .. } = self.channels.channel(channel);
+                let (here, _) = self.ends(edge, kind, true)?;
+                self.hands[worker.index()].of(here)?.sent(&self.rule, edge, kind, item)?;
             }
             Posted::Recv { channel, place, item } => {
-                if self.channels.get(&channel).is_none_or(|queue| queue.sends.len() <= place) {
+                if self.ends[channel as usize].sends <= place {
                     return Ok(false);
                 }
-                let (here, _) = self.ends(channel.0, channel.1, false)?;
-                self.hands[worker.index()].of(here)?.received(channel.0, channel.1, item);
+                let Channel { edge, kind, .. } = self.channels.channel(channel);
+                let (here, _) = self.ends(edge, kind, false)?;
+                self.hands[worker.index()].of(here)?.received(edge, item)?;
             }
             Posted::AllReduce { stage, round } => {
                 let joined = self.joined.get(&(stage, round)).copied().unwrap_or(0);
@@ -315,7 +343,7 @@ impl<'a> Checker<'a> {
                 self.hands[worker.index()].of(stage)?.reduced(round);
             }
         }
-        self.hands[worker.index()].tokens.remove(&token);
+        self.hands[worker.index()].tokens.remove(token.0);
         Ok(true)
     }
 

@@ -6,13 +6,18 @@
 //! On a machine with fewer cores than computing workers, computations share: with n computing on C cores each runs at rate
 //! min(1, C / n). All run at the same rate, so one virtual clock that advances at that rate serves them all: a computation
 //! of d microseconds that starts at virtual time v ends at virtual time v + d, whoever joins or leaves meanwhile. That keeps
-//! every event at the cost of one heap operation.
+//! every event at the cost of one operation on a queue.
+//!
+//! Runs of millions of items are played in seconds, so nothing is hashed for an instruction: tokens and items are numbers into
+//! lists, channels are numbered, and the queues are radix heaps over the bits of times, which sort as the times do.
 
-use std::cmp::Reverse;
-use std::collections::{BTreeMap, BinaryHeap, HashMap};
+use std::collections::{BTreeMap, HashMap, VecDeque};
 
 use crate::plan::StageId;
-use crate::schedule::{EdgeId, Instruction, MicrobatchId, Payload, Pipeline, Program, StageShape, Token, WorkerId};
+use crate::schedule::channel::{Channel, Channels};
+use crate::schedule::moments::Moments;
+use crate::schedule::numbered::Numbered;
+use crate::schedule::{Instruction, MicrobatchId, Payload, Pipeline, Program, StageShape, Token, WorkerId};
 use crate::simulate::network::Network;
 use crate::simulate::{Activity, SimulateError, Span, Timeline, Track};
 
@@ -46,51 +51,38 @@ pub fn simulate(program: &Program, pipeline: &Pipeline, machine: &Machine) -> Re
     Simulation::new(program, pipeline, machine).run()
 }
 
-/// A moment, ordered as a number; ties go by number of posting, so equal runs are equal.
-#[derive(Clone, Copy, PartialEq)]
-struct Moment(f64, u64);
-
-impl Eq for Moment {}
-
-impl PartialOrd for Moment {
-    fn partial_cmp(&self, other: &Self) -> Option<std::cmp::Ordering> {
-        Some(self.cmp(other))
-    }
+/// A time as the queues have it. Times are never negative, and the bits of such numbers have their order.
+fn bits(time: f64) -> u64 {
+    time.max(0.0).to_bits()
 }
 
-impl Ord for Moment {
-    fn cmp(&self, other: &Self) -> std::cmp::Ordering {
-        self.0.total_cmp(&other.0).then(self.1.cmp(&other.1))
-    }
-}
-
-#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+#[derive(Clone, Copy)]
 struct Name {
     worker: WorkerId,
     token: Token,
 }
 
-/// What ends with the network's events: one token, and for a transfer the other's too.
-#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+/// What ends with the network's events.
+#[derive(Clone, Copy)]
 enum Ending {
-    Transfer(Name, Name),
+    /// A transfer of the channel with this number: the tokens of its Send and of its Recv.
+    Transfer(u32, Token, Token),
     AllReduce(StageId, u32),
 }
 
+/// One direction of one pair of workers: what is posted at one end and not yet at the other, and what has been carried.
 #[derive(Default)]
-struct Channel {
-    sends: Vec<(Name, MicrobatchId)>,
-    recvs: Vec<Name>,
-    begun: usize,
+struct Line {
+    sends: VecDeque<(Token, MicrobatchId)>,
+    recvs: VecDeque<Token>,
     free_at: f64,
     spans: Vec<Span>,
 }
 
-#[derive(Default)]
 struct Hands {
     at: usize,
     /// Posted tokens; true when complete.
-    tokens: HashMap<Token, bool>,
+    tokens: Numbered<bool>,
     blocked: Option<Token>,
     computing: Option<(Activity, f64)>,
     spans: Vec<Span>,
@@ -124,17 +116,20 @@ struct Simulation<'a> {
     pipeline: &'a Pipeline,
     machine: &'a Machine,
     hands: Vec<Hands>,
-    channels: BTreeMap<(WorkerId, WorkerId, EdgeId, Payload), Channel>,
+    channels: Channels,
+    /// By the number of the channel.
+    lines: Vec<Line>,
     joined: HashMap<(StageId, u32), Vec<Name>>,
     reductions: BTreeMap<StageId, Vec<Span>>,
-    network: BinaryHeap<Reverse<(Moment, Ending)>>,
+    network: Moments<Ending>,
     /// Computations, by the virtual time at which they end.
-    computing: BinaryHeap<Reverse<(Moment, WorkerId)>>,
+    computing: Moments<WorkerId>,
     now: f64,
     virtual_now: f64,
-    posted: u64,
-    /// A map, since a program that was not checked may name any item at all.
-    finished: BTreeMap<MicrobatchId, f64>,
+    /// When each item's last computation ended; not a number before its first.
+    finished: Vec<f64>,
+    /// The same for items that the program should not have: one that was not checked may name any at all.
+    foreign: BTreeMap<MicrobatchId, f64>,
 }
 
 impl<'a> Simulation<'a> {
@@ -146,22 +141,35 @@ impl<'a> Simulation<'a> {
             let holds: Vec<Holding> = stages.map(holding).collect();
             let weights = holds.iter().map(|of| pipeline.stages[of.stage.index()].param_bytes);
             let weights = weights.fold(0, u64::saturating_add);
-            Hands { holds, memory: if sizes { vec![(0.0, weights)] } else { Vec::new() }, ..Hands::default() }
+            Hands {
+                at: 0,
+                tokens: Numbered::new(worker.instructions.len()),
+                blocked: None,
+                computing: None,
+                spans: Vec::new(),
+                in_flight: 0,
+                peak: 0,
+                holds,
+                memory: if sizes { vec![(0.0, weights)] } else { Vec::new() },
+            }
         });
+        let instructions: usize = program.workers.iter().map(|worker| worker.instructions.len()).sum();
+        let items = instructions.min(program.items as usize);
         Self {
             program,
             pipeline,
             machine,
             hands: hands.collect(),
-            channels: BTreeMap::new(),
+            channels: Channels::new(program.workers.len()),
+            lines: Vec::new(),
             joined: HashMap::new(),
             reductions: BTreeMap::new(),
-            network: BinaryHeap::new(),
-            computing: BinaryHeap::new(),
+            network: Moments::new(),
+            computing: Moments::new(),
             now: 0.0,
             virtual_now: 0.0,
-            posted: 0,
-            finished: BTreeMap::new(),
+            finished: vec![f64::NAN; items],
+            foreign: BTreeMap::new(),
         }
     }
 
@@ -171,8 +179,9 @@ impl<'a> Simulation<'a> {
         }
         loop {
             let rate = self.rate();
-            let computed = self.computing.peek().map(|Reverse((at, _))| self.now + (at.0 - self.virtual_now) / rate);
-            let carried = self.network.peek().map(|Reverse((at, _))| at.0);
+            let ends = self.computing.next_time().map(f64::from_bits);
+            let computed = ends.map(|at| self.now + (at - self.virtual_now) / rate);
+            let carried = self.network.next_time().map(f64::from_bits);
             let next = match (computed, carried) {
                 (None, None) => break,
                 (Some(computed), Some(carried)) => computed.min(carried),
@@ -181,11 +190,11 @@ impl<'a> Simulation<'a> {
             if carried.is_some_and(|carried| carried <= next) {
                 self.virtual_now += (next - self.now) * rate;
                 self.now = next;
-                if let Some(Reverse((_, ending))) = self.network.pop() {
+                if let Some((_, ending)) = self.network.take() {
                     self.end(ending);
                 }
-            } else if let Some(Reverse((at, worker))) = self.computing.pop() {
-                self.virtual_now = at.0;
+            } else if let Some((at, worker)) = self.computing.take() {
+                self.virtual_now = f64::from_bits(at);
                 self.now = next;
                 self.computed(worker);
             }
@@ -207,11 +216,6 @@ impl<'a> Simulation<'a> {
             }
             _ => 1.0,
         }
-    }
-
-    fn moment(&mut self, time: f64) -> Moment {
-        self.posted += 1;
-        Moment(time, self.posted)
     }
 
     /// Runs the worker's list until it computes, must wait or is at its end.
@@ -248,28 +252,28 @@ impl<'a> Simulation<'a> {
                     self.change(worker, stage, |of| of.versions = of.versions.saturating_sub(1));
                 }
                 Instruction::Send { edge, item, kind, peer, token } => {
-                    self.hands[index].tokens.insert(token, false);
-                    let key = (worker, peer, edge, kind);
-                    self.channels.entry(key).or_default().sends.push((Name { worker, token }, item));
-                    self.begin(key);
+                    let channel = Channel { from: worker, to: peer, edge, kind };
+                    let line = self.post(worker, token, channel);
+                    self.lines[line as usize].sends.push_back((token, item));
+                    self.begin(line, channel);
                 }
                 Instruction::Recv { edge, kind, peer, token, .. } => {
-                    self.hands[index].tokens.insert(token, false);
-                    let key = (peer, worker, edge, kind);
-                    self.channels.entry(key).or_default().recvs.push(Name { worker, token });
-                    self.begin(key);
+                    let channel = Channel { from: peer, to: worker, edge, kind };
+                    let line = self.post(worker, token, channel);
+                    self.lines[line as usize].recvs.push_back(token);
+                    self.begin(line, channel);
                 }
                 Instruction::AllReduce { stage, round, token } => {
-                    self.hands[index].tokens.insert(token, false);
+                    self.hands[index].tokens.insert(token.0, false);
                     self.change(worker, stage, |of| of.summing = false);
                     self.join(stage, round, Name { worker, token });
                 }
                 Instruction::Wait { token } => {
-                    if self.hands[index].tokens.get(&token) != Some(&true) {
+                    if self.hands[index].tokens.get(token.0) != Some(&true) {
                         self.hands[index].blocked = Some(token);
                         return;
                     }
-                    self.hands[index].tokens.remove(&token);
+                    self.hands[index].tokens.remove(token.0);
                 }
             }
             self.hands[index].at += 1;
@@ -289,8 +293,7 @@ impl<'a> Simulation<'a> {
             Activity::AllReduce(..) | Activity::Transfer(..) | Activity::Wait => 0.0,
         };
         self.hands[worker.index()].computing = Some((activity, self.now));
-        let end = self.moment(self.virtual_now + time);
-        self.computing.push(Reverse((end, worker)));
+        self.computing.post(bits(self.virtual_now + time), worker);
     }
 
     fn computed(&mut self, worker: WorkerId) {
@@ -303,11 +306,11 @@ impl<'a> Simulation<'a> {
             }
             match activity {
                 Activity::Forward(_, item) | Activity::BackwardInput(_, item) => {
-                    self.finished.insert(item, now);
+                    self.finish(item);
                 }
                 Activity::Backward(stage, item) | Activity::BackwardWeight(stage, item) => {
                     hands.in_flight = hands.in_flight.saturating_sub(1);
-                    self.finished.insert(item, now);
+                    self.finish(item);
                     self.change(worker, stage, |of| of.in_flight = of.in_flight.saturating_sub(1));
                 }
                 Activity::Step(stage, _) => self.change(worker, stage, |of| {
@@ -321,26 +324,39 @@ impl<'a> Simulation<'a> {
         self.advance(worker);
     }
 
+    fn finish(&mut self, item: MicrobatchId) {
+        match self.finished.get_mut(item.index()) {
+            Some(finished) => *finished = self.now,
+            None => _ = self.foreign.insert(item, self.now),
+        }
+    }
+
+    /// Opens a token for one end of a transfer, and finds the line of its channel.
+    fn post(&mut self, worker: WorkerId, token: Token, channel: Channel) -> u32 {
+        self.hands[worker.index()].tokens.insert(token.0, false);
+        let line = self.channels.number(worker, channel);
+        if line as usize == self.lines.len() {
+            self.lines.push(Line::default());
+        }
+        line
+    }
+
     /// Begins transfers of the channel whose two ends are posted.
-    fn begin(&mut self, key: (WorkerId, WorkerId, EdgeId, Payload)) {
-        let (_, _, edge, kind) = key;
+    fn begin(&mut self, number: u32, Channel { edge, kind, .. }: Channel) {
         let time = self.machine.network.transfer(edge.index(), kind);
         let Some(&(from, to)) = self.program.edges.get(edge.index()) else { return };
         let maker = if kind == Payload::Activation { from } else { to };
-        let Some(channel) = self.channels.get_mut(&key) else { return };
-        while let (Some(&(sender, item)), Some(&receiver)) =
-            (channel.sends.get(channel.begun), channel.recvs.get(channel.begun))
-        {
-            channel.begun += 1;
-            let start = self.now.max(channel.free_at);
-            channel.free_at = start + time;
+        let line = &mut self.lines[number as usize];
+        while let (Some(&(sender, item)), Some(&receiver)) = (line.sends.front(), line.recvs.front()) {
+            line.sends.pop_front();
+            line.recvs.pop_front();
+            let start = self.now.max(line.free_at);
+            line.free_at = start + time;
             if time > 0.0 {
                 let activity = Activity::Transfer(maker, kind, item);
-                channel.spans.push(Span { activity, start, end: channel.free_at });
+                line.spans.push(Span { activity, start, end: line.free_at });
             }
-            self.posted += 1;
-            let end = Moment(channel.free_at, self.posted);
-            self.network.push(Reverse((end, Ending::Transfer(sender, receiver))));
+            self.network.post(bits(line.free_at), Ending::Transfer(number, sender, receiver));
         }
     }
 
@@ -355,16 +371,16 @@ impl<'a> Simulation<'a> {
                 let span = Span { activity, start: self.now, end: self.now + time };
                 self.reductions.entry(stage).or_default().push(span);
             }
-            let end = self.moment(self.now + time);
-            self.network.push(Reverse((end, Ending::AllReduce(stage, round))));
+            self.network.post(bits(self.now + time), Ending::AllReduce(stage, round));
         }
     }
 
     fn end(&mut self, ending: Ending) {
         match ending {
-            Ending::Transfer(sender, receiver) => {
-                self.complete(sender);
-                self.complete(receiver);
+            Ending::Transfer(line, sender, receiver) => {
+                let Channel { from, to, .. } = self.channels.channel(line);
+                self.complete(Name { worker: from, token: sender });
+                self.complete(Name { worker: to, token: receiver });
             }
             Ending::AllReduce(stage, round) => {
                 for name in self.joined.remove(&(stage, round)).unwrap_or_default() {
@@ -376,7 +392,7 @@ impl<'a> Simulation<'a> {
 
     fn complete(&mut self, Name { worker, token }: Name) {
         let hands = &mut self.hands[worker.index()];
-        hands.tokens.insert(token, true);
+        hands.tokens.insert(token.0, true);
         if hands.blocked == Some(token) {
             hands.blocked = None;
             self.advance(worker);
@@ -408,9 +424,11 @@ impl<'a> Simulation<'a> {
         let program = self.program;
         let name = |worker| program.worker_name(worker);
         let mut links = Vec::new();
-        for ((from, to, ..), channel) in self.channels {
-            if !channel.spans.is_empty() {
-                links.push(Track { name: format!("{} > {}", name(from), name(to)), spans: channel.spans });
+        let mut lines = self.lines;
+        for (Channel { from, to, .. }, number) in self.channels.all() {
+            let spans = std::mem::take(&mut lines[number as usize].spans);
+            if !spans.is_empty() {
+                links.push(Track { name: format!("{} > {}", name(from), name(to)), spans });
             }
         }
         for (stage, spans) in self.reductions {
@@ -422,7 +440,7 @@ impl<'a> Simulation<'a> {
             peak_in_flight.push(hands.peak);
             memory.push(hands.memory);
         }
-        let finished = self.finished.into_values().collect();
+        let finished = self.finished.into_iter().filter(|at| !at.is_nan()).chain(self.foreign.into_values()).collect();
         Timeline { workers, links, makespan: self.now, finished, peak_in_flight, memory }
     }
 }
