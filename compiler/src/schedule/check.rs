@@ -176,8 +176,9 @@ impl<'a> Checker<'a> {
         }
         for worker in (0..self.hands.len() as u32).map(WorkerId) {
             if self.instruction(worker).is_some() {
-                let fault = Fault::Deadlock(self.why(worker));
-                return Err(self.error(worker, fault));
+                let stuck = self.root(worker);
+                let fault = Fault::Deadlock(self.why(stuck));
+                return Err(self.error(stuck, fault));
             }
             self.end(worker).map_err(|fault| CheckError::End { worker: self.program.worker_name(worker), fault })?;
         }
@@ -194,13 +195,65 @@ impl<'a> Checker<'a> {
         CheckError::At { worker: self.program.worker_name(worker), at, instruction, fault }
     }
 
-    fn why(&self, worker: WorkerId) -> String {
-        let hands = &self.hands[worker.index()];
-        let posted = match self.instruction(worker) {
-            Some(Instruction::Wait { token }) => hands.tokens.get(token.0),
+    /// Where a worker that waits for ever leads to: whoever it waits for may wait for another in turn. That ends at one that waits for
+    /// what nobody has in its list any more, or else in a circle, all of whose members are to blame.
+    fn root(&self, stuck: WorkerId) -> WorkerId {
+        let mut seen = vec![false; self.hands.len()];
+        let mut worker = stuck;
+        while !std::mem::replace(&mut seen[worker.index()], true) {
+            match self.owes(worker) {
+                Some(next) => worker = next,
+                None => break,
+            }
+        }
+        worker
+    }
+
+    /// Who still has in its list what this worker waits for.
+    fn owes(&self, worker: WorkerId) -> Option<WorkerId> {
+        match *self.posted(worker)? {
+            Posted::Send { channel, item, .. } => {
+                let Channel { to, edge, kind, .. } = self.channels.channel(channel);
+                let meets = |i: &Instruction| match *i {
+                    Instruction::Recv { edge: e, kind: k, item: of, peer, .. } => {
+                        (e, k, of, peer) == (edge, kind, item, worker)
+                    }
+                    _ => false,
+                };
+                self.rest(to).iter().any(meets).then_some(to)
+            }
+            Posted::Recv { channel, item, .. } => {
+                let Channel { from, edge, kind, .. } = self.channels.channel(channel);
+                let meets = |i: &Instruction| match *i {
+                    Instruction::Send { edge: e, kind: k, item: of, peer, .. } => {
+                        (e, k, of, peer) == (edge, kind, item, worker)
+                    }
+                    _ => false,
+                };
+                self.rest(from).iter().any(meets).then_some(from)
+            }
+            Posted::AllReduce { stage, round } => {
+                let joins = |i: &Instruction| matches!(*i, Instruction::AllReduce { stage: s, round: r, .. } if (s, r) == (stage, round));
+                self.layout.holders(stage).find(|&other| other != worker && self.rest(other).iter().any(joins))
+            }
+        }
+    }
+
+    /// What a worker has not come to.
+    fn rest(&self, worker: WorkerId) -> &'a [Instruction] {
+        let list = self.program.workers.get(worker.index()).zip(self.hands.get(worker.index()));
+        list.and_then(|(program, hands)| program.instructions.get(hands.at..)).unwrap_or_default()
+    }
+
+    fn posted(&self, worker: WorkerId) -> Option<&Posted> {
+        match self.instruction(worker) {
+            Some(Instruction::Wait { token }) => self.hands[worker.index()].tokens.get(token.0),
             _ => None,
-        };
-        match posted {
+        }
+    }
+
+    fn why(&self, worker: WorkerId) -> String {
+        match self.posted(worker) {
             Some(&Posted::Send { channel, item, .. }) => {
                 let Channel { to, .. } = self.channels.channel(channel);
                 format!("{} never posts the Recv of item {}", self.program.worker_name(to), item.0)

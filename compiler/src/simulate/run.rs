@@ -180,7 +180,8 @@ impl<'a> Simulation<'a> {
         loop {
             let rate = self.rate();
             let ends = self.computing.next_time().map(f64::from_bits);
-            let computed = ends.map(|at| self.now + (at - self.virtual_now) / rate);
+            // Rounding may have brought the virtual clock past the end of a computation; time does not go back for that.
+            let computed = ends.map(|at| self.now + ((at - self.virtual_now) / rate).max(0.0));
             let carried = self.network.next_time().map(f64::from_bits);
             let next = match (computed, carried) {
                 (None, None) => break,
