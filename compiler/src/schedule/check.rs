@@ -7,7 +7,7 @@
 //! - each item runs forward and backward once at each stage, on the replica that the rule names, after everything it
 //!   depends on has arrived, in item order;
 //! - forward and backward use the version that the rule gives, and the version exists; all but the last end;
-//! - all replicas of a rank come to their all-reduces in the same order;
+//! - all replicas of a rank come to their collectives in the same order, and no version in shares is used;
 //! - no slot, gradient buffer or token is used while something still needs it; in-flight items stay within the cap;
 //! - each round is reduced over all replicas and applied, once, in order, with the right count.
 //!
@@ -17,6 +17,7 @@ use std::collections::{HashMap, HashSet, VecDeque};
 
 use crate::plan::StageId;
 use crate::schedule::channel::{Channel, Channels};
+use crate::schedule::collective::{Collective, Meeting};
 use crate::schedule::fault::{CheckError, Fault};
 use crate::schedule::ledger::Ledger;
 use crate::schedule::numbered::Numbered;
@@ -24,7 +25,7 @@ use crate::schedule::order::Layout;
 use crate::schedule::rule::Rule;
 use crate::schedule::shape::check_ranks;
 use crate::schedule::{
-    EdgeId, Instruction, MAX_WORKERS, MicrobatchId, Payload, Program, RankId, Token, WorkerId, WorkerProgram,
+    EdgeId, Instruction, MAX_WORKERS, MicrobatchId, Payload, Program, RankId, Token, Version, WorkerId, WorkerProgram,
 };
 
 /// Says what is wrong with the program, if anything is.
@@ -108,7 +109,7 @@ impl Ends {
 enum Posted {
     Send { channel: u32, place: u32, item: MicrobatchId },
     Recv { channel: u32, place: u32, item: MicrobatchId },
-    AllReduce { stage: StageId, round: u32 },
+    Meeting(Meeting),
 }
 
 /// Where a worker is in its list.
@@ -117,7 +118,7 @@ struct Hands {
     tokens: Numbered<Posted>,
     /// For each of its stages.
     ledgers: Vec<Ledger>,
-    /// All-reduces posted.
+    /// Collectives posted.
     joined: usize,
 }
 
@@ -135,10 +136,10 @@ struct Checker<'a> {
     channels: Channels,
     /// By the number of the channel.
     ends: Vec<Ends>,
-    /// For each stage, members that have joined each all-reduce.
-    joined: HashMap<(StageId, u32), u32>,
-    /// For each rank, the order in which its first replica to get there came to its all-reduces.
-    collectives: Vec<Vec<(StageId, u32)>>,
+    /// Members that have joined each collective.
+    joined: HashMap<Meeting, u32>,
+    /// For each rank, the order in which its first replica to get there came to its collectives.
+    collectives: Vec<Vec<Meeting>>,
     awake: VecDeque<WorkerId>,
 }
 
@@ -232,9 +233,10 @@ impl<'a> Checker<'a> {
                 };
                 self.rest(from).iter().any(meets).then_some(from)
             }
-            Posted::AllReduce { stage, round } => {
-                let joins = |i: &Instruction| matches!(*i, Instruction::AllReduce { stage: s, round: r, .. } if (s, r) == (stage, round));
-                self.layout.holders(stage).find(|&other| other != worker && self.rest(other).iter().any(joins))
+            Posted::Meeting(meeting) => {
+                let joins = |i: &Instruction| i.meeting().is_some_and(|(of, _)| of == meeting);
+                let mut holders = self.layout.holders(meeting.stage);
+                holders.find(|&other| other != worker && self.rest(other).iter().any(joins))
             }
         }
     }
@@ -262,7 +264,10 @@ impl<'a> Checker<'a> {
                 let Channel { from, .. } = self.channels.channel(channel);
                 format!("{} never sends item {}", self.program.worker_name(from), item.0)
             }
-            Some(&Posted::AllReduce { round, .. }) => format!("not every replica joins round {round}"),
+            Some(&Posted::Meeting(Meeting { kind: Collective::AllGather, number, .. })) => {
+                format!("not every replica gathers version {number}")
+            }
+            Some(&Posted::Meeting(Meeting { number, .. })) => format!("not every replica joins round {number}"),
             None => "nothing ends it".to_string(),
         }
     }
@@ -280,6 +285,9 @@ impl<'a> Checker<'a> {
                 let ledger = hands.of(stage)?;
                 ledger.backward_input(rule, item, version, slot)?;
                 ledger.backward_weight(rule, item, version, slot)?;
+            }
+            Instruction::Recompute { stage, item, version, slot } => {
+                hands.of(stage)?.recompute(rule, item, version, slot)?;
             }
             Instruction::BackwardInput { stage, item, version, slot } => {
                 hands.of(stage)?.backward_input(rule, item, version, slot)?;
@@ -310,21 +318,15 @@ impl<'a> Checker<'a> {
             Instruction::Wait { token } => return self.wait(worker, token),
             Instruction::AllReduce { stage, round, token } => {
                 hands.of(stage)?.all_reduce(rule, round)?;
-                hands.joined += 1;
-                let order = &mut self.collectives[self.program.workers[worker.index()].rank.index()];
-                match order.get(hands.joined - 1) {
-                    Some(&(other, of)) if (other, of) != (stage, round) => {
-                        return Err(Fault::CollectiveOrder { stage: other.0, round: of });
-                    }
-                    Some(_) => {}
-                    None => order.push((stage, round)),
-                }
-                self.post(worker, token, Posted::AllReduce { stage, round })?;
-                let joined = self.joined.entry((stage, round)).or_default();
-                *joined += 1;
-                if *joined == self.program.stages[stage.index()].replicas {
-                    self.awake.extend(self.layout.holders(stage));
-                }
+                self.meet(worker, Meeting { kind: Collective::AllReduce, stage, number: round }, token)?;
+            }
+            Instruction::ReduceScatter { stage, round, token } => {
+                hands.of(stage)?.reduce_scatter(rule, round)?;
+                self.meet(worker, Meeting { kind: Collective::ReduceScatter, stage, number: round }, token)?;
+            }
+            Instruction::AllGather { stage, version, token } => {
+                hands.of(stage)?.all_gather(version)?;
+                self.meet(worker, Meeting { kind: Collective::AllGather, stage, number: version.0 }, token)?;
             }
             Instruction::Step { stage, round, from, to, count, in_place } => {
                 // Steps of a rank's stages come together, when all are done with the round: they may share parameters.
@@ -335,6 +337,7 @@ impl<'a> Checker<'a> {
                 hands.of(stage)?.step(rule, round, (from, to), count, in_place)?;
             }
             Instruction::Drop { stage, version } => hands.of(stage)?.drop_version(version)?,
+            Instruction::Checkpoint { stage, version } => hands.of(stage)?.has_whole(version)?,
         }
         Ok(true)
     }
@@ -360,6 +363,27 @@ impl<'a> Checker<'a> {
             self.ends.push(Ends::default());
         }
         number
+    }
+
+    /// Joins a collective; all replicas of a rank come to theirs in one order.
+    fn meet(&mut self, worker: WorkerId, meeting: Meeting, token: Token) -> Result<(), Fault> {
+        let joined = &mut self.hands[worker.index()].joined;
+        *joined += 1;
+        let order = &mut self.collectives[self.program.workers[worker.index()].rank.index()];
+        match order.get(*joined - 1) {
+            Some(&other) if other != meeting => {
+                return Err(Fault::CollectiveOrder { stage: other.stage.0, round: other.number });
+            }
+            Some(_) => {}
+            None => order.push(meeting),
+        }
+        self.post(worker, token, Posted::Meeting(meeting))?;
+        let members = self.joined.entry(meeting).or_default();
+        *members += 1;
+        if *members == self.program.stages[meeting.stage.index()].replicas {
+            self.awake.extend(self.layout.holders(meeting.stage));
+        }
+        Ok(())
     }
 
     fn post(&mut self, worker: WorkerId, token: Token, posted: Posted) -> Result<(), Fault> {
@@ -388,12 +412,17 @@ impl<'a> Checker<'a> {
                 let (here, _) = self.ends(edge, kind, false)?;
                 self.hands[worker.index()].of(here)?.received(edge, item)?;
             }
-            Posted::AllReduce { stage, round } => {
-                let joined = self.joined.get(&(stage, round)).copied().unwrap_or(0);
+            Posted::Meeting(meeting) => {
+                let Meeting { kind, stage, number } = meeting;
+                let joined = self.joined.get(&meeting).copied().unwrap_or(0);
                 if joined < self.program.stages[stage.index()].replicas {
                     return Ok(false);
                 }
-                self.hands[worker.index()].of(stage)?.reduced(round);
+                let ledger = self.hands[worker.index()].of(stage)?;
+                match kind {
+                    Collective::AllReduce | Collective::ReduceScatter => ledger.reduced(number),
+                    Collective::AllGather => ledger.gathered(Version(number)),
+                }
             }
         }
         self.hands[worker.index()].tokens.remove(token.0);

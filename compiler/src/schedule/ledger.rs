@@ -18,6 +18,8 @@ const GRADIENT_BUFFERS: u32 = 2;
 struct Flight {
     version: Version,
     slot: Slot,
+    /// Whether its forward has run again.
+    again: bool,
     /// Whether its gradients for other stages are made, and those of weights.
     input: bool,
     weight: bool,
@@ -91,6 +93,10 @@ pub struct Ledger {
     /// Rounds that are closed, those of them whose all-reduce has been waited for, and those applied.
     closed: u32,
     reduced: BTreeSet<u32>,
+    /// Closed rounds whose gradients are in shares, and versions that are, those of them beside that are being gathered.
+    scattered: BTreeSet<u32>,
+    shares: BTreeSet<Version>,
+    gathering: BTreeSet<Version>,
     applied: u32,
     forwards: u32,
     backwards: u32,
@@ -125,6 +131,9 @@ impl Ledger {
             round_items: 0,
             closed: 0,
             reduced: BTreeSet::new(),
+            scattered: BTreeSet::new(),
+            shares: BTreeSet::new(),
+            gathering: BTreeSet::new(),
             applied: 0,
             forwards: 0,
             backwards: 0,
@@ -167,9 +176,7 @@ impl Ledger {
         if version != expected {
             return Err(Fault::WrongVersion { found: version, rule: expected });
         }
-        if !self.versions.contains(&version) {
-            return Err(Fault::NoVersion(version));
-        }
+        self.has_whole(version)?;
         if self.slots.get(slot.0).is_some_and(|place| place.item.is_some() || place.sends > 0) {
             return Err(Fault::SlotTaken(slot));
         }
@@ -181,10 +188,22 @@ impl Ledger {
         if self.in_flight > self.cap {
             return Err(Fault::OverCap { in_flight: self.in_flight, cap: self.cap });
         }
-        self.flights.insert(item.0, Flight { version, slot, input: false, weight: false });
+        self.flights.insert(item.0, Flight { version, slot, again: false, input: false, weight: false });
         self.last_forward = Some(item);
         self.forwards += 1;
         Ok(())
+    }
+
+    /// Recompute: between the forward and the backward, once.
+    pub fn recompute(&mut self, rule: &Rule, item: MicrobatchId, version: Version, slot: Slot) -> Result<(), Fault> {
+        self.mine(rule, item)?;
+        let flight = self.flights.get_mut(item.0).filter(|flight| rule.schedule.trains() && !flight.input);
+        let flight = flight.ok_or(Fault::NotMade { item, kind: Payload::Activation })?;
+        if std::mem::replace(&mut flight.again, true) {
+            return Err(Fault::Again(item));
+        }
+        flight.uses(version, slot)?;
+        still_held(&self.versions, &self.slots, item, version, slot)
     }
 
     /// BackwardInput, and the first half of Backward.
@@ -309,7 +328,34 @@ impl Ledger {
         self.close(rule, round)
     }
 
-    /// The Wait for an AllReduce.
+    /// ReduceScatter: as an AllReduce.
+    pub fn reduce_scatter(&mut self, rule: &Rule, round: u32) -> Result<(), Fault> {
+        self.all_reduce(rule, round)?;
+        self.scattered.insert(round);
+        Ok(())
+    }
+
+    /// AllGather: of a version that is in shares, once.
+    pub fn all_gather(&mut self, version: Version) -> Result<(), Fault> {
+        let is_ready = self.versions.contains(&version) && self.shares.contains(&version);
+        if is_ready && self.gathering.insert(version) { Ok(()) } else { Err(Fault::NoVersion(version)) }
+    }
+
+    /// The Wait for an AllGather.
+    pub fn gathered(&mut self, version: Version) {
+        self.gathering.remove(&version);
+        self.shares.remove(&version);
+    }
+
+    /// Checkpoint: of a version that is whole.
+    pub fn has_whole(&self, version: Version) -> Result<(), Fault> {
+        if !self.versions.contains(&version) {
+            return Err(Fault::NoVersion(version));
+        }
+        if self.shares.contains(&version) { Err(Fault::NotGathered(version)) } else { Ok(()) }
+    }
+
+    /// The Wait for an AllReduce or a ReduceScatter.
     pub fn reduced(&mut self, round: u32) {
         self.reduced.insert(round);
     }
@@ -368,16 +414,27 @@ impl Ledger {
         if !self.versions.contains(&from) {
             return Err(Fault::NoVersion(from));
         }
+        if in_place && self.gathering.contains(&from) {
+            return Err(Fault::NotGathered(from));
+        }
         if in_place {
             self.versions.remove(&from);
+            self.shares.remove(&from);
         }
         self.versions.insert(to);
+        if self.scattered.remove(&round) {
+            self.shares.insert(to);
+        }
         self.applied += 1;
         Ok(())
     }
 
     /// Drop: of any version but the newest.
     pub fn drop_version(&mut self, version: Version) -> Result<(), Fault> {
+        if self.gathering.contains(&version) {
+            return Err(Fault::NotGathered(version));
+        }
+        self.shares.remove(&version);
         if version.0 < self.applied && self.versions.remove(&version) { Ok(()) } else { Err(Fault::NoVersion(version)) }
     }
 
@@ -393,6 +450,7 @@ impl Ledger {
             left("the backwards", items - u64::from(self.backwards))?;
         }
         left("the rounds", u64::from(rule.rounds(self.stage) - self.applied))?;
+        left("the versions that are in shares", self.shares.len() as u64)?;
         left("the old versions", self.versions.len() as u64 - 1)
     }
 }

@@ -11,10 +11,11 @@
 //! Runs of millions of items are played in seconds, so nothing is hashed for an instruction: tokens and items are numbers into
 //! lists, channels are numbered, and the queues are radix heaps over the bits of times, which sort as the times do.
 
-use std::collections::{BTreeMap, HashMap, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
 
 use crate::plan::StageId;
 use crate::schedule::channel::{Channel, Channels};
+use crate::schedule::collective::{Collective, Meeting};
 use crate::schedule::moments::Moments;
 use crate::schedule::numbered::Numbered;
 use crate::schedule::{Instruction, MicrobatchId, Payload, Pipeline, Program, StageShape, Token, WorkerId};
@@ -67,7 +68,7 @@ struct Name {
 enum Ending {
     /// A transfer of the channel with this number: the tokens of its Send and of its Recv.
     Transfer(u32, Token, Token),
-    AllReduce(StageId, u32),
+    Meeting(Meeting),
 }
 
 /// One direction of one pair of workers: what is posted at one end and not yet at the other, and what has been carried.
@@ -101,6 +102,8 @@ struct Holding {
     gradients: u64,
     /// Whether one of them is being summed.
     summing: bool,
+    /// Items whose forward has run again and whose backward has not begun.
+    again: BTreeSet<MicrobatchId>,
 }
 
 impl Holding {
@@ -119,7 +122,7 @@ struct Simulation<'a> {
     channels: Channels,
     /// By the number of the channel.
     lines: Vec<Line>,
-    joined: HashMap<(StageId, u32), Vec<Name>>,
+    joined: HashMap<Meeting, Vec<Name>>,
     reductions: BTreeMap<StageId, Vec<Span>>,
     network: Moments<Ending>,
     /// Computations, by the virtual time at which they end.
@@ -137,7 +140,14 @@ impl<'a> Simulation<'a> {
         let sizes = pipeline.stages.iter().any(|stage| stage.param_bytes > 0 || stage.saved_bytes > 0);
         let hands = program.workers.iter().map(|worker| {
             let stages = program.stages_of(worker.rank);
-            let holding = |stage| Holding { stage, in_flight: 0, versions: 1, gradients: 0, summing: false };
+            let holding = |stage| Holding {
+                stage,
+                in_flight: 0,
+                versions: 1,
+                gradients: 0,
+                summing: false,
+                again: BTreeSet::new(),
+            };
             let holds: Vec<Holding> = stages.map(holding).collect();
             let weights = holds.iter().map(|of| pipeline.stages[of.stage.index()].param_bytes);
             let weights = weights.fold(0, u64::saturating_add);
@@ -224,7 +234,8 @@ impl<'a> Simulation<'a> {
         let index = worker.index();
         while let Some(&instruction) = self.program.workers[index].instructions.get(self.hands[index].at) {
             match instruction {
-                Instruction::Load { .. } => {}
+                // Neither has a time in a profile.
+                Instruction::Load { .. } | Instruction::Checkpoint { .. } => {}
                 Instruction::Forward { stage, item, .. } => {
                     if self.program.schedule.trains() {
                         let hands = &mut self.hands[index];
@@ -237,6 +248,10 @@ impl<'a> Simulation<'a> {
                 Instruction::Backward { stage, item, .. } => {
                     self.change(worker, stage, Holding::sum);
                     return self.compute(worker, Activity::Backward(stage, item));
+                }
+                Instruction::Recompute { stage, item, .. } => {
+                    self.change(worker, stage, |of| _ = of.again.insert(item));
+                    return self.compute(worker, Activity::Recompute(stage, item));
                 }
                 Instruction::BackwardInput { stage, item, .. } => {
                     return self.compute(worker, Activity::BackwardInput(stage, item));
@@ -264,11 +279,11 @@ impl<'a> Simulation<'a> {
                     self.lines[line as usize].recvs.push_back(token);
                     self.begin(line, channel);
                 }
-                Instruction::AllReduce { stage, round, token } => {
-                    self.hands[index].tokens.insert(token.0, false);
+                Instruction::AllReduce { stage, .. } | Instruction::ReduceScatter { stage, .. } => {
                     self.change(worker, stage, |of| of.summing = false);
-                    self.join(stage, round, Name { worker, token });
+                    self.join(worker, instruction);
                 }
+                Instruction::AllGather { .. } => self.join(worker, instruction),
                 Instruction::Wait { token } => {
                     if self.hands[index].tokens.get(token.0) != Some(&true) {
                         self.hands[index].blocked = Some(token);
@@ -283,18 +298,31 @@ impl<'a> Simulation<'a> {
 
     fn compute(&mut self, worker: WorkerId, activity: Activity) {
         // A program that was not checked may name any stage at all.
-        let of =
-            |stage: StageId, time: fn(&StageShape) -> f64| self.pipeline.stages.get(stage.index()).map_or(0.0, time);
+        let pipeline = self.pipeline;
+        let of = |stage: StageId, time: fn(&StageShape) -> f64| pipeline.stages.get(stage.index()).map_or(0.0, time);
         let time = match activity {
             Activity::Forward(stage, _) => of(stage, |shape| shape.forward),
-            Activity::Backward(stage, _) => of(stage, |shape| shape.backward),
-            Activity::BackwardInput(stage, _) => of(stage, |shape| (shape.backward - shape.weight).max(0.0)),
+            Activity::Backward(stage, item) => of(stage, |shape| shape.backward) - self.spared(worker, stage, item),
+            Activity::BackwardInput(stage, item) => {
+                of(stage, |shape| (shape.backward - shape.weight).max(0.0)) - self.spared(worker, stage, item)
+            }
+            Activity::Recompute(stage, _) => {
+                of(stage, |shape| if shape.recompute > 0.0 { shape.recompute } else { shape.forward })
+            }
             Activity::BackwardWeight(stage, _) => of(stage, |shape| shape.weight),
             Activity::Step(stage, _) => of(stage, |shape| shape.step),
-            Activity::AllReduce(..) | Activity::Transfer(..) | Activity::Wait => 0.0,
+            _ => 0.0,
         };
         self.hands[worker.index()].computing = Some((activity, self.now));
         self.computing.post(bits(self.virtual_now + time), worker);
+    }
+
+    /// The part of a backward that an instruction of its own has done before.
+    fn spared(&mut self, worker: WorkerId, stage: StageId, item: MicrobatchId) -> f64 {
+        let holding = self.hands[worker.index()].holds.iter_mut().find(|of| of.stage == stage);
+        let is_spared = holding.is_some_and(|of| !of.again.is_empty() && of.again.remove(&item));
+        let shape = self.pipeline.stages.get(stage.index()).filter(|_| is_spared);
+        shape.map_or(0.0, |shape| shape.recompute.min((shape.backward - shape.weight).max(0.0)))
     }
 
     fn computed(&mut self, worker: WorkerId) {
@@ -318,7 +346,7 @@ impl<'a> Simulation<'a> {
                     of.gradients = of.gradients.saturating_sub(1);
                     of.summing &= of.gradients > 0;
                 }),
-                Activity::AllReduce(..) | Activity::Transfer(..) | Activity::Wait => {}
+                _ => {}
             }
         }
         self.hands[worker.index()].at += 1;
@@ -361,18 +389,27 @@ impl<'a> Simulation<'a> {
         }
     }
 
-    fn join(&mut self, stage: StageId, round: u32, name: Name) {
+    /// Joins a collective, which begins when the last replica has. An all-reduce is a reduce-scatter and an all-gather, which
+    /// carry as much.
+    fn join(&mut self, worker: WorkerId, instruction: Instruction) {
+        let Some((meeting, token)) = instruction.meeting() else { return };
+        self.hands[worker.index()].tokens.insert(token.0, false);
+        let Meeting { kind, stage, number } = meeting;
         let members = self.program.stages.get(stage.index()).map_or(0, |stage| stage.replicas as usize);
-        let joined = self.joined.entry((stage, round)).or_default();
-        joined.push(name);
+        let joined = self.joined.entry(meeting).or_default();
+        joined.push(Name { worker, token });
         if joined.len() == members {
-            let time = self.machine.network.all_reduce(stage.index());
+            let whole = self.machine.network.all_reduce(stage.index());
+            let (activity, time) = match kind {
+                Collective::AllReduce => (Activity::AllReduce(stage, number), whole),
+                Collective::ReduceScatter => (Activity::ReduceScatter(stage, number), whole / 2.0),
+                Collective::AllGather => (Activity::AllGather(stage, number), whole / 2.0),
+            };
             if time > 0.0 {
-                let activity = Activity::AllReduce(stage, round);
                 let span = Span { activity, start: self.now, end: self.now + time };
                 self.reductions.entry(stage).or_default().push(span);
             }
-            self.network.post(bits(self.now + time), Ending::AllReduce(stage, round));
+            self.network.post(bits(self.now + time), Ending::Meeting(meeting));
         }
     }
 
@@ -383,8 +420,8 @@ impl<'a> Simulation<'a> {
                 self.complete(Name { worker: from, token: sender });
                 self.complete(Name { worker: to, token: receiver });
             }
-            Ending::AllReduce(stage, round) => {
-                for name in self.joined.remove(&(stage, round)).unwrap_or_default() {
+            Ending::Meeting(meeting) => {
+                for name in self.joined.remove(&meeting).unwrap_or_default() {
                     self.complete(name);
                 }
             }
