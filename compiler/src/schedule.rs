@@ -12,6 +12,9 @@
 //! Recv is posted (channels hold nothing), so a program that runs here runs on any link. A channel is (edge, kind, from
 //! worker, to worker) and first in, first out; the two directions of an edge are separate channels. Stages of one rank speak to
 //! each other in the same words: a worker may send to itself.
+//!
+//! Two things need no instruction: a backward adds its gradients to those of its round itself, and a Step that is not in place keeps
+//! the version before, until its Drop.
 
 pub mod bfs;
 pub mod channel;

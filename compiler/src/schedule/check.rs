@@ -120,6 +120,8 @@ struct Hands {
     ledgers: Vec<Ledger>,
     /// Collectives posted.
     joined: usize,
+    /// Whether it stands among those that may go on.
+    is_awake: bool,
 }
 
 impl Hands {
@@ -151,6 +153,7 @@ impl<'a> Checker<'a> {
             tokens: Numbered::new(worker.instructions.len()),
             ledgers: program.stages_of(worker.rank).map(|stage| Ledger::new(program, stage, worker)).collect(),
             joined: 0,
+            is_awake: true,
         };
         Self {
             program,
@@ -167,6 +170,7 @@ impl<'a> Checker<'a> {
 
     fn run(mut self) -> Result<(), CheckError> {
         while let Some(worker) = self.awake.pop_front() {
+            self.hands[worker.index()].is_awake = false;
             while let Some(&instruction) = self.instruction(worker) {
                 match self.advance(worker, instruction) {
                     Ok(true) => self.hands[worker.index()].at += 1,
@@ -184,6 +188,13 @@ impl<'a> Checker<'a> {
             self.end(worker).map_err(|fault| CheckError::End { worker: self.program.worker_name(worker), fault })?;
         }
         Ok(())
+    }
+
+    fn wake(&mut self, worker: WorkerId) {
+        let is_awake = &mut self.hands[worker.index()].is_awake;
+        if !std::mem::replace(is_awake, true) {
+            self.awake.push_back(worker);
+        }
     }
 
     fn instruction(&self, worker: WorkerId) -> Option<&'a Instruction> {
@@ -304,7 +315,7 @@ impl<'a> Checker<'a> {
                 let channel = self.channel(worker, Channel { from: worker, to: peer, edge, kind });
                 let place = self.ends[channel as usize].post(item, true)?;
                 self.post(worker, token, Posted::Send { channel, place, item })?;
-                self.awake.push_back(peer);
+                self.wake(peer);
             }
             Instruction::Recv { edge, item, kind, peer, token } => {
                 let (here, other) = self.ends(edge, kind, false)?;
@@ -313,7 +324,7 @@ impl<'a> Checker<'a> {
                 let channel = self.channel(worker, Channel { from: peer, to: worker, edge, kind });
                 let place = self.ends[channel as usize].post(item, false)?;
                 self.post(worker, token, Posted::Recv { channel, place, item })?;
-                self.awake.push_back(peer);
+                self.wake(peer);
             }
             Instruction::Wait { token } => return self.wait(worker, token),
             Instruction::AllReduce { stage, round, token } => {
@@ -381,7 +392,7 @@ impl<'a> Checker<'a> {
         let members = self.joined.entry(meeting).or_default();
         *members += 1;
         if *members == self.program.stages[meeting.stage.index()].replicas {
-            self.awake.extend(self.layout.holders(meeting.stage));
+            self.layout.holders(meeting.stage).for_each(|worker| self.wake(worker));
         }
         Ok(())
     }
