@@ -5,8 +5,8 @@
 //! 1.0 |  . F0 B0 F1 B1 F2 B2  .
 //! ```
 //!
-//! Every forward, backward, part of a backward and forward run again (`R2`) takes one unit, everything else takes none. A cell leaves out the row's own
-//! stage where the row has one.
+//! Every forward, backward, part of a backward and forward that runs again (`R2`) takes one unit, everything else takes none. A cell
+//! leaves out the row's own stage where the row has one.
 
 use std::collections::{BTreeMap, VecDeque};
 
@@ -123,7 +123,11 @@ impl<'a> Drawing<'a> {
                 self.posted[index].insert(token, Posted::Meeting(meeting));
                 self.joined.entry(meeting).or_default().push(now);
             }
-            Instruction::Recompute { item, .. } => self.rows[index].push(Some(format!("R{}", item.0))),
+            Instruction::Recompute { stage, item, .. } => {
+                let several = self.program.stages_of(self.program.workers[index].rank).nth(1).is_some();
+                let stage = if several { stage.0.to_string() } else { String::new() };
+                self.rows[index].push(Some(format!("{stage}R{}", item.0)));
+            }
             Instruction::Wait { token } => match self.ends(index, token) {
                 Some(time) => {
                     self.posted[index].remove(&token);
