@@ -54,7 +54,7 @@ pub fn plan(path: &Path) -> Result<Plan, Failure> {
 }
 
 /// What a file says it is, where that is another kind of ours than the one that was expected.
-fn other_file(text: &str, expected: &str) -> Option<String> {
+pub fn other_file(text: &str, expected: &str) -> Option<String> {
     let value: serde_json::Value = serde_json::from_str(text).ok()?;
     let schema = value.get("schema")?.as_str()?;
     let kind = schema.strip_prefix("pipec.")?.split('/').next()?;
