@@ -194,7 +194,7 @@ pub fn run(arguments: Box<Arguments>, screen: &Screen) -> Result<(), Failure> {
     match source::format(&arguments) {
         source::Format::DnnPartitioning => return device_placement::run(&arguments, screen),
         source::Format::Piper => return hybrid::run(&arguments, screen),
-        source::Format::Onnx | source::Format::Pipedream => {}
+        source::Format::Onnx | source::Format::Pt2 | source::Format::Pipedream => {}
     }
     if arguments.noncontiguous {
         return Err(Failure::input("`--noncontiguous` goes with `--from dnn-partitioning`")

@@ -1,14 +1,17 @@
-//! The stages as boxes in a row, a card for each replica, and what goes between them.
+//! The stages as boxes in a row, a card for each replica, and what goes between them; many stages stand in a grid.
 
 use crate::export::escape::short;
 use crate::export::quantity;
+use crate::export::report::grid;
 use crate::export::report::markup::{Column, Table};
 use crate::export::stage_name::{layers, ranges};
 use crate::export::svg::{Anchor, Svg, width};
 use crate::plan::{Plan, Stage};
 
 /// Stages that are drawn at most; the table has them all.
-const MOST: usize = 64;
+const MOST: usize = 256;
+/// More stages than this do not stand in one row.
+const IN_A_ROW: usize = 4;
 const BOX: [f64; 2] = [176.0, 118.0];
 const GAP: f64 = 92.0;
 const TOP: f64 = 18.0;
@@ -16,6 +19,11 @@ const TOP: f64 = 18.0;
 /// The picture.
 pub fn draw(plan: &Plan) -> Svg {
     let stages = &plan.stages[..plan.stages.len().min(MOST)];
+    let most = stages.iter().map(load).fold(0.0, f64::max);
+    let share = |stage: &Stage| if most > 0.0 { load(stage) / most } else { 0.0 };
+    if stages.len() > IN_A_ROW {
+        return grid::draw(plan, stages, &share);
+    }
     let skips: Vec<_> =
         plan.edges.iter().filter(|edge| edge.to.0 > edge.from.0 + 1 && edge.to.index() < MOST).collect();
     let left = |at: usize| 2.0 + at as f64 * (BOX[0] + GAP);
@@ -26,9 +34,8 @@ pub fn draw(plan: &Plan) -> Svg {
     };
     let wide = left(stages.len().saturating_sub(1)) + BOX[0] + 14.0;
     let mut picture = Svg::new(wide, TOP + BOX[1] + 12.0 + below, "The stages and what goes between them");
-    let most = stages.iter().map(load).fold(0.0, f64::max);
     for (at, stage) in stages.iter().enumerate() {
-        one(&mut picture, stage, [left(at), TOP], if most > 0.0 { load(stage) / most } else { 0.0 });
+        one(&mut picture, stage, [left(at), TOP], share(stage));
     }
     let middle = TOP + BOX[1] / 2.0;
     for edge in plan.edges.iter().filter(|edge| edge.to.0 == edge.from.0 + 1 && edge.to.index() < MOST) {
