@@ -21,6 +21,9 @@ use std::path::{Path, PathBuf};
 /// The most bytes of a metrics file.
 const MOST_METRICS_BYTES: u64 = 256 << 20;
 
+/// Why nothing is played or weighed for the plan of an instance.
+const INSTANCE: &str = "it is for a published instance, which has nodes with times and is no model that runs";
+
 /// The most devices that are tried.
 const MOST_DEVICES: u64 = 4096;
 
@@ -56,12 +59,18 @@ pub struct Arguments {
 /// Gathers, writes, prints.
 pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Failure> {
     let plan = cmd::plan::sound_plan(&arguments.file)?;
+    if is_instance(&plan) && (arguments.model.is_some() || arguments.schedule.is_some()) {
+        let flag = if arguments.model.is_some() { "--model" } else { "--schedule" };
+        let what = format!("`{flag}` does not go with the plan of an instance");
+        return Err(Failure::input(what).because(format!("{}: {INSTANCE}", arguments.file.display())));
+    }
     let source = match &arguments.model {
         Some(path) => Some(Source::of_plan(path, arguments.profile.as_deref(), &plan, screen)?),
         None => None,
     };
     let modelled = match &source {
         Some(source) => Ok(modelled(source, &plan)?),
+        None if is_instance(&plan) => Err(format!("The plan's cuts are not weighed: {INSTANCE}.")),
         None => Err(
             "The costs of single ops are not in a plan: `pipec report PLAN --model FILE` shows them, and what moving \
                      each cut would cost."
@@ -93,7 +102,7 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Failure> {
 fn played(plan: &Plan, said: Option<&str>) -> Result<Result<Played, String>, Failure> {
     let Some(own) = own::read(said)? else {
         return Ok(match plan.cost {
-            CostModel::Hybrid => Err(cmd::simulate::HYBRID.to_string()),
+            CostModel::Hybrid | CostModel::Load => Err(INSTANCE.to_string()),
             _ if plan.schedule.kind == ScheduleKind::Csv => {
                 Err("the plan is for an order of work of the user's own, and `--schedule FILE` names it".to_string())
             }
@@ -104,6 +113,11 @@ fn played(plan: &Plan, said: Option<&str>) -> Result<Result<Played, String>, Fai
     let pipeline = pipeline(plan).map_err(|error| fail(&error))?;
     let program = own.program(&pipeline, own.minibatches().unwrap_or(2))?;
     play::play_program(plan, &pipeline, program).map(Ok).map_err(|error| fail(&error))
+}
+
+/// Whether the plan is for a published instance, which has nodes and costs but is no model.
+fn is_instance(plan: &Plan) -> bool {
+    matches!(plan.cost, CostModel::Hybrid | CostModel::Load)
 }
 
 fn modelled(source: &Source, plan: &Plan) -> Result<Modelled, Failure> {

@@ -22,9 +22,6 @@ use std::path::PathBuf;
 /// The longest chart, in minibatches: one does not read further, and a terminal does not show more.
 const CHARTED: u32 = 24;
 
-/// Why a plan of an instance with choices is not played.
-pub const HYBRID: &str = "its times are those of an instance, in a unit of its own, with forward and backward in one";
-
 /// Minibatches that are run where nobody says how many.
 const USUAL: u32 = 100;
 
@@ -56,7 +53,8 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Failure> {
     let plan = cmd::plan::sound_plan(&arguments.file)?;
     let what = format!("cannot simulate {}", arguments.file.display());
     if plan.cost == CostModel::Hybrid {
-        return Err(Failure::input(what).because(HYBRID));
+        let why = "its times are those of an instance, in a unit of its own, with forward and backward in one";
+        return Err(Failure::input(what).because(why));
     }
     let fail = |error: &dyn std::fmt::Display| Failure::input(&what).because(error);
     let own = own::read(arguments.schedule.as_deref())?;
