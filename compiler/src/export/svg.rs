@@ -73,7 +73,8 @@ impl Svg {
         if blocks.is_empty() {
             return;
         }
-        let _ = write!(self.body, "<path class=\"{class}\" d=\"");
+        // It has nothing to say, and what lies under it may.
+        let _ = write!(self.body, "<path class=\"{class}\" pointer-events=\"none\" d=\"");
         for [x, y, width, height] in blocks {
             let (x, y, width, height) = (number(*x), number(*y), number(width.max(0.0)), number(height.max(0.0)));
             let _ = write!(self.body, "M{x} {y}h{width}v{height}h-{width}z");

@@ -18,7 +18,7 @@ const MOST_WORKERS: usize = 64;
 /// Rows that are drawn at most.
 const MOST_ROWS: usize = 128;
 /// Rectangles that are drawn at most, about.
-const MOST_SPANS: usize = 3_600;
+const MOST_SPANS: usize = 4_200;
 /// Slices of time that are drawn at most, over all rows: they have no words, so there may be more of them.
 const MOST_SLICES: usize = 12_000;
 

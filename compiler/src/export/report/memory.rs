@@ -13,7 +13,7 @@ const MOST: usize = 256;
 /// More bars than this are drawn thin.
 const THICK: usize = 24;
 const WIDE: f64 = 1060.0;
-const LEFT: f64 = 78.0;
+const LEFT: f64 = 92.0;
 const RIGHT: f64 = 96.0;
 const TOP: f64 = 48.0;
 /// Heights of a thick bar and of a thin one, with and without the room below it.
