@@ -53,7 +53,8 @@ pub fn draw(plan: &Plan) -> Svg {
         picture.text("small quiet", Anchor::Middle, [centre, middle + 18.0], &tensors);
     }
     for (edge, lane) in skips.iter().zip(lanes) {
-        let side = if edge.to > edge.from { 18.0 } else { -18.0 };
+        // What goes back has a place of its own at either end.
+        let side = if edge.to > edge.from { 18.0 } else { -50.0 };
         let from = left(edge.from.index()) + BOX[0] / 2.0 + side;
         let to = left(edge.to.index()) + BOX[0] / 2.0 - side;
         let (start, depth) = (TOP + BOX[1], TOP + BOX[1] + 22.0 + 16.0 * lane as f64);
