@@ -13,6 +13,7 @@ pub mod clock;
 pub mod cut_bytes;
 pub mod device_placement;
 pub mod fault;
+pub mod held;
 pub mod hybrid;
 pub mod judge;
 pub mod links;

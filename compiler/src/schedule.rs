@@ -24,6 +24,7 @@ pub mod collective;
 pub mod csv;
 pub mod dualpipev;
 pub mod fault;
+pub mod fit;
 pub mod gpipe;
 pub mod inference;
 pub mod interleaved;
@@ -36,6 +37,7 @@ pub mod numbered;
 pub mod one_f_one_b;
 pub mod one_f_one_b_rr;
 pub mod order;
+pub mod own;
 pub mod pipeline;
 pub mod rule;
 pub mod scheduler;
@@ -128,7 +130,7 @@ pub enum Schedule {
     TwoBw,
     /// `inference`: forwards only.
     Inference,
-    /// `csv`: the order of a table that the user gives.
+    /// `csv`: an order of the user's own, from a table or from Rust.
     Csv,
 }
 
@@ -568,6 +570,8 @@ pub enum ScheduleError {
     UnequalReplicas { schedule: Schedule, replicas: String },
     #[error("table: {what}")]
     Table { what: String },
+    #[error("program: {what}")]
+    Foreign { what: String },
     #[error("the plan has {stages} stages and in-flight caps for {caps}")]
     CapsForOtherStages { stages: usize, caps: usize },
     #[error("unknown schedule `{name}`; known are {}", known())]

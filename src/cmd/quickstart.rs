@@ -144,7 +144,7 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Failure> {
         weights: &initial,
         plan: &plan,
         schedule: ScheduleKind::RoundRobin,
-        table: None,
+        own: None,
         in_flight: InFlight::Auto,
         loss: Some(Loss::CrossEntropy),
         class_dim: None,

@@ -6,17 +6,17 @@ use crate::cmd::partition::{self, Question};
 use crate::failure::Failure;
 use crate::initial::initial;
 use crate::model::{self, DEFAULT_MICRO_BATCH, Loaded};
+use crate::own::{self, Own};
 use crate::screen::Screen;
 use crate::source::{self, Costs, Times};
 use crate::training::{self, Data, Done, Length, Loss, Prepared, Task};
-use crate::{cmd, given, prediction, quantity, stages, table};
+use crate::{cmd, given, prediction, quantity, stages};
 use clap::Args;
 use compiler::export::trace::Trace;
 use compiler::export::trace::encode::encode;
 use compiler::op::Op;
 use compiler::plan::problem::InFlight;
 use compiler::plan::{Plan, ScheduleKind};
-use compiler::schedule::csv::Table;
 use compiler::simulate::Activity;
 use compiler::tensor::DType;
 use profiler::machine;
@@ -66,8 +66,8 @@ pub struct Arguments {
     /// Micro-batches in a minibatch [default: the plan's, else 1]
     #[arg(long, value_name = "M", value_parser = clap::value_parser!(u32).range(1..=1 << 20))]
     microbatches: Option<u32>,
-    /// Order of work [default: the plan's, else 1f1b-rr, or 1f1b with micro-batches]
-    #[arg(long, value_name = "NAME|FILE.csv", value_parser = table::said)]
+    /// Order of work: a schedule, a table FILE.csv, or programs FILE.json [default: the plan's, else 1f1b-rr, or 1f1b with micro-batches]
+    #[arg(long, value_name = "NAME|FILE", value_parser = own::said)]
     schedule: Option<String>,
     /// Minibatches in flight on each replica of a stage: auto (the plan's), pipedream, or one number a stage
     #[arg(long, value_name = "auto|pipedream|N,N,…", default_value = "auto", value_parser = partition::in_flight)]
@@ -151,16 +151,16 @@ pub fn run(arguments: Box<Arguments>, screen: &Screen) -> Result<(), Failure> {
         let why = "the model has no parameter that a gradient trains: its weights are frozen, or it holds its gradients itself";
         return Err(Failure::file("train", &arguments.file, why));
     }
-    let own_order = table::read(arguments.schedule.as_deref())?;
-    let of_table = own_order.as_ref().map(Table::microbatches);
-    if let (Some(asked), Some(listed)) = (arguments.microbatches, of_table)
+    let own = own::read(arguments.schedule.as_deref())?;
+    let listed = own.as_ref().map(Own::microbatches);
+    if let (Some(asked), Some(listed)) = (arguments.microbatches, listed)
         && asked != listed
     {
-        let what = format!("`--microbatches {asked}` does not go with a table of {listed} micro-batches");
-        return Err(Failure::input(what).help("leave out `--microbatches`: the table says how many there are"));
+        let what = format!("`--microbatches {asked}` does not go with a schedule of {listed} micro-batches");
+        return Err(Failure::input(what).help("leave out `--microbatches`: the file says how many there are"));
     }
     let microbatches =
-        of_table.or(arguments.microbatches).or(given.as_ref().map(|plan| plan.schedule.microbatches)).unwrap_or(1);
+        listed.or(arguments.microbatches).or(given.as_ref().map(|plan| plan.schedule.microbatches)).unwrap_or(1);
     let planned_batch = given.as_ref().map(|plan| plan.schedule.micro_batch * u64::from(plan.schedule.microbatches));
     let batch = match arguments.batch.or(planned_batch) {
         Some(batch) => batch,
@@ -169,15 +169,21 @@ pub fn run(arguments: Box<Arguments>, screen: &Screen) -> Result<(), Failure> {
             DEFAULT_MICRO_BATCH
         }),
     };
-    let asked = arguments.schedule.as_deref().and_then(table::kind);
+    let asked = own::kind(arguments.schedule.as_deref(), own.as_ref());
     if asked == Some(ScheduleKind::Inference) {
         return Err(Failure::input("`--schedule inference` does not train").help("leave it out, or write `1f1b`"));
     }
+    if own.as_ref().is_some_and(|own| own.minibatches().is_some()) && arguments.epochs.is_some() {
+        return Err(Failure::input(
+            "`--epochs` does not go with programs, which say how many minibatches they are for",
+        ));
+    }
+    let steps = own.as_ref().map_or(Ok(arguments.steps), |own| own.count("--steps", arguments.steps))?;
     let usual = if microbatches > 1 { ScheduleKind::OneFOneB } else { ScheduleKind::RoundRobin };
     let schedule = asked.or(given.as_ref().map(|plan| plan.schedule.kind)).unwrap_or(usual);
     let plan = match given {
         Some(plan) => plan,
-        None => own_plan(&arguments, &loaded, batch, microbatches, (schedule, own_order.as_ref()))?,
+        None => own_plan(&arguments, &loaded, batch, microbatches, (schedule, own.as_ref()))?,
     };
     if arguments.plan.is_none() && plan.cluster.devices > 1 {
         screen.note(&format!("planned on analytic costs of a CPU\n{}", stages::stages(&plan)));
@@ -195,7 +201,7 @@ pub fn run(arguments: Box<Arguments>, screen: &Screen) -> Result<(), Failure> {
         weights: &weights,
         plan: &plan,
         schedule,
-        table: own_order.as_ref(),
+        own: own.as_ref(),
         in_flight: arguments.in_flight.clone(),
         loss: arguments.loss,
         class_dim: arguments.class_dim,
@@ -203,7 +209,7 @@ pub fn run(arguments: Box<Arguments>, screen: &Screen) -> Result<(), Failure> {
         unbiased: arguments.bn_variance == "torch",
         batch,
         microbatches,
-        length: match (arguments.steps, arguments.epochs) {
+        length: match (steps, arguments.epochs) {
             (Some(steps), _) => Length::Steps(steps),
             (None, epochs) => Length::Epochs(epochs.unwrap_or(1)),
         },
@@ -265,7 +271,7 @@ fn training_differs(task: &Task<'_>, arguments: &Arguments) -> bool {
         (plan.schedule.micro_batch.saturating_mul(u64::from(task.microbatches)), task.microbatches);
     task.dtype.is_some_and(|dtype| dtype.name() != plan.dtype)
         || task.schedule != plan.schedule.kind
-        || task.table.is_some()
+        || task.own.is_some()
         || task.in_flight != InFlight::Auto
         || (task.batch, microbatches) != (batch, plan.schedule.microbatches)
         || (arguments.plan.is_some() && arguments.optimizer.planned().name() != plan.optimizer)
@@ -447,10 +453,10 @@ fn own_plan(
     loaded: &Loaded,
     batch: u64,
     microbatches: u32,
-    (schedule, table): (ScheduleKind, Option<&Table>),
+    (schedule, own): (ScheduleKind, Option<&Own>),
 ) -> Result<Plan, Failure> {
-    let stages = match (&arguments.stages, table) {
-        (None, Some(table)) if arguments.cut_after.is_none() => Some(table::replicas(table)?),
+    let stages = match (&arguments.stages, own) {
+        (None, Some(own)) if arguments.cut_after.is_none() => Some(own.replicas()?),
         (stages, _) => stages.clone(),
     };
     let needed = stages.as_ref().map(|stages| stages.iter().fold(0u32, |sum, r| sum.saturating_add(*r)));

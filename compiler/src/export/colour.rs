@@ -46,6 +46,7 @@ text{font:12px system-ui,-apple-system,'Segoe UI',Roboto,'Helvetica Neue',Arial,
 .behind{fill:var(--card);stroke:var(--line);stroke-width:1}\
 .arrow{fill:none;stroke:var(--quiet);stroke-width:1.4}\
 .head{fill:var(--quiet)}\
+.over{fill:transparent}\
 .track{fill:var(--grid)}\
 .limit{stroke:var(--bad);stroke-width:1.4;stroke-dasharray:5 3}\
 .limit-text{fill:var(--bad)}\

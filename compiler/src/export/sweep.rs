@@ -7,6 +7,7 @@
 use crate::export::axis::Unit;
 use crate::export::plot::{Across, Curve, Plot};
 use crate::export::svg::Svg;
+use crate::plan::held::fullest;
 use crate::plan::problem::CostModel;
 use crate::plan::{Plan, ScheduleKind};
 use std::collections::BTreeSet;
@@ -95,7 +96,7 @@ impl Figures {
             replicas: plan.stages.iter().map(|stage| stage.replicas).collect(),
             throughput_per_s: plan.predicted.throughput_per_s,
             single_per_s: if single > 0.0 { samples * 1e6 / single } else { 0.0 },
-            peak_bytes: plan.stages.iter().map(|stage| stage.memory.total).max().unwrap_or(0),
+            peak_bytes: fullest(plan),
             limit_bytes: plan.cluster.memory_per_device.map(|limit| limit.0),
             bubble: plan.predicted.bubble,
             bytes_per_sample: messages + reduces,
