@@ -26,6 +26,7 @@ pub mod json;
 pub mod ledger;
 pub mod link;
 pub mod lower;
+pub mod newest;
 pub mod one_f_one_b;
 pub mod one_f_one_b_rr;
 pub mod order;
@@ -117,6 +118,8 @@ pub enum Schedule {
     OneFOneBRr,
     /// `1f1b-rr-vsync`: the same with vertical sync: all stages use the version of the first.
     OneFOneBRrVsync,
+    /// `1f1b-rr-newest`: the same without stashing: forward and backward each use the newest weights.
+    OneFOneBRrNewest,
     /// `2bw`: PipeDream-2BW, double-buffered weights.
     TwoBw,
     /// `inference`: forwards only.
@@ -127,7 +130,7 @@ pub enum Schedule {
 
 impl Schedule {
     /// Every schedule that is generated, in the order of the documentation.
-    pub const ALL: [Schedule; 12] = [
+    pub const ALL: [Schedule; 13] = [
         Schedule::Gpipe,
         Schedule::OneFOneB,
         Schedule::Interleaved,
@@ -138,6 +141,7 @@ impl Schedule {
         Schedule::DualPipeV,
         Schedule::OneFOneBRr,
         Schedule::OneFOneBRrVsync,
+        Schedule::OneFOneBRrNewest,
         Schedule::TwoBw,
         Schedule::Inference,
     ];
@@ -155,6 +159,7 @@ impl Schedule {
             Schedule::DualPipeV => "dualpipev",
             Schedule::OneFOneBRr => "1f1b-rr",
             Schedule::OneFOneBRrVsync => "1f1b-rr-vsync",
+            Schedule::OneFOneBRrNewest => "1f1b-rr-newest",
             Schedule::TwoBw => "2bw",
             Schedule::Inference => "inference",
             Schedule::Csv => "csv",
@@ -163,7 +168,12 @@ impl Schedule {
 
     /// Whether an item is a whole minibatch, and each round of replicas makes an update of its own.
     pub fn is_round_robin(self) -> bool {
-        matches!(self, Schedule::OneFOneBRr | Schedule::OneFOneBRrVsync)
+        matches!(self, Schedule::OneFOneBRr | Schedule::OneFOneBRrVsync | Schedule::OneFOneBRrNewest)
+    }
+
+    /// Whether a backward uses the weights of its forward.
+    pub fn stashes(self) -> bool {
+        self != Schedule::OneFOneBRrNewest
     }
 
     /// Whether an update is made of a whole minibatch of microbatches.
