@@ -5,7 +5,8 @@ use crate::quantity;
 use compiler::graph::Graph;
 use compiler::schedule::{Program, Schedule};
 use profiler::machine::available_bytes;
-use runtime::compile::StageCode;
+use runtime::compile::{Named, StageCode};
+use runtime::device::cpu::half::is_half;
 use runtime::optimizer::Optimizer;
 
 /// Refuses what cannot fit.
@@ -35,10 +36,19 @@ pub fn of_training(codes: &[StageCode], program: &Program, optimizer: &Optimizer
             Schedule::Gpipe => (1, microbatches),
             Schedule::TwoBw => (2, cap),
             Schedule::OneFOneBRr | Schedule::OneFOneBRrVsync | Schedule::Inference => (cap, cap),
+            // One that is predicted or set back beside the newest.
+            Schedule::OneFOneBRrNewest => (2, cap),
             _ => (1, cap.min(microbatches)),
         };
-        let sum = |named: &[runtime::compile::Named]| named.iter().map(|named| named.bytes as u64).sum::<u64>();
-        let weights = sum(&code.parameters).saturating_mul(versions + 2 + optimizer.buffers() as u64);
+        let sum = |named: &[Named]| named.iter().map(|named| named.bytes as u64).sum::<u64>();
+        // Beside versions of two bytes there are masters, and all else is as large as they.
+        let wide = |named: &Named| if is_half(named.fact.dtype) { (2, 1) } else { (1, 0) };
+        let beside = 2 + optimizer.buffers() as u64;
+        let of = |named: &Named| {
+            let (times, masters) = wide(named);
+            (named.bytes as u64).saturating_mul(versions + times * (beside + masters))
+        };
+        let weights = code.parameters.iter().map(of).fold(0, u64::saturating_add);
         let own: u64 = code.own_bytes.iter().map(|bytes| *bytes as u64).sum();
         let kept = (code.kept_bytes as u64 + own).saturating_mul(items);
         [weights, sum(&code.states), kept, code.arena_bytes as u64].into_iter().fold(0, u64::saturating_add)

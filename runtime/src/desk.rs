@@ -162,7 +162,8 @@ pub struct Left {
 impl<'a> Desk<'a> {
     /// A desk at which nothing has been done. What it holds is counted in the ledger.
     pub fn new(place: Place<'a>, manner: Manner<'a>, ledger: &Arc<Ledger>) -> Desk<'a> {
-        let Place { stage, code, weights: mut first, masters, numbers, delay, states, replicas, tied, is_first } = place;
+        let Place { stage, code, weights: mut first, masters, numbers, delay, states, replicas, tied, is_first } =
+            place;
         let Manner { optimizer, policy, microbatches, keeps_gradients } = manner;
         let kept: usize = states.iter().map(Buffer::len).sum();
         let mut executor = Executor::new(code, states);

@@ -17,13 +17,7 @@ use std::sync::Arc;
 pub type Terms = Vec<(usize, Arc<Buffer>)>;
 
 /// Adds a term that a backward run left to its sum over items.
-pub fn add(
-    sum: &mut Option<Arc<Buffer>>,
-    executor: &mut Executor<'_>,
-    item: &Item,
-    term: &GradientTerm,
-    dtype: DType,
-) {
+pub fn add(sum: &mut Option<Arc<Buffer>>, executor: &mut Executor<'_>, item: &Item, term: &GradientTerm, dtype: DType) {
     if let Some(sum) = sum {
         return accumulate(dtype, exclusive(sum), executor.gradient(item, term.place));
     }

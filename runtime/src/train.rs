@@ -34,13 +34,17 @@ pub enum TrainError {
     Weights(#[from] EvaluateError),
     #[error("parameter `{name}` holds {value} before the first step")]
     NotFinite { name: String, value: f64 },
-    #[error("parameter `{name}` is shared by stages {first} and {second}, whose copies cannot be kept equal under {schedule}")]
+    #[error(
+        "parameter `{name}` is shared by stages {first} and {second}, whose copies cannot be kept equal under {schedule}"
+    )]
     Tied { name: String, first: usize, second: usize, schedule: Schedule },
     #[error("the running statistic `{name}` is shared by stages {first} and {second}; put both readers in one stage")]
     SharedState { name: String, first: usize, second: usize },
     #[error("parameter `{name}` is {dtype}; parameters of floats can be trained")]
     ElementType { name: String, dtype: DType },
-    #[error("gradients in f16 need a loss scale that all stages agree on after every minibatch, and {schedule} does not flush")]
+    #[error(
+        "gradients in f16 need a loss scale that all stages agree on after every minibatch, and {schedule} does not flush"
+    )]
     LossScale { schedule: Schedule },
     #[error("weights are predicted along the optimizer's momentum, and this one has none")]
     NoVelocity,

@@ -153,7 +153,8 @@ pub fn run(mut gear: Equipment<'_>) -> Result<Outcome, WorkerError> {
     };
     let desks = places.into_iter().map(|place| Desk::new(place, manner, &ledger)).collect();
     let (rule, scale) = (Rule::of(gear.program), gear.scales_loss.then(|| LossScale::new(gear.policy.loss_scaling)));
-    let mut worker = Worker { name, desks, pending: HashMap::new(), spans: Vec::new(), rule, scale, agreed: None, gear };
+    let mut worker =
+        Worker { name, desks, pending: HashMap::new(), spans: Vec::new(), rule, scale, agreed: None, gear };
     for (at, instruction) in instructions.iter().enumerate() {
         worker.step(at, *instruction)?;
     }

@@ -3,6 +3,7 @@
 use crate::arguments::Import;
 use crate::cmd::optimizer::OptimizerArguments;
 use crate::cmd::partition::{self, Question};
+use crate::cmd::policy::PolicyArguments;
 use crate::failure::Failure;
 use crate::initial::initial;
 use crate::model::{self, DEFAULT_MICRO_BATCH, Loaded};
@@ -18,7 +19,6 @@ use compiler::plan::problem::InFlight;
 use compiler::plan::{Plan, ScheduleKind};
 use compiler::schedule::csv::Table;
 use compiler::simulate::Activity;
-use compiler::tensor::DType;
 use profiler::machine;
 use runtime::data::Order;
 use runtime::train::StepDone;
@@ -92,9 +92,8 @@ pub struct Arguments {
     class_dim: Option<i64>,
     #[command(flatten)]
     optimizer: OptimizerArguments,
-    /// The type of all floats [default: the model's own]
-    #[arg(long, value_name = "TYPE", value_parser = ["f64", "f32"])]
-    dtype: Option<String>,
+    #[command(flatten)]
+    policy: PolicyArguments,
     /// Whether running variances follow the biased batch variance (onnx) or the unbiased one (torch)
     #[arg(long, value_name = "RULE", default_value = "onnx", value_parser = ["onnx", "torch"])]
     bn_variance: String,
@@ -173,8 +172,10 @@ pub fn run(arguments: Box<Arguments>, screen: &Screen) -> Result<(), Failure> {
     if asked == Some(ScheduleKind::Inference) {
         return Err(Failure::input("`--schedule inference` does not train").help("leave it out, or write `1f1b`"));
     }
-    let usual = if microbatches > 1 { ScheduleKind::OneFOneB } else { ScheduleKind::RoundRobin };
+    let whole = microbatches == 1 && arguments.policy.stays_without_flush();
+    let usual = if whole { ScheduleKind::RoundRobin } else { ScheduleKind::OneFOneB };
     let schedule = asked.or(given.as_ref().map(|plan| plan.schedule.kind)).unwrap_or(usual);
+    let schedule = arguments.policy.schedule(schedule, asked.is_some())?;
     let plan = match given {
         Some(plan) => plan,
         None => own_plan(&arguments, &loaded, batch, microbatches, (schedule, own_order.as_ref()))?,
@@ -199,8 +200,10 @@ pub fn run(arguments: Box<Arguments>, screen: &Screen) -> Result<(), Failure> {
         in_flight: arguments.in_flight.clone(),
         loss: arguments.loss,
         class_dim: arguments.class_dim,
-        dtype: arguments.dtype.as_deref().map(|name| if name == "f64" { DType::F64 } else { DType::F32 }),
+        dtype: arguments.policy.dtype(),
         unbiased: arguments.bn_variance == "torch",
+        policy: arguments.policy.build(arguments.bn_variance == "torch"),
+        newest: arguments.policy.is_newest(),
         batch,
         microbatches,
         length: match (arguments.steps, arguments.epochs) {
@@ -216,6 +219,7 @@ pub fn run(arguments: Box<Arguments>, screen: &Screen) -> Result<(), Failure> {
     };
     let prepared = training::prepare(&mut task)?;
     remarks(&task, &prepared, screen);
+    arguments.policy.remarks(schedule, screen);
     let done = watched(&task, &prepared, arguments.metrics.as_deref(), screen)?;
     let trained = &done.trained;
     let write = |path: &Path, tensors| {

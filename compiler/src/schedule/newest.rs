@@ -7,13 +7,13 @@
 //!
 //! A stage can only have begun what the stages before it have: caps are lowered to what those let through.
 
+use crate::plan::StageId;
 use crate::schedule::lower::lower;
 use crate::schedule::order::{Choice, Layout, play};
 use crate::schedule::rule::{Rule, StepCount};
 use crate::schedule::shape::one_stage_each;
 use crate::schedule::work::{Part, Work};
 use crate::schedule::{MicrobatchId, Pipeline, Program, Schedule, ScheduleError};
-use crate::plan::StageId;
 
 /// 1F1B-RR with the newest weights at each run.
 pub fn one_f_one_b_rr_newest(pipeline: &Pipeline, count: StepCount) -> Result<Program, ScheduleError> {
@@ -69,7 +69,9 @@ mod tests {
     /// Every program holds, and every step but the first is made over the only version there is.
     #[test]
     fn one_version_is_enough() {
-        for replicas in [&[1][..], &[1, 1, 1, 1], &[2, 1], &[3, 1], &[1, 2], &[1, 3, 1], &[4, 2, 1], &[1, 2, 2, 1], &[2, 3]] {
+        for replicas in
+            [&[1][..], &[1, 1, 1, 1], &[2, 1], &[3, 1], &[1, 2], &[1, 3, 1], &[4, 2, 1], &[1, 2, 2, 1], &[2, 3]]
+        {
             for extra in [0, 1, 3] {
                 for minibatches in [1, 2, 7, 24] {
                     let caps: Vec<u32> = published_caps(replicas).iter().map(|c| c + extra).collect();

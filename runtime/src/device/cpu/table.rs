@@ -10,7 +10,8 @@ impl Kernel {
         let outputs: Vec<Layout> = outputs.iter().map(Layout::of).collect();
         // Where there is nothing to be fast about, the reference rules say what comes of no elements.
         let empty = inputs.iter().chain(&outputs).any(Layout::is_empty);
-        let fast = if empty { None } else { fast(op, &inputs, &outputs).or_else(|| half::kernel(op, &inputs, &outputs)) };
+        let fast =
+            if empty { None } else { fast(op, &inputs, &outputs).or_else(|| half::kernel(op, &inputs, &outputs)) };
         Kernel::from_parts(op.clone(), inputs, outputs, fast)
     }
 }
