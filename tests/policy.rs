@@ -270,7 +270,7 @@ fn plain(net: &Net, replicas: &[u32], minibatches: usize, mode: Mode, clip: Opti
                 (0..all[0].len()).map(|i| all.iter().map(|g| g[i]).sum::<f64>() / all.len() as f64).collect()
             };
             let means: BTreeMap<&String, Vec<f64>> = own.iter().map(|name| (*name, mean(name))).collect();
-            let alone = |name: &&String| holders[**name].len() == 1;
+            let alone = |name: &String| holders[name].len() == 1;
             let of_stage = norm(means.iter().filter(|(name, _)| alone(name)).map(|(_, g)| g));
             for (name, gradient) in &means {
                 let of = if alone(name) { of_stage } else { norm([gradient].into_iter()) };

@@ -41,7 +41,8 @@ pub struct Tied {
     pub parameter: usize,
     /// Which of the members this worker is.
     pub member: usize,
-    /// Where all workers of those stages meet before they step; each stage's first replica brings its terms by rank.
+    /// Where all workers of those stages meet before they step. Where they step together each stage's first replica brings the sums
+    /// over replicas, else every worker its own.
     pub place: Arc<Meeting>,
     /// The stages that hold it, where they step at different times: then it has versions of its own, of which an item sees the
     /// newest that no holder has to wait for. Empty where all step together.
@@ -406,7 +407,8 @@ impl<'a> Desk<'a> {
 
     /// Brings the gradients of a round to the all-reduce.
     pub fn reduce(&mut self, round: u32, replica: usize) {
-        let part = self.contribution();
+        let mut part = self.contribution();
+        self.bring_late(round, &mut part.terms);
         self.replicas.bring(round, replica, part);
     }
 
@@ -438,6 +440,17 @@ impl<'a> Desk<'a> {
         Contribution { terms, samples }
     }
 
+    /// Brings this worker's terms of shared parameters whose holders step at different times, as soon as they are all there: others
+    /// may need them before this worker gets to its step.
+    fn bring_late(&self, round: u32, terms: &mut [Option<Arc<Buffer>>]) {
+        for tied in self.tied.iter().filter(|tied| !tied.holders.is_empty()) {
+            let own = self.code.gradient_terms.iter().zip(terms.iter_mut());
+            let own = own.filter(|(term, _)| term.parameter == tied.parameter);
+            let own: Terms = own.filter_map(|(term, sum)| Some((term.rank, sum.take()?))).collect();
+            tied.place.bring(round + 1, tied.member, own);
+        }
+    }
+
     /// Makes the gradients of a round ready for its step, and brings those of shared parameters to their other holders. A worker
     /// does so for all its stages before it steps with any: two of them may share a parameter.
     pub fn prepare(&mut self, round: u32) {
@@ -446,7 +459,11 @@ impl<'a> Desk<'a> {
         }
         let Contribution { terms, samples } = match self.reduced.remove(&round) {
             Some(reduced) => reduced,
-            None => self.contribution(),
+            None => {
+                let mut own = self.contribution();
+                self.bring_late(round, &mut own.terms);
+                own
+            }
         };
         let mut by_parameter: Vec<Terms> = vec![Vec::new(); self.code.parameters.len()];
         for (term, sum) in self.code.gradient_terms.iter().zip(terms) {
@@ -454,7 +471,7 @@ impl<'a> Desk<'a> {
                 by_parameter[term.parameter].push((term.rank, sum));
             }
         }
-        for tied in &self.tied {
+        for tied in self.tied.iter().filter(|tied| tied.holders.is_empty()) {
             let own = std::mem::take(&mut by_parameter[tied.parameter]);
             tied.place.bring(round + 1, tied.member, if self.is_first { own } else { Vec::new() });
         }
