@@ -4,12 +4,12 @@
 use crate::buffer::{Buffer, Pool};
 use crate::compile::StageCode;
 use crate::device::cpu::half::{is_half, narrow};
+use crate::device::cpu::real::Real;
 use crate::execute::Weights;
 use crate::optimizer::{Ahead, Optimizer, Update};
 use crate::policy::{DISCREPANCY, Staleness};
-use bytemuck::cast_slice;
+use bytemuck::{cast_slice, cast_slice_mut};
 use compiler::tensor::DType;
-use compiler::tensor::view::{View, ViewMut};
 use std::sync::Arc;
 
 /// What moves the parameters of a stage.
@@ -71,7 +71,11 @@ impl<'a> Stepper<'a> {
         let mut next = pool.take(weight.len());
         self.optimizer.out_of_place(update, weight.bytes(), exclusive(&mut next), state);
         if let Some(drift) = self.drift.get_mut(p) {
-            follow_step(self.dtypes[p], drift.bytes_mut(), weight.bytes(), next.bytes(), self.keep);
+            let (drift, keep) = (drift.bytes_mut(), self.keep);
+            match self.dtypes[p] {
+                DType::F64 => follow_step::<f64>(drift, weight.bytes(), next.bytes(), keep),
+                _ => follow_step::<f32>(drift, weight.bytes(), next.bytes(), keep),
+            }
             pool.give(weight);
         }
         next
@@ -91,13 +95,10 @@ impl<'a> Stepper<'a> {
     pub fn back(&self, weights: &Weights, steps: u32, pool: &mut Pool) -> Weights {
         let one = |(p, weight): (usize, &Arc<Buffer>)| {
             let mut to = pool.take(weight.len());
-            let (dtype, bytes) = (self.dtypes[p], exclusive(&mut to));
-            let shape = [bytes.len() / dtype.size()];
-            let from = View::new(dtype, &shape, weight.bytes());
-            let drift = View::new(dtype, &shape, self.drift[p].bytes());
-            let mut to_view = ViewMut::new(dtype, &shape, bytes);
-            for i in 0..shape[0] {
-                to_view.set_f64(i, from.f64(i) - f64::from(steps) * drift.f64(i));
+            let (drift, bytes) = (self.drift[p].bytes(), exclusive(&mut to));
+            match self.dtypes[p] {
+                DType::F64 => set_back::<f64>(weight.bytes(), steps, drift, bytes),
+                _ => set_back::<f32>(weight.bytes(), steps, drift, bytes),
             }
             to
         };
@@ -127,12 +128,17 @@ pub fn exclusive(buffer: &mut Arc<Buffer>) -> &mut [u8] {
 }
 
 /// `δ ← keep · δ + (1 − keep) · (new − old)`
-fn follow_step(dtype: DType, drift: &mut [u8], old: &[u8], new: &[u8], keep: f64) {
-    let shape = [drift.len() / dtype.size()];
-    let (old, new) = (View::new(dtype, &shape, old), View::new(dtype, &shape, new));
-    let mut drift = ViewMut::new(dtype, &shape, drift);
-    for i in 0..shape[0] {
-        let last = drift.as_view().f64(i);
-        drift.set_f64(i, keep * last + (1.0 - keep) * (new.f64(i) - old.f64(i)));
+fn follow_step<T: Real>(drift: &mut [u8], old: &[u8], new: &[u8], keep: f64) {
+    let steps = cast_slice::<u8, T>(old).iter().zip(cast_slice::<u8, T>(new));
+    for (drift, (old, new)) in cast_slice_mut::<u8, T>(drift).iter_mut().zip(steps) {
+        *drift = T::of(keep * drift.wide() + (1.0 - keep) * (new.wide() - old.wide()));
+    }
+}
+
+/// `to = weight − steps · δ`
+fn set_back<T: Real>(weight: &[u8], steps: u32, drift: &[u8], to: &mut [u8]) {
+    let from = cast_slice::<u8, T>(weight).iter().zip(cast_slice::<u8, T>(drift));
+    for (to, (weight, drift)) in cast_slice_mut::<u8, T>(to).iter_mut().zip(from) {
+        *to = T::of(weight.wide() - f64::from(steps) * drift.wide());
     }
 }
