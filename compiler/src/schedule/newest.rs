@@ -27,14 +27,15 @@ pub fn one_f_one_b_rr_newest(pipeline: &Pipeline, count: StepCount) -> Result<Pr
     Ok(lower(&pipeline, &rule, &order))
 }
 
-/// No stage has more items in flight, over all replicas, than any before it.
+/// Before the backward of item b, a stage of r replicas lets through the items up to b + (c − 1)·r for sure: the next round waits for
+/// all of an earlier one. A later stage may not ask for more.
 fn caps(pipeline: &Pipeline) -> Vec<u32> {
-    let mut most = u64::MAX;
+    let mut ahead = u64::MAX;
     let lowered = pipeline.stages.iter().map(|stage| {
         let replicas = u64::from(stage.replicas);
-        let cap = u64::from(stage.cap).min((most / replicas).max(1));
-        most = most.min(cap * replicas);
-        cap as u32
+        let more = u64::from(stage.cap - 1).min(ahead / replicas);
+        ahead = ahead.min(more * replicas);
+        more as u32 + 1
     });
     lowered.collect()
 }
@@ -88,5 +89,17 @@ mod tests {
                 }
             }
         }
+    }
+
+    #[test]
+    fn caps_are_lowered_to_what_the_stages_before_let_through() {
+        let pipeline = Pipeline::balanced(&[2, 4, 2, 1], 2.0);
+        for given in [[1, 4, 4, 2], [2, 1, 3, 6], [3, 3, 3, 3], [4, 2, 1, 5], [6, 6, 6, 6]] {
+            let pipeline = pipeline.clone().with_caps(&given);
+            for minibatches in [1, 5, 13, 30] {
+                check(&one_f_one_b_rr_newest(&pipeline, StepCount::minibatches(minibatches)).unwrap()).unwrap();
+            }
+        }
+        assert_eq!(caps(&pipeline.with_caps(&[1, 4, 4, 2])), [1, 1, 1, 1]);
     }
 }
