@@ -30,7 +30,7 @@ const STAGES: usize = 8;
 const BATCH: usize = 16;
 const EPOCHS: usize = 12;
 const SEEDS: u64 = 3;
-const RATES: [f64; 2] = [0.003, 0.01];
+const RATES: [f64; 2] = [0.001, 0.003];
 
 fn model(seed: u64) -> Model {
     let folder = tempfile::tempdir().expect("there is a place for temporary files");

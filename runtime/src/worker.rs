@@ -237,7 +237,8 @@ impl<'a> Worker<'a> {
         let lag = self.lag(work.stage, work.item);
         let gone = self.gone();
         let desk = self.desk(at, work.stage)?;
-        if !(lag.is_stashed && part != Part::Forward) && !desk.has(version.0) {
+        let needs = part == Part::Forward || !lag.is_stashed;
+        if needs && !desk.has(version.0) {
             return Err(self.bug(at, "version is gone"));
         }
         let done = match part {

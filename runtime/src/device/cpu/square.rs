@@ -13,11 +13,11 @@ wide! {
         let mut rows = x.chunks_exact(LANES);
         for row in &mut rows {
             for (lane, x) in lanes.iter_mut().zip(row) {
-                *lane = *lane + x.wide() * x.wide();
+                *lane += x.wide() * x.wide();
             }
         }
         for (lane, x) in lanes.iter_mut().zip(rows.remainder()) {
-            *lane = *lane + x.wide() * x.wide();
+            *lane += x.wide() * x.wide();
         }
         lanes.iter().fold(0.0, |sum, lane| sum + lane)
     }
