@@ -114,7 +114,7 @@ pub struct Dims {
 #[derive(Clone, Debug, Default, Args)]
 pub struct Devices {
     /// N devices on one link
-    #[arg(long, value_name = "N", conflicts_with_all = ["levels", "cluster"])]
+    #[arg(long, value_name = "N", conflicts_with_all = ["levels", "cluster"], value_parser = devices)]
     pub gpus: Option<u32>,
     /// Bandwidth of that link per device and direction, for example 1.25GB/s or 10Gbit/s
     #[arg(long, value_name = "RATE", requires = "gpus", conflicts_with_all = ["levels", "cluster"])]
@@ -125,6 +125,11 @@ pub struct Devices {
     /// A cluster file
     #[arg(long, value_name = "FILE")]
     pub cluster: Option<PathBuf>,
+}
+
+/// Reads `--gpus`, or one of its numbers.
+pub fn devices(text: &str) -> Result<u32, String> {
+    text.trim().parse().map_err(|_| "write how many devices there are as a number, for example 8".to_string())
 }
 
 /// Reads `--dim`.

@@ -106,11 +106,17 @@ impl Source {
             Kind::Published => source::published_on(&self.path, cluster, micro_batch, "f32"),
             Kind::Analytic(loaded, device) => {
                 let device = device.clone().unwrap_or_else(|| cluster.device.clone());
-                source::assemble(loaded, micro_batch, cluster, Times::Analytic(device))
+                source::assemble(loaded, micro_batch, cluster, Times::Analytic(device), None)
             }
             Kind::Measured(loaded, path) => {
                 let (sha256, profile) = source::read_profile(path)?;
-                source::assemble(loaded, micro_batch, cluster, Times::Profile(path.clone(), sha256, Box::new(profile)))
+                source::assemble(
+                    loaded,
+                    micro_batch,
+                    cluster,
+                    Times::Profile(path.clone(), sha256, Box::new(profile)),
+                    None,
+                )
             }
         }
     }

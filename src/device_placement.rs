@@ -74,9 +74,20 @@ fn refuse(arguments: &Arguments) -> Result<(), Failure> {
         ("--stages", arguments.question.stages.is_some()),
         ("--cut-after", arguments.question.cut_after.is_some()),
     ];
+    refuse_given(
+        &given,
+        "dnn-partitioning",
+        "the instance has its own devices and costs",
+        "`--memory` changes what it says",
+    )
+}
+
+/// Refuses the first of some flags that is given beside an instance of a format, whose file says what they would.
+pub fn refuse_given(given: &[(&str, bool)], format: &str, why: &str, help: &str) -> Result<(), Failure> {
     match given.iter().find(|(_, is_given)| *is_given) {
-        Some((flag, _)) => Err(Failure::input(format!("`{flag}` does not go with `--from dnn-partitioning`"))
-            .because("the instance has its own devices and costs")),
+        Some((flag, _)) => {
+            Err(Failure::input(format!("`{flag}` does not go with `--from {format}`")).because(why).help(help))
+        }
         None => Ok(()),
     }
 }

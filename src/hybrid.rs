@@ -95,10 +95,10 @@ fn refuse(arguments: &Arguments) -> Result<(), Failure> {
         ("--in-flight", question.in_flight != usual.in_flight),
         ("--recompute", question.recompute != usual.recompute),
     ];
-    match given.iter().find(|(_, is_given)| *is_given) {
-        Some((flag, _)) => Err(Failure::input(format!("`{flag}` does not go with `--from piper`"))
-            .because("the instance has its own costs, choices and schedule")
-            .help("`--gpus`, `--bandwidth`, `--memory` and `--microbatches` change what it says")),
-        None => Ok(()),
-    }
+    device_placement::refuse_given(
+        &given,
+        "piper",
+        "the instance has its own costs, choices and schedule",
+        "`--gpus`, `--bandwidth`, `--memory` and `--microbatches` change what it says",
+    )
 }

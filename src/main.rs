@@ -16,11 +16,11 @@ mod initial;
 mod machines;
 mod memory;
 mod model;
+mod own;
 mod prediction;
 mod screen;
 mod source;
 mod stages;
-mod table;
 mod ties;
 mod training;
 

@@ -3,9 +3,10 @@
 use crate::failure::Failure;
 use crate::quantity;
 use compiler::graph::Graph;
+use compiler::schedule::work::apart;
 use compiler::schedule::{Program, Schedule};
 use profiler::machine::available_bytes;
-use runtime::compile::{Named, StageCode};
+use runtime::compile::{Named, StageCode, Transfer};
 use runtime::device::cpu::half::is_half;
 use runtime::optimizer::Optimizer;
 
@@ -26,33 +27,51 @@ pub fn of_graph(graph: &Graph) -> u64 {
     values.fold(0, |sum: u64, value| sum.saturating_add(graph.fact(value).bytes().unwrap_or(0)))
 }
 
-/// Bytes that all workers hold while they train: weight versions, gradients and the optimizer's state, what each item in flight
-/// keeps, and an arena.
+/// Bytes that all workers hold while they train.
 pub fn of_training(codes: &[StageCode], program: &Program, optimizer: &Optimizer) -> u64 {
-    let worker = |at: usize| -> u64 {
-        let (code, cap) = (&codes[at], u64::from(program.stages[at].cap.min(program.items)));
-        let microbatches = u64::from(program.microbatches);
+    let stages = of_stages(codes, program, optimizer);
+    let held = program.workers.iter().flat_map(|own| program.stages_of(own.rank));
+    held.fold(0, |all: u64, stage| all.saturating_add(stages[stage.index()]))
+}
+
+/// Bytes that one replica of each stage holds while it trains: weight versions, gradients and the optimizer's state, what each item
+/// in flight keeps, messages of one item and of the one before, and an arena.
+pub fn of_stages(codes: &[StageCode], program: &Program, optimizer: &Optimizer) -> Vec<u64> {
+    let apart = apart(program);
+    let stage = |at: usize| -> u64 {
+        let (code, stage) = (&codes[at], &program.stages[at]);
+        let most = program.items.div_ceil(stage.replicas.max(1));
+        let cap = u64::from(stage.cap.min(most).max(1));
+        let of_minibatch = u64::from(program.microbatches.div_ceil(stage.replicas.max(1)));
         let (versions, items) = match program.schedule {
-            Schedule::Gpipe => (1, microbatches),
+            Schedule::Gpipe => (1, of_minibatch),
             Schedule::TwoBw => (2, cap),
-            Schedule::OneFOneBRr | Schedule::OneFOneBRrVsync | Schedule::Inference => (cap, cap),
+            Schedule::OneFOneBRr => (cap, cap),
+            Schedule::OneFOneBRrVsync => (cap.max(u64::from(program.stages[0].cap.min(most))), cap),
             // One that is predicted or set back beside the newest.
             Schedule::OneFOneBRrNewest => (2, cap),
-            _ => (1, cap.min(microbatches)),
+            Schedule::Inference => (1, cap),
+            _ => (1, cap.min(of_minibatch)),
         };
-        let sum = |named: &[Named]| named.iter().map(|named| named.bytes as u64).sum::<u64>();
+        let named = |list: &[Named]| list.iter().map(|named| named.bytes as u64).sum::<u64>();
+        let moved = |list: &[Transfer]| list.iter().map(|transfer| transfer.place.bytes as u64).sum::<u64>();
         // Beside versions of two bytes there are masters, and all else is as large as they.
-        let wide = |named: &Named| if is_half(named.fact.dtype) { (2, 1) } else { (1, 0) };
-        let beside = 2 + optimizer.buffers() as u64;
-        let of = |named: &Named| {
-            let (times, masters) = wide(named);
-            (named.bytes as u64).saturating_mul(versions + times * (beside + masters))
-        };
-        let weights = code.parameters.iter().map(of).fold(0, u64::saturating_add);
+        let beside = 1 + u64::from(stage.replicas > 1) + optimizer.buffers() as u64;
+        let copies =
+            |named: &Named| if is_half(named.fact.dtype) { versions + 2 * (beside + 1) } else { versions + beside };
+        let weights = |named: &Named| (named.bytes as u64).saturating_mul(copies(named));
+        let weights = code.parameters.iter().map(weights).fold(0, u64::saturating_add);
         let own: u64 = code.own_bytes.iter().map(|bytes| *bytes as u64).sum();
-        let kept = (code.kept_bytes as u64 + own).saturating_mul(items);
-        [weights, sum(&code.states), kept, code.arena_bytes as u64].into_iter().fold(0, u64::saturating_add)
+        let halves = if code.in_parts { u64::from(apart[at]).max(1) } else { 1 };
+        let (kept, once) = match code.recompute {
+            true => (own, (code.kept_bytes as u64 + own).saturating_mul(halves)),
+            false => (code.kept_bytes as u64 + own, 0),
+        };
+        let (received, sent) = (moved(&code.received), moved(&code.gradients_out));
+        let in_flight = (kept + received + named(&code.feeds)).saturating_mul(items);
+        let split = (code.between_bytes as u64 + moved(&code.gradients_in)).saturating_mul(halves);
+        let parts = [named(&code.states), in_flight, once, split, received, sent, code.arena_bytes as u64];
+        parts.into_iter().fold(weights, u64::saturating_add)
     };
-    let held = program.workers.iter().flat_map(|own| program.stages_of(own.rank));
-    held.fold(0, |all: u64, stage| all.saturating_add(worker(stage.index())))
+    (0..codes.len()).map(stage).collect()
 }

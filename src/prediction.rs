@@ -6,8 +6,8 @@
 
 use crate::quantity::{self, short};
 use crate::stages::plural;
-use compiler::plan::Plan;
 use compiler::plan::problem::{CostModel, Objective};
+use compiler::plan::{Plan, ScheduleKind};
 use compiler::schedule::pipeline::{pipeline, schedule_of};
 use compiler::schedule::rule::StepCount;
 use compiler::schedule::scheduler::schedule;
@@ -33,7 +33,8 @@ fn is_steady(plan: &Plan) -> bool {
 
 /// Whether the objective and the baselines are times of a micro-batch.
 pub fn is_of_items(plan: &Plan) -> bool {
-    plan.schedule.microbatches > 1 && (plan.cost != CostModel::Pipec || plan.schedule.kind.is_continuous())
+    let is_whole = plan.cost == CostModel::Pipec && plan.schedule.kind != ScheduleKind::Inference;
+    plan.schedule.microbatches > 1 && !is_whole
 }
 
 /// How often the objective counts in a minibatch.
@@ -208,9 +209,7 @@ fn on_cores(plan: &Plan, cores: u32) -> Option<f64> {
 /// Microseconds from the end of one minibatch to that of the next, in the middle half of the run; over the whole run where that
 /// is too short.
 pub fn step_us(timeline: &Timeline, microbatches: u32) -> f64 {
-    let last = |items: &[f64]| items.iter().copied().fold(0.0, f64::max);
-    let mut ends: Vec<f64> = timeline.finished.chunks(microbatches.max(1) as usize).map(last).collect();
-    ends.sort_by(f64::total_cmp);
+    let ends = timeline.ends(microbatches);
     let count = ends.len();
     let (from, to) = (count / 4, (count - count / 4).saturating_sub(1));
     match (ends.get(from), ends.get(to)) {

@@ -12,10 +12,12 @@ use compiler::import::pipedream;
 use compiler::pass::analytic::{self, Subject};
 use compiler::pass::attribution::{AttributionError, Training, attribute};
 use compiler::pass::costs::{cost_graph, dtype, fill};
+use compiler::pass::precision::precision;
 use compiler::plan::problem::{CostModel, Problem};
 use compiler::plan::{Plan, PlannedModel, PlannedProfile, read};
 use compiler::profile::cost_graph::CostGraph;
 use compiler::profile::{self, Method, Profile};
+use compiler::tensor::DType;
 use profiler::scratch::scratch;
 use sha2::{Digest, Sha256};
 use std::fs::File;
@@ -46,6 +48,10 @@ pub fn text(path: &Path, most: u64) -> Result<String, Failure> {
 
 /// A plan.
 pub fn plan(path: &Path) -> Result<Plan, Failure> {
+    if path.extension().is_some_and(|extension| extension == "onnx" || extension == "pt2") {
+        let help = format!("`pipec partition {}` makes its plan", path.display());
+        return Err(Failure::file("read the plan", path, "it is called as a model is, a plan is expected").help(help));
+    }
     let text = text(path, MOST_PLAN_BYTES)?;
     read::from_json(&text).map_err(|error| {
         let why = other_file(&text, "plan").unwrap_or_else(|| error.to_string());
@@ -54,7 +60,7 @@ pub fn plan(path: &Path) -> Result<Plan, Failure> {
 }
 
 /// What a file says it is, where that is another kind of ours than the one that was expected.
-fn other_file(text: &str, expected: &str) -> Option<String> {
+pub fn other_file(text: &str, expected: &str) -> Option<String> {
     let value: serde_json::Value = serde_json::from_str(text).ok()?;
     let schema = value.get("schema")?.as_str()?;
     let kind = schema.strip_prefix("pipec.")?.split('/').next()?;
@@ -95,6 +101,8 @@ pub fn is_stdout(path: &Path) -> bool {
 pub enum Format {
     /// A model in ONNX
     Onnx,
+    /// A model that torch.export.save wrote
+    Pt2,
     /// A profile of PipeDream, graph.txt
     Pipedream,
     /// An instance of device placement: JSON of Microsoft's dnn-partitioning
@@ -171,14 +179,18 @@ pub fn format(arguments: &Arguments) -> Format {
 /// The format of a file by its name.
 pub fn format_of(path: &Path) -> Format {
     let is_text = path.extension().is_some_and(|extension| extension == "txt");
-    if is_text { Format::Pipedream } else { Format::Onnx }
+    match path.extension() {
+        _ if is_text => Format::Pipedream,
+        Some(extension) if extension == "pt2" => Format::Pt2,
+        _ => Format::Onnx,
+    }
 }
 
 /// The costs that the arguments name.
 pub fn costs(arguments: &Arguments, screen: &Screen) -> Result<Costs, Failure> {
     match format(arguments) {
         Format::Pipedream => published(arguments),
-        Format::Onnx => imported(arguments, screen),
+        Format::Onnx | Format::Pt2 => imported(arguments, screen),
         Format::DnnPartitioning | Format::Piper => Err(Failure::bug("an instance has no costs of a graph")),
     }
 }
@@ -190,7 +202,8 @@ fn published(arguments: &Arguments) -> Result<Costs, Failure> {
     }
     let cluster = machines::cluster(&arguments.devices, None)?;
     let micro_batch = arguments.dims.micro_batch.unwrap_or(1);
-    let costs = published_on(path, cluster, micro_batch, &arguments.question.dtype)?;
+    let dtype = arguments.question.dtype.as_deref().unwrap_or("f32");
+    let costs = published_on(path, cluster, micro_batch, dtype)?;
     Ok(Costs { has_memory: arguments.devices.cluster.is_some(), ..costs })
 }
 
@@ -234,6 +247,9 @@ fn imported(arguments: &Arguments, screen: &Screen) -> Result<Costs, Failure> {
             shown(kind)
         ));
     }
+    if let Some(from) = arguments.from {
+        is_of(from, &arguments.file)?;
+    }
     let loaded = model::load(&arguments.file, &arguments.dims.import, screen)?.asked(arguments.dims.micro_batch);
     let profiled = match &told {
         Told::File(_, _, profile) => Some(profile.settings.micro_batch),
@@ -251,7 +267,8 @@ fn imported(arguments: &Arguments, screen: &Screen) -> Result<Costs, Failure> {
         }
         Told::File(path, sha256, profile) => Times::Profile(path, sha256, profile),
     };
-    let costs = assemble(&loaded, micro_batch, cluster, times)?;
+    let precision = arguments.question.precision();
+    let costs = assemble(&loaded, micro_batch, cluster, times, precision)?;
     if let Some(why) = &costs.untrainable {
         screen.warn(&format!("the model cannot be trained: {}; it is planned by its forward costs alone", shown(why)));
     }
@@ -266,9 +283,19 @@ pub enum Times {
     Profile(PathBuf, String, Box<Profile>),
 }
 
-/// The costs of a model at so many samples.
-pub fn assemble(loaded: &Loaded, micro_batch: u64, mut cluster: Cluster, times: Times) -> Result<Costs, Failure> {
-    let graph = loaded.at(micro_batch)?;
+/// The costs of a model at so many samples, with floats of its own type or of this one.
+pub fn assemble(
+    loaded: &Loaded,
+    micro_batch: u64,
+    mut cluster: Cluster,
+    times: Times,
+    floats: Option<DType>,
+) -> Result<Costs, Failure> {
+    let mut graph = loaded.at(micro_batch)?;
+    if let Some(floats) = floats {
+        graph = precision(&graph, floats)
+            .map_err(|error| Failure::input(format!("cannot plan {} in {floats}", loaded.model.file)).because(error))?;
+    }
     let (attribution, untrainable) = match attribute(&graph, Training::Gradient) {
         Err(AttributionError::Backward(why)) => (attribute(&graph, Training::No), Some(why.to_string())),
         known => (known, None),
@@ -302,6 +329,20 @@ pub fn assemble(loaded: &Loaded, micro_batch: u64, mut cluster: Cluster, times: 
     machines::relate(&mut cluster, &source, &dtype);
     let source = Some(source);
     Ok(Costs { graph: costs, cluster, has_memory: true, model, profile, untrainable, micro_batch, dtype, source })
+}
+
+/// Refuses a model of another format than the one that was said: importers go by what a file holds.
+fn is_of(from: Format, path: &Path) -> Result<(), Failure> {
+    let mut start = [0; 2];
+    let read = File::open(path).and_then(|mut file| file.read_exact(&mut start));
+    // What cannot be read is told by the importer.
+    let is_archive = read.is_ok() && start == *b"PK";
+    let other = match (from, is_archive) {
+        (Format::Pt2, false) if read.is_ok() => "it is not the zip archive that torch.export.save writes",
+        (Format::Onnx, true) => "it is a zip archive: `--from pt2`, if torch.export.save wrote it",
+        _ => return Ok(()),
+    };
+    Err(Failure::file("import", path, other).help("leave out `--from`: a model's format shows in its first bytes"))
 }
 
 fn told(profile: Option<&str>) -> Result<Told, Failure> {

@@ -5,6 +5,7 @@ use crate::freeze::freeze;
 use crate::given::LABELS;
 use crate::memory;
 use crate::model::Loaded;
+use crate::own::Own;
 use clap::ValueEnum;
 use compiler::graph::{Graph, hash::hash, order};
 use compiler::op::{NodeId, Op};
@@ -14,7 +15,6 @@ use compiler::pass::precision::precision;
 use compiler::pass::unbiased::unbiased;
 use compiler::plan::problem::InFlight;
 use compiler::plan::{Plan, ScheduleKind};
-use compiler::schedule::csv::Table;
 use compiler::schedule::pipeline::{pipeline, schedule_of};
 use compiler::schedule::rule::StepCount;
 use compiler::schedule::scheduler::schedule;
@@ -82,8 +82,8 @@ pub struct Task<'a> {
     pub plan: &'a Plan,
     /// Order of work, if not the plan's.
     pub schedule: ScheduleKind,
-    /// The user's own table, for schedule `csv`.
-    pub table: Option<&'a Table>,
+    /// The user's own order of work, if the schedule is in a file.
+    pub own: Option<&'a Own>,
     /// Caps, if not the plan's.
     pub in_flight: InFlight,
     /// What is made small.
@@ -182,30 +182,27 @@ pub fn prepare(task: &mut Task<'_>) -> Result<Prepared, Failure> {
         dims: Bindings::new(),
         loss: loss.of(),
         class_axis: task.class_dim,
-        schedule: match task.table {
-            Some(_) => Schedule::Csv,
+        schedule: match task.own {
+            Some(own) => own.schedule(),
             None if task.newest => Schedule::OneFOneBRrNewest,
             None => schedule_of(task.schedule).map_err(|error| fail(&error))?,
         },
         count: StepCount { minibatches: steps, microbatches: task.microbatches },
     };
     let pipeline = capped(pipeline(task.plan).map_err(|error| fail(&error))?, &task.in_flight)?;
-    let made = match task.table {
+    let made = match task.own {
         None => prepare::prepare(&graph, &stages, pipeline, &settings),
-        Some(table) => {
-            let program = |pipeline: &Pipeline| table.program(pipeline, steps);
-            prepare::prepare_with(&graph, &stages, pipeline, &settings, table.splits_backward(), &program)
+        Some(own) => {
+            let program = |pipeline: &Pipeline| own.unchecked(pipeline, steps);
+            prepare::prepare_with(&graph, &stages, pipeline, &settings, own.splits_backward(), &program)
         }
     };
-    let is_own = task.table.is_some();
-    let mut made = made.map_err(|error| match &error {
-        PrepareError::Program(fault) if is_own => {
-            Failure::no("the schedule's table gives no sound program").because(fault)
-        }
-        PrepareError::Schedule(_) if is_own => fail(&error),
-        PrepareError::Program(_) => Failure::bug(&error.to_string()),
-        PrepareError::Loss(_) => fail(&error).help("`--loss` and `--class-dim` name another"),
-        PrepareError::Schedule(_) => {
+    let mut made = made.map_err(|error| match (&error, task.own) {
+        (PrepareError::Program(fault), Some(own)) => own.unsound(fault),
+        (PrepareError::Schedule(_), Some(_)) => fail(&error),
+        (PrepareError::Program(_), None) => Failure::bug(&error.to_string()),
+        (PrepareError::Loss(_), _) => fail(&error).help("`--loss` and `--class-dim` name another"),
+        (PrepareError::Schedule(_), None) => {
             fail(&error).help("`1f1b-rr` takes whole minibatches, `1f1b` and `gpipe` micro-batches")
         }
         _ => fail(&error),
@@ -279,6 +276,11 @@ pub fn run(task: &Task<'_>, prepared: &Prepared, on_step: &mut dyn FnMut(StepDon
 }
 
 impl Prepared {
+    /// The most bytes that one replica of each stage will hold, by what was compiled and by the program.
+    pub fn reckoned(&self, optimizer: &Optimizer) -> Vec<u64> {
+        memory::of_stages(&self.made.codes, &self.made.program, optimizer)
+    }
+
     /// Samples per second that simulation predicts where the workers share so many cores; nothing where it cannot.
     pub fn predicted(&self, cores: Option<u32>) -> Option<f64> {
         let count = StepCount { minibatches: self.steps.min(PREDICTED), microbatches: self.made.program.microbatches };

@@ -9,7 +9,7 @@ use compiler::partition::planner::{Partitioner, Planned, PlannerOptions, plan};
 use compiler::plan::problem::{CostModel, Problem};
 use compiler::plan::read::to_json;
 use compiler::profile::cost_graph::{CostGraph, OpId};
-use instances::{Random, add, chain, parallel, transformer};
+use instances::{Random, chain, parallel, random_graph, transformer};
 use std::time::Instant;
 
 fn with(problem: &Problem, partitioner: Partitioner) -> Planned {
@@ -24,25 +24,9 @@ fn same(left: f64, right: f64) -> bool {
     (left - right).abs() <= 1e-9 * left.max(right)
 }
 
-/// Up to ten ops, each of which reads up to two earlier ones.
-fn random_graph(random: &mut Random) -> CostGraph {
-    let mut graph = CostGraph::default();
-    for id in 0..2 + random.below(9) {
-        let mut reads: Vec<u32> = (0..random.below(3).min(id)).map(|_| random.below(id) as u32).collect();
-        if reads.is_empty() && id > 0 && random.below(4) > 0 {
-            reads.push(id as u32 - 1);
-        }
-        reads.sort_unstable();
-        reads.dedup();
-        let weights = if random.below(3) == 0 { random.below(4_000_000) } else { random.below(20_000) };
-        add(&mut graph, "op", &reads, random.below(1000) as f64, random.below(400_000), weights);
-    }
-    graph
-}
-
 fn random_problem(seed: u64, clusters: &[&str]) -> Problem {
     let mut random = Random(seed);
-    let graph = random_graph(&mut random);
+    let graph = random_graph(&mut random, 10);
     let cluster = levels(clusters[random.below(clusters.len() as u64) as usize]).unwrap();
     let cost = [CostModel::Paper, CostModel::Pipedream, CostModel::Pipec][seed as usize % 3];
     let mut problem = Problem::new(graph, cluster, cost);

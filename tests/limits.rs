@@ -10,12 +10,17 @@ use compiler::partition::planner::{Partitioner, PlanError, Planned, PlannerOptio
 use compiler::plan::check::check;
 use compiler::plan::fault::Fault;
 use compiler::plan::problem::{CostModel, InFlight, Objective, Problem};
-use compiler::plan::{Edge, ScheduleKind, Stage};
+use compiler::plan::{Edge, Plan, ScheduleKind, Stage};
 use compiler::profile::cost_graph::{CostGraph, OpId};
-use compiler::schedule::pipeline::pipeline_of;
+use compiler::schedule::pipeline::{pipeline, pipeline_of, schedule_of};
 use compiler::schedule::published_caps as published;
+use compiler::schedule::rule::StepCount;
+use compiler::schedule::scheduler::schedule;
+use compiler::schedule::work::{Part, apart};
+use compiler::schedule::{self, Instruction};
 use compiler::simulate::steady::{Steady, steady};
 use instances::{Random, add, chain, parallel, transformer};
+use std::collections::BTreeMap;
 use std::time::Instant;
 
 const CLUSTERS: [&str; 7] = [
@@ -80,8 +85,11 @@ fn with(problem: &Problem, partitioner: Partitioner) -> Result<Planned, PlanErro
     plan(problem, &PlannerOptions { partitioner, efficiency: Some(&efficiency), ..PlannerOptions::default() })
 }
 
+/// Bytes of the fullest device.
 fn peak(planned: &Planned) -> u64 {
-    planned.plan.stages.iter().map(|stage| stage.memory.total).max().unwrap()
+    let mut held: BTreeMap<&[u32], u64> = BTreeMap::new();
+    planned.plan.stages.iter().for_each(|stage| *held.entry(&stage.devices).or_default() += stage.memory.total);
+    held.into_values().max().unwrap()
 }
 
 /// Plans; where nothing fits, holds the answer to its word: the stated limit does, and 1 % less does not. Gives the stated limit.
@@ -126,6 +134,81 @@ fn no_plan_is_over_its_limit_and_the_least_limit_is_the_least() {
         }
     }
     assert!(planned > 40 && refused > 40, "{planned} planned, {refused} refused");
+}
+
+/// What a plan says is in flight and between the halves of backwards, its program has at the most.
+fn holds_its_counts(name: &str, plan: &Plan) {
+    let kind = schedule_of(plan.schedule.kind).unwrap();
+    let minibatches = if kind.is_round_robin() { 12 } else { 2 };
+    let count = StepCount { minibatches, microbatches: plan.schedule.microbatches };
+    let program = schedule(kind, &pipeline(plan).unwrap(), count).unwrap();
+    schedule::check::check(&program).unwrap();
+    for worker in &program.workers {
+        let mut now = vec![0u32; program.stages.len()];
+        for (work, ..) in worker.instructions.iter().filter_map(Instruction::work) {
+            let at = work.stage.index();
+            now[at] += u32::from(work.part == Part::Forward);
+            assert!(now[at] <= plan.schedule.in_flight[at], "{name}: {now:?} of {:?}", plan.schedule.in_flight);
+            now[at] -= u32::from(work.part.ends());
+        }
+    }
+    assert_eq!(plan.schedule.apart.is_empty(), !plan.schedule.kind.splits_backward(), "{name}");
+    for (found, &said) in apart(&program).into_iter().zip(&plan.schedule.apart) {
+        assert!(found <= said, "{name}: {found} apart, {said} said");
+    }
+}
+
+#[test]
+fn no_plan_of_any_schedule_is_over_its_limit() {
+    let kinds = [
+        ScheduleKind::Gpipe,
+        ScheduleKind::OneFOneB,
+        ScheduleKind::ZbH1,
+        ScheduleKind::ZbH2,
+        ScheduleKind::Zbv,
+        ScheduleKind::Interleaved,
+        ScheduleKind::Bfs,
+        ScheduleKind::DualPipeV,
+        ScheduleKind::TwoBw,
+        ScheduleKind::RoundRobin,
+    ];
+    for kind in kinds {
+        let (mut planned, mut refused) = (0, 0);
+        for seed in 0..24 {
+            let mut random = Random(7_000 + seed);
+            let mut graph = random_graph(&mut random);
+            for op in &mut graph.ops {
+                (op.between_bytes, op.arriving_bytes) = (random.below(100_000), random.below(400_000));
+            }
+            let cluster = levels(CLUSTERS[random.below(5) as usize]).unwrap();
+            let mut problem = Problem::new(graph, cluster, CostModel::Pipec);
+            problem.schedule = kind;
+            problem.chunks = if kind.has_chunks() { 2 } else { 1 };
+            problem.microbatches = if kind == ScheduleKind::RoundRobin { 1 } else { 1 + random.below(8) as u32 };
+            problem.optimizer_state = (seed % 3) as f64;
+            problem.recompute = seed % 4 > 0;
+            problem.constraints.no_replication = seed % 2 == 0;
+            problem.in_flight = InFlight::Auto;
+            let name = format!("{} of seed {seed}", kind.name());
+            let free = match with(&problem, Partitioner::Pipec) {
+                Ok(free) => free,
+                // Too few ops for so many chunks.
+                Err(PlanError::Problem(_)) if kind.has_chunks() => continue,
+                Err(error) => panic!("{name}: {error}"),
+            };
+            holds_its_counts(&name, &free.plan);
+            problem.memory_limit = Some(Bytes(peak(&free) * (30 + random.below(80)) / 100));
+            match within(&name, &problem, Partitioner::Pipec) {
+                None => {
+                    planned += 1;
+                    holds_its_counts(&name, &with(&problem, Partitioner::Pipec).unwrap().plan);
+                }
+                Some(_) => refused += 1,
+            }
+        }
+        println!("{}: {planned} planned, {refused} refused", kind.name());
+        assert!(planned > 2 && refused > 2, "{}: {planned} planned, {refused} refused", kind.name());
+    }
 }
 
 #[test]

@@ -16,7 +16,7 @@ use compiler::plan::ScheduleKind;
 use compiler::plan::problem::{CostModel, Objective, Problem, ProblemError};
 use compiler::plan::read::to_json;
 use compiler::profile::cost_graph::{CostGraph, OpId, ParamCost};
-use instances::{Random, add, chain, transformer};
+use instances::{Random, chain, random_graph, transformer};
 use std::time::{Duration, Instant};
 
 fn with(problem: &Problem, partitioner: Partitioner) -> Result<Planned, PlanError> {
@@ -32,20 +32,12 @@ fn same(left: f64, right: f64) -> bool {
     (left - right).abs() <= 1e-7 * left.max(right)
 }
 
-/// Up to eight ops, each of which reads up to two earlier ones; some share a parameter.
-fn random_graph(random: &mut Random) -> CostGraph {
-    let mut graph = CostGraph::default();
-    for id in 0..2 + random.below(7) {
-        let mut reads: Vec<u32> = (0..random.below(3).min(id)).map(|_| random.below(id) as u32).collect();
-        if reads.is_empty() && id > 0 && random.below(4) > 0 {
-            reads.push(id as u32 - 1);
-        }
-        reads.sort_unstable();
-        reads.dedup();
-        let weights = if random.below(3) == 0 { random.below(4_000_000) } else { random.below(20_000) };
-        let op = add(&mut graph, "op", &reads, random.below(1000) as f64, random.below(400_000), weights);
-        graph.ops[op as usize].workspace_bytes = random.below(300_000);
-        graph.ops[op as usize].unsaved = random.below(3) == 0;
+/// Up to eight ops with scratch, of which some share a parameter.
+fn scratched_graph(random: &mut Random) -> CostGraph {
+    let mut graph = random_graph(random, 8);
+    for op in &mut graph.ops {
+        op.workspace_bytes = random.below(300_000);
+        op.unsaved = random.below(3) == 0;
     }
     if random.below(3) == 0 {
         let last = graph.ops.len() as u32 - 1;
@@ -59,7 +51,7 @@ const CLUSTERS: [&str; 4] = ["2:1GB/s", "3:1GB/s", "4:0.2GB/s", "4:10GB/s"];
 
 fn random_problem(seed: u64, cost: CostModel) -> Problem {
     let mut random = Random(seed);
-    let graph = random_graph(&mut random);
+    let graph = scratched_graph(&mut random);
     let cluster = levels(CLUSTERS[random.below(4) as usize]).unwrap();
     let mut problem = Problem::new(graph, cluster, cost);
     problem.optimizer_state = random.below(3) as f64;

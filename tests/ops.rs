@@ -1,11 +1,13 @@
 //! Every core op on every device, asked the same questions: does the fast kernel give what the reference rule gives, does it
 //! write every element, and does it give the same bits twice?
 
+mod reference;
+
 use compiler::op::table::{rule, samples};
 use compiler::op::*;
 use compiler::tensor::fact::Fact;
-use compiler::tensor::view::ViewMut;
 use compiler::tensor::{DType, Tensor};
+use reference::{facts_of, in_type, reference, tensors};
 use runtime::device::cpu::{ALIGNMENT, Kernel};
 use std::collections::BTreeSet;
 
@@ -38,20 +40,9 @@ impl Buffer {
     }
 }
 
-fn facts_of(tensors: &[Tensor]) -> Vec<Fact> {
-    tensors.iter().map(|t| Fact::of(t.dtype(), t.shape())).collect()
-}
-
 fn infer(op: &Op, inputs: &[Tensor]) -> Vec<Fact> {
     let facts = facts_of(inputs);
     rule(op).infer(&facts.iter().collect::<Vec<_>>()).unwrap_or_else(|e| panic!("{}: {e}", rule(op).name()))
-}
-
-fn tensors(facts: &[Fact], buffers: &[&[u8]]) -> Vec<Tensor> {
-    let tensor = |(fact, bytes): (&Fact, &&[u8])| {
-        Tensor::new(fact.dtype, fact.concrete().unwrap(), bytes.to_vec().into()).unwrap()
-    };
-    facts.iter().zip(buffers).map(tensor).collect()
 }
 
 fn run(kernel: &Kernel, inputs: &[Tensor], outputs: &[Fact]) -> Result<Vec<Tensor>, KernelError> {
@@ -62,19 +53,6 @@ fn run(kernel: &Kernel, inputs: &[Tensor], outputs: &[Fact]) -> Result<Vec<Tenso
     let mut slices: Vec<&mut [u8]> = written.iter_mut().map(Buffer::slice_mut).collect();
     kernel.run(&given, &mut slices, workspace.slice_mut())?;
     Ok(tensors(outputs, &written.iter().map(Buffer::slice).collect::<Vec<_>>()))
-}
-
-fn reference(op: &Op, inputs: &[Tensor], outputs: &[Fact]) -> Result<Vec<Tensor>, KernelError> {
-    let shapes: Vec<Vec<usize>> = outputs.iter().map(|f| f.concrete().unwrap()).collect();
-    let mut bytes: Vec<Vec<u8>> = outputs.iter().map(|f| vec![0xff; f.bytes().unwrap() as usize]).collect();
-    let mut views: Vec<ViewMut<'_>> = outputs
-        .iter()
-        .zip(&shapes)
-        .zip(&mut bytes)
-        .map(|((f, shape), bytes)| ViewMut::new(f.dtype, shape, bytes))
-        .collect();
-    rule(op).reference(&inputs.iter().map(Tensor::view).collect::<Vec<_>>(), &mut views)?;
-    Ok(tensors(outputs, &bytes.iter().map(Vec::as_slice).collect::<Vec<_>>()))
 }
 
 /// Asserts that two tensors are equal but for rounding in the element type of `got`.
@@ -111,11 +89,6 @@ fn ask(what: &str, op: &Op, inputs: &[Tensor]) -> bool {
     }
     assert_eq!(run(&kernel, inputs, &outputs).unwrap(), got, "{what}: two runs differ");
     !kernel.is_reference()
-}
-
-/// The same tensors with `f32` as another element type.
-fn in_type(inputs: &[Tensor], dtype: DType) -> Vec<Tensor> {
-    inputs.iter().map(|t| if t.dtype() == DType::F32 { t.cast(dtype) } else { t.clone() }).collect()
 }
 
 #[test]

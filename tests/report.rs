@@ -115,6 +115,43 @@ fn long_runs_are_drawn_in_slices() {
 }
 
 #[test]
+fn every_stage_of_a_long_pipeline_is_drawn() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    let ops: Vec<(&str, f64)> = (0..64).map(|_| ("Linear", 1.0)).collect();
+    chain(folder, &ops);
+    let stages = vec!["1"; 64].join(",");
+    planned(folder, &["--gpus", "64", "--stages", &stages, "--schedule", "1f1b", "--microbatches", "64"]);
+    let text = page(folder, &[]);
+    for stage in 0..64 {
+        // A box, a bar, a row of work and a curve each.
+        assert_eq!(text.matches(&format!(">Stage {stage}</text>")).count(), 2, "stage {stage}");
+        assert_eq!(text.matches(&format!(">{stage}.0</text>")).count(), 2, "worker {stage}.0");
+    }
+    assert!(text.len() < 1_000_000, "{} bytes", text.len());
+    // Boxes stand in rows, none beyond the width of the page.
+    let widths = text.split("<svg width=\"").skip(1).map(|rest| rest.split('"').next().unwrap());
+    assert!(widths.map(|width| width.parse::<f64>().unwrap()).all(|width| width <= 1060.0));
+}
+
+#[test]
+fn a_device_with_several_stages_holds_them_all() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    let ops: Vec<(&str, f64)> = (0..8).map(|_| ("Linear", 1.0)).collect();
+    chain(folder, &ops);
+    planned(folder, &["--gpus", "4", "--schedule", "interleaved", "--microbatches", "8", "--no-replication"]);
+    let plan: serde_json::Value = serde_json::from_str(&fs::read_to_string(folder.join("plan.json")).unwrap()).unwrap();
+    assert_eq!((plan["stages"].as_array().unwrap().len(), &plan["schedule"]["chunks"]), (8, &2.into()));
+    let text = page(folder, &[]);
+    assert!(text.contains("4 of 4 devices") && text.contains(">Stages 0, 4</text>"), "one bar a device");
+    let total = |at: usize| plan["stages"][at]["memory"]["total"].as_u64().unwrap();
+    let fullest = (0..4).map(|at| total(at) + total(at + 4)).max().unwrap();
+    let told = compiler::export::quantity::bytes(fullest);
+    assert!(text.contains(&format!("<dt>Fullest device</dt><dd>{told}<small>")), "{told}");
+}
+
+#[test]
 fn a_run_stands_beside_its_prediction() {
     let folder = tempfile::tempdir().unwrap();
     let folder = folder.path();

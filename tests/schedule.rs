@@ -1,8 +1,15 @@
 //! Random pipelines: every schedule's programs pass the checker, and programs with a mistake in them do not.
+//!
+//! Ten thousand programs are checked, or as many as the environment variable `PIPEC_PROGRAMS` says; a long run takes 100000.
+
+use std::collections::BTreeMap;
+use std::ops::RangeInclusive;
 
 use compiler::plan::StageId;
+use compiler::schedule::chart::chart;
 use compiler::schedule::check::check;
 use compiler::schedule::fault::CheckError;
+use compiler::schedule::json::{from_json, to_json};
 use compiler::schedule::rule::StepCount;
 use compiler::schedule::scheduler::schedule;
 use compiler::schedule::work::Part;
@@ -10,6 +17,7 @@ use compiler::schedule::{
     Edge, EdgeId, Instruction, MicrobatchId, Payload, Pipeline, Program, Schedule, Slot, StageShape, Token, Version,
     WorkerId,
 };
+use compiler::simulate::run::{Machine, simulate};
 
 /// SplitMix64: small, seeded, the same everywhere.
 struct Random(u64);
@@ -89,18 +97,32 @@ fn random_program(random: &mut Random) -> (Pipeline, Program) {
     (pipeline, program)
 }
 
-/// Ten thousand programs, or as many as `PIPEC_PROGRAMS` says.
+/// All schedules come up, with unequal replicas wherever they permit them, several stages on a rank, and edges that skip stages.
 #[test]
 fn every_program_passes_and_reads_back() {
     let programs = std::env::var("PIPEC_PROGRAMS").ok().and_then(|count| count.parse().ok()).unwrap_or(10_000);
+    let mut seen: BTreeMap<&str, [u32; 3]> = BTreeMap::new();
     for seed in 0..programs {
         let (pipeline, program) = random_program(&mut Random(seed));
+        let replicas = |stage: &StageShape| stage.replicas;
+        let unequal = pipeline.stages.iter().any(|stage| replicas(stage) != replicas(&pipeline.stages[0]));
+        let skips = pipeline.edges.iter().any(|edge| edge.to.0 > edge.from.0 + 1);
+        let kinds = seen.entry(program.schedule.name()).or_default();
+        for (count, is_one) in kinds.iter_mut().zip([unequal, pipeline.chunks() > 1, skips]) {
+            *count += u32::from(is_one);
+        }
         if let Err(error) = check(&program) {
             panic!("seed {seed}: {error}\n{pipeline:?}\n{program}");
         }
         if seed % 4 == 0 {
             assert_eq!(program.to_string().parse::<Program>().as_ref(), Ok(&program), "seed {seed}");
         }
+    }
+    println!("{programs} programs; with unequal replicas, several stages on a rank, skips: {seen:?}");
+    for name in Schedule::ALL.iter().filter(|_| programs >= 1000) {
+        let [unequal, chunks, skips] = seen[name.name()];
+        let is_chunked = matches!(name, Schedule::Interleaved | Schedule::Bfs | Schedule::Zbv | Schedule::DualPipeV);
+        assert!(skips > 0 && (unequal > 0) != is_chunked && (chunks > 0) == is_chunked, "{name}: {seen:?}");
     }
 }
 
@@ -256,6 +278,10 @@ fn mutate(random: &mut Random, program: &Program) -> Option<(String, Program)> {
                     _ => *in_place = !*in_place,
                 },
                 Instruction::Drop { version, .. } => *version = Version(version.0 + by),
+                Instruction::Recompute { .. }
+                | Instruction::ReduceScatter { .. }
+                | Instruction::AllGather { .. }
+                | Instruction::Checkpoint { .. } => return None,
             }
             "changed"
         }
@@ -281,6 +307,179 @@ fn mistakes_are_found() {
         found += 1;
     }
     assert!(found >= 2000, "only {found} mistakes were made");
+}
+
+/// A program with one mistake, and the instructions of workers at one of which it must be told.
+struct Mistake {
+    what: String,
+    broken: Program,
+    told: Vec<(usize, RangeInclusive<usize>)>,
+}
+
+/// The kinds of mistakes whose place is known before the checker is asked.
+const KINDS: [&str; 6] = [
+    "dropped communication",
+    "doubled",
+    "swapped communication",
+    "wrong version",
+    "missing wait",
+    "order of collectives",
+];
+
+/// From a place on to the end of the list, where what is left undone is told.
+const END: usize = usize::MAX;
+
+/// The other ends of a communication: for each, the worker and the place in its list.
+fn others(program: &Program, worker: usize, of: Instruction) -> Vec<(usize, usize)> {
+    let meets = |other: usize, instruction: &Instruction| match (of, *instruction) {
+        (
+            Instruction::Send { edge, item, kind, peer, .. },
+            Instruction::Recv { edge: e, item: i, kind: k, peer: p, .. },
+        )
+        | (
+            Instruction::Recv { edge, item, kind, peer, .. },
+            Instruction::Send { edge: e, item: i, kind: k, peer: p, .. },
+        ) => (edge, item, kind) == (e, i, k) && (peer.index(), p.index()) == (other, worker),
+        (Instruction::AllReduce { stage, round, .. }, Instruction::AllReduce { stage: s, round: r, .. }) => {
+            other != worker && (stage, round) == (s, r)
+        }
+        _ => false,
+    };
+    let lists = program.workers.iter().enumerate();
+    let found = lists.flat_map(|(other, list)| {
+        let places = list.instructions.iter().enumerate();
+        places.filter(move |(_, instruction)| meets(other, instruction)).map(move |(at, _)| (other, at))
+    });
+    found.collect()
+}
+
+/// Makes a mistake of this kind somewhere, if the program offers a place.
+fn mistake(random: &mut Random, program: &Program, kind: usize) -> Option<Mistake> {
+    let mut broken = program.clone();
+    let worker = random.below(program.workers.len() as u32) as usize;
+    let list = &mut broken.workers[worker].instructions;
+    let fits = |instruction: &Instruction| match (kind, instruction) {
+        (0, Instruction::Send { .. } | Instruction::Recv { .. } | Instruction::AllReduce { .. }) | (1, _) => true,
+        (2, Instruction::Send { .. } | Instruction::Recv { .. }) | (4, Instruction::Wait { .. }) => true,
+        (3, Instruction::Step { .. }) | (5, Instruction::AllReduce { .. }) => true,
+        (3, instruction) => instruction.work().is_some(),
+        _ => false,
+    };
+    let places: Vec<usize> = (0..list.len()).filter(|&at| fits(&list[at])).collect();
+    if places.is_empty() {
+        return None;
+    }
+    let at = places[random.below(places.len() as u32) as usize];
+    let before = list[at];
+    let from = |others: Vec<(usize, usize)>| others.into_iter().map(|(other, at)| (other, at..=END));
+    let told = match kind {
+        0 => {
+            list.remove(at);
+            from(others(program, worker, before)).chain([(worker, at..=END)]).collect()
+        }
+        1 => {
+            list.insert(at, before);
+            vec![(worker, at + 1..=at + 1)]
+        }
+        2 => {
+            let channel = |instruction: &Instruction| match *instruction {
+                Instruction::Send { edge, kind, peer, .. } => Some((true, edge, kind, peer)),
+                Instruction::Recv { edge, kind, peer, .. } => Some((false, edge, kind, peer)),
+                _ => None,
+            };
+            let other = (at + 1..list.len()).find(|&other| channel(&list[other]) == channel(&before))?;
+            list.swap(at, other);
+            match before {
+                // It sends what is not yet made.
+                Instruction::Send { .. } => vec![(worker, at..=at)],
+                _ => {
+                    let sends = others(program, worker, before).into_iter().map(|(other, at)| (other, at..=at));
+                    sends.chain([(worker, at..=other)]).collect()
+                }
+            }
+        }
+        3 => {
+            let by = 1 + random.below(3);
+            match &mut list[at] {
+                Instruction::Forward { version, .. }
+                | Instruction::Backward { version, .. }
+                | Instruction::BackwardInput { version, .. }
+                | Instruction::BackwardWeight { version, .. } => version.0 += by,
+                Instruction::Step { from, .. } if by == 1 => from.0 += by,
+                Instruction::Step { to, .. } => to.0 += by,
+                _ => return None,
+            }
+            vec![(worker, at..=at)]
+        }
+        4 => {
+            let Instruction::Wait { token } = before else { return None };
+            list.remove(at);
+            let posted = list[..at].iter().rev().find(|i| match **i {
+                Instruction::Send { token: of, .. }
+                | Instruction::Recv { token: of, .. }
+                | Instruction::AllReduce { token: of, .. } => of == token,
+                _ => false,
+            });
+            match *posted? {
+                // The work that uses what has not been waited for.
+                Instruction::Recv { edge, item, kind, .. } => {
+                    let (from, to) = program.edges[edge.index()];
+                    let uses = |i: &Instruction| match i.work() {
+                        Some((work, ..)) if kind == Payload::Activation => {
+                            (work.stage, work.item, work.part) == (to, item, Part::Forward)
+                        }
+                        Some((work, ..)) => (work.stage, work.item) == (from, item) && work.part.makes_gradients(),
+                        None => false,
+                    };
+                    let user = (at..list.len()).find(|&user| uses(&list[user]))?;
+                    vec![(worker, user..=user)]
+                }
+                Instruction::AllReduce { stage, round, .. } => {
+                    let steps = |i: &Instruction| match *i {
+                        Instruction::Step { stage: of, round: r, .. } => (of, r) == (stage, round),
+                        _ => false,
+                    };
+                    let step = (at..list.len()).find(|&step| steps(&list[step]))?;
+                    vec![(worker, at..=step)]
+                }
+                // A buffer is written again that is still held, or the transfer is left at the end.
+                _ => vec![(worker, at..=END)],
+            }
+        }
+        _ => {
+            let reduces = |i: &Instruction| matches!(i, Instruction::AllReduce { .. });
+            let other = (at + 1..list.len()).find(|&other| reduces(&list[other]))?;
+            list.swap(at, other);
+            from(others(program, worker, before)).chain([(worker, at..=END)]).collect()
+        }
+    };
+    let what = format!("{} at worker {worker}, {at} (`{}`)", KINDS[kind], program.show(&before));
+    Some(Mistake { what, broken, told })
+}
+
+/// Over a thousand mistakes of six kinds, each refused where it was made, where its other end is, or where it first does harm.
+#[test]
+fn mistakes_are_told_where_they_are() {
+    let mut found = [0; KINDS.len()];
+    for seed in 0..4000 {
+        let mut random = Random(seed);
+        let (_, program) = random_program(&mut random);
+        let kind = seed as usize % KINDS.len();
+        let Some(Mistake { what, broken, told }) = mistake(&mut random, &program, kind) else { continue };
+        let error = check(&broken).expect_err(&format!("seed {seed}: {what}"));
+        let (name, place) = match &error {
+            CheckError::Shape { reason } => panic!("seed {seed}: {what} is told as `{reason}`"),
+            CheckError::At { worker, at, .. } => (worker, *at),
+            CheckError::End { worker, .. } => (worker, END),
+        };
+        let is_told = |(worker, places): &(usize, RangeInclusive<usize>)| {
+            *name == program.worker_name(WorkerId(*worker as u32)) && places.contains(&place)
+        };
+        assert!(told.iter().any(is_told), "seed {seed}: {what} is told as: {error}; expected at {told:?}\n{program}");
+        found[kind] += 1;
+    }
+    println!("{:?}", KINDS.iter().zip(found).collect::<Vec<_>>());
+    assert!(found.iter().sum::<i32>() >= 1000 && found.iter().all(|&count| count >= 100), "{found:?}");
 }
 
 #[test]
@@ -325,4 +524,75 @@ fn opposite_orders_of_waiting_are_a_deadlock() {
         .replace("send 0F0 > 1.0 #0\n        wait #0\n", "");
     let error = check(&stuck.parse().unwrap()).unwrap_err().to_string();
     assert_eq!(error, "worker 1.0, instruction 1 (`wait #1`): waits for ever: 0.0 never sends item 0");
+}
+
+/// No schedule writes these instructions yet; a program may: the forward runs again, replicas step shares of the weights.
+const SHARES: &str = "program gpipe {
+  items 2
+  microbatches 2
+  stage 0 replicas=2 cap=1
+  worker 0.0 {
+    load 0F0
+    0F0
+    recompute 0F0
+    0B0
+    reduce-scatter 0 round 0 #0
+    wait #0
+    step 0 round 0 v0 => v1 mean 2
+    all-gather 0 v1 #1
+    wait #1
+    checkpoint 0 v1
+  }
+  worker 0.1 {
+    load 0F1
+    0F1
+    recompute 0F1
+    0B1
+    reduce-scatter 0 round 0 #0
+    wait #0
+    step 0 round 0 v0 => v1 mean 2
+    all-gather 0 v1 #1
+    wait #1
+  }
+}
+";
+
+#[test]
+fn forwards_run_again_and_weights_are_made_in_shares() {
+    let program: Program = SHARES.parse().unwrap();
+    check(&program).unwrap();
+    assert_eq!(program.to_string(), SHARES);
+    assert_eq!(from_json(&to_json(&program).unwrap()).unwrap(), program);
+    assert_eq!(chart(&program).unwrap(), "0.0 | F0 R0 B0\n0.1 | F1 R1 B1\n");
+    // Forward 2, the forward again 2, what is left of a backward of 6, and a reduce-scatter and an all-gather of an all-reduce of 10.
+    let mut stage = StageShape::new(2, 2.0, 6.0);
+    (stage.recompute, stage.all_reduce) = (2.0, 10.0);
+    let pipeline = Pipeline::chain(vec![stage]);
+    let timeline = simulate(&program, &pipeline, &Machine::of(&pipeline)).unwrap();
+    let names: Vec<String> = timeline.workers[0].spans.iter().map(|span| span.activity.to_string()).collect();
+    assert_eq!(names, ["0F0", "0R0", "0B0"]);
+    assert_eq!(timeline.workers[0].spans[2].end, 8.0);
+    assert_eq!((timeline.makespan, timeline.links[0].spans.len()), (18.0, 2));
+}
+
+#[test]
+fn mistakes_with_shares_are_told_where_they_are() {
+    let lines: [(&str, &str, &str); 6] = [
+        ("    recompute 0F1\n    0B1\n", "    0B1\n    recompute 0F1\n", "worker 0.1, instruction 3"),
+        ("    recompute 0F1\n", "    recompute 0F1\n    recompute 0F1\n", "worker 0.1, instruction 3"),
+        ("    recompute 0F1\n", "    recompute 0F1@v1\n", "worker 0.1, instruction 2"),
+        (
+            "    wait #1\n    checkpoint 0 v1\n",
+            "    checkpoint 0 v1\n    wait #1\n",
+            "in shares that have not been gathered",
+        ),
+        ("    all-gather 0 v1 #1\n    wait #1\n    checkpoint 0 v1\n", "", "worker 0.0, at its end"),
+        ("    reduce-scatter 0 round 0 #0\n", "    all-reduce 0 round 0 #0\n", "worker 0.1, instruction 4"),
+    ];
+    for (right, wrong, told) in lines {
+        assert!(SHARES.contains(right));
+        let text = SHARES.replacen(right, wrong, 1);
+        let error = check(&text.parse().unwrap()).unwrap_err().to_string();
+        assert!(error.contains(told), "`{wrong}`: {error}");
+    }
 }

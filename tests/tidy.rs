@@ -35,12 +35,21 @@ fn root() -> PathBuf {
 
 fn sources() -> Vec<PathBuf> {
     let mut files = Vec::new();
-    let mut folders: Vec<PathBuf> =
-        ["src", "compiler/src", "runtime/src", "profiler/src", "models/src", "tests", "benches", "compiler/tests"]
-            .iter()
-            .map(|f| root().join(f))
-            .filter(|f| f.is_dir())
-            .collect();
+    let mut folders: Vec<PathBuf> = [
+        "src",
+        "compiler/src",
+        "runtime/src",
+        "profiler/src",
+        "models/src",
+        "tests",
+        "benches",
+        "compiler/tests",
+        "compiler/examples",
+    ]
+    .iter()
+    .map(|f| root().join(f))
+    .filter(|f| f.is_dir())
+    .collect();
     while let Some(folder) = folders.pop() {
         for entry in fs::read_dir(folder).unwrap() {
             let path = entry.unwrap().path();

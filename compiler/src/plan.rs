@@ -13,6 +13,7 @@ pub mod clock;
 pub mod cut_bytes;
 pub mod device_placement;
 pub mod fault;
+pub mod held;
 pub mod hybrid;
 pub mod judge;
 pub mod links;
@@ -164,6 +165,9 @@ pub struct PlannedSchedule {
     pub in_flight: Vec<u32>,
     /// For each stage: weight versions that one replica holds.
     pub weight_versions: Vec<u32>,
+    /// For each stage: micro-batches that one replica may have between the halves of their backward; empty where it is whole.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub apart: Vec<u32>,
 }
 
 /// What one replica of a stage holds, in bytes. `total` is the sum of the others.
@@ -181,6 +185,10 @@ pub struct StageMemory {
     /// Saved tensors, inputs from other stages and what is sent to them, for every micro-batch in flight; where the stage is
     /// recomputed, the saved ones for one, and what is sent for one more.
     pub activations: u64,
+    /// Where backwards are split, for every micro-batch between the halves: what the second reads of the first, and the gradients that
+    /// came for it, those of one aside.
+    #[serde(default, skip_serializing_if = "is_nothing")]
+    pub between: u64,
     /// Gradients of one micro-batch that come from other stages or go to them, and those on their way of the one before.
     #[serde(default)]
     pub messages: u64,
@@ -188,6 +196,10 @@ pub struct StageMemory {
     pub workspace: u64,
     /// All of them.
     pub total: u64,
+}
+
+fn is_nothing(bytes: &u64) -> bool {
+    *bytes == 0
 }
 
 /// One level of a stage's place in the cluster.
@@ -254,9 +266,16 @@ pub struct Edge {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct Predicted {
-    /// Time of the slowest stage or link for one minibatch in steady state: the objective.
+    /// Time of one minibatch, in microseconds. Under cost `pipec` that is a whole minibatch, with filling and draining where the
+    /// schedule flushes, and it is what the plan's own program takes when it is played; one item under schedule `inference`. Under
+    /// the other cost models it is what the slowest stage or link takes for one micro-batch in steady state.
     pub minibatch_us: f64,
-    /// Time from one weight update to the next.
+    /// What the cost model's equations give in the place of `minibatch_us`: the figure that the search made least. Absent where both
+    /// are the same.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub objective_us: Option<f64>,
+    /// Time from one weight update to the next, in microseconds: all micro-batches of a minibatch. Under 1F1B-RR a minibatch is one
+    /// item, and a stage of r replicas updates every r minibatches; the figure is that of one.
     pub step_us: f64,
     /// Samples per second.
     pub throughput_per_s: f64,
@@ -312,6 +331,13 @@ pub struct Fits {
     pub uniform: bool,
 }
 
+impl Predicted {
+    /// The figure of the cost model's equations, which the judge works out again.
+    pub fn by_equations_us(&self) -> f64 {
+        self.objective_us.unwrap_or(self.minibatch_us)
+    }
+}
+
 /// How the plan was found.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
@@ -351,9 +377,9 @@ pub struct Plan {
     pub edges: Vec<Edge>,
     /// Predicted times.
     pub predicted: Predicted,
-    /// No plan for this problem under this cost model is faster than this, in microseconds.
+    /// No plan for this problem under this cost model takes less for a minibatch, in microseconds.
     pub lower_bound_us: f64,
-    /// Whether `minibatch_us` is proven the least under the cost model.
+    /// Whether the figure of the cost model's equations is proven the least of all plans, and `minibatch_us` is that figure to 2 %.
     pub proven_optimal: bool,
     /// The plain alternatives.
     pub baselines: Baselines,
@@ -417,6 +443,11 @@ impl ScheduleKind {
     /// Whether the stages go down the ranks and up again, two on each.
     pub fn is_on_a_v(self) -> bool {
         matches!(self, ScheduleKind::Zbv | ScheduleKind::DualPipeV)
+    }
+
+    /// Whether backwards are in two halves.
+    pub fn splits_backward(self) -> bool {
+        self.is_on_a_v() || matches!(self, ScheduleKind::ZbH1 | ScheduleKind::ZbH2)
     }
 
     /// Whether a rank holds several stages.

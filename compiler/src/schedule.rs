@@ -8,17 +8,23 @@
 //! its number; under the schedules with chunks it holds several. Workers are numbered in rank order, replica minor, and print
 //! as `rank.replica`. Work comes in *items*: minibatches under the asynchronous schedules, microbatches under those that flush.
 //!
-//! What the instructions promise each other: Send, Recv and AllReduce only post, Wait blocks. A Send completes when its
+//! What the instructions promise each other: Send, Recv and the collectives only post, Wait blocks. A Send completes when its
 //! Recv is posted (channels hold nothing), so a program that runs here runs on any link. A channel is (edge, kind, from
 //! worker, to worker) and first in, first out; the two directions of an edge are separate channels. Stages of one rank speak to
 //! each other in the same words: a worker may send to itself.
+//!
+//! Two things need no instruction: a backward adds its gradients to those of its round itself, and a Step that is not in place keeps
+//! the version before, until its Drop.
 
 pub mod bfs;
+pub mod channel;
 pub mod chart;
 pub mod check;
+pub mod collective;
 pub mod csv;
 pub mod dualpipev;
 pub mod fault;
+pub mod fit;
 pub mod gpipe;
 pub mod inference;
 pub mod interleaved;
@@ -26,10 +32,13 @@ pub mod json;
 pub mod ledger;
 pub mod link;
 pub mod lower;
+pub mod moments;
 pub mod newest;
+pub mod numbered;
 pub mod one_f_one_b;
 pub mod one_f_one_b_rr;
 pub mod order;
+pub mod own;
 pub mod pipeline;
 pub mod rule;
 pub mod scheduler;
@@ -87,7 +96,7 @@ id!(
     EdgeId
 );
 id!(
-    /// Names one posted Send, Recv or AllReduce of one worker, until its Wait.
+    /// Names one posted Send, Recv or collective of one worker, until its Wait.
     Token
 );
 id!(
@@ -124,7 +133,7 @@ pub enum Schedule {
     TwoBw,
     /// `inference`: forwards only.
     Inference,
-    /// `csv`: the order of a table that the user gives.
+    /// `csv`: an order of the user's own, from a table or from Rust.
     Csv,
 }
 
@@ -223,6 +232,8 @@ pub struct StageShape {
     pub backward: f64,
     /// The part of `backward` that makes gradients of weights, which nobody else waits for, in microseconds.
     pub weight: f64,
+    /// The part of `backward` that runs the forward again, which a Recompute of its own takes out of it, in microseconds.
+    pub recompute: f64,
     /// Time of one optimizer step, in microseconds.
     pub step: f64,
     /// Time of one all-reduce of the stage's gradients, in microseconds; nothing for a single replica.
@@ -240,7 +251,18 @@ impl StageShape {
     /// weights, as matrix products have it; cap 1, no bytes.
     pub fn new(replicas: u32, forward: f64, backward: f64) -> Self {
         let weight = backward / 2.0;
-        Self { replicas, forward, backward, weight, step: 0.0, all_reduce: 0.0, cap: 1, param_bytes: 0, saved_bytes: 0 }
+        Self {
+            replicas,
+            forward,
+            backward,
+            weight,
+            recompute: 0.0,
+            step: 0.0,
+            all_reduce: 0.0,
+            cap: 1,
+            param_bytes: 0,
+            saved_bytes: 0,
+        }
     }
 }
 
@@ -343,6 +365,18 @@ pub enum Instruction {
         /// The slot that the forward filled; free after this.
         slot: Slot,
     },
+    /// Run the stage's forward again, from what it read, to fill `slot` for the item's backward: it comes between the two, and
+    /// may come while the gradients are on their way.
+    Recompute {
+        /// A stage of this worker.
+        stage: StageId,
+        /// The item.
+        item: MicrobatchId,
+        /// The weights that the forward used.
+        version: Version,
+        /// The slot that the forward took.
+        slot: Slot,
+    },
     /// Run the part of the stage's backward that makes the gradients which other stages wait for; what the other part needs stays
     /// in `slot`.
     BackwardInput {
@@ -395,7 +429,7 @@ pub enum Instruction {
     },
     /// Block until what `token` names is complete.
     Wait {
-        /// A token of an earlier Send, Recv or AllReduce of this worker.
+        /// A token of an earlier Send, Recv or collective of this worker.
         token: Token,
     },
     /// Post the sum, over all replicas of the stage, of the gradients of one round: all that backwards have added since the
@@ -407,6 +441,25 @@ pub enum Instruction {
         /// The round.
         round: u32,
         /// To wait for.
+        token: Token,
+    },
+    /// As AllReduce, but this replica gets its share of the sum only: a Step of the round makes its share of a version, which nobody
+    /// uses before it is gathered.
+    ReduceScatter {
+        /// A stage of this worker.
+        stage: StageId,
+        /// The round.
+        round: u32,
+        /// To wait for.
+        token: Token,
+    },
+    /// Post the gathering of a version of which each replica has made its share.
+    AllGather {
+        /// A stage of this worker.
+        stage: StageId,
+        /// The version.
+        version: Version,
+        /// To wait for; the version may be used after that.
         token: Token,
     },
     /// Apply the round's gradients, divided by `count`, to version `from`; the result is version `to`. The round's gradients
@@ -427,6 +480,13 @@ pub enum Instruction {
     },
     /// Nobody uses this version after this.
     Drop {
+        /// A stage of this worker.
+        stage: StageId,
+        /// The version.
+        version: Version,
+    },
+    /// Write this version of the stage's weights to the run's checkpoint.
+    Checkpoint {
         /// A stage of this worker.
         stage: StageId,
         /// The version.
@@ -520,6 +580,8 @@ pub enum ScheduleError {
     UnequalReplicas { schedule: Schedule, replicas: String },
     #[error("table: {what}")]
     Table { what: String },
+    #[error("program: {what}")]
+    Foreign { what: String },
     #[error("the plan has {stages} stages and in-flight caps for {caps}")]
     CapsForOtherStages { stages: usize, caps: usize },
     #[error("unknown schedule `{name}`; known are {}", known())]

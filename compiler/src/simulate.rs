@@ -8,6 +8,7 @@
 
 pub mod efficiency;
 pub mod network;
+pub mod pace;
 pub mod run;
 pub mod steady;
 
@@ -24,6 +25,8 @@ pub enum Activity {
     Forward(StageId, MicrobatchId),
     /// A stage's backward of an item.
     Backward(StageId, MicrobatchId),
+    /// A stage's forward of an item again, for its backward.
+    Recompute(StageId, MicrobatchId),
     /// The part of a stage's backward of an item that other stages wait for.
     BackwardInput(StageId, MicrobatchId),
     /// The part of a stage's backward of an item that makes gradients of weights.
@@ -32,6 +35,10 @@ pub enum Activity {
     Step(StageId, u32),
     /// The all-reduce of a round of a stage.
     AllReduce(StageId, u32),
+    /// The reduce-scatter of a round of a stage.
+    ReduceScatter(StageId, u32),
+    /// The all-gather of a version of a stage.
+    AllGather(StageId, u32),
     /// A transfer of what a stage made of an item: activations, or gradients.
     Transfer(StageId, Payload, MicrobatchId),
     /// Blocked.
@@ -54,10 +61,13 @@ impl Activity {
         match self {
             Activity::Forward(..) => "forward",
             Activity::Backward(..) => "backward",
+            Activity::Recompute(..) => "recompute",
             Activity::BackwardInput(..) => "backward-input",
             Activity::BackwardWeight(..) => "backward-weight",
             Activity::Step(..) => "step",
             Activity::AllReduce(..) => "all-reduce",
+            Activity::ReduceScatter(..) => "reduce-scatter",
+            Activity::AllGather(..) => "all-gather",
             Activity::Transfer(..) => "transfer",
             Activity::Wait => "wait",
         }
@@ -65,7 +75,8 @@ impl Activity {
 
     /// Whether the worker's device is busy with it.
     pub fn computes(self) -> bool {
-        !matches!(self, Activity::AllReduce(..) | Activity::Transfer(..) | Activity::Wait)
+        let carries = matches!(self, Activity::AllReduce(..) | Activity::ReduceScatter(..) | Activity::AllGather(..));
+        !carries && !matches!(self, Activity::Transfer(..) | Activity::Wait)
     }
 }
 
@@ -79,10 +90,13 @@ impl fmt::Display for Activity {
             Activity::Backward(stage, item) | Activity::Transfer(stage, Payload::Gradient, item) => {
                 write!(f, "{}B{}", stage.0, item.0)
             }
+            Activity::Recompute(stage, item) => write!(f, "{}R{}", stage.0, item.0),
             Activity::BackwardInput(stage, item) => write!(f, "{}I{}", stage.0, item.0),
             Activity::BackwardWeight(stage, item) => write!(f, "{}W{}", stage.0, item.0),
             Activity::Step(stage, round) => write!(f, "step {} round {round}", stage.0),
             Activity::AllReduce(stage, round) => write!(f, "all-reduce {} round {round}", stage.0),
+            Activity::ReduceScatter(stage, round) => write!(f, "reduce-scatter {} round {round}", stage.0),
+            Activity::AllGather(stage, version) => write!(f, "all-gather {} v{version}", stage.0),
             Activity::Wait => f.write_str("wait"),
         }
     }
@@ -157,6 +171,14 @@ impl Timeline {
         finished.sort_by(f64::total_cmp);
         let (start, end) = (*finished.get(from)?, *finished.get(to)?);
         (end > start).then_some(((to - from) as f64, end - start))
+    }
+
+    /// When the last computation of each minibatch ended, of so many items each, from the first minibatch to end to the last.
+    pub fn ends(&self, microbatches: u32) -> Vec<f64> {
+        let last = |items: &[f64]| items.iter().copied().fold(0.0, f64::max);
+        let mut ends: Vec<f64> = self.finished.chunks(microbatches.max(1) as usize).map(last).collect();
+        ends.sort_by(f64::total_cmp);
+        ends
     }
 
     /// The most bytes the worker held at once; 0 without sizes.

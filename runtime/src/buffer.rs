@@ -5,13 +5,14 @@ use std::alloc::{Layout, alloc_zeroed, dealloc, handle_alloc_error};
 use std::collections::{HashMap, HashSet};
 use std::ptr::NonNull;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 /// Bytes at an address that is a multiple of [`ALIGNMENT`].
 pub struct Buffer {
     start: NonNull<u8>,
     bytes: usize,
     ledger: Option<Arc<Ledger>>,
+    lent: AtomicBool,
 }
 
 /// How many bytes are held by the buffers that are written into it, wherever they are dropped.
@@ -51,13 +52,27 @@ impl Buffer {
         // SAFETY: the layout has at least one cache line.
         let start = unsafe { alloc_zeroed(layout) };
         let Some(start) = NonNull::new(start) else { handle_alloc_error(layout) };
-        Buffer { start, bytes, ledger: None }
+        Buffer { start, bytes, ledger: None, lent: AtomicBool::new(false) }
     }
 
     /// Counts the buffer in a ledger until it is dropped.
     pub fn count_in(&mut self, ledger: &Arc<Ledger>) {
         ledger.add(self.bytes);
         self.ledger = Some(ledger.clone());
+    }
+
+    /// Counts the buffer no longer until its pool hands it out again: who made it is done with it, and who still reads it counts it
+    /// for itself. Between devices each would hold a copy, and the maker's would be free.
+    pub fn lend(&self) {
+        if let (Some(ledger), false) = (&self.ledger, self.lent.swap(true, Ordering::Relaxed)) {
+            ledger.remove(self.bytes);
+        }
+    }
+
+    fn come_back(&self) {
+        if let (Some(ledger), true) = (&self.ledger, self.lent.swap(false, Ordering::Relaxed)) {
+            ledger.add(self.bytes);
+        }
     }
 
     /// A buffer with a copy of these bytes.
@@ -97,9 +112,7 @@ impl Buffer {
 
 impl Drop for Buffer {
     fn drop(&mut self) {
-        if let Some(ledger) = &self.ledger {
-            ledger.remove(self.bytes);
-        }
+        self.lend();
         // SAFETY: allocated in `new` with this layout.
         unsafe { dealloc(self.start.as_ptr(), layout(self.bytes)) }
     }
@@ -126,7 +139,11 @@ impl Pool {
         let free = self.free.entry(bytes).or_default();
         // A receiver may still hold what was sent to it; such a buffer is passed over until it is let go.
         match free.iter_mut().position(|b| Arc::get_mut(b).is_some()) {
-            Some(at) => free.swap_remove(at),
+            Some(at) => {
+                let buffer = free.swap_remove(at);
+                buffer.come_back();
+                buffer
+            }
             None => {
                 let mut buffer = Buffer::new(bytes);
                 buffer.count_in(&self.ledger);
@@ -152,6 +169,25 @@ impl Pool {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn what_is_lent_is_counted_again_when_it_is_taken_again() {
+        let mut pool = Pool::default();
+        let buffer = pool.take(100);
+        let reader = buffer.clone();
+        let held = |pool: &Pool| pool.ledger.now.load(Ordering::Relaxed);
+        buffer.lend();
+        buffer.lend();
+        pool.give(buffer);
+        assert_eq!(held(&pool), 0);
+        drop(reader);
+        let again = pool.take(100);
+        assert_eq!((held(&pool), pool.ledger.peak()), (100, 100));
+        again.lend();
+        let ledger = pool.ledger.clone();
+        drop((again, pool));
+        assert_eq!(ledger.now.load(Ordering::Relaxed), 0);
+    }
 
     #[test]
     fn a_pool_lists_what_it_made_once_and_nothing_else() {

@@ -398,6 +398,10 @@ impl<'a> Desk<'a> {
                 .position(|t| (t.stage, t.value, t.group) == (other.index(), parcel.value, parcel.group));
             if let Some(at) = at {
                 held += parcel.buffer.len();
+                // An activation is read again where it was made.
+                if kind == Payload::Gradient {
+                    parcel.buffer.lend();
+                }
                 slots[at] = Some(parcel.buffer);
             }
         }

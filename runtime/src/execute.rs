@@ -53,6 +53,13 @@ impl Item {
     }
 }
 
+/// What was sent and is still read is the reader's: it has counted it when it came.
+fn lend_to_readers(sent: &Arc<Buffer>) {
+    if Arc::strong_count(sent) > 1 {
+        sent.lend();
+    }
+}
+
 /// A stage on one worker: its code, arena and states.
 pub struct Executor<'a> {
     /// What it runs.
@@ -143,6 +150,7 @@ impl<'a> Executor<'a> {
     pub fn again(&mut self, item: &mut Item) -> Result<(), ExecuteError> {
         let own = self.code.own_bytes.iter().map(|&bytes| self.pool.take(bytes)).collect();
         for sent in std::mem::replace(&mut item.own, own) {
+            lend_to_readers(&sent);
             self.pool.give(sent);
         }
         item.kept = Some(self.pool.take(self.code.kept_bytes));
@@ -153,6 +161,7 @@ impl<'a> Executor<'a> {
     pub fn finish(&mut self, item: Item) {
         let from_others = item.received.iter().chain(&item.gradients_in).flatten();
         self.pool.ledger.remove(from_others.map(|buffer| buffer.len()).sum());
+        item.own.iter().for_each(lend_to_readers);
         let buffers = item.kept.into_iter().chain(item.own).chain(item.between);
         let gradients = item.gradients_out.into_iter().chain(item.sent_gradients).flatten();
         for buffer in buffers.chain(gradients).chain(item.feeds) {

@@ -50,6 +50,11 @@ pub enum TrainError {
     NoVelocity,
     #[error("weights that are predicted or set back are f32 or f64; parameter `{name}` is {dtype}")]
     Narrow { name: String, dtype: DType },
+    #[error(
+        "worker {worker}, instruction {at} (`{instruction}`): the simulator plays this, the runtime does not run it yet; recompute and \
+         checkpoints are options of the run, and gradients are all-reduced"
+    )]
+    NotRun { worker: String, at: usize, instruction: String },
     #[error("bug in pipec: the program runs the backward of stage {stage} in two parts, and it was compiled as one")]
     Parts { stage: u32 },
     #[error("bug in pipec: worker {worker} panicked: {what}")]
@@ -164,6 +169,7 @@ pub fn check_weights(codes: &[StageCode], weights: &BTreeMap<String, Tensor>) ->
 /// Runs the whole program. `on_step` is told of every minibatch, in order.
 pub fn train(training: &Training<'_>, on_step: &mut dyn FnMut(StepDone)) -> Result<Trained, TrainError> {
     let program = training.program;
+    check_instructions(program)?;
     check_parts(program, training.codes)?;
     check_weights(training.codes, training.weights)?;
     let ties = ties(training)?;
@@ -359,6 +365,23 @@ fn channels(program: &Program) -> HashMap<WorkerId, Ends> {
         }
     }
     ends
+}
+
+/// Refuses a program with instructions that can be checked and simulated, and that no worker runs yet.
+fn check_instructions(program: &Program) -> Result<(), TrainError> {
+    for (worker, own) in (0..).map(WorkerId).zip(&program.workers) {
+        for (at, instruction) in own.instructions.iter().enumerate() {
+            if let Instruction::Recompute { .. }
+            | Instruction::ReduceScatter { .. }
+            | Instruction::AllGather { .. }
+            | Instruction::Checkpoint { .. } = instruction
+            {
+                let (worker, instruction) = (program.worker_name(worker), program.show(instruction));
+                return Err(TrainError::NotRun { worker, at, instruction });
+            }
+        }
+    }
+    Ok(())
 }
 
 /// Refuses a program that runs in two parts what was compiled as one: the gradients of parameters would come too early.

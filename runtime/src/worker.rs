@@ -211,6 +211,10 @@ impl<'a> Worker<'a> {
                 self.spend(Work::Step(stage, to.0), start);
             }
             Instruction::Drop { stage, version } => self.desk(at, stage)?.drop_version(version.0),
+            Instruction::Recompute { .. }
+            | Instruction::ReduceScatter { .. }
+            | Instruction::AllGather { .. }
+            | Instruction::Checkpoint { .. } => return Err(self.bug(at, "the runtime does not run it yet")),
         }
         Ok(())
     }

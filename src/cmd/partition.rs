@@ -2,17 +2,18 @@
 
 use crate::arguments::{Devices, Dims};
 use crate::failure::Failure;
+use crate::own::{self, Own};
 use crate::screen::Screen;
 use crate::source::{self, Costs};
-use crate::{device_placement, hybrid, prediction, quantity, stages, table, ties};
+use crate::{device_placement, hybrid, prediction, quantity, stages, ties};
 use clap::{Args, ValueEnum};
-use compiler::cluster::{Level, unit};
+use compiler::cluster::unit;
 use compiler::partition::planner::{self, Compared, Partitioner, PlanError, Planned, PlannerOptions};
-use compiler::plan::problem::{CostModel, InFlight, Objective, ProblemError, Target};
+use compiler::plan::problem::{CostModel, InFlight, Objective, Problem, ProblemError, Target};
 use compiler::plan::{Edge, ScheduleKind, Stage, read};
-use compiler::schedule::csv::Table;
 use compiler::schedule::pipeline::{pipeline, pipeline_of};
-use compiler::simulate::steady::{Steady, steady};
+use compiler::simulate::steady::{Steady, steady, steady_in_sync};
+use compiler::tensor::DType;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
@@ -63,8 +64,8 @@ pub struct Question {
     /// Micro-batches in one minibatch
     #[arg(long, value_name = "M", default_value_t = 1)]
     pub microbatches: u32,
-    /// Order of work [default: 1f1b-rr; for a target 1f1b, for objective latency inference]
-    #[arg(long, value_name = "NAME|FILE.csv", value_parser = table::said)]
+    /// Order of work: a schedule, a table FILE.csv, or programs FILE.json [default: 1f1b-rr; for a target 1f1b, for objective latency inference]
+    #[arg(long, value_name = "NAME|FILE", value_parser = own::said)]
     pub schedule: Option<String>,
     /// Stages on each rank, for interleaved and bfs [default: 2; zbv and dualpipev have 2]
     #[arg(long, value_name = "V", value_parser = clap::value_parser!(u32).range(1..=1024))]
@@ -100,9 +101,9 @@ pub struct Question {
     /// Optimizer, for its memory
     #[arg(long, value_enum, value_name = "NAME", default_value = "sgd")]
     pub optimizer: Optimizer,
-    /// Element type of weights and activations
-    #[arg(long, value_name = "TYPE", default_value = "f32", value_parser = ["f32"])]
-    pub dtype: String,
+    /// The type of all floats [default: the model's own]
+    #[arg(long, value_name = "TYPE", value_parser = ["f32", "f64"])]
+    pub dtype: Option<String>,
     /// States that a search may look at
     #[arg(long, value_name = "STATES")]
     pub budget: Option<u64>,
@@ -136,13 +137,25 @@ impl Default for Question {
             no_replication: false,
             recompute: "auto".to_string(),
             optimizer: Optimizer::Sgd,
-            dtype: "f32".to_string(),
+            dtype: None,
             budget: None,
             time_limit: None,
             in_flight: InFlight::Auto,
             seed: 0,
         }
     }
+}
+
+impl Question {
+    /// The type of all floats, if not the model's own.
+    pub fn precision(&self) -> Option<DType> {
+        self.dtype.as_deref().map(float)
+    }
+}
+
+/// The type of floats of this name, which was parsed.
+pub fn float(name: &str) -> DType {
+    if name == "f64" { DType::F64 } else { DType::F32 }
 }
 
 /// An optimizer, as far as memory is concerned.
@@ -194,7 +207,7 @@ pub fn run(arguments: Box<Arguments>, screen: &Screen) -> Result<(), Failure> {
     match source::format(&arguments) {
         source::Format::DnnPartitioning => return device_placement::run(&arguments, screen),
         source::Format::Piper => return hybrid::run(&arguments, screen),
-        source::Format::Onnx | source::Format::Pipedream => {}
+        source::Format::Onnx | source::Format::Pt2 | source::Format::Pipedream => {}
     }
     if arguments.noncontiguous {
         return Err(Failure::input("`--noncontiguous` goes with `--from dnn-partitioning`")
@@ -271,7 +284,7 @@ impl Question {
 
     /// Refuses a schedule that the target or the objective cannot have.
     fn agrees(&self) -> Result<(), Failure> {
-        let kind = self.schedule();
+        let kind = self.kind(own::read(self.schedule.as_deref())?.as_ref());
         if let Some(target) = &self.target
             && (kind.is_continuous() || kind == ScheduleKind::Inference)
         {
@@ -288,13 +301,13 @@ impl Question {
     }
 
     /// The order of work, said or usual.
-    fn schedule(&self) -> ScheduleKind {
+    fn kind(&self, own: Option<&Own>) -> ScheduleKind {
         let usual = match (&self.target, self.objective.as_str()) {
             (_, "latency") => ScheduleKind::Inference,
             (Some(_), _) => ScheduleKind::OneFOneB,
             (None, _) => ScheduleKind::RoundRobin,
         };
-        self.schedule.as_deref().and_then(table::kind).unwrap_or(usual)
+        own::kind(self.schedule.as_deref(), own).unwrap_or(usual)
     }
 }
 
@@ -316,14 +329,17 @@ pub fn ask(file: &Path, costs: Costs, question: &Question) -> Result<Planned, Fa
     };
     problem.optimizer_state = question.optimizer.state();
     problem.optimizer = question.optimizer.name().to_string();
-    problem.schedule = question.schedule();
+    let own = own::read(question.schedule.as_deref())?;
+    problem.schedule = question.kind(own.as_ref());
     problem.chunks = question.chunks.unwrap_or(if problem.schedule.has_chunks() { 2 } else { 1 });
     problem.recompute = question.recompute == "auto";
-    let table = table::read(question.schedule.as_deref())?;
-    problem.microbatches = table.as_ref().map_or(question.microbatches, Table::microbatches);
-    problem.in_flight = question.in_flight.clone();
-    problem.constraints.replicas = match (&question.stages, &table) {
-        (None, Some(table)) => Some(table::replicas(table)?),
+    problem.microbatches = own.as_ref().map_or(question.microbatches, Own::microbatches);
+    problem.in_flight = match own.as_ref().and_then(Own::caps) {
+        Some(caps) if question.in_flight == InFlight::Auto => InFlight::Given(caps),
+        _ => question.in_flight.clone(),
+    };
+    problem.constraints.replicas = match (&question.stages, &own) {
+        (None, Some(own)) => Some(own.replicas()?),
         (stages, _) => stages.clone(),
     };
     problem.constraints.cut_after = question.cut_after.clone();
@@ -336,14 +352,12 @@ pub fn ask(file: &Path, costs: Costs, question: &Question) -> Result<Planned, Fa
         budget: question.budget,
         time_limit: question.time_limit,
         seed: question.seed,
-        efficiency: Some(&|stages: &[Stage], edges: &[Edge], caps: &[u32]| {
-            efficiency(&problem.cluster.levels, stages, edges, caps)
-        }),
+        efficiency: Some(&|stages: &[Stage], edges: &[Edge], caps: &[u32]| efficiency(&problem, stages, edges, caps)),
     };
     let mut planned = planner::plan(&problem, &options).map_err(|error| explain(file, error))?;
-    if let Some(table) = &table {
+    if let Some(own) = &own {
         let pipeline = pipeline(&planned.plan).map_err(|error| Failure::bug(&error.to_string()))?;
-        table::program(table, &pipeline, 1)?;
+        own.program(&pipeline, 1)?;
     }
     if let Some(name) = source {
         planned.plan.options.insert(stages::COSTS.to_string(), name.into());
@@ -352,8 +366,12 @@ pub fn ask(file: &Path, costs: Costs, question: &Question) -> Result<Planned, Fa
 }
 
 /// How stages run under caps, by playing them; a pipeline that cannot be played gains nothing by more caps.
-fn efficiency(levels: &[Level], stages: &[Stage], edges: &[Edge], caps: &[u32]) -> Steady {
-    let played = |pipeline| steady(&pipeline).ok();
+fn efficiency(problem: &Problem, stages: &[Stage], edges: &[Edge], caps: &[u32]) -> Steady {
+    let levels = &problem.cluster.levels;
+    let played = |pipeline| match problem.schedule {
+        ScheduleKind::RoundRobinVsync => steady_in_sync(&pipeline).ok(),
+        _ => steady(&pipeline).ok(),
+    };
     let unknown = || Steady { share: 1.0, held: vec![false; stages.len()], pieces: 0 };
     pipeline_of(levels, stages, edges, caps).ok().and_then(played).unwrap_or_else(unknown)
 }
@@ -380,9 +398,10 @@ fn cost(name: &str) -> CostModel {
 fn explain(file: &Path, error: PlanError) -> Failure {
     let what = format!("cannot plan {}", file.display());
     match &error {
-        PlanError::Problem(ProblemError::NoSpeed { .. }) => Failure::input(what).because(error).help(
-            "`speed = 0.5` in a `[[device]]` table says how fast its devices are against those whose costs are used",
-        ),
+        PlanError::Problem(ProblemError::NoSpeed { class, .. }) => Failure::input(what).because(&error).help(format!(
+            "`speed` in `[[device]]` table {class}, counted from 0, says how fast its devices are against those whose costs are used: 1.0 \
+             for these themselves, 0.5 for half as fast"
+        )),
         PlanError::Problem(_) => Failure::input(what).because(error),
         PlanError::Infeasible { limit, stage, stages, replicas, first_op, last_op, missing, smallest_limit } => {
             let (limit, missing) = (quantity::bytes(*limit), quantity::bytes(*missing));

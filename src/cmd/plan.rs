@@ -1,11 +1,12 @@
 //! `pipec plan show` and `pipec plan check`.
 
 use crate::failure::Failure;
+use crate::own::{self, Own};
 use crate::screen::Screen;
 use crate::{prediction, source, stages};
 use clap::{Args, Subcommand};
-use compiler::plan::Plan;
 use compiler::plan::sound::sound;
+use compiler::plan::{Plan, ScheduleKind};
 use compiler::schedule::check;
 use compiler::schedule::pipeline::{pipeline, schedule_of};
 use compiler::schedule::rule::StepCount;
@@ -36,6 +37,9 @@ enum What {
         /// The plan
         #[arg(value_name = "PLAN")]
         file: PathBuf,
+        /// The order of work of a plan that has none of its own: a table FILE.csv, or programs FILE.json
+        #[arg(long, value_name = "FILE", value_parser = own::said_file)]
+        schedule: Option<String>,
     },
 }
 
@@ -57,7 +61,7 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Failure> {
             screen.json(&serde_json::to_value(&plan).unwrap_or_default());
             Ok(())
         }
-        What::Check { file } => judge(&file, screen),
+        What::Check { file, schedule } => judge(&file, own::read(schedule.as_deref())?.as_ref(), screen),
     }
 }
 
@@ -71,11 +75,11 @@ pub fn sound_plan(path: &Path) -> Result<Plan, Failure> {
     Ok(plan)
 }
 
-fn judge(path: &Path, screen: &Screen) -> Result<(), Failure> {
+fn judge(path: &Path, own: Option<&Own>, screen: &Screen) -> Result<(), Failure> {
     let plan = source::plan(path)?;
     let mut faults: Vec<String> = sound(&plan).err().unwrap_or_default().iter().map(ToString::to_string).collect();
     if faults.is_empty() {
-        faults.extend(program_fault(&plan));
+        faults.extend(program_fault(&plan, own));
     }
     screen.json(&json!({"file": path.display().to_string(), "sound": faults.is_empty(), "faults": faults}));
     if faults.is_empty() {
@@ -88,12 +92,17 @@ fn judge(path: &Path, screen: &Screen) -> Result<(), Failure> {
         return Ok(());
     }
     let failure = Failure::no(format!("{} is not sound", path.display()));
-    Err(faults.iter().take(16).fold(failure, Failure::because))
+    let failure = faults.iter().take(16).fold(failure, Failure::because);
+    let is_open = plan.schedule.kind == ScheduleKind::Csv && own.is_none();
+    Err(if is_open { failure.help("`--schedule FILE` names the file of its order of work") } else { failure })
 }
 
-fn program_fault(plan: &Plan) -> Option<String> {
+fn program_fault(plan: &Plan, own: Option<&Own>) -> Option<String> {
     let count = StepCount { minibatches: CHECKED, microbatches: plan.schedule.microbatches };
-    let made = pipeline(plan).and_then(|pipeline| schedule(schedule_of(plan.schedule.kind)?, &pipeline, count));
+    let made = pipeline(plan).and_then(|pipeline| match own {
+        Some(own) => own.unchecked(&pipeline, CHECKED),
+        None => schedule(schedule_of(plan.schedule.kind)?, &pipeline, count),
+    });
     match made {
         Ok(program) => check::check(&program).err().map(|error| error.to_string()),
         Err(error) => Some(error.to_string()),

@@ -109,7 +109,7 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Failure> {
         let cluster = machine::cluster_of_this_cpu(WORKERS)
             .map_err(|error| Failure::input("cannot use this CPU").because(error))?;
         let times = Times::Profile(profile_file.clone(), sha256.clone(), Box::new(measured.clone()));
-        source::assemble(&loaded, BATCH, cluster, times)
+        source::assemble(&loaded, BATCH, cluster, times, None)
     };
     let model_file = at("model.onnx");
     let ask = |question: &Question| partition::ask(&model_file, costs()?, question).map(|planned| planned.plan);
@@ -145,7 +145,7 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Failure> {
         weights: &initial,
         plan: &plan,
         schedule: ScheduleKind::RoundRobin,
-        table: None,
+        own: None,
         in_flight: InFlight::Auto,
         loss: Some(Loss::CrossEntropy),
         class_dim: None,

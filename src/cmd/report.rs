@@ -5,18 +5,24 @@ use crate::cmd::partition;
 use crate::failure::{self, Failure};
 use crate::screen::Screen;
 use crate::source::{self, Costs};
-use crate::{cmd, prediction, quantity, stages};
+use crate::{cmd, own, prediction, quantity, stages};
 use clap::Args;
 use compiler::export::escape::short;
 use compiler::export::report::{Alternative, Answer, Measured, Modelled, Played, Report, WhatIf};
 use compiler::export::report::{measured, moves, page, play};
-use compiler::plan::Plan;
+use compiler::plan::held::fullest;
+use compiler::plan::problem::CostModel;
+use compiler::plan::{Plan, ScheduleKind};
+use compiler::schedule::pipeline::pipeline;
 use serde_json::json;
 use std::fs;
 use std::path::{Path, PathBuf};
 
 /// The most bytes of a metrics file.
 const MOST_METRICS_BYTES: u64 = 256 << 20;
+
+/// Why nothing is played or weighed for the plan of an instance.
+const INSTANCE: &str = "it is for a published instance, which has nodes with times and is no model that runs";
 
 /// The most devices that are tried.
 const MOST_DEVICES: u64 = 4096;
@@ -36,6 +42,9 @@ pub struct Arguments {
     /// Metrics of a training run under the plan, to be shown beside the prediction
     #[arg(long, value_name = "FILE")]
     metrics: Option<PathBuf>,
+    /// The order of work of a plan that has none of its own, or another one: a table FILE.csv, or programs FILE.json
+    #[arg(long, value_name = "FILE", value_parser = own::said_file)]
+    schedule: Option<String>,
     /// Do not plan for other numbers of devices
     #[arg(long)]
     no_what_if: bool,
@@ -50,12 +59,18 @@ pub struct Arguments {
 /// Gathers, writes, prints.
 pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Failure> {
     let plan = cmd::plan::sound_plan(&arguments.file)?;
+    if is_instance(&plan) && (arguments.model.is_some() || arguments.schedule.is_some()) {
+        let flag = if arguments.model.is_some() { "--model" } else { "--schedule" };
+        let what = format!("`{flag}` does not go with the plan of an instance");
+        return Err(Failure::input(what).because(format!("{}: {INSTANCE}", arguments.file.display())));
+    }
     let source = match &arguments.model {
         Some(path) => Some(Source::of_plan(path, arguments.profile.as_deref(), &plan, screen)?),
         None => None,
     };
     let modelled = match &source {
         Some(source) => Ok(modelled(source, &plan)?),
+        None if is_instance(&plan) => Err(format!("The plan's cuts are not weighed: {INSTANCE}.")),
         None => Err(
             "The costs of single ops are not in a plan: `pipec report PLAN --model FILE` shows them, and what moving \
                      each cut would cost."
@@ -66,7 +81,7 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Failure> {
         Some(source) if !arguments.no_what_if => what_if(source, &arguments, &plan, screen)?,
         _ => Vec::new(),
     };
-    let played = play::play(&plan).map_err(|error| error.to_string());
+    let played = played(&plan, arguments.schedule.as_deref())?;
     let report = Report {
         heading: stages::heading(&plan).lines().map(str::to_string).collect(),
         verdict: prediction::verdict(&plan),
@@ -81,6 +96,28 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Failure> {
         plan: &plan,
     };
     write(&arguments, &report, screen)
+}
+
+/// The programs at work, or why they cannot be played. An order of the user's own that does not fit is a failure.
+fn played(plan: &Plan, said: Option<&str>) -> Result<Result<Played, String>, Failure> {
+    let Some(own) = own::read(said)? else {
+        return Ok(match plan.cost {
+            CostModel::Hybrid | CostModel::Load => Err(INSTANCE.to_string()),
+            _ if plan.schedule.kind == ScheduleKind::Csv => {
+                Err("the plan is for an order of work of the user's own, and `--schedule FILE` names it".to_string())
+            }
+            _ => play::play(plan).map_err(|error| error.to_string()),
+        });
+    };
+    let fail = |error: &dyn std::fmt::Display| Failure::input("cannot play the schedule").because(error);
+    let pipeline = pipeline(plan).map_err(|error| fail(&error))?;
+    let program = own.program(&pipeline, own.minibatches().unwrap_or(2))?;
+    play::play_program(plan, &pipeline, program).map(Ok).map_err(|error| fail(&error))
+}
+
+/// Whether the plan is for a published instance, which has nodes and costs but is no model.
+fn is_instance(plan: &Plan) -> bool {
+    matches!(plan.cost, CostModel::Hybrid | CostModel::Load)
 }
 
 fn modelled(source: &Source, plan: &Plan) -> Result<Modelled, Failure> {
@@ -146,7 +183,7 @@ fn answer(plan: &Plan) -> Answer {
     Answer {
         replicas: plan.stages.iter().map(|stage| stage.replicas).collect(),
         throughput_per_s: plan.predicted.throughput_per_s,
-        peak_bytes: plan.stages.iter().map(|stage| stage.memory.total).max().unwrap_or(0),
+        peak_bytes: fullest(plan),
     }
 }
 

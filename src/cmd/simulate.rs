@@ -1,15 +1,16 @@
 //! `pipec simulate`: runs a plan's programs against the plan's own costs.
 
 use crate::failure::Failure;
+use crate::own::{self, Own};
 use crate::screen::Screen;
-use crate::{cmd, prediction, quantity, source, stages, table};
+use crate::{cmd, prediction, quantity, source, stages};
 use clap::Args;
 use compiler::export::trace::Trace;
 use compiler::export::trace::encode::encode;
 use compiler::plan::problem::CostModel;
 use compiler::schedule::Program;
 use compiler::schedule::chart::chart;
-use compiler::schedule::csv::{Table, csv};
+use compiler::schedule::csv::csv;
 use compiler::schedule::json::to_json;
 use compiler::schedule::pipeline::{pipeline, schedule_of};
 use compiler::schedule::rule::StepCount;
@@ -21,17 +22,20 @@ use std::path::PathBuf;
 /// The longest chart, in minibatches: one does not read further, and a terminal does not show more.
 const CHARTED: u32 = 24;
 
+/// Minibatches that are run where nobody says how many.
+const USUAL: u32 = 100;
+
 /// Which plan, how far.
 #[derive(Debug, Args)]
 pub struct Arguments {
     /// The plan
     #[arg(value_name = "PLAN")]
     file: PathBuf,
-    /// Minibatches to run
-    #[arg(long, value_name = "N", default_value_t = 100, value_parser = clap::value_parser!(u32).range(1..=100_000))]
-    minibatches: u32,
-    /// Another order of work than the plan's: a schedule, or a table as torch writes them
-    #[arg(long, value_name = "NAME|FILE.csv", value_parser = table::said)]
+    /// Minibatches to run [default: 100, or as many as the programs of --schedule are for]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=100_000))]
+    minibatches: Option<u32>,
+    /// Another order of work than the plan's: a schedule, a table FILE.csv as torch writes them, or programs FILE.json
+    #[arg(long, value_name = "NAME|FILE", value_parser = own::said)]
     schedule: Option<String>,
     /// Write what each worker does: .json, .csv (computation only), or else text
     #[arg(long, value_name = "FILE")]
@@ -53,12 +57,14 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Failure> {
         return Err(Failure::input(what).because(why));
     }
     let fail = |error: &dyn std::fmt::Display| Failure::input(&what).because(error);
-    let own = table::read(arguments.schedule.as_deref())?;
-    let kind = arguments.schedule.as_deref().and_then(table::kind).unwrap_or(plan.schedule.kind);
+    let own = own::read(arguments.schedule.as_deref())?;
+    let kind = own::kind(arguments.schedule.as_deref(), own.as_ref()).unwrap_or(plan.schedule.kind);
+    let asked = arguments.minibatches;
+    let minibatches = own.as_ref().map_or(Ok(asked), |own| own.count("--minibatches", asked))?.unwrap_or(USUAL);
     let pipeline = pipeline(&plan).map_err(|error| fail(&error))?;
-    let microbatches = own.as_ref().map_or(plan.schedule.microbatches, Table::microbatches);
+    let microbatches = own.as_ref().map_or(plan.schedule.microbatches, Own::microbatches);
     let program = |minibatches| match &own {
-        Some(table) => table::program(table, &pipeline, minibatches),
+        Some(own) => own.program(&pipeline, minibatches),
         None => {
             let count = StepCount { minibatches, microbatches };
             schedule_of(kind).and_then(|name| schedule(name, &pipeline, count)).map_err(|error| fail(&error))
@@ -75,10 +81,10 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Failure> {
         Ok(())
     };
     if let Some(path) = &arguments.programs {
-        write_program(path, &program(arguments.minibatches)?)?;
+        write_program(path, &program(minibatches)?)?;
     }
-    let drawn = if arguments.chart { Some(program(arguments.minibatches.min(CHARTED))?) } else { None };
-    let program = program(arguments.minibatches)?;
+    let drawn = if arguments.chart { Some(program(minibatches.min(CHARTED))?) } else { None };
+    let program = program(minibatches)?;
     let mut machine = run::Machine::of(&pipeline);
     machine.cores = plan.cluster.device.cores;
     let timeline = run::simulate(&program, &pipeline, &machine).map_err(|error| fail(&error))?;
@@ -105,7 +111,7 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Failure> {
          steady state   {} per minibatch, {} samples/s; the plan says {} and {} samples/s\n",
         stages::heading(&plan),
         stages::table(&["worker", "busy", "most in flight", "most held"], &[1, 2, 3], rows.collect()),
-        stages::plural(u64::from(arguments.minibatches), "minibatch", "minibatches"),
+        stages::plural(u64::from(minibatches), "minibatch", "minibatches"),
         quantity::time(timeline.makespan),
         format_args!("{:.1} %", timeline.bubble() * 100.0),
         quantity::time(step),
@@ -126,10 +132,11 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Failure> {
         .collect();
     screen.json(&json!({
         "schedule": kind.name(),
-        "minibatches": arguments.minibatches,
+        "minibatches": minibatches,
         "makespan_us": timeline.makespan,
         "step_us": step,
-        "minibatch_us": step / f64::from(microbatches.max(1)),
+        // Of what the plan's own `minibatch_us` is a time of.
+        "minibatch_us": if prediction::is_of_items(&plan) { step / f64::from(microbatches.max(1)) } else { step },
         "throughput_per_s": samples_per_s,
         "bubble": timeline.bubble(),
         "planned": {"step_us": plan.predicted.step_us, "minibatch_us": plan.predicted.minibatch_us, "throughput_per_s": plan.predicted.throughput_per_s},

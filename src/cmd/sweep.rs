@@ -1,6 +1,6 @@
 //! `pipec sweep`: plans for many numbers of devices, depths and sizes, as a table and as the plots that papers show.
 
-use crate::arguments::{Devices, Import};
+use crate::arguments::{self, Devices, Import};
 use crate::asked::Source;
 use crate::cmd::partition::{self, Optimizer, Question};
 use crate::failure::{self, Failure};
@@ -18,6 +18,9 @@ use std::path::{Path, PathBuf};
 /// The most rows that are asked for.
 const MOST_ROWS: usize = 2000;
 
+/// The most devices in a row.
+const MOST_DEVICES: u32 = 4096;
+
 /// Which model, for what.
 #[derive(Debug, Args)]
 pub struct Arguments {
@@ -25,7 +28,7 @@ pub struct Arguments {
     #[arg(value_name = "MODEL", required_unless_present = "family")]
     file: Option<PathBuf>,
     /// Numbers of devices
-    #[arg(long, value_name = "N,…", value_delimiter = ',', required = true, value_parser = clap::value_parser!(u32).range(1..=4096))]
+    #[arg(long, value_name = "N,…", value_delimiter = ',', required = true, value_parser = devices)]
     gpus: Vec<u32>,
     /// Bandwidth of their link per device and direction, for example 1.25GB/s or 10Gbit/s
     #[arg(long, value_name = "RATE")]
@@ -62,6 +65,15 @@ pub struct Arguments {
     /// Write the plots as SVG into this folder, which is made where it is missing
     #[arg(long, value_name = "FOLDER")]
     svg: Option<PathBuf>,
+}
+
+/// Reads one number of `--gpus`.
+fn devices(text: &str) -> Result<u32, String> {
+    let known = arguments::devices(text)?;
+    match known {
+        1..=MOST_DEVICES => Ok(known),
+        _ => Err(format!("write 1 to {MOST_DEVICES}")),
+    }
 }
 
 /// Asks, prints, draws.

@@ -7,18 +7,19 @@ use crate::cmd::policy::PolicyArguments;
 use crate::failure::Failure;
 use crate::initial::initial;
 use crate::model::{self, DEFAULT_MICRO_BATCH, Loaded};
+use crate::own::{self, Own};
 use crate::screen::Screen;
 use crate::source::{self, Costs, Times};
 use crate::training::{self, Data, Done, Length, Loss, Prepared, Task};
-use crate::{cmd, given, prediction, quantity, stages, table};
+use crate::{cmd, given, prediction, quantity, stages};
 use clap::Args;
 use compiler::export::trace::Trace;
 use compiler::export::trace::encode::encode;
 use compiler::op::Op;
 use compiler::plan::problem::InFlight;
 use compiler::plan::{Plan, ScheduleKind};
-use compiler::schedule::csv::Table;
 use compiler::simulate::Activity;
+use compiler::tensor::DType;
 use profiler::machine;
 use runtime::data::Order;
 use runtime::train::StepDone;
@@ -66,8 +67,8 @@ pub struct Arguments {
     /// Micro-batches in a minibatch [default: the plan's, else 1]
     #[arg(long, value_name = "M", value_parser = clap::value_parser!(u32).range(1..=1 << 20))]
     microbatches: Option<u32>,
-    /// Order of work [default: the plan's, else 1f1b-rr, or 1f1b with micro-batches]
-    #[arg(long, value_name = "NAME|FILE.csv", value_parser = table::said)]
+    /// Order of work: a schedule, a table FILE.csv, or programs FILE.json [default: the plan's, else 1f1b-rr, or 1f1b with micro-batches]
+    #[arg(long, value_name = "NAME|FILE", value_parser = own::said)]
     schedule: Option<String>,
     /// Minibatches in flight on each replica of a stage: auto (the plan's), pipedream, or one number a stage
     #[arg(long, value_name = "auto|pipedream|N,N,…", default_value = "auto", value_parser = partition::in_flight)]
@@ -150,16 +151,16 @@ pub fn run(arguments: Box<Arguments>, screen: &Screen) -> Result<(), Failure> {
         let why = "the model has no parameter that a gradient trains: its weights are frozen, or it holds its gradients itself";
         return Err(Failure::file("train", &arguments.file, why));
     }
-    let own_order = table::read(arguments.schedule.as_deref())?;
-    let of_table = own_order.as_ref().map(Table::microbatches);
-    if let (Some(asked), Some(listed)) = (arguments.microbatches, of_table)
+    let own = own::read(arguments.schedule.as_deref())?;
+    let listed = own.as_ref().map(Own::microbatches);
+    if let (Some(asked), Some(listed)) = (arguments.microbatches, listed)
         && asked != listed
     {
-        let what = format!("`--microbatches {asked}` does not go with a table of {listed} micro-batches");
-        return Err(Failure::input(what).help("leave out `--microbatches`: the table says how many there are"));
+        let what = format!("`--microbatches {asked}` does not go with a schedule of {listed} micro-batches");
+        return Err(Failure::input(what).help("leave out `--microbatches`: the file says how many there are"));
     }
     let microbatches =
-        of_table.or(arguments.microbatches).or(given.as_ref().map(|plan| plan.schedule.microbatches)).unwrap_or(1);
+        listed.or(arguments.microbatches).or(given.as_ref().map(|plan| plan.schedule.microbatches)).unwrap_or(1);
     let planned_batch = given.as_ref().map(|plan| plan.schedule.micro_batch * u64::from(plan.schedule.microbatches));
     let batch = match arguments.batch.or(planned_batch) {
         Some(batch) => batch,
@@ -168,17 +169,23 @@ pub fn run(arguments: Box<Arguments>, screen: &Screen) -> Result<(), Failure> {
             DEFAULT_MICRO_BATCH
         }),
     };
-    let asked = arguments.schedule.as_deref().and_then(table::kind);
+    let asked = own::kind(arguments.schedule.as_deref(), own.as_ref());
     if asked == Some(ScheduleKind::Inference) {
         return Err(Failure::input("`--schedule inference` does not train").help("leave it out, or write `1f1b`"));
     }
+    if own.as_ref().is_some_and(|own| own.minibatches().is_some()) && arguments.epochs.is_some() {
+        return Err(Failure::input(
+            "`--epochs` does not go with programs, which say how many minibatches they are for",
+        ));
+    }
+    let steps = own.as_ref().map_or(Ok(arguments.steps), |own| own.count("--steps", arguments.steps))?;
     let whole = microbatches == 1 && arguments.policy.stays_without_flush();
     let usual = if whole { ScheduleKind::RoundRobin } else { ScheduleKind::OneFOneB };
     let schedule = asked.or(given.as_ref().map(|plan| plan.schedule.kind)).unwrap_or(usual);
     let schedule = arguments.policy.schedule(schedule, asked.is_some())?;
     let plan = match given {
         Some(plan) => plan,
-        None => own_plan(&arguments, &loaded, batch, microbatches, (schedule, own_order.as_ref()))?,
+        None => own_plan(&arguments, &loaded, batch, microbatches, (schedule, own.as_ref()))?,
     };
     if arguments.plan.is_none() && plan.cluster.devices > 1 {
         screen.note(&format!("planned on analytic costs of a CPU\n{}", stages::stages(&plan)));
@@ -196,17 +203,17 @@ pub fn run(arguments: Box<Arguments>, screen: &Screen) -> Result<(), Failure> {
         weights: &weights,
         plan: &plan,
         schedule,
-        table: own_order.as_ref(),
+        own: own.as_ref(),
         in_flight: arguments.in_flight.clone(),
         loss: arguments.loss,
         class_dim: arguments.class_dim,
-        dtype: arguments.policy.dtype(),
+        dtype: floats(&arguments, Some(&plan)),
         unbiased: arguments.bn_variance == "torch",
         policy: arguments.policy.build(arguments.bn_variance == "torch"),
         newest: arguments.policy.is_newest(),
         batch,
         microbatches,
-        length: match (arguments.steps, arguments.epochs) {
+        length: match (steps, arguments.epochs) {
             (Some(steps), _) => Length::Steps(steps),
             (None, epochs) => Length::Epochs(epochs.unwrap_or(1)),
         },
@@ -218,6 +225,10 @@ pub fn run(arguments: Box<Arguments>, screen: &Screen) -> Result<(), Failure> {
         frozen: &arguments.freeze,
     };
     let prepared = training::prepare(&mut task)?;
+    let own = training_differs(&task, &arguments).then(|| prepared.reckoned(&optimizer));
+    if let Some(own) = &own {
+        within(&plan, own)?;
+    }
     remarks(&task, &prepared, screen);
     arguments.policy.remarks(schedule, screen);
     let done = watched(&task, &prepared, arguments.metrics.as_deref(), screen)?;
@@ -249,7 +260,48 @@ pub fn run(arguments: Box<Arguments>, screen: &Screen) -> Result<(), Failure> {
         let told = |(path, what): &(PathBuf, &str)| format!("{} ({what})", path.display());
         screen.note(&format!("wrote {}", written.iter().map(told).collect::<Vec<_>>().join(", ")));
     }
-    report(&plan, &prepared, &done, screen)
+    report(&plan, own.as_deref(), &prepared, &done, screen)
+}
+
+/// The type of all floats, if not the model's own: what is asked for, or what the plan is for.
+fn floats(arguments: &Arguments, plan: Option<&Plan>) -> Option<DType> {
+    arguments.policy.dtype().or(plan.filter(|plan| plan.dtype == DType::F64.name()).map(|_| DType::F64))
+}
+
+/// Whether memory is another than the plan's, because something else is trained than what was planned.
+fn training_differs(task: &Task<'_>, arguments: &Arguments) -> bool {
+    let plan = task.plan;
+    let (batch, microbatches) =
+        (plan.schedule.micro_batch.saturating_mul(u64::from(task.microbatches)), task.microbatches);
+    task.dtype.is_some_and(|dtype| dtype.name() != plan.dtype)
+        || task.schedule != plan.schedule.kind
+        || task.own.is_some()
+        || task.in_flight != InFlight::Auto
+        || (task.batch, microbatches) != (batch, plan.schedule.microbatches)
+        || (arguments.plan.is_some() && arguments.optimizer.planned().name() != plan.optimizer)
+}
+
+/// Refuses what a limit that was planned for does not allow.
+fn within(plan: &Plan, own: &[u64]) -> Result<(), Failure> {
+    let Some(limit) = plan.cluster.memory_per_device else { return Ok(()) };
+    for (at, stage) in plan.stages.iter().enumerate() {
+        let needed = of_device(plan, at, own);
+        if needed > limit.0 {
+            let (id, needed, limit) = (stage.id.0, quantity::bytes(needed), quantity::bytes(limit.0));
+            return Err(Failure::input("what is asked for does not fit in the memory that the plan is for")
+                .because(format!("the device of stage {id} would hold about {needed}, the plan's limit is {limit}"))
+                .help(
+                    "`pipec partition` with the same `--dtype`, `--optimizer` and `--schedule` makes a plan that fits",
+                ));
+        }
+    }
+    Ok(())
+}
+
+/// The bytes of all stages that stand on the devices of one.
+fn of_device(plan: &Plan, at: usize, bytes: &[u64]) -> u64 {
+    let beside = plan.stages.iter().zip(bytes).filter(|(other, _)| other.devices == plan.stages[at].devices);
+    beside.fold(0, |sum, (_, bytes)| sum.saturating_add(*bytes))
 }
 
 /// The model, unless what would be trained is another one than the framework's and nobody said that it may be.
@@ -360,8 +412,11 @@ fn measured(done: &Done) -> Vec<serde_json::Value> {
     stages.into_iter().map(one).collect()
 }
 
-/// What the fullest replica of each stage held at once, beside what the plan says.
-fn held(plan: &Plan, workers: &[u64]) -> String {
+/// What the fullest replica of each stage held at once, beside what the plan says, or what was reckoned where something else than
+/// the plan is trained.
+fn held(plan: &Plan, own: Option<&[u64]>, workers: &[u64]) -> String {
+    let planned: Vec<u64> = plan.stages.iter().map(|stage| stage.memory.total).collect();
+    let (bytes, word) = own.map_or((&planned[..], "planned"), |own| (own, "reckoned, not as planned"));
     // Workers come in the order of the first stages of their devices; a device that holds several holds their sum.
     let mut workers = workers.iter();
     let mut told = Vec::new();
@@ -370,14 +425,12 @@ fn held(plan: &Plan, workers: &[u64]) -> String {
             continue;
         }
         let most = workers.by_ref().take(stage.replicas as usize).max().copied().unwrap_or(0);
-        let of_device = plan.stages[at..].iter().filter(|other| other.devices == stage.devices);
-        let planned = of_device.fold(0u64, |sum, other| sum.saturating_add(other.memory.total));
-        told.push(format!("{} ({} planned)", quantity::bytes(most), quantity::bytes(planned)));
+        told.push(format!("{} ({} {word})", quantity::bytes(most), quantity::bytes(of_device(plan, at, bytes))));
     }
     format!("most held at once, stage by stage: {}", told.join(", "))
 }
 
-fn report(plan: &Plan, prepared: &Prepared, done: &Done, screen: &Screen) -> Result<(), Failure> {
+fn report(plan: &Plan, own: Option<&[u64]>, prepared: &Prepared, done: &Done, screen: &Screen) -> Result<(), Failure> {
     let losses = &done.trained.losses;
     let (first, last) = (losses.first().copied().unwrap_or(0.0), losses.last().copied().unwrap_or(0.0));
     screen.text(&format!(
@@ -389,7 +442,7 @@ fn report(plan: &Plan, prepared: &Prepared, done: &Done, screen: &Screen) -> Res
         quantity::short(last),
         quantity::samples(done.samples_per_s),
     ));
-    screen.note(&held(plan, &done.trained.held_bytes));
+    screen.note(&held(plan, own, &done.trained.held_bytes));
     screen.json(&totals(prepared, done));
     match losses.iter().position(|loss| !loss.is_finite()) {
         None => Ok(()),
@@ -404,10 +457,10 @@ fn own_plan(
     loaded: &Loaded,
     batch: u64,
     microbatches: u32,
-    (schedule, table): (ScheduleKind, Option<&Table>),
+    (schedule, own): (ScheduleKind, Option<&Own>),
 ) -> Result<Plan, Failure> {
-    let stages = match (&arguments.stages, table) {
-        (None, Some(table)) if arguments.cut_after.is_none() => Some(table::replicas(table)?),
+    let stages = match (&arguments.stages, own) {
+        (None, Some(own)) if arguments.cut_after.is_none() => Some(own.replicas()?),
         (stages, _) => stages.clone(),
     };
     let needed = stages.as_ref().map(|stages| stages.iter().fold(0u32, |sum, r| sum.saturating_add(*r)));
@@ -417,7 +470,10 @@ fn own_plan(
         .map_err(|error| Failure::input(format!("cannot plan for {workers} workers")).because(error))?;
     let micro_batch = (batch / u64::from(microbatches)).max(1);
     let device = cluster.device.clone();
-    let costs = Costs { has_memory: false, ..source::assemble(loaded, micro_batch, cluster, Times::Analytic(device))? };
+    // What is planned with is as wide as f32 at least.
+    let floats = floats(arguments, None).filter(|dtype| *dtype == DType::F64);
+    let times = Times::Analytic(device);
+    let costs = Costs { has_memory: false, ..source::assemble(loaded, micro_batch, cluster, times, floats)? };
     let question = Question {
         schedule: arguments.schedule.clone().or(Some(schedule.name().to_string())),
         microbatches,

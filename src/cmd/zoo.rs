@@ -34,6 +34,8 @@ impl Args for Arguments {
         });
         command
             .subcommands(all)
+            // What no model is called is refused in words of ours.
+            .allow_external_subcommands(true)
             .subcommand_value_name("MODEL")
             .subcommand_help_heading("Models")
             .disable_help_subcommand(true)
@@ -48,6 +50,10 @@ impl Args for Arguments {
 impl FromArgMatches for Arguments {
     fn from_arg_matches(matches: &ArgMatches) -> Result<Self, clap::Error> {
         let Some((name, given)) = matches.subcommand() else { return Ok(Self { wanted: None }) };
+        if zoo::find(name).is_none() {
+            let unknown = Wanted { name: name.to_owned(), output: None, options: Options::default() };
+            return Ok(Self { wanted: Some(unknown) });
+        }
         let mut options = Options {
             seed: given.get_one("seed").copied().unwrap_or_default(),
             batch: given.get_one("batch").copied(),

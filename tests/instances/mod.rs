@@ -48,6 +48,23 @@ pub fn add(graph: &mut CostGraph, name: &str, reads: &[u32], forward_us: f64, ou
     id
 }
 
+/// Up to so many ops, each of which reads up to two earlier ones.
+#[allow(dead_code)] // Not every test that shares these problems plans one.
+pub fn random_graph(random: &mut Random, most: u64) -> CostGraph {
+    let mut graph = CostGraph::default();
+    for id in 0..2 + random.below(most - 1) {
+        let mut reads: Vec<u32> = (0..random.below(3).min(id)).map(|_| random.below(id) as u32).collect();
+        if reads.is_empty() && id > 0 && random.below(4) > 0 {
+            reads.push(id as u32 - 1);
+        }
+        reads.sort_unstable();
+        reads.dedup();
+        let weights = if random.below(3) == 0 { random.below(4_000_000) } else { random.below(20_000) };
+        add(&mut graph, "op", &reads, random.below(1000) as f64, random.below(400_000), weights);
+    }
+    graph
+}
+
 /// A transformer of at least so many ops in equal layers, with 16-bit activations of `tokens` tokens, on devices of 150 Tflop/s
 /// and 1.5 TB/s.
 #[allow(dead_code)] // Not every test that shares these problems plans one.

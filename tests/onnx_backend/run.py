@@ -173,6 +173,8 @@ def main():
             if told is not None and outcomes[job.case.name][1] == "passed":
                 outcomes[job.case.name] = (job.operator, *told)
 
+    if not outcomes:
+        sys.exit(f"no case has a name that contains {arguments.filter!r}")
     kinds = ["passed", "refused", "not arrays", "wrong", "crashed"]
     table, rules, totals = collections.defaultdict(collections.Counter), collections.Counter(), collections.Counter()
     for name, (operator, kind, why) in outcomes.items():

@@ -79,6 +79,16 @@ pub enum ClusterError {
         /// What is wrong.
         what: &'static str,
     },
+    /// A speed that no device has.
+    #[error(
+        "{place}: speed is {value}; it must be from 1e-6 to 1e6, 1 being as fast as the device whose costs are used"
+    )]
+    Speed {
+        /// Which table.
+        place: String,
+        /// The value.
+        value: f64,
+    },
     /// `--levels` text that is not `COUNT:BANDWIDTH,…`.
     #[error("`{text}` is not a level; write COUNT:BANDWIDTH, innermost first, for example `4:10GB/s,4:1.25GB/s`")]
     LevelText {
@@ -184,8 +194,8 @@ pub fn check(cluster: Cluster) -> Result<Cluster, ClusterError> {
                 what: "a class has at least one device",
             });
         }
-        if class.speed.is_some_and(|speed| !(MIN_SPEED..=MAX_SPEED).contains(&speed)) {
-            return Err(ClusterError::Class { place: format!("device[{at}]"), what: "speed must be from 1e-6 to 1e6" });
+        if let Some(value) = class.speed.filter(|speed| !(MIN_SPEED..=MAX_SPEED).contains(speed)) {
+            return Err(ClusterError::Speed { place: format!("device[{at}]"), value });
         }
     }
     let classes: u64 = cluster.classes.iter().map(|class| u64::from(class.count)).sum();
@@ -461,8 +471,8 @@ shared = true
             ("count = 12", "count = 4294967295", "the device classes hold 4294967299 devices"),
             ("count = 12", "count = 0", "device[1]: a class has at least one device"),
             ("count = 12\n", "", "device[1]: `count` is missing"),
-            ("speed = 0.5", "speed = nan", "device[1]: speed must be from 1e-6 to 1e6"),
-            ("speed = 0.5", "speed = -1.0", "device[1]: speed must be from 1e-6 to 1e6"),
+            ("speed = 0.5", "speed = nan", "device[1]: speed is NaN; it must be from 1e-6 to 1e6"),
+            ("speed = 0.5", "speed = -1.0", "device[1]: speed is -1; it must be from 1e-6 to 1e6"),
             ("speed = 0.5", "sped = 0.5", "unknown field `sped`"),
         ] {
             let error = file(&format!("{fast}{}", slow.replace(from, to))).unwrap_err();

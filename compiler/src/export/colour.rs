@@ -46,6 +46,7 @@ text{font:12px system-ui,-apple-system,'Segoe UI',Roboto,'Helvetica Neue',Arial,
 .behind{fill:var(--card);stroke:var(--line);stroke-width:1}\
 .arrow{fill:none;stroke:var(--quiet);stroke-width:1.4}\
 .head{fill:var(--quiet)}\
+.over{fill:transparent}\
 .track{fill:var(--grid)}\
 .limit{stroke:var(--bad);stroke-width:1.4;stroke-dasharray:5 3}\
 .limit-text{fill:var(--bad)}\
@@ -67,7 +68,7 @@ text{font:12px system-ui,-apple-system,'Segoe UI',Roboto,'Helvetica Neue',Arial,
 .dotted{stroke-dasharray:1.5 4;stroke-linecap:round}\
 .area{opacity:.22}\
 .s0{fill:var(--forward)}.s1{fill:var(--activation)}.s2{fill:var(--backward)}.s3{fill:var(--purple)}\
-.s4{fill:var(--step)}.s5{fill:var(--all-reduce)}.s6{fill:var(--grey)}\
+.s4{fill:var(--step)}.s5{fill:var(--all-reduce)}.s6{fill:var(--grey)}.s7{fill:var(--backward-weight)}\
 .l0{stroke:var(--forward)}.l1{stroke:var(--activation)}.l2{stroke:var(--backward)}.l3{stroke:var(--purple)}\
 .l4{stroke:var(--step)}.l5{stroke:var(--all-reduce)}.l6{stroke:var(--grey)}\
 .hollow{fill:var(--page);stroke-width:1.8}";

@@ -2,18 +2,19 @@
 //!
 //! [`Report`] is everything the page says, as data. `page` writes it as one HTML file that needs no network and no other file; the
 //! pictures, each with the table it was drawn from, have a file each: `graph` the stages, `gantt` the programs at work, `memory` what
-//! devices hold, `held` the same over time, `costs` the ops between the cuts, `measured` a training run beside the prediction.
+//! devices hold, `over_time` the same over time, `costs` the ops between the cuts, `measured` a training run beside the prediction.
 //! `play` and `moves` work out what the plan itself does not state.
 
 pub mod alternatives;
 pub mod costs;
 pub mod gantt;
 pub mod graph;
-pub mod held;
+pub mod grid;
 pub mod markup;
 pub mod measured;
 pub mod memory;
 pub mod moves;
+pub mod over_time;
 pub mod page;
 pub mod play;
 pub mod provenance;

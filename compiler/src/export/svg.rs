@@ -68,6 +68,20 @@ impl Svg {
         self.body += if is_closed { "Z\"/>" } else { "\"/>" };
     }
 
+    /// Many rectangles of one class as one shape, which is shorter and quicker to draw.
+    pub fn blocks(&mut self, class: &str, blocks: &[[f64; 4]]) {
+        if blocks.is_empty() {
+            return;
+        }
+        // It has nothing to say, and what lies under it may.
+        let _ = write!(self.body, "<path class=\"{class}\" pointer-events=\"none\" d=\"");
+        for [x, y, width, height] in blocks {
+            let (x, y, width, height) = (number(*x), number(*y), number(width.max(0.0)), number(height.max(0.0)));
+            let _ = write!(self.body, "M{x} {y}h{width}v{height}h-{width}z");
+        }
+        self.body += "\"/>";
+    }
+
     /// A curve from one point to another that bends towards two more.
     pub fn bow(&mut self, class: &str, points: [[f64; 2]; 4]) {
         let [a, b, c, d] = points.map(|[x, y]| format!("{} {}", number(x), number(y)));

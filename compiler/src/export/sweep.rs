@@ -7,6 +7,8 @@
 use crate::export::axis::Unit;
 use crate::export::plot::{Across, Curve, Plot};
 use crate::export::svg::Svg;
+use crate::plan::held::fullest;
+use crate::plan::problem::CostModel;
 use crate::plan::{Plan, ScheduleKind};
 use std::collections::BTreeSet;
 
@@ -87,14 +89,14 @@ impl Figures {
         let messages: f64 = plan.edges.iter().map(|edge| ways * edge.bytes as f64 / item).sum();
         let reduces: f64 = plan.stages.iter().map(|stage| reduced(stage.replicas, stage.memory.weights)).sum();
         // The baseline is a time for all samples of a minibatch, or of an item where nothing is flushed.
-        let of_items = plan.cost != crate::plan::problem::CostModel::Pipec || schedule.kind.is_continuous();
+        let of_items = plan.cost != CostModel::Pipec || schedule.kind == ScheduleKind::Inference;
         let samples = if of_items { item } else { minibatch };
         let single = plan.baselines.single;
         Figures {
             replicas: plan.stages.iter().map(|stage| stage.replicas).collect(),
             throughput_per_s: plan.predicted.throughput_per_s,
             single_per_s: if single > 0.0 { samples * 1e6 / single } else { 0.0 },
-            peak_bytes: plan.stages.iter().map(|stage| stage.memory.total).max().unwrap_or(0),
+            peak_bytes: fullest(plan),
             limit_bytes: plan.cluster.memory_per_device.map(|limit| limit.0),
             bubble: plan.predicted.bubble,
             bytes_per_sample: messages + reduces,

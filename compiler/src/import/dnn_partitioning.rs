@@ -45,7 +45,7 @@ pub enum PlacementError {
         found: u64,
     },
     /// A quantity that cannot be.
-    #[error("{place}: `{field}` is {found}; it must be finite and not negative")]
+    #[error("{place}: `{field}` is {found:?}; it must be from 0 to 1e15")]
     Number {
         /// Which node or edge, or the file.
         place: String,
@@ -197,7 +197,7 @@ mod tests {
         let with = |from: &str, to: &str| read(&FILE.replace(from, to)).unwrap_err().to_string();
         assert_eq!(with("\"id\": 3", "\"id\": 7"), "`nodes[1]` has the id 7 of `nodes[0]`");
         assert_eq!(with("\"destId\": 3", "\"destId\": 9"), "`edges[0]` names node 9, which `nodes` does not have");
-        assert_eq!(with("1.5", "-1"), "node 7: `fpgaLatency` is -1; it must be finite and not negative");
+        assert_eq!(with("1.5", "-1"), "node 7: `fpgaLatency` is -1.0; it must be from 0 to 1e15");
         assert_eq!(with("\"maxFPGAs\": 2", "\"maxFPGAs\": 0"), "`maxFPGAs` is 0, it must be from 1 to 4096");
         let refused = with("\"supportedOnFpga\": 1", "\"supportedOnFpga\": false");
         assert!(refused.starts_with("node 7 is not supported on an accelerator"), "{refused}");

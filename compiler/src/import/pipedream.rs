@@ -45,7 +45,7 @@ pub enum PipedreamError {
         found: String,
     },
     /// A field that does not read as a number.
-    #[error("line {line}: node `{node}`: {field} is `{found}`, expected a finite number that is not negative")]
+    #[error("line {line}: node `{node}`: {field} is `{found}`; it is in {}, from 0 to below 1e18", unit(field))]
     Number {
         /// Line number.
         line: usize,
@@ -141,6 +141,11 @@ pub fn read(text: &str) -> Result<CostGraph, PipedreamError> {
     let kept = kept(&nodes, &edges);
     edges.retain(|&(from, to)| kept[from] && kept[to]);
     build(&nodes, &edges, &kept)
+}
+
+/// What a field counts.
+fn unit(field: &str) -> &'static str {
+    if field.ends_with("_time") { "milliseconds" } else { "bytes" }
 }
 
 fn node(line: usize, text: &str) -> Result<Node<'_>, PipedreamError> {

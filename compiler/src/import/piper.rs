@@ -52,7 +52,7 @@ pub enum PiperError {
         found: u64,
     },
     /// A quantity that cannot be.
-    #[error("{place}: `{field}` is {found}; it must be finite and {range}")]
+    #[error("{place}: `{field}` is {found:?}; it must be {range}")]
     Number {
         /// Which node or edge, or the file.
         place: String,
@@ -371,11 +371,11 @@ mod tests {
         let with = |from: &str, to: &str| read(&FILE.replace(from, to)).unwrap_err().to_string();
         assert_eq!(with("\"id\": 3", "\"id\": 7"), "`nodes[1]` has the id 7 of `nodes[0]`");
         assert_eq!(with("\"destId\": 3", "\"destId\": 9"), "`edges[0]`: names node 9, which `nodes` does not have");
-        assert_eq!(with("1.5", "-1"), "node 7: `timePerSample` is -1; it must be finite and from 0 to 1e15");
+        assert_eq!(with("1.5", "-1"), "node 7: `timePerSample` is -1.0; it must be from 0 to 1e15");
         assert_eq!(with("\"maxDevices\": 4", "\"maxDevices\": 0"), "`maxDevices` is 0, it must be from 1 to 4096");
         assert_eq!(
             with("\"bandwidth\": 10", "\"bandwidth\": 0"),
-            "the file: `bandwidth` is 0; it must be finite and from 1 to 1e18"
+            "the file: `bandwidth` is 0.0; it must be from 1 to 1e18"
         );
         assert!(
             with("\"1\": [{\"id\": \"activation", "\"2\": [{\"id\": \"activation").contains("key `2` is there twice")

@@ -52,6 +52,14 @@ impl Bounds<'_> {
         }
     }
 
+    /// Whether anything is bounded here. Under cost `pipec` other schedules than 1F1B-RR reduce more rarely or wait for each other,
+    /// and the terrain knows one speed.
+    pub fn speak_of(problem: &Problem) -> bool {
+        let steps_in_rounds = matches!(problem.schedule, ScheduleKind::RoundRobin | ScheduleKind::RoundRobinVsync);
+        let is_flow = steps_in_rounds && problem.objective != Objective::Latency && !problem.cluster.is_mixed();
+        problem.cost != CostModel::Pipec || is_flow
+    }
+
     /// The same without a look at all closed sets.
     fn relaxed(problem: &Problem) -> Bounds<'_> {
         let graph = &problem.graph;
@@ -92,15 +100,12 @@ impl Bounds<'_> {
         within_groups.min(self.least_us(&stage_cost::levels(&cluster.flattened()), within_groups))
     }
 
-    /// The same under cost `pipec`, where a stage may stand anywhere: as if every link were the fastest. Other schedules than
-    /// 1F1B-RR reduce more rarely or wait for each other, and are not bounded here.
+    /// The same under cost `pipec`, where a stage may stand anywhere: as if every link were the fastest.
     fn of_any_place(&self, known_us: f64) -> f64 {
-        let Problem { cluster, schedule, objective, .. } = self.problem;
-        let steps_in_rounds = matches!(schedule, ScheduleKind::RoundRobin | ScheduleKind::RoundRobinVsync);
-        // The terrain knows one speed.
-        if !steps_in_rounds || *objective == Objective::Latency || cluster.is_mixed() {
+        if !Bounds::speak_of(self.problem) {
             return 0.0;
         }
+        let cluster = &self.problem.cluster;
         let bytes_per_us = cluster.levels.iter().map(|level| level.bandwidth.0 / 1e6).fold(0.0, f64::max);
         self.least_us(&[LevelCost { count: cluster.devices(), bytes_per_us, previous_count: 1 }], known_us)
     }

@@ -37,8 +37,8 @@ pub fn asked(problem: &Problem) -> Asked {
     Asked::of(&flow(problem, problem.cluster.devices()), problem.objective == Objective::Latency)
 }
 
-/// What the stages of a shape do together under cost `pipec`.
-pub fn outlook(problem: &Problem, asked: &Asked, shape: &Shape, spots: &[Spot]) -> Outlook {
+/// The stages of a shape in their places.
+pub fn placed(problem: &Problem, shape: &Shape, spots: &[Spot]) -> Vec<PlacedStage> {
     let ops = &problem.graph.ops;
     let holdings = holdings(problem, shape);
     let placed = |((leaf, spot), holdings): ((Leaf<'_>, &Spot), &Holdings)| {
@@ -53,7 +53,12 @@ pub fn outlook(problem: &Problem, asked: &Asked, shape: &Shape, spots: &[Spot]) 
             replicas: leaf.replicas,
         }
     };
-    let stages: Vec<PlacedStage> = shape.leaves().into_iter().zip(spots).zip(&holdings).map(placed).collect();
+    shape.leaves().into_iter().zip(spots).zip(&holdings).map(placed).collect()
+}
+
+/// What the stages of a shape do together under cost `pipec`.
+pub fn outlook(problem: &Problem, asked: &Asked, shape: &Shape, spots: &[Spot]) -> Outlook {
+    let stages = placed(problem, shape, spots);
     let (levels, edges) = (&problem.cluster.levels, edges(problem, shape));
     match problem.chunks > 1 && stages.len() > 1 {
         true => chunks::outlook(asked, levels, &stages, &edges),
@@ -120,18 +125,25 @@ pub fn holdings(problem: &Problem, shape: &Shape) -> Vec<Holdings> {
     all
 }
 
-/// What each stage of a shape holds under such caps, `holdings` being what it holds once.
+/// The items of each stage between the halves of their backward, by the schedule's own rule under such caps; none where it is whole.
+pub fn apart(problem: &Problem, shape: &Shape, caps: &[u32]) -> Vec<u32> {
+    caps::apart(&flow(problem, problem.cluster.devices()), &shape.replicas(), caps)
+}
+
+/// What each stage of a shape holds under such caps and with so many items apart, `holdings` being what it holds once.
 pub fn memory(
     problem: &Problem,
     shape: &Shape,
     spots: &[Spot],
     holdings: &[Holdings],
     caps: &[u32],
+    apart: &[u32],
 ) -> Vec<StageMemory> {
     let versions = versions(problem, caps);
     let held = |(at, holdings): (usize, &Holdings), replicas: u32| {
         holdings.held(&Multiples {
             in_flight: caps[at],
+            apart: apart.get(at).copied().unwrap_or(0),
             versions: versions[at],
             replicas,
             recompute: spots[at].recompute,

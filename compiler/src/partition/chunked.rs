@@ -16,7 +16,9 @@ use crate::plan::{ScheduleKind, StageMemory};
 use crate::schedule::pipeline::schedule_of;
 use crate::schedule::rule::StepCount;
 use crate::schedule::scheduler::schedule;
+use crate::schedule::work::apart;
 use crate::schedule::{Pipeline, StageShape};
+use std::collections::BTreeMap;
 
 /// How much longer than the shortest longest chunk the longest may be, so that less is sent.
 const SLACK: [f64; 4] = [0.0, 0.01, 0.04, 0.15];
@@ -140,7 +142,7 @@ impl<'a> Line<'a> {
         if stages >= self.ends.len() || stages.saturating_mul(self.ends.len()) > MOST_STEPS {
             return;
         }
-        let Some(caps) = caps(self.problem, ranks, replicas) else { return };
+        let Some(counts) = counts(self.problem, ranks, replicas) else { return };
         let spots = |recompute| -> Vec<Spot> {
             let rank = |stage| rank_of(self.problem.schedule, ranks, stage as u32);
             (0..stages).map(|stage| Spot { first: rank(stage) * replicas, recompute }).collect()
@@ -157,16 +159,40 @@ impl<'a> Line<'a> {
         }
         let Some((us, mut cuts)) = best else { return };
         self.improve(&mut cuts, us, replicas, &spots(false), found);
-        let mut fits = false;
-        for recompute in [false, true] {
-            // Where it fits as it is, nothing is computed twice.
-            if recompute && (fits || !self.problem.recompute) {
-                continue;
-            }
-            let candidate = self.candidate(question, &cuts, replicas, spots(recompute), &caps);
-            fits |= candidate.fits;
-            found.candidates.push(candidate);
+        let plain = self.candidate(question, &cuts, replicas, spots(false), &counts);
+        // Where it fits as it is, nothing is computed twice.
+        if !plain.fits && self.problem.recompute {
+            let again = self.candidate(question, &cuts, replicas, spots(true), &counts);
+            let chosen = self.recomputed(&plain, &again);
+            found.candidates.push(self.candidate(question, &cuts, replicas, chosen, &counts));
         }
+        found.candidates.push(plain);
+    }
+
+    /// Of each device that holds too much, the chunks that let go the most bytes for the time of their forward, until it fits; where
+    /// it does not, all that let go any.
+    fn recomputed(&self, plain: &Candidate, again: &Candidate) -> Vec<Spot> {
+        let limit = self.problem.memory_limit.map_or(u64::MAX, |limit| limit.0);
+        let ops = &self.problem.graph.ops;
+        let time = |ops_of: &[u32]| ops_of.iter().map(|&op| ops[op as usize].fwd_us).sum::<f64>();
+        let times: Vec<f64> = plain.shape.leaves().iter().map(|leaf| time(leaf.ops)).collect();
+        let let_go = |at: usize| plain.memory[at].total.saturating_sub(again.memory[at].total);
+        let mut spots = plain.spots.clone();
+        let mut ranks: BTreeMap<u32, Vec<usize>> = BTreeMap::new();
+        spots.iter().enumerate().for_each(|(at, spot)| ranks.entry(spot.first).or_default().push(at));
+        for mut held in ranks.into_values() {
+            let mut bytes = held.iter().fold(0u64, |sum, &at| sum.saturating_add(plain.memory[at].total));
+            let worth = |at: usize| let_go(at) as f64 / times[at].max(f64::MIN_POSITIVE);
+            held.sort_by(|&left, &right| worth(right).total_cmp(&worth(left)).then(left.cmp(&right)));
+            for at in held.into_iter().filter(|&at| let_go(at) > 0) {
+                if bytes <= limit {
+                    break;
+                }
+                spots[at].recompute = true;
+                bytes -= let_go(at);
+            }
+        }
+        spots
     }
 
     /// The least that the longest of so many chunks can be.
@@ -287,29 +313,40 @@ impl<'a> Line<'a> {
         cuts: &[usize],
         replicas: u32,
         spots: Vec<Spot>,
-        caps: &[u32],
+        counts: &Counts,
     ) -> Candidate {
         let shape = self.shape(cuts, replicas);
         let problem = question.problem;
         let holdings = build::holdings(problem, &shape);
-        let memory: Vec<StageMemory> = build::memory(problem, &shape, &spots, &holdings, caps);
+        let memory: Vec<StageMemory> = build::memory(problem, &shape, &spots, &holdings, &counts.caps, &counts.apart);
         let fits = problem.memory_limit.is_none_or(|limit| fullest(&spots, &memory) <= limit.0);
         let minibatch_us = build::minibatch_us(problem, &shape, &spots);
-        Candidate { name: "pipec", shape, minibatch_us, caps: caps.to_vec(), spots, memory, fits }
+        let Counts { caps, apart } = counts.clone();
+        Candidate { name: "pipec", shape, minibatch_us, caps, apart, spots, memory, fits }
     }
 }
 
-/// What the schedule's own program holds in flight at each stage.
-fn caps(problem: &Problem, ranks: u32, replicas: u32) -> Option<Vec<u32>> {
+/// What the schedule's own program has at each stage at once.
+#[derive(Clone)]
+struct Counts {
+    /// Items in flight.
+    caps: Vec<u32>,
+    /// Those of them between the halves of their backward; none where it is whole.
+    apart: Vec<u32>,
+}
+
+fn counts(problem: &Problem, ranks: u32, replicas: u32) -> Option<Counts> {
     let stages = ranks * problem.chunks;
     let items = problem.microbatches.div_ceil(replicas);
     if problem.schedule == ScheduleKind::Bfs {
-        return Some(vec![items; stages as usize]);
+        return Some(Counts { caps: vec![items; stages as usize], apart: Vec::new() });
     }
     let chain = Pipeline::chain((0..stages).map(|_| StageShape::new(1, 1.0, 2.0)).collect());
     let pipeline = if problem.schedule.is_on_a_v() { chain.folded() } else { chain.looped(ranks) };
     let microbatches = items.min(stages.saturating_mul(SETTLED));
     let count = StepCount { minibatches: 1, microbatches };
     let program = schedule(schedule_of(problem.schedule).ok()?, &pipeline, count).ok()?;
-    Some(program.stages.iter().map(|stage| stage.cap).collect())
+    let caps = program.stages.iter().map(|stage| stage.cap).collect();
+    let apart = if problem.schedule.splits_backward() { apart(&program) } else { Vec::new() };
+    Some(Counts { caps, apart })
 }

@@ -3,7 +3,8 @@
 use crate::cluster::class;
 use crate::partition::bound::slowest_op_us;
 use crate::partition::build;
-use crate::partition::in_flight::{self, Efficiency};
+use crate::partition::in_flight::ENOUGH;
+use crate::partition::played::Played;
 use crate::partition::search::{Candidate, Found, same};
 use crate::plan::check;
 use crate::plan::fault::Fault;
@@ -28,8 +29,8 @@ pub struct Statement<'a> {
     pub budget: Option<u64>,
     /// Seed that was set.
     pub seed: u64,
-    /// Judge of automatic caps.
-    pub efficiency: Option<&'a Efficiency<'a>>,
+    /// The caps of the one that was chosen, and what its program takes.
+    pub played: &'a Played,
     /// The problem over joined ops, as it was searched.
     pub asked: &'a Problem,
     /// What the reader should know of how the question was understood.
@@ -41,12 +42,12 @@ pub fn finish(problem: &Problem, chosen: &Candidate, statement: &Statement<'_>) 
     let Statement { found, baselines, .. } = statement;
     let mut warnings = statement.notes.clone();
     let flattens = chosen.shape.is_flat && problem.cluster.levels.len() > 1;
-    let bound = lower_bound(statement.asked, flattens).max(found.bound_us);
-    // What no plan can beat is the best, however little was searched.
-    let wants_memory = problem.objective == Objective::Memory;
-    let meets = [Some(bound), found.proven_us].into_iter().flatten().any(|us| same(us, chosen.minibatch_us));
-    // The bounds are of time: they prove nothing about memory.
-    let proven_optimal = meets && !wants_memory;
+    let bound_us = bound_us(statement.asked, chosen, found);
+    // The bounds are of time: they prove nothing about memory. And they are of the equations: where the program takes something else,
+    // nothing is known of other programs.
+    let is_played = statement.played.minibatch_us != chosen.minibatch_us;
+    let is_near = is_near(statement.played.minibatch_us, chosen.minibatch_us);
+    let proven_optimal = bound_us == chosen.minibatch_us && problem.objective != Objective::Memory && is_near;
     if let Some(fallback) = found.fallback.as_ref().filter(|_| !proven_optimal) {
         warnings.push(format!("the search was not complete ({fallback}); a better plan may exist"));
     }
@@ -54,34 +55,14 @@ pub fn finish(problem: &Problem, chosen: &Candidate, statement: &Statement<'_>) 
         warnings
             .push("stages do not take whole groups; times assume every link at the slowest level's bandwidth".into());
     }
-    let caps = match (&problem.in_flight, statement.efficiency) {
-        // Chunks are worked on in a fixed order, which says how many items are in flight.
-        (InFlight::Auto, Some(efficiency)) if problem.chunks == 1 => {
-            let chosen = in_flight::choose(problem, &chosen.shape, &chosen.spots, efficiency);
-            if chosen.share < in_flight::ENOUGH {
-                let percent = chosen.share * 100.0;
-                let within = if chosen.lacks_memory { "within memory " } else { "" };
-                warnings.push(format!("{within}the in-flight caps reach {percent:.0} % of the ideal throughput"));
-            }
-            chosen.caps
-        }
-        (_, Some(efficiency)) if in_flight::matters(problem) => {
-            let reached = in_flight::reached(problem, &chosen.shape, &chosen.spots, &chosen.caps, efficiency);
-            if reached < in_flight::ENOUGH {
-                let percent = reached * 100.0;
-                warnings.push(format!(
-                    "these in-flight caps reach {percent:.0} % of the ideal throughput, which the predicted figures assume"
-                ));
-            }
-            chosen.caps.clone()
-        }
-        _ => chosen.caps.clone(),
-    };
+    let Played { caps, minibatch_us, held, warning } = statement.played.clone();
+    warnings.extend(warning);
     let holdings = build::holdings(problem, &chosen.shape);
-    let memory = build::memory(problem, &chosen.shape, &chosen.spots, &holdings, &caps);
+    let memory = build::memory(problem, &chosen.shape, &chosen.spots, &holdings, &caps, &chosen.apart);
     let weight_versions = build::versions(problem, &caps);
-    let lower_bound_us =
-        if meets { chosen.minibatch_us } else { found.proven_us.unwrap_or(0.0).max(bound).min(chosen.minibatch_us) };
+    // Filling and draining may take less than the equations of a flush say; the work itself may not.
+    let is_work = is_played && !problem.schedule.is_continuous();
+    let lower_bound_us = if is_work { spread(statement.asked).min(minibatch_us) } else { bound_us };
     let stages = build::stages(problem, &chosen.shape, &chosen.spots, &memory);
     let [one, all, uniform] = *baselines;
     let mut plan = Plan {
@@ -106,8 +87,9 @@ pub fn finish(problem: &Problem, chosen: &Candidate, statement: &Statement<'_>) 
             chunks: problem.chunks,
             in_flight: caps,
             weight_versions,
+            apart: chosen.apart.clone(),
         },
-        predicted: predicted(problem, chosen, stages.len()),
+        predicted: predicted(problem, chosen, minibatch_us, stages.len()),
         stages,
         edges: build::edges(problem, &chosen.shape),
         lower_bound_us,
@@ -125,7 +107,10 @@ pub fn finish(problem: &Problem, chosen: &Candidate, statement: &Statement<'_>) 
         extra: BTreeMap::new(),
     };
     let checked = check::check(problem, &plan)?;
-    plan.predicted.bottleneck = checked.bottleneck;
+    plan.predicted.bottleneck = match held {
+        Some(held) => format!("{held}; without them {}", checked.bottleneck),
+        None => checked.bottleneck,
+    };
     if let Some(link) = checked.busiest_link.as_ref().filter(|link| link.share > 1.0 + check::TOLERANCE) {
         let (level, percent) = (link.level.escape_debug(), link.share * 100.0);
         plan.warnings.push(format!(
@@ -138,6 +123,15 @@ pub fn finish(problem: &Problem, chosen: &Candidate, statement: &Statement<'_>) 
     Ok(plan)
 }
 
+/// A time that no partition beats, as far as the search and what is known without one tell: that of `chosen` where they meet it,
+/// however little was searched.
+pub fn bound_us(problem: &Problem, chosen: &Candidate, found: &Found) -> f64 {
+    let flattens = chosen.shape.is_flat && problem.cluster.levels.len() > 1;
+    let bound = lower_bound(problem, flattens).max(found.bound_us);
+    let meets = [Some(bound), found.proven_us].into_iter().flatten().any(|us| same(us, chosen.minibatch_us));
+    if meets { chosen.minibatch_us } else { found.proven_us.unwrap_or(0.0).max(bound).min(chosen.minibatch_us) }
+}
+
 /// What no partition beats under cost `pipec`: all compute on all devices at once, each at its speed, and one item's way on the
 /// fastest.
 pub fn spread(problem: &Problem) -> f64 {
@@ -148,7 +142,7 @@ pub fn spread(problem: &Problem) -> f64 {
     let total = if asked.trains() { problem.graph.total_us() } else { forward };
     match (asked.latency, problem.schedule.is_continuous()) {
         (true, _) => forward / fastest,
-        (false, true) => total / devices,
+        (false, true) => asked.link_weight() * total / devices,
         (false, false) => (total / fastest).max(total * m / devices),
     }
 }
@@ -165,38 +159,46 @@ fn lower_bound(problem: &Problem, flattens: bool) -> f64 {
     slowest_op_us(problem, &stage_cost::levels(&problem.cluster)[0]).max(spread)
 }
 
-fn predicted(problem: &Problem, chosen: &Candidate, stages: usize) -> Predicted {
-    let minibatch_us = chosen.minibatch_us;
+/// Whether a played time is the equations', up to what caps are allowed to cost.
+pub fn is_near(played_us: f64, objective_us: f64) -> bool {
+    played_us.min(objective_us) >= ENOUGH * played_us.max(objective_us)
+}
+
+fn predicted(problem: &Problem, chosen: &Candidate, minibatch_us: f64, stages: usize) -> Predicted {
+    let objective_us = Some(chosen.minibatch_us).filter(|us| *us != minibatch_us);
+    let (bottleneck, busiest_link) = (String::new(), None);
+    let samples = problem.micro_batch as f64 * f64::from(problem.microbatches);
+    let rate = |us: f64| if us > 0.0 { samples * 1e6 / us } else { 0.0 };
     if problem.cost == CostModel::Pipec {
         let asked = build::asked(problem);
         let looked = |asked: &Asked| build::outlook(problem, asked, &chosen.shape, &chosen.spots);
         let Outlook { step_us, bubble, .. } = looked(&asked);
         // While one item is on its way others follow, as fast as the slowest stage lets them.
         let following = looked(&Asked { latency: false, ..asked }).step_us;
-        let samples = problem.micro_batch as f64 * f64::from(problem.microbatches);
-        let throughput_per_s = if following > 0.0 { samples * 1e6 / following } else { 0.0 };
-        return Predicted {
-            minibatch_us,
-            step_us,
-            throughput_per_s,
-            bubble,
-            bottleneck: String::new(),
-            busiest_link: None,
+        let Some(objective) = objective_us else {
+            let throughput_per_s = rate(following);
+            return Predicted {
+                minibatch_us,
+                objective_us,
+                step_us,
+                throughput_per_s,
+                bubble,
+                bottleneck,
+                busiest_link,
+            };
         };
+        // The busiest stage works as long, in another time.
+        let busy_us = (1.0 - bubble) * objective;
+        let flushes = !problem.schedule.is_continuous();
+        let bubble = if flushes && minibatch_us > 0.0 { (1.0 - busy_us / minibatch_us).max(0.0) } else { bubble };
+        let (step_us, throughput_per_s) = (minibatch_us, rate(minibatch_us));
+        return Predicted { minibatch_us, objective_us, step_us, throughput_per_s, bubble, bottleneck, busiest_link };
     }
     let (m, p) = (f64::from(problem.microbatches), stages as f64);
     let fill = if problem.schedule.is_continuous() { 0.0 } else { p - 1.0 };
     let step_us = minibatch_us * (m + fill);
-    let samples = problem.micro_batch as f64 * m;
-    let throughput_per_s = if step_us > 0.0 { samples * 1e6 / step_us } else { 0.0 };
-    Predicted {
-        minibatch_us,
-        step_us,
-        throughput_per_s,
-        bubble: fill / (m + fill),
-        bottleneck: String::new(),
-        busiest_link: None,
-    }
+    let (throughput_per_s, bubble) = (rate(step_us), fill / (m + fill));
+    Predicted { minibatch_us, objective_us, step_us, throughput_per_s, bubble, bottleneck, busiest_link }
 }
 
 fn options(problem: &Problem, statement: &Statement<'_>) -> BTreeMap<String, Value> {

@@ -166,6 +166,7 @@ impl FitSearch<'_> {
         // At inner levels a run may be cut again; its ops fit or do not where they become a stage.
         let alone = Multiples {
             in_flight: 1,
+            apart: 0,
             versions: 1,
             replicas: 1,
             recompute: false,
@@ -189,9 +190,11 @@ impl FitSearch<'_> {
         let settings = self.settings;
         let copies = key.copies.saturating_mul(replicas as u32);
         let workers_after = key.workers_after.saturating_add(key.copies.saturating_mul(rest as u32));
-        let in_flight = settings.flow.in_flight(Position { replicas: copies, workers_after });
+        let position = Position { replicas: copies, workers_after };
+        let in_flight = settings.flow.in_flight(position);
         let multiples = Multiples {
             in_flight,
+            apart: settings.flow.apart(position, in_flight),
             versions: settings.flow.versions(in_flight, settings.flow.workers),
             replicas: copies,
             recompute: false,

@@ -85,7 +85,7 @@ impl Walk<'_, '_> {
             if self.placing.layers().is_some_and(|most| layer > most) {
                 continue;
             }
-            for w in 1..=self.placing.devices {
+            for w in self.placing.widths() {
                 if !self.extend(&mut Prefix::default(), layer, 0, w) {
                     return false;
                 }
@@ -150,7 +150,7 @@ impl Walk<'_, '_> {
                 starts.extend((border != rest && (border > 0) && seat.to != whole).then_some(border));
             }
             for start in starts {
-                if seat.to == whole && start != 0 {
+                if seat.to == whole && start > placing.unused_after() {
                     continue;
                 }
                 if !self.extend(prefix, below, seat.to, start) {

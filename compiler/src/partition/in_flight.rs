@@ -3,7 +3,8 @@
 //! The start is the published rule, or as many as a way down the pipeline and back takes where transfers make that more: with
 //! fewer the throughput cannot be had (`simulate::steady` says why). Then one cap at a time is raised: the one that brings the
 //! most efficiency, and of equals the one that costs the least memory. Where no single step helps, or where trying each would
-//! take long, all that still fit and hold up work are raised together. It ends when the efficiency reaches [`ENOUGH`], or when
+//! take long, all that still fit and hold up work are raised together. Where that does not help either, all stages are raised at once,
+//! and each gives back what it does not need. It ends when the efficiency reaches [`ENOUGH`], or when
 //! nothing more fits or helps, or when enough has been played.
 
 use crate::partition::build::{self, Spot};
@@ -14,8 +15,8 @@ use crate::schedule::Pipeline;
 use crate::schedule::pipeline::pipeline_of;
 use crate::simulate::steady::{self, Steady};
 
-/// The fraction of the ideal throughput at which raising stops.
-pub const ENOUGH: f64 = 0.98;
+/// The fraction of the ideal throughput at which raising stops: 0.98, and what a program's own waits may cost beside.
+pub const ENOUGH: f64 = 0.985;
 
 /// No cap is raised by more than this over the start; by measurement three suffice for every known plan.
 const MOST: u32 = 6;
@@ -41,12 +42,12 @@ pub struct Chosen {
 
 /// Whether items of several minibatches are in flight, so that caps bound the throughput.
 pub fn matters(problem: &Problem) -> bool {
-    matches!(problem.schedule, ScheduleKind::RoundRobin | ScheduleKind::RoundRobinVsync)
+    matches!(problem.schedule, ScheduleKind::RoundRobin | ScheduleKind::RoundRobinVsync | ScheduleKind::TwoBw)
 }
 
 /// The efficiency that `shape` reaches under given caps.
 pub fn reached(problem: &Problem, shape: &Shape, spots: &[Spot], caps: &[u32], efficiency: &Efficiency<'_>) -> f64 {
-    let memory = build::memory(problem, shape, spots, &build::holdings(problem, shape), caps);
+    let memory = build::memory(problem, shape, spots, &build::holdings(problem, shape), caps, &[]);
     let stages = build::stages(problem, shape, spots, &memory);
     efficiency(&stages, &build::edges(problem, shape), caps).share
 }
@@ -58,7 +59,7 @@ pub fn choose(problem: &Problem, shape: &Shape, spots: &[Spot], efficiency: &Eff
         return Chosen { caps: published, share: 1.0, lacks_memory: false };
     }
     let holdings = build::holdings(problem, shape);
-    let memory = |caps: &[u32]| build::memory(problem, shape, spots, &holdings, caps);
+    let memory = |caps: &[u32]| build::memory(problem, shape, spots, &holdings, caps, &[]);
     let stages = build::stages(problem, shape, spots, &memory(&published));
     let edges = build::edges(problem, shape);
     let run = |caps: &[u32]| efficiency(&stages, &edges, caps);
@@ -75,7 +76,13 @@ pub fn choose(problem: &Problem, shape: &Shape, spots: &[Spot], efficiency: &Eff
     let sum = |caps: &[u32]| memory(caps).iter().map(|held| u128::from(held.total)).sum::<u128>();
     let mut lacks_memory = false;
     let mut caps = match pipeline_of(&problem.cluster.levels, &stages, &edges, &published) {
-        Ok(pipeline) => start(pipeline, &published, &fits, &mut lacks_memory),
+        Ok(mut pipeline) => {
+            if problem.schedule == ScheduleKind::TwoBw {
+                // Its rounds are minibatches, so that items do not wait for the all-reduce of the one before.
+                pipeline.stages.iter_mut().for_each(|stage| stage.all_reduce = 0.0);
+            }
+            start(pipeline, &published, &fits, &mut lacks_memory)
+        }
         Err(_) => published,
     };
     let most: Vec<u32> = caps.iter().map(|cap| cap + MOST).collect();
@@ -120,7 +127,80 @@ pub fn choose(problem: &Problem, shape: &Shape, spots: &[Spot], efficiency: &Eff
         let Some((other, _, raised)) = best else { break };
         (caps, steady) = (raised, other);
     }
+    if steady.share < ENOUGH && spent < PIECES {
+        let left = PIECES - spent;
+        (caps, steady) = at_once(&caps, steady, left, &run, &fits, &mut lacks_memory);
+    }
     Chosen { caps, share: steady.share, lacks_memory }
+}
+
+/// More than these caps for `shape`, as far as they help by another judge of efficiency.
+pub fn more(problem: &Problem, shape: &Shape, spots: &[Spot], caps: &[u32], efficiency: &Efficiency<'_>) -> Chosen {
+    let holdings = build::holdings(problem, shape);
+    let memory =
+        |caps: &[u32]| build::memory(problem, shape, spots, &holdings, caps, &build::apart(problem, shape, caps));
+    let stages = build::stages(problem, shape, spots, &memory(caps));
+    let edges = build::edges(problem, shape);
+    let run = |caps: &[u32]| efficiency(&stages, &edges, caps);
+    let peak = memory(caps).iter().map(|held| held.total).max().unwrap_or(0);
+    let limit = if problem.objective == Objective::Memory { peak } else { u64::MAX };
+    let fits = |caps: &[u32]| {
+        let memory = memory(caps);
+        memory.iter().all(|held| held.total <= limit) && build::fits(problem, shape, spots, &memory)
+    };
+    let mut lacks_memory = false;
+    let (caps, steady) = at_once(caps, run(caps), PIECES, &run, &fits, &mut lacks_memory);
+    Chosen { caps, share: steady.share, lacks_memory }
+}
+
+/// All caps raised by the same number, as far as each fits, until enough is reached; then one after the other lowered again, as long as
+/// no share is lost that counts.
+fn at_once(
+    start: &[u32],
+    steady: Steady,
+    left: u64,
+    run: &dyn Fn(&[u32]) -> Steady,
+    fits: &dyn Fn(&[u32]) -> bool,
+    lacks_memory: &mut bool,
+) -> (Vec<u32>, Steady) {
+    let (mut caps, mut best, mut spent) = (start.to_vec(), steady, 0);
+    let mut tried = start.to_vec();
+    for extra in 1..=MOST {
+        let mut raised = tried.clone();
+        for at in 0..raised.len() {
+            raised[at] = start[at] + extra;
+            if !fits(&raised) {
+                *lacks_memory = true;
+                raised[at] = tried[at];
+            }
+        }
+        if raised == tried || spent > left {
+            break;
+        }
+        let other = run(&raised);
+        spent += other.pieces;
+        if other.share > best.share + 1e-6 {
+            (caps, best) = (raised.clone(), other);
+        }
+        if best.share >= ENOUGH {
+            break;
+        }
+        tried = raised;
+    }
+    let enough = best.share.min(ENOUGH);
+    for at in 0..caps.len() {
+        while caps[at] > start[at] && spent <= left {
+            caps[at] -= 1;
+            let other = run(&caps);
+            spent += other.pieces;
+            if other.share < enough {
+                caps[at] += 1;
+                break;
+            }
+            best = other;
+        }
+    }
+    (caps, best)
 }
 
 /// The published caps, and more where the way of an item takes more. Where those do not fit, no stage gets more than goes with

@@ -75,6 +75,8 @@ impl<'a> Joined<'a> {
                 sum.param_bytes += op.param_bytes;
                 sum.saved_bytes += op.saved_bytes;
                 sum.fed_bytes += op.fed_bytes;
+                sum.between_bytes += op.between_bytes;
+                sum.arriving_bytes += op.arriving_bytes;
                 sum.unsaved |= op.unsaved;
                 if op.scratch_bytes() > sum.scratch_bytes() {
                     (sum.workspace_bytes, sum.live_bytes) = (op.workspace_bytes, op.live_bytes);

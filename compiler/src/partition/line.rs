@@ -97,6 +97,9 @@ fn holdings(graph: &CostGraph, order: &[u32], ends: &[usize]) -> Vec<Holdings> {
         last_reader[at] = tensor.consumers.iter().map(|op| place[op.index()]).max().unwrap_or(0);
     }
     let mut table = vec![Holdings::default(); places * places];
+    let is_handed_on = |op: usize| made[op].iter().any(|&tensor| !graph.tensors[tensor].consumers.is_empty());
+    let is_handed_on: Vec<bool> = (0..order.len()).map(is_handed_on).collect();
+    let mut op_seen = vec![usize::MAX; order.len()];
     let mut param_seen = vec![usize::MAX; graph.params.len()];
     let mut tensor_seen = vec![usize::MAX; graph.tensors.len()];
     for from in 0..places - 1 {
@@ -122,10 +125,18 @@ fn holdings(graph: &CostGraph, order: &[u32], ends: &[usize]) -> Vec<Holdings> {
                         run.outputs -= graph.tensors[tensor].bytes;
                         run.sent -= if graph.is_only_sent(tensor) { graph.tensors[tensor].bytes } else { 0 };
                     }
-                    let comes_in = place[graph.tensors[tensor].producer.index()] < ends[from];
+                    let producer = graph.tensors[tensor].producer.index();
+                    let comes_in = place[producer] < ends[from];
+                    if !comes_in && std::mem::replace(&mut op_seen[producer], from) != from {
+                        run.halves += graph.ops[producer].arriving_bytes;
+                    }
                     if comes_in && std::mem::replace(&mut tensor_seen[tensor], from) != from {
                         run.inputs += graph.tensors[tensor].bytes;
                     }
+                }
+                run.halves += graph.ops[op].between_bytes;
+                if !is_handed_on[op] {
+                    run.halves += graph.ops[op].arriving_bytes;
                 }
                 run.saved += graph.ops[op].kept_bytes();
                 run.workspace = run.workspace.max(graph.ops[op].scratch_bytes());
@@ -143,8 +154,16 @@ mod tests {
 
     fn chain(ops: u32) -> CostGraph {
         let bytes = |at: u32| if at % 5 == 4 { 1 } else { 8 };
-        let op =
-            |id| OpCost { id, fwd_us: 1.0, bwd_us: 2.0, out_bytes: bytes(id), saved_bytes: 3, ..OpCost::default() };
+        let op = |id| OpCost {
+            id,
+            fwd_us: 1.0,
+            bwd_us: 2.0,
+            out_bytes: bytes(id),
+            saved_bytes: 3,
+            between_bytes: 1,
+            arriving_bytes: bytes(id),
+            ..OpCost::default()
+        };
         let tensor = |at| TensorCost {
             name: String::new(),
             producer: OpId(at),

@@ -1,122 +1,313 @@
-//! Planning for devices that differ: the planner is asked about every order of the devices that is worth it, and the best answer is
-//! given the devices that it stands for.
+//! Planning for devices that differ: the planner is asked about orders of the devices, and the best answer is given the devices that it
+//! stands for.
 //!
-//! A bound of one order is a bound of the stages along that order. Where all orders were asked about, and each gave an answer, the least
-//! of their bounds holds for all plans; else all compute on all devices at once, each at its speed.
+//! Small questions are asked about every order: first by tables alone, whose bounds leave out most orders, and the others once more.
+//! Else each order gets a glance, a search along a coarse line, and the best a whole search: every order has its glance where they
+//! are not too many, and otherwise a walk goes from the best order so far to those near it, as long as one of them is better. The plan
+//! says when there were orders that nobody looked at.
+//!
+//! A bound of one order is a bound of the stages along that order. Where all orders were asked about, the least of their bounds holds
+//! for all plans; else all compute on all devices at once, each at its speed.
 
 use crate::cluster::Cluster;
 use crate::partition::finish;
-use crate::partition::orders::{MOST_ORDERS, Order, is_alike, orders};
-use crate::partition::planner::{Partitioner, PlanError, Planned, PlannerOptions, plan_in_order};
-use crate::partition::search::{Among, same};
+use crate::partition::orders::{Order, Sequence, Units, is_alike};
+use crate::partition::placement;
+use crate::partition::planner::{Answer, Partitioner, PlanError, Planned, PlannerOptions, Refused, answer, conclude};
+use crate::partition::played;
+use crate::partition::search::{Among, Candidate, Depth, Question, same};
 use crate::plan::check;
 use crate::plan::fault::Fault;
 use crate::plan::problem::Problem;
+use std::collections::BTreeSet;
 
-/// The most orders that the search through everything takes.
+/// The most orders that are all searched: by tables, by integer programs, and through everything.
+const MOST_TABLES: usize = 120;
+const MOST_WHOLE: usize = 24;
 const MOST_EXHAUSTIVE: usize = 5040;
 
-/// Makes a plan for a cluster of several classes.
-pub fn plan(problem: &Problem, options: &PlannerOptions<'_>) -> Result<Planned, PlanError> {
-    let most = if options.partitioner == Partitioner::Exhaustive { MOST_EXHAUSTIVE } else { MOST_ORDERS };
-    let (mut orders, mut is_all) = orders(&problem.cluster, most);
-    if is_alike(&problem.cluster) {
-        (orders, is_all) = (orders.into_iter().take(1).collect(), true);
-    }
-    let mut best: Option<(Planned, Order)> = None;
-    let mut refused: Option<PlanError> = None;
-    let mut bound_us = f64::INFINITY;
-    let mut states = 0;
-    let asked = orders.len();
-    for order in orders {
-        let known_us = best.as_ref().map_or(f64::INFINITY, |(known, _)| known.plan.predicted.minibatch_us);
-        // What does all the work on all devices at once cannot be beaten.
-        if known_us.is_finite() && same(known_us, finish::spread(problem)) {
-            break;
+/// The most glances; and the steps for all of them, about a second.
+const MOST_GLANCES: usize = 400;
+const GLANCES: f64 = 3e7;
+
+/// How many of the best orders are searched whole after the glances, those that seemed so much slower at most.
+const MOST_CLOSELY: usize = 3;
+const NEAR: f64 = 1.02;
+
+/// Makes a plan for `problem`, on a cluster of several classes; `question` is the same over joined ops.
+pub fn plan(problem: &Problem, question: &Question<'_>, options: &PlannerOptions<'_>) -> Result<Planned, PlanError> {
+    let units = Units::of(&problem.cluster);
+    let Chosen { orders, looked, is_all } = chosen(question, options, &units);
+    let spread = finish::spread(question.problem);
+    let asked =
+        orders.iter().map(|sequence| Asked { order: units.order(sequence), us: f64::INFINITY, bound_us: spread });
+    let mut search = Search { question, options, asked: asked.collect(), best: None, refused: None, states: 0 };
+    let count = search.asked.len();
+    let shared = if is_all { count as u32 } else { 1 };
+    if is_all && count > 1 && options.partitioner == Partitioner::Pipec {
+        let among = Among { orders: shared, depth: Depth::Tables, ..Among::ALONE };
+        (0..count).try_for_each(|at| search.ask(at, among))?;
+        let mut next: Vec<usize> = (0..count).collect();
+        let key = |at: &usize| (search.asked[*at].bound_us, search.asked[*at].us);
+        next.sort_by(|a, b| key(a).0.total_cmp(&key(b).0).then(key(a).1.total_cmp(&key(b).1)).then(a.cmp(b)));
+        next.truncate(MOST_WHOLE);
+        for (at, &order) in next.iter().enumerate() {
+            search.ask(order, Among { orders: (next.len() - at) as u32, ..Among::ALONE })?;
         }
-        match along(problem, options, &order, Among { orders: asked as u32, known_us }) {
-            Ok(planned) => {
-                bound_us = bound_us.min(planned.plan.lower_bound_us);
-                states += planned.plan.search.states;
-                best = Some(better(best, planned, order));
-            }
-            Err(error @ PlanError::Infeasible { .. }) => refused = Some(nearer(refused, error)),
-            Err(error) => return Err(error),
-        }
+    } else {
+        // Where the orders are ranked, the first is worth more work than the others.
+        let share = |at: usize| if is_all || at == 0 { shared } else { 4 };
+        (0..count).try_for_each(|at| search.ask(at, Among { orders: share(at), ..Among::ALONE }))?;
     }
     // The best order once more, with all the work for itself.
-    if asked > 1
-        && let Some((known, order)) = best.take_if(|(known, _)| !same(known.plan.predicted.minibatch_us, bound_us))
-    {
-        let among = Among { orders: 1, known_us: known.plan.predicted.minibatch_us };
-        let again = along(problem, options, &order, among).ok();
-        states += again.as_ref().map_or(0, |again| again.plan.search.states);
-        best = Some(match again {
-            Some(again) => better(Some((known, order.clone())), again, order),
-            None => (known, order),
-        });
+    if let (true, Some((_, at))) = (shared > 1 && options.partitioner != Partitioner::Exhaustive, &search.best) {
+        search.ask(*at, Among::ALONE)?;
     }
-    let Some((mut planned, order)) = best else {
+    let Search { asked, best, refused, states, .. } = search;
+    let Some((mut answer, at)) = best else {
         // There is always an order: what was refused says why.
         return Err(refused.unwrap_or(PlanError::Unsound(vec![Fault::NoStages])));
     };
-    let plan = &mut planned.plan;
+    let order = &asked[at].order;
+    answer.found.states = states;
+    let (ordered, joined) = (in_order(problem, order), in_order(question.problem, order));
+    let Planned { mut plan, compared } = conclude(&ordered, &question.about(&joined), options, answer)?;
     for stage in &mut plan.stages {
         stage.devices.iter_mut().for_each(|device| *device = order.device[*device as usize]);
         stage.devices.sort_unstable();
     }
     plan.cluster.classes = problem.cluster.classes.clone();
     plan.cluster.device = problem.cluster.device.clone();
-    plan.search.states = states;
-    // One that does not fit in some order may only not have been found there.
-    if !is_all || refused.is_some() {
-        bound_us = finish::spread(problem);
-    }
-    let us = plan.predicted.minibatch_us;
-    plan.proven_optimal = same(us, bound_us);
-    plan.lower_bound_us = if plan.proven_optimal { us } else { bound_us.min(us) };
+    let us = plan.predicted.by_equations_us();
+    let is_played = plan.predicted.objective_us.is_some();
+    let least = asked.iter().map(|asked| asked.bound_us).fold(us, f64::min);
+    let bound_us = if is_all { least } else { spread };
+    plan.proven_optimal = same(us, bound_us) && finish::is_near(plan.predicted.minibatch_us, us);
+    plan.lower_bound_us = match plan.proven_optimal {
+        // As in every plan: see `finish`.
+        _ if is_played && !problem.schedule.is_continuous() => spread.min(plan.predicted.minibatch_us),
+        true => us,
+        false => bound_us.min(us),
+    };
     if !is_all && !plan.proven_optimal {
         plan.warnings.push(format!(
-            "devices differ: {asked} orders of their classes along the pipeline were looked at, there are more"
+            "devices differ: of the orders of their classes along the pipeline {looked} were looked at, {count} of them closely, \
+             not all; another may be better"
         ));
     }
     // Units have changed places, and their links with them.
     plan.predicted.busiest_link = None;
-    let checked = check::check(problem, plan).map_err(PlanError::Unsound)?;
-    plan.predicted.bottleneck = checked.bottleneck;
+    let checked = check::check(problem, &plan).map_err(PlanError::Unsound)?;
+    if !played::tells(&plan.predicted.bottleneck) {
+        plan.predicted.bottleneck = checked.bottleneck;
+    }
     plan.predicted.busiest_link = checked.busiest_link;
-    Ok(planned)
+    Ok(Planned { plan, compared })
 }
 
-/// The plan along one order.
-fn along(problem: &Problem, options: &PlannerOptions<'_>, order: &Order, among: Among) -> Result<Planned, PlanError> {
+/// An order that is asked about.
+struct Asked {
+    order: Order,
+    /// The best time that was found in it, and one that no stages along it beat.
+    us: f64,
+    bound_us: f64,
+}
+
+struct Search<'a> {
+    question: &'a Question<'a>,
+    options: &'a PlannerOptions<'a>,
+    asked: Vec<Asked>,
+    /// The best answer, and its order.
+    best: Option<(Answer, usize)>,
+    refused: Option<PlanError>,
+    states: u64,
+}
+
+impl Search<'_> {
+    /// Asks about one order, unless nothing better than what is known is to be had there.
+    fn ask(&mut self, at: usize, among: Among) -> Result<(), PlanError> {
+        let known_us = self.best.as_ref().map_or(f64::INFINITY, |(best, _)| best.chosen.minibatch_us);
+        let Asked { order, us, bound_us } = &mut self.asked[at];
+        if known_us.is_finite() && (*bound_us >= known_us || same(*bound_us, known_us)) {
+            return Ok(());
+        }
+        // Tables that know of no other plan bound each order by itself.
+        let known_us = if among.depth == Depth::Tables { f64::INFINITY } else { known_us };
+        match along(self.question, self.options, order, Among { known_us, ..among }) {
+            Ok(answer) => {
+                *us = us.min(answer.chosen.minibatch_us);
+                *bound_us = bound_us.max(finish::bound_us(self.question.problem, &answer.chosen, &answer.found));
+                self.states += answer.found.states;
+                self.best = Some(better(self.best.take(), answer, at));
+            }
+            Err(refused) => {
+                *bound_us = bound_us.max(refused.bound_us);
+                match refused.error {
+                    // Nothing better was found here.
+                    _ if known_us.is_finite() => {}
+                    error @ PlanError::Infeasible { .. } => self.refused = Some(nearer(self.refused.take(), error)),
+                    error => return Err(error),
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+/// The orders that get a whole search.
+struct Chosen {
+    orders: Vec<Sequence>,
+    /// How many got a glance.
+    looked: usize,
+    /// Whether there are no others.
+    is_all: bool,
+}
+
+fn chosen(question: &Question<'_>, options: &PlannerOptions<'_>, units: &Units<'_>) -> Chosen {
+    if is_alike(&question.problem.cluster) {
+        return Chosen { orders: units.starts()[..1].to_vec(), looked: 1, is_all: true };
+    }
+    let (most, searches) = match options.partitioner {
+        Partitioner::Exhaustive => (MOST_EXHAUSTIVE, false),
+        Partitioner::Milp | Partitioner::Pipedream => (MOST_WHOLE, true),
+        Partitioner::Pipec => (MOST_TABLES, true),
+        Partitioner::Single | Partitioner::DataParallel | Partitioner::Uniform => (MOST_TABLES, false),
+    };
+    if let Some(orders) = units.all(most) {
+        let all = Question { among: Among { orders: orders.len() as u32, ..question.among }, ..*question };
+        // What is wrong with the question is told when it is asked.
+        if !searches || placement::affords_all(&all).unwrap_or(true) {
+            return Chosen { looked: orders.len(), orders, is_all: true };
+        }
+    }
+    let glances = (GLANCES / placement::glance_effort(question).unwrap_or(GLANCES).max(1.0)) as usize;
+    let glances = glances.clamp(MOST_CLOSELY, MOST_GLANCES);
+    // The plain alternatives are their own glance.
+    let partitioner = match options.partitioner {
+        plain @ (Partitioner::Single | Partitioner::DataParallel | Partitioner::Uniform) => plain,
+        _ => Partitioner::Pipec,
+    };
+    let options = PlannerOptions { partitioner, ..PlannerOptions::default() };
+    let mut walk = Walk { question, options, units, seen: BTreeSet::new(), ranked: Vec::new() };
+    match units.all(glances) {
+        Some(orders) => orders.into_iter().for_each(|order| walk.look(order)),
+        None => walk.climb(glances),
+    }
+    let looked = walk.ranked.len();
+    let near_us = walk.ranked.first().map_or(f64::INFINITY, |best| best.us * NEAR);
+    let near = walk.ranked.into_iter().take(MOST_CLOSELY).filter(|glance| glance.us <= near_us);
+    Chosen { orders: near.map(|glance| glance.order).collect(), looked, is_all: false }
+}
+
+/// What a glance at an order told.
+struct Glance {
+    order: Sequence,
+    /// Microseconds of the best that fits, infinite where nothing does.
+    us: f64,
+    /// Bytes that the fullest stage needs where nothing fits.
+    bytes: u64,
+    /// Where its stages end.
+    borders: Vec<u32>,
+}
+
+impl Glance {
+    fn beats(&self, other: &Glance) -> bool {
+        match (self.us.is_finite(), other.us.is_finite()) {
+            (true, true) => self.us < other.us && !same(self.us, other.us),
+            (false, false) => self.bytes < other.bytes,
+            (is_fitting, _) => is_fitting,
+        }
+    }
+}
+
+/// A walk over orders, with a glance at each.
+struct Walk<'a> {
+    question: &'a Question<'a>,
+    options: PlannerOptions<'a>,
+    units: &'a Units<'a>,
+    seen: BTreeSet<Sequence>,
+    /// What was looked at, the best first, the earlier of equals.
+    ranked: Vec<Glance>,
+}
+
+impl Walk<'_> {
+    fn look(&mut self, order: Sequence) {
+        if !self.seen.insert(order.clone()) {
+            return;
+        }
+        let among = Among { depth: Depth::Glance, ..Among::ALONE };
+        let nothing = |bytes| Glance { order: order.clone(), us: f64::INFINITY, bytes, borders: Vec::new() };
+        let glance = match along(self.question, &self.options, &self.units.order(&order), among) {
+            Ok(Answer { chosen, .. }) => {
+                let ends = chosen.spots.iter().zip(chosen.shape.replicas());
+                let borders = ends.map(|(spot, replicas)| spot.first + replicas).collect();
+                Glance { us: chosen.minibatch_us, borders, ..nothing(0) }
+            }
+            Err(Refused { error: PlanError::Infeasible { missing, .. }, .. }) => nothing(missing),
+            // What is wrong with the question itself is told by a whole search, which finds more than a glance does.
+            Err(_) => nothing(u64::MAX),
+        };
+        let at = self.ranked.iter().position(|other| glance.beats(other)).unwrap_or(self.ranked.len());
+        self.ranked.insert(at, glance);
+    }
+
+    /// Looks at the starts, and from the best at those near it, until none is better or as many were looked at as may be.
+    fn climb(&mut self, most: usize) {
+        for order in self.units.starts().into_iter().take(most) {
+            self.look(order);
+        }
+        while let Some(best) = self.ranked.first().map(|best| best.order.clone()) {
+            for way in self.units.moves(&best, &self.ranked[0].borders) {
+                self.look(way.of(&best));
+                if self.ranked.len() >= most {
+                    return;
+                }
+                if self.ranked[0].order != best {
+                    break;
+                }
+            }
+            if self.ranked[0].order == best {
+                break;
+            }
+        }
+    }
+}
+
+/// The problem with its devices in this order.
+fn in_order(problem: &Problem, order: &Order) -> Problem {
     let cluster = Cluster { classes: order.classes.clone(), ..problem.cluster.clone() };
-    plan_in_order(&Problem { cluster, ..problem.clone() }, options, among)
+    Problem { cluster, ..problem.clone() }
 }
 
-/// The faster of two, the earlier of equals, with the better of their plain alternatives.
-fn better(known: Option<(Planned, Order)>, planned: Planned, order: Order) -> (Planned, Order) {
-    let Some((known, before)) = known else { return (planned, order) };
-    let (us, known_us) = (planned.plan.predicted.minibatch_us, known.plan.predicted.minibatch_us);
+/// The answer along one order.
+fn along(
+    question: &Question<'_>,
+    options: &PlannerOptions<'_>,
+    order: &Order,
+    among: Among,
+) -> Result<Answer, Refused> {
+    let problem = in_order(question.problem, order);
+    answer(&Question { among, ..question.about(&problem) }, options)
+}
+
+/// The faster of two with their orders, the earlier of equals, with the better of their plain alternatives.
+fn better(known: Option<(Answer, usize)>, answer: Answer, order: usize) -> (Answer, usize) {
+    let Some((known, before)) = known else { return (answer, order) };
+    let (us, known_us) = (answer.chosen.minibatch_us, known.chosen.minibatch_us);
     match us < known_us && !same(us, known_us) {
-        true => (least_baselines(planned, &known), order),
-        false => (least_baselines(known, &planned), before),
+        true => (least_baselines(answer, known.baselines), order),
+        false => (least_baselines(known, answer.baselines), before),
     }
 }
 
 /// The plain alternatives may stand on any devices too.
-fn least_baselines(mut planned: Planned, other: &Planned) -> Planned {
-    let (own, other) = (&mut planned.plan.baselines, &other.plan.baselines);
-    for (us, fits, other_us, other_fits) in [
-        (&mut own.single, &mut own.fits.single, other.single, other.fits.single),
-        (&mut own.data_parallel, &mut own.fits.data_parallel, other.data_parallel, other.fits.data_parallel),
-        (&mut own.uniform, &mut own.fits.uniform, other.uniform, other.fits.uniform),
-    ] {
-        if (other_fits && !*fits) || (other_fits == *fits && other_us < *us) {
-            (*us, *fits) = (other_us, other_fits);
+fn least_baselines(mut answer: Answer, others: [Candidate; 3]) -> Answer {
+    for (own, other) in answer.baselines.iter_mut().zip(others) {
+        if (other.fits && !own.fits) || (other.fits == own.fits && other.minibatch_us < own.minibatch_us) {
+            *own = other;
         }
     }
-    planned
+    answer
 }
 
 /// Of two explained noes the one that needs less.

@@ -1,19 +1,23 @@
 //! The orders of unlike devices along a pipeline.
 //!
 //! Searches put stages on devices from the first to the last, so on a cluster of several classes the order of the devices is a choice of
-//! its own. Units of the outermost level, single devices where there is one level, may change places: every link stays what it is.
-//! Units of the same classes are alike, so there are as many orders as ways to write down their kinds. Where these are few all
-//! of them are asked about, which on one level covers every assignment of devices to stages. Else the kinds stay together: every order of
-//! kinds where those are few, and otherwise by speed, up and down, and as the cluster has them.
+//! its own. At every level units of one group may change places: every link stays what it is. So an order is told by the classes
+//! that follow each other, and there are as many as those changes give. Where these are few all of them are listed, which on one
+//! level covers every assignment of devices to stages. Else a search begins at orders that keep the classes together and goes from one to
+//! the next by [`Units::moves`].
 
 use crate::cluster::{Cluster, DeviceClass, class};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
-/// The most orders that are asked about one by one, and the most kinds of which all orders are.
-pub const MOST_ORDERS: usize = 24;
-const MOST_KINDS: usize = 6;
+/// Classes of which every rank is a start; of more, only by speed.
+const MOST_RANKED: usize = 4;
 
-/// Devices up to which more than four kinds have all their orders.
-const FEW_DEVICES: u32 = 64;
+/// Lengths of blocks that are moved, and places that they are moved to, beside the borders.
+const MOST_LENGTHS: usize = 8;
+const MOST_PLACES: usize = 16;
+
+/// Moves that are listed of one order.
+const MOST_MOVES: usize = 10_000;
 
 /// One order of devices.
 #[derive(Clone, Debug, PartialEq)]
@@ -24,130 +28,208 @@ pub struct Order {
     pub device: Vec<u32>,
 }
 
-/// The orders to ask about, that of the cluster first; and whether they are all that there are.
-pub fn orders(cluster: &Cluster, most: usize) -> (Vec<Order>, bool) {
-    let units = Units::of(cluster);
-    if units.orders_within(most).is_some() {
-        let mut sequences = vec![units.kind.clone()];
-        let mut next = units.kind.clone();
-        next.sort_unstable();
-        loop {
-            if next != units.kind {
-                sequences.push(next.clone());
-            }
-            if !advance(&mut next) {
-                break;
-            }
+/// The class of the device at each place, by its number in the cluster.
+pub type Sequence = Vec<u32>;
+
+/// A block of equal units of one group that goes elsewhere in the group.
+#[derive(Clone, Copy, Debug)]
+pub struct Move {
+    /// Where the group begins, and its devices.
+    start: usize,
+    group: usize,
+    /// Devices of a unit.
+    size: usize,
+    /// Units of the group: where the block begins, how many it has, and before which of the others it goes.
+    from: usize,
+    length: usize,
+    place: usize,
+}
+
+impl Move {
+    /// The order that it leads to.
+    pub fn of(&self, sequence: &[u32]) -> Sequence {
+        let mut moved = sequence.to_vec();
+        let at = |unit: usize| self.start + unit * self.size;
+        let (block, end) = (self.length * self.size, self.from + self.length);
+        debug_assert!(at(end.max(self.place)) <= self.start + self.group, "a group keeps its units");
+        match self.place < self.from {
+            true => moved[at(self.place)..at(end)].rotate_right(block),
+            false => moved[at(self.from)..at(self.place)].rotate_left(block),
         }
-        return (sequences.iter().map(|kinds| units.order(cluster, kinds)).collect(), true);
+        moved
     }
-    let kinds = units.kinds.len();
-    let few = if cluster.devices() <= FEW_DEVICES { MOST_KINDS } else { 4 };
-    let mut orders_of_kinds: Vec<Vec<usize>> = Vec::new();
-    if kinds <= few {
-        let mut next: Vec<usize> = (0..kinds).collect();
-        loop {
-            orders_of_kinds.push(next.clone());
-            if !advance(&mut next) {
-                break;
-            }
-        }
-    } else {
-        let mut by_speed: Vec<usize> = (0..kinds).collect();
-        let speed = |kind: usize| {
-            let classes = units.kinds[kind].iter().map(|&class| &cluster.classes[class]);
-            classes.map(|class| class.speed.unwrap_or(1.0)).fold(f64::INFINITY, f64::min)
+}
+
+/// The units of a cluster's levels.
+pub struct Units<'a> {
+    cluster: &'a Cluster,
+    /// The cluster's own order.
+    own: Sequence,
+    /// Devices of one unit of each level, a device being the first, and of all.
+    sizes: Vec<usize>,
+}
+
+impl Units<'_> {
+    /// Those of a cluster.
+    pub fn of(cluster: &Cluster) -> Units<'_> {
+        // Classes of equal figures are one, wherever the cluster names them.
+        let first_alike = |class: &DeviceClass| {
+            cluster.classes.iter().position(|other| same(other, class)).unwrap_or_default() as u32
         };
-        by_speed.sort_by(|&a, &b| speed(b).total_cmp(&speed(a)).then(a.cmp(&b)));
-        orders_of_kinds.push(by_speed.clone());
-        by_speed.reverse();
-        orders_of_kinds.push(by_speed);
-    }
-    let mut sequences = vec![units.kind.clone()];
-    for kinds in orders_of_kinds {
-        let run = |kind: usize| units.kind.iter().copied().filter(move |&other| other == kind);
-        let sequence: Vec<usize> = kinds.into_iter().flat_map(run).collect();
-        if !sequences.contains(&sequence) {
-            sequences.push(sequence);
+        let repeated = |class: &DeviceClass| std::iter::repeat_n(first_alike(class), class.count as usize);
+        let mut sizes = vec![1];
+        for level in &cluster.levels {
+            sizes.push(sizes[sizes.len() - 1] * level.count.max(1) as usize);
         }
-    }
-    (sequences.iter().map(|kinds| units.order(cluster, kinds)).collect(), false)
-}
-
-/// Units of the outermost level by their kinds.
-struct Units {
-    /// Devices of one.
-    size: u32,
-    /// The classes of the devices of each kind.
-    kinds: Vec<Vec<usize>>,
-    /// The kind of each unit, in the cluster's order.
-    kind: Vec<usize>,
-}
-
-impl Units {
-    fn of(cluster: &Cluster) -> Units {
-        let outermost = cluster.levels.last().map_or(1, |level| level.count.max(1));
-        let size = (cluster.devices() / outermost).max(1);
-        let classes: Vec<usize> = (0..cluster.classes.len())
-            .flat_map(|class| std::iter::repeat_n(class, cluster.classes[class].count as usize))
-            .collect();
-        let mut kinds: Vec<Vec<usize>> = Vec::new();
-        let mut kind = Vec::with_capacity(outermost as usize);
-        for unit in classes.chunks(size as usize) {
-            // Classes of equal figures are one, wherever the cluster names them.
-            let first_alike = |&class: &usize| {
-                let alike = |other: &DeviceClass| same(other, &cluster.classes[class]);
-                cluster.classes.iter().position(alike).unwrap_or(class)
-            };
-            let unit: Vec<usize> = unit.iter().map(first_alike).collect();
-            let known = kinds.iter().position(|known| *known == unit);
-            kind.push(known.unwrap_or(kinds.len()));
-            if known.is_none() {
-                kinds.push(unit);
-            }
-        }
-        Units { size, kinds, kind }
+        Units { cluster, own: cluster.classes.iter().flat_map(repeated).collect(), sizes }
     }
 
-    /// How many orders there are, unless there are more than `most`.
-    fn orders_within(&self, most: usize) -> Option<usize> {
-        let mut orders: u128 = 1;
-        let mut placed: u128 = 0;
-        for kind in 0..self.kinds.len() {
-            let mut chosen: u128 = 0;
-            for _ in self.kind.iter().filter(|&&other| other == kind) {
-                (placed, chosen) = (placed + 1, chosen + 1);
-                // A binomial built up factor by factor stays whole.
-                orders = orders.checked_mul(placed)? / chosen;
-                // The product only grows from kind to kind, and within one too.
-                if orders > most as u128 {
-                    return None;
+    /// All orders, that of the cluster first; `None` if there are more than `most`.
+    pub fn all(&self, most: usize) -> Option<Vec<Sequence>> {
+        let mut found = vec![self.own.clone()];
+        let mut seen = BTreeSet::from([self.own.clone()]);
+        let mut next = 0;
+        while next < found.len() {
+            let sequence = found[next].clone();
+            next += 1;
+            for pair in self.sizes.windows(2) {
+                let (size, group) = (pair[0], pair[1]);
+                for at in (0..sequence.len() - size).step_by(size) {
+                    let (left, right) = (at..at + size, at + size..at + 2 * size);
+                    if at / group != right.start / group || sequence[left.clone()] == sequence[right] {
+                        continue;
+                    }
+                    let mut other = sequence.clone();
+                    other[at..at + 2 * size].rotate_left(size);
+                    if seen.insert(other.clone()) {
+                        found.push(other);
+                    }
+                    if found.len() > most {
+                        return None;
+                    }
                 }
             }
         }
-        Some(orders as usize)
+        Some(found)
     }
 
-    /// The order in which units of these kinds follow each other; of one kind those first that are first in the cluster.
-    fn order(&self, cluster: &Cluster, kinds: &[usize]) -> Order {
-        let mut left: Vec<Vec<u32>> = vec![Vec::new(); self.kinds.len()];
-        for (unit, &kind) in self.kind.iter().enumerate().rev() {
-            left[kind].push(unit as u32);
-        }
-        let mut order = Order { classes: Vec::new(), device: Vec::with_capacity(cluster.devices() as usize) };
-        for &kind in kinds {
-            let unit = left[kind].pop().unwrap_or_default();
-            order.device.extend(unit * self.size..(unit + 1) * self.size);
-            for &class in &self.kinds[kind] {
-                let class = &cluster.classes[class];
-                match order.classes.last_mut() {
-                    Some(last) if same(last, class) => last.count += 1,
-                    _ => order.classes.push(DeviceClass { count: 1, ..class.clone() }),
+    /// Orders to begin with: the cluster's, and those that keep classes together at every level, in every rank of the classes
+    /// where these are few and otherwise by speed.
+    pub fn starts(&self) -> Vec<Sequence> {
+        let mut classes: Vec<u32> = self.own.clone();
+        classes.sort_unstable();
+        classes.dedup();
+        let mut ranks: Vec<Vec<u32>> = Vec::new();
+        if classes.len() <= MOST_RANKED {
+            let mut next = classes;
+            loop {
+                ranks.push(next.clone());
+                if !advance(&mut next) {
+                    break;
                 }
+            }
+        } else {
+            let speed = |class: u32| self.cluster.classes[class as usize].speed.unwrap_or(1.0);
+            classes.sort_by(|&a, &b| speed(b).total_cmp(&speed(a)).then(a.cmp(&b)));
+            ranks.push(classes.clone());
+            classes.reverse();
+            ranks.push(classes);
+        }
+        let mut starts = vec![self.own.clone()];
+        for rank in ranks {
+            let place = |class: &u32| rank.iter().position(|other| other == class);
+            let mut sequence = self.own.clone();
+            self.sort(&mut sequence, self.sizes.len() - 1, &|unit| unit.iter().map(place).collect::<Vec<_>>());
+            if !starts.contains(&sequence) {
+                starts.push(sequence);
+            }
+        }
+        starts
+    }
+
+    /// Sorts the units of every group, from the innermost level to that of `level`.
+    fn sort<K: Ord>(&self, group: &mut [u32], level: usize, key: &impl Fn(&[u32]) -> K) {
+        let Some(below) = level.checked_sub(1) else { return };
+        let mut units: Vec<Vec<u32>> = group.chunks(self.sizes[below]).map(<[u32]>::to_vec).collect();
+        units.iter_mut().for_each(|unit| self.sort(unit, below, key));
+        units.sort_by_key(|unit| key(unit));
+        group.iter_mut().zip(units.concat()).for_each(|(place, class)| *place = class);
+    }
+
+    /// Ways from one order to those near it: a block of equal units of a group stands elsewhere in the group. It goes to where other
+    /// units begin or end, or to one of `borders`, places where a stage ends; in small groups to any place.
+    pub fn moves(&self, sequence: &[u32], borders: &[u32]) -> Vec<Move> {
+        let mut found = Vec::new();
+        for pair in self.sizes.windows(2).rev() {
+            let (size, group) = (pair[0], pair[1]);
+            for start in (0..sequence.len()).step_by(group) {
+                let units: Vec<&[u32]> = sequence[start..start + group].chunks(size).collect();
+                let runs: Vec<(usize, usize)> = runs(&units);
+                let mut places: BTreeSet<usize> =
+                    (0..=units.len()).step_by(units.len().div_ceil(MOST_PLACES)).collect();
+                places.extend(runs.iter().map(|run| run.1).step_by(runs.len().div_ceil(MOST_PLACES)));
+                let inside = borders.iter().map(|&border| border as usize).filter(|border| *border > start);
+                places.extend(inside.map(|border| (border - start) / size).filter(|border| *border < units.len()));
+                for &(from, to) in runs.iter().filter(|_| runs.len() > 1) {
+                    let step = (to - from).div_ceil(MOST_LENGTHS);
+                    for length in (1..to - from).step_by(step).chain([to - from]) {
+                        let elsewhere = places.iter().filter(|place| **place < from || **place > to);
+                        found.extend(elsewhere.map(|&place| Move { start, group, size, from, length, place }));
+                        if found.len() >= MOST_MOVES {
+                            return found;
+                        }
+                    }
+                }
+            }
+        }
+        found
+    }
+
+    /// The devices in the order of a sequence that this cluster has; of units that are alike those first that are first in the cluster.
+    pub fn order(&self, sequence: &[u32]) -> Order {
+        let mut order = Order { classes: Vec::new(), device: Vec::with_capacity(sequence.len()) };
+        self.place(sequence, self.sizes.len() - 1, 0, &mut order.device);
+        for &class in sequence {
+            let class = &self.cluster.classes[class as usize];
+            match order.classes.last_mut() {
+                Some(last) if same(last, class) => last.count += 1,
+                _ => order.classes.push(DeviceClass { count: 1, ..class.clone() }),
             }
         }
         order
     }
+
+    /// Gives the places of a group the devices of the cluster's group that begins at device `first`.
+    fn place(&self, group: &[u32], level: usize, first: usize, device: &mut Vec<u32>) {
+        let Some(below) = level.checked_sub(1) else { return device.push(first as u32) };
+        let size = self.sizes[below];
+        let alike = |unit: &[u32]| {
+            let mut unit = unit.to_vec();
+            self.sort(&mut unit, below, &|unit: &[u32]| unit.to_vec());
+            unit
+        };
+        let mut left: BTreeMap<Vec<u32>, VecDeque<usize>> = BTreeMap::new();
+        for start in (first..first + group.len()).step_by(size) {
+            left.entry(alike(&self.own[start..start + size])).or_default().push_back(start);
+        }
+        for unit in group.chunks(size) {
+            let start = left.get_mut(&alike(unit)).and_then(VecDeque::pop_front);
+            self.place(unit, below, start.expect("changes of places keep the units of a group"), device);
+        }
+    }
+}
+
+/// The runs of equal units, from one to before another.
+fn runs(units: &[&[u32]]) -> Vec<(usize, usize)> {
+    let mut runs = Vec::new();
+    let mut from = 0;
+    for to in 1..=units.len() {
+        if to == units.len() || units[to] != units[from] {
+            runs.push((from, to));
+            from = to;
+        }
+    }
+    runs
 }
 
 fn same(left: &DeviceClass, right: &DeviceClass) -> bool {
@@ -155,7 +237,7 @@ fn same(left: &DeviceClass, right: &DeviceClass) -> bool {
 }
 
 /// The next arrangement in lexicographic order, if there is one.
-fn advance(sequence: &mut [usize]) -> bool {
+fn advance(sequence: &mut [u32]) -> bool {
     let Some(at) = (1..sequence.len()).rev().find(|&at| sequence[at - 1] < sequence[at]) else { return false };
     let larger = (at..sequence.len()).rev().find(|&with| sequence[with] > sequence[at - 1]);
     sequence.swap(at - 1, larger.unwrap_or(at));
@@ -176,7 +258,6 @@ mod tests {
     use super::*;
     use crate::cluster::device::find;
     use crate::cluster::read::levels;
-    use std::collections::BTreeSet;
 
     fn mixed(text: &str, counts: &[(u32, f64)]) -> Cluster {
         let device = find("h100").unwrap().device();
@@ -190,36 +271,61 @@ mod tests {
     }
 
     #[test]
-    fn few_orders_are_all_asked_about_each_once() {
+    fn few_orders_are_all_listed_each_once() {
         let cluster = mixed("4:1GB/s", &[(1, 3.0), (2, 1.0), (1, 2.0)]);
-        let (found, is_all) = orders(&cluster, MOST_ORDERS);
-        assert_eq!((found.len(), is_all), (12, true));
+        let units = Units::of(&cluster);
+        let found: Vec<Order> = units.all(24).unwrap().iter().map(|sequence| units.order(sequence)).collect();
         assert_eq!(found.iter().map(speeds).collect::<BTreeSet<_>>().len(), 12);
-        assert_eq!((speeds(&found[0]), &found[0].device), (vec![3, 1, 1, 2], &vec![0, 1, 2, 3]));
+        assert_eq!((found.len(), speeds(&found[0]), &found[0].device), (12, vec![3, 1, 1, 2], &vec![0, 1, 2, 3]));
         for order in &found {
             let own = |&device: &u32| [3, 1, 1, 2][device as usize];
             assert_eq!(speeds(order), order.device.iter().map(own).collect::<Vec<u32>>());
         }
+        assert!(units.all(11).is_none());
         assert!(!is_alike(&cluster) && is_alike(&mixed("2:1GB/s", &[(1, 2.0), (1, 2.0)])));
     }
 
     #[test]
-    fn units_of_the_outermost_level_change_places_whole() {
+    fn units_change_places_within_their_group_and_groups_whole() {
+        // Servers of two: fast and slow, two slow, two faster. Six orders of the servers, two of the first one's devices.
         let cluster = mixed("2:10GB/s,3:1GB/s", &[(1, 2.0), (3, 1.0), (2, 3.0)]);
-        let (found, is_all) = orders(&cluster, MOST_ORDERS);
-        assert_eq!((found.len(), is_all), (6, true));
-        assert!(
-            found.iter().all(|order| order.device.chunks(2).all(|unit| unit[0] % 2 == 0 && unit[1] == unit[0] + 1))
-        );
+        let units = Units::of(&cluster);
+        let found = units.all(100).unwrap();
+        assert_eq!(found.len(), 12);
+        for order in found.iter().map(|sequence| units.order(sequence)) {
+            assert!(order.device.chunks(2).all(|unit| unit[0] / 2 == unit[1] / 2), "{order:?}");
+            let own = |&device: &u32| [2, 1, 1, 1, 3, 3][device as usize];
+            assert_eq!(speeds(&order), order.device.iter().map(own).collect::<Vec<u32>>());
+        }
+        // Every move leads to an order that the cluster has.
+        for sequence in &found {
+            assert!(units.moves(sequence, &[1, 3]).iter().all(|way| found.contains(&way.of(sequence))));
+        }
     }
 
     #[test]
-    fn of_many_orders_those_are_taken_that_keep_kinds_together() {
-        let (found, is_all) = orders(&mixed("32:1GB/s", &[(8, 2.0), (16, 1.0), (8, 3.0)]), MOST_ORDERS);
-        assert_eq!((found.len(), is_all), (6, false));
-        assert!(found.iter().all(|order| order.classes.len() == 3));
+    fn moves_from_the_starts_lead_to_every_order() {
+        for (text, counts) in [("7:1GB/s", &[(3, 2.0), (4, 1.0)][..]), ("3:9GB/s,2:1GB/s", &[(2, 2.0), (4, 1.0)])] {
+            let cluster = mixed(text, counts);
+            let units = Units::of(&cluster);
+            let mut seen: BTreeSet<Sequence> = units.starts().into_iter().collect();
+            let mut queue: Vec<Sequence> = seen.iter().cloned().collect();
+            while let Some(sequence) = queue.pop() {
+                let moved = units.moves(&sequence, &[]).into_iter().map(|way| way.of(&sequence));
+                queue.extend(moved.filter(|moved| seen.insert(moved.clone())));
+            }
+            assert_eq!(seen, units.all(1000).unwrap().into_iter().collect(), "{text}");
+        }
+    }
+
+    #[test]
+    fn searches_begin_where_classes_are_together() {
+        let starts = |text: &str, counts: &[(u32, f64)]| Units::of(&mixed(text, counts)).starts();
+        assert_eq!(starts("32:1GB/s", &[(8, 2.0), (16, 1.0), (8, 3.0)]).len(), 6);
         let counts: Vec<(u32, f64)> = (1..=8).map(|speed| (2, f64::from(speed))).collect();
-        let (found, _) = orders(&mixed("16:1GB/s", &counts), MOST_ORDERS);
-        assert_eq!(found.len(), 2, "up, which the cluster has, and down");
+        assert_eq!(starts("16:1GB/s", &counts).len(), 2, "up, which the cluster has, and down");
+        // A fast device in each server: first in both, or last.
+        let split = starts("2:9GB/s,2:1GB/s", &[(1, 2.0), (2, 1.0), (1, 2.0)]);
+        assert_eq!(split, [vec![0, 1, 1, 0], vec![0, 1, 0, 1], vec![1, 0, 1, 0]]);
     }
 }

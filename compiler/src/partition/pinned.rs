@@ -181,11 +181,13 @@ pub fn pinned(settings: &Pinned<'_>) -> Option<(f64, Shape)> {
 
 fn value(settings: &Pinned<'_>, stage: usize, from: usize, end: usize, replicas: u32, workers_after: u32) -> f64 {
     let space = &settings.line.space;
-    let rule = || settings.flow.in_flight(Position { replicas, workers_after });
+    let position = Position { replicas, workers_after };
+    let rule = || settings.flow.in_flight(position);
     let in_flight = settings.caps.map_or_else(rule, |caps| caps[stage]);
     let first = settings.caps.map_or(settings.flow.workers, |caps| caps[0]);
     let multiples = Multiples {
         in_flight,
+        apart: settings.flow.apart(position, in_flight),
         versions: settings.flow.versions(in_flight, first),
         replicas,
         recompute: false,

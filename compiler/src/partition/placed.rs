@@ -55,9 +55,11 @@ pub struct Placing<'a> {
     pub optimizer_state: f64,
     /// Bytes on one device.
     pub memory_limit: Option<u64>,
+    /// Exactly so many devices, counted from a stage's first to the last of all; absent means any number.
+    pub exactly: Option<u32>,
     /// What is allowed.
     pub rules: &'a Rules,
-    /// Steps that the forward search may take.
+    /// Steps that the forward search may take; 0 for the tables alone.
     pub steps: u64,
 }
 
@@ -92,20 +94,20 @@ pub struct Seated {
 }
 
 impl Placing<'_> {
-    /// The best partition, or `None` if none is allowed and fits. `known_us` is a value that some partition reaches, or
-    /// infinity.
-    pub fn solve(&self, known_us: f64) -> Option<Seated> {
+    /// The best partition that is faster than `known_us`, which some partition reaches, or infinity; or a time that none beats. It
+    /// is infinite where it is shown that none is allowed and fits.
+    pub fn solve(&self, known_us: f64) -> Result<Seated, f64> {
         let known = known_us * (1.0 + 1e-9);
         let adds = self.asked.adds();
         let way = adds.then(|| self.table(Measure::Way, f64::INFINITY));
         let least_way = way.as_ref().map_or(0.0, |way| self.least(way).0);
         if !least_way.is_finite() {
-            return None;
+            return Err(f64::INFINITY);
         }
         let busiest = self.table(Measure::Busiest, known - least_way);
         let (least_busiest, _) = self.least(&busiest);
         if !least_busiest.is_finite() {
-            return None;
+            return Err(known_us);
         }
         let bound_us = least_busiest + least_way;
         let mut best: Option<(f64, Vec<Seat>)> = None;
@@ -124,7 +126,7 @@ impl Placing<'_> {
                 offer(self.read(&self.table(Measure::Way, limit)));
                 limit = limit * 1.5 + f64::MIN_POSITIVE;
             }
-        } else {
+        } else if self.steps > 0 {
             let fewest = self.table(Measure::Stages, least_busiest * (1.0 + 1e-12));
             offer(self.read(&fewest));
         }
@@ -135,16 +137,16 @@ impl Placing<'_> {
         let mut states = self.places.len() as u64;
         let met = |us: f64| us <= bound_us * (1.0 + 1e-9);
         let mut is_complete = best.as_ref().is_some_and(|(us, _)| met(*us));
-        if !is_complete {
+        if !is_complete && self.steps > 0 {
             let best_us = best.as_ref().map_or(known, |(us, _)| us.min(known));
             let mut walk = Walk { placing: self, busiest: &busiest, way: way.as_ref(), best, best_us, steps: 0 };
             is_complete = walk.run();
             states += walk.steps;
             best = walk.best;
         }
-        let (us, seats) = best?;
+        let Some((us, seats)) = best else { return Err(if is_complete { known_us } else { bound_us.min(known_us) }) };
         let bound_us = if is_complete { us } else { bound_us.min(us) };
-        Some(Seated { seats: self.shifted(seats), us, bound_us, is_complete, states })
+        Ok(Seated { seats: self.shifted(seats), us, bound_us, is_complete, states })
     }
 
     /// The partition whose fullest stage takes the fewest bytes, whatever the limit; and that number.
@@ -177,6 +179,15 @@ impl Placing<'_> {
         seats
     }
 
+    /// Devices that the last stage may leave unused after it. Where devices are alike they stand before the first as well; where they
+    /// differ a stage may want the last of one unit and the first of the next.
+    pub fn unused_after(&self) -> u32 {
+        match self.levels {
+            [inner, _, ..] if !self.classes.is_empty() => inner.count.saturating_sub(1).min(self.devices - 1),
+            _ => 0,
+        }
+    }
+
     /// The most stages, where they are limited.
     pub fn layers(&self) -> Option<usize> {
         self.rules.stages.or(self.rules.most_stages).map(|most| most.min(self.places.len() - 1))
@@ -189,6 +200,11 @@ impl Placing<'_> {
             (None, Some(most)) => 1..=most,
             (None, None) => 0..=0,
         }
+    }
+
+    /// The devices that a whole partition may take.
+    pub fn widths(&self) -> RangeInclusive<u32> {
+        self.exactly.map_or(1..=self.devices, |exactly| exactly..=exactly)
     }
 
     /// The replicas that a stage may have.
@@ -241,13 +257,15 @@ impl Placing<'_> {
 
     /// What one replica of such a stage holds.
     pub fn bytes(&self, run: &Run, replicas: u32, rest: u32, recompute: bool, stage: Option<usize>) -> u64 {
-        let rule = || self.flow.in_flight(Position { replicas, workers_after: rest });
+        let position = Position { replicas, workers_after: rest };
+        let rule = || self.flow.in_flight(position);
         let given = self.rules.caps.as_ref().zip(stage);
         let in_flight = given.map_or_else(rule, |(caps, stage)| caps[stage]);
         let first = self.rules.caps.as_ref().map_or(self.flow.workers, |caps| caps[0]);
         let versions = self.flow.versions(in_flight, first);
         let (optimizer_state, schedule) = (self.optimizer_state, self.flow.schedule);
-        let multiples = Multiples { in_flight, versions, replicas, recompute, optimizer_state, schedule };
+        let apart = self.flow.apart(position, in_flight);
+        let multiples = Multiples { in_flight, apart, versions, replicas, recompute, optimizer_state, schedule };
         run.holdings.held(&multiples).total
     }
 

@@ -11,7 +11,7 @@ use crate::partition::line;
 use crate::partition::linear;
 use crate::partition::placed::{Placing, Rules, Seat, Seated};
 use crate::partition::places::Places;
-use crate::partition::search::{Candidate, DEFAULT_BUDGET, Found, Question, largest, same};
+use crate::partition::search::{Among, Candidate, DEFAULT_BUDGET, Depth, Found, Question, largest, same};
 use crate::partition::shape::Shape;
 use crate::partition::states::{Growth, Space};
 use crate::plan::ScheduleKind;
@@ -19,14 +19,21 @@ use crate::plan::problem::{CostModel, InFlight, Objective, Problem, ProblemError
 use crate::profile::cost_graph::CostGraph;
 use std::collections::BTreeMap;
 
-/// The most places of a line.
+/// The most places of a line, and of a coarse one.
 const MAX_PLACES: usize = 1000;
+const COARSE: usize = 48;
 
 /// Steps of the forward search over all closed sets, if they are few; fewer elsewhere.
 const STEPS: u64 = 400_000;
 
 /// So many sets are few.
 const FEW: usize = 2000;
+
+/// Steps that go into one order of devices where only the best of many orders are looked at closely.
+const GLANCE: f64 = 4e5;
+
+/// Up to so many devices each number of workers is a question of its own, where memory depends on it.
+const MOST_WORKERS: u32 = 16;
 
 /// The most stages among which a pinned plan is looked for.
 const MOST_PINNED: usize = 16;
@@ -51,7 +58,7 @@ pub fn found(question: &Question<'_>, baselines: &[Candidate; 3]) -> Result<Foun
     } else {
         search.ask(&rules, question.among.known_us)?;
     }
-    if search.found.candidates.is_empty() {
+    if search.found.candidates.is_empty() && question.among.known_us.is_infinite() {
         let what = "no partition obeys all constraints together: fewer of them, or more devices, leave a choice";
         return Err(ProblemError::Unmet { what: what.to_string() });
     }
@@ -139,9 +146,10 @@ impl Search<'_> {
         let graph = &problem.graph;
         let mut known = known_us;
         // Several orders of devices share the work.
-        let orders = f64::from(self.question.among.orders);
-        let fine =
-            largest((graph.ops.len() + 1).min(MAX_PLACES), |places| effort(problem, rules, places) * orders <= 2e7);
+        let Among { orders, depth, .. } = self.question.among;
+        let orders = f64::from(orders);
+        let (most, within) = if depth == Depth::Glance { (COARSE, GLANCE) } else { (MAX_PLACES, 2e7) };
+        let fine = largest((graph.ops.len() + 1).min(most), |places| effort(problem, rules, places) * orders <= within);
         let fixed = match &problem.constraints.cut_after {
             Some(names) => Some(cuts::resolve(graph, self.question.joined, names)?),
             None => None,
@@ -153,9 +161,19 @@ impl Search<'_> {
         }
         let borders = keeps(problem).map(|()| Borders::of(graph));
         let pinned = rules.iter().filter_map(|rules| rules.stages).max().unwrap_or(0) + 1;
-        for (order, places) in
-            linear::orders(graph).into_iter().flat_map(|order| [(order.clone(), fine.min(48)), (order, fine)])
-        {
+        let mut lines = linear::orders(graph);
+        match depth {
+            // The last finishes one branch before it begins the next.
+            Depth::Glance => lines = lines.split_off(lines.len() - 1),
+            // The prefixes of lines are closed sets themselves.
+            Depth::Tables => lines.clear(),
+            Depth::Whole => {}
+        }
+        let twice = |order: Vec<u32>| {
+            let coarse = (depth == Depth::Whole).then(|| (order.clone(), fine.min(COARSE)));
+            coarse.into_iter().chain([(order, fine)])
+        };
+        for (order, places) in lines.into_iter().flat_map(twice) {
             let places = places.max(pinned).max(2);
             let mut ends = line::ends(graph, CostModel::Paper, &order, places - 1);
             // Grouping by weight may leave fewer places than stages; then the first places are taken as they come.
@@ -168,8 +186,10 @@ impl Search<'_> {
             let space = Space::chain(graph, CostModel::Paper, order, ends);
             self.within(&space, rules, &mut known, false);
         }
-        let budget = self.question.budget.unwrap_or(DEFAULT_BUDGET).min(1 << 24) as usize;
-        let affordable = largest(budget, |sets| effort(problem, rules, sets) * orders <= 1e8);
+        if depth == Depth::Glance {
+            return Ok(());
+        }
+        let affordable = affordable(self.question, rules);
         let grown =
             if borders.is_some() { None } else { Space::grow(graph, CostModel::Paper, Growth::All, affordable) };
         match grown {
@@ -189,22 +209,37 @@ impl Search<'_> {
         let places = Places::new(&problem.graph, space);
         let mut proven: Option<f64> = Some(f64::INFINITY);
         let mut fits = false;
-        let steps = STEPS / u64::from(self.question.among.orders);
-        for rules in rules {
-            if rules.stages.is_some_and(|stages| stages >= places.len()) {
+        // Stages with split backwards hold as many items as there are workers in the whole pipeline, which is not known before the
+        // end. So each number of workers is a question of its own, where there are few; else all devices count as workers, which is
+        // too many, and a stage may be recomputed that need not be.
+        let devices = problem.cluster.devices();
+        let is_bound = problem.memory_limit.is_some() || !problem.cluster.classes.is_empty();
+        let wants = is_bound || problem.objective == Objective::Memory;
+        let guesses = matches!(problem.schedule, ScheduleKind::ZbH1 | ScheduleKind::ZbH2) && wants;
+        let is_each = guesses && devices <= MOST_WORKERS;
+        let workers: Vec<Option<u32>> = if is_each { (1..=devices).map(Some).collect() } else { vec![None] };
+        let steps = STEPS / u64::from(self.question.among.orders) / workers.len() as u64;
+        for (rules, &exactly) in rules.iter().flat_map(|rules| workers.iter().map(move |workers| (rules, workers))) {
+            let exceeds = |stages: usize| exactly.is_some_and(|workers| stages > workers as usize);
+            if rules.stages.is_some_and(|stages| stages >= places.len() || exceeds(stages)) {
                 continue;
             }
             let mut placing = Placing {
                 places: &places,
                 levels: &problem.cluster.levels,
                 classes: &problem.cluster.classes,
-                devices: problem.cluster.devices(),
+                devices,
+                exactly,
                 asked: build::asked(problem),
-                flow: build::flow(problem, problem.cluster.devices()),
+                flow: build::flow(problem, exactly.unwrap_or(devices)),
                 optimizer_state: problem.optimizer_state,
                 memory_limit: problem.memory_limit.map(|limit| limit.0),
                 rules,
-                steps: if is_whole && places.len() <= FEW { steps } else { steps / 16 },
+                steps: match self.question.among.depth {
+                    Depth::Glance | Depth::Tables => 0,
+                    Depth::Whole if is_whole && places.len() <= FEW => steps,
+                    Depth::Whole => steps / 16,
+                },
             };
             if problem.objective == Objective::Memory {
                 let Some((bytes, seats)) = placing.least_memory() else { continue };
@@ -214,11 +249,13 @@ impl Search<'_> {
                 self.found.states += places.len() as u64;
             }
             let free = *known;
-            let solved = placing.solve(free);
-            let Some(Seated { seats, us, bound_us, states, .. }) = solved else {
-                // Nothing is faster than what is known, or nothing fits.
-                proven = proven.map(|least| least.min(if free.is_finite() { free } else { f64::INFINITY }));
-                continue;
+            let Seated { seats, us, bound_us, states, .. } = match placing.solve(free) {
+                Ok(seated) => seated,
+                // Nothing was found that is faster than what is known, or nothing fits.
+                Err(bound_us) => {
+                    proven = proven.map(|least| least.min(bound_us));
+                    continue;
+                }
             };
             self.found.states += states;
             fits |= self.offer(&places, &seats);
@@ -228,24 +265,24 @@ impl Search<'_> {
             proven = proven.map(|least| least.min(bound_us));
         }
         // Where devices are joined by several levels, stages that do not stand side by side are not looked at.
-        // These hold as many items as there are workers, which is not known before the end: until then memory is reckoned with all
-        // devices, and a stage may be recomputed that need not be.
-        let guesses = matches!(problem.schedule, ScheduleKind::ZbH1 | ScheduleKind::ZbH2);
-        let is_exact = problem.memory_limit.is_none() || !guesses;
+        let is_exact = is_each || !guesses;
         let is_proof =
             is_whole && is_exact && problem.cluster.levels.len() == 1 && problem.objective != Objective::Memory;
         self.found.proven_us = proven.filter(|us| is_proof && us.is_finite());
-        if !fits && !self.found.candidates.iter().any(|candidate| candidate.fits) {
+        // Where something is known that fits, nobody asks what needs the least.
+        if !fits && known.is_infinite() && !self.found.candidates.iter().any(|candidate| candidate.fits) {
             let least = rules.iter().filter(|rules| rules.stages.is_none_or(|stages| stages < places.len()));
             let all: Vec<Vec<Seat>> = least
-                .filter_map(|rules| {
+                .flat_map(|rules| workers.iter().map(move |workers| (rules, *workers)))
+                .filter_map(|(rules, exactly)| {
                     let placing = Placing {
                         places: &places,
                         levels: &problem.cluster.levels,
                         classes: &problem.cluster.classes,
-                        devices: problem.cluster.devices(),
+                        devices,
+                        exactly,
                         asked: build::asked(problem),
-                        flow: build::flow(problem, problem.cluster.devices()),
+                        flow: build::flow(problem, exactly.unwrap_or(devices)),
                         optimizer_state: problem.optimizer_state,
                         memory_limit: None,
                         rules,
@@ -278,6 +315,27 @@ impl Search<'_> {
         }
         fits
     }
+}
+
+/// The most closed sets that are searched.
+fn affordable(question: &Question<'_>, rules: &[Rules]) -> usize {
+    let budget = question.budget.unwrap_or(DEFAULT_BUDGET).min(1 << 24) as usize;
+    let orders = f64::from(question.among.orders);
+    largest(budget, |sets| effort(question.problem, rules, sets) * orders <= 1e8)
+}
+
+/// Whether the search over all closed sets is affordable, in as many orders of the devices as the question says.
+pub fn affords_all(question: &Question<'_>) -> Result<bool, ProblemError> {
+    let most = affordable(question, &rules(question)?);
+    Ok(Space::grow(&question.problem.graph, CostModel::Paper, Growth::All, most).is_some())
+}
+
+/// A glance's steps: how much less than a whole search it is.
+pub fn glance_effort(question: &Question<'_>) -> Result<f64, ProblemError> {
+    let most = (question.problem.graph.ops.len() + 1).min(COARSE);
+    let rules = rules(question)?;
+    let places = largest(most, |places| effort(question.problem, &rules, places) <= GLANCE);
+    Ok(effort(question.problem, &rules, places))
 }
 
 /// The steps of a search over so many places.

@@ -24,6 +24,10 @@ pub struct Places<'a> {
     saved: Vec<u64>,
     /// Parameters that several ops use.
     tied: Vec<usize>,
+    /// What split backwards keep between their halves.
+    halves: Vec<u64>,
+    /// The tensors that each op makes.
+    made: Vec<Vec<u32>>,
     /// Tensors that cross the cut after each set.
     crossing: Vec<Vec<u32>>,
     /// Ops that need scratch, those that need most first.
@@ -67,6 +71,8 @@ impl<'a> Places<'a> {
             backward: vec![0.0; count],
             weights: vec![0; count],
             saved: vec![0; count],
+            halves: vec![0; count],
+            made: vec![Vec::new(); ops],
             tied: (0..graph.params.len()).filter(|&at| graph.params[at].users.len() > 1).collect(),
             crossing: vec![Vec::new(); count],
             scratch: (0..ops).filter(|&op| graph.ops[op].scratch_bytes() > 0).collect(),
@@ -76,9 +82,8 @@ impl<'a> Places<'a> {
         for param in graph.params.iter().filter(|param| param.users.len() == 1) {
             own[param.users[0].index()] += param.bytes;
         }
-        let mut made: Vec<Vec<u32>> = vec![Vec::new(); ops];
         for (at, tensor) in graph.tensors.iter().enumerate() {
-            made[tensor.producer.index()].push(at as u32);
+            places.made[tensor.producer.index()].push(at as u32);
         }
         for set in 1..count {
             // Along a line each set adds to the one before; among closed sets one starts anew where it does not.
@@ -88,7 +93,7 @@ impl<'a> Places<'a> {
             for &op in &added {
                 places.bits[set * words + op as usize / 64] |= 1 << (op % 64);
             }
-            let fresh = added.iter().flat_map(|&op| made[op as usize].iter().copied());
+            let fresh = added.iter().flat_map(|&op| places.made[op as usize].iter().copied());
             let open: Vec<u32> = places.crossing[base].iter().copied().chain(fresh).collect();
             places.crossing[set] = open.into_iter().filter(|&tensor| places.leaves(tensor, set)).collect();
             let sum = |start: u64, bytes: &dyn Fn(usize) -> u64| {
@@ -96,6 +101,7 @@ impl<'a> Places<'a> {
             };
             places.weights[set] = sum(places.weights[base], &|op| own[op]);
             places.saved[set] = sum(places.saved[base], &|op| graph.ops[op].kept_bytes());
+            places.halves[set] = sum(places.halves[base], &|op| graph.ops[op].apart_bytes());
             let time =
                 |start: f64, us: &dyn Fn(usize) -> f64| added.iter().fold(start, |sum, &op| sum + us(op as usize));
             places.forward[set] = time(places.forward[base], &|op| graph.ops[op].fwd_us);
@@ -144,6 +150,18 @@ impl<'a> Places<'a> {
         self.crossing[from].iter().filter(reads).copied()
     }
 
+    /// Whether a tensor is the first of an op of which nothing is read before the cut after a set, and something after it.
+    fn is_first_of_sent(&self, tensor: u32, set: usize) -> bool {
+        let producer = self.graph.tensors[tensor as usize].producer.index();
+        if self.graph.ops[producer].arriving_bytes == 0 {
+            return false;
+        }
+        let tensors = &self.made[producer];
+        let read =
+            |tensor: &u32| self.graph.tensors[*tensor as usize].consumers.iter().any(|op| self.has(set, op.index()));
+        tensors.iter().find(|tensor| self.leaves(**tensor, set)) == Some(&tensor) && !tensors.iter().any(read)
+    }
+
     /// The run from set `from` to set `to`.
     pub fn run(&self, from: usize, to: usize) -> Run {
         let bytes = |tensor: u32| self.graph.tensors[tensor as usize].bytes;
@@ -152,6 +170,10 @@ impl<'a> Places<'a> {
         let out_bytes = self.crossing[to].iter().copied().filter(made).map(bytes).sum();
         let sent = self.crossing[to].iter().filter(|tensor| made(tensor) && self.graph.is_only_sent(**tensor as usize));
         let sent = sent.copied().map(bytes).sum();
+        // A gradient that comes from another stage as it is lies between no halves.
+        let whole = self.crossing[to].iter().filter(|tensor| made(tensor) && self.is_first_of_sent(**tensor, to));
+        let producer = |tensor: &u32| self.graph.tensors[*tensor as usize].producer.index();
+        let arriving: u64 = whole.map(|tensor| self.graph.ops[producer(tensor)].arriving_bytes).sum();
         let inside = |op: usize| self.has(to, op) && !self.has(from, op);
         let tied = self.tied.iter().map(|&at| &self.graph.params[at]);
         let tied: u64 = tied.filter(|param| param.users.iter().any(|op| inside(op.index()))).map(|p| p.bytes).sum();
@@ -162,6 +184,7 @@ impl<'a> Places<'a> {
             inputs: in_bytes,
             outputs: out_bytes,
             sent,
+            halves: (self.halves[to] - self.halves[from]).saturating_sub(arriving),
             workspace: scratch.map_or(0, |&op| self.graph.ops[op].scratch_bytes()),
         };
         Run {

@@ -10,9 +10,10 @@ use crate::partition::finish::{self, Statement};
 use crate::partition::fit::Least;
 use crate::partition::in_flight::Efficiency;
 use crate::partition::joined::Joined;
+use crate::partition::played::{Played, played};
 use crate::partition::search::{Among, Candidate, Found, Question, same};
 use crate::partition::states::Growth;
-use crate::partition::{chunked, cuts, every, milp, mixed, placement};
+use crate::partition::{chunked, cuts, every, floor, milp, mixed, placement};
 use crate::plan::Plan;
 use crate::plan::fault::Fault;
 use crate::plan::problem::{CostModel, InFlight, Objective, Problem, ProblemError};
@@ -23,6 +24,15 @@ use std::time::Duration;
 
 /// The most devices that are planned for.
 pub const MAX_DEVICES: u32 = 4096;
+
+/// Candidates whose programs are played beside that of the best by the equations.
+const MOST_PLAYED: usize = 4;
+
+/// A program that takes less than this part of another's time is preferred to it.
+const CLEARLY: f64 = 0.995;
+
+/// What part of the equations' time the program of a flush may take.
+const LEAST_OF_EQUATIONS: f64 = 0.75;
 
 /// The partitioners.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -86,7 +96,8 @@ pub struct PlannerOptions<'a> {
     pub time_limit: Option<Duration>,
     /// Seed, for the plan; no partitioner here is random.
     pub seed: u64,
-    /// How stages run under caps, for automatic caps. Absent means the published rule.
+    /// How stages run under caps, for automatic caps. Absent means the published rule, and that times are those of the cost model's
+    /// equations: no program is played.
     pub efficiency: Option<&'a Efficiency<'a>>,
 }
 
@@ -151,52 +162,89 @@ pub enum PlanError {
 /// Makes a plan for `problem`.
 pub fn plan(problem: &Problem, options: &PlannerOptions<'_>) -> Result<Planned, PlanError> {
     problem.check()?;
+    check(problem, options)?;
+    let joined = Joined::of(&problem.graph);
+    let asked = joined.problem(problem);
+    let question = Question { problem: &asked, joined: &joined, budget: options.budget, among: Among::ALONE };
     if problem.cluster.is_mixed() {
-        mixed::plan(problem, options)
-    } else {
-        plan_in_order(problem, options, Among::ALONE)
+        return mixed::plan(problem, &question, options);
     }
+    let answer = answer(&question, options).map_err(|refused| refused.error)?;
+    conclude(problem, &question, options, answer)
 }
 
-/// Makes a plan whose stages follow each other along the devices as they stand.
-pub fn plan_in_order(problem: &Problem, options: &PlannerOptions<'_>, among: Among) -> Result<Planned, PlanError> {
-    problem.check()?;
+/// Refuses what no partitioner takes, and settings beside a partitioner that would not know them.
+fn check(problem: &Problem, options: &PlannerOptions<'_>) -> Result<(), ProblemError> {
     let devices = problem.cluster.devices();
     if devices > MAX_DEVICES {
         let (limit, found) = (u64::from(MAX_DEVICES), u64::from(devices));
-        return Err(ProblemError::TooLarge { method: "planning", what: "devices", limit, found }.into());
+        return Err(ProblemError::TooLarge { method: "planning", what: "devices", limit, found });
     }
     if options.time_limit.is_some() && options.partitioner != Partitioner::Milp {
         let what = "a time limit goes with partitioner `milp` only: the others bound their work by `--budget`";
-        return Err(ProblemError::Unmet { what: what.to_string() }.into());
+        return Err(ProblemError::Unmet { what: what.to_string() });
     }
     if problem.chunks > 1 && options.partitioner != Partitioner::Pipec {
         let what = "several chunks on a rank are planned by partitioner `pipec` only";
-        return Err(ProblemError::Unmet { what: what.to_string() }.into());
+        return Err(ProblemError::Unmet { what: what.to_string() });
     }
-    let joined = Joined::of(&problem.graph);
-    let asked = joined.problem(problem);
-    let question = Question { problem: &asked, joined: &joined, budget: options.budget, among };
-    let baselines = question.baselines();
-    let is_pinned = problem.constraints.replicas.is_some()
+    Ok(())
+}
+
+/// What a partitioner found, before it is written down as a plan.
+pub struct Answer {
+    /// The candidates that were not chosen, and how complete the search was.
+    pub found: Found,
+    /// The best that fits.
+    pub chosen: Candidate,
+    /// One device, data parallelism, the uniform pipeline.
+    pub baselines: [Candidate; 3],
+}
+
+/// Why a partitioner has no answer.
+pub struct Refused {
+    /// The reason.
+    pub error: PlanError,
+    /// A time that no plan beats, where something faster than what is known was asked for; else 0.
+    pub bound_us: f64,
+}
+
+impl From<ProblemError> for Refused {
+    fn from(error: ProblemError) -> Refused {
+        Refused { error: error.into(), bound_us: 0.0 }
+    }
+}
+
+/// Whether the user left a partitioner less than everything to choose.
+fn is_pinned(problem: &Problem) -> bool {
+    problem.constraints.replicas.is_some()
         || problem.constraints.cut_after.is_some()
         || problem.constraints.are_placed()
-        || matches!(problem.in_flight, InFlight::Given(_));
+        || matches!(problem.in_flight, InFlight::Given(_))
+}
+
+/// Asks a partitioner for stages that follow each other along the devices as they stand.
+pub fn answer(question: &Question<'_>, options: &PlannerOptions<'_>) -> Result<Answer, Refused> {
+    let problem = question.problem;
+    let baselines = question.baselines();
+    let is_pinned = is_pinned(problem);
     let is_placed = problem.cost == CostModel::Pipec;
     let ours = || match (is_placed, is_pinned) {
-        (true, _) => placement::found(&question, &baselines),
+        (true, _) => placement::found(question, &baselines),
         (false, true) => question.pinned(),
         (false, false) => Ok(question.hierarchical(Growth::All, &baselines)),
     };
     let mut found = match options.partitioner {
-        Partitioner::Milp => milp::solve::refine(&question, ours()?, options.time_limit)?,
+        // What memory alone rules out is not walked through.
+        Partitioner::Milp | Partitioner::Exhaustive if floor::proves_none(problem) => ours()?,
+        Partitioner::Milp => milp::solve::refine(question, ours()?, options.time_limit)?,
         Partitioner::Exhaustive if is_placed && !is_pinned => {
-            let (candidate, states) = every::every(&question)?;
+            let (candidate, states) = every::every(question)?;
             let proven_us = candidate.as_ref().filter(|best| best.fits).map(|best| best.minibatch_us);
             let proven_us = proven_us.filter(|_| problem.cluster.levels.len() == 1);
             Found { candidates: candidate.into_iter().collect(), states, proven_us, ..Found::nothing() }
         }
-        Partitioner::Pipec if problem.chunks > 1 => chunked::found(&question)?,
+        Partitioner::Pipec if problem.chunks > 1 => chunked::found(question)?,
         Partitioner::Pipec => ours()?,
         _ if is_pinned => ours()?,
         Partitioner::Pipedream => question.hierarchical(Growth::FirstSource, &baselines),
@@ -205,31 +253,45 @@ pub fn plan_in_order(problem: &Problem, options: &PlannerOptions<'_>, among: Amo
         Partitioner::DataParallel => Found::of(baselines[1].clone()),
         Partitioner::Uniform => Found::of(baselines[2].clone()),
     };
-    let best = |found: &Found| found.candidates.iter().position(|candidate| candidate.fits);
     found.candidates.sort_by(|left, right| order(problem.objective, left, right));
-    let Some(at) = best(&found) else { return Err(infeasible(&question, &found, options.partitioner, is_pinned)) };
-    let mut chosen = found.candidates.remove(at);
+    let best = found.candidates.iter().position(|candidate| candidate.fits);
+    let Some(at) = best else {
+        let error = infeasible(question, &found, options.partitioner, is_pinned);
+        return Err(Refused { error, bound_us: found.proven_us.unwrap_or(0.0) });
+    };
+    let chosen = found.candidates.remove(at);
     if problem.cluster.is_mixed() && options.partitioner == Partitioner::Pipedream {
         // That search knows no classes, so what it proves is of other devices.
         (found.bound_us, found.proven_us) = (0.0, None);
     }
-    if found.bound_us == 0.0 {
-        found.bound_us = Bounds::of(&asked).of_any_plan(chosen.minibatch_us);
+    if found.bound_us == 0.0 && Bounds::speak_of(problem) {
+        found.bound_us = Bounds::of(problem).of_any_plan(chosen.minibatch_us);
     }
-    chosen.shape = joined.spread(&chosen.shape);
+    Ok(Answer { found, chosen, baselines })
+}
+
+/// Writes an answer to `question`, which is `problem` over joined ops, down as a plan, and has it checked.
+pub fn conclude(
+    problem: &Problem,
+    question: &Question<'_>,
+    options: &PlannerOptions<'_>,
+    answer: Answer,
+) -> Result<Planned, PlanError> {
+    let Answer { mut found, chosen, baselines } = answer;
+    let (mut chosen, played) = best(problem, question.joined, &mut found, chosen, options);
+    chosen.shape = question.joined.spread(&chosen.shape);
     let names = problem.constraints.cut_after.as_deref().unwrap_or_default();
-    let method =
-        if is_pinned && options.partitioner != Partitioner::Milp { "pinned" } else { options.partitioner.name() };
+    let is_pinned = is_pinned(problem) && options.partitioner != Partitioner::Milp;
     let statement = Statement {
         found: &found,
         baselines: &baselines,
-        method,
+        method: if is_pinned { "pinned" } else { options.partitioner.name() },
         partitioner: options.partitioner.name(),
         budget: options.budget,
         seed: options.seed,
-        efficiency: options.efficiency,
-        asked: &asked,
-        notes: cuts::moved(&joined, names),
+        played: &played,
+        asked: question.problem,
+        notes: cuts::moved(question.joined, names),
     };
     let mut plan = finish::finish(problem, &chosen, &statement).map_err(PlanError::Unsound)?;
     if let Some(limit) = options.time_limit {
@@ -238,6 +300,41 @@ pub fn plan_in_order(problem: &Problem, options: &PlannerOptions<'_>, among: Amo
     let rest = found.candidates.iter().chain(&baselines);
     let compared = std::iter::once(&chosen).chain(rest).map(Compared::of).collect();
     Ok(Planned { plan, compared })
+}
+
+/// The best that fits: by the equations, unless the program of one of the next takes clearly less time.
+fn best(
+    problem: &Problem,
+    joined: &Joined<'_>,
+    found: &mut Found,
+    chosen: Candidate,
+    options: &PlannerOptions<'_>,
+) -> (Candidate, Played) {
+    let play = |candidate: &Candidate| {
+        let Candidate { spots, caps, minibatch_us, .. } = candidate;
+        played(problem, &joined.spread(&candidate.shape), spots, caps, *minibatch_us, options.efficiency)
+    };
+    let mut known = play(&chosen);
+    if options.efficiency.is_none() || problem.cost != CostModel::Pipec || problem.objective != Objective::Throughput {
+        return (chosen, known);
+    }
+    // The equations never say less than such a program takes, but those of a flush may say more.
+    let least = if problem.schedule.is_continuous() { 1.0 } else { LEAST_OF_EQUATIONS };
+    let mut better = None;
+    let fitting = found.candidates.iter().enumerate().filter(|(_, candidate)| candidate.fits);
+    for (at, candidate) in fitting.take(MOST_PLAYED) {
+        if candidate.minibatch_us * least >= known.minibatch_us {
+            break;
+        }
+        let played = play(candidate);
+        if played.minibatch_us < known.minibatch_us * CLEARLY {
+            (better, known) = (Some(at), played);
+        }
+    }
+    match better {
+        Some(at) => (std::mem::replace(&mut found.candidates[at], chosen), known),
+        None => (chosen, known),
+    }
 }
 
 impl Compared {

@@ -35,6 +35,8 @@ pub struct Candidate {
     pub minibatch_us: f64,
     /// In-flight caps by the schedule's rule, or as given.
     pub caps: Vec<u32>,
+    /// Items between the halves of their backward; none where it is whole.
+    pub apart: Vec<u32>,
     /// Where each stage stands.
     pub spots: Vec<build::Spot>,
     /// What each stage holds under them.
@@ -105,14 +107,32 @@ pub struct Among {
     pub orders: u32,
     /// A time that some plan reaches, or infinity.
     pub known_us: f64,
+    /// How closely this one is looked at.
+    pub depth: Depth,
+}
+
+/// How closely an order of the devices is looked at.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Depth {
+    /// Along one coarse line, to tell it from other orders.
+    Glance,
+    /// Over all closed sets, by their tables alone, whose bounds tell what may be left out.
+    Tables,
+    /// As if it were the only one.
+    Whole,
 }
 
 impl Among {
     /// No other.
-    pub const ALONE: Among = Among { orders: 1, known_us: f64::INFINITY };
+    pub const ALONE: Among = Among { orders: 1, known_us: f64::INFINITY, depth: Depth::Whole };
 }
 
 impl Question<'_> {
+    /// The same about a problem that differs in its devices only.
+    pub fn about<'b>(&'b self, problem: &'b Problem) -> Question<'b> {
+        Question { problem, joined: self.joined, budget: self.budget, among: self.among }
+    }
+
     /// A shape with its costs.
     pub fn candidate(&self, name: &'static str, shape: Shape) -> Candidate {
         let spots = build::side_by_side(&shape);
@@ -126,10 +146,11 @@ impl Question<'_> {
             InFlight::Given(caps) if caps.len() == shape.replicas().len() => caps.clone(),
             _ => build::published_caps(problem, &shape),
         };
-        let memory = build::memory(problem, &shape, &spots, &build::holdings(problem, &shape), &caps);
+        let apart = build::apart(problem, &shape, &caps);
+        let memory = build::memory(problem, &shape, &spots, &build::holdings(problem, &shape), &caps, &apart);
         let fits = build::fits(problem, &shape, &spots, &memory);
         let minibatch_us = build::minibatch_us(problem, &shape, &spots);
-        Candidate { name, shape, minibatch_us, caps, spots, memory, fits }
+        Candidate { name, shape, minibatch_us, caps, apart, spots, memory, fits }
     }
 
     /// One device, data parallelism, and the uniform pipeline, in this order.

@@ -67,8 +67,10 @@ impl Placing<'_> {
         let none = Entry { value: f64::INFINITY, to: 0, replicas: 0 };
         let count = layers.map_or(1, |layers| layers + 1);
         let mut table = Table { entries: vec![none; count * sets * width], sets, width, layered: layers.is_some() };
-        let at = table.at(0, whole, 0);
-        table.entries[at].value = 0.0;
+        for unused in 0..=self.unused_after() {
+            let at = table.at(0, whole, unused as usize);
+            table.entries[at].value = 0.0;
+        }
         let trains = self.asked.trains();
         let bounded = matches!(measure, Measure::Busiest | Measure::Likely | Measure::Stages);
         let capped = if measure == Measure::Bytes { f64::INFINITY } else { limit };
@@ -153,7 +155,7 @@ impl Placing<'_> {
     pub fn least(&self, table: &Table) -> (f64, (usize, usize)) {
         let mut best = (f64::INFINITY, (0, 0));
         for layer in self.finals() {
-            for w in 1..table.width {
+            for w in self.widths().map(|w| w as usize) {
                 let value = if self.layers().is_some_and(|most| layer > most) {
                     f64::INFINITY
                 } else {
@@ -197,7 +199,8 @@ impl Placing<'_> {
         if self.asked.latency || !self.asked.schedule.is_continuous() || !limit.is_finite() {
             return 0;
         }
-        let need = (compute_us / limit * (1.0 - 1e-9)).ceil();
+        // Under 2BW the limit is that of all items of a minibatch.
+        let need = (compute_us * self.asked.link_weight() / limit * (1.0 - 1e-9)).ceil();
         if need.is_nan() { 0 } else { need as u32 }
     }
 

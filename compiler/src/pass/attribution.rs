@@ -18,6 +18,8 @@ use crate::op::{NodeId, Op, Unary, Value};
 use std::collections::{BTreeSet, HashMap, HashSet};
 use thiserror::Error;
 
+mod halves;
+
 /// What a backward run starts from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Training {
@@ -69,6 +71,10 @@ pub struct Attribution {
     /// For every op the bytes of what is alive while its nodes run, forward or backward, beside what is kept, parameters and their
     /// gradients.
     pub live_bytes: Vec<u64>,
+    /// For every op the bytes that the first half of a split backward makes for the op's own second half.
+    pub between_bytes: Vec<u64>,
+    /// For every op the bytes of the gradients of its outputs that the second half of a split backward reads.
+    pub arriving_bytes: Vec<u64>,
 }
 
 /// Whether a node of a compiled graph is run: sources are there, and views are their first input.
@@ -135,6 +141,10 @@ pub fn attribute(graph: &Graph, training: Training) -> Result<Attribution, Attri
         let held = made.graph.outputs.iter().map(|output| output.value).collect();
         live_by_owner(&made.graph, &order, &owners, [&HashSet::new(), &held], &mut live_bytes);
     }
+    let [between_bytes, arriving_bytes] = match &made {
+        Some(made) => halves::between(&made.graph, &leaders(graph, &ops)),
+        None => [vec![0; ops.len()], vec![0; ops.len()]],
+    };
     let backward = made.map(|b| b.graph);
     Ok(Attribution {
         ops,
@@ -145,6 +155,8 @@ pub fn attribute(graph: &Graph, training: Training) -> Result<Attribution, Attri
         backward_nodes,
         saved_bytes,
         live_bytes,
+        between_bytes,
+        arriving_bytes,
     })
 }
 
@@ -158,6 +170,24 @@ fn check_sizes(graph: &Graph) -> Result<(), AttributionError> {
         }
     }
     Ok(())
+}
+
+/// For every op the first that it leads to and that depends on an input: itself, or for what follows from parameters alone a reader.
+fn leaders(graph: &Graph, ops: &[NodeId]) -> Vec<Option<usize>> {
+    let mut data: HashSet<NodeId> = HashSet::new();
+    for id in order::canonical(graph) {
+        if matches!(graph.node(id).op, Op::Input(_)) || graph.inputs(id).iter().any(|v| data.contains(&v.node)) {
+            data.insert(id);
+        }
+    }
+    let number: HashMap<NodeId, usize> = ops.iter().enumerate().map(|(at, id)| (*id, at)).collect();
+    let mut leaders = vec![None; ops.len()];
+    for (at, id) in ops.iter().enumerate().rev() {
+        let readers = graph.successors(*id).into_iter().filter_map(|reader| number.get(&reader).copied());
+        let first = readers.filter_map(|reader| leaders[reader]).min();
+        leaders[at] = if data.contains(id) { Some(at) } else { first };
+    }
+    leaders
 }
 
 /// The output that a gradient arrives for.

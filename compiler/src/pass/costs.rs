@@ -62,7 +62,10 @@ pub fn cost_graph(graph: &Graph, attribution: &Attribution) -> CostGraph {
             out_bytes: values.iter().fold(0u64, |sum, v| sum.saturating_add(size(*v))),
             joins: joins[i],
             live_bytes: attribution.live_bytes[i],
-            unsaved: attribution.saved_bytes[i] < values.iter().map(|v| size(*v)).min().unwrap_or(0),
+            between_bytes: attribution.between_bytes[i],
+            arriving_bytes: attribution.arriving_bytes[i],
+            // The statistics beside a large output may be saved where it is not.
+            unsaved: attribution.saved_bytes[i] < values.iter().map(|v| size(*v)).max().unwrap_or(0),
             ..OpCost::default()
         });
         for value in values {

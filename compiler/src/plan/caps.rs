@@ -14,6 +14,10 @@
 //! | dualpipev | p + 1 |
 //! | zb-h2 | 2 p - 1 |
 
+//! Where backwards are split, some of the items in flight are between the halves of theirs. Under zb-h1 and zb-h2 the stage at place s
+//! of its pipeline leaves d s second halves for later, d being 1 and 2, so that d s + 1 are at the most; replicas share the
+//! workers before them. What a V leaves is read off its table, and no more than is in flight.
+
 use crate::plan::ScheduleKind;
 
 /// What of a schedule decides how much is in flight.
@@ -57,6 +61,19 @@ impl Flow {
         wanted.min(self.microbatches).div_ceil(replicas).max(1)
     }
 
+    /// Micro-batches that one replica of a stage has between the halves of their backward, of so many in flight; 0 where it is whole.
+    pub fn apart(&self, position: Position, in_flight: u32) -> u32 {
+        let replicas = position.replicas.max(1);
+        let before = self.workers.saturating_sub(position.workers_after).saturating_sub(replicas);
+        let depth = match self.schedule {
+            ScheduleKind::ZbH1 => 1,
+            ScheduleKind::ZbH2 => 2,
+            ScheduleKind::Zbv | ScheduleKind::DualPipeV => return in_flight,
+            _ => return 0,
+        };
+        before.div_ceil(replicas).saturating_mul(depth).saturating_add(1).min(in_flight)
+    }
+
     /// Weight versions that one replica holds, when it may have `in_flight` and the first stage `in_flight_of_first`.
     ///
     /// With vertical sync a minibatch uses in every stage the version it met in the first, so all stages hold as many.
@@ -81,6 +98,22 @@ pub fn published(flow: &Flow, replicas: &[u32]) -> Vec<u32> {
         caps.push(flow.in_flight(Position { replicas, workers_after }));
     }
     caps
+}
+
+/// For each stage of a whole pipeline the items between the halves of their backward, under such caps; empty where it is whole.
+pub fn apart(flow: &Flow, replicas: &[u32], caps: &[u32]) -> Vec<u32> {
+    if !flow.schedule.splits_backward() {
+        return Vec::new();
+    }
+    let workers = replicas.iter().fold(0u32, |sum, &r| sum.saturating_add(r));
+    let flow = Flow { workers, ..*flow };
+    let mut workers_after = workers;
+    let mut apart = Vec::with_capacity(replicas.len());
+    for (&replicas, &cap) in replicas.iter().zip(caps) {
+        workers_after = workers_after.saturating_sub(replicas);
+        apart.push(flow.apart(Position { replicas, workers_after }, cap));
+    }
+    apart
 }
 
 #[cfg(test)]
@@ -113,6 +146,19 @@ mod tests {
         assert_eq!(caps(ScheduleKind::ZbH2, 8, &[1; 4]), [7; 4]);
         assert_eq!(caps(ScheduleKind::Inference, 8, &[1; 4]), [1; 4]);
         assert_eq!(caps(ScheduleKind::Gpipe, 8, &[4]), [2]);
+    }
+
+    #[test]
+    fn second_halves_are_left_for_later() {
+        let halves = |schedule, microbatches, replicas: &[u32]| {
+            let flow = Flow { schedule, microbatches, chunks: 1, workers: 0 };
+            apart(&flow, replicas, &published(&flow, replicas))
+        };
+        assert_eq!(halves(ScheduleKind::ZbH1, 8, &[1; 4]), [1, 2, 3, 4]);
+        assert_eq!(halves(ScheduleKind::ZbH2, 8, &[1; 4]), [1, 3, 5, 7]);
+        assert_eq!(halves(ScheduleKind::ZbH1, 2, &[1; 4]), [1, 2, 2, 2]);
+        assert_eq!(halves(ScheduleKind::ZbH1, 8, &[2, 2]), [1, 2]);
+        assert!(halves(ScheduleKind::OneFOneB, 8, &[1; 4]).is_empty());
     }
 
     #[test]

@@ -8,7 +8,7 @@
 use crate::cluster::{Cluster, DeviceClass};
 use crate::plan::fault::Fault;
 use crate::plan::problem::{CostModel, Problem};
-use crate::plan::{BusiestLink, Plan, ScheduleKind, StageMemory};
+use crate::plan::{BusiestLink, Plan, PlannedSchedule, ScheduleKind, StageMemory};
 use crate::plan::{clock, judge, traffic};
 use crate::profile::cost_graph::CostGraph;
 use std::collections::BTreeMap;
@@ -62,7 +62,7 @@ pub fn check(problem: &Problem, plan: &Plan) -> Result<Checked, Vec<Fault>> {
             minibatch_us = *us;
             bottleneck = link_told(link);
         }
-        let said_us = plan.predicted.minibatch_us;
+        let said_us = plan.predicted.by_equations_us();
         if *us > said_us * (1.0 + TOLERANCE) {
             let (level, direction) = (link.level.escape_debug().to_string(), link.direction.clone());
             faults.push(Fault::Link { level, unit: link.unit, direction, needed_us: *us, said_us });
@@ -73,9 +73,11 @@ pub fn check(problem: &Problem, plan: &Plan) -> Result<Checked, Vec<Fault>> {
         let [said, found] = [&plan.predicted.busiest_link, &busiest_link].map(|link| format!("{link:?}"));
         faults.push(Fault::Figure { what: "predicted.busiest_link".into(), said, found });
     }
-    if differs(plan.predicted.minibatch_us, minibatch_us) {
-        let said = plan.predicted.minibatch_us.to_string();
-        faults.push(Fault::Figure { what: "predicted.minibatch_us".into(), said, found: minibatch_us.to_string() });
+    let said = plan.predicted.by_equations_us();
+    if differs(said, minibatch_us) {
+        let name = if plan.predicted.objective_us.is_some() { "objective_us" } else { "minibatch_us" };
+        let (what, found) = (format!("predicted.{name}"), minibatch_us.to_string());
+        faults.push(Fault::Figure { what, said: said.to_string(), found });
     }
     if faults.is_empty() { Ok(Checked { minibatch_us, bottleneck, busiest_link, memory }) } else { Err(faults) }
 }
@@ -213,6 +215,9 @@ fn schedule(plan: &Plan, faults: &mut Vec<Fault>) {
             faults.push(Fault::Schedule { what });
         }
     }
+    if let Some(what) = apart(plan) {
+        faults.push(Fault::Schedule { what });
+    }
     let wanted: Vec<u32> = match schedule.kind {
         ScheduleKind::RoundRobin => schedule.in_flight.clone(),
         ScheduleKind::RoundRobinVsync => {
@@ -226,6 +231,36 @@ fn schedule(plan: &Plan, faults: &mut Vec<Fault>) {
         let said = format!("{:?}", schedule.weight_versions);
         faults.push(Fault::Figure { what: "schedule.weight_versions".into(), said, found: format!("{wanted:?}") });
     }
+}
+
+/// What is wrong with the micro-batches between the halves of their backward. Under zb-h1 and zb-h2 a stage begins with second halves
+/// when it has done as many first ones as there are stages before it, or twice as many; a plan with chunks says what its table does.
+fn apart(plan: &Plan) -> Option<String> {
+    let PlannedSchedule { kind, in_flight, apart, .. } = &plan.schedule;
+    if !kind.splits_backward() {
+        return (!apart.is_empty()).then(|| format!("apart is {apart:?}, and no backward is split"));
+    }
+    if apart.len() != plan.stages.len() || apart.iter().zip(in_flight).any(|(apart, most)| !(1..=*most).contains(apart))
+    {
+        return Some(format!(
+            "apart is {apart:?} for caps {in_flight:?}; one number of at least 1 each, within the cap"
+        ));
+    }
+    let depth = match kind {
+        ScheduleKind::ZbH1 => 1,
+        ScheduleKind::ZbH2 => 2,
+        _ => return None,
+    };
+    let mut workers = 0u64;
+    for (at, stage) in plan.stages.iter().enumerate() {
+        let r = u64::from(stage.replicas.max(1));
+        let found = (depth * workers.div_ceil(r) + 1).min(u64::from(in_flight[at]));
+        if u64::from(apart[at]) != found {
+            return Some(format!("apart is {} at stage {at}, its place makes that {found}", apart[at]));
+        }
+        workers += r;
+    }
+    None
 }
 
 fn edges(graph: &CostGraph, plan: &Plan, stage_of: &[usize], faults: &mut Vec<Fault>) {
@@ -272,6 +307,10 @@ fn memory(problem: &Problem, plan: &Plan, stage_of: &[usize]) -> Vec<StageMemory
     let mut received = vec![0u64; plan.stages.len()];
     let mut sent = vec![0u64; plan.stages.len()];
     let mut only_sent = vec![0u64; plan.stages.len()];
+    let mut halves = vec![0u64; plan.stages.len()];
+    // Of each op: whether its own stage reads what it makes, and whether anyone does.
+    let mut stays = vec![false; graph.ops.len()];
+    let mut is_read = vec![false; graph.ops.len()];
     for param in &graph.params {
         let mut stages: Vec<usize> = param.users.iter().map(|op| stage_of[op.index()]).collect();
         stages.sort_unstable();
@@ -287,6 +326,8 @@ fn memory(problem: &Problem, plan: &Plan, stage_of: &[usize]) -> Vec<StageMemory
         stages.sort_unstable();
         stages.dedup();
         let from = stage_of[tensor.producer.index()];
+        is_read[tensor.producer.index()] |= !stages.is_empty();
+        stays[tensor.producer.index()] |= stages.contains(&from);
         stages.retain(|&to| to != from);
         stages.iter().for_each(|&to| received[to] = received[to].saturating_add(tensor.bytes));
         if !stages.is_empty() {
@@ -296,8 +337,13 @@ fn memory(problem: &Problem, plan: &Plan, stage_of: &[usize]) -> Vec<StageMemory
             }
         }
     }
+    for (at, (op, &stage)) in graph.ops.iter().zip(stage_of).enumerate() {
+        let comes_as_it_is = is_read[at] && !stays[at];
+        halves[stage] += op.between_bytes + if comes_as_it_is { 0 } else { op.arriving_bytes };
+    }
     let trains = plan.schedule.kind != ScheduleKind::Inference;
     let one = |stage: usize| {
+        let apart = plan.schedule.apart.get(stage).map_or(0, |&apart| u64::from(apart));
         let weights = weights[stage];
         let versions = weights.saturating_mul(u64::from(plan.schedule.weight_versions[stage]) - 1);
         let copies = if plan.stages[stage].replicas > 1 { 3 } else { 2 };
@@ -308,18 +354,27 @@ fn memory(problem: &Problem, plan: &Plan, stage_of: &[usize]) -> Vec<StageMemory
         let activations = match plan.stages[stage].recompute {
             true => {
                 let both = received[stage].saturating_add(sent[stage]);
-                both.saturating_mul(in_flight).saturating_add(alive[stage]).saturating_add(sent[stage])
+                let again = alive[stage].saturating_add(sent[stage]).saturating_mul(apart.max(1));
+                both.saturating_mul(in_flight).saturating_add(again)
             }
             false => alive[stage].saturating_add(waiting).saturating_mul(in_flight),
+        };
+        let between = match apart {
+            0 => 0,
+            _ => {
+                // Who gets nothing from others makes nothing that others wait for: all of its backward is the second half.
+                let own = if received[stage] > 0 { halves[stage].saturating_mul(apart) } else { 0 };
+                own.saturating_add(sent[stage].saturating_mul(apart - 1))
+            }
         };
         let messages = match trains {
             true => received[stage].saturating_mul(2).saturating_add(sent[stage]),
             false => received[stage],
         };
         let workspace = workspace[stage];
-        let sum = [versions, gradients, optimizer, activations, messages, workspace];
+        let sum = [versions, gradients, optimizer, activations, between, messages, workspace];
         let total = sum.iter().fold(weights, |sum, &part| sum.saturating_add(part));
-        StageMemory { weights, versions, gradients, optimizer, activations, messages, workspace, total }
+        StageMemory { weights, versions, gradients, optimizer, activations, between, messages, workspace, total }
     };
     (0..plan.stages.len()).map(one).collect()
 }

@@ -89,11 +89,20 @@ pub fn time(problem: &Problem, plan: &Plan, stage_of: &[usize]) -> (f64, String)
         let per_item = if is_round_robin {
             1.0
         } else if kind == ScheduleKind::TwoBw {
-            r / m
+            1.0 / (m / r).ceil().max(1.0)
         } else {
             0.0
         };
-        let times = if never_flushed { 1.0 / r } else { (m / r).ceil().max(1.0) - 1.0 };
+        let dealt = (m / r).ceil().max(1.0);
+        let times = match kind {
+            ScheduleKind::TwoBw => dealt,
+            _ if never_flushed => 1.0 / r,
+            _ => dealt - 1.0,
+        };
+        let rings_an_item = match kind {
+            ScheduleKind::TwoBw => 1.0 / m,
+            _ => per_item / r,
+        };
         loads.push((times * compute(at), format!("compute of stage {at}")));
         loads.push((times * per_item * reduce[at], format!("all-reduce of stage {at}")));
         let mut unit = 1u64;
@@ -108,7 +117,7 @@ pub fn time(problem: &Problem, plan: &Plan, stage_of: &[usize]) -> (f64, String)
                     let port = ports.entry((level, unit)).or_default();
                     port[0] += share * comes;
                     port[1] += share * goes;
-                    port[2] += per_item * reduces / r;
+                    port[2] += rings_an_item * reduces;
                 }
             }
             unit = unit.saturating_mul(u64::from(levels[level].count.max(1)));
@@ -116,7 +125,11 @@ pub fn time(problem: &Problem, plan: &Plan, stage_of: &[usize]) -> (f64, String)
     }
     for ((level, unit), [comes, goes, reduces]) in ports {
         let messages = if trains { comes + goes } else { comes.max(goes) };
-        let times = if never_flushed { 1.0 } else { m - 1.0 };
+        let times = match kind {
+            ScheduleKind::TwoBw => m,
+            _ if never_flushed => 1.0,
+            _ => m - 1.0,
+        };
         let what = format!("the shared link of unit {unit} on {}", levels[level].name.escape_debug());
         loads.push((times * (messages + reduces), what));
     }

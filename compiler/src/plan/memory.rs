@@ -1,9 +1,10 @@
 //! What one replica of a stage holds at its fullest moment, as the runtime allocates it.
 //!
 //! ```text
-//! total       = weights · versions + gradients + optimizer + activations + messages + workspace
+//! total       = weights · versions + gradients + optimizer + activations + between + messages + workspace
 //! gradients   = 2 weights, and 1 more where replicas add theirs up
-//! activations = in_flight · (saved + inputs + sent)          recomputed: in_flight · (inputs + outputs) + saved + outputs
+//! activations = in_flight · (saved + inputs + sent)          recomputed: in_flight · (inputs + outputs) + max(1, apart) · (saved + outputs)
+//! between     = apart · halves + (apart - 1) · outputs       0 where backwards are whole
 //! messages    = 2 inputs + outputs                           inference: inputs
 //! ```
 //!
@@ -12,10 +13,12 @@
 //! where that is most. The gradients are those that are summed up and those of the run at hand; the messages, the gradients
 //! that one item gets and gives, and those of the item before that may still be on their way. A recomputed stage keeps its inputs and what it sent, and runs forward once more before backward, into other buffers. Versions are
 //! held by pointer: V versions take V copies of the weights and no more. A tied parameter counts once in each stage that uses
-//! it. For inference there are no gradients and no optimizer, and the next item may be under way.
+//! it. Where backwards are split, `apart` items at the most have the first half behind them and not the second: each keeps `halves`,
+//! what the second reads of the first, and the gradients that came for it. A stage that gets nothing from others has no first half.
+//! For inference there are no gradients and no optimizer, and the next item may be under way.
 
 use crate::plan::{ScheduleKind, StageMemory};
-use crate::profile::cost_graph::{CostGraph, OpCost};
+use crate::profile::cost_graph::{CostGraph, OpCost, OpId};
 
 /// The sizes of a set of ops, in bytes, before anything is multiplied.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -32,6 +35,8 @@ pub struct Holdings {
     pub sent: u64,
     /// Largest scratch of one op.
     pub workspace: u64,
+    /// What the second half of a split backward reads of the first, of one micro-batch.
+    pub halves: u64,
 }
 
 /// How often each of them is held.
@@ -39,6 +44,8 @@ pub struct Holdings {
 pub struct Multiples {
     /// Micro-batches in flight.
     pub in_flight: u32,
+    /// Those of them that may be between the halves of their backward; 0 where it is whole.
+    pub apart: u32,
     /// Weight versions.
     pub versions: u32,
     /// Replicas of the stage.
@@ -75,8 +82,19 @@ impl Holdings {
                 holdings.sent += if graph.is_only_sent(at) { tensor.bytes } else { 0 };
             }
         }
-        for (op, _) in graph.ops.iter().zip(inside).filter(|(_, inside)| **inside) {
+        let mut is_handed_on = vec![false; graph.ops.len()];
+        let mut is_read = vec![false; graph.ops.len()];
+        for tensor in &graph.tensors {
+            let reads = |op: &OpId| inside[op.index()];
+            is_read[tensor.producer.index()] |= tensor.consumers.iter().any(reads);
+            is_handed_on[tensor.producer.index()] |= !tensor.consumers.is_empty();
+        }
+        for (at, op) in graph.ops.iter().enumerate().filter(|(at, _)| inside[*at]) {
             holdings.saved += op.kept_bytes();
+            holdings.halves += op.between_bytes;
+            if is_read[at] || !is_handed_on[at] {
+                holdings.halves += op.arriving_bytes;
+            }
             holdings.workspace = holdings.workspace.max(OpCost::scratch_bytes(op));
         }
         holdings
@@ -91,18 +109,23 @@ impl Holdings {
         let gradients = weights.saturating_mul(copies);
         // `as` saturates; state is a small factor checked with the problem.
         let optimizer = if trains { (weights as f64 * multiples.optimizer_state).ceil() as u64 } else { 0 };
+        let apart = u64::from(multiples.apart);
+        let again = self.saved.saturating_add(self.outputs).saturating_mul(apart.max(1));
         let (kept, once) = match multiples.recompute {
-            true => (self.outputs, self.saved.saturating_add(self.outputs)),
+            true => (self.outputs, again),
             false => (self.saved.saturating_add(self.sent), 0),
         };
         let one = kept.saturating_add(self.inputs);
         let activations = one.saturating_mul(u64::from(multiples.in_flight)).saturating_add(once);
+        let halves = if self.inputs > 0 { self.halves } else { 0 };
+        let waiting = self.outputs.saturating_mul(apart.saturating_sub(1));
+        let between = halves.saturating_mul(apart).saturating_add(waiting);
         let gradients_out = if trains { self.inputs.saturating_add(self.outputs) } else { 0 };
         let messages = self.inputs.saturating_add(gradients_out);
         let workspace = self.workspace;
-        let parts = [weights, versions, gradients, optimizer, activations, messages, workspace];
+        let parts = [weights, versions, gradients, optimizer, activations, between, messages, workspace];
         let total = parts.iter().fold(0u64, |sum, &part| sum.saturating_add(part));
-        StageMemory { weights, versions, gradients, optimizer, activations, messages, workspace, total }
+        StageMemory { weights, versions, gradients, optimizer, activations, between, messages, workspace, total }
     }
 }
 
@@ -121,14 +144,20 @@ mod tests {
             consumers: consumers.iter().map(|&to| OpId(to)).collect(),
         };
         let graph = CostGraph {
-            ops: vec![OpCost { unsaved: true, ..op(0, 10, 5) }, op(1, 20, 9), op(2, 40, 7)],
+            ops: vec![
+                OpCost { unsaved: true, arriving_bytes: 50, ..op(0, 10, 5) },
+                OpCost { between_bytes: 3, ..op(1, 20, 9) },
+                OpCost { arriving_bytes: 8, ..op(2, 40, 7) },
+            ],
             tensors: vec![tensor(0, 100, &[1, 2]), tensor(1, 200, &[2]), tensor(2, 400, &[])],
             params: vec![ParamCost { name: "w".into(), bytes: 1000, users: vec![OpId(0), OpId(1), OpId(2)] }],
         };
         let tail = Holdings::of(&graph, &[false, true, true]);
-        assert_eq!(tail, Holdings { weights: 1000, saved: 60, inputs: 100, outputs: 0, sent: 0, workspace: 9 });
+        let sizes = Holdings { weights: 1000, saved: 60, inputs: 100, outputs: 0, sent: 0, workspace: 9, halves: 11 };
+        assert_eq!(tail, sizes);
         let multiples = Multiples {
             in_flight: 3,
+            apart: 0,
             versions: 3,
             replicas: 1,
             recompute: false,
@@ -141,7 +170,14 @@ mod tests {
         // Recomputed, only the inputs wait for each of the three; what one item saves is there while it runs backward.
         let recomputed = tail.held(&Multiples { recompute: true, ..multiples });
         assert_eq!(recomputed.activations, 3 * 100 + 60);
+        // Two items between the halves of their backward keep what the second reads; recomputed, what is saved as well.
+        let split = tail.held(&Multiples { apart: 2, ..multiples });
+        assert_eq!((split.between, split.total), (22, held.total + 22));
+        let both = tail.held(&Multiples { apart: 2, recompute: true, ..multiples });
+        assert_eq!((both.activations, both.between), (3 * 100 + 2 * 60, 22));
         let head = Holdings::of(&graph, &[true, false, false]);
+        assert_eq!(head.halves, 0, "the gradient of what it sends comes as it is");
+        assert_eq!(head.held(&Multiples { apart: 3, ..multiples }).between, 2 * 100);
         assert_eq!((head.inputs, head.outputs, head.sent), (0, 100, 100));
         let inference = Multiples { schedule: ScheduleKind::Inference, in_flight: 1, versions: 1, ..multiples };
         assert_eq!(tail.held(&inference).total, 1000 + 160 + 100 + 9);

@@ -1,6 +1,7 @@
 //! What stages on devices cost under cost model `pipec`.
 //!
-//! An item is what the costs are for: a whole minibatch under 1F1B-RR and for inference, a micro-batch under the other schedules.
+//! An item is what the costs are for: a whole minibatch under 1F1B-RR and for inference, a micro-batch under the other schedules. T is
+//! the time of a whole minibatch, and of one item for inference.
 //!
 //! ```text
 //! C_s    = forward + backward (+ forward again where it is recomputed)       inference: forward
@@ -8,6 +9,7 @@
 //! U_u    = Σ over stages on unit u of a shared level: the same, by the share of the stage's devices that are on u
 //!
 //! never flushed    T = max( C_s / r_s,  q_s R_s / r_s,  L_s,k / r_s,  U_u )
+//! 2BW              T = max( ⌈m / r_s⌉ C_s,  R_s,  ⌈m / r_s⌉ L_s,k,  m U_u )
 //! flushed          T = max( (⌈m / r_s⌉ - 1) max(C_s, L_s,k),  (m - 1) U_u ) + Σ (C_s + 2 i_s) + max R_s
 //! latency          T = Σ (forward + i_s)
 //! ```
@@ -16,7 +18,7 @@
 //! | --- | --- |
 //! | t, ρ, R | message and all-reduce, see `links` |
 //! | r_s, m | replicas of stage s, micro-batches of a minibatch |
-//! | q_s | all-reduces for each item of a replica: 1 under 1F1B-RR, whose replicas step once a round; r_s / m under 2BW; 0 else |
+//! | q_s | all-reduces for each item of a replica: 1 under 1F1B-RR, whose replicas step once a round; 1 / ⌈m / r_s⌉ under 2BW; 0 else |
 //! | i_s | Σ t(e) over the edges that come into s |
 //!
 //! Overlap is what the runtime does. Under 1F1B-RR the all-reduce of a round is posted after the round's last backward and waited
@@ -86,30 +88,43 @@ impl Asked {
     pub fn reduces(&self, replicas: u32) -> f64 {
         match self.schedule {
             ScheduleKind::RoundRobin | ScheduleKind::RoundRobinVsync => 1.0,
-            ScheduleKind::TwoBw => f64::from(replicas) / f64::from(self.microbatches.max(1)),
+            // The replica that has most items of the minibatch is the one that counts.
+            ScheduleKind::TwoBw => 1.0 / self.dealt(replicas),
             _ => 0.0,
         }
     }
 
+    /// All-reduces for each item of all replicas.
+    fn reduces_an_item(&self, replicas: u32) -> f64 {
+        match self.schedule {
+            ScheduleKind::RoundRobin | ScheduleKind::RoundRobinVsync => 1.0 / f64::from(replicas.max(1)),
+            ScheduleKind::TwoBw => 1.0 / f64::from(self.microbatches.max(1)),
+            _ => 0.0,
+        }
+    }
+
+    /// ⌈m / r⌉: the items of a minibatch that the busiest replica has.
+    fn dealt(&self, replicas: u32) -> f64 {
+        f64::from(self.microbatches.div_ceil(replicas.max(1)).max(1))
+    }
+
     /// How often the busiest replica's item counts in the objective.
     pub fn weight(&self, replicas: u32) -> f64 {
-        if self.latency {
-            0.0
-        } else if self.schedule.is_continuous() {
-            1.0 / f64::from(replicas)
-        } else {
-            f64::from(self.microbatches.div_ceil(replicas).max(1) - 1)
+        match self.schedule {
+            _ if self.latency => 0.0,
+            ScheduleKind::TwoBw => self.dealt(replicas),
+            schedule if schedule.is_continuous() => 1.0 / f64::from(replicas),
+            _ => self.dealt(replicas) - 1.0,
         }
     }
 
     /// How often the busiest shared link's item counts.
     pub fn link_weight(&self) -> f64 {
-        if self.latency {
-            0.0
-        } else if self.schedule.is_continuous() {
-            1.0
-        } else {
-            f64::from(self.microbatches.max(1) - 1)
+        match self.schedule {
+            _ if self.latency => 0.0,
+            ScheduleKind::TwoBw => f64::from(self.microbatches.max(1)),
+            schedule if schedule.is_continuous() => 1.0,
+            _ => f64::from(self.microbatches.max(1) - 1),
         }
     }
 
@@ -193,14 +208,27 @@ pub fn outlook(asked: &Asked, levels: &[Level], stages: &[PlacedStage], edges: &
         busiest = busiest.max(asked.link_weight() * us);
     }
     let minibatch_us = busiest + way + reduce;
-    let per_step = if asked.schedule == ScheduleKind::TwoBw { f64::from(asked.microbatches) } else { 1.0 };
-    let step_us = minibatch_us * per_step;
-    let work = |stage: &PlacedStage| {
-        (stage.forward_us + stage.backward_us) * f64::from(asked.microbatches.div_ceil(stage.replicas))
-    };
+    let step_us = minibatch_us;
+    let work = |stage: &PlacedStage| (stage.forward_us + stage.backward_us) * asked.dealt(stage.replicas);
     let most = stages.iter().map(work).fold(0.0, f64::max);
     let bubble = if asked.adds() && !asked.latency && step_us > 0.0 { (1.0 - most / step_us).max(0.0) } else { 0.0 };
     Outlook { minibatch_us, busiest_us: busiest, step_us, bubble }
+}
+
+/// What the busiest link carries of a minibatch, in microseconds, all-reduces aside: a device's port on one level, or the one port of a
+/// unit. Stages on the same devices share their ports.
+pub fn carried_us(asked: &Asked, levels: &[Level], stages: &[PlacedStage], edges: &[Edge]) -> f64 {
+    let messages = messages(levels, stages, edges);
+    let mut ports: BTreeMap<(u32, usize), f64> = BTreeMap::new();
+    for (stage, messages) in stages.iter().zip(&messages) {
+        for level in 0..levels.len() {
+            let item = carried(asked, &[], messages, level, 0.0);
+            *ports.entry((stage.first, level)).or_default() += asked.dealt(stage.replicas) * item;
+        }
+    }
+    let units =
+        shared(asked, levels, stages, &messages).into_values().map(|us| f64::from(asked.microbatches.max(1)) * us);
+    ports.into_values().chain(units).fold(0.0, f64::max)
 }
 
 /// The messages of every stage for one item.
@@ -251,7 +279,7 @@ pub fn shared(
                     let port = ports.entry((at, of as u32)).or_default();
                     port[0] += sum(true) * on as f64 / r;
                     port[1] += sum(false) * on as f64 / r;
-                    port[2] += asked.reduces(stage.replicas) * reduce / r;
+                    port[2] += asked.reduces_an_item(stage.replicas) * reduce;
                 }
             }
         }
@@ -308,6 +336,19 @@ mod tests {
         assert_eq!(us(&cluster), 15.0);
         cluster[1].shared = true;
         assert_eq!(us(&cluster), 20.0);
+    }
+
+    #[test]
+    fn the_replica_with_most_items_of_a_minibatch_counts() {
+        let cluster = levels("4:1MB/s").unwrap().levels;
+        let us = |microbatches, stages: &[PlacedStage]| {
+            outlook(&asked(ScheduleKind::TwoBw, microbatches), &cluster, stages, &[]).minibatch_us
+        };
+        // Four items on three replicas: one of them has two of 90 us.
+        assert_eq!(us(4, &[stage(0, 3, 30.0, 0.0), stage(3, 1, 10.0, 0.0)]), 180.0);
+        assert_eq!(us(6, &[stage(0, 3, 30.0, 0.0), stage(3, 1, 10.0, 0.0)]), 180.0);
+        // One all-reduce of 200 us for all of them.
+        assert!((us(4, &[stage(0, 3, 30.0, 150.0)]) - 200.0).abs() < 1e-9);
     }
 
     #[test]

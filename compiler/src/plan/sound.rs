@@ -27,6 +27,14 @@ pub fn sound(plan: &Plan) -> Result<(), Vec<Fault>> {
             faults.push(Fault::Schedule { what });
         }
     }
+    let apart = &schedule.apart;
+    if !apart.is_empty()
+        && (apart.len() != plan.stages.len() || apart.iter().any(|number| !(1..=1 << 20).contains(number)))
+    {
+        let what =
+            format!("apart has {} numbers for {} stages; each is from 1 to 2^20", apart.len(), plan.stages.len());
+        faults.push(Fault::Schedule { what });
+    }
     for (name, value) in [
         ("micro_batch", schedule.micro_batch),
         ("microbatches", u64::from(schedule.microbatches)),
@@ -157,8 +165,9 @@ fn classes(plan: &Plan, faults: &mut Vec<Fault>) {
 fn memory(plan: &Plan, faults: &mut Vec<Fault>) {
     for (at, stage) in plan.stages.iter().enumerate() {
         let held = &stage.memory;
-        let parts = [held.versions, held.gradients, held.optimizer, held.activations, held.messages, held.workspace];
-        let found = parts.iter().try_fold(held.weights, |sum, &part| sum.checked_add(part));
+        let moving = [held.activations, held.between, held.messages, held.workspace];
+        let parts = [held.versions, held.gradients, held.optimizer].into_iter().chain(moving);
+        let found = { parts }.try_fold(held.weights, |sum, part| sum.checked_add(part));
         if found != Some(held.total) {
             let what = format!("total memory of stage {at}");
             let found = found.map_or("more than 2^64".to_string(), |sum| sum.to_string());

@@ -34,8 +34,9 @@ pub fn traffic(problem: &Problem, plan: &Plan, stage_of: &[usize]) -> Option<Tra
     }
     let knows_groups = problem.cost != CostModel::Pipec;
     let spans = knows_groups && plan.stages.first().is_some_and(|stage| stage.hierarchy.len() < levels.len());
-    let flushes = problem.cost == CostModel::Pipec && !plan.schedule.kind.is_continuous();
-    let items = if flushes { f64::from(plan.schedule.microbatches) } else { 1.0 };
+    let flushes = !plan.schedule.kind.is_continuous() || plan.schedule.kind == ScheduleKind::TwoBw;
+    let is_whole = problem.cost == CostModel::Pipec && flushes;
+    let items = if is_whole { f64::from(plan.schedule.microbatches) } else { 1.0 };
     let (mut busiest, mut binding) = (None::<(BusiestLink, f64)>, None);
     for ((level, unit), both) in ports(problem, plan, stage_of, &sizes) {
         let is_one = levels[level].shared || spans;

@@ -47,6 +47,11 @@ pub struct OpCost {
     /// Bytes of all tensors that are alive while the op runs, forward or backward, and that are neither saved nor parameters nor
     /// their gradients; 0 where that is not known.
     pub live_bytes: u64,
+    /// Bytes that the first half of a split backward makes of the op for its own second half.
+    pub between_bytes: u64,
+    /// Bytes of the gradients of its outputs that the second half of a split backward reads: they are kept between the halves, unless
+    /// they come from another stage as they are.
+    pub arriving_bytes: u64,
     /// Whether its outputs are not saved, so that one which goes to another stage is kept for that alone.
     pub unsaved: bool,
     /// Bytes of all outputs.
@@ -175,6 +180,11 @@ impl OpCost {
         self.saved_bytes.saturating_add(self.fed_bytes)
     }
 
+    /// What lies between the halves of its split backward at the most.
+    pub fn apart_bytes(&self) -> u64 {
+        self.between_bytes.saturating_add(self.arriving_bytes)
+    }
+
     /// What a worker's arena must hold while the op runs.
     pub fn scratch_bytes(&self) -> u64 {
         self.workspace_bytes.saturating_add(self.live_bytes)
@@ -248,6 +258,7 @@ impl CostGraph {
         total("outputs", self.ops.iter().map(|op| op.out_bytes))?;
         total("op parameters", self.ops.iter().map(|op| op.param_bytes))?;
         total("saved tensors", self.ops.iter().map(OpCost::kept_bytes))?;
+        total("tensors between halves", self.ops.iter().map(OpCost::apart_bytes))?;
         total("workspaces", self.ops.iter().map(OpCost::scratch_bytes))?;
         total("tensors", self.tensors.iter().map(|tensor| tensor.bytes))?;
         total("parameters", self.params.iter().map(|param| param.bytes))

@@ -5,12 +5,12 @@
 //! 1.0 |  . F0 B0 F1 B1 F2 B2  .
 //! ```
 //!
-//! Every forward, backward and part of a backward takes one unit, everything else takes none. A cell leaves out the row's own
-//! stage where the row has one.
+//! Every forward, backward, part of a backward and forward that runs again (`R2`) takes one unit, everything else takes none. A cell
+//! leaves out the row's own stage where the row has one.
 
 use std::collections::{BTreeMap, VecDeque};
 
-use crate::plan::StageId;
+use crate::schedule::collective::Meeting;
 use crate::schedule::{EdgeId, Instruction, Payload, Program, ScheduleError, Token, WorkerId};
 
 /// The chart, one line for each worker. Fails if the program waits for ever.
@@ -45,14 +45,14 @@ struct Drawing<'a> {
     sends: BTreeMap<Channel, Vec<usize>>,
     recvs: BTreeMap<Channel, Vec<usize>>,
     /// Times at which the members of a collective came to it.
-    joined: BTreeMap<(StageId, u32), Vec<usize>>,
+    joined: BTreeMap<Meeting, Vec<usize>>,
 }
 
 #[derive(Clone, Copy)]
 enum Posted {
     Send(Channel, usize),
     Recv(Channel, usize),
-    AllReduce(StageId, u32),
+    Meeting(Meeting),
 }
 
 impl<'a> Drawing<'a> {
@@ -118,9 +118,15 @@ impl<'a> Drawing<'a> {
                 self.posted[index].insert(token, Posted::Recv(channel, recvs.len()));
                 recvs.push(now);
             }
-            Instruction::AllReduce { stage, round, token } => {
-                self.posted[index].insert(token, Posted::AllReduce(stage, round));
-                self.joined.entry((stage, round)).or_default().push(now);
+            Instruction::AllReduce { .. } | Instruction::ReduceScatter { .. } | Instruction::AllGather { .. } => {
+                let Some((meeting, token)) = instruction.meeting() else { return false };
+                self.posted[index].insert(token, Posted::Meeting(meeting));
+                self.joined.entry(meeting).or_default().push(now);
+            }
+            Instruction::Recompute { stage, item, .. } => {
+                let several = self.program.stages_of(self.program.workers[index].rank).nth(1).is_some();
+                let stage = if several { stage.0.to_string() } else { String::new() };
+                self.rows[index].push(Some(format!("{stage}R{}", item.0)));
             }
             Instruction::Wait { token } => match self.ends(index, token) {
                 Some(time) => {
@@ -130,7 +136,10 @@ impl<'a> Drawing<'a> {
                 }
                 None => return false,
             },
-            Instruction::Load { .. } | Instruction::Step { .. } | Instruction::Drop { .. } => {}
+            Instruction::Load { .. }
+            | Instruction::Step { .. }
+            | Instruction::Drop { .. }
+            | Instruction::Checkpoint { .. } => {}
         }
         self.at[index] += 1;
         true
@@ -141,9 +150,9 @@ impl<'a> Drawing<'a> {
         match *self.posted[worker].get(&token)? {
             Posted::Send(channel, place) => self.recvs.get(&channel)?.get(place).copied(),
             Posted::Recv(channel, place) => self.sends.get(&channel)?.get(place).copied(),
-            Posted::AllReduce(stage, round) => {
-                let members = self.program.stages.get(stage.index())?.replicas as usize;
-                let joined = self.joined.get(&(stage, round))?;
+            Posted::Meeting(meeting) => {
+                let members = self.program.stages.get(meeting.stage.index())?.replicas as usize;
+                let joined = self.joined.get(&meeting)?;
                 joined.iter().max().copied().filter(|_| joined.len() == members)
             }
         }

@@ -7,7 +7,7 @@
 //! - each item runs forward and backward once at each stage, on the replica that the rule names, after everything it
 //!   depends on has arrived, in item order;
 //! - forward and backward use the version that the rule gives, and the version exists; all but the last end;
-//! - all replicas of a rank come to their all-reduces in the same order;
+//! - all replicas of a rank come to their collectives in the same order, and no version in shares is used;
 //! - no slot, gradient buffer or token is used while something still needs it; in-flight items stay within the cap;
 //! - each round is reduced over all replicas and applied, once, in order, with the right count.
 //!
@@ -16,13 +16,16 @@
 use std::collections::{HashMap, HashSet, VecDeque};
 
 use crate::plan::StageId;
+use crate::schedule::channel::{Channel, Channels};
+use crate::schedule::collective::{Collective, Meeting};
 use crate::schedule::fault::{CheckError, Fault};
 use crate::schedule::ledger::Ledger;
+use crate::schedule::numbered::Numbered;
 use crate::schedule::order::Layout;
 use crate::schedule::rule::Rule;
 use crate::schedule::shape::check_ranks;
 use crate::schedule::{
-    EdgeId, Instruction, MAX_WORKERS, MicrobatchId, Payload, Program, RankId, Token, WorkerId, WorkerProgram,
+    EdgeId, Instruction, MAX_WORKERS, MicrobatchId, Payload, Program, RankId, Token, Version, WorkerId, WorkerProgram,
 };
 
 /// Says what is wrong with the program, if anything is.
@@ -72,30 +75,53 @@ fn shape(program: &Program) -> Result<(), CheckError> {
     Ok(())
 }
 
-/// Both ends of (edge, kind, from, to), in the order of posting.
+/// Both ends of a channel: how many are posted at each, and the items of those that the other end has not come to.
 #[derive(Default)]
-struct Channel {
-    sends: Vec<MicrobatchId>,
-    recvs: Vec<MicrobatchId>,
+struct Ends {
+    sends: u32,
+    recvs: u32,
+    unmet: VecDeque<MicrobatchId>,
 }
 
-type ChannelKey = (EdgeId, Payload, WorkerId, WorkerId);
+impl Ends {
+    /// Posts the next Send or Recv; where the other end came first, it was for the same item.
+    fn post(&mut self, item: MicrobatchId, sends: bool) -> Result<u32, Fault> {
+        let (mine, others, other) =
+            if sends { (&mut self.sends, self.recvs, "Recv") } else { (&mut self.recvs, self.sends, "Send") };
+        let place = *mine;
+        if others > place {
+            match self.unmet.front() {
+                Some(&expected) if expected != item => {
+                    return Err(Fault::ChannelOrder { other, expected, found: item });
+                }
+                _ => self.unmet.pop_front(),
+            };
+        } else {
+            self.unmet.push_back(item);
+        }
+        *mine += 1;
+        Ok(place)
+    }
+}
 
+/// What a token stands for: the place of a Send or Recv in the channel with this number, or an all-reduce.
 #[derive(Clone, Copy)]
 enum Posted {
-    Send { channel: ChannelKey, place: usize, item: MicrobatchId },
-    Recv { channel: ChannelKey, place: usize, item: MicrobatchId },
-    AllReduce { stage: StageId, round: u32 },
+    Send { channel: u32, place: u32, item: MicrobatchId },
+    Recv { channel: u32, place: u32, item: MicrobatchId },
+    Meeting(Meeting),
 }
 
 /// Where a worker is in its list.
 struct Hands {
     at: usize,
-    tokens: HashMap<Token, Posted>,
+    tokens: Numbered<Posted>,
     /// For each of its stages.
     ledgers: Vec<Ledger>,
-    /// All-reduces posted.
+    /// Collectives posted.
     joined: usize,
+    /// Whether it stands among those that may go on.
+    is_awake: bool,
 }
 
 impl Hands {
@@ -109,11 +135,13 @@ struct Checker<'a> {
     rule: Rule,
     layout: Layout,
     hands: Vec<Hands>,
-    channels: HashMap<ChannelKey, Channel>,
-    /// For each stage, members that have joined each all-reduce.
-    joined: HashMap<(StageId, u32), u32>,
-    /// For each rank, the order in which its first replica to get there came to its all-reduces.
-    collectives: Vec<Vec<(StageId, u32)>>,
+    channels: Channels,
+    /// By the number of the channel.
+    ends: Vec<Ends>,
+    /// Members that have joined each collective.
+    joined: HashMap<Meeting, u32>,
+    /// For each rank, the order in which its first replica to get there came to its collectives.
+    collectives: Vec<Vec<Meeting>>,
     awake: VecDeque<WorkerId>,
 }
 
@@ -122,9 +150,10 @@ impl<'a> Checker<'a> {
         let layout = Layout::new(&program.stages);
         let hands = |worker: &WorkerProgram| Hands {
             at: 0,
-            tokens: HashMap::new(),
-            ledgers: program.stages_of(worker.rank).map(|stage| Ledger::new(program, stage, worker.replica)).collect(),
+            tokens: Numbered::new(worker.instructions.len()),
+            ledgers: program.stages_of(worker.rank).map(|stage| Ledger::new(program, stage, worker)).collect(),
             joined: 0,
+            is_awake: true,
         };
         Self {
             program,
@@ -132,7 +161,8 @@ impl<'a> Checker<'a> {
             hands: program.workers.iter().map(hands).collect(),
             collectives: vec![Vec::new(); layout.ranks().count()],
             layout,
-            channels: HashMap::new(),
+            channels: Channels::new(program.workers.len()),
+            ends: Vec::new(),
             joined: HashMap::new(),
             awake: (0..program.workers.len() as u32).map(WorkerId).collect(),
         }
@@ -140,6 +170,7 @@ impl<'a> Checker<'a> {
 
     fn run(mut self) -> Result<(), CheckError> {
         while let Some(worker) = self.awake.pop_front() {
+            self.hands[worker.index()].is_awake = false;
             while let Some(&instruction) = self.instruction(worker) {
                 match self.advance(worker, instruction) {
                     Ok(true) => self.hands[worker.index()].at += 1,
@@ -150,12 +181,20 @@ impl<'a> Checker<'a> {
         }
         for worker in (0..self.hands.len() as u32).map(WorkerId) {
             if self.instruction(worker).is_some() {
-                let fault = Fault::Deadlock(self.why(worker));
-                return Err(self.error(worker, fault));
+                let stuck = self.root(worker);
+                let fault = Fault::Deadlock(self.why(stuck));
+                return Err(self.error(stuck, fault));
             }
             self.end(worker).map_err(|fault| CheckError::End { worker: self.program.worker_name(worker), fault })?;
         }
         Ok(())
+    }
+
+    fn wake(&mut self, worker: WorkerId) {
+        let is_awake = &mut self.hands[worker.index()].is_awake;
+        if !std::mem::replace(is_awake, true) {
+            self.awake.push_back(worker);
+        }
     }
 
     fn instruction(&self, worker: WorkerId) -> Option<&'a Instruction> {
@@ -168,20 +207,78 @@ impl<'a> Checker<'a> {
         CheckError::At { worker: self.program.worker_name(worker), at, instruction, fault }
     }
 
-    fn why(&self, worker: WorkerId) -> String {
-        let hands = &self.hands[worker.index()];
-        let posted = match self.instruction(worker) {
-            Some(Instruction::Wait { token }) => hands.tokens.get(token),
+    /// Where a worker that waits for ever leads to: whoever it waits for may wait for another in turn. That ends at one that waits for
+    /// what nobody has in its list any more, or else in a circle, all of whose members are to blame.
+    fn root(&self, stuck: WorkerId) -> WorkerId {
+        let mut seen = vec![false; self.hands.len()];
+        let mut worker = stuck;
+        while !std::mem::replace(&mut seen[worker.index()], true) {
+            match self.owes(worker) {
+                Some(next) => worker = next,
+                None => break,
+            }
+        }
+        worker
+    }
+
+    /// Who still has in its list what this worker waits for.
+    fn owes(&self, worker: WorkerId) -> Option<WorkerId> {
+        match *self.posted(worker)? {
+            Posted::Send { channel, item, .. } => {
+                let Channel { to, edge, kind, .. } = self.channels.channel(channel);
+                let meets = |i: &Instruction| match *i {
+                    Instruction::Recv { edge: e, kind: k, item: of, peer, .. } => {
+                        (e, k, of, peer) == (edge, kind, item, worker)
+                    }
+                    _ => false,
+                };
+                self.rest(to).iter().any(meets).then_some(to)
+            }
+            Posted::Recv { channel, item, .. } => {
+                let Channel { from, edge, kind, .. } = self.channels.channel(channel);
+                let meets = |i: &Instruction| match *i {
+                    Instruction::Send { edge: e, kind: k, item: of, peer, .. } => {
+                        (e, k, of, peer) == (edge, kind, item, worker)
+                    }
+                    _ => false,
+                };
+                self.rest(from).iter().any(meets).then_some(from)
+            }
+            Posted::Meeting(meeting) => {
+                let joins = |i: &Instruction| i.meeting().is_some_and(|(of, _)| of == meeting);
+                let mut holders = self.layout.holders(meeting.stage);
+                holders.find(|&other| other != worker && self.rest(other).iter().any(joins))
+            }
+        }
+    }
+
+    /// What a worker has not come to.
+    fn rest(&self, worker: WorkerId) -> &'a [Instruction] {
+        let list = self.program.workers.get(worker.index()).zip(self.hands.get(worker.index()));
+        list.and_then(|(program, hands)| program.instructions.get(hands.at..)).unwrap_or_default()
+    }
+
+    fn posted(&self, worker: WorkerId) -> Option<&Posted> {
+        match self.instruction(worker) {
+            Some(Instruction::Wait { token }) => self.hands[worker.index()].tokens.get(token.0),
             _ => None,
-        };
-        match posted {
+        }
+    }
+
+    fn why(&self, worker: WorkerId) -> String {
+        match self.posted(worker) {
             Some(&Posted::Send { channel, item, .. }) => {
-                format!("{} never posts the Recv of item {}", self.program.worker_name(channel.3), item.0)
+                let Channel { to, .. } = self.channels.channel(channel);
+                format!("{} never posts the Recv of item {}", self.program.worker_name(to), item.0)
             }
             Some(&Posted::Recv { channel, item, .. }) => {
-                format!("{} never sends item {}", self.program.worker_name(channel.2), item.0)
+                let Channel { from, .. } = self.channels.channel(channel);
+                format!("{} never sends item {}", self.program.worker_name(from), item.0)
             }
-            Some(&Posted::AllReduce { round, .. }) => format!("not every replica joins round {round}"),
+            Some(&Posted::Meeting(Meeting { kind: Collective::AllGather, number, .. })) => {
+                format!("not every replica gathers version {number}")
+            }
+            Some(&Posted::Meeting(Meeting { number, .. })) => format!("not every replica joins round {number}"),
             None => "nothing ends it".to_string(),
         }
     }
@@ -200,6 +297,9 @@ impl<'a> Checker<'a> {
                 ledger.backward_input(rule, item, version, slot)?;
                 ledger.backward_weight(rule, item, version, slot)?;
             }
+            Instruction::Recompute { stage, item, version, slot } => {
+                hands.of(stage)?.recompute(rule, item, version, slot)?;
+            }
             Instruction::BackwardInput { stage, item, version, slot } => {
                 hands.of(stage)?.backward_input(rule, item, version, slot)?;
             }
@@ -212,48 +312,32 @@ impl<'a> Checker<'a> {
                 ledger.mine(&self.rule, item)?;
                 ledger.send(edge, kind, item)?;
                 self.peer(other, item, peer)?;
-                let channel = (edge, kind, worker, peer);
-                let queue = self.channels.entry(channel).or_default();
-                let place = queue.sends.len();
-                if let Some(&expected) = queue.recvs.get(place).filter(|&&expected| expected != item) {
-                    return Err(Fault::ChannelOrder { other: "Recv", expected, found: item });
-                }
-                queue.sends.push(item);
+                let channel = self.channel(worker, Channel { from: worker, to: peer, edge, kind });
+                let place = self.ends[channel as usize].post(item, true)?;
                 self.post(worker, token, Posted::Send { channel, place, item })?;
-                self.awake.push_back(peer);
+                self.wake(peer);
             }
             Instruction::Recv { edge, item, kind, peer, token } => {
                 let (here, other) = self.ends(edge, kind, false)?;
                 self.hands[worker.index()].of(here)?.recv(&self.rule, edge, kind, item)?;
                 self.peer(other, item, peer)?;
-                let channel = (edge, kind, peer, worker);
-                let queue = self.channels.entry(channel).or_default();
-                let place = queue.recvs.len();
-                if let Some(&expected) = queue.sends.get(place).filter(|&&expected| expected != item) {
-                    return Err(Fault::ChannelOrder { other: "Send", expected, found: item });
-                }
-                queue.recvs.push(item);
+                let channel = self.channel(worker, Channel { from: peer, to: worker, edge, kind });
+                let place = self.ends[channel as usize].post(item, false)?;
                 self.post(worker, token, Posted::Recv { channel, place, item })?;
-                self.awake.push_back(peer);
+                self.wake(peer);
             }
             Instruction::Wait { token } => return self.wait(worker, token),
             Instruction::AllReduce { stage, round, token } => {
                 hands.of(stage)?.all_reduce(rule, round)?;
-                hands.joined += 1;
-                let order = &mut self.collectives[self.program.workers[worker.index()].rank.index()];
-                match order.get(hands.joined - 1) {
-                    Some(&(other, of)) if (other, of) != (stage, round) => {
-                        return Err(Fault::CollectiveOrder { stage: other.0, round: of });
-                    }
-                    Some(_) => {}
-                    None => order.push((stage, round)),
-                }
-                self.post(worker, token, Posted::AllReduce { stage, round })?;
-                let joined = self.joined.entry((stage, round)).or_default();
-                *joined += 1;
-                if *joined == self.program.stages[stage.index()].replicas {
-                    self.awake.extend(self.layout.holders(stage));
-                }
+                self.meet(worker, Meeting { kind: Collective::AllReduce, stage, number: round }, token)?;
+            }
+            Instruction::ReduceScatter { stage, round, token } => {
+                hands.of(stage)?.reduce_scatter(rule, round)?;
+                self.meet(worker, Meeting { kind: Collective::ReduceScatter, stage, number: round }, token)?;
+            }
+            Instruction::AllGather { stage, version, token } => {
+                hands.of(stage)?.all_gather(version)?;
+                self.meet(worker, Meeting { kind: Collective::AllGather, stage, number: version.0 }, token)?;
             }
             Instruction::Step { stage, round, from, to, count, in_place } => {
                 // Steps of a rank's stages come together, when all are done with the round: they may share parameters.
@@ -264,6 +348,7 @@ impl<'a> Checker<'a> {
                 hands.of(stage)?.step(rule, round, (from, to), count, in_place)?;
             }
             Instruction::Drop { stage, version } => hands.of(stage)?.drop_version(version)?,
+            Instruction::Checkpoint { stage, version } => hands.of(stage)?.has_whole(version)?,
         }
         Ok(true)
     }
@@ -283,39 +368,75 @@ impl<'a> Checker<'a> {
         if peer == expected { Ok(()) } else { Err(Fault::NotMine) }
     }
 
+    fn channel(&mut self, worker: WorkerId, channel: Channel) -> u32 {
+        let number = self.channels.number(worker, channel);
+        if number as usize == self.ends.len() {
+            self.ends.push(Ends::default());
+        }
+        number
+    }
+
+    /// Joins a collective; all replicas of a rank come to theirs in one order.
+    fn meet(&mut self, worker: WorkerId, meeting: Meeting, token: Token) -> Result<(), Fault> {
+        let joined = &mut self.hands[worker.index()].joined;
+        *joined += 1;
+        let order = &mut self.collectives[self.program.workers[worker.index()].rank.index()];
+        match order.get(*joined - 1) {
+            Some(&other) if other != meeting => {
+                return Err(Fault::CollectiveOrder { stage: other.stage.0, round: other.number });
+            }
+            Some(_) => {}
+            None => order.push(meeting),
+        }
+        self.post(worker, token, Posted::Meeting(meeting))?;
+        let members = self.joined.entry(meeting).or_default();
+        *members += 1;
+        if *members == self.program.stages[meeting.stage.index()].replicas {
+            self.layout.holders(meeting.stage).for_each(|worker| self.wake(worker));
+        }
+        Ok(())
+    }
+
     fn post(&mut self, worker: WorkerId, token: Token, posted: Posted) -> Result<(), Fault> {
-        match self.hands[worker.index()].tokens.insert(token, posted) {
+        match self.hands[worker.index()].tokens.insert(token.0, posted) {
             Some(_) => Err(Fault::TokenTaken(token)),
             None => Ok(()),
         }
     }
 
     fn wait(&mut self, worker: WorkerId, token: Token) -> Result<bool, Fault> {
-        let posted = *self.hands[worker.index()].tokens.get(&token).ok_or(Fault::NoToken(token))?;
+        let posted = *self.hands[worker.index()].tokens.get(token.0).ok_or(Fault::NoToken(token))?;
         match posted {
             Posted::Send { channel, place, item } => {
-                if self.channels.get(&channel).is_none_or(|queue| queue.recvs.len() <= place) {
+                if self.ends[channel as usize].recvs <= place {
                     return Ok(false);
                 }
-                let (here, _) = self.ends(channel.0, channel.1, true)?;
-                self.hands[worker.index()].of(here)?.sent(&self.rule, channel.0, channel.1, item);
+                let Channel { edge, kind, .. } = self.channels.channel(channel);
+                let (here, _) = self.ends(edge, kind, true)?;
+                self.hands[worker.index()].of(here)?.sent(&self.rule, edge, kind, item)?;
             }
             Posted::Recv { channel, place, item } => {
-                if self.channels.get(&channel).is_none_or(|queue| queue.sends.len() <= place) {
+                if self.ends[channel as usize].sends <= place {
                     return Ok(false);
                 }
-                let (here, _) = self.ends(channel.0, channel.1, false)?;
-                self.hands[worker.index()].of(here)?.received(channel.0, channel.1, item);
+                let Channel { edge, kind, .. } = self.channels.channel(channel);
+                let (here, _) = self.ends(edge, kind, false)?;
+                self.hands[worker.index()].of(here)?.received(edge, item)?;
             }
-            Posted::AllReduce { stage, round } => {
-                let joined = self.joined.get(&(stage, round)).copied().unwrap_or(0);
+            Posted::Meeting(meeting) => {
+                let Meeting { kind, stage, number } = meeting;
+                let joined = self.joined.get(&meeting).copied().unwrap_or(0);
                 if joined < self.program.stages[stage.index()].replicas {
                     return Ok(false);
                 }
-                self.hands[worker.index()].of(stage)?.reduced(round);
+                let ledger = self.hands[worker.index()].of(stage)?;
+                match kind {
+                    Collective::AllReduce | Collective::ReduceScatter => ledger.reduced(number),
+                    Collective::AllGather => ledger.gathered(Version(number)),
+                }
             }
         }
-        self.hands[worker.index()].tokens.remove(&token);
+        self.hands[worker.index()].tokens.remove(token.0);
         Ok(true)
     }
 

@@ -14,10 +14,10 @@ use std::fmt;
 use std::str::FromStr;
 
 use crate::plan::StageId;
+use crate::schedule::own::{self, OrderOfWork};
 use crate::schedule::rule::StepCount;
-use crate::schedule::table::follow;
 use crate::schedule::work::{Part, Work};
-use crate::schedule::{MicrobatchId, Pipeline, Program, RankId, Schedule, ScheduleError};
+use crate::schedule::{MicrobatchId, Pipeline, Program, RankId, ScheduleError};
 
 /// Cells that a table may have: beyond it no program of this form could be made.
 const MAX_CELLS: usize = 1 << 24;
@@ -117,16 +117,18 @@ impl Table {
         if stages as usize != known {
             return wrong(format!("it speaks of {stages} stages, the pipeline has {known}"));
         }
-        let microbatches = self.microbatches();
-        let replicas = pipeline.stages[0].replicas;
-        let share = |rank: RankId, items: u32| {
-            // Replica 0's share stands for all that are dealt as many: only the order counts.
-            let of_share =
-                |work: &Work| replicas == 1 || (work.item.0.is_multiple_of(replicas) && work.item.0 / replicas < items);
-            let local = |work: Work| Work { item: MicrobatchId(work.item.0 / replicas), ..work };
-            self.row(rank).filter(of_share).map(local).collect()
-        };
-        follow(Schedule::Csv, pipeline, StepCount { minibatches, microbatches }, share)
+        own::program(self, pipeline, StepCount { minibatches, microbatches: self.microbatches() })
+    }
+}
+
+impl OrderOfWork for Table {
+    /// Replica 0's share of the row stands for all that are dealt as many: only the order counts.
+    fn work(&self, pipeline: &Pipeline, rank: RankId, items: u32) -> Vec<Work> {
+        let replicas = pipeline.stages.first().map_or(1, |stage| stage.replicas.max(1));
+        let of_share =
+            |work: &Work| replicas == 1 || (work.item.0.is_multiple_of(replicas) && work.item.0 / replicas < items);
+        let local = |work: Work| Work { item: MicrobatchId(work.item.0 / replicas), ..work };
+        self.row(rank).filter(of_share).map(local).collect()
     }
 }
 
@@ -212,6 +214,7 @@ fn number(digits: &str) -> Option<u32> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::schedule::Schedule;
     use crate::schedule::scheduler::schedule;
 
     #[test]

@@ -55,6 +55,8 @@ pub enum Fault {
     WrongVersion { found: Version, rule: Version },
     #[error("weights: the forward used version {}, this backward uses {}", .forward.0, .found.0)]
     OtherVersion { found: Version, forward: Version },
+    #[error("version {} is in shares that have not been gathered", .0.0)]
+    NotGathered(Version),
     #[error("version {} does not exist at this point", .0.0)]
     NoVersion(Version),
     #[error("slot {} is in use, or a Send out of it has not been waited for", .0.0)]

@@ -3,12 +3,13 @@
 //! Every method plays one instruction and says what forbids it there. A fault depends on the worker's own list alone; what
 //! lies between workers is the checker's.
 
-use std::collections::{BTreeSet, HashMap, HashSet};
+use std::collections::BTreeSet;
 
 use crate::plan::StageId;
 use crate::schedule::fault::Fault;
+use crate::schedule::numbered::Numbered;
 use crate::schedule::rule::Rule;
-use crate::schedule::{EdgeId, MicrobatchId, Payload, Program, Slot, Version};
+use crate::schedule::{EdgeId, MicrobatchId, Payload, Program, Slot, Version, WorkerProgram};
 
 /// Gradients of one edge that a worker may be sending when it runs the next backward: one being sent, one being made.
 const GRADIENT_BUFFERS: u32 = 2;
@@ -18,6 +19,8 @@ struct Flight {
     /// The weights of its backward.
     version: Version,
     slot: Slot,
+    /// Whether its forward has run again.
+    again: bool,
     /// Whether its gradients for other stages are made, and those of weights.
     input: bool,
     weight: bool,
@@ -36,6 +39,39 @@ impl Flight {
     }
 }
 
+/// What a slot holds, and how many Sends out of it have not been waited for.
+#[derive(Default)]
+struct Place {
+    item: Option<MicrobatchId>,
+    sends: u32,
+}
+
+/// An edge of the stage: its items on their way, and outgoing gradient buffers that are held by a Send.
+struct Side {
+    edge: EdgeId,
+    items: Numbered<Passage>,
+    sending: u32,
+}
+
+/// What has been posted for one item over one edge, and whether what came over it has been waited for and not yet used.
+#[derive(Default)]
+struct Passage {
+    activation: bool,
+    gradient: bool,
+    is_here: bool,
+}
+
+impl Passage {
+    /// Notes that its Send or Recv is posted; false if it was before.
+    fn post(&mut self, kind: Payload) -> bool {
+        let posted = match kind {
+            Payload::Activation => &mut self.activation,
+            Payload::Gradient => &mut self.gradient,
+        };
+        !std::mem::replace(posted, true)
+    }
+}
+
 /// What a worker holds of a stage and has done for it.
 pub struct Ledger {
     stage: StageId,
@@ -43,27 +79,25 @@ pub struct Ledger {
     replicas: u32,
     cap: u32,
     /// Edges that bring activations, and edges that bring gradients.
-    incoming: Vec<EdgeId>,
-    outgoing: Vec<EdgeId>,
-    loaded: HashSet<MicrobatchId>,
-    received: HashSet<(EdgeId, Payload, MicrobatchId)>,
-    posted: HashSet<(EdgeId, Payload, MicrobatchId)>,
-    flights: HashMap<MicrobatchId, Flight>,
+    incoming: Vec<Side>,
+    outgoing: Vec<Side>,
+    loaded: Numbered<()>,
+    flights: Numbered<Flight>,
     last_forward: Option<MicrobatchId>,
     last_backward: Option<MicrobatchId>,
     last_weight: Option<MicrobatchId>,
-    /// What each slot holds, and how many Sends out of it have not been waited for.
-    slots: HashMap<Slot, Option<MicrobatchId>>,
-    sending_slot: HashMap<Slot, u32>,
+    slots: Numbered<Place>,
     in_flight: u32,
-    /// For each edge, outgoing gradient buffers that are held by a Send.
-    sending_gradient: HashMap<EdgeId, u32>,
     versions: BTreeSet<Version>,
     /// Backwards done in the round that gradients are now added to.
     round_items: u32,
     /// Rounds that are closed, those of them whose all-reduce has been waited for, and those applied.
     closed: u32,
     reduced: BTreeSet<u32>,
+    /// Closed rounds whose gradients are in shares, and versions that are, those of them beside that are being gathered.
+    scattered: BTreeSet<u32>,
+    shares: BTreeSet<Version>,
+    gathering: BTreeSet<Version>,
     applied: u32,
     forwards: u32,
     backwards: u32,
@@ -71,34 +105,36 @@ pub struct Ledger {
 
 impl Ledger {
     /// Of a worker that has done nothing: it holds version 0.
-    pub fn new(program: &Program, stage: StageId, replica: u32) -> Self {
+    pub fn new(program: &Program, stage: StageId, worker: &WorkerProgram) -> Self {
         let of = program.stages[stage.index()];
+        // No number that a worker needs for every item is far beyond its instructions.
+        let limit = worker.instructions.len();
         let edges = |mine: fn(&(StageId, StageId)) -> StageId| {
             let numbered = (0..).map(EdgeId).zip(&program.edges);
-            numbered.filter(|(_, ends)| mine(ends) == stage).map(|(edge, _)| edge).collect()
+            let mine = numbered.filter(|(_, ends)| mine(ends) == stage);
+            mine.map(|(edge, _)| Side { edge, items: Numbered::new(limit), sending: 0 }).collect()
         };
         Self {
             stage,
-            replica,
+            replica: worker.replica,
             replicas: of.replicas,
             cap: of.cap,
             incoming: edges(|ends| ends.1),
             outgoing: edges(|ends| ends.0),
-            loaded: HashSet::new(),
-            received: HashSet::new(),
-            posted: HashSet::new(),
-            flights: HashMap::new(),
+            loaded: Numbered::new(limit),
+            flights: Numbered::new(limit),
             last_forward: None,
             last_backward: None,
             last_weight: None,
-            slots: HashMap::new(),
-            sending_slot: HashMap::new(),
+            slots: Numbered::new(limit),
             in_flight: 0,
-            sending_gradient: HashMap::new(),
             versions: BTreeSet::from([Version(0)]),
             round_items: 0,
             closed: 0,
             reduced: BTreeSet::new(),
+            scattered: BTreeSet::new(),
+            shares: BTreeSet::new(),
+            gathering: BTreeSet::new(),
             applied: 0,
             forwards: 0,
             backwards: 0,
@@ -121,51 +157,55 @@ impl Ledger {
     /// Load.
     pub fn load(&mut self, rule: &Rule, item: MicrobatchId) -> Result<(), Fault> {
         self.mine(rule, item)?;
-        if self.loaded.insert(item) { Ok(()) } else { Err(Fault::Again(item)) }
+        if self.loaded.insert(item.0, ()).is_none() { Ok(()) } else { Err(Fault::Again(item)) }
     }
 
     /// Forward.
     pub fn forward(&mut self, rule: &Rule, item: MicrobatchId, version: Version, slot: Slot) -> Result<(), Fault> {
         self.mine(rule, item)?;
         let expected = rule.version(self.stage, item);
-        if self.flights.contains_key(&item) {
+        if self.flights.get(item.0).is_some() {
             return Err(Fault::Again(item));
         }
         if let Some(after) = self.last_forward.filter(|&after| rule.is_out_of_order(item, after)) {
             return Err(Fault::OutOfOrder { item, after });
         }
-        if !self.loaded.contains(&item) {
+        if self.loaded.get(item.0).is_none() {
             return Err(Fault::NotLoaded(item));
         }
-        for &edge in &self.incoming {
-            let kind = Payload::Activation;
-            if !self.received.remove(&(edge, kind, item)) {
-                return Err(Fault::NotReceived { edge: edge.0, item, kind });
-            }
-        }
+        use_all(&mut self.incoming, item, Payload::Activation)?;
         if version != expected {
             return Err(Fault::WrongVersion { found: version, rule: expected });
         }
-        if !self.versions.contains(&version) {
-            return Err(Fault::NoVersion(version));
-        }
-        let busy = self.slots.get(&slot).is_some_and(Option::is_some);
-        if busy || self.sending_slot.get(&slot).is_some_and(|&sends| sends > 0) {
+        self.has_whole(version)?;
+        if self.slots.get(slot.0).is_some_and(|place| place.item.is_some() || place.sends > 0) {
             return Err(Fault::SlotTaken(slot));
         }
         // In inference, what nobody listens to is not in flight.
         if rule.schedule.trains() || !self.outgoing.is_empty() {
             self.in_flight += 1;
-            self.slots.insert(slot, Some(item));
+            self.slots.entry(slot.0).item = Some(item);
         }
         if self.in_flight > self.cap {
             return Err(Fault::OverCap { in_flight: self.in_flight, cap: self.cap });
         }
         let version = rule.backward_version(self.stage, item);
-        self.flights.insert(item, Flight { version, slot, input: false, weight: false });
+        self.flights.insert(item.0, Flight { version, slot, again: false, input: false, weight: false });
         self.last_forward = Some(item);
         self.forwards += 1;
         Ok(())
+    }
+
+    /// Recompute: between the forward and the backward, once.
+    pub fn recompute(&mut self, rule: &Rule, item: MicrobatchId, version: Version, slot: Slot) -> Result<(), Fault> {
+        self.mine(rule, item)?;
+        let flight = self.flights.get_mut(item.0).filter(|flight| rule.schedule.trains() && !flight.input);
+        let flight = flight.ok_or(Fault::NotMade { item, kind: Payload::Activation })?;
+        if std::mem::replace(&mut flight.again, true) {
+            return Err(Fault::Again(item));
+        }
+        flight.uses(version, slot)?;
+        still_held(&self.versions, &self.slots, item, version, slot)
     }
 
     /// BackwardInput, and the first half of Backward.
@@ -177,7 +217,7 @@ impl Ledger {
         slot: Slot,
     ) -> Result<(), Fault> {
         self.mine(rule, item)?;
-        let Some(flight) = self.flights.get_mut(&item).filter(|_| rule.schedule.trains()) else {
+        let Some(flight) = self.flights.get_mut(item.0).filter(|_| rule.schedule.trains()) else {
             return Err(Fault::NotMade { item, kind: Payload::Activation });
         };
         if flight.input {
@@ -188,13 +228,8 @@ impl Ledger {
         }
         flight.uses(version, slot)?;
         still_held(&self.versions, &self.slots, item, version, slot)?;
-        for &edge in &self.outgoing {
-            let kind = Payload::Gradient;
-            if !self.received.remove(&(edge, kind, item)) {
-                return Err(Fault::NotReceived { edge: edge.0, item, kind });
-            }
-        }
-        if self.sending_gradient.values().any(|&sends| sends >= GRADIENT_BUFFERS) {
+        use_all(&mut self.outgoing, item, Payload::Gradient)?;
+        if self.incoming.iter().any(|side| side.sending >= GRADIENT_BUFFERS) {
             return Err(Fault::GradientBuffer { reason: "Sends of items before have not been waited for" });
         }
         flight.input = true;
@@ -211,7 +246,7 @@ impl Ledger {
         slot: Slot,
     ) -> Result<(), Fault> {
         self.mine(rule, item)?;
-        let Some(flight) = self.flights.get_mut(&item).filter(|flight| flight.input) else {
+        let Some(flight) = self.flights.get_mut(item.0).filter(|flight| flight.input) else {
             return Err(Fault::NotMade { item, kind: Payload::Gradient });
         };
         if flight.weight {
@@ -227,7 +262,7 @@ impl Ledger {
             return Err(Fault::GradientBuffer { reason: "it has another round's gradients" });
         }
         flight.weight = true;
-        self.slots.insert(slot, None);
+        self.slots.entry(slot.0).item = None;
         self.in_flight -= 1;
         self.last_weight = Some(item);
         self.round_items += 1;
@@ -237,43 +272,54 @@ impl Ledger {
 
     /// Send: what it sends is there, for the first time, and held until its Wait.
     pub fn send(&mut self, edge: EdgeId, kind: Payload, item: MicrobatchId) -> Result<(), Fault> {
-        match (kind, self.flights.get(&item)) {
-            (Payload::Activation, Some(flight)) if self.slots.get(&flight.slot) == Some(&Some(item)) => {
-                *self.sending_slot.entry(flight.slot).or_default() += 1;
+        match (kind, self.flights.get(item.0)) {
+            (Payload::Activation, Some(flight)) if holds(&self.slots, flight.slot, item) => {
+                self.slots.entry(flight.slot.0).sends += 1;
             }
             (Payload::Gradient, Some(flight)) if flight.input && self.last_backward == Some(item) => {
-                *self.sending_gradient.entry(edge).or_default() += 1;
+                self.side(edge)?.sending += 1;
             }
             _ => return Err(Fault::NotMade { item, kind }),
         }
-        if self.posted.insert((edge, kind, item)) { Ok(()) } else { Err(Fault::Again(item)) }
+        self.post(edge, kind, item)
     }
 
     /// The Wait for a Send.
-    pub fn sent(&mut self, rule: &Rule, edge: EdgeId, kind: Payload, item: MicrobatchId) {
+    pub fn sent(&mut self, rule: &Rule, edge: EdgeId, kind: Payload, item: MicrobatchId) -> Result<(), Fault> {
         if kind == Payload::Gradient {
-            let sends = self.sending_gradient.entry(edge).or_default();
-            *sends = sends.saturating_sub(1);
-        } else if let Some(slot) = self.flights.get(&item).map(|flight| flight.slot) {
-            let sends = self.sending_slot.entry(slot).or_default();
-            *sends = sends.saturating_sub(1);
+            let side = self.side(edge)?;
+            side.sending = side.sending.saturating_sub(1);
+        } else if let Some(slot) = self.flights.get(item.0).map(|flight| flight.slot) {
+            let place = self.slots.entry(slot.0);
+            place.sends = place.sends.saturating_sub(1);
             // In inference nothing is kept but what is being sent.
-            if *sends == 0 && !rule.schedule.trains() && self.slots.get(&slot) == Some(&Some(item)) {
-                self.slots.insert(slot, None);
+            if place.sends == 0 && !rule.schedule.trains() && place.item == Some(item) {
+                place.item = None;
                 self.in_flight -= 1;
             }
         }
+        Ok(())
     }
 
     /// Recv.
     pub fn recv(&mut self, rule: &Rule, edge: EdgeId, kind: Payload, item: MicrobatchId) -> Result<(), Fault> {
         self.mine(rule, item)?;
-        if self.posted.insert((edge, kind, item)) { Ok(()) } else { Err(Fault::Again(item)) }
+        self.post(edge, kind, item)
     }
 
     /// The Wait for a Recv.
-    pub fn received(&mut self, edge: EdgeId, kind: Payload, item: MicrobatchId) {
-        self.received.insert((edge, kind, item));
+    pub fn received(&mut self, edge: EdgeId, item: MicrobatchId) -> Result<(), Fault> {
+        self.side(edge)?.items.entry(item.0).is_here = true;
+        Ok(())
+    }
+
+    fn post(&mut self, edge: EdgeId, kind: Payload, item: MicrobatchId) -> Result<(), Fault> {
+        if self.side(edge)?.items.entry(item.0).post(kind) { Ok(()) } else { Err(Fault::Again(item)) }
+    }
+
+    fn side(&mut self, edge: EdgeId) -> Result<&mut Side, Fault> {
+        let mut sides = self.incoming.iter_mut().chain(&mut self.outgoing);
+        sides.find(|side| side.edge == edge).ok_or(Fault::NotMine)
     }
 
     /// AllReduce.
@@ -284,7 +330,34 @@ impl Ledger {
         self.close(rule, round)
     }
 
-    /// The Wait for an AllReduce.
+    /// ReduceScatter: as an AllReduce.
+    pub fn reduce_scatter(&mut self, rule: &Rule, round: u32) -> Result<(), Fault> {
+        self.all_reduce(rule, round)?;
+        self.scattered.insert(round);
+        Ok(())
+    }
+
+    /// AllGather: of a version that is in shares, once.
+    pub fn all_gather(&mut self, version: Version) -> Result<(), Fault> {
+        let is_ready = self.versions.contains(&version) && self.shares.contains(&version);
+        if is_ready && self.gathering.insert(version) { Ok(()) } else { Err(Fault::NoVersion(version)) }
+    }
+
+    /// The Wait for an AllGather.
+    pub fn gathered(&mut self, version: Version) {
+        self.gathering.remove(&version);
+        self.shares.remove(&version);
+    }
+
+    /// Checkpoint: of a version that is whole.
+    pub fn has_whole(&self, version: Version) -> Result<(), Fault> {
+        if !self.versions.contains(&version) {
+            return Err(Fault::NoVersion(version));
+        }
+        if self.shares.contains(&version) { Err(Fault::NotGathered(version)) } else { Ok(()) }
+    }
+
+    /// The Wait for an AllReduce or a ReduceScatter.
     pub fn reduced(&mut self, round: u32) {
         self.reduced.insert(round);
     }
@@ -343,16 +416,27 @@ impl Ledger {
         if !self.versions.contains(&from) {
             return Err(Fault::NoVersion(from));
         }
+        if in_place && self.gathering.contains(&from) {
+            return Err(Fault::NotGathered(from));
+        }
         if in_place {
             self.versions.remove(&from);
+            self.shares.remove(&from);
         }
         self.versions.insert(to);
+        if self.scattered.remove(&round) {
+            self.shares.insert(to);
+        }
         self.applied += 1;
         Ok(())
     }
 
     /// Drop: of any version but the newest.
     pub fn drop_version(&mut self, version: Version) -> Result<(), Fault> {
+        if self.gathering.contains(&version) {
+            return Err(Fault::NotGathered(version));
+        }
+        self.shares.remove(&version);
         if version.0 < self.applied && self.versions.remove(&version) { Ok(()) } else { Err(Fault::NoVersion(version)) }
     }
 
@@ -368,14 +452,30 @@ impl Ledger {
             left("the backwards", items - u64::from(self.backwards))?;
         }
         left("the rounds", u64::from(rule.rounds(self.stage) - self.applied))?;
+        left("the versions that are in shares", self.shares.len() as u64)?;
         left("the old versions", self.versions.len() as u64 - 1)
     }
+}
+
+/// Takes what every one of these edges has brought for the item.
+fn use_all(sides: &mut [Side], item: MicrobatchId, kind: Payload) -> Result<(), Fault> {
+    for side in sides {
+        let passage = side.items.get_mut(item.0);
+        if !passage.is_some_and(|passage| std::mem::take(&mut passage.is_here)) {
+            return Err(Fault::NotReceived { edge: side.edge.0, item, kind });
+        }
+    }
+    Ok(())
+}
+
+fn holds(slots: &Numbered<Place>, slot: Slot, item: MicrobatchId) -> bool {
+    slots.get(slot.0).is_some_and(|place| place.item == Some(item))
 }
 
 /// Refuses a backward whose weights have been dropped, or whose slot holds another item.
 fn still_held(
     versions: &BTreeSet<Version>,
-    slots: &HashMap<Slot, Option<MicrobatchId>>,
+    slots: &Numbered<Place>,
     item: MicrobatchId,
     version: Version,
     slot: Slot,
@@ -383,7 +483,7 @@ fn still_held(
     if !versions.contains(&version) {
         return Err(Fault::NoVersion(version));
     }
-    if slots.get(&slot) != Some(&Some(item)) {
+    if !holds(slots, slot, item) {
         return Err(Fault::SlotEmpty { slot, item });
     }
     Ok(())

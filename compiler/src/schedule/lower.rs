@@ -96,8 +96,8 @@ impl<'a> Lists<'a> {
         let nothing = vec![Vec::new(); layout.workers()];
         let mut lists = Self { rule, order, recvs: nothing.clone(), sends: nothing };
         let next_backward = next_backwards(order);
-        for item in (0..rule.items).map(MicrobatchId) {
-            for (index, edge) in pipeline.edges.iter().enumerate() {
+        for (index, edge) in pipeline.edges.iter().enumerate() {
+            for item in (0..rule.items).map(MicrobatchId) {
                 let [from, to] = [edge.from, edge.to].map(|stage| layout.worker(stage, rule.replica(stage, item)));
                 let [from_places, to_places] = [edge.from, edge.to].map(|s| place_of[s.index() * items + item.index()]);
                 let [from_started, to_started] = [from, to].map(|worker| &order.started[worker.index()]);
@@ -190,7 +190,7 @@ struct Writer<'a> {
     out: Vec<Instruction>,
     tokens: u32,
     /// Tokens to wait for, and in inference slots that fall free, by the place before which they are.
-    waits: BTreeMap<u32, Vec<Token>>,
+    waits: Waits,
     frees: BTreeMap<u32, Vec<(StageId, Slot)>>,
     /// Rounds of stages whose all-reduce is posted and not yet applied.
     reducing: VecDeque<(u32, StageId, Token)>,
@@ -218,7 +218,7 @@ impl<'a> Writer<'a> {
             stages: stages.into_iter().map(rounds).collect(),
             out: Vec::with_capacity(work.len() * 6),
             tokens: 0,
-            waits: BTreeMap::new(),
+            waits: Waits::new(work.len()),
             frees: BTreeMap::new(),
             reducing: VecDeque::new(),
             done: BTreeSet::new(),
@@ -238,7 +238,7 @@ impl<'a> Writer<'a> {
             while let Some(&Transfer { edge, item, kind, peer, wait, .. }) = recvs.next_if(|recv| recv.post == place) {
                 let token = self.token();
                 self.out.push(Instruction::Recv { edge, item, kind, peer, token });
-                self.waits.entry(wait).or_default().push(token);
+                self.waits.add(wait, token);
             }
             let version = match part {
                 Part::Forward => lists.rule.version(stage, item),
@@ -269,11 +269,13 @@ impl<'a> Writer<'a> {
             while let Some(&Transfer { edge, item, kind, peer, wait, .. }) = sends.next_if(|send| send.post == place) {
                 let token = self.token();
                 self.out.push(Instruction::Send { edge, item, kind, peer, token });
-                self.waits.entry(wait).or_default().push(token);
+                self.waits.add(wait, token);
                 free = free.max(wait);
             }
             // In inference nothing is kept but what is being sent.
-            self.frees.entry(free).or_default().extend(held);
+            if held.is_some() {
+                self.frees.entry(free).or_default().extend(held);
+            }
             if part.ends() {
                 let round = lists.rule.round(stage, item);
                 if self.stage(stage).last[round as usize] == Some(item) {
@@ -300,9 +302,7 @@ impl<'a> Writer<'a> {
     }
 
     fn wait(&mut self, place: u32) {
-        for token in self.waits.remove(&place).unwrap_or_default() {
-            self.out.push(Instruction::Wait { token });
-        }
+        self.out.extend(self.waits.at(place).map(|token| Instruction::Wait { token }));
         for (stage, slot) in self.frees.remove(&place).unwrap_or_default() {
             self.stage(stage).slots.free.push(Reverse(slot.0));
         }
@@ -405,6 +405,36 @@ impl<'a> Writer<'a> {
             }
         }
         out
+    }
+}
+
+/// Tokens by the place in a worker's work before which they are waited for, in the order of posting: a chain for each place.
+struct Waits {
+    /// The first and the last token of each place.
+    ends: Vec<[Option<Token>; 2]>,
+    /// For each token the next of its place.
+    next: Vec<Option<Token>>,
+}
+
+impl Waits {
+    fn new(places: usize) -> Self {
+        Self { ends: vec![[None; 2]; places + 1], next: Vec::new() }
+    }
+
+    fn add(&mut self, place: u32, token: Token) {
+        self.next.resize(token.index() + 1, None);
+        match &mut self.ends[place as usize] {
+            [Some(_), Some(last)] => {
+                self.next[last.index()] = Some(token);
+                *last = token;
+            }
+            ends => *ends = [Some(token); 2],
+        }
+    }
+
+    fn at(&self, place: u32) -> impl Iterator<Item = Token> + '_ {
+        let first = self.ends[place as usize][0];
+        std::iter::successors(first, |token| self.next[token.index()])
     }
 }
 

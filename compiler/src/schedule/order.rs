@@ -17,10 +17,8 @@
 //! The result carries, for each piece of work, its place in the order in which all work was started. That sequence is the
 //! witness with which `lower` places Recvs and Waits so that no program of ours can wait for ever.
 
-use std::cmp::Reverse;
-use std::collections::{BTreeSet, BinaryHeap};
-
 use crate::plan::StageId;
+use crate::schedule::moments::Moments;
 use crate::schedule::rule::Rule;
 use crate::schedule::work::{Part, Work};
 use crate::schedule::{MicrobatchId, Payload, Pipeline, ProgramStage, RankId, ScheduleError, WorkerId};
@@ -30,8 +28,9 @@ use crate::schedule::{MicrobatchId, Payload, Pipeline, ProgramStage, RankId, Sch
 pub enum Choice<'a> {
     /// Work-conserving: a backward if one may start, else a forward.
     Greedy,
-    /// The same with the backward in two parts; that of the weights fills what would be idle.
-    GreedySplit,
+    /// The same with the backward in two parts; that of the weights fills what would be idle, and comes first where so many of a
+    /// stage wait for it.
+    GreedySplit(&'a [u32]),
     /// The next of its list, by [`WorkerId`]; caps are not looked at.
     Fixed(&'a [Vec<Work>]),
 }
@@ -109,7 +108,7 @@ fn ticks(microseconds: f64) -> u64 {
     (microseconds * 1e6).round() as u64
 }
 
-#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+#[derive(Clone, Copy)]
 enum Event {
     Done(WorkerId),
     Arrived(StageId, MicrobatchId, Payload),
@@ -127,6 +126,8 @@ struct Hands {
     next_fixed: usize,
     in_flight: u32,
     running: Option<Work>,
+    /// Whether something has happened that it may have waited for.
+    is_touched: bool,
     work: Vec<Work>,
     started: Vec<u32>,
 }
@@ -148,11 +149,11 @@ struct Player<'a> {
     missing: Vec<Vec<u32>>,
     reduced: Vec<u32>,
     newest: Vec<u32>,
-    events: BinaryHeap<Reverse<(u64, u64, Event)>>,
+    events: Moments<Event>,
     now: u64,
-    posted: u64,
     count: u32,
-    touched: BTreeSet<WorkerId>,
+    /// Workers that are touched, each once.
+    touched: Vec<WorkerId>,
 }
 
 impl<'a> Player<'a> {
@@ -180,6 +181,7 @@ impl<'a> Player<'a> {
                     next_fixed: 0,
                     in_flight: 0,
                     running: None,
+                    is_touched: true,
                     work: Vec::new(),
                     started: Vec::new(),
                 });
@@ -210,28 +212,30 @@ impl<'a> Player<'a> {
             missing,
             reduced: vec![0; stages],
             newest: vec![0; stages],
-            events: BinaryHeap::new(),
+            events: Moments::new(),
             now: 0,
-            posted: 0,
             count: 0,
         }
     }
 
     fn run(mut self) -> Result<Order, ScheduleError> {
+        let mut touched = Vec::new();
         loop {
             // Everything that happens at this moment is known before anyone chooses.
-            while let Some(&Reverse((time, _, event))) = self.events.peek() {
-                if time > self.now {
-                    break;
-                }
-                self.events.pop();
+            while self.events.next_time() == Some(self.now)
+                && let Some((_, event)) = self.events.take()
+            {
                 self.happen(event);
             }
-            for worker in std::mem::take(&mut self.touched) {
+            // Who chooses first does not depend on what happened first.
+            std::mem::swap(&mut self.touched, &mut touched);
+            touched.sort_unstable();
+            touched.iter().for_each(|worker| self.hands[worker.index()].is_touched = false);
+            for worker in touched.drain(..) {
                 self.start(worker);
             }
-            match self.events.peek() {
-                Some(&Reverse((time, ..))) => self.now = time,
+            match self.events.next_time() {
+                Some(time) => self.now = time,
                 None => break,
             }
         }
@@ -246,7 +250,7 @@ impl<'a> Player<'a> {
                 Choice::Fixed(lists) => lists[index].get(hands.next_fixed).copied(),
                 _ if !self.rule.schedule.trains() => self.next(hands, hands.next_forward, Part::Forward),
                 Choice::Greedy => self.next(hands, hands.next_backward, Part::Backward),
-                Choice::GreedySplit => self.next(hands, hands.next_weight, Part::BackwardWeight),
+                Choice::GreedySplit(_) => self.next(hands, hands.next_weight, Part::BackwardWeight),
             };
             if let Some(work) = next {
                 let worker = WorkerId(index as u32);
@@ -259,9 +263,19 @@ impl<'a> Player<'a> {
         Ok(())
     }
 
+    /// What takes no time happens at once, but the end of work: it is not done before everyone has begun.
     fn post(&mut self, after: u64, event: Event) {
-        self.events.push(Reverse((self.now.saturating_add(after), self.posted, event)));
-        self.posted += 1;
+        match event {
+            Event::Arrived(..) | Event::Updated(..) if after == 0 => self.happen(event),
+            _ => self.events.post(self.now.saturating_add(after), event),
+        }
+    }
+
+    fn touch(&mut self, worker: WorkerId) {
+        let is_touched = &mut self.hands[worker.index()].is_touched;
+        if !std::mem::replace(is_touched, true) {
+            self.touched.push(worker);
+        }
     }
 
     fn at(&self, stage: StageId, item: MicrobatchId) -> usize {
@@ -275,7 +289,7 @@ impl<'a> Player<'a> {
     fn happen(&mut self, event: Event) {
         match event {
             Event::Done(worker) => {
-                self.touched.insert(worker);
+                self.touch(worker);
                 let hands = &mut self.hands[worker.index()];
                 let Some(work) = hands.running.take() else { return };
                 if work.part.ends() {
@@ -293,7 +307,7 @@ impl<'a> Player<'a> {
             Event::Arrived(stage, item, kind) => self.arrive(stage, item, kind),
             Event::Updated(stage, round) => {
                 self.newest[stage.index()] = round + 1;
-                self.touched.extend(self.layout.holders(stage));
+                self.layout.holders(stage).for_each(|worker| self.touch(worker));
             }
         }
     }
@@ -304,7 +318,7 @@ impl<'a> Player<'a> {
             Payload::Activation => self.forward_needs[at] -= 1,
             Payload::Gradient => self.backward_needs[at] -= 1,
         }
-        self.touched.insert(self.worker(stage, item));
+        self.touch(self.worker(stage, item));
     }
 
     fn forward_done(&mut self, stage: StageId, item: MicrobatchId) {
@@ -360,13 +374,18 @@ impl<'a> Player<'a> {
             return lists[worker.index()].get(hands.next_fixed).copied().filter(may);
         }
         let trains = self.rule.schedule.trains();
-        let splits = matches!(self.choice, Choice::GreedySplit);
+        let most_apart = match self.choice {
+            Choice::GreedySplit(apart) => Some(apart[hands.stage.index()] as usize),
+            _ => None,
+        };
+        let splits = most_apart.is_some();
+        let is_full = most_apart.is_some_and(|most| hands.next_backward - hands.next_weight >= most);
         let room = hands.in_flight < self.rule.stages[hands.stage.index()].cap;
         let part = if splits { Part::BackwardInput } else { Part::Backward };
-        let backward = self.next(hands, hands.next_backward, part).filter(|work| trains && may(work));
+        let backward = self.next(hands, hands.next_backward, part).filter(|work| trains && !is_full && may(work));
         let forward = || self.next(hands, hands.next_forward, Part::Forward).filter(|work| room && may(work));
         let weight = || self.next(hands, hands.next_weight, Part::BackwardWeight).filter(|work| splits && may(work));
-        backward.or_else(forward).or_else(weight)
+        if is_full { weight() } else { backward.or_else(forward).or_else(weight) }
     }
 
     fn start(&mut self, worker: WorkerId) {
@@ -412,7 +431,7 @@ impl<'a> Player<'a> {
             if self.backward_needs[at] == 0 {
                 let sender = self.worker(from, item);
                 self.hands[sender.index()].in_flight -= 1;
-                self.touched.insert(sender);
+                self.touch(sender);
             }
         }
     }

@@ -37,6 +37,7 @@ pub fn pipeline_of(
         let weights = stage.memory.weights;
         StageShape {
             cap,
+            recompute: if stage.recompute { stage.fwd_us } else { 0.0 },
             all_reduce: links::all_reduce_us(&links::rings(levels, &stage.devices, weights as f64)),
             param_bytes: weights,
             saved_bytes: stage.memory.activations / u64::from(cap.max(1)),

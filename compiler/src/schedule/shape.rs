@@ -65,6 +65,7 @@ impl Pipeline {
                 ("forward", stage.forward),
                 ("backward", stage.backward),
                 ("weight part of the backward", stage.weight),
+                ("recomputing", stage.recompute),
                 ("step", stage.step),
                 ("all-reduce", stage.all_reduce),
             ] {

@@ -17,6 +17,10 @@
 //!     all-reduce 0 round 0 #2
 //!     step 0 round 0 v0 > v1 mean 2   `=>` instead of `>` where v1 is written over v0
 //!     drop 0 v0
+//!     recompute 0F2@v1[3]             the forward of 0F2 again, for its backward
+//!     reduce-scatter 0 round 1 #3     this worker's share of what all-reduce would give
+//!     all-gather 0 v2 #4              the shares of version 2 of all workers
+//!     checkpoint 0 v2
 //!   }
 //! }
 //! ```
@@ -94,6 +98,10 @@ impl Program {
             | Instruction::Backward { .. }
             | Instruction::BackwardInput { .. }
             | Instruction::BackwardWeight { .. } => instruction.work().map(compute).unwrap_or_default(),
+            Instruction::Recompute { stage, item, version, slot } => {
+                let of = Work { stage, item, part: Part::Forward };
+                format!("recompute {}", compute((of, version, slot)))
+            }
             Instruction::Send { edge, item, kind, peer, token } => {
                 let (what, to) = (made_by(edge, kind, item), self.worker_name(peer));
                 format!("send {what} > {to}{} #{}", taker(edge, kind), token.0)
@@ -106,11 +114,18 @@ impl Program {
             Instruction::AllReduce { stage, round, token } => {
                 format!("all-reduce {} round {round} #{}", stage.0, token.0)
             }
+            Instruction::ReduceScatter { stage, round, token } => {
+                format!("reduce-scatter {} round {round} #{}", stage.0, token.0)
+            }
+            Instruction::AllGather { stage, version, token } => {
+                format!("all-gather {} v{} #{}", stage.0, version.0, token.0)
+            }
             Instruction::Step { stage, round, from, to, count, in_place } => {
                 let arrow = if in_place { "=>" } else { ">" };
                 format!("step {} round {round} v{} {arrow} v{} mean {count}", stage.0, from.0, to.0)
             }
             Instruction::Drop { stage, version } => format!("drop {} v{}", stage.0, version.0),
+            Instruction::Checkpoint { stage, version } => format!("checkpoint {} v{}", stage.0, version.0),
         }
     }
 }
@@ -318,8 +333,15 @@ impl Reader {
                 count: line.number(count)?,
                 in_place: arrow == "=>",
             },
+            ["reduce-scatter", of, "round", round, name] => {
+                Instruction::ReduceScatter { stage: stage(of)?, round: line.number(round)?, token: token(name)? }
+            }
+            ["all-gather", of, made, name] => {
+                Instruction::AllGather { stage: stage(of)?, version: version(made)?, token: token(name)? }
+            }
             ["drop", of, name] => Instruction::Drop { stage: stage(of)?, version: version(name)? },
-            [word] => {
+            ["checkpoint", of, name] => Instruction::Checkpoint { stage: stage(of)?, version: version(name)? },
+            [word] | ["recompute", word] => {
                 let (work, slot) = match word.strip_suffix(']').and_then(|word| word.split_once('[')) {
                     Some((work, slot)) => (work, Slot(line.number(slot)?)),
                     None => (word, Slot(0)),
@@ -328,7 +350,14 @@ impl Reader {
                     Some((work, name)) => (work, version(name)?),
                     None => (work, Version(0)),
                 };
-                made(line, work)?.instruction(version, slot)
+                let (work, again) = (made(line, work)?, words.len() > 1);
+                match work.part {
+                    Part::Forward if again => {
+                        Instruction::Recompute { stage: work.stage, item: work.item, version, slot }
+                    }
+                    _ if again => return Err(line.expected("the forward that is run again")),
+                    _ => work.instruction(version, slot),
+                }
             }
             _ => return Err(line.expected("an instruction")),
         })

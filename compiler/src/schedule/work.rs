@@ -3,7 +3,7 @@
 use std::fmt;
 
 use crate::plan::StageId;
-use crate::schedule::{Instruction, MicrobatchId, Slot, Version};
+use crate::schedule::{Instruction, MicrobatchId, Program, Slot, Version};
 
 /// What is computed of an item at a stage.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug, Hash)]
@@ -65,6 +65,23 @@ impl Work {
             Part::BackwardWeight => Instruction::BackwardWeight { stage, item, version, slot },
         }
     }
+}
+
+/// For each stage of a program the most items that a worker has between the halves of their backward, the one under way among them.
+pub fn apart(program: &Program) -> Vec<u32> {
+    let mut most = vec![0u32; program.stages.len()];
+    for worker in &program.workers {
+        let mut now = vec![0u32; program.stages.len()];
+        for (work, ..) in worker.instructions.iter().filter_map(Instruction::work) {
+            let at = work.stage.index();
+            if work.part.makes_gradients() {
+                now[at] += 1;
+                most[at] = most[at].max(now[at]);
+            }
+            now[at] -= u32::from(work.part.ends());
+        }
+    }
+    most
 }
 
 impl fmt::Display for Work {

@@ -13,7 +13,7 @@
 //! step needs the stage's own gradients only, and nothing is taken back.
 //!
 //! Unequal replicas have no such rows. For them the order is played: I before F before W, under a cap of d p - d + 1 items for all
-//! workers of the pipeline, shared by the replicas.
+//! workers of the pipeline, shared by the replicas, and W once as many I are done as a row of as many ranks would leave.
 
 use crate::plan::StageId;
 use crate::schedule::lower::lower;
@@ -51,7 +51,13 @@ fn zero_bubble(
     for stage in &mut rule.stages {
         stage.cap = (depth * workers - depth + 1).div_ceil(stage.replicas);
     }
-    let order = play(pipeline, &rule, Choice::GreedySplit)?;
+    let mut before = 0u32;
+    let mut apart = Vec::with_capacity(rule.stages.len());
+    for stage in &rule.stages {
+        apart.push(depth * before.div_ceil(stage.replicas) + 1);
+        before += stage.replicas;
+    }
+    let order = play(pipeline, &rule, Choice::GreedySplit(&apart))?;
     Ok(lower(pipeline, &rule, &order))
 }
 

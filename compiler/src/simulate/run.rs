@@ -1,18 +1,24 @@
 //! The simulation itself: an event queue over the workers' programs.
 //!
 //! A worker runs its list until it computes or must wait. A transfer begins when both its Send and its Recv are posted and its
-//! link is free; both Waits end when it ends. An all-reduce begins when the last replica joins.
+//! link is free; both Waits end when it ends. An all-reduce begins when the last replica joins and the stage's round before is reduced.
 //!
 //! On a machine with fewer cores than computing workers, computations share: with n computing on C cores each runs at rate
 //! min(1, C / n). All run at the same rate, so one virtual clock that advances at that rate serves them all: a computation
 //! of d microseconds that starts at virtual time v ends at virtual time v + d, whoever joins or leaves meanwhile. That keeps
-//! every event at the cost of one heap operation.
+//! every event at the cost of one operation on a queue.
+//!
+//! Runs of millions of items are played in seconds, so nothing is hashed for an instruction: tokens and items are numbers into
+//! lists, channels are numbered, and the queues are radix heaps over the bits of times, which sort as the times do.
 
-use std::cmp::Reverse;
-use std::collections::{BTreeMap, BinaryHeap, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
 
 use crate::plan::StageId;
-use crate::schedule::{EdgeId, Instruction, MicrobatchId, Payload, Pipeline, Program, StageShape, Token, WorkerId};
+use crate::schedule::channel::{Channel, Channels};
+use crate::schedule::collective::{Collective, Meeting};
+use crate::schedule::moments::Moments;
+use crate::schedule::numbered::Numbered;
+use crate::schedule::{Instruction, MicrobatchId, Payload, Pipeline, Program, StageShape, Token, WorkerId};
 use crate::simulate::network::Network;
 use crate::simulate::{Activity, SimulateError, Span, Timeline, Track};
 
@@ -46,51 +52,38 @@ pub fn simulate(program: &Program, pipeline: &Pipeline, machine: &Machine) -> Re
     Simulation::new(program, pipeline, machine).run()
 }
 
-/// A moment, ordered as a number; ties go by number of posting, so equal runs are equal.
-#[derive(Clone, Copy, PartialEq)]
-struct Moment(f64, u64);
-
-impl Eq for Moment {}
-
-impl PartialOrd for Moment {
-    fn partial_cmp(&self, other: &Self) -> Option<std::cmp::Ordering> {
-        Some(self.cmp(other))
-    }
+/// A time as the queues have it. Times are never negative, and the bits of such numbers have their order.
+fn bits(time: f64) -> u64 {
+    time.max(0.0).to_bits()
 }
 
-impl Ord for Moment {
-    fn cmp(&self, other: &Self) -> std::cmp::Ordering {
-        self.0.total_cmp(&other.0).then(self.1.cmp(&other.1))
-    }
-}
-
-#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+#[derive(Clone, Copy)]
 struct Name {
     worker: WorkerId,
     token: Token,
 }
 
-/// What ends with the network's events: one token, and for a transfer the other's too.
-#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+/// What ends with the network's events.
+#[derive(Clone, Copy)]
 enum Ending {
-    Transfer(Name, Name),
-    AllReduce(StageId, u32),
+    /// A transfer of the channel with this number: the tokens of its Send and of its Recv.
+    Transfer(u32, Token, Token),
+    Meeting(Meeting),
 }
 
+/// One direction of one pair of workers: what is posted at one end and not yet at the other, and what has been carried.
 #[derive(Default)]
-struct Channel {
-    sends: Vec<(Name, MicrobatchId)>,
-    recvs: Vec<Name>,
-    begun: usize,
+struct Line {
+    sends: VecDeque<(Token, MicrobatchId)>,
+    recvs: VecDeque<Token>,
     free_at: f64,
     spans: Vec<Span>,
 }
 
-#[derive(Default)]
 struct Hands {
     at: usize,
     /// Posted tokens; true when complete.
-    tokens: HashMap<Token, bool>,
+    tokens: Numbered<bool>,
     blocked: Option<Token>,
     computing: Option<(Activity, f64)>,
     spans: Vec<Span>,
@@ -109,6 +102,8 @@ struct Holding {
     gradients: u64,
     /// Whether one of them is being summed.
     summing: bool,
+    /// Items whose forward has run again and whose backward has not begun.
+    again: BTreeSet<MicrobatchId>,
 }
 
 impl Holding {
@@ -124,17 +119,20 @@ struct Simulation<'a> {
     pipeline: &'a Pipeline,
     machine: &'a Machine,
     hands: Vec<Hands>,
-    channels: BTreeMap<(WorkerId, WorkerId, EdgeId, Payload), Channel>,
-    joined: HashMap<(StageId, u32), Vec<Name>>,
+    channels: Channels,
+    /// By the number of the channel.
+    lines: Vec<Line>,
+    joined: HashMap<Meeting, Vec<Name>>,
     reductions: BTreeMap<StageId, Vec<Span>>,
-    network: BinaryHeap<Reverse<(Moment, Ending)>>,
+    network: Moments<Ending>,
     /// Computations, by the virtual time at which they end.
-    computing: BinaryHeap<Reverse<(Moment, WorkerId)>>,
+    computing: Moments<WorkerId>,
     now: f64,
     virtual_now: f64,
-    posted: u64,
-    /// A map, since a program that was not checked may name any item at all.
-    finished: BTreeMap<MicrobatchId, f64>,
+    /// When each item's last computation ended; not a number before its first.
+    finished: Vec<f64>,
+    /// The same for items that the program should not have: one that was not checked may name any at all.
+    foreign: BTreeMap<MicrobatchId, f64>,
 }
 
 impl<'a> Simulation<'a> {
@@ -142,26 +140,46 @@ impl<'a> Simulation<'a> {
         let sizes = pipeline.stages.iter().any(|stage| stage.param_bytes > 0 || stage.saved_bytes > 0);
         let hands = program.workers.iter().map(|worker| {
             let stages = program.stages_of(worker.rank);
-            let holding = |stage| Holding { stage, in_flight: 0, versions: 1, gradients: 0, summing: false };
+            let holding = |stage| Holding {
+                stage,
+                in_flight: 0,
+                versions: 1,
+                gradients: 0,
+                summing: false,
+                again: BTreeSet::new(),
+            };
             let holds: Vec<Holding> = stages.map(holding).collect();
             let weights = holds.iter().map(|of| pipeline.stages[of.stage.index()].param_bytes);
             let weights = weights.fold(0, u64::saturating_add);
-            Hands { holds, memory: if sizes { vec![(0.0, weights)] } else { Vec::new() }, ..Hands::default() }
+            Hands {
+                at: 0,
+                tokens: Numbered::new(worker.instructions.len()),
+                blocked: None,
+                computing: None,
+                spans: Vec::new(),
+                in_flight: 0,
+                peak: 0,
+                holds,
+                memory: if sizes { vec![(0.0, weights)] } else { Vec::new() },
+            }
         });
+        let instructions: usize = program.workers.iter().map(|worker| worker.instructions.len()).sum();
+        let items = instructions.min(program.items as usize);
         Self {
             program,
             pipeline,
             machine,
             hands: hands.collect(),
-            channels: BTreeMap::new(),
+            channels: Channels::new(program.workers.len()),
+            lines: Vec::new(),
             joined: HashMap::new(),
             reductions: BTreeMap::new(),
-            network: BinaryHeap::new(),
-            computing: BinaryHeap::new(),
+            network: Moments::new(),
+            computing: Moments::new(),
             now: 0.0,
             virtual_now: 0.0,
-            posted: 0,
-            finished: BTreeMap::new(),
+            finished: vec![f64::NAN; items],
+            foreign: BTreeMap::new(),
         }
     }
 
@@ -171,8 +189,10 @@ impl<'a> Simulation<'a> {
         }
         loop {
             let rate = self.rate();
-            let computed = self.computing.peek().map(|Reverse((at, _))| self.now + (at.0 - self.virtual_now) / rate);
-            let carried = self.network.peek().map(|Reverse((at, _))| at.0);
+            let ends = self.computing.next_time().map(f64::from_bits);
+            // Rounding may have brought the virtual clock past the end of a computation; time does not go back for that.
+            let computed = ends.map(|at| self.now + ((at - self.virtual_now) / rate).max(0.0));
+            let carried = self.network.next_time().map(f64::from_bits);
             let next = match (computed, carried) {
                 (None, None) => break,
                 (Some(computed), Some(carried)) => computed.min(carried),
@@ -181,11 +201,11 @@ impl<'a> Simulation<'a> {
             if carried.is_some_and(|carried| carried <= next) {
                 self.virtual_now += (next - self.now) * rate;
                 self.now = next;
-                if let Some(Reverse((_, ending))) = self.network.pop() {
+                if let Some((_, ending)) = self.network.take() {
                     self.end(ending);
                 }
-            } else if let Some(Reverse((at, worker))) = self.computing.pop() {
-                self.virtual_now = at.0;
+            } else if let Some((at, worker)) = self.computing.take() {
+                self.virtual_now = f64::from_bits(at);
                 self.now = next;
                 self.computed(worker);
             }
@@ -209,17 +229,13 @@ impl<'a> Simulation<'a> {
         }
     }
 
-    fn moment(&mut self, time: f64) -> Moment {
-        self.posted += 1;
-        Moment(time, self.posted)
-    }
-
     /// Runs the worker's list until it computes, must wait or is at its end.
     fn advance(&mut self, worker: WorkerId) {
         let index = worker.index();
         while let Some(&instruction) = self.program.workers[index].instructions.get(self.hands[index].at) {
             match instruction {
-                Instruction::Load { .. } => {}
+                // Neither has a time in a profile.
+                Instruction::Load { .. } | Instruction::Checkpoint { .. } => {}
                 Instruction::Forward { stage, item, .. } => {
                     if self.program.schedule.trains() {
                         let hands = &mut self.hands[index];
@@ -232,6 +248,10 @@ impl<'a> Simulation<'a> {
                 Instruction::Backward { stage, item, .. } => {
                     self.change(worker, stage, Holding::sum);
                     return self.compute(worker, Activity::Backward(stage, item));
+                }
+                Instruction::Recompute { stage, item, .. } => {
+                    self.change(worker, stage, |of| _ = of.again.insert(item));
+                    return self.compute(worker, Activity::Recompute(stage, item));
                 }
                 Instruction::BackwardInput { stage, item, .. } => {
                     return self.compute(worker, Activity::BackwardInput(stage, item));
@@ -248,28 +268,28 @@ impl<'a> Simulation<'a> {
                     self.change(worker, stage, |of| of.versions = of.versions.saturating_sub(1));
                 }
                 Instruction::Send { edge, item, kind, peer, token } => {
-                    self.hands[index].tokens.insert(token, false);
-                    let key = (worker, peer, edge, kind);
-                    self.channels.entry(key).or_default().sends.push((Name { worker, token }, item));
-                    self.begin(key);
+                    let channel = Channel { from: worker, to: peer, edge, kind };
+                    let line = self.post(worker, token, channel);
+                    self.lines[line as usize].sends.push_back((token, item));
+                    self.begin(line, channel);
                 }
                 Instruction::Recv { edge, kind, peer, token, .. } => {
-                    self.hands[index].tokens.insert(token, false);
-                    let key = (peer, worker, edge, kind);
-                    self.channels.entry(key).or_default().recvs.push(Name { worker, token });
-                    self.begin(key);
+                    let channel = Channel { from: peer, to: worker, edge, kind };
+                    let line = self.post(worker, token, channel);
+                    self.lines[line as usize].recvs.push_back(token);
+                    self.begin(line, channel);
                 }
-                Instruction::AllReduce { stage, round, token } => {
-                    self.hands[index].tokens.insert(token, false);
+                Instruction::AllReduce { stage, .. } | Instruction::ReduceScatter { stage, .. } => {
                     self.change(worker, stage, |of| of.summing = false);
-                    self.join(stage, round, Name { worker, token });
+                    self.join(worker, instruction);
                 }
+                Instruction::AllGather { .. } => self.join(worker, instruction),
                 Instruction::Wait { token } => {
-                    if self.hands[index].tokens.get(&token) != Some(&true) {
+                    if self.hands[index].tokens.get(token.0) != Some(&true) {
                         self.hands[index].blocked = Some(token);
                         return;
                     }
-                    self.hands[index].tokens.remove(&token);
+                    self.hands[index].tokens.remove(token.0);
                 }
             }
             self.hands[index].at += 1;
@@ -278,19 +298,31 @@ impl<'a> Simulation<'a> {
 
     fn compute(&mut self, worker: WorkerId, activity: Activity) {
         // A program that was not checked may name any stage at all.
-        let of =
-            |stage: StageId, time: fn(&StageShape) -> f64| self.pipeline.stages.get(stage.index()).map_or(0.0, time);
+        let pipeline = self.pipeline;
+        let of = |stage: StageId, time: fn(&StageShape) -> f64| pipeline.stages.get(stage.index()).map_or(0.0, time);
         let time = match activity {
             Activity::Forward(stage, _) => of(stage, |shape| shape.forward),
-            Activity::Backward(stage, _) => of(stage, |shape| shape.backward),
-            Activity::BackwardInput(stage, _) => of(stage, |shape| (shape.backward - shape.weight).max(0.0)),
+            Activity::Backward(stage, item) => of(stage, |shape| shape.backward) - self.spared(worker, stage, item),
+            Activity::BackwardInput(stage, item) => {
+                of(stage, |shape| (shape.backward - shape.weight).max(0.0)) - self.spared(worker, stage, item)
+            }
+            Activity::Recompute(stage, _) => {
+                of(stage, |shape| if shape.recompute > 0.0 { shape.recompute } else { shape.forward })
+            }
             Activity::BackwardWeight(stage, _) => of(stage, |shape| shape.weight),
             Activity::Step(stage, _) => of(stage, |shape| shape.step),
-            Activity::AllReduce(..) | Activity::Transfer(..) | Activity::Wait => 0.0,
+            _ => 0.0,
         };
         self.hands[worker.index()].computing = Some((activity, self.now));
-        let end = self.moment(self.virtual_now + time);
-        self.computing.push(Reverse((end, worker)));
+        self.computing.post(bits(self.virtual_now + time), worker);
+    }
+
+    /// The part of a backward that an instruction of its own has done before.
+    fn spared(&mut self, worker: WorkerId, stage: StageId, item: MicrobatchId) -> f64 {
+        let holding = self.hands[worker.index()].holds.iter_mut().find(|of| of.stage == stage);
+        let is_spared = holding.is_some_and(|of| !of.again.is_empty() && of.again.remove(&item));
+        let shape = self.pipeline.stages.get(stage.index()).filter(|_| is_spared);
+        shape.map_or(0.0, |shape| shape.recompute.min((shape.backward - shape.weight).max(0.0)))
     }
 
     fn computed(&mut self, worker: WorkerId) {
@@ -303,71 +335,96 @@ impl<'a> Simulation<'a> {
             }
             match activity {
                 Activity::Forward(_, item) | Activity::BackwardInput(_, item) => {
-                    self.finished.insert(item, now);
+                    self.finish(item);
                 }
                 Activity::Backward(stage, item) | Activity::BackwardWeight(stage, item) => {
                     hands.in_flight = hands.in_flight.saturating_sub(1);
-                    self.finished.insert(item, now);
+                    self.finish(item);
                     self.change(worker, stage, |of| of.in_flight = of.in_flight.saturating_sub(1));
                 }
                 Activity::Step(stage, _) => self.change(worker, stage, |of| {
                     of.gradients = of.gradients.saturating_sub(1);
                     of.summing &= of.gradients > 0;
                 }),
-                Activity::AllReduce(..) | Activity::Transfer(..) | Activity::Wait => {}
+                _ => {}
             }
         }
         self.hands[worker.index()].at += 1;
         self.advance(worker);
     }
 
-    /// Begins transfers of the channel whose two ends are posted.
-    fn begin(&mut self, key: (WorkerId, WorkerId, EdgeId, Payload)) {
-        let (_, _, edge, kind) = key;
-        let time = self.machine.network.transfer(edge.index(), kind);
-        let Some(&(from, to)) = self.program.edges.get(edge.index()) else { return };
-        let maker = if kind == Payload::Activation { from } else { to };
-        let Some(channel) = self.channels.get_mut(&key) else { return };
-        while let (Some(&(sender, item)), Some(&receiver)) =
-            (channel.sends.get(channel.begun), channel.recvs.get(channel.begun))
-        {
-            channel.begun += 1;
-            let start = self.now.max(channel.free_at);
-            channel.free_at = start + time;
-            if time > 0.0 {
-                let activity = Activity::Transfer(maker, kind, item);
-                channel.spans.push(Span { activity, start, end: channel.free_at });
-            }
-            self.posted += 1;
-            let end = Moment(channel.free_at, self.posted);
-            self.network.push(Reverse((end, Ending::Transfer(sender, receiver))));
+    fn finish(&mut self, item: MicrobatchId) {
+        match self.finished.get_mut(item.index()) {
+            Some(finished) => *finished = self.now,
+            None => _ = self.foreign.insert(item, self.now),
         }
     }
 
-    fn join(&mut self, stage: StageId, round: u32, name: Name) {
-        let members = self.program.stages.get(stage.index()).map_or(0, |stage| stage.replicas as usize);
-        let joined = self.joined.entry((stage, round)).or_default();
-        joined.push(name);
-        if joined.len() == members {
-            let time = self.machine.network.all_reduce(stage.index());
+    /// Opens a token for one end of a transfer, and finds the line of its channel.
+    fn post(&mut self, worker: WorkerId, token: Token, channel: Channel) -> u32 {
+        self.hands[worker.index()].tokens.insert(token.0, false);
+        let line = self.channels.number(worker, channel);
+        if line as usize == self.lines.len() {
+            self.lines.push(Line::default());
+        }
+        line
+    }
+
+    /// Begins transfers of the channel whose two ends are posted.
+    fn begin(&mut self, number: u32, Channel { edge, kind, .. }: Channel) {
+        let time = self.machine.network.transfer(edge.index(), kind);
+        let Some(&(from, to)) = self.program.edges.get(edge.index()) else { return };
+        let maker = if kind == Payload::Activation { from } else { to };
+        let line = &mut self.lines[number as usize];
+        while let (Some(&(sender, item)), Some(&receiver)) = (line.sends.front(), line.recvs.front()) {
+            line.sends.pop_front();
+            line.recvs.pop_front();
+            let start = self.now.max(line.free_at);
+            line.free_at = start + time;
             if time > 0.0 {
-                let activity = Activity::AllReduce(stage, round);
-                let span = Span { activity, start: self.now, end: self.now + time };
+                let activity = Activity::Transfer(maker, kind, item);
+                line.spans.push(Span { activity, start, end: line.free_at });
+            }
+            self.network.post(bits(line.free_at), Ending::Transfer(number, sender, receiver));
+        }
+    }
+
+    /// Joins a collective, which begins when the last replica has. An all-reduce is a reduce-scatter and an all-gather, which
+    /// carry as much.
+    fn join(&mut self, worker: WorkerId, instruction: Instruction) {
+        let Some((meeting, token)) = instruction.meeting() else { return };
+        self.hands[worker.index()].tokens.insert(token.0, false);
+        let Meeting { kind, stage, number } = meeting;
+        let members = self.program.stages.get(stage.index()).map_or(0, |stage| stage.replicas as usize);
+        let joined = self.joined.entry(meeting).or_default();
+        joined.push(Name { worker, token });
+        if joined.len() == members {
+            let whole = self.machine.network.all_reduce(stage.index());
+            let (activity, time) = match kind {
+                Collective::AllReduce => (Activity::AllReduce(stage, number), whole),
+                Collective::ReduceScatter => (Activity::ReduceScatter(stage, number), whole / 2.0),
+                Collective::AllGather => (Activity::AllGather(stage, number), whole / 2.0),
+            };
+            // Rounds of one stage are reduced over the same links, one after the other.
+            let before = self.reductions.get(&stage).and_then(|spans| spans.last()).map_or(0.0, |span| span.end);
+            let start = self.now.max(before);
+            if time > 0.0 {
+                let span = Span { activity, start, end: start + time };
                 self.reductions.entry(stage).or_default().push(span);
             }
-            let end = self.moment(self.now + time);
-            self.network.push(Reverse((end, Ending::AllReduce(stage, round))));
+            self.network.post(bits(start + time), Ending::Meeting(meeting));
         }
     }
 
     fn end(&mut self, ending: Ending) {
         match ending {
-            Ending::Transfer(sender, receiver) => {
-                self.complete(sender);
-                self.complete(receiver);
+            Ending::Transfer(line, sender, receiver) => {
+                let Channel { from, to, .. } = self.channels.channel(line);
+                self.complete(Name { worker: from, token: sender });
+                self.complete(Name { worker: to, token: receiver });
             }
-            Ending::AllReduce(stage, round) => {
-                for name in self.joined.remove(&(stage, round)).unwrap_or_default() {
+            Ending::Meeting(meeting) => {
+                for name in self.joined.remove(&meeting).unwrap_or_default() {
                     self.complete(name);
                 }
             }
@@ -376,7 +433,7 @@ impl<'a> Simulation<'a> {
 
     fn complete(&mut self, Name { worker, token }: Name) {
         let hands = &mut self.hands[worker.index()];
-        hands.tokens.insert(token, true);
+        hands.tokens.insert(token.0, true);
         if hands.blocked == Some(token) {
             hands.blocked = None;
             self.advance(worker);
@@ -408,9 +465,11 @@ impl<'a> Simulation<'a> {
         let program = self.program;
         let name = |worker| program.worker_name(worker);
         let mut links = Vec::new();
-        for ((from, to, ..), channel) in self.channels {
-            if !channel.spans.is_empty() {
-                links.push(Track { name: format!("{} > {}", name(from), name(to)), spans: channel.spans });
+        let mut lines = self.lines;
+        for (Channel { from, to, .. }, number) in self.channels.all() {
+            let spans = std::mem::take(&mut lines[number as usize].spans);
+            if !spans.is_empty() {
+                links.push(Track { name: format!("{} > {}", name(from), name(to)), spans });
             }
         }
         for (stage, spans) in self.reductions {
@@ -422,7 +481,7 @@ impl<'a> Simulation<'a> {
             peak_in_flight.push(hands.peak);
             memory.push(hands.memory);
         }
-        let finished = self.finished.into_values().collect();
+        let finished = self.finished.into_iter().filter(|at| !at.is_nan()).chain(self.foreign.into_values()).collect();
         Timeline { workers, links, makespan: self.now, finished, peak_in_flight, memory }
     }
 }

@@ -99,6 +99,15 @@ pub fn bound(pipeline: &Pipeline) -> Steady {
 
 /// Plays the pipeline with its caps until it runs evenly.
 pub fn steady(pipeline: &Pipeline) -> Result<Steady, SimulateError> {
+    steady_under(pipeline, false)
+}
+
+/// The same with vertical sync: an item waits in every stage for what the first stage's version for it has seen.
+pub fn steady_in_sync(pipeline: &Pipeline) -> Result<Steady, SimulateError> {
+    steady_under(pipeline, true)
+}
+
+fn steady_under(pipeline: &Pipeline, in_sync: bool) -> Result<Steady, SimulateError> {
     pipeline.validate()?;
     let stages = pipeline.stages.len();
     let ideal = ideal_us(pipeline);
@@ -121,7 +130,9 @@ pub fn steady(pipeline: &Pipeline) -> Result<Steady, SimulateError> {
     while ideal * scale > 1e12 {
         scale /= 2.0;
     }
-    Ok(Play::new(pipeline, items, scale).run(depth, window, ideal * scale))
+    let mut play = Play::new(pipeline, items, scale);
+    play.first = in_sync.then(|| (pipeline.stages[0].replicas as usize, pipeline.stages[0].cap as usize));
+    Ok(play.run(depth, window, ideal * scale))
 }
 
 /// What happens when something ends, in one number so that the queue is small: which kind, of which worker or stage, of which item.
@@ -174,6 +185,8 @@ struct Row {
     forward: u64,
     backward: u64,
     reduce: u64,
+    /// When the all-reduce of the newest complete round ends: rounds are reduced one after the other.
+    reduced_at: u64,
     first_worker: usize,
     incoming: Vec<usize>,
     outgoing: Vec<usize>,
@@ -195,6 +208,8 @@ struct Wire {
 
 struct Play {
     items: usize,
+    /// Replicas and cap of the first stage, where all follow its versions.
+    first: Option<(usize, usize)>,
     rows: Vec<Row>,
     wires: Vec<Wire>,
     hands: Vec<Hands>,
@@ -223,6 +238,7 @@ impl Play {
                 // A step follows the last backward of a round on every replica, and keeps it as long.
                 backward: ticks(stage.backward + stage.step),
                 reduce: if replicas > 1 { ticks(stage.all_reduce) } else { 0 },
+                reduced_at: 0,
                 first_worker: hands.len(),
                 incoming: Vec::new(),
                 outgoing: Vec::new(),
@@ -256,7 +272,7 @@ impl Play {
         let touched = (0..hands.len() as u32).collect();
         let unfinished = vec![rows.len() as u32; items];
         let (finished, events) = (Vec::with_capacity(items), BinaryHeap::new());
-        Play { items, rows, wires, hands, waits, unfinished, finished, events, touched, now: 0, pieces: 0 }
+        Play { items, first: None, rows, wires, hands, waits, unfinished, finished, events, touched, now: 0, pieces: 0 }
     }
 
     fn run(mut self, depth: usize, window: usize, ideal: f64) -> Steady {
@@ -374,7 +390,8 @@ impl Play {
         }) {
             row.reduced += 1;
             if row.reduce > 0 {
-                let end = now.saturating_add(row.reduce);
+                let end = now.max(row.reduced_at).saturating_add(row.reduce);
+                row.reduced_at = end;
                 self.events.push(Reverse((end, Event::new(Event::UPDATED, stage, 0))));
             } else {
                 row.newest += 1;
@@ -404,7 +421,13 @@ impl Play {
             hands.backward += row.replicas;
             row.backward
         } else if may(hands.forward, 0) {
-            let is_new = hands.forward / row.replicas < row.newest + row.cap as usize;
+            let is_new = match self.first {
+                None => hands.forward / row.replicas < row.newest + row.cap as usize,
+                Some((replicas, cap)) => {
+                    let seen = (hands.forward / replicas + 1).saturating_sub(cap) * replicas;
+                    seen / row.replicas <= row.newest
+                }
+            };
             if hands.in_flight >= row.cap || !is_new {
                 row.held = true;
                 return;

@@ -47,9 +47,9 @@ pub mod table;
 pub mod walk;
 mod wide;
 
+pub use super::layout::Layout;
 use compiler::op::table::rule;
 use compiler::op::{KernelError, Op};
-use compiler::tensor::DType;
 use compiler::tensor::fact::Fact;
 use compiler::tensor::view::{View, ViewMut};
 
@@ -67,44 +67,12 @@ pub struct Fast {
     pub body: Body,
 }
 
-/// Element type and shape of an operand, in plain numbers.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Layout {
-    /// Element type.
-    pub dtype: DType,
-    /// Shape, outermost first.
-    pub shape: Vec<usize>,
-}
-
 /// One op at fixed shapes, ready to run.
 pub struct Kernel {
     op: Op,
     inputs: Vec<Layout>,
     outputs: Vec<Layout>,
     fast: Option<Fast>,
-}
-
-impl Layout {
-    /// The layout of a fact. Panics when a symbol is left: kernels are made for bound graphs.
-    pub fn of(fact: &Fact) -> Layout {
-        let shape = fact.concrete().expect("kernels are made when every symbol has its value");
-        Layout { dtype: fact.dtype, shape }
-    }
-
-    /// The number of elements.
-    pub fn len(&self) -> usize {
-        self.shape.iter().product()
-    }
-
-    /// Whether there is no element.
-    pub fn is_empty(&self) -> bool {
-        self.shape.contains(&0)
-    }
-
-    /// Bytes of all elements.
-    pub fn bytes(&self) -> usize {
-        self.len() * self.dtype.size()
-    }
 }
 
 impl Fast {

@@ -59,7 +59,7 @@ fn cuts(plan: &Plan, modelled: &Modelled) -> String {
 /// A change of time: `+1.2 %`, or what keeps the op where it is.
 fn change(plan: &Plan, moved: Option<&Move>) -> String {
     let Some(moved) = moved else { return "none can go".to_string() };
-    let share = moved.minibatch_us / plan.predicted.minibatch_us - 1.0;
+    let share = moved.minibatch_us / plan.predicted.by_equations_us() - 1.0;
     let time = if !share.is_finite() {
         quantity::duration(moved.minibatch_us)
     } else if share.abs() < EQUAL {

@@ -8,15 +8,19 @@ use crate::export::quantity;
 use crate::export::report::Played;
 use crate::export::report::markup::{Column, Table, paragraph};
 use crate::export::svg::{Anchor, Svg, width};
-use crate::plan::{Plan, StageId};
+use crate::plan::StageId;
 use crate::schedule::{Instruction, MicrobatchId, Payload};
 use crate::simulate::{Activity, Span, Timeline, Track};
 use std::collections::{BTreeMap, BTreeSet};
 
+/// Workers that are drawn at most where all are; beyond them it is the first replica of each rank.
+const MOST_WORKERS: usize = 64;
 /// Rows that are drawn at most.
-const MOST_ROWS: usize = 48;
+const MOST_ROWS: usize = 128;
 /// Rectangles that are drawn at most, about.
-const MOST_SPANS: usize = 3_600;
+const MOST_SPANS: usize = 4_200;
+/// Slices of time that are drawn at most, over all rows: they have no words, so there may be more of them.
+const MOST_SLICES: usize = 12_000;
 
 const WIDE: f64 = 1060.0;
 const LEFT: f64 = 54.0;
@@ -49,7 +53,7 @@ impl<'a> Drawn<'a> {
     fn of(played: &'a Played) -> Drawn<'a> {
         let timeline = &played.timeline;
         let all: Vec<usize> = (0..timeline.workers.len()).collect();
-        let rows: Vec<usize> = if all.len() <= MOST_ROWS {
+        let rows: Vec<usize> = if all.len() <= MOST_WORKERS {
             all
         } else {
             // The first of the replicas: its others do the same a little later.
@@ -73,7 +77,7 @@ impl<'a> Drawn<'a> {
 }
 
 /// The picture.
-pub fn draw(plan: &Plan, played: &Played) -> Svg {
+pub fn draw(played: &Played) -> Svg {
     let drawn = Drawn::of(played);
     let timeline = drawn.timeline;
     let tall = if drawn.rows.len() > 16 { [13.0, 4.0, 4.0] } else { [21.0, 6.0, 7.0] };
@@ -88,13 +92,15 @@ pub fn draw(plan: &Plan, played: &Played) -> Svg {
         picture.line("grid", [x(*value), TOP - 4.0], [x(*value), bottom]);
         picture.text("quiet small figure", Anchor::Middle, [x(*value), bottom + 17.0], label);
     }
-    phases(&mut picture, plan, played, &x, bottom);
+    phases(&mut picture, played, &x, bottom);
     let versions = versions(played);
     for (at, &worker) in drawn.rows.iter().enumerate() {
         let y = TOP + pitch * at as f64;
         let track = &timeline.workers[worker];
         picture.text("quiet small figure", Anchor::End, [LEFT - 8.0, y + tall[0] / 2.0 + 4.0], &track.name);
-        picture.rect("lane", [LEFT, y, span, tall[0]], None);
+        let busy = if timeline.makespan > 0.0 { timeline.busy(worker) / timeline.makespan } else { 0.0 };
+        let told = format!("worker {}\nbusy {:.1} % of the time", track.name, busy * 100.0);
+        picture.rect("lane", [LEFT, y, span, tall[0]], Some(&told));
         if drawn.is_sliced {
             slices(
                 &mut picture,
@@ -143,7 +149,7 @@ fn legend(picture: &mut Svg, drawn: &Drawn<'_>) {
 }
 
 /// Where the pipeline fills, runs evenly and drains; under a flush, where minibatches end.
-fn phases(picture: &mut Svg, plan: &Plan, played: &Played, x: &dyn Fn(f64) -> f64, bottom: f64) {
+fn phases(picture: &mut Svg, played: &Played, x: &dyn Fn(f64) -> f64, bottom: f64) {
     let timeline = &played.timeline;
     let (y, tall) = (26.0, 16.0);
     let mut band = |from: f64, to: f64, name: &str| {
@@ -153,16 +159,18 @@ fn phases(picture: &mut Svg, plan: &Plan, played: &Played, x: &dyn Fn(f64) -> f6
             picture.text("quiet small", Anchor::Middle, [(left + right) / 2.0 - 1.0, y + 12.0], name);
         }
     };
-    if plan.schedule.kind.is_continuous() {
+    if !played.program.schedule.flushes() {
         let Some((filled, drains)) = steady(timeline) else { return };
         band(0.0, filled, "warm-up");
         band(filled, drains, "steady");
         band(drains, timeline.makespan, "drain");
         return;
     }
-    let ends = flushes(plan, timeline);
+    let ends = flushes(played);
     let mut from = 0.0;
     for (at, end) in ends.iter().enumerate() {
+        // The last one ends when its gradients are summed and applied, for which nobody waits any more.
+        let end = if at + 1 == ends.len() { &timeline.makespan } else { end };
         let name =
             if ends.len() == 1 { "one minibatch: fill, work, drain".to_string() } else { format!("minibatch {at}") };
         band(from, *end, &name);
@@ -190,15 +198,15 @@ fn steady(timeline: &Timeline) -> Option<(f64, f64)> {
 }
 
 /// When each minibatch ended, in order.
-fn flushes(plan: &Plan, timeline: &Timeline) -> Vec<f64> {
+fn flushes(played: &Played) -> Vec<f64> {
     let last = |items: &[f64]| items.iter().copied().fold(0.0, f64::max);
-    let ends = timeline.finished.chunks(plan.schedule.microbatches.max(1) as usize).map(last);
+    let ends = played.timeline.finished.chunks(played.program.microbatches.max(1) as usize).map(last);
     ends.take(64).collect()
 }
 
 /// Slices of time for each row.
 fn slots(drawn: &Drawn<'_>) -> usize {
-    (MOST_SPANS / (3 * drawn.rows.len()).max(1)).clamp(24, 480)
+    (MOST_SLICES / drawn.rows.len().max(1)).clamp(48, 480)
 }
 
 /// Fills each slice of time from below, kind by kind, by the share of the slice that each takes.
@@ -225,6 +233,7 @@ fn slices(
         }
     }
     let mut filled = (usize::MAX, 0.0);
+    let mut blocks: [Vec<[f64; 4]>; KINDS.len()] = Default::default();
     for ((slot, kind), share) in shares {
         if filled.0 != slot {
             filled = (slot, 0.0);
@@ -235,9 +244,16 @@ fn slices(
         }
         let [left, right] = [slot, slot + 1].map(|slot| x(slot as f64 * slot_us));
         let top = y + tall * (1.0 - filled.1 - share);
-        picture.rect(KINDS[kind].0, [left, top, right - left + 0.1, tall * share], None);
+        match blocks[kind].last_mut() {
+            // A run of slices that are filled alike is one block.
+            Some([x, y, width, height]) if (*x + *width - left).abs() < 0.2 && *y == top && *height == tall * share => {
+                *width = right - *x + 0.1;
+            }
+            _ => blocks[kind].push([left, top, right - left + 0.1, tall * share]),
+        }
         filled.1 += share;
     }
+    KINDS.iter().zip(&blocks).for_each(|((kind, _), blocks)| picture.blocks(kind, blocks));
 }
 
 /// The class of an activity in pictures.
@@ -295,7 +311,7 @@ fn hint(span: &Span, versions: &BTreeMap<(StageId, MicrobatchId), u32>) -> Strin
 }
 
 /// What the picture shows, in words and numbers.
-pub fn table(plan: &Plan, played: &Played) -> String {
+pub fn table(played: &Played) -> String {
     let drawn = Drawn::of(played);
     let timeline = &played.timeline;
     let mut notes = format!(
@@ -304,7 +320,7 @@ pub fn table(plan: &Plan, played: &Played) -> String {
         quantity::duration(timeline.makespan),
         timeline.bubble() * 100.0
     );
-    if plan.schedule.kind.is_continuous()
+    if !played.program.schedule.flushes()
         && let Some((filled, drains)) = steady(timeline)
     {
         notes += &format!(
@@ -319,7 +335,7 @@ pub fn table(plan: &Plan, played: &Played) -> String {
     }
     if drawn.rows.len() < timeline.workers.len() {
         notes += &format!(
-            " Of {} workers the picture shows {}: the first replica of each stage.",
+            " Of {} workers the picture shows {}: the first replica of each rank, first ranks first.",
             timeline.workers.len(),
             drawn.rows.len()
         );

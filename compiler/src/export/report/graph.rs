@@ -1,14 +1,17 @@
-//! The stages as boxes in a row, a card for each replica, and what goes between them.
+//! The stages as boxes in a row, a card for each replica, and what goes between them; many stages stand in a grid.
 
 use crate::export::escape::short;
 use crate::export::quantity;
+use crate::export::report::grid;
 use crate::export::report::markup::{Column, Table};
 use crate::export::stage_name::{layers, ranges};
 use crate::export::svg::{Anchor, Svg, width};
-use crate::plan::{Plan, Stage};
+use crate::plan::{Edge, Plan, Stage};
 
 /// Stages that are drawn at most; the table has them all.
-const MOST: usize = 64;
+const MOST: usize = 256;
+/// More stages than this do not stand in one row.
+const IN_A_ROW: usize = 4;
 const BOX: [f64; 2] = [176.0, 118.0];
 const GAP: f64 = 92.0;
 const TOP: f64 = 18.0;
@@ -16,22 +19,26 @@ const TOP: f64 = 18.0;
 /// The picture.
 pub fn draw(plan: &Plan) -> Svg {
     let stages = &plan.stages[..plan.stages.len().min(MOST)];
-    let skips: Vec<_> =
-        plan.edges.iter().filter(|edge| edge.to.0 > edge.from.0 + 1 && edge.to.index() < MOST).collect();
+    let most = stages.iter().map(load).fold(0.0, f64::max);
+    let share = |stage: &Stage| if most > 0.0 { load(stage) / most } else { 0.0 };
+    if stages.len() > IN_A_ROW {
+        return grid::draw(plan, stages, &share);
+    }
+    let is_next = |edge: &Edge| edge.to.index() == edge.from.index() + 1;
+    // Over several stages, or back: an instance of device placement may send to an earlier one.
+    let skips: Vec<&Edge> = plan.edges.iter().filter(|edge| !is_next(edge)).collect();
+    let spans: Vec<(u32, u32)> =
+        skips.iter().map(|edge| (edge.from.0.min(edge.to.0), edge.from.0.max(edge.to.0))).collect();
+    let (lanes, depth) = rows(&spans);
     let left = |at: usize| 2.0 + at as f64 * (BOX[0] + GAP);
-    let below = if skips.is_empty() {
-        0.0
-    } else {
-        8.0 + 16.0 * rows(&skips.iter().map(|e| (e.from.0, e.to.0)).collect::<Vec<_>>()).1 as f64
-    };
+    let below = if skips.is_empty() { 0.0 } else { 8.0 + 16.0 * depth as f64 };
     let wide = left(stages.len().saturating_sub(1)) + BOX[0] + 14.0;
     let mut picture = Svg::new(wide, TOP + BOX[1] + 12.0 + below, "The stages and what goes between them");
-    let most = stages.iter().map(load).fold(0.0, f64::max);
     for (at, stage) in stages.iter().enumerate() {
-        one(&mut picture, stage, [left(at), TOP], if most > 0.0 { load(stage) / most } else { 0.0 });
+        one(&mut picture, stage, [left(at), TOP], share(stage));
     }
     let middle = TOP + BOX[1] / 2.0;
-    for edge in plan.edges.iter().filter(|edge| edge.to.0 == edge.from.0 + 1 && edge.to.index() < MOST) {
+    for edge in plan.edges.iter().filter(|edge| is_next(edge)) {
         let from = left(edge.from.index()) + BOX[0] + cards(&stages[edge.from.index()]);
         let to = left(edge.to.index()) - 1.0;
         picture.line("arrow", [from + 3.0, middle], [to - 7.0, middle]);
@@ -45,11 +52,11 @@ pub fn draw(plan: &Plan) -> Svg {
         };
         picture.text("small quiet", Anchor::Middle, [centre, middle + 18.0], &tensors);
     }
-    let spans: Vec<(u32, u32)> = skips.iter().map(|edge| (edge.from.0, edge.to.0)).collect();
-    let (lanes, _) = rows(&spans);
     for (edge, lane) in skips.iter().zip(lanes) {
-        let from = left(edge.from.index()) + BOX[0] / 2.0 + 18.0;
-        let to = left(edge.to.index()) + BOX[0] / 2.0 - 18.0;
+        // What goes back has a place of its own at either end.
+        let side = if edge.to > edge.from { 18.0 } else { -50.0 };
+        let from = left(edge.from.index()) + BOX[0] / 2.0 + side;
+        let to = left(edge.to.index()) + BOX[0] / 2.0 - side;
         let (start, depth) = (TOP + BOX[1], TOP + BOX[1] + 22.0 + 16.0 * lane as f64);
         picture.path("arrow", &[[from, start + 7.0], [from, depth], [to, depth], [to, start + 9.0]], false);
         picture.path("head", &[[to, start + 2.0], [to - 4.0, start + 10.0], [to + 4.0, start + 10.0]], true);

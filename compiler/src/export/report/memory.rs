@@ -1,21 +1,27 @@
-//! What one device of each stage holds at its fullest, part by part, against the limit.
+//! What one device of each stage holds at its fullest, part by part, against the limit. A device with several stages holds them all.
 
 use crate::export::axis::{Axis, Unit};
+use crate::export::escape::short;
 use crate::export::quantity;
 use crate::export::report::markup::{Column, Table};
 use crate::export::svg::{Anchor, Svg, width};
+use crate::plan::held::{Held, held};
 use crate::plan::{Plan, StageMemory};
 
-/// Stages that are drawn at most; the table has them all.
-const MOST: usize = 64;
+/// Bars that are drawn at most; the table has them all.
+const MOST: usize = 256;
+/// More bars than this are drawn thin.
+const THICK: usize = 24;
 const WIDE: f64 = 1060.0;
-const LEFT: f64 = 78.0;
+const LEFT: f64 = 92.0;
 const RIGHT: f64 = 96.0;
 const TOP: f64 = 48.0;
-const PITCH: f64 = 28.0;
+/// Heights of a thick bar and of a thin one, with and without the room below it.
+const TALL: [f64; 2] = [20.0, 12.0];
+const PITCH: [f64; 2] = [28.0, 16.0];
 
 /// The parts by name, in the order in which they are drawn.
-fn parts(memory: &StageMemory) -> [(&'static str, u64); 7] {
+fn parts(memory: &StageMemory) -> [(&'static str, u64); 8] {
     [
         ("weights", memory.weights),
         ("versions", memory.versions),
@@ -24,15 +30,26 @@ fn parts(memory: &StageMemory) -> [(&'static str, u64); 7] {
         ("activations", memory.activations),
         ("messages", memory.messages),
         ("workspace", memory.workspace),
+        ("split backward", memory.between),
     ]
+}
+
+/// `Stage 3`, or `Stages 3, 4` where a device holds both.
+fn name(bar: &Held) -> String {
+    let stages: Vec<String> = bar.stages.iter().map(usize::to_string).collect();
+    let word = if stages.len() == 1 { "Stage" } else { "Stages" };
+    short(&format!("{word} {}", stages.join(", ")), 14).into_owned()
 }
 
 /// The picture.
 pub fn draw(plan: &Plan) -> Svg {
-    let stages = &plan.stages[..plan.stages.len().min(MOST)];
-    let bottom = TOP + PITCH * stages.len() as f64;
+    let all = held(plan);
+    let bars = &all[..all.len().min(MOST)];
+    let size = usize::from(bars.len() > THICK);
+    let (tall, pitch) = (TALL[size], PITCH[size]);
+    let bottom = TOP + pitch * bars.len() as f64;
     let mut picture = Svg::new(WIDE, bottom + 28.0, "Memory of each stage by part");
-    let fullest = stages.iter().map(|stage| stage.memory.total).max().unwrap_or(0) as f64;
+    let fullest = bars.iter().map(|bar| bar.memory.total).max().unwrap_or(0) as f64;
     let limit = plan.cluster.memory_per_device.map(|limit| limit.0 as f64);
     // A limit far beyond what is held would leave nothing to see of the bars.
     let shows_limit = limit.filter(|limit| *limit <= 8.0 * fullest);
@@ -49,19 +66,21 @@ pub fn draw(plan: &Plan) -> Svg {
         picture.line("grid", [x(*value), TOP - 6.0], [x(*value), bottom]);
         picture.text("quiet small figure", Anchor::Middle, [x(*value), bottom + 17.0], label);
     }
-    for (at, stage) in stages.iter().enumerate() {
-        let y = TOP + PITCH * at as f64;
-        picture.text("", Anchor::End, [LEFT - 12.0, y + 15.0], &format!("Stage {}", stage.id.0));
+    for (at, bar) in bars.iter().enumerate() {
+        let y = TOP + pitch * at as f64;
+        let middle = y + tall / 2.0 + 4.0;
+        let class = if size == 0 { "" } else { "small" };
+        picture.text(class, Anchor::End, [LEFT - 12.0, middle], &name(bar));
         let mut from = 0.0;
-        for (part, (name, bytes)) in parts(&stage.memory).into_iter().enumerate() {
+        for (part, (part_name, bytes)) in parts(&bar.memory).into_iter().enumerate() {
             let to = from + bytes as f64;
-            let hint = format!("stage {}: {name} {}", stage.id.0, quantity::bytes(bytes));
+            let hint = format!("{}: {part_name} {}", name(bar), quantity::bytes(bytes));
             if bytes > 0 {
-                picture.rect(&format!("s{part}"), [x(from), y, x(to) - x(from), 20.0], Some(&hint));
+                picture.rect(&format!("s{part}"), [x(from), y, x(to) - x(from), tall], Some(&hint));
             }
             from = to;
         }
-        picture.text("small figure", Anchor::Start, [x(from) + 8.0, y + 14.0], &quantity::bytes(stage.memory.total));
+        picture.text("small figure", Anchor::Start, [x(from) + 8.0, middle], &quantity::bytes(bar.memory.total));
     }
     picture.line("axis", [LEFT, bottom], [WIDE - RIGHT, bottom]);
     if let Some(limit) = shows_limit {
@@ -83,12 +102,12 @@ pub fn table(plan: &Plan) -> String {
     columns.extend(parts(&StageMemory::default()).iter().map(|(name, _)| (*name, Column::Numbers)));
     columns.extend([("total", Column::Numbers), ("of the limit", Column::Numbers)]);
     let mut table = Table::new(&caption, &columns);
-    for stage in &plan.stages {
-        let mut cells = vec![stage.id.0.to_string()];
-        cells.extend(parts(&stage.memory).iter().map(|(_, bytes)| quantity::bytes(*bytes)));
-        cells.push(quantity::bytes(stage.memory.total));
+    for bar in held(plan) {
+        let mut cells = vec![bar.stages.iter().map(usize::to_string).collect::<Vec<_>>().join(", ")];
+        cells.extend(parts(&bar.memory).iter().map(|(_, bytes)| quantity::bytes(*bytes)));
+        cells.push(quantity::bytes(bar.memory.total));
         cells.push(match limit {
-            Some(limit) if limit.0 > 0 => format!("{:.1} %", stage.memory.total as f64 / limit.0 as f64 * 100.0),
+            Some(limit) if limit.0 > 0 => format!("{:.1} %", bar.memory.total as f64 / limit.0 as f64 * 100.0),
             _ => String::new(),
         });
         table.row(&cells);

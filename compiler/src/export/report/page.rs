@@ -8,8 +8,11 @@ use crate::export::colour::{PICTURE, variables};
 use crate::export::escape::escape;
 use crate::export::quantity;
 use crate::export::report::markup::{details, figure, paragraph};
-use crate::export::report::{Report, alternatives, costs, gantt, graph, held, measured, memory, provenance, what_if};
+use crate::export::report::{
+    Report, alternatives, costs, gantt, graph, measured, memory, over_time, provenance, what_if,
+};
 use crate::export::svg::Svg;
+use crate::plan::held;
 use sha2::{Digest, Sha256};
 
 const STYLE: &str = include_str!("page.css");
@@ -39,8 +42,8 @@ pub fn html(report: &Report<'_>) -> String {
 pub fn pictures(report: &Report<'_>) -> Vec<(&'static str, Svg)> {
     let mut all = vec![("graph.svg", graph::draw(report.plan)), ("memory.svg", memory::draw(report.plan))];
     if let Ok(played) = &report.played {
-        all.push(("gantt.svg", gantt::draw(report.plan, played)));
-        all.extend(held::draw(played).map(|picture| ("memory-over-time.svg", picture)));
+        all.push(("gantt.svg", gantt::draw(played)));
+        all.extend(over_time::draw(played).map(|picture| ("memory-over-time.svg", picture)));
     }
     all
 }
@@ -59,7 +62,7 @@ fn sections(report: &Report<'_>) -> Vec<Section> {
     let mut all: Vec<Section> = vec![("stages", "Stages", with(graph::draw(plan), graph::table(plan)))];
     match &report.played {
         Ok(played) => {
-            all.push(("time", "Who works when", with(gantt::draw(plan, played), gantt::table(plan, played))));
+            all.push(("time", "Who works when", with(gantt::draw(played), gantt::table(played))));
         }
         Err(why) => {
             let text = format!("The programs of this plan cannot be simulated: {why}");
@@ -68,9 +71,9 @@ fn sections(report: &Report<'_>) -> Vec<Section> {
     }
     all.push(("memory", "Memory", with(memory::draw(plan), memory::table(plan))));
     if let Ok(played) = &report.played
-        && let Some(picture) = held::draw(played)
+        && let Some(picture) = over_time::draw(played)
     {
-        all.push(("held", "Memory over time", with(picture, held::table(played))));
+        all.push(("held", "Memory over time", with(picture, over_time::table(played))));
     }
     let bound = paragraph("", &report.bound);
     all.push((
@@ -102,9 +105,10 @@ fn header(report: &Report<'_>, sections: &[Section]) -> String {
     report.heading.iter().for_each(|line| text += &paragraph("quiet", line));
     text += &report.verdict.iter().map(|verdict| paragraph("verdict", verdict)).collect::<String>();
     text += &plan.warnings.iter().map(|warning| paragraph("warning", warning)).collect::<String>();
-    let fullest = plan.stages.iter().map(|stage| stage.memory.total).max().unwrap_or(0);
     let limit = plan.cluster.memory_per_device.map(|limit| format!("of {}", quantity::bytes(limit.0)));
-    let workers: u64 = plan.stages.iter().map(|stage| u64::from(stage.replicas)).sum();
+    // Stages on the same devices share their workers.
+    let ranks = held::held(plan);
+    let workers: u64 = ranks.iter().map(|rank| u64::from(plan.stages[rank.stages[0]].replicas)).sum();
     let replicas = plan.stages.iter().map(|stage| stage.replicas.to_string()).collect::<Vec<_>>();
     let shape = if replicas.len() <= 12 {
         replicas.join("-")
@@ -127,7 +131,11 @@ fn header(report: &Report<'_>, sections: &[Section]) -> String {
             shape,
             format!("{workers} of {}", quantity::plural(u64::from(plan.cluster.devices), "device", "devices")),
         ),
-        ("Fullest device", quantity::bytes(fullest), limit.unwrap_or_else(|| "no limit was set".to_string())),
+        (
+            "Fullest device",
+            quantity::bytes(held::fullest(plan)),
+            limit.unwrap_or_else(|| "no limit was set".to_string()),
+        ),
     ];
     text += "<dl class=\"figures\">";
     for (name, value, note) in figures {

@@ -5,6 +5,7 @@ use crate::plan::Plan;
 use crate::schedule::pipeline::{pipeline, schedule_of};
 use crate::schedule::rule::StepCount;
 use crate::schedule::scheduler::schedule;
+use crate::schedule::{Pipeline, Program};
 use crate::simulate::SimulateError;
 use crate::simulate::run::{Machine, simulate};
 
@@ -15,18 +16,22 @@ const MOST: u64 = 200_000;
 pub fn play(plan: &Plan) -> Result<Played, SimulateError> {
     let kind = schedule_of(plan.schedule.kind)?;
     let pipeline = pipeline(plan)?;
-    let minibatches = minibatches(plan);
-    let count = StepCount { minibatches, microbatches: plan.schedule.microbatches };
-    let program = schedule(kind, &pipeline, count)?;
-    let mut machine = Machine::of(&pipeline);
+    let count = StepCount { minibatches: minibatches(plan), microbatches: plan.schedule.microbatches };
+    play_program(plan, &pipeline, schedule(kind, &pipeline, count)?)
+}
+
+/// Simulates a program that was made for the plan's pipeline.
+pub fn play_program(plan: &Plan, pipeline: &Pipeline, program: Program) -> Result<Played, SimulateError> {
+    let minibatches = program.items / program.microbatches.max(1);
+    let mut machine = Machine::of(pipeline);
     machine.cores = plan.cluster.device.cores;
     let shared_cores = machine.cores.filter(|cores| (*cores as usize) < program.workers.len());
-    let timeline = simulate(&program, &pipeline, &machine)?;
+    let timeline = simulate(&program, pipeline, &machine)?;
     Ok(Played { program, timeline, minibatches, shared_cores })
 }
 
 /// Enough to fill every cap, run evenly for a while and drain: under a flush that is in every minibatch.
-fn minibatches(plan: &Plan) -> u32 {
+pub fn minibatches(plan: &Plan) -> u32 {
     let schedule = &plan.schedule;
     let depth = plan.stages.iter().zip(&schedule.in_flight);
     let depth = depth.map(|(stage, cap)| u64::from(stage.replicas) * u64::from(*cap)).max().unwrap_or(1);

@@ -142,11 +142,13 @@ pub fn solve(hybrid: &Hybrid, request: &Request) -> Result<Plan, SolveError> {
             microbatches: hybrid.microbatches,
             chunks: 1,
             weight_versions: vec![1; in_flight.len()],
+            apart: Vec::new(),
             in_flight,
         },
         edges: edges(hybrid, &stages),
         predicted: Predicted {
             minibatch_us: *time,
+            objective_us: None,
             step_us: time * f64::from(hybrid.microbatches),
             throughput_per_s: if *time > 0.0 { 1e6 / time } else { 0.0 },
             bubble: 0.0,

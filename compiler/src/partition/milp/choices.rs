@@ -98,7 +98,8 @@ fn least_work_us(problem: &Problem) -> f64 {
     match problem.cost {
         CostModel::Paper | CostModel::Pipedream | CostModel::Load | CostModel::Hybrid => problem.graph.total_us(),
         CostModel::Pipec if asked.latency || !problem.schedule.is_continuous() => 0.0,
-        CostModel::Pipec if asked.trains() => problem.graph.total_us(),
+        // Under 2BW for all items of a minibatch.
+        CostModel::Pipec if asked.trains() => asked.link_weight() * problem.graph.total_us(),
         CostModel::Pipec => forward(),
     }
 }

@@ -1,6 +1,7 @@
 //! The rows of an integer program that keep what each stage holds within the limit.
 
 use crate::partition::milp::formulation::Formulation;
+use crate::plan::caps;
 use crate::plan::memory::{Holdings, Multiples};
 use good_lp::Expression;
 
@@ -10,10 +11,12 @@ impl Formulation<'_> {
     pub(super) fn memory(&mut self, limit: f64) {
         const MANY: u64 = 1 << 40;
         let problem = self.scope.problem;
+        let apart = caps::apart(&self.scope.flow, &self.choice.replicas, &self.choice.caps);
         for stage in 0..self.stages() {
             let in_flight = self.choice.caps[stage];
             let multiples = Multiples {
                 in_flight,
+                apart: apart.get(stage).copied().unwrap_or(0),
                 versions: self.scope.flow.versions(in_flight, self.choice.caps[0]),
                 replicas: self.choice.replicas[stage],
                 recompute: self.choice.recompute[stage],
@@ -24,7 +27,12 @@ impl Formulation<'_> {
             let none = Holdings::default();
             let mut sum = self.parameters(stage, each(Holdings { weights: MANY, ..none }), 1.0);
             let saved = each(Holdings { saved: MANY, ..none });
-            sum += self.sum(stage, 1.0, |op| saved * problem.graph.ops[op].kept_bytes() as f64);
+            // Every stage but the first counts as one that others wait for, and no gradient as one that comes as it is.
+            let halves = if stage == 0 { 0.0 } else { f64::from(multiples.apart) / limit };
+            sum += self.sum(stage, 1.0, |op| {
+                let op = &problem.graph.ops[op];
+                saved * op.kept_bytes() as f64 + halves * op.apart_bytes() as f64
+            });
             let (input, output, sent) = (
                 each(Holdings { inputs: MANY, ..none }),
                 each(Holdings { outputs: MANY, ..none }),

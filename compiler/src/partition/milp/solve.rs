@@ -272,6 +272,11 @@ impl Search<'_> {
     fn conclude(self, known: Found, open: &[Open<'_>], programs: usize) -> Found {
         let mut found = Found { states: known.states + self.used, ..known };
         found.candidates.extend(self.best);
+        // What lies between the halves of split backwards is reckoned with a little too much.
+        let problem = self.question.problem;
+        if open.is_empty() && problem.memory_limit.is_some() && problem.schedule.splits_backward() {
+            return found;
+        }
         if open.is_empty() {
             found.proven_us = self.best_us.or(found.proven_us);
             found.fallback = None;

@@ -7,16 +7,19 @@ use crate::export::report::markup::{Column, Table, paragraph};
 use crate::export::svg::{Anchor, Svg};
 
 /// Curves that are drawn at most.
-const MOST: usize = 16;
-/// Points of one curve at most; beyond them it is the largest value of each slice of time.
-const POINTS: usize = 700;
+const MOST: usize = 128;
+/// More curves than this are drawn small.
+const LARGE: usize = 12;
+/// Points of a large curve and of a small one at most; beyond them it is the largest value of each slice of time.
+const POINTS: [usize; 2] = [700, 160];
 const WIDE: f64 = 1060.0;
 const LEFT: f64 = 78.0;
 const RIGHT: f64 = 96.0;
-const TALL: f64 = 40.0;
-const PITCH: f64 = 52.0;
+/// Heights of a large curve and of a small one, with and without the room above it.
+const TALL: [f64; 2] = [40.0, 15.0];
+const PITCH: [f64; 2] = [52.0, 19.0];
 
-/// The workers that are drawn: the first replica of each stage.
+/// The workers that are drawn: the first replica of each rank.
 fn workers(played: &Played) -> Vec<usize> {
     let workers = &played.timeline.workers;
     let first = (0..workers.len()).filter(|&worker| workers[worker].name.ends_with(".0"));
@@ -30,7 +33,9 @@ pub fn draw(played: &Played) -> Option<Svg> {
     if workers.is_empty() || timeline.makespan <= 0.0 {
         return None;
     }
-    let bottom = 8.0 + PITCH * workers.len() as f64;
+    let size = usize::from(workers.len() > LARGE);
+    let (tall, pitch) = (TALL[size], PITCH[size]);
+    let bottom = 8.0 + pitch * workers.len() as f64;
     let mut picture = Svg::new(WIDE, bottom + 28.0, "Memory over time");
     let axis = Axis::of(timeline.makespan, 10, Unit::Time);
     let x = |time: f64| LEFT + (WIDE - LEFT - RIGHT) * axis.share(time);
@@ -40,9 +45,9 @@ pub fn draw(played: &Played) -> Option<Svg> {
     }
     let most = workers.iter().map(|&worker| timeline.peak_memory(worker)).max().unwrap_or(0).max(1) as f64;
     for (at, &worker) in workers.iter().enumerate() {
-        let base = 8.0 + PITCH * at as f64 + TALL;
-        let y = |bytes: u64| base - TALL * bytes as f64 / most;
-        let points = thinned(&timeline.memory[worker], timeline.makespan);
+        let base = 8.0 + pitch * at as f64 + tall;
+        let y = |bytes: u64| base - tall * bytes as f64 / most;
+        let points = thinned(&timeline.memory[worker], timeline.makespan, POINTS[size]);
         let mut line: Vec<[f64; 2]> = Vec::new();
         for (time, bytes) in points {
             if let Some(last) = line.last().copied() {
@@ -57,19 +62,19 @@ pub fn draw(played: &Played) -> Option<Svg> {
         picture.path("s0 area", &area, true);
         picture.path("curve l0", &line, false);
         picture.line("axis", [LEFT, base], [WIDE - RIGHT, base]);
-        picture.text("figure", Anchor::End, [LEFT - 12.0, base - 6.0], &timeline.workers[worker].name);
+        picture.text("small figure", Anchor::End, [LEFT - 12.0, base - 4.0], &timeline.workers[worker].name);
         let label = quantity::bytes(timeline.peak_memory(worker));
-        picture.text("small figure", Anchor::Start, [WIDE - RIGHT + 10.0, base - 6.0], &label);
+        picture.text("small figure", Anchor::Start, [WIDE - RIGHT + 10.0, base - 4.0], &label);
     }
     Some(picture)
 }
 
-/// The curve with at most [`POINTS`] points, none of its peaks lost.
-fn thinned(points: &[(f64, u64)], makespan: f64) -> Vec<(f64, u64)> {
-    if points.len() <= POINTS {
+/// The curve with about that many points at most, none of its peaks lost.
+fn thinned(points: &[(f64, u64)], makespan: f64, most: usize) -> Vec<(f64, u64)> {
+    if points.len() <= most {
         return points.to_vec();
     }
-    let width = makespan / POINTS as f64;
+    let width = makespan / most as f64;
     let mut thin: Vec<(f64, u64)> = Vec::new();
     let mut slot = usize::MAX;
     for &(time, bytes) in points {
@@ -87,7 +92,7 @@ fn thinned(points: &[(f64, u64)], makespan: f64) -> Vec<(f64, u64)> {
 pub fn table(played: &Played) -> String {
     let workers = workers(played);
     let mut table = Table::new(
-        "The first replica of each stage.",
+        "The first replica of each rank.",
         &[
             ("worker", Column::Words),
             ("at the start", Column::Numbers),
@@ -118,7 +123,7 @@ mod tests {
     #[test]
     fn thinning_keeps_peaks() {
         let points: Vec<(f64, u64)> = (0..10_000).map(|at| (f64::from(at), if at == 6_173 { 99 } else { 1 })).collect();
-        let thin = thinned(&points, 10_000.0);
-        assert!(thin.len() <= POINTS && thin.iter().any(|(_, bytes)| *bytes == 99));
+        let thin = thinned(&points, 10_000.0, 700);
+        assert!(thin.len() <= 700 && thin.iter().any(|(_, bytes)| *bytes == 99));
     }
 }

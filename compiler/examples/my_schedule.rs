@@ -1,0 +1,111 @@
+//! A schedule of one's own in Rust: k forwards, k backwards, for a pipeline whose links are slow.
+//!
+//! ```text
+//! cargo run -p compiler --example my_schedule                        # draws it, beside 1F1B and GPipe
+//! cargo run -p compiler --example my_schedule -- my_schedule.csv     # and writes it, for any of pipec's verbs:
+//! pipec simulate plan.json --schedule my_schedule.csv
+//! pipec train model.onnx --stages 1,1,1 --batch 32 --schedule my_schedule.csv --data train.npz
+//! ```
+//!
+//! The order is that of 1F1B with groups of k items for single ones, kFkB (Wang et al., Ada-Grouper, 2023): while a rank works on one
+//! item of a group, the next is on its way. k = 1 is 1F1B, k = all is GPipe; in between, time is bought with memory.
+
+use compiler::plan::StageId;
+use compiler::schedule::chart::chart;
+use compiler::schedule::check::check;
+use compiler::schedule::csv::csv;
+use compiler::schedule::own::{OrderOfWork, program};
+use compiler::schedule::rule::StepCount;
+use compiler::schedule::work::{Part, Work};
+use compiler::schedule::{MicrobatchId, Pipeline, Program, RankId};
+use compiler::simulate::run::{Machine, simulate};
+use std::error::Error;
+
+/// Groups of `k` items go forward and backward as single items do under 1F1B.
+struct Grouped {
+    k: u32,
+}
+
+impl OrderOfWork for Grouped {
+    fn work(&self, pipeline: &Pipeline, rank: RankId, items: u32) -> Vec<Work> {
+        let groups = items.div_ceil(self.k);
+        let of_group = |group: u32, part: Part| {
+            let own = group * self.k..items.min((group + 1) * self.k);
+            own.map(move |item| Work { stage: StageId(rank.0), item: MicrobatchId(item), part })
+        };
+        // As many groups go ahead as there are ranks after this one; from then on each backward makes room for a forward.
+        let ahead = groups.min(pipeline.stages.len() as u32 - 1 - rank.0);
+        let mut work: Vec<Work> = (0..ahead).flat_map(|group| of_group(group, Part::Forward)).collect();
+        for group in 0..groups {
+            if ahead + group < groups {
+                work.extend(of_group(ahead + group, Part::Forward));
+            }
+            work.extend(of_group(group, Part::Backward));
+        }
+        work
+    }
+}
+
+/// Three stages that each take 1 ms forward and 2 ms backward, half a millisecond apart.
+fn pipeline() -> Pipeline {
+    let mut pipeline = Pipeline::balanced(&[1, 1, 1], 2.0);
+    pipeline.stages.iter_mut().for_each(|stage| (stage.forward, stage.backward) = (1000.0, 2000.0));
+    pipeline.edges.iter_mut().for_each(|edge| (edge.forward_us, edge.backward_us) = (500.0, 500.0));
+    pipeline
+}
+
+/// The programs for one minibatch of six items, proven to run.
+fn made(k: u32) -> Result<Program, Box<dyn Error>> {
+    let program = program(&Grouped { k }, &pipeline(), StepCount { minibatches: 1, microbatches: 6 })?;
+    check(&program)?;
+    Ok(program)
+}
+
+fn main() -> Result<(), Box<dyn Error>> {
+    for k in [1, 2, 6] {
+        let program = made(k)?;
+        let timeline = simulate(&program, &pipeline(), &Machine::of(&pipeline()))?;
+        println!(
+            "k = {k}: {:.1} ms, {:.1} % idle, at most {:?} items in flight",
+            timeline.makespan / 1e3,
+            timeline.bubble() * 100.0,
+            timeline.peak_in_flight
+        );
+        println!("{}", chart(&program)?);
+    }
+    if let Some(path) = std::env::args().nth(1) {
+        std::fs::write(&path, csv(&made(2)?))?;
+        println!("wrote {path}");
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use compiler::schedule::Schedule;
+    use compiler::schedule::scheduler::schedule;
+
+    #[test]
+    fn its_ends_are_the_published_schedules() {
+        let count = StepCount { minibatches: 1, microbatches: 6 };
+        for (k, published) in [(1, Schedule::OneFOneB), (6, Schedule::Gpipe)] {
+            let other = schedule(published, &pipeline(), count).unwrap();
+            assert_eq!(csv(&made(k).unwrap()), csv(&other), "k = {k}");
+        }
+    }
+
+    #[test]
+    fn groups_of_two_hide_the_links() {
+        let time = |k| simulate(&made(k).unwrap(), &pipeline(), &Machine::of(&pipeline())).unwrap();
+        let (one, two, all) = (time(1), time(2), time(6));
+        assert!(two.makespan < one.makespan, "{} and {} us", two.makespan, one.makespan);
+        assert_eq!([&one, &two, &all].map(|run| run.peak_in_flight[0]), [3, 6, 6]);
+    }
+
+    /// The table that stands beside this file is the one that it writes.
+    #[test]
+    fn the_table_is_this_schedule() {
+        assert_eq!(csv(&made(2).unwrap()), include_str!("my_schedule.csv"));
+    }
+}

@@ -1,0 +1,101 @@
+//! Many stages as a grid of small boxes, read as lines of text are: from left to right, then on in the next row.
+//!
+//! Arrows join stages that follow each other. What goes to a later stage than the next is told in the box that sends it, since arrows
+//! over several rows would cross everything.
+
+use crate::export::escape::short;
+use crate::export::quantity;
+use crate::export::stage_name::{layers, ranges};
+use crate::export::svg::{Anchor, Svg};
+use crate::plan::{Edge, Plan, Stage};
+
+/// Boxes in a row.
+const ACROSS: usize = 6;
+const BOX: [f64; 2] = [146.0, 90.0];
+const GAP: [f64; 2] = [28.0, 34.0];
+const LEFT: f64 = 14.0;
+const TOP: f64 = 12.0;
+
+/// The picture of these stages of the plan; `load` says how full each is, from 0 to 1.
+pub fn draw(plan: &Plan, stages: &[Stage], load: &dyn Fn(&Stage) -> f64) -> Svg {
+    let rows = stages.len().div_ceil(ACROSS);
+    let wide = LEFT + ACROSS as f64 * (BOX[0] + GAP[0]);
+    let mut picture = Svg::new(wide, TOP + rows as f64 * (BOX[1] + GAP[1]), "The stages and what goes between them");
+    for (at, stage) in stages.iter().enumerate() {
+        if at + 1 < stages.len() && plan.edges.iter().any(|edge| is_next(edge, at)) {
+            arrow(&mut picture, at);
+        }
+        let sent: Vec<&Edge> = plan.edges.iter().filter(|edge| edge.from.index() == at).collect();
+        one(&mut picture, stage, place(at), load(stage), &sent);
+    }
+    picture
+}
+
+fn is_next(edge: &Edge, at: usize) -> bool {
+    edge.from.index() == at && edge.to.index() == at + 1
+}
+
+fn place(at: usize) -> [f64; 2] {
+    let [column, row] = [at % ACROSS, at / ACROSS];
+    [LEFT + column as f64 * (BOX[0] + GAP[0]), TOP + row as f64 * (BOX[1] + GAP[1])]
+}
+
+/// From a stage to the next: to the right, or round to the beginning of the next row.
+fn arrow(picture: &mut Svg, at: usize) {
+    let [[x, y], [to, below]] = [place(at), place(at + 1)];
+    let (right, middle) = (x + BOX[0], y + BOX[1] / 2.0);
+    let end = below + BOX[1] / 2.0;
+    if to > x {
+        picture.line("arrow", [right + 9.0, middle], [to - 8.0, middle]);
+    } else {
+        let between = y + BOX[1] + GAP[1] / 2.0 - 2.0;
+        let turn = [right + 18.0, to - 12.0];
+        let way = [
+            [right + 9.0, middle],
+            [turn[0], middle],
+            [turn[0], between],
+            [turn[1], between],
+            [turn[1], end],
+            [to - 6.0, end],
+        ];
+        picture.path("arrow", &way, false);
+    }
+    picture.path("head", &[[to - 1.0, end], [to - 8.0, end - 4.0], [to - 8.0, end + 4.0]], true);
+}
+
+fn one(picture: &mut Svg, stage: &Stage, [x, y]: [f64; 2], load: f64, sent: &[&Edge]) {
+    for card in (1..=(stage.replicas.saturating_sub(1)).min(2)).rev() {
+        let by = 3.0 * f64::from(card);
+        picture.rounded("behind", [x + by, y - by, BOX[0], BOX[1]], 6.0);
+    }
+    picture.rounded("box", [x, y, BOX[0], BOX[1]], 6.0);
+    let (inside, wide) = (x + 10.0, BOX[0] - 20.0);
+    let end = inside + wide;
+    picture.text("strong", Anchor::Start, [inside, y + 18.0], &format!("Stage {}", stage.id.0));
+    if stage.replicas > 1 {
+        picture.text("quiet small", Anchor::End, [end, y + 18.0], &format!("{} replicas", stage.replicas));
+    }
+    picture.text("small quiet", Anchor::Start, [inside, y + 34.0], &short(&layers(stage), 22));
+    picture.text("small figure", Anchor::Start, [inside, y + 51.0], &quantity::duration(stage.fwd_us + stage.bwd_us));
+    picture.text("small figure", Anchor::End, [end, y + 51.0], &quantity::bytes(stage.memory.total));
+    picture.rounded("track", [inside, y + 58.0, wide, 5.0], 2.5);
+    picture.rounded("forward", [inside, y + 58.0, (wide * load).max(1.0), 5.0], 2.5);
+    let told = |edge: &&&Edge| match is_next(edge, edge.from.index()) {
+        true => format!("→ {}", quantity::bytes(edge.bytes)),
+        false => format!("{} to {}", quantity::bytes(edge.bytes), edge.to.0),
+    };
+    let sends: Vec<String> = sent.iter().map(|edge| told(&edge)).collect();
+    picture.text("small quiet figure", Anchor::Start, [inside, y + 79.0], &short(&sends.join(", "), 24));
+    let hint = format!(
+        "stage {} on {}\n{} forward, {} backward, load {:.0} %\n{} held{}\nsends {}",
+        stage.id.0,
+        short(&ranges(&stage.devices), 40),
+        quantity::duration(stage.fwd_us),
+        quantity::duration(stage.bwd_us),
+        load * 100.0,
+        quantity::bytes(stage.memory.total),
+        if stage.recompute { ", recomputed" } else { "" },
+        if sends.is_empty() { "nothing".to_string() } else { sends.join(", ") }
+    );
+    picture.rect("over", [x, y, BOX[0], BOX[1]], Some(&hint));
+}

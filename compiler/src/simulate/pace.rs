@@ -1,0 +1,153 @@
+//! How long a step takes: the schedule's own program is made for a few minibatches and played.
+//!
+//! Under a flush that is the time from the end of one minibatch to the end of the next, with what the next may begin before it. Without
+//! one it is what a minibatch takes in the midst of a run, away from filling and draining.
+//!
+//! The work is bounded. Once a flushed pipeline is full, every further round of items takes as long as the one before, so the time of a
+//! minibatch of very many items follows from two of fewer. What is too large even so has no answer here.
+
+use crate::schedule::rule::StepCount;
+use crate::schedule::scheduler::schedule;
+use crate::schedule::{Pipeline, Schedule};
+use crate::simulate::run::{Machine, simulate};
+use crate::simulate::steady::Steady;
+use crate::simulate::{SimulateError, Timeline};
+
+/// The most items times stages of one play: about half a second.
+const MOST_WORK: u64 = 60_000;
+
+/// Minibatches of a flushed run, and the one after whose end the time is taken.
+const FLUSHED: u32 = 4;
+const SETTLED: usize = 1;
+
+/// The fewest items of an even run over which the time is taken.
+const WINDOW: u64 = 240;
+
+/// Microseconds from one minibatch to the next; `None` where nothing is updated, or where playing would take long.
+pub fn step_us(kind: Schedule, pipeline: &Pipeline, microbatches: u32) -> Result<Option<f64>, SimulateError> {
+    pipeline.validate()?;
+    if !kind.trains() {
+        return Ok(None);
+    }
+    let microbatches = microbatches.max(1);
+    if kind.flushes() { flushed(kind, pipeline, microbatches) } else { even(kind, pipeline, microbatches) }
+}
+
+/// How a pipeline runs under 2BW with its caps, as `steady` tells it of 1F1B-RR. Which caps hold it back is not known: any may.
+pub fn double_buffered(pipeline: &Pipeline, microbatches: u32) -> Result<Option<Steady>, SimulateError> {
+    let Some(us) = step_us(Schedule::TwoBw, pipeline, microbatches)? else { return Ok(None) };
+    let dealt = |replicas: u32| f64::from(microbatches.div_ceil(replicas.max(1)).max(1));
+    let stages = pipeline.stages.iter().map(|stage| {
+        let reduce = if stage.replicas > 1 { stage.all_reduce } else { 0.0 };
+        (dealt(stage.replicas) * (stage.forward + stage.backward) + stage.step).max(reduce)
+    });
+    let ideal = stages.fold(0.0, f64::max);
+    let share = if us > 0.0 { (ideal / us).min(1.0) } else { 1.0 };
+    // A piece of a program takes as long as many of a play of the rule alone.
+    let pieces = 40 * work(pipeline, u64::from(minibatches(pipeline, microbatches)) * u64::from(microbatches));
+    Ok(Some(Steady { share, held: vec![true; pipeline.stages.len()], pieces }))
+}
+
+fn work(pipeline: &Pipeline, items: u64) -> u64 {
+    items.saturating_mul(pipeline.stages.len() as u64)
+}
+
+fn played(kind: Schedule, pipeline: &Pipeline, count: StepCount) -> Result<Timeline, SimulateError> {
+    let program = schedule(kind, pipeline, count)?;
+    simulate(&program, pipeline, &Machine::of(pipeline))
+}
+
+fn flushed(kind: Schedule, pipeline: &Pipeline, microbatches: u32) -> Result<Option<f64>, SimulateError> {
+    let step = |microbatches: u32| -> Result<f64, SimulateError> {
+        let count = StepCount { minibatches: FLUSHED, microbatches };
+        let ends = played(kind, pipeline, count)?.ends(microbatches);
+        Ok(match (ends.get(SETTLED), ends.last()) {
+            (Some(first), Some(last)) => (last - first) / (ends.len() - 1 - SETTLED) as f64,
+            _ => 0.0,
+        })
+    };
+    let most = (MOST_WORK / work(pipeline, u64::from(FLUSHED)).max(1)) as u32;
+    if microbatches <= most {
+        return step(microbatches).map(Some);
+    }
+    // An even run repeats after a round of all replicas, and after a group of items where they go through the chunks in groups.
+    let ranks = pipeline.stages.len() as u64 / u64::from(pipeline.chunks().max(1));
+    let repeat =
+        pipeline.stages.iter().fold(ranks.max(1), |all, stage| common_multiple(all, u64::from(stage.replicas)));
+    let rest = u64::from(microbatches) % repeat;
+    let (most, depth) =
+        (u64::from(most), 2 * pipeline.stages.iter().map(|stage| u64::from(stage.replicas)).sum::<u64>());
+    let fewer = depth.div_ceil(repeat) * repeat + rest;
+    let more = fewer + most.saturating_sub(fewer) / repeat * repeat;
+    if more <= fewer || more > most {
+        return Ok(None);
+    }
+    let (low, high) = (step(fewer as u32)?, step(more as u32)?);
+    Ok(Some(high + (high - low) * (u64::from(microbatches) - more) as f64 / (more - fewer) as f64))
+}
+
+fn even(kind: Schedule, pipeline: &Pipeline, microbatches: u32) -> Result<Option<f64>, SimulateError> {
+    let count = StepCount { minibatches: minibatches(pipeline, microbatches), microbatches };
+    if work(pipeline, u64::from(count.minibatches) * u64::from(microbatches)) > MOST_WORK {
+        return Ok(None);
+    }
+    let ends = played(kind, pipeline, count)?.ends(microbatches);
+    let (from, to) = (ends.len() / 2, ends.len() - 1 - ends.len() / 8);
+    // A run is even over whole rounds of every stage.
+    let repeat = pipeline.stages.iter().fold(1, |all, stage| common_multiple(all, u64::from(stage.replicas)));
+    let rounds = (to - from) as u64 / repeat * repeat;
+    let from = if microbatches == 1 && rounds > 0 { to - rounds as usize } else { from };
+    Ok((to > from).then(|| (ends[to] - ends[from]) / (to - from) as f64))
+}
+
+/// Minibatches of an even run: half to fill, an eighth to drain, and enough between.
+fn minibatches(pipeline: &Pipeline, microbatches: u32) -> u32 {
+    let depth = pipeline.stages.iter().map(|stage| u64::from(stage.replicas) * u64::from(stage.cap));
+    let depth = depth.max().unwrap_or(1);
+    let items = (8 * depth).max(3 * WINDOW);
+    items.div_ceil(u64::from(microbatches)).clamp(16, 1 << 20) as u32
+}
+
+fn common_multiple(a: u64, b: u64) -> u64 {
+    let (mut x, mut y) = (a.max(1), b.max(1));
+    while y != 0 {
+        (x, y) = (y, x % y);
+    }
+    (a.max(1) / x).saturating_mul(b.max(1))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::schedule::StageShape;
+
+    fn us(kind: Schedule, pipeline: &Pipeline, microbatches: u32) -> f64 {
+        step_us(kind, pipeline, microbatches).unwrap().unwrap()
+    }
+
+    #[test]
+    fn steps_are_the_published_ones() {
+        let pipeline = Pipeline::balanced(&[1; 4], 2.0);
+        assert_eq!(us(Schedule::Gpipe, &pipeline, 8), 33.0);
+        assert_eq!(us(Schedule::OneFOneB, &pipeline, 8), 33.0);
+        assert_eq!(us(Schedule::ZbH1, &pipeline, 8), 27.0);
+        assert_eq!(us(Schedule::Interleaved, &Pipeline::balanced(&[1; 8], 2.0).looped(4), 8), 48.0 + 9.0);
+        assert_eq!(us(Schedule::OneFOneBRr, &pipeline, 1), 3.0);
+        assert_eq!(us(Schedule::TwoBw, &pipeline, 8), 24.0);
+        assert_eq!(step_us(Schedule::Inference, &pipeline, 8), Ok(None));
+    }
+
+    #[test]
+    fn many_items_follow_from_fewer() {
+        let stages = [(1, 1.0), (2, 3.0), (1, 1.2)].map(|(replicas, us)| StageShape::new(replicas, us, 2.0 * us));
+        let pipeline = Pipeline::chain(stages.to_vec());
+        let most = (MOST_WORK / (3 * u64::from(FLUSHED))) as u32;
+        for kind in [Schedule::Gpipe, Schedule::OneFOneB, Schedule::ZbH1] {
+            let [few, all, more] = [most - 2000, most, most + 4000].map(|items| us(kind, &pipeline, items));
+            let [before, after] = [(all - few) / 2000.0, (more - all) / 4000.0];
+            assert!((after / before - 1.0).abs() < 1e-2, "{kind}: {before} and {after} an item");
+        }
+        // A thousand stages are too much for any play.
+        assert_eq!(step_us(Schedule::OneFOneB, &Pipeline::balanced(&[1; 1000], 2.0), 100_000), Ok(None));
+    }
+}

@@ -1,0 +1,71 @@
+//! From a kernel's text to what a device runs, through NVRTC; no GPU is needed for it.
+
+use super::library::{self, FOLDERS};
+use cudarc::nvrtc::{result, sys};
+use std::ffi::CString;
+use thiserror::Error;
+
+/// A device's generation, as in `sm_90`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Architecture {
+    /// The compute capability's first number.
+    pub major: u32,
+    /// Its second number.
+    pub minor: u32,
+}
+
+impl std::fmt::Display for Architecture {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "sm_{}{}", self.major, self.minor)
+    }
+}
+
+/// Why a text was not compiled.
+#[derive(Debug, Error)]
+#[allow(missing_docs)]
+pub enum CompileFault {
+    #[error(
+        "libnvrtc was not found, without which no kernel for a GPU can be compiled; install it (`pip install nvidia-cuda-nvrtc`) \
+         and name its folder in {FOLDERS}"
+    )]
+    NoCompiler,
+    #[error("bug in pipec: a kernel's text holds a zero byte")]
+    Text,
+    #[error("bug in pipec: a kernel for {architecture} does not compile: {log}")]
+    Refused { architecture: Architecture, log: String },
+    #[error("libnvrtc failed: {0}")]
+    Library(result::NvrtcError),
+}
+
+/// A program of the compiler, freed when it is dropped.
+struct Program(sys::nvrtcProgram);
+
+impl Drop for Program {
+    fn drop(&mut self) {
+        // SAFETY: the program was created by `result::create_program` and is freed here alone.
+        let _ = unsafe { result::destroy_program(self.0) };
+    }
+}
+
+/// The machine code of a kernel for a device of this architecture.
+pub fn cubin(text: &str, architecture: Architecture) -> Result<Vec<u8>, CompileFault> {
+    library::nvrtc().ok_or(CompileFault::NoCompiler)?;
+    let source = CString::new(text).map_err(|_| CompileFault::Text)?;
+    let program = Program(result::create_program(&source, None).map_err(CompileFault::Library)?);
+    let options = [format!("--gpu-architecture={architecture}"), "--std=c++17".to_string()];
+    // SAFETY: the program lives.
+    if unsafe { result::compile_program(program.0, &options) }.is_err() {
+        // SAFETY: as above.
+        let log = unsafe { result::get_program_log(program.0) }.map_err(CompileFault::Library)?;
+        let log: Vec<u8> = log.into_iter().map(|c| c as u8).take_while(|&c| c != 0).collect();
+        return Err(CompileFault::Refused { architecture, log: String::from_utf8_lossy(&log).into_owned() });
+    }
+    let mut size = 0;
+    // SAFETY: the program lives and was compiled for a real architecture; `code` has the size that the library asks for.
+    unsafe {
+        sys::nvrtcGetCUBINSize(program.0, &mut size).result().map_err(CompileFault::Library)?;
+        let mut code = vec![0u8; size];
+        sys::nvrtcGetCUBIN(program.0, code.as_mut_ptr().cast()).result().map_err(CompileFault::Library)?;
+        Ok(code)
+    }
+}

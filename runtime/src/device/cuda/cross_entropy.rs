@@ -1,0 +1,108 @@
+//! The mean cross-entropy of logits and its gradient: a block for each target, then one for the mean.
+
+use super::draft::Draft;
+use super::element::{accumulator, held, load, store};
+use super::recipe::{At, Base, Launch, Recipe};
+use super::softmax::most_and_total;
+use crate::device::layout::Layout;
+use compiler::op::{CrossEntropy, CrossEntropyGrad};
+
+/// Whether a label counts, in terms of the label `t`.
+fn counts(ignore: Option<i64>) -> String {
+    match ignore {
+        // The least number has no literal of its own.
+        Some(label) => format!("(t != (i64){}ull)", label as u64),
+        None => "true".to_string(),
+    }
+}
+
+/// One block that counts the targets and refuses a label outside the classes, the first one where there are several.
+fn count(target: &Layout, input: usize, classes: usize, ignore: Option<i64>, to: At) -> Launch {
+    let mut draft = Draft::new(target.len());
+    draft.reads("target", target.dtype, At::input(input));
+    draft.writes("count", compiler::tensor::DType::U64, to);
+    draft.faults(At { base: Base::Fault, offset: 0 });
+    let lines = format!(
+        "u64 counted = 0, wrong = ~0ull;\n\
+         for (at k = threadIdx.x; k < (at){}; k += blockDim.x) {{\ni64 t = (i64){};\nif (!{}) continue;\ncounted++;\n\
+         if ((u64)t >= (u64){classes} && k < wrong) wrong = k;\n}}\n\
+         counted = sum_across(counted);\nwrong = across(wrong, [](u64 a, u64 b) {{ return a < b ? a : b; }});\n\
+         if (threadIdx.x == 0) {{\ncount[0] = counted;\n\
+         if (wrong != ~0ull && fault->kind == 0) {{ fault->kind = 2; fault->value = (i64){}; fault->size = {classes}; }}\n}}",
+        target.len(),
+        load(target.dtype, "target[k]"),
+        counts(ignore),
+        load(target.dtype, "target[wrong]"),
+    );
+    draft.block_each(1, target.len(), &lines)
+}
+
+/// The loss and the log-sum-exp of every line.
+pub fn kernel(op: &CrossEntropy, logits: &Layout, target: &Layout) -> Option<Recipe> {
+    let (size, inner) = (logits.shape[op.axis], logits.shape[op.axis + 1..].iter().product::<usize>());
+    let sums = accumulator(logits.dtype);
+    let kind = held(sums);
+    let mut recipe = Recipe::default();
+    let counted = recipe.take(8);
+    let losses = recipe.take(target.len() * sums.size());
+    recipe.launches.push(count(target, 1, size, op.ignore, counted));
+    let mut draft = Draft::new(logits.len());
+    draft.reads("x", logits.dtype, At::input(0));
+    draft.reads("target", target.dtype, At::input(1));
+    draft.writes("lse", logits.dtype, At::output(1));
+    draft.writes("losses", sums, losses);
+    let lines = format!(
+        "at from = i / (at){inner} * (at){} + i % (at){inner};\n{}\
+         if (threadIdx.x == 0) {{\n{kind} l = most + m_log(total);\nlse[i] = {};\ni64 t = (i64){};\n\
+         losses[i] = {} && (u64)t < (u64){size} ? l - {} : ({kind})0;\n}}",
+        size * inner,
+        most_and_total(logits.dtype, size, inner),
+        store(logits.dtype, "l"),
+        load(target.dtype, "target[i]"),
+        counts(op.ignore),
+        load(logits.dtype, &format!("x[from + (at)t * (at){inner}]"))
+    );
+    recipe.launches.push(draft.block_each(target.len(), size, &lines));
+    let mut draft = Draft::new(target.len());
+    draft.reads("losses", sums, losses);
+    draft.reads("count", compiler::tensor::DType::U64, counted);
+    draft.writes("loss", logits.dtype, At::output(0));
+    let lines = format!(
+        "{kind} sum = 0;\nfor (at k = threadIdx.x; k < (at){}; k += blockDim.x) sum += losses[k];\nsum = sum_across(sum);\n\
+         if (threadIdx.x == 0) loss[0] = {};",
+        target.len(),
+        store(logits.dtype, &format!("sum / ({kind})count[0]"))
+    );
+    recipe.launches.push(draft.block_each(1, target.len(), &lines));
+    Some(recipe)
+}
+
+/// The gradient for the logits.
+pub fn grad(op: &CrossEntropyGrad, dloss: &Layout, logits: &Layout, target: &Layout) -> Option<Recipe> {
+    let (size, inner) = (logits.shape[op.axis], logits.shape[op.axis + 1..].iter().product::<usize>());
+    let kind = held(accumulator(logits.dtype));
+    let mut recipe = Recipe::default();
+    let counted = recipe.take(8);
+    recipe.launches.push(count(target, 2, size, op.ignore, counted));
+    let mut draft = Draft::new(logits.len());
+    draft.reads("dloss", dloss.dtype, At::input(0));
+    draft.reads("x", logits.dtype, At::input(1));
+    draft.reads("target", target.dtype, At::input(2));
+    draft.reads("lse", logits.dtype, At::input(3));
+    draft.reads("count", compiler::tensor::DType::U64, counted);
+    draft.writes("y", logits.dtype, At::output(0));
+    let lines = format!(
+        "at within = i % (at){inner}, class_of = i / (at){inner} % (at){size}, line = i / (at){} * (at){inner} + within;\n\
+         i64 t = (i64){};\n{kind} slope = 0;\n\
+         if ({}) slope = {} / ({kind})count[0] * (m_exp({} - {}) - ({kind})((u64)t == (u64)class_of));\ny[i] = {};",
+        size * inner,
+        load(target.dtype, "target[line]"),
+        counts(op.ignore),
+        load(dloss.dtype, "dloss[0]"),
+        load(logits.dtype, "x[i]"),
+        load(logits.dtype, "lse[line]"),
+        store(logits.dtype, "slope")
+    );
+    recipe.launches.push(draft.each(logits.len(), &lines));
+    Some(recipe)
+}

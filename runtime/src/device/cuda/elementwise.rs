@@ -1,0 +1,96 @@
+//! Elementwise ops: one thread an element. Each op is an expression over its operands, so that chains of them can become one.
+
+use super::draft::Draft;
+use super::element::{cast, held, load, store};
+use super::offsets::{Walk, offsets};
+use super::recipe::{At, Recipe};
+use crate::device::layout::Layout;
+use compiler::op::{Binary, Compare, Op, Unary};
+use compiler::tensor::DType;
+
+/// The expression of an elementwise op over held operands of these element types; `None` for other ops.
+pub fn expression(op: &Op, dtypes: &[DType], operands: &[String]) -> Option<String> {
+    Some(match (op, operands) {
+        (Op::Unary(op), [x]) => unary(*op, dtypes[0], x),
+        (Op::Binary(op), [a, b]) => binary(*op, dtypes[0], a, b),
+        (Op::Compare(Compare::Equal), [a, b]) => format!("({a} == {b})"),
+        (Op::Compare(Compare::Less), [a, b]) => format!("({a} < {b})"),
+        (Op::Compare(Compare::LessEqual), [a, b]) => format!("({a} <= {b})"),
+        (Op::Select(_), [condition, a, b]) => format!("({condition} ? {a} : {b})"),
+        (Op::Cast(op), [x]) => cast(dtypes[0], op.to, x),
+        (Op::StopGradient(_) | Op::Broadcast(_) | Op::Reshape(_), [x]) => x.clone(),
+        _ => return None,
+    })
+}
+
+fn unary(op: Unary, dtype: DType, x: &str) -> String {
+    if !dtype.is_float() {
+        return match op {
+            Unary::Not if dtype == DType::Bool => format!("!{x}"),
+            Unary::Not => format!("~{x}"),
+            Unary::Neg => format!("({})(0ull - (u64){x})", held(dtype)),
+            Unary::Abs => format!("((i64){x} < 0 ? (i64)(0ull - (u64){x}) : (i64){x})"),
+            Unary::Sign => format!("((i64){x} > 0 ? 1 : (i64){x} < 0 ? -1 : 0)"),
+            // What is left of the functions on whole numbers.
+            _ => format!("((i64){x} < 0 ? 0 : (i64){x})"),
+        };
+    }
+    let one = format!("({})1", held(dtype));
+    match op {
+        Unary::Neg => format!("(-{x})"),
+        Unary::Reciprocal => format!("({one} / {x})"),
+        Unary::Rsqrt => format!("({one} / m_sqrt({x}))"),
+        Unary::Round => format!("m_rint({x})"),
+        Unary::Abs => format!("m_fabs({x})"),
+        Unary::Not => format!("({x} == 0)"),
+        _ => {
+            let name = compiler::op::table::rule(&Op::Unary(op)).name();
+            format!("m_{name}({x})")
+        }
+    }
+}
+
+fn binary(op: Binary, dtype: DType, a: &str, b: &str) -> String {
+    let whole = !dtype.is_float();
+    let width = 8 * dtype.size();
+    match op {
+        Binary::Add => format!("({a} + {b})"),
+        Binary::Sub => format!("({a} - {b})"),
+        Binary::Mul => format!("({a} * {b})"),
+        Binary::Div if whole => format!("i_div({a}, {b})"),
+        Binary::Div => format!("({a} / {b})"),
+        Binary::Pow if whole => format!("i_pow({a}, {b})"),
+        Binary::Pow => format!("m_pow({a}, {b})"),
+        Binary::Mod if whole => format!("i_mod({a}, {b})"),
+        Binary::Mod => format!("m_mod({a}, {b})"),
+        Binary::Max => format!("m_max({a}, {b})"),
+        Binary::Min => format!("m_min({a}, {b})"),
+        Binary::And if dtype == DType::Bool => format!("({a} && {b})"),
+        Binary::Or if dtype == DType::Bool => format!("({a} || {b})"),
+        Binary::Xor if dtype == DType::Bool => format!("({a} != {b})"),
+        Binary::And => format!("({a} & {b})"),
+        Binary::Or => format!("({a} | {b})"),
+        Binary::Xor => format!("({a} ^ {b})"),
+        Binary::ShiftLeft => format!("i_left({a}, {b}, {width})"),
+        Binary::ShiftRight => format!("i_right({a}, {b}, {width})"),
+    }
+}
+
+/// An elementwise op, its operands stretched to the output.
+pub fn kernel(op: &Op, inputs: &[Layout], y: &Layout) -> Option<Recipe> {
+    let mut draft = Draft::new(inputs.iter().map(Layout::len).chain([y.len()]).max().unwrap_or(0));
+    let walks: Vec<Walk> = inputs.iter().map(|x| Walk::stretched(&x.shape, &y.shape)).collect();
+    let (lines, places) = offsets("d", "i", &y.shape, &walks);
+    let dtypes: Vec<DType> = inputs.iter().map(|x| x.dtype).collect();
+    let operands: Vec<String> = (0..inputs.len()).map(|k| format!("v{k}")).collect();
+    let value = expression(op, &dtypes, &operands)?;
+    let mut body = lines;
+    for (k, x) in inputs.iter().enumerate() {
+        draft.reads(&format!("x{k}"), x.dtype, At::input(k));
+        let element = load(x.dtype, &format!("x{k}[{}]", places[k]));
+        body.push_str(&format!("{} v{k} = {element};\n", held(x.dtype)));
+    }
+    draft.writes("y", y.dtype, At::output(0));
+    body.push_str(&format!("y[i] = {};", store(y.dtype, &value)));
+    Some(Recipe::of(draft.each(y.len(), &body)))
+}

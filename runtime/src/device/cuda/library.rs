@@ -1,0 +1,83 @@
+//! Where the vendor's libraries are. Nothing of them is linked: each is looked for when it is first asked for, by its name as the
+//! system's loader finds it, then in the folders where toolkits and Python wheels put them.
+
+use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
+
+/// The variable that names folders to look in first, separated as in `PATH`.
+pub const FOLDERS: &str = "PIPEC_CUDA_LIBS";
+
+/// A library that can be called.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Found {
+    /// The file, or the name by which the system's loader knows it.
+    pub place: String,
+}
+
+/// The compiler of kernels, `libnvrtc`.
+pub fn nvrtc() -> Option<&'static Found> {
+    static FOUND: OnceLock<Option<Found>> = OnceLock::new();
+    // SAFETY: opening the vendor's library runs its initialisers, which is what it is for.
+    FOUND.get_or_init(|| find("libnvrtc.so", || unsafe { cudarc::nvrtc::sys::is_culib_present() })).as_ref()
+}
+
+/// The driver, `libcuda`.
+pub fn driver() -> Option<&'static Found> {
+    static FOUND: OnceLock<Option<Found>> = OnceLock::new();
+    // SAFETY: as for the compiler.
+    FOUND.get_or_init(|| find("libcuda.so", || unsafe { cudarc::driver::sys::is_culib_present() })).as_ref()
+}
+
+fn find(name: &str, is_present: impl Fn() -> bool) -> Option<Found> {
+    if is_present() {
+        return Some(Found { place: name.to_string() });
+    }
+    for file in folders().iter().flat_map(|folder| files(folder, name)) {
+        // Once it is open under a path, it is found under its name as well.
+        // SAFETY: as in `nvrtc`.
+        let opened = unsafe { libloading::os::unix::Library::open(Some(&file), RTLD_NOW | RTLD_GLOBAL) };
+        if let Ok(library) = opened {
+            std::mem::forget(library);
+            if is_present() {
+                return Some(Found { place: file.display().to_string() });
+            }
+        }
+    }
+    None
+}
+
+const RTLD_NOW: i32 = 2;
+const RTLD_GLOBAL: i32 = 0x100;
+
+fn folders() -> Vec<PathBuf> {
+    let mut folders: Vec<PathBuf> =
+        std::env::var_os(FOLDERS).map(|list| std::env::split_paths(&list).collect()).unwrap_or_default();
+    for variable in ["CUDA_HOME", "CUDA_PATH"] {
+        folders.extend(std::env::var_os(variable).map(|home| Path::new(&home).join("lib64")));
+    }
+    folders.push(PathBuf::from("/usr/local/cuda/lib64"));
+    // Wheels put each library into a folder of its own.
+    if let Some(home) = std::env::var_os("VIRTUAL_ENV") {
+        for python in inside(&Path::new(&home).join("lib")) {
+            folders.extend(inside(&python.join("site-packages/nvidia")).into_iter().map(|f| f.join("lib")));
+        }
+    }
+    folders
+}
+
+/// What lies in a folder, in order; nothing where there is none.
+fn inside(folder: &Path) -> Vec<PathBuf> {
+    let mut found: Vec<PathBuf> =
+        std::fs::read_dir(folder).into_iter().flatten().flatten().map(|entry| entry.path()).collect();
+    found.sort();
+    found
+}
+
+/// The library's files in a folder: `libnvrtc.so`, `libnvrtc.so.13`.
+fn files(folder: &Path, name: &str) -> Vec<PathBuf> {
+    let is_it = |path: &PathBuf| {
+        let file = path.file_name().unwrap_or_default().to_string_lossy();
+        file.strip_prefix(name).is_some_and(|rest| rest.is_empty() || rest.starts_with('.'))
+    };
+    inside(folder).into_iter().filter(is_it).collect()
+}

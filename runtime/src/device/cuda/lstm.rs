@@ -1,0 +1,246 @@
+//! A long short-term memory and its gradient: products with the input are taken for all steps at once; a step is one launch with a
+//! thread for each unit of each row.
+
+use super::draft::Draft;
+use super::element::{accumulator, held, load, store};
+use super::matmul::{Matrix, Product};
+use super::movement::moved;
+use super::offsets::Walk;
+use super::recipe::{At, Recipe};
+use super::reduce::reduce;
+use crate::device::layout::Layout;
+use compiler::op::ReduceKind;
+use compiler::op::lstm::{before, order};
+use compiler::tensor::DType;
+
+/// The sizes of a recurrent layer: time, batch, input, hidden, and gates of a unit.
+#[derive(Clone, Copy)]
+pub struct Sizes {
+    /// Steps.
+    pub steps: usize,
+    /// Rows of the batch.
+    pub batch: usize,
+    /// Inputs of a row and step.
+    pub width: usize,
+    /// Units.
+    pub hidden: usize,
+    /// Rows of the weights.
+    pub wide: usize,
+    /// The element type.
+    pub dtype: DType,
+    /// That of what is kept between launches.
+    pub sums: DType,
+    /// Whether the last step comes first.
+    pub reverse: bool,
+}
+
+impl Sizes {
+    /// The sizes that x and w_hh have.
+    pub fn of(x: &Layout, w_hh: &Layout, reverse: bool) -> Sizes {
+        Sizes {
+            steps: x.shape[0],
+            batch: x.shape[1],
+            width: x.shape[2],
+            hidden: w_hh.shape[1],
+            wide: w_hh.shape[0],
+            dtype: x.dtype,
+            sums: accumulator(x.dtype),
+            reverse,
+        }
+    }
+
+    /// Bytes of one step of a tensor `[T, N, width]` of the element type.
+    pub fn step(&self, width: usize) -> usize {
+        self.batch * width * self.dtype.size()
+    }
+
+    /// Bytes of one step of a tensor that is kept between launches.
+    pub fn kept(&self, width: usize) -> usize {
+        self.batch * width * self.sums.size()
+    }
+
+    /// The states before step `t`: those after the step that runs before it, in `y` `[T, N, hidden]`, or the first ones.
+    pub fn state_before(&self, t: usize, first: At, y: At) -> At {
+        before(t, self.steps, self.reverse).map_or(first, |t| y.after(t * self.step(self.hidden)))
+    }
+
+    /// `x W_ihᵀ` for all steps, `[T, N, wide]`, with x and the weight at these inputs.
+    pub fn from_input(&self, recipe: &mut Recipe, x: At, w_ih: At) -> At {
+        let sums = recipe.take(self.steps * self.kept(self.wide));
+        let matrices = [
+            Matrix::rows(x, self.dtype, self.width),
+            Matrix::rows(w_ih, self.dtype, self.width).turned(),
+            Matrix::rows(sums, self.sums, self.wide),
+        ];
+        recipe.launches.push(Product::one([self.steps * self.batch, self.wide, self.width], matrices, false).launch());
+        sums
+    }
+
+    /// The state of the step that runs last, from `y` to `to`.
+    pub fn last(&self, recipe: &mut Recipe, y: At, to: At) {
+        let t = if self.reverse { 0 } else { self.steps - 1 };
+        let layout = Layout { dtype: self.dtype, shape: vec![self.batch * self.hidden] };
+        let from = y.after(t * self.step(self.hidden));
+        recipe.launches.push(moved((from, layout.len()), to, &layout, &Walk { base: 0, steps: vec![1] }));
+    }
+
+    /// The gradients for x and W_ih of what arrives at the sums, `da` `[T, N, wide]`, and of the bias.
+    pub fn input_grads(&self, recipe: &mut Recipe, da: At, x: At, w_ih: At, [dx, dw, db]: [At; 3]) {
+        let rows = self.steps * self.batch;
+        let arrived = Matrix::rows(da, self.sums, self.wide);
+        let matrices =
+            [arrived.clone(), Matrix::rows(w_ih, self.dtype, self.width), Matrix::rows(dx, self.dtype, self.width)];
+        recipe.launches.push(Product::one([rows, self.width, self.wide], matrices, false).launch());
+        let matrices =
+            [arrived.turned(), Matrix::rows(x, self.dtype, self.width), Matrix::rows(dw, self.dtype, self.width)];
+        recipe.launches.push(Product::one([self.wide, self.width, rows], matrices, false).launch());
+        self.bias_grad(recipe, da, db);
+    }
+
+    /// The gradient for a bias of what arrives at the sums.
+    pub fn bias_grad(&self, recipe: &mut Recipe, da: At, db: At) {
+        let table = Layout { dtype: self.sums, shape: vec![self.steps * self.batch, self.wide] };
+        reduce(recipe, ReduceKind::Sum, &[0], (da, &table), (db, self.dtype));
+    }
+
+    /// `Σ daᵀ h` over all steps, h being the state before each: `parts` are the rows of the weight, from and to.
+    pub fn state_weight_grad(&self, recipe: &mut Recipe, da: At, h0: At, y: At, dw: At, parts: [usize; 2]) {
+        let [from, to] = parts;
+        let (size, kept) = (self.dtype.size(), self.sums.size());
+        let product = |steps: [usize; 2], states: At, adds: bool| {
+            let arrived = da.after(steps[0] * self.kept(self.wide) + from * kept);
+            let matrices = [
+                Matrix::rows(arrived, self.sums, self.wide).turned(),
+                Matrix::rows(states, self.dtype, self.hidden),
+                Matrix::rows(dw.after(from * self.hidden * size), self.dtype, self.hidden),
+            ];
+            Product::one([to - from, self.hidden, (steps[1] - steps[0]) * self.batch], matrices, adds).launch()
+        };
+        let (first, rest, states) = match self.reverse {
+            true => (self.steps - 1, [0, self.steps - 1], y.after(self.step(self.hidden))),
+            false => (0, [1, self.steps], y),
+        };
+        recipe.launches.push(product([first, first + 1], h0, false));
+        if self.steps > 1 {
+            recipe.launches.push(product(rest, states, true));
+        }
+    }
+}
+
+/// y, the last state and cell, gates and cells.
+pub fn kernel(reverse: bool, x: &Layout, w_hh: &Layout) -> Option<Recipe> {
+    let s = Sizes::of(x, w_hh, reverse);
+    let kind = held(s.sums);
+    let (dtype, hidden) = (s.dtype, s.hidden);
+    let mut recipe = Recipe::default();
+    let from_x = s.from_input(&mut recipe, At::input(0), At::input(1));
+    let [y, last_h, last_c, gates, cells] = [0, 1, 2, 3, 4].map(At::output);
+    for t in order(s.steps, reverse) {
+        let mut draft = Draft::new(s.batch * s.wide.max(s.width).max(s.wide * hidden));
+        draft.reads("from_x", s.sums, from_x.after(t * s.kept(s.wide)));
+        draft.reads("w", dtype, At::input(2));
+        draft.reads("b_ih", dtype, At::input(3));
+        draft.reads("b_hh", dtype, At::input(4));
+        draft.reads("h", dtype, s.state_before(t, At::input(5), y));
+        draft.reads("c", dtype, s.state_before(t, At::input(6), cells));
+        draft.writes("y", dtype, y.after(t * s.step(hidden)));
+        draft.writes("gates", dtype, gates.after(t * s.step(s.wide)));
+        draft.writes("cells", dtype, cells.after(t * s.step(hidden)));
+        let lines = format!(
+            "at j = i % (at){hidden}, n = i / (at){hidden};\n{kind} a[4];\nfor (at g = 0; g < 4; g++) {{\nat k = g * (at){hidden} + j;\n\
+             {kind} sum = from_x[n * (at){wide} + k] + {} + {};\n\
+             for (at l = 0; l < (at){hidden}; l++) sum += {} * {};\na[g] = sum;\n}}\n\
+             {kind} in = m_sigmoid(a[0]), forget = m_sigmoid(a[1]), cell = m_tanh(a[2]), out = m_sigmoid(a[3]);\n\
+             {kind} next = forget * {} + in * cell;\n\
+             at to = n * (at){wide} + j;\ngates[to] = {}; gates[to + (at){hidden}] = {}; gates[to + 2 * (at){hidden}] = {}; gates[to + 3 * (at){hidden}] = {};\n\
+             cells[i] = {};\ny[i] = {};",
+            load(dtype, "b_ih[k]"),
+            load(dtype, "b_hh[k]"),
+            load(dtype, &format!("h[n * (at){hidden} + l]")),
+            load(dtype, &format!("w[k * (at){hidden} + l]")),
+            load(dtype, "c[i]"),
+            store(dtype, "in"),
+            store(dtype, "forget"),
+            store(dtype, "cell"),
+            store(dtype, "out"),
+            store(dtype, "next"),
+            store(dtype, "out * m_tanh(next)"),
+            wide = s.wide,
+        );
+        recipe.launches.push(draft.each(s.batch * hidden, &lines));
+    }
+    s.last(&mut recipe, y, last_h);
+    s.last(&mut recipe, cells, last_c);
+    Some(recipe)
+}
+
+/// dx, dw_ih, dw_hh, db, dh0, dc0.
+pub fn grad(reverse: bool, x: &Layout, w_hh: &Layout) -> Option<Recipe> {
+    let s = Sizes::of(x, w_hh, reverse);
+    let kind = held(s.sums);
+    let (dtype, hidden, wide) = (s.dtype, s.hidden, s.wide);
+    let mut recipe = Recipe::default();
+    let da = recipe.take(s.steps * s.kept(wide));
+    let dc = recipe.take(s.kept(hidden));
+    let [dy, last_dh, last_dc, x_in, w_ih, w_hh, h0, c0, y, gates, cells] =
+        [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10].map(At::input);
+    let through = format!(
+        "{kind} dh = 0;\nfor (at k = 0; k < (at){wide}; k++) dh += after[n * (at){wide} + k] * {};\n",
+        load(dtype, &format!("w[k * (at){hidden} + j]"))
+    );
+    let place = format!("at j = i % (at){hidden}, n = i / (at){hidden};\n");
+    let mut after: Option<usize> = None;
+    for t in order(s.steps, !reverse) {
+        let mut draft = Draft::new(s.batch * wide * hidden.max(s.width));
+        let (dh, dc_from) = match after {
+            None => {
+                draft.reads("last_dh", dtype, last_dh);
+                draft.reads("last_dc", dtype, last_dc);
+                (format!("{kind} dh = {};\n", load(dtype, "last_dh[i]")), load(dtype, "last_dc[i]"))
+            }
+            Some(later) => {
+                draft.reads("after", s.sums, da.after(later * s.kept(wide)));
+                draft.reads("w", dtype, w_hh);
+                (through.clone(), "dc[i]".to_string())
+            }
+        };
+        draft.reads("dy", dtype, dy.after(t * s.step(hidden)));
+        draft.reads("gates", dtype, gates.after(t * s.step(wide)));
+        draft.reads("cells", dtype, cells.after(t * s.step(hidden)));
+        draft.reads("c", dtype, s.state_before(t, c0, cells));
+        draft.writes("da", s.sums, da.after(t * s.kept(wide)));
+        draft.writes("dc", s.sums, dc);
+        let gate = |g: usize| load(dtype, &format!("gates[to + {g} * (at){hidden}]"));
+        let lines = format!(
+            "{place}at to = n * (at){wide} + j;\n{dh}dh += {};\n\
+             {kind} in = {}, forget = {}, cell = {}, out = {};\n{kind} th = m_tanh({});\n\
+             {kind} d = {dc_from} + dh * out * (({kind})1 - th * th);\n\
+             da[to] = d * cell * in * (({kind})1 - in);\n\
+             da[to + (at){hidden}] = d * {} * forget * (({kind})1 - forget);\n\
+             da[to + 2 * (at){hidden}] = d * in * (({kind})1 - cell * cell);\n\
+             da[to + 3 * (at){hidden}] = dh * th * out * (({kind})1 - out);\ndc[i] = d * forget;",
+            load(dtype, "dy[i]"),
+            gate(0),
+            gate(1),
+            gate(2),
+            gate(3),
+            load(dtype, "cells[i]"),
+            load(dtype, "c[i]"),
+        );
+        recipe.launches.push(draft.each(s.batch * hidden, &lines));
+        after = Some(t);
+    }
+    let [dx, dw_ih, dw_hh, db, dh0, dc0] = [0, 1, 2, 3, 4, 5].map(At::output);
+    let first = order(s.steps, reverse).next()?;
+    let mut draft = Draft::new(s.batch * wide * hidden);
+    draft.reads("after", s.sums, da.after(first * s.kept(wide)));
+    draft.reads("w", dtype, w_hh);
+    draft.reads("dc", s.sums, dc);
+    draft.writes("dh0", dtype, dh0);
+    draft.writes("dc0", dtype, dc0);
+    let lines = format!("{place}{through}dh0[i] = {};\ndc0[i] = {};", store(dtype, "dh"), store(dtype, "dc[i]"));
+    recipe.launches.push(draft.each(s.batch * hidden, &lines));
+    s.input_grads(&mut recipe, da, x_in, w_ih, [dx, dw_ih, db]);
+    s.state_weight_grad(&mut recipe, da, h0, y, dw_hh, [0, wide]);
+    Some(recipe)
+}

@@ -1,0 +1,168 @@
+//! Matrix products, tile by tile: a block of 256 threads makes 64 × 64 elements, 16 of them a thread, from tiles in shared memory.
+//!
+//! This serves every element type, stride and batch. Where the vendor's library is found, large products go there.
+
+use super::draft::Draft;
+use super::element::{accumulator, held, load, store};
+use super::offsets::{Walk, offsets};
+use super::recipe::{At, Launch, Recipe};
+use crate::device::layout::Layout;
+use compiler::op::MatMul;
+use compiler::tensor::DType;
+
+/// Rows and columns of a tile.
+const TILE: usize = 64;
+
+/// Terms that are added between two loads of tiles.
+const DEPTH: usize = 16;
+
+/// A matrix in memory, or one for each product.
+#[derive(Clone)]
+pub struct Matrix {
+    /// Where the first begins.
+    pub at: At,
+    /// Element type.
+    pub dtype: DType,
+    /// Elements between neighbours of a column and of a row.
+    pub steps: [usize; 2],
+}
+
+impl Matrix {
+    /// Rows of so many elements, one behind the other.
+    pub fn rows(at: At, dtype: DType, width: usize) -> Matrix {
+        Matrix { at, dtype, steps: [width, 1] }
+    }
+
+    /// The matrix with rows and columns exchanged.
+    pub fn turned(self) -> Matrix {
+        Matrix { steps: [self.steps[1], self.steps[0]], ..self }
+    }
+}
+
+/// `c = a b`, or `c += a b`, once for each index of `batch`.
+pub struct Product<'a> {
+    /// Rows of `a` and `c`.
+    pub rows: usize,
+    /// Columns of `b` and `c`.
+    pub columns: usize,
+    /// Columns of `a`, rows of `b`.
+    pub terms: usize,
+    /// The factors and the result.
+    pub matrices: [Matrix; 3],
+    /// The shape of the batch.
+    pub batch: &'a [usize],
+    /// Where in each operand the matrix of a batch index begins.
+    pub walks: [Walk; 3],
+    /// Whether the product is added to what `c` holds.
+    pub adds: bool,
+}
+
+impl Product<'_> {
+    /// One product of two matrices.
+    pub fn one([rows, columns, terms]: [usize; 3], matrices: [Matrix; 3], adds: bool) -> Product<'static> {
+        let walk = || Walk { base: 0, steps: Vec::new() };
+        Product { rows, columns, terms, matrices, batch: &[], walks: [walk(), walk(), walk()], adds }
+    }
+
+    /// The launch.
+    pub fn launch(&self) -> Launch {
+        let [a, b, c] = &self.matrices;
+        let sum = accumulator(c.dtype);
+        let kind = held(sum);
+        let products: usize = self.batch.iter().product();
+        let furthest = |matrix: &Matrix, walk: &Walk, [rows, columns]: [usize; 2]| {
+            let last: isize = walk.steps.iter().zip(self.batch).map(|(step, size)| step * (*size as isize - 1)).sum();
+            last as usize + rows * matrix.steps[0] + columns * matrix.steps[1]
+        };
+        let reach = [
+            furthest(a, &self.walks[0], [self.rows, self.terms]),
+            furthest(b, &self.walks[1], [self.terms, self.columns]),
+            furthest(c, &self.walks[2], [self.rows, self.columns]),
+        ];
+        let mut draft = Draft::new(reach.into_iter().max().unwrap_or(0));
+        draft.reads("a", a.dtype, a.at);
+        draft.reads("b", b.dtype, b.at);
+        draft.writes("c", c.dtype, c.at);
+        let (high, wide) = (self.rows.div_ceil(TILE), self.columns.div_ceil(TILE));
+        let (lines, places) = offsets("m", "i / tiles", self.batch, &self.walks);
+        // Threads that are neighbours load neighbours.
+        let tile = |name: &str, matrix: &Matrix, across: usize, along: usize, from: &str, first: &str, limit: usize| {
+            let (own, depth) = if matrix.steps[along] == 1 {
+                (format!("l / {DEPTH}"), format!("l % {DEPTH}"))
+            } else {
+                (format!("l % {TILE}"), format!("l / {TILE}"))
+            };
+            let element = format!(
+                "{name}[{from} + ({first} + o) * (at){} + (t + d) * (at){}]",
+                matrix.steps[across], matrix.steps[along]
+            );
+            format!(
+                "for (u32 l = threadIdx.x; l < {}; l += blockDim.x) {{\nu32 o = {own}, d = {depth};\n\
+                 tile_{name}[d][o] = {first} + o < (at){limit} && t + d < (at){} ? ({kind}){} : ({kind})0;\n}}\n",
+                TILE * DEPTH,
+                self.terms,
+                load(matrix.dtype, &element)
+            )
+        };
+        let tile_a = tile("a", a, 0, 1, "from_a", "row", self.rows);
+        let tile_b = tile("b", b, 1, 0, "from_b", "column", self.columns);
+        let element = format!("c[from_c + r * (at){} + s * (at){}]", c.steps[0], c.steps[1]);
+        let value =
+            if self.adds { format!("({kind}){} + sums[p][q]", load(c.dtype, &element)) } else { "sums[p][q]".into() };
+        draft.add(&format!(
+            "__shared__ {kind} tile_a[{DEPTH}][{TILE}], tile_b[{DEPTH}][{TILE}];\n\
+             const at tiles = (at){};\n\
+             for (at i = blockIdx.x; i < (at){}; i += gridDim.x) {{\n{lines}\
+             at from_a = {}, from_b = {}, from_c = {};\n\
+             at row = i % tiles / (at){wide} * {TILE}, column = i % tiles % (at){wide} * {TILE};\n\
+             u32 down = threadIdx.x / 16 * 4, over = threadIdx.x % 16;\n\
+             {kind} sums[4][4] = {{}};\n\
+             for (at t = 0; t < (at){}; t += {DEPTH}) {{\n{tile_a}{tile_b}__syncthreads();\n\
+             for (u32 d = 0; d < {DEPTH}; d++) {{\n\
+             {kind} left[4], right[4];\n\
+             for (u32 p = 0; p < 4; p++) {{ left[p] = tile_a[d][down + p]; right[p] = tile_b[d][over + 16 * p]; }}\n\
+             for (u32 p = 0; p < 4; p++) for (u32 q = 0; q < 4; q++) sums[p][q] += left[p] * right[q];\n}}\n\
+             __syncthreads();\n}}\n\
+             for (u32 p = 0; p < 4; p++) for (u32 q = 0; q < 4; q++) {{\n\
+             at r = row + down + p, s = column + over + 16 * q;\n\
+             if (r < (at){} && s < (at){}) {element} = {};\n}}\n}}",
+            high * wide,
+            high * wide * products,
+            places[0],
+            places[1],
+            places[2],
+            self.terms,
+            self.rows,
+            self.columns,
+            store(c.dtype, &value),
+        ));
+        draft.launch((high * wide * products).clamp(1, 1 << 20), 256)
+    }
+}
+
+/// The product of the last two dims, the leading ones broadcast.
+pub fn kernel(op: &MatMul, a: &Layout, b: &Layout, c: &Layout) -> Option<Recipe> {
+    if !c.dtype.is_float() {
+        return None;
+    }
+    let lead = c.shape.len() - 2;
+    let (rows, columns) = (c.shape[lead], c.shape[lead + 1]);
+    let terms = a.shape[a.shape.len() - if op.transpose_a { 2 } else { 1 }];
+    let matrix = |at, layout: &Layout, turned: bool, width: usize| {
+        let matrix = Matrix::rows(at, layout.dtype, width);
+        if turned { matrix.turned() } else { matrix }
+    };
+    let matrices = [
+        matrix(At::input(0), a, op.transpose_a, if op.transpose_a { rows } else { terms }),
+        matrix(At::input(1), b, op.transpose_b, if op.transpose_b { terms } else { columns }),
+        matrix(At::output(0), c, false, columns),
+    ];
+    let batch = &c.shape[..lead];
+    let walk = |layout: &Layout, volume: usize| {
+        let mut walk = Walk::stretched(&layout.shape[..layout.shape.len() - 2], batch);
+        walk.steps.iter_mut().for_each(|step| *step *= volume as isize);
+        walk
+    };
+    let walks = [walk(a, rows * terms), walk(b, terms * columns), walk(c, rows * columns)];
+    Some(Recipe::of(Product { rows, columns, terms, matrices, batch, walks, adds: false }.launch()))
+}

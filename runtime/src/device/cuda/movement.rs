@@ -1,0 +1,139 @@
+//! Ops that move elements as they are: one thread an element of the result, which knows where it comes from.
+
+use super::draft::Draft;
+use super::element::{bits, held, literal, load, store};
+use super::offsets::{Walk, offsets};
+use super::recipe::{At, Launch, Recipe};
+use crate::device::layout::Layout;
+use compiler::op::slice::origin;
+use compiler::op::{Concat, Dropout, Flip, Iota, Pad, Slice, Transpose};
+use compiler::tensor::view::strides;
+
+/// Element `i` of `to`, of this shape, is the element of `from` at the walk's place.
+pub fn moved(from: (At, usize), to: At, y: &Layout, walk: &Walk) -> Launch {
+    let dtype = bits(y.dtype);
+    let mut draft = Draft::new(from.1.max(y.len()));
+    draft.reads("x", dtype, from.0);
+    draft.writes("y", dtype, to);
+    let (lines, places) = offsets("d", "i", &y.shape, std::slice::from_ref(walk));
+    draft.each(y.len(), &format!("{lines}y[i] = x[{}];", places[0]))
+}
+
+/// The same elements in the same order.
+pub fn copy(x: &Layout, y: &Layout) -> Recipe {
+    let flat = Layout { dtype: y.dtype, shape: vec![y.len()] };
+    Recipe::of(moved((At::input(0), x.len()), At::output(0), &flat, &Walk { base: 0, steps: vec![1] }))
+}
+
+fn from_walk(x: &Layout, y: &Layout, walk: Walk) -> Option<Recipe> {
+    Some(Recipe::of(moved((At::input(0), x.len()), At::output(0), y, &walk)))
+}
+
+/// Axes in another order.
+pub fn transpose(op: &Transpose, x: &Layout, y: &Layout) -> Option<Recipe> {
+    let own = strides(&x.shape);
+    from_walk(x, y, Walk { base: 0, steps: op.perm.iter().map(|&axis| own[axis] as isize).collect() })
+}
+
+/// Elements repeated.
+pub fn broadcast(x: &Layout, y: &Layout) -> Option<Recipe> {
+    from_walk(x, y, Walk::stretched(&x.shape, &y.shape))
+}
+
+/// Every so manyth element.
+pub fn slice(op: &Slice, x: &Layout, y: &Layout) -> Option<Recipe> {
+    let own = strides(&x.shape);
+    // Where one element is taken its step does not matter, and may be too large to multiply.
+    let step = |axis: usize| if y.shape[axis] > 1 { (own[axis] * op.step[axis]) as isize } else { 0 };
+    let steps = (0..own.len()).map(step).collect();
+    from_walk(x, y, Walk { base: origin(&op.begin, &x.shape).ok()?, steps })
+}
+
+/// Axes that run backward.
+pub fn flip(op: &Flip, x: &Layout, y: &Layout) -> Option<Recipe> {
+    let mut walk = Walk::plain(&x.shape);
+    for &axis in &op.axes {
+        walk.base += (x.shape[axis] - 1) * walk.steps[axis] as usize;
+        walk.steps[axis] = -walk.steps[axis];
+    }
+    from_walk(x, y, walk)
+}
+
+/// The inputs one behind the other: a launch for each.
+pub fn concat(op: &Concat, inputs: &[Layout], y: &Layout) -> Option<Recipe> {
+    let mut recipe = Recipe::default();
+    let own = Walk::plain(&y.shape);
+    let mut first = 0;
+    for (k, x) in inputs.iter().enumerate() {
+        let base = first * own.steps[op.axis] as usize;
+        first += x.shape[op.axis];
+        if x.is_empty() {
+            continue;
+        }
+        let dtype = bits(y.dtype);
+        let mut draft = Draft::new(y.len());
+        draft.reads("x", dtype, At::input(k));
+        draft.writes("y", dtype, At::output(0));
+        let (lines, places) = offsets("d", "i", &x.shape, &[Walk { base, steps: own.steps.clone() }]);
+        recipe.launches.push(draft.each(x.len(), &format!("{lines}y[{}] = x[i];", places[0])));
+    }
+    Some(recipe)
+}
+
+/// A value around and between the elements.
+pub fn pad(op: &Pad, x: &Layout, y: &Layout) -> Option<Recipe> {
+    let low = origin(&op.low, &y.shape).ok()?;
+    let own = Walk::plain(&y.shape);
+    // Between neighbours there is room for the step; a lone element has none, and its step may be huge.
+    let step = |axis: usize| match x.shape[axis] {
+        0 | 1 => 0,
+        _ => own.steps[axis] * (op.interior[axis] as isize + 1),
+    };
+    let steps: Vec<isize> = (0..own.steps.len()).map(step).collect();
+    let mut fill = Draft::new(y.len());
+    fill.writes("y", y.dtype, At::output(0));
+    let value = match y.dtype.is_float() {
+        true => store(y.dtype, &literal(y.dtype, op.value)),
+        // As the reference writes a float into a whole number.
+        false if y.dtype == compiler::tensor::DType::U64 => format!("{}ull", op.value as u64),
+        false => store(y.dtype, &format!("(i64){}ull", op.value as i64 as u64)),
+    };
+    let fill = fill.each(y.len(), &format!("y[i] = {value};"));
+    let dtype = bits(y.dtype);
+    let mut draft = Draft::new(y.len());
+    draft.reads("x", dtype, At::input(0));
+    draft.writes("y", dtype, At::output(0));
+    let (lines, places) = offsets("d", "i", &x.shape, &[Walk { base: low, steps }]);
+    let inner = draft.each(x.len(), &format!("{lines}y[{}] = x[i];", places[0]));
+    Some(Recipe { launches: vec![fill, inner], scratch: 0 })
+}
+
+/// Whole numbers in order along an axis.
+pub fn iota(op: &Iota, y: &Layout) -> Option<Recipe> {
+    let mut draft = Draft::new(y.len());
+    draft.writes("y", y.dtype, At::output(0));
+    let mut steps = vec![0; y.shape.len()];
+    steps[op.axis] = 1;
+    let (lines, places) = offsets("d", "i", &y.shape, &[Walk { base: 0, steps }]);
+    let number = format!("(i64){}", places[0]);
+    // Through f64, as the reference goes.
+    let number = if y.dtype.is_float() { format!("(f64){number}") } else { number };
+    Some(Recipe::of(draft.each(y.len(), &format!("{lines}y[i] = {};", store(y.dtype, &number)))))
+}
+
+/// Elements that stay or go by their place; see the dictionary's dropout.
+pub fn dropout(op: &Dropout, x: &Layout) -> Option<Recipe> {
+    let mut draft = Draft::new(x.len());
+    draft.reads("x", x.dtype, At::input(0));
+    draft.reads("counter", compiler::tensor::DType::I64, At::input(1));
+    draft.writes("y", x.dtype, At::output(0));
+    let least = (op.ratio * (1u64 << 53) as f64) as u64;
+    let kind = held(x.dtype);
+    draft.add(&format!("u64 key = mix(mix({}ull) ^ (u64)counter[0]);", op.stream));
+    let kept = format!("{} * {}", load(x.dtype, "x[i]"), literal(x.dtype, op.scale()));
+    let body = format!(
+        "{kind} v = mix(key ^ (u64)i) >> 11 >= {least}ull ? {kept} : ({kind})0;\ny[i] = {};",
+        store(x.dtype, "v")
+    );
+    Some(Recipe::of(draft.each(x.len(), &body)))
+}

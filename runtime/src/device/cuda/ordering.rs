@@ -1,0 +1,102 @@
+//! Ops that compare elements along an axis: the place of the best, the best few, and running sums.
+
+use super::draft::Draft;
+use super::element::{held, load, store};
+use super::recipe::{At, Recipe};
+use crate::device::layout::Layout;
+use compiler::op::{ArgReduce, Cumulative, CumulativeKind, TopK};
+use compiler::tensor::DType;
+
+/// Whether `a` at place `p` comes before `b` at place `q`: a NaN before every number where the largest is sought and behind it else,
+/// or, with `nan_first`, always before.
+fn before(largest: bool, is_float: bool, nan_first: bool) -> String {
+    let order = if largest { ">" } else { "<" };
+    if !is_float {
+        return format!("(a != b ? a {order} b : p < q)");
+    }
+    let nan = if largest || nan_first { "a != a" } else { "b != b" };
+    format!("((a != a) != (b != b) ? {nan} : a != b && a == a ? a {order} b : p < q)")
+}
+
+fn line(shape: &[usize], axis: usize) -> (usize, usize, usize) {
+    (shape[..axis].iter().product(), shape[axis], shape[axis + 1..].iter().product())
+}
+
+/// The place of the largest or smallest element.
+pub fn arg(op: &ArgReduce, x: &Layout) -> Option<Recipe> {
+    let (outer, size, inner) = line(&x.shape, op.axis);
+    let kind = held(x.dtype);
+    let mut draft = Draft::new(x.len());
+    draft.reads("x", x.dtype, At::input(0));
+    draft.writes("y", DType::I64, At::output(0));
+    let before = before(op.largest, x.dtype.is_float(), true);
+    let element = load(x.dtype, &format!("x[from + k * (at){inner}]"));
+    draft.add(&format!(
+        "struct Best {{ {kind} value; u64 place; }};\n\
+         auto better = [](Best l, Best r) {{ {kind} a = l.value, b = r.value; u64 p = l.place, q = r.place; \
+         return q == ~0ull || (p != ~0ull && {before}) ? l : r; }};"
+    ));
+    let lines = format!(
+        "at from = i / (at){inner} * (at){size} * (at){inner} + i % (at){inner};\n\
+         Best best; best.value = 0; best.place = ~0ull;\n\
+         for (at k = threadIdx.x; k < (at){size}; k += blockDim.x) {{ Best next; next.value = {element}; next.place = k; best = better(best, next); }}\n\
+         best = across(best, better);\nif (threadIdx.x == 0) y[i] = (i64)best.place;"
+    );
+    Some(Recipe::of(draft.block_each(outer * inner, size, &lines)))
+}
+
+/// The best few, best first: each is the best of those that come behind the one before.
+pub fn top_k(op: &TopK, x: &Layout, values: &Layout) -> Option<Recipe> {
+    let (outer, size, inner) = line(&x.shape, op.axis);
+    let count = values.shape[op.axis];
+    let kind = held(x.dtype);
+    let mut draft = Draft::new(x.len());
+    draft.reads("x", x.dtype, At::input(0));
+    draft.writes("y", x.dtype, At::output(0));
+    draft.writes("places", DType::I64, At::output(1));
+    let before = before(op.largest, x.dtype.is_float(), false);
+    let element = load(x.dtype, &format!("x[from + k * (at){inner}]"));
+    draft.add(&format!(
+        "struct Best {{ {kind} value; u64 place; }};\n\
+         auto before = []({kind} a, u64 p, {kind} b, u64 q) {{ return {before}; }};\n\
+         auto better = [before](Best l, Best r) {{ \
+         return r.place == ~0ull || (l.place != ~0ull && before(l.value, l.place, r.value, r.place)) ? l : r; }};"
+    ));
+    let lines = format!(
+        "at from = i / (at){inner} * (at){size} * (at){inner} + i % (at){inner};\n\
+         at to = i / (at){inner} * (at){count} * (at){inner} + i % (at){inner};\n\
+         Best last; last.value = 0; last.place = ~0ull;\n\
+         for (at rank = 0; rank < (at){count}; rank++) {{\n\
+         Best best; best.value = 0; best.place = ~0ull;\n\
+         for (at k = threadIdx.x; k < (at){size}; k += blockDim.x) {{\n\
+         Best next; next.value = {element}; next.place = k;\n\
+         if (rank == 0 || before(last.value, last.place, next.value, next.place)) best = better(best, next);\n}}\n\
+         last = across(best, better);\n\
+         if (threadIdx.x == 0) {{ y[to + rank * (at){inner}] = x[from + (at)last.place * (at){inner}]; places[to + rank * (at){inner}] = (i64)last.place; }}\n}}"
+    );
+    Some(Recipe::of(draft.block_each(outer * inner, size, &lines)))
+}
+
+/// At each place all up to there joined: a thread for each line.
+pub fn cumulative(op: &Cumulative, x: &Layout) -> Option<Recipe> {
+    let (outer, size, inner) = line(&x.shape, op.axis);
+    let kind = held(x.dtype);
+    let kind = if kind == "bool" { "i64" } else { kind };
+    let mut draft = Draft::new(x.len());
+    draft.reads("x", x.dtype, At::input(0));
+    draft.writes("y", x.dtype, At::output(0));
+    let (start, sign) = match op.kind {
+        CumulativeKind::Sum => (0, "+"),
+        CumulativeKind::Prod => (1, "*"),
+    };
+    let place = if op.reverse { format!("((at){size} - 1 - k)") } else { "k".to_string() };
+    let told = if op.exclusive { "so_far" } else { "joined" };
+    let lines = format!(
+        "at from = i / (at){inner} * (at){size} * (at){inner} + i % (at){inner};\n{kind} so_far = {start};\n\
+         for (at k = 0; k < (at){size}; k++) {{\nat p = from + {place} * (at){inner};\n\
+         {kind} joined = so_far {sign} ({kind}){};\ny[p] = {};\nso_far = joined;\n}}",
+        load(x.dtype, "x[p]"),
+        store(x.dtype, told)
+    );
+    Some(Recipe::of(draft.each(outer * inner, &lines)))
+}

@@ -1,0 +1,176 @@
+//! Pools and their gradients: a thread for each element of the result. A gradient asks which windows saw its element, so that
+//! nothing is added from two sides.
+
+use super::draft::Draft;
+use super::element::{accumulator, held, literal, load, store};
+use super::recipe::{At, Recipe};
+use crate::device::layout::Layout;
+use compiler::op::{AvgPool, MaxPool, Window};
+use std::fmt::Write;
+
+/// A pool's shapes: x `[N, C, D…]`, y `[N, C, E…]`.
+struct Shapes<'a> {
+    window: &'a Window,
+    kernel: &'a [usize],
+    x: &'a [usize],
+    y: &'a [usize],
+}
+
+impl Shapes<'_> {
+    fn rank(&self) -> usize {
+        self.kernel.len()
+    }
+
+    /// The names `NAME0…` of the index along each spatial axis, read from `i`, and `plane` from what is left.
+    fn split(&self, sizes: &[usize], name: &str) -> String {
+        let mut lines = "at plane = i;\n".to_string();
+        for axis in (0..self.rank()).rev() {
+            let _ = writeln!(lines, "at {name}{axis} = plane % (at){0}; plane /= (at){0};", sizes[2 + axis]);
+        }
+        lines
+    }
+
+    fn flat(&self, sizes: &[usize], name: &str) -> String {
+        (0..self.rank())
+            .fold("plane".to_string(), |flat, axis| format!("({flat}) * (at){} + {name}{axis}", sizes[2 + axis]))
+    }
+
+    /// Loops over the elements that window `e…` sees: `d…` is the index of each. Closed by [`Shapes::close`].
+    fn seen(&self) -> String {
+        let mut lines = String::new();
+        for axis in 0..self.rank() {
+            let (window, size) = (self.window, self.x[2 + axis]);
+            let _ = writeln!(
+                lines,
+                "for (at k{axis} = 0; k{axis} < (at){}; k{axis}++) {{\nat d{axis} = e{axis} * (at){} + k{axis} * (at){} - (at){};\n\
+                 if (d{axis} >= (at){size}) continue;",
+                self.kernel[axis], window.strides[axis], window.dilations[axis], window.pads_begin[axis]
+            );
+        }
+        lines
+    }
+
+    /// Loops over the windows `e…` that see element `x…`.
+    fn seeing(&self) -> String {
+        let mut lines = String::new();
+        for axis in 0..self.rank() {
+            let window = self.window;
+            let _ = writeln!(
+                lines,
+                "for (at t{axis} = 0; t{axis} < (at){0}; t{axis}++) {{\n\
+                 if (x{axis} + (at){1} < t{axis} * (at){2}) continue;\nat g{axis} = x{axis} + (at){1} - t{axis} * (at){2};\n\
+                 at e{axis} = g{axis} / (at){3};\nif (g{axis} % (at){3} != 0 || e{axis} >= (at){4}) continue;",
+                self.kernel[axis],
+                window.pads_begin[axis],
+                window.dilations[axis],
+                window.strides[axis],
+                self.y[2 + axis]
+            );
+        }
+        lines
+    }
+
+    fn close(&self) -> String {
+        "}\n".repeat(self.rank())
+    }
+
+    /// Lines that make `divisor`, by which the sum of window `e…` is divided.
+    fn divisor(&self, count_padding: bool) -> String {
+        if !count_padding {
+            return format!("at divisor = 0;\n{}divisor++;\n{}", self.seen(), self.close());
+        }
+        let mut lines = "at divisor = 1;\n".to_string();
+        for axis in 0..self.rank() {
+            let window = self.window;
+            let padded = window.pads_begin[axis] + self.x[2 + axis] + window.pads_end[axis];
+            let _ = writeln!(
+                lines,
+                "{{\nat inside = 0;\nfor (at t = 0; t < (at){}; t++) inside += e{axis} * (at){} + t * (at){} < (at){padded};\ndivisor *= inside;\n}}",
+                self.kernel[axis], window.strides[axis], window.dilations[axis]
+            );
+        }
+        lines
+    }
+
+    /// Lines that make `best`, the place in x of the first largest element of window `e…`, NaN above all; `most` is its value.
+    fn winner(&self, x: &Layout) -> String {
+        let kind = held(x.dtype);
+        format!(
+            "at best = 0;\n{kind} most = {};\nbool any = false;\n{}at p = {};\n{kind} v = {};\n\
+             if (!any || v > most || (v != v && most == most)) {{ best = p; most = v; any = true; }}\n{}",
+            literal(x.dtype, f64::NEG_INFINITY),
+            self.seen(),
+            self.flat(self.x, "d"),
+            load(x.dtype, "x[p]"),
+            self.close()
+        )
+    }
+}
+
+/// The largest element of each window.
+pub fn max(op: &MaxPool, x: &Layout, y: &Layout) -> Option<Recipe> {
+    let s = Shapes { window: &op.window, kernel: &op.kernel, x: &x.shape, y: &y.shape };
+    let mut draft = Draft::new(x.len().max(y.len()));
+    draft.reads("x", x.dtype, At::input(0));
+    draft.writes("y", y.dtype, At::output(0));
+    let body = format!("{}{}y[i] = {};", s.split(s.y, "e"), s.winner(x), store(y.dtype, "most"));
+    Some(Recipe::of(draft.each(y.len(), &body)))
+}
+
+/// Each gradient to the first largest element of its window.
+pub fn max_grad(op: &MaxPool, x: &Layout, dy: &Layout) -> Option<Recipe> {
+    let s = Shapes { window: &op.window, kernel: &op.kernel, x: &x.shape, y: &dy.shape };
+    let kind = held(accumulator(x.dtype));
+    let mut draft = Draft::new(x.len().max(dy.len()));
+    draft.reads("x", x.dtype, At::input(0));
+    draft.reads("dy", dy.dtype, At::input(1));
+    draft.writes("dx", x.dtype, At::output(0));
+    let body = format!(
+        "{}{kind} sum = 0;\n{}{}if (any && best == i) sum += ({kind}){};\n{}dx[i] = {};",
+        s.split(s.x, "x"),
+        s.seeing(),
+        s.winner(x),
+        load(dy.dtype, &format!("dy[{}]", s.flat(s.y, "e"))),
+        s.close(),
+        store(x.dtype, "sum")
+    );
+    Some(Recipe::of(draft.each(x.len(), &body)))
+}
+
+/// The mean of each window.
+pub fn avg(op: &AvgPool, x: &Layout, y: &Layout) -> Option<Recipe> {
+    let s = Shapes { window: &op.window, kernel: &op.kernel, x: &x.shape, y: &y.shape };
+    let kind = held(accumulator(x.dtype));
+    let mut draft = Draft::new(x.len().max(y.len()));
+    draft.reads("x", x.dtype, At::input(0));
+    draft.writes("y", y.dtype, At::output(0));
+    let body = format!(
+        "{}{kind} sum = 0;\nbool any = false;\n{}sum += ({kind}){};\nany = true;\n{}{}{kind} mean = any ? sum / ({kind})divisor : ({kind})0;\ny[i] = {};",
+        s.split(s.y, "e"),
+        s.seen(),
+        load(x.dtype, &format!("x[{}]", s.flat(s.x, "d"))),
+        s.close(),
+        s.divisor(op.count_padding),
+        store(y.dtype, "mean")
+    );
+    Some(Recipe::of(draft.each(y.len(), &body)))
+}
+
+/// Each gradient shared by the elements of its window.
+pub fn avg_grad(op: &AvgPool, dy: &Layout, dx: &Layout) -> Option<Recipe> {
+    let s = Shapes { window: &op.window, kernel: &op.kernel, x: &dx.shape, y: &dy.shape };
+    let kind = held(accumulator(dx.dtype));
+    let mut draft = Draft::new(dx.len().max(dy.len()));
+    draft.reads("dy", dy.dtype, At::input(0));
+    draft.writes("dx", dx.dtype, At::output(0));
+    let body = format!(
+        "{}{kind} sum = 0;\n{}{}sum += ({kind}){} / ({kind})divisor;\n{}dx[i] = {};",
+        s.split(s.x, "x"),
+        s.seeing(),
+        s.divisor(op.count_padding),
+        load(dy.dtype, &format!("dy[{}]", s.flat(s.y, "e"))),
+        s.close(),
+        store(dx.dtype, "sum")
+    );
+    Some(Recipe::of(draft.each(dx.len(), &body)))
+}

@@ -1,0 +1,108 @@
+//! A plain recurrent layer and its gradient; see [`lstm`](super::lstm) for how the work is cut.
+
+use super::draft::Draft;
+use super::element::{held, load, store};
+use super::lstm::Sizes;
+use super::recipe::{At, Recipe};
+use crate::device::layout::Layout;
+use compiler::op::lstm::order;
+use compiler::op::{Activation, Rnn, RnnGrad};
+
+fn value(activation: Activation, sum: &str) -> String {
+    match activation {
+        Activation::Tanh => format!("m_tanh({sum})"),
+        Activation::Relu => format!("m_relu({sum})"),
+        Activation::Sigmoid => format!("m_sigmoid({sum})"),
+    }
+}
+
+/// The slope of the function where it is `y`.
+fn slope(activation: Activation, kind: &str) -> String {
+    match activation {
+        Activation::Tanh => format!("(({kind})1 - y * y)"),
+        Activation::Relu => format!("({kind})(y > 0)"),
+        Activation::Sigmoid => format!("y * (({kind})1 - y)"),
+    }
+}
+
+/// y and the last state.
+pub fn kernel(op: &Rnn, x: &Layout, w_hh: &Layout) -> Option<Recipe> {
+    let s = Sizes::of(x, w_hh, op.reverse);
+    let kind = held(s.sums);
+    let (dtype, hidden) = (s.dtype, s.hidden);
+    let mut recipe = Recipe::default();
+    let from_x = s.from_input(&mut recipe, At::input(0), At::input(1));
+    let (y, last_h) = (At::output(0), At::output(1));
+    for t in order(s.steps, op.reverse) {
+        let mut draft = Draft::new(s.batch * hidden * hidden);
+        draft.reads("from_x", s.sums, from_x.after(t * s.kept(s.wide)));
+        draft.reads("w", dtype, At::input(2));
+        draft.reads("b_ih", dtype, At::input(3));
+        draft.reads("b_hh", dtype, At::input(4));
+        draft.reads("h", dtype, s.state_before(t, At::input(5), y));
+        draft.writes("y", dtype, y.after(t * s.step(hidden)));
+        let lines = format!(
+            "at j = i % (at){hidden}, n = i / (at){hidden};\n{kind} sum = from_x[i] + {} + {};\n\
+             for (at l = 0; l < (at){hidden}; l++) sum += {} * {};\ny[i] = {};",
+            load(dtype, "b_ih[j]"),
+            load(dtype, "b_hh[j]"),
+            load(dtype, &format!("h[n * (at){hidden} + l]")),
+            load(dtype, &format!("w[j * (at){hidden} + l]")),
+            store(dtype, &value(op.activation, "sum"))
+        );
+        recipe.launches.push(draft.each(s.batch * hidden, &lines));
+    }
+    s.last(&mut recipe, y, last_h);
+    Some(recipe)
+}
+
+/// dx, dw_ih, dw_hh, db, dh0.
+pub fn grad(op: &RnnGrad, x: &Layout, w_hh: &Layout) -> Option<Recipe> {
+    let s = Sizes::of(x, w_hh, op.reverse);
+    let kind = held(s.sums);
+    let (dtype, hidden) = (s.dtype, s.hidden);
+    let mut recipe = Recipe::default();
+    let da = recipe.take(s.steps * s.kept(hidden));
+    let [dy, last_dh, x_in, w_ih, w_hh, h0, y] = [0, 1, 2, 3, 4, 5, 6].map(At::input);
+    let through = format!(
+        "at j = i % (at){hidden}, n = i / (at){hidden};\n{kind} dh = 0;\n\
+         for (at k = 0; k < (at){hidden}; k++) dh += after[n * (at){hidden} + k] * {};\n",
+        load(dtype, &format!("w[k * (at){hidden} + j]"))
+    );
+    let mut after: Option<usize> = None;
+    for t in order(s.steps, !op.reverse) {
+        let mut draft = Draft::new(s.batch * hidden * hidden);
+        let dh = match after {
+            None => {
+                draft.reads("last_dh", dtype, last_dh);
+                format!("{kind} dh = {};\n", load(dtype, "last_dh[i]"))
+            }
+            Some(later) => {
+                draft.reads("after", s.sums, da.after(later * s.kept(hidden)));
+                draft.reads("w", dtype, w_hh);
+                through.clone()
+            }
+        };
+        draft.reads("dy", dtype, dy.after(t * s.step(hidden)));
+        draft.reads("ys", dtype, y.after(t * s.step(hidden)));
+        draft.writes("da", s.sums, da.after(t * s.kept(hidden)));
+        let lines = format!(
+            "{dh}{kind} y = {};\nda[i] = (dh + {}) * {};",
+            load(dtype, "ys[i]"),
+            load(dtype, "dy[i]"),
+            slope(op.activation, kind)
+        );
+        recipe.launches.push(draft.each(s.batch * hidden, &lines));
+        after = Some(t);
+    }
+    let [dx, dw_ih, dw_hh, db, dh0] = [0, 1, 2, 3, 4].map(At::output);
+    let first = order(s.steps, op.reverse).next()?;
+    let mut draft = Draft::new(s.batch * hidden * hidden);
+    draft.reads("after", s.sums, da.after(first * s.kept(hidden)));
+    draft.reads("w", dtype, w_hh);
+    draft.writes("dh0", dtype, dh0);
+    recipe.launches.push(draft.each(s.batch * hidden, &format!("{through}dh0[i] = {};", store(dtype, "dh"))));
+    s.input_grads(&mut recipe, da, x_in, w_ih, [dx, dw_ih, db]);
+    s.state_weight_grad(&mut recipe, da, h0, y, dw_hh, [0, hidden]);
+    Some(recipe)
+}

@@ -1,0 +1,39 @@
+//! Softmax and its logarithm: a block for each line.
+
+use super::draft::Draft;
+use super::element::{accumulator, held, literal, load, store};
+use super::recipe::{At, Recipe};
+use crate::device::layout::Layout;
+use compiler::tensor::DType;
+
+/// Lines of a kernel that find the largest element `most` of a line and the sum `total` of its exponentials; the line's elements
+/// are `x[from + k·inner]`.
+pub fn most_and_total(dtype: DType, size: usize, inner: usize) -> String {
+    let kind = held(accumulator(dtype));
+    let element = load(dtype, &format!("x[from + k * (at){inner}]"));
+    format!(
+        "{kind} most = {};\nfor (at k = threadIdx.x; k < (at){size}; k += blockDim.x) {{ {kind} v = {element}; most = v > most ? v : most; }}\n\
+         most = across(most, []({kind} a, {kind} b) {{ return a > b ? a : b; }});\n{kind} total = 0;\n\
+         for (at k = threadIdx.x; k < (at){size}; k += blockDim.x) total += m_exp({element} - most);\ntotal = sum_across(total);\n",
+        literal(accumulator(dtype), f64::NEG_INFINITY)
+    )
+}
+
+/// Softmax along an axis, or its logarithm.
+pub fn kernel(axis: usize, logarithm: bool, x: &Layout) -> Option<Recipe> {
+    let (size, inner) = (x.shape[axis], x.shape[axis + 1..].iter().product::<usize>());
+    let kind = held(accumulator(x.dtype));
+    let mut draft = Draft::new(x.len());
+    draft.reads("x", x.dtype, At::input(0));
+    draft.writes("y", x.dtype, At::output(0));
+    let value = if logarithm { "v - most - m_log(total)" } else { "m_exp(v - most) / total" };
+    let lines = format!(
+        "at from = i / (at){inner} * (at){} + i % (at){inner};\n{}\
+         for (at k = threadIdx.x; k < (at){size}; k += blockDim.x) {{ {kind} v = {}; y[from + k * (at){inner}] = {}; }}",
+        size * inner,
+        most_and_total(x.dtype, size, inner),
+        load(x.dtype, &format!("x[from + k * (at){inner}]")),
+        store(x.dtype, value)
+    );
+    Some(Recipe::of(draft.block_each(x.len() / size, size, &lines)))
+}

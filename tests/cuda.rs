@@ -1,0 +1,198 @@
+//! Kernels for GPUs, on a machine that has none: every sample of every op is played on the CPU from the very texts, geometry and
+//! arguments that a GPU would get, and must give what the reference rule gives. Where there is a GPU, it is asked the same.
+
+mod emulator;
+mod reference;
+
+use compiler::op::table::{rule, samples};
+use compiler::op::*;
+use compiler::tensor::fact::Fact;
+use compiler::tensor::{DType, Tensor};
+use emulator::{Case, Played};
+use reference::{facts_of, in_type, reference, tensors};
+use runtime::device::cuda::card::{self, Card, Memory, Operands};
+use runtime::device::cuda::compile::{Architecture, cubin};
+use runtime::device::cuda::library;
+use runtime::device::cuda::prelude::PRELUDE;
+use runtime::device::cuda::recipe::{Fault, Recipe};
+use runtime::device::layout::Layout;
+use std::collections::BTreeSet;
+
+/// An op with its values, and what the reference makes of them.
+struct Question {
+    what: String,
+    outputs: Vec<Fact>,
+    want: Result<Vec<Tensor>, KernelError>,
+    case: Case,
+}
+
+/// The question that an op with these values is; `None` where it has no recipe.
+fn question(what: &str, op: &Op, inputs: &[Tensor]) -> Option<Question> {
+    let facts = facts_of(inputs);
+    let outputs = rule(op).infer(&facts.iter().collect::<Vec<_>>()).ok()?;
+    let layouts = |facts: &[Fact]| facts.iter().map(Layout::of).collect::<Vec<_>>();
+    let recipe = Recipe::new(op, &layouts(&facts), &layouts(&outputs))?;
+    let want = reference(op, inputs, &outputs);
+    let sizes = outputs.iter().map(|f| f.bytes().unwrap() as usize).collect();
+    let case = Case { recipe, inputs: inputs.iter().map(|t| t.bytes().to_vec()).collect(), outputs: sizes };
+    Some(Question { what: what.to_string(), outputs, want, case })
+}
+
+/// The relative distance of two tensors as vectors; infinite where one has a NaN or infinity that the other has not.
+fn distance(got: &Tensor, want: &Tensor) -> f64 {
+    let (mut apart, mut all) = (0.0, 0.0);
+    for (g, w) in got.to_f64().into_iter().zip(want.to_f64()) {
+        if g == w || (g.is_nan() && w.is_nan()) {
+            all += if w.is_finite() { w * w } else { 0.0 };
+            continue;
+        }
+        apart += (g - w) * (g - w);
+        all += w * w;
+    }
+    if apart == 0.0 { 0.0 } else { (apart / all).sqrt() }
+}
+
+fn judge(question: &Question, played: Played) {
+    let what = &question.what;
+    let want = match &question.want {
+        Ok(want) => want,
+        Err(KernelError::Index { index, size }) => {
+            return assert_eq!(played.fault, Fault { kind: 1, value: *index, size: *size as u64 }, "{what}");
+        }
+        Err(KernelError::Label { label, classes }) => {
+            return assert_eq!(played.fault, Fault { kind: 2, value: *label, size: *classes as u64 }, "{what}");
+        }
+        Err(KernelError::Dim(error)) => panic!("{what}: {error}"),
+    };
+    assert_eq!(played.fault, Fault::default(), "{what}");
+    let outputs: Vec<&[u8]> = played.outputs.iter().map(Vec::as_slice).collect();
+    for (i, (got, want)) in tensors(&question.outputs, &outputs).iter().zip(want).enumerate() {
+        if !got.dtype().is_float() {
+            assert!(got.bytes() == want.bytes(), "{what}, output {i}: {:?} is not {:?}", got.to_i64(), want.to_i64());
+            continue;
+        }
+        let limit = match got.dtype() {
+            DType::F64 => 1e-12,
+            DType::F32 => 2e-5,
+            DType::F16 => 2e-3,
+            _ => 1e-2,
+        };
+        let far = distance(got, want);
+        assert!(far <= limit, "{what}, output {i} is {far:e} away:\n{:?}\n{:?}", got.to_f64(), want.to_f64());
+    }
+}
+
+fn questions() -> Vec<Question> {
+    let mut questions = Vec::new();
+    let mut without: BTreeSet<&'static str> = BTreeSet::new();
+    for sample in samples() {
+        let name = rule(&sample.op).name();
+        for dtype in [DType::F32, DType::F64, DType::F16, DType::Bf16] {
+            let has_floats = sample.inputs.iter().any(|t| t.dtype() == DType::F32);
+            if dtype != DType::F32 && !has_floats {
+                continue;
+            }
+            let what = format!("{name}: {} ({dtype})", sample.title);
+            let inputs = in_type(&sample.inputs, dtype);
+            match question(&what, &sample.op, &inputs) {
+                Some(question) => questions.push(question),
+                None if sample.inputs.iter().all(|t| !t.bytes().is_empty()) => {
+                    without.insert(name);
+                }
+                None => {}
+            }
+        }
+    }
+    println!("without a recipe: {}", without.into_iter().collect::<Vec<_>>().join(", "));
+    questions
+}
+
+#[test]
+fn every_sample_gives_what_the_reference_gives() {
+    let Some(compiler) = emulator::compiler() else {
+        println!("skipped: no C++ compiler");
+        return;
+    };
+    let questions = questions();
+    let cases: Vec<Case> = questions
+        .iter()
+        .map(|q| Case { recipe: q.case.recipe.clone(), inputs: q.case.inputs.clone(), outputs: q.case.outputs.clone() })
+        .collect();
+    let played = emulator::play(compiler, &cases);
+    println!("{} cases", cases.len());
+    questions.iter().zip(played).for_each(|(question, played)| judge(question, played));
+}
+
+/// Kernels that are compiled together: the compiler reads the prelude once for all.
+const TOGETHER: usize = 64;
+
+#[test]
+fn every_text_compiles_for_devices_that_are_not_here() {
+    let Some(found) = library::nvrtc() else {
+        println!("skipped: no libnvrtc");
+        return;
+    };
+    let questions = questions();
+    let texts: BTreeSet<&str> =
+        questions.iter().flat_map(|q| &q.case.recipe.launches).map(|launch| &*launch.text).collect();
+    // Kernels that differ in their numbers alone are one to the compiler; with `PIPEC_LARGE` every one is asked.
+    let all = std::env::var_os("PIPEC_LARGE").is_some();
+    let mut seen: BTreeSet<String> = BTreeSet::new();
+    let shape = |text: &str| text.chars().filter(|c| !c.is_ascii_digit()).collect::<String>();
+    let texts: Vec<&str> = texts.into_iter().filter(|text| all || seen.insert(shape(text))).collect();
+    println!("{} kernels through {}", texts.len(), found.place);
+    for (n, some) in texts.chunks(TOGETHER).enumerate() {
+        let mut text = format!("{PRELUDE}\n");
+        for (i, kernel) in some.iter().enumerate() {
+            let body = kernel.replace(PRELUDE, "").replace("extern \"C\" ", "");
+            text.push_str(&format!("namespace k{i} {{\n{body}\n}}\n"));
+        }
+        for (major, minor) in [(8, 0), (9, 0)] {
+            // For the second kind some: what it takes differs by instructions, not by texts.
+            if major == 8 || all || n == 0 {
+                cubin(&text, Architecture { major, minor }).unwrap_or_else(|fault| panic!("{fault}"));
+            }
+        }
+    }
+    // One as a device gets it.
+    cubin(texts[0], Architecture { major: 9, minor: 0 }).unwrap();
+}
+
+#[test]
+fn a_gpu_gives_what_the_reference_gives() {
+    if card::count() == 0 {
+        println!("skipped: no GPU");
+        return;
+    }
+    let card = Card::open(0).unwrap();
+    let stream = card.stream().unwrap();
+    println!("{:?}", card.about());
+    for question in questions() {
+        let case = &question.case;
+        let place = |bytes: &[u8]| -> Memory {
+            let memory = card.allocate(bytes.len()).unwrap();
+            stream.upload(bytes, &memory).unwrap();
+            memory
+        };
+        let inputs: Vec<Memory> = case.inputs.iter().map(|bytes| place(bytes)).collect();
+        let outputs: Vec<Memory> = case.outputs.iter().map(|&bytes| place(&vec![0xff; bytes])).collect();
+        let scratch = place(&vec![0xff; case.recipe.scratch]);
+        let fault = place(&[0; size_of::<Fault>()]);
+        let addresses = |memories: &[Memory]| memories.iter().map(Memory::address).collect::<Vec<_>>();
+        let operands = Operands {
+            inputs: &addresses(&inputs),
+            outputs: &addresses(&outputs),
+            scratch: scratch.address(),
+            fault: fault.address(),
+        };
+        stream.run(&case.recipe, &operands).unwrap_or_else(|fault| panic!("{}: {fault}", question.what));
+        let read = |memory: &Memory| {
+            let mut bytes = vec![0; memory.len()];
+            stream.download(memory, &mut bytes).unwrap();
+            bytes
+        };
+        let cell: [u8; size_of::<Fault>()] = read(&fault).try_into().unwrap();
+        let played = Played { outputs: outputs.iter().map(read).collect(), fault: card::fault(&cell) };
+        judge(&question, played);
+    }
+}

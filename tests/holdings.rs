@@ -1,0 +1,76 @@
+//! What planning says that a stage keeps for an item in flight, and between the halves of its backward, beside what the compiled
+//! stage keeps: no less, and hardly more, wherever the cuts are.
+
+use compiler::graph::bind::{bind, symbols};
+use compiler::graph::order;
+use compiler::import::import::{Options as Import, load};
+use compiler::pass::attribution::{Training, attribute};
+use compiler::pass::costs::cost_graph;
+use compiler::pass::loss::{LOSS, Loss, TARGET, attach};
+use compiler::plan::memory::Holdings;
+use compiler::tensor::dim::Bindings;
+use models::zoo::{ENTRIES, build, to_bytes};
+use runtime::compile::compile_parts;
+use runtime::train::placement;
+
+/// Samples of an item: enough that a tensor is large beside what alignment adds.
+const BATCH: i64 = 32;
+
+/// Cuts of a model into three that are tried.
+const CUTS: usize = 10;
+
+#[test]
+fn stages_keep_what_plans_say() {
+    for name in ["mlp", "residual-cnn"] {
+        let entry = ENTRIES.iter().find(|entry| entry.name == name).unwrap();
+        // Stages of three layers would have nothing to split.
+        let options = if name == "mlp" { entry.small().number("layers", 6) } else { entry.small() };
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("model.onnx");
+        std::fs::write(&path, to_bytes(&build(name, &options).unwrap().model)).unwrap();
+        let graph = load(&path, &Import::default()).unwrap().graph;
+        let dims: Bindings = symbols(&graph).into_iter().map(|symbol| (symbol, BATCH)).collect();
+        let graph = bind(&graph, &dims).unwrap();
+        let costs = cost_graph(&graph, &attribute(&graph, Training::Gradient).unwrap());
+        let mut trained = graph.clone();
+        attach(&mut trained, Loss::CrossEntropy, None).unwrap();
+        let ops = order::numbered(&graph).len();
+        let (mut said, mut found, mut halves, mut between) = (0u64, 0u64, 0u64, 0u64);
+        for at in 0..CUTS {
+            let cuts = [1 + at * (ops / 2 - 1) / CUTS, ops / 2 + at * (ops / 2 - 1) / CUTS];
+            let stages: Vec<usize> = (0..ops).map(|op| cuts.iter().filter(|cut| op >= **cut).count()).collect();
+            // An op that follows from parameters alone stands with its reader.
+            let stages: Vec<usize> =
+                (0..ops).map(|op| costs.ops[op].joins.map_or(stages[op], |with| stages[with.index()])).collect();
+            let place = placement(&graph, &trained, &stages);
+            let codes = compile_parts(&trained, &place, 3, Some(LOSS), true).unwrap();
+            // The last stage keeps what the loss reads besides, which planning does not know.
+            for (stage, code) in codes.iter().enumerate().take(2) {
+                let inside: Vec<bool> = stages.iter().map(|of| *of == stage).collect();
+                let holdings = Holdings::of(&costs, &inside);
+                let feeds: usize = code.feeds.iter().filter(|feed| feed.name != TARGET).map(|feed| feed.bytes).sum();
+                let kept = (code.kept_bytes + code.own_bytes.iter().sum::<usize>() + feeds) as u64;
+                let planned = holdings.saved + holdings.sent;
+                // Small tensors are aligned, and a mask or a statistic may be kept that planning counts elsewhere.
+                let slack = planned / 50 + 8192;
+                assert!(kept <= planned + slack, "{name} {cuts:?}, stage {stage}: {kept} kept, {planned} planned");
+                let apart = if holdings.inputs > 0 { holdings.halves } else { 0 };
+                // A gradient that is sent and read again by the second half lies in the buffer that is sent.
+                let sent: usize = code.gradients_out.iter().map(|transfer| transfer.place.bytes).sum();
+                let own = (code.between_bytes + if code.weight_reads_sent { sent } else { 0 }) as u64;
+                assert!(
+                    own <= apart + apart / 50 + 8192,
+                    "{name} {cuts:?}, stage {stage}: {own} between, {apart} planned"
+                );
+                (said, found) = (said + planned, found + kept);
+                // Behind data that nobody learns from there is no first half, which planning does not see.
+                if !code.gradients_out.is_empty() {
+                    (halves, between) = (halves + apart, between + own);
+                }
+            }
+        }
+        println!("{name}: {found} of {said} bytes kept, {between} of {halves} between halves");
+        assert!(said as f64 <= 1.08 * found as f64, "{name}: {said} planned for {found}");
+        assert!(halves as f64 <= 1.2 * between as f64, "{name}: {halves} planned for {between} between halves");
+    }
+}

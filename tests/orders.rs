@@ -1,0 +1,85 @@
+//! Clusters of several classes of devices: the order of the devices along the pipeline against every order, and in time.
+
+#[allow(dead_code)] // Its large problems are planned by other tests.
+mod instances;
+
+use compiler::cluster::device::find;
+use compiler::cluster::read::levels;
+use compiler::cluster::{Bytes, Cluster, DeviceClass};
+use compiler::partition::planner::{Partitioner, PlanError, Planned, PlannerOptions, plan};
+use compiler::plan::ScheduleKind;
+use compiler::plan::problem::{CostModel, Problem};
+use instances::{Random, random_graph};
+
+fn with(problem: &Problem, partitioner: Partitioner) -> Result<Planned, PlanError> {
+    plan(problem, &PlannerOptions { partitioner, ..PlannerOptions::default() })
+}
+
+fn us(planned: &Planned) -> f64 {
+    planned.plan.predicted.minibatch_us
+}
+
+fn same(left: f64, right: f64) -> bool {
+    (left - right).abs() <= 1e-9 * left.max(right)
+}
+
+/// A cluster whose devices are of these speeds, from the first to the last, and of this memory.
+fn mixed(text: &str, speeds: &[f64], memory: impl Fn(f64) -> u64) -> Cluster {
+    let mut classes: Vec<DeviceClass> = Vec::new();
+    for &speed in speeds {
+        let mut device = find("h100").unwrap().device();
+        device.memory = Bytes(memory(speed));
+        match classes.last_mut() {
+            Some(last) if last.speed == Some(speed) => last.count += 1,
+            _ => classes.push(DeviceClass { device, count: 1, speed: Some(speed) }),
+        }
+    }
+    Cluster { classes, ..levels(text).unwrap() }
+}
+
+fn small(seed: u64) -> Problem {
+    let mut random = Random(seed);
+    let graph = random_graph(&mut random, 6);
+    let (text, devices) =
+        [("2:1GB/s", 2), ("3:1GB/s", 3), ("4:0.5GB/s", 4), ("2:10GB/s,2:1GB/s", 4)][random.below(4) as usize];
+    let slow = [0.25, 0.5, 0.8][random.below(3) as usize];
+    let mut speeds: Vec<f64> = (0..devices).map(|_| [1.0, slow][random.below(2) as usize]).collect();
+    (speeds[0], speeds[devices - 1]) = (1.0, slow);
+    // In some cases the slow devices hold less than what the whole model needs.
+    let slow_bytes = if random.below(3) == 0 { 2_000_000 + random.below(6_000_000) } else { 1 << 40 };
+    let cluster = mixed(text, &speeds, |speed| if speed == 1.0 { 1 << 40 } else { slow_bytes });
+    let mut problem = Problem::new(graph, cluster, CostModel::Pipec);
+    use ScheduleKind::{Gpipe, Inference, OneFOneB, RoundRobin, TwoBw};
+    problem.schedule =
+        [RoundRobin, RoundRobin, RoundRobin, OneFOneB, Gpipe, TwoBw, Inference][random.below(7) as usize];
+    problem.microbatches = if matches!(problem.schedule, OneFOneB | Gpipe | TwoBw) { 4 } else { 1 };
+    problem.optimizer_state = random.below(3) as f64;
+    problem
+}
+
+#[test]
+fn plans_on_two_classes_tie_the_search_through_everything() {
+    let (mut compared, mut missed) = (0, Vec::new());
+    for seed in 0..400 {
+        let problem = small(110_000 + seed);
+        let best = match with(&problem, Partitioner::Exhaustive) {
+            Ok(best) => us(&best),
+            // More than can be walked through, or nothing fits; then nothing fits for others either.
+            Err(PlanError::Problem(_)) => continue,
+            Err(_) => {
+                assert!(with(&problem, Partitioner::Pipec).is_err(), "seed {seed}");
+                continue;
+            }
+        };
+        compared += 1;
+        let ours = with(&problem, Partitioner::Pipec).unwrap();
+        let bound = ours.plan.lower_bound_us;
+        assert!(bound <= best * (1.0 + 1e-9), "seed {seed}: bound {bound} above the optimum {best}");
+        assert!(us(&ours) >= best * (1.0 - 1e-9), "seed {seed}: {} beats everything, {best}", us(&ours));
+        if !same(us(&ours), best) {
+            missed.push((seed, us(&ours) / best));
+        }
+    }
+    println!("{} of {compared} missed: {missed:?}", missed.len());
+    assert!(compared > 300 && missed.len() * 100 <= compared, "{compared}: {missed:?}");
+}

@@ -1,0 +1,166 @@
+//! Schedules of the user's own through every verb: the table and the programs that are shipped, written and read back, and those that
+//! are wrong.
+
+use assert_cmd::Command;
+use serde_json::Value;
+use std::fs;
+use std::path::Path;
+use std::process::Output;
+
+/// What `compiler/examples/my_schedule.rs` writes.
+const TABLE: &str = include_str!("../compiler/examples/my_schedule.csv");
+
+fn pipec(folder: &Path, arguments: &[&str]) -> Output {
+    Command::cargo_bin("pipec").unwrap().current_dir(folder).args(arguments).output().unwrap()
+}
+
+fn done(folder: &Path, arguments: &[&str]) -> String {
+    let output = pipec(folder, arguments);
+    assert_eq!(output.status.code(), Some(0), "{arguments:?}: {}", String::from_utf8_lossy(&output.stderr));
+    String::from_utf8(output.stdout).unwrap()
+}
+
+fn refused(folder: &Path, arguments: &[&str], code: i32, why: &str) {
+    let output = pipec(folder, arguments);
+    let said = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(code), "{arguments:?}: {said}");
+    assert!(said.contains(why), "{arguments:?}: {said}");
+}
+
+/// A model on three workers, six micro-batches of four samples.
+fn planned(folder: &Path) {
+    fs::write(folder.join("mine.csv"), TABLE).unwrap();
+    done(folder, &["zoo", "mlp", "-o", "m.onnx"]);
+    let flags = ["--gpus", "3", "--stages", "1,1,1", "--schedule", "1f1b", "--microbatches", "6", "--micro-batch", "4"];
+    done(folder, &[&["partition", "m.onnx", "-o", "plan.json"][..], &flags].concat());
+}
+
+const TRAIN: [&str; 5] = ["train", "m.onnx", "--plan", "plan.json", "--synthetic-data"];
+
+#[test]
+fn a_table_runs_through_every_verb() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    planned(folder);
+    let chart = done(folder, &["simulate", "plan.json", "--schedule", "mine.csv", "--minibatches", "1", "--chart"]);
+    assert!(chart.contains("1.0 |  . F0 F1 F2 F3 B0 B1 F4 F5 B2 B3  .  . B4 B5  ."), "{chart}");
+    done(
+        folder,
+        &["partition", "m.onnx", "--gpus", "3", "--schedule", "mine.csv", "--micro-batch", "4", "-o", "own.json"],
+    );
+    let plan: Value = serde_json::from_str(&fs::read_to_string(folder.join("own.json")).unwrap()).unwrap();
+    assert_eq!((&plan["schedule"]["kind"], &plan["schedule"]["microbatches"]), (&"csv".into(), &6.into()));
+    // The plan has no order of work of its own, and everyone who needs one says so.
+    refused(folder, &["plan", "check", "own.json"], 1, "`--schedule FILE`");
+    refused(folder, &["simulate", "own.json"], 2, "needs its table");
+    done(folder, &["plan", "check", "own.json", "--schedule", "mine.csv"]);
+    done(folder, &["report", "own.json", "--html", "bare.html"]);
+    assert!(fs::read_to_string(folder.join("bare.html")).unwrap().contains("`--schedule FILE` names it"));
+    done(folder, &["report", "own.json", "--schedule", "mine.csv", "--html", "own.html"]);
+    assert!(fs::read_to_string(folder.join("own.html")).unwrap().contains("<title>stage 1, backward of item 5"));
+    // Under a flush the order of work changes no bit.
+    done(folder, &[&TRAIN[..], &["--steps", "3", "--schedule", "mine.csv", "--save", "a.npz"]].concat());
+    done(folder, &[&TRAIN[..], &["--steps", "3", "--save", "b.npz"]].concat());
+    assert_eq!(fs::read(folder.join("a.npz")).unwrap(), fs::read(folder.join("b.npz")).unwrap());
+}
+
+#[test]
+fn programs_are_read_back_and_run() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    planned(folder);
+    let figures = |more: &[&str]| -> Value {
+        let text = done(folder, &[&["simulate", "plan.json", "--format", "json"][..], more].concat());
+        serde_json::from_str(&text).unwrap()
+    };
+    for schedule in ["1f1b", "zb-h1", "1f1b-rr"] {
+        let own = if schedule == "1f1b-rr" { vec!["--schedule", "1f1b-rr"] } else { vec!["--schedule", schedule] };
+        let plan = match schedule {
+            "1f1b-rr" => {
+                let flags = ["--gpus", "3", "--stages", "2,1", "--micro-batch", "24", "-o", "plan.json"];
+                done(folder, &[&["partition", "m.onnx"][..], &flags].concat());
+                "2-1"
+            }
+            _ => "1-1-1",
+        };
+        let written = figures(&[&own[..], &["--minibatches", "3", "--programs", "p.json"]].concat());
+        let read = figures(&["--schedule", "p.json"]);
+        assert_eq!(written, read, "{schedule} on {plan}");
+        done(folder, &[&TRAIN[..], &["--schedule", "p.json", "--save", "a.npz"]].concat());
+        done(folder, &[&TRAIN[..], &own, &["--steps", "3", "--save", "b.npz"]].concat());
+        let [a, b] = ["a.npz", "b.npz"].map(|name| fs::read(folder.join(name)).unwrap());
+        assert_eq!(a, b, "{schedule} on {plan}: other weights");
+        // The plan that is made for programs has their stages, caps and rule.
+        let flags = ["--gpus", "3", "--micro-batch", "4", "--schedule", "p.json", "-o", "other.json"];
+        done(folder, &[&["partition", "m.onnx"][..], &flags].concat());
+        let other: Value = serde_json::from_str(&fs::read_to_string(folder.join("other.json")).unwrap()).unwrap();
+        assert_eq!(other["schedule"]["kind"], schedule);
+        let program: Value = serde_json::from_str(&fs::read_to_string(folder.join("p.json")).unwrap()).unwrap();
+        for (at, stage) in program["stages"].as_array().unwrap().iter().enumerate() {
+            assert_eq!(stage["replicas"], other["stages"][at]["replicas"]);
+            assert_eq!(stage["cap"], other["schedule"]["in_flight"][at], "{schedule}");
+        }
+    }
+}
+
+#[test]
+fn what_is_wrong_is_told() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    planned(folder);
+    done(folder, &["simulate", "plan.json", "--minibatches", "2", "--programs", "p.json"]);
+    let simulate = ["simulate", "plan.json", "--schedule", "bad.json"];
+    let sound = fs::read_to_string(folder.join("p.json")).unwrap();
+    let bad = |text: &str| fs::write(folder.join("bad.json"), text).unwrap();
+    // A backward with other weights than its forward; a message that nobody sends; more than a program may be for.
+    let mut value: Value = serde_json::from_str(&sound).unwrap();
+    let list = value["workers"][0]["instructions"].as_array_mut().unwrap();
+    let at = list.iter().position(|one| one["op"] == "backward" && one["version"] == 1).unwrap();
+    list[at]["version"] = 0.into();
+    bad(&value.to_string());
+    refused(folder, &simulate, 1, "gives no sound program");
+    refused(folder, &[&TRAIN[..], &["--schedule", "bad.json"]].concat(), 1, "gives no sound program");
+    let mut value: Value = serde_json::from_str(&sound).unwrap();
+    value["workers"][0]["instructions"].as_array_mut().unwrap().retain(|one| one["op"] != "send");
+    bad(&value.to_string());
+    refused(folder, &simulate, 1, "gives no sound program");
+    bad(&sound.replacen("\"items\": 12", "\"items\": 4294967292", 1));
+    refused(folder, &simulate, 2, "too long a program");
+    bad(&fs::read_to_string(folder.join("plan.json")).unwrap());
+    refused(folder, &simulate, 2, "it is a plan");
+    bad(&sound.replacen("\"replicas\": 1", "\"replicas\": 2", 1));
+    refused(folder, &simulate, 2, "its stages have replicas 2, 1, 1, those of the pipeline 1, 1, 1");
+    // Programs are for the minibatches that they say.
+    let own = ["--schedule", "p.json"];
+    refused(folder, &[&["simulate", "plan.json", "--minibatches", "5"][..], &own].concat(), 2, "2 minibatches");
+    refused(folder, &[&TRAIN[..], &own, &["--steps", "9"]].concat(), 2, "leave out `--steps`");
+    refused(folder, &[&TRAIN[..], &own, &["--epochs", "1"]].concat(), 2, "`--epochs` does not go with programs");
+    refused(folder, &["simulate", "plan.json", "--schedule", "mine.txt"], 2, "FILE.json");
+}
+
+/// Rows of workers have the same names in the same order, and every row of a run is one of its simulation.
+#[test]
+fn a_run_and_its_simulation_have_rows_of_the_same_names() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    planned(folder);
+    done(folder, &["simulate", "plan.json", "--minibatches", "3", "--trace", "s.json"]);
+    done(folder, &[&TRAIN[..], &["--steps", "3", "--trace", "t.json"]].concat());
+    let read = |name: &str| -> Value { serde_json::from_str(&fs::read_to_string(folder.join(name)).unwrap()).unwrap() };
+    let names = |trace: &Value| -> Vec<String> {
+        let named = trace["traceEvents"].as_array().unwrap().iter().filter(|event| event["name"] == "thread_name");
+        named.map(|event| event["args"]["name"].as_str().unwrap().to_string()).collect()
+    };
+    let computed = |trace: &Value| -> Vec<(u64, String)> {
+        let spans = trace["traceEvents"].as_array().unwrap().iter();
+        let spans = spans.filter(|event| event["cat"] == "forward" || event["cat"] == "backward");
+        let mut all: Vec<(u64, String)> =
+            spans.map(|event| (event["tid"].as_u64().unwrap(), event["name"].as_str().unwrap().to_string())).collect();
+        all.sort();
+        all
+    };
+    let (simulated, trained) = (read("s.json"), read("t.json"));
+    assert_eq!(names(&trained), ["0.0", "1.0", "2.0"]);
+    assert_eq!(names(&simulated)[..3], names(&trained));
+    assert_eq!(computed(&simulated), computed(&trained), "the same work on the same rows");
+}
