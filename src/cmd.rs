@@ -6,6 +6,7 @@ pub mod inspect;
 pub mod optimizer;
 pub mod partition;
 pub mod plan;
+pub mod policy;
 pub mod profile;
 pub mod quickstart;
 pub mod report;

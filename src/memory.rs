@@ -7,6 +7,7 @@ use compiler::schedule::work::apart;
 use compiler::schedule::{Program, Schedule};
 use profiler::machine::available_bytes;
 use runtime::compile::{Named, StageCode, Transfer};
+use runtime::device::cpu::half::is_half;
 use runtime::optimizer::Optimizer;
 
 /// Refuses what cannot fit.
@@ -47,12 +48,19 @@ pub fn of_stages(codes: &[StageCode], program: &Program, optimizer: &Optimizer) 
             Schedule::TwoBw => (2, cap),
             Schedule::OneFOneBRr => (cap, cap),
             Schedule::OneFOneBRrVsync => (cap.max(u64::from(program.stages[0].cap.min(most))), cap),
+            // One that is predicted or set back beside the newest.
+            Schedule::OneFOneBRrNewest => (2, cap),
             Schedule::Inference => (1, cap),
             _ => (1, cap.min(of_minibatch)),
         };
         let named = |list: &[Named]| list.iter().map(|named| named.bytes as u64).sum::<u64>();
         let moved = |list: &[Transfer]| list.iter().map(|transfer| transfer.place.bytes as u64).sum::<u64>();
-        let copies = versions + 1 + u64::from(stage.replicas > 1) + optimizer.buffers() as u64;
+        // Beside versions of two bytes there are masters, and all else is as large as they.
+        let beside = 1 + u64::from(stage.replicas > 1) + optimizer.buffers() as u64;
+        let copies =
+            |named: &Named| if is_half(named.fact.dtype) { versions + 2 * (beside + 1) } else { versions + beside };
+        let weights = |named: &Named| (named.bytes as u64).saturating_mul(copies(named));
+        let weights = code.parameters.iter().map(weights).fold(0, u64::saturating_add);
         let own: u64 = code.own_bytes.iter().map(|bytes| *bytes as u64).sum();
         let halves = if code.in_parts { u64::from(apart[at]).max(1) } else { 1 };
         let (kept, once) = match code.recompute {
@@ -63,7 +71,7 @@ pub fn of_stages(codes: &[StageCode], program: &Program, optimizer: &Optimizer) 
         let in_flight = (kept + received + named(&code.feeds)).saturating_mul(items);
         let split = (code.between_bytes as u64 + moved(&code.gradients_in)).saturating_mul(halves);
         let parts = [named(&code.states), in_flight, once, split, received, sent, code.arena_bytes as u64];
-        parts.into_iter().fold(named(&code.parameters).saturating_mul(copies), u64::saturating_add)
+        parts.into_iter().fold(weights, u64::saturating_add)
     };
     (0..codes.len()).map(stage).collect()
 }

@@ -4,8 +4,8 @@ use compiler::import::onnx::name::shown;
 use compiler::plan::{Plan, ScheduleKind};
 use compiler::profile::cost_graph::ParamCost;
 
-/// A warning where `pipec train` would refuse the plan, because stages share a parameter and the schedule gives them different
-/// versions of it.
+/// A warning where `pipec train` would refuse the plan, because stages of unequally many replicas share a parameter under a schedule
+/// that steps them at different times.
 pub fn refused(params: &[ParamCost], plan: &Plan) -> Option<String> {
     if !matches!(plan.schedule.kind, ScheduleKind::RoundRobin | ScheduleKind::RoundRobinVsync) {
         return None;
@@ -15,11 +15,12 @@ pub fn refused(params: &[ParamCost], plan: &Plan) -> Option<String> {
         let with = plan.stages.iter().filter(|stage| param.users.iter().any(|user| holds(stage, user.0)));
         with.map(|stage| stage.id.0).collect()
     };
+    let replicas = |id: u32| plan.stages.iter().find(|stage| stage.id.0 == id).map(|stage| stage.replicas);
     let shared: Vec<(&ParamCost, Vec<u32>)> = params
         .iter()
         .filter(|param| param.users.len() > 1)
         .map(|param| (param, stages(param)))
-        .filter(|(_, stages)| stages.len() > 1)
+        .filter(|(_, stages)| stages.iter().any(|stage| replicas(*stage) != replicas(stages[0])))
         .collect();
     let (first, of) = shared.first()?;
     let list = of.iter().map(u32::to_string).collect::<Vec<_>>().join(" and ");
@@ -28,7 +29,7 @@ pub fn refused(params: &[ParamCost], plan: &Plan) -> Option<String> {
         count => format!(" ({} more are shared as well)", count - 1),
     };
     Some(format!(
-        "stages {list} share the parameter `{}`{more}: `pipec train` refuses it under {}, `--schedule 1f1b` trains it",
+        "stages {list} share the parameter `{}`{more} and have unequally many replicas: `pipec train` refuses that under {}, `--schedule 1f1b` trains it",
         shown(&first.name),
         plan.schedule.kind.name()
     ))

@@ -10,6 +10,7 @@ use clap::ValueEnum;
 use compiler::graph::{Graph, hash::hash, order};
 use compiler::op::{NodeId, Op};
 use compiler::pass::loss::{self, TARGET};
+use compiler::pass::mixed::{Mixed, mixed};
 use compiler::pass::precision::precision;
 use compiler::pass::unbiased::unbiased;
 use compiler::plan::problem::InFlight;
@@ -17,14 +18,16 @@ use compiler::plan::{Plan, ScheduleKind};
 use compiler::schedule::pipeline::{pipeline, schedule_of};
 use compiler::schedule::rule::StepCount;
 use compiler::schedule::scheduler::schedule;
-use compiler::schedule::{Pipeline, Program, WorkerId, published_caps};
+use compiler::schedule::{Pipeline, Program, Schedule, WorkerId, published_caps};
 use compiler::simulate::run::{Machine, simulate};
 use compiler::simulate::{self, Activity, Track};
 use compiler::tensor::dim::Bindings;
 use compiler::tensor::{DType, Tensor};
 use runtime::data::synthetic::synthetic;
 use runtime::data::{Batches, DataError, Dataset, Order};
+use runtime::device::cpu::half::is_half;
 use runtime::optimizer::Optimizer;
+use runtime::policy::{Policy, Staleness, Statistics};
 use runtime::prepare::{self, PrepareError, Settings};
 use runtime::train::{self, StepDone, TrainError, Trained, Training};
 use runtime::worker::{Span, Work};
@@ -32,6 +35,9 @@ use std::collections::{BTreeMap, HashMap};
 
 /// Minibatches of made-up data; they are seen again and again.
 const SYNTHETIC_MINIBATCHES: usize = 8;
+
+/// The part of a run over which PipeMare brings the learning rate up, where nobody says: one in so many.
+const ANNEALED: u32 = 4;
 
 /// Minibatches that a prediction simulates at most.
 const PREDICTED: u32 = 2000;
@@ -88,6 +94,10 @@ pub struct Task<'a> {
     pub dtype: Option<DType>,
     /// Whether running variances follow PyTorch's rule.
     pub unbiased: bool,
+    /// What is done beside the plain step.
+    pub policy: Policy,
+    /// Whether each forward and backward uses the newest weights, where the schedule would stash them.
+    pub newest: bool,
     /// Samples in a minibatch.
     pub batch: u64,
     /// Micro-batches in a minibatch.
@@ -112,6 +122,7 @@ pub struct Task<'a> {
 pub struct Prepared {
     made: prepare::Prepared,
     batches: Batches,
+    policy: Policy,
     /// Minibatches in all.
     pub steps: u32,
     /// Samples in a minibatch.
@@ -140,13 +151,21 @@ pub fn prepare(task: &mut Task<'_>) -> Result<Prepared, Failure> {
         return Err(Failure::input(what));
     }
     let mut graph = task.loaded.at(task.batch / u64::from(task.microbatches))?;
-    if let Some(dtype) = task.dtype {
+    let narrow = task.dtype.filter(|dtype| is_half(*dtype));
+    if let Some(dtype) = task.dtype.filter(|_| narrow.is_none()) {
         graph = precision(&graph, dtype).map_err(|error| fail(&error))?;
     }
     freeze(&mut graph, task.frozen)?;
     let mut stages = stages(task.loaded, &graph, task.plan)?;
-    if task.unbiased {
-        stages = corrected(&mut graph, &stages);
+    if let Some(dtype) = narrow {
+        let Mixed { graph: made, added } = mixed(&graph, dtype).map_err(|error| fail(&error))?;
+        stages = with_added(&graph, &made, &stages, added);
+        graph = made;
+    }
+    if task.unbiased && task.policy.statistics == Statistics::Batch {
+        let before = graph.clone();
+        let added = unbiased(&mut graph);
+        stages = with_added(&before, &graph, &stages, added);
     }
     let rows = match &task.data {
         Data::Arrays(arrays) => rows(&graph, arrays),
@@ -165,6 +184,7 @@ pub fn prepare(task: &mut Task<'_>) -> Result<Prepared, Failure> {
         class_axis: task.class_dim,
         schedule: match task.own {
             Some(own) => own.schedule(),
+            None if task.newest => Schedule::OneFOneBRrNewest,
             None => schedule_of(task.schedule).map_err(|error| fail(&error))?,
         },
         count: StepCount { minibatches: steps, microbatches: task.microbatches },
@@ -217,7 +237,11 @@ pub fn prepare(task: &mut Task<'_>) -> Result<Prepared, Failure> {
     let batches =
         Batches::new(data, items, microbatches, steps as usize, task.order).map_err(unfit)?.with_seed(task.seed);
     let per_epoch = batches.per_epoch();
-    Ok(Prepared { made, batches, steps, batch: task.batch, per_epoch, rows })
+    let mut policy = task.policy;
+    if let Staleness::PipeMare { anneal: anneal @ 0 } = &mut policy.staleness {
+        *anneal = steps.div_ceil(ANNEALED);
+    }
+    Ok(Prepared { made, batches, policy, steps, batch: task.batch, per_epoch, rows })
 }
 
 /// Trains; `on_step` is told of every minibatch in order.
@@ -228,13 +252,20 @@ pub fn run(task: &Task<'_>, prepared: &Prepared, on_step: &mut dyn FnMut(StepDon
         weights: task.weights,
         batches: &prepared.batches,
         optimizer: task.optimizer,
+        policy: prepared.policy,
         keep_gradients: task.keep_gradients,
     };
     let trained = train::train(&training, on_step).map_err(|error| match &error {
         TrainError::Panic { .. } => Failure::bug(&error.to_string()),
-        TrainError::Tied { .. } => Failure::input("cannot train under this plan")
+        TrainError::Tied { .. } => Failure::input("cannot train under this plan").because(&error).help(
+            "`--schedule 1f1b` keeps them equal, and so does 1f1b-rr where the stages have equally many replicas",
+        ),
+        TrainError::LossScale { .. } => Failure::input("cannot train")
             .because(&error)
-            .help("`--schedule 1f1b` keeps the copies equal; or put the stages' cut elsewhere"),
+            .help("`--schedule 1f1b` flushes; `--dtype bf16` needs no scale"),
+        TrainError::NoVelocity => {
+            Failure::input("cannot train").because(&error).help("`--momentum 0.9`, or `--optimizer adam`")
+        }
         TrainError::Worker(_) => Failure::no("training stopped").because(&error),
         _ => Failure::input("cannot train").because(&error),
     })?;
@@ -324,10 +355,11 @@ fn stages(loaded: &Loaded, graph: &Graph, plan: &Plan) -> Result<Vec<usize>, Fai
     Ok(stage_of)
 }
 
-/// Corrects running variances, and gives the stages of the graph that this makes.
-fn corrected(graph: &mut Graph, stages: &[usize]) -> Vec<usize> {
-    let mut stage_of: HashMap<NodeId, usize> = order::numbered(graph).into_iter().zip(stages.iter().copied()).collect();
-    for (added, beside) in unbiased(graph) {
+/// The stages of a graph to which ops were added, each beside another.
+fn with_added(before: &Graph, graph: &Graph, stages: &[usize], added: Vec<(NodeId, NodeId)>) -> Vec<usize> {
+    let mut stage_of: HashMap<NodeId, usize> =
+        order::numbered(before).into_iter().zip(stages.iter().copied()).collect();
+    for (added, beside) in added {
         if let Some(&stage) = stage_of.get(&beside) {
             stage_of.insert(added, stage);
         }

@@ -361,7 +361,11 @@ fn shared_parameters_are_told_before_training() {
     let at = folder.path();
     done(at, &["zoo", "gpt", "--layers", "2", "-o", "g.onnx"]);
     assert!(done(at, &["inspect", "g.onnx"]).contains("wte.weight, read in 2 places"));
-    let flags = ["partition", "g.onnx", "--gpus", "2", "--stages", "1,1", "--micro-batch", "4", "-o", "p.json"];
+    let even = ["partition", "g.onnx", "--gpus", "2", "--stages", "1,1", "--micro-batch", "4", "-o", "e.json"];
+    assert!(!text(&pipec(at, &even).stderr).contains("share the parameter"));
+    done(at, &["train", "g.onnx", "--plan", "e.json", "--synthetic-data", "--steps", "3"]);
+    // Copies on unequally many replicas cannot be kept equal.
+    let flags = ["partition", "g.onnx", "--gpus", "3", "--stages", "2,1", "--micro-batch", "4", "-o", "p.json"];
     let planned = pipec(at, &flags);
     assert!(text(&planned.stderr).contains("share the parameter `wte.weight`"), "{}", text(&planned.stderr));
     assert!(text(&planned.stdout).contains("--plan p.json --schedule 1f1b"));

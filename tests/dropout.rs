@@ -15,6 +15,7 @@ use runtime::data::synthetic::synthetic;
 use runtime::data::{Batches, Dataset, Order, mix};
 use runtime::evaluate::evaluate;
 use runtime::optimizer::{Optimizer, Rule};
+use runtime::policy::Policy;
 use runtime::prepare::{Settings, prepare};
 use runtime::train::{Trained, Training, feeds, train};
 use std::collections::BTreeMap;
@@ -70,6 +71,7 @@ fn trained(ratio: f64, stages: usize, schedule: Schedule, microbatches: u32, see
         weights: &weights,
         batches: &batches,
         optimizer: &optimizer,
+        policy: Policy::default(),
         keep_gradients: false,
     };
     train(&training, &mut |_| {}).unwrap()

@@ -12,6 +12,7 @@ use compiler::schedule::{Pipeline, Schedule, StageShape};
 use compiler::tensor::{DType, Tensor};
 use runtime::data::{Batches, Dataset, Order};
 use runtime::optimizer::{Optimizer, Rule};
+use runtime::policy::Policy;
 use runtime::prepare::{Settings, prepare};
 use runtime::train::{Trained, Training, feeds, train};
 use shared::{arrays, data};
@@ -104,6 +105,7 @@ fn run_placed(
         weights: &weights,
         batches: &batches,
         optimizer,
+        policy: Policy::default(),
         keep_gradients: true,
     };
     train(&training, &mut |_| {}).unwrap()
@@ -214,9 +216,10 @@ fn asynchronous_losses_are_those_of_the_reference() {
     let (a, b) = (after("/0/0.3/Relu"), after("/1/1.3/Relu"));
     let three: Vec<usize> = (0..ops.len()).map(|i| usize::from(i > a) + usize::from(i > b)).collect();
     let two: Vec<usize> = (0..ops.len()).map(|i| usize::from(i > b)).collect();
-    let cases: [(&str, Schedule, &[usize], &[u32]); 5] = [
+    let cases: [(&str, Schedule, &[usize], &[u32]); 6] = [
         ("stash", Schedule::OneFOneBRr, &three, &[1, 1, 1]),
         ("vsync", Schedule::OneFOneBRrVsync, &three, &[1, 1, 1]),
+        ("nostash", Schedule::OneFOneBRrNewest, &three, &[1, 1, 1]),
         ("sync", Schedule::OneFOneB, &three, &[1, 1, 1]),
         ("2bw", Schedule::TwoBw, &three, &[1, 1, 1]),
         ("rr_2_1", Schedule::OneFOneBRr, &two, &[2, 1]),

@@ -15,6 +15,7 @@ use compiler::tensor::fact::Fact;
 use compiler::tensor::{DType, Tensor};
 use runtime::data::{Batches, Dataset, Order, mix};
 use runtime::optimizer::{Optimizer, Rule};
+use runtime::policy::Policy;
 use runtime::prepare::{Settings, prepare};
 use runtime::rate::{Rate, Shape};
 use runtime::train::{Trained, Training, feeds, train};
@@ -99,6 +100,7 @@ fn recomputed(
         weights: &weights,
         batches: &batches,
         optimizer,
+        policy: Policy::default(),
         keep_gradients: false,
     };
     train(&training, &mut |_| {}).unwrap()
@@ -210,8 +212,15 @@ fn flushed(schedule: Schedule, pipeline: Pipeline, count: StepCount) -> Vec<(Str
         Optimizer::from(Rule::Sgd { learning_rate: 0.1, momentum: 0.9, nesterov: false, weight_decay: 0.0 });
     let (codes, program) = (&prepared.codes, &prepared.program);
     let keep_gradients = true;
-    let training =
-        Training { codes, program, weights: &weights, batches: &batches, optimizer: &optimizer, keep_gradients };
+    let training = Training {
+        codes,
+        program,
+        weights: &weights,
+        batches: &batches,
+        optimizer: &optimizer,
+        policy: Policy::default(),
+        keep_gradients,
+    };
     let trained = train(&training, &mut |_| {}).unwrap();
     let losses = trained.losses.iter().flat_map(|loss| loss.to_le_bytes()).collect();
     let tensors = |what: &str, of: &BTreeMap<String, Tensor>| {

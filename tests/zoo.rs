@@ -17,6 +17,7 @@ use models::zoo::{ENTRIES, Entry, Options, build, to_bytes};
 use runtime::data::synthetic::synthetic;
 use runtime::data::{Batches, Dataset, Order};
 use runtime::optimizer::{Optimizer, Rule};
+use runtime::policy::Policy;
 use runtime::prepare::{Settings, prepare};
 use runtime::train::{Trained, Training, feeds, train};
 use std::collections::BTreeMap;
@@ -179,6 +180,7 @@ fn step(entry: &Entry, model: &Model, stages: usize) -> Trained {
         weights: &weights,
         batches: &batches,
         optimizer: &optimizer,
+        policy: Policy::default(),
         keep_gradients: true,
     };
     train(&training, &mut |_| {}).unwrap_or_else(|e| panic!("{}: {e}", entry.name))

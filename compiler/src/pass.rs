@@ -16,6 +16,7 @@ pub mod fragment;
 pub mod inference;
 pub mod loss;
 pub mod memory;
+pub mod mixed;
 pub mod pipeline;
 pub mod precision;
 pub mod split;

@@ -33,6 +33,7 @@ pub mod ledger;
 pub mod link;
 pub mod lower;
 pub mod moments;
+pub mod newest;
 pub mod numbered;
 pub mod one_f_one_b;
 pub mod one_f_one_b_rr;
@@ -126,6 +127,8 @@ pub enum Schedule {
     OneFOneBRr,
     /// `1f1b-rr-vsync`: the same with vertical sync: all stages use the version of the first.
     OneFOneBRrVsync,
+    /// `1f1b-rr-newest`: the same without stashing: forward and backward each use the newest weights.
+    OneFOneBRrNewest,
     /// `2bw`: PipeDream-2BW, double-buffered weights.
     TwoBw,
     /// `inference`: forwards only.
@@ -136,7 +139,7 @@ pub enum Schedule {
 
 impl Schedule {
     /// Every schedule that is generated, in the order of the documentation.
-    pub const ALL: [Schedule; 12] = [
+    pub const ALL: [Schedule; 13] = [
         Schedule::Gpipe,
         Schedule::OneFOneB,
         Schedule::Interleaved,
@@ -147,6 +150,7 @@ impl Schedule {
         Schedule::DualPipeV,
         Schedule::OneFOneBRr,
         Schedule::OneFOneBRrVsync,
+        Schedule::OneFOneBRrNewest,
         Schedule::TwoBw,
         Schedule::Inference,
     ];
@@ -164,6 +168,7 @@ impl Schedule {
             Schedule::DualPipeV => "dualpipev",
             Schedule::OneFOneBRr => "1f1b-rr",
             Schedule::OneFOneBRrVsync => "1f1b-rr-vsync",
+            Schedule::OneFOneBRrNewest => "1f1b-rr-newest",
             Schedule::TwoBw => "2bw",
             Schedule::Inference => "inference",
             Schedule::Csv => "csv",
@@ -172,7 +177,12 @@ impl Schedule {
 
     /// Whether an item is a whole minibatch, and each round of replicas makes an update of its own.
     pub fn is_round_robin(self) -> bool {
-        matches!(self, Schedule::OneFOneBRr | Schedule::OneFOneBRrVsync)
+        matches!(self, Schedule::OneFOneBRr | Schedule::OneFOneBRrVsync | Schedule::OneFOneBRrNewest)
+    }
+
+    /// Whether a backward uses the weights of its forward.
+    pub fn stashes(self) -> bool {
+        self != Schedule::OneFOneBRrNewest
     }
 
     /// Whether an update is made of a whole minibatch of microbatches.

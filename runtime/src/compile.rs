@@ -5,6 +5,7 @@
 use crate::buffer::Buffer;
 use crate::device::cpu::Kernel;
 use crate::memory;
+use crate::statistics::{Follow, follows};
 use compiler::graph::{Graph, order};
 use compiler::op::table::rule;
 use compiler::op::{NodeId, Op, Value};
@@ -116,17 +117,6 @@ pub struct Transfer {
     pub group: usize,
     /// Where it lies on this side.
     pub place: Place,
-}
-
-/// How a state follows a value.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Follow {
-    /// The state, by place in [`StageCode::states`].
-    pub state: usize,
-    /// The value after a forward run.
-    pub sample: Place,
-    /// The share that is kept.
-    pub keep: f64,
 }
 
 /// A term of a parameter's gradient.
@@ -370,12 +360,7 @@ impl<'a> Assembly<'a> {
             place: Place { slot: Slot::Received(i), bytes: bytes(graph.fact(Value { node: r.local, output: 0 })) },
         });
         let received: Vec<Transfer> = received.collect();
-        let follows = graph.averages.iter().map(|a| Follow {
-            state: position(&self.states, a.state),
-            sample: self.forward_place(a.sample),
-            keep: a.keep,
-        });
-        let follows: Vec<Follow> = follows.collect();
+        let follows = follows(graph, |state| position(&self.states, state), |sample| self.forward_place(sample));
         let results = graph.outputs.iter().map(|o| {
             let named = Named::new(&o.name, graph.fact(o.value));
             (named, self.forward_place(o.value))

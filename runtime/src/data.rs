@@ -7,7 +7,7 @@ use crate::compile::Named;
 use compiler::graph::Graph;
 use compiler::op::dropout::COUNTER;
 pub use compiler::op::dropout::mix;
-use compiler::pass::loss::{IGNORED, TARGET};
+use compiler::pass::loss::{IGNORED, LOSS_SCALE, TARGET};
 use compiler::tensor::Tensor;
 use std::collections::BTreeMap;
 use thiserror::Error;
@@ -56,11 +56,11 @@ impl Dataset {
     ///
     /// `feeds` have the shape of one item of `item_rows` samples. An array with as many values in a row as the feed has
     /// for a sample is taken by rows; one that has the feed's own shape, and not as many rows as the others, is fed
-    /// whole to every item. The counter of dropouts is no data and is passed over.
+    /// whole to every item. What a run makes itself is no data and is passed over.
     pub fn new(mut arrays: BTreeMap<String, Tensor>, feeds: &[Named], item_rows: usize) -> Result<Dataset, DataError> {
         let found = arrays.keys().map(|k| format!("`{k}`")).collect::<Vec<_>>().join(", ");
         let mut picked: BTreeMap<String, Tensor> = BTreeMap::new();
-        let feeds: Vec<&Named> = feeds.iter().filter(|f| f.name != COUNTER).collect();
+        let feeds: Vec<&Named> = feeds.iter().filter(|f| !is_made(&f.name)).collect();
         for &feed in &feeds {
             let name = &feed.name;
             let missing = || DataError::Missing { name: name.clone(), found: found.clone() };
@@ -261,6 +261,11 @@ impl Batches {
             to.copy_from_slice(&bytes[row * row_bytes..(row + 1) * row_bytes]);
         }
     }
+}
+
+/// Whether a feed is made by the run: the counter of dropouts, and the scale of the loss.
+pub fn is_made(name: &str) -> bool {
+    name == COUNTER || name == LOSS_SCALE
 }
 
 /// A permutation of `0..rows` (Fisher and Yates), drawn from the counter-based generator [`mix`].

@@ -2,22 +2,26 @@
 //! round at hand.
 //!
 //! A worker has a desk for each of its stages and moves messages between them and the other workers. A desk waits in one
-//! place only: for the other holders of a shared parameter, when it steps.
+//! place only: for the other holders of a shared parameter, when it steps, or before the forward that needs their step.
 
 use crate::buffer::{Buffer, Ledger};
-use crate::compile::{GradientTerm, StageCode};
+use crate::compile::{Named, StageCode};
 use crate::data::Batches;
 use crate::execute::{ExecuteError, Executor, Item, Weights};
+use crate::gradient::{Terms, add, reduced, scaled, square, total};
 use crate::link::channel::Parcel;
 use crate::link::rendezvous::{Abandoned, Rendezvous};
-use crate::optimizer::{Optimizer, Update, accumulate};
-use compiler::pass::loss::LOSS;
+use crate::norm::{Squares, factor};
+use crate::optimizer::{Ahead, Optimizer, Update};
+use crate::policy::{Policy, Staleness};
+use crate::statistics::{Samples, follow};
+use crate::stepper::{Stepper, wide};
+use compiler::pass::loss::{LOSS, LOSS_SCALE};
 use compiler::plan::StageId;
 use compiler::schedule::Payload;
 use compiler::schedule::work::Part;
-use compiler::tensor::DType;
 use compiler::tensor::view::{View, ViewMut};
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::sync::Arc;
 
 /// What replicas bring to an all-reduce.
@@ -25,11 +29,11 @@ pub struct Contribution {
     /// The sum of each gradient term over this replica's items; nothing when it had none.
     pub terms: Vec<Option<Arc<Buffer>>>,
     /// Samples for the states, by item.
-    pub samples: Vec<(u32, Vec<Vec<u8>>)>,
+    pub samples: Vec<Samples>,
 }
 
 /// Where the holders of a tied parameter meet, each with its terms by rank.
-pub type Meeting = Rendezvous<Vec<(usize, Arc<Buffer>)>>;
+pub type Meeting = Rendezvous<Terms>;
 
 /// A parameter that several stages hold.
 pub struct Tied {
@@ -37,8 +41,41 @@ pub struct Tied {
     pub parameter: usize,
     /// Which of the members this worker is.
     pub member: usize,
-    /// Where all workers of those stages meet before they step; each stage's first replica brings its terms by rank.
+    /// Where all workers of those stages meet before they step. Where they step together each stage's first replica brings the sums
+    /// over replicas, else every worker its own.
     pub place: Arc<Meeting>,
+    /// The stages that hold it, where they step at different times: then it has versions of its own, of which an item sees the
+    /// newest that no holder has to wait for. Empty where all step together.
+    pub holders: Vec<StageId>,
+}
+
+/// A shared parameter whose holders step at different times. Its step of a round waits for all of them, so it is made when a
+/// forward first needs it, by when all have brought their part.
+struct Late {
+    /// Its place among the shared parameters, and among all.
+    tied: usize,
+    parameter: usize,
+    weight: Arc<Buffer>,
+    version: u32,
+    /// Steps that are still to be made, the next one first.
+    waiting: VecDeque<Stepping>,
+}
+
+/// One step of the optimizer.
+#[derive(Clone, Copy)]
+pub struct Stepping {
+    /// The round.
+    pub round: u32,
+    /// Items that are averaged.
+    pub count: u32,
+    /// The share of the learning rate.
+    pub rate: f64,
+    /// The newest version before.
+    pub from: u32,
+    /// Nobody uses that version after this.
+    pub in_place: bool,
+    /// What the averaged gradients are multiplied by; nothing where the step is left out.
+    pub factor: Option<f64>,
 }
 
 /// What a desk is given.
@@ -49,6 +86,12 @@ pub struct Place<'a> {
     pub code: &'a StageCode,
     /// Version 0 of its parameters.
     pub weights: Weights,
+    /// The same in `f32` for those that are narrow.
+    pub masters: Vec<Option<Buffer>>,
+    /// Each parameter's number among all names.
+    pub numbers: Vec<usize>,
+    /// Updates between a forward of the stage and its own update, at most.
+    pub delay: u32,
     /// Its states.
     pub states: Vec<Buffer>,
     /// Where the replicas of the stage add up their gradients.
@@ -59,10 +102,11 @@ pub struct Place<'a> {
     pub is_first: bool,
 }
 
-/// Gradients of a round that is about to be applied.
+/// Gradients of a round that is about to be applied: terms by parameter and rank, and their sums when they are made.
 struct Ready {
-    by_parameter: Vec<Vec<(usize, Arc<Buffer>)>>,
-    samples: Vec<(u32, Vec<Vec<u8>>)>,
+    by_parameter: Vec<Terms>,
+    totals: Option<Vec<Option<Arc<Buffer>>>>,
+    samples: Vec<Samples>,
 }
 
 /// One stage on one worker.
@@ -72,20 +116,38 @@ pub struct Desk<'a> {
     code: &'a StageCode,
     replicas: Arc<Rendezvous<Contribution>>,
     tied: Vec<Tied>,
+    late: Vec<Late>,
     is_first: bool,
-    optimizer: &'a Optimizer,
+    numbers: Vec<usize>,
+    policy: Policy,
+    microbatches: u32,
     keeps_gradients: bool,
     executor: Executor<'a>,
     items: HashMap<u32, Item>,
     versions: BTreeMap<u32, Weights>,
     /// Sums of the gradient terms since the last all-reduce or step.
     terms: Vec<Option<Arc<Buffer>>>,
-    samples: Vec<(u32, Vec<Vec<u8>>)>,
+    samples: Vec<Samples>,
     reduced: HashMap<u32, Contribution>,
     /// Rounds whose gradients have been brought to the other holders of shared parameters.
     ready: HashMap<u32, Ready>,
-    optimizer_state: Vec<Vec<Buffer>>,
+    stepper: Stepper<'a>,
+    /// Steps that were left out.
+    skipped: u32,
     gradients: Vec<(usize, Buffer)>,
+}
+
+/// How a desk works.
+#[derive(Clone, Copy)]
+pub struct Manner<'a> {
+    /// How parameters move.
+    pub optimizer: &'a Optimizer,
+    /// What is done beside.
+    pub policy: Policy,
+    /// Items of a minibatch.
+    pub microbatches: u32,
+    /// Whether the averaged gradients of the last step are kept.
+    pub keeps_gradients: bool,
 }
 
 /// What a desk leaves behind.
@@ -100,22 +162,33 @@ pub struct Left {
 
 impl<'a> Desk<'a> {
     /// A desk at which nothing has been done. What it holds is counted in the ledger.
-    pub fn new(place: Place<'a>, optimizer: &'a Optimizer, keeps_gradients: bool, ledger: &Arc<Ledger>) -> Desk<'a> {
-        let Place { stage, code, weights: mut first, states, replicas, tied, is_first } = place;
-        let weights: usize = first.iter().map(|weight| weight.len()).sum();
+    pub fn new(place: Place<'a>, manner: Manner<'a>, ledger: &Arc<Ledger>) -> Desk<'a> {
+        let Place { stage, code, weights: mut first, masters, numbers, delay, states, replicas, tied, is_first } =
+            place;
+        let Manner { optimizer, policy, microbatches, keeps_gradients } = manner;
         let kept: usize = states.iter().map(Buffer::len).sum();
         let mut executor = Executor::new(code, states);
         executor.pool.ledger = ledger.clone();
-        ledger.add(weights * optimizer.buffers() + kept + code.arena_bytes);
+        let stepper = Stepper::new(code, optimizer, masters, policy.staleness, delay);
+        ledger.add(stepper.bytes() + kept + code.arena_bytes);
         first.iter_mut().filter_map(Arc::get_mut).for_each(|weight| weight.count_in(ledger));
-        let optimizer_state = first.iter().map(|w| optimizer.new_state(w.len())).collect();
+        let mut late = Vec::new();
+        for (at, shared) in tied.iter().enumerate().filter(|(_, shared)| !shared.holders.is_empty()) {
+            // Versions of the stage have nothing in its place.
+            let weight = std::mem::replace(&mut first[shared.parameter], Arc::new(Buffer::new(0)));
+            let parameter = shared.parameter;
+            late.push(Late { tied: at, parameter, weight, version: 0, waiting: VecDeque::new() });
+        }
         Desk {
             stage,
             code,
             replicas,
             tied,
+            late,
             is_first,
-            optimizer,
+            numbers,
+            policy,
+            microbatches,
             keeps_gradients,
             executor,
             items: HashMap::new(),
@@ -124,15 +197,28 @@ impl<'a> Desk<'a> {
             samples: Vec::new(),
             reduced: HashMap::new(),
             ready: HashMap::new(),
-            optimizer_state,
+            stepper,
+            skipped: 0,
             gradients: Vec::new(),
         }
     }
 
-    /// What is left at the end.
-    pub fn leave(mut self) -> Left {
-        let weights = self.versions.pop_last().map(|(_, weights)| weights).unwrap_or_default();
-        Left { weights, states: self.executor.states, gradients: self.gradients }
+    /// What is left at the end. Waits for the last steps of shared parameters.
+    pub fn leave(mut self) -> Result<Left, Abandoned> {
+        let all = u32::MAX;
+        for at in 0..self.late.len() {
+            self.step_late(at, all)?;
+        }
+        let weights = self.newest();
+        Ok(Left { weights: self.stepper.leave(weights), states: self.executor.states, gradients: self.gradients })
+    }
+
+    fn newest(&mut self) -> Weights {
+        let mut weights = self.versions.pop_last().map(|(_, weights)| weights).unwrap_or_default();
+        for late in self.late.drain(..) {
+            weights[late.parameter] = late.weight;
+        }
+        weights
     }
 
     /// Whether this version of the weights is there.
@@ -152,21 +238,43 @@ impl<'a> Desk<'a> {
         self.items.entry(item).or_insert_with(|| executor.begin())
     }
 
-    /// Fetches the item's data.
-    pub fn load(&mut self, batches: &Batches, item: u32) {
+    /// Fetches the item's data. The loss is multiplied by `scale` where it is multiplied at all.
+    pub fn load(&mut self, batches: &Batches, item: u32, scale: f64) {
         let mut feeds = Vec::new();
         for feed in &self.code.feeds {
             let mut buffer = self.executor.pool.take(feed.bytes);
             let bytes = Arc::get_mut(&mut buffer).expect("the pool hands out buffers that nobody else holds");
-            batches.fill(&feed.name, item, bytes.bytes_mut());
+            match feed.name == LOSS_SCALE {
+                true => ViewMut::new(feed.fact.dtype, &[1], bytes.bytes_mut()).set_f64(0, scale),
+                false => batches.fill(&feed.name, item, bytes.bytes_mut()),
+            }
             feeds.push(buffer);
         }
         self.item(item).feeds = feeds;
     }
 
-    /// Runs the item's forward with this version; gives its loss where the stage makes it.
-    pub fn forward(&mut self, item: u32, version: u32) -> Result<Option<f64>, ExecuteError> {
-        let weights = self.versions.get(&version).cloned().unwrap_or_default();
+    /// Makes the steps of shared parameters that come before the versions that an item sees. `version` is that of a stage.
+    pub fn catch_up(&mut self, version: &dyn Fn(StageId) -> u32) -> Result<(), Abandoned> {
+        for at in 0..self.late.len() {
+            let holders = &self.tied[self.late[at].tied].holders;
+            let seen = holders.iter().map(|&stage| version(stage)).min().unwrap_or(0);
+            self.step_late(at, seen)?;
+        }
+        Ok(())
+    }
+
+    /// Runs the item's forward with this version, `lag` updates before the one that its gradients go into; gives its loss where the
+    /// stage makes it.
+    pub fn forward(&mut self, item: u32, version: u32, lag: Lag) -> Result<Option<f64>, ExecuteError> {
+        let mut weights = self.versions.get(&version).cloned().unwrap_or_default();
+        for late in &self.late {
+            weights[late.parameter] = late.weight.clone();
+        }
+        let predicts = self.policy.staleness == Staleness::Predict && lag.updates > 0;
+        if predicts {
+            let ahead = Ahead { steps: lag.updates, made: version, rate: lag.rate };
+            weights = self.stepper.ahead(&weights, ahead, &mut self.executor.pool);
+        }
         self.item(item).weights = weights;
         let state = &self.items[&item];
         self.executor.forward(state)?;
@@ -183,12 +291,27 @@ impl<'a> Desk<'a> {
         if let (true, Some(state)) = (self.code.recompute, self.items.get_mut(&item)) {
             self.executor.let_go(state);
         }
+        if lag.is_stashed {
+            return Ok(loss);
+        }
+        // Nobody keeps these for the backward.
+        let weights = self.items.get_mut(&item).map(|state| std::mem::take(&mut state.weights)).unwrap_or_default();
+        if predicts {
+            weights.into_iter().for_each(|weight| self.executor.pool.give(weight));
+        }
         Ok(loss)
     }
 
-    /// Runs the item's backward, or a part of it.
-    pub fn backward(&mut self, item: u32, part: Part) -> Result<(), ExecuteError> {
+    /// Runs the item's backward, or a part of it, with the weights of its forward, or with this version where none are stashed.
+    pub fn backward(&mut self, item: u32, part: Part, version: u32, lag: Lag) -> Result<(), ExecuteError> {
         let Some(mut state) = self.items.remove(&item) else { return Ok(()) };
+        let sets_back = !lag.is_stashed && lag.updates > 0 && self.stepper.drifts();
+        if !lag.is_stashed {
+            state.weights = self.versions.get(&version).cloned().unwrap_or_default();
+        }
+        if sets_back {
+            state.weights = self.stepper.back(&state.weights, lag.updates, &mut self.executor.pool);
+        }
         if part.makes_gradients() {
             if self.code.recompute {
                 self.executor.again(&mut state)?;
@@ -199,7 +322,13 @@ impl<'a> Desk<'a> {
             self.executor.backward_weight(&mut state)?;
             for (i, term) in self.code.gradient_terms.iter().enumerate() {
                 let dtype = self.code.parameters[term.parameter].fact.dtype;
-                add_term(&mut self.terms[i], &mut self.executor, &state, term, dtype);
+                add(&mut self.terms[i], &mut self.executor, &state, term, dtype);
+            }
+        }
+        if !lag.is_stashed {
+            let weights = std::mem::take(&mut state.weights);
+            if sets_back {
+                weights.into_iter().for_each(|weight| self.executor.pool.give(weight));
             }
         }
         self.items.insert(item, state);
@@ -282,7 +411,8 @@ impl<'a> Desk<'a> {
 
     /// Brings the gradients of a round to the all-reduce.
     pub fn reduce(&mut self, round: u32, replica: usize) {
-        let part = self.contribution();
+        let mut part = self.contribution();
+        self.bring_late(round, &mut part.terms);
         self.replicas.bring(round, replica, part);
     }
 
@@ -306,24 +436,23 @@ impl<'a> Desk<'a> {
         let mut terms = Vec::new();
         for (i, term) in code.gradient_terms.iter().enumerate() {
             let dtype = code.parameters[term.parameter].fact.dtype;
-            let mut sum: Option<Arc<Buffer>> = None;
-            for part in all.iter().filter_map(|c| c.terms[i].as_ref()) {
-                match &mut sum {
-                    None => sum = Some(self.copy(part.bytes())),
-                    Some(sum) => accumulate(dtype, exclusive(sum), part.bytes()),
-                }
-            }
-            terms.push(sum);
+            let parts = all.iter().filter_map(|c| c.terms[i].as_ref());
+            terms.push(reduced(&mut self.executor.pool, dtype, parts));
         }
-        let mut samples: Vec<(u32, Vec<Vec<u8>>)> = all.iter().flat_map(|c| c.samples.iter().cloned()).collect();
+        let mut samples: Vec<Samples> = all.iter().flat_map(|c| c.samples.iter().cloned()).collect();
         samples.sort_by_key(|(item, _)| *item);
         Contribution { terms, samples }
     }
 
-    fn copy(&mut self, bytes: &[u8]) -> Arc<Buffer> {
-        let mut copy = self.executor.pool.take(bytes.len());
-        exclusive(&mut copy).copy_from_slice(bytes);
-        copy
+    /// Brings this worker's terms of shared parameters whose holders step at different times, as soon as they are all there: others
+    /// may need them before this worker gets to its step.
+    fn bring_late(&self, round: u32, terms: &mut [Option<Arc<Buffer>>]) {
+        for tied in self.tied.iter().filter(|tied| !tied.holders.is_empty()) {
+            let own = self.code.gradient_terms.iter().zip(terms.iter_mut());
+            let own = own.filter(|(term, _)| term.parameter == tied.parameter);
+            let own: Terms = own.filter_map(|(term, sum)| Some((term.rank, sum.take()?))).collect();
+            tied.place.bring(round + 1, tied.member, own);
+        }
     }
 
     /// Makes the gradients of a round ready for its step, and brings those of shared parameters to their other holders. A worker
@@ -334,143 +463,136 @@ impl<'a> Desk<'a> {
         }
         let Contribution { terms, samples } = match self.reduced.remove(&round) {
             Some(reduced) => reduced,
-            None => self.contribution(),
+            None => {
+                let mut own = self.contribution();
+                self.bring_late(round, &mut own.terms);
+                own
+            }
         };
-        let mut by_parameter: Vec<Vec<(usize, Arc<Buffer>)>> = vec![Vec::new(); self.code.parameters.len()];
+        let mut by_parameter: Vec<Terms> = vec![Vec::new(); self.code.parameters.len()];
         for (term, sum) in self.code.gradient_terms.iter().zip(terms) {
             if let Some(sum) = sum {
                 by_parameter[term.parameter].push((term.rank, sum));
             }
         }
-        for tied in &self.tied {
+        for tied in self.tied.iter().filter(|tied| tied.holders.is_empty()) {
             let own = std::mem::take(&mut by_parameter[tied.parameter]);
             tied.place.bring(round + 1, tied.member, if self.is_first { own } else { Vec::new() });
         }
-        self.ready.insert(round, Ready { by_parameter, samples });
+        self.ready.insert(round, Ready { by_parameter, totals: None, samples });
     }
 
-    /// One step of the optimizer, and of the states. The round was prepared.
-    pub fn update(&mut self, round: u32, count: u32, rate: f64, from: u32, in_place: bool) -> Result<(), Abandoned> {
-        let to = round + 1;
-        let mut old = self.versions.get(&from).cloned().unwrap_or_default();
-        if in_place {
-            self.versions.remove(&from);
+    /// Adds up the gradients of a round that was prepared, those of other holders of shared parameters included where all step
+    /// together. A worker does so for all its stages after it has prepared them.
+    pub fn gather(&mut self, round: u32) -> Result<(), Abandoned> {
+        if self.ready.get(&round).is_none_or(|ready| ready.totals.is_some()) {
+            return Ok(());
         }
-        let Some(Ready { by_parameter, samples }) = self.ready.remove(&round) else { return Ok(()) };
-        let mut totals = self.totals(by_parameter, to)?;
-        let code = self.code;
-        let scale = 1.0 / f64::from(count.max(1));
-        let mut new: Weights = Vec::with_capacity(old.len());
-        self.gradients.clear();
-        for (p, weight) in old.drain(..).enumerate() {
-            let dtype = code.parameters[p].fact.dtype;
-            let Some(gradient) = totals[p].take() else {
-                // No gradient reaches it: it stays as it is.
-                new.push(weight);
-                continue;
-            };
-            let update = Update { dtype, gradient: gradient.bytes(), scale, step: to, rate };
-            let next = self.apply(p, weight, update);
-            new.push(next);
-            if self.keeps_gradients {
-                let mut kept = Buffer::copy_of(gradient.bytes());
-                scaled(dtype, kept.bytes_mut(), scale);
-                self.gradients.push((p, kept));
-            }
-            self.executor.pool.give(gradient);
+        let Some(Ready { by_parameter: mut terms, samples, .. }) = self.ready.remove(&round) else { return Ok(()) };
+        for tied in self.tied.iter().filter(|tied| tied.holders.is_empty()) {
+            terms[tied.parameter] = tied.place.meet(round + 1)?.iter().flatten().cloned().collect();
         }
-        self.versions.insert(to, new);
-        for (_, samples) in samples {
-            for (follow, sample) in code.follows.iter().zip(samples) {
-                let state = &code.states[follow.state];
-                follow_sample(state.fact.dtype, self.executor.states[follow.state].bytes_mut(), &sample, follow.keep);
-            }
-        }
+        let pool = &mut self.executor.pool;
+        let parameters = self.code.parameters.iter();
+        let totals = terms.into_iter().zip(parameters).map(|(terms, named)| total(pool, named.fact.dtype, terms));
+        let totals = totals.collect();
+        self.ready.insert(round, Ready { by_parameter: Vec::new(), totals: Some(totals), samples });
         Ok(())
     }
 
-    fn apply(&mut self, p: usize, mut weight: Arc<Buffer>, update: Update<'_>) -> Arc<Buffer> {
-        let state = &mut self.optimizer_state[p];
-        // Nobody else holds the old version: write over it.
-        if let Some(only) = Arc::get_mut(&mut weight) {
-            self.optimizer.in_place(update, only.bytes_mut(), state);
-            return weight;
+    /// The sums of squares of a round's gradients that were gathered.
+    pub fn squares(&self, round: u32) -> Squares {
+        let totals = self.ready.get(&round).and_then(|ready| ready.totals.as_ref());
+        let each = totals.into_iter().flatten().zip(&self.numbers).zip(&self.code.parameters);
+        let of = |((total, &number), named): ((&Option<Arc<Buffer>>, &usize), &Named)| {
+            total.as_ref().map(|total| (number, square(named.fact.dtype, total.bytes())))
+        };
+        each.filter_map(of).collect()
+    }
+
+    /// One step of the optimizer, and of the states. The round's gradients were gathered.
+    pub fn update(&mut self, step: Stepping) {
+        let to = step.round + 1;
+        let mut old = self.versions.get(&step.from).cloned().unwrap_or_default();
+        if step.in_place {
+            self.versions.remove(&step.from);
         }
-        let mut next = self.executor.pool.take(weight.len());
-        self.optimizer.out_of_place(update, weight.bytes(), exclusive(&mut next), state);
+        let ready = self.ready.remove(&step.round);
+        let Some(Ready { totals: Some(mut totals), samples, .. }) = ready else { return };
+        let mut new: Weights = Vec::with_capacity(old.len());
+        self.gradients.clear();
+        for late in &mut self.late {
+            late.waiting.push_back(step);
+        }
+        for (p, weight) in old.drain(..).enumerate() {
+            new.push(match totals[p].take() {
+                // No gradient reaches it: it stays as it is.
+                None => weight,
+                Some(gradient) => self.apply(p, weight, gradient, step),
+            });
+        }
+        self.versions.insert(to, new);
+        if step.factor.is_none() {
+            // It leaves no trace.
+            self.skipped += 1;
+            return;
+        }
+        let states = (&mut self.executor.states[..], &self.code.states[..]);
+        follow(self.policy.statistics, &self.code.follows, states, &samples, self.microbatches);
+    }
+
+    /// The next version of a parameter.
+    fn apply(&mut self, p: usize, weight: Arc<Buffer>, gradient: Arc<Buffer>, step: Stepping) -> Arc<Buffer> {
+        let dtype = self.code.parameters[p].fact.dtype;
+        let Some(factor) = step.factor else {
+            self.executor.pool.give(gradient);
+            return weight;
+        };
+        let scale = factor / f64::from(step.count.max(1));
+        let counted = step.round + 1 - self.skipped;
+        let update = Update { dtype: wide(dtype), gradient: gradient.bytes(), scale, step: counted, rate: step.rate };
+        let next = self.stepper.step(p, weight, update, &mut self.executor.pool);
+        if self.keeps_gradients {
+            self.gradients.push((p, scaled(dtype, gradient.bytes(), scale)));
+        }
+        self.executor.pool.give(gradient);
         next
     }
 
-    /// The gradient of each parameter: its terms by rank, those of other stages that hold it included.
-    fn totals(
-        &mut self,
-        mut by_parameter: Vec<Vec<(usize, Arc<Buffer>)>>,
-        to: u32,
-    ) -> Result<Vec<Option<Arc<Buffer>>>, Abandoned> {
-        for tied in &self.tied {
-            by_parameter[tied.parameter] = tied.place.meet(to)?.iter().flatten().cloned().collect();
-        }
-        let mut totals = Vec::new();
-        for (p, mut terms) in by_parameter.into_iter().enumerate() {
-            terms.sort_by_key(|(rank, _)| *rank);
+    /// Makes the steps of a shared parameter up to a version, as far as its stage has got. Its gradients are shortened by their own
+    /// norm: those of the stages' other parameters are known at other times.
+    fn step_late(&mut self, at: usize, version: u32) -> Result<(), Abandoned> {
+        while self.late[at].version < version
+            && let Some(step) = self.late[at].waiting.pop_front()
+        {
+            let (p, place) = (self.late[at].parameter, self.tied[self.late[at].tied].place.clone());
+            let terms = place.meet(step.round + 1)?.iter().flatten().cloned().collect();
             let dtype = self.code.parameters[p].fact.dtype;
-            let mut terms = terms.into_iter().map(|(_, sum)| sum);
-            let Some(mut total) = terms.next() else {
-                totals.push(None);
-                continue;
-            };
-            for term in terms {
-                if Arc::get_mut(&mut total).is_none() {
-                    total = self.copy(total.bytes());
+            if let Some(total) = total(&mut self.executor.pool, dtype, terms) {
+                let norm = square(dtype, total.bytes()).sqrt() / f64::from(step.count.max(1));
+                let factor = self.policy.clip_norm.map_or(1.0, |clip| factor(clip, norm));
+                let weight = std::mem::replace(&mut self.late[at].weight, Arc::new(Buffer::new(0)));
+                if self.keeps_gradients {
+                    self.gradients.retain(|(of, _)| *of != p);
                 }
-                accumulate(dtype, exclusive(&mut total), term.bytes());
+                // Items in flight may still see it.
+                let old = (Arc::strong_count(&weight) > 1).then(|| weight.clone());
+                self.late[at].weight = self.apply(p, weight, total, Stepping { factor: Some(factor), ..step });
+                old.into_iter().for_each(|old| self.executor.pool.give(old));
             }
-            totals.push(Some(total));
+            self.late[at].version = step.round + 1;
         }
-        Ok(totals)
+        Ok(())
     }
 }
 
-fn exclusive(buffer: &mut Arc<Buffer>) -> &mut [u8] {
-    Arc::get_mut(buffer).expect("a buffer from the pool is held by its taker alone").bytes_mut()
-}
-
-fn add_term(
-    sum: &mut Option<Arc<Buffer>>,
-    executor: &mut Executor<'_>,
-    item: &Item,
-    term: &GradientTerm,
-    dtype: DType,
-) {
-    match sum {
-        Some(sum) => accumulate(dtype, exclusive(sum), executor.gradient(item, term.place)),
-        None => {
-            let mut first = executor.pool.take(term.place.bytes);
-            exclusive(&mut first).copy_from_slice(executor.gradient(item, term.place));
-            *sum = Some(first);
-        }
-    }
-}
-
-fn scaled(dtype: DType, bytes: &mut [u8], scale: f64) {
-    if scale == 1.0 {
-        return;
-    }
-    let shape = [bytes.len() / dtype.size()];
-    let mut view = ViewMut::new(dtype, &shape, bytes);
-    for i in 0..shape[0] {
-        let value = view.as_view().f64(i);
-        view.set_f64(i, value * scale);
-    }
-}
-
-/// `state ← keep · state + (1 − keep) · sample`, computed in `f64`.
-fn follow_sample(dtype: DType, state: &mut [u8], sample: &[u8], keep: f64) {
-    let shape = [state.len() / dtype.size()];
-    let sample = View::new(dtype, &shape, sample);
-    let mut state = ViewMut::new(dtype, &shape, state);
-    for i in 0..shape[0] {
-        let old = state.as_view().f64(i);
-        state.set_f64(i, keep * old + (1.0 - keep) * sample.f64(i));
-    }
+/// How far an item's forward is from the update that its gradients go into.
+#[derive(Clone, Copy)]
+pub struct Lag {
+    /// Updates between the version of the forward and that one.
+    pub updates: u32,
+    /// The share of the learning rate at the item's minibatch.
+    pub rate: f64,
+    /// Whether the backward uses the weights of the forward.
+    pub is_stashed: bool,
 }

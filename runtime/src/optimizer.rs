@@ -1,6 +1,7 @@
 //! Optimizers by PyTorch's rules. A step reads one version of a parameter and writes the next.
 
 use crate::buffer::Buffer;
+use crate::device::cpu::half::widen;
 use crate::device::cpu::optimizer::{self as kernel, Adagrad, Adam, RmsProp, Sgd, Weights};
 use crate::device::cpu::real::Real;
 use crate::rate::Rate;
@@ -93,7 +94,59 @@ pub struct Update<'a> {
     pub rate: f64,
 }
 
+/// How far weights are to be predicted.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Ahead {
+    /// So many updates from now.
+    pub steps: u32,
+    /// Updates made so far.
+    pub made: u32,
+    /// The share of the learning rate that those updates have.
+    pub rate: f64,
+}
+
 impl Optimizer {
+    /// Whether its state knows the direction in which parameters move.
+    pub fn has_velocity(&self) -> bool {
+        match self.rule {
+            Rule::Sgd { momentum, .. } | Rule::RmsProp { momentum, .. } => momentum != 0.0,
+            Rule::Adam { .. } => true,
+            Rule::Adagrad { .. } => false,
+        }
+    }
+
+    /// Weights as they will be after more updates in the direction of the last one: `w − steps·lr·v`, where `v` is the buffer of
+    /// the momentum, or Adam's corrected first moment over the root of its second.
+    pub fn ahead(&self, dtype: DType, ahead: Ahead, weight: &[u8], state: &[Buffer], to: &mut [u8]) {
+        match dtype {
+            DType::F64 => self.ahead_typed::<f64>(ahead, weight, state, to),
+            _ => self.ahead_typed::<f32>(ahead, weight, state, to),
+        }
+    }
+
+    fn ahead_typed<T: Real>(&self, ahead: Ahead, weight: &[u8], state: &[Buffer], to: &mut [u8]) {
+        let (weight, to): (&[T], &mut [T]) = (cast_slice(weight), cast_slice_mut(to));
+        let state: Vec<&[T]> = state.iter().map(|buffer| cast_slice(buffer.bytes())).collect();
+        let far = f64::from(ahead.steps) * ahead.rate;
+        let moved = |far: f64, at: &dyn Fn(usize) -> f64, to: &mut [T]| {
+            to.iter_mut().zip(weight).enumerate().for_each(|(i, (to, w))| *to = T::of(w.wide() - far * at(i)));
+        };
+        match (&self.rule, &state[..]) {
+            _ if ahead.made == 0 => to.copy_from_slice(weight),
+            (Rule::Sgd { learning_rate, .. }, [buffer]) => moved(far * learning_rate, &|i| buffer[i].wide(), to),
+            (Rule::RmsProp { learning_rate, .. }, [_, buffer]) => {
+                moved(far * learning_rate, &|i| buffer[i].wide(), to);
+            }
+            (Rule::Adam { learning_rate, betas, epsilon, .. }, [first, second]) => {
+                let correction = |beta: f64| 1.0 - beta.powf(f64::from(ahead.made));
+                let (one, two) = (correction(betas.0), correction(betas.1));
+                let direction = |i: usize| first[i].wide() / one / ((second[i].wide() / two).sqrt() + epsilon);
+                moved(far * learning_rate, &direction, to);
+            }
+            _ => to.copy_from_slice(weight),
+        }
+    }
+
     /// How many tensors of the parameter's size the optimizer keeps beside it.
     pub fn buffers(&self) -> usize {
         match self.rule {
@@ -164,15 +217,27 @@ enum Target<'a> {
     Beside(&'a [u8], &'a mut [u8]),
 }
 
-/// Whether parameters of this element type can be trained.
+/// Whether parameters of this element type can be trained. Those of two bytes have masters in `f32`.
 pub fn trains(dtype: DType) -> bool {
-    matches!(dtype, DType::F32 | DType::F64)
+    dtype.is_float()
 }
 
-/// `sum += gradient`
+/// Elements of a narrow gradient that are widened at a time.
+const PIECE: usize = 1024;
+
+/// `sum += gradient`; the sum of gradients of two bytes is in `f32`.
 pub fn accumulate(dtype: DType, sum: &mut [u8], gradient: &[u8]) {
     match dtype {
         DType::F64 => kernel::accumulate::<f64>(cast_slice_mut(sum), cast_slice(gradient)),
+        DType::F16 | DType::Bf16 => {
+            let mut wide = [0.0f32; PIECE];
+            let pieces = cast_slice_mut::<u8, f32>(sum).chunks_mut(PIECE);
+            for (sum, gradient) in pieces.zip(gradient.chunks(PIECE * dtype.size())) {
+                let wide = &mut wide[..sum.len()];
+                widen(dtype, gradient, wide);
+                kernel::accumulate::<f32>(sum, wide);
+            }
+        }
         _ => kernel::accumulate::<f32>(cast_slice_mut(sum), cast_slice(gradient)),
     }
 }

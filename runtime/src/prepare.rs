@@ -5,12 +5,13 @@ use crate::compile::{CompileError, StageCode, compile_parts};
 use crate::train::{placement, with_edges};
 use compiler::graph::bind::{BindError, bind, symbols};
 use compiler::graph::{Graph, order};
-use compiler::pass::loss::{LOSS, Loss, LossError, attach};
+use compiler::pass::loss::{LOSS, Loss, LossError, SCALED_LOSS, attach, scaled};
 use compiler::schedule::check::check;
 use compiler::schedule::fault::CheckError;
 use compiler::schedule::rule::StepCount;
 use compiler::schedule::scheduler::schedule;
 use compiler::schedule::{Pipeline, Program, Schedule, ScheduleError};
+use compiler::tensor::DType;
 use compiler::tensor::dim::Bindings;
 use thiserror::Error;
 
@@ -91,9 +92,14 @@ pub fn prepare_with(
         return Err(PrepareError::Ops { planned: stages.len(), found });
     }
     let mut trained = bound.clone();
-    attach(&mut trained, settings.loss, settings.class_axis)?;
+    let loss = attach(&mut trained, settings.loss, settings.class_axis)?;
+    let is_f16 = bound.outputs.first().is_some_and(|output| bound.fact(output.value).dtype == DType::F16);
+    if is_f16 {
+        scaled(&mut trained, loss);
+    }
+    let small = if is_f16 { SCALED_LOSS } else { LOSS };
     let place = placement(&bound, &trained, stages);
-    let codes = compile_parts(&trained, &place, pipeline.stages.len(), Some(LOSS), splits)?;
+    let codes = compile_parts(&trained, &place, pipeline.stages.len(), Some(small), splits)?;
     let pipeline = with_edges(pipeline, &codes);
     let program = program(&pipeline)?;
     check(&program).map_err(PrepareError::Program)?;

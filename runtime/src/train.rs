@@ -1,15 +1,21 @@
 //! Trains a compiled model under a program: one thread for each worker, until all have run all their instructions.
 
+use crate::buffer::Buffer;
 use crate::compile::{Named, StageCode};
 use crate::data::Batches;
 use crate::desk::{Contribution, Meeting, Place, Tied};
+use crate::device::cpu::half::is_half;
 use crate::evaluate::{EvaluateError, buffers};
 use crate::link::channel::channel;
 use crate::link::rendezvous::Rendezvous;
+use crate::norm::{Norms, Squares};
 use crate::optimizer::{Optimizer, trains};
+use crate::policy::{Policy, Staleness};
+use crate::stepper::wide;
 use crate::worker::{self, Equipment, Event, Key, Outcome, Span, WorkerError};
 use compiler::graph::{Graph, order};
 use compiler::op::NodeId;
+use compiler::pass::loss::LOSS_SCALE;
 use compiler::plan::StageId;
 use compiler::schedule::{Edge, Instruction, Pipeline, Program, Schedule, WorkerId};
 use compiler::tensor::{DType, Tensor};
@@ -29,13 +35,21 @@ pub enum TrainError {
     #[error("parameter `{name}` holds {value} before the first step")]
     NotFinite { name: String, value: f64 },
     #[error(
-        "parameter `{name}` is shared by stages {first} and {second}, whose weights are of different versions under {schedule}"
+        "parameter `{name}` is shared by stages {first} and {second}, whose copies cannot be kept equal under {schedule}"
     )]
     Tied { name: String, first: usize, second: usize, schedule: Schedule },
     #[error("the running statistic `{name}` is shared by stages {first} and {second}; put both readers in one stage")]
     SharedState { name: String, first: usize, second: usize },
-    #[error("parameter `{name}` is {dtype}; parameters of f32 and f64 can be trained")]
+    #[error("parameter `{name}` is {dtype}; parameters of floats can be trained")]
     ElementType { name: String, dtype: DType },
+    #[error(
+        "gradients in f16 need a loss scale that all stages agree on after every minibatch, and {schedule} does not flush"
+    )]
+    LossScale { schedule: Schedule },
+    #[error("weights are predicted along the optimizer's momentum, and this one has none")]
+    NoVelocity,
+    #[error("weights that are predicted or set back are f32 or f64; parameter `{name}` is {dtype}")]
+    Narrow { name: String, dtype: DType },
     #[error(
         "worker {worker}, instruction {at} (`{instruction}`): the simulator plays this, the runtime does not run it yet; recompute and \
          checkpoints are options of the run, and gradients are all-reduced"
@@ -59,6 +73,8 @@ pub struct Training<'a> {
     pub batches: &'a Batches,
     /// How parameters move.
     pub optimizer: &'a Optimizer,
+    /// What is done beside.
+    pub policy: Policy,
     /// Whether the gradients of the last step are wanted.
     pub keep_gradients: bool,
 }
@@ -158,6 +174,12 @@ pub fn train(training: &Training<'_>, on_step: &mut dyn FnMut(StepDone)) -> Resu
     check_weights(training.codes, training.weights)?;
     let ties = ties(training)?;
     check_states(training.codes)?;
+    let scales_loss = training.codes.iter().flat_map(|code| &code.feeds).any(|feed| feed.name == LOSS_SCALE);
+    check_policy(training, scales_loss)?;
+    let agrees = program.schedule.flushes() && (scales_loss || training.policy.clip_norm.is_some());
+    let norms: Option<Arc<Rendezvous<Squares>>> = agrees.then(|| Arc::new(Rendezvous::new(program.workers.len())));
+    let names: BTreeSet<&str> = training.codes.iter().flat_map(|c| &c.parameters).map(|n| n.name.as_str()).collect();
+    let numbers: HashMap<&str, usize> = names.into_iter().zip(0..).collect();
     let mut ends = channels(program);
     let replicas: Vec<_> = program.stages.iter().map(|s| Arc::new(Rendezvous::new(s.replicas as usize))).collect();
     let (events, told) = crossbeam_channel::unbounded();
@@ -171,6 +193,9 @@ pub fn train(training: &Training<'_>, on_step: &mut dyn FnMut(StepDone)) -> Resu
                 stage,
                 code,
                 weights: buffers("parameter", &code.parameters, training.weights)?.into_iter().map(Arc::new).collect(),
+                masters: code.parameters.iter().map(|named| master(named, training.weights)).collect(),
+                numbers: code.parameters.iter().map(|named| numbers[named.name.as_str()]).collect(),
+                delay: program.stages[stage.index()].cap.saturating_sub(1),
                 states: buffers("state", &code.states, training.weights)?,
                 replicas: replicas[stage.index()].clone(),
                 tied: tied_of(&ties, code, (w, stage.index())),
@@ -185,6 +210,9 @@ pub fn train(training: &Training<'_>, on_step: &mut dyn FnMut(StepDone)) -> Resu
             incoming,
             batches: training.batches,
             optimizer: training.optimizer,
+            policy: training.policy,
+            norms: norms.clone().map(|place| Norms { place, member: w }),
+            scales_loss,
             events: events.clone(),
             epoch,
             keep_gradients: training.keep_gradients,
@@ -200,7 +228,8 @@ pub fn train(training: &Training<'_>, on_step: &mut dyn FnMut(StepDone)) -> Resu
                 // Whatever ends this worker early, nobody may wait for it at a rendezvous.
                 let meetings = gear.stages.iter().flat_map(|place| &place.tied).map(|t| t.place.clone()).collect();
                 let replicas = gear.stages.iter().map(|place| place.replicas.clone()).collect();
-                let guard = Abandon { replicas, tied: meetings };
+                let norms = gear.norms.iter().map(|norms| norms.place.clone()).collect();
+                let guard = Abandon { replicas, tied: meetings, norms };
                 let body = move || {
                     let outcome = worker::run(gear);
                     if outcome.is_ok() {
@@ -227,12 +256,14 @@ pub fn train(training: &Training<'_>, on_step: &mut dyn FnMut(StepDone)) -> Resu
 struct Abandon {
     replicas: Vec<Arc<Rendezvous<Contribution>>>,
     tied: Vec<Arc<Meeting>>,
+    norms: Vec<Arc<Rendezvous<Squares>>>,
 }
 
 impl Drop for Abandon {
     fn drop(&mut self) {
         self.replicas.iter().for_each(|r| r.abandon());
         self.tied.iter().for_each(|t| t.abandon());
+        self.norms.iter().for_each(|n| n.abandon());
     }
 }
 
@@ -282,7 +313,15 @@ fn collect(
                 to.insert(named.name.clone(), tensor(named, bytes));
             };
             code.parameters.iter().zip(&left.weights).for_each(|(n, b)| put(&mut weights, n, b.bytes()));
-            code.states.iter().zip(&left.states).for_each(|(n, b)| put(&mut weights, n, b.bytes()));
+            for (at, (named, buffer)) in code.states.iter().zip(&left.states).enumerate() {
+                // What nothing changed is as it came, and not rounded.
+                match training.weights.get(&named.name) {
+                    Some(given) if is_half(named.fact.dtype) && code.follows.iter().all(|f| f.state != at) => {
+                        weights.insert(named.name.clone(), given.clone());
+                    }
+                    _ => put(&mut weights, named, buffer.bytes()),
+                }
+            }
             left.gradients.iter().for_each(|(p, b)| put(&mut gradients, &code.parameters[*p], b.bytes()));
         }
         spans.push(outcome.spans);
@@ -291,9 +330,17 @@ fn collect(
     Ok(Trained { weights, gradients, losses, seconds, spans, held_bytes })
 }
 
+/// A tensor of the run: narrow parameters and their gradients come in `f32`.
 fn tensor(named: &Named, bytes: &[u8]) -> Tensor {
     let shape = named.fact.concrete().expect("sizes were checked when the graph was compiled");
-    Tensor::new(named.fact.dtype, shape, bytes.to_vec().into()).expect("the buffer has the size of the tensor")
+    let dtype = if bytes.len() == named.bytes { named.fact.dtype } else { wide(named.fact.dtype) };
+    Tensor::new(dtype, shape, bytes.to_vec().into()).expect("the buffer has the size of the tensor")
+}
+
+/// The `f32` weights of a narrow parameter.
+fn master(named: &Named, weights: &BTreeMap<String, Tensor>) -> Option<Buffer> {
+    let given = weights.get(&named.name).filter(|_| is_half(named.fact.dtype))?;
+    Some(Buffer::copy_of(given.cast(wide(named.fact.dtype)).bytes()))
 }
 
 type Ends = (
@@ -351,6 +398,25 @@ fn check_parts(program: &Program, codes: &[StageCode]) -> Result<(), TrainError>
     }
 }
 
+/// Refuses what the schedule, the optimizer or the weights do not go with.
+fn check_policy(training: &Training<'_>, scales_loss: bool) -> Result<(), TrainError> {
+    let schedule = training.program.schedule;
+    if scales_loss && !schedule.flushes() {
+        return Err(TrainError::LossScale { schedule });
+    }
+    let staleness = training.policy.staleness;
+    if staleness == Staleness::None || schedule.stashes() {
+        return Ok(());
+    }
+    if staleness == Staleness::Predict && !training.optimizer.has_velocity() {
+        return Err(TrainError::NoVelocity);
+    }
+    match training.codes.iter().flat_map(|code| &code.parameters).find(|named| is_half(named.fact.dtype)) {
+        Some(named) => Err(TrainError::Narrow { name: named.name.clone(), dtype: named.fact.dtype }),
+        None => Ok(()),
+    }
+}
+
 /// Refuses a state that follows values while several stages hold it: their copies would drift apart.
 fn check_states(codes: &[StageCode]) -> Result<(), TrainError> {
     for (first, code) in codes.iter().enumerate() {
@@ -375,6 +441,7 @@ struct Tie {
     name: String,
     members: Vec<(usize, usize)>,
     place: Arc<Meeting>,
+    holders: Vec<StageId>,
 }
 
 fn ties(training: &Training<'_>) -> Result<Vec<Tie>, TrainError> {
@@ -388,11 +455,12 @@ fn ties(training: &Training<'_>) -> Result<Vec<Tie>, TrainError> {
     let mut ties = Vec::new();
     for (name, stages) in holders.into_iter().filter(|(_, s)| s.len() > 1) {
         let stages: Vec<usize> = stages.into_iter().collect();
-        // Only where every stage steps once for the same minibatch do copies stay equal. Under 2BW a replicated stage
-        // may step later than the others wait for it.
-        let alone = stages.iter().all(|s| program.stages[*s].replicas == 1);
-        let together = program.schedule.flushes() || (program.schedule == Schedule::TwoBw && alone);
-        if !together {
+        // Copies stay equal only where every holder steps for the same minibatches, and an item's backward sees what its forward
+        // saw.
+        let replicas = program.stages[stages[0]].replicas;
+        let is_even = stages.iter().all(|s| program.stages[*s].replicas == replicas);
+        let schedule = program.schedule;
+        if !(schedule.stashes() && (is_even || schedule.is_by_minibatch())) {
             return Err(TrainError::Tied {
                 name: name.to_string(),
                 first: stages[0],
@@ -405,7 +473,8 @@ fn ties(training: &Training<'_>) -> Result<Vec<Tie>, TrainError> {
         });
         let members: Vec<(usize, usize)> = holders.collect();
         let place = Arc::new(Rendezvous::new(members.len()));
-        ties.push(Tie { name: name.to_string(), members, place });
+        let holders = if schedule.flushes() { Vec::new() } else { stages.iter().map(|s| StageId(*s as u32)).collect() };
+        ties.push(Tie { name: name.to_string(), members, place, holders });
     }
     Ok(ties)
 }
@@ -414,7 +483,7 @@ fn tied_of(ties: &[Tie], code: &StageCode, holder: (usize, usize)) -> Vec<Tied> 
     let of = |tie: &Tie| {
         let member = tie.members.iter().position(|of| *of == holder)?;
         let parameter = code.parameters.iter().position(|p| p.name == tie.name)?;
-        Some(Tied { parameter, member, place: tie.place.clone() })
+        Some(Tied { parameter, member, place: tie.place.clone(), holders: tie.holders.clone() })
     };
     ties.iter().filter_map(of).collect()
 }

@@ -6,13 +6,16 @@
 
 use crate::buffer::Ledger;
 use crate::data::Batches;
-use crate::desk::{Desk, Left, Place};
+use crate::desk::{Desk, Lag, Left, Manner, Place, Stepping};
 use crate::execute::ExecuteError;
 use crate::link::channel::Message;
+use crate::norm::{LossScale, Norms, factor};
 use crate::optimizer::Optimizer;
+use crate::policy::Policy;
 use compiler::plan::StageId;
+use compiler::schedule::rule::Rule;
 use compiler::schedule::work::Part;
-use compiler::schedule::{EdgeId, Instruction, Payload, Program, Token, WorkerId};
+use compiler::schedule::{EdgeId, Instruction, MicrobatchId, Payload, Program, Token, WorkerId};
 use crossbeam_channel::{Receiver, Sender};
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -50,6 +53,12 @@ pub struct Equipment<'a> {
     pub batches: &'a Batches,
     /// How parameters move.
     pub optimizer: &'a Optimizer,
+    /// What is done beside.
+    pub policy: Policy,
+    /// Where all workers agree on the norm of gradients before they step, where they must.
+    pub norms: Option<Norms>,
+    /// Whether the loss is scaled.
+    pub scales_loss: bool,
     /// Who wants to know.
     pub events: Sender<Event>,
     /// When the run began.
@@ -124,6 +133,10 @@ struct Worker<'a> {
     desks: Vec<Desk<'a>>,
     pending: HashMap<Token, Pending>,
     spans: Vec<Span>,
+    rule: Rule,
+    scale: Option<LossScale>,
+    /// The last round whose step was agreed on, and what its gradients are multiplied by.
+    agreed: Option<(u32, Option<f64>)>,
 }
 
 /// Runs a worker's whole program.
@@ -132,13 +145,21 @@ pub fn run(mut gear: Equipment<'_>) -> Result<Outcome, WorkerError> {
     let instructions = &gear.program.workers[gear.id.index()].instructions;
     let ledger: Arc<Ledger> = Arc::default();
     let places = std::mem::take(&mut gear.stages);
-    let desks =
-        places.into_iter().map(|place| Desk::new(place, gear.optimizer, gear.keep_gradients, &ledger)).collect();
-    let mut worker = Worker { name, desks, pending: HashMap::new(), spans: Vec::new(), gear };
+    let manner = Manner {
+        optimizer: gear.optimizer,
+        policy: gear.policy,
+        microbatches: gear.program.microbatches,
+        keeps_gradients: gear.keep_gradients,
+    };
+    let desks = places.into_iter().map(|place| Desk::new(place, manner, &ledger)).collect();
+    let (rule, scale) = (Rule::of(gear.program), gear.scales_loss.then(|| LossScale::new(gear.policy.loss_scaling)));
+    let mut worker =
+        Worker { name, desks, pending: HashMap::new(), spans: Vec::new(), rule, scale, agreed: None, gear };
     for (at, instruction) in instructions.iter().enumerate() {
         worker.step(at, *instruction)?;
     }
-    let stages = worker.desks.into_iter().map(Desk::leave).collect();
+    let gone = worker.gone();
+    let stages = worker.desks.into_iter().map(Desk::leave).collect::<Result<_, _>>().map_err(|_| gone)?;
     Ok(Outcome { stages, held_bytes: ledger.peak(), spans: worker.spans })
 }
 
@@ -147,8 +168,8 @@ impl<'a> Worker<'a> {
         let start = self.now();
         match instruction {
             Instruction::Load { stage, item } => {
-                let batches = self.gear.batches;
-                self.desk(at, stage)?.load(batches, item.0);
+                let (batches, scale) = (self.gear.batches, self.scale.map_or(1.0, |scale| scale.value));
+                self.desk(at, stage)?.load(batches, item.0, scale);
             }
             Instruction::Forward { .. }
             | Instruction::Backward { .. }
@@ -177,9 +198,15 @@ impl<'a> Worker<'a> {
                     return Err(self.bug(at, "version is gone"));
                 }
                 // The steps of a round stand together: see `schedule::lower`.
-                self.desks.iter_mut().filter(|desk| desk.has(from.0)).for_each(|desk| desk.prepare(round));
+                let mut desks: Vec<&mut Desk<'a>> = self.desks.iter_mut().filter(|desk| desk.has(from.0)).collect();
+                desks.iter_mut().for_each(|desk| desk.prepare(round));
+                for desk in desks {
+                    desk.gather(round).map_err(|_| gone.clone())?;
+                }
+                let factor = self.factor(at, stage, round, count)?;
                 let rate = self.rate(stage, round);
-                self.desk(at, stage)?.update(round, count, rate, from.0, in_place).map_err(|_| gone)?;
+                let step = Stepping { round, count, rate, from: from.0, in_place, factor };
+                self.desk(at, stage)?.update(step);
                 let _ = self.gear.events.send(Event::Stepped { worker: self.gear.id, version: to.0 });
                 self.spend(Work::Step(stage, to.0), start);
             }
@@ -211,11 +238,21 @@ impl<'a> Worker<'a> {
         let start = self.now();
         let Some((work, version, _)) = instruction.work() else { return Ok(()) };
         let (item, part) = (work.item.0, work.part);
+        let lag = self.lag(work.stage, work.item);
+        let gone = self.gone();
         let desk = self.desk(at, work.stage)?;
+        let needs = part == Part::Forward || !lag.is_stashed;
+        if needs && !desk.has(version.0) {
+            return Err(self.bug(at, "version is gone"));
+        }
         let done = match part {
-            Part::Forward if !desk.has(version.0) => return Err(self.bug(at, "version is gone")),
-            Part::Forward => desk.forward(item, version.0),
-            _ => desk.backward(item, part).map(|()| None),
+            Part::Forward => {
+                let place = self.desks.iter().position(|desk| desk.stage == work.stage).unwrap_or(0);
+                let (rule, desk) = (&self.rule, &mut self.desks[place]);
+                desk.catch_up(&|stage| rule.version(stage, work.item).0).map_err(|_| gone)?;
+                desk.forward(item, version.0, lag)
+            }
+            _ => desk.backward(item, part, version.0, lag).map(|()| None),
         };
         let loss = done.map_err(|fault| WorkerError::Execute { worker: self.name.clone(), fault })?;
         if let Some(value) = loss {
@@ -223,6 +260,41 @@ impl<'a> Worker<'a> {
         }
         self.spend(Work::Compute(work), start);
         Ok(())
+    }
+
+    /// How far the item's forward at the stage is from its update.
+    fn lag(&self, stage: StageId, item: MicrobatchId) -> Lag {
+        let round = self.rule.round(stage, item);
+        let updates = round.saturating_sub(self.rule.version(stage, item).0);
+        let is_stashed = self.gear.program.schedule.stashes();
+        Lag { updates, rate: self.rate(stage, round), is_stashed }
+    }
+
+    /// What averaged gradients are multiplied by in this step; nothing where it is left out. The first step of a round waits for all
+    /// workers where they must agree.
+    fn factor(&mut self, at: usize, stage: StageId, round: u32, count: u32) -> Result<Option<f64>, WorkerError> {
+        let clip = self.gear.policy.clip_norm;
+        let count = f64::from(count.max(1));
+        let Some(norms) = &self.gear.norms else {
+            let Some(clip) = clip else { return Ok(Some(1.0)) };
+            let squares = self.desk(at, stage)?.squares(round);
+            let norm = squares.iter().fold(0.0, |sum, (_, square)| sum + square).sqrt() / count;
+            return Ok(Some(factor(clip, norm)));
+        };
+        if let Some((_, factor)) = self.agreed.filter(|(of, _)| *of == round) {
+            return Ok(factor);
+        }
+        let own = self.desks.iter().flat_map(|desk| desk.squares(round)).collect();
+        let sum = norms.sum(round, own).map_err(|_| self.gone())?;
+        let scale = self.scale.map_or(1.0, |scale| scale.value);
+        let is_finite = sum.is_finite() || self.scale.is_none();
+        let shortened = clip.map_or(1.0, |clip| factor(clip, sum.sqrt() / (count * scale)));
+        let agreed = is_finite.then_some(shortened / scale);
+        if let Some(scale) = &mut self.scale {
+            scale.hear(is_finite);
+        }
+        self.agreed = Some((round, agreed));
+        Ok(agreed)
     }
 
     /// The stages at this end of a transfer and at the other.
@@ -270,7 +342,12 @@ impl<'a> Worker<'a> {
         let program = self.gear.program;
         let minibatches = if program.schedule.is_round_robin() { program.stages[stage.index()].replicas } else { 1 };
         let total = program.items / program.microbatches.max(1);
-        self.gear.optimizer.rate.factor(round.saturating_mul(minibatches), total)
+        let minibatch = round.saturating_mul(minibatches);
+        let late = match program.schedule.stashes() {
+            true => 1.0,
+            false => self.gear.policy.staleness.rate(program.stages[stage.index()].cap - 1, minibatch),
+        };
+        self.gear.optimizer.rate.factor(minibatch, total) * late
     }
 
     fn now(&self) -> f64 {

@@ -28,6 +28,7 @@ use profiler::machine;
 use profiler::measure::Settings;
 use runtime::data::Order;
 use runtime::optimizer::{Optimizer, Rule};
+use runtime::policy::Policy;
 use runtime::{evaluate, weights};
 use serde_json::json;
 use std::collections::BTreeMap;
@@ -150,6 +151,8 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Failure> {
         class_dim: None,
         dtype: None,
         unbiased: false,
+        policy: Policy::default(),
+        newest: false,
         batch: BATCH,
         microbatches: 1,
         length: Length::Epochs(epochs),

@@ -3,6 +3,7 @@
 use crate::arguments::Import;
 use crate::cmd::optimizer::OptimizerArguments;
 use crate::cmd::partition::{self, Question};
+use crate::cmd::policy::PolicyArguments;
 use crate::failure::Failure;
 use crate::initial::initial;
 use crate::model::{self, DEFAULT_MICRO_BATCH, Loaded};
@@ -92,9 +93,8 @@ pub struct Arguments {
     class_dim: Option<i64>,
     #[command(flatten)]
     optimizer: OptimizerArguments,
-    /// The type of all floats [default: the model's own]
-    #[arg(long, value_name = "TYPE", value_parser = ["f64", "f32"])]
-    dtype: Option<String>,
+    #[command(flatten)]
+    policy: PolicyArguments,
     /// Whether running variances follow the biased batch variance (onnx) or the unbiased one (torch)
     #[arg(long, value_name = "RULE", default_value = "onnx", value_parser = ["onnx", "torch"])]
     bn_variance: String,
@@ -179,8 +179,10 @@ pub fn run(arguments: Box<Arguments>, screen: &Screen) -> Result<(), Failure> {
         ));
     }
     let steps = own.as_ref().map_or(Ok(arguments.steps), |own| own.count("--steps", arguments.steps))?;
-    let usual = if microbatches > 1 { ScheduleKind::OneFOneB } else { ScheduleKind::RoundRobin };
+    let whole = microbatches == 1 && arguments.policy.stays_without_flush();
+    let usual = if whole { ScheduleKind::RoundRobin } else { ScheduleKind::OneFOneB };
     let schedule = asked.or(given.as_ref().map(|plan| plan.schedule.kind)).unwrap_or(usual);
+    let schedule = arguments.policy.schedule(schedule, asked.is_some())?;
     let plan = match given {
         Some(plan) => plan,
         None => own_plan(&arguments, &loaded, batch, microbatches, (schedule, own.as_ref()))?,
@@ -207,6 +209,8 @@ pub fn run(arguments: Box<Arguments>, screen: &Screen) -> Result<(), Failure> {
         class_dim: arguments.class_dim,
         dtype: floats(&arguments, Some(&plan)),
         unbiased: arguments.bn_variance == "torch",
+        policy: arguments.policy.build(arguments.bn_variance == "torch"),
+        newest: arguments.policy.is_newest(),
         batch,
         microbatches,
         length: match (steps, arguments.epochs) {
@@ -226,6 +230,7 @@ pub fn run(arguments: Box<Arguments>, screen: &Screen) -> Result<(), Failure> {
         within(&plan, own)?;
     }
     remarks(&task, &prepared, screen);
+    arguments.policy.remarks(schedule, screen);
     let done = watched(&task, &prepared, arguments.metrics.as_deref(), screen)?;
     let trained = &done.trained;
     let write = |path: &Path, tensors| {
@@ -260,8 +265,7 @@ pub fn run(arguments: Box<Arguments>, screen: &Screen) -> Result<(), Failure> {
 
 /// The type of all floats, if not the model's own: what is asked for, or what the plan is for.
 fn floats(arguments: &Arguments, plan: Option<&Plan>) -> Option<DType> {
-    let asked = arguments.dtype.as_deref().map(partition::float);
-    asked.or(plan.filter(|plan| plan.dtype == DType::F64.name()).map(|_| DType::F64))
+    arguments.policy.dtype().or(plan.filter(|plan| plan.dtype == DType::F64.name()).map(|_| DType::F64))
 }
 
 /// Whether memory is another than the plan's, because something else is trained than what was planned.
@@ -466,7 +470,9 @@ fn own_plan(
         .map_err(|error| Failure::input(format!("cannot plan for {workers} workers")).because(error))?;
     let micro_batch = (batch / u64::from(microbatches)).max(1);
     let device = cluster.device.clone();
-    let (times, floats) = (Times::Analytic(device), floats(arguments, None));
+    // What is planned with is as wide as f32 at least.
+    let floats = floats(arguments, None).filter(|dtype| *dtype == DType::F64);
+    let times = Times::Analytic(device);
     let costs = Costs { has_memory: false, ..source::assemble(loaded, micro_batch, cluster, times, floats)? };
     let question = Question {
         schedule: arguments.schedule.clone().or(Some(schedule.name().to_string())),

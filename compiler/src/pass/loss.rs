@@ -5,7 +5,7 @@
 
 use crate::graph::{Graph, Origin, Output, Writer};
 use crate::op::unary::scalar;
-use crate::op::{Binary, CrossEntropy, Emit, Input, Op, Reduce, ReduceKind, Unary, Value};
+use crate::op::{Binary, Cast, CrossEntropy, Emit, Input, Op, Reduce, ReduceKind, Unary, Value};
 use crate::tensor::DType;
 use crate::tensor::fact::Fact;
 use serde::{Deserialize, Serialize};
@@ -50,13 +50,34 @@ pub const IGNORED: i64 = -100;
 /// The name of the scalar that is trained; a model's own results have other names.
 pub const LOSS: &str = "pipec.loss";
 
+/// The name of the input that the loss is multiplied by before it is made small, where its gradients would be too small for `f16`.
+pub const LOSS_SCALE: &str = "pipec.loss-scale";
+
+/// The name of the loss times its scale.
+pub const SCALED_LOSS: &str = "pipec.scaled-loss";
+
+/// Adds the loss times the input [`LOSS_SCALE`] as the last result [`SCALED_LOSS`].
+pub fn scaled(graph: &mut Graph, loss: Value) {
+    let fact = graph.fact(loss).clone();
+    let mut out = Writer { graph, origin: Origin { source: LOSS.into(), module: String::new() } };
+    let scale = out.emit(Op::Input(Input { name: LOSS_SCALE.into(), fact }), &[]);
+    let value = out.emit(Op::Binary(Binary::Mul), &[loss, scale]);
+    graph.outputs.push(Output { name: SCALED_LOSS.into(), value });
+}
+
 /// Adds the loss ops for the first output and returns the scalar loss, which becomes the graph's last result [`LOSS`].
-/// `class_axis` counts from the end when negative; the default is the last axis.
+/// `class_axis` counts from the end when negative; the default is the last axis. Of an output in a type of two bytes the loss is
+/// taken in `f32`.
 pub fn attach(graph: &mut Graph, loss: Loss, class_axis: Option<i64>) -> Result<Value, LossError> {
-    let Some(Output { name, value: y }) = graph.outputs.first().cloned() else { return Err(LossError::NoOutput) };
-    let fact = graph.fact(y).clone();
+    let Some(Output { name, value: mut y }) = graph.outputs.first().cloned() else { return Err(LossError::NoOutput) };
+    let mut fact = graph.fact(y).clone();
     if !fact.dtype.is_float() {
         return Err(LossError::NotFloat { name, fact: fact.to_string() });
+    }
+    if matches!(fact.dtype, DType::F16 | DType::Bf16) {
+        let mut out = Writer { graph, origin: Origin { source: LOSS.into(), module: String::new() } };
+        y = out.emit(Op::Cast(Cast { to: DType::F32 }), &[y]);
+        fact.dtype = DType::F32;
     }
     if loss == Loss::Output {
         if fact.shape.iter().any(|d| !d.is(1)) {

@@ -1,10 +1,11 @@
 //! The same graph in another precision: every float becomes one of another type.
 
-use crate::graph::{AddError, Graph, order};
-use crate::op::Op;
+use crate::graph::{AddError, Graph, Node, order};
 use crate::op::table::rule;
-use crate::tensor::DType;
+use crate::op::{FactError, Op};
 use crate::tensor::fact::Fact;
+use crate::tensor::{DType, Tensor};
+use half::{bf16, f16};
 use thiserror::Error;
 
 /// Why a graph has no other precision.
@@ -30,22 +31,26 @@ pub enum PrecisionError {
     },
 }
 
+impl PrecisionError {
+    /// A node that does not take the type.
+    pub fn of(node: &Node, to: DType, fault: FactError) -> PrecisionError {
+        let fault = Box::new(AddError { op: rule(&node.op).name().to_string(), fault });
+        PrecisionError::Fact { node: node.told().to_string(), to, fault }
+    }
+}
+
 /// Makes every float of the graph one of type `to`: sources, constants, casts and all that follows from them. Ids stay.
 pub fn precision(graph: &Graph, to: DType) -> Result<Graph, PrecisionError> {
     let mut made = graph.clone();
     for id in order::canonical(graph) {
-        let name = made.node(id).told().to_string();
         if matches!(made.node(id).op, Op::BitCast(_)) {
-            return Err(PrecisionError::Bits { node: name, to });
+            return Err(PrecisionError::Bits { node: made.node(id).told().to_string(), to });
         }
         retype(&mut made.node_mut(id).op, to);
         let facts: Vec<Fact> = made.inputs(id).into_iter().map(|v| made.fact(v).clone()).collect();
-        let rule = rule(&made.node(id).op);
-        let inferred = rule.infer(&facts.iter().collect::<Vec<_>>()).map_err(|fault| PrecisionError::Fact {
-            node: name,
-            to,
-            fault: Box::new(AddError { op: rule.name().to_string(), fault }),
-        })?;
+        let node = made.node(id);
+        let inferred = rule(&node.op).infer(&facts.iter().collect::<Vec<_>>());
+        let inferred = inferred.map_err(|fault| PrecisionError::of(node, to, fault))?;
         made.node_mut(id).facts = inferred;
     }
     Ok(made)
@@ -59,7 +64,7 @@ fn retype(op: &mut Op, to: DType) {
         Op::Iota(o) => &mut o.fact.dtype,
         Op::Cast(o) => &mut o.to,
         Op::Constant(o) if o.tensor.dtype().is_float() => {
-            o.tensor = o.tensor.cast(to);
+            o.tensor = narrowed(&o.tensor, to);
             return;
         }
         _ => return,
@@ -69,10 +74,34 @@ fn retype(op: &mut Op, to: DType) {
     }
 }
 
+/// The constant in another type. In a narrow one, what is finite stays finite and what is not zero stays so: a mask's lowest number
+/// must not become an infinity, nor an epsilon nothing.
+fn narrowed(tensor: &Tensor, to: DType) -> Tensor {
+    let (largest, smallest) = match to {
+        DType::F16 => (f16::MAX.to_f64(), f16::MIN_POSITIVE_SUBNORMAL.to_f64()),
+        DType::Bf16 => (bf16::MAX.to_f64(), bf16::MIN_POSITIVE_SUBNORMAL.to_f64()),
+        _ => return tensor.cast(to),
+    };
+    let within = |value: f64| match value {
+        value if value == 0.0 || !value.is_finite() => value,
+        value => value.abs().clamp(smallest, largest).copysign(value),
+    };
+    Tensor::from_f64(tensor.shape(), &tensor.to_f64().into_iter().map(within).collect::<Vec<_>>()).cast(to)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::tensor::Tensor;
+
+    #[test]
+    fn narrow_constants_stay_finite_and_apart_from_zero() {
+        let tensor = Tensor::from_f32(&[4], &[f32::MIN, 1e-12, 0.0, f32::INFINITY]);
+        let half = narrowed(&tensor, DType::F16).to_f64();
+        assert_eq!((half[0], half[2], half[3]), (-65504.0, 0.0, f64::INFINITY));
+        assert!(half[1] > 0.0);
+        assert!(narrowed(&tensor, DType::Bf16).to_f64()[0].is_finite());
+    }
 
     #[test]
     fn every_op_takes_its_samples_in_f64() {

@@ -16,6 +16,7 @@ const GRADIENT_BUFFERS: u32 = 2;
 
 /// An item that has run forward here.
 struct Flight {
+    /// The weights of its backward.
     version: Version,
     slot: Slot,
     /// Whether its forward has run again.
@@ -26,7 +27,7 @@ struct Flight {
 }
 
 impl Flight {
-    /// Whether these are the weights and the slot of its forward.
+    /// Whether these are the weights that its backward uses, and the slot of its forward.
     fn uses(&self, version: Version, slot: Slot) -> Result<(), Fault> {
         if self.version != version {
             return Err(Fault::OtherVersion { found: version, forward: self.version });
@@ -188,6 +189,7 @@ impl Ledger {
         if self.in_flight > self.cap {
             return Err(Fault::OverCap { in_flight: self.in_flight, cap: self.cap });
         }
+        let version = rule.backward_version(self.stage, item);
         self.flights.insert(item.0, Flight { version, slot, again: false, input: false, weight: false });
         self.last_forward = Some(item);
         self.forwards += 1;

@@ -240,9 +240,13 @@ impl<'a> Writer<'a> {
                 self.out.push(Instruction::Recv { edge, item, kind, peer, token });
                 self.waits.add(wait, token);
             }
-            let version = lists.rule.version(stage, item);
+            let version = match part {
+                Part::Forward => lists.rule.version(stage, item),
+                _ => lists.rule.backward_version(stage, item),
+            };
             let needs_update = |&(round, ..): &(u32, StageId, Token)| match part {
                 Part::Forward => version.0 > round,
+                _ if !lists.rule.schedule.stashes() => version.0 > round,
                 _ => !lists.rule.schedule.is_round_robin() && lists.rule.round(stage, item) > round,
             };
             while self.reducing.front().is_some_and(needs_update) {

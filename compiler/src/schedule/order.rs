@@ -10,7 +10,7 @@
 //!
 //! A backward may start when its forward is done and every outgoing edge has brought its gradients, the weights' part of one
 //! when the other part is done; where a round is a whole
-//! minibatch, also only when the round before has been applied, since two minibatches' gradients beside two versions would be
+//! minibatch, or weights are not stashed, also only when the round before has been applied, since two minibatches' gradients beside two versions would be
 //! more than a plan allows for. The clock chooses order only; versions come from the rule, so times
 //! that are wrong make a program slow, never another program's weights.
 //!
@@ -354,7 +354,8 @@ impl<'a> Player<'a> {
     fn ready(&self, Work { stage, item, part }: Work) -> bool {
         let at = self.at(stage, item);
         let newest = self.newest[stage.index()];
-        let buffer = || self.rule.schedule.is_round_robin() || self.rule.round(stage, item) <= newest;
+        let waits = !(self.rule.schedule.is_round_robin() && self.rule.schedule.stashes());
+        let buffer = || !waits || self.rule.round(stage, item) <= newest;
         match part {
             Part::Forward => self.forward_needs[at] == 0 && self.rule.version(stage, item).0 <= newest,
             Part::Backward | Part::BackwardInput => self.backward_needs[at] == 0 && buffer(),

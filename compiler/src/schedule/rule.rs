@@ -7,6 +7,7 @@
 //! | ---             | ---             | ---               | ---                          |
 //! | `1f1b-rr`       | ⌊b / r_s⌋       | b mod r_s         | max(0, round − (c_s − 1)), so the forward of round k waits for the update of round k − c_s |
 //! | `1f1b-rr-vsync` | ⌊b / r_s⌋       | b mod r_s         | the newest that has seen only minibatches which stage 0's version for b has seen |
+//! | `1f1b-rr-newest` | ⌊b / r_s⌋      | b mod r_s         | as `1f1b-rr` forward, the round backward |
 //! | all that flush  | ⌊b / M⌋         | (b mod M) mod r_s | the round: the newest possible |
 //! | `2bw`           | ⌊b / M⌋         | (b mod M) mod r_s | max(0, round − 1), PipeDream-2BW (Narayanan et al., ICML 2021) |
 //! | `inference`     | none            | b mod r_s         | 0 |
@@ -98,7 +99,7 @@ impl Rule {
     pub fn rounds(&self, stage: StageId) -> u32 {
         match self.schedule {
             Schedule::Inference => 0,
-            Schedule::OneFOneBRr | Schedule::OneFOneBRrVsync => self.items.div_ceil(self.replicas(stage)),
+            schedule if schedule.is_round_robin() => self.items.div_ceil(self.replicas(stage)),
             _ => self.items / self.microbatches,
         }
     }
@@ -112,14 +113,19 @@ impl Rule {
         replicas.min(self.items.saturating_sub(round.saturating_mul(replicas)))
     }
 
-    /// The weights that the item sees at the stage, forward and backward.
+    /// The weights that the item's backward uses at the stage: those of its forward, or the newest where none are stashed.
+    pub fn backward_version(&self, stage: StageId, item: MicrobatchId) -> Version {
+        if self.schedule.stashes() { self.version(stage, item) } else { Version(self.round(stage, item)) }
+    }
+
+    /// The weights that the item's forward uses at the stage.
     pub fn version(&self, stage: StageId, item: MicrobatchId) -> Version {
         let stashed =
             |stage: StageId| (item.0 / self.replicas(stage)).saturating_sub(self.stages[stage.index()].cap - 1);
         Version(match self.schedule {
             Schedule::Inference => 0,
             Schedule::TwoBw => self.round(stage, item).saturating_sub(1),
-            Schedule::OneFOneBRr => stashed(stage),
+            Schedule::OneFOneBRr | Schedule::OneFOneBRrNewest => stashed(stage),
             Schedule::OneFOneBRrVsync => {
                 let seen = u64::from(stashed(StageId(0))) * u64::from(self.replicas(StageId(0)));
                 (seen / u64::from(self.replicas(stage))) as u32

@@ -5,6 +5,7 @@ use crate::schedule::dualpipev::dualpipev;
 use crate::schedule::gpipe::gpipe;
 use crate::schedule::inference::inference;
 use crate::schedule::interleaved::interleaved;
+use crate::schedule::newest::one_f_one_b_rr_newest;
 use crate::schedule::one_f_one_b::one_f_one_b;
 use crate::schedule::one_f_one_b_rr::{one_f_one_b_rr, one_f_one_b_rr_vsync};
 use crate::schedule::rule::StepCount;
@@ -26,6 +27,7 @@ pub fn schedule(schedule: Schedule, pipeline: &Pipeline, count: StepCount) -> Re
         Schedule::DualPipeV => dualpipev(pipeline, count),
         Schedule::OneFOneBRr => one_f_one_b_rr(pipeline, count),
         Schedule::OneFOneBRrVsync => one_f_one_b_rr_vsync(pipeline, count),
+        Schedule::OneFOneBRrNewest => one_f_one_b_rr_newest(pipeline, count),
         Schedule::TwoBw => two_bw(pipeline, count),
         Schedule::Inference => inference(pipeline, count),
         Schedule::Csv => Err(ScheduleError::NoTable),

@@ -10,12 +10,14 @@ impl Kernel {
         let outputs: Vec<Layout> = outputs.iter().map(Layout::of).collect();
         // Where there is nothing to be fast about, the reference rules say what comes of no elements.
         let empty = inputs.iter().chain(&outputs).any(Layout::is_empty);
-        let fast = if empty { None } else { fast(op, &inputs, &outputs) };
+        let fast =
+            if empty { None } else { fast(op, &inputs, &outputs).or_else(|| half::kernel(op, &inputs, &outputs)) };
         Kernel::from_parts(op.clone(), inputs, outputs, fast)
     }
 }
 
-fn fast(op: &Op, inputs: &[Layout], outputs: &[Layout]) -> Option<Fast> {
+/// The fast kernel of an op, where there is one for these element types.
+pub(super) fn fast(op: &Op, inputs: &[Layout], outputs: &[Layout]) -> Option<Fast> {
     match (op, inputs, outputs) {
         (Op::Unary(op), [x], _) => elementwise::unary(*op, x),
         (Op::Binary(op), [a, b], [y]) => elementwise::binary(*op, a, b, y),

@@ -1,0 +1,126 @@
+//! What stale weights cost: the shipped digits, a perceptron of eight layers in eight stages, and the five ways to deal with weights
+//! that change while a minibatch is in flight, beside training without a pipeline. The first stage's forward is seven updates behind.
+//!
+//! ```text
+//! cargo bench --bench staleness
+//! ```
+//!
+//! Prints for each way and learning rate, over three seeds, the mean loss of the last epoch, the accuracy on digits that training
+//! never saw, and the most bytes that the first stage held.
+
+use compiler::graph::bind::bind;
+use compiler::graph::order;
+use compiler::import::import::{Model, Options as Import, Weight, load};
+use compiler::pass::loss::Loss;
+use compiler::schedule::rule::StepCount;
+use compiler::schedule::{Pipeline, Schedule, StageShape, published_caps};
+use compiler::tensor::Tensor;
+use compiler::tensor::dim::Bindings;
+use models::digits::{self, Digits, SAMPLE, Split};
+use models::zoo::{Options, build, to_bytes};
+use runtime::data::{Batches, Dataset, Order};
+use runtime::evaluate::evaluate;
+use runtime::optimizer::{Optimizer, Rule};
+use runtime::policy::{Policy, Staleness};
+use runtime::prepare::{Settings, prepare};
+use runtime::train::{Trained, Training, feeds, train};
+use std::collections::BTreeMap;
+
+const STAGES: usize = 8;
+const BATCH: usize = 16;
+const EPOCHS: usize = 12;
+const SEEDS: u64 = 3;
+const RATES: [f64; 2] = [0.001, 0.003];
+
+fn model(seed: u64) -> Model {
+    let folder = tempfile::tempdir().expect("there is a place for temporary files");
+    let path = folder.path().join("model.onnx");
+    let options = Options { seed, ..Options::default() }.number("hidden", 64).number("layers", STAGES - 1);
+    let built = build("mlp", &options).expect("the zoo builds its models");
+    std::fs::write(&path, to_bytes(&built.model)).expect("the folder can be written to");
+    load(&path, &Import::default()).expect("what the zoo writes can be read")
+}
+
+fn arrays(split: &Split) -> BTreeMap<String, Tensor> {
+    let shape: Vec<usize> = [split.rows].into_iter().chain(SAMPLE).collect();
+    let x = Tensor::from_f32(&shape, &split.x);
+    BTreeMap::from([("x".to_string(), x), ("target".to_string(), Tensor::from_i64(&[split.rows], &split.y))])
+}
+
+fn weights(model: &Model) -> BTreeMap<String, Tensor> {
+    let given = |(name, weight): (&String, &Weight)| match weight {
+        Weight::Given(tensor) => Some((name.clone(), tensor.clone())),
+        Weight::Missing { .. } => None,
+    };
+    model.weights.iter().filter_map(given).collect()
+}
+
+fn run(model: &Model, digits: &Digits, seed: u64, schedule: Schedule, staleness: Staleness, rate: f64) -> Trained {
+    let stages = if schedule.flushes() { 1 } else { STAGES };
+    let ops = order::numbered(&model.graph).len();
+    let placed: Vec<usize> = (0..ops).map(|op| op * stages / ops).collect();
+    let per_epoch = digits.train.rows / BATCH;
+    let count = StepCount::minibatches((EPOCHS * per_epoch) as u32);
+    let dims = Bindings::from([("batch".to_string(), BATCH as i64)]);
+    let settings = Settings { dims, loss: Loss::CrossEntropy, class_axis: None, schedule, count };
+    let pipeline = Pipeline::chain(vec![StageShape::new(1, 1.0, 2.0); stages]);
+    let pipeline = pipeline.with_caps(&published_caps(&vec![1; stages]));
+    let prepared = prepare(&model.graph, &placed, pipeline, &settings).expect("the model can be cut");
+    let data = Dataset::new(arrays(&digits.train), &feeds(&prepared.codes), BATCH).expect("the digits fit");
+    let order = Order::Shuffled { seed };
+    let batches = Batches::new(data, BATCH, 1, EPOCHS * per_epoch, order).expect("there is an epoch of digits");
+    let rule = Rule::Sgd { learning_rate: rate, momentum: 0.9, nesterov: false, weight_decay: 0.0 };
+    let training = Training {
+        codes: &prepared.codes,
+        program: &prepared.program,
+        weights: &weights(model),
+        batches: &batches,
+        optimizer: &Optimizer::from(rule),
+        policy: Policy { staleness, ..Policy::default() },
+        keep_gradients: false,
+    };
+    train(&training, &mut |_| {}).expect("the program was checked")
+}
+
+/// The share of test digits that are told right; none of them where the weights are no numbers.
+fn accuracy(model: &Model, digits: &Digits, trained: &BTreeMap<String, Tensor>) -> f64 {
+    let given = arrays(&digits.test);
+    let dims = Bindings::from([("batch".to_string(), digits.test.rows as i64)]);
+    let graph = bind(&model.graph, &dims).expect("the batch is the only symbol");
+    let answers = evaluate(&graph, true, &given, trained).expect("the trained model can be run");
+    let logits = answers.values().next().expect("the model has a result").to_f64();
+    let right = logits.chunks(10).zip(&digits.test.y).filter(|(row, label)| {
+        let best = (0..10).max_by(|a, b| row[*a].total_cmp(&row[*b])).unwrap_or(0);
+        row.iter().all(|value| value.is_finite()) && best as i64 == **label
+    });
+    right.count() as f64 / digits.test.rows as f64
+}
+
+fn main() {
+    let anneal = (EPOCHS * 1437 / BATCH / 4) as u32;
+    let ways = [
+        ("no pipeline", Schedule::OneFOneB, Staleness::None),
+        ("stash", Schedule::OneFOneBRr, Staleness::None),
+        ("vertical-sync", Schedule::OneFOneBRrVsync, Staleness::None),
+        ("predict", Schedule::OneFOneBRrNewest, Staleness::Predict),
+        ("pipemare", Schedule::OneFOneBRrNewest, Staleness::PipeMare { anneal }),
+        ("none", Schedule::OneFOneBRrNewest, Staleness::None),
+    ];
+    println!("| staleness | lr | loss of the last epoch | accuracy | held by the first stage |");
+    println!("| --- | --- | --- | --- | --- |");
+    for rate in RATES {
+        for (name, schedule, staleness) in ways {
+            let (mut loss, mut right, mut held) = (0.0, 0.0, 0);
+            for seed in 0..SEEDS {
+                let (model, digits) = (model(seed), digits::load(seed).expect("the digits are part of the program"));
+                let trained = run(&model, &digits, seed, schedule, staleness, rate);
+                let last = &trained.losses[trained.losses.len() - digits.train.rows / BATCH..];
+                loss += last.iter().sum::<f64>() / last.len() as f64;
+                right += accuracy(&model, &digits, &trained.weights);
+                held = held.max(trained.held_bytes[0]);
+            }
+            let runs = SEEDS as f64;
+            println!("| {name} | {rate} | {:.4} | {:.2} % | {held} |", loss / runs, right / runs * 100.0);
+        }
+    }
+}

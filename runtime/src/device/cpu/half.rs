@@ -1,0 +1,170 @@
+//! Kernels of the two-byte types `f16` and `bf16`: what is read is widened to `f32`, the kernel of `f32` computes, and what it
+//! writes is rounded, once, to the nearest.
+//!
+//! So sums, means and products within an op are those of `f32`, and only what is stored is narrow.
+
+use super::table::fast;
+use super::{ALIGNMENT, Fast, Layout};
+use bytemuck::{cast_slice, cast_slice_mut};
+use compiler::op::{Cast, Op};
+use compiler::tensor::DType;
+use half::slice::HalfFloatSliceExt;
+use half::{bf16, f16};
+
+/// Whether it is one of the two.
+pub fn is_half(dtype: DType) -> bool {
+    matches!(dtype, DType::F16 | DType::Bf16)
+}
+
+/// `to = from`. Panics when `dtype` is none of the two.
+pub fn widen(dtype: DType, from: &[u8], to: &mut [f32]) {
+    match dtype {
+        DType::F16 => cast_slice::<u8, f16>(from).convert_to_f32_slice(to),
+        DType::Bf16 => cast_slice::<u8, bf16>(from).convert_to_f32_slice(to),
+        _ => unreachable!("only types of two bytes are widened"),
+    }
+}
+
+/// `to = from`, rounded to the nearest. Panics when `dtype` is none of the two.
+pub fn narrow(dtype: DType, from: &[f32], to: &mut [u8]) {
+    match dtype {
+        DType::F16 => cast_slice_mut::<u8, f16>(to).convert_from_f32_slice(from),
+        DType::Bf16 => cast_slice_mut::<u8, bf16>(to).convert_from_f32_slice(from),
+        _ => unreachable!("only types of two bytes are narrowed"),
+    }
+}
+
+/// The kernel of an op some of whose operands have two bytes, where there is one in `f32`.
+pub fn kernel(op: &Op, inputs: &[Layout], outputs: &[Layout]) -> Option<Fast> {
+    if !inputs.iter().chain(outputs).any(|layout| is_half(layout.dtype)) {
+        return None;
+    }
+    let op = match op {
+        Op::Cast(cast) if is_half(cast.to) => Op::Cast(Cast { to: DType::F32 }),
+        op => op.clone(),
+    };
+    let wide = |layouts: &[Layout]| -> Vec<Layout> { layouts.iter().map(widened).collect() };
+    let inner = fast(&op, &wide(inputs), &wide(outputs))?;
+    let scratch: usize = inputs.iter().chain(outputs).filter(|layout| is_half(layout.dtype)).map(room).sum();
+    let (from, to) = (inputs.to_vec(), outputs.to_vec());
+    let own = inner.workspace;
+    let body = move |inputs: &[&[u8]], outputs: &mut [&mut [u8]], workspace: &mut [u8]| {
+        let mut rest = workspace;
+        let mut read: Vec<&[u8]> = Vec::with_capacity(inputs.len());
+        for (&bytes, layout) in inputs.iter().zip(&from) {
+            if is_half(layout.dtype) {
+                let piece = take(&mut rest, layout);
+                widen(layout.dtype, bytes, cast_slice_mut(piece));
+                read.push(piece);
+            } else {
+                read.push(bytes);
+            }
+        }
+        let narrow_ones = to.iter().filter(|layout| is_half(layout.dtype));
+        let mut pieces: Vec<&mut [u8]> = narrow_ones.map(|layout| take(&mut rest, layout)).collect();
+        {
+            let mut pieces = pieces.iter_mut();
+            let mut written: Vec<&mut [u8]> = Vec::with_capacity(outputs.len());
+            for (bytes, layout) in outputs.iter_mut().zip(&to) {
+                if is_half(layout.dtype) {
+                    written.push(pieces.next().expect("every narrow output has its piece"));
+                } else {
+                    written.push(bytes);
+                }
+            }
+            (inner.body)(&read, &mut written, &mut rest[..own])?;
+        }
+        let narrow_ones = outputs.iter_mut().zip(&to).filter(|(_, layout)| is_half(layout.dtype));
+        for ((bytes, layout), piece) in narrow_ones.zip(pieces) {
+            narrow(layout.dtype, cast_slice(piece), bytes);
+        }
+        Ok(())
+    };
+    Some(Fast { workspace: 0, body: Box::new(body) }.with_workspace(scratch + own))
+}
+
+fn widened(layout: &Layout) -> Layout {
+    let dtype = if is_half(layout.dtype) { DType::F32 } else { layout.dtype };
+    Layout { dtype, shape: layout.shape.clone() }
+}
+
+/// Bytes of scratch for an operand in `f32`.
+fn room(layout: &Layout) -> usize {
+    (layout.len() * size_of::<f32>()).next_multiple_of(ALIGNMENT)
+}
+
+/// The operand's part of what is left of the scratch.
+fn take<'a>(rest: &mut &'a mut [u8], layout: &Layout) -> &'a mut [u8] {
+    let (piece, after) = std::mem::take(rest).split_at_mut(room(layout));
+    *rest = after;
+    &mut piece[..layout.len() * size_of::<f32>()]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::device::cpu::Kernel;
+    use compiler::op::table::{rule, samples};
+    use compiler::tensor::Tensor;
+    use compiler::tensor::fact::Fact;
+
+    /// Every op that has a kernel in `f32` has one in the narrow types, and it is the reference to the rounding of what is written.
+    #[test]
+    fn narrow_kernels_are_those_of_f32_rounded() {
+        let mut checked = 0;
+        for dtype in [DType::Bf16, DType::F16] {
+            for sample in samples() {
+                let narrow = |t: &Tensor| if t.dtype() == DType::F32 { t.cast(dtype) } else { t.clone() };
+                let inputs: Vec<Tensor> = sample.inputs.iter().map(narrow).collect();
+                let facts: Vec<Fact> = inputs.iter().map(|t| Fact::of(t.dtype(), t.shape())).collect();
+                let Ok(made) = rule(&sample.op).infer(&facts.iter().collect::<Vec<_>>()) else { continue };
+                let kernel = Kernel::new(&sample.op, &facts, &made);
+                if kernel.is_reference() || !facts.iter().chain(&made).any(|f| is_half(f.dtype)) {
+                    continue;
+                }
+                let run = |kernel: &Kernel| -> Vec<Tensor> {
+                    let mut outputs: Vec<Vec<u64>> =
+                        made.iter().map(|f| vec![0; f.bytes().unwrap() as usize / 8 + 1]).collect();
+                    let lengths: Vec<usize> = made.iter().map(|f| f.bytes().unwrap() as usize).collect();
+                    let mut slices: Vec<&mut [u8]> = outputs
+                        .iter_mut()
+                        .zip(&lengths)
+                        .map(|(o, &n)| &mut cast_slice_mut::<u64, u8>(o)[..n])
+                        .collect();
+                    let aligned: Vec<Vec<u64>> = inputs
+                        .iter()
+                        .map(|t| {
+                            let mut words = vec![0u64; t.bytes().len() / 8 + 1];
+                            cast_slice_mut::<u64, u8>(&mut words)[..t.bytes().len()].copy_from_slice(t.bytes());
+                            words
+                        })
+                        .collect();
+                    let read: Vec<&[u8]> = aligned
+                        .iter()
+                        .zip(&inputs)
+                        .map(|(w, t)| &cast_slice::<u64, u8>(w)[..t.bytes().len()])
+                        .collect();
+                    let mut scratch = vec![0u8; kernel.workspace() + ALIGNMENT];
+                    let shift = scratch.as_ptr().align_offset(ALIGNMENT);
+                    kernel.run(&read, &mut slices, &mut scratch[shift..][..kernel.workspace()]).unwrap();
+                    let tensors = outputs.iter().zip(&lengths).zip(&made).map(|((o, &n), f)| {
+                        let bytes = cast_slice::<u64, u8>(o)[..n].to_vec();
+                        Tensor::new(f.dtype, f.concrete().unwrap(), bytes.into()).unwrap()
+                    });
+                    tensors.collect()
+                };
+                let layouts = |facts: &[Fact]| facts.iter().map(Layout::of).collect::<Vec<_>>();
+                let reference = Kernel::from_parts(sample.op.clone(), layouts(&facts), layouts(&made), None);
+                for (got, want) in run(&kernel).iter().zip(run(&reference)) {
+                    let step = if dtype == DType::F16 { 1.0 / 1024.0 } else { 1.0 / 128.0 };
+                    for (g, w) in got.to_f64().into_iter().zip(want.to_f64()) {
+                        let close = (g - w).abs() <= step * w.abs() + 1e-5 || g == w || (g.is_nan() && w.is_nan());
+                        assert!(close, "{} {}: {g} is not {w}", rule(&sample.op).name(), sample.title);
+                    }
+                }
+                checked += 1;
+            }
+        }
+        assert!(checked > 150, "{checked} samples");
+    }
+}

@@ -1,0 +1,86 @@
+//! Sums of gradients: over the items of a replica, over replicas, over the uses of a parameter. Those of narrow parameters are
+//! `f32`.
+
+use crate::buffer::{Buffer, Pool};
+use crate::compile::GradientTerm;
+use crate::device::cpu::half::{is_half, widen};
+use crate::device::cpu::square::squares;
+use crate::execute::{Executor, Item};
+use crate::optimizer::accumulate;
+use crate::stepper::{exclusive, wide};
+use bytemuck::{cast_slice, cast_slice_mut};
+use compiler::tensor::DType;
+use compiler::tensor::view::ViewMut;
+use std::sync::Arc;
+
+/// Summands of a parameter's gradient, each with its place in the sum.
+pub type Terms = Vec<(usize, Arc<Buffer>)>;
+
+/// Adds a term that a backward run left to its sum over items.
+pub fn add(sum: &mut Option<Arc<Buffer>>, executor: &mut Executor<'_>, item: &Item, term: &GradientTerm, dtype: DType) {
+    if let Some(sum) = sum {
+        return accumulate(dtype, exclusive(sum), executor.gradient(item, term.place));
+    }
+    let mut first = executor.pool.take(term.place.bytes / dtype.size() * wide(dtype).size());
+    let gradient = executor.gradient(item, term.place);
+    match is_half(dtype) {
+        true => widen(dtype, gradient, cast_slice_mut(exclusive(&mut first))),
+        false => exclusive(&mut first).copy_from_slice(gradient),
+    }
+    *sum = Some(first);
+}
+
+/// The sum of the parts that replicas bring, in their order.
+pub fn reduced<'a>(pool: &mut Pool, dtype: DType, parts: impl Iterator<Item = &'a Arc<Buffer>>) -> Option<Arc<Buffer>> {
+    let mut sum: Option<Arc<Buffer>> = None;
+    for part in parts {
+        match &mut sum {
+            None => sum = Some(copy(pool, part.bytes())),
+            Some(sum) => accumulate(wide(dtype), exclusive(sum), part.bytes()),
+        }
+    }
+    sum
+}
+
+/// The gradient of a parameter: its terms in their order.
+pub fn total(pool: &mut Pool, dtype: DType, mut terms: Terms) -> Option<Arc<Buffer>> {
+    terms.sort_by_key(|(rank, _)| *rank);
+    let mut terms = terms.into_iter().map(|(_, sum)| sum);
+    let mut total = terms.next()?;
+    for term in terms {
+        // Others add up the same terms.
+        if Arc::get_mut(&mut total).is_none() {
+            total = copy(pool, total.bytes());
+        }
+        accumulate(wide(dtype), exclusive(&mut total), term.bytes());
+    }
+    Some(total)
+}
+
+fn copy(pool: &mut Pool, bytes: &[u8]) -> Arc<Buffer> {
+    let mut copy = pool.take(bytes.len());
+    exclusive(&mut copy).copy_from_slice(bytes);
+    copy
+}
+
+/// The sum of squares of a gradient of a parameter of this type.
+pub fn square(dtype: DType, gradient: &[u8]) -> f64 {
+    match wide(dtype) {
+        DType::F64 => squares(cast_slice::<u8, f64>(gradient)),
+        _ => squares(cast_slice::<u8, f32>(gradient)),
+    }
+}
+
+/// A copy of a gradient times a number.
+pub fn scaled(dtype: DType, gradient: &[u8], scale: f64) -> Buffer {
+    let mut copy = Buffer::copy_of(gradient);
+    if scale != 1.0 {
+        let shape = [gradient.len() / wide(dtype).size()];
+        let mut view = ViewMut::new(wide(dtype), &shape, copy.bytes_mut());
+        for i in 0..shape[0] {
+            let value = view.as_view().f64(i);
+            view.set_f64(i, value * scale);
+        }
+    }
+    copy
+}

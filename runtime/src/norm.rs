@@ -1,0 +1,100 @@
+//! What the workers agree on before they step: the norm of all gradients, the factor that shortens them to the largest norm asked
+//! for, and where gradients are `f16` whether the step is made at all.
+//!
+//! PyTorch's `clip_grad_norm_`: `factor = min(1, clip / (norm + 1e-6))`, the norm over the averaged gradients of all parameters,
+//! a shared one once. Every worker brings the sum of squares of each of its parameters, all add them up in the order of the
+//! parameters' names, and so come to the same bits wherever the cuts are.
+//!
+//! The loss is multiplied by a scale, a power of two, so that its gradients do not vanish in `f16`; steps divide by it. A step whose
+//! gradients are not all finite is left out and halves the scale; after so many others it is doubled (Micikevicius et al., ICLR
+//! 2018, section 3.2).
+
+use crate::link::rendezvous::{Abandoned, Rendezvous};
+use crate::policy::LossScaling;
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+/// Sums of squares by the number of the parameter among all names, in order.
+pub type Squares = Vec<(usize, f64)>;
+
+/// Where all workers meet before they step.
+#[derive(Clone)]
+pub struct Norms {
+    /// Where.
+    pub place: Arc<Rendezvous<Squares>>,
+    /// Which of the members this worker is.
+    pub member: usize,
+}
+
+impl Norms {
+    /// The sum of squares over all parameters in a round. Waits for all workers; ends when they have come, or one is gone.
+    pub fn sum(&self, round: u32, own: Squares) -> Result<f64, Abandoned> {
+        self.place.bring(round, self.member, own);
+        let all = self.place.meet(round)?;
+        // Several workers hold a shared or replicated parameter, with the same bits.
+        let by_name: BTreeMap<usize, f64> = all.iter().flatten().copied().collect();
+        Ok(by_name.values().fold(0.0, |sum, square| sum + square))
+    }
+}
+
+/// What gradients are multiplied by so that a norm becomes no larger than `clip`.
+pub fn factor(clip: f64, norm: f64) -> f64 {
+    let factor = clip / (norm + 1e-6);
+    // What is no number stays none.
+    if factor > 1.0 { 1.0 } else { factor }
+}
+
+/// The largest scale of a loss: beyond it the gradient of the loss itself would not be finite.
+const LARGEST: f64 = (1u64 << 40) as f64;
+
+/// The scale of the loss at a moment. All workers see the same gradients, so all have the same.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct LossScale {
+    rule: LossScaling,
+    /// What the loss is multiplied by.
+    pub value: f64,
+    good: u32,
+}
+
+impl LossScale {
+    /// The first.
+    pub fn new(rule: LossScaling) -> LossScale {
+        LossScale { rule, value: rule.first, good: 0 }
+    }
+
+    /// Hears whether all gradients of a step were finite.
+    pub fn hear(&mut self, finite: bool) {
+        if !finite {
+            self.value = (self.value / 2.0).max(1.0);
+            self.good = 0;
+            return;
+        }
+        self.good += 1;
+        if self.good == self.rule.every {
+            self.value = (self.value * 2.0).min(LARGEST);
+            self.good = 0;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn long_gradients_are_shortened_and_short_ones_left() {
+        assert_eq!(factor(1.0, 0.5), 1.0);
+        assert!((factor(1.0, 4.0) - 0.25).abs() < 1e-6);
+        assert!(factor(1.0, f64::NAN).is_nan());
+    }
+
+    #[test]
+    fn a_scale_halves_on_overflow_and_doubles_after_good_steps() {
+        let mut scale = LossScale::new(LossScaling { first: 8.0, every: 2 });
+        let course = [true, true, false, true, false, false, false, false].map(|finite| {
+            scale.hear(finite);
+            scale.value
+        });
+        assert_eq!(course, [8.0, 16.0, 8.0, 8.0, 4.0, 2.0, 1.0, 1.0]);
+    }
+}

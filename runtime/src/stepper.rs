@@ -1,0 +1,144 @@
+//! How the parameters of one stage move: the optimizer with its state, `f32` masters of weights that are narrow, and the moving
+//! average of steps by which PipeMare sets weights back.
+
+use crate::buffer::{Buffer, Pool};
+use crate::compile::StageCode;
+use crate::device::cpu::half::{is_half, narrow};
+use crate::device::cpu::real::Real;
+use crate::execute::Weights;
+use crate::optimizer::{Ahead, Optimizer, Update};
+use crate::policy::{DISCREPANCY, Staleness};
+use bytemuck::{cast_slice, cast_slice_mut};
+use compiler::tensor::DType;
+use std::sync::Arc;
+
+/// What moves the parameters of a stage.
+pub struct Stepper<'a> {
+    optimizer: &'a Optimizer,
+    dtypes: Vec<DType>,
+    /// For each narrow parameter, its weights in `f32`, which the optimizer moves; the narrow ones are these rounded.
+    masters: Vec<Option<Buffer>>,
+    state: Vec<Vec<Buffer>>,
+    /// PipeMare's `δ`, and the share of it that is kept.
+    drift: Vec<Buffer>,
+    keep: f64,
+}
+
+impl<'a> Stepper<'a> {
+    /// A stepper before its first step. `delay` counts the updates between a stage's forward and its own update.
+    pub fn new(
+        code: &StageCode,
+        optimizer: &'a Optimizer,
+        masters: Vec<Option<Buffer>>,
+        staleness: Staleness,
+        delay: u32,
+    ) -> Stepper<'a> {
+        let bytes = |at: usize| masters[at].as_ref().map_or(code.parameters[at].bytes, Buffer::len);
+        let drifts = matches!(staleness, Staleness::PipeMare { .. }) && delay > 0;
+        let all = 0..code.parameters.len();
+        Stepper {
+            optimizer,
+            dtypes: code.parameters.iter().map(|named| named.fact.dtype).collect(),
+            state: all.clone().map(|at| optimizer.new_state(bytes(at))).collect(),
+            drift: if drifts { all.map(|at| Buffer::new(bytes(at))).collect() } else { Vec::new() },
+            keep: DISCREPANCY.powf(1.0 / f64::from(delay.max(1))),
+            masters,
+        }
+    }
+
+    /// Bytes of all that it keeps.
+    pub fn bytes(&self) -> usize {
+        let kept = self.state.iter().flatten().chain(self.masters.iter().flatten()).chain(&self.drift);
+        kept.map(Buffer::len).sum()
+    }
+
+    /// The next version of a parameter: written over the old one where nobody else holds that, else beside it.
+    pub fn step(&mut self, p: usize, mut weight: Arc<Buffer>, update: Update<'_>, pool: &mut Pool) -> Arc<Buffer> {
+        let state = &mut self.state[p];
+        if let Some(master) = &mut self.masters[p] {
+            self.optimizer.in_place(update, master.bytes_mut(), state);
+            if Arc::get_mut(&mut weight).is_none() {
+                weight = pool.take(weight.len());
+            }
+            narrow(self.dtypes[p], cast_slice(master.bytes()), exclusive(&mut weight));
+            return weight;
+        }
+        // What drifts is seen in the difference of two versions.
+        if let (true, Some(only)) = (self.drift.is_empty(), Arc::get_mut(&mut weight)) {
+            self.optimizer.in_place(update, only.bytes_mut(), state);
+            return weight;
+        }
+        let mut next = pool.take(weight.len());
+        self.optimizer.out_of_place(update, weight.bytes(), exclusive(&mut next), state);
+        if let Some(drift) = self.drift.get_mut(p) {
+            let (drift, keep) = (drift.bytes_mut(), self.keep);
+            match self.dtypes[p] {
+                DType::F64 => follow_step::<f64>(drift, weight.bytes(), next.bytes(), keep),
+                _ => follow_step::<f32>(drift, weight.bytes(), next.bytes(), keep),
+            }
+            pool.give(weight);
+        }
+        next
+    }
+
+    /// Weights as they will be `steps` updates on, if all go as the last one did.
+    pub fn ahead(&self, weights: &Weights, ahead: Ahead, pool: &mut Pool) -> Weights {
+        let one = |(p, weight): (usize, &Arc<Buffer>)| {
+            let mut to = pool.take(weight.len());
+            self.optimizer.ahead(self.dtypes[p], ahead, weight.bytes(), &self.state[p], exclusive(&mut to));
+            to
+        };
+        weights.iter().enumerate().map(one).collect()
+    }
+
+    /// Weights about as they were `steps` updates ago.
+    pub fn back(&self, weights: &Weights, steps: u32, pool: &mut Pool) -> Weights {
+        let one = |(p, weight): (usize, &Arc<Buffer>)| {
+            let mut to = pool.take(weight.len());
+            let (drift, bytes) = (self.drift[p].bytes(), exclusive(&mut to));
+            match self.dtypes[p] {
+                DType::F64 => set_back::<f64>(weight.bytes(), steps, drift, bytes),
+                _ => set_back::<f32>(weight.bytes(), steps, drift, bytes),
+            }
+            to
+        };
+        weights.iter().enumerate().map(one).collect()
+    }
+
+    /// Whether weights can be set back.
+    pub fn drifts(&self) -> bool {
+        !self.drift.is_empty()
+    }
+
+    /// The weights to keep of these: masters where there are any.
+    pub fn leave(self, weights: Weights) -> Weights {
+        let of = |(weight, master): (Arc<Buffer>, Option<Buffer>)| master.map_or(weight, Arc::new);
+        weights.into_iter().zip(self.masters).map(of).collect()
+    }
+}
+
+/// The element type in which gradients of a parameter are summed and its optimizer works.
+pub fn wide(dtype: DType) -> DType {
+    if is_half(dtype) { DType::F32 } else { dtype }
+}
+
+/// The bytes of a buffer that was just taken from a pool.
+pub fn exclusive(buffer: &mut Arc<Buffer>) -> &mut [u8] {
+    Arc::get_mut(buffer).expect("a buffer from the pool is held by its taker alone").bytes_mut()
+}
+
+/// `δ ← keep · δ + (1 − keep) · (new − old)`
+fn follow_step<T: Real>(drift: &mut [u8], old: &[u8], new: &[u8], keep: f64) {
+    let steps = cast_slice::<u8, T>(old).iter().zip(cast_slice::<u8, T>(new));
+    for (drift, (old, new)) in cast_slice_mut::<u8, T>(drift).iter_mut().zip(steps) {
+        *drift = T::of(keep * drift.wide() + (1.0 - keep) * (new.wide() - old.wide()));
+    }
+}
+
+/// `to = weight − steps · δ`
+fn set_back<T: Real>(weight: &[u8], steps: u32, drift: &[u8], to: &mut [u8]) {
+    let from = cast_slice::<u8, T>(weight).iter().zip(cast_slice::<u8, T>(drift));
+    for (to, (weight, drift)) in cast_slice_mut::<u8, T>(to).iter_mut().zip(from) {
+        *to = T::of(weight.wide() - f64::from(steps) * drift.wide());
+    }
+}
