@@ -254,7 +254,7 @@ impl Question<'_> {
             }
         }
         let budget = self.budget.unwrap_or_else(|| {
-            let affordable = |sets: usize| pipedream::effort(levels, sets).0 <= 4e9;
+            let affordable = |sets: usize| pipedream::effort(levels, sets).0 <= 2e9;
             largest(DEFAULT_BUDGET as usize, affordable) as u64
         });
         let in_memory = largest(budget.min(1 << 24) as usize, |sets| pipedream::effort(levels, sets).1 <= 1e9);
@@ -286,7 +286,8 @@ impl Question<'_> {
                 shape = Some(better.shape);
             }
             if let (Some(near), Some(start)) = (Near::of(self.problem), &shape) {
-                let moved = near.improve(levels, start, known_us, in_memory.min(MOST_MOVED));
+                let most = largest(in_memory.min(MOST_MOVED), |sets| pipedream::effort(levels, sets).0 <= 1e9);
+                let moved = near.improve(levels, start, known_us, most);
                 states += moved.states;
                 if let Some((better, us)) = moved.best {
                     known_us = us;
