@@ -4,12 +4,14 @@
 mod instances;
 
 use compiler::cluster::read::levels;
+use compiler::import::onnx::proto::{ModelProto, NodeProto};
 use compiler::import::pipedream;
 use compiler::partition::planner::{Partitioner, Planned, PlannerOptions, plan};
 use compiler::plan::problem::{CostModel, Problem};
 use compiler::plan::read::to_json;
 use compiler::profile::cost_graph::{CostGraph, OpId};
 use instances::{Random, chain, parallel, random_graph, transformer};
+use prost::Message;
 use std::time::Instant;
 
 fn with(problem: &Problem, partitioner: Partitioner) -> Planned {
@@ -180,5 +182,106 @@ fn the_order_of_the_ops_in_a_file_changes_no_objective() {
                 assert!(same(us(&again), us(&found)), "{name} {cost:?}: {} and {}", us(&again), us(&found));
             }
         }
+    }
+}
+
+fn profile(name: &str) -> Option<String> {
+    let root =
+        std::env::var("PIPEC_DATA").unwrap_or_else(|_| concat!(env!("CARGO_MANIFEST_DIR"), "/../shared/data").into());
+    std::fs::read_to_string(format!("{root}/partition/pipedream/profiles/{name}.graph.txt")).ok()
+}
+
+/// The same lines in another order.
+fn shuffled_lines(text: &str, random: &mut Random) -> String {
+    let mut lines: Vec<&str> = text.lines().collect();
+    for at in (1..lines.len()).rev() {
+        lines.swap(at, random.below(at as u64 + 1) as usize);
+    }
+    lines.join("\n") + "\n"
+}
+
+#[test]
+fn the_order_of_the_lines_of_a_published_profile_changes_no_objective() {
+    let mut random = Random(11);
+    for name in ["vgg16", "gnmt", "resnet50"] {
+        let Some(text) = profile(name) else { return println!("skipped: no shared data") };
+        for cost in [CostModel::Paper, CostModel::Pipedream, CostModel::Pipec] {
+            let found = |text: &str| {
+                let cluster = levels("4:1.25GB/s").unwrap();
+                let mut problem = Problem::new(pipedream::read(text).unwrap(), cluster, cost);
+                problem.activation_compression = Some(1.0);
+                us(&with(&problem, Partitioner::Pipec))
+            };
+            let (one, other) = (found(&text), found(&shuffled_lines(&text, &mut random)));
+            assert!(same(one, other), "{name} {cost:?}: {one} and {other}");
+        }
+    }
+}
+
+#[test]
+fn the_order_of_the_nodes_of_an_onnx_file_changes_neither_the_graph_nor_the_objective() {
+    let folder = tempfile::tempdir().unwrap();
+    let entry = models::zoo::ENTRIES.iter().find(|entry| entry.name == "unet").unwrap();
+    let model = models::zoo::build(entry.name, &entry.small()).unwrap().model;
+    let bytes = models::zoo::to_bytes(&model);
+    let mut file = ModelProto::decode(bytes.as_slice()).unwrap();
+    let mut random = Random(3);
+    let mut answers = Vec::new();
+    for at in 0..4 {
+        if at > 0 {
+            let graph = file.graph.as_mut().unwrap();
+            graph.node = in_another_order(std::mem::take(&mut graph.node), &mut random);
+        }
+        std::fs::write(folder.path().join("m.onnx"), file.encode_to_vec()).unwrap();
+        let output = assert_cmd::Command::cargo_bin("pipec")
+            .unwrap()
+            .current_dir(folder.path())
+            .args(["partition", "m.onnx", "--gpus", "4", "--profile", "analytic:h100", "--format", "json"])
+            .output()
+            .unwrap();
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        let plan: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+        let us = plan["predicted"]["minibatch_us"].as_f64().unwrap();
+        answers.push((plan["model"]["graph_hash"].clone(), us));
+    }
+    assert!(answers.iter().all(|(hash, us)| *hash == answers[0].0 && same(*us, answers[0].1)), "{answers:?}");
+}
+
+/// Nodes in another order in which each stands behind those whose outputs it reads.
+fn in_another_order(nodes: Vec<NodeProto>, random: &mut Random) -> Vec<NodeProto> {
+    let mut waiting = nodes;
+    let mut made: Vec<String> = Vec::new();
+    let all: Vec<String> = waiting.iter().flat_map(|node| node.output.clone()).collect();
+    let mut order = Vec::new();
+    while !waiting.is_empty() {
+        let is_ready = |node: &NodeProto| node.input.iter().all(|name| !all.contains(name) || made.contains(name));
+        let ready: Vec<usize> = (0..waiting.len()).filter(|&at| is_ready(&waiting[at])).collect();
+        let node = waiting.remove(ready[random.below(ready.len() as u64) as usize]);
+        made.extend(node.output.iter().cloned());
+        order.push(node);
+    }
+    order
+}
+
+#[test]
+fn plans_are_the_same_bytes_on_any_number_of_threads() {
+    let mut problems: Vec<Problem> =
+        (0..24).map(|seed| random_problem(130_000 + seed, &["3:1GB/s", "4:10GB/s", "2:10GB/s,2:1GB/s"])).collect();
+    for name in ["vgg16", "gnmt"] {
+        let Some(text) = profile(name) else { break };
+        problems.push(Problem::new(pipedream::read(&text).unwrap(), levels("4:1.25GB/s").unwrap(), CostModel::Pipec));
+    }
+    let bytes = |problem: &Problem| to_json(&with(problem, Partitioner::Pipec).plan).unwrap();
+    let alone: Vec<String> = problems.iter().map(bytes).collect();
+    for threads in [2, 8] {
+        let share = problems.len().div_ceil(threads);
+        let together: Vec<String> = std::thread::scope(|scope| {
+            let workers: Vec<_> = problems
+                .chunks(share)
+                .map(|chunk| scope.spawn(move || chunk.iter().map(bytes).collect::<Vec<_>>()))
+                .collect();
+            workers.into_iter().flat_map(|worker| worker.join().unwrap()).collect()
+        });
+        assert!(alone == together, "{threads} threads");
     }
 }

@@ -1,22 +1,14 @@
 //! Stages with replicas, tensor parallelism and choices: against everything that there is on tiny instances, and a published one.
 
+#[allow(dead_code)] // Its problems are planned by other tests.
+mod instances;
+
 use compiler::import::piper;
 use compiler::partition::hybrid::solve::{Request, SolveError, solve};
 use compiler::plan::hybrid::check;
 use compiler::profile::hybrid::{Choice, Hybrid, Layer, Link};
+use instances::Random;
 use std::path::PathBuf;
-
-/// xorshift64*.
-struct Random(u64);
-
-impl Random {
-    fn below(&mut self, count: u64) -> u64 {
-        self.0 ^= self.0 >> 12;
-        self.0 ^= self.0 << 25;
-        self.0 ^= self.0 >> 27;
-        self.0.wrapping_mul(0x2545_f491_4f6c_dd1d) % count
-    }
-}
 
 /// Up to five layers; some weigh nothing, some offer two devices to a replica, some recompute.
 fn instance(random: &mut Random) -> Hybrid {

@@ -6,10 +6,12 @@ mod instances;
 use compiler::cluster::device::find;
 use compiler::cluster::read::levels;
 use compiler::cluster::{Bytes, Cluster, DeviceClass};
+use compiler::import::pipedream;
 use compiler::partition::planner::{Partitioner, PlanError, Planned, PlannerOptions, plan};
 use compiler::plan::ScheduleKind;
 use compiler::plan::problem::{CostModel, Problem};
 use instances::{Random, random_graph};
+use std::time::Instant;
 
 fn with(problem: &Problem, partitioner: Partitioner) -> Result<Planned, PlanError> {
     plan(problem, &PlannerOptions { partitioner, ..PlannerOptions::default() })
@@ -82,4 +84,69 @@ fn plans_on_two_classes_tie_the_search_through_everything() {
     }
     println!("{} of {compared} missed: {missed:?}", missed.len());
     assert!(compared > 300 && missed.len() * 100 <= compared, "{compared}: {missed:?}");
+}
+
+#[test]
+fn what_memory_rules_out_is_told_without_a_walk() {
+    let mut refused = 0;
+    for seed in 0..24u64 {
+        let mut random = Random(120_000 + seed);
+        let cost = [CostModel::Pipec, CostModel::Pipec, CostModel::Paper][seed as usize % 3];
+        let mut problem = Problem::new(random_graph(&mut random, 10), levels("6:1GB/s").unwrap(), cost);
+        problem.schedule = [ScheduleKind::ZbH1, ScheduleKind::ZbH2, ScheduleKind::RoundRobin][seed as usize / 3 % 3];
+        problem.microbatches = 8;
+        problem.optimizer_state = 2.0;
+        problem.constraints.no_replication = seed % 2 == 0 && cost == CostModel::Pipec;
+        problem.memory_limit = Some(Bytes(1000));
+        let ours = with(&problem, Partitioner::Pipec).unwrap_err();
+        assert!(matches!(ours, PlanError::Infeasible { .. }), "seed {seed}: {ours}");
+        for partitioner in [Partitioner::Milp, Partitioner::Exhaustive] {
+            let clock = Instant::now();
+            assert_eq!(with(&problem, partitioner).unwrap_err(), ours, "seed {seed}: {partitioner:?}");
+            assert!(clock.elapsed().as_secs() < 5, "seed {seed}: {partitioner:?} took {:?}", clock.elapsed());
+        }
+        // One byte less than the least that is found to do is ruled out too, where the least is exact.
+        let PlanError::Infeasible { smallest_limit, .. } = ours else { continue };
+        problem.memory_limit = Some(Bytes(smallest_limit));
+        for partitioner in [Partitioner::Pipec, Partitioner::Milp] {
+            assert!(with(&problem, partitioner).is_ok(), "seed {seed}: {partitioner:?} with {smallest_limit}");
+        }
+        refused += 1;
+    }
+    assert_eq!(refused, 24);
+}
+
+fn published(name: &str) -> Option<compiler::profile::cost_graph::CostGraph> {
+    let root =
+        std::env::var("PIPEC_DATA").unwrap_or_else(|_| concat!(env!("CARGO_MANIFEST_DIR"), "/../shared/data").into());
+    let text = std::fs::read_to_string(format!("{root}/partition/pipedream/profiles/{name}.graph.txt")).ok()?;
+    Some(pipedream::read(&text).unwrap())
+}
+
+#[test]
+fn published_profiles_on_two_classes_gain_by_the_order_and_take_no_longer_than_three_plans() {
+    for name in ["gnmt", "vgg16", "inception_v3"] {
+        for (text, fast, slow) in [("8:1.25GB/s", 4, 4), ("16:1.25GB/s", 10, 6), ("4:10GB/s,4:1.25GB/s", 6, 10)] {
+            let Some(graph) = published(name) else { return println!("skipped: no shared data") };
+            let uniform = Problem::new(graph.clone(), levels(text).unwrap(), CostModel::Pipec);
+            let clock = Instant::now();
+            let alone = with(&uniform, Partitioner::Pipec).unwrap();
+            let took_alone = clock.elapsed();
+            let speeds = [vec![1.0; fast], vec![0.4; slow]].concat();
+            let problem = Problem::new(graph, mixed(text, &speeds, |_| 1 << 40), CostModel::Pipec);
+            let clock = Instant::now();
+            let found = with(&problem, Partitioner::Pipec).unwrap();
+            let took = clock.elapsed();
+            println!(
+                "{name} on {text}: {:.1} us, bound {:.1}, alike {:.1}; {took:?} and {took_alone:?}, {:.2}; {:?}; {:?} {:?}",
+                us(&found),
+                found.plan.lower_bound_us,
+                us(&alone),
+                took.as_secs_f64() / took_alone.as_secs_f64(),
+                found.plan.stages.iter().map(|stage| stage.replicas).collect::<Vec<_>>(),
+                found.plan.search,
+                found.plan.warnings
+            );
+        }
+    }
 }
