@@ -166,7 +166,11 @@ impl Own {
     /// Replicas of the stages where nothing else is said. Fails where a rank has several stages.
     pub fn replicas(&self) -> Result<Vec<u32>, Failure> {
         let (replicas, ranks) = match self {
-            Own::Table(table) => (vec![1; table.stages() as usize], table.rows.len()),
+            Own::Table(table) if table.stages() as usize == table.rows.len() => return Ok(vec![1; table.rows.len()]),
+            Own::Table(table) => {
+                let (stages, ranks) = (table.stages(), table.rows.len());
+                return Err(self.has_several(stages as usize, ranks));
+            }
             Own::Program(program) => {
                 let replicas: Vec<u32> = program.stages.iter().map(|stage| stage.replicas).collect();
                 let ranks = program.stages.iter().map(|stage| stage.rank.index() + 1).max().unwrap_or(0);
@@ -176,9 +180,13 @@ impl Own {
         if replicas.len() == ranks {
             return Ok(replicas);
         }
-        Err(Failure::input(format!("{} has {} stages on {ranks} ranks", self.told(), replicas.len()))
+        Err(self.has_several(replicas.len(), ranks))
+    }
+
+    fn has_several(&self, stages: usize, ranks: usize) -> Failure {
+        Failure::input(format!("{} has {stages} stages on {ranks} ranks", self.told()))
             .because("plans that are made here put one stage on each device")
-            .help("a plan whose stages name the same devices, with `chunks` to say so, runs it: `--plan`"))
+            .help("a plan whose stages name the same devices, with `chunks` to say so, runs it: `--plan`")
     }
 }
 

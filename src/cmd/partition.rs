@@ -305,6 +305,8 @@ impl Question {
         let usual = match (&self.target, self.objective.as_str()) {
             (_, "latency") => ScheduleKind::Inference,
             (Some(_), _) => ScheduleKind::OneFOneB,
+            // Round robin takes whole minibatches.
+            (None, _) if self.microbatches > 1 => ScheduleKind::OneFOneB,
             (None, _) => ScheduleKind::RoundRobin,
         };
         own::kind(self.schedule.as_deref(), own).unwrap_or(usual)
@@ -331,6 +333,13 @@ pub fn ask(file: &Path, costs: Costs, question: &Question) -> Result<Planned, Fa
     problem.optimizer = question.optimizer.name().to_string();
     let own = own::read(question.schedule.as_deref())?;
     problem.schedule = question.kind(own.as_ref());
+    if question.microbatches > 1 && matches!(problem.schedule, ScheduleKind::RoundRobin | ScheduleKind::RoundRobinVsync)
+    {
+        let (microbatches, kind) = (question.microbatches, problem.schedule.name());
+        return Err(Failure::input(format!("`--microbatches {microbatches}` does not go with `--schedule {kind}`"))
+            .because("it takes whole minibatches")
+            .help("`--schedule 2bw` splits a minibatch without a flush, `--schedule 1f1b` with one"));
+    }
     problem.chunks = question.chunks.unwrap_or(if problem.schedule.has_chunks() { 2 } else { 1 });
     problem.recompute = question.recompute == "auto";
     problem.microbatches = own.as_ref().map_or(question.microbatches, Own::microbatches);

@@ -11,7 +11,7 @@ use crate::plan::fault::Fault;
 use crate::plan::outlook::{Asked, Outlook};
 use crate::plan::problem::{CostModel, InFlight, Objective, Problem};
 use crate::plan::stage_cost;
-use crate::plan::{Baselines, Fits, Plan, PlannedCluster, PlannedSchedule, Predicted, SCHEMA, Search};
+use crate::plan::{Baselines, Fits, Plan, PlannedCluster, PlannedSchedule, Predicted, SCHEMA, ScheduleKind, Search};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 
@@ -47,7 +47,14 @@ pub fn finish(problem: &Problem, chosen: &Candidate, statement: &Statement<'_>) 
     // nothing is known of other programs.
     let is_played = statement.played.minibatch_us != chosen.minibatch_us;
     let is_near = is_near(statement.played.minibatch_us, chosen.minibatch_us);
-    let proven_optimal = bound_us == chosen.minibatch_us && problem.objective != Objective::Memory && is_near;
+    let is_table = problem.schedule == ScheduleKind::Csv;
+    let is_of_time = problem.objective != Objective::Memory && !is_table;
+    let proven_optimal = bound_us == chosen.minibatch_us && is_of_time && is_near;
+    if is_table {
+        warnings.push(
+            "times are those of a flush by the equations, not of this table: `pipec simulate` plays the table".into(),
+        );
+    }
     if let Some(fallback) = found.fallback.as_ref().filter(|_| !proven_optimal) {
         warnings.push(format!("the search was not complete ({fallback}); a better plan may exist"));
     }
@@ -61,7 +68,7 @@ pub fn finish(problem: &Problem, chosen: &Candidate, statement: &Statement<'_>) 
     let memory = build::memory(problem, &chosen.shape, &chosen.spots, &holdings, &caps, &chosen.apart);
     let weight_versions = build::versions(problem, &caps);
     // Filling and draining may take less than the equations of a flush say; the work itself may not.
-    let is_work = is_played && !problem.schedule.is_continuous();
+    let is_work = (is_played && !problem.schedule.is_continuous()) || is_table;
     let lower_bound_us = if is_work { spread(statement.asked).min(minibatch_us) } else { bound_us };
     let stages = build::stages(problem, &chosen.shape, &chosen.spots, &memory);
     let [one, all, uniform] = *baselines;
@@ -140,10 +147,13 @@ pub fn spread(problem: &Problem) -> f64 {
     let forward: f64 = problem.graph.ops.iter().map(|op| op.fwd_us).sum();
     let asked = build::asked(problem);
     let total = if asked.trains() { problem.graph.total_us() } else { forward };
+    // The second half of a backward is on nobody's way; a table says which backwards are split.
+    let may_split = problem.schedule.splits_backward() || problem.schedule == ScheduleKind::Csv;
+    let way = if may_split && asked.trains() { (forward + total) / 2.0 } else { total };
     match (asked.latency, problem.schedule.is_continuous()) {
         (true, _) => forward / fastest,
         (false, true) => asked.link_weight() * total / devices,
-        (false, false) => (total / fastest).max(total * m / devices),
+        (false, false) => (way / fastest).max(total * m / devices),
     }
 }
 

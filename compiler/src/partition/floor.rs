@@ -10,7 +10,7 @@ use crate::partition::placed::{Placing, Rules};
 use crate::partition::places::Places;
 use crate::partition::search::largest;
 use crate::partition::states::{Growth, Space};
-use crate::partition::tables::Measure;
+use crate::partition::tables::{Measure, Table};
 use crate::plan::ScheduleKind;
 use crate::plan::problem::{CostModel, InFlight, Problem};
 
@@ -33,7 +33,9 @@ fn least_bytes(problem: &Problem) -> Option<u64> {
     }
     let devices = problem.cluster.devices();
     let is_of_the_whole = matches!(problem.schedule, ScheduleKind::ZbH1 | ScheduleKind::ZbH2);
-    let pipelines = if is_of_the_whole { f64::from(devices) } else { 1.0 };
+    // With vertical sync the first stage says how many versions all hold.
+    let is_of_the_first = problem.schedule == ScheduleKind::RoundRobinVsync;
+    let pipelines = if is_of_the_whole || is_of_the_first { f64::from(devices) } else { 1.0 };
     let choices = if problem.constraints.no_replication { 1.0 } else { f64::from(devices) / 2.0 };
     let steps = |sets: usize| pipelines * (sets * sets) as f64 / 2.0 * f64::from(devices) * choices;
     let most = largest(MOST_SETS, |sets| steps(sets) <= STEPS);
@@ -64,8 +66,10 @@ fn least_bytes(problem: &Problem) -> Option<u64> {
     let least = match is_of_the_whole {
         true => (1..=devices).map(|workers| table(workers, workers).value(0, 0, workers as usize)).reduce(f64::min),
         false => {
-            let table = table(devices, 1);
-            (1..=devices).map(|used| table.value(0, 0, used as usize)).reduce(f64::min)
+            let firsts = if is_of_the_first { devices } else { 1 };
+            let tables = (1..=firsts).map(|first| table(devices, first));
+            let values = |table: Table| (1..=devices).map(move |used| table.value(0, 0, used as usize));
+            tables.flat_map(values).reduce(f64::min)
         }
     };
     // Sizes beyond 2^53 are rounded here; what is lost is left to the limit.

@@ -12,6 +12,7 @@ use crate::cluster::{DeviceClass, Level, class};
 use crate::partition::forward::{Prefix, Walk};
 use crate::partition::places::{Places, Run};
 use crate::partition::tables::Measure;
+use crate::plan::ScheduleKind;
 use crate::plan::caps::{Flow, Position};
 use crate::plan::memory::Multiples;
 use crate::plan::outlook::Asked;
@@ -262,6 +263,10 @@ impl Placing<'_> {
         let given = self.rules.caps.as_ref().zip(stage);
         let in_flight = given.map_or_else(rule, |(caps, stage)| caps[stage]);
         let first = self.rules.caps.as_ref().map_or(self.flow.workers, |caps| caps[0]);
+        // With vertical sync a question is about first stages with so many items in flight at most.
+        if self.flow.schedule == ScheduleKind::RoundRobinVsync && run.is_first && in_flight > first {
+            return u64::MAX;
+        }
         let versions = self.flow.versions(in_flight, first);
         let (optimizer_state, schedule) = (self.optimizer_state, self.flow.schedule);
         let apart = self.flow.apart(position, in_flight);

@@ -209,17 +209,19 @@ impl Search<'_> {
         let places = Places::new(&problem.graph, space);
         let mut proven: Option<f64> = Some(f64::INFINITY);
         let mut fits = false;
-        // Stages with split backwards hold as many items as there are workers in the whole pipeline, which is not known before the
-        // end. So each number of workers is a question of its own, where there are few; else all devices count as workers, which is
-        // too many, and a stage may be recomputed that need not be.
+        // Stages with split backwards hold as many items as there are workers in the whole pipeline, and with vertical sync as many
+        // versions as the first stage has items in flight; neither is known before the end. So each number is a question of its own,
+        // where there are few; else all devices count, which is too many, and a stage may be recomputed that need not be.
         let devices = problem.cluster.devices();
         let is_bound = problem.memory_limit.is_some() || !problem.cluster.classes.is_empty();
         let wants = is_bound || problem.objective == Objective::Memory;
-        let guesses = matches!(problem.schedule, ScheduleKind::ZbH1 | ScheduleKind::ZbH2) && wants;
+        let is_synced = problem.schedule == ScheduleKind::RoundRobinVsync;
+        let guesses = (is_synced || matches!(problem.schedule, ScheduleKind::ZbH1 | ScheduleKind::ZbH2)) && wants;
         let is_each = guesses && devices <= MOST_WORKERS;
         let workers: Vec<Option<u32>> = if is_each { (1..=devices).map(Some).collect() } else { vec![None] };
         let steps = STEPS / u64::from(self.question.among.orders) / workers.len() as u64;
-        for (rules, &exactly) in rules.iter().flat_map(|rules| workers.iter().map(move |workers| (rules, workers))) {
+        for (rules, &number) in rules.iter().flat_map(|rules| workers.iter().map(move |workers| (rules, workers))) {
+            let exactly = number.filter(|_| !is_synced);
             let exceeds = |stages: usize| exactly.is_some_and(|workers| stages > workers as usize);
             if rules.stages.is_some_and(|stages| stages >= places.len() || exceeds(stages)) {
                 continue;
@@ -231,7 +233,7 @@ impl Search<'_> {
                 devices,
                 exactly,
                 asked: build::asked(problem),
-                flow: build::flow(problem, exactly.unwrap_or(devices)),
+                flow: build::flow(problem, number.unwrap_or(devices)),
                 optimizer_state: problem.optimizer_state,
                 memory_limit: problem.memory_limit.map(|limit| limit.0),
                 rules,
@@ -258,8 +260,9 @@ impl Search<'_> {
                 }
             };
             self.found.states += states;
-            fits |= self.offer(&places, &seats);
-            if problem.objective != Objective::Memory {
+            let is_fitting = self.offer(&places, &seats);
+            fits |= is_fitting;
+            if problem.objective != Objective::Memory && (is_fitting || !is_synced) {
                 *known = known.min(us);
             }
             proven = proven.map(|least| least.min(bound_us));
@@ -274,7 +277,8 @@ impl Search<'_> {
             let least = rules.iter().filter(|rules| rules.stages.is_none_or(|stages| stages < places.len()));
             let all: Vec<Vec<Seat>> = least
                 .flat_map(|rules| workers.iter().map(move |workers| (rules, *workers)))
-                .filter_map(|(rules, exactly)| {
+                .filter_map(|(rules, number)| {
+                    let exactly = number.filter(|_| !is_synced);
                     let placing = Placing {
                         places: &places,
                         levels: &problem.cluster.levels,
@@ -282,7 +286,7 @@ impl Search<'_> {
                         devices,
                         exactly,
                         asked: build::asked(problem),
-                        flow: build::flow(problem, exactly.unwrap_or(devices)),
+                        flow: build::flow(problem, number.unwrap_or(devices)),
                         optimizer_state: problem.optimizer_state,
                         memory_limit: None,
                         rules,

@@ -47,6 +47,8 @@ pub struct Run {
     pub out_bytes: u64,
     /// What it holds.
     pub holdings: Holdings,
+    /// Whether nothing comes before it.
+    pub is_first: bool,
 }
 
 impl Run {
@@ -188,6 +190,7 @@ impl<'a> Places<'a> {
             workspace: scratch.map_or(0, |&op| self.graph.ops[op].scratch_bytes()),
         };
         Run {
+            is_first: from == 0,
             forward_us: (self.forward[to] - self.forward[from]).max(0.0),
             backward_us: (self.backward[to] - self.backward[from]).max(0.0),
             in_bytes,

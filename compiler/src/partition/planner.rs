@@ -253,6 +253,27 @@ pub fn answer(question: &Question<'_>, options: &PlannerOptions<'_>) -> Result<A
         Partitioner::DataParallel => Found::of(baselines[1].clone()),
         Partitioner::Uniform => Found::of(baselines[2].clone()),
     };
+    // A search that is not through everything may miss what its own smaller question finds.
+    let has_missed = problem.chunks > 1 || !found.candidates.iter().any(|candidate| candidate.fits);
+    let is_ours = options.partitioner == Partitioner::Pipec && is_placed && !is_pinned;
+    if has_missed && is_ours && question.among.is_alone() && !problem.constraints.no_replication {
+        let mut narrower = problem.clone();
+        narrower.constraints.no_replication = true;
+        let narrower = question.about(&narrower);
+        let more = if problem.chunks > 1 { chunked::found(&narrower) } else { placement::found(&narrower, &baselines) };
+        if let Ok(more) = more {
+            let best_us = |found: &Found| {
+                let fitting = found.candidates.iter().filter(|candidate| candidate.fits);
+                fitting.map(|candidate| candidate.minibatch_us).fold(f64::INFINITY, f64::min)
+            };
+            // What was proven is proven of all plans, unless one is faster.
+            if found.proven_us.is_some_and(|proven_us| best_us(&more) < proven_us) {
+                found.proven_us = None;
+            }
+            found.states += more.states;
+            found.candidates.extend(more.candidates.into_iter().filter(|candidate| candidate.name == "pipec"));
+        }
+    }
     found.candidates.sort_by(|left, right| order(problem.objective, left, right));
     let best = found.candidates.iter().position(|candidate| candidate.fits);
     let Some(at) = best else {

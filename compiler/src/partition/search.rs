@@ -125,6 +125,11 @@ pub enum Depth {
 impl Among {
     /// No other.
     pub const ALONE: Among = Among { orders: 1, known_us: f64::INFINITY, depth: Depth::Whole };
+
+    /// Whether nothing else was asked before or will be.
+    pub fn is_alone(&self) -> bool {
+        self.orders == 1 && self.known_us.is_infinite() && self.depth == Depth::Whole
+    }
 }
 
 impl Question<'_> {
