@@ -8,6 +8,7 @@ use crate::quantity::{self, short};
 use crate::stages::plural;
 use compiler::plan::problem::{CostModel, Objective};
 use compiler::plan::{Plan, ScheduleKind};
+use compiler::schedule::Pipeline;
 use compiler::schedule::pipeline::{pipeline, schedule_of};
 use compiler::schedule::rule::StepCount;
 use compiler::schedule::scheduler::schedule;
@@ -201,17 +202,19 @@ fn on_cores(plan: &Plan, cores: u32) -> Option<f64> {
     let count = StepCount { minibatches, microbatches };
     let program = schedule(schedule_of(plan.schedule.kind).ok()?, &pipeline, count).ok()?;
     let machine = Machine { cores: Some(cores), ..Machine::of(&pipeline) };
-    let step = step_us(&simulate(&program, &pipeline, &machine).ok()?, microbatches);
+    let step = step_us(&simulate(&program, &pipeline, &machine).ok()?, &pipeline, microbatches);
     let samples = plan.schedule.micro_batch as f64 * f64::from(microbatches);
     (step > 0.0).then(|| samples * 1e6 / step)
 }
 
-/// Microseconds from the end of one minibatch to that of the next, in the middle half of the run; over the whole run where that
-/// is too short.
-pub fn step_us(timeline: &Timeline, microbatches: u32) -> f64 {
+/// Microseconds from the end of one minibatch to that of the next, in the middle half of the run, over whole rounds of every stage; over
+/// the whole run where that is too short.
+pub fn step_us(timeline: &Timeline, pipeline: &Pipeline, microbatches: u32) -> f64 {
     let ends = timeline.ends(microbatches);
     let count = ends.len();
     let (from, to) = (count / 4, (count - count / 4).saturating_sub(1));
+    let repeat = if microbatches == 1 { pipeline.rounds().min(count.max(1) as u64) as usize } else { 1 };
+    let from = to.saturating_sub(to.saturating_sub(from) / repeat * repeat);
     match (ends.get(from), ends.get(to)) {
         (Some(start), Some(end)) if to > from && end > start => (end - start) / (to - from) as f64,
         _ => timeline.makespan / count.max(1) as f64,

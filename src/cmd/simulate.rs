@@ -25,6 +25,9 @@ const CHARTED: u32 = 24;
 /// Minibatches that are run where nobody says how many.
 const USUAL: u32 = 100;
 
+/// The same where rounds of many replicas are long.
+const MOST_USUAL: u64 = 2000;
+
 /// Which plan, how far.
 #[derive(Debug, Args)]
 pub struct Arguments {
@@ -60,9 +63,15 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Failure> {
     let own = own::read(arguments.schedule.as_deref())?;
     let kind = own::kind(arguments.schedule.as_deref(), own.as_ref()).unwrap_or(plan.schedule.kind);
     let asked = arguments.minibatches;
-    let minibatches = own.as_ref().map_or(Ok(asked), |own| own.count("--minibatches", asked))?.unwrap_or(USUAL);
     let pipeline = pipeline(&plan).map_err(|error| fail(&error))?;
     let microbatches = own.as_ref().map_or(plan.schedule.microbatches, Own::microbatches);
+    // Some rounds of all replicas, so that what they do together is seen.
+    let usual = if microbatches == 1 {
+        pipeline.rounds().saturating_mul(4).clamp(USUAL.into(), MOST_USUAL) as u32
+    } else {
+        USUAL
+    };
+    let minibatches = own.as_ref().map_or(Ok(asked), |own| own.count("--minibatches", asked))?.unwrap_or(usual);
     let program = |minibatches| match &own {
         Some(own) => own.program(&pipeline, minibatches),
         None => {
@@ -94,7 +103,7 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Failure> {
         screen
             .note(&format!("{} workers share {cores}; the plan's own figures give each a core", program.workers.len()));
     }
-    let step = prediction::step_us(&timeline, microbatches);
+    let step = prediction::step_us(&timeline, &pipeline, microbatches);
     let samples = plan.schedule.micro_batch as f64 * f64::from(microbatches);
     let samples_per_s = if step > 0.0 { samples * 1e6 / step } else { 0.0 };
     let workers: Vec<_> = (0..timeline.workers.len())

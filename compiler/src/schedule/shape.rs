@@ -5,6 +5,15 @@
 
 use crate::schedule::{Edge, MAX_WORKERS, Pipeline, RankId, Schedule, ScheduleError, StageShape, published_caps};
 
+/// The least common multiple, with 1 for 0; the largest number where it is larger.
+pub fn common_multiple(a: u64, b: u64) -> u64 {
+    let (mut x, mut y) = (a.max(1), b.max(1));
+    while y != 0 {
+        (x, y) = (y, x % y);
+    }
+    (a.max(1) / x).saturating_mul(b.max(1))
+}
+
 impl Pipeline {
     /// A chain of stages, each speaking to the next, with the published in-flight caps.
     pub fn chain(mut stages: Vec<StageShape>) -> Self {
@@ -14,6 +23,11 @@ impl Pipeline {
         }
         let edges = (1..stages.len() as u32).map(|to| Edge::new(to - 1, to)).collect();
         Self { ranks: one_each(stages.len()), stages, edges }
+    }
+
+    /// Minibatches after which, in a round robin, every stage begins a round again: the least common multiple of all replicas.
+    pub fn rounds(&self) -> u64 {
+        self.stages.iter().fold(1, |all, stage| common_multiple(all, u64::from(stage.replicas)))
     }
 
     /// The same stages on `ranks` ranks: stage s on rank s mod p, as the schedules that loop have it.

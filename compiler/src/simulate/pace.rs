@@ -8,6 +8,7 @@
 
 use crate::schedule::rule::StepCount;
 use crate::schedule::scheduler::schedule;
+use crate::schedule::shape::common_multiple;
 use crate::schedule::{Pipeline, Schedule};
 use crate::simulate::run::{Machine, simulate};
 use crate::simulate::steady::Steady;
@@ -94,7 +95,7 @@ fn even(kind: Schedule, pipeline: &Pipeline, microbatches: u32) -> Result<Option
     let ends = played(kind, pipeline, count)?.ends(microbatches);
     let (from, to) = (ends.len() / 2, ends.len() - 1 - ends.len() / 8);
     // A run is even over whole rounds of every stage.
-    let repeat = pipeline.stages.iter().fold(1, |all, stage| common_multiple(all, u64::from(stage.replicas)));
+    let repeat = pipeline.rounds();
     let rounds = (to - from) as u64 / repeat * repeat;
     let from = if microbatches == 1 && rounds > 0 { to - rounds as usize } else { from };
     Ok((to > from).then(|| (ends[to] - ends[from]) / (to - from) as f64))
@@ -106,14 +107,6 @@ fn minibatches(pipeline: &Pipeline, microbatches: u32) -> u32 {
     let depth = depth.max().unwrap_or(1);
     let items = (8 * depth).max(3 * WINDOW);
     items.div_ceil(u64::from(microbatches)).clamp(16, 1 << 20) as u32
-}
-
-fn common_multiple(a: u64, b: u64) -> u64 {
-    let (mut x, mut y) = (a.max(1), b.max(1));
-    while y != 0 {
-        (x, y) = (y, x % y);
-    }
-    (a.max(1) / x).saturating_mul(b.max(1))
 }
 
 #[cfg(test)]

@@ -17,6 +17,7 @@
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 
+use crate::schedule::shape::common_multiple;
 use crate::schedule::{Pipeline, StageShape};
 use crate::simulate::SimulateError;
 
@@ -442,14 +443,6 @@ impl Play {
         self.pieces += 1;
         self.events.push(Reverse((self.now.saturating_add(time), Event::new(Event::DONE, worker, 0))));
     }
-}
-
-fn common_multiple(a: u64, b: u64) -> u64 {
-    let (mut x, mut y) = (a.max(1), b.max(1));
-    while y != 0 {
-        (x, y) = (y, x % y);
-    }
-    (a.max(1) / x).saturating_mul(b.max(1))
 }
 
 #[cfg(test)]
