@@ -259,7 +259,9 @@ impl Question<'_> {
             }
         }
         let budget = self.budget.unwrap_or_else(|| {
-            let affordable = |sets: usize| pipedream::effort(levels, sets).0 <= 2e9;
+            // Over several levels little is ruled out before it is worked out.
+            let most = if levels.len() > 1 { 2e9 } else { 4e9 };
+            let affordable = |sets: usize| pipedream::effort(levels, sets).0 <= most;
             largest(DEFAULT_BUDGET as usize, affordable) as u64
         });
         let in_memory = largest(budget.min(1 << 24) as usize, |sets| pipedream::effort(levels, sets).1 <= 1e9);
