@@ -1,6 +1,6 @@
 //! Instances of device placement, from file to plan: `pipec partition FILE --from dnn-partitioning`.
 
-use crate::cmd::partition::Arguments;
+use crate::cmd::partition::{Arguments, Question};
 use crate::failure::Failure;
 use crate::screen::Screen;
 use crate::{prediction, quantity, source, stages};
@@ -65,21 +65,44 @@ pub fn tell(plan: &Plan, arguments: &Arguments, screen: &Screen) -> Result<(), F
 
 /// The instance names its devices and its costs; flags that would change them have no meaning.
 fn refuse(arguments: &Arguments) -> Result<(), Failure> {
-    let devices = &arguments.devices;
-    let given = [
+    let (devices, question) = (&arguments.devices, &arguments.question);
+    let usual = Question::default();
+    let own = [
         ("--gpus", devices.gpus.is_some()),
         ("--levels", devices.levels.is_some()),
         ("--cluster", devices.cluster.is_some()),
         ("--profile", arguments.profile.is_some()),
-        ("--stages", arguments.question.stages.is_some()),
-        ("--cut-after", arguments.question.cut_after.is_some()),
+        ("--schedule", question.schedule.is_some()),
+        ("--microbatches", question.microbatches != usual.microbatches),
+        ("--optimizer", question.optimizer != usual.optimizer),
     ];
+    let given = [&own[..], &of_question(question)].concat();
     refuse_given(
         &given,
         "dnn-partitioning",
         "the instance has its own devices and costs",
         "`--memory` changes what it says",
     )
+}
+
+/// Flags that change a question in ways no instance knows, and whether they are given.
+pub fn of_question(question: &Question) -> Vec<(&'static str, bool)> {
+    let usual = Question::default();
+    vec![
+        ("--stages", question.stages.is_some()),
+        ("--cut-after", question.cut_after.is_some()),
+        ("--pin", !question.pin.is_empty()),
+        ("--max-stages", question.max_stages.is_some()),
+        ("--no-replication", question.no_replication),
+        ("--partitioner", question.partitioner != usual.partitioner),
+        ("--cost", question.cost != usual.cost),
+        ("--target", question.target.is_some()),
+        ("--objective", question.objective != usual.objective),
+        ("--in-flight", question.in_flight != usual.in_flight),
+        ("--recompute", question.recompute != usual.recompute),
+        ("--chunks", question.chunks.is_some()),
+        ("--time-limit", question.time_limit.is_some()),
+    ]
 }
 
 /// Refuses the first of some flags that is given beside an instance of a format, whose file says what they would.

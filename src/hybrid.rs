@@ -76,25 +76,14 @@ fn settle(hybrid: &mut Hybrid, arguments: &Arguments) -> Result<(), Failure> {
 /// The instance names its levels and its costs; flags that would change them have no meaning.
 fn refuse(arguments: &Arguments) -> Result<(), Failure> {
     let (devices, question) = (&arguments.devices, &arguments.question);
-    let usual = Question::default();
-    let given = [
+    let own = [
         ("--levels", devices.levels.is_some()),
         ("--cluster", devices.cluster.is_some()),
         ("--profile", arguments.profile.is_some()),
-        ("--stages", question.stages.is_some()),
-        ("--cut-after", question.cut_after.is_some()),
-        ("--pin", !question.pin.is_empty()),
-        ("--max-stages", question.max_stages.is_some()),
-        ("--no-replication", question.no_replication),
         ("--noncontiguous", arguments.noncontiguous),
-        ("--partitioner", question.partitioner != usual.partitioner),
-        ("--cost", question.cost != usual.cost),
-        ("--target", question.target.is_some()),
-        ("--objective", question.objective != usual.objective),
         ("--schedule", question.schedule.as_deref().is_some_and(|schedule| schedule != "1f1b")),
-        ("--in-flight", question.in_flight != usual.in_flight),
-        ("--recompute", question.recompute != usual.recompute),
     ];
+    let given = [&own[..], &device_placement::of_question(question)].concat();
     device_placement::refuse_given(
         &given,
         "piper",
