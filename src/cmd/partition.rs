@@ -292,6 +292,12 @@ impl Question {
                 .because("no framework carries weight versions")
                 .help("`--schedule 1f1b` and `--schedule gpipe` flush; `--microbatches` says into how many pieces"));
         }
+        let unequal = self.stages.as_ref().is_some_and(|stages| stages.iter().any(|replicas| *replicas != stages[0]));
+        if let Some(target) = self.target.as_ref().filter(|_| unequal) {
+            return Err(Failure::input(format!("`--target {target}` does not go with unequal `--stages`"))
+                .because("no framework runs stages with different numbers of replicas")
+                .help("`--stages 2,2,2`, or leave it out"));
+        }
         if self.objective == "latency" && kind != ScheduleKind::Inference {
             return Err(Failure::input(format!("`--objective latency` does not go with `--schedule {}`", kind.name()))
                 .because("it is about one item's way through a pipeline that only answers")
