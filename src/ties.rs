@@ -1,13 +1,13 @@
 //! Parameters that several stages of a plan share: which schedules can train them.
 
 use compiler::import::onnx::name::shown;
-use compiler::plan::{Plan, ScheduleKind};
+use compiler::plan::Plan;
 use compiler::profile::cost_graph::ParamCost;
 
 /// A warning where `pipec train` would refuse the plan, because stages of unequally many replicas share a parameter under a schedule
 /// that steps them at different times.
 pub fn refused(params: &[ParamCost], plan: &Plan) -> Option<String> {
-    if !matches!(plan.schedule.kind, ScheduleKind::RoundRobin | ScheduleKind::RoundRobinVsync) {
+    if !plan.schedule.kind.is_round_robin() {
         return None;
     }
     let holds = |stage: &compiler::plan::Stage, op: u32| stage.ops.iter().any(|&(from, to)| (from..to).contains(&op));

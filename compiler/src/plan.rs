@@ -455,6 +455,11 @@ impl ScheduleKind {
         self.is_on_a_v() || matches!(self, ScheduleKind::Interleaved | ScheduleKind::Bfs)
     }
 
+    /// Whether replicas take whole minibatches in turn.
+    pub fn is_round_robin(self) -> bool {
+        matches!(self, ScheduleKind::RoundRobin | ScheduleKind::RoundRobinVsync)
+    }
+
     /// The kind of that name.
     pub fn from_name(name: &str) -> Option<ScheduleKind> {
         ScheduleKind::ALL.into_iter().find(|kind| kind.name() == name)

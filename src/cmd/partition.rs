@@ -149,13 +149,8 @@ impl Default for Question {
 impl Question {
     /// The type of all floats, if not the model's own.
     pub fn precision(&self) -> Option<DType> {
-        self.dtype.as_deref().map(float)
+        self.dtype.as_deref().and_then(DType::parse)
     }
-}
-
-/// The type of floats of this name, which was parsed.
-pub fn float(name: &str) -> DType {
-    if name == "f64" { DType::F64 } else { DType::F32 }
 }
 
 /// An optimizer, as far as memory is concerned.
@@ -339,8 +334,7 @@ pub fn ask(file: &Path, costs: Costs, question: &Question) -> Result<Planned, Fa
     problem.optimizer = question.optimizer.name().to_string();
     let own = own::read(question.schedule.as_deref())?;
     problem.schedule = question.kind(own.as_ref());
-    if question.microbatches > 1 && matches!(problem.schedule, ScheduleKind::RoundRobin | ScheduleKind::RoundRobinVsync)
-    {
+    if question.microbatches > 1 && problem.schedule.is_round_robin() {
         let (microbatches, kind) = (question.microbatches, problem.schedule.name());
         return Err(Failure::input(format!("`--microbatches {microbatches}` does not go with `--schedule {kind}`"))
             .because("it takes whole minibatches")

@@ -91,8 +91,7 @@ impl PolicyArguments {
             return Err(Failure::input("`--anneal` belongs to `--staleness pipemare`"));
         }
         let Some(asked) = self.staleness else { return Ok(schedule) };
-        let is_round_robin = matches!(schedule, ScheduleKind::RoundRobin | ScheduleKind::RoundRobinVsync);
-        if !is_round_robin {
+        if !schedule.is_round_robin() {
             let what = format!("`--staleness` belongs to schedule 1f1b-rr, and this is {}", schedule.name());
             return Err(Failure::input(what).help("under a schedule that flushes no weights are stale"));
         }
@@ -122,8 +121,7 @@ impl PolicyArguments {
 
     /// What one might not expect.
     pub fn remarks(&self, schedule: ScheduleKind, screen: &Screen) {
-        let stays = matches!(schedule, ScheduleKind::RoundRobin | ScheduleKind::RoundRobinVsync | ScheduleKind::TwoBw);
-        if self.clip_norm.is_some() && stays {
+        if self.clip_norm.is_some() && schedule.is_continuous() {
             screen.note(&format!(
                 "{} does not flush: gradients are clipped stage by stage, a parameter that stages share by itself",
                 schedule.name()

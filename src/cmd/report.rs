@@ -101,9 +101,9 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Failure> {
 /// The programs at work, or why they cannot be played. An order of the user's own that does not fit is a failure.
 fn played(plan: &Plan, said: Option<&str>) -> Result<Result<Played, String>, Failure> {
     let Some(own) = own::read(said)? else {
-        return Ok(match plan.cost {
-            CostModel::Hybrid | CostModel::Load => Err(INSTANCE.to_string()),
-            _ if plan.schedule.kind == ScheduleKind::Csv => {
+        return Ok(match plan.schedule.kind {
+            _ if is_instance(plan) => Err(INSTANCE.to_string()),
+            ScheduleKind::Csv => {
                 Err("the plan is for an order of work of the user's own, and `--schedule FILE` names it".to_string())
             }
             _ => play::play(plan).map_err(|error| error.to_string()),

@@ -328,7 +328,7 @@ fn remarks(task: &Task<'_>, prepared: &Prepared, screen: &Screen) {
             quantity::count(prepared.batch)
         ));
     }
-    if matches!(task.schedule, ScheduleKind::RoundRobin | ScheduleKind::RoundRobinVsync) {
+    if task.schedule.is_round_robin() {
         for stage in task.plan.stages.iter().filter(|stage| stage.replicas > 1) {
             let (id, r) = (stage.id.0, stage.replicas);
             screen.note(&format!("stage {id} has {r} replicas: one update averages {r} minibatches"));

@@ -77,7 +77,7 @@ impl Figures {
     pub fn of(plan: &Plan, parameter_bytes: u64) -> Figures {
         let schedule = &plan.schedule;
         let trains = schedule.kind != ScheduleKind::Inference;
-        let is_round_robin = matches!(schedule.kind, ScheduleKind::RoundRobin | ScheduleKind::RoundRobinVsync);
+        let is_round_robin = schedule.kind.is_round_robin();
         let item = schedule.micro_batch.max(1) as f64;
         let minibatch = item * f64::from(schedule.microbatches.max(1));
         // A ring of r replicas sends (r - 1) / r of the weights twice from each; under 1F1B-RR after every r items, else once a minibatch.

@@ -11,7 +11,6 @@ use crate::partition::linear;
 use crate::partition::reach::Reach;
 use crate::partition::states::{Growth, Space};
 use crate::partition::terrain::Terrain;
-use crate::plan::ScheduleKind;
 use crate::plan::problem::{CostModel, Objective, Problem};
 use crate::plan::stage_cost::{self, LevelCost, Part, StageCost};
 use crate::profile::cost_graph::OpCost;
@@ -55,7 +54,7 @@ impl Bounds<'_> {
     /// Whether anything is bounded here. Under cost `pipec` other schedules than 1F1B-RR reduce more rarely or wait for each other,
     /// and the terrain knows one speed.
     pub fn speak_of(problem: &Problem) -> bool {
-        let steps_in_rounds = matches!(problem.schedule, ScheduleKind::RoundRobin | ScheduleKind::RoundRobinVsync);
+        let steps_in_rounds = problem.schedule.is_round_robin();
         let is_flow = steps_in_rounds && problem.objective != Objective::Latency && !problem.cluster.is_mixed();
         problem.cost != CostModel::Pipec || is_flow
     }

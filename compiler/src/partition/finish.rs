@@ -43,14 +43,9 @@ pub fn finish(problem: &Problem, chosen: &Candidate, statement: &Statement<'_>) 
     let mut warnings = statement.notes.clone();
     let flattens = chosen.shape.is_flat && problem.cluster.levels.len() > 1;
     let bound_us = bound_us(statement.asked, chosen, found);
-    // The bounds are of time: they prove nothing about memory. And they are of the equations: where the program takes something else,
-    // nothing is known of other programs.
-    let is_played = statement.played.minibatch_us != chosen.minibatch_us;
-    let is_near = is_near(statement.played.minibatch_us, chosen.minibatch_us);
-    let is_table = problem.schedule == ScheduleKind::Csv;
-    let is_of_time = problem.objective != Objective::Memory && !is_table;
-    let proven_optimal = bound_us == chosen.minibatch_us && is_of_time && is_near;
-    if is_table {
+    let Played { caps, minibatch_us, held, warning } = statement.played.clone();
+    let (lower_bound_us, proven_optimal) = certificate(statement.asked, chosen.minibatch_us, minibatch_us, bound_us);
+    if problem.schedule == ScheduleKind::Csv {
         warnings.push(
             "times are those of a flush by the equations, not of this table: `pipec simulate` plays the table".into(),
         );
@@ -62,14 +57,10 @@ pub fn finish(problem: &Problem, chosen: &Candidate, statement: &Statement<'_>) 
         warnings
             .push("stages do not take whole groups; times assume every link at the slowest level's bandwidth".into());
     }
-    let Played { caps, minibatch_us, held, warning } = statement.played.clone();
     warnings.extend(warning);
     let holdings = build::holdings(problem, &chosen.shape);
     let memory = build::memory(problem, &chosen.shape, &chosen.spots, &holdings, &caps, &chosen.apart);
     let weight_versions = build::versions(problem, &caps);
-    // Filling and draining may take less than the equations of a flush say; the work itself may not.
-    let is_work = (is_played && !problem.schedule.is_continuous()) || is_table;
-    let lower_bound_us = if is_work { spread(statement.asked).min(minibatch_us) } else { bound_us };
     let stages = build::stages(problem, &chosen.shape, &chosen.spots, &memory);
     let [one, all, uniform] = *baselines;
     let mut plan = Plan {
@@ -130,6 +121,25 @@ pub fn finish(problem: &Problem, chosen: &Candidate, statement: &Statement<'_>) 
     Ok(plan)
 }
 
+/// A time that no plan beats, and whether this one is proven the fastest: of `bound_us`, which no plan beats by the equations, and what
+/// the equations and the program of this one give.
+///
+/// Bounds are of time and prove nothing about memory. They are of the equations: where the program takes something else, or follows a
+/// table, nothing is known of other programs. Filling and draining may take less than the equations of a flush say; the work itself may
+/// not.
+pub fn certificate(problem: &Problem, objective_us: f64, minibatch_us: f64, bound_us: f64) -> (f64, bool) {
+    let is_table = problem.schedule == ScheduleKind::Csv;
+    let is_played = minibatch_us != objective_us && !problem.schedule.is_continuous();
+    let meets = same(bound_us, objective_us);
+    let is_of_time = problem.objective != Objective::Memory && !is_table;
+    let lower_bound_us = match is_played || is_table {
+        true => spread(problem).min(minibatch_us),
+        false if meets => objective_us,
+        false => bound_us.min(objective_us),
+    };
+    (lower_bound_us, meets && is_of_time && is_near(minibatch_us, objective_us))
+}
+
 /// A time that no partition beats, as far as the search and what is known without one tell: that of `chosen` where they meet it,
 /// however little was searched.
 pub fn bound_us(problem: &Problem, chosen: &Candidate, found: &Found) -> f64 {
@@ -170,7 +180,7 @@ fn lower_bound(problem: &Problem, flattens: bool) -> f64 {
 }
 
 /// Whether a played time is the equations', up to what caps are allowed to cost.
-pub fn is_near(played_us: f64, objective_us: f64) -> bool {
+fn is_near(played_us: f64, objective_us: f64) -> bool {
     played_us.min(objective_us) >= ENOUGH * played_us.max(objective_us)
 }
 

@@ -2,8 +2,8 @@
 //!
 //! The search for least bytes over all closed sets, of `tables`, with each choice taken at its best: every stage by itself recomputed
 //! or not, constraints left out but for replicas that are refused. It is the truth where a schedule tells a stage's items in flight
-//! from the devices after it. Where they follow from the workers of the whole pipeline, each number of workers is asked about by
-//! itself; and with vertical sync the versions of the first stage are not counted in the others, so that the figure is a bound.
+//! from the devices after it. Where they follow from the workers of the whole pipeline, or with vertical sync from the first stage, each
+//! number is asked about by itself.
 
 use crate::partition::build;
 use crate::partition::placed::{Placing, Rules};

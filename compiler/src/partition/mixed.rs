@@ -79,16 +79,10 @@ pub fn plan(problem: &Problem, question: &Question<'_>, options: &PlannerOptions
     plan.cluster.classes = problem.cluster.classes.clone();
     plan.cluster.device = problem.cluster.device.clone();
     let us = plan.predicted.by_equations_us();
-    let is_played = plan.predicted.objective_us.is_some();
     let least = asked.iter().map(|asked| asked.bound_us).fold(us, f64::min);
     let bound_us = if is_all { least } else { spread };
-    plan.proven_optimal = same(us, bound_us) && finish::is_near(plan.predicted.minibatch_us, us);
-    plan.lower_bound_us = match plan.proven_optimal {
-        // As in every plan: see `finish`.
-        _ if is_played && !problem.schedule.is_continuous() => spread.min(plan.predicted.minibatch_us),
-        true => us,
-        false => bound_us.min(us),
-    };
+    (plan.lower_bound_us, plan.proven_optimal) =
+        finish::certificate(question.problem, us, plan.predicted.minibatch_us, bound_us);
     if !is_all && !plan.proven_optimal {
         plan.warnings.push(format!(
             "devices differ: of the orders of their classes along the pipeline {looked} were looked at, {count} of them closely, \

@@ -260,9 +260,8 @@ impl Search<'_> {
                 }
             };
             self.found.states += states;
-            let is_fitting = self.offer(&places, &seats);
-            fits |= is_fitting;
-            if problem.objective != Objective::Memory && (is_fitting || !is_synced) {
+            fits |= self.offer(&places, &seats);
+            if problem.objective != Objective::Memory {
                 *known = known.min(us);
             }
             proven = proven.map(|least| least.min(bound_us));

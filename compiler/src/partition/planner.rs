@@ -253,26 +253,10 @@ pub fn answer(question: &Question<'_>, options: &PlannerOptions<'_>) -> Result<A
         Partitioner::DataParallel => Found::of(baselines[1].clone()),
         Partitioner::Uniform => Found::of(baselines[2].clone()),
     };
-    // A search that is not through everything may miss what its own smaller question finds.
-    let has_missed = problem.chunks > 1 || !found.candidates.iter().any(|candidate| candidate.fits);
     let is_ours = options.partitioner == Partitioner::Pipec && is_placed && !is_pinned;
-    if has_missed && is_ours && question.among.is_alone() && !problem.constraints.no_replication {
-        let mut narrower = problem.clone();
-        narrower.constraints.no_replication = true;
-        let narrower = question.about(&narrower);
-        let more = if problem.chunks > 1 { chunked::found(&narrower) } else { placement::found(&narrower, &baselines) };
-        if let Ok(more) = more {
-            let best_us = |found: &Found| {
-                let fitting = found.candidates.iter().filter(|candidate| candidate.fits);
-                fitting.map(|candidate| candidate.minibatch_us).fold(f64::INFINITY, f64::min)
-            };
-            // What was proven is proven of all plans, unless one is faster.
-            if found.proven_us.is_some_and(|proven_us| best_us(&more) < proven_us) {
-                found.proven_us = None;
-            }
-            found.states += more.states;
-            found.candidates.extend(more.candidates.into_iter().filter(|candidate| candidate.name == "pipec"));
-        }
+    let has_missed = problem.chunks > 1 || !found.candidates.iter().any(|candidate| candidate.fits);
+    if is_ours && has_missed && question.among.is_alone() && !problem.constraints.no_replication {
+        without_replication(question, &baselines, &mut found);
     }
     found.candidates.sort_by(|left, right| order(problem.objective, left, right));
     let best = found.candidates.iter().position(|candidate| candidate.fits);
@@ -289,6 +273,24 @@ pub fn answer(question: &Question<'_>, options: &PlannerOptions<'_>) -> Result<A
         found.bound_us = Bounds::of(problem).of_any_plan(chosen.minibatch_us);
     }
     Ok(Answer { found, chosen, baselines })
+}
+
+/// Adds what the question finds without replication: a search that is not through everything may miss it among all plans.
+fn without_replication(question: &Question<'_>, baselines: &[Candidate; 3], found: &mut Found) {
+    let mut narrower = question.problem.clone();
+    narrower.constraints.no_replication = true;
+    let narrower = question.about(&narrower);
+    let more = match narrower.problem.chunks {
+        1 => placement::found(&narrower, baselines),
+        _ => chunked::found(&narrower),
+    };
+    let Ok(more) = more else { return };
+    let fitting = more.candidates.iter().filter(|candidate| candidate.fits);
+    let best_us = fitting.map(|candidate| candidate.minibatch_us).fold(f64::INFINITY, f64::min);
+    // What was proven is proven of all plans, unless one is faster.
+    found.proven_us = found.proven_us.filter(|proven_us| *proven_us <= best_us);
+    found.states += more.states;
+    found.candidates.extend(more.candidates.into_iter().filter(|candidate| candidate.name == "pipec"));
 }
 
 /// Writes an answer to `question`, which is `problem` over joined ops, down as a plan, and has it checked.

@@ -27,7 +27,7 @@ pub fn time(problem: &Problem, plan: &Plan, stage_of: &[usize]) -> (f64, String)
     let m = f64::from(plan.schedule.microbatches.max(1));
     let trains = kind != ScheduleKind::Inference;
     let wants_latency = problem.objective == Objective::Latency;
-    let is_round_robin = matches!(kind, ScheduleKind::RoundRobin | ScheduleKind::RoundRobinVsync);
+    let is_round_robin = kind.is_round_robin();
     let never_flushed = is_round_robin || matches!(kind, ScheduleKind::TwoBw | ScheduleKind::Inference);
     let levels = &problem.cluster.levels;
     let count = plan.stages.len();

@@ -92,7 +92,7 @@ fn ports(problem: &Problem, plan: &Plan, stage_of: &[usize], sizes: &[u64]) -> P
             users.into_iter().for_each(|stage| weights[stage] += param.bytes as f64);
         }
         for (stage, weights) in plan.stages.iter().zip(weights) {
-            let is_round_robin = matches!(plan.schedule.kind, ScheduleKind::RoundRobin | ScheduleKind::RoundRobinVsync);
+            let is_round_robin = plan.schedule.kind.is_round_robin();
             let items = if is_round_robin { stage.replicas } else { plan.schedule.microbatches };
             rings(&stage.devices, weights / f64::from(items.max(1)), sizes, &mut ports);
         }

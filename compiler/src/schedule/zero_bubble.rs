@@ -15,7 +15,8 @@
 //! Unequal replicas have no such rows. For them the order is played: I before F before W, under a cap of d p - d + 1 items for all
 //! workers of the pipeline, shared by the replicas, and W once as many I are done as a row of as many ranks would leave.
 
-use crate::plan::StageId;
+use crate::plan::caps::{self, Flow};
+use crate::plan::{ScheduleKind, StageId};
 use crate::schedule::lower::lower;
 use crate::schedule::order::{Choice, play};
 use crate::schedule::rule::{Rule, StepCount};
@@ -51,12 +52,11 @@ fn zero_bubble(
     for stage in &mut rule.stages {
         stage.cap = (depth * workers - depth + 1).div_ceil(stage.replicas);
     }
-    let mut before = 0u32;
-    let mut apart = Vec::with_capacity(rule.stages.len());
-    for stage in &rule.stages {
-        apart.push(depth * before.div_ceil(stage.replicas) + 1);
-        before += stage.replicas;
-    }
+    // What plans count memory for.
+    let kind = if depth == 1 { ScheduleKind::ZbH1 } else { ScheduleKind::ZbH2 };
+    let flow = Flow { schedule: kind, microbatches: rule.microbatches, chunks: 1, workers };
+    let (replicas, most): (Vec<u32>, Vec<u32>) = rule.stages.iter().map(|stage| (stage.replicas, stage.cap)).unzip();
+    let apart = caps::apart(&flow, &replicas, &most);
     let order = play(pipeline, &rule, Choice::GreedySplit(&apart))?;
     Ok(lower(pipeline, &rule, &order))
 }

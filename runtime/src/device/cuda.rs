@@ -31,3 +31,4 @@ pub mod reduce;
 pub mod rnn;
 pub mod softmax;
 pub mod table;
+pub mod windows;

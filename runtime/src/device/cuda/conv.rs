@@ -5,6 +5,7 @@
 use super::draft::Draft;
 use super::element::{accumulator, held, load, store};
 use super::recipe::{At, Recipe};
+use super::windows::{close, element, flat, seeing, seen, split};
 use crate::device::layout::Layout;
 use compiler::op::Window;
 use std::fmt::Write;
@@ -21,34 +22,17 @@ impl Shapes<'_> {
         self.x.len() - 2
     }
 
-    /// Lines that read the index of each spatial axis from `rest`, which is left over at the end.
-    fn split(&self, sizes: &[usize], name: &str, rest: &str) -> String {
-        let mut lines = String::new();
-        for axis in (0..self.rank()).rev() {
-            let _ = writeln!(lines, "at {name}{axis} = {rest} % (at){0}; {rest} /= (at){0};", sizes[axis]);
-        }
-        lines
-    }
-
-    /// The flat index of spatial indices.
-    fn flat(&self, sizes: &[usize], name: &str) -> String {
-        (0..self.rank()).fold("0".to_string(), |flat, axis| match axis {
-            0 => format!("{name}0"),
-            _ => format!("({flat}) * (at){} + {name}{axis}", sizes[axis]),
-        })
-    }
-
-    fn volume(sizes: &[usize]) -> usize {
-        sizes.iter().product()
-    }
-
     fn reach(&self) -> usize {
-        [self.x, self.w, self.y].into_iter().map(Self::volume).max().unwrap_or(0)
+        [self.x, self.w, self.y].into_iter().map(volume).max().unwrap_or(0)
     }
 
     fn group_outs(&self) -> usize {
         self.y[1] / (self.x[1] / self.w[1]).max(1)
     }
+}
+
+fn volume(sizes: &[usize]) -> usize {
+    sizes.iter().product()
 }
 
 /// `y = x ⋆ w`.
@@ -59,7 +43,7 @@ pub fn forward(window: &Window, x: &Layout, w: &Layout, y: &Layout) -> Option<Re
     draft.reads("x", x.dtype, At::input(0));
     draft.reads("w", w.dtype, At::input(1));
     draft.writes("y", y.dtype, At::output(0));
-    let mut body = format!("at r = i;\n{}", s.split(&s.y[2..], "e", "r"));
+    let mut body = format!("at r = i;\n{}", split(&s.y[2..], "e", "r"));
     let _ = writeln!(body, "at o = r % (at){0}, n = r / (at){0};\n{kind} sum = 0;", s.y[1]);
     let _ = writeln!(body, "for (at c = 0; c < (at){}; c++) {{", s.w[1]);
     let _ = writeln!(
@@ -68,29 +52,18 @@ pub fn forward(window: &Window, x: &Layout, w: &Layout, y: &Layout) -> Option<Re
         s.group_outs(),
         s.w[1],
         s.x[1],
-        Shapes::volume(&s.x[2..]),
+        volume(&s.x[2..]),
         s.w[1],
-        Shapes::volume(&s.w[2..])
+        volume(&s.w[2..])
     );
-    for axis in 0..s.rank() {
-        let _ = writeln!(
-            body,
-            "for (at k{axis} = 0; k{axis} < (at){}; k{axis}++) {{\nat d{axis} = e{axis} * (at){} + k{axis} * (at){} - (at){};\n\
-             if (d{axis} >= (at){}) continue;",
-            s.w[2 + axis],
-            window.strides[axis],
-            window.dilations[axis],
-            window.pads_begin[axis],
-            s.x[2 + axis]
-        );
-    }
+    body.push_str(&seen(window, &s.w[2..], &s.x[2..]));
     let _ = writeln!(
         body,
         "sum += ({kind}){} * ({kind}){};",
-        load(x.dtype, &format!("x[from_x + {}]", s.flat(&s.x[2..], "d"))),
-        load(w.dtype, &format!("w[from_w + {}]", s.flat(&s.w[2..], "k")))
+        load(x.dtype, &format!("x[from_x + {}]", flat(&s.x[2..], "d", "0"))),
+        load(w.dtype, &format!("w[from_w + {}]", flat(&s.w[2..], "k", "0")))
     );
-    body.push_str(&"}\n".repeat(s.rank() + 1));
+    body.push_str(&close(s.rank() + 1));
     let _ = write!(body, "y[i] = {};", store(y.dtype, "sum"));
     Some(Recipe::of(draft.each(y.len(), &body)))
 }
@@ -103,7 +76,7 @@ pub fn input_grad(window: &Window, dy: &Layout, w: &Layout, dx: &Layout) -> Opti
     draft.reads("dy", dy.dtype, At::input(0));
     draft.reads("w", w.dtype, At::input(1));
     draft.writes("dx", dx.dtype, At::output(0));
-    let mut body = format!("at r = i;\n{}", s.split(&s.x[2..], "d", "r"));
+    let mut body = format!("at r = i;\n{}", split(&s.x[2..], "d", "r"));
     let _ = writeln!(body, "at channel = r % (at){0}, n = r / (at){0};\n{kind} sum = 0;", s.x[1]);
     let _ = writeln!(body, "for (at q = 0; q < (at){}; q++) {{", s.group_outs());
     let _ = writeln!(
@@ -113,28 +86,17 @@ pub fn input_grad(window: &Window, dy: &Layout, w: &Layout, dx: &Layout) -> Opti
         s.w[1],
         s.group_outs(),
         s.y[1],
-        Shapes::volume(&s.y[2..]),
-        Shapes::volume(&s.w[2..])
+        volume(&s.y[2..]),
+        volume(&s.w[2..])
     );
-    for axis in 0..s.rank() {
-        let _ = writeln!(
-            body,
-            "for (at k{axis} = 0; k{axis} < (at){}; k{axis}++) {{\nat g{axis} = d{axis} + (at){} - k{axis} * (at){};\n\
-             at e{axis} = g{axis} / (at){3};\nif (d{axis} + (at){1} < k{axis} * (at){2} || g{axis} % (at){3} != 0 || e{axis} >= (at){4}) continue;",
-            s.w[2 + axis],
-            window.pads_begin[axis],
-            window.dilations[axis],
-            window.strides[axis],
-            s.y[2 + axis]
-        );
-    }
+    body.push_str(&seeing(window, &s.w[2..], &s.y[2..], "d", "k"));
     let _ = writeln!(
         body,
         "sum += ({kind}){} * ({kind}){};",
-        load(dy.dtype, &format!("dy[from_y + {}]", s.flat(&s.y[2..], "e"))),
-        load(w.dtype, &format!("w[from_w + {}]", s.flat(&s.w[2..], "k")))
+        load(dy.dtype, &format!("dy[from_y + {}]", flat(&s.y[2..], "e", "0"))),
+        load(w.dtype, &format!("w[from_w + {}]", flat(&s.w[2..], "k", "0")))
     );
-    body.push_str(&"}\n".repeat(s.rank() + 1));
+    body.push_str(&close(s.rank() + 1));
     let _ = write!(body, "dx[i] = {};", store(dx.dtype, "sum"));
     Some(Recipe::of(draft.each(dx.len(), &body)))
 }
@@ -147,8 +109,8 @@ pub fn weight_grad(window: &Window, dy: &Layout, x: &Layout, dw: &Layout) -> Opt
     draft.reads("dy", dy.dtype, At::input(0));
     draft.reads("x", x.dtype, At::input(1));
     draft.writes("dw", dw.dtype, At::output(0));
-    let places = Shapes::volume(&s.y[2..]);
-    let mut body = format!("at r = i;\n{}", s.split(&s.w[2..], "k", "r"));
+    let places = volume(&s.y[2..]);
+    let mut body = format!("at r = i;\n{}", split(&s.w[2..], "k", "r"));
     let _ = writeln!(
         body,
         "at c = r % (at){0}, o = r / (at){0};\nat channel = o / (at){1} * (at){0} + c;\n{kind} sum = 0;",
@@ -157,29 +119,15 @@ pub fn weight_grad(window: &Window, dy: &Layout, x: &Layout, dw: &Layout) -> Opt
     );
     let count = s.y[0] * places;
     let _ = writeln!(body, "for (at p = threadIdx.x; p < (at){count}; p += blockDim.x) {{\nat v = p;");
-    body.push_str(&s.split(&s.y[2..], "e", "v"));
-    for axis in 0..s.rank() {
-        let _ = writeln!(
-            body,
-            "at d{axis} = e{axis} * (at){} + k{axis} * (at){} - (at){};\nif (d{axis} >= (at){}) continue;",
-            window.strides[axis],
-            window.dilations[axis],
-            window.pads_begin[axis],
-            s.x[2 + axis]
-        );
-    }
+    body.push_str(&split(&s.y[2..], "e", "v"));
+    (0..s.rank()).for_each(|axis| body.push_str(&element(window, axis, s.x[2 + axis])));
     let _ = writeln!(
         body,
         "sum += ({kind}){} * ({kind}){};\n}}\nsum = sum_across(sum);\nif (threadIdx.x == 0) dw[i] = {};",
-        load(dy.dtype, &format!("dy[(v * (at){} + o) * (at){places} + {}]", s.y[1], s.flat(&s.y[2..], "e"))),
+        load(dy.dtype, &format!("dy[(v * (at){} + o) * (at){places} + {}]", s.y[1], flat(&s.y[2..], "e", "0"))),
         load(
             x.dtype,
-            &format!(
-                "x[(v * (at){} + channel) * (at){} + {}]",
-                s.x[1],
-                Shapes::volume(&s.x[2..]),
-                s.flat(&s.x[2..], "d")
-            )
+            &format!("x[(v * (at){} + channel) * (at){} + {}]", s.x[1], volume(&s.x[2..]), flat(&s.x[2..], "d", "0"))
         ),
         store(dw.dtype, "sum")
     );

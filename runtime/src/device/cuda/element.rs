@@ -3,22 +3,9 @@
 
 use compiler::tensor::DType;
 
-/// The type of an element in memory.
+/// The type of an element in memory: those of a kernel's text are called as ours are. Truth is a byte.
 pub fn stored(dtype: DType) -> &'static str {
-    match dtype {
-        DType::F64 => "f64",
-        DType::F32 => "f32",
-        DType::F16 => "f16",
-        DType::Bf16 => "bf16",
-        DType::I64 => "i64",
-        DType::I32 => "i32",
-        DType::I16 => "i16",
-        DType::I8 => "i8",
-        DType::U64 => "u64",
-        DType::U32 => "u32",
-        DType::U16 => "u16",
-        DType::U8 | DType::Bool => "u8",
-    }
+    if dtype == DType::Bool { DType::U8.name() } else { dtype.name() }
 }
 
 /// The type that holds an element while it is computed with: floats narrower than `f32` as `f32`, whole numbers as `i64`

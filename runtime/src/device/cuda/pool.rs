@@ -4,6 +4,7 @@
 use super::draft::Draft;
 use super::element::{accumulator, held, literal, load, store};
 use super::recipe::{At, Recipe};
+use super::windows::{close, flat, seeing, seen, split};
 use crate::device::layout::Layout;
 use compiler::op::{AvgPool, MaxPool, Window};
 use std::fmt::Write;
@@ -17,61 +18,27 @@ struct Shapes<'a> {
 }
 
 impl Shapes<'_> {
-    fn rank(&self) -> usize {
-        self.kernel.len()
-    }
-
-    /// The names `NAME0…` of the index along each spatial axis, read from `i`, and `plane` from what is left.
+    /// The index along each spatial axis, and `plane` of what is left of `i`.
     fn split(&self, sizes: &[usize], name: &str) -> String {
-        let mut lines = "at plane = i;\n".to_string();
-        for axis in (0..self.rank()).rev() {
-            let _ = writeln!(lines, "at {name}{axis} = plane % (at){0}; plane /= (at){0};", sizes[2 + axis]);
-        }
-        lines
+        format!("at plane = i;\n{}", split(&sizes[2..], name, "plane"))
     }
 
     fn flat(&self, sizes: &[usize], name: &str) -> String {
-        (0..self.rank())
-            .fold("plane".to_string(), |flat, axis| format!("({flat}) * (at){} + {name}{axis}", sizes[2 + axis]))
+        flat(&sizes[2..], name, "plane")
     }
 
     /// Loops over the elements that window `e…` sees: `d…` is the index of each. Closed by [`Shapes::close`].
     fn seen(&self) -> String {
-        let mut lines = String::new();
-        for axis in 0..self.rank() {
-            let (window, size) = (self.window, self.x[2 + axis]);
-            let _ = writeln!(
-                lines,
-                "for (at k{axis} = 0; k{axis} < (at){}; k{axis}++) {{\nat d{axis} = e{axis} * (at){} + k{axis} * (at){} - (at){};\n\
-                 if (d{axis} >= (at){size}) continue;",
-                self.kernel[axis], window.strides[axis], window.dilations[axis], window.pads_begin[axis]
-            );
-        }
-        lines
+        seen(self.window, self.kernel, &self.x[2..])
     }
 
-    /// Loops over the windows `e…` that see element `x…`.
+    /// Loops over the windows `e…` that see element `x…`, each at tap `t…`.
     fn seeing(&self) -> String {
-        let mut lines = String::new();
-        for axis in 0..self.rank() {
-            let window = self.window;
-            let _ = writeln!(
-                lines,
-                "for (at t{axis} = 0; t{axis} < (at){0}; t{axis}++) {{\n\
-                 if (x{axis} + (at){1} < t{axis} * (at){2}) continue;\nat g{axis} = x{axis} + (at){1} - t{axis} * (at){2};\n\
-                 at e{axis} = g{axis} / (at){3};\nif (g{axis} % (at){3} != 0 || e{axis} >= (at){4}) continue;",
-                self.kernel[axis],
-                window.pads_begin[axis],
-                window.dilations[axis],
-                window.strides[axis],
-                self.y[2 + axis]
-            );
-        }
-        lines
+        seeing(self.window, self.kernel, &self.y[2..], "x", "t")
     }
 
     fn close(&self) -> String {
-        "}\n".repeat(self.rank())
+        close(self.kernel.len())
     }
 
     /// Lines that make `divisor`, by which the sum of window `e…` is divided.
@@ -80,7 +47,7 @@ impl Shapes<'_> {
             return format!("at divisor = 0;\n{}divisor++;\n{}", self.seen(), self.close());
         }
         let mut lines = "at divisor = 1;\n".to_string();
-        for axis in 0..self.rank() {
+        for axis in 0..self.kernel.len() {
             let window = self.window;
             let padded = window.pads_begin[axis] + self.x[2 + axis] + window.pads_end[axis];
             let _ = writeln!(
