@@ -7,6 +7,7 @@
 //! All times are microseconds.
 
 pub mod efficiency;
+pub mod forwards;
 pub mod network;
 pub mod pace;
 pub mod run;

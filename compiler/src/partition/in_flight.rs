@@ -13,6 +13,7 @@ use crate::plan::problem::{Objective, Problem};
 use crate::plan::{Edge, ScheduleKind, Stage};
 use crate::schedule::Pipeline;
 use crate::schedule::pipeline::pipeline_of;
+use crate::simulate::forwards;
 use crate::simulate::steady::{self, Steady};
 
 /// The fraction of the ideal throughput at which raising stops: 0.98, and what a program's own waits may cost beside.
@@ -42,7 +43,7 @@ pub struct Chosen {
 
 /// Whether items of several minibatches are in flight, so that caps bound the throughput.
 pub fn matters(problem: &Problem) -> bool {
-    matches!(problem.schedule, ScheduleKind::RoundRobin | ScheduleKind::RoundRobinVsync | ScheduleKind::TwoBw)
+    problem.schedule.is_continuous() && problem.objective != Objective::Latency
 }
 
 /// The efficiency that `shape` reaches under given caps.
@@ -81,7 +82,7 @@ pub fn choose(problem: &Problem, shape: &Shape, spots: &[Spot], efficiency: &Eff
                 // Its rounds are minibatches, so that items do not wait for the all-reduce of the one before.
                 pipeline.stages.iter_mut().for_each(|stage| stage.all_reduce = 0.0);
             }
-            start(pipeline, &published, &fits, &mut lacks_memory)
+            start(pipeline, &published, problem.schedule, &fits, &mut lacks_memory)
         }
         Err(_) => published,
     };
@@ -205,9 +206,16 @@ fn at_once(
 
 /// The published caps, and more where the way of an item takes more. Where those do not fit, no stage gets more than goes with
 /// what the others can have.
-fn start(pipeline: Pipeline, published: &[u32], fits: &dyn Fn(&[u32]) -> bool, lacks_memory: &mut bool) -> Vec<u32> {
+fn start(
+    pipeline: Pipeline,
+    published: &[u32],
+    schedule: ScheduleKind,
+    fits: &dyn Fn(&[u32]) -> bool,
+    lacks_memory: &mut bool,
+) -> Vec<u32> {
+    let trains = schedule != ScheduleKind::Inference;
     let with = |share: f64| -> Vec<u32> {
-        let needed = steady::needed_caps(&pipeline, share);
+        let needed = if trains { steady::needed_caps } else { forwards::needed_caps }(&pipeline, share);
         published.iter().zip(needed).map(|(&published, needed)| published.max(needed)).collect()
     };
     let wanted = with(ENOUGH);
@@ -224,6 +232,6 @@ fn start(pipeline: Pipeline, published: &[u32], fits: &dyn Fn(&[u32]) -> bool, l
         }
         within[at] = low;
     }
-    let share = steady::bound(&pipeline.clone().with_caps(&within)).share;
+    let share = if trains { steady::bound } else { forwards::bound }(&pipeline.clone().with_caps(&within)).share;
     within.into_iter().zip(with(share)).map(|(most, needed)| most.min(needed)).collect()
 }

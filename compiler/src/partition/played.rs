@@ -19,6 +19,7 @@ use crate::plan::problem::{CostModel, InFlight, Problem};
 use crate::plan::{Edge, ScheduleKind, Stage};
 use crate::schedule::Pipeline;
 use crate::schedule::pipeline::{pipeline_of, schedule_of};
+use crate::simulate::forwards;
 use crate::simulate::pace;
 use crate::simulate::steady::Steady;
 
@@ -59,7 +60,12 @@ pub fn played(
     let mut played = Played { caps: caps.to_vec(), minibatch_us: objective_us, held: None, warning: None };
     let Some(efficiency) = efficiency else { return played };
     let double = |stages: &[Stage], edges: &[Edge], caps: &[u32]| double_buffered(problem, stages, edges, caps);
-    let efficiency: &Efficiency<'_> = if problem.schedule == ScheduleKind::TwoBw { &double } else { efficiency };
+    let only_forwards = |stages: &[Stage], edges: &[Edge], caps: &[u32]| forwards_only(problem, stages, edges, caps);
+    let efficiency: &Efficiency<'_> = match problem.schedule {
+        ScheduleKind::TwoBw => &double,
+        ScheduleKind::Inference => &only_forwards,
+        _ => efficiency,
+    };
     let is_auto = problem.in_flight == InFlight::Auto;
     let mut lacks_memory = false;
     let mut share = 1.0;
@@ -148,6 +154,12 @@ fn pipeline(problem: &Problem, shape: &Shape, spots: &[Spot], caps: &[u32]) -> O
 fn double_buffered(problem: &Problem, stages: &[Stage], edges: &[Edge], caps: &[u32]) -> Steady {
     let pipeline = pipeline_of(&problem.cluster.levels, stages, edges, caps).ok();
     let steady = pipeline.and_then(|pipeline| pace::double_buffered(&pipeline, problem.microbatches).ok().flatten());
+    steady.unwrap_or_else(|| Steady { share: 1.0, held: vec![false; stages.len()], pieces: 0 })
+}
+
+fn forwards_only(problem: &Problem, stages: &[Stage], edges: &[Edge], caps: &[u32]) -> Steady {
+    let pipeline = pipeline_of(&problem.cluster.levels, stages, edges, caps).ok();
+    let steady = pipeline.and_then(|pipeline| forwards::steady(&pipeline).ok());
     steady.unwrap_or_else(|| Steady { share: 1.0, held: vec![false; stages.len()], pieces: 0 })
 }
 

@@ -1,7 +1,9 @@
 //! How many micro-batches one replica of a stage may have in flight, and how many weight versions it holds for them.
 //!
 //! For 1F1B-RR the published rule is ceil(n_s / r_s), n_s being the workers from stage s to the end and r_s its replicas. It
-//! starves plans such as 1-3-1, so a plan may state larger caps; each costs stash memory and staleness.
+//! starves plans such as 1-3-1, so a plan may state larger caps; each costs stash memory and staleness. For inference an item is in
+//! flight until all who listen have begun with it: with two, a stage works on one while the other is sent; where stages are skipped,
+//! a plan states more.
 //!
 //! For schedules with a flush the figures are what the schedule can reach at its peak, in whole micro-batches of a stage:
 //!
@@ -49,7 +51,8 @@ impl Flow {
         let to_the_end = position.workers_after.saturating_add(replicas);
         let workers = self.workers.max(to_the_end);
         let wanted = match self.schedule {
-            ScheduleKind::Inference => 1,
+            // One that is worked on, while the one before is on its way to those who listen.
+            ScheduleKind::Inference => return if position.workers_after > 0 { 2 } else { 1 },
             ScheduleKind::RoundRobin | ScheduleKind::RoundRobinVsync => return to_the_end.div_ceil(replicas),
             ScheduleKind::Gpipe | ScheduleKind::Bfs | ScheduleKind::Csv => self.microbatches,
             ScheduleKind::OneFOneB | ScheduleKind::TwoBw => to_the_end,
@@ -144,7 +147,7 @@ mod tests {
         assert_eq!(caps(ScheduleKind::Interleaved, 8, &[1; 4]), [6, 5, 4, 3]);
         assert_eq!(caps(ScheduleKind::ZbH1, 8, &[1; 4]), [4; 4]);
         assert_eq!(caps(ScheduleKind::ZbH2, 8, &[1; 4]), [7; 4]);
-        assert_eq!(caps(ScheduleKind::Inference, 8, &[1; 4]), [1; 4]);
+        assert_eq!(caps(ScheduleKind::Inference, 8, &[1; 4]), [2, 2, 2, 1]);
         assert_eq!(caps(ScheduleKind::Gpipe, 8, &[4]), [2]);
     }
 

@@ -352,6 +352,10 @@ fn memory(problem: &Problem, plan: &Plan, stage_of: &[usize]) -> Vec<StageMemory
         let waiting = received[stage].saturating_add(only_sent[stage]);
         let in_flight = u64::from(plan.schedule.in_flight[stage]);
         let activations = match plan.stages[stage].recompute {
+            _ if !trains => {
+                let of_others = sent[stage].saturating_mul(in_flight.saturating_sub(1));
+                alive[stage].saturating_add(waiting).saturating_add(of_others)
+            }
             true => {
                 let both = received[stage].saturating_add(sent[stage]);
                 let again = alive[stage].saturating_add(sent[stage]).saturating_mul(apart.max(1));

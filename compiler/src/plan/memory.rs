@@ -4,6 +4,7 @@
 //! total       = weights · versions + gradients + optimizer + activations + between + messages + workspace
 //! gradients   = 2 weights, and 1 more where replicas add theirs up
 //! activations = in_flight · (saved + inputs + sent)          recomputed: in_flight · (inputs + outputs) + max(1, apart) · (saved + outputs)
+//!               saved + inputs + sent + (in_flight - 1) · outputs                   inference
 //! between     = apart · halves + (apart - 1) · outputs       0 where backwards are whole
 //! messages    = 2 inputs + outputs                           inference: inputs
 //! ```
@@ -15,7 +16,8 @@
 //! held by pointer: V versions take V copies of the weights and no more. A tied parameter counts once in each stage that uses
 //! it. Where backwards are split, `apart` items at the most have the first half behind them and not the second: each keeps `halves`,
 //! what the second reads of the first, and the gradients that came for it. A stage that gets nothing from others has no first half.
-//! For inference there are no gradients and no optimizer, and the next item may be under way.
+//! For inference there are no gradients and no optimizer; one item at a time is worked on, of those before only what is sent is held,
+//! and the next may be under way.
 
 use crate::plan::{ScheduleKind, StageMemory};
 use crate::profile::cost_graph::{CostGraph, OpCost, OpId};
@@ -116,7 +118,11 @@ impl Holdings {
             false => (self.saved.saturating_add(self.sent), 0),
         };
         let one = kept.saturating_add(self.inputs);
-        let activations = one.saturating_mul(u64::from(multiples.in_flight)).saturating_add(once);
+        let in_flight = u64::from(multiples.in_flight);
+        let activations = match trains {
+            true => one.saturating_mul(in_flight).saturating_add(once),
+            false => one.saturating_add(self.outputs.saturating_mul(in_flight.saturating_sub(1))),
+        };
         let halves = if self.inputs > 0 { self.halves } else { 0 };
         let waiting = self.outputs.saturating_mul(apart.saturating_sub(1));
         let between = halves.saturating_mul(apart).saturating_add(waiting);
@@ -181,5 +187,7 @@ mod tests {
         assert_eq!((head.inputs, head.outputs, head.sent), (0, 100, 100));
         let inference = Multiples { schedule: ScheduleKind::Inference, in_flight: 1, versions: 1, ..multiples };
         assert_eq!(tail.held(&inference).total, 1000 + 160 + 100 + 9);
+        assert_eq!(head.held(&inference).activations, 110);
+        assert_eq!(head.held(&Multiples { in_flight: 3, ..inference }).activations, 310);
     }
 }

@@ -13,6 +13,8 @@
 //! before a piece of work on its worker happen at that work's moment.
 //! - A Wait for a Recv stands before the work that needs the data: the sender's work was started and done before.
 //! - A Wait for an activation's Send stands after the item's own backward, which needed the receiver's backward.
+//! - In inference it stands before the forward that is as many later as items may be in flight, which `order` let start only when the
+//!   receiver had begun with the item.
 //! - A Wait for a gradient's Send stands before the sender's next backward at the stage: there is one outgoing gradient buffer;
 //!   two, and the backward after the next, where the transfer takes longer than the forward beside which it runs. The receiver therefore posts its Recv at the latest at its last work before that moment; its own forward of the
 //!   item is one such, so there always is one.
@@ -39,6 +41,9 @@ use crate::schedule::{
 /// How many pieces of work ahead a Recv is posted: a forward and a backward, the time in which one item passes in a
 /// steady pipeline, so that a transfer may take as long as that without holding up anyone.
 const AHEAD: u32 = 2;
+
+/// The same in inference, where there are forwards only.
+pub const NEXT: u32 = 1;
 
 /// Turns the order into a program. The order must come from [`play`](crate::schedule::order::play) of the same rule.
 pub fn lower(pipeline: &Pipeline, rule: &Rule, order: &Order) -> Program {
@@ -104,13 +109,15 @@ impl<'a> Lists<'a> {
                 let id = EdgeId(index as u32);
                 let (place, wait) = (from_places[0], to_places[0]);
                 let made = from_started[place as usize];
-                let post = wait.saturating_sub(AHEAD);
+                let post = wait.saturating_sub(if rule.schedule.trains() { AHEAD } else { NEXT });
                 let freed = if rule.schedule.trains() {
                     from_places[1] + 1
                 } else {
                     let posted = to_started[post as usize];
                     let after = from_started.partition_point(|&started| started <= posted) as u32;
-                    after.max(place + 1)
+                    // By then `order` saw all who listen begin with the item.
+                    let next = place.saturating_add(rule.stages[edge.from.index()].cap.max(1));
+                    after.max(next.min(from_started.len() as u32))
                 };
                 let transfer = Transfer { edge: id, item, kind: Payload::Activation, peer: from, post, wait, made };
                 lists.recvs[to.index()].push(transfer);

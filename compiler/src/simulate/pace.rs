@@ -24,11 +24,11 @@ const SETTLED: usize = 1;
 /// The fewest items of an even run over which the time is taken.
 const WINDOW: u64 = 240;
 
-/// Microseconds from one minibatch to the next; `None` where nothing is updated, or where playing would take long.
+/// Microseconds from one minibatch to the next, for inference from one item to the next; `None` where playing would take long.
 pub fn step_us(kind: Schedule, pipeline: &Pipeline, microbatches: u32) -> Result<Option<f64>, SimulateError> {
     pipeline.validate()?;
     if !kind.trains() {
-        return Ok(None);
+        return even(kind, pipeline, 1);
     }
     let microbatches = microbatches.max(1);
     if kind.flushes() { flushed(kind, pipeline, microbatches) } else { even(kind, pipeline, microbatches) }
@@ -44,9 +44,12 @@ pub fn double_buffered(pipeline: &Pipeline, microbatches: u32) -> Result<Option<
     });
     let ideal = stages.fold(0.0, f64::max);
     let share = if us > 0.0 { (ideal / us).min(1.0) } else { 1.0 };
-    // A piece of a program takes as long as many of a play of the rule alone.
-    let pieces = 40 * work(pipeline, u64::from(minibatches(pipeline, microbatches)) * u64::from(microbatches));
-    Ok(Some(Steady { share, held: vec![true; pipeline.stages.len()], pieces }))
+    Ok(Some(Steady { share, held: vec![true; pipeline.stages.len()], pieces: pieces(pipeline, microbatches) }))
+}
+
+/// What playing an even run costs, in pieces of a play of the rule alone: a piece of a program takes as long as many of those.
+pub fn pieces(pipeline: &Pipeline, microbatches: u32) -> u64 {
+    40 * work(pipeline, u64::from(minibatches(pipeline, microbatches)) * u64::from(microbatches))
 }
 
 fn work(pipeline: &Pipeline, items: u64) -> u64 {
@@ -127,7 +130,7 @@ mod tests {
         assert_eq!(us(Schedule::Interleaved, &Pipeline::balanced(&[1; 8], 2.0).looped(4), 8), 48.0 + 9.0);
         assert_eq!(us(Schedule::OneFOneBRr, &pipeline, 1), 3.0);
         assert_eq!(us(Schedule::TwoBw, &pipeline, 8), 24.0);
-        assert_eq!(step_us(Schedule::Inference, &pipeline, 8), Ok(None));
+        assert_eq!(us(Schedule::Inference, &pipeline, 8), 1.0);
     }
 
     #[test]
