@@ -4,6 +4,7 @@
 //! result. A partitioner finds a `shape`: which ops form which group, nested by the levels of the cluster.
 
 pub mod along;
+pub mod best;
 pub mod bound;
 pub mod build;
 pub mod chunked;

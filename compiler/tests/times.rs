@@ -217,6 +217,81 @@ fn double_buffered_plans_take_what_is_predicted() {
     assert!(wrong.is_empty());
 }
 
+/// Nothing comes back, and items overlap with what is sent, as far as caps let them that are chosen for it.
+#[test]
+fn inference_takes_what_is_predicted() {
+    let (mut compared, mut equal, mut wrong) = (0, 0, String::new());
+    for seed in 0..150 {
+        let mut random = Random(110_000 + seed);
+        let mut problem = problem(&mut random, ScheduleKind::Inference);
+        problem.memory_limit = if seed % 3 == 0 { tight(&mut random, &problem) } else { None };
+        let Ok(found) = with(&problem, Partitioner::Pipec) else { continue };
+        let (us, real) = (found.predicted.minibatch_us, simulated(&found, 960));
+        let told = format!(
+            "seed {seed}: {:?}, caps {:?}, {us} predicted, {} by equations, {real} simulated\n",
+            found.stages.iter().map(|stage| stage.replicas).collect::<Vec<_>>(),
+            found.schedule.in_flight,
+            found.predicted.by_equations_us()
+        );
+        compared += 1;
+        // Ports that several links share are part of the equations alone.
+        equal += u32::from(real >= (1.0 - WITHIN) * us);
+        if us < (1.0 - WITHIN) * real {
+            wrong += &format!("too slow: {told}");
+        }
+        assert!(found.lower_bound_us <= us * (1.0 + 1e-9), "{told}");
+    }
+    println!("{compared} plans, {equal} of them equal\n{wrong}");
+    assert!(compared > 140 && equal * 20 > compared * 19, "{compared} and {equal}");
+    assert!(wrong.is_empty());
+}
+
+/// Where memory keeps caps low, stages are chosen that leave room for them: against the best by the equations of all there are, whose
+/// programs nobody plays before. And no baseline seems faster than the plan.
+#[test]
+fn within_memory_programs_are_what_counts() {
+    let (mut compared, mut better, mut sum, mut wrong) = (0, 0, 0.0, String::new());
+    for seed in 0..240 {
+        let mut random = Random(120_000 + seed);
+        let kind = if seed % 4 == 0 { ScheduleKind::TwoBw } else { ScheduleKind::RoundRobin };
+        let mut problem = problem(&mut random, kind);
+        problem.graph = graph(&mut random, 6, 50_000, false);
+        problem.constraints.replicas = None;
+        problem.microbatches = if kind == ScheduleKind::TwoBw { 4 } else { 1 };
+        problem.memory_limit = tight(&mut random, &problem);
+        let Ok(found) = with(&problem, Partitioner::Pipec) else { continue };
+        let us = found.predicted.minibatch_us;
+        let told = format!(
+            "seed {seed}: {} {:?}, caps {:?}, {us} predicted, {:?}\n",
+            kind.name(),
+            found.stages.iter().map(|stage| (stage.replicas, stage.recompute)).collect::<Vec<_>>(),
+            found.schedule.in_flight,
+            found.baselines
+        );
+        let fits = &found.baselines.fits;
+        let baselines = [
+            (fits.single, found.baselines.single),
+            (fits.data_parallel, found.baselines.data_parallel),
+            (fits.uniform, found.baselines.uniform),
+        ];
+        if baselines.iter().any(|&(fits, baseline)| fits && baseline < us * 0.994) {
+            wrong += &format!("a baseline is faster: {told}");
+        }
+        let Ok(yardstick) = with(&problem, Partitioner::Exhaustive) else { continue };
+        let ratio = us / yardstick.predicted.minibatch_us;
+        compared += 1;
+        sum += ratio.ln();
+        better += u32::from(ratio < 0.99);
+        if ratio > 1.15 {
+            wrong += &format!("{ratio:.3} times the best by the equations: {told}");
+        }
+    }
+    let mean = (sum / f64::from(compared)).exp();
+    println!("{compared} plans, {better} of them better, {mean:.4} times as slow in the mean\n{wrong}");
+    assert!(compared > 100 && better > 0 && mean <= 1.0, "{compared}, {better} and {mean}");
+    assert!(wrong.is_empty());
+}
+
 const FLUSHED: [(ScheduleKind, u32); 9] = [
     (ScheduleKind::Gpipe, 1),
     (ScheduleKind::OneFOneB, 1),

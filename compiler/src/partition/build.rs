@@ -98,7 +98,8 @@ pub fn minibatch_us(problem: &Problem, shape: &Shape, spots: &[Spot]) -> f64 {
 
 /// The schedule settings of a problem for a pipeline of `workers`.
 pub fn flow(problem: &Problem, workers: u32) -> Flow {
-    Flow { schedule: problem.schedule, microbatches: problem.microbatches, chunks: problem.chunks, workers }
+    let &Problem { schedule, microbatches, chunks, room, .. } = problem;
+    Flow { schedule, microbatches, chunks, workers, room }
 }
 
 /// The caps that the schedule's own rule gives a shape.

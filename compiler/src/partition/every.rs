@@ -108,7 +108,8 @@ impl Walk<'_> {
         let mut spots: Vec<Spot> = self.stages.iter().map(|&(_, first, _)| Spot { first, recompute: false }).collect();
         let mut candidate = self.question.placed("exhaustive", shape, spots.clone());
         let wants_memory = problem.objective == Objective::Memory;
-        if problem.recompute && (wants_memory || !candidate.fits) {
+        let may_recompute = problem.recompute && build::asked(problem).trains();
+        if may_recompute && (wants_memory || !candidate.fits) {
             let again: Vec<Spot> = spots.iter().map(|spot| Spot { recompute: true, ..*spot }).collect();
             let other = self.question.placed("exhaustive", candidate.shape.clone(), again);
             let replicas = candidate.shape.replicas();

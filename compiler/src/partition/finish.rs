@@ -43,7 +43,7 @@ pub fn finish(problem: &Problem, chosen: &Candidate, statement: &Statement<'_>) 
     let mut warnings = statement.notes.clone();
     let flattens = chosen.shape.is_flat && problem.cluster.levels.len() > 1;
     let bound_us = bound_us(statement.asked, chosen, found);
-    let Played { caps, minibatch_us, held, warning } = statement.played.clone();
+    let Played { caps, minibatch_us, held, warning, .. } = statement.played.clone();
     let (lower_bound_us, proven_optimal) = certificate(statement.asked, chosen.minibatch_us, minibatch_us, bound_us);
     if problem.schedule == ScheduleKind::Csv {
         warnings.push(

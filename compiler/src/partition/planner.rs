@@ -5,12 +5,12 @@
 //! least memory that would do. Work is bounded: a graph with too many closed sets, or too long a line, is planned along a linear
 //! order or in groups of ops, and the plan says so.
 
+use crate::partition::best::{best, play_baselines};
 use crate::partition::bound::Bounds;
 use crate::partition::finish::{self, Statement};
 use crate::partition::fit::Least;
 use crate::partition::in_flight::Efficiency;
 use crate::partition::joined::Joined;
-use crate::partition::played::{Played, played};
 use crate::partition::search::{Among, Candidate, Found, Question, same};
 use crate::partition::states::Growth;
 use crate::partition::{chunked, cuts, every, floor, milp, mixed, placement};
@@ -24,15 +24,6 @@ use std::time::Duration;
 
 /// The most devices that are planned for.
 pub const MAX_DEVICES: u32 = 4096;
-
-/// Candidates whose programs are played beside that of the best by the equations.
-const MOST_PLAYED: usize = 4;
-
-/// A program that takes less than this part of another's time is preferred to it.
-const CLEARLY: f64 = 0.995;
-
-/// What part of the equations' time the program of a flush may take.
-const LEAST_OF_EQUATIONS: f64 = 0.75;
 
 /// The partitioners.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -300,8 +291,9 @@ pub fn conclude(
     options: &PlannerOptions<'_>,
     answer: Answer,
 ) -> Result<Planned, PlanError> {
-    let Answer { mut found, chosen, baselines } = answer;
-    let (mut chosen, played) = best(problem, question.joined, &mut found, chosen, options);
+    let Answer { mut found, chosen, mut baselines } = answer;
+    let (mut chosen, played) = best(problem, question, &mut found, chosen, options);
+    play_baselines(problem, question, &mut baselines, &played, options);
     chosen.shape = question.joined.spread(&chosen.shape);
     let names = problem.constraints.cut_after.as_deref().unwrap_or_default();
     let is_pinned = is_pinned(problem) && options.partitioner != Partitioner::Milp;
@@ -325,41 +317,6 @@ pub fn conclude(
     Ok(Planned { plan, compared })
 }
 
-/// The best that fits: by the equations, unless the program of one of the next takes clearly less time.
-fn best(
-    problem: &Problem,
-    joined: &Joined<'_>,
-    found: &mut Found,
-    chosen: Candidate,
-    options: &PlannerOptions<'_>,
-) -> (Candidate, Played) {
-    let play = |candidate: &Candidate| {
-        let Candidate { spots, caps, minibatch_us, .. } = candidate;
-        played(problem, &joined.spread(&candidate.shape), spots, caps, *minibatch_us, options.efficiency)
-    };
-    let mut known = play(&chosen);
-    if options.efficiency.is_none() || problem.cost != CostModel::Pipec || problem.objective != Objective::Throughput {
-        return (chosen, known);
-    }
-    // The equations never say less than such a program takes, but those of a flush may say more.
-    let least = if problem.schedule.is_continuous() { 1.0 } else { LEAST_OF_EQUATIONS };
-    let mut better = None;
-    let fitting = found.candidates.iter().enumerate().filter(|(_, candidate)| candidate.fits);
-    for (at, candidate) in fitting.take(MOST_PLAYED) {
-        if candidate.minibatch_us * least >= known.minibatch_us {
-            break;
-        }
-        let played = play(candidate);
-        if played.minibatch_us < known.minibatch_us * CLEARLY {
-            (better, known) = (Some(at), played);
-        }
-    }
-    match better {
-        Some(at) => (std::mem::replace(&mut found.candidates[at], chosen), known),
-        None => (chosen, known),
-    }
-}
-
 impl Compared {
     fn of(candidate: &Candidate) -> Compared {
         Compared {
@@ -373,7 +330,7 @@ impl Compared {
 }
 
 /// Better candidates first: by the objective, then by stages, then by devices.
-fn order(objective: Objective, left: &Candidate, right: &Candidate) -> Ordering {
+pub fn order(objective: Objective, left: &Candidate, right: &Candidate) -> Ordering {
     let stages = |candidate: &Candidate| candidate.memory.len();
     let devices = |candidate: &Candidate| candidate.shape.replicas().iter().sum::<u32>();
     let time = if same(left.minibatch_us, right.minibatch_us) {

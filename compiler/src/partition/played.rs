@@ -45,6 +45,8 @@ pub struct Played {
     pub held: Option<String>,
     /// What the reader should know of it.
     pub warning: Option<String>,
+    /// Whether caps were left lower than would have helped, for want of memory.
+    pub lacks_memory: bool,
 }
 
 /// What stages take that the equations give `objective_us`, with the caps of their schedule's rule, or better ones. Nothing is played
@@ -57,7 +59,8 @@ pub fn played(
     objective_us: f64,
     efficiency: Option<&Efficiency<'_>>,
 ) -> Played {
-    let mut played = Played { caps: caps.to_vec(), minibatch_us: objective_us, held: None, warning: None };
+    let (caps, minibatch_us) = (caps.to_vec(), objective_us);
+    let mut played = Played { caps, minibatch_us, held: None, warning: None, lacks_memory: false };
     let Some(efficiency) = efficiency else { return played };
     let double = |stages: &[Stage], edges: &[Edge], caps: &[u32]| double_buffered(problem, stages, edges, caps);
     let only_forwards = |stages: &[Stage], edges: &[Edge], caps: &[u32]| forwards_only(problem, stages, edges, caps);
@@ -67,21 +70,20 @@ pub fn played(
         _ => efficiency,
     };
     let is_auto = problem.in_flight == InFlight::Auto;
-    let mut lacks_memory = false;
     let mut share = 1.0;
     // Chunks are worked on in a fixed order, which says how many items are in flight.
     if in_flight::matters(problem) && is_auto && problem.chunks == 1 {
         let chosen = in_flight::choose(problem, shape, spots, efficiency);
-        (played.caps, share, lacks_memory) = (chosen.caps, chosen.share, chosen.lacks_memory);
+        (played.caps, share, played.lacks_memory) = (chosen.caps, chosen.share, chosen.lacks_memory);
     } else if in_flight::matters(problem) {
-        share = in_flight::reached(problem, shape, spots, caps, efficiency);
+        share = in_flight::reached(problem, shape, spots, &played.caps, efficiency);
     }
     let is_starved = share < in_flight::ENOUGH;
     let by_steady = if is_starved && share > 0.0 { objective_us / share } else { objective_us };
     let percent = |us: f64| if us > 0.0 { objective_us / us * 100.0 } else { 100.0 };
     if problem.cost != CostModel::Pipec {
         // Those equations are compared with the literature, whose links are others than the program's.
-        if is_starved && lacks_memory {
+        if is_starved && played.lacks_memory {
             played.minibatch_us = by_steady;
             played.warning = Some(told("within memory the", percent(by_steady)));
             played.held = Some(format!("{HELD}, which memory does not let rise"));
@@ -109,12 +111,12 @@ pub fn played(
         if more.share > 0.0 {
             us = us.min(objective_us / more.share);
         }
-        (played.caps, lacks_memory) = (more.caps, more.lacks_memory);
+        (played.caps, played.lacks_memory) = (more.caps, more.lacks_memory);
     }
     if objective_us < in_flight::ENOUGH * us {
         played.minibatch_us = us;
-        if is_starved || lacks_memory {
-            let (which, why) = match (is_auto, lacks_memory) {
+        if is_starved || played.lacks_memory {
+            let (which, why) = match (is_auto, played.lacks_memory) {
                 (true, true) => ("within memory the", ", which memory does not let rise"),
                 (true, false) => ("the", ""),
                 (false, _) => ("these", ", which are given"),

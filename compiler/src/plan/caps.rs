@@ -33,6 +33,8 @@ pub struct Flow {
     pub chunks: u32,
     /// Workers of the whole pipeline, or a bound on them where the pipeline is not known yet.
     pub workers: u32,
+    /// What is in flight beyond the rule where nothing is flushed.
+    pub room: u32,
 }
 
 /// Where a stage stands in its pipeline.
@@ -52,8 +54,10 @@ impl Flow {
         let workers = self.workers.max(to_the_end);
         let wanted = match self.schedule {
             // One that is worked on, while the one before is on its way to those who listen.
-            ScheduleKind::Inference => return if position.workers_after > 0 { 2 } else { 1 },
-            ScheduleKind::RoundRobin | ScheduleKind::RoundRobinVsync => return to_the_end.div_ceil(replicas),
+            ScheduleKind::Inference => return if position.workers_after > 0 { 2 + self.room } else { 1 },
+            ScheduleKind::RoundRobin | ScheduleKind::RoundRobinVsync => {
+                return to_the_end.div_ceil(replicas).saturating_add(self.room);
+            }
             ScheduleKind::Gpipe | ScheduleKind::Bfs | ScheduleKind::Csv => self.microbatches,
             ScheduleKind::OneFOneB | ScheduleKind::TwoBw => to_the_end,
             ScheduleKind::Interleaved => to_the_end.saturating_add((workers - 1).div_ceil(self.chunks.max(1))),
@@ -61,7 +65,8 @@ impl Flow {
             ScheduleKind::DualPipeV => workers.saturating_add(1),
             ScheduleKind::ZbH2 => workers.saturating_mul(2) - 1,
         };
-        wanted.min(self.microbatches).div_ceil(replicas).max(1)
+        let room = if self.schedule == ScheduleKind::TwoBw { self.room } else { 0 };
+        wanted.min(self.microbatches).div_ceil(replicas).max(1).saturating_add(room)
     }
 
     /// Micro-batches that one replica of a stage has between the halves of their backward, of so many in flight; 0 where it is whole.
@@ -124,7 +129,7 @@ mod tests {
     use super::*;
 
     fn caps(schedule: ScheduleKind, microbatches: u32, replicas: &[u32]) -> Vec<u32> {
-        published(&Flow { schedule, microbatches, chunks: 2, workers: 0 }, replicas)
+        published(&Flow { schedule, microbatches, chunks: 2, workers: 0, room: 0 }, replicas)
     }
 
     #[test]
@@ -154,7 +159,7 @@ mod tests {
     #[test]
     fn second_halves_are_left_for_later() {
         let halves = |schedule, microbatches, replicas: &[u32]| {
-            let flow = Flow { schedule, microbatches, chunks: 1, workers: 0 };
+            let flow = Flow { schedule, microbatches, chunks: 1, workers: 0, room: 0 };
             apart(&flow, replicas, &published(&flow, replicas))
         };
         assert_eq!(halves(ScheduleKind::ZbH1, 8, &[1; 4]), [1, 2, 3, 4]);
@@ -166,7 +171,7 @@ mod tests {
 
     #[test]
     fn versions() {
-        let flow = |schedule| Flow { schedule, microbatches: 8, chunks: 1, workers: 4 };
+        let flow = |schedule| Flow { schedule, microbatches: 8, chunks: 1, workers: 4, room: 0 };
         assert_eq!(flow(ScheduleKind::RoundRobin).versions(3, 4), 3);
         assert_eq!(flow(ScheduleKind::RoundRobinVsync).versions(1, 4), 4);
         assert_eq!(flow(ScheduleKind::TwoBw).versions(4, 4), 2);

@@ -141,6 +141,8 @@ pub struct Problem {
     pub chunks: u32,
     /// Caps of minibatches in flight.
     pub in_flight: InFlight,
+    /// So many more than the rule's must have room in every stage: how the planner asks for plans whose caps memory lets rise.
+    pub room: u32,
     /// Whether a stage that does not fit otherwise may be recomputed; cost `pipec` only.
     pub recompute: bool,
     /// What the user fixed.
@@ -283,6 +285,7 @@ impl Problem {
             microbatches: 1,
             chunks: 1,
             in_flight: InFlight::Pipedream,
+            room: 0,
             recompute: true,
             constraints: Constraints::default(),
             model,

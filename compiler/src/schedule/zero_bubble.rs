@@ -54,7 +54,7 @@ fn zero_bubble(
     }
     // What plans count memory for.
     let kind = if depth == 1 { ScheduleKind::ZbH1 } else { ScheduleKind::ZbH2 };
-    let flow = Flow { schedule: kind, microbatches: rule.microbatches, chunks: 1, workers };
+    let flow = Flow { schedule: kind, microbatches: rule.microbatches, chunks: 1, workers, room: 0 };
     let (replicas, most): (Vec<u32>, Vec<u32>) = rule.stages.iter().map(|stage| (stage.replicas, stage.cap)).unzip();
     let apart = caps::apart(&flow, &replicas, &most);
     let order = play(pipeline, &rule, Choice::GreedySplit(&apart))?;

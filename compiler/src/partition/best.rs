@@ -1,0 +1,136 @@
+//! Which of the candidates becomes the plan: the programs of the best by the equations are played.
+//!
+//! The searches count the in-flight caps of the schedule's rule. Where those keep the busiest stage waiting, and memory lets them rise
+//! no further, other stages may be faster that leave more of it free. So the same is asked again with room for more items in every
+//! stage, as long as the equations of the answer promise less time than the best program takes.
+
+use crate::partition::build;
+use crate::partition::in_flight::{self, ENOUGH};
+use crate::partition::placement;
+use crate::partition::planner::{Partitioner, PlannerOptions, order};
+use crate::partition::played::{Played, played};
+use crate::partition::search::{Among, Candidate, Found, Question};
+use crate::plan::problem::{CostModel, InFlight, Objective, Problem};
+
+/// Candidates whose programs are played beside that of the best by the equations.
+const MOST_PLAYED: usize = 4;
+
+/// A program that takes less than this part of another's time is preferred to it.
+const CLEARLY: f64 = 0.995;
+
+/// What part of the equations' time the program of a flush may take.
+const LEAST_OF_EQUATIONS: f64 = 0.75;
+
+/// For how many more items than the rule's room is asked for.
+const MOST_ROOM: u32 = 4;
+
+/// The best that fits, and what its program takes: by the equations, unless the program of another takes clearly less time. What was
+/// not chosen is left in `found`.
+pub fn best(
+    problem: &Problem,
+    question: &Question<'_>,
+    found: &mut Found,
+    chosen: Candidate,
+    options: &PlannerOptions<'_>,
+) -> (Candidate, Played) {
+    let play = |candidate: &Candidate| plays(problem, question, candidate, options);
+    let known = play(&chosen);
+    if options.efficiency.is_none() || problem.cost != CostModel::Pipec || problem.objective != Objective::Throughput {
+        return (chosen, known);
+    }
+    let mut best = (chosen, known);
+    // The equations never say less than such a program takes, but those of a flush may say more.
+    let least = if problem.schedule.is_continuous() { 1.0 } else { LEAST_OF_EQUATIONS };
+    let prefer = |best: &mut (Candidate, Played), others: &mut [Candidate], most: usize| {
+        for other in others.iter_mut().filter(|candidate| candidate.fits).take(most) {
+            if other.minibatch_us * least >= best.1.minibatch_us {
+                continue;
+            }
+            let played = play(other);
+            if played.minibatch_us < best.1.minibatch_us * CLEARLY {
+                best.1 = played;
+                std::mem::swap(&mut best.0, other);
+            }
+        }
+    };
+    prefer(&mut best, &mut found.candidates, MOST_PLAYED);
+    let may_ask = options.partitioner == Partitioner::Pipec && in_flight::matters(problem) && problem.chunks == 1;
+    if !may_ask || problem.in_flight != InFlight::Auto {
+        return best;
+    }
+    for room in 1..=MOST_ROOM {
+        let (candidate, known) = &best;
+        // Where nothing lacks memory, caps have risen as far as they help.
+        if !known.lacks_memory || candidate.minibatch_us >= ENOUGH * known.minibatch_us {
+            break;
+        }
+        let mut more = roomier(question, room, known.minibatch_us, found);
+        prefer(&mut best, &mut more, MOST_PLAYED);
+        found.candidates.append(&mut more);
+    }
+    relieved(question, best, play)
+}
+
+/// The same with no stage recomputed that fits as it is under the caps that were chosen: room for more items was not used up everywhere.
+fn relieved(
+    question: &Question<'_>,
+    (candidate, played): (Candidate, Played),
+    play: impl Fn(&Candidate) -> Played,
+) -> (Candidate, Played) {
+    let Candidate { name, shape, spots, .. } = &candidate;
+    let holdings = build::holdings(question.problem, shape);
+    let mut fewer = spots.clone();
+    for at in 0..fewer.len() {
+        if std::mem::take(&mut fewer[at].recompute) {
+            let memory = build::memory(question.problem, shape, &fewer, &holdings, &played.caps, &[]);
+            fewer[at].recompute = !build::fits(question.problem, shape, &fewer, &memory);
+        }
+    }
+    if fewer == *spots {
+        return (candidate, played);
+    }
+    let other = question.placed(name, shape.clone(), fewer);
+    let replayed = play(&other);
+    if replayed.minibatch_us <= played.minibatch_us { (other, replayed) } else { (candidate, played) }
+}
+
+/// What is found with room for so many more items in every stage that promises less than what is known; the best first.
+fn roomier(question: &Question<'_>, room: u32, known_us: f64, found: &mut Found) -> Vec<Candidate> {
+    let problem = Problem { room, ..question.problem.clone() };
+    let among = Among { known_us, ..question.among };
+    let asked = Question { problem: &problem, among, ..*question };
+    // What the baselines promise by the equations is no reason to look no further.
+    let mut baselines = question.baselines();
+    baselines.iter_mut().for_each(|baseline| baseline.fits = false);
+    let Ok(more) = placement::found(&asked, &baselines) else { return Vec::new() };
+    found.states += more.states;
+    let mut candidates: Vec<Candidate> = more
+        .candidates
+        .into_iter()
+        .filter(|candidate| candidate.name == "pipec" && candidate.fits)
+        .map(|candidate| question.placed(candidate.name, candidate.shape, candidate.spots))
+        .collect();
+    candidates.sort_by(|left, right| order(problem.objective, left, right));
+    candidates
+}
+
+/// Has the programs of baselines played that would seem faster than the plan by the equations alone.
+pub fn play_baselines(
+    problem: &Problem,
+    question: &Question<'_>,
+    baselines: &mut [Candidate; 3],
+    plan: &Played,
+    options: &PlannerOptions<'_>,
+) {
+    if problem.cost != CostModel::Pipec || problem.objective == Objective::Latency {
+        return;
+    }
+    for baseline in baselines.iter_mut().filter(|baseline| baseline.fits && baseline.minibatch_us < plan.minibatch_us) {
+        baseline.minibatch_us = plays(problem, question, baseline, options).minibatch_us;
+    }
+}
+
+fn plays(problem: &Problem, question: &Question<'_>, candidate: &Candidate, options: &PlannerOptions<'_>) -> Played {
+    let Candidate { shape, spots, caps, minibatch_us, .. } = candidate;
+    played(problem, &question.joined.spread(shape), spots, caps, *minibatch_us, options.efficiency)
+}
