@@ -577,41 +577,6 @@ fn forwards_run_again_and_weights_are_made_in_shares() {
     assert_eq!((timeline.makespan, timeline.links[0].spans.len()), (18.0, 2));
 }
 
-/// The forward runs again while the gradients are on their way, and what it takes is taken out of the backward.
-#[test]
-fn a_stage_that_is_recomputed_says_so() {
-    let mut pipeline = Pipeline::balanced(&[1, 1], 2.0);
-    // The backward has the forward in it once more.
-    (pipeline.stages[0].backward, pipeline.stages[0].recompute) = (3.0, Some(1.0));
-    pipeline.stages[0].weight = 1.0;
-    for (name, row, makespan) in [
-        (Schedule::OneFOneB, "0.0 | F0 F1 R0 B0 R1 B1", 9.0),
-        (Schedule::ZbH1, "0.0 | F0 F1 R0 I0", 8.0),
-        (Schedule::OneFOneBRr, "0.0 | F0 F1 R0 B0 R1 B1", 9.0),
-    ] {
-        let count = if name.is_round_robin() {
-            StepCount::minibatches(2)
-        } else {
-            StepCount { minibatches: 1, microbatches: 2 }
-        };
-        let program = schedule(name, &pipeline, count).unwrap();
-        check(&program).unwrap();
-        let text = program.to_string();
-        assert!(text.contains("  stage 0 replicas=1 cap=2 recompute\n  stage 1 replicas=1 cap=1\n"), "{text}");
-        assert_eq!(text.matches("recompute 0F").count(), 2, "{text}");
-        assert!(!text.contains("recompute 1F"), "{text}");
-        assert_eq!(from_json(&to_json(&program).unwrap()).unwrap(), program);
-        assert!(chart(&program).unwrap().starts_with(row), "{name}\n{}", chart(&program).unwrap());
-        let timeline = simulate(&program, &pipeline, &Machine::of(&pipeline)).unwrap();
-        assert_eq!((timeline.busy(0), timeline.makespan), (8.0, makespan), "{name}");
-        let without = text.lines().filter(|line| !line.contains("recompute 0F1")).collect::<Vec<_>>().join("\n");
-        let error = check(&without.parse().unwrap()).unwrap_err().to_string();
-        assert!(error.contains("the forward of item 1 read, and it has not run again"), "{error}");
-    }
-    let program = schedule(Schedule::Inference, &pipeline, StepCount::minibatches(2)).unwrap();
-    assert!(!program.to_string().contains("recompute"));
-}
-
 #[test]
 fn mistakes_with_shares_are_told_where_they_are() {
     let lines: [(&str, &str, &str); 6] = [

@@ -14,8 +14,8 @@ use compiler::schedule::{Instruction, Pipeline, Schedule, StageShape, published_
 use compiler::tensor::dim::{Bindings, Dim};
 use compiler::tensor::fact::Fact;
 use compiler::tensor::{DType, Tensor};
-use runtime::checkpoint::Checkpoint;
 use runtime::data::{Batches, Dataset, Order, mix};
+use runtime::desk::checkpoint::Checkpoint;
 use runtime::optimizer::{Optimizer, Rule};
 use runtime::policy::Policy;
 use runtime::prepare::{Prepared, Settings, prepare};

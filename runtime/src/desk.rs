@@ -4,8 +4,10 @@
 //! A worker has a desk for each of its stages and moves messages between them and the other workers. A desk waits in one
 //! place only: for the other holders of a shared parameter, when it steps, or before the forward that needs their step.
 
+mod again;
+pub mod checkpoint;
+
 use crate::buffer::{Buffer, Ledger};
-use crate::checkpoint::tensor;
 use crate::compile::{Named, StageCode};
 use crate::data::Batches;
 use crate::execute::{ExecuteError, Executor, Item, Weights};
@@ -21,7 +23,6 @@ use compiler::pass::loss::{LOSS, LOSS_SCALE};
 use compiler::plan::StageId;
 use compiler::schedule::Payload;
 use compiler::schedule::work::Part;
-use compiler::tensor::Tensor;
 use compiler::tensor::view::{View, ViewMut};
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::sync::Arc;
@@ -324,62 +325,6 @@ impl<'a> Desk<'a> {
         self.items.insert(item, state);
         self.release(item);
         Ok(())
-    }
-
-    /// Runs the item's forward again with the weights of its backward, where what that reads was let go.
-    pub fn recompute(&mut self, item: u32, version: u32, lag: Lag) -> Result<(), ExecuteError> {
-        let Some(mut state) = self.items.remove(&item) else { return Ok(()) };
-        self.take_weights(&mut state, version, lag);
-        self.again(&mut state)?;
-        self.give_weights(&mut state, lag);
-        self.items.insert(item, state);
-        Ok(())
-    }
-
-    fn again(&mut self, state: &mut Item) -> Result<(), ExecuteError> {
-        if state.kept.is_none() { self.executor.again(state) } else { Ok(()) }
-    }
-
-    /// Gives the item the weights of its backward, where they are not those that it holds since its forward.
-    fn take_weights(&mut self, state: &mut Item, version: u32, lag: Lag) {
-        if lag.is_stashed {
-            return;
-        }
-        state.weights = self.versions.get(&version).cloned().unwrap_or_default();
-        if self.sets_back(lag) {
-            state.weights = self.stepper.back(&state.weights, lag.updates, &mut self.executor.pool);
-        }
-    }
-
-    /// Takes them away again.
-    fn give_weights(&mut self, state: &mut Item, lag: Lag) {
-        if lag.is_stashed {
-            return;
-        }
-        let weights = std::mem::take(&mut state.weights);
-        if self.sets_back(lag) {
-            weights.into_iter().for_each(|weight| self.executor.pool.give(weight));
-        }
-    }
-
-    fn sets_back(&self, lag: Lag) -> bool {
-        !lag.is_stashed && lag.updates > 0 && self.stepper.drifts()
-    }
-
-    /// This version of the parameters by name, with the states as they are now. Of narrow parameters the newest version comes in `f32`,
-    /// which older ones no longer have; of one that stages hold which step at different times, what is known here.
-    pub fn checkpoint(&self, version: u32) -> BTreeMap<String, Tensor> {
-        let is_newest = self.versions.keys().next_back() == Some(&version);
-        let mut written = BTreeMap::new();
-        let parameters = self.code.parameters.iter().zip(self.versions.get(&version).into_iter().flatten());
-        for (at, (named, weight)) in parameters.enumerate() {
-            let weight = self.late.iter().find(|late| late.parameter == at).map_or(weight, |late| &late.weight);
-            let master = self.stepper.master(at).filter(|_| is_newest);
-            written.insert(named.name.clone(), tensor(named, master.map_or(weight.bytes(), Buffer::bytes)));
-        }
-        let states = self.code.states.iter().zip(&self.executor.states);
-        written.extend(states.map(|(named, state)| (named.name.clone(), tensor(named, state.bytes()))));
-        written
     }
 
     /// An item whose backward is over and whose last message has been posted gives its buffers back.

@@ -1,9 +1,9 @@
 //! Trains a compiled model under a program: one thread for each worker, until all have run all their instructions.
 
 use crate::buffer::Buffer;
-use crate::checkpoint::{Checkpoint, tensor};
 use crate::compile::{Named, StageCode};
 use crate::data::Batches;
+use crate::desk::checkpoint::{Checkpoint, tensor};
 use crate::desk::{Contribution, Meeting, Place, Tied};
 use crate::device::cpu::half::is_half;
 use crate::evaluate::{EvaluateError, buffers};

@@ -5,8 +5,8 @@
 //! when the peer delivers or is gone.
 
 use crate::buffer::Ledger;
-use crate::checkpoint::Checkpoint;
 use crate::data::Batches;
+use crate::desk::checkpoint::Checkpoint;
 use crate::desk::{Desk, Lag, Left, Manner, Place, Stepping};
 use crate::execute::ExecuteError;
 use crate::link::channel::Message;

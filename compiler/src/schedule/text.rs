@@ -26,8 +26,9 @@
 //! ```
 //!
 //! Version 0 and slot 0 are left out, and the rank of a stage where it is the stage's own number: `stage 4 rank=0 replicas=1 cap=3`
-//! where it is not; a stage whose forwards keep only what they read has `recompute` behind its cap. A transfer is told by what made it and the two workers; where the receiver has several stages, also by the
-//! stage that takes it: `send 0F0 > 1.0 as 5 #7`. Gradients are told as `1B0`, also where `1I0` made them.
+//! where it is not; a stage whose forwards keep only what they read has `recompute` behind its cap. A transfer is told by what made
+//! it and the two workers; where the receiver has several stages, also by the stage that takes it: `send 0F0 > 1.0 as 5 #7`.
+//! Gradients are told as `1B0`, also where `1I0` made them.
 
 use std::collections::HashMap;
 use std::fmt;

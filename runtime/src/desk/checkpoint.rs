@@ -1,5 +1,7 @@
 //! What a run writes down while it goes on: the weights of a stage at the point that its program names.
 
+use super::Desk;
+use crate::buffer::Buffer;
 use crate::compile::Named;
 use crate::stepper::wide;
 use compiler::plan::StageId;
@@ -21,6 +23,24 @@ impl Checkpoint {
     /// The file that it is written to, in a folder of its run. Replicas of a stage have the same weights and write the same file.
     pub fn file_name(&self) -> String {
         format!("stage-{}-version-{}.safetensors", self.stage.0, self.version)
+    }
+}
+
+impl Desk<'_> {
+    /// This version of the parameters by name, with the states as they are now. Of narrow parameters the newest version comes in `f32`,
+    /// which older ones no longer have; of one that stages hold which step at different times, what is known here.
+    pub fn checkpoint(&self, version: u32) -> BTreeMap<String, Tensor> {
+        let is_newest = self.versions.keys().next_back() == Some(&version);
+        let mut written = BTreeMap::new();
+        let parameters = self.code.parameters.iter().zip(self.versions.get(&version).into_iter().flatten());
+        for (at, (named, weight)) in parameters.enumerate() {
+            let weight = self.late.iter().find(|late| late.parameter == at).map_or(weight, |late| &late.weight);
+            let master = self.stepper.master(at).filter(|_| is_newest);
+            written.insert(named.name.clone(), tensor(named, master.map_or(weight.bytes(), Buffer::bytes)));
+        }
+        let states = self.code.states.iter().zip(&self.executor.states);
+        written.extend(states.map(|(named, state)| (named.name.clone(), tensor(named, state.bytes()))));
+        written
     }
 }
 
