@@ -25,13 +25,16 @@ use compiler::tensor::dim::Bindings;
 use compiler::tensor::{DType, Tensor};
 use runtime::data::synthetic::synthetic;
 use runtime::data::{Batches, DataError, Dataset, Order};
+use runtime::desk::checkpoint::Checkpoint;
 use runtime::device::cpu::half::is_half;
 use runtime::optimizer::Optimizer;
 use runtime::policy::{Policy, Staleness, Statistics};
 use runtime::prepare::{self, PrepareError, Settings};
 use runtime::train::{self, StepDone, TrainError, Trained, Training};
+use runtime::weights;
 use runtime::worker::{Span, Work};
 use std::collections::{BTreeMap, HashMap};
+use std::path::Path;
 
 /// Minibatches of made-up data; they are seen again and again.
 const SYNTHETIC_MINIBATCHES: usize = 8;
@@ -114,6 +117,8 @@ pub struct Task<'a> {
     pub optimizer: &'a Optimizer,
     /// Whether the last gradients are wanted.
     pub keep_gradients: bool,
+    /// The folder for the checkpoints that a program writes, if there is one.
+    pub checkpoints: Option<&'a Path>,
     /// Parameters that are not trained, by name or `prefix*`.
     pub frozen: &'a [String],
 }
@@ -208,7 +213,8 @@ pub fn prepare(task: &mut Task<'_>) -> Result<Prepared, Failure> {
         _ => fail(&error),
     })?;
     for (code, stage) in made.codes.iter_mut().zip(&task.plan.stages) {
-        code.recompute = stage.recompute;
+        // A program from a file need not say it: then each backward does it by itself.
+        code.recompute |= stage.recompute;
     }
     memory::check(
         "training",
@@ -255,7 +261,17 @@ pub fn run(task: &Task<'_>, prepared: &Prepared, on_step: &mut dyn FnMut(StepDon
         policy: prepared.policy,
         keep_gradients: task.keep_gradients,
     };
-    let trained = train::train(&training, on_step).map_err(|error| match &error {
+    let mut fault = None;
+    let mut keep = |folder: &Path, checkpoint: Checkpoint| {
+        if fault.is_none() {
+            fault = weights::write(&folder.join(checkpoint.file_name()), &checkpoint.weights).err();
+        }
+    };
+    let trained = match task.checkpoints {
+        Some(folder) => train::train_with_checkpoints(&training, on_step, &mut |checkpoint| keep(folder, checkpoint)),
+        None => train::train(&training, on_step),
+    };
+    let trained = trained.map_err(|error| match &error {
         TrainError::Panic { .. } => Failure::bug(&error.to_string()),
         TrainError::Tied { .. } => Failure::input("cannot train under this plan").because(&error).help(
             "`--schedule 1f1b` keeps them equal, and so does 1f1b-rr where the stages have equally many replicas",
@@ -263,12 +279,18 @@ pub fn run(task: &Task<'_>, prepared: &Prepared, on_step: &mut dyn FnMut(StepDon
         TrainError::LossScale { .. } => Failure::input("cannot train")
             .because(&error)
             .help("`--schedule 1f1b` flushes; `--dtype bf16` needs no scale"),
+        TrainError::NoPlace { .. } => {
+            Failure::input("cannot train").because(&error).help("`--checkpoint-dir FOLDER` names one")
+        }
         TrainError::NoVelocity => {
             Failure::input("cannot train").because(&error).help("`--momentum 0.9`, or `--optimizer adam`")
         }
         TrainError::Worker(_) => Failure::no("training stopped").because(&error),
         _ => Failure::input("cannot train").because(&error),
     })?;
+    if let Some(fault) = fault {
+        return Err(Failure::input("cannot write a checkpoint").because(fault));
+    }
     let tracks = tracks(&prepared.made.program, &trained.spans);
     let samples = prepared.batch as f64 * trained.losses.len() as f64;
     let samples_per_s = if trained.seconds > 0.0 { samples / trained.seconds } else { 0.0 };
@@ -406,6 +428,7 @@ fn tracks(program: &Program, spans: &[Vec<Span>]) -> Vec<Track> {
         let span = |span: &Span| simulate::Span {
             activity: match span.work {
                 Work::Compute(work) => Activity::of(work),
+                Work::Recompute(stage, item) => Activity::Recompute(stage, item),
                 Work::Wait => Activity::Wait,
                 Work::Step(stage, version) => Activity::Step(stage, version.saturating_sub(1)),
             },

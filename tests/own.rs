@@ -164,3 +164,26 @@ fn a_run_and_its_simulation_have_rows_of_the_same_names() {
     assert_eq!(names(&simulated)[..3], names(&trained));
     assert_eq!(computed(&simulated), computed(&trained), "the same work on the same rows");
 }
+
+/// A program may write weights down on its way, where the run has a place for them.
+#[test]
+fn a_program_writes_checkpoints() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    planned(folder);
+    done(folder, &["simulate", "plan.json", "--minibatches", "2", "--programs", "p.json"]);
+    let mut program: Value = serde_json::from_str(&fs::read_to_string(folder.join("p.json")).unwrap()).unwrap();
+    let list = program["workers"][0]["instructions"].as_array_mut().unwrap();
+    list.push(serde_json::json!({"op": "checkpoint", "stage": 0, "version": 2}));
+    fs::write(folder.join("p.json"), program.to_string()).unwrap();
+    let train = [&TRAIN[..], &["--schedule", "p.json"]].concat();
+    refused(folder, &train, 2, "no place for checkpoints");
+    refused(folder, &train, 2, "`--checkpoint-dir FOLDER`");
+    done(folder, &[&train[..], &["--checkpoint-dir", "ck"]].concat());
+    let read = |name: &str| runtime::weights::read(&folder.join("ck").join(name)).unwrap();
+    let (all, own) = (read("weights.safetensors"), read("stage-0-version-2.safetensors"));
+    assert!(!own.is_empty() && own.len() < all.len());
+    for (name, tensor) in &own {
+        assert_eq!(tensor.bytes(), all[name].bytes(), "{name}");
+    }
+}

@@ -30,12 +30,14 @@ fn random_graph(random: &mut Random, kind: Kind, most: u64) -> CostGraph {
     for id in 0..ops {
         let weights = if random.below(3) == 0 { random.below(4_000_000) } else { random.below(20_000) };
         let out_bytes = random.below(400_000);
+        let (fwd_us, bwd_us) = (random.below(1000) as f64, random.below(2000) as f64);
         graph.ops.push(OpCost {
             id,
             name: format!("op{id}"),
             op: "test".into(),
-            fwd_us: random.below(1000) as f64,
-            bwd_us: random.below(2000) as f64,
+            fwd_us,
+            bwd_us,
+            weight_us: (weights % 3 > 0).then(|| bwd_us * (weights % 5) as f64 / 4.0),
             param_bytes: weights,
             saved_bytes: random.below(500_000),
             workspace_bytes: random.below(100_000),
@@ -240,6 +242,7 @@ fn the_judge_finds_every_change() {
         ("memory of stage 2", &|plan| plan.stages[2].memory.total += 1),
         ("fwd_us of stage 1", &|plan| plan.stages[1].fwd_us += 1e-3),
         ("bwd_us of stage 1", &|plan| plan.stages[1].bwd_us -= 1e-3),
+        ("weight_us of stage 1", &|plan| plan.stages[1].weight_us = Some(plan.stages[1].bwd_us / 2.0 + 1e-3)),
         ("edge 0 -> 1", &|plan| plan.edges[0].bytes += 1),
         ("edge 1 -> 2", &|plan| drop(plan.edges.remove(1))),
         ("edge 0 -> 2", &|plan| plan.edges[0].to.0 = 2),

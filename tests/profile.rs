@@ -17,7 +17,7 @@ use compiler::pass::loss::{LOSS, Loss, attach};
 use compiler::pass::memory::ALIGNMENT;
 use compiler::profile::cost_graph::{CostGraph, OpId};
 use compiler::profile::read::{from_json, to_json};
-use compiler::profile::{Method, Profile, ProfiledModel};
+use compiler::profile::{Method, OpProfile, Profile, ProfiledModel};
 use compiler::tensor::DType;
 use compiler::tensor::fact::Fact;
 use models::zoo::{build, to_bytes};
@@ -175,6 +175,35 @@ fn analytic_profiles_are_equal_readable_and_ordered_by_device() {
 }
 
 #[test]
+fn the_part_of_weights_is_what_no_earlier_op_waits_for() {
+    for name in MODELS {
+        let graph = zoo(name, 4);
+        let profile = analytic(&graph, Training::Gradient, "h100");
+        let part = |op: &OpProfile| op.weight_us.unwrap();
+        // Nobody waits for the first op that learns, an embedding or a layer on the input.
+        let first = profile.ops.iter().find(|op| op.param_bytes > 0).unwrap();
+        assert!(first.bwd_us > 0.0 && part(first) == first.bwd_us, "{name}: {first:?}");
+        // Of the others, products with weights make two gradients of equal work, and what has no weights makes those of data alone.
+        let others = || profile.ops.iter().filter(|op| op.id > first.id);
+        let products = |op: &&OpProfile| matches!(op.op.as_str(), "matmul" | "conv") && op.param_bytes > 0;
+        assert!(others().filter(products).count() > 1, "{name}");
+        for op in others().filter(products) {
+            assert!((part(op) / op.bwd_us - 0.5).abs() < 0.05, "{name}: {op:?}");
+        }
+        let plain = ["relu", "gelu", "softmax", "transpose", "slice", "reduce", "max_pool"];
+        for op in others().filter(|op| plain.contains(&op.op.as_str())) {
+            assert_eq!(part(op), 0.0, "{name}: {op:?}");
+        }
+        let all = profile.weight_us().unwrap();
+        assert!(all > 0.0 && all < 0.6 * profile.sum().bwd_us, "{name}: {all} of {:?}", profile.sum());
+        let mut filled = costs(&graph, Training::Gradient);
+        fill(&mut filled, &profile, Some("ab")).unwrap();
+        assert_eq!(filled.check(), Ok(()));
+        assert!(filled.ops.iter().zip(&profile.ops).all(|(op, of)| op.weight_us == of.weight_us));
+    }
+}
+
+#[test]
 fn a_profile_fills_its_own_model_only() {
     let graph = zoo("mlp", 4);
     let profile = analytic(&graph, Training::Gradient, "h100");
@@ -249,6 +278,12 @@ fn what_was_measured_once_is_not_measured_again() {
         assert_eq!(from_json(&to_json(&first.profile).unwrap()).unwrap(), first.profile);
         let (sum, whole) = (first.profile.sum(), first.profile.whole.unwrap());
         assert!(whole.fwd_us > 0.0 && whole.bwd_us > 0.0 && sum.fwd_us > 0.0 && sum.bwd_us > 0.0);
+        // Measured or by the formula, the same ops have a part that makes gradients of weights.
+        let formula = analytic(&graph, CLASSES, "cpu");
+        for (op, of) in first.profile.ops.iter().zip(&formula.ops) {
+            let [part, told] = [op, of].map(|op| op.weight_us.unwrap());
+            assert!(part <= op.bwd_us && (part > 0.0) == (told > 0.0), "{name}: {op:?}, {of:?}");
+        }
         fill(&mut costs(&graph, CLASSES), &first.profile, Some("ab")).unwrap();
     }
     // Entries that are damaged are measured again.

@@ -54,6 +54,7 @@ fn random_pipeline(random: &mut Random, name: Schedule) -> Pipeline {
     let times: Vec<[f64; 3]> = (0..stages).map(|_| [time(5), time(9), time(3)]).collect();
     let shapes = times.iter().map(|&[forward, backward, all_reduce]| StageShape {
         all_reduce,
+        recompute: (forward as u32 % 3 == 1).then(|| forward.min(backward)),
         ..StageShape::new(if deals_equally { replicas } else { 1 + random.below(4) }, forward, backward)
     });
     let mut pipeline = Pipeline::chain(shapes.collect());
@@ -242,6 +243,7 @@ fn mutate(random: &mut Random, program: &Program) -> Option<(String, Program)> {
             match &mut list[at] {
                 Instruction::Load { item, .. } => *item = MicrobatchId(item.0 + by),
                 Instruction::Forward { stage, item, version, slot }
+                | Instruction::Recompute { stage, item, version, slot }
                 | Instruction::Backward { stage, item, version, slot }
                 | Instruction::BackwardInput { stage, item, version, slot }
                 | Instruction::BackwardWeight { stage, item, version, slot } => {
@@ -278,10 +280,9 @@ fn mutate(random: &mut Random, program: &Program) -> Option<(String, Program)> {
                     _ => *in_place = !*in_place,
                 },
                 Instruction::Drop { version, .. } => *version = Version(version.0 + by),
-                Instruction::Recompute { .. }
-                | Instruction::ReduceScatter { .. }
-                | Instruction::AllGather { .. }
-                | Instruction::Checkpoint { .. } => return None,
+                Instruction::ReduceScatter { .. } | Instruction::AllGather { .. } | Instruction::Checkpoint { .. } => {
+                    return None;
+                }
             }
             "changed"
         }
@@ -526,7 +527,8 @@ fn opposite_orders_of_waiting_are_a_deadlock() {
     assert_eq!(error, "worker 1.0, instruction 1 (`wait #1`): waits for ever: 0.0 never sends item 0");
 }
 
-/// No schedule writes these instructions yet; a program may: the forward runs again, replicas step shares of the weights.
+/// What a program may have beside what schedules write: replicas that step shares of the weights, checkpoints, and a forward that runs
+/// again where nothing says that it must.
 const SHARES: &str = "program gpipe {
   items 2
   microbatches 2
@@ -566,7 +568,7 @@ fn forwards_run_again_and_weights_are_made_in_shares() {
     assert_eq!(chart(&program).unwrap(), "0.0 | F0 R0 B0\n0.1 | F1 R1 B1\n");
     // Forward 2, the forward again 2, what is left of a backward of 6, and a reduce-scatter and an all-gather of an all-reduce of 10.
     let mut stage = StageShape::new(2, 2.0, 6.0);
-    (stage.recompute, stage.all_reduce) = (2.0, 10.0);
+    (stage.recompute, stage.all_reduce) = (Some(2.0), 10.0);
     let pipeline = Pipeline::chain(vec![stage]);
     let timeline = simulate(&program, &pipeline, &Machine::of(&pipeline)).unwrap();
     let names: Vec<String> = timeline.workers[0].spans.iter().map(|span| span.activity.to_string()).collect();

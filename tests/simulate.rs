@@ -1,6 +1,8 @@
 //! Simulated figures that are known from elsewhere: bubbles, activations, stashes, shared cores, links.
 
+use compiler::schedule::chart::chart;
 use compiler::schedule::check::check;
+use compiler::schedule::json::{from_json, to_json};
 use compiler::schedule::link::Link;
 use compiler::schedule::rule::StepCount;
 use compiler::schedule::scheduler::schedule;
@@ -150,6 +152,41 @@ fn no_time_at_all_is_no_fault() {
     assert_eq!((timeline.makespan, timeline.bubble()), (0.0, 0.0));
     assert!(timeline.throughput().is_infinite());
     assert!(steady_efficiency(&pipeline).unwrap() > 0.9);
+}
+
+/// The forward runs again while the gradients are on their way, and what it takes is taken out of the backward.
+#[test]
+fn a_stage_that_is_recomputed_says_so() {
+    let mut pipeline = Pipeline::balanced(&[1, 1], 2.0);
+    // The backward has the forward in it once more.
+    (pipeline.stages[0].backward, pipeline.stages[0].recompute) = (3.0, Some(1.0));
+    pipeline.stages[0].weight = 1.0;
+    for (name, row, makespan) in [
+        (Schedule::OneFOneB, "0.0 | F0 F1 R0 B0 R1 B1", 9.0),
+        (Schedule::ZbH1, "0.0 | F0 F1 R0 I0", 8.0),
+        (Schedule::OneFOneBRr, "0.0 | F0 F1 R0 B0 R1 B1", 9.0),
+    ] {
+        let count = if name.is_round_robin() {
+            StepCount::minibatches(2)
+        } else {
+            StepCount { minibatches: 1, microbatches: 2 }
+        };
+        let program = schedule(name, &pipeline, count).unwrap();
+        check(&program).unwrap();
+        let text = program.to_string();
+        assert!(text.contains("  stage 0 replicas=1 cap=2 recompute\n  stage 1 replicas=1 cap="), "{text}");
+        let again = ["recompute\n", "recompute 0F", "recompute 1F"].map(|word| text.matches(word).count());
+        assert_eq!(again, [1, 2, 0], "{text}");
+        assert_eq!(from_json(&to_json(&program).unwrap()).unwrap(), program);
+        assert!(chart(&program).unwrap().starts_with(row), "{name}\n{}", chart(&program).unwrap());
+        let timeline = simulate(&program, &pipeline, &Machine::of(&pipeline)).unwrap();
+        assert_eq!((timeline.busy(0), timeline.makespan), (8.0, makespan), "{name}");
+        let without = text.lines().filter(|line| !line.contains("recompute 0F1")).collect::<Vec<_>>().join("\n");
+        let error = check(&without.parse().unwrap()).unwrap_err().to_string();
+        assert!(error.contains("the forward of item 1 read, and it has not run again"), "{error}");
+    }
+    let program = schedule(Schedule::Inference, &pipeline, StepCount::minibatches(2)).unwrap();
+    assert!(!program.to_string().contains("recompute"));
 }
 
 #[test]

@@ -8,17 +8,20 @@ use compiler::pass::backward::{Arriving, Made, Read, backward};
 use compiler::pass::fragment::fragments;
 use compiler::pass::loss::{LOSS, Loss, attach};
 use compiler::pass::pipeline;
+use compiler::schedule::check::check;
 use compiler::schedule::rule::StepCount;
-use compiler::schedule::{Pipeline, Schedule, StageShape, published_caps};
+use compiler::schedule::{Instruction, Pipeline, Schedule, StageShape, published_caps};
 use compiler::tensor::dim::{Bindings, Dim};
 use compiler::tensor::fact::Fact;
 use compiler::tensor::{DType, Tensor};
 use runtime::data::{Batches, Dataset, Order, mix};
+use runtime::desk::checkpoint::Checkpoint;
 use runtime::optimizer::{Optimizer, Rule};
 use runtime::policy::Policy;
-use runtime::prepare::{Settings, prepare};
+use runtime::prepare::{Prepared, Settings, prepare};
 use runtime::rate::{Rate, Shape};
-use runtime::train::{Trained, Training, feeds, train};
+use runtime::train::{TrainError, Trained, Training, feeds, train, train_with_checkpoints};
+use runtime::worker::Work;
 use std::collections::{BTreeMap, HashMap};
 
 const BATCH: usize = 4;
@@ -72,25 +75,43 @@ fn stages(count: usize) -> Vec<usize> {
 }
 
 fn pipelined(replicas: &[u32], caps: &[u32], schedule: Schedule, count: StepCount, optimizer: &Optimizer) -> Trained {
-    recomputed(replicas, caps, schedule, count, optimizer, false)
+    ran(&prepared(replicas, caps, schedule, count, Again::Never), count, optimizer, None).unwrap()
 }
 
-fn recomputed(
-    replicas: &[u32],
-    caps: &[u32],
-    schedule: Schedule,
-    count: StepCount,
-    optimizer: &Optimizer,
-    recompute: bool,
-) -> Trained {
-    let (graph, weights) = network();
+/// Who runs forward again before backward.
+#[derive(Clone, Copy, PartialEq)]
+enum Again {
+    Never,
+    /// The backward by itself, of which the program says nothing.
+    Backward,
+    /// The program, by instructions of their own.
+    Program,
+}
+
+fn prepared(replicas: &[u32], caps: &[u32], schedule: Schedule, count: StepCount, again: Again) -> Prepared {
     let item = BATCH / count.microbatches as usize;
     let dims = Bindings::from([("batch".to_string(), item as i64)]);
-    let shapes = replicas.iter().map(|r| StageShape::new(*r, f64::from(*r), 2.0 * f64::from(*r))).collect();
-    let pipeline = Pipeline::chain(shapes).with_caps(caps);
+    let shape = |r: &u32| StageShape {
+        recompute: (again == Again::Program).then(|| f64::from(*r)),
+        ..StageShape::new(*r, f64::from(*r), 2.0 * f64::from(*r))
+    };
+    let pipeline = Pipeline::chain(replicas.iter().map(shape).collect()).with_caps(caps);
+    let pipeline = if schedule == Schedule::Zbv { pipeline.folded() } else { pipeline };
     let settings = Settings { dims, loss: Loss::CrossEntropy, class_axis: None, schedule, count };
-    let mut prepared = prepare(&graph, &stages(replicas.len()), pipeline, &settings).unwrap();
-    prepared.codes.iter_mut().for_each(|code| code.recompute = recompute);
+    let mut prepared = prepare(&network().0, &stages(replicas.len()), pipeline, &settings).unwrap();
+    assert!(prepared.codes.iter().all(|code| code.recompute == (again == Again::Program)));
+    prepared.codes.iter_mut().for_each(|code| code.recompute = again != Again::Never);
+    prepared
+}
+
+fn ran(
+    prepared: &Prepared,
+    count: StepCount,
+    optimizer: &Optimizer,
+    on_checkpoint: Option<&mut dyn FnMut(Checkpoint)>,
+) -> Result<Trained, TrainError> {
+    let (_, weights) = network();
+    let item = BATCH / count.microbatches as usize;
     let steps = count.minibatches as usize;
     let data = Dataset::new(rows(steps), &feeds(&prepared.codes), item).unwrap();
     let batches = Batches::new(data, BATCH, count.microbatches as usize, steps, Order::InOrder).unwrap();
@@ -103,7 +124,10 @@ fn recomputed(
         policy: Policy::default(),
         keep_gradients: false,
     };
-    train(&training, &mut |_| {}).unwrap()
+    match on_checkpoint {
+        Some(on_checkpoint) => train_with_checkpoints(&training, &mut |_| {}, on_checkpoint),
+        None => train(&training, &mut |_| {}),
+    }
 }
 
 /// The loss and the gradients of all parameters, with the reference kernels.
@@ -398,12 +422,69 @@ fn recomputation_gives_the_same_bits() {
         (&[2, 1, 1], Schedule::OneFOneBRr, StepCount::minibatches(7)),
         (&[1, 1, 1], Schedule::OneFOneB, StepCount { minibatches: 3, microbatches: 4 }),
         (&[1, 1], Schedule::Gpipe, StepCount { minibatches: 3, microbatches: 2 }),
+        (&[1, 1, 1], Schedule::ZbH1, StepCount { minibatches: 3, microbatches: 4 }),
+        (&[2, 1], Schedule::ZbH2, StepCount { minibatches: 3, microbatches: 4 }),
+        (&[1, 1, 1, 1], Schedule::Zbv, StepCount { minibatches: 2, microbatches: 4 }),
+        (&[1, 1, 1], Schedule::TwoBw, StepCount { minibatches: 4, microbatches: 4 }),
+        (&[1, 1, 1], Schedule::OneFOneBRrVsync, StepCount::minibatches(7)),
+        (&[2, 1, 1], Schedule::OneFOneBRrNewest, StepCount::minibatches(7)),
     ] {
-        let run = |again| recomputed(replicas, &published_caps(replicas), schedule, count, &optimizer, again);
-        let (plain, again) = (run(false), run(true));
-        assert_eq!(plain.losses, again.losses, "{replicas:?} {schedule}");
-        for (name, weight) in &plain.weights {
-            assert_eq!(weight.bytes(), again.weights[name].bytes(), "{name} of {replicas:?} {schedule}");
+        let run = |again| {
+            let prepared = prepared(replicas, &published_caps(replicas), schedule, count, again);
+            ran(&prepared, count, &optimizer, None).unwrap()
+        };
+        let [plain, by_itself, said] = [Again::Never, Again::Backward, Again::Program].map(run);
+        // Where nothing is stashed, the forward that runs again has newer weights than the first.
+        let others = if schedule.stashes() { vec![plain, by_itself] } else { vec![by_itself] };
+        for other in others {
+            assert_eq!(other.losses, said.losses, "{replicas:?} {schedule}");
+            for (name, weight) in &other.weights {
+                assert_eq!(weight.bytes(), said.weights[name].bytes(), "{name} of {replicas:?} {schedule}");
+            }
+            let again = other.spans.iter().flatten().any(|span| matches!(span.work, Work::Recompute(..)));
+            assert!(!again, "no instruction says so");
+        }
+        let again = said.spans.iter().flatten().filter(|span| matches!(span.work, Work::Recompute(..)));
+        let items = count.minibatches * count.microbatches;
+        assert_eq!(again.count(), replicas.len() * items as usize, "{replicas:?} {schedule}");
+    }
+}
+
+/// Every version that a program writes down is what a run of so many minibatches leaves.
+#[test]
+fn checkpoints_hold_the_weights_at_their_point() {
+    let optimizer =
+        Optimizer::from(Rule::Sgd { learning_rate: 0.1, momentum: 0.9, nesterov: false, weight_decay: 0.0 });
+    for (replicas, schedule, microbatches) in
+        [(&[1, 1, 1][..], Schedule::OneFOneB, 2), (&[2, 1], Schedule::ZbH1, 2), (&[1, 1, 1], Schedule::OneFOneBRr, 1)]
+    {
+        let count = |minibatches| StepCount { minibatches, microbatches };
+        let caps = published_caps(replicas);
+        let mut made = prepared(replicas, &caps, schedule, count(4), Again::Never);
+        for own in &mut made.program.workers {
+            let mut written = Vec::new();
+            for instruction in std::mem::take(&mut own.instructions) {
+                written.push(instruction);
+                if let Instruction::Step { stage, to: version, .. } = instruction {
+                    written.push(Instruction::Checkpoint { stage, version });
+                }
+            }
+            own.instructions = written;
+        }
+        check(&made.program).unwrap();
+        let refused = ran(&made, count(4), &optimizer, None).map(|_| ()).unwrap_err();
+        assert!(matches!(&refused, TrainError::NoPlace { .. }), "{refused}");
+        let mut kept: Vec<Checkpoint> = Vec::new();
+        ran(&made, count(4), &optimizer, Some(&mut |checkpoint| kept.push(checkpoint))).unwrap();
+        assert_eq!(kept.len(), 4 * replicas.iter().sum::<u32>() as usize);
+        for minibatches in 1..=4 {
+            let left = pipelined(replicas, &caps, schedule, count(minibatches), &optimizer);
+            let of = kept.iter().filter(|checkpoint| checkpoint.version == minibatches);
+            let tensors: Vec<(&String, &Tensor)> = of.flat_map(|checkpoint| &checkpoint.weights).collect();
+            assert!(tensors.len() >= left.weights.len());
+            for (name, tensor) in tensors {
+                assert_eq!(tensor.bytes(), left.weights[name].bytes(), "{name} after {minibatches} under {schedule}");
+            }
         }
     }
 }

@@ -241,6 +241,10 @@ pub struct Stage {
     /// Backward time of one minibatch on one replica, in microseconds; where the stage is recomputed, its forward runs once more
     /// in it.
     pub bwd_us: f64,
+    /// The part of `bwd_us` that makes gradients of weights, which a split backward may run later. Where it is absent, half of the
+    /// backward counts as that part, what runs forward again aside.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub weight_us: Option<f64>,
     /// What one replica holds.
     pub memory: StageMemory,
     /// The stage's place in the levels of the cluster, innermost first. One entry on a cluster of several levels means that the

@@ -83,6 +83,10 @@ pub struct OpProfile {
     pub fwd_us: f64,
     /// Backward time in microseconds.
     pub bwd_us: f64,
+    /// The part of `bwd_us` that makes gradients of weights, which no other op waits for: 0 for ops without weights. Where it is
+    /// absent, half of the backward counts as that part.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub weight_us: Option<f64>,
     /// Spread of the measured times, as a fraction of the median; 0 where nothing was measured.
     pub spread: f64,
     /// Bytes of the parameters this op uses.
@@ -136,5 +140,10 @@ impl Profile {
         let fwd_us = self.ops.iter().map(|op| op.fwd_us).sum();
         let bwd_us = self.ops.iter().map(|op| op.bwd_us).sum();
         Whole { fwd_us, bwd_us }
+    }
+
+    /// Microseconds of the backward that make gradients of weights, summed over the ops; none where some op does not say.
+    pub fn weight_us(&self) -> Option<f64> {
+        self.ops.iter().map(|op| op.weight_us).sum()
     }
 }

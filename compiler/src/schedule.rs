@@ -232,8 +232,9 @@ pub struct StageShape {
     pub backward: f64,
     /// The part of `backward` that makes gradients of weights, which nobody else waits for, in microseconds.
     pub weight: f64,
-    /// The part of `backward` that runs the forward again, which a Recompute of its own takes out of it, in microseconds.
-    pub recompute: f64,
+    /// The part of `backward` that runs the forward again, as a Recompute of its own before it, in microseconds; none where what the
+    /// backward reads is kept.
+    pub recompute: Option<f64>,
     /// Time of one optimizer step, in microseconds.
     pub step: f64,
     /// Time of one all-reduce of the stage's gradients, in microseconds; nothing for a single replica.
@@ -256,7 +257,7 @@ impl StageShape {
             forward,
             backward,
             weight,
-            recompute: 0.0,
+            recompute: None,
             step: 0.0,
             all_reduce: 0.0,
             cap: 1,
@@ -516,6 +517,13 @@ pub struct ProgramStage {
     pub replicas: u32,
     /// Items that may be in flight on a replica.
     pub cap: u32,
+    /// Whether a forward keeps nothing but what it read, so that a Recompute comes before every backward.
+    #[serde(default, skip_serializing_if = "is_not")]
+    pub recompute: bool,
+}
+
+fn is_not(said: &bool) -> bool {
+    !said
 }
 
 /// One program for each worker of a pipeline, and what is needed to judge it.

@@ -24,12 +24,14 @@ fn random_graph(random: &mut Random, most: u64) -> CostGraph {
     for id in 0..ops {
         let weights = if random.below(3) == 0 { random.below(400_000) } else { random.below(20_000) };
         let out_bytes = random.below(400_000);
+        let (fwd_us, bwd_us) = (random.below(1000) as f64, random.below(2000) as f64);
         graph.ops.push(OpCost {
             id,
             name: format!("op{id}"),
             module: format!("layers.{}", id / 2),
-            fwd_us: random.below(1000) as f64,
-            bwd_us: random.below(2000) as f64,
+            fwd_us,
+            bwd_us,
+            weight_us: (weights % 3 > 0).then(|| bwd_us * (weights % 5) as f64 / 4.0),
             param_bytes: weights,
             saved_bytes: random.below(500_000),
             workspace_bytes: random.below(100_000),

@@ -380,3 +380,37 @@ fn zero_bubbles_are_ordered_as_published() {
     assert!(v.0 < h1.0 && v.0 >= 24.0 - 0.01, "{v:?}");
     assert!((one.1 - 9.0 / 33.0).abs() < 1e-3 && (h1.1 - 3.0 / 27.0).abs() < 1e-3 && v.1 < h1.1);
 }
+
+/// Four equal stages of F = 1 and B = 2 and eight micro-batches, whose backward is split.
+#[test]
+fn the_second_half_of_a_backward_takes_what_the_costs_say() {
+    let played = |weight_us: Option<f64>, recomputed: bool| {
+        let op = |id: u32| OpCost { id, fwd_us: 1.0, bwd_us: 2.0, weight_us, out_bytes: 1, ..OpCost::default() };
+        let tensor = |id: u32| TensorCost {
+            name: format!("t{id}"),
+            producer: OpId(id),
+            bytes: 0,
+            consumers: (id < 3).then_some(OpId(id + 1)).into_iter().collect(),
+        };
+        let graph = CostGraph { ops: (0..4).map(op).collect(), tensors: (0..4).map(tensor).collect(), params: vec![] };
+        let mut problem = Problem::new(graph, levels("4:1GB/s").unwrap(), CostModel::Pipec);
+        (problem.schedule, problem.microbatches) = (ScheduleKind::ZbH1, 8);
+        problem.constraints.replicas = Some(vec![1; 4]);
+        let mut found = with(&problem, Partitioner::Pipec).unwrap();
+        assert!(found.stages.iter().all(|stage| stage.weight_us == weight_us));
+        assert!(found.lower_bound_us <= found.predicted.minibatch_us);
+        if recomputed {
+            found.stages.iter_mut().for_each(|stage| (stage.recompute, stage.bwd_us) = (true, 3.0));
+        }
+        let parts: Vec<f64> = pipeline(&found).unwrap().stages.iter().map(|stage| stage.weight).collect();
+        assert_eq!(parts, [weight_us.unwrap_or(1.0); 4], "what runs forward again is no part of it");
+        (found.predicted.minibatch_us, simulated(&found, 8))
+    };
+    // 3 m + (p - 1) (F + B - 2 W) with F = B = W; without a second half it is 1F1B.
+    assert_eq!(played(None, false), (27.0, 27.0));
+    assert_eq!(played(Some(1.0), false), (27.0, 27.0));
+    assert_eq!(played(Some(0.0), false), (33.0, 33.0));
+    let some = played(Some(0.5), false).0;
+    assert!(27.0 < some && some < 33.0, "{some}");
+    assert_eq!(played(None, true).1, played(Some(1.0), true).1);
+}

@@ -169,6 +169,7 @@ pub fn measure(
             op: op.op,
             fwd_us: microseconds(&jobs, forward),
             bwd_us: microseconds(&jobs, backward),
+            weight_us: Some(microseconds(&jobs, &uses.weights[i])),
             spread: (1e4 * spread_ps as f64 / (total_ps as f64).max(1.0)).round() / 1e4,
             param_bytes: op.param_bytes,
             saved_bytes: op.saved_bytes,
@@ -214,10 +215,11 @@ impl Keeper<'_> {
     }
 }
 
-/// The jobs of each op, by place in the list of jobs.
+/// The jobs of each op, by place in the list of jobs; `weights` are those of `backward` that make gradients of weights.
 struct Uses {
     forward: Vec<Vec<usize>>,
     backward: Vec<Vec<usize>>,
+    weights: Vec<Vec<usize>>,
 }
 
 fn jobs(attribution: &Attribution, head: &str) -> (Vec<Job>, Uses) {
@@ -236,11 +238,14 @@ fn jobs(attribution: &Attribution, head: &str) -> (Vec<Job>, Uses) {
         });
         each.collect()
     };
-    let mut uses = Uses { forward: Vec::new(), backward: Vec::new() };
+    let mut uses = Uses { forward: Vec::new(), backward: Vec::new(), weights: Vec::new() };
     for op in 0..attribution.ops.len() {
         uses.forward.push(find(&attribution.forward, &attribution.forward_nodes[op], op));
-        let backward = attribution.backward.as_ref();
-        uses.backward.push(backward.map_or_else(Vec::new, |g| find(g, &attribution.backward_nodes[op], op)));
+        let nodes = &attribution.backward_nodes[op];
+        let backward = attribution.backward.as_ref().map_or_else(Vec::new, |graph| find(graph, nodes, op));
+        let second = nodes.iter().zip(&backward).filter(|(id, _)| attribution.second.contains(id));
+        uses.weights.push(second.map(|(_, job)| *job).collect());
+        uses.backward.push(backward);
     }
     (list, uses)
 }

@@ -4,6 +4,9 @@
 //! A worker has a desk for each of its stages and moves messages between them and the other workers. A desk waits in one
 //! place only: for the other holders of a shared parameter, when it steps, or before the forward that needs their step.
 
+mod again;
+pub mod checkpoint;
+
 use crate::buffer::{Buffer, Ledger};
 use crate::compile::{Named, StageCode};
 use crate::data::Batches;
@@ -305,17 +308,10 @@ impl<'a> Desk<'a> {
     /// Runs the item's backward, or a part of it, with the weights of its forward, or with this version where none are stashed.
     pub fn backward(&mut self, item: u32, part: Part, version: u32, lag: Lag) -> Result<(), ExecuteError> {
         let Some(mut state) = self.items.remove(&item) else { return Ok(()) };
-        let sets_back = !lag.is_stashed && lag.updates > 0 && self.stepper.drifts();
-        if !lag.is_stashed {
-            state.weights = self.versions.get(&version).cloned().unwrap_or_default();
-        }
-        if sets_back {
-            state.weights = self.stepper.back(&state.weights, lag.updates, &mut self.executor.pool);
-        }
+        self.take_weights(&mut state, version, lag);
         if part.makes_gradients() {
-            if self.code.recompute {
-                self.executor.again(&mut state)?;
-            }
+            // A program may leave to the backward what it does not say.
+            self.again(&mut state)?;
             self.executor.backward_input(&mut state)?;
         }
         if part.ends() {
@@ -325,12 +321,7 @@ impl<'a> Desk<'a> {
                 add(&mut self.terms[i], &mut self.executor, &state, term, dtype);
             }
         }
-        if !lag.is_stashed {
-            let weights = std::mem::take(&mut state.weights);
-            if sets_back {
-                weights.into_iter().for_each(|weight| self.executor.pool.give(weight));
-            }
-        }
+        self.give_weights(&mut state, lag);
         self.items.insert(item, state);
         self.release(item);
         Ok(())

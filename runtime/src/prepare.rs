@@ -99,9 +99,12 @@ pub fn prepare_with(
     }
     let small = if is_f16 { SCALED_LOSS } else { LOSS };
     let place = placement(&bound, &trained, stages);
-    let codes = compile_parts(&trained, &place, pipeline.stages.len(), Some(small), splits)?;
+    let mut codes = compile_parts(&trained, &place, pipeline.stages.len(), Some(small), splits)?;
     let pipeline = with_edges(pipeline, &codes);
     let program = program(&pipeline)?;
     check(&program).map_err(PrepareError::Program)?;
+    for (code, stage) in codes.iter_mut().zip(&program.stages) {
+        code.recompute = stage.recompute;
+    }
     Ok(Prepared { graph: trained, codes, program, pipeline })
 }

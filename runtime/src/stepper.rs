@@ -110,6 +110,11 @@ impl<'a> Stepper<'a> {
         !self.drift.is_empty()
     }
 
+    /// A narrow parameter in `f32`, after its newest step.
+    pub fn master(&self, p: usize) -> Option<&Buffer> {
+        self.masters.get(p).and_then(Option::as_ref)
+    }
+
     /// The weights to keep of these: masters where there are any.
     pub fn leave(self, weights: Weights) -> Weights {
         let of = |(weight, master): (Arc<Buffer>, Option<Buffer>)| master.map_or(weight, Arc::new);

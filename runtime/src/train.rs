@@ -3,6 +3,7 @@
 use crate::buffer::Buffer;
 use crate::compile::{Named, StageCode};
 use crate::data::Batches;
+use crate::desk::checkpoint::{Checkpoint, tensor};
 use crate::desk::{Contribution, Meeting, Place, Tied};
 use crate::device::cpu::half::is_half;
 use crate::evaluate::{EvaluateError, buffers};
@@ -51,10 +52,12 @@ pub enum TrainError {
     #[error("weights that are predicted or set back are f32 or f64; parameter `{name}` is {dtype}")]
     Narrow { name: String, dtype: DType },
     #[error(
-        "worker {worker}, instruction {at} (`{instruction}`): the simulator plays this, the runtime does not run it yet; recompute and \
-         checkpoints are options of the run, and gradients are all-reduced"
+        "worker {worker}, instruction {at} (`{instruction}`): the simulator plays this, the runtime does not run it: no schedule deals \
+         weights out in shares, gradients are all-reduced"
     )]
     NotRun { worker: String, at: usize, instruction: String },
+    #[error("worker {worker}, instruction {at} (`{instruction}`): the run has no place for checkpoints")]
+    NoPlace { worker: String, at: usize, instruction: String },
     #[error("bug in pipec: the program runs the backward of stage {stage} in two parts, and it was compiled as one")]
     Parts { stage: u32 },
     #[error("bug in pipec: worker {worker} panicked: {what}")]
@@ -166,10 +169,28 @@ pub fn check_weights(codes: &[StageCode], weights: &BTreeMap<String, Tensor>) ->
     Ok(())
 }
 
-/// Runs the whole program. `on_step` is told of every minibatch, in order.
+/// Runs the whole program. `on_step` is told of every minibatch, in order. A program that writes checkpoints is refused.
 pub fn train(training: &Training<'_>, on_step: &mut dyn FnMut(StepDone)) -> Result<Trained, TrainError> {
+    run(training, on_step, None)
+}
+
+/// The same, where `on_checkpoint` is given what the program's checkpoints hold: those of one worker in their order, while the workers
+/// go on.
+pub fn train_with_checkpoints(
+    training: &Training<'_>,
+    on_step: &mut dyn FnMut(StepDone),
+    on_checkpoint: &mut dyn FnMut(Checkpoint),
+) -> Result<Trained, TrainError> {
+    run(training, on_step, Some(on_checkpoint))
+}
+
+fn run(
+    training: &Training<'_>,
+    on_step: &mut dyn FnMut(StepDone),
+    mut on_checkpoint: Option<&mut dyn FnMut(Checkpoint)>,
+) -> Result<Trained, TrainError> {
     let program = training.program;
-    check_instructions(program)?;
+    check_instructions(program, on_checkpoint.is_some())?;
     check_parts(program, training.codes)?;
     check_weights(training.codes, training.weights)?;
     let ties = ties(training)?;
@@ -242,8 +263,10 @@ pub fn train(training: &Training<'_>, on_step: &mut dyn FnMut(StepDone)) -> Resu
             })
             .collect();
         for event in told {
-            if let Event::Loss { item, value } = event {
-                losses.add(item, value, epoch.elapsed().as_secs_f64(), on_step);
+            match (event, &mut on_checkpoint) {
+                (Event::Loss { item, value }, _) => losses.add(item, value, epoch.elapsed().as_secs_f64(), on_step),
+                (Event::Checkpoint(checkpoint), Some(on_checkpoint)) => on_checkpoint(checkpoint),
+                (Event::Stepped { .. } | Event::Checkpoint(_), _) => {}
             }
         }
         threads.into_iter().map(|(name, thread)| join(name, thread)).collect()
@@ -330,13 +353,6 @@ fn collect(
     Ok(Trained { weights, gradients, losses, seconds, spans, held_bytes })
 }
 
-/// A tensor of the run: narrow parameters and their gradients come in `f32`.
-fn tensor(named: &Named, bytes: &[u8]) -> Tensor {
-    let shape = named.fact.concrete().expect("sizes were checked when the graph was compiled");
-    let dtype = if bytes.len() == named.bytes { named.fact.dtype } else { wide(named.fact.dtype) };
-    Tensor::new(dtype, shape, bytes.to_vec().into()).expect("the buffer has the size of the tensor")
-}
-
 /// The `f32` weights of a narrow parameter.
 fn master(named: &Named, weights: &BTreeMap<String, Tensor>) -> Option<Buffer> {
     let given = weights.get(&named.name).filter(|_| is_half(named.fact.dtype))?;
@@ -367,17 +383,22 @@ fn channels(program: &Program) -> HashMap<WorkerId, Ends> {
     ends
 }
 
-/// Refuses a program with instructions that can be checked and simulated, and that no worker runs yet.
-fn check_instructions(program: &Program) -> Result<(), TrainError> {
+/// Refuses a program with instructions that can be checked and simulated, and that no worker runs: weights in shares, and checkpoints
+/// where there is no place for them.
+fn check_instructions(program: &Program, keeps_checkpoints: bool) -> Result<(), TrainError> {
     for (worker, own) in (0..).map(WorkerId).zip(&program.workers) {
         for (at, instruction) in own.instructions.iter().enumerate() {
-            if let Instruction::Recompute { .. }
-            | Instruction::ReduceScatter { .. }
-            | Instruction::AllGather { .. }
-            | Instruction::Checkpoint { .. } = instruction
-            {
-                let (worker, instruction) = (program.worker_name(worker), program.show(instruction));
-                return Err(TrainError::NotRun { worker, at, instruction });
+            let told = || (program.worker_name(worker), program.show(instruction));
+            match instruction {
+                Instruction::ReduceScatter { .. } | Instruction::AllGather { .. } => {
+                    let (worker, instruction) = told();
+                    return Err(TrainError::NotRun { worker, at, instruction });
+                }
+                Instruction::Checkpoint { .. } if !keeps_checkpoints => {
+                    let (worker, instruction) = told();
+                    return Err(TrainError::NoPlace { worker, at, instruction });
+                }
+                _ => {}
             }
         }
     }

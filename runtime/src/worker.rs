@@ -6,6 +6,7 @@
 
 use crate::buffer::Ledger;
 use crate::data::Batches;
+use crate::desk::checkpoint::Checkpoint;
 use crate::desk::{Desk, Lag, Left, Manner, Place, Stepping};
 use crate::execute::ExecuteError;
 use crate::link::channel::Message;
@@ -15,7 +16,7 @@ use crate::policy::Policy;
 use compiler::plan::StageId;
 use compiler::schedule::rule::Rule;
 use compiler::schedule::work::Part;
-use compiler::schedule::{EdgeId, Instruction, MicrobatchId, Payload, Program, Token, WorkerId};
+use compiler::schedule::{EdgeId, Instruction, MicrobatchId, Payload, Program, Token, Version, WorkerId};
 use crossbeam_channel::{Receiver, Sender};
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -84,6 +85,8 @@ pub enum Event {
         /// Its newest version.
         version: u32,
     },
+    /// Weights that are to be written down.
+    Checkpoint(Checkpoint),
 }
 
 /// What took a worker's time.
@@ -91,6 +94,8 @@ pub enum Event {
 pub enum Work {
     /// A stage's run of an item.
     Compute(compiler::schedule::work::Work),
+    /// A stage's forward again for an item's backward.
+    Recompute(StageId, MicrobatchId),
     /// Waiting for a message or a rendezvous.
     Wait,
     /// A stage's step to this version.
@@ -211,10 +216,25 @@ impl<'a> Worker<'a> {
                 self.spend(Work::Step(stage, to.0), start);
             }
             Instruction::Drop { stage, version } => self.desk(at, stage)?.drop_version(version.0),
-            Instruction::Recompute { .. }
-            | Instruction::ReduceScatter { .. }
-            | Instruction::AllGather { .. }
-            | Instruction::Checkpoint { .. } => return Err(self.bug(at, "the runtime does not run it yet")),
+            Instruction::Recompute { stage, item, version, .. } => {
+                let lag = self.lag(stage, item);
+                if !lag.is_stashed && !self.desk(at, stage)?.has(version.0) {
+                    return Err(self.bug(at, "version is gone"));
+                }
+                let done = self.desk(at, stage)?.recompute(item.0, version.0, lag);
+                done.map_err(|fault| WorkerError::Execute { worker: self.name.clone(), fault })?;
+                self.spend(Work::Recompute(stage, item), start);
+            }
+            Instruction::Checkpoint { stage, version: Version(version) } => {
+                if !self.desk(at, stage)?.has(version) {
+                    return Err(self.bug(at, "version is gone"));
+                }
+                let weights = self.desk(at, stage)?.checkpoint(version);
+                let _ = self.gear.events.send(Event::Checkpoint(Checkpoint { stage, version, weights }));
+            }
+            Instruction::ReduceScatter { .. } | Instruction::AllGather { .. } => {
+                return Err(self.bug(at, "the runtime does not deal weights out in shares"));
+            }
         }
         Ok(())
     }

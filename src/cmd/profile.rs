@@ -154,8 +154,10 @@ pub fn show(profile: &Profile) -> String {
     if dearest.len() > LISTED {
         text += &format!("… and {} more\n", dearest.len() - LISTED);
     }
+    let weights = profile.weight_us().filter(|_| sum.bwd_us > 0.0);
+    let weights = weights.map_or(String::new(), |us| format!(", of it {} for weights", quantity::time(us)));
     text += &format!(
-        "\n{} on {}, micro-batch {}, {}\nsum of ops   forward {}, backward {}\n",
+        "\n{} on {}, micro-batch {}, {}\nsum of ops   forward {}, backward {}{weights}\n",
         shown(&profile.model.file),
         shown(&profile.device.name),
         profile.settings.micro_batch,

@@ -161,6 +161,7 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Failure> {
         seed: arguments.seed,
         optimizer: &optimizer,
         keep_gradients: false,
+        checkpoints: None,
         frozen: &[],
     };
     let prepared = training::prepare(&mut task)?;

@@ -110,7 +110,8 @@ pub struct Arguments {
     /// Write the gradients of the last minibatch by parameter name
     #[arg(long, value_name = "FILE")]
     save_gradients: Option<PathBuf>,
-    /// Write the trained weights to weights.safetensors in this folder, which is made where it is missing
+    /// Write the trained weights to weights.safetensors in this folder, which is made where it is missing, and there also what a
+    /// program of one's own writes on its way, as stage-N-version-N.safetensors
     #[arg(long, value_name = "FOLDER")]
     checkpoint_dir: Option<PathBuf>,
     /// Write a JSON object for every minibatch, and one with totals at the end
@@ -222,6 +223,7 @@ pub fn run(arguments: Box<Arguments>, screen: &Screen) -> Result<(), Failure> {
         seed: arguments.seed,
         optimizer: &optimizer,
         keep_gradients: arguments.save_gradients.is_some(),
+        checkpoints: arguments.checkpoint_dir.as_deref(),
         frozen: &arguments.freeze,
     };
     let prepared = training::prepare(&mut task)?;
@@ -231,6 +233,9 @@ pub fn run(arguments: Box<Arguments>, screen: &Screen) -> Result<(), Failure> {
     }
     remarks(&task, &prepared, screen);
     arguments.policy.remarks(schedule, screen);
+    if let Some(folder) = &arguments.checkpoint_dir {
+        fs::create_dir_all(folder).map_err(|error| Failure::file("make the folder", folder, error))?;
+    }
     let done = watched(&task, &prepared, arguments.metrics.as_deref(), screen)?;
     let trained = &done.trained;
     let write = |path: &Path, tensors| {
@@ -246,7 +251,6 @@ pub fn run(arguments: Box<Arguments>, screen: &Screen) -> Result<(), Failure> {
         written.push((path.clone(), "gradients"));
     }
     if let Some(folder) = &arguments.checkpoint_dir {
-        fs::create_dir_all(folder).map_err(|error| Failure::file("make the folder", folder, error))?;
         let path = folder.join("weights.safetensors");
         write(&path, &trained.weights)?;
         written.push((path, "checkpoint"));
@@ -392,11 +396,11 @@ fn measured(done: &Done) -> Vec<serde_json::Value> {
         let held = done.trained.held_bytes.get(at).copied().unwrap_or(0);
         let mut sums: BTreeMap<u32, [(f64, u32); 2]> = BTreeMap::new();
         for span in &track.spans {
-            // The two parts of a backward are one.
+            // The two parts of a backward are one, with the forward that runs again for it, as plans have it.
             let (stage, way, ends) = match span.activity {
                 Activity::Forward(stage, _) => (stage, 0, 1),
                 Activity::Backward(stage, _) | Activity::BackwardWeight(stage, _) => (stage, 1, 1),
-                Activity::BackwardInput(stage, _) => (stage, 1, 0),
+                Activity::BackwardInput(stage, _) | Activity::Recompute(stage, _) => (stage, 1, 0),
                 _ => continue,
             };
             let sum = &mut sums.entry(stage.0).or_default()[way];

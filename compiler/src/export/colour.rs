@@ -53,6 +53,7 @@ text{font:12px system-ui,-apple-system,'Segoe UI',Roboto,'Helvetica Neue',Arial,
 .phase{fill:var(--grid)}\
 .flush{stroke:var(--quiet);stroke-width:1;stroke-dasharray:2 3}\
 .forward{fill:var(--forward)}\
+.recompute{fill:var(--forward);fill-opacity:.6}\
 .backward,.backward-input{fill:var(--backward)}\
 .backward-weight{fill:var(--backward-weight)}\
 .step{fill:var(--step)}\
@@ -61,7 +62,7 @@ text{font:12px system-ui,-apple-system,'Segoe UI',Roboto,'Helvetica Neue',Arial,
 .gradient{fill:var(--gradient)}\
 .wait{fill:var(--wait)}\
 .on{font-size:10px;text-anchor:middle;pointer-events:none;font-variant-numeric:tabular-nums}\
-.on-forward,.on-step,.on-all-reduce{fill:var(--on-forward)}\
+.on-forward,.on-recompute,.on-step,.on-all-reduce{fill:var(--on-forward)}\
 .on-backward,.on-backward-input,.on-backward-weight{fill:var(--on-backward)}\
 .curve{fill:none;stroke-width:1.8;stroke-linejoin:round}\
 .dashed{stroke-dasharray:5 4}\

@@ -163,6 +163,8 @@ pub fn stages(problem: &Problem, shape: &Shape, spots: &[Spot], memory: &[StageM
         let pace = pace(problem, spot, leaf.replicas);
         let fwd_us = leaf.ops.iter().map(|&op| ops[op as usize].fwd_us).sum::<f64>() / pace;
         let bwd_us = leaf.ops.iter().map(|&op| ops[op as usize].bwd_us).sum::<f64>() / pace;
+        let tells = leaf.ops.iter().any(|&op| ops[op as usize].weight_us.is_some());
+        let weight_us = leaf.ops.iter().map(|&op| ops[op as usize].weight_part_us()).sum::<f64>() / pace;
         let mut modules: Vec<String> = Vec::new();
         let mut seen = std::collections::HashSet::new();
         for &op in leaf.ops {
@@ -187,6 +189,7 @@ pub fn stages(problem: &Problem, shape: &Shape, spots: &[Spot], memory: &[StageM
             recompute: spot.recompute,
             fwd_us,
             bwd_us: bwd_us + if spot.recompute { fwd_us } else { 0.0 },
+            weight_us: tells.then_some(weight_us),
             memory: *memory,
             hierarchy: leaf.hierarchy,
         });

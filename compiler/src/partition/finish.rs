@@ -159,7 +159,8 @@ pub fn spread(problem: &Problem) -> f64 {
     let total = if asked.trains() { problem.graph.total_us() } else { forward };
     // The second half of a backward is on nobody's way; a table says which backwards are split.
     let may_split = problem.schedule.splits_backward() || problem.schedule == ScheduleKind::Csv;
-    let way = if may_split && asked.trains() { (forward + total) / 2.0 } else { total };
+    let later: f64 = problem.graph.ops.iter().map(|op| op.weight_part_us()).sum();
+    let way = if may_split && asked.trains() { (total - later).max(forward) } else { total };
     match (asked.latency, problem.schedule.is_continuous()) {
         (true, _) => forward / fastest,
         (false, true) => asked.link_weight() * total / devices,

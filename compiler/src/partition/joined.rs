@@ -70,6 +70,9 @@ impl<'a> Joined<'a> {
             let mut sum = self.full.ops[self.leaders[at] as usize].clone();
             sum.id = at as u32;
             for op in members.iter().filter(|op| **op != self.leaders[at]).map(|&op| &self.full.ops[op as usize]) {
+                if sum.weight_us.is_some() || op.weight_us.is_some() {
+                    sum.weight_us = Some(sum.weight_part_us() + op.weight_part_us());
+                }
                 sum.fwd_us += op.fwd_us;
                 sum.bwd_us += op.bwd_us;
                 sum.param_bytes += op.param_bytes;

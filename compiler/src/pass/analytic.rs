@@ -2,7 +2,8 @@
 //!
 //! The roofline (Williams, Waterman and Patterson, CACM 52(4), 2009): a kernel takes as long as the slower of its
 //! arithmetic and its memory traffic at the device's peak, less what real kernels reach of a peak, and the time to start
-//! it. Every kernel that runs counts, those of the backward run included; views take no time. What the formula leaves
+//! it. Every kernel that runs counts, those of the backward run included; views take no time. The part of a backward that makes
+//! gradients of weights is that of its kernels which no other op waits for. What the formula leaves
 //! out: caches, fusion, tiles that do not fill the device. It orders ops well and their sum roughly.
 
 use super::attribution::Attribution;
@@ -48,7 +49,10 @@ pub fn profile(graph: &Graph, attribution: &Attribution, device: &Device, subjec
     };
     let ops = costs.ops.into_iter().enumerate().map(|(i, op)| {
         let (fwd_us, flops) = sum(Some(&attribution.forward), &attribution.forward_nodes[i]);
-        let (bwd_us, _) = sum(attribution.backward.as_ref(), &attribution.backward_nodes[i]);
+        let backward = &attribution.backward_nodes[i];
+        let (bwd_us, _) = sum(attribution.backward.as_ref(), backward);
+        let second: Vec<NodeId> = backward.iter().copied().filter(|id| attribution.second.contains(id)).collect();
+        let (weight_us, _) = sum(attribution.backward.as_ref(), &second);
         OpProfile {
             id: op.id,
             name: op.name,
@@ -56,6 +60,7 @@ pub fn profile(graph: &Graph, attribution: &Attribution, device: &Device, subjec
             op: op.op,
             fwd_us: picoseconds(fwd_us),
             bwd_us: picoseconds(bwd_us),
+            weight_us: Some(picoseconds(weight_us)),
             spread: 0.0,
             param_bytes: op.param_bytes,
             saved_bytes: op.saved_bytes,

@@ -66,6 +66,9 @@ pub struct Attribution {
     pub forward_nodes: Vec<Vec<NodeId>>,
     /// For every op the nodes of `backward` that need a kernel, in order.
     pub backward_nodes: Vec<Vec<NodeId>>,
+    /// The nodes of `backward` that no earlier op waits for: they make gradients of weights, and where a backward is split they are
+    /// its second half.
+    pub second: HashSet<NodeId>,
     /// For every op the bytes of its results that are kept from forward to backward.
     pub saved_bytes: Vec<u64>,
     /// For every op the bytes of what is alive while its nodes run, forward or backward, beside what is kept, parameters and their
@@ -141,10 +144,13 @@ pub fn attribute(graph: &Graph, training: Training) -> Result<Attribution, Attri
         let held = made.graph.outputs.iter().map(|output| output.value).collect();
         live_by_owner(&made.graph, &order, &owners, [&HashSet::new(), &held], &mut live_bytes);
     }
-    let [between_bytes, arriving_bytes] = match &made {
-        Some(made) => halves::between(&made.graph, &leaders(graph, &ops)),
-        None => [vec![0; ops.len()], vec![0; ops.len()]],
-    };
+    let mut second = HashSet::new();
+    let [mut between_bytes, mut arriving_bytes] = [vec![0; ops.len()], vec![0; ops.len()]];
+    if let Some(made) = &made {
+        let halves = halves::halves(&made.graph, &leaders(graph, &ops));
+        second = halves.second;
+        [between_bytes, arriving_bytes] = halves.bytes;
+    }
     let backward = made.map(|b| b.graph);
     Ok(Attribution {
         ops,
@@ -153,6 +159,7 @@ pub fn attribute(graph: &Graph, training: Training) -> Result<Attribution, Attri
         backward,
         forward_nodes,
         backward_nodes,
+        second,
         saved_bytes,
         live_bytes,
         between_bytes,

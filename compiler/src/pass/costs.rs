@@ -165,6 +165,7 @@ pub fn fill(costs: &mut CostGraph, profile: &Profile, sha256: Option<&str>) -> R
     for (op, profiled) in costs.ops.iter_mut().zip(&profile.ops) {
         op.fwd_us = profiled.fwd_us;
         op.bwd_us = profiled.bwd_us;
+        op.weight_us = profiled.weight_us;
         op.workspace_bytes = profiled.workspace_bytes;
     }
     Ok(())

@@ -397,17 +397,29 @@ pub fn class_memory(classes: &[DeviceClass], plan: &Plan, faults: &mut Vec<Fault
 fn stage_times(problem: &Problem, plan: &Plan, stage_of: &[usize], faults: &mut Vec<Fault>) {
     let mut forward = vec![0.0; plan.stages.len()];
     let mut backward = vec![0.0; plan.stages.len()];
+    let mut weights = vec![0.0; plan.stages.len()];
     for (op, &stage) in problem.graph.ops.iter().zip(stage_of) {
         forward[stage] += op.fwd_us;
         backward[stage] += op.bwd_us;
+        // An op whose costs do not tell the part counts with half.
+        weights[stage] += match op.weight_us {
+            Some(part) => part,
+            None => 0.5 * op.bwd_us,
+        };
     }
     for (at, stage) in plan.stages.iter().enumerate() {
         if stage.recompute {
             backward[at] += forward[at];
         }
         let pace = judge::pace(problem, stage);
-        (forward[at], backward[at]) = (forward[at] / pace, backward[at] / pace);
-        for (name, said, found) in [("fwd_us", stage.fwd_us, forward[at]), ("bwd_us", stage.bwd_us, backward[at])] {
+        (forward[at], backward[at], weights[at]) = (forward[at] / pace, backward[at] / pace, weights[at] / pace);
+        // A plan that says nothing of the weights, an older one for example, says nothing wrong.
+        let said_of_weights = stage.weight_us.unwrap_or(weights[at]);
+        for (name, said, found) in [
+            ("fwd_us", stage.fwd_us, forward[at]),
+            ("bwd_us", stage.bwd_us, backward[at]),
+            ("weight_us", said_of_weights, weights[at]),
+        ] {
             if differs(said, found) {
                 let what = format!("{name} of stage {at}");
                 faults.push(Fault::Figure { what, said: said.to_string(), found: found.to_string() });

@@ -22,6 +22,16 @@ pub enum PlanFileError {
         /// Its name.
         field: String,
     },
+    /// A part of a backward that is longer than the backward.
+    #[error("`stages[{stage}].weight_us` is {weight_us}, a part of `bwd_us`, which is {bwd_us}")]
+    Part {
+        /// Index of the stage.
+        stage: usize,
+        /// The part.
+        weight_us: f64,
+        /// The whole.
+        bwd_us: f64,
+    },
     /// A number that JSON cannot hold.
     #[error("`{field}` is {value}; it must be finite and not negative")]
     Figure {
@@ -84,6 +94,12 @@ fn check(plan: &Plan) -> Result<(), PlanFileError> {
     for (at, stage) in plan.stages.iter().enumerate() {
         figure(format!("stages[{at}].fwd_us"), stage.fwd_us)?;
         figure(format!("stages[{at}].bwd_us"), stage.bwd_us)?;
+        if let Some(weight_us) = stage.weight_us {
+            figure(format!("stages[{at}].weight_us"), weight_us)?;
+            if weight_us > stage.bwd_us {
+                return Err(PlanFileError::Part { stage: at, weight_us, bwd_us: stage.bwd_us });
+            }
+        }
     }
     Ok(())
 }

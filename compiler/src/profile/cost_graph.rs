@@ -35,6 +35,8 @@ pub struct OpCost {
     pub fwd_us: f64,
     /// Backward time.
     pub bwd_us: f64,
+    /// The part of it that makes gradients of weights, where that is known: see [`OpCost::weight_part_us`].
+    pub weight_us: Option<f64>,
     /// Bytes of the parameters this op is the first to use: a tied parameter is counted once, [`CostGraph::params`] names all
     /// its users.
     pub param_bytes: u64,
@@ -125,10 +127,20 @@ pub enum CostGraphError {
     Time {
         /// Name of the op.
         name: String,
-        /// `fwd_us` or `bwd_us`.
+        /// `fwd_us`, `bwd_us` or `weight_us`.
         field: &'static str,
         /// The value.
         value: f64,
+    },
+    /// A part of a backward that is longer than the backward.
+    #[error("op `{name}`: `weight_us` is {weight_us}, a part of `bwd_us`, which is {bwd_us}")]
+    Part {
+        /// Name of the op.
+        name: String,
+        /// The part.
+        weight_us: f64,
+        /// The whole.
+        bwd_us: f64,
     },
     /// A reference to an op that does not exist.
     #[error("`{name}` refers to op {op}, the model has {ops} ops")]
@@ -175,6 +187,12 @@ pub enum CostGraphError {
 }
 
 impl OpCost {
+    /// The part of the backward that makes gradients of weights, which a split backward may run later. Where that is not known it is
+    /// half, as matrix products have it.
+    pub fn weight_part_us(&self) -> f64 {
+        self.weight_us.unwrap_or(self.bwd_us / 2.0)
+    }
+
     /// What an item in flight keeps of the op.
     pub fn kept_bytes(&self) -> u64 {
         self.saved_bytes.saturating_add(self.fed_bytes)
@@ -215,10 +233,14 @@ impl CostGraph {
             if op.id as usize != index {
                 return Err(CostGraphError::Id { name: shown(&op.name), index, id: op.id });
             }
-            for (field, value) in [("fwd_us", op.fwd_us), ("bwd_us", op.bwd_us)] {
+            let weight_us = op.weight_us.unwrap_or(0.0);
+            for (field, value) in [("fwd_us", op.fwd_us), ("bwd_us", op.bwd_us), ("weight_us", weight_us)] {
                 if !(value.is_finite() && value >= 0.0) {
                     return Err(CostGraphError::Time { name: shown(&op.name), field, value });
                 }
+            }
+            if weight_us > op.bwd_us {
+                return Err(CostGraphError::Part { name: shown(&op.name), weight_us, bwd_us: op.bwd_us });
             }
         }
         for op in &self.ops {
@@ -334,6 +356,8 @@ mod tests {
         assert!(matches!(broken(|g| g.ops[1].id = 5), CostGraphError::Id { .. }));
         assert!(matches!(broken(|g| g.ops[1].fwd_us = f64::NAN), CostGraphError::Time { .. }));
         assert!(matches!(broken(|g| g.ops[1].bwd_us = -1.0), CostGraphError::Time { .. }));
+        assert!(matches!(broken(|g| g.ops[1].weight_us = Some(f64::NAN)), CostGraphError::Time { .. }));
+        assert!(matches!(broken(|g| g.ops[1].weight_us = Some(2.5)), CostGraphError::Part { .. }));
         assert!(matches!(broken(|g| g.tensors[0].consumers = vec![OpId(0)]), CostGraphError::Order { .. }));
         assert!(matches!(broken(|g| g.tensors[0].producer = OpId(9)), CostGraphError::UnknownOp { .. }));
         assert!(matches!(broken(|g| g.tensors[0].consumers = vec![OpId(1), OpId(1)]), CostGraphError::Unsorted { .. }));

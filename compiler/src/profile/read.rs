@@ -31,6 +31,16 @@ pub enum ProfileError {
         /// Length of `ops`.
         listed: usize,
     },
+    /// A part of a backward that is longer than the backward.
+    #[error("{place}: `weight_us` is {weight_us}, a part of `bwd_us`, which is {bwd_us}")]
+    Part {
+        /// `ops[3] (conv1)`.
+        place: String,
+        /// The part.
+        weight_us: f64,
+        /// The whole.
+        bwd_us: f64,
+    },
     /// A time or fraction that is negative or not finite.
     #[error("{place}: `{field}` is {value}; it must be finite and not negative")]
     Figure {
@@ -78,6 +88,12 @@ pub fn check(profile: &Profile) -> Result<(), ProfileError> {
         for (field, value) in [("fwd_us", op.fwd_us), ("bwd_us", op.bwd_us), ("spread", op.spread)] {
             figure(place, field, value)?;
         }
+        if let Some(weight_us) = op.weight_us {
+            figure(place, "weight_us", weight_us)?;
+            if weight_us > op.bwd_us {
+                return Err(ProfileError::Part { place: place(), weight_us, bwd_us: op.bwd_us });
+            }
+        }
     }
     if let Some(whole) = &profile.whole {
         figure(|| "whole".to_string(), "fwd_us", whole.fwd_us)?;
@@ -106,13 +122,24 @@ mod tests {
         let profile = from_json(FILE).unwrap();
         let text = to_json(&profile).unwrap();
         assert_eq!(from_json(&text).unwrap(), profile);
-        assert_eq!(profile.sum().bwd_us, 2.0);
+        assert_eq!((profile.sum().bwd_us, profile.weight_us()), (2.0, None));
+    }
+
+    #[test]
+    fn the_part_of_weights_is_optional() {
+        assert!(!to_json(&from_json(FILE).unwrap()).unwrap().contains("weight_us"));
+        let said = from_json(&FILE.replace("\"bwd_us\":2.0", "\"bwd_us\":2.0,\"weight_us\":0.5")).unwrap();
+        assert_eq!((said.ops[0].weight_us, said.weight_us()), (Some(0.5), Some(0.5)));
+        assert_eq!(from_json(&to_json(&said).unwrap()).unwrap(), said);
     }
 
     #[test]
     fn refuses_wrong_figures() {
         let error = |from: &str, to: &str| from_json(&FILE.replace(from, to)).unwrap_err().to_string();
         assert!(error("\"fwd_us\":1.5", "\"fwd_us\":-1").contains("ops[0] (a): `fwd_us`"));
+        let weights = |us: &str| error("\"bwd_us\":2.0", &format!("\"bwd_us\":2.0,\"weight_us\":{us}"));
+        assert!(weights("-1").contains("ops[0] (a): `weight_us`"));
+        assert!(weights("2.5").contains("`weight_us` is 2.5, a part of `bwd_us`, which is 2"));
         assert!(error("\"id\":0", "\"id\":7").contains("id 7"));
         assert!(error("\"ops\":1}", "\"ops\":2}").contains("lists 1"));
         assert!(error("\"id\":0,", "\"id\":0,\"id\":0,").contains("duplicate"));

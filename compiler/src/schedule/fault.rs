@@ -51,6 +51,8 @@ pub enum Fault {
     NotReceived { edge: u32, item: MicrobatchId, kind: Payload },
     #[error("the {} of item {} do not exist here at this point", name(.kind), .item.0)]
     NotMade { item: MicrobatchId, kind: Payload },
+    #[error("the stage keeps only what the forward of item {} read, and it has not run again", .0.0)]
+    NotRecomputed(MicrobatchId),
     #[error("weights: found version {}, the schedule's rule says {}", .found.0, .rule.0)]
     WrongVersion { found: Version, rule: Version },
     #[error("weights: the forward used version {}, this backward uses {}", .forward.0, .found.0)]

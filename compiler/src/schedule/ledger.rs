@@ -78,6 +78,8 @@ pub struct Ledger {
     replica: u32,
     replicas: u32,
     cap: u32,
+    /// Whether a forward runs again before its backward.
+    recomputes: bool,
     /// Edges that bring activations, and edges that bring gradients.
     incoming: Vec<Side>,
     outgoing: Vec<Side>,
@@ -119,6 +121,7 @@ impl Ledger {
             replica: worker.replica,
             replicas: of.replicas,
             cap: of.cap,
+            recomputes: of.recompute,
             incoming: edges(|ends| ends.1),
             outgoing: edges(|ends| ends.0),
             loaded: Numbered::new(limit),
@@ -227,6 +230,9 @@ impl Ledger {
             return Err(Fault::OutOfOrder { item, after });
         }
         flight.uses(version, slot)?;
+        if self.recomputes && !flight.again {
+            return Err(Fault::NotRecomputed(item));
+        }
         still_held(&self.versions, &self.slots, item, version, slot)?;
         use_all(&mut self.outgoing, item, Payload::Gradient)?;
         if self.incoming.iter().any(|side| side.sending >= GRADIENT_BUFFERS) {

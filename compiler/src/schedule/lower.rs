@@ -4,6 +4,7 @@
 //!
 //! ```text
 //! recv …            posted ahead of the work that needs it, so that transfers run beside computation
+//! recompute 2F3     before 2B3 or 2I3, where stage 2 is recomputed: it needs none of what is waited for then
 //! wait …            for Sends whose buffer is needed again, for the all-reduce (then step), for Recvs of this work
 //! load, 2F3         or 2B3, or 2I3 and later 2W3
 //! send …, all-reduce
@@ -258,6 +259,10 @@ impl<'a> Writer<'a> {
             };
             while self.reducing.front().is_some_and(needs_update) {
                 self.apply();
+            }
+            if part.makes_gradients() && lists.rule.stages[stage.index()].recompute {
+                let slot = self.stage(stage).slots.of(item);
+                self.out.push(Instruction::Recompute { stage, item, version, slot });
             }
             self.wait(place);
             let mut held = None;

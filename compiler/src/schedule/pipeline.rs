@@ -3,7 +3,8 @@
 //! An item is what the profile measured, one micro-batch, so a stage's times are taken as they stand. A transfer takes the slowest
 //! link between any replica of the one stage and any of the other, an all-reduce a ring at each level: the times of cost model
 //! `pipec`, see `plan::links`. Others who share a link are not seen here, and a plan does not say how long an optimizer step takes:
-//! it is 0. A recomputed stage runs its forward again in its backward time.
+//! it is 0. The backward time of a recomputed stage has its forward in it once more. The part of a backward that makes gradients of
+//! weights is as the plan has it; where it says nothing, half of the backward is that part, what runs forward again aside.
 
 use crate::cluster::Level;
 use crate::plan::links::{self, Wire};
@@ -35,9 +36,12 @@ pub fn pipeline_of(
     }
     let shape = |(stage, &cap): (&Stage, &u32)| {
         let weights = stage.memory.weights;
+        // Of plans whose forward time has all in it, nothing is known of a backward to take it out of.
+        let recompute = stage.recompute.then(|| stage.fwd_us.min(stage.bwd_us));
         StageShape {
             cap,
-            recompute: if stage.recompute { stage.fwd_us } else { 0.0 },
+            weight: stage.weight_us.unwrap_or((stage.bwd_us - recompute.unwrap_or(0.0)) / 2.0),
+            recompute,
             all_reduce: links::all_reduce_us(&links::rings(levels, &stage.devices, weights as f64)),
             param_bytes: weights,
             saved_bytes: stage.memory.activations / u64::from(cap.max(1)),

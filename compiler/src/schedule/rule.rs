@@ -16,7 +16,7 @@
 //! vertical sync is stage 0's version number at every stage.
 
 use crate::plan::StageId;
-use crate::schedule::{MicrobatchId, Pipeline, Program, ProgramStage, Schedule, ScheduleError, Version};
+use crate::schedule::{MicrobatchId, Pipeline, Program, ProgramStage, Schedule, ScheduleError, StageShape, Version};
 
 /// Items times stages that a program may have: beyond it the lists alone would take many gigabytes.
 const MAX_WORK: u64 = 1 << 24;
@@ -70,8 +70,14 @@ impl Rule {
             return Err(ScheduleError::TooLong { items, stages: pipeline.stages.len() });
         }
         let stages = pipeline.ranks.iter().zip(&pipeline.stages);
-        let stages = stages.map(|(&rank, s)| ProgramStage { rank, replicas: s.replicas, cap: s.cap }).collect();
-        Ok(Self { schedule, items: items as u32, microbatches, stages })
+        let recomputes = |stage: &StageShape| schedule.trains() && stage.recompute.is_some();
+        let stages = stages.map(|(&rank, stage)| ProgramStage {
+            rank,
+            replicas: stage.replicas,
+            cap: stage.cap,
+            recompute: recomputes(stage),
+        });
+        Ok(Self { schedule, items: items as u32, microbatches, stages: stages.collect() })
     }
 
     /// The rule that a program says it follows.

@@ -79,7 +79,7 @@ impl Pipeline {
                 ("forward", stage.forward),
                 ("backward", stage.backward),
                 ("weight part of the backward", stage.weight),
-                ("recomputing", stage.recompute),
+                ("recomputing", stage.recompute.unwrap_or(0.0)),
                 ("step", stage.step),
                 ("all-reduce", stage.all_reduce),
             ] {

@@ -26,8 +26,9 @@
 //! ```
 //!
 //! Version 0 and slot 0 are left out, and the rank of a stage where it is the stage's own number: `stage 4 rank=0 replicas=1 cap=3`
-//! where it is not. A transfer is told by what made it and the two workers; where the receiver has several stages, also by the
-//! stage that takes it: `send 0F0 > 1.0 as 5 #7`. Gradients are told as `1B0`, also where `1I0` made them.
+//! where it is not; a stage whose forwards keep only what they read has `recompute` behind its cap. A transfer is told by what made
+//! it and the two workers; where the receiver has several stages, also by the stage that takes it: `send 0F0 > 1.0 as 5 #7`.
+//! Gradients are told as `1B0`, also where `1I0` made them.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -59,7 +60,8 @@ impl fmt::Display for Program {
         writeln!(f, "  microbatches {}", self.microbatches)?;
         for (index, stage) in self.stages.iter().enumerate() {
             let rank = if stage.rank.index() == index { String::new() } else { format!("rank={} ", stage.rank.0) };
-            writeln!(f, "  stage {index} {rank}replicas={} cap={}", stage.replicas, stage.cap)?;
+            let again = if stage.recompute { " recompute" } else { "" };
+            writeln!(f, "  stage {index} {rank}replicas={} cap={}{again}", stage.replicas, stage.cap)?;
         }
         for (from, to) in &self.edges {
             writeln!(f, "  edge {} > {}", from.0, to.0)?;
@@ -245,8 +247,13 @@ struct Reader {
 impl Reader {
     fn stage(&mut self, line: &Line<'_>) -> Result<(), ParseError> {
         const EXPECTED: &str = "`stage N replicas=N cap=N`, stages in order, replicas and cap at least 1, or with the stage's rank \
-                                `stage N rank=N replicas=N cap=N`, ranks in order of their first stages, with equal replicas";
-        let (rank, [index, replicas, cap]) = match line.words[..] {
+                                `stage N rank=N replicas=N cap=N`, ranks in order of their first stages, with equal replicas; \
+                                `recompute` may follow";
+        let (words, recompute) = match line.words.split_last() {
+            Some((&"recompute", words)) => (words, true),
+            _ => (&line.words[..], false),
+        };
+        let (rank, [index, replicas, cap]) = match *words {
             ["stage", index, replicas, cap] => (index, [index, replicas, cap]),
             ["stage", index, rank, replicas, cap] if rank != format!("rank={index}") => {
                 (rank.strip_prefix("rank=").ok_or_else(|| line.expected(EXPECTED))?, [index, replicas, cap])
@@ -270,7 +277,7 @@ impl Reader {
         if known.is_none() {
             self.first.push(workers as u32);
         }
-        self.program.stages.push(ProgramStage { rank, replicas, cap });
+        self.program.stages.push(ProgramStage { rank, replicas, cap, recompute });
         Ok(())
     }
 

@@ -306,9 +306,7 @@ impl<'a> Simulation<'a> {
             Activity::BackwardInput(stage, item) => {
                 of(stage, |shape| (shape.backward - shape.weight).max(0.0)) - self.spared(worker, stage, item)
             }
-            Activity::Recompute(stage, _) => {
-                of(stage, |shape| if shape.recompute > 0.0 { shape.recompute } else { shape.forward })
-            }
+            Activity::Recompute(stage, _) => of(stage, |shape| shape.recompute.unwrap_or(shape.forward)),
             Activity::BackwardWeight(stage, _) => of(stage, |shape| shape.weight),
             Activity::Step(stage, _) => of(stage, |shape| shape.step),
             _ => 0.0,
@@ -322,7 +320,8 @@ impl<'a> Simulation<'a> {
         let holding = self.hands[worker.index()].holds.iter_mut().find(|of| of.stage == stage);
         let is_spared = holding.is_some_and(|of| !of.again.is_empty() && of.again.remove(&item));
         let shape = self.pipeline.stages.get(stage.index()).filter(|_| is_spared);
-        shape.map_or(0.0, |shape| shape.recompute.min((shape.backward - shape.weight).max(0.0)))
+        let within = |shape: &StageShape| shape.recompute.unwrap_or(0.0).min((shape.backward - shape.weight).max(0.0));
+        shape.map_or(0.0, within)
     }
 
     fn computed(&mut self, worker: WorkerId) {

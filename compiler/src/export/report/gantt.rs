@@ -27,8 +27,9 @@ const LEFT: f64 = 54.0;
 const TOP: f64 = 54.0;
 
 /// Kinds of activity, in the order of the legend, with what they are called.
-const KINDS: [(&str, &str); 9] = [
+const KINDS: [(&str, &str); 10] = [
     ("forward", "forward"),
+    ("recompute", "forward again"),
     ("backward", "backward"),
     ("backward-input", "backward, inputs"),
     ("backward-weight", "backward, weights"),
@@ -268,6 +269,7 @@ fn class(activity: Activity) -> &'static str {
 fn item(activity: Activity) -> Option<(StageId, MicrobatchId)> {
     match activity {
         Activity::Forward(stage, item)
+        | Activity::Recompute(stage, item)
         | Activity::Backward(stage, item)
         | Activity::BackwardInput(stage, item)
         | Activity::BackwardWeight(stage, item) => Some((stage, item)),

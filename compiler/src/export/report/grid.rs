@@ -86,8 +86,9 @@ fn one(picture: &mut Svg, stage: &Stage, [x, y]: [f64; 2], load: f64, sent: &[&E
     };
     let sends: Vec<String> = sent.iter().map(|edge| told(&edge)).collect();
     picture.text("small quiet figure", Anchor::Start, [inside, y + 79.0], &short(&sends.join(", "), 24));
+    let weights = stage.weight_us.map_or(String::new(), |us| format!(" ({} for weights)", quantity::duration(us)));
     let hint = format!(
-        "stage {} on {}\n{} forward, {} backward, load {:.0} %\n{} held{}\nsends {}",
+        "stage {} on {}\n{} forward, {} backward{weights}, load {:.0} %\n{} held{}\nsends {}",
         stage.id.0,
         short(&ranges(&stage.devices), 40),
         quantity::duration(stage.fwd_us),

@@ -10,9 +10,17 @@ use crate::op::table::rule;
 use crate::op::{NodeId, Op, Value};
 use std::collections::{BTreeMap, BTreeSet, HashSet};
 
-/// For every op what its own halves keep between them, and what they keep of the gradients of its outputs. `leaders`
-/// names for every op the one whose stage it shares: itself where it depends on data, and gradients flow to those alone.
-pub fn between(backward: &Graph, leaders: &[Option<usize>]) -> [Vec<u64>; 2] {
+/// The halves of a backward run.
+pub struct Halves {
+    /// The nodes of the second half.
+    pub second: HashSet<NodeId>,
+    /// For every op what its own halves keep between them, and what they keep of the gradients of its outputs.
+    pub bytes: [Vec<u64>; 2],
+}
+
+/// Tells the halves apart. `leaders` names for every op the one whose stage it shares: itself where it depends on data, and gradients
+/// flow to those alone.
+pub fn halves(backward: &Graph, leaders: &[Option<usize>]) -> Halves {
     let order = order::canonical(backward);
     let owners = owners(backward, &order);
     // What no rule wrote, the sum of a parameter's gradient, is nobody's.
@@ -31,9 +39,11 @@ pub fn between(backward: &Graph, leaders: &[Option<usize>]) -> [Vec<u64>; 2] {
             queue.extend(backward.inputs(id).into_iter().map(|value| value.node));
         }
     }
+    let second: HashSet<NodeId> =
+        order.iter().copied().filter(|id| !first.contains(id) && !is_source(backward, *id)).collect();
     let is_first = |value: &Value| first.contains(&value.node) && !is_source(backward, value.node);
     let mut readers: BTreeMap<Value, BTreeSet<usize>> = BTreeMap::new();
-    for &id in order.iter().filter(|id| !first.contains(id) && !is_source(backward, **id)) {
+    for &id in order.iter().filter(|id| second.contains(id)) {
         for value in backward.inputs(id).into_iter().filter(is_first) {
             readers.entry(root(backward, value)).or_default().extend(owners.get(&id));
         }
@@ -53,7 +63,7 @@ pub fn between(backward: &Graph, leaders: &[Option<usize>]) -> [Vec<u64>; 2] {
         let size = backward.fact(value).bytes().unwrap_or(u64::MAX);
         bytes[kind][op] = bytes[kind][op].saturating_add(size);
     }
-    bytes
+    Halves { second, bytes }
 }
 
 fn is_source(graph: &Graph, id: NodeId) -> bool {
