@@ -10,6 +10,7 @@ pub mod efficiency;
 pub mod network;
 pub mod pace;
 pub mod run;
+pub mod stated;
 pub mod steady;
 
 use std::fmt;

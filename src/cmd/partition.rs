@@ -209,6 +209,7 @@ pub fn run(arguments: Box<Arguments>, screen: &Screen) -> Result<(), Failure> {
             .because("stages of a pipeline that trains are contiguous"));
     }
     let (planned, refused) = plan(&arguments, screen)?;
+    let own = arguments.question.schedule.as_deref().filter(|schedule| own::is_file(schedule));
     screen.detail(&format!("planned in {}", quantity::time(started.elapsed().as_secs_f64() * 1e6)));
     let plan = &planned.plan;
     let json = read::to_json(plan).map_err(|error| Failure::bug(&error.to_string()))?;
@@ -233,13 +234,14 @@ pub fn run(arguments: Box<Arguments>, screen: &Screen) -> Result<(), Failure> {
         );
     }
     screen.json(&serde_json::to_value(plan).unwrap_or_default());
-    screen.text(&format!("\nwrote {}\n{}", path.display(), next(&arguments.file, &path, refused.is_some())));
+    screen.text(&format!("\nwrote {}\n{}", path.display(), next(&arguments.file, &path, own, refused.is_some())));
     Ok(())
 }
 
 /// The plan that the arguments ask for, and why `pipec train` would refuse it.
 fn plan(arguments: &Arguments, screen: &Screen) -> Result<(Planned, Option<String>), Failure> {
     arguments.question.check()?;
+    own::open(arguments.question.schedule.as_deref(), screen)?;
     let costs = source::costs(arguments, screen)?;
     let params = costs.graph.params.clone();
     let planned = ask(&arguments.file, costs, &arguments.question)?;
@@ -428,7 +430,7 @@ fn explain(file: &Path, error: PlanError) -> Failure {
     }
 }
 
-/// Every candidate once: those that look the same in all columns share a row.
+/// Every candidate once: those that look the same in all columns share a row. The one that became the plan comes first and is marked.
 fn compared(planned: &Planned) -> String {
     let row = |candidate: &Compared| {
         vec![
@@ -438,26 +440,46 @@ fn compared(planned: &Planned) -> String {
             if candidate.fits { "yes" } else { "no" }.to_string(),
         ]
     };
+    let plan = &planned.plan;
+    // Whoever found it, it is the answer of the one who was asked.
+    let asked = plan.options.get("partitioner").and_then(|name| name.as_str()).unwrap_or(&plan.search.method);
     let mut rows: Vec<(Vec<&str>, Vec<String>)> = Vec::new();
     for candidate in &planned.compared {
-        let row = row(candidate);
+        let (row, is_first) = (row(candidate), rows.is_empty());
         match rows.iter_mut().find(|(_, known)| *known == row) {
             Some((names, _)) if names.contains(&candidate.name) => {}
             Some((names, _)) => names.push(candidate.name),
+            None if is_first && candidate.name != asked => rows.push((vec![asked, candidate.name], row)),
             None => rows.push((vec![candidate.name], row)),
         }
     }
-    let rows = rows.into_iter().map(|(names, row)| std::iter::once(names.join(", ")).chain(row).collect()).collect();
-    let time = if prediction::is_of_items(&planned.plan) { "micro-batch" } else { "minibatch" };
-    format!("\n{}", stages::table(&["candidate", "replicas", time, "most memory", "fits"], &[2, 3], rows))
+    let told = |(at, (names, row)): (usize, (Vec<&str>, Vec<String>))| {
+        let mark = if at == 0 { "chosen" } else { "" };
+        std::iter::once(names.join(", ")).chain(row).chain([mark.to_string()]).collect()
+    };
+    let rows = rows.into_iter().enumerate().map(told).collect();
+    let time = if prediction::is_of_items(plan) { "micro-batch" } else { "minibatch" };
+    let mut text =
+        format!("\n{}", stages::table(&["candidate", "replicas", time, "most memory", "fits", ""], &[2, 3], rows));
+    if plan.predicted.objective_us.is_some() {
+        let played = quantity::time(plan.predicted.minibatch_us);
+        text +=
+            &format!("times are those of the cost model's equations; the program of the chosen one takes {played}\n");
+    }
+    text
 }
 
-fn next(model: &Path, plan: &Path, is_refused: bool) -> String {
-    let mut text = format!("next: pipec simulate {}\n", plan.display());
+/// What to type next. A plan of the user's own order of work is run with that order again: the plan does not hold it.
+fn next(model: &Path, plan: &Path, own: Option<&str>, is_refused: bool) -> String {
+    let plan = plan.display();
+    let schedule = match own {
+        Some(file) => format!(" --schedule {file}"),
+        None if is_refused => " --schedule 1f1b".to_string(),
+        None => String::new(),
+    };
+    let mut text = format!("next: pipec simulate {plan}{}\n", if own.is_some() { &schedule } else { "" });
     if model.extension().is_some_and(|extension| extension == "onnx" || extension == "pt2") {
-        let schedule = if is_refused { " --schedule 1f1b" } else { "" };
-        text +=
-            &format!("      pipec train {} --plan {}{schedule} --data train.npz\n", model.display(), plan.display());
+        text += &format!("      pipec train {} --plan {plan}{schedule} --data train.npz\n", model.display());
     }
     text
 }

@@ -81,7 +81,7 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Failure> {
         Some(source) if !arguments.no_what_if => what_if(source, &arguments, &plan, screen)?,
         _ => Vec::new(),
     };
-    let played = played(&plan, arguments.schedule.as_deref())?;
+    let played = played(&plan, arguments.schedule.as_deref(), screen)?;
     let report = Report {
         heading: stages::heading(&plan).lines().map(str::to_string).collect(),
         verdict: prediction::verdict(&plan),
@@ -99,9 +99,10 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Failure> {
 }
 
 /// The programs at work, or why they cannot be played. An order of the user's own that does not fit is a failure.
-fn played(plan: &Plan, said: Option<&str>) -> Result<Result<Played, String>, Failure> {
-    let Some(own) = own::read(said)? else {
+fn played(plan: &Plan, said: Option<&str>, screen: &Screen) -> Result<Result<Played, String>, Failure> {
+    let Some(own) = own::open(said, screen)? else {
         return Ok(match plan.schedule.kind {
+            _ if cmd::plan::goes_both_ways(plan) => Err(cmd::plan::BOTH_WAYS.to_string()),
             _ if is_instance(plan) => Err(INSTANCE.to_string()),
             ScheduleKind::Csv => {
                 Err("the plan is for an order of work of the user's own, and `--schedule FILE` names it".to_string())

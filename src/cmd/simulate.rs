@@ -59,8 +59,13 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Failure> {
         let why = "its times are those of an instance, in a unit of its own, with forward and backward in one";
         return Err(Failure::input(what).because(why));
     }
+    if cmd::plan::goes_both_ways(&plan) {
+        return Err(Failure::input(what).because(cmd::plan::BOTH_WAYS).help(
+            "`pipec plan check` weighs its devices; without `--noncontiguous` an instance is planned as a pipeline, which plays",
+        ));
+    }
     let fail = |error: &dyn std::fmt::Display| Failure::input(&what).because(error);
-    let own = own::read(arguments.schedule.as_deref())?;
+    let own = own::open(arguments.schedule.as_deref(), screen)?;
     let kind = own::kind(arguments.schedule.as_deref(), own.as_ref()).unwrap_or(plan.schedule.kind);
     let asked = arguments.minibatches;
     let pipeline = pipeline(&plan).map_err(|error| fail(&error))?;

@@ -12,6 +12,7 @@
 //! speaks of recomputation (`activation recomp`) is taken for one.
 
 use crate::profile::hybrid::{Choice, Hybrid, Layer, Link, MAX_CHOICES, MAX_LAYERS};
+use crate::profile::json::{self, JsonError};
 use serde::de::{Deserializer, MapAccess, Visitor};
 use serde::{Deserialize, de};
 use std::collections::{BTreeSet, HashMap};
@@ -29,7 +30,7 @@ pub const MAX_COUNT: u64 = 4096;
 pub enum PiperError {
     /// Not JSON, or without a field.
     #[error("{0}")]
-    Json(#[from] serde_json::Error),
+    Json(#[from] JsonError),
     /// Nothing to plan.
     #[error("`nodes` is empty")]
     Empty,
@@ -173,7 +174,7 @@ where
 
 /// Reads an instance.
 pub fn read(text: &str) -> Result<Hybrid, PiperError> {
-    let file: File = serde_json::from_str(text)?;
+    let file: File = json::read(text)?;
     for (what, found, limit) in
         [("`nodes`", file.nodes.len(), MAX_LAYERS), ("`edges`", file.edges.len(), 16 * MAX_LAYERS)]
     {
