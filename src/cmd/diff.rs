@@ -31,7 +31,7 @@ pub fn run(before: &Path, after: &Path, screen: &Screen) -> Result<(), Failure> 
         return Ok(());
     }
     screen.text(&told(&left, &right, &found));
-    Err(Failure::no(format!("{first} and {second} differ")).because(format!("in {}", shown(&found.fields.join(", ")))))
+    Err(Failure::no(format!("{first} and {second} differ")).because(format!("in {}", found.fields.join(", "))))
 }
 
 fn told(left: &Plan, right: &Plan, found: &Diff) -> String {

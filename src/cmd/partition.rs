@@ -23,11 +23,11 @@ pub struct Arguments {
     /// The model, or a published profile
     #[arg(value_name = "FILE")]
     pub file: PathBuf,
-    /// Format of FILE [default: by its name]
-    #[arg(long, value_enum, value_name = "FORMAT")]
+    /// Format of FILE [default: by its name, pipedream for .txt, a model for all else; instances are to be named]
+    #[arg(long, value_enum, value_name = "FORMAT", help_heading = "Model")]
     pub from: Option<source::Format>,
     /// Costs: a file of `pipec profile`, or analytic[:KIND] for the roofline of a device kind [default: analytic]
-    #[arg(long, value_name = "FILE|analytic[:KIND]")]
+    #[arg(long, value_name = "FILE|analytic[:KIND]", help_heading = "Model")]
     pub profile: Option<String>,
     #[command(flatten)]
     #[allow(missing_docs)]
@@ -39,82 +39,82 @@ pub struct Arguments {
     #[allow(missing_docs)]
     pub question: Question,
     /// Let a device hold nodes from anywhere in the graph (dnn-partitioning instances)
-    #[arg(long)]
+    #[arg(long, help_heading = "Constraints")]
     pub noncontiguous: bool,
-    /// Print every candidate that was compared
-    #[arg(long)]
+    /// Also print the candidates that the plan was chosen from
+    #[arg(long, help_heading = "Results")]
     pub compare: bool,
     /// Where to write the plan; - is standard output [default: MODEL.plan.json in the current folder]
-    #[arg(short, long, value_name = "FILE")]
+    #[arg(short, long, value_name = "FILE", help_heading = "Results")]
     pub output: Option<PathBuf>,
 }
 
 /// How a plan is looked for; also what `train` asks when it plans by itself.
 #[derive(Clone, Debug, Args)]
 pub struct Question {
-    /// Cost model
-    #[arg(long, value_name = "MODEL", value_parser = ["pipec", "paper", "pipedream"], default_value = "pipec")]
+    /// Cost model: the links, replicas and schedule as they run (pipec), the formula of the PipeDream paper (paper), or that of its released optimizer (pipedream)
+    #[arg(long, value_name = "MODEL", value_parser = ["pipec", "paper", "pipedream"], default_value = "pipec", help_heading = "Costs and memory")]
     pub cost: String,
     /// PipeDream's activation compression ratio; without it cost `pipedream` takes transfers between stages as free
-    #[arg(long, value_name = "R")]
+    #[arg(long, value_name = "R", help_heading = "Costs and memory")]
     pub activation_compression: Option<f64>,
     /// Bytes that may be used on each device, for example 16GB [default: the memory of the device]
-    #[arg(long, value_name = "SIZE")]
+    #[arg(long, value_name = "SIZE", help_heading = "Costs and memory")]
     pub memory: Option<String>,
     /// Micro-batches in one minibatch
-    #[arg(long, value_name = "M", default_value_t = 1)]
+    #[arg(long, value_name = "M", default_value_t = 1, help_heading = "Schedule")]
     pub microbatches: u32,
-    /// Order of work: a schedule, a table FILE.csv, or programs FILE.json [default: 1f1b-rr; for a target 1f1b, for objective latency inference]
-    #[arg(long, value_name = "NAME|FILE", value_parser = own::said)]
+    /// Order of work: a schedule, a table FILE.csv, or programs FILE.json [default: 1f1b-rr; 1f1b with micro-batches or a target, inference for objective latency]
+    #[arg(long, value_name = "NAME|FILE", value_parser = own::said, help_heading = "Schedule")]
     pub schedule: Option<String>,
     /// Stages on each rank, for interleaved and bfs [default: 2; zbv and dualpipev have 2]
-    #[arg(long, value_name = "V", value_parser = clap::value_parser!(u32).range(1..=1024))]
+    #[arg(long, value_name = "V", value_parser = clap::value_parser!(u32).range(1..=1024), help_heading = "Schedule")]
     pub chunks: Option<u32>,
-    /// What is minimised: time, bytes on the fullest device, or one item's way through a pipeline that only answers
-    #[arg(long, value_name = "WHAT", default_value = "throughput", value_parser = ["throughput", "memory", "latency"])]
+    /// What is minimised: the time of a minibatch (throughput), the bytes on the fullest device (memory), or one item's way through a pipeline that only answers (latency)
+    #[arg(long, value_name = "WHAT", default_value = "throughput", value_parser = ["throughput", "memory", "latency"], help_heading = "Search")]
     pub objective: String,
     /// For which framework: equal replicas, a flush, and for all but torch cuts where modules end
-    #[arg(long, value_name = "NAME", value_parser = ["torchtitan", "megatron", "deepspeed", "torch"])]
+    #[arg(long, value_name = "NAME", value_parser = ["torchtitan", "megatron", "deepspeed", "torch"], help_heading = "Constraints")]
     pub target: Option<String>,
-    /// Who looks for the plan
+    /// Who looks for the plan: the best of what is known (pipec), PipeDream's planner (pipedream), integer programs on top of pipec (milp), everything for up to 12 ops (exhaustive), or nobody: a plain alternative
     #[arg(long, value_name = "NAME", default_value = "pipec",
-          value_parser = ["pipec", "pipedream", "milp", "exhaustive", "data-parallel", "uniform", "single"])]
+          value_parser = ["pipec", "pipedream", "milp", "exhaustive", "data-parallel", "uniform", "single"], help_heading = "Search")]
     pub partitioner: String,
     /// Replicas of each stage, for example 2,1,1; the cuts stay free
-    #[arg(long, value_name = "R,R,…", value_delimiter = ',', value_parser = replicas)]
+    #[arg(long, value_name = "R,R,…", value_delimiter = ',', value_parser = replicas, help_heading = "Constraints")]
     pub stages: Option<Vec<u32>>,
     /// End a stage after each of these nodes, modules or op ids
-    #[arg(long, value_name = "NAME,…", value_delimiter = ',')]
+    #[arg(long, value_name = "NAME,…", value_delimiter = ',', help_heading = "Constraints")]
     pub cut_after: Option<Vec<String>>,
     /// Put a node, a module or an op id into a stage, counted from 0: --pin encoder=0,lm_head=3
-    #[arg(long, value_name = "NAME=STAGE,…", value_delimiter = ',', value_parser = pin)]
+    #[arg(long, value_name = "NAME=STAGE,…", value_delimiter = ',', value_parser = pin, help_heading = "Constraints")]
     pub pin: Vec<(String, u32)>,
-    /// The most stages
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
+    /// At most so many stages
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..), help_heading = "Constraints")]
     pub max_stages: Option<u32>,
     /// One replica for every stage
-    #[arg(long)]
+    #[arg(long, help_heading = "Constraints")]
     pub no_replication: bool,
     /// Whether a stage that does not fit otherwise may save its inputs only and run forward again before backward
-    #[arg(long, value_name = "WHEN", default_value = "auto", value_parser = ["auto", "never"])]
+    #[arg(long, value_name = "WHEN", default_value = "auto", value_parser = ["auto", "never"], help_heading = "Costs and memory")]
     pub recompute: String,
     /// Optimizer, for its memory
-    #[arg(long, value_enum, value_name = "NAME", default_value = "sgd")]
+    #[arg(long, value_enum, value_name = "NAME", default_value = "sgd", help_heading = "Costs and memory")]
     pub optimizer: Optimizer,
-    /// The type of all floats [default: the model's own]
-    #[arg(long, value_name = "TYPE", value_parser = ["f32", "f64"])]
+    /// The type of all floats that is planned for [default: the model's own]
+    #[arg(long, value_name = "TYPE", value_parser = ["f32", "f64"], help_heading = "Model")]
     pub dtype: Option<String>,
-    /// States that a search may look at
-    #[arg(long, value_name = "STATES")]
+    /// States that a search may look at [default: as many as take seconds]
+    #[arg(long, value_name = "STATES", help_heading = "Search")]
     pub budget: Option<u64>,
     /// When to end `--partitioner milp` by the clock, for example 60s; its plan may then differ from run to run
-    #[arg(long, value_name = "TIME", value_parser = time_limit)]
+    #[arg(long, value_name = "TIME", value_parser = time_limit, help_heading = "Search")]
     pub time_limit: Option<Duration>,
     /// Minibatches in flight on each replica of a stage: auto, pipedream (the published rule), or one number a stage
-    #[arg(long, value_name = "auto|pipedream|N,N,…", default_value = "auto", value_parser = in_flight)]
+    #[arg(long, value_name = "auto|pipedream|N,N,…", default_value = "auto", value_parser = in_flight, help_heading = "Schedule")]
     pub in_flight: InFlight,
     /// Seed of everything random
-    #[arg(long, value_name = "N", default_value_t = 0)]
+    #[arg(long, value_name = "N", default_value_t = 0, help_heading = "Search")]
     pub seed: u64,
 }
 

@@ -115,10 +115,12 @@ fn judge(
     let told = |faults: &[Fault]| faults.iter().map(ToString::to_string).collect::<Vec<_>>();
     let mut faults = told(&sound(&plan).err().unwrap_or_default());
     if faults.is_empty() {
-        // The model says everything that the plan says twice, and says it once.
-        match model {
-            Some(model) => faults.extend(told(&by_model(&plan, model, profile, screen)?)),
-            None => faults.extend(told(&figures(&plan))),
+        if let Some(model) = model {
+            faults.extend(told(&by_model(&plan, model, profile, screen)?));
+        }
+        // What the model contradicts would be told again.
+        if faults.is_empty() {
+            faults.extend(told(&figures(&plan)));
         }
     }
     if faults.is_empty() {

@@ -10,6 +10,7 @@ use clap::Args;
 use compiler::export::escape::short;
 use compiler::export::report::{Alternative, Answer, Measured, Modelled, Played, Report, WhatIf};
 use compiler::export::report::{measured, moves, page, play};
+use compiler::plan::coarse;
 use compiler::plan::held::fullest;
 use compiler::plan::problem::CostModel;
 use compiler::plan::{Plan, ScheduleKind};
@@ -23,6 +24,9 @@ const MOST_METRICS_BYTES: u64 = 256 << 20;
 
 /// Why nothing is played or weighed for the plan of an instance.
 const INSTANCE: &str = "it is for a published instance, which has nodes with times and is no model that runs";
+
+/// Pieces in which the model is planned for other devices and sizes: a page is no place for a search of minutes.
+const PIECES: usize = 64;
 
 /// The most devices that are tried.
 const MOST_DEVICES: u64 = 4096;
@@ -162,7 +166,11 @@ fn what_if(source: &Source, arguments: &Arguments, plan: &Plan, screen: &Screen)
     let mut cells = Vec::new();
     for &(micro_batch, microbatches) in &sizes {
         // A model with a batch of its own has no other sizes.
-        let Ok(costs) = source.costs(plan, micro_batch) else { continue };
+        let Ok(mut costs) = source.costs(plan, micro_batch) else { continue };
+        // A framework's cuts are where modules end, and runs of ops know no modules.
+        if !plan.options.contains_key("target") {
+            costs.graph = coarse::runs(&costs.graph, PIECES);
+        }
         for &count in &counts {
             bar.set_message(format!("{} devices", count * inner));
             let devices = u32::try_from(count * inner).unwrap_or(u32::MAX);

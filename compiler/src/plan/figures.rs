@@ -8,6 +8,7 @@
 //! | `memory.messages` of a stage | the bytes of its edges: those that come in twice, those that go out once |
 //! | `memory.versions` of a stage | `memory.weights`, `schedule.weight_versions` |
 //! | `schedule.weight_versions` | `schedule.in_flight` |
+//! | `baselines.single` | what all stages compute |
 //! | the objective under cost `pipec` | times, weights and devices of the stages, the edges, the levels: the judge's equations |
 //! | the objective under the other costs | at least the slowest stage; under `load`, at most that with each edge by itself |
 //! | `predicted.step_us`, `throughput_per_s`, `bubble` | `predicted.minibatch_us` and the schedule |
@@ -40,6 +41,7 @@ pub fn figures(plan: &Plan) -> Vec<Fault> {
             messages(plan, &mut faults);
             versions(plan, &mut faults);
             objective(plan, &mut faults);
+            single(plan, &mut faults);
             step(plan, &mut faults);
         }
     }
@@ -109,6 +111,31 @@ fn objective(plan: &Plan, faults: &mut Vec<Fault>) {
     let slowest = each.fold(0.0, f64::max);
     if said < slowest * (1.0 - TOLERANCE) {
         differs(format!("at least the {slowest} of its slowest stage"));
+    }
+}
+
+/// What all stages compute is what one device would, where all devices are alike.
+fn single(plan: &Plan, faults: &mut Vec<Fault>) {
+    let kind = plan.schedule.kind;
+    if !plan.cluster.classes.is_empty() {
+        return;
+    }
+    let is_whole = plan.cost == CostModel::Pipec && (!kind.is_continuous() || kind == ScheduleKind::TwoBw);
+    let items = if is_whole { f64::from(plan.schedule.microbatches.max(1)) } else { 1.0 };
+    let (mut forward, mut all) = (0.0, 0.0);
+    for stage in &plan.stages {
+        let again = if stage.recompute { stage.fwd_us } else { 0.0 };
+        forward += stage.fwd_us;
+        all += stage.fwd_us + stage.bwd_us - again;
+    }
+    if plan.cost == CostModel::Pipec && kind == ScheduleKind::Inference {
+        all = forward;
+    }
+    let said = plan.baselines.single;
+    // One device may have to recompute.
+    if is_other(said, all * items) && is_other(said, (all + forward) * items) {
+        let found = format!("{} by what all stages compute", all * items);
+        faults.push(Fault::Figure { what: "baselines.single".into(), said: said.to_string(), found });
     }
 }
 
