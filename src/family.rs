@@ -6,7 +6,7 @@ use crate::cmd::partition::{self, Question};
 use crate::failure::{self, Failure};
 use crate::source::Costs;
 use crate::{machines, model};
-use compiler::cluster::device;
+use compiler::cluster::{Cluster, unit};
 use compiler::export::sweep::Largest;
 use compiler::plan::coarse;
 use compiler::plan::problem::InFlight;
@@ -24,6 +24,9 @@ const MOST: u32 = 4096;
 /// Pieces of a member for each stage, where a first look will do, and the fewest of all.
 const PIECES: usize = 4;
 const LEAST_PIECES: usize = 32;
+
+/// Bytes of a parameter of the zoo's models.
+const BYTES: f64 = 4.0;
 
 /// A family, and what is asked of its members.
 pub struct Family<'a> {
@@ -112,6 +115,21 @@ impl<'a> Family<'a> {
         Ok(member)
     }
 
+    /// Whether the weights of a member, one gradient of each and the optimizer's state are more than all devices hold: what is too large
+    /// by far is not costed op by op.
+    fn cannot_fit(&self, layers: u32, cluster: &Cluster) -> Result<bool, Failure> {
+        if self.members.borrow().contains_key(&layers) {
+            return Ok(false);
+        }
+        let limit = match &self.question.memory {
+            Some(text) => unit::bytes(text).map_err(|error| Failure::input("cannot read `--memory`").because(error))?,
+            None => cluster.device.memory,
+        };
+        let Ok(built) = self.build(layers) else { return Ok(true) };
+        let least = built.counts.parameters as f64 * BYTES * (2.0 + self.question.optimizer.state());
+        Ok(limit.0 > 0 && least > limit.0 as f64 * cluster.devices() as f64)
+    }
+
     /// The parameters of the member with so many layers, if it can be built and fits.
     fn fits(
         &self,
@@ -121,9 +139,14 @@ impl<'a> Family<'a> {
         recompute: bool,
         is_coarse: bool,
     ) -> Result<Option<u64>, Failure> {
-        let Some((parameters, mut costs)) = self.member(layers)? else { return Ok(None) };
         let asked = Devices { gpus: Some(devices), bandwidth: bandwidth.map(str::to_string), ..Devices::default() };
-        costs.cluster = machines::cluster(&asked, device::find(&costs.cluster.device.kind))?;
+        let kind = self.profile.and_then(|text| text.strip_prefix("analytic:")).map(machines::kind).transpose()?;
+        let cluster = machines::cluster(&asked, kind)?;
+        if self.cannot_fit(layers, &cluster)? {
+            return Ok(None);
+        }
+        let Some((parameters, mut costs)) = self.member(layers)? else { return Ok(None) };
+        costs.cluster = cluster;
         if is_coarse {
             costs.graph = coarse::runs(&costs.graph, (PIECES * devices as usize).max(LEAST_PIECES));
         }
