@@ -151,7 +151,7 @@ pub fn run(arguments: Box<Arguments>, screen: &Screen) -> Result<(), Failure> {
         let why = "the model has no parameter that a gradient trains: its weights are frozen, or it holds its gradients itself";
         return Err(Failure::file("train", &arguments.file, why));
     }
-    let own = own::read(arguments.schedule.as_deref())?;
+    let own = own::open(arguments.schedule.as_deref(), screen)?;
     let listed = own.as_ref().map(Own::microbatches);
     if let (Some(asked), Some(listed)) = (arguments.microbatches, listed)
         && asked != listed
