@@ -378,9 +378,7 @@ mod tests {
             with("\"bandwidth\": 10", "\"bandwidth\": 0"),
             "the file: `bandwidth` is 0.0; it must be from 1 to 1e18"
         );
-        assert!(
-            with("\"1\": [{\"id\": \"activation", "\"2\": [{\"id\": \"activation").contains("key `2` is there twice")
-        );
+        assert!(with("\"1\": [{\"id\": \"activation", "\"2\": [{\"id\": \"activation").contains("duplicate key `2`"));
         assert!(with("\"2\": [{\"id\": \"half", "\"x\": [{\"id\": \"half").contains("key `x` is no number"));
         assert!(with("\"syncTimeFw\": {\"7\": 0.5}", "\"syncTimeFw\": {}").contains("lacks node 7"));
         assert!(
