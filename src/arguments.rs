@@ -21,13 +21,20 @@ pub struct Cli {
 #[derive(Debug, Args)]
 pub struct Global {
     /// How results are printed on standard output
-    #[arg(long, global = true, value_enum, default_value = "text", value_name = "FORM")]
+    #[arg(
+        long,
+        global = true,
+        value_enum,
+        default_value = "text",
+        value_name = "FORM",
+        help_heading = "Global options"
+    )]
     pub format: Format,
     /// Say more on standard error
-    #[arg(short, long, global = true, action = clap::ArgAction::Count)]
+    #[arg(short, long, global = true, action = clap::ArgAction::Count, help_heading = "Global options")]
     pub verbose: u8,
     /// Say nothing but results and errors
-    #[arg(short, long, global = true)]
+    #[arg(short, long, global = true, help_heading = "Global options")]
     pub quiet: bool,
 }
 
@@ -75,13 +82,13 @@ pub enum Verb {
 #[derive(Clone, Debug, Default, Args)]
 pub struct Import {
     /// Set a symbolic dimension of the model, for example seq=128; may be repeated
-    #[arg(long = "dim", value_name = "NAME=SIZE", value_parser = dim)]
+    #[arg(long = "dim", value_name = "NAME=SIZE", value_parser = dim, help_heading = "Model")]
     pub dims: Vec<(String, u64)>,
     /// Say which axis of an input is the batch, for example tokens=1 [default: axis 0 of the first input]; may be repeated
-    #[arg(long = "batch-dim", value_name = "INPUT=AXIS", value_parser = batch_dim)]
+    #[arg(long = "batch-dim", value_name = "INPUT=AXIS", value_parser = batch_dim, help_heading = "Model")]
     pub batch_dims: Vec<(String, usize)>,
     /// Turn BatchNormalization and Dropout that were exported for inference back into training mode
-    #[arg(long)]
+    #[arg(long, help_heading = "Model")]
     pub train_mode: bool,
 }
 
@@ -105,25 +112,25 @@ pub struct Dims {
     /// How it is read.
     #[command(flatten)]
     pub import: Import,
-    /// Samples in one micro-batch
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..=1 << 32))]
+    /// Samples in one micro-batch [default: the profile's, else the model's own, else 32]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..=1 << 32), help_heading = "Model")]
     pub micro_batch: Option<u64>,
 }
 
 /// Which devices there are.
 #[derive(Clone, Debug, Default, Args)]
 pub struct Devices {
-    /// N devices on one link
-    #[arg(long, value_name = "N", conflicts_with_all = ["levels", "cluster"], value_parser = devices)]
+    /// This many devices on one link
+    #[arg(long, value_name = "N", conflicts_with_all = ["levels", "cluster"], value_parser = devices, help_heading = "Devices")]
     pub gpus: Option<u32>,
     /// Bandwidth of that link per device and direction, for example 1.25GB/s or 10Gbit/s
-    #[arg(long, value_name = "RATE", requires = "gpus", conflicts_with_all = ["levels", "cluster"])]
+    #[arg(long, value_name = "RATE", requires = "gpus", conflicts_with_all = ["levels", "cluster"], help_heading = "Devices")]
     pub bandwidth: Option<String>,
     /// Levels of devices, innermost first, for example 8:450GB/s,2:50GB/s for two servers of eight
-    #[arg(long, value_name = "N:RATE,…", conflicts_with = "cluster")]
+    #[arg(long, value_name = "N:RATE,…", conflicts_with = "cluster", help_heading = "Devices")]
     pub levels: Option<String>,
-    /// A cluster file
-    #[arg(long, value_name = "FILE")]
+    /// A cluster file: kinds of devices, their memory, levels of links (`pipec schema cluster` prints its fields)
+    #[arg(long, value_name = "FILE", help_heading = "Devices")]
     pub cluster: Option<PathBuf>,
 }
 

@@ -17,6 +17,7 @@ use compiler::import::onnx::name::shown;
 use compiler::plan::problem::{InFlight, Objective, Problem};
 use compiler::plan::{Plan, PlannedCluster};
 use compiler::profile::Method;
+use compiler::tensor::DType;
 use serde_json::Value;
 use std::path::{Path, PathBuf};
 
@@ -102,11 +103,18 @@ impl Source {
 
     /// The costs at that many samples on a cluster.
     pub fn on(&self, cluster: Cluster, micro_batch: u64) -> Result<Costs, Failure> {
+        self.with(cluster, micro_batch, None)
+    }
+
+    /// The same with floats of this type.
+    fn with(&self, cluster: Cluster, micro_batch: u64, floats: Option<DType>) -> Result<Costs, Failure> {
         match &self.kind {
-            Kind::Published => source::published_on(&self.path, cluster, micro_batch, "f32"),
+            Kind::Published => {
+                source::published_on(&self.path, cluster, micro_batch, floats.unwrap_or(DType::F32).name())
+            }
             Kind::Analytic(loaded, device) => {
                 let device = device.clone().unwrap_or_else(|| cluster.device.clone());
-                source::assemble(loaded, micro_batch, cluster, Times::Analytic(device), None)
+                source::assemble(loaded, micro_batch, cluster, Times::Analytic(device), floats)
             }
             Kind::Measured(loaded, path) => {
                 let (sha256, profile) = source::read_profile(path)?;
@@ -115,7 +123,7 @@ impl Source {
                     micro_batch,
                     cluster,
                     Times::Profile(path.clone(), sha256, Box::new(profile)),
-                    None,
+                    floats,
                 )
             }
         }
@@ -123,7 +131,11 @@ impl Source {
 
     /// The costs at that many samples on the plan's cluster; refuses a model that is not the plan's.
     pub fn costs(&self, plan: &Plan, micro_batch: u64) -> Result<Costs, Failure> {
-        let costs = self.on(cluster(plan), micro_batch)?;
+        let mut costs = self.on(cluster(plan), micro_batch)?;
+        // `--dtype` may have said another type than the model's own.
+        if let (false, Some(floats)) = (costs.dtype == plan.dtype, DType::parse(&plan.dtype)) {
+            costs = self.with(cluster(plan), micro_batch, Some(floats))?;
+        }
         let (here, there) = (&costs.model, &plan.model);
         let is_other = match self.kind {
             Kind::Published => here.sha256 != there.sha256,

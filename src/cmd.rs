@@ -1,6 +1,7 @@
 //! The verbs, one file each: arguments, one call, and how the answer is printed.
 
 pub mod completions;
+pub mod diff;
 pub mod eval;
 pub mod inspect;
 pub mod optimizer;

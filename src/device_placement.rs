@@ -6,8 +6,11 @@ use crate::screen::Screen;
 use crate::{prediction, quantity, source, stages};
 use compiler::cluster::unit;
 use compiler::import::dnn_partitioning;
+use compiler::import::onnx::name::shown;
 use compiler::partition::device_placement::solve::{Request, SolveError, solve};
-use compiler::plan::{Plan, PlannedModel, read};
+use compiler::plan::fault::Fault;
+use compiler::plan::{Plan, PlannedModel, device_placement, read};
+use std::path::Path;
 
 /// Places, prints, writes.
 pub fn run(arguments: &Arguments, screen: &Screen) -> Result<(), Failure> {
@@ -45,6 +48,28 @@ pub fn run(arguments: &Arguments, screen: &Screen) -> Result<(), Failure> {
         }
     })?;
     tell(&plan, arguments, screen)
+}
+
+/// What the instance in a file says against the plan.
+pub fn check(plan: &Plan, path: &Path) -> Result<Vec<Fault>, Failure> {
+    let text = source::text(path, dnn_partitioning::MAX_BYTES as u64)?;
+    let mut placement =
+        dnn_partitioning::read(&text).map_err(|error| Failure::file("read the instance", path, error))?;
+    is_of(plan, path, &text)?;
+    // `--memory` may have said something else than the file.
+    if let Some(limit) = plan.cluster.memory_per_device.filter(|limit| limit.0 != placement.bytes_per_device as u64) {
+        placement.bytes_per_device = limit.0 as f64;
+    }
+    Ok(device_placement::check(&placement, plan).err().unwrap_or_default())
+}
+
+/// Refuses an instance that is not the plan's.
+pub fn is_of(plan: &Plan, path: &Path, text: &str) -> Result<(), Failure> {
+    if source::sha256(text.as_bytes()) == plan.model.sha256 {
+        return Ok(());
+    }
+    let what = format!("{} is not the instance of the plan", path.display());
+    Err(Failure::input(what).because(format!("the plan is for {}, a file of other bytes", shown(&plan.model.file))))
 }
 
 /// Writes the plan of an instance, and prints it.

@@ -4,17 +4,29 @@ use crate::arguments::Devices;
 use crate::asked::Source;
 use crate::cmd::partition::{self, Question};
 use crate::failure::{self, Failure};
-use crate::model;
+use crate::source::Costs;
+use crate::{machines, model};
+use compiler::cluster::{Cluster, unit};
 use compiler::export::sweep::Largest;
+use compiler::plan::coarse;
 use compiler::plan::problem::InFlight;
 use models::choice::Setting;
 use models::zoo::{self, Options};
+use std::cell::RefCell;
+use std::collections::BTreeMap;
 use std::path::Path;
 
 /// The choice of a family that makes its members larger.
 const LAYERS: &str = "layers";
 /// No more layers than this are tried: a graph of a few hundred thousand ops tells nobody more.
 const MOST: u32 = 4096;
+
+/// Pieces of a member for each stage, where a first look will do, and the fewest of all.
+const PIECES: usize = 4;
+const LEAST_PIECES: usize = 32;
+
+/// Bytes of a parameter of the zoo's models.
+const BYTES: f64 = 4.0;
 
 /// A family, and what is asked of its members.
 pub struct Family<'a> {
@@ -28,6 +40,8 @@ pub struct Family<'a> {
     pub question: &'a Question,
     /// Layers go up by so many.
     step: u32,
+    /// Members that were costed, by their layers.
+    members: RefCell<BTreeMap<u32, Option<(u64, Costs)>>>,
 }
 
 impl<'a> Family<'a> {
@@ -45,43 +59,75 @@ impl<'a> Family<'a> {
         if !entry.choices.iter().any(|choice| choice.name == LAYERS) {
             return Err(fail(format!("`{}` has no choice of `{LAYERS}`", entry.name)));
         }
-        let mut family = Family { name, micro_batch, profile, question, step: 1 };
+        let mut family = Family { name, micro_batch, profile, question, step: 1, members: RefCell::default() };
         // GNMT has pairs of layers, AmoebaNet threes: the smallest step at which two members in a row can be built.
         let is_step = |step: &u32| [2, 3].iter().all(|times| family.build(step * 2 * times).is_ok());
         family.step = (1..=6).find(is_step).ok_or_else(|| fail("no two of its members can be built".to_string()))?;
         Ok(family)
     }
 
-    /// The most layers that fit on that many devices, one stage each.
-    pub fn largest(&self, devices: u32, bandwidth: Option<&str>, recompute: bool) -> Result<Largest, Failure> {
-        let fits = |layers: u32| self.fits(layers, devices, bandwidth, recompute);
-        // A straight pipeline needs something to cut between.
-        let mut known = None;
-        let (mut least, mut most) = (0, None);
-        let mut times = 2;
-        while most.is_none() && times * self.step <= MOST {
-            match fits(times * self.step)? {
-                Some(parameters) => {
-                    (least, known) = (times, Some((times * self.step, parameters)));
-                    times *= 2;
-                }
-                None => most = Some(times),
+    /// The most layers that fit on that many devices, one stage each. `tried` is told of every number of layers and whether it fits.
+    ///
+    /// Members in few pieces are planned soon and never fit where the whole does not, so that they are asked first; only from the
+    /// largest of them on is everything looked at.
+    pub fn largest(
+        &self,
+        devices: u32,
+        bandwidth: Option<&str>,
+        recompute: bool,
+        tried: &dyn Fn(u32, bool),
+    ) -> Result<Largest, Failure> {
+        let fits = |times: u32, is_coarse: bool| -> Result<Option<(u32, u64)>, Failure> {
+            let layers = times * self.step;
+            if layers > MOST {
+                return Ok(None);
             }
-        }
-        let mut most = most.unwrap_or(times);
-        while most > least + 1 {
-            let middle = least.midpoint(most);
-            match if middle * self.step <= MOST { fits(middle * self.step)? } else { None } {
-                Some(parameters) => (least, known) = (middle, Some((middle * self.step, parameters))),
-                None => most = middle,
-            }
-        }
-        Ok(Largest { devices, recompute, found: known })
+            let parameters = self.fits(layers, devices, bandwidth, recompute, is_coarse)?;
+            tried(layers, parameters.is_some());
+            Ok(parameters.map(|parameters| (layers, parameters)))
+        };
+        let (least, known) = largest_of((0, None), &|times| fits(times, true))?;
+        let (_, found) = largest_of((least, known), &|times| fits(times, false))?;
+        Ok(Largest { devices, recompute, found })
     }
 
     fn build(&self, layers: u32) -> Result<zoo::Built, zoo::ZooError> {
         let options = Options { structure: true, ..Options::default() };
         zoo::build(self.name, &options.with(LAYERS, Setting::Number(layers as usize)))
+    }
+
+    /// The parameters and the costs of the member with so many layers, if it can be built: those of one device, whatever the cluster.
+    fn member(&self, layers: u32) -> Result<Option<(u64, Costs)>, Failure> {
+        if let Some(known) = self.members.borrow().get(&layers) {
+            return Ok(known.clone());
+        }
+        let member = match self.build(layers) {
+            Err(_) => None,
+            Ok(built) => {
+                let parameters = u64::try_from(built.counts.parameters).unwrap_or(u64::MAX);
+                let loaded = model::of_zoo(self.name, zoo::to_bytes(&built.model))?;
+                let source = Source::of_loaded(loaded, self.profile)?;
+                let one = source.cluster(&Devices { gpus: Some(1), ..Devices::default() })?;
+                Some((parameters, source.on(one, self.micro_batch)?))
+            }
+        };
+        self.members.borrow_mut().insert(layers, member.clone());
+        Ok(member)
+    }
+
+    /// Whether the weights of a member, one gradient of each and the optimizer's state are more than all devices hold: what is too large
+    /// by far is not costed op by op.
+    fn cannot_fit(&self, layers: u32, cluster: &Cluster) -> Result<bool, Failure> {
+        if self.members.borrow().contains_key(&layers) {
+            return Ok(false);
+        }
+        let limit = match &self.question.memory {
+            Some(text) => unit::bytes(text).map_err(|error| Failure::input("cannot read `--memory`").because(error))?,
+            None => cluster.device.memory,
+        };
+        let Ok(built) = self.build(layers) else { return Ok(true) };
+        let least = built.counts.parameters as f64 * BYTES * (2.0 + self.question.optimizer.state());
+        Ok(limit.0 > 0 && least > limit.0 as f64 * cluster.devices() as f64)
     }
 
     /// The parameters of the member with so many layers, if it can be built and fits.
@@ -91,13 +137,19 @@ impl<'a> Family<'a> {
         devices: u32,
         bandwidth: Option<&str>,
         recompute: bool,
+        is_coarse: bool,
     ) -> Result<Option<u64>, Failure> {
-        let Ok(built) = self.build(layers) else { return Ok(None) };
-        let parameters = u64::try_from(built.counts.parameters).unwrap_or(u64::MAX);
-        let source = Source::of_loaded(model::of_zoo(self.name, zoo::to_bytes(&built.model))?, self.profile)?;
-        let devices_of =
-            Devices { gpus: Some(devices), bandwidth: bandwidth.map(str::to_string), ..Devices::default() };
-        let costs = source.on(source.cluster(&devices_of)?, self.micro_batch)?;
+        let asked = Devices { gpus: Some(devices), bandwidth: bandwidth.map(str::to_string), ..Devices::default() };
+        let kind = self.profile.and_then(|text| text.strip_prefix("analytic:")).map(machines::kind).transpose()?;
+        let cluster = machines::cluster(&asked, kind)?;
+        if self.cannot_fit(layers, &cluster)? {
+            return Ok(None);
+        }
+        let Some((parameters, mut costs)) = self.member(layers)? else { return Ok(None) };
+        costs.cluster = cluster;
+        if is_coarse {
+            costs.graph = coarse::runs(&costs.graph, (PIECES * devices as usize).max(LEAST_PIECES));
+        }
         let question = Question {
             stages: Some(vec![1; devices as usize]),
             recompute: if recompute { "auto" } else { "never" }.to_string(),
@@ -107,7 +159,50 @@ impl<'a> Family<'a> {
         match partition::ask(Path::new(self.name), costs, &question) {
             Ok(_) => Ok(Some(parameters)),
             Err(failure) if failure.code == failure::INFEASIBLE => Ok(None),
+            // Too few pieces for so many stages; the whole may do.
+            Err(_) if is_coarse => Ok(None),
             Err(failure) => Err(failure),
+        }
+    }
+}
+
+/// A number that fits, and what is known of it.
+type Fitting = (u32, Option<(u32, u64)>);
+
+/// The largest number that fits, given one that does: by steps that double, then by halving.
+fn largest_of(start: Fitting, fits: &dyn Fn(u32) -> Result<Option<(u32, u64)>, Failure>) -> Result<Fitting, Failure> {
+    let (mut least, mut known) = start;
+    // A straight pipeline needs something to cut between, so that nobody begins with a single one.
+    let mut step = if least == 0 { 2 } else { 1 };
+    let mut most = loop {
+        match fits(least + step)? {
+            Some(found) => (least, known, step) = (least + step, Some(found), step * 2),
+            None => break least + step,
+        }
+    };
+    while most > least + 1 {
+        let middle = least.midpoint(most);
+        match fits(middle)? {
+            Some(found) => (least, known) = (middle, Some(found)),
+            None => most = middle,
+        }
+    }
+    Ok((least, known))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_largest_is_found_from_any_start() {
+        for largest in 0..40 {
+            let fits = |times: u32| Ok((times <= largest).then_some((times, 0)));
+            for start in 0..=largest {
+                let known = (start > 0).then_some((start, 0));
+                let expected = (largest, (largest > 0).then_some((largest, 0)));
+                assert_eq!(largest_of((start, known), &fits).unwrap(), expected, "from {start}");
+            }
         }
     }
 }

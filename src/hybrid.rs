@@ -7,8 +7,11 @@ use crate::{device_placement, quantity, source};
 use compiler::cluster::unit;
 use compiler::import::piper;
 use compiler::partition::hybrid::solve::{Request, SolveError, solve};
-use compiler::plan::PlannedModel;
+use compiler::plan::fault::Fault;
+use compiler::plan::hybrid::check as judged;
+use compiler::plan::{Plan, PlannedModel};
 use compiler::profile::hybrid::Hybrid;
+use std::path::Path;
 
 /// Plans, prints, writes.
 pub fn run(arguments: &Arguments, screen: &Screen) -> Result<(), Failure> {
@@ -44,6 +47,23 @@ pub fn run(arguments: &Arguments, screen: &Screen) -> Result<(), Failure> {
         }
     })?;
     device_placement::tell(&plan, arguments, screen)
+}
+
+/// What the instance in a file says against the plan.
+pub fn check(plan: &Plan, path: &Path) -> Result<Vec<Fault>, Failure> {
+    let text = source::text(path, piper::MAX_BYTES as u64)?;
+    let mut hybrid = piper::read(&text).map_err(|error| Failure::file("read the instance", path, error))?;
+    device_placement::is_of(plan, path, &text)?;
+    // Flags may have said something else than the file.
+    hybrid.devices = plan.cluster.devices;
+    hybrid.microbatches = plan.schedule.microbatches;
+    if let Some(level) = plan.cluster.levels.first() {
+        hybrid.bandwidth = level.bandwidth.0;
+    }
+    if let Some(limit) = plan.cluster.memory_per_device.filter(|limit| limit.0 != hybrid.bytes_per_device as u64) {
+        hybrid.bytes_per_device = limit.0 as f64;
+    }
+    Ok(judged(&hybrid, plan).err().unwrap_or_default())
 }
 
 /// What flags say instead of the file.

@@ -4,7 +4,9 @@
 //! `FILE.json`, says everything for a number of minibatches that it knows: it is what `pipec simulate --programs FILE.json` writes.
 
 use crate::failure::Failure;
+use crate::screen::Screen;
 use crate::source;
+use crate::stages::plural;
 use compiler::plan::ScheduleKind;
 use compiler::schedule::check::check;
 use compiler::schedule::csv::Table;
@@ -68,6 +70,15 @@ pub fn read(said: Option<&str>) -> Result<Option<Own>, Failure> {
     Ok(Some(Own::Table(table)))
 }
 
+/// The same, and says beside the result what was read of it, so that nobody takes a minibatch for several.
+pub fn open(said: Option<&str>, screen: &Screen) -> Result<Option<Own>, Failure> {
+    let own = read(said)?;
+    if let (Some(own), Some(path)) = (&own, said) {
+        screen.note(&format!("{path}: {}", own.holds()));
+    }
+    Ok(own)
+}
+
 /// The kind of schedule: the one that was named, or that of the file.
 pub fn kind(said: Option<&str>, own: Option<&Own>) -> Option<ScheduleKind> {
     own.map(Own::kind).or_else(|| said.and_then(ScheduleKind::from_name))
@@ -122,6 +133,26 @@ impl Own {
         }
     }
 
+    /// What is in it, in words.
+    fn holds(&self) -> String {
+        let items = plural(self.microbatches().into(), "micro-batch", "micro-batches");
+        match self {
+            Own::Table(table) => {
+                let stages = plural(table.stages().into(), "stage", "stages");
+                let ranks = plural(table.rows.len() as u64, "rank", "ranks");
+                format!(
+                    "a table of one minibatch of {items}, {stages} on {ranks}; it is repeated for as many minibatches as are run"
+                )
+            }
+            Own::Program(program) => {
+                let minibatches = self.minibatches().unwrap_or(0);
+                let minibatches = plural(minibatches.into(), "minibatch", "minibatches");
+                let workers = plural(program.workers.len() as u64, "worker", "workers");
+                format!("programs of {minibatches} of {items} each for {workers}")
+            }
+        }
+    }
+
     /// The programs over a pipeline. Nobody has checked them yet.
     pub fn unchecked(&self, pipeline: &Pipeline, minibatches: u32) -> Result<Program, ScheduleError> {
         match self {
@@ -155,7 +186,7 @@ impl Own {
     pub fn count(&self, flag: &str, asked: Option<u32>) -> Result<Option<u32>, Failure> {
         match (self.minibatches(), asked) {
             (Some(known), Some(asked)) if known != asked => {
-                let minibatches = crate::stages::plural(u64::from(known), "minibatch", "minibatches");
+                let minibatches = plural(u64::from(known), "minibatch", "minibatches");
                 Err(Failure::input(format!("`{flag} {asked}` does not go with programs for {minibatches}"))
                     .help(format!("leave out `{flag}`; a table, FILE.csv, is for any number of minibatches")))
             }
@@ -194,7 +225,8 @@ fn is_split(instruction: &Instruction) -> bool {
     matches!(instruction, Instruction::BackwardInput { .. } | Instruction::BackwardWeight { .. })
 }
 
-fn is_file(text: &str) -> bool {
+/// Whether a schedule that was said is in a file.
+pub fn is_file(text: &str) -> bool {
     text.ends_with(".csv") || text.ends_with(".json")
 }
 

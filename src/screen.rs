@@ -80,6 +80,14 @@ impl Screen {
         ProgressBar::with_draw_target(Some(length), target).with_style(style)
     }
 
+    /// Says something while a bar runs: above it on a terminal, else as a note.
+    pub fn beside(&self, bar: &ProgressBar, text: &str) {
+        match bar.is_hidden() {
+            true => self.note(text),
+            false => bar.println(clean(text)),
+        }
+    }
+
     /// Fails if a result could not be written, other than by a reader that went away.
     pub fn finish(&self) -> Result<(), Failure> {
         match self.fault.take() {

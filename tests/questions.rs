@@ -9,11 +9,13 @@ use compiler::cluster::read::levels;
 use compiler::cluster::{Bytes, DeviceClass};
 use compiler::partition::planner::{Partitioner, PlanError, PlannerOptions, plan};
 use compiler::plan::check::check;
+use compiler::plan::figures::figures;
 use compiler::plan::problem::{CostModel, InFlight, Objective, Problem, Target};
 use compiler::plan::read::{from_json, to_json};
 use compiler::plan::{Edge, ScheduleKind, Stage};
 use compiler::profile::cost_graph::{OpId, ParamCost};
 use compiler::schedule::pipeline::pipeline_of;
+use compiler::simulate::stated::stated;
 use compiler::simulate::steady::{Steady, steady};
 use instances::{Random, random_graph};
 
@@ -121,6 +123,7 @@ fn every_answer_is_sound_or_a_reason() {
                 let is_played = found.predicted.objective_us.is_some();
                 assert!(!found.proven_optimal || is_played || found.lower_bound_us == us, "{name}");
                 check(&problem, &found).unwrap_or_else(|faults| panic!("{name}: {faults:?}"));
+                assert_eq!((figures(&found), stated(&found)), (Vec::new(), None), "{name}");
                 let read = from_json(&to_json(&found).unwrap()).unwrap_or_else(|error| panic!("{name}: {error}"));
                 assert_eq!((read.schedule, read.edges), (found.schedule, found.edges), "{name}");
             }

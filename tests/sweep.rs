@@ -101,6 +101,41 @@ fn more_memory_holds_a_larger_model() {
 }
 
 #[test]
+fn cuts_are_kept_for_fewer_microbatches() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    chain(folder);
+    let flags = ["chain.graph.txt", "--gpus", "4", "--depth", "2,4", "--microbatches", "2,16,4"];
+    let value = swept(folder, &flags);
+    let rows = value["rows"].as_array().unwrap();
+    // In the order in which they were asked, each what a plan with these stages says by itself.
+    let asked: Vec<(u64, u64)> =
+        rows.iter().map(|row| (row["depth"].as_u64().unwrap(), row["microbatches"].as_u64().unwrap())).collect();
+    assert_eq!(asked, [(2, 2), (2, 16), (2, 4), (4, 2), (4, 16), (4, 4)]);
+    for row in rows {
+        let (depth, m) = (row["depth"].as_u64().unwrap(), row["microbatches"].to_string());
+        let stages = vec![(4 / depth).to_string(); depth as usize].join(",");
+        let flags = ["partition", "chain.graph.txt", "--gpus", "4", "--schedule", "1f1b", "--microbatches", &m];
+        let output = pipec(folder, &[&flags[..], &["--stages", &stages, "-o", "-"]].concat());
+        let plan: Value = serde_json::from_slice(&output.stdout).unwrap();
+        assert_eq!(row["throughput_per_s"], plan["predicted"]["throughput_per_s"], "{row}");
+        assert_eq!(row["bubble"], plan["predicted"]["bubble"], "{row}");
+    }
+}
+
+#[test]
+fn families_say_what_was_found_so_far() {
+    let folder = tempfile::tempdir().unwrap();
+    let flags = ["sweep", "--family", "gpt", "--gpus", "2", "--memory", "2MB"];
+    let output = pipec(folder.path(), &flags);
+    let said = String::from_utf8_lossy(&output.stderr).into_owned();
+    let lines = said.lines().filter(|line| line.contains("layers, ") && line.contains("parameters"));
+    assert_eq!(lines.count(), 2, "{said}");
+    let quiet = pipec(folder.path(), &[&flags[..], &["-q"]].concat());
+    assert!(quiet.stderr.is_empty() && quiet.stdout == output.stdout);
+}
+
+#[test]
 fn what_makes_no_sense_is_refused() {
     let folder = tempfile::tempdir().unwrap();
     let folder = folder.path();

@@ -4,7 +4,7 @@
 //! bytes --import--> Graph --profile--> Profile --partition--> Plan --schedule--> Programs --simulate--> Timeline
 //! ```
 //!
-//! Nothing here starts a thread, reads a clock, knows a device or prints. Floors, from the ground up: `tensor`,
+//! Nothing here starts a thread, reads a clock, knows a device or prints. Floors, from the ground up: `tensor`, `wording`;
 //! `cluster`; `op`; `graph`; `profile`, `pass`; `import`; `plan`; `schedule`; `simulate`; `partition`
 //! and `export`. A room imports only what stands below it.
 
@@ -20,3 +20,4 @@ pub mod profile;
 pub mod schedule;
 pub mod simulate;
 pub mod tensor;
+pub mod wording;

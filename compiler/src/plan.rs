@@ -4,15 +4,18 @@
 //! sizes are bytes on one device.
 //!
 //! `problem` is what a partitioner is asked, `stage_cost` and `cut_bytes` the cost models, `memory` and `caps` what a stage holds, `check` the
-//! independent judge of any plan with its two reckonings of time `judge` and `clock` and its count of bytes `traffic`, `sound` what must hold of a plan by itself, `read` the file.
+//! independent judge of any plan with its two reckonings of time `judge` and `clock` and its count of bytes `traffic`, `sound` what must hold of a plan by itself, `figures` what it says twice, `diff` what two plans have apart, `coarse` a model in fewer pieces, `read` the file.
 
 pub mod caps;
 pub mod check;
 pub mod chunks;
 pub mod clock;
+pub mod coarse;
 pub mod cut_bytes;
 pub mod device_placement;
+pub mod diff;
 pub mod fault;
+pub mod figures;
 pub mod held;
 pub mod hybrid;
 pub mod judge;

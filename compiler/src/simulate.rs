@@ -11,6 +11,7 @@ pub mod forwards;
 pub mod network;
 pub mod pace;
 pub mod run;
+pub mod stated;
 pub mod steady;
 
 use std::fmt;

@@ -8,6 +8,7 @@ use runtime::rate::{Rate, Shape};
 
 /// How parameters move.
 #[derive(Clone, Debug, Args)]
+#[command(next_help_heading = "Updates")]
 pub struct OptimizerArguments {
     /// Optimizer
     #[arg(long, value_enum, value_name = "NAME", default_value = "sgd")]

@@ -23,11 +23,11 @@ pub struct Arguments {
     /// The model, or a published profile
     #[arg(value_name = "FILE")]
     pub file: PathBuf,
-    /// Format of FILE [default: by its name]
-    #[arg(long, value_enum, value_name = "FORMAT")]
+    /// Format of FILE [default: by its name, pipedream for .txt, a model for all else; instances are to be named]
+    #[arg(long, value_enum, value_name = "FORMAT", help_heading = "Model")]
     pub from: Option<source::Format>,
     /// Costs: a file of `pipec profile`, or analytic[:KIND] for the roofline of a device kind [default: analytic]
-    #[arg(long, value_name = "FILE|analytic[:KIND]")]
+    #[arg(long, value_name = "FILE|analytic[:KIND]", help_heading = "Model")]
     pub profile: Option<String>,
     #[command(flatten)]
     #[allow(missing_docs)]
@@ -39,82 +39,82 @@ pub struct Arguments {
     #[allow(missing_docs)]
     pub question: Question,
     /// Let a device hold nodes from anywhere in the graph (dnn-partitioning instances)
-    #[arg(long)]
+    #[arg(long, help_heading = "Constraints")]
     pub noncontiguous: bool,
-    /// Print every candidate that was compared
-    #[arg(long)]
+    /// Also print the candidates that the plan was chosen from
+    #[arg(long, help_heading = "Results")]
     pub compare: bool,
     /// Where to write the plan; - is standard output [default: MODEL.plan.json in the current folder]
-    #[arg(short, long, value_name = "FILE")]
+    #[arg(short, long, value_name = "FILE", help_heading = "Results")]
     pub output: Option<PathBuf>,
 }
 
 /// How a plan is looked for; also what `train` asks when it plans by itself.
 #[derive(Clone, Debug, Args)]
 pub struct Question {
-    /// Cost model
-    #[arg(long, value_name = "MODEL", value_parser = ["pipec", "paper", "pipedream"], default_value = "pipec")]
+    /// Cost model: the links, replicas and schedule as they run (pipec), the formula of the PipeDream paper (paper), or that of its released optimizer (pipedream)
+    #[arg(long, value_name = "MODEL", value_parser = ["pipec", "paper", "pipedream"], default_value = "pipec", help_heading = "Costs and memory")]
     pub cost: String,
     /// PipeDream's activation compression ratio; without it cost `pipedream` takes transfers between stages as free
-    #[arg(long, value_name = "R")]
+    #[arg(long, value_name = "R", help_heading = "Costs and memory")]
     pub activation_compression: Option<f64>,
     /// Bytes that may be used on each device, for example 16GB [default: the memory of the device]
-    #[arg(long, value_name = "SIZE")]
+    #[arg(long, value_name = "SIZE", help_heading = "Costs and memory")]
     pub memory: Option<String>,
     /// Micro-batches in one minibatch
-    #[arg(long, value_name = "M", default_value_t = 1)]
+    #[arg(long, value_name = "M", default_value_t = 1, help_heading = "Schedule")]
     pub microbatches: u32,
-    /// Order of work: a schedule, a table FILE.csv, or programs FILE.json [default: 1f1b-rr; for a target 1f1b, for objective latency inference]
-    #[arg(long, value_name = "NAME|FILE", value_parser = own::said)]
+    /// Order of work: a schedule, a table FILE.csv, or programs FILE.json [default: 1f1b-rr; 1f1b with micro-batches or a target, inference for objective latency]
+    #[arg(long, value_name = "NAME|FILE", value_parser = own::said, help_heading = "Schedule")]
     pub schedule: Option<String>,
     /// Stages on each rank, for interleaved and bfs [default: 2; zbv and dualpipev have 2]
-    #[arg(long, value_name = "V", value_parser = clap::value_parser!(u32).range(1..=1024))]
+    #[arg(long, value_name = "V", value_parser = clap::value_parser!(u32).range(1..=1024), help_heading = "Schedule")]
     pub chunks: Option<u32>,
-    /// What is minimised: time, bytes on the fullest device, or one item's way through a pipeline that only answers
-    #[arg(long, value_name = "WHAT", default_value = "throughput", value_parser = ["throughput", "memory", "latency"])]
+    /// What is minimised: the time of a minibatch (throughput), the bytes on the fullest device (memory), or one item's way through a pipeline that only answers (latency)
+    #[arg(long, value_name = "WHAT", default_value = "throughput", value_parser = ["throughput", "memory", "latency"], help_heading = "Search")]
     pub objective: String,
     /// For which framework: equal replicas, a flush, and for all but torch cuts where modules end
-    #[arg(long, value_name = "NAME", value_parser = ["torchtitan", "megatron", "deepspeed", "torch"])]
+    #[arg(long, value_name = "NAME", value_parser = ["torchtitan", "megatron", "deepspeed", "torch"], help_heading = "Constraints")]
     pub target: Option<String>,
-    /// Who looks for the plan
+    /// Who looks for the plan: the best of what is known (pipec), PipeDream's planner (pipedream), integer programs on top of pipec (milp), everything for up to 12 ops (exhaustive), or nobody: a plain alternative
     #[arg(long, value_name = "NAME", default_value = "pipec",
-          value_parser = ["pipec", "pipedream", "milp", "exhaustive", "data-parallel", "uniform", "single"])]
+          value_parser = ["pipec", "pipedream", "milp", "exhaustive", "data-parallel", "uniform", "single"], help_heading = "Search")]
     pub partitioner: String,
     /// Replicas of each stage, for example 2,1,1; the cuts stay free
-    #[arg(long, value_name = "R,R,…", value_delimiter = ',', value_parser = replicas)]
+    #[arg(long, value_name = "R,R,…", value_delimiter = ',', value_parser = replicas, help_heading = "Constraints")]
     pub stages: Option<Vec<u32>>,
     /// End a stage after each of these nodes, modules or op ids
-    #[arg(long, value_name = "NAME,…", value_delimiter = ',')]
+    #[arg(long, value_name = "NAME,…", value_delimiter = ',', help_heading = "Constraints")]
     pub cut_after: Option<Vec<String>>,
     /// Put a node, a module or an op id into a stage, counted from 0: --pin encoder=0,lm_head=3
-    #[arg(long, value_name = "NAME=STAGE,…", value_delimiter = ',', value_parser = pin)]
+    #[arg(long, value_name = "NAME=STAGE,…", value_delimiter = ',', value_parser = pin, help_heading = "Constraints")]
     pub pin: Vec<(String, u32)>,
-    /// The most stages
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
+    /// At most so many stages
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..), help_heading = "Constraints")]
     pub max_stages: Option<u32>,
     /// One replica for every stage
-    #[arg(long)]
+    #[arg(long, help_heading = "Constraints")]
     pub no_replication: bool,
     /// Whether a stage that does not fit otherwise may save its inputs only and run forward again before backward
-    #[arg(long, value_name = "WHEN", default_value = "auto", value_parser = ["auto", "never"])]
+    #[arg(long, value_name = "WHEN", default_value = "auto", value_parser = ["auto", "never"], help_heading = "Costs and memory")]
     pub recompute: String,
     /// Optimizer, for its memory
-    #[arg(long, value_enum, value_name = "NAME", default_value = "sgd")]
+    #[arg(long, value_enum, value_name = "NAME", default_value = "sgd", help_heading = "Costs and memory")]
     pub optimizer: Optimizer,
-    /// The type of all floats [default: the model's own]
-    #[arg(long, value_name = "TYPE", value_parser = ["f32", "f64"])]
+    /// The type of all floats that is planned for [default: the model's own]
+    #[arg(long, value_name = "TYPE", value_parser = ["f32", "f64"], help_heading = "Model")]
     pub dtype: Option<String>,
-    /// States that a search may look at
-    #[arg(long, value_name = "STATES")]
+    /// States that a search may look at [default: as many as take seconds]
+    #[arg(long, value_name = "STATES", help_heading = "Search")]
     pub budget: Option<u64>,
     /// When to end `--partitioner milp` by the clock, for example 60s; its plan may then differ from run to run
-    #[arg(long, value_name = "TIME", value_parser = time_limit)]
+    #[arg(long, value_name = "TIME", value_parser = time_limit, help_heading = "Search")]
     pub time_limit: Option<Duration>,
     /// Minibatches in flight on each replica of a stage: auto, pipedream (the published rule), or one number a stage
-    #[arg(long, value_name = "auto|pipedream|N,N,…", default_value = "auto", value_parser = in_flight)]
+    #[arg(long, value_name = "auto|pipedream|N,N,…", default_value = "auto", value_parser = in_flight, help_heading = "Schedule")]
     pub in_flight: InFlight,
     /// Seed of everything random
-    #[arg(long, value_name = "N", default_value_t = 0)]
+    #[arg(long, value_name = "N", default_value_t = 0, help_heading = "Search")]
     pub seed: u64,
 }
 
@@ -209,6 +209,7 @@ pub fn run(arguments: Box<Arguments>, screen: &Screen) -> Result<(), Failure> {
             .because("stages of a pipeline that trains are contiguous"));
     }
     let (planned, refused) = plan(&arguments, screen)?;
+    let own = arguments.question.schedule.as_deref().filter(|schedule| own::is_file(schedule));
     screen.detail(&format!("planned in {}", quantity::time(started.elapsed().as_secs_f64() * 1e6)));
     let plan = &planned.plan;
     let json = read::to_json(plan).map_err(|error| Failure::bug(&error.to_string()))?;
@@ -233,13 +234,14 @@ pub fn run(arguments: Box<Arguments>, screen: &Screen) -> Result<(), Failure> {
         );
     }
     screen.json(&serde_json::to_value(plan).unwrap_or_default());
-    screen.text(&format!("\nwrote {}\n{}", path.display(), next(&arguments.file, &path, refused.is_some())));
+    screen.text(&format!("\nwrote {}\n{}", path.display(), next(&arguments.file, &path, own, refused.is_some())));
     Ok(())
 }
 
 /// The plan that the arguments ask for, and why `pipec train` would refuse it.
 fn plan(arguments: &Arguments, screen: &Screen) -> Result<(Planned, Option<String>), Failure> {
     arguments.question.check()?;
+    own::open(arguments.question.schedule.as_deref(), screen)?;
     let costs = source::costs(arguments, screen)?;
     let params = costs.graph.params.clone();
     let planned = ask(&arguments.file, costs, &arguments.question)?;
@@ -428,7 +430,7 @@ fn explain(file: &Path, error: PlanError) -> Failure {
     }
 }
 
-/// Every candidate once: those that look the same in all columns share a row.
+/// Every candidate once: those that look the same in all columns share a row. The one that became the plan comes first and is marked.
 fn compared(planned: &Planned) -> String {
     let row = |candidate: &Compared| {
         vec![
@@ -438,26 +440,46 @@ fn compared(planned: &Planned) -> String {
             if candidate.fits { "yes" } else { "no" }.to_string(),
         ]
     };
+    let plan = &planned.plan;
+    // Whoever found it, it is the answer of the one who was asked.
+    let asked = plan.options.get("partitioner").and_then(|name| name.as_str()).unwrap_or(&plan.search.method);
     let mut rows: Vec<(Vec<&str>, Vec<String>)> = Vec::new();
     for candidate in &planned.compared {
-        let row = row(candidate);
+        let (row, is_first) = (row(candidate), rows.is_empty());
         match rows.iter_mut().find(|(_, known)| *known == row) {
             Some((names, _)) if names.contains(&candidate.name) => {}
             Some((names, _)) => names.push(candidate.name),
+            None if is_first && candidate.name != asked => rows.push((vec![asked, candidate.name], row)),
             None => rows.push((vec![candidate.name], row)),
         }
     }
-    let rows = rows.into_iter().map(|(names, row)| std::iter::once(names.join(", ")).chain(row).collect()).collect();
-    let time = if prediction::is_of_items(&planned.plan) { "micro-batch" } else { "minibatch" };
-    format!("\n{}", stages::table(&["candidate", "replicas", time, "most memory", "fits"], &[2, 3], rows))
+    let told = |(at, (names, row)): (usize, (Vec<&str>, Vec<String>))| {
+        let mark = if at == 0 { "chosen" } else { "" };
+        std::iter::once(names.join(", ")).chain(row).chain([mark.to_string()]).collect()
+    };
+    let rows = rows.into_iter().enumerate().map(told).collect();
+    let time = if prediction::is_of_items(plan) { "micro-batch" } else { "minibatch" };
+    let mut text =
+        format!("\n{}", stages::table(&["candidate", "replicas", time, "most memory", "fits", ""], &[2, 3], rows));
+    if plan.predicted.objective_us.is_some() {
+        let played = quantity::time(plan.predicted.minibatch_us);
+        text +=
+            &format!("times are those of the cost model's equations; the program of the chosen one takes {played}\n");
+    }
+    text
 }
 
-fn next(model: &Path, plan: &Path, is_refused: bool) -> String {
-    let mut text = format!("next: pipec simulate {}\n", plan.display());
+/// What to type next. A plan of the user's own order of work is run with that order again: the plan does not hold it.
+fn next(model: &Path, plan: &Path, own: Option<&str>, is_refused: bool) -> String {
+    let plan = plan.display();
+    let schedule = match own {
+        Some(file) => format!(" --schedule {file}"),
+        None if is_refused => " --schedule 1f1b".to_string(),
+        None => String::new(),
+    };
+    let mut text = format!("next: pipec simulate {plan}{}\n", if own.is_some() { &schedule } else { "" });
     if model.extension().is_some_and(|extension| extension == "onnx" || extension == "pt2") {
-        let schedule = if is_refused { " --schedule 1f1b" } else { "" };
-        text +=
-            &format!("      pipec train {} --plan {}{schedule} --data train.npz\n", model.display(), plan.display());
+        text += &format!("      pipec train {} --plan {plan}{schedule} --data train.npz\n", model.display());
     }
     text
 }

@@ -1,21 +1,31 @@
-//! `pipec plan show` and `pipec plan check`.
+//! `pipec plan show`, `pipec plan check` and `pipec plan diff`.
 
+use crate::asked::{self, Source};
 use crate::failure::Failure;
 use crate::own::{self, Own};
 use crate::screen::Screen;
-use crate::{prediction, source, stages};
+use crate::{cmd, device_placement, hybrid, prediction, source, stages};
 use clap::{Args, Subcommand};
+use compiler::plan::check::check as judged;
+use compiler::plan::fault::Fault;
+use compiler::plan::figures::figures;
+use compiler::plan::problem::CostModel;
 use compiler::plan::sound::sound;
 use compiler::plan::{Plan, ScheduleKind};
 use compiler::schedule::check;
 use compiler::schedule::pipeline::{pipeline, schedule_of};
 use compiler::schedule::rule::StepCount;
 use compiler::schedule::scheduler::schedule;
+use compiler::simulate::stated::stated;
 use serde_json::json;
 use std::path::{Path, PathBuf};
 
 /// Minibatches for which `plan check` makes programs: enough for every cap to be reached and rounds to end short.
 const CHECKED: u32 = 50;
+
+/// Why a placement of nodes from anywhere is not played.
+pub const BOTH_WAYS: &str = "its devices hold nodes from anywhere in the graph, so that tensors go back and forth between them: the published cost adds up what \
+     each device computes, sends and receives, and there is no order of stages that a program could follow";
 
 /// What to do with a plan.
 #[derive(Debug, Args)]
@@ -32,14 +42,29 @@ enum What {
         #[arg(value_name = "PLAN")]
         file: PathBuf,
     },
-    /// Check that the plan holds together and that its programs cannot go wrong or wait for ever
+    /// Check that the plan holds together, that its figures follow from each other, and that its programs cannot go wrong or wait for ever
     Check {
         /// The plan
         #[arg(value_name = "PLAN")]
         file: PathBuf,
+        /// The plan's model, published profile or instance: every figure is then worked out again from its costs
+        #[arg(long, value_name = "FILE")]
+        model: Option<PathBuf>,
+        /// The plan's costs: a file of `pipec profile`, or analytic[:KIND] [default: as the plan says]
+        #[arg(long, value_name = "FILE|analytic[:KIND]", requires = "model")]
+        profile: Option<String>,
         /// The order of work of a plan that has none of its own: a table FILE.csv, or programs FILE.json
         #[arg(long, value_name = "FILE", value_parser = own::said_file)]
         schedule: Option<String>,
+    },
+    /// Tell two plans apart: which ops changed their stage, and what that does to times and memory. Exit code 1 where they differ
+    Diff {
+        /// The first plan
+        #[arg(value_name = "PLAN")]
+        before: PathBuf,
+        /// The second plan
+        #[arg(value_name = "OTHER")]
+        after: PathBuf,
     },
 }
 
@@ -61,7 +86,11 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Failure> {
             screen.json(&serde_json::to_value(&plan).unwrap_or_default());
             Ok(())
         }
-        What::Check { file, schedule } => judge(&file, own::read(schedule.as_deref())?.as_ref(), screen),
+        What::Check { file, model, profile, schedule } => {
+            let own = own::open(schedule.as_deref(), screen)?;
+            judge(&file, model.as_deref(), profile.as_deref(), own.as_ref(), screen)
+        }
+        What::Diff { before, after } => cmd::diff::run(&before, &after, screen),
     }
 }
 
@@ -75,26 +104,65 @@ pub fn sound_plan(path: &Path) -> Result<Plan, Failure> {
     Ok(plan)
 }
 
-fn judge(path: &Path, own: Option<&Own>, screen: &Screen) -> Result<(), Failure> {
+fn judge(
+    path: &Path,
+    model: Option<&Path>,
+    profile: Option<&str>,
+    own: Option<&Own>,
+    screen: &Screen,
+) -> Result<(), Failure> {
     let plan = source::plan(path)?;
-    let mut faults: Vec<String> = sound(&plan).err().unwrap_or_default().iter().map(ToString::to_string).collect();
+    let told = |faults: &[Fault]| faults.iter().map(ToString::to_string).collect::<Vec<_>>();
+    let mut faults = told(&sound(&plan).err().unwrap_or_default());
     if faults.is_empty() {
+        if let Some(model) = model {
+            faults.extend(told(&by_model(&plan, model, profile, screen)?));
+        }
+        // What the model contradicts would be told again.
+        if faults.is_empty() {
+            faults.extend(told(&figures(&plan)));
+        }
+    }
+    if faults.is_empty() {
+        faults.extend(stated(&plan).map(|fault| fault.to_string()));
+    }
+    let plays = !goes_both_ways(&plan);
+    if faults.is_empty() && plays {
         faults.extend(program_fault(&plan, own));
     }
     screen.json(&json!({"file": path.display().to_string(), "sound": faults.is_empty(), "faults": faults}));
     if faults.is_empty() {
         let stages = stages::plural(plan.stages.len() as u64, "stage", "stages");
-        screen.text(&format!(
-            "{} is sound: {stages}, every op once, memory adds up, and its {} programs run to the end",
-            path.display(),
-            plan.schedule.kind.name()
-        ));
+        let figures = if model.is_some() { "every figure follows from the model" } else { "its figures agree" };
+        let programs = match plays {
+            true => format!("its {} programs run to the end", plan.schedule.kind.name()),
+            false => "tensors go back and forth between its devices, so that no program could run it".to_string(),
+        };
+        screen.text(&format!("{} is sound: {stages}, every op once, {figures}, and {programs}", path.display()));
         return Ok(());
     }
     let failure = Failure::no(format!("{} is not sound", path.display()));
     let failure = faults.iter().take(16).fold(failure, Failure::because);
     let is_open = plan.schedule.kind == ScheduleKind::Csv && own.is_none();
     Err(if is_open { failure.help("`--schedule FILE` names the file of its order of work") } else { failure })
+}
+
+/// What the costs of the model, or of the instance, say against the plan.
+fn by_model(plan: &Plan, model: &Path, profile: Option<&str>, screen: &Screen) -> Result<Vec<Fault>, Failure> {
+    match plan.cost {
+        CostModel::Load => device_placement::check(plan, model),
+        CostModel::Hybrid => hybrid::check(plan, model),
+        CostModel::Pipec | CostModel::Paper | CostModel::Pipedream => {
+            let source = Source::of_plan(model, profile, plan, screen)?;
+            let costs = source.costs(plan, plan.schedule.micro_batch)?;
+            Ok(judged(&asked::problem(plan, costs), plan).err().unwrap_or_default())
+        }
+    }
+}
+
+/// Whether tensors go from later devices to earlier ones, as in placements that take nodes from anywhere.
+pub fn goes_both_ways(plan: &Plan) -> bool {
+    plan.cost == CostModel::Load && plan.edges.iter().any(|edge| edge.from >= edge.to)
 }
 
 fn program_fault(plan: &Plan, own: Option<&Own>) -> Option<String> {

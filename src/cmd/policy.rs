@@ -9,6 +9,7 @@ use runtime::policy::{self, Policy, Statistics};
 
 /// What is done beside the plain step.
 #[derive(Clone, Debug, Args)]
+#[command(next_help_heading = "Updates")]
 pub struct PolicyArguments {
     /// The type of all floats [default: the model's own]; bf16 and f16 keep weights, gradients' sums and statistics in f32
     #[arg(long, value_enum, value_name = "TYPE")]

@@ -10,6 +10,7 @@ use clap::Args;
 use compiler::export::escape::short;
 use compiler::export::report::{Alternative, Answer, Measured, Modelled, Played, Report, WhatIf};
 use compiler::export::report::{measured, moves, page, play};
+use compiler::plan::coarse;
 use compiler::plan::held::fullest;
 use compiler::plan::problem::CostModel;
 use compiler::plan::{Plan, ScheduleKind};
@@ -23,6 +24,9 @@ const MOST_METRICS_BYTES: u64 = 256 << 20;
 
 /// Why nothing is played or weighed for the plan of an instance.
 const INSTANCE: &str = "it is for a published instance, which has nodes with times and is no model that runs";
+
+/// Pieces in which the model is planned for other devices and sizes: a page is no place for a search of minutes.
+const PIECES: usize = 64;
 
 /// The most devices that are tried.
 const MOST_DEVICES: u64 = 4096;
@@ -81,7 +85,7 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Failure> {
         Some(source) if !arguments.no_what_if => what_if(source, &arguments, &plan, screen)?,
         _ => Vec::new(),
     };
-    let played = played(&plan, arguments.schedule.as_deref())?;
+    let played = played(&plan, arguments.schedule.as_deref(), screen)?;
     let report = Report {
         heading: stages::heading(&plan).lines().map(str::to_string).collect(),
         verdict: prediction::verdict(&plan),
@@ -99,9 +103,10 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Failure> {
 }
 
 /// The programs at work, or why they cannot be played. An order of the user's own that does not fit is a failure.
-fn played(plan: &Plan, said: Option<&str>) -> Result<Result<Played, String>, Failure> {
-    let Some(own) = own::read(said)? else {
+fn played(plan: &Plan, said: Option<&str>, screen: &Screen) -> Result<Result<Played, String>, Failure> {
+    let Some(own) = own::open(said, screen)? else {
         return Ok(match plan.schedule.kind {
+            _ if cmd::plan::goes_both_ways(plan) => Err(cmd::plan::BOTH_WAYS.to_string()),
             _ if is_instance(plan) => Err(INSTANCE.to_string()),
             ScheduleKind::Csv => {
                 Err("the plan is for an order of work of the user's own, and `--schedule FILE` names it".to_string())
@@ -161,7 +166,11 @@ fn what_if(source: &Source, arguments: &Arguments, plan: &Plan, screen: &Screen)
     let mut cells = Vec::new();
     for &(micro_batch, microbatches) in &sizes {
         // A model with a batch of its own has no other sizes.
-        let Ok(costs) = source.costs(plan, micro_batch) else { continue };
+        let Ok(mut costs) = source.costs(plan, micro_batch) else { continue };
+        // A framework's cuts are where modules end, and runs of ops know no modules.
+        if !plan.options.contains_key("target") {
+            costs.graph = coarse::runs(&costs.graph, PIECES);
+        }
         for &count in &counts {
             bar.set_message(format!("{} devices", count * inner));
             let devices = u32::try_from(count * inner).unwrap_or(u32::MAX);

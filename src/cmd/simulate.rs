@@ -34,13 +34,13 @@ pub struct Arguments {
     /// The plan
     #[arg(value_name = "PLAN")]
     file: PathBuf,
-    /// Minibatches to run [default: 100, or as many as the programs of --schedule are for]
+    /// Minibatches to run [default: 100, more where many replicas take turns, or as many as the programs of --schedule are for]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=100_000))]
     minibatches: Option<u32>,
-    /// Another order of work than the plan's: a schedule, a table FILE.csv as torch writes them, or programs FILE.json
+    /// Another order of work than the plan's, or that of a plan made with a file: a schedule, a table FILE.csv as torch writes them, or programs FILE.json
     #[arg(long, value_name = "NAME|FILE", value_parser = own::said)]
     schedule: Option<String>,
-    /// Write what each worker does: .json, .csv (computation only), or else text
+    /// Write what each worker does: .json with every operand, .csv the computation only in the form of torch, or else text
     #[arg(long, value_name = "FILE")]
     programs: Option<PathBuf>,
     /// Write a trace that Perfetto opens: in its own form as .pftrace or .perfetto-trace, else as JSON, which chrome://tracing opens too
@@ -59,8 +59,13 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Failure> {
         let why = "its times are those of an instance, in a unit of its own, with forward and backward in one";
         return Err(Failure::input(what).because(why));
     }
+    if cmd::plan::goes_both_ways(&plan) {
+        return Err(Failure::input(what).because(cmd::plan::BOTH_WAYS).help(
+            "`pipec plan check` weighs its devices; without `--noncontiguous` an instance is planned as a pipeline, which plays",
+        ));
+    }
     let fail = |error: &dyn std::fmt::Display| Failure::input(&what).because(error);
-    let own = own::read(arguments.schedule.as_deref())?;
+    let own = own::open(arguments.schedule.as_deref(), screen)?;
     let kind = own::kind(arguments.schedule.as_deref(), own.as_ref()).unwrap_or(plan.schedule.kind);
     let asked = arguments.minibatches;
     let pipeline = pipeline(&plan).map_err(|error| fail(&error))?;
@@ -80,6 +85,7 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Failure> {
         }
     };
     let write_program = |path: &PathBuf, program: &Program| -> Result<(), Failure> {
+        let is_table = path.extension().is_some_and(|extension| extension == "csv");
         let text = match path.extension().and_then(|extension| extension.to_str()) {
             Some("json") => to_json(program).map_err(|error| Failure::bug(&error.to_string()))?,
             Some("csv") => csv(program),
@@ -87,6 +93,15 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Failure> {
         };
         source::write(path, text.as_bytes())?;
         screen.note(&format!("wrote {}", path.display()));
+        let minibatches = program.items / program.microbatches.max(1);
+        if is_table && minibatches > 1 {
+            let minibatches = stages::plural(minibatches.into(), "minibatch", "minibatches");
+            let items = stages::plural(program.items.into(), "micro-batch", "micro-batches");
+            screen.note(&format!(
+                "it holds {minibatches}, numbered on; a table does not say where one ends, so that `--schedule` takes it for one minibatch \
+                 of {items}: `--minibatches 1` writes the table of one, `--programs FILE.json` keeps the number"
+            ));
+        }
         Ok(())
     };
     if let Some(path) = &arguments.programs {

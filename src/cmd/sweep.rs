@@ -5,13 +5,15 @@ use crate::asked::Source;
 use crate::cmd::partition::{self, Optimizer, Question};
 use crate::failure::{self, Failure};
 use crate::family::Family;
-use crate::screen::Screen;
+use crate::screen::{Screen, clean};
 use crate::source::{self, Costs};
 use crate::{quantity, stages};
 use clap::Args;
-use compiler::export::sweep::{Figures, Largest, Point, Sweep};
-use compiler::plan::ScheduleKind;
+use compiler::export::sweep::{Figures, Largest, Point, Sweep, name};
+use compiler::plan::{ScheduleKind, coarse};
+use compiler::profile::cost_graph::CostGraph;
 use serde_json::json;
+use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
 
@@ -28,42 +30,42 @@ pub struct Arguments {
     #[arg(value_name = "MODEL", required_unless_present = "family")]
     file: Option<PathBuf>,
     /// Numbers of devices
-    #[arg(long, value_name = "N,…", value_delimiter = ',', required = true, value_parser = devices)]
+    #[arg(long, value_name = "N,…", value_delimiter = ',', required = true, value_parser = devices, help_heading = "Devices")]
     gpus: Vec<u32>,
     /// Bandwidth of their link per device and direction, for example 1.25GB/s or 10Gbit/s
-    #[arg(long, value_name = "RATE")]
+    #[arg(long, value_name = "RATE", help_heading = "Devices")]
     bandwidth: Option<String>,
-    /// Numbers of stages, each replicated over an equal share of the devices [default: the planner is free]
-    #[arg(long, value_name = "D,…", value_delimiter = ',', value_parser = clap::value_parser!(u32).range(1..=4096))]
+    /// Numbers of stages, each replicated over an equal share of the devices and cut for the most micro-batches [default: the planner is free]
+    #[arg(long, value_name = "D,…", value_delimiter = ',', value_parser = clap::value_parser!(u32).range(1..=4096), help_heading = "Questions")]
     depth: Vec<u32>,
     /// Micro-batches in one minibatch
-    #[arg(long, value_name = "M,…", value_delimiter = ',', default_value = "1", value_parser = clap::value_parser!(u32).range(1..=1 << 20))]
+    #[arg(long, value_name = "M,…", value_delimiter = ',', default_value = "1", value_parser = clap::value_parser!(u32).range(1..=1 << 20), help_heading = "Questions")]
     microbatches: Vec<u32>,
     /// Samples in one micro-batch [default: as the model says, else 32]
-    #[arg(long, value_name = "N,…", value_delimiter = ',', value_parser = clap::value_parser!(u64).range(1..=1 << 32))]
+    #[arg(long, value_name = "N,…", value_delimiter = ',', value_parser = clap::value_parser!(u64).range(1..=1 << 32), help_heading = "Questions")]
     micro_batch: Vec<u64>,
     /// Orders of work [default: 1f1b-rr, or 1f1b with micro-batches]
-    #[arg(long, value_name = "NAME,…", value_delimiter = ',', value_parser = ["gpipe", "1f1b", "interleaved", "bfs", "zb-h1", "zb-h2", "zbv", "dualpipev", "1f1b-rr", "1f1b-rr-vsync", "2bw"])]
+    #[arg(long, value_name = "NAME,…", value_delimiter = ',', value_parser = ["gpipe", "1f1b", "interleaved", "bfs", "zb-h1", "zb-h2", "zbv", "dualpipev", "1f1b-rr", "1f1b-rr-vsync", "2bw"], help_heading = "Questions")]
     schedule: Vec<String>,
     /// Costs: a file of `pipec profile`, or analytic[:KIND] for the roofline of a device kind [default: analytic]
-    #[arg(long, value_name = "FILE|analytic[:KIND]")]
+    #[arg(long, value_name = "FILE|analytic[:KIND]", help_heading = "Model")]
     profile: Option<String>,
     /// Bytes that may be used on each device, for example 16GB [default: the memory of the device]
-    #[arg(long, value_name = "SIZE")]
+    #[arg(long, value_name = "SIZE", help_heading = "Devices")]
     memory: Option<String>,
     /// Optimizer, for its memory
-    #[arg(long, value_enum, value_name = "NAME", default_value = "sgd")]
+    #[arg(long, value_enum, value_name = "NAME", default_value = "sgd", help_heading = "Questions")]
     optimizer: Optimizer,
     /// Whether a stage that does not fit otherwise may run forward again before backward
-    #[arg(long, value_name = "WHEN", default_value = "auto", value_parser = ["auto", "never"])]
+    #[arg(long, value_name = "WHEN", default_value = "auto", value_parser = ["auto", "never"], help_heading = "Questions")]
     recompute: String,
     /// Also find the largest model of this family of the zoo that fits: gpt2-xl with more layers, for example
-    #[arg(long, value_name = "NAME")]
+    #[arg(long, value_name = "NAME", help_heading = "Questions")]
     family: Option<String>,
     #[command(flatten)]
     import: Import,
     /// Write the plots as SVG into this folder, which is made where it is missing
-    #[arg(long, value_name = "FOLDER")]
+    #[arg(long, value_name = "FOLDER", help_heading = "Results")]
     svg: Option<PathBuf>,
 }
 
@@ -140,7 +142,11 @@ fn points(arguments: &Arguments, path: &Path, screen: &Screen) -> Result<Vec<Poi
     if rows > MOST_ROWS {
         return Err(Failure::input(format!("these lists make {rows} rows, more than {MOST_ROWS}")));
     }
-    let bar = screen.progress(rows as u64, "{bar:30} {pos}/{len} plans, {eta} left, {msg}");
+    let bar = screen.progress(rows as u64, "{bar:30} {pos}/{len} plans, {elapsed}, {msg}");
+    // A depth is cut for the most micro-batches, and keeps its cuts for fewer.
+    let mut counts = arguments.microbatches.clone();
+    counts.sort_unstable_by(|a, b| b.cmp(a));
+    counts.dedup();
     let mut points = Vec::with_capacity(rows);
     for &devices in &arguments.gpus {
         let flags = Devices { gpus: Some(devices), bandwidth: arguments.bandwidth.clone(), ..Devices::default() };
@@ -149,14 +155,21 @@ fn points(arguments: &Arguments, path: &Path, screen: &Screen) -> Result<Vec<Poi
             let costs = source.on(cluster.clone(), micro_batch)?;
             for schedule in &schedules {
                 for &depth in &depths {
-                    for &microbatches in &arguments.microbatches {
-                        bar.set_message(format!("{devices} devices"));
+                    let mut answers: BTreeMap<u32, Result<Figures, String>> = BTreeMap::new();
+                    let mut cut = None;
+                    let kind =
+                        schedule.as_deref().and_then(ScheduleKind::from_name).unwrap_or(ScheduleKind::RoundRobin);
+                    for &microbatches in &counts {
+                        bar.set_message(format!("{devices} devices, {}", name(depth)));
                         let question = Question { schedule: schedule.clone(), microbatches, ..base.clone() };
-                        let answer = figures(path, &costs, devices, depth, question)?;
-                        let named = schedule.as_deref().and_then(ScheduleKind::from_name);
-                        let schedule = named.unwrap_or(ScheduleKind::RoundRobin);
-                        points.push(Point { devices, depth, schedule, micro_batch, microbatches, answer });
+                        let answer = figures(path, &costs, devices, depth, question, &mut cut)?;
+                        bar.println(clean(&told(devices, depth, kind, microbatches, &answer)));
+                        answers.insert(microbatches, answer);
                         bar.inc(1);
+                    }
+                    for &microbatches in &arguments.microbatches {
+                        let Some(answer) = answers.get(&microbatches).cloned() else { continue };
+                        points.push(Point { devices, depth, schedule: kind, micro_batch, microbatches, answer });
                     }
                 }
             }
@@ -166,13 +179,30 @@ fn points(arguments: &Arguments, path: &Path, screen: &Screen) -> Result<Vec<Poi
     Ok(points)
 }
 
-/// The plan of one row, or the reason for which there is none: that is an answer, unless the input is bad.
+/// A finished row, in one line.
+fn told(devices: u32, depth: Option<u32>, kind: ScheduleKind, m: u32, answer: &Result<Figures, String>) -> String {
+    let found = match answer {
+        Ok(found) => {
+            format!("{} samples/s, {}", quantity::samples(found.throughput_per_s), quantity::bytes(found.peak_bytes))
+        }
+        Err(why) => why.clone(),
+    };
+    let (devices, m) = (
+        stages::plural(u64::from(devices), "device", "devices"),
+        stages::plural(u64::from(m), "micro-batch", "micro-batches"),
+    );
+    format!("{devices}, {}, {}, {m}: {found}", name(depth), kind.name())
+}
+
+/// The plan of one row, or the reason for which there is none: that is an answer, unless the input is bad. Where the stages were cut
+/// before, `cut` is the model in these pieces.
 fn figures(
     path: &Path,
     costs: &Costs,
     devices: u32,
     depth: Option<u32>,
     mut question: Question,
+    cut: &mut Option<CostGraph>,
 ) -> Result<Result<Figures, String>, Failure> {
     match depth {
         Some(depth) if depth > devices => {
@@ -188,8 +218,20 @@ fn figures(
         None => {}
     }
     let parameters = costs.graph.params.iter().fold(0u64, |sum, param| sum.saturating_add(param.bytes));
+    if let Some(cut) = cut {
+        let costs = Costs { graph: cut.clone(), ..costs.clone() };
+        // Cuts that do not fit this count are looked for anew.
+        if let Ok(planned) = partition::ask(path, costs, &question) {
+            return Ok(Ok(Figures::of(&planned.plan, parameters)));
+        }
+    }
     match partition::ask(path, costs.clone(), &question) {
-        Ok(planned) => Ok(Ok(Figures::of(&planned.plan, parameters))),
+        Ok(planned) => {
+            if depth.is_some() {
+                *cut = coarse::stages(&costs.graph, &planned.plan);
+            }
+            Ok(Ok(Figures::of(&planned.plan, parameters)))
+        }
         Err(failure) if failure.code == failure::INFEASIBLE => Ok(Err(failure.reason())),
         Err(failure) => Err(failure),
     }
@@ -205,12 +247,23 @@ fn largest(arguments: &Arguments, name: &str, screen: &Screen) -> Result<Vec<Lar
     let question = Question { schedule, microbatches, ..base };
     let micro_batch = arguments.micro_batch.first().copied().unwrap_or(1);
     let family = Family::open(name, micro_batch, arguments.profile.as_deref(), &question)?;
-    let bar = screen.progress(2 * arguments.gpus.len() as u64, "{bar:30} {pos}/{len} families, {msg}");
+    let bar = screen.progress(2 * arguments.gpus.len() as u64, "{bar:30} {pos}/{len} answers, {elapsed}, {msg}");
     let mut found = Vec::new();
     for &devices in &arguments.gpus {
         for recompute in [true, false] {
-            bar.set_message(format!("{devices} devices"));
-            found.push(family.largest(devices, arguments.bandwidth.as_deref(), recompute)?);
+            let with = if recompute { "recomputed" } else { "not recomputed" };
+            let told = format!("{}, {with}", stages::plural(u64::from(devices), "device", "devices"));
+            bar.set_message(told.clone());
+            let tried = |layers: u32, fits: bool| {
+                let fits = if fits { "fit" } else { "do not fit" };
+                bar.set_message(format!("{told}: {layers} layers {fits}"));
+            };
+            let one = family.largest(devices, arguments.bandwidth.as_deref(), recompute, &tried)?;
+            let largest = one.found.map_or("none fits".to_string(), |(layers, parameters)| {
+                format!("{layers} layers, {} parameters", quantity::count(parameters))
+            });
+            screen.beside(&bar, &format!("{told}: {largest}"));
+            found.push(one);
             bar.inc(1);
         }
     }

@@ -44,92 +44,92 @@ pub struct Arguments {
     #[arg(value_name = "MODEL")]
     file: PathBuf,
     /// The plan; without one, training plans on analytic costs of this CPU
-    #[arg(long, value_name = "FILE", conflicts_with_all = ["workers", "stages", "cut_after"])]
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["workers", "stages", "cut_after"], help_heading = "Plan and schedule")]
     plan: Option<PathBuf>,
     /// Workers to plan for [default: one, or as the stages need]
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1024))]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1024), help_heading = "Plan and schedule")]
     workers: Option<u32>,
     /// Replicas of each stage, for example 2,1,1
-    #[arg(long, value_name = "R,R,…", value_delimiter = ',', value_parser = partition::replicas)]
+    #[arg(long, value_name = "R,R,…", value_delimiter = ',', value_parser = partition::replicas, help_heading = "Plan and schedule")]
     stages: Option<Vec<u32>>,
     /// End a stage after each of these nodes, modules or op ids
-    #[arg(long, value_name = "NAME,…", value_delimiter = ',')]
+    #[arg(long, value_name = "NAME,…", value_delimiter = ',', help_heading = "Plan and schedule")]
     cut_after: Option<Vec<String>>,
     /// Arrays named by the model's inputs, the labels `target` or `y`: .npz, .npy or .safetensors
-    #[arg(long, value_name = "FILE")]
+    #[arg(long, value_name = "FILE", help_heading = "Data")]
     data: Option<PathBuf>,
     /// Train on made-up data
-    #[arg(long, conflicts_with = "data")]
+    #[arg(long, conflicts_with = "data", help_heading = "Data")]
     synthetic_data: bool,
     /// Samples in a minibatch [default: the plan's, else the file's, else 32]
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..=1 << 32))]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..=1 << 32), help_heading = "Data")]
     batch: Option<u64>,
     /// Micro-batches in a minibatch [default: the plan's, else 1]
-    #[arg(long, value_name = "M", value_parser = clap::value_parser!(u32).range(1..=1 << 20))]
+    #[arg(long, value_name = "M", value_parser = clap::value_parser!(u32).range(1..=1 << 20), help_heading = "Data")]
     microbatches: Option<u32>,
     /// Order of work: a schedule, a table FILE.csv, or programs FILE.json [default: the plan's, else 1f1b-rr, or 1f1b with micro-batches]
-    #[arg(long, value_name = "NAME|FILE", value_parser = own::said)]
+    #[arg(long, value_name = "NAME|FILE", value_parser = own::said, help_heading = "Plan and schedule")]
     schedule: Option<String>,
     /// Minibatches in flight on each replica of a stage: auto (the plan's), pipedream, or one number a stage
-    #[arg(long, value_name = "auto|pipedream|N,N,…", default_value = "auto", value_parser = partition::in_flight)]
+    #[arg(long, value_name = "auto|pipedream|N,N,…", default_value = "auto", value_parser = partition::in_flight, help_heading = "Plan and schedule")]
     in_flight: InFlight,
     /// Minibatches to train
-    #[arg(long, value_name = "N", conflicts_with = "epochs", value_parser = clap::value_parser!(u32).range(1..=10_000_000))]
+    #[arg(long, value_name = "N", conflicts_with = "epochs", value_parser = clap::value_parser!(u32).range(1..=10_000_000), help_heading = "Data")]
     steps: Option<u32>,
     /// Times through the data [default: 1]
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1_000_000), help_heading = "Data")]
     epochs: Option<u32>,
     /// See the rows in a new order every epoch
-    #[arg(long, conflicts_with = "no_shuffle")]
+    #[arg(long, conflicts_with = "no_shuffle", help_heading = "Data")]
     shuffle: bool,
     /// See the rows as they stand in the file; this is the default
-    #[arg(long)]
+    #[arg(long, help_heading = "Data")]
     no_shuffle: bool,
     /// What is made small [default: output for a scalar output, else cross-entropy]
-    #[arg(long, value_enum, value_name = "NAME")]
+    #[arg(long, value_enum, value_name = "NAME", help_heading = "Updates")]
     loss: Option<Loss>,
     /// The axis of classes; negative counts from the end [default: -1]
-    #[arg(long, value_name = "AXIS", allow_hyphen_values = true)]
+    #[arg(long, value_name = "AXIS", allow_hyphen_values = true, help_heading = "Updates")]
     class_dim: Option<i64>,
     #[command(flatten)]
     optimizer: OptimizerArguments,
     #[command(flatten)]
     policy: PolicyArguments,
     /// Whether running variances follow the biased batch variance (onnx) or the unbiased one (torch)
-    #[arg(long, value_name = "RULE", default_value = "onnx", value_parser = ["onnx", "torch"])]
+    #[arg(long, value_name = "RULE", default_value = "onnx", value_parser = ["onnx", "torch"], help_heading = "Updates")]
     bn_variance: String,
     /// Initial weights by name: .npz or .safetensors [default: those of the model]
-    #[arg(long, value_name = "FILE")]
+    #[arg(long, value_name = "FILE", help_heading = "Weights and results")]
     weights: Option<PathBuf>,
     /// Parameters that are not trained: names, or prefix* for all that start so
-    #[arg(long, value_name = "NAME,…", value_delimiter = ',')]
+    #[arg(long, value_name = "NAME,…", value_delimiter = ',', help_heading = "Weights and results")]
     freeze: Vec<String>,
     /// Write the trained weights: .safetensors or .npz
-    #[arg(long, value_name = "FILE")]
+    #[arg(long, value_name = "FILE", help_heading = "Weights and results")]
     save: Option<PathBuf>,
     /// Write the gradients of the last minibatch by parameter name
-    #[arg(long, value_name = "FILE")]
+    #[arg(long, value_name = "FILE", help_heading = "Weights and results")]
     save_gradients: Option<PathBuf>,
     /// Write the trained weights to weights.safetensors in this folder, which is made where it is missing, and there also what a
     /// program of one's own writes on its way, as stage-N-version-N.safetensors
-    #[arg(long, value_name = "FOLDER")]
+    #[arg(long, value_name = "FOLDER", help_heading = "Weights and results")]
     checkpoint_dir: Option<PathBuf>,
     /// Write a JSON object for every minibatch, and one with totals at the end
-    #[arg(long, value_name = "FILE")]
+    #[arg(long, value_name = "FILE", help_heading = "Weights and results")]
     metrics: Option<PathBuf>,
     /// Write a trace that Perfetto opens: in its own form as .pftrace or .perfetto-trace, else as JSON, which chrome://tracing opens too
-    #[arg(long, value_name = "FILE")]
+    #[arg(long, value_name = "FILE", help_heading = "Weights and results")]
     trace: Option<PathBuf>,
     /// Where to run
-    #[arg(long, value_name = "DEVICE", default_value = "auto", value_parser = ["auto", "cpu"])]
+    #[arg(long, value_name = "DEVICE", default_value = "auto", value_parser = ["auto", "cpu"], help_heading = "Run")]
     device: String,
     /// Seed of everything random
-    #[arg(long, value_name = "N", default_value_t = 0)]
+    #[arg(long, value_name = "N", default_value_t = 0, help_heading = "Run")]
     seed: u64,
     #[command(flatten)]
     import: Import,
     /// Train a file though it is not the model that its framework trains: folded or stored statistics, merged parameters
-    #[arg(long)]
+    #[arg(long, help_heading = "Model")]
     accept_inference_model: bool,
 }
 
@@ -152,7 +152,7 @@ pub fn run(arguments: Box<Arguments>, screen: &Screen) -> Result<(), Failure> {
         let why = "the model has no parameter that a gradient trains: its weights are frozen, or it holds its gradients itself";
         return Err(Failure::file("train", &arguments.file, why));
     }
-    let own = own::read(arguments.schedule.as_deref())?;
+    let own = own::open(arguments.schedule.as_deref(), screen)?;
     let listed = own.as_ref().map(Own::microbatches);
     if let (Some(asked), Some(listed)) = (arguments.microbatches, listed)
         && asked != listed

@@ -6,6 +6,7 @@
 use crate::cluster::device::{self, DEFAULT_KIND};
 use crate::cluster::unit::{self, UnitError};
 use crate::cluster::{BytesPerSecond, Cluster, Device, DeviceClass, Host, Level, MAX_DEVICES, SCHEMA, Seconds};
+use crate::wording::{Format, plainly};
 use serde::de::value::{MapAccessDeserializer, SeqAccessDeserializer};
 use serde::de::{self, Deserialize, Deserializer, MapAccess, SeqAccess, Visitor};
 use std::fmt;
@@ -136,8 +137,8 @@ pub fn levels(text: &str) -> Result<Cluster, ClusterError> {
 
 /// A cluster file in the `pipec.cluster/1` schema.
 pub fn from_toml(text: &str) -> Result<Cluster, ClusterError> {
-    let file: File =
-        toml::from_str(text).map_err(|error| ClusterError::Toml(error.to_string().trim_end().to_string()))?;
+    let file: File = toml::from_str(text)
+        .map_err(|error| ClusterError::Toml(plainly(error.to_string().trim_end(), Format::Toml)))?;
     if file.schema != SCHEMA {
         let found = file.schema.chars().take(40).filter(|c| !c.is_control()).collect();
         return Err(ClusterError::Schema { found });

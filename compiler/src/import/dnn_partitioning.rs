@@ -8,6 +8,7 @@
 //! Devices are the file's accelerators (`maxFPGAs`); its CPUs stay unused, so `cpuLatency` is read and left. An output has one cost; where
 //! its edges name several, the largest counts.
 
+use crate::profile::json::{self, JsonError};
 use crate::profile::placement::{MAX_NODES, Node, Placement};
 use serde::Deserialize;
 use serde_json::Value;
@@ -24,7 +25,7 @@ const MAX_DEVICES: u64 = 4096;
 pub enum PlacementError {
     /// Not JSON, or without a field.
     #[error("{0}")]
-    Json(#[from] serde_json::Error),
+    Json(#[from] JsonError),
     /// Nothing to place.
     #[error("`nodes` is empty")]
     Empty,
@@ -118,7 +119,7 @@ struct FileEdge {
 
 /// Reads an instance.
 pub fn read(text: &str) -> Result<Placement, PlacementError> {
-    let file: File = serde_json::from_str(text)?;
+    let file: File = json::read(text)?;
     for (what, found) in [("nodes", file.nodes.len()), ("edges", file.edges.len())] {
         let limit = if what == "nodes" { MAX_NODES } else { 16 * MAX_NODES };
         if found > limit {

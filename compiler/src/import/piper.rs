@@ -12,6 +12,7 @@
 //! speaks of recomputation (`activation recomp`) is taken for one.
 
 use crate::profile::hybrid::{Choice, Hybrid, Layer, Link, MAX_CHOICES, MAX_LAYERS};
+use crate::profile::json::{self, JsonError};
 use serde::de::{Deserializer, MapAccess, Visitor};
 use serde::{Deserialize, de};
 use std::collections::{BTreeSet, HashMap};
@@ -29,7 +30,7 @@ pub const MAX_COUNT: u64 = 4096;
 pub enum PiperError {
     /// Not JSON, or without a field.
     #[error("{0}")]
-    Json(#[from] serde_json::Error),
+    Json(#[from] JsonError),
     /// Nothing to plan.
     #[error("`nodes` is empty")]
     Empty,
@@ -173,7 +174,7 @@ where
 
 /// Reads an instance.
 pub fn read(text: &str) -> Result<Hybrid, PiperError> {
-    let file: File = serde_json::from_str(text)?;
+    let file: File = json::read(text)?;
     for (what, found, limit) in
         [("`nodes`", file.nodes.len(), MAX_LAYERS), ("`edges`", file.edges.len(), 16 * MAX_LAYERS)]
     {
@@ -377,9 +378,7 @@ mod tests {
             with("\"bandwidth\": 10", "\"bandwidth\": 0"),
             "the file: `bandwidth` is 0.0; it must be from 1 to 1e18"
         );
-        assert!(
-            with("\"1\": [{\"id\": \"activation", "\"2\": [{\"id\": \"activation").contains("key `2` is there twice")
-        );
+        assert!(with("\"1\": [{\"id\": \"activation", "\"2\": [{\"id\": \"activation").contains("duplicate key `2`"));
         assert!(with("\"2\": [{\"id\": \"half", "\"x\": [{\"id\": \"half").contains("key `x` is no number"));
         assert!(with("\"syncTimeFw\": {\"7\": 0.5}", "\"syncTimeFw\": {}").contains("lacks node 7"));
         assert!(

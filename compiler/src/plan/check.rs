@@ -207,7 +207,8 @@ fn devices(cluster: &Cluster, plan: &Plan, faults: &mut Vec<Fault>) {
     }
 }
 
-fn schedule(plan: &Plan, faults: &mut Vec<Fault>) {
+/// Lists of the schedule with one entry for each stage, and versions that follow from the caps.
+pub fn schedule(plan: &Plan, faults: &mut Vec<Fault>) {
     let schedule = &plan.schedule;
     for (name, list) in [("in_flight", &schedule.in_flight), ("weight_versions", &schedule.weight_versions)] {
         if list.len() != plan.stages.len() || list.contains(&0) {

@@ -4,7 +4,7 @@
 use crate::plan::Plan;
 use crate::plan::check::TOLERANCE;
 use crate::plan::fault::Fault;
-use crate::profile::placement::Placement;
+use crate::profile::placement::{NOMINAL, Placement};
 use std::collections::{BTreeMap, BTreeSet};
 
 /// Judges a plan: every node on one device, colours together, memory, and the load that the plan states.
@@ -69,10 +69,48 @@ pub fn check(placement: &Placement, plan: &Plan) -> Result<f64, Vec<Fault>> {
         }
         worst = worst.max(load);
     }
+    times(placement, plan, &place, &mut faults);
+    edges(placement, plan, &place, &mut faults);
     let said = plan.predicted.minibatch_us;
     if (said - worst).abs() > TOLERANCE * said.abs().max(worst).max(1e-6) {
         let (said, found) = (said.to_string(), worst.to_string());
         faults.push(Fault::Figure { what: "predicted.minibatch_us".into(), said, found });
     }
     if faults.is_empty() { Ok(worst) } else { Err(faults) }
+}
+
+fn times(placement: &Placement, plan: &Plan, place: &dyn Fn(usize) -> usize, faults: &mut Vec<Fault>) {
+    let mut found = vec![[0.0f64; 2]; plan.stages.len()];
+    for (op, node) in placement.nodes.iter().enumerate() {
+        found[place(op)][usize::from(node.is_backward)] += node.time;
+    }
+    for (at, (stage, found)) in plan.stages.iter().zip(found).enumerate() {
+        for (name, said, found) in [("fwd_us", stage.fwd_us, found[0]), ("bwd_us", stage.bwd_us, found[1])] {
+            if (said - found).abs() > TOLERANCE * said.abs().max(found.abs()).max(1e-6) {
+                let what = format!("{name} of stage {at}");
+                faults.push(Fault::Figure { what, said: said.to_string(), found: found.to_string() });
+            }
+        }
+    }
+}
+
+/// What goes from device to device, each tensor once to every device that reads it, in bytes at the nominal bandwidth.
+fn edges(placement: &Placement, plan: &Plan, place: &dyn Fn(usize) -> usize, faults: &mut Vec<Fault>) {
+    let mut found: BTreeMap<(u32, u32), u64> = BTreeMap::new();
+    for (op, node) in placement.nodes.iter().enumerate() {
+        let to: BTreeSet<usize> = node.readers.iter().map(|&to| place(to as usize)).collect();
+        for to in to.into_iter().filter(|&to| to != place(op)) {
+            let bytes = found.entry((place(op) as u32, to as u32)).or_default();
+            *bytes = bytes.saturating_add((node.transfer * NOMINAL.0 / 1e6).round() as u64);
+        }
+    }
+    let said: BTreeMap<(u32, u32), u64> =
+        plan.edges.iter().map(|edge| ((edge.from.0, edge.to.0), edge.bytes)).collect();
+    let told = |bytes: Option<&u64>| bytes.map_or("no edge".to_string(), |bytes| format!("{bytes} bytes"));
+    for &(from, to) in found.keys().chain(said.keys()).collect::<BTreeSet<_>>() {
+        let [left, right] = [&said, &found].map(|edges| edges.get(&(from, to)));
+        if left != right {
+            faults.push(Fault::Edge { from, to, said: told(left), found: told(right) });
+        }
+    }
 }

@@ -5,7 +5,7 @@ use crate::plan::check::TOLERANCE;
 use crate::plan::fault::Fault;
 use crate::plan::{Plan, Stage};
 use crate::profile::hybrid::{Choice, Hybrid, Layer};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 /// Judges a plan: every layer in one stage and by a choice that it has there, links forward, replicas and devices within
 /// what there is, memory, and the time per sample that the plan states.
@@ -39,6 +39,7 @@ pub fn check(hybrid: &Hybrid, plan: &Plan) -> Result<f64, Vec<Fault>> {
             faults.push(Fault::Backward { tensor, from, to });
         }
     }
+    edges(hybrid, plan, &|layer| taken[&layer].0 as u32, &mut faults);
     let mut worst: f64 = 0.0;
     for (at, stage) in plan.stages.iter().enumerate() {
         worst = worst.max(time(hybrid, stage, at, &taken));
@@ -61,6 +62,27 @@ pub fn check(hybrid: &Hybrid, plan: &Plan) -> Result<f64, Vec<Fault>> {
         faults.push(Fault::Figure { what: "predicted.minibatch_us".into(), said, found });
     }
     if faults.is_empty() { Ok(worst) } else { Err(faults) }
+}
+
+/// What goes from stage to stage, every link by itself.
+fn edges(hybrid: &Hybrid, plan: &Plan, place: &dyn Fn(u32) -> u32, faults: &mut Vec<Fault>) {
+    let mut found: BTreeMap<(u32, u32), u64> = BTreeMap::new();
+    for link in &hybrid.links {
+        let (from, to) = (place(link.from), place(link.to));
+        if from != to {
+            let bytes = found.entry((from, to)).or_default();
+            *bytes = bytes.saturating_add(link.bytes as u64);
+        }
+    }
+    let said: BTreeMap<(u32, u32), u64> =
+        plan.edges.iter().map(|edge| ((edge.from.0, edge.to.0), edge.bytes)).collect();
+    let told = |bytes: Option<&u64>| bytes.map_or("no edge".to_string(), |bytes| format!("{bytes} bytes"));
+    for &(from, to) in found.keys().chain(said.keys()).collect::<BTreeSet<_>>() {
+        let [left, right] = [&said, &found].map(|edges| edges.get(&(from, to)));
+        if left != right {
+            faults.push(Fault::Edge { from, to, said: told(left), found: told(right) });
+        }
+    }
 }
 
 /// The layers of each stage, ascending.

@@ -21,41 +21,90 @@ pub struct Over {
     pub reduces: f64,
 }
 
+/// What the stages of a plan compute, weigh and send, wherever it is known from.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Loads {
+    /// Microseconds of forward for each item, on the slowest of a stage's devices.
+    pub forward: Vec<f64>,
+    /// The same of all that is computed for it.
+    pub compute: Vec<f64>,
+    /// Bytes of weights, each parameter once.
+    pub weights: Vec<f64>,
+    /// Bytes of an item from stage to stage, one way.
+    pub sent: BTreeMap<(usize, usize), f64>,
+}
+
+impl Loads {
+    /// By the costs of the model.
+    fn of_model(problem: &Problem, plan: &Plan, stage_of: &[usize]) -> Loads {
+        let count = plan.stages.len();
+        let trains = plan.schedule.kind != ScheduleKind::Inference;
+        let mut forward = vec![0.0; count];
+        let mut backward = vec![0.0; count];
+        for (op, &stage) in problem.graph.ops.iter().zip(stage_of) {
+            forward[stage] += op.fwd_us;
+            backward[stage] += op.bwd_us;
+        }
+        let mut compute = vec![0.0; count];
+        for (at, stage) in plan.stages.iter().enumerate() {
+            let again = if stage.recompute { forward[at] } else { 0.0 };
+            let pace = pace(problem, stage);
+            compute[at] = (forward[at] + if trains { backward[at] + again } else { 0.0 }) / pace;
+            forward[at] /= pace;
+        }
+        let mut weights = vec![0.0; count];
+        for param in &problem.graph.params {
+            let users: BTreeSet<usize> = param.users.iter().map(|op| stage_of[op.index()]).collect();
+            users.into_iter().for_each(|stage| weights[stage] += param.bytes as f64);
+        }
+        let mut sent: BTreeMap<(usize, usize), f64> = BTreeMap::new();
+        for tensor in &problem.graph.tensors {
+            let from = stage_of[tensor.producer.index()];
+            let readers: BTreeSet<usize> = tensor.consumers.iter().map(|op| stage_of[op.index()]).collect();
+            readers
+                .into_iter()
+                .filter(|&to| to != from)
+                .for_each(|to| *sent.entry((from, to)).or_default() += tensor.bytes as f64);
+        }
+        Loads { forward, compute, weights, sent }
+    }
+
+    /// By what the plan says of itself.
+    pub fn stated(plan: &Plan) -> Loads {
+        let trains = plan.schedule.kind != ScheduleKind::Inference;
+        let all = |of: &dyn Fn(&Stage) -> f64| plan.stages.iter().map(of).collect();
+        let mut sent: BTreeMap<(usize, usize), f64> = BTreeMap::new();
+        for edge in &plan.edges {
+            *sent.entry((edge.from.index(), edge.to.index())).or_default() += edge.bytes as f64;
+        }
+        Loads {
+            forward: all(&|stage| stage.fwd_us),
+            compute: all(&|stage| stage.fwd_us + if trains { stage.bwd_us } else { 0.0 }),
+            weights: all(&|stage| stage.memory.weights as f64),
+            sent,
+        }
+    }
+}
+
 /// What the plan's objective comes to, in microseconds, and what sets it.
 pub fn time(problem: &Problem, plan: &Plan, stage_of: &[usize]) -> (f64, String) {
+    under(&problem.cluster.levels, problem.objective, plan, &Loads::of_model(problem, plan, stage_of))
+}
+
+/// The same for such loads.
+pub fn under(levels: &[Level], objective: Objective, plan: &Plan, loads: &Loads) -> (f64, String) {
+    let Loads { forward, compute, weights, sent } = loads;
     let kind = plan.schedule.kind;
     let m = f64::from(plan.schedule.microbatches.max(1));
     let trains = kind != ScheduleKind::Inference;
-    let wants_latency = problem.objective == Objective::Latency;
+    let wants_latency = objective == Objective::Latency;
     let is_round_robin = kind.is_round_robin();
     let never_flushed = is_round_robin || matches!(kind, ScheduleKind::TwoBw | ScheduleKind::Inference);
-    let levels = &problem.cluster.levels;
     let count = plan.stages.len();
-
-    let mut forward = vec![0.0; count];
-    let mut backward = vec![0.0; count];
-    for (op, &stage) in problem.graph.ops.iter().zip(stage_of) {
-        forward[stage] += op.fwd_us;
-        backward[stage] += op.bwd_us;
-    }
-    let mut weights = vec![0.0; count];
-    for param in &problem.graph.params {
-        let users: BTreeSet<usize> = param.users.iter().map(|op| stage_of[op.index()]).collect();
-        users.into_iter().for_each(|stage| weights[stage] += param.bytes as f64);
-    }
-    let mut sent: BTreeMap<(usize, usize), f64> = BTreeMap::new();
-    for tensor in &problem.graph.tensors {
-        let from = stage_of[tensor.producer.index()];
-        let readers: BTreeSet<usize> = tensor.consumers.iter().map(|op| stage_of[op.index()]).collect();
-        readers
-            .into_iter()
-            .filter(|&to| to != from)
-            .for_each(|to| *sent.entry((from, to)).or_default() += tensor.bytes as f64);
-    }
 
     let mut over = vec![vec![Over::default(); levels.len()]; count];
     let mut way_in = vec![0.0; count];
-    for (&(from, to), &bytes) in &sent {
+    for (&(from, to), &bytes) in sent {
         let Some(level) = chunks::between(levels, plan, from, to) else { continue };
         let us = latency_us(levels, level) + bytes / bytes_per_us(levels, level);
         over[to][level].comes += us;
@@ -69,17 +118,12 @@ pub fn time(problem: &Problem, plan: &Plan, stage_of: &[usize]) -> (f64, String)
             reduce[at] += us;
         }
     }
-    let compute = |at: usize| {
-        let again = if plan.stages[at].recompute { forward[at] } else { 0.0 };
-        (forward[at] + if trains { backward[at] + again } else { 0.0 }) / pace(problem, &plan.stages[at])
-    };
     if plan.schedule.chunks > 1 {
-        let all: Vec<f64> = (0..count).map(compute).collect();
-        let sums = chunks::Sums { forward: &forward, compute: &all, over: &over, way_in: &way_in, reduce: &reduce };
+        let sums = chunks::Sums { forward, compute, over: &over, way_in: &way_in, reduce: &reduce };
         return chunks::time(levels, plan, &sums);
     }
     if wants_latency {
-        return ((0..count).map(|at| compute(at) + way_in[at]).sum(), "one item's way through".to_string());
+        return ((0..count).map(|at| compute[at] + way_in[at]).sum(), "one item's way through".to_string());
     }
 
     let mut loads: Vec<(f64, String)> = Vec::new();
@@ -103,7 +147,7 @@ pub fn time(problem: &Problem, plan: &Plan, stage_of: &[usize]) -> (f64, String)
             ScheduleKind::TwoBw => 1.0 / m,
             _ => per_item / r,
         };
-        loads.push((times * compute(at), format!("compute of stage {at}")));
+        loads.push((times * compute[at], format!("compute of stage {at}")));
         loads.push((times * per_item * reduce[at], format!("all-reduce of stage {at}")));
         let mut unit = 1u64;
         for (level, &Over { comes, goes, reduces }) in over[at].iter().enumerate() {
@@ -143,7 +187,7 @@ pub fn time(problem: &Problem, plan: &Plan, stage_of: &[usize]) -> (f64, String)
         return worst;
     }
     let ways = if trains { 2.0 } else { 1.0 };
-    let way: f64 = (0..count).map(|at| compute(at) + ways * way_in[at]).sum();
+    let way: f64 = (0..count).map(|at| compute[at] + ways * way_in[at]).sum();
     (worst.0 + way + reduce.iter().copied().fold(0.0, f64::max), worst.1)
 }
 

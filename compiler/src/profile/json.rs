@@ -3,6 +3,7 @@
 //! Two readers of one file must not see two different values, so a repeated key is an error and not a choice. NaN and infinite
 //! numbers are no JSON and fail in the parser; nesting is bounded by the parser's own limit of 128.
 
+use crate::wording::{Format, plainly};
 use serde::Deserialize;
 use serde::de::{self, DeserializeOwned, DeserializeSeed, Deserializer, MapAccess, SeqAccess, Visitor};
 use std::collections::HashSet;
@@ -26,13 +27,16 @@ pub enum JsonError {
 
 /// Reads `text` as a `T`.
 pub fn read<T: DeserializeOwned>(text: &str) -> Result<T, JsonError> {
-    let syntax = |error: serde_json::Error| JsonError::Syntax(error.to_string());
+    let syntax = |error: serde_json::Error| JsonError::Syntax(plainly(&error.to_string(), Format::Json));
     let mut strict = serde_json::Deserializer::from_str(text);
     NoDuplicates.deserialize(&mut strict).map_err(syntax)?;
     strict.end().map_err(syntax)?;
     let mut typed = serde_json::Deserializer::from_str(text);
-    serde_path_to_error::deserialize(&mut typed)
-        .map_err(|error| JsonError::Shape { path: error.path().to_string(), message: error.inner().to_string() })
+    serde_path_to_error::deserialize(&mut typed).map_err(|error| {
+        let (path, message) = (error.path().to_string(), plainly(&error.inner().to_string(), Format::Json));
+        // The path of the whole file is a mere dot.
+        if path == "." { JsonError::Syntax(message) } else { JsonError::Shape { path, message } }
+    })
 }
 
 /// Prints `value` indented by two spaces, fields in the order of the type, with a final line break.

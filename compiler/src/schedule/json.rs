@@ -14,6 +14,7 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 use crate::plan::StageId;
+use crate::profile::json;
 use crate::schedule::{Program, ProgramStage, Schedule, WorkerProgram};
 
 /// The name and version that a program states in its `schema` field.
@@ -36,8 +37,8 @@ struct File {
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs)]
 pub enum JsonError {
-    #[error("line {line}, column {column}: {what}")]
-    Json { line: usize, column: usize, what: String },
+    #[error("{}", shown(&.0.to_string()))]
+    Json(#[from] json::JsonError),
     #[error("its schema is `{found}`, expected `{SCHEMA}`")]
     Schema { found: String },
     #[error("unknown schedule `{found}`")]
@@ -50,12 +51,13 @@ pub fn to_json(program: &Program) -> Result<String, JsonError> {
     let (schema, schedule) = (SCHEMA.to_string(), schedule.name().to_string());
     let (stages, edges, workers) = (stages.clone(), edges.clone(), workers.clone());
     let file = File { schema, schedule, items, microbatches, stages, edges, workers };
-    serde_json::to_string_pretty(&file).map(|text| text + "\n").map_err(explain)
+    Ok(json::print(&file)?)
 }
 
 /// The program of a JSON text.
 pub fn from_json(text: &str) -> Result<Program, JsonError> {
-    let file: File = serde_json::from_str(text).map_err(explain)?;
+    // Where it stumbled is looked for only then: programs are long.
+    let file: File = serde_json::from_str(text).or_else(|_| json::read(text))?;
     if file.schema != SCHEMA {
         return Err(JsonError::Schema { found: shown(&file.schema) });
     }
@@ -67,10 +69,6 @@ pub fn from_json(text: &str) -> Result<Program, JsonError> {
 /// The JSON Schema of the file.
 pub fn json_schema() -> serde_json::Value {
     schemars::schema_for!(File).to_value()
-}
-
-fn explain(error: serde_json::Error) -> JsonError {
-    JsonError::Json { line: error.line(), column: error.column(), what: shown(&error.to_string()) }
 }
 
 fn shown(text: &str) -> String {

@@ -1,0 +1,80 @@
+//! A model in fewer pieces, for questions that need an answer soon: runs of ops that share a stage.
+//!
+//! Ops that join each other share a stage in every plan, so whatever is found for the coarser model is a plan of the whole one, with
+//! exact times and bytes; only some cuts are not looked at. What joined an op before joins its whole run.
+
+use crate::plan::Plan;
+use crate::profile::cost_graph::{CostGraph, OpId};
+
+/// Runs of ops that follow each other, about so many, of equal shares of the time and of the memory together.
+pub fn runs(graph: &CostGraph, parts: usize) -> CostGraph {
+    let free: Vec<usize> = (0..graph.ops.len()).filter(|&op| graph.ops[op].joins.is_none()).collect();
+    if free.len() <= parts.max(1) {
+        return graph.clone();
+    }
+    let us = |op: usize| graph.ops[op].fwd_us + graph.ops[op].bwd_us;
+    let bytes = |op: usize| graph.ops[op].param_bytes as f64 + graph.ops[op].saved_bytes as f64;
+    let all = |of: &dyn Fn(usize) -> f64| free.iter().map(|&op| of(op)).sum::<f64>().max(f64::MIN_POSITIVE);
+    let (all_us, all_bytes) = (all(&us), all(&bytes));
+    let most = 2.0 / parts.max(1) as f64;
+    let mut head: Vec<usize> = (0..graph.ops.len()).collect();
+    let (mut first, mut held) = (free[0], 0.0);
+    for op in free {
+        let own = us(op) / all_us + bytes(op) / all_bytes;
+        if op != first && held + own > most {
+            (first, held) = (op, 0.0);
+        }
+        held += own;
+        head[op] = first;
+    }
+    with_heads(graph, &head)
+}
+
+/// One piece for each stage of a plan; none where the stages do not follow each other in the order of their first ops.
+pub fn stages(graph: &CostGraph, plan: &Plan) -> Option<CostGraph> {
+    let mut head: Vec<usize> = (0..graph.ops.len()).collect();
+    for stage in &plan.stages {
+        let own: Vec<usize> = stage.op_ids().map(|op| op as usize).collect();
+        let first = own.iter().copied().find(|&op| graph.ops.get(op).is_some_and(|op| op.joins.is_none()))?;
+        own.into_iter().for_each(|op| head[op] = first);
+    }
+    let coarser = with_heads(graph, &head);
+    coarser.check().is_ok().then_some(coarser)
+}
+
+/// Every op that joins none joins its head, if that is another op.
+fn with_heads(graph: &CostGraph, head: &[usize]) -> CostGraph {
+    let mut coarser = graph.clone();
+    for (at, op) in coarser.ops.iter_mut().enumerate() {
+        let first = op.joins.map_or(head[at], |leader| head[leader.index()]);
+        op.joins = (first != at).then_some(OpId(first as u32));
+    }
+    coarser
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::profile::cost_graph::{OpCost, TensorCost};
+
+    #[test]
+    fn runs_are_even_and_keep_what_joined() {
+        let op = |id: u32, joins: Option<u32>| OpCost { id, fwd_us: 1.0, joins: joins.map(OpId), ..OpCost::default() };
+        // Op 2 is a weight that op 3 turns over for itself.
+        let ops = (0..8).map(|id| op(id, (id == 2).then_some(3))).collect();
+        let tensor = |from: u32, to: u32| TensorCost {
+            name: String::new(),
+            producer: OpId(from),
+            bytes: 1,
+            consumers: vec![OpId(to)],
+        };
+        let follow = [(0, 1), (1, 3), (2, 3), (3, 4), (4, 5), (5, 6), (6, 7)];
+        let tensors = follow.map(|(from, to)| tensor(from, to)).to_vec();
+        let graph = CostGraph { ops, tensors, ..CostGraph::default() };
+        let coarser = runs(&graph, 4);
+        coarser.check().unwrap();
+        let joins: Vec<Option<u32>> = coarser.ops.iter().map(|op| op.joins.map(|to| to.0)).collect();
+        assert_eq!(joins, [None, Some(0), Some(0), Some(0), None, Some(4), Some(4), None]);
+        assert_eq!(runs(&graph, 7), graph);
+    }
+}

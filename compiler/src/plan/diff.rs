@@ -1,0 +1,141 @@
+//! What is different between two plans: which ops changed their stage, and what became of stages and settings.
+//!
+//! Ranges of ops are walked side by side, so that the work is bounded by what the files list and not by the ops they speak of.
+
+use crate::plan::{Plan, Stage};
+use serde_json::Value;
+use std::collections::BTreeSet;
+
+/// What became of a stage.
+#[derive(Clone, Debug, PartialEq)]
+pub struct StageChange {
+    /// Its place in both plans.
+    pub stage: usize,
+    /// Ops that it has in the second plan only.
+    pub came: u64,
+    /// Ops that it has in the first plan only.
+    pub went: u64,
+}
+
+/// Ops that follow each other and stand in another stage, or in one of the plans only.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Moved {
+    /// The first op, and the one after the last.
+    pub ops: (u32, u32),
+    /// Their stage in the first plan.
+    pub from: Option<usize>,
+    /// Their stage in the second.
+    pub to: Option<usize>,
+}
+
+/// All of it.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Diff {
+    /// Every stage of either plan.
+    pub stages: Vec<StageChange>,
+    /// Ops in other stages, ascending.
+    pub moved: Vec<Moved>,
+    /// The parts of the files that differ, by their names: `schedule.kind`, `stages`.
+    pub fields: Vec<String>,
+}
+
+/// Compares two plans. Both are sound.
+pub fn diff(before: &Plan, after: &Plan) -> Diff {
+    let moved = moved(&ranges(before), &ranges(after));
+    let count = before.stages.len().max(after.stages.len());
+    let stages = (0..count).map(|stage| {
+        let ops = |wanted: &dyn Fn(&Moved) -> bool| {
+            moved.iter().filter(|moved| wanted(moved)).map(|moved| u64::from(moved.ops.1 - moved.ops.0)).sum()
+        };
+        let (came, went) = (ops(&|moved| moved.to == Some(stage)), ops(&|moved| moved.from == Some(stage)));
+        StageChange { stage, came, went }
+    });
+    Diff { stages: stages.collect(), moved, fields: fields(before, after) }
+}
+
+impl Diff {
+    /// Whether both say the same in every field.
+    pub fn is_empty(&self) -> bool {
+        self.fields.is_empty()
+    }
+}
+
+/// Whether a stage is another one in the second plan, times and ops aside.
+pub fn is_rearranged(before: &Stage, after: &Stage) -> bool {
+    (before.replicas, &before.devices, before.recompute, before.tensor_degree, &before.choices)
+        != (after.replicas, &after.devices, after.recompute, after.tensor_degree, &after.choices)
+}
+
+/// The ranges of all stages, ascending.
+fn ranges(plan: &Plan) -> Vec<((u32, u32), usize)> {
+    let of = |(at, stage): (usize, &Stage)| stage.ops.iter().map(move |&range| (range, at)).collect::<Vec<_>>();
+    let mut ranges: Vec<((u32, u32), usize)> = plan.stages.iter().enumerate().flat_map(of).collect();
+    ranges.sort_unstable();
+    ranges
+}
+
+/// Walks both lists from end to end of a range.
+fn moved(before: &[((u32, u32), usize)], after: &[((u32, u32), usize)]) -> Vec<Moved> {
+    let ends = before.iter().chain(after).flat_map(|((from, to), _)| [*from, *to]).collect::<BTreeSet<u32>>();
+    let ends: Vec<u32> = ends.into_iter().collect();
+    let (mut left, mut right) = (before.iter().peekable(), after.iter().peekable());
+    let mut moved: Vec<Moved> = Vec::new();
+    for pair in ends.windows(2) {
+        let (start, end) = (pair[0], pair[1]);
+        let (from, to) = (stage_at(&mut left, start), stage_at(&mut right, start));
+        if from == to {
+            continue;
+        }
+        match moved.last_mut() {
+            Some(last) if last.ops.1 == start && (last.from, last.to) == (from, to) => last.ops.1 = end,
+            _ => moved.push(Moved { ops: (start, end), from, to }),
+        }
+    }
+    moved
+}
+
+/// The stage of an op; ops are asked for in ascending order.
+fn stage_at<'a>(
+    ranges: &mut std::iter::Peekable<impl Iterator<Item = &'a ((u32, u32), usize)>>,
+    op: u32,
+) -> Option<usize> {
+    while ranges.next_if(|((_, end), _)| *end <= op).is_some() {}
+    ranges.peek().filter(|((start, _), _)| *start <= op).map(|(_, stage)| *stage)
+}
+
+/// Fields that differ, those of objects one level down by themselves.
+fn fields(before: &Plan, after: &Plan) -> Vec<String> {
+    let read = |plan: &Plan| match serde_json::to_value(plan) {
+        Ok(Value::Object(object)) => object,
+        _ => serde_json::Map::new(),
+    };
+    let (before, after) = (read(before), read(after));
+    let mut found = Vec::new();
+    for name in before.keys().chain(after.keys()).collect::<BTreeSet<_>>() {
+        match (before.get(name), after.get(name)) {
+            (left, right) if left == right => {}
+            (Some(Value::Object(left)), Some(Value::Object(right))) => {
+                let names = left.keys().chain(right.keys()).collect::<BTreeSet<_>>();
+                let differ = names.into_iter().filter(|inner| left.get(*inner) != right.get(*inner));
+                found.extend(differ.map(|inner| format!("{name}.{inner}")));
+            }
+            _ => found.push(name.clone()),
+        }
+    }
+    found
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ranges_are_walked_side_by_side() {
+        let before = [((0, 4), 0), ((4, 6), 1), ((6, 9), 0)];
+        let after = [((0, 3), 0), ((3, 8), 1), ((8, 9), 0), ((9, 10), 2)];
+        let found = moved(&before, &after);
+        let one = |ops, from, to| Moved { ops, from, to };
+        assert_eq!(found, [one((3, 4), Some(0), Some(1)), one((6, 8), Some(0), Some(1)), one((9, 10), None, Some(2))]);
+        assert!(moved(&after, &after).is_empty());
+    }
+}
