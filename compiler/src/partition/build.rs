@@ -79,7 +79,7 @@ pub fn is_limited(problem: &Problem) -> bool {
         InFlight::Given(caps) => caps.iter().copied().max().unwrap_or(1),
         _ => 1,
     };
-    let in_flight = given.max(problem.cluster.devices()).max(problem.microbatches).saturating_mul(problem.chunks);
+    let in_flight = given.max(2 * problem.cluster.devices()).max(problem.microbatches).saturating_mul(problem.chunks);
     let sum = |bytes: &mut dyn Iterator<Item = u64>| bytes.fold(0u64, u64::saturating_add);
     let tensors = sum(&mut graph.tensors.iter().map(|tensor| tensor.bytes));
     let all = Holdings {

@@ -202,6 +202,7 @@ mod tests {
         pinned.constraints.replicas = Some(vec![2, 1]);
         assert_eq!(replicas(&pinned, &FREE), [[2, 1]]);
         pinned.memory_limit = Some(Bytes(1));
+        pinned.graph.ops[0].saved_bytes = 10;
         let recompute: Vec<Vec<bool>> = choices(&pinned, &FREE).unwrap().into_iter().map(|c| c.recompute).collect();
         assert_eq!(recompute, [[false, false], [true, false], [false, true], [true, true]]);
     }
