@@ -9,7 +9,7 @@ use compiler::cluster::{Bytes, Cluster, DeviceClass};
 use compiler::import::pipedream;
 use compiler::partition::planner::{Partitioner, PlanError, Planned, PlannerOptions, plan};
 use compiler::plan::ScheduleKind;
-use compiler::plan::problem::{CostModel, Problem};
+use compiler::plan::problem::{CostModel, Problem, ProblemError};
 use instances::{Random, random_graph};
 use std::time::Instant;
 
@@ -114,6 +114,84 @@ fn what_memory_rules_out_is_told_without_a_walk() {
         refused += 1;
     }
     assert_eq!(refused, 24);
+}
+
+/// Gives devices of class `class`, and all like them, so much memory.
+fn hold(problem: &mut Problem, class: u32, bytes: u64) {
+    let like = problem.cluster.classes[class as usize].clone();
+    let alike = |own: &&mut DeviceClass| own.speed == like.speed && own.device == like.device;
+    problem.cluster.classes.iter_mut().filter(alike).for_each(|own| own.device.memory = Bytes(bytes));
+}
+
+/// What a "no" says is needed, for itself: with `bytes` it fits, with 1 % less it does not, and on one level not with one byte less.
+fn keeps_its_word(name: &str, bytes: u64, is_flat: bool, needs: impl Fn(u64) -> Problem) {
+    let answer = with(&needs(bytes), Partitioner::Pipec);
+    assert!(answer.is_ok(), "{name}: {bytes} are said to do: {:?}", answer.err());
+    // Over several levels stages may stand where no search looks.
+    let partitioners = [Partitioner::Pipec, Partitioner::Exhaustive];
+    for partitioner in partitioners.into_iter().take(1 + usize::from(is_flat)) {
+        let less = if is_flat { bytes - 1 } else { bytes - bytes.div_ceil(100) };
+        match with(&needs(less), partitioner) {
+            Err(PlanError::Infeasible { .. } | PlanError::TooSmall(_)) => {}
+            // More than is walked through.
+            Err(PlanError::Problem(ProblemError::TooLarge { .. })) => {}
+            other => panic!("{name}: {less} of {bytes} do: {partitioner:?} {other:?}"),
+        }
+    }
+}
+
+#[test]
+fn what_lacks_is_told_with_the_least_that_does() {
+    let (mut limits, mut classes, mut every) = (0, 0, 0);
+    for seed in 0..300 {
+        let mut random = Random(130_000 + seed);
+        let mut problem = small(140_000 + seed);
+        let is_flat = problem.cluster.levels.len() == 1;
+        for class in &mut problem.cluster.classes {
+            let fast = class.speed == Some(1.0);
+            class.device.memory = Bytes(if fast { 2_000_000 + seed * 40_000 } else { 1_000_000 + seed * 20_000 });
+        }
+        problem.memory_limit = (random.below(2) == 0).then(|| Bytes(500_000 + random.below(3_000_000)));
+        problem.recompute = random.below(2) == 0;
+        if random.below(4) == 0 {
+            problem.constraints.replicas = Some(vec![1; 2]);
+        }
+        let name = format!("seed {seed}");
+        match with(&problem, Partitioner::Pipec) {
+            Ok(_) | Err(PlanError::Problem(_)) => continue,
+            Err(PlanError::Infeasible { limit, missing, smallest_limit, .. }) => {
+                limits += 1;
+                assert_eq!((Some(Bytes(limit)), limit + missing), (problem.memory_limit, smallest_limit), "{name}");
+                keeps_its_word(&name, smallest_limit, is_flat, |bytes| {
+                    let mut problem = problem.clone();
+                    problem.memory_limit = Some(Bytes(bytes));
+                    problem
+                });
+            }
+            Err(PlanError::TooSmall(told)) => {
+                assert_eq!(told.smallest, told.memory + told.missing, "{name}");
+                // No limit helps.
+                let mut free = problem.clone();
+                free.memory_limit = None;
+                assert!(matches!(with(&free, Partitioner::Pipec), Err(PlanError::TooSmall(_))), "{name}");
+                let Some(class) = told.class else {
+                    every += 1;
+                    continue;
+                };
+                classes += 1;
+                assert_eq!(problem.cluster.classes[class as usize].device.memory, Bytes(told.memory), "{name}");
+                keeps_its_word(&name, told.smallest, is_flat, |bytes| {
+                    let mut problem = problem.clone();
+                    hold(&mut problem, class, bytes);
+                    problem.memory_limit = told.limit.map(Bytes).or(problem.memory_limit);
+                    problem
+                });
+            }
+            Err(error) => panic!("{name}: {error}"),
+        }
+    }
+    println!("{limits} lack a limit, {classes} a class, {every} several");
+    assert!(limits > 20 && classes > 20, "{limits} lack a limit, {classes} a class, {every} several");
 }
 
 fn published(name: &str) -> Option<compiler::profile::cost_graph::CostGraph> {

@@ -131,6 +131,10 @@ fn every_answer_is_sound_or_a_reason() {
                 infeasible += 1;
                 assert!(missing > 0 && smallest_limit == limit.saturating_add(missing), "{name}");
             }
+            Err(PlanError::TooSmall(small)) => {
+                infeasible += 1;
+                assert!(small.missing > 0 && small.smallest == small.memory.saturating_add(small.missing), "{name}");
+            }
             Err(PlanError::Problem(error)) => {
                 refused += 1;
                 assert!(!error.to_string().is_empty(), "{name}");

@@ -8,6 +8,7 @@ use crate::source::{self, Costs};
 use crate::{device_placement, hybrid, prediction, quantity, stages, ties};
 use clap::{Args, ValueEnum};
 use compiler::cluster::unit;
+use compiler::partition::lack::TooSmall;
 use compiler::partition::planner::{self, Compared, Partitioner, PlanError, Planned, PlannerOptions};
 use compiler::plan::problem::{CostModel, InFlight, Objective, Problem, ProblemError, Target};
 use compiler::plan::{Edge, ScheduleKind, Stage, read};
@@ -426,8 +427,36 @@ fn explain(file: &Path, error: PlanError) -> Failure {
                  smaller micro-batch or more devices need less"
             ))
         }
+        PlanError::TooSmall(small) => too_small(file, small),
         PlanError::Unsound(_) => Failure::bug(&error.to_string()),
     }
+}
+
+/// What to do where devices hold too little themselves.
+fn too_small(file: &Path, small: &TooSmall) -> Failure {
+    let TooSmall { class, kind, memory, missing, smallest, limit, stage, stages, replicas, first_op, last_op } = small;
+    let (memory, missing) = (quantity::bytes(*memory), quantity::bytes(*missing));
+    let (replicas, least) =
+        (stages::plural(u64::from(*replicas), "replica", "replicas"), quantity::at_least(*smallest));
+    let (lacks, place) = match class {
+        Some(class) => (
+            format!("lacks {missing} on device class {class} (`{kind}`), whose devices hold {memory}"),
+            format!("in `[[device]]` table {class}, counted from 0, and in tables like it,"),
+        ),
+        None => (
+            format!(
+                "needs {}, and devices of several classes hold less, the smallest {memory}",
+                quantity::bytes(*smallest)
+            ),
+            "in every `[[device]]` table that has less".to_string(),
+        ),
+    };
+    let why = format!("no plan fits: stage {stage} of {stages} (`{first_op}` to `{last_op}`, {replicas}) {lacks}");
+    let also = limit.map_or(String::new(), |limit| format!(", with `--memory {}`", quantity::at_least(limit)));
+    Failure::infeasible(format!("no feasible plan for {}", file.display())).because(why).help(format!(
+        "no `--memory` gives devices more than they have; `memory = \"{least}\"` {place} is the least that was found to do{also}; \
+         fewer minibatches in flight (`--in-flight`), a smaller micro-batch or more devices need less"
+    ))
 }
 
 /// Every candidate once: those that look the same in all columns share a row. The one that became the plan comes first and is marked.

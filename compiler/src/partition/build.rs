@@ -7,7 +7,7 @@ use crate::plan::caps::{self, Flow};
 use crate::plan::chunks;
 use crate::plan::memory::{Holdings, Multiples};
 use crate::plan::outlook::{self, Asked, Outlook, PlacedStage};
-use crate::plan::problem::{CostModel, Objective, Problem};
+use crate::plan::problem::{CostModel, InFlight, Objective, Problem};
 use crate::plan::{Edge, Stage, StageId, StageMemory};
 use crate::profile::cost_graph::OpCost;
 use std::collections::BTreeMap;
@@ -69,6 +69,33 @@ pub fn outlook(problem: &Problem, asked: &Asked, shape: &Shape, spots: &[Spot]) 
 /// How fast a stage goes: as its slowest device.
 fn pace(problem: &Problem, spot: &Spot, replicas: u32) -> f64 {
     class::slowest(&problem.cluster.classes, spot.first..spot.first.saturating_add(replicas))
+}
+
+/// Whether what devices hold can matter: a stage that held everything, as often as may be, would not fit on each of them.
+pub fn is_limited(problem: &Problem) -> bool {
+    let Some(limit) = problem.limit_of(0..problem.cluster.devices()) else { return false };
+    let graph = &problem.graph;
+    let given = match &problem.in_flight {
+        InFlight::Given(caps) => caps.iter().copied().max().unwrap_or(1),
+        _ => 1,
+    };
+    let in_flight = given.max(2 * problem.cluster.devices()).max(problem.microbatches).saturating_mul(problem.chunks);
+    let sum = |bytes: &mut dyn Iterator<Item = u64>| bytes.fold(0u64, u64::saturating_add);
+    let tensors = sum(&mut graph.tensors.iter().map(|tensor| tensor.bytes));
+    let all = Holdings {
+        weights: sum(&mut graph.params.iter().map(|param| param.bytes)),
+        saved: sum(&mut graph.ops.iter().map(OpCost::kept_bytes)),
+        inputs: tensors,
+        outputs: tensors,
+        sent: tensors,
+        workspace: graph.ops.iter().map(OpCost::scratch_bytes).max().unwrap_or(0),
+        halves: sum(&mut graph.ops.iter().map(OpCost::apart_bytes)),
+    };
+    let (optimizer_state, schedule) = (problem.optimizer_state, problem.schedule);
+    let versions = in_flight.max(2);
+    let once =
+        Multiples { in_flight, apart: in_flight, versions, replicas: 2, recompute: false, optimizer_state, schedule };
+    all.held(&once).total > limit
 }
 
 /// Whether every stage fits on its devices.

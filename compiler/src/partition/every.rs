@@ -6,6 +6,8 @@
 
 use crate::cluster::class;
 use crate::partition::build::{self, Spot};
+use crate::partition::fleet::Fleet;
+use crate::partition::lack::Need;
 use crate::partition::search::{Candidate, Question};
 use crate::partition::shape::Shape;
 use crate::plan::problem::{Objective, ProblemError};
@@ -32,15 +34,24 @@ pub fn every(question: &Question<'_>) -> Result<(Option<Candidate>, u64), Proble
         [inner, _, ..] => inner.count,
         _ => 0,
     };
-    let mut walk =
-        Walk { question, sets, unit, best: None, least: None, best_us: f64::INFINITY, stages: Vec::new(), steps: 0 };
+    let mut walk = Walk {
+        question,
+        sets,
+        unit,
+        best: None,
+        least: None,
+        fleet: Fleet::of(&question.problem.cluster.classes),
+        best_us: f64::INFINITY,
+        stages: Vec::new(),
+        steps: 0,
+    };
     for first in 0..unit.max(1) {
         walk.extend(0, first);
     }
     if walk.steps > MAX_STEPS {
         return Err(too_large("steps", MAX_STEPS, walk.steps));
     }
-    Ok((walk.best.or(walk.least), walk.steps))
+    Ok((walk.best.or(walk.least.map(|(_, candidate)| candidate)), walk.steps))
 }
 
 struct Walk<'a> {
@@ -50,7 +61,9 @@ struct Walk<'a> {
     /// Devices of a unit, where there are several levels.
     unit: u32,
     best: Option<Candidate>,
-    least: Option<Candidate>,
+    /// Of those that do not fit the one that needs the least.
+    least: Option<(Need, Candidate)>,
+    fleet: Fleet,
     /// The time of the best, where time is what counts.
     best_us: f64,
     /// Ops, first device and replicas of each stage so far.
@@ -131,8 +144,11 @@ impl Walk<'_> {
             }
             self.best = Some(candidate.clone());
         }
-        if self.least.as_ref().is_none_or(|least| candidate.peak() < least.peak()) {
-            self.least = Some(candidate);
+        if self.best.is_none() {
+            let need = Need::of(problem, &self.fleet, &candidate);
+            if self.least.as_ref().is_none_or(|(least, _)| need < *least) {
+                self.least = Some((need, candidate));
+            }
         }
     }
 }

@@ -6,6 +6,7 @@
 //! number is asked about by itself.
 
 use crate::partition::build;
+use crate::partition::fleet;
 use crate::partition::placed::{Placing, Rules};
 use crate::partition::places::Places;
 use crate::partition::search::largest;
@@ -51,7 +52,7 @@ fn least_bytes(problem: &Problem) -> Option<u64> {
             places: &places,
             // What a stage holds does not follow from where it stands.
             levels: &problem.cluster.levels[..1],
-            classes: &[],
+            fleet: &fleet::ALIKE,
             devices,
             exactly: None,
             asked: build::asked(problem),

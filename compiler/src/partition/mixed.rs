@@ -10,9 +10,12 @@
 //! for all plans; else all compute on all devices at once, each at its speed.
 
 use crate::cluster::Cluster;
+use crate::partition::counts::Counts;
 use crate::partition::finish;
+use crate::partition::floor;
+use crate::partition::lack;
 use crate::partition::orders::{Order, Sequence, Units, is_alike};
-use crate::partition::placement;
+use crate::partition::placement::{self, Blended};
 use crate::partition::planner::{Answer, Partitioner, PlanError, Planned, PlannerOptions, Refused, answer, conclude};
 use crate::partition::played;
 use crate::partition::search::{Among, Candidate, Depth, Question, same};
@@ -37,16 +40,48 @@ const NEAR: f64 = 1.02;
 /// Makes a plan for `problem`, on a cluster of several classes; `question` is the same over joined ops.
 pub fn plan(problem: &Problem, question: &Question<'_>, options: &PlannerOptions<'_>) -> Result<Planned, PlanError> {
     let units = Units::of(&problem.cluster);
-    let Chosen { orders, looked, is_all } = chosen(question, options, &units);
-    let spread = finish::spread(question.problem);
-    let asked =
-        orders.iter().map(|sequence| Asked { order: units.order(sequence), us: f64::INFINITY, bound_us: spread });
-    let mut search = Search { question, options, asked: asked.collect(), best: None, refused: None, states: 0 };
+    let known = PlannerOptions { partitioner: Partitioner::Pipec, ..*options };
+    let options = match options.partitioner {
+        // What memory alone rules out in any order is not walked through.
+        Partitioner::Milp | Partitioner::Exhaustive if floor::proves_none(question.problem) => &known,
+        _ => options,
+    };
+    let mut search = Search {
+        question,
+        options,
+        units: &units,
+        asked: Vec::new(),
+        least_us: finish::spread(question.problem),
+        best: None,
+        refused: None,
+        states: 0,
+    };
+    let blended = blended(question, options)?;
+    let mut is_shown = false;
+    if let Some(Blended { orders, bound_us, .. }) = &blended {
+        // One table for all orders shows that none fits, or bounds them all.
+        is_shown = bound_us.is_infinite() && !orders.is_empty();
+        if is_shown {
+            search.options = &known;
+        }
+        if bound_us.is_finite() {
+            search.least_us = search.least_us.max(*bound_us);
+        }
+        let among = Among { orders: orders.len() as u32, ..Among::ALONE };
+        search.add(orders);
+        (0..orders.len()).try_for_each(|at| search.ask(at, among))?;
+    }
+    let first = search.asked.len();
+    let Chosen { orders, looked, is_all } = match blended {
+        _ if is_shown || search.is_met() => Chosen { orders: Vec::new(), looked: first, is_all: true },
+        blended => chosen(question, options, &units, blended),
+    };
+    search.add(&orders);
     let count = search.asked.len();
-    let shared = if is_all { count as u32 } else { 1 };
-    if is_all && count > 1 && options.partitioner == Partitioner::Pipec {
+    let shared = if is_all { (count - first) as u32 } else { 1 };
+    if is_all && shared > 1 && options.partitioner == Partitioner::Pipec {
         let among = Among { orders: shared, depth: Depth::Tables, ..Among::ALONE };
-        (0..count).try_for_each(|at| search.ask(at, among))?;
+        (first..count).try_for_each(|at| search.ask(at, among))?;
         let mut next: Vec<usize> = (0..count).collect();
         let key = |at: &usize| (search.asked[*at].bound_us, search.asked[*at].us);
         next.sort_by(|a, b| key(a).0.total_cmp(&key(b).0).then(key(a).1.total_cmp(&key(b).1)).then(a.cmp(b)));
@@ -56,13 +91,14 @@ pub fn plan(problem: &Problem, question: &Question<'_>, options: &PlannerOptions
         }
     } else {
         // Where the orders are ranked, the first is worth more work than the others.
-        let share = |at: usize| if is_all || at == 0 { shared } else { 4 };
-        (0..count).try_for_each(|at| search.ask(at, Among { orders: share(at), ..Among::ALONE }))?;
+        let share = |at: usize| if is_all || at == first { shared } else { 4 };
+        (first..count).try_for_each(|at| search.ask(at, Among { orders: share(at), ..Among::ALONE }))?;
     }
     // The best order once more, with all the work for itself.
-    if let (true, Some((_, at))) = (shared > 1 && options.partitioner != Partitioner::Exhaustive, &search.best) {
+    if let (true, Some((_, at))) = (count > 1 && options.partitioner != Partitioner::Exhaustive, &search.best) {
         search.ask(*at, Among::ALONE)?;
     }
+    let least_us = search.least_us;
     let Search { asked, best, refused, states, .. } = search;
     let Some((mut answer, at)) = best else {
         // There is always an order: what was refused says why.
@@ -80,7 +116,7 @@ pub fn plan(problem: &Problem, question: &Question<'_>, options: &PlannerOptions
     plan.cluster.device = problem.cluster.device.clone();
     let us = plan.predicted.by_equations_us();
     let least = asked.iter().map(|asked| asked.bound_us).fold(us, f64::min);
-    let bound_us = if is_all { least } else { spread };
+    let bound_us = if is_all { least.max(least_us).min(us) } else { least_us };
     (plan.lower_bound_us, plan.proven_optimal) =
         finish::certificate(question.problem, us, plan.predicted.minibatch_us, bound_us);
     if !is_all && !plan.proven_optimal {
@@ -110,7 +146,10 @@ struct Asked {
 struct Search<'a> {
     question: &'a Question<'a>,
     options: &'a PlannerOptions<'a>,
+    units: &'a Units<'a>,
     asked: Vec<Asked>,
+    /// What no plan beats, in whatever order.
+    least_us: f64,
     /// The best answer, and its order.
     best: Option<(Answer, usize)>,
     refused: Option<PlanError>,
@@ -118,6 +157,22 @@ struct Search<'a> {
 }
 
 impl Search<'_> {
+    /// Adds orders to ask about, each once.
+    fn add(&mut self, orders: &[Sequence]) {
+        for sequence in orders {
+            let order = self.units.order(sequence);
+            if !self.asked.iter().any(|asked| asked.order.device == order.device) {
+                self.asked.push(Asked { order, us: f64::INFINITY, bound_us: self.least_us });
+            }
+        }
+    }
+
+    /// Whether the best is as fast as any plan can be.
+    fn is_met(&self) -> bool {
+        let best = self.best.as_ref().map(|(best, _)| best.chosen.minibatch_us);
+        best.is_some_and(|us| us <= self.least_us || same(us, self.least_us))
+    }
+
     /// Asks about one order, unless nothing better than what is known is to be had there.
     fn ask(&mut self, at: usize, among: Among) -> Result<(), PlanError> {
         let known_us = self.best.as_ref().map_or(f64::INFINITY, |(best, _)| best.chosen.minibatch_us);
@@ -125,8 +180,6 @@ impl Search<'_> {
         if known_us.is_finite() && (*bound_us >= known_us || same(*bound_us, known_us)) {
             return Ok(());
         }
-        // Tables that know of no other plan bound each order by itself.
-        let known_us = if among.depth == Depth::Tables { f64::INFINITY } else { known_us };
         match along(self.question, self.options, order, Among { known_us, ..among }) {
             Ok(answer) => {
                 *us = us.min(answer.chosen.minibatch_us);
@@ -139,7 +192,10 @@ impl Search<'_> {
                 match refused.error {
                     // Nothing better was found here.
                     _ if known_us.is_finite() => {}
-                    error @ PlanError::Infeasible { .. } => self.refused = Some(nearer(self.refused.take(), error)),
+                    error if lack::is_of_memory(&error) => {
+                        let error = lack::told(error, &order.classes, &self.question.problem.cluster.classes);
+                        self.refused = Some(lack::nearer(self.refused.take(), error));
+                    }
                     error => return Err(error),
                 }
             }
@@ -157,7 +213,12 @@ struct Chosen {
     is_all: bool,
 }
 
-fn chosen(question: &Question<'_>, options: &PlannerOptions<'_>, units: &Units<'_>) -> Chosen {
+fn chosen(
+    question: &Question<'_>,
+    options: &PlannerOptions<'_>,
+    units: &Units<'_>,
+    blended: Option<Blended>,
+) -> Chosen {
     if is_alike(&question.problem.cluster) {
         return Chosen { orders: units.starts()[..1].to_vec(), looked: 1, is_all: true };
     }
@@ -174,6 +235,13 @@ fn chosen(question: &Question<'_>, options: &PlannerOptions<'_>, units: &Units<'
             return Chosen { looked: orders.len(), orders, is_all: true };
         }
     }
+    // Of more orders those that one table for all has told are the best that tables can tell.
+    let seeds = match blended {
+        Some(blended) if blended.is_whole => {
+            return Chosen { looked: blended.orders.len(), orders: Vec::new(), is_all: false };
+        }
+        blended => blended.map_or(Vec::new(), |blended| blended.orders),
+    };
     let glances = (GLANCES / placement::glance_effort(question).unwrap_or(GLANCES).max(1.0)) as usize;
     let glances = glances.clamp(MOST_CLOSELY, MOST_GLANCES);
     // The plain alternatives are their own glance.
@@ -185,7 +253,7 @@ fn chosen(question: &Question<'_>, options: &PlannerOptions<'_>, units: &Units<'
     let mut walk = Walk { question, options, units, seen: BTreeSet::new(), ranked: Vec::new() };
     match units.all(glances) {
         Some(orders) => orders.into_iter().for_each(|order| walk.look(order)),
-        None => walk.climb(glances),
+        None => walk.climb(seeds, glances),
     }
     let looked = walk.ranked.len();
     let near_us = walk.ranked.first().map_or(f64::INFINITY, |best| best.us * NEAR);
@@ -198,8 +266,8 @@ struct Glance {
     order: Sequence,
     /// Microseconds of the best that fits, infinite where nothing does.
     us: f64,
-    /// Bytes that the fullest stage needs where nothing fits.
-    bytes: u64,
+    /// What the best that was found needs where nothing fits.
+    needs: (u8, u64),
     /// Where its stages end.
     borders: Vec<u32>,
 }
@@ -208,7 +276,7 @@ impl Glance {
     fn beats(&self, other: &Glance) -> bool {
         match (self.us.is_finite(), other.us.is_finite()) {
             (true, true) => self.us < other.us && !same(self.us, other.us),
-            (false, false) => self.bytes < other.bytes,
+            (false, false) => self.needs < other.needs,
             (is_fitting, _) => is_fitting,
         }
     }
@@ -230,24 +298,23 @@ impl Walk<'_> {
             return;
         }
         let among = Among { depth: Depth::Glance, ..Among::ALONE };
-        let nothing = |bytes| Glance { order: order.clone(), us: f64::INFINITY, bytes, borders: Vec::new() };
+        let nothing = |needs| Glance { order: order.clone(), us: f64::INFINITY, needs, borders: Vec::new() };
         let glance = match along(self.question, &self.options, &self.units.order(&order), among) {
             Ok(Answer { chosen, .. }) => {
                 let ends = chosen.spots.iter().zip(chosen.shape.replicas());
                 let borders = ends.map(|(spot, replicas)| spot.first + replicas).collect();
-                Glance { us: chosen.minibatch_us, borders, ..nothing(0) }
+                Glance { us: chosen.minibatch_us, borders, ..nothing((0, 0)) }
             }
-            Err(Refused { error: PlanError::Infeasible { missing, .. }, .. }) => nothing(missing),
             // What is wrong with the question itself is told by a whole search, which finds more than a glance does.
-            Err(_) => nothing(u64::MAX),
+            Err(Refused { error, .. }) => nothing(lack::needs(&error)),
         };
         let at = self.ranked.iter().position(|other| glance.beats(other)).unwrap_or(self.ranked.len());
         self.ranked.insert(at, glance);
     }
 
     /// Looks at the starts, and from the best at those near it, until none is better or as many were looked at as may be.
-    fn climb(&mut self, most: usize) {
-        for order in self.units.starts().into_iter().take(most) {
+    fn climb(&mut self, seeds: Vec<Sequence>, most: usize) {
+        for order in seeds.into_iter().chain(self.units.starts()).take(most) {
             self.look(order);
         }
         while let Some(best) = self.ranked.first().map(|best| best.order.clone()) {
@@ -265,6 +332,17 @@ impl Walk<'_> {
             }
         }
     }
+}
+
+/// What one table for all orders tells, where there is one level and the partitioner is free to use it.
+fn blended(question: &Question<'_>, options: &PlannerOptions<'_>) -> Result<Option<Blended>, PlanError> {
+    let cluster = &question.problem.cluster;
+    let is_ours = matches!(options.partitioner, Partitioner::Pipec | Partitioner::Milp);
+    if !is_ours || cluster.levels.len() > 1 || is_alike(cluster) {
+        return Ok(None);
+    }
+    let Some(counts) = Counts::of(&cluster.classes) else { return Ok(None) };
+    Ok(placement::blended(question, &counts)?)
 }
 
 /// The problem with its devices in this order.
@@ -302,16 +380,4 @@ fn least_baselines(mut answer: Answer, others: [Candidate; 3]) -> Answer {
         }
     }
     answer
-}
-
-/// Of two explained noes the one that needs less.
-fn nearer(known: Option<PlanError>, error: PlanError) -> PlanError {
-    let needs = |error: &PlanError| match error {
-        PlanError::Infeasible { smallest_limit, .. } => *smallest_limit,
-        _ => u64::MAX,
-    };
-    match known {
-        Some(known) if needs(&known) <= needs(&error) => known,
-        _ => error,
-    }
 }

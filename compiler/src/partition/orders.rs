@@ -7,6 +7,7 @@
 //! the next by [`Units::moves`].
 
 use crate::cluster::{Cluster, DeviceClass, class};
+use crate::partition::fleet::first_alike;
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
 /// Classes of which every rank is a start; of more, only by speed.
@@ -73,10 +74,8 @@ impl Units<'_> {
     /// Those of a cluster.
     pub fn of(cluster: &Cluster) -> Units<'_> {
         // Classes of equal figures are one, wherever the cluster names them.
-        let first_alike = |class: &DeviceClass| {
-            cluster.classes.iter().position(|other| same(other, class)).unwrap_or_default() as u32
-        };
-        let repeated = |class: &DeviceClass| std::iter::repeat_n(first_alike(class), class.count as usize);
+        let repeated =
+            |class: &DeviceClass| std::iter::repeat_n(first_alike(&cluster.classes, class), class.count as usize);
         let mut sizes = vec![1];
         for level in &cluster.levels {
             sizes.push(sizes[sizes.len() - 1] * level.count.max(1) as usize);

@@ -8,7 +8,8 @@
 //! bound with the tables as bounds on the rest: it prices every prefix exactly. Where it runs to its end the best is proven; where
 //! its steps do not suffice, the answer is the best that was met, and the bound is that of the tables.
 
-use crate::cluster::{DeviceClass, Level, class};
+use crate::cluster::Level;
+use crate::partition::fleet::{ALIKE, Fleet};
 use crate::partition::forward::{Prefix, Walk};
 use crate::partition::places::{Places, Run};
 use crate::partition::tables::Measure;
@@ -44,8 +45,8 @@ pub struct Placing<'a> {
     pub places: &'a Places<'a>,
     /// Levels of the cluster, innermost first.
     pub levels: &'a [Level],
-    /// Classes of devices in device order, none where all are alike.
-    pub classes: &'a [DeviceClass],
+    /// The devices, and what any of them do together.
+    pub fleet: &'a Fleet,
     /// Devices.
     pub devices: u32,
     /// What is asked of time.
@@ -62,6 +63,17 @@ pub struct Placing<'a> {
     pub rules: &'a Rules,
     /// Steps that the forward search may take; 0 for the tables alone.
     pub steps: u64,
+}
+
+/// Whose bytes are made least.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Counted {
+    /// Those of every device, whatever it holds.
+    All,
+    /// Those of every device, none being given more than it holds.
+    Within,
+    /// Those of the devices of one class, whatever these hold; the others are given no more than they hold.
+    Class(u32),
 }
 
 /// A stage that was found.
@@ -150,13 +162,21 @@ impl Placing<'_> {
         Ok(Seated { seats: self.shifted(seats), us, bound_us, is_complete, states })
     }
 
-    /// The partition whose fullest stage takes the fewest bytes, whatever the limit; and that number.
-    pub fn least_memory(&self) -> Option<(u64, Vec<Seat>)> {
-        let free = Placing { memory_limit: None, classes: &[], ..self.clone() };
+    /// The partition whose fullest stage takes the fewest bytes, of those that count; and that number.
+    pub fn least_memory(&self, counted: Counted) -> Option<(u64, Vec<Seat>)> {
+        let fleet_of = |memory: u64| match counted {
+            Counted::All => ALIKE.clone(),
+            Counted::Within => self.fleet.clone(),
+            Counted::Class(class) => self.fleet.with(class, memory),
+        };
+        let fleet = fleet_of(u64::MAX);
+        let free = Placing { memory_limit: None, fleet: &fleet, ..self.clone() };
         let table = free.table(Measure::Bytes, f64::INFINITY);
         let (bytes, _) = free.least(&table);
         let mut seats = free.read(&table)?;
-        let marked = Placing { memory_limit: Some(bytes as u64), classes: &[], ..self.clone() };
+        let fleet = fleet_of(bytes as u64);
+        let memory_limit = (!matches!(counted, Counted::Class(_))).then_some(bytes as u64);
+        let marked = Placing { memory_limit, fleet: &fleet, ..self.clone() };
         let mut after = self.devices;
         for (at, seat) in seats.iter_mut().enumerate() {
             after = after.min(self.devices - seat.first - seat.replicas);
@@ -167,7 +187,7 @@ impl Placing<'_> {
 
     /// A pipeline that leaves whole outermost units free begins at the first of the others.
     fn shifted(&self, mut seats: Vec<Seat>) -> Vec<Seat> {
-        if !self.classes.is_empty() {
+        if !self.fleet.is_alike() {
             return seats;
         }
         let unit: u64 = match self.levels.split_last() {
@@ -184,7 +204,7 @@ impl Placing<'_> {
     /// differ a stage may want the last of one unit and the first of the next.
     pub fn unused_after(&self) -> u32 {
         match self.levels {
-            [inner, _, ..] if !self.classes.is_empty() => inner.count.saturating_sub(1).min(self.devices - 1),
+            [inner, _, ..] if !self.fleet.is_alike() => inner.count.saturating_sub(1).min(self.devices - 1),
             _ => 0,
         }
     }
@@ -231,19 +251,23 @@ impl Placing<'_> {
 
     /// How fast the slowest of some devices is.
     pub fn pace(&self, first: u32, replicas: u32) -> f64 {
-        class::slowest(self.classes, first..first + replicas)
+        self.fleet.pace(first, replicas)
     }
 
     /// What a run computes at the least for one item: on the fastest devices.
     pub fn least_us(&self, from: usize, to: usize) -> f64 {
-        self.places.compute_us(from, to, self.asked.trains()) / class::fastest(self.classes)
+        self.places.compute_us(from, to, self.asked.trains()) / self.fleet.fastest()
+    }
+
+    /// The bytes that each of some devices may hold; none where that is not limited.
+    pub fn limit(&self, first: u32, replicas: u32) -> Option<u64> {
+        self.fleet.memory(first, replicas).into_iter().chain(self.memory_limit).min()
     }
 
     /// Whether a run is recomputed as such a stage; `None` if it does not fit either way.
     pub fn recomputes(&self, run: &Run, replicas: u32, rest: u32, stage: Option<usize>) -> Option<bool> {
         let first = self.devices - rest - replicas;
-        let own = class::smallest(self.classes, first..first + replicas);
-        let Some(limit) = own.into_iter().chain(self.memory_limit).min() else { return Some(false) };
+        let Some(limit) = self.limit(first, replicas) else { return Some(false) };
         if self.bytes(run, replicas, rest, false, stage) <= limit {
             return Some(false);
         }

@@ -5,11 +5,15 @@
 //! know no others, cuts at the borders of modules only.
 
 use crate::partition::build::{self, Spot};
+use crate::partition::counts::Counts;
 use crate::partition::cuts;
 use crate::partition::finish;
+use crate::partition::fleet::Fleet;
+use crate::partition::lack;
 use crate::partition::line;
 use crate::partition::linear;
-use crate::partition::placed::{Placing, Rules, Seat, Seated};
+use crate::partition::orders::Sequence;
+use crate::partition::placed::{Counted, Placing, Rules, Seat, Seated};
 use crate::partition::places::Places;
 use crate::partition::search::{Among, Candidate, DEFAULT_BUDGET, Depth, Found, Question, largest, same};
 use crate::partition::shape::Shape;
@@ -28,6 +32,9 @@ const STEPS: u64 = 400_000;
 
 /// So many sets are few.
 const FEW: usize = 2000;
+
+/// Steps for the tables of all orders at once, of about three nanoseconds.
+const BLEND: f64 = 4e8;
 
 /// Steps that go into one order of devices where only the best of many orders are looked at closely.
 const GLANCE: f64 = 4e5;
@@ -207,44 +214,19 @@ impl Search<'_> {
     fn within(&mut self, space: &Space, rules: &[Rules], known: &mut f64, is_whole: bool) {
         let problem = self.question.problem;
         let places = Places::new(&problem.graph, space);
+        let fleet = fleet(problem);
         let mut proven: Option<f64> = Some(f64::INFINITY);
         let mut fits = false;
-        // Stages with split backwards hold as many items as there are workers in the whole pipeline, and with vertical sync as many
-        // versions as the first stage has items in flight; neither is known before the end. So each number is a question of its own,
-        // where there are few; else all devices count, which is too many, and a stage may be recomputed that need not be.
-        let devices = problem.cluster.devices();
-        let is_bound = problem.memory_limit.is_some() || !problem.cluster.classes.is_empty();
-        let wants = is_bound || problem.objective == Objective::Memory;
-        let is_synced = problem.schedule == ScheduleKind::RoundRobinVsync;
-        let guesses = (is_synced || matches!(problem.schedule, ScheduleKind::ZbH1 | ScheduleKind::ZbH2)) && wants;
-        let is_each = guesses && devices <= MOST_WORKERS;
-        let workers: Vec<Option<u32>> = if is_each { (1..=devices).map(Some).collect() } else { vec![None] };
-        let steps = STEPS / u64::from(self.question.among.orders) / workers.len() as u64;
-        for (rules, &number) in rules.iter().flat_map(|rules| workers.iter().map(move |workers| (rules, workers))) {
-            let exactly = number.filter(|_| !is_synced);
-            let exceeds = |stages: usize| exactly.is_some_and(|workers| stages > workers as usize);
-            if rules.stages.is_some_and(|stages| stages >= places.len() || exceeds(stages)) {
-                continue;
-            }
-            let mut placing = Placing {
-                places: &places,
-                levels: &problem.cluster.levels,
-                classes: &problem.cluster.classes,
-                devices,
-                exactly,
-                asked: build::asked(problem),
-                flow: build::flow(problem, number.unwrap_or(devices)),
-                optimizer_state: problem.optimizer_state,
-                memory_limit: problem.memory_limit.map(|limit| limit.0),
-                rules,
-                steps: match self.question.among.depth {
-                    Depth::Glance | Depth::Tables => 0,
-                    Depth::Whole if is_whole && places.len() <= FEW => steps,
-                    Depth::Whole => steps / 16,
-                },
+        let numbers = Numbers::of(problem);
+        let steps = STEPS / u64::from(self.question.among.orders) / numbers.list.len() as u64;
+        for mut placing in numbers.placings(problem, &places, &fleet, rules) {
+            placing.steps = match self.question.among.depth {
+                Depth::Glance | Depth::Tables => 0,
+                Depth::Whole if is_whole && places.len() <= FEW => steps,
+                Depth::Whole => steps / 16,
             };
             if problem.objective == Objective::Memory {
-                let Some((bytes, seats)) = placing.least_memory() else { continue };
+                let Some((bytes, seats)) = placing.least_memory(Counted::All) else { continue };
                 self.offer(&places, &seats);
                 // Of all that take no more, the fastest.
                 placing.memory_limit = Some(bytes);
@@ -267,36 +249,19 @@ impl Search<'_> {
             proven = proven.map(|least| least.min(bound_us));
         }
         // Where devices are joined by several levels, stages that do not stand side by side are not looked at.
-        let is_exact = is_each || !guesses;
-        let is_proof =
-            is_whole && is_exact && problem.cluster.levels.len() == 1 && problem.objective != Objective::Memory;
+        let is_proof = is_whole
+            && numbers.are_exact
+            && problem.cluster.levels.len() == 1
+            && problem.objective != Objective::Memory;
         self.found.proven_us = proven.filter(|us| is_proof && us.is_finite());
         // Where something is known that fits, nobody asks what needs the least.
         if !fits && known.is_infinite() && !self.found.candidates.iter().any(|candidate| candidate.fits) {
-            let least = rules.iter().filter(|rules| rules.stages.is_none_or(|stages| stages < places.len()));
-            let all: Vec<Vec<Seat>> = least
-                .flat_map(|rules| workers.iter().map(move |workers| (rules, *workers)))
-                .filter_map(|(rules, number)| {
-                    let exactly = number.filter(|_| !is_synced);
-                    let placing = Placing {
-                        places: &places,
-                        levels: &problem.cluster.levels,
-                        classes: &problem.cluster.classes,
-                        devices,
-                        exactly,
-                        asked: build::asked(problem),
-                        flow: build::flow(problem, number.unwrap_or(devices)),
-                        optimizer_state: problem.optimizer_state,
-                        memory_limit: None,
-                        rules,
-                        steps: 0,
-                    };
-                    placing.least_memory().map(|(_, seats)| seats)
-                })
-                .collect();
-            all.iter().for_each(|seats| {
-                self.offer(&places, seats);
-            });
+            for placing in numbers.placings(problem, &places, &fleet, rules) {
+                let placing = Placing { memory_limit: None, ..placing };
+                lack::least(&placing).iter().for_each(|seats| {
+                    self.offer(&places, seats);
+                });
+            }
         }
     }
 
@@ -318,6 +283,151 @@ impl Search<'_> {
         }
         fits
     }
+}
+
+/// The devices of a problem, whose memory is left out where it cannot matter.
+fn fleet(problem: &Problem) -> Fleet {
+    let fleet = Fleet::of(&problem.cluster.classes);
+    if build::is_limited(problem) { fleet } else { fleet.boundless() }
+}
+
+/// The numbers of workers that are asked about, each by itself.
+///
+/// Stages with split backwards hold as many items as there are workers in the whole pipeline, and with vertical sync as many versions as the
+/// first stage has items in flight; neither is known before the end. So each number is a question of its own, where there are few; else
+/// all devices count, which is too many, and a stage may be recomputed that need not be.
+struct Numbers {
+    list: Vec<Option<u32>>,
+    is_synced: bool,
+    are_exact: bool,
+}
+
+impl Numbers {
+    fn of(problem: &Problem) -> Numbers {
+        let devices = problem.cluster.devices();
+        let is_synced = problem.schedule == ScheduleKind::RoundRobinVsync;
+        let wants = build::is_limited(problem) || problem.objective == Objective::Memory;
+        let guesses = (is_synced || matches!(problem.schedule, ScheduleKind::ZbH1 | ScheduleKind::ZbH2)) && wants;
+        let is_each = guesses && devices <= MOST_WORKERS;
+        let list = if is_each { (1..=devices).map(Some).collect() } else { vec![None] };
+        Numbers { list, is_synced, are_exact: is_each || !guesses }
+    }
+
+    /// What is asked of some places under each set of rules and for each number.
+    fn placings<'a>(
+        &'a self,
+        problem: &'a Problem,
+        places: &'a Places<'a>,
+        fleet: &'a Fleet,
+        rules: &'a [Rules],
+    ) -> impl Iterator<Item = Placing<'a>> {
+        let devices = problem.cluster.devices();
+        let each = rules.iter().flat_map(move |rules| self.list.iter().map(move |&number| (rules, number)));
+        each.filter_map(move |(rules, number)| {
+            let exactly = number.filter(|_| !self.is_synced);
+            let exceeds = |stages: usize| exactly.is_some_and(|workers| stages > workers as usize);
+            if rules.stages.is_some_and(|stages| stages >= places.len() || exceeds(stages)) {
+                return None;
+            }
+            Some(Placing {
+                places,
+                levels: &problem.cluster.levels,
+                fleet,
+                devices,
+                exactly,
+                asked: build::asked(problem),
+                flow: build::flow(problem, number.unwrap_or(devices)),
+                optimizer_state: problem.optimizer_state,
+                memory_limit: problem.memory_limit.map(|limit| limit.0),
+                rules,
+                steps: 0,
+            })
+        })
+    }
+}
+
+/// What one table for all orders of the devices tells.
+pub struct Blended {
+    /// The orders that it read, the most promising first.
+    pub orders: Vec<Sequence>,
+    /// No partition on any order is faster; 0 where not all were looked at, infinite where it is shown that none fits.
+    pub bound_us: f64,
+    /// Whether it went over all closed sets.
+    pub is_whole: bool,
+}
+
+/// Looks for the best orders of the devices of one level, by tables for all of them; `None` where these would be too large.
+pub fn blended(question: &Question<'_>, counts: &Counts) -> Result<Option<Blended>, ProblemError> {
+    let problem = question.problem;
+    let graph = &problem.graph;
+    let rules = rules(question)?;
+    let numbers = Numbers::of(problem);
+    let tables = if build::asked(problem).adds() { 5.0 } else { 2.0 };
+    let effort = |sets: usize| {
+        let one = |rules: &Rules| counts.effort(sets, rules.stages.or(rules.most_stages).unwrap_or(1));
+        tables * numbers.list.len() as f64 * rules.iter().map(one).sum::<f64>()
+    };
+    let budget = question.budget.unwrap_or(DEFAULT_BUDGET).min(1 << 24) as usize;
+    let most = largest(budget, |sets| effort(sets) <= BLEND);
+    if effort(most) > BLEND {
+        return Ok(None);
+    }
+    let fixed = match &problem.constraints.cut_after {
+        Some(names) => Some(cuts::resolve(graph, question.joined, names)?),
+        None => None,
+    };
+    let (space, is_whole) = match fixed {
+        Some((order, ends)) => (Space::chain(graph, CostModel::Pipec, order, ends), true),
+        None => match Space::grow(graph, CostModel::Paper, Growth::All, most).filter(|_| keeps(problem).is_none()) {
+            Some(space) => (space, true),
+            None => {
+                let mut lines = linear::orders(graph);
+                let order = lines.pop().unwrap_or_default();
+                let ends = match keeps(problem) {
+                    Some(()) => Borders::of(graph).ends(&order),
+                    None => line::ends(graph, CostModel::Paper, &order, most - 1),
+                };
+                (Space::chain(graph, CostModel::Paper, order, ends), false)
+            }
+        },
+    };
+    if effort(space.len()) > BLEND {
+        return Ok(None);
+    }
+    let places = Places::new(graph, &space);
+    let fleet = fleet(problem);
+    let (mut orders, mut bound_us, mut known_us) = (Vec::new(), f64::INFINITY, question.among.known_us);
+    for placing in numbers.placings(problem, &places, &fleet, &rules) {
+        let solved = counts.solve(&placing, known_us);
+        bound_us = bound_us.min(solved.bound_us);
+        // What was found takes no less than its bound, and may take more: only what is known leaves others out.
+        known_us = known_us.min(question.among.known_us);
+        orders.push((solved.bound_us, solved.orders));
+    }
+    if orders.iter().all(|(_, orders)| orders.is_empty()) && bound_us.is_infinite() {
+        let mut needed = |counted: Counted| {
+            let all = numbers.placings(problem, &places, &fleet, &rules);
+            let found = all.filter_map(|placing| counts.least_memory(&placing, counted));
+            let found: Vec<Sequence> = found.collect();
+            let is_any = !found.is_empty();
+            orders.push((bound_us, found));
+            is_any
+        };
+        if !needed(Counted::Within) {
+            fleet.largest().into_iter().take(lack::MOST_CLASSES).for_each(|class| {
+                needed(Counted::Class(class));
+            });
+        }
+    }
+    orders.sort_by(|left, right| left.0.total_cmp(&right.0));
+    let mut once: Vec<Sequence> = Vec::new();
+    for order in orders.into_iter().flat_map(|(_, orders)| orders) {
+        if !once.contains(&order) {
+            once.push(order);
+        }
+    }
+    let is_bound = is_whole && numbers.are_exact;
+    Ok(Some(Blended { orders: once, bound_us: if is_bound { bound_us } else { 0.0 }, is_whole }))
 }
 
 /// The most closed sets that are searched.

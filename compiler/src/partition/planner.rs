@@ -11,9 +11,10 @@ use crate::partition::finish::{self, Statement};
 use crate::partition::fit::Least;
 use crate::partition::in_flight::Efficiency;
 use crate::partition::joined::Joined;
+use crate::partition::lack::TooSmall;
 use crate::partition::search::{Among, Candidate, Found, Question, same};
 use crate::partition::states::Growth;
-use crate::partition::{chunked, cuts, every, floor, milp, mixed, placement};
+use crate::partition::{chunked, cuts, every, floor, lack, milp, mixed, placement};
 use crate::plan::Plan;
 use crate::plan::fault::Fault;
 use crate::plan::problem::{CostModel, InFlight, Objective, Problem, ProblemError};
@@ -145,6 +146,9 @@ pub enum PlanError {
         /// The least limit under which a partition was found.
         smallest_limit: u64,
     },
+    /// An answer: devices of a class hold too little themselves, whatever the limit is.
+    #[error(transparent)]
+    TooSmall(Box<TooSmall>),
     /// A partitioner made a plan that the judge refuses: a fault of ours, never of the input.
     #[error("internal fault: the plan does not pass its check: {}", .0.iter().map(ToString::to_string).collect::<Vec<_>>().join("; "))]
     Unsound(Vec<Fault>),
@@ -227,7 +231,9 @@ pub fn answer(question: &Question<'_>, options: &PlannerOptions<'_>) -> Result<A
     };
     let mut found = match options.partitioner {
         // What memory alone rules out is not walked through.
-        Partitioner::Milp | Partitioner::Exhaustive if floor::proves_none(problem) => ours()?,
+        Partitioner::Milp | Partitioner::Exhaustive if !problem.cluster.is_mixed() && floor::proves_none(problem) => {
+            ours()?
+        }
         Partitioner::Milp => milp::solve::refine(question, ours()?, options.time_limit)?,
         Partitioner::Exhaustive if is_placed && !is_pinned => {
             let (candidate, states) = every::every(question)?;
@@ -355,30 +361,5 @@ fn infeasible(question: &Question<'_>, found: &Found, partitioner: Partitioner, 
         let shapes = question.fitting(&stage_cost::levels(&problem.cluster), Least::Memory);
         candidates.extend(shapes.into_iter().map(|shape| question.candidate("least memory", shape)));
     }
-    // Where devices differ, the least partition does not fit on the smallest of them.
-    let limit = problem.limit_of(0..problem.cluster.devices()).unwrap_or(0);
-    let Some(least) = candidates.iter().min_by_key(|candidate| candidate.peak()) else {
-        return PlanError::Unsound(vec![Fault::NoStages]);
-    };
-    let smallest_limit = least.peak();
-    let stage = least.memory.iter().position(|held| held.total == smallest_limit).unwrap_or(0);
-    let leaves = least.shape.leaves();
-    let name = |op: Option<&u32>| {
-        op.map_or(String::new(), |&op| shown(&problem.graph.ops[op as usize].name, question.joined.leader(op)))
-    };
-    PlanError::Infeasible {
-        limit,
-        stage,
-        stages: leaves.len(),
-        replicas: leaves[stage].replicas,
-        first_op: name(leaves[stage].ops.first()),
-        last_op: name(leaves[stage].ops.last()),
-        missing: smallest_limit.saturating_sub(limit),
-        smallest_limit,
-    }
-}
-
-fn shown(name: &str, op: u32) -> String {
-    let name = if name.is_empty() { op.to_string() } else { name.to_string() };
-    name.chars().take(80).map(|c| if c.is_control() { '?' } else { c }).collect()
+    lack::error(question, &candidates)
 }

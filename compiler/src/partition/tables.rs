@@ -14,6 +14,9 @@ use crate::partition::places::Run;
 use crate::plan::links::Wire;
 use crate::plan::outlook::{Message, PlacedStage, Share};
 
+/// Paces of which the shares of one run are kept.
+const MOST_PACES: usize = 8;
+
 /// What the tables hold.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Measure {
@@ -73,6 +76,7 @@ impl Placing<'_> {
         }
         let trains = self.asked.trains();
         let bounded = matches!(measure, Measure::Busiest | Measure::Likely | Measure::Stages);
+        let mut known = Vec::with_capacity(MOST_PACES);
         let capped = if measure == Measure::Bytes { f64::INFINITY } else { limit };
         for layer in 1..=layers.unwrap_or(1) {
             let stage = self.stage(layer);
@@ -97,7 +101,7 @@ impl Placing<'_> {
                         if before + replicas + after > self.devices {
                             break;
                         }
-                        let mut known = None;
+                        known.clear();
                         for rest in after..=self.devices - replicas - before {
                             let tail = table.value(layer - usize::from(table.layered), to, rest as usize);
                             let at = table.at(layer, from, (rest + replicas) as usize);
@@ -215,36 +219,43 @@ impl Placing<'_> {
         replicas: u32,
         rest: u32,
         stage: Option<usize>,
-        known: &mut Option<(f64, [Share; 2])>,
+        known: &mut Vec<(f64, [Share; 2])>,
     ) -> Option<Part> {
-        let (recompute, bytes) = if measure == Measure::Bytes {
-            let [plain, recomputed] = [false, true].map(|recompute| self.bytes(run, replicas, rest, recompute, stage));
-            (
-                self.rules.recompute && recomputed < plain,
-                if self.rules.recompute { plain.min(recomputed) } else { plain },
-            )
-        } else {
-            (self.recomputes(run, replicas, rest, stage)?, 0)
-        };
         if measure == Measure::Bytes {
-            return Some(Part { busiest_us: 0.0, way_us: 0.0, bytes });
-        }
-        let shares = || [false, true].map(|recompute| self.share(measure, run, (from, to), replicas, rest, recompute));
-        // On one level only the pace of its devices tells one place of a stage from another.
-        let shares = if self.levels.len() == 1 {
-            let pace = self.pace(self.devices - rest - replicas, replicas);
-            match *known {
-                Some((known, shares)) if known == pace => shares,
-                _ => known.insert((pace, shares())).1,
+            let mut bytes = self.bytes(run, replicas, rest, false, stage);
+            if self.rules.recompute {
+                bytes = bytes.min(self.bytes(run, replicas, rest, true, stage));
             }
-        } else {
-            shares()
+            let first = self.devices - rest - replicas;
+            let fits = self.limit(first, replicas).is_none_or(|limit| bytes <= limit);
+            let bytes = if self.fleet.counts(first, replicas) { bytes } else { 0 };
+            return fits.then_some(Part { busiest_us: 0.0, way_us: 0.0, bytes });
+        }
+        let recompute = self.recomputes(run, replicas, rest, stage)?;
+        let pace = self.pace(self.devices - rest - replicas, replicas);
+        let shares = || {
+            let share = |recompute| self.share(measure, run, (from, to), replicas, rest, recompute, pace);
+            [share(false), share(true)]
+        };
+        // On one level only the pace of its devices tells one place of a stage from another.
+        let shares = match known.iter().find(|known| known.0 == pace) {
+            Some((_, shares)) if self.levels.len() == 1 => *shares,
+            _ => {
+                let shares = shares();
+                if known.len() == MOST_PACES {
+                    known.pop();
+                }
+                known.push((pace, shares));
+                shares
+            }
         };
         let share = shares[usize::from(recompute)];
-        Some(Part { busiest_us: share.busiest_us, way_us: share.way_us, bytes })
+        Some(Part { busiest_us: share.busiest_us, way_us: share.way_us, bytes: 0 })
     }
 
-    fn share(
+    /// What a run costs as a stage of so many replicas before `rest` devices, the slowest of which goes at this pace.
+    #[allow(clippy::too_many_arguments)] // As above.
+    pub fn share(
         &self,
         measure: Measure,
         run: &Run,
@@ -252,10 +263,11 @@ impl Placing<'_> {
         replicas: u32,
         rest: u32,
         recompute: bool,
+        pace: f64,
     ) -> Share {
         let first = self.devices - rest - replicas;
         let last = first + replicas - 1;
-        let run = run.at(self.pace(first, replicas));
+        let run = run.at(pace);
         let again = if recompute { run.forward_us } else { 0.0 };
         let stage = PlacedStage {
             forward_us: run.forward_us,

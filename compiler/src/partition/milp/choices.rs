@@ -4,10 +4,12 @@
 //! are fixed everything else is linear, so every choice has a program of its own. On d devices there are 2^d - 1 ways to give out
 //! replicas; those that could not do the work in the time that is known are left out.
 
+use crate::cluster::class;
 use crate::partition::build;
 use crate::plan::ScheduleKind;
 use crate::plan::caps;
 use crate::plan::problem::{CostModel, InFlight, Problem};
+use std::ops::Range;
 
 /// The most choices that are looked at.
 pub const MOST_CHOICES: usize = 1200;
@@ -16,7 +18,7 @@ pub const MOST_CHOICES: usize = 1200;
 const MOST_STEPS: u64 = 1 << 20;
 
 /// Replicas and recomputation of every stage.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq)]
 pub struct Choice {
     /// Replicas of each stage.
     pub replicas: Vec<u32>,
@@ -24,6 +26,16 @@ pub struct Choice {
     pub recompute: Vec<bool>,
     /// Micro-batches in flight on one replica of each stage.
     pub caps: Vec<u32>,
+    /// How many times as fast as the device whose costs are used the slowest device of each stage is.
+    pub paces: Vec<f64>,
+}
+
+impl Choice {
+    /// The devices of a stage: stages stand side by side from the first device on.
+    pub fn devices(&self, stage: usize) -> Range<u32> {
+        let first = self.replicas[..stage].iter().sum();
+        first..first + self.replicas[stage]
+    }
 }
 
 /// What limits the choices beside the problem's own constraints.
@@ -79,7 +91,10 @@ pub fn choices(problem: &Problem, asked: &Asked) -> Option<Vec<Choice>> {
         }
         for set in 0..1u32 << bits {
             let recompute = (0..replicas.len()).map(|stage| set >> stage & 1 == 1).collect();
-            choices.push(Choice { replicas: replicas.clone(), recompute, caps: caps.clone() });
+            let mut choice = Choice { replicas: replicas.clone(), recompute, caps: caps.clone(), paces: Vec::new() };
+            let pace = |stage| class::slowest(&problem.cluster.classes, choice.devices(stage));
+            choice.paces = (0..replicas.len()).map(pace).collect();
+            choices.push(choice);
         }
     }
     Some(choices)
@@ -88,7 +103,7 @@ pub fn choices(problem: &Problem, asked: &Asked) -> Option<Vec<Choice>> {
 /// Whether running forward again can make a plan fit that would not otherwise: it never makes one faster.
 fn may_recompute(problem: &Problem) -> bool {
     let trains = problem.schedule != ScheduleKind::Inference;
-    problem.cost == CostModel::Pipec && problem.recompute && trains && problem.memory_limit.is_some()
+    problem.cost == CostModel::Pipec && problem.recompute && trains && build::is_limited(problem)
 }
 
 /// Microseconds that all ops take on one device, where stages that share the work must do at least that; 0 where they need not.
@@ -124,7 +139,8 @@ impl Walk<'_> {
         }
         let used = self.problem.cluster.devices() - left;
         // What is lost in rounding must not cost a plan.
-        let enough = f64::from(used) * self.within_us * (1.0 + 1e-9) >= self.work_us;
+        let done_us = f64::from(used) * class::fastest(&self.problem.cluster.classes) * self.within_us;
+        let enough = done_us * (1.0 + 1e-9) >= self.work_us;
         if !self.replicas.is_empty() && self.replicas.len() >= self.least && enough {
             self.found.push(self.replicas.clone());
         }
@@ -186,6 +202,7 @@ mod tests {
         pinned.constraints.replicas = Some(vec![2, 1]);
         assert_eq!(replicas(&pinned, &FREE), [[2, 1]]);
         pinned.memory_limit = Some(Bytes(1));
+        pinned.graph.ops[0].saved_bytes = 10;
         let recompute: Vec<Vec<bool>> = choices(&pinned, &FREE).unwrap().into_iter().map(|c| c.recompute).collect();
         assert_eq!(recompute, [[false, false], [true, false], [false, true], [true, true]]);
     }

@@ -95,9 +95,7 @@ impl<'a> Formulation<'a> {
             CostModel::Pipec => program.pipec(),
             CostModel::Load | CostModel::Hybrid => return None,
         }
-        if let Some(limit) = scope.problem.memory_limit {
-            program.memory(limit.0 as f64);
-        }
+        program.memory();
         Some(program)
     }
 
@@ -132,7 +130,7 @@ impl<'a> Formulation<'a> {
     /// Time of an op in a stage, in the unit.
     pub(super) fn time(&self, op: usize, stage: usize) -> f64 {
         let again = if self.choice.recompute[stage] { self.scope.problem.graph.ops[op].fwd_us } else { 0.0 };
-        (self.scope.order.times[op] + again) / self.scope.unit_us
+        (self.scope.order.times[op] + again) / self.scope.unit_us / self.choice.paces[stage]
     }
 
     /// Adds the y, as constants where they have no choice.
@@ -144,7 +142,8 @@ impl<'a> Formulation<'a> {
         let order = self.scope.order;
         // What the stages before and after each cut can do in the time that is known, and a little more.
         let most_us = self.scope.most * self.scope.unit_us * (1.0 + 1e-9);
-        let of = |stage| if self.weight(stage) > 0.0 { most_us / self.weight(stage) } else { f64::INFINITY };
+        let done = |stage: usize| most_us / self.weight(stage) * self.choice.paces[stage];
+        let of = |stage| if self.weight(stage) > 0.0 { done(stage) } else { f64::INFINITY };
         let room: Vec<f64> = (0..stages).map(of).collect();
         let mut before = Vec::with_capacity(stages.saturating_sub(1));
         for cut in 1..stages {

@@ -6,13 +6,15 @@ use crate::plan::memory::{Holdings, Multiples};
 use good_lp::Expression;
 
 impl Formulation<'_> {
-    /// What a replica of each stage holds is within the limit. What a byte of each kind adds is asked of `Holdings::held`, which is
+    /// What a replica of each stage holds is within the limit of its devices, if they have one. What a byte of each kind adds is asked of `Holdings::held`, which is
     /// linear but for the rounding of optimizer state.
-    pub(super) fn memory(&mut self, limit: f64) {
+    pub(super) fn memory(&mut self) {
         const MANY: u64 = 1 << 40;
         let problem = self.scope.problem;
         let apart = caps::apart(&self.scope.flow, &self.choice.replicas, &self.choice.caps);
         for stage in 0..self.stages() {
+            let Some(limit) = problem.limit_of(self.choice.devices(stage)) else { continue };
+            let limit = limit as f64;
             let in_flight = self.choice.caps[stage];
             let multiples = Multiples {
                 in_flight,

@@ -62,6 +62,9 @@ pub fn refine(question: &Question<'_>, known: Found, longest: Option<Duration>) 
     }
     let fits = known.candidates.iter().filter(|candidate| candidate.fits);
     let best_us = fits.map(|candidate| candidate.minibatch_us).min_by(f64::total_cmp);
+    // What other orders of the devices reach has to be beaten here too.
+    let known_us = Some(question.among.known_us).filter(|us| us.is_finite());
+    let best_us = best_us.into_iter().chain(known_us).min_by(f64::total_cmp);
     let slowest = known.candidates.iter().map(|candidate| candidate.minibatch_us).fold(0.0, f64::max);
     // Where nothing that is known fits, a plan is worth some time to find.
     let unit_us = best_us.unwrap_or(slowest);
@@ -274,7 +277,7 @@ impl Search<'_> {
         found.candidates.extend(self.best);
         // What lies between the halves of split backwards is reckoned with a little too much.
         let problem = self.question.problem;
-        if open.is_empty() && problem.memory_limit.is_some() && problem.schedule.splits_backward() {
+        if open.is_empty() && build::is_limited(problem) && problem.schedule.splits_backward() {
             return found;
         }
         if open.is_empty() {
