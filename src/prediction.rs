@@ -4,6 +4,7 @@
 //! several. Here both sides of every comparison are turned into whole minibatches, filling and draining of a flush included. Cost
 //! `pipec` includes them by itself.
 
+use crate::cmd::partition::cost_name;
 use crate::quantity::{self, short};
 use crate::stages::plural;
 use compiler::plan::problem::{CostModel, Objective};
@@ -20,6 +21,27 @@ const SIMULATED: u32 = 4000;
 
 /// Ratios nearer to 1 than this are told as equal: four digits show no difference.
 const EQUAL: f64 = 5e-4;
+
+/// From here on two times of one plan are told apart.
+const APART: f64 = 0.02;
+
+/// Why a simulated step takes another time than the plan says, where that is because of links.
+pub fn other_links(plan: &Plan, simulated_us: f64) -> Option<String> {
+    let ratio = simulated_us / plan.predicted.step_us;
+    let cost = cost_name(plan.cost);
+    match plan.cost {
+        CostModel::Pipec if ratio < 1.0 - APART => Some(format!(
+            "the plan counts a port for all that goes over it ({}); in simulation every pair of workers has a link of its own",
+            plan.predicted.bottleneck
+        )),
+        CostModel::Pipec => None,
+        _ if (ratio - 1.0).abs() <= APART => None,
+        _ => Some(format!(
+            "the plan's times follow cost `{cost}`; in simulation every pair of workers has a link of its own, and messages take what cost \
+             `pipec` says"
+        )),
+    }
+}
 
 /// Whether the pipeline drains after every minibatch, so that a step is longer than its micro-batches at the slowest stage.
 fn flushes(plan: &Plan) -> bool {

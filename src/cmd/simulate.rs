@@ -143,6 +143,9 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Failure> {
         quantity::time(plan.predicted.step_us),
         quantity::samples(plan.predicted.throughput_per_s),
     ));
+    if let Some(remark) = prediction::other_links(&plan, step).filter(|_| own.is_none() && kind == plan.schedule.kind) {
+        screen.note(&remark);
+    }
     if let Some(drawn) = &drawn {
         screen.text(&format!("\n{}", chart(drawn).map_err(|error| fail(&error))?));
     }
