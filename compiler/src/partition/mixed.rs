@@ -13,12 +13,14 @@ use crate::cluster::Cluster;
 use crate::partition::counts::Counts;
 use crate::partition::finish;
 use crate::partition::floor;
+use crate::partition::in_flight::ENOUGH;
 use crate::partition::lack;
 use crate::partition::orders::{Order, Sequence, Units, is_alike};
 use crate::partition::placement::{self, Blended};
 use crate::partition::planner::{Answer, Partitioner, PlanError, Planned, PlannerOptions, Refused, answer, conclude};
 use crate::partition::played;
 use crate::partition::search::{Among, Candidate, Depth, Question, same};
+use crate::plan::Plan;
 use crate::plan::check;
 use crate::plan::fault::Fault;
 use crate::plan::problem::Problem;
@@ -99,15 +101,26 @@ pub fn plan(problem: &Problem, question: &Question<'_>, options: &PlannerOptions
         search.ask(*at, Among::ALONE)?;
     }
     let least_us = search.least_us;
-    let Search { asked, best, refused, states, .. } = search;
-    let Some((mut answer, at)) = best else {
+    let Some((answer, mut at)) = search.best.take() else {
         // There is always an order: what was refused says why.
-        return Err(refused.unwrap_or(PlanError::Unsound(vec![Fault::NoStages])));
+        return Err(search.refused.unwrap_or(PlanError::Unsound(vec![Fault::NoStages])));
     };
+    let mut planned = search.planned(problem, answer, at)?;
+    for other in search.promising(&planned.plan, at) {
+        let known_us = planned.plan.predicted.minibatch_us;
+        let among = Among { known_us, orders: MOST_CLOSELY as u32, ..Among::ALONE };
+        let Ok(answer) = along(question, options, &search.asked[other].order, among) else { continue };
+        let mut next = search.planned(problem, answer, other)?;
+        if next.plan.predicted.minibatch_us < known_us {
+            // Those that stand here are the least of all orders that were asked about.
+            next.plan.baselines = planned.plan.baselines;
+            (planned, at) = (next, other);
+        }
+    }
+    let Search { asked, states, .. } = search;
     let order = &asked[at].order;
-    answer.found.states = states;
-    let (ordered, joined) = (in_order(problem, order), in_order(question.problem, order));
-    let Planned { mut plan, compared } = conclude(&ordered, &question.about(&joined), options, answer)?;
+    let Planned { mut plan, compared } = planned;
+    plan.search.states = states;
     for stage in &mut plan.stages {
         stage.devices.iter_mut().for_each(|device| *device = order.device[*device as usize]);
         stage.devices.sort_unstable();
@@ -201,6 +214,27 @@ impl Search<'_> {
             }
         }
         Ok(())
+    }
+
+    /// The plan of an answer along one order, its devices numbered along it.
+    fn planned(&self, problem: &Problem, answer: Answer, at: usize) -> Result<Planned, PlanError> {
+        let order = &self.asked[at].order;
+        let (ordered, joined) = (in_order(problem, order), in_order(self.question.problem, order));
+        conclude(&ordered, &self.question.about(&joined), self.options, answer)
+    }
+
+    /// Other orders whose plans may take less time than the program of this one, where that waits: some of those that promise most.
+    fn promising(&self, plan: &Plan, at: usize) -> Vec<usize> {
+        let known_us = plan.predicted.minibatch_us;
+        if self.options.partitioner != Partitioner::Pipec || plan.predicted.by_equations_us() >= ENOUGH * known_us {
+            return Vec::new();
+        }
+        let mut others: Vec<usize> = (0..self.asked.len()).collect();
+        others.retain(|&other| other != at && self.asked[other].bound_us < known_us);
+        let key = |at: usize| (self.asked[at].us, self.asked[at].bound_us);
+        others.sort_by(|&a, &b| key(a).0.total_cmp(&key(b).0).then(key(a).1.total_cmp(&key(b).1)).then(a.cmp(&b)));
+        others.truncate(MOST_CLOSELY);
+        others
     }
 }
 

@@ -35,9 +35,9 @@ pub mod math;
 pub mod matmul;
 pub mod movement;
 pub mod optimizer;
-pub #[cfg(target_arch = "x86_64")]
+#[cfg(target_arch = "x86_64")]
 mod panels;
-mod patches;
+pub mod patches;
 pub mod pool;
 pub mod real;
 pub mod reduce;
