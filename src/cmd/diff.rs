@@ -151,7 +151,7 @@ fn figures(left: &Plan, right: &Plan) -> Vec<Figure> {
     vec![
         figure("time of a step", "step_us", &|plan| plan.predicted.step_us, quantity::time),
         figure("samples/s", "throughput_per_s", &|plan| plan.predicted.throughput_per_s, quantity::samples),
-        figure("idle", "bubble", &|plan| plan.predicted.bubble, share),
+        figure("filling, draining", "bubble", &|plan| plan.predicted.bubble, share),
         figure("fullest device", "peak_bytes", &|plan| fullest(plan) as f64, |bytes| quantity::bytes(bytes as u64)),
         figure("bound", "lower_bound_us", &|plan| plan.lower_bound_us, quantity::time),
     ]

@@ -235,7 +235,12 @@ pub fn run(arguments: Box<Arguments>, screen: &Screen) -> Result<(), Failure> {
         );
     }
     screen.json(&serde_json::to_value(plan).unwrap_or_default());
-    screen.text(&format!("\nwrote {}\n{}", path.display(), next(&arguments.file, &path, own, refused.is_some())));
+    let next = match plan.cost {
+        // What an instance knows of its devices is not what a simulation asks.
+        CostModel::Load | CostModel::Hybrid => format!("next: pipec plan check {}\n", path.display()),
+        _ => next(&arguments.file, &path, own, refused.is_some()),
+    };
+    screen.text(&format!("\nwrote {}\n{next}", path.display()));
     Ok(())
 }
 

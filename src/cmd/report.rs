@@ -161,7 +161,9 @@ fn what_if(source: &Source, arguments: &Arguments, plan: &Plan, screen: &Screen)
     };
     let outer = plan.cluster.levels.last().map_or(1, |level| level.count);
     let inner = u64::from(plan.cluster.devices / outer.max(1));
-    let counts: Vec<u64> = around(u64::from(outer)).into_iter().filter(|count| count * inner <= MOST_DEVICES).collect();
+    // Which devices more or fewer would be, classes do not tell.
+    let counts = if plan.cluster.classes.is_empty() { around(u64::from(outer)) } else { vec![u64::from(outer)] };
+    let counts: Vec<u64> = counts.into_iter().filter(|count| count * inner <= MOST_DEVICES).collect();
     let bar = screen.progress((sizes.len() * counts.len()) as u64, "{bar:30} {pos}/{len} other sizes, {msg}");
     let mut cells = Vec::new();
     for &(micro_batch, microbatches) in &sizes {
