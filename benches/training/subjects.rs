@@ -104,7 +104,7 @@ pub const SUBJECTS: &[Subject] = &[
         entry: "mlp",
         settings: MLP,
         batch: 64,
-        steps: 40,
+        steps: 20,
         goal: 1.2,
     },
 ];
