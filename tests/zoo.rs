@@ -216,6 +216,21 @@ fn every_model_trains_a_step_with_gradients_for_all_parameters() {
 }
 
 #[test]
+fn choices_for_small_images_train() {
+    let number = Setting::Number;
+    for (name, settings) in [
+        ("resnet", [("depth", number(18)), ("hidden", number(4)), ("small-images", Setting::Truth(true))]),
+        ("vgg", [("depth", number(11)), ("width", number(4)), ("normalised", Setting::Truth(true))]),
+    ] {
+        let entry = ENTRIES.iter().find(|entry| entry.name == name).unwrap();
+        let options = Options { loss: true, ..entry.small() };
+        let options = settings.into_iter().fold(options, |options, (name, setting)| options.with(name, setting));
+        let trained = step(entry, &imported(name, &options), 2);
+        assert!(trained.losses[0].is_finite() && trained.losses[0] > 0.0, "{name}: {:?}", trained.losses);
+    }
+}
+
+#[test]
 fn plans_speak_of_layers() {
     for (name, module) in [
         ("resnet50", "layer3.5.conv2"),
@@ -242,6 +257,13 @@ fn options_change_what_they_say() {
     assert_eq!(more("vgg16", "classes", 1001) - usual("vgg16"), 4097);
     assert_eq!(more("unet", "classes", 2) - usual("unet"), 36);
     assert_eq!(more("awd-lm", "vocabulary", 10_001) - usual("awd-lm"), 401);
+    // torchvision's vgg11_bn, vgg13_bn, vgg16_bn and vgg19_bn.
+    let normalised = |name: &str| parameters(name, Options::default().with("normalised", Setting::Truth(true)));
+    let counts = ["vgg11", "vgg13", "vgg16", "vgg19"].map(normalised);
+    assert_eq!(counts, [132_868_840, 133_053_736, 138_365_992, 143_678_248]);
+    // The usual ResNet-18 for CIFAR-10.
+    let small = Options::default().with("small-images", Setting::Truth(true)).number("size", 32).number("classes", 10);
+    assert_eq!(parameters("resnet18", small), 11_173_962);
     let shared = parameters("transformer", Options::default().with("tied", Setting::Truth(true)));
     assert_eq!(usual("transformer") - shared, 32_000 * 2048);
     // A fixed batch stands in the file.

@@ -9,6 +9,9 @@
 //!           └ nothing, or conv 1×1 ─ bn ───────────┘
 //! ```
 //!
+//! For small images, such as those of CIFAR (section 4.2 there; with the widths of ImageNet's networks), the stem is a 3×3 convolution
+//! without a stride and without pooling.
+//!
 //! | depth | blocks         | parameters |
 //! | ---   | ---            | ---        |
 //! | 18    | 2, 2, 2, 2     | 11,689,512 |
@@ -33,6 +36,7 @@ pub const ENTRY: Entry = Entry {
         Choice::width("hidden", 64, "channels of the first group"),
         Choice::width("classes", 1000, "number of classes"),
         Choice::number("size", 224, 32, 4096, "height and width of the image"),
+        Choice::truth("small-images", false, "whether the stem is a 3x3 convolution that keeps the size, as for CIFAR"),
     ],
     sizes: &[
         Size { name: "resnet18", about: "11.7 M parameters", settings: &[("depth", Setting::Number(18))] },
@@ -57,10 +61,14 @@ fn build(net: &mut Builder, given: &Given, batch: Axis) -> Result<Prediction, Ch
     };
     let (classes, first, side) = (given.number("classes"), given.number("hidden"), Axis::Size(given.number("size")));
     let x = net.input_f32("x", &[batch, Axis::Size(3), side, side]);
-    let y = convolution(net, "conv1", &x, Kernel::square(3, first, 7, 2));
+    let keeps_size = given.truth("small-images");
+    let stem = if keeps_size { Kernel::square(3, first, 3, 1) } else { Kernel::square(3, first, 7, 2) };
+    let y = convolution(net, "conv1", &x, stem);
     let y = batch_norm(net, "bn1", &y, first);
-    let y = relu(net, "relu", &y);
-    let mut y = max_pool(net, "maxpool", &y, 3, 2, 1);
+    let mut y = relu(net, "relu", &y);
+    if !keeps_size {
+        y = max_pool(net, "maxpool", &y, 3, 2, 1);
+    }
     let mut width = first;
     for (group, count) in blocks.into_iter().enumerate() {
         for index in 0..count {

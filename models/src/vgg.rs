@@ -1,18 +1,19 @@
-//! VGG (Simonyan and Zisserman, ICLR 2015, table 1: A, B, D and E), without normalisation, as torchvision has it.
+//! VGG (Simonyan and Zisserman, ICLR 2015, table 1: A, B, D and E), without normalisation or with a batch
+//! normalisation behind every convolution, as torchvision has both.
 //! PipeDream's evaluation trains VGG-16.
 //!
 //! Five groups of 3×3 convolutions, each behind the last at half the height and width, then three linear layers.
 //!
-//! | depth | convolutions     | parameters  | paper |
-//! | ---   | ---              | ---         | ---   |
-//! | 11    | 1, 1, 2, 2, 2    | 132,863,336 | 133 M |
-//! | 13    | 2, 2, 2, 2, 2    | 133,047,848 | 133 M |
-//! | 16    | 2, 2, 3, 3, 3    | 138,357,544 | 138 M |
-//! | 19    | 2, 2, 4, 4, 4    | 143,667,240 | 144 M |
+//! | depth | convolutions     | parameters  | paper | normalised  |
+//! | ---   | ---              | ---         | ---   | ---         |
+//! | 11    | 1, 1, 2, 2, 2    | 132,863,336 | 133 M | 132,868,840 |
+//! | 13    | 2, 2, 2, 2, 2    | 133,047,848 | 133 M | 133,053,736 |
+//! | 16    | 2, 2, 3, 3, 3    | 138,357,544 | 138 M | 138,365,992 |
+//! | 19    | 2, 2, 4, 4, 4    | 143,667,240 | 144 M | 143,678,248 |
 
 use crate::builder::{Axis, Builder, Init};
 use crate::choice::{Choice, ChoiceError, Given, Setting};
-use crate::image::{Kernel, biased_convolution, flat, max_pool, relu};
+use crate::image::{Kernel, batch_norm, biased_convolution, flat, max_pool, relu};
 use crate::layer::{dense, dropout};
 use crate::prediction::{Prediction, Target};
 use crate::zoo::{Entry, Size};
@@ -27,6 +28,7 @@ pub const ENTRY: Entry = Entry {
         Choice::width("hidden", 4096, "width of the hidden linear layers"),
         Choice::width("classes", 1000, "number of classes"),
         Choice::number("size", 224, 32, 4096, "height and width of the image, a multiple of 32"),
+        Choice::truth("normalised", false, "whether batch normalisation follows every convolution"),
         Choice::fraction("dropout", 0.5, "how much of the hidden linear layers is dropped"),
     ],
     sizes: &[
@@ -68,6 +70,9 @@ fn build(net: &mut Builder, given: &Given, batch: Axis) -> Result<Prediction, Ch
         for _ in 0..count {
             let wide = first << group.min(3);
             y = biased_convolution(net, &next("features"), &y, Kernel::square(width, wide, 3, 1));
+            if given.truth("normalised") {
+                y = batch_norm(net, &next("features"), &y, wide);
+            }
             y = relu(net, &next("features"), &y);
             width = wide;
         }

@@ -1,0 +1,128 @@
+//! How fast pipec trains beside PyTorch: the same models, batches and optimizer, in rounds that alternate.
+//!
+//! ```text
+//! cargo bench --bench training                                       everything, five rounds: half an hour
+//! cargo bench --bench training -- --models mlp-64,lstm --rounds 3    a quick look
+//! cargo bench --bench training -- --steps 2                          so many minibatches in a round
+//! ```
+//!
+//! Prints Markdown. PyTorch runs in `$PIPEC_PYTHON`, else `python3`, from `training/peer.py`; where there is none, the bench says so and
+//! prints what pipec does. All is trained in f32 by SGD with momentum 0.9 on made-up data. Every model is profiled here and planned
+//! by that profile, one stage on each worker. Two workers, or two of the peer's threads or processes, want a machine with two idle
+//! cores; processor time says what the work costs where others use them too.
+//!
+//! | column | |
+//! | --- | --- |
+//! | samples/s | by the wall clock, without the first steps |
+//! | CPU-s/step | seconds on processors for a minibatch, over all threads and processes |
+//! | faster, cheaper | how many times as fast pipec is, and how many times as much processor time PyTorch takes |
+//! | off | how much more is predicted than found |
+
+#[path = "training/figures.rs"]
+mod figures;
+#[path = "training/ours.rs"]
+mod ours;
+#[path = "training/peer.rs"]
+mod peer;
+#[path = "training/report.rs"]
+mod report;
+#[path = "training/subjects.rs"]
+mod subjects;
+#[allow(dead_code)] // What a plan took to find is for another bench.
+#[path = "partition/table.rs"]
+mod table;
+
+use clap::Parser;
+use ours::Known;
+use peer::Peer;
+use report::{Figures, LINES, Measured, report};
+use subjects::{SUBJECTS, Subject};
+
+/// Trains with pipec and PyTorch, and compares.
+#[derive(Debug, Parser)]
+struct Arguments {
+    /// Which models [default: all]
+    #[arg(long, value_name = "NAME,…", value_delimiter = ',', value_parser = named)]
+    models: Vec<&'static Subject>,
+    /// Rounds; figures are their medians
+    #[arg(long, value_name = "N", default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..=1000))]
+    rounds: u32,
+    /// Minibatches in a round [default: a few seconds' worth]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=100_000))]
+    steps: Option<u32>,
+    /// What cargo says to every bench
+    #[arg(long, hide = true)]
+    bench: bool,
+}
+
+fn named(name: &str) -> Result<&'static Subject, String> {
+    let names = || SUBJECTS.iter().map(|subject| subject.name).collect::<Vec<_>>().join(", ");
+    SUBJECTS.iter().find(|subject| subject.name == name).ok_or_else(|| format!("there are {}", names()))
+}
+
+/// Trains one model in all ways, with the peer behind each of them in every round.
+fn measured(subject: &'static Subject, arguments: &Arguments, peer: &mut Option<Peer>) -> Measured {
+    let (model, parameters) = subject.built();
+    if let Some(peer) = peer {
+        let counted = peer.parameters(subject.name).expect("the peer can count");
+        assert_eq!(parameters, counted, "{}: the peer's model is another one", subject.name);
+    }
+    eprintln!("{}: {}, {parameters} parameters, batch {}; profiling", subject.name, subject.about, subject.batch);
+    let mut sizes: Vec<u32> = LINES.iter().map(|line| line.way.microbatches).collect();
+    sizes.sort_unstable();
+    sizes.dedup();
+    let known = Known::of(subject, &model, &sizes);
+    let steps = arguments.steps.unwrap_or(subject.steps);
+    let runs: Vec<_> = LINES.iter().map(|line| known.ready(line.way, known.plan(line.way), steps)).collect();
+    let mut lines: Vec<Figures> = runs
+        .iter()
+        .map(|run| Figures {
+            plan: run.plan.clone(),
+            ours: Vec::new(),
+            theirs: Vec::new(),
+            held_bytes: vec![0; run.plan.stages.len()],
+            spent: Vec::new(),
+        })
+        .collect();
+    for round in 0..arguments.rounds {
+        for ((line, run), figures) in LINES.iter().zip(&runs).zip(&mut lines) {
+            let outcome = run.run();
+            figures.ours.push(outcome.round);
+            figures.held_bytes.iter_mut().zip(&outcome.held_bytes).for_each(|(most, held)| *most = (*most).max(*held));
+            figures.spent = outcome.spent;
+            // Rounds stay paired: behind one that failed there is none.
+            let Some(peer) = peer.as_mut().filter(|_| figures.theirs.len() == round as usize) else { continue };
+            match peer.run(subject.name, line.mode, steps, subject.batch) {
+                Ok(theirs) => figures.theirs.push(theirs),
+                // Its other rows can still be compared.
+                Err(error) => eprintln!("{}, {}, round {round}: {error}", subject.name, line.about),
+            }
+        }
+        eprintln!("{}: round {} of {}", subject.name, round + 1, arguments.rounds);
+    }
+    Measured { subject, parameters, lines }
+}
+
+fn main() {
+    let arguments = Arguments::parse();
+    let mut peer = match Peer::start() {
+        Ok(peer) => Some(peer),
+        Err(error) => {
+            println!("Without PyTorch ({error}): pipec alone.");
+            None
+        }
+    };
+    let subjects: Vec<&'static Subject> = match arguments.models.as_slice() {
+        [] => SUBJECTS.iter().collect(),
+        chosen => chosen.to_vec(),
+    };
+    let all: Vec<Measured> = subjects.into_iter().map(|subject| measured(subject, &arguments, &mut peer)).collect();
+    println!("# Training\n");
+    let device = profiler::machine::device();
+    let cores = std::thread::available_parallelism().map_or(1, |count| count.get());
+    println!("{}, {cores} cores, {}; rounds: {}.", device.name, device.driver, arguments.rounds);
+    if let Some(peer) = &peer {
+        println!("PyTorch {}.", peer.version);
+    }
+    print!("{}", report(&all));
+}

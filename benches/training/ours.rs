@@ -1,0 +1,251 @@
+//! pipec's side: each model is profiled here, planned by the profile, and trained under the plan.
+
+use crate::figures::{Round, on_processors};
+use crate::subjects::Subject;
+use compiler::graph::bind::bind;
+use compiler::graph::hash::hash;
+use compiler::import::import::{Batch, Model, Weight};
+use compiler::partition::planner::{PlannerOptions, plan};
+use compiler::pass::attribution::{Training as Trains, attribute};
+use compiler::pass::costs::{cost_graph, fill};
+use compiler::pass::loss::Loss;
+use compiler::plan::problem::{CostModel, InFlight, Problem};
+use compiler::plan::{Edge, Plan, PlannedModel, PlannedProfile, ScheduleKind, Stage};
+use compiler::profile::{Method, Profile, ProfiledModel};
+use compiler::schedule::Schedule;
+use compiler::schedule::pipeline::{pipeline, pipeline_of, schedule_of};
+use compiler::schedule::rule::StepCount;
+use compiler::schedule::work::Part;
+use compiler::simulate::steady::{Steady, steady};
+use compiler::tensor::Tensor;
+use compiler::tensor::dim::Bindings;
+use profiler::machine::cluster_of_this_cpu;
+use profiler::measure::{self, Settings as Measuring, measure};
+use runtime::data::synthetic::synthetic;
+use runtime::data::{Batches, Dataset, Order};
+use runtime::optimizer::{Optimizer, Rule};
+use runtime::policy::Policy;
+use runtime::prepare::{Prepared, Settings, prepare};
+use runtime::train::{Trained, Training, feeds, train};
+use runtime::worker::Work;
+use std::collections::BTreeMap;
+
+/// Minibatches of made-up data; they are seen again and again.
+const MINIBATCHES: usize = 8;
+
+/// The optimizer, as plans know it.
+const RULE: Rule = Rule::Sgd { learning_rate: 0.01, momentum: 0.9, nesterov: false, weight_decay: 0.0 };
+
+/// How a model is trained: over so many workers, its minibatches in so many pieces.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Way {
+    /// Workers, one stage each.
+    pub workers: u32,
+    /// Microbatches of a minibatch.
+    pub microbatches: u32,
+}
+
+impl Way {
+    /// Whole minibatches never wait for a flush.
+    fn kind(self) -> ScheduleKind {
+        if self.microbatches == 1 { ScheduleKind::RoundRobin } else { ScheduleKind::OneFOneB }
+    }
+}
+
+/// A model with what was measured of it.
+pub struct Known<'a> {
+    subject: &'a Subject,
+    model: &'a Model,
+    weights: BTreeMap<String, Tensor>,
+    /// By microbatches.
+    profiles: BTreeMap<u32, Profile>,
+}
+
+impl<'a> Known<'a> {
+    /// Profiles the model at whole minibatches and at these microbatches.
+    pub fn of(subject: &'a Subject, model: &'a Model, microbatches: &[u32]) -> Known<'a> {
+        let given = |(name, weight): (&String, &Weight)| match weight {
+            Weight::Given(tensor) => Some((name.clone(), tensor.clone())),
+            Weight::Missing { .. } => None,
+        };
+        let weights = model.weights.iter().filter_map(given).collect();
+        let mut known = Known { subject, model, weights, profiles: BTreeMap::new() };
+        for &count in microbatches {
+            let profile = known.profiled(count);
+            known.profiles.insert(count, profile);
+        }
+        known
+    }
+
+    /// Samples in one item.
+    fn rows(&self, microbatches: u32) -> usize {
+        self.subject.batch / microbatches as usize
+    }
+
+    fn graph(&self, microbatches: u32) -> compiler::graph::Graph {
+        let Batch::Symbol { name, .. } = &self.model.batch else { panic!("the zoo leaves the batch open") };
+        let dims = Bindings::from([(name.clone(), self.rows(microbatches) as i64)]);
+        bind(&self.model.graph, &dims).expect("the batch is the only symbol")
+    }
+
+    fn profiled(&self, microbatches: u32) -> Profile {
+        let (file, sha256) = (self.model.file.clone(), self.model.sha256.clone());
+        let model = measure::Model {
+            graph: &self.graph(microbatches),
+            training: Trains::Gradient,
+            model: ProfiledModel { file, sha256, ops: 0 },
+            micro_batch: self.rows(microbatches) as u64,
+            weights: &self.weights,
+        };
+        measure(&model, &Measuring::default(), None, &mut |_| {}).expect("the zoo's models can be measured").profile
+    }
+
+    /// The plan for one stage on each worker.
+    pub fn plan(&self, way: Way) -> Plan {
+        let graph = self.graph(way.microbatches);
+        let attribution = attribute(&graph, Trains::Gradient).expect("the zoo's models have gradients");
+        let mut costs = cost_graph(&graph, &attribution);
+        fill(&mut costs, &self.profiles[&way.microbatches], None).expect("the profile is that of this graph");
+        let cluster = cluster_of_this_cpu(way.workers).expect("there is a worker");
+        let mut problem = Problem::new(costs, cluster, CostModel::Pipec);
+        problem.model = PlannedModel { graph_hash: hash(&self.model.graph), ..problem.model };
+        problem.profile = PlannedProfile { sha256: String::new(), method: Method::Measured };
+        problem.schedule = way.kind();
+        problem.in_flight = InFlight::Auto;
+        problem.micro_batch = self.rows(way.microbatches) as u64;
+        problem.microbatches = way.microbatches;
+        problem.optimizer = "sgd-momentum".to_string();
+        problem.optimizer_state = 1.0;
+        problem.recompute = false;
+        problem.constraints.replicas = Some(vec![1; way.workers as usize]);
+        let levels = &problem.cluster.levels;
+        let efficiency = |stages: &[Stage], edges: &[Edge], caps: &[u32]| {
+            let played = pipeline_of(levels, stages, edges, caps).ok().and_then(|pipeline| steady(&pipeline).ok());
+            played.unwrap_or_else(|| Steady { share: 1.0, held: vec![false; stages.len()], pieces: 0 })
+        };
+        let options = PlannerOptions { efficiency: Some(&efficiency), ..PlannerOptions::default() };
+        plan(&problem, &options).expect("there is no limit to exceed").plan
+    }
+
+    /// All that training needs under the plan.
+    pub fn ready(&self, way: Way, plan: Plan, steps: u32) -> Ready<'_> {
+        let schedule: Schedule = schedule_of(plan.schedule.kind).expect("these orders of work are generated");
+        // Steps before the first that counts fill the pipeline, steps behind the last keep it full.
+        let filling = plan.schedule.in_flight.iter().copied().max().unwrap_or(1).max(2);
+        let minibatches = steps + 2 * filling;
+        let count = StepCount { minibatches, microbatches: way.microbatches };
+        let settings = Settings { dims: Bindings::new(), loss: Loss::CrossEntropy, class_axis: None, schedule, count };
+        let mut stages = vec![0; plan.model.ops as usize];
+        for (at, stage) in plan.stages.iter().enumerate() {
+            stage.op_ids().for_each(|op| stages[op as usize] = at);
+        }
+        let pipeline = pipeline(&plan).expect("a plan does not contradict itself");
+        let graph = self.graph(way.microbatches);
+        let prepared = prepare(&graph, &stages, pipeline, &settings).expect("the zoo's models can be cut");
+        let (item_rows, rows) = (self.rows(way.microbatches), self.subject.batch * MINIBATCHES);
+        let feeds = feeds(&prepared.codes);
+        let arrays = synthetic(&prepared.graph, &feeds, item_rows, rows, 1);
+        let data = Dataset::new(arrays, &feeds, item_rows).expect("the data is made for the model");
+        let microbatches = way.microbatches as usize;
+        let batches = Batches::new(data, self.subject.batch, microbatches, minibatches as usize, Order::InOrder);
+        let batches = batches.expect("there are several minibatches of data");
+        Ready { known: self, plan, prepared, batches, steps, filling }
+    }
+}
+
+/// A model that can be trained under one plan again and again.
+pub struct Ready<'a> {
+    known: &'a Known<'a>,
+    /// The plan.
+    pub plan: Plan,
+    prepared: Prepared,
+    batches: Batches,
+    steps: u32,
+    filling: u32,
+}
+
+/// Seconds of a worker for each minibatch.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Spent {
+    /// In forwards.
+    pub forward: f64,
+    /// In backwards.
+    pub backward: f64,
+    /// In optimizer steps.
+    pub step: f64,
+    /// Waiting for others.
+    pub wait: f64,
+}
+
+/// What one round left behind.
+pub struct Outcome {
+    /// Its figures.
+    pub round: Round,
+    /// The most bytes that each worker held.
+    pub held_bytes: Vec<u64>,
+    /// How each worker spent its time.
+    pub spent: Vec<Spent>,
+}
+
+/// A moment of a run.
+#[derive(Clone, Copy)]
+struct Moment {
+    wall: f64,
+    processors: Option<f64>,
+}
+
+impl Ready<'_> {
+    /// Trains from the initial weights. Time runs from the loss of one minibatch to that of a later one.
+    pub fn run(&self) -> Outcome {
+        let training = Training {
+            codes: &self.prepared.codes,
+            program: &self.prepared.program,
+            weights: &self.known.weights,
+            batches: &self.batches,
+            optimizer: &Optimizer::from(RULE),
+            policy: Policy::default(),
+            keep_gradients: false,
+        };
+        let first = self.filling as usize - 1;
+        let ends = [first, first + self.steps as usize];
+        let mut moments = Vec::new();
+        let trained = train(&training, &mut |done| {
+            if ends.contains(&done.step) {
+                moments.push(Moment { wall: done.seconds, processors: on_processors() });
+            }
+        });
+        let trained = trained.expect("the program was checked");
+        assert!(
+            trained.losses.iter().all(|loss| loss.is_finite()),
+            "{}: {:?}",
+            self.known.subject.name,
+            trained.losses
+        );
+        let [begin, end] = moments[..] else { panic!("there are steps on both sides of those that count") };
+        let seconds = end.wall - begin.wall;
+        // Where the system does not tell, every worker counts as busy.
+        let cpu_seconds =
+            begin.processors.zip(end.processors).map_or(seconds * trained.spans.len() as f64, |(a, b)| b - a);
+        let spent = spent(&trained, [begin.wall, end.wall], self.steps);
+        let round = Round::of(seconds, cpu_seconds, self.steps, self.known.subject.batch);
+        Outcome { round, held_bytes: trained.held_bytes, spent }
+    }
+}
+
+/// What lies between two moments of each worker's time, for one minibatch.
+fn spent(trained: &Trained, [begin, end]: [f64; 2], steps: u32) -> Vec<Spent> {
+    let of = |spans: &Vec<runtime::worker::Span>| {
+        let mut spent = Spent::default();
+        for span in spans {
+            let seconds = (span.end.min(end) - span.start.max(begin)).max(0.0) / f64::from(steps);
+            match span.work {
+                Work::Compute(work) if work.part == Part::Forward => spent.forward += seconds,
+                Work::Compute(_) => spent.backward += seconds,
+                Work::Step(..) => spent.step += seconds,
+                Work::Wait => spent.wait += seconds,
+            }
+        }
+        spent
+    };
+    trained.spans.iter().map(of).collect()
+}

@@ -1,0 +1,75 @@
+//! The peer: PyTorch in a process of its own, which stays while rounds alternate and answers a line with a line.
+
+use crate::figures::Round;
+use serde_json::Value;
+use std::io::{BufRead, BufReader, Write};
+use std::path::Path;
+use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
+
+/// A Python that trains.
+pub struct Peer {
+    child: Child,
+    requests: Option<ChildStdin>,
+    answers: BufReader<ChildStdout>,
+    /// The version of PyTorch.
+    pub version: String,
+}
+
+impl Peer {
+    /// Starts `$PIPEC_PYTHON`, else `python3`; fails with the reason where that is none or has no PyTorch.
+    pub fn start() -> Result<Peer, String> {
+        let python = std::env::var("PIPEC_PYTHON").unwrap_or_else(|_| "python3".to_string());
+        let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("benches/training/peer.py");
+        let started = Command::new(&python).arg(script).stdin(Stdio::piped()).stdout(Stdio::piped()).spawn();
+        let mut child = started.map_err(|error| format!("`{python}` does not start: {error}"))?;
+        let requests = child.stdin.take();
+        let answers = BufReader::new(child.stdout.take().expect("the output is a pipe"));
+        let mut peer = Peer { child, requests, answers, version: String::new() };
+        let greeting = peer.answer().map_err(|error| format!("`{python}`: {error}"))?;
+        peer.version = greeting["torch"].as_str().unwrap_or("of an unknown version").to_string();
+        Ok(peer)
+    }
+
+    /// How many parameters its model of this name has.
+    pub fn parameters(&mut self, model: &str) -> Result<u64, String> {
+        let answer = self.ask(&format!("count {model}"))?;
+        answer["parameters"].as_u64().ok_or_else(|| format!("`{answer}` has no count"))
+    }
+
+    /// Trains so many minibatches of `batch` samples.
+    pub fn run(&mut self, model: &str, mode: &str, steps: u32, batch: usize) -> Result<Round, String> {
+        let answer = self.ask(&format!("run {model} {mode} {steps}"))?;
+        let number = |key: &str| answer[key].as_f64().filter(|it| it.is_finite());
+        match (number("seconds"), number("cpu_seconds"), number("loss")) {
+            (Some(seconds), Some(cpu_seconds), Some(_)) => Ok(Round::of(seconds, cpu_seconds, steps, batch)),
+            _ => Err(format!("`{answer}` is no result of training")),
+        }
+    }
+
+    fn ask(&mut self, request: &str) -> Result<Value, String> {
+        let requests = self.requests.as_mut().ok_or("the peer has no input")?;
+        writeln!(requests, "{request}").and_then(|()| requests.flush()).map_err(|error| error.to_string())?;
+        self.answer()
+    }
+
+    fn answer(&mut self) -> Result<Value, String> {
+        let mut line = String::new();
+        self.answers.read_line(&mut line).map_err(|error| error.to_string())?;
+        if line.is_empty() {
+            return Err("the peer has ended".to_string());
+        }
+        let value: Value = serde_json::from_str(&line).map_err(|error| format!("`{}`: {error}", line.trim()))?;
+        match value["error"].as_str() {
+            Some(error) => Err(error.to_string()),
+            None => Ok(value),
+        }
+    }
+}
+
+impl Drop for Peer {
+    fn drop(&mut self) {
+        // Without requests it comes to its end, and ends its own processes.
+        self.requests = None;
+        let _ = self.child.wait();
+    }
+}

@@ -1,0 +1,213 @@
+//! The tables: what was trained how fast, against which goals, and how well plans foretold it.
+
+use crate::figures::{Round, cheaper, faster, median, middle};
+use crate::ours::{Spent, Way};
+use crate::subjects::Subject;
+use crate::table::Table;
+use compiler::plan::Plan;
+
+/// pipec is to be so many times as fast over two workers under 1F1B-RR as PyTorch's eager mode on two threads, …
+const ROUND_ROBIN: f64 = 1.1;
+/// … to reach so much of what its plan's slowest stage allows, …
+const OF_BOUND: f64 = 0.95;
+/// … to be so many times as fast as PyTorch's pipeline where both flush, …
+const FLUSH: f64 = 1.5;
+/// … and not to lose more by microbatches.
+const MICROBATCHING: f64 = 1.15;
+/// Memory is to be foretold this well, …
+const MEMORY: f64 = 0.05;
+/// … and time this well.
+const TIME: f64 = 0.1;
+
+/// A way to train, here and by the peer.
+pub struct Line {
+    /// What both do.
+    pub about: &'static str,
+    /// How pipec does it.
+    pub way: Way,
+    /// The peer's name for it.
+    pub mode: &'static str,
+}
+
+/// All of them, in the order of [`Measured::lines`].
+pub const LINES: [Line; 4] = [
+    Line { about: "one thread", way: Way { workers: 1, microbatches: 1 }, mode: "eager1" },
+    Line { about: "two workers, 1F1B-RR / two threads", way: Way { workers: 2, microbatches: 1 }, mode: "eager2" },
+    Line { about: "one thread, 8 microbatches", way: Way { workers: 1, microbatches: 8 }, mode: "micro" },
+    Line { about: "two workers, 1F1B, 8 microbatches", way: Way { workers: 2, microbatches: 8 }, mode: "pipelining" },
+];
+
+/// What was measured of one line.
+pub struct Figures {
+    /// The plan.
+    pub plan: Plan,
+    /// pipec's rounds.
+    pub ours: Vec<Round>,
+    /// The peer's, up to the first that failed.
+    pub theirs: Vec<Round>,
+    /// The most bytes that each worker ever held.
+    pub held_bytes: Vec<u64>,
+    /// How each worker spent the last round.
+    pub spent: Vec<Spent>,
+}
+
+/// What was measured of a model.
+pub struct Measured {
+    /// The model.
+    pub subject: &'static Subject,
+    /// Its parameters, here and at the peer.
+    pub parameters: u64,
+    /// One for each of [`LINES`].
+    pub lines: Vec<Figures>,
+}
+
+impl Measured {
+    /// What 1F1B-RR over the plan's stages can be over one worker: all stages' time over the slowest's.
+    fn bound(&self) -> f64 {
+        let times: Vec<f64> = self.lines[1].plan.stages.iter().map(|stage| stage.fwd_us + stage.bwd_us).collect();
+        times.iter().sum::<f64>() / times.iter().copied().fold(f64::MIN_POSITIVE, f64::max)
+    }
+}
+
+/// A number, or a dash where there is none.
+fn shown(number: Option<f64>, digits: usize) -> String {
+    number.map_or("–".to_string(), |number| format!("{number:.digits$}"))
+}
+
+/// A ratio by the wall clock and by processor time, with a word where the first misses its goal.
+fn ratio(wall: Option<f64>, processors: Option<f64>, met: impl Fn(f64) -> bool) -> String {
+    let word = if wall.is_some_and(|ratio| !met(ratio)) { " missed" } else { "" };
+    let beside = processors.map_or(String::new(), |ratio| format!(" ({ratio:.2})"));
+    format!("{}{beside}{word}", shown(wall, 2))
+}
+
+/// Everything as Markdown.
+pub fn report(all: &[Measured]) -> String {
+    [speeds(all), goals(all), plans(all), workers(all)].concat()
+}
+
+fn speeds(all: &[Measured]) -> String {
+    let columns = [
+        "model (batch)",
+        "parameters",
+        "way",
+        "pipec samples/s",
+        "PyTorch samples/s",
+        "faster",
+        "pipec CPU-s/step",
+        "PyTorch CPU-s/step",
+        "cheaper",
+    ];
+    let mut table = Table::new("Speed: medians of rounds, and of the ratios of paired rounds", &columns);
+    for one in all {
+        for (line, it) in LINES.iter().zip(&one.lines) {
+            table.row(&[
+                format!("{} ({})", one.subject.name, one.subject.batch),
+                one.parameters.to_string(),
+                line.about.to_string(),
+                shown(middle(&it.ours, |round| round.samples_per_s), 1),
+                shown(middle(&it.theirs, |round| round.samples_per_s), 1),
+                shown(faster(&it.ours, &it.theirs), 2),
+                shown(middle(&it.ours, |round| round.cpu_seconds), 4),
+                shown(middle(&it.theirs, |round| round.cpu_seconds), 4),
+                shown(cheaper(&it.ours, &it.theirs), 2),
+            ]);
+        }
+    }
+    table.text()
+}
+
+fn goals(all: &[Measured]) -> String {
+    let columns = [
+        "model".to_string(),
+        "one thread / eager (≥ 1.2, mlp-512 ≥ 1.1)".to_string(),
+        format!("1F1B-RR / eager on two threads (≥ {ROUND_ROBIN})"),
+        format!("1F1B-RR / bound over one worker (≥ {OF_BOUND})"),
+        format!("1F1B / PyTorch's 1F1B (≥ {FLUSH})"),
+        format!("cost of 8 microbatches (≤ {MICROBATCHING})"),
+        "the same for PyTorch".to_string(),
+    ];
+    let columns = columns.each_ref().map(String::as_str);
+    let mut table = Table::new("Goals: ratios by the wall clock, in brackets by processor time", &columns);
+    for one in all {
+        let [whole, robin, micro, flush] = &one.lines[..] else { continue };
+        let against = |it: &Figures, goal: f64| {
+            ratio(faster(&it.ours, &it.theirs), cheaper(&it.ours, &it.theirs), |ratio| ratio >= goal)
+        };
+        let bound = one.bound();
+        let reached = faster(&robin.ours, &whole.ours).map(|gain| gain / bound);
+        let costs = |whole: &[Round], micro: &[Round], goal: f64| {
+            ratio(faster(whole, micro), cheaper(whole, micro), |ratio| ratio <= goal)
+        };
+        table.row(&[
+            one.subject.name.to_string(),
+            against(whole, one.subject.goal),
+            against(robin, ROUND_ROBIN),
+            format!("{} of {bound:.2}", ratio(reached, None, |ratio| ratio >= OF_BOUND)),
+            against(flush, FLUSH),
+            costs(&whole.ours, &micro.ours, MICROBATCHING),
+            costs(&whole.theirs, &micro.theirs, f64::INFINITY),
+        ]);
+    }
+    table.text()
+}
+
+fn plans(all: &[Measured]) -> String {
+    let columns =
+        ["model", "way", "stages, ms", "predicted ms/step", "measured", "off", "planned MiB", "held MiB", "off"];
+    let mut table = Table::new("Plans: stages, time and the most memory of each worker", &columns);
+    let (mut times, mut memories) = (Vec::new(), Vec::new());
+    let off = |predicted: f64, found: f64| predicted / found - 1.0;
+    let percent = |part: f64| format!("{:+.1} %", 100.0 * part);
+    for one in all {
+        for (line, it) in LINES.iter().zip(&one.lines) {
+            let measured = middle(&it.ours, |round| 1e3 * one.subject.batch as f64 / round.samples_per_s);
+            let predicted = it.plan.predicted.step_us / 1e3;
+            let time = measured.map(|measured| off(predicted, measured));
+            let planned: Vec<f64> = it.plan.stages.iter().map(|stage| stage.memory.total as f64).collect();
+            let held: Vec<f64> = it.held_bytes.iter().map(|bytes| *bytes as f64).collect();
+            let memory: Vec<f64> = planned.iter().zip(&held).map(|(planned, held)| off(*planned, *held)).collect();
+            let joined = |numbers: Vec<String>| numbers.join(" + ");
+            let mebibytes =
+                |bytes: &[f64]| joined(bytes.iter().map(|it| format!("{:.1}", it / f64::from(1 << 20))).collect());
+            let stages = it.plan.stages.iter().map(|stage| (stage.fwd_us + stage.bwd_us) / 1e3);
+            table.row(&[
+                one.subject.name.to_string(),
+                line.about.to_string(),
+                joined(stages.map(|time| format!("{time:.1}")).collect()),
+                format!("{predicted:.1}"),
+                shown(measured, 1),
+                time.map_or("–".to_string(), percent),
+                mebibytes(&planned),
+                mebibytes(&held),
+                memory.iter().map(|part| percent(*part)).collect::<Vec<_>>().join(", "),
+            ]);
+            times.extend(time.map(f64::abs));
+            memories.extend(memory.into_iter().map(f64::abs));
+        }
+    }
+    let (time, memory) = (median(times), memories.into_iter().reduce(f64::max));
+    let summary = |what: &str, part: Option<f64>, goal: f64| {
+        let word = if part.is_some_and(|part| part > goal) { ", missed" } else { "" };
+        format!("{what}: {} % off (goal {} %{word}).\n", shown(part.map(|part| 100.0 * part), 1), 100.0 * goal)
+    };
+    let (time, memory) =
+        (summary("Time, median of all rows", time, TIME), summary("Memory, worst worker", memory, MEMORY));
+    format!("{}\n{time}{memory}", table.text())
+}
+
+fn workers(all: &[Measured]) -> String {
+    let columns = ["model", "way", "worker", "forward", "backward", "step", "waiting"];
+    let mut table = Table::new("Where workers' time goes: milliseconds for each minibatch of the last round", &columns);
+    for one in all {
+        for (line, it) in LINES.iter().zip(&one.lines) {
+            for (worker, spent) in it.spent.iter().enumerate() {
+                let times = [spent.forward, spent.backward, spent.step, spent.wait];
+                let [forward, backward, step, wait] = times.map(|seconds| format!("{:.1}", 1e3 * seconds));
+                let (name, way) = (one.subject.name.to_string(), line.about.to_string());
+                table.row(&[name, way, worker.to_string(), forward, backward, step, wait]);
+            }
+        }
+    }
+    table.text()
+}
