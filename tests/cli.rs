@@ -281,7 +281,10 @@ fn every_time_is_that_of_a_minibatch() {
             "{told}"
         );
         assert!(told.contains("this plan is 1.60 times") || told.contains("this plan is 1.6"), "{told}");
-        assert!(told.contains("in steady state") == (cost == "paper") && !told.contains("\nuniform        "), "{told}");
+        assert!(
+            told.contains("in steady state") == (cost == "paper") && !told.contains("\nuniform         "),
+            "{told}"
+        );
     }
     let simulated = json(&done(at, &["simulate", "chain.plan.json", "--format", "json"]));
     assert!((simulated["step_us"].as_f64().unwrap() / 50_000.0 - 1.0).abs() < 0.05, "{simulated}");

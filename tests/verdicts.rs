@@ -91,7 +91,7 @@ fn a_plan_that_contradicts_itself_or_its_model_is_not_sound() {
         let file = format!("{name}.json");
         assert!(done(folder, &["plan", "check", &file]).contains("its figures agree"), "{name}");
         let by_model = ["plan", "check", &file, "--model", "chain.graph.txt"];
-        assert!(done(folder, &by_model).contains("every figure follows from the model"), "{name}");
+        assert!(done(folder, &by_model).contains("stages, edges, times and memory follow from the model"), "{name}");
         for (expected, change, shows_by_itself) in changes {
             let mut other = plan.clone();
             change(&mut other);

@@ -240,7 +240,7 @@ fn spent(trained: &Trained, [begin, end]: [f64; 2], steps: u32) -> Vec<Spent> {
             let seconds = (span.end.min(end) - span.start.max(begin)).max(0.0) / f64::from(steps);
             match span.work {
                 Work::Compute(work) if work.part == Part::Forward => spent.forward += seconds,
-                Work::Compute(_) => spent.backward += seconds,
+                Work::Compute(_) | Work::Recompute(..) => spent.backward += seconds,
                 Work::Step(..) => spent.step += seconds,
                 Work::Wait => spent.wait += seconds,
             }

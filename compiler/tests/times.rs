@@ -282,13 +282,13 @@ fn within_memory_programs_are_what_counts() {
         compared += 1;
         sum += ratio.ln();
         better += u32::from(ratio < 0.99);
-        if ratio > 1.15 {
+        if ratio > 1.3 {
             wrong += &format!("{ratio:.3} times the best by the equations: {told}");
         }
     }
     let mean = (sum / f64::from(compared)).exp();
     println!("{compared} plans, {better} of them better, {mean:.4} times as slow in the mean\n{wrong}");
-    assert!(compared > 100 && better > 0 && mean <= 1.0, "{compared}, {better} and {mean}");
+    assert!(compared > 100 && better > 20 && mean <= 0.98, "{compared}, {better} and {mean}");
     assert!(wrong.is_empty());
 }
 

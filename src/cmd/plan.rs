@@ -47,7 +47,7 @@ enum What {
         /// The plan
         #[arg(value_name = "PLAN")]
         file: PathBuf,
-        /// The plan's model, published profile or instance: every figure is then worked out again from its costs
+        /// The plan's model, published profile or instance: stages, edges, times and memory are then worked out again from its costs
         #[arg(long, value_name = "FILE")]
         model: Option<PathBuf>,
         /// The plan's costs: a file of `pipec profile`, or analytic[:KIND] [default: as the plan says]
@@ -133,7 +133,8 @@ fn judge(
     screen.json(&json!({"file": path.display().to_string(), "sound": faults.is_empty(), "faults": faults}));
     if faults.is_empty() {
         let stages = stages::plural(plan.stages.len() as u64, "stage", "stages");
-        let figures = if model.is_some() { "every figure follows from the model" } else { "its figures agree" };
+        let figures =
+            if model.is_some() { "stages, edges, times and memory follow from the model" } else { "its figures agree" };
         let programs = match plays {
             true => format!("its {} programs run to the end", plan.schedule.kind.name()),
             false => "tensors go back and forth between its devices, so that no program could run it".to_string(),

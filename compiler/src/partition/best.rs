@@ -12,14 +12,15 @@ use crate::partition::played::{Played, played};
 use crate::partition::search::{Among, Candidate, Found, Question};
 use crate::plan::problem::{CostModel, InFlight, Objective, Problem};
 
-/// Candidates whose programs are played beside that of the best by the equations.
+/// Candidates whose programs are played beside that of the best by the equations; and under a flush, whose equations tell less.
 const MOST_PLAYED: usize = 4;
+const MOST_FLUSHED: usize = 8;
 
 /// A program that takes less than this part of another's time is preferred to it.
 const CLEARLY: f64 = 0.995;
 
 /// What part of the equations' time the program of a flush may take.
-const LEAST_OF_EQUATIONS: f64 = 0.75;
+const LEAST_OF_EQUATIONS: f64 = 0.6;
 
 /// For how many more items than the rule's room is asked for.
 const MOST_ROOM: u32 = 4;
@@ -40,7 +41,10 @@ pub fn best(
     }
     let mut best = (chosen, known);
     // The equations never say less than such a program takes, but those of a flush may say more.
-    let least = if problem.schedule.is_continuous() { 1.0 } else { LEAST_OF_EQUATIONS };
+    let (least, most) = match problem.schedule.is_continuous() {
+        true => (1.0, MOST_PLAYED),
+        false => (LEAST_OF_EQUATIONS, MOST_FLUSHED),
+    };
     let prefer = |best: &mut (Candidate, Played), others: &mut [Candidate], most: usize| {
         for other in others.iter_mut().filter(|candidate| candidate.fits).take(most) {
             if other.minibatch_us * least >= best.1.minibatch_us {
@@ -53,7 +57,7 @@ pub fn best(
             }
         }
     };
-    prefer(&mut best, &mut found.candidates, MOST_PLAYED);
+    prefer(&mut best, &mut found.candidates, most);
     let may_ask = options.partitioner == Partitioner::Pipec && in_flight::matters(problem) && problem.chunks == 1;
     if !may_ask || problem.in_flight != InFlight::Auto {
         return best;
@@ -114,7 +118,8 @@ fn roomier(question: &Question<'_>, room: u32, known_us: f64, found: &mut Found)
     candidates
 }
 
-/// Has the programs of baselines played that would seem faster than the plan by the equations alone.
+/// Has the programs of baselines played whose equations may say more than those take, under a flush, or that would seem faster than the
+/// plan by the equations alone.
 pub fn play_baselines(
     problem: &Problem,
     question: &Question<'_>,
@@ -125,7 +130,9 @@ pub fn play_baselines(
     if problem.cost != CostModel::Pipec || problem.objective == Objective::Latency {
         return;
     }
-    for baseline in baselines.iter_mut().filter(|baseline| baseline.fits && baseline.minibatch_us < plan.minibatch_us) {
+    let flushes = !problem.schedule.is_continuous();
+    let seems = |baseline: &&mut Candidate| flushes || (baseline.fits && baseline.minibatch_us < plan.minibatch_us);
+    for baseline in baselines.iter_mut().filter(seems) {
         baseline.minibatch_us = plays(problem, question, baseline, options).minibatch_us;
     }
 }

@@ -31,6 +31,8 @@ pub struct Statement<'a> {
     pub seed: u64,
     /// The caps of the one that was chosen, and what its program takes.
     pub played: &'a Played,
+    /// Whether programs are played at all.
+    pub is_played: bool,
     /// The problem over joined ops, as it was searched.
     pub asked: &'a Problem,
     /// What the reader should know of how the question was understood.
@@ -44,7 +46,8 @@ pub fn finish(problem: &Problem, chosen: &Candidate, statement: &Statement<'_>) 
     let flattens = chosen.shape.is_flat && problem.cluster.levels.len() > 1;
     let bound_us = bound_us(statement.asked, chosen, found);
     let Played { caps, minibatch_us, held, warning, .. } = statement.played.clone();
-    let (lower_bound_us, proven_optimal) = certificate(statement.asked, chosen.minibatch_us, minibatch_us, bound_us);
+    let (lower_bound_us, proven_optimal) =
+        certificate(statement.asked, chosen.minibatch_us, minibatch_us, bound_us, statement.is_played);
     if problem.schedule == ScheduleKind::Csv {
         warnings.push(
             "times are those of a flush by the equations, not of this table: `pipec simulate` plays the table".into(),
@@ -124,19 +127,25 @@ pub fn finish(problem: &Problem, chosen: &Candidate, statement: &Statement<'_>) 
 /// A time that no plan beats, and whether this one is proven the fastest: of `bound_us`, which no plan beats by the equations, and what
 /// the equations and the program of this one give.
 ///
-/// Bounds are of time and prove nothing about memory. They are of the equations: where the program takes something else, or follows a
-/// table, nothing is known of other programs. Filling and draining may take less than the equations of a flush say; the work itself may
-/// not.
-pub fn certificate(problem: &Problem, objective_us: f64, minibatch_us: f64, bound_us: f64) -> (f64, bool) {
+/// Bounds are of time and prove nothing about memory. They are of the equations. Those of a flush may say more than a program takes to
+/// fill and drain, so that where programs are played, or follow a table, they tell nothing of other plans; the work itself does.
+pub fn certificate(
+    problem: &Problem,
+    objective_us: f64,
+    minibatch_us: f64,
+    bound_us: f64,
+    is_played: bool,
+) -> (f64, bool) {
     let is_table = problem.schedule == ScheduleKind::Csv;
-    let is_played = minibatch_us != objective_us && !problem.schedule.is_continuous();
-    let meets = same(bound_us, objective_us);
+    let is_flushed = problem.cost == CostModel::Pipec && !problem.schedule.is_continuous();
     let is_of_time = problem.objective != Objective::Memory && !is_table;
-    let lower_bound_us = match is_played || is_table {
-        true => spread(problem).min(minibatch_us),
-        false if meets => objective_us,
-        false => bound_us.min(objective_us),
-    };
+    if is_table || (is_flushed && (is_played || minibatch_us != objective_us)) {
+        let work_us = spread(problem);
+        let meets = same(work_us, minibatch_us);
+        return (if meets { minibatch_us } else { work_us.min(minibatch_us) }, meets && is_of_time);
+    }
+    let meets = same(bound_us, objective_us);
+    let lower_bound_us = if meets { objective_us } else { bound_us.min(objective_us) };
     (lower_bound_us, meets && is_of_time && is_near(minibatch_us, objective_us))
 }
 

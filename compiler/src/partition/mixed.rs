@@ -131,7 +131,7 @@ pub fn plan(problem: &Problem, question: &Question<'_>, options: &PlannerOptions
     let least = asked.iter().map(|asked| asked.bound_us).fold(us, f64::min);
     let bound_us = if is_all { least.max(least_us).min(us) } else { least_us };
     (plan.lower_bound_us, plan.proven_optimal) =
-        finish::certificate(question.problem, us, plan.predicted.minibatch_us, bound_us);
+        finish::certificate(question.problem, us, plan.predicted.minibatch_us, bound_us, options.efficiency.is_some());
     if !is_all && !plan.proven_optimal {
         plan.warnings.push(format!(
             "devices differ: of the orders of their classes along the pipeline {looked} were looked at, {count} of them closely, \

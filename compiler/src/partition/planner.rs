@@ -311,6 +311,7 @@ pub fn conclude(
         budget: options.budget,
         seed: options.seed,
         played: &played,
+        is_played: options.efficiency.is_some(),
         asked: question.problem,
         notes: cuts::moved(question.joined, names),
     };

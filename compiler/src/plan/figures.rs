@@ -50,6 +50,11 @@ pub fn figures(plan: &Plan) -> Vec<Fault> {
         let what = "lower_bound_us".to_string();
         faults.push(Fault::Figure { what, said: bound.to_string(), found: format!("at most the predicted {time}") });
     }
+    let meets = |us: f64| (us - bound).abs() <= us.abs() * TOLERANCE;
+    if plan.proven_optimal && !meets(time) && !meets(plan.predicted.by_equations_us()) {
+        let (what, said) = ("proven_optimal".to_string(), "true".to_string());
+        faults.push(Fault::Figure { what, said, found: format!("false: the bound is {bound}") });
+    }
     faults
 }
 
