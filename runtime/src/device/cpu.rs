@@ -35,8 +35,6 @@ pub mod math;
 pub mod matmul;
 pub mod movement;
 pub mod optimizer;
-#[cfg(target_arch = "x86_64")]
-mod panels;
 pub mod patches;
 pub mod pool;
 pub mod real;
