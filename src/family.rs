@@ -97,12 +97,14 @@ impl<'a> Family<'a> {
     }
 
     /// The parameters and the costs of the member with so many layers, if it can be built: those of one device, whatever the cluster.
-    fn member(&self, layers: u32) -> Result<Option<(u64, Costs)>, Failure> {
+    /// What is too large by far for all devices together is not costed op by op.
+    fn member(&self, layers: u32, cluster: &Cluster) -> Result<Option<(u64, Costs)>, Failure> {
         if let Some(known) = self.members.borrow().get(&layers) {
             return Ok(known.clone());
         }
         let member = match self.build(layers) {
             Err(_) => None,
+            Ok(built) if self.is_beyond(built.counts.parameters as f64, cluster)? => return Ok(None),
             Ok(built) => {
                 let parameters = u64::try_from(built.counts.parameters).unwrap_or(u64::MAX);
                 let loaded = model::of_zoo(self.name, zoo::to_bytes(&built.model))?;
@@ -115,18 +117,13 @@ impl<'a> Family<'a> {
         Ok(member)
     }
 
-    /// Whether the weights of a member, one gradient of each and the optimizer's state are more than all devices hold: what is too large
-    /// by far is not costed op by op.
-    fn cannot_fit(&self, layers: u32, cluster: &Cluster) -> Result<bool, Failure> {
-        if self.members.borrow().contains_key(&layers) {
-            return Ok(false);
-        }
+    /// Whether so many parameters, one gradient of each and the optimizer's state are more than all devices hold.
+    fn is_beyond(&self, parameters: f64, cluster: &Cluster) -> Result<bool, Failure> {
         let limit = match &self.question.memory {
             Some(text) => unit::bytes(text).map_err(|error| Failure::input("cannot read `--memory`").because(error))?,
             None => cluster.device.memory,
         };
-        let Ok(built) = self.build(layers) else { return Ok(true) };
-        let least = built.counts.parameters as f64 * BYTES * (2.0 + self.question.optimizer.state());
+        let least = parameters * BYTES * (2.0 + self.question.optimizer.state());
         Ok(limit.0 > 0 && least > limit.0 as f64 * cluster.devices() as f64)
     }
 
@@ -142,10 +139,7 @@ impl<'a> Family<'a> {
         let asked = Devices { gpus: Some(devices), bandwidth: bandwidth.map(str::to_string), ..Devices::default() };
         let kind = self.profile.and_then(|text| text.strip_prefix("analytic:")).map(machines::kind).transpose()?;
         let cluster = machines::cluster(&asked, kind)?;
-        if self.cannot_fit(layers, &cluster)? {
-            return Ok(None);
-        }
-        let Some((parameters, mut costs)) = self.member(layers)? else { return Ok(None) };
+        let Some((parameters, mut costs)) = self.member(layers, &cluster)? else { return Ok(None) };
         costs.cluster = cluster;
         if is_coarse {
             costs.graph = coarse::runs(&costs.graph, (PIECES * devices as usize).max(LEAST_PIECES));

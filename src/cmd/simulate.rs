@@ -85,8 +85,8 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Failure> {
         }
     };
     let write_program = |path: &PathBuf, program: &Program| -> Result<(), Failure> {
-        let is_table = path.extension().is_some_and(|extension| extension == "csv");
-        let text = match path.extension().and_then(|extension| extension.to_str()) {
+        let extension = path.extension().and_then(|extension| extension.to_str());
+        let text = match extension {
             Some("json") => to_json(program).map_err(|error| Failure::bug(&error.to_string()))?,
             Some("csv") => csv(program),
             _ => program.to_string(),
@@ -94,7 +94,7 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Failure> {
         source::write(path, text.as_bytes())?;
         screen.note(&format!("wrote {}", path.display()));
         let minibatches = program.items / program.microbatches.max(1);
-        if is_table && minibatches > 1 {
+        if extension == Some("csv") && minibatches > 1 {
             let minibatches = stages::plural(minibatches.into(), "minibatch", "minibatches");
             let items = stages::plural(program.items.into(), "micro-batch", "micro-batches");
             screen.note(&format!(

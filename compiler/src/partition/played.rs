@@ -62,11 +62,9 @@ pub fn played(
     let (caps, minibatch_us) = (caps.to_vec(), objective_us);
     let mut played = Played { caps, minibatch_us, held: None, warning: None, lacks_memory: false };
     let Some(efficiency) = efficiency else { return played };
-    let double = |stages: &[Stage], edges: &[Edge], caps: &[u32]| double_buffered(problem, stages, edges, caps);
-    let only_forwards = |stages: &[Stage], edges: &[Edge], caps: &[u32]| forwards_only(problem, stages, edges, caps);
+    let own = |stages: &[Stage], edges: &[Edge], caps: &[u32]| own_steady(problem, stages, edges, caps);
     let efficiency: &Efficiency<'_> = match problem.schedule {
-        ScheduleKind::TwoBw => &double,
-        ScheduleKind::Inference => &only_forwards,
+        ScheduleKind::TwoBw | ScheduleKind::Inference => &own,
         _ => efficiency,
     };
     let is_auto = problem.in_flight == InFlight::Auto;
@@ -153,15 +151,13 @@ fn pipeline(problem: &Problem, shape: &Shape, spots: &[Spot], caps: &[u32]) -> O
     Some((pipeline, edges))
 }
 
-fn double_buffered(problem: &Problem, stages: &[Stage], edges: &[Edge], caps: &[u32]) -> Steady {
+/// The steady state of schedules whose rule is not 1F1B's. One that cannot be played is taken as never waiting.
+fn own_steady(problem: &Problem, stages: &[Stage], edges: &[Edge], caps: &[u32]) -> Steady {
     let pipeline = pipeline_of(&problem.cluster.levels, stages, edges, caps).ok();
-    let steady = pipeline.and_then(|pipeline| pace::double_buffered(&pipeline, problem.microbatches).ok().flatten());
-    steady.unwrap_or_else(|| Steady { share: 1.0, held: vec![false; stages.len()], pieces: 0 })
-}
-
-fn forwards_only(problem: &Problem, stages: &[Stage], edges: &[Edge], caps: &[u32]) -> Steady {
-    let pipeline = pipeline_of(&problem.cluster.levels, stages, edges, caps).ok();
-    let steady = pipeline.and_then(|pipeline| forwards::steady(&pipeline).ok());
+    let steady = pipeline.and_then(|pipeline| match problem.schedule {
+        ScheduleKind::TwoBw => pace::double_buffered(&pipeline, problem.microbatches).ok().flatten(),
+        _ => forwards::steady(&pipeline).ok(),
+    });
     steady.unwrap_or_else(|| Steady { share: 1.0, held: vec![false; stages.len()], pieces: 0 })
 }
 

@@ -119,7 +119,8 @@ fn link_told(link: &BusiestLink) -> String {
     format!("the link of unit {} on {}", link.unit, link.level.escape_debug())
 }
 
-fn differs(said: f64, found: f64) -> bool {
+/// Whether two figures are further apart than [`TOLERANCE`].
+pub fn differs(said: f64, found: f64) -> bool {
     let close = (said - found).abs() <= TOLERANCE * said.abs().max(found.abs()).max(1e-6);
     !close
 }
@@ -262,6 +263,19 @@ fn apart(plan: &Plan) -> Option<String> {
         workers += r;
     }
     None
+}
+
+/// Compares the bytes of a plan's edges, whatever tensors they carry, with those found for each pair of stages.
+pub fn edge_bytes(plan: &Plan, found: &BTreeMap<(u32, u32), u64>, faults: &mut Vec<Fault>) {
+    let said: BTreeMap<(u32, u32), u64> =
+        plan.edges.iter().map(|edge| ((edge.from.0, edge.to.0), edge.bytes)).collect();
+    let told = |bytes: Option<&u64>| bytes.map_or("no edge".to_string(), |bytes| format!("{bytes} bytes"));
+    for key in found.keys().chain(said.keys().filter(|key| !found.contains_key(key))) {
+        let [left, right] = [&said, found].map(|edges| edges.get(key));
+        if left != right {
+            faults.push(Fault::Edge { from: key.0, to: key.1, said: told(left), found: told(right) });
+        }
+    }
 }
 
 fn edges(graph: &CostGraph, plan: &Plan, stage_of: &[usize], faults: &mut Vec<Fault>) {

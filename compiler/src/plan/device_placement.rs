@@ -1,9 +1,8 @@
 //! The judge of placements: works out from the definition in `profile/placement.rs` what a plan for such devices holds and how
 //! loaded they are. It shares no code with the searches.
 
-use crate::plan::Plan;
-use crate::plan::check::TOLERANCE;
 use crate::plan::fault::Fault;
+use crate::plan::{Plan, check};
 use crate::profile::placement::{NOMINAL, Placement};
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -72,7 +71,7 @@ pub fn check(placement: &Placement, plan: &Plan) -> Result<f64, Vec<Fault>> {
     times(placement, plan, &place, &mut faults);
     edges(placement, plan, &place, &mut faults);
     let said = plan.predicted.minibatch_us;
-    if (said - worst).abs() > TOLERANCE * said.abs().max(worst).max(1e-6) {
+    if check::differs(said, worst) {
         let (said, found) = (said.to_string(), worst.to_string());
         faults.push(Fault::Figure { what: "predicted.minibatch_us".into(), said, found });
     }
@@ -86,7 +85,7 @@ fn times(placement: &Placement, plan: &Plan, place: &dyn Fn(usize) -> usize, fau
     }
     for (at, (stage, found)) in plan.stages.iter().zip(found).enumerate() {
         for (name, said, found) in [("fwd_us", stage.fwd_us, found[0]), ("bwd_us", stage.bwd_us, found[1])] {
-            if (said - found).abs() > TOLERANCE * said.abs().max(found.abs()).max(1e-6) {
+            if check::differs(said, found) {
                 let what = format!("{name} of stage {at}");
                 faults.push(Fault::Figure { what, said: said.to_string(), found: found.to_string() });
             }
@@ -104,13 +103,5 @@ fn edges(placement: &Placement, plan: &Plan, place: &dyn Fn(usize) -> usize, fau
             *bytes = bytes.saturating_add((node.transfer * NOMINAL.0 / 1e6).round() as u64);
         }
     }
-    let said: BTreeMap<(u32, u32), u64> =
-        plan.edges.iter().map(|edge| ((edge.from.0, edge.to.0), edge.bytes)).collect();
-    let told = |bytes: Option<&u64>| bytes.map_or("no edge".to_string(), |bytes| format!("{bytes} bytes"));
-    for &(from, to) in found.keys().chain(said.keys()).collect::<BTreeSet<_>>() {
-        let [left, right] = [&said, &found].map(|edges| edges.get(&(from, to)));
-        if left != right {
-            faults.push(Fault::Edge { from, to, said: told(left), found: told(right) });
-        }
-    }
+    check::edge_bytes(plan, &found, faults);
 }

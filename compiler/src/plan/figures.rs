@@ -102,20 +102,20 @@ fn versions(plan: &Plan, faults: &mut Vec<Fault>) {
 fn objective(plan: &Plan, faults: &mut Vec<Fault>) {
     let said = plan.predicted.by_equations_us();
     let name = if plan.predicted.objective_us.is_some() { "objective_us" } else { "minibatch_us" };
-    let mut differs = |found: String| {
+    let mut wrong = |found: String| {
         faults.push(Fault::Figure { what: format!("predicted.{name}"), said: said.to_string(), found });
     };
     if plan.cost == CostModel::Pipec {
         let (found, bottleneck) = judge::under(&plan.cluster.levels, plan.objective, plan, &Loads::stated(plan));
-        if is_other(said, found) {
-            differs(format!("{found} by the plan's own stages and edges, by {bottleneck}"));
+        if check::differs(said, found) {
+            wrong(format!("{found} by the plan's own stages and edges, by {bottleneck}"));
         }
         return;
     }
     let each = plan.stages.iter().map(|stage| (stage.fwd_us + stage.bwd_us) / f64::from(stage.replicas.max(1)));
     let slowest = each.fold(0.0, f64::max);
     if said < slowest * (1.0 - TOLERANCE) {
-        differs(format!("at least the {slowest} of its slowest stage"));
+        wrong(format!("at least the {slowest} of its slowest stage"));
     }
 }
 
@@ -138,7 +138,7 @@ fn single(plan: &Plan, faults: &mut Vec<Fault>) {
     }
     let said = plan.baselines.single;
     // One device may have to recompute.
-    if is_other(said, all * items) && is_other(said, (all + forward) * items) {
+    if check::differs(said, all * items) && check::differs(said, (all + forward) * items) {
         let found = format!("{} by what all stages compute", all * items);
         faults.push(Fault::Figure { what: "baselines.single".into(), said: said.to_string(), found });
     }
@@ -213,12 +213,8 @@ fn paced(plan: &Plan, samples: f64, faults: &mut Vec<Fault>) {
 }
 
 fn differing(name: &str, said: f64, found: f64, faults: &mut Vec<Fault>) {
-    if is_other(said, found) {
+    if check::differs(said, found) {
         let (what, found) = (format!("predicted.{name}"), format!("{found} by its own minibatch"));
         faults.push(Fault::Figure { what, said: said.to_string(), found });
     }
-}
-
-fn is_other(said: f64, found: f64) -> bool {
-    (said - found).abs() > TOLERANCE * said.abs().max(found.abs()).max(1e-6)
 }

@@ -1,11 +1,11 @@
 //! The judge of plans for layers with choices: works out from the definition in `profile/hybrid.rs` what every stage of such a
 //! plan spends and holds. It shares no code with the search.
 
-use crate::plan::check::TOLERANCE;
+use crate::plan::check::{self, TOLERANCE};
 use crate::plan::fault::Fault;
 use crate::plan::{Plan, Stage};
 use crate::profile::hybrid::{Choice, Hybrid, Layer};
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 
 /// Judges a plan: every layer in one stage and by a choice that it has there, links forward, replicas and devices within
 /// what there is, memory, and the time per sample that the plan states.
@@ -57,7 +57,7 @@ pub fn check(hybrid: &Hybrid, plan: &Plan) -> Result<f64, Vec<Fault>> {
         }
     }
     let said = plan.predicted.minibatch_us;
-    if (said - worst).abs() > TOLERANCE * said.abs().max(worst).max(1e-6) {
+    if check::differs(said, worst) {
         let (said, found) = (said.to_string(), worst.to_string());
         faults.push(Fault::Figure { what: "predicted.minibatch_us".into(), said, found });
     }
@@ -74,15 +74,7 @@ fn edges(hybrid: &Hybrid, plan: &Plan, place: &dyn Fn(u32) -> u32, faults: &mut 
             *bytes = bytes.saturating_add(link.bytes as u64);
         }
     }
-    let said: BTreeMap<(u32, u32), u64> =
-        plan.edges.iter().map(|edge| ((edge.from.0, edge.to.0), edge.bytes)).collect();
-    let told = |bytes: Option<&u64>| bytes.map_or("no edge".to_string(), |bytes| format!("{bytes} bytes"));
-    for &(from, to) in found.keys().chain(said.keys()).collect::<BTreeSet<_>>() {
-        let [left, right] = [&said, &found].map(|edges| edges.get(&(from, to)));
-        if left != right {
-            faults.push(Fault::Edge { from, to, said: told(left), found: told(right) });
-        }
-    }
+    check::edge_bytes(plan, &found, faults);
 }
 
 /// The layers of each stage, ascending.

@@ -45,14 +45,11 @@ pub fn needed_caps(pipeline: &Pipeline, share: f64) -> Vec<u32> {
     let us = ideal_us(&forwards(pipeline)) / share;
     let begins = begins_us(pipeline);
     let mut needed = vec![1u32; begins.len()];
-    for edge in &pipeline.edges {
-        let (from, to) = (edge.from.index(), edge.to.index());
-        let [sender, reader] = [from, to].map(|at| &pipeline.stages[at]);
-        let sent = (sender.forward + edge.forward_us) / us;
-        let taken = (begins[to] - begins[from] + reader.forward + edge.forward_us) / us - room(reader.replicas);
-        let rounds = sent.max(taken) / f64::from(sender.replicas) * (1.0 - 1e-9);
+    for held in held(pipeline, &begins) {
+        let items = (held.sent_us / us).max(held.taken_us / us - held.room);
+        let rounds = items / f64::from(pipeline.stages[held.from].replicas) * (1.0 - 1e-9);
         // `as` takes what is not a number to 0, and stops at the largest number.
-        needed[from] = needed[from].max((rounds.ceil() as u32).min(1 << 20));
+        needed[held.from] = needed[held.from].max((rounds.ceil() as u32).min(1 << 20));
     }
     needed
 }
@@ -62,13 +59,11 @@ pub fn bound(pipeline: &Pipeline) -> Steady {
     let ideal = ideal_us(&forwards(pipeline));
     let begins = begins_us(pipeline);
     let mut least = vec![ideal; begins.len()];
-    for edge in &pipeline.edges {
-        let (from, to) = (edge.from.index(), edge.to.index());
-        let [sender, reader] = [from, to].map(|at| &pipeline.stages[at]);
-        let held = f64::from(sender.cap) * f64::from(sender.replicas);
-        let taken = begins[to] - begins[from] + reader.forward + edge.forward_us;
-        let sent = (sender.forward + edge.forward_us) / held;
-        least[from] = least[from].max(sent).max(taken / (held + room(reader.replicas)));
+    for held in held(pipeline, &begins) {
+        let sender = &pipeline.stages[held.from];
+        let items = f64::from(sender.cap) * f64::from(sender.replicas);
+        let us = (held.sent_us / items).max(held.taken_us / (items + held.room));
+        least[held.from] = least[held.from].max(us);
     }
     let most = least.iter().copied().fold(ideal, f64::max);
     let held = least.iter().map(|&us| us > ideal && us >= most * (1.0 - 1e-3)).collect();
@@ -76,9 +71,28 @@ pub fn bound(pipeline: &Pipeline) -> Steady {
     Steady { share, held, pieces: begins.len() as u64 }
 }
 
-/// Items that all replicas of a stage have room for: those they work on, and those of which they have posted the Recv.
-fn room(replicas: u32) -> f64 {
-    f64::from(1 + NEXT) * f64::from(replicas)
+/// How long an item is held because of one edge.
+struct Held {
+    from: usize,
+    /// From its forward until it is sent.
+    sent_us: f64,
+    /// From its forward until its reader has done with it.
+    taken_us: f64,
+    /// Items that all replicas of the reader have room for: those they work on, and those of which they have posted the Recv.
+    room: f64,
+}
+
+fn held(pipeline: &Pipeline, begins: &[f64]) -> impl Iterator<Item = Held> {
+    pipeline.edges.iter().map(move |edge| {
+        let (from, to) = (edge.from.index(), edge.to.index());
+        let [sender, reader] = [from, to].map(|at| &pipeline.stages[at]);
+        Held {
+            from,
+            sent_us: sender.forward + edge.forward_us,
+            taken_us: begins[to] - begins[from] + reader.forward + edge.forward_us,
+            room: f64::from(1 + NEXT) * f64::from(reader.replicas),
+        }
+    })
 }
 
 /// How the pipeline runs under its caps: its program is played. Which caps hold it back is not known: any may. A pipeline that is too

@@ -76,8 +76,7 @@ fn flushed(kind: Schedule, pipeline: &Pipeline, microbatches: u32) -> Result<Opt
     }
     // An even run repeats after a round of all replicas, and after a group of items where they go through the chunks in groups.
     let ranks = pipeline.stages.len() as u64 / u64::from(pipeline.chunks().max(1));
-    let repeat =
-        pipeline.stages.iter().fold(ranks.max(1), |all, stage| common_multiple(all, u64::from(stage.replicas)));
+    let repeat = common_multiple(ranks.max(1), pipeline.rounds());
     let rest = u64::from(microbatches) % repeat;
     let (most, depth) =
         (u64::from(most), 2 * pipeline.stages.iter().map(|stage| u64::from(stage.replicas)).sum::<u64>());

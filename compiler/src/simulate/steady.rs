@@ -116,8 +116,7 @@ fn steady_under(pipeline: &Pipeline, in_sync: bool) -> Result<Steady, SimulateEr
         return Ok(Steady { share: 1.0, held: vec![false; stages], pieces: 0 });
     }
     // An even run repeats after a whole number of rounds of every stage.
-    let repeat = pipeline.stages.iter().fold(1, |all, stage| common_multiple(all, u64::from(stage.replicas)));
-    let repeat = repeat.min(512) as usize;
+    let repeat = pipeline.rounds().min(512) as usize;
     let depth = |stage: &StageShape| u64::from(stage.replicas) * u64::from(stage.cap);
     let depth = pipeline.stages.iter().map(depth).max().unwrap_or(1).min(MOST_PIECES) as usize;
     let window = depth.max(120).div_ceil(repeat) * repeat;
