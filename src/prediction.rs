@@ -28,19 +28,13 @@ const APART: f64 = 0.02;
 /// Why a simulated step takes another time than the plan says, where that is because of links.
 pub fn other_links(plan: &Plan, simulated_us: f64) -> Option<String> {
     let ratio = simulated_us / plan.predicted.step_us;
-    let cost = cost_name(plan.cost);
-    match plan.cost {
-        CostModel::Pipec if ratio < 1.0 - APART => Some(format!(
-            "the plan counts a port for all that goes over it ({}); in simulation every pair of workers has a link of its own",
-            plan.predicted.bottleneck
-        )),
-        CostModel::Pipec => None,
-        _ if (ratio - 1.0).abs() <= APART => None,
-        _ => Some(format!(
-            "the plan's times follow cost `{cost}`; in simulation every pair of workers has a link of its own, and messages take what cost \
-             `pipec` says"
-        )),
-    }
+    let is_other = plan.cost != CostModel::Pipec && (ratio - 1.0).abs() > APART;
+    is_other.then(|| {
+        format!(
+            "the plan's times follow cost `{}`; in simulation messages take what cost `pipec` says, and share the ports they go over",
+            cost_name(plan.cost)
+        )
+    })
 }
 
 /// Whether the pipeline drains after every minibatch, so that a step is longer than its micro-batches at the slowest stage.

@@ -40,6 +40,7 @@ pub mod one_f_one_b_rr;
 pub mod order;
 pub mod own;
 pub mod pipeline;
+pub mod ports;
 pub mod rule;
 pub mod scheduler;
 pub mod shape;
@@ -56,6 +57,7 @@ use std::fmt;
 use std::str::FromStr;
 
 use crate::plan::StageId;
+use crate::schedule::ports::Ports;
 
 macro_rules! id {
     ($(#[$doc:meta])* $name:ident) => {
@@ -301,6 +303,8 @@ pub struct Pipeline {
     pub ranks: Vec<RankId>,
     /// The edges, each from an earlier to a later stage.
     pub edges: Vec<Edge>,
+    /// What transfers share; nothing where no cluster is known.
+    pub ports: Ports,
 }
 
 /// No cluster that a program of this form can drive has more workers.

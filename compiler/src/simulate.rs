@@ -7,6 +7,7 @@
 //! All times are microseconds.
 
 pub mod efficiency;
+pub mod flows;
 pub mod forwards;
 pub mod network;
 pub mod pace;
@@ -17,6 +18,7 @@ pub mod steady;
 use std::fmt;
 
 use crate::plan::StageId;
+use crate::schedule::collective::{Collective, Meeting};
 use crate::schedule::work::{Part, Work};
 use crate::schedule::{MicrobatchId, Payload};
 
@@ -55,6 +57,15 @@ impl Activity {
             Part::Backward => Activity::Backward(stage, item),
             Part::BackwardInput => Activity::BackwardInput(stage, item),
             Part::BackwardWeight => Activity::BackwardWeight(stage, item),
+        }
+    }
+
+    /// The activity that a collective is.
+    pub fn of_meeting(Meeting { kind, stage, number }: Meeting) -> Activity {
+        match kind {
+            Collective::AllReduce => Activity::AllReduce(stage, number),
+            Collective::ReduceScatter => Activity::ReduceScatter(stage, number),
+            Collective::AllGather => Activity::AllGather(stage, number),
         }
     }
 

@@ -16,7 +16,7 @@ use compiler::schedule::pipeline::{pipeline, pipeline_of, schedule_of};
 use compiler::schedule::rule::StepCount;
 use compiler::schedule::scheduler::schedule;
 use compiler::simulate::run::{Machine, simulate};
-use compiler::simulate::steady::{Steady, ideal_us, steady, steady_in_sync};
+use compiler::simulate::steady::{Steady, steady, steady_in_sync};
 use random::Random;
 
 /// How far two stretches of one run differ.
@@ -128,8 +128,8 @@ fn tight(random: &mut Random, problem: &Problem) -> Option<Bytes> {
 }
 
 /// Every emitted plan reaches 0.98 of its bottleneck's ideal, unless a memory limit binds the caps; and then `predicted` says what it
-/// reaches. A few of a hundred, whose transfers take a tenth of a stage's time and more, miss it whatever the caps are; `predicted` says
-/// that too.
+/// reaches. A few of a hundred, whose transfers take a tenth of a stage's time and more, miss it whatever the caps are: an
+/// all-reduce keeps the pace of the fullest of its ports, and the others wait for it. `predicted` says that too.
 #[test]
 fn round_robin_plans_take_what_is_predicted() {
     let (mut compared, mut bound, mut waits, mut wrong) = (0, 0, 0, String::new());
@@ -171,15 +171,13 @@ fn round_robin_plans_take_what_is_predicted() {
         if us < (1.0 - WITHIN) * real {
             wrong += &format!("too slow: {told}");
         }
-        // Links that others share are part of the equations alone: elsewhere the program is not faster either.
-        let alone = ideal_us(&pipeline(&found).unwrap());
-        if alone >= objective * (1.0 - 1e-9) && real < (1.0 - WITHIN) * us {
+        if real < (1.0 - WITHIN) * us {
             wrong += &format!("too fast: {told}");
         }
         assert!(found.lower_bound_us <= us * (1.0 + 1e-9), "{told}");
     }
     println!("{compared} plans, {bound} of them with caps that memory binds, {waits} that wait for transfers\n{wrong}");
-    assert!(waits * 20 < compared, "{waits} of {compared}");
+    assert!(waits * 12 < compared, "{waits} of {compared}");
     assert!(compared > 180 && bound > 10, "{compared} and {bound}");
     assert!(wrong.is_empty());
 }
@@ -220,7 +218,7 @@ fn double_buffered_plans_take_what_is_predicted() {
 /// Nothing comes back, and items overlap with what is sent, as far as caps let them that are chosen for it.
 #[test]
 fn inference_takes_what_is_predicted() {
-    let (mut compared, mut equal, mut wrong) = (0, 0, String::new());
+    let (mut compared, mut wrong) = (0, String::new());
     for seed in 0..150 {
         let mut random = Random(110_000 + seed);
         let mut problem = problem(&mut random, ScheduleKind::Inference);
@@ -234,15 +232,16 @@ fn inference_takes_what_is_predicted() {
             found.predicted.by_equations_us()
         );
         compared += 1;
-        // Ports that several links share are part of the equations alone.
-        equal += u32::from(real >= (1.0 - WITHIN) * us);
+        if real < (1.0 - WITHIN) * us {
+            wrong += &format!("too fast: {told}");
+        }
         if us < (1.0 - WITHIN) * real {
             wrong += &format!("too slow: {told}");
         }
         assert!(found.lower_bound_us <= us * (1.0 + 1e-9), "{told}");
     }
-    println!("{compared} plans, {equal} of them equal\n{wrong}");
-    assert!(compared > 140 && equal * 20 > compared * 19, "{compared} and {equal}");
+    println!("{compared} plans\n{wrong}");
+    assert!(compared > 140, "{compared}");
     assert!(wrong.is_empty());
 }
 
@@ -282,7 +281,7 @@ fn within_memory_programs_are_what_counts() {
         compared += 1;
         sum += ratio.ln();
         better += u32::from(ratio < 0.99);
-        if ratio > 1.3 {
+        if ratio > 1.4 {
             wrong += &format!("{ratio:.3} times the best by the equations: {told}");
         }
     }
@@ -304,11 +303,10 @@ const FLUSHED: [(ScheduleKind, u32); 9] = [
     (ScheduleKind::DualPipeV, 2),
 ];
 
-/// Within 2 % for every schedule with a flush, whether stages are equal or not, with links. A link that is busier than all compute is
-/// no part of the simulation where several pairs share a port: there the prediction is the port's own work.
+/// Within 2 % for every schedule with a flush, whether stages are equal or not, with links.
 #[test]
 fn flushed_plans_take_what_is_predicted() {
-    let (mut compared, mut ports, mut wrong) = (0, 0, String::new());
+    let (mut compared, mut wrong) = (0, String::new());
     for seed in 0..135 {
         let mut random = Random(90_000 + seed);
         let (kind, chunks) = FLUSHED[seed as usize % FLUSHED.len()];
@@ -337,23 +335,11 @@ fn flushed_plans_take_what_is_predicted() {
         if step < (1.0 - WITHIN) * real {
             wrong += &format!("too slow: {told}");
         } else if real < (1.0 - WITHIN) * step {
-            // Then it is what one port carries.
-            ports += 1;
-            let carried = |stage: usize| {
-                let edges =
-                    found.edges.iter().filter(|edge| [edge.from, edge.to].iter().any(|end| end.index() == stage));
-                edges.map(|edge| edge.bytes).sum::<u64>() as f64
-            };
-            let most = (0..found.stages.len()).map(carried).fold(0.0, f64::max) * f64::from(chunks);
-            let slowest =
-                problem.cluster.levels.iter().map(|level| level.bandwidth.0 / 1e6).fold(f64::INFINITY, f64::min);
-            if step > most / slowest * f64::from(problem.microbatches) * (1.0 + 1e-9) {
-                wrong += &format!("too fast: {told}");
-            }
+            wrong += &format!("too fast: {told}");
         }
     }
-    println!("{compared} plans, {ports} of them as slow as a port\n{wrong}");
-    assert!(compared > 120 && ports * 10 < compared, "{compared} and {ports}");
+    println!("{compared} plans\n{wrong}");
+    assert!(compared > 120, "{compared}");
     assert!(wrong.is_empty());
 }
 
@@ -413,4 +399,41 @@ fn the_second_half_of_a_backward_takes_what_the_costs_say() {
     let some = played(Some(0.5), false).0;
     assert!(27.0 < some && some < 33.0, "{some}");
     assert_eq!(played(None, true).1, played(Some(1.0), true).1);
+}
+
+/// Two replicas send to one device at the same time, and it answers both: a transfer takes twice as long while there are two.
+#[test]
+fn what_meets_at_a_port_shares_it() {
+    let op = |id: u32| OpCost { id, fwd_us: 50.0, bwd_us: 100.0, out_bytes: 1_000_000, ..OpCost::default() };
+    let tensor = |id: u32| TensorCost {
+        name: format!("t{id}"),
+        producer: OpId(id),
+        bytes: 1_000_000,
+        consumers: (id < 1).then_some(OpId(id + 1)).into_iter().collect(),
+    };
+    let graph = CostGraph { ops: (0..2).map(op).collect(), tensors: (0..2).map(tensor).collect(), params: vec![] };
+    let mut problem = Problem::new(graph, levels("3:1GB/s").unwrap(), CostModel::Pipec);
+    (problem.schedule, problem.microbatches) = (ScheduleKind::Gpipe, 2);
+    problem.constraints.replicas = Some(vec![2, 1]);
+    let found = with(&problem, Partitioner::Pipec).unwrap();
+    let pipeline = pipeline(&found).unwrap();
+    let count = StepCount { minibatches: 1, microbatches: 2 };
+    let program = schedule(schedule_of(ScheduleKind::Gpipe).unwrap(), &pipeline, count).unwrap();
+    let timeline = simulate(&program, &pipeline, &Machine::of(&pipeline)).unwrap();
+    let spans = |name: &str| {
+        let track = timeline.links.iter().find(|track| track.name == name).unwrap();
+        track.spans.iter().map(|span| (span.start, span.end)).collect::<Vec<_>>()
+    };
+    // Both begin at 50 and take 1 ms alone; the one device then computes forwards and backwards one after the other.
+    assert_eq!([spans("0.0 > 1.0"), spans("0.1 > 1.0")], [[(50.0, 2050.0)], [(50.0, 2050.0)]]);
+    // Backward of the first item ends at 2250 or 2300; of the second 100 later, and the two ways back overlap.
+    let (first, second) = (spans("1.0 > 0.0")[0], spans("1.0 > 0.1")[0]);
+    assert_eq!((second.0 - first.0).abs(), 100.0);
+    let ends = [first.1.min(second.1), first.1.max(second.1)];
+    let begin = first.0.min(second.0);
+    assert_eq!(
+        ends,
+        [begin + 100.0 + 2.0 * 900.0, begin + 2000.0],
+        "a port is never idle while something is to go over it"
+    );
 }

@@ -6,15 +6,12 @@
 //!
 //! ```text
 //! never flushed   T = the equations, or the program where it takes longer by more than caps are allowed to cost
-//! flushed         T = max( the program, the busiest link's own work )
+//! flushed         T = the program
 //! ```
-//!
-//! A simulated pair of workers has a link of its own. What else goes over a port is part of the equations, and so of the maximum.
 
 use crate::partition::build::{self, Spot};
 use crate::partition::in_flight::{self, Efficiency};
 use crate::partition::shape::Shape;
-use crate::plan::outlook;
 use crate::plan::problem::{CostModel, InFlight, Problem};
 use crate::plan::{Edge, ScheduleKind, Stage};
 use crate::schedule::Pipeline;
@@ -91,12 +88,12 @@ pub fn played(
         }
         return played;
     }
-    let Some((pipeline, edges)) = pipeline(problem, shape, spots, &played.caps) else { return played };
+    let Some(pipeline) = pipeline(problem, shape, spots, &played.caps) else { return played };
     let program = schedule_of(problem.schedule).ok();
     let program = program.and_then(|kind| pace::step_us(kind, &pipeline, problem.microbatches).ok().flatten());
     if !problem.schedule.is_continuous() {
         if let Some(us) = program {
-            played.minibatch_us = us.max(carried_us(problem, shape, spots, &edges));
+            played.minibatch_us = us;
         }
         return played;
     }
@@ -136,7 +133,7 @@ fn told(which: &str, percent: f64) -> String {
     format!("{which} in-flight caps reach {percent:.0} % of the ideal throughput")
 }
 
-fn pipeline(problem: &Problem, shape: &Shape, spots: &[Spot], caps: &[u32]) -> Option<(Pipeline, Vec<Edge>)> {
+fn pipeline(problem: &Problem, shape: &Shape, spots: &[Spot], caps: &[u32]) -> Option<Pipeline> {
     let memory = build::memory(
         problem,
         shape,
@@ -147,8 +144,7 @@ fn pipeline(problem: &Problem, shape: &Shape, spots: &[Spot], caps: &[u32]) -> O
     );
     let stages = build::stages(problem, shape, spots, &memory);
     let edges = build::edges(problem, shape);
-    let pipeline = pipeline_of(&problem.cluster.levels, &stages, &edges, caps).ok()?;
-    Some((pipeline, edges))
+    pipeline_of(&problem.cluster.levels, &stages, &edges, caps).ok()
 }
 
 /// The steady state of schedules whose rule is not 1F1B's. One that cannot be played is taken as never waiting.
@@ -171,9 +167,4 @@ fn programmed(problem: &Problem, pipeline: &Pipeline, objective_us: f64, caps: &
     // A program is many times as long as a play of the rule alone, and never shorter than a few hundred items.
     let pieces = 40 * 720 * caps.len() as u64;
     Steady { share: us.map_or(0.0, |us| if us > 0.0 { objective_us / us } else { 1.0 }), held, pieces }
-}
-
-fn carried_us(problem: &Problem, shape: &Shape, spots: &[Spot], edges: &[Edge]) -> f64 {
-    let stages = build::placed(problem, shape, spots);
-    outlook::carried_us(&build::asked(problem), &problem.cluster.levels, &stages, edges)
 }

@@ -215,22 +215,6 @@ pub fn outlook(asked: &Asked, levels: &[Level], stages: &[PlacedStage], edges: &
     Outlook { minibatch_us, busiest_us: busiest, step_us, bubble }
 }
 
-/// What the busiest link carries of a minibatch, in microseconds, all-reduces aside: a device's port on one level, or the one port of a
-/// unit. Stages on the same devices share their ports.
-pub fn carried_us(asked: &Asked, levels: &[Level], stages: &[PlacedStage], edges: &[Edge]) -> f64 {
-    let messages = messages(levels, stages, edges);
-    let mut ports: BTreeMap<(u32, usize), f64> = BTreeMap::new();
-    for (stage, messages) in stages.iter().zip(&messages) {
-        for level in 0..levels.len() {
-            let item = carried(asked, &[], messages, level, 0.0);
-            *ports.entry((stage.first, level)).or_default() += asked.dealt(stage.replicas) * item;
-        }
-    }
-    let units =
-        shared(asked, levels, stages, &messages).into_values().map(|us| f64::from(asked.microbatches.max(1)) * us);
-    ports.into_values().chain(units).fold(0.0, f64::max)
-}
-
 /// The messages of every stage for one item.
 pub fn messages(levels: &[Level], stages: &[PlacedStage], edges: &[Edge]) -> Vec<Vec<Message>> {
     let mut messages = vec![Vec::new(); stages.len()];

@@ -2,13 +2,14 @@
 //!
 //! An item is what the profile measured, one micro-batch, so a stage's times are taken as they stand. A transfer takes the slowest
 //! link between any replica of the one stage and any of the other, an all-reduce a ring at each level: the times of cost model
-//! `pipec`, see `plan::links`. Others who share a link are not seen here, and a plan does not say how long an optimizer step takes:
+//! `pipec`, see `plan::links`; what they share is in the pipeline's `ports`. A plan does not say how long an optimizer step takes:
 //! it is 0. The backward time of a recomputed stage has its forward in it once more. The part of a backward that makes gradients of
 //! weights is as the plan has it; where it says nothing, half of the backward is that part, what runs forward again aside.
 
 use crate::cluster::Level;
-use crate::plan::links::{self, Wire};
+use crate::plan::links::{self, Ring, Wire};
 use crate::plan::{Edge as PlannedEdge, Plan, ScheduleKind, Stage};
+use crate::schedule::ports::Ports;
 use crate::schedule::{Edge, Pipeline, RankId, Schedule, ScheduleError, StageShape};
 use std::collections::BTreeMap;
 
@@ -34,23 +35,25 @@ pub fn pipeline_of(
     if caps.len() != planned.len() {
         return Err(ScheduleError::CapsForOtherStages { stages: planned.len(), caps: caps.len() });
     }
-    let shape = |(stage, &cap): (&Stage, &u32)| {
-        let weights = stage.memory.weights;
+    let rings = planned.iter().map(|stage| links::rings(levels, &stage.devices, stage.memory.weights as f64));
+    let rings: Vec<Vec<Ring>> = rings.collect();
+    let shape = |((stage, &cap), rings): ((&Stage, &u32), &Vec<Ring>)| {
         // Of plans whose forward time has all in it, nothing is known of a backward to take it out of.
         let recompute = stage.recompute.then(|| stage.fwd_us.min(stage.bwd_us));
         StageShape {
             cap,
             weight: stage.weight_us.unwrap_or((stage.bwd_us - recompute.unwrap_or(0.0)) / 2.0),
             recompute,
-            all_reduce: links::all_reduce_us(&links::rings(levels, &stage.devices, weights as f64)),
-            param_bytes: weights,
+            all_reduce: links::all_reduce_us(rings),
+            param_bytes: stage.memory.weights,
             saved_bytes: stage.memory.activations / u64::from(cap.max(1)),
             ..StageShape::new(stage.replicas, stage.fwd_us, stage.bwd_us)
         }
     };
-    let stages: Vec<StageShape> = planned.iter().zip(caps).map(shape).collect();
+    let stages: Vec<StageShape> = planned.iter().zip(caps).zip(&rings).map(shape).collect();
     let ranks = ranks(planned);
     let mut edges = Vec::with_capacity(planned_edges.len());
+    let mut joined_at = Vec::with_capacity(planned_edges.len());
     for edge in planned_edges {
         let (Some(from), Some(to)) = (planned.get(edge.from.index()), planned.get(edge.to.index())) else {
             return Err(ScheduleError::BadEdge { from: edge.from.0, to: edge.to.0 });
@@ -58,6 +61,7 @@ pub fn pipeline_of(
         let stays = ranks[edge.from.index()] == ranks[edge.to.index()];
         let devices = from.devices.iter().chain(&to.devices).copied();
         let wire = if stays { None } else { Wire::between(levels, devices) };
+        joined_at.push(wire.map(|wire| wire.level));
         let time = wire.map_or(0.0, |wire| wire.time(edge.bytes as f64));
         edges.push(Edge {
             forward_bytes: edge.bytes,
@@ -67,8 +71,9 @@ pub fn pipeline_of(
             ..Edge::new(edge.from.0, edge.to.0)
         });
     }
-    let pipeline = Pipeline { stages, ranks, edges };
+    let mut pipeline = Pipeline { stages, ranks, edges, ports: Ports::default() };
     pipeline.validate()?;
+    pipeline.ports = Ports::new(levels, planned, &pipeline.ranks, joined_at, &rings);
     Ok(pipeline)
 }
 

@@ -3,6 +3,7 @@
 //! Under the schedules with chunks a rank holds several stages. Two placements are published: a loop, where stage s is on rank
 //! s mod p, and a V, where the stages go down the ranks and come back up, so that the first and the last stage share a rank.
 
+use crate::schedule::ports::Ports;
 use crate::schedule::{Edge, MAX_WORKERS, Pipeline, RankId, Schedule, ScheduleError, StageShape, published_caps};
 
 /// The least common multiple, with 1 for 0; the largest number where it is larger.
@@ -22,7 +23,7 @@ impl Pipeline {
             stage.cap = cap;
         }
         let edges = (1..stages.len() as u32).map(|to| Edge::new(to - 1, to)).collect();
-        Self { ranks: one_each(stages.len()), stages, edges }
+        Self { ranks: one_each(stages.len()), stages, edges, ports: Ports::default() }
     }
 
     /// Minibatches after which, in a round robin, every stage begins a round again: the least common multiple of all replicas.

@@ -1,17 +1,20 @@
-//! How long transfers and all-reduces take in a simulation.
+//! How long transfers and all-reduces take in a simulation, and over which ports they go.
 //!
-//! Transfers of one direction of one pair of workers follow each other; different pairs do not disturb each other.
+//! Transfers of one kind from one worker to another follow each other; others disturb each other where they share a port.
 
 use crate::schedule::link::Link;
+use crate::schedule::ports::Ports;
 use crate::schedule::{Edge, Payload, Pipeline};
 
-/// Transfer and reduce times of a pipeline.
+/// Transfer and reduce times of a pipeline, where nothing else is carried.
 #[derive(Clone, PartialEq, Debug)]
 pub struct Network {
     /// For each edge, microseconds of an item's activations and of its gradients.
     edges: Vec<[f64; 2]>,
     /// For each stage, microseconds of one all-reduce.
     all_reduce: Vec<f64>,
+    /// What they share.
+    pub ports: Ports,
 }
 
 impl Network {
@@ -20,10 +23,11 @@ impl Network {
         Self {
             edges: pipeline.edges.iter().map(|edge| [edge.forward_us, edge.backward_us]).collect(),
             all_reduce: pipeline.stages.iter().map(|stage| stage.all_reduce).collect(),
+            ports: pipeline.ports.clone(),
         }
     }
 
-    /// Times from bytes, with a link for each edge and one among the replicas of each stage.
+    /// Times from bytes, with a link for each edge and one among the replicas of each stage, and no port that any of them share.
     pub fn new(pipeline: &Pipeline, edge: impl Fn(&Edge) -> Link, replicas: impl Fn(usize) -> Link) -> Self {
         let times = |e: &Edge| [edge(e).time(e.forward_bytes), edge(e).time(e.backward_bytes)];
         let reduce = |(index, stage): (usize, &crate::schedule::StageShape)| match stage.replicas {
@@ -33,6 +37,7 @@ impl Network {
         Self {
             edges: pipeline.edges.iter().map(times).collect(),
             all_reduce: pipeline.stages.iter().enumerate().map(reduce).collect(),
+            ports: Ports::default(),
         }
     }
 

@@ -1,7 +1,8 @@
 //! The simulation itself: an event queue over the workers' programs.
 //!
-//! A worker runs its list until it computes or must wait. A transfer begins when both its Send and its Recv are posted and its
-//! link is free; both Waits end when it ends. An all-reduce begins when the last replica joins and the stage's round before is reduced.
+//! A worker runs its list until it computes or must wait. A transfer begins when both its Send and its Recv are posted and the one
+//! before it in its channel has ended; both Waits end when it ends. An all-reduce begins when the last replica joins and the stage's round
+//! before is reduced. What goes over one port at the same time shares it, as [`flows`](crate::simulate::flows) says.
 //!
 //! On a machine with fewer cores than computing workers, computations share: with n computing on C cores each runs at rate
 //! min(1, C / n). All run at the same rate, so one virtual clock that advances at that rate serves them all: a computation
@@ -19,6 +20,7 @@ use crate::schedule::collective::{Collective, Meeting};
 use crate::schedule::moments::Moments;
 use crate::schedule::numbered::Numbered;
 use crate::schedule::{Instruction, MicrobatchId, Payload, Pipeline, Program, StageShape, Token, WorkerId};
+use crate::simulate::flows::{Flows, Way};
 use crate::simulate::network::Network;
 use crate::simulate::{Activity, SimulateError, Span, Timeline, Track};
 
@@ -63,20 +65,33 @@ struct Name {
     token: Token,
 }
 
-/// What ends with the network's events.
+/// What arrives.
 #[derive(Clone, Copy)]
-enum Ending {
+enum Arrival {
     /// A transfer of the channel with this number: the tokens of its Send and of its Recv.
     Transfer(u32, Token, Token),
-    Meeting(Meeting),
+    /// The part with this number of a collective.
+    Part(Meeting, usize),
 }
 
-/// One direction of one pair of workers: what is posted at one end and not yet at the other, and what has been carried.
-#[derive(Default)]
+/// One channel: what is posted at one end and not yet at the other, and what has been carried.
 struct Line {
     sends: VecDeque<(Token, MicrobatchId)>,
     recvs: VecDeque<Token>,
-    free_at: f64,
+    way: Way,
+    /// What is on its way, since when.
+    carries: Option<(Activity, f64)>,
+    spans: Vec<Span>,
+}
+
+/// The collectives of a stage, one at a time.
+#[derive(Default)]
+struct Reducing {
+    /// The parts of an all-reduce: each its share of the time, and where it goes.
+    parts: Vec<(f64, Way)>,
+    /// Those that all replicas have joined, in order; the first is on its way.
+    met: VecDeque<Meeting>,
+    began: f64,
     spans: Vec<Span>,
 }
 
@@ -123,8 +138,8 @@ struct Simulation<'a> {
     /// By the number of the channel.
     lines: Vec<Line>,
     joined: HashMap<Meeting, Vec<Name>>,
-    reductions: BTreeMap<StageId, Vec<Span>>,
-    network: Moments<Ending>,
+    reductions: BTreeMap<StageId, Reducing>,
+    flows: Flows<Arrival>,
     /// Computations, by the virtual time at which they end.
     computing: Moments<WorkerId>,
     now: f64,
@@ -174,7 +189,7 @@ impl<'a> Simulation<'a> {
             lines: Vec::new(),
             joined: HashMap::new(),
             reductions: BTreeMap::new(),
-            network: Moments::new(),
+            flows: Flows::new(),
             computing: Moments::new(),
             now: 0.0,
             virtual_now: 0.0,
@@ -192,17 +207,17 @@ impl<'a> Simulation<'a> {
             let ends = self.computing.next_time().map(f64::from_bits);
             // Rounding may have brought the virtual clock past the end of a computation; time does not go back for that.
             let computed = ends.map(|at| self.now + ((at - self.virtual_now) / rate).max(0.0));
-            let carried = self.network.next_time().map(f64::from_bits);
+            let carried = self.flows.next_time().map(f64::from_bits);
             let next = match (computed, carried) {
                 (None, None) => break,
                 (Some(computed), Some(carried)) => computed.min(carried),
                 (Some(time), None) | (None, Some(time)) => time,
             };
             if carried.is_some_and(|carried| carried <= next) {
-                self.virtual_now += (next - self.now) * rate;
-                self.now = next;
-                if let Some((_, ending)) = self.network.take() {
-                    self.end(ending);
+                if let Some(arrival) = self.flows.take() {
+                    self.virtual_now += (next - self.now) * rate;
+                    self.now = next;
+                    self.arrive(arrival);
                 }
             } else if let Some((at, worker)) = self.computing.take() {
                 self.virtual_now = f64::from_bits(at);
@@ -271,13 +286,13 @@ impl<'a> Simulation<'a> {
                     let channel = Channel { from: worker, to: peer, edge, kind };
                     let line = self.post(worker, token, channel);
                     self.lines[line as usize].sends.push_back((token, item));
-                    self.begin(line, channel);
+                    self.begin(line);
                 }
                 Instruction::Recv { edge, kind, peer, token, .. } => {
                     let channel = Channel { from: peer, to: worker, edge, kind };
                     let line = self.post(worker, token, channel);
                     self.lines[line as usize].recvs.push_back(token);
-                    self.begin(line, channel);
+                    self.begin(line);
                 }
                 Instruction::AllReduce { stage, .. } | Instruction::ReduceScatter { stage, .. } => {
                     self.change(worker, stage, |of| of.summing = false);
@@ -364,27 +379,27 @@ impl<'a> Simulation<'a> {
         self.hands[worker.index()].tokens.insert(token.0, false);
         let line = self.channels.number(worker, channel);
         if line as usize == self.lines.len() {
-            self.lines.push(Line::default());
+            let Channel { from, to, edge, .. } = channel;
+            let way = self.flows.way(self.machine.network.ports.message(edge.index(), from, to));
+            let (sends, recvs) = (VecDeque::new(), VecDeque::new());
+            self.lines.push(Line { sends, recvs, way, carries: None, spans: Vec::new() });
         }
         line
     }
 
-    /// Begins transfers of the channel whose two ends are posted.
-    fn begin(&mut self, number: u32, Channel { edge, kind, .. }: Channel) {
-        let time = self.machine.network.transfer(edge.index(), kind);
+    /// Begins the next transfer of the channel with this number, if both its ends are posted and none is on its way.
+    fn begin(&mut self, number: u32) {
+        let Channel { edge, kind, .. } = self.channels.channel(number);
         let Some(&(from, to)) = self.program.edges.get(edge.index()) else { return };
-        let maker = if kind == Payload::Activation { from } else { to };
         let line = &mut self.lines[number as usize];
-        while let (Some(&(sender, item)), Some(&receiver)) = (line.sends.front(), line.recvs.front()) {
+        let (Some(&(sender, item)), Some(&receiver)) = (line.sends.front(), line.recvs.front()) else { return };
+        if line.carries.is_none() {
             line.sends.pop_front();
             line.recvs.pop_front();
-            let start = self.now.max(line.free_at);
-            line.free_at = start + time;
-            if time > 0.0 {
-                let activity = Activity::Transfer(maker, kind, item);
-                line.spans.push(Span { activity, start, end: line.free_at });
-            }
-            self.network.post(bits(line.free_at), Ending::Transfer(number, sender, receiver));
+            let maker = if kind == Payload::Activation { from } else { to };
+            line.carries = Some((Activity::Transfer(maker, kind, item), self.now));
+            let time = self.machine.network.transfer(edge.index(), kind);
+            self.flows.begin(self.now, time, line.way, Arrival::Transfer(number, sender, receiver));
         }
     }
 
@@ -393,36 +408,62 @@ impl<'a> Simulation<'a> {
     fn join(&mut self, worker: WorkerId, instruction: Instruction) {
         let Some((meeting, token)) = instruction.meeting() else { return };
         self.hands[worker.index()].tokens.insert(token.0, false);
-        let Meeting { kind, stage, number } = meeting;
+        let stage = meeting.stage;
         let members = self.program.stages.get(stage.index()).map_or(0, |stage| stage.replicas as usize);
         let joined = self.joined.entry(meeting).or_default();
         joined.push(Name { worker, token });
         if joined.len() == members {
-            let whole = self.machine.network.all_reduce(stage.index());
-            let (activity, time) = match kind {
-                Collective::AllReduce => (Activity::AllReduce(stage, number), whole),
-                Collective::ReduceScatter => (Activity::ReduceScatter(stage, number), whole / 2.0),
-                Collective::AllGather => (Activity::AllGather(stage, number), whole / 2.0),
-            };
-            // Rounds of one stage are reduced over the same links, one after the other.
-            let before = self.reductions.get(&stage).and_then(|spans| spans.last()).map_or(0.0, |span| span.end);
-            let start = self.now.max(before);
-            if time > 0.0 {
-                let span = Span { activity, start, end: start + time };
-                self.reductions.entry(stage).or_default().push(span);
+            let (ports, flows) = (&self.machine.network.ports, &mut self.flows);
+            let reducing = self.reductions.entry(stage).or_insert_with(|| {
+                let parts = ports.reduction(stage.index()).iter();
+                let mut parts: Vec<_> = parts.map(|part| (part.share, flows.way(part.ports.clone()))).collect();
+                if parts.is_empty() {
+                    parts.push((1.0, flows.way(Vec::new())));
+                }
+                Reducing { parts, ..Reducing::default() }
+            });
+            reducing.met.push_back(meeting);
+            if reducing.met.len() == 1 {
+                reducing.began = self.now;
+                self.reduce(meeting, 0);
             }
-            self.network.post(bits(start + time), Ending::Meeting(meeting));
         }
     }
 
-    fn end(&mut self, ending: Ending) {
-        match ending {
-            Ending::Transfer(line, sender, receiver) => {
-                let Channel { from, to, .. } = self.channels.channel(line);
+    /// Begins a part of a collective that all replicas have joined.
+    fn reduce(&mut self, meeting: Meeting, part: usize) {
+        let Some(&(share, way)) = self.reductions.get(&meeting.stage).and_then(|of| of.parts.get(part)) else { return };
+        let half = if meeting.kind == Collective::AllReduce { 1.0 } else { 0.5 };
+        let time = self.machine.network.all_reduce(meeting.stage.index()) * half * share;
+        self.flows.begin(self.now, time, way, Arrival::Part(meeting, part));
+    }
+
+    fn arrive(&mut self, arrival: Arrival) {
+        match arrival {
+            Arrival::Transfer(number, sender, receiver) => {
+                let line = &mut self.lines[number as usize];
+                if let Some((activity, start)) = line.carries.take().filter(|(_, start)| self.now > *start) {
+                    line.spans.push(Span { activity, start, end: self.now });
+                }
+                self.begin(number);
+                let Channel { from, to, .. } = self.channels.channel(number);
                 self.complete(Name { worker: from, token: sender });
                 self.complete(Name { worker: to, token: receiver });
             }
-            Ending::Meeting(meeting) => {
+            Arrival::Part(meeting, part) => {
+                let Some(reducing) = self.reductions.get_mut(&meeting.stage) else { return };
+                if part + 1 < reducing.parts.len() {
+                    return self.reduce(meeting, part + 1);
+                }
+                if self.now > reducing.began {
+                    let span = Span { activity: Activity::of_meeting(meeting), start: reducing.began, end: self.now };
+                    reducing.spans.push(span);
+                }
+                reducing.met.pop_front();
+                reducing.began = self.now;
+                if let Some(&next) = reducing.met.front() {
+                    self.reduce(next, 0);
+                }
                 for name in self.joined.remove(&meeting).unwrap_or_default() {
                     self.complete(name);
                 }
@@ -471,7 +512,7 @@ impl<'a> Simulation<'a> {
                 links.push(Track { name: format!("{} > {}", name(from), name(to)), spans });
             }
         }
-        for (stage, spans) in self.reductions {
+        for (stage, Reducing { spans, .. }) in self.reductions.into_iter().filter(|(_, of)| !of.spans.is_empty()) {
             links.push(Track { name: format!("all-reduce {}", stage.0), spans });
         }
         let (mut workers, mut peak_in_flight, mut memory) = (Vec::new(), Vec::new(), Vec::new());
