@@ -6,6 +6,7 @@
 use crate::arguments::{Devices, Import};
 use crate::cmd::partition::{Optimizer, Question, cost_name};
 use crate::failure::Failure;
+use crate::loss::Counted;
 use crate::machines;
 use crate::model::{self, Loaded};
 use crate::screen::Screen;
@@ -25,6 +26,8 @@ use std::path::{Path, PathBuf};
 pub struct Source {
     kind: Kind,
     path: PathBuf,
+    /// The loss that analytic costs have in them.
+    counted: Counted,
 }
 
 enum Kind {
@@ -38,7 +41,7 @@ impl Source {
     pub fn open(path: &Path, profile: Option<&str>, import: &Import, screen: &Screen) -> Result<Source, Failure> {
         let path = path.to_path_buf();
         if source::format_of(&path) == Format::Pipedream {
-            return Ok(Source { kind: Kind::Published, path });
+            return Ok(Source { kind: Kind::Published, path, counted: Counted::None });
         }
         let loaded = Box::new(model::read(&path, import, screen)?);
         let kind = match profile {
@@ -48,7 +51,7 @@ impl Source {
                 None => Kind::Measured(loaded, PathBuf::from(text)),
             },
         };
-        Ok(Source { kind, path })
+        Ok(Source { kind, path, counted: Counted::Usual })
     }
 
     /// The model of a plan.
@@ -60,6 +63,7 @@ impl Source {
         let mut import = Import::default();
         import.follow(&plan.model.import);
         let mut source = Source::open(path, profile, &import, screen)?;
+        source.counted = Counted::read(plan.model.import.loss.as_deref())?;
         if let Kind::Analytic(_, device @ None) = &mut source.kind {
             *device = Some(planned_device(plan));
         }
@@ -72,7 +76,8 @@ impl Source {
             Some(kind) => Some(machines::kind(kind)?.device()),
             None => None,
         };
-        Ok(Source { path: PathBuf::from(&loaded.model.file), kind: Kind::Analytic(Box::new(loaded), device) })
+        let path = PathBuf::from(&loaded.model.file);
+        Ok(Source { path, kind: Kind::Analytic(Box::new(loaded), device), counted: Counted::Usual })
     }
 
     /// Whether the costs can be had for other sizes of micro-batch than the plan's.
@@ -114,16 +119,18 @@ impl Source {
             }
             Kind::Analytic(loaded, device) => {
                 let device = device.clone().unwrap_or_else(|| cluster.device.clone());
-                source::assemble(loaded, micro_batch, cluster, Times::Analytic(device), floats)
+                source::assemble(loaded, micro_batch, cluster, Times::Analytic(device), floats, self.counted)
             }
             Kind::Measured(loaded, path) => {
                 let (sha256, profile) = source::read_profile(path)?;
+                let counted = Counted::read(profile.settings.loss.as_deref())?;
                 source::assemble(
                     loaded,
                     micro_batch,
                     cluster,
                     Times::Profile(path.clone(), sha256, Box::new(profile)),
                     floats,
+                    counted,
                 )
             }
         }
@@ -174,6 +181,7 @@ pub fn problem(plan: &Plan, costs: Costs) -> Problem {
     problem.schedule = plan.schedule.kind;
     problem.microbatches = plan.schedule.microbatches;
     problem.chunks = plan.schedule.chunks;
+    problem.count_updates();
     problem
 }
 

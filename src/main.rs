@@ -13,6 +13,7 @@ mod freeze;
 mod given;
 mod hybrid;
 mod initial;
+mod loss;
 mod machines;
 mod memory;
 mod model;

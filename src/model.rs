@@ -153,8 +153,8 @@ impl Loaded {
         }
     }
 
-    /// The model as plans name it.
-    pub fn planned(&self, ops: usize) -> PlannedModel {
+    /// The model as plans name it, with the loss that its costs have in them.
+    pub fn planned(&self, ops: usize, loss: Option<String>) -> PlannedModel {
         let dims = self.options.dims.iter().map(|(name, size)| (name.clone(), *size as u64)).collect();
         PlannedModel {
             file: self.file(),
@@ -165,7 +165,7 @@ impl Loaded {
                 dims,
                 train_mode: self.options.train_mode,
                 batch_dims: self.options.batch_axes.iter().map(|(name, axis)| (name.clone(), *axis as u64)).collect(),
-                loss: None,
+                loss,
             },
         }
     }

@@ -2,6 +2,7 @@
 
 use crate::cmd::partition::Arguments;
 use crate::failure::Failure;
+use crate::loss::{Attributed, Counted, attributed};
 use crate::machines;
 use crate::model::{self, Loaded};
 use crate::screen::Screen;
@@ -10,7 +11,7 @@ use compiler::cluster::{Cluster, Device};
 use compiler::import::onnx::name::shown;
 use compiler::import::pipedream;
 use compiler::pass::analytic::{self, Subject};
-use compiler::pass::attribution::{AttributionError, Training, attribute};
+use compiler::pass::attribution::AttributionError;
 use compiler::pass::costs::{cost_graph, dtype, fill};
 use compiler::pass::precision::precision;
 use compiler::plan::problem::{CostModel, Problem};
@@ -267,12 +268,31 @@ fn imported(arguments: &Arguments, screen: &Screen) -> Result<Costs, Failure> {
         }
         Told::File(path, sha256, profile) => Times::Profile(path, sha256, profile),
     };
+    let counted = counted(arguments, &times)?;
     let precision = arguments.question.precision();
-    let costs = assemble(&loaded, micro_batch, cluster, times, precision)?;
+    let costs = assemble(&loaded, micro_batch, cluster, times, precision, counted)?;
     if let Some(why) = &costs.untrainable {
         screen.warn(&format!("the model cannot be trained: {}; it is planned by its forward costs alone", shown(why)));
     }
     Ok(costs)
+}
+
+/// The loss whose costs are to be counted: that of the profile, whose times have it in them, or else what was said.
+fn counted(arguments: &Arguments, times: &Times) -> Result<Counted, Failure> {
+    let said = arguments.loss.said();
+    let Times::Profile(path, _, profile) = times else {
+        return Ok(said.unwrap_or(if arguments.question.infers() { Counted::None } else { Counted::Usual }));
+    };
+    let profiled = Counted::read(profile.settings.loss.as_deref())?;
+    match said.filter(|said| *said != profiled) {
+        None => Ok(profiled),
+        Some(_) => {
+            let has = profiled.written().map_or("no loss in it".to_string(), |loss| format!("the loss `{loss}` in it"));
+            Err(Failure::input("`--loss` does not go with this profile")
+                .because(format!("{} has {has}", path.display()))
+                .help("`pipec profile MODEL --loss …` measures with another"))
+        }
+    }
 }
 
 /// Where the times of ops come from.
@@ -290,27 +310,29 @@ pub fn assemble(
     mut cluster: Cluster,
     times: Times,
     floats: Option<DType>,
+    counted: Counted,
 ) -> Result<Costs, Failure> {
     let mut graph = loaded.at(micro_batch)?;
     if let Some(floats) = floats {
         graph = precision(&graph, floats)
             .map_err(|error| Failure::input(format!("cannot plan {} in {floats}", loaded.model.file)).because(error))?;
     }
-    let (attribution, untrainable) = match attribute(&graph, Training::Gradient) {
-        Err(AttributionError::Backward(why)) => (attribute(&graph, Training::No), Some(why.to_string())),
-        known => (known, None),
-    };
-    let attribution =
-        attribution.map_err(|error| Failure::input(format!("cannot cost {}", loaded.model.file)).because(error))?;
+    let Attributed { attribution, counted, untrainable, .. } = attributed(&graph, counted).map_err(|error| {
+        let failure = Failure::input(format!("cannot cost {}", loaded.model.file)).because(&error);
+        match error {
+            AttributionError::Loss(_) => failure.help("`--loss` names another, `--loss none` counts none"),
+            _ => failure,
+        }
+    })?;
     let mut costs = cost_graph(&graph, &attribution);
-    let model = loaded.planned(costs.ops.len());
+    let model = loaded.planned(costs.ops.len(), counted.written());
     let source = match &times {
         Times::Analytic(device) => device.kind.clone(),
         Times::Profile(_, _, profile) => profile.device.name.clone(),
     };
     let profile = match times {
         Times::Analytic(device) => {
-            let subject = Subject { model: loaded.profiled(), micro_batch };
+            let subject = Subject { model: loaded.profiled(), micro_batch, loss: counted.written() };
             let profile = analytic::profile(&graph, &attribution, &device, &subject);
             fill(&mut costs, &profile, None).map_err(|error| Failure::bug(&error.to_string()))?;
             // Kernels of other devices are not known here.

@@ -3,13 +3,13 @@
 use crate::failure::Failure;
 use crate::freeze::freeze;
 use crate::given::LABELS;
+use crate::loss::Loss;
 use crate::memory;
 use crate::model::Loaded;
 use crate::own::Own;
-use clap::ValueEnum;
 use compiler::graph::{Graph, hash::hash, order};
 use compiler::op::{NodeId, Op};
-use compiler::pass::loss::{self, TARGET};
+use compiler::pass::loss::TARGET;
 use compiler::pass::mixed::{Mixed, mixed};
 use compiler::pass::precision::precision;
 use compiler::pass::unbiased::unbiased;
@@ -44,19 +44,6 @@ const ANNEALED: u32 = 4;
 
 /// Minibatches that a prediction simulates at most.
 const PREDICTED: u32 = 2000;
-
-/// What training makes small.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub enum Loss {
-    /// Mean cross-entropy of logits against class numbers
-    CrossEntropy,
-    /// Mean squared error
-    Mse,
-    /// Mean binary cross-entropy of logits against targets from 0 to 1
-    Bce,
-    /// The model's first output, a scalar
-    Output,
-}
 
 /// How long to train.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -182,7 +169,7 @@ pub fn prepare(task: &mut Task<'_>) -> Result<Prepared, Failure> {
         Length::Epochs(epochs) => u32::try_from(per_epoch.max(1) as u64 * u64::from(epochs))
             .map_err(|_| Failure::input(format!("{epochs} epochs are too many steps")))?,
     };
-    let loss = task.loss.unwrap_or_else(|| usual_loss(&graph));
+    let loss = task.loss.unwrap_or_else(|| Loss::usual(&graph));
     let settings = Settings {
         dims: Bindings::new(),
         loss: loss.of(),
@@ -314,17 +301,6 @@ impl Prepared {
     }
 }
 
-impl Loss {
-    fn of(self) -> loss::Loss {
-        match self {
-            Loss::CrossEntropy => loss::Loss::CrossEntropy,
-            Loss::Mse => loss::Loss::Mse,
-            Loss::Bce => loss::Loss::Bce,
-            Loss::Output => loss::Loss::Output,
-        }
-    }
-}
-
 /// The error in the user's names: labels may be called `y` in the file.
 fn named(mut error: DataError, labels: &str) -> DataError {
     let own = |name: &mut String| {
@@ -347,12 +323,6 @@ fn named(mut error: DataError, labels: &str) -> DataError {
         | DataError::NotFinite { name, .. } => own(name),
     }
     error
-}
-
-/// A scalar output is a loss by itself; anything else is taken for logits.
-fn usual_loss(graph: &Graph) -> Loss {
-    let is_scalar = graph.outputs.first().is_some_and(|output| graph.fact(output.value).rank() == 0);
-    if is_scalar { Loss::Output } else { Loss::CrossEntropy }
 }
 
 /// The stage of every op, by its number.

@@ -73,7 +73,7 @@ fn model(sha256: &str) -> ProfiledModel {
 fn analytic(graph: &Graph, training: Training, kind: &str) -> Profile {
     let attribution = attribute(graph, training).unwrap();
     let device = find(kind).unwrap().device();
-    analytic::profile(graph, &attribution, &device, &Subject { model: model("ab"), micro_batch: 4 })
+    analytic::profile(graph, &attribution, &device, &Subject { model: model("ab"), micro_batch: 4, loss: None })
 }
 
 const CLASSES: Training = Training::Loss(Loss::CrossEntropy, Some(-1));
@@ -250,7 +250,7 @@ fn thirty_thousand_ops_take_seconds() {
 fn measured(graph: &Graph, cache: Option<&Cache>, told: &mut Vec<String>) -> Measured {
     let settings = Settings { runs: 5, budget: Duration::from_millis(20), ..Settings::default() };
     let weights = BTreeMap::new();
-    let model = Model { graph, training: CLASSES, model: model("ab"), micro_batch: 4, weights: &weights };
+    let model = Model { graph, training: CLASSES, model: model("ab"), loss: None, micro_batch: 4, weights: &weights };
     let mut count = 0;
     measure(&model, &settings, cache, &mut |progress| {
         assert_eq!(progress.done, count);
@@ -316,7 +316,8 @@ fn a_model_that_computes_its_own_loss_is_measured_whole() {
     let weights = BTreeMap::new();
     let settings = Settings { runs: 3, budget: Duration::from_millis(20), ..Settings::default() };
     for training in [Training::Gradient, Training::Loss(Loss::Output, None), Training::No] {
-        let model = Model { graph: &graph, training, model: model("ab"), micro_batch: 4, weights: &weights };
+        let model =
+            Model { graph: &graph, training, model: model("ab"), loss: None, micro_batch: 4, weights: &weights };
         let profile = measure(&model, &settings, None, &mut |_| {}).unwrap().profile;
         let (sum, whole) = (profile.sum(), profile.whole.unwrap());
         assert!(whole.fwd_us > 0.0 && sum.fwd_us > 0.0);

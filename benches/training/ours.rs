@@ -30,6 +30,9 @@ use runtime::train::{Trained, Training, feeds, train};
 use runtime::worker::Work;
 use std::collections::BTreeMap;
 
+/// What all models are trained for.
+const TRAINS: Trains = Trains::Loss(Loss::CrossEntropy, None);
+
 /// Minibatches of made-up data; they are seen again and again.
 const MINIBATCHES: usize = 8;
 
@@ -92,7 +95,8 @@ impl<'a> Known<'a> {
         let (file, sha256) = (self.model.file.clone(), self.model.sha256.clone());
         let model = measure::Model {
             graph: &self.graph(microbatches),
-            training: Trains::Gradient,
+            training: TRAINS,
+            loss: Some("cross-entropy".to_string()),
             model: ProfiledModel { file, sha256, ops: 0 },
             micro_batch: self.rows(microbatches) as u64,
             weights: &self.weights,
@@ -103,7 +107,7 @@ impl<'a> Known<'a> {
     /// The plan for one stage on each worker.
     pub fn plan(&self, way: Way) -> Plan {
         let graph = self.graph(way.microbatches);
-        let attribution = attribute(&graph, Trains::Gradient).expect("the zoo's models have gradients");
+        let attribution = attribute(&graph, TRAINS).expect("the zoo's models have gradients");
         let mut costs = cost_graph(&graph, &attribution);
         fill(&mut costs, &self.profiles[&way.microbatches], None).expect("the profile is that of this graph");
         let cluster = cluster_of_this_cpu(way.workers).expect("there is a worker");
@@ -116,6 +120,7 @@ impl<'a> Known<'a> {
         problem.microbatches = way.microbatches;
         problem.optimizer = "sgd-momentum".to_string();
         problem.optimizer_state = 1.0;
+        problem.count_updates();
         problem.recompute = false;
         problem.constraints.replicas = Some(vec![1; way.workers as usize]);
         let levels = &problem.cluster.levels;

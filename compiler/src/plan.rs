@@ -22,6 +22,7 @@ pub mod judge;
 pub mod links;
 pub mod memory;
 pub mod outlook;
+pub mod ports;
 pub mod problem;
 pub mod read;
 pub mod sound;
@@ -77,7 +78,7 @@ pub struct ImportSettings {
     /// The axes of inputs that were said to be the batch.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub batch_dims: BTreeMap<String, u64>,
-    /// The loss that was put on the output, if one was.
+    /// The loss that was put on the output, if one was: `cross-entropy`, or `cross-entropy over 1` with an axis of classes.
     pub loss: Option<String>,
 }
 
@@ -241,8 +242,8 @@ pub struct Stage {
     pub recompute: bool,
     /// Forward time of one minibatch on one replica, in microseconds; where devices differ, on the slowest.
     pub fwd_us: f64,
-    /// Backward time of one minibatch on one replica, in microseconds; where the stage is recomputed, its forward runs once more
-    /// in it.
+    /// Backward time of one minibatch on one replica, in microseconds, and of the optimizer's step for it where that is known; where the
+    /// stage is recomputed, its forward runs once more in it.
     pub bwd_us: f64,
     /// The part of `bwd_us` that makes gradients of weights, which a split backward may run later. Where it is absent, half of the
     /// backward counts as that part, what runs forward again aside.

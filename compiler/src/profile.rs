@@ -65,6 +65,9 @@ pub struct Settings {
     pub runs: u32,
     /// Seed of the inputs.
     pub seed: u64,
+    /// The loss that was put on the output, if one was; its times stand with the op that makes the predictions.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub loss: Option<String>,
 }
 
 /// The cost of one op for one micro-batch.
@@ -87,6 +90,9 @@ pub struct OpProfile {
     /// absent, half of the backward counts as that part.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub weight_us: Option<f64>,
+    /// Time of one step of SGD with momentum over the op's parameters, in microseconds; absent where it is not known.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub update_us: Option<f64>,
     /// Spread of the measured times, as a fraction of the median; 0 where nothing was measured.
     pub spread: f64,
     /// Bytes of the parameters this op uses.

@@ -40,7 +40,6 @@ pub mod one_f_one_b_rr;
 pub mod order;
 pub mod own;
 pub mod pipeline;
-pub mod ports;
 pub mod rule;
 pub mod scheduler;
 pub mod shape;
@@ -57,7 +56,7 @@ use std::fmt;
 use std::str::FromStr;
 
 use crate::plan::StageId;
-use crate::schedule::ports::Ports;
+use crate::plan::ports::Ports;
 
 macro_rules! id {
     ($(#[$doc:meta])* $name:ident) => {
@@ -306,9 +305,6 @@ pub struct Pipeline {
     /// What transfers share; nothing where no cluster is known.
     pub ports: Ports,
 }
-
-/// No cluster that a program of this form can drive has more workers.
-pub const MAX_WORKERS: u64 = 1 << 16;
 
 /// PipeDream's in-flight caps in rounds: ⌈n_s / r_s⌉, where n_s counts the workers from stage s to the end.
 pub fn published_caps(replicas: &[u32]) -> Vec<u32> {

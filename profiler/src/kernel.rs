@@ -102,9 +102,8 @@ pub fn time(subject: &Subject, kernel: &Kernel, runs: &Runs) -> Result<Time, Ker
         .collect();
     let mut workspace = Buffer::new(kernel.workspace());
     let mut next = 0;
-    let mut run = |runs: usize| -> Result<Duration, KernelError> {
-        let start = Instant::now();
-        for _ in 0..runs {
+    let run = |times: usize| -> Result<(), KernelError> {
+        for _ in 0..times {
             let (inputs, outputs) = &mut sides[next];
             kernel.run(inputs, outputs, workspace.bytes_mut())?;
             next += 1;
@@ -112,9 +111,18 @@ pub fn time(subject: &Subject, kernel: &Kernel, runs: &Runs) -> Result<Time, Ker
                 next = 0;
             }
         }
+        Ok(())
+    };
+    sampled(run, runs)
+}
+
+/// Takes the time of one of the runs that `run` makes so many of.
+pub fn sampled<E>(mut run: impl FnMut(usize) -> Result<(), E>, runs: &Runs) -> Result<Time, E> {
+    let mut run = |times: usize| -> Result<Duration, E> {
+        let start = Instant::now();
+        run(times)?;
         Ok(start.elapsed())
     };
-
     let began = Instant::now();
     let mut single = run(1)?;
     for _ in 1..runs.warmup {

@@ -13,4 +13,5 @@ pub mod kernel;
 pub mod machine;
 pub mod measure;
 pub mod scratch;
+pub mod update;
 pub mod whole;

@@ -7,6 +7,7 @@
 use crate::cache::{Cache, Time};
 use crate::kernel::{self, Runs, Subject};
 use crate::machine::{available_bytes, cache_bytes, device};
+use crate::update;
 use crate::whole::{Whole, whole};
 use compiler::graph::Graph;
 use compiler::graph::hash::hash;
@@ -46,6 +47,8 @@ pub struct Model<'a> {
     pub graph: &'a Graph,
     /// What its backward run starts from.
     pub training: Training,
+    /// The loss that is, as profiles write it.
+    pub loss: Option<String>,
     /// Its file and fingerprint; `ops` is filled in.
     pub model: ProfiledModel,
     /// Samples in one micro-batch, the size that the graph was bound at.
@@ -135,7 +138,17 @@ pub fn measure(
         whole_times = cache.get(&whole_key).and_then(|times| times.try_into().ok());
     }
     let measures_whole = whole.is_some() && whole_times.is_none();
+    let parameters = update::parameters(model.graph, &attribution);
+    let update_key = |(dtype, bytes): &update::Size| format!("{head} update {dtype} {bytes}");
+    let mut updates: BTreeMap<update::Size, Option<Time>> = BTreeMap::new();
+    if attribution.backward.is_some() {
+        for size in parameters.iter().flatten() {
+            let known = || cache.and_then(|cache| cache.get(&update_key(size))?.first().copied());
+            updates.entry(*size).or_insert_with(known);
+        }
+    }
     let measured = jobs.iter().filter(|job| job.time.is_none()).count();
+    let measured = measured + updates.values().filter(|time| time.is_none()).count();
     let total = measured + usize::from(measures_whole);
     let mut keeper = Keeper { cache, fault: None };
     let mut done = 0;
@@ -145,6 +158,17 @@ pub fn measure(
         let time = run(job, name, &runs)?;
         job.time = Some(time);
         keeper.keep(&job.key, &[time]);
+        done += 1;
+    }
+    for (size, time) in updates.iter_mut().filter(|(_, time)| time.is_none()) {
+        progress(Progress { done, total, name: "a step of the optimizer" });
+        let (bytes, available) = (size.1.saturating_mul(3), available_bytes());
+        if bytes > available {
+            return Err(MeasureError::Memory { name: "a step of the optimizer".to_string(), bytes, available });
+        }
+        let found = update::time(*size, &runs);
+        *time = Some(found);
+        keeper.keep(&update_key(size), &[found]);
         done += 1;
     }
     if let (Some(whole), true) = (&whole, measures_whole) {
@@ -170,6 +194,7 @@ pub fn measure(
             fwd_us: microseconds(&jobs, forward),
             bwd_us: microseconds(&jobs, backward),
             weight_us: Some(microseconds(&jobs, &uses.weights[i])),
+            update_us: update_us(&parameters[i], &updates),
             spread: (1e4 * spread_ps as f64 / (total_ps as f64).max(1.0)).round() / 1e4,
             param_bytes: op.param_bytes,
             saved_bytes: op.saved_bytes,
@@ -191,12 +216,13 @@ pub fn measure(
             warmup: settings.warmup,
             runs: settings.runs,
             seed: settings.seed,
+            loss: model.loss.clone(),
         },
         method: Method::Measured,
         ops,
         whole: whole_times.map(|[forward, backward]| profile::Whole { fwd_us: us(forward), bwd_us: us(backward) }),
     };
-    Ok(Measured { profile, kernels: jobs.len(), measured, cache_fault: keeper.fault })
+    Ok(Measured { profile, kernels: jobs.len() + updates.len(), measured, cache_fault: keeper.fault })
 }
 
 /// Where times are kept. The first fault is remembered; the measurement goes on.
@@ -292,6 +318,13 @@ fn build() -> String {
 fn microseconds(jobs: &[Job], uses: &[usize]) -> f64 {
     let sum = uses.iter().filter_map(|job| jobs[*job].time).map(|t| t.median_ps).sum();
     nanoseconds(sum) / 1e3
+}
+
+/// The steps over all of an op's parameters; absent where it has none, or nothing is trained.
+fn update_us(parameters: &[update::Size], updates: &BTreeMap<update::Size, Option<Time>>) -> Option<f64> {
+    let times: Vec<u64> =
+        parameters.iter().filter_map(|size| updates.get(size).copied().flatten()).map(|time| time.median_ps).collect();
+    (!times.is_empty()).then(|| nanoseconds(times.iter().sum()) / 1e3)
 }
 
 /// Whole nanoseconds: more digits than a clock has, and few enough to be read back as they were.

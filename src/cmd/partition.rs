@@ -2,6 +2,7 @@
 
 use crate::arguments::{Devices, Dims};
 use crate::failure::Failure;
+use crate::loss::LossArguments;
 use crate::own::{self, Own};
 use crate::screen::Screen;
 use crate::source::{self, Costs};
@@ -36,6 +37,9 @@ pub struct Arguments {
     #[command(flatten)]
     #[allow(missing_docs)]
     pub dims: Dims,
+    #[command(flatten)]
+    #[allow(missing_docs)]
+    pub loss: LossArguments,
     #[command(flatten)]
     #[allow(missing_docs)]
     pub question: Question,
@@ -309,6 +313,11 @@ impl Question {
         Ok(())
     }
 
+    /// Whether nothing is trained, as far as can be told without a file of the user's order.
+    pub fn infers(&self) -> bool {
+        self.kind(None) == ScheduleKind::Inference
+    }
+
     /// The order of work, said or usual.
     fn kind(&self, own: Option<&Own>) -> ScheduleKind {
         let usual = match (&self.target, self.objective.as_str()) {
@@ -355,6 +364,7 @@ pub fn ask(file: &Path, costs: Costs, question: &Question) -> Result<Planned, Fa
         Some(caps) if question.in_flight == InFlight::Auto => InFlight::Given(caps),
         _ => question.in_flight.clone(),
     };
+    problem.count_updates();
     problem.constraints.replicas = match (&question.stages, &own) {
         (None, Some(own)) => Some(own.replicas()?),
         (stages, _) => stages.clone(),

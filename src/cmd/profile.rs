@@ -2,13 +2,14 @@
 
 use crate::arguments::Dims;
 use crate::failure::Failure;
+use crate::loss::{Counted, LossArguments, attributed};
 use crate::model::{self, Loaded};
 use crate::screen::Screen;
 use crate::{machines, memory, quantity, source, stages};
 use clap::Args;
 use compiler::import::onnx::name::shown;
 use compiler::pass::analytic::{self, Subject};
-use compiler::pass::attribution::{Training, attribute};
+use compiler::pass::attribution::AttributionError;
 use compiler::profile::read::to_json;
 use compiler::profile::{OpProfile, Profile};
 use profiler::cache::Cache;
@@ -29,6 +30,8 @@ pub struct Arguments {
     device: String,
     #[command(flatten)]
     dims: Dims,
+    #[command(flatten)]
+    loss: LossArguments,
     /// Runs of each kernel that count
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=10_000))]
     runs: Option<u32>,
@@ -58,7 +61,8 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Failure> {
             let loaded =
                 model::load(&arguments.file, &arguments.dims.import, screen)?.asked(arguments.dims.micro_batch);
             let micro_batch = loaded.micro_batch(None, screen);
-            measured(&loaded, micro_batch, &settings, !arguments.no_cache, screen)?
+            let counted = arguments.loss.said().unwrap_or_default();
+            measured(&loaded, micro_batch, counted, &settings, !arguments.no_cache, screen)?
         }
         None => {
             return Err(Failure::input(format!("`--device {}` is not known", arguments.device))
@@ -82,6 +86,7 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Failure> {
 pub fn measured(
     loaded: &Loaded,
     micro_batch: u64,
+    counted: Counted,
     settings: &Settings,
     uses_cache: bool,
     screen: &Screen,
@@ -90,8 +95,15 @@ pub fn measured(
     let needed = memory::of_graph(&graph);
     memory::check("profiling this model", needed, "`--micro-batch N` sets a smaller one")?;
     let weights = loaded.known_weights();
-    let model =
-        Model { graph: &graph, training: Training::Gradient, model: loaded.profiled(), micro_batch, weights: &weights };
+    let known = attributed(&graph, counted).map_err(|error| unprofiled(&loaded.model.file, &error))?;
+    let model = Model {
+        graph: &graph,
+        training: known.training,
+        loss: known.counted.written(),
+        model: loaded.profiled(),
+        micro_batch,
+        weights: &weights,
+    };
     let cache = if uses_cache { Cache::of_user() } else { None };
     let bar = screen.progress(0, "profiling {bar:30} {pos}/{len} {wide_msg}");
     let measured = measure(&model, settings, cache.as_ref(), &mut |progress| {
@@ -124,9 +136,18 @@ fn by_data_sheet(arguments: &Arguments, kind: &str, screen: &Screen) -> Result<P
     let loaded = model::load(&arguments.file, &arguments.dims.import, screen)?.asked(arguments.dims.micro_batch);
     let micro_batch = loaded.micro_batch(None, screen);
     let graph = loaded.at(micro_batch)?;
-    let attribution = attribute(&graph, Training::Gradient)
-        .map_err(|error| Failure::input(format!("cannot profile {}", arguments.file.display())).because(error))?;
-    Ok(analytic::profile(&graph, &attribution, &device, &Subject { model: loaded.profiled(), micro_batch }))
+    let known = attributed(&graph, arguments.loss.said().unwrap_or_default())
+        .map_err(|error| unprofiled(&loaded.model.file, &error))?;
+    let subject = Subject { model: loaded.profiled(), micro_batch, loss: known.counted.written() };
+    Ok(analytic::profile(&graph, &known.attribution, &device, &subject))
+}
+
+fn unprofiled(file: &str, error: &AttributionError) -> Failure {
+    let failure = Failure::input(format!("cannot profile {file}")).because(error);
+    match error {
+        AttributionError::Loss(_) => failure.help("`--loss` names another"),
+        _ => failure,
+    }
 }
 
 /// The dearest ops and the sums.

@@ -9,10 +9,11 @@ use crate::arguments::Import;
 use crate::cmd::partition::{self, Question};
 use crate::cmd::{eval, profile, train};
 use crate::failure::Failure;
+use crate::loss::{Counted, Loss};
 use crate::model::{self, Loaded};
 use crate::screen::Screen;
 use crate::source::{self, Costs, Times};
-use crate::training::{self, Data, Length, Loss, Task};
+use crate::training::{self, Data, Length, Task};
 use crate::{prediction, quantity, stages};
 use clap::{Args, ValueEnum};
 use compiler::export::trace::Trace;
@@ -109,7 +110,7 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Failure> {
         let cluster = machine::cluster_of_this_cpu(WORKERS)
             .map_err(|error| Failure::input("cannot use this CPU").because(error))?;
         let times = Times::Profile(profile_file.clone(), sha256.clone(), Box::new(measured.clone()));
-        source::assemble(&loaded, BATCH, cluster, times, None)
+        source::assemble(&loaded, BATCH, cluster, times, None, Counted::Usual)
     };
     let model_file = at("model.onnx");
     let ask = |question: &Question| partition::ask(&model_file, costs()?, question).map(|planned| planned.plan);
@@ -212,7 +213,7 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Failure> {
 }
 
 fn profiled(loaded: &Loaded, path: &Path, screen: &Screen) -> Result<(Profile, String), Failure> {
-    let measured = profile::measured(loaded, BATCH, &Settings::default(), true, screen)?;
+    let measured = profile::measured(loaded, BATCH, Counted::Usual, &Settings::default(), true, screen)?;
     let json = to_json(&measured).map_err(|error| Failure::bug(&error.to_string()))?;
     source::write(path, json.as_bytes())?;
     Ok((measured, source::sha256(json.as_bytes())))

@@ -6,11 +6,12 @@ use crate::cmd::partition::{self, Question};
 use crate::cmd::policy::PolicyArguments;
 use crate::failure::Failure;
 use crate::initial::initial;
+use crate::loss::{Counted, Loss};
 use crate::model::{self, DEFAULT_MICRO_BATCH, Loaded};
 use crate::own::{self, Own};
 use crate::screen::Screen;
 use crate::source::{self, Costs, Times};
-use crate::training::{self, Data, Done, Length, Loss, Prepared, Task};
+use crate::training::{self, Data, Done, Length, Prepared, Task};
 use crate::{cmd, given, prediction, quantity, stages};
 use clap::Args;
 use compiler::export::trace::Trace;
@@ -85,7 +86,7 @@ pub struct Arguments {
     /// See the rows as they stand in the file; this is the default
     #[arg(long, help_heading = "Data")]
     no_shuffle: bool,
-    /// What is made small [default: output for a scalar output, else cross-entropy]
+    /// What is made small [default: the plan's; output for a scalar output, else cross-entropy]
     #[arg(long, value_enum, value_name = "NAME", help_heading = "Updates")]
     loss: Option<Loss>,
     /// The axis of classes; negative counts from the end [default: -1]
@@ -199,6 +200,10 @@ pub fn run(arguments: Box<Arguments>, screen: &Screen) -> Result<(), Failure> {
         Some(path) => Data::Arrays(given::arrays(&loaded.model.graph, path, "the data", screen)?),
         None => Data::Synthetic(arguments.seed),
     };
+    let (loss, class_dim) = match (arguments.loss, Counted::read(plan.model.import.loss.as_deref())?) {
+        (None, Counted::One(loss, axis)) => (Some(loss), arguments.class_dim.or(axis)),
+        (said, _) => (said, arguments.class_dim),
+    };
     let mut task = Task {
         loaded: &loaded,
         weights: &weights,
@@ -206,8 +211,8 @@ pub fn run(arguments: Box<Arguments>, screen: &Screen) -> Result<(), Failure> {
         schedule,
         own: own.as_ref(),
         in_flight: arguments.in_flight.clone(),
-        loss: arguments.loss,
-        class_dim: arguments.class_dim,
+        loss,
+        class_dim,
         dtype: floats(&arguments, Some(&plan)),
         unbiased: arguments.bn_variance == "torch",
         policy: arguments.policy.build(arguments.bn_variance == "torch"),
@@ -275,6 +280,7 @@ fn floats(arguments: &Arguments, plan: Option<&Plan>) -> Option<DType> {
 /// Whether memory is another than the plan's, because something else is trained than what was planned.
 fn training_differs(task: &Task<'_>, arguments: &Arguments) -> bool {
     let plan = task.plan;
+    let counted = task.loss.map_or(Counted::None, |loss| Counted::One(loss, task.class_dim));
     let (batch, microbatches) =
         (plan.schedule.micro_batch.saturating_mul(u64::from(task.microbatches)), task.microbatches);
     task.dtype.is_some_and(|dtype| dtype.name() != plan.dtype)
@@ -283,6 +289,7 @@ fn training_differs(task: &Task<'_>, arguments: &Arguments) -> bool {
         || task.in_flight != InFlight::Auto
         || (task.batch, microbatches) != (batch, plan.schedule.microbatches)
         || (arguments.plan.is_some() && arguments.optimizer.planned().name() != plan.optimizer)
+        || plan.model.import.loss.is_some() && plan.model.import.loss != counted.written()
 }
 
 /// Refuses what a limit that was planned for does not allow.
@@ -396,11 +403,13 @@ fn measured(done: &Done) -> Vec<serde_json::Value> {
         let held = done.trained.held_bytes.get(at).copied().unwrap_or(0);
         let mut sums: BTreeMap<u32, [(f64, u32); 2]> = BTreeMap::new();
         for span in &track.spans {
-            // The two parts of a backward are one, with the forward that runs again for it, as plans have it.
+            // The two parts of a backward are one, with the forward that runs again for it and the optimizer's step, as plans have it.
             let (stage, way, ends) = match span.activity {
                 Activity::Forward(stage, _) => (stage, 0, 1),
                 Activity::Backward(stage, _) | Activity::BackwardWeight(stage, _) => (stage, 1, 1),
-                Activity::BackwardInput(stage, _) | Activity::Recompute(stage, _) => (stage, 1, 0),
+                Activity::BackwardInput(stage, _) | Activity::Recompute(stage, _) | Activity::Step(stage, _) => {
+                    (stage, 1, 0)
+                }
                 _ => continue,
             };
             let sum = &mut sums.entry(stage.0).or_default()[way];
@@ -477,7 +486,8 @@ fn own_plan(
     // What is planned with is as wide as f32 at least.
     let floats = floats(arguments, None).filter(|dtype| *dtype == DType::F64);
     let times = Times::Analytic(device);
-    let costs = Costs { has_memory: false, ..source::assemble(loaded, micro_batch, cluster, times, floats)? };
+    let counted = arguments.loss.map_or(Counted::Usual, |loss| Counted::One(loss, arguments.class_dim));
+    let costs = Costs { has_memory: false, ..source::assemble(loaded, micro_batch, cluster, times, floats, counted)? };
     let question = Question {
         schedule: arguments.schedule.clone().or(Some(schedule.name().to_string())),
         microbatches,

@@ -34,6 +34,8 @@ pub struct Subject {
     pub model: ProfiledModel,
     /// Samples in one micro-batch, the size that the graph was bound at.
     pub micro_batch: u64,
+    /// The loss that the attribution has on the output, by name.
+    pub loss: Option<String>,
 }
 
 /// The profile of a graph of fixed sizes on a device of which only the data sheet is known. Equal arguments give equal
@@ -61,6 +63,7 @@ pub fn profile(graph: &Graph, attribution: &Attribution, device: &Device, subjec
             fwd_us: picoseconds(fwd_us),
             bwd_us: picoseconds(bwd_us),
             weight_us: Some(picoseconds(weight_us)),
+            update_us: (op.param_bytes > 0).then(|| picoseconds(update_us(device, op.param_bytes))),
             spread: 0.0,
             param_bytes: op.param_bytes,
             saved_bytes: op.saved_bytes,
@@ -81,11 +84,17 @@ pub fn profile(graph: &Graph, attribution: &Attribution, device: &Device, subjec
             warmup: 0,
             runs: 0,
             seed: 0,
+            loss: subject.loss.clone(),
         },
         method: Method::Analytic,
         ops,
         whole: None,
     }
+}
+
+/// A step of SGD with momentum: weights, gradient and momentum are read, weights and momentum written, in one kernel.
+fn update_us(device: &Device, bytes: u64) -> f64 {
+    (5.0 * bytes as f64 / (STREAMING * device.memory_bandwidth.0) + device.launch.0) * 1e6
 }
 
 /// Microseconds to whole picoseconds: few enough digits to be read back from a file as they were.

@@ -7,7 +7,7 @@
 //! and kept bytes that are summed over ops are those of the run.
 
 use super::backward::BackwardError;
-use super::backward::{Arriving, Read, backward};
+use super::backward::{Arriving, Backward, Made, Read, backward};
 use super::fragment::{Fragment, FragmentError, fragments};
 use super::loss::{LOSS, Loss, LossError, attach};
 use super::memory::{self, Needs};
@@ -71,8 +71,8 @@ pub struct Attribution {
     pub second: HashSet<NodeId>,
     /// For every op the bytes of its results that are kept from forward to backward.
     pub saved_bytes: Vec<u64>,
-    /// For every op the bytes of what is alive while its nodes run, forward or backward, beside what is kept, parameters and their
-    /// gradients.
+    /// For every op the bytes of what is alive while its nodes run, forward or backward, beside what is kept, parameters and the
+    /// gradients of all of them: as long as one of its own is not yet made, it leaves room for other things.
     pub live_bytes: Vec<u64>,
     /// For every op the bytes that the first half of a split backward makes for the op's own second half.
     pub between_bytes: Vec<u64>,
@@ -134,15 +134,19 @@ pub fn attribute(graph: &Graph, training: Training) -> Result<Attribution, Attri
     let saved: Vec<Value> = made.iter().flat_map(|b| &b.reads).filter_map(|(_, read)| saved_value(read)).collect();
     let saved_bytes = saved_by_owner(&fragment, &forward_owners, &saved, ops.len());
     let kept: HashSet<Value> = saved.iter().copied().collect();
-    let mut live_bytes = vec![0; ops.len()];
-    live_by_owner(&fragment.graph, &forward_order, &forward_owners, [&kept, &HashSet::new()], &mut live_bytes);
+    let backward_order = made.as_ref().map(|made| order::canonical(&made.graph)).unwrap_or_default();
+    let backward_owners = made.as_ref().map(|made| owners(&made.graph, &backward_order)).unwrap_or_default();
+    let gradients = made.as_ref().map(|made| own_gradients(&fragment, made, &backward_owners)).unwrap_or_default();
+    let mut live = Live { bytes: vec![0; ops.len()], not_yet: vec![0; ops.len()] };
+    for &(owner, bytes) in gradients.values() {
+        live.not_yet[owner] += bytes;
+    }
+    live.look(&fragment.graph, &forward_order, &forward_owners, [&kept, &HashSet::new()], &HashMap::new());
     let mut backward_nodes = vec![Vec::new(); ops.len()];
     if let Some(made) = &made {
-        let order = order::canonical(&made.graph);
-        let owners = owners(&made.graph, &order);
-        backward_nodes = by_owner(&made.graph, &order, &owners, ops.len());
+        backward_nodes = by_owner(&made.graph, &backward_order, &backward_owners, ops.len());
         let held = made.graph.outputs.iter().map(|output| output.value).collect();
-        live_by_owner(&made.graph, &order, &owners, [&HashSet::new(), &held], &mut live_bytes);
+        live.look(&made.graph, &backward_order, &backward_owners, [&HashSet::new(), &held], &gradients);
     }
     let mut second = HashSet::new();
     let [mut between_bytes, mut arriving_bytes] = [vec![0; ops.len()], vec![0; ops.len()]];
@@ -161,7 +165,7 @@ pub fn attribute(graph: &Graph, training: Training) -> Result<Attribution, Attri
         backward_nodes,
         second,
         saved_bytes,
-        live_bytes,
+        live_bytes: live.bytes,
         between_bytes,
         arriving_bytes,
     })
@@ -260,18 +264,50 @@ fn by_owner(graph: &Graph, order: &[NodeId], owners: &HashMap<NodeId, usize>, op
     nodes
 }
 
-/// Raises each op's figure to what is alive while one of its nodes runs.
-fn live_by_owner(
-    graph: &Graph,
-    order: &[NodeId],
+/// The gradients that belong to one op alone: by the node that makes each, the op and the bytes.
+fn own_gradients(
+    fragment: &Fragment,
+    made: &Backward,
     owners: &HashMap<NodeId, usize>,
-    [kept, held]: [&HashSet<Value>; 2],
-    bytes: &mut [u64],
-) {
-    let needs = Needs { own: &HashSet::new(), kept, held, workspace: &HashMap::new() };
-    for (id, alive) in order.iter().zip(memory::live(graph, order, &needs)) {
-        if let (true, Some(&owner)) = (runs(&graph.node(*id).op), owners.get(id)) {
-            bytes[owner] = bytes[owner].max(alive as u64);
+) -> HashMap<NodeId, (usize, u64)> {
+    let mut gradients: HashMap<NodeId, (usize, u64)> = HashMap::new();
+    for (output, made_as) in made.graph.outputs.iter().zip(&made.makes) {
+        let Made::Parameter(term) = made_as else { continue };
+        let parameter = Value { node: fragment.parameter_terms[*term].parameter, output: 0 };
+        let root = root(&made.graph, output.value);
+        let bytes = made.graph.fact(root).bytes().unwrap_or(0);
+        if let (Some(&owner), 1) = (owners.get(&root.node), fragment.graph.consumers(parameter).len()) {
+            gradients.entry(root.node).or_insert((owner, 0)).1 += bytes;
+        }
+    }
+    gradients
+}
+
+/// What is alive while the nodes of each op run.
+struct Live {
+    bytes: Vec<u64>,
+    /// Bytes of the gradients of each op's own parameters that are still to be made.
+    not_yet: Vec<u64>,
+}
+
+impl Live {
+    /// Raises each op's figure to what is alive while one of its nodes runs.
+    fn look(
+        &mut self,
+        graph: &Graph,
+        order: &[NodeId],
+        owners: &HashMap<NodeId, usize>,
+        [kept, held]: [&HashSet<Value>; 2],
+        gradients: &HashMap<NodeId, (usize, u64)>,
+    ) {
+        let needs = Needs { own: &HashSet::new(), kept, held, workspace: &HashMap::new() };
+        for (id, alive) in order.iter().zip(memory::live(graph, order, &needs)) {
+            if let Some(&(owner, bytes)) = gradients.get(id) {
+                self.not_yet[owner] -= bytes;
+            }
+            if let (true, Some(&owner)) = (runs(&graph.node(*id).op), owners.get(id)) {
+                self.bytes[owner] = self.bytes[owner].max((alive as u64).saturating_sub(self.not_yet[owner]));
+            }
         }
     }
 }
@@ -283,15 +319,21 @@ fn saved_value(read: &Read) -> Option<Value> {
     }
 }
 
+/// What a value is a view of, or itself.
+fn root(graph: &Graph, value: Value) -> Value {
+    let mut root = value;
+    while root.output == 0 && rule(&graph.node(root.node).op).is_view() {
+        root = graph.inputs(root.node)[0];
+    }
+    root
+}
+
 /// Bytes that are kept for each op. A view is kept as the tensor that it is a view of; sources are there anyway.
 fn saved_by_owner(fragment: &Fragment, owners: &HashMap<NodeId, usize>, saved: &[Value], ops: usize) -> Vec<u64> {
     let graph = &fragment.graph;
     let mut roots: BTreeSet<Value> = BTreeSet::new();
     for &value in saved {
-        let mut root = value;
-        while root.output == 0 && rule(&graph.node(root.node).op).is_view() {
-            root = graph.inputs(root.node)[0];
-        }
+        let root = root(graph, value);
         if runs(&graph.node(root.node).op) || root.output > 0 {
             roots.insert(root);
         }

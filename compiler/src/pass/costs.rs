@@ -166,6 +166,7 @@ pub fn fill(costs: &mut CostGraph, profile: &Profile, sha256: Option<&str>) -> R
         op.fwd_us = profiled.fwd_us;
         op.bwd_us = profiled.bwd_us;
         op.weight_us = profiled.weight_us;
+        op.update_us = profiled.update_us.unwrap_or(0.0);
         op.workspace_bytes = profiled.workspace_bytes;
     }
     Ok(())

@@ -157,6 +157,16 @@ pub struct Problem {
     pub optimizer: String,
 }
 
+impl Problem {
+    /// Counts the optimizer's steps, once schedule, micro-batches and optimizer are known. The formulas of the literature leave them out.
+    pub fn count_updates(&mut self) {
+        if self.cost == CostModel::Pipec && self.schedule != ScheduleKind::Inference {
+            let items = if self.schedule.is_round_robin() { 1 } else { self.microbatches };
+            self.graph.charge_updates(self.optimizer_state, items);
+        }
+    }
+}
+
 /// A question that makes no sense.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 pub enum ProblemError {

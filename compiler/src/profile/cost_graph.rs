@@ -37,6 +37,8 @@ pub struct OpCost {
     pub bwd_us: f64,
     /// The part of it that makes gradients of weights, where that is known: see [`OpCost::weight_part_us`].
     pub weight_us: Option<f64>,
+    /// Time of one step of SGD with momentum over the parameters this op is the first to use; 0 where it is not known.
+    pub update_us: f64,
     /// Bytes of the parameters this op is the first to use: a tied parameter is counted once, [`CostGraph::params`] names all
     /// its users.
     pub param_bytes: u64,
@@ -127,7 +129,7 @@ pub enum CostGraphError {
     Time {
         /// Name of the op.
         name: String,
-        /// `fwd_us`, `bwd_us` or `weight_us`.
+        /// `fwd_us`, `bwd_us`, `weight_us` or `update_us`.
         field: &'static str,
         /// The value.
         value: f64,
@@ -209,7 +211,22 @@ impl OpCost {
     }
 }
 
+/// Passes over memory of one step of SGD with momentum: weights, gradient and momentum are read, weights and momentum written.
+const MOMENTUM_PASSES: f64 = 5.0;
+
 impl CostGraph {
+    /// Adds the optimizer's steps to the backwards, as part of what makes gradients of weights: a step for so many items, by an optimizer
+    /// that keeps `state` times the weights. Steps are bound by memory, of which each pass over the weights takes as long.
+    pub fn charge_updates(&mut self, state: f64, items: u32) {
+        let passes = 3.0 + 2.0 * state;
+        for op in self.ops.iter_mut().filter(|op| op.update_us > 0.0) {
+            let us = op.update_us * passes / MOMENTUM_PASSES / f64::from(items.max(1));
+            op.weight_us = Some(op.weight_part_us() + us);
+            op.bwd_us += us;
+            op.update_us = 0.0;
+        }
+    }
+
     /// Whether a tensor would not be kept if it were not sent.
     pub fn is_only_sent(&self, tensor: usize) -> bool {
         self.ops[self.tensors[tensor].producer.index()].unsaved
@@ -234,7 +251,9 @@ impl CostGraph {
                 return Err(CostGraphError::Id { name: shown(&op.name), index, id: op.id });
             }
             let weight_us = op.weight_us.unwrap_or(0.0);
-            for (field, value) in [("fwd_us", op.fwd_us), ("bwd_us", op.bwd_us), ("weight_us", weight_us)] {
+            for (field, value) in
+                [("fwd_us", op.fwd_us), ("bwd_us", op.bwd_us), ("weight_us", weight_us), ("update_us", op.update_us)]
+            {
                 if !(value.is_finite() && value >= 0.0) {
                     return Err(CostGraphError::Time { name: shown(&op.name), field, value });
                 }

@@ -88,6 +88,9 @@ pub fn check(profile: &Profile) -> Result<(), ProfileError> {
         for (field, value) in [("fwd_us", op.fwd_us), ("bwd_us", op.bwd_us), ("spread", op.spread)] {
             figure(place, field, value)?;
         }
+        if let Some(update_us) = op.update_us {
+            figure(place, "update_us", update_us)?;
+        }
         if let Some(weight_us) = op.weight_us {
             figure(place, "weight_us", weight_us)?;
             if weight_us > op.bwd_us {

@@ -23,9 +23,10 @@ use crate::schedule::ledger::Ledger;
 use crate::schedule::numbered::Numbered;
 use crate::schedule::order::Layout;
 use crate::schedule::rule::Rule;
+use crate::schedule::shape::MAX_WORKERS;
 use crate::schedule::shape::check_ranks;
 use crate::schedule::{
-    EdgeId, Instruction, MAX_WORKERS, MicrobatchId, Payload, Program, RankId, Token, Version, WorkerId, WorkerProgram,
+    EdgeId, Instruction, MicrobatchId, Payload, Program, RankId, Token, Version, WorkerId, WorkerProgram,
 };
 
 /// Says what is wrong with the program, if anything is.

@@ -8,8 +8,8 @@
 
 use crate::cluster::Level;
 use crate::plan::links::{self, Ring, Wire};
+use crate::plan::ports::Ports;
 use crate::plan::{Edge as PlannedEdge, Plan, ScheduleKind, Stage};
-use crate::schedule::ports::Ports;
 use crate::schedule::{Edge, Pipeline, RankId, Schedule, ScheduleError, StageShape};
 use std::collections::BTreeMap;
 
@@ -73,7 +73,8 @@ pub fn pipeline_of(
     }
     let mut pipeline = Pipeline { stages, ranks, edges, ports: Ports::default() };
     pipeline.validate()?;
-    pipeline.ports = Ports::new(levels, planned, &pipeline.ranks, joined_at, &rings);
+    let of_stage = pipeline.ranks.iter().map(|rank| rank.index());
+    pipeline.ports = Ports::new(levels, planned, of_stage, joined_at, &rings);
     Ok(pipeline)
 }
 

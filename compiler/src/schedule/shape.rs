@@ -3,8 +3,11 @@
 //! Under the schedules with chunks a rank holds several stages. Two placements are published: a loop, where stage s is on rank
 //! s mod p, and a V, where the stages go down the ranks and come back up, so that the first and the last stage share a rank.
 
-use crate::schedule::ports::Ports;
-use crate::schedule::{Edge, MAX_WORKERS, Pipeline, RankId, Schedule, ScheduleError, StageShape, published_caps};
+use crate::plan::ports::Ports;
+use crate::schedule::{Edge, Pipeline, RankId, Schedule, ScheduleError, StageShape, published_caps};
+
+/// No cluster that a program of this form can drive has more workers.
+pub const MAX_WORKERS: u64 = 1 << 16;
 
 /// The least common multiple, with 1 for 0; the largest number where it is larger.
 pub fn common_multiple(a: u64, b: u64) -> u64 {

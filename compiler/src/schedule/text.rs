@@ -35,10 +35,11 @@ use std::fmt;
 use std::str::FromStr;
 
 use crate::plan::StageId;
+use crate::schedule::shape::MAX_WORKERS;
 use crate::schedule::work::{Part, Work};
 use crate::schedule::{
-    EdgeId, Instruction, MAX_WORKERS, MicrobatchId, Payload, Program, ProgramStage, RankId, Schedule, Slot, Token,
-    Version, WorkerId, WorkerProgram,
+    EdgeId, Instruction, MicrobatchId, Payload, Program, ProgramStage, RankId, Schedule, Slot, Token, Version,
+    WorkerId, WorkerProgram,
 };
 
 /// Where and why a text is not a program.

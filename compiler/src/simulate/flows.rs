@@ -12,8 +12,8 @@
 //! A flow whose rate changes arrives at another time. The moment that was posted before then means nothing any more: each change has a
 //! number, and a moment of an earlier number is passed over.
 
+use crate::plan::ports::Port;
 use crate::schedule::moments::Moments;
-use crate::schedule::ports::Port;
 
 /// A list of ports, by the order in which [`Flows::way`] was told of it.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -36,7 +36,8 @@ struct Flow<W> {
     /// Microseconds that are left of it at full rate, as of `since`.
     left: f64,
     since: f64,
-    rate: f64,
+    /// How many the fullest of its ports carries; 0 before it is on its way.
+    among: u32,
     /// Counts its changes of rate, and those of whatever had its place before.
     change: u32,
 }
@@ -57,7 +58,7 @@ impl<W: Copy> Flows<W> {
 
     /// Sends something on its way that takes so many microseconds where nothing else goes.
     pub fn begin(&mut self, now: f64, us: f64, way: Way, what: W) {
-        let mut flow = Flow { what, way, left: us, since: now, rate: 0.0, change: 0 };
+        let mut flow = Flow { what, way, left: us, since: now, among: 0, change: 0 };
         let at = match self.free.pop() {
             Some(at) => {
                 flow.change = self.flows[at as usize].change;
@@ -91,7 +92,7 @@ impl<W: Copy> Flows<W> {
         if flow.change != change {
             return None;
         }
-        flow.change += 1;
+        flow.change = flow.change.wrapping_add(1);
         let (what, way, had_ports) = (flow.what, flow.way, flow.left > 0.0);
         self.free.push(at);
         if had_ports {
@@ -116,13 +117,16 @@ impl<W: Copy> Flows<W> {
     fn pace(&mut self, now: f64, at: u32) {
         let flow = &mut self.flows[at as usize];
         let fullest = self.ways[flow.way.0 as usize].iter().map(|&port| self.ports[port as usize].len()).max();
-        let rate = if flow.left > 0.0 { 1.0 / fullest.unwrap_or(1).max(1) as f64 } else { 1.0 };
-        if rate != flow.rate {
-            // The rest is never nothing, so that what takes time is known by it.
-            flow.left = (flow.left - (now - flow.since) * flow.rate).max(flow.left * f64::EPSILON);
-            (flow.since, flow.rate) = (now, rate);
-            flow.change += 1;
-            self.arrivals.post((now + flow.left / rate).to_bits(), (at, flow.change));
+        let among = if flow.left > 0.0 { fullest.unwrap_or(1).max(1) as u32 } else { 1 };
+        if among != flow.among {
+            if flow.among > 0 {
+                // The rest is never nothing, so that what takes time is known by it.
+                let carried = (now - flow.since) / f64::from(flow.among);
+                flow.left = (flow.left - carried).max(flow.left * f64::EPSILON);
+            }
+            (flow.since, flow.among) = (now, among);
+            flow.change = flow.change.wrapping_add(1);
+            self.arrivals.post((now + flow.left * f64::from(among)).to_bits(), (at, flow.change));
         }
     }
 }

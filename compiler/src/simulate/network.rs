@@ -2,8 +2,8 @@
 //!
 //! Transfers of one kind from one worker to another follow each other; others disturb each other where they share a port.
 
+use crate::plan::ports::Ports;
 use crate::schedule::link::Link;
-use crate::schedule::ports::Ports;
 use crate::schedule::{Edge, Payload, Pipeline};
 
 /// Transfer and reduce times of a pipeline, where nothing else is carried.

@@ -380,7 +380,7 @@ impl<'a> Simulation<'a> {
         let line = self.channels.number(worker, channel);
         if line as usize == self.lines.len() {
             let Channel { from, to, edge, .. } = channel;
-            let way = self.flows.way(self.machine.network.ports.message(edge.index(), from, to));
+            let way = self.flows.way(self.machine.network.ports.message(edge.index(), from.index(), to.index()));
             let (sends, recvs) = (VecDeque::new(), VecDeque::new());
             self.lines.push(Line { sends, recvs, way, carries: None, spans: Vec::new() });
         }

@@ -8,7 +8,6 @@
 use crate::cluster::Level;
 use crate::plan::Stage;
 use crate::plan::links::Ring;
-use crate::schedule::{RankId, WorkerId};
 use std::collections::BTreeMap;
 
 /// One direction of one port.
@@ -35,11 +34,12 @@ pub struct Part {
 }
 
 impl Ports {
-    /// The ports of stages on the ranks, given for each edge the level that it takes and for each stage its rings.
+    /// The ports of stages on ranks, whose workers are numbered in the order of the ranks, given for each edge the level that it takes and for
+    /// each stage its rings.
     pub fn new(
         levels: &[Level],
         stages: &[Stage],
-        ranks: &[RankId],
+        ranks: impl Iterator<Item = usize>,
         edges: Vec<Option<usize>>,
         rings: &[Vec<Ring>],
     ) -> Ports {
@@ -47,11 +47,11 @@ impl Ports {
         let mut first = Vec::with_capacity(stages.len());
         let mut begins: Vec<usize> = Vec::new();
         for (stage, rank) in stages.iter().zip(ranks) {
-            if rank.index() == begins.len() {
+            if rank == begins.len() {
                 begins.push(devices.len());
                 devices.extend(&stage.devices);
             }
-            first.push(begins[rank.index()]);
+            first.push(begins[rank]);
         }
         let mut numbers: BTreeMap<(usize, u64), u32> = BTreeMap::new();
         let mut unit = 1u64;
@@ -81,10 +81,10 @@ impl Ports {
         Ports { of, edges, reductions }
     }
 
-    /// The ports of a message over the edge with this number.
-    pub fn message(&self, edge: usize, from: WorkerId, to: WorkerId) -> Vec<Port> {
+    /// The ports of a message over the edge with this number, from one worker to another.
+    pub fn message(&self, edge: usize, from: usize, to: usize) -> Vec<Port> {
         let of = self.edges.get(edge).copied().flatten().and_then(|level| self.of.get(level));
-        let ends = of.and_then(|of| Some((of.get(from.index())?, of.get(to.index())?)));
+        let ends = of.and_then(|of| Some((of.get(from)?, of.get(to)?)));
         ends.map_or(Vec::new(), |(&from, &to)| vec![out_of(from), into(to)])
     }
 

@@ -1,0 +1,72 @@
+//! The time of one optimizer step over a parameter: SGD with momentum, which reads weights, gradient and momentum and writes weights and
+//! momentum. What other optimizers take follows from how much they read and write.
+
+use crate::cache::Time;
+use crate::kernel::{Runs, sampled};
+use compiler::graph::Graph;
+use compiler::graph::order;
+use compiler::op::{Op, Value};
+use compiler::pass::attribution::Attribution;
+use compiler::tensor::DType;
+use runtime::buffer::Buffer;
+use runtime::optimizer::{Optimizer, Rule, Update};
+use std::collections::HashMap;
+
+/// Its factors are of no matter to the time, but values should stay ordinary ones.
+const RULE: Rule = Rule::Sgd { learning_rate: 1e-6, momentum: 0.5, nesterov: false, weight_decay: 0.0 };
+
+/// A parameter as a step sees it: its type, and its size in bytes.
+pub type Size = (DType, u64);
+
+/// The parameters of each op that is the first to read them.
+pub fn parameters(graph: &Graph, attribution: &Attribution) -> Vec<Vec<Size>> {
+    let number: HashMap<_, _> = attribution.ops.iter().enumerate().map(|(at, id)| (*id, at)).collect();
+    let mut sizes = vec![Vec::new(); attribution.ops.len()];
+    for id in order::canonical(graph) {
+        let Op::Parameter(_) = graph.node(id).op else { continue };
+        let value = Value { node: id, output: 0 };
+        let first = graph.consumers(value).iter().filter_map(|(node, _)| number.get(node)).min().copied();
+        let fact = graph.fact(value);
+        if let (Some(first), Some(bytes)) = (first, fact.bytes().filter(|_| fact.dtype.is_float())) {
+            // Weights of two bytes are stepped as their masters.
+            let narrow = fact.dtype.size() == 2;
+            sizes[first].push(if narrow { (DType::F32, bytes * 2) } else { (fact.dtype, bytes) });
+        }
+    }
+    sizes
+}
+
+/// Takes the time of a step over a parameter of that size.
+pub fn time((dtype, bytes): Size, runs: &Runs) -> Time {
+    let optimizer = Optimizer::from(RULE);
+    let copies = (runs.rotation_bytes as u64 / (3 * bytes).max(1)).clamp(1, 1 << 16);
+    let mut held: Vec<[Buffer; 3]> = (0..copies).map(|_| [(); 3].map(|()| Buffer::new(bytes as usize))).collect();
+    let mut next = 0;
+    let mut step = || {
+        let [weight, gradient, momentum] = &mut held[next];
+        let update = Update { dtype, gradient: gradient.bytes(), scale: 1.0, step: 1, rate: 1.0 };
+        optimizer.in_place(update, weight.bytes_mut(), std::slice::from_mut(momentum));
+        next = (next + 1) % copies as usize;
+    };
+    let run = |times: usize| -> Result<(), std::convert::Infallible> {
+        (0..times).for_each(|_| step());
+        Ok(())
+    };
+    match sampled(run, runs) {
+        Ok(time) => time,
+        Err(never) => match never {},
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::time::Duration;
+
+    #[test]
+    fn more_bytes_take_longer() {
+        let runs = Runs { warmup: 1, samples: 9, seed: 0, rotation_bytes: 1 << 22, budget: Duration::from_millis(50) };
+        let [few, many] = [1 << 12, 1 << 22].map(|bytes| time((DType::F32, bytes), &runs).median_ps);
+        assert!(0 < few && 20 * few < many, "{few} and {many} ps");
+    }
+}

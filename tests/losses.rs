@@ -1,0 +1,144 @@
+//! The loss that training attaches is no op of a plan, and its costs are part of one: what is planned is what training holds.
+
+use assert_cmd::Command;
+use serde_json::Value;
+use std::fs;
+use std::path::Path;
+
+/// Runs and expects this code; gives standard error.
+fn ends(folder: &Path, code: i32, arguments: &[&str]) -> String {
+    let output = Command::cargo_bin("pipec").unwrap().current_dir(folder).args(arguments).output().unwrap();
+    let stderr = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert_eq!(output.status.code(), Some(code), "{arguments:?}: {stderr}");
+    stderr
+}
+
+fn json(path: &Path) -> Value {
+    serde_json::from_str(&fs::read_to_string(path).unwrap()).unwrap()
+}
+
+fn planned(folder: &Path, more: &[&str]) -> Value {
+    let flags = ["partition", "model.onnx", "--gpus", "2", "--stages", "1,1", "-q", "-o", "plan.json"];
+    ends(folder, 0, &[&flags[..], more].concat());
+    ends(folder, 0, &["plan", "check", "plan.json", "--model", "model.onnx"]);
+    json(&folder.join("plan.json"))
+}
+
+fn total(plan: &Value, stage: usize) -> f64 {
+    plan["stages"][stage]["memory"]["total"].as_f64().unwrap()
+}
+
+/// A small vocabulary model, whose logits are what is largest.
+fn gpt(folder: &Path) {
+    ends(folder, 0, &["zoo", "gpt", "--vocabulary", "4000", "--tied", "false", "-o", "model.onnx"]);
+}
+
+#[test]
+fn the_usual_loss_is_counted_where_it_runs() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    gpt(folder);
+    let usual = planned(folder, &[]);
+    let none = planned(folder, &["--loss", "none"]);
+    assert_eq!(usual["model"]["import"]["loss"], "cross-entropy");
+    assert_eq!(none["model"]["import"]["loss"], Value::Null);
+    assert!(total(&usual, 1) > 1.3 * total(&none, 1), "{} and {}", total(&usual, 1), total(&none, 1));
+    let time = |plan: &Value| plan["stages"][1]["fwd_us"].as_f64().unwrap();
+    assert!(time(&usual) > time(&none));
+    for (more, loss) in
+        [(&["--loss", "mse"][..], "mse"), (&["--loss", "cross-entropy", "--class-dim", "1"], "cross-entropy over 1")]
+    {
+        assert_eq!(planned(folder, more)["model"]["import"]["loss"], loss);
+    }
+    assert_eq!(planned(folder, &["--schedule", "inference"])["model"]["import"]["loss"], Value::Null);
+    let told = ends(folder, 2, &["partition", "model.onnx", "--gpus", "2", "--loss", "output"]);
+    assert!(told.contains("not a scalar") && told.contains("--loss none"), "{told}");
+}
+
+#[test]
+fn a_profile_says_which_loss_its_times_have() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    gpt(folder);
+    ends(
+        folder,
+        0,
+        &["profile", "model.onnx", "--device", "analytic:cpu", "--loss", "mse", "-q", "-o", "profile.json"],
+    );
+    assert_eq!(json(&folder.join("profile.json"))["settings"]["loss"], "mse");
+    ends(folder, 0, &["partition", "model.onnx", "--profile", "profile.json", "--gpus", "2", "-q", "-o", "plan.json"]);
+    assert_eq!(json(&folder.join("plan.json"))["model"]["import"]["loss"], "mse");
+    let told = ends(
+        folder,
+        2,
+        &["partition", "model.onnx", "--profile", "profile.json", "--gpus", "2", "--loss", "bce", "-o", "p.json"],
+    );
+    assert!(told.contains("`mse`") && told.contains("pipec profile"), "{told}");
+}
+
+/// Every stage holds what was planned for it, within 5 %; and what is planned is what is trained, without saying it again.
+#[test]
+fn training_holds_what_was_planned() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    gpt(folder);
+    let flags = ["--profile", "analytic:cpu", "--optimizer", "sgd-momentum", "--micro-batch", "4", "--loss", "mse"];
+    let plan = planned(folder, &flags);
+    let training =
+        ["train", "model.onnx", "--plan", "plan.json", "--synthetic-data", "--steps", "6", "--momentum", "0.9"];
+    ends(folder, 0, &[&training[..], &["--batch", "4", "-q", "--metrics", "m.jsonl"]].concat());
+    let lines = fs::read_to_string(folder.join("m.jsonl")).unwrap();
+    let last: Value = serde_json::from_str(lines.lines().last().unwrap()).unwrap();
+    let stages = last["total"]["stages"].as_array().unwrap();
+    assert_eq!(stages.len(), 2);
+    for (at, stage) in stages.iter().enumerate() {
+        let ratio = stage["held_bytes"].as_f64().unwrap() / total(&plan, at);
+        assert!((0.95..=1.0 + 1e-9).contains(&ratio), "stage {at} held {ratio} of what was planned");
+    }
+    let first = |lines: &str| serde_json::from_str::<Value>(lines.lines().next().unwrap()).unwrap()["loss"].clone();
+    let by_plan = first(&lines);
+    ends(
+        folder,
+        0,
+        &[
+            "train",
+            "model.onnx",
+            "--loss",
+            "mse",
+            "--synthetic-data",
+            "--steps",
+            "1",
+            "--batch",
+            "4",
+            "-q",
+            "--metrics",
+            "n.jsonl",
+        ],
+    );
+    assert_eq!(first(&fs::read_to_string(folder.join("n.jsonl")).unwrap()), by_plan);
+}
+
+/// A step of SGD with momentum reads and writes five times the weights, one of Adam seven times, plain SGD three times; under micro-batches
+/// it comes once for all of them.
+#[test]
+fn steps_of_the_optimizer_are_part_of_the_time() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    ends(folder, 0, &["zoo", "mlp", "-o", "model.onnx"]);
+    let time = |more: &[&str]| {
+        let plan = planned(folder, more);
+        (0..2).map(|at| plan["stages"][at]["bwd_us"].as_f64().unwrap()).sum::<f64>()
+    };
+    let of = |optimizer: &str| time(&["--optimizer", optimizer]);
+    let [sgd, momentum, adam] = ["sgd", "sgd-momentum", "adam"].map(of);
+    let each = (momentum - sgd) / 2.0;
+    assert!(each > 0.0 && ((adam - momentum) / 2.0 / each - 1.0).abs() < 1e-6, "{sgd}, {momentum}, {adam}");
+    let of = |microbatches: &str, optimizer: &str| {
+        time(&["--schedule", "1f1b", "--microbatches", microbatches, "--optimizer", optimizer])
+    };
+    let fourth = (of("4", "adam") - of("4", "sgd-momentum")) / 2.0;
+    assert!((fourth * 4.0 / each - 1.0).abs() < 1e-6, "{fourth} and {each}");
+    // The formulas of the literature know no such thing.
+    let paper = |optimizer: &str| time(&["--cost", "paper", "--optimizer", optimizer]);
+    assert_eq!(paper("sgd"), paper("adam"));
+}
