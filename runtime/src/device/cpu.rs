@@ -35,6 +35,8 @@ pub mod math;
 pub mod matmul;
 pub mod movement;
 pub mod optimizer;
+#[cfg(target_arch = "x86_64")]
+pub mod panels;
 pub mod patches;
 pub mod pool;
 pub mod real;
