@@ -29,6 +29,8 @@ pub mod function;
 pub mod gather;
 pub mod gru;
 pub mod half;
+#[cfg(target_arch = "x86_64")]
+pub mod implicit;
 pub mod layer_norm;
 pub mod lstm;
 pub mod math;

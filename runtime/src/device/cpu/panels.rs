@@ -12,10 +12,12 @@
 //! An element of the result is one sum over the depth in order, up to 256 at a time, each product fused with its addition. So its bits do
 //! not depend on how many rows and columns are asked for at once, nor on which factor is copied.
 
+pub mod images;
 pub mod matrix;
 pub mod pack;
 pub mod product;
 pub mod tile;
+pub mod windows;
 
 use std::ops::Range;
 
