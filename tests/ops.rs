@@ -193,7 +193,7 @@ fn window(strides: &[usize], begin: &[usize], end: &[usize], dilations: &[usize]
 
 #[test]
 fn convolutions_of_many_shapes() {
-    let cases: [(&[usize], &[usize], usize, Window); 10] = [
+    let cases: [(&[usize], &[usize], usize, Window); 18] = [
         (&[2, 8, 14, 14], &[6, 8, 3, 3], 1, window(&[1, 1], &[1, 1], &[1, 1], &[1, 1])),
         (&[2, 3, 23, 21], &[8, 3, 7, 7], 1, window(&[2, 2], &[3, 3], &[3, 3], &[1, 1])),
         (&[3, 8, 30, 30], &[4, 8, 1, 1], 1, window(&[1, 1], &[0, 0], &[0, 0], &[1, 1])),
@@ -203,6 +203,14 @@ fn convolutions_of_many_shapes() {
         (&[2, 6, 40, 40], &[6, 1, 3, 3], 6, window(&[1, 1], &[1, 1], &[1, 1], &[1, 1])),
         (&[3, 6, 15, 15], &[12, 1, 5, 5], 6, window(&[2, 2], &[2, 2], &[2, 2], &[1, 1])),
         (&[4, 5, 50], &[7, 5, 4], 1, window(&[3], &[2], &[1], &[1])),
+        (&[9, 20, 2, 2], &[17, 20, 3, 3], 1, window(&[1, 1], &[1, 1], &[1, 1], &[1, 1])),
+        (&[5, 10, 4, 4], &[24, 10, 3, 3], 1, window(&[1, 1], &[1, 1], &[1, 1], &[1, 1])),
+        (&[5, 18, 7, 7], &[9, 18, 5, 5], 1, window(&[1, 1], &[2, 2], &[2, 2], &[1, 1])),
+        (&[3, 4, 24, 25], &[10, 4, 3, 3], 1, window(&[1, 1], &[1, 0], &[0, 2], &[1, 1])),
+        (&[4, 16, 8, 8], &[8, 8, 3, 3], 2, window(&[1, 1], &[2, 2], &[2, 2], &[2, 2])),
+        (&[2, 3, 50, 51], &[16, 3, 5, 5], 1, window(&[2, 2], &[2, 1], &[1, 2], &[1, 1])),
+        (&[3, 8, 16, 16], &[16, 8, 1, 1], 1, window(&[2, 2], &[0, 0], &[0, 0], &[1, 1])),
+        (&[2, 2, 9, 3], &[3, 2, 2, 3], 1, window(&[1, 1], &[3, 4], &[4, 3], &[1, 1])),
         (&[2, 3, 6, 7, 8], &[4, 3, 2, 3, 2], 1, window(&[1, 2, 1], &[1, 1, 0], &[0, 1, 1], &[1, 1, 2])),
     ];
     for (x_shape, w_shape, groups, window) in cases {
@@ -217,6 +225,42 @@ fn convolutions_of_many_shapes() {
         ask_both(&what, Op::ConvInputGrad(input_grad), &[dy.clone(), w]);
         let weight_grad = ConvWeightGrad { window, groups, kernel: w_shape[2..].to_vec() };
         ask_both(&what, Op::ConvWeightGrad(weight_grad), &[dy, x]);
+    }
+}
+
+#[test]
+fn convolutions_of_random_windows() {
+    let mut state = 7u64;
+    let mut below = |limit: u64| {
+        state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+        ((state >> 33) % limit) as usize
+    };
+    let mut asked = 0;
+    while asked < 60 {
+        let dims = 1 + below(3);
+        let mut pick =
+            |from: u64, limit: u64| -> Vec<usize> { (0..dims).map(|_| from as usize + below(limit)).collect() };
+        let (data, kernel, strides) = (pick(1, if dims == 3 { 7 } else { 20 }), pick(1, 4), pick(1, 3));
+        let (begin, end, dilations) = (pick(0, 4), pick(0, 4), pick(1, 2));
+        let strides = if asked % 2 == 0 { vec![1; dims] } else { strides };
+        let fits = (0..dims).all(|a| data[a] + begin[a] + end[a] > dilations[a] * (kernel[a] - 1));
+        let (groups, images) = (1 + below(2), 1 + below(6));
+        let (ins, outs) = (1 + below(9), 1 + below(20));
+        if !fits {
+            continue;
+        }
+        asked += 1;
+        let window = window(&strides, &begin, &end, &dilations);
+        let what = format!("{images} images {data:?}, {groups} groups, {ins} to {outs}, {kernel:?} {window:?}");
+        let x = random(&[&[images, groups * ins], data.as_slice()].concat(), 1);
+        let w = random(&[&[groups * outs, ins], kernel.as_slice()].concat(), 2);
+        let forward = Op::Conv(Conv { window: window.clone(), groups });
+        let inputs = [x.clone(), w.clone()];
+        let dy = random(&infer(&forward, &inputs)[0].concrete().unwrap(), 3);
+        ask_both(&what, forward, &inputs);
+        let spatial = data.iter().map(|&d| d.into()).collect();
+        ask_both(&what, Op::ConvInputGrad(ConvInputGrad { window: window.clone(), groups, spatial }), &[dy.clone(), w]);
+        ask_both(&what, Op::ConvWeightGrad(ConvWeightGrad { window, groups, kernel }), &[dy, x]);
     }
 }
 

@@ -29,12 +29,16 @@ pub mod function;
 pub mod gather;
 pub mod gru;
 pub mod half;
+#[cfg(target_arch = "x86_64")]
+pub mod implicit;
 pub mod layer_norm;
 pub mod lstm;
 pub mod math;
 pub mod matmul;
 pub mod movement;
 pub mod optimizer;
+#[cfg(target_arch = "x86_64")]
+pub mod panels;
 pub mod patches;
 pub mod pool;
 pub mod real;

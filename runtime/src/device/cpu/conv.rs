@@ -4,6 +4,8 @@
 //! back into `dx`. The patches are made a [`Tile`] at a time, so that they stay in the cache: some rows of windows of a
 //! large image, or several small images side by side, so that the product is never a thin one.
 
+#[cfg(target_arch = "x86_64")]
+use super::implicit;
 use super::matmul::{Matrix, product};
 use super::patches::{Grid, gather_patches, scatter_patches};
 use super::real::Real;
@@ -45,6 +47,13 @@ pub fn kernel(role: Role, window: &Window, groups: usize, x: &Layout, w: &Layout
         outs: y.shape[1] / groups,
         tile: Tile::of(&grid, x.shape[1] / groups, x.shape[0]),
     };
+    #[cfg(target_arch = "x86_64")]
+    if x.dtype == DType::F32 && !shape.has_own_filters() && !shape.is_direct() {
+        let sizes = implicit::Sizes { images: shape.images, groups, ins: shape.ins, outs: shape.outs };
+        if let Some(fast) = implicit::kernel(role, &grid, sizes) {
+            return Some(fast);
+        }
+    }
     match x.dtype {
         DType::F32 => Some(made::<f32>(role, shape)),
         DType::F64 => Some(made::<f64>(role, shape)),
@@ -97,6 +106,11 @@ impl Shape {
         self.tile.images * self.tile.rows * self.grid.out[2]
     }
 
+    /// Whether every channel has a filter of its own.
+    fn has_own_filters(&self) -> bool {
+        self.ins == 1 && self.outs == 1 && self.groups > 1
+    }
+
     /// Whether the data are the patches.
     fn is_direct(&self) -> bool {
         self.grid.is_pointwise() && self.tile.images == 1
@@ -132,7 +146,7 @@ impl Shape {
 }
 
 fn made<T: Real>(role: Role, shape: Shape) -> Fast {
-    if shape.ins == 1 && shape.outs == 1 && shape.groups > 1 {
+    if shape.has_own_filters() {
         return own_filters::<T>(role, shape);
     }
     let patches = if shape.is_direct() { 0 } else { shape.depth() * shape.columns() };

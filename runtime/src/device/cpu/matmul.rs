@@ -1,6 +1,8 @@
-//! Matrix products, by the `gemm` crate on one thread.
+//! Matrix products on one thread: of `f32` by our own panels where the processor has AVX-512, else by the `gemm` crate.
 
 use super::movement::transpose_matrix;
+#[cfg(target_arch = "x86_64")]
+use super::panels;
 use super::real::Real;
 use super::walk::{Walk, row_major, stretched};
 use super::{Fast, Layout};
@@ -11,6 +13,9 @@ use gemm_common::Parallelism;
 
 /// From this size on, a transposed right operand is laid out before the product: about the first-level cache.
 const TURN_ELEMENTS: usize = 16 * 1024;
+
+/// From so many columns on a product is one of panels: fewer would leave most lanes empty.
+const MIN_COLUMNS: usize = 8;
 
 /// A matrix product with leading dims.
 pub fn kernel(op: &MatMul, a: &Layout, b: &Layout, c: &Layout) -> Option<Fast> {
@@ -41,7 +46,7 @@ fn batched<T: Real>(op: &MatMul, a: &Layout, b: &Layout, c: &Layout) -> Option<F
     let a_strides = if op.transpose_a { (1, m) } else { (k, 1) };
     let b_strides = if op.transpose_b { (1, k) } else { (n, 1) };
     // The product packs a large transposed right operand slowly, so it is laid out first; for one row that does not pay.
-    let turn = op.transpose_b && m > 1 && k * n >= TURN_ELEMENTS;
+    let turn = op.transpose_b && m > 1 && k * n >= TURN_ELEMENTS && !has_panels::<T>(m, n);
     let fast = Fast::new(move |inputs, outputs, workspace| {
         let (a, b) = (cast_slice::<u8, T>(inputs[0]), cast_slice::<u8, T>(inputs[1]));
         let c: &mut [T] = cast_slice_mut(outputs[0]);
@@ -64,6 +69,14 @@ fn batched<T: Real>(op: &MatMul, a: &Layout, b: &Layout, c: &Layout) -> Option<F
         Ok(())
     });
     Some(fast.with_workspace(if turn { k * n * size_of::<T>() } else { 0 }))
+}
+
+/// Whether a product of so many rows and columns is one of panels.
+fn has_panels<T: Real>(m: usize, n: usize) -> bool {
+    #[cfg(target_arch = "x86_64")]
+    return T::DTYPE == DType::F32 && m > 1 && n >= MIN_COLUMNS && panels::is_at_hand();
+    #[cfg(not(target_arch = "x86_64"))]
+    return false;
 }
 
 /// A matrix to read.
@@ -96,6 +109,13 @@ pub fn product<T: Real>(
         return;
     }
     assert!(last(m, k, a.strides) < a.values.len() && last(k, n, b.strides) < b.values.len(), "a factor is too short");
+    #[cfg(target_arch = "x86_64")]
+    if has_panels::<T>(m, n) {
+        let rows =
+            |of: Matrix<'_, T>| panels::Rows { at: of.values.as_ptr().cast(), row: of.strides.0, step: of.strides.1 };
+        // SAFETY: the asserts above keep every element that is read or written inside its slice, `c` is borrowed alone, and `T` is `f32`.
+        return unsafe { panels::product::matrices([m, n, k], rows(a), rows(b), (c.as_mut_ptr().cast(), c_row), add) };
+    }
     let (alpha, beta) = (if add { T::ONE } else { T::ZERO }, T::ONE);
     let (a_rows, a_columns) = (a.strides.0 as isize, a.strides.1 as isize);
     let (b_rows, b_columns) = (b.strides.0 as isize, b.strides.1 as isize);

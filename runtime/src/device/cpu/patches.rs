@@ -94,6 +94,14 @@ impl Grid {
         self.taps() == 1 && self.stride == [1; 3] && self.before == [0; 3] && self.data == self.out
     }
 
+    /// The grid whose windows see at each tap, in the opposite order, the windows of this one that see their element: data and windows
+    /// change places. Only where windows stand at every element.
+    pub fn flipped(&self) -> Option<Grid> {
+        let before =
+            std::array::from_fn(|axis| self.dilation[axis] * (self.kernel[axis] as isize - 1) - self.before[axis]);
+        (self.stride == [1; 3]).then_some(Grid { data: self.out, out: self.data, before, ..*self })
+    }
+
     /// Whether one window sees all the data, each element once.
     pub fn is_global(&self) -> bool {
         self.out_len() == 1

@@ -1,0 +1,90 @@
+//! Convolutions of `f32` as products whose panels are filled straight from images: no matrix of patches stands in memory.
+//!
+//! ```text
+//! y  [out, window]    = w [out, in·tap]      patches of x [in·tap, window]
+//! dw [out, in·tap]    = dy [out, window]     patches of x, turned [window, in·tap]
+//! dx [in, window]     = w, flipped [in, out·tap]   patches of dy [out·tap, window]     where windows stand at every element
+//! ```
+//!
+//! The windows of all images are the columns of one product, so that small images fill tiles together.
+
+use super::Fast;
+use super::conv::Role;
+use super::panels::images::{Flipped, Patches, PatchesTurned, Results};
+use super::panels::matrix::Plain;
+use super::panels::product::product;
+use super::panels::windows::Windows;
+use super::panels::{Rows, is_at_hand};
+use super::patches::Grid;
+use bytemuck::{cast_slice, cast_slice_mut};
+
+/// A convolution's sizes.
+#[derive(Clone, Copy)]
+pub struct Sizes {
+    /// Images.
+    pub images: usize,
+    /// Groups.
+    pub groups: usize,
+    /// Channels of a group in.
+    pub ins: usize,
+    /// Channels of a group out.
+    pub outs: usize,
+}
+
+/// A convolution of these sizes, none of them 0. Nothing where the processor or the windows do not suit.
+pub fn kernel(role: Role, grid: &Grid, sizes: Sizes) -> Option<Fast> {
+    if !is_at_hand() {
+        return None;
+    }
+    let Sizes { images, groups, ins, outs } = sizes;
+    let (data, windows) = (grid.data_len(), grid.out_len());
+    let (x_image, y_image) = (groups * ins * data, groups * outs * windows);
+    let filters = outs * ins * grid.taps();
+    // What a group's part begins with in x, w and y.
+    let starts = move |group: usize| [group * ins * data, group * filters, group * outs * windows];
+    let depth = ins * grid.taps();
+    if role == Role::InputGrad {
+        let taps = grid.taps();
+        let places = Windows::new(&grid.flipped()?, images, [y_image, x_image])?;
+        return Some(Fast::new(move |inputs, outputs, _| {
+            let (dy, w) = (cast_slice::<u8, f32>(inputs[0]), cast_slice::<u8, f32>(inputs[1]));
+            let dx = cast_slice_mut::<u8, f32>(outputs[0]);
+            assert!(dy.len() == images * y_image && w.len() == groups * filters && dx.len() == images * x_image);
+            for group in 0..groups {
+                let [x_at, w_at, y_at] = starts(group);
+                let filters = Flipped { w: w[w_at..].as_ptr(), ins, taps };
+                let patches = Patches { windows: &places, x: dy[y_at..].as_ptr() };
+                let result = Results { windows: &places, y: dx[x_at..].as_mut_ptr() };
+                // SAFETY: the lengths have been checked, the windows are those of these images, and the processor has been asked.
+                unsafe { product([ins, places.columns, outs * taps], &filters, &patches, &result, false) };
+            }
+            Ok(())
+        }));
+    }
+    let places = Windows::new(grid, images, [x_image, y_image])?;
+    Some(Fast::new(move |inputs, outputs, _| {
+        let (a, b) = (cast_slice::<u8, f32>(inputs[0]), cast_slice::<u8, f32>(inputs[1]));
+        let c = cast_slice_mut::<u8, f32>(outputs[0]);
+        for group in 0..groups {
+            let [x_at, w_at, y_at] = starts(group);
+            // SAFETY: the lengths are checked, the windows are those of these images, and the processor has been asked. What is
+            // only read is never written through its address.
+            unsafe {
+                if role == Role::Forward {
+                    assert!(a.len() == images * x_image && b.len() == groups * filters && c.len() == images * y_image);
+                    let filters = Rows { at: b[w_at..].as_ptr(), row: depth, step: 1 };
+                    let patches = Patches { windows: &places, x: a[x_at..].as_ptr() };
+                    let result = Results { windows: &places, y: c[y_at..].as_mut_ptr() };
+                    product([outs, places.columns, depth], &filters, &patches, &result, false);
+                } else {
+                    assert!(a.len() == images * y_image && b.len() == images * x_image && c.len() == groups * filters);
+                    let dy = Results { windows: &places, y: a[y_at..].as_ptr().cast_mut() };
+                    let patches = PatchesTurned(Patches { windows: &places, x: b[x_at..].as_ptr() });
+                    let dw = Plain { at: c[w_at..].as_mut_ptr(), row: depth };
+                    product([outs, depth, places.columns], &dy, &patches, &dw, false);
+                }
+            }
+        }
+        Ok(())
+    }))
+}

@@ -1,0 +1,291 @@
+//! Factors and results of convolutions: panels are filled straight from images, and results go straight into them.
+
+use super::pack::sixteen_turned;
+use super::windows::{Run, Windows};
+use super::{COLUMNS, LANES, Left, ROWS, Right, Rows, Target, VECTORS};
+use std::arch::x86_64::{
+    __m512, __m512i, _mm256_i32gather_ps, _mm256_setr_epi32, _mm256_storeu_ps, _mm512_add_ps, _mm512_loadu_ps,
+    _mm512_mask_i32gather_ps, _mm512_mask_loadu_ps, _mm512_mask_mov_ps, _mm512_mask_storeu_ps, _mm512_maskz_loadu_ps,
+    _mm512_mullo_epi32, _mm512_permutex2var_ps, _mm512_set1_epi32, _mm512_setr_epi32, _mm512_setzero_ps,
+    _mm512_storeu_ps,
+};
+use std::ops::Range;
+
+/// What all windows see, a row for each channel and tap and a column for each window.
+pub struct Patches<'a> {
+    /// The windows.
+    pub windows: &'a Windows,
+    /// The first channel of the first image.
+    pub x: *const f32,
+}
+
+/// The same, a row for each window and a column for each channel and tap.
+pub struct PatchesTurned<'a>(pub Patches<'a>);
+
+/// What all windows gave, a row for each channel and a column for each window.
+pub struct Results<'a> {
+    /// The windows.
+    pub windows: &'a Windows,
+    /// The first channel of the first image.
+    pub y: *mut f32,
+}
+
+/// Filters `[out][in][tap]` with their taps in the opposite order, a row for each in and a column for each out and tap.
+pub struct Flipped {
+    /// The first filter.
+    pub w: *const f32,
+    /// Channels in.
+    pub ins: usize,
+    /// Taps of a filter.
+    pub taps: usize,
+}
+
+/// The lanes of a vector that are before `end`, counted in lanes of all vectors.
+fn before(end: usize, vector: usize) -> u16 {
+    !0 >> (LANES - (end - vector * LANES).min(LANES))
+}
+
+/// Loads what some lanes see; 0 in the others. `STEP` is the distance between what neighbours see, 0 if it is `far`.
+#[inline]
+#[target_feature(enable = "avx512f")]
+unsafe fn load<const STEP: usize>(runs: &[Run], valid: u16, from: *const f32, far: usize) -> __m512 {
+    let mut line = _mm512_setzero_ps();
+    for run in runs {
+        let (at, lanes) = (from.wrapping_offset(run.at as isize), run.lanes & valid);
+        // SAFETY: the caller's word: at these lanes there are elements.
+        unsafe {
+            line = match STEP {
+                1 => _mm512_mask_loadu_ps(line, lanes, at),
+                2 => {
+                    let low = _mm512_maskz_loadu_ps(every_second(lanes), at);
+                    let high = _mm512_maskz_loadu_ps(every_second(lanes >> 8), at.wrapping_add(LANES));
+                    let even = _mm512_mullo_epi32(counted(), _mm512_set1_epi32(2));
+                    _mm512_mask_mov_ps(line, lanes, _mm512_permutex2var_ps(low, even, high))
+                }
+                _ => {
+                    let places = _mm512_mullo_epi32(counted(), _mm512_set1_epi32(far as i32));
+                    _mm512_mask_i32gather_ps::<4>(line, lanes, places, at.cast())
+                }
+            };
+        }
+    }
+    line
+}
+
+#[inline]
+#[target_feature(enable = "avx512f")]
+fn counted() -> __m512i {
+    _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15)
+}
+
+/// Bit i of the lower eight becomes bit 2i.
+#[inline]
+fn every_second(lanes: u16) -> u16 {
+    let fours = (lanes & 0x0f) | (lanes & 0xf0) << 4;
+    let twos = (fours | fours << 2) & 0x3333;
+    (twos | twos << 1) & 0x5555
+}
+
+impl Patches<'_> {
+    #[target_feature(enable = "avx512f")]
+    unsafe fn copy<const STEP: usize>(&self, depth: Range<usize>, columns: Range<usize>, panel: *mut f32) {
+        let Windows { taps, plane, step, .. } = *self.windows;
+        let pitch = columns.len().next_multiple_of(LANES);
+        for column in (0..columns.len()).step_by(LANES) {
+            let vector = (columns.start + column) / LANES;
+            let (valid, (at, [image, _])) = (before(columns.end, vector), self.windows.place(vector));
+            let mut tap = depth.start % taps;
+            let mut from = self.x.wrapping_add(image + depth.start / taps * plane);
+            let mut to = panel.wrapping_add(column);
+            for _ in depth.clone() {
+                // SAFETY: the caller's word; what a window sees is inside its image.
+                unsafe { _mm512_storeu_ps(to, load::<STEP>(self.windows.seen(at, tap), valid, from, step)) };
+                to = to.wrapping_add(pitch);
+                tap += 1;
+                if tap == taps {
+                    (tap, from) = (0, from.wrapping_add(plane));
+                }
+            }
+        }
+    }
+
+    #[target_feature(enable = "avx512f")]
+    unsafe fn copy_turned<const STEP: usize>(&self, depth: Range<usize>, columns: Range<usize>, panel: *mut f32) {
+        let Windows { taps, plane, step, .. } = *self.windows;
+        let pitch = columns.len().next_multiple_of(LANES);
+        for column in (0..columns.len()).step_by(LANES) {
+            let some = (columns.len() - column).min(LANES);
+            for window in (0..depth.len()).step_by(LANES) {
+                let vector = (depth.start + window) / LANES;
+                let (valid, (at, [image, _])) = (before(depth.end, vector), self.windows.place(vector));
+                let mut tap = (columns.start + column) % taps;
+                let mut from = self.x.wrapping_add(image + (columns.start + column) / taps * plane);
+                let mut lines = [_mm512_setzero_ps(); LANES];
+                for line in lines.iter_mut().take(some) {
+                    // SAFETY: the caller's word; what a window sees is inside its image.
+                    *line = unsafe { load::<STEP>(self.windows.seen(at, tap), valid, from, step) };
+                    tap += 1;
+                    if tap == taps {
+                        (tap, from) = (0, from.wrapping_add(plane));
+                    }
+                }
+                lines = sixteen_turned(lines);
+                let to = panel.wrapping_add(window * pitch + column);
+                for (i, line) in lines.into_iter().enumerate().take(depth.len() - window) {
+                    // SAFETY: the caller's word for the panel.
+                    unsafe { _mm512_storeu_ps(to.wrapping_add(i * pitch), line) };
+                }
+            }
+        }
+    }
+}
+
+impl Right for Patches<'_> {
+    fn in_place(&self) -> Option<(*const f32, usize)> {
+        None
+    }
+
+    unsafe fn pack(&self, depth: Range<usize>, columns: Range<usize>, panel: *mut f32) {
+        // SAFETY: the caller's word.
+        unsafe {
+            match self.windows.step {
+                1 => self.copy::<1>(depth, columns, panel),
+                2 => self.copy::<2>(depth, columns, panel),
+                _ => self.copy::<0>(depth, columns, panel),
+            }
+        }
+    }
+}
+
+impl Right for PatchesTurned<'_> {
+    fn in_place(&self) -> Option<(*const f32, usize)> {
+        None
+    }
+
+    unsafe fn pack(&self, depth: Range<usize>, columns: Range<usize>, panel: *mut f32) {
+        // SAFETY: the caller's word.
+        unsafe {
+            match self.0.windows.step {
+                1 => self.0.copy_turned::<1>(depth, columns, panel),
+                2 => self.0.copy_turned::<2>(depth, columns, panel),
+                _ => self.0.copy_turned::<0>(depth, columns, panel),
+            }
+        }
+    }
+}
+
+impl Left for Results<'_> {
+    fn in_place(&self) -> Option<Rows> {
+        None
+    }
+
+    unsafe fn pack(&self, rows: Range<usize>, depth: Range<usize>, panel: *mut f32) {
+        // SAFETY: the caller's word.
+        unsafe { self.copy(rows, depth, panel) }
+    }
+}
+
+impl Results<'_> {
+    #[target_feature(enable = "avx512f")]
+    unsafe fn copy(&self, rows: Range<usize>, depth: Range<usize>, panel: *mut f32) {
+        let (height, some) = (rows.len(), !0u16 >> (LANES - rows.len()));
+        for window in (0..depth.len()).step_by(LANES) {
+            let vector = (depth.start + window) / LANES;
+            let (valid, (at, [_, image])) = (before(depth.end, vector), self.windows.place(vector));
+            let from = self.y.wrapping_add(image + rows.start * self.windows.count);
+            let mut lines = [_mm512_setzero_ps(); LANES];
+            for (r, line) in lines.iter_mut().enumerate().take(height.min(ROWS)) {
+                let from = from.wrapping_add(r * self.windows.count);
+                // SAFETY: the caller's word; results are inside their image.
+                *line = unsafe { load::<1>(self.windows.results(at), valid, from, 1) };
+            }
+            lines = sixteen_turned(lines);
+            let to = panel.wrapping_add(window * height);
+            for (i, line) in lines.into_iter().enumerate().take(depth.len() - window) {
+                // SAFETY: the caller's word for the panel.
+                unsafe { _mm512_mask_storeu_ps(to.wrapping_add(i * height), some, line) };
+            }
+        }
+    }
+
+    #[target_feature(enable = "avx512f")]
+    unsafe fn put(&self, rows: Range<usize>, columns: Range<usize>, tile: *const f32, add: bool) {
+        for column in (0..columns.len()).step_by(LANES) {
+            let vector = (columns.start + column) / LANES;
+            let (valid, (at, [_, image])) = (before(columns.end, vector), self.windows.place(vector));
+            for run in self.windows.results(at) {
+                let lanes = run.lanes & valid;
+                for (r, row) in rows.clone().enumerate() {
+                    let to = self.y.wrapping_add(image + row * self.windows.count).wrapping_offset(run.at as isize);
+                    // SAFETY: the caller's word; results are inside their image.
+                    unsafe {
+                        let mut line = _mm512_loadu_ps(tile.add(r * COLUMNS + column));
+                        if add {
+                            line = _mm512_add_ps(_mm512_maskz_loadu_ps(lanes, to), line);
+                        }
+                        _mm512_mask_storeu_ps(to, lanes, line);
+                    }
+                }
+            }
+        }
+    }
+}
+
+impl Target for Results<'_> {
+    fn in_place(&self, row: usize, columns: Range<usize>) -> Option<([*mut f32; VECTORS], usize)> {
+        let mut places = [self.y; VECTORS];
+        for (v, column) in columns.clone().step_by(LANES).enumerate() {
+            let (valid, (at, [_, image])) = (before(columns.end, column / LANES), self.windows.place(column / LANES));
+            let [run] = self.windows.results(at) else { return None };
+            if run.lanes & valid != valid {
+                return None;
+            }
+            let of_row = self.y.wrapping_add(image + row * self.windows.count);
+            places[v] = of_row.wrapping_offset(run.at as isize);
+        }
+        Some((places, self.windows.count))
+    }
+
+    unsafe fn take(&self, rows: Range<usize>, columns: Range<usize>, tile: *const f32, add: bool) {
+        // SAFETY: the caller's word.
+        unsafe { self.put(rows, columns, tile, add) }
+    }
+}
+
+impl Left for Flipped {
+    fn in_place(&self) -> Option<Rows> {
+        None
+    }
+
+    unsafe fn pack(&self, rows: Range<usize>, depth: Range<usize>, panel: *mut f32) {
+        // SAFETY: the caller's word.
+        unsafe { self.copy(rows, depth, panel) }
+    }
+}
+
+impl Flipped {
+    #[target_feature(enable = "avx512f,avx2")]
+    unsafe fn copy(&self, rows: Range<usize>, depth: Range<usize>, panel: *mut f32) {
+        let (height, far) = (rows.len(), self.taps as i32);
+        let places = _mm256_setr_epi32(0, far, 2 * far, 3 * far, 4 * far, 5 * far, 6 * far, 7 * far);
+        let mut tap = depth.start % self.taps;
+        let mut filter = self.w.wrapping_add((depth.start / self.taps * self.ins + rows.start) * self.taps);
+        for p in 0..depth.len() {
+            let (from, to) = (filter.wrapping_add(self.taps - 1 - tap), panel.wrapping_add(p * height));
+            // SAFETY: the caller's word; eight are read only where there are as many.
+            unsafe {
+                if height == ROWS {
+                    _mm256_storeu_ps(to, _mm256_i32gather_ps::<4>(from, places));
+                } else {
+                    for r in 0..height {
+                        *to.add(r) = *from.add(r * self.taps);
+                    }
+                }
+            }
+            tap += 1;
+            if tap == self.taps {
+                (tap, filter) = (0, filter.wrapping_add(self.ins * self.taps));
+            }
+        }
+    }
+}

@@ -1,0 +1,72 @@
+//! Matrices in memory as factors and results.
+
+use super::{COLUMNS, LANES, Left, Right, Rows, Target, VECTORS, pack};
+use std::ops::Range;
+
+/// Elements of a left factor that lie this far apart are not read in place: each would be on a page of its own.
+const FAR: usize = 512;
+
+impl Left for Rows {
+    fn in_place(&self) -> Option<Rows> {
+        (self.step <= FAR).then_some(*self)
+    }
+
+    unsafe fn pack(&self, rows: Range<usize>, depth: Range<usize>, panel: *mut f32) {
+        let at = self.at.wrapping_add(rows.start * self.row + depth.start * self.step);
+        // SAFETY: the caller's word.
+        unsafe { pack::left(Rows { at, ..*self }, rows.len(), depth.len(), panel) }
+    }
+}
+
+impl Right for Rows {
+    fn in_place(&self) -> Option<(*const f32, usize)> {
+        (self.step == 1).then_some((self.at, self.row))
+    }
+
+    unsafe fn pack(&self, depth: Range<usize>, columns: Range<usize>, panel: *mut f32) {
+        let at = self.at.wrapping_add(depth.start * self.row + columns.start * self.step);
+        // SAFETY: the caller's word.
+        unsafe { pack::right(Rows { at, ..*self }, depth.len(), columns.len(), panel) }
+    }
+}
+
+/// A result in rows.
+pub struct Plain {
+    /// The first element.
+    pub at: *mut f32,
+    /// Distance between rows.
+    pub row: usize,
+}
+
+impl Target for Plain {
+    fn in_place(&self, row: usize, columns: Range<usize>) -> Option<([*mut f32; VECTORS], usize)> {
+        let at = self.at.wrapping_add(row * self.row + columns.start);
+        Some(([0, 1, 2].map(|v| at.wrapping_add(v * LANES)), self.row))
+    }
+
+    unsafe fn take(&self, _: Range<usize>, _: Range<usize>, _: *const f32, _: bool) {
+        unreachable!("tiles are written in place")
+    }
+}
+
+/// A result whose columns lie as rows.
+pub struct Turned {
+    /// The first element.
+    pub at: *mut f32,
+    /// Distance between columns.
+    pub column: usize,
+}
+
+impl Target for Turned {
+    fn in_place(&self, _: usize, _: Range<usize>) -> Option<([*mut f32; VECTORS], usize)> {
+        None
+    }
+
+    unsafe fn take(&self, rows: Range<usize>, columns: Range<usize>, tile: *const f32, add: bool) {
+        let to = self.at.wrapping_add(columns.start * self.column + rows.start);
+        // SAFETY: the caller's word.
+        unsafe {
+            pack::turn_tile(tile, COLUMNS, [rows.len(), columns.len()], to, self.column, add);
+        }
+    }
+}

@@ -1,0 +1,191 @@
+//! Where 16 neighbouring windows of a convolution find what they see, worked out once for its shapes.
+//!
+//! Windows are counted through all images, 16 to a vector. What the windows of a vector see at one tap lies in a few runs: lanes that one
+//! load fills, since neighbours see neighbouring elements. The pattern comes again with every period: an image, or as many as fill
+//! whole vectors. Where an image has many windows its last vector is filled up with lanes that see nothing, else a vector may reach
+//! from one image into the next.
+
+use super::LANES;
+use crate::device::cpu::patches::Grid;
+
+/// From so many windows on every image begins with a new vector.
+const MANY: usize = 512;
+
+/// Lanes that one load or store moves.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Run {
+    /// Where lane 0 would be, in elements from the first image of the period.
+    pub at: i32,
+    /// Which lanes.
+    pub lanes: u16,
+}
+
+/// All vectors of windows of a convolution.
+#[derive(Debug)]
+pub struct Windows {
+    /// Taps of a window.
+    pub taps: usize,
+    /// Elements of a plane of data.
+    pub plane: usize,
+    /// Distance between what neighbouring windows see.
+    pub step: usize,
+    /// Windows of an image.
+    pub count: usize,
+    /// Lanes of all vectors, to the last window.
+    pub columns: usize,
+    /// Elements of an image of the data and of the windows' results, all channels.
+    sizes: [usize; 2],
+    /// Images and vectors of a period.
+    images: usize,
+    vectors: usize,
+    runs: Vec<Run>,
+    /// Where in `runs` those of a vector at a tap begin: `[vector][tap]`, then those of its results.
+    starts: Vec<u32>,
+}
+
+impl Windows {
+    /// The windows of so many images, with elements of an image of the data and of the results. Nothing where distances are too large.
+    pub fn new(grid: &Grid, images: usize, sizes: [usize; 2]) -> Option<Windows> {
+        let (count, taps) = (grid.out_len(), grid.taps());
+        let [period, vectors] = match count {
+            MANY.. => [1, count.div_ceil(LANES)],
+            _ => {
+                let together = LANES / (1 << count.trailing_zeros().min(4));
+                [together, together * count / LANES]
+            }
+        };
+        let columns = if count >= MANY { images * vectors * LANES } else { images * count };
+        if sizes.iter().any(|size| size.checked_mul(period).is_none_or(|all| all >= 1 << 30)) {
+            return None;
+        }
+        let mut windows = Windows {
+            taps,
+            plane: grid.data_len(),
+            step: grid.row_step(),
+            count,
+            columns,
+            sizes,
+            images: period,
+            vectors,
+            runs: Vec::new(),
+            starts: vec![0],
+        };
+        for vector in 0..vectors {
+            for tap in 0..=taps {
+                let begin = windows.runs.len();
+                for lane in 0..LANES {
+                    let (image, window) = ((vector * LANES + lane) / count, (vector * LANES + lane) % count);
+                    if image >= period {
+                        continue;
+                    }
+                    let place = match tap < taps {
+                        true => seen(grid, window, tap).map(|at| image * sizes[0] + at).map(|at| (at, grid.row_step())),
+                        false => Some((image * sizes[1] + window, 1)),
+                    };
+                    let Some((at, step)) = place else { continue };
+                    let at = at as i32 - (lane * step) as i32;
+                    match windows.runs[begin..].iter_mut().find(|run| run.at == at) {
+                        Some(run) => run.lanes |= 1 << lane,
+                        None => windows.runs.push(Run { at, lanes: 1 << lane }),
+                    }
+                }
+                windows.starts.push(windows.runs.len() as u32);
+            }
+        }
+        Some(windows)
+    }
+
+    /// A vector of windows: its index in the period, and where the period begins in the data and in the results.
+    pub fn place(&self, vector: usize) -> (usize, [usize; 2]) {
+        let image = vector / self.vectors * self.images;
+        (vector % self.vectors, self.sizes.map(|size| image * size))
+    }
+
+    /// What a vector of the period sees at a tap.
+    #[inline]
+    pub fn seen(&self, vector: usize, tap: usize) -> &[Run] {
+        let at = vector * (self.taps + 1) + tap;
+        &self.runs[self.starts[at] as usize..self.starts[at + 1] as usize]
+    }
+
+    /// Where a vector of the period has its results.
+    pub fn results(&self, vector: usize) -> &[Run] {
+        self.seen(vector, self.taps)
+    }
+}
+
+/// Where in its plane a window sees something at a tap.
+fn seen(grid: &Grid, window: usize, tap: usize) -> Option<usize> {
+    let three = |at: usize, [_, height, width]: [usize; 3]| [at / (height * width), at / width % height, at % width];
+    let (at, taps) = (three(window, grid.out), three(tap, grid.kernel));
+    let [d, h, w] = [0, 1, 2].map(|axis| grid.element(axis, at[axis], taps[axis]));
+    Some((d? * grid.data[1] + h?) * grid.data[2] + w?)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use compiler::op::Window;
+
+    fn grid(n: usize, kernel: usize, stride: usize, pad: usize) -> Grid {
+        let window = Window {
+            strides: vec![stride; 2],
+            pads_begin: vec![pad; 2],
+            pads_end: vec![pad; 2],
+            dilations: vec![1; 2],
+        };
+        Grid::new(&window, &[n; 2], &[kernel; 2], &[(n + 2 * pad - kernel) / stride + 1; 2]).unwrap()
+    }
+
+    #[test]
+    fn a_row_of_windows_sees_one_run_less_what_is_outside() {
+        let windows = Windows::new(&grid(16, 3, 1, 1), 2, [256, 256]).unwrap();
+        assert_eq!((windows.images, windows.vectors, windows.columns), (1, 16, 512));
+        // The first row: nothing above it, and its first window has nothing to its left.
+        assert_eq!(windows.seen(0, 1), []);
+        assert_eq!(windows.seen(0, 3), [Run { at: -1, lanes: 0xfffe }]);
+        assert_eq!(windows.seen(1, 0), [Run { at: -1, lanes: 0xfffe }]);
+        assert_eq!(windows.seen(1, 8), [Run { at: 33, lanes: 0x7fff }]);
+        assert_eq!(windows.results(3), [Run { at: 48, lanes: 0xffff }]);
+        assert_eq!(windows.place(17), (1, [256, 256]));
+    }
+
+    #[test]
+    fn small_images_share_vectors() {
+        let windows = Windows::new(&grid(2, 1, 1, 0), 6, [12, 8]).unwrap();
+        assert_eq!((windows.images, windows.vectors, windows.columns), (4, 1, 24));
+        let of_images = |size: i32| [0, 1, 2, 3].map(|image| Run { at: image * (size - 4), lanes: 0xf << (4 * image) });
+        assert_eq!(windows.seen(0, 0), of_images(12));
+        assert_eq!(windows.results(0), of_images(8));
+        assert_eq!(windows.place(1), (0, [48, 32]));
+    }
+
+    #[test]
+    fn every_lane_of_every_vector_is_where_its_window_sees_data() {
+        for (n, kernel, stride, pad) in
+            [(7, 3, 1, 1), (23, 5, 1, 2), (25, 3, 1, 0), (9, 3, 2, 1), (50, 4, 2, 1), (30, 2, 3, 0)]
+        {
+            let (grid, images) = (grid(n, kernel, stride, pad), 5);
+            let windows = Windows::new(&grid, images, [n * n, grid.out_len()]).unwrap();
+            let mut met = 0;
+            for column in 0..windows.columns {
+                let (vector, begins) = windows.place(column / LANES);
+                let lane = column % LANES;
+                let at = |runs: &[Run], step: usize| {
+                    let mut of_lane = runs.iter().filter(|run| run.lanes >> lane & 1 == 1);
+                    let found = of_lane.next().map(|run| (run.at + (lane * step) as i32) as usize);
+                    assert_eq!(of_lane.next(), None);
+                    found
+                };
+                let Some(result) = at(windows.results(vector), 1) else { continue };
+                met += 1;
+                let (image, window) = ((begins[1] + result) / grid.out_len(), (begins[1] + result) % grid.out_len());
+                for tap in 0..windows.taps {
+                    let place = at(windows.seen(vector, tap), stride).map(|at| begins[0] + at);
+                    assert_eq!(place, seen(&grid, window, tap).map(|at| image * n * n + at), "{column} {tap}");
+                }
+            }
+            assert_eq!(met, images * grid.out_len());
+        }
+    }
+}
