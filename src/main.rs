@@ -11,6 +11,7 @@ mod failure;
 mod family;
 mod freeze;
 mod given;
+mod held_out;
 mod hybrid;
 mod initial;
 mod loss;

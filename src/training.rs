@@ -3,6 +3,7 @@
 use crate::failure::Failure;
 use crate::freeze::freeze;
 use crate::given::LABELS;
+use crate::held_out::{Score, Subject};
 use crate::loss::Loss;
 use crate::memory;
 use crate::model::Loaded;
@@ -62,6 +63,16 @@ pub enum Data {
     Synthetic(u64),
 }
 
+/// Rows that a model is not trained on.
+pub enum HeldOut {
+    /// None.
+    Nothing,
+    /// The last of the data: this share of it.
+    Share(f64),
+    /// Arrays of their own.
+    Arrays(BTreeMap<String, Tensor>),
+}
+
 /// What to train, and how.
 pub struct Task<'a> {
     /// The model.
@@ -96,6 +107,8 @@ pub struct Task<'a> {
     pub length: Length,
     /// On what.
     pub data: Data,
+    /// What is kept from training, to see what it has brought.
+    pub held_out: HeldOut,
     /// In which order rows are seen.
     pub order: Order,
     /// What dropout masks follow from.
@@ -121,8 +134,11 @@ pub struct Prepared {
     pub batch: u64,
     /// Minibatches in an epoch.
     pub per_epoch: usize,
-    /// Rows of the data.
+    /// Rows of the data that are trained on.
     pub rows: usize,
+    /// What is made small.
+    loss: Loss,
+    held_out: Option<Dataset>,
 }
 
 /// What a run left behind.
@@ -133,6 +149,8 @@ pub struct Done {
     pub tracks: Vec<Track>,
     /// Samples per second over the run.
     pub samples_per_s: f64,
+    /// How good the trained model is on what was held out.
+    pub score: Option<Score>,
 }
 
 /// Compiles the stages, makes the programs and checks them.
@@ -159,9 +177,14 @@ pub fn prepare(task: &mut Task<'_>) -> Result<Prepared, Failure> {
         let added = unbiased(&mut graph);
         stages = with_added(&before, &graph, &stages, added);
     }
-    let rows = match &task.data {
+    let all_rows = match &task.data {
         Data::Arrays(arrays) => rows(&graph, arrays),
         Data::Synthetic(_) => (task.batch as usize).saturating_mul(SYNTHETIC_MINIBATCHES),
+    };
+    let rows = match task.held_out {
+        // At least one row is held out, and one is left.
+        HeldOut::Share(share) => all_rows - ((all_rows as f64 * share).ceil() as usize).min(all_rows.saturating_sub(1)),
+        _ => all_rows,
     };
     let per_epoch = rows / (task.batch as usize).max(1);
     let steps = match task.length {
@@ -210,9 +233,17 @@ pub fn prepare(task: &mut Task<'_>) -> Result<Prepared, Failure> {
     )?;
     let feeds = train::feeds(&made.codes);
     let item_rows = task.batch as usize / task.microbatches as usize;
+    let floats = task.dtype.filter(|dtype| !is_half(*dtype));
+    let subject = Subject { loaded: task.loaded, floats, loss, class_dim: task.class_dim, item_rows };
     let arrays = match std::mem::replace(&mut task.data, Data::Synthetic(0)) {
         Data::Arrays(arrays) => arrays,
-        Data::Synthetic(seed) => synthetic(&made.graph, &feeds, item_rows, rows, seed),
+        Data::Synthetic(seed) => {
+            let mut arrays = synthetic(&made.graph, &feeds, item_rows, all_rows, seed);
+            let data =
+                Dataset::new(arrays.clone(), &feeds, item_rows).map_err(|error| Failure::bug(&error.to_string()))?;
+            subject.taught(&mut arrays, &data, task.weights, seed)?;
+            arrays
+        }
     };
     let labels = if arrays.contains_key(TARGET) || !arrays.contains_key(LABELS) { TARGET } else { LABELS };
     let unfit = |error: DataError| {
@@ -220,13 +251,28 @@ pub fn prepare(task: &mut Task<'_>) -> Result<Prepared, Failure> {
         let failure = Failure::input("the data does not fit the model").because(named(error, labels));
         if is_missing { failure.help("`--synthetic-data` trains on made-up data instead") } else { failure }
     };
-    let data = Dataset::new(arrays, &feeds, item_rows).map_err(unfit)?;
-    if let (Loss::CrossEntropy, Some(classes)) = (loss, classes(&graph, task.class_dim)) {
-        data.check_labels(TARGET, classes).map_err(unfit)?;
-    }
+    let known = |arrays| {
+        let data = Dataset::new(arrays, &feeds, item_rows)?;
+        if let (Loss::CrossEntropy, Some(classes)) = (loss, classes(&graph, task.class_dim)) {
+            data.check_labels(TARGET, classes)?;
+        }
+        data.check_indices(&made.graph)?;
+        Ok(data)
+    };
+    let data = known(arrays).map_err(unfit)?;
+    let (data, held_out) = match std::mem::replace(&mut task.held_out, HeldOut::Nothing) {
+        HeldOut::Nothing => (data, None),
+        HeldOut::Share(_) => {
+            let (first, last) = data.split(rows);
+            (first, Some(last))
+        }
+        HeldOut::Arrays(arrays) => {
+            let unfit = |error| Failure::input("what is held out does not fit the model").because(named(error, TARGET));
+            (data, Some(known(arrays).map_err(unfit)?))
+        }
+    };
     let rows = data.rows();
     let (items, microbatches) = (task.batch as usize, task.microbatches as usize);
-    data.check_indices(&made.graph).map_err(unfit)?;
     let batches =
         Batches::new(data, items, microbatches, steps as usize, task.order).map_err(unfit)?.with_seed(task.seed);
     let per_epoch = batches.per_epoch();
@@ -234,7 +280,7 @@ pub fn prepare(task: &mut Task<'_>) -> Result<Prepared, Failure> {
     if let Staleness::PipeMare { anneal: anneal @ 0 } = &mut policy.staleness {
         *anneal = steps.div_ceil(ANNEALED);
     }
-    Ok(Prepared { made, batches, policy, steps, batch: task.batch, per_epoch, rows })
+    Ok(Prepared { made, batches, policy, steps, batch: task.batch, per_epoch, rows, loss, held_out })
 }
 
 /// Trains; `on_step` is told of every minibatch in order.
@@ -281,7 +327,17 @@ pub fn run(task: &Task<'_>, prepared: &Prepared, on_step: &mut dyn FnMut(StepDon
     let tracks = tracks(&prepared.made.program, &trained.spans);
     let samples = prepared.batch as f64 * trained.losses.len() as f64;
     let samples_per_s = if trained.seconds > 0.0 { samples / trained.seconds } else { 0.0 };
-    Ok(Done { trained, tracks, samples_per_s })
+    let score = match &prepared.held_out {
+        Some(data) => {
+            let floats = task.dtype.filter(|dtype| !is_half(*dtype));
+            let item_rows = (task.batch / u64::from(task.microbatches.max(1))) as usize;
+            let (loss, class_dim) = (prepared.loss, task.class_dim);
+            let subject = Subject { loaded: task.loaded, floats, loss, class_dim, item_rows };
+            Some(subject.score(data, &trained.weights)?)
+        }
+        None => None,
+    };
+    Ok(Done { trained, tracks, samples_per_s, score })
 }
 
 impl Prepared {

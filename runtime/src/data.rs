@@ -10,6 +10,7 @@ pub use compiler::op::dropout::mix;
 use compiler::pass::loss::{IGNORED, LOSS_SCALE, TARGET};
 use compiler::tensor::Tensor;
 use std::collections::BTreeMap;
+use std::ops::Range;
 use thiserror::Error;
 
 /// Why data does not fit a model.
@@ -105,6 +106,24 @@ impl Dataset {
         self.rows
     }
 
+    /// The first rows, and those behind them.
+    pub fn split(self, first: usize) -> (Dataset, Dataset) {
+        let first = first.min(self.rows);
+        let part = |rows: Range<usize>| {
+            let arrays = self.arrays.iter().map(|(name, array)| {
+                let tensor = array.rows(&rows);
+                (name.clone(), Array { tensor, row_bytes: array.row_bytes })
+            });
+            Dataset { arrays: arrays.collect(), rows: rows.len() }
+        };
+        (part(0..first), part(first..self.rows))
+    }
+
+    /// Arrays with so many rows; what is the same for every sample is there as a whole.
+    pub fn slice(&self, rows: Range<usize>) -> BTreeMap<String, Tensor> {
+        self.arrays.iter().map(|(name, array)| (name.clone(), array.rows(&rows))).collect()
+    }
+
     /// Refuses indices that no reader of an input in `graph` has a place for, so that they are told before training.
     pub fn check_indices(&self, graph: &Graph) -> Result<(), DataError> {
         for (name, array) in self.arrays.iter().filter(|(n, a)| *n != TARGET && !a.tensor.dtype().is_float()) {
@@ -135,6 +154,16 @@ impl Dataset {
                 last: classes - 1,
             }),
         }
+    }
+}
+
+impl Array {
+    fn rows(&self, rows: &Range<usize>) -> Tensor {
+        let Some(row_bytes) = self.row_bytes else { return self.tensor.clone() };
+        let mut shape = self.tensor.shape().to_vec();
+        shape[0] = rows.len();
+        let bytes = self.tensor.bytes().slice(rows.start * row_bytes..rows.end * row_bytes);
+        Tensor::new(self.tensor.dtype(), shape, bytes).expect("rows lie one behind the other")
     }
 }
 
@@ -269,7 +298,7 @@ pub fn is_made(name: &str) -> bool {
 }
 
 /// A permutation of `0..rows` (Fisher and Yates), drawn from the counter-based generator [`mix`].
-fn permutation(rows: usize, seed: u64, epoch: u64) -> Vec<u32> {
+pub fn permutation(rows: usize, seed: u64, epoch: u64) -> Vec<u32> {
     let mut order: Vec<u32> = (0..rows as u32).collect();
     for i in (1..rows).rev() {
         let draw = mix(mix(seed ^ mix(epoch)) ^ i as u64);
@@ -306,6 +335,18 @@ mod tests {
         };
         // Row 4 does not fill a minibatch.
         assert_eq!([0, 1, 2, 3, 4].map(first_of), [0.0, 2.0, 4.0, 6.0, 0.0]);
+    }
+
+    #[test]
+    fn rows_are_split_and_tables_are_not() {
+        let mut arrays = ramp(5);
+        arrays.insert("table".into(), Tensor::from_f32(&[3, 1], &[1.0, 2.0, 3.0]));
+        let data = Dataset::new(arrays, &[feed("x", &[2, 2]), feed("table", &[3, 1])], 2).unwrap();
+        let (first, rest) = data.split(3);
+        assert_eq!((first.rows(), rest.rows()), (3, 2));
+        let slice = rest.slice(1..2);
+        assert_eq!((slice["x"].to_f64(), slice["table"].to_f64()), (vec![8.0, 9.0], vec![1.0, 2.0, 3.0]));
+        assert_eq!(first.slice(0..3)["x"].shape(), [3, 2]);
     }
 
     #[test]

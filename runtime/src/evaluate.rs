@@ -1,4 +1,4 @@
-//! Runs a graph forward once: answers for given inputs.
+//! Runs a graph forward: answers for given inputs.
 
 use crate::buffer::Buffer;
 use crate::compile::{CompileError, Named, compile};
@@ -35,6 +35,19 @@ pub fn evaluate(
     given: &BTreeMap<String, Tensor>,
     weights: &BTreeMap<String, Tensor>,
 ) -> Result<BTreeMap<String, Tensor>, EvaluateError> {
+    let mut results = BTreeMap::new();
+    evaluate_each(graph, trained, [given.clone()], weights, &mut |found| results = found)?;
+    Ok(results)
+}
+
+/// The same for one set of inputs after the other; `on_results` gets the results of each.
+pub fn evaluate_each(
+    graph: &Graph,
+    trained: bool,
+    given: impl IntoIterator<Item = BTreeMap<String, Tensor>>,
+    weights: &BTreeMap<String, Tensor>,
+    on_results: &mut dyn FnMut(BTreeMap<String, Tensor>),
+) -> Result<(), EvaluateError> {
     let mut graph = graph.clone();
     if trained {
         inference(&mut graph);
@@ -42,26 +55,29 @@ pub fn evaluate(
     pipeline::concrete(&mut graph).map_err(CompileError::from)?;
     let place: HashMap<NodeId, usize> = order::numbered(&graph).into_iter().map(|id| (id, 0)).collect();
     if place.is_empty() {
-        return sources(&graph, given, weights);
+        return given.into_iter().try_for_each(|given| sources(&graph, &given, weights).map(&mut *on_results));
     }
     let codes = compile(&graph, &place, 1, None)?;
     let code = &codes[0];
     let states = buffers("state", &code.states, weights)?;
     let mut executor = Executor::new(code, states);
-    let mut item = executor.begin();
-    item.weights = buffers("parameter", &code.parameters, weights)?.into_iter().map(Arc::new).collect();
-    let mut given = given.clone();
-    given.entry(COUNTER.to_string()).or_insert_with(|| Tensor::from_i64(&[], &[0]));
-    item.feeds = buffers("input", &code.feeds, &given)?.into_iter().map(Arc::new).collect();
-    executor.forward(&item)?;
-    let mut results = BTreeMap::new();
-    for (named, place) in &code.results {
-        let shape = named.fact.concrete().expect("sizes were checked when the graph was compiled");
-        let bytes = executor.result(&item, *place).to_vec();
-        let tensor = Tensor::new(named.fact.dtype, shape, bytes.into()).expect("the place has the size of the result");
-        results.insert(named.name.clone(), tensor);
+    let parameters: Vec<_> = buffers("parameter", &code.parameters, weights)?.into_iter().map(Arc::new).collect();
+    for mut given in given {
+        let mut item = executor.begin();
+        item.weights = parameters.clone();
+        given.entry(COUNTER.to_string()).or_insert_with(|| Tensor::from_i64(&[], &[0]));
+        item.feeds = buffers("input", &code.feeds, &given)?.into_iter().map(Arc::new).collect();
+        executor.forward(&item)?;
+        let mut results = BTreeMap::new();
+        for (named, place) in &code.results {
+            let shape = named.fact.concrete().expect("sizes were checked when the graph was compiled");
+            let bytes = executor.result(&item, *place).to_vec();
+            let tensor = Tensor::new(named.fact.dtype, shape, bytes.into());
+            results.insert(named.name.clone(), tensor.expect("the place has the size of the result"));
+        }
+        on_results(results);
     }
-    Ok(results)
+    Ok(())
 }
 
 /// The results of a graph without ops: they are its inputs, parameters and constants themselves.

@@ -13,7 +13,7 @@ use crate::loss::{Counted, Loss};
 use crate::model::{self, Loaded};
 use crate::screen::Screen;
 use crate::source::{self, Costs, Times};
-use crate::training::{self, Data, Length, Task};
+use crate::training::{self, Data, HeldOut, Length, Task};
 use crate::{prediction, quantity, stages};
 use clap::{Args, ValueEnum};
 use compiler::export::trace::Trace;
@@ -158,6 +158,7 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Failure> {
         microbatches: 1,
         length: Length::Epochs(epochs),
         data: Data::Arrays(arrays(&digits.train)),
+        held_out: HeldOut::Nothing,
         order: Order::Shuffled { seed: arguments.seed },
         seed: arguments.seed,
         optimizer: &optimizer,

@@ -11,7 +11,7 @@ use crate::model::{self, DEFAULT_MICRO_BATCH, Loaded};
 use crate::own::{self, Own};
 use crate::screen::Screen;
 use crate::source::{self, Costs, Times};
-use crate::training::{self, Data, Done, Length, Prepared, Task};
+use crate::training::{self, Data, Done, HeldOut, Length, Prepared, Task};
 use crate::{cmd, given, prediction, quantity, stages};
 use clap::Args;
 use compiler::export::trace::Trace;
@@ -59,9 +59,15 @@ pub struct Arguments {
     /// Arrays named by the model's inputs, the labels `target` or `y`: .npz, .npy or .safetensors
     #[arg(long, value_name = "FILE", help_heading = "Data")]
     data: Option<PathBuf>,
-    /// Train on made-up data
+    /// Train on made-up data, whose targets are what another network of the same form answers
     #[arg(long, conflicts_with = "data", help_heading = "Data")]
     synthetic_data: bool,
+    /// Keep this share of the rows, the last ones, from training, and tell at the end how good the model is on them
+    #[arg(long, value_name = "SHARE", value_parser = share, conflicts_with = "eval_data", help_heading = "Data")]
+    eval_split: Option<f64>,
+    /// Tell at the end how good the model is on these rows: arrays as in --data
+    #[arg(long, value_name = "FILE", help_heading = "Data")]
+    eval_data: Option<PathBuf>,
     /// Samples in a minibatch [default: the plan's, else the file's, else 32]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..=1 << 32), help_heading = "Data")]
     batch: Option<u64>,
@@ -224,6 +230,11 @@ pub fn run(arguments: Box<Arguments>, screen: &Screen) -> Result<(), Failure> {
             (None, epochs) => Length::Epochs(epochs.unwrap_or(1)),
         },
         data,
+        held_out: match (&arguments.eval_data, arguments.eval_split) {
+            (Some(path), _) => HeldOut::Arrays(given::arrays(&loaded.model.graph, path, "what is held out", screen)?),
+            (None, Some(share)) => HeldOut::Share(share),
+            (None, None) => HeldOut::Nothing,
+        },
         order: if arguments.shuffle { Order::Shuffled { seed: arguments.seed } } else { Order::InOrder },
         seed: arguments.seed,
         optimizer: &optimizer,
@@ -393,6 +404,7 @@ fn totals(prepared: &Prepared, done: &Done) -> serde_json::Value {
         "seconds": done.trained.seconds,
         "samples_per_s": done.samples_per_s,
         "stages": measured(done),
+        "held_out": done.score.map(|score| json!({"rows": score.rows, "loss": score.loss, "accuracy": score.accuracy})),
     })
 }
 
@@ -455,12 +467,26 @@ fn report(plan: &Plan, own: Option<&[u64]>, prepared: &Prepared, done: &Done, sc
         quantity::short(last),
         quantity::samples(done.samples_per_s),
     ));
+    if let Some(score) = &done.score {
+        let accuracy =
+            score.accuracy.map_or(String::new(), |share| format!(", accuracy {} %", quantity::short(share * 100.0)));
+        let rows = stages::plural(score.rows as u64, "row", "rows");
+        screen.text(&format!("held out {rows}: loss {}{accuracy}", quantity::short(score.loss)));
+    }
     screen.note(&held(plan, own, &done.trained.held_bytes));
     screen.json(&totals(prepared, done));
     match losses.iter().position(|loss| !loss.is_finite()) {
         None => Ok(()),
         Some(step) => Err(Failure::no(format!("training diverged: the loss of step {step} is {}", losses[step]))
             .help("a smaller `--lr` is the first thing to try")),
+    }
+}
+
+/// A share of the rows: some, and not all.
+fn share(text: &str) -> Result<f64, String> {
+    match text.parse() {
+        Ok(share) if share > 0.0 && share < 1.0 => Ok(share),
+        _ => Err("a share is a number between 0 and 1, as 0.1".to_string()),
     }
 }
 

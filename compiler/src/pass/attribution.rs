@@ -9,7 +9,7 @@
 use super::backward::BackwardError;
 use super::backward::{Arriving, Backward, Made, Read, backward};
 use super::fragment::{Fragment, FragmentError, fragments};
-use super::loss::{LOSS, Loss, LossError, attach};
+use super::loss::{LOSS, Loss, LossError, TARGET, attach};
 use super::memory::{self, Needs};
 use super::pipeline::{self, PassBug};
 use crate::graph::{Graph, Origin, order};
@@ -69,6 +69,8 @@ pub struct Attribution {
     /// The nodes of `backward` that no earlier op waits for: they make gradients of weights, and where a backward is split they are
     /// its second half.
     pub second: HashSet<NodeId>,
+    /// For every op the bytes of the targets that its loss reads, which the given graph does not know.
+    pub target_bytes: Vec<u64>,
     /// For every op the bytes of its results that are kept from forward to backward.
     pub saved_bytes: Vec<u64>,
     /// For every op the bytes of what is alive while its nodes run, forward or backward, beside what is kept, parameters and the
@@ -121,6 +123,10 @@ pub fn attribute(graph: &Graph, training: Training) -> Result<Attribution, Attri
     let forward_order = order::canonical(&fragment.graph);
     let forward_owners = owners(&fragment.graph, &forward_order);
     let forward_nodes = by_owner(&fragment.graph, &forward_order, &forward_owners, ops.len());
+    let target_bytes = match training {
+        Training::Loss(..) => targets_by_owner(&fragment.graph, &forward_owners, ops.len()),
+        Training::No | Training::Gradient => vec![0; ops.len()],
+    };
     let scalar = match training {
         Training::Loss(..) => fragment.graph.outputs.iter().rev().find(|o| o.name == LOSS).map(|o| o.value),
         _ => None,
@@ -164,6 +170,7 @@ pub fn attribute(graph: &Graph, training: Training) -> Result<Attribution, Attri
         forward_nodes,
         backward_nodes,
         second,
+        target_bytes,
         saved_bytes,
         live_bytes: live.bytes,
         between_bytes,
@@ -262,6 +269,19 @@ fn by_owner(graph: &Graph, order: &[NodeId], owners: &HashMap<NodeId, usize>, op
         }
     }
     nodes
+}
+
+/// Bytes of the targets, with the op that stands for the loss that reads them.
+fn targets_by_owner(graph: &Graph, owners: &HashMap<NodeId, usize>, ops: usize) -> Vec<u64> {
+    let mut bytes = vec![0; ops];
+    for id in graph.ids().filter(|id| matches!(&graph.node(*id).op, Op::Input(input) if input.name == TARGET)) {
+        let value = Value { node: id, output: 0 };
+        let owner = graph.consumers(value).iter().filter_map(|(reader, _)| owners.get(reader)).min();
+        if let Some(&owner) = owner {
+            bytes[owner] += graph.fact(value).bytes().unwrap_or(0);
+        }
+    }
+    bytes
 }
 
 /// The gradients that belong to one op alone: by the node that makes each, the op and the bytes.

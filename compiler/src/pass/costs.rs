@@ -61,6 +61,7 @@ pub fn cost_graph(graph: &Graph, attribution: &Attribution) -> CostGraph {
             saved_bytes: attribution.saved_bytes[i],
             out_bytes: values.iter().fold(0u64, |sum, v| sum.saturating_add(size(*v))),
             joins: joins[i],
+            fed_bytes: attribution.target_bytes[i],
             live_bytes: attribution.live_bytes[i],
             between_bytes: attribution.between_bytes[i],
             arriving_bytes: attribution.arriving_bytes[i],
