@@ -33,6 +33,8 @@ pub struct Flows<W> {
 struct Flow<W> {
     what: W,
     way: Way,
+    /// What takes none is on no port.
+    takes_time: bool,
     /// Microseconds that are left of it at full rate, as of `since`.
     left: f64,
     since: f64,
@@ -58,7 +60,7 @@ impl<W: Copy> Flows<W> {
 
     /// Sends something on its way that takes so many microseconds where nothing else goes.
     pub fn begin(&mut self, now: f64, us: f64, way: Way, what: W) {
-        let mut flow = Flow { what, way, left: us, since: now, among: 0, change: 0 };
+        let mut flow = Flow { what, way, takes_time: us > 0.0, left: us, since: now, among: 0, change: 0 };
         let at = match self.free.pop() {
             Some(at) => {
                 flow.change = self.flows[at as usize].change;
@@ -76,7 +78,6 @@ impl<W: Copy> Flows<W> {
             }
             self.share_anew(now, way);
         }
-        // Over no port at all, or in no time, it goes at full rate.
         self.pace(now, at);
     }
 
@@ -93,9 +94,9 @@ impl<W: Copy> Flows<W> {
             return None;
         }
         flow.change = flow.change.wrapping_add(1);
-        let (what, way, had_ports) = (flow.what, flow.way, flow.left > 0.0);
+        let (what, way, takes_time) = (flow.what, flow.way, flow.takes_time);
         self.free.push(at);
-        if had_ports {
+        if takes_time {
             for &port in &self.ways[way.0 as usize] {
                 self.ports[port as usize].retain(|&other| other != at);
             }
@@ -104,12 +105,15 @@ impl<W: Copy> Flows<W> {
         Some(what)
     }
 
-    /// Gives all flows over some of these ports the rate that they have from now on.
+    /// Gives all flows that are on their way over some of these ports the rate that they have from now on.
     fn share_anew(&mut self, now: f64, way: Way) {
         for place in 0..self.ways[way.0 as usize].len() {
             let port = self.ways[way.0 as usize][place] as usize;
             for other in 0..self.ports[port].len() {
-                self.pace(now, self.ports[port][other]);
+                let at = self.ports[port][other];
+                if self.flows[at as usize].among > 0 {
+                    self.pace(now, at);
+                }
             }
         }
     }
@@ -117,12 +121,10 @@ impl<W: Copy> Flows<W> {
     fn pace(&mut self, now: f64, at: u32) {
         let flow = &mut self.flows[at as usize];
         let fullest = self.ways[flow.way.0 as usize].iter().map(|&port| self.ports[port as usize].len()).max();
-        let among = if flow.left > 0.0 { fullest.unwrap_or(1).max(1) as u32 } else { 1 };
+        let among = if flow.takes_time { fullest.unwrap_or(1).max(1) as u32 } else { 1 };
         if among != flow.among {
             if flow.among > 0 {
-                // The rest is never nothing, so that what takes time is known by it.
-                let carried = (now - flow.since) / f64::from(flow.among);
-                flow.left = (flow.left - carried).max(flow.left * f64::EPSILON);
+                flow.left = (flow.left - (now - flow.since) / f64::from(flow.among)).max(0.0);
             }
             (flow.since, flow.among) = (now, among);
             flow.change = flow.change.wrapping_add(1);
