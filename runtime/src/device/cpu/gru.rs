@@ -2,7 +2,7 @@
 //! one for the whole sequence where they do not.
 
 use super::lstm::{Sizes, logistic, of_state, plain, turned};
-use super::matmul::{Matrix, product};
+use super::matmul::{Matrix, has_panels, product};
 use super::movement::transpose_matrix;
 use super::real::Real;
 use super::rnn::{columns, next};
@@ -41,28 +41,34 @@ fn from_column<T>(values: &[T], first: usize, row: usize) -> Matrix<'_, T> {
 fn forward<T: Real>(reverse: bool, reset_after: bool, sizes: Sizes) -> Fast {
     let Sizes { steps, batch, width, hidden } = sizes;
     let (two, three, four) = (2 * hidden, 3 * hidden, 4 * hidden);
+    let laid_out = if has_panels::<T>(batch, hidden) { 0 } else { hidden * three };
     let fast = Fast::new(move |inputs, outputs, workspace| {
         let [x, w_ih, w_hh, b_ih, b_hh, h0] = [0, 1, 2, 3, 4, 5].map(|i| cast_slice::<u8, T>(inputs[i]));
         let [y, last_h, gates] = outputs else { unreachable!("a GRU has three outputs") };
         let [y, last_h, gates] = [y, last_h, gates].map(|o| cast_slice_mut::<u8, T>(o));
-        // Every step multiplies by this matrix, which is read row by row when it is laid out once.
-        let (w_hh_turned, rest) = cast_slice_mut::<u8, T>(workspace).split_at_mut(hidden * three);
+        // Without panels every step would pack this matrix slowly, so it is laid out once.
+        let (w_hh_turned, rest) = cast_slice_mut::<u8, T>(workspace).split_at_mut(laid_out);
         let sums = &mut rest[..batch * three];
-        transpose_matrix(w_hh, hidden, w_hh_turned, three, [hidden, three]);
+        let of_candidate = (two * hidden).min(w_hh.len());
+        let (mut all, mut candidate) = (turned(w_hh, hidden), turned(&w_hh[of_candidate..], hidden));
+        if laid_out > 0 {
+            transpose_matrix(w_hh, hidden, w_hh_turned, three, [hidden, three]);
+            (all, candidate) = (plain(w_hh_turned, three), from_column(w_hh_turned, two, three));
+        }
         product([steps * batch, three, width], plain(x, width), turned(w_ih, width), gates, four, false);
         let (mut rest, mut h): (&mut [T], &[T]) = (y, h0);
         for t in order(steps, reverse) {
             let gates = &mut gates[sizes.step(t, four)];
             // The candidate's product follows when it is known what the reset gate leaves of the state.
             let together = if reset_after { three } else { two };
-            product([batch, together, hidden], plain(h, hidden), plain(w_hh_turned, three), sums, three, false);
+            product([batch, together, hidden], plain(h, hidden), all, sums, three, false);
             for n in 0..batch {
                 let gates = &mut gates[n * four..(n + 1) * four];
                 open(gates, &sums[n * three..(n + 1) * three], b_ih, b_hh, &h[n * hidden..(n + 1) * hidden]);
             }
             if !reset_after && hidden > 0 && batch > 0 {
-                let (left, weight) = (from_column(gates, three, four), from_column(w_hh_turned, two, three));
-                product([batch, hidden, hidden], left, weight, &mut sums[two..], three, false);
+                let left = from_column(gates, three, four);
+                product([batch, hidden, hidden], left, candidate, &mut sums[two..], three, false);
             }
             let step = next(&mut rest, batch * hidden, reverse);
             for n in 0..batch {
@@ -75,7 +81,7 @@ fn forward<T: Real>(reverse: bool, reset_after: bool, sizes: Sizes) -> Fast {
         last_h.copy_from_slice(h);
         Ok(())
     });
-    fast.with_workspace((hidden * three + batch * three) * size_of::<T>())
+    fast.with_workspace((laid_out + batch * three) * size_of::<T>())
 }
 
 wide! {

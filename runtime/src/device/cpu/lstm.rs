@@ -1,7 +1,7 @@
 //! The long short-term memory and its gradient: products by `gemm`, one a step where the steps depend on each other,
 //! one for the whole sequence where they do not.
 
-use super::matmul::{Matrix, product};
+use super::matmul::{Matrix, has_panels, product};
 use super::movement::transpose_matrix;
 use super::real::Real;
 use super::wide::wide;
@@ -64,20 +64,24 @@ pub(super) fn turned<T>(values: &[T], row: usize) -> Matrix<'_, T> {
 fn forward<T: Real>(reverse: bool, sizes: Sizes) -> Fast {
     let Sizes { steps, batch, width, hidden } = sizes;
     let wide = 4 * hidden;
+    let laid_out = if has_panels::<T>(batch, wide) { 0 } else { hidden * wide };
     let fast = Fast::new(move |inputs, outputs, workspace| {
         let [x, w_ih, w_hh, b_ih, b_hh, h0, c0] = [0, 1, 2, 3, 4, 5, 6].map(|i| cast_slice::<u8, T>(inputs[i]));
         let [y, last_h, last_c, gates, cells] = outputs else { unreachable!("an LSTM has five outputs") };
         let [y, last_h, last_c] = [y, last_h, last_c].map(|o| cast_slice_mut::<u8, T>(o));
         let [gates, cells] = [gates, cells].map(|o| cast_slice_mut::<u8, T>(o));
-        // Every step multiplies by this matrix, which is read row by row when it is laid out once.
-        let w_hh_turned = &mut cast_slice_mut::<u8, T>(workspace)[..hidden * wide];
-        transpose_matrix(w_hh, hidden, w_hh_turned, wide, [hidden, wide]);
+        // Without panels every step would pack this matrix slowly, so it is laid out once.
+        let w_hh_turned = &mut cast_slice_mut::<u8, T>(&mut workspace[..laid_out * size_of::<T>()])[..];
+        if laid_out > 0 {
+            transpose_matrix(w_hh, hidden, w_hh_turned, wide, [hidden, wide]);
+        }
+        let w_hh = if laid_out > 0 { plain(w_hh_turned, wide) } else { turned(w_hh, hidden) };
         product([steps * batch, wide, width], plain(x, width), turned(w_ih, width), gates, wide, false);
         let (mut h, mut c): (&[T], &[T]) = (h0, c0);
         let mut rest = Sequences { reverse, batch, y: &mut *y, cells: &mut *cells };
         for t in order(steps, reverse) {
             let gates = &mut gates[sizes.step(t, wide)];
-            product([batch, wide, hidden], plain(h, hidden), plain(w_hh_turned, wide), gates, wide, true);
+            product([batch, wide, hidden], plain(h, hidden), w_hh, gates, wide, true);
             let (step_y, step_cells) = rest.next(hidden);
             for n in 0..batch {
                 let row = n * hidden..(n + 1) * hidden;
@@ -90,7 +94,7 @@ fn forward<T: Real>(reverse: bool, sizes: Sizes) -> Fast {
         last_c.copy_from_slice(c);
         Ok(())
     });
-    fast.with_workspace(hidden * wide * size_of::<T>())
+    fast.with_workspace(laid_out * size_of::<T>())
 }
 
 /// What is not yet written of y and of the cells, so that the step before can be read while the next one is written.

@@ -71,8 +71,8 @@ fn batched<T: Real>(op: &MatMul, a: &Layout, b: &Layout, c: &Layout) -> Option<F
     Some(fast.with_workspace(if turn { k * n * size_of::<T>() } else { 0 }))
 }
 
-/// Whether a product of so many rows and columns is one of panels.
-fn has_panels<T: Real>(m: usize, n: usize) -> bool {
+/// Whether a product of so many rows and columns is one of panels, which read transposed factors as well as others.
+pub fn has_panels<T: Real>(m: usize, n: usize) -> bool {
     #[cfg(target_arch = "x86_64")]
     return T::DTYPE == DType::F32 && m > 1 && n >= MIN_COLUMNS && panels::is_at_hand();
     #[cfg(not(target_arch = "x86_64"))]

@@ -9,8 +9,8 @@
 //! A factor that can be read where it lies is not copied: rows of `a` that meet few columns, rows of `b` that meet few rows. What is copied
 //! may come from anywhere: a [`Left`] or [`Right`] factor says how its panels are filled, and a [`Target`] where sums go.
 //!
-//! An element of the result is one sum over the depth in order, up to 256 at a time, each product fused with its addition. So its bits do
-//! not depend on how many rows and columns are asked for at once, nor on which factor is copied.
+//! An element of the result is one sum over the depth in order, each product fused with its addition; after so many of the depth, as the
+//! sizes say, it is added to what there was. So its bits depend on the sizes alone.
 
 pub mod images;
 pub mod matrix;
@@ -19,6 +19,7 @@ pub mod product;
 pub mod tile;
 pub mod windows;
 
+use std::arch::x86_64::{_MM_HINT_T1, _mm_prefetch};
 use std::ops::Range;
 
 /// Lanes of a vector.
@@ -47,11 +48,11 @@ pub struct Rows {
 pub trait Left {
     /// Where it lies, if tiles can read it there.
     fn in_place(&self) -> Option<Rows>;
-    /// Copies a panel, `[depth][rows]`.
+    /// Copies rows into panels, `[depth][rows]`, each as high as [`piece`] says, one behind the other.
     ///
     /// # Safety
-    /// The processor has AVX-512, rows and depth are inside the factor, and the panel has room for them.
-    unsafe fn pack(&self, rows: Range<usize>, depth: Range<usize>, panel: *mut f32);
+    /// The processor has AVX-512, rows and depth are inside the factor, and the panels have room for them.
+    unsafe fn pack(&self, rows: Range<usize>, depth: Range<usize>, panels: *mut f32);
 }
 
 /// The right factor of a product.
@@ -63,12 +64,16 @@ pub trait Right {
     /// # Safety
     /// The processor has AVX-512, depth and columns are inside the factor, and the panel has room for them.
     unsafe fn pack(&self, depth: Range<usize>, columns: Range<usize>, panel: *mut f32);
+    /// Where it is worth while to ask for this depth and these columns before they are read.
+    fn ahead(&self, _depth: Range<usize>, _columns: Range<usize>) -> Ahead {
+        Ahead::NOTHING
+    }
 }
 
 /// The result of a product.
 pub trait Target {
-    /// Where the vectors from a column on begin in a row and the distance between rows, if tiles can write there.
-    fn in_place(&self, row: usize, columns: Range<usize>) -> Option<([*mut f32; VECTORS], usize)>;
+    /// Where the vectors of these columns begin in the first row and the distance between rows, if tiles can write there.
+    fn in_place(&self, columns: Range<usize>) -> Option<([*mut f32; VECTORS], usize)>;
     /// Takes a tile that was written beside it, in rows of [`COLUMNS`].
     ///
     /// # Safety
@@ -76,9 +81,62 @@ pub trait Target {
     unsafe fn take(&self, rows: Range<usize>, columns: Range<usize>, tile: *const f32, add: bool);
 }
 
+/// What will be read next, and is asked for meanwhile: elements of rows that lie some distance apart.
+#[derive(Clone, Copy)]
+pub struct Ahead {
+    at: *const f32,
+    rows: usize,
+    width: usize,
+    row: usize,
+    /// How much of this row has been asked for.
+    done: usize,
+}
+
+impl Ahead {
+    /// Nothing to ask for.
+    pub const NOTHING: Ahead = Ahead { at: std::ptr::null(), rows: 0, width: 0, row: 0, done: 0 };
+
+    /// So many rows of so many elements.
+    pub fn of(at: *const f32, [rows, width]: [usize; 2], row: usize) -> Ahead {
+        Ahead { at, rows, width, row, done: 0 }
+    }
+
+    /// Asks for so many lines, if there are any left.
+    #[inline(always)]
+    pub fn ask(&mut self, lines: usize) {
+        if self.rows == 0 {
+            return;
+        }
+        for line in 0..lines {
+            let at = self.at.wrapping_add(self.done + line * LANES);
+            // SAFETY: an address that is only asked for may be anywhere.
+            unsafe { _mm_prefetch::<_MM_HINT_T1>(at.cast()) }
+        }
+        self.done += lines * LANES;
+        if self.done >= self.width {
+            (self.at, self.done, self.rows) = (self.at.wrapping_add(self.row), 0, self.rows - 1);
+        }
+    }
+}
+
 /// Whether this processor has what it takes.
 pub fn is_at_hand() -> bool {
     is_x86_feature_detected!("avx512f") && is_x86_feature_detected!("avx2")
+}
+
+/// How many of the next pieces hold as much as they can, by [`piece`].
+pub fn whole_pieces(left: usize, most: usize) -> usize {
+    if left.is_multiple_of(most) { left / most } else { (left / most).saturating_sub(1) }
+}
+
+/// The rows of each panel, and where it begins.
+pub fn pieces(rows: Range<usize>, depth: usize, panels: *mut f32) -> impl Iterator<Item = (Range<usize>, *mut f32)> {
+    let mut row = rows.start;
+    std::iter::from_fn(move || {
+        let (first, panel) = (row, panels.wrapping_add((row - rows.start) * depth));
+        row += piece(rows.end - row, ROWS);
+        (first < row).then_some((first..row, panel))
+    })
 }
 
 /// How much of what is left goes into the next piece: as much as it can hold, but the last two are about equal.

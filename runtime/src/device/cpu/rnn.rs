@@ -2,7 +2,7 @@
 //! for the whole sequence where they do not.
 
 use super::lstm::{Sizes, logistic, of_state, plain, turned};
-use super::matmul::product;
+use super::matmul::{has_panels, product};
 use super::movement::transpose_matrix;
 use super::real::Real;
 use super::wide::wide;
@@ -44,25 +44,29 @@ pub(super) fn next<'a, T>(from: &mut &'a mut [T], size: usize, reverse: bool) ->
 
 fn forward<T: Real>(reverse: bool, activation: Activation, sizes: Sizes) -> Fast {
     let Sizes { steps, batch, width, hidden } = sizes;
+    let laid_out = if has_panels::<T>(batch, hidden) { 0 } else { hidden * hidden };
     let fast = Fast::new(move |inputs, outputs, workspace| {
         let [x, w_ih, w_hh, b_ih, b_hh, h0] = [0, 1, 2, 3, 4, 5].map(|i| cast_slice::<u8, T>(inputs[i]));
         let [y, last_h] = outputs else { unreachable!("a recurrent layer has two outputs") };
         let [y, last_h] = [y, last_h].map(|o| cast_slice_mut::<u8, T>(o));
-        // Every step multiplies by this matrix, which is read row by row when it is laid out once.
-        let w_hh_turned = &mut cast_slice_mut::<u8, T>(workspace)[..hidden * hidden];
-        transpose_matrix(w_hh, hidden, w_hh_turned, hidden, [hidden, hidden]);
+        // Without panels every step would pack this matrix slowly, so it is laid out once.
+        let w_hh_turned = &mut cast_slice_mut::<u8, T>(&mut workspace[..laid_out * size_of::<T>()])[..];
+        if laid_out > 0 {
+            transpose_matrix(w_hh, hidden, w_hh_turned, hidden, [hidden, hidden]);
+        }
+        let w_hh = if laid_out > 0 { plain(w_hh_turned, hidden) } else { turned(w_hh, hidden) };
         product([steps * batch, hidden, width], plain(x, width), turned(w_ih, width), y, hidden, false);
         let (mut rest, mut h): (&mut [T], &[T]) = (y, h0);
         for _ in 0..steps {
             let step = next(&mut rest, batch * hidden, reverse);
-            product([batch, hidden, hidden], plain(h, hidden), plain(w_hh_turned, hidden), step, hidden, true);
+            product([batch, hidden, hidden], plain(h, hidden), w_hh, step, hidden, true);
             step.chunks_exact_mut(hidden.max(1)).for_each(|row| cell(row, b_ih, b_hh, activation));
             h = step;
         }
         last_h.copy_from_slice(h);
         Ok(())
     });
-    fast.with_workspace(hidden * hidden * size_of::<T>())
+    fast.with_workspace(laid_out * size_of::<T>())
 }
 
 wide! {

@@ -2,7 +2,7 @@
 
 use super::pack::sixteen_turned;
 use super::windows::{Run, Windows};
-use super::{COLUMNS, LANES, Left, ROWS, Right, Rows, Target, VECTORS};
+use super::{COLUMNS, LANES, Left, ROWS, Right, Rows, Target, VECTORS, pieces};
 use std::arch::x86_64::{
     __m512, __m512i, _mm256_i32gather_ps, _mm256_setr_epi32, _mm256_storeu_ps, _mm512_add_ps, _mm512_loadu_ps,
     _mm512_mask_i32gather_ps, _mm512_mask_loadu_ps, _mm512_mask_mov_ps, _mm512_mask_storeu_ps, _mm512_maskz_loadu_ps,
@@ -179,9 +179,11 @@ impl Left for Results<'_> {
         None
     }
 
-    unsafe fn pack(&self, rows: Range<usize>, depth: Range<usize>, panel: *mut f32) {
-        // SAFETY: the caller's word.
-        unsafe { self.copy(rows, depth, panel) }
+    unsafe fn pack(&self, rows: Range<usize>, depth: Range<usize>, panels: *mut f32) {
+        for (rows, panel) in pieces(rows, depth.len(), panels) {
+            // SAFETY: the caller's word.
+            unsafe { self.copy(rows, depth.clone(), panel) }
+        }
     }
 }
 
@@ -232,7 +234,7 @@ impl Results<'_> {
 }
 
 impl Target for Results<'_> {
-    fn in_place(&self, row: usize, columns: Range<usize>) -> Option<([*mut f32; VECTORS], usize)> {
+    fn in_place(&self, columns: Range<usize>) -> Option<([*mut f32; VECTORS], usize)> {
         let mut places = [self.y; VECTORS];
         for (v, column) in columns.clone().step_by(LANES).enumerate() {
             let (valid, (at, [_, image])) = (before(columns.end, column / LANES), self.windows.place(column / LANES));
@@ -240,8 +242,7 @@ impl Target for Results<'_> {
             if run.lanes & valid != valid {
                 return None;
             }
-            let of_row = self.y.wrapping_add(image + row * self.windows.count);
-            places[v] = of_row.wrapping_offset(run.at as isize);
+            places[v] = self.y.wrapping_add(image).wrapping_offset(run.at as isize);
         }
         Some((places, self.windows.count))
     }
@@ -257,9 +258,11 @@ impl Left for Flipped {
         None
     }
 
-    unsafe fn pack(&self, rows: Range<usize>, depth: Range<usize>, panel: *mut f32) {
-        // SAFETY: the caller's word.
-        unsafe { self.copy(rows, depth, panel) }
+    unsafe fn pack(&self, rows: Range<usize>, depth: Range<usize>, panels: *mut f32) {
+        for (rows, panel) in pieces(rows, depth.len(), panels) {
+            // SAFETY: the caller's word.
+            unsafe { self.copy(rows, depth.clone(), panel) }
+        }
     }
 }
 

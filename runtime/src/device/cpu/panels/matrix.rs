@@ -1,6 +1,6 @@
 //! Matrices in memory as factors and results.
 
-use super::{COLUMNS, LANES, Left, Right, Rows, Target, VECTORS, pack};
+use super::{Ahead, COLUMNS, LANES, Left, ROWS, Right, Rows, Target, VECTORS, pack, pieces, whole_pieces};
 use std::ops::Range;
 
 /// Elements of a left factor that lie this far apart are not read in place: each would be on a page of its own.
@@ -11,10 +11,23 @@ impl Left for Rows {
         (self.step <= FAR).then_some(*self)
     }
 
-    unsafe fn pack(&self, rows: Range<usize>, depth: Range<usize>, panel: *mut f32) {
-        let at = self.at.wrapping_add(rows.start * self.row + depth.start * self.step);
-        // SAFETY: the caller's word.
-        unsafe { pack::left(Rows { at, ..*self }, rows.len(), depth.len(), panel) }
+    unsafe fn pack(&self, rows: Range<usize>, depth: Range<usize>, panels: *mut f32) {
+        let from = |row: usize| {
+            let at = self.at.wrapping_add(row * self.row + depth.start * self.step);
+            Rows { at, ..*self }
+        };
+        let whole = if self.row == 1 { whole_pieces(rows.len(), ROWS) / 4 * 4 * ROWS } else { 0 };
+        for (piece, panel) in pieces(rows.clone(), depth.len(), panels) {
+            let row = piece.start - rows.start;
+            // SAFETY: the caller's word.
+            unsafe {
+                match row < whole {
+                    true if row.is_multiple_of(4 * ROWS) => pack::four_left(from(piece.start), depth.len(), panel),
+                    true => {}
+                    false => pack::left(from(piece.start), piece.len(), depth.len(), panel),
+                }
+            }
+        }
     }
 }
 
@@ -28,6 +41,15 @@ impl Right for Rows {
         // SAFETY: the caller's word.
         unsafe { pack::right(Rows { at, ..*self }, depth.len(), columns.len(), panel) }
     }
+
+    fn ahead(&self, depth: Range<usize>, columns: Range<usize>) -> Ahead {
+        if self.step == 1 {
+            // What lies in rows is asked for as it is copied: earlier was slower.
+            return Ahead::NOTHING;
+        }
+        let at = self.at.wrapping_add(depth.start * self.row + columns.start * self.step);
+        Ahead::of(at, [columns.len(), depth.len()], self.step)
+    }
 }
 
 /// A result in rows.
@@ -39,8 +61,8 @@ pub struct Plain {
 }
 
 impl Target for Plain {
-    fn in_place(&self, row: usize, columns: Range<usize>) -> Option<([*mut f32; VECTORS], usize)> {
-        let at = self.at.wrapping_add(row * self.row + columns.start);
+    fn in_place(&self, columns: Range<usize>) -> Option<([*mut f32; VECTORS], usize)> {
+        let at = self.at.wrapping_add(columns.start);
         Some(([0, 1, 2].map(|v| at.wrapping_add(v * LANES)), self.row))
     }
 
@@ -58,7 +80,7 @@ pub struct Turned {
 }
 
 impl Target for Turned {
-    fn in_place(&self, _: usize, _: Range<usize>) -> Option<([*mut f32; VECTORS], usize)> {
+    fn in_place(&self, _: Range<usize>) -> Option<([*mut f32; VECTORS], usize)> {
         None
     }
 

@@ -1,14 +1,21 @@
 //! The loops around the tiles: what is copied when, and how a product is cut.
 
 use super::matrix::{Plain, Turned};
-use super::tile::{Tile, tile};
-use super::{COLUMNS, DEPTH, LANES, Left, ROWS, Right, Rows, Target, VECTORS, piece};
+use super::tile::{Tiles, tiles};
+use super::{Ahead, COLUMNS, DEPTH, LANES, Left, ROWS, Right, Rows, Target, VECTORS, piece, whole_pieces};
 use std::cell::RefCell;
+use std::ops::Range;
 
 /// Rows whose panels stay in the second-level cache.
 const BLOCK: usize = 96 * ROWS;
 /// Up to so many columns a left factor that lies well is not copied: a copy would be read as rarely as it is written.
 const FEW_COLUMNS: usize = 2 * COLUMNS;
+
+/// Up to so many rows a product waits for its right factor, which is read once. Rows of so many elements and more are then read side by
+/// side, not more than the processor follows as streams; sums are written the more often for it.
+const FEW_ROWS_OF_STREAMS: usize = 64;
+const LONG_ROW: usize = 256;
+const STREAMS: usize = 32;
 
 #[repr(C, align(64))]
 #[derive(Clone, Copy)]
@@ -34,76 +41,27 @@ thread_local! {
 /// # Safety
 /// [`is_at_hand`](super::is_at_hand), and the factors and the result have these sizes.
 pub unsafe fn product<A: Left, B: Right, C: Target>([m, n, k]: [usize; 3], a: &A, b: &B, c: &C, add: bool) {
+    let is_streamed = m <= FEW_ROWS_OF_STREAMS && n >= LONG_ROW && b.in_place().is_some();
+    let most = if is_streamed { STREAMS } else { DEPTH };
+    let (row_blocks, block_depth) = (m.div_ceil(BLOCK), k.div_ceil(k.div_ceil(most)).next_multiple_of(LANES));
+    // Blocks of about one size, of whole tiles.
+    let block_rows = m.div_ceil(row_blocks).next_multiple_of(ROWS);
+    let in_place = a.in_place().filter(|_| n <= FEW_COLUMNS);
     PANELS.with_borrow_mut(|panels| {
-        let a_panels = panels.a.as_mut_ptr().cast::<f32>();
-        let (b_panel, beside) = (panels.b.as_mut_ptr().cast::<f32>(), panels.tile.as_mut_ptr().cast::<f32>());
-        let (row_blocks, block_depth) = (m.div_ceil(BLOCK), k.div_ceil(k.div_ceil(DEPTH)).next_multiple_of(LANES));
-        // Blocks of about one size, of whole tiles.
-        let block_rows = m.div_ceil(row_blocks).next_multiple_of(ROWS);
         for first in (0..m).step_by(block_rows) {
-            let rows = first..m.min(first + block_rows);
             for at in (0..k).step_by(block_depth) {
-                let depth = at..k.min(at + block_depth);
+                let (rows, depth) = (first..m.min(first + block_rows), at..k.min(at + block_depth));
+                let mut block = Block { rows, depth, in_place, panels, add: add || at > 0 };
                 // SAFETY: the caller's word; the panels have room for a block of rows, a tile of columns and so much depth.
                 unsafe {
-                    let a_rows = a.in_place().filter(|_| n <= FEW_COLUMNS);
-                    if a_rows.is_none() {
-                        let mut row = rows.start;
-                        while row < rows.end {
-                            let height = piece(rows.end - row, ROWS);
-                            let panel = a_panels.add((row - first) * depth.len());
-                            a.pack(row..row + height, depth.clone(), panel);
-                            row += height;
-                        }
+                    if in_place.is_none() {
+                        a.pack(block.rows.clone(), block.depth.clone(), block.panels.a.as_mut_ptr().cast());
                     }
-                    let mut column = 0;
-                    while column < n {
-                        let vectors = piece((n - column).div_ceil(LANES), VECTORS);
-                        let columns = column..n.min(column + vectors * LANES);
-                        let last = !0u16 >> (vectors * LANES - columns.len());
-                        let (mut b_at, mut b_row, mut copy) = (b_panel.cast_const(), vectors * LANES, None);
-                        match b.in_place() {
-                            Some((at, row)) => {
-                                (b_at, b_row) = (at.add(depth.start * row + column), row);
-                                copy = (rows.len() >= 2 * ROWS).then_some(b_panel);
-                            }
-                            None => b.pack(depth.clone(), columns.clone(), b_panel),
-                        }
-                        let mut row = rows.start;
-                        while row < rows.end {
-                            let height = piece(rows.end - row, ROWS);
-                            let a = match a_rows {
-                                Some(Rows { at, row: far, step }) => {
-                                    Rows { at: at.add(row * far + depth.start * step), row: far, step }
-                                }
-                                None => Rows { at: a_panels.add((row - first) * depth.len()), row: 1, step: height },
-                            };
-                            let add = add || at > 0;
-                            let it = Tile {
-                                depth: depth.len(),
-                                a,
-                                b: b_at,
-                                b_row,
-                                last,
-                                c: [beside; VECTORS],
-                                c_row: COLUMNS,
-                                add,
-                            };
-                            match c.in_place(row, columns.clone()) {
-                                Some((c, c_row)) => tile(height, vectors, &Tile { c, c_row, ..it }, copy),
-                                None => {
-                                    let c_beside = [0, 1, 2].map(|v| beside.add(LANES * v));
-                                    tile(height, vectors, &Tile { c: c_beside, add: false, ..it }, copy);
-                                    c.take(row..row + height, columns.clone(), beside, add);
-                                }
-                            }
-                            // Later rows read the copy.
-                            if copy.is_some() {
-                                (b_at, b_row, copy) = (b_panel, vectors * LANES, None);
-                            }
-                            row += height;
-                        }
-                        column = columns.end;
+                    let mut columns = cut(0, n);
+                    while !columns.is_empty() {
+                        let next = cut(columns.end, n);
+                        block.column(columns, next.clone(), b, c);
+                        columns = next;
                     }
                 }
             }
@@ -111,8 +69,96 @@ pub unsafe fn product<A: Left, B: Right, C: Target>([m, n, k]: [usize; 3], a: &A
     });
 }
 
+/// The columns of a tile that begins at `first`, of so many in all.
+fn cut(first: usize, all: usize) -> Range<usize> {
+    first..all.min(first + piece((all - first).div_ceil(LANES), VECTORS) * LANES)
+}
+
+/// Rows and depth whose panels of a lie in the second-level cache.
+struct Block<'a> {
+    rows: Range<usize>,
+    depth: Range<usize>,
+    /// The left factor, if it is not copied.
+    in_place: Option<Rows>,
+    panels: &'a mut Panels,
+    add: bool,
+}
+
+impl Block<'_> {
+    /// All tiles of some columns; those of the `next` columns will follow.
+    unsafe fn column<B: Right, C: Target>(&mut self, columns: Range<usize>, next: Range<usize>, b: &B, c: &C) {
+        let depth = self.depth.len();
+        let vectors = columns.len().div_ceil(LANES);
+        let (panel, beside) = (self.panels.b.as_mut_ptr().cast::<f32>(), self.panels.tile.as_mut_ptr().cast::<f32>());
+        let (mut b_at, mut b_row, mut copy) = (panel.cast_const(), vectors * LANES, None);
+        if let Some((at, row)) = b.in_place() {
+            (b_at, b_row) = (at.wrapping_add(self.depth.start * row + columns.start), row);
+            copy = (self.rows.len() >= 2 * ROWS && self.in_place.is_none()).then_some(panel);
+        } else {
+            // SAFETY: the caller's word.
+            unsafe { b.pack(self.depth.clone(), columns.clone(), panel) };
+        }
+        let mut ahead = match self.in_place {
+            Some(rows) if columns.start == 0 => {
+                Ahead::of(self.left(self.rows.start + ROWS).at, [self.rows.len().saturating_sub(ROWS), depth], rows.row)
+            }
+            _ if next.is_empty() => Ahead::NOTHING,
+            _ => b.ahead(self.depth.clone(), next),
+        };
+        let target = c.in_place(columns.clone());
+        let mut row = self.rows.start;
+        while row < self.rows.end {
+            let height = piece(self.rows.end - row, ROWS);
+            let whole = whole_pieces(self.rows.end - row, ROWS);
+            let count = if copy.is_some() || target.is_none() { 1 } else { whole.max(1) };
+            let a = self.left(row);
+            let it = Tiles {
+                count,
+                depth,
+                a: if self.in_place.is_some() { a } else { Rows { step: height, ..a } },
+                a_tile: if self.in_place.is_some() { ROWS * a.row } else { ROWS * depth },
+                b: b_at,
+                b_row,
+                last: !0 >> (vectors * LANES - columns.len()),
+                c: [0, 1, 2].map(|v| beside.wrapping_add(LANES * v)),
+                c_row: COLUMNS,
+                add: self.add,
+            };
+            // SAFETY: the caller's word; a tile ends with its rows and columns.
+            unsafe {
+                match target {
+                    Some((c, c_row)) => {
+                        let c = c.map(|at| at.wrapping_add(row * c_row));
+                        tiles(height, vectors, &Tiles { c, c_row, ..it }, &mut ahead, copy);
+                    }
+                    None => {
+                        tiles(height, vectors, &Tiles { add: false, ..it }, &mut ahead, copy);
+                        c.take(row..row + height, columns.clone(), beside, self.add);
+                    }
+                }
+            }
+            // Later rows read the copy.
+            if copy.is_some() {
+                (b_at, b_row, copy) = (panel, vectors * LANES, None);
+            }
+            row += count * height;
+        }
+    }
+
+    /// The left factor from a row on.
+    fn left(&self, row: usize) -> Rows {
+        match self.in_place {
+            Some(a) => Rows { at: a.at.wrapping_add(row * a.row + self.depth.start * a.step), ..a },
+            None => {
+                let panels = self.panels.a.as_ptr().cast::<f32>();
+                Rows { at: panels.wrapping_add((row - self.rows.start) * self.depth.len()), row: 1, step: ROWS }
+            }
+        }
+    }
+}
+
 /// Up to so many rows a right factor that lies transposed is read in place, as the left one of the transposed product.
-const FEW_ROWS: usize = 64;
+const FEW_ROWS: usize = 48;
 
 /// `c = a b`, or `c += a b` with `add`, of matrices in memory, the rows of `c` so far apart.
 ///
@@ -213,22 +259,21 @@ mod tests {
     }
 
     #[test]
-    fn bits_do_not_depend_on_how_many_rows_and_columns_there_are() {
+    fn bits_do_not_depend_on_what_was_multiplied_before() {
         if !is_at_hand() {
             return println!("skipped: no AVX-512");
         }
-        let (most, k) = (100, 600);
-        let (a, b) = (numbers(most * k, 1), numbers(k * most, 2));
-        // The transposed b, so that both ways to read it are asked.
-        let mut all = vec![0.0; most * (most + 3)];
-        by_panels([most, most, k], &a, &b, [false, true], &mut all, false);
-        for [m, n] in [[1, 100], [8, 9], [16, 64], [64, 65], [65, 30], [99, 3]] {
-            let mut some = vec![0.0; m * (n + 3)];
-            by_panels([m, n, k], &a[..m * k], &b[..n * k], [false, true], &mut some, false);
-            for (i, row) in some.chunks(n + 3).enumerate() {
-                for (j, sum) in row[..n].iter().enumerate() {
-                    assert_eq!(sum.to_bits(), all[i * (most + 3) + j].to_bits(), "{m}x{n}, {i} {j}");
-                }
+        let (a, b) = (numbers(800 * 600, 1), numbers(600 * 400, 2));
+        let of = |m: usize, n: usize, k: usize, turned: bool| {
+            let mut c = vec![0.0; m * (n + 3)];
+            by_panels([m, n, k], &a[..m * k], &b[..n * k], [false, turned], &mut c, false);
+            c
+        };
+        for turned in [false, true] {
+            for (m, n) in [(9, 17), (40, 300), (70, 33)] {
+                let first = of(m, n, 77, turned);
+                of(800, 400, 600, !turned);
+                assert_eq!(first, of(m, n, 77, turned), "{m}x{n}");
             }
         }
     }
