@@ -24,7 +24,7 @@ fn trained(folder: &Path, more: &[&str]) -> Value {
 
 /// Two classes of eight numbers each, one above the other.
 fn rows(count: usize) -> BTreeMap<String, Tensor> {
-    let value = |i: usize| ((i * 37 % 101) as f64 / 101.0 - 0.5) + if i / 8 % 2 == 0 { 1.0 } else { -1.0 };
+    let value = |i: usize| ((i * 37 % 101) as f64 / 101.0 - 0.5) + if (i / 8).is_multiple_of(2) { 1.0 } else { -1.0 };
     let x: Vec<f64> = (0..count * 8).map(value).collect();
     let y: Vec<i64> = (0..count).map(|row| (row % 2) as i64).collect();
     BTreeMap::from([

@@ -121,6 +121,9 @@ unsafe fn turned(from: *const f32, far: usize, columns: usize, depth: usize, to:
 }
 
 /// 16 rows as 16 columns: pairs, fours, and fours of fours change places.
+///
+/// # Safety
+/// The processor has AVX-512.
 #[inline]
 #[target_feature(enable = "avx512f")]
 pub fn sixteen_turned(rows: [__m512; 16]) -> [__m512; 16] {
