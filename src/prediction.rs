@@ -97,11 +97,12 @@ pub fn prediction(plan: &Plan) -> String {
     text += &format!("bound          {}\n", bound(plan));
     if let Some(link) = &predicted.busiest_link {
         text += &format!(
-            "busiest link   {} of group {} on {}: {} a minibatch, {} % of the time\n",
+            "busiest link   {} of group {} on {}: {} {}, {} % of the time\n",
             link.direction,
             link.unit,
             link.level.escape_debug(),
             quantity::bytes(link.bytes),
+            if plan.schedule.microbatches > 1 { "a micro-batch" } else { "a minibatch" },
             short(link.share * 100.0)
         );
     }

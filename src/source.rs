@@ -68,10 +68,15 @@ pub fn other_file(text: &str, expected: &str) -> Option<String> {
     (kind != expected).then(|| format!("it is a {} (`{}`), a {expected} is expected", shown(kind), shown(schema)))
 }
 
-/// Writes a file whole or not at all.
+/// Writes a file whole or not at all. A link is followed; what is there and is no file, a pipe or a device, is written into as it is.
 pub fn write(path: &Path, bytes: &[u8]) -> Result<(), Failure> {
-    let part = beside(path);
-    let written = std::fs::write(&part, bytes).and_then(|()| std::fs::rename(&part, path));
+    let there = std::fs::metadata(path).ok();
+    if there.is_some_and(|about| !about.is_file() && !about.is_dir()) {
+        return std::fs::write(path, bytes).map_err(|error| Failure::file("write", path, error));
+    }
+    let target = std::fs::canonicalize(path).unwrap_or_else(|_| path.to_path_buf());
+    let part = beside(&target);
+    let written = std::fs::write(&part, bytes).and_then(|()| std::fs::rename(&part, &target));
     written.map_err(|error| {
         // What is left of a failed write helps nobody.
         let _ = std::fs::remove_file(&part);
@@ -201,6 +206,9 @@ fn published(arguments: &Arguments) -> Result<Costs, Failure> {
     if arguments.profile.is_some() {
         return Err(Failure::input("`--profile` does not go with `--from pipedream`: the file has its own costs"));
     }
+    if arguments.loss.loss.is_some() {
+        return Err(Failure::input("`--loss` does not go with `--from pipedream`: the file has its own costs"));
+    }
     let cluster = machines::cluster(&arguments.devices, None)?;
     let micro_batch = arguments.dims.micro_batch.unwrap_or(1);
     let dtype = arguments.question.dtype.as_deref().unwrap_or("f32");
@@ -280,6 +288,10 @@ fn imported(arguments: &Arguments, screen: &Screen) -> Result<Costs, Failure> {
 /// The loss whose costs are to be counted: that of the profile, whose times have it in them, or else what was said.
 fn counted(arguments: &Arguments, times: &Times) -> Result<Counted, Failure> {
     let said = arguments.loss.said();
+    let counts = |said: &Counted| !matches!(said, Counted::None);
+    if arguments.question.infers() && said.as_ref().is_some_and(counts) {
+        return Err(Failure::input("`--loss` does not go with a plan for inference").because("nothing is trained"));
+    }
     let Times::Profile(path, _, profile) = times else {
         return Ok(said.unwrap_or(if arguments.question.infers() { Counted::None } else { Counted::Usual }));
     };

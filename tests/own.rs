@@ -52,7 +52,7 @@ fn a_table_runs_through_every_verb() {
     assert_eq!((&plan["schedule"]["kind"], &plan["schedule"]["microbatches"]), (&"csv".into(), &6.into()));
     // The plan has no order of work of its own, and everyone who needs one says so.
     refused(folder, &["plan", "check", "own.json"], 1, "`--schedule FILE`");
-    refused(folder, &["simulate", "own.json"], 2, "needs its table");
+    refused(folder, &["simulate", "own.json"], 2, "`--schedule FILE` gives it");
     done(folder, &["plan", "check", "own.json", "--schedule", "mine.csv"]);
     done(folder, &["report", "own.json", "--html", "bare.html"]);
     assert!(fs::read_to_string(folder.join("bare.html")).unwrap().contains("`--schedule FILE` names it"));
@@ -186,4 +186,50 @@ fn a_program_writes_checkpoints() {
     for (name, tensor) in &own {
         assert_eq!(tensor.bytes(), all[name].bytes(), "{name}");
     }
+}
+
+/// Receives may be waited for in another order than they were posted in: the second of a channel before the first.
+#[test]
+fn messages_are_found_by_their_item() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    planned(folder);
+    done(folder, &["simulate", "plan.json", "--minibatches", "1", "--programs", "p.json"]);
+    let mut programs: Value = serde_json::from_str(&fs::read_to_string(folder.join("p.json")).unwrap()).unwrap();
+    let list = programs["workers"][1]["instructions"].as_array_mut().unwrap();
+    let token = |value: &Value| value["token"].as_u64().unwrap();
+    let recvs: Vec<usize> =
+        (0..list.len()).filter(|&at| list[at]["op"] == "recv" && list[at]["kind"] == "activation").collect();
+    // The second activation is received as early as the first, and waited for before it.
+    let second = list.remove(recvs[1]);
+    list.insert(recvs[0] + 1, second.clone());
+    let first = token(&list[recvs[0]]);
+    let waits_for = |list: &[Value], of: u64| list.iter().position(|i| i["op"] == "wait" && token(i) == of).unwrap();
+    let at = waits_for(list, token(&second));
+    let wait = list.remove(at);
+    let at = waits_for(list, first);
+    list.insert(at, wait);
+    fs::write(folder.join("late.json"), programs.to_string()).unwrap();
+    let train = |schedule: &str, weights: &str| {
+        done(folder, &[&TRAIN[..], &["--batch", "24", "--schedule", schedule, "--save", weights, "-q"]].concat());
+        fs::read(folder.join(weights)).unwrap()
+    };
+    assert_eq!(train("late.json", "a.safetensors"), train("p.json", "b.safetensors"));
+}
+
+/// Files are replaced as a whole, and what is no file is left in its place.
+#[test]
+#[cfg(unix)]
+fn links_and_devices_are_written_through() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    planned(folder);
+    fs::create_dir(folder.join("else")).unwrap();
+    fs::write(folder.join("else/p.txt"), "before").unwrap();
+    std::os::unix::fs::symlink("else/p.txt", folder.join("link")).unwrap();
+    done(folder, &["simulate", "plan.json", "--programs", "link", "-q"]);
+    assert!(fs::symlink_metadata(folder.join("link")).unwrap().is_symlink());
+    assert!(fs::read_to_string(folder.join("else/p.txt")).unwrap().contains("forward"));
+    done(folder, &["simulate", "plan.json", "--programs", "/dev/null", "-q"]);
+    assert!(!fs::metadata("/dev/null").unwrap().is_file());
 }

@@ -453,6 +453,12 @@ impl ScheduleKind {
         matches!(self, ScheduleKind::Zbv | ScheduleKind::DualPipeV)
     }
 
+    /// Whether caps of what is in flight may be given: the other schedules follow from micro-batches and stages alone.
+    pub fn takes_caps(self) -> bool {
+        let flows = matches!(self, ScheduleKind::RoundRobin | ScheduleKind::RoundRobinVsync | ScheduleKind::TwoBw);
+        flows || matches!(self, ScheduleKind::OneFOneB | ScheduleKind::Inference | ScheduleKind::Csv)
+    }
+
     /// Whether backwards are in two halves.
     pub fn splits_backward(self) -> bool {
         self.is_on_a_v() || matches!(self, ScheduleKind::ZbH1 | ScheduleKind::ZbH2)

@@ -577,7 +577,7 @@ fn known() -> String {
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 #[allow(missing_docs)]
 pub enum ScheduleError {
-    #[error("a schedule of the user's own needs its table; give the file")]
+    #[error("the plan is for an order of work of the user's own; `--schedule FILE` gives it")]
     NoTable,
     #[error("schedule {schedule} needs {needed}; the pipeline has {found} on each rank{}", instead(*.schedule))]
     Placement { schedule: Schedule, needed: &'static str, found: String },

@@ -137,6 +137,8 @@ struct Worker<'a> {
     name: String,
     desks: Vec<Desk<'a>>,
     pending: HashMap<Token, Pending>,
+    /// Messages that came in their channel before the one that was waited for.
+    early: HashMap<(Key, u32), Message>,
     spans: Vec<Span>,
     rule: Rule,
     scale: Option<LossScale>,
@@ -158,8 +160,17 @@ pub fn run(mut gear: Equipment<'_>) -> Result<Outcome, WorkerError> {
     };
     let desks = places.into_iter().map(|place| Desk::new(place, manner, &ledger)).collect();
     let (rule, scale) = (Rule::of(gear.program), gear.scales_loss.then(|| LossScale::new(gear.policy.loss_scaling)));
-    let mut worker =
-        Worker { name, desks, pending: HashMap::new(), spans: Vec::new(), rule, scale, agreed: None, gear };
+    let mut worker = Worker {
+        name,
+        desks,
+        pending: HashMap::new(),
+        early: HashMap::new(),
+        spans: Vec::new(),
+        rule,
+        scale,
+        agreed: None,
+        gear,
+    };
     for (at, instruction) in instructions.iter().enumerate() {
         worker.step(at, *instruction)?;
     }
@@ -340,11 +351,18 @@ impl<'a> Worker<'a> {
             // A message is a reference: it is delivered when it is posted.
             Pending::Sent => return Ok(()),
             Pending::Message { edge, item, kind, peer } => {
-                let channel = self.gear.incoming.get(&(edge, kind, peer)).ok_or_else(|| self.gone())?;
-                let message = channel.recv().map_err(|_| self.gone())?;
-                if message.item != item {
-                    return Err(self.bug(at, &format!("item {} came where item {item} was expected", message.item)));
+                let key = (edge, kind, peer);
+                let mut message = self.early.remove(&(key, item));
+                while message.is_none() {
+                    let channel = self.gear.incoming.get(&key).ok_or_else(|| self.gone())?;
+                    let next = channel.recv().map_err(|_| self.gone())?;
+                    // Receives may be waited for in another order than they were posted in.
+                    match next.item == item {
+                        true => message = Some(next),
+                        false => _ = self.early.insert((key, next.item), next),
+                    }
                 }
+                let Some(message) = message else { return Err(self.bug(at, "no message came")) };
                 let (here, other) = self.ends(edge, kind, false);
                 self.desk(at, here)?.unpack(other, kind, item, message.parcels);
             }

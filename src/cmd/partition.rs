@@ -357,6 +357,18 @@ pub fn ask(file: &Path, costs: Costs, question: &Question) -> Result<Planned, Fa
             .because("it takes whole minibatches")
             .help("`--schedule 2bw` splits a minibatch without a flush, `--schedule 1f1b` with one"));
     }
+    if matches!(question.in_flight, InFlight::Given(_)) && !problem.schedule.takes_caps() {
+        return Err(Failure::input(format!("`--in-flight` does not go with `--schedule {}`", problem.schedule.name()))
+            .because("it says itself how many micro-batches are in flight")
+            .help("`--schedule 1f1b` flushes too and takes caps"));
+    }
+    if let Some(listed) =
+        own.as_ref().map(Own::microbatches).filter(|listed| ![1, *listed].contains(&question.microbatches))
+    {
+        let what =
+            format!("`--microbatches {}` does not go with a schedule of {listed} micro-batches", question.microbatches);
+        return Err(Failure::input(what).help("leave out `--microbatches`: the file says how many there are"));
+    }
     problem.chunks = question.chunks.unwrap_or(if problem.schedule.has_chunks() { 2 } else { 1 });
     problem.recompute = question.recompute == "auto";
     problem.microbatches = own.as_ref().map_or(question.microbatches, Own::microbatches);
@@ -381,7 +393,7 @@ pub fn ask(file: &Path, costs: Costs, question: &Question) -> Result<Planned, Fa
         seed: question.seed,
         efficiency: Some(&|stages: &[Stage], edges: &[Edge], caps: &[u32]| efficiency(&problem, stages, edges, caps)),
     };
-    let mut planned = planner::plan(&problem, &options).map_err(|error| explain(file, error))?;
+    let mut planned = planner::plan(&problem, &options).map_err(|error| explain(file, error, problem.schedule))?;
     if let Some(own) = &own {
         let pipeline = pipeline(&planned.plan).map_err(|error| Failure::bug(&error.to_string()))?;
         own.program(&pipeline, 1)?;
@@ -422,7 +434,7 @@ fn cost(name: &str) -> CostModel {
     }
 }
 
-fn explain(file: &Path, error: PlanError) -> Failure {
+fn explain(file: &Path, error: PlanError, schedule: ScheduleKind) -> Failure {
     let what = format!("cannot plan {}", file.display());
     match &error {
         PlanError::Problem(ProblemError::NoSpeed { class, .. }) => Failure::input(what).because(&error).help(format!(
@@ -438,17 +450,17 @@ fn explain(file: &Path, error: PlanError) -> Failure {
             );
             let least = quantity::at_least(*smallest_limit);
             Failure::infeasible(format!("no feasible plan for {}", file.display())).because(why).help(format!(
-                "`--memory {least}` is the least that was found to do; fewer minibatches in flight (`--in-flight`), a \
-                 smaller micro-batch or more devices need less"
+                "`--memory {least}` is the least that was found to do; {}a smaller micro-batch or more devices need less",
+                fewer(schedule)
             ))
         }
-        PlanError::TooSmall(small) => too_small(file, small),
+        PlanError::TooSmall(small) => too_small(file, small, schedule),
         PlanError::Unsound(_) => Failure::bug(&error.to_string()),
     }
 }
 
 /// What to do where devices hold too little themselves.
-fn too_small(file: &Path, small: &TooSmall) -> Failure {
+fn too_small(file: &Path, small: &TooSmall, schedule: ScheduleKind) -> Failure {
     let TooSmall { class, kind, memory, missing, smallest, limit, stage, stages, replicas, first_op, last_op } = small;
     let (memory, missing) = (quantity::bytes(*memory), quantity::bytes(*missing));
     let (replicas, least) =
@@ -470,8 +482,14 @@ fn too_small(file: &Path, small: &TooSmall) -> Failure {
     let also = limit.map_or(String::new(), |limit| format!(", with `--memory {}`", quantity::at_least(limit)));
     Failure::infeasible(format!("no feasible plan for {}", file.display())).because(why).help(format!(
         "no `--memory` gives devices more than they have; `memory = \"{least}\"` {place} is the least that was found to do{also}; \
-         fewer minibatches in flight (`--in-flight`), a smaller micro-batch or more devices need less"
+         {}a smaller micro-batch or more devices need less",
+        fewer(schedule)
     ))
+}
+
+/// What can be asked of schedules that do not say themselves how much is in flight.
+fn fewer(schedule: ScheduleKind) -> &'static str {
+    if schedule.takes_caps() { "fewer minibatches in flight (`--in-flight`), " } else { "" }
 }
 
 /// Every candidate once: those that look the same in all columns share a row. The one that became the plan comes first and is marked.

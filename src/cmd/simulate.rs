@@ -26,7 +26,7 @@ const CHARTED: u32 = 24;
 const USUAL: u32 = 100;
 
 /// The same where rounds of many replicas are long.
-const MOST_USUAL: u64 = 2000;
+const MOST_USUAL: u64 = 10_000;
 
 /// Which plan, how far.
 #[derive(Debug, Args)]
@@ -34,7 +34,7 @@ pub struct Arguments {
     /// The plan
     #[arg(value_name = "PLAN")]
     file: PathBuf,
-    /// Minibatches to run [default: 100, more where many replicas take turns, or as many as the programs of --schedule are for]
+    /// Minibatches to run [default: 100, more where many replicas take turns or much is in flight, or as many as the programs of --schedule are for]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=100_000))]
     minibatches: Option<u32>,
     /// Another order of work than the plan's, or that of a plan made with a file: a schedule, a table FILE.csv as torch writes them, or programs FILE.json
@@ -70,9 +70,11 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Failure> {
     let asked = arguments.minibatches;
     let pipeline = pipeline(&plan).map_err(|error| fail(&error))?;
     let microbatches = own.as_ref().map_or(plan.schedule.microbatches, Own::microbatches);
-    // Some rounds of all replicas, so that what they do together is seen.
+    // Some rounds of all replicas, so that what they do together is seen, and enough to fill what is in flight.
     let usual = if microbatches == 1 {
-        pipeline.rounds().saturating_mul(4).clamp(USUAL.into(), MOST_USUAL) as u32
+        let in_flight = pipeline.stages.iter().map(|stage| u64::from(stage.replicas) * u64::from(stage.cap)).max();
+        let even = pipeline.rounds().saturating_mul(4).max(8 * in_flight.unwrap_or(0));
+        even.clamp(USUAL.into(), MOST_USUAL) as u32
     } else {
         USUAL
     };
@@ -127,17 +129,24 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Failure> {
             (timeline.workers[at].name.clone(), share, timeline.peak_in_flight[at], timeline.peak_memory(at))
         })
         .collect();
+    let mut played = plan.clone();
+    (played.schedule.kind, played.schedule.microbatches) = (kind, microbatches);
+    let most = workers.iter().map(|(.., bytes)| *bytes).max().unwrap_or(0);
+    if let Some(limit) = plan.cluster.memory_per_device.filter(|limit| most > limit.0) {
+        let (most, limit) = (quantity::bytes(most), quantity::bytes(limit.0));
+        screen.warn(&format!("a worker holds {most} under this order of work, the plan is for {limit} on each device"));
+    }
     let rows = workers.iter().map(|(name, busy, peak, bytes)| {
         vec![name.clone(), format!("{:.1} %", busy * 100.0), peak.to_string(), quantity::bytes(*bytes)]
     });
     screen.text(&format!(
         "{}\n{}\nsimulated      {} in {}; {} idle, filling and draining included\n\
          steady state   {} per minibatch, {} samples/s; the plan says {} and {} samples/s\n",
-        stages::heading(&plan),
+        stages::heading(&played),
         stages::table(&["worker", "busy", "most in flight", "most held"], &[1, 2, 3], rows.collect()),
         stages::plural(u64::from(minibatches), "minibatch", "minibatches"),
         quantity::time(timeline.makespan),
-        format_args!("{:.1} %", timeline.bubble() * 100.0),
+        format_args!("{:.1} %", timeline.bubble().max(0.0) * 100.0),
         quantity::time(step),
         quantity::samples(samples_per_s),
         quantity::time(plan.predicted.step_us),

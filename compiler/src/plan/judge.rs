@@ -126,7 +126,8 @@ pub fn under(levels: &[Level], objective: Objective, plan: &Plan, loads: &Loads)
         return ((0..count).map(|at| compute[at] + way_in[at]).sum(), "one item's way through".to_string());
     }
 
-    let mut loads: Vec<(f64, String)> = Vec::new();
+    // What each adds to the time, what it has to do in all, and its name.
+    let mut loads: Vec<(f64, f64, String)> = Vec::new();
     let mut ports: BTreeMap<(usize, u64), [f64; 3]> = BTreeMap::new();
     for (at, stage) in plan.stages.iter().enumerate() {
         let r = f64::from(stage.replicas);
@@ -147,13 +148,15 @@ pub fn under(levels: &[Level], objective: Objective, plan: &Plan, loads: &Loads)
             ScheduleKind::TwoBw => 1.0 / m,
             _ => per_item / r,
         };
-        loads.push((times * compute[at], format!("compute of stage {at}")));
-        loads.push((times * per_item * reduce[at], format!("all-reduce of stage {at}")));
+        let all = if never_flushed { times } else { dealt };
+        loads.push((times * compute[at], all * compute[at], format!("compute of stage {at}")));
+        loads.push((times * per_item * reduce[at], all * per_item * reduce[at], format!("all-reduce of stage {at}")));
         let mut unit = 1u64;
         for (level, &Over { comes, goes, reduces }) in over[at].iter().enumerate() {
             let messages = if trains { comes + goes } else { comes.max(goes) };
             let what = format!("links of stage {at} on {}", levels[level].name.escape_debug());
-            loads.push((times * (messages + per_item * reduces), what));
+            let item = messages + per_item * reduces;
+            loads.push((times * item, all * item, what));
             if levels[level].shared && level > 0 {
                 let mut on: BTreeMap<u64, f64> = BTreeMap::new();
                 stage.devices.iter().for_each(|device| *on.entry(u64::from(*device) / unit).or_default() += 1.0 / r);
@@ -175,20 +178,22 @@ pub fn under(levels: &[Level], objective: Objective, plan: &Plan, loads: &Loads)
             _ => m - 1.0,
         };
         let what = format!("the shared link of unit {unit} on {}", levels[level].name.escape_debug());
-        loads.push((times * (messages + reduces), what));
+        let all = if never_flushed { times } else { m };
+        loads.push((times * (messages + reduces), all * (messages + reduces), what));
     }
-    let mut worst = (0.0, "compute of stage 0".to_string());
-    for load in loads {
-        if load.0 > worst.0 {
-            worst = load;
+    let worst = loads.iter().map(|load| load.0).fold(0.0, f64::max);
+    let mut busiest = (0.0, "compute of stage 0".to_string());
+    for (_, all, what) in loads {
+        if all > busiest.0 {
+            busiest = (all, what);
         }
     }
     if never_flushed {
-        return worst;
+        return (worst, busiest.1);
     }
     let ways = if trains { 2.0 } else { 1.0 };
     let way: f64 = (0..count).map(|at| compute[at] + ways * way_in[at]).sum();
-    (worst.0 + way + reduce.iter().copied().fold(0.0, f64::max), worst.1)
+    (worst + way + reduce.iter().copied().fold(0.0, f64::max), busiest.1)
 }
 
 /// Replicas take minibatches in turns, so the slowest sets the pace of all.

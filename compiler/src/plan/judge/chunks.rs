@@ -29,11 +29,13 @@ pub fn time(levels: &[Level], plan: &Plan, sums: &Sums<'_>) -> (f64, String) {
     let r = plan.stages.first().map_or(1.0, |stage| f64::from(stage.replicas.max(1)));
     let pace: f64 =
         sums.compute.chunks(ranks.len().max(1)).map(|chunk| chunk.iter().copied().fold(0.0, f64::max)).sum();
-    let mut slowest: Vec<usize> = Vec::new();
-    for chunk in sums.compute.chunks(ranks.len().max(1)) {
-        let most = chunk.iter().copied().fold(0.0, f64::max);
-        slowest.push(slowest.len() * ranks.len() + chunk.iter().position(|us| *us == most).unwrap_or(0));
-    }
+    let computes = |held: &[usize]| held.iter().map(|&at| sums.compute[at]).sum::<f64>();
+    let slowest = ranks.values().fold(
+        &[][..],
+        |slowest: &[usize], held| {
+            if computes(held) > computes(slowest) { held } else { slowest }
+        },
+    );
     let told = slowest.iter().map(ToString::to_string).collect::<Vec<_>>().join(" and ");
     let mut loads = vec![((m / r).ceil().max(1.0) * pace, format!("compute of stages {told}"))];
     let mut ports: BTreeMap<(usize, u64), f64> = BTreeMap::new();
