@@ -291,6 +291,20 @@ fn pools_of_many_shapes() {
 }
 
 #[test]
+fn of_equal_elements_the_first_gets_the_gradient() {
+    for (shape, kernel, stride) in [(&[2, 3, 14, 22], 2, 2), (&[3, 2, 2, 2], 2, 2), (&[2, 2, 9, 8], 3, 2)] {
+        // Few values, so that most windows have several largest.
+        let values: Vec<f32> = random(shape, 6).to_f64().iter().map(|v| (v * 1.5).round() as f32).collect();
+        let x = Tensor::from_f32(shape, &values);
+        let max =
+            MaxPool { kernel: vec![kernel; 2], window: window(&[stride; 2], &[0; 2], &[0; 2], &[1; 2]), ceil: false };
+        let dy = random(&infer(&Op::MaxPool(max.clone()), std::slice::from_ref(&x))[0].concrete().unwrap(), 7);
+        ask_both(&format!("{shape:?}"), Op::MaxPool(max.clone()), std::slice::from_ref(&x));
+        ask_both(&format!("{shape:?}"), Op::MaxPoolGrad(MaxPoolGrad { forward: max }), &[x, dy]);
+    }
+}
+
+#[test]
 fn rows_and_columns_of_many_shapes() {
     for shape in [[37, 101, 1], [4, 33, 50], [1, 1, 1], [300, 3, 2]] {
         let x = random(&shape, 6);

@@ -1,11 +1,17 @@
 //! Byte buffers aligned for vector kernels, and a pool that hands them out again.
 
 use compiler::pass::memory::ALIGNMENT;
-use std::alloc::{Layout, alloc_zeroed, dealloc, handle_alloc_error};
+use std::alloc::{Layout, alloc, dealloc, handle_alloc_error};
 use std::collections::{HashMap, HashSet};
 use std::ptr::NonNull;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+
+/// The sizes of pages. Buffers of a large page and more lie on such pages where the system has them: to find the many small pages that a
+/// kernel walks through takes as long as to read some of them. They do not begin with one, because buffers whose addresses are alike
+/// drive each other from the caches.
+const LARGE_PAGE: usize = 2 << 20;
+const SMALL_PAGE: usize = 4096;
 
 /// Bytes at an address that is a multiple of [`ALIGNMENT`].
 pub struct Buffer {
@@ -50,8 +56,13 @@ impl Buffer {
     pub fn new(bytes: usize) -> Buffer {
         let layout = layout(bytes);
         // SAFETY: the layout has at least one cache line.
-        let start = unsafe { alloc_zeroed(layout) };
+        let start = unsafe { alloc(layout) };
         let Some(start) = NonNull::new(start) else { handle_alloc_error(layout) };
+        if bytes >= LARGE_PAGE {
+            ask_for_large_pages(start, bytes);
+        }
+        // SAFETY: the bytes have just been allocated.
+        unsafe { start.as_ptr().write_bytes(0, layout.size()) };
         Buffer { start, bytes, ledger: None, lent: AtomicBool::new(false) }
     }
 
@@ -122,6 +133,18 @@ fn layout(bytes: usize) -> Layout {
     // An empty tensor still has an address.
     Layout::from_size_align(bytes.max(ALIGNMENT), ALIGNMENT).expect("sizes of tensors are addressable")
 }
+
+/// Before the bytes are first written, which is when the system chooses pages.
+#[cfg(target_os = "linux")]
+fn ask_for_large_pages(start: NonNull<u8>, bytes: usize) {
+    let beyond = start.as_ptr() as usize % SMALL_PAGE;
+    // SAFETY: the advice changes nothing of what is in memory, neither in these bytes nor in what shares their first and last page. Where it
+    // is not taken pages stay small.
+    unsafe { libc::madvise(start.as_ptr().sub(beyond).cast(), bytes + beyond, libc::MADV_HUGEPAGE) };
+}
+
+#[cfg(not(target_os = "linux"))]
+fn ask_for_large_pages(_: NonNull<u8>, _: usize) {}
 
 /// Buffers that were given back, by size. A worker's steady state takes all its buffers from here.
 #[derive(Default)]

@@ -102,6 +102,12 @@ impl Grid {
         (self.stride == [1; 3]).then_some(Grid { data: self.out, out: self.data, before, ..*self })
     }
 
+    /// Whether windows are squares of two by two that share nothing and leave nothing out.
+    pub fn is_of_squares(&self) -> bool {
+        let squares = self.kernel == [1, 2, 2] && self.stride == [1, 2, 2] && self.dilation[1..] == [1, 1];
+        squares && self.before == [0; 3] && self.data == [self.out[0], 2 * self.out[1], 2 * self.out[2]]
+    }
+
     /// Whether one window sees all the data, each element once.
     pub fn is_global(&self) -> bool {
         self.out_len() == 1

@@ -84,10 +84,29 @@ impl Shares {
 }
 
 fn max_of<T: Real>(grid: Grid) -> Fast {
+    if grid.is_of_squares() {
+        return Fast::new(move |inputs, outputs, _| {
+            max_of_squares(grid.out[2], cast_slice::<u8, T>(inputs[0]), cast_slice_mut(outputs[0]));
+            Ok(())
+        });
+    }
     Fast::new(move |inputs, outputs, _| {
         max_planes(&grid, cast_slice::<u8, T>(inputs[0]), cast_slice_mut(outputs[0]));
         Ok(())
     })
+}
+
+wide! {
+    // Rows of windows, each over two rows of data, follow each other through all planes.
+    fn max_of_squares[T: Real](width: usize, x: &[T], y: &mut [T]) {
+        for (x, y) in x.chunks_exact((4 * width).max(1)).zip(y.chunks_exact_mut(width.max(1))) {
+            let (upper, lower) = x.split_at(2 * width);
+            for i in 0..width {
+                let (above, below) = (upper[2 * i].larger(upper[2 * i + 1]), lower[2 * i].larger(lower[2 * i + 1]));
+                y[i] = above.larger(below);
+            }
+        }
+    }
 }
 
 wide! {
@@ -130,6 +149,13 @@ wide! {
 }
 
 fn max_grad_of<T: Real>(grid: Grid) -> Fast {
+    if grid.is_of_squares() {
+        return Fast::new(move |inputs, outputs, _| {
+            let (x, dy) = (cast_slice::<u8, T>(inputs[0]), cast_slice::<u8, T>(inputs[1]));
+            max_grad_of_squares(grid.out[2], x, dy, cast_slice_mut(outputs[0]));
+            Ok(())
+        });
+    }
     let windows = grid.out_len();
     let first = (windows * size_of::<T>()).next_multiple_of(ALIGNMENT);
     let fast = Fast::new(move |inputs, outputs, workspace| {
@@ -152,6 +178,30 @@ fn take_larger<T: Real>(best: &mut [T], index: &mut [u32], first: u32, step: u32
         let wins = (v > *best) | ((v != v) & (*best == *best)) | (*index == u32::MAX);
         *best = if wins { v } else { *best };
         *index = if wins { first + i as u32 * step } else { *index };
+    }
+}
+
+wide! {
+    #[allow(clippy::eq_op)]
+    fn max_grad_of_squares[T: Real](width: usize, x: &[T], dy: &[T], dx: &mut [T]) {
+        let rows = x.chunks_exact((4 * width).max(1)).zip(dx.chunks_exact_mut((4 * width).max(1)));
+        for ((x, dx), dy) in rows.zip(dy.chunks_exact(width.max(1))) {
+            let (upper, lower) = x.split_at(2 * width);
+            let (dx_upper, dx_lower) = dx.split_at_mut(2 * width);
+            for i in 0..width {
+                let seen = [upper[2 * i], upper[2 * i + 1], lower[2 * i], lower[2 * i + 1]];
+                let (mut best, mut at) = (seen[0], 0u32);
+                for tap in 1..4 {
+                    let v = seen[tap as usize];
+                    let wins = (v > best) | ((v != v) & (best == best));
+                    best = if wins { v } else { best };
+                    at = if wins { tap } else { at };
+                }
+                let of = |tap: u32| if at == tap { dy[i] } else { T::ZERO };
+                (dx_upper[2 * i], dx_upper[2 * i + 1]) = (of(0), of(1));
+                (dx_lower[2 * i], dx_lower[2 * i + 1]) = (of(2), of(3));
+            }
+        }
     }
 }
 

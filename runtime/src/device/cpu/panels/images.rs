@@ -87,6 +87,7 @@ fn every_second(lanes: u16) -> u16 {
 }
 
 impl Patches<'_> {
+    /// Tap by tap: what windows see at one is where it was in the channel before.
     #[target_feature(enable = "avx512f")]
     unsafe fn copy<const STEP: usize>(&self, depth: Range<usize>, columns: Range<usize>, panel: *mut f32) {
         let Windows { taps, plane, step, .. } = *self.windows;
@@ -94,16 +95,21 @@ impl Patches<'_> {
         for column in (0..columns.len()).step_by(LANES) {
             let vector = (columns.start + column) / LANES;
             let (valid, (at, [image, _])) = (before(columns.end, vector), self.windows.place(vector));
-            let mut tap = depth.start % taps;
-            let mut from = self.x.wrapping_add(image + depth.start / taps * plane);
-            let mut to = panel.wrapping_add(column);
-            for _ in depth.clone() {
-                // SAFETY: the caller's word; what a window sees is inside its image.
-                unsafe { _mm512_storeu_ps(to, load::<STEP>(self.windows.seen(at, tap), valid, from, step)) };
-                to = to.wrapping_add(pitch);
-                tap += 1;
-                if tap == taps {
-                    (tap, from) = (0, from.wrapping_add(plane));
+            for first in depth.clone().take(taps) {
+                let runs = self.windows.seen(at, first % taps);
+                let mut from = self.x.wrapping_add(image + first / taps * plane);
+                let mut to = panel.wrapping_add((first - depth.start) * pitch + column);
+                for _ in (first..depth.end).step_by(taps) {
+                    // SAFETY: the caller's word; what a window sees is inside its image.
+                    unsafe {
+                        // Most often there is one run, and then no loop.
+                        let line = match runs {
+                            [run] => load::<STEP>(std::slice::from_ref(run), valid, from, step),
+                            _ => load::<STEP>(runs, valid, from, step),
+                        };
+                        _mm512_storeu_ps(to, line);
+                    }
+                    (from, to) = (from.wrapping_add(plane), to.wrapping_add(taps * pitch));
                 }
             }
         }

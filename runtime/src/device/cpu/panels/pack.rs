@@ -1,5 +1,8 @@
 //! Copies into panels: rows as they lie, and rows that become columns, 16 or 8 at a time in registers.
 
+// Loops over indices are unrolled whole; closures of iterators would not be compiled for these vectors.
+#![allow(clippy::needless_range_loop)]
+
 use super::{LANES, ROWS, Rows};
 use std::arch::x86_64::{
     __m256, __m512, _MM_HINT_T0, _mm_prefetch, _mm256_loadu_ps, _mm256_permute2f128_ps, _mm256_setzero_ps,
@@ -126,7 +129,7 @@ unsafe fn turned(from: *const f32, far: usize, columns: usize, depth: usize, to:
 /// The processor has AVX-512.
 #[inline]
 #[target_feature(enable = "avx512f")]
-pub fn sixteen_turned(rows: [__m512; 16]) -> [__m512; 16] {
+pub(super) fn sixteen_turned(rows: [__m512; 16]) -> [__m512; 16] {
     let zero = _mm512_setzero_ps();
     let mut fours = [zero; 16];
     for i in 0..4 {

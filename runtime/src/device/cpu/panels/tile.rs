@@ -1,5 +1,8 @@
 //! The innermost loops of a product: tiles of sums that never leave the registers, one below the other.
 
+// Loops over indices are unrolled whole; closures of iterators would not be compiled for these vectors.
+#![allow(clippy::needless_range_loop)]
+
 use super::{Ahead, LANES, ROWS, Rows, VECTORS};
 use std::arch::x86_64::{
     __m512, _MM_HINT_T0, _mm_prefetch, _mm512_add_ps, _mm512_fmadd_ps, _mm512_loadu_ps, _mm512_mask_storeu_ps,
