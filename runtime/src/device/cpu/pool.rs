@@ -101,9 +101,9 @@ wide! {
     fn max_of_squares[T: Real](width: usize, x: &[T], y: &mut [T]) {
         for (x, y) in x.chunks_exact((4 * width).max(1)).zip(y.chunks_exact_mut(width.max(1))) {
             let (upper, lower) = x.split_at(2 * width);
-            for i in 0..width {
-                let (above, below) = (upper[2 * i].larger(upper[2 * i + 1]), lower[2 * i].larger(lower[2 * i + 1]));
-                y[i] = above.larger(below);
+            // Pairs of known length leave no bounds to check, and the loop becomes vector code.
+            for ((y, above), below) in y.iter_mut().zip(upper.chunks_exact(2)).zip(lower.chunks_exact(2)) {
+                *y = above[0].larger(above[1]).larger(below[0].larger(below[1]));
             }
         }
     }
@@ -188,18 +188,19 @@ wide! {
         for ((x, dx), dy) in rows.zip(dy.chunks_exact(width.max(1))) {
             let (upper, lower) = x.split_at(2 * width);
             let (dx_upper, dx_lower) = dx.split_at_mut(2 * width);
-            for i in 0..width {
-                let seen = [upper[2 * i], upper[2 * i + 1], lower[2 * i], lower[2 * i + 1]];
-                let (mut best, mut at) = (seen[0], 0u32);
-                for tap in 1..4 {
-                    let v = seen[tap as usize];
+            let seen = upper.chunks_exact(2).zip(lower.chunks_exact(2));
+            let slopes = dx_upper.chunks_exact_mut(2).zip(dx_lower.chunks_exact_mut(2));
+            for (((above, below), (dx_above, dx_below)), &dy) in seen.zip(slopes).zip(dy) {
+                let (mut best, mut at) = (above[0], 0u32);
+                for (tap, v) in [(1, above[1]), (2, below[0]), (3, below[1])] {
                     let wins = (v > best) | ((v != v) & (best == best));
                     best = if wins { v } else { best };
                     at = if wins { tap } else { at };
                 }
-                let of = |tap: u32| if at == tap { dy[i] } else { T::ZERO };
-                (dx_upper[2 * i], dx_upper[2 * i + 1]) = (of(0), of(1));
-                (dx_lower[2 * i], dx_lower[2 * i + 1]) = (of(2), of(3));
+                dx_above[0] = if at == 0 { dy } else { T::ZERO };
+                dx_above[1] = if at == 1 { dy } else { T::ZERO };
+                dx_below[0] = if at == 2 { dy } else { T::ZERO };
+                dx_below[1] = if at == 3 { dy } else { T::ZERO };
             }
         }
     }
