@@ -7,7 +7,7 @@ use crate::desk::checkpoint::{Checkpoint, tensor};
 use crate::desk::{Contribution, Meeting, Place, Tied};
 use crate::device::cpu::half::is_half;
 use crate::evaluate::{EvaluateError, buffers};
-use crate::link::channel::channel;
+use crate::link::channel::{Incoming, Outgoing, channel};
 use crate::link::rendezvous::Rendezvous;
 use crate::norm::{Norms, Squares};
 use crate::optimizer::{Optimizer, trains};
@@ -359,10 +359,7 @@ fn master(named: &Named, weights: &BTreeMap<String, Tensor>) -> Option<Buffer> {
     Some(Buffer::copy_of(given.cast(wide(named.fact.dtype)).bytes()))
 }
 
-type Ends = (
-    HashMap<Key, crossbeam_channel::Sender<crate::link::channel::Message>>,
-    HashMap<Key, crossbeam_channel::Receiver<crate::link::channel::Message>>,
-);
+type Ends = (HashMap<Key, Outgoing>, HashMap<Key, Incoming>);
 
 /// A channel for every pair of workers that the programs speak of.
 fn channels(program: &Program) -> HashMap<WorkerId, Ends> {

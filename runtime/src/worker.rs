@@ -9,7 +9,7 @@ use crate::data::Batches;
 use crate::desk::checkpoint::Checkpoint;
 use crate::desk::{Desk, Lag, Left, Manner, Place, Stepping};
 use crate::execute::ExecuteError;
-use crate::link::channel::Message;
+use crate::link::channel::{Incoming, Message, Outgoing};
 use crate::norm::{LossScale, Norms, factor};
 use crate::optimizer::Optimizer;
 use crate::policy::Policy;
@@ -17,7 +17,7 @@ use compiler::plan::StageId;
 use compiler::schedule::rule::Rule;
 use compiler::schedule::work::Part;
 use compiler::schedule::{EdgeId, Instruction, MicrobatchId, Payload, Program, Token, Version, WorkerId};
-use crossbeam_channel::{Receiver, Sender};
+use crossbeam_channel::Sender;
 use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::Instant;
@@ -47,9 +47,9 @@ pub struct Equipment<'a> {
     /// Its stages, in order.
     pub stages: Vec<Place<'a>>,
     /// Where its messages go.
-    pub outgoing: HashMap<Key, Sender<Message>>,
+    pub outgoing: HashMap<Key, Outgoing>,
     /// Where its messages come from.
-    pub incoming: HashMap<Key, Receiver<Message>>,
+    pub incoming: HashMap<Key, Incoming>,
     /// The data.
     pub batches: &'a Batches,
     /// How parameters move.
@@ -127,9 +127,21 @@ pub struct Outcome {
 }
 
 enum Pending {
-    Sent,
-    Message { edge: EdgeId, item: u32, kind: Payload, peer: WorkerId },
-    Reduce { stage: StageId, round: u32 },
+    /// The message with this number in its channel.
+    Sent {
+        key: Key,
+        number: u64,
+    },
+    Message {
+        edge: EdgeId,
+        item: u32,
+        kind: Payload,
+        peer: WorkerId,
+    },
+    Reduce {
+        stage: StageId,
+        round: u32,
+    },
 }
 
 struct Worker<'a> {
@@ -137,8 +149,6 @@ struct Worker<'a> {
     name: String,
     desks: Vec<Desk<'a>>,
     pending: HashMap<Token, Pending>,
-    /// Messages that came in their channel before the one that was waited for.
-    early: HashMap<(Key, u32), Message>,
     spans: Vec<Span>,
     rule: Rule,
     scale: Option<LossScale>,
@@ -160,17 +170,8 @@ pub fn run(mut gear: Equipment<'_>) -> Result<Outcome, WorkerError> {
     };
     let desks = places.into_iter().map(|place| Desk::new(place, manner, &ledger)).collect();
     let (rule, scale) = (Rule::of(gear.program), gear.scales_loss.then(|| LossScale::new(gear.policy.loss_scaling)));
-    let mut worker = Worker {
-        name,
-        desks,
-        pending: HashMap::new(),
-        early: HashMap::new(),
-        spans: Vec::new(),
-        rule,
-        scale,
-        agreed: None,
-        gear,
-    };
+    let mut worker =
+        Worker { name, desks, pending: HashMap::new(), spans: Vec::new(), rule, scale, agreed: None, gear };
     for (at, instruction) in instructions.iter().enumerate() {
         worker.step(at, *instruction)?;
     }
@@ -192,10 +193,11 @@ impl<'a> Worker<'a> {
             | Instruction::BackwardInput { .. }
             | Instruction::BackwardWeight { .. } => self.compute(at, instruction)?,
             Instruction::Send { edge, item, kind, peer, token } => {
-                self.send(at, edge, item.0, kind, peer)?;
-                self.pending.insert(token, Pending::Sent);
+                let number = self.send(at, edge, item.0, kind, peer)?;
+                self.pending.insert(token, Pending::Sent { key: (edge, kind, peer), number });
             }
             Instruction::Recv { edge, item, kind, peer, token } => {
+                self.gear.incoming.get(&(edge, kind, peer)).ok_or_else(|| self.gone())?.post();
                 self.pending.insert(token, Pending::Message { edge, item: item.0, kind, peer });
             }
             Instruction::Wait { token } => {
@@ -334,35 +336,30 @@ impl<'a> Worker<'a> {
         if sends == (kind == Payload::Activation) { (from, to) } else { (to, from) }
     }
 
-    fn send(&mut self, at: usize, edge: EdgeId, item: u32, kind: Payload, peer: WorkerId) -> Result<(), WorkerError> {
+    fn send(&mut self, at: usize, edge: EdgeId, item: u32, kind: Payload, peer: WorkerId) -> Result<u64, WorkerError> {
         let (here, other) = self.ends(edge, kind, true);
         let message = Message { item, parcels: self.desk(at, here)?.parcels(item, kind, other) };
-        let channel = self.gear.outgoing.get(&(edge, kind, peer)).ok_or_else(|| self.gone())?;
-        channel.send(message).map_err(|_| self.gone())?;
+        let gone = self.gone();
+        let channel = self.gear.outgoing.get_mut(&(edge, kind, peer)).ok_or_else(|| gone.clone())?;
+        let number = channel.send(message).map_err(|_| gone)?;
         if kind == Payload::Gradient {
             self.desk(at, here)?.sent_gradients(item, other);
         }
-        Ok(())
+        Ok(number)
     }
 
     fn wait(&mut self, at: usize, pending: Pending) -> Result<(), WorkerError> {
         let start = self.now();
         match pending {
-            // A message is a reference: it is delivered when it is posted.
-            Pending::Sent => return Ok(()),
+            Pending::Sent { key, number } => {
+                let gone = self.gone();
+                let channel = self.gear.outgoing.get_mut(&key).ok_or_else(|| gone.clone())?;
+                channel.wait(number).map_err(|_| gone)?;
+            }
             Pending::Message { edge, item, kind, peer } => {
-                let key = (edge, kind, peer);
-                let mut message = self.early.remove(&(key, item));
-                while message.is_none() {
-                    let channel = self.gear.incoming.get(&key).ok_or_else(|| self.gone())?;
-                    let next = channel.recv().map_err(|_| self.gone())?;
-                    // Receives may be waited for in another order than they were posted in.
-                    match next.item == item {
-                        true => message = Some(next),
-                        false => _ = self.early.insert((key, next.item), next),
-                    }
-                }
-                let Some(message) = message else { return Err(self.bug(at, "no message came")) };
+                let gone = self.gone();
+                let channel = self.gear.incoming.get_mut(&(edge, kind, peer)).ok_or_else(|| gone.clone())?;
+                let message = channel.take(item).map_err(|_| gone)?;
                 let (here, other) = self.ends(edge, kind, false);
                 self.desk(at, here)?.unpack(other, kind, item, message.parcels);
             }

@@ -1,8 +1,12 @@
 //! Messages between two workers of one process: references to buffers, first in, first out.
+//!
+//! A message is there as soon as it is sent. Who sends also learns of each receive that is posted for its messages: a program says how far
+//! a worker may run ahead of its readers, and more than that would hold more buffers than were planned.
 
 use crate::buffer::Buffer;
 use compiler::op::Value;
 use crossbeam_channel::{Receiver, Sender, unbounded};
+use std::collections::HashMap;
 use std::sync::Arc;
 
 /// A tensor under way.
@@ -23,7 +27,103 @@ pub struct Message {
     pub parcels: Vec<Parcel>,
 }
 
-/// Both ends of a channel. A receiver whose sender is gone learns it at once, so no worker waits for a dead one.
-pub fn channel() -> (Sender<Message>, Receiver<Message>) {
-    unbounded()
+/// The other end of a channel is gone.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Gone;
+
+/// Where messages go in.
+pub struct Outgoing {
+    messages: Sender<Message>,
+    posted: Receiver<()>,
+    /// Messages sent, and receives that are known to be posted.
+    sent: u64,
+    known: u64,
+}
+
+/// Where they come out.
+pub struct Incoming {
+    messages: Receiver<Message>,
+    posted: Sender<()>,
+    /// Those that came before one that was waited for.
+    early: HashMap<u32, Message>,
+}
+
+/// Both ends of a channel. An end whose other end is gone learns it at once, so no worker waits for a dead one.
+pub fn channel() -> (Outgoing, Incoming) {
+    let ((to, messages), (posted, told)) = (unbounded(), unbounded());
+    (Outgoing { messages: to, posted: told, sent: 0, known: 0 }, Incoming { messages, posted, early: HashMap::new() })
+}
+
+impl Outgoing {
+    /// Sends a message and gives its number.
+    pub fn send(&mut self, message: Message) -> Result<u64, Gone> {
+        self.messages.send(message).map_err(|_| Gone)?;
+        self.sent += 1;
+        Ok(self.sent)
+    }
+
+    /// Waits until the receive for the message with that number is posted.
+    pub fn wait(&mut self, number: u64) -> Result<(), Gone> {
+        while self.known < number {
+            self.posted.recv().map_err(|_| Gone)?;
+            self.known += 1;
+        }
+        Ok(())
+    }
+}
+
+impl Incoming {
+    /// Tells that a receive is posted.
+    pub fn post(&self) {
+        // Who sends may be at its end already.
+        let _ = self.posted.send(());
+    }
+
+    /// Waits for the message of an item. Receives may be waited for in another order than they were posted in.
+    pub fn take(&mut self, item: u32) -> Result<Message, Gone> {
+        if let Some(message) = self.early.remove(&item) {
+            return Ok(message);
+        }
+        loop {
+            let message = self.messages.recv().map_err(|_| Gone)?;
+            if message.item == item {
+                return Ok(message);
+            }
+            self.early.insert(message.item, message);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn message(item: u32) -> Message {
+        Message { item, parcels: Vec::new() }
+    }
+
+    #[test]
+    fn messages_are_found_by_their_item() {
+        let (mut out, mut into) = channel();
+        for item in [4, 2, 7] {
+            out.send(message(item)).unwrap();
+        }
+        assert_eq!([2, 4, 7].map(|item| into.take(item).map(|message| message.item)), [Ok(2), Ok(4), Ok(7)]);
+        drop(out);
+        assert_eq!(into.take(1).map(|message| message.item), Err(Gone));
+    }
+
+    #[test]
+    fn who_sends_waits_for_as_many_receives() {
+        let (mut out, into) = channel();
+        let numbers = [4, 2].map(|item| out.send(message(item)).unwrap());
+        assert_eq!(numbers, [1, 2]);
+        into.post();
+        assert_eq!(out.wait(1), Ok(()));
+        into.post();
+        drop(into);
+        assert_eq!((out.wait(2), out.wait(1)), (Ok(()), Ok(())));
+        assert!(out.send(message(9)).is_err());
+        assert_eq!(out.wait(3), Err(Gone));
+    }
 }
