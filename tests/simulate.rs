@@ -9,9 +9,9 @@ use compiler::schedule::scheduler::schedule;
 use compiler::schedule::{Pipeline, Program, Schedule};
 use compiler::simulate::efficiency::{auto_caps, steady_efficiency};
 use compiler::simulate::network::Network;
-use compiler::simulate::run::{Machine, simulate};
+use compiler::simulate::run::{Jitter, Machine, simulate};
 use compiler::simulate::steady::ideal_us;
-use compiler::simulate::{SimulateError, Timeline};
+use compiler::simulate::{Activity, SimulateError, Timeline};
 
 fn play(program: &Program, pipeline: &Pipeline) -> Timeline {
     check(program).unwrap();
@@ -227,4 +227,35 @@ fn very_large_runs() {
     let timeline = simulate(&program, &pipeline, &Machine::of(&pipeline)).unwrap();
     println!("programs in {made:?}, simulated in {:?}", start.elapsed() - made);
     assert_eq!(timeline.makespan, 3.0 * (4096.0 + 1023.0));
+}
+
+#[test]
+fn jitter_follows_its_seed_and_slows_what_waits() {
+    let pipeline = Pipeline::balanced(&[1; 8], 2.0);
+    let program = schedule(Schedule::OneFOneB, &pipeline, StepCount { minibatches: 4, microbatches: 16 }).unwrap();
+    let run = |share: f64, seed: u64| {
+        let machine = Machine { jitter: Some(Jitter { share, seed }), ..Machine::of(&pipeline) };
+        simulate(&program, &pipeline, &machine).unwrap()
+    };
+    let exact = play(&program, &pipeline);
+    assert_eq!(run(0.0, 3), exact);
+    assert_eq!(run(0.2, 3), run(0.2, 3));
+    assert_ne!(run(0.2, 3).makespan, run(0.2, 4).makespan);
+    for seed in 0..20 {
+        let timeline = run(0.2, seed);
+        // Everybody waits for the slowest, so that times which stray both ways alike take longer together.
+        assert!(
+            timeline.makespan > exact.makespan && timeline.makespan < 1.2 * exact.makespan,
+            "{}",
+            timeline.makespan
+        );
+        for (worker, track) in timeline.workers.iter().enumerate() {
+            let spans = track.spans.iter().map(|span| (span.activity, span.end - span.start));
+            for (activity, us) in spans.filter(|(activity, _)| matches!(activity, Activity::Forward(..))) {
+                assert!((0.8 - 1e-9..1.2 + 1e-9).contains(&us), "{worker}: {activity} took {us}");
+            }
+            let (strayed, expected) = (timeline.busy(worker), exact.busy(worker));
+            assert!((strayed / expected - 1.0).abs() < 0.05, "{worker}: {strayed} and {expected}");
+        }
+    }
 }

@@ -46,6 +46,12 @@ pub struct Arguments {
     /// Write a trace that Perfetto opens: in its own form as .pftrace or .perfetto-trace, else as JSON, which chrome://tracing opens too
     #[arg(long, value_name = "FILE")]
     trace: Option<PathBuf>,
+    /// Let every computation and transfer take up to this share more or less, for example 0.1
+    #[arg(long, value_name = "SHARE", value_parser = jitter)]
+    jitter: Option<f64>,
+    /// What --jitter follows from
+    #[arg(long, value_name = "N", default_value_t = 0, requires = "jitter")]
+    seed: u64,
     /// Draw who computes what when; every forward and backward takes one column
     #[arg(long)]
     chart: bool,
@@ -113,6 +119,7 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Failure> {
     let program = program(minibatches)?;
     let mut machine = run::Machine::of(&pipeline);
     machine.cores = plan.cluster.device.cores;
+    machine.jitter = arguments.jitter.map(|share| run::Jitter { share, seed: arguments.seed });
     let timeline = run::simulate(&program, &pipeline, &machine).map_err(|error| fail(&error))?;
 
     if let Some(cores) = machine.cores.filter(|cores| (*cores as usize) < program.workers.len()) {
@@ -179,4 +186,12 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Failure> {
         "workers": workers,
     }));
     Ok(())
+}
+
+/// A share of a time that it may be longer or shorter.
+fn jitter(text: &str) -> Result<f64, String> {
+    match text.parse() {
+        Ok(share) if (0.0..1.0).contains(&share) => Ok(share),
+        _ => Err("a share is a number from 0 to less than 1, as 0.1".to_string()),
+    }
 }

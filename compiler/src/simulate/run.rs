@@ -14,6 +14,7 @@
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
 
+use crate::op::dropout::mix;
 use crate::plan::StageId;
 use crate::schedule::channel::{Channel, Channels};
 use crate::schedule::collective::{Collective, Meeting};
@@ -31,12 +32,34 @@ pub struct Machine {
     pub network: Network,
     /// Cores that all workers share; none if each worker has a device of its own.
     pub cores: Option<u32>,
+    /// How far times stray from what is expected; none where each takes just that.
+    pub jitter: Option<Jitter>,
+}
+
+/// Times that stray: each computation and each transfer takes from 1 - share to 1 + share of its time, evenly spread. What it takes
+/// follows from the seed, who does it and how many it has done, so that the same seed gives the same run.
+#[derive(Clone, Copy, PartialEq, Debug)]
+pub struct Jitter {
+    /// The most that a time strays, as a share of it; below 1.
+    pub share: f64,
+    /// What everything follows from.
+    pub seed: u64,
+}
+
+impl Jitter {
+    /// The factor of the n-th time of one worker or channel.
+    fn factor(self, whose: u64, n: u64) -> f64 {
+        let drawn = mix(mix(mix(self.seed) ^ whose) ^ n);
+        // 53 bits make a number from 0 to 1, of which 1 is none.
+        let unit = (drawn >> 11) as f64 / (1u64 << 53) as f64;
+        1.0 + self.share.clamp(0.0, 1.0) * (2.0 * unit - 1.0)
+    }
 }
 
 impl Machine {
     /// A device for each worker, and the transfer times that the pipeline states.
     pub fn of(pipeline: &Pipeline) -> Self {
-        Self { network: Network::of(pipeline), cores: None }
+        Self { network: Network::of(pipeline), cores: None, jitter: None }
     }
 }
 
@@ -53,6 +76,9 @@ pub fn simulate(program: &Program, pipeline: &Pipeline, machine: &Machine) -> Re
     pipeline.validate()?;
     Simulation::new(program, pipeline, machine).run()
 }
+
+/// Channels draw apart from workers.
+const CHANNELS: u64 = 1 << 32;
 
 /// A time as the queues have it. Times are never negative, and the bits of such numbers have their order.
 fn bits(time: f64) -> u64 {
@@ -81,6 +107,7 @@ struct Line {
     way: Way,
     /// What is on its way, since when.
     carries: Option<(Activity, f64)>,
+    carried: u64,
     spans: Vec<Span>,
 }
 
@@ -101,6 +128,7 @@ struct Hands {
     tokens: Numbered<bool>,
     blocked: Option<Token>,
     computing: Option<(Activity, f64)>,
+    computed: u64,
     spans: Vec<Span>,
     in_flight: u32,
     peak: u32,
@@ -171,6 +199,7 @@ impl<'a> Simulation<'a> {
                 tokens: Numbered::new(worker.instructions.len()),
                 blocked: None,
                 computing: None,
+                computed: 0,
                 spans: Vec::new(),
                 in_flight: 0,
                 peak: 0,
@@ -326,7 +355,11 @@ impl<'a> Simulation<'a> {
             Activity::Step(stage, _) => of(stage, |shape| shape.step),
             _ => 0.0,
         };
-        self.hands[worker.index()].computing = Some((activity, self.now));
+        let hands = &mut self.hands[worker.index()];
+        hands.computing = Some((activity, self.now));
+        let nth = hands.computed;
+        hands.computed += 1;
+        let time = time * self.machine.jitter.map_or(1.0, |jitter| jitter.factor(u64::from(worker.0), nth));
         self.computing.post(bits(self.virtual_now + time), worker);
     }
 
@@ -382,7 +415,7 @@ impl<'a> Simulation<'a> {
             let Channel { from, to, edge, .. } = channel;
             let way = self.flows.way(self.machine.network.ports.message(edge.index(), from.index(), to.index()));
             let (sends, recvs) = (VecDeque::new(), VecDeque::new());
-            self.lines.push(Line { sends, recvs, way, carries: None, spans: Vec::new() });
+            self.lines.push(Line { sends, recvs, way, carries: None, carried: 0, spans: Vec::new() });
         }
         line
     }
@@ -398,7 +431,10 @@ impl<'a> Simulation<'a> {
             line.recvs.pop_front();
             let maker = if kind == Payload::Activation { from } else { to };
             line.carries = Some((Activity::Transfer(maker, kind, item), self.now));
-            let time = self.machine.network.transfer(edge.index(), kind);
+            let (line_of, nth) = (CHANNELS + u64::from(number), line.carried);
+            line.carried += 1;
+            let stray = self.machine.jitter.map_or(1.0, |jitter| jitter.factor(line_of, nth));
+            let time = self.machine.network.transfer(edge.index(), kind) * stray;
             self.flows.begin(self.now, time, line.way, Arrival::Transfer(number, sender, receiver));
         }
     }
