@@ -4,8 +4,8 @@ use crate::failure::Failure;
 use crate::loss::Loss;
 use crate::model::Loaded;
 use compiler::graph::Graph;
-use compiler::op::Op;
-use compiler::pass::loss::{IGNORED, LOSS, TARGET, attach};
+use compiler::op::{Op, Value};
+use compiler::pass::loss::{IGNORED, LOSS, TARGET, attach, class_axis};
 use compiler::pass::precision::precision;
 use compiler::tensor::{DType, Tensor};
 use runtime::data::{Dataset, mix, permutation};
@@ -48,6 +48,11 @@ impl Subject<'_> {
         }
     }
 
+    /// The axis of classes; without classes it is of no matter.
+    fn axis(&self, graph: &Graph, predictions: Value) -> usize {
+        class_axis(graph.fact(predictions), self.class_dim).unwrap_or(0)
+    }
+
     /// Evaluates all rows with these weights.
     pub fn score(&self, data: &Dataset, weights: &BTreeMap<String, Tensor>) -> Result<Score, Failure> {
         let mut sums = Sums::default();
@@ -74,8 +79,7 @@ impl Subject<'_> {
         }
         let mut graph = self.graph(each)?;
         let Some(first) = graph.outputs.first().cloned() else { return Ok(()) };
-        let axis = graph.fact(first.value).rank() as i64;
-        let axis = self.class_dim.map_or(axis - 1, |dim| if dim < 0 { dim + axis } else { dim });
+        let axis = self.axis(&graph, first.value);
         attach(&mut graph, self.loss.of(), self.class_dim).map_err(|error| cannot("evaluate").because(error))?;
         let parts: Vec<_> = rows.step_by(each).map(|at| fitted(&graph, data.slice(at..at + each))).collect();
         let targets: Vec<Option<Tensor>> = parts.iter().map(|part| part.get(TARGET).cloned()).collect();
@@ -85,7 +89,7 @@ impl Subject<'_> {
             let target = targets.next().flatten().filter(|_| classes);
             let mut weight = each as f64;
             if let (Some(target), Some(logits)) = (target, results.get(&first.name)) {
-                let answers = largest(logits, axis as usize);
+                let answers = largest(logits, axis);
                 let labels = target.to_i64();
                 let counted = || labels.iter().zip(&answers).filter(|(label, _)| **label != IGNORED);
                 weight = counted().count() as f64;
@@ -115,8 +119,7 @@ impl Subject<'_> {
             weights.iter().zip(0..).map(|((name, weight), at)| (name.clone(), reordered(weight, seed, at))).collect();
         let graph = self.graph(self.item_rows)?;
         let Some(first) = graph.outputs.first() else { return Ok(()) };
-        let rank = graph.fact(first.value).rank() as i64;
-        let axis = self.class_dim.map_or(rank - 1, |dim| if dim < 0 { dim + rank } else { dim }) as usize;
+        let axis = self.axis(&graph, first.value);
         let whole = data.rows() / self.item_rows;
         let parts = (0..whole).map(|at| fitted(&graph, data.slice(at * self.item_rows..(at + 1) * self.item_rows)));
         let mut values: Vec<f64> = Vec::with_capacity(target.len());

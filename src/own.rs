@@ -109,6 +109,18 @@ impl Own {
         }
     }
 
+    /// Refuses another number of micro-batches than it is for.
+    pub fn agrees(&self, asked: Option<u32>) -> Result<(), Failure> {
+        let listed = self.microbatches();
+        match asked.filter(|asked| *asked != listed) {
+            None => Ok(()),
+            Some(asked) => {
+                let what = format!("`--microbatches {asked}` does not go with a schedule of {listed} micro-batches");
+                Err(Failure::input(what).help("leave out `--microbatches`: the file says how many there are"))
+            }
+        }
+    }
+
     /// The minibatches that it is for, where it is not for any number.
     pub fn minibatches(&self) -> Option<u32> {
         match self {

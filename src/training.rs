@@ -10,7 +10,7 @@ use crate::model::Loaded;
 use crate::own::Own;
 use compiler::graph::{Graph, hash::hash, order};
 use compiler::op::{NodeId, Op};
-use compiler::pass::loss::TARGET;
+use compiler::pass::loss::{TARGET, class_axis};
 use compiler::pass::mixed::{Mixed, mixed};
 use compiler::pass::precision::precision;
 use compiler::pass::unbiased::unbiased;
@@ -233,8 +233,7 @@ pub fn prepare(task: &mut Task<'_>) -> Result<Prepared, Failure> {
     )?;
     let feeds = train::feeds(&made.codes);
     let item_rows = task.batch as usize / task.microbatches as usize;
-    let floats = task.dtype.filter(|dtype| !is_half(*dtype));
-    let subject = Subject { loaded: task.loaded, floats, loss, class_dim: task.class_dim, item_rows };
+    let subject = subject(task, loss);
     let arrays = match std::mem::replace(&mut task.data, Data::Synthetic(0)) {
         Data::Arrays(arrays) => arrays,
         Data::Synthetic(seed) => {
@@ -328,16 +327,17 @@ pub fn run(task: &Task<'_>, prepared: &Prepared, on_step: &mut dyn FnMut(StepDon
     let samples = prepared.batch as f64 * trained.losses.len() as f64;
     let samples_per_s = if trained.seconds > 0.0 { samples / trained.seconds } else { 0.0 };
     let score = match &prepared.held_out {
-        Some(data) => {
-            let floats = task.dtype.filter(|dtype| !is_half(*dtype));
-            let item_rows = (task.batch / u64::from(task.microbatches.max(1))) as usize;
-            let (loss, class_dim) = (prepared.loss, task.class_dim);
-            let subject = Subject { loaded: task.loaded, floats, loss, class_dim, item_rows };
-            Some(subject.score(data, &trained.weights)?)
-        }
+        Some(data) => Some(subject(task, prepared.loss).score(data, &trained.weights)?),
         None => None,
     };
     Ok(Done { trained, tracks, samples_per_s, score })
+}
+
+/// What is evaluated beside training: the model by itself.
+fn subject<'a>(task: &Task<'a>, loss: Loss) -> Subject<'a> {
+    let item_rows = (task.batch / u64::from(task.microbatches.max(1))) as usize;
+    let floats = task.dtype.filter(|dtype| !is_half(*dtype));
+    Subject { loaded: task.loaded, floats, loss, class_dim: task.class_dim, item_rows }
 }
 
 impl Prepared {
@@ -427,9 +427,7 @@ fn rows(graph: &Graph, arrays: &BTreeMap<String, Tensor>) -> usize {
 
 fn classes(graph: &Graph, class_dim: Option<i64>) -> Option<i64> {
     let fact = graph.fact(graph.outputs.first()?.value);
-    let axis = class_dim.unwrap_or(-1);
-    let axis = if axis < 0 { axis + fact.rank() as i64 } else { axis };
-    fact.shape.get(usize::try_from(axis).ok()?)?.known()
+    fact.shape[class_axis(fact, class_dim)?].known()
 }
 
 fn capped(pipeline: Pipeline, in_flight: &InFlight) -> Result<Pipeline, Failure> {

@@ -362,13 +362,9 @@ pub fn ask(file: &Path, costs: Costs, question: &Question) -> Result<Planned, Fa
             .because("it says itself how many micro-batches are in flight")
             .help("`--schedule 1f1b` flushes too and takes caps"));
     }
-    if let Some(listed) =
-        own.as_ref().map(Own::microbatches).filter(|listed| ![1, *listed].contains(&question.microbatches))
-    {
-        let what =
-            format!("`--microbatches {}` does not go with a schedule of {listed} micro-batches", question.microbatches);
-        return Err(Failure::input(what).help("leave out `--microbatches`: the file says how many there are"));
-    }
+    // One is what nobody asked for.
+    let asked = Some(question.microbatches).filter(|asked| *asked > 1);
+    own.as_ref().map_or(Ok(()), |own| own.agrees(asked))?;
     problem.chunks = question.chunks.unwrap_or(if problem.schedule.has_chunks() { 2 } else { 1 });
     problem.recompute = question.recompute == "auto";
     problem.microbatches = own.as_ref().map_or(question.microbatches, Own::microbatches);

@@ -160,13 +160,8 @@ pub fn run(arguments: Box<Arguments>, screen: &Screen) -> Result<(), Failure> {
         return Err(Failure::file("train", &arguments.file, why));
     }
     let own = own::open(arguments.schedule.as_deref(), screen)?;
+    own.as_ref().map_or(Ok(()), |own| own.agrees(arguments.microbatches))?;
     let listed = own.as_ref().map(Own::microbatches);
-    if let (Some(asked), Some(listed)) = (arguments.microbatches, listed)
-        && asked != listed
-    {
-        let what = format!("`--microbatches {asked}` does not go with a schedule of {listed} micro-batches");
-        return Err(Failure::input(what).help("leave out `--microbatches`: the file says how many there are"));
-    }
     let microbatches =
         listed.or(arguments.microbatches).or(given.as_ref().map(|plan| plan.schedule.microbatches)).unwrap_or(1);
     let planned_batch = given.as_ref().map(|plan| plan.schedule.micro_batch * u64::from(plan.schedule.microbatches));

@@ -12,6 +12,7 @@ use crate::cluster::{Device, Peak};
 use crate::graph::Graph;
 use crate::op::table::rule;
 use crate::op::{Cost, NodeId, Op};
+use crate::profile::cost_graph::MOMENTUM_PASSES;
 use crate::profile::{Method, OpProfile, Profile, ProfiledDevice, ProfiledModel, SCHEMA, Settings};
 use crate::tensor::DType;
 use crate::tensor::fact::Fact;
@@ -92,9 +93,9 @@ pub fn profile(graph: &Graph, attribution: &Attribution, device: &Device, subjec
     }
 }
 
-/// A step of SGD with momentum: weights, gradient and momentum are read, weights and momentum written, in one kernel.
+/// A step of SGD with momentum, in one kernel.
 fn update_us(device: &Device, bytes: u64) -> f64 {
-    (5.0 * bytes as f64 / (STREAMING * device.memory_bandwidth.0) + device.launch.0) * 1e6
+    (MOMENTUM_PASSES * bytes as f64 / (STREAMING * device.memory_bandwidth.0) + device.launch.0) * 1e6
 }
 
 /// Microseconds to whole picoseconds: few enough digits to be read back from a file as they were.

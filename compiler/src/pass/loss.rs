@@ -56,6 +56,16 @@ pub const LOSS_SCALE: &str = "pipec.loss-scale";
 /// The name of the loss times its scale.
 pub const SCALED_LOSS: &str = "pipec.scaled-loss";
 
+/// The axis of classes where nobody names one.
+const LAST: i64 = -1;
+
+/// The axis of classes of predictions, from the front, if they have it; a negative one counts from the end.
+pub fn class_axis(predictions: &Fact, axis: Option<i64>) -> Option<usize> {
+    let axis = axis.unwrap_or(LAST);
+    let from_front = if axis < 0 { axis + predictions.rank() as i64 } else { axis };
+    usize::try_from(from_front).ok().filter(|axis| *axis < predictions.rank())
+}
+
 /// Adds the loss times the input [`LOSS_SCALE`] as the last result [`SCALED_LOSS`].
 pub fn scaled(graph: &mut Graph, loss: Value) {
     let fact = graph.fact(loss).clone();
@@ -94,12 +104,8 @@ pub fn attach(graph: &mut Graph, loss: Loss, class_axis: Option<i64>) -> Result<
     let target = |out: &mut Writer<'_>, fact| out.emit(Op::Input(Input { name: TARGET.into(), fact }), &[]);
     let value = match loss {
         Loss::CrossEntropy => {
-            let axis = class_axis.unwrap_or(-1);
-            let from_front = if axis < 0 { axis + fact.rank() as i64 } else { axis };
-            let axis = usize::try_from(from_front)
-                .ok()
-                .filter(|a| *a < fact.rank())
-                .ok_or_else(|| LossError::ClassAxis { axis, fact: fact.to_string() })?;
+            let axis = self::class_axis(&fact, class_axis)
+                .ok_or_else(|| LossError::ClassAxis { axis: class_axis.unwrap_or(LAST), fact: fact.to_string() })?;
             let mut shape = fact.shape.clone();
             shape.remove(axis);
             let labels = target(&mut out, Fact::new(DType::I64, shape));

@@ -212,7 +212,7 @@ impl OpCost {
 }
 
 /// Passes over memory of one step of SGD with momentum: weights, gradient and momentum are read, weights and momentum written.
-const MOMENTUM_PASSES: f64 = 5.0;
+pub const MOMENTUM_PASSES: f64 = 5.0;
 
 impl CostGraph {
     /// Adds the optimizer's steps to the backwards, as part of what makes gradients of weights: a step for so many items, by an optimizer

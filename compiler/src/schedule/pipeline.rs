@@ -2,8 +2,8 @@
 //!
 //! An item is what the profile measured, one micro-batch, so a stage's times are taken as they stand. A transfer takes the slowest
 //! link between any replica of the one stage and any of the other, an all-reduce a ring at each level: the times of cost model
-//! `pipec`, see `plan::links`; what they share is in the pipeline's `ports`. A plan does not say how long an optimizer step takes:
-//! it is 0. The backward time of a recomputed stage has its forward in it once more. The part of a backward that makes gradients of
+//! `pipec`, see `plan::links`; what they share is in the pipeline's `ports`. An optimizer step takes no time of its own: where a
+//! plan knows it, the backward has it. The backward time of a recomputed stage has its forward in it once more. The part of a backward that makes gradients of
 //! weights is as the plan has it; where it says nothing, half of the backward is that part, what runs forward again aside.
 
 use crate::cluster::Level;

@@ -12,9 +12,6 @@
 //! An element of the result is one sum over the depth in order, each product fused with its addition; after so many of the depth, as the
 //! sizes say, it is added to what there was. So its bits depend on the sizes alone.
 
-// Counted loops are unrolled into registers; the closures of iterators stay calls where their caller has other target features.
-#![allow(clippy::needless_range_loop)]
-
 pub mod images;
 pub mod matrix;
 pub mod pack;
