@@ -13,10 +13,10 @@ use crate::screen::Screen;
 use crate::source::{self, Costs, Format, Times};
 use crate::stages::COSTS;
 use clap::ValueEnum;
-use compiler::cluster::{Cluster, Device, device};
+use compiler::cluster::{Bytes, Cluster, Device, device};
 use compiler::import::onnx::name::shown;
 use compiler::plan::problem::{InFlight, Objective, Problem};
-use compiler::plan::{Plan, PlannedCluster};
+use compiler::plan::{Plan, PlannedCluster, buckets};
 use compiler::profile::Method;
 use compiler::tensor::DType;
 use serde_json::Value;
@@ -178,6 +178,7 @@ pub fn problem(plan: &Plan, costs: Costs) -> Problem {
     problem.activation_compression = number(plan, "activation_compression");
     problem.memory_limit = plan.cluster.memory_per_device;
     problem.optimizer_state = number(plan, "optimizer_state").unwrap_or(0.0);
+    problem.bucket = bucket(plan);
     problem.schedule = plan.schedule.kind;
     problem.microbatches = plan.schedule.microbatches;
     problem.chunks = plan.schedule.chunks;
@@ -202,6 +203,7 @@ pub fn question(plan: &Plan) -> Question {
         }
         .to_string(),
         target: text("target"),
+        bucket: format!("{}B", bucket(plan).0),
         recompute: text("recompute").unwrap_or(usual.recompute.clone()),
         optimizer: Optimizer::from_str(&plan.optimizer, true).unwrap_or(usual.optimizer),
         no_replication: plan.options.get("no_replication") == Some(&Value::Bool(true)),
@@ -212,6 +214,11 @@ pub fn question(plan: &Plan) -> Question {
         seed: plan.seed,
         ..usual
     }
+}
+
+/// The size of the parts in which gradients are summed.
+fn bucket(plan: &Plan) -> Bytes {
+    Bytes(plan.options.get("bucket_bytes").and_then(Value::as_u64).unwrap_or(buckets::USUAL_BYTES))
 }
 
 fn number(plan: &Plan, name: &str) -> Option<f64> {

@@ -225,6 +225,7 @@ pub fn prepare(task: &mut Task<'_>) -> Result<Prepared, Failure> {
     for (code, stage) in made.codes.iter_mut().zip(&task.plan.stages) {
         // A program from a file need not say it: then each backward does it by itself.
         code.recompute |= stage.recompute;
+        code.buckets = stage.buckets.iter().map(|bucket| bucket.parameters.clone()).collect();
     }
     memory::check(
         "training",

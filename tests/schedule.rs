@@ -14,8 +14,8 @@ use compiler::schedule::rule::StepCount;
 use compiler::schedule::scheduler::schedule;
 use compiler::schedule::work::Part;
 use compiler::schedule::{
-    Edge, EdgeId, Instruction, MicrobatchId, Payload, Pipeline, Program, Schedule, Slot, StageShape, Token, Version,
-    WorkerId,
+    Bucket, Edge, EdgeId, Instruction, MicrobatchId, Payload, Pipeline, Program, Schedule, Slot, StageShape, Token,
+    Version, WorkerId,
 };
 use compiler::simulate::run::{Machine, simulate};
 
@@ -58,6 +58,13 @@ fn random_pipeline(random: &mut Random, name: Schedule) -> Pipeline {
         ..StageShape::new(if deals_equally { replicas } else { 1 + random.below(4) }, forward, backward)
     });
     let mut pipeline = Pipeline::chain(shapes.collect());
+    for stage in &mut pipeline.stages {
+        if stage.replicas > 1 && random.one_in(3) {
+            let count = 2 + random.below(3);
+            let ready = |at| 1.0 - f64::from(count - 1 - at) / 8.0;
+            stage.buckets = (0..count).map(|at| Bucket { ready: ready(at), share: 1.0 / f64::from(count) }).collect();
+        }
+    }
     if random.one_in(2) {
         for stage in &mut pipeline.stages {
             stage.cap = 1 + random.below(6);
@@ -216,6 +223,13 @@ fn mutate(random: &mut Random, program: &Program) -> Option<(String, Program)> {
                 return None;
             }
             let work = (0..at).rev().find(|&work| list[work].work().is_some())?;
+            // Buckets may be posted long before the round's last backward, but for the one before that.
+            if let Instruction::AllReduce { stage, bucket: 0, .. } = before
+                && program.stages[stage.index()].buckets > 1
+                && list[work].work().is_none_or(|(work, ..)| work.stage != stage || !work.part.ends())
+            {
+                return None;
+            }
             // A replica without an item in the round joins when the round before is applied, not after work.
             if matches!(before, Instruction::AllReduce { .. })
                 && list[work..at].iter().any(|i| matches!(i, Instruction::Step { .. }))
@@ -266,9 +280,10 @@ fn mutate(random: &mut Random, program: &Program) -> Option<(String, Program)> {
                     _ => *token = Token(token.0 + 1_000_000),
                 },
                 Instruction::Wait { token } => *token = Token(token.0 + 1_000_000),
-                Instruction::AllReduce { stage, round, token } => match field {
+                Instruction::AllReduce { stage, round, bucket, token } => match field {
                     0 => *stage = StageId(other(stage.0, stages)),
                     1 => *round += by,
+                    2 => *bucket += by,
                     _ => *token = Token(token.0 + 1_000_000),
                 },
                 Instruction::Step { stage, round, from, to, count, in_place } => match random.below(6) {
@@ -341,9 +356,10 @@ fn others(program: &Program, worker: usize, of: Instruction) -> Vec<(usize, usiz
             Instruction::Recv { edge, item, kind, peer, .. },
             Instruction::Send { edge: e, item: i, kind: k, peer: p, .. },
         ) => (edge, item, kind) == (e, i, k) && (peer.index(), p.index()) == (other, worker),
-        (Instruction::AllReduce { stage, round, .. }, Instruction::AllReduce { stage: s, round: r, .. }) => {
-            other != worker && (stage, round) == (s, r)
-        }
+        (
+            Instruction::AllReduce { stage, round, bucket, .. },
+            Instruction::AllReduce { stage: s, round: r, bucket: b, .. },
+        ) => other != worker && (stage, round, bucket) == (s, r, b),
         _ => false,
     };
     let lists = program.workers.iter().enumerate();

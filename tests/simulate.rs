@@ -6,11 +6,11 @@ use compiler::schedule::json::{from_json, to_json};
 use compiler::schedule::link::Link;
 use compiler::schedule::rule::StepCount;
 use compiler::schedule::scheduler::schedule;
-use compiler::schedule::{Pipeline, Program, Schedule};
+use compiler::schedule::{Bucket, Pipeline, Program, Schedule, StageShape};
 use compiler::simulate::efficiency::{auto_caps, steady_efficiency};
 use compiler::simulate::network::Network;
 use compiler::simulate::run::{Jitter, Machine, simulate};
-use compiler::simulate::steady::ideal_us;
+use compiler::simulate::steady::{bound, ideal_us, steady};
 use compiler::simulate::{Activity, SimulateError, Timeline};
 
 fn play(program: &Program, pipeline: &Pipeline) -> Timeline {
@@ -257,5 +257,62 @@ fn jitter_follows_its_seed_and_slows_what_waits() {
             let (strayed, expected) = (timeline.busy(worker), exact.busy(worker));
             assert!((strayed / expected - 1.0).abs() < 0.05, "{worker}: {strayed} and {expected}");
         }
+    }
+}
+
+/// Two replicas, forward 1, backward 8, all-reduce 8 in buckets that are made after 2, 6 and 8 and take 2, 2 and 4.
+fn in_buckets() -> Pipeline {
+    let bucket = |ready, share| Bucket { ready, share };
+    let buckets = vec![bucket(0.25, 0.25), bucket(0.75, 0.25), bucket(1.0, 0.5)];
+    Pipeline::chain(vec![StageShape { all_reduce: 8.0, buckets, ..StageShape::new(2, 1.0, 8.0) }])
+}
+
+#[test]
+fn buckets_travel_beside_the_backward_that_makes_the_rest() {
+    let pipeline = in_buckets();
+    assert_eq!(pipeline.stages[0].exposed_us(), 4.0);
+    let count = StepCount { minibatches: 1, microbatches: 4 };
+    let program = schedule(Schedule::OneFOneB, &pipeline, count).unwrap();
+    let timeline = play(&program, &pipeline);
+    let spans: Vec<(String, f64, f64)> =
+        timeline.links[0].spans.iter().map(|span| (span.activity.to_string(), span.start, span.end)).collect();
+    let expected = [
+        ("all-reduce 0 round 0", 12.0, 14.0),
+        ("all-reduce 0 round 0 bucket 1", 16.0, 18.0),
+        ("all-reduce 0 round 0 bucket 2", 18.0, 22.0),
+    ];
+    assert_eq!(spans, expected.map(|(name, start, end)| (name.to_string(), start, end)));
+    assert_eq!(timeline.makespan, 22.0);
+    // All at once they begin after the last backward.
+    let mut whole = pipeline;
+    whole.stages[0].buckets.clear();
+    let program = schedule(Schedule::OneFOneB, &whole, count).unwrap();
+    assert_eq!(play(&program, &whole).makespan, 26.0);
+}
+
+/// With shared cores a bucket is made when its share of the computing is done, however long that takes.
+#[test]
+fn buckets_are_made_as_the_backward_goes_on() {
+    let pipeline = in_buckets();
+    let program = schedule(Schedule::OneFOneB, &pipeline, StepCount { minibatches: 1, microbatches: 2 }).unwrap();
+    let machine = Machine { cores: Some(1), ..Machine::of(&pipeline) };
+    let timeline = simulate(&program, &pipeline, &machine).unwrap();
+    // Forwards end at 2, backwards at 18.
+    let starts: Vec<f64> = timeline.links[0].spans.iter().map(|span| span.start).collect();
+    assert_eq!((starts, timeline.makespan), (vec![6.0, 14.0, 18.0], 22.0));
+}
+
+/// The rule by itself, the bound and the programs agree on when a round's update is there.
+#[test]
+fn the_rule_knows_of_buckets() {
+    for cap in 1..=3 {
+        let pipeline = in_buckets().with_caps(&[cap]);
+        let program = schedule(Schedule::OneFOneBRr, &pipeline, StepCount::minibatches(200)).unwrap();
+        let timeline = play(&program, &pipeline);
+        let ends = timeline.ends(1);
+        let us = (ends[199] - ends[99]) / 100.0;
+        let [share, most] = [steady(&pipeline), Ok(bound(&pipeline))].map(|of| of.unwrap().share);
+        let ideal = ideal_us(&pipeline);
+        assert!((ideal / us - share).abs() < 1e-2 && share <= most + 1e-12, "cap {cap}: {us}, {share}, {most}");
     }
 }

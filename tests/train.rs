@@ -10,7 +10,7 @@ use compiler::pass::loss::{LOSS, Loss, attach};
 use compiler::pass::pipeline;
 use compiler::schedule::check::check;
 use compiler::schedule::rule::StepCount;
-use compiler::schedule::{Instruction, Pipeline, Schedule, StageShape, published_caps};
+use compiler::schedule::{Bucket, Instruction, Pipeline, Schedule, StageShape, published_caps};
 use compiler::tensor::dim::{Bindings, Dim};
 use compiler::tensor::fact::Fact;
 use compiler::tensor::{DType, Tensor};
@@ -89,10 +89,24 @@ enum Again {
 }
 
 fn prepared(replicas: &[u32], caps: &[u32], schedule: Schedule, count: StepCount, again: Again) -> Prepared {
+    in_buckets(1, replicas, caps, schedule, count, again)
+}
+
+/// The same where replicas sum their gradients in so many buckets.
+fn in_buckets(
+    buckets: usize,
+    replicas: &[u32],
+    caps: &[u32],
+    schedule: Schedule,
+    count: StepCount,
+    again: Again,
+) -> Prepared {
     let item = BATCH / count.microbatches as usize;
     let dims = Bindings::from([("batch".to_string(), item as i64)]);
+    let bucket = Bucket { ready: 1.0, share: 1.0 / buckets as f64 };
     let shape = |r: &u32| StageShape {
         recompute: (again == Again::Program).then(|| f64::from(*r)),
+        buckets: vec![bucket; buckets],
         ..StageShape::new(*r, f64::from(*r), 2.0 * f64::from(*r))
     };
     let pipeline = Pipeline::chain(replicas.iter().map(shape).collect()).with_caps(caps);
@@ -447,6 +461,48 @@ fn recomputation_gives_the_same_bits() {
         let again = said.spans.iter().flatten().filter(|span| matches!(span.work, Work::Recompute(..)));
         let items = count.minibatches * count.microbatches;
         assert_eq!(again.count(), replicas.len() * items as usize, "{replicas:?} {schedule}");
+    }
+}
+
+/// Gradients that are summed over replicas in parts are the same gradients, whoever says what is in which part.
+#[test]
+fn buckets_change_no_bits() {
+    let optimizer =
+        Optimizer::from(Rule::Sgd { learning_rate: 0.1, momentum: 0.9, nesterov: false, weight_decay: 0.0 });
+    for (replicas, schedule, count) in [
+        (&[2, 1, 1][..], Schedule::OneFOneBRr, StepCount::minibatches(9)),
+        (&[3, 2], Schedule::OneFOneBRr, StepCount::minibatches(7)),
+        (&[2, 3], Schedule::OneFOneB, StepCount { minibatches: 3, microbatches: 4 }),
+        (&[3, 1], Schedule::Gpipe, StepCount { minibatches: 3, microbatches: 2 }),
+        (&[2, 1], Schedule::ZbH1, StepCount { minibatches: 3, microbatches: 4 }),
+        (&[2, 2, 2, 2], Schedule::Zbv, StepCount { minibatches: 2, microbatches: 4 }),
+        (&[2, 2], Schedule::TwoBw, StepCount { minibatches: 4, microbatches: 4 }),
+        (&[2, 1, 1], Schedule::OneFOneBRrNewest, StepCount::minibatches(7)),
+    ] {
+        let run = |buckets: usize, named: bool| {
+            let caps = published_caps(replicas);
+            let mut prepared = in_buckets(buckets, replicas, &caps, schedule, count, Again::Never);
+            let last = prepared.program.workers[0].instructions.iter().filter_map(|instruction| match instruction {
+                Instruction::AllReduce { bucket, .. } => Some(*bucket),
+                _ => None,
+            });
+            assert_eq!(last.max(), Some(buckets as u32 - 1), "{replicas:?} {schedule}");
+            for code in prepared.codes.iter_mut().filter(|_| named) {
+                // One name that nobody has, and nothing in the middle.
+                let names: Vec<String> = code.parameters.iter().map(|named| named.name.clone()).collect();
+                code.buckets = vec![Vec::new(); buckets];
+                code.buckets[0] = names.into_iter().skip(1).chain(["of another model".to_string()]).collect();
+            }
+            ran(&prepared, count, &optimizer, None).unwrap()
+        };
+        let whole = run(1, false);
+        for (buckets, named) in [(2, false), (3, true), (9, false)] {
+            let other = run(buckets, named);
+            assert_eq!(other.losses, whole.losses, "{replicas:?} {schedule} in {buckets}");
+            for (name, weight) in &whole.weights {
+                assert_eq!(weight.bytes(), other.weights[name].bytes(), "{name} of {replicas:?} {schedule}");
+            }
+        }
     }
 }
 

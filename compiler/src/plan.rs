@@ -6,6 +6,7 @@
 //! `problem` is what a partitioner is asked, `stage_cost` and `cut_bytes` the cost models, `memory` and `caps` what a stage holds, `check` the
 //! independent judge of any plan with its two reckonings of time `judge` and `clock` and its count of bytes `traffic`, `sound` what must hold of a plan by itself, `figures` what it says twice, `diff` what two plans have apart, `coarse` a model in fewer pieces, `read` the file.
 
+pub mod buckets;
 pub mod caps;
 pub mod check;
 pub mod chunks;
@@ -30,6 +31,7 @@ pub mod stage_cost;
 pub mod traffic;
 
 use crate::cluster::{Bytes, Device, DeviceClass, Level};
+use crate::plan::buckets::GradientBucket;
 use crate::profile::Method;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
@@ -249,6 +251,9 @@ pub struct Stage {
     /// backward counts as that part, what runs forward again aside.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub weight_us: Option<f64>,
+    /// Parts in which replicas sum their gradients, in the order in which a backward makes them; none for all at once.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub buckets: Vec<GradientBucket>,
     /// What one replica holds.
     pub memory: StageMemory,
     /// The stage's place in the levels of the cluster, innermost first. One entry on a cluster of several levels means that the

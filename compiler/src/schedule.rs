@@ -23,6 +23,7 @@ pub mod check;
 pub mod collective;
 pub mod csv;
 pub mod dualpipev;
+pub mod error;
 pub mod fault;
 pub mod fit;
 pub mod gpipe;
@@ -57,6 +58,7 @@ use std::str::FromStr;
 
 use crate::plan::StageId;
 use crate::plan::ports::Ports;
+pub use crate::schedule::error::ScheduleError;
 
 macro_rules! id {
     ($(#[$doc:meta])* $name:ident) => {
@@ -238,8 +240,10 @@ pub struct StageShape {
     pub recompute: Option<f64>,
     /// Time of one optimizer step, in microseconds.
     pub step: f64,
-    /// Time of one all-reduce of the stage's gradients, in microseconds; nothing for a single replica.
+    /// Time of one all-reduce of the stage's gradients, in microseconds, of all buckets together; nothing for a single replica.
     pub all_reduce: f64,
+    /// The parts in which the gradients are all-reduced, in the order in which a backward makes them; empty for one part.
+    pub buckets: Vec<Bucket>,
     /// Rounds that may be in flight on a replica, at least 1.
     pub cap: u32,
     /// Bytes of one version of the stage's parameters.
@@ -261,11 +265,35 @@ impl StageShape {
             recompute: None,
             step: 0.0,
             all_reduce: 0.0,
+            buckets: Vec::new(),
             cap: 1,
             param_bytes: 0,
             saved_bytes: 0,
         }
     }
+
+    /// Microseconds of the all-reduce that are left when a round's last backward ends, if nothing else is on its links: the rest is
+    /// under way beside that backward.
+    pub fn exposed_us(&self) -> f64 {
+        if self.replicas < 2 {
+            return 0.0;
+        }
+        let backward = (self.backward - self.recompute.unwrap_or(0.0)).max(0.0);
+        let until_end = |ready: f64| (1.0 - ready) * backward;
+        let reduced = self.buckets.iter().fold(f64::NEG_INFINITY, |before, bucket| {
+            before.max(-until_end(bucket.ready)) + bucket.share * self.all_reduce
+        });
+        if self.buckets.is_empty() { self.all_reduce } else { reduced.clamp(0.0, self.all_reduce) }
+    }
+}
+
+/// One part of the gradients that the replicas of a stage sum.
+#[derive(Clone, Copy, PartialEq, Debug)]
+pub struct Bucket {
+    /// The share of a backward after which its gradients are made, 0 to 1.
+    pub ready: f64,
+    /// Its share of the time of the whole all-reduce.
+    pub share: f64,
 }
 
 /// Tensors that go from one stage to a later one, and their gradients back.
@@ -433,18 +461,23 @@ pub enum Instruction {
         /// A token of an earlier Send, Recv or collective of this worker.
         token: Token,
     },
-    /// Post the sum, over all replicas of the stage, of the gradients of one round: all that backwards have added since the
-    /// last AllReduce. Later backwards start from zero in another buffer. A replica that had no item in the round gives zeros.
-    /// Several may be posted before the first is waited for; they are waited for and applied in order.
+    /// Post the sum, over all replicas of the stage, of one bucket of the gradients of one round, which ends with the posting of the
+    /// last bucket and the round's last backward: later backwards start from zero in another buffer. A replica that had no item in
+    /// the round gives zeros. Where a stage has several buckets they may be posted before the worker's last backward of the round, and
+    /// each is on its way as soon as that backward has made its part. Several rounds may be posted before the first is waited for;
+    /// they are waited for and applied in order.
     AllReduce {
         /// A stage of this worker.
         stage: StageId,
         /// The round.
         round: u32,
+        /// Which of the stage's buckets, in the order in which backwards make them.
+        #[serde(default, skip_serializing_if = "is_first")]
+        bucket: u32,
         /// To wait for.
         token: Token,
     },
-    /// As AllReduce, but this replica gets its share of the sum only: a Step of the round makes its share of a version, which nobody
+    /// As AllReduce of all buckets at once, but this replica gets its share of the sum only: a Step of the round makes its share of a version, which nobody
     /// uses before it is gathered.
     ReduceScatter {
         /// A stage of this worker.
@@ -520,10 +553,25 @@ pub struct ProgramStage {
     /// Whether a forward keeps nothing but what it read, so that a Recompute comes before every backward.
     #[serde(default, skip_serializing_if = "is_not")]
     pub recompute: bool,
+    /// Parts in which the gradients of a round are summed over replicas.
+    #[serde(default = "one", skip_serializing_if = "is_one")]
+    pub buckets: u32,
 }
 
 fn is_not(said: &bool) -> bool {
     !said
+}
+
+fn is_first(number: &u32) -> bool {
+    *number == 0
+}
+
+fn one() -> u32 {
+    1
+}
+
+fn is_one(number: &u32) -> bool {
+    *number == 1
 }
 
 /// One program for each worker of a pipeline, and what is needed to judge it.
@@ -556,64 +604,4 @@ impl Program {
     pub fn stages_of(&self, rank: RankId) -> impl Iterator<Item = StageId> + '_ {
         (0..).map(StageId).zip(&self.stages).filter(move |(_, stage)| stage.rank == rank).map(|(id, _)| id)
     }
-}
-
-/// Which schedules run what this one does not.
-fn instead(schedule: Schedule) -> &'static str {
-    match schedule {
-        Schedule::Interleaved | Schedule::Bfs => ". zbv and dualpipev run a V of two stages on each rank",
-        Schedule::Zbv | Schedule::DualPipeV => {
-            ". zb-h1 runs one stage on each rank, interleaved and bfs any number in a loop"
-        }
-        _ => ". interleaved and bfs run several in a loop, zbv and dualpipev two in a V",
-    }
-}
-
-fn known() -> String {
-    Schedule::ALL.map(Schedule::name).join(", ")
-}
-
-/// Why there is no program.
-#[derive(Debug, Clone, PartialEq, thiserror::Error)]
-#[allow(missing_docs)]
-pub enum ScheduleError {
-    #[error("the plan is for an order of work of the user's own; `--schedule FILE` gives it")]
-    NoTable,
-    #[error("schedule {schedule} needs {needed}; the pipeline has {found} on each rank{}", instead(*.schedule))]
-    Placement { schedule: Schedule, needed: &'static str, found: String },
-    #[error(
-        "schedule {schedule} deals items to equally many replicas on every rank; these have {replicas}. 1f1b, gpipe, 1f1b-rr, zb-h1 and \
-         zb-h2 run such plans"
-    )]
-    UnequalReplicas { schedule: Schedule, replicas: String },
-    #[error("table: {what}")]
-    Table { what: String },
-    #[error("program: {what}")]
-    Foreign { what: String },
-    #[error("the plan has {stages} stages and in-flight caps for {caps}")]
-    CapsForOtherStages { stages: usize, caps: usize },
-    #[error("unknown schedule `{name}`; known are {}", known())]
-    UnknownName { name: String },
-    #[error("a pipeline needs at least one stage")]
-    NoStages,
-    #[error("stage {stage} has {replicas} replicas and an in-flight cap of {cap}; both must be at least 1")]
-    EmptyStage { stage: usize, replicas: u32, cap: u32 },
-    #[error("{workers} workers; the most a program can have is {most}")]
-    TooManyWorkers { workers: u64, most: u64 },
-    #[error("the {what} takes {microseconds} us; expected 0 to 1e9")]
-    BadTime { what: String, microseconds: f64 },
-    #[error("{what}")]
-    BadRanks { what: String },
-    #[error("edge {from} > {to}: expected one edge, from an earlier to a later stage of the pipeline")]
-    BadEdge { from: u32, to: u32 },
-    #[error(
-        "schedule {schedule} needs at least one minibatch of at least one microbatch, got {minibatches} of {microbatches}"
-    )]
-    NoWork { schedule: Schedule, minibatches: u32, microbatches: u32 },
-    #[error("schedule {schedule} runs whole minibatches; {microbatches} microbatches asked for")]
-    WholeMinibatches { schedule: Schedule, microbatches: u32 },
-    #[error("{items} items over {stages} stages make too long a program; run fewer minibatches at a time")]
-    TooLong { items: u64, stages: usize },
-    #[error("the order of work cannot run: worker {worker} waits for ever before {at}")]
-    Stuck { worker: String, at: String },
 }

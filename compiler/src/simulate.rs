@@ -9,6 +9,7 @@
 pub mod efficiency;
 pub mod flows;
 pub mod forwards;
+pub mod holding;
 pub mod network;
 pub mod pace;
 pub mod run;
@@ -37,8 +38,8 @@ pub enum Activity {
     BackwardWeight(StageId, MicrobatchId),
     /// A stage's optimizer step after a round.
     Step(StageId, u32),
-    /// The all-reduce of a round of a stage.
-    AllReduce(StageId, u32),
+    /// The all-reduce of one bucket of a round of a stage.
+    AllReduce(StageId, u32, u32),
     /// The reduce-scatter of a round of a stage.
     ReduceScatter(StageId, u32),
     /// The all-gather of a version of a stage.
@@ -61,9 +62,9 @@ impl Activity {
     }
 
     /// The activity that a collective is.
-    pub fn of_meeting(Meeting { kind, stage, number }: Meeting) -> Activity {
+    pub fn of_meeting(Meeting { kind, stage, number, bucket }: Meeting) -> Activity {
         match kind {
-            Collective::AllReduce => Activity::AllReduce(stage, number),
+            Collective::AllReduce => Activity::AllReduce(stage, number, bucket),
             Collective::ReduceScatter => Activity::ReduceScatter(stage, number),
             Collective::AllGather => Activity::AllGather(stage, number),
         }
@@ -107,7 +108,10 @@ impl fmt::Display for Activity {
             Activity::BackwardInput(stage, item) => write!(f, "{}I{}", stage.0, item.0),
             Activity::BackwardWeight(stage, item) => write!(f, "{}W{}", stage.0, item.0),
             Activity::Step(stage, round) => write!(f, "step {} round {round}", stage.0),
-            Activity::AllReduce(stage, round) => write!(f, "all-reduce {} round {round}", stage.0),
+            Activity::AllReduce(stage, round, 0) => write!(f, "all-reduce {} round {round}", stage.0),
+            Activity::AllReduce(stage, round, bucket) => {
+                write!(f, "all-reduce {} round {round} bucket {bucket}", stage.0)
+            }
             Activity::ReduceScatter(stage, round) => write!(f, "reduce-scatter {} round {round}", stage.0),
             Activity::AllGather(stage, version) => write!(f, "all-gather {} v{version}", stage.0),
             Activity::Wait => f.write_str("wait"),

@@ -109,6 +109,9 @@ fn problem(random: &mut Random, kind: ScheduleKind) -> Problem {
     problem.schedule = kind;
     problem.in_flight = InFlight::Auto;
     problem.optimizer_state = random.below(3) as f64;
+    if random.below(2) == 0 {
+        problem.bucket = Bytes(1 + random.below(10 * bytes));
+    }
     let fitting = |list: &&&[u32]| list.iter().sum::<u32>() <= problem.cluster.devices();
     let unequal: Vec<&&[u32]> = UNEQUAL.iter().filter(fitting).collect();
     if random.below(2) == 0 && !unequal.is_empty() {

@@ -162,6 +162,8 @@ pub struct StageCode {
     pub gradients_out: Vec<Transfer>,
     /// Terms of the parameters' gradients.
     pub gradient_terms: Vec<GradientTerm>,
+    /// Names of parameters whose gradients replicas sum together, where a plan says so; as many as the program has buckets.
+    pub buckets: Vec<Vec<String>>,
     /// How states follow values.
     pub follows: Vec<Follow>,
     /// The graph's results that this stage makes, with element type and shape.
@@ -386,6 +388,7 @@ impl<'a> Assembly<'a> {
             own_bytes: self.forward_layout.own.iter().map(|(_, bytes)| *bytes).collect(),
             gradients_out: made.gradients_out,
             gradient_terms: made.terms,
+            buckets: Vec::new(),
             follows,
             results,
             recompute: false,

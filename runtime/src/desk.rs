@@ -6,12 +6,14 @@
 
 mod again;
 pub mod checkpoint;
+pub mod sum;
 
 use crate::buffer::{Buffer, Ledger};
 use crate::compile::{Named, StageCode};
 use crate::data::Batches;
+use crate::desk::sum::{Contribution, Gathered};
 use crate::execute::{ExecuteError, Executor, Item, Weights};
-use crate::gradient::{Terms, add, reduced, scaled, square, total};
+use crate::gradient::{Terms, scaled, square, total};
 use crate::link::channel::Parcel;
 use crate::link::rendezvous::{Abandoned, Rendezvous};
 use crate::norm::{Squares, factor};
@@ -26,14 +28,6 @@ use compiler::schedule::work::Part;
 use compiler::tensor::view::{View, ViewMut};
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::sync::Arc;
-
-/// What replicas bring to an all-reduce.
-pub struct Contribution {
-    /// The sum of each gradient term over this replica's items; nothing when it had none.
-    pub terms: Vec<Option<Arc<Buffer>>>,
-    /// Samples for the states, by item.
-    pub samples: Vec<Samples>,
-}
 
 /// Where the holders of a tied parameter meet, each with its terms by rank.
 pub type Meeting = Rendezvous<Terms>;
@@ -97,6 +91,8 @@ pub struct Place<'a> {
     pub delay: u32,
     /// Its states.
     pub states: Vec<Buffer>,
+    /// Parts in which they do so.
+    pub buckets: u32,
     /// Where the replicas of the stage add up their gradients.
     pub replicas: Arc<Rendezvous<Contribution>>,
     /// The parameters that other stages hold too.
@@ -128,9 +124,8 @@ pub struct Desk<'a> {
     executor: Executor<'a>,
     items: HashMap<u32, Item>,
     versions: BTreeMap<u32, Weights>,
-    /// Sums of the gradient terms since the last all-reduce or step.
-    terms: Vec<Option<Arc<Buffer>>>,
-    samples: Vec<Samples>,
+    /// The gradients of the round at hand, and rounds that are summed over replicas.
+    gathered: Gathered,
     reduced: HashMap<u32, Contribution>,
     /// Rounds whose gradients have been brought to the other holders of shared parameters.
     ready: HashMap<u32, Ready>,
@@ -166,8 +161,19 @@ pub struct Left {
 impl<'a> Desk<'a> {
     /// A desk at which nothing has been done. What it holds is counted in the ledger.
     pub fn new(place: Place<'a>, manner: Manner<'a>, ledger: &Arc<Ledger>) -> Desk<'a> {
-        let Place { stage, code, weights: mut first, masters, numbers, delay, states, replicas, tied, is_first } =
-            place;
+        let Place {
+            stage,
+            code,
+            weights: mut first,
+            masters,
+            numbers,
+            delay,
+            states,
+            replicas,
+            tied,
+            is_first,
+            buckets,
+        } = place;
         let Manner { optimizer, policy, microbatches, keeps_gradients } = manner;
         let kept: usize = states.iter().map(Buffer::len).sum();
         let mut executor = Executor::new(code, states);
@@ -196,8 +202,7 @@ impl<'a> Desk<'a> {
             executor,
             items: HashMap::new(),
             versions: BTreeMap::from([(0, first)]),
-            terms: vec![None; code.gradient_terms.len()],
-            samples: Vec::new(),
+            gathered: Gathered::new(code, buckets),
             reduced: HashMap::new(),
             ready: HashMap::new(),
             stepper,
@@ -283,7 +288,7 @@ impl<'a> Desk<'a> {
         self.executor.forward(state)?;
         if !self.code.follows.is_empty() {
             let samples = self.code.follows.iter().map(|f| self.executor.result(state, f.sample).to_vec()).collect();
-            self.samples.push((item, samples));
+            self.gathered.samples.push((item, samples));
         }
         let mut loss = None;
         for (named, place) in self.code.results.iter().filter(|(n, _)| n.name == LOSS) {
@@ -316,10 +321,8 @@ impl<'a> Desk<'a> {
         }
         if part.ends() {
             self.executor.backward_weight(&mut state)?;
-            for (i, term) in self.code.gradient_terms.iter().enumerate() {
-                let dtype = self.code.parameters[term.parameter].fact.dtype;
-                add(&mut self.terms[i], &mut self.executor, &state, term, dtype);
-            }
+            self.gathered.add(self.code, &mut self.executor, &state);
+            self.bring_due();
         }
         self.give_weights(&mut state, lag);
         self.items.insert(item, state);
@@ -400,52 +403,6 @@ impl<'a> Desk<'a> {
         self.executor.pool.ledger.add(held);
     }
 
-    /// Brings the gradients of a round to the all-reduce.
-    pub fn reduce(&mut self, round: u32, replica: usize) {
-        let mut part = self.contribution();
-        self.bring_late(round, &mut part.terms);
-        self.replicas.bring(round, replica, part);
-    }
-
-    /// Waits for the all-reduce of a round.
-    pub fn reduced(&mut self, round: u32) -> Result<(), Abandoned> {
-        let all = self.replicas.meet(round)?;
-        let sum = self.sum(&all);
-        self.reduced.insert(round, sum);
-        Ok(())
-    }
-
-    /// What was gathered since the last all-reduce or step.
-    fn contribution(&mut self) -> Contribution {
-        let empty = vec![None; self.terms.len()];
-        Contribution { terms: std::mem::replace(&mut self.terms, empty), samples: std::mem::take(&mut self.samples) }
-    }
-
-    /// The sum over replicas, in replica order; samples in item order.
-    fn sum(&mut self, all: &[Contribution]) -> Contribution {
-        let code = self.code;
-        let mut terms = Vec::new();
-        for (i, term) in code.gradient_terms.iter().enumerate() {
-            let dtype = code.parameters[term.parameter].fact.dtype;
-            let parts = all.iter().filter_map(|c| c.terms[i].as_ref());
-            terms.push(reduced(&mut self.executor.pool, dtype, parts));
-        }
-        let mut samples: Vec<Samples> = all.iter().flat_map(|c| c.samples.iter().cloned()).collect();
-        samples.sort_by_key(|(item, _)| *item);
-        Contribution { terms, samples }
-    }
-
-    /// Brings this worker's terms of shared parameters whose holders step at different times, as soon as they are all there: others
-    /// may need them before this worker gets to its step.
-    fn bring_late(&self, round: u32, terms: &mut [Option<Arc<Buffer>>]) {
-        for tied in self.tied.iter().filter(|tied| !tied.holders.is_empty()) {
-            let own = self.code.gradient_terms.iter().zip(terms.iter_mut());
-            let own = own.filter(|(term, _)| term.parameter == tied.parameter);
-            let own: Terms = own.filter_map(|(term, sum)| Some((term.rank, sum.take()?))).collect();
-            tied.place.bring(round + 1, tied.member, own);
-        }
-    }
-
     /// Makes the gradients of a round ready for its step, and brings those of shared parameters to their other holders. A worker
     /// does so for all its stages before it steps with any: two of them may share a parameter.
     pub fn prepare(&mut self, round: u32) {
@@ -454,11 +411,7 @@ impl<'a> Desk<'a> {
         }
         let Contribution { terms, samples } = match self.reduced.remove(&round) {
             Some(reduced) => reduced,
-            None => {
-                let mut own = self.contribution();
-                self.bring_late(round, &mut own.terms);
-                own
-            }
+            None => self.contribution(round),
         };
         let mut by_parameter: Vec<Terms> = vec![Vec::new(); self.code.parameters.len()];
         for (term, sum) in self.code.gradient_terms.iter().zip(terms) {
@@ -468,7 +421,7 @@ impl<'a> Desk<'a> {
         }
         for tied in self.tied.iter().filter(|tied| tied.holders.is_empty()) {
             let own = std::mem::take(&mut by_parameter[tied.parameter]);
-            tied.place.bring(round + 1, tied.member, if self.is_first { own } else { Vec::new() });
+            tied.place.bring(u64::from(round) + 1, tied.member, if self.is_first { own } else { Vec::new() });
         }
         self.ready.insert(round, Ready { by_parameter, totals: None, samples });
     }
@@ -481,7 +434,7 @@ impl<'a> Desk<'a> {
         }
         let Some(Ready { by_parameter: mut terms, samples, .. }) = self.ready.remove(&round) else { return Ok(()) };
         for tied in self.tied.iter().filter(|tied| tied.holders.is_empty()) {
-            terms[tied.parameter] = tied.place.meet(round + 1)?.iter().flatten().cloned().collect();
+            terms[tied.parameter] = tied.place.meet(u64::from(round) + 1)?.iter().flatten().cloned().collect();
         }
         let pool = &mut self.executor.pool;
         let parameters = self.code.parameters.iter();
@@ -557,7 +510,7 @@ impl<'a> Desk<'a> {
             && let Some(step) = self.late[at].waiting.pop_front()
         {
             let (p, place) = (self.late[at].parameter, self.tied[self.late[at].tied].place.clone());
-            let terms = place.meet(step.round + 1)?.iter().flatten().cloned().collect();
+            let terms = place.meet(u64::from(step.round) + 1)?.iter().flatten().cloned().collect();
             let dtype = self.code.parameters[p].fact.dtype;
             if let Some(total) = total(&mut self.executor.pool, dtype, terms) {
                 let norm = square(dtype, total.bytes()).sqrt() / f64::from(step.count.max(1));

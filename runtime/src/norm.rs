@@ -29,8 +29,8 @@ pub struct Norms {
 impl Norms {
     /// The sum of squares over all parameters in a round. Waits for all workers; ends when they have come, or one is gone.
     pub fn sum(&self, round: u32, own: Squares) -> Result<f64, Abandoned> {
-        self.place.bring(round, self.member, own);
-        let all = self.place.meet(round)?;
+        self.place.bring(u64::from(round), self.member, own);
+        let all = self.place.meet(u64::from(round))?;
         // Several workers hold a shared or replicated parameter, with the same bits.
         let by_name: BTreeMap<usize, f64> = all.iter().flatten().copied().collect();
         Ok(by_name.values().fold(0.0, |sum, square| sum + square))

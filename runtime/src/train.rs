@@ -4,7 +4,8 @@ use crate::buffer::Buffer;
 use crate::compile::{Named, StageCode};
 use crate::data::Batches;
 use crate::desk::checkpoint::{Checkpoint, tensor};
-use crate::desk::{Contribution, Meeting, Place, Tied};
+use crate::desk::sum::Contribution;
+use crate::desk::{Meeting, Place, Tied};
 use crate::device::cpu::half::is_half;
 use crate::evaluate::{EvaluateError, buffers};
 use crate::link::channel::{Incoming, Outgoing, channel};
@@ -218,6 +219,7 @@ fn run(
                 numbers: code.parameters.iter().map(|named| numbers[named.name.as_str()]).collect(),
                 delay: program.stages[stage.index()].cap.saturating_sub(1),
                 states: buffers("state", &code.states, training.weights)?,
+                buckets: program.stages[stage.index()].buckets,
                 replicas: replicas[stage.index()].clone(),
                 tied: tied_of(&ties, code, (w, stage.index())),
                 is_first: own.replica == 0,

@@ -7,6 +7,7 @@
 use crate::buffer::Ledger;
 use crate::data::Batches;
 use crate::desk::checkpoint::Checkpoint;
+use crate::desk::sum::Posting;
 use crate::desk::{Desk, Lag, Left, Manner, Place, Stepping};
 use crate::execute::ExecuteError;
 use crate::link::channel::{Incoming, Message, Outgoing};
@@ -14,7 +15,7 @@ use crate::norm::{LossScale, Norms, factor};
 use crate::optimizer::Optimizer;
 use crate::policy::Policy;
 use compiler::plan::StageId;
-use compiler::schedule::rule::Rule;
+use compiler::schedule::rule::{Rule, dealt};
 use compiler::schedule::work::Part;
 use compiler::schedule::{EdgeId, Instruction, MicrobatchId, Payload, Program, Token, Version, WorkerId};
 use crossbeam_channel::Sender;
@@ -141,6 +142,7 @@ enum Pending {
     Reduce {
         stage: StageId,
         round: u32,
+        bucket: u32,
     },
 }
 
@@ -205,10 +207,12 @@ impl<'a> Worker<'a> {
                 let pending = pending.ok_or_else(|| self.bug(at, "nothing is posted under this token"))?;
                 self.wait(at, pending)?;
             }
-            Instruction::AllReduce { stage, round, token } => {
-                let replica = self.gear.program.workers[self.gear.id.index()].replica as usize;
-                self.desk(at, stage)?.reduce(round, replica);
-                self.pending.insert(token, Pending::Reduce { stage, round });
+            Instruction::AllReduce { stage, round, bucket, token } => {
+                let replica = self.gear.program.workers[self.gear.id.index()].replica;
+                let replicas = self.gear.program.stages[stage.index()].replicas;
+                let items = dealt(self.rule.count(stage, round), replicas, replica);
+                self.desk(at, stage)?.reduce(Posting { round, bucket, replica: replica as usize, items });
+                self.pending.insert(token, Pending::Reduce { stage, round, bucket });
             }
             Instruction::Step { stage, round, from, to, count, in_place } => {
                 let gone = self.gone();
@@ -363,9 +367,9 @@ impl<'a> Worker<'a> {
                 let (here, other) = self.ends(edge, kind, false);
                 self.desk(at, here)?.unpack(other, kind, item, message.parcels);
             }
-            Pending::Reduce { stage, round } => {
+            Pending::Reduce { stage, round, bucket } => {
                 let gone = self.gone();
-                self.desk(at, stage)?.reduced(round).map_err(|_| gone)?;
+                self.desk(at, stage)?.reduced(round, bucket).map_err(|_| gone)?;
             }
         }
         self.spend(Work::Wait, start);

@@ -54,6 +54,9 @@ pub struct Arguments {
     pub output: Option<PathBuf>,
 }
 
+/// As `plan::buckets` has it.
+const USUAL_BUCKET: &str = "25MiB";
+
 /// How a plan is looked for; also what `train` asks when it plans by itself.
 #[derive(Clone, Debug, Args)]
 pub struct Question {
@@ -118,6 +121,9 @@ pub struct Question {
     /// Minibatches in flight on each replica of a stage: auto, pipedream (the published rule), or one number a stage
     #[arg(long, value_name = "auto|pipedream|N,N,…", default_value = "auto", value_parser = in_flight, help_heading = "Schedule")]
     pub in_flight: InFlight,
+    /// Replicas sum their gradients in parts of about so many bytes, each as soon as it is made; 1B is one parameter at a time
+    #[arg(long, value_name = "SIZE", default_value = USUAL_BUCKET, help_heading = "Schedule")]
+    pub bucket: String,
     /// Seed of everything random
     #[arg(long, value_name = "N", default_value_t = 0, help_heading = "Search")]
     pub seed: u64,
@@ -146,6 +152,7 @@ impl Default for Question {
             budget: None,
             time_limit: None,
             in_flight: InFlight::Auto,
+            bucket: USUAL_BUCKET.to_string(),
             seed: 0,
         }
     }
@@ -372,6 +379,8 @@ pub fn ask(file: &Path, costs: Costs, question: &Question) -> Result<Planned, Fa
         Some(caps) if question.in_flight == InFlight::Auto => InFlight::Given(caps),
         _ => question.in_flight.clone(),
     };
+    let bucket = |error| Failure::input("cannot read `--bucket`").because(error);
+    problem.bucket = unit::bytes(&question.bucket).map_err(bucket)?;
     problem.count_updates();
     problem.constraints.replicas = match (&question.stages, &own) {
         (None, Some(own)) => Some(own.replicas()?),

@@ -3,12 +3,13 @@
 use crate::cluster::class;
 use crate::partition::shape::{Leaf, Shape};
 use crate::partition::spanning;
+use crate::plan::buckets::buckets;
 use crate::plan::caps::{self, Flow};
 use crate::plan::chunks;
 use crate::plan::memory::{Holdings, Multiples};
 use crate::plan::outlook::{self, Asked, Outlook, PlacedStage};
 use crate::plan::problem::{CostModel, InFlight, Objective, Problem};
-use crate::plan::{Edge, Stage, StageId, StageMemory};
+use crate::plan::{Edge, ScheduleKind, Stage, StageId, StageMemory};
 use crate::profile::cost_graph::OpCost;
 use std::collections::BTreeMap;
 
@@ -217,6 +218,10 @@ pub fn stages(problem: &Problem, shape: &Shape, spots: &[Spot], memory: &[StageM
             fwd_us,
             bwd_us: bwd_us + if spot.recompute { fwd_us } else { 0.0 },
             weight_us: tells.then_some(weight_us),
+            buckets: match leaf.replicas > 1 && problem.schedule != ScheduleKind::Inference {
+                true => buckets(&problem.graph, leaf.ops, problem.bucket.0),
+                false => Vec::new(),
+            },
             memory: *memory,
             hierarchy: leaf.hierarchy,
         });

@@ -6,12 +6,12 @@ use crate::partition::build;
 use crate::partition::in_flight::ENOUGH;
 use crate::partition::played::Played;
 use crate::partition::search::{Candidate, Found, same};
-use crate::plan::check;
 use crate::plan::fault::Fault;
 use crate::plan::outlook::{Asked, Outlook};
 use crate::plan::problem::{CostModel, InFlight, Objective, Problem};
 use crate::plan::stage_cost;
 use crate::plan::{Baselines, Fits, Plan, PlannedCluster, PlannedSchedule, Predicted, SCHEMA, ScheduleKind, Search};
+use crate::plan::{buckets, check};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 
@@ -236,6 +236,9 @@ fn options(problem: &Problem, statement: &Statement<'_>) -> BTreeMap<String, Val
         ("partitioner".to_string(), json!(statement.partitioner)),
         ("optimizer_state".to_string(), json!(problem.optimizer_state)),
     ]);
+    if problem.bucket.0 != buckets::USUAL_BYTES {
+        all.insert("bucket_bytes".to_string(), json!(problem.bucket.0));
+    }
     let in_flight = match &problem.in_flight {
         InFlight::Auto => json!("auto"),
         InFlight::Pipedream => json!("pipedream"),

@@ -6,6 +6,7 @@
 //! passed it, and a plan that was written by hand can be given to it.
 
 use crate::cluster::{Cluster, DeviceClass};
+use crate::plan::buckets::{GradientBucket, buckets};
 use crate::plan::fault::Fault;
 use crate::plan::problem::{CostModel, Problem};
 use crate::plan::{BusiestLink, Plan, PlannedSchedule, ScheduleKind, StageMemory};
@@ -409,6 +410,14 @@ pub fn class_memory(classes: &[DeviceClass], plan: &Plan, faults: &mut Vec<Fault
     }
 }
 
+/// Whether buckets are these, but for rounding.
+fn same(said: &[GradientBucket], found: &[GradientBucket]) -> bool {
+    let same = |(said, found): (&GradientBucket, &GradientBucket)| {
+        said.parameters == found.parameters && said.bytes == found.bytes && !differs(said.ready, found.ready)
+    };
+    said.len() == found.len() && said.iter().zip(found).all(same)
+}
+
 fn stage_times(problem: &Problem, plan: &Plan, stage_of: &[usize], faults: &mut Vec<Fault>) {
     let mut forward = vec![0.0; plan.stages.len()];
     let mut backward = vec![0.0; plan.stages.len()];
@@ -428,6 +437,15 @@ fn stage_times(problem: &Problem, plan: &Plan, stage_of: &[usize], faults: &mut 
         }
         let pace = judge::pace(problem, stage);
         (forward[at], backward[at], weights[at]) = (forward[at] / pace, backward[at] / pace, weights[at] / pace);
+        // A plan that says nothing of buckets sums all gradients at once.
+        if !stage.buckets.is_empty() {
+            let ops: Vec<u32> = stage.ops.iter().flat_map(|&(from, to)| from..to).collect();
+            let size = problem.bucket.0;
+            if !same(&stage.buckets, &buckets(&problem.graph, &ops, size)) {
+                let what = format!("buckets of stage {at}: expected those of {size} B, as its backward makes them");
+                faults.push(Fault::Schedule { what });
+            }
+        }
         // A plan that says nothing of the weights, an older one for example, says nothing wrong.
         let said_of_weights = stage.weight_us.unwrap_or(weights[at]);
         for (name, said, found) in [

@@ -2,7 +2,7 @@
 
 use crate::cluster::read::{self, ClusterError};
 use crate::cluster::{Bytes, Cluster, class};
-use crate::plan::{PlannedModel, PlannedProfile, ScheduleKind};
+use crate::plan::{PlannedModel, PlannedProfile, ScheduleKind, buckets};
 use crate::profile::Method;
 use crate::profile::cost_graph::{CostGraph, CostGraphError};
 use schemars::JsonSchema;
@@ -143,6 +143,8 @@ pub struct Problem {
     pub in_flight: InFlight,
     /// So many more than the rule's must have room in every stage: how the planner asks for plans whose caps memory lets rise.
     pub room: u32,
+    /// Gradients of a stage with replicas are all-reduced in parts of about so many bytes.
+    pub bucket: Bytes,
     /// Whether a stage that does not fit otherwise may be recomputed; cost `pipec` only.
     pub recompute: bool,
     /// What the user fixed.
@@ -296,6 +298,7 @@ impl Problem {
             chunks: 1,
             in_flight: InFlight::Pipedream,
             room: 0,
+            bucket: Bytes(buckets::USUAL_BYTES),
             recompute: true,
             constraints: Constraints::default(),
             model,

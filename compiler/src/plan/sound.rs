@@ -3,6 +3,7 @@
 
 use crate::cluster::MAX_DEVICES;
 use crate::plan::Plan;
+use crate::plan::buckets;
 use crate::plan::check::class_memory;
 use crate::plan::fault::Fault;
 use crate::plan::problem::CostModel;
@@ -10,7 +11,7 @@ use crate::profile::cost_graph::MAX_ENTRIES;
 use std::collections::{BTreeMap, BTreeSet};
 
 /// Gives every fault that can be told apart. A plan that passes has stages that hold each op of the model once, as many devices as
-/// replicas, all of them in the cluster and none in more stages than the schedule has chunks, caps and versions of at least 1, edges that go forward between
+/// replicas, all of them in the cluster and none in more stages than the schedule has chunks, caps and versions of at least 1, gradients in whole buckets, edges that go forward between
 /// stages that exist, and memory sums that add up and fit.
 pub fn sound(plan: &Plan) -> Result<(), Vec<Fault>> {
     let mut faults = Vec::new();
@@ -43,6 +44,10 @@ pub fn sound(plan: &Plan) -> Result<(), Vec<Fault>> {
         if !(1..=1 << 32).contains(&value) {
             faults.push(Fault::Schedule { what: format!("{name} is {value}; it is at least 1") });
         }
+    }
+    for (at, stage) in plan.stages.iter().enumerate() {
+        let what = buckets::contradiction(stage).map(|reason| format!("stage {at}: {reason}"));
+        faults.extend(what.map(|what| Fault::Schedule { what }));
     }
     edges(plan, &mut faults);
     memory(plan, &mut faults);

@@ -26,7 +26,7 @@ use crate::schedule::rule::Rule;
 use crate::schedule::shape::MAX_WORKERS;
 use crate::schedule::shape::check_ranks;
 use crate::schedule::{
-    EdgeId, Instruction, MicrobatchId, Payload, Program, RankId, Token, Version, WorkerId, WorkerProgram,
+    EdgeId, Instruction, MicrobatchId, Payload, Program, ProgramStage, RankId, Token, Version, WorkerId, WorkerProgram,
 };
 
 /// Says what is wrong with the program, if anything is.
@@ -46,8 +46,10 @@ fn shape(program: &Program) -> Result<(), CheckError> {
     if schedule.is_round_robin() && microbatches != 1 {
         return wrong(format!("{schedule} has {microbatches} microbatches: expected whole minibatches"));
     }
-    if program.stages.is_empty() || program.stages.iter().any(|stage| stage.replicas == 0 || stage.cap == 0) {
-        return wrong("expected at least one stage, each with replicas and an in-flight cap of at least 1".to_string());
+    let is_empty = |stage: &ProgramStage| stage.replicas == 0 || stage.cap == 0 || stage.buckets == 0;
+    if program.stages.is_empty() || program.stages.iter().any(is_empty) {
+        let expected = "at least one stage, each with replicas, an in-flight cap and buckets of at least 1";
+        return wrong(format!("expected {expected}"));
     }
     let ranks: Vec<RankId> = program.stages.iter().map(|stage| stage.rank).collect();
     let replicas: Vec<u32> = program.stages.iter().map(|stage| stage.replicas).collect();
@@ -119,8 +121,9 @@ struct Hands {
     tokens: Numbered<Posted>,
     /// For each of its stages.
     ledgers: Vec<Ledger>,
-    /// Collectives posted.
+    /// Collectives posted, and those of them whose gradients are not yet made.
     joined: usize,
+    due: Vec<Meeting>,
     /// Whether it stands among those that may go on.
     is_awake: bool,
 }
@@ -154,6 +157,7 @@ impl<'a> Checker<'a> {
             tokens: Numbered::new(worker.instructions.len()),
             ledgers: program.stages_of(worker.rank).map(|stage| Ledger::new(program, stage, worker)).collect(),
             joined: 0,
+            due: Vec::new(),
             is_awake: true,
         };
         Self {
@@ -248,7 +252,8 @@ impl<'a> Checker<'a> {
             Posted::Meeting(meeting) => {
                 let joins = |i: &Instruction| i.meeting().is_some_and(|(of, _)| of == meeting);
                 let mut holders = self.layout.holders(meeting.stage);
-                holders.find(|&other| other != worker && self.rest(other).iter().any(joins))
+                let is_due = |other: WorkerId| self.hands[other.index()].due.contains(&meeting);
+                holders.find(|&other| other != worker && (is_due(other) || self.rest(other).iter().any(joins)))
             }
         }
     }
@@ -297,6 +302,7 @@ impl<'a> Checker<'a> {
                 let ledger = hands.of(stage)?;
                 ledger.backward_input(rule, item, version, slot)?;
                 ledger.backward_weight(rule, item, version, slot)?;
+                self.bring(worker, stage);
             }
             Instruction::Recompute { stage, item, version, slot } => {
                 hands.of(stage)?.recompute(rule, item, version, slot)?;
@@ -306,6 +312,7 @@ impl<'a> Checker<'a> {
             }
             Instruction::BackwardWeight { stage, item, version, slot } => {
                 hands.of(stage)?.backward_weight(rule, item, version, slot)?;
+                self.bring(worker, stage);
             }
             Instruction::Send { edge, item, kind, peer, token } => {
                 let (here, other) = self.ends(edge, kind, true)?;
@@ -328,17 +335,17 @@ impl<'a> Checker<'a> {
                 self.wake(peer);
             }
             Instruction::Wait { token } => return self.wait(worker, token),
-            Instruction::AllReduce { stage, round, token } => {
-                hands.of(stage)?.all_reduce(rule, round)?;
-                self.meet(worker, Meeting { kind: Collective::AllReduce, stage, number: round }, token)?;
+            Instruction::AllReduce { stage, round, bucket, .. } => {
+                let is_made = hands.of(stage)?.all_reduce(rule, round, bucket)?;
+                self.meet(worker, instruction, is_made)?;
             }
-            Instruction::ReduceScatter { stage, round, token } => {
+            Instruction::ReduceScatter { stage, round, .. } => {
                 hands.of(stage)?.reduce_scatter(rule, round)?;
-                self.meet(worker, Meeting { kind: Collective::ReduceScatter, stage, number: round }, token)?;
+                self.meet(worker, instruction, true)?;
             }
-            Instruction::AllGather { stage, version, token } => {
+            Instruction::AllGather { stage, version, .. } => {
                 hands.of(stage)?.all_gather(version)?;
-                self.meet(worker, Meeting { kind: Collective::AllGather, stage, number: version.0 }, token)?;
+                self.meet(worker, instruction, true)?;
             }
             Instruction::Step { stage, round, from, to, count, in_place } => {
                 // Steps of a rank's stages come together, when all are done with the round: they may share parameters.
@@ -377,25 +384,47 @@ impl<'a> Checker<'a> {
         number
     }
 
-    /// Joins a collective; all replicas of a rank come to theirs in one order.
-    fn meet(&mut self, worker: WorkerId, meeting: Meeting, token: Token) -> Result<(), Fault> {
-        let joined = &mut self.hands[worker.index()].joined;
-        *joined += 1;
+    /// Posts a collective; all replicas of a rank come to theirs in one order. The worker has joined it when what it brings is made.
+    fn meet(&mut self, worker: WorkerId, instruction: Instruction, is_made: bool) -> Result<(), Fault> {
+        let Some((meeting, token)) = instruction.meeting() else { return Ok(()) };
+        let hands = &mut self.hands[worker.index()];
         let order = &mut self.collectives[self.program.workers[worker.index()].rank.index()];
-        match order.get(*joined - 1) {
-            Some(&other) if other != meeting => {
-                return Err(Fault::CollectiveOrder { stage: other.stage.0, round: other.number });
+        match order.get(hands.joined) {
+            Some(&Meeting { stage, number, bucket, .. }) if order[hands.joined] != meeting => {
+                return Err(Fault::CollectiveOrder { stage: stage.0, round: number, bucket });
             }
             Some(_) => {}
             None => order.push(meeting),
         }
+        hands.joined += 1;
+        if !is_made {
+            hands.due.push(meeting);
+        }
         self.post(worker, token, Posted::Meeting(meeting))?;
+        if is_made {
+            self.join(meeting);
+        }
+        Ok(())
+    }
+
+    /// Joins the stage's collectives that waited for a backward, if that was it.
+    fn bring(&mut self, worker: WorkerId, stage: StageId) {
+        let hands = &mut self.hands[worker.index()];
+        if hands.due.is_empty() {
+            return;
+        }
+        let (made, due) = std::mem::take(&mut hands.due).into_iter().partition(|meeting| meeting.stage == stage);
+        hands.due = due;
+        let made: Vec<Meeting> = made;
+        made.into_iter().for_each(|meeting| self.join(meeting));
+    }
+
+    fn join(&mut self, meeting: Meeting) {
         let members = self.joined.entry(meeting).or_default();
         *members += 1;
         if *members == self.program.stages[meeting.stage.index()].replicas {
             self.layout.holders(meeting.stage).for_each(|worker| self.wake(worker));
         }
-        Ok(())
     }
 
     fn post(&mut self, worker: WorkerId, token: Token, posted: Posted) -> Result<(), Fault> {
@@ -425,14 +454,15 @@ impl<'a> Checker<'a> {
                 self.hands[worker.index()].of(here)?.received(edge, item)?;
             }
             Posted::Meeting(meeting) => {
-                let Meeting { kind, stage, number } = meeting;
+                let Meeting { kind, stage, number, .. } = meeting;
                 let joined = self.joined.get(&meeting).copied().unwrap_or(0);
                 if joined < self.program.stages[stage.index()].replicas {
                     return Ok(false);
                 }
                 let ledger = self.hands[worker.index()].of(stage)?;
                 match kind {
-                    Collective::AllReduce | Collective::ReduceScatter => ledger.reduced(number),
+                    Collective::AllReduce => ledger.reduced(number),
+                    Collective::ReduceScatter => ledger.reduced_to_shares(number),
                     Collective::AllGather => ledger.gathered(Version(number)),
                 }
             }

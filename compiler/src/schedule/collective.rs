@@ -1,5 +1,14 @@
 //! What the replicas of a stage do together: each posts it, and it ends for all when the last has.
 //!
+//! Where a stage has many parameters, its gradients are all-reduced in buckets: a backward makes them from the last op to the first, and
+//! what it has made travels while it makes the rest. The buckets of a round are posted before the round's last backward.
+//!
+//! ```text
+//! all-reduce 0 round 0 #4
+//! all-reduce 0 round 0 bucket 1 #5
+//! 0B6
+//! ```
+//!
 //! An all-reduce is a reduce-scatter and an all-gather. Where the optimizer's state is dealt to the replicas, the two stand apart:
 //! every replica steps the share of the parameters whose gradients it has, and the new version is gathered before it is used.
 //!
@@ -34,17 +43,21 @@ pub struct Meeting {
     pub stage: StageId,
     /// The round, or the version that is gathered.
     pub number: u32,
+    /// Which part of the gradients an all-reduce sums.
+    pub bucket: u32,
 }
 
 impl Instruction {
     /// The collective that it posts, and the token to wait for, if it posts one.
     pub fn meeting(&self) -> Option<(Meeting, Token)> {
-        let (kind, stage, number, token) = match *self {
-            Instruction::AllReduce { stage, round, token } => (Collective::AllReduce, stage, round, token),
-            Instruction::ReduceScatter { stage, round, token } => (Collective::ReduceScatter, stage, round, token),
-            Instruction::AllGather { stage, version, token } => (Collective::AllGather, stage, version.0, token),
+        let (kind, stage, number, bucket, token) = match *self {
+            Instruction::AllReduce { stage, round, bucket, token } => {
+                (Collective::AllReduce, stage, round, bucket, token)
+            }
+            Instruction::ReduceScatter { stage, round, token } => (Collective::ReduceScatter, stage, round, 0, token),
+            Instruction::AllGather { stage, version, token } => (Collective::AllGather, stage, version.0, 0, token),
             _ => return None,
         };
-        Some((Meeting { kind, stage, number }, token))
+        Some((Meeting { kind, stage, number, bucket }, token))
     }
 }

@@ -77,8 +77,10 @@ pub enum Fault {
     NoToken(Token),
     #[error("the channel's next {} has item {}, this has item {}", .other, .expected.0, .found.0)]
     ChannelOrder { other: &'static str, expected: MicrobatchId, found: MicrobatchId },
-    #[error("another replica's next all-reduce is that of stage {stage}, round {round}")]
-    CollectiveOrder { stage: u32, round: u32 },
+    #[error("another replica's next all-reduce is that of stage {stage}, round {round}, bucket {bucket}")]
+    CollectiveOrder { stage: u32, round: u32, bucket: u32 },
+    #[error("bucket {found} where bucket {expected} is next; the stage has {buckets}")]
+    WrongBucket { found: u32, expected: u32, buckets: u32 },
     #[error("round {found} where round {expected} is next")]
     WrongRound { found: u32, expected: u32 },
     #[error("round {round} is not complete here: {reason}")]

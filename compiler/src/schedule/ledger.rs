@@ -3,12 +3,12 @@
 //! Every method plays one instruction and says what forbids it there. A fault depends on the worker's own list alone; what
 //! lies between workers is the checker's.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 
 use crate::plan::StageId;
 use crate::schedule::fault::Fault;
 use crate::schedule::numbered::Numbered;
-use crate::schedule::rule::Rule;
+use crate::schedule::rule::{Rule, dealt};
 use crate::schedule::{EdgeId, MicrobatchId, Payload, Program, Slot, Version, WorkerProgram};
 
 /// Gradients of one edge that a worker may be sending when it runs the next backward: one being sent, one being made.
@@ -78,6 +78,8 @@ pub struct Ledger {
     replica: u32,
     replicas: u32,
     cap: u32,
+    /// Parts of an all-reduce.
+    buckets: u32,
     /// Whether a forward runs again before its backward.
     recomputes: bool,
     /// Edges that bring activations, and edges that bring gradients.
@@ -91,11 +93,12 @@ pub struct Ledger {
     slots: Numbered<Place>,
     in_flight: u32,
     versions: BTreeSet<Version>,
-    /// Backwards done in the round that gradients are now added to.
+    /// Backwards done in the round that gradients are now added to, and buckets of it that are posted.
     round_items: u32,
-    /// Rounds that are closed, those of them whose all-reduce has been waited for, and those applied.
+    posted: u32,
+    /// Rounds that are closed, the buckets of them that have been waited for, and rounds applied.
     closed: u32,
-    reduced: BTreeSet<u32>,
+    reduced: BTreeMap<u32, u32>,
     /// Closed rounds whose gradients are in shares, and versions that are, those of them beside that are being gathered.
     scattered: BTreeSet<u32>,
     shares: BTreeSet<Version>,
@@ -121,6 +124,7 @@ impl Ledger {
             replica: worker.replica,
             replicas: of.replicas,
             cap: of.cap,
+            buckets: of.buckets,
             recomputes: of.recompute,
             incoming: edges(|ends| ends.1),
             outgoing: edges(|ends| ends.0),
@@ -133,8 +137,9 @@ impl Ledger {
             in_flight: 0,
             versions: BTreeSet::from([Version(0)]),
             round_items: 0,
+            posted: 0,
             closed: 0,
-            reduced: BTreeSet::new(),
+            reduced: BTreeMap::new(),
             scattered: BTreeSet::new(),
             shares: BTreeSet::new(),
             gathering: BTreeSet::new(),
@@ -273,6 +278,7 @@ impl Ledger {
         self.last_weight = Some(item);
         self.round_items += 1;
         self.backwards += 1;
+        self.close_posted(rule);
         Ok(())
     }
 
@@ -328,19 +334,41 @@ impl Ledger {
         sides.find(|side| side.edge == edge).ok_or(Fault::NotMine)
     }
 
-    /// AllReduce.
-    pub fn all_reduce(&mut self, rule: &Rule, round: u32) -> Result<(), Fault> {
+    /// AllReduce, of the round's next bucket. Several may be posted before the round's last backward, one only after it. True if
+    /// its gradients are made.
+    pub fn all_reduce(&mut self, rule: &Rule, round: u32, bucket: u32) -> Result<bool, Fault> {
+        self.reduces(rule, round)?;
+        let Self { buckets, posted, .. } = *self;
+        if bucket != posted || bucket >= buckets {
+            return Err(Fault::WrongBucket { found: bucket, expected: posted, buckets });
+        }
+        let missing = self.missing(rule);
+        if missing > u64::from(buckets > 1) {
+            return Err(Fault::RoundIncomplete { round, reason: "not all backwards are done" });
+        }
+        self.posted += 1;
+        self.close_posted(rule);
+        Ok(missing == 0)
+    }
+
+    /// ReduceScatter, of all buckets at once, after the round's last backward.
+    pub fn reduce_scatter(&mut self, rule: &Rule, round: u32) -> Result<(), Fault> {
+        self.reduces(rule, round)?;
+        let Self { buckets, posted, .. } = *self;
+        if posted > 0 {
+            return Err(Fault::WrongBucket { found: 0, expected: posted, buckets });
+        }
+        self.close(rule, round)?;
+        self.scattered.insert(round);
+        Ok(())
+    }
+
+    /// Whether the stage's next collective may be one of this round.
+    fn reduces(&self, rule: &Rule, round: u32) -> Result<(), Fault> {
         if self.replicas == 1 {
             return Err(Fault::RoundIncomplete { round, reason: "one replica has nothing to reduce" });
         }
-        self.close(rule, round)
-    }
-
-    /// ReduceScatter: as an AllReduce.
-    pub fn reduce_scatter(&mut self, rule: &Rule, round: u32) -> Result<(), Fault> {
-        self.all_reduce(rule, round)?;
-        self.scattered.insert(round);
-        Ok(())
+        self.is_next(rule, round)
     }
 
     /// AllGather: of a version that is in shares, once.
@@ -363,33 +391,64 @@ impl Ledger {
         if self.shares.contains(&version) { Err(Fault::NotGathered(version)) } else { Ok(()) }
     }
 
-    /// The Wait for an AllReduce or a ReduceScatter.
+    /// The Wait for an AllReduce.
     pub fn reduced(&mut self, round: u32) {
-        self.reduced.insert(round);
+        *self.reduced.entry(round).or_default() += 1;
+    }
+
+    /// The Wait for a ReduceScatter.
+    pub fn reduced_to_shares(&mut self, round: u32) {
+        self.reduced.insert(round, self.buckets);
     }
 
     /// Ends the round that gradients are added to: it must be `round`, with all of this worker's items.
     fn close(&mut self, rule: &Rule, round: u32) -> Result<(), Fault> {
-        if round != self.closed || round >= rule.rounds(self.stage) {
-            return Err(Fault::WrongRound { found: round, expected: self.closed });
-        }
-        if u64::from(self.round_items) != self.dealt(rule.count(self.stage, round)) {
+        self.is_next(rule, round)?;
+        if self.missing(rule) > 0 {
             return Err(Fault::RoundIncomplete { round, reason: "not all backwards are done" });
         }
-        self.closed += 1;
-        self.round_items = 0;
+        self.begin_next_round();
         Ok(())
+    }
+
+    fn is_next(&self, rule: &Rule, round: u32) -> Result<(), Fault> {
+        if round == self.closed && round < rule.rounds(self.stage) {
+            return Ok(());
+        }
+        Err(Fault::WrongRound { found: round, expected: self.closed })
+    }
+
+    /// Backwards that are missing in the round that gradients are added to.
+    fn missing(&self, rule: &Rule) -> u64 {
+        self.dealt(rule.count(self.stage, self.closed)).saturating_sub(u64::from(self.round_items))
+    }
+
+    /// Ends the round that gradients are added to if all its buckets are posted and all its backwards done.
+    fn close_posted(&mut self, rule: &Rule) {
+        if self.posted == self.buckets && self.missing(rule) == 0 {
+            self.begin_next_round();
+        }
+    }
+
+    fn begin_next_round(&mut self) {
+        self.closed += 1;
+        (self.round_items, self.posted) = (0, 0);
     }
 
     /// This worker's part of so many items that are dealt to the replicas in turn.
     fn dealt(&self, items: u32) -> u64 {
-        (u64::from(items) + u64::from(self.replicas - 1 - self.replica)) / u64::from(self.replicas)
+        dealt(items, self.replicas, self.replica)
     }
 
     /// Whether nothing is missing for the step of a round, or it has been made.
     pub fn is_done(&self, rule: &Rule, round: u32) -> bool {
-        let gathered = || u64::from(self.round_items) == self.dealt(rule.count(self.stage, round));
-        self.applied > round || if self.replicas == 1 { gathered() } else { self.reduced.contains(&round) }
+        let is_whole = || if self.replicas == 1 { self.missing(rule) == 0 } else { self.is_reduced(round) };
+        self.applied > round || is_whole()
+    }
+
+    /// Whether every bucket of the round has been waited for.
+    fn is_reduced(&self, round: u32) -> bool {
+        self.reduced.get(&round) == Some(&self.buckets)
     }
 
     /// Step.
@@ -406,8 +465,10 @@ impl Ledger {
         }
         if self.replicas == 1 {
             self.close(rule, round)?;
-        } else if !self.reduced.remove(&round) {
+        } else if !self.is_reduced(round) {
             return Err(Fault::RoundIncomplete { round, reason: "the all-reduce has not been waited for" });
+        } else {
+            self.reduced.remove(&round);
         }
         if from != Version(round) {
             return Err(Fault::WrongVersion { found: from, rule: Version(round) });

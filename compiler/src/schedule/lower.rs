@@ -200,7 +200,8 @@ struct Writer<'a> {
     /// Tokens to wait for, and in inference slots that fall free, by the place before which they are.
     waits: Waits,
     frees: BTreeMap<u32, Vec<(StageId, Slot)>>,
-    /// Rounds of stages whose all-reduce is posted and not yet applied.
+    /// Rounds of stages whose all-reduce is posted and not yet applied, with the token of their first bucket: the tokens of the
+    /// others follow.
     reducing: VecDeque<(u32, StageId, Token)>,
     /// Rounds of stages that are done here, by round and then from the last stage to the first, and not yet handed on.
     done: BTreeSet<(u32, Reverse<StageId>)>,
@@ -276,6 +277,12 @@ impl<'a> Writer<'a> {
                 Part::BackwardInput => self.stage(stage).slots.of(item),
                 Part::Backward | Part::BackwardWeight => self.stage(stage).slots.give(item),
             };
+            let is_last = part.ends() && self.is_last(stage, item);
+            let has_buckets = self.buckets(stage) > 1;
+            // What the backward makes first is on its way while it makes the rest.
+            if is_last && has_buckets {
+                self.finish(stage, item);
+            }
             self.out.push(work.instruction(version, slot));
             let mut free = place + 1;
             while let Some(&Transfer { edge, item, kind, peer, wait, .. }) = sends.next_if(|send| send.post == place) {
@@ -288,12 +295,8 @@ impl<'a> Writer<'a> {
             if held.is_some() {
                 self.frees.entry(free).or_default().extend(held);
             }
-            if part.ends() {
-                let round = lists.rule.round(stage, item);
-                if self.stage(stage).last[round as usize] == Some(item) {
-                    self.done.insert((round, Reverse(stage)));
-                    self.finish_rounds();
-                }
+            if is_last && !has_buckets {
+                self.finish(stage, item);
             }
         }
         self.wait(work.len() as u32);
@@ -305,6 +308,18 @@ impl<'a> Writer<'a> {
 
     fn stage(&mut self, stage: StageId) -> &mut Rounds {
         self.stages.iter_mut().find(|rounds| rounds.stage == stage).expect("a worker computes stages of its rank")
+    }
+
+    /// Whether the item's backward is the last of its round here.
+    fn is_last(&mut self, stage: StageId, item: MicrobatchId) -> bool {
+        let round = self.lists.rule.round(stage, item);
+        self.stage(stage).last[round as usize] == Some(item)
+    }
+
+    /// Notes that the item's round is done here.
+    fn finish(&mut self, stage: StageId, item: MicrobatchId) {
+        self.done.insert((self.lists.rule.round(stage, item), Reverse(stage)));
+        self.finish_rounds();
     }
 
     fn token(&mut self) -> Token {
@@ -347,13 +362,19 @@ impl<'a> Writer<'a> {
         (self.joined / stages, Reverse(self.stages[place as usize].stage))
     }
 
+    fn buckets(&self, stage: StageId) -> u32 {
+        self.lists.rule.stages[stage.index()].buckets
+    }
+
     /// Posts the next all-reduce.
     fn reduce(&mut self) {
         let (round, Reverse(stage)) = self.next_join();
         self.done.remove(&(round, Reverse(stage)));
-        let token = self.token();
-        self.out.push(Instruction::AllReduce { stage, round, token });
-        self.reducing.push_back((round, stage, token));
+        self.reducing.push_back((round, stage, Token(self.tokens)));
+        for bucket in 0..self.buckets(stage) {
+            let token = self.token();
+            self.out.push(Instruction::AllReduce { stage, round, bucket, token });
+        }
         self.joined += 1;
     }
 
@@ -374,7 +395,10 @@ impl<'a> Writer<'a> {
         let rest = self.reducing.iter().position(|(other, ..)| *other != round).unwrap_or(self.reducing.len());
         let later = self.reducing.split_off(rest);
         let reduced = std::mem::replace(&mut self.reducing, later);
-        self.out.extend(reduced.iter().map(|&(_, _, token)| Instruction::Wait { token }));
+        for &(_, stage, Token(first)) in &reduced {
+            let tokens = (first..first + self.buckets(stage)).map(Token);
+            self.out.extend(tokens.map(|token| Instruction::Wait { token }));
+        }
         for (round, stage, _) in reduced {
             self.step(round, stage);
         }

@@ -343,7 +343,7 @@ impl<'a> Player<'a> {
         let round = self.rule.round(stage, item);
         self.missing[stage.index()][round as usize] -= 1;
         let shape = &self.pipeline.stages[stage.index()];
-        let reduce = if shape.replicas > 1 { ticks(shape.all_reduce) } else { 0 };
+        let reduce = ticks(shape.exposed_us());
         // A short last round may be complete before the one before it; updates go in order.
         while let Some(0) = self.missing[stage.index()].get(self.reduced[stage.index()] as usize) {
             self.post(reduce, Event::Updated(stage, self.reduced[stage.index()]));

@@ -10,7 +10,7 @@ use crate::cluster::Level;
 use crate::plan::links::{self, Ring, Wire};
 use crate::plan::ports::Ports;
 use crate::plan::{Edge as PlannedEdge, Plan, ScheduleKind, Stage};
-use crate::schedule::{Edge, Pipeline, RankId, Schedule, ScheduleError, StageShape};
+use crate::schedule::{Bucket, Edge, Pipeline, RankId, Schedule, ScheduleError, StageShape};
 use std::collections::BTreeMap;
 
 /// The pipeline of a plan, with the plan's in-flight caps. Fails if the plan contradicts itself.
@@ -40,11 +40,13 @@ pub fn pipeline_of(
     let shape = |((stage, &cap), rings): ((&Stage, &u32), &Vec<Ring>)| {
         // Of plans whose forward time has all in it, nothing is known of a backward to take it out of.
         let recompute = stage.recompute.then(|| stage.fwd_us.min(stage.bwd_us));
+        let (all_reduce, buckets) = all_reduce(levels, stage, rings);
         StageShape {
             cap,
             weight: stage.weight_us.unwrap_or((stage.bwd_us - recompute.unwrap_or(0.0)) / 2.0),
             recompute,
-            all_reduce: links::all_reduce_us(rings),
+            all_reduce,
+            buckets,
             param_bytes: stage.memory.weights,
             saved_bytes: stage.memory.activations / u64::from(cap.max(1)),
             ..StageShape::new(stage.replicas, stage.fwd_us, stage.bwd_us)
@@ -76,6 +78,21 @@ pub fn pipeline_of(
     let of_stage = pipeline.ranks.iter().map(|rank| rank.index());
     pipeline.ports = Ports::new(levels, planned, of_stage, joined_at, &rings);
     Ok(pipeline)
+}
+
+/// The time of a stage's all-reduce, and what of it each of its buckets takes. Each goes the whole way, so that latencies come again.
+fn all_reduce(levels: &[Level], stage: &Stage, rings: &[Ring]) -> (f64, Vec<Bucket>) {
+    let us = |bytes: u64| links::all_reduce_us(&links::rings(levels, &stage.devices, bytes as f64));
+    let parts: Vec<f64> = stage.buckets.iter().map(|bucket| us(bucket.bytes)).collect();
+    let whole: f64 = parts.iter().sum();
+    let share = |us: f64| if whole > 0.0 { us / whole } else { 0.0 };
+    let buckets = stage
+        .buckets
+        .iter()
+        .zip(&parts)
+        .map(|(bucket, &us)| Bucket { ready: bucket.ready.clamp(0.0, 1.0), share: share(us) });
+    let buckets: Vec<Bucket> = buckets.collect();
+    if buckets.is_empty() { (links::all_reduce_us(rings), buckets) } else { (whole, buckets) }
 }
 
 /// The rank of each stage: stages on the same devices share one.

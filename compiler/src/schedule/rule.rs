@@ -21,6 +21,12 @@ use crate::schedule::{MicrobatchId, Pipeline, Program, ProgramStage, Schedule, S
 /// Items times stages that a program may have: beyond it the lists alone would take many gigabytes.
 const MAX_WORK: u64 = 1 << 24;
 
+/// The part that one of a stage's replicas has of so many items, which are dealt to them in turn.
+pub fn dealt(items: u32, replicas: u32, replica: u32) -> u64 {
+    let others = replicas.saturating_sub(1).saturating_sub(replica);
+    (u64::from(items) + u64::from(others)) / u64::from(replicas.max(1))
+}
+
 /// How many minibatches to run, and how each is split.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct StepCount {
@@ -71,11 +77,14 @@ impl Rule {
         }
         let stages = pipeline.ranks.iter().zip(&pipeline.stages);
         let recomputes = |stage: &StageShape| schedule.trains() && stage.recompute.is_some();
+        let reduces = |stage: &StageShape| schedule.trains() && stage.replicas > 1;
+        let buckets = |stage: &StageShape| if reduces(stage) { stage.buckets.len().max(1) as u32 } else { 1 };
         let stages = stages.map(|(&rank, stage)| ProgramStage {
             rank,
             replicas: stage.replicas,
             cap: stage.cap,
             recompute: recomputes(stage),
+            buckets: buckets(stage),
         });
         Ok(Self { schedule, items: items as u32, microbatches, stages: stages.collect() })
     }

@@ -25,8 +25,9 @@
 //! }
 //! ```
 //!
-//! Version 0 and slot 0 are left out, and the rank of a stage where it is the stage's own number: `stage 4 rank=0 replicas=1 cap=3`
-//! where it is not; a stage whose forwards keep only what they read has `recompute` behind its cap. A transfer is told by what made
+//! Version 0, slot 0 and bucket 0 are left out, and the rank of a stage where it is the stage's own number: `stage 4 rank=0 replicas=1 cap=3`
+//! where it is not; a stage that sums its gradients in parts has `buckets=3` behind its cap, and then its all-reduces say `all-reduce 0
+//! round 0 bucket 2 #4`; one whose forwards keep only what they read has `recompute` at the end. A transfer is told by what made
 //! it and the two workers; where the receiver has several stages, also by the stage that takes it: `send 0F0 > 1.0 as 5 #7`.
 //! Gradients are told as `1B0`, also where `1I0` made them.
 
@@ -62,7 +63,8 @@ impl fmt::Display for Program {
         for (index, stage) in self.stages.iter().enumerate() {
             let rank = if stage.rank.index() == index { String::new() } else { format!("rank={} ", stage.rank.0) };
             let again = if stage.recompute { " recompute" } else { "" };
-            writeln!(f, "  stage {index} {rank}replicas={} cap={}{again}", stage.replicas, stage.cap)?;
+            let buckets = if stage.buckets == 1 { String::new() } else { format!(" buckets={}", stage.buckets) };
+            writeln!(f, "  stage {index} {rank}replicas={} cap={}{buckets}{again}", stage.replicas, stage.cap)?;
         }
         for (from, to) in &self.edges {
             writeln!(f, "  edge {} > {}", from.0, to.0)?;
@@ -114,8 +116,9 @@ impl Program {
                 format!("recv {what} < {from}{} #{}", taker(edge, kind), token.0)
             }
             Instruction::Wait { token } => format!("wait #{}", token.0),
-            Instruction::AllReduce { stage, round, token } => {
-                format!("all-reduce {} round {round} #{}", stage.0, token.0)
+            Instruction::AllReduce { stage, round, bucket, token } => {
+                let bucket = if bucket == 0 { String::new() } else { format!(" bucket {bucket}") };
+                format!("all-reduce {} round {round}{bucket} #{}", stage.0, token.0)
             }
             Instruction::ReduceScatter { stage, round, token } => {
                 format!("reduce-scatter {} round {round} #{}", stage.0, token.0)
@@ -249,10 +252,14 @@ impl Reader {
     fn stage(&mut self, line: &Line<'_>) -> Result<(), ParseError> {
         const EXPECTED: &str = "`stage N replicas=N cap=N`, stages in order, replicas and cap at least 1, or with the stage's rank \
                                 `stage N rank=N replicas=N cap=N`, ranks in order of their first stages, with equal replicas; \
-                                `recompute` may follow";
+                                `buckets=N` and `recompute` may follow";
         let (words, recompute) = match line.words.split_last() {
             Some((&"recompute", words)) => (words, true),
             _ => (&line.words[..], false),
+        };
+        let (words, buckets) = match words.split_last() {
+            Some((last, before)) if last.starts_with("buckets=") => (before, line.after(last, "buckets=", EXPECTED)?),
+            _ => (words, 1),
         };
         let (rank, [index, replicas, cap]) = match *words {
             ["stage", index, replicas, cap] => (index, [index, replicas, cap]),
@@ -272,13 +279,19 @@ impl Reader {
         };
         let more = if known.is_none() { u64::from(replicas) } else { 0 };
         let workers = u64::from(self.first[ranks]) + more;
-        if index != self.program.stages.len() || replicas == 0 || cap == 0 || workers > MAX_WORKERS || !fits {
+        if index != self.program.stages.len()
+            || replicas == 0
+            || cap == 0
+            || buckets == 0
+            || workers > MAX_WORKERS
+            || !fits
+        {
             return Err(line.expected(EXPECTED));
         }
         if known.is_none() {
             self.first.push(workers as u32);
         }
-        self.program.stages.push(ProgramStage { rank, replicas, cap, recompute });
+        self.program.stages.push(ProgramStage { rank, replicas, cap, recompute, buckets });
         Ok(())
     }
 
@@ -330,8 +343,9 @@ impl Reader {
                 Instruction::Recv { edge, item, kind, peer, token }
             }
             ["wait", name] => Instruction::Wait { token: token(name)? },
-            ["all-reduce", of, "round", round, name] => {
-                Instruction::AllReduce { stage: stage(of)?, round: line.number(round)?, token: token(name)? }
+            ["all-reduce", of, "round", round, ref rest @ .., name] if matches!(rest, [] | ["bucket", _]) => {
+                let bucket = rest.get(1).map_or(Ok(0), |bucket| line.number(bucket))?;
+                Instruction::AllReduce { stage: stage(of)?, round: line.number(round)?, bucket, token: token(name)? }
             }
             ["step", of, "round", round, from, arrow @ (">" | "=>"), to, "mean", count] => Instruction::Step {
                 stage: stage(of)?,

@@ -2,7 +2,7 @@
 //!
 //! A worker runs its list until it computes or must wait. A transfer begins when both its Send and its Recv are posted and the one
 //! before it in its channel has ended; both Waits end when it ends. An all-reduce begins when the last replica joins and the stage's round
-//! before is reduced. What goes over one port at the same time shares it, as [`flows`](crate::simulate::flows) says.
+//! before is reduced; a replica that posts one before the backward that makes its gradients joins when that has made them. What goes over one port at the same time shares it, as [`flows`](crate::simulate::flows) says.
 //!
 //! On a machine with fewer cores than computing workers, computations share: with n computing on C cores each runs at rate
 //! min(1, C / n). All run at the same rate, so one virtual clock that advances at that rate serves them all: a computation
@@ -12,7 +12,7 @@
 //! Runs of millions of items are played in seconds, so nothing is hashed for an instruction: tokens and items are numbers into
 //! lists, channels are numbered, and the queues are radix heaps over the bits of times, which sort as the times do.
 
-use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
+use std::collections::{BTreeMap, HashMap, VecDeque};
 
 use crate::op::dropout::mix;
 use crate::plan::StageId;
@@ -20,8 +20,10 @@ use crate::schedule::channel::{Channel, Channels};
 use crate::schedule::collective::{Collective, Meeting};
 use crate::schedule::moments::Moments;
 use crate::schedule::numbered::Numbered;
-use crate::schedule::{Instruction, MicrobatchId, Payload, Pipeline, Program, StageShape, Token, WorkerId};
+use crate::schedule::rule::{Rule, dealt};
+use crate::schedule::{Bucket, Instruction, MicrobatchId, Payload, Pipeline, Program, StageShape, Token, WorkerId};
 use crate::simulate::flows::{Flows, Way};
+use crate::simulate::holding::Holding;
 use crate::simulate::network::Network;
 use crate::simulate::{Activity, SimulateError, Span, Timeline, Track};
 
@@ -100,6 +102,15 @@ enum Arrival {
     Part(Meeting, usize),
 }
 
+/// What happens by the clock of computations.
+#[derive(Clone, Copy)]
+enum Progress {
+    /// A worker has computed what it was at.
+    Computed(WorkerId),
+    /// A backward under way has made what a collective takes.
+    Made(Meeting, Name),
+}
+
 /// One channel: what is posted at one end and not yet at the other, and what has been carried.
 struct Line {
     sends: VecDeque<(Token, MicrobatchId)>,
@@ -136,30 +147,10 @@ struct Hands {
     memory: Vec<(f64, u64)>,
 }
 
-/// What a worker holds of one of its stages.
-struct Holding {
-    stage: StageId,
-    in_flight: u64,
-    /// Weight versions, and gradients that are being summed or wait for their step.
-    versions: u64,
-    gradients: u64,
-    /// Whether one of them is being summed.
-    summing: bool,
-    /// Items whose forward has run again and whose backward has not begun.
-    again: BTreeSet<MicrobatchId>,
-}
-
-impl Holding {
-    /// Gradients of weights are being summed.
-    fn sum(&mut self) {
-        self.gradients += u64::from(!self.summing);
-        self.summing = true;
-    }
-}
-
 struct Simulation<'a> {
     program: &'a Program,
     pipeline: &'a Pipeline,
+    rule: Rule,
     machine: &'a Machine,
     hands: Vec<Hands>,
     channels: Channels,
@@ -168,8 +159,9 @@ struct Simulation<'a> {
     joined: HashMap<Meeting, Vec<Name>>,
     reductions: BTreeMap<StageId, Reducing>,
     flows: Flows<Arrival>,
-    /// Computations, by the virtual time at which they end.
-    computing: Moments<WorkerId>,
+    /// Computations, by the virtual time at which they end, and how many there are.
+    computing: Moments<Progress>,
+    busy: usize,
     now: f64,
     virtual_now: f64,
     /// When each item's last computation ended; not a number before its first.
@@ -183,15 +175,7 @@ impl<'a> Simulation<'a> {
         let sizes = pipeline.stages.iter().any(|stage| stage.param_bytes > 0 || stage.saved_bytes > 0);
         let hands = program.workers.iter().map(|worker| {
             let stages = program.stages_of(worker.rank);
-            let holding = |stage| Holding {
-                stage,
-                in_flight: 0,
-                versions: 1,
-                gradients: 0,
-                summing: false,
-                again: BTreeSet::new(),
-            };
-            let holds: Vec<Holding> = stages.map(holding).collect();
+            let holds: Vec<Holding> = stages.map(Holding::new).collect();
             let weights = holds.iter().map(|of| pipeline.stages[of.stage.index()].param_bytes);
             let weights = weights.fold(0, u64::saturating_add);
             Hands {
@@ -212,6 +196,7 @@ impl<'a> Simulation<'a> {
         Self {
             program,
             pipeline,
+            rule: Rule::of(program),
             machine,
             hands: hands.collect(),
             channels: Channels::new(program.workers.len()),
@@ -220,6 +205,7 @@ impl<'a> Simulation<'a> {
             reductions: BTreeMap::new(),
             flows: Flows::new(),
             computing: Moments::new(),
+            busy: 0,
             now: 0.0,
             virtual_now: 0.0,
             finished: vec![f64::NAN; items],
@@ -248,10 +234,13 @@ impl<'a> Simulation<'a> {
                     self.now = next;
                     self.arrive(arrival);
                 }
-            } else if let Some((at, worker)) = self.computing.take() {
+            } else if let Some((at, progress)) = self.computing.take() {
                 self.virtual_now = f64::from_bits(at);
                 self.now = next;
-                self.computed(worker);
+                match progress {
+                    Progress::Computed(worker) => self.computed(worker),
+                    Progress::Made(meeting, name) => self.join(meeting, name),
+                }
             }
         }
         for (index, hands) in self.hands.iter().enumerate() {
@@ -266,9 +255,7 @@ impl<'a> Simulation<'a> {
 
     fn rate(&self) -> f64 {
         match self.machine.cores {
-            Some(cores) if (cores as usize) < self.computing.len() => {
-                f64::from(cores.max(1)) / self.computing.len() as f64
-            }
+            Some(cores) if (cores as usize) < self.busy => f64::from(cores.max(1)) / self.busy as f64,
             _ => 1.0,
         }
     }
@@ -323,11 +310,12 @@ impl<'a> Simulation<'a> {
                     self.lines[line as usize].recvs.push_back(token);
                     self.begin(line);
                 }
-                Instruction::AllReduce { stage, .. } | Instruction::ReduceScatter { stage, .. } => {
-                    self.change(worker, stage, |of| of.summing = false);
-                    self.join(worker, instruction);
+                Instruction::AllReduce { stage, round, .. } => self.reduce_bucket(worker, stage, round, instruction),
+                Instruction::ReduceScatter { stage, .. } => {
+                    self.change(worker, stage, |of| of.close_if(true));
+                    self.meet(worker, instruction);
                 }
-                Instruction::AllGather { .. } => self.join(worker, instruction),
+                Instruction::AllGather { .. } => self.meet(worker, instruction),
                 Instruction::Wait { token } => {
                     if self.hands[index].tokens.get(token.0) != Some(&true) {
                         self.hands[index].blocked = Some(token);
@@ -360,7 +348,21 @@ impl<'a> Simulation<'a> {
         let nth = hands.computed;
         hands.computed += 1;
         let time = time * self.machine.jitter.map_or(1.0, |jitter| jitter.factor(u64::from(worker.0), nth));
-        self.computing.post(bits(self.virtual_now + time), worker);
+        if let Activity::Backward(stage, _) | Activity::BackwardWeight(stage, _) = activity {
+            self.make_due(worker, stage, time);
+        }
+        self.busy += 1;
+        self.computing.post(bits(self.virtual_now + time), Progress::Computed(worker));
+    }
+
+    /// A backward of this time begins: what is due of the stage's gradients will be made in it.
+    fn make_due(&mut self, worker: WorkerId, stage: StageId, time: f64) {
+        let hands = &mut self.hands[worker.index()];
+        let Some(holding) = hands.holds.iter_mut().find(|of| of.stage == stage) else { return };
+        for (meeting, token) in std::mem::take(&mut holding.due) {
+            let at = bits(self.virtual_now + time * self.bucket(stage, meeting.bucket).ready.min(1.0));
+            self.computing.post(at, Progress::Made(meeting, Name { worker, token }));
+        }
     }
 
     /// The part of a backward that an instruction of its own has done before.
@@ -374,6 +376,7 @@ impl<'a> Simulation<'a> {
 
     fn computed(&mut self, worker: WorkerId) {
         let now = self.now;
+        self.busy -= 1;
         let hands = &mut self.hands[worker.index()];
         if let Some((activity, start)) = hands.computing.take() {
             // Steps that take no time would only clutter a trace.
@@ -387,7 +390,13 @@ impl<'a> Simulation<'a> {
                 Activity::Backward(stage, item) | Activity::BackwardWeight(stage, item) => {
                     hands.in_flight = hands.in_flight.saturating_sub(1);
                     self.finish(item);
-                    self.change(worker, stage, |of| of.in_flight = of.in_flight.saturating_sub(1));
+                    let buckets = self.program.stages.get(stage.index()).map_or(1, |stage| stage.buckets);
+                    self.change(worker, stage, |of| {
+                        of.in_flight = of.in_flight.saturating_sub(1);
+                        of.summed += 1;
+                        // Their last backward was still to come when they were posted.
+                        of.close_if(of.posted == buckets);
+                    });
                 }
                 Activity::Step(stage, _) => self.change(worker, stage, |of| {
                     of.gradients = of.gradients.saturating_sub(1);
@@ -439,15 +448,49 @@ impl<'a> Simulation<'a> {
         }
     }
 
-    /// Joins a collective, which begins when the last replica has. An all-reduce is a reduce-scatter and an all-gather, which
-    /// carry as much.
-    fn join(&mut self, worker: WorkerId, instruction: Instruction) {
+    /// Posts one bucket of a round. It is due where the worker has not done all its backwards of the round.
+    fn reduce_bucket(&mut self, worker: WorkerId, stage: StageId, round: u32, instruction: Instruction) {
+        let Some((meeting, token)) = instruction.meeting() else { return };
+        let Some(&of) = self.program.stages.get(stage.index()) else { return };
+        let replica = self.program.workers[worker.index()].replica;
+        let items = dealt(self.rule.count(stage, round), of.replicas, replica);
+        let mut is_due = false;
+        self.change(worker, stage, |holding| {
+            is_due = of.buckets > 1 && holding.summed < items;
+            holding.due.extend(is_due.then_some((meeting, token)));
+            holding.posted += 1;
+            holding.close_if(!is_due && holding.posted == of.buckets);
+        });
+        match is_due {
+            true => self.hands[worker.index()].tokens.insert(token.0, false),
+            false => return self.meet(worker, instruction),
+        };
+    }
+
+    /// What the pipeline says of a bucket; a program may have other buckets, of which nothing is known: they are even.
+    fn bucket(&self, stage: StageId, number: u32) -> Bucket {
+        let planned = self.pipeline.stages.get(stage.index()).map_or(&[][..], |shape| &shape.buckets);
+        let count = self.program.stages.get(stage.index()).map_or(1, |stage| stage.buckets.max(1));
+        match planned.get(number as usize) {
+            Some(&bucket) if planned.len() == count as usize => bucket,
+            _ => Bucket { ready: f64::from(number + 1) / f64::from(count), share: 1.0 / f64::from(count) },
+        }
+    }
+
+    /// Posts a collective and joins it.
+    fn meet(&mut self, worker: WorkerId, instruction: Instruction) {
         let Some((meeting, token)) = instruction.meeting() else { return };
         self.hands[worker.index()].tokens.insert(token.0, false);
+        self.join(meeting, Name { worker, token });
+    }
+
+    /// Joins a collective, which begins when the last replica has. An all-reduce is a reduce-scatter and an all-gather, which
+    /// carry as much.
+    fn join(&mut self, meeting: Meeting, name: Name) {
         let stage = meeting.stage;
         let members = self.program.stages.get(stage.index()).map_or(0, |stage| stage.replicas as usize);
         let joined = self.joined.entry(meeting).or_default();
-        joined.push(Name { worker, token });
+        joined.push(name);
         if joined.len() == members {
             let (ports, flows) = (&self.machine.network.ports, &mut self.flows);
             let reducing = self.reductions.entry(stage).or_insert_with(|| {
@@ -469,8 +512,11 @@ impl<'a> Simulation<'a> {
     /// Begins a part of a collective that all replicas have joined.
     fn reduce(&mut self, meeting: Meeting, part: usize) {
         let Some(&(share, way)) = self.reductions.get(&meeting.stage).and_then(|of| of.parts.get(part)) else { return };
-        let half = if meeting.kind == Collective::AllReduce { 1.0 } else { 0.5 };
-        let time = self.machine.network.all_reduce(meeting.stage.index()) * half * share;
+        let carried = match meeting.kind {
+            Collective::AllReduce => self.bucket(meeting.stage, meeting.bucket).share,
+            Collective::ReduceScatter | Collective::AllGather => 0.5,
+        };
+        let time = self.machine.network.all_reduce(meeting.stage.index()) * carried * share;
         self.flows.begin(self.now, time, way, Arrival::Part(meeting, part));
     }
 

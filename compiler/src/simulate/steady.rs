@@ -68,8 +68,7 @@ pub fn ways_us(pipeline: &Pipeline) -> Vec<f64> {
         let below = outgoing[at].iter().map(|edge| edge.forward_us + down[edge.to.index()] + edge.backward_us);
         down[at] = stages[at].forward + below.fold(0.0, f64::max) + stages[at].backward;
     }
-    let reduce = |at: usize| if stages[at].replicas > 1 { stages[at].all_reduce } else { 0.0 };
-    (0..stages.len()).map(|at| down[at] + reduce(at)).collect()
+    (0..stages.len()).map(|at| down[at] + stages[at].exposed_us()).collect()
 }
 
 /// The least caps with which a share of the ideal throughput can be reached at all.
@@ -185,6 +184,7 @@ struct Row {
     forward: u64,
     backward: u64,
     reduce: u64,
+    exposed: u64,
     /// When the all-reduce of the newest complete round ends: rounds are reduced one after the other.
     reduced_at: u64,
     first_worker: usize,
@@ -238,6 +238,7 @@ impl Play {
                 // A step follows the last backward of a round on every replica, and keeps it as long.
                 backward: ticks(stage.backward + stage.step),
                 reduce: if replicas > 1 { ticks(stage.all_reduce) } else { 0 },
+                exposed: ticks(stage.exposed_us()),
                 reduced_at: 0,
                 first_worker: hands.len(),
                 incoming: Vec::new(),
@@ -390,7 +391,8 @@ impl Play {
         }) {
             row.reduced += 1;
             if row.reduce > 0 {
-                let end = now.max(row.reduced_at).saturating_add(row.reduce);
+                // What is made before the backward ends is on its way beside it, after the round before.
+                let end = now.saturating_add(row.exposed).max(row.reduced_at.saturating_add(row.reduce));
                 row.reduced_at = end;
                 self.events.push(Reverse((end, Event::new(Event::UPDATED, stage, 0))));
             } else {

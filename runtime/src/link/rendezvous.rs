@@ -17,7 +17,7 @@ struct Meeting<T> {
 }
 
 struct State<T> {
-    meetings: HashMap<u32, Meeting<T>>,
+    meetings: HashMap<u64, Meeting<T>>,
     abandoned: bool,
 }
 
@@ -41,7 +41,7 @@ impl<T> Rendezvous<T> {
     }
 
     /// Member `member` brings its part to meeting `number`, and does not wait.
-    pub fn bring(&self, number: u32, member: usize, part: T) {
+    pub fn bring(&self, number: u64, member: usize, part: T) {
         let mut state = self.lock();
         let members = self.members;
         let meeting = state.meetings.entry(number).or_insert_with(|| Meeting {
@@ -57,7 +57,7 @@ impl<T> Rendezvous<T> {
     }
 
     /// Waits until all members brought their part to the meeting. Ends when they did, or when a member abandons.
-    pub fn meet(&self, number: u32) -> Result<Arc<Vec<T>>, Abandoned> {
+    pub fn meet(&self, number: u64) -> Result<Arc<Vec<T>>, Abandoned> {
         let mut state = self.lock();
         loop {
             if let Some(meeting) = state.meetings.get_mut(&number)
@@ -95,7 +95,7 @@ mod tests {
                 let place = &place;
                 scope.spawn(move || {
                     for number in 0..50 {
-                        place.bring(number, member, member as u32 * 100 + number);
+                        place.bring(number, member, member as u64 * 100 + number);
                         let all = place.meet(number).unwrap();
                         assert_eq!(*all, [number, 100 + number, 200 + number]);
                     }

@@ -300,7 +300,10 @@ fn hint(span: &Span, versions: &BTreeMap<(StageId, MicrobatchId), u32>) -> Strin
             format!("stage {} sends {what} of item {}", stage.0, item.0)
         }
         Activity::Step(stage, round) => format!("stage {} steps after round {round}", stage.0),
-        Activity::AllReduce(stage, round) => format!("stage {} all-reduces round {round}", stage.0),
+        Activity::AllReduce(stage, round, bucket) => {
+            let part = if bucket == 0 { String::new() } else { format!(", bucket {bucket}") };
+            format!("stage {} all-reduces round {round}{part}", stage.0)
+        }
         other => match item(other) {
             Some((stage, item)) => {
                 let version = versions.get(&(stage, item)).map_or(String::new(), |v| format!(", weights version {v}"));

@@ -307,6 +307,7 @@ fn stages(placement: &Placement, units: &Units, placed: &[Vec<u32>]) -> Vec<Stag
             fwd_us: time(false),
             bwd_us: time(true),
             weight_us: None,
+            buckets: Vec::new(),
             memory: StageMemory { weights, total: weights, ..StageMemory::default() },
             hierarchy: vec![Place { group: at as u32, replicas: 1 }],
         }

@@ -359,6 +359,7 @@ fn stages(layers: &Layers<'_>, spans: &[Span]) -> Vec<Stage> {
             fwd_us: sum(&|choice| choice.time),
             bwd_us: 0.0,
             weight_us: None,
+            buckets: Vec::new(),
             memory: StageMemory { weights, activations, total: weights + activations, ..StageMemory::default() },
             hierarchy: vec![Place { group: at as u32, replicas: span.replicas }],
         });

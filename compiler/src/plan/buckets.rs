@@ -1,0 +1,126 @@
+//! Parts in which the replicas of a stage sum their gradients.
+//!
+//! A backward goes from the stage's last op to its first, and the gradient of a parameter is whole when the backward of the first op
+//! that reads it is done. Parameters are taken in the order in which that happens. A bucket that has reached the size asked for is
+//! closed: its all-reduce travels while the backward makes the rest (Li et al., PyTorch Distributed, VLDB 2020, section 3.2.3).
+
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+
+use crate::plan::Stage;
+use crate::profile::cost_graph::CostGraph;
+
+/// The usual size of a bucket in bytes, as torch's DistributedDataParallel has it.
+pub const USUAL_BYTES: u64 = 25 << 20;
+
+/// One part of the gradients of a stage with replicas.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct GradientBucket {
+    /// Names of its parameters, in the order in which a backward makes their gradients.
+    pub parameters: Vec<String>,
+    /// Bytes of all of them.
+    pub bytes: u64,
+    /// The share of a backward, what runs forward again aside, after which all of them are made.
+    pub ready: f64,
+}
+
+/// The buckets of a stage of these ops, ascending; none where one would hold everything. A size of 0 closes after every parameter.
+pub fn buckets(graph: &CostGraph, ops: &[u32], size: u64) -> Vec<GradientBucket> {
+    let mut made: Vec<(u32, usize)> = Vec::new();
+    for (number, parameter) in graph.params.iter().enumerate() {
+        let first = parameter.users.iter().find(|user| ops.binary_search(&user.0).is_ok());
+        made.extend(first.map(|first| (first.0, number)));
+    }
+    // Parameters of one op come in the order of the file.
+    made.sort_by_key(|&(first, number)| (std::cmp::Reverse(first), number));
+    let whole: f64 = ops.iter().map(|&op| graph.ops[op as usize].bwd_us).sum();
+    let mut spent = 0.0;
+    let mut rest = ops.iter().rev().peekable();
+    let mut buckets: Vec<GradientBucket> = Vec::new();
+    let mut is_closed = true;
+    for (first, number) in made {
+        while let Some(&op) = rest.next_if(|&&op| op >= first) {
+            spent += graph.ops[op as usize].bwd_us;
+        }
+        if is_closed {
+            buckets.push(GradientBucket { parameters: Vec::new(), bytes: 0, ready: 0.0 });
+        }
+        let Some(bucket) = buckets.last_mut() else { continue };
+        bucket.parameters.push(graph.params[number].name.clone());
+        bucket.bytes = bucket.bytes.saturating_add(graph.params[number].bytes);
+        bucket.ready = if whole > 0.0 { (spent / whole).min(1.0) } else { 1.0 };
+        is_closed = bucket.bytes >= size;
+    }
+    if buckets.len() > 1 { buckets } else { Vec::new() }
+}
+
+/// What keeps the stated buckets of a stage from being parts of its gradients, if anything does.
+pub fn contradiction(stage: &Stage) -> Option<String> {
+    let buckets = &stage.buckets;
+    if buckets.is_empty() {
+        return None;
+    }
+    if stage.replicas < 2 || buckets.len() < 2 {
+        return Some(format!(
+            "{} buckets for {} replicas: both are at least 2 where there are any",
+            buckets.len(),
+            stage.replicas
+        ));
+    }
+    let sum = buckets.iter().fold(0u64, |sum, bucket| sum.saturating_add(bucket.bytes));
+    if sum != stage.memory.weights {
+        return Some(format!("the buckets have {sum} B, the stage's parameters {} B", stage.memory.weights));
+    }
+    let mut before = 0.0;
+    for bucket in buckets {
+        if !(before..=1.0).contains(&bucket.ready) {
+            return Some(format!(
+                "a bucket is ready at {}: expected numbers from 0 to 1 that do not fall",
+                bucket.ready
+            ));
+        }
+        before = bucket.ready;
+    }
+    None
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::profile::cost_graph::{OpCost, OpId, ParamCost};
+
+    fn graph() -> CostGraph {
+        let op = |id| OpCost { id, bwd_us: f64::from(id + 1), ..OpCost::default() };
+        let param = |name: &str, bytes, users: &[u32]| ParamCost {
+            name: name.to_string(),
+            bytes,
+            users: users.iter().copied().map(OpId).collect(),
+        };
+        // Read by ops 0, 1 and 3, 2 and 3, and 3.
+        let params = vec![param("a", 10, &[0]), param("b", 20, &[1, 3]), param("c", 30, &[2, 3]), param("d", 5, &[3])];
+        CostGraph { ops: (0..4).map(op).collect(), tensors: vec![], params }
+    }
+
+    fn told(buckets: &[GradientBucket]) -> Vec<(String, u64, f64)> {
+        buckets.iter().map(|bucket| (bucket.parameters.join(" "), bucket.bytes, bucket.ready)).collect()
+    }
+
+    #[test]
+    fn gradients_are_whole_after_the_first_reader() {
+        let all = buckets(&graph(), &[0, 1, 2, 3], 0);
+        let expected = [("d", 5, 0.4), ("c", 30, 0.7), ("b", 20, 0.9), ("a", 10, 1.0)];
+        assert_eq!(told(&all), expected.map(|(name, bytes, ready)| (name.to_string(), bytes, ready)));
+        // A stage knows its own readers only.
+        let late = buckets(&graph(), &[2, 3], 0);
+        assert_eq!(told(&late)[1], ("b".to_string(), 20, 4.0 / 7.0));
+    }
+
+    #[test]
+    fn a_bucket_is_closed_at_its_size() {
+        let two = buckets(&graph(), &[0, 1, 2, 3], 35);
+        assert_eq!(told(&two), [("d c".to_string(), 35, 0.7), ("b a".to_string(), 30, 1.0)]);
+        assert_eq!(buckets(&graph(), &[0, 1, 2, 3], 65), []);
+        assert_eq!(buckets(&graph(), &[0, 1, 2, 3], u64::MAX), []);
+    }
+}
