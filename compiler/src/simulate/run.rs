@@ -462,9 +462,9 @@ impl<'a> Simulation<'a> {
             holding.close_if(!is_due && holding.posted == of.buckets);
         });
         match is_due {
-            true => self.hands[worker.index()].tokens.insert(token.0, false),
-            false => return self.meet(worker, instruction),
-        };
+            true => _ = self.hands[worker.index()].tokens.insert(token.0, false),
+            false => self.meet(worker, instruction),
+        }
     }
 
     /// What the pipeline says of a bucket; a program may have other buckets, of which nothing is known: they are even.

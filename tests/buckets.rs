@@ -1,0 +1,80 @@
+//! Gradients that replicas sum in parts, from the command line to the weights.
+
+use assert_cmd::Command;
+use serde_json::Value;
+use std::fs;
+use std::path::Path;
+
+fn ends(folder: &Path, code: i32, arguments: &[&str]) -> [String; 2] {
+    let output = Command::cargo_bin("pipec").unwrap().current_dir(folder).args(arguments).output().unwrap();
+    let told = [&output.stdout, &output.stderr].map(|bytes| String::from_utf8_lossy(bytes).into_owned());
+    assert_eq!(output.status.code(), Some(code), "{arguments:?}: {told:?}");
+    told
+}
+
+fn read(path: &Path) -> Value {
+    serde_json::from_str(&fs::read_to_string(path).unwrap()).unwrap()
+}
+
+/// One plan with a bucket for every parameter and one that sums all at once: the same weights, in less time.
+#[test]
+fn buckets_hide_the_all_reduce_and_change_no_bits() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    ends(folder, 0, &["zoo", "mlp", "-o", "m.onnx", "-q"]);
+    let asked = ["partition", "m.onnx", "--gpus", "3", "--bandwidth", "0.1GB/s", "--cut-after", "relu2"];
+    let stages = ["--stages", "2,1", "--schedule", "1f1b"];
+    let more = ["--microbatches", "4", "--micro-batch", "4", "-q"];
+    let mut found = Vec::new();
+    for (size, name) in [("1B", "parts"), ("1GB", "whole")] {
+        let (plan, out) = (format!("{name}.json"), format!("{name}.safetensors"));
+        ends(folder, 0, &[&asked[..], &stages, &more, &["--bucket", size, "-o", &plan]].concat());
+        ends(folder, 0, &["plan", "check", &plan, "--model", "m.onnx"]);
+        let train = ["train", "m.onnx", "--plan", &plan, "--synthetic-data", "--batch", "16", "--steps", "5"];
+        ends(folder, 0, &[&train[..], &["--save", &out, "-q"]].concat());
+        found.push((read(&folder.join(&plan)), fs::read(folder.join(out)).unwrap()));
+    }
+    let [(parts, trained), (whole, trained_whole)] = &found[..] else { panic!("two plans were made") };
+    let first = &parts["stages"][0];
+    let buckets = first["buckets"].as_array().unwrap();
+    assert!(
+        buckets.len() > 1 && whole["stages"][0].get("buckets").is_none() && parts["stages"][1].get("buckets").is_none()
+    );
+    let bytes: u64 = buckets.iter().map(|bucket| bucket["bytes"].as_u64().unwrap()).sum();
+    assert_eq!(bytes, first["memory"]["weights"].as_u64().unwrap());
+    let us = |plan: &Value| plan["predicted"]["minibatch_us"].as_f64().unwrap();
+    assert!(us(parts) < us(whole), "{} and {}", us(parts), us(whole));
+    assert!(trained == trained_whole);
+    ends(folder, 0, &["simulate", "parts.json", "--programs", "p.txt", "-q"]);
+    let programs = fs::read_to_string(folder.join("p.txt")).unwrap();
+    assert!(programs.contains(&format!(" buckets={}", buckets.len())), "{programs}");
+    assert!(programs.contains("all-reduce 0 round 0 bucket 1 "), "{programs}");
+}
+
+/// What a plan says of buckets is held against its stages and its model.
+#[test]
+fn buckets_of_another_stage_are_told() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    ends(folder, 0, &["zoo", "mlp", "-o", "m.onnx", "-q"]);
+    ends(folder, 0, &["partition", "m.onnx", "--gpus", "2", "--stages", "2", "--bucket", "1B", "-o", "p.json", "-q"]);
+    let plan = read(&folder.join("p.json"));
+    let told = |change: &dyn Fn(&mut Value), with_model: bool| {
+        let mut other = plan.clone();
+        change(&mut other["stages"][0]["buckets"]);
+        fs::write(folder.join("other.json"), other.to_string()).unwrap();
+        let model: &[&str] = if with_model { &["--model", "m.onnx"] } else { &[] };
+        let [_, told] = ends(folder, 1, &[&["plan", "check", "other.json"], model].concat());
+        told
+    };
+    assert!(told(&|buckets| buckets[0]["bytes"] = 7.into(), false).contains("the stage's parameters"));
+    assert!(told(&|buckets| buckets[0]["ready"] = 1.5.into(), false).contains("do not fall"));
+    assert!(told(&|buckets| _ = buckets.as_array_mut().unwrap().drain(1..), false).contains("at least 2"));
+    let swapped = |buckets: &mut Value| {
+        let (a, b) = (buckets[0]["parameters"].take(), buckets[1]["parameters"].take());
+        (buckets[0]["parameters"], buckets[1]["parameters"]) = (b, a);
+    };
+    assert!(told(&swapped, true).contains("buckets of stage 0"));
+    let [_, refused] = ends(folder, 2, &["partition", "m.onnx", "--gpus", "2", "--bucket", "none"]);
+    assert!(refused.contains("--bucket"), "{refused}");
+}
