@@ -31,7 +31,6 @@ pub mod stage_cost;
 pub mod traffic;
 
 use crate::cluster::{Bytes, Device, DeviceClass, Level};
-use crate::plan::buckets::GradientBucket;
 use crate::profile::Method;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
@@ -259,6 +258,18 @@ pub struct Stage {
     /// The stage's place in the levels of the cluster, innermost first. One entry on a cluster of several levels means that the
     /// plan does not take whole groups and is judged on [`crate::cluster::Cluster::flattened`]; under cost `pipec`, by `devices`.
     pub hierarchy: Vec<Place>,
+}
+
+/// One part of the gradients of a stage with replicas.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct GradientBucket {
+    /// Names of its parameters, in the order in which a backward makes their gradients.
+    pub parameters: Vec<String>,
+    /// Bytes of all of them.
+    pub bytes: u64,
+    /// The share of a backward, what runs forward again aside, after which all of them are made.
+    pub ready: f64,
 }
 
 /// Tensors that go from one stage straight to another.

@@ -4,26 +4,11 @@
 //! that reads it is done. Parameters are taken in the order in which that happens. A bucket that has reached the size asked for is
 //! closed: its all-reduce travels while the backward makes the rest (Li et al., PyTorch Distributed, VLDB 2020, section 3.2.3).
 
-use schemars::JsonSchema;
-use serde::{Deserialize, Serialize};
-
-use crate::plan::Stage;
+use crate::plan::{GradientBucket, Stage};
 use crate::profile::cost_graph::CostGraph;
 
 /// The usual size of a bucket in bytes, as torch's DistributedDataParallel has it.
 pub const USUAL_BYTES: u64 = 25 << 20;
-
-/// One part of the gradients of a stage with replicas.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
-#[serde(deny_unknown_fields)]
-pub struct GradientBucket {
-    /// Names of its parameters, in the order in which a backward makes their gradients.
-    pub parameters: Vec<String>,
-    /// Bytes of all of them.
-    pub bytes: u64,
-    /// The share of a backward, what runs forward again aside, after which all of them are made.
-    pub ready: f64,
-}
 
 /// The buckets of a stage of these ops, ascending; none where one would hold everything. A size of 0 closes after every parameter.
 pub fn buckets(graph: &CostGraph, ops: &[u32], size: u64) -> Vec<GradientBucket> {

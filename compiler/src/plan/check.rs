@@ -6,10 +6,10 @@
 //! passed it, and a plan that was written by hand can be given to it.
 
 use crate::cluster::{Cluster, DeviceClass};
-use crate::plan::buckets::{GradientBucket, buckets};
+use crate::plan::buckets::buckets;
 use crate::plan::fault::Fault;
 use crate::plan::problem::{CostModel, Problem};
-use crate::plan::{BusiestLink, Plan, PlannedSchedule, ScheduleKind, StageMemory};
+use crate::plan::{BusiestLink, GradientBucket, Plan, PlannedSchedule, ScheduleKind, StageMemory};
 use crate::plan::{clock, judge, traffic};
 use crate::profile::cost_graph::CostGraph;
 use std::collections::BTreeMap;
