@@ -1,6 +1,7 @@
 //! `pipec report`: one page about a plan, and its pictures for papers.
 
 use crate::asked::{self, Source};
+use crate::beyond::{self, beyond};
 use crate::cmd::partition;
 use crate::failure::{self, Failure};
 use crate::screen::Screen;
@@ -27,6 +28,9 @@ const INSTANCE: &str = "it is for a published instance, which has nodes with tim
 
 /// Pieces in which the model is planned for other devices and sizes: a page is no place for a search of minutes.
 const PIECES: usize = 64;
+
+/// Stages that are told of, at most, where an order of work keeps more than the plan counts.
+const MOST_TOLD: usize = 16;
 
 /// The most devices that are tried.
 const MOST_DEVICES: u64 = 4096;
@@ -117,6 +121,11 @@ fn played(plan: &Plan, said: Option<&str>, screen: &Screen) -> Result<Result<Pla
     let fail = |error: &dyn std::fmt::Display| Failure::input("cannot play the schedule").because(error);
     let pipeline = pipeline(plan).map_err(|error| fail(&error))?;
     let program = own.program(&pipeline, own.minibatches().unwrap_or(2))?;
+    let more = beyond(plan, &program);
+    more.iter().take(MOST_TOLD).for_each(|what| screen.warn(&format!("the order of work and the plan disagree: {what}")));
+    if !more.is_empty() {
+        screen.note(beyond::HELP);
+    }
     play::play_program(plan, &pipeline, program).map(Ok).map_err(|error| fail(&error))
 }
 
