@@ -99,7 +99,7 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Failure> {
         played,
         modelled,
         what_if,
-        measured: arguments.metrics.as_deref().map(metrics).transpose()?,
+        measured: arguments.metrics.as_deref().map(|path| metrics(path, &plan)).transpose()?,
         plan_sha256: source::sha256(source::text(&arguments.file, source::MOST_PLAN_BYTES)?.as_bytes()),
         plan: &plan,
     };
@@ -146,11 +146,16 @@ fn alternatives(plan: &Plan) -> Vec<Alternative> {
     std::iter::once(own).chain(others).collect()
 }
 
-fn metrics(path: &Path) -> Result<Measured, Failure> {
+fn metrics(path: &Path, plan: &Plan) -> Result<Measured, Failure> {
     let text = source::text(path, MOST_METRICS_BYTES)?;
-    measured::read(&text).map_err(|error| {
+    let found = measured::read(&text).map_err(|error| {
         Failure::file("read the metrics", path, error).help("`pipec train --metrics FILE` writes them")
-    })
+    })?;
+    measured::fits(plan, &found).map_err(|error| {
+        Failure::file("use the metrics", path, error)
+            .help("`pipec train --plan PLAN --metrics FILE` writes those of this plan")
+    })?;
+    Ok(found)
 }
 
 /// Half as many devices and twice as many; half and twice the micro-batch, or the micro-batches where a flush makes them count.
