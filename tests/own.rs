@@ -272,3 +272,49 @@ fn what_a_table_keeps_is_held_to_the_plan() {
     done(folder, &[&["partition", "m.onnx"][..], &flags].concat());
     done(folder, &["plan", "check", "plan.json", "--schedule", "fill.csv"]);
 }
+
+/// Tables of replicated stages are taken back where a table can say what they do; else the writing says why not.
+#[test]
+fn tables_of_replicas_are_read_back_or_refused_when_they_are_written() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    done(folder, &["zoo", "mlp", "-o", "m.onnx"]);
+    let plan = |stages: &str| {
+        let flags = ["--gpus", "4", "--stages", stages, "--schedule", "1f1b", "--microbatches", "6", "--micro-batch", "4"];
+        done(folder, &[&["partition", "m.onnx", "-o", "plan.json"][..], &flags].concat());
+    };
+    plan("2,2");
+    let write = ["simulate", "plan.json", "--minibatches", "1", "--programs", "own.csv"];
+    let output = pipec(folder, &write);
+    assert!(!String::from_utf8_lossy(&output.stderr).contains("take this table back"));
+    assert_eq!(fs::read_to_string(folder.join("own.csv")).unwrap().lines().count(), 4);
+    done(folder, &["plan", "check", "plan.json", "--schedule", "own.csv"]);
+    let again = [&write[..5], &["again.csv", "--schedule", "own.csv"]].concat();
+    done(folder, &again);
+    let read = |name: &str| fs::read_to_string(folder.join(name)).unwrap();
+    assert_eq!(read("own.csv"), read("again.csv"));
+    // As a spreadsheet would have it.
+    let cells = |line: &str| line.split(',').map(|cell| format!("\"{cell}\"")).collect::<Vec<_>>().join(", ");
+    let quoted: Vec<String> = read("own.csv").lines().map(cells).collect();
+    fs::write(folder.join("sheet.csv"), format!("\u{feff}{}\r\n", quoted.join("\r\n"))).unwrap();
+    done(folder, &["plan", "check", "plan.json", "--schedule", "sheet.csv"]);
+    plan("3,1");
+    let output = pipec(folder, &write);
+    let said = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert_eq!(output.status.code(), Some(0), "{said}");
+    assert!(said.contains("`--schedule` does not take this table back") && said.contains("3-1"), "{said}");
+}
+
+/// A loss that this version does not know is nothing that a check passes over.
+#[test]
+fn an_unknown_loss_is_not_sound() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    planned(folder);
+    let text = fs::read_to_string(folder.join("plan.json")).unwrap();
+    let mut plan: Value = serde_json::from_str(&text).unwrap();
+    assert!(plan["model"]["import"]["loss"].is_string(), "{}", plan["model"]);
+    plan["model"]["import"]["loss"] = "hinge".into();
+    fs::write(folder.join("plan.json"), plan.to_string()).unwrap();
+    refused(folder, &["plan", "check", "plan.json"], 1, "the loss `hinge` is not known");
+}

@@ -3,6 +3,7 @@
 use crate::asked::{self, Source};
 use crate::beyond::{self, beyond};
 use crate::failure::Failure;
+use crate::loss::Counted;
 use crate::own::{self, Own};
 use crate::screen::Screen;
 use crate::{cmd, device_placement, hybrid, prediction, source, stages};
@@ -125,6 +126,7 @@ fn judge(
             faults.extend(told(&figures(&plan)));
         }
     }
+    faults.extend(Counted::read(plan.model.import.loss.as_deref()).err().map(|failure| failure.line()));
     if faults.is_empty() {
         faults.extend(stated(&plan).map(|fault| fault.to_string()));
     }
