@@ -72,6 +72,11 @@ impl Failure {
         if self.why.is_empty() { self.what.clone() } else { self.why.join(" ") }
     }
 
+    /// What and why, in one line.
+    pub fn line(&self) -> String {
+        if self.why.is_empty() { self.what.clone() } else { format!("{}: {}", self.what, self.why.join(" ")) }
+    }
+
     /// Says what to do next.
     pub fn help(mut self, help: impl fmt::Display) -> Failure {
         self.help = Some(help.to_string());

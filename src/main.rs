@@ -5,6 +5,7 @@
 
 mod arguments;
 mod asked;
+mod beyond;
 mod cmd;
 mod device_placement;
 mod failure;

@@ -3,6 +3,7 @@
 use crate::failure::Failure;
 use crate::quantity;
 use compiler::graph::Graph;
+use compiler::plan::caps::{Lanes, synced};
 use compiler::schedule::work::apart;
 use compiler::schedule::{Program, Schedule};
 use profiler::machine::available_bytes;
@@ -47,7 +48,10 @@ pub fn of_stages(codes: &[StageCode], program: &Program, optimizer: &Optimizer) 
             Schedule::Gpipe => (1, of_minibatch),
             Schedule::TwoBw => (2, cap),
             Schedule::OneFOneBRr => (cap, cap),
-            Schedule::OneFOneBRrVsync => (cap.max(u64::from(program.stages[0].cap.min(most))), cap),
+            Schedule::OneFOneBRrVsync => {
+                let first = Lanes { replicas: program.stages[0].replicas, in_flight: program.stages[0].cap };
+                (u64::from(synced(stage.replicas, first)).min(u64::from(most) + 1), cap)
+            }
             // One that is predicted or set back beside the newest.
             Schedule::OneFOneBRrNewest => (2, cap),
             Schedule::Inference => (1, cap),

@@ -233,3 +233,92 @@ fn links_and_devices_are_written_through() {
     done(folder, &["simulate", "plan.json", "--programs", "/dev/null", "-q"]);
     assert!(!fs::metadata("/dev/null").unwrap().is_file());
 }
+
+/// An order of work that keeps more than the plan counts, or is for other minibatches, is no order for that plan.
+#[test]
+fn what_a_table_keeps_is_held_to_the_plan() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    planned(folder);
+    let row = |stage: u32, items: u32, part: char| (0..items).map(move |item| format!("{stage}{part}{item}"));
+    let filled = |items: u32| -> String {
+        let rows =
+            (0..3).map(|stage| row(stage, items, 'F').chain(row(stage, items, 'B')).collect::<Vec<_>>().join(","));
+        rows.map(|row| row + "\n").collect()
+    };
+    fs::write(folder.join("fill.csv"), filled(6)).unwrap();
+    fs::write(folder.join("four.csv"), filled(4)).unwrap();
+    let check = |table: &str| pipec(folder, &["plan", "check", "plan.json", "--schedule", table]);
+    let said = |output: &Output| String::from_utf8_lossy(&output.stderr).into_owned();
+    let plan: Value = serde_json::from_str(&fs::read_to_string(folder.join("plan.json")).unwrap()).unwrap();
+    let caps = &plan["schedule"]["in_flight"];
+    assert_eq!(caps, &serde_json::json!([3, 2, 1]));
+    let output = check("fill.csv");
+    let told = said(&output);
+    assert_eq!(output.status.code(), Some(1), "{told}");
+    for (stage, cap) in [(0, 3), (1, 2), (2, 1)] {
+        let each = format!(
+            "stage {stage} has 6 micro-batches in flight at {stage}F5 on worker {stage}.0, the plan counts {cap}"
+        );
+        assert!(told.contains(&each), "{told}");
+    }
+    assert!(told.contains("`pipec partition MODEL --schedule FILE`"), "{told}");
+    let told = said(&check("four.csv"));
+    assert!(told.contains("minibatches of 4 micro-batches, the plan's times and memory are for 6"), "{told}");
+    let output = pipec(folder, &["report", "plan.json", "--schedule", "fill.csv", "--html", "r.html"]);
+    assert_eq!(output.status.code(), Some(0));
+    assert!(said(&output).contains("stage 1 has 6 micro-batches in flight"), "{}", said(&output));
+    // The same order as the plan's own is within it, and a plan that is made for the table counts what it keeps.
+    done(folder, &["simulate", "plan.json", "--minibatches", "1", "--programs", "own.csv"]);
+    done(folder, &["plan", "check", "plan.json", "--schedule", "own.csv"]);
+    let flags = ["--gpus", "3", "--schedule", "fill.csv", "--micro-batch", "4", "-o", "plan.json"];
+    done(folder, &[&["partition", "m.onnx"][..], &flags].concat());
+    done(folder, &["plan", "check", "plan.json", "--schedule", "fill.csv"]);
+}
+
+/// Tables of replicated stages are taken back where a table can say what they do; else the writing says why not.
+#[test]
+fn tables_of_replicas_are_read_back_or_refused_when_they_are_written() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    done(folder, &["zoo", "mlp", "-o", "m.onnx"]);
+    let plan = |stages: &str| {
+        let flags =
+            ["--gpus", "4", "--stages", stages, "--schedule", "1f1b", "--microbatches", "6", "--micro-batch", "4"];
+        done(folder, &[&["partition", "m.onnx", "-o", "plan.json"][..], &flags].concat());
+    };
+    plan("2,2");
+    let write = ["simulate", "plan.json", "--minibatches", "1", "--programs", "own.csv"];
+    let output = pipec(folder, &write);
+    assert!(!String::from_utf8_lossy(&output.stderr).contains("take this table back"));
+    assert_eq!(fs::read_to_string(folder.join("own.csv")).unwrap().lines().count(), 4);
+    done(folder, &["plan", "check", "plan.json", "--schedule", "own.csv"]);
+    let again = [&write[..5], &["again.csv", "--schedule", "own.csv"]].concat();
+    done(folder, &again);
+    let read = |name: &str| fs::read_to_string(folder.join(name)).unwrap();
+    assert_eq!(read("own.csv"), read("again.csv"));
+    // As a spreadsheet would have it.
+    let cells = |line: &str| line.split(',').map(|cell| format!("\"{cell}\"")).collect::<Vec<_>>().join(", ");
+    let quoted: Vec<String> = read("own.csv").lines().map(cells).collect();
+    fs::write(folder.join("sheet.csv"), format!("\u{feff}{}\r\n", quoted.join("\r\n"))).unwrap();
+    done(folder, &["plan", "check", "plan.json", "--schedule", "sheet.csv"]);
+    plan("3,1");
+    let output = pipec(folder, &write);
+    let said = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert_eq!(output.status.code(), Some(0), "{said}");
+    assert!(said.contains("`--schedule` does not take this table back") && said.contains("3-1"), "{said}");
+}
+
+/// A loss that this version does not know is nothing that a check passes over.
+#[test]
+fn an_unknown_loss_is_not_sound() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    planned(folder);
+    let text = fs::read_to_string(folder.join("plan.json")).unwrap();
+    let mut plan: Value = serde_json::from_str(&text).unwrap();
+    assert!(plan["model"]["import"]["loss"].is_string(), "{}", plan["model"]);
+    plan["model"]["import"]["loss"] = "hinge".into();
+    fs::write(folder.join("plan.json"), plan.to_string()).unwrap();
+    refused(folder, &["plan", "check", "plan.json"], 1, "the loss `hinge` is not known");
+}

@@ -2,6 +2,7 @@
 
 use assert_cmd::Command;
 use compiler::export::colour::COLOURS;
+use serde_json::Value;
 use std::env;
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -170,10 +171,57 @@ fn a_run_stands_beside_its_prediction() {
     let text = page(folder, &["--metrics", "m.jsonl"]);
     // 12 ms measured, 6 ms predicted; stage 1 takes twice what was planned.
     assert!(text.contains("2.000 times the prediction") && text.contains("stage 1, backward"), "no measurement");
+    let more = "{\"total\":{\"stages\":[{\"stage\":2,\"fwd_us\":4000,\"bwd_us\":8000,\"held_bytes\":5000000}]}}\n";
+    fs::write(folder.join("m.jsonl"), format!("{{\"loss\":1,\"seconds\":1}}\n{more}")).unwrap();
+    let output = pipec(folder, &["report", "plan.json", "--metrics", "m.jsonl"]);
+    assert_eq!(output.status.code(), Some(2));
+    assert!(String::from_utf8_lossy(&output.stderr).contains("it speaks of stage 2, the plan has 2 stages"));
     fs::write(folder.join("m.jsonl"), "{\"loss\": 1}\n").unwrap();
     let output = pipec(folder, &["report", "plan.json", "--metrics", "m.jsonl"]);
     assert_eq!(output.status.code(), Some(2));
     assert!(String::from_utf8_lossy(&output.stderr).contains("line 1: `seconds` is not a number"));
+}
+
+/// A run says under which plan it was, on what, and what each worker held: the page compares workers with workers.
+#[test]
+fn a_run_is_compared_with_its_own_plan() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    let done = |arguments: &[&str]| done(folder, arguments);
+    done(&["zoo", "mlp", "--layers", "8", "-o", "m.onnx"]);
+    let plan = ["partition", "m.onnx", "--schedule", "interleaved", "--microbatches", "4", "--micro-batch", "4"];
+    done(&[&plan[..], &["--gpus", "2", "-o", "plan.json"]].concat());
+    let train = ["train", "m.onnx", "--synthetic-data", "--steps", "3", "-q"];
+    done(&[&train[..], &["--plan", "plan.json", "--metrics", "m.jsonl"]].concat());
+    let planned: Value = serde_json::from_str(&fs::read_to_string(folder.join("plan.json")).unwrap()).unwrap();
+    assert_eq!(planned["stages"].as_array().unwrap().len(), 4);
+    let text = page(folder, &["--metrics", "m.jsonl"]);
+    assert!(text.contains("stages 0, 2 together, held") && text.contains("stages 1, 3 together, held"), "{text}");
+    assert!(!text.contains("stage 2, held"));
+    // As many workers as anyone has cores for, or fewer cores.
+    let metrics = fs::read_to_string(folder.join("m.jsonl")).unwrap();
+    let (steps, total) = metrics.trim_end().rsplit_once('\n').unwrap();
+    let mut value: Value = serde_json::from_str(total).unwrap();
+    assert_eq!(value["total"]["workers"], 2);
+    for (cores, is_shared) in [(2, false), (1, true)] {
+        value["total"]["cores"] = cores.into();
+        fs::write(folder.join("m.jsonl"), format!("{steps}\n{value}\n")).unwrap();
+        let told = page(folder, &["--metrics", "m.jsonl"]).contains("The 2 workers of the run shared 1 core:");
+        assert_eq!(told, is_shared);
+    }
+    // Other stages, another model.
+    let refused = |why: &str| {
+        let output = pipec(folder, &["report", "plan.json", "--metrics", "m.jsonl"]);
+        let said = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert_eq!(output.status.code(), Some(2), "{said}");
+        assert!(said.contains("of a run under another plan") && said.contains(why), "{said}");
+    };
+    let other = ["partition", "m.onnx", "--schedule", "1f1b", "--microbatches", "4", "--micro-batch", "4"];
+    done(&[&other[..], &["--gpus", "2", "--stages", "1,1", "-o", "plan.json"]].concat());
+    refused("it has 4 stages, the plan 2 stages");
+    done(&["zoo", "mlp", "--layers", "9", "-o", "m.onnx"]);
+    done(&[&plan[..], &["--gpus", "2", "-o", "plan.json"]].concat());
+    refused("its model is another one");
 }
 
 #[test]

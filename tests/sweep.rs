@@ -82,6 +82,57 @@ fn what_does_not_fit_is_a_row() {
 }
 
 #[test]
+fn what_cannot_be_asked_is_a_row_among_others() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    chain(folder);
+    let flags = ["chain.graph.txt", "--gpus", "2", "--schedule", "1f1b-rr,1f1b", "--microbatches", "1,4"];
+    let value = swept(folder, &flags);
+    let rows = value["rows"].as_array().unwrap();
+    let asked = |row: &Value| (row["schedule"].as_str().unwrap().to_string(), row["microbatches"].as_u64().unwrap());
+    for row in rows {
+        let refused = asked(row) == ("1f1b-rr".to_string(), 4);
+        assert_eq!(row["feasible"].as_bool(), Some(!refused), "{row}");
+        if refused {
+            assert!(row["why"].as_str().unwrap().contains("`--microbatches 4` does not go with `--schedule 1f1b-rr`"));
+        }
+    }
+    assert_eq!(rows.len(), 4);
+    // Where no row can be asked, the question is refused.
+    let output = pipec(folder, &["sweep", "chain.graph.txt", "--gpus", "2,4", "--memory", "much"]);
+    assert_eq!(output.status.code(), Some(2));
+    assert!(String::from_utf8_lossy(&output.stderr).contains("cannot read `--memory`"));
+}
+
+#[test]
+fn a_curve_is_of_one_schedule_and_one_size() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    chain(folder);
+    let flags = ["chain.graph.txt", "--gpus", "2,4", "--depth", "2", "--bandwidth", "100GB/s", "--svg", "plots"];
+    swept(
+        folder,
+        &[&flags[..], &["--schedule", "gpipe,1f1b", "--microbatches", "4,8", "--micro-batch", "1,2"]].concat(),
+    );
+    let picture = |name: &str| fs::read_to_string(folder.join(format!("plots/{name}.svg"))).unwrap();
+    for schedule in ["gpipe", "1f1b"] {
+        for items in [4, 8] {
+            for samples in ["1 sample", "2 samples"] {
+                let told = format!("2 stages, {schedule}, {items} micro-batches, {samples}");
+                for name in ["throughput", "memory", "communication"] {
+                    assert!(picture(name).contains(&told), "{name}: no curve `{told}`");
+                }
+            }
+        }
+        let told = format!("2 stages, 4 devices, {schedule}, 1 sample");
+        assert!(picture("bubble").contains(&told), "no curve `{told}`");
+    }
+    // What all rows have in common is not told.
+    swept(folder, &[&flags[..], &["--schedule", "gpipe", "--microbatches", "4"]].concat());
+    assert!(!picture("throughput").contains("2 stages, "));
+}
+
+#[test]
 fn more_memory_holds_a_larger_model() {
     let folder = tempfile::tempdir().unwrap();
     let largest = |gpus: &str, memory: &str| {

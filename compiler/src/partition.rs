@@ -16,6 +16,7 @@ pub mod device_placement;
 pub mod every;
 pub mod exhaustive;
 pub mod finish;
+pub mod first;
 pub mod fit;
 pub mod fleet;
 pub mod floor;

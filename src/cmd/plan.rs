@@ -1,7 +1,9 @@
 //! `pipec plan show`, `pipec plan check` and `pipec plan diff`.
 
 use crate::asked::{self, Source};
+use crate::beyond::{self, beyond};
 use crate::failure::Failure;
+use crate::loss::Counted;
 use crate::own::{self, Own};
 use crate::screen::Screen;
 use crate::{cmd, device_placement, hybrid, prediction, source, stages};
@@ -12,6 +14,7 @@ use compiler::plan::figures::figures;
 use compiler::plan::problem::CostModel;
 use compiler::plan::sound::sound;
 use compiler::plan::{Plan, ScheduleKind};
+use compiler::schedule::Program;
 use compiler::schedule::check;
 use compiler::schedule::pipeline::{pipeline, schedule_of};
 use compiler::schedule::rule::StepCount;
@@ -123,12 +126,21 @@ fn judge(
             faults.extend(told(&figures(&plan)));
         }
     }
+    faults.extend(Counted::read(plan.model.import.loss.as_deref()).err().map(|failure| failure.line()));
     if faults.is_empty() {
         faults.extend(stated(&plan).map(|fault| fault.to_string()));
     }
     let plays = !goes_both_ways(&plan);
+    let mut exceeds = false;
     if faults.is_empty() && plays {
-        faults.extend(program_fault(&plan, own));
+        match checked(&plan, own) {
+            Ok(program) if own.is_some() => {
+                faults.extend(beyond(&plan, &program));
+                exceeds = !faults.is_empty();
+            }
+            Ok(_) => {}
+            Err(fault) => faults.push(fault),
+        }
     }
     screen.json(&json!({"file": path.display().to_string(), "sound": faults.is_empty(), "faults": faults}));
     if faults.is_empty() {
@@ -145,7 +157,11 @@ fn judge(
     let failure = Failure::no(format!("{} is not sound", path.display()));
     let failure = faults.iter().take(16).fold(failure, Failure::because);
     let is_open = plan.schedule.kind == ScheduleKind::Csv && own.is_none();
-    Err(if is_open { failure.help("`--schedule FILE` names the file of its order of work") } else { failure })
+    Err(match (is_open, exceeds) {
+        (true, _) => failure.help("`--schedule FILE` names the file of its order of work"),
+        (false, true) => failure.help(beyond::HELP),
+        (false, false) => failure,
+    })
 }
 
 /// What the costs of the model, or of the instance, say against the plan.
@@ -166,14 +182,14 @@ pub fn goes_both_ways(plan: &Plan) -> bool {
     plan.cost == CostModel::Load && plan.edges.iter().any(|edge| edge.from >= edge.to)
 }
 
-fn program_fault(plan: &Plan, own: Option<&Own>) -> Option<String> {
+/// The programs of the plan, or under an order of the user's own, if nothing is wrong with them.
+fn checked(plan: &Plan, own: Option<&Own>) -> Result<Program, String> {
     let count = StepCount { minibatches: CHECKED, microbatches: plan.schedule.microbatches };
     let made = pipeline(plan).and_then(|pipeline| match own {
         Some(own) => own.unchecked(&pipeline, CHECKED),
         None => schedule(schedule_of(plan.schedule.kind)?, &pipeline, count),
     });
-    match made {
-        Ok(program) => check::check(&program).err().map(|error| error.to_string()),
-        Err(error) => Some(error.to_string()),
-    }
+    let program = made.map_err(|error| error.to_string())?;
+    check::check(&program).map_err(|error| error.to_string())?;
+    Ok(program)
 }

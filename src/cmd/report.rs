@@ -1,6 +1,7 @@
 //! `pipec report`: one page about a plan, and its pictures for papers.
 
 use crate::asked::{self, Source};
+use crate::beyond::{self, beyond};
 use crate::cmd::partition;
 use crate::failure::{self, Failure};
 use crate::screen::Screen;
@@ -27,6 +28,9 @@ const INSTANCE: &str = "it is for a published instance, which has nodes with tim
 
 /// Pieces in which the model is planned for other devices and sizes: a page is no place for a search of minutes.
 const PIECES: usize = 64;
+
+/// Stages that are told of, at most, where an order of work keeps more than the plan counts.
+const MOST_TOLD: usize = 16;
 
 /// The most devices that are tried.
 const MOST_DEVICES: u64 = 4096;
@@ -95,7 +99,7 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Failure> {
         played,
         modelled,
         what_if,
-        measured: arguments.metrics.as_deref().map(metrics).transpose()?,
+        measured: arguments.metrics.as_deref().map(|path| metrics(path, &plan)).transpose()?,
         plan_sha256: source::sha256(source::text(&arguments.file, source::MOST_PLAN_BYTES)?.as_bytes()),
         plan: &plan,
     };
@@ -117,6 +121,13 @@ fn played(plan: &Plan, said: Option<&str>, screen: &Screen) -> Result<Result<Pla
     let fail = |error: &dyn std::fmt::Display| Failure::input("cannot play the schedule").because(error);
     let pipeline = pipeline(plan).map_err(|error| fail(&error))?;
     let program = own.program(&pipeline, own.minibatches().unwrap_or(2))?;
+    let more = beyond(plan, &program);
+    more.iter()
+        .take(MOST_TOLD)
+        .for_each(|what| screen.warn(&format!("the order of work and the plan disagree: {what}")));
+    if !more.is_empty() {
+        screen.note(beyond::HELP);
+    }
     play::play_program(plan, &pipeline, program).map(Ok).map_err(|error| fail(&error))
 }
 
@@ -137,11 +148,16 @@ fn alternatives(plan: &Plan) -> Vec<Alternative> {
     std::iter::once(own).chain(others).collect()
 }
 
-fn metrics(path: &Path) -> Result<Measured, Failure> {
+fn metrics(path: &Path, plan: &Plan) -> Result<Measured, Failure> {
     let text = source::text(path, MOST_METRICS_BYTES)?;
-    measured::read(&text).map_err(|error| {
+    let found = measured::read(&text).map_err(|error| {
         Failure::file("read the metrics", path, error).help("`pipec train --metrics FILE` writes them")
-    })
+    })?;
+    measured::fits(plan, &found).map_err(|error| {
+        Failure::file("use the metrics", path, error)
+            .help("`pipec train --plan PLAN --metrics FILE` writes those of this plan")
+    })?;
+    Ok(found)
 }
 
 /// Half as many devices and twice as many; half and twice the micro-batch, or the micro-batches where a flush makes them count.

@@ -10,7 +10,7 @@ use compiler::export::trace::encode::encode;
 use compiler::plan::problem::CostModel;
 use compiler::schedule::Program;
 use compiler::schedule::chart::chart;
-use compiler::schedule::csv::csv;
+use compiler::schedule::csv::{Table, csv};
 use compiler::schedule::json::to_json;
 use compiler::schedule::pipeline::{pipeline, schedule_of};
 use compiler::schedule::rule::StepCount;
@@ -102,6 +102,16 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Failure> {
         source::write(path, text.as_bytes())?;
         screen.note(&format!("wrote {}", path.display()));
         let minibatches = program.items / program.microbatches.max(1);
+        let is_replicated = pipeline.stages.iter().any(|stage| stage.replicas > 1);
+        if extension == Some("csv") && is_replicated {
+            let back = text.parse::<Table>().map_err(|error| error.to_string());
+            let back = back.and_then(|table| table.program(&pipeline, 1).map_err(|error| error.to_string()));
+            if let Err(why) = back {
+                screen.warn(&format!(
+                    "`--schedule` does not take this table back: {why}; `--programs FILE.json` keeps what each worker does"
+                ));
+            }
+        }
         if extension == Some("csv") && minibatches > 1 {
             let minibatches = stages::plural(minibatches.into(), "minibatch", "minibatches");
             let items = stages::plural(program.items.into(), "micro-batch", "micro-batches");

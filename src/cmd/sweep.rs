@@ -148,11 +148,15 @@ fn points(arguments: &Arguments, path: &Path, screen: &Screen) -> Result<Vec<Poi
     counts.sort_unstable_by(|a, b| b.cmp(a));
     counts.dedup();
     let mut points = Vec::with_capacity(rows);
+    let (mut refused, mut asked) = (Vec::new(), 0usize);
     for &devices in &arguments.gpus {
         let flags = Devices { gpus: Some(devices), bandwidth: arguments.bandwidth.clone(), ..Devices::default() };
         let cluster = source.cluster(&flags)?;
         for &micro_batch in &sizes {
-            let costs = source.on(cluster.clone(), micro_batch)?;
+            let costs = match source.on(cluster.clone(), micro_batch) {
+                Err(failure) if failure.code == failure::BUG => return Err(failure),
+                costs => costs,
+            };
             for schedule in &schedules {
                 for &depth in &depths {
                     let mut answers: BTreeMap<u32, Result<Figures, String>> = BTreeMap::new();
@@ -162,9 +166,20 @@ fn points(arguments: &Arguments, path: &Path, screen: &Screen) -> Result<Vec<Poi
                     for &microbatches in &counts {
                         bar.set_message(format!("{devices} devices, {}", name(depth)));
                         let question = Question { schedule: schedule.clone(), microbatches, ..base.clone() };
-                        let answer = figures(path, &costs, devices, depth, question, &mut cut)?;
+                        let found = |costs: &Costs| figures(path, costs, devices, depth, question, &mut cut);
+                        let answer = match costs.as_ref().map_err(Failure::clone).and_then(found) {
+                            Ok(answer) => answer,
+                            Err(failure) if failure.code == failure::BUG => return Err(failure),
+                            // What one row asks cannot be asked; others may ask for something else.
+                            Err(failure) => {
+                                let why = failure.line();
+                                refused.push(failure);
+                                Err(why)
+                            }
+                        };
                         bar.println(clean(&told(devices, depth, kind, microbatches, &answer)));
                         answers.insert(microbatches, answer);
+                        asked += 1;
                         bar.inc(1);
                     }
                     for &microbatches in &arguments.microbatches {
@@ -176,7 +191,12 @@ fn points(arguments: &Arguments, path: &Path, screen: &Screen) -> Result<Vec<Poi
         }
     }
     bar.finish_and_clear();
-    Ok(points)
+    let is_each_refused = refused.len() == asked;
+    match refused.into_iter().next() {
+        // Where no row can be asked, it is the question that is wrong.
+        Some(failure) if is_each_refused => Err(failure),
+        _ => Ok(points),
+    }
 }
 
 /// A finished row, in one line.

@@ -18,7 +18,7 @@ use compiler::export::trace::Trace;
 use compiler::export::trace::encode::encode;
 use compiler::op::Op;
 use compiler::plan::problem::InFlight;
-use compiler::plan::{Plan, ScheduleKind};
+use compiler::plan::{Plan, ScheduleKind, Stage};
 use compiler::simulate::Activity;
 use compiler::tensor::DType;
 use profiler::machine;
@@ -30,6 +30,7 @@ use std::collections::BTreeMap;
 use std::fs::{self, File};
 use std::io::{self, BufWriter, IsTerminal, Write};
 use std::path::{Path, PathBuf};
+use std::thread::available_parallelism;
 use std::time::{Duration, Instant};
 
 /// The progress bar of a run.
@@ -382,7 +383,7 @@ pub fn watched(task: &Task<'_>, prepared: &Prepared, metrics: Option<&Path>, scr
     });
     bar.finish_and_clear();
     let done = done?;
-    line(json!({"total": totals(prepared, &done)}));
+    line(json!({"total": totals(task.plan, prepared, &done)}));
     let flushed = file.map_or(Ok(()), |mut file| file.flush());
     match (fault.or(flushed.err()), metrics) {
         (Some(error), Some(path)) => Err(Failure::file("write", path, error)),
@@ -390,7 +391,8 @@ pub fn watched(task: &Task<'_>, prepared: &Prepared, metrics: Option<&Path>, scr
     }
 }
 
-fn totals(prepared: &Prepared, done: &Done) -> serde_json::Value {
+fn totals(plan: &Plan, prepared: &Prepared, done: &Done) -> serde_json::Value {
+    let stage = |stage: &Stage| json!({"ops": stage.ops, "devices": stage.devices});
     json!({
         "steps": prepared.steps,
         "epochs": f64::from(prepared.steps) / prepared.per_epoch.max(1) as f64,
@@ -399,6 +401,9 @@ fn totals(prepared: &Prepared, done: &Done) -> serde_json::Value {
         "seconds": done.trained.seconds,
         "samples_per_s": done.samples_per_s,
         "stages": measured(done),
+        "plan": {"graph": plan.model.graph_hash, "stages": plan.stages.iter().map(stage).collect::<Vec<_>>()},
+        "workers": done.trained.held_bytes.len(),
+        "cores": available_parallelism().map_or(1, |cores| cores.get()),
         "held_out": done.score.map(|score| json!({"rows": score.rows, "loss": score.loss, "accuracy": score.accuracy})),
     })
 }
@@ -469,7 +474,7 @@ fn report(plan: &Plan, own: Option<&[u64]>, prepared: &Prepared, done: &Done, sc
         screen.text(&format!("held out {rows}: loss {}{accuracy}", quantity::short(score.loss)));
     }
     screen.note(&held(plan, own, &done.trained.held_bytes));
-    screen.json(&totals(prepared, done));
+    screen.json(&totals(plan, prepared, done));
     match losses.iter().position(|loss| !loss.is_finite()) {
         None => Ok(()),
         Some(step) => Err(Failure::no(format!("training diverged: the loss of step {step} is {}", losses[step]))

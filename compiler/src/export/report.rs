@@ -132,6 +132,19 @@ pub struct Measured {
     pub steps: Vec<(f64, f64)>,
     /// What the stages did, where the file says so.
     pub stages: Vec<MeasuredStage>,
+    /// The plan that was trained, where the file says so.
+    pub plan: Option<MeasuredPlan>,
+    /// Workers, and the cores that they shared, where the file says so.
+    pub shared: Option<(u64, u64)>,
+}
+
+/// By what a run tells which plan it was under.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct MeasuredPlan {
+    /// Hash of the model's graph.
+    pub graph: String,
+    /// Ranges of ops and devices of each stage.
+    pub stages: Vec<(Vec<(u32, u32)>, Vec<u32>)>,
 }
 
 /// Everything that the page says.

@@ -1,11 +1,12 @@
 //! Many plans side by side, as papers show them: speed against devices and depth, memory, traffic beside data parallelism, bubbles
 //! against micro-batches, and the largest model that fits.
 //!
-//! [`Sweep`] is the data, [`Sweep::pictures`] the plots that it has enough points for. Where a plot leaves a choice open (the micro-batch, say),
-//! it shows the fastest.
+//! [`Sweep`] is the data, [`Sweep::pictures`] the plots that it has enough points for. A curve is of one question: rows of other schedules,
+//! micro-batches or depths have curves of their own, whose names say what tells them apart.
 
 use crate::export::axis::Unit;
 use crate::export::plot::{Across, Curve, Plot};
+use crate::export::quantity;
 use crate::export::svg::Svg;
 use crate::plan::held::fullest;
 use crate::plan::problem::CostModel;
@@ -27,6 +28,26 @@ pub struct Point {
     pub microbatches: u32,
     /// The plan in figures, or why there is none.
     pub answer: Result<Figures, String>,
+}
+
+/// What one curve is about: a question without its devices. What is absent the curve goes over, or the planner was free in.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
+struct Line {
+    depth: Option<u32>,
+    schedule: Option<&'static str>,
+    microbatches: Option<u32>,
+    micro_batch: Option<u64>,
+}
+
+impl Line {
+    fn of(point: &Point) -> Line {
+        Line {
+            depth: point.depth,
+            schedule: Some(point.schedule.name()),
+            microbatches: Some(point.microbatches),
+            micro_batch: Some(point.micro_batch),
+        }
+    }
 }
 
 /// A plan in figures.
@@ -111,18 +132,19 @@ impl Sweep {
     pub fn pictures(&self) -> Vec<(&'static str, Svg)> {
         let mut all = Vec::new();
         let devices = self.values(|point| u64::from(point.devices));
-        let depths = self.depths();
+        let depths: BTreeSet<Option<u32>> = self.lines(|line| line).iter().map(|line| line.depth).collect();
+        let depths: Vec<Option<u32>> = depths.into_iter().collect();
         if !devices.is_empty() {
-            all.push(("throughput.svg", self.throughput(&devices, &depths).draw()));
-            all.push(("memory.svg", self.memory(&devices, &depths).draw()));
-            all.push(("communication.svg", self.communication(&devices, &depths).draw()));
+            all.push(("throughput.svg", self.throughput(&devices).draw()));
+            all.push(("memory.svg", self.memory(&devices).draw()));
+            all.push(("communication.svg", self.communication(&devices).draw()));
         }
         if depths.len() > 1 {
             all.push(("throughput-by-depth.svg", self.by_depth(&devices, &depths).draw()));
         }
         let flushes = |point: &&Point| !point.schedule.is_continuous();
         if self.points.iter().filter(flushes).any(|point| point.answer.is_ok()) {
-            all.push(("bubble.svg", self.bubble(&depths).draw()));
+            all.push(("bubble.svg", self.bubble().draw()));
         }
         if let Some((name, largest)) = &self.family {
             all.push(("largest.svg", family(name, largest).draw()));
@@ -134,89 +156,124 @@ impl Sweep {
         self.points.iter().map(of).collect::<BTreeSet<u64>>().into_iter().map(|value| value as f64).collect()
     }
 
-    fn depths(&self) -> Vec<Option<u32>> {
-        // A depth without any plan would only stand in the legends.
+    /// The curves of all plans, told apart by what `of` leaves of a question. What has no plan would only stand in the legends.
+    fn lines(&self, of: impl Fn(Line) -> Line) -> Vec<Line> {
         let planned = self.points.iter().filter(|point| point.answer.is_ok());
-        planned.map(|point| point.depth).collect::<BTreeSet<_>>().into_iter().collect()
+        planned.map(|point| of(Line::of(point))).collect::<BTreeSet<_>>().into_iter().collect()
     }
 
-    /// The fastest plan for so many devices at that depth.
-    fn best(&self, devices: f64, depth: Option<u32>) -> Option<&Figures> {
-        let points = self.points.iter().filter(|point| f64::from(point.devices) == devices && point.depth == depth);
-        let figures = points.filter_map(|point| point.answer.as_ref().ok());
-        figures.max_by(|a, b| a.throughput_per_s.total_cmp(&b.throughput_per_s))
+    /// The figures of a line's plan for so many devices.
+    fn at(&self, devices: f64, line: &Line) -> Option<&Figures> {
+        let mut points =
+            self.points.iter().filter(|point| f64::from(point.devices) == devices && Line::of(point) == *line);
+        points.find_map(|point| point.answer.as_ref().ok())
     }
 
-    /// A curve over devices for each depth.
-    fn over_devices(&self, devices: &[f64], depths: &[Option<u32>], of: impl Fn(&Figures) -> f64) -> Vec<Curve> {
-        let curve = |&depth: &Option<u32>| {
-            let points = devices.iter().filter_map(|&n| Some((n, of(self.best(n, depth)?))));
-            Curve { name: name(depth), points: points.collect(), is_reference: false }
-        };
-        depths.iter().map(curve).collect()
-    }
-
-    fn throughput(&self, devices: &[f64], depths: &[Option<u32>]) -> Plot {
-        let mut curves = self.over_devices(devices, depths, |figures| figures.throughput_per_s);
-        let known = self.points.iter().find_map(|point| point.answer.as_ref().ok());
-        if let Some(figures) = known {
-            let points = devices.iter().map(|&n| (n, n * figures.single_per_s)).collect();
-            curves.push(Curve { name: "one device × devices".to_string(), points, is_reference: true });
+    /// What tells a line from the others, after its name.
+    fn named(&self, name: String, line: &Line) -> String {
+        let differs = |of: &dyn Fn(&Point) -> Line| self.points.iter().any(|point| of(point) != of(&self.points[0]));
+        let mut name = name;
+        if line.schedule.is_some() && differs(&|point| Line { schedule: Line::of(point).schedule, ..Line::default() }) {
+            name += &format!(", {}", line.schedule.unwrap_or_default());
         }
+        if let Some(count) = line.microbatches
+            && differs(&|point| Line { microbatches: Some(point.microbatches), ..Line::default() })
+        {
+            name += &format!(", {}", quantity::plural(u64::from(count), "micro-batch", "micro-batches"));
+        }
+        if let Some(samples) = line.micro_batch
+            && differs(&|point| Line { micro_batch: Some(point.micro_batch), ..Line::default() })
+        {
+            name += &format!(", {}", quantity::plural(samples, "sample", "samples"));
+        }
+        name
+    }
+
+    /// A curve over devices for each line.
+    fn over_devices(&self, devices: &[f64], of: impl Fn(&Figures) -> f64) -> Vec<Curve> {
+        let curve = |line: &Line| {
+            let points = devices.iter().filter_map(|&n| Some((n, of(self.at(n, line)?))));
+            Curve { name: self.named(name(line.depth), line), points: points.collect(), is_reference: false }
+        };
+        self.lines(|line| line).iter().map(curve).collect()
+    }
+
+    /// A curve over devices for what plans are compared with, which knows no depth.
+    fn references(&self, what: &str, devices: &[f64], of: impl Fn(f64, &Figures) -> f64) -> Vec<Curve> {
+        let curve = |line: &Line| {
+            let point = |&n: &f64| {
+                let mut points = self.points.iter().filter(|point| Line { depth: None, ..Line::of(point) } == *line);
+                let here = |point: &&Point| f64::from(point.devices) == n && point.answer.is_ok();
+                let found = points.clone().find(here).or_else(|| points.find(|point| point.answer.is_ok()))?;
+                Some((n, of(n, found.answer.as_ref().ok()?)))
+            };
+            let points = devices.iter().filter_map(point).collect();
+            Curve { name: self.named(what.to_string(), line), points, is_reference: true }
+        };
+        self.lines(|line| Line { depth: None, ..line }).iter().map(curve).collect()
+    }
+
+    fn throughput(&self, devices: &[f64]) -> Plot {
+        let mut curves = self.over_devices(devices, |figures| figures.throughput_per_s);
+        curves.extend(self.references("one device × devices", devices, |n, figures| n * figures.single_per_s));
         plot("Samples per second", "devices", devices, Unit::Count, curves)
     }
 
-    fn memory(&self, devices: &[f64], depths: &[Option<u32>]) -> Plot {
-        let curves = self.over_devices(devices, depths, |figures| figures.peak_bytes as f64);
+    fn memory(&self, devices: &[f64]) -> Plot {
+        let curves = self.over_devices(devices, |figures| figures.peak_bytes as f64);
         let most = curves.iter().flat_map(|curve| &curve.points).map(|(_, bytes)| *bytes).fold(0.0, f64::max);
         let limit = self.points.iter().find_map(|point| point.answer.as_ref().ok()?.limit_bytes);
         let limit = limit.map(|limit| ("limit".to_string(), limit as f64)).filter(|(_, limit)| *limit <= 8.0 * most);
         Plot { limit, ..plot("Memory of the fullest device", "devices", devices, Unit::Bytes, curves) }
     }
 
-    fn communication(&self, devices: &[f64], depths: &[Option<u32>]) -> Plot {
-        let mut curves = self.over_devices(devices, depths, |figures| figures.bytes_per_sample);
-        let data_parallel = devices.iter().filter_map(|&n| {
-            let found = depths.iter().find_map(|&depth| self.best(n, depth))?;
-            Some((n, found.data_parallel_bytes_per_sample))
-        });
-        let points = data_parallel.collect();
-        curves.push(Curve { name: "data parallelism".to_string(), points, is_reference: true });
+    fn communication(&self, devices: &[f64]) -> Plot {
+        let mut curves = self.over_devices(devices, |figures| figures.bytes_per_sample);
+        curves
+            .extend(self.references("data parallelism", devices, |_, figures| figures.data_parallel_bytes_per_sample));
         plot("Bytes sent for one sample", "devices", devices, Unit::Bytes, curves)
     }
 
     fn by_depth(&self, devices: &[f64], depths: &[Option<u32>]) -> Plot {
         let places: Vec<f64> = depths.iter().flatten().map(|&depth| f64::from(depth)).collect();
-        let curve = |&n: &f64| {
-            let found = depths
-                .iter()
-                .flatten()
-                .filter_map(|&depth| Some((f64::from(depth), self.best(n, Some(depth))?.throughput_per_s)));
-            Curve { name: format!("{n:.0} devices"), points: found.collect(), is_reference: false }
-        };
-        plot("Samples per second by depth", "stages", &places, Unit::Count, devices.iter().map(curve).collect())
+        let lines = self.lines(|line| Line { depth: None, ..line });
+        let mut curves = Vec::new();
+        for &n in devices {
+            for line in &lines {
+                let found = depths.iter().flatten().filter_map(|&depth| {
+                    let figures = self.at(n, &Line { depth: Some(depth), ..*line })?;
+                    Some((f64::from(depth), figures.throughput_per_s))
+                });
+                let points: Vec<(f64, f64)> = found.collect();
+                let name = self.named(format!("{n:.0} devices"), line);
+                curves.extend((!points.is_empty()).then_some(Curve { name, points, is_reference: false }));
+            }
+        }
+        plot("Samples per second by depth", "stages", &places, Unit::Count, curves)
     }
 
-    /// Bubbles at the most devices for which each depth has a plan; rings where there are four micro-batches for each stage.
-    fn bubble(&self, depths: &[Option<u32>]) -> Plot {
+    /// Bubbles at the most devices for which each line has a plan; rings where there are four micro-batches for each stage.
+    fn bubble(&self) -> Plot {
         let flushed: Vec<&Point> = self.points.iter().filter(|point| !point.schedule.is_continuous()).collect();
         let counts: BTreeSet<u32> = flushed.iter().map(|point| point.microbatches).collect();
         let counts: Vec<f64> = counts.into_iter().map(f64::from).collect();
         let (mut curves, mut rings) = (Vec::new(), Vec::new());
-        for &depth in depths {
-            let of_depth = |point: &&&Point| point.depth == depth && point.answer.is_ok();
-            let Some(devices) = flushed.iter().filter(of_depth).map(|point| point.devices).max() else { continue };
+        for line in self.lines(|line| Line { microbatches: None, ..line }) {
+            let of_line =
+                |point: &&&Point| Line { microbatches: None, ..Line::of(point) } == line && point.answer.is_ok();
+            let Some(devices) = flushed.iter().filter(of_line).map(|point| point.devices).max() else { continue };
             let mut points = Vec::new();
             for &m in &counts {
                 let here = |point: &&&Point| point.devices == devices && f64::from(point.microbatches) == m;
-                let found = flushed.iter().filter(of_depth).filter(here).filter_map(|point| point.answer.as_ref().ok());
-                let Some(best) = found.min_by(|a, b| a.bubble.total_cmp(&b.bubble)) else { continue };
-                points.push((m, best.bubble));
-                if best.replicas.len() > 1 && m >= 4.0 * best.replicas.len() as f64 {
+                let mut found = flushed.iter().filter(of_line).filter(here);
+                let Some(figures) = found.find_map(|point| point.answer.as_ref().ok()) else { continue };
+                points.push((m, figures.bubble));
+                if figures.replicas.len() > 1 && m >= 4.0 * figures.replicas.len() as f64 {
                     rings.push((curves.len(), m));
                 }
             }
-            curves.push(Curve { name: format!("{}, {devices} devices", name(depth)), points, is_reference: false });
+            let name = self.named(format!("{}, {devices} devices", name(line.depth)), &line);
+            curves.push(Curve { name, points, is_reference: false });
         }
         let ring_name = "at least four micro-batches a stage".to_string();
         let base = plot("Idle share of a step", "micro-batches in a minibatch", &counts, Unit::Share, curves);

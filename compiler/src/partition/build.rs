@@ -4,7 +4,7 @@ use crate::cluster::class;
 use crate::partition::shape::{Leaf, Shape};
 use crate::partition::spanning;
 use crate::plan::buckets::buckets;
-use crate::plan::caps::{self, Flow};
+use crate::plan::caps::{self, First, Flow, Lanes};
 use crate::plan::chunks;
 use crate::plan::memory::{Holdings, Multiples};
 use crate::plan::outlook::{self, Asked, Outlook, PlacedStage};
@@ -93,7 +93,7 @@ pub fn is_limited(problem: &Problem) -> bool {
         halves: sum(&mut graph.ops.iter().map(OpCost::apart_bytes)),
     };
     let (optimizer_state, schedule) = (problem.optimizer_state, problem.schedule);
-    let versions = in_flight.max(2);
+    let versions = in_flight.saturating_add(1);
     let once =
         Multiples { in_flight, apart: in_flight, versions, replicas: 2, recompute: false, optimizer_state, schedule };
     all.held(&once).total > limit
@@ -135,11 +135,13 @@ pub fn published_caps(problem: &Problem, shape: &Shape) -> Vec<u32> {
     caps::published(&flow(problem, problem.cluster.devices()), &shape.replicas())
 }
 
-/// Weight versions of each stage under such caps.
-pub fn versions(problem: &Problem, caps: &[u32]) -> Vec<u32> {
+/// Weight versions of each stage of a shape under such caps.
+pub fn versions(problem: &Problem, shape: &Shape, caps: &[u32]) -> Vec<u32> {
     let flow = flow(problem, problem.cluster.devices());
-    let first = caps.first().copied().unwrap_or(1);
-    caps.iter().map(|&cap| flow.versions(cap, first)).collect()
+    let lanes = shape.replicas().into_iter().zip(caps).map(|(replicas, &in_flight)| Lanes { replicas, in_flight });
+    let lanes: Vec<Lanes> = lanes.collect();
+    let first = lanes.first().map_or(First::Unknown, |&first| First::Known(first));
+    lanes.into_iter().map(|own| flow.versions(own, first)).collect()
 }
 
 /// What each stage of a shape holds, before anything is multiplied.
@@ -168,7 +170,7 @@ pub fn memory(
     caps: &[u32],
     apart: &[u32],
 ) -> Vec<StageMemory> {
-    let versions = versions(problem, caps);
+    let versions = versions(problem, shape, caps);
     let held = |(at, holdings): (usize, &Holdings), replicas: u32| {
         holdings.held(&Multiples {
             in_flight: caps[at],

@@ -63,7 +63,7 @@ pub fn finish(problem: &Problem, chosen: &Candidate, statement: &Statement<'_>) 
     warnings.extend(warning);
     let holdings = build::holdings(problem, &chosen.shape);
     let memory = build::memory(problem, &chosen.shape, &chosen.spots, &holdings, &caps, &chosen.apart);
-    let weight_versions = build::versions(problem, &caps);
+    let weight_versions = build::versions(problem, &chosen.shape, &caps);
     let stages = build::stages(problem, &chosen.shape, &chosen.spots, &memory);
     let [one, all, uniform] = *baselines;
     let mut plan = Plan {

@@ -13,7 +13,7 @@
 
 use crate::partition::line::Line;
 use crate::partition::shape::{Body, Group, Shape};
-use crate::plan::caps::{Flow, Position};
+use crate::plan::caps::{First, Flow, Lanes, Position};
 use crate::plan::memory::{Holdings, Multiples};
 use crate::plan::stage_cost::{LevelCost, Part, StageCost};
 use std::collections::HashMap;
@@ -192,10 +192,12 @@ impl FitSearch<'_> {
         let workers_after = key.workers_after.saturating_add(key.copies.saturating_mul(rest as u32));
         let position = Position { replicas: copies, workers_after };
         let in_flight = settings.flow.in_flight(position);
+        let own = Lanes { replicas: copies, in_flight };
+        let first = if from == 0 { First::Known(own) } else { First::Unknown };
         let multiples = Multiples {
             in_flight,
             apart: settings.flow.apart(position, in_flight),
-            versions: settings.flow.versions(in_flight, settings.flow.workers),
+            versions: settings.flow.versions(own, first),
             replicas: copies,
             recompute: false,
             optimizer_state: settings.optimizer_state,

@@ -2,17 +2,18 @@
 //!
 //! The search for least bytes over all closed sets, of `tables`, with each choice taken at its best: every stage by itself recomputed
 //! or not, constraints left out but for replicas that are refused. It is the truth where a schedule tells a stage's items in flight
-//! from the devices after it. Where they follow from the workers of the whole pipeline, or with vertical sync from the first stage, each
-//! number is asked about by itself.
+//! from the devices after it. Where they follow from the workers of the whole pipeline, each number is asked about by itself; where, with
+//! vertical sync, weight versions follow from the first stage, each first stage is.
 
 use crate::partition::build;
-use crate::partition::fleet;
 use crate::partition::placed::{Placing, Rules};
 use crate::partition::places::Places;
 use crate::partition::search::largest;
 use crate::partition::states::{Growth, Space};
 use crate::partition::tables::{Measure, Table};
+use crate::partition::{first, fleet};
 use crate::plan::ScheduleKind;
+use crate::plan::caps::{First, Lanes};
 use crate::plan::problem::{CostModel, InFlight, Problem};
 
 /// The most closed sets, and steps of about ten nanoseconds.
@@ -36,7 +37,14 @@ fn least_bytes(problem: &Problem) -> Option<u64> {
     let is_of_the_whole = matches!(problem.schedule, ScheduleKind::ZbH1 | ScheduleKind::ZbH2);
     // With vertical sync the first stage says how many versions all hold.
     let is_of_the_first = problem.schedule == ScheduleKind::RoundRobinVsync;
-    let pipelines = if is_of_the_whole || is_of_the_first { f64::from(devices) } else { 1.0 };
+    let firsts: Vec<Lanes> = match is_of_the_first {
+        true if problem.constraints.no_replication => {
+            first::each(problem).filter(|first| first.replicas == 1).collect()
+        }
+        true => first::each(problem).collect(),
+        false => Vec::new(),
+    };
+    let pipelines = if is_of_the_whole { f64::from(devices) } else { firsts.len().max(1) as f64 };
     let choices = if problem.constraints.no_replication { 1.0 } else { f64::from(devices) / 2.0 };
     let steps = |sets: usize| pipelines * (sets * sets) as f64 / 2.0 * f64::from(devices) * choices;
     let most = largest(MOST_SETS, |sets| steps(sets) <= STEPS);
@@ -47,7 +55,7 @@ fn least_bytes(problem: &Problem) -> Option<u64> {
         recompute: problem.recompute && problem.cost == CostModel::Pipec && problem.schedule != ScheduleKind::Inference,
         ..Rules::default()
     };
-    let table = |devices: u32, workers: u32| {
+    let table = |devices: u32, first: First| {
         let placing = Placing {
             places: &places,
             // What a stage holds does not follow from where it stands.
@@ -56,7 +64,8 @@ fn least_bytes(problem: &Problem) -> Option<u64> {
             devices,
             exactly: None,
             asked: build::asked(problem),
-            flow: build::flow(problem, workers),
+            flow: build::flow(problem, devices),
+            first,
             optimizer_state: problem.optimizer_state,
             memory_limit: None,
             rules: &rules,
@@ -65,10 +74,14 @@ fn least_bytes(problem: &Problem) -> Option<u64> {
         placing.table(Measure::Bytes, f64::INFINITY)
     };
     let least = match is_of_the_whole {
-        true => (1..=devices).map(|workers| table(workers, workers).value(0, 0, workers as usize)).reduce(f64::min),
+        true => {
+            let one = |workers: u32| table(workers, First::Unknown).value(0, 0, workers as usize);
+            (1..=devices).map(one).reduce(f64::min)
+        }
         false => {
-            let firsts = if is_of_the_first { devices } else { 1 };
-            let tables = (1..=firsts).map(|first| table(devices, first));
+            let firsts = firsts.into_iter().map(First::Known);
+            let firsts = if is_of_the_first { firsts.collect() } else { vec![First::Unknown] };
+            let tables = firsts.into_iter().map(|first| table(devices, first));
             let values = |table: Table| (1..=devices).map(move |used| table.value(0, 0, used as usize));
             tables.flat_map(values).reduce(f64::min)
         }

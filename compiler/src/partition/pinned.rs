@@ -12,7 +12,7 @@ use crate::partition::line::{self, Line};
 use crate::partition::search::largest;
 use crate::partition::shape::Shape;
 use crate::partition::{build, cuts, linear};
-use crate::plan::caps::{Flow, Position};
+use crate::plan::caps::{First, Flow, Lanes, Position};
 use crate::plan::memory::Multiples;
 use crate::plan::problem::{InFlight, Problem, ProblemError};
 use crate::plan::stage_cost::{self, LevelCost, Part, StageCost};
@@ -184,11 +184,22 @@ fn value(settings: &Pinned<'_>, stage: usize, from: usize, end: usize, replicas:
     let position = Position { replicas, workers_after };
     let rule = || settings.flow.in_flight(position);
     let in_flight = settings.caps.map_or_else(rule, |caps| caps[stage]);
-    let first = settings.caps.map_or(settings.flow.workers, |caps| caps[0]);
+    let own = Lanes { replicas, in_flight };
+    let first = match (settings.caps, settings.replicas) {
+        _ if from == 0 => First::Known(own),
+        (Some(caps), Some(replicas)) => First::Known(Lanes { replicas: replicas[0], in_flight: caps[0] }),
+        (Some(caps), None) => First::Capped(caps[0]),
+        (None, Some(replicas)) => {
+            let workers_after = replicas[1..].iter().fold(0u32, |sum, &one| sum.saturating_add(one));
+            let in_flight = settings.flow.in_flight(Position { replicas: replicas[0], workers_after });
+            First::Known(Lanes { replicas: replicas[0], in_flight })
+        }
+        (None, None) => First::Unknown,
+    };
     let multiples = Multiples {
         in_flight,
         apart: settings.flow.apart(position, in_flight),
-        versions: settings.flow.versions(in_flight, first),
+        versions: settings.flow.versions(own, first),
         replicas,
         recompute: false,
         optimizer_state: settings.optimizer_state,

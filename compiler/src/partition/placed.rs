@@ -14,7 +14,7 @@ use crate::partition::forward::{Prefix, Walk};
 use crate::partition::places::{Places, Run};
 use crate::partition::tables::Measure;
 use crate::plan::ScheduleKind;
-use crate::plan::caps::{Flow, Position};
+use crate::plan::caps::{First, Flow, Lanes, Position};
 use crate::plan::memory::Multiples;
 use crate::plan::outlook::Asked;
 use std::ops::RangeInclusive;
@@ -53,6 +53,8 @@ pub struct Placing<'a> {
     pub asked: Asked,
     /// What decides how much is in flight.
     pub flow: Flow,
+    /// With vertical sync, the first stage: one of so many replicas, with so much in flight at the most.
+    pub first: First,
     /// Bytes of optimizer state for each byte of weights.
     pub optimizer_state: f64,
     /// Bytes on one device.
@@ -286,12 +288,18 @@ impl Placing<'_> {
         let rule = || self.flow.in_flight(position);
         let given = self.rules.caps.as_ref().zip(stage);
         let in_flight = given.map_or_else(rule, |(caps, stage)| caps[stage]);
-        let first = self.rules.caps.as_ref().map_or(self.flow.workers, |caps| caps[0]);
-        // With vertical sync a question is about first stages with so many items in flight at most.
-        if self.flow.schedule == ScheduleKind::RoundRobinVsync && run.is_first && in_flight > first {
+        let own = Lanes { replicas, in_flight };
+        let first = if run.is_first { First::Known(own) } else { self.first };
+        // A question is about some first stages; others are no answer to it.
+        let is_another = match self.first {
+            First::Known(first) => in_flight > first.in_flight || replicas != first.replicas,
+            First::Capped(cap) => in_flight > cap,
+            First::Unknown => false,
+        };
+        if self.flow.schedule == ScheduleKind::RoundRobinVsync && run.is_first && is_another {
             return u64::MAX;
         }
-        let versions = self.flow.versions(in_flight, first);
+        let versions = self.flow.versions(own, first);
         let (optimizer_state, schedule) = (self.optimizer_state, self.flow.schedule);
         let apart = self.flow.apart(position, in_flight);
         let multiples = Multiples { in_flight, apart, versions, replicas, recompute, optimizer_state, schedule };

@@ -8,6 +8,7 @@ use crate::partition::build::{self, Spot};
 use crate::partition::counts::Counts;
 use crate::partition::cuts;
 use crate::partition::finish;
+use crate::partition::first;
 use crate::partition::fleet::Fleet;
 use crate::partition::lack;
 use crate::partition::line;
@@ -19,6 +20,7 @@ use crate::partition::search::{Among, Candidate, DEFAULT_BUDGET, Depth, Found, Q
 use crate::partition::shape::Shape;
 use crate::partition::states::{Growth, Space};
 use crate::plan::ScheduleKind;
+use crate::plan::caps::First;
 use crate::plan::problem::{CostModel, InFlight, Objective, Problem, ProblemError};
 use crate::profile::cost_graph::CostGraph;
 use std::collections::BTreeMap;
@@ -41,6 +43,9 @@ const GLANCE: f64 = 4e5;
 
 /// Up to so many devices each number of workers is a question of its own, where memory depends on it.
 const MOST_WORKERS: u32 = 16;
+
+/// Up to so many first stages each is a question of its own, where memory depends on it.
+const MOST_FIRSTS: usize = 24;
 
 /// The most stages among which a pinned plan is looked for.
 const MOST_PINNED: usize = 16;
@@ -291,14 +296,14 @@ fn fleet(problem: &Problem) -> Fleet {
     if build::is_limited(problem) { fleet } else { fleet.boundless() }
 }
 
-/// The numbers of workers that are asked about, each by itself.
+/// The pipelines that are asked about, each by itself: those of so many workers, or with such a first stage.
 ///
 /// Stages with split backwards hold as many items as there are workers in the whole pipeline, and with vertical sync as many versions as the
-/// first stage has items in flight; neither is known before the end. So each number is a question of its own, where there are few; else
-/// all devices count, which is too many, and a stage may be recomputed that need not be.
+/// first stage makes of them; neither is known before the end. So each is a question of its own, where there are few; else all devices
+/// count, or every number of items in flight at the first stage on however many replicas, which is too many, and a stage may be
+/// recomputed that need not be.
 struct Numbers {
-    list: Vec<Option<u32>>,
-    is_synced: bool,
+    list: Vec<(Option<u32>, First)>,
     are_exact: bool,
 }
 
@@ -308,9 +313,16 @@ impl Numbers {
         let is_synced = problem.schedule == ScheduleKind::RoundRobinVsync;
         let wants = build::is_limited(problem) || problem.objective == Objective::Memory;
         let guesses = (is_synced || matches!(problem.schedule, ScheduleKind::ZbH1 | ScheduleKind::ZbH2)) && wants;
-        let is_each = guesses && devices <= MOST_WORKERS;
-        let list = if is_each { (1..=devices).map(Some).collect() } else { vec![None] };
-        Numbers { list, is_synced, are_exact: is_each || !guesses }
+        let firsts = || first::each(problem).take(MOST_FIRSTS + 1).map(First::Known).collect();
+        let firsts: Vec<First> = if guesses && is_synced { firsts() } else { Vec::new() };
+        let of_first = |first: First| (None, first);
+        let (list, are_exact) = match guesses && devices <= MOST_WORKERS {
+            true if !is_synced => ((1..=devices).map(|workers| (Some(workers), First::Unknown)).collect(), true),
+            true if firsts.len() <= MOST_FIRSTS => (firsts.into_iter().map(of_first).collect(), true),
+            true => (first::caps(problem).into_iter().map(First::Capped).map(of_first).collect(), false),
+            false => (vec![(None, First::Unknown)], !guesses),
+        };
+        Numbers { list, are_exact }
     }
 
     /// What is asked of some places under each set of rules and for each number.
@@ -322,11 +334,19 @@ impl Numbers {
         rules: &'a [Rules],
     ) -> impl Iterator<Item = Placing<'a>> {
         let devices = problem.cluster.devices();
-        let each = rules.iter().flat_map(move |rules| self.list.iter().map(move |&number| (rules, number)));
-        each.filter_map(move |(rules, number)| {
-            let exactly = number.filter(|_| !self.is_synced);
+        let each =
+            rules.iter().flat_map(move |rules| self.list.iter().map(move |&(exactly, first)| (rules, exactly, first)));
+        each.filter_map(move |(rules, exactly, first)| {
             let exceeds = |stages: usize| exactly.is_some_and(|workers| stages > workers as usize);
             if rules.stages.is_some_and(|stages| stages >= places.len() || exceeds(stages)) {
+                return None;
+            }
+            if let (First::Known(first), Some(replicas)) = (first, rules.replicas.as_deref())
+                && replicas.first() != Some(&first.replicas)
+            {
+                return None;
+            }
+            if matches!((first, rules.equal), (First::Known(first), Some(equal)) if first.replicas != equal) {
                 return None;
             }
             Some(Placing {
@@ -336,7 +356,8 @@ impl Numbers {
                 devices,
                 exactly,
                 asked: build::asked(problem),
-                flow: build::flow(problem, number.unwrap_or(devices)),
+                flow: build::flow(problem, exactly.unwrap_or(devices)),
+                first,
                 optimizer_state: problem.optimizer_state,
                 memory_limit: problem.memory_limit.map(|limit| limit.0),
                 rules,

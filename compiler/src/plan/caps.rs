@@ -19,6 +19,17 @@
 //! Where backwards are split, some of the items in flight are between the halves of theirs. Under zb-h1 and zb-h2 the stage at place s
 //! of its pipeline leaves d s second halves for later, d being 1 and 2, so that d s + 1 are at the most; replicas share the
 //! workers before them. What a V leaves is read off its table, and no more than is in flight.
+//!
+//! With vertical sync a minibatch uses in every stage the version that has seen what the first stage's has. A stage of r_s replicas
+//! makes a version every r_s minibatches, the first, of r_0 replicas and with c_0 in flight on each, one every r_0; where these do not
+//! come together a stage is up to r_0 - g minibatches ahead, g being their greatest common divisor, and its newest version is not yet one
+//! that any minibatch uses. So at the most it holds
+//!
+//! ```text
+//! min( ceil((c_0 r_0 - g) / r_s),  c_0 ) + 1
+//! ```
+//!
+//! of those that minibatches in flight or to come use, and the newest: c_0 where replicas are equal.
 
 use crate::plan::ScheduleKind;
 
@@ -44,6 +55,26 @@ pub struct Position {
     pub replicas: u32,
     /// Workers of all later stages.
     pub workers_after: u32,
+}
+
+/// What a stage has in flight.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Lanes {
+    /// Replicas of the stage.
+    pub replicas: u32,
+    /// Micro-batches in flight on each.
+    pub in_flight: u32,
+}
+
+/// What is known of the first stage, where all follow its versions.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum First {
+    /// Everything.
+    Known(Lanes),
+    /// Its cap, and not its replicas.
+    Capped(u32),
+    /// No more than how many workers there may be.
+    Unknown,
 }
 
 impl Flow {
@@ -82,17 +113,31 @@ impl Flow {
         before.div_ceil(replicas).saturating_mul(depth).saturating_add(1).min(in_flight)
     }
 
-    /// Weight versions that one replica holds, when it may have `in_flight` and the first stage `in_flight_of_first`.
-    ///
-    /// With vertical sync a minibatch uses in every stage the version it met in the first, so all stages hold as many.
-    pub fn versions(&self, in_flight: u32, in_flight_of_first: u32) -> u32 {
-        match self.schedule {
-            ScheduleKind::RoundRobin => in_flight,
-            ScheduleKind::RoundRobinVsync => in_flight.max(in_flight_of_first),
-            ScheduleKind::TwoBw => 2,
+    /// Weight versions that one replica of a stage holds. No fewer, where not everything is known of the first stage.
+    pub fn versions(&self, own: Lanes, first: First) -> u32 {
+        match (self.schedule, first) {
+            (ScheduleKind::RoundRobin, _) => own.in_flight,
+            (ScheduleKind::RoundRobinVsync, First::Known(first)) => synced(own.replicas, first),
+            (ScheduleKind::RoundRobinVsync, First::Capped(cap)) => cap.saturating_add(1),
+            // A first stage of one replica has as many in flight as there are workers; one of more has fewer by one at least.
+            (ScheduleKind::RoundRobinVsync, First::Unknown) => self.workers.saturating_add(self.room),
+            (ScheduleKind::TwoBw, _) => 2,
             _ => 1,
         }
     }
+}
+
+/// Weight versions that a stage of so many replicas holds at the most under vertical sync.
+pub fn synced(replicas: u32, first: Lanes) -> u32 {
+    let [own, of_first] = [replicas, first.replicas].map(|replicas| u64::from(replicas.max(1)));
+    let cap = u64::from(first.in_flight.max(1));
+    let used = (cap * of_first - common(own, of_first)).div_ceil(own).min(cap);
+    u32::try_from(used + 1).unwrap_or(u32::MAX)
+}
+
+/// The greatest common divisor.
+fn common(a: u64, b: u64) -> u64 {
+    if b == 0 { a } else { common(b, a % b) }
 }
 
 /// The published caps of a whole pipeline of `replicas` under `flow`, first stage first.
@@ -172,9 +217,41 @@ mod tests {
     #[test]
     fn versions() {
         let flow = |schedule| Flow { schedule, microbatches: 8, chunks: 1, workers: 4, room: 0 };
-        assert_eq!(flow(ScheduleKind::RoundRobin).versions(3, 4), 3);
-        assert_eq!(flow(ScheduleKind::RoundRobinVsync).versions(1, 4), 4);
-        assert_eq!(flow(ScheduleKind::TwoBw).versions(4, 4), 2);
-        assert_eq!(flow(ScheduleKind::OneFOneB).versions(4, 4), 1);
+        let lanes = |replicas, in_flight| Lanes { replicas, in_flight };
+        let first = First::Known(lanes(1, 4));
+        assert_eq!(flow(ScheduleKind::RoundRobin).versions(lanes(1, 3), first), 3);
+        assert_eq!(flow(ScheduleKind::RoundRobinVsync).versions(lanes(1, 1), first), 4);
+        assert_eq!(flow(ScheduleKind::TwoBw).versions(lanes(1, 4), first), 2);
+        assert_eq!(flow(ScheduleKind::OneFOneB).versions(lanes(1, 4), first), 1);
+    }
+
+    #[test]
+    fn versions_in_step_with_the_first_stage() {
+        let synced = |replicas, first: (u32, u32)| synced(replicas, Lanes { replicas: first.0, in_flight: first.1 });
+        assert_eq!([1, 2, 3].map(|replicas| synced(replicas, (replicas, 5))), [5; 3]);
+        assert_eq!(synced(1, (2, 3)), 4, "the newest is between two of the first");
+        assert_eq!(synced(2, (1, 4)), 3);
+        assert_eq!(synced(2, (3, 1)), 2);
+        assert_eq!(synced(1, (7, 2)), 3);
+        assert_eq!(synced(u32::MAX, (u32::MAX, u32::MAX)), u32::MAX);
+    }
+
+    /// No first stage that the published rule allows makes a stage hold more than is said where nothing is known of it.
+    #[test]
+    fn what_is_said_of_an_unknown_first_stage_is_enough() {
+        for room in 0..3 {
+            let rule =
+                |workers| Flow { schedule: ScheduleKind::RoundRobinVsync, microbatches: 1, chunks: 1, workers, room };
+            for (of_first, own, between) in (0..1000).map(|n| (1 + n % 10, 1 + n / 10 % 10, n / 100)) {
+                let workers = of_first + own + between;
+                let flow = rule(workers);
+                let in_flight = flow.in_flight(Position { replicas: of_first, workers_after: own + between });
+                let first = First::Known(Lanes { replicas: of_first, in_flight });
+                let own = Lanes { replicas: own, in_flight: 1 };
+                let exact = flow.versions(own, first);
+                assert!(exact <= flow.versions(own, First::Capped(in_flight)));
+                assert!(exact <= flow.versions(own, First::Unknown), "{of_first} {own:?} of {workers}, room {room}");
+            }
+        }
     }
 }

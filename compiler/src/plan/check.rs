@@ -7,6 +7,7 @@
 
 use crate::cluster::{Cluster, DeviceClass};
 use crate::plan::buckets::buckets;
+use crate::plan::caps::{self, Lanes};
 use crate::plan::fault::Fault;
 use crate::plan::problem::{CostModel, Problem};
 use crate::plan::{BusiestLink, GradientBucket, Plan, PlannedSchedule, ScheduleKind, StageMemory};
@@ -224,8 +225,10 @@ pub fn schedule(plan: &Plan, faults: &mut Vec<Fault>) {
     let wanted: Vec<u32> = match schedule.kind {
         ScheduleKind::RoundRobin => schedule.in_flight.clone(),
         ScheduleKind::RoundRobinVsync => {
-            let first = schedule.in_flight.first().copied().unwrap_or(1);
-            schedule.in_flight.iter().map(|&cap| cap.max(first)).collect()
+            let lanes = plan.stages.iter().zip(&schedule.in_flight);
+            let lanes = lanes.map(|(stage, &in_flight)| Lanes { replicas: stage.replicas, in_flight });
+            let first = lanes.clone().next().unwrap_or(Lanes { replicas: 1, in_flight: 1 });
+            lanes.map(|own| caps::synced(own.replicas, first)).collect()
         }
         ScheduleKind::TwoBw => vec![2; plan.stages.len()],
         _ => vec![1; plan.stages.len()],

@@ -6,7 +6,12 @@
 //! ```
 //!
 //! `I` and `W` are the two parts of a backward, an empty cell is idle time, and `(0F3;7B0)OVERLAP_F_B` are pieces of work that torch
-//! runs beside each other and a worker here one after the other. A table prints as it was read, to the byte.
+//! runs beside each other and a worker here one after the other. A table prints as it was read, to the byte, but for what spreadsheets
+//! and hands add, which is left out: spaces, quotes around a cell, a mark of byte order, zeros in front of a number, lines of nothing at
+//! the end.
+//!
+//! Stages with replicas have a row for each rank, which all replicas follow for the items that they are dealt, or a row for each worker,
+//! as programs print: then replicas must do their items in one order.
 //!
 //! It says neither versions nor transfers, so it carries a synchronous schedule whole and an asynchronous one only in order.
 
@@ -16,13 +21,17 @@ use std::str::FromStr;
 use crate::plan::StageId;
 use crate::schedule::own::{self, OrderOfWork};
 use crate::schedule::rule::StepCount;
+use crate::schedule::table::equal_replicas;
 use crate::schedule::work::{Part, Work};
-use crate::schedule::{MicrobatchId, Pipeline, Program, RankId, ScheduleError};
+use crate::schedule::{MicrobatchId, Pipeline, Program, RankId, Schedule, ScheduleError};
 
 /// Cells that a table may have: beyond it no program of this form could be made.
 const MAX_CELLS: usize = 1 << 24;
 
 const OVERLAP: &str = "OVERLAP_F_B";
+
+/// What some programs write before a text, to say how its bytes are ordered.
+const BYTE_ORDER: char = '\u{feff}';
 
 /// The table of a program, one line for each worker.
 pub fn csv(program: &Program) -> String {
@@ -110,14 +119,50 @@ impl Table {
         pipeline.validate()?;
         let wrong = |what: String| Err(ScheduleError::Table { what });
         let ranks = pipeline.ranks.iter().map(|rank| rank.index() + 1).max().unwrap_or(0);
-        if self.rows.len() != ranks {
-            return wrong(format!("it has {} rows, the pipeline {ranks} ranks", self.rows.len()));
+        let replicas = equal_replicas(Schedule::Csv, pipeline)?;
+        let is_by_worker = replicas > 1 && self.rows.len() == ranks.saturating_mul(replicas as usize);
+        if self.rows.len() != ranks && !is_by_worker {
+            let workers = if replicas > 1 { format!(" of {replicas} workers") } else { String::new() };
+            return wrong(format!("it has {} rows, the pipeline {ranks} ranks{workers}", self.rows.len()));
         }
         let (stages, known) = (self.stages(), pipeline.stages.len());
         if stages as usize != known {
             return wrong(format!("it speaks of {stages} stages, the pipeline has {known}"));
         }
-        own::program(self, pipeline, StepCount { minibatches, microbatches: self.microbatches() })
+        let count = StepCount { minibatches, microbatches: self.microbatches() };
+        if is_by_worker {
+            let first = self.first_replicas(replicas).map_err(|what| ScheduleError::Table { what })?;
+            return own::program(&first, pipeline, count);
+        }
+        own::program(self, pipeline, count)
+    }
+
+    /// The rows of the first replica of each rank, where rows are those of workers and all replicas of a rank do as their first: what it
+    /// does with the items that it is dealt the others do with as many of theirs.
+    fn first_replicas(&self, replicas: u32) -> Result<Table, String> {
+        let items = self.microbatches();
+        let mut rows = Vec::with_capacity(self.rows.len() / replicas as usize);
+        for at in (0..self.rows.len() as u32).step_by(replicas as usize) {
+            for replica in 0..replicas {
+                let row = at + replica;
+                let dealt = (items + replicas - 1 - replica) / replicas;
+                let local = |work: Work| Work { item: MicrobatchId(work.item.0 / replicas), ..work };
+                if let Some(work) = self.row(RankId(row)).find(|work| work.item.0 % replicas != replica) {
+                    let rank = at / replicas;
+                    return Err(format!("row {}: replica {replica} of rank {rank} is not dealt {work}", row + 1));
+                }
+                let first = self.row(RankId(at)).map(local).filter(|work| work.item.0 < dealt);
+                if !first.eq(self.row(RankId(row)).map(local)) {
+                    return Err(format!(
+                        "row {}: it is not the order of row {}, and replicas of a rank follow one order",
+                        row + 1,
+                        at + 1
+                    ));
+                }
+            }
+            rows.extend(self.rows.get(at as usize).cloned());
+        }
+        Ok(Table { rows, ..*self })
     }
 }
 
@@ -158,12 +203,14 @@ impl FromStr for Table {
     type Err = TableError;
 
     fn from_str(text: &str) -> Result<Self, TableError> {
+        let text = text.strip_prefix(BYTE_ORDER).unwrap_or(text);
         let newline = if text.contains("\r\n") { "\r\n" } else { "\n" };
-        let is_ended = text.ends_with(newline);
-        let body = text.strip_suffix(newline).unwrap_or(text);
+        let is_ended = text.ends_with('\n');
+        let body = text.trim_end_matches(|c: char| c.is_whitespace());
         let mut rows = Vec::new();
         let mut cells = 0usize;
-        for (row, line) in body.split(newline).enumerate() {
+        for (row, line) in body.split('\n').enumerate() {
+            let line = line.strip_suffix('\r').unwrap_or(line);
             let mut read = Vec::new();
             for (cell, word) in line.split(',').enumerate() {
                 let error = |expected| {
@@ -175,7 +222,7 @@ impl FromStr for Table {
                     return Err(error("a table of at most 16777216 cells"));
                 }
                 read.push(
-                    read_cell(word)
+                    read_cell(bare(word))
                         .ok_or_else(|| error("work such as 2F0, 2B0, 2I0 or 2W0, nothing, or (2F1;2B0)OVERLAP_F_B"))?,
                 );
             }
@@ -192,8 +239,8 @@ fn read_cell(word: &str) -> Option<Cell> {
     }
     match word.strip_suffix(OVERLAP) {
         Some(rest) => {
-            let inner = rest.strip_prefix('(')?.strip_suffix(')')?;
-            Some(Cell::Overlap(inner.split(';').map(read_work).collect::<Option<Vec<Work>>>()?))
+            let inner = rest.trim_end().strip_prefix('(')?.strip_suffix(')')?;
+            Some(Cell::Overlap(inner.split(';').map(str::trim).map(read_work).collect::<Option<Vec<Work>>>()?))
         }
         None => read_work(word).map(Cell::Work),
     }
@@ -205,16 +252,20 @@ fn read_work(word: &str) -> Option<Work> {
     Some(Work { stage: StageId(number(&word[..at])?), item: MicrobatchId(number(&word[at + 1..])?), part })
 }
 
-/// Numbers as they are printed: no sign, no zeros in front.
+/// A cell without what spreadsheets put around it.
+fn bare(word: &str) -> &str {
+    let word = word.trim();
+    word.strip_prefix('"').and_then(|rest| rest.strip_suffix('"')).unwrap_or(word).trim()
+}
+
+/// Digits and nothing else: no sign.
 fn number(digits: &str) -> Option<u32> {
-    let plain = digits.bytes().all(|byte| byte.is_ascii_digit()) && (digits == "0" || !digits.starts_with('0'));
-    plain.then(|| digits.parse().ok())?
+    digits.bytes().all(|byte| byte.is_ascii_digit()).then(|| digits.parse().ok())?
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::schedule::Schedule;
     use crate::schedule::scheduler::schedule;
 
     #[test]
@@ -229,11 +280,67 @@ mod tests {
 
     #[test]
     fn says_where_it_stumbled() {
-        for (text, row, cell) in [("0F0,0X0", 1, 2), ("0F0\n1F0,01B0", 2, 2), ("(0F0;)OVERLAP_F_B", 1, 1), ("0F", 1, 1)]
-        {
+        for (text, row, cell) in [
+            ("0F0,0X0", 1, 2),
+            ("0F0\n1F0,+1B0", 2, 2),
+            ("(0F0;)OVERLAP_F_B", 1, 1),
+            ("0F", 1, 1),
+            ("0F0,\"0B0", 1, 2),
+            ("0F0;0B0", 1, 1),
+            ("0F4294967296", 1, 1),
+        ] {
             let error = text.parse::<Table>().unwrap_err();
             assert_eq!((error.row, error.cell), (row, cell), "{text}");
         }
+    }
+
+    #[test]
+    fn what_spreadsheets_add_is_left_out() {
+        let plain = "0F0,0F1,0B0,0B1\n,1F0,1B0,(1F1;1B1)OVERLAP_F_B\n";
+        let read = |text: &str| text.parse::<Table>().unwrap();
+        let rows = read(plain).rows;
+        for text in [
+            "\u{feff}0F0,0F1,0B0,0B1\n,1F0,1B0,(1F1;1B1)OVERLAP_F_B\n",
+            " 0F0 , 0F1,0B0 ,\t0B1\n ,1F0,1B0,(1F1 ; 1B1)OVERLAP_F_B \n",
+            "\"0F0\",\"0F1\",\"0B0\",0B1\n\"\",1F0,\" 1B0\",\"(1F1;1B1)OVERLAP_F_B\"\n",
+            "0F0,0F1,0B0,0B1\r\n,1F0,1B0,(1F1;1B1)OVERLAP_F_B\n",
+            "00F0,0F01,0B00,0B1\n,1F0,1B0,(01F1;1B1)OVERLAP_F_B\n",
+            "0F0,0F1,0B0,0B1\n,1F0,1B0,(1F1;1B1)OVERLAP_F_B\n\n  \n",
+        ] {
+            assert_eq!(read(text).rows, rows, "{text:?}");
+        }
+        let ends = "0F0,0B0\r\n1F0,1B0\r\n";
+        assert_eq!(read(ends).to_string(), ends);
+        assert_eq!(read("\u{feff} 0F0,\"0B0\"").to_string(), "0F0,0B0");
+    }
+
+    /// What programs print is read back where stages have replicas too, and is the same order.
+    #[test]
+    fn rows_may_be_those_of_workers() {
+        let mut count = 0;
+        for kind in [Schedule::Gpipe, Schedule::OneFOneB, Schedule::ZbH1] {
+            for (replicas, microbatches) in [(2, 4), (2, 5), (3, 7)] {
+                let pipeline = Pipeline::balanced(&[replicas, replicas], 2.0);
+                let made = schedule(kind, &pipeline, StepCount { minibatches: 1, microbatches }).unwrap();
+                let text = csv(&made);
+                let back = text.parse::<Table>().unwrap().program(&pipeline, 1).unwrap();
+                assert_eq!(csv(&back), text, "{kind} on {replicas} replicas, {microbatches} items");
+                count += 1;
+            }
+        }
+        assert_eq!(count, 9);
+        let pipeline = Pipeline::balanced(&[2, 2], 2.0);
+        let refused = |text: &str| text.parse::<Table>().unwrap().program(&pipeline, 1).unwrap_err().to_string();
+        let rest = "1F0,1B0,1F2,1B2\n1F1,1B1,1F3,1B3";
+        assert_eq!(
+            refused(&format!("0F0,0F2,0B0,0B2\n0F1,0B1,0F3,0B3\n{rest}")),
+            "table: row 2: it is not the order of row 1, and replicas of a rank follow one order"
+        );
+        assert_eq!(
+            refused(&format!("0F0,0F1,0B0,0B1\n0F2,0F3,0B2,0B3\n{rest}")),
+            "table: row 1: replica 0 of rank 0 is not dealt 0F1"
+        );
+        assert_eq!(refused("0F0,0B0"), "table: it has 1 rows, the pipeline 2 ranks of 2 workers");
     }
 
     #[test]

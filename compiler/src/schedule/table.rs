@@ -54,7 +54,8 @@ pub fn follow(
     Ok(lower(pipeline, &rule, &order))
 }
 
-fn equal_replicas(schedule: Schedule, pipeline: &Pipeline) -> Result<u32, ScheduleError> {
+/// The replicas that every rank has; fails where they differ.
+pub fn equal_replicas(schedule: Schedule, pipeline: &Pipeline) -> Result<u32, ScheduleError> {
     let replicas = pipeline.stages[0].replicas;
     if pipeline.stages.iter().all(|stage| stage.replicas == replicas) {
         return Ok(replicas);

@@ -1,18 +1,20 @@
 //! A training run beside what the plan predicted.
 //!
 //! The metrics are a file of JSON lines: one object for each minibatch with `loss` and `seconds` since the start, one at the end with
-//! `total`, which may say for each stage what its slowest replica took.
+//! `total`, which may say for each stage what its slowest replica took, and under which plan, by how many workers, on how many cores.
 
 use crate::export::axis::Unit;
 use crate::export::plot::{Across, Curve, Plot};
 use crate::export::quantity;
 use crate::export::report::markup::{Column, Table, figure, paragraph};
-use crate::export::report::{Measured, MeasuredStage};
+use crate::export::report::{Measured, MeasuredPlan, MeasuredStage};
 use crate::plan::Plan;
 use serde_json::Value;
 
 /// Points of a curve at most: of a longer run, every n-th is drawn.
 const POINTS: usize = 400;
+/// Ranges of ops of a stage that are told of, at most.
+const SHOWN: usize = 8;
 /// Minibatches at most that are read.
 const MOST: usize = 10_000_000;
 
@@ -46,6 +48,53 @@ pub enum MetricsError {
     /// No minibatch at all.
     #[error("it has no minibatch")]
     Empty,
+    /// A run of something else.
+    #[error("it is of a run under another plan: {what}")]
+    OtherPlan {
+        /// In what it differs.
+        what: String,
+    },
+}
+
+/// Refuses the metrics of a run under another plan.
+pub fn fits(plan: &Plan, measured: &Measured) -> Result<(), MetricsError> {
+    let other = |what: String| Err(MetricsError::OtherPlan { what });
+    let known = plan.stages.len();
+    let count = |count: usize| quantity::plural(count as u64, "stage", "stages");
+    if let Some(ran) = &measured.plan {
+        if ran.graph != plan.model.graph_hash {
+            return other("its model is another one than the plan's".to_string());
+        }
+        if ran.stages.len() != known {
+            return other(format!("it has {}, the plan {}", count(ran.stages.len()), count(known)));
+        }
+        for (at, (stage, (ops, devices))) in plan.stages.iter().zip(&ran.stages).enumerate() {
+            if stage.ops != *ops {
+                return other(format!("stage {at} has ops {}, in the plan {}", ranges(ops), ranges(&stage.ops)));
+            }
+            if stage.devices != *devices {
+                let workers = |count: usize| quantity::plural(count as u64, "worker", "workers");
+                let (found, planned) = (workers(devices.len()), workers(stage.devices.len()));
+                let apart = if found == planned { "other devices than in the plan".to_string() } else { planned };
+                return other(format!("stage {at} is on {found}, in the plan on {apart}"));
+            }
+        }
+    }
+    match measured.stages.iter().find(|found| found.stage as usize >= known) {
+        Some(found) => other(format!("it speaks of stage {}, the plan has {}", found.stage, count(known))),
+        None => Ok(()),
+    }
+}
+
+/// `0-3, 5`, the last op of each range with it.
+fn ranges(list: &[(u32, u32)]) -> String {
+    let one = |&(from, to): &(u32, u32)| match to.saturating_sub(1) {
+        last if last <= from => from.to_string(),
+        last => format!("{from}-{last}"),
+    };
+    let mut told: Vec<String> = list.iter().take(SHOWN).map(one).collect();
+    told.extend((list.len() > SHOWN).then(|| "…".to_string()));
+    told.join(", ")
 }
 
 /// Reads the metrics of a run.
@@ -57,6 +106,9 @@ pub fn read(text: &str) -> Result<Measured, MetricsError> {
         let Some(object) = value.as_object() else { return Err(MetricsError::Line { line: line_number }) };
         if let Some(total) = object.get("total") {
             measured.stages = stages(total);
+            measured.plan = plan_of(total);
+            let number = |name: &str| total.get(name).and_then(Value::as_u64);
+            measured.shared = number("workers").zip(number("cores"));
             continue;
         }
         let number = |field: &'static str| {
@@ -73,6 +125,18 @@ pub fn read(text: &str) -> Result<Measured, MetricsError> {
         measured.steps.push((loss, seconds));
     }
     if measured.steps.is_empty() { Err(MetricsError::Empty) } else { Ok(measured) }
+}
+
+/// The plan that was trained; what is not as it is written counts as not said.
+fn plan_of(total: &Value) -> Option<MeasuredPlan> {
+    let plan = total.get("plan")?;
+    let stage = |value: &Value| {
+        let ops = serde_json::from_value(value.get("ops")?.clone()).ok()?;
+        let devices = serde_json::from_value(value.get("devices")?.clone()).ok()?;
+        Some((ops, devices))
+    };
+    let stages = plan.get("stages")?.as_array()?.iter().map(stage).collect::<Option<Vec<_>>>()?;
+    Some(MeasuredPlan { graph: plan.get("graph")?.as_str()?.to_string(), stages })
 }
 
 fn stages(total: &Value) -> Vec<MeasuredStage> {
@@ -154,11 +218,22 @@ pub fn section(plan: &Plan, measured: &Measured) -> String {
     let time = plot("Time of each minibatch", "", Unit::Time, times).draw();
     let loss = plot("Loss", "", Unit::Plain, losses).draw();
     text += &figure(&format!("{}{}", time.inline(), loss.inline()));
+    if let Some((workers, cores)) = measured.shared.filter(|(workers, cores)| workers > cores) {
+        let cores = quantity::plural(cores, "core", "cores");
+        text += &paragraph(
+            "",
+            &format!(
+                "The {workers} workers of the run shared {cores}: what one computed, others waited for. The plan's figures give \
+                 each a core of its own, `pipec simulate` lets them share."
+            ),
+        );
+    }
     text + &table(plan, measured, mean)
 }
 
 fn table(plan: &Plan, measured: &Measured, mean: f64) -> String {
-    let caption = "Predicted and measured. Stages are told by their slowest replica, an item at a time.";
+    let caption = "Predicted and measured. Stages are told by their slowest replica, an item at a time; what is held, by their fullest, with all \
+                   stages that stand on the same devices.";
     let columns = [
         ("what", Column::Words),
         ("predicted", Column::Numbers),
@@ -176,8 +251,23 @@ fn table(plan: &Plan, measured: &Measured, mean: f64) -> String {
         let id = found.stage;
         row(format!("stage {id}, forward"), stage.fwd_us, found.fwd_us, &quantity::duration);
         row(format!("stage {id}, backward"), stage.bwd_us, found.bwd_us, &quantity::duration);
-        let bytes = |bytes: f64| quantity::bytes(bytes as u64);
-        row(format!("stage {id}, held"), stage.memory.total as f64, found.held_bytes as f64, &bytes);
+    }
+    // A worker says what it holds for all its stages.
+    let bytes = |bytes: f64| quantity::bytes(bytes as u64);
+    for (at, stage) in plan.stages.iter().enumerate() {
+        let mut beside = (0..plan.stages.len()).filter(|&other| plan.stages[other].devices == stage.devices);
+        if beside.clone().next() != Some(at) {
+            continue;
+        }
+        let held = measured.stages.iter().filter(|found| beside.clone().any(|other| other == found.stage as usize));
+        let Some(held) = held.map(|found| found.held_bytes).max() else { continue };
+        let planned = beside.clone().fold(0u64, |sum, other| sum.saturating_add(plan.stages[other].memory.total));
+        let names: Vec<String> = beside.by_ref().map(|other| other.to_string()).collect();
+        let what = match &names[..] {
+            [one] => format!("stage {one}, held"),
+            several => format!("stages {} together, held", several.join(", ")),
+        };
+        row(what, planned as f64, held as f64, &bytes);
     }
     table.html()
 }

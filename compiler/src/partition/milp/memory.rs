@@ -1,7 +1,7 @@
 //! The rows of an integer program that keep what each stage holds within the limit.
 
 use crate::partition::milp::formulation::Formulation;
-use crate::plan::caps;
+use crate::plan::caps::{self, First, Lanes};
 use crate::plan::memory::{Holdings, Multiples};
 use good_lp::Expression;
 
@@ -12,6 +12,9 @@ impl Formulation<'_> {
         const MANY: u64 = 1 << 40;
         let problem = self.scope.problem;
         let apart = caps::apart(&self.scope.flow, &self.choice.replicas, &self.choice.caps);
+        let lanes = |stage: usize| Lanes { replicas: self.choice.replicas[stage], in_flight: self.choice.caps[stage] };
+        let versions = |stage: usize| self.scope.flow.versions(lanes(stage), First::Known(lanes(0)));
+        let versions: Vec<u32> = (0..self.stages()).map(versions).collect();
         for stage in 0..self.stages() {
             let Some(limit) = problem.limit_of(self.choice.devices(stage)) else { continue };
             let limit = limit as f64;
@@ -19,7 +22,7 @@ impl Formulation<'_> {
             let multiples = Multiples {
                 in_flight,
                 apart: apart.get(stage).copied().unwrap_or(0),
-                versions: self.scope.flow.versions(in_flight, self.choice.caps[0]),
+                versions: versions[stage],
                 replicas: self.choice.replicas[stage],
                 recompute: self.choice.recompute[stage],
                 optimizer_state: problem.optimizer_state,
