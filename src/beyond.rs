@@ -11,8 +11,7 @@ use compiler::schedule::work::{self, Part};
 use compiler::schedule::{Instruction, Program, WorkerProgram};
 
 /// What to do about it.
-pub const HELP: &str =
-    "`pipec partition MODEL --schedule FILE` makes a plan that counts what this order of work keeps, or says that it does not fit";
+pub const HELP: &str = "`pipec partition MODEL --schedule FILE` makes a plan that counts what this order of work keeps, or says that it does not fit";
 
 /// What a worker has most of at a stage, and where it comes to have it.
 #[derive(Clone, Default)]

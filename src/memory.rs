@@ -51,7 +51,7 @@ pub fn of_stages(codes: &[StageCode], program: &Program, optimizer: &Optimizer) 
             Schedule::OneFOneBRrVsync => {
                 let first = Lanes { replicas: program.stages[0].replicas, in_flight: program.stages[0].cap };
                 (u64::from(synced(stage.replicas, first)).min(u64::from(most) + 1), cap)
-            },
+            }
             // One that is predicted or set back beside the newest.
             Schedule::OneFOneBRrNewest => (2, cap),
             Schedule::Inference => (1, cap),

@@ -242,7 +242,8 @@ fn what_a_table_keeps_is_held_to_the_plan() {
     planned(folder);
     let row = |stage: u32, items: u32, part: char| (0..items).map(move |item| format!("{stage}{part}{item}"));
     let filled = |items: u32| -> String {
-        let rows = (0..3).map(|stage| row(stage, items, 'F').chain(row(stage, items, 'B')).collect::<Vec<_>>().join(","));
+        let rows =
+            (0..3).map(|stage| row(stage, items, 'F').chain(row(stage, items, 'B')).collect::<Vec<_>>().join(","));
         rows.map(|row| row + "\n").collect()
     };
     fs::write(folder.join("fill.csv"), filled(6)).unwrap();
@@ -256,7 +257,9 @@ fn what_a_table_keeps_is_held_to_the_plan() {
     let told = said(&output);
     assert_eq!(output.status.code(), Some(1), "{told}");
     for (stage, cap) in [(0, 3), (1, 2), (2, 1)] {
-        let each = format!("stage {stage} has 6 micro-batches in flight at {stage}F5 on worker {stage}.0, the plan counts {cap}");
+        let each = format!(
+            "stage {stage} has 6 micro-batches in flight at {stage}F5 on worker {stage}.0, the plan counts {cap}"
+        );
         assert!(told.contains(&each), "{told}");
     }
     assert!(told.contains("`pipec partition MODEL --schedule FILE`"), "{told}");
@@ -280,7 +283,8 @@ fn tables_of_replicas_are_read_back_or_refused_when_they_are_written() {
     let folder = folder.path();
     done(folder, &["zoo", "mlp", "-o", "m.onnx"]);
     let plan = |stages: &str| {
-        let flags = ["--gpus", "4", "--stages", stages, "--schedule", "1f1b", "--microbatches", "6", "--micro-batch", "4"];
+        let flags =
+            ["--gpus", "4", "--stages", stages, "--schedule", "1f1b", "--microbatches", "6", "--micro-batch", "4"];
         done(folder, &[&["partition", "m.onnx", "-o", "plan.json"][..], &flags].concat());
     };
     plan("2,2");

@@ -110,7 +110,10 @@ fn a_curve_is_of_one_schedule_and_one_size() {
     let folder = folder.path();
     chain(folder);
     let flags = ["chain.graph.txt", "--gpus", "2,4", "--depth", "2", "--bandwidth", "100GB/s", "--svg", "plots"];
-    swept(folder, &[&flags[..], &["--schedule", "gpipe,1f1b", "--microbatches", "4,8", "--micro-batch", "1,2"]].concat());
+    swept(
+        folder,
+        &[&flags[..], &["--schedule", "gpipe,1f1b", "--microbatches", "4,8", "--micro-batch", "1,2"]].concat(),
+    );
     let picture = |name: &str| fs::read_to_string(folder.join(format!("plots/{name}.svg"))).unwrap();
     for schedule in ["gpipe", "1f1b"] {
         for items in [4, 8] {

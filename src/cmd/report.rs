@@ -122,7 +122,9 @@ fn played(plan: &Plan, said: Option<&str>, screen: &Screen) -> Result<Result<Pla
     let pipeline = pipeline(plan).map_err(|error| fail(&error))?;
     let program = own.program(&pipeline, own.minibatches().unwrap_or(2))?;
     let more = beyond(plan, &program);
-    more.iter().take(MOST_TOLD).for_each(|what| screen.warn(&format!("the order of work and the plan disagree: {what}")));
+    more.iter()
+        .take(MOST_TOLD)
+        .for_each(|what| screen.warn(&format!("the order of work and the plan disagree: {what}")));
     if !more.is_empty() {
         screen.note(beyond::HELP);
     }

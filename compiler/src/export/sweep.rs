@@ -229,7 +229,8 @@ impl Sweep {
 
     fn communication(&self, devices: &[f64]) -> Plot {
         let mut curves = self.over_devices(devices, |figures| figures.bytes_per_sample);
-        curves.extend(self.references("data parallelism", devices, |_, figures| figures.data_parallel_bytes_per_sample));
+        curves
+            .extend(self.references("data parallelism", devices, |_, figures| figures.data_parallel_bytes_per_sample));
         plot("Bytes sent for one sample", "devices", devices, Unit::Bytes, curves)
     }
 

@@ -6,12 +6,12 @@
 //! vertical sync, weight versions follow from the first stage, each first stage is.
 
 use crate::partition::build;
-use crate::partition::{first, fleet};
 use crate::partition::placed::{Placing, Rules};
 use crate::partition::places::Places;
 use crate::partition::search::largest;
 use crate::partition::states::{Growth, Space};
 use crate::partition::tables::{Measure, Table};
+use crate::partition::{first, fleet};
 use crate::plan::ScheduleKind;
 use crate::plan::caps::{First, Lanes};
 use crate::plan::problem::{CostModel, InFlight, Problem};
@@ -38,7 +38,9 @@ fn least_bytes(problem: &Problem) -> Option<u64> {
     // With vertical sync the first stage says how many versions all hold.
     let is_of_the_first = problem.schedule == ScheduleKind::RoundRobinVsync;
     let firsts: Vec<Lanes> = match is_of_the_first {
-        true if problem.constraints.no_replication => first::each(problem).filter(|first| first.replicas == 1).collect(),
+        true if problem.constraints.no_replication => {
+            first::each(problem).filter(|first| first.replicas == 1).collect()
+        }
         true => first::each(problem).collect(),
         false => Vec::new(),
     };
@@ -75,7 +77,7 @@ fn least_bytes(problem: &Problem) -> Option<u64> {
         true => {
             let one = |workers: u32| table(workers, First::Unknown).value(0, 0, workers as usize);
             (1..=devices).map(one).reduce(f64::min)
-        },
+        }
         false => {
             let firsts = firsts.into_iter().map(First::Known);
             let firsts = if is_of_the_first { firsts.collect() } else { vec![First::Unknown] };

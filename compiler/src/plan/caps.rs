@@ -240,7 +240,8 @@ mod tests {
     #[test]
     fn what_is_said_of_an_unknown_first_stage_is_enough() {
         for room in 0..3 {
-            let rule = |workers| Flow { schedule: ScheduleKind::RoundRobinVsync, microbatches: 1, chunks: 1, workers, room };
+            let rule =
+                |workers| Flow { schedule: ScheduleKind::RoundRobinVsync, microbatches: 1, chunks: 1, workers, room };
             for (of_first, own, between) in (0..1000).map(|n| (1 + n % 10, 1 + n / 10 % 10, n / 100)) {
                 let workers = of_first + own + between;
                 let flow = rule(workers);

@@ -77,7 +77,10 @@ mod tests {
             check(&program).unwrap();
             for (&own, held) in replicas.iter().zip(held(&program)) {
                 let planned = synced(own, first);
-                assert!(held <= planned, "{replicas:?} caps {caps:?}: {held} held at {own} replicas, {planned} planned");
+                assert!(
+                    held <= planned,
+                    "{replicas:?} caps {caps:?}: {held} held at {own} replicas, {planned} planned"
+                );
                 if own == replicas[0] {
                     assert_eq!(planned, caps[0], "{replicas:?} caps {caps:?}");
                 }
