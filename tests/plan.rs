@@ -568,11 +568,11 @@ fn many_fixed_stages_are_balanced() {
     longest[0] = 0.0;
     for _ in 0..stages {
         let mut next = vec![f64::INFINITY; longest.len()];
-        for end in 1..longest.len() {
+        for (end, least) in next.iter_mut().enumerate().skip(1) {
             let mut last = 0.0;
             for from in (0..end).rev() {
                 last += times[from];
-                next[end] = f64::min(next[end], f64::max(longest[from], last));
+                *least = f64::min(*least, f64::max(longest[from], last));
             }
         }
         longest = next;

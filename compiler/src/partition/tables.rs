@@ -18,6 +18,9 @@ use std::collections::HashMap;
 /// Paces of which the shares of one run are kept.
 const MOST_PACES: usize = 8;
 
+/// What a run takes at some paces, not recomputed and recomputed.
+type Paced = Vec<(f64, [Share; 2])>;
+
 /// What the tables hold.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Measure {
@@ -77,11 +80,11 @@ impl Placing<'_> {
         }
         let trains = self.asked.trains();
         let bounded = matches!(measure, Measure::Busiest | Measure::Likely | Measure::Stages);
-        let mut known: Vec<(f64, [Share; 2])> = Vec::with_capacity(MOST_PACES);
+        let mut known: Paced = Vec::with_capacity(MOST_PACES);
         // Where replicas are given and all devices are on one level, a run costs in every layer what it costs in one.
         let keeps = table.layered && self.levels.len() == 1 && self.rules.replicas.is_some();
         let mut runs: HashMap<(usize, usize), Run> = HashMap::new();
-        let mut shares: HashMap<(usize, usize, u32), Vec<(f64, [Share; 2])>> = HashMap::new();
+        let mut shares: HashMap<(usize, usize, u32), Paced> = HashMap::new();
         let capped = if measure == Measure::Bytes { f64::INFINITY } else { limit };
         for layer in 1..=layers.unwrap_or(1) {
             let stage = self.stage(layer);
@@ -242,7 +245,7 @@ impl Placing<'_> {
         replicas: u32,
         rest: u32,
         stage: Option<usize>,
-        known: &mut Vec<(f64, [Share; 2])>,
+        known: &mut Paced,
     ) -> Option<Part> {
         if measure == Measure::Bytes {
             let mut bytes = self.bytes(run, replicas, rest, false, stage);
