@@ -510,7 +510,8 @@ fn effort(problem: &Problem, rules: &[Rules], places: usize) -> f64 {
     };
     // Under a flush nothing tells how many devices a run needs at least, and several tables are filled.
     let loose = if build::asked(problem).adds() { 8.0 } else { 1.0 };
-    loose * rules.iter().map(one).sum::<f64>()
+    let questions = Numbers::of(problem).list.len() as f64;
+    questions * loose * rules.iter().map(one).sum::<f64>()
 }
 
 /// The units that frameworks keep whole: a module of the model's first level, or one of a numbered list of them.
