@@ -5,6 +5,7 @@
 
 use crate::arguments::{Format, Global};
 use crate::failure::Failure;
+use comfy_table::Table;
 use compiler::import::onnx::name::display_name;
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use serde_json::Value;
@@ -108,6 +109,15 @@ impl Screen {
         }
     }
 
+    /// Prints text whose lines would make no sense broken: on a terminal they end at its width.
+    pub fn wide(&self, text: &str) {
+        let width = if io::stdout().is_terminal() { Table::new().width() } else { None };
+        match width {
+            Some(width) => self.text(&cut(text, usize::from(width))),
+            None => self.text(text),
+        }
+    }
+
     /// Prints text before there is a screen: help, version.
     pub fn print(text: &str) {
         // Nobody is left to tell when even help cannot be printed.
@@ -141,6 +151,15 @@ fn complain(text: &str) {
     let _ = io::stderr().lock().write_all(text.as_bytes());
 }
 
+/// Lines of at most so many characters; one that goes on ends in `…`.
+fn cut(text: &str, width: usize) -> String {
+    let line = |line: &str| match line.chars().count() > width.max(1) {
+        true => line.chars().take(width.max(1) - 1).chain(['…']).collect(),
+        false => line.to_string(),
+    };
+    text.split('\n').map(line).collect::<Vec<_>>().join("\n")
+}
+
 /// `text` without characters that act on a terminal; line breaks stay.
 pub fn clean(text: &str) -> String {
     text.split('\n').map(|line| display_name(&line.replace('\t', "  ")).into_owned()).collect::<Vec<_>>().join("\n")
@@ -163,6 +182,12 @@ fn escaped(json: &str) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn lines_end_where_the_terminal_does() {
+        assert_eq!(cut("0.0 | F0 F1\n1.0 | F0\n", 8), "0.0 | F…\n1.0 | F0\n");
+        assert_eq!(cut("ab", 0), "…");
+    }
 
     #[test]
     fn nothing_acts_on_a_terminal() {

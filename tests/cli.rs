@@ -511,3 +511,20 @@ fn hostile_names_do_not_reach_the_terminal() {
         std::fs::read_dir(folder.path().join("ck")).unwrap().map(|entry| entry.unwrap().file_name()).collect();
     assert_eq!(left, ["weights.safetensors"]);
 }
+
+/// A plan that only answers is not trained next, and a comparison says on how many devices chunks stand.
+#[test]
+fn a_plan_is_told_for_what_it_is() {
+    let folder = tempfile::tempdir().unwrap();
+    let at = folder.path();
+    done(at, &["zoo", "mlp", "-o", "m.onnx"]);
+    let answers = done(at, &["partition", "m.onnx", "--gpus", "2", "--schedule", "inference"]);
+    assert!(answers.contains("next: pipec simulate") && !answers.contains("pipec train"), "{answers}");
+    let flags = ["--gpus", "2", "--schedule", "zbv", "--microbatches", "8", "--compare"];
+    let told = done(at, &[&["partition", "m.onnx"][..], &flags].concat());
+    assert!(told.contains("pipec train"), "{told}");
+    let row = |name: &str| told.lines().find(|line| line.starts_with(name)).unwrap().to_string();
+    assert!(row("pipec  ").contains("1-1-1-1 on 2 devices"), "{told}");
+    assert!(!row("uniform  ").contains(" on "), "{told}");
+    assert!(told.contains("candidates of one stage on each device are no zbv"), "{told}");
+}

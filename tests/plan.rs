@@ -552,3 +552,44 @@ fn large_published_profiles_are_planned_near_their_bounds() {
         }
     }
 }
+
+/// A hundred fixed stages take about equally long, though most places of a line that is grouped by weight go to few heavy ops.
+#[test]
+fn many_fixed_stages_are_balanced() {
+    let (ops, stages) = (400, 100usize);
+    let mut graph = chain(ops);
+    for (at, op) in graph.ops.iter_mut().enumerate() {
+        let us = if at % 13 == 5 { 40.0 } else { 1.0 + (at % 3) as f64 };
+        (op.fwd_us, op.bwd_us) = (us, 2.0 * us);
+    }
+    let times: Vec<f64> = graph.ops.iter().map(|op| op.fwd_us + op.bwd_us).collect();
+    // The least that the longest of so many runs can take, by trying every last run.
+    let mut longest = vec![f64::INFINITY; ops as usize + 1];
+    longest[0] = 0.0;
+    for _ in 0..stages {
+        let mut next = vec![f64::INFINITY; longest.len()];
+        for (end, least) in next.iter_mut().enumerate().skip(1) {
+            let mut last = 0.0;
+            for from in (0..end).rev() {
+                last += times[from];
+                *least = f64::min(*least, f64::max(longest[from], last));
+            }
+        }
+        longest = next;
+    }
+    for (cost, schedule) in [
+        (CostModel::Pipec, ScheduleKind::RoundRobin),
+        (CostModel::Pipec, ScheduleKind::OneFOneB),
+        (CostModel::Pipedream, ScheduleKind::RoundRobin),
+    ] {
+        let mut problem = Problem::new(graph.clone(), levels("100:1000GB/s").unwrap(), cost);
+        problem.schedule = schedule;
+        problem.microbatches = if schedule == ScheduleKind::OneFOneB { 4 } else { 1 };
+        problem.constraints.replicas = Some(vec![1; stages]);
+        let plan = with(&problem, Partitioner::Pipec).unwrap().plan;
+        assert_eq!(plan.stages.len(), stages);
+        let slowest = plan.stages.iter().map(|stage| stage.fwd_us + stage.bwd_us).fold(0.0, f64::max);
+        println!("{cost:?} {schedule:?}: {slowest}, the least is {}", longest[ops as usize]);
+        assert!(slowest <= 1.05 * longest[ops as usize], "{cost:?} {schedule:?}: {slowest}");
+    }
+}

@@ -76,14 +76,8 @@ fn told(left: &Plan, right: &Plan, found: &Diff) -> String {
         text += &format!("and {} more ranges of ops\n", found.moved.len() - MOST_LISTED);
     }
     let rows = figures(left, right).into_iter().map(|figure| {
-        let change = match figure.before {
-            before if before > 0.0 && figure.after != before => {
-                format!("{:+.2} %", (figure.after / before - 1.0) * 100.0)
-            }
-            _ => String::new(),
-        };
         let show = figure.shown;
-        vec![figure.name.to_string(), show(figure.before), show(figure.after), change]
+        vec![figure.name.to_string(), show(figure.before), show(figure.after), figure.change()]
     });
     text + &format!("\n{}", stages::table(&["", "before", "after", ""], &[1, 2, 3], rows.collect()))
 }
@@ -140,12 +134,32 @@ struct Figure {
     before: f64,
     after: f64,
     shown: fn(f64) -> String,
+    is_share: bool,
+}
+
+impl Figure {
+    /// By how much the second is more, in its sign; of a share, by how many of a hundred parts. What is too little to be told has no sign.
+    fn change(&self) -> String {
+        if self.after == self.before {
+            return String::new();
+        }
+        let (percent, unit, step) = match (self.is_share, self.before > 0.0) {
+            (true, _) => ((self.after - self.before) * 100.0, "points", 0.1),
+            (false, true) => ((self.after / self.before - 1.0) * 100.0, "%", 0.01),
+            (false, false) => return String::new(),
+        };
+        match percent.abs() < step / 2.0 {
+            true => format!("less than {step} {unit}"),
+            false if self.is_share => format!("{percent:+.1} {unit}"),
+            false => format!("{percent:+.2} {unit}"),
+        }
+    }
 }
 
 fn figures(left: &Plan, right: &Plan) -> Vec<Figure> {
     let figure = |name, key, of: &dyn Fn(&Plan) -> f64, shown| {
         let (before, after) = (of(left), of(right));
-        Figure { name, key, before, after, shown }
+        Figure { name, key, before, after, shown, is_share: key == "bubble" }
     };
     let share: fn(f64) -> String = |share| format!("{:.1} %", share * 100.0);
     vec![
@@ -194,4 +208,23 @@ fn value(left: &Plan, right: &Plan, found: &Diff) -> Value {
         "moved": moved.collect::<Vec<_>>(),
         "predicted": predicted,
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn differences_have_the_sign_of_what_they_are() {
+        let change = |before: f64, after: f64, is_share: bool| {
+            Figure { name: "", key: "", before, after, shown: quantity::time, is_share }.change()
+        };
+        assert_eq!(change(100.0, 150.0, false), "+50.00 %");
+        assert_eq!(change(150.0, 100.0, false), "-33.33 %");
+        assert_eq!(change(1e6, 1e6 - 1.0, false), "less than 0.01 %");
+        assert_eq!(change(0.0, 0.25, true), "+25.0 points");
+        assert_eq!(change(0.25, 0.125, true), "-12.5 points");
+        assert_eq!(change(0.25, 0.2499, true), "less than 0.1 points");
+        assert_eq!(change(0.0, 1.0, false) + &change(2.0, 2.0, false), "");
+    }
 }

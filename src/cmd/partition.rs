@@ -249,7 +249,7 @@ pub fn run(arguments: Box<Arguments>, screen: &Screen) -> Result<(), Failure> {
     let next = match plan.cost {
         // What an instance knows of its devices is not what a simulation asks.
         CostModel::Load | CostModel::Hybrid => format!("next: pipec plan check {}\n", path.display()),
-        _ => next(&arguments.file, &path, own, refused.is_some()),
+        _ => next(&arguments.file, &path, own, plan.schedule.kind, refused.is_some()),
     };
     screen.text(&format!("\nwrote {}\n{next}", path.display()));
     Ok(())
@@ -501,7 +501,7 @@ fn fewer(schedule: ScheduleKind) -> &'static str {
 fn compared(planned: &Planned) -> String {
     let row = |candidate: &Compared| {
         vec![
-            candidate.replicas.iter().map(u32::to_string).collect::<Vec<_>>().join("-"),
+            candidate.replicas.iter().map(u32::to_string).collect::<Vec<_>>().join("-") + &on(candidate),
             quantity::time(candidate.minibatch_us),
             quantity::bytes(candidate.peak_bytes),
             if candidate.fits { "yes" } else { "no" }.to_string(),
@@ -528,6 +528,10 @@ fn compared(planned: &Planned) -> String {
     let time = if prediction::is_of_items(plan) { "micro-batch" } else { "minibatch" };
     let mut text =
         format!("\n{}", stages::table(&["candidate", "replicas", time, "most memory", "fits", ""], &[2, 3], rows));
+    if plan.schedule.chunks > 1 {
+        let kind = plan.schedule.kind.name();
+        text += &format!("candidates of one stage on each device are no {kind}: they are what it is compared with\n");
+    }
     if plan.predicted.objective_us.is_some() {
         let played = quantity::time(plan.predicted.minibatch_us);
         text +=
@@ -536,8 +540,18 @@ fn compared(planned: &Planned) -> String {
     text
 }
 
-/// What to type next. A plan of the user's own order of work is run with that order again: the plan does not hold it.
-fn next(model: &Path, plan: &Path, own: Option<&str>, is_refused: bool) -> String {
+/// The devices of a candidate some of whose devices have several stages; nothing where each replica has its own.
+fn on(candidate: &Compared) -> String {
+    let replicas = candidate.replicas.iter().fold(0u32, |sum, &replicas| sum.saturating_add(replicas));
+    match candidate.devices == replicas {
+        true => String::new(),
+        false => format!(" on {}", stages::plural(u64::from(candidate.devices), "device", "devices")),
+    }
+}
+
+/// What to type next. A plan of the user's own order of work is run with that order again: the plan does not hold it. What only
+/// answers is not trained.
+fn next(model: &Path, plan: &Path, own: Option<&str>, kind: ScheduleKind, is_refused: bool) -> String {
     let plan = plan.display();
     let schedule = match own {
         Some(file) => format!(" --schedule {file}"),
@@ -545,7 +559,8 @@ fn next(model: &Path, plan: &Path, own: Option<&str>, is_refused: bool) -> Strin
         None => String::new(),
     };
     let mut text = format!("next: pipec simulate {plan}{}\n", if own.is_some() { &schedule } else { "" });
-    if model.extension().is_some_and(|extension| extension == "onnx" || extension == "pt2") {
+    let trains = kind != ScheduleKind::Inference;
+    if trains && model.extension().is_some_and(|extension| extension == "onnx" || extension == "pt2") {
         text += &format!("      pipec train {} --plan {plan}{schedule} --data train.npz\n", model.display());
     }
     text

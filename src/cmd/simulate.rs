@@ -173,7 +173,7 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Failure> {
         screen.note(&remark);
     }
     if let Some(drawn) = &drawn {
-        screen.text(&format!("\n{}", chart(drawn).map_err(|error| fail(&error))?));
+        screen.wide(&format!("\n{}", chart(drawn).map_err(|error| fail(&error))?));
     }
     if let Some(path) = &arguments.trace {
         source::write(path, &encode(&Trace::simulation(&timeline), &source::file_name(path)))?;

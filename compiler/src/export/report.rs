@@ -24,6 +24,7 @@ use crate::plan::Plan;
 use crate::profile::cost_graph::CostGraph;
 use crate::schedule::Program;
 use crate::simulate::Timeline;
+use serde::Deserialize;
 
 /// A simulated stretch of training under the plan.
 #[derive(Clone, Debug)]
@@ -143,8 +144,17 @@ pub struct Measured {
 pub struct MeasuredPlan {
     /// Hash of the model's graph.
     pub graph: String,
-    /// Ranges of ops and devices of each stage.
-    pub stages: Vec<(Vec<(u32, u32)>, Vec<u32>)>,
+    /// Its stages, in order.
+    pub stages: Vec<MeasuredPlace>,
+}
+
+/// Where a stage of a run stood.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize)]
+pub struct MeasuredPlace {
+    /// Ranges of ops.
+    pub ops: Vec<(u32, u32)>,
+    /// Its devices.
+    pub devices: Vec<u32>,
 }
 
 /// Everything that the page says.

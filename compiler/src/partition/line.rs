@@ -45,6 +45,9 @@ impl Line {
     }
 }
 
+/// How often the longest stage's time is halved: as exact as anyone measures.
+const HALVINGS: usize = 48;
+
 /// Where a line along `order` is cut if it may have at most `limit` runs: everywhere, or where the least crosses.
 pub fn ends(graph: &CostGraph, model: CostModel, order: &[u32], limit: usize) -> Vec<usize> {
     let limit = limit.max(1);
@@ -75,6 +78,57 @@ pub fn ends(graph: &CostGraph, model: CostModel, order: &[u32], limit: usize) ->
     ends.extend(best.into_iter().flatten());
     ends.push(order.len());
     ends
+}
+
+/// The same, with room for so many stages: where grouping by weight leaves too few places, or none where stages of this many replicas would
+/// take equally long, those are places too. Gives as many runs as `replicas` has stages at least, if there are as many ops.
+pub fn ends_for(graph: &CostGraph, model: CostModel, order: &[u32], limit: usize, replicas: &[u32]) -> Vec<usize> {
+    let mut ends = ends(graph, model, order, limit);
+    if ends.len() <= order.len() && replicas.len() > 1 {
+        ends.extend(balanced(graph, order, replicas));
+        ends.sort_unstable();
+        ends.dedup();
+    }
+    ends
+}
+
+/// Where as many stages as there are numbers of replicas end, at least one op in each, so that the longest takes least for a replica.
+pub fn balanced(graph: &CostGraph, order: &[u32], replicas: &[u32]) -> Vec<usize> {
+    let stages = replicas.len();
+    if stages > order.len() {
+        return Vec::new();
+    }
+    let mut sums = vec![0.0];
+    for &op in order {
+        let op = &graph.ops[op as usize];
+        sums.push(sums[sums.len() - 1] + op.fwd_us + op.bwd_us);
+    }
+    let share = |stage: usize| f64::from(replicas[stage].max(1));
+    // As much in every stage as goes into such a time, and what each later one needs left for it; none if the last takes longer.
+    let filled = |longest: f64| {
+        let mut ends = vec![0];
+        for stage in 0..stages {
+            let (from, last) = (ends[stage], order.len() - (stages - 1 - stage));
+            let most = sums[from] + longest * share(stage);
+            let to = sums.partition_point(|&sum| sum <= most).saturating_sub(1).clamp(from + 1, last);
+            if sums[to] > most * (1.0 + 1e-12) || (stage + 1 == stages && to < order.len()) {
+                return None;
+            }
+            ends.push(to);
+        }
+        Some(ends)
+    };
+    let (mut least, mut most) = (0.0, sums[order.len()]);
+    let mut best = filled(most);
+    for _ in 0..HALVINGS {
+        let middle = (least + most) / 2.0;
+        match filled(middle) {
+            Some(ends) => (best, most) = (Some(ends), middle),
+            None => least = middle,
+        }
+    }
+    // Times that are no numbers balance nothing.
+    best.unwrap_or_else(|| (0..stages).chain([order.len()]).collect())
 }
 
 fn holdings(graph: &CostGraph, order: &[u32], ends: &[usize]) -> Vec<Holdings> {

@@ -60,11 +60,8 @@ pub fn shapes(problem: &Problem, joined: &Joined<'_>, least_memory: bool) -> Res
         Some(line) => vec![line],
         None => {
             let with_ends = |order: Vec<u32>| {
-                let mut ends = line::ends(graph, cost.model, &order, limit - 1);
-                // Grouping by weight may leave fewer places than stages; then the first places are taken as they come.
-                if ends.len() <= stages {
-                    ends = (0..stages).chain([order.len()]).collect();
-                }
+                let each = replicas.map_or_else(|| vec![1; stages], <[u32]>::to_vec);
+                let ends = line::ends_for(graph, cost.model, &order, limit - 1, &each);
                 (order, ends)
             };
             linear::orders(graph).into_iter().map(with_ends).collect()
@@ -140,11 +137,19 @@ pub fn pinned(settings: &Pinned<'_>) -> Option<(f64, Shape)> {
             Some(replicas) => replicas[stage] as usize..=replicas[stage] as usize,
             None => 1..=units,
         };
-        // The first stage starts at the first place, every other somewhere after it.
-        let starts = if stage == 0 { 0..1 } else { 1..places - 1 };
+        // The first stage starts at the first place, every other after as many as there are stages before it, and leaves as many as come.
+        let starts = if stage == 0 { 0..1 } else { stage..places - 1 - after };
+        // Where replicas are given, so are the workers of later stages.
+        let rests = match settings.replicas {
+            Some(replicas) => {
+                let rest = replicas[stage + 1..].iter().fold(0usize, |sum, &one| sum.saturating_add(one as usize));
+                rest..rest.saturating_add(1)
+            }
+            None => 0..units,
+        };
         for from in starts {
-            for end in from + 1..places {
-                for rest in 0..units {
+            for end in from + 1..places - after {
+                for rest in rests.clone().take_while(|&rest| rest < units) {
                     let tail = tables[after][end * width + rest].value;
                     if tail.is_infinite() {
                         continue;

@@ -114,10 +114,11 @@ impl Placing<'_> {
     pub fn solve(&self, known_us: f64) -> Result<Seated, f64> {
         let known = known_us * (1.0 + 1e-9);
         let adds = self.asked.adds();
-        let way = adds.then(|| self.table(Measure::Way, f64::INFINITY));
+        // What is busier than all that is known takes is in no partition that is better.
+        let way = adds.then(|| self.table(Measure::Way, known));
         let least_way = way.as_ref().map_or(0.0, |way| self.least(way).0);
         if !least_way.is_finite() {
-            return Err(f64::INFINITY);
+            return Err(known_us);
         }
         let busiest = self.table(Measure::Busiest, known - least_way);
         let (least_busiest, _) = self.least(&busiest);
@@ -237,6 +238,12 @@ impl Placing<'_> {
             (_, Some(equal), _) => equal..=equal,
             _ => 1..=self.devices,
         }
+    }
+
+    /// The devices after a stage, where the replicas of all stages are given and none stays unused between them.
+    pub fn rest(&self, stage: usize) -> Option<u32> {
+        let later = self.rules.replicas.as_ref().filter(|_| self.levels.len() == 1)?.get(stage + 1..)?;
+        Some(later.iter().fold(0u32, |sum, &replicas| sum.saturating_add(replicas)))
     }
 
     /// The place of a stage that has so many stages after it, where the number of stages is fixed.

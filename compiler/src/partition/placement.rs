@@ -173,6 +173,7 @@ impl Search<'_> {
         }
         let borders = keeps(problem).map(|()| Borders::of(graph));
         let pinned = rules.iter().filter_map(|rules| rules.stages).max().unwrap_or(0) + 1;
+        let replicas = rules.iter().find_map(|rules| rules.replicas.clone()).unwrap_or_else(|| vec![1; pinned - 1]);
         let mut lines = linear::orders(graph);
         match depth {
             // The last finishes one branch before it begins the next.
@@ -182,18 +183,22 @@ impl Search<'_> {
             Depth::Whole => {}
         }
         let twice = |order: Vec<u32>| {
-            let coarse = (depth == Depth::Whole).then(|| (order.clone(), fine.min(COARSE)));
+            // Where many stages are fixed both have as few places as there may be.
+            let is_coarser = fine.max(pinned) > COARSE.max(pinned);
+            let coarse = (depth == Depth::Whole && is_coarser).then(|| (order.clone(), fine.min(COARSE)));
             coarse.into_iter().chain([(order, fine)])
         };
+        // Pins may forbid it, and under the objective of memory no time says anything.
+        let is_timed = problem.objective != Objective::Memory && problem.constraints.pins.is_empty();
+        let mut fixed_first = is_timed && problem.constraints.replicas.is_some() && replicas.len() > 1;
         for (order, places) in lines.into_iter().flat_map(twice) {
             let places = places.max(pinned).max(2);
-            let mut ends = line::ends(graph, CostModel::Paper, &order, places - 1);
-            // Grouping by weight may leave fewer places than stages; then the first places are taken as they come.
-            if ends.len() < pinned {
-                ends = (0..pinned - 1).chain([order.len()]).collect();
-            }
+            let mut ends = line::ends_for(graph, CostModel::Paper, &order, places - 1, &replicas);
             if let Some(borders) = &borders {
                 ends = borders.ends(&order);
+            } else if rules.iter().any(|rules| rules.stages == Some(replicas.len())) && fixed_first {
+                known = known.min(self.balanced(&order, &replicas));
+                fixed_first = false;
             }
             let space = Space::chain(graph, CostModel::Paper, order, ends);
             self.within(&space, rules, &mut known, false);
@@ -213,6 +218,24 @@ impl Search<'_> {
             }
         }
         Ok(())
+    }
+
+    /// Offers stages of these replicas that take equally long, side by side: where many are fixed, a search that knows nothing looks long.
+    /// Gives its time where it fits, else infinity.
+    fn balanced(&mut self, order: &[u32], replicas: &[u32]) -> f64 {
+        let problem = self.question.problem;
+        let ends = line::balanced(&problem.graph, order, replicas);
+        let stages = ends.windows(2).zip(replicas).map(|(run, &replicas)| {
+            let mut ops = order[run[0]..run[1]].to_vec();
+            ops.sort_unstable();
+            (ops, replicas)
+        });
+        let shape = Shape::flat(stages.collect(), problem.cluster.levels.len() > 1);
+        let spots = build::side_by_side(&shape);
+        let candidate = self.question.placed("pipec", shape, spots);
+        let us = if candidate.fits { candidate.minibatch_us } else { f64::INFINITY };
+        self.found.candidates.push(candidate);
+        us
     }
 
     /// Searches one space under each set of rules.
@@ -476,13 +499,19 @@ pub fn glance_effort(question: &Question<'_>) -> Result<f64, ProblemError> {
 fn effort(problem: &Problem, rules: &[Rules], places: usize) -> f64 {
     let (places, devices) = (places as f64, f64::from(problem.cluster.devices()));
     let one = |rules: &Rules| {
-        let choices = if rules.equal.is_some() || rules.replicas.is_some() { devices } else { devices * devices / 2.0 };
+        let choices = match (rules.equal, &rules.replicas) {
+            // The workers after a stage are given with those of each, and what is left are a few checks.
+            (_, Some(_)) if problem.cluster.levels.len() == 1 => devices.min(8.0),
+            (None, None) => devices * devices / 2.0,
+            _ => devices,
+        };
         let layers = rules.stages.or(rules.most_stages).unwrap_or(1) as f64;
         places * places / 2.0 * choices * layers
     };
     // Under a flush nothing tells how many devices a run needs at least, and several tables are filled.
     let loose = if build::asked(problem).adds() { 8.0 } else { 1.0 };
-    loose * rules.iter().map(one).sum::<f64>()
+    let questions = Numbers::of(problem).list.len() as f64;
+    questions * loose * rules.iter().map(one).sum::<f64>()
 }
 
 /// The units that frameworks keep whole: a module of the model's first level, or one of a numbered list of them.

@@ -102,7 +102,9 @@ pub struct Compared {
     pub minibatch_us: f64,
     /// Replicas of each stage.
     pub replicas: Vec<u32>,
-    /// Bytes of its fullest stage.
+    /// Devices that its stages stand on: fewer than their replicas where a device has several.
+    pub devices: u32,
+    /// Bytes of its fullest device.
     pub peak_bytes: u64,
     /// Whether it fits.
     pub fits: bool,
@@ -330,6 +332,7 @@ impl Compared {
             name: candidate.name,
             minibatch_us: candidate.minibatch_us,
             replicas: candidate.shape.replicas(),
+            devices: candidate.devices(),
             peak_bytes: candidate.peak(),
             fits: candidate.fits,
         }

@@ -50,6 +50,13 @@ impl Candidate {
     pub fn peak(&self) -> u64 {
         fullest(&self.spots, &self.memory)
     }
+
+    /// Devices that its stages stand on: chunks of one rank on the same.
+    pub fn devices(&self) -> u32 {
+        let ranks: BTreeMap<u32, u32> =
+            self.spots.iter().zip(self.shape.replicas()).map(|(spot, replicas)| (spot.first, replicas)).collect();
+        ranks.into_values().fold(0, u32::saturating_add)
+    }
 }
 
 /// Bytes of the fullest device: chunks of one rank stand on the same.

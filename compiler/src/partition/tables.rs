@@ -13,9 +13,13 @@ use crate::partition::placed::{Placing, Seat};
 use crate::partition::places::Run;
 use crate::plan::links::Wire;
 use crate::plan::outlook::{Message, PlacedStage, Share};
+use std::collections::HashMap;
 
 /// Paces of which the shares of one run are kept.
 const MOST_PACES: usize = 8;
+
+/// What a run takes at some paces, not recomputed and recomputed.
+type Paced = Vec<(f64, [Share; 2])>;
 
 /// What the tables hold.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -76,14 +80,21 @@ impl Placing<'_> {
         }
         let trains = self.asked.trains();
         let bounded = matches!(measure, Measure::Busiest | Measure::Likely | Measure::Stages);
-        let mut known = Vec::with_capacity(MOST_PACES);
+        let mut known: Paced = Vec::with_capacity(MOST_PACES);
+        // Where replicas are given and all devices are on one level, a run costs in every layer what it costs in one.
+        let keeps = table.layered && self.levels.len() == 1 && self.rules.replicas.is_some();
+        let mut runs: HashMap<(usize, usize), Run> = HashMap::new();
+        let mut shares: HashMap<(usize, usize, u32), Paced> = HashMap::new();
         let capped = if measure == Measure::Bytes { f64::INFINITY } else { limit };
         for layer in 1..=layers.unwrap_or(1) {
             let stage = self.stage(layer);
-            let starts = if stage == Some(0) { 0..1 } else { 0..whole };
+            let starts = if stage == Some(0) { 0..1 } else { stage.unwrap_or(0)..whole };
+            let given = stage.and_then(|stage| self.rest(stage));
             for from in starts.rev() {
                 let before = self.needs(self.least_us(0, from), capped).max(u32::from(from > 0));
-                for to in from + 1..=whole {
+                // Every stage that comes needs a set of its own.
+                let last = if table.layered { whole.saturating_sub(layer - 1) } else { whole };
+                for to in from + 1..=last {
                     let compute = self.least_us(from, to);
                     if trains && self.asked.weight(self.devices) * compute > capped * (1.0 + 1e-9) {
                         break;
@@ -102,7 +113,16 @@ impl Placing<'_> {
                             break;
                         }
                         known.clear();
-                        for rest in after..=self.devices - replicas - before {
+                        if keeps && let Some(before) = shares.get_mut(&(from, to, replicas)) {
+                            known.append(before);
+                        }
+                        let rests = after..=self.devices - replicas - before;
+                        let rests = match given {
+                            Some(rest) if rests.contains(&rest) => rest..=rest,
+                            Some(_) => continue,
+                            None => rests,
+                        };
+                        for rest in rests {
                             let tail = table.value(layer - usize::from(table.layered), to, rest as usize);
                             let at = table.at(layer, from, (rest + replicas) as usize);
                             let so_far = table.entries[at].value;
@@ -115,7 +135,10 @@ impl Placing<'_> {
                             {
                                 continue;
                             }
-                            let run = *run.get_or_insert_with(|| self.places.run(from, to));
+                            let run = *run.get_or_insert_with(|| match keeps {
+                                true => *runs.entry((from, to)).or_insert_with(|| self.places.run(from, to)),
+                                false => self.places.run(from, to),
+                            });
                             let part = self.part(measure, &run, from, to, replicas, rest, stage, &mut known);
                             let Some(part) = part else { continue };
                             let value = match measure {
@@ -132,6 +155,9 @@ impl Placing<'_> {
                             if value < so_far {
                                 table.entries[at] = Entry { value, to: to as u32, replicas };
                             }
+                        }
+                        if keeps && !known.is_empty() {
+                            shares.entry((from, to, replicas)).or_default().append(&mut known);
                         }
                     }
                 }
@@ -219,7 +245,7 @@ impl Placing<'_> {
         replicas: u32,
         rest: u32,
         stage: Option<usize>,
-        known: &mut Vec<(f64, [Share; 2])>,
+        known: &mut Paced,
     ) -> Option<Part> {
         if measure == Measure::Bytes {
             let mut bytes = self.bytes(run, replicas, rest, false, stage);

@@ -7,8 +7,9 @@ use crate::export::axis::Unit;
 use crate::export::plot::{Across, Curve, Plot};
 use crate::export::quantity;
 use crate::export::report::markup::{Column, Table, figure, paragraph};
-use crate::export::report::{Measured, MeasuredPlan, MeasuredStage};
+use crate::export::report::{Measured, MeasuredPlace, MeasuredPlan, MeasuredStage};
 use crate::plan::Plan;
+use serde::Deserialize;
 use serde_json::Value;
 
 /// Points of a curve at most: of a longer run, every n-th is drawn.
@@ -68,7 +69,7 @@ pub fn fits(plan: &Plan, measured: &Measured) -> Result<(), MetricsError> {
         if ran.stages.len() != known {
             return other(format!("it has {}, the plan {}", count(ran.stages.len()), count(known)));
         }
-        for (at, (stage, (ops, devices))) in plan.stages.iter().zip(&ran.stages).enumerate() {
+        for (at, (stage, MeasuredPlace { ops, devices })) in plan.stages.iter().zip(&ran.stages).enumerate() {
             if stage.ops != *ops {
                 return other(format!("stage {at} has ops {}, in the plan {}", ranges(ops), ranges(&stage.ops)));
             }
@@ -130,12 +131,7 @@ pub fn read(text: &str) -> Result<Measured, MetricsError> {
 /// The plan that was trained; what is not as it is written counts as not said.
 fn plan_of(total: &Value) -> Option<MeasuredPlan> {
     let plan = total.get("plan")?;
-    let stage = |value: &Value| {
-        let ops = serde_json::from_value(value.get("ops")?.clone()).ok()?;
-        let devices = serde_json::from_value(value.get("devices")?.clone()).ok()?;
-        Some((ops, devices))
-    };
-    let stages = plan.get("stages")?.as_array()?.iter().map(stage).collect::<Option<Vec<_>>>()?;
+    let stages = Vec::<MeasuredPlace>::deserialize(plan.get("stages")?).ok()?;
     Some(MeasuredPlan { graph: plan.get("graph")?.as_str()?.to_string(), stages })
 }
 

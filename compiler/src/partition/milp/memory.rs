@@ -15,14 +15,14 @@ impl Formulation<'_> {
         let lanes = |stage: usize| Lanes { replicas: self.choice.replicas[stage], in_flight: self.choice.caps[stage] };
         let versions = |stage: usize| self.scope.flow.versions(lanes(stage), First::Known(lanes(0)));
         let versions: Vec<u32> = (0..self.stages()).map(versions).collect();
-        for stage in 0..self.stages() {
+        for (stage, versions) in versions.into_iter().enumerate() {
             let Some(limit) = problem.limit_of(self.choice.devices(stage)) else { continue };
             let limit = limit as f64;
             let in_flight = self.choice.caps[stage];
             let multiples = Multiples {
                 in_flight,
                 apart: apart.get(stage).copied().unwrap_or(0),
-                versions: versions[stage],
+                versions,
                 replicas: self.choice.replicas[stage],
                 recompute: self.choice.recompute[stage],
                 optimizer_state: problem.optimizer_state,
