@@ -148,15 +148,19 @@ fn bound(plan: &Plan) -> String {
         false => ("", quantity::time(bound * m)),
     };
     let gap = (time / bound - 1.0) * 100.0;
+    // The plain alternatives keep to no constraint, and may be faster than all plans that do.
+    let constrained = ["stages", "pin", "max_stages", "no_replication", "target", "cut_after"];
+    let is_free = constrained.iter().all(|name| !plan.options.contains_key(*name));
+    let which = if is_free { "" } else { " of those asked for" };
     if plan.proven_optimal {
         let steady = if is_steady(plan) { " in steady state; filling and draining are not part of it" } else { "" };
-        format!("proven the fastest under this cost model{steady}")
+        format!("proven the fastest{which} under this cost model{steady}")
     } else if bound <= 0.0 {
         "none is known".to_string()
     } else if gap < EQUAL {
-        format!("no plan is faster than {bound_told}{unit}: this one is equal to the bound")
+        format!("no plan{which} is faster than {bound_told}{unit}: this one is equal to the bound")
     } else {
-        format!("no plan is faster than {bound_told}{unit}: at most {} % away", short(gap))
+        format!("no plan{which} is faster than {bound_told}{unit}: at most {} % away", short(gap))
     }
 }
 

@@ -19,7 +19,8 @@ pub fn buckets(graph: &CostGraph, ops: &[u32], size: u64) -> Vec<GradientBucket>
     }
     // Parameters of one op come in the order of the file.
     made.sort_by_key(|&(first, number)| (std::cmp::Reverse(first), number));
-    let whole: f64 = ops.iter().map(|&op| graph.ops[op as usize].bwd_us).sum();
+    // In the order in which parts of it are summed below, so that the last is all of it to the bit.
+    let whole: f64 = ops.iter().rev().map(|&op| graph.ops[op as usize].bwd_us).sum();
     let mut spent = 0.0;
     let mut rest = ops.iter().rev().peekable();
     let mut buckets: Vec<GradientBucket> = Vec::new();
