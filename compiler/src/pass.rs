@@ -13,6 +13,7 @@ pub mod cse;
 pub mod dce;
 pub mod fold;
 pub mod fragment;
+pub mod fuse;
 pub mod inference;
 pub mod loss;
 pub mod memory;

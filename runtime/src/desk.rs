@@ -11,7 +11,7 @@ use crate::buffer::{Buffer, Ledger};
 use crate::compile::{Named, StageCode};
 use crate::data::Batches;
 use crate::execute::{ExecuteError, Executor, Item, Weights};
-use crate::gradient::{Terms, add, reduced, scaled, square, total};
+use crate::gradient::{Terms, add_all, begun, reduced, scaled, square, total};
 use crate::link::channel::Parcel;
 use crate::link::rendezvous::{Abandoned, Rendezvous};
 use crate::norm::{Squares, factor};
@@ -309,6 +309,9 @@ impl<'a> Desk<'a> {
     pub fn backward(&mut self, item: u32, part: Part, version: u32, lag: Lag) -> Result<(), ExecuteError> {
         let Some(mut state) = self.items.remove(&item) else { return Ok(()) };
         self.take_weights(&mut state, version, lag);
+        if part.ends() {
+            state.sums = begun(&self.terms, &mut self.executor);
+        }
         if part.makes_gradients() {
             // A program may leave to the backward what it does not say.
             self.again(&mut state)?;
@@ -316,10 +319,7 @@ impl<'a> Desk<'a> {
         }
         if part.ends() {
             self.executor.backward_weight(&mut state)?;
-            for (i, term) in self.code.gradient_terms.iter().enumerate() {
-                let dtype = self.code.parameters[term.parameter].fact.dtype;
-                add(&mut self.terms[i], &mut self.executor, &state, term, dtype);
-            }
+            add_all(&mut self.terms, &mut self.executor, &mut state);
         }
         self.give_weights(&mut state, lag);
         self.items.insert(item, state);
