@@ -37,11 +37,16 @@ pub struct Chains {
 impl Chains {
     /// For every node of `order` the place in it where it runs.
     pub fn places(&self, order: &[NodeId]) -> Vec<usize> {
-        let own: HashMap<NodeId, usize> = order.iter().enumerate().map(|(at, id)| (*id, at)).collect();
         let mut places: Vec<usize> = (0..order.len()).collect();
+        let mut last_of: HashMap<NodeId, NodeId> = HashMap::new();
         for (last, ops) in &self.by_last {
-            for op in ops {
-                places[own[op]] = own[last];
+            last_of.extend(ops.iter().map(|op| (*op, *last)));
+        }
+        let mut at_last: HashMap<NodeId, usize> = HashMap::new();
+        for (at, id) in order.iter().enumerate().rev().filter(|_| !last_of.is_empty()) {
+            if let Some(last) = last_of.get(id) {
+                // The last of a chain comes first, backward.
+                places[at] = *at_last.entry(*last).or_insert(at);
             }
         }
         places
