@@ -87,8 +87,8 @@ impl<const N: usize> Iterator for Runs<'_, N> {
         self.left -= 1;
         // A loop, because a closure would not be compiled for the vectors of who walks.
         let mut now = [0; N];
-        for i in 0..N {
-            now[i] = self.at[i] as usize;
+        for (now, at) in now.iter_mut().zip(&self.at) {
+            *now = *at as usize;
         }
         for axis in (0..self.walk.dims.len()).rev() {
             let strides = &self.walk.strides[axis];
