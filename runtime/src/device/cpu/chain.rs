@@ -359,13 +359,11 @@ mod tests {
             kernel.run(&read, &mut [slice(&mut buffer, result.bytes())], &mut []).unwrap();
             made.push((result, buffer));
         }
-        let link = |((op, operands, is_written), (result, _)): (&(Op, Vec<Operand>, bool), &(Layout, Vec<u64>))| Link {
-            op: op.clone(),
-            operands: operands.clone(),
-            result: result.clone(),
-            is_written: *is_written,
+        let link = |(at, (op, operands, is_written)): (usize, &(Op, Vec<Operand>, bool))| {
+            let (op, operands, result) = (op.clone(), operands.clone(), made[at].0.clone());
+            Link { op, operands, result, is_written: *is_written }
         };
-        let links: Vec<Link> = ops.iter().zip(&made).map(link).collect();
+        let links: Vec<Link> = ops.iter().enumerate().map(link).collect();
         let chain = Chain::new(&links, given).expect("these shapes suit");
         let wanted: Vec<&(Layout, Vec<u64>)> =
             made.iter().zip(ops).filter(|(_, op)| op.2).map(|(made, _)| made).collect();
