@@ -15,6 +15,7 @@ pub mod fold;
 pub mod fragment;
 pub mod fuse;
 pub mod inference;
+pub mod join;
 pub mod loss;
 pub mod memory;
 pub mod mixed;
