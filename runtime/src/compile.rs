@@ -3,15 +3,17 @@
 //! Stages are compiled from the last to the first, because a stage must know which gradients the later ones send.
 
 use crate::buffer::Buffer;
-use crate::device::cpu::Kernel;
+use crate::device::cpu::half::is_half;
 use crate::memory;
 use crate::statistics::{Follow, follows};
+use crate::steps::{Place, Planned, Sequence, Slot, tasks};
 use compiler::graph::{Graph, order};
 use compiler::op::table::rule;
 use compiler::op::{NodeId, Op, Value};
 use compiler::pass::backward::{Arriving, Backward, BackwardError, Made, Read, backward};
 use compiler::pass::fragment::{Fragment, FragmentError, fragments};
-use compiler::pass::memory::{Home, Layout, Needs, plan};
+use compiler::pass::fuse::{Chains, chains};
+use compiler::pass::memory::{Home, Layout, Needs};
 use compiler::pass::pipeline::{self, PassBug};
 use compiler::pass::split::parts;
 use compiler::tensor::fact::Fact;
@@ -34,65 +36,6 @@ pub enum CompileError {
     StageMemory { needed: u64, available: u64 },
     #[error("the size of `{node}` is not known: {fact}; give the symbols their sizes")]
     Symbolic { node: String, fact: String },
-}
-
-/// Where a kernel finds one of its tensors.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Slot {
-    /// In the worker's arena, at this offset.
-    Arena(usize),
-    /// In the item's block that is kept for its backward run.
-    Kept(usize),
-    /// In the item's buffer that is sent to other stages.
-    Own(usize),
-    /// In the item's buffer that came from another stage.
-    Received(usize),
-    /// In the item's data, by place in [`StageCode::feeds`].
-    Feed(usize),
-    /// A parameter at the item's version, by place in [`StageCode::parameters`].
-    Parameter(usize),
-    /// A state, by place in [`StageCode::states`].
-    State(usize),
-    /// A constant of this sequence.
-    Constant(usize),
-    /// In the item's block that is kept from the first part of its backward run to the second.
-    Between(usize),
-    /// A gradient term that came from a later stage, by place in [`StageCode::gradients_in`].
-    GradientIn(usize),
-    /// A gradient term that is sent to an earlier stage, by place in [`StageCode::gradients_out`].
-    GradientOut(usize),
-}
-
-/// A tensor in its place.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Place {
-    /// Where it begins.
-    pub slot: Slot,
-    /// How long it is.
-    pub bytes: usize,
-}
-
-/// One kernel with its tensors.
-pub struct Step {
-    /// The kernel.
-    pub kernel: Kernel,
-    /// What it reads.
-    pub inputs: Vec<Place>,
-    /// What it writes.
-    pub outputs: Vec<Place>,
-    /// Its workspace in the arena.
-    pub workspace: Place,
-    /// The node, for messages.
-    pub node: String,
-}
-
-/// Kernels in order.
-#[derive(Default)]
-pub struct Sequence {
-    /// The kernels.
-    pub steps: Vec<Step>,
-    /// The constants they read.
-    pub constants: Vec<Buffer>,
 }
 
 /// A tensor with a name that comes from outside.
@@ -339,15 +282,13 @@ impl<'a> Assembly<'a> {
         let samples = graph.averages.iter().map(|a| a.sample);
         let held: HashSet<Value> = graph.outputs.iter().map(|o| o.value).chain(samples).collect();
         let own: HashSet<Value> = self.fragment.sent.iter().map(|s| s.local).collect();
-        let forward_order = runnable(graph);
-        let kernels = kernels(graph, &forward_order);
-        let workspace = workspaces(&kernels);
-        self.forward_layout = plan(
-            graph,
-            &order::canonical(graph),
-            &Needs { own: &own, kept: &kept, held: &held, workspace: &workspace },
-        );
-        let forward = self.forward_sequence(kernels);
+        let order = order::canonical(graph);
+        let (workspace, apart) = (HashMap::new(), Chains::default());
+        let needs = Needs { own: &own, kept: &kept, held: &held, workspace: &workspace, chains: &apart };
+        let (together, _) = chains(graph, &order, &needs, &|_, _| true);
+        let (tasks, layout) = tasks(graph, &order, together, &needs);
+        self.forward_layout = layout;
+        let forward = self.forward_sequence(tasks);
 
         let mut sent: Vec<Transfer> = Vec::new();
         for s in &self.fragment.sent {
@@ -371,7 +312,7 @@ impl<'a> Assembly<'a> {
 
         let made = self.backward_code();
         let reference = |s: &Sequence| -> Vec<String> {
-            s.steps.iter().filter(|s| s.kernel.is_reference()).map(|s| s.kernel.name().to_string()).collect()
+            s.steps.iter().filter_map(|step| step.task.reference_op()).map(str::to_string).collect()
         };
         let mut reference_ops = [reference(&forward), reference(&made.first), reference(&made.second)].concat();
         reference_ops.sort();
@@ -402,7 +343,7 @@ impl<'a> Assembly<'a> {
         }
     }
 
-    fn forward_sequence(&mut self, kernels: Vec<(NodeId, Kernel)>) -> Sequence {
+    fn forward_sequence(&mut self, tasks: Vec<Planned>) -> Sequence {
         let graph = &self.fragment.graph;
         let mut sequence = Sequence::default();
         for id in order::canonical(graph) {
@@ -411,9 +352,8 @@ impl<'a> Assembly<'a> {
                 sequence.constants.push(Buffer::copy_of(c.tensor.bytes()));
             }
         }
-        for (id, kernel) in kernels {
-            let place = |v: &Value| self.forward_place(*v);
-            sequence.steps.push(step(graph, id, kernel, &self.forward_layout, place));
+        for task in tasks {
+            sequence.steps.push(task.step(graph, &self.forward_layout, |value| self.forward_place(*value)));
         }
         sequence
     }
@@ -478,13 +418,13 @@ impl<'a> Assembly<'a> {
         };
         let own = of(|m| matches!(m, Made::Gradient { .. }));
         let order = parts.as_ref().map_or_else(|| order::canonical(graph), |parts| parts.order.clone());
-        let mut run = order.clone();
-        run.retain(|id| is_run(graph, *id));
-        let kernels = kernels(graph, &run);
-        let workspace = workspaces(&kernels);
         let kept = parts.as_ref().map(|parts| parts.crossing.clone()).unwrap_or_default();
         let held = of(|m| matches!(m, Made::Parameter(_)));
-        let layout = plan(graph, &order, &Needs { own: &own, kept: &kept, held: &held, workspace: &workspace });
+        let (workspace, apart) = (HashMap::new(), Chains::default());
+        let needs = Needs { own: &own, kept: &kept, held: &held, workspace: &workspace, chains: &apart };
+        let is_second = |id: NodeId| parts.as_ref().is_some_and(|parts| parts.second.contains(&id));
+        let (together, _) = chains(graph, &order, &needs, &|a, b| is_second(a) == is_second(b));
+        let (tasks, layout) = tasks(graph, &order, together, &needs);
         // Buffers of leaving gradients: by receiving stage, value and group.
         let mut gradients_out: Vec<(Transfer, Value)> = Vec::new();
         for (made, output) in backward.makes.iter().zip(&graph.outputs) {
@@ -503,9 +443,13 @@ impl<'a> Assembly<'a> {
                 _ => None,
             })
             .collect();
+        let direct = if parts.is_none() { first_terms(backward) } else { HashMap::new() };
         let place = |value: &Value| {
             let slot = match layout.homes[value] {
-                Home::Arena(offset) => Slot::Arena(offset),
+                Home::Arena(offset) => match direct.get(&root(graph, *value)) {
+                    Some(&term) => Slot::Gradient { term, offset },
+                    None => Slot::Arena(offset),
+                },
                 Home::Own(index) => Slot::GradientOut(own_slot[&index]),
                 Home::Source(node) => sources[&node],
                 Home::Kept(offset) => Slot::Between(offset),
@@ -513,10 +457,9 @@ impl<'a> Assembly<'a> {
             Place { slot, bytes: bytes(graph.fact(*value)) }
         };
         let mut second = Sequence::default();
-        for (id, kernel) in kernels {
-            let is_second = parts.as_ref().is_some_and(|parts| parts.second.contains(&id));
-            let part = if is_second { &mut second } else { &mut sequence };
-            part.steps.push(step(graph, id, kernel, &layout, place));
+        for task in tasks {
+            let part = if is_second(task.node) { &mut second } else { &mut sequence };
+            part.steps.push(task.step(graph, &layout, place));
         }
         if parts.is_some() {
             second.constants = sequence.constants.iter().map(|constant| Buffer::copy_of(constant.bytes())).collect();
@@ -572,37 +515,23 @@ fn position(list: &[(NodeId, Named)], node: NodeId) -> usize {
     list.iter().position(|(id, _)| *id == node).expect("the node is one of the stage's sources")
 }
 
-/// The nodes that need a kernel, in order.
-fn runnable(graph: &Graph) -> Vec<NodeId> {
-    let mut order = order::canonical(graph);
-    order.retain(|id| is_run(graph, *id));
-    order
+/// The tensors that are gradients of parameters, each with its first place among all terms. Sums of narrow ones are wide, and take a copy.
+fn first_terms(backward: &Backward) -> HashMap<Value, usize> {
+    let graph = &backward.graph;
+    let parameters = backward.makes.iter().zip(&graph.outputs).filter(|(made, _)| matches!(made, Made::Parameter(_)));
+    let mut first = HashMap::new();
+    for (term, (_, output)) in parameters.enumerate() {
+        if !is_half(graph.fact(output.value).dtype) {
+            first.entry(root(graph, output.value)).or_insert(term);
+        }
+    }
+    first
 }
 
-/// Whether a node needs a kernel: sources and views do not.
-fn is_run(graph: &Graph, id: NodeId) -> bool {
-    let op = &graph.node(id).op;
-    !matches!(op, Op::Input(_) | Op::Parameter(_) | Op::State(_) | Op::Constant(_)) && !rule(op).is_view()
-}
-
-fn kernels(graph: &Graph, order: &[NodeId]) -> Vec<(NodeId, Kernel)> {
-    let of = |id: &NodeId| {
-        let inputs: Vec<Fact> = graph.inputs(*id).iter().map(|v| graph.fact(*v).clone()).collect();
-        (*id, Kernel::new(&graph.node(*id).op, &inputs, &graph.node(*id).facts))
-    };
-    order.iter().map(of).collect()
-}
-
-fn workspaces(kernels: &[(NodeId, Kernel)]) -> HashMap<NodeId, usize> {
-    kernels.iter().map(|(id, k)| (*id, k.workspace())).collect()
-}
-
-fn step(graph: &Graph, id: NodeId, kernel: Kernel, layout: &Layout, place: impl Fn(&Value) -> Place) -> Step {
-    let workspace =
-        Place { slot: Slot::Arena(layout.workspace.get(&id).copied().unwrap_or(0)), bytes: kernel.workspace() };
-    let node = graph.node(id);
-    let told = node.told().to_string();
-    let inputs = graph.inputs(id).iter().map(&place).collect();
-    let outputs = graph.values(id).iter().map(&place).collect();
-    Step { kernel, inputs, outputs, workspace, node: told }
+/// What a value is a view of, or itself.
+fn root(graph: &Graph, mut value: Value) -> Value {
+    while value.output == 0 && rule(&graph.node(value.node).op).is_view() {
+        value = graph.inputs(value.node)[0];
+    }
+    value
 }

@@ -13,7 +13,7 @@ use crate::compile::{Named, StageCode};
 use crate::data::Batches;
 use crate::desk::sum::{Contribution, Gathered};
 use crate::execute::{ExecuteError, Executor, Item, Weights};
-use crate::gradient::{Terms, scaled, square, total};
+use crate::gradient::{Terms, begun, scaled, square, total};
 use crate::link::channel::Parcel;
 use crate::link::rendezvous::{Abandoned, Rendezvous};
 use crate::norm::{Squares, factor};
@@ -314,6 +314,9 @@ impl<'a> Desk<'a> {
     pub fn backward(&mut self, item: u32, part: Part, version: u32, lag: Lag) -> Result<(), ExecuteError> {
         let Some(mut state) = self.items.remove(&item) else { return Ok(()) };
         self.take_weights(&mut state, version, lag);
+        if part.ends() {
+            state.sums = begun(&self.gathered.terms, &mut self.executor);
+        }
         if part.makes_gradients() {
             // A program may leave to the backward what it does not say.
             self.again(&mut state)?;
@@ -321,7 +324,7 @@ impl<'a> Desk<'a> {
         }
         if part.ends() {
             self.executor.backward_weight(&mut state)?;
-            self.gathered.add(self.code, &mut self.executor, &state);
+            self.gathered.add(&mut self.executor, &mut state);
             self.bring_due();
         }
         self.give_weights(&mut state, lag);

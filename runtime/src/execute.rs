@@ -4,7 +4,8 @@
 //! for its backward run, the buffers it sends and holds references to those it received and to its weight version.
 
 use crate::buffer::{Buffer, Pool};
-use crate::compile::{Place, Sequence, Slot, StageCode};
+use crate::compile::StageCode;
+use crate::steps::{Place, Sequence, Slot};
 use compiler::op::KernelError;
 use std::sync::Arc;
 use thiserror::Error;
@@ -43,6 +44,8 @@ pub struct Item {
     pub sent_gradients: Vec<Option<Arc<Buffer>>>,
     /// What the second part of the backward run reads of the first.
     pub between: Option<Arc<Buffer>>,
+    /// Where the backward run leaves the gradients of parameters that are first in their sums, by term; the others lie in the arena.
+    pub sums: Vec<Option<Arc<Buffer>>>,
     /// Whether its backward run is over.
     pub is_done: bool,
 }
@@ -90,6 +93,7 @@ impl<'a> Executor<'a> {
             gradients_out: vec![None; self.code.gradients_out.len()],
             sent_gradients: Vec::new(),
             between: None,
+            sums: Vec::new(),
             is_done: false,
         }
     }
@@ -216,7 +220,7 @@ impl<'a> Executor<'a> {
             }
             // SAFETY: see `write`.
             let workspace = unsafe { self.write(item, step.workspace) };
-            step.kernel
+            step.task
                 .run(&inputs, &mut outputs, workspace)
                 .map_err(|fault| ExecuteError { node: step.node.clone(), fault })?;
         }
@@ -237,6 +241,10 @@ impl<'a> Executor<'a> {
             Slot::Received(i) => whole(item.received[i].as_ref()),
             Slot::GradientIn(i) => whole(item.gradients_in[i].as_ref()),
             Slot::GradientOut(i) => whole(item.gradient_out(i)),
+            Slot::Gradient { term, offset } => match item.sums.get(term) {
+                Some(Some(sum)) => inside(sum, 0),
+                _ => inside(&self.arena, offset),
+            },
             Slot::Between(offset) => {
                 inside(item.between.as_ref().expect("the first part of a backward run took it"), offset)
             }
@@ -261,8 +269,8 @@ impl<'a> Executor<'a> {
     /// # Safety
     ///
     /// Only [`Executor::run`] may call this, for the outputs and the workspace of one step: the memory plan gave them
-    /// bytes that no tensor alive at that step has, and the buffers behind `Own`, `Kept` and `GradientOut` are held by
-    /// this item alone until they are sent.
+    /// bytes that no tensor alive at that step has, and the buffers behind `Own`, `Kept`, `GradientOut` and
+    /// `Gradient` are held by this item alone until they are sent or added up.
     #[allow(clippy::mut_from_ref)]
     unsafe fn write<'b>(&'b self, item: &'b Item, place: Place) -> &'b mut [u8] {
         // SAFETY: bounds are checked by `address`; exclusiveness is the caller's promise.

@@ -8,6 +8,7 @@ use crate::device::cpu::square::squares;
 use crate::execute::{Executor, Item};
 use crate::optimizer::accumulate;
 use crate::stepper::{exclusive, wide};
+use crate::steps::Slot;
 use bytemuck::{cast_slice, cast_slice_mut};
 use compiler::tensor::DType;
 use compiler::tensor::view::ViewMut;
@@ -16,8 +17,32 @@ use std::sync::Arc;
 /// Summands of a parameter's gradient, each with its place in the sum.
 pub type Terms = Vec<(usize, Arc<Buffer>)>;
 
+/// Buffers for the terms of a backward run that are the first in their sums over items, so that the run writes them there.
+pub fn begun(sums: &[Option<Arc<Buffer>>], executor: &mut Executor<'_>) -> Vec<Option<Arc<Buffer>>> {
+    let terms = executor.code.gradient_terms.iter().zip(sums).enumerate();
+    let of = |(i, (term, sum)): (usize, (&GradientTerm, &Option<Arc<Buffer>>))| {
+        // Two gradients may be one tensor: the second is copied from the first.
+        let is_own = matches!(term.place.slot, Slot::Gradient { term, .. } if term == i);
+        (is_own && sum.is_none()).then(|| executor.pool.take(term.place.bytes))
+    };
+    terms.map(of).collect()
+}
+
+/// Adds the terms that an item's backward run left to their sums over items.
+pub fn add_all(sums: &mut [Option<Arc<Buffer>>], executor: &mut Executor<'_>, item: &mut Item) {
+    let code = executor.code;
+    for (i, term) in code.gradient_terms.iter().enumerate() {
+        if item.sums.get(i).is_none_or(Option::is_none) {
+            add(&mut sums[i], executor, item, term, code.parameters[term.parameter].fact.dtype);
+        }
+    }
+    for (sum, first) in sums.iter_mut().zip(std::mem::take(&mut item.sums)) {
+        *sum = first.or_else(|| sum.take());
+    }
+}
+
 /// Adds a term that a backward run left to its sum over items.
-pub fn add(sum: &mut Option<Arc<Buffer>>, executor: &mut Executor<'_>, item: &Item, term: &GradientTerm, dtype: DType) {
+fn add(sum: &mut Option<Arc<Buffer>>, executor: &mut Executor<'_>, item: &Item, term: &GradientTerm, dtype: DType) {
     if let Some(sum) = sum {
         return accumulate(dtype, exclusive(sum), executor.gradient(item, term.place));
     }

@@ -25,6 +25,7 @@ pub mod prepare;
 pub mod rate;
 pub mod statistics;
 pub mod stepper;
+pub mod steps;
 pub mod train;
 pub mod weights;
 pub mod worker;

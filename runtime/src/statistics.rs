@@ -10,8 +10,9 @@
 //! minibatches the two are one.
 
 use crate::buffer::Buffer;
-use crate::compile::{Named, Place};
+use crate::compile::Named;
 use crate::policy::Statistics;
+use crate::steps::Place;
 use compiler::graph::Graph;
 use compiler::op::{NodeId, Op, Value};
 use compiler::tensor::DType;

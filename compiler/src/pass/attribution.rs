@@ -9,8 +9,9 @@
 use super::backward::BackwardError;
 use super::backward::{Arriving, Backward, Made, Read, backward};
 use super::fragment::{Fragment, FragmentError, fragments};
+use super::fuse::{Chains, chains};
 use super::loss::{LOSS, Loss, LossError, TARGET, attach};
-use super::memory::{self, Needs};
+use super::memory::Needs;
 use super::pipeline::{self, PassBug};
 use crate::graph::{Graph, Origin, order};
 use crate::op::table::rule;
@@ -320,8 +321,11 @@ impl Live {
         [kept, held]: [&HashSet<Value>; 2],
         gradients: &HashMap<NodeId, (usize, u64)>,
     ) {
-        let needs = Needs { own: &HashSet::new(), kept, held, workspace: &HashMap::new() };
-        for (id, alive) in order.iter().zip(memory::live(graph, order, &needs)) {
+        let (own, workspace, apart) = (HashSet::new(), HashMap::new(), Chains::default());
+        let needs = Needs { own: &own, kept, held, workspace: &workspace, chains: &apart };
+        // What one op answers for is never cut.
+        let (_, alive) = chains(graph, order, &needs, &|a, b| owners.get(&a) == owners.get(&b));
+        for (id, alive) in order.iter().zip(alive) {
             if let Some(&(owner, bytes)) = gradients.get(id) {
                 self.not_yet[owner] -= bytes;
             }

@@ -10,9 +10,12 @@
 //! | [`Home::Kept`] | what the backward run of the same minibatch reads | from forward to backward |
 //! | [`Home::Arena`] | everything else, and the kernels' workspace | within the run |
 //!
+//! What is only read within the chain of ops that makes it ([`fuse`](super::fuse)) has no home.
+//!
 //! Arena offsets are assigned largest tensor first, each at the lowest place where no tensor alive at the same time
 //! lies ("greedy by size", Pisarchyk and Lee, MLSys workshop 2020, section 5.2).
 
+use super::fuse::Chains;
 use crate::graph::Graph;
 use crate::op::table::rule;
 use crate::op::{NodeId, Op, Value};
@@ -49,7 +52,8 @@ pub struct Layout {
     pub workspace: HashMap<NodeId, usize>,
 }
 
-/// What must outlive the run, and what kernels need beside their tensors.
+/// What must outlive the run, what kernels need beside their tensors, and which ops run together.
+#[derive(Clone, Copy)]
 pub struct Needs<'a> {
     /// Values that are sent to other stages, or handed out.
     pub own: &'a HashSet<Value>,
@@ -57,8 +61,10 @@ pub struct Needs<'a> {
     pub kept: &'a HashSet<Value>,
     /// Values that are read when the run is over, before the next one.
     pub held: &'a HashSet<Value>,
-    /// Bytes of workspace by node.
+    /// Bytes of workspace by node, of a chain by its last.
     pub workspace: &'a HashMap<NodeId, usize>,
+    /// Ops that run together.
+    pub chains: &'a Chains,
 }
 
 /// Rounds up to [`ALIGNMENT`].
@@ -72,7 +78,7 @@ pub fn plan(graph: &Graph, order: &[NodeId], needs: &Needs<'_>) -> Layout {
     let mut layout = Layout::default();
     let mut transient: Vec<Block> = Vec::new();
     let mut class_home: Vec<Option<Home>> = vec![None; classes.list.len()];
-    for (i, class) in classes.list.iter().enumerate() {
+    for (i, class) in classes.list.iter().enumerate().filter(|(_, class)| !class.inner) {
         class_home[i] = if is_source(graph, class.root.node) {
             Some(Home::Source(class.root.node))
         } else if class.own {
@@ -102,19 +108,19 @@ pub fn plan(graph: &Graph, order: &[NodeId], needs: &Needs<'_>) -> Layout {
             }
         }
     }
-    for (value, class) in classes.of.drain() {
+    for (value, class) in classes.of.drain().filter(|(_, class)| !classes.list[*class].inner) {
         layout.homes.insert(value, class_home[class].expect("every class got a home"));
     }
     layout
 }
 
-/// For every node of `order` the bytes of all tensors alive while it runs that would lie in the arena, but for those that are held
-/// to the end of the run.
+/// For every node of `order` the bytes of all tensors alive while it, or its chain, runs that would lie in the arena, but for those that
+/// are held to the end of the run.
 pub fn live(graph: &Graph, order: &[NodeId], needs: &Needs<'_>) -> Vec<usize> {
     let classes = classes(graph, order, needs);
     let mut change = vec![0isize; order.len() + 1];
     for class in &classes.list {
-        if !(is_source(graph, class.root.node) || class.own || class.kept || class.held) {
+        if !(is_source(graph, class.root.node) || class.own || class.kept || class.held || class.inner) {
             change[class.first] += aligned(class.bytes) as isize;
             change[class.last + 1] -= aligned(class.bytes) as isize;
         }
@@ -124,7 +130,8 @@ pub fn live(graph: &Graph, order: &[NodeId], needs: &Needs<'_>) -> Vec<usize> {
         alive += change;
         alive as usize
     };
-    change[..order.len()].iter().map(&mut running).collect()
+    let alive: Vec<usize> = change[..order.len()].iter().map(&mut running).collect();
+    needs.chains.places(order).into_iter().map(|at| alive[at]).collect()
 }
 
 fn is_source(graph: &Graph, id: NodeId) -> bool {
@@ -140,6 +147,8 @@ struct Class {
     own: bool,
     kept: bool,
     held: bool,
+    /// Whether it exists only within a chain.
+    inner: bool,
 }
 
 struct Classes {
@@ -149,11 +158,11 @@ struct Classes {
 
 fn classes(graph: &Graph, order: &[NodeId], needs: &Needs<'_>) -> Classes {
     let mut classes = Classes { list: Vec::new(), of: HashMap::new() };
-    for (at, &id) in order.iter().enumerate() {
+    for (at, &id) in needs.chains.places(order).into_iter().zip(order) {
         let inputs = graph.inputs(id);
         for input in &inputs {
-            let class = classes.of[input];
-            classes.list[class].last = at;
+            let class = &mut classes.list[classes.of[input]];
+            class.last = class.last.max(at);
         }
         let node = graph.node(id);
         for value in graph.values(id) {
@@ -161,8 +170,9 @@ fn classes(graph: &Graph, order: &[NodeId], needs: &Needs<'_>) -> Classes {
                 classes.of[&inputs[0]]
             } else {
                 let bytes = graph.fact(value).bytes().expect("sizes are fixed and were checked") as usize;
-                let class = Class { root: value, bytes, first: at, last: at, own: false, kept: false, held: false };
-                classes.list.push(class);
+                let [own, kept, held] = [false; 3];
+                let inner = needs.chains.inner.contains(&value);
+                classes.list.push(Class { root: value, bytes, first: at, last: at, own, kept, held, inner });
                 classes.list.len() - 1
             };
             classes.of.insert(value, class);

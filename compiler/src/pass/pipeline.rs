@@ -1,7 +1,7 @@
 //! The order of the passes, with the verifier between them.
 
 use super::fragment::Fragment;
-use super::{Changed, canonicalise, cse, dce, fold};
+use super::{Changed, canonicalise, cse, dce, fold, join};
 use crate::graph::verify::{VerifyError, verify};
 use crate::graph::{Graph, Output};
 use thiserror::Error;
@@ -22,7 +22,7 @@ type Pass = (&'static str, fn(&mut Graph) -> Changed);
 const CANONICAL: [Pass; 3] = [("canonicalise", canonicalise::canonicalise), ("cse", cse::cse), ("dce", dce::dce)];
 
 /// What a stage's fragment goes through once its sizes are fixed.
-const CONCRETE: [Pass; 3] = [("fold", fold::fold), ("cse", cse::cse), ("dce", dce::dce)];
+const CONCRETE: [Pass; 4] = [("fold", fold::fold), ("cse", cse::cse), ("join", join::join), ("dce", dce::dce)];
 
 /// What a forward fragment goes through: no `cse`, because merging ops that only meet when two stages are one would
 /// make the order of gradient sums depend on the cut.

@@ -8,7 +8,7 @@ use super::Desk;
 use crate::buffer::Buffer;
 use crate::compile::{Named, StageCode};
 use crate::execute::{Executor, Item};
-use crate::gradient::{Terms, add, reduced};
+use crate::gradient::{Terms, add_all, reduced};
 use crate::link::rendezvous::Abandoned;
 use crate::statistics::Samples;
 use std::collections::HashMap;
@@ -64,10 +64,8 @@ impl Gathered {
     }
 
     /// Adds what the item's backward left.
-    pub fn add(&mut self, code: &StageCode, executor: &mut Executor<'_>, item: &Item) {
-        for (sum, term) in self.terms.iter_mut().zip(&code.gradient_terms) {
-            add(sum, executor, item, term, code.parameters[term.parameter].fact.dtype);
-        }
+    pub fn add(&mut self, executor: &mut Executor<'_>, item: &mut Item) {
+        add_all(&mut self.terms, executor, item);
         self.items += 1;
     }
 

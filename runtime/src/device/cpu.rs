@@ -20,6 +20,7 @@
 
 pub mod batch_norm;
 pub mod cast;
+pub mod chain;
 pub mod conv;
 pub mod cross_entropy;
 pub mod depthwise;

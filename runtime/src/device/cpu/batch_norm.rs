@@ -7,6 +7,10 @@ use super::{Fast, Layout};
 use bytemuck::{cast_slice, cast_slice_mut};
 use compiler::op::BatchNorm;
 use compiler::tensor::DType;
+use std::ops::Range;
+
+/// What stays in the second-level cache while a run of channels is gone through again.
+const CACHED_BYTES: usize = 512 << 10;
 
 /// Normalisation with the statistics of the batch.
 pub fn kernel(op: &BatchNorm, x: &Layout) -> Option<Fast> {
@@ -33,6 +37,7 @@ pub fn grad(x: &Layout) -> Option<Fast> {
 struct Planes {
     channels: usize,
     inner: usize,
+    images: usize,
     /// Elements of a channel.
     count: f64,
 }
@@ -40,12 +45,21 @@ struct Planes {
 impl Planes {
     fn of(x: &Layout) -> Planes {
         let inner: usize = x.shape[2..].iter().product();
-        Planes { channels: x.shape[1], inner, count: (x.shape[0] * inner) as f64 }
+        Planes { channels: x.shape[1], inner, images: x.shape[0], count: (x.shape[0] * inner) as f64 }
     }
 
-    /// Elements of one image.
-    fn image(&self) -> usize {
-        self.channels * self.inner
+    /// Runs of channels whose images fit the second-level cache together with as many other tensors, so that later passes find them there.
+    fn runs(self, tensors: usize, size: usize) -> impl Iterator<Item = Range<usize>> {
+        let channel = (tensors * self.count as usize * size).max(1);
+        let each = (CACHED_BYTES / channel).clamp(1, self.channels.max(1));
+        (0..self.channels).step_by(each).map(move |first| first..self.channels.min(first + each))
+    }
+
+    /// The elements of some channels, image by image.
+    fn images(self, run: &Range<usize>) -> impl Iterator<Item = Range<usize>> {
+        let (first, last) = (run.start * self.inner, run.end * self.inner);
+        let size = self.channels * self.inner;
+        (0..self.images).map(move |image| image * size + first..image * size + last)
     }
 }
 
@@ -57,16 +71,19 @@ fn forward<T: Real>(epsilon: f64, planes: Planes) -> Fast {
         let (means, squares) = cast_slice_mut::<u8, f64>(workspace)[..2 * c].split_at_mut(c);
         means.fill(0.0);
         squares.fill(0.0);
-        add_sums(planes, x, means);
-        means.iter_mut().for_each(|m| *m /= planes.count);
-        add_squares(planes, x, means, squares);
         let [mean_out, variance_out, rstd_out] = [mean_out, variance_out, rstd_out].map(|o| cast_slice_mut::<u8, T>(o));
-        for i in 0..c {
-            let variance = squares[i] / planes.count;
-            squares[i] = 1.0 / (variance + epsilon).sqrt();
-            (mean_out[i], variance_out[i], rstd_out[i]) = (T::of(means[i]), T::of(variance), T::of(squares[i]));
+        let y = cast_slice_mut::<u8, T>(y);
+        for run in planes.runs(2, size_of::<T>()) {
+            add_sums(planes, &run, x, means);
+            means[run.clone()].iter_mut().for_each(|m| *m /= planes.count);
+            add_squares(planes, &run, x, means, squares);
+            for i in run.clone() {
+                let variance = squares[i] / planes.count;
+                squares[i] = 1.0 / (variance + epsilon).sqrt();
+                (mean_out[i], variance_out[i], rstd_out[i]) = (T::of(means[i]), T::of(variance), T::of(squares[i]));
+            }
+            normalise(planes, &run, x, [scale, bias], [means, squares], y);
         }
-        normalise(planes, x, scale, bias, means, squares, cast_slice_mut(y));
         Ok(())
     });
     fast.with_workspace(2 * c * size_of::<f64>())
@@ -80,15 +97,17 @@ fn backward<T: Real>(planes: Planes) -> Fast {
         let (scale_sums, bias_sums) = cast_slice_mut::<u8, f64>(workspace)[..2 * c].split_at_mut(c);
         scale_sums.fill(0.0);
         bias_sums.fill(0.0);
-        add_sums(planes, dy, bias_sums);
-        add_products(planes, dy, x, mean, rstd, scale_sums);
-        let (dscale, dbias) = (cast_slice_mut::<u8, T>(dscale), cast_slice_mut::<u8, T>(dbias));
-        for i in 0..c {
-            (dscale[i], dbias[i]) = (T::of(scale_sums[i]), T::of(bias_sums[i]));
-            scale_sums[i] /= planes.count;
-            bias_sums[i] /= planes.count;
+        let [dx, dscale, dbias] = [dx, dscale, dbias].map(|o| cast_slice_mut::<u8, T>(o));
+        for run in planes.runs(3, size_of::<T>()) {
+            add_sums(planes, &run, dy, bias_sums);
+            add_products(planes, &run, dy, x, [mean, rstd], scale_sums);
+            for i in run.clone() {
+                (dscale[i], dbias[i]) = (T::of(scale_sums[i]), T::of(bias_sums[i]));
+                scale_sums[i] /= planes.count;
+                bias_sums[i] /= planes.count;
+            }
+            input_grad(planes, &run, [dy, x, scale, mean, rstd], [scale_sums, bias_sums], dx);
         }
-        input_grad(planes, [dy, x, scale, mean, rstd], scale_sums, bias_sums, cast_slice_mut(dx));
         Ok(())
     });
     fast.with_workspace(2 * c * size_of::<f64>())
@@ -97,14 +116,15 @@ fn backward<T: Real>(planes: Planes) -> Fast {
 // Without spatial dims the channels are neighbours, and are done side by side; else each plane is a row.
 
 wide! {
-    fn add_sums[T: Real](planes: Planes, x: &[T], sums: &mut [f64]) {
-        for image in x.chunks_exact(planes.image().max(1)) {
+    fn add_sums[T: Real](planes: Planes, run: &Range<usize>, x: &[T], sums: &mut [f64]) {
+        let sums = &mut sums[run.clone()];
+        for image in planes.images(run) {
             if planes.inner == 1 {
-                for (sum, x) in sums.iter_mut().zip(image) {
+                for (sum, x) in sums.iter_mut().zip(&x[image]) {
                     *sum += x.wide();
                 }
             } else {
-                for (sum, plane) in sums.iter_mut().zip(image.chunks_exact(planes.inner.max(1))) {
+                for (sum, plane) in sums.iter_mut().zip(x[image].chunks_exact(planes.inner)) {
                     *sum += sum_of(plane, |v| v);
                 }
             }
@@ -113,14 +133,15 @@ wide! {
 }
 
 wide! {
-    fn add_squares[T: Real](planes: Planes, x: &[T], means: &[f64], sums: &mut [f64]) {
-        for image in x.chunks_exact(planes.image().max(1)) {
+    fn add_squares[T: Real](planes: Planes, run: &Range<usize>, x: &[T], means: &[f64], sums: &mut [f64]) {
+        let (sums, means) = (&mut sums[run.clone()], &means[run.clone()]);
+        for image in planes.images(run) {
             if planes.inner == 1 {
-                for ((sum, mean), x) in sums.iter_mut().zip(means).zip(image) {
+                for ((sum, mean), x) in sums.iter_mut().zip(means).zip(&x[image]) {
                     *sum += (x.wide() - mean) * (x.wide() - mean);
                 }
             } else {
-                for ((sum, mean), plane) in sums.iter_mut().zip(means).zip(image.chunks_exact(planes.inner.max(1))) {
+                for ((sum, mean), plane) in sums.iter_mut().zip(means).zip(x[image].chunks_exact(planes.inner)) {
                     *sum += sum_of(plane, |v| (v - mean) * (v - mean));
                 }
             }
@@ -129,16 +150,16 @@ wide! {
 }
 
 wide! {
-    fn add_products[T: Real](planes: Planes, dy: &[T], x: &[T], mean: &[T], rstd: &[T], sums: &mut [f64]) {
-        let size = planes.image().max(1);
-        for (dy, x) in dy.chunks_exact(size).zip(x.chunks_exact(size)) {
+    fn add_products[T: Real](planes: Planes, run: &Range<usize>, dy: &[T], x: &[T], given: [&[T]; 2], sums: &mut [f64]) {
+        let (sums, [mean, rstd]) = (&mut sums[run.clone()], given.map(|g| &g[run.clone()]));
+        for image in planes.images(run) {
+            let (dy, x) = (&dy[image.clone()], &x[image]);
             if planes.inner == 1 {
-                for i in 0..planes.channels {
+                for i in 0..sums.len() {
                     sums[i] += dy[i].wide() * ((x[i].wide() - mean[i].wide()) * rstd[i].wide());
                 }
             } else {
-                let inner = planes.inner.max(1);
-                for (c, (dy, x)) in dy.chunks_exact(inner).zip(x.chunks_exact(inner)).enumerate() {
+                for (c, (dy, x)) in dy.chunks_exact(planes.inner).zip(x.chunks_exact(planes.inner)).enumerate() {
                     let (mean, rstd) = (mean[c].wide(), rstd[c].wide());
                     sums[c] += sum_of_pairs(dy, x, |dy, x| dy * (x - mean)) * rstd;
                 }
@@ -148,16 +169,17 @@ wide! {
 }
 
 wide! {
-    fn normalise[T: Real](planes: Planes, x: &[T], scale: &[T], bias: &[T], means: &[f64], rstds: &[f64], y: &mut [T]) {
-        let size = planes.image().max(1);
-        for (x, y) in x.chunks_exact(size).zip(y.chunks_exact_mut(size)) {
+    // Given are scale and bias, and means and reciprocal deviations.
+    fn normalise[T: Real](planes: Planes, run: &Range<usize>, x: &[T], given: [&[T]; 2], found: [&[f64]; 2], y: &mut [T]) {
+        let ([scale, bias], [means, rstds]) = (given.map(|g| &g[run.clone()]), found.map(|f| &f[run.clone()]));
+        for image in planes.images(run) {
+            let (x, y) = (&x[image.clone()], &mut y[image]);
             if planes.inner == 1 {
-                for i in 0..planes.channels {
+                for i in 0..scale.len() {
                     y[i] = T::of((x[i].wide() - means[i]) * rstds[i] * scale[i].wide() + bias[i].wide());
                 }
             } else {
-                let inner = planes.inner.max(1);
-                for (c, (x, y)) in x.chunks_exact(inner).zip(y.chunks_exact_mut(inner)).enumerate() {
+                for (c, (x, y)) in x.chunks_exact(planes.inner).zip(y.chunks_exact_mut(planes.inner)).enumerate() {
                     let (mean, factor, bias) = (means[c], rstds[c] * scale[c].wide(), bias[c].wide());
                     for (y, x) in y.iter_mut().zip(x) {
                         *y = T::of((x.wide() - mean) * factor + bias);
@@ -169,19 +191,21 @@ wide! {
 }
 
 wide! {
-    // dx = rstd scale (dy - mean(dy) - x̂ mean(dy x̂)); both means are given for each channel.
-    fn input_grad[T: Real](planes: Planes, given: [&[T]; 5], product_means: &[f64], means: &[f64], dx: &mut [T]) {
+    // dx = rstd scale (dy - mean(dy) - x̂ mean(dy x̂)); found are the means of dy x̂ and of dy.
+    fn input_grad[T: Real](planes: Planes, run: &Range<usize>, given: [&[T]; 5], found: [&[f64]; 2], dx: &mut [T]) {
         let [dy, x, scale, mean, rstd] = given;
-        let size = planes.image().max(1);
-        for ((dy, x), dx) in dy.chunks_exact(size).zip(x.chunks_exact(size)).zip(dx.chunks_exact_mut(size)) {
+        let [scale, mean, rstd] = [scale, mean, rstd].map(|g| &g[run.clone()]);
+        let [product_means, means] = found.map(|f| &f[run.clone()]);
+        for image in planes.images(run) {
+            let (dy, x, dx) = (&dy[image.clone()], &x[image.clone()], &mut dx[image]);
             if planes.inner == 1 {
-                for i in 0..planes.channels {
+                for i in 0..scale.len() {
                     let x_hat = (x[i].wide() - mean[i].wide()) * rstd[i].wide();
                     let factor = rstd[i].wide() * scale[i].wide();
                     dx[i] = T::of(factor * (dy[i].wide() - means[i] - x_hat * product_means[i]));
                 }
             } else {
-                let inner = planes.inner.max(1);
+                let inner = planes.inner;
                 let rows = dy.chunks_exact(inner).zip(x.chunks_exact(inner)).zip(dx.chunks_exact_mut(inner));
                 for (c, ((dy, x), dx)) in rows.enumerate() {
                     let (mean, rstd) = (mean[c].wide(), rstd[c].wide());

@@ -9,7 +9,7 @@ const LN_2_LOW: f32 = -2.121_944_4e-4;
 /// `2^n` for whole `n` in [-126, 127].
 #[inline(always)]
 fn power_of_two(n: i32) -> f32 {
-    f32::from_bits(((n + 127) as u32) << 23)
+    f32::from_bits((n.wrapping_add(127) as u32) << 23)
 }
 
 /// `e^x` as `2^n · e^r` with `|r| ≤ ln 2 / 2`.
@@ -30,10 +30,10 @@ pub fn exp(x: f32) -> f32 {
     p = p * r + 1.0 / 6.0;
     p = p * r + 0.5;
     p = p * r * r + r + 1.0;
-    // Two factors, since 2^128 and 2^-150 are no f32.
+    // Two factors, since 2^128 and 2^-150 are no f32. For NaN they are anything, and the product is NaN.
     let n = shifted.to_bits().wrapping_sub(ROUND.to_bits()) as i32;
     let half = n >> 1;
-    p * power_of_two(half.clamp(-126, 127)) * power_of_two((n.wrapping_sub(half)).clamp(-126, 127))
+    p * power_of_two(half) * power_of_two(n.wrapping_sub(half))
 }
 
 /// Natural logarithm: `x = 2^k (1+f)` with `1+f` in [√½, √2), and `log(1+f)` by the series of the inverse hyperbolic

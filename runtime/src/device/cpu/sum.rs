@@ -4,6 +4,9 @@ use super::real::Real;
 
 const LANES: usize = 16;
 
+/// Lanes of an extreme, which is the same in any order: enough to have the next comparison begin before the last one is over.
+const WIDE: usize = 4 * LANES;
+
 /// Σ f(x) over a row.
 #[inline(always)]
 pub fn sum_of<T: Real>(x: &[T], f: impl Fn(f64) -> f64) -> f64 {
@@ -55,13 +58,13 @@ pub fn sum_exp<T: Real>(x: &[T], shift: T) -> f64 {
 /// The largest of a row; NaN wins. -∞ for an empty one.
 #[inline(always)]
 pub fn largest<T: Real>(x: &[T]) -> T {
-    let mut lanes = [T::LOWEST; LANES];
-    let chunks = x.chunks_exact(LANES);
+    let mut lanes = [T::LOWEST; WIDE];
+    let chunks = x.chunks_exact(WIDE);
     for (lane, &v) in lanes.iter_mut().zip(chunks.remainder()) {
         *lane = v;
     }
     for chunk in chunks {
-        for lane in 0..LANES {
+        for lane in 0..WIDE {
             lanes[lane] = lanes[lane].larger(chunk[lane]);
         }
     }
@@ -71,13 +74,13 @@ pub fn largest<T: Real>(x: &[T]) -> T {
 /// The smallest of a row; NaN wins. ∞ for an empty one.
 #[inline(always)]
 pub fn smallest<T: Real>(x: &[T]) -> T {
-    let mut lanes = [-T::LOWEST; LANES];
-    let chunks = x.chunks_exact(LANES);
+    let mut lanes = [-T::LOWEST; WIDE];
+    let chunks = x.chunks_exact(WIDE);
     for (lane, &v) in lanes.iter_mut().zip(chunks.remainder()) {
         *lane = v;
     }
     for chunk in chunks {
-        for lane in 0..LANES {
+        for lane in 0..WIDE {
             lanes[lane] = lanes[lane].smaller(chunk[lane]);
         }
     }
@@ -85,8 +88,8 @@ pub fn smallest<T: Real>(x: &[T]) -> T {
 }
 
 #[inline(always)]
-fn tree<T: Copy>(mut lanes: [T; LANES], join: impl Fn(T, T) -> T) -> T {
-    let mut width = LANES / 2;
+fn tree<T: Copy, const N: usize>(mut lanes: [T; N], join: impl Fn(T, T) -> T) -> T {
+    let mut width = N / 2;
     while width > 0 {
         for lane in 0..width {
             lanes[lane] = join(lanes[lane], lanes[lane + width]);

@@ -85,7 +85,11 @@ impl<const N: usize> Iterator for Runs<'_, N> {
             return None;
         }
         self.left -= 1;
-        let now = self.at.map(|i| i as usize);
+        // A loop, because a closure would not be compiled for the vectors of who walks.
+        let mut now = [0; N];
+        for (now, at) in now.iter_mut().zip(&self.at) {
+            *now = *at as usize;
+        }
         for axis in (0..self.walk.dims.len()).rev() {
             let strides = &self.walk.strides[axis];
             self.counters[axis] += 1;

@@ -154,7 +154,9 @@ unsafe fn sums<const R: usize, const V: usize, const FACTORS: u8>(it: &Tiles, la
                 }
             }
         }
-        c = c.map(|at| at.wrapping_add(R * c_row));
+        for v in 0..V {
+            c[v] = c[v].wrapping_add(R * c_row);
+        }
     }
     *later = ahead;
 }

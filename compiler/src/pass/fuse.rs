@@ -1,0 +1,297 @@
+//! Which elementwise ops run together: as one loop over pieces that stay in the first-level cache, so that what lies between them is
+//! never written to memory.
+//!
+//! A chain is a set of ops whose results have one shape. It runs where its last op stands, so an op may only be in it if nobody outside
+//! reads its result before that. Every op of a chain rounds as it does alone: the same numbers come out, bit by bit.
+//!
+//! ```text
+//! %u = mul %x %root          apart: six tensors are written and read        together: one piece of each at a time,
+//! %e = erf %u                                                               and only %c is written whole
+//! %g = add %e %one
+//! %c = mul %g %half
+//! ```
+
+use super::memory::{Needs, live};
+use crate::graph::Graph;
+use crate::op::table::rule;
+use crate::op::{Binary, NodeId, Op, Unary, Value};
+use crate::tensor::DType;
+use std::collections::{BTreeMap, HashMap, HashSet};
+
+/// A longer chain would gain nothing more.
+const MOST_OPS: usize = 24;
+/// Tensors that a chain reads, at most.
+pub const MOST_READ: usize = 12;
+/// Tensors that a chain writes, at most.
+pub const MOST_WRITTEN: usize = 4;
+
+/// The chains of a graph.
+#[derive(Clone, Debug, Default)]
+pub struct Chains {
+    /// The ops of each chain in their order, by the last of them.
+    pub by_last: BTreeMap<NodeId, Vec<NodeId>>,
+    /// What is only read inside the chain that makes it.
+    pub inner: HashSet<Value>,
+}
+
+impl Chains {
+    /// For every node of `order` the place in it where it runs.
+    pub fn places(&self, order: &[NodeId]) -> Vec<usize> {
+        let mut places: Vec<usize> = (0..order.len()).collect();
+        let mut last_of: HashMap<NodeId, NodeId> = HashMap::new();
+        for (last, ops) in &self.by_last {
+            last_of.extend(ops.iter().map(|op| (*op, *last)));
+        }
+        let mut at_last: HashMap<NodeId, usize> = HashMap::new();
+        for (at, id) in order.iter().enumerate().rev().filter(|_| !last_of.is_empty()) {
+            if let Some(last) = last_of.get(id) {
+                // The last of a chain comes first, backward.
+                places[at] = *at_last.entry(*last).or_insert(at);
+            }
+        }
+        places
+    }
+
+    /// Takes a chain apart again.
+    pub fn dissolve(&mut self, last: NodeId) {
+        for op in self.by_last.remove(&last).unwrap_or_default() {
+            self.inner.remove(&Value { node: op, output: 0 });
+        }
+    }
+}
+
+/// The tensors that a chain reads and those that it writes, each once.
+pub fn ends(graph: &Graph, ops: &[NodeId], inner: &HashSet<Value>) -> (Vec<Value>, Vec<Value>) {
+    let mut read: Vec<Value> = Vec::new();
+    for value in ops.iter().flat_map(|op| graph.inputs(*op)) {
+        if !ops.contains(&value.node) && !read.contains(&value) {
+            read.push(value);
+        }
+    }
+    let made = ops.iter().map(|op| Value { node: *op, output: 0 });
+    (read, made.filter(|value| !inner.contains(value)).collect())
+}
+
+/// The chains of a graph of fixed sizes that is run in `order`, where ops of which `together` is false are kept apart. There are none
+/// where they would take more memory than the ops alone. Also what is [`live`] with them.
+pub fn chains(
+    graph: &Graph,
+    order: &[NodeId],
+    needs: &Needs<'_>,
+    together: &dyn Fn(NodeId, NodeId) -> bool,
+) -> (Chains, Vec<usize>) {
+    let mut search = Search::new(graph, order, needs);
+    for &id in order {
+        search.place(id, together);
+    }
+    let chains = search.found();
+    let apart = live(graph, order, needs);
+    if chains.by_last.is_empty() {
+        return (chains, apart);
+    }
+    let alive = live(graph, order, &Needs { chains: &chains, ..*needs });
+    if alive.iter().max() > apart.iter().max() { (Chains::default(), apart) } else { (chains, alive) }
+}
+
+struct Search<'a> {
+    graph: &'a Graph,
+    needs: &'a Needs<'a>,
+    position: HashMap<NodeId, usize>,
+    results: HashSet<Value>,
+    /// The chain that an op is in.
+    chain_of: HashMap<NodeId, usize>,
+    /// Chains of one op and more; those that went into another are empty.
+    chains: Vec<Vec<NodeId>>,
+}
+
+impl<'a> Search<'a> {
+    fn new(graph: &'a Graph, order: &[NodeId], needs: &'a Needs<'a>) -> Search<'a> {
+        let position = order.iter().enumerate().map(|(at, id)| (*id, at)).collect();
+        let results = graph.outputs.iter().map(|output| output.value).collect();
+        Search { graph, needs, position, results, chain_of: HashMap::new(), chains: Vec::new() }
+    }
+
+    /// Puts an op into the chains of what it reads, where it may be, else into one of its own.
+    fn place(&mut self, id: NodeId, together: &dyn Fn(NodeId, NodeId) -> bool) {
+        if !is_elementwise(self.graph, id) {
+            return;
+        }
+        let own = self.chains.len();
+        self.chains.push(vec![id]);
+        self.chain_of.insert(id, own);
+        for value in self.graph.inputs(id) {
+            let Some(&other) = self.chain_of.get(&value.node) else { continue };
+            let own = self.chain_of[&id];
+            if other != own && self.may_join(other, own, id, together) {
+                let mut joined = std::mem::take(&mut self.chains[other]);
+                joined.append(&mut self.chains[own]);
+                joined.sort_by_key(|op| self.position[op]);
+                for op in &joined {
+                    self.chain_of.insert(*op, own);
+                }
+                self.chains[own] = joined;
+            }
+        }
+    }
+
+    /// Whether a chain may run where `id` stands, with the chain that `id` is in.
+    fn may_join(&self, other: usize, own: usize, id: NodeId, together: &dyn Fn(NodeId, NodeId) -> bool) -> bool {
+        let (others, owns) = (&self.chains[other], &self.chains[own]);
+        let shape = |id: NodeId| &self.graph.node(id).facts[0].shape;
+        if others.len() + owns.len() > MOST_OPS || shape(others[0]) != shape(id) || !together(others[0], id) {
+            return false;
+        }
+        let here = self.position[&id];
+        let waits = |op: &NodeId| self.first_read(Value { node: *op, output: 0 }, [other, own]) > here;
+        if !others.iter().chain(owns).all(waits) {
+            return false;
+        }
+        let mut ops = others.clone();
+        ops.extend(owns);
+        let inner = self.inner(&ops);
+        let (read, written) = ends(self.graph, &ops, &inner);
+        read.len() <= MOST_READ && written.len() <= MOST_WRITTEN
+    }
+
+    /// The first place where a value is read outside these chains, or through a view, of which a chain would see what is not yet there.
+    fn first_read(&self, made: Value, chains: [usize; 2]) -> usize {
+        let mut first = usize::MAX;
+        let mut values = vec![made];
+        while let Some(value) = values.pop() {
+            for (reader, _) in self.graph.consumers(value) {
+                match self.chain_of.get(&reader) {
+                    Some(chain) if chains.contains(chain) && value == made => {}
+                    // Where the last op of its chain stands.
+                    Some(&chain) => first = first.min(self.chains[chain].last().map_or(0, |op| self.position[op])),
+                    None if rule(&self.graph.node(reader).op).is_view() => {
+                        values.push(Value { node: reader, output: 0 });
+                    }
+                    None => first = first.min(self.position.get(&reader).copied().unwrap_or(0)),
+                }
+            }
+        }
+        first
+    }
+
+    /// What of these ops is read by them alone.
+    fn inner(&self, ops: &[NodeId]) -> HashSet<Value> {
+        let needs = self.needs;
+        let is_inner = |value: &Value| {
+            let is_needed = [needs.own, needs.kept, needs.held].iter().any(|set| set.contains(value));
+            let is_needed = is_needed || self.results.contains(value);
+            let readers = self.graph.consumers(*value);
+            !is_needed && !readers.is_empty() && readers.iter().all(|(reader, _)| ops.contains(reader))
+        };
+        ops.iter().map(|op| Value { node: *op, output: 0 }).filter(is_inner).collect()
+    }
+
+    fn found(self) -> Chains {
+        let mut chains = Chains::default();
+        for ops in self.chains.iter().filter(|ops| ops.len() > 1) {
+            let Some(last) = ops.last() else { continue };
+            chains.inner.extend(self.inner(ops));
+            chains.by_last.insert(*last, ops.clone());
+        }
+        chains
+    }
+}
+
+/// Whether an op makes each element of its result from the elements of its inputs that stand there, and cannot fail.
+fn is_elementwise(graph: &Graph, id: NodeId) -> bool {
+    let node = graph.node(id);
+    let suits = match node.op {
+        Op::Unary(op) => op != Unary::Not || node.facts[0].dtype == DType::Bool,
+        Op::Binary(op) => !matches!(op, Binary::Mod | Binary::ShiftLeft | Binary::ShiftRight),
+        Op::Compare(_) | Op::Select(_) | Op::Cast(_) => true,
+        _ => false,
+    };
+    let is_plain = |dtype: DType| matches!(dtype, DType::F32 | DType::F64 | DType::Bool);
+    suits
+        && is_plain(node.facts[0].dtype)
+        && node.facts[0].bytes().is_some_and(|bytes| bytes > 0)
+        && graph.inputs(id).iter().all(|value| is_plain(graph.fact(*value).dtype))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::graph::{Origin, Output, order};
+    use crate::op::{Input, MatMul};
+    use crate::pass::memory::{Home, plan};
+    use crate::tensor::fact::Fact;
+
+    struct Net(Graph);
+
+    impl Net {
+        fn input(&mut self, name: &str, shape: &[usize]) -> Value {
+            self.op(Op::Input(Input { name: name.to_string(), fact: Fact::of(DType::F32, shape) }), &[])
+        }
+
+        fn op(&mut self, op: Op, inputs: &[Value]) -> Value {
+            Value { node: self.0.add(op, inputs, &Origin::default()).unwrap(), output: 0 }
+        }
+
+        fn product(&mut self, a: Value, b: Value) -> Value {
+            self.op(Op::MatMul(MatMul { transpose_a: false, transpose_b: false }), &[a, b])
+        }
+
+        /// The chains where `result` is the result and `kept` is kept.
+        fn chains(mut self, result: Value, kept: &[Value]) -> Chains {
+            self.0.outputs.push(Output { name: "y".to_string(), value: result });
+            let graph = self.0;
+            let order = order::canonical(&graph);
+            let (empty, workspace, none) = (HashSet::new(), HashMap::new(), Chains::default());
+            let (kept, held) = (kept.iter().copied().collect(), HashSet::from([result]));
+            let needs = Needs { own: &empty, kept: &kept, held: &held, workspace: &workspace, chains: &none };
+            let (chains, _) = chains(&graph, &order, &needs, &|_, _| true);
+            // What is inside has no home, all else has one.
+            let layout = plan(&graph, &order, &Needs { chains: &chains, ..needs });
+            for value in graph.ids().flat_map(|id| graph.values(id)) {
+                assert_eq!(layout.homes.contains_key(&value), !chains.inner.contains(&value));
+                assert!(!kept.contains(&value) || matches!(layout.homes[&value], Home::Kept(_)));
+            }
+            chains
+        }
+    }
+
+    const ADD: Op = Op::Binary(Binary::Add);
+
+    fn nodes(values: &[Value]) -> Vec<NodeId> {
+        values.iter().map(|value| value.node).collect()
+    }
+
+    #[test]
+    fn ops_between_products_run_together() {
+        let mut net = Net(Graph::new("net"));
+        let [x, w, b] = [("x", &[8, 8][..]), ("w", &[8, 8]), ("b", &[8])].map(|(name, shape)| net.input(name, shape));
+        let y = net.product(x, w);
+        let s = net.op(ADD, &[y, b]);
+        let g = net.op(Op::Unary(Unary::Gelu), &[s]);
+        let r = net.op(ADD, &[g, x]);
+        let z = net.product(r, w);
+        let chains = net.chains(z, &[s]);
+        assert_eq!(chains.by_last.into_iter().collect::<Vec<_>>(), [(r.node, nodes(&[s, g, r]))]);
+        assert_eq!(chains.inner, HashSet::from([g]));
+    }
+
+    #[test]
+    fn what_is_read_on_the_way_keeps_ops_apart() {
+        let mut net = Net(Graph::new("net"));
+        let x = net.input("x", &[8, 8]);
+        let s = net.op(Op::Unary(Unary::Exp), &[x]);
+        let t = net.op(Op::Unary(Unary::Tanh), &[s]);
+        let y = net.product(t, x);
+        let r = net.op(ADD, &[t, y]);
+        let chains = net.chains(r, &[]);
+        assert_eq!(chains.by_last.into_values().collect::<Vec<_>>(), [nodes(&[s, t])]);
+    }
+
+    #[test]
+    fn shapes_are_not_mixed() {
+        let mut net = Net(Graph::new("net"));
+        let [x, y] = [("x", &[8][..]), ("y", &[4, 8])].map(|(name, shape)| net.input(name, shape));
+        let s = net.op(Op::Unary(Unary::Exp), &[x]);
+        let t = net.op(ADD, &[y, s]);
+        assert!(net.chains(t, &[]).by_last.is_empty());
+    }
+}

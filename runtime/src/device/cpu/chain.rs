@@ -1,0 +1,411 @@
+//! Elementwise ops that run together, piece by piece: what lies between them stays in the first-level cache.
+//!
+//! A piece is as many of the outermost rows as have about [`PIECE`] elements. Every op is a kernel of its own, made for the shape of a
+//! piece, so that it rounds as it does alone; operands that are stretched are stretched within it.
+
+use super::table;
+use super::walk::stretched;
+use super::{ALIGNMENT, Fast, Layout};
+use compiler::op::{KernelError, Op};
+use compiler::pass::fuse::{MOST_READ, MOST_WRITTEN};
+
+/// Elements of a piece: a few tensors of it fit the first-level cache.
+const PIECE: usize = 2048;
+/// Dims outside a piece, after joining, at most.
+const MOST_OUTER: usize = 8;
+/// Tensors of a piece that lie between ops at once, at most.
+const MOST_SLOTS: usize = 8;
+/// Operands of an elementwise op, at most.
+const MOST_OPERANDS: usize = 3;
+
+/// Where an op of a chain finds an operand.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Operand {
+    /// Among the tensors that the chain reads.
+    Given(usize),
+    /// The result of an earlier op of the chain.
+    Made(usize),
+}
+
+/// One op of a chain.
+pub struct Link {
+    /// The op.
+    pub op: Op,
+    /// Its operands.
+    pub operands: Vec<Operand>,
+    /// Its result, of the shape that all results have.
+    pub result: Layout,
+    /// Whether the chain writes it, after those of the ops before.
+    pub is_written: bool,
+}
+
+/// A chain at fixed shapes, ready to run.
+pub struct Chain {
+    given: Vec<Given>,
+    written: Vec<Layout>,
+    steps: Vec<Step>,
+    /// Joined dims outside a piece, and the one that is cut into pieces.
+    outer: Vec<usize>,
+    rows: usize,
+    /// Rows of a piece, and elements of a row.
+    height: usize,
+    width: usize,
+    slots: usize,
+    slot_bytes: usize,
+}
+
+/// How a tensor that is read moves from piece to piece, in bytes.
+struct Given {
+    layout: Layout,
+    /// For the outer dims.
+    outer: Vec<usize>,
+    row: usize,
+    /// Bytes of one row, or of all where rows are the same.
+    bytes: usize,
+}
+
+#[derive(Clone, Copy)]
+enum At {
+    Given(usize),
+    /// Between ops, with the bytes of an element.
+    Slot(usize, usize),
+    Written(usize),
+}
+
+/// Where a piece lies: the first byte of its part of each tensor that is read, its first element of those that are written, its rows.
+struct Piece {
+    starts: [usize; MOST_READ],
+    first: usize,
+    rows: usize,
+}
+
+struct Step {
+    /// For a whole piece and for the last one of a few rows.
+    kernels: [Option<Fast>; 2],
+    operands: Vec<At>,
+    result: At,
+}
+
+impl Chain {
+    /// A chain of these ops that reads tensors of these layouts. Nothing where an op has no fast kernel, or shapes do not suit.
+    pub fn new(links: &[Link], given: &[Layout]) -> Option<Chain> {
+        let shape = &links.first()?.result.shape;
+        let written: Vec<Layout> = links.iter().filter(|l| l.is_written).map(|l| l.result.clone()).collect();
+        let is_small = given.len() <= MOST_READ && written.len() <= MOST_WRITTEN && !shape.contains(&0);
+        if !is_small || links.iter().any(|l| l.result.shape != *shape || l.operands.len() > MOST_OPERANDS) {
+            return None;
+        }
+        let strides: Vec<Vec<isize>> = given.iter().map(|layout| stretched(&layout.shape, shape)).collect();
+        let (dims, strides) = joined(shape, &strides);
+        let cut = (0..dims.len()).find(|&axis| dims[axis + 1..].iter().product::<usize>() <= PIECE)?;
+        if cut > MOST_OUTER {
+            return None;
+        }
+        let width: usize = dims[cut + 1..].iter().product();
+        let height = (PIECE / width).clamp(1, dims[cut]);
+        // A tensor's part of a piece of so many rows.
+        let part = |of: usize, rows: usize| -> Vec<usize> {
+            let size = |axis: usize| if axis == cut { rows } else { dims[axis] };
+            (cut..dims.len()).map(|axis| if strides[of][axis] == 0 { 1 } else { size(axis) }).collect()
+        };
+        let piece = |rows: usize| [&[rows][..], &dims[cut + 1..]].concat();
+        let given_parts = given.iter().zip(&strides).enumerate().map(|(of, (layout, strides))| {
+            let far = |axis: usize| strides[axis] as usize * layout.dtype.size();
+            let bytes = part(of, 1).iter().product::<usize>() * layout.dtype.size();
+            Given { layout: layout.clone(), outer: (0..cut).map(far).collect(), row: far(cut), bytes }
+        });
+        let given_parts: Vec<Given> = given_parts.collect();
+        let (places, slots) = places(links)?;
+        let mut steps = Vec::new();
+        for (link, result) in links.iter().zip(&places) {
+            let kernel = |rows: usize| {
+                let layout = |operand: &Operand| match *operand {
+                    Operand::Given(i) => Layout { dtype: given[i].dtype, shape: part(i, rows) },
+                    Operand::Made(i) => Layout { dtype: links[i].result.dtype, shape: piece(rows) },
+                };
+                let operands: Vec<Layout> = link.operands.iter().map(layout).collect();
+                let result = Layout { dtype: link.result.dtype, shape: piece(rows) };
+                table::fast(&link.op, &operands, &[result]).filter(|fast| fast.workspace == 0)
+            };
+            let rest = dims[cut] % height;
+            let kernels = [Some(kernel(height)?), if rest > 0 { Some(kernel(rest)?) } else { None }];
+            let at = |operand: &Operand| match *operand {
+                Operand::Given(i) => At::Given(i),
+                Operand::Made(i) => places[i],
+            };
+            let operands = link.operands.iter().map(at).collect();
+            steps.push(Step { kernels, operands, result: *result });
+        }
+        let largest = links.iter().map(|l| l.result.dtype.size()).max()?;
+        let slot_bytes = (height * width * largest).next_multiple_of(ALIGNMENT);
+        let (outer, rows) = (dims[..cut].to_vec(), dims[cut]);
+        Some(Chain { given: given_parts, written, steps, outer, rows, height, width, slots, slot_bytes })
+    }
+
+    /// How many ops it is.
+    pub fn ops(&self) -> usize {
+        self.steps.len()
+    }
+
+    /// Bytes of scratch for [`run`](Chain::run), to be aligned to [`ALIGNMENT`].
+    pub fn workspace(&self) -> usize {
+        self.slots * self.slot_bytes
+    }
+
+    /// Runs on row-major buffers that are aligned for their elements. Panics when a buffer has not the bytes of its layout.
+    pub fn run(&self, inputs: &[&[u8]], outputs: &mut [&mut [u8]], workspace: &mut [u8]) -> Result<(), KernelError> {
+        let lengths = inputs.iter().map(|b| b.len()).chain(outputs.iter().map(|b| b.len()));
+        let expected = self.given.iter().map(|g| g.layout.bytes()).chain(self.written.iter().map(Layout::bytes));
+        assert!(lengths.eq(expected), "a chain's buffers have not the bytes of their layouts");
+        let mut slots: [&mut [u8]; MOST_SLOTS] = Default::default();
+        for (slot, bytes) in slots.iter_mut().zip(workspace.chunks_exact_mut(self.slot_bytes)) {
+            *slot = bytes;
+        }
+        let mut at = [0; MOST_READ];
+        let mut counters = [0; MOST_OUTER];
+        let mut done = 0;
+        for _ in 0..self.outer.iter().product::<usize>() {
+            for row in (0..self.rows).step_by(self.height) {
+                let rows = self.height.min(self.rows - row);
+                let mut piece = Piece { starts: at, first: done, rows };
+                for (start, given) in piece.starts.iter_mut().zip(&self.given) {
+                    *start += row * given.row;
+                }
+                self.piece(inputs, outputs, &mut slots, &piece)?;
+                done += rows * self.width;
+            }
+            for axis in (0..self.outer.len()).rev() {
+                counters[axis] += 1;
+                let back = counters[axis] == self.outer[axis];
+                for (at, given) in at.iter_mut().zip(&self.given) {
+                    match back {
+                        true => *at -= given.outer[axis] * (self.outer[axis] - 1),
+                        false => *at += given.outer[axis],
+                    }
+                }
+                if !back {
+                    break;
+                }
+                counters[axis] = 0;
+            }
+        }
+        Ok(())
+    }
+
+    /// One piece.
+    fn piece(
+        &self,
+        inputs: &[&[u8]],
+        outputs: &mut [&mut [u8]],
+        slots: &mut [&mut [u8]; MOST_SLOTS],
+        piece: &Piece,
+    ) -> Result<(), KernelError> {
+        let (first, count) = (piece.first, piece.rows * self.width);
+        for step in &self.steps {
+            // What is written is taken from its place meanwhile, so that the rest can be read.
+            match step.result {
+                At::Slot(slot, size) => {
+                    let whole = std::mem::take(&mut slots[slot]);
+                    let done = self.step(step, inputs, outputs, slots, piece, &mut whole[..count * size]);
+                    slots[slot] = whole;
+                    done?;
+                }
+                At::Written(i) => {
+                    let (whole, size) = (std::mem::take(&mut outputs[i]), self.written[i].dtype.size());
+                    let range = first * size..(first + count) * size;
+                    let done = self.step(step, inputs, outputs, slots, piece, &mut whole[range]);
+                    outputs[i] = whole;
+                    done?;
+                }
+                At::Given(_) => unreachable!("a result is no operand"),
+            }
+        }
+        Ok(())
+    }
+
+    /// One op of a piece.
+    fn step(
+        &self,
+        step: &Step,
+        inputs: &[&[u8]],
+        outputs: &[&mut [u8]],
+        slots: &[&mut [u8]; MOST_SLOTS],
+        piece: &Piece,
+        result: &mut [u8],
+    ) -> Result<(), KernelError> {
+        let (first, rows, count) = (piece.first, piece.rows, piece.rows * self.width);
+        let kernel = &step.kernels[usize::from(rows < self.height)];
+        let Some(Fast { body, .. }) = kernel else { unreachable!("there is a kernel for the rows that are left") };
+        let mut operands: [&[u8]; MOST_OPERANDS] = Default::default();
+        for (bytes, operand) in operands.iter_mut().zip(&step.operands) {
+            *bytes = match *operand {
+                At::Given(i) => {
+                    let (given, start) = (&self.given[i], piece.starts[i]);
+                    &inputs[i][start..start + if given.row == 0 { given.bytes } else { rows * given.bytes }]
+                }
+                At::Slot(slot, size) => &slots[slot][..count * size],
+                At::Written(i) => {
+                    let size = self.written[i].dtype.size();
+                    &outputs[i][first * size..(first + count) * size]
+                }
+            };
+        }
+        body(&operands[..step.operands.len()], &mut [result], &mut [])
+    }
+}
+
+/// Where each result goes, and how many slots there are. A slot is free again behind the last op that reads it.
+fn places(links: &[Link]) -> Option<(Vec<At>, usize)> {
+    let mut last: Vec<usize> = (0..links.len()).collect();
+    for (at, link) in links.iter().enumerate() {
+        for operand in &link.operands {
+            if let Operand::Made(made) = *operand {
+                last[made] = at;
+            }
+        }
+    }
+    let mut busy_until: Vec<Option<usize>> = Vec::new();
+    let (mut places, mut written) = (Vec::new(), 0);
+    for (at, link) in links.iter().enumerate() {
+        if link.is_written {
+            places.push(At::Written(written));
+            written += 1;
+            continue;
+        }
+        // What is read here is not free yet.
+        let slot = busy_until.iter().position(|until| until.is_none_or(|until| until < at)).unwrap_or(busy_until.len());
+        if slot == busy_until.len() {
+            busy_until.push(None);
+        }
+        busy_until[slot] = Some(last[at]);
+        places.push(At::Slot(slot, link.result.dtype.size()));
+    }
+    (busy_until.len() <= MOST_SLOTS).then_some((places, busy_until.len()))
+}
+
+/// A shape with the strides of some operands; dims of one element left out, neighbours joined where every operand crosses them evenly.
+fn joined(shape: &[usize], strides: &[Vec<isize>]) -> (Vec<usize>, Vec<Vec<isize>>) {
+    let mut dims: Vec<usize> = Vec::new();
+    let mut joined: Vec<Vec<isize>> = vec![Vec::new(); strides.len()];
+    for (axis, &dim) in shape.iter().enumerate().filter(|&(_, &dim)| dim != 1) {
+        let crosses = |(above, own): (&Vec<isize>, &Vec<isize>)| above.last() == Some(&(own[axis] * dim as isize));
+        if !dims.is_empty() && joined.iter().zip(strides).all(crosses) {
+            *dims.last_mut().expect("there is a dim above") *= dim;
+            for (above, own) in joined.iter_mut().zip(strides) {
+                *above.last_mut().expect("there is a dim above") = own[axis];
+            }
+        } else {
+            dims.push(dim);
+            joined.iter_mut().zip(strides).for_each(|(above, own)| above.push(own[axis]));
+        }
+    }
+    (dims, joined)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::device::cpu::Kernel;
+    use compiler::op::table::rule;
+    use compiler::op::{Binary, Cast, Compare, Select, Unary};
+    use compiler::tensor::DType;
+    use compiler::tensor::fact::Fact;
+
+    fn aligned(bytes: usize) -> Vec<u64> {
+        vec![0; bytes.div_ceil(8)]
+    }
+
+    fn slice(buffer: &mut [u64], bytes: usize) -> &mut [u8] {
+        &mut bytemuck::cast_slice_mut(buffer)[..bytes]
+    }
+
+    /// Ops with their operands, and whether their results are written.
+    type Ops = Vec<(Op, Vec<Operand>, bool)>;
+
+    /// Runs the ops one by one and as a chain, and wants the same bytes of both.
+    fn same_as_apart(ops: &Ops, given: &[Layout], shape: &[usize]) {
+        let fact = |layout: &Layout| Fact::of(layout.dtype, &layout.shape);
+        let inputs: Vec<Vec<u64>> = given
+            .iter()
+            .enumerate()
+            .map(|(i, layout)| {
+                let mut buffer = aligned(layout.bytes());
+                let values: &mut [f32] = bytemuck::cast_slice_mut(slice(&mut buffer, layout.bytes()));
+                values.iter_mut().enumerate().for_each(|(j, v)| *v = ((j * 37 + i * 11) % 101) as f32 / 17.0 - 2.9);
+                buffer
+            })
+            .collect();
+        let inputs: Vec<&[u8]> =
+            inputs.iter().zip(given).map(|(b, l)| &bytemuck::cast_slice::<u64, u8>(b)[..l.bytes()]).collect();
+        let mut made: Vec<(Layout, Vec<u64>)> = Vec::new();
+        for (op, operands, _) in ops {
+            let layout = |operand: &Operand| match *operand {
+                Operand::Given(i) => given[i].clone(),
+                Operand::Made(i) => made[i].0.clone(),
+            };
+            let facts: Vec<Fact> = operands.iter().map(|o| fact(&layout(o))).collect();
+            let results = rule(op).infer(&facts.iter().collect::<Vec<_>>()).unwrap();
+            let result = Layout::of(&results[0]);
+            assert_eq!(result.shape, shape);
+            let mut buffer = aligned(result.bytes());
+            let read: Vec<&[u8]> = operands
+                .iter()
+                .map(|operand| match *operand {
+                    Operand::Given(i) => inputs[i],
+                    Operand::Made(i) => &bytemuck::cast_slice::<u64, u8>(&made[i].1)[..made[i].0.bytes()],
+                })
+                .collect();
+            let kernel = Kernel::new(op, &facts, &results);
+            kernel.run(&read, &mut [slice(&mut buffer, result.bytes())], &mut []).unwrap();
+            made.push((result, buffer));
+        }
+        let link = |(at, (op, operands, is_written)): (usize, &(Op, Vec<Operand>, bool))| {
+            let (op, operands, result) = (op.clone(), operands.clone(), made[at].0.clone());
+            Link { op, operands, result, is_written: *is_written }
+        };
+        let links: Vec<Link> = ops.iter().enumerate().map(link).collect();
+        let chain = Chain::new(&links, given).expect("these shapes suit");
+        let wanted: Vec<&(Layout, Vec<u64>)> =
+            made.iter().zip(ops).filter(|(_, op)| op.2).map(|(made, _)| made).collect();
+        let mut outputs: Vec<Vec<u64>> = wanted.iter().map(|(layout, _)| aligned(layout.bytes())).collect();
+        let mut written: Vec<&mut [u8]> =
+            outputs.iter_mut().zip(&wanted).map(|(buffer, (layout, _))| slice(buffer, layout.bytes())).collect();
+        let mut workspace = aligned(chain.workspace());
+        chain.run(&inputs, &mut written, slice(&mut workspace, chain.workspace())).unwrap();
+        for (got, (_, want)) in outputs.iter().zip(&wanted) {
+            assert!(got == want, "{shape:?}");
+        }
+    }
+
+    #[test]
+    fn a_chain_gives_the_bits_of_its_ops() {
+        use Operand::{Given, Made};
+        let binary = |op, a, b, written| (Op::Binary(op), vec![a, b], written);
+        let unary = |op, x, written| (Op::Unary(op), vec![x], written);
+        let ops: Ops = vec![
+            binary(Binary::Add, Given(0), Given(1), true),
+            unary(Unary::Gelu, Made(0), false),
+            binary(Binary::Mul, Made(1), Given(2), false),
+            (Op::Compare(Compare::Less), vec![Given(3), Made(2)], false),
+            (Op::Select(Select {}), vec![Made(3), Made(0), Given(3)], false),
+            (Op::Cast(Cast { to: DType::F64 }), vec![Made(4)], false),
+            unary(Unary::Tanh, Made(5), true),
+            binary(Binary::Sub, Made(2), Made(4), true),
+        ];
+        let of = |shape: &[usize]| Layout { dtype: DType::F32, shape: shape.to_vec() };
+        let shapes: [(&[usize], [&[usize]; 3]); 8] = [
+            (&[7], [&[7], &[1], &[]]),
+            (&[5000], [&[5000], &[1], &[]]),
+            (&[3, 4100], [&[4100], &[3, 1], &[]]),
+            (&[40, 256], [&[256], &[40, 1], &[1, 1]]),
+            (&[2, 3, 5, 7], [&[3, 1, 1], &[2, 1, 5, 1], &[7]]),
+            (&[2, 3, 70, 70], [&[70, 70], &[2, 1, 1, 1], &[1]]),
+            (&[4, 6, 33, 40], [&[6, 1, 1], &[33, 40], &[4, 6, 33, 40]]),
+            (&[2, 1, 3000, 2], [&[1, 2], &[2, 1, 3000, 1], &[3000, 1]]),
+        ];
+        for (shape, others) in shapes {
+            let given = [of(shape), of(others[0]), of(others[1]), of(others[2])];
+            same_as_apart(&ops, &given, shape);
+        }
+    }
+}

@@ -1,0 +1,200 @@
+//! What a run is: tasks in their order, each with the places of what it reads and writes. A task is the kernel of an op, or a chain of
+//! elementwise ops that run together.
+
+use crate::buffer::Buffer;
+use crate::device::cpu::chain::{Chain, Link, Operand};
+use crate::device::cpu::{Kernel, Layout};
+use compiler::graph::Graph;
+use compiler::op::table::rule;
+use compiler::op::{KernelError, NodeId, Op, Value};
+use compiler::pass::fuse::{Chains, ends};
+use compiler::pass::memory::{self, Needs};
+use compiler::tensor::fact::Fact;
+use std::collections::{BTreeMap, HashMap, HashSet};
+
+/// Where a kernel finds one of its tensors.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Slot {
+    /// In the worker's arena, at this offset.
+    Arena(usize),
+    /// In the item's block that is kept for its backward run.
+    Kept(usize),
+    /// In the item's buffer that is sent to other stages.
+    Own(usize),
+    /// In the item's buffer that came from another stage.
+    Received(usize),
+    /// In the item's data, by place in [`StageCode::feeds`].
+    Feed(usize),
+    /// A parameter at the item's version, by place in [`StageCode::parameters`].
+    Parameter(usize),
+    /// A state, by place in [`StageCode::states`].
+    State(usize),
+    /// A constant of this sequence.
+    Constant(usize),
+    /// In the item's block that is kept from the first part of its backward run to the second.
+    Between(usize),
+    /// A gradient term that came from a later stage, by place in [`StageCode::gradients_in`].
+    GradientIn(usize),
+    /// A gradient term that is sent to an earlier stage, by place in [`StageCode::gradients_out`].
+    GradientOut(usize),
+    /// A term of a parameter's gradient: in the item's buffer for it where it is the first of its sum, else in the worker's arena.
+    Gradient {
+        /// By place in [`StageCode::gradient_terms`].
+        term: usize,
+        /// Its offset in the arena.
+        offset: usize,
+    },
+}
+
+/// A tensor in its place.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Place {
+    /// Where it begins.
+    pub slot: Slot,
+    /// How long it is.
+    pub bytes: usize,
+}
+
+/// What a step runs.
+pub enum Task {
+    /// One op.
+    Op(Kernel),
+    /// Elementwise ops together.
+    Chain(Chain),
+}
+
+impl Task {
+    /// Runs it on the bytes of its tensors.
+    pub fn run(&self, inputs: &[&[u8]], outputs: &mut [&mut [u8]], workspace: &mut [u8]) -> Result<(), KernelError> {
+        match self {
+            Task::Op(kernel) => kernel.run(inputs, outputs, workspace),
+            Task::Chain(chain) => chain.run(inputs, outputs, workspace),
+        }
+    }
+
+    /// Bytes of scratch that it needs.
+    pub fn workspace(&self) -> usize {
+        match self {
+            Task::Op(kernel) => kernel.workspace(),
+            Task::Chain(chain) => chain.workspace(),
+        }
+    }
+
+    /// How many ops it is.
+    pub fn ops(&self) -> usize {
+        match self {
+            Task::Op(_) => 1,
+            Task::Chain(chain) => chain.ops(),
+        }
+    }
+
+    /// The op that runs its reference rule, for want of a fast kernel.
+    pub fn reference_op(&self) -> Option<&'static str> {
+        match self {
+            Task::Op(kernel) if kernel.is_reference() => Some(kernel.name()),
+            _ => None,
+        }
+    }
+}
+
+/// One task with its tensors.
+pub struct Step {
+    /// What it runs.
+    pub task: Task,
+    /// What it reads.
+    pub inputs: Vec<Place>,
+    /// What it writes.
+    pub outputs: Vec<Place>,
+    /// Its workspace in the arena.
+    pub workspace: Place,
+    /// The node, for messages.
+    pub node: String,
+}
+
+/// Steps in order.
+#[derive(Default)]
+pub struct Sequence {
+    /// The steps.
+    pub steps: Vec<Step>,
+    /// The constants they read.
+    pub constants: Vec<Buffer>,
+}
+
+/// A task of a graph, whose tensors have no places yet.
+pub struct Planned {
+    /// The op, or the last of a chain.
+    pub node: NodeId,
+    task: Task,
+    inputs: Vec<Value>,
+    outputs: Vec<Value>,
+}
+
+impl Planned {
+    /// The step, where the graph is laid out.
+    pub fn step(self, graph: &Graph, layout: &memory::Layout, place: impl Fn(&Value) -> Place) -> Step {
+        let scratch = layout.workspace.get(&self.node).copied().unwrap_or(0);
+        Step {
+            inputs: self.inputs.iter().map(&place).collect(),
+            outputs: self.outputs.iter().map(&place).collect(),
+            workspace: Place { slot: Slot::Arena(scratch), bytes: self.task.workspace() },
+            node: graph.node(self.node).told().to_string(),
+            task: self.task,
+        }
+    }
+}
+
+/// The tasks of a graph that is run in `order`, and where its tensors lie. Of ops that could run together, those stay apart that have no
+/// fast kernels.
+pub fn tasks(graph: &Graph, order: &[NodeId], mut chains: Chains, needs: &Needs<'_>) -> (Vec<Planned>, memory::Layout) {
+    let mut made: BTreeMap<NodeId, Planned> = BTreeMap::new();
+    for last in chains.by_last.keys().copied().collect::<Vec<_>>() {
+        match chain(graph, last, &chains) {
+            Some(planned) => drop(made.insert(last, planned)),
+            None => chains.dissolve(last),
+        }
+    }
+    let in_chains: HashSet<NodeId> = chains.by_last.values().flatten().copied().collect();
+    let one = |id: &NodeId| match made.remove(id) {
+        Some(planned) => Some(planned),
+        None if in_chains.contains(id) || !is_run(graph, *id) => None,
+        None => {
+            let facts: Vec<Fact> = graph.inputs(*id).iter().map(|v| graph.fact(*v).clone()).collect();
+            let kernel = Kernel::new(&graph.node(*id).op, &facts, &graph.node(*id).facts);
+            let (inputs, outputs) = (graph.inputs(*id), graph.values(*id));
+            Some(Planned { node: *id, task: Task::Op(kernel), inputs, outputs })
+        }
+    };
+    let planned: Vec<Planned> = order.iter().filter_map(one).collect();
+    let workspace: HashMap<NodeId, usize> = planned.iter().map(|p| (p.node, p.task.workspace())).collect();
+    let layout = memory::plan(graph, order, &Needs { workspace: &workspace, chains: &chains, ..*needs });
+    (planned, layout)
+}
+
+/// A chain as one task, where all of its ops have fast kernels.
+fn chain(graph: &Graph, last: NodeId, chains: &Chains) -> Option<Planned> {
+    let ops = &chains.by_last[&last];
+    let (inputs, outputs) = ends(graph, ops, &chains.inner);
+    let operand = |value: Value| match ops.iter().position(|op| *op == value.node) {
+        Some(made) => Some(Operand::Made(made)),
+        None => inputs.iter().position(|input| *input == value).map(Operand::Given),
+    };
+    let link = |op: &NodeId| {
+        let value = Value { node: *op, output: 0 };
+        Some(Link {
+            op: graph.node(*op).op.clone(),
+            operands: graph.inputs(*op).into_iter().map(operand).collect::<Option<_>>()?,
+            result: Layout::of(graph.fact(value)),
+            is_written: !chains.inner.contains(&value),
+        })
+    };
+    let links: Vec<Link> = ops.iter().map(link).collect::<Option<_>>()?;
+    let given: Vec<Layout> = inputs.iter().map(|value| Layout::of(graph.fact(*value))).collect();
+    let task = Task::Chain(Chain::new(&links, &given)?);
+    Some(Planned { node: last, task, inputs, outputs })
+}
+
+/// Whether a node needs a kernel: sources and views do not.
+fn is_run(graph: &Graph, id: NodeId) -> bool {
+    let op = &graph.node(id).op;
+    !matches!(op, Op::Input(_) | Op::Parameter(_) | Op::State(_) | Op::Constant(_)) && !rule(op).is_view()
+}
