@@ -3,6 +3,7 @@
 pub mod completions;
 pub mod diff;
 pub mod eval;
+pub mod export;
 pub mod inspect;
 pub mod optimizer;
 pub mod partition;

@@ -77,6 +77,7 @@ fn run() -> u8 {
         Verb::Simulate(arguments) => cmd::simulate::run(arguments, &screen),
         Verb::Report(arguments) => cmd::report::run(arguments, &screen),
         Verb::Sweep(arguments) => cmd::sweep::run(arguments, &screen),
+        Verb::Export(arguments) => cmd::export::run(arguments, &screen),
         Verb::Train(arguments) => cmd::train::run(arguments, &screen),
         Verb::Eval(arguments) => cmd::eval::run(arguments, &screen),
         Verb::Quickstart(arguments) => cmd::quickstart::run(arguments, &screen),

@@ -558,7 +558,7 @@ impl Borders {
 }
 
 /// `layers.3.attention.wq` is part of `layers.3`, `norm.weight` of `norm`.
-fn kept_whole(module: &str) -> String {
+pub fn kept_whole(module: &str) -> String {
     let mut name = String::new();
     for part in module.split(['.', '/']).filter(|part| !part.is_empty()) {
         if !name.is_empty() {

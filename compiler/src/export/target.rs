@@ -1,0 +1,72 @@
+//! A plan in the words of other tools.
+//!
+//! A target takes what is [`Asked`] and gives a [`Bundle`] of files, or a [`Refusal`]: what a tool cannot carry is never left out in
+//! silence. `table` lists the targets, one file each; `fit` holds what several of them ask of a plan, `orders` its order of work as a
+//! table, `layers` its stages as lists of modules. Names come from files that nobody vouches for: they are written as data, escaped as
+//! the format has it, and never become the name of a file.
+
+pub mod deepspeed;
+pub mod dot;
+pub mod fit;
+pub mod layers;
+pub mod megatron;
+pub mod orders;
+pub mod pipedream;
+pub mod refusal;
+pub mod table;
+pub mod torchtitan;
+
+use crate::plan::Plan;
+use crate::profile::cost_graph::CostGraph;
+use crate::schedule::csv::Table;
+
+/// What a target is made from.
+#[derive(Clone, Copy, Debug)]
+pub struct Asked<'a> {
+    /// The plan, which is sound.
+    pub plan: &'a Plan,
+    /// The costs of its ops: there for targets that need [`Need::Costs`].
+    pub costs: Option<&'a CostGraph>,
+    /// The order of work of a plan that has none of its own.
+    pub table: Option<&'a Table>,
+}
+
+/// What a target needs beside the plan.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Need {
+    /// Nothing.
+    Plan,
+    /// What each op costs, from the model or a published profile.
+    Costs,
+}
+
+/// One file of a bundle.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct File {
+    /// Its name, which is ours and never the model's.
+    pub name: String,
+    /// What is in it.
+    pub bytes: Vec<u8>,
+}
+
+/// What was made.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Bundle {
+    /// The files, in the order in which they are told.
+    pub files: Vec<File>,
+    /// What the user should know of them.
+    pub notes: Vec<String>,
+}
+
+impl Bundle {
+    /// One file of text.
+    pub fn of(name: &str, text: String) -> Bundle {
+        Bundle::default().with(name, text)
+    }
+
+    /// With one more file of text.
+    pub fn with(mut self, name: &str, text: String) -> Bundle {
+        self.files.push(File { name: name.to_string(), bytes: text.into_bytes() });
+        self
+    }
+}

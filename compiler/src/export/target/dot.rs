@@ -1,0 +1,89 @@
+//! A picture of the stages for Graphviz, by its language DOT (<https://graphviz.org/doc/info/lang.html>): a box for each stage with
+//! its replicas, times and memory, an arrow for each edge with its bytes. Stages that share devices share a frame.
+//!
+//! Names stand in double quotes only, where DOT knows two escapes that matter, `\"` and `\\`; a label's own escapes (`\N`, `\l`) need a
+//! backslash, which is doubled.
+
+use super::refusal::Refusal;
+use super::{Asked, Bundle};
+use crate::export::quantity;
+use crate::export::stage_name::{layers, ranges};
+use crate::import::onnx::name::{display_name, shown};
+use crate::plan::{Plan, Stage};
+use std::collections::BTreeMap;
+
+/// Writes `plan.dot`.
+pub fn write(asked: &Asked<'_>) -> Result<Bundle, Refusal> {
+    let plan = asked.plan;
+    let mut text = String::from("digraph plan {\n  rankdir=LR;\n  node [shape=box];\n");
+    let model = shown(&plan.model.file);
+    let title = format!("{model}\n{}, micro-batch {}", plan.schedule.kind.name(), plan.schedule.micro_batch);
+    text += &format!("  label={};\n  labelloc=t;\n", quoted(&title));
+    for (at, (devices, stages)) in shared(plan).into_iter().enumerate() {
+        let told = format!("devices {}", ranges(devices));
+        // One stage needs no frame around it.
+        let indent = if stages.len() > 1 { "    " } else { "  " };
+        if stages.len() > 1 {
+            text += &format!("  subgraph cluster_{at} {{\n    label={};\n", quoted(&told));
+        }
+        for stage in &stages {
+            text += &format!("{indent}s{} [label={}];\n", stage.id.0, quoted(&label(stage, &told)));
+        }
+        if stages.len() > 1 {
+            text += "  }\n";
+        }
+    }
+    for edge in &plan.edges {
+        let tensors = match edge.tensors.as_slice() {
+            [one] => shown(one).into_owned(),
+            many => format!("{} tensors", many.len()),
+        };
+        let told = quoted(&format!("{}\n{tensors}", quantity::bytes(edge.bytes)));
+        text += &format!("  s{} -> s{} [label={told}];\n", edge.from.0, edge.to.0);
+    }
+    text += "}\n";
+    Ok(Bundle::of("plan.dot", text))
+}
+
+fn label(stage: &Stage, devices: &str) -> String {
+    let recomputed = if stage.recompute { ", recomputed" } else { "" };
+    format!(
+        "stage {}\n{}\n{} x {devices}\nforward {}, backward {}{recomputed}\n{}",
+        stage.id.0,
+        layers(stage),
+        stage.replicas,
+        quantity::time(stage.fwd_us),
+        quantity::time(stage.bwd_us),
+        quantity::bytes(stage.memory.total)
+    )
+}
+
+/// Stages by their devices, in order of the first stage.
+fn shared(plan: &Plan) -> Vec<(&[u32], Vec<&Stage>)> {
+    let mut places: BTreeMap<&[u32], usize> = BTreeMap::new();
+    let mut groups: Vec<(&[u32], Vec<&Stage>)> = Vec::new();
+    for stage in &plan.stages {
+        let at = *places.entry(&stage.devices).or_insert(groups.len());
+        match groups.get_mut(at) {
+            Some((_, stages)) => stages.push(stage),
+            None => groups.push((&stage.devices, vec![stage])),
+        }
+    }
+    groups
+}
+
+/// Text of several lines as a string of DOT.
+fn quoted(text: &str) -> String {
+    let line = |line: &str| display_name(line).replace('\\', "\\\\").replace('"', "\\\"");
+    format!("\"{}\"", text.split('\n').map(line).collect::<Vec<_>>().join("\\n"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_name_cannot_leave_its_quotes() {
+        assert_eq!(quoted("a\"]; evil [x=\"\\\nb\u{1b}"), r#""a\"]; evil [x=\"\\\nb""#);
+    }
+}

@@ -1,0 +1,70 @@
+//! Stages as lists of the modules that frameworks keep whole: those of the model's first level, and the items of numbered lists.
+
+use super::refusal::Refusal;
+use crate::partition::placement::kept_whole;
+use crate::plan::Plan;
+use std::collections::BTreeMap;
+
+/// For each stage its modules, in order of first use. Refuses a module that is cut, and a stage without any.
+pub fn layers(plan: &Plan, tool: &'static str) -> Result<Vec<Vec<String>>, Refusal> {
+    let mut held: BTreeMap<String, u32> = BTreeMap::new();
+    let mut stages = Vec::with_capacity(plan.stages.len());
+    for stage in &plan.stages {
+        let mut own = Vec::new();
+        for module in &stage.modules {
+            let unit = kept_whole(module);
+            if unit.is_empty() {
+                continue;
+            }
+            match held.get(&unit) {
+                Some(first) if *first != stage.id.0 => {
+                    return Err(Refusal::CutModule { tool, module: unit, first: *first, second: stage.id.0 });
+                }
+                Some(_) => {}
+                None => {
+                    held.insert(unit.clone(), stage.id.0);
+                    own.push(unit);
+                }
+            }
+        }
+        if own.is_empty() {
+            return Err(Refusal::NoModules { stage: stage.id.0 });
+        }
+        stages.push(own);
+    }
+    Ok(stages)
+}
+
+/// Refuses modules that stand deeper than a list of the model's first level: `a.layers.0`.
+pub fn are_shallow(stages: &[Vec<String>], tool: &'static str) -> Result<(), Refusal> {
+    for (stage, modules) in (0u32..).zip(stages) {
+        for module in modules {
+            let mut parts = module.split('.');
+            if let (Some(first), Some(_), Some(_)) = (parts.next(), parts.next(), parts.next()) {
+                let why = "looks for layers in lists of the first level only";
+                return Err(Refusal::Nested { tool, module: module.clone(), within: first.to_string(), stage, why });
+            }
+        }
+    }
+    Ok(())
+}
+
+/// `layers.3` as its list and its number.
+pub fn numbered(module: &str) -> Option<(&str, u32)> {
+    let (list, number) = module.rsplit_once('.').unwrap_or(("", module));
+    let plain = !number.is_empty() && number.bytes().all(|byte| byte.is_ascii_digit());
+    plain.then(|| number.parse().ok().map(|number| (list, number)))?
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn lists_and_numbers() {
+        assert_eq!(numbered("transformer.h.11"), Some(("transformer.h", 11)));
+        assert_eq!(numbered("3"), Some(("", 3)));
+        assert_eq!(numbered("norm"), None);
+        assert_eq!(numbered("a.99999999999"), None);
+    }
+}

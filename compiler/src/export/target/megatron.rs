@@ -1,0 +1,85 @@
+//! The layout of Megatron-LM (`megatron/core/transformer/pipeline_parallel_layer_layout.py`): one string, `E` for the embedding, `t` for a
+//! transformer layer, `L` for the loss with what is before it, `|` between stages, in the order of model chunks: stage k is chunk k /
+//! ranks of rank k modulo ranks.
+//!
+//! ```text
+//! Ettt|tttt|tttL
+//! ```
+//!
+//! Megatron builds its own layers, so only their number counts: the plan's numbered layers must be dealt in order, what stands
+//! before them (the embedding) with the first and what stands after them (norm, head) with the last. It runs 1F1B and interleaved.
+
+use super::layers::{layers, numbered};
+use super::refusal::Refusal;
+use super::{Asked, Bundle, fit};
+use crate::plan::{Plan, ScheduleKind};
+use crate::schedule::pipeline::pipeline;
+use std::collections::BTreeMap;
+
+const TOOL: &str = "Megatron";
+
+/// Writes `megatron.args`, arguments of the training script as a shell reads them.
+pub fn write(asked: &Asked<'_>) -> Result<Bundle, Refusal> {
+    let plan = asked.plan;
+    fit::flushes(plan, TOOL)?;
+    let known = [ScheduleKind::OneFOneB, ScheduleKind::Interleaved];
+    fit::schedules(plan, TOOL, &known, "1f1b and interleaved", "1f1b")?;
+    let replicas = fit::replicas(plan, TOOL)?;
+    let microbatches = fit::share(plan, replicas)?;
+    let (layout, count) = layout(plan)?;
+    let ranks = pipeline(plan)?.ranks.iter().map(|rank| rank.0 + 1).max().unwrap_or(1);
+    let micro = plan.schedule.micro_batch;
+    let global = micro.saturating_mul(u64::from(microbatches)).saturating_mul(u64::from(replicas));
+    let text = format!(
+        "--pipeline-model-parallel-size {ranks}\n--pipeline-model-parallel-layout \"{layout}\"\n--num-layers {count}\n\
+         --micro-batch-size {micro}\n--global-batch-size {global}\n"
+    );
+    let mut bundle = Bundle::of("megatron.args", text);
+    bundle.notes.extend(fit::handed_on(plan, TOOL));
+    bundle.notes.push(format!(
+        "Megatron needs {} processes: {ranks} ranks of the pipeline, {replicas} times",
+        u64::from(ranks) * u64::from(replicas)
+    ));
+    Ok(bundle)
+}
+
+/// The layout, and how many layers there are.
+fn layout(plan: &Plan) -> Result<(String, u32), Refusal> {
+    let stages = layers(plan, TOOL)?;
+    // The list with the most items holds the transformer's layers; of equals the first by name.
+    let mut lists: BTreeMap<&str, u32> = BTreeMap::new();
+    for (list, _) in stages.iter().flatten().filter_map(|module| numbered(module)) {
+        *lists.entry(list).or_default() += 1;
+    }
+    let most = lists.values().copied().max().ok_or(Refusal::NoLayers)?;
+    let layers = lists.iter().find(|(_, count)| **count == most).map(|(list, _)| *list).unwrap_or_default();
+    let last = stages.len().saturating_sub(1);
+    let mut next = 0;
+    let mut parts = Vec::with_capacity(stages.len());
+    for (at, modules) in stages.iter().enumerate() {
+        let mut part = String::from(if at == 0 { "E" } else { "" });
+        for module in modules {
+            let wrong = |why: String| Refusal::Place { module: module.clone(), stage: at as u32, why };
+            match numbered(module).filter(|(list, _)| *list == layers) {
+                Some((_, number)) if number == next => {
+                    next += 1;
+                    part.push('t');
+                }
+                Some(_) => {
+                    return Err(wrong(format!("comes where layer {next} is next, and Megatron deals layers in order")));
+                }
+                None if next == 0 && at == 0 => {}
+                None if next == most && at == last => {}
+                None => {
+                    let place = if next == 0 { "first" } else { "last" };
+                    return Err(wrong(format!(
+                        "is no layer of `{layers}`, and Megatron keeps such in the {place} stage"
+                    )));
+                }
+            }
+        }
+        part.push_str(if at == last { "L" } else { "" });
+        parts.push(part);
+    }
+    Ok((parts.join("|"), next))
+}

@@ -1,0 +1,68 @@
+//! What a target cannot carry, and what to ask of the planner instead.
+
+use crate::import::onnx::name::shown;
+use crate::plan::ScheduleKind;
+use crate::schedule::ScheduleError;
+
+/// Why a plan cannot be said in the words of a tool.
+#[derive(Clone, Debug, PartialEq, thiserror::Error)]
+#[allow(missing_docs)]
+pub enum Refusal {
+    #[error("the plan is for a published instance, whose nodes have times and names but are no model")]
+    Instance,
+    #[error("schedule {} keeps several weight versions and {tool} knows one", .kind.name())]
+    Versions { tool: &'static str, kind: ScheduleKind },
+    #[error("schedule {} trains nothing, and {tool} trains", .kind.name())]
+    TrainsNothing { tool: &'static str, kind: ScheduleKind },
+    #[error("stages have {replicas} replicas, and {tool} runs equally many of each")]
+    UnequalReplicas { tool: &'static str, replicas: String },
+    #[error("{microbatches} micro-batches cannot be dealt equally to {replicas} replicas")]
+    Deal { microbatches: u32, replicas: u32 },
+    #[error("{tool} has no schedule {}; it has {has}", .kind.name())]
+    Schedule { tool: &'static str, kind: ScheduleKind, has: &'static str, instead: &'static str },
+    #[error("stage {stage} has no module that is told: ops of it come from no module of the source")]
+    NoModules { stage: u32 },
+    #[error("module `{}` is in stages {first} and {second}, and {tool} keeps it whole", shown(.module))]
+    CutModule { tool: &'static str, module: String, first: u32, second: u32 },
+    #[error("module `{}` of stage {stage} is within `{}`, and {tool} {why}", shown(.module), shown(.within))]
+    Nested { tool: &'static str, module: String, within: String, stage: u32, why: &'static str },
+    #[error("module `{}` of stage {stage} {why}", shown(.module))]
+    Place { module: String, stage: u32, why: String },
+    #[error("the plan has no list of numbered layers, such as `layers.0` and `layers.1`")]
+    NoLayers,
+    #[error(transparent)]
+    Order(#[from] ScheduleError),
+    #[error("the order of work is for {found} {what}, the plan for {planned}")]
+    Table { what: &'static str, found: u64, planned: u64 },
+    #[error("{what}")]
+    Model { what: String },
+}
+
+impl Refusal {
+    /// What makes a plan that fits, for a target of this name.
+    pub fn remedy(&self, target: &str) -> Option<String> {
+        // Targets that no flag of the planner is named after take what is made for torch.
+        let target = match target {
+            "torchtitan" | "megatron" | "deepspeed" => target,
+            _ => "torch",
+        };
+        let made =
+            |flags: &str| Some(format!("`pipec partition MODEL --target {target}{flags}` makes a plan that fits"));
+        match self {
+            Refusal::Instance | Refusal::Model { .. } => None,
+            Refusal::Versions { .. } | Refusal::TrainsNothing { .. } => made(" --schedule 1f1b"),
+            Refusal::UnequalReplicas { .. } => made(""),
+            Refusal::Deal { replicas, .. } => made(&format!(" --microbatches {replicas}, or a multiple of it,")),
+            Refusal::Schedule { instead, .. } => made(&format!(" --schedule {instead}")),
+            Refusal::NoModules { .. } | Refusal::CutModule { .. } => made(""),
+            Refusal::Nested { .. } | Refusal::Place { .. } | Refusal::NoLayers => Some(
+                "`--to torch` cuts between any two ops of a model from torch.export, whatever its modules are"
+                    .to_string(),
+            ),
+            Refusal::Order(ScheduleError::NoTable) => {
+                Some("`--schedule FILE.csv` names the file of its order of work".to_string())
+            }
+            Refusal::Order(_) | Refusal::Table { .. } => None,
+        }
+    }
+}

@@ -1,0 +1,32 @@
+//! Every target there is. A new one is a file beside this one and a line here.
+
+use super::refusal::Refusal;
+use super::{Asked, Bundle, Need, deepspeed, dot, megatron, pipedream, torchtitan};
+
+/// A tool that a plan can be written for.
+#[derive(Clone, Copy, Debug)]
+pub struct Entry {
+    /// The name on the command line.
+    pub name: &'static str,
+    /// What is written, in few words.
+    pub about: &'static str,
+    /// What is needed beside the plan.
+    pub need: Need,
+    /// Makes the files.
+    pub write: fn(&Asked<'_>) -> Result<Bundle, Refusal>,
+}
+
+/// All of them.
+#[rustfmt::skip]
+pub const TARGETS: [Entry; 5] = [
+    Entry { name: "deepspeed", about: "the parts list of a PipelineModule", need: Need::Plan, write: deepspeed::write },
+    Entry { name: "dot", about: "a picture of the stages for Graphviz", need: Need::Plan, write: dot::write },
+    Entry { name: "megatron", about: "the pipeline layout string", need: Need::Plan, write: megatron::write },
+    Entry { name: "pipedream", about: "graph.txt with stages, and the runtime's configuration", need: Need::Costs, write: pipedream::write },
+    Entry { name: "torchtitan", about: "module_fqns_per_model_part and the schedule as a table", need: Need::Plan, write: torchtitan::write },
+];
+
+/// The target of that name.
+pub fn find(name: &str) -> Option<&'static Entry> {
+    TARGETS.iter().find(|entry| entry.name == name)
+}

@@ -1,0 +1,87 @@
+//! What torchtitan's `parallelism` section takes (`torchtitan/distributed/pipeline_parallel.py`): the modules of each model part,
+//! `module_fqns_per_model_part`, and a table for `pipeline_parallel_schedule_csv`.
+//!
+//! torchtitan keeps modules of the first level and items of lists there (`tok_embeddings`, `layers.0`). It gives parts to ranks in a
+//! loop, part k to rank k modulo the ranks, so that tables are for such plans; on a V it has the schedules `ZBVZeroBubble` and
+//! `DualPipeV` by name and takes no table. `torchtitan.toml` has both as its own configuration files have them, `torchtitan.json` the
+//! same for versions that are configured in Python.
+
+use super::layers::{are_shallow, layers};
+use super::orders::{Order, order};
+use super::refusal::Refusal;
+use super::{Asked, Bundle, fit};
+use crate::plan::ScheduleKind;
+use serde_json::{Value, json};
+
+const TOOL: &str = "torchtitan";
+
+/// The name of the table's file.
+const TABLE: &str = "schedule.csv";
+
+/// Writes `torchtitan.toml`, `torchtitan.json` and, for schedules that torchtitan does not know by name, `schedule.csv`.
+pub fn write(asked: &Asked<'_>) -> Result<Bundle, Refusal> {
+    let plan = asked.plan;
+    let Order { table, ranks, microbatches, replicas } = order(asked, TOOL)?;
+    let parts = layers(plan, TOOL)?;
+    are_shallow(&parts, TOOL)?;
+    let degree = ranks.iter().max().map_or(1, |rank| rank + 1);
+    let by_name = match plan.schedule.kind {
+        ScheduleKind::Zbv => Some("ZBVZeroBubble"),
+        ScheduleKind::DualPipeV => Some("DualPipeV"),
+        kind => {
+            if let Some(stage) =
+                (0u32..).zip(&ranks).find(|(stage, rank)| **rank != stage % degree).map(|(stage, _)| stage)
+            {
+                let module = parts[stage as usize].first().cloned().unwrap_or_default();
+                let why = format!(
+                    "is on rank {}, and torchtitan gives {} parts to ranks in a loop",
+                    ranks[stage as usize],
+                    kind.name()
+                );
+                return Err(Refusal::Place { module, stage, why });
+            }
+            None
+        }
+    };
+    let mut section = json!({
+        "pipeline_parallel_degree": degree,
+        "data_parallel_replicate_degree": replicas,
+        "pipeline_parallel_microbatch_size": plan.schedule.micro_batch,
+        "pipeline_parallel_schedule": by_name.unwrap_or("PipelineScheduleMulti"),
+        "module_fqns_per_model_part": parts,
+    });
+    if by_name.is_none() {
+        section["pipeline_parallel_schedule_csv"] = json!(TABLE);
+    }
+    let batch = plan.schedule.micro_batch.saturating_mul(u64::from(microbatches));
+    let training = json!({ "local_batch_size": batch });
+    let whole = json!({ "parallelism": section, "training": training });
+    let json = serde_json::to_string_pretty(&whole).unwrap_or_default() + "\n";
+    let mut bundle = Bundle::of("torchtitan.toml", toml(&whole)).with("torchtitan.json", json);
+    bundle.notes.extend(fit::handed_on(plan, TOOL));
+    Ok(if by_name.is_none() { bundle.with(TABLE, table) } else { bundle })
+}
+
+/// Two sections of plain values and lists. A string of JSON, but for DEL, is a string of TOML.
+fn toml(whole: &Value) -> String {
+    let mut text = String::new();
+    for (name, section) in whole.as_object().into_iter().flatten() {
+        text += &format!("[{name}]\n");
+        for (key, value) in section.as_object().into_iter().flatten() {
+            text += &match value {
+                Value::Array(rows) => {
+                    let rows: Vec<String> = rows.iter().map(|row| format!("    {},\n", plain(row))).collect();
+                    format!("{key} = [\n{}]\n", rows.concat())
+                }
+                value => format!("{key} = {}\n", plain(value)),
+            };
+        }
+        text.push('\n');
+    }
+    text.truncate(text.trim_end().len());
+    text + "\n"
+}
+
+fn plain(value: &Value) -> String {
+    value.to_string().replace('\u{7f}', "\\u007f")
+}

@@ -1,0 +1,149 @@
+//! `pipec export`: a plan in the words of other tools.
+
+use crate::asked::Source;
+use crate::failure::Failure;
+use crate::own::{self, Own};
+use crate::screen::Screen;
+use crate::source;
+use crate::{cmd, quantity};
+use clap::Args;
+use compiler::export::target::refusal::Refusal;
+use compiler::export::target::table::{self, Entry, TARGETS};
+use compiler::export::target::{Asked, Bundle, File, Need};
+use compiler::plan::Plan;
+use compiler::profile::cost_graph::CostGraph;
+use compiler::schedule::csv::{Table, csv};
+use serde_json::json;
+use std::fs;
+use std::path::{Path, PathBuf};
+
+/// Which plan, for which tool, and where to.
+#[derive(Debug, Args)]
+#[command(after_help = targets())]
+pub struct Arguments {
+    /// The plan
+    #[arg(value_name = "PLAN")]
+    file: PathBuf,
+    /// The tool to write for
+    #[arg(long, value_name = "TARGET", value_parser = named)]
+    to: &'static Entry,
+    /// The plan's model or published profile, for targets that need it
+    #[arg(long, value_name = "FILE")]
+    model: Option<PathBuf>,
+    /// The plan's costs: a file of `pipec profile`, or analytic[:KIND] [default: as the plan says]
+    #[arg(long, value_name = "FILE|analytic[:KIND]", requires = "model")]
+    profile: Option<String>,
+    /// The order of work of a plan that has none of its own: a table FILE.csv, or programs FILE.json
+    #[arg(long, value_name = "FILE", value_parser = own::said_file)]
+    schedule: Option<String>,
+    /// Where to write it: a folder, which is made where it is missing, or a file where there is one only; - is standard output
+    /// [default: PLAN.TARGET in the current folder]
+    #[arg(short, long, value_name = "FOLDER|FILE")]
+    output: Option<PathBuf>,
+}
+
+fn named(text: &str) -> Result<&'static Entry, String> {
+    let names: Vec<&str> = TARGETS.iter().map(|entry| entry.name).collect();
+    table::find(text).ok_or_else(|| format!("write one of {}", names.join(", ")))
+}
+
+/// The targets, a line each.
+fn targets() -> String {
+    let width = TARGETS.iter().map(|entry| entry.name.len()).max().unwrap_or(0);
+    let lines = TARGETS.iter().map(|entry| format!("  {:width$}  {}\n", entry.name, entry.about));
+    format!("Targets:\n{}", lines.collect::<String>().trim_end())
+}
+
+/// Reads, makes, writes, prints.
+pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Failure> {
+    let plan = cmd::plan::sound_plan(&arguments.file)?;
+    let target = arguments.to;
+    let table = own::open(arguments.schedule.as_deref(), screen)?.map(table_of).transpose()?;
+    let costs = match target.need {
+        Need::Plan => None,
+        Need::Costs => Some(costs(&arguments, &plan, screen)?),
+    };
+    let asked = Asked { plan: &plan, costs: costs.as_ref(), table: table.as_ref() };
+    let bundle = (target.write)(&asked).map_err(|refusal| explain(&arguments, &refusal))?;
+    bundle.notes.iter().for_each(|note| screen.note(note));
+    write(&arguments, &bundle, screen)
+}
+
+/// The rows of the user's own order of work.
+fn table_of(own: Own) -> Result<Table, Failure> {
+    match own {
+        Own::Table(table) => Ok(table),
+        Own::Program(program) => {
+            csv(&program).parse().map_err(|error| Failure::input("cannot use the schedule").because(error))
+        }
+    }
+}
+
+/// The model that the target needs.
+fn needed<'a>(arguments: &'a Arguments) -> Result<&'a Path, Failure> {
+    arguments.model.as_deref().ok_or_else(|| {
+        Failure::input(format!("`--to {}` needs the plan's model", arguments.to.name)).help("`--model FILE` names it")
+    })
+}
+
+fn costs(arguments: &Arguments, plan: &Plan, screen: &Screen) -> Result<CostGraph, Failure> {
+    let path = needed(arguments)?;
+    let source = Source::of_plan(path, arguments.profile.as_deref(), plan, screen)?;
+    Ok(source.costs(plan, plan.schedule.micro_batch)?.graph)
+}
+
+fn explain(arguments: &Arguments, refusal: &Refusal) -> Failure {
+    let name = arguments.to.name;
+    let failure = Failure::no(format!("{} cannot be exported to {name}", arguments.file.display())).because(refusal);
+    match refusal.remedy(name) {
+        Some(remedy) => failure.help(remedy),
+        None => failure,
+    }
+}
+
+/// One file goes where it is told, several go into a folder.
+fn write(arguments: &Arguments, bundle: &Bundle, screen: &Screen) -> Result<(), Failure> {
+    let output = arguments.output.clone().unwrap_or_else(|| default_output(arguments, bundle));
+    if let ([one], true) = (bundle.files.as_slice(), source::is_stdout(&output)) {
+        match String::from_utf8(one.bytes.clone()) {
+            Ok(text) => screen.document(&text),
+            Err(_) => {
+                return Err(Failure::input("`-o -` does not go with this target").because("what it writes is no text"));
+            }
+        }
+        return Ok(());
+    }
+    let paths: Vec<PathBuf> = match bundle.files.as_slice() {
+        [_] if !is_folder(&output) => vec![output],
+        files => {
+            if source::is_stdout(&output) {
+                return Err(Failure::input("`-o -` does not go with this target").because("it writes several files"));
+            }
+            fs::create_dir_all(&output).map_err(|error| Failure::file("make the folder", &output, error))?;
+            files.iter().map(|file| output.join(&file.name)).collect()
+        }
+    };
+    let mut files = Vec::new();
+    for (path, File { bytes, .. }) in paths.iter().zip(&bundle.files) {
+        source::write(path, bytes)?;
+        screen.text(&format!("wrote {} ({})", path.display(), quantity::bytes(bytes.len() as u64)));
+        files.push(json!({"file": path.display().to_string(), "bytes": bytes.len()}));
+    }
+    screen.json(&json!({"target": arguments.to.name, "files": files, "notes": bundle.notes}));
+    Ok(())
+}
+
+fn is_folder(path: &Path) -> bool {
+    path.is_dir() || path.as_os_str().to_string_lossy().ends_with('/')
+}
+
+/// `model.plan.json` becomes `model.TARGET`, a folder, or where there is one file, `model.` and its name.
+fn default_output(arguments: &Arguments, bundle: &Bundle) -> PathBuf {
+    let stem = arguments.file.file_stem().map(|stem| stem.to_string_lossy().into_owned()).unwrap_or_default();
+    let stem = stem.strip_suffix(".plan").unwrap_or(&stem);
+    let stem = if stem.is_empty() { "plan" } else { stem };
+    match bundle.files.as_slice() {
+        [one] => PathBuf::from(format!("{stem}.{}", one.name.trim_start_matches("plan."))),
+        _ => PathBuf::from(format!("{stem}.{}", arguments.to.name)),
+    }
+}
