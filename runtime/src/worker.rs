@@ -4,7 +4,7 @@
 //! the other workers. It waits in two places only: for a message, and for the other members of a rendezvous. Both end
 //! when the peer delivers or is gone.
 
-use crate::buffer::Ledger;
+use crate::buffer::{Buffer, Ledger};
 use crate::data::Batches;
 use crate::desk::checkpoint::Checkpoint;
 use crate::desk::sum::Posting;
@@ -132,6 +132,8 @@ enum Pending {
     Sent {
         key: Key,
         number: u64,
+        /// Its gradients, which are the reader's from then on.
+        gradients: Vec<Arc<Buffer>>,
     },
     Message {
         edge: EdgeId,
@@ -195,8 +197,8 @@ impl<'a> Worker<'a> {
             | Instruction::BackwardInput { .. }
             | Instruction::BackwardWeight { .. } => self.compute(at, instruction)?,
             Instruction::Send { edge, item, kind, peer, token } => {
-                let number = self.send(at, edge, item.0, kind, peer)?;
-                self.pending.insert(token, Pending::Sent { key: (edge, kind, peer), number });
+                let sent = self.send(at, edge, item.0, kind, peer)?;
+                self.pending.insert(token, sent);
             }
             Instruction::Recv { edge, item, kind, peer, token } => {
                 self.gear.incoming.get(&(edge, kind, peer)).ok_or_else(|| self.gone())?.post();
@@ -340,25 +342,29 @@ impl<'a> Worker<'a> {
         if sends == (kind == Payload::Activation) { (from, to) } else { (to, from) }
     }
 
-    fn send(&mut self, at: usize, edge: EdgeId, item: u32, kind: Payload, peer: WorkerId) -> Result<u64, WorkerError> {
+    fn send(&mut self, at: usize, edge: EdgeId, item: u32, kind: Payload, peer: WorkerId) -> Result<Pending, WorkerError> {
         let (here, other) = self.ends(edge, kind, true);
         let message = Message { item, parcels: self.desk(at, here)?.parcels(item, kind, other) };
-        let gone = self.gone();
-        let channel = self.gear.outgoing.get_mut(&(edge, kind, peer)).ok_or_else(|| gone.clone())?;
+        // An activation stays with who made it, for the backward.
+        let lent = message.parcels.iter().filter(|_| kind == Payload::Gradient);
+        let gradients = lent.map(|parcel| parcel.buffer.clone()).collect();
+        let (gone, key) = (self.gone(), (edge, kind, peer));
+        let channel = self.gear.outgoing.get_mut(&key).ok_or_else(|| gone.clone())?;
         let number = channel.send(message).map_err(|_| gone)?;
         if kind == Payload::Gradient {
             self.desk(at, here)?.sent_gradients(item, other);
         }
-        Ok(number)
+        Ok(Pending::Sent { key, number, gradients })
     }
 
     fn wait(&mut self, at: usize, pending: Pending) -> Result<(), WorkerError> {
         let start = self.now();
         match pending {
-            Pending::Sent { key, number } => {
+            Pending::Sent { key, number, gradients } => {
                 let gone = self.gone();
                 let channel = self.gear.outgoing.get_mut(&key).ok_or_else(|| gone.clone())?;
                 channel.wait(number).map_err(|_| gone)?;
+                gradients.iter().for_each(|buffer| buffer.lend());
             }
             Pending::Message { edge, item, kind, peer } => {
                 let gone = self.gone();
