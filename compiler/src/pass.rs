@@ -1,7 +1,7 @@
 //! Passes: functions from a graph to a graph, run in an order that one can read in [`pipeline`].
 //!
 //! `canonicalise`, `cse` and `dce` run once over the whole imported graph, before ops are numbered for plans. `fold`,
-//! `fragment`, `backward` and `memory` run for each stage, at fixed sizes. None of them changes a number that the graph
+//! `fragment`, `backward`, `join`, `fuse` and `memory` run for each stage, at fixed sizes. None of them changes a number that the graph
 //! computes, in any bit, and none depends on where stages are cut: that is why gradients are equal across plans.
 
 pub mod analytic;

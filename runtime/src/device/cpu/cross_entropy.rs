@@ -113,11 +113,11 @@ fn slopes<T: Real>(rows: Rows) -> Fast {
             };
             if step == 1 {
                 let range = first..first + rows.classes;
-                slope_row(&logits[range.clone()], &mut dlogits[range], lse.wide(), each);
+                slope_row(&logits[range.clone()], &mut dlogits[range], *lse, T::of(each));
             } else {
                 for k in 0..rows.classes {
                     let at = first + k * step;
-                    dlogits[at] = T::of(T::of(logits[at].wide() - lse.wide()).exp().wide() * each);
+                    dlogits[at] = (logits[at] - *lse).exp() * T::of(each);
                 }
             }
             let hit = first + class * step;
@@ -129,9 +129,9 @@ fn slopes<T: Real>(rows: Rows) -> Fast {
 }
 
 wide! {
-    fn slope_row[T: Real](logits: &[T], dlogits: &mut [T], lse: f64, each: f64) {
-        for (d, x) in dlogits.iter_mut().zip(logits) {
-            *d = T::of(T::of(x.wide() - lse).exp().wide() * each);
+    fn slope_row[T: Real](logits: &[T], dlogits: &mut [T], lse: T, each: T) {
+        for (d, &x) in dlogits.iter_mut().zip(logits) {
+            *d = (x - lse).exp() * each;
         }
     }
 }
