@@ -227,6 +227,12 @@ impl Own {
     }
 
     fn has_several(&self, stages: usize, ranks: usize) -> Failure {
+        if stages > 0 && ranks > stages && ranks.is_multiple_of(stages) {
+            let replicas = vec![(ranks / stages).to_string(); stages].join(",");
+            return Failure::input(format!("{} has {stages} stages and {ranks} rows", self.told()))
+                .because("its rows are those of workers")
+                .help(format!("`--stages {replicas}` gives each stage as many"));
+        }
         Failure::input(format!("{} has {stages} stages on {ranks} ranks", self.told()))
             .because("plans that are made here put one stage on each device")
             .help("a plan whose stages name the same devices, with `chunks` to say so, runs it: `--plan`")

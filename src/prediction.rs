@@ -228,12 +228,13 @@ fn on_cores(plan: &Plan, cores: u32) -> Option<f64> {
     (step > 0.0).then(|| samples * 1e6 / step)
 }
 
-/// Microseconds from the end of one minibatch to that of the next, in the middle half of the run, over whole rounds of every stage; over
-/// the whole run where that is too short.
+/// Microseconds from the end of one minibatch to that of the next: under a flush in the middle half of the run; else where the pipeline is
+/// long full and does not yet drain, over whole rounds of every stage. Over the whole run where that is too short.
 pub fn step_us(timeline: &Timeline, pipeline: &Pipeline, microbatches: u32) -> f64 {
     let ends = timeline.ends(microbatches);
     let count = ends.len();
-    let (from, to) = (count / 4, (count - count / 4).saturating_sub(1));
+    let (before, behind) = if microbatches == 1 { (count / 2, count / 8) } else { (count / 4, count / 4) };
+    let (from, to) = (before, (count - behind).saturating_sub(1));
     let repeat = if microbatches == 1 { pipeline.rounds().min(count.max(1) as u64) as usize } else { 1 };
     let from = to.saturating_sub(to.saturating_sub(from) / repeat * repeat);
     match (ends.get(from), ends.get(to)) {

@@ -342,6 +342,11 @@ fn subject<'a>(task: &Task<'a>, loss: Loss) -> Subject<'a> {
 }
 
 impl Prepared {
+    /// The schedule's name, and the items of a minibatch.
+    pub fn order(&self) -> (&'static str, u32) {
+        (self.made.program.schedule.name(), self.made.program.microbatches.max(1))
+    }
+
     /// The most bytes that one replica of each stage will hold, by what was compiled and by the program.
     pub fn reckoned(&self, optimizer: &Optimizer) -> Vec<u64> {
         memory::of_stages(&self.made.codes, &self.made.program, optimizer)

@@ -342,7 +342,14 @@ impl<'a> Worker<'a> {
         if sends == (kind == Payload::Activation) { (from, to) } else { (to, from) }
     }
 
-    fn send(&mut self, at: usize, edge: EdgeId, item: u32, kind: Payload, peer: WorkerId) -> Result<Pending, WorkerError> {
+    fn send(
+        &mut self,
+        at: usize,
+        edge: EdgeId,
+        item: u32,
+        kind: Payload,
+        peer: WorkerId,
+    ) -> Result<Pending, WorkerError> {
         let (here, other) = self.ends(edge, kind, true);
         let message = Message { item, parcels: self.desk(at, here)?.parcels(item, kind, other) };
         // An activation stays with who made it, for the backward.

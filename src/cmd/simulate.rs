@@ -76,10 +76,11 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Failure> {
     let asked = arguments.minibatches;
     let pipeline = pipeline(&plan).map_err(|error| fail(&error))?;
     let microbatches = own.as_ref().map_or(plan.schedule.microbatches, Own::microbatches);
+    let in_flight = pipeline.stages.iter().map(|stage| u64::from(stage.replicas) * u64::from(stage.cap)).max();
+    let in_flight = in_flight.unwrap_or(0);
     // Some rounds of all replicas, so that what they do together is seen, and enough to fill what is in flight.
     let usual = if microbatches == 1 {
-        let in_flight = pipeline.stages.iter().map(|stage| u64::from(stage.replicas) * u64::from(stage.cap)).max();
-        let even = pipeline.rounds().saturating_mul(4).max(8 * in_flight.unwrap_or(0));
+        let even = pipeline.rounds().saturating_mul(4).max(8 * in_flight);
         even.clamp(USUAL.into(), MOST_USUAL) as u32
     } else {
         USUAL
@@ -156,16 +157,18 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Failure> {
     let rows = workers.iter().map(|(name, busy, peak, bytes)| {
         vec![name.clone(), format!("{:.1} %", busy * 100.0), peak.to_string(), quantity::bytes(*bytes)]
     });
+    let steady = match microbatches == 1 && u64::from(minibatches) < 4 * in_flight {
+        true => format!("not in so short a run, `--minibatches {}` shows one", usual.max((4 * in_flight) as u32)),
+        false => format!("{} per minibatch, {} samples/s", quantity::time(step), quantity::samples(samples_per_s)),
+    };
     screen.text(&format!(
         "{}\n{}\nsimulated      {} in {}; {} idle, filling and draining included\n\
-         steady state   {} per minibatch, {} samples/s; the plan says {} and {} samples/s\n",
+         steady state   {steady}; the plan says {} and {} samples/s\n",
         stages::heading(&played),
         stages::table(&["worker", "busy", "most in flight", "most held"], &[1, 2, 3], rows.collect()),
         stages::plural(u64::from(minibatches), "minibatch", "minibatches"),
         quantity::time(timeline.makespan),
         format_args!("{:.1} %", timeline.bubble().max(0.0) * 100.0),
-        quantity::time(step),
-        quantity::samples(samples_per_s),
         quantity::time(plan.predicted.step_us),
         quantity::samples(plan.predicted.throughput_per_s),
     ));

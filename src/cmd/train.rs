@@ -392,6 +392,7 @@ pub fn watched(task: &Task<'_>, prepared: &Prepared, metrics: Option<&Path>, scr
 }
 
 fn totals(plan: &Plan, prepared: &Prepared, done: &Done) -> serde_json::Value {
+    let (schedule, microbatches) = prepared.order();
     let stage = |stage: &Stage| json!({"ops": stage.ops, "devices": stage.devices});
     json!({
         "steps": prepared.steps,
@@ -402,6 +403,7 @@ fn totals(plan: &Plan, prepared: &Prepared, done: &Done) -> serde_json::Value {
         "samples_per_s": done.samples_per_s,
         "stages": measured(done),
         "plan": {"graph": plan.model.graph_hash, "stages": plan.stages.iter().map(stage).collect::<Vec<_>>()},
+        "order": {"schedule": schedule, "micro_batch": prepared.batch / u64::from(microbatches), "microbatches": microbatches},
         "workers": done.trained.held_bytes.len(),
         "cores": available_parallelism().map_or(1, |cores| cores.get()),
         "held_out": done.score.map(|score| json!({"rows": score.rows, "loss": score.loss, "accuracy": score.accuracy})),

@@ -135,6 +135,8 @@ pub struct Measured {
     pub stages: Vec<MeasuredStage>,
     /// The plan that was trained, where the file says so.
     pub plan: Option<MeasuredPlan>,
+    /// How its minibatches were worked on, where the file says so.
+    pub order: Option<MeasuredOrder>,
     /// Workers, and the cores that they shared, where the file says so.
     pub shared: Option<(u64, u64)>,
 }
@@ -146,6 +148,17 @@ pub struct MeasuredPlan {
     pub graph: String,
     /// Its stages, in order.
     pub stages: Vec<MeasuredPlace>,
+}
+
+/// How a run's minibatches were worked on.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize)]
+pub struct MeasuredOrder {
+    /// Name of the schedule.
+    pub schedule: String,
+    /// Samples of an item.
+    pub micro_batch: u64,
+    /// Items of a minibatch.
+    pub microbatches: u32,
 }
 
 /// Where a stage of a run stood.

@@ -199,12 +199,14 @@ impl Sweep {
     }
 
     /// A curve over devices for what plans are compared with, which knows no depth.
-    fn references(&self, what: &str, devices: &[f64], of: impl Fn(f64, &Figures) -> f64) -> Vec<Curve> {
+    /// `anywhere` says that what plans of other devices say does as well.
+    fn references(&self, what: &str, devices: &[f64], anywhere: bool, of: impl Fn(f64, &Figures) -> f64) -> Vec<Curve> {
         let curve = |line: &Line| {
             let point = |&n: &f64| {
                 let mut points = self.points.iter().filter(|point| Line { depth: None, ..Line::of(point) } == *line);
                 let here = |point: &&Point| f64::from(point.devices) == n && point.answer.is_ok();
-                let found = points.clone().find(here).or_else(|| points.find(|point| point.answer.is_ok()))?;
+                let found =
+                    points.clone().find(here).or_else(|| points.find(|point| anywhere && point.answer.is_ok()))?;
                 Some((n, of(n, found.answer.as_ref().ok()?)))
             };
             let points = devices.iter().filter_map(point).collect();
@@ -215,7 +217,7 @@ impl Sweep {
 
     fn throughput(&self, devices: &[f64]) -> Plot {
         let mut curves = self.over_devices(devices, |figures| figures.throughput_per_s);
-        curves.extend(self.references("one device × devices", devices, |n, figures| n * figures.single_per_s));
+        curves.extend(self.references("one device × devices", devices, true, |n, figures| n * figures.single_per_s));
         plot("Samples per second", "devices", devices, Unit::Count, curves)
     }
 
@@ -229,8 +231,9 @@ impl Sweep {
 
     fn communication(&self, devices: &[f64]) -> Plot {
         let mut curves = self.over_devices(devices, |figures| figures.bytes_per_sample);
-        curves
-            .extend(self.references("data parallelism", devices, |_, figures| figures.data_parallel_bytes_per_sample));
+        curves.extend(
+            self.references("data parallelism", devices, false, |_, figures| figures.data_parallel_bytes_per_sample),
+        );
         plot("Bytes sent for one sample", "devices", devices, Unit::Bytes, curves)
     }
 

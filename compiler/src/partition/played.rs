@@ -14,8 +14,8 @@ use crate::partition::in_flight::{self, Efficiency};
 use crate::partition::shape::Shape;
 use crate::plan::problem::{CostModel, InFlight, Problem};
 use crate::plan::{Edge, ScheduleKind, Stage};
-use crate::schedule::Pipeline;
 use crate::schedule::pipeline::{pipeline_of, schedule_of};
+use crate::schedule::{Pipeline, Schedule};
 use crate::simulate::forwards;
 use crate::simulate::pace;
 use crate::simulate::steady::Steady;
@@ -89,7 +89,9 @@ pub fn played(
         return played;
     }
     let Some(pipeline) = pipeline(problem, shape, spots, &played.caps) else { return played };
-    let program = schedule_of(problem.schedule).ok();
+    // One stage on its own has no other chunk to take turns with.
+    let is_whole = pipeline.stages.len() == 1 && problem.schedule.has_chunks();
+    let program = if is_whole { Some(Schedule::OneFOneB) } else { schedule_of(problem.schedule).ok() };
     let program = program.and_then(|kind| pace::step_us(kind, &pipeline, problem.microbatches).ok().flatten());
     if !problem.schedule.is_continuous() {
         if let Some(us) = program {

@@ -54,6 +54,13 @@ pub fn contradiction(stage: &Stage) -> Option<String> {
             stage.replicas
         ));
     }
+    let mut names: Vec<&str> = buckets.iter().flat_map(|bucket| &bucket.parameters).map(String::as_str).collect();
+    let count = names.len();
+    names.sort_unstable();
+    names.dedup();
+    if names.len() < count || buckets.iter().any(|bucket| bucket.parameters.is_empty()) {
+        return Some("a bucket has no parameter, or two have the same".to_string());
+    }
     let sum = buckets.iter().fold(0u64, |sum, bucket| sum.saturating_add(bucket.bytes));
     if sum != stage.memory.weights {
         return Some(format!("the buckets have {sum} B, the stage's parameters {} B", stage.memory.weights));
@@ -99,7 +106,7 @@ mod tests {
         assert_eq!(told(&all), expected.map(|(name, bytes, ready)| (name.to_string(), bytes, ready)));
         // A stage knows its own readers only.
         let late = buckets(&graph(), &[2, 3], 0);
-        assert_eq!(told(&late)[1], ("b".to_string(), 20, 4.0 / 7.0));
+        assert_eq!(told(&late)[0], ("b".to_string(), 20, 4.0 / 7.0));
     }
 
     #[test]

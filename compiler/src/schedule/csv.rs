@@ -20,7 +20,7 @@ use std::str::FromStr;
 
 use crate::plan::StageId;
 use crate::schedule::own::{self, OrderOfWork};
-use crate::schedule::rule::StepCount;
+use crate::schedule::rule::{StepCount, dealt};
 use crate::schedule::table::equal_replicas;
 use crate::schedule::work::{Part, Work};
 use crate::schedule::{MicrobatchId, Pipeline, Program, RankId, Schedule, ScheduleError};
@@ -120,7 +120,14 @@ impl Table {
         let wrong = |what: String| Err(ScheduleError::Table { what });
         let ranks = pipeline.ranks.iter().map(|rank| rank.index() + 1).max().unwrap_or(0);
         let replicas = equal_replicas(Schedule::Csv, pipeline)?;
-        let is_by_worker = replicas > 1 && self.rows.len() == ranks.saturating_mul(replicas as usize);
+        let workers = ranks.saturating_mul(replicas as usize);
+        // Rows of workers without work are not there where they come last.
+        if replicas > 1 && (ranks + 1..workers).contains(&self.rows.len()) {
+            let mut rows = self.rows.clone();
+            rows.resize(workers, Vec::new());
+            return Table { rows, ..*self }.program(pipeline, minibatches);
+        }
+        let is_by_worker = replicas > 1 && self.rows.len() == workers;
         if self.rows.len() != ranks && !is_by_worker {
             let workers = if replicas > 1 { format!(" of {replicas} workers") } else { String::new() };
             return wrong(format!("it has {} rows, the pipeline {ranks} ranks{workers}", self.rows.len()));
@@ -145,13 +152,13 @@ impl Table {
         for at in (0..self.rows.len() as u32).step_by(replicas as usize) {
             for replica in 0..replicas {
                 let row = at + replica;
-                let dealt = (items + replicas - 1 - replica) / replicas;
+                let dealt = dealt(items, replicas, replica);
                 let local = |work: Work| Work { item: MicrobatchId(work.item.0 / replicas), ..work };
                 if let Some(work) = self.row(RankId(row)).find(|work| work.item.0 % replicas != replica) {
                     let rank = at / replicas;
                     return Err(format!("row {}: replica {replica} of rank {rank} is not dealt {work}", row + 1));
                 }
-                let first = self.row(RankId(at)).map(local).filter(|work| work.item.0 < dealt);
+                let first = self.row(RankId(at)).map(local).filter(|work| u64::from(work.item.0) < dealt);
                 if !first.eq(self.row(RankId(row)).map(local)) {
                     return Err(format!(
                         "row {}: it is not the order of row {}, and replicas of a rank follow one order",

@@ -68,10 +68,11 @@ impl Rule {
             return Err(ScheduleError::WholeMinibatches { schedule, microbatches });
         }
         let items = u64::from(minibatches) * u64::from(microbatches);
-        let workers: u64 = pipeline.stages.iter().map(|stage| u64::from(stage.replicas)).sum();
-        // Under flush, a replica that has no items still takes part in every update.
+        // Under flush, a replica that has no items still takes part in every update, bucket by bucket.
+        let posts = |stage: &StageShape| u64::from(stage.replicas).saturating_mul(stage.buckets.len().max(1) as u64);
+        let posts = pipeline.stages.iter().map(posts).fold(0, u64::saturating_add);
         let updates = if schedule.is_round_robin() { 1 } else { u64::from(minibatches) };
-        let work = items.saturating_mul(pipeline.stages.len() as u64).saturating_add(updates.saturating_mul(workers));
+        let work = items.saturating_mul(pipeline.stages.len() as u64).saturating_add(updates.saturating_mul(posts));
         if work > MAX_WORK {
             return Err(ScheduleError::TooLong { items, stages: pipeline.stages.len() });
         }

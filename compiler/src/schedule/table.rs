@@ -11,7 +11,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use crate::plan::StageId;
 use crate::schedule::lower::lower;
 use crate::schedule::order::{Choice, Layout, play};
-use crate::schedule::rule::{Rule, StepCount};
+use crate::schedule::rule::{Rule, StepCount, dealt};
 use crate::schedule::work::{Part, Work};
 use crate::schedule::{MicrobatchId, Pipeline, Program, RankId, Schedule, ScheduleError};
 
@@ -27,7 +27,7 @@ pub fn follow(
     let replicas = equal_replicas(schedule, pipeline)?;
     let layout = Layout::new(&rule.stages);
     // Replicas are dealt as many items, or one fewer.
-    let dealt = |replica: u32| (rule.microbatches + replicas - 1 - replica) / replicas;
+    let dealt = |replica: u32| dealt(rule.microbatches, replicas, replica) as u32;
     let mut rows: BTreeMap<(RankId, u32), Vec<Work>> = BTreeMap::new();
     for rank in layout.ranks() {
         for items in [dealt(0), dealt(replicas - 1)] {

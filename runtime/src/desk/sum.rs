@@ -48,6 +48,8 @@ pub struct Gathered {
     buckets: u32,
     /// Buckets that were posted before the round's last backward.
     due: Vec<Posting>,
+    /// Which replica this is.
+    replica: usize,
 }
 
 impl Gathered {
@@ -60,6 +62,7 @@ impl Gathered {
             bucket_of: buckets_of(code, buckets),
             buckets,
             due: Vec::new(),
+            replica: 0,
         }
     }
 
@@ -117,6 +120,7 @@ impl Desk<'_> {
     }
 
     fn bring(&mut self, Posting { round, bucket, replica, .. }: Posting) {
+        self.gathered.replica = replica;
         let mut part = self.gathered.take(bucket);
         self.bring_late(round, Some(bucket), &mut part.terms);
         self.replicas.bring(self.meeting(round, bucket), replica, part);
@@ -131,6 +135,11 @@ impl Desk<'_> {
     pub fn reduced(&mut self, round: u32, bucket: u32) -> Result<(), Abandoned> {
         let all = self.replicas.meet(self.meeting(round, bucket))?;
         let Contribution { terms, samples } = self.sum(&all);
+        // Between devices each would add up in a buffer of its own; here the others may still read this one's part.
+        for own in all.get(self.gathered.replica).into_iter().flat_map(|own| own.terms.iter().flatten()) {
+            own.lend();
+            self.executor.pool.give(own.clone());
+        }
         match self.reduced.get_mut(&round) {
             None => _ = self.reduced.insert(round, Contribution { terms, samples }),
             Some(whole) => {

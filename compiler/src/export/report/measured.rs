@@ -7,7 +7,7 @@ use crate::export::axis::Unit;
 use crate::export::plot::{Across, Curve, Plot};
 use crate::export::quantity;
 use crate::export::report::markup::{Column, Table, figure, paragraph};
-use crate::export::report::{Measured, MeasuredPlace, MeasuredPlan, MeasuredStage};
+use crate::export::report::{Measured, MeasuredOrder, MeasuredPlace, MeasuredPlan, MeasuredStage};
 use crate::plan::Plan;
 use serde::Deserialize;
 use serde_json::Value;
@@ -76,8 +76,10 @@ pub fn fits(plan: &Plan, measured: &Measured) -> Result<(), MetricsError> {
             if stage.devices != *devices {
                 let workers = |count: usize| quantity::plural(count as u64, "worker", "workers");
                 let (found, planned) = (workers(devices.len()), workers(stage.devices.len()));
-                let apart = if found == planned { "other devices than in the plan".to_string() } else { planned };
-                return other(format!("stage {at} is on {found}, in the plan on {apart}"));
+                return match found == planned {
+                    true => other(format!("stage {at} is on other devices than in the plan")),
+                    false => other(format!("stage {at} is on {found}, in the plan on {planned}")),
+                };
             }
         }
     }
@@ -108,6 +110,7 @@ pub fn read(text: &str) -> Result<Measured, MetricsError> {
         if let Some(total) = object.get("total") {
             measured.stages = stages(total);
             measured.plan = plan_of(total);
+            measured.order = total.get("order").and_then(|order| MeasuredOrder::deserialize(order).ok());
             let number = |name: &str| total.get(name).and_then(Value::as_u64);
             measured.shared = number("workers").zip(number("cores"));
             continue;
@@ -166,6 +169,19 @@ fn median(values: &[f64]) -> f64 {
     sorted.get(sorted.len() / 2).copied().unwrap_or(0.0)
 }
 
+/// What to think of when a run worked on its minibatches in another way than the plan counts.
+fn other_order(plan: &Plan, order: &MeasuredOrder) -> Option<String> {
+    let planned = &plan.schedule;
+    let told = |schedule: &str, microbatches: u32, samples: u64| {
+        let items = quantity::plural(u64::from(microbatches), "micro-batch", "micro-batches");
+        format!("{items} of {} under {schedule}", quantity::plural(samples, "sample", "samples"))
+    };
+    let ran = told(&order.schedule, order.microbatches, order.micro_batch);
+    let counted = told(planned.kind.name(), planned.microbatches, planned.micro_batch);
+    let differ = "times and memory are not those that were predicted";
+    (ran != counted).then(|| format!("The run's minibatches were {ran}, the plan counts {counted}: {differ}."))
+}
+
 /// The pictures and tables of a run.
 pub fn section(plan: &Plan, measured: &Measured) -> String {
     let steps = steps(measured);
@@ -188,6 +204,9 @@ pub fn section(plan: &Plan, measured: &Measured) -> String {
             quantity::duration(predicted)
         ),
     );
+    if let Some(other) = measured.order.as_ref().and_then(|order| other_order(plan, order)) {
+        text += &paragraph("", &other);
+    }
     let every = steps.len().div_ceil(POINTS).max(1);
     let line = |values: Vec<f64>| -> Vec<(f64, f64)> {
         let all = values.into_iter().enumerate().step_by(every);
