@@ -54,7 +54,8 @@ impl Refusal {
             Refusal::UnequalReplicas { .. } => made(""),
             Refusal::Deal { replicas, .. } => made(&format!(" --microbatches {replicas}, or a multiple of it,")),
             Refusal::Schedule { instead, .. } => made(&format!(" --schedule {instead}")),
-            Refusal::NoModules { .. } | Refusal::CutModule { .. } => made(""),
+            Refusal::CutModule { .. } => made(""),
+            Refusal::NoModules { .. } => made(" --max-stages N, with fewer stages than this,"),
             Refusal::Nested { .. } | Refusal::Place { .. } | Refusal::NoLayers => Some(
                 "`--to torch` cuts between any two ops of a model from torch.export, whatever its modules are"
                     .to_string(),
