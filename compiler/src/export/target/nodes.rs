@@ -1,7 +1,8 @@
 //! Which nodes of an ONNX model stand in which stage.
 //!
-//! A plan speaks of core ops, and a node is one of them, several, or none. A node stands where the last of its ops stands, and never
-//! before what it reads. What has no op of its own, such as shape arithmetic, stands with what it reads; what follows from constants
+//! A plan speaks of core ops, and a node is one of them, several, or none. A node stands where the first of its ops stands, a product before
+//! the bias that is added to it, and never before what it reads; where that leaves a stage without nodes, where the last of its ops
+//! stands. What has no op of its own, such as shape arithmetic, stands with what it reads; what follows from constants
 //! alone stands nowhere: every stage that reads it has its own.
 
 use super::refusal::Refusal;
@@ -32,18 +33,37 @@ pub struct Staged {
 /// The stage of every node.
 pub fn staged(plan: &Plan, graph: &Graph, model: &OnnxModel) -> Result<Staged, Refusal> {
     let own = own(plan, graph, model);
+    let count = plan.stages.len() as u32;
+    let first = placed(&own, model, |(first, _)| first);
+    if lacking(&first, count).is_none() {
+        return Ok(first);
+    }
+    let last = placed(&own, model, |(_, last)| last);
+    match lacking(&last, count) {
+        None => Ok(last),
+        Some(stage) => Err(Refusal::Parts { stage }),
+    }
+}
+
+/// A stage without nodes.
+fn lacking(staged: &Staged, count: u32) -> Option<u32> {
+    let there: BTreeSet<u32> = staged.stages.iter().flatten().copied().collect();
+    (0..count).find(|stage| !there.contains(stage))
+}
+
+/// Every node where `choice` of the stages of its ops says, but not before what it reads.
+fn placed(own: &HashMap<usize, (u32, u32)>, model: &OnnxModel, choice: fn((u32, u32)) -> u32) -> Staged {
     let mut made: HashMap<&str, u32> = model.inputs.iter().map(|input| (input.name.as_str(), 0)).collect();
     let mut stages = Vec::with_capacity(model.nodes.len());
     let mut moved = Vec::new();
     for (at, node) in model.nodes.iter().enumerate() {
-        let reads = reads(node);
-        let after = reads.iter().filter_map(|name| made.get(name)).copied().max();
+        let after = reads(node).iter().filter_map(|name| made.get(name)).copied().max();
         let stage = match (own.get(&at), after) {
             (None, None) if !RANDOM.contains(&node.op_type.as_str()) => None,
             (None, after) => Some(after.unwrap_or(0)),
-            (Some(&(first, last)), after) => {
-                let stage = last.max(after.unwrap_or(0));
-                if first != stage {
+            (Some(&span), after) => {
+                let stage = choice(span).max(after.unwrap_or(0));
+                if span != (stage, stage) {
                     moved.push(node.name.clone());
                 }
                 Some(stage)
@@ -54,13 +74,7 @@ pub fn staged(plan: &Plan, graph: &Graph, model: &OnnxModel) -> Result<Staged, R
         }
         stages.push(stage);
     }
-    let there: BTreeSet<u32> = stages.iter().flatten().copied().collect();
-    match (0..plan.stages.len() as u32).find(|stage| !there.contains(stage)) {
-        None => Ok(Staged { stages, moved }),
-        Some(stage) => Err(Refusal::Model {
-            what: format!("stage {stage} holds parts of nodes only, and ONNX has no smaller thing than a node"),
-        }),
-    }
+    Staged { stages, moved }
 }
 
 /// The first and last stage of each node's ops.
@@ -104,7 +118,7 @@ pub fn told(moved: &[String]) -> Option<String> {
     let more = moved.len().saturating_sub(LISTED);
     let more = if more > 0 { format!(" and {more} more") } else { String::new() };
     Some(format!(
-        "{}{more}: the plan has parts of such nodes in an earlier stage; a node is whole here, so that the predicted times hold but for \
+        "{}{more}: the plan has parts of such nodes in other stages; a node is whole here, so that the predicted times hold but for \
          these parts",
         names.join(", ")
     ))

@@ -63,8 +63,9 @@ def whole(tensor):
 
 
 def in_order(tensor):
-    """A tensor that leaves a stage."""
-    return tensor.contiguous()
+    """A tensor that leaves a stage, for nobody else to read: half a backward detaches it in place, which neither views allow nor
+    tensors that another operator has saved."""
+    return tensor.clone(memory_format=torch.contiguous_format)
 
 
 def read_plan(path=HERE / "stages.json"):
@@ -173,7 +174,7 @@ def assign(nodes, plan):
     by_name, by_module = {}, {}
     for at, told in enumerate(plan["stages"]):
         for name in told["nodes"]:
-            by_name[name] = max(at, by_name.get(name, 0))
+            by_name.setdefault(name, at)
         for name in told["modules"]:
             by_module.setdefault(name, set()).add(at)
     names = {node.name for node in nodes}
@@ -198,6 +199,7 @@ def assign(nodes, plan):
             # A counter of batches: it belongs to the layer that comes next.
             waiting.append(node)
         elif own is not None or after is not None or is_random(node):
+            # A node whose ops are in several stages stands with the first of them, as its weights do.
             stages[node] = max(own or 0, after or 0)
             while waiting:
                 stages[waiting.pop()] = stages[node]
