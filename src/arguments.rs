@@ -64,7 +64,7 @@ pub enum Verb {
     Report(cmd::report::Arguments),
     /// Plan for many numbers of devices, depths and sizes: a table and the plots of the papers
     Sweep(Box<cmd::sweep::Arguments>),
-    /// Write a plan for other tools: torchtitan, Megatron, DeepSpeed, PipeDream, Graphviz
+    /// Write a plan for other tools: ONNX, torch, torchtitan, Megatron, DeepSpeed, PipeDream, Graphviz
     Export(cmd::export::Arguments),
     /// Train a model with pipelined workers under a plan
     Train(Box<cmd::train::Arguments>),

@@ -3,6 +3,7 @@
 use crate::arguments::Import;
 use crate::failure::Failure;
 use crate::screen::Screen;
+use compiler::export::target::Imported;
 use compiler::graph::Graph;
 use compiler::graph::bind::{bind, symbols};
 use compiler::graph::hash::hash;
@@ -174,6 +175,11 @@ impl Loaded {
     pub fn profiled(&self) -> ProfiledModel {
         let ops = order::numbered(&self.model.graph).len() as u64;
         ProfiledModel { file: self.file(), sha256: self.model.sha256.clone(), ops }
+    }
+
+    /// The model with what its import was told, for those who read the file once more.
+    pub fn imported(&self) -> Imported<'_> {
+        Imported { path: &self.path, options: &self.options, model: &self.model }
     }
 
     /// The initial weights; fails where a file that should hold one does not exist.

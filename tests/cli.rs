@@ -8,7 +8,7 @@ use shared::data;
 use std::path::Path;
 use std::process::Output;
 
-const VERBS: [&str; 13] = [
+const VERBS: [&str; 14] = [
     "inspect",
     "profile",
     "partition",
@@ -18,6 +18,7 @@ const VERBS: [&str; 13] = [
     "sweep",
     "train",
     "eval",
+    "export",
     "quickstart",
     "schema",
     "zoo",

@@ -48,3 +48,4 @@ pub mod states;
 pub mod tables;
 pub mod terrain;
 pub mod uniform;
+pub mod units;

@@ -1,7 +1,9 @@
 //! `pipec export`: a plan in the words of other tools.
 
+use crate::arguments::Import;
 use crate::asked::Source;
 use crate::failure::Failure;
+use crate::model::{self, Loaded};
 use crate::own::{self, Own};
 use crate::screen::Screen;
 use crate::source;
@@ -10,6 +12,8 @@ use clap::Args;
 use compiler::export::target::refusal::Refusal;
 use compiler::export::target::table::{self, Entry, TARGETS};
 use compiler::export::target::{Asked, Bundle, File, Need};
+use compiler::graph::hash::hash;
+use compiler::import::onnx::name::shown;
 use compiler::plan::Plan;
 use compiler::profile::cost_graph::CostGraph;
 use compiler::schedule::csv::{Table, csv};
@@ -60,10 +64,15 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Failure> {
     let target = arguments.to;
     let table = own::open(arguments.schedule.as_deref(), screen)?.map(table_of).transpose()?;
     let costs = match target.need {
-        Need::Plan => None,
         Need::Costs => Some(costs(&arguments, &plan, screen)?),
+        Need::Plan | Need::Model => None,
     };
-    let asked = Asked { plan: &plan, costs: costs.as_ref(), table: table.as_ref() };
+    let loaded = match target.need {
+        Need::Model => Some(loaded(&arguments, &plan, screen)?),
+        Need::Plan | Need::Costs => None,
+    };
+    let imported = loaded.as_ref().map(Loaded::imported);
+    let asked = Asked { plan: &plan, costs: costs.as_ref(), model: imported.as_ref(), table: table.as_ref() };
     let bundle = (target.write)(&asked).map_err(|refusal| explain(&arguments, &refusal))?;
     bundle.notes.iter().for_each(|note| screen.note(note));
     write(&arguments, &bundle, screen)
@@ -90,6 +99,24 @@ fn costs(arguments: &Arguments, plan: &Plan, screen: &Screen) -> Result<CostGrap
     let path = needed(arguments)?;
     let source = Source::of_plan(path, arguments.profile.as_deref(), plan, screen)?;
     Ok(source.costs(plan, plan.schedule.micro_batch)?.graph)
+}
+
+/// The plan's model, imported as the plan's was.
+fn loaded(arguments: &Arguments, plan: &Plan, screen: &Screen) -> Result<Loaded, Failure> {
+    let path = needed(arguments)?;
+    if source::format_of(path) == source::Format::Pipedream {
+        let what = format!("`--to {}` needs a model, and {} is a profile", arguments.to.name, path.display());
+        return Err(Failure::input(what));
+    }
+    let mut import = Import::default();
+    import.follow(&plan.model.import);
+    let loaded = model::read(path, &import, screen)?;
+    let (here, there) = (loaded.profiled().ops, plan.model.ops);
+    if here != there || hash(&loaded.model.graph) != plan.model.graph_hash {
+        return Err(Failure::input(format!("{} is not the model of the plan", path.display()))
+            .because(format!("the plan is for {} with {there} ops, this has {here}", shown(&plan.model.file))));
+    }
+    Ok(loaded)
 }
 
 fn explain(arguments: &Arguments, refusal: &Refusal) -> Failure {

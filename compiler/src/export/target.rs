@@ -10,15 +10,22 @@ pub mod dot;
 pub mod fit;
 pub mod layers;
 pub mod megatron;
+pub mod nodes;
+pub mod onnx;
+pub mod onnx_stages;
 pub mod orders;
+pub mod payloads;
 pub mod pipedream;
 pub mod refusal;
 pub mod table;
+pub mod torch;
 pub mod torchtitan;
 
+use crate::import::import::{Model, Options};
 use crate::plan::Plan;
 use crate::profile::cost_graph::CostGraph;
 use crate::schedule::csv::Table;
+use std::path::Path;
 
 /// What a target is made from.
 #[derive(Clone, Copy, Debug)]
@@ -27,8 +34,21 @@ pub struct Asked<'a> {
     pub plan: &'a Plan,
     /// The costs of its ops: there for targets that need [`Need::Costs`].
     pub costs: Option<&'a CostGraph>,
+    /// The model: there for targets that need [`Need::Model`].
+    pub model: Option<&'a Imported<'a>>,
     /// The order of work of a plan that has none of its own.
     pub table: Option<&'a Table>,
+}
+
+/// The model of a plan, with what is needed to read it once more.
+#[derive(Clone, Copy, Debug)]
+pub struct Imported<'a> {
+    /// Its file.
+    pub path: &'a Path,
+    /// What its import was told.
+    pub options: &'a Options,
+    /// As it was imported: the plan's ops are those of its graph.
+    pub model: &'a Model,
 }
 
 /// What a target needs beside the plan.
@@ -38,6 +58,8 @@ pub enum Need {
     Plan,
     /// What each op costs, from the model or a published profile.
     Costs,
+    /// The model.
+    Model,
 }
 
 /// One file of a bundle.

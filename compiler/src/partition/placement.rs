@@ -19,6 +19,7 @@ use crate::partition::places::Places;
 use crate::partition::search::{Among, Candidate, DEFAULT_BUDGET, Depth, Found, Question, largest, same};
 use crate::partition::shape::Shape;
 use crate::partition::states::{Growth, Space};
+use crate::partition::units::Units;
 use crate::plan::ScheduleKind;
 use crate::plan::caps::First;
 use crate::plan::problem::{CostModel, InFlight, Objective, Problem, ProblemError};
@@ -514,7 +515,7 @@ fn effort(problem: &Problem, rules: &[Rules], places: usize) -> f64 {
     questions * loose * rules.iter().map(one).sum::<f64>()
 }
 
-/// The units that frameworks keep whole: a module of the model's first level, or one of a numbered list of them.
+/// The units that frameworks keep whole, see [`Units`].
 pub struct Borders {
     unit: Vec<Option<usize>>,
 }
@@ -522,10 +523,11 @@ pub struct Borders {
 impl Borders {
     /// Those of a model.
     pub fn of(graph: &CostGraph) -> Borders {
+        let units = Units::of(graph.ops.iter().map(|op| op.module.as_str()));
         let mut numbers: BTreeMap<String, usize> = BTreeMap::new();
         let mut unit = Vec::with_capacity(graph.ops.len());
         for op in &graph.ops {
-            let name = kept_whole(&op.module);
+            let name = units.name(&op.module);
             unit.push((!name.is_empty()).then(|| {
                 let next = numbers.len();
                 *numbers.entry(name).or_insert(next)
@@ -554,33 +556,5 @@ impl Borders {
         }
         ends.push(order.len());
         ends
-    }
-}
-
-/// `layers.3.attention.wq` is part of `layers.3`, `norm.weight` of `norm`.
-pub fn kept_whole(module: &str) -> String {
-    let mut name = String::new();
-    for part in module.split(['.', '/']).filter(|part| !part.is_empty()) {
-        if !name.is_empty() {
-            name.push('.');
-        }
-        name.push_str(part);
-        if part.chars().all(|c| c.is_ascii_digit()) {
-            return name;
-        }
-    }
-    module.split(['.', '/']).find(|part| !part.is_empty()).unwrap_or_default().to_string()
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn modules_are_kept_whole_at_the_depth_that_frameworks_know() {
-        assert_eq!(kept_whole("layers.3.attention.wq"), "layers.3");
-        assert_eq!(kept_whole("transformer.h.11.mlp"), "transformer.h.11");
-        assert_eq!(kept_whole("tok_embeddings"), "tok_embeddings");
-        assert_eq!(kept_whole(""), "");
     }
 }

@@ -1,6 +1,7 @@
 //! What several targets ask of a plan before they look at anything else.
 
 use super::refusal::Refusal;
+use super::{Asked, Imported};
 use crate::import::onnx::name::shown;
 use crate::plan::problem::CostModel;
 use crate::plan::{Plan, ScheduleKind};
@@ -11,6 +12,11 @@ pub fn is_of_a_model(plan: &Plan) -> Result<(), Refusal> {
         CostModel::Load | CostModel::Hybrid => Err(Refusal::Instance),
         CostModel::Pipec | CostModel::Paper | CostModel::Pipedream => Ok(()),
     }
+}
+
+/// The model, which is there for targets that say they need it.
+pub fn model<'a>(asked: &Asked<'a>) -> Result<&'a Imported<'a>, Refusal> {
+    asked.model.ok_or_else(|| Refusal::Model { what: "the model is not at hand".to_string() })
 }
 
 /// Refuses what only a runtime with stashed weights can run, and what trains nothing.

@@ -1,18 +1,19 @@
 //! Stages as lists of the modules that frameworks keep whole: those of the model's first level, and the items of numbered lists.
 
 use super::refusal::Refusal;
-use crate::partition::placement::kept_whole;
+use crate::partition::units::Units;
 use crate::plan::Plan;
 use std::collections::BTreeMap;
 
 /// For each stage its modules, in order of first use. Refuses a module that is cut, and a stage without any.
 pub fn layers(plan: &Plan, tool: &'static str) -> Result<Vec<Vec<String>>, Refusal> {
+    let units = Units::of(plan.stages.iter().flat_map(|stage| stage.modules.iter().map(String::as_str)));
     let mut held: BTreeMap<String, u32> = BTreeMap::new();
     let mut stages = Vec::with_capacity(plan.stages.len());
     for stage in &plan.stages {
         let mut own = Vec::new();
         for module in &stage.modules {
-            let unit = kept_whole(module);
+            let unit = units.name(module);
             if unit.is_empty() {
                 continue;
             }

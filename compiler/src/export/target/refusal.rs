@@ -30,6 +30,8 @@ pub enum Refusal {
     Place { module: String, stage: u32, why: String },
     #[error("the plan has no list of numbered layers, such as `layers.0` and `layers.1`")]
     NoLayers,
+    #[error("stage {stage} holds parts of nodes only, and here a node is whole")]
+    Parts { stage: u32 },
     #[error(transparent)]
     Order(#[from] ScheduleError),
     #[error("the order of work is for {found} {what}, the plan for {planned}")]
@@ -54,11 +56,15 @@ impl Refusal {
             Refusal::UnequalReplicas { .. } => made(""),
             Refusal::Deal { replicas, .. } => made(&format!(" --microbatches {replicas}, or a multiple of it,")),
             Refusal::Schedule { instead, .. } => made(&format!(" --schedule {instead}")),
-            Refusal::NoModules { .. } | Refusal::CutModule { .. } => made(""),
+            Refusal::CutModule { .. } => made(""),
+            Refusal::NoModules { .. } => made(" --max-stages N, with fewer stages than this,"),
             Refusal::Nested { .. } | Refusal::Place { .. } | Refusal::NoLayers => Some(
                 "`--to torch` cuts between any two ops of a model from torch.export, whatever its modules are"
                     .to_string(),
             ),
+            Refusal::Parts { .. } => {
+                Some("`pipec partition MODEL --cut-after NODE,…` ends stages where nodes end".to_string())
+            }
             Refusal::Order(ScheduleError::NoTable) => {
                 Some("`--schedule FILE.csv` names the file of its order of work".to_string())
             }

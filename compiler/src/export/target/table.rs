@@ -1,7 +1,7 @@
 //! Every target there is. A new one is a file beside this one and a line here.
 
 use super::refusal::Refusal;
-use super::{Asked, Bundle, Need, deepspeed, dot, megatron, pipedream, torchtitan};
+use super::{Asked, Bundle, Need, deepspeed, dot, megatron, onnx, onnx_stages, pipedream, torch, torchtitan};
 
 /// A tool that a plan can be written for.
 #[derive(Clone, Copy, Debug)]
@@ -18,11 +18,14 @@ pub struct Entry {
 
 /// All of them.
 #[rustfmt::skip]
-pub const TARGETS: [Entry; 5] = [
+pub const TARGETS: [Entry; 8] = [
     Entry { name: "deepspeed", about: "the parts list of a PipelineModule", need: Need::Plan, write: deepspeed::write },
     Entry { name: "dot", about: "a picture of the stages for Graphviz", need: Need::Plan, write: dot::write },
     Entry { name: "megatron", about: "the pipeline layout string", need: Need::Plan, write: megatron::write },
+    Entry { name: "onnx", about: "the model with the stage of every node in ONNX's own field", need: Need::Model, write: onnx::write },
+    Entry { name: "onnx-stages", about: "one ONNX model for each stage", need: Need::Model, write: onnx_stages::write },
     Entry { name: "pipedream", about: "graph.txt with stages, and the runtime's configuration", need: Need::Costs, write: pipedream::write },
+    Entry { name: "torch", about: "a folder that torchrun trains with torch.distributed.pipelining", need: Need::Plan, write: torch::write },
     Entry { name: "torchtitan", about: "module_fqns_per_model_part and the schedule as a table", need: Need::Plan, write: torchtitan::write },
 ];
 

@@ -1,0 +1,107 @@
+//! The model itself, with the stage of every node in the field that ONNX has for it since IR version 11: a `DeviceConfigurationProto` of
+//! the model names the devices, a `NodeDeviceConfigurationProto` of each node has its `pipeline_stage`
+//! (<https://github.com/onnx/onnx/blob/main/docs/IR.md>, multi-device configuration).
+//!
+//! The field has no place for replicas, schedules and versions, so that metadata of the model say them: `pipec.stages` is a list of
+//! objects with `replicas` and `devices`, `pipec.schedule` the schedule with its micro-batches.
+
+use super::nodes::{self, staged};
+use super::payloads::{self, INLINE};
+use super::refusal::Refusal;
+use super::{Asked, Bundle, fit};
+use crate::import::onnx::decode;
+use crate::import::onnx::file;
+use crate::import::onnx::model::OnnxModel;
+use crate::import::onnx::name::unique_names;
+use crate::import::onnx::proto::{
+    DeviceConfigurationProto, ModelProto, NodeDeviceConfigurationProto, StringStringEntryProto,
+};
+use crate::plan::Plan;
+use prost::Message;
+use serde_json::json;
+use std::collections::HashMap;
+use std::path::Path;
+
+/// The name of our configuration.
+const CONFIGURATION: &str = "pipec";
+
+/// The first version of the format that has the field.
+const IR_VERSION: i64 = 11;
+
+/// Writes `model.onnx`, and `model.onnx.data` where it is large.
+pub fn write(asked: &Asked<'_>) -> Result<Bundle, Refusal> {
+    let plan = asked.plan;
+    fit::is_of_a_model(plan)?;
+    let imported = fit::model(asked)?;
+    let (mut proto, model) = read(imported.path)?;
+    let staged = staged(plan, &imported.model.graph, &model)?;
+    let early = earliest(&model, &staged.stages);
+    let stages: HashMap<&str, u32> = model.nodes.iter().map(|node| node.name.as_str()).zip(early).collect();
+    proto.ir_version = Some(proto.ir_version().max(IR_VERSION));
+    proto.configuration.retain(|known| known.name() != CONFIGURATION);
+    proto.configuration.push(DeviceConfigurationProto {
+        name: Some(CONFIGURATION.to_string()),
+        num_devices: i32::try_from(plan.cluster.devices).ok(),
+        device: Vec::new(),
+    });
+    let values = payloads::external(&model);
+    if let Some(graph) = &mut proto.graph {
+        let names = unique_names(&graph.node);
+        for (node, name) in graph.node.iter_mut().zip(names) {
+            node.device_configurations.retain(|known| known.configuration_id() != CONFIGURATION);
+            node.device_configurations.push(NodeDeviceConfigurationProto {
+                configuration_id: Some(CONFIGURATION.to_string()),
+                sharding_spec: Vec::new(),
+                pipeline_stage: stages.get(name.as_str()).and_then(|stage| i32::try_from(*stage).ok()),
+            });
+        }
+        graph.initializer.iter_mut().for_each(|tensor| payloads::bring(tensor, &values));
+    }
+    describe(&mut proto, plan);
+    let mut bundle = Bundle { files: payloads::files(proto, "model.onnx", INLINE), ..Bundle::default() };
+    bundle.notes.extend(nodes::told(&staged.moved));
+    Ok(bundle)
+}
+
+/// The file as protobuf has it, and decoded.
+pub fn read(path: &Path) -> Result<(ModelProto, OnnxModel), Refusal> {
+    let refused =
+        |error: &dyn std::fmt::Display| Refusal::Model { what: format!("the model is no ONNX file: {error}") };
+    let model = decode::read(path).map_err(|error| refused(&error))?;
+    let bytes = file::map(path).map_err(|error| refused(&error))?;
+    let proto = ModelProto::decode(bytes).map_err(|error| refused(&error))?;
+    Ok((proto, model))
+}
+
+/// The stage of every node; what follows from constants stands with its first reader.
+fn earliest(model: &OnnxModel, stages: &[Option<u32>]) -> Vec<u32> {
+    let mut wanted: HashMap<&str, u32> = HashMap::new();
+    let mut early = vec![0; stages.len()];
+    for (at, node) in model.nodes.iter().enumerate().rev() {
+        let readers = node.outputs.iter().filter_map(|name| wanted.get(name.as_str()).copied());
+        let stage = stages[at].or(readers.min()).unwrap_or(0);
+        early[at] = stage;
+        for name in nodes::reads(node) {
+            let first = wanted.entry(name).or_insert(stage);
+            *first = stage.min(*first);
+        }
+    }
+    early
+}
+
+/// Says in the metadata what the field has no place for.
+pub fn describe(proto: &mut ModelProto, plan: &Plan) {
+    let stages: Vec<_> =
+        plan.stages.iter().map(|stage| json!({"replicas": stage.replicas, "devices": stage.devices})).collect();
+    let schedule = json!({
+        "kind": plan.schedule.kind.name(),
+        "micro_batch": plan.schedule.micro_batch,
+        "microbatches": plan.schedule.microbatches,
+    });
+    for (key, value) in [("pipec.stages", json!(stages)), ("pipec.schedule", schedule)] {
+        proto.metadata_props.retain(|known| known.key() != key);
+        proto
+            .metadata_props
+            .push(StringStringEntryProto { key: Some(key.to_string()), value: Some(value.to_string()) });
+    }
+}

@@ -1,0 +1,303 @@
+//! One ONNX model for each stage, `stage_0.onnx` and so on, which run one after the other give what the whole model gives.
+//!
+//! A stage has the initializers that it reads, so that a tied one is in several. Its inputs are inputs of the model and tensors of
+//! earlier stages, under the names that the model has for them; `stages.json` says where each comes from:
+//!
+//! ```text
+//! {"stages": [{"file": "stage_0.onnx", "inputs": [{"name": "x", "from": "input"}], "outputs": ["h"], …},
+//!             {"file": "stage_1.onnx", "inputs": [{"name": "h", "from": 0}], "outputs": ["y"], …}]}
+//! ```
+//!
+//! Types and shapes of what goes between stages are as the file states them, else as the importer finds them.
+
+use super::nodes::{self, reads, staged};
+use super::onnx::{describe, read};
+use super::payloads::{self, INLINE};
+use super::refusal::Refusal;
+use super::{Asked, Bundle, File, Imported, fit};
+use crate::graph::Graph;
+use crate::import::import::{Batch, ImportError, from_onnx};
+use crate::import::onnx::lower::walk::LowerError;
+use crate::import::onnx::lower::weight::dtype_of;
+use crate::import::onnx::model::{OnnxModel, ValueInfo};
+use crate::import::onnx::name::{shown, unique_names};
+use crate::import::onnx::proto::tensor_proto::DataType;
+use crate::import::onnx::proto::tensor_shape_proto::Dimension;
+use crate::import::onnx::proto::tensor_shape_proto::dimension;
+use crate::import::onnx::proto::type_proto::{self, Tensor as TensorType};
+use crate::import::onnx::proto::{GraphProto, ModelProto, NodeProto, TensorShapeProto, TypeProto, ValueInfoProto};
+use crate::tensor::dim::Bindings;
+use crate::tensor::fact::Fact;
+use serde_json::{Value, json};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
+
+/// How often the model is imported again to learn the shapes between stages.
+const MOST_IMPORTS: usize = 64;
+
+/// The first version of the format in which an initializer need not be an input.
+const IR_VERSION: i64 = 4;
+
+/// Writes a model for each stage and `stages.json`.
+pub fn write(asked: &Asked<'_>) -> Result<Bundle, Refusal> {
+    let plan = asked.plan;
+    fit::is_of_a_model(plan)?;
+    let imported = fit::model(asked)?;
+    let (proto, model) = read(imported.path)?;
+    let staged = staged(plan, &imported.model.graph, &model)?;
+    let cut = Cut::new(&model, &staged.stages, plan.stages.len())?;
+    let between: BTreeSet<&str> = cut.stages.iter().flat_map(|stage| stage.outputs.iter().copied()).collect();
+    let types = types(&proto, &model, imported, &between)?;
+    let mut bundle = Bundle::default();
+    let mut told = Vec::new();
+    let parts = Parts::of(&proto, &model);
+    for (at, stage) in cut.stages.iter().enumerate() {
+        let name = format!("stage_{at}.onnx");
+        let mut one = parts.stage(&model, stage, &types, at);
+        describe(&mut one, plan);
+        let inputs: Vec<Value> = stage
+            .inputs
+            .iter()
+            .map(|(name, from)| json!({"name": name, "from": from.map_or(json!("input"), |stage| json!(stage))}))
+            .collect();
+        told.push(json!({"file": name, "inputs": inputs, "outputs": stage.outputs, "replicas": plan.stages[at].replicas, "devices": plan.stages[at].devices}));
+        bundle.files.extend(payloads::files(one, &name, INLINE));
+    }
+    let outputs: Vec<&str> = model.outputs.iter().map(|output| output.name.as_str()).collect();
+    let whole = json!({"stages": told, "outputs": outputs});
+    let text = serde_json::to_string_pretty(&whole).unwrap_or_default() + "\n";
+    bundle.files.push(File { name: "stages.json".to_string(), bytes: text.into_bytes() });
+    bundle.notes.extend(nodes::told(&staged.moved));
+    Ok(bundle)
+}
+
+/// One stage by names.
+#[derive(Default)]
+struct Stage<'a> {
+    /// Places of its nodes, in an order in which they can run.
+    nodes: Vec<usize>,
+    /// What it reads from outside, and the stage that makes it; none for inputs of the model.
+    inputs: BTreeMap<&'a str, Option<u32>>,
+    /// What others read of it, and results of the model.
+    outputs: BTreeSet<&'a str>,
+    /// Every name that it reads.
+    reads: BTreeSet<&'a str>,
+}
+
+/// The model in stages.
+struct Cut<'a> {
+    stages: Vec<Stage<'a>>,
+}
+
+impl<'a> Cut<'a> {
+    fn new(model: &'a OnnxModel, stages: &[Option<u32>], count: usize) -> Result<Cut<'a>, Refusal> {
+        let mut maker: HashMap<&str, usize> = HashMap::new();
+        for (at, node) in model.nodes.iter().enumerate() {
+            maker.extend(node.outputs.iter().filter(|name| !name.is_empty()).map(|name| (name.as_str(), at)));
+        }
+        let inputs: BTreeSet<&str> = model.inputs.iter().map(|input| input.name.as_str()).collect();
+        let last = count.saturating_sub(1) as u32;
+        let mut cut = Cut { stages: Vec::with_capacity(count) };
+        for stage in 0..count as u32 {
+            let mut own = Stage::default();
+            let mut taken: BTreeSet<usize> = (0..model.nodes.len()).filter(|at| stages[*at] == Some(stage)).collect();
+            let mut open: Vec<usize> = taken.iter().copied().collect();
+            // Results that follow from constants alone are made by the last stage.
+            let constant = |at: &usize| stages[*at].is_none();
+            if stage == last {
+                let results = model.outputs.iter().filter_map(|output| maker.get(output.name.as_str()).copied());
+                open.extend(results.filter(constant).filter(|at| taken.insert(*at)));
+            }
+            while let Some(at) = open.pop() {
+                for name in reads(&model.nodes[at]) {
+                    own.reads.insert(name);
+                    match maker.get(name) {
+                        Some(&made) if stages[made].is_none() => {
+                            if taken.insert(made) {
+                                open.push(made);
+                            }
+                        }
+                        Some(&made) if stages[made] != Some(stage) => {
+                            own.inputs.insert(name, stages[made]);
+                        }
+                        None if inputs.contains(name) => {
+                            own.inputs.insert(name, None);
+                        }
+                        _ => {}
+                    }
+                }
+            }
+            own.nodes = taken.into_iter().collect();
+            cut.stages.push(own);
+        }
+        let crossing: Vec<(&str, u32)> = cut
+            .stages
+            .iter()
+            .flat_map(|stage| &stage.inputs)
+            .filter_map(|(name, from)| Some((*name, (*from)?)))
+            .collect();
+        let results = model.outputs.iter().map(|output| {
+            let made = maker.get(output.name.as_str());
+            let stage = made.map(|at| stages[*at].unwrap_or(last));
+            stage.map(|stage| (output.name.as_str(), stage)).ok_or_else(|| Refusal::Model {
+                what: format!("result `{}` is an input or a constant that no node makes", shown(&output.name)),
+            })
+        });
+        for (name, stage) in crossing.into_iter().map(Ok).chain(results).collect::<Result<Vec<_>, Refusal>>()? {
+            if let Some(stage) = cut.stages.get_mut(stage as usize) {
+                stage.outputs.insert(name);
+            }
+        }
+        Ok(cut)
+    }
+}
+
+/// The parts of the file that stages are put together from.
+struct Parts<'a> {
+    proto: &'a ModelProto,
+    nodes: HashMap<String, &'a NodeProto>,
+    values: HashMap<&'a str, &'a bytes::Bytes>,
+}
+
+impl<'a> Parts<'a> {
+    fn of(proto: &'a ModelProto, model: &'a OnnxModel) -> Parts<'a> {
+        let nodes = proto.graph.as_ref().map_or(&[][..], |graph| &graph.node);
+        Parts { proto, nodes: unique_names(nodes).into_iter().zip(nodes).collect(), values: payloads::external(model) }
+    }
+
+    /// The model of one stage.
+    fn stage(
+        &self,
+        model: &OnnxModel,
+        stage: &Stage<'_>,
+        types: &HashMap<String, ValueInfoProto>,
+        at: usize,
+    ) -> ModelProto {
+        let typed = |name: &str| types.get(name).cloned().unwrap_or_else(|| untyped(name));
+        let source = self.proto.graph.clone().unwrap_or_default();
+        let nodes: Vec<NodeProto> = { stage.nodes.iter() }
+            .filter_map(|node| self.nodes.get(&model.nodes[*node].name).map(|node| (*node).clone()))
+            .collect();
+        let made: BTreeSet<&str> = nodes.iter().flat_map(|node| node.output.iter().map(String::as_str)).collect();
+        let value_info = { source.value_info.iter() }
+            .filter(|info| {
+                (made.contains(info.name()) && !stage.outputs.contains(info.name()))
+                    || stage.reads.contains(info.name()) && !stage.inputs.contains_key(info.name())
+            })
+            .cloned()
+            .collect();
+        // The order of the model for its own inputs and results, that of names for what goes between stages.
+        let ranked = |names: Vec<&str>, known: &[ValueInfo]| {
+            let place = |name: &str| known.iter().position(|info| info.name == name).unwrap_or(usize::MAX);
+            let mut names: Vec<(usize, String)> =
+                names.into_iter().map(|name| (place(name), name.to_string())).collect();
+            names.sort();
+            names.into_iter().map(|(_, name)| typed(&name)).collect::<Vec<_>>()
+        };
+        let mut initializer: Vec<_> =
+            source.initializer.iter().filter(|tensor| stage.reads.contains(tensor.name())).cloned().collect();
+        initializer.iter_mut().for_each(|tensor| payloads::bring(tensor, &self.values));
+        let graph = GraphProto {
+            name: Some(format!("{}.stage_{at}", source.name())),
+            doc_string: source.doc_string,
+            input: ranked(stage.inputs.keys().copied().collect(), &model.inputs),
+            output: ranked(stage.outputs.iter().copied().collect(), &model.outputs),
+            node: nodes,
+            initializer,
+            value_info,
+            ..GraphProto::default()
+        };
+        ModelProto {
+            ir_version: Some(self.proto.ir_version().max(IR_VERSION)),
+            graph: Some(graph),
+            training_info: Vec::new(),
+            ..ModelProto { graph: None, ..self.proto.clone() }
+        }
+    }
+}
+
+fn untyped(name: &str) -> ValueInfoProto {
+    ValueInfoProto { name: Some(name.to_string()), ..Default::default() }
+}
+
+/// Types and shapes of the model's own inputs and results, and of these tensors.
+fn types(
+    proto: &ModelProto,
+    model: &OnnxModel,
+    imported: &Imported<'_>,
+    between: &BTreeSet<&str>,
+) -> Result<HashMap<String, ValueInfoProto>, Refusal> {
+    let mut types: HashMap<String, ValueInfoProto> = HashMap::new();
+    let has_shape = |info: &ValueInfoProto| matches!(info.r#type.as_ref().and_then(|kind| kind.value.as_ref()), Some(type_proto::Value::TensorType(tensor)) if tensor.elem_type() != 0 && tensor.shape.is_some());
+    if let Some(graph) = &proto.graph {
+        let stated = graph.value_info.iter().filter(|info| between.contains(info.name()) && has_shape(info));
+        for info in stated.chain(&graph.input).chain(&graph.output) {
+            types.insert(info.name().to_string(), info.clone());
+        }
+    }
+    let mut missing: BTreeSet<String> =
+        between.iter().filter(|name| !types.contains_key(**name)).map(|name| name.to_string()).collect();
+    for _ in 0..MOST_IMPORTS {
+        if missing.is_empty() {
+            break;
+        }
+        let mut probe = model.clone();
+        let info = |name: &String| ValueInfo { name: name.clone(), elem_type: 0, dims: None };
+        probe.outputs.extend(missing.iter().map(info));
+        match from_onnx(&probe, &imported.model.file, imported.options) {
+            Ok(found) => {
+                types.extend(
+                    facts(&found.graph, &missing, &found.batch).into_iter().map(|info| (info.name().to_string(), info)),
+                );
+                break;
+            }
+            // Sizes that are known only by symbols are no tensor of the graph.
+            Err(ImportError::Lower(LowerError::Output { name, .. })) if missing.remove(&name) => {
+                types.insert(name.clone(), tensor(&name, integer(model, &name), None));
+            }
+            Err(error) => return Err(Refusal::Model { what: format!("shapes between stages are not known: {error}") }),
+        }
+    }
+    match between.iter().find(|name| !types.contains_key(**name)) {
+        None => Ok(types),
+        Some(name) => Err(Refusal::Model {
+            what: format!("the type of `{}`, which goes between stages, is not known", shown(name)),
+        }),
+    }
+}
+
+/// The element type of sizes: what a cast says, else that of `Shape`.
+fn integer(model: &OnnxModel, name: &str) -> i32 {
+    let maker =
+        model.nodes.iter().find(|node| node.op_type == "Cast" && node.outputs.iter().any(|output| output == name));
+    let to = maker.and_then(|node| node.attributes.iter().find(|attribute| attribute.name() == "to"));
+    to.and_then(|to| i32::try_from(to.i()).ok()).unwrap_or(DataType::Int64 as i32)
+}
+
+/// What the importer found of these results. A batch that the file has as a number stays one: constants may have it in them.
+fn facts(graph: &Graph, names: &BTreeSet<String>, batch: &Batch) -> Vec<ValueInfoProto> {
+    let mut known = Bindings::new();
+    if let Batch::Symbol { name, default: Some(size) } = batch {
+        known.insert(name.clone(), *size);
+    }
+    let of = |output: &crate::graph::Output| {
+        let fact = graph.fact(output.value);
+        let fact: Fact = fact.substitute(&known).unwrap_or_else(|_| fact.clone());
+        let code = (1..64).find(|code| dtype_of(*code) == Some(fact.dtype)).unwrap_or(0);
+        let dim = |dim: &crate::tensor::dim::Dim| {
+            let value = match dim.known() {
+                Some(size) => dimension::Value::DimValue(size),
+                None => dimension::Value::DimParam(dim.to_string()),
+            };
+            Dimension { value: Some(value), ..Default::default() }
+        };
+        tensor(&output.name, code, Some(fact.shape.iter().map(dim).collect()))
+    };
+    graph.outputs.iter().filter(|output| names.contains(&output.name)).map(of).collect()
+}
+
+fn tensor(name: &str, elem_type: i32, dims: Option<Vec<Dimension>>) -> ValueInfoProto {
+    let shape = dims.map(|dim| TensorShapeProto { dim });
+    let kind = type_proto::Value::TensorType(TensorType { elem_type: Some(elem_type), shape });
+    let kind = TypeProto { value: Some(kind), ..Default::default() };
+    ValueInfoProto { name: Some(name.to_string()), r#type: Some(kind), ..Default::default() }
+}

@@ -1,0 +1,66 @@
+//! A folder that `torchrun` trains with `torch.distributed.pipelining`: `stages.json` with the nodes of each stage, `schedule.csv` with the
+//! order of work, `split.py` that cuts the model by these names, and `train.py` that drives torch's pipeline runtime.
+//!
+//! The two programs are files of ours and the same for every plan: names from a model are data in `stages.json` and never text of a
+//! program. `_PipelineScheduleRuntime` and its `_load_csv` are private to torch, so that the bundle says for which version it is.
+//!
+//! torch sends tensors to the next stage only and trains parameters that stages share apart from each other; `split.py` sends what goes
+//! further through the stages between, and `train.py` adds up the gradients of shared parameters.
+
+use super::nodes;
+use super::orders::{Order, order};
+use super::refusal::Refusal;
+use super::{Asked, Bundle};
+use serde_json::{Value, json};
+use std::collections::BTreeMap;
+
+const TOOL: &str = "torch.distributed.pipelining";
+
+/// The version of torch that the bundle's programs are for.
+const TORCH: &str = "2.15";
+
+/// Writes `stages.json`, `schedule.csv`, `split.py` and `train.py`.
+pub fn write(asked: &Asked<'_>) -> Result<Bundle, Refusal> {
+    let plan = asked.plan;
+    let Order { table, ranks, microbatches, replicas } = order(asked, TOOL)?;
+    let mut spans: BTreeMap<&str, (u32, u32)> = BTreeMap::new();
+    let mut stages: Vec<Value> = Vec::with_capacity(plan.stages.len());
+    for stage in &plan.stages {
+        let mut names: Vec<&str> = Vec::new();
+        for (name, op) in stage.op_names.iter().zip(stage.op_ids()) {
+            // An op without a source is called by its number.
+            if *name == op.to_string() {
+                continue;
+            }
+            let span = spans.entry(name).or_insert((stage.id.0, stage.id.0));
+            if names.last() != Some(&name.as_str()) {
+                names.push(name);
+            }
+            span.1 = stage.id.0;
+        }
+        stages.push(json!({"nodes": names, "modules": stage.modules}));
+    }
+    let whole = json!({
+        "schema": "pipec.torch/1",
+        "torch": TORCH,
+        "model": {"file": plan.model.file, "sha256": plan.model.sha256},
+        "stages": stages,
+        "ranks": ranks,
+        "replicas": replicas,
+        "micro_batch": plan.schedule.micro_batch,
+        "microbatches": microbatches,
+    });
+    let text = serde_json::to_string_pretty(&whole).unwrap_or_default() + "\n";
+    let mut bundle = Bundle::of("stages.json", text)
+        .with("schedule.csv", table)
+        .with("split.py", include_str!("torch/split.py").to_string())
+        .with("train.py", include_str!("torch/train.py").to_string());
+    let moved: Vec<String> =
+        spans.iter().filter(|(_, (first, last))| first != last).map(|(name, _)| name.to_string()).collect();
+    bundle.notes.extend(nodes::told(&moved));
+    let processes = u64::from(ranks.iter().max().map_or(1, |rank| rank + 1)) * u64::from(replicas);
+    bundle
+        .notes
+        .push(format!("run it with: torchrun --nproc-per-node {processes} train.py --model MODEL.pt2 --data DATA.npz"));
+    Ok(bundle)
+}
