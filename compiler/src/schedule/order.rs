@@ -148,8 +148,6 @@ struct Player<'a> {
     /// For each stage, items whose backward is missing in each round, rounds being reduced or done, and the newest version.
     missing: Vec<Vec<u32>>,
     reduced: Vec<u32>,
-    /// When each stage's newest all-reduce ends: rounds are reduced one after the other.
-    reduced_at: Vec<u64>,
     newest: Vec<u32>,
     events: Moments<Event>,
     now: u64,
@@ -213,7 +211,6 @@ impl<'a> Player<'a> {
             weight_ready: vec![false; stages * items],
             missing,
             reduced: vec![0; stages],
-            reduced_at: vec![0; stages],
             newest: vec![0; stages],
             events: Moments::new(),
             now: 0,
@@ -346,13 +343,11 @@ impl<'a> Player<'a> {
         let round = self.rule.round(stage, item);
         self.missing[stage.index()][round as usize] -= 1;
         let shape = &self.pipeline.stages[stage.index()];
-        let whole = if shape.replicas > 1 { ticks(shape.all_reduce) } else { 0 };
-        let exposed = ticks(shape.exposed_us());
+        // As if all of it began here: a forward that is put before other work for an update that is then late on shared links would keep
+        // that work waiting.
+        let reduce = if shape.replicas > 1 { ticks(shape.all_reduce) } else { 0 };
         // A short last round may be complete before the one before it; updates go in order.
         while let Some(0) = self.missing[stage.index()].get(self.reduced[stage.index()] as usize) {
-            let before = self.reduced_at[stage.index()].saturating_add(whole).saturating_sub(self.now);
-            let reduce = exposed.max(before);
-            self.reduced_at[stage.index()] = self.now.saturating_add(reduce);
             self.post(reduce, Event::Updated(stage, self.reduced[stage.index()]));
             self.reduced[stage.index()] += 1;
         }

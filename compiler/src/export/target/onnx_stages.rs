@@ -111,11 +111,7 @@ impl<'a> Cut<'a> {
                 for name in reads(&model.nodes[at]) {
                     own.reads.insert(name);
                     match maker.get(name) {
-                        Some(&made) if stages[made].is_none() => {
-                            if taken.insert(made) {
-                                open.push(made);
-                            }
-                        }
+                        Some(&made) if stages[made].is_none() => open.extend(taken.insert(made).then_some(made)),
                         Some(&made) if stages[made] != Some(stage) => {
                             own.inputs.insert(name, stages[made]);
                         }
