@@ -350,7 +350,8 @@ fn shared_models_run_in_stages() {
     for name in ["mlp", "cnn_bn", "gpt", "lstm_lm"] {
         let Some(model) = data(&format!("parity/{name}/model.onnx")) else { return };
         let model = model.to_str().unwrap();
-        let plan = ["partition", model, "--gpus", "3", "--stages", "1,1,1", "--schedule", "1f1b", "--microbatches", "4"];
+        let plan =
+            ["partition", model, "--gpus", "3", "--stages", "1,1,1", "--schedule", "1f1b", "--microbatches", "4"];
         done(folder, &[&plan[..], &["-o", "p.json"]].concat());
         let _ = fs::remove_dir_all(folder.join("s"));
         done(folder, &["export", "p.json", "--to", "onnx-stages", "--model", model, "-o", "s"]);
