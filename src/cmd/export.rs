@@ -89,7 +89,7 @@ fn table_of(own: Own) -> Result<Table, Failure> {
 }
 
 /// The model that the target needs.
-fn needed<'a>(arguments: &'a Arguments) -> Result<&'a Path, Failure> {
+fn needed(arguments: &Arguments) -> Result<&Path, Failure> {
     arguments.model.as_deref().ok_or_else(|| {
         Failure::input(format!("`--to {}` needs the plan's model", arguments.to.name)).help("`--model FILE` names it")
     })
