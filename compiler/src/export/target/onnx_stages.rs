@@ -15,7 +15,7 @@ use super::onnx::{describe, read};
 use super::payloads::{self, INLINE};
 use super::refusal::Refusal;
 use super::{Asked, Bundle, File, Imported, fit};
-use crate::graph::Graph;
+use crate::graph::{Graph, Output};
 use crate::import::import::{Batch, ImportError, from_onnx};
 use crate::import::onnx::lower::walk::LowerError;
 use crate::import::onnx::lower::weight::dtype_of;
@@ -26,8 +26,9 @@ use crate::import::onnx::proto::tensor_shape_proto::Dimension;
 use crate::import::onnx::proto::tensor_shape_proto::dimension;
 use crate::import::onnx::proto::type_proto::{self, Tensor as TensorType};
 use crate::import::onnx::proto::{GraphProto, ModelProto, NodeProto, TensorShapeProto, TypeProto, ValueInfoProto};
-use crate::tensor::dim::Bindings;
+use crate::tensor::dim::{Bindings, Dim};
 use crate::tensor::fact::Fact;
+use bytes::Bytes;
 use serde_json::{Value, json};
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 
@@ -42,14 +43,15 @@ pub fn write(asked: &Asked<'_>) -> Result<Bundle, Refusal> {
     let plan = asked.plan;
     fit::is_of_a_model(plan)?;
     let imported = fit::model(asked)?;
-    let (proto, model) = read(imported.path)?;
+    let (mut proto, model) = read(imported.path)?;
     let staged = staged(plan, &imported.model.graph, &model)?;
     let cut = Cut::new(&model, &staged.stages, plan.stages.len())?;
     let between: BTreeSet<&str> = cut.stages.iter().flat_map(|stage| stage.outputs.iter().copied()).collect();
     let types = types(&proto, &model, imported, &between)?;
     let mut bundle = Bundle::default();
     let mut told = Vec::new();
-    let parts = Parts::of(&proto, &model);
+    let graph = proto.graph.take().unwrap_or_default();
+    let parts = Parts::of(&proto, &graph, &model);
     for (at, stage) in cut.stages.iter().enumerate() {
         let name = format!("stage_{at}.onnx");
         let mut one = parts.stage(&model, stage, &types, at);
@@ -59,7 +61,14 @@ pub fn write(asked: &Asked<'_>) -> Result<Bundle, Refusal> {
             .iter()
             .map(|(name, from)| json!({"name": name, "from": from.map_or(json!("input"), |stage| json!(stage))}))
             .collect();
-        told.push(json!({"file": name, "inputs": inputs, "outputs": stage.outputs, "replicas": plan.stages[at].replicas, "devices": plan.stages[at].devices}));
+        let planned = &plan.stages[at];
+        told.push(json!({
+            "file": name,
+            "inputs": inputs,
+            "outputs": stage.outputs,
+            "replicas": planned.replicas,
+            "devices": planned.devices,
+        }));
         bundle.files.extend(payloads::files(one, &name, INLINE));
     }
     let outputs: Vec<&str> = model.outputs.iter().map(|output| output.name.as_str()).collect();
@@ -89,6 +98,7 @@ struct Cut<'a> {
 }
 
 impl<'a> Cut<'a> {
+    /// Deals nodes to their stages, each with the constants that it reads.
     fn new(model: &'a OnnxModel, stages: &[Option<u32>], count: usize) -> Result<Cut<'a>, Refusal> {
         let mut maker: HashMap<&str, usize> = HashMap::new();
         for (at, node) in model.nodes.iter().enumerate() {
@@ -97,9 +107,14 @@ impl<'a> Cut<'a> {
         let inputs: BTreeSet<&str> = model.inputs.iter().map(|input| input.name.as_str()).collect();
         let last = count.saturating_sub(1) as u32;
         let mut cut = Cut { stages: Vec::with_capacity(count) };
-        for stage in 0..count as u32 {
+        let mut held: Vec<BTreeSet<usize>> = vec![BTreeSet::new(); count];
+        for (at, stage) in stages.iter().enumerate() {
+            if let Some(own) = stage.and_then(|stage| held.get_mut(stage as usize)) {
+                own.insert(at);
+            }
+        }
+        for (stage, mut taken) in (0u32..).zip(held) {
             let mut own = Stage::default();
-            let mut taken: BTreeSet<usize> = (0..model.nodes.len()).filter(|at| stages[*at] == Some(stage)).collect();
             let mut open: Vec<usize> = taken.iter().copied().collect();
             // Results that follow from constants alone are made by the last stage.
             let constant = |at: &usize| stages[*at].is_none();
@@ -111,14 +126,17 @@ impl<'a> Cut<'a> {
                 for name in reads(&model.nodes[at]) {
                     own.reads.insert(name);
                     match maker.get(name) {
-                        Some(&made) if stages[made].is_none() => open.extend(taken.insert(made).then_some(made)),
-                        Some(&made) if stages[made] != Some(stage) => {
-                            own.inputs.insert(name, stages[made]);
-                        }
+                        Some(&made) => match stages[made] {
+                            None => open.extend(taken.insert(made).then_some(made)),
+                            Some(other) if other != stage => {
+                                own.inputs.insert(name, Some(other));
+                            }
+                            Some(_) => {}
+                        },
                         None if inputs.contains(name) => {
                             own.inputs.insert(name, None);
                         }
-                        _ => {}
+                        None => {}
                     }
                 }
             }
@@ -149,15 +167,17 @@ impl<'a> Cut<'a> {
 
 /// The parts of the file that stages are put together from.
 struct Parts<'a> {
-    proto: &'a ModelProto,
+    /// The model without its graph.
+    shell: &'a ModelProto,
+    source: &'a GraphProto,
     nodes: HashMap<String, &'a NodeProto>,
-    values: HashMap<&'a str, &'a bytes::Bytes>,
+    values: HashMap<&'a str, &'a Bytes>,
 }
 
 impl<'a> Parts<'a> {
-    fn of(proto: &'a ModelProto, model: &'a OnnxModel) -> Parts<'a> {
-        let nodes = proto.graph.as_ref().map_or(&[][..], |graph| &graph.node);
-        Parts { proto, nodes: unique_names(nodes).into_iter().zip(nodes).collect(), values: payloads::external(model) }
+    fn of(shell: &'a ModelProto, source: &'a GraphProto, model: &'a OnnxModel) -> Parts<'a> {
+        let nodes = unique_names(&source.node).into_iter().zip(&source.node).collect();
+        Parts { shell, source, nodes, values: payloads::external(model) }
     }
 
     /// The model of one stage.
@@ -169,7 +189,7 @@ impl<'a> Parts<'a> {
         at: usize,
     ) -> ModelProto {
         let typed = |name: &str| types.get(name).cloned().unwrap_or_else(|| untyped(name));
-        let source = self.proto.graph.clone().unwrap_or_default();
+        let source = self.source;
         let nodes: Vec<NodeProto> = { stage.nodes.iter() }
             .filter_map(|node| self.nodes.get(&model.nodes[*node].name).map(|node| (*node).clone()))
             .collect();
@@ -194,7 +214,7 @@ impl<'a> Parts<'a> {
         initializer.iter_mut().for_each(|tensor| payloads::bring(tensor, &self.values));
         let graph = GraphProto {
             name: Some(format!("{}.stage_{at}", source.name())),
-            doc_string: source.doc_string,
+            doc_string: source.doc_string.clone(),
             input: ranked(stage.inputs.keys().copied().collect(), &model.inputs),
             output: ranked(stage.outputs.iter().copied().collect(), &model.outputs),
             node: nodes,
@@ -203,10 +223,10 @@ impl<'a> Parts<'a> {
             ..GraphProto::default()
         };
         ModelProto {
-            ir_version: Some(self.proto.ir_version().max(IR_VERSION)),
+            ir_version: Some(self.shell.ir_version().max(IR_VERSION)),
             graph: Some(graph),
             training_info: Vec::new(),
-            ..ModelProto { graph: None, ..self.proto.clone() }
+            ..self.shell.clone()
         }
     }
 }
@@ -223,7 +243,6 @@ fn types(
     between: &BTreeSet<&str>,
 ) -> Result<HashMap<String, ValueInfoProto>, Refusal> {
     let mut types: HashMap<String, ValueInfoProto> = HashMap::new();
-    let has_shape = |info: &ValueInfoProto| matches!(info.r#type.as_ref().and_then(|kind| kind.value.as_ref()), Some(type_proto::Value::TensorType(tensor)) if tensor.elem_type() != 0 && tensor.shape.is_some());
     if let Some(graph) = &proto.graph {
         let stated = graph.value_info.iter().filter(|info| between.contains(info.name()) && has_shape(info));
         for info in stated.chain(&graph.input).chain(&graph.output) {
@@ -261,6 +280,14 @@ fn types(
     }
 }
 
+/// Whether the file says the type and the shape of a tensor.
+fn has_shape(info: &ValueInfoProto) -> bool {
+    match info.r#type.as_ref().and_then(|kind| kind.value.as_ref()) {
+        Some(type_proto::Value::TensorType(tensor)) => tensor.elem_type() != 0 && tensor.shape.is_some(),
+        _ => false,
+    }
+}
+
 /// The element type of sizes: what a cast says, else that of `Shape`.
 fn integer(model: &OnnxModel, name: &str) -> i32 {
     let maker =
@@ -275,11 +302,11 @@ fn facts(graph: &Graph, names: &BTreeSet<String>, batch: &Batch) -> Vec<ValueInf
     if let Batch::Symbol { name, default: Some(size) } = batch {
         known.insert(name.clone(), *size);
     }
-    let of = |output: &crate::graph::Output| {
+    let of = |output: &Output| {
         let fact = graph.fact(output.value);
         let fact: Fact = fact.substitute(&known).unwrap_or_else(|_| fact.clone());
         let code = (1..64).find(|code| dtype_of(*code) == Some(fact.dtype)).unwrap_or(0);
-        let dim = |dim: &crate::tensor::dim::Dim| {
+        let dim = |dim: &Dim| {
             let value = match dim.known() {
                 Some(size) => dimension::Value::DimValue(size),
                 None => dimension::Value::DimParam(dim.to_string()),
