@@ -131,13 +131,17 @@ impl Flow {
 pub fn synced(replicas: u32, first: Lanes) -> u32 {
     let [own, of_first] = [replicas, first.replicas].map(|replicas| u64::from(replicas.max(1)));
     let cap = u64::from(first.in_flight.max(1));
-    let used = (cap * of_first - common(own, of_first)).div_ceil(own).min(cap);
+    let used = (cap * of_first - common_divisor(own, of_first)).div_ceil(own).min(cap);
     u32::try_from(used + 1).unwrap_or(u32::MAX)
 }
 
-/// The greatest common divisor.
-fn common(a: u64, b: u64) -> u64 {
-    if b == 0 { a } else { common(b, a % b) }
+/// The greatest common divisor, with 1 for 0.
+pub fn common_divisor(a: u64, b: u64) -> u64 {
+    let (mut x, mut y) = (a.max(1), b.max(1));
+    while y != 0 {
+        (x, y) = (y, x % y);
+    }
+    x
 }
 
 /// The published caps of a whole pipeline of `replicas` under `flow`, first stage first.

@@ -9,6 +9,7 @@
 //! A unit's devices have one link together where the level is shared, and wherever a plan does not take whole groups though its cost
 //! model knows whole groups only; else each device has its own.
 
+use crate::plan::caps::common_divisor;
 use crate::plan::problem::{CostModel, Problem};
 use crate::plan::{BusiestLink, Plan, ScheduleKind};
 use std::collections::{BTreeMap, BTreeSet};
@@ -102,7 +103,7 @@ fn ports(problem: &Problem, plan: &Plan, stage_of: &[usize], sizes: &[u64]) -> P
 
 /// For each unit the share of items that go out of it from one stage to another, and into it.
 fn leaving(from: &[u32], to: &[u32], unit: &dyn Fn(u32) -> u64) -> BTreeMap<u64, [f64; 2]> {
-    let divisor = common_divisor(from.len(), to.len());
+    let divisor = common_divisor(from.len() as u64, to.len() as u64) as usize;
     let pairs = (from.len() / divisor * to.len()) as f64;
     let mut shares: BTreeMap<u64, [f64; 2]> = BTreeMap::new();
     for rest in 0..divisor {
@@ -148,14 +149,6 @@ fn rings(devices: &[u32], weights: f64, sizes: &[u64], ports: &mut Ports) {
             }
         }
     }
-}
-
-fn common_divisor(a: usize, b: usize) -> usize {
-    let (mut a, mut b) = (a.max(1), b.max(1));
-    while b > 0 {
-        (a, b) = (b, a % b);
-    }
-    a
 }
 
 #[cfg(test)]

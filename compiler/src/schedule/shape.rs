@@ -3,6 +3,7 @@
 //! Under the schedules with chunks a rank holds several stages. Two placements are published: a loop, where stage s is on rank
 //! s mod p, and a V, where the stages go down the ranks and come back up, so that the first and the last stage share a rank.
 
+use crate::plan::caps::common_divisor;
 use crate::plan::ports::Ports;
 use crate::schedule::{Edge, Pipeline, RankId, Schedule, ScheduleError, StageShape, published_caps};
 
@@ -11,11 +12,7 @@ pub const MAX_WORKERS: u64 = 1 << 16;
 
 /// The least common multiple, with 1 for 0; the largest number where it is larger.
 pub fn common_multiple(a: u64, b: u64) -> u64 {
-    let (mut x, mut y) = (a.max(1), b.max(1));
-    while y != 0 {
-        (x, y) = (y, x % y);
-    }
-    (a.max(1) / x).saturating_mul(b.max(1))
+    (a.max(1) / common_divisor(a, b)).saturating_mul(b.max(1))
 }
 
 impl Pipeline {

@@ -59,7 +59,9 @@ impl Planes {
     fn images(self, run: &Range<usize>) -> impl Iterator<Item = Range<usize>> {
         let (first, last) = (run.start * self.inner, run.end * self.inner);
         let size = self.channels * self.inner;
-        (0..self.images).map(move |image| image * size + first..image * size + last)
+        // Of planes without elements there is nothing to go through.
+        let images = if self.inner > 0 { self.images } else { 0 };
+        (0..images).map(move |image| image * size + first..image * size + last)
     }
 }
 
@@ -216,5 +218,18 @@ wide! {
                 }
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn planes_without_elements_are_gone_through_at_once() {
+        let planes = |inner| Planes { channels: 3, inner, images: 2, count: (2 * inner) as f64 };
+        let images = |inner| planes(inner).images(&(1..3)).collect::<Vec<_>>();
+        assert_eq!(images(4), [4..12, 16..24]);
+        assert_eq!(images(0), []);
     }
 }
