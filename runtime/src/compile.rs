@@ -71,6 +71,8 @@ pub struct GradientTerm {
     pub rank: usize,
     /// Where the backward run leaves it.
     pub place: Place,
+    /// Whether the backward run can add it to its sum as it makes it.
+    pub is_added: bool,
 }
 
 /// All that one stage runs.
@@ -469,10 +471,12 @@ impl<'a> Assembly<'a> {
             if let Made::Parameter(i) = *made {
                 let term = &self.fragment.parameter_terms[i];
                 let parameter = position(&self.parameters, term.parameter);
-                terms.push(GradientTerm { parameter, rank: term.rank, place: place(&output.value) });
+                terms.push(GradientTerm { parameter, rank: term.rank, place: place(&output.value), is_added: false });
             }
         }
-        let gradients_out = gradients_out.iter().map(|(t, v)| Transfer { place: place(v), ..*t }).collect();
+        let gradients_out: Vec<Transfer> =
+            gradients_out.iter().map(|(t, v)| Transfer { place: place(v), ..*t }).collect();
+        add_where_possible(&mut sequence, &mut terms, &gradients_out);
         let mut read = second.steps.iter().flat_map(|step| &step.inputs).chain(terms.iter().map(|term| &term.place));
         let reads_sent = parts.is_some() && read.any(|place| matches!(place.slot, Slot::GradientOut(_)));
         BackwardCode {
@@ -526,6 +530,22 @@ fn first_terms(backward: &Backward) -> HashMap<Value, usize> {
         }
     }
     first
+}
+
+/// Lets steps add the terms that they make to their sums, where nobody else reads the term by itself.
+fn add_where_possible(sequence: &mut Sequence, terms: &mut [GradientTerm], gradients_out: &[Transfer]) {
+    let term_of = |place: &Place| if let Slot::Gradient { term, .. } = place.slot { Some(term) } else { None };
+    let mut reads = vec![0; terms.len()];
+    let steps = sequence.steps.iter().flat_map(|step| &step.inputs);
+    let others = terms.iter().map(|term| &term.place).chain(gradients_out.iter().map(|transfer| &transfer.place));
+    steps.chain(others).filter_map(term_of).for_each(|term| reads[term] += 1);
+    for step in sequence.steps.iter_mut().filter(|step| step.task.adds()) {
+        // The one who reads it is its sum.
+        if let Some(term) = step.outputs.first().and_then(term_of).filter(|term| reads[*term] == 1) {
+            step.adds_to = Some(term);
+            terms[term].is_added = true;
+        }
+    }
 }
 
 /// What a value is a view of, or itself.

@@ -315,7 +315,7 @@ impl<'a> Desk<'a> {
         let Some(mut state) = self.items.remove(&item) else { return Ok(()) };
         self.take_weights(&mut state, version, lag);
         if part.ends() {
-            state.sums = begun(&self.gathered.terms, &mut self.executor);
+            state.sums = begun(&mut self.gathered.terms, &mut self.executor);
         }
         if part.makes_gradients() {
             // A program may leave to the backward what it does not say.

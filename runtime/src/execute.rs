@@ -44,13 +44,27 @@ pub struct Item {
     pub sent_gradients: Vec<Option<Arc<Buffer>>>,
     /// What the second part of the backward run reads of the first.
     pub between: Option<Arc<Buffer>>,
-    /// Where the backward run leaves the gradients of parameters that are first in their sums, by term; the others lie in the arena.
-    pub sums: Vec<Option<Arc<Buffer>>>,
+    /// Where the backward run leaves the gradients of parameters that are first in their sums or are added to them at once, by term; the
+    /// others lie in the arena.
+    pub sums: Vec<Option<Sum>>,
     /// Whether its backward run is over.
     pub is_done: bool,
 }
 
+/// A gradient's sum over items, in the hands of the next item's backward run.
+pub struct Sum {
+    /// The sum.
+    pub buffer: Arc<Buffer>,
+    /// Whether it holds terms already.
+    pub is_begun: bool,
+}
+
 impl Item {
+    /// Whether a term is added to a sum that is begun.
+    fn is_begun(&self, term: usize) -> bool {
+        self.sums.get(term).and_then(Option::as_ref).is_some_and(|sum| sum.is_begun)
+    }
+
     fn gradient_out(&self, at: usize) -> Option<&Arc<Buffer>> {
         self.gradients_out[at].as_ref().or_else(|| self.sent_gradients.get(at)?.as_ref())
     }
@@ -220,9 +234,11 @@ impl<'a> Executor<'a> {
             }
             // SAFETY: see `write`.
             let workspace = unsafe { self.write(item, step.workspace) };
-            step.task
-                .run(&inputs, &mut outputs, workspace)
-                .map_err(|fault| ExecuteError { node: step.node.clone(), fault })?;
+            let run = match step.adds_to.is_some_and(|term| item.is_begun(term)) {
+                true => step.task.run_adding(&inputs, &mut outputs, workspace),
+                false => step.task.run(&inputs, &mut outputs, workspace),
+            };
+            run.map_err(|fault| ExecuteError { node: step.node.clone(), fault })?;
         }
         Ok(())
     }
@@ -242,7 +258,7 @@ impl<'a> Executor<'a> {
             Slot::GradientIn(i) => whole(item.gradients_in[i].as_ref()),
             Slot::GradientOut(i) => whole(item.gradient_out(i)),
             Slot::Gradient { term, offset } => match item.sums.get(term) {
-                Some(Some(sum)) => inside(sum, 0),
+                Some(Some(sum)) => inside(&sum.buffer, 0),
                 _ => inside(&self.arena, offset),
             },
             Slot::Between(offset) => {

@@ -5,7 +5,7 @@ use crate::buffer::{Buffer, Pool};
 use crate::compile::GradientTerm;
 use crate::device::cpu::half::{is_half, widen};
 use crate::device::cpu::square::squares;
-use crate::execute::{Executor, Item};
+use crate::execute::{Executor, Item, Sum};
 use crate::optimizer::accumulate;
 use crate::stepper::{exclusive, wide};
 use crate::steps::Slot;
@@ -17,13 +17,18 @@ use std::sync::Arc;
 /// Summands of a parameter's gradient, each with its place in the sum.
 pub type Terms = Vec<(usize, Arc<Buffer>)>;
 
-/// Buffers for the terms of a backward run that are the first in their sums over items, so that the run writes them there.
-pub fn begun(sums: &[Option<Arc<Buffer>>], executor: &mut Executor<'_>) -> Vec<Option<Arc<Buffer>>> {
+/// Where a backward run leaves terms that it does not leave in the arena: buffers for those that are the first in their sums over items,
+/// and the sums themselves for those that are added as they are made. [`add_all`] brings them back.
+pub fn begun(sums: &mut [Option<Arc<Buffer>>], executor: &mut Executor<'_>) -> Vec<Option<Sum>> {
     let terms = executor.code.gradient_terms.iter().zip(sums).enumerate();
-    let of = |(i, (term, sum)): (usize, (&GradientTerm, &Option<Arc<Buffer>>))| {
+    let of = |(i, (term, sum)): (usize, (&GradientTerm, &mut Option<Arc<Buffer>>))| {
         // Two gradients may be one tensor: the second is copied from the first.
         let is_own = matches!(term.place.slot, Slot::Gradient { term, .. } if term == i);
-        (is_own && sum.is_none()).then(|| executor.pool.take(term.place.bytes))
+        match sum {
+            None if is_own => Some(Sum { buffer: executor.pool.take(term.place.bytes), is_begun: false }),
+            Some(_) if term.is_added => sum.take().map(|buffer| Sum { buffer, is_begun: true }),
+            _ => None,
+        }
     };
     terms.map(of).collect()
 }
@@ -36,8 +41,8 @@ pub fn add_all(sums: &mut [Option<Arc<Buffer>>], executor: &mut Executor<'_>, it
             add(&mut sums[i], executor, item, term, code.parameters[term.parameter].fact.dtype);
         }
     }
-    for (sum, first) in sums.iter_mut().zip(std::mem::take(&mut item.sums)) {
-        *sum = first.or_else(|| sum.take());
+    for (sum, made) in sums.iter_mut().zip(std::mem::take(&mut item.sums)) {
+        *sum = made.map(|made| made.buffer).or_else(|| sum.take());
     }
 }
 

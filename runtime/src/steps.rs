@@ -37,7 +37,8 @@ pub enum Slot {
     GradientIn(usize),
     /// A gradient term that is sent to an earlier stage, by place in [`StageCode::gradients_out`].
     GradientOut(usize),
-    /// A term of a parameter's gradient: in the item's buffer for it where it is the first of its sum, else in the worker's arena.
+    /// A term of a parameter's gradient: in the item's buffer for it where it is the first of its sum or is added to it as it is made,
+    /// else in the worker's arena.
     Gradient {
         /// By place in [`StageCode::gradient_terms`].
         term: usize,
@@ -69,6 +70,27 @@ impl Task {
         match self {
             Task::Op(kernel) => kernel.run(inputs, outputs, workspace),
             Task::Chain(chain) => chain.run(inputs, outputs, workspace),
+        }
+    }
+
+    /// Runs, and adds the result to what the output holds; only where it [`adds`](Task::adds).
+    pub fn run_adding(
+        &self,
+        inputs: &[&[u8]],
+        outputs: &mut [&mut [u8]],
+        workspace: &mut [u8],
+    ) -> Result<(), KernelError> {
+        match self {
+            Task::Op(kernel) => kernel.run_adding(inputs, outputs, workspace),
+            Task::Chain(_) => unreachable!("chains do not add"),
+        }
+    }
+
+    /// Whether it can add to what its output holds.
+    pub fn adds(&self) -> bool {
+        match self {
+            Task::Op(kernel) => kernel.adds(),
+            Task::Chain(_) => false,
         }
     }
 
@@ -107,6 +129,8 @@ pub struct Step {
     pub outputs: Vec<Place>,
     /// Its workspace in the arena.
     pub workspace: Place,
+    /// The term of a parameter's gradient that it makes, where it can add that to the terms of earlier items.
+    pub adds_to: Option<usize>,
     /// The node, for messages.
     pub node: String,
 }
@@ -137,6 +161,7 @@ impl Planned {
             inputs: self.inputs.iter().map(&place).collect(),
             outputs: self.outputs.iter().map(&place).collect(),
             workspace: Place { slot: Slot::Arena(scratch), bytes: self.task.workspace() },
+            adds_to: None,
             node: graph.node(self.node).told().to_string(),
             task: self.task,
         }

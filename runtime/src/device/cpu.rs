@@ -57,6 +57,7 @@ use compiler::op::table::rule;
 use compiler::op::{KernelError, Op};
 use compiler::tensor::fact::Fact;
 use compiler::tensor::view::{View, ViewMut};
+use std::sync::Arc;
 
 /// Alignment of buffers and of the workspace in bytes; one cache line, and the widest vector.
 pub const ALIGNMENT: usize = 64;
@@ -70,6 +71,9 @@ pub struct Fast {
     pub workspace: usize,
     /// What it does.
     pub body: Body,
+    /// The same, but its one output holds numbers already, to which the result is added: the bits are those of a result that is written
+    /// somewhere else and added then.
+    pub adding: Option<Body>,
 }
 
 /// One op at fixed shapes, ready to run.
@@ -86,7 +90,20 @@ impl Fast {
     where
         F: Fn(&[&[u8]], &mut [&mut [u8]], &mut [u8]) -> Result<(), KernelError> + Send + Sync + 'static,
     {
-        Fast { workspace: 0, body: Box::new(body) }
+        Fast { workspace: 0, body: Box::new(body), adding: None }
+    }
+
+    /// A kernel that also adds to what its output holds, where it is told so.
+    pub fn adding<F>(body: F) -> Fast
+    where
+        F: Fn(&[&[u8]], &mut [&mut [u8]], &mut [u8], bool) -> Result<(), KernelError> + Send + Sync + 'static,
+    {
+        let written = Arc::new(body);
+        let adding = written.clone();
+        Fast {
+            adding: Some(Box::new(move |inputs, outputs, workspace| adding(inputs, outputs, workspace, true))),
+            ..Fast::new(move |inputs, outputs, workspace| written(inputs, outputs, workspace, false))
+        }
     }
 
     /// The same kernel with `bytes` of scratch.
@@ -111,6 +128,33 @@ impl Kernel {
         self.fast.is_none()
     }
 
+    /// Whether it can add to what its output holds.
+    pub fn adds(&self) -> bool {
+        self.fast.as_ref().is_some_and(|fast| fast.adding.is_some())
+    }
+
+    /// Runs, and adds the result to what the output holds; only for a kernel that [`adds`](Kernel::adds), and for buffers and a workspace
+    /// that are aligned, else it panics: a bug of the caller.
+    pub fn run_adding(
+        &self,
+        inputs: &[&[u8]],
+        outputs: &mut [&mut [u8]],
+        workspace: &mut [u8],
+    ) -> Result<(), KernelError> {
+        self.check_lengths(inputs, outputs);
+        assert!(self.fits(inputs, outputs, workspace), "{}: buffers are not aligned", self.name());
+        match self.fast.as_ref().and_then(|fast| Some((fast.workspace, fast.adding.as_ref()?))) {
+            Some((scratch, adding)) => adding(inputs, outputs, &mut workspace[..scratch]),
+            None => panic!("{}: the kernel does not add", self.name()),
+        }
+    }
+
+    fn check_lengths(&self, inputs: &[&[u8]], outputs: &[&mut [u8]]) {
+        let given = inputs.iter().map(|b| b.len()).chain(outputs.iter().map(|b| b.len()));
+        let expected = self.inputs.iter().chain(&self.outputs).map(Layout::bytes);
+        assert!(given.eq(expected), "{}: buffers have not the bytes of their facts", self.name());
+    }
+
     /// The name of the op.
     pub fn name(&self) -> &'static str {
         rule(&self.op).name()
@@ -121,9 +165,7 @@ impl Kernel {
     /// Buffers that are not aligned for their element type, or too little workspace, are served by the reference rule.
     /// Panics when a buffer has not the bytes of its fact: a bug of the caller.
     pub fn run(&self, inputs: &[&[u8]], outputs: &mut [&mut [u8]], workspace: &mut [u8]) -> Result<(), KernelError> {
-        let given = inputs.iter().map(|b| b.len()).chain(outputs.iter().map(|b| b.len()));
-        let expected = self.inputs.iter().chain(&self.outputs).map(Layout::bytes);
-        assert!(given.eq(expected), "{}: buffers have not the bytes of their facts", self.name());
+        self.check_lengths(inputs, outputs);
         match &self.fast {
             Some(fast) if self.fits(inputs, outputs, workspace) => {
                 (fast.body)(inputs, outputs, &mut workspace[..fast.workspace])
@@ -146,5 +188,69 @@ impl Kernel {
         let mut written: Vec<ViewMut<'_>> =
             self.outputs.iter().zip(outputs).map(|(l, bytes)| ViewMut::new(l.dtype, &l.shape, bytes)).collect();
         rule(&self.op).reference(&views, &mut written)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::optimizer::accumulate;
+    use bytemuck::{cast_slice, cast_slice_mut};
+    use compiler::op::{ConvWeightGrad, MatMul, ScatterAdd, Window};
+    use compiler::tensor::DType;
+
+    fn numbers(count: usize, seed: u64) -> Vec<f32> {
+        let draw = |i: usize| (crate::data::mix(seed ^ (i as u64) << 20) >> 40) as f32 / (1u64 << 23) as f32 - 1.0;
+        (0..count).map(draw).collect()
+    }
+
+    /// Whether a kernel adds; if so, that the bits are those of a result that is written and added.
+    fn adds(op: Op, inputs: &[&[u8]], facts: &[Fact]) -> bool {
+        let outputs = rule(&op).infer(&facts.iter().collect::<Vec<_>>()).unwrap();
+        let kernel = Kernel::new(&op, facts, &outputs);
+        if !kernel.adds() {
+            return false;
+        }
+        let count = outputs[0].bytes().unwrap() as usize / 4;
+        let before = numbers(count, 7);
+        let (mut apart, mut written, mut added) = (before.clone(), numbers(count, 8), before);
+        let mut workspace = crate::buffer::Buffer::new(kernel.workspace());
+        kernel.run(inputs, &mut [cast_slice_mut(&mut written)], workspace.bytes_mut()).unwrap();
+        accumulate(DType::F32, cast_slice_mut(&mut apart), cast_slice(&written));
+        kernel.run_adding(inputs, &mut [cast_slice_mut(&mut added)], workspace.bytes_mut()).unwrap();
+        let bits = |values: &[f32]| values.iter().map(|value| value.to_bits()).collect::<Vec<_>>();
+        assert_eq!(bits(&added), bits(&apart), "{op:?} {facts:?}");
+        true
+    }
+
+    #[test]
+    fn kernels_that_add_give_the_bits_of_written_results() {
+        let mut found = [0, 0];
+        for [m, n, k] in [[20, 30, 5], [300, 500, 64], [1024, 256, 128], [64, 512, 32], [64, 512, 33], [40, 60, 400]] {
+            for (transpose_a, transpose_b) in [(false, false), (true, false), (false, true), (true, true)] {
+                let (a, b) = (numbers(m * k, 1), numbers(k * n, 2));
+                let fact = |turned: bool, rows: usize, columns: usize| {
+                    Fact::of(DType::F32, &if turned { [columns, rows] } else { [rows, columns] })
+                };
+                let facts = [fact(transpose_a, m, k), fact(transpose_b, k, n)];
+                let op = Op::MatMul(MatMul { transpose_a, transpose_b });
+                found[0] += usize::from(adds(op, &[cast_slice(&a), cast_slice(&b)], &facts));
+            }
+        }
+        for (images, side) in [(2, 2), (2, 8), (2, 40)] {
+            let (dy, x) = (numbers(images * 24 * side * side, 3), numbers(images * 20 * side * side, 4));
+            let facts = [24, 20].map(|channels| Fact::of(DType::F32, &[images, channels, side, side]));
+            let [strides, pads_begin, pads_end, dilations] = [(); 4].map(|()| vec![1, 1]);
+            let window = Window { strides, pads_begin, pads_end, dilations };
+            let op = ConvWeightGrad { window, groups: 1, kernel: vec![3, 3] };
+            found[1] += usize::from(adds(Op::ConvWeightGrad(op), &[cast_slice(&dy), cast_slice(&x)], &facts));
+        }
+        // Not of 40 x 60 x 400 in any form, nor of 64 x 512 x 33 where the right factor is read as a stream; not of the largest images.
+        let expected = if matmul::has_panels::<f32>(20, 30) { [18, 2] } else { [0, 0] };
+        assert_eq!(found, expected);
+        let (dy, rows) = (numbers(6 * 10, 5), [3i64, 0, 3, -1, 3, 0]);
+        let facts = [Fact::of(DType::F32, &[6, 10]), Fact::of(DType::I64, &[6])];
+        let op = Op::ScatterAdd(ScatterAdd { axis: 0, size: 5i64.into() });
+        assert!(adds(op, &[cast_slice(&dy), cast_slice(&rows)], &facts));
     }
 }

@@ -2,7 +2,7 @@
 
 use super::real::Real;
 use super::wide::wide;
-use super::{Fast, Layout};
+use super::{ALIGNMENT, Fast, Layout};
 use bytemuck::{cast_slice, cast_slice_mut};
 use compiler::op::{Gather, KernelError, ScatterAdd};
 use compiler::tensor::DType;
@@ -29,7 +29,8 @@ pub fn gather(op: &Gather, x: &Layout, indices: &Layout) -> Option<Fast> {
     }))
 }
 
-/// Slices of `dy` added where they came from, in the order of the indices.
+/// Slices of `dy` added where they came from, in the order of the indices. Added to what is there, the slices that go to one place are summed
+/// up before: no place but theirs is touched.
 pub fn scatter_add(op: &ScatterAdd, dy: &Layout, indices: &Layout, y: &Layout) -> Option<Fast> {
     match dy.dtype {
         DType::F32 => Some(scatter::<f32>(op.axis, indices, y)),
@@ -43,20 +44,42 @@ fn scatter<T: Real>(axis: usize, indices: &Layout, y: &Layout) -> Fast {
     let size = y.shape[axis];
     let run: usize = y.shape[axis + 1..].iter().product();
     let indices = indices.clone();
-    Fast::new(move |inputs, outputs, _| {
+    let count: usize = indices.shape.iter().product();
+    // Where slices go, in order, and the sum of those that go to one place.
+    let (places, sum) = ((count * size_of::<[usize; 2]>()).next_multiple_of(ALIGNMENT), run * size_of::<T>());
+    let fast = Fast::adding(move |inputs, outputs, workspace, adds| {
         let (dy, y) = (cast_slice::<u8, T>(inputs[0]), cast_slice_mut::<u8, T>(outputs[0]));
         let rows = View::new(indices.dtype, &indices.shape, inputs[1]);
         check(&rows, size)?;
+        if adds {
+            let (order, sum) = workspace.split_at_mut(places);
+            let order = &mut cast_slice_mut::<u8, [usize; 2]>(order)[..count];
+            for (i, place) in order.iter_mut().enumerate() {
+                *place = [row(&rows, i, size)?, i];
+            }
+            order.sort_unstable();
+            let sum = &mut cast_slice_mut::<u8, T>(sum)[..run];
+            for block in 0..outer {
+                let (dy, y) = (&dy[block * count * run..], &mut y[block * size * run..]);
+                for same in order.chunk_by(|a, b| a[0] == b[0]) {
+                    sum.fill(T::ZERO);
+                    same.iter().for_each(|[_, from]| add(&dy[from * run..(from + 1) * run], sum));
+                    add(sum, &mut y[same[0][0] * run..(same[0][0] + 1) * run]);
+                }
+            }
+            return Ok(());
+        }
         y.fill(T::ZERO);
         for block in 0..outer {
-            for i in 0..rows.len() {
+            for i in 0..count {
                 let to = (block * size + row(&rows, i, size)?) * run;
-                let from = (block * rows.len() + i) * run;
+                let from = (block * count + i) * run;
                 add(&dy[from..from + run], &mut y[to..to + run]);
             }
         }
         Ok(())
-    })
+    });
+    fast.with_workspace(places + sum)
 }
 
 wide! {

@@ -80,7 +80,7 @@ pub fn kernel(op: &Op, inputs: &[Layout], outputs: &[Layout]) -> Option<Fast> {
         }
         Ok(())
     };
-    Some(Fast { workspace: 0, body: Box::new(body) }.with_workspace(scratch + own))
+    Some(Fast { workspace: 0, body: Box::new(body), adding: None }.with_workspace(scratch + own))
 }
 
 fn widened(layout: &Layout) -> Layout {

@@ -12,7 +12,7 @@ use super::Fast;
 use super::conv::Role;
 use super::panels::images::{Flipped, Patches, PatchesTurned, Results};
 use super::panels::matrix::Plain;
-use super::panels::product::product;
+use super::panels::product::{is_of_one_block, product};
 use super::panels::windows::Windows;
 use super::panels::{Rows, is_at_hand};
 use super::patches::Grid;
@@ -62,7 +62,9 @@ pub fn kernel(role: Role, grid: &Grid, sizes: Sizes) -> Option<Fast> {
         }));
     }
     let places = Windows::new(grid, images, [x_image, y_image])?;
-    Some(Fast::new(move |inputs, outputs, _| {
+    // A sum over few windows is made at once.
+    let adds = role == Role::WeightGrad && is_of_one_block([outs, depth, places.columns], false);
+    let body = move |inputs: &[&[u8]], outputs: &mut [&mut [u8]], add: bool| {
         let (a, b) = (cast_slice::<u8, f32>(inputs[0]), cast_slice::<u8, f32>(inputs[1]));
         let c = cast_slice_mut::<u8, f32>(outputs[0]);
         for group in 0..groups {
@@ -81,10 +83,14 @@ pub fn kernel(role: Role, grid: &Grid, sizes: Sizes) -> Option<Fast> {
                     let dy = Results { windows: &places, y: a[y_at..].as_ptr().cast_mut() };
                     let patches = PatchesTurned(Patches { windows: &places, x: b[x_at..].as_ptr() });
                     let dw = Plain { at: c[w_at..].as_mut_ptr(), row: depth };
-                    product([outs, depth, places.columns], &dy, &patches, &dw, false);
+                    product([outs, depth, places.columns], &dy, &patches, &dw, add);
                 }
             }
         }
         Ok(())
-    }))
+    };
+    Some(match adds {
+        true => Fast::adding(move |inputs, outputs, _, add| body(inputs, outputs, add)),
+        false => Fast::new(move |inputs, outputs, _| body(inputs, outputs, false)),
+    })
 }

@@ -47,7 +47,7 @@ fn batched<T: Real>(op: &MatMul, a: &Layout, b: &Layout, c: &Layout) -> Option<F
     let b_strides = if op.transpose_b { (1, k) } else { (n, 1) };
     // The product packs a large transposed right operand slowly, so it is laid out first; for one row that does not pay.
     let turn = op.transpose_b && m > 1 && k * n >= TURN_ELEMENTS && !has_panels::<T>(m, n);
-    let fast = Fast::new(move |inputs, outputs, workspace| {
+    let body = move |inputs: &[&[u8]], outputs: &mut [&mut [u8]], workspace: &mut [u8], add: bool| {
         let (a, b) = (cast_slice::<u8, T>(inputs[0]), cast_slice::<u8, T>(inputs[1]));
         let c: &mut [T] = cast_slice_mut(outputs[0]);
         let turned = &mut cast_slice_mut::<u8, T>(&mut workspace[..if turn { k * n * size_of::<T>() } else { 0 }])[..];
@@ -64,10 +64,15 @@ fn batched<T: Real>(op: &MatMul, a: &Layout, b: &Layout, c: &Layout) -> Option<F
             } else {
                 Matrix { values: b, strides: b_strides }
             };
-            product([m, n, k], a, b, &mut c[c_at * m * n..(c_at + 1) * m * n], n, false);
+            product([m, n, k], a, b, &mut c[c_at * m * n..(c_at + 1) * m * n], n, add);
         }
         Ok(())
-    });
+    };
+    let fast = if sums_at_once::<T>([m, n, k], a_strides, b_strides) {
+        Fast::adding(body)
+    } else {
+        Fast::new(move |inputs, outputs, workspace| body(inputs, outputs, workspace, false))
+    };
     Some(fast.with_workspace(if turn { k * n * size_of::<T>() } else { 0 }))
 }
 
@@ -75,6 +80,14 @@ fn batched<T: Real>(op: &MatMul, a: &Layout, b: &Layout, c: &Layout) -> Option<F
 pub fn has_panels<T: Real>(m: usize, n: usize) -> bool {
     #[cfg(target_arch = "x86_64")]
     return T::DTYPE == DType::F32 && m > 1 && n >= MIN_COLUMNS && panels::is_at_hand();
+    #[cfg(not(target_arch = "x86_64"))]
+    return false;
+}
+
+/// Whether every element of a product is summed up before it is written or added, so that both give the same bits.
+fn sums_at_once<T: Real>([m, n, k]: [usize; 3], a: (usize, usize), b: (usize, usize)) -> bool {
+    #[cfg(target_arch = "x86_64")]
+    return has_panels::<T>(m, n) && panels::product::sums_at_once([m, n, k], a, b);
     #[cfg(not(target_arch = "x86_64"))]
     return false;
 }

@@ -41,8 +41,7 @@ thread_local! {
 /// # Safety
 /// [`is_at_hand`](super::is_at_hand), and the factors and the result have these sizes.
 pub unsafe fn product<A: Left, B: Right, C: Target>([m, n, k]: [usize; 3], a: &A, b: &B, c: &C, add: bool) {
-    let is_streamed = m <= FEW_ROWS_OF_STREAMS && n >= LONG_ROW && b.in_place().is_some();
-    let most = if is_streamed { STREAMS } else { DEPTH };
+    let most = most_depth(m, n, b.in_place().is_some());
     let (row_blocks, block_depth) = (m.div_ceil(BLOCK), k.div_ceil(k.div_ceil(most)).next_multiple_of(LANES));
     // Blocks of about one size, of whole tiles.
     let block_rows = m.div_ceil(row_blocks).next_multiple_of(ROWS);
@@ -67,6 +66,26 @@ pub unsafe fn product<A: Left, B: Right, C: Target>([m, n, k]: [usize; 3], a: &A
             }
         }
     });
+}
+
+/// How many of the depth are summed in registers at once.
+fn most_depth(m: usize, n: usize, b_is_in_place: bool) -> usize {
+    let is_streamed = m <= FEW_ROWS_OF_STREAMS && n >= LONG_ROW && b_is_in_place;
+    if is_streamed { STREAMS } else { DEPTH }
+}
+
+/// Whether a [`product`] sums up every element before it is written or added.
+pub fn is_of_one_block([m, n, k]: [usize; 3], b_is_in_place: bool) -> bool {
+    k <= most_depth(m, n, b_is_in_place)
+}
+
+/// The same of [`matrices`], of factors whose rows and whose elements in a row are so far apart.
+pub fn sums_at_once([m, n, k]: [usize; 3], a: (usize, usize), b: (usize, usize)) -> bool {
+    match is_transposed(m, n, a.1, b.0) {
+        // The right factor is then a, whose rows are its columns.
+        true => is_of_one_block([n, m, k], a.0 == 1),
+        false => is_of_one_block([m, n, k], b.1 == 1),
+    }
 }
 
 /// The columns of a tile that begins at `first`, of so many in all.
@@ -160,6 +179,11 @@ impl Block<'_> {
 /// Up to so many rows a right factor that lies transposed is read in place, as the left one of the transposed product.
 const FEW_ROWS: usize = 48;
 
+/// Whether the transposed product is made, of factors with this step and this distance between rows.
+fn is_transposed(m: usize, n: usize, a_step: usize, b_row: usize) -> bool {
+    m <= FEW_ROWS && n > m && b_row == 1 && a_step == 1
+}
+
 /// `c = a b`, or `c += a b` with `add`, of matrices in memory, the rows of `c` so far apart.
 ///
 /// # Safety
@@ -167,7 +191,7 @@ const FEW_ROWS: usize = 48;
 pub unsafe fn matrices([m, n, k]: [usize; 3], a: Rows, b: Rows, (c, far): (*mut f32, usize), add: bool) {
     // SAFETY: the caller's word.
     unsafe {
-        if m <= FEW_ROWS && n > m && b.row == 1 && a.step == 1 {
+        if is_transposed(m, n, a.step, b.row) {
             let transposed = |rows: Rows| Rows { row: rows.step, step: rows.row, ..rows };
             return product([n, m, k], &transposed(b), &transposed(a), &Turned { at: c, column: far }, add);
         }
