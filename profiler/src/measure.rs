@@ -1,14 +1,15 @@
 //! From a graph to a measured profile.
 //!
 //! Every kernel that runs for an op is measured by itself and their times are added: forward the op's own, backward those
-//! that its rule wrote. Kernels of equal ops, attributes and facts are measured once. The whole model run as one stage
-//! stands beside the sum.
+//! that its rule wrote. Kernels of equal ops, attributes and facts are measured once. Then the whole model is run as one stage, where
+//! the memory suffices, and what an op takes there counts instead: ops that run together take less than each by itself. Ops of equal
+//! kernels share their times, so that no plan follows from chance.
 
 use crate::cache::{Cache, Time};
 use crate::kernel::{self, Runs, Subject};
 use crate::machine::{available_bytes, cache_bytes, device};
 use crate::update;
-use crate::whole::{Whole, whole};
+use crate::whole::{Times, Whole, whole};
 use compiler::graph::Graph;
 use compiler::graph::hash::hash;
 use compiler::op::{KernelError, NodeId};
@@ -130,12 +131,12 @@ pub fn measure(
     let names: Vec<String> = costs.ops.iter().map(|op| op.name.clone()).collect();
 
     let whole_key = format!("{head} whole {:?} {}", model.training, hash(model.graph));
-    let mut whole_times: Option<[Time; 2]> = None;
+    let mut whole_times: Option<Times> = None;
     if let Some(cache) = cache {
         for job in &mut jobs {
             job.time = cache.get(&job.key).and_then(|times| times.first().copied());
         }
-        whole_times = cache.get(&whole_key).and_then(|times| times.try_into().ok());
+        whole_times = cache.get(&whole_key).and_then(|times| Times::of_list(&times, attribution.ops.len()));
     }
     let measures_whole = whole.is_some() && whole_times.is_none();
     let parameters = update::parameters(model.graph, &attribution);
@@ -176,24 +177,34 @@ pub fn measure(
         let runs = Runs { budget: settings.budget * 8, ..runs };
         whole_times = whole.time(model.weights, &runs);
         if let Some(times) = &whole_times {
-            keeper.keep(&whole_key, times);
+            keeper.keep(&whole_key, &times.list());
         }
     }
 
+    let together = whole_times.as_ref().map(|times| shared(&times.ops, &uses));
     let ops = costs.ops.into_iter().enumerate().map(|(i, op)| {
         let [forward, backward] = [&uses.forward[i], &uses.backward[i]];
         let all = || forward.iter().chain(backward).map(|job| &jobs[*job]);
         let flops: f64 = attribution.forward_nodes[i].iter().map(|id| node_cost(&attribution.forward, *id).flops).sum();
         let total_ps: u64 = all().filter_map(|job| job.time).map(|t| t.median_ps).sum();
         let spread_ps: u64 = all().filter_map(|job| job.time).map(|t| t.spread_ps).sum();
+        let mut times = [forward, backward, &uses.weights[i]].map(|jobs_of| microseconds(&jobs, jobs_of));
+        if let Some(together) = &together {
+            let [forward, backward] = together[i];
+            let [_, apart, weights] = times;
+            // Which part of a backward run makes gradients of weights is only known of its kernels.
+            let weights = if apart > 0.0 { (1e3 * backward * weights / apart).round() / 1e3 } else { 0.0 };
+            times = [forward, backward, weights];
+        }
+        let [fwd_us, bwd_us, weight_us] = times;
         OpProfile {
             id: op.id,
             name: op.name,
             module: op.module,
             op: op.op,
-            fwd_us: microseconds(&jobs, forward),
-            bwd_us: microseconds(&jobs, backward),
-            weight_us: Some(microseconds(&jobs, &uses.weights[i])),
+            fwd_us,
+            bwd_us,
+            weight_us: Some(weight_us),
             update_us: update_us(&parameters[i], &updates),
             spread: (1e4 * spread_ps as f64 / (total_ps as f64).max(1.0)).round() / 1e4,
             param_bytes: op.param_bytes,
@@ -220,7 +231,10 @@ pub fn measure(
         },
         method: Method::Measured,
         ops,
-        whole: whole_times.map(|[forward, backward]| profile::Whole { fwd_us: us(forward), bwd_us: us(backward) }),
+        whole: whole_times.map(|Times { whole: [forward, backward], .. }| profile::Whole {
+            fwd_us: us(forward),
+            bwd_us: us(backward),
+        }),
     };
     Ok(Measured { profile, kernels: jobs.len() + updates.len(), measured, cache_fault: keeper.fault })
 }
@@ -274,6 +288,21 @@ fn jobs(attribution: &Attribution, head: &str) -> (Vec<Job>, Uses) {
         uses.backward.push(backward);
     }
     (list, uses)
+}
+
+/// Microseconds of each op in the run of the whole model, forward and backward: the mean of the ops that run the same kernels.
+fn shared(ops: &[[u64; 2]], uses: &Uses) -> Vec<[f64; 2]> {
+    let kernels = |op: usize| (&uses.forward[op], &uses.backward[op]);
+    let mut sums: HashMap<_, ([u64; 2], u64)> = HashMap::new();
+    for (op, [forward, backward]) in ops.iter().enumerate() {
+        let (sum, count) = sums.entry(kernels(op)).or_default();
+        (*sum, *count) = ([sum[0] + forward, sum[1] + backward], *count + 1);
+    }
+    let mean = |op| {
+        let (sum, count) = sums[&kernels(op)];
+        sum.map(|sum| nanoseconds(sum / count) / 1e3)
+    };
+    (0..ops.len()).map(mean).collect()
 }
 
 fn run(job: &Job, name: &str, runs: &Runs) -> Result<Time, MeasureError> {

@@ -1,23 +1,56 @@
-//! The whole model run as one stage, to hold beside the sum of its ops.
+//! The whole model run as one stage: what it takes, and what each op takes of it.
+//!
+//! In the run an op finds its tensors where the ops before it left them, in a cache or not, and runs together with its neighbours where
+//! both are elementwise. Such a chain's time is shared equally among its ops.
 
 use crate::cache::Time;
 use crate::kernel::{Runs, summary};
 use crate::machine::available_bytes;
 use compiler::graph::{Graph, Output, order};
 use compiler::op::{NodeId, Op};
-use compiler::pass::attribution::{Attribution, Training};
+use compiler::pass::attribution::{Attribution, Training, tag};
 use compiler::pass::loss::{LOSS, Loss, TARGET, attach};
 use compiler::tensor::Tensor;
 use runtime::buffer::Buffer;
 use runtime::compile::{CompileError, Named, StageCode, compile};
 use runtime::data::synthetic::synthetic;
 use runtime::execute::{Executor, Item};
-use std::collections::{BTreeMap, HashMap};
+use runtime::steps::Step;
+use std::collections::{BTreeMap, HashMap, HashSet};
 use std::sync::Arc;
 use std::time::Instant;
 
+/// What stands in place of the number of the op that answers for a node, where that is a loss which nobody asked for.
+const STAND_IN: &str = "stands for a loss";
+
+/// What a run takes.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Times {
+    /// Forward and backward.
+    pub whole: [Time; 2],
+    /// The same for every op, in picoseconds.
+    pub ops: Vec<[u64; 2]>,
+}
+
+impl Times {
+    /// As a list: the whole, then op by op.
+    pub fn list(&self) -> Vec<Time> {
+        let ops = self.ops.iter().flatten().map(|&median_ps| Time { median_ps, spread_ps: 0 });
+        self.whole.into_iter().chain(ops).collect()
+    }
+
+    /// Of a list for so many ops.
+    pub fn of_list(list: &[Time], ops: usize) -> Option<Times> {
+        let ([forward, backward], rest) = list.split_first_chunk()?;
+        let ops_of_list = rest.chunks_exact(2).map(|pair| [pair[0].median_ps, pair[1].median_ps]).collect();
+        (rest.len() == 2 * ops).then_some(Times { whole: [*forward, *backward], ops: ops_of_list })
+    }
+}
+
 /// A model compiled as one stage.
 pub struct Whole {
+    /// How many ops answer for what runs.
+    ops: usize,
     /// What it runs.
     pub code: StageCode,
     /// The graph, with a loss where it is trained.
@@ -27,6 +60,7 @@ pub struct Whole {
 /// Compiles a graph of fixed sizes as one stage. Where a gradient arrives, the squared error of that output stands for
 /// what would send it; a scalar needs none. `None` when the graph cannot be given a loss.
 pub fn whole(graph: &Graph, attribution: &Attribution, training: Training) -> Result<Option<Whole>, CompileError> {
+    let given: HashSet<NodeId> = graph.ids().collect();
     let mut graph = graph.clone();
     let loss = match (training, attribution.seeded) {
         (Training::Loss(loss, axis), _) => Some((loss, axis)),
@@ -44,9 +78,15 @@ pub fn whole(graph: &Graph, attribution: &Attribution, training: Training) -> Re
     {
         return Ok(None);
     }
+    tag(&mut graph, &attribution.ops);
+    if attribution.seeded.is_some() {
+        for id in graph.ids().filter(|id| !given.contains(id)).collect::<Vec<_>>() {
+            graph.node_mut(id).origin.source = STAND_IN.to_string();
+        }
+    }
     let place: HashMap<NodeId, usize> = order::numbered(&graph).into_iter().map(|id| (id, 0)).collect();
     let code = compile(&graph, &place, 1, loss.map(|_| LOSS))?.pop();
-    Ok(code.map(|code| Whole { code, graph }))
+    Ok(code.map(|code| Whole { ops: attribution.ops.len(), code, graph }))
 }
 
 /// Makes room for the loss's own input, whose name the model may have given to one of its inputs.
@@ -69,9 +109,9 @@ impl Whole {
         named.chain([code.arena_bytes, code.kept_bytes]).chain(code.own_bytes.iter().copied()).sum()
     }
 
-    /// Times of the forward and of the backward run. Weights that are not in `weights` are made up. `None` when the
+    /// What forward and backward take. Weights that are not in `weights` are made up. `None` when the
     /// memory does not suffice, or a kernel refuses made-up data.
-    pub fn time(&self, weights: &BTreeMap<String, Tensor>, runs: &Runs) -> Option<[Time; 2]> {
+    pub fn time(&self, weights: &BTreeMap<String, Tensor>, runs: &Runs) -> Option<Times> {
         if self.footprint() as u64 > available_bytes() / 2 {
             return None;
         }
@@ -95,27 +135,85 @@ impl Whole {
             item.feeds.push(Arc::new(Buffer::copy_of(tensor.bytes())));
         }
 
+        // The first run gives the item all its buffers.
+        executor.forward(&item).ok()?;
+        executor.backward(&mut item).ok()?;
         let began = Instant::now();
-        let mut samples = [Vec::new(), Vec::new()];
-        let all = runs.warmup.max(1) + runs.samples.max(1);
+        let mut samples = [&code.forward, &code.backward].map(|sequence| Samples::of(sequence.steps.len()));
+        let all = runs.warmup + runs.samples.max(1);
         for run in 0..all {
-            let start = Instant::now();
-            executor.forward(&item).ok()?;
-            let forward = start.elapsed();
-            let start = Instant::now();
-            executor.backward(&mut item).ok()?;
-            let backward = start.elapsed();
+            let [mut forward, mut backward] = [(); 2].map(|()| Clock::default());
+            executor.forward_watched(&item, &mut forward.begin()).ok()?;
+            executor.backward_watched(&item, &mut backward.begin()).ok()?;
             let late = began.elapsed() > runs.budget;
-            if run >= runs.warmup.max(1) || late {
-                samples[0].push(forward.as_nanos() as u64 * 1000);
-                samples[1].push(backward.as_nanos() as u64 * 1000);
+            if run >= runs.warmup || late {
+                samples.iter_mut().zip([forward, backward]).for_each(|(samples, clock)| samples.add(clock));
             }
-            if late && samples[0].len() >= 3 {
+            if late && samples[0].whole.len() >= 3 {
                 break;
             }
         }
         executor.finish(item);
-        Some(samples.map(summary))
+        let mut ops = vec![[0; 2]; self.ops];
+        for (way, (samples, sequence)) in samples.iter().zip([&code.forward, &code.backward]).enumerate() {
+            samples.share_out(&sequence.steps, |op, picoseconds| {
+                if let Some(op) = ops.get_mut(op) {
+                    op[way] += picoseconds;
+                }
+            });
+        }
+        Some(Times { whole: samples.map(|samples| summary(samples.whole)), ops })
+    }
+}
+
+/// Picoseconds of the steps of one run.
+#[derive(Default)]
+struct Clock(Vec<u64>);
+
+impl Clock {
+    /// Begins a run. What it gives is called after every step.
+    fn begin(&mut self) -> impl FnMut() {
+        let mut last = Instant::now();
+        move || {
+            let now = Instant::now();
+            self.0.push((now - last).as_nanos() as u64 * 1000);
+            last = now;
+        }
+    }
+}
+
+/// Picoseconds of many runs of one sequence.
+struct Samples {
+    whole: Vec<u64>,
+    by_step: Vec<Vec<u64>>,
+}
+
+impl Samples {
+    fn of(steps: usize) -> Samples {
+        Samples { whole: Vec::new(), by_step: vec![Vec::new(); steps] }
+    }
+
+    fn add(&mut self, Clock(steps): Clock) {
+        self.whole.push(steps.iter().sum());
+        self.by_step.iter_mut().zip(steps).for_each(|(samples, step)| samples.push(step));
+    }
+
+    /// Tells of every op how much of each step is its own.
+    fn share_out(&self, steps: &[Step], mut tell: impl FnMut(usize, u64)) {
+        let mut before = 0;
+        for (step, samples) in steps.iter().zip(&self.by_step) {
+            if step.nodes.iter().all(|node| node == STAND_IN) {
+                continue;
+            }
+            let mut owners: Vec<usize> = step.nodes.iter().filter_map(|node| node.parse().ok()).collect();
+            if owners.is_empty() {
+                // A sum of gradients is no op's own: it is made behind the last that goes into it.
+                owners.push(before);
+            }
+            let time = summary(samples.clone()).median_ps;
+            owners.iter().for_each(|owner| tell(*owner, time / owners.len() as u64));
+            before = owners[owners.len() - 1];
+        }
     }
 }
 

@@ -220,6 +220,20 @@ impl<'a> Executor<'a> {
     }
 
     fn run(&self, sequence: &Sequence, item: &Item) -> Result<(), ExecuteError> {
+        self.run_watched(sequence, item, &mut || ())
+    }
+
+    /// Runs forward and says after every step that it is done.
+    pub fn forward_watched(&mut self, item: &Item, done: &mut dyn FnMut()) -> Result<(), ExecuteError> {
+        self.run_watched(&self.code.forward, item, done)
+    }
+
+    /// The same backward, of code whose backward run is in one part, for an item that has been run backward before.
+    pub fn backward_watched(&mut self, item: &Item, done: &mut dyn FnMut()) -> Result<(), ExecuteError> {
+        self.run_watched(&self.code.backward, item, done)
+    }
+
+    fn run_watched(&self, sequence: &Sequence, item: &Item, done: &mut dyn FnMut()) -> Result<(), ExecuteError> {
         let mut inputs: Vec<&[u8]> = Vec::with_capacity(8);
         let mut outputs: Vec<&mut [u8]> = Vec::with_capacity(4);
         for step in &sequence.steps {
@@ -238,7 +252,8 @@ impl<'a> Executor<'a> {
                 true => step.task.run_adding(&inputs, &mut outputs, workspace),
                 false => step.task.run(&inputs, &mut outputs, workspace),
             };
-            run.map_err(|fault| ExecuteError { node: step.node.clone(), fault })?;
+            run.map_err(|fault| ExecuteError { node: step.told().to_string(), fault })?;
+            done();
         }
         Ok(())
     }

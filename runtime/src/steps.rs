@@ -131,8 +131,15 @@ pub struct Step {
     pub workspace: Place,
     /// The term of a parameter's gradient that it makes, where it can add that to the terms of earlier items.
     pub adds_to: Option<usize>,
-    /// The node, for messages.
-    pub node: String,
+    /// Its nodes, in the words of the source model: one, or those of a chain in their order.
+    pub nodes: Vec<String>,
+}
+
+impl Step {
+    /// The node that it stands for in messages.
+    pub fn told(&self) -> &str {
+        self.nodes.last().map_or("", String::as_str)
+    }
 }
 
 /// Steps in order.
@@ -148,6 +155,8 @@ pub struct Sequence {
 pub struct Planned {
     /// The op, or the last of a chain.
     pub node: NodeId,
+    /// The op, or all of a chain.
+    nodes: Vec<NodeId>,
     task: Task,
     inputs: Vec<Value>,
     outputs: Vec<Value>,
@@ -162,7 +171,7 @@ impl Planned {
             outputs: self.outputs.iter().map(&place).collect(),
             workspace: Place { slot: Slot::Arena(scratch), bytes: self.task.workspace() },
             adds_to: None,
-            node: graph.node(self.node).told().to_string(),
+            nodes: self.nodes.iter().map(|node| graph.node(*node).told().to_string()).collect(),
             task: self.task,
         }
     }
@@ -186,7 +195,7 @@ pub fn tasks(graph: &Graph, order: &[NodeId], mut chains: Chains, needs: &Needs<
             let facts: Vec<Fact> = graph.inputs(*id).iter().map(|v| graph.fact(*v).clone()).collect();
             let kernel = Kernel::new(&graph.node(*id).op, &facts, &graph.node(*id).facts);
             let (inputs, outputs) = (graph.inputs(*id), graph.values(*id));
-            Some(Planned { node: *id, task: Task::Op(kernel), inputs, outputs })
+            Some(Planned { node: *id, nodes: vec![*id], task: Task::Op(kernel), inputs, outputs })
         }
     };
     let planned: Vec<Planned> = order.iter().filter_map(one).collect();
@@ -215,7 +224,7 @@ fn chain(graph: &Graph, last: NodeId, chains: &Chains) -> Option<Planned> {
     let links: Vec<Link> = ops.iter().map(link).collect::<Option<_>>()?;
     let given: Vec<Layout> = inputs.iter().map(|value| Layout::of(graph.fact(*value))).collect();
     let task = Task::Chain(Chain::new(&links, &given)?);
-    Some(Planned { node: last, task, inputs, outputs })
+    Some(Planned { node: last, nodes: ops.clone(), task, inputs, outputs })
 }
 
 /// Whether a node needs a kernel: sources and views do not.

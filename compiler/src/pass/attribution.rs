@@ -223,8 +223,9 @@ fn seeded_output(graph: &Graph, ops: &[NodeId]) -> Option<Value> {
     graph.outputs.iter().map(|o| o.value).find(fits)
 }
 
-/// Writes the number of the op that answers for a node in place of its source name, which every pass carries along.
-fn tag(graph: &mut Graph, ops: &[NodeId]) {
+/// Writes the number of the op that answers for a node in place of its source name, which every pass carries along; the ops are those of
+/// the graph before a loss was attached.
+pub fn tag(graph: &mut Graph, ops: &[NodeId]) {
     let mut owner: HashMap<NodeId, usize> = ops.iter().enumerate().map(|(i, id)| (*id, i)).collect();
     let order = order::canonical(graph);
     let source = |op: &Op| matches!(op, Op::Input(_) | Op::Parameter(_) | Op::State(_));
