@@ -9,6 +9,12 @@ use super::{ALIGNMENT, Fast, Layout};
 use bytemuck::{cast_slice, cast_slice_mut};
 use compiler::op::lstm::{before, order};
 use compiler::tensor::DType;
+use std::ops::Range;
+
+/// Bytes of a part of a recurrent weight, a quarter of the second-level cache, …
+const PART_BYTES: usize = 512 * 1024;
+/// … of so many rows and more, so that products stay large ones.
+const PART_ROWS: usize = 256;
 
 /// Steps, rows of the batch, width of the input, units.
 #[derive(Clone, Copy)]
@@ -76,12 +82,17 @@ fn forward<T: Real>(reverse: bool, sizes: Sizes) -> Fast {
             transpose_matrix(w_hh, hidden, w_hh_turned, wide, [hidden, wide]);
         }
         let w_hh = if laid_out > 0 { plain(w_hh_turned, wide) } else { turned(w_hh, hidden) };
+        let parts = Parts::of(wide, hidden * size_of::<T>());
         product([steps * batch, wide, width], plain(x, width), turned(w_ih, width), gates, wide, false);
         let (mut h, mut c): (&[T], &[T]) = (h0, c0);
         let mut rest = Sequences { reverse, batch, y: &mut *y, cells: &mut *cells };
         for t in order(steps, reverse) {
             let gates = &mut gates[sizes.step(t, wide)];
-            product([batch, wide, hidden], plain(h, hidden), w_hh, gates, wide, true);
+            for units in parts.in_turn(t) {
+                let w_hh = Matrix { values: &w_hh.values[units.start * w_hh.strides.1..], ..w_hh };
+                let (count, gates) = (units.len(), &mut gates[units.start..]);
+                product([batch, count, hidden], plain(h, hidden), w_hh, gates, wide, true);
+            }
             let (step_y, step_cells) = rest.next(hidden);
             for n in 0..batch {
                 let row = n * hidden..(n + 1) * hidden;
@@ -95,6 +106,31 @@ fn forward<T: Real>(reverse: bool, sizes: Sizes) -> Fast {
         Ok(())
     });
     fast.with_workspace(laid_out * size_of::<T>())
+}
+
+/// Rows of a recurrent weight that are read one behind the other. A weight that is larger than the second-level cache would be read from
+/// beyond it in every step; so one step goes through the parts forward and the next one backward, and begins with what is still there.
+#[derive(Clone, Copy)]
+pub(super) struct Parts {
+    rows: usize,
+    part: usize,
+}
+
+impl Parts {
+    /// A weight of so many rows of so many bytes.
+    pub fn of(rows: usize, row_bytes: usize) -> Parts {
+        let count = (rows * row_bytes).div_ceil(PART_BYTES).clamp(1, rows.max(1));
+        Parts { rows, part: rows.div_ceil(count).next_multiple_of(PART_ROWS) }
+    }
+
+    /// The parts in the order of step `t`.
+    pub fn in_turn(self, t: usize) -> impl Iterator<Item = Range<usize>> {
+        let count = self.rows.div_ceil(self.part.max(1));
+        (0..count).map(move |at| {
+            let at = if t.is_multiple_of(2) { at } else { count - 1 - at };
+            at * self.part..self.rows.min((at + 1) * self.part)
+        })
+    }
 }
 
 /// What is not yet written of y and of the cells, so that the step before can be read while the next one is written.
@@ -165,6 +201,7 @@ fn backward<T: Real>(reverse: bool, sizes: Sizes) -> Fast {
         let da = &mut cast_slice_mut::<u8, T>(rest)[..rows * wide];
         dh.copy_from_slice(last_dh);
         dc.copy_from_slice(last_dc);
+        let parts = Parts::of(wide, hidden * size_of::<T>());
         for t in order(steps, !reverse) {
             let c_before = before(t, steps, reverse).map_or(c0, |t| &cells[sizes.step(t, hidden)]);
             let da = &mut da[sizes.step(t, wide)];
@@ -176,7 +213,10 @@ fn backward<T: Real>(reverse: bool, sizes: Sizes) -> Fast {
                 let (cells, c_before) = (&cells[row.clone()], &c_before[row.clone()]);
                 cell_grad(&dy[row], dh, dc, &gates[four.clone()], cells, c_before, &mut da[four]);
             }
-            product([batch, hidden, wide], plain(da, wide), plain(w_hh, hidden), dh, hidden, false);
+            for (at, units) in parts.in_turn(t).enumerate() {
+                let (da, w_hh) = (&da[units.start..], &w_hh[units.start * hidden..]);
+                product([batch, hidden, units.len()], plain(da, wide), plain(w_hh, hidden), dh, hidden, at > 0);
+            }
         }
         let da = &*da;
         product([rows, width, wide], plain(da, wide), plain(w_ih, width), dx, width, false);
