@@ -51,6 +51,8 @@ pub mod sum;
 pub mod table;
 pub mod walk;
 mod wide;
+#[cfg(target_arch = "x86_64")]
+pub mod winograd;
 
 pub use super::layout::Layout;
 use compiler::op::table::rule;

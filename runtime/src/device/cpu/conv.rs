@@ -4,13 +4,13 @@
 //! back into `dx`. The patches are made a [`Tile`] at a time, so that they stay in the cache: some rows of windows of a
 //! large image, or several small images side by side, so that the product is never a thin one.
 
-#[cfg(target_arch = "x86_64")]
-use super::implicit;
 use super::matmul::{Matrix, product};
 use super::patches::{Grid, gather_patches, scatter_patches};
 use super::real::Real;
 use super::wide::wide;
 use super::{ALIGNMENT, Fast, Layout, depthwise};
+#[cfg(target_arch = "x86_64")]
+use super::{implicit, winograd};
 use bytemuck::{cast_slice, cast_slice_mut};
 use compiler::op::Window;
 use compiler::tensor::DType;
@@ -50,7 +50,7 @@ pub fn kernel(role: Role, window: &Window, groups: usize, x: &Layout, w: &Layout
     #[cfg(target_arch = "x86_64")]
     if x.dtype == DType::F32 && !shape.has_own_filters() && !shape.is_direct() {
         let sizes = implicit::Sizes { images: shape.images, groups, ins: shape.ins, outs: shape.outs };
-        if let Some(fast) = implicit::kernel(role, &grid, sizes) {
+        if let Some(fast) = winograd::kernel(role, &grid, sizes).or_else(|| implicit::kernel(role, &grid, sizes)) {
             return Some(fast);
         }
     }

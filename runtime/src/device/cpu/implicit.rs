@@ -19,7 +19,7 @@ use super::patches::Grid;
 use bytemuck::{cast_slice, cast_slice_mut};
 
 /// A convolution's sizes.
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Debug)]
 pub struct Sizes {
     /// Images.
     pub images: usize,

@@ -18,6 +18,7 @@ pub mod pack;
 pub mod product;
 pub mod tile;
 pub mod windows;
+pub mod winograd;
 
 use std::arch::x86_64::{_MM_HINT_T1, _mm_prefetch};
 use std::ops::Range;

@@ -102,6 +102,24 @@ impl Grid {
         (self.stride == [1; 3]).then_some(Grid { data: self.out, out: self.data, before, ..*self })
     }
 
+    /// The tiles of 4 × 4 data that make 2 × 2 neighbouring results each, of filters of 3 × 3 that stand at every element of images; the
+    /// last of a row and of a column may make fewer.
+    pub fn tiles(&self) -> Option<Grid> {
+        let is_plain = self.kernel == [1, 3, 3] && self.stride == [1; 3] && self.dilation[1..] == [1, 1];
+        let tiled = Grid { kernel: [1, 4, 4], out: self.pairs(), stride: [1, 2, 2], dilation: [1; 3], ..*self };
+        (is_plain && self.before[0] == 0 && self.data[0] == self.out[0]).then_some(tiled)
+    }
+
+    /// The same tiles as windows over the results.
+    pub fn pairs_of_results(&self) -> Grid {
+        let (kernel, stride) = ([1, 2, 2], [1, 2, 2]);
+        Grid { data: self.out, kernel, out: self.pairs(), stride, dilation: [1; 3], before: [0; 3] }
+    }
+
+    fn pairs(&self) -> [usize; 3] {
+        [self.out[0], self.out[1].div_ceil(2), self.out[2].div_ceil(2)]
+    }
+
     /// Whether windows are squares of two by two that share nothing and leave nothing out.
     pub fn is_of_squares(&self) -> bool {
         let squares = self.kernel == [1, 2, 2] && self.stride == [1, 2, 2] && self.dilation[1..] == [1, 1];

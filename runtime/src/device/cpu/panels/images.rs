@@ -41,7 +41,7 @@ pub struct Flipped {
 }
 
 /// The lanes of a vector that are before `end`, counted in lanes of all vectors.
-fn before(end: usize, vector: usize) -> u16 {
+pub(super) fn before(end: usize, vector: usize) -> u16 {
     !0 >> (LANES - (end - vector * LANES).min(LANES))
 }
 
@@ -80,7 +80,7 @@ fn counted() -> __m512i {
 
 /// Bit i of the lower eight becomes bit 2i.
 #[inline]
-fn every_second(lanes: u16) -> u16 {
+pub(super) fn every_second(lanes: u16) -> u16 {
     let fours = (lanes & 0x0f) | (lanes & 0xf0) << 4;
     let twos = (fours | fours << 2) & 0x3333;
     (twos | twos << 1) & 0x5555

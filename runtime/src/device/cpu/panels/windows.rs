@@ -95,6 +95,11 @@ impl Windows {
         Some(windows)
     }
 
+    /// Images and vectors of a period.
+    pub fn period(&self) -> [usize; 2] {
+        [self.images, self.vectors]
+    }
+
     /// A vector of windows: its index in the period, and where the period begins in the data and in the results.
     pub fn place(&self, vector: usize) -> (usize, [usize; 2]) {
         let image = vector / self.vectors * self.images;

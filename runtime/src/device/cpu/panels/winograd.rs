@@ -1,0 +1,431 @@
+//! The transforms of Winograd's minimal filtering F(2×2, 3×3) [Lavin and Gray 2016, section 4.1]: a tile of 2 × 2 results is made of a tile
+//! of 4 × 4 data with 16 multiplications instead of 36.
+//!
+//! ```text
+//! y  = Aᵀ [(G w Gᵀ) ⊙ (Bᵀ x B)] A         dw = Gᵀ [(A dy Aᵀ) ⊙ (Bᵀ x B)] G
+//!
+//! Bᵀ = 1  0 -1  0      G = 1    0    0      Aᵀ = 1  1  1  0
+//!      0  1  1  0          1/2  1/2  1/2         0  1 -1 -1
+//!      0 -1  1  0          1/2 -1/2  1/2
+//!      0  1  0 -1          0    0    1
+//! ```
+//!
+//! Sixteen neighbouring tiles, or the filters of sixteen channels, are transformed at once. What is transformed lies `[16][channel][tile]` or
+//! `[16][out][in]`, so that element by element of a tile the products over channels are products of matrices.
+
+// Loops over indices are unrolled whole; closures of iterators would not be compiled for these vectors.
+#![allow(clippy::needless_range_loop)]
+
+use super::LANES;
+use super::images::{before, every_second};
+use super::windows::Windows;
+use std::arch::x86_64::{
+    __m512, __m512i, _mm512_add_ps, _mm512_loadu_ps, _mm512_mask_i32gather_ps, _mm512_mask_i32scatter_ps,
+    _mm512_mask_mov_ps, _mm512_mask_storeu_ps, _mm512_maskz_loadu_ps, _mm512_mul_ps, _mm512_mullo_epi32,
+    _mm512_permutex2var_ps, _mm512_set1_epi32, _mm512_set1_ps, _mm512_setr_epi32, _mm512_setzero_ps, _mm512_storeu_ps,
+    _mm512_sub_ps,
+};
+use std::ops::Range;
+
+/// Elements of a tile of data.
+pub const ELEMENTS: usize = 16;
+/// Taps of a filter.
+const TAPS: usize = 9;
+
+/// Where transformed numbers lie: the first, and how far elements of a tile and channels are apart.
+#[derive(Clone, Copy)]
+pub struct Transformed {
+    /// The first channel's first number of element 0.
+    pub at: *mut f32,
+    /// Distance between elements of a tile.
+    pub element: usize,
+    /// Distance between channels.
+    pub channel: usize,
+}
+
+impl Transformed {
+    /// An element of a tile, of a channel at this place.
+    #[inline(always)]
+    pub fn place(self, element: usize, channel: usize, at: usize) -> *mut f32 {
+        self.at.wrapping_add(element * self.element + channel * self.channel + at)
+    }
+
+    /// Writes a row of elements, all four of it.
+    ///
+    /// # Safety
+    /// The processor has AVX-512, and there is room.
+    #[inline]
+    #[target_feature(enable = "avx512f")]
+    unsafe fn put(self, row: usize, channel: usize, at: usize, lines: [__m512; 4]) {
+        for j in 0..4 {
+            // SAFETY: the caller's word.
+            unsafe { _mm512_storeu_ps(self.place(4 * row + j, channel, at), lines[j]) };
+        }
+    }
+}
+
+/// Neighbouring tiles whose results lie in a row of an image.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Span {
+    /// The first lane.
+    lane: usize,
+    /// Columns and rows of results.
+    columns: usize,
+    rows: usize,
+    /// The first result, in elements from the first image of the period.
+    at: usize,
+}
+
+/// Where the tiles of every vector have their results.
+#[derive(Debug)]
+pub struct Results {
+    spans: Vec<Span>,
+    /// Where in `spans` those of each vector of the period begin.
+    starts: Vec<usize>,
+    width: usize,
+}
+
+impl Results {
+    /// For results of this height and width in images of so many elements.
+    pub fn new(tiles: &Windows, [height, width]: [usize; 2], image_elements: usize) -> Results {
+        let [images, vectors] = tiles.period();
+        let across = width.div_ceil(2);
+        let mut results = Results { spans: Vec::new(), starts: vec![0], width };
+        for vector in 0..vectors {
+            let begin = results.spans.len();
+            let (mut next, mut row) = (usize::MAX, usize::MAX);
+            for lane in 0..LANES {
+                let (image, tile) = ((vector * LANES + lane) / tiles.count, (vector * LANES + lane) % tiles.count);
+                if image >= images {
+                    break;
+                }
+                let (down, right) = (2 * (tile / across), 2 * (tile % across));
+                let columns = 2.min(width - right);
+                let is_next = (next, row) == (right, image * height + down) && results.spans.len() > begin;
+                match results.spans.last_mut().filter(|_| is_next) {
+                    Some(span) => span.columns += columns,
+                    None => {
+                        let at = image * image_elements + down * width + right;
+                        results.spans.push(Span { lane, columns, rows: 2.min(height - down), at });
+                    }
+                }
+                (next, row) = (right + 2, image * height + down);
+            }
+            results.starts.push(results.spans.len());
+        }
+        results
+    }
+}
+
+/// `Bᵀ d`
+#[inline]
+#[target_feature(enable = "avx512f")]
+fn data([a, b, c, d]: [__m512; 4]) -> [__m512; 4] {
+    [_mm512_sub_ps(a, c), _mm512_add_ps(b, c), _mm512_sub_ps(c, b), _mm512_sub_ps(b, d)]
+}
+
+/// `Aᵀ m`
+#[inline]
+#[target_feature(enable = "avx512f")]
+fn result([a, b, c, d]: [__m512; 4]) -> [__m512; 2] {
+    [_mm512_add_ps(_mm512_add_ps(a, b), c), _mm512_sub_ps(_mm512_sub_ps(b, c), d)]
+}
+
+/// `A y`
+#[inline]
+#[target_feature(enable = "avx512f")]
+fn result_turned([a, b]: [__m512; 2]) -> [__m512; 4] {
+    [a, _mm512_add_ps(a, b), _mm512_sub_ps(a, b), _mm512_sub_ps(_mm512_setzero_ps(), b)]
+}
+
+/// `G g`
+#[inline]
+#[target_feature(enable = "avx512f")]
+fn filter([a, b, c]: [__m512; 3]) -> [__m512; 4] {
+    let (half, ends) = (_mm512_set1_ps(0.5), _mm512_add_ps(a, c));
+    let [sum, difference] = [_mm512_add_ps(ends, b), _mm512_sub_ps(ends, b)];
+    [a, _mm512_mul_ps(half, sum), _mm512_mul_ps(half, difference), c]
+}
+
+/// `Gᵀ s`
+#[inline]
+#[target_feature(enable = "avx512f")]
+fn filter_turned([a, b, c, d]: [__m512; 4]) -> [__m512; 3] {
+    let half = _mm512_set1_ps(0.5);
+    let sum = _mm512_mul_ps(half, _mm512_add_ps(b, c));
+    [_mm512_add_ps(a, sum), _mm512_mul_ps(half, _mm512_sub_ps(b, c)), _mm512_add_ps(sum, d)]
+}
+
+#[inline]
+#[target_feature(enable = "avx512f")]
+fn counted(step: usize) -> __m512i {
+    let lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    _mm512_mullo_epi32(lanes, _mm512_set1_epi32(step as i32))
+}
+
+/// What the tiles of a vector see: for every tap the loads that gather it, the same in all channels.
+struct Loads {
+    loads: Vec<Load>,
+    /// Where in `loads` those of each tap begin.
+    starts: [usize; ELEMENTS + 1],
+}
+
+/// Every second of 32 numbers, of some lanes.
+struct Load {
+    at: isize,
+    lanes: u16,
+    low: u16,
+    high: u16,
+}
+
+impl Loads {
+    fn new() -> Loads {
+        Loads { loads: Vec::new(), starts: [0; ELEMENTS + 1] }
+    }
+
+    /// Those of a vector.
+    fn set(&mut self, windows: &Windows, vector: usize) {
+        self.loads.clear();
+        let (valid, (at, [image, _])) = (before(windows.columns, vector), windows.place(vector));
+        for tap in 0..windows.taps {
+            for run in windows.seen(at, tap).iter().filter(|run| run.lanes & valid != 0) {
+                let lanes = run.lanes & valid;
+                let (low, high) = (every_second(lanes), every_second(lanes >> 8));
+                self.loads.push(Load { at: image as isize + run.at as isize, lanes, low, high });
+            }
+            self.starts[tap + 1] = self.loads.len();
+        }
+    }
+
+    /// What they see at a tap, 0 where that is nothing.
+    #[inline]
+    #[target_feature(enable = "avx512f")]
+    unsafe fn seen(&self, tap: usize, from: *const f32, even: __m512i) -> __m512 {
+        let mut line = _mm512_setzero_ps();
+        for load in &self.loads[self.starts[tap]..self.starts[tap + 1]] {
+            let at = from.wrapping_offset(load.at);
+            // SAFETY: the caller's word: at these lanes there are elements.
+            let (low, high) = unsafe {
+                (_mm512_maskz_loadu_ps(load.low, at), _mm512_maskz_loadu_ps(load.high, at.wrapping_add(LANES)))
+            };
+            line = _mm512_mask_mov_ps(line, load.lanes, _mm512_permutex2var_ps(low, even, high));
+        }
+        line
+    }
+}
+
+/// `Bᵀ x B` of the tiles of some vectors, of so many channels.
+///
+/// # Safety
+/// The processor has AVX-512, `x` has the images of the tiles, the vectors are among them, and there is room for what is written.
+#[target_feature(enable = "avx512f")]
+pub unsafe fn data_in(tiles: &Windows, x: *const f32, channels: usize, vectors: Range<usize>, to: Transformed) {
+    let (mut loads, even) = (Loads::new(), counted(2));
+    for (place, vector) in vectors.enumerate() {
+        loads.set(tiles, vector);
+        for channel in 0..channels {
+            let from = x.wrapping_add(channel * tiles.plane);
+            let mut half = [[_mm512_setzero_ps(); 4]; 4];
+            for j in 0..4 {
+                let mut column = [_mm512_setzero_ps(); 4];
+                for i in 0..4 {
+                    // SAFETY: the caller's word; what a tile sees is inside its image.
+                    column[i] = unsafe { loads.seen(4 * i + j, from, even) };
+                }
+                let column = data(column);
+                for i in 0..4 {
+                    half[i][j] = column[i];
+                }
+            }
+            for i in 0..4 {
+                // SAFETY: the caller's word.
+                unsafe { to.put(i, channel, place * LANES, data(half[i])) };
+            }
+        }
+    }
+}
+
+/// `A dy Aᵀ` of the tiles of some vectors, of so many channels; `pairs` are the same tiles as windows over their results.
+///
+/// # Safety
+/// As for [`data_in`].
+#[target_feature(enable = "avx512f")]
+pub unsafe fn results_in(pairs: &Windows, dy: *const f32, channels: usize, vectors: Range<usize>, to: Transformed) {
+    let (mut loads, even) = (Loads::new(), counted(2));
+    for (place, vector) in vectors.enumerate() {
+        loads.set(pairs, vector);
+        for channel in 0..channels {
+            let from = dy.wrapping_add(channel * pairs.plane);
+            let mut half = [[_mm512_setzero_ps(); 2]; 4];
+            for j in 0..2 {
+                let mut column = [_mm512_setzero_ps(); 2];
+                for i in 0..2 {
+                    // SAFETY: the caller's word; results are inside their image.
+                    column[i] = unsafe { loads.seen(2 * i + j, from, even) };
+                }
+                let column = result_turned(column);
+                for i in 0..4 {
+                    half[i][j] = column[i];
+                }
+            }
+            for i in 0..4 {
+                // SAFETY: the caller's word.
+                unsafe { to.put(i, channel, place * LANES, result_turned(half[i])) };
+            }
+        }
+    }
+}
+
+/// `Aᵀ m A` of the tiles of some vectors, of so many channels, written to the images of `y`, whose planes are `plane` apart.
+///
+/// # Safety
+/// As for [`data_in`].
+#[target_feature(enable = "avx512f")]
+pub unsafe fn results_out(
+    (tiles, results): (&Windows, &Results),
+    m: Transformed,
+    channels: usize,
+    vectors: Range<usize>,
+    (y, plane): (*mut f32, usize),
+) {
+    let low = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+    let high = _mm512_setr_epi32(8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
+    for (place, vector) in vectors.enumerate() {
+        let (at, [_, image]) = tiles.place(vector);
+        let lanes = (tiles.columns - vector * LANES).min(LANES);
+        let spans = &results.spans[results.starts[at]..results.starts[at + 1]];
+        for channel in 0..channels {
+            let mut half = [[_mm512_setzero_ps(); 4]; 2];
+            for j in 0..4 {
+                let mut column = [_mm512_setzero_ps(); 4];
+                for i in 0..4 {
+                    // SAFETY: the caller's word.
+                    column[i] = unsafe { _mm512_loadu_ps(m.place(4 * i + j, channel, place * LANES)) };
+                }
+                let column = result(column);
+                (half[0][j], half[1][j]) = (column[0], column[1]);
+            }
+            let to = y.wrapping_add(image + channel * plane);
+            for i in 0..2 {
+                let [even, odd] = result(half[i]);
+                let row = [_mm512_permutex2var_ps(even, low, odd), _mm512_permutex2var_ps(even, high, odd)];
+                if let ([span], LANES) = (spans, lanes) {
+                    // Most often a vector is of one row.
+                    if i < span.rows {
+                        let to = to.wrapping_add(span.at + i * results.width);
+                        // SAFETY: the span ends with the row of the image.
+                        unsafe {
+                            _mm512_mask_storeu_ps(to, before(span.columns, 0), row[0]);
+                            if span.columns > LANES {
+                                _mm512_mask_storeu_ps(to.wrapping_add(LANES), before(span.columns, 1), row[1]);
+                            }
+                        }
+                    }
+                    continue;
+                }
+                let [first, second] = row;
+                let mut row = [0.0f32; 2 * LANES];
+                // SAFETY: the row has two vectors.
+                unsafe {
+                    _mm512_storeu_ps(row.as_mut_ptr(), first);
+                    _mm512_storeu_ps(row.as_mut_ptr().add(LANES), second);
+                }
+                for span in spans.iter().filter(|span| i < span.rows && span.lane < lanes) {
+                    let to = to.wrapping_add(span.at + i * results.width);
+                    // SAFETY: spans end with the row of the image, and so do their lanes.
+                    unsafe { copy(row.as_ptr().add(2 * span.lane), to, span.columns) };
+                }
+            }
+        }
+    }
+}
+
+/// Copies a few numbers, most often as many as one or two vectors have.
+#[inline]
+#[target_feature(enable = "avx512f")]
+unsafe fn copy(from: *const f32, to: *mut f32, count: usize) {
+    // SAFETY: the caller's word.
+    unsafe {
+        for at in (0..count).step_by(LANES) {
+            let lanes = before(count, at / LANES);
+            _mm512_mask_storeu_ps(to.add(at), lanes, _mm512_maskz_loadu_ps(lanes, from.add(at)));
+        }
+    }
+}
+
+/// `G w Gᵀ` of filters `w [out][in][3][3]`: for each of `outs` a row of `ins`, or `turned` for each of `ins` a row of `outs`, with the taps
+/// in the opposite order. Rows are filled up with zeros to whole vectors.
+///
+/// # Safety
+/// The processor has AVX-512, there are so many filters, and there is room for what is written.
+#[target_feature(enable = "avx512f")]
+pub unsafe fn filters_in(w: *const f32, [outs, ins]: [usize; 2], turned: bool, to: Transformed) {
+    let (rows, columns) = if turned { (ins, outs) } else { (outs, ins) };
+    let (row_step, column_step) = if turned { (TAPS, ins * TAPS) } else { (ins * TAPS, TAPS) };
+    let (blocks, places) = (columns.div_ceil(LANES), counted(column_step));
+    for at in 0..rows * blocks {
+        // As filters lie in memory.
+        let (row, block) = if turned { (at % rows, at / rows) } else { (at / blocks, at % blocks) };
+        let from = w.wrapping_add(row * row_step + block * LANES * column_step);
+        let lanes = before(columns, block);
+        let mut half = [[_mm512_setzero_ps(); 3]; 4];
+        for j in 0..3 {
+            let mut column = [_mm512_setzero_ps(); 3];
+            for i in 0..3 {
+                let tap = if turned { TAPS - 1 - (3 * i + j) } else { 3 * i + j };
+                // SAFETY: the caller's word: at these lanes there are filters.
+                column[i] =
+                    unsafe { _mm512_mask_i32gather_ps::<4>(column[i], lanes, places, from.wrapping_add(tap).cast()) };
+            }
+            let column = filter(column);
+            for i in 0..4 {
+                half[i][j] = column[i];
+            }
+        }
+        for i in 0..4 {
+            // SAFETY: the caller's word.
+            unsafe { to.put(i, row, block * LANES, filter(half[i])) };
+        }
+    }
+}
+
+/// `Gᵀ s G` of sums, written to filters `dw [out][in][3][3]` or added to what they hold.
+///
+/// # Safety
+/// As for [`filters_in`].
+#[target_feature(enable = "avx512f")]
+pub unsafe fn filters_out(sums: Transformed, dw: *mut f32, [outs, ins]: [usize; 2], add: bool) {
+    let places = counted(TAPS);
+    for out in 0..outs {
+        for first in (0..ins).step_by(LANES) {
+            let (to, lanes) = (dw.wrapping_add((out * ins + first) * TAPS), before(ins, first / LANES));
+            let mut half = [[_mm512_setzero_ps(); 4]; 3];
+            for j in 0..4 {
+                let mut column = [_mm512_setzero_ps(); 4];
+                for i in 0..4 {
+                    // SAFETY: the caller's word.
+                    column[i] = unsafe { _mm512_loadu_ps(sums.place(4 * i + j, out, first)) };
+                }
+                let column = filter_turned(column);
+                for i in 0..3 {
+                    half[i][j] = column[i];
+                }
+            }
+            for i in 0..3 {
+                let row = filter_turned(half[i]);
+                for j in 0..3 {
+                    let to = to.wrapping_add(3 * i + j);
+                    // SAFETY: the caller's word: at these lanes there are filters.
+                    unsafe {
+                        let mut line = row[j];
+                        if add {
+                            let held = _mm512_mask_i32gather_ps::<4>(line, lanes, places, to.cast_const().cast());
+                            line = _mm512_add_ps(held, line);
+                        }
+                        _mm512_mask_i32scatter_ps::<4>(to.cast(), lanes, places, line);
+                    }
+                }
+            }
+        }
+    }
+}

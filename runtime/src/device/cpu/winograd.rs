@@ -1,0 +1,292 @@
+//! Convolutions of `f32` with filters of 3 × 3 by Winograd's minimal filtering: fewer multiplications, where transforming data and
+//! filters costs less than is won.
+//!
+//! ```text
+//! y    u [16][out][in]  = filters        v [16][in][tile] = data        u v = [16][out][tile]   results
+//! dx   the same, with filters turned around and dy as data
+//! dw   d [16][out][tile] = dy            v [16][in][tile] = x           d vᵀ = [16][out][in]    filters
+//! ```
+//!
+//! Tiles go through in runs, so that what is transformed stays in the second-level cache. Sums in `f32` are a few times as far off as those of
+//! the definition: 4 additions in each transform, factors of 1 and 1/2 (the larger tiles of F(4×4, 3×3) lose two digits).
+
+use super::Fast;
+use super::conv::Role;
+use super::implicit::Sizes;
+use super::panels::matrix::Plain;
+use super::panels::product::product;
+use super::panels::windows::Windows;
+use super::panels::winograd::{
+    ELEMENTS, Results, Transformed, data_in, filters_in, filters_out, results_in, results_out,
+};
+use super::panels::{COLUMNS, LANES, Rows, is_at_hand};
+use super::patches::Grid;
+use bytemuck::{cast_slice, cast_slice_mut};
+use std::ops::Range;
+
+/// What a tile of a channel takes to be transformed there and back, in multiplications that could be done meanwhile. Measured, as is what
+/// a filter takes.
+const TILE: usize = 200;
+
+/// Numbers between the elements of tiles, whose addresses would else be alike and drive each other from the cache.
+const APART: usize = LANES;
+
+/// Numbers that the second-level cache holds.
+const CACHE: usize = 256 * 1024;
+
+/// A convolution of these sizes, none of them 0. Nothing where the processor does not suit, or less is won than lost.
+pub fn kernel(role: Role, grid: &Grid, sizes: Sizes) -> Option<Fast> {
+    let Sizes { images, ins, outs, .. } = sizes;
+    let tiles_of_image = grid.tiles()?.out_len();
+    let (windows, tiles, filters) = (images * grid.out_len(), images * tiles_of_image, ins * outs);
+    // Turned filters are gathered from far apart.
+    let filter = if role == Role::InputGrad { 1100 } else { 800 };
+    let [plain, tiled] =
+        [9 * filters * windows, ELEMENTS * filters * tiles + filter * filters + TILE * (ins + outs) * tiles];
+    // Half a vector of channels would be multiplied for nothing.
+    let pays = ins.min(outs) >= LANES && tiled * 11 <= plain * 10;
+    if pays && is_at_hand() { made(role, grid, sizes) } else { None }
+}
+
+/// The convolution, whatever is won or lost by it.
+fn made(role: Role, grid: &Grid, sizes: Sizes) -> Option<Fast> {
+    let Sizes { images, groups, ins, outs } = sizes;
+    let filters = ins * outs;
+    let (x_image, y_image) = (groups * ins * grid.data_len(), groups * outs * grid.out_len());
+    let group_sizes = [ins * grid.data_len(), filters * 9, outs * grid.out_len()];
+    let starts = move |group: usize| group_sizes.map(|size| group * size);
+    let lengths = [images * x_image, groups * filters * 9, images * y_image];
+    match role {
+        Role::Forward => {
+            let way = Way::new(grid, images, [x_image, y_image], [ins, outs], false)?;
+            Some(way.kernel(groups, move |group, [x, w], y| {
+                assert_eq!([x.len(), w.len(), y.len()], lengths);
+                let [x_at, w_at, y_at] = starts(group);
+                (x[x_at..].as_ptr(), w[w_at..].as_ptr(), y[y_at..].as_mut_ptr())
+            }))
+        }
+        Role::InputGrad => {
+            let way = Way::new(&grid.flipped()?, images, [y_image, x_image], [outs, ins], true)?;
+            Some(way.kernel(groups, move |group, [dy, w], dx| {
+                assert_eq!([dx.len(), w.len(), dy.len()], lengths);
+                let [x_at, w_at, y_at] = starts(group);
+                (dy[y_at..].as_ptr(), w[w_at..].as_ptr(), dx[x_at..].as_mut_ptr())
+            }))
+        }
+        Role::WeightGrad => weight_grad(grid, sizes, [x_image, y_image], move |group, [dy, x], dw| {
+            assert_eq!([x.len(), dw.len(), dy.len()], lengths);
+            let [x_at, w_at, y_at] = starts(group);
+            (x[x_at..].as_ptr(), dy[y_at..].as_ptr(), dw[w_at..].as_mut_ptr())
+        }),
+    }
+}
+
+/// Data to results.
+struct Way {
+    tiles: Windows,
+    results: Results,
+    /// Channels of the data and of the results.
+    channels: [usize; 2],
+    /// Elements of a plane of results.
+    plane: usize,
+    turned: bool,
+    /// Vectors of tiles in a run.
+    run: usize,
+}
+
+impl Way {
+    fn new(grid: &Grid, images: usize, sizes: [usize; 2], channels: [usize; 2], turned: bool) -> Option<Way> {
+        let tiles = Windows::new(&grid.tiles()?, images, sizes)?;
+        // Images with depth have their planes one behind the other.
+        let [depth, height, width] = grid.out;
+        let results = Results::new(&tiles, [depth * height, width], sizes[1]);
+        let is_flat = depth == 1;
+        let run = run(&tiles, channels);
+        is_flat.then_some(Way { tiles, results, channels, plane: grid.out_len(), turned, run })
+    }
+
+    /// The kernel, where `parts` gives data, filters and results of a group.
+    fn kernel<P>(self, groups: usize, parts: P) -> Fast
+    where
+        P: Fn(usize, [&[f32]; 2], &mut [f32]) -> (*const f32, *const f32, *mut f32) + Send + Sync + 'static,
+    {
+        let ([ins, outs], pitch) = (self.channels, self.run * LANES);
+        let across = ins.next_multiple_of(LANES);
+        let [filters, data, results] =
+            [outs * across, ins * pitch, outs * pitch].map(|count| ELEMENTS * (count + APART));
+        let fast = Fast::new(move |inputs, outputs, workspace| {
+            let [a, b] = [0, 1].map(|i| cast_slice::<u8, f32>(inputs[i]));
+            let to = cast_slice_mut::<u8, f32>(outputs[0]);
+            let workspace = &mut cast_slice_mut::<u8, f32>(workspace)[..filters + data + results];
+            let (u, rest) = workspace.split_at_mut(filters);
+            let (v, m) = rest.split_at_mut(data);
+            let [u, v, m] = [(u, outs, across), (v, ins, pitch), (m, outs, pitch)].map(laid_out);
+            for group in 0..groups {
+                let (x, w, y) = parts(group, [a, b], to);
+                // SAFETY: lengths have been checked, tiles are those of these images, the workspace has room for a run, and the processor has
+                // been asked.
+                unsafe {
+                    let of_filters = if self.turned { [ins, outs] } else { [outs, ins] };
+                    filters_in(w, of_filters, self.turned, u);
+                    for vectors in runs(&self.tiles, self.run) {
+                        data_in(&self.tiles, x, ins, vectors.clone(), v);
+                        for element in 0..ELEMENTS {
+                            let factors = [u, v].map(|of| rows(of, element));
+                            let result = Plain { at: m.place(element, 0, 0), row: pitch };
+                            product([outs, vectors.len() * LANES, ins], &factors[0], &factors[1], &result, false);
+                        }
+                        results_out((&self.tiles, &self.results), m, outs, vectors, (y, self.plane));
+                    }
+                }
+            }
+            Ok(())
+        });
+        fast.with_workspace((filters + data + results) * size_of::<f32>())
+    }
+}
+
+fn weight_grad<P>(grid: &Grid, sizes: Sizes, [x_image, y_image]: [usize; 2], parts: P) -> Option<Fast>
+where
+    P: Fn(usize, [&[f32]; 2], &mut [f32]) -> (*const f32, *const f32, *mut f32) + Send + Sync + 'static,
+{
+    let Sizes { images, groups, ins, outs } = sizes;
+    let tiles = Windows::new(&grid.tiles()?, images, [x_image, y_image])?;
+    let pairs = Windows::new(&grid.pairs_of_results(), images, [y_image, x_image])?;
+    let run = run(&tiles, [ins, outs]).max(MIN_DEPTH / LANES).min(tiles.columns.div_ceil(LANES));
+    let (across, pitch) = (ins.next_multiple_of(LANES), run * LANES);
+    let [sums, data, results] = [outs * across, ins * pitch, outs * pitch].map(|count| ELEMENTS * (count + APART));
+    let fast = Fast::adding(move |inputs, outputs, workspace, add| {
+        let [a, b] = [0, 1].map(|i| cast_slice::<u8, f32>(inputs[i]));
+        let to = cast_slice_mut::<u8, f32>(outputs[0]);
+        let workspace = &mut cast_slice_mut::<u8, f32>(workspace)[..sums + data + results];
+        let (s, rest) = workspace.split_at_mut(sums);
+        let (v, d) = rest.split_at_mut(data);
+        let [s, v, d] = [(s, outs, across), (v, ins, pitch), (d, outs, pitch)].map(laid_out);
+        for group in 0..groups {
+            let (x, dy, dw) = parts(group, [a, b], to);
+            // SAFETY: as for the kernel of a [`Way`].
+            unsafe {
+                for vectors in runs(&tiles, run) {
+                    data_in(&tiles, x, ins, vectors.clone(), v);
+                    results_in(&pairs, dy, outs, vectors.clone(), d);
+                    for element in 0..ELEMENTS {
+                        let (left, right) = (rows(d, element), rows(v, element));
+                        let right = Rows { row: right.step, step: right.row, ..right };
+                        let result = Plain { at: s.place(element, 0, 0), row: across };
+                        product([outs, ins, vectors.len() * LANES], &left, &right, &result, vectors.start > 0);
+                    }
+                }
+                filters_out(s, dw, [outs, ins], add);
+            }
+        }
+        Ok(())
+    });
+    Some(fast.with_workspace((sums + data + results) * size_of::<f32>()))
+}
+
+/// So many tiles at least go through together where they are summed up: sums are read and written for each run.
+const MIN_DEPTH: usize = 192;
+
+/// Vectors of tiles in a run: where filters are few, as many as stay in the second-level cache with all their elements; else as many as do with
+/// the filters of one element.
+fn run(tiles: &Windows, [ins, outs]: [usize; 2]) -> usize {
+    let all = tiles.columns.div_ceil(LANES);
+    let together = match ELEMENTS * ins * outs <= CACHE / 2 {
+        true => CACHE / (ELEMENTS * (ins + outs)),
+        false => CACHE.saturating_sub(ins * outs) / (ins + outs),
+    };
+    let most = (together / COLUMNS).max(1) * COLUMNS / LANES;
+    all.div_ceil(all.div_ceil(most))
+}
+
+fn runs(tiles: &Windows, run: usize) -> impl Iterator<Item = Range<usize>> + use<> {
+    let all = tiles.columns.div_ceil(LANES);
+    (0..all).step_by(run).map(move |first| first..all.min(first + run))
+}
+
+fn laid_out((numbers, channels, channel): (&mut [f32], usize, usize)) -> Transformed {
+    Transformed { at: numbers.as_mut_ptr(), element: channels * channel + APART, channel }
+}
+
+/// The matrix of one element of tiles, a row for each channel.
+fn rows(of: Transformed, element: usize) -> Rows {
+    Rows { at: of.place(element, 0, 0), row: of.channel, step: 1 }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::device::cpu::{Kernel, Layout};
+    use compiler::op::table::rule;
+    use compiler::op::{Conv, ConvInputGrad, ConvWeightGrad, Op, Window};
+    use compiler::tensor::DType;
+    use compiler::tensor::fact::Fact;
+
+    fn numbers(fact: &Fact, seed: u64) -> Vec<f32> {
+        let draw = |i: usize| (crate::data::mix(seed ^ ((i as u64) << 20)) >> 40) as f32 / (1u64 << 23) as f32 - 1.0;
+        (0..fact.bytes().unwrap() as usize / 4).map(draw).collect()
+    }
+
+    /// What a kernel makes of these factors, and what the definition makes of them, in `f32` the one and `f64` the other.
+    fn both(role: Role, op: &Op, grid: &Grid, sizes: Sizes, facts: [&Fact; 2]) -> (Vec<f32>, Vec<f64>) {
+        let out = rule(op).infer(&facts).unwrap().remove(0);
+        let factors = [numbers(facts[0], 1), numbers(facts[1], 2)];
+        let mut result = numbers(&out, 3);
+        let fast = made(role, grid, sizes).unwrap();
+        let mut workspace = crate::buffer::Buffer::new(fast.workspace);
+        let inputs = [0, 1].map(|i| cast_slice::<f32, u8>(&factors[i]));
+        (fast.body)(&inputs, &mut [cast_slice_mut(&mut result)], workspace.bytes_mut()).unwrap();
+        let wide = |fact: &Fact| Fact { dtype: DType::F64, ..fact.clone() };
+        let layouts = [wide(facts[0]), wide(facts[1])].map(|fact| Layout::of(&fact)).to_vec();
+        let definition = Kernel::from_parts(op.clone(), layouts, vec![Layout::of(&wide(&out))], None);
+        let factors = factors.map(|factor| factor.into_iter().map(f64::from).collect::<Vec<_>>());
+        let mut exact = vec![0.0f64; result.len()];
+        let inputs = [0, 1].map(|i| cast_slice::<f64, u8>(&factors[i]));
+        definition.run(&inputs, &mut [cast_slice_mut(&mut exact)], &mut []).unwrap();
+        (result, exact)
+    }
+
+    #[test]
+    fn all_three_are_those_of_the_definition() {
+        if !is_at_hand() {
+            return println!("skipped: no AVX-512");
+        }
+        let shapes = [
+            ([1, 1, 16, 16], [8, 8], 1),
+            ([3, 1, 20, 33], [7, 5], 1),
+            ([2, 2, 17, 16], [9, 40], 1),
+            ([5, 1, 3, 5], [2, 2], 1),
+            ([2, 1, 16, 18], [6, 6], 0),
+            ([1, 1, 18, 20], [4, 3], 2),
+            ([2, 1, 40, 24], [46, 46], 1),
+        ];
+        for ([images, groups, ins, outs], [height, width], pad) in shapes {
+            let [strides, dilations] = [(); 2].map(|()| vec![1, 1]);
+            let window = Window { strides, pads_begin: vec![pad; 2], pads_end: vec![pad; 2], dilations };
+            let [down, across] = [height, width].map(|size| size + 2 * pad - 2);
+            let fact = |shape: [usize; 4]| Fact::of(DType::F32, &shape);
+            let x = fact([images, groups * ins, height, width]);
+            let w = fact([groups * outs, ins, 3, 3]);
+            let y = fact([images, groups * outs, down, across]);
+            let grid = Grid::new(&window, &[height, width], &[3, 3], &[down, across]).unwrap();
+            let sizes = Sizes { images, groups, ins, outs };
+            let spatial = vec![(height as i64).into(), (width as i64).into()];
+            let ops = [
+                (Role::Forward, Op::Conv(Conv { window: window.clone(), groups }), [&x, &w]),
+                (
+                    Role::InputGrad,
+                    Op::ConvInputGrad(ConvInputGrad { window: window.clone(), groups, spatial }),
+                    [&y, &w],
+                ),
+                (Role::WeightGrad, Op::ConvWeightGrad(ConvWeightGrad { window, groups, kernel: vec![3, 3] }), [&y, &x]),
+            ];
+            for (role, op, facts) in ops {
+                let (result, exact) = both(role, &op, &grid, sizes, facts);
+                let norm = |values: &mut dyn Iterator<Item = f64>| values.map(|v| v * v).sum::<f64>().sqrt();
+                let off = norm(&mut result.iter().zip(&exact).map(|(a, b)| f64::from(*a) - b));
+                let off = off / norm(&mut exact.iter().copied());
+                assert!(off < 1e-6, "{op:?} {sizes:?} {height}x{width}: {off:e}");
+            }
+        }
+    }
+}
