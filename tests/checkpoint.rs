@@ -154,7 +154,7 @@ impl Ready {
             folder: folder.to_path_buf(),
             keep: None,
             run: BTreeMap::from([("seed".to_string(), "9".to_string())]),
-            plan: Dealt::of(&self.prepared.program, &self.prepared.codes),
+            plan: Dealt::of(&self.prepared.program, &self.prepared.codes, self.policy.staleness),
             steps: STEPS,
             per_epoch: self.batches.per_epoch() as u32,
             codes: &self.prepared.codes,

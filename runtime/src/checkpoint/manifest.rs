@@ -4,6 +4,7 @@
 
 use crate::checkpoint::encode::Holds;
 use crate::compile::StageCode;
+use crate::policy::Staleness;
 use compiler::schedule::Program;
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
@@ -65,6 +66,8 @@ pub struct Scale {
 pub struct Dealt {
     /// The schedule.
     pub schedule: String,
+    /// What makes up for weights that are not stashed.
+    pub staleness: String,
     /// Items of a minibatch.
     pub microbatches: u32,
     /// The stages.
@@ -101,13 +104,19 @@ pub struct Listed {
 
 impl Dealt {
     /// How a program deals out work over these stages.
-    pub fn of(program: &Program, codes: &[StageCode]) -> Dealt {
+    pub fn of(program: &Program, codes: &[StageCode], staleness: Staleness) -> Dealt {
         let stage = |(stage, code): (&compiler::schedule::ProgramStage, &StageCode)| {
             let names: Vec<&str> = code.parameters.iter().map(|named| named.name.as_str()).collect();
             DealtStage { replicas: stage.replicas, cap: stage.cap, parameters: sha256(names.join("\n").as_bytes()) }
         };
         Dealt {
             schedule: program.schedule.name().to_string(),
+            staleness: match staleness {
+                Staleness::None => "none",
+                Staleness::Predict => "predict",
+                Staleness::PipeMare { .. } => "pipemare",
+            }
+            .to_string(),
             microbatches: program.microbatches,
             stages: program.stages.iter().zip(codes).map(stage).collect(),
         }
@@ -179,7 +188,7 @@ mod tests {
             cursor: Cursor { epoch: 0, minibatch: 4 },
             loss_scale: Some(Scale { value: 1024.0, good: 3 }),
             run: BTreeMap::from([("seed".into(), "7".into())]),
-            plan: Dealt { schedule: "1f1b".into(), microbatches: 2, stages: Vec::new() },
+            plan: Dealt { schedule: "1f1b".into(), staleness: "none".into(), microbatches: 2, stages: Vec::new() },
             files: vec![Listed {
                 name: holds.file_name(0, 0),
                 holds,
