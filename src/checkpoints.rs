@@ -19,6 +19,9 @@ use runtime::policy::Policy;
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 
+/// Differences that are listed at most.
+const LISTED: usize = 16;
+
 /// Where a run writes its checkpoints.
 pub struct Keeping<'a> {
     /// The folder.
@@ -90,7 +93,8 @@ fn unreadable(folder: &Path, fault: &FindError) -> Failure {
 fn begun(folder: &Path, found: Found, task: &Task<'_>, prepared: &Prepared, screen: &Screen) -> Result<Begun, Failure> {
     let Found { manifest, weights, mut start } = found;
     let refused = || Failure::input(format!("cannot go on from {}", folder.display()));
-    let differences = differences(&manifest.run, &terms(task, prepared));
+    let mut differences = differences(&manifest.run, &terms(task, prepared));
+    differences.truncate(LISTED);
     if !differences.is_empty() {
         let failure = differences.into_iter().fold(refused(), Failure::because);
         return Err(failure.help(format!(
@@ -178,6 +182,24 @@ pub fn terms(task: &Task<'_>, prepared: &Prepared) -> BTreeMap<String, String> {
         ("frozen parameters", task.frozen.join(",")),
     ];
     terms.into_iter().map(|(name, value)| (name.to_string(), value)).collect()
+}
+
+/// When checkpoints come, where that is not as one might expect.
+pub fn remarks(keeping: &Keeping<'_>, prepared: &Prepared, screen: &Screen) {
+    let cuts = prepared.cuts(keeping);
+    let (every, period) = (keeping.every, cuts.period);
+    if cuts.after(prepared.first() as u32).is_none() {
+        screen.warn(&format!(
+            "no checkpoint will be written: the run ends after {} steps, checkpoints come every {every}, where the rounds of all stages end \
+             together, which they do every {period}",
+            prepared.steps
+        ));
+    } else if !every.is_multiple_of(period) {
+        screen.note(&format!(
+            "checkpoints come where the rounds of all stages end together, every {}: those of every {every} steps as soon behind",
+            stages::plural(u64::from(period), "step", "steps")
+        ));
+    }
 }
 
 /// What differs, in words.

@@ -383,6 +383,52 @@ fn a_run_that_flushes_goes_on_under_another_plan() {
 }
 
 #[test]
+fn everything_that_a_checkpoint_holds_matters() {
+    let predict = Policy { staleness: Staleness::Predict, ..Policy::default() };
+    for (schedule, replicas, policy) in [
+        (Schedule::OneFOneBRr, &[1, 1, 1][..], Policy::default()),
+        (Schedule::OneFOneBRr, &[1, 2], Policy::default()),
+        (Schedule::OneFOneBRrNewest, &[1, 1, 1], predict),
+    ] {
+        let ready = ready(&cnn(), plan(schedule, replicas, 1), adam(), policy);
+        let folder = tempfile::tempdir().unwrap();
+        let whole = ready.run(None, folder.path(), None);
+        let (done, from) = &checkpoints(folder.path())[1];
+        let differs = |what: &str, change: &dyn Fn(&mut Found)| {
+            let mut found = find::read(from).unwrap();
+            change(&mut found);
+            let rest = ready.run(Some(&found), tempfile::tempdir().unwrap().path(), None);
+            let is_same = bits(&rest.losses) == bits(&whole.losses[*done as usize..]) && rest.weights == whole.weights;
+            assert!(!is_same, "{schedule} {replicas:?}: without {what} the run is the same");
+        };
+        let zeros = |found: &mut Found, kind: &str| {
+            let of_kind = found.start.optimizer.iter_mut().filter(|(name, _)| name.ends_with(kind));
+            of_kind.for_each(|(_, tensor)| *tensor = Tensor::zeros(tensor.dtype(), tensor.shape()));
+        };
+        differs("what was in flight", &|found| found.start.flight = None);
+        differs("counts of updates", &|found| zeros(found, "/step"));
+        differs("first moments", &|found| zeros(found, "/exp_avg"));
+        differs("second moments", &|found| zeros(found, "/exp_avg_sq"));
+        differs("running statistics", &|found| {
+            let statistics = found.weights.iter_mut().filter(|(name, _)| name.contains("running_"));
+            statistics.for_each(|(_, tensor)| *tensor = Tensor::zeros(tensor.dtype(), tensor.shape()));
+        });
+        let mut found = find::read(from).unwrap();
+        let flights = found.start.flight.iter_mut().flatten();
+        flights.for_each(|(_, flight)| {
+            flight.versions.clear();
+            flight.forwards.clear();
+        });
+        let mut weights = ready.weights.clone();
+        weights.extend(found.weights.clone());
+        let course = Course { start: Some(&found.start), ..Course::default() };
+        let fault =
+            run(&ready.training(&weights), course, &mut |_| {}).err().expect("versions are missing").to_string();
+        assert!(fault.starts_with("the checkpoint has no `v"), "{fault}");
+    }
+}
+
+#[test]
 fn without_a_flush_another_plan_begins_with_the_one_version_of_the_cut() {
     let first = ready(&cnn(), plan(Schedule::OneFOneBRr, &[1, 1, 1], 1), adam(), Policy::default());
     let folder = tempfile::tempdir().unwrap();

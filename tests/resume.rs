@@ -105,6 +105,41 @@ fn a_run_that_is_killed_again_and_again_ends_as_if_it_never_was() {
     }
 }
 
+#[test]
+fn whatever_is_asked_for_goes_on() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    model(folder);
+    for asked in [
+        &["--dtype", "bf16", "--stages", "1,1"][..],
+        &["--dtype", "bf16", "--stages", "2,1"],
+        // The loss is scaled.
+        &["--dtype", "f16", "--stages", "1,1", "--microbatches", "2"],
+        &["--dtype", "f64", "--stages", "1,2", "--clip-norm", "0.1"],
+        &["--bn-variance", "torch", "--bn", "deferred", "--microbatches", "2", "--stages", "1,1,1"],
+        &["--freeze", "conv1*,fc.bias", "--shuffle", "--lr-schedule", "cosine", "--stages", "1,1"],
+        &["--dtype", "bf16", "--freeze", "conv1*", "--eval-split", "0.2", "--stages", "1,1"],
+        &["--staleness", "pipemare", "--stages", "1,1,1", "--in-flight", "5,4,1"],
+        &["--staleness", "vertical-sync", "--stages", "1,3"],
+        &["--schedule", "2bw", "--microbatches", "2", "--stages", "2,1"],
+        &["--schedule", "zb-h2", "--microbatches", "4", "--stages", "1,1"],
+    ] {
+        let _ = fs::remove_dir_all(folder.join("ck"));
+        let common = flags(&[&TRAIN, asked, &["--steps", "12", "--seed", "3"]]);
+        ends(folder, 0, &flags(&[&common, &["--save", "whole.safetensors", "--save-gradients", "g.safetensors"]]));
+        ends(folder, 0, &flags(&[&common, &KEPT]));
+        let all = names(folder);
+        let before = all.iter().filter(|name| name.starts_with("step-") && *name != "step-00000012");
+        for name in before.step_by(2) {
+            let from = format!("ck/{name}");
+            let rest = ["--resume", &from, "--save", "rest.safetensors", "--save-gradients", "h.safetensors"];
+            ends(folder, 0, &flags(&[&common, &rest]));
+            assert!(bytes(folder, "rest.safetensors") == bytes(folder, "whole.safetensors"), "{asked:?} from {from}");
+            assert!(bytes(folder, "g.safetensors") == bytes(folder, "h.safetensors"), "{asked:?} from {from}");
+        }
+    }
+}
+
 /// Waits until a checkpoint is there.
 fn begun(folder: &Path, child: &mut Child) {
     let began = Instant::now();

@@ -262,6 +262,9 @@ pub fn run(arguments: Box<Arguments>, screen: &Screen) -> Result<(), Failure> {
         Some(resume) => checkpoints::begin(resume, &task, &prepared, screen)?,
         None => None,
     };
+    if let Some(keeping) = &task.keeping {
+        checkpoints::remarks(keeping, &prepared, screen);
+    }
     let done = watched(&task, &prepared, arguments.metrics.as_deref(), screen)?;
     if let Some(ended) = &done.ended {
         return Err(ended.told(&prepared));

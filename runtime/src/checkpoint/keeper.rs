@@ -173,6 +173,7 @@ impl<'a, F: Files> Keeper<'a, F> {
             run: self.of.run.clone(),
             plan: self.of.plan.clone(),
             files: listed,
+            sha256: String::new(),
         };
         let (part, whole) = (self.part_folder(minibatches), self.of.folder.join(name(minibatches)));
         let path = part.join(FILE);

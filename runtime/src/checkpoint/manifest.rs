@@ -1,6 +1,7 @@
 //! The manifest of a checkpoint: what run it is of, where that stood, and every file with its hash.
 //!
-//! It is written last and read first, and hostile until checked: names stay in the folder, numbers in their bounds.
+//! It is written last and read first, and hostile until checked: names stay in the folder, numbers in their bounds. Its own hash is that
+//! of its bytes with zeros for the digits of the hash.
 
 use crate::checkpoint::encode::Holds;
 use crate::compile::StageCode;
@@ -41,6 +42,8 @@ pub struct Manifest {
     pub plan: Dealt,
     /// All files but this one.
     pub files: Vec<Listed>,
+    /// The hash of this one.
+    pub sha256: String,
 }
 
 /// The next rows of the data.
@@ -127,6 +130,9 @@ impl Manifest {
     /// Reads a manifest; the error says what is wrong with it.
     pub fn read(bytes: &[u8]) -> Result<Manifest, String> {
         let manifest: Manifest = serde_json::from_slice(bytes).map_err(|fault| fault.to_string())?;
+        if own_hash(bytes, &manifest.sha256).as_ref() != Some(&manifest.sha256) {
+            return Err("it is not what was written: its own sha256 is another".to_string());
+        }
         if manifest.schema != SCHEMA {
             return Err(format!("its schema is `{}`, this program reads `{SCHEMA}`", shown(&manifest.schema)));
         }
@@ -150,19 +156,37 @@ impl Manifest {
             if !names.insert(name) {
                 return Err(format!("`{name}` is listed twice"));
             }
-            if sha256.len() != 64 || !sha256.bytes().all(|digit| digit.is_ascii_hexdigit()) {
+            if sha256.len() != DIGITS || !sha256.bytes().all(|digit| digit.is_ascii_hexdigit()) {
                 return Err(format!("the hash of `{name}` is none"));
             }
         }
         Ok(manifest)
     }
 
-    /// The bytes of the file.
+    /// The bytes of the file, with its hash.
     pub fn write(&self) -> Vec<u8> {
-        let mut bytes = serde_json::to_vec_pretty(self).expect("names are strings and numbers are finite");
-        bytes.push(b'\n');
-        bytes
+        let encoded = |sha256: &str| {
+            let manifest = Manifest { sha256: sha256.to_string(), ..self.clone() };
+            let mut bytes = serde_json::to_vec_pretty(&manifest).expect("names are strings and numbers are finite");
+            bytes.push(b'\n');
+            bytes
+        };
+        encoded(&sha256(&encoded(NO_HASH)))
     }
+}
+
+/// What stands in the place of a manifest's own hash while it is worked out.
+const NO_HASH: &str = "0000000000000000000000000000000000000000000000000000000000000000";
+
+/// Digits of a hash.
+const DIGITS: usize = NO_HASH.len();
+
+/// The hash of a manifest, whose last such digits are its own.
+fn own_hash(bytes: &[u8], written: &str) -> Option<String> {
+    let at = bytes.windows(DIGITS).rposition(|digits| digits == written.as_bytes())?;
+    let mut bytes = bytes.to_vec();
+    bytes[at..at + DIGITS].fill(b'0');
+    Some(sha256(&bytes))
 }
 
 /// A text of somebody else, short enough for a message.
@@ -197,13 +221,29 @@ mod tests {
                 bytes: 3,
                 sha256: sha256(b"abc"),
             }],
+            sha256: String::new(),
         }
     }
 
     #[test]
     fn a_manifest_reads_back() {
         assert_eq!(sha256(b"abc"), "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad");
-        assert_eq!(Manifest::read(&manifest().write()), Ok(manifest()));
+        let read = Manifest::read(&manifest().write()).unwrap();
+        assert_eq!(Manifest { sha256: String::new(), ..read.clone() }, manifest());
+        assert_eq!(read.write(), manifest().write());
+    }
+
+    #[test]
+    fn every_changed_bit_of_a_manifest_is_noticed() {
+        let good = manifest().write();
+        for at in 0..good.len() {
+            for bit in 0..8 {
+                let mut other = good.clone();
+                other[at] ^= 1 << bit;
+                assert!(Manifest::read(&other).is_err(), "bit {bit} of byte {at}");
+            }
+            assert!(Manifest::read(&good[..at]).is_err(), "cut at {at}");
+        }
     }
 
     #[test]
