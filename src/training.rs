@@ -33,6 +33,7 @@ use runtime::checkpoint::files::Disk;
 use runtime::checkpoint::find;
 use runtime::checkpoint::keeper::{Keeper, Kept};
 use runtime::checkpoint::manifest::Dealt;
+use runtime::checkpoint::start::StartError;
 use runtime::data::synthetic::synthetic;
 use runtime::data::{Batches, DataError, Dataset, Order};
 use runtime::desk::checkpoint::Checkpoint;
@@ -381,6 +382,9 @@ pub fn run(task: &Task<'_>, prepared: &Prepared, on_step: &mut dyn FnMut(StepDon
         TrainError::LossScale { .. } => Failure::input("cannot train")
             .because(&error)
             .help("`--schedule 1f1b` flushes; `--dtype bf16` needs no scale"),
+        TrainError::Start(StartError::Reads { .. }) => {
+            Failure::input("cannot train with checkpoints").because(&error).help("`--schedule 1f1b` flushes")
+        }
         TrainError::NoPlace { .. } => {
             Failure::input("cannot train").because(&error).help("`--checkpoint-dir FOLDER` names one")
         }

@@ -1,13 +1,15 @@
 //! A run that goes on from a checkpoint is the run that was never interrupted, to the bit: losses, weights, running statistics, and
 //! every file of every later checkpoint. And whatever ends a save, a complete checkpoint is left.
 
-use compiler::graph::order;
+use compiler::graph::{Graph, MovingAverage, Origin, Output, Writer, order};
 use compiler::import::import::{Model, Options as Import, Weight, load};
+use compiler::op::{BatchNorm, Emit, Input, Op, Parameter, State};
 use compiler::pass::loss::Loss;
 use compiler::schedule::rest::period;
 use compiler::schedule::rule::StepCount;
 use compiler::schedule::{Pipeline, Schedule, StageShape, published_caps};
-use compiler::tensor::dim::Bindings;
+use compiler::tensor::dim::{Bindings, Dim};
+use compiler::tensor::fact::Fact;
 use compiler::tensor::{DType, Tensor};
 use models::choice::Setting;
 use models::zoo::{ENTRIES, Options, build, to_bytes};
@@ -16,6 +18,7 @@ use runtime::checkpoint::files::{Disk, Files};
 use runtime::checkpoint::find::{self, Found};
 use runtime::checkpoint::keeper::{Keeper, Kept, Saved};
 use runtime::checkpoint::manifest::Dealt;
+use runtime::checkpoint::start::check_states;
 use runtime::data::synthetic::synthetic;
 use runtime::data::{Batches, Dataset, Order};
 use runtime::optimizer::{Optimizer, Rule};
@@ -425,6 +428,30 @@ fn everything_that_a_checkpoint_holds_matters() {
         let fault =
             run(&ready.training(&weights), course, &mut |_| {}).err().expect("versions are missing").to_string();
         assert!(fault.starts_with("the checkpoint has no `v"), "{fault}");
+    }
+}
+
+/// A batch normalisation whose scale is its own running mean.
+#[test]
+fn a_state_that_is_read_where_it_follows_has_no_checkpoints_without_a_flush() {
+    let mut graph = Graph::new("loop");
+    let mut out = Writer { graph: &mut graph, origin: Origin::default() };
+    let fact = Fact::new(DType::F32, vec![Dim::symbol("batch"), Dim::from(3usize)]);
+    let x = out.emit(Op::Input(Input { name: "x".into(), fact }), &[]);
+    let fact = || Fact::of(DType::F32, &[3]);
+    let scale = out.emit(Op::State(State { name: "mean".into(), fact: fact() }), &[]);
+    let bias = out.emit(Op::Parameter(Parameter { name: "bias".into(), fact: fact() }), &[]);
+    let norm = out.emit_all(Op::BatchNorm(BatchNorm { epsilon: 1e-5 }), &[x, scale, bias]);
+    graph.outputs.push(Output { name: "y".into(), value: norm[0] });
+    graph.averages.push(MovingAverage { state: scale.node, sample: norm[1], keep: 0.9 });
+    for (schedule, may) in [(Schedule::OneFOneB, true), (Schedule::OneFOneBRr, false), (Schedule::TwoBw, false)] {
+        let dims = Bindings::from([("batch".to_string(), 4)]);
+        let settings =
+            Settings { dims, loss: Loss::CrossEntropy, class_axis: None, schedule, count: StepCount::minibatches(4) };
+        let made = prepare(&graph, &[0], plan(schedule, &[1], 1).pipeline, &settings).unwrap();
+        let checked = check_states(&made.program, &made.codes).map_err(|fault| fault.to_string());
+        assert_eq!(checked.is_ok(), may, "{schedule}");
+        assert!(checked.err().is_none_or(|fault| fault.contains("the forward reads `mean`")));
     }
 }
 

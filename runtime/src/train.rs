@@ -3,7 +3,7 @@
 use crate::buffer::Buffer;
 use crate::checkpoint::Part;
 use crate::checkpoint::cuts::{Cuts, Gate};
-use crate::checkpoint::start::{Start, StartError};
+use crate::checkpoint::start::{Start, StartError, check_states as check_read_states};
 use crate::compile::{Named, StageCode};
 use crate::data::Batches;
 use crate::desk::checkpoint::{Checkpoint, tensor};
@@ -220,6 +220,9 @@ pub fn run(
     check_weights(training.codes, training.weights)?;
     let ties = ties(training)?;
     check_states(training.codes)?;
+    if start.is_some() || on_part.is_some() {
+        check_read_states(program, training.codes)?;
+    }
     let scales_loss = training.codes.iter().flat_map(|code| &code.feeds).any(|feed| feed.name == LOSS_SCALE);
     check_policy(training, scales_loss)?;
     let agrees = program.schedule.flushes() && (scales_loss || training.policy.clip_norm.is_some());

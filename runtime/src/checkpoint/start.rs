@@ -11,6 +11,7 @@ use crate::compile::{Named, StageCode};
 use crate::execute::Weights;
 use crate::policy::Staleness;
 use crate::stepper::wide;
+use crate::steps::Slot;
 use crate::train::Training;
 use compiler::plan::StageId;
 use compiler::schedule::rest::{period, version_at, versions_before};
@@ -36,6 +37,30 @@ pub enum StartError {
          every {period} minibatches"
     )]
     Round { minibatches: u32, period: u32, schedule: Schedule },
+    #[error(
+        "the forward reads `{name}`, which follows it: under {schedule} a run cannot go on from a checkpoint with the same numbers"
+    )]
+    Reads { name: String, schedule: Schedule },
+}
+
+/// Refuses checkpoints without a flush of a stage whose forward reads a state that follows it: forwards of items behind a cut that are
+/// run again would see it as it is at the cut, which is later than they saw it first.
+pub fn check_states(program: &Program, codes: &[StageCode]) -> Result<(), StartError> {
+    if program.schedule.flushes() {
+        return Ok(());
+    }
+    for code in codes {
+        for step in &code.forward.steps {
+            let read = step.inputs.iter().find_map(|place| match place.slot {
+                Slot::State(at) => code.follows.iter().any(|follow| follow.state == at).then_some(at),
+                _ => None,
+            });
+            if let Some(at) = read {
+                return Err(StartError::Reads { name: code.states[at].name.clone(), schedule: program.schedule });
+            }
+        }
+    }
+    Ok(())
 }
 
 /// A checkpoint to go on from, beside its weights and states.
