@@ -373,7 +373,6 @@ pub fn run(task: &Task<'_>, prepared: &Prepared, on_step: &mut dyn FnMut(StepDon
         on_step(step);
     });
     tell();
-    drop(kept);
     let trained = trained.map_err(|error| match &error {
         TrainError::Panic { .. } => Failure::bug(&error.to_string()),
         TrainError::Tied { .. } => Failure::input("cannot train under this plan").because(&error).help(

@@ -19,6 +19,7 @@ use compiler::schedule::rule::Rule;
 use compiler::schedule::{Program, Schedule};
 use compiler::tensor::{DType, Tensor};
 use std::collections::BTreeMap;
+use std::collections::btree_map::Entry;
 use std::sync::Arc;
 use thiserror::Error;
 
@@ -118,17 +119,17 @@ impl Start {
             let (item, version) = (item.0, version.0);
             if let Some(tensors) = own.and_then(|own| own.forwards.get(&item)) {
                 begin.forwards.insert(item, weights(code, tensors, &|_| false)?);
-            } else if !begin.versions.contains_key(&version) {
-                let known = both().find_map(|flight| flight.versions.get(&version));
-                // A stage whose parameters are all shared has nothing else in its versions.
-                let none = BTreeMap::new();
-                let made = weights(code, known.unwrap_or(&none), &is_late);
-                let made = made.map_err(|fault| match fault {
-                    StartError::Missing { name } => StartError::Missing { name: format!("v{version}/{name}") },
-                    other => other,
-                })?;
-                begin.versions.insert(version, made);
+                continue;
             }
+            let Entry::Vacant(free) = begin.versions.entry(version) else { continue };
+            let known = both().find_map(|flight| flight.versions.get(&version));
+            // A stage whose parameters are all shared has nothing else in its versions.
+            let none = BTreeMap::new();
+            let made = weights(code, known.unwrap_or(&none), &is_late);
+            free.insert(made.map_err(|fault| match fault {
+                StartError::Missing { name } => StartError::Missing { name: format!("v{version}/{name}") },
+                other => other,
+            })?);
         }
         for (p, named) in code.parameters.iter().enumerate() {
             let Some(known) = first.and_then(|first| first.shared.get(&named.name)) else { continue };
@@ -142,8 +143,7 @@ impl Start {
     fn moves(&self, named: &Named, kinds: &[&str], drifts: bool) -> Result<Moves, StartError> {
         let of = |kind: &str| {
             let name = format!("{}/{kind}", named.name);
-            let missing = StartError::Missing { name };
-            self.optimizer.get(&format!("{}/{kind}", named.name)).ok_or(missing)
+            self.optimizer.get(&name).ok_or(StartError::Missing { name })
         };
         let as_wide = |kind: &str| buffer(named, wide(named.fact.dtype), of(kind)?);
         let state = kinds.iter().map(|kind| as_wide(kind)).collect::<Result<_, _>>()?;
