@@ -258,6 +258,14 @@ fn what_is_not_this_run_or_not_whole_is_told() {
     assert!(said.contains("`--checkpoint-dir FOLDER`"), "{said}");
     let said = ends(folder, 2, &flags(&[&common, &["--resume", "ck"]]));
     assert!(said.contains("ck/manifest.json is missing") && said.contains("--resume ck/step-00000008"), "{said}");
+    // Rounds of two and three end together every six steps.
+    let rare = ["--checkpoint-dir", "rare", "--checkpoint-every", "4"];
+    let said = ends(folder, 0, &flags(&[&TRAIN, &["--stages", "2,3", "--steps", "12"], &rare]));
+    assert!(said.contains("every 6 steps: those of every 4 steps as soon behind"), "{said}");
+    assert!(folder.join("rare/step-00000006").is_dir() && folder.join("rare/step-00000012").is_dir());
+    let never = ["--checkpoint-dir", "never", "--checkpoint-every", "4"];
+    let said = ends(folder, 0, &flags(&[&TRAIN, &["--stages", "2,3", "--steps", "5"], &never]));
+    assert!(said.contains("warning: no checkpoint will be written: the run ends after 5 steps"), "{said}");
     // All is done: there is nothing to train, and the weights are there.
     let last = flags(&[&kept, &["--resume", "auto", "--save", "last.safetensors"]]);
     ends(folder, 0, &last);

@@ -126,3 +126,21 @@ fn piece<'a>(named: &Named, buffer: &'a Buffer) -> Piece<'a> {
     let dtype = if buffer.len() == named.bytes { named.fact.dtype } else { wide(named.fact.dtype) };
     Piece { dtype, shape, bytes: buffer.bytes() }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_in_flight_is_told_by_its_name() {
+        let tensor = || Tensor::from_f32(&[1], &[1.0]);
+        let of = |names: &[&str]| flight(names.iter().map(|name| (name.to_string(), tensor())).collect());
+        let read = of(&["v5/a/b.weight", "v5/c", "item7/c", "shared3/c", "shared4/c"]).unwrap();
+        assert_eq!(read.versions[&5].keys().collect::<Vec<_>>(), ["a/b.weight", "c"]);
+        assert_eq!(read.forwards[&7].keys().collect::<Vec<_>>(), ["c"]);
+        assert_eq!(read.shared["c"].keys().collect::<Vec<_>>(), [&3, &4]);
+        for wrong in ["c", "v/c", "v-1/c", "v99999999999/c", "w5/c", "/c", ""] {
+            assert_eq!(of(&["v5/c", wrong]).unwrap_err(), wrong);
+        }
+    }
+}
