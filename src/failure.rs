@@ -46,6 +46,11 @@ impl Failure {
         Failure::new(INFEASIBLE, what)
     }
 
+    /// Ended by a signal, with the exit code that it asks for.
+    pub fn stopped(code: u8, what: impl fmt::Display) -> Failure {
+        Failure::new(code, what)
+    }
+
     /// A panic, or a promise of ours that did not hold.
     pub fn bug(said: &str) -> Failure {
         let what = format!("bug in pipec {}: {}", env!("CARGO_PKG_VERSION"), said.replace('\n', " "));

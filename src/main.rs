@@ -1,11 +1,12 @@
 //! `pipec`: reads arguments, calls one verb, prints.
 //!
 //! Exit codes: 0 done; 1 ran and the answer is no; 2 bad input or usage; 3 no feasible plan; 101 a panic, which is always our
-//! bug. Results go to standard output, everything else to standard error.
+//! bug; 130 and 143 ended by SIGINT and SIGTERM. Results go to standard output, everything else to standard error.
 
 mod arguments;
 mod asked;
 mod beyond;
+mod checkpoints;
 mod cmd;
 mod device_placement;
 mod failure;
@@ -24,6 +25,7 @@ mod prediction;
 mod screen;
 mod source;
 mod stages;
+mod stop;
 mod ties;
 mod training;
 
