@@ -12,6 +12,7 @@
 //! An element of the result is one sum over the depth in order, each product fused with its addition; after so many of the depth, as the
 //! sizes say, it is added to what there was. So its bits depend on the sizes alone.
 
+pub mod dots;
 pub mod images;
 pub mod matrix;
 pub mod pack;

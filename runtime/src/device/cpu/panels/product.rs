@@ -1,5 +1,6 @@
 //! The loops around the tiles: what is copied when, and how a product is cut.
 
+use super::dots::{MOST_ROWS, dots};
 use super::matrix::{Plain, Turned};
 use super::tile::{Tiles, tiles};
 use super::{Ahead, COLUMNS, DEPTH, LANES, Left, ROWS, Right, Rows, Target, VECTORS, piece, whole_pieces};
@@ -81,6 +82,9 @@ pub fn is_of_one_block([m, n, k]: [usize; 3], b_is_in_place: bool) -> bool {
 
 /// The same of [`matrices`], of factors whose rows and whose elements in a row are so far apart.
 pub fn sums_at_once([m, n, k]: [usize; 3], a: (usize, usize), b: (usize, usize)) -> bool {
+    if is_of_dots(m, a.1, b.0) {
+        return true;
+    }
     match is_transposed(m, n, a.1, b.0) {
         // The right factor is then a, whose rows are its columns.
         true => is_of_one_block([n, m, k], a.0 == 1),
@@ -179,6 +183,11 @@ impl Block<'_> {
 /// Up to so many rows a right factor that lies transposed is read in place, as the left one of the transposed product.
 const FEW_ROWS: usize = 48;
 
+/// Whether elements are summed up along the rows of both factors, of factors with this step and this distance between rows.
+fn is_of_dots(m: usize, a_step: usize, b_row: usize) -> bool {
+    m <= MOST_ROWS && b_row == 1 && a_step == 1
+}
+
 /// Whether the transposed product is made, of factors with this step and this distance between rows.
 fn is_transposed(m: usize, n: usize, a_step: usize, b_row: usize) -> bool {
     m <= FEW_ROWS && n > m && b_row == 1 && a_step == 1
@@ -191,6 +200,9 @@ fn is_transposed(m: usize, n: usize, a_step: usize, b_row: usize) -> bool {
 pub unsafe fn matrices([m, n, k]: [usize; 3], a: Rows, b: Rows, (c, far): (*mut f32, usize), add: bool) {
     // SAFETY: the caller's word.
     unsafe {
+        if is_of_dots(m, a.step, b.row) {
+            return dots([m, n, k], a, Rows { row: b.step, step: 1, ..b }, (c, far), add);
+        }
         if is_transposed(m, n, a.step, b.row) {
             let transposed = |rows: Rows| Rows { row: rows.step, step: rows.row, ..rows };
             return product([n, m, k], &transposed(b), &transposed(a), &Turned { at: c, column: far }, add);
@@ -233,10 +245,15 @@ mod tests {
         }
     }
 
-    const SHAPES: [[usize; 3]; 14] = [
+    const SHAPES: [[usize; 3]; 19] = [
         [1, 1, 1],
         [3, 5, 7],
         [2, 100, 300],
+        [2, 30, 33],
+        [4, 70, 100],
+        [5, 9, 64],
+        [6, 31, 17],
+        [7, 40, 5],
         [9, 50, 257],
         [17, 96, 33],
         [33, 130, 513],
