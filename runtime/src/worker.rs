@@ -21,6 +21,7 @@ use compiler::schedule::{EdgeId, Instruction, MicrobatchId, Payload, Program, To
 use crossbeam_channel::Sender;
 use std::collections::HashMap;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Instant;
 use thiserror::Error;
 
@@ -65,6 +66,8 @@ pub struct Equipment<'a> {
     pub events: Sender<Event>,
     /// When the run began.
     pub epoch: Instant,
+    /// How far it is: the instruction at hand.
+    pub progress: Arc<Vec<AtomicU32>>,
     /// Whether the averaged gradients of the last step are kept.
     pub keep_gradients: bool,
 }
@@ -177,6 +180,7 @@ pub fn run(mut gear: Equipment<'_>) -> Result<Outcome, WorkerError> {
     let mut worker =
         Worker { name, desks, pending: HashMap::new(), spans: Vec::new(), rule, scale, agreed: None, gear };
     for (at, instruction) in instructions.iter().enumerate() {
+        worker.gear.progress[worker.gear.id.index()].store(at as u32, Ordering::Relaxed);
         worker.step(at, *instruction)?;
     }
     let gone = worker.gone();
