@@ -28,12 +28,14 @@ use runtime::data::synthetic::synthetic;
 use runtime::data::{Batches, DataError, Dataset, Order};
 use runtime::desk::checkpoint::Checkpoint;
 use runtime::device::cpu::half::is_half;
+use runtime::link::group::Group;
 use runtime::optimizer::Optimizer;
 use runtime::policy::{Policy, Staleness, Statistics};
 use runtime::prepare::{self, PrepareError, Settings};
 use runtime::train::{self, StepDone, TrainError, Trained, Training};
 use runtime::weights;
 use runtime::worker::{Span, Work};
+use sha2::{Digest, Sha256};
 use std::collections::{BTreeMap, HashMap};
 use std::path::Path;
 
@@ -283,27 +285,28 @@ pub fn prepare(task: &mut Task<'_>) -> Result<Prepared, Failure> {
     Ok(Prepared { made, batches, policy, steps, batch: task.batch, per_epoch, rows, loss, held_out })
 }
 
-/// Trains; `on_step` is told of every minibatch in order.
-pub fn run(task: &Task<'_>, prepared: &Prepared, on_step: &mut dyn FnMut(StepDone)) -> Result<Done, Failure> {
-    let training = Training {
-        codes: &prepared.made.codes,
-        program: &prepared.made.program,
-        weights: task.weights,
-        batches: &prepared.batches,
-        optimizer: task.optimizer,
-        policy: prepared.policy,
-        keep_gradients: task.keep_gradients,
-    };
+/// Trains; `on_step` is told of every minibatch in order. In a group of processes, the first one tells what was done.
+pub fn run(
+    task: &Task<'_>,
+    prepared: &Prepared,
+    group: Option<Group>,
+    on_step: &mut dyn FnMut(StepDone),
+) -> Result<Option<Done>, Failure> {
+    let training = prepared.training(task);
     let mut fault = None;
     let mut keep = |folder: &Path, checkpoint: Checkpoint| {
         if fault.is_none() {
             fault = weights::write(&folder.join(checkpoint.file_name()), &checkpoint.weights).err();
         }
     };
-    let trained = match task.checkpoints {
-        Some(folder) => train::train_with_checkpoints(&training, on_step, &mut |checkpoint| keep(folder, checkpoint)),
-        None => train::train(&training, on_step),
+    let mut kept = task.checkpoints.map(|folder| move |checkpoint| keep(folder, checkpoint));
+    let on_checkpoint = kept.as_mut().map(|kept| kept as &mut dyn FnMut(Checkpoint));
+    let trained = match (group, on_checkpoint) {
+        (Some(group), on_checkpoint) => train::train_in_group(&training, on_step, on_checkpoint, group),
+        (None, Some(on_checkpoint)) => train::train_with_checkpoints(&training, on_step, on_checkpoint).map(Some),
+        (None, None) => train::train(&training, on_step).map(Some),
     };
+    drop(kept);
     let trained = trained.map_err(|error| match &error {
         TrainError::Panic { .. } => Failure::bug(&error.to_string()),
         TrainError::Tied { .. } => Failure::input("cannot train under this plan").because(&error).help(
@@ -318,12 +321,13 @@ pub fn run(task: &Task<'_>, prepared: &Prepared, on_step: &mut dyn FnMut(StepDon
         TrainError::NoVelocity => {
             Failure::input("cannot train").because(&error).help("`--momentum 0.9`, or `--optimizer adam`")
         }
-        TrainError::Worker(_) => Failure::no("training stopped").because(&error),
+        TrainError::Worker(_) | TrainError::Link(_) => Failure::no("training stopped").because(&error),
         _ => Failure::input("cannot train").because(&error),
     })?;
     if let Some(fault) = fault {
         return Err(Failure::input("cannot write a checkpoint").because(fault));
     }
+    let Some(trained) = trained else { return Ok(None) };
     let tracks = tracks(&prepared.made.program, &trained.spans);
     let samples = prepared.batch as f64 * trained.losses.len() as f64;
     let samples_per_s = if trained.seconds > 0.0 { samples / trained.seconds } else { 0.0 };
@@ -331,7 +335,7 @@ pub fn run(task: &Task<'_>, prepared: &Prepared, on_step: &mut dyn FnMut(StepDon
         Some(data) => Some(subject(task, prepared.loss).score(data, &trained.weights)?),
         None => None,
     };
-    Ok(Done { trained, tracks, samples_per_s, score })
+    Ok(Some(Done { trained, tracks, samples_per_s, score }))
 }
 
 /// What is evaluated beside training: the model by itself.
@@ -342,6 +346,52 @@ fn subject<'a>(task: &Task<'a>, loss: Loss) -> Subject<'a> {
 }
 
 impl Prepared {
+    /// What the workers run.
+    pub fn training<'a>(&'a self, task: &Task<'a>) -> Training<'a> {
+        Training {
+            codes: &self.made.codes,
+            program: &self.made.program,
+            weights: task.weights,
+            batches: &self.batches,
+            optimizer: task.optimizer,
+            policy: self.policy,
+            keep_gradients: task.keep_gradients,
+        }
+    }
+
+    /// How many workers there are.
+    pub fn workers(&self) -> usize {
+        self.made.program.workers.len()
+    }
+
+    /// Digests of all that processes of one run must have in common, by what they are of.
+    pub fn digests(&self, task: &Task<'_>) -> Vec<(String, [u8; 32])> {
+        let of = |what: &str, put: &dyn Fn(&mut Sha256)| {
+            let mut sha = Sha256::new();
+            put(&mut sha);
+            (what.to_string(), <[u8; 32]>::from(sha.finalize()))
+        };
+        let text = |text: String| move |sha: &mut Sha256| sha.update(text.as_bytes());
+        let named = |sha: &mut Sha256, name: &str, bytes: &[u8]| {
+            sha.update((name.len() as u64).to_le_bytes());
+            sha.update(name.as_bytes());
+            sha.update((bytes.len() as u64).to_le_bytes());
+            sha.update(bytes);
+        };
+        let settings =
+            (task.optimizer, self.policy, task.order, task.seed, task.keep_gradients, self.batch, self.steps);
+        vec![
+            of("the versions of pipec", &text(env!("CARGO_PKG_VERSION").to_string())),
+            of("the models", &text(hash(&self.made.graph))),
+            of("the plans or schedules", &text(self.made.program.to_string())),
+            of("the settings of training", &text(format!("{settings:?}"))),
+            of("the initial weights", &|sha| {
+                task.weights.iter().for_each(|(name, tensor)| named(sha, name, tensor.bytes()))
+            }),
+            of("the data", &|sha| self.batches.bytes().for_each(|(name, bytes)| named(sha, name, bytes))),
+        ]
+    }
+
     /// The schedule's name, and the items of a minibatch.
     pub fn order(&self) -> (&'static str, u32) {
         (self.made.program.schedule.name(), self.made.program.microbatches.max(1))

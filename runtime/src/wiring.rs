@@ -167,4 +167,3 @@ pub fn tied_of(ties: &[Tie], code: &StageCode, holder: (usize, usize)) -> Vec<Ti
     };
     ties.iter().filter_map(of).collect()
 }
-

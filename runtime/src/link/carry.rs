@@ -196,7 +196,10 @@ mod tests {
         let bytes = packed(&part);
         let back = Contribution::unpack(&form, &mut Fields::of(&bytes), &mut Ring::default()).unwrap();
         assert_eq!(back.samples, part.samples);
-        assert_eq!(back.terms.iter().map(|t| t.as_ref().map(|t| t.bytes())).collect::<Vec<_>>(), [None, Some(term.bytes())]);
+        assert_eq!(
+            back.terms.iter().map(|t| t.as_ref().map(|t| t.bytes())).collect::<Vec<_>>(),
+            [None, Some(term.bytes())]
+        );
         cut::<Contribution>(&bytes, &form);
 
         let form = TermsForm { ranks: vec![0, 3], bytes: 8 };

@@ -253,7 +253,10 @@ impl<'a> Exchange<'a> {
     pub fn finish(mut self, left: Vec<(usize, Outcome)>, is_well: bool) -> Result<Vec<(usize, Outcome)>, LinkError> {
         let fate = self.fate();
         if !is_well {
-            fate.end(LinkError::Ended { process: Some(self.group.part.own), what: "a worker lost its peer".to_string() });
+            fate.end(LinkError::Ended {
+                process: Some(self.group.part.own),
+                what: "a worker lost its peer".to_string(),
+            });
         }
         let mut all = Vec::new();
         if self.reports() {

@@ -90,7 +90,7 @@ pub fn join(
 ) -> Result<Group, LinkError> {
     let until = Instant::now() + part.patience;
     let all = (0..part.seats.processes).map(|process| part.seats.name(program, process)).collect();
-    let mut entrance = Entrance { program, part: &part, fate: &fate, notice, until, names: all };
+    let mut entrance = Entrance { part: &part, fate: &fate, notice, until, names: all };
     let (talks, roster) = match port {
         Some(port) => entrance.open(&port)?,
         None => entrance.enter(lines)?,
@@ -125,7 +125,6 @@ type Talks = BTreeMap<usize, Talk>;
 
 /// A process on its way into the run.
 struct Entrance<'a> {
-    program: &'a Program,
     part: &'a Part,
     fate: &'a Arc<Fate>,
     notice: &'a dyn Fn(&str),

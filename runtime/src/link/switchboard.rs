@@ -143,7 +143,8 @@ impl Routes<'_> {
 
     /// The longest frame that may come.
     fn limit(&self) -> u64 {
-        let message = |route: &Route| route.tensors.iter().fold(8usize, |sum, (_, _, bytes)| sum.saturating_add(*bytes));
+        let message =
+            |route: &Route| route.tensors.iter().fold(8usize, |sum, (_, _, bytes)| sum.saturating_add(*bytes));
         let messages = self.channels.values().map(message);
         let parts = self.meetings.values().map(|(meeting, _)| meeting.most().saturating_add(16));
         let left = self.gathering.as_ref().map(|_| self.most_left);
