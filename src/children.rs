@@ -6,7 +6,7 @@
 use crate::failure::Failure;
 use crate::signals;
 use runtime::link::fate::{Fate, LinkError};
-use std::collections::VecDeque;
+use std::collections::{BTreeMap, VecDeque};
 use std::env;
 use std::io::Read;
 use std::process::{Child, Command, ExitStatus, Stdio};
@@ -18,6 +18,10 @@ use std::time::{Duration, Instant};
 /// The variable that tells a child who it is: the parent, its process in the run, the run, and where process 0 listens.
 pub const VARIABLE: &str = "PIPEC_PROCESS";
 
+/// How often the system is asked whether a child is stopped.
+const ASK: Duration = Duration::from_millis(500);
+/// How much later than the connection that is told.
+const LATER: Duration = Duration::from_millis(400);
 /// How often children are looked at.
 const LOOK: Duration = Duration::from_millis(20);
 /// How long the connection may take to say more of a death than the system does.
@@ -48,8 +52,13 @@ struct Started {
     ended: Option<ExitStatus>,
 }
 
-/// Starts a child for each of these names, as processes 1 and so on of a run.
-pub fn start(names: &[String], run: u64, address: &str, fate: &Arc<Fate>) -> Result<Children, Failure> {
+/// Starts a child for each of these names, as processes 1 and so on of a run, which may be stopped no longer than the deadline.
+pub fn start(
+    names: &[String],
+    (run, address): (u64, &str),
+    deadline: Duration,
+    fate: &Arc<Fate>,
+) -> Result<Children, Failure> {
     let fail = |error: std::io::Error| Failure::no("cannot start the processes of the run").because(error);
     let program = env::current_exe().map_err(fail)?;
     let shared = Arc::new(Shared { children: Mutex::new(Vec::new()), is_over: AtomicBool::new(false) });
@@ -79,7 +88,7 @@ pub fn start(names: &[String], run: u64, address: &str, fate: &Arc<Fate>) -> Res
     }
     signals::notice();
     let fate = fate.clone();
-    let watch = thread::Builder::new().name("watch".into()).spawn(move || shared.watch(&fate));
+    let watch = thread::Builder::new().name("watch".into()).spawn(move || shared.watch(&fate, deadline + LATER));
     children.watch = Some(watch.map_err(fail)?);
     Ok(children)
 }
@@ -90,7 +99,9 @@ impl Shared {
     }
 
     /// Until the run is over: a child that ends, or a signal, ends it.
-    fn watch(&self, fate: &Fate) {
+    fn watch(&self, fate: &Fate, deadline: Duration) {
+        let mut stopped: BTreeMap<usize, Instant> = BTreeMap::new();
+        let mut asked = Instant::now();
         while !self.is_over.load(Ordering::Relaxed) {
             if let Some(signal) = signals::pending() {
                 for of in self.lock().iter_mut() {
@@ -108,6 +119,20 @@ impl Shared {
                 thread::sleep(DETAIL);
                 let what = self.lock()[at].told(None);
                 return fate.end(LinkError::Ended { process: Some(at + 1), what });
+            }
+            // Before the run begins there is no heartbeat that would be missed.
+            if asked.elapsed() > ASK {
+                asked = Instant::now();
+                for (at, of) in self.lock().iter_mut().enumerate() {
+                    match running(of.child.id()) == STOPPED {
+                        true => _ = stopped.entry(at).or_insert(asked),
+                        false => _ = stopped.remove(&at),
+                    }
+                }
+                if let Some((&at, _)) = stopped.iter().find(|(_, since)| since.elapsed() > deadline) {
+                    let what = self.lock()[at].told(None);
+                    return fate.end(LinkError::Ended { process: Some(at + 1), what });
+                }
             }
             thread::sleep(LOOK);
         }
@@ -151,12 +176,15 @@ fn killed_by(_: ExitStatus) -> Option<i32> {
     None
 }
 
+/// What is said of a process that is stopped.
+const STOPPED: &str = "is stopped (SIGSTOP)";
+
 /// What the system says of a process that runs.
 fn running(pid: u32) -> &'static str {
     let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
     // The name before the state may hold anything but ends with the last parenthesis.
     match stat.rsplit_once(") ").and_then(|(_, rest)| rest.chars().next()) {
-        Some('T' | 't') => "is stopped (SIGSTOP)",
+        Some('T' | 't') => STOPPED,
         Some('D') => "waits for the disk",
         _ => "hangs",
     }

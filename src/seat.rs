@@ -166,7 +166,7 @@ impl Seat {
                 let program = prepared.training(task).program;
                 let names: Vec<String> = (1..seats.processes).map(|process| seats.name(program, process)).collect();
                 let number = fresh();
-                let children: Children = children::start(&names, number, &address, &fate)?;
+                let children: Children = children::start(&names, (number, &address), arguments.deadline, &fate)?;
                 let group = meet(part(0, seats, address, None, number), Some(port));
                 children.end(group.and_then(|group| run(Some(group))))
             }
