@@ -215,21 +215,29 @@ impl Children {
             }
         }
         let doing = match &cause {
-            LinkError::Lost { doing, .. } | LinkError::Silent { doing, .. } => doing.as_deref(),
+            LinkError::Lost { doing, .. } | LinkError::Silent { doing, .. } | LinkError::Told { doing, .. } => {
+                doing.as_deref()
+            }
             _ => None,
         };
         let mut children = self.shared.lock();
         let Some(child) = children.get_mut(at) else { return Err(failure) };
-        let told = match (&cause, child.status()) {
-            (LinkError::Ended { what, .. }, _) => what.clone(),
-            (LinkError::Silent { .. }, None) => format!("{cause}\n{}", child.told(None)),
-            (LinkError::Lost { .. } | LinkError::Told { .. }, Some(status)) if !status.success() => child.told(doing),
+        let status = child.status();
+        // Exit code 1 is that of a run that could not go on, whose reason is told; anything else is a death of its own.
+        let died = status.is_some_and(|status| !status.success() && status.code() != Some(1));
+        let is_stopped = status.is_none() && running(child.child.id()) == STOPPED;
+        let told = match &cause {
+            LinkError::Ended { what, .. } => what.clone(),
+            _ if died => child.told(doing),
+            LinkError::Silent { .. } if status.is_none() => format!("{cause}\n{}", child.told(None)),
+            _ if is_stopped => format!("{cause}\n{}", child.told(None)),
             _ => cause.to_string(),
         };
-        Err(Failure::no("training stopped")
-            .because(told)
-            .help("`--max-restarts N` starts all processes again when one of them dies")
-            .again())
+        let failure = Failure::no("training stopped").because(told);
+        match died || status.is_none() {
+            true => Err(failure.help("`--max-restarts N` starts all processes again when one of them dies").again()),
+            false => Err(failure),
+        }
     }
 
     /// Waits so long for all children to end.

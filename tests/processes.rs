@@ -117,7 +117,7 @@ impl Long {
     fn start(folder: &Path, name: &str, more: &[&str]) -> Long {
         let metrics = folder.join(name);
         let flags =
-            ["train", "m.onnx", "--synthetic-data", "--batch", "8", "--steps", "5000000", "-q", "--metrics", name];
+            ["train", "m.onnx", "--synthetic-data", "--batch", "256", "--steps", "20000", "-q", "--metrics", name];
         let child = command(folder, &[&flags[..], more].concat()).spawn().unwrap();
         Long { child: Some(child), metrics }
     }
@@ -195,7 +195,7 @@ mod supervised {
     }
 
     fn started(folder: &Path, more: &[&str]) -> (Long, Vec<u32>) {
-        done(folder, &["zoo", "mlp", "--inputs", "6", "--classes", "3", "--hidden", "8", "-o", "m.onnx", "-q"]);
+        done(folder, &["zoo", "mlp", "-o", "m.onnx", "-q"]);
         let mut long = Long::start(folder, "m.jsonl", &[&["--stages", "1,1", "--processes"][..], more].concat());
         long.wait_until_it_trains();
         let pids = children(long.pid());
@@ -227,7 +227,8 @@ mod supervised {
         assert_eq!(code, Some(1), "{told}");
         assert!(told.contains("worker 0.0 (stage 0), process "), "{told}");
         assert!(told.contains("has not been heard of for 2.") && told.contains("is stopped (SIGSTOP)"), "{told}");
-        assert!((2.0..6.0).contains(&seconds), "{seconds} s");
+        // Its last heartbeat may have come a second before.
+        assert!((0.9..6.0).contains(&seconds), "{seconds} s");
         all_gone(&pids);
     }
 
@@ -239,7 +240,7 @@ mod supervised {
             send(signal, long.pid());
             let (code, told, seconds) = long.end();
             assert_eq!(code, expected, "{told}");
-            assert_eq!(told.contains(&format!("interrupted by signal ")), expected.is_some(), "{told}");
+            assert_eq!(told.contains("interrupted by signal "), expected.is_some(), "{told}");
             assert!(seconds < 6.0, "{seconds} s");
             all_gone(&pids);
             fs::remove_file(folder.path().join("m.jsonl")).unwrap();
@@ -447,7 +448,7 @@ fn what_is_flipped_or_cut_on_its_way_ends_the_run_by_name() {
     ];
     for (spoil, expected) in cases {
         let address = format!("127.0.0.1:{}", port());
-        let more = ["--steps", "5000000", "-q"];
+        let more = ["--steps", "5000", "-q"];
         let first = rank(at, "0", &address, &more);
         let second = rank(at, "1", &between(address, 50_000, spoil), &more);
         let (code, told) = end(first);

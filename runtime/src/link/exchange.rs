@@ -81,7 +81,7 @@ impl<'a> Exchange<'a> {
                 process,
                 name: group.names[process].clone(),
                 workers,
-                doing: Box::new(move || doing(program, &seats, &progress, process)),
+                doing: Box::new(move |process| doing(program, &seats, &progress, process)),
                 channels: HashMap::new(),
                 posted: HashMap::new(),
                 meetings: HashMap::new(),

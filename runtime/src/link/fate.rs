@@ -35,7 +35,7 @@ pub enum LinkError {
     #[error("{peer} stopped: {what}")]
     Failed { process: usize, peer: String, what: String },
     #[error("{peer} ended the run: {what}")]
-    Told { process: Option<usize>, peer: String, what: String },
+    Told { process: Option<usize>, peer: String, doing: Option<String>, what: String },
     #[error("{what}")]
     Ended { process: Option<usize>, what: String },
     #[error("bug in pipec: {what}")]

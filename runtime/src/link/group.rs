@@ -106,11 +106,6 @@ impl Group {
     pub fn is_here(&self, worker: usize) -> bool {
         self.part.seats.of.get(worker) == Some(&self.part.own)
     }
-
-    /// What the first worker of a process was last known to do.
-    pub fn doing(&self, program: &Program, process: usize) -> Option<String> {
-        doing(program, &self.part.seats, &self.progress, process)
-    }
 }
 
 /// What the first worker of a process was last known to do.

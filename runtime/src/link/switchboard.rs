@@ -92,8 +92,8 @@ pub struct Routes<'a> {
     pub name: String,
     /// Its workers.
     pub workers: Vec<usize>,
-    /// The first of them, to tell what it does.
-    pub doing: Box<dyn Fn() -> Option<String> + Send + 'a>,
+    /// What the first worker of a process was last known to do.
+    pub doing: Box<dyn Fn(usize) -> Option<String> + Send + 'a>,
     /// Channels in which it sends.
     pub channels: HashMap<u32, Route>,
     /// Channels in which it receives.
@@ -129,7 +129,7 @@ impl Routes<'_> {
                 Ok(false) => break,
                 Err(fault) => {
                     let silence = reader.source().silence();
-                    if let Some(cause) = verdict(fault, self.process, &self.name, (self.doing)(), silence) {
+                    if let Some(cause) = verdict(fault, self.process, &self.name, (self.doing)(self.process), silence) {
                         fate.end(cause);
                     }
                     break;
@@ -193,7 +193,8 @@ impl Routes<'_> {
                 let process = Some(fields.u32("who is to blame")?).filter(|process| *process != NOBODY);
                 let what = fields.text("why the run ended")?;
                 let process = process.map(|process| process as usize);
-                fate.end(LinkError::Told { process, peer: self.name.clone(), what });
+                let doing = process.and_then(|process| (self.doing)(process));
+                fate.end(LinkError::Told { process, peer: self.name.clone(), doing, what });
                 return Ok(false);
             }
             Kind::Bye => {
