@@ -306,7 +306,6 @@ pub fn run(
         (None, Some(on_checkpoint)) => train::train_with_checkpoints(&training, on_step, on_checkpoint).map(Some),
         (None, None) => train::train(&training, on_step).map(Some),
     };
-    drop(kept);
     let trained = trained.map_err(|error| match &error {
         TrainError::Panic { .. } => Failure::bug(&error.to_string()),
         TrainError::Tied { .. } => Failure::input("cannot train under this plan").because(&error).help(

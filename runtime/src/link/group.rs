@@ -118,6 +118,9 @@ pub fn doing(program: &Program, seats: &Seats, progress: &[AtomicU32], process: 
 
 type Talks = BTreeMap<usize, Talk>;
 
+/// What comes of a word with another process: done, refused with a reason, or the connection's fault.
+type Said = Result<Result<(), String>, FrameError>;
+
 /// A process on its way into the run.
 struct Entrance<'a> {
     part: &'a Part,
@@ -160,11 +163,7 @@ impl Entrance<'_> {
         Ok((talks, roster))
     }
 
-    fn each(
-        &self,
-        talks: &mut Talks,
-        step: &dyn Fn(&mut Talk) -> Result<Result<(), String>, FrameError>,
-    ) -> Result<(), LinkError> {
+    fn each(&self, talks: &mut Talks, step: &dyn Fn(&mut Talk) -> Said) -> Result<(), LinkError> {
         for (&process, talk) in talks {
             let peer = self.names[process].clone();
             match step(talk) {
@@ -380,7 +379,7 @@ fn greet(stream: TcpStream, from: SocketAddr, within: Duration, fate: Arc<Fate>,
         }
     };
     // Nobody may listen any more, and a machine without threads has other worries.
-    let _ = thread::Builder::new().name("greeting".into()).spawn(move || to.send((from, hear())));
+    let _ = thread::Builder::new().name("greeting".into()).spawn(move || drop(to.send((from, hear()))));
 }
 
 /// What a reader's error means for the run; nothing where the run is over anyway.
