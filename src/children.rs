@@ -15,7 +15,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
-/// The variable that tells a child who it is: the parent, its process in the run, the run, and where process 0 listens.
+/// The variable that tells a child who it is: the parent, its process in the run, the run, how often it was begun again, and where
+/// process 0 listens.
 pub const VARIABLE: &str = "PIPEC_PROCESS";
 
 /// How often the system is asked whether a child is stopped.
@@ -55,7 +56,7 @@ struct Started {
 /// Starts a child for each of these names, as processes 1 and so on of a run, which may be stopped no longer than the deadline.
 pub fn start(
     names: &[String],
-    (run, address): (u64, &str),
+    (run, restarts, address): (u64, u32, &str),
     deadline: Duration,
     fate: &Arc<Fate>,
 ) -> Result<Children, Failure> {
@@ -66,7 +67,7 @@ pub fn start(
     for (process, name) in (1..).zip(names) {
         let mut command = Command::new(&program);
         command.args(env::args_os().skip(1));
-        command.env(VARIABLE, format!("{} {process} {run:x} {address}", std::process::id()));
+        command.env(VARIABLE, format!("{} {process} {run:x} {restarts} {address}", std::process::id()));
         command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::piped());
         // A terminal's interrupt comes to this process alone, which passes it on.
         #[cfg(unix)]

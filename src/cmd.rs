@@ -1,5 +1,6 @@
 //! The verbs, one file each: arguments, one call, and how the answer is printed.
 
+pub mod checkpoints;
 pub mod completions;
 pub mod diff;
 pub mod eval;

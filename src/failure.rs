@@ -48,10 +48,15 @@ impl Failure {
         Failure::new(INFEASIBLE, what)
     }
 
+    /// Ended by a signal, with the exit code that it asks for.
+    pub fn stopped(code: u8, what: impl fmt::Display) -> Failure {
+        Failure::new(code, what)
+    }
+
     /// A signal asked for the end.
     pub fn interrupted(signal: i32) -> Failure {
         let code = u8::try_from(128 + signal).unwrap_or(NO);
-        Failure::new(code, format!("interrupted by {}", crate::signals::name(signal)))
+        Failure::stopped(code, format!("interrupted by {}", crate::signals::name(signal)))
     }
 
     /// A panic, or a promise of ours that did not hold.

@@ -5,6 +5,7 @@ use crate::model::Loaded;
 use crate::screen::Screen;
 use compiler::import::onnx::name::shown;
 use compiler::tensor::Tensor;
+use runtime::checkpoint::find;
 use runtime::weights;
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -13,10 +14,14 @@ use std::path::Path;
 const LISTED: usize = 5;
 
 /// The model's weights, with those of the file in their place. A file may hold more than the model has: counters, or second
-/// names of tied parameters.
+/// names of tied parameters. A folder is a checkpoint.
 pub fn initial(loaded: &Loaded, file: Option<&Path>, screen: &Screen) -> Result<BTreeMap<String, Tensor>, Failure> {
     let Some(path) = file else { return loaded.weights() };
-    let mut given = weights::read(path).map_err(|error| Failure::input("cannot read the weights").because(error))?;
+    let fail = |error: &dyn std::fmt::Display| Failure::input("cannot read the weights").because(error);
+    let mut given = match path.is_dir() {
+        true => find::read_weights(path).map_err(|error| fail(&error))?,
+        false => weights::read(path).map_err(|error| fail(&error))?,
+    };
     let mut all = loaded.known_weights();
     let known = &loaded.model.weights;
     let unknown: Vec<String> = given.keys().filter(|name| !known.contains_key(*name)).cloned().collect();

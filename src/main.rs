@@ -1,11 +1,12 @@
 //! `pipec`: reads arguments, calls one verb, prints.
 //!
 //! Exit codes: 0 done; 1 ran and the answer is no; 2 bad input or usage; 3 no feasible plan; 101 a panic, which is always our
-//! bug. Results go to standard output, everything else to standard error.
+//! bug; 130 and 143 ended by SIGINT and SIGTERM. Results go to standard output, everything else to standard error.
 
 mod arguments;
 mod asked;
 mod beyond;
+mod checkpoints;
 mod children;
 mod cmd;
 mod device_placement;
@@ -28,6 +29,7 @@ mod seat;
 mod signals;
 mod source;
 mod stages;
+mod stop;
 mod ties;
 mod training;
 

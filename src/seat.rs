@@ -44,6 +44,7 @@ pub struct Member {
     first: String,
     listen: Option<String>,
     run: u64,
+    restarts: u32,
 }
 
 /// How workers are dealt out.
@@ -81,7 +82,14 @@ impl Seat {
             let first = arguments.address.clone().unwrap_or(first.clone());
             if let Some(rank) = arguments.rank {
                 let listen = Some(first.clone()).filter(|_| rank == 0);
-                return Ok(Seat::Member(Member { own: rank as usize, share: Share::Each, first, listen, run: 0 }));
+                return Ok(Seat::Member(Member {
+                    own: rank as usize,
+                    share: Share::Each,
+                    first,
+                    listen,
+                    run: 0,
+                    restarts: 0,
+                }));
             }
             let own = match arguments.host {
                 Some(host) => host as usize,
@@ -93,12 +101,12 @@ impl Seat {
             };
             let listen = Some(address.clone());
             let share = Share::Hosts(hosts.iter().map(|(_, devices)| *devices).collect());
-            return Ok(Seat::Member(Member { own, share, first, listen, run: 0 }));
+            return Ok(Seat::Member(Member { own, share, first, listen, run: 0, restarts: 0 }));
         }
         if let (Some(rank), Some(address)) = (arguments.rank, &arguments.address) {
             let (own, first) = (rank as usize, address.clone());
             let listen = Some(first.clone()).filter(|_| own == 0);
-            return Ok(Seat::Member(Member { own, share: Share::Each, first, listen, run: 0 }));
+            return Ok(Seat::Member(Member { own, share: Share::Each, first, listen, run: 0, restarts: 0 }));
         }
         let found = launched(&|name| env::var(name).ok());
         let found = found.map_err(|why| Failure::input("cannot read what the launcher says").because(why))?;
@@ -120,7 +128,7 @@ impl Seat {
         let run = digest.iter().take(8).fold(0, |number, byte| number << 8 | u64::from(*byte));
         let own = arguments.rank.map_or(launched.rank, |rank| rank as usize);
         let listen = Some(first.clone()).filter(|_| own == 0);
-        Ok(Seat::Member(Member { own, share: Share::Processes(launched.processes), first, listen, run }))
+        Ok(Seat::Member(Member { own, share: Share::Processes(launched.processes), first, listen, run, restarts: 0 }))
     }
 
     /// Whether this process tells of the run.
@@ -131,11 +139,20 @@ impl Seat {
         }
     }
 
+    /// How often the run was begun again before this process was started.
+    pub fn restarts(&self) -> u32 {
+        match self {
+            Seat::Alone | Seat::Parent => 0,
+            Seat::Member(member) => member.restarts,
+        }
+    }
+
     /// Runs what is prepared with the others: `run` is given the group that this process is one of, if there are others.
     pub fn run<T>(
         &self,
         arguments: &ProcessArguments,
         (task, prepared): (&Task<'_>, &Prepared),
+        restarts: u32,
         screen: &Screen,
         run: impl FnOnce(Option<Group>) -> Result<T, Failure>,
     ) -> Result<T, Failure> {
@@ -166,7 +183,8 @@ impl Seat {
                 let program = prepared.training(task).program;
                 let names: Vec<String> = (1..seats.processes).map(|process| seats.name(program, process)).collect();
                 let number = fresh();
-                let children: Children = children::start(&names, (number, &address), arguments.deadline, &fate)?;
+                let children: Children =
+                    children::start(&names, (number, restarts, &address), arguments.deadline, &fate)?;
                 let group = meet(part(0, seats, address, None, number), Some(port));
                 children.end(group.and_then(|group| run(Some(group))))
             }
@@ -240,12 +258,13 @@ fn child(said: &str) -> Option<Member> {
     let parent: u32 = words.next()?.parse().ok()?;
     let own = words.next()?.parse().ok().filter(|own| *own > 0)?;
     let run = u64::from_str_radix(words.next()?, 16).ok()?;
+    let restarts = words.next()?.parse().ok()?;
     let first = words.next()?.to_string();
     if !signals::follow(parent) {
         // Nobody waits for this process, and nobody would read why it ends.
         std::process::exit(1);
     }
-    Some(Member { own, share: Share::Beside, first, listen: None, run })
+    Some(Member { own, share: Share::Beside, first, listen: None, run, restarts })
 }
 
 /// A number that no other run is likely to have.

@@ -1,5 +1,6 @@
 //! From a model, a plan and data to trained weights, by way of compiled stages and checked programs.
 
+use crate::checkpoints::{Begun, Keeping, terms};
 use crate::failure::Failure;
 use crate::freeze::freeze;
 use crate::given::LABELS;
@@ -8,6 +9,7 @@ use crate::loss::Loss;
 use crate::memory;
 use crate::model::Loaded;
 use crate::own::Own;
+use crate::stop::Stop;
 use compiler::graph::{Graph, hash::hash, order};
 use compiler::op::{NodeId, Op};
 use compiler::pass::loss::{TARGET, class_axis};
@@ -17,6 +19,7 @@ use compiler::pass::unbiased::unbiased;
 use compiler::plan::problem::InFlight;
 use compiler::plan::{Plan, ScheduleKind};
 use compiler::schedule::pipeline::{pipeline, schedule_of};
+use compiler::schedule::rest::period;
 use compiler::schedule::rule::StepCount;
 use compiler::schedule::scheduler::schedule;
 use compiler::schedule::{Pipeline, Program, Schedule, WorkerId, published_caps};
@@ -24,6 +27,13 @@ use compiler::simulate::run::{Machine, simulate};
 use compiler::simulate::{self, Activity, Track};
 use compiler::tensor::dim::Bindings;
 use compiler::tensor::{DType, Tensor};
+use runtime::checkpoint::Part;
+use runtime::checkpoint::cuts::{Cuts, Gate};
+use runtime::checkpoint::files::Disk;
+use runtime::checkpoint::find;
+use runtime::checkpoint::keeper::{Keeper, Kept};
+use runtime::checkpoint::manifest::Dealt;
+use runtime::checkpoint::start::StartError;
 use runtime::data::synthetic::synthetic;
 use runtime::data::{Batches, DataError, Dataset, Order};
 use runtime::desk::checkpoint::Checkpoint;
@@ -32,12 +42,13 @@ use runtime::link::group::Group;
 use runtime::optimizer::Optimizer;
 use runtime::policy::{Policy, Staleness, Statistics};
 use runtime::prepare::{self, PrepareError, Settings};
-use runtime::train::{self, StepDone, TrainError, Trained, Training};
+use runtime::train::{self, Course, StepDone, TrainError, Trained, Training};
 use runtime::weights;
 use runtime::worker::{Span, Work};
 use sha2::{Digest, Sha256};
 use std::collections::{BTreeMap, HashMap};
-use std::path::Path;
+use std::path::{Path, PathBuf};
+use std::sync::mpsc;
 
 /// Minibatches of made-up data; they are seen again and again.
 const SYNTHETIC_MINIBATCHES: usize = 8;
@@ -121,6 +132,8 @@ pub struct Task<'a> {
     pub keep_gradients: bool,
     /// The folder for the checkpoints that a program writes, if there is one.
     pub checkpoints: Option<&'a Path>,
+    /// Where checkpoints are written from which the run can go on, if they are.
+    pub keeping: Option<Keeping<'a>>,
     /// Parameters that are not trained, by name or `prefix*`.
     pub frozen: &'a [String],
 }
@@ -141,6 +154,8 @@ pub struct Prepared {
     /// What is made small.
     loss: Loss,
     held_out: Option<Dataset>,
+    /// Where the run goes on, if not at its beginning.
+    pub begun: Option<Begun>,
 }
 
 /// What a run left behind.
@@ -153,6 +168,34 @@ pub struct Done {
     pub samples_per_s: f64,
     /// How good the trained model is on what was held out.
     pub score: Option<Score>,
+    /// Set where the run was told to stop before its end.
+    pub ended: Option<Ended>,
+}
+
+/// A run that was told to stop.
+pub struct Ended {
+    signal: &'static str,
+    code: u8,
+    /// Minibatches that are done.
+    minibatches: u32,
+    /// The checkpoint after them, if it could be written.
+    checkpoint: Option<PathBuf>,
+}
+
+impl Ended {
+    /// What the user reads.
+    pub fn told(&self, prepared: &Prepared) -> Failure {
+        let (done, of) = (self.minibatches, prepared.steps);
+        let failure = Failure::stopped(self.code, format!("stopped by {} after step {done} of {of}", self.signal));
+        match &self.checkpoint {
+            Some(folder) => failure
+                .because(format!("wrote {}", folder.display()))
+                .help("the same command with `--resume auto` goes on from there"),
+            None => {
+                failure.because("its checkpoint could not be written").help("`--resume auto` goes on from the last one")
+            }
+        }
+    }
 }
 
 /// Compiles the stages, makes the programs and checks them.
@@ -282,7 +325,7 @@ pub fn prepare(task: &mut Task<'_>) -> Result<Prepared, Failure> {
     if let Staleness::PipeMare { anneal: anneal @ 0 } = &mut policy.staleness {
         *anneal = steps.div_ceil(ANNEALED);
     }
-    Ok(Prepared { made, batches, policy, steps, batch: task.batch, per_epoch, rows, loss, held_out })
+    Ok(Prepared { made, batches, policy, steps, batch: task.batch, per_epoch, rows, loss, held_out, begun: None })
 }
 
 /// Trains; `on_step` is told of every minibatch in order. In a group of processes, the first one tells what was done.
@@ -293,6 +336,7 @@ pub fn run(
     on_step: &mut dyn FnMut(StepDone),
 ) -> Result<Option<Done>, Failure> {
     let training = prepared.training(task);
+    let (program, weights) = (training.program, training.weights);
     let mut fault = None;
     let mut keep = |folder: &Path, checkpoint: Checkpoint| {
         if fault.is_none() {
@@ -300,12 +344,37 @@ pub fn run(
         }
     };
     let mut kept = task.checkpoints.map(|folder| move |checkpoint| keep(folder, checkpoint));
-    let on_checkpoint = kept.as_mut().map(|kept| kept as &mut dyn FnMut(Checkpoint));
-    let trained = match (group, on_checkpoint) {
-        (Some(group), on_checkpoint) => train::train_in_group(&training, on_step, on_checkpoint, group),
-        (None, Some(on_checkpoint)) => train::train_with_checkpoints(&training, on_step, on_checkpoint).map(Some),
-        (None, None) => train::train(&training, on_step).map(Some),
+    // The process that starts others hears signals for all of them, and process 0 of a group writes its checkpoints.
+    let reports = group.as_ref().is_none_or(|group| group.part.own == 0);
+    let stops = task.keeping.as_ref().filter(|_| group.is_none());
+    let stop = stops.map(|_| Stop::listen()).transpose();
+    let stop = stop.map_err(|error| Failure::input("cannot listen to signals").because(error))?;
+    let gate = stop.as_ref().map(|stop| Gate::new(stop.asked(), period(program), prepared.first() as u32));
+    let (told, saves) = mpsc::channel();
+    let mut on_part = task.keeping.as_ref().filter(|_| reports).map(|keeping| {
+        let mut keeper = Keeper::new(Disk, kept_of(keeping, task, prepared, weights));
+        move |part: Part| {
+            // Who listens is there as long as the run.
+            keeper.take(part).into_iter().for_each(|saved| drop(told.send(saved)));
+        }
+    });
+    let tell = || {
+        let heard = task.keeping.iter().flat_map(|keeping| saves.try_iter().map(|saved| (keeping.tell)(&saved)));
+        heard.count();
     };
+    let course = Course {
+        start: prepared.begun.as_ref().map(|begun| &begun.start),
+        cuts: task.keeping.as_ref().map(|keeping| prepared.cuts(keeping)),
+        gate: gate.as_ref(),
+        on_part: on_part.as_mut().map(|on_part| on_part as &mut (dyn FnMut(Part) + Send)),
+        on_checkpoint: kept.as_mut().map(|kept| kept as &mut dyn FnMut(Checkpoint)),
+    };
+    let told_step = &mut |step| {
+        tell();
+        on_step(step);
+    };
+    let trained = train::run_in_group(&training, course, told_step, group);
+    tell();
     let trained = trained.map_err(|error| match &error {
         TrainError::Panic { .. } => Failure::bug(&error.to_string()),
         TrainError::Tied { .. } => Failure::input("cannot train under this plan").because(&error).help(
@@ -314,6 +383,9 @@ pub fn run(
         TrainError::LossScale { .. } => Failure::input("cannot train")
             .because(&error)
             .help("`--schedule 1f1b` flushes; `--dtype bf16` needs no scale"),
+        TrainError::Start(StartError::Reads { .. }) => {
+            Failure::input("cannot train with checkpoints").because(&error).help("`--schedule 1f1b` flushes")
+        }
         TrainError::NoPlace { .. } => {
             Failure::input("cannot train").because(&error).help("`--checkpoint-dir FOLDER` names one")
         }
@@ -327,14 +399,39 @@ pub fn run(
         return Err(Failure::input("cannot write a checkpoint").because(fault));
     }
     let Some(trained) = trained else { return Ok(None) };
-    let tracks = tracks(&prepared.made.program, &trained.spans);
+    let ended = gate.as_ref().and_then(Gate::end).filter(|end| *end < prepared.steps);
+    let ended = stop.as_ref().and_then(Stop::came).zip(ended).map(|((signal, code), minibatches)| {
+        let checkpoint = task.keeping.as_ref().map(|keeping| keeping.folder.join(find::name(minibatches)));
+        Ended { signal, code, minibatches, checkpoint: checkpoint.filter(|folder| folder.exists()) }
+    });
+    let tracks = tracks(program, &trained.spans);
     let samples = prepared.batch as f64 * trained.losses.len() as f64;
     let samples_per_s = if trained.seconds > 0.0 { samples / trained.seconds } else { 0.0 };
     let score = match &prepared.held_out {
-        Some(data) => Some(subject(task, prepared.loss).score(data, &trained.weights)?),
-        None => None,
+        Some(data) if ended.is_none() => Some(subject(task, prepared.loss).score(data, &trained.weights)?),
+        _ => None,
     };
-    Ok(Some(Done { trained, tracks, samples_per_s, score }))
+    Ok(Some(Done { trained, tracks, samples_per_s, score, ended }))
+}
+
+/// What the writer of checkpoints must know.
+fn kept_of<'a>(
+    keeping: &Keeping<'_>,
+    task: &Task<'a>,
+    prepared: &'a Prepared,
+    weights: &'a BTreeMap<String, Tensor>,
+) -> Kept<'a> {
+    Kept {
+        folder: keeping.folder.to_path_buf(),
+        keep: keeping.keep.map(|keep| keep as usize),
+        run: terms(task, prepared),
+        plan: prepared.dealt(),
+        steps: prepared.steps,
+        per_epoch: u32::try_from(prepared.per_epoch).unwrap_or(u32::MAX),
+        codes: &prepared.made.codes,
+        optimizer: task.optimizer,
+        given: weights,
+    }
 }
 
 /// What is evaluated beside training: the model by itself.
@@ -350,7 +447,7 @@ impl Prepared {
         Training {
             codes: &self.made.codes,
             program: &self.made.program,
-            weights: task.weights,
+            weights: self.begun.as_ref().map_or(task.weights, |begun| &begun.weights),
             batches: &self.batches,
             optimizer: task.optimizer,
             policy: self.policy,
@@ -385,10 +482,42 @@ impl Prepared {
             of("the plans or schedules", &text(self.made.program.to_string())),
             of("the settings of training", &text(format!("{settings:?}"))),
             of("the initial weights", &|sha| {
-                task.weights.iter().for_each(|(name, tensor)| named(sha, name, tensor.bytes()))
+                self.training(task).weights.iter().for_each(|(name, tensor)| named(sha, name, tensor.bytes()))
             }),
+            of("the checkpoints", &text(self.first().to_string())),
             of("the data", &|sha| self.batches.bytes().for_each(|(name, bytes)| named(sha, name, bytes))),
         ]
+    }
+
+    /// Minibatches that were done before the run began.
+    pub fn first(&self) -> usize {
+        self.begun.as_ref().map_or(0, |begun| begun.start.minibatches as usize)
+    }
+
+    /// What the workers do.
+    pub fn program(&self) -> &Program {
+        &self.made.program
+    }
+
+    /// How work is dealt out.
+    pub fn dealt(&self) -> Dealt {
+        Dealt::of(&self.made.program, &self.made.codes, self.policy.staleness)
+    }
+
+    /// Where the run is cut for checkpoints.
+    pub fn cuts(&self, keeping: &Keeping<'_>) -> Cuts {
+        Cuts { every: keeping.every, period: period(&self.made.program), whole: self.steps }
+    }
+
+    /// The names of all parameters and states.
+    pub fn names(&self) -> Vec<String> {
+        let named = self.made.codes.iter().flat_map(|code| code.parameters.iter().chain(&code.states));
+        named.map(|named| named.name.clone()).collect()
+    }
+
+    /// What is made small.
+    pub fn loss_name(&self) -> String {
+        format!("{:?}", self.loss)
     }
 
     /// The schedule's name, and the items of a minibatch.

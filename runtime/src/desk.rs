@@ -6,11 +6,14 @@
 
 mod again;
 pub mod checkpoint;
+pub mod cut;
 pub mod sum;
 
 use crate::buffer::{Buffer, Ledger};
+use crate::checkpoint::Begin;
 use crate::compile::{Named, StageCode};
 use crate::data::Batches;
+use crate::desk::cut::Cutting;
 use crate::desk::sum::{Contribution, Gathered};
 use crate::execute::{ExecuteError, Executor, Item, Weights};
 use crate::gradient::{Terms, begun, scaled, square, total};
@@ -56,6 +59,9 @@ struct Late {
     version: u32,
     /// Steps that are still to be made, the next one first.
     waiting: VecDeque<Stepping>,
+    /// Versions to come that were made before the run began, and the last ones that a checkpoint may ask for.
+    given: BTreeMap<u32, Arc<Buffer>>,
+    kept: BTreeMap<u32, Arc<Buffer>>,
 }
 
 /// One step of the optimizer.
@@ -99,6 +105,8 @@ pub struct Place<'a> {
     pub tied: Vec<Tied>,
     /// Whether this worker is the first of the stage's replicas.
     pub is_first: bool,
+    /// Where it begins, if not at the beginning.
+    pub begin: Option<Begin>,
 }
 
 /// Gradients of a round that is about to be applied: terms by parameter and rank, and their sums when they are made.
@@ -130,9 +138,12 @@ pub struct Desk<'a> {
     /// Rounds whose gradients have been brought to the other holders of shared parameters.
     ready: HashMap<u32, Ready>,
     stepper: Stepper<'a>,
-    /// Steps that were left out.
-    skipped: u32,
+    /// By parameter, how many more versions there were than updates.
+    uncounted: Vec<i64>,
     gradients: Vec<(usize, Buffer)>,
+    /// Samples for the states of items whose backward is to come.
+    samples: HashMap<u32, Vec<Vec<u8>>>,
+    cutting: Cutting,
 }
 
 /// How a desk works.
@@ -146,6 +157,8 @@ pub struct Manner<'a> {
     pub microbatches: u32,
     /// Whether the averaged gradients of the last step are kept.
     pub keeps_gradients: bool,
+    /// The last versions that a checkpoint may ask for; 0 where there are no checkpoints.
+    pub window: u32,
 }
 
 /// What a desk leaves behind.
@@ -173,8 +186,9 @@ impl<'a> Desk<'a> {
             tied,
             is_first,
             buckets,
+            begin,
         } = place;
-        let Manner { optimizer, policy, microbatches, keeps_gradients } = manner;
+        let Manner { optimizer, policy, microbatches, keeps_gradients, window } = manner;
         let kept: usize = states.iter().map(Buffer::len).sum();
         let mut executor = Executor::new(code, states);
         executor.pool.ledger = ledger.clone();
@@ -186,9 +200,11 @@ impl<'a> Desk<'a> {
             // Versions of the stage have nothing in its place.
             let weight = std::mem::replace(&mut first[shared.parameter], Arc::new(Buffer::new(0)));
             let parameter = shared.parameter;
-            late.push(Late { tied: at, parameter, weight, version: 0, waiting: VecDeque::new() });
+            let kept = BTreeMap::from_iter((window > 0).then(|| (0, weight.clone())));
+            let (waiting, given) = (VecDeque::new(), BTreeMap::new());
+            late.push(Late { tied: at, parameter, weight, version: 0, waiting, given, kept });
         }
-        Desk {
+        let mut desk = Desk {
             stage,
             code,
             replicas,
@@ -206,17 +222,26 @@ impl<'a> Desk<'a> {
             reduced: HashMap::new(),
             ready: HashMap::new(),
             stepper,
-            skipped: 0,
+            uncounted: vec![0; code.parameters.len()],
             gradients: Vec::new(),
+            samples: HashMap::new(),
+            cutting: Cutting::new(window),
+        };
+        if let Some(begin) = begin {
+            desk.begin(begin);
         }
+        desk
     }
 
-    /// What is left at the end. Waits for the last steps of shared parameters.
-    pub fn leave(mut self) -> Result<Left, Abandoned> {
+    /// Makes the last steps of shared parameters, for which it waits.
+    pub fn finish(&mut self) -> Result<(), Abandoned> {
         let all = u32::MAX;
-        for at in 0..self.late.len() {
-            self.step_late(at, all)?;
-        }
+        (0..self.late.len()).try_for_each(|at| self.step_late(at, all))
+    }
+
+    /// What is left at the end.
+    pub fn leave(mut self) -> Result<Left, Abandoned> {
+        self.finish()?;
         let weights = self.newest();
         Ok(Left { weights: self.stepper.leave(weights), states: self.executor.states, gradients: self.gradients })
     }
@@ -232,6 +257,11 @@ impl<'a> Desk<'a> {
     /// Whether this version of the weights is there.
     pub fn has(&self, version: u32) -> bool {
         self.versions.contains_key(&version)
+    }
+
+    /// Whether the item's forward has its weights.
+    pub fn can_run(&self, item: u32, version: u32) -> bool {
+        self.has(version) || self.cutting.forwards.contains_key(&item)
     }
 
     /// Forgets a version.
@@ -271,24 +301,37 @@ impl<'a> Desk<'a> {
         Ok(())
     }
 
-    /// Runs the item's forward with this version, `lag` updates before the one that its gradients go into; gives its loss where the
-    /// stage makes it.
-    pub fn forward(&mut self, item: u32, version: u32, lag: Lag) -> Result<Option<f64>, ExecuteError> {
+    /// What the item's forward computes with, and whether that was predicted.
+    fn weights_of(&mut self, item: u32, version: u32, lag: Lag) -> (Weights, bool) {
+        if let Some(weights) = self.cutting.forwards.remove(&item) {
+            return (weights, true);
+        }
         let mut weights = self.versions.get(&version).cloned().unwrap_or_default();
         for late in &self.late {
             weights[late.parameter] = late.weight.clone();
         }
         let predicts = self.policy.staleness == Staleness::Predict && lag.updates > 0;
         if predicts {
-            let ahead = Ahead { steps: lag.updates, made: version, rate: lag.rate };
+            let made = |p: usize| u32::try_from(i64::from(version) - self.uncounted[p]).unwrap_or(0);
+            let ahead = |p: usize| Ahead { steps: lag.updates, made: made(p), rate: lag.rate };
             weights = self.stepper.ahead(&weights, ahead, &mut self.executor.pool);
+        }
+        (weights, predicts)
+    }
+
+    /// Runs the item's forward with this version, `lag` updates before the one that its gradients go into; gives its loss where the
+    /// stage makes it. What it computes with is kept for a checkpoint where the item comes behind one (`is_behind`).
+    pub fn forward(&mut self, item: u32, version: u32, lag: Lag, is_behind: bool) -> Result<Option<f64>, ExecuteError> {
+        let (weights, predicts) = self.weights_of(item, version, lag);
+        if is_behind {
+            self.keep(item, version, &weights, predicts);
         }
         self.item(item).weights = weights;
         let state = &self.items[&item];
         self.executor.forward(state)?;
         if !self.code.follows.is_empty() {
             let samples = self.code.follows.iter().map(|f| self.executor.result(state, f.sample).to_vec()).collect();
-            self.gathered.samples.push((item, samples));
+            self.samples.insert(item, samples);
         }
         let mut loss = None;
         for (named, place) in self.code.results.iter().filter(|(n, _)| n.name == LOSS) {
@@ -324,6 +367,8 @@ impl<'a> Desk<'a> {
         }
         if part.ends() {
             self.executor.backward_weight(&mut state)?;
+            // They go into the states with the update that the item's gradients go into.
+            self.gathered.samples.extend(self.samples.remove(&item).map(|samples| (item, samples)));
             self.gathered.add(&mut self.executor, &mut state);
             self.bring_due();
         }
@@ -412,10 +457,11 @@ impl<'a> Desk<'a> {
         if self.ready.contains_key(&round) {
             return;
         }
-        let Contribution { terms, samples } = match self.reduced.remove(&round) {
+        let Contribution { terms, mut samples } = match self.reduced.remove(&round) {
             Some(reduced) => reduced,
             None => self.contribution(round),
         };
+        samples.sort_by_key(|(item, _)| *item);
         let mut by_parameter: Vec<Terms> = vec![Vec::new(); self.code.parameters.len()];
         for (term, sum) in self.code.gradient_terms.iter().zip(terms) {
             if let Some(sum) = sum {
@@ -481,7 +527,7 @@ impl<'a> Desk<'a> {
         self.versions.insert(to, new);
         if step.factor.is_none() {
             // It leaves no trace.
-            self.skipped += 1;
+            self.uncounted.iter_mut().for_each(|more| *more += 1);
             return;
         }
         let states = (&mut self.executor.states[..], &self.code.states[..]);
@@ -496,7 +542,8 @@ impl<'a> Desk<'a> {
             return weight;
         };
         let scale = factor / f64::from(step.count.max(1));
-        let counted = step.round + 1 - self.skipped;
+        // At the first step after a cut the count is that of the checkpoint.
+        let counted = u32::try_from(i64::from(step.round) + 1 - self.uncounted[p]).unwrap_or(1);
         let update = Update { dtype: wide(dtype), gradient: gradient.bytes(), scale, step: counted, rate: step.rate };
         let next = self.stepper.step(p, weight, update, &mut self.executor.pool);
         if self.keeps_gradients {
@@ -509,9 +556,15 @@ impl<'a> Desk<'a> {
     /// Makes the steps of a shared parameter up to a version, as far as its stage has got. Its gradients are shortened by their own
     /// norm: those of the stages' other parameters are known at other times.
     fn step_late(&mut self, at: usize, version: u32) -> Result<(), Abandoned> {
-        while self.late[at].version < version
-            && let Some(step) = self.late[at].waiting.pop_front()
-        {
+        while self.late[at].version < version {
+            let next = self.late[at].version + 1;
+            if let Some(weight) = self.late[at].given.remove(&next) {
+                self.late[at].weight = weight;
+                self.late[at].version = next;
+                self.late_came(at);
+                continue;
+            }
+            let Some(step) = self.late[at].waiting.pop_front() else { break };
             let (p, place) = (self.late[at].parameter, self.tied[self.late[at].tied].place.clone());
             let terms = place.meet(u64::from(step.round) + 1)?.iter().flatten().cloned().collect();
             let dtype = self.code.parameters[p].fact.dtype;
@@ -528,6 +581,7 @@ impl<'a> Desk<'a> {
                 old.into_iter().for_each(|old| self.executor.pool.give(old));
             }
             self.late[at].version = step.round + 1;
+            self.late_came(at);
         }
         Ok(())
     }

@@ -9,6 +9,7 @@
 //! schedule: which weights a run uses, what it waits for and when it steps are operands of its instructions.
 
 pub mod buffer;
+pub mod checkpoint;
 pub mod compile;
 pub mod data;
 pub mod desk;

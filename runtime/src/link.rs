@@ -19,6 +19,7 @@ pub mod group;
 pub mod handshake;
 pub mod leaving;
 pub mod line;
+pub mod parts;
 pub mod rendezvous;
 pub mod ring;
 pub mod seats;

@@ -62,6 +62,16 @@ impl LossScale {
         LossScale { rule, value: rule.first, good: 0 }
     }
 
+    /// The scale of a run that goes on: its value, and good steps since that last changed.
+    pub fn resumed(rule: LossScaling, (value, good): (f64, u32)) -> LossScale {
+        LossScale { rule, value, good }
+    }
+
+    /// What [`LossScale::resumed`] takes.
+    pub fn kept(&self) -> (f64, u32) {
+        (self.value, self.good)
+    }
+
     /// Hears whether all gradients of a step were finite.
     pub fn hear(&mut self, finite: bool) {
         if !finite {

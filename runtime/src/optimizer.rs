@@ -157,6 +157,18 @@ impl Optimizer {
         }
     }
 
+    /// What PyTorch calls them, in their order.
+    pub fn names(&self) -> &'static [&'static str] {
+        match self.rule {
+            Rule::Sgd { momentum: 0.0, .. } => &[],
+            Rule::Sgd { .. } => &["momentum_buffer"],
+            Rule::Adam { .. } => &["exp_avg", "exp_avg_sq"],
+            Rule::RmsProp { momentum: 0.0, .. } => &["square_avg"],
+            Rule::RmsProp { .. } => &["square_avg", "momentum_buffer"],
+            Rule::Adagrad { .. } => &["sum"],
+        }
+    }
+
     /// The state of a parameter before its first step.
     pub fn new_state(&self, bytes: usize) -> Vec<Buffer> {
         (0..self.buffers()).map(|_| Buffer::new(bytes)).collect()

@@ -2,6 +2,7 @@
 //! average of steps by which PipeMare sets weights back.
 
 use crate::buffer::{Buffer, Pool};
+use crate::checkpoint::Moves;
 use crate::compile::StageCode;
 use crate::device::cpu::half::{is_half, narrow};
 use crate::device::cpu::real::Real;
@@ -81,11 +82,28 @@ impl<'a> Stepper<'a> {
         next
     }
 
-    /// Weights as they will be `steps` updates on, if all go as the last one did.
-    pub fn ahead(&self, weights: &Weights, ahead: Ahead, pool: &mut Pool) -> Weights {
+    /// Goes on from these.
+    pub fn begin(&mut self, moves: Vec<Moves>) {
+        let (mut state, mut drift) = (Vec::new(), Vec::new());
+        for of in moves {
+            state.push(of.state);
+            drift.extend(of.drift);
+        }
+        (self.state, self.drift) = (state, drift);
+    }
+
+    /// A copy of what moves a parameter.
+    pub fn moves(&self, p: usize) -> Moves {
+        let copy = |buffer: &Buffer| Buffer::copy_of(buffer.bytes());
+        let (master, drift) = (self.masters[p].as_ref().map(copy), self.drift.get(p).map(copy));
+        Moves { master, state: self.state[p].iter().map(copy).collect(), drift, updates: 0 }
+    }
+
+    /// Weights as they will be some updates on, if all go as the last one did.
+    pub fn ahead(&self, weights: &Weights, ahead: impl Fn(usize) -> Ahead, pool: &mut Pool) -> Weights {
         let one = |(p, weight): (usize, &Arc<Buffer>)| {
             let mut to = pool.take(weight.len());
-            self.optimizer.ahead(self.dtypes[p], ahead, weight.bytes(), &self.state[p], exclusive(&mut to));
+            self.optimizer.ahead(self.dtypes[p], ahead(p), weight.bytes(), &self.state[p], exclusive(&mut to));
             to
         };
         weights.iter().enumerate().map(one).collect()

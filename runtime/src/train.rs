@@ -1,6 +1,9 @@
 //! Trains a compiled model under a program: one thread for each worker, until all have run all their instructions.
 
 use crate::buffer::Buffer;
+use crate::checkpoint::Part;
+use crate::checkpoint::cuts::{Cuts, Gate};
+use crate::checkpoint::start::{Start, StartError, check_states as check_read_states};
 use crate::compile::{Named, StageCode};
 use crate::data::Batches;
 use crate::desk::checkpoint::{Checkpoint, tensor};
@@ -18,11 +21,12 @@ use crate::optimizer::{Optimizer, trains};
 use crate::policy::{Policy, Staleness};
 use crate::stepper::wide;
 use crate::wiring::{channels, meeting, replicas, tied_of, ties};
-use crate::worker::{self, Equipment, Event, Outcome, Span, WorkerError};
+use crate::worker::{self, Cutting, Equipment, Event, Outcome, Span, WorkerError};
 use compiler::graph::{Graph, order};
 use compiler::op::NodeId;
 use compiler::pass::loss::LOSS_SCALE;
 use compiler::plan::StageId;
+use compiler::schedule::rest::rest;
 use compiler::schedule::{Edge, Instruction, Pipeline, Program, Schedule, WorkerId};
 use compiler::tensor::{DType, Tensor};
 use std::collections::{BTreeMap, BTreeSet, HashMap};
@@ -64,6 +68,8 @@ pub enum TrainError {
     NotRun { worker: String, at: usize, instruction: String },
     #[error("worker {worker}, instruction {at} (`{instruction}`): the run has no place for checkpoints")]
     NoPlace { worker: String, at: usize, instruction: String },
+    #[error(transparent)]
+    Start(#[from] StartError),
     #[error("bug in pipec: the program runs the backward of stage {stage} in two parts, and it was compiled as one")]
     Parts { stage: u32 },
     #[error("bug in pipec: worker {worker} panicked: {what}")]
@@ -88,6 +94,21 @@ pub struct Training<'a> {
     pub policy: Policy,
     /// Whether the gradients of the last step are wanted.
     pub keep_gradients: bool,
+}
+
+/// Where a run begins, and what it leaves on its way. The default begins at the beginning and leaves nothing.
+#[derive(Default)]
+pub struct Course<'a> {
+    /// A checkpoint to go on from; its weights are those of the training.
+    pub start: Option<&'a Start>,
+    /// After which minibatches checkpoints are made.
+    pub cuts: Option<Cuts>,
+    /// Where the run is told to stop.
+    pub gate: Option<&'a Gate<'a>>,
+    /// Takes the parts of checkpoints, in a thread of its own.
+    pub on_part: Option<&'a mut (dyn FnMut(Part) + Send)>,
+    /// Takes what checkpoints in the program hold: those of one worker in their order, while the workers go on.
+    pub on_checkpoint: Option<&'a mut dyn FnMut(Checkpoint)>,
 }
 
 /// A minibatch is done.
@@ -179,32 +200,16 @@ pub fn check_weights(codes: &[StageCode], weights: &BTreeMap<String, Tensor>) ->
 
 /// Runs the whole program. `on_step` is told of every minibatch, in order. A program that writes checkpoints is refused.
 pub fn train(training: &Training<'_>, on_step: &mut dyn FnMut(StepDone)) -> Result<Trained, TrainError> {
-    alone(run(training, on_step, None, None))
+    run(training, Course::default(), on_step)
 }
 
-/// The same, where `on_checkpoint` is given what the program's checkpoints hold: those of one worker in their order, while the workers
-/// go on.
+/// The same, where `on_checkpoint` is given what the program's checkpoints hold.
 pub fn train_with_checkpoints(
     training: &Training<'_>,
     on_step: &mut dyn FnMut(StepDone),
     on_checkpoint: &mut dyn FnMut(Checkpoint),
 ) -> Result<Trained, TrainError> {
-    alone(run(training, on_step, Some(on_checkpoint), None))
-}
-
-fn alone(trained: Result<Option<Trained>, TrainError>) -> Result<Trained, TrainError> {
-    Ok(trained?.expect("a process that runs all workers tells of all"))
-}
-
-/// The same with the workers of this process alone, beside the others of its group. Process 0 of the group is told of every minibatch
-/// and given what all workers leave, the others nothing. Checkpoints are given to the process whose worker makes them.
-pub fn train_in_group(
-    training: &Training<'_>,
-    on_step: &mut dyn FnMut(StepDone),
-    on_checkpoint: Option<&mut dyn FnMut(Checkpoint)>,
-    group: Group,
-) -> Result<Option<Trained>, TrainError> {
-    run(training, on_step, on_checkpoint, Some(group))
+    run(training, Course { on_checkpoint: Some(on_checkpoint), ..Course::default() }, on_step)
 }
 
 /// Whether all workers agree on something before they step.
@@ -216,22 +221,44 @@ fn scales_loss(training: &Training<'_>) -> bool {
     training.codes.iter().flat_map(|code| &code.feeds).any(|feed| feed.name == LOSS_SCALE)
 }
 
-fn run(
+/// Runs what is left of the program from where the course begins. Losses are those of the minibatches that are run.
+pub fn run(
     training: &Training<'_>,
+    course: Course<'_>,
     on_step: &mut dyn FnMut(StepDone),
-    mut on_checkpoint: Option<&mut dyn FnMut(Checkpoint)>,
+) -> Result<Trained, TrainError> {
+    Ok(run_in_group(training, course, on_step, None)?.expect("a process that runs all workers tells of all"))
+}
+
+/// The same with the workers of this process alone, beside the others of its group if it has one. Process 0 of the group is told of
+/// every minibatch, takes the parts of checkpoints and is given what all workers leave, the others nothing. What checkpoints in the
+/// program hold is given to the process whose worker makes them.
+pub fn run_in_group(
+    training: &Training<'_>,
+    course: Course<'_>,
+    on_step: &mut dyn FnMut(StepDone),
     group: Option<Group>,
 ) -> Result<Option<Trained>, TrainError> {
-    let program = training.program;
+    let Course { start, cuts, gate, on_part, mut on_checkpoint } = course;
+    let done = start.map_or(0, |start| start.minibatches);
+    let left = start.map(|_| rest(training.program, done));
+    let program = left.as_ref().unwrap_or(training.program);
     check_instructions(program, on_checkpoint.is_some())?;
     check_parts(program, training.codes)?;
     check_weights(training.codes, training.weights)?;
+    if start.is_some() || on_part.is_some() {
+        check_read_states(program, training.codes)?;
+    }
     let scales_loss = scales_loss(training);
     check_policy(training, scales_loss)?;
     check_states(training.codes)?;
     let names: BTreeSet<&str> = training.codes.iter().flat_map(|c| &c.parameters).map(|n| n.name.as_str()).collect();
     let (events, told) = crossbeam_channel::unbounded();
-    let open = |group| Exchange::new(group, program, training.codes, &events);
+    // One checkpoint may wait while another is written.
+    let room = program.workers.iter().map(|worker| program.stages_of(worker.rank).count()).sum();
+    let (to_keeper, parts) = crossbeam_channel::bounded(room);
+    let keeper = on_part.is_some().then(|| to_keeper.clone());
+    let open = |group| Exchange::new(group, program, training.codes, &events, keeper);
     let mut exchange = group.map(open).transpose()?;
     let ties = ties(training, &mut exchange)?;
     let norms = agrees(training).then(|| {
@@ -248,6 +275,10 @@ fn run(
         Some(exchange) => exchange.progress(),
         None => Arc::new(program.workers.iter().map(|_| AtomicU32::new(0)).collect()),
     };
+    // Where another process writes checkpoints, it is given the parts of this one.
+    let elsewhere = exchange.as_ref().filter(|exchange| !exchange.reports() && cuts.is_some()).map(Exchange::parts);
+    let makes_parts = on_part.is_some() || elsewhere.is_some();
+    let cutting = makes_parts.then_some(Cutting { cuts, gate, parts: to_keeper });
     let epoch = Instant::now();
     let mut gears = Vec::new();
     for (w, own) in program.workers.iter().enumerate() {
@@ -269,6 +300,7 @@ fn run(
                 replicas: replicas[stage.index()].clone(),
                 tied: tied_of(&ties, code, (w, stage.index())),
                 is_first: own.replica == 0,
+                begin: start.map(|start| start.begin(stage, own.replica, code, training)).transpose()?,
             })
         };
         gears.push(Equipment {
@@ -286,14 +318,22 @@ fn run(
             epoch,
             progress: progress.clone(),
             keep_gradients: training.keep_gradients,
+            cutting: cutting.clone(),
+            scale: start.and_then(|start| start.scale),
         });
     }
-    drop(events);
-    let mut losses = Losses::new(program);
+    drop((events, cutting));
+    let mut losses = Losses::new(program, done);
     let results = std::thread::scope(|scope| {
         if let Some(exchange) = &mut exchange {
             exchange.start(scope);
         }
+        // It ends when the last worker has.
+        let keeping = match (on_part, elsewhere) {
+            (Some(on_part), _) => Some(scope.spawn(move || parts.into_iter().for_each(on_part))),
+            (None, Some(elsewhere)) => Some(scope.spawn(move || parts.iter().for_each(|part| elsewhere(&part)))),
+            (None, None) => None,
+        };
         let threads: Vec<_> = gears
             .into_iter()
             .map(|gear| {
@@ -329,6 +369,10 @@ fn run(
             }
         }
         let results: Vec<_> = threads.into_iter().map(|(worker, name, thread)| (worker, join(name, thread))).collect();
+        // What others keep of checkpoints goes before what the workers leave.
+        if exchange.as_ref().is_some_and(|exchange| !exchange.reports()) {
+            keeping.into_iter().for_each(|keeping| _ = keeping.join());
+        }
         finish(exchange, results)
     });
     let seconds = epoch.elapsed().as_secs_f64();
@@ -514,12 +558,15 @@ fn check_states(codes: &[StageCode]) -> Result<(), TrainError> {
 struct Losses {
     microbatches: usize,
     open: BTreeMap<usize, Vec<Option<f64>>>,
+    /// Minibatches that were done before.
+    before: usize,
     done: Vec<f64>,
 }
 
 impl Losses {
-    fn new(program: &Program) -> Losses {
-        Losses { microbatches: program.microbatches.max(1) as usize, open: BTreeMap::new(), done: Vec::new() }
+    fn new(program: &Program, before: u32) -> Losses {
+        let microbatches = program.microbatches.max(1) as usize;
+        Losses { microbatches, open: BTreeMap::new(), before: before as usize, done: Vec::new() }
     }
 
     fn add(&mut self, item: u32, value: f64, seconds: f64, on_step: &mut dyn FnMut(StepDone)) {
@@ -527,13 +574,14 @@ impl Losses {
         self.open.entry(minibatch).or_insert_with(|| vec![None; self.microbatches])[at] = Some(value);
         // Replicas finish in any order; minibatches are told in theirs.
         while let Some(entry) = self.open.first_entry() {
-            let complete = *entry.key() == self.done.len() && entry.get().iter().all(Option::is_some);
+            let next = self.before + self.done.len();
+            let complete = *entry.key() == next && entry.get().iter().all(Option::is_some);
             if !complete {
                 break;
             }
             let values: Vec<f64> = entry.remove().into_iter().flatten().collect();
             let loss = values.iter().sum::<f64>() / values.len() as f64;
-            on_step(StepDone { step: self.done.len(), loss, seconds });
+            on_step(StepDone { step: next, loss, seconds });
             self.done.push(loss);
         }
     }

@@ -48,7 +48,9 @@ pub fn read(path: &Path) -> Result<BTreeMap<String, Tensor>, FileError> {
 pub fn write(path: &Path, tensors: &BTreeMap<String, Tensor>) -> Result<(), FileError> {
     let bytes = match extension(path) {
         "npz" => crate::data::npz::encode(path, tensors)?,
-        "safetensors" => encode_safetensors(path, tensors)?,
+        "safetensors" => {
+            encode(path, tensors.iter().map(|(name, tensor)| (name.clone(), Piece::of(tensor))).collect())?
+        }
         _ => return Err(FileError::Extension { path: path.to_path_buf() }),
     };
     write_whole(path, &bytes)
@@ -100,7 +102,11 @@ pub fn read_regular(path: &Path) -> Result<Vec<u8>, FileError> {
 const HEADER_LIMIT: u64 = 16 << 20;
 
 fn read_safetensors(path: &Path) -> Result<BTreeMap<String, Tensor>, FileError> {
-    let bytes = read_regular(path)?;
+    decode(path, &read_regular(path)?)
+}
+
+/// The tensors in the bytes of a safetensors file. `path` is for messages.
+pub fn decode(path: &Path, bytes: &[u8]) -> Result<BTreeMap<String, Tensor>, FileError> {
     let wrong = |fault: String| FileError::Safetensors { path: path.to_path_buf(), fault };
     let length = bytes.first_chunk::<8>().map(|b| u64::from_le_bytes(*b)).ok_or_else(|| wrong("too short".into()))?;
     if length > HEADER_LIMIT {
@@ -109,7 +115,7 @@ fn read_safetensors(path: &Path) -> Result<BTreeMap<String, Tensor>, FileError> 
     if let Some(header) = bytes.get(8..8 + length as usize) {
         refuse_duplicates(header).map_err(wrong)?;
     }
-    let file = SafeTensors::deserialize(&bytes).map_err(|e| wrong(e.to_string()))?;
+    let file = SafeTensors::deserialize(bytes).map_err(|e| wrong(e.to_string()))?;
     let mut tensors = BTreeMap::new();
     for (name, view) in file.tensors() {
         let dtype = from_safetensors(view.dtype()).ok_or_else(|| FileError::Array {
@@ -146,11 +152,29 @@ fn refuse_duplicates(header: &[u8]) -> Result<(), String> {
     serde::Deserializer::deserialize_map(&mut json, Names).map_err(|e| e.to_string())
 }
 
-fn encode_safetensors(path: &Path, tensors: &BTreeMap<String, Tensor>) -> Result<Vec<u8>, FileError> {
+/// A tensor of a file to be written.
+pub struct Piece<'a> {
+    /// Its element type.
+    pub dtype: DType,
+    /// Its shape.
+    pub shape: Vec<usize>,
+    /// Its bytes.
+    pub bytes: &'a [u8],
+}
+
+impl<'a> Piece<'a> {
+    /// The whole of a tensor.
+    pub fn of(tensor: &'a Tensor) -> Piece<'a> {
+        Piece { dtype: tensor.dtype(), shape: tensor.shape().to_vec(), bytes: tensor.bytes() }
+    }
+}
+
+/// The bytes of a safetensors file. `path` is for messages.
+pub fn encode(path: &Path, pieces: Vec<(String, Piece<'_>)>) -> Result<Vec<u8>, FileError> {
     let wrong = |fault: String| FileError::Safetensors { path: path.to_path_buf(), fault };
     let mut views = Vec::new();
-    for (name, tensor) in tensors {
-        let view = TensorView::new(to_safetensors(tensor.dtype()), tensor.shape().to_vec(), tensor.bytes());
+    for (name, Piece { dtype, shape, bytes }) in pieces {
+        let view = TensorView::new(to_safetensors(dtype), shape, bytes);
         views.push((name, view.map_err(|e| wrong(e.to_string()))?));
     }
     safetensors::serialize(views, None).map_err(|e| wrong(e.to_string()))

@@ -5,8 +5,11 @@
 //! when the peer delivers or is gone.
 
 use crate::buffer::{Buffer, Ledger};
+use crate::checkpoint::Part as CheckpointPart;
+use crate::checkpoint::cuts::{Cuts, Gate};
 use crate::data::Batches;
 use crate::desk::checkpoint::Checkpoint;
+use crate::desk::cut::Cut;
 use crate::desk::sum::Posting;
 use crate::desk::{Desk, Lag, Left, Manner, Place, Stepping};
 use crate::execute::ExecuteError;
@@ -15,6 +18,7 @@ use crate::norm::{LossScale, Norms, factor};
 use crate::optimizer::Optimizer;
 use crate::policy::Policy;
 use compiler::plan::StageId;
+use compiler::schedule::rest::{minibatch, version_at, versions_before};
 use compiler::schedule::rule::{Rule, dealt};
 use compiler::schedule::work::Part;
 use compiler::schedule::{EdgeId, Instruction, MicrobatchId, Payload, Program, Token, Version, WorkerId};
@@ -70,6 +74,22 @@ pub struct Equipment<'a> {
     pub progress: Arc<Vec<AtomicU32>>,
     /// Whether the averaged gradients of the last step are kept.
     pub keep_gradients: bool,
+    /// Where checkpoints are made of the run, if they are.
+    pub cutting: Option<Cutting<'a>>,
+    /// The scale of the loss, and good steps since it last changed, of a run that goes on.
+    pub scale: Option<(f64, u32)>,
+}
+
+/// Where checkpoints are made, and who takes their parts. Who gives a part waits while a whole checkpoint before it is still to be
+/// written: memory does not fill where disks are slow.
+#[derive(Clone)]
+pub struct Cutting<'a> {
+    /// After which minibatches; nowhere but where the run is told to stop, if nothing.
+    pub cuts: Option<Cuts>,
+    /// Where the run is told to stop.
+    pub gate: Option<&'a Gate<'a>>,
+    /// Where parts go.
+    pub parts: Sender<CheckpointPart>,
 }
 
 /// What a worker tells while it runs.
@@ -161,6 +181,8 @@ struct Worker<'a> {
     scale: Option<LossScale>,
     /// The last round whose step was agreed on, and what its gradients are multiplied by.
     agreed: Option<(u32, Option<f64>)>,
+    /// Minibatches that the gate has let in.
+    entered: u32,
 }
 
 /// Runs a worker's whole program.
@@ -174,16 +196,29 @@ pub fn run(mut gear: Equipment<'_>) -> Result<Outcome, WorkerError> {
         policy: gear.policy,
         microbatches: gear.program.microbatches,
         keeps_gradients: gear.keep_gradients,
+        window: match gear.cutting {
+            Some(_) => gear.program.stages.iter().map(|stage| stage.cap).max().unwrap_or(0) + 1,
+            None => 0,
+        },
     };
     let desks = places.into_iter().map(|place| Desk::new(place, manner, &ledger)).collect();
-    let (rule, scale) = (Rule::of(gear.program), gear.scales_loss.then(|| LossScale::new(gear.policy.loss_scaling)));
+    let scaling = gear.policy.loss_scaling;
+    let scale = gear.scale.map_or(LossScale::new(scaling), |kept| LossScale::resumed(scaling, kept));
+    let (rule, scale) = (Rule::of(gear.program), gear.scales_loss.then_some(scale));
     let mut worker =
-        Worker { name, desks, pending: HashMap::new(), spans: Vec::new(), rule, scale, agreed: None, gear };
+        Worker { name, desks, pending: HashMap::new(), spans: Vec::new(), rule, scale, agreed: None, entered: 0, gear };
     for (at, instruction) in instructions.iter().enumerate() {
         worker.gear.progress[worker.gear.id.index()].store(at as u32, Ordering::Relaxed);
-        worker.step(at, *instruction)?;
+        match worker.goes_on(instruction) {
+            true => worker.step(at, *instruction)?,
+            false => worker.pass_over(*instruction)?,
+        }
     }
     let gone = worker.gone();
+    for desk in &mut worker.desks {
+        desk.finish().map_err(|_| gone.clone())?;
+    }
+    worker.give_parts();
     let stages = worker.desks.into_iter().map(Desk::leave).collect::<Result<_, _>>().map_err(|_| gone)?;
     Ok(Outcome { stages, held_bytes: ledger.peak(), spans: worker.spans })
 }
@@ -235,6 +270,7 @@ impl<'a> Worker<'a> {
                 let rate = self.rate(stage, round);
                 let step = Stepping { round, count, rate, from: from.0, in_place, factor };
                 self.desk(at, stage)?.update(step);
+                self.cut(stage, to.0);
                 let _ = self.gear.events.send(Event::Stepped { worker: self.gear.id, version: to.0 });
                 self.spend(Work::Step(stage, to.0), start);
             }
@@ -284,25 +320,118 @@ impl<'a> Worker<'a> {
         let lag = self.lag(work.stage, work.item);
         let gone = self.gone();
         let desk = self.desk(at, work.stage)?;
-        let needs = part == Part::Forward || !lag.is_stashed;
-        if needs && !desk.has(version.0) {
+        let has = match part {
+            Part::Forward => desk.can_run(item, version.0),
+            _ => lag.is_stashed || desk.has(version.0),
+        };
+        if !has {
             return Err(self.bug(at, "version is gone"));
         }
+        let is_behind = part == Part::Forward && self.is_behind_cut(work.stage, work.item);
         let done = match part {
             Part::Forward => {
                 let place = self.desks.iter().position(|desk| desk.stage == work.stage).unwrap_or(0);
                 let (rule, desk) = (&self.rule, &mut self.desks[place]);
                 desk.catch_up(&|stage| rule.version(stage, work.item).0).map_err(|_| gone)?;
-                desk.forward(item, version.0, lag)
+                desk.forward(item, version.0, lag, is_behind)
             }
-            _ => desk.backward(item, part, version.0, lag).map(|()| None),
+            _ => self.desk(at, work.stage)?.backward(item, part, version.0, lag).map(|()| None),
         };
+        self.give_parts();
         let loss = done.map_err(|fault| WorkerError::Execute { worker: self.name.clone(), fault })?;
         if let Some(value) = loss {
             let _ = self.gear.events.send(Event::Loss { item, value });
         }
         self.spend(Work::Compute(work), start);
         Ok(())
+    }
+
+    /// Whether an instruction is run, or passed over because the run was told to stop before its minibatch.
+    fn goes_on(&mut self, instruction: &Instruction) -> bool {
+        let Some(gate) = self.gear.cutting.as_ref().and_then(|cutting| cutting.gate) else { return true };
+        match (minibatch(&self.rule, instruction), instruction) {
+            (Some(of), _) if of < self.entered => true,
+            (Some(of), _) => {
+                let may = gate.enter(of);
+                self.entered = self.entered.max(if may { of.saturating_add(1) } else { 0 });
+                may
+            }
+            (None, Instruction::Wait { token }) => self.pending.contains_key(token) || gate.end().is_none(),
+            (None, Instruction::Checkpoint { stage, version }) => {
+                gate.end().is_none_or(|end| *version <= version_at(&self.rule, *stage, end))
+            }
+            _ => true,
+        }
+    }
+
+    /// Of what comes behind the end of the run, forwards would see weights that are gone when its checkpoint is made.
+    fn pass_over(&mut self, instruction: Instruction) -> Result<(), WorkerError> {
+        let Instruction::Forward { stage, item, version, .. } = instruction else { return Ok(()) };
+        let end = self.gear.cutting.as_ref().and_then(|cutting| cutting.gate).and_then(Gate::end);
+        let newest = end.map_or(0, |end| version_at(&self.rule, stage, end).0);
+        let lag = self.lag(stage, item);
+        let gone = self.gone();
+        let Some(desk) = self.desks.iter_mut().find(|desk| desk.stage == stage) else { return Ok(()) };
+        if desk.newest_version() < newest && desk.can_run(item.0, version.0) {
+            let rule = &self.rule;
+            desk.catch_up(&|stage| rule.version(stage, item).0).map_err(|_| gone)?;
+            desk.hold(item.0, version.0, lag);
+        }
+        self.give_parts();
+        Ok(())
+    }
+
+    /// Minibatches after so many rounds of a stage.
+    fn minibatches(&self, stage: StageId, rounds: u32) -> u32 {
+        match self.rule.schedule.is_round_robin() {
+            true => rounds.saturating_mul(self.rule.stages[stage.index()].replicas),
+            false => rounds,
+        }
+    }
+
+    /// Whether the item comes behind a cut at which the stage has not come yet.
+    fn is_behind_cut(&self, stage: StageId, item: MicrobatchId) -> bool {
+        let Some(cuts) = self.gear.cutting.as_ref().and_then(|cutting| cutting.cuts) else { return false };
+        let Some(desk) = self.desks.iter().find(|desk| desk.stage == stage) else { return false };
+        let newest = desk.newest_version();
+        let own = item.0 / self.rule.microbatches.max(1);
+        newest < self.rule.round(stage, item)
+            && cuts.after(self.minibatches(stage, newest)).is_some_and(|cut| cut <= own)
+    }
+
+    /// The stage has stepped to this version: gives its part, where a cut is there.
+    fn cut(&mut self, stage: StageId, version: u32) {
+        let Some(Cutting { cuts, gate, .. }) = &self.gear.cutting else { return };
+        let minibatches = self.minibatches(stage, version);
+        let is_end = || gate.is_some_and(|gate| gate.end() == Some(minibatches));
+        if !(cuts.is_some_and(|cuts| cuts.is_at(minibatches)) || is_end()) {
+            return;
+        }
+        let next = cuts.and_then(|cuts| cuts.after(minibatches)).unwrap_or(u32::MAX);
+        let replica = self.gear.program.workers[self.gear.id.index()].replica;
+        let older = |replica| versions_before(&self.rule, stage, replica, minibatches).map(|(i, v)| (i.0, v.0));
+        let cut = Cut {
+            minibatches,
+            version,
+            replica,
+            older: older(replica).collect(),
+            given: if replica > 0 { older(0).map(|(_, version)| version).collect() } else { Vec::new() },
+            next: next.saturating_mul(self.rule.microbatches),
+            scale: self.scale.map(|scale| scale.kept()),
+        };
+        if let Some(desk) = self.desks.iter_mut().find(|desk| desk.stage == stage) {
+            desk.cut(cut);
+        }
+        self.give_parts();
+    }
+
+    /// Hands on what is whole of checkpoints.
+    fn give_parts(&mut self) {
+        let Some(cutting) = &self.gear.cutting else { return };
+        for part in self.desks.iter_mut().flat_map(Desk::parts) {
+            // Who writes them may be gone; training goes on.
+            let _ = cutting.parts.send(part);
+        }
     }
 
     /// How far the item's forward at the stage is from its update.

@@ -164,6 +164,7 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Failure> {
         optimizer: &optimizer,
         keep_gradients: false,
         checkpoints: None,
+        keeping: None,
         frozen: &[],
     };
     let prepared = training::prepare(&mut task)?;

@@ -1,6 +1,8 @@
 //! `pipec train`: trains a model under a plan.
 
 use crate::arguments::Import;
+use crate::checkpoints::{self, Keeping};
+use crate::cmd::checkpoints::CheckpointArguments;
 use crate::cmd::optimizer::OptimizerArguments;
 use crate::cmd::partition::{self, Question};
 use crate::cmd::policy::PolicyArguments;
@@ -111,7 +113,7 @@ pub struct Arguments {
     /// Whether running variances follow the biased batch variance (onnx) or the unbiased one (torch)
     #[arg(long, value_name = "RULE", default_value = "onnx", value_parser = ["onnx", "torch"], help_heading = "Updates")]
     bn_variance: String,
-    /// Initial weights by name: .npz or .safetensors [default: those of the model]
+    /// Initial weights by name: .npz, .safetensors or the folder of a checkpoint [default: those of the model]
     #[arg(long, value_name = "FILE", help_heading = "Weights and results")]
     weights: Option<PathBuf>,
     /// Parameters that are not trained: names, or prefix* for all that start so
@@ -123,10 +125,8 @@ pub struct Arguments {
     /// Write the gradients of the last minibatch by parameter name
     #[arg(long, value_name = "FILE", help_heading = "Weights and results")]
     save_gradients: Option<PathBuf>,
-    /// Write the trained weights to weights.safetensors in this folder, which is made where it is missing, and there also what a
-    /// program of one's own writes on its way, as stage-N-version-N.safetensors
-    #[arg(long, value_name = "FOLDER", help_heading = "Weights and results")]
-    checkpoint_dir: Option<PathBuf>,
+    #[command(flatten)]
+    checkpoints: CheckpointArguments,
     /// Write a JSON object for every minibatch, and one with totals at the end
     #[arg(long, value_name = "FILE", help_heading = "Weights and results")]
     metrics: Option<PathBuf>,
@@ -147,13 +147,16 @@ pub struct Arguments {
 }
 
 /// Trains, prints, writes; again where processes of the run died and may be started again.
-pub fn run(arguments: Box<Arguments>, screen: &Screen) -> Result<(), Failure> {
+pub fn run(mut arguments: Box<Arguments>, screen: &Screen) -> Result<(), Failure> {
     let seat = Seat::find(&arguments.processes)?;
     let silent = Screen::silent();
     let screen = if seat.reports() { screen } else { &silent };
-    let mut restarts = 0;
+    let mut restarts = seat.restarts();
     loop {
-        match once(&arguments, &seat, screen) {
+        if restarts > 0 {
+            arguments.checkpoints.go_on();
+        }
+        match once(&arguments, &seat, restarts, screen) {
             Err(failure) if failure.may_pass && restarts < arguments.processes.max_restarts => {
                 restarts += 1;
                 screen.warn(&format!("{}; restart {restarts} of {}", failure.line(), arguments.processes.max_restarts));
@@ -163,8 +166,14 @@ pub fn run(arguments: Box<Arguments>, screen: &Screen) -> Result<(), Failure> {
     }
 }
 
-fn once(arguments: &Arguments, seat: &Seat, screen: &Screen) -> Result<(), Failure> {
+fn once(arguments: &Arguments, seat: &Seat, restarts: u32, screen: &Screen) -> Result<(), Failure> {
     let optimizer = arguments.optimizer.build()?;
+    let resume = arguments.checkpoints.resumes()?;
+    if let (None, Some(folder), Some(_)) =
+        (resume, &arguments.checkpoints.checkpoint_dir, arguments.checkpoints.checkpoint_every)
+    {
+        checkpoints::refuse_other_runs(folder)?;
+    }
     if arguments.data.is_none() && !arguments.synthetic_data {
         return Err(Failure::input("no data is given").help(
             "`--data train.npz` has arrays named like the model's inputs; `--synthetic-data` trains on made-up data",
@@ -227,6 +236,9 @@ fn once(arguments: &Arguments, seat: &Seat, screen: &Screen) -> Result<(), Failu
         (None, Counted::One(loss, axis)) => (Some(loss), arguments.class_dim.or(axis)),
         (said, _) => (said, arguments.class_dim),
     };
+    let tell = |saved: &_| checkpoints::say(saved, screen);
+    let CheckpointArguments { checkpoint_dir, checkpoint_every, keep, .. } = &arguments.checkpoints;
+    let keeping = checkpoint_dir.as_deref().zip(*checkpoint_every);
     let mut task = Task {
         loaded: &loaded,
         weights: &weights,
@@ -256,22 +268,33 @@ fn once(arguments: &Arguments, seat: &Seat, screen: &Screen) -> Result<(), Failu
         seed: arguments.seed,
         optimizer: &optimizer,
         keep_gradients: arguments.save_gradients.is_some(),
-        checkpoints: arguments.checkpoint_dir.as_deref(),
+        checkpoints: checkpoint_dir.as_deref(),
+        keeping: keeping.map(|(folder, every)| Keeping { folder, every, keep: *keep, tell: &tell }),
         frozen: &arguments.freeze,
     };
-    let prepared = training::prepare(&mut task)?;
+    let mut prepared = training::prepare(&mut task)?;
     let own = training_differs(&task, arguments).then(|| prepared.reckoned(&optimizer));
     if let Some(own) = &own {
         within(&plan, own)?;
     }
     remarks(&task, &prepared, screen);
     arguments.policy.remarks(schedule, screen);
-    if let Some(folder) = &arguments.checkpoint_dir {
+    if let Some(folder) = checkpoint_dir {
         fs::create_dir_all(folder).map_err(|error| Failure::file("make the folder", folder, error))?;
+    }
+    prepared.begun = match resume {
+        Some(resume) => checkpoints::begin(resume, &task, &prepared, screen)?,
+        None => None,
+    };
+    if let Some(keeping) = &task.keeping {
+        checkpoints::remarks(keeping, &prepared, screen);
     }
     let metrics = arguments.metrics.as_deref().filter(|_| seat.reports());
     let run = |group| watched(&task, &prepared, metrics, group, screen);
-    let Some(done) = seat.run(&arguments.processes, (&task, &prepared), screen, run)? else { return Ok(()) };
+    let Some(done) = seat.run(&arguments.processes, (&task, &prepared), restarts, screen, run)? else { return Ok(()) };
+    if let Some(ended) = &done.ended {
+        return Err(ended.told(&prepared));
+    }
     let trained = &done.trained;
     let write = |path: &Path, tensors| {
         weights::write(path, tensors).map_err(|error| Failure::input("cannot write the result").because(error))
@@ -285,7 +308,7 @@ fn once(arguments: &Arguments, seat: &Seat, screen: &Screen) -> Result<(), Failu
         write(path, &trained.gradients)?;
         written.push((path.clone(), "gradients"));
     }
-    if let Some(folder) = &arguments.checkpoint_dir {
+    if let Some(folder) = checkpoint_dir {
         let path = folder.join("weights.safetensors");
         write(&path, &trained.weights)?;
         written.push((path, "checkpoint"));
@@ -386,10 +409,10 @@ pub fn watched(
     group: Option<Group>,
     screen: &Screen,
 ) -> Result<Option<Done>, Failure> {
-    let open =
-        |path: &Path| File::create(path).map(BufWriter::new).map_err(|error| Failure::file("write", path, error));
-    let mut file = metrics.map(open).transpose()?;
+    let first = prepared.first();
+    let mut file = metrics.map(|path| opened(path, first)).transpose()?;
     let bar = screen.progress(u64::from(prepared.steps), BAR);
+    bar.set_position(first as u64);
     let mut told = Instant::now();
     let mut fault = None;
     let mut line = |value: serde_json::Value| {
@@ -400,7 +423,7 @@ pub fn watched(
         }
     };
     let done = training::run(task, prepared, group, &mut |step: StepDone| {
-        let samples = prepared.batch as f64 * (step.step + 1) as f64;
+        let samples = prepared.batch as f64 * (step.step + 1 - first) as f64;
         let rate = if step.seconds > 0.0 { samples / step.seconds } else { 0.0 };
         line(json!({"step": step.step, "loss": step.loss, "seconds": step.seconds, "samples_per_s": rate}));
         bar.set_message(format!("loss {:.4}", step.loss));
@@ -413,7 +436,9 @@ pub fn watched(
     });
     bar.finish_and_clear();
     let Some(done) = done? else { return Ok(None) };
-    line(json!({"total": totals(task.plan, prepared, &done)}));
+    if done.ended.is_none() {
+        line(json!({"total": totals(task.plan, prepared, &done)}));
+    }
     let flushed = file.map_or(Ok(()), |mut file| file.flush());
     match (fault.or(flushed.err()), metrics) {
         (Some(error), Some(path)) => Err(Failure::file("write", path, error)),
@@ -421,11 +446,28 @@ pub fn watched(
     }
 }
 
+/// The file of metrics. A run that goes on keeps the lines of the steps before it.
+fn opened(path: &Path, first: usize) -> Result<BufWriter<File>, Failure> {
+    let fail = |error| Failure::file("write", path, error);
+    let before = |line: &&str| {
+        let step = serde_json::from_str::<serde_json::Value>(line).ok().and_then(|line| line["step"].as_u64());
+        step.is_some_and(|step| step < first as u64)
+    };
+    let kept = match first {
+        0 => String::new(),
+        _ => fs::read_to_string(path).unwrap_or_default(),
+    };
+    let mut file = File::create(path).map(BufWriter::new).map_err(fail)?;
+    kept.lines().filter(before).try_for_each(|line| writeln!(file, "{line}")).map_err(fail)?;
+    Ok(file)
+}
+
 fn totals(plan: &Plan, prepared: &Prepared, done: &Done) -> serde_json::Value {
     let (schedule, microbatches) = prepared.order();
     let stage = |stage: &Stage| json!({"ops": stage.ops, "devices": stage.devices});
     json!({
         "steps": prepared.steps,
+        "resumed_after": prepared.first(),
         "epochs": f64::from(prepared.steps) / prepared.per_epoch.max(1) as f64,
         "first_loss": done.trained.losses.first(),
         "last_loss": done.trained.losses.last(),
@@ -490,9 +532,14 @@ fn held(plan: &Plan, own: Option<&[u64]>, workers: &[u64]) -> String {
 fn report(plan: &Plan, own: Option<&[u64]>, prepared: &Prepared, done: &Done, screen: &Screen) -> Result<(), Failure> {
     let losses = &done.trained.losses;
     let (first, last) = (losses.first().copied().unwrap_or(0.0), losses.last().copied().unwrap_or(0.0));
+    if losses.is_empty() {
+        screen.text(&format!("nothing is left to train: all {} steps were done", prepared.steps));
+        screen.json(&totals(plan, prepared, done));
+        return Ok(());
+    }
     screen.text(&format!(
         "trained {} of {} in {}: loss {} to {}, {} samples/s",
-        stages::plural(u64::from(prepared.steps), "step", "steps"),
+        stages::plural(losses.len() as u64, "step", "steps"),
         stages::plural(prepared.batch, "sample", "samples"),
         quantity::time(done.trained.seconds * 1e6),
         quantity::short(first),
@@ -509,8 +556,10 @@ fn report(plan: &Plan, own: Option<&[u64]>, prepared: &Prepared, done: &Done, sc
     screen.json(&totals(plan, prepared, done));
     match losses.iter().position(|loss| !loss.is_finite()) {
         None => Ok(()),
-        Some(step) => Err(Failure::no(format!("training diverged: the loss of step {step} is {}", losses[step]))
-            .help("a smaller `--lr` is the first thing to try")),
+        Some(at) => {
+            Err(Failure::no(format!("training diverged: the loss of step {} is {}", prepared.first() + at, losses[at]))
+                .help("a smaller `--lr` is the first thing to try"))
+        }
     }
 }
 

@@ -32,6 +32,7 @@ use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet, BinaryHeap, VecDeque};
 
 use crate::plan::StageId;
+use crate::schedule::ends::with_ends;
 use crate::schedule::order::{Layout, Order};
 use crate::schedule::rule::Rule;
 use crate::schedule::work::{Part, Work};
@@ -303,7 +304,8 @@ impl<'a> Writer<'a> {
         while !self.reducing.is_empty() {
             self.apply();
         }
-        self.drop_versions()
+        let newest = Version(self.applied);
+        with_ends(self.out, |_| newest)
     }
 
     fn stage(&mut self, stage: StageId) -> &mut Rounds {
@@ -410,37 +412,6 @@ impl<'a> Writer<'a> {
         let (from, to) = (Version(round), Version(round + 1));
         let count = self.lists.rule.count(stage, round);
         self.out.push(Instruction::Step { stage, round, from, to, count, in_place: false });
-    }
-
-    /// Gives every version but the last its end: after its last use, or in the Step that makes the next from it.
-    fn drop_versions(self) -> Vec<Instruction> {
-        let mut last_use: BTreeMap<(StageId, Version), usize> = BTreeMap::new();
-        for (at, instruction) in self.out.iter().enumerate() {
-            if let Instruction::Step { stage, from, .. } = *instruction {
-                last_use.insert((stage, from), at);
-            } else if let Some((work, version, _)) = instruction.work() {
-                last_use.insert((work.stage, version), at);
-            }
-        }
-        let newest = Version(self.applied);
-        let ends = last_use.into_iter().filter(|((_, version), _)| *version != newest);
-        let mut ends: Vec<(usize, (StageId, Version))> = ends.map(|(used, at)| (at, used)).collect();
-        ends.sort_unstable();
-        let mut ends = ends.into_iter().peekable();
-        let mut out = Vec::with_capacity(self.out.len() + ends.len());
-        for (at, mut instruction) in self.out.into_iter().enumerate() {
-            let ending = ends.next_if(|&(end, _)| end == at);
-            if let (Instruction::Step { in_place, .. }, Some(_)) = (&mut instruction, ending) {
-                *in_place = true;
-                out.push(instruction);
-                continue;
-            }
-            out.push(instruction);
-            if let Some((_, (stage, version))) = ending {
-                out.push(Instruction::Drop { stage, version });
-            }
-        }
-        out
     }
 }
 

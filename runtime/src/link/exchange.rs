@@ -9,8 +9,10 @@ use super::frame::{FrameReader, FrameWriter, Kind};
 use super::group::{Group, doing};
 use super::leaving::{self, Leaving};
 use super::line::{self, Outbound, Patient};
+use super::parts::{self, PartForm};
 use super::rendezvous::{Forward, Rendezvous};
 use super::switchboard::{Gathering, Hall, Route, Routes};
+use crate::checkpoint::Part;
 use crate::compile::StageCode;
 use crate::worker::{Event, Outcome};
 use compiler::op::Value;
@@ -52,12 +54,14 @@ struct Line<'a> {
 }
 
 impl<'a> Exchange<'a> {
-    /// With a group that has come together. Process 0 tells `events` of losses of all workers.
+    /// With a group that has come together. Process 0 tells `events` of losses of all workers, and gives the parts of their checkpoints to
+    /// the keeper.
     pub fn new(
         group: Group,
         program: &'a Program,
         codes: &'a [StageCode],
         events: &Sender<Event>,
+        keeper: Option<Sender<Part>>,
     ) -> Result<Exchange<'a>, LinkError> {
         let mut group = group;
         let (leave, outcomes) = unbounded();
@@ -76,6 +80,8 @@ impl<'a> Exchange<'a> {
                 workers: leaving.collect(),
                 events: Some(events.clone()).filter(|_| !workers.is_empty()),
                 outcomes: leave.clone(),
+                parts: keeper.clone().filter(|_| !workers.is_empty()),
+                form: PartForm::of(program, codes, &workers),
             });
             let routes = Routes {
                 process,
@@ -238,6 +244,15 @@ impl<'a> Exchange<'a> {
         let mut head = item.to_le_bytes().to_vec();
         head.extend(value.to_le_bytes());
         self.send(0, Outbound::of(Kind::Loss, head));
+    }
+
+    /// Gives parts of checkpoints to process 0.
+    pub fn parts(&self) -> impl Fn(&Part) + Send + 'static {
+        let queue = self.queues.get(&0).cloned();
+        move |part: &Part| {
+            // Where nobody reads the queue any more, the run is over.
+            queue.iter().for_each(|queue| _ = queue.send(Outbound::of(Kind::Checkpoint, parts::pack(part))));
+        }
     }
 
     fn send(&self, process: usize, frame: Outbound) {

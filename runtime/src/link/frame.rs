@@ -105,6 +105,8 @@ kinds! {
     Abort = 15,
     /// The run is over, and well.
     Bye = 16,
+    /// What a worker gives of a stage to a checkpoint.
+    Checkpoint = 17,
 }
 
 /// Writes frames.

@@ -12,8 +12,10 @@ use super::frame::{FrameError, FrameReader, Kind};
 use super::group::{Progress, verdict};
 use super::leaving::Leaving;
 use super::line::Patient;
+use super::parts::{self, PartForm};
 use super::rendezvous::Rendezvous;
 use super::ring::Ring;
+use crate::checkpoint::Part;
 use crate::worker::{Event, Outcome};
 use compiler::op::Value;
 use crossbeam_channel::Sender;
@@ -82,6 +84,10 @@ pub struct Gathering<'a> {
     pub events: Option<Sender<Event>>,
     /// Who is told of what workers leave.
     pub outcomes: Sender<(usize, Outcome)>,
+    /// Who takes the parts of checkpoints, where they are made; gone when the last worker has left.
+    pub parts: Option<Sender<Part>>,
+    /// What parts may hold.
+    pub form: PartForm<'a>,
 }
 
 /// Everything that may come from one process.
@@ -148,7 +154,8 @@ impl Routes<'_> {
         let messages = self.channels.values().map(message);
         let parts = self.meetings.values().map(|(meeting, _)| meeting.most().saturating_add(16));
         let left = self.gathering.as_ref().map(|_| self.most_left);
-        messages.chain(parts).chain(left).max().unwrap_or(0).max(SHORT) as u64
+        let kept = self.gathering.as_ref().filter(|of| of.parts.is_some()).map(|of| of.form.most());
+        messages.chain(parts).chain(left).chain(kept).max().unwrap_or(0).max(SHORT) as u64
     }
 
     /// Takes one frame; says whether more is to come.
@@ -188,7 +195,9 @@ impl Routes<'_> {
                 }
                 fields.end()?;
             }
-            Kind::Loss | Kind::Tensor | Kind::Spans | Kind::Left => self.gather(kind, &mut fields)?,
+            Kind::Loss | Kind::Tensor | Kind::Spans | Kind::Left | Kind::Checkpoint => {
+                self.gather(kind, &mut fields)?
+            }
             Kind::Abort => {
                 let process = Some(fields.u32("who is to blame")?).filter(|process| *process != NOBODY);
                 let what = fields.text("why the run ended")?;
@@ -222,6 +231,13 @@ impl Routes<'_> {
             }
             return Ok(());
         }
+        if kind == Kind::Checkpoint {
+            let parts = gathering.parts.as_ref().ok_or(FrameError::Unexpected { kind })?;
+            let part = parts::unpack(&gathering.form, fields)?;
+            // Waits while a checkpoint before it is written. Where nobody writes any more the run is over.
+            let _ = parts.send(part);
+            return Ok(());
+        }
         let worker = fields.u32("the worker")? as usize;
         let unknown = || FrameError::Field { what: "the worker" };
         let leaving = gathering.workers.get_mut(&worker).ok_or_else(unknown)?;
@@ -234,7 +250,7 @@ impl Routes<'_> {
                 let leaving = gathering.workers.remove(&worker).ok_or_else(unknown)?;
                 let _ = gathering.outcomes.send((worker, leaving.done(held)?));
                 if gathering.workers.is_empty() {
-                    gathering.events = None;
+                    (gathering.events, gathering.parts) = (None, None);
                 }
                 Ok(())
             }

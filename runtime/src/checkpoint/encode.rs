@@ -1,0 +1,146 @@
+//! The parts of a checkpoint as files of named tensors, and back.
+
+use crate::buffer::Buffer;
+use crate::checkpoint::Part;
+use crate::compile::{Named, StageCode};
+use crate::optimizer::Optimizer;
+use crate::stepper::wide;
+use crate::weights::{FileError, Piece, encode};
+use compiler::tensor::{DType, Tensor};
+use std::collections::BTreeMap;
+use std::path::Path;
+
+/// How many updates a parameter has seen.
+pub const STEP: &str = "step";
+/// The moving average of a parameter's steps.
+pub const DRIFT: &str = "drift";
+
+/// What was in flight on a replica of a stage.
+#[derive(Debug, Default)]
+pub struct Flight {
+    /// Older versions of the stage.
+    pub versions: BTreeMap<u32, BTreeMap<String, Tensor>>,
+    /// What forwards computed with where that is no version, by item.
+    pub forwards: BTreeMap<u32, BTreeMap<String, Tensor>>,
+    /// Older versions of shared parameters that have versions of their own, by name.
+    pub shared: BTreeMap<String, BTreeMap<u32, Tensor>>,
+}
+
+/// What a file of a checkpoint is for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Holds {
+    /// Parameters and states by the model's names.
+    Weights,
+    /// What moves the parameters.
+    Optimizer,
+    /// What was in flight.
+    InFlight,
+}
+
+impl Holds {
+    /// The name of the file.
+    pub fn file_name(self, stage: u32, replica: u32) -> String {
+        match (self, replica) {
+            (Holds::Weights, _) => format!("stage-{stage}.safetensors"),
+            (Holds::Optimizer, _) => format!("stage-{stage}.optimizer.safetensors"),
+            (Holds::InFlight, 0) => format!("stage-{stage}.in-flight.safetensors"),
+            (Holds::InFlight, _) => format!("stage-{stage}.replica-{replica}.in-flight.safetensors"),
+        }
+    }
+}
+
+/// The bytes of the files of a part. A state that follows nothing is as it was `given`, and not rounded.
+pub fn files(
+    part: &Part,
+    code: &StageCode,
+    optimizer: &Optimizer,
+    given: &BTreeMap<String, Tensor>,
+) -> Result<Vec<(Holds, Vec<u8>)>, FileError> {
+    let mut files = Vec::new();
+    let path = |holds: Holds| holds.file_name(part.stage.0, part.replica);
+    if let Some(whole) = &part.whole {
+        let mut pieces = Vec::new();
+        for ((named, weight), moves) in code.parameters.iter().zip(&whole.weights).zip(&whole.moves) {
+            pieces.push((named.name.clone(), piece(named, moves.master.as_ref().unwrap_or(weight))));
+        }
+        for (at, (named, state)) in code.states.iter().zip(&whole.states).enumerate() {
+            let stays = code.follows.iter().all(|follow| follow.state != at);
+            let given = given.get(&named.name).filter(|_| stays);
+            pieces.push((named.name.clone(), given.map_or_else(|| piece(named, state), Piece::of)));
+        }
+        files.push((Holds::Weights, encode(Path::new(&path(Holds::Weights)), pieces)?));
+        let counts: Vec<[u8; 8]> = whole.moves.iter().map(|of| i64::from(of.updates).to_le_bytes()).collect();
+        let mut pieces = Vec::new();
+        for ((named, moves), count) in code.parameters.iter().zip(&whole.moves).zip(&counts) {
+            let kinds = optimizer.names().iter().copied().zip(&moves.state);
+            for (kind, state) in kinds.chain(moves.drift.iter().map(|drift| (DRIFT, drift))) {
+                pieces.push((format!("{}/{kind}", named.name), piece(named, state)));
+            }
+            let count = Piece { dtype: DType::I64, shape: Vec::new(), bytes: count };
+            pieces.push((format!("{}/{STEP}", named.name), count));
+        }
+        files.push((Holds::Optimizer, encode(Path::new(&path(Holds::Optimizer)), pieces)?));
+    }
+    let mut pieces = Vec::new();
+    let versions = part.versions.iter().map(|(version, weights)| (format!("v{version}"), weights));
+    let forwards = part.forwards.iter().map(|(item, weights)| (format!("item{item}"), weights));
+    for (prefix, weights) in versions.chain(forwards) {
+        // A shared parameter that has versions of its own has an empty place in those of the stage.
+        let known = code.parameters.iter().zip(weights).filter(|(named, weight)| weight.len() == named.bytes);
+        pieces.extend(known.map(|(named, weight)| (format!("{prefix}/{}", named.name), piece(named, weight))));
+    }
+    for (&at, versions) in &part.shared {
+        let named = &code.parameters[at];
+        let older = versions.iter();
+        pieces.extend(older.map(|(of, weight)| (format!("shared{of}/{}", named.name), piece(named, weight))));
+    }
+    if !pieces.is_empty() {
+        files.push((Holds::InFlight, encode(Path::new(&path(Holds::InFlight)), pieces)?));
+    }
+    Ok(files)
+}
+
+/// What was in flight, from the tensors of its file; a name that says nothing of the kind is the error.
+pub fn flight(tensors: BTreeMap<String, Tensor>) -> Result<Flight, String> {
+    let mut flight = Flight::default();
+    for (name, tensor) in tensors {
+        let (what, parameter) = name.split_once('/').ok_or_else(|| name.clone())?;
+        let number = |prefix: &str| what.strip_prefix(prefix).and_then(|number| number.parse::<u32>().ok());
+        let parameter = parameter.to_string();
+        if let Some(version) = number("v") {
+            flight.versions.entry(version).or_default().insert(parameter, tensor);
+        } else if let Some(item) = number("item") {
+            flight.forwards.entry(item).or_default().insert(parameter, tensor);
+        } else if let Some(version) = number("shared") {
+            flight.shared.entry(parameter).or_default().insert(version, tensor);
+        } else {
+            return Err(name);
+        }
+    }
+    Ok(flight)
+}
+
+fn piece<'a>(named: &Named, buffer: &'a Buffer) -> Piece<'a> {
+    let shape = named.fact.concrete().expect("sizes were checked when the graph was compiled");
+    let dtype = if buffer.len() == named.bytes { named.fact.dtype } else { wide(named.fact.dtype) };
+    Piece { dtype, shape, bytes: buffer.bytes() }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_in_flight_is_told_by_its_name() {
+        let tensor = || Tensor::from_f32(&[1], &[1.0]);
+        let of = |names: &[&str]| flight(names.iter().map(|name| (name.to_string(), tensor())).collect());
+        let read = of(&["v5/a/b.weight", "v5/c", "item7/c", "shared3/c", "shared4/c"]).unwrap();
+        assert_eq!(read.versions[&5].keys().collect::<Vec<_>>(), ["a/b.weight", "c"]);
+        assert_eq!(read.forwards[&7].keys().collect::<Vec<_>>(), ["c"]);
+        assert_eq!(read.shared["c"].keys().collect::<Vec<_>>(), [&3, &4]);
+        for wrong in ["c", "v/c", "v-1/c", "v99999999999/c", "w5/c", "/c", ""] {
+            assert_eq!(of(&["v5/c", wrong]).unwrap_err(), wrong);
+        }
+    }
+}

@@ -1,0 +1,175 @@
+//! Finding checkpoints in a folder, and reading one whole: every file has the length and the hash that its manifest says.
+
+use crate::checkpoint::encode::{Flight, Holds, flight};
+use crate::checkpoint::manifest::{FILE, LARGEST, Listed, Manifest, sha256};
+use crate::checkpoint::start::Start;
+use crate::weights;
+use compiler::tensor::Tensor;
+use std::collections::BTreeMap;
+use std::fs::{self, File};
+use std::io::{self, Read};
+use std::path::{Path, PathBuf};
+use thiserror::Error;
+
+/// Why a folder is no checkpoint to go on from.
+#[derive(Debug, Error)]
+#[allow(missing_docs)]
+pub enum FindError {
+    #[error("cannot read {path}: {fault}")]
+    Read { path: PathBuf, fault: io::Error },
+    #[error("{path}: {fault}")]
+    Manifest { path: PathBuf, fault: String },
+    #[error("{path} is missing")]
+    Missing { path: PathBuf },
+    #[error("{path} has {got} bytes, its manifest says {expected}")]
+    Length { path: PathBuf, got: u64, expected: u64 },
+    #[error("{path} is not what was written: its sha256 is {got}, its manifest says {expected}")]
+    Hash { path: PathBuf, got: String, expected: String },
+    #[error(transparent)]
+    Tensors(#[from] weights::FileError),
+    #[error("{path} has a tensor `{name}`, which is no name of what is in flight")]
+    Name { path: PathBuf, name: String },
+    #[error("{path}: `{name}` is in another file of the checkpoint too, and differs")]
+    Twice { path: PathBuf, name: String },
+}
+
+/// What a checkpoint begins its name with.
+const PREFIX: &str = "step-";
+
+/// The name of the checkpoint after so many minibatches.
+pub fn name(minibatches: u32) -> String {
+    format!("{PREFIX}{minibatches:08}")
+}
+
+/// The minibatches in the name of a checkpoint.
+pub fn minibatches(name: &str) -> Option<u32> {
+    let digits = name.strip_prefix(PREFIX)?;
+    let is_number = digits.len() >= 8 && digits.bytes().all(|digit| digit.is_ascii_digit());
+    is_number.then(|| digits.parse().ok()).flatten()
+}
+
+/// The folders that bear the names of checkpoints, newest first. A folder that is not there has none.
+pub fn all(folder: &Path) -> Result<Vec<(u32, PathBuf)>, FindError> {
+    let fail = |fault| FindError::Read { path: folder.to_path_buf(), fault };
+    let entries = match fs::read_dir(folder) {
+        Err(fault) if fault.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
+        other => other.map_err(fail)?,
+    };
+    let mut found = Vec::new();
+    for entry in entries {
+        let entry = entry.map_err(fail)?;
+        if let Some(minibatches) = entry.file_name().to_str().and_then(minibatches) {
+            found.push((minibatches, entry.path()));
+        }
+    }
+    found.sort_unstable_by(|one, other| other.cmp(one));
+    Ok(found)
+}
+
+/// The manifest of a checkpoint.
+pub fn manifest(folder: &Path) -> Result<Manifest, FindError> {
+    let path = folder.join(FILE);
+    let bytes = regular(&path, LARGEST)?;
+    Manifest::read(&bytes).map_err(|fault| FindError::Manifest { path, fault })
+}
+
+/// A checkpoint as it was read.
+#[derive(Debug)]
+pub struct Found {
+    /// Its manifest.
+    pub manifest: Manifest,
+    /// Parameters and states by name.
+    pub weights: BTreeMap<String, Tensor>,
+    /// The rest. What was in flight is there whether or not the run goes on under the same plan.
+    pub start: Start,
+}
+
+/// Reads a checkpoint whole, and checks every file of it.
+pub fn read(folder: &Path) -> Result<Found, FindError> {
+    let manifest = manifest(folder)?;
+    let (mut weights, mut optimizer) = (BTreeMap::new(), BTreeMap::new());
+    let mut in_flight: BTreeMap<(u32, u32), Flight> = BTreeMap::new();
+    for listed in &manifest.files {
+        let path = folder.join(&listed.name);
+        let tensors = weights::decode(&path, &checked(&path, listed)?)?;
+        match listed.holds {
+            Holds::Weights => gather(&mut weights, tensors, &path)?,
+            Holds::Optimizer => gather(&mut optimizer, tensors, &path)?,
+            Holds::InFlight => {
+                let of = flight(tensors).map_err(|name| FindError::Name { path, name })?;
+                in_flight.insert((listed.stage, listed.replica), of);
+            }
+        }
+    }
+    let scale = manifest.loss_scale.as_ref().map(|scale| (scale.value, scale.good));
+    let start = Start { minibatches: manifest.minibatches, scale, optimizer, flight: Some(in_flight) };
+    Ok(Found { manifest, weights, start })
+}
+
+/// The parameters and states of a checkpoint alone.
+pub fn read_weights(folder: &Path) -> Result<BTreeMap<String, Tensor>, FindError> {
+    let mut weights = BTreeMap::new();
+    for listed in manifest(folder)?.files.iter().filter(|listed| listed.holds == Holds::Weights) {
+        let path = folder.join(&listed.name);
+        gather(&mut weights, weights::decode(&path, &checked(&path, listed)?)?, &path)?;
+    }
+    Ok(weights)
+}
+
+/// What several stages hold, they hold alike.
+fn gather(all: &mut BTreeMap<String, Tensor>, tensors: BTreeMap<String, Tensor>, path: &Path) -> Result<(), FindError> {
+    for (name, tensor) in tensors {
+        let known = all.entry(name.clone()).or_insert_with(|| tensor.clone());
+        if (known.dtype(), known.shape(), known.bytes()) != (tensor.dtype(), tensor.shape(), tensor.bytes()) {
+            return Err(FindError::Twice { path: path.to_path_buf(), name });
+        }
+    }
+    Ok(())
+}
+
+/// The bytes of a file, where they are those that were written.
+fn checked(path: &Path, listed: &Listed) -> Result<Vec<u8>, FindError> {
+    let bytes = regular(path, listed.bytes)?;
+    let got = bytes.len() as u64;
+    if got != listed.bytes {
+        return Err(FindError::Length { path: path.to_path_buf(), got, expected: listed.bytes });
+    }
+    let hash = sha256(&bytes);
+    if !hash.eq_ignore_ascii_case(&listed.sha256) {
+        return Err(FindError::Hash { path: path.to_path_buf(), got: hash, expected: listed.sha256.clone() });
+    }
+    Ok(bytes)
+}
+
+/// The bytes of a regular file that has no more than so many: of a longer one nothing is read.
+fn regular(path: &Path, most: u64) -> Result<Vec<u8>, FindError> {
+    let fail = |fault: io::Error| match fault.kind() {
+        io::ErrorKind::NotFound => FindError::Missing { path: path.to_path_buf() },
+        _ => FindError::Read { path: path.to_path_buf(), fault },
+    };
+    // A pipe would be waited for, so its kind is asked before it is opened; a link leads out of the folder.
+    let kind = fs::symlink_metadata(path).map_err(fail)?;
+    if !kind.is_file() {
+        return Err(fail(io::Error::other("not a regular file")));
+    }
+    if kind.len() > most {
+        return Err(FindError::Length { path: path.to_path_buf(), got: kind.len(), expected: most });
+    }
+    let mut bytes = Vec::with_capacity(kind.len() as usize);
+    File::open(path).and_then(|file| file.take(most).read_to_end(&mut bytes)).map_err(fail)?;
+    Ok(bytes)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_say_how_far_a_run_was() {
+        assert_eq!((name(12), minibatches("step-00000012")), ("step-00000012".to_string(), Some(12)));
+        assert_eq!(minibatches(&name(u32::MAX)), Some(u32::MAX));
+        for other in ["step-12", ".step-00000012.part", "step-0000001x", "step-99999999999", "weights.safetensors"] {
+            assert_eq!(minibatches(other), None, "{other}");
+        }
+    }
+}

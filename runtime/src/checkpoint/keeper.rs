@@ -1,0 +1,220 @@
+//! Writes the parts of checkpoints as they come, and gives a checkpoint its name when all of it is on the disk.
+//!
+//! ```text
+//! make .step-00000012.part        for the first part
+//! write its files                 for every part: each file is on the disk before the next begins
+//! write manifest.json             when all parts are there
+//! sync the folder, rename it to step-00000012, sync the folder above
+//! remove older checkpoints        all but the newest few, where that is asked for
+//! ```
+//!
+//! Whatever ends the process, between any two of these or within one, the last complete checkpoint is still there. What cannot be written
+//! costs this checkpoint and nothing else: its folder is removed and the run goes on.
+
+use crate::checkpoint::Part;
+use crate::checkpoint::encode::files;
+use crate::checkpoint::files::Files;
+use crate::checkpoint::find::{all, minibatches, name};
+use crate::checkpoint::manifest::{Cursor, Dealt, FILE, Listed, Manifest, SCHEMA, Scale, sha256};
+use crate::compile::StageCode;
+use crate::optimizer::Optimizer;
+use crate::weights::FileError;
+use compiler::tensor::Tensor;
+use std::collections::BTreeMap;
+use std::io;
+use std::path::{Path, PathBuf};
+use thiserror::Error;
+
+/// Why a checkpoint is not there.
+#[derive(Debug, Error)]
+#[allow(missing_docs)]
+pub enum KeepError {
+    #[error("cannot write {path}: {fault}")]
+    Write { path: PathBuf, fault: io::Error },
+    #[error(transparent)]
+    Encode(#[from] FileError),
+}
+
+/// What a keeper must know of the run.
+pub struct Kept<'a> {
+    /// The folder of the run's checkpoints, which is there.
+    pub folder: PathBuf,
+    /// Checkpoints that stay; all, if nothing.
+    pub keep: Option<usize>,
+    /// What decides the numbers.
+    pub run: BTreeMap<String, String>,
+    /// How work is dealt out.
+    pub plan: Dealt,
+    /// Minibatches of the run, and of an epoch.
+    pub steps: u32,
+    /// Minibatches of an epoch.
+    pub per_epoch: u32,
+    /// The stages.
+    pub codes: &'a [StageCode],
+    /// How parameters move.
+    pub optimizer: &'a Optimizer,
+    /// Weights and states as the run was given them.
+    pub given: &'a BTreeMap<String, Tensor>,
+}
+
+/// What has become of a checkpoint.
+#[derive(Debug)]
+pub enum Saved {
+    /// It is there.
+    Done {
+        /// Minibatches in front of it.
+        minibatches: u32,
+        /// Where.
+        folder: PathBuf,
+        /// Why an older one could not be removed.
+        left: Option<KeepError>,
+    },
+    /// It is not, and never will be.
+    Failed {
+        /// Minibatches in front of it.
+        minibatches: u32,
+        /// Why.
+        fault: KeepError,
+    },
+}
+
+/// Who writes checkpoints.
+pub struct Keeper<'a, F> {
+    files: F,
+    of: Kept<'a>,
+    open: BTreeMap<u32, Open>,
+}
+
+/// A checkpoint of which parts are still to come.
+#[derive(Default)]
+struct Open {
+    parts: usize,
+    listed: Vec<Listed>,
+    scale: Option<Scale>,
+    fault: Option<KeepError>,
+}
+
+impl<'a, F: Files> Keeper<'a, F> {
+    /// A keeper that has written nothing. What a run before it left half done is removed.
+    pub fn new(files: F, of: Kept<'a>) -> Keeper<'a, F> {
+        let left = std::fs::read_dir(&of.folder).into_iter().flatten().flatten();
+        for entry in left {
+            if entry.file_name().to_str().is_some_and(is_left_over) {
+                // It is in nobody's way.
+                let _ = files.remove_folder(&entry.path());
+            }
+        }
+        Keeper { files, of, open: BTreeMap::new() }
+    }
+
+    /// Writes a part. With the last of a checkpoint, tells what has become of it.
+    pub fn take(&mut self, part: Part) -> Option<Saved> {
+        let minibatches = part.minibatches;
+        let mut open = self.open.remove(&minibatches).unwrap_or_default();
+        if open.fault.is_none()
+            && let Err(fault) = self.write_part(&part, &mut open)
+        {
+            // Room for the next one.
+            let _ = self.files.remove_folder(&self.part_folder(minibatches));
+            open.fault = Some(fault);
+        }
+        open.parts += 1;
+        let expected: usize = self.of.plan.stages.iter().map(|stage| stage.replicas as usize).sum();
+        if open.parts < expected {
+            self.open.insert(minibatches, open);
+            return None;
+        }
+        let done = match open.fault.take() {
+            Some(fault) => Err(fault),
+            None => self.complete(minibatches, open),
+        };
+        Some(match done {
+            Ok(folder) => Saved::Done { minibatches, left: self.remove_older(minibatches).err(), folder },
+            Err(fault) => {
+                let _ = self.files.remove_folder(&self.part_folder(minibatches));
+                Saved::Failed { minibatches, fault }
+            }
+        })
+    }
+
+    fn part_folder(&self, minibatches: u32) -> PathBuf {
+        self.of.folder.join(format!(".{}{PART}", name(minibatches)))
+    }
+
+    fn write_part(&self, part: &Part, open: &mut Open) -> Result<(), KeepError> {
+        let folder = self.part_folder(part.minibatches);
+        if open.parts == 0 {
+            wrote(&folder, self.files.make_folder(&folder))?;
+        }
+        let (stage, replica) = (part.stage.0, part.replica);
+        for (holds, bytes) in files(part, &self.of.codes[part.stage.index()], self.of.optimizer, self.of.given)? {
+            let name = holds.file_name(stage, replica);
+            let path = folder.join(&name);
+            wrote(&path, self.files.write(&path, &bytes))?;
+            let (length, sha256) = (bytes.len() as u64, sha256(&bytes));
+            open.listed.push(Listed { name, holds, stage, replica, bytes: length, sha256 });
+        }
+        let scale = part.whole.as_ref().and_then(|whole| whole.scale);
+        open.scale = scale.map(|(value, good)| Scale { value, good }).or(open.scale.take());
+        Ok(())
+    }
+
+    fn complete(&self, minibatches: u32, open: Open) -> Result<PathBuf, KeepError> {
+        let Open { mut listed, scale, .. } = open;
+        listed
+            .sort_by(|one, other| (one.stage, one.replica, &one.name).cmp(&(other.stage, other.replica, &other.name)));
+        let per_epoch = self.of.per_epoch.max(1);
+        let manifest = Manifest {
+            schema: SCHEMA.to_string(),
+            minibatches,
+            steps: self.of.steps,
+            cursor: Cursor { epoch: minibatches / per_epoch, minibatch: minibatches % per_epoch },
+            loss_scale: scale,
+            run: self.of.run.clone(),
+            plan: self.of.plan.clone(),
+            files: listed,
+            sha256: String::new(),
+        };
+        let (part, whole) = (self.part_folder(minibatches), self.of.folder.join(name(minibatches)));
+        let path = part.join(FILE);
+        wrote(&path, self.files.write(&path, &manifest.write()))?;
+        wrote(&part, self.files.sync_folder(&part))?;
+        // A run that goes on from an older checkpoint comes again to one that was broken, or not to its liking.
+        if whole.symlink_metadata().is_ok() {
+            let old = self.of.folder.join(format!(".{}{OLD}", name(minibatches)));
+            wrote(&old, self.files.remove_folder(&old))?;
+            wrote(&whole, self.files.rename(&whole, &old))?;
+        }
+        wrote(&whole, self.files.rename(&part, &whole))?;
+        wrote(&self.of.folder, self.files.sync_folder(&self.of.folder))?;
+        Ok(whole)
+    }
+
+    /// Removes all but the newest, up to the one that has just been completed. Who looks meanwhile sees none that is half there.
+    fn remove_older(&self, newest: u32) -> Result<(), KeepError> {
+        let Some(keep) = self.of.keep else { return Ok(()) };
+        let found = all(&self.of.folder).unwrap_or_default();
+        let older = found.into_iter().filter(|(minibatches, _)| *minibatches <= newest);
+        for (minibatches, folder) in older.skip(keep.max(1)) {
+            let old = self.of.folder.join(format!(".{}{OLD}", name(minibatches)));
+            wrote(&old, self.files.remove_folder(&old))?;
+            wrote(&folder, self.files.rename(&folder, &old))?;
+            wrote(&old, self.files.remove_folder(&old))?;
+        }
+        Ok(())
+    }
+}
+
+/// What the name of a checkpoint ends with that is not there yet, and of one that is there no more.
+const PART: &str = ".part";
+const OLD: &str = ".old";
+
+/// Whether a name is one of those.
+fn is_left_over(name: &str) -> bool {
+    let inner = name.strip_prefix('.').and_then(|name| name.strip_suffix(PART).or_else(|| name.strip_suffix(OLD)));
+    inner.is_some_and(|inner| minibatches(inner).is_some())
+}
+
+fn wrote(path: &Path, done: io::Result<()>) -> Result<(), KeepError> {
+    done.map_err(|fault| KeepError::Write { path: path.to_path_buf(), fault })
+}

@@ -1,0 +1,270 @@
+//! The manifest of a checkpoint: what run it is of, where that stood, and every file with its hash.
+//!
+//! It is written last and read first, and hostile until checked: names stay in the folder, numbers in their bounds. Its own hash is that
+//! of its bytes with zeros for the digits of the hash.
+
+use crate::checkpoint::encode::Holds;
+use crate::compile::StageCode;
+use crate::policy::Staleness;
+use compiler::schedule::Program;
+use serde::{Deserialize, Serialize};
+use sha2::{Digest, Sha256};
+use std::collections::{BTreeMap, BTreeSet};
+
+/// The version of the format.
+pub const SCHEMA: &str = "pipec.checkpoint/1";
+
+/// The name of the file.
+pub const FILE: &str = "manifest.json";
+
+/// A manifest is no larger than this.
+pub const LARGEST: u64 = 64 << 20;
+
+/// Stages and replicas that a manifest may speak of.
+const MOST: u32 = 1 << 16;
+
+/// What a folder must hold to be a checkpoint.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Manifest {
+    /// [`SCHEMA`].
+    pub schema: String,
+    /// Minibatches that are done; the next one is the first that is not.
+    pub minibatches: u32,
+    /// Minibatches of the whole run.
+    pub steps: u32,
+    /// Where the data stood.
+    pub cursor: Cursor,
+    /// The scale of the loss, where it is scaled.
+    pub loss_scale: Option<Scale>,
+    /// What decides the numbers, and must be the same for a run to go on.
+    pub run: BTreeMap<String, String>,
+    /// How work was dealt out, which may be another one in a run that goes on.
+    pub plan: Dealt,
+    /// All files but this one.
+    pub files: Vec<Listed>,
+    /// The hash of this one.
+    pub sha256: String,
+}
+
+/// The next rows of the data.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Cursor {
+    /// Times that the data was seen as a whole.
+    pub epoch: u32,
+    /// Minibatches of the epoch that were seen.
+    pub minibatch: u32,
+}
+
+/// The scale of the loss.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Scale {
+    /// What the loss is multiplied by.
+    pub value: f64,
+    /// Good steps since it last changed.
+    pub good: u32,
+}
+
+/// How work was dealt out.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Dealt {
+    /// The schedule.
+    pub schedule: String,
+    /// What makes up for weights that are not stashed.
+    pub staleness: String,
+    /// Items of a minibatch.
+    pub microbatches: u32,
+    /// The stages.
+    pub stages: Vec<DealtStage>,
+}
+
+/// A stage.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct DealtStage {
+    /// Workers that share its items.
+    pub replicas: u32,
+    /// Items that may be in flight on a replica, in rounds.
+    pub cap: u32,
+    /// A hash of the names of its parameters.
+    pub parameters: String,
+}
+
+/// One file.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Listed {
+    /// Its name in the folder.
+    pub name: String,
+    /// What it is for.
+    pub holds: Holds,
+    /// The stage.
+    pub stage: u32,
+    /// The replica.
+    pub replica: u32,
+    /// Its length.
+    pub bytes: u64,
+    /// Its hash.
+    pub sha256: String,
+}
+
+impl Dealt {
+    /// How a program deals out work over these stages.
+    pub fn of(program: &Program, codes: &[StageCode], staleness: Staleness) -> Dealt {
+        let stage = |(stage, code): (&compiler::schedule::ProgramStage, &StageCode)| {
+            let names: Vec<&str> = code.parameters.iter().map(|named| named.name.as_str()).collect();
+            DealtStage { replicas: stage.replicas, cap: stage.cap, parameters: sha256(names.join("\n").as_bytes()) }
+        };
+        Dealt {
+            schedule: program.schedule.name().to_string(),
+            staleness: match staleness {
+                Staleness::None => "none",
+                Staleness::Predict => "predict",
+                Staleness::PipeMare { .. } => "pipemare",
+            }
+            .to_string(),
+            microbatches: program.microbatches,
+            stages: program.stages.iter().zip(codes).map(stage).collect(),
+        }
+    }
+}
+
+impl Manifest {
+    /// Reads a manifest; the error says what is wrong with it.
+    pub fn read(bytes: &[u8]) -> Result<Manifest, String> {
+        let manifest: Manifest = serde_json::from_slice(bytes).map_err(|fault| fault.to_string())?;
+        if own_hash(bytes, &manifest.sha256).as_ref() != Some(&manifest.sha256) {
+            return Err("it is not what was written: its own sha256 is another".to_string());
+        }
+        if manifest.schema != SCHEMA {
+            return Err(format!("its schema is `{}`, this program reads `{SCHEMA}`", shown(&manifest.schema)));
+        }
+        if manifest.minibatches == 0 || manifest.minibatches > manifest.steps {
+            return Err(format!("{} minibatches of {} are done", manifest.minibatches, manifest.steps));
+        }
+        if let Some(Scale { value, .. }) = manifest.loss_scale
+            && !(value.is_finite() && value >= 1.0)
+        {
+            return Err(format!("the loss is scaled by {value}"));
+        }
+        let mut names = BTreeSet::new();
+        for Listed { name, holds, stage, replica, sha256, .. } in &manifest.files {
+            if *stage >= MOST || *replica >= MOST {
+                return Err(format!("it speaks of stage {stage}, replica {replica}"));
+            }
+            // Nothing else is a name in a checkpoint, so nothing leads out of its folder.
+            if *name != holds.file_name(*stage, *replica) {
+                return Err(format!("`{}` is no name of a file of stage {stage}", shown(name)));
+            }
+            if !names.insert(name) {
+                return Err(format!("`{name}` is listed twice"));
+            }
+            if sha256.len() != DIGITS || !sha256.bytes().all(|digit| digit.is_ascii_hexdigit()) {
+                return Err(format!("the hash of `{name}` is none"));
+            }
+        }
+        Ok(manifest)
+    }
+
+    /// The bytes of the file, with its hash.
+    pub fn write(&self) -> Vec<u8> {
+        let encoded = |sha256: &str| {
+            let manifest = Manifest { sha256: sha256.to_string(), ..self.clone() };
+            let mut bytes = serde_json::to_vec_pretty(&manifest).expect("names are strings and numbers are finite");
+            bytes.push(b'\n');
+            bytes
+        };
+        encoded(&sha256(&encoded(NO_HASH)))
+    }
+}
+
+/// What stands in the place of a manifest's own hash while it is worked out.
+const NO_HASH: &str = "0000000000000000000000000000000000000000000000000000000000000000";
+
+/// Digits of a hash.
+const DIGITS: usize = NO_HASH.len();
+
+/// The hash of a manifest, whose last such digits are its own.
+fn own_hash(bytes: &[u8], written: &str) -> Option<String> {
+    let at = bytes.windows(DIGITS).rposition(|digits| digits == written.as_bytes())?;
+    let mut bytes = bytes.to_vec();
+    bytes[at..at + DIGITS].fill(b'0');
+    Some(sha256(&bytes))
+}
+
+/// A text of somebody else, short enough for a message.
+fn shown(text: &str) -> String {
+    text.chars().take(80).collect()
+}
+
+/// The hash of bytes, in hexadecimal digits.
+pub fn sha256(bytes: &[u8]) -> String {
+    Sha256::digest(bytes).iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn manifest() -> Manifest {
+        let holds = Holds::Weights;
+        Manifest {
+            schema: SCHEMA.into(),
+            minibatches: 4,
+            steps: 12,
+            cursor: Cursor { epoch: 0, minibatch: 4 },
+            loss_scale: Some(Scale { value: 1024.0, good: 3 }),
+            run: BTreeMap::from([("seed".into(), "7".into())]),
+            plan: Dealt { schedule: "1f1b".into(), staleness: "none".into(), microbatches: 2, stages: Vec::new() },
+            files: vec![Listed {
+                name: holds.file_name(0, 0),
+                holds,
+                stage: 0,
+                replica: 0,
+                bytes: 3,
+                sha256: sha256(b"abc"),
+            }],
+            sha256: String::new(),
+        }
+    }
+
+    #[test]
+    fn a_manifest_reads_back() {
+        assert_eq!(sha256(b"abc"), "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad");
+        let read = Manifest::read(&manifest().write()).unwrap();
+        assert_eq!(Manifest { sha256: String::new(), ..read.clone() }, manifest());
+        assert_eq!(read.write(), manifest().write());
+    }
+
+    #[test]
+    fn every_changed_bit_of_a_manifest_is_noticed() {
+        let good = manifest().write();
+        for at in 0..good.len() {
+            for bit in 0..8 {
+                let mut other = good.clone();
+                other[at] ^= 1 << bit;
+                assert!(Manifest::read(&other).is_err(), "bit {bit} of byte {at}");
+            }
+            assert!(Manifest::read(&good[..at]).is_err(), "cut at {at}");
+        }
+    }
+
+    #[test]
+    fn what_no_run_writes_is_refused() {
+        let wrong = |change: &dyn Fn(&mut Manifest)| {
+            let mut other = manifest();
+            change(&mut other);
+            Manifest::read(&other.write()).unwrap_err()
+        };
+        assert!(wrong(&|m| m.schema = "pipec.checkpoint/9".into()).contains("checkpoint/9"));
+        assert!(wrong(&|m| m.minibatches = 13).contains("13 minibatches of 12"));
+        assert!(wrong(&|m| m.minibatches = 0).contains("0 minibatches"));
+        assert!(wrong(&|m| m.loss_scale = Some(Scale { value: 0.0, good: 0 })).contains("scaled by 0"));
+        for name in ["../stage-0.safetensors", "/etc/passwd", "stage-1.safetensors", "", "stage-0.safetensors/.."] {
+            assert!(wrong(&|m| m.files[0].name = name.into()).contains("no name of a file"), "{name}");
+        }
+        assert!(wrong(&|m| m.files.push(m.files[0].clone())).contains("twice"));
+        assert!(wrong(&|m| m.files[0].sha256 = "xyz".into()).contains("none"));
+        assert!(wrong(&|m| m.files[0].stage = u32::MAX).contains("stage 4294967295"));
+        assert!(Manifest::read(b"{\"schema\": 1}").is_err());
+        let deep = "[".repeat(100_000);
+        assert!(Manifest::read(deep.as_bytes()).is_err());
+    }
+}

@@ -1,0 +1,179 @@
+//! What a desk gives to a checkpoint, and how it begins from one.
+//!
+//! Weights are given as references, as if a version more were stashed: the next update is written beside them. What the optimizer
+//! writes in place is copied. Forwards of items behind a cut that run before its last update leave their weights here until then. A
+//! shared parameter that has versions of its own reaches the cut later than its stage; the part waits for it.
+
+use super::{Desk, Lag};
+use crate::buffer::Buffer;
+use crate::checkpoint::{Begin, Moves, Part, Whole};
+use crate::execute::Weights;
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+/// What a desk remembers for its checkpoints.
+#[derive(Default)]
+pub struct Cutting {
+    /// Versions of a late parameter that are kept; 0 where there are no checkpoints.
+    pub window: u32,
+    held: Vec<Held>,
+    /// Parts that wait for late parameters to come to a version, and those that are whole.
+    waiting: Vec<(u32, Part)>,
+    ready: Vec<Part>,
+    /// Weights of forwards that are run again.
+    pub forwards: BTreeMap<u32, Weights>,
+}
+
+impl Cutting {
+    /// Nothing yet.
+    pub fn new(window: u32) -> Cutting {
+        Cutting { window, ..Cutting::default() }
+    }
+}
+
+/// What the forward of an item computed with.
+struct Held {
+    item: u32,
+    weights: Weights,
+    is_version: bool,
+}
+
+/// A cut, as a worker knows it.
+pub struct Cut {
+    /// Minibatches in front of it.
+    pub minibatches: u32,
+    /// Updates in front of it.
+    pub version: u32,
+    /// Which replica the worker is.
+    pub replica: u32,
+    /// Items of this replica behind it that see older weights, each with its version.
+    pub older: Vec<(u32, u32)>,
+    /// Versions of them that the first replica gives.
+    pub given: Vec<u32>,
+    /// The first item that a later cut may ask for.
+    pub next: u32,
+    /// The scale of the loss.
+    pub scale: Option<(f64, u32)>,
+}
+
+impl Desk<'_> {
+    /// Begins in the middle of a run.
+    pub(super) fn begin(&mut self, begin: Begin) {
+        let Begin { version, moves, mut versions, alike, forwards, mut shared } = begin;
+        let loaded = versions.values_mut().flatten().filter_map(Arc::get_mut);
+        loaded.for_each(|weight| weight.count_in(&self.executor.pool.ledger));
+        let first = std::mem::take(&mut self.versions).into_values().next().unwrap_or_default();
+        versions.extend(alike.into_iter().chain([version]).map(|of| (of, first.clone())));
+        for weights in versions.values_mut() {
+            for late in &self.late {
+                weights[late.parameter] = Arc::new(Buffer::new(0));
+            }
+        }
+        self.versions = versions;
+        for late in &mut self.late {
+            late.version = version;
+            let mut older = shared.remove(&late.parameter).unwrap_or_default();
+            // What comes after the oldest is known up to the cut.
+            if let Some((first, weight)) = older.pop_first() {
+                let newest = std::mem::replace(&mut late.weight, weight);
+                late.version = first;
+                older.insert(version, newest);
+            }
+            late.given = older;
+            if self.cutting.window > 0 {
+                late.kept = BTreeMap::from([(late.version, late.weight.clone())]);
+            }
+        }
+        self.uncounted = moves.iter().map(|of| i64::from(version) - i64::from(of.updates)).collect();
+        self.stepper.begin(moves);
+        self.cutting.forwards = forwards;
+    }
+
+    /// The newest version.
+    pub fn newest_version(&self) -> u32 {
+        self.versions.keys().next_back().copied().unwrap_or(0)
+    }
+
+    /// Keeps what the forward of an item behind a cut computes with, whether it is run or not.
+    pub fn hold(&mut self, item: u32, version: u32, lag: Lag) {
+        let (weights, predicted) = self.weights_of(item, version, lag);
+        self.keep(item, version, &weights, predicted);
+    }
+
+    /// Keeps the weights of a forward.
+    pub(super) fn keep(&mut self, item: u32, version: u32, weights: &Weights, predicted: bool) {
+        let weights = match predicted {
+            true => weights.clone(),
+            false => self.versions.get(&version).cloned().unwrap_or_default(),
+        };
+        self.cutting.held.push(Held { item, weights, is_version: !predicted });
+    }
+
+    /// Gives the part of a cut, right after the last update in front of it.
+    pub fn cut(&mut self, cut: Cut) {
+        let Cut { minibatches, version, replica, older, given, next, scale } = cut;
+        let (mut versions, mut forwards) = (BTreeMap::new(), BTreeMap::new());
+        for (item, of) in older {
+            let held = self.cutting.held.iter().find(|held| held.item == item);
+            match held {
+                Some(held) if !held.is_version => _ = forwards.insert(item, held.weights.clone()),
+                _ if given.contains(&of) => {}
+                Some(held) => _ = versions.entry(of).or_insert_with(|| held.weights.clone()),
+                // Its forward comes later, so its version is still there.
+                None => {
+                    if let Some(weights) = self.versions.get(&of) {
+                        versions.entry(of).or_insert_with(|| weights.clone());
+                    }
+                }
+            }
+        }
+        self.cutting.held.retain(|held| held.item >= next);
+        let whole = self.is_first.then(|| Whole {
+            weights: self.versions.get(&version).cloned().unwrap_or_default(),
+            moves: (0..self.code.parameters.len()).map(|p| self.moves(p, version)).collect(),
+            states: self.executor.states.iter().map(|state| Buffer::copy_of(state.bytes())).collect(),
+            scale,
+        });
+        let part = Part { stage: self.stage, replica, minibatches, whole, versions, forwards, shared: BTreeMap::new() };
+        if self.late.is_empty() || part.whole.is_none() {
+            self.cutting.ready.push(part);
+        } else {
+            self.cutting.waiting.push((version, part));
+        }
+    }
+
+    fn moves(&self, p: usize, version: u32) -> Moves {
+        let updates = u32::try_from(i64::from(version) - self.uncounted[p]).unwrap_or(0);
+        Moves { updates, ..self.stepper.moves(p) }
+    }
+
+    /// A late parameter has come to another version.
+    pub(super) fn late_came(&mut self, at: usize) {
+        if self.cutting.window == 0 {
+            return;
+        }
+        let (p, version) = (self.late[at].parameter, self.late[at].version);
+        let weight = self.late[at].weight.clone();
+        self.late[at].kept.insert(version, weight.clone());
+        let oldest = version.saturating_sub(self.cutting.window);
+        self.late[at].kept.retain(|of, _| *of >= oldest);
+        let Some(of) = self.cutting.waiting.iter().position(|(of, _)| *of == version) else { return };
+        let moves = self.moves(p, version);
+        let part = &mut self.cutting.waiting[of].1;
+        let older = self.late[at].kept.range(..version).map(|(of, weight)| (*of, weight.clone())).collect();
+        part.shared.insert(p, older);
+        if let Some(whole) = &mut part.whole {
+            whole.weights[p] = weight;
+            whole.moves[p] = moves;
+        }
+        if part.shared.len() == self.late.len() {
+            let (_, part) = self.cutting.waiting.remove(of);
+            self.cutting.ready.push(part);
+        }
+    }
+
+    /// The parts that are whole.
+    pub fn parts(&mut self) -> Vec<Part> {
+        std::mem::take(&mut self.cutting.ready)
+    }
+}

@@ -1,0 +1,245 @@
+//! Checkpoints of a run: which one it goes on from, whether that is one of this run, and who is told of new ones.
+
+use crate::cmd::checkpoints::Resume;
+use crate::failure::Failure;
+use crate::initial::listed;
+use crate::screen::Screen;
+use crate::stages;
+use crate::training::{Prepared, Task};
+use compiler::graph::hash::hash;
+use compiler::import::onnx::name::shown;
+use compiler::schedule::Schedule;
+use compiler::tensor::Tensor;
+use runtime::checkpoint::find::{self, FindError, Found};
+use runtime::checkpoint::keeper::Saved;
+use runtime::checkpoint::manifest::{FILE, Manifest};
+use runtime::checkpoint::start::{Start, StartError};
+use runtime::data::Order;
+use runtime::policy::Policy;
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::Path;
+
+/// Differences that are listed at most.
+const LISTED: usize = 16;
+
+/// Where a run writes its checkpoints.
+pub struct Keeping<'a> {
+    /// The folder.
+    pub folder: &'a Path,
+    /// After every so many minibatches.
+    pub every: u32,
+    /// How many stay; all, if nothing.
+    pub keep: Option<u32>,
+    /// Who is told what has become of one.
+    pub tell: &'a dyn Fn(&Saved),
+}
+
+/// Where a run goes on.
+pub struct Begun {
+    /// The weights of the run, those of the checkpoint among them.
+    pub weights: BTreeMap<String, Tensor>,
+    /// The rest of it.
+    pub start: Start,
+}
+
+/// A checkpoint was asked for that is none, or nobody asked where there are some.
+pub fn refuse_other_runs(folder: &Path) -> Result<(), Failure> {
+    let found = find::all(folder).map_err(|error| Failure::input("cannot write checkpoints").because(error))?;
+    match found.first() {
+        None => Ok(()),
+        Some((_, newest)) => Err(Failure::input(format!("{} has checkpoints of a run", folder.display()))
+            .because(format!("the newest is {}", newest.display()))
+            .help("`--resume auto` goes on with it; another `--checkpoint-dir` begins anew")),
+    }
+}
+
+/// The checkpoint that the run goes on from; nothing where it begins at the beginning.
+pub fn begin(
+    resume: Resume<'_>,
+    task: &Task<'_>,
+    prepared: &Prepared,
+    screen: &Screen,
+) -> Result<Option<Begun>, Failure> {
+    match resume {
+        Resume::From(folder) => {
+            let found = find::read(folder).map_err(|fault| unreadable(folder, &fault))?;
+            begun(folder, found, task, prepared, screen).map(Some)
+        }
+        Resume::Newest(folder) => {
+            let all =
+                find::all(folder).map_err(|error| Failure::input("cannot look for checkpoints").because(error))?;
+            for (_, path) in all {
+                match find::read(&path) {
+                    Ok(found) => return begun(&path, found, task, prepared, screen).map(Some),
+                    Err(fault) => screen.warn(&format!("{} is passed over: {fault}", path.display())),
+                }
+            }
+            screen.note(&format!("no complete checkpoint in {}: the run begins at the beginning", folder.display()));
+            Ok(None)
+        }
+    }
+}
+
+fn unreadable(folder: &Path, fault: &FindError) -> Failure {
+    let failure = Failure::input(format!("cannot go on from {}", folder.display())).because(fault);
+    match find::all(folder).ok().and_then(|all| all.into_iter().next()) {
+        Some((_, newest)) if !folder.join(FILE).exists() => {
+            failure.help(format!("checkpoints have folders of their own: `--resume {}`", newest.display()))
+        }
+        _ => failure.help("`--resume auto` takes the newest complete checkpoint of `--checkpoint-dir`"),
+    }
+}
+
+fn begun(folder: &Path, found: Found, task: &Task<'_>, prepared: &Prepared, screen: &Screen) -> Result<Begun, Failure> {
+    let Found { manifest, weights, mut start } = found;
+    let refused = || Failure::input(format!("cannot go on from {}", folder.display()));
+    let mut differences = differences(&manifest.run, &terms(task, prepared));
+    differences.truncate(LISTED);
+    if !differences.is_empty() {
+        let failure = differences.into_iter().fold(refused(), Failure::because);
+        return Err(failure.help(format!(
+            "give this run what that one had; `--weights {}` begins another run with its weights",
+            folder.display()
+        )));
+    }
+    start.check(prepared.program()).map_err(|fault| {
+        let failure = refused().because(&fault);
+        match fault {
+            StartError::Round { .. } => failure.help("another plan, or a checkpoint after a multiple of that"),
+            _ => failure.help("`--steps` or `--epochs` make the run longer"),
+        }
+    })?;
+    let absent: Vec<String> = prepared
+        .names()
+        .into_iter()
+        .filter(|name| !weights.contains_key(name))
+        .collect::<BTreeSet<_>>()
+        .into_iter()
+        .collect();
+    if !absent.is_empty() {
+        return Err(refused().because(format!("it has no {}", listed(&absent))));
+    }
+    told(folder, &manifest, &mut start, prepared, screen);
+    let mut all = task.weights.clone();
+    all.extend(weights);
+    Ok(Begun { weights: all, start })
+}
+
+/// What one might not expect of a run that goes on.
+fn told(folder: &Path, manifest: &Manifest, start: &mut Start, prepared: &Prepared, screen: &Screen) {
+    let (done, here) = (manifest.minibatches, prepared.dealt());
+    screen.note(&format!("goes on after step {done} of {} from {}", prepared.steps, folder.display()));
+    if manifest.steps != prepared.steps {
+        screen.warn(&format!(
+            "the run was begun for {}, and is now of {}: a learning rate that falls to its end falls to the new one",
+            stages::plural(u64::from(manifest.steps), "step", "steps"),
+            prepared.steps
+        ));
+    }
+    if manifest.plan == here {
+        return;
+    }
+    start.flight = None;
+    let flushes = |name: &str| name.parse::<Schedule>().is_ok_and(Schedule::flushes);
+    let (before, now) = (shown(&manifest.plan.schedule), &here.schedule);
+    if !(flushes(&manifest.plan.schedule) && flushes(now)) {
+        screen.warn(&format!(
+            "the checkpoint is of another plan ({before}, now {now}), and one of the two does not flush: every stage begins with one version \
+             of its weights, and the numbers are not those of a run that was never interrupted"
+        ));
+    } else if manifest.plan.microbatches != here.microbatches {
+        screen.warn(&format!(
+            "the checkpoint is of minibatches of {}, now of {}: their sums are rounded otherwise",
+            stages::plural(u64::from(manifest.plan.microbatches), "micro-batch", "micro-batches"),
+            here.microbatches
+        ));
+    } else {
+        screen.note("under another plan than before; each parameter and its optimizer's state is found by name");
+    }
+}
+
+/// What decides the numbers of a run, beside the plan.
+pub fn terms(task: &Task<'_>, prepared: &Prepared) -> BTreeMap<String, String> {
+    let Policy { clip_norm, statistics, loss_scaling, .. } = task.policy;
+    let order = match task.order {
+        Order::InOrder => "in order",
+        Order::Shuffled { .. } => "shuffled",
+    };
+    let written = |value: &dyn std::fmt::Debug| format!("{value:?}");
+    let terms = [
+        ("the graph of the model", hash(&task.loaded.model.graph)),
+        ("optimizer", written(&task.optimizer.rule)),
+        ("learning rate", written(&task.optimizer.rate)),
+        ("rows of data", prepared.rows.to_string()),
+        ("batch", prepared.batch.to_string()),
+        ("order of rows", order.to_string()),
+        ("seed", task.seed.to_string()),
+        ("loss", format!("{}, axis of classes {:?}", prepared.loss_name(), task.class_dim)),
+        ("type of floats", task.dtype.map_or("the model's", |dtype| dtype.name()).to_string()),
+        ("clipping", clip_norm.map_or("none".to_string(), |norm| norm.to_string())),
+        ("running statistics", format!("{statistics:?}, unbiased {}", task.unbiased)),
+        ("scale of the loss", written(&loss_scaling)),
+        ("frozen parameters", task.frozen.join(",")),
+    ];
+    terms.into_iter().map(|(name, value)| (name.to_string(), value)).collect()
+}
+
+/// When checkpoints come, where that is not as one might expect.
+pub fn remarks(keeping: &Keeping<'_>, prepared: &Prepared, screen: &Screen) {
+    let cuts = prepared.cuts(keeping);
+    let (every, period) = (keeping.every, cuts.period);
+    if cuts.after(prepared.first() as u32).is_none() {
+        screen.warn(&format!(
+            "no checkpoint will be written: the run ends after {} steps, checkpoints come every {every}, where the rounds of all stages end \
+             together, which they do every {period}",
+            prepared.steps
+        ));
+    } else if !every.is_multiple_of(period) {
+        screen.note(&format!(
+            "checkpoints come where the rounds of all stages end together, every {}: those of every {every} steps as soon behind",
+            stages::plural(u64::from(period), "step", "steps")
+        ));
+    }
+}
+
+/// What differs, in words.
+fn differences(before: &BTreeMap<String, String>, now: &BTreeMap<String, String>) -> Vec<String> {
+    let names: BTreeSet<&String> = before.keys().chain(now.keys()).collect();
+    let told = |of: Option<&String>| of.map_or("nothing".to_string(), |value| format!("`{}`", shown(value)));
+    let one = |name: &String| {
+        let (was, is) = (before.get(name), now.get(name));
+        (was != is).then(|| format!("{}: the checkpoint has {}, this run {}", shown(name), told(was), told(is)))
+    };
+    names.into_iter().filter_map(one).collect()
+}
+
+/// Says what has become of a checkpoint.
+pub fn say(saved: &Saved, screen: &Screen) {
+    match saved {
+        Saved::Done { folder, left, .. } => {
+            screen.detail(&format!("wrote {}", folder.display()));
+            if let Some(fault) = left {
+                screen.warn(&format!("an older checkpoint stays: {fault}"));
+            }
+        }
+        Saved::Failed { minibatches, fault } => screen.warn(&format!(
+            "no checkpoint after step {minibatches}: {fault}; the run goes on, and the last complete checkpoint stays"
+        )),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_differs_is_told_with_both_values() {
+        let of = |pairs: &[(&str, &str)]| -> BTreeMap<String, String> {
+            pairs.iter().map(|(name, value)| (name.to_string(), value.to_string())).collect()
+        };
+        let (was, is) = (of(&[("batch", "4"), ("seed", "0"), ("old", "1")]), of(&[("batch", "8"), ("seed", "0")]));
+        let told = ["batch: the checkpoint has `4`, this run `8`", "old: the checkpoint has `1`, this run nothing"];
+        assert_eq!(differences(&was, &is), told);
+        assert!(differences(&is, &is).is_empty());
+    }
+}

@@ -1,0 +1,182 @@
+//! Saves that end early, and checkpoints that are broken.
+
+use crate::ready::{bits, checkpoints, cnn, contents, mlp, momentum, plan, ready};
+use compiler::schedule::Schedule;
+use compiler::tensor::{DType, Tensor};
+use runtime::checkpoint::files::{Disk, Files};
+use runtime::checkpoint::find::{self};
+use runtime::checkpoint::keeper::{Keeper, Kept, Saved};
+use runtime::policy::Policy;
+use runtime::train::{Course, run};
+use std::cell::Cell;
+use std::fs;
+use std::io;
+use std::path::Path;
+
+/// A disk that ends with its operation number `left`: as a process that is killed there, whose write may be half done, or as a disk
+/// that is full from then on.
+struct Ending {
+    left: Cell<usize>,
+    is_killed: bool,
+}
+
+impl Ending {
+    fn ends(&self) -> Option<io::Error> {
+        let left = self.left.get();
+        self.left.set(left.saturating_sub(1));
+        (left == 0).then(|| io::Error::from(io::ErrorKind::StorageFull))
+    }
+}
+
+impl Files for Ending {
+    fn make_folder(&self, path: &Path) -> io::Result<()> {
+        self.ends().map_or_else(|| Disk.make_folder(path), Err)
+    }
+
+    fn write(&self, path: &Path, bytes: &[u8]) -> io::Result<()> {
+        let Some(fault) = self.ends() else { return Disk.write(path, bytes) };
+        // The first that does not fit is written in part, if there is a folder for it.
+        let _ = fs::write(path, &bytes[..bytes.len() / 2]);
+        Err(fault)
+    }
+
+    fn sync_folder(&self, path: &Path) -> io::Result<()> {
+        self.ends().map_or_else(|| Disk.sync_folder(path), Err)
+    }
+
+    fn rename(&self, from: &Path, to: &Path) -> io::Result<()> {
+        self.ends().map_or_else(|| Disk.rename(from, to), Err)
+    }
+
+    fn remove_folder(&self, path: &Path) -> io::Result<()> {
+        // A full disk can still be emptied; who is killed does nothing more.
+        match self.is_killed {
+            true => self.ends().map_or_else(|| Disk.remove_folder(path), Err),
+            false => Disk.remove_folder(path),
+        }
+    }
+}
+
+#[test]
+fn whatever_ends_a_save_leaves_a_complete_checkpoint() {
+    let ready = ready(&cnn(), plan(Schedule::OneFOneBRr, &[1, 2], 1), momentum(), Policy::default());
+    let undisturbed = tempfile::tempdir().unwrap();
+    let whole = ready.run(None, undisturbed.path(), None);
+    for is_killed in [true, false] {
+        for left in 0.. {
+            let folder = tempfile::tempdir().unwrap();
+            let files = Ending { left: Cell::new(left), is_killed };
+            let mut keeper = Keeper::new(files, Kept { keep: Some(1), ..ready.kept(folder.path(), &ready.weights) });
+            let mut seen: Vec<Saved> = Vec::new();
+            // What a kill ends is looked at as it is left; a full disk is looked at when the run is over.
+            let mut best: Option<u32> = None;
+            let mut parts = Vec::new();
+            let course =
+                Course { cuts: Some(ready.cuts()), on_part: Some(&mut |part| parts.push(part)), ..Course::default() };
+            let done = run(&ready.training(&ready.weights), course, &mut |_| {}).unwrap();
+            assert_eq!(bits(&done.losses), bits(&whole.losses));
+            for part in parts {
+                seen.extend(keeper.take(part));
+                let complete = find::all(folder.path()).unwrap();
+                let complete = complete.iter().filter_map(|(of, path)| find::read(path).ok().map(|_| *of)).max();
+                assert!(complete >= best, "killed {is_killed}, after {left}: {best:?} was complete, {complete:?} is");
+                best = complete;
+            }
+            let failed = seen.iter().filter(|saved| matches!(saved, Saved::Failed { .. })).count();
+            let told = seen.iter().find_map(|saved| match saved {
+                Saved::Failed { fault, .. } => Some(fault.to_string()),
+                Saved::Done { left, .. } => left.as_ref().map(ToString::to_string),
+            });
+            if let Some(told) = &told {
+                assert!(told.starts_with("cannot write"), "{told}");
+            }
+            // Everything that is not complete is gone, but for what a kill leaves.
+            let names: Vec<_> = fs::read_dir(folder.path()).unwrap().map(|e| e.unwrap().file_name()).collect();
+            assert!(is_killed || names.iter().all(|name| !name.to_str().unwrap().starts_with('.')), "{names:?}");
+            let Some(best) = best else { continue };
+            let found = find::read(&folder.path().join(find::name(best))).unwrap();
+            let again = tempfile::tempdir().unwrap();
+            let rest = ready.run(Some(&found), again.path(), None);
+            assert_eq!(bits(&rest.losses), bits(&whole.losses[best as usize..]));
+            assert!(rest.weights == whole.weights);
+            // The next run clears away what this one left.
+            drop(Keeper::new(Disk, ready.kept(folder.path(), &ready.weights)));
+            let names: Vec<_> = fs::read_dir(folder.path()).unwrap().map(|e| e.unwrap().file_name()).collect();
+            assert!(names.iter().all(|name| !name.to_str().unwrap().starts_with('.')), "{names:?}");
+            if failed == 0 && told.is_none() {
+                assert!(left > 20, "a save has more operations than {left}");
+                assert_eq!(names.len(), 1, "one is kept");
+                break;
+            }
+        }
+    }
+}
+
+#[test]
+fn broken_checkpoints_are_named_and_not_read() {
+    let ready = ready(&mlp(), plan(Schedule::OneFOneBRr, &[1, 1], 1), momentum(), Policy::default());
+    let whole = tempfile::tempdir().unwrap();
+    ready.run(None, whole.path(), None);
+    let good = &checkpoints(whole.path())[0].1;
+    let broken = |change: &dyn Fn(&Path)| {
+        let folder = tempfile::tempdir().unwrap();
+        for (name, bytes) in contents(good) {
+            fs::write(folder.path().join(name), bytes).unwrap();
+        }
+        change(folder.path());
+        find::read(folder.path()).unwrap_err().to_string()
+    };
+    for name in contents(good).into_keys() {
+        let missing = broken(&|folder| fs::remove_file(folder.join(&name)).unwrap());
+        assert!(missing.contains(&name) && missing.contains("missing"), "{missing}");
+        let flipped = broken(&|folder| {
+            let mut bytes = fs::read(folder.join(&name)).unwrap();
+            let middle = bytes.len() / 2;
+            bytes[middle] ^= 1;
+            fs::write(folder.join(&name), bytes).unwrap();
+        });
+        assert!(flipped.contains(&name), "{flipped}");
+        let short = broken(&|folder| {
+            let bytes = fs::read(folder.join(&name)).unwrap();
+            fs::write(folder.join(&name), &bytes[..bytes.len() / 3]).unwrap();
+        });
+        assert!(short.contains(&name), "{short}");
+        let long = broken(&|folder| {
+            let bytes = fs::read(folder.join(&name)).unwrap();
+            fs::write(folder.join(&name), [bytes, vec![b'}'; 9]].concat()).unwrap();
+        });
+        assert!(long.contains(&name), "{long}");
+    }
+    #[cfg(unix)]
+    {
+        let link = broken(&|folder| {
+            fs::remove_file(folder.join("stage-0.safetensors")).unwrap();
+            std::os::unix::fs::symlink(good.join("stage-0.safetensors"), folder.join("stage-0.safetensors")).unwrap();
+        });
+        assert!(link.contains("not a regular file"), "{link}");
+    }
+    // A checkpoint whose files are whole and whose tensors are others is refused where a run would begin with it.
+    let mut found = find::read(good).unwrap();
+    let name = found.start.optimizer.keys().find(|name| name.ends_with("momentum_buffer")).unwrap().clone();
+    found.start.optimizer.insert(name.clone(), Tensor::zeros(DType::F32, &[1]));
+    let mut weights = ready.weights.clone();
+    weights.extend(found.weights.clone());
+    let course = Course { start: Some(&found.start), ..Course::default() };
+    let fault = run(&ready.training(&weights), course, &mut |_| {}).err().unwrap().to_string();
+    assert!(fault.contains("the run needs f32["), "{fault}");
+    for count in [i64::MIN, -1, i64::MAX, 1 << 33] {
+        let mut found = find::read(good).unwrap();
+        let steps = found.start.optimizer.iter_mut().filter(|(name, _)| name.ends_with("/step"));
+        steps.for_each(|(_, tensor)| *tensor = Tensor::from_i64(&[], &[count]));
+        let course = Course { start: Some(&found.start), ..Course::default() };
+        let fault = run(&ready.training(&weights), course, &mut |_| {}).err().unwrap().to_string();
+        assert!(
+            fault.contains("/step` of the checkpoint is something else, the run needs a count of updates"),
+            "{fault}"
+        );
+    }
+    found.start.optimizer.remove(&name);
+    let course = Course { start: Some(&found.start), ..Course::default() };
+    let fault = run(&ready.training(&weights), course, &mut |_| {}).err().unwrap().to_string();
+    assert!(fault.contains("the checkpoint has no") && fault.contains(&name), "{fault}");
+}

@@ -1,0 +1,333 @@
+//! `pipec train --resume` by the program itself: killed at any moment, told to stop, given what is broken or of another run.
+
+use assert_cmd::Command;
+use assert_cmd::cargo::cargo_bin;
+use runtime::data::mix;
+use serde_json::Value;
+use std::fs;
+use std::path::Path;
+use std::process::{Child, Output, Stdio};
+use std::time::{Duration, Instant};
+
+fn pipec(folder: &Path, arguments: &[&str]) -> Output {
+    Command::cargo_bin("pipec").unwrap().current_dir(folder).args(arguments).output().unwrap()
+}
+
+fn ends(folder: &Path, code: i32, arguments: &[&str]) -> String {
+    let output = pipec(folder, arguments);
+    let said = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert_eq!(output.status.code(), Some(code), "{arguments:?}: {said}");
+    said
+}
+
+fn spawned(folder: &Path, arguments: &[&str]) -> Child {
+    let mut command = std::process::Command::new(cargo_bin("pipec"));
+    command.current_dir(folder).args(arguments).stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap()
+}
+
+fn model(folder: &Path) {
+    ends(folder, 0, &["zoo", "cnn", "--hidden", "4", "-o", "m.onnx"]);
+}
+
+const TRAIN: [&str; 9] = ["train", "m.onnx", "--synthetic-data", "--batch", "4", "--optimizer", "adam", "--lr", "0.01"];
+const KEPT: [&str; 4] = ["--checkpoint-dir", "ck", "--checkpoint-every", "2"];
+
+fn flags<'a>(parts: &[&[&'a str]]) -> Vec<&'a str> {
+    parts.concat()
+}
+
+fn bytes(folder: &Path, name: &str) -> Vec<u8> {
+    fs::read(folder.join(name)).unwrap()
+}
+
+/// The names in the folder of checkpoints.
+fn names(folder: &Path) -> Vec<String> {
+    let entries = fs::read_dir(folder.join("ck")).into_iter().flatten();
+    let mut names: Vec<String> = entries.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
+    names.sort();
+    names
+}
+
+#[test]
+fn a_run_that_is_killed_again_and_again_ends_as_if_it_never_was() {
+    let kills: u64 = std::env::var("PIPEC_KILLS").ok().and_then(|kills| kills.parse().ok()).unwrap_or(12);
+    let seed = std::process::id() as u64;
+    println!("seed {seed}");
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    model(folder);
+    let mut left = kills;
+    for round in 0.. {
+        let plan = match round % 3 {
+            0 => ["--stages", "1,2", "--schedule", "1f1b-rr"],
+            1 => ["--stages", "1,1,1", "--schedule", "1f1b"],
+            _ => ["--stages", "1,1,1", "--staleness", "predict"],
+        };
+        let common = flags(&[&TRAIN, &plan, &["--steps", "60"]]);
+        let began = Instant::now();
+        ends(folder, 0, &flags(&[&common, &["--save", "whole.safetensors", "--metrics", "whole.jsonl"]]));
+        let whole = began.elapsed();
+        let _ = fs::remove_dir_all(folder.join("ck"));
+        let again = flags(&[
+            &common,
+            &KEPT,
+            &["--keep", "2", "--resume", "auto", "--save", "again.safetensors", "--metrics", "again.jsonl"],
+        ]);
+        loop {
+            if left == 0 {
+                break;
+            }
+            let mut child = spawned(folder, &again);
+            let share = mix(seed ^ left << 8 ^ round) % 1000;
+            std::thread::sleep(whole.mul_f64(share as f64 / 1000.0));
+            child.kill().unwrap();
+            let output = child.wait_with_output().unwrap();
+            left -= 1;
+            if output.status.success() {
+                break;
+            }
+        }
+        let said = ends(folder, 0, &again);
+        assert!(!said.contains("passed over"), "what bears its name is whole: {said}");
+        assert!(bytes(folder, "again.safetensors") == bytes(folder, "whole.safetensors"), "{plan:?}");
+        let losses = |name: &str| -> Vec<Value> {
+            let text = fs::read_to_string(folder.join(name)).unwrap();
+            let lines = text.lines().map(|line| serde_json::from_str::<Value>(line).unwrap());
+            lines.filter(|line| line.get("step").is_some()).map(|line| line["loss"].clone()).collect()
+        };
+        // A line that was not written out yet when the process was killed is made again, or belongs to a step before the checkpoint.
+        let (whole, again) = (losses("whole.jsonl"), losses("again.jsonl"));
+        assert!(again.len() <= whole.len() && whole.ends_with(&again[again.len().saturating_sub(2)..]), "{plan:?}");
+        assert_eq!(names(folder), ["step-00000058", "step-00000060", "weights.safetensors"], "{plan:?}");
+        if left == 0 {
+            break;
+        }
+    }
+}
+
+#[test]
+fn whatever_is_asked_for_goes_on() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    model(folder);
+    for asked in [
+        &["--dtype", "bf16", "--stages", "1,1"][..],
+        &["--dtype", "bf16", "--stages", "2,1"],
+        // The loss is scaled.
+        &["--dtype", "f16", "--stages", "1,1", "--microbatches", "2"],
+        &["--dtype", "f64", "--stages", "1,2", "--clip-norm", "0.1"],
+        &["--bn-variance", "torch", "--bn", "deferred", "--microbatches", "2", "--stages", "1,1,1"],
+        &["--freeze", "conv1*,fc.bias", "--shuffle", "--lr-schedule", "cosine", "--stages", "1,1"],
+        &["--dtype", "bf16", "--freeze", "conv1*", "--eval-split", "0.2", "--stages", "1,1"],
+        &["--staleness", "pipemare", "--stages", "1,1,1", "--in-flight", "5,4,1"],
+        &["--staleness", "vertical-sync", "--stages", "1,3"],
+        &["--schedule", "2bw", "--microbatches", "2", "--stages", "2,1"],
+        &["--schedule", "zb-h2", "--microbatches", "4", "--stages", "1,1"],
+    ] {
+        let _ = fs::remove_dir_all(folder.join("ck"));
+        let common = flags(&[&TRAIN, asked, &["--steps", "12", "--seed", "3"]]);
+        ends(folder, 0, &flags(&[&common, &["--save", "whole.safetensors", "--save-gradients", "g.safetensors"]]));
+        ends(folder, 0, &flags(&[&common, &KEPT]));
+        let all = names(folder);
+        let before = all.iter().filter(|name| name.starts_with("step-") && *name != "step-00000012");
+        for name in before.step_by(2) {
+            let from = format!("ck/{name}");
+            let rest = ["--resume", &from, "--save", "rest.safetensors", "--save-gradients", "h.safetensors"];
+            ends(folder, 0, &flags(&[&common, &rest]));
+            assert!(bytes(folder, "rest.safetensors") == bytes(folder, "whole.safetensors"), "{asked:?} from {from}");
+            assert!(bytes(folder, "g.safetensors") == bytes(folder, "h.safetensors"), "{asked:?} from {from}");
+        }
+    }
+}
+
+/// Waits until a checkpoint is there.
+fn begun(folder: &Path, child: &mut Child) {
+    let began = Instant::now();
+    while !names(folder).iter().any(|name| name.starts_with("step-")) {
+        assert!(child.try_wait().unwrap().is_none(), "it ended by itself");
+        if began.elapsed() > Duration::from_secs(120) {
+            child.kill().unwrap();
+            panic!("no checkpoint comes");
+        }
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}
+
+#[cfg(unix)]
+fn send(signal: &str, child: &Child) {
+    let sent = std::process::Command::new("kill").args([signal, &child.id().to_string()]).status().unwrap();
+    assert!(sent.success());
+}
+
+#[cfg(unix)]
+#[test]
+fn a_signal_ends_the_step_and_leaves_a_checkpoint() {
+    for (signal, name, code) in [("-TERM", "SIGTERM", 143), ("-INT", "SIGINT", 130)] {
+        for plan in [&["--stages", "1,2"][..], &["--stages", "1,1", "--schedule", "1f1b"]] {
+            let folder = tempfile::tempdir().unwrap();
+            let folder = folder.path();
+            model(folder);
+            let common = flags(&[&TRAIN, plan, &["--steps", "400"]]);
+            let mut child = spawned(folder, &flags(&[&common, &KEPT, &["--keep", "1", "--save", "never.safetensors"]]));
+            begun(folder, &mut child);
+            send(signal, &child);
+            let output = child.wait_with_output().unwrap();
+            let said = String::from_utf8_lossy(&output.stderr).into_owned();
+            assert_eq!(output.status.code(), Some(code), "{said}");
+            let ended = format!("error: stopped by {name} after step ");
+            let done =
+                said.split(&ended).nth(1).and_then(|rest| rest.split(' ').next()).expect("it says how far it was");
+            let done: usize = done.parse().unwrap();
+            let checkpoint = format!("step-{done:08}");
+            assert!(said.contains(&format!("ck/{checkpoint}")) && said.contains("--resume auto"), "{said}");
+            assert_eq!(names(folder), [checkpoint], "one is kept, and nothing is written at the end");
+            assert!(!folder.join("never.safetensors").exists());
+            // A run of other length goes on as well, and says so.
+            let longer = (done + 3).to_string();
+            let rest = flags(&[&TRAIN, plan, &["--steps", &longer]]);
+            ends(folder, 0, &flags(&[&rest, &["--save", "whole.safetensors"]]));
+            let resumed = flags(&[&rest, &KEPT, &["--resume", "auto", "--save", "rest.safetensors"]]);
+            let said = ends(folder, 0, &resumed);
+            assert!(said.contains(&format!("goes on after step {done} of {longer}")), "{said}");
+            assert!(said.contains("warning: the run was begun for 400 steps"), "{said}");
+            assert!(bytes(folder, "rest.safetensors") == bytes(folder, "whole.safetensors"), "{plan:?}");
+        }
+    }
+}
+
+#[cfg(unix)]
+#[test]
+fn a_second_signal_ends_at_once() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    // A step takes a while.
+    ends(folder, 0, &["zoo", "mlp", "--hidden", "512", "--layers", "4", "-o", "m.onnx"]);
+    let mut child = spawned(
+        folder,
+        &["train", "m.onnx", "--synthetic-data", "--batch", "256", "--steps", "200", KEPT[0], KEPT[1], KEPT[2], "1"],
+    );
+    begun(folder, &mut child);
+    send("-TERM", &child);
+    send("-TERM", &child);
+    let output = child.wait_with_output().unwrap();
+    let said = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(143), "{said}");
+    assert!(!said.contains("stopped by"), "{said}");
+}
+
+#[test]
+fn another_plan_of_the_same_run_goes_on_with_the_same_bits() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    model(folder);
+    let flush = ["--microbatches", "2", "--steps", "8"];
+    let first = flags(&[&TRAIN, &flush, &["--stages", "1,1,1", "--schedule", "1f1b"]]);
+    ends(folder, 0, &flags(&[&first, &KEPT, &["--save", "whole.safetensors"]]));
+    let from = ["--resume", "ck/step-00000004"];
+    let other = flags(&[&TRAIN, &flush, &["--stages", "1,1", "--schedule", "gpipe", "--save", "other.safetensors"]]);
+    let said = ends(folder, 0, &flags(&[&other, &from]));
+    assert!(said.contains("under another plan") && !said.contains("warning"), "{said}");
+    assert!(bytes(folder, "other.safetensors") == bytes(folder, "whole.safetensors"));
+    // Without a flush it goes on, and says what that is worth.
+    let stale = flags(&[&TRAIN, &["--stages", "1,1,1", "--steps", "8"], &from]);
+    let said = ends(folder, 0, &stale);
+    assert!(said.contains("warning: the checkpoint is of another plan (1f1b, now 1f1b-rr)"), "{said}");
+    let odd = flags(&[&TRAIN, &["--stages", "3,1", "--steps", "8"], &from]);
+    let said = ends(folder, 2, &odd);
+    assert!(said.contains("the rounds of all stages end together every 3 minibatches"), "{said}");
+    // Its weights are a model's.
+    let said = ends(folder, 0, &flags(&[&TRAIN, &["--steps", "1", "--weights", "ck/step-00000004"]]));
+    assert!(!said.contains("warning"), "{said}");
+    let said =
+        ends(folder, 0, &flags(&[&TRAIN, &["--steps", "1", "--weights", "ck/step-00000004/stage-1.safetensors"]]));
+    assert!(said.contains("the model's own values are kept"), "{said}");
+}
+
+#[test]
+fn what_is_not_this_run_or_not_whole_is_told() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    model(folder);
+    let common = flags(&[&TRAIN, &["--stages", "1,2", "--steps", "8"]]);
+    let kept = flags(&[&common, &KEPT]);
+    ends(folder, 0, &flags(&[&kept, &["--save", "whole.safetensors"]]));
+    assert_eq!(names(folder).len(), 5, "{:?}", names(folder));
+    let said = ends(folder, 2, &kept);
+    assert!(said.contains("ck has checkpoints of a run") && said.contains("`--resume auto`"), "{said}");
+    let said = ends(folder, 2, &flags(&[&common, &["--resume", "auto"]]));
+    assert!(said.contains("`--checkpoint-dir FOLDER`"), "{said}");
+    let said = ends(folder, 2, &flags(&[&common, &["--resume", "ck"]]));
+    assert!(said.contains("ck/manifest.json is missing") && said.contains("--resume ck/step-00000008"), "{said}");
+    // Rounds of two and three end together every six steps.
+    let rare = ["--checkpoint-dir", "rare", "--checkpoint-every", "4"];
+    let said = ends(folder, 0, &flags(&[&TRAIN, &["--stages", "2,3", "--steps", "12"], &rare]));
+    assert!(said.contains("every 6 steps: those of every 4 steps as soon behind"), "{said}");
+    assert!(folder.join("rare/step-00000006").is_dir() && folder.join("rare/step-00000012").is_dir());
+    let never = ["--checkpoint-dir", "never", "--checkpoint-every", "4"];
+    let said = ends(folder, 0, &flags(&[&TRAIN, &["--stages", "2,3", "--steps", "5"], &never]));
+    assert!(said.contains("warning: no checkpoint will be written: the run ends after 5 steps"), "{said}");
+    // All is done: there is nothing to train, and the weights are there.
+    let last = flags(&[&kept, &["--resume", "auto", "--save", "last.safetensors"]]);
+    ends(folder, 0, &last);
+    assert!(bytes(folder, "last.safetensors") == bytes(folder, "whole.safetensors"));
+    // Another run.
+    let other = ["--resume", "ck/step-00000004", "--seed", "7", "--momentum", "0.5"];
+    let other = ["train", "m.onnx", "--synthetic-data", "--batch", "8", "--stages", "1,2", "--steps", "8"]
+        .into_iter()
+        .chain(other)
+        .collect::<Vec<_>>();
+    let said = ends(folder, 2, &other);
+    for what in [
+        "batch: the checkpoint has `4`, this run `8`",
+        "optimizer: the checkpoint has `Adam",
+        "seed: the checkpoint has `0`",
+    ] {
+        assert!(said.contains(what), "{said}");
+    }
+    assert!(said.contains("--weights ck/step-00000004"), "{said}");
+    let said = ends(folder, 2, &flags(&[&TRAIN, &["--stages", "1,2", "--steps", "6", "--resume", "ck/step-00000008"]]));
+    assert!(said.contains("cut after minibatch 8, the run has 6"), "{said}");
+    // One after the other breaks, and the one before takes its place.
+    let flip = |name: &str| {
+        let path = folder.join("ck").join(name);
+        let mut bytes = fs::read(&path).unwrap();
+        let last = bytes.len() - 5;
+        bytes[last] ^= 0x20;
+        fs::write(&path, bytes).unwrap();
+    };
+    flip("step-00000008/stage-1.optimizer.safetensors");
+    fs::remove_file(folder.join("ck/step-00000006/stage-0.safetensors")).unwrap();
+    let said = ends(folder, 2, &flags(&[&common, &["--resume", "ck/step-00000008"]]));
+    assert!(said.contains("stage-1.optimizer.safetensors is not what was written"), "{said}");
+    let said = ends(folder, 0, &flags(&[&kept, &["--resume", "auto", "--save", "again.safetensors"]]));
+    assert!(said.contains("warning: ck/step-00000008 is passed over"), "{said}");
+    assert!(said.contains("stage-0.safetensors is missing") && said.contains("goes on after step 4 of 8"), "{said}");
+    assert!(bytes(folder, "again.safetensors") == bytes(folder, "whole.safetensors"));
+    // The broken ones have been written anew.
+    let said = ends(folder, 0, &last);
+    assert!(!said.contains("passed over"), "{said}");
+    // Where none is whole, auto begins at the beginning.
+    for name in names(folder).iter().filter(|name| name.starts_with("step-")) {
+        fs::write(folder.join("ck").join(name).join("manifest.json"), "{\"schema\": \"pipec.checkpoint/1\"").unwrap();
+    }
+    let said = ends(folder, 0, &last);
+    assert!(said.contains("the run begins at the beginning"), "{said}");
+    assert!(bytes(folder, "last.safetensors") == bytes(folder, "whole.safetensors"));
+}
+
+#[test]
+fn a_checkpoint_that_cannot_be_written_costs_the_run_nothing() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    model(folder);
+    let common = flags(&[&TRAIN, &["--stages", "1,1", "--steps", "6"]]);
+    ends(folder, 0, &flags(&[&common, &["--save", "whole.safetensors"]]));
+    // Something stands where the second checkpoint would be made.
+    fs::create_dir(folder.join("ck")).unwrap();
+    fs::write(folder.join("ck/.step-00000004.part"), "").unwrap();
+    let said = ends(folder, 0, &flags(&[&common, &KEPT, &["--save", "kept.safetensors"]]));
+    assert!(said.contains("warning: no checkpoint after step 4: cannot write ck/.step-00000004.part"), "{said}");
+    assert!(said.contains("the last complete checkpoint stays"), "{said}");
+    assert!(bytes(folder, "kept.safetensors") == bytes(folder, "whole.safetensors"));
+    assert_eq!(names(folder), [".step-00000004.part", "step-00000002", "step-00000006", "weights.safetensors"]);
+}
