@@ -1,6 +1,7 @@
 //! Training over several processes: the same bits as threads give, and an end that is named whatever goes wrong.
 
 use assert_cmd::cargo::cargo_bin;
+use std::collections::BTreeMap;
 use std::fs;
 use std::io::{Read, Write};
 use std::net::{Shutdown, TcpListener, TcpStream};
@@ -105,6 +106,56 @@ fn processes_train_as_threads_do_under_a_flush() {
     same(at, "a shared embedding in bf16", &[&shared[..], &["--clip-norm", "0.1", "--dtype", "bf16"]].concat());
     planned(at, "g.onnx", &["--gpus", "2", "--schedule", "interleaved", "--chunks", "2", "--microbatches", "4"]);
     same(at, "interleaved", &["g.onnx", "--steps", "4", "--plan", "plan.json"]);
+}
+
+/// All files below a folder, with their bytes.
+fn files(folder: &Path) -> BTreeMap<PathBuf, Vec<u8>> {
+    let mut found = BTreeMap::new();
+    for entry in fs::read_dir(folder).unwrap().flatten() {
+        match entry.file_type().unwrap().is_dir() {
+            true => found.extend(
+                files(&entry.path()).into_iter().map(|(name, bytes)| (Path::new(&entry.file_name()).join(name), bytes)),
+            ),
+            false => _ = found.insert(entry.file_name().into(), fs::read(entry.path()).unwrap()),
+        }
+    }
+    found
+}
+
+#[test]
+fn checkpoints_of_processes_are_those_of_threads_and_go_on() {
+    let folder = tempfile::tempdir().unwrap();
+    let at = folder.path();
+    models(at);
+    let cases: [&[&str]; 5] = [
+        &["c.onnx", "--stages", "2,1", "--optimizer", "adam", "--steps", "8"],
+        &["g.onnx", "--stages", "1,1", "--optimizer", "adam", "--steps", "6"],
+        &["m.onnx", "--stages", "1,1", "--staleness", "predict", "--momentum", "0.9", "--steps", "6"],
+        &["m.onnx", "--stages", "1,1", "--schedule", "1f1b", "--microbatches", "4", "--dtype", "f16", "--steps", "6"],
+        &["m.onnx", "--stages", "1,1", "--schedule", "2bw", "--microbatches", "4", "--momentum", "0.9", "--steps", "6"],
+    ];
+    for (case, flags) in cases.iter().enumerate() {
+        let run = |name: &str, more: &[&str]| {
+            let keep = ["--checkpoint-dir", name, "--checkpoint-every", "2", "--synthetic-data", "--batch", "8", "-q"];
+            done(at, &[&["train"][..], flags, &keep, more].concat());
+            files(&at.join(name))
+        };
+        let (threads, processes) = (format!("t{case}"), format!("p{case}"));
+        let expected = run(&threads, &[]);
+        assert!(expected.len() > 7, "{:?}", expected.keys());
+        let names = |of: &BTreeMap<PathBuf, Vec<u8>>| of.keys().cloned().collect::<Vec<_>>();
+        let found = run(&processes, &["--processes"]);
+        assert_eq!(names(&found), names(&expected), "{flags:?}");
+        assert!(found == expected, "{flags:?}");
+        // From the first of them on, the same ones come again.
+        for step in expected.keys().filter_map(|name| name.parent()).filter(|name| name.starts_with("step-")) {
+            if !step.ends_with("step-00000002") && at.join(&processes).join(step).exists() {
+                fs::remove_dir_all(at.join(&processes).join(step)).unwrap();
+            }
+        }
+        fs::remove_file(at.join(&processes).join("weights.safetensors")).unwrap();
+        assert!(run(&processes, &["--processes", "--resume", "auto"]) == expected, "{flags:?}");
+    }
 }
 
 /// A run that goes on until it is ended, once it has trained a while; it is killed with whoever started it.
@@ -245,6 +296,37 @@ mod supervised {
             all_gone(&pids);
             fs::remove_file(folder.path().join("m.jsonl")).unwrap();
         }
+    }
+
+    #[test]
+    fn a_run_goes_on_from_its_last_checkpoint_when_a_worker_dies() {
+        let folder = tempfile::tempdir().unwrap();
+        let at = folder.path();
+        done(at, &["zoo", "mlp", "-o", "m.onnx", "-q"]);
+        let flags = ["train", "m.onnx", "--synthetic-data", "--batch", "64", "--steps", "2500", "--stages", "1,2"];
+        let flags = [&flags[..], &["--momentum", "0.9"]].concat();
+        done(at, &[&flags[..], &["--save", "t.safetensors", "--metrics", "t.jsonl", "-q"]].concat());
+        let keep = ["--checkpoint-dir", "ck", "--checkpoint-every", "100", "--keep", "2", "--metrics", "p.jsonl"];
+        let more = ["--processes", "--max-restarts", "1", "--save", "p.safetensors"];
+        let child = command(at, &[&flags[..], &keep, &more].concat()).spawn().unwrap();
+        let until = Instant::now() + PATIENCE;
+        let is_there = |name: &str| at.join("ck").join(name).exists();
+        while !(is_there("step-00000200") || is_there("step-00000300")) {
+            assert!(Instant::now() < until, "no checkpoint comes");
+            thread::sleep(Duration::from_millis(5));
+        }
+        send("KILL", children(child.id())[1]);
+        let (code, told) = end(child);
+        assert_eq!(code, Some(0), "{told}");
+        assert!(told.contains("restart 1 of 1") && told.contains("goes on after step "), "{told}");
+        let read = |name: &str| fs::read(at.join(name)).unwrap();
+        assert!(read("t.safetensors") == read("p.safetensors"));
+        let losses = |name: &str| -> Vec<Option<u64>> {
+            let text = fs::read_to_string(at.join(name)).unwrap();
+            let lines = text.lines().map(|line| serde_json::from_str::<serde_json::Value>(line).unwrap());
+            lines.map(|line| line["loss"].as_f64().map(f64::to_bits)).collect()
+        };
+        assert!(losses("t.jsonl") == losses("p.jsonl"));
     }
 
     #[test]
