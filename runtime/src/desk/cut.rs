@@ -128,12 +128,14 @@ impl Desk<'_> {
             }
         }
         self.cutting.held.retain(|held| held.item >= next);
-        let whole = self.is_first.then(|| Whole {
+        let mut whole = self.is_first.then(|| Whole {
             weights: self.versions.get(&version).cloned().unwrap_or_default(),
             moves: (0..self.code.parameters.len()).map(|p| self.moves(p, version)).collect(),
             states: self.executor.states.iter().map(|state| Buffer::copy_of(state.bytes())).collect(),
             scale,
         });
+        let states = whole.iter_mut().flat_map(|whole| &mut whole.states);
+        states.for_each(|state| state.count_in(&self.executor.pool.ledger));
         let part = Part { stage: self.stage, replica, minibatches, whole, versions, forwards, shared: BTreeMap::new() };
         if self.late.is_empty() || part.whole.is_none() {
             self.cutting.ready.push(part);
@@ -144,7 +146,11 @@ impl Desk<'_> {
 
     fn moves(&self, p: usize, version: u32) -> Moves {
         let updates = u32::try_from(i64::from(version) - self.uncounted[p]).unwrap_or(0);
-        Moves { updates, ..self.stepper.moves(p) }
+        let mut moves = Moves { updates, ..self.stepper.moves(p) };
+        let copies = moves.state.iter_mut().chain(&mut moves.master).chain(&mut moves.drift);
+        // Until they are written the worker holds them.
+        copies.for_each(|copy| copy.count_in(&self.executor.pool.ledger));
+        moves
     }
 
     /// A late parameter has come to another version.
