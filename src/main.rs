@@ -16,6 +16,7 @@ mod freeze;
 mod given;
 mod held_out;
 mod hybrid;
+mod identity;
 mod initial;
 mod launcher;
 mod loss;

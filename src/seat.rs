@@ -3,6 +3,7 @@
 use crate::children::{self, Children};
 use crate::cmd::processes::ProcessArguments;
 use crate::failure::Failure;
+use crate::identity::digests;
 use crate::launcher::launched;
 use crate::screen::Screen;
 use crate::training::{Prepared, Task};
@@ -167,7 +168,7 @@ impl Seat {
         let part = |own: usize, seats: Seats, first: String, listen: Option<String>, run: u64| Part {
             own,
             seats,
-            identity: Identity { run, parts: prepared.digests(task) },
+            identity: Identity { run, parts: digests(task, prepared) },
             first,
             listen,
             patience: arguments.connect_timeout,

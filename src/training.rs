@@ -1,6 +1,6 @@
 //! From a model, a plan and data to trained weights, by way of compiled stages and checked programs.
 
-use crate::checkpoints::{Begun, Keeping, terms};
+use crate::checkpoints::{Begun, Keeping, kept_of};
 use crate::failure::Failure;
 use crate::freeze::freeze;
 use crate::given::LABELS;
@@ -31,7 +31,7 @@ use runtime::checkpoint::Part;
 use runtime::checkpoint::cuts::{Cuts, Gate};
 use runtime::checkpoint::files::Disk;
 use runtime::checkpoint::find;
-use runtime::checkpoint::keeper::{Keeper, Kept};
+use runtime::checkpoint::keeper::Keeper;
 use runtime::checkpoint::manifest::Dealt;
 use runtime::checkpoint::start::StartError;
 use runtime::data::synthetic::synthetic;
@@ -45,7 +45,6 @@ use runtime::prepare::{self, PrepareError, Settings};
 use runtime::train::{self, Course, StepDone, TrainError, Trained, Training};
 use runtime::weights;
 use runtime::worker::{Span, Work};
-use sha2::{Digest, Sha256};
 use std::collections::{BTreeMap, HashMap};
 use std::path::{Path, PathBuf};
 use std::sync::mpsc;
@@ -336,7 +335,7 @@ pub fn run(
     on_step: &mut dyn FnMut(StepDone),
 ) -> Result<Option<Done>, Failure> {
     let training = prepared.training(task);
-    let (program, weights) = (training.program, training.weights);
+    let program = training.program;
     let mut fault = None;
     let mut keep = |folder: &Path, checkpoint: Checkpoint| {
         if fault.is_none() {
@@ -352,7 +351,7 @@ pub fn run(
     let gate = stop.as_ref().map(|stop| Gate::new(stop.asked(), period(program), prepared.first() as u32));
     let (told, saves) = mpsc::channel();
     let mut on_part = task.keeping.as_ref().filter(|_| reports).map(|keeping| {
-        let mut keeper = Keeper::new(Disk, kept_of(keeping, task, prepared, weights));
+        let mut keeper = Keeper::new(Disk, kept_of(keeping, task, prepared));
         move |part: Part| {
             // Who listens is there as long as the run.
             keeper.take(part).into_iter().for_each(|saved| drop(told.send(saved)));
@@ -414,26 +413,6 @@ pub fn run(
     Ok(Some(Done { trained, tracks, samples_per_s, score, ended }))
 }
 
-/// What the writer of checkpoints must know.
-fn kept_of<'a>(
-    keeping: &Keeping<'_>,
-    task: &Task<'a>,
-    prepared: &'a Prepared,
-    weights: &'a BTreeMap<String, Tensor>,
-) -> Kept<'a> {
-    Kept {
-        folder: keeping.folder.to_path_buf(),
-        keep: keeping.keep.map(|keep| keep as usize),
-        run: terms(task, prepared),
-        plan: prepared.dealt(),
-        steps: prepared.steps,
-        per_epoch: u32::try_from(prepared.per_epoch).unwrap_or(u32::MAX),
-        codes: &prepared.made.codes,
-        optimizer: task.optimizer,
-        given: weights,
-    }
-}
-
 /// What is evaluated beside training: the model by itself.
 fn subject<'a>(task: &Task<'a>, loss: Loss) -> Subject<'a> {
     let item_rows = (task.batch / u64::from(task.microbatches.max(1))) as usize;
@@ -460,33 +439,9 @@ impl Prepared {
         self.made.program.workers.len()
     }
 
-    /// Digests of all that processes of one run must have in common, by what they are of.
-    pub fn digests(&self, task: &Task<'_>) -> Vec<(String, [u8; 32])> {
-        let of = |what: &str, put: &dyn Fn(&mut Sha256)| {
-            let mut sha = Sha256::new();
-            put(&mut sha);
-            (what.to_string(), <[u8; 32]>::from(sha.finalize()))
-        };
-        let text = |text: String| move |sha: &mut Sha256| sha.update(text.as_bytes());
-        let named = |sha: &mut Sha256, name: &str, bytes: &[u8]| {
-            sha.update((name.len() as u64).to_le_bytes());
-            sha.update(name.as_bytes());
-            sha.update((bytes.len() as u64).to_le_bytes());
-            sha.update(bytes);
-        };
-        let settings =
-            (task.optimizer, self.policy, task.order, task.seed, task.keep_gradients, self.batch, self.steps);
-        vec![
-            of("the versions of pipec", &text(env!("CARGO_PKG_VERSION").to_string())),
-            of("the models", &text(hash(&self.made.graph))),
-            of("the plans or schedules", &text(self.made.program.to_string())),
-            of("the settings of training", &text(format!("{settings:?}"))),
-            of("the initial weights", &|sha| {
-                self.training(task).weights.iter().for_each(|(name, tensor)| named(sha, name, tensor.bytes()))
-            }),
-            of("the checkpoints", &text(self.first().to_string())),
-            of("the data", &|sha| self.batches.bytes().for_each(|(name, bytes)| named(sha, name, bytes))),
-        ]
+    /// What is trained, at its sizes, with its loss.
+    pub fn graph(&self) -> &Graph {
+        &self.made.graph
     }
 
     /// Minibatches that were done before the run began.
