@@ -11,7 +11,7 @@ use compiler::import::onnx::name::shown;
 use compiler::schedule::Schedule;
 use compiler::tensor::Tensor;
 use runtime::checkpoint::find::{self, FindError, Found};
-use runtime::checkpoint::keeper::Saved;
+use runtime::checkpoint::keeper::{Kept, Saved};
 use runtime::checkpoint::manifest::{FILE, Manifest};
 use runtime::checkpoint::start::{Start, StartError};
 use runtime::data::Order;
@@ -182,6 +182,22 @@ pub fn terms(task: &Task<'_>, prepared: &Prepared) -> BTreeMap<String, String> {
         ("frozen parameters", task.frozen.join(",")),
     ];
     terms.into_iter().map(|(name, value)| (name.to_string(), value)).collect()
+}
+
+/// What the writer of checkpoints must know.
+pub fn kept_of<'a>(keeping: &Keeping<'_>, task: &Task<'a>, prepared: &'a Prepared) -> Kept<'a> {
+    let training = prepared.training(task);
+    Kept {
+        folder: keeping.folder.to_path_buf(),
+        keep: keeping.keep.map(|keep| keep as usize),
+        run: terms(task, prepared),
+        plan: prepared.dealt(),
+        steps: prepared.steps,
+        per_epoch: u32::try_from(prepared.per_epoch).unwrap_or(u32::MAX),
+        codes: training.codes,
+        optimizer: training.optimizer,
+        given: training.weights,
+    }
 }
 
 /// When checkpoints come, where that is not as one might expect.

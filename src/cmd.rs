@@ -10,6 +10,7 @@ pub mod optimizer;
 pub mod partition;
 pub mod plan;
 pub mod policy;
+pub mod processes;
 pub mod profile;
 pub mod quickstart;
 pub mod report;

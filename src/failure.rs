@@ -28,6 +28,8 @@ pub struct Failure {
     what: String,
     why: Vec<String>,
     help: Option<String>,
+    /// Whether the same may succeed when it is done once more: a process of several died.
+    pub may_pass: bool,
 }
 
 impl Failure {
@@ -51,6 +53,12 @@ impl Failure {
         Failure::new(code, what)
     }
 
+    /// A signal asked for the end.
+    pub fn interrupted(signal: i32) -> Failure {
+        let code = u8::try_from(128 + signal).unwrap_or(NO);
+        Failure::stopped(code, format!("interrupted by {}", crate::signals::name(signal)))
+    }
+
     /// A panic, or a promise of ours that did not hold.
     pub fn bug(said: &str) -> Failure {
         let what = format!("bug in pipec {}: {}", env!("CARGO_PKG_VERSION"), said.replace('\n', " "));
@@ -63,7 +71,7 @@ impl Failure {
     }
 
     fn new(code: u8, what: impl fmt::Display) -> Failure {
-        Failure { code, what: what.to_string(), why: Vec::new(), help: None }
+        Failure { code, what: what.to_string(), why: Vec::new(), help: None, may_pass: false }
     }
 
     /// Adds the reason, or one more.
@@ -80,6 +88,12 @@ impl Failure {
     /// What and why, in one line.
     pub fn line(&self) -> String {
         if self.why.is_empty() { self.what.clone() } else { format!("{}: {}", self.what, self.why.join(" ")) }
+    }
+
+    /// Says that the same may succeed when it is done once more.
+    pub fn again(mut self) -> Failure {
+        self.may_pass = true;
+        self
     }
 
     /// Says what to do next.

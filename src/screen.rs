@@ -34,6 +34,12 @@ impl Screen {
         }
     }
 
+    /// One that shows nothing: of a process beside the one that tells of their work.
+    pub fn silent() -> Screen {
+        let (closed, fault) = (Cell::new(true), RefCell::new(None));
+        Screen { format: Format::Text, quiet: true, verbose: 0, closed, fault }
+    }
+
     /// Prints a piece of the result, in text form only.
     pub fn text(&self, text: &str) {
         if self.format == Format::Text {

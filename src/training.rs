@@ -1,6 +1,6 @@
 //! From a model, a plan and data to trained weights, by way of compiled stages and checked programs.
 
-use crate::checkpoints::{Begun, Keeping, terms};
+use crate::checkpoints::{Begun, Keeping, kept_of};
 use crate::failure::Failure;
 use crate::freeze::freeze;
 use crate::given::LABELS;
@@ -31,13 +31,14 @@ use runtime::checkpoint::Part;
 use runtime::checkpoint::cuts::{Cuts, Gate};
 use runtime::checkpoint::files::Disk;
 use runtime::checkpoint::find;
-use runtime::checkpoint::keeper::{Keeper, Kept};
+use runtime::checkpoint::keeper::Keeper;
 use runtime::checkpoint::manifest::Dealt;
 use runtime::checkpoint::start::StartError;
 use runtime::data::synthetic::synthetic;
 use runtime::data::{Batches, DataError, Dataset, Order};
 use runtime::desk::checkpoint::Checkpoint;
 use runtime::device::cpu::half::is_half;
+use runtime::link::group::Group;
 use runtime::optimizer::Optimizer;
 use runtime::policy::{Policy, Staleness, Statistics};
 use runtime::prepare::{self, PrepareError, Settings};
@@ -326,19 +327,15 @@ pub fn prepare(task: &mut Task<'_>) -> Result<Prepared, Failure> {
     Ok(Prepared { made, batches, policy, steps, batch: task.batch, per_epoch, rows, loss, held_out, begun: None })
 }
 
-/// Trains; `on_step` is told of every minibatch in order.
-pub fn run(task: &Task<'_>, prepared: &Prepared, on_step: &mut dyn FnMut(StepDone)) -> Result<Done, Failure> {
-    let weights = prepared.begun.as_ref().map_or(task.weights, |begun| &begun.weights);
-    let program = &prepared.made.program;
-    let training = Training {
-        codes: &prepared.made.codes,
-        program,
-        weights,
-        batches: &prepared.batches,
-        optimizer: task.optimizer,
-        policy: prepared.policy,
-        keep_gradients: task.keep_gradients,
-    };
+/// Trains; `on_step` is told of every minibatch in order. In a group of processes, the first one tells what was done.
+pub fn run(
+    task: &Task<'_>,
+    prepared: &Prepared,
+    group: Option<Group>,
+    on_step: &mut dyn FnMut(StepDone),
+) -> Result<Option<Done>, Failure> {
+    let training = prepared.training(task);
+    let program = training.program;
     let mut fault = None;
     let mut keep = |folder: &Path, checkpoint: Checkpoint| {
         if fault.is_none() {
@@ -346,12 +343,15 @@ pub fn run(task: &Task<'_>, prepared: &Prepared, on_step: &mut dyn FnMut(StepDon
         }
     };
     let mut kept = task.checkpoints.map(|folder| move |checkpoint| keep(folder, checkpoint));
-    let stop = task.keeping.as_ref().map(|_| Stop::listen()).transpose();
+    // The process that starts others hears signals for all of them, and process 0 of a group writes its checkpoints.
+    let reports = group.as_ref().is_none_or(|group| group.part.own == 0);
+    let stops = task.keeping.as_ref().filter(|_| group.is_none());
+    let stop = stops.map(|_| Stop::listen()).transpose();
     let stop = stop.map_err(|error| Failure::input("cannot listen to signals").because(error))?;
     let gate = stop.as_ref().map(|stop| Gate::new(stop.asked(), period(program), prepared.first() as u32));
     let (told, saves) = mpsc::channel();
-    let mut on_part = task.keeping.as_ref().map(|keeping| {
-        let mut keeper = Keeper::new(Disk, kept_of(keeping, task, prepared, weights));
+    let mut on_part = task.keeping.as_ref().filter(|_| reports).map(|keeping| {
+        let mut keeper = Keeper::new(Disk, kept_of(keeping, task, prepared));
         move |part: Part| {
             // Who listens is there as long as the run.
             keeper.take(part).into_iter().for_each(|saved| drop(told.send(saved)));
@@ -368,10 +368,11 @@ pub fn run(task: &Task<'_>, prepared: &Prepared, on_step: &mut dyn FnMut(StepDon
         on_part: on_part.as_mut().map(|on_part| on_part as &mut (dyn FnMut(Part) + Send)),
         on_checkpoint: kept.as_mut().map(|kept| kept as &mut dyn FnMut(Checkpoint)),
     };
-    let trained = train::run(&training, course, &mut |step| {
+    let told_step = &mut |step| {
         tell();
         on_step(step);
-    });
+    };
+    let trained = train::run_in_group(&training, course, told_step, group);
     tell();
     let trained = trained.map_err(|error| match &error {
         TrainError::Panic { .. } => Failure::bug(&error.to_string()),
@@ -390,12 +391,13 @@ pub fn run(task: &Task<'_>, prepared: &Prepared, on_step: &mut dyn FnMut(StepDon
         TrainError::NoVelocity => {
             Failure::input("cannot train").because(&error).help("`--momentum 0.9`, or `--optimizer adam`")
         }
-        TrainError::Worker(_) => Failure::no("training stopped").because(&error),
+        TrainError::Worker(_) | TrainError::Link(_) => Failure::no("training stopped").because(&error),
         _ => Failure::input("cannot train").because(&error),
     })?;
     if let Some(fault) = fault {
         return Err(Failure::input("cannot write a checkpoint").because(fault));
     }
+    let Some(trained) = trained else { return Ok(None) };
     let ended = gate.as_ref().and_then(Gate::end).filter(|end| *end < prepared.steps);
     let ended = stop.as_ref().and_then(Stop::came).zip(ended).map(|((signal, code), minibatches)| {
         let checkpoint = task.keeping.as_ref().map(|keeping| keeping.folder.join(find::name(minibatches)));
@@ -408,27 +410,7 @@ pub fn run(task: &Task<'_>, prepared: &Prepared, on_step: &mut dyn FnMut(StepDon
         Some(data) if ended.is_none() => Some(subject(task, prepared.loss).score(data, &trained.weights)?),
         _ => None,
     };
-    Ok(Done { trained, tracks, samples_per_s, score, ended })
-}
-
-/// What the writer of checkpoints must know.
-fn kept_of<'a>(
-    keeping: &Keeping<'_>,
-    task: &Task<'a>,
-    prepared: &'a Prepared,
-    weights: &'a BTreeMap<String, Tensor>,
-) -> Kept<'a> {
-    Kept {
-        folder: keeping.folder.to_path_buf(),
-        keep: keeping.keep.map(|keep| keep as usize),
-        run: terms(task, prepared),
-        plan: prepared.dealt(),
-        steps: prepared.steps,
-        per_epoch: u32::try_from(prepared.per_epoch).unwrap_or(u32::MAX),
-        codes: &prepared.made.codes,
-        optimizer: task.optimizer,
-        given: weights,
-    }
+    Ok(Some(Done { trained, tracks, samples_per_s, score, ended }))
 }
 
 /// What is evaluated beside training: the model by itself.
@@ -439,6 +421,29 @@ fn subject<'a>(task: &Task<'a>, loss: Loss) -> Subject<'a> {
 }
 
 impl Prepared {
+    /// What the workers run.
+    pub fn training<'a>(&'a self, task: &Task<'a>) -> Training<'a> {
+        Training {
+            codes: &self.made.codes,
+            program: &self.made.program,
+            weights: self.begun.as_ref().map_or(task.weights, |begun| &begun.weights),
+            batches: &self.batches,
+            optimizer: task.optimizer,
+            policy: self.policy,
+            keep_gradients: task.keep_gradients,
+        }
+    }
+
+    /// How many workers there are.
+    pub fn workers(&self) -> usize {
+        self.made.program.workers.len()
+    }
+
+    /// What is trained, at its sizes, with its loss.
+    pub fn graph(&self) -> &Graph {
+        &self.made.graph
+    }
+
     /// Minibatches that were done before the run began.
     pub fn first(&self) -> usize {
         self.begun.as_ref().map_or(0, |begun| begun.start.minibatches as usize)

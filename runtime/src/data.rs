@@ -239,6 +239,11 @@ pub enum Order {
 }
 
 impl Batches {
+    /// All rows that training may see, as bytes by name.
+    pub fn bytes(&self) -> impl Iterator<Item = (&str, &[u8])> {
+        self.data.arrays.iter().map(|(name, array)| (name.as_str(), &array.tensor.bytes()[..]))
+    }
+
     /// Minibatches of `batch` rows, each cut in order into `microbatches` items, `steps` of them. Rows that do not fill
     /// a last minibatch of an epoch are left out of that epoch.
     pub fn new(

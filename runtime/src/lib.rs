@@ -29,4 +29,5 @@ pub mod stepper;
 pub mod steps;
 pub mod train;
 pub mod weights;
+pub mod wiring;
 pub mod worker;

@@ -8,16 +8,20 @@ use crate::compile::{Named, StageCode};
 use crate::data::Batches;
 use crate::desk::checkpoint::{Checkpoint, tensor};
 use crate::desk::sum::Contribution;
-use crate::desk::{Meeting, Place, Tied};
+use crate::desk::{Meeting, Place};
 use crate::device::cpu::half::is_half;
 use crate::evaluate::{EvaluateError, buffers};
-use crate::link::channel::{Incoming, Outgoing, channel};
+use crate::link::carry::SquaresForm;
+use crate::link::exchange::Exchange;
+use crate::link::fate::{Blame, LinkError};
+use crate::link::group::Group;
 use crate::link::rendezvous::Rendezvous;
 use crate::norm::{Norms, Squares};
 use crate::optimizer::{Optimizer, trains};
 use crate::policy::{Policy, Staleness};
 use crate::stepper::wide;
-use crate::worker::{self, Cutting, Equipment, Event, Key, Outcome, Span, WorkerError};
+use crate::wiring::{channels, meeting, replicas, tied_of, ties};
+use crate::worker::{self, Cutting, Equipment, Event, Outcome, Span, WorkerError};
 use compiler::graph::{Graph, order};
 use compiler::op::NodeId;
 use compiler::pass::loss::LOSS_SCALE;
@@ -27,6 +31,7 @@ use compiler::schedule::{Edge, Instruction, Pipeline, Program, Schedule, WorkerI
 use compiler::tensor::{DType, Tensor};
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::Arc;
+use std::sync::atomic::AtomicU32;
 use std::time::Instant;
 use thiserror::Error;
 
@@ -69,6 +74,8 @@ pub enum TrainError {
     Parts { stage: u32 },
     #[error("bug in pipec: worker {worker} panicked: {what}")]
     Panic { worker: String, what: String },
+    #[error(transparent)]
+    Link(#[from] LinkError),
 }
 
 /// What is trained.
@@ -205,12 +212,33 @@ pub fn train_with_checkpoints(
     run(training, Course { on_checkpoint: Some(on_checkpoint), ..Course::default() }, on_step)
 }
 
+/// Whether all workers agree on something before they step.
+pub fn agrees(training: &Training<'_>) -> bool {
+    training.program.schedule.flushes() && (scales_loss(training) || training.policy.clip_norm.is_some())
+}
+
+fn scales_loss(training: &Training<'_>) -> bool {
+    training.codes.iter().flat_map(|code| &code.feeds).any(|feed| feed.name == LOSS_SCALE)
+}
+
 /// Runs what is left of the program from where the course begins. Losses are those of the minibatches that are run.
 pub fn run(
     training: &Training<'_>,
     course: Course<'_>,
     on_step: &mut dyn FnMut(StepDone),
 ) -> Result<Trained, TrainError> {
+    Ok(run_in_group(training, course, on_step, None)?.expect("a process that runs all workers tells of all"))
+}
+
+/// The same with the workers of this process alone, beside the others of its group if it has one. Process 0 of the group is told of
+/// every minibatch, takes the parts of checkpoints and is given what all workers leave, the others nothing. What checkpoints in the
+/// program hold is given to the process whose worker makes them.
+pub fn run_in_group(
+    training: &Training<'_>,
+    course: Course<'_>,
+    on_step: &mut dyn FnMut(StepDone),
+    group: Option<Group>,
+) -> Result<Option<Trained>, TrainError> {
     let Course { start, cuts, gate, on_part, mut on_checkpoint } = course;
     let done = start.map_or(0, |start| start.minibatches);
     let left = start.map(|_| rest(training.program, done));
@@ -218,27 +246,45 @@ pub fn run(
     check_instructions(program, on_checkpoint.is_some())?;
     check_parts(program, training.codes)?;
     check_weights(training.codes, training.weights)?;
-    let ties = ties(training)?;
-    check_states(training.codes)?;
     if start.is_some() || on_part.is_some() {
         check_read_states(program, training.codes)?;
     }
-    let scales_loss = training.codes.iter().flat_map(|code| &code.feeds).any(|feed| feed.name == LOSS_SCALE);
+    let scales_loss = scales_loss(training);
     check_policy(training, scales_loss)?;
-    let agrees = program.schedule.flushes() && (scales_loss || training.policy.clip_norm.is_some());
-    let norms: Option<Arc<Rendezvous<Squares>>> = agrees.then(|| Arc::new(Rendezvous::new(program.workers.len())));
+    check_states(training.codes)?;
     let names: BTreeSet<&str> = training.codes.iter().flat_map(|c| &c.parameters).map(|n| n.name.as_str()).collect();
-    let numbers: HashMap<&str, usize> = names.into_iter().zip(0..).collect();
-    let mut ends = channels(program);
-    let replicas: Vec<_> = program.stages.iter().map(|s| Arc::new(Rendezvous::new(s.replicas as usize))).collect();
     let (events, told) = crossbeam_channel::unbounded();
     // One checkpoint may wait while another is written.
     let room = program.workers.iter().map(|worker| program.stages_of(worker.rank).count()).sum();
     let (to_keeper, parts) = crossbeam_channel::bounded(room);
-    let cutting = on_part.is_some().then(|| Cutting { cuts, gate, parts: to_keeper });
+    let keeper = on_part.is_some().then(|| to_keeper.clone());
+    let open = |group| Exchange::new(group, program, training.codes, &events, keeper);
+    let mut exchange = group.map(open).transpose()?;
+    let ties = ties(training, &mut exchange)?;
+    let norms = agrees(training).then(|| {
+        let all: Vec<usize> = (0..program.workers.len()).collect();
+        let rounds = u64::from(program.items) + 1;
+        meeting(&mut exchange, &all, || SquaresForm { names: names.len() }, rounds)
+    });
+    let norms: Option<Arc<Rendezvous<Squares>>> = norms.transpose()?;
+    let numbers: HashMap<&str, usize> = names.into_iter().zip(0..).collect();
+    let mut ends = channels(training, &mut exchange)?;
+    let replicas: Vec<_> =
+        (0..program.stages.len()).map(|stage| replicas(training, stage, &mut exchange)).collect::<Result<_, _>>()?;
+    let progress = match &exchange {
+        Some(exchange) => exchange.progress(),
+        None => Arc::new(program.workers.iter().map(|_| AtomicU32::new(0)).collect()),
+    };
+    // Where another process writes checkpoints, it is given the parts of this one.
+    let elsewhere = exchange.as_ref().filter(|exchange| !exchange.reports() && cuts.is_some()).map(Exchange::parts);
+    let makes_parts = on_part.is_some() || elsewhere.is_some();
+    let cutting = makes_parts.then_some(Cutting { cuts, gate, parts: to_keeper });
     let epoch = Instant::now();
     let mut gears = Vec::new();
     for (w, own) in program.workers.iter().enumerate() {
+        if exchange.as_ref().is_some_and(|exchange| !exchange.is_here(w)) {
+            continue;
+        }
         let (outgoing, incoming) = ends.remove(&WorkerId(w as u32)).unwrap_or_default();
         let place = |stage: StageId| -> Result<Place<'_>, TrainError> {
             let code = &training.codes[stage.index()];
@@ -270,6 +316,7 @@ pub fn run(
             scales_loss,
             events: events.clone(),
             epoch,
+            progress: progress.clone(),
             keep_gradients: training.keep_gradients,
             cutting: cutting.clone(),
             scale: start.and_then(|start| start.scale),
@@ -277,42 +324,59 @@ pub fn run(
     }
     drop((events, cutting));
     let mut losses = Losses::new(program, done);
-    let results: Vec<Result<Outcome, TrainError>> = std::thread::scope(|scope| {
-        if let Some(on_part) = on_part {
-            // It ends when the last worker has.
-            scope.spawn(move || parts.into_iter().for_each(on_part));
+    let results = std::thread::scope(|scope| {
+        if let Some(exchange) = &mut exchange {
+            exchange.start(scope);
         }
+        // It ends when the last worker has.
+        let keeping = match (on_part, elsewhere) {
+            (Some(on_part), _) => Some(scope.spawn(move || parts.into_iter().for_each(on_part))),
+            (None, Some(elsewhere)) => Some(scope.spawn(move || parts.iter().for_each(|part| elsewhere(&part)))),
+            (None, None) => None,
+        };
         let threads: Vec<_> = gears
             .into_iter()
             .map(|gear| {
-                let name = program.worker_name(gear.id);
+                let (worker, name) = (gear.id.index(), program.worker_name(gear.id));
                 // Whatever ends this worker early, nobody may wait for it at a rendezvous.
                 let meetings = gear.stages.iter().flat_map(|place| &place.tied).map(|t| t.place.clone()).collect();
                 let replicas = gear.stages.iter().map(|place| place.replicas.clone()).collect();
                 let norms = gear.norms.iter().map(|norms| norms.place.clone()).collect();
-                let guard = Abandon { replicas, tied: meetings, norms };
+                let blame = exchange.as_ref().map(Exchange::blame);
+                let guard = Abandon { replicas, tied: meetings, norms, blame };
                 let body = move || {
                     let outcome = worker::run(gear);
-                    if outcome.is_ok() {
-                        std::mem::forget(guard);
+                    match (&outcome, &guard.blame) {
+                        (Ok(_), _) => std::mem::forget(guard),
+                        // Who lost its peer is not to blame.
+                        (Err(WorkerError::PeerGone { .. }), _) | (Err(_), None) => {}
+                        (Err(error), Some(blame)) => blame.end(&error.to_string()),
                     }
                     outcome
                 };
                 let builder = std::thread::Builder::new().name(format!("worker {name}"));
-                (name, builder.spawn_scoped(scope, body))
+                (worker, name, builder.spawn_scoped(scope, body))
             })
             .collect();
         for event in told {
             match (event, &mut on_checkpoint) {
-                (Event::Loss { item, value }, _) => losses.add(item, value, epoch.elapsed().as_secs_f64(), on_step),
+                (Event::Loss { item, value }, _) => match &exchange {
+                    Some(exchange) if !exchange.reports() => exchange.loss(item, value),
+                    _ => losses.add(item, value, epoch.elapsed().as_secs_f64(), on_step),
+                },
                 (Event::Checkpoint(checkpoint), Some(on_checkpoint)) => on_checkpoint(checkpoint),
                 (Event::Stepped { .. } | Event::Checkpoint(_), _) => {}
             }
         }
-        threads.into_iter().map(|(name, thread)| join(name, thread)).collect()
+        let results: Vec<_> = threads.into_iter().map(|(worker, name, thread)| (worker, join(name, thread))).collect();
+        // What others keep of checkpoints goes before what the workers leave.
+        if exchange.as_ref().is_some_and(|exchange| !exchange.reports()) {
+            keeping.into_iter().for_each(|keeping| _ = keeping.join());
+        }
+        finish(exchange, results)
     });
     let seconds = epoch.elapsed().as_secs_f64();
-    collect(training, results, losses.done, seconds)
+    Ok(results?.map(|outcomes| collect(training, outcomes, losses.done, seconds)))
 }
 
 /// Tells everyone who waits for a worker that it will not come, unless the worker reached its end.
@@ -320,13 +384,47 @@ struct Abandon {
     replicas: Vec<Arc<Rendezvous<Contribution>>>,
     tied: Vec<Arc<Meeting>>,
     norms: Vec<Arc<Rendezvous<Squares>>>,
+    blame: Option<Blame>,
 }
 
 impl Drop for Abandon {
     fn drop(&mut self) {
+        if let Some(blame) = self.blame.as_ref().filter(|_| std::thread::panicking()) {
+            blame.end("it panicked");
+        }
         self.replicas.iter().for_each(|r| r.abandon());
         self.tied.iter().for_each(|t| t.abandon());
         self.norms.iter().for_each(|n| n.abandon());
+    }
+}
+
+/// What all workers leave; nothing where another process tells of them. The first worker that failed by itself is the one to tell of;
+/// the others only lost their peer.
+fn finish(
+    exchange: Option<Exchange<'_>>,
+    results: Vec<(usize, Result<Outcome, TrainError>)>,
+) -> Result<Option<Vec<Outcome>>, TrainError> {
+    let (mut left, mut lost, mut failed) = (Vec::new(), None, None);
+    for (worker, result) in results {
+        match result {
+            Ok(outcome) => left.push((worker, outcome)),
+            Err(e @ TrainError::Worker(WorkerError::PeerGone { .. })) => lost = lost.or(Some(e)),
+            Err(e) => failed = failed.or(Some(e)),
+        }
+    }
+    let is_well = lost.is_none() && failed.is_none();
+    let reports = exchange.as_ref().is_none_or(Exchange::reports);
+    let finished = match exchange {
+        Some(exchange) => exchange.finish(left, is_well).map_err(TrainError::Link),
+        None => Ok(left),
+    };
+    if let Some(e) = failed {
+        return Err(e);
+    }
+    let all = finished?;
+    match lost {
+        Some(e) => Err(e),
+        None => Ok(reports.then(|| all.into_iter().map(|(_, outcome)| outcome).collect())),
     }
 }
 
@@ -345,25 +443,8 @@ fn join(name: String, thread: Thread<'_>) -> Result<Outcome, TrainError> {
     }
 }
 
-/// The first worker that failed by itself is the one to tell of; the others only lost their peer.
-fn collect(
-    training: &Training<'_>,
-    results: Vec<Result<Outcome, TrainError>>,
-    losses: Vec<f64>,
-    seconds: f64,
-) -> Result<Trained, TrainError> {
-    let mut outcomes = Vec::new();
-    let mut lost = None;
-    for result in results {
-        match result {
-            Ok(outcome) => outcomes.push(outcome),
-            Err(e @ TrainError::Worker(WorkerError::PeerGone { .. })) => lost = lost.or(Some(e)),
-            Err(e) => return Err(e),
-        }
-    }
-    if let Some(e) = lost {
-        return Err(e);
-    }
+/// What training leaves behind, from what each worker does.
+fn collect(training: &Training<'_>, outcomes: Vec<Outcome>, losses: Vec<f64>, seconds: f64) -> Trained {
     let mut weights = BTreeMap::new();
     let mut gradients = BTreeMap::new();
     let mut spans = Vec::new();
@@ -390,34 +471,13 @@ fn collect(
         spans.push(outcome.spans);
         held_bytes.push(outcome.held_bytes);
     }
-    Ok(Trained { weights, gradients, losses, seconds, spans, held_bytes })
+    Trained { weights, gradients, losses, seconds, spans, held_bytes }
 }
 
 /// The `f32` weights of a narrow parameter.
 fn master(named: &Named, weights: &BTreeMap<String, Tensor>) -> Option<Buffer> {
     let given = weights.get(&named.name).filter(|_| is_half(named.fact.dtype))?;
     Some(Buffer::copy_of(given.cast(wide(named.fact.dtype)).bytes()))
-}
-
-type Ends = (HashMap<Key, Outgoing>, HashMap<Key, Incoming>);
-
-/// A channel for every pair of workers that the programs speak of.
-fn channels(program: &Program) -> HashMap<WorkerId, Ends> {
-    let mut ends: HashMap<WorkerId, Ends> = HashMap::new();
-    for (w, own) in program.workers.iter().enumerate() {
-        let from = WorkerId(w as u32);
-        for instruction in &own.instructions {
-            if let Instruction::Send { edge, kind, peer, .. } = *instruction {
-                let known = ends.get(&from).is_some_and(|(out, _)| out.contains_key(&(edge, kind, peer)));
-                if !known {
-                    let (sender, receiver) = channel();
-                    ends.entry(from).or_default().0.insert((edge, kind, peer), sender);
-                    ends.entry(peer).or_default().1.insert((edge, kind, from), receiver);
-                }
-            }
-        }
-    }
-    ends
 }
 
 /// Refuses a program with instructions that can be checked and simulated, and that no worker runs: weights in shares, and checkpoints
@@ -492,58 +552,6 @@ fn check_states(codes: &[StageCode]) -> Result<(), TrainError> {
         }
     }
     Ok(())
-}
-
-/// A parameter that several stages hold: its workers with their stages, and where they meet.
-struct Tie {
-    name: String,
-    members: Vec<(usize, usize)>,
-    place: Arc<Meeting>,
-    holders: Vec<StageId>,
-}
-
-fn ties(training: &Training<'_>) -> Result<Vec<Tie>, TrainError> {
-    let mut holders: BTreeMap<&str, BTreeSet<usize>> = BTreeMap::new();
-    for (stage, code) in training.codes.iter().enumerate() {
-        for named in &code.parameters {
-            holders.entry(&named.name).or_default().insert(stage);
-        }
-    }
-    let program = training.program;
-    let mut ties = Vec::new();
-    for (name, stages) in holders.into_iter().filter(|(_, s)| s.len() > 1) {
-        let stages: Vec<usize> = stages.into_iter().collect();
-        // Copies stay equal only where every holder steps for the same minibatches, and an item's backward sees what its forward
-        // saw.
-        let replicas = program.stages[stages[0]].replicas;
-        let is_even = stages.iter().all(|s| program.stages[*s].replicas == replicas);
-        let schedule = program.schedule;
-        if !(schedule.stashes() && (is_even || schedule.is_by_minibatch())) {
-            return Err(TrainError::Tied {
-                name: name.to_string(),
-                first: stages[0],
-                second: stages[1],
-                schedule: program.schedule,
-            });
-        }
-        let holders = program.workers.iter().enumerate().flat_map(|(w, own)| {
-            program.stages_of(own.rank).map(move |stage| (w, stage.index())).filter(|(_, stage)| stages.contains(stage))
-        });
-        let members: Vec<(usize, usize)> = holders.collect();
-        let place = Arc::new(Rendezvous::new(members.len()));
-        let holders = if schedule.flushes() { Vec::new() } else { stages.iter().map(|s| StageId(*s as u32)).collect() };
-        ties.push(Tie { name: name.to_string(), members, place, holders });
-    }
-    Ok(ties)
-}
-
-fn tied_of(ties: &[Tie], code: &StageCode, holder: (usize, usize)) -> Vec<Tied> {
-    let of = |tie: &Tie| {
-        let member = tie.members.iter().position(|of| *of == holder)?;
-        let parameter = code.parameters.iter().position(|p| p.name == tie.name)?;
-        Some(Tied { parameter, member, place: tie.place.clone(), holders: tie.holders.clone() })
-    };
-    ties.iter().filter_map(of).collect()
 }
 
 /// Gathers the losses of items into those of minibatches.

@@ -25,6 +25,7 @@ use compiler::schedule::{EdgeId, Instruction, MicrobatchId, Payload, Program, To
 use crossbeam_channel::Sender;
 use std::collections::HashMap;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Instant;
 use thiserror::Error;
 
@@ -69,6 +70,8 @@ pub struct Equipment<'a> {
     pub events: Sender<Event>,
     /// When the run began.
     pub epoch: Instant,
+    /// How far it is: the instruction at hand.
+    pub progress: Arc<Vec<AtomicU32>>,
     /// Whether the averaged gradients of the last step are kept.
     pub keep_gradients: bool,
     /// Where checkpoints are made of the run, if they are.
@@ -205,6 +208,7 @@ pub fn run(mut gear: Equipment<'_>) -> Result<Outcome, WorkerError> {
     let mut worker =
         Worker { name, desks, pending: HashMap::new(), spans: Vec::new(), rule, scale, agreed: None, entered: 0, gear };
     for (at, instruction) in instructions.iter().enumerate() {
+        worker.gear.progress[worker.gear.id.index()].store(at as u32, Ordering::Relaxed);
         match worker.goes_on(instruction) {
             true => worker.step(at, *instruction)?,
             false => worker.pass_over(*instruction)?,

@@ -2,6 +2,7 @@
 
 use crate::failure::Failure;
 use clap::Args;
+use runtime::checkpoint::find;
 use std::path::{Path, PathBuf};
 
 /// Where checkpoints go, and where a run goes on.
@@ -34,6 +35,14 @@ pub enum Resume<'a> {
 }
 
 impl CheckpointArguments {
+    /// The run is begun again after a part of it died: from the newest checkpoint that it has written, if there is one.
+    pub fn go_on(&mut self) {
+        let folder = self.checkpoint_dir.as_deref().filter(|_| self.checkpoint_every.is_some());
+        if folder.is_some_and(|folder| find::all(folder).is_ok_and(|found| !found.is_empty())) {
+            self.resume = Some(PathBuf::from("auto"));
+        }
+    }
+
     /// Which checkpoint the run goes on from, if any.
     pub fn resumes(&self) -> Result<Option<Resume<'_>>, Failure> {
         let Some(from) = &self.resume else { return Ok(None) };

@@ -169,7 +169,8 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Failure> {
     };
     let prepared = training::prepare(&mut task)?;
     let predicted = prepared.predicted(plan.cluster.device.cores);
-    let done = train::watched(&task, &prepared, Some(&at("metrics.jsonl")), screen)?;
+    let done = train::watched(&task, &prepared, Some(&at("metrics.jsonl")), None, screen)?
+        .expect("a process that runs all workers tells of all");
     weights::write(&at("weights.safetensors"), &done.trained.weights)
         .map_err(|error| Failure::input("cannot write the weights").because(error))?;
     source::write(&at("trace.json"), &encode(&Trace::training(&done.tracks), "trace.json"))?;

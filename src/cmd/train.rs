@@ -6,12 +6,14 @@ use crate::cmd::checkpoints::CheckpointArguments;
 use crate::cmd::optimizer::OptimizerArguments;
 use crate::cmd::partition::{self, Question};
 use crate::cmd::policy::PolicyArguments;
+use crate::cmd::processes::ProcessArguments;
 use crate::failure::Failure;
 use crate::initial::initial;
 use crate::loss::{Counted, Loss};
 use crate::model::{self, DEFAULT_MICRO_BATCH, Loaded};
 use crate::own::{self, Own};
 use crate::screen::Screen;
+use crate::seat::Seat;
 use crate::source::{self, Costs, Times};
 use crate::training::{self, Data, Done, HeldOut, Length, Prepared, Task};
 use crate::{cmd, given, prediction, quantity, stages};
@@ -25,6 +27,7 @@ use compiler::simulate::Activity;
 use compiler::tensor::DType;
 use profiler::machine;
 use runtime::data::Order;
+use runtime::link::group::Group;
 use runtime::train::StepDone;
 use runtime::weights;
 use serde_json::json;
@@ -105,6 +108,8 @@ pub struct Arguments {
     optimizer: OptimizerArguments,
     #[command(flatten)]
     policy: PolicyArguments,
+    #[command(flatten)]
+    processes: ProcessArguments,
     /// Whether running variances follow the biased batch variance (onnx) or the unbiased one (torch)
     #[arg(long, value_name = "RULE", default_value = "onnx", value_parser = ["onnx", "torch"], help_heading = "Updates")]
     bn_variance: String,
@@ -141,8 +146,27 @@ pub struct Arguments {
     accept_inference_model: bool,
 }
 
-/// Trains, prints, writes.
-pub fn run(arguments: Box<Arguments>, screen: &Screen) -> Result<(), Failure> {
+/// Trains, prints, writes; again where processes of the run died and may be started again.
+pub fn run(mut arguments: Box<Arguments>, screen: &Screen) -> Result<(), Failure> {
+    let seat = Seat::find(&arguments.processes)?;
+    let silent = Screen::silent();
+    let screen = if seat.reports() { screen } else { &silent };
+    let mut restarts = seat.restarts();
+    loop {
+        if restarts > 0 {
+            arguments.checkpoints.go_on();
+        }
+        match once(&arguments, &seat, restarts, screen) {
+            Err(failure) if failure.may_pass && restarts < arguments.processes.max_restarts => {
+                restarts += 1;
+                screen.warn(&format!("{}; restart {restarts} of {}", failure.line(), arguments.processes.max_restarts));
+            }
+            done => return done,
+        }
+    }
+}
+
+fn once(arguments: &Arguments, seat: &Seat, restarts: u32, screen: &Screen) -> Result<(), Failure> {
     let optimizer = arguments.optimizer.build()?;
     let resume = arguments.checkpoints.resumes()?;
     if let (None, Some(folder), Some(_)) =
@@ -160,7 +184,7 @@ pub fn run(arguments: Box<Arguments>, screen: &Screen) -> Result<(), Failure> {
     if let Some(plan) = &given {
         import.follow(&plan.model.import);
     }
-    let loaded = trainable(&arguments, &import, screen)?;
+    let loaded = trainable(arguments, &import, screen)?;
     let graph = &loaded.model.graph;
     if !graph.ids().any(|id| matches!(graph.node(id).op, Op::Parameter(_))) {
         let why = "the model has no parameter that a gradient trains: its weights are frozen, or it holds its gradients itself";
@@ -195,7 +219,7 @@ pub fn run(arguments: Box<Arguments>, screen: &Screen) -> Result<(), Failure> {
     let schedule = arguments.policy.schedule(schedule, asked.is_some())?;
     let plan = match given {
         Some(plan) => plan,
-        None => own_plan(&arguments, &loaded, batch, microbatches, (schedule, own.as_ref()))?,
+        None => own_plan(arguments, &loaded, batch, microbatches, (schedule, own.as_ref()))?,
     };
     if arguments.plan.is_none() && plan.cluster.devices > 1 {
         screen.note(&format!("planned on analytic costs of a CPU\n{}", stages::stages(&plan)));
@@ -224,7 +248,7 @@ pub fn run(arguments: Box<Arguments>, screen: &Screen) -> Result<(), Failure> {
         in_flight: arguments.in_flight.clone(),
         loss,
         class_dim,
-        dtype: floats(&arguments, Some(&plan)),
+        dtype: floats(arguments, Some(&plan)),
         unbiased: arguments.bn_variance == "torch",
         policy: arguments.policy.build(arguments.bn_variance == "torch"),
         newest: arguments.policy.is_newest(),
@@ -249,7 +273,7 @@ pub fn run(arguments: Box<Arguments>, screen: &Screen) -> Result<(), Failure> {
         frozen: &arguments.freeze,
     };
     let mut prepared = training::prepare(&mut task)?;
-    let own = training_differs(&task, &arguments).then(|| prepared.reckoned(&optimizer));
+    let own = training_differs(&task, arguments).then(|| prepared.reckoned(&optimizer));
     if let Some(own) = &own {
         within(&plan, own)?;
     }
@@ -265,7 +289,9 @@ pub fn run(arguments: Box<Arguments>, screen: &Screen) -> Result<(), Failure> {
     if let Some(keeping) = &task.keeping {
         checkpoints::remarks(keeping, &prepared, screen);
     }
-    let done = watched(&task, &prepared, arguments.metrics.as_deref(), screen)?;
+    let metrics = arguments.metrics.as_deref().filter(|_| seat.reports());
+    let run = |group| watched(&task, &prepared, metrics, group, screen);
+    let Some(done) = seat.run(&arguments.processes, (&task, &prepared), restarts, screen, run)? else { return Ok(()) };
     if let Some(ended) = &done.ended {
         return Err(ended.told(&prepared));
     }
@@ -374,8 +400,15 @@ fn remarks(task: &Task<'_>, prepared: &Prepared, screen: &Screen) {
     }
 }
 
-/// Trains with a progress bar, or a line now and then where nobody would see it, and writes the metrics as they come.
-pub fn watched(task: &Task<'_>, prepared: &Prepared, metrics: Option<&Path>, screen: &Screen) -> Result<Done, Failure> {
+/// Trains with a progress bar, or a line now and then where nobody would see it, and writes the metrics as they come. In a group of
+/// processes, the first one tells what was done.
+pub fn watched(
+    task: &Task<'_>,
+    prepared: &Prepared,
+    metrics: Option<&Path>,
+    group: Option<Group>,
+    screen: &Screen,
+) -> Result<Option<Done>, Failure> {
     let first = prepared.first();
     let mut file = metrics.map(|path| opened(path, first)).transpose()?;
     let bar = screen.progress(u64::from(prepared.steps), BAR);
@@ -389,7 +422,7 @@ pub fn watched(task: &Task<'_>, prepared: &Prepared, metrics: Option<&Path>, scr
             fault.get_or_insert(error);
         }
     };
-    let done = training::run(task, prepared, &mut |step: StepDone| {
+    let done = training::run(task, prepared, group, &mut |step: StepDone| {
         let samples = prepared.batch as f64 * (step.step + 1 - first) as f64;
         let rate = if step.seconds > 0.0 { samples / step.seconds } else { 0.0 };
         line(json!({"step": step.step, "loss": step.loss, "seconds": step.seconds, "samples_per_s": rate}));
@@ -402,14 +435,14 @@ pub fn watched(task: &Task<'_>, prepared: &Prepared, metrics: Option<&Path>, scr
         }
     });
     bar.finish_and_clear();
-    let done = done?;
+    let Some(done) = done? else { return Ok(None) };
     if done.ended.is_none() {
         line(json!({"total": totals(task.plan, prepared, &done)}));
     }
     let flushed = file.map_or(Ok(()), |mut file| file.flush());
     match (fault.or(flushed.err()), metrics) {
         (Some(error), Some(path)) => Err(Failure::file("write", path, error)),
-        _ => Ok(done),
+        _ => Ok(Some(done)),
     }
 }
 

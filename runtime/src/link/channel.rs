@@ -1,9 +1,14 @@
-//! Messages between two workers of one process: references to buffers, first in, first out.
+//! Messages between two workers: references to buffers, first in, first out.
+//!
+//! Within one process the two ends hand over what they have. Where the other end is in another process, what is sent and posted goes
+//! into the queue of the line there, and what comes from there is handed in by who reads the line.
 //!
 //! A message is there as soon as it is sent. Who sends also learns of each receive that is posted for its messages: a program says how far
 //! a worker may run ahead of its readers, and more than that would hold more buffers than were planned.
 
 use crate::buffer::Buffer;
+use crate::link::frame::Kind;
+use crate::link::line::Outbound;
 use compiler::op::Value;
 use crossbeam_channel::{Receiver, Sender, unbounded};
 use std::collections::HashMap;
@@ -31,9 +36,17 @@ pub struct Message {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Gone;
 
+/// Where the other end of a channel is.
+enum End<T> {
+    /// In this process.
+    Here(Sender<T>),
+    /// In another one, which has this number for the channel.
+    There { queue: Sender<Outbound>, channel: u32 },
+}
+
 /// Where messages go in.
 pub struct Outgoing {
-    messages: Sender<Message>,
+    messages: End<Message>,
     posted: Receiver<()>,
     /// Messages sent, and receives that are known to be posted.
     sent: u64,
@@ -43,7 +56,7 @@ pub struct Outgoing {
 /// Where they come out.
 pub struct Incoming {
     messages: Receiver<Message>,
-    posted: Sender<()>,
+    posted: End<()>,
     /// Those that came before one that was waited for.
     early: HashMap<u32, Message>,
 }
@@ -51,13 +64,33 @@ pub struct Incoming {
 /// Both ends of a channel. An end whose other end is gone learns it at once, so no worker waits for a dead one.
 pub fn channel() -> (Outgoing, Incoming) {
     let ((to, messages), (posted, told)) = (unbounded(), unbounded());
-    (Outgoing { messages: to, posted: told, sent: 0, known: 0 }, Incoming { messages, posted, early: HashMap::new() })
+    let incoming = Incoming { messages, posted: End::Here(posted), early: HashMap::new() };
+    (Outgoing { messages: End::Here(to), posted: told, sent: 0, known: 0 }, incoming)
+}
+
+/// The end for messages to another process, and where it is told of receives that are posted there.
+pub fn outgoing(queue: Sender<Outbound>, channel: u32) -> (Outgoing, Sender<()>) {
+    let (posted, told) = unbounded();
+    (Outgoing { messages: End::There { queue, channel }, posted: told, sent: 0, known: 0 }, posted)
+}
+
+/// The end for messages from another process, and where they are handed in.
+pub fn incoming(queue: Sender<Outbound>, channel: u32) -> (Incoming, Sender<Message>) {
+    let (to, messages) = unbounded();
+    (Incoming { messages, posted: End::There { queue, channel }, early: HashMap::new() }, to)
 }
 
 impl Outgoing {
     /// Sends a message and gives its number.
     pub fn send(&mut self, message: Message) -> Result<u64, Gone> {
-        self.messages.send(message).map_err(|_| Gone)?;
+        match &self.messages {
+            End::Here(messages) => messages.send(message).map_err(|_| Gone)?,
+            End::There { queue, channel } => {
+                let head = [channel.to_le_bytes(), message.item.to_le_bytes()].concat();
+                let bodies = message.parcels.into_iter().map(|parcel| parcel.buffer).collect();
+                queue.send(Outbound { kind: Kind::Message, head, bodies }).map_err(|_| Gone)?;
+            }
+        }
         self.sent += 1;
         Ok(self.sent)
     }
@@ -76,7 +109,12 @@ impl Incoming {
     /// Tells that a receive is posted.
     pub fn post(&self) {
         // Who sends may be at its end already.
-        let _ = self.posted.send(());
+        match &self.posted {
+            End::Here(posted) => _ = posted.send(()),
+            End::There { queue, channel } => {
+                _ = queue.send(Outbound::of(Kind::Posted, channel.to_le_bytes().to_vec()));
+            }
+        }
     }
 
     /// Waits for the message of an item. Receives may be waited for in another order than they were posted in.

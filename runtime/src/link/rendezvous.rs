@@ -1,7 +1,8 @@
 //! A meeting of several workers: each brings something, all leave with what everyone brought, in the order of members.
 //!
 //! The sum over replicas is built on it: every replica adds the same terms in the same order, so all get the same bits
-//! without a leader.
+//! without a leader. Where members are in other processes, every process has the place for itself: a member's part is forwarded to
+//! the others, and arrives there from outside.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
@@ -21,9 +22,15 @@ struct State<T> {
     abandoned: bool,
 }
 
+/// Tells other processes what a member of this one brings: the meeting's number, the member, its part.
+pub type Forward<T> = Box<dyn Fn(u64, usize, &T) + Send + Sync>;
+
 /// Meetings of a fixed group of members, told apart by number.
 pub struct Rendezvous<T> {
     members: usize,
+    /// Members that are workers of this process.
+    here: usize,
+    forward: Option<Forward<T>>,
     state: Mutex<State<T>>,
     changed: Condvar,
 }
@@ -31,8 +38,13 @@ pub struct Rendezvous<T> {
 impl<T> Rendezvous<T> {
     /// A place for `members` workers to meet.
     pub fn new(members: usize) -> Rendezvous<T> {
+        Rendezvous::among(members, members, None)
+    }
+
+    /// A place of which only so many members are `here`, and others are told of their parts.
+    pub fn among(members: usize, here: usize, forward: Option<Forward<T>>) -> Rendezvous<T> {
         let state = Mutex::new(State { meetings: HashMap::new(), abandoned: false });
-        Rendezvous { members, state, changed: Condvar::new() }
+        Rendezvous { members, here, forward, state, changed: Condvar::new() }
     }
 
     // A worker that panicked holding the lock left only whole meetings behind: nothing under the lock can panic half way.
@@ -42,6 +54,14 @@ impl<T> Rendezvous<T> {
 
     /// Member `member` brings its part to meeting `number`, and does not wait.
     pub fn bring(&self, number: u64, member: usize, part: T) {
+        if let Some(forward) = &self.forward {
+            forward(number, member, &part);
+        }
+        self.arrive(number, member, part);
+    }
+
+    /// The part of a member comes to meeting `number`; says whether that member was still awaited there.
+    pub fn arrive(&self, number: u64, member: usize, part: T) -> bool {
         let mut state = self.lock();
         let members = self.members;
         let meeting = state.meetings.entry(number).or_insert_with(|| Meeting {
@@ -49,11 +69,15 @@ impl<T> Rendezvous<T> {
             all: None,
             left: 0,
         });
-        meeting.brought[member] = Some(part);
+        match meeting.brought.get_mut(member) {
+            Some(place @ None) => *place = Some(part),
+            _ => return false,
+        }
         if meeting.brought.iter().all(Option::is_some) {
             meeting.all = Some(Arc::new(meeting.brought.drain(..).flatten().collect()));
             self.changed.notify_all();
         }
+        true
     }
 
     /// Waits until all members brought their part to the meeting. Ends when they did, or when a member abandons.
@@ -64,7 +88,7 @@ impl<T> Rendezvous<T> {
                 && let Some(all) = meeting.all.clone()
             {
                 meeting.left += 1;
-                if meeting.left == self.members {
+                if meeting.left == self.here {
                     state.meetings.remove(&number);
                 }
                 return Ok(all);
@@ -102,6 +126,20 @@ mod tests {
                 });
             }
         });
+        assert!(place.lock().meetings.is_empty());
+    }
+
+    #[test]
+    fn parts_are_forwarded_and_arrive_once() {
+        let (to, told) = crossbeam_channel::unbounded();
+        let forward: Forward<u32> = Box::new(move |number, member, part| to.send((number, member, *part)).unwrap());
+        let place = Rendezvous::among(2, 1, Some(forward));
+        assert!(place.arrive(3, 1, 8));
+        assert!(!place.arrive(3, 1, 9), "it has come already");
+        assert!(!place.arrive(3, 2, 9), "there is no such member");
+        place.bring(3, 0, 7);
+        assert_eq!(told.try_recv(), Ok((3, 0, 7)));
+        assert_eq!(*place.meet(3).unwrap(), [7, 8]);
         assert!(place.lock().meetings.is_empty());
     }
 

@@ -1,0 +1,315 @@
+//! The ends of channels and meetings of a run whose other ends are in other processes, and the threads that serve them.
+//!
+//! All processes walk through the same program and give the same numbers to the same channels and meetings, so that no name travels.
+
+use super::carry::Carried;
+use super::channel::{self, Incoming, Outgoing, channel};
+use super::fate::{Blame, Fate, LinkError};
+use super::frame::{FrameReader, FrameWriter, Kind};
+use super::group::{Group, doing};
+use super::leaving::{self, Leaving};
+use super::line::{self, Outbound, Patient};
+use super::parts::{self, PartForm};
+use super::rendezvous::{Forward, Rendezvous};
+use super::switchboard::{Gathering, Hall, Route, Routes};
+use crate::checkpoint::Part;
+use crate::compile::StageCode;
+use crate::worker::{Event, Outcome};
+use compiler::op::Value;
+use compiler::schedule::{Program, WorkerId};
+use crossbeam_channel::{Receiver, Sender, unbounded};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::net::TcpStream;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::thread::{Builder, Scope};
+use std::time::Duration;
+
+/// How long the last words of a run that ended early may take.
+const LAST_WORDS: Duration = Duration::from_millis(500);
+/// How long the last words of one that ended well may take.
+const FAREWELL: Duration = Duration::from_secs(3);
+
+/// One process's connections to all others it speaks to.
+pub struct Exchange<'a> {
+    group: Group,
+    program: &'a Program,
+    queues: BTreeMap<usize, Sender<Outbound>>,
+    lines: Vec<Line<'a>>,
+    channels: u32,
+    meetings: u32,
+    outcomes: Receiver<(usize, Outcome)>,
+    released: Receiver<()>,
+    streams: Vec<TcpStream>,
+    /// Ends when all writers have ended.
+    writing: Option<(Sender<()>, Receiver<()>)>,
+}
+
+/// What the two threads of a connection need.
+struct Line<'a> {
+    reader: FrameReader<Patient>,
+    writer: FrameWriter<TcpStream>,
+    queue: Receiver<Outbound>,
+    routes: Routes<'a>,
+}
+
+impl<'a> Exchange<'a> {
+    /// With a group that has come together. Process 0 tells `events` of losses of all workers, and gives the parts of their checkpoints to
+    /// the keeper.
+    pub fn new(
+        group: Group,
+        program: &'a Program,
+        codes: &'a [StageCode],
+        events: &Sender<Event>,
+        keeper: Option<Sender<Part>>,
+    ) -> Result<Exchange<'a>, LinkError> {
+        let mut group = group;
+        let (leave, outcomes) = unbounded();
+        let (release, released) = unbounded();
+        let (mut queues, mut lines, mut streams) = (BTreeMap::new(), Vec::new(), Vec::new());
+        let most_left = leaving::most(codes);
+        for (process, mut talk) in std::mem::take(&mut group.talks) {
+            let (to, queue) = unbounded();
+            group.fate.tell(to.clone());
+            queues.insert(process, to);
+            talk.reader.source().renew(group.part.deadline);
+            let workers: Vec<usize> = group.part.seats.workers(process).collect();
+            let (seats, progress) = (group.part.seats.clone(), group.progress.clone());
+            let leaving = workers.iter().map(|worker| (*worker, Leaving::of(program, codes, *worker)));
+            let gathering = (group.part.own == 0).then(|| Gathering {
+                workers: leaving.collect(),
+                events: Some(events.clone()).filter(|_| !workers.is_empty()),
+                outcomes: leave.clone(),
+                parts: keeper.clone().filter(|_| !workers.is_empty()),
+                form: PartForm::of(program, codes, &workers),
+            });
+            let routes = Routes {
+                process,
+                name: group.names[process].clone(),
+                workers,
+                doing: Box::new(move |process| doing(program, &seats, &progress, process)),
+                channels: HashMap::new(),
+                posted: HashMap::new(),
+                meetings: HashMap::new(),
+                gathering,
+                released: Some(release.clone()).filter(|_| process == 0),
+                progress: group.progress.clone(),
+                most_left,
+                items: program.items,
+                stages: program.stages.len() as u32,
+            };
+            streams.push(talk.stream);
+            lines.push(Line { reader: talk.reader, writer: talk.writer, queue, routes });
+        }
+        let writing = Some(unbounded());
+        Ok(Exchange { group, program, queues, lines, channels: 0, meetings: 0, outcomes, released, streams, writing })
+    }
+
+    /// Whether a worker runs in this process.
+    pub fn is_here(&self, worker: usize) -> bool {
+        self.group.is_here(worker)
+    }
+
+    /// Whether this process tells of the run.
+    pub fn reports(&self) -> bool {
+        self.group.part.own == 0
+    }
+
+    fn fate(&self) -> Arc<Fate> {
+        self.group.fate.clone()
+    }
+
+    /// How far the workers are.
+    pub fn progress(&self) -> super::group::Progress {
+        self.group.progress.clone()
+    }
+
+    /// Who is to blame for what goes wrong in this process.
+    pub fn blame(&self) -> Blame {
+        let process = self.group.part.own;
+        Blame { fate: self.fate(), process, name: self.group.names[process].clone() }
+    }
+
+    fn line(&mut self, process: usize) -> Result<(&Sender<Outbound>, &mut Routes<'a>), LinkError> {
+        let missing = || LinkError::Bug { what: format!("no connection to process {process} of the run") };
+        let queue = self.queues.get(&process).ok_or_else(missing)?;
+        let line = self.lines.iter_mut().find(|line| line.routes.process == process).ok_or_else(missing)?;
+        Ok((queue, &mut line.routes))
+    }
+
+    /// The ends in this process of a channel between two workers; `tensors` are those of each message.
+    pub fn channel(
+        &mut self,
+        from: WorkerId,
+        to: WorkerId,
+        tensors: Vec<(Value, usize, usize)>,
+    ) -> Result<(Option<Outgoing>, Option<Incoming>), LinkError> {
+        let number = self.channels;
+        self.channels += 1;
+        let place = |worker: WorkerId, exchange: &Exchange<'_>| exchange.group.part.seats.of[worker.index()];
+        let (there, here) = (place(to, self), place(from, self));
+        match (self.is_here(from.index()), self.is_here(to.index())) {
+            (true, true) => {
+                let (outgoing, incoming) = channel();
+                Ok((Some(outgoing), Some(incoming)))
+            }
+            (true, false) => {
+                let (queue, routes) = self.line(there)?;
+                let (outgoing, posted) = channel::outgoing(queue.clone(), number);
+                routes.posted.insert(number, posted);
+                Ok((Some(outgoing), None))
+            }
+            (false, true) => {
+                let (queue, routes) = self.line(here)?;
+                let (incoming, to) = channel::incoming(queue.clone(), number);
+                routes.channels.insert(number, Route { to, tensors });
+                Ok((None, Some(incoming)))
+            }
+            (false, false) => Ok((None, None)),
+        }
+    }
+
+    /// A place where these workers meet: one for each member. Meetings have numbers below `meetings`.
+    pub fn meeting<T: Carried + Send + Sync + 'static>(
+        &mut self,
+        members: &[usize],
+        form: T::Form,
+        meetings: u64,
+    ) -> Result<Arc<Rendezvous<T>>, LinkError>
+    where
+        T::Form: 'static,
+    {
+        let number = self.meetings;
+        self.meetings += 1;
+        let here = members.iter().filter(|worker| self.is_here(**worker)).count();
+        let mut others: BTreeMap<usize, BTreeSet<usize>> = BTreeMap::new();
+        for (member, worker) in members.iter().enumerate().filter(|(_, worker)| !self.is_here(**worker)) {
+            others.entry(self.group.part.seats.of[*worker]).or_default().insert(member);
+        }
+        if here == 0 || others.is_empty() {
+            return Ok(Arc::new(Rendezvous::new(members.len())));
+        }
+        let queues: Vec<Sender<Outbound>> =
+            others.keys().map(|process| Ok(self.line(*process)?.0.clone())).collect::<Result<_, LinkError>>()?;
+        let forward: Forward<T> = Box::new(move |meeting, member, part| {
+            let mut head = number.to_le_bytes().to_vec();
+            head.extend(meeting.to_le_bytes());
+            head.extend((member as u32).to_le_bytes());
+            let mut bodies = Vec::new();
+            part.pack(&mut head, &mut bodies);
+            for queue in &queues {
+                // Where nobody reads the queue any more, the run is over.
+                let _ = queue.send(Outbound { kind: Kind::Part, head: head.clone(), bodies: bodies.clone() });
+            }
+        });
+        let place = Arc::new(Rendezvous::among(members.len(), here, Some(forward)));
+        let hall = Arc::new(Hall { place: place.clone(), form, meetings });
+        for (process, members) in others {
+            self.line(process)?.1.meetings.insert(number, (hall.clone(), members));
+        }
+        Ok(place)
+    }
+
+    /// Starts reading and writing.
+    pub fn start<'scope, 'env>(&mut self, scope: &'scope Scope<'scope, 'env>)
+    where
+        'a: 'scope,
+    {
+        let own: Vec<usize> = self.group.part.seats.workers(self.group.part.own).collect();
+        for line in std::mem::take(&mut self.lines) {
+            let Line { reader, writer, queue, routes } = line;
+            let (progress, own, fate) = (self.group.progress.clone(), own.clone(), self.group.fate.clone());
+            let beat = move || -> Vec<u8> {
+                let at = |worker: &usize| progress.get(*worker).map_or(0, |at| at.load(Ordering::Relaxed));
+                own.iter().flat_map(|worker| at(worker).to_le_bytes()).collect()
+            };
+            let alive = self.writing.as_ref().map(|(alive, _)| alive.clone());
+            let writer = move || {
+                line::write(writer, &queue, &beat);
+                drop(alive);
+            };
+            let thread = |what: &str| Builder::new().name(format!("{what} {}", routes.process));
+            let wrote = thread("to process").spawn_scoped(scope, writer).map(drop);
+            let reading = fate.clone();
+            let name = thread("from process");
+            let read = name.spawn_scoped(scope, move || routes.read(reader, &reading)).map(drop);
+            if let Err(error) = wrote.and(read) {
+                fate.end(LinkError::Ended { process: None, what: format!("the system gives no thread: {error}") });
+            }
+        }
+    }
+
+    /// Tells process 0 of an item's loss.
+    pub fn loss(&self, item: u32, value: f64) {
+        let mut head = item.to_le_bytes().to_vec();
+        head.extend(value.to_le_bytes());
+        self.send(0, Outbound::of(Kind::Loss, head));
+    }
+
+    /// Gives parts of checkpoints to process 0.
+    pub fn parts(&self) -> impl Fn(&Part) + Send + 'static {
+        let queue = self.queues.get(&0).cloned();
+        move |part: &Part| {
+            // Where nobody reads the queue any more, the run is over.
+            queue.iter().for_each(|queue| _ = queue.send(Outbound::of(Kind::Checkpoint, parts::pack(part))));
+        }
+    }
+
+    fn send(&self, process: usize, frame: Outbound) {
+        // Where nobody reads the queue any more, the run is over.
+        if let Some(queue) = self.queues.get(&process) {
+            let _ = queue.send(frame);
+        }
+    }
+
+    /// The workers of this process have ended, those that left something with what they leave, and `is_well` says whether all did.
+    /// Gives what the workers of all processes leave to process 0, and nothing to the others, when the whole run is over; or why
+    /// it ended early.
+    pub fn finish(mut self, left: Vec<(usize, Outcome)>, is_well: bool) -> Result<Vec<(usize, Outcome)>, LinkError> {
+        let fate = self.fate();
+        if !is_well {
+            fate.end(LinkError::Ended {
+                process: Some(self.group.part.own),
+                what: "a worker lost its peer".to_string(),
+            });
+        }
+        let mut all = Vec::new();
+        if self.reports() {
+            all = left;
+            all.extend(self.outcomes.try_iter());
+            all.sort_by_key(|(worker, _)| *worker);
+            if fate.cause().is_none() && all.len() != self.program.workers.len() {
+                fate.end(LinkError::Bug { what: "a process ended without what its workers leave".to_string() });
+            }
+            if fate.cause().is_none() {
+                fate.release();
+            }
+        } else {
+            let frames = left.into_iter().flat_map(|(worker, outcome)| leaving::leave(self.program, worker, outcome));
+            frames.for_each(|frame| self.send(0, frame));
+            // Ends when process 0 releases this one, or its line is gone.
+            let _ = self.released.recv();
+        }
+        if fate.is_released() {
+            self.queues.keys().for_each(|process| self.send(*process, Outbound::of(Kind::Bye, Vec::new())));
+        }
+        self.close(if fate.is_released() { FAREWELL } else { LAST_WORDS });
+        match fate.cause() {
+            None => Ok(all),
+            Some(cause) => Err(cause),
+        }
+    }
+
+    /// Waits until all that is queued is written, so long at most, and ends all connections.
+    fn close(&mut self, within: Duration) {
+        self.queues.clear();
+        if let Some((alive, ended)) = self.writing.take() {
+            drop(alive);
+            // Nobody says anything here: it ends when all who could are gone.
+            let _ = ended.recv_timeout(within);
+        }
+        if !self.group.fate.is_released() {
+            self.streams.iter().for_each(line::close);
+        }
+    }
+}

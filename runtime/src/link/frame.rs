@@ -1,0 +1,288 @@
+//! Frames: what goes over a connection between two processes.
+//!
+//! ```text
+//! mark     4 bytes  "pipc"
+//! kind     4 bytes
+//! number   4 bytes  frames sent before on this connection
+//! length   8 bytes  of the content
+//! checksum 4 bytes  CRC-32 of the 20 bytes before
+//! content
+//! checksum 4 bytes  CRC-32 of the content
+//! ```
+//!
+//! All numbers are little-endian. The head has a checksum of its own, so that a wrong length is found before anything is read by it.
+//! A frame that is cut, flipped, repeated or left out is told by name; none can make the reader allocate more than the caller's limit,
+//! nor more than has come, give or take a piece.
+
+use crc32fast::Hasher;
+use std::io::{self, ErrorKind, Read, Write};
+use thiserror::Error;
+
+const MARK: [u8; 4] = *b"pipc";
+const HEAD: usize = 24;
+
+/// Content is read in pieces of this size, so that a length that lies costs no memory.
+const PIECE: usize = 1 << 20;
+
+/// Frames up to this size leave in one piece.
+const SMALL: usize = 1 << 16;
+
+/// What is wrong with what another process sent.
+#[derive(Debug, Error, Clone, PartialEq, Eq)]
+#[allow(missing_docs)]
+pub enum FrameError {
+    #[error("it closed the connection")]
+    Closed,
+    #[error("the connection ends within a frame")]
+    Cut,
+    #[error("the bytes are no frame of pipec's")]
+    Foreign,
+    #[error("the checksum of a frame's {what} is {found:08x}, its bytes make {made:08x}")]
+    Checksum { what: &'static str, found: u32, made: u32 },
+    #[error("a frame of kind {kind} is not known")]
+    Kind { kind: u32 },
+    #[error("frame {found} came where frame {expected} was due")]
+    Number { expected: u32, found: u32 },
+    #[error("a frame of {length} bytes is longer than any of this run, {limit} bytes")]
+    Long { length: u64, limit: u64 },
+    #[error("a frame's field does not hold: {what}")]
+    Field { what: &'static str },
+    #[error("a {kind:?} frame came where none was due")]
+    Unexpected { kind: Kind },
+    #[error("{why}")]
+    System { kind: ErrorKind, why: String },
+}
+
+macro_rules! kinds {
+    ($($(#[$doc:meta])* $name:ident = $number:literal,)*) => {
+        /// What a frame is about.
+        #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+        pub enum Kind {
+            $($(#[$doc])* $name = $number,)*
+        }
+
+        impl Kind {
+            fn of(kind: u32) -> Result<Kind, FrameError> {
+                match kind {
+                    $($number => Ok(Kind::$name),)*
+                    _ => Err(FrameError::Kind { kind }),
+                }
+            }
+        }
+    };
+}
+
+kinds! {
+    /// Who connects, and what it has prepared.
+    Hello = 1,
+    /// It may take part.
+    Welcome = 2,
+    /// It may not, and why.
+    Refusal = 3,
+    /// Where all processes are.
+    Roster = 4,
+    /// All connections of a process stand.
+    Ready = 5,
+    /// Those of all do.
+    Start = 6,
+    /// The tensors of an item over an edge.
+    Message = 7,
+    /// A receive is posted.
+    Posted = 8,
+    /// What a member brings to a meeting.
+    Part = 9,
+    /// The loss of an item.
+    Loss = 10,
+    /// A tensor that a worker leaves behind.
+    Tensor = 11,
+    /// How a worker spent its time.
+    Spans = 12,
+    /// A worker has left all.
+    Left = 13,
+    /// A process is there, and how far its workers are.
+    Heartbeat = 14,
+    /// The run is over, and why.
+    Abort = 15,
+    /// The run is over, and well.
+    Bye = 16,
+    /// What a worker gives of a stage to a checkpoint.
+    Checkpoint = 17,
+}
+
+/// Writes frames.
+pub struct FrameWriter<W> {
+    to: W,
+    number: u32,
+}
+
+impl<W: Write> FrameWriter<W> {
+    /// On a connection over which nothing has been written.
+    pub fn new(to: W) -> FrameWriter<W> {
+        FrameWriter { to, number: 0 }
+    }
+
+    /// Writes one frame, whose content is these parts together.
+    pub fn write(&mut self, kind: Kind, parts: &[&[u8]]) -> io::Result<()> {
+        let length: usize = parts.iter().map(|part| part.len()).sum();
+        let mut start = Vec::with_capacity(HEAD + if length <= SMALL { length + 4 } else { 0 });
+        start.extend(MARK);
+        start.extend((kind as u32).to_le_bytes());
+        start.extend(self.number.to_le_bytes());
+        start.extend((length as u64).to_le_bytes());
+        start.extend(crc32fast::hash(&start).to_le_bytes());
+        self.number = self.number.wrapping_add(1);
+        let mut sum = Hasher::new();
+        parts.iter().for_each(|part| sum.update(part));
+        let sum = sum.finalize().to_le_bytes();
+        if length <= SMALL {
+            parts.iter().for_each(|part| start.extend(*part));
+            start.extend(sum);
+            return self.to.write_all(&start);
+        }
+        self.to.write_all(&start)?;
+        parts.iter().try_for_each(|part| self.to.write_all(part))?;
+        self.to.write_all(&sum)
+    }
+}
+
+/// Reads frames.
+pub struct FrameReader<R> {
+    from: R,
+    number: u32,
+    content: Vec<u8>,
+}
+
+impl<R: Read> FrameReader<R> {
+    /// On a connection from which nothing has been read.
+    pub fn new(from: R) -> FrameReader<R> {
+        FrameReader { from, number: 0, content: Vec::new() }
+    }
+
+    /// Where bytes come from.
+    pub fn source(&mut self) -> &mut R {
+        &mut self.from
+    }
+
+    /// The next frame, whose content may be so long.
+    pub fn read(&mut self, limit: u64) -> Result<(Kind, &[u8]), FrameError> {
+        let mut head = [0; HEAD];
+        let mut got = 0;
+        while got < HEAD {
+            match self.from.read(&mut head[got..]) {
+                Ok(0) if got == 0 => return Err(FrameError::Closed),
+                Ok(0) => return Err(FrameError::Cut),
+                Ok(more) => got += more,
+                Err(error) if error.kind() == ErrorKind::Interrupted => {}
+                Err(error) => return Err(fault(&error)),
+            }
+            // Who speaks another protocol may wait for an answer before it sends as much as a head.
+            let known = got.min(MARK.len());
+            if head[..known] != MARK[..known] {
+                return Err(FrameError::Foreign);
+            }
+        }
+        let word = |at: usize| u32::from_le_bytes([head[at], head[at + 1], head[at + 2], head[at + 3]]);
+        check("head", word(HEAD - 4), crc32fast::hash(&head[..HEAD - 4]))?;
+        let (kind, found) = (Kind::of(word(4))?, word(8));
+        if found != self.number {
+            return Err(FrameError::Number { expected: self.number, found });
+        }
+        self.number = self.number.wrapping_add(1);
+        let length = u64::from(word(12)) | u64::from(word(16)) << 32;
+        let in_memory = usize::try_from(length).ok().filter(|_| length <= limit);
+        let Some(length) = in_memory else { return Err(FrameError::Long { length, limit }) };
+        self.content.clear();
+        while self.content.len() < length {
+            let before = self.content.len();
+            self.content.resize(before + PIECE.min(length - before), 0);
+            exactly(&mut self.from, &mut self.content[before..])?;
+        }
+        let mut sum = [0; 4];
+        exactly(&mut self.from, &mut sum)?;
+        check("content", u32::from_le_bytes(sum), crc32fast::hash(&self.content))?;
+        Ok((kind, &self.content))
+    }
+}
+
+fn check(what: &'static str, found: u32, made: u32) -> Result<(), FrameError> {
+    if found == made { Ok(()) } else { Err(FrameError::Checksum { what, found, made }) }
+}
+
+fn exactly(from: &mut impl Read, bytes: &mut [u8]) -> Result<(), FrameError> {
+    from.read_exact(bytes).map_err(|error| match error.kind() {
+        ErrorKind::UnexpectedEof => FrameError::Cut,
+        _ => fault(&error),
+    })
+}
+
+fn fault(error: &io::Error) -> FrameError {
+    FrameError::System { kind: error.kind(), why: error.to_string() }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn written(frames: &[(Kind, &[u8])]) -> Vec<u8> {
+        let mut writer = FrameWriter::new(Vec::new());
+        frames.iter().for_each(|(kind, content)| writer.write(*kind, &[content]).unwrap());
+        writer.to
+    }
+
+    fn read(bytes: &[u8], limit: u64) -> Result<Vec<(Kind, Vec<u8>)>, FrameError> {
+        let mut reader = FrameReader::new(bytes);
+        let mut frames = Vec::new();
+        loop {
+            match reader.read(limit) {
+                Ok((kind, content)) => frames.push((kind, content.to_vec())),
+                Err(FrameError::Closed) => return Ok(frames),
+                Err(error) => return Err(error),
+            }
+        }
+    }
+
+    #[test]
+    fn what_is_written_is_read() {
+        let large = vec![7; 3 * PIECE + 5];
+        let frames: [(Kind, &[u8]); 3] = [(Kind::Hello, b"abc"), (Kind::Bye, b""), (Kind::Message, &large)];
+        let expected: Vec<_> = frames.iter().map(|(kind, content)| (*kind, content.to_vec())).collect();
+        assert_eq!(read(&written(&frames), 1 << 30), Ok(expected));
+    }
+
+    #[test]
+    fn every_flipped_bit_and_every_cut_is_found() {
+        let bytes = written(&[(Kind::Hello, b"who"), (Kind::Loss, b"what")]);
+        for bit in 0..bytes.len() * 8 {
+            let mut flipped = bytes.clone();
+            flipped[bit / 8] ^= 1 << (bit % 8);
+            assert!(read(&flipped, 100).is_err(), "bit {bit}");
+        }
+        let whole = [0, HEAD + 3 + 4, bytes.len()];
+        for length in (0..bytes.len()).filter(|length| !whole.contains(length)) {
+            assert_eq!(read(&bytes[..length], 100), Err(FrameError::Cut), "{length} bytes");
+        }
+    }
+
+    #[test]
+    fn what_is_repeated_left_out_or_too_long_is_found() {
+        let bytes = written(&[(Kind::Bye, b""), (Kind::Bye, b""), (Kind::Bye, b"")]);
+        let one = bytes.len() / 3;
+        let again = [&bytes[..one], &bytes[..one]].concat();
+        assert_eq!(read(&again, 9), Err(FrameError::Number { expected: 1, found: 0 }));
+        let without = [&bytes[..one], &bytes[2 * one..]].concat();
+        assert_eq!(read(&without, 9), Err(FrameError::Number { expected: 1, found: 2 }));
+        assert_eq!(read(&written(&[(Kind::Loss, &[0; 10])]), 9), Err(FrameError::Long { length: 10, limit: 9 }));
+        assert_eq!(read(b"GET / HTTP/1.1\r\n", 9), Err(FrameError::Foreign));
+    }
+
+    #[test]
+    fn a_length_that_lies_costs_no_memory() {
+        let mut bytes = written(&[(Kind::Message, b"x")]);
+        bytes[12..20].copy_from_slice(&(1u64 << 40).to_le_bytes());
+        let sum = crc32fast::hash(&bytes[..20]);
+        bytes[20..24].copy_from_slice(&sum.to_le_bytes());
+        let mut reader = FrameReader::new(&bytes[..]);
+        assert_eq!(reader.read(u64::MAX).unwrap_err(), FrameError::Cut);
+        assert!(reader.content.capacity() <= 2 * PIECE);
+    }
+}

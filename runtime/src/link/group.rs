@@ -1,0 +1,404 @@
+//! Brings the processes of a run together.
+//!
+//! Process 0 waits for all others, each of which says hello and where it can be reached. When all are there, everyone learns where
+//! everyone is; of two processes that have something to say to each other, the one with the higher number connects. When all
+//! connections stand, process 0 lets everyone start.
+
+use super::fate::{Fate, LinkError};
+use super::frame::{FrameError, FrameReader, FrameWriter, Kind};
+use super::handshake::{Hello, Identity, Known, PROTOCOL, Stranger, Talk, decode_roster, encode_roster};
+use super::line::{OVER, Patient, SILENT};
+use super::seats::Seats;
+use compiler::schedule::{Program, WorkerId};
+use crossbeam_channel::{Sender, unbounded};
+use std::collections::{BTreeMap, BTreeSet};
+use std::io::{self, ErrorKind};
+use std::net::{SocketAddr, TcpListener, TcpStream, ToSocketAddrs};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::thread;
+use std::time::{Duration, Instant};
+
+/// How long who connects may take to say who it is.
+const GREETING: Duration = Duration::from_secs(5);
+/// Connections that may be saying so at once; more are closed unheard.
+const MOST_GREETINGS: usize = 64;
+/// How often a process tries to reach another one.
+const AGAIN: Duration = Duration::from_millis(50);
+/// How long one attempt may take.
+const ATTEMPT: Duration = Duration::from_secs(1);
+/// How often who waits looks whether somebody came.
+const LOOK: Duration = Duration::from_millis(5);
+
+/// How a process takes part in a run.
+#[derive(Clone, Debug)]
+pub struct Part {
+    /// Which process it is.
+    pub own: usize,
+    /// Who runs what.
+    pub seats: Seats,
+    /// What must be equal at all ends.
+    pub identity: Identity,
+    /// Where process 0 is.
+    pub first: String,
+    /// Where this process listens; nothing where any port will do.
+    pub listen: Option<String>,
+    /// How long to wait for the others.
+    pub patience: Duration,
+    /// How long a process may be silent once the run goes on.
+    pub deadline: Duration,
+}
+
+/// How far each worker is: the instruction that it is at.
+pub type Progress = Arc<Vec<AtomicU32>>;
+
+/// Processes that have come together, as one of them sees it.
+pub struct Group {
+    /// How this process takes part.
+    pub part: Part,
+    /// What ends the run.
+    pub fate: Arc<Fate>,
+    /// How far all workers are, as far as is known here.
+    pub progress: Progress,
+    /// All processes in words.
+    pub names: Vec<String>,
+    /// The connections, by process.
+    pub talks: BTreeMap<usize, Talk>,
+}
+
+/// Opens the port that process 0 is reached at, or another one of this process.
+pub fn listen(address: &str) -> Result<TcpListener, LinkError> {
+    TcpListener::bind(address).map_err(|error| {
+        let why = match error.kind() {
+            ErrorKind::AddrInUse => "the port is in use by another program, or by a run that has not ended".to_string(),
+            ErrorKind::AddrNotAvailable => "this machine does not have this address".to_string(),
+            _ => error.to_string(),
+        };
+        LinkError::Listen { address: address.to_string(), why }
+    })
+}
+
+/// Meets the other processes of the run; `lines` says which pairs have something to say to each other. Process 0 brings its port with
+/// it. What does not end the run, such as strangers at the port, is told by `notice`.
+pub fn join(
+    program: &Program,
+    lines: &BTreeSet<(usize, usize)>,
+    part: Part,
+    port: Option<TcpListener>,
+    fate: Arc<Fate>,
+    notice: &dyn Fn(&str),
+) -> Result<Group, LinkError> {
+    let until = Instant::now() + part.patience;
+    let all = (0..part.seats.processes).map(|process| part.seats.name(program, process)).collect();
+    let mut entrance = Entrance { part: &part, fate: &fate, notice, until, names: all };
+    let (talks, roster) = match port {
+        Some(port) => entrance.open(&port)?,
+        None => entrance.enter(lines)?,
+    };
+    let named = |(name, known): (&String, &Known)| format!("{name}, process {} at {}", known.pid, known.address);
+    let names = entrance.names.iter().zip(&roster).map(named).collect();
+    let progress = Arc::new(program.workers.iter().map(|_| AtomicU32::new(0)).collect());
+    Ok(Group { part, fate, progress, names, talks })
+}
+
+impl Group {
+    /// Whether a worker runs in this process.
+    pub fn is_here(&self, worker: usize) -> bool {
+        self.part.seats.of.get(worker) == Some(&self.part.own)
+    }
+}
+
+/// What the first worker of a process was last known to do.
+pub fn doing(program: &Program, seats: &Seats, progress: &[AtomicU32], process: usize) -> Option<String> {
+    let worker = seats.workers(process).next()?;
+    let at = progress.get(worker)?.load(Ordering::Relaxed) as usize;
+    let instruction = program.workers.get(WorkerId(worker as u32).index())?.instructions.get(at)?;
+    Some(program.show(instruction))
+}
+
+type Talks = BTreeMap<usize, Talk>;
+
+/// What comes of a word with another process: done, refused with a reason, or the connection's fault.
+type Said = Result<Result<(), String>, FrameError>;
+
+/// A process on its way into the run.
+struct Entrance<'a> {
+    part: &'a Part,
+    fate: &'a Arc<Fate>,
+    notice: &'a dyn Fn(&str),
+    until: Instant,
+    names: Vec<String>,
+}
+
+impl Entrance<'_> {
+    fn hello(&self, address: String) -> Hello {
+        Hello {
+            protocol: PROTOCOL,
+            process: self.part.own as u32,
+            processes: self.part.seats.processes as u32,
+            pid: std::process::id(),
+            address,
+            identity: self.part.identity.clone(),
+        }
+    }
+
+    /// Process 0: waits for all others, and lets them start when their connections stand.
+    fn open(&mut self, port: &TcpListener) -> Result<(Talks, Vec<Known>), LinkError> {
+        let address = port.local_addr().map_or_else(|_| self.part.first.clone(), |address| address.to_string());
+        let own = self.hello(address.clone());
+        let awaited = (1..self.part.seats.processes).collect();
+        let come = self.gather(port, awaited, &own)?;
+        let mut roster = vec![Known { pid: own.pid, address }];
+        roster.extend(come.values().map(|(_, hello)| Known { pid: hello.pid, address: hello.address.clone() }));
+        let mut talks: Talks = come.into_iter().map(|(process, (talk, _))| (process, talk)).collect();
+        let content = encode_roster(&roster);
+        let started = self.each(&mut talks, &|talk| talk.say(Kind::Roster, &content).map(Ok));
+        let started = started.and_then(|()| self.each(&mut talks, &|talk| Ok(talk.expect(Kind::Ready)?.map(drop))));
+        let started = started.and_then(|()| self.each(&mut talks, &|talk| talk.say(Kind::Start, &[]).map(Ok)));
+        if let Err(error) = started {
+            let why = error.to_string();
+            talks.values_mut().for_each(|talk| talk.refuse(&why));
+            return Err(error);
+        }
+        Ok((talks, roster))
+    }
+
+    fn each(&self, talks: &mut Talks, step: &dyn Fn(&mut Talk) -> Said) -> Result<(), LinkError> {
+        for (&process, talk) in talks {
+            let peer = self.names[process].clone();
+            match step(talk) {
+                Ok(Ok(())) => {}
+                Ok(Err(what)) => return Err(LinkError::Failed { process, peer, what }),
+                Err(fault) => {
+                    let lost = LinkError::Lost { process, peer, doing: None, fault };
+                    return Err(self.fate.cause().unwrap_or(lost));
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Every other process: presents itself to process 0, and connects to those that it speaks to.
+    fn enter(&mut self, lines: &BTreeSet<(usize, usize)>) -> Result<(Talks, Vec<Known>), LinkError> {
+        let own = self.part.own;
+        let first = self.part.first.clone();
+        let stream = self.reach(&first)?;
+        let here = stream.local_addr().map_err(|error| self.unreachable(&first, &error.to_string()))?;
+        let port = match &self.part.listen {
+            Some(address) => listen(address)?,
+            None => listen(&SocketAddr::new(here.ip(), 0).to_string())?,
+        };
+        let address = match (&self.part.listen, port.local_addr()) {
+            (Some(address), _) => address.clone(),
+            (None, Ok(address)) => address.to_string(),
+            (None, Err(error)) => return Err(LinkError::Listen { address: here.to_string(), why: error.to_string() }),
+        };
+        let hello = self.hello(address);
+        let mut talk = self.introduce(stream, &first, &hello)?;
+        let foreign = |fault| LinkError::Foreign { address: first.clone(), fault };
+        let refused = |why| LinkError::Refused { address: first.clone(), why };
+        let content = talk.expect(Kind::Roster).map_err(|fault| self.ended(foreign(fault)))?.map_err(refused)?;
+        let roster = decode_roster(&content, self.part.seats.processes).map_err(foreign)?;
+        let mut talks = Talks::new();
+        for &(lower, _) in lines.iter().filter(|(lower, higher)| *lower > 0 && *higher == own) {
+            let address = roster[lower].address.clone();
+            let stream = self.reach(&address)?;
+            talks.insert(lower, self.introduce(stream, &address, &hello)?);
+        }
+        let awaited = lines.iter().filter(|(lower, _)| *lower == own).map(|(_, higher)| *higher).collect();
+        let come = self.gather(&port, awaited, &hello)?;
+        talks.extend(come.into_iter().map(|(process, (talk, _))| (process, talk)));
+        talk.say(Kind::Ready, &[]).map_err(foreign)?;
+        talk.expect(Kind::Start).map_err(|fault| self.ended(foreign(fault)))?.map_err(refused)?;
+        talks.insert(0, talk);
+        Ok((talks, roster))
+    }
+
+    /// The cause of the end, where it is known.
+    fn ended(&self, error: LinkError) -> LinkError {
+        self.fate.cause().unwrap_or(error)
+    }
+
+    fn left(&self) -> Duration {
+        self.until.saturating_duration_since(Instant::now())
+    }
+
+    fn unreachable(&self, address: &str, why: &str) -> LinkError {
+        let (address, seconds) = (address.to_string(), self.part.patience.as_secs_f64());
+        LinkError::Unreachable { address, seconds, why: why.to_string() }
+    }
+
+    /// A connection to a process, which may not be there yet.
+    fn reach(&self, address: &str) -> Result<TcpStream, LinkError> {
+        let mut why = "no time is left".to_string();
+        loop {
+            if let Some(cause) = self.fate.cause() {
+                return Err(cause);
+            }
+            let left = self.left();
+            if left.is_zero() {
+                return Err(self.unreachable(address, &why));
+            }
+            match connect(address, left.min(ATTEMPT)) {
+                Ok(stream) => return Ok(stream),
+                Err(error) if error.kind() == ErrorKind::InvalidInput => {
+                    return Err(LinkError::Address { address: address.to_string(), why: error.to_string() });
+                }
+                Err(error) => why = error.to_string(),
+            }
+            thread::sleep(AGAIN);
+        }
+    }
+
+    /// Says hello and is welcomed.
+    fn introduce(&self, stream: TcpStream, address: &str, hello: &Hello) -> Result<Talk, LinkError> {
+        let foreign = |fault| self.ended(LinkError::Foreign { address: address.to_string(), fault });
+        let mut talk = talk(stream, self.left(), self.fate.clone())
+            .map_err(|error| self.unreachable(address, &error.to_string()))?;
+        talk.say(Kind::Hello, &hello.encode()).map_err(foreign)?;
+        match talk.expect(Kind::Welcome).map_err(foreign)? {
+            Ok(_) => Ok(talk),
+            Err(why) => Err(LinkError::Refused { address: address.to_string(), why }),
+        }
+    }
+
+    /// Waits for these processes at a port. Strangers are sent away, each by itself, so that none keeps the others waiting.
+    fn gather(
+        &self,
+        port: &TcpListener,
+        mut awaited: BTreeSet<usize>,
+        own: &Hello,
+    ) -> Result<BTreeMap<usize, (Talk, Hello)>, LinkError> {
+        let (to, come) = unbounded();
+        let mut greeted = 0;
+        let mut present: BTreeMap<usize, (Talk, Hello)> = BTreeMap::new();
+        let listen = |error: io::Error| LinkError::Listen { address: own.address.clone(), why: error.to_string() };
+        port.set_nonblocking(true).map_err(listen)?;
+        let mut refused = Vec::new();
+        let result = loop {
+            if awaited.is_empty() {
+                break Ok(());
+            }
+            if let Some(cause) = self.fate.cause() {
+                break Err(cause);
+            }
+            if self.left().is_zero() {
+                let mut missing: Vec<String> = awaited.iter().map(|process| self.names[*process].clone()).collect();
+                missing.append(&mut refused);
+                let (address, seconds) = (own.address.clone(), self.part.patience.as_secs_f64());
+                break Err(LinkError::Missing { missing, address, seconds });
+            }
+            if let Ok((stream, from)) = port.accept()
+                && greeted < MOST_GREETINGS
+            {
+                greeted += 1;
+                greet(stream, from, self.left().min(GREETING), self.fate.clone(), to.clone());
+            }
+            let mut fatal = None;
+            for (from, greeting) in come.try_iter() {
+                greeted -= 1;
+                let (mut talk, hello) = match greeting {
+                    Ok(greeting) => greeting,
+                    Err(fault) => {
+                        (self.notice)(&format!("sent a connection from {from} away: {fault}"));
+                        continue;
+                    }
+                };
+                let process = hello.process as usize;
+                match hello.meets(own) {
+                    Ok(()) if awaited.remove(&process) => match talk.say(Kind::Welcome, &[]) {
+                        Ok(()) => _ = present.insert(process, (talk, hello)),
+                        Err(_) => _ = awaited.insert(process),
+                    },
+                    Ok(()) => {
+                        let why = format!("{} is here already or was not expected", self.names[process]);
+                        talk.refuse(&why);
+                        (self.notice)(&format!("sent process {} at {from} away: {why}", hello.pid));
+                        refused.push(format!("{} came twice, again from {from}", self.names[process]));
+                    }
+                    Err(Stranger::Passing(why)) => {
+                        talk.refuse(&why);
+                        (self.notice)(&format!("sent process {} at {from} away: {why}", hello.pid));
+                    }
+                    Err(Stranger::Fatal(why)) => {
+                        talk.refuse(&why);
+                        let peer = format!("process {} at {from}", hello.pid);
+                        fatal.get_or_insert(LinkError::Another { peer, what: why });
+                    }
+                }
+            }
+            if let Some(fatal) = fatal {
+                break Err(fatal);
+            }
+            thread::sleep(LOOK);
+        };
+        match result {
+            Ok(()) => Ok(present),
+            Err(error) => {
+                let why = error.to_string();
+                present.values_mut().for_each(|(talk, _)| talk.refuse(&why));
+                Err(error)
+            }
+        }
+    }
+}
+
+fn connect(address: &str, within: Duration) -> io::Result<TcpStream> {
+    let mut last = io::Error::new(ErrorKind::NotFound, "the name has no address");
+    for address in address.to_socket_addrs()? {
+        match TcpStream::connect_timeout(&address, within) {
+            // A port that nobody listens at may be given to who connects to it.
+            Ok(stream) if stream.local_addr()? == stream.peer_addr()? => {
+                last = io::Error::new(ErrorKind::ConnectionRefused, "nobody listens there");
+            }
+            Ok(stream) => return Ok(stream),
+            Err(error) => last = error,
+        }
+    }
+    Err(last)
+}
+
+fn talk(stream: TcpStream, within: Duration, fate: Arc<Fate>) -> io::Result<Talk> {
+    stream.set_nonblocking(false)?;
+    stream.set_nodelay(true)?;
+    let reader = Patient::new(stream.try_clone()?, within, Box::new(move || fate.is_over()))?;
+    let writer = FrameWriter::new(stream.try_clone()?);
+    Ok(Talk { reader: FrameReader::new(reader), writer, stream })
+}
+
+type Greeting = (SocketAddr, Result<(Talk, Hello), FrameError>);
+
+/// Hears who connects, in a thread of its own.
+fn greet(stream: TcpStream, from: SocketAddr, within: Duration, fate: Arc<Fate>, to: Sender<Greeting>) {
+    let system = |error: io::Error| FrameError::System { kind: error.kind(), why: error.to_string() };
+    let hear = move || -> Result<(Talk, Hello), FrameError> {
+        let mut talk = talk(stream, within, fate).map_err(system)?;
+        match talk.expect(Kind::Hello)? {
+            Ok(content) => Ok((talk, Hello::decode(&content)?)),
+            Err(_) => Err(FrameError::Unexpected { kind: Kind::Refusal }),
+        }
+    };
+    // Nobody may listen any more, and a machine without threads has other worries.
+    let _ = thread::Builder::new().name("greeting".into()).spawn(move || drop(to.send((from, hear()))));
+}
+
+/// What a reader's error means for the run; nothing where the run is over anyway.
+pub fn verdict(
+    fault: FrameError,
+    process: usize,
+    peer: &str,
+    doing: Option<String>,
+    silence: Duration,
+) -> Option<LinkError> {
+    let peer = peer.to_string();
+    match fault {
+        FrameError::System { kind: OVER, .. } => None,
+        FrameError::System { kind: SILENT, .. } => {
+            Some(LinkError::Silent { process, peer, doing, seconds: silence.as_secs_f64() })
+        }
+        FrameError::Closed | FrameError::Cut | FrameError::System { .. } => {
+            Some(LinkError::Lost { process, peer, doing, fault })
+        }
+        fault => Some(LinkError::Broken { process, peer, fault }),
+    }
+}

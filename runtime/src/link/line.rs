@@ -1,0 +1,164 @@
+//! A connection between two processes: a thread that writes what is queued, and patience for what is read.
+//!
+//! A worker never waits for a connection: it queues, and the program bounds how much. Who writes also sends a heartbeat every second,
+//! so that the other end knows the process alive while nothing else is said. Who reads gives up when nothing at all has come for the
+//! deadline, or when the run is over.
+
+use super::frame::{FrameWriter, Kind};
+use crate::buffer::Buffer;
+use crossbeam_channel::{Receiver, RecvTimeoutError};
+use std::io::{self, ErrorKind, Read};
+use std::net::{Shutdown, TcpStream};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+/// How often a process says that it is there.
+pub const BEAT: Duration = Duration::from_secs(1);
+
+/// How often a reader looks whether to go on.
+const LOOK: Duration = Duration::from_millis(100);
+
+/// A frame that is to be written.
+#[derive(Clone)]
+pub struct Outbound {
+    /// What it is about.
+    pub kind: Kind,
+    /// The content's first part.
+    pub head: Vec<u8>,
+    /// The rest.
+    pub bodies: Vec<Arc<Buffer>>,
+}
+
+impl Outbound {
+    /// A frame without tensors.
+    pub fn of(kind: Kind, head: Vec<u8>) -> Outbound {
+        Outbound { kind, head, bodies: Vec::new() }
+    }
+}
+
+/// Writes what is queued, and a heartbeat made by `beat` every second, until the queue's senders are gone, its last frame is written,
+/// or the other end is gone, which who reads the line will notice.
+pub fn write(mut to: FrameWriter<TcpStream>, queue: &Receiver<Outbound>, beat: &dyn Fn() -> Vec<u8>) {
+    let mut next = Instant::now();
+    loop {
+        let due = next.saturating_duration_since(Instant::now());
+        let frame = match queue.recv_timeout(due) {
+            Ok(frame) => Some(frame),
+            Err(RecvTimeoutError::Timeout) => None,
+            Err(RecvTimeoutError::Disconnected) => return,
+        };
+        if let Some(frame) = &frame {
+            let bodies = frame.bodies.iter().map(|buffer| buffer.bytes());
+            let parts: Vec<&[u8]> = [&frame.head[..]].into_iter().chain(bodies).collect();
+            let is_last = matches!(frame.kind, Kind::Abort | Kind::Bye);
+            if to.write(frame.kind, &parts).is_err() || is_last {
+                return;
+            }
+        }
+        if Instant::now() >= next {
+            if to.write(Kind::Heartbeat, &[&beat()]).is_err() {
+                return;
+            }
+            next = Instant::now() + BEAT;
+        }
+    }
+}
+
+/// A stream that waits for bytes as long as there is a point in waiting.
+pub struct Patient {
+    stream: TcpStream,
+    heard: Instant,
+    deadline: Duration,
+    is_over: Box<dyn Fn() -> bool + Send>,
+}
+
+/// The kind of error with which a reader ends because the run is over.
+pub const OVER: ErrorKind = ErrorKind::ConnectionAborted;
+/// The kind of error with which a reader ends because nothing came.
+pub const SILENT: ErrorKind = ErrorKind::TimedOut;
+
+impl Patient {
+    /// Reads from a stream, no longer than the deadline after the last bytes, and not when it is over.
+    pub fn new(stream: TcpStream, deadline: Duration, is_over: Box<dyn Fn() -> bool + Send>) -> io::Result<Patient> {
+        stream.set_read_timeout(Some(LOOK))?;
+        Ok(Patient { stream, heard: Instant::now(), deadline, is_over })
+    }
+
+    /// From now on it waits so long.
+    pub fn renew(&mut self, deadline: Duration) {
+        self.heard = Instant::now();
+        self.deadline = deadline;
+    }
+
+    /// How long nothing has come.
+    pub fn silence(&self) -> Duration {
+        self.heard.elapsed()
+    }
+}
+
+impl Read for Patient {
+    fn read(&mut self, bytes: &mut [u8]) -> io::Result<usize> {
+        loop {
+            match self.stream.read(bytes) {
+                Err(error) if matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::TimedOut) => {
+                    if (self.is_over)() {
+                        return Err(io::Error::new(OVER, "the run is over"));
+                    }
+                    if self.heard.elapsed() > self.deadline {
+                        return Err(io::Error::new(SILENT, "nothing comes any more"));
+                    }
+                }
+                Err(error) if error.kind() == ErrorKind::Interrupted => {}
+                Err(error) => return Err(error),
+                Ok(got) => {
+                    self.heard = Instant::now();
+                    return Ok(got);
+                }
+            }
+        }
+    }
+}
+
+/// Ends both directions, so that who reads or writes the stream stops.
+pub fn close(stream: &TcpStream) {
+    // It may be closed already.
+    let _ = stream.shutdown(Shutdown::Both);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::frame::{FrameError, FrameReader};
+    use super::*;
+    use std::net::TcpListener;
+
+    fn pair() -> (TcpStream, TcpStream) {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let one = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        (one, listener.accept().unwrap().0)
+    }
+
+    #[test]
+    fn heartbeats_go_out_while_nothing_is_queued() {
+        let (one, other) = pair();
+        let (to, queue) = crossbeam_channel::unbounded();
+        let writer = std::thread::spawn(move || write(FrameWriter::new(one), &queue, &|| vec![9]));
+        let mut reader = FrameReader::new(Patient::new(other, Duration::from_secs(5), Box::new(|| false)).unwrap());
+        assert_eq!(reader.read(9), Ok((Kind::Heartbeat, &[9][..])));
+        assert_eq!(reader.read(9), Ok((Kind::Heartbeat, &[9][..])));
+        to.send(Outbound { kind: Kind::Bye, head: vec![1], bodies: vec![Arc::new(Buffer::copy_of(&[2, 3]))] }).unwrap();
+        assert_eq!(reader.read(9), Ok((Kind::Bye, &[1, 2, 3][..])));
+        writer.join().unwrap();
+        assert_eq!(reader.read(9), Err(FrameError::Closed));
+    }
+
+    #[test]
+    fn patience_ends() {
+        let (_one, other) = pair();
+        let kind = |is_over: bool| {
+            let stream = other.try_clone().unwrap();
+            let mut patient = Patient::new(stream, Duration::from_millis(150), Box::new(move || is_over)).unwrap();
+            patient.read(&mut [0; 4]).unwrap_err().kind()
+        };
+        assert_eq!((kind(false), kind(true)), (SILENT, OVER));
+    }
+}

@@ -1,0 +1,169 @@
+//! How the workers of a run are wired: channels between those that send, and places for those that meet.
+//!
+//! In a run of one process all ends are here. With an exchange, those of this process's workers are, and what lies between them and the
+//! others goes over its lines. All processes walk through the program in the same order, so that the exchange can number what it makes.
+
+use crate::compile::{StageCode, Transfer};
+use crate::desk::sum::Contribution;
+use crate::desk::{Meeting, Tied};
+use crate::link::carry::{Carried, ContributionForm, TermsForm, gradient_bytes};
+use crate::link::channel::{Incoming, Outgoing, channel};
+use crate::link::exchange::Exchange;
+use crate::link::fate::LinkError;
+use crate::link::rendezvous::Rendezvous;
+use crate::train::{TrainError, Training};
+use crate::worker::Key;
+use compiler::op::Value;
+use compiler::plan::StageId;
+use compiler::schedule::{EdgeId, Instruction, Payload, WorkerId};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::sync::Arc;
+
+/// The ends of a worker's channels.
+pub type Ends = (HashMap<Key, Outgoing>, HashMap<Key, Incoming>);
+
+/// A channel for every pair of workers that the programs speak of: the ends that are in this process.
+pub fn channels(
+    training: &Training<'_>,
+    exchange: &mut Option<Exchange<'_>>,
+) -> Result<HashMap<WorkerId, Ends>, LinkError> {
+    let program = training.program;
+    let mut known = BTreeSet::new();
+    let mut ends: HashMap<WorkerId, Ends> = HashMap::new();
+    for (w, own) in program.workers.iter().enumerate() {
+        let from = WorkerId(w as u32);
+        for instruction in &own.instructions {
+            if let Instruction::Send { edge, kind, peer, .. } = *instruction
+                && known.insert((edge, kind == Payload::Activation, from, peer))
+            {
+                let (sender, receiver) = match exchange {
+                    Some(exchange) => exchange.channel(from, peer, tensors(training, edge, kind))?,
+                    None => {
+                        let (sender, receiver) = channel();
+                        (Some(sender), Some(receiver))
+                    }
+                };
+                if let Some(sender) = sender {
+                    ends.entry(from).or_default().0.insert((edge, kind, peer), sender);
+                }
+                if let Some(receiver) = receiver {
+                    ends.entry(peer).or_default().1.insert((edge, kind, from), receiver);
+                }
+            }
+        }
+    }
+    Ok(ends)
+}
+
+/// What each message over an edge holds, as its sender lists it.
+fn tensors(training: &Training<'_>, edge: EdgeId, kind: Payload) -> Vec<(Value, usize, usize)> {
+    let (from, to) = training.program.edges[edge.index()];
+    let (sent, other) = match kind {
+        Payload::Activation => (&training.codes[from.index()].sent, to),
+        Payload::Gradient => (&training.codes[to.index()].gradients_out, from),
+    };
+    let one = |transfer: &Transfer| (transfer.value, transfer.group, transfer.place.bytes);
+    sent.iter().filter(|transfer| transfer.stage == other.index()).map(one).collect()
+}
+
+/// Where these workers meet, each as one member.
+pub fn meeting<T: Carried + Send + Sync + 'static>(
+    exchange: &mut Option<Exchange<'_>>,
+    members: &[usize],
+    form: impl FnOnce() -> T::Form,
+    meetings: u64,
+) -> Result<Arc<Rendezvous<T>>, LinkError>
+where
+    T::Form: 'static,
+{
+    match exchange {
+        Some(exchange) => exchange.meeting(members, form(), meetings),
+        None => Ok(Arc::new(Rendezvous::new(members.len()))),
+    }
+}
+
+/// Where the replicas of a stage add up their gradients.
+pub fn replicas(
+    training: &Training<'_>,
+    stage: usize,
+    exchange: &mut Option<Exchange<'_>>,
+) -> Result<Arc<Rendezvous<Contribution>>, LinkError> {
+    let program = training.program;
+    let known = &program.stages[stage];
+    let workers = program.workers.iter().enumerate().filter(|(_, own)| own.rank == known.rank);
+    let mut members: Vec<(u32, usize)> = workers.map(|(w, own)| (own.replica, w)).collect();
+    members.sort_unstable();
+    let members: Vec<usize> = members.into_iter().map(|(_, w)| w).collect();
+    // Samples are taken in forwards, which run ahead of the round that they go into.
+    let most_items = known.cap.saturating_add(program.microbatches).saturating_mul(2).min(program.items);
+    let form = || ContributionForm::of(&training.codes[stage], program.items, most_items as usize);
+    meeting(exchange, &members, form, (u64::from(program.items) + 1) * u64::from(known.buckets.max(1)))
+}
+
+/// A parameter that several stages hold: its workers with their stages, and where they meet.
+pub struct Tie {
+    name: String,
+    members: Vec<(usize, usize)>,
+    place: Arc<Meeting>,
+    holders: Vec<StageId>,
+}
+
+/// The parameters that several stages hold. Refuses those whose copies could not be kept equal.
+pub fn ties(training: &Training<'_>, exchange: &mut Option<Exchange<'_>>) -> Result<Vec<Tie>, TrainError> {
+    let mut holders: BTreeMap<&str, BTreeSet<usize>> = BTreeMap::new();
+    for (stage, code) in training.codes.iter().enumerate() {
+        for named in &code.parameters {
+            holders.entry(&named.name).or_default().insert(stage);
+        }
+    }
+    let program = training.program;
+    let mut ties = Vec::new();
+    for (name, stages) in holders.into_iter().filter(|(_, s)| s.len() > 1) {
+        let stages: Vec<usize> = stages.into_iter().collect();
+        // Copies stay equal only where every holder steps for the same minibatches, and an item's backward sees what its forward
+        // saw.
+        let replicas = program.stages[stages[0]].replicas;
+        let is_even = stages.iter().all(|s| program.stages[*s].replicas == replicas);
+        let schedule = program.schedule;
+        if !(schedule.stashes() && (is_even || schedule.is_by_minibatch())) {
+            return Err(TrainError::Tied {
+                name: name.to_string(),
+                first: stages[0],
+                second: stages[1],
+                schedule: program.schedule,
+            });
+        }
+        let holders = program.workers.iter().enumerate().flat_map(|(w, own)| {
+            program.stages_of(own.rank).map(move |stage| (w, stage.index())).filter(|(_, stage)| stages.contains(stage))
+        });
+        let members: Vec<(usize, usize)> = holders.collect();
+        let workers: Vec<usize> = members.iter().map(|(worker, _)| *worker).collect();
+        let place = meeting(exchange, &workers, || terms(training, name), u64::from(program.items) + 2)?;
+        let holders = if schedule.flushes() { Vec::new() } else { stages.iter().map(|s| StageId(*s as u32)).collect() };
+        ties.push(Tie { name: name.to_string(), members, place, holders });
+    }
+    Ok(ties)
+}
+
+/// What is known of the gradient terms of a parameter.
+fn terms(training: &Training<'_>, name: &str) -> TermsForm {
+    let mut form = TermsForm { ranks: Vec::new(), bytes: 0 };
+    for code in training.codes {
+        for term in code.gradient_terms.iter().filter(|term| code.parameters[term.parameter].name == name) {
+            let named = &code.parameters[term.parameter];
+            form.ranks.push(term.rank);
+            form.bytes = gradient_bytes(named.fact.dtype, named.bytes);
+        }
+    }
+    form
+}
+
+/// The shared parameters of a stage of a worker.
+pub fn tied_of(ties: &[Tie], code: &StageCode, holder: (usize, usize)) -> Vec<Tied> {
+    let of = |tie: &Tie| {
+        let member = tie.members.iter().position(|of| *of == holder)?;
+        let parameter = code.parameters.iter().position(|p| p.name == tie.name)?;
+        Some(Tied { parameter, member, place: tie.place.clone(), holders: tie.holders.clone() })
+    };
+    ties.iter().filter_map(of).collect()
+}

@@ -1,0 +1,35 @@
+//! What all processes of one run must have in common, as digests by which they know each other.
+
+use crate::training::{Prepared, Task};
+use compiler::graph::hash::hash;
+use sha2::{Digest, Sha256};
+
+/// Digests by what they are of, in the words of who tells that they differ.
+pub fn digests(task: &Task<'_>, prepared: &Prepared) -> Vec<(String, [u8; 32])> {
+    let training = prepared.training(task);
+    let of = |what: &str, put: &dyn Fn(&mut Sha256)| {
+        let mut sha = Sha256::new();
+        put(&mut sha);
+        (what.to_string(), <[u8; 32]>::from(sha.finalize()))
+    };
+    let text = |text: String| move |sha: &mut Sha256| sha.update(text.as_bytes());
+    let named = |sha: &mut Sha256, name: &str, bytes: &[u8]| {
+        sha.update((name.len() as u64).to_le_bytes());
+        sha.update(name.as_bytes());
+        sha.update((bytes.len() as u64).to_le_bytes());
+        sha.update(bytes);
+    };
+    let order = (task.order, task.seed, task.keep_gradients, prepared.batch, prepared.steps);
+    let settings = (training.optimizer, training.policy, order);
+    vec![
+        of("the versions of pipec", &text(env!("CARGO_PKG_VERSION").to_string())),
+        of("the models", &text(hash(prepared.graph()))),
+        of("the plans or schedules", &text(training.program.to_string())),
+        of("the settings of training", &text(format!("{settings:?}"))),
+        of("the initial weights", &|sha| {
+            training.weights.iter().for_each(|(name, tensor)| named(sha, name, tensor.bytes()))
+        }),
+        of("the checkpoints", &text(prepared.first().to_string())),
+        of("the data", &|sha| training.batches.bytes().for_each(|(name, bytes)| named(sha, name, bytes))),
+    ]
+}

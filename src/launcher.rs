@@ -1,0 +1,106 @@
+//! What `torchrun`, `mpirun` and `srun` say to the processes that they start.
+//!
+//! | launcher | rank | processes | address of process 0 |
+//! | --- | --- | --- | --- |
+//! | torchrun | `RANK` | `WORLD_SIZE` | `MASTER_ADDR`, `MASTER_PORT` |
+//! | Open MPI | `OMPI_COMM_WORLD_RANK` | `OMPI_COMM_WORLD_SIZE` | `--address` |
+//! | MPICH, Intel MPI, PMI | `PMI_RANK` | `PMI_SIZE` | `--address` |
+//! | Slurm | `SLURM_PROCID` | `SLURM_NTASKS` | `--address` |
+//!
+//! `MASTER_ADDR` and `MASTER_PORT` are read under any of them. Where torchrun's own agent listens at the port, process 0 takes the next
+//! one. What srun sets in a batch script, outside of its steps, is passed over.
+
+/// A process that a launcher started.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Launched {
+    /// Which process it is.
+    pub rank: usize,
+    /// How many there are: more than one.
+    pub processes: usize,
+    /// Where process 0 is to be reached, where the launcher says.
+    pub address: Option<String>,
+    /// What tells this start from others.
+    pub run: String,
+}
+
+/// Names of the variables of a rank and of the number of processes, and of one that must be there beside them.
+const LAUNCHERS: [(&str, &str, Option<&str>); 4] = [
+    ("RANK", "WORLD_SIZE", None),
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", None),
+    ("PMI_RANK", "PMI_SIZE", None),
+    ("SLURM_PROCID", "SLURM_NTASKS", Some("SLURM_STEP_ID")),
+];
+
+/// Variables that differ from start to start.
+const STARTS: [&str; 5] =
+    ["TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "SLURM_JOB_ID", "SLURM_STEP_ID", "PMIX_NAMESPACE"];
+
+/// What the environment says; nothing where no launcher started several processes.
+pub fn launched(get: &dyn Fn(&str) -> Option<String>) -> Result<Option<Launched>, String> {
+    for (rank, processes, beside) in LAUNCHERS {
+        let (Some(own), Some(all)) = (get(rank), get(processes)) else { continue };
+        if beside.is_some_and(|name| get(name).is_none()) {
+            continue;
+        }
+        let number = |name: &str, text: &str| {
+            text.trim().parse::<u32>().map_err(|_| format!("the variable {name} is `{text}`, which is no number"))
+        };
+        let (own, all) = (number(rank, &own)?, number(processes, &all)?);
+        if all <= 1 {
+            continue;
+        }
+        if own >= all {
+            return Err(format!("the variable {rank} is {own}, and {processes} is {all}"));
+        }
+        let run = STARTS.iter().map(|name| get(name).unwrap_or_default()).collect::<Vec<_>>().join(" ");
+        return Ok(Some(Launched { rank: own as usize, processes: all as usize, address: address(get)?, run }));
+    }
+    Ok(None)
+}
+
+fn address(get: &dyn Fn(&str) -> Option<String>) -> Result<Option<String>, String> {
+    let (Some(host), Some(port)) = (get("MASTER_ADDR"), get("MASTER_PORT")) else { return Ok(None) };
+    let agent_listens = get("TORCHELASTIC_USE_AGENT_STORE").is_some_and(|said| said.eq_ignore_ascii_case("true"));
+    let known = port.trim().parse::<u16>().ok().and_then(|port| port.checked_add(u16::from(agent_listens)));
+    let port = known.ok_or_else(|| format!("the variable MASTER_PORT is `{port}`, which is no port"))?;
+    let is_v6 = host.contains(':') && !host.starts_with('[');
+    Ok(Some(if is_v6 { format!("[{host}]:{port}") } else { format!("{host}:{port}") }))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn told(variables: &[(&str, &str)]) -> Result<Option<Launched>, String> {
+        launched(&|name| variables.iter().find(|(of, _)| *of == name).map(|(_, value)| value.to_string()))
+    }
+
+    fn of(variables: &[(&str, &str)]) -> (usize, usize, Option<String>) {
+        let launched = told(variables).unwrap().unwrap();
+        (launched.rank, launched.processes, launched.address)
+    }
+
+    #[test]
+    fn every_launcher_is_understood() {
+        let torchrun = [("RANK", "1"), ("WORLD_SIZE", "4"), ("MASTER_ADDR", "10.0.0.1"), ("MASTER_PORT", "29500")];
+        assert_eq!(of(&torchrun), (1, 4, Some("10.0.0.1:29500".into())));
+        let with_agent = [&torchrun[..], &[("TORCHELASTIC_USE_AGENT_STORE", "True")]].concat();
+        assert_eq!(of(&with_agent).2.as_deref(), Some("10.0.0.1:29501"));
+        assert_eq!(of(&[("OMPI_COMM_WORLD_RANK", "0"), ("OMPI_COMM_WORLD_SIZE", "2")]), (0, 2, None));
+        assert_eq!(of(&[("PMI_RANK", "1"), ("PMI_SIZE", "2")]), (1, 2, None));
+        let step = [("SLURM_PROCID", "2"), ("SLURM_NTASKS", "3"), ("SLURM_STEP_ID", "0"), ("MASTER_ADDR", "::1")];
+        assert_eq!(of(&[&step[..], &[("MASTER_PORT", "7")]].concat()), (2, 3, Some("[::1]:7".into())));
+    }
+
+    #[test]
+    fn nothing_is_made_up() {
+        assert_eq!(told(&[]), Ok(None));
+        assert_eq!(told(&[("RANK", "0"), ("WORLD_SIZE", "1")]), Ok(None));
+        assert_eq!(told(&[("SLURM_PROCID", "0"), ("SLURM_NTASKS", "8")]), Ok(None), "a batch script");
+        for wrong in [[("RANK", "x"), ("WORLD_SIZE", "2")], [("RANK", "2"), ("WORLD_SIZE", "2")]] {
+            assert!(told(&wrong).is_err(), "{wrong:?}");
+        }
+        let port = [("RANK", "0"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "a"), ("MASTER_PORT", "99999")];
+        assert!(told(&port).unwrap_err().contains("MASTER_PORT"));
+    }
+}

@@ -1,0 +1,316 @@
+//! Which process of a run this one is, and how it meets the others.
+
+use crate::children::{self, Children};
+use crate::cmd::processes::ProcessArguments;
+use crate::failure::Failure;
+use crate::identity::digests;
+use crate::launcher::launched;
+use crate::screen::Screen;
+use crate::training::{Prepared, Task};
+use crate::{signals, source};
+use compiler::cluster::read;
+use runtime::link::fate::{Fate, LinkError};
+use runtime::link::group::{Group, Part, join, listen};
+use runtime::link::handshake::Identity;
+use runtime::link::seats::Seats;
+use sha2::{Digest, Sha256};
+use std::env;
+use std::net::{IpAddr, TcpListener, ToSocketAddrs};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread;
+use std::time::{Duration, SystemTime};
+
+/// The most bytes of a cluster file.
+const MOST_BYTES: u64 = 1 << 20;
+/// How long workers may take to notice that the run is over, before the process ends without them.
+const GRACE: Duration = Duration::from_millis(700);
+/// How often that is looked at.
+const LOOK: Duration = Duration::from_millis(50);
+
+/// Which process of a run this one is.
+pub enum Seat {
+    /// The only one.
+    Alone,
+    /// The one that starts the others and reports.
+    Parent,
+    /// One of several that somebody else started.
+    Member(Member),
+}
+
+/// A process among others.
+pub struct Member {
+    own: usize,
+    share: Share,
+    first: String,
+    listen: Option<String>,
+    run: u64,
+    restarts: u32,
+}
+
+/// How workers are dealt out.
+enum Share {
+    /// One for each process but the first.
+    Beside,
+    /// One for each process.
+    Each,
+    /// In order to so many processes.
+    Processes(usize),
+    /// So many for each host.
+    Hosts(Vec<u32>),
+}
+
+impl Seat {
+    /// What the flags and the environment say.
+    pub fn find(arguments: &ProcessArguments) -> Result<Seat, Failure> {
+        if let Some(said) = env::var_os(children::VARIABLE) {
+            return child(&said.to_string_lossy()).map(Seat::Member).ok_or_else(|| {
+                Failure::input(format!("the variable {} is set by `pipec train --processes` alone", children::VARIABLE))
+            });
+        }
+        if arguments.processes {
+            return Ok(Seat::Parent);
+        }
+        if let Some(path) = &arguments.hosts {
+            let text = source::text(path, MOST_BYTES)?;
+            let cluster = read::from_toml(&text).map_err(|error| Failure::file("read the cluster", path, error))?;
+            let hosts: Vec<(String, u32)> =
+                cluster.hosts.into_iter().map(|host| (host.address, host.devices)).collect();
+            let Some((first, _)) = hosts.first() else {
+                return Err(Failure::file("use the cluster", path, "it names no hosts")
+                    .help("a table `[[host]]` with `address = \"NAME:PORT\"` and `devices = N` for each host"));
+            };
+            let first = arguments.address.clone().unwrap_or(first.clone());
+            if let Some(rank) = arguments.rank {
+                let listen = Some(first.clone()).filter(|_| rank == 0);
+                return Ok(Seat::Member(Member {
+                    own: rank as usize,
+                    share: Share::Each,
+                    first,
+                    listen,
+                    run: 0,
+                    restarts: 0,
+                }));
+            }
+            let own = match arguments.host {
+                Some(host) => host as usize,
+                None => own_host(&hosts)?,
+            };
+            let Some((address, _)) = hosts.get(own) else {
+                let what = format!("`--host {own}`: {} names {} hosts, counted from 0", path.display(), hosts.len());
+                return Err(Failure::input(what));
+            };
+            let listen = Some(address.clone());
+            let share = Share::Hosts(hosts.iter().map(|(_, devices)| *devices).collect());
+            return Ok(Seat::Member(Member { own, share, first, listen, run: 0, restarts: 0 }));
+        }
+        if let (Some(rank), Some(address)) = (arguments.rank, &arguments.address) {
+            let (own, first) = (rank as usize, address.clone());
+            let listen = Some(first.clone()).filter(|_| own == 0);
+            return Ok(Seat::Member(Member { own, share: Share::Each, first, listen, run: 0, restarts: 0 }));
+        }
+        let found = launched(&|name| env::var(name).ok());
+        let found = found.map_err(|why| Failure::input("cannot read what the launcher says").because(why))?;
+        let Some(launched) = found else {
+            return match arguments.rank {
+                Some(_) => Err(Failure::input("`--rank` needs to know where process 0 is")
+                    .help("`--address HOST:PORT`, the same for all processes, or `--hosts cluster.toml`")),
+                None => Ok(Seat::Alone),
+            };
+        };
+        let Some(first) = arguments.address.clone().or(launched.address) else {
+            let what = format!(
+                "this is process {} of {}, and nothing says where process 0 is",
+                launched.rank, launched.processes
+            );
+            return Err(Failure::input(what).help("`--address HOST:PORT`, the same for all processes"));
+        };
+        let digest = Sha256::digest(launched.run.as_bytes());
+        let run = digest.iter().take(8).fold(0, |number, byte| number << 8 | u64::from(*byte));
+        let own = arguments.rank.map_or(launched.rank, |rank| rank as usize);
+        let listen = Some(first.clone()).filter(|_| own == 0);
+        Ok(Seat::Member(Member { own, share: Share::Processes(launched.processes), first, listen, run, restarts: 0 }))
+    }
+
+    /// Whether this process tells of the run.
+    pub fn reports(&self) -> bool {
+        match self {
+            Seat::Alone | Seat::Parent => true,
+            Seat::Member(member) => member.own == 0,
+        }
+    }
+
+    /// How often the run was begun again before this process was started.
+    pub fn restarts(&self) -> u32 {
+        match self {
+            Seat::Alone | Seat::Parent => 0,
+            Seat::Member(member) => member.restarts,
+        }
+    }
+
+    /// Runs what is prepared with the others: `run` is given the group that this process is one of, if there are others.
+    pub fn run<T>(
+        &self,
+        arguments: &ProcessArguments,
+        (task, prepared): (&Task<'_>, &Prepared),
+        restarts: u32,
+        screen: &Screen,
+        run: impl FnOnce(Option<Group>) -> Result<T, Failure>,
+    ) -> Result<T, Failure> {
+        let workers = prepared.workers();
+        let fate = Arc::new(Fate::default());
+        let notice = |what: &str| screen.warn(what);
+        let meet = |part: Part, port: Option<TcpListener>| {
+            let training = prepared.training(task);
+            let lines = part.seats.lines(training.program, training.codes, runtime::train::agrees(&training));
+            join(training.program, &lines, part, port, fate.clone(), &notice).map_err(unmet)
+        };
+        let part = |own: usize, seats: Seats, first: String, listen: Option<String>, run: u64| Part {
+            own,
+            seats,
+            identity: Identity { run, parts: digests(task, prepared) },
+            first,
+            listen,
+            patience: arguments.connect_timeout,
+            deadline: arguments.deadline,
+        };
+        match self {
+            Seat::Alone => run(None),
+            Seat::Parent => {
+                let port = listen("127.0.0.1:0").map_err(unmet)?;
+                let address =
+                    port.local_addr().map_err(|error| Failure::no("cannot listen").because(error))?.to_string();
+                let seats = Seats::beside(workers);
+                let program = prepared.training(task).program;
+                let names: Vec<String> = (1..seats.processes).map(|process| seats.name(program, process)).collect();
+                let number = fresh();
+                let children: Children =
+                    children::start(&names, (number, restarts, &address), arguments.deadline, &fate)?;
+                let group = meet(part(0, seats, address, None, number), Some(port));
+                children.end(group.and_then(|group| run(Some(group))))
+            }
+            Seat::Member(member) => {
+                let seats = member.seats(workers)?;
+                let listened = member.listen.clone().filter(|_| member.own == 0);
+                let port = listened.as_deref().map(listen).transpose().map_err(unmet)?;
+                let listens = member.listen.clone().filter(|_| member.own > 0);
+                let group = meet(part(member.own, seats, member.first.clone(), listens, member.run), port)?;
+                let hurry = hurry(fate.clone());
+                let done = run(Some(group));
+                hurry.store(true, Ordering::Relaxed);
+                done
+            }
+        }
+    }
+}
+
+impl Member {
+    fn seats(&self, workers: usize) -> Result<Seats, Failure> {
+        let (seats, there) = match &self.share {
+            Share::Beside => (Some(Seats::beside(workers)), "a process for each".to_string()),
+            Share::Each => (Seats::dealt(workers, workers), "a process for each".to_string()),
+            Share::Processes(count) => (Seats::dealt(workers, *count), format!("{count} processes")),
+            Share::Hosts(devices) => {
+                let sum: u64 = devices.iter().map(|count| u64::from(*count)).sum();
+                (Seats::by_host(workers, devices), format!("{sum} devices on the hosts"))
+            }
+        };
+        let seats = seats.ok_or_else(|| {
+            Failure::input(format!(
+                "the plan has {}, and there are {there}",
+                crate::stages::plural(workers as u64, "worker", "workers")
+            ))
+            .help(
+                "start as many processes as there are workers, or fewer, or plan for as many devices as the hosts have",
+            )
+        })?;
+        match self.own < seats.processes {
+            true => Ok(seats),
+            false => Err(Failure::input(format!(
+                "this is process {}, and the plan has {workers} workers: processes are counted from 0",
+                self.own
+            ))),
+        }
+    }
+}
+
+/// Why the processes of a run did not come together.
+fn unmet(error: LinkError) -> Failure {
+    let help = match &error {
+        LinkError::Listen { .. } => Some("another port, or the end of what uses this one"),
+        LinkError::Unreachable { .. } | LinkError::Missing { .. } => {
+            Some("all processes are started with the same command; `--connect-timeout SECONDS` waits longer")
+        }
+        LinkError::Another { .. } | LinkError::Refused { .. } => {
+            Some("all processes need the same pipec, model, plan, data, weights and flags")
+        }
+        _ => None,
+    };
+    let failure = match error {
+        LinkError::Bug { .. } => Failure::bug(&error.to_string()),
+        _ => Failure::no("the processes of the run do not come together").because(&error),
+    };
+    help.into_iter().fold(failure, Failure::help)
+}
+
+/// What a child is told by its parent, whose end it follows.
+fn child(said: &str) -> Option<Member> {
+    let mut words = said.split(' ');
+    let parent: u32 = words.next()?.parse().ok()?;
+    let own = words.next()?.parse().ok().filter(|own| *own > 0)?;
+    let run = u64::from_str_radix(words.next()?, 16).ok()?;
+    let restarts = words.next()?.parse().ok()?;
+    let first = words.next()?.to_string();
+    if !signals::follow(parent) {
+        // Nobody waits for this process, and nobody would read why it ends.
+        std::process::exit(1);
+    }
+    Some(Member { own, share: Share::Beside, first, listen: None, run, restarts })
+}
+
+/// A number that no other run is likely to have.
+fn fresh() -> u64 {
+    let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).map_or(0, |time| time.as_nanos() as u64);
+    now ^ u64::from(std::process::id()) << 40
+}
+
+/// The host whose address is this machine's.
+fn own_host(hosts: &[(String, u32)]) -> Result<usize, Failure> {
+    let is_here = |address: &IpAddr| TcpListener::bind((*address, 0)).is_ok();
+    let is_own = |(address, _): &(String, u32)| {
+        address.to_socket_addrs().is_ok_and(|found| found.map(|of| of.ip()).any(|ip| is_here(&ip)))
+    };
+    let own: Vec<usize> = hosts.iter().enumerate().filter(|(_, host)| is_own(host)).map(|(at, _)| at).collect();
+    match own[..] {
+        [one] => Ok(one),
+        [] => {
+            Err(Failure::input("none of the hosts has an address of this machine").help("`--host N` says which it is"))
+        }
+        _ => {
+            let which = own.iter().map(usize::to_string).collect::<Vec<_>>().join(", ");
+            Err(Failure::input(format!("hosts {which} all have an address of this machine"))
+                .help("`--host N` says which of them this process is"))
+        }
+    }
+}
+
+/// Ends the process when the run is over and its workers do not notice, because one of them computes: who started it waits for word.
+fn hurry(fate: Arc<Fate>) -> Arc<AtomicBool> {
+    let is_over = Arc::new(AtomicBool::new(false));
+    let over = is_over.clone();
+    let watch = move || {
+        while !over.load(Ordering::Relaxed) && !fate.is_released() {
+            if let Some(cause) = fate.cause() {
+                thread::sleep(GRACE);
+                if !over.load(Ordering::Relaxed) {
+                    Screen::failure(&Failure::no("training stopped").because(cause));
+                    std::process::exit(1);
+                }
+            }
+            thread::sleep(LOOK);
+        }
+    };
+    // Without it the process ends a little later.
+    let _ = thread::Builder::new().name("hurry".into()).spawn(watch);
+    is_over
+}

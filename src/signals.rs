@@ -1,0 +1,65 @@
+//! Signals that ask a run to end: noticed here, acted on by whoever looks.
+
+use std::sync::atomic::{AtomicI32, Ordering};
+
+/// The first that came; 0 while none has.
+static PENDING: AtomicI32 = AtomicI32::new(0);
+
+/// From now on SIGINT and SIGTERM are noticed instead of ending the process.
+#[cfg(unix)]
+pub fn notice() {
+    extern "C" fn note(signal: libc::c_int) {
+        // All that may be done in a handler. A second signal changes nothing.
+        let _ = PENDING.compare_exchange(0, signal, Ordering::Relaxed, Ordering::Relaxed);
+    }
+    let note: extern "C" fn(libc::c_int) = note;
+    for signal in [libc::SIGINT, libc::SIGTERM] {
+        // SAFETY: the handler only touches an atomic number.
+        unsafe { libc::signal(signal, note as libc::sighandler_t) };
+    }
+}
+
+/// Nothing is noticed where there are no such signals.
+#[cfg(not(unix))]
+pub fn notice() {}
+
+/// The signal that came, if one has.
+pub fn pending() -> Option<i32> {
+    Some(PENDING.load(Ordering::Relaxed)).filter(|signal| *signal != 0)
+}
+
+/// Sends a signal to a process that was started from here and has not been waited for.
+#[cfg(unix)]
+pub fn send(signal: i32, pid: u32) {
+    // SAFETY: plain numbers; the process is a child of this one, so that its number is nobody else's.
+    unsafe { libc::kill(pid as libc::pid_t, signal) };
+}
+
+/// There is nothing to send.
+#[cfg(not(unix))]
+pub fn send(_: i32, _: u32) {}
+
+/// The name of a signal.
+pub fn name(signal: i32) -> String {
+    let known = [(1, "HUP"), (2, "INT"), (3, "QUIT"), (4, "ILL"), (6, "ABRT"), (7, "BUS"), (8, "FPE"), (9, "KILL")];
+    let more = [(11, "SEGV"), (13, "PIPE"), (15, "TERM"), (24, "XCPU")];
+    let found = known.iter().chain(&more).find(|(number, _)| *number == signal);
+    found.map_or(format!("signal {signal}"), |(number, name)| format!("signal {number} (SIG{name})"))
+}
+
+/// Ends this process when the one that started it ends. Says whether that one is still there.
+#[cfg(target_os = "linux")]
+pub fn follow(parent: u32) -> bool {
+    // SAFETY: plain numbers.
+    unsafe {
+        libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL as libc::c_ulong, 0, 0, 0);
+        // It may have ended before.
+        libc::getppid() as u32 == parent
+    }
+}
+
+/// Elsewhere the connection that closes says so.
+#[cfg(not(target_os = "linux"))]
+pub fn follow(_: u32) -> bool {
+    true
+}
