@@ -26,7 +26,7 @@ use std::ops::Range;
 
 /// What a tile of a channel takes to be transformed there and back, in multiplications that could be done meanwhile. Measured, as is what
 /// a filter takes.
-const TILE: usize = 200;
+const TILE: f64 = 200.0;
 
 /// Numbers between the elements of tiles, whose addresses would else be alike and drive each other from the cache.
 const APART: usize = LANES;
@@ -38,13 +38,13 @@ const CACHE: usize = 256 * 1024;
 pub fn kernel(role: Role, grid: &Grid, sizes: Sizes) -> Option<Fast> {
     let Sizes { images, ins, outs, .. } = sizes;
     let tiles_of_image = grid.tiles()?.out_len();
-    let (windows, tiles, filters) = (images * grid.out_len(), images * tiles_of_image, ins * outs);
+    let filters = ins as f64 * outs as f64;
+    let [windows, tiles] = [grid.out_len(), tiles_of_image].map(|of_image| images as f64 * of_image as f64);
     // Turned filters are gathered from far apart.
-    let filter = if role == Role::InputGrad { 1100 } else { 800 };
-    let [plain, tiled] =
-        [9 * filters * windows, ELEMENTS * filters * tiles + filter * filters + TILE * (ins + outs) * tiles];
+    let filter = if role == Role::InputGrad { 1100.0 } else { 800.0 };
+    let tiled = ELEMENTS as f64 * filters * tiles + filter * filters + TILE * (ins + outs) as f64 * tiles;
     // Half a vector of channels would be multiplied for nothing.
-    let pays = ins.min(outs) >= LANES && tiled * 11 <= plain * 10;
+    let pays = ins.min(outs) >= LANES && 1.1 * tiled <= 9.0 * filters * windows;
     if pays && is_at_hand() { made(role, grid, sizes) } else { None }
 }
 
