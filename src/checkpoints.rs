@@ -137,6 +137,16 @@ fn told(folder: &Path, manifest: &Manifest, start: &mut Start, prepared: &Prepar
         ));
     }
     if manifest.plan == here {
+        let reach = prepared.program().stages.iter().map(|stage| stage.cap.saturating_mul(stage.replicas)).max();
+        let is_short = done.saturating_add(reach.unwrap_or(0)) > manifest.steps;
+        if is_short && manifest.steps < prepared.steps && !prepared.program().schedule.flushes() {
+            // Nothing was in flight behind the end.
+            start.flight = None;
+            screen.warn(
+                "the checkpoint is of the last steps of a shorter run, behind which nothing was in flight: every stage begins with one version of \
+                 its weights, and the numbers are not those of a run that was this long from the beginning",
+            );
+        }
         return;
     }
     start.flight = None;
@@ -180,6 +190,7 @@ pub fn terms(task: &Task<'_>, prepared: &Prepared) -> BTreeMap<String, String> {
         ("running statistics", format!("{statistics:?}, unbiased {}", task.unbiased)),
         ("scale of the loss", written(&loss_scaling)),
         ("frozen parameters", task.frozen.join(",")),
+        ("staleness", written(&task.policy.staleness)),
     ];
     terms.into_iter().map(|(name, value)| (name.to_string(), value)).collect()
 }

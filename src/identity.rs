@@ -20,7 +20,9 @@ pub fn digests(task: &Task<'_>, prepared: &Prepared) -> Vec<(String, [u8; 32])> 
         sha.update(bytes);
     };
     let order = (task.order, task.seed, task.keep_gradients, prepared.batch, prepared.steps);
-    let settings = (training.optimizer, training.policy, order);
+    // Without the same cuts a checkpoint would lack parts.
+    let cuts = task.keeping.as_ref().map(|keeping| keeping.every);
+    let settings = (training.optimizer, training.policy, order, cuts);
     vec![
         of("the versions of pipec", &text(env!("CARGO_PKG_VERSION").to_string())),
         of("the models", &text(hash(prepared.graph()))),

@@ -115,6 +115,10 @@ impl Seat {
             return match arguments.rank {
                 Some(_) => Err(Failure::input("`--rank` needs to know where process 0 is")
                     .help("`--address HOST:PORT`, the same for all processes, or `--hosts cluster.toml`")),
+                None if arguments.address.is_some() => {
+                    Err(Failure::input("`--address` alone does not say which process this is")
+                        .help("`--rank N` for each process, or mpirun, srun or torchrun, which number them"))
+                }
                 None => Ok(Seat::Alone),
             };
         };

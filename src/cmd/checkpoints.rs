@@ -10,10 +10,12 @@ use std::path::{Path, PathBuf};
 #[command(next_help_heading = "Checkpoints")]
 pub struct CheckpointArguments {
     /// Write the trained weights to weights.safetensors in this folder, which is made where it is missing, and there also what a
-    /// program of one's own writes on its way, as stage-N-version-N.safetensors, and the checkpoints of --checkpoint-every
+    /// program of one's own writes on its way, as stage-N-version-N.safetensors, and the checkpoints of --checkpoint-every; over several
+    /// hosts process 0 writes checkpoints, and to go on from one every host must see its folder
     #[arg(long, value_name = "FOLDER")]
     pub checkpoint_dir: Option<PathBuf>,
-    /// Write a checkpoint from which the run can go on after every N minibatches, or as soon behind as the rounds of all stages end
+    /// Write a checkpoint from which the run can go on after every N minibatches, or as soon behind as the rounds of all stages
+    /// end; in one process also when SIGTERM or SIGINT end the run
     #[arg(long, value_name = "N", requires = "checkpoint_dir", value_parser = clap::value_parser!(u32).range(1..=10_000_000))]
     pub checkpoint_every: Option<u32>,
     /// Checkpoints that stay; older ones are removed when a newer one is complete [default: all]

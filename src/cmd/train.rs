@@ -2,7 +2,7 @@
 
 use crate::arguments::Import;
 use crate::checkpoints::{self, Keeping};
-use crate::cmd::checkpoints::CheckpointArguments;
+use crate::cmd::checkpoints::{CheckpointArguments, Resume};
 use crate::cmd::optimizer::OptimizerArguments;
 use crate::cmd::partition::{self, Question};
 use crate::cmd::policy::PolicyArguments;
@@ -169,10 +169,14 @@ pub fn run(mut arguments: Box<Arguments>, screen: &Screen) -> Result<(), Failure
 fn once(arguments: &Arguments, seat: &Seat, restarts: u32, screen: &Screen) -> Result<(), Failure> {
     let optimizer = arguments.optimizer.build()?;
     let resume = arguments.checkpoints.resumes()?;
-    if let (None, Some(folder), Some(_)) =
-        (resume, &arguments.checkpoints.checkpoint_dir, arguments.checkpoints.checkpoint_every)
-    {
-        checkpoints::refuse_other_runs(folder)?;
+    if let (Some(folder), Some(_)) = (&arguments.checkpoints.checkpoint_dir, arguments.checkpoints.checkpoint_every) {
+        let is_own =
+            |from: &Path| from.canonicalize().ok().and_then(|from| Some(from.parent()? == folder.canonicalize().ok()?));
+        match resume {
+            Some(Resume::Newest(_)) => {}
+            Some(Resume::From(from)) if is_own(from) == Some(true) => {}
+            _ => checkpoints::refuse_other_runs(folder)?,
+        }
     }
     if arguments.data.is_none() && !arguments.synthetic_data {
         return Err(Failure::input("no data is given").help(
@@ -417,7 +421,8 @@ pub fn watched(
     let mut fault = None;
     let mut line = |value: serde_json::Value| {
         if let Some(file) = &mut file
-            && let Err(error) = writeln!(file, "{value}")
+            // A run that is ended here goes on behind its last checkpoint, and no line before that may be missing.
+            && let Err(error) = writeln!(file, "{value}").and_then(|()| file.flush())
         {
             fault.get_or_insert(error);
         }
@@ -455,6 +460,8 @@ fn opened(path: &Path, first: usize) -> Result<BufWriter<File>, Failure> {
     };
     let kept = match first {
         0 => String::new(),
+        // A pipe or a terminal would be waited for.
+        _ if !path.is_file() => String::new(),
         _ => fs::read_to_string(path).unwrap_or_default(),
     };
     let mut file = File::create(path).map(BufWriter::new).map_err(fail)?;

@@ -130,8 +130,10 @@ impl<'a> ViewMut<'a> {
         match self.dtype {
             DType::F64 => self.put(i, value.to_le_bytes()),
             DType::F32 => self.put(i, (value as f32).to_le_bytes()),
-            DType::F16 => self.put(i, f16::from_f64(value).to_le_bytes()),
-            DType::Bf16 => self.put(i, bf16::from_f64(value).to_le_bytes()),
+            // By way of f32, whose conversions look at every bit: from f64 the lower half of the bits would not count, and what lies just above the
+            // middle of two values would be rounded down.
+            DType::F16 => self.put(i, f16::from_f32(value as f32).to_le_bytes()),
+            DType::Bf16 => self.put(i, bf16::from_f32(value as f32).to_le_bytes()),
             DType::U64 => self.put(i, (value as u64).to_le_bytes()),
             DType::Bool => self.bytes[i] = (value != 0.0) as u8,
             _ => self.set_i64(i, value as i64),
@@ -184,4 +186,25 @@ pub fn indices(shape: &[usize]) -> impl Iterator<Item = Vec<usize>> + use<> {
     let count: usize = shape.iter().product();
     let strides = strides(&shape);
     (0..count).map(move |flat| strides.iter().zip(&shape).map(|(s, d)| flat / s % d).collect())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_lies_just_above_the_middle_of_two_narrow_values_is_rounded_up() {
+        let narrow = |dtype, value: f32| {
+            let mut bytes = [0; 2];
+            ViewMut::new(dtype, &[1], &mut bytes).set_f64(0, f64::from(value));
+            u16::from_le_bytes(bytes)
+        };
+        // A tie goes to the even one.
+        for (bits, expected) in
+            [(0x3f80_8000, 0x3f80), (0x3f80_8001, 0x3f81), (0x3f81_8000, 0x3f82), (0x3f80_7fff, 0x3f80)]
+        {
+            assert_eq!(narrow(DType::Bf16, f32::from_bits(bits)), expected, "{bits:x}");
+        }
+        assert_eq!(narrow(DType::F16, f32::from_bits(0x3f80_1001)), 0x3c01);
+    }
 }

@@ -155,7 +155,9 @@ fn regular(path: &Path, most: u64) -> Result<Vec<u8>, FindError> {
     if kind.len() > most {
         return Err(FindError::Length { path: path.to_path_buf(), got: kind.len(), expected: most });
     }
-    let mut bytes = Vec::with_capacity(kind.len() as usize);
+    let mut bytes = Vec::new();
+    // A file with holes is as long as it likes.
+    bytes.try_reserve_exact(kind.len() as usize).map_err(|_| fail(io::ErrorKind::OutOfMemory.into()))?;
     File::open(path).and_then(|file| file.take(most).read_to_end(&mut bytes)).map_err(fail)?;
     Ok(bytes)
 }

@@ -180,13 +180,17 @@ impl<'a, F: Files> Keeper<'a, F> {
         wrote(&path, self.files.write(&path, &manifest.write()))?;
         wrote(&part, self.files.sync_folder(&part))?;
         // A run that goes on from an older checkpoint comes again to one that was broken, or not to its liking.
-        if whole.symlink_metadata().is_ok() {
-            let old = self.of.folder.join(format!(".{}{OLD}", name(minibatches)));
+        let old = self.of.folder.join(format!(".{}{OLD}", name(minibatches)));
+        let is_replaced = whole.symlink_metadata().is_ok();
+        if is_replaced {
             wrote(&old, self.files.remove_folder(&old))?;
             wrote(&whole, self.files.rename(&whole, &old))?;
         }
         wrote(&whole, self.files.rename(&part, &whole))?;
         wrote(&self.of.folder, self.files.sync_folder(&self.of.folder))?;
+        if is_replaced {
+            wrote(&old, self.files.remove_folder(&old))?;
+        }
         Ok(whole)
     }
 
