@@ -42,8 +42,17 @@ pub struct Begun {
     pub start: Start,
 }
 
-/// A checkpoint was asked for that is none, or nobody asked where there are some.
-pub fn refuse_other_runs(folder: &Path) -> Result<(), Failure> {
+/// Refuses to write checkpoints into a folder that has some of a run that this one does not go on with.
+pub fn refuse_other_runs(folder: &Path, resume: Option<Resume<'_>>) -> Result<(), Failure> {
+    let is_here = |from: &Path| match (from.canonicalize(), folder.canonicalize()) {
+        (Ok(from), Ok(folder)) => from.parent() == Some(&folder),
+        _ => false,
+    };
+    match resume {
+        Some(Resume::Newest(_)) => return Ok(()),
+        Some(Resume::From(from)) if is_here(from) => return Ok(()),
+        _ => {}
+    }
     let found = find::all(folder).map_err(|error| Failure::input("cannot write checkpoints").because(error))?;
     match found.first() {
         None => Ok(()),

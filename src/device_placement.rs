@@ -5,6 +5,7 @@ use crate::failure::Failure;
 use crate::screen::Screen;
 use crate::{prediction, quantity, source, stages};
 use compiler::cluster::unit;
+use compiler::graph::hash::sha256;
 use compiler::import::dnn_partitioning;
 use compiler::import::onnx::name::shown;
 use compiler::partition::device_placement::solve::{Request, SolveError, solve};
@@ -21,7 +22,7 @@ pub fn run(arguments: &Arguments, screen: &Screen) -> Result<(), Failure> {
         Failure::file("read the instance", path, error).help("`--from` names the format of the file")
     })?;
     let memory = arguments.question.memory.as_deref().map(unit::bytes).transpose();
-    let sha256 = source::sha256(text.as_bytes());
+    let sha256 = sha256(text.as_bytes());
     let request = Request {
         anywhere: arguments.noncontiguous,
         budget: arguments.question.budget,
@@ -65,7 +66,7 @@ pub fn check(plan: &Plan, path: &Path) -> Result<Vec<Fault>, Failure> {
 
 /// Refuses an instance that is not the plan's.
 pub fn is_of(plan: &Plan, path: &Path, text: &str) -> Result<(), Failure> {
-    if source::sha256(text.as_bytes()) == plan.model.sha256 {
+    if sha256(text.as_bytes()) == plan.model.sha256 {
         return Ok(());
     }
     let what = format!("{} is not the instance of the plan", path.display());

@@ -5,6 +5,7 @@ use crate::failure::Failure;
 use crate::screen::Screen;
 use crate::{device_placement, quantity, source};
 use compiler::cluster::unit;
+use compiler::graph::hash::sha256;
 use compiler::import::piper;
 use compiler::partition::hybrid::solve::{Request, SolveError, solve};
 use compiler::plan::fault::Fault;
@@ -22,7 +23,7 @@ pub fn run(arguments: &Arguments, screen: &Screen) -> Result<(), Failure> {
         Failure::file("read the instance", path, error).help("`--from` names the format of the file")
     })?;
     settle(&mut hybrid, arguments)?;
-    let sha256 = source::sha256(text.as_bytes());
+    let sha256 = sha256(text.as_bytes());
     let request = Request {
         budget: arguments.question.budget,
         seed: arguments.question.seed,

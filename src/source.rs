@@ -8,6 +8,7 @@ use crate::model::{self, Loaded};
 use crate::screen::Screen;
 use compiler::cluster::device::{self, Kind};
 use compiler::cluster::{Cluster, Device};
+use compiler::graph::hash::sha256;
 use compiler::import::onnx::name::shown;
 use compiler::import::pipedream;
 use compiler::pass::analytic::{self, Subject};
@@ -20,7 +21,6 @@ use compiler::profile::cost_graph::CostGraph;
 use compiler::profile::{self, Method, Profile};
 use compiler::tensor::DType;
 use profiler::scratch::scratch;
-use sha2::{Digest, Sha256};
 use std::fs::File;
 use std::io::Read;
 use std::path::{Path, PathBuf};
@@ -405,9 +405,4 @@ pub fn read_profile(path: &Path) -> Result<(String, Profile), Failure> {
 
 pub(crate) fn file_name(path: &Path) -> String {
     path.file_name().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default()
-}
-
-/// The SHA-256 of the bytes, in hex.
-pub fn sha256(bytes: &[u8]) -> String {
-    Sha256::digest(bytes).iter().map(|byte| format!("{byte:02x}")).collect()
 }

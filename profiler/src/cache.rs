@@ -3,8 +3,8 @@
 //! One file for each key, named by the key's SHA-256 and holding the key. Files are written beside their place and then
 //! moved there, so a reader sees all of a file or none of it. What cannot be read, or is no figure, counts as absent.
 
+use compiler::graph::hash::sha256;
 use serde_json::{Value as Json, json};
-use sha2::{Digest, Sha256};
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -82,9 +82,7 @@ impl Cache {
     }
 
     fn path(&self, key: &str) -> PathBuf {
-        let digest = Sha256::digest(key.as_bytes());
-        let name: String = digest.iter().map(|b| format!("{b:02x}")).collect();
-        self.folder.join(format!("{name}.json"))
+        self.folder.join(format!("{}.json", sha256(key.as_bytes())))
     }
 }
 

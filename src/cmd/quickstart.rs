@@ -18,6 +18,7 @@ use crate::{prediction, quantity, stages};
 use clap::{Args, ValueEnum};
 use compiler::export::trace::Trace;
 use compiler::export::trace::encode::encode;
+use compiler::graph::hash::sha256;
 use compiler::plan::problem::InFlight;
 use compiler::plan::{Plan, ScheduleKind, read};
 use compiler::profile::Profile;
@@ -219,7 +220,7 @@ fn profiled(loaded: &Loaded, path: &Path, screen: &Screen) -> Result<(Profile, S
     let measured = profile::measured(loaded, BATCH, Counted::Usual, &Settings::default(), true, screen)?;
     let json = to_json(&measured).map_err(|error| Failure::bug(&error.to_string()))?;
     source::write(path, json.as_bytes())?;
-    Ok((measured, source::sha256(json.as_bytes())))
+    Ok((measured, sha256(json.as_bytes())))
 }
 
 fn show(plan: &Plan, screen: &Screen) {

@@ -11,6 +11,7 @@ use clap::Args;
 use compiler::export::escape::short;
 use compiler::export::report::{Alternative, Answer, Measured, Modelled, Played, Report, WhatIf};
 use compiler::export::report::{measured, moves, page, play};
+use compiler::graph::hash::sha256;
 use compiler::plan::coarse;
 use compiler::plan::held::fullest;
 use compiler::plan::problem::CostModel;
@@ -100,7 +101,7 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Failure> {
         modelled,
         what_if,
         measured: arguments.metrics.as_deref().map(|path| metrics(path, &plan)).transpose()?,
-        plan_sha256: source::sha256(source::text(&arguments.file, source::MOST_PLAN_BYTES)?.as_bytes()),
+        plan_sha256: sha256(source::text(&arguments.file, source::MOST_PLAN_BYTES)?.as_bytes()),
         plan: &plan,
     };
     write(&arguments, &report, screen)

@@ -2,7 +2,7 @@
 
 use crate::arguments::Import;
 use crate::checkpoints::{self, Keeping};
-use crate::cmd::checkpoints::{CheckpointArguments, Resume};
+use crate::cmd::checkpoints::CheckpointArguments;
 use crate::cmd::optimizer::OptimizerArguments;
 use crate::cmd::partition::{self, Question};
 use crate::cmd::policy::PolicyArguments;
@@ -170,13 +170,7 @@ fn once(arguments: &Arguments, seat: &Seat, restarts: u32, screen: &Screen) -> R
     let optimizer = arguments.optimizer.build()?;
     let resume = arguments.checkpoints.resumes()?;
     if let (Some(folder), Some(_)) = (&arguments.checkpoints.checkpoint_dir, arguments.checkpoints.checkpoint_every) {
-        let is_own =
-            |from: &Path| from.canonicalize().ok().and_then(|from| Some(from.parent()? == folder.canonicalize().ok()?));
-        match resume {
-            Some(Resume::Newest(_)) => {}
-            Some(Resume::From(from)) if is_own(from) == Some(true) => {}
-            _ => checkpoints::refuse_other_runs(folder)?,
-        }
+        checkpoints::refuse_other_runs(folder, resume)?;
     }
     if arguments.data.is_none() && !arguments.synthetic_data {
         return Err(Failure::input("no data is given").help(

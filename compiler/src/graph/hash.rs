@@ -36,5 +36,14 @@ pub fn hash(graph: &Graph) -> String {
         let _ = writeln!(line, "average {state} {sample}#{} {}", a.sample.output, a.keep);
     }
     put(&mut line);
-    sha.finalize().iter().map(|b| format!("{b:02x}")).collect()
+    digits(&sha.finalize())
+}
+
+/// SHA-256 of bytes in hexadecimal.
+pub fn sha256(bytes: &[u8]) -> String {
+    digits(&Sha256::digest(bytes))
+}
+
+fn digits(digest: &[u8]) -> String {
+    digest.iter().map(|byte| format!("{byte:02x}")).collect()
 }

@@ -1,9 +1,10 @@
 //! Finding checkpoints in a folder, and reading one whole: every file has the length and the hash that its manifest says.
 
 use crate::checkpoint::encode::{Flight, Holds, flight};
-use crate::checkpoint::manifest::{FILE, LARGEST, Listed, Manifest, sha256};
+use crate::checkpoint::manifest::{FILE, LARGEST, Listed, Manifest};
 use crate::checkpoint::start::Start;
 use crate::weights;
+use compiler::graph::hash::sha256;
 use compiler::tensor::Tensor;
 use std::collections::BTreeMap;
 use std::fs::{self, File};

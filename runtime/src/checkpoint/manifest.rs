@@ -6,9 +6,9 @@
 use crate::checkpoint::encode::Holds;
 use crate::compile::StageCode;
 use crate::policy::Staleness;
+use compiler::graph::hash::sha256;
 use compiler::schedule::Program;
 use serde::{Deserialize, Serialize};
-use sha2::{Digest, Sha256};
 use std::collections::{BTreeMap, BTreeSet};
 
 /// The version of the format.
@@ -192,11 +192,6 @@ fn own_hash(bytes: &[u8], written: &str) -> Option<String> {
 /// A text of somebody else, short enough for a message.
 fn shown(text: &str) -> String {
     text.chars().take(80).collect()
-}
-
-/// The hash of bytes, in hexadecimal digits.
-pub fn sha256(bytes: &[u8]) -> String {
-    Sha256::digest(bytes).iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
 #[cfg(test)]

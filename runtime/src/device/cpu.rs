@@ -95,15 +95,16 @@ impl Fast {
         Fast { workspace: 0, body: Box::new(body), adding: None }
     }
 
-    /// A kernel that also adds to what its output holds, where it is told so.
-    pub fn adding<F>(body: F) -> Fast
+    /// A kernel that is told whether it adds to what its output holds; it is only told so if it `adds` at all.
+    pub fn adding<F>(adds: bool, body: F) -> Fast
     where
         F: Fn(&[&[u8]], &mut [&mut [u8]], &mut [u8], bool) -> Result<(), KernelError> + Send + Sync + 'static,
     {
         let written = Arc::new(body);
-        let adding = written.clone();
+        let added = written.clone();
+        let adding: Body = Box::new(move |inputs, outputs, workspace| added(inputs, outputs, workspace, true));
         Fast {
-            adding: Some(Box::new(move |inputs, outputs, workspace| adding(inputs, outputs, workspace, true))),
+            adding: adds.then_some(adding),
             ..Fast::new(move |inputs, outputs, workspace| written(inputs, outputs, workspace, false))
         }
     }
@@ -194,15 +195,16 @@ impl Kernel {
 }
 
 #[cfg(test)]
-mod tests {
+pub(crate) mod tests {
     use super::*;
     use crate::optimizer::accumulate;
     use bytemuck::{cast_slice, cast_slice_mut};
     use compiler::op::{ConvWeightGrad, MatMul, ScatterAdd, Window};
     use compiler::tensor::DType;
 
-    fn numbers(count: usize, seed: u64) -> Vec<f32> {
-        let draw = |i: usize| (crate::data::mix(seed ^ (i as u64) << 20) >> 40) as f32 / (1u64 << 23) as f32 - 1.0;
+    /// Numbers between -1 and 1.
+    pub(crate) fn numbers(count: usize, seed: u64) -> Vec<f32> {
+        let draw = |i: usize| (crate::data::mix(seed ^ ((i as u64) << 20)) >> 40) as f32 / (1u64 << 23) as f32 - 1.0;
         (0..count).map(draw).collect()
     }
 

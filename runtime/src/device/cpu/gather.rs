@@ -47,7 +47,7 @@ fn scatter<T: Real>(axis: usize, indices: &Layout, y: &Layout) -> Fast {
     let count: usize = indices.shape.iter().product();
     // Where slices go, in order, and the sum of those that go to one place.
     let (places, sum) = ((count * size_of::<[usize; 2]>()).next_multiple_of(ALIGNMENT), run * size_of::<T>());
-    let fast = Fast::adding(move |inputs, outputs, workspace, adds| {
+    let fast = Fast::adding(true, move |inputs, outputs, workspace, adds| {
         let (dy, y) = (cast_slice::<u8, T>(inputs[0]), cast_slice_mut::<u8, T>(outputs[0]));
         let rows = View::new(indices.dtype, &indices.shape, inputs[1]);
         check(&rows, size)?;

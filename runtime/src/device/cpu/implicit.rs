@@ -64,7 +64,7 @@ pub fn kernel(role: Role, grid: &Grid, sizes: Sizes) -> Option<Fast> {
     let places = Windows::new(grid, images, [x_image, y_image])?;
     // A sum over few windows is made at once.
     let adds = role == Role::WeightGrad && is_of_one_block([outs, depth, places.columns], false);
-    let body = move |inputs: &[&[u8]], outputs: &mut [&mut [u8]], add: bool| {
+    Some(Fast::adding(adds, move |inputs, outputs, _, add| {
         let (a, b) = (cast_slice::<u8, f32>(inputs[0]), cast_slice::<u8, f32>(inputs[1]));
         let c = cast_slice_mut::<u8, f32>(outputs[0]);
         for group in 0..groups {
@@ -88,9 +88,5 @@ pub fn kernel(role: Role, grid: &Grid, sizes: Sizes) -> Option<Fast> {
             }
         }
         Ok(())
-    };
-    Some(match adds {
-        true => Fast::adding(move |inputs, outputs, _, add| body(inputs, outputs, add)),
-        false => Fast::new(move |inputs, outputs, _| body(inputs, outputs, false)),
-    })
+    }))
 }

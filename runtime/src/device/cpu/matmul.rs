@@ -47,7 +47,8 @@ fn batched<T: Real>(op: &MatMul, a: &Layout, b: &Layout, c: &Layout) -> Option<F
     let b_strides = if op.transpose_b { (1, k) } else { (n, 1) };
     // The product packs a large transposed right operand slowly, so it is laid out first; for one row that does not pay.
     let turn = op.transpose_b && m > 1 && k * n >= TURN_ELEMENTS && !has_panels::<T>(m, n);
-    let body = move |inputs: &[&[u8]], outputs: &mut [&mut [u8]], workspace: &mut [u8], add: bool| {
+    let adds = sums_at_once::<T>([m, n, k], a_strides, b_strides);
+    let fast = Fast::adding(adds, move |inputs, outputs, workspace, add| {
         let (a, b) = (cast_slice::<u8, T>(inputs[0]), cast_slice::<u8, T>(inputs[1]));
         let c: &mut [T] = cast_slice_mut(outputs[0]);
         let turned = &mut cast_slice_mut::<u8, T>(&mut workspace[..if turn { k * n * size_of::<T>() } else { 0 }])[..];
@@ -67,12 +68,7 @@ fn batched<T: Real>(op: &MatMul, a: &Layout, b: &Layout, c: &Layout) -> Option<F
             product([m, n, k], a, b, &mut c[c_at * m * n..(c_at + 1) * m * n], n, add);
         }
         Ok(())
-    };
-    let fast = if sums_at_once::<T>([m, n, k], a_strides, b_strides) {
-        Fast::adding(body)
-    } else {
-        Fast::new(move |inputs, outputs, workspace| body(inputs, outputs, workspace, false))
-    };
+    });
     Some(fast.with_workspace(if turn { k * n * size_of::<T>() } else { 0 }))
 }
 

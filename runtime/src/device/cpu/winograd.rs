@@ -155,7 +155,7 @@ where
     let run = run(&tiles, [ins, outs]).max(MIN_DEPTH / LANES).min(tiles.columns.div_ceil(LANES));
     let (across, pitch) = (ins.next_multiple_of(LANES), run * LANES);
     let [sums, data, results] = [outs * across, ins * pitch, outs * pitch].map(|count| ELEMENTS * (count + APART));
-    let fast = Fast::adding(move |inputs, outputs, workspace, add| {
+    let fast = Fast::adding(true, move |inputs, outputs, workspace, add| {
         let [a, b] = [0, 1].map(|i| cast_slice::<u8, f32>(inputs[i]));
         let to = cast_slice_mut::<u8, f32>(outputs[0]);
         let workspace = &mut cast_slice_mut::<u8, f32>(workspace)[..sums + data + results];
@@ -223,8 +223,7 @@ mod tests {
     use compiler::tensor::fact::Fact;
 
     fn numbers(fact: &Fact, seed: u64) -> Vec<f32> {
-        let draw = |i: usize| (crate::data::mix(seed ^ ((i as u64) << 20)) >> 40) as f32 / (1u64 << 23) as f32 - 1.0;
-        (0..fact.bytes().unwrap() as usize / 4).map(draw).collect()
+        crate::device::cpu::tests::numbers(fact.bytes().unwrap() as usize / 4, seed)
     }
 
     /// What a kernel makes of these factors, and what the definition makes of them, in `f32` the one and `f64` the other.

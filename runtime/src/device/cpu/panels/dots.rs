@@ -8,7 +8,7 @@ use super::images::before;
 use super::pack::sixteen_turned;
 use super::{LANES, Rows};
 use std::arch::x86_64::{
-    __m512, _mm512_add_ps, _mm512_fmadd_ps, _mm512_loadu_ps, _mm512_maskz_loadu_ps, _mm512_setzero_ps, _mm512_storeu_ps,
+    __m512, _mm512_add_ps, _mm512_fmadd_ps, _mm512_maskz_loadu_ps, _mm512_setzero_ps, _mm512_storeu_ps,
 };
 
 /// Up to so many rows.
@@ -46,7 +46,6 @@ unsafe fn tiles<const M: usize, const R: usize>(
     (c, far): (*mut f32, usize),
     add: bool,
 ) {
-    let whole = k / LANES * LANES;
     for column in (0..n).step_by(R) {
         let mut sums = [_mm512_setzero_ps(); LANES];
         // Behind the last row of b the last one is read again.
@@ -55,29 +54,16 @@ unsafe fn tiles<const M: usize, const R: usize>(
             rows[r] = b.at.wrapping_add((column + r).min(n - 1) * b.row);
         }
         for depth in (0..k).step_by(LANES) {
-            let mut right = [_mm512_setzero_ps(); R];
+            let (lanes, mut right) = (before(k, depth / LANES), [_mm512_setzero_ps(); R]);
             // SAFETY: the caller's word; lanes behind the end of a row are not read.
             unsafe {
-                if depth < whole {
+                for r in 0..R {
+                    right[r] = _mm512_maskz_loadu_ps(lanes, rows[r].add(depth));
+                }
+                for i in 0..M {
+                    let left = _mm512_maskz_loadu_ps(lanes, a.at.add(i * a.row + depth));
                     for r in 0..R {
-                        right[r] = _mm512_loadu_ps(rows[r].add(depth));
-                    }
-                    for i in 0..M {
-                        let left = _mm512_loadu_ps(a.at.add(i * a.row + depth));
-                        for r in 0..R {
-                            sums[r * M + i] = _mm512_fmadd_ps(left, right[r], sums[r * M + i]);
-                        }
-                    }
-                } else {
-                    let lanes = before(k, depth / LANES);
-                    for r in 0..R {
-                        right[r] = _mm512_maskz_loadu_ps(lanes, rows[r].add(depth));
-                    }
-                    for i in 0..M {
-                        let left = _mm512_maskz_loadu_ps(lanes, a.at.add(i * a.row + depth));
-                        for r in 0..R {
-                            sums[r * M + i] = _mm512_fmadd_ps(left, right[r], sums[r * M + i]);
-                        }
+                        sums[r * M + i] = _mm512_fmadd_ps(left, right[r], sums[r * M + i]);
                     }
                 }
             }

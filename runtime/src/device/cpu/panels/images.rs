@@ -59,11 +59,11 @@ unsafe fn load<const STEP: usize>(runs: &[Run], valid: u16, from: *const f32, fa
                 2 => {
                     let low = _mm512_maskz_loadu_ps(every_second(lanes), at);
                     let high = _mm512_maskz_loadu_ps(every_second(lanes >> 8), at.wrapping_add(LANES));
-                    let even = _mm512_mullo_epi32(counted(), _mm512_set1_epi32(2));
+                    let even = counted(2);
                     _mm512_mask_mov_ps(line, lanes, _mm512_permutex2var_ps(low, even, high))
                 }
                 _ => {
-                    let places = _mm512_mullo_epi32(counted(), _mm512_set1_epi32(far as i32));
+                    let places = counted(far);
                     _mm512_mask_i32gather_ps::<4>(line, lanes, places, at.cast())
                 }
             };
@@ -72,10 +72,12 @@ unsafe fn load<const STEP: usize>(runs: &[Run], valid: u16, from: *const f32, fa
     line
 }
 
+/// 0, `step`, 2 `step`, …
 #[inline]
 #[target_feature(enable = "avx512f")]
-fn counted() -> __m512i {
-    _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15)
+pub(super) fn counted(step: usize) -> __m512i {
+    let lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    _mm512_mullo_epi32(lanes, _mm512_set1_epi32(step as i32))
 }
 
 /// Bit i of the lower eight becomes bit 2i.

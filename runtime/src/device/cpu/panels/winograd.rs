@@ -17,13 +17,12 @@
 #![allow(clippy::needless_range_loop)]
 
 use super::LANES;
-use super::images::{before, every_second};
+use super::images::{before, counted, every_second};
 use super::windows::Windows;
 use std::arch::x86_64::{
     __m512, __m512i, _mm512_add_ps, _mm512_loadu_ps, _mm512_mask_i32gather_ps, _mm512_mask_i32scatter_ps,
-    _mm512_mask_mov_ps, _mm512_mask_storeu_ps, _mm512_maskz_loadu_ps, _mm512_mul_ps, _mm512_mullo_epi32,
-    _mm512_permutex2var_ps, _mm512_set1_epi32, _mm512_set1_ps, _mm512_setr_epi32, _mm512_setzero_ps, _mm512_storeu_ps,
-    _mm512_sub_ps,
+    _mm512_mask_mov_ps, _mm512_mask_storeu_ps, _mm512_maskz_loadu_ps, _mm512_mul_ps, _mm512_permutex2var_ps,
+    _mm512_set1_ps, _mm512_setr_epi32, _mm512_setzero_ps, _mm512_storeu_ps, _mm512_sub_ps,
 };
 use std::ops::Range;
 
@@ -156,21 +155,16 @@ fn filter_turned([a, b, c, d]: [__m512; 4]) -> [__m512; 3] {
     [_mm512_add_ps(a, sum), _mm512_mul_ps(half, _mm512_sub_ps(b, c)), _mm512_add_ps(sum, d)]
 }
 
-#[inline]
-#[target_feature(enable = "avx512f")]
-fn counted(step: usize) -> __m512i {
-    let lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-    _mm512_mullo_epi32(lanes, _mm512_set1_epi32(step as i32))
-}
-
 /// What the tiles of a vector see: for every tap the loads that gather it, the same in all channels.
 struct Loads {
-    loads: Vec<Load>,
+    /// At the most one for each lane at each tap.
+    loads: [Load; ELEMENTS * LANES],
     /// Where in `loads` those of each tap begin.
     starts: [usize; ELEMENTS + 1],
 }
 
 /// Every second of 32 numbers, of some lanes.
+#[derive(Clone, Copy, Default)]
 struct Load {
     at: isize,
     lanes: u16,
@@ -180,20 +174,21 @@ struct Load {
 
 impl Loads {
     fn new() -> Loads {
-        Loads { loads: Vec::new(), starts: [0; ELEMENTS + 1] }
+        Loads { loads: [Load::default(); ELEMENTS * LANES], starts: [0; ELEMENTS + 1] }
     }
 
     /// Those of a vector.
     fn set(&mut self, windows: &Windows, vector: usize) {
-        self.loads.clear();
+        let mut count = 0;
         let (valid, (at, [image, _])) = (before(windows.columns, vector), windows.place(vector));
         for tap in 0..windows.taps {
             for run in windows.seen(at, tap).iter().filter(|run| run.lanes & valid != 0) {
                 let lanes = run.lanes & valid;
                 let (low, high) = (every_second(lanes), every_second(lanes >> 8));
-                self.loads.push(Load { at: image as isize + run.at as isize, lanes, low, high });
+                self.loads[count] = Load { at: image as isize + run.at as isize, lanes, low, high };
+                count += 1;
             }
-            self.starts[tap + 1] = self.loads.len();
+            self.starts[tap + 1] = count;
         }
     }
 
