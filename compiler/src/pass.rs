@@ -22,6 +22,7 @@ pub mod mixed;
 pub mod pipeline;
 pub mod precision;
 pub mod split;
+pub mod sums;
 pub mod unbiased;
 
 /// Whether a pass changed anything.

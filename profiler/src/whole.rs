@@ -15,6 +15,7 @@ use runtime::buffer::Buffer;
 use runtime::compile::{CompileError, Named, StageCode, compile};
 use runtime::data::synthetic::synthetic;
 use runtime::execute::{Executor, Item};
+use runtime::gradient::begun;
 use runtime::steps::Step;
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::sync::Arc;
@@ -106,7 +107,8 @@ impl Whole {
     pub fn footprint(&self) -> usize {
         let code = &self.code;
         let named = code.feeds.iter().chain(&code.parameters).chain(&code.states).map(|n| n.bytes);
-        named.chain([code.arena_bytes, code.kept_bytes]).chain(code.own_bytes.iter().copied()).sum()
+        let sums = code.gradient_terms.iter().map(|term| term.place.bytes);
+        named.chain([code.arena_bytes, code.kept_bytes]).chain(code.own_bytes.iter().copied()).chain(sums).sum()
     }
 
     /// What forward and backward take. Weights that are not in `weights` are made up. `None` when the
@@ -137,6 +139,7 @@ impl Whole {
 
         // The first run gives the item all its buffers.
         executor.forward(&item).ok()?;
+        item.sums = begun(&mut vec![None; code.gradient_terms.len()], &mut executor);
         executor.backward(&mut item).ok()?;
         let began = Instant::now();
         let mut samples = [&code.forward, &code.backward].map(|sequence| Samples::of(sequence.steps.len()));

@@ -8,7 +8,6 @@ use crate::memory;
 use crate::statistics::{Follow, follows};
 use crate::steps::{Place, Planned, Sequence, Slot, tasks};
 use compiler::graph::{Graph, order};
-use compiler::op::table::rule;
 use compiler::op::{NodeId, Op, Value};
 use compiler::pass::backward::{Arriving, Backward, BackwardError, Made, Read, backward};
 use compiler::pass::fragment::{Fragment, FragmentError, fragments};
@@ -16,6 +15,7 @@ use compiler::pass::fuse::{Chains, chains};
 use compiler::pass::memory::{Home, Layout, Needs};
 use compiler::pass::pipeline::{self, PassBug};
 use compiler::pass::split::parts;
+use compiler::pass::sums::{is_added, only_in_sums, root, summed};
 use compiler::tensor::fact::Fact;
 use std::collections::{HashMap, HashSet};
 use thiserror::Error;
@@ -71,8 +71,8 @@ pub struct GradientTerm {
     pub rank: usize,
     /// Where the backward run leaves it.
     pub place: Place,
-    /// Whether the backward run can add it to its sum as it makes it.
-    pub is_added: bool,
+    /// Whether the backward run adds it to its sum.
+    pub is_summed: bool,
 }
 
 /// All that one stage runs.
@@ -111,7 +111,7 @@ pub struct StageCode {
     pub buckets: Vec<Vec<String>>,
     /// How states follow values.
     pub follows: Vec<Follow>,
-    /// The graph's results that this stage makes, with element type and shape.
+    /// The graph's results that this stage makes, with element type and shape; in training the loss alone.
     pub results: Vec<(Named, Place)>,
     /// Whether the forward run is repeated before the backward run, instead of keeping what that reads.
     pub recompute: bool,
@@ -162,7 +162,7 @@ pub fn compile_parts(
                 Some(made)
             }
         };
-        let code = Assembly::new(fragment, backward.as_ref(), splits).stage();
+        let code = Assembly::new(fragment, backward.as_ref(), splits).stage(loss);
         check_memory(&code)?;
         codes.push(code);
     }
@@ -273,7 +273,8 @@ impl<'a> Assembly<'a> {
         }
     }
 
-    fn stage(mut self) -> StageCode {
+    /// Puts it together; what is told of a training run is its loss.
+    fn stage(mut self, loss: Option<&str>) -> StageCode {
         let graph = &self.fragment.graph;
         let kept: HashSet<Value> = self
             .backward
@@ -282,11 +283,13 @@ impl<'a> Assembly<'a> {
             .filter_map(|(_, read)| if let Read::Saved(v) = read { Some(*v) } else { None })
             .collect();
         let samples = graph.averages.iter().map(|a| a.sample);
-        let held: HashSet<Value> = graph.outputs.iter().map(|o| o.value).chain(samples).collect();
+        let told = graph.outputs.iter().filter(|o| loss.is_none_or(|loss| o.name == loss));
+        let held: HashSet<Value> = told.clone().map(|o| o.value).chain(samples).collect();
         let own: HashSet<Value> = self.fragment.sent.iter().map(|s| s.local).collect();
         let order = order::canonical(graph);
         let (workspace, apart) = (HashMap::new(), Chains::default());
-        let needs = Needs { own: &own, kept: &kept, held: &held, workspace: &workspace, chains: &apart };
+        let none = HashSet::new();
+        let needs = Needs { own: &own, kept: &kept, held: &held, added: &none, workspace: &workspace, chains: &apart };
         let (together, _) = chains(graph, &order, &needs, &|_, _| true);
         let (tasks, layout) = tasks(graph, &order, together, &needs);
         self.forward_layout = layout;
@@ -306,7 +309,7 @@ impl<'a> Assembly<'a> {
         });
         let received: Vec<Transfer> = received.collect();
         let follows = follows(graph, |state| position(&self.states, state), |sample| self.forward_place(sample));
-        let results = graph.outputs.iter().map(|o| {
+        let results = told.map(|o| {
             let named = Named::new(&o.name, graph.fact(o.value));
             (named, self.forward_place(o.value))
         });
@@ -421,9 +424,14 @@ impl<'a> Assembly<'a> {
         let own = of(|m| matches!(m, Made::Gradient { .. }));
         let order = parts.as_ref().map_or_else(|| order::canonical(graph), |parts| parts.order.clone());
         let kept = parts.as_ref().map(|parts| parts.crossing.clone()).unwrap_or_default();
-        let held = of(|m| matches!(m, Made::Parameter(_)));
+        // What the first of two parts makes waits for the second, which other items may overtake.
+        let is_first = |id: NodeId| parts.as_ref().is_some_and(|parts| !parts.second.contains(&id));
+        let summed = summed(backward, &is_first);
+        let mut held = of(|m| matches!(m, Made::Parameter(_)));
+        held.retain(|value| !summed.contains_key(&root(graph, *value)));
+        let added = only_in_sums(graph, &summed);
         let (workspace, apart) = (HashMap::new(), Chains::default());
-        let needs = Needs { own: &own, kept: &kept, held: &held, workspace: &workspace, chains: &apart };
+        let needs = Needs { own: &own, kept: &kept, held: &held, added: &added, workspace: &workspace, chains: &apart };
         let is_second = |id: NodeId| parts.as_ref().is_some_and(|parts| parts.second.contains(&id));
         let (together, _) = chains(graph, &order, &needs, &|a, b| is_second(a) == is_second(b));
         let (tasks, layout) = tasks(graph, &order, together, &needs);
@@ -445,23 +453,35 @@ impl<'a> Assembly<'a> {
                 _ => None,
             })
             .collect();
-        let direct = if parts.is_none() { first_terms(backward) } else { HashMap::new() };
+        // Narrow terms have wide sums, and cannot lie there.
+        let first_term = |value: &Value| {
+            let value = root(graph, *value);
+            summed.get(&value).map(|terms| terms[0]).filter(|_| !is_half(graph.fact(value).dtype))
+        };
         let place = |value: &Value| {
-            let slot = match layout.homes[value] {
-                Home::Arena(offset) => match direct.get(&root(graph, *value)) {
-                    Some(&term) => Slot::Gradient { term, offset },
-                    None => Slot::Arena(offset),
-                },
-                Home::Own(index) => Slot::GradientOut(own_slot[&index]),
-                Home::Source(node) => sources[&node],
-                Home::Kept(offset) => Slot::Between(offset),
+            let slot = match (layout.homes.get(value), first_term(value)) {
+                (Some(&Home::Arena(offset)), Some(term)) => Slot::Gradient { term, offset },
+                (Some(&Home::Arena(offset)), None) => Slot::Arena(offset),
+                (Some(Home::Own(index)), _) => Slot::GradientOut(own_slot[index]),
+                (Some(Home::Source(node)), _) => sources[node],
+                (Some(&Home::Kept(offset)), _) => Slot::Between(offset),
+                (None, term) => Slot::Sum(term.expect("a value without a home is added to sums")),
             };
             Place { slot, bytes: bytes(graph.fact(*value)) }
         };
         let mut second = Sequence::default();
         for task in tasks {
             let part = if is_second(task.node) { &mut second } else { &mut sequence };
-            part.steps.push(task.step(graph, &layout, place));
+            let adds = task.adds() && is_added(graph, task.outputs()[0]);
+            let made = task.outputs().iter().filter_map(|value| summed.get(value)).flatten().copied().collect();
+            let mut step = task.step(graph, &layout, place);
+            if adds {
+                step.adds_to = made;
+                step.outputs.retain(|output| !matches!(output.slot, Slot::Sum(_)));
+            } else {
+                step.terms = made;
+            }
+            part.steps.push(step);
         }
         if parts.is_some() {
             second.constants = sequence.constants.iter().map(|constant| Buffer::copy_of(constant.bytes())).collect();
@@ -471,12 +491,12 @@ impl<'a> Assembly<'a> {
             if let Made::Parameter(i) = *made {
                 let term = &self.fragment.parameter_terms[i];
                 let parameter = position(&self.parameters, term.parameter);
-                terms.push(GradientTerm { parameter, rank: term.rank, place: place(&output.value), is_added: false });
+                let is_summed = summed.contains_key(&root(graph, output.value));
+                terms.push(GradientTerm { parameter, rank: term.rank, place: place(&output.value), is_summed });
             }
         }
         let gradients_out: Vec<Transfer> =
             gradients_out.iter().map(|(t, v)| Transfer { place: place(v), ..*t }).collect();
-        add_where_possible(&mut sequence, &mut terms, &gradients_out);
         let mut read = second.steps.iter().flat_map(|step| &step.inputs).chain(terms.iter().map(|term| &term.place));
         let reads_sent = parts.is_some() && read.any(|place| matches!(place.slot, Slot::GradientOut(_)));
         BackwardCode {
@@ -517,41 +537,4 @@ fn bytes(fact: &Fact) -> usize {
 
 fn position(list: &[(NodeId, Named)], node: NodeId) -> usize {
     list.iter().position(|(id, _)| *id == node).expect("the node is one of the stage's sources")
-}
-
-/// The tensors that are gradients of parameters, each with its first place among all terms. Sums of narrow ones are wide, and take a copy.
-fn first_terms(backward: &Backward) -> HashMap<Value, usize> {
-    let graph = &backward.graph;
-    let parameters = backward.makes.iter().zip(&graph.outputs).filter(|(made, _)| matches!(made, Made::Parameter(_)));
-    let mut first = HashMap::new();
-    for (term, (_, output)) in parameters.enumerate() {
-        if !is_half(graph.fact(output.value).dtype) {
-            first.entry(root(graph, output.value)).or_insert(term);
-        }
-    }
-    first
-}
-
-/// Lets steps add the terms that they make to their sums, where nobody else reads the term by itself.
-fn add_where_possible(sequence: &mut Sequence, terms: &mut [GradientTerm], gradients_out: &[Transfer]) {
-    let term_of = |place: &Place| if let Slot::Gradient { term, .. } = place.slot { Some(term) } else { None };
-    let mut reads = vec![0; terms.len()];
-    let steps = sequence.steps.iter().flat_map(|step| &step.inputs);
-    let others = terms.iter().map(|term| &term.place).chain(gradients_out.iter().map(|transfer| &transfer.place));
-    steps.chain(others).filter_map(term_of).for_each(|term| reads[term] += 1);
-    for step in sequence.steps.iter_mut().filter(|step| step.task.adds()) {
-        // The one who reads it is its sum.
-        if let Some(term) = step.outputs.first().and_then(term_of).filter(|term| reads[*term] == 1) {
-            step.adds_to = Some(term);
-            terms[term].is_added = true;
-        }
-    }
-}
-
-/// What a value is a view of, or itself.
-fn root(graph: &Graph, mut value: Value) -> Value {
-    while value.output == 0 && rule(&graph.node(value.node).op).is_view() {
-        value = graph.inputs(value.node)[0];
-    }
-    value
 }

@@ -5,6 +5,8 @@
 
 use crate::buffer::{Buffer, Pool};
 use crate::compile::StageCode;
+use crate::gradient::begin;
+use crate::optimizer::accumulate;
 use crate::steps::{Place, Sequence, Slot};
 use compiler::op::KernelError;
 use std::sync::Arc;
@@ -44,8 +46,7 @@ pub struct Item {
     pub sent_gradients: Vec<Option<Arc<Buffer>>>,
     /// What the second part of the backward run reads of the first.
     pub between: Option<Arc<Buffer>>,
-    /// Where the backward run leaves the gradients of parameters that are first in their sums or are added to them at once, by term; the
-    /// others lie in the arena.
+    /// The sums that the backward run adds gradients of parameters to, by term.
     pub sums: Vec<Option<Sum>>,
     /// Whether its backward run is over.
     pub is_done: bool,
@@ -59,10 +60,24 @@ pub struct Sum {
     pub is_begun: bool,
 }
 
+impl Sum {
+    /// Its bytes.
+    ///
+    /// # Safety
+    ///
+    /// Only [`Executor::run`] may call this: the item holds the sum alone while its backward run adds to it, and one thread runs one
+    /// kernel at a time.
+    #[allow(clippy::mut_from_ref)]
+    unsafe fn write(&self) -> &mut [u8] {
+        // SAFETY: the bytes are the buffer's; exclusiveness is the caller's promise.
+        unsafe { std::slice::from_raw_parts_mut(self.buffer.start(), self.buffer.len()) }
+    }
+}
+
 impl Item {
-    /// Whether a term is added to a sum that is begun.
-    fn is_begun(&self, term: usize) -> bool {
-        self.sums.get(term).and_then(Option::as_ref).is_some_and(|sum| sum.is_begun)
+    /// The sum of a term.
+    fn sum(&self, term: usize) -> &Sum {
+        self.sums.get(term).and_then(Option::as_ref).expect("a backward run has the sums that it adds to")
     }
 
     fn gradient_out(&self, at: usize) -> Option<&Arc<Buffer>> {
@@ -248,14 +263,43 @@ impl<'a> Executor<'a> {
             }
             // SAFETY: see `write`.
             let workspace = unsafe { self.write(item, step.workspace) };
-            let run = match step.adds_to.is_some_and(|term| item.is_begun(term)) {
-                true => step.task.run_adding(&inputs, &mut outputs, workspace),
-                false => step.task.run(&inputs, &mut outputs, workspace),
-            };
-            run.map_err(|fault| ExecuteError { node: step.told().to_string(), fault })?;
+            let refused = |fault| ExecuteError { node: step.told().to_string(), fault };
+            for term in &step.adds_to {
+                let sum = item.sum(*term);
+                // SAFETY: see `write`.
+                let to = &mut [unsafe { sum.write() }];
+                let run = match sum.is_begun {
+                    true => step.task.run_adding(&inputs, to, workspace),
+                    false => step.task.run(&inputs, to, workspace),
+                };
+                run.map_err(refused)?;
+            }
+            if step.adds_to.is_empty() || !outputs.is_empty() {
+                step.task.run(&inputs, &mut outputs, workspace).map_err(refused)?;
+            }
+            for term in &step.terms {
+                self.add_to_sum(sequence, item, *term);
+            }
             done();
         }
         Ok(())
+    }
+
+    /// Adds a term that a step has made to its sum; the first one is that already, or is copied there.
+    fn add_to_sum(&self, sequence: &Sequence, item: &Item, term: usize) {
+        let (at, sum) = (&self.code.gradient_terms[term], item.sum(term));
+        let is_there = matches!(at.place.slot, Slot::Gradient { term: first, .. } if first == term);
+        if is_there && !sum.is_begun {
+            return;
+        }
+        let made = self.read(sequence, item, at.place);
+        // SAFETY: see `write`; a term that is added does not lie in its sum.
+        let to = unsafe { sum.write() };
+        let dtype = self.code.parameters[at.parameter].fact.dtype;
+        match sum.is_begun {
+            true => accumulate(dtype, to, made),
+            false => begin(dtype, to, made),
+        }
     }
 
     fn address(&self, item: &Item, place: Place) -> *mut u8 {
@@ -272,8 +316,9 @@ impl<'a> Executor<'a> {
             Slot::Received(i) => whole(item.received[i].as_ref()),
             Slot::GradientIn(i) => whole(item.gradients_in[i].as_ref()),
             Slot::GradientOut(i) => whole(item.gradient_out(i)),
-            Slot::Gradient { term, offset } => match item.sums.get(term) {
-                Some(Some(sum)) => inside(&sum.buffer, 0),
+            Slot::Sum(term) => inside(&item.sum(term).buffer, 0),
+            Slot::Gradient { term, offset } => match item.sum(term) {
+                sum if !sum.is_begun => inside(&sum.buffer, 0),
                 _ => inside(&self.arena, offset),
             },
             Slot::Between(offset) => {
@@ -300,8 +345,8 @@ impl<'a> Executor<'a> {
     /// # Safety
     ///
     /// Only [`Executor::run`] may call this, for the outputs and the workspace of one step: the memory plan gave them
-    /// bytes that no tensor alive at that step has, and the buffers behind `Own`, `Kept`, `GradientOut` and
-    /// `Gradient` are held by this item alone until they are sent or added up.
+    /// bytes that no tensor alive at that step has, and the buffers behind `Own`, `Kept`, `GradientOut`, `Sum` and
+    /// `Gradient` are held by this item alone until they are sent or its run is over.
     #[allow(clippy::mut_from_ref)]
     unsafe fn write<'b>(&'b self, item: &'b Item, place: Place) -> &'b mut [u8] {
         // SAFETY: bounds are checked by `address`; exclusiveness is the caller's promise.

@@ -8,7 +8,6 @@ use crate::device::cpu::square::squares;
 use crate::execute::{Executor, Item, Sum};
 use crate::optimizer::accumulate;
 use crate::stepper::{exclusive, wide};
-use crate::steps::Slot;
 use bytemuck::{cast_slice, cast_slice_mut};
 use compiler::tensor::DType;
 use compiler::tensor::view::ViewMut;
@@ -17,29 +16,37 @@ use std::sync::Arc;
 /// Summands of a parameter's gradient, each with its place in the sum.
 pub type Terms = Vec<(usize, Arc<Buffer>)>;
 
-/// Where a backward run leaves terms that it does not leave in the arena: buffers for those that are the first in their sums over items,
-/// and the sums themselves for those that are added as they are made. [`add_all`] brings them back.
+/// The sums over items that a backward run adds to as it makes their terms. [`add_all`] brings them back.
 pub fn begun(sums: &mut [Option<Arc<Buffer>>], executor: &mut Executor<'_>) -> Vec<Option<Sum>> {
-    let terms = executor.code.gradient_terms.iter().zip(sums).enumerate();
-    let of = |(i, (term, sum)): (usize, (&GradientTerm, &mut Option<Arc<Buffer>>))| {
-        // Two gradients may be one tensor: the second is copied from the first.
-        let is_own = matches!(term.place.slot, Slot::Gradient { term, .. } if term == i);
-        match sum {
-            None if is_own => Some(Sum { buffer: executor.pool.take(term.place.bytes), is_begun: false }),
-            Some(_) if term.is_added => sum.take().map(|buffer| Sum { buffer, is_begun: true }),
-            _ => None,
-        }
+    let code = executor.code;
+    let of = |(term, sum): (&GradientTerm, &mut Option<Arc<Buffer>>)| {
+        term.is_summed.then(|| match sum.take() {
+            Some(buffer) => Sum { buffer, is_begun: true },
+            None => Sum { buffer: empty(executor, term), is_begun: false },
+        })
     };
-    terms.map(of).collect()
+    code.gradient_terms.iter().zip(sums).map(of).collect()
 }
 
-/// Adds the terms that an item's backward run left to their sums over items.
+/// Room for the sum of a term.
+fn empty(executor: &mut Executor<'_>, term: &GradientTerm) -> Arc<Buffer> {
+    let dtype = executor.code.parameters[term.parameter].fact.dtype;
+    executor.pool.take(term.place.bytes / dtype.size() * wide(dtype).size())
+}
+
+/// Writes the first term of a sum.
+pub fn begin(dtype: DType, sum: &mut [u8], term: &[u8]) {
+    match is_half(dtype) {
+        true => widen(dtype, term, cast_slice_mut(sum)),
+        false => sum.copy_from_slice(term),
+    }
+}
+
+/// Takes the sums back that an item's backward run has added to, and adds the terms that it left elsewhere to theirs.
 pub fn add_all(sums: &mut [Option<Arc<Buffer>>], executor: &mut Executor<'_>, item: &mut Item) {
     let code = executor.code;
-    for (i, term) in code.gradient_terms.iter().enumerate() {
-        if item.sums.get(i).is_none_or(Option::is_none) {
-            add(&mut sums[i], executor, item, term, code.parameters[term.parameter].fact.dtype);
-        }
+    for (sum, term) in sums.iter_mut().zip(&code.gradient_terms).filter(|(_, term)| !term.is_summed) {
+        add(sum, executor, item, term, code.parameters[term.parameter].fact.dtype);
     }
     for (sum, made) in sums.iter_mut().zip(std::mem::take(&mut item.sums)) {
         *sum = made.map(|made| made.buffer).or_else(|| sum.take());
@@ -51,12 +58,8 @@ fn add(sum: &mut Option<Arc<Buffer>>, executor: &mut Executor<'_>, item: &Item, 
     if let Some(sum) = sum {
         return accumulate(dtype, exclusive(sum), executor.gradient(item, term.place));
     }
-    let mut first = executor.pool.take(term.place.bytes / dtype.size() * wide(dtype).size());
-    let gradient = executor.gradient(item, term.place);
-    match is_half(dtype) {
-        true => widen(dtype, gradient, cast_slice_mut(exclusive(&mut first))),
-        false => exclusive(&mut first).copy_from_slice(gradient),
-    }
+    let mut first = empty(executor, term);
+    begin(dtype, exclusive(&mut first), executor.gradient(item, term.place));
     *sum = Some(first);
 }
 

@@ -37,8 +37,9 @@ pub enum Slot {
     GradientIn(usize),
     /// A gradient term that is sent to an earlier stage, by place in [`StageCode::gradients_out`].
     GradientOut(usize),
-    /// A term of a parameter's gradient: in the item's buffer for it where it is the first of its sum or is added to it as it is made,
-    /// else in the worker's arena.
+    /// Nowhere but in a sum of gradients, to which its maker adds it; by place in [`StageCode::gradient_terms`].
+    Sum(usize),
+    /// A term of a parameter's gradient: in its sum where it is the first, else in the worker's arena until it has been added.
     Gradient {
         /// By place in [`StageCode::gradient_terms`].
         term: usize,
@@ -129,8 +130,11 @@ pub struct Step {
     pub outputs: Vec<Place>,
     /// Its workspace in the arena.
     pub workspace: Place,
-    /// The term of a parameter's gradient that it makes, where it can add that to the terms of earlier items.
-    pub adds_to: Option<usize>,
+    /// The terms of parameters' gradients to whose sums it adds what it makes, once for each; it has an output only if others read
+    /// that. By place in [`StageCode::gradient_terms`].
+    pub adds_to: Vec<usize>,
+    /// The terms that are added to their sums when it has run.
+    pub terms: Vec<usize>,
     /// Its nodes, in the words of the source model: one, or those of a chain in their order.
     pub nodes: Vec<String>,
 }
@@ -163,6 +167,16 @@ pub struct Planned {
 }
 
 impl Planned {
+    /// What it writes.
+    pub fn outputs(&self) -> &[Value] {
+        &self.outputs
+    }
+
+    /// Whether it can add to what its output holds.
+    pub fn adds(&self) -> bool {
+        self.task.adds()
+    }
+
     /// The step, where the graph is laid out.
     pub fn step(self, graph: &Graph, layout: &memory::Layout, place: impl Fn(&Value) -> Place) -> Step {
         let scratch = layout.workspace.get(&self.node).copied().unwrap_or(0);
@@ -170,7 +184,8 @@ impl Planned {
             inputs: self.inputs.iter().map(&place).collect(),
             outputs: self.outputs.iter().map(&place).collect(),
             workspace: Place { slot: Slot::Arena(scratch), bytes: self.task.workspace() },
-            adds_to: None,
+            adds_to: Vec::new(),
+            terms: Vec::new(),
             nodes: self.nodes.iter().map(|node| graph.node(*node).told().to_string()).collect(),
             task: self.task,
         }
@@ -178,7 +193,7 @@ impl Planned {
 }
 
 /// The tasks of a graph that is run in `order`, and where its tensors lie. Of ops that could run together, those stay apart that have no
-/// fast kernels.
+/// fast kernels; of the values that may be added to sums as they are made, those have places whose tasks cannot add.
 pub fn tasks(graph: &Graph, order: &[NodeId], mut chains: Chains, needs: &Needs<'_>) -> (Vec<Planned>, memory::Layout) {
     let mut made: BTreeMap<NodeId, Planned> = BTreeMap::new();
     for last in chains.by_last.keys().copied().collect::<Vec<_>>() {
@@ -200,7 +215,9 @@ pub fn tasks(graph: &Graph, order: &[NodeId], mut chains: Chains, needs: &Needs<
     };
     let planned: Vec<Planned> = order.iter().filter_map(one).collect();
     let workspace: HashMap<NodeId, usize> = planned.iter().map(|p| (p.node, p.task.workspace())).collect();
-    let layout = memory::plan(graph, order, &Needs { workspace: &workspace, chains: &chains, ..*needs });
+    let adding = planned.iter().filter(|planned| planned.task.adds()).filter_map(|planned| planned.outputs.first());
+    let added: HashSet<Value> = adding.filter(|value| needs.added.contains(value)).copied().collect();
+    let layout = memory::plan(graph, order, &Needs { added: &added, workspace: &workspace, chains: &chains, ..*needs });
     (planned, layout)
 }
 

@@ -85,6 +85,7 @@ pub fn is_limited(problem: &Problem) -> bool {
     let tensors = sum(&mut graph.tensors.iter().map(|tensor| tensor.bytes));
     let all = Holdings {
         weights: sum(&mut graph.params.iter().map(|param| param.bytes)),
+        terms: sum(&mut graph.used_bytes().into_iter()),
         saved: sum(&mut graph.ops.iter().map(OpCost::kept_bytes)),
         inputs: tensors,
         outputs: tensors,

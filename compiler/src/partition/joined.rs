@@ -62,7 +62,6 @@ impl<'a> Joined<'a> {
         let all = |ops: &[OpId]| {
             let mut all: Vec<OpId> = ops.iter().map(|op| OpId(self.place[op.index()])).collect();
             all.sort_unstable();
-            all.dedup();
             all
         };
         let mut ops: Vec<OpCost> = Vec::with_capacity(self.leaders.len());
@@ -91,6 +90,7 @@ impl<'a> Joined<'a> {
         for tensor in &self.full.tensors {
             let producer = OpId(self.place[tensor.producer.index()]);
             let mut consumers = all(&tensor.consumers);
+            consumers.dedup();
             consumers.retain(|to| *to != producer);
             if consumers.is_empty() && !tensor.consumers.is_empty() {
                 continue;
@@ -181,7 +181,7 @@ mod tests {
         let wires = small.tensors.iter().map(|t| (t.name.as_str(), t.producer.0, t.consumers.clone()));
         let wanted = [("t0", 1, vec![OpId(2)]), ("t2", 0, vec![OpId(1)]), ("t3", 1, vec![OpId(2)]), ("t5", 2, vec![])];
         assert_eq!(wires.collect::<Vec<_>>(), wanted);
-        assert_eq!(small.params[0].users, [OpId(1), OpId(2)]);
+        assert_eq!(small.params[0].users, [OpId(1), OpId(1), OpId(2)], "its gradient has a term for each use");
         assert_eq!((joined.place(0), joined.place(4), joined.leader(1)), (1, 2, 3));
     }
 

@@ -162,6 +162,7 @@ fn holdings(graph: &CostGraph, order: &[u32], ends: &[usize]) -> Vec<Holdings> {
             for &op in &order[ends[to - 1]..ends[to]] {
                 let op = op as usize;
                 for &param in &params[op] {
+                    run.terms += graph.params[param].bytes;
                     if std::mem::replace(&mut param_seen[param], from) != from {
                         run.weights += graph.params[param].bytes;
                     }

@@ -21,6 +21,8 @@ pub struct Places<'a> {
     backward: Vec<f64>,
     /// Bytes of the parameters that one op uses.
     weights: Vec<u64>,
+    /// Bytes of the parameters that each op uses, summed up.
+    terms: Vec<u64>,
     saved: Vec<u64>,
     /// Parameters that several ops use.
     tied: Vec<usize>,
@@ -72,6 +74,7 @@ impl<'a> Places<'a> {
             forward: vec![0.0; count],
             backward: vec![0.0; count],
             weights: vec![0; count],
+            terms: vec![0; count],
             saved: vec![0; count],
             halves: vec![0; count],
             made: vec![Vec::new(); ops],
@@ -84,6 +87,7 @@ impl<'a> Places<'a> {
         for param in graph.params.iter().filter(|param| param.users.len() == 1) {
             own[param.users[0].index()] += param.bytes;
         }
+        let used = graph.used_bytes();
         for (at, tensor) in graph.tensors.iter().enumerate() {
             places.made[tensor.producer.index()].push(at as u32);
         }
@@ -102,6 +106,7 @@ impl<'a> Places<'a> {
                 added.iter().fold(start, |sum, &op| sum.saturating_add(bytes(op as usize)))
             };
             places.weights[set] = sum(places.weights[base], &|op| own[op]);
+            places.terms[set] = sum(places.terms[base], &|op| used[op]);
             places.saved[set] = sum(places.saved[base], &|op| graph.ops[op].kept_bytes());
             places.halves[set] = sum(places.halves[base], &|op| graph.ops[op].apart_bytes());
             let time =
@@ -182,6 +187,7 @@ impl<'a> Places<'a> {
         let scratch = self.scratch.iter().find(|&&op| inside(op));
         let holdings = Holdings {
             weights: self.weights[to] - self.weights[from] + tied,
+            terms: self.terms[to] - self.terms[from],
             saved: self.saved[to] - self.saved[from],
             inputs: in_bytes,
             outputs: out_bytes,

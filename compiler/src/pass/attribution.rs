@@ -7,12 +7,13 @@
 //! and kept bytes that are summed over ops are those of the run.
 
 use super::backward::BackwardError;
-use super::backward::{Arriving, Backward, Made, Read, backward};
+use super::backward::{Arriving, Read, backward};
 use super::fragment::{Fragment, FragmentError, fragments};
 use super::fuse::{Chains, chains};
 use super::loss::{LOSS, Loss, LossError, TARGET, attach};
 use super::memory::Needs;
 use super::pipeline::{self, PassBug};
+use super::sums::{only_in_sums, root, summed};
 use crate::graph::{Graph, Origin, order};
 use crate::op::table::rule;
 use crate::op::{NodeId, Op, Unary, Value};
@@ -75,7 +76,7 @@ pub struct Attribution {
     /// For every op the bytes of its results that are kept from forward to backward.
     pub saved_bytes: Vec<u64>,
     /// For every op the bytes of what is alive while its nodes run, forward or backward, beside what is kept, parameters and the
-    /// gradients of all of them: as long as one of its own is not yet made, it leaves room for other things.
+    /// sums of their gradients; a gradient is alive until it has been added to its sum.
     pub live_bytes: Vec<u64>,
     /// For every op the bytes that the first half of a split backward makes for the op's own second half.
     pub between_bytes: Vec<u64>,
@@ -143,17 +144,14 @@ pub fn attribute(graph: &Graph, training: Training) -> Result<Attribution, Attri
     let kept: HashSet<Value> = saved.iter().copied().collect();
     let backward_order = made.as_ref().map(|made| order::canonical(&made.graph)).unwrap_or_default();
     let backward_owners = made.as_ref().map(|made| owners(&made.graph, &backward_order)).unwrap_or_default();
-    let gradients = made.as_ref().map(|made| own_gradients(&fragment, made, &backward_owners)).unwrap_or_default();
-    let mut live = Live { bytes: vec![0; ops.len()], not_yet: vec![0; ops.len()] };
-    for &(owner, bytes) in gradients.values() {
-        live.not_yet[owner] += bytes;
-    }
-    live.look(&fragment.graph, &forward_order, &forward_owners, [&kept, &HashSet::new()], &HashMap::new());
+    let mut live = Live(vec![0; ops.len()]);
+    let none = HashSet::new();
+    live.look(&fragment.graph, &forward_order, &forward_owners, [&kept, &none]);
     let mut backward_nodes = vec![Vec::new(); ops.len()];
     if let Some(made) = &made {
         backward_nodes = by_owner(&made.graph, &backward_order, &backward_owners, ops.len());
-        let held = made.graph.outputs.iter().map(|output| output.value).collect();
-        live.look(&made.graph, &backward_order, &backward_owners, [&HashSet::new(), &held], &gradients);
+        let added = only_in_sums(&made.graph, &summed(made, &|_| false));
+        live.look(&made.graph, &backward_order, &backward_owners, [&none, &added]);
     }
     let mut second = HashSet::new();
     let [mut between_bytes, mut arriving_bytes] = [vec![0; ops.len()], vec![0; ops.len()]];
@@ -173,7 +171,7 @@ pub fn attribute(graph: &Graph, training: Training) -> Result<Attribution, Attri
         second,
         target_bytes,
         saved_bytes,
-        live_bytes: live.bytes,
+        live_bytes: live.0,
         between_bytes,
         arriving_bytes,
     })
@@ -286,31 +284,8 @@ fn targets_by_owner(graph: &Graph, owners: &HashMap<NodeId, usize>, ops: usize) 
     bytes
 }
 
-/// The gradients that belong to one op alone: by the node that makes each, the op and the bytes.
-fn own_gradients(
-    fragment: &Fragment,
-    made: &Backward,
-    owners: &HashMap<NodeId, usize>,
-) -> HashMap<NodeId, (usize, u64)> {
-    let mut gradients: HashMap<NodeId, (usize, u64)> = HashMap::new();
-    for (output, made_as) in made.graph.outputs.iter().zip(&made.makes) {
-        let Made::Parameter(term) = made_as else { continue };
-        let parameter = Value { node: fragment.parameter_terms[*term].parameter, output: 0 };
-        let root = root(&made.graph, output.value);
-        let bytes = made.graph.fact(root).bytes().unwrap_or(0);
-        if let (Some(&owner), 1) = (owners.get(&root.node), fragment.graph.consumers(parameter).len()) {
-            gradients.entry(root.node).or_insert((owner, 0)).1 += bytes;
-        }
-    }
-    gradients
-}
-
 /// What is alive while the nodes of each op run.
-struct Live {
-    bytes: Vec<u64>,
-    /// Bytes of the gradients of each op's own parameters that are still to be made.
-    not_yet: Vec<u64>,
-}
+struct Live(Vec<u64>);
 
 impl Live {
     /// Raises each op's figure to what is alive while one of its nodes runs.
@@ -319,19 +294,15 @@ impl Live {
         graph: &Graph,
         order: &[NodeId],
         owners: &HashMap<NodeId, usize>,
-        [kept, held]: [&HashSet<Value>; 2],
-        gradients: &HashMap<NodeId, (usize, u64)>,
+        [kept, added]: [&HashSet<Value>; 2],
     ) {
-        let (own, workspace, apart) = (HashSet::new(), HashMap::new(), Chains::default());
-        let needs = Needs { own: &own, kept, held, workspace: &workspace, chains: &apart };
+        let (none, workspace, apart) = (HashSet::new(), HashMap::new(), Chains::default());
+        let needs = Needs { own: &none, kept, held: &none, added, workspace: &workspace, chains: &apart };
         // What one op answers for is never cut.
         let (_, alive) = chains(graph, order, &needs, &|a, b| owners.get(&a) == owners.get(&b));
         for (id, alive) in order.iter().zip(alive) {
-            if let Some(&(owner, bytes)) = gradients.get(id) {
-                self.not_yet[owner] -= bytes;
-            }
             if let (true, Some(&owner)) = (runs(&graph.node(*id).op), owners.get(id)) {
-                self.bytes[owner] = self.bytes[owner].max((alive as u64).saturating_sub(self.not_yet[owner]));
+                self.0[owner] = self.0[owner].max(alive as u64);
             }
         }
     }
@@ -342,15 +313,6 @@ fn saved_value(read: &Read) -> Option<Value> {
         Read::Saved(value) => Some(*value),
         Read::Gradient { .. } => None,
     }
-}
-
-/// What a value is a view of, or itself.
-fn root(graph: &Graph, value: Value) -> Value {
-    let mut root = value;
-    while root.output == 0 && rule(&graph.node(root.node).op).is_view() {
-        root = graph.inputs(root.node)[0];
-    }
-    root
 }
 
 /// Bytes that are kept for each op. A view is kept as the tensor that it is a view of; sources are there anyway.

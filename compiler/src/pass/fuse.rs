@@ -73,7 +73,7 @@ pub fn ends(graph: &Graph, ops: &[NodeId], inner: &HashSet<Value>) -> (Vec<Value
 }
 
 /// The chains of a graph of fixed sizes that is run in `order`, where ops of which `together` is false are kept apart. There are none
-/// where they would take more memory than the ops alone. Also what is [`live`] with them.
+/// while which more memory would be taken than the ops alone take at the most. Also what is [`live`] with them.
 pub fn chains(
     graph: &Graph,
     order: &[NodeId],
@@ -84,13 +84,22 @@ pub fn chains(
     for &id in order {
         search.place(id, together);
     }
-    let chains = search.found();
+    let mut chains = search.found();
     let apart = live(graph, order, needs);
-    if chains.by_last.is_empty() {
-        return (chains, apart);
+    let most = apart.iter().max().copied().unwrap_or(0);
+    while !chains.by_last.is_empty() {
+        let alive = live(graph, order, &Needs { chains: &chains, ..*needs });
+        if alive.iter().all(|alive| *alive <= most) {
+            return (chains, alive);
+        }
+        let full = order.iter().zip(&alive).filter(|(id, alive)| **alive > most && chains.by_last.contains_key(id));
+        let full: Vec<NodeId> = full.map(|(id, _)| *id).collect();
+        if full.is_empty() {
+            break;
+        }
+        full.into_iter().for_each(|last| chains.dissolve(last));
     }
-    let alive = live(graph, order, &Needs { chains: &chains, ..*needs });
-    if alive.iter().max() > apart.iter().max() { (Chains::default(), apart) } else { (chains, alive) }
+    (Chains::default(), apart)
 }
 
 struct Search<'a> {
@@ -242,7 +251,8 @@ mod tests {
             let order = order::canonical(&graph);
             let (empty, workspace, none) = (HashSet::new(), HashMap::new(), Chains::default());
             let (kept, held) = (kept.iter().copied().collect(), HashSet::from([result]));
-            let needs = Needs { own: &empty, kept: &kept, held: &held, workspace: &workspace, chains: &none };
+            let needs =
+                Needs { own: &empty, kept: &kept, held: &held, added: &empty, workspace: &workspace, chains: &none };
             let (chains, _) = chains(&graph, &order, &needs, &|_, _| true);
             // What is inside has no home, all else has one.
             let layout = plan(&graph, &order, &Needs { chains: &chains, ..needs });

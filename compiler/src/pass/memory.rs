@@ -10,7 +10,7 @@
 //! | [`Home::Kept`] | what the backward run of the same minibatch reads | from forward to backward |
 //! | [`Home::Arena`] | everything else, and the kernels' workspace | within the run |
 //!
-//! What is only read within the chain of ops that makes it ([`fuse`](super::fuse)) has no home.
+//! What is only read within the chain of ops that makes it ([`fuse`](super::fuse)) has no home, nor has what its maker adds to a sum.
 //!
 //! Arena offsets are assigned largest tensor first, each at the lowest place where no tensor alive at the same time
 //! lies ("greedy by size", Pisarchyk and Lee, MLSys workshop 2020, section 5.2).
@@ -61,6 +61,8 @@ pub struct Needs<'a> {
     pub kept: &'a HashSet<Value>,
     /// Values that are read when the run is over, before the next one.
     pub held: &'a HashSet<Value>,
+    /// Values that their makers add to sums.
+    pub added: &'a HashSet<Value>,
     /// Bytes of workspace by node, of a chain by its last.
     pub workspace: &'a HashMap<NodeId, usize>,
     /// Ops that run together.
@@ -147,7 +149,7 @@ struct Class {
     own: bool,
     kept: bool,
     held: bool,
-    /// Whether it exists only within a chain.
+    /// Whether it exists only within a chain, or in a sum.
     inner: bool,
 }
 
@@ -171,7 +173,7 @@ fn classes(graph: &Graph, order: &[NodeId], needs: &Needs<'_>) -> Classes {
             } else {
                 let bytes = graph.fact(value).bytes().expect("sizes are fixed and were checked") as usize;
                 let [own, kept, held] = [false; 3];
-                let inner = needs.chains.inner.contains(&value);
+                let inner = needs.chains.inner.contains(&value) || needs.added.contains(&value);
                 classes.list.push(Class { root: value, bytes, first: at, last: at, own, kept, held, inner });
                 classes.list.len() - 1
             };

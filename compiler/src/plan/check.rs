@@ -321,6 +321,7 @@ fn edges(graph: &CostGraph, plan: &Plan, stage_of: &[usize], faults: &mut Vec<Fa
 fn memory(problem: &Problem, plan: &Plan, stage_of: &[usize]) -> Vec<StageMemory> {
     let graph = &problem.graph;
     let mut weights = vec![0u64; plan.stages.len()];
+    let mut terms = vec![0u64; plan.stages.len()];
     let mut alive = vec![0u64; plan.stages.len()];
     let mut workspace = vec![0u64; plan.stages.len()];
     let mut received = vec![0u64; plan.stages.len()];
@@ -332,6 +333,7 @@ fn memory(problem: &Problem, plan: &Plan, stage_of: &[usize]) -> Vec<StageMemory
     let mut is_read = vec![false; graph.ops.len()];
     for param in &graph.params {
         let mut stages: Vec<usize> = param.users.iter().map(|op| stage_of[op.index()]).collect();
+        stages.iter().for_each(|&stage| terms[stage] = terms[stage].saturating_add(param.bytes));
         stages.sort_unstable();
         stages.dedup();
         stages.into_iter().for_each(|stage| weights[stage] = weights[stage].saturating_add(param.bytes));
@@ -365,8 +367,8 @@ fn memory(problem: &Problem, plan: &Plan, stage_of: &[usize]) -> Vec<StageMemory
         let apart = plan.schedule.apart.get(stage).map_or(0, |&apart| u64::from(apart));
         let weights = weights[stage];
         let versions = weights.saturating_mul(u64::from(plan.schedule.weight_versions[stage]) - 1);
-        let copies = if plan.stages[stage].replicas > 1 { 3 } else { 2 };
-        let gradients = if trains { weights.saturating_mul(copies) } else { 0 };
+        let copies = if plan.stages[stage].replicas > 1 { 2 } else { 1 };
+        let gradients = if trains { terms[stage].saturating_mul(copies) } else { 0 };
         let optimizer = if trains { (weights as f64 * problem.optimizer_state).ceil() as u64 } else { 0 };
         let waiting = received[stage].saturating_add(only_sent[stage]);
         let in_flight = u64::from(plan.schedule.in_flight[stage]);

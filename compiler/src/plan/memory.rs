@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! total       = weights · versions + gradients + optimizer + activations + between + messages + workspace
-//! gradients   = 2 weights, and 1 more where replicas add theirs up
+//! gradients   = terms, twice where replicas add theirs up
 //! activations = in_flight · (saved + inputs + sent)          recomputed: in_flight · (inputs + outputs) + max(1, apart) · (saved + outputs)
 //!               saved + inputs + sent + (in_flight - 1) · outputs                   inference
 //! between     = apart · halves + (apart - 1) · outputs       0 where backwards are whole
@@ -11,7 +11,7 @@
 //!
 //! `saved` is what forward keeps for backward, what is fed to the model included, `inputs` the tensors that come from other stages, `sent` those of the `outputs`, which
 //! go to others, that would not be kept otherwise; `workspace` is the arena: what is alive within a run, scratch included, at the op
-//! where that is most. The gradients are those that are summed up and those of the run at hand; the messages, the gradients
+//! where that is most. The `terms` of gradients have a sum each: a parameter has as many as ops of the stage use it. The messages are the gradients
 //! that one item gets and gives, and those of the item before that may still be on their way. A recomputed stage keeps its inputs and what it sent, and runs forward once more before backward, into other buffers. Versions are
 //! held by pointer: V versions take V copies of the weights and no more. A tied parameter counts once in each stage that uses
 //! it. Where backwards are split, `apart` items at the most have the first half behind them and not the second: each keeps `halves`,
@@ -27,6 +27,8 @@ use crate::profile::cost_graph::{CostGraph, OpCost, OpId};
 pub struct Holdings {
     /// Parameters, each once.
     pub weights: u64,
+    /// Parameters, each once for every op that uses it.
+    pub terms: u64,
     /// Saved for backward, of one micro-batch.
     pub saved: u64,
     /// Tensors from outside the set, of one micro-batch.
@@ -65,9 +67,9 @@ impl Holdings {
     pub fn of(graph: &CostGraph, inside: &[bool]) -> Holdings {
         let mut holdings = Holdings::default();
         for param in &graph.params {
-            if param.users.iter().any(|op| inside[op.index()]) {
-                holdings.weights += param.bytes;
-            }
+            let users = param.users.iter().filter(|op| inside[op.index()]).count() as u64;
+            holdings.weights += if users > 0 { param.bytes } else { 0 };
+            holdings.terms += param.bytes * users;
         }
         for (at, tensor) in graph.tensors.iter().enumerate() {
             let (mut is_read_inside, mut is_read_outside) = (false, false);
@@ -107,8 +109,8 @@ impl Holdings {
         let trains = multiples.schedule != ScheduleKind::Inference;
         let weights = self.weights;
         let versions = weights.saturating_mul(u64::from(multiples.versions.saturating_sub(1)));
-        let copies = if !trains { 0 } else { 2 + u64::from(multiples.replicas > 1) };
-        let gradients = weights.saturating_mul(copies);
+        let copies = if trains { 1 + u64::from(multiples.replicas > 1) } else { 0 };
+        let gradients = self.terms.saturating_mul(copies);
         // `as` saturates; state is a small factor checked with the problem.
         let optimizer = if trains { (weights as f64 * multiples.optimizer_state).ceil() as u64 } else { 0 };
         let apart = u64::from(multiples.apart);
@@ -159,8 +161,8 @@ mod tests {
             params: vec![ParamCost { name: "w".into(), bytes: 1000, users: vec![OpId(0), OpId(1), OpId(2)] }],
         };
         let tail = Holdings::of(&graph, &[false, true, true]);
-        let sizes = Holdings { weights: 1000, saved: 60, inputs: 100, outputs: 0, sent: 0, workspace: 9, halves: 11 };
-        assert_eq!(tail, sizes);
+        let rest = Holdings { inputs: 100, outputs: 0, sent: 0, workspace: 9, halves: 11, ..Holdings::default() };
+        assert_eq!(tail, Holdings { weights: 1000, terms: 2000, saved: 60, ..rest });
         let multiples = Multiples {
             in_flight: 3,
             apart: 0,

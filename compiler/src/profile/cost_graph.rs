@@ -85,7 +85,7 @@ pub struct ParamCost {
     pub name: String,
     /// Its size.
     pub bytes: u64,
-    /// The ops that use it, ascending, each once.
+    /// The ops that use it, ascending; once for each op that has been joined into one.
     pub users: Vec<OpId>,
 }
 
@@ -227,6 +227,15 @@ impl CostGraph {
         }
     }
 
+    /// For each op the bytes of the parameters that it uses, also where others use them.
+    pub fn used_bytes(&self) -> Vec<u64> {
+        let mut used = vec![0u64; self.ops.len()];
+        for param in &self.params {
+            param.users.iter().for_each(|op| used[op.index()] += param.bytes);
+        }
+        used
+    }
+
     /// Whether a tensor would not be kept if it were not sent.
     pub fn is_only_sent(&self, tensor: usize) -> bool {
         self.ops[self.tensors[tensor].producer.index()].unsaved
@@ -290,7 +299,10 @@ impl CostGraph {
             }
         }
         for param in &self.params {
-            self.refers(&param.name, &param.users)?;
+            self.exist(&param.name, &param.users)?;
+            if !param.users.is_sorted() {
+                return Err(CostGraphError::Unsorted { name: shown(&param.name) });
+            }
         }
         let time: f64 = self.ops.iter().map(|op| op.fwd_us + op.bwd_us).sum();
         if !time.is_finite() {
@@ -302,7 +314,9 @@ impl CostGraph {
         total("tensors between halves", self.ops.iter().map(OpCost::apart_bytes))?;
         total("workspaces", self.ops.iter().map(OpCost::scratch_bytes))?;
         total("tensors", self.tensors.iter().map(|tensor| tensor.bytes))?;
-        total("parameters", self.params.iter().map(|param| param.bytes))
+        total("parameters", self.params.iter().map(|param| param.bytes))?;
+        let uses = |param: &ParamCost| u64::try_from(param.users.len()).unwrap_or(u64::MAX);
+        total("gradients", self.params.iter().map(|param| param.bytes.saturating_mul(uses(param))))
     }
 
     /// All pairs of an op and a later op that reads one of its tensors, sorted, each pair once.
@@ -325,11 +339,16 @@ impl CostGraph {
     }
 
     fn refers(&self, name: &str, ops: &[OpId]) -> Result<(), CostGraphError> {
-        if let Some(op) = ops.iter().find(|op| op.index() >= self.ops.len()) {
-            return Err(CostGraphError::UnknownOp { name: shown(name), op: op.0, ops: self.ops.len() });
-        }
+        self.exist(name, ops)?;
         if ops.windows(2).any(|pair| pair[0] >= pair[1]) {
             return Err(CostGraphError::Unsorted { name: shown(name) });
+        }
+        Ok(())
+    }
+
+    fn exist(&self, name: &str, ops: &[OpId]) -> Result<(), CostGraphError> {
+        if let Some(op) = ops.iter().find(|op| op.index() >= self.ops.len()) {
+            return Err(CostGraphError::UnknownOp { name: shown(name), op: op.0, ops: self.ops.len() });
         }
         Ok(())
     }

@@ -73,8 +73,7 @@ pub struct Fast {
     pub workspace: usize,
     /// What it does.
     pub body: Body,
-    /// The same, but its one output holds numbers already, to which the result is added: the bits are those of a result that is written
-    /// somewhere else and added then.
+    /// The same, but its one output holds numbers already, to which the result is added.
     pub adding: Option<Body>,
 }
 
@@ -208,13 +207,11 @@ pub(crate) mod tests {
         (0..count).map(draw).collect()
     }
 
-    /// Whether a kernel adds; if so, that the bits are those of a result that is written and added.
-    fn adds(op: Op, inputs: &[&[u8]], facts: &[Fact]) -> bool {
+    /// A kernel adds, and what it makes is what is written and added by others.
+    fn adds(op: Op, inputs: &[&[u8]], facts: &[Fact]) {
         let outputs = rule(&op).infer(&facts.iter().collect::<Vec<_>>()).unwrap();
         let kernel = Kernel::new(&op, facts, &outputs);
-        if !kernel.adds() {
-            return false;
-        }
+        assert!(kernel.adds(), "{op:?} {facts:?}");
         let count = outputs[0].bytes().unwrap() as usize / 4;
         let before = numbers(count, 7);
         let (mut apart, mut written, mut added) = (before.clone(), numbers(count, 8), before);
@@ -222,14 +219,13 @@ pub(crate) mod tests {
         kernel.run(inputs, &mut [cast_slice_mut(&mut written)], workspace.bytes_mut()).unwrap();
         accumulate(DType::F32, cast_slice_mut(&mut apart), cast_slice(&written));
         kernel.run_adding(inputs, &mut [cast_slice_mut(&mut added)], workspace.bytes_mut()).unwrap();
-        let bits = |values: &[f32]| values.iter().map(|value| value.to_bits()).collect::<Vec<_>>();
-        assert_eq!(bits(&added), bits(&apart), "{op:?} {facts:?}");
-        true
+        let most = apart.iter().fold(0.0f32, |most, value| most.max(value.abs()));
+        let is_near = |(added, apart): (&f32, &f32)| (added - apart).abs() <= 1e-6 * most;
+        assert!(added.iter().zip(&apart).all(is_near), "{op:?} {facts:?}");
     }
 
     #[test]
-    fn kernels_that_add_give_the_bits_of_written_results() {
-        let mut found = [0, 0];
+    fn products_and_scatters_add() {
         for [m, n, k] in
             [[20, 30, 5], [300, 500, 64], [1024, 256, 128], [64, 512, 32], [64, 512, 33], [40, 60, 400], [6, 64, 700]]
         {
@@ -240,23 +236,23 @@ pub(crate) mod tests {
                 };
                 let facts = [fact(transpose_a, m, k), fact(transpose_b, k, n)];
                 let op = Op::MatMul(MatMul { transpose_a, transpose_b });
-                found[0] += usize::from(adds(op, &[cast_slice(&a), cast_slice(&b)], &facts));
+                adds(op, &[cast_slice(&a), cast_slice(&b)], &facts);
             }
         }
-        for (images, side) in [(2, 2), (2, 8), (2, 40)] {
-            let (dy, x) = (numbers(images * 24 * side * side, 3), numbers(images * 20 * side * side, 4));
-            let facts = [24, 20].map(|channels| Fact::of(DType::F32, &[images, channels, side, side]));
-            let [strides, pads_begin, pads_end, dilations] = [(); 4].map(|()| vec![1, 1]);
-            let window = Window { strides, pads_begin, pads_end, dilations };
-            let op = ConvWeightGrad { window, groups: 1, kernel: vec![3, 3] };
-            found[1] += usize::from(adds(Op::ConvWeightGrad(op), &[cast_slice(&dy), cast_slice(&x)], &facts));
+        // The last ones have channels by themselves, and dilations that no fast kernel of the others has.
+        for (side, outs, ins, groups, dilation) in
+            [(2, 24, 20, 1, 1), (8, 24, 20, 1, 1), (40, 24, 20, 1, 1), (9, 12, 12, 12, 1), (9, 12, 8, 4, 2)]
+        {
+            let (dy, x) = (numbers(2 * outs * side * side, 3), numbers(2 * ins * side * side, 4));
+            let facts = [outs, ins].map(|channels| Fact::of(DType::F32, &[2, channels, side, side]));
+            let (strides, dilations, pads) = (vec![1, 1], vec![dilation; 2], vec![dilation; 2]);
+            let window = Window { strides, pads_begin: pads.clone(), pads_end: pads, dilations };
+            let op = ConvWeightGrad { window, groups, kernel: vec![3, 3] };
+            adds(Op::ConvWeightGrad(op), &[cast_slice(&dy), cast_slice(&x)], &facts);
         }
-        // Not of 40 x 60 x 400 in any form, of 6 x 64 x 700 in one; not of 64 x 512 x 33 where the right factor is read as a stream; not of the largest images.
-        let expected = if matmul::has_panels::<f32>(20, 30) { [19, 2] } else { [0, 0] };
-        assert_eq!(found, expected);
         let (dy, rows) = (numbers(6 * 10, 5), [3i64, 0, 3, -1, 3, 0]);
         let facts = [Fact::of(DType::F32, &[6, 10]), Fact::of(DType::I64, &[6])];
         let op = Op::ScatterAdd(ScatterAdd { axis: 0, size: 5i64.into() });
-        assert!(adds(op, &[cast_slice(&dy), cast_slice(&rows)], &facts));
+        adds(op, &[cast_slice(&dy), cast_slice(&rows)], &facts);
     }
 }

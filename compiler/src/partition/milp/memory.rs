@@ -31,12 +31,14 @@ impl Formulation<'_> {
             let each = |holdings: Holdings| holdings.held(&multiples).total as f64 / MANY as f64 / limit;
             let none = Holdings::default();
             let mut sum = self.parameters(stage, each(Holdings { weights: MANY, ..none }), 1.0);
-            let saved = each(Holdings { saved: MANY, ..none });
+            let [saved, terms] = [Holdings { saved: MANY, ..none }, Holdings { terms: MANY, ..none }].map(each);
+            let used = problem.graph.used_bytes();
             // Every stage but the first counts as one that others wait for, and no gradient as one that comes as it is.
             let halves = if stage == 0 { 0.0 } else { f64::from(multiples.apart) / limit };
             sum += self.sum(stage, 1.0, |op| {
+                let gradients = terms * used[op] as f64;
                 let op = &problem.graph.ops[op];
-                saved * op.kept_bytes() as f64 + halves * op.apart_bytes() as f64
+                gradients + saved * op.kept_bytes() as f64 + halves * op.apart_bytes() as f64
             });
             let (input, output, sent) = (
                 each(Holdings { inputs: MANY, ..none }),

@@ -4,9 +4,9 @@
 //! here every gradient that flows from one op to an earlier one counts as one that is waited for: what it is made of is the first
 //! half. For a stage in the middle of a model that is the same; the first stage, which nobody waits for, keeps nothing between.
 
+use super::super::sums::root;
 use super::{owners, runs};
 use crate::graph::{Graph, order};
-use crate::op::table::rule;
 use crate::op::{NodeId, Op, Value};
 use std::collections::{BTreeMap, BTreeSet, HashSet};
 
@@ -68,12 +68,4 @@ pub fn halves(backward: &Graph, leaders: &[Option<usize>]) -> Halves {
 
 fn is_source(graph: &Graph, id: NodeId) -> bool {
     matches!(graph.node(id).op, Op::Input(_) | Op::Parameter(_) | Op::State(_) | Op::Constant(_))
-}
-
-/// The tensor that a view looks at.
-fn root(graph: &Graph, mut value: Value) -> Value {
-    while value.output == 0 && rule(&graph.node(value.node).op).is_view() {
-        value = graph.inputs(value.node)[0];
-    }
-    value
 }

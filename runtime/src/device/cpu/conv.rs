@@ -152,7 +152,7 @@ fn made<T: Real>(role: Role, shape: Shape) -> Fast {
     let patches = if shape.is_direct() { 0 } else { shape.depth() * shape.columns() };
     let beside = if shape.tile.images > 1 { shape.outs * shape.columns() } else { 0 };
     let first = (patches * size_of::<T>()).next_multiple_of(ALIGNMENT);
-    let fast = Fast::new(move |inputs, outputs, workspace| {
+    let fast = Fast::adding(role == Role::WeightGrad, move |inputs, outputs, workspace, add| {
         let (head, tail) = workspace.split_at_mut(first);
         let patches = &mut cast_slice_mut::<u8, T>(head)[..patches];
         let beside = &mut cast_slice_mut::<u8, T>(&mut tail[..beside * size_of::<T>()])[..];
@@ -161,7 +161,7 @@ fn made<T: Real>(role: Role, shape: Shape) -> Fast {
         match role {
             Role::Forward => forward(&shape, a, b, result, patches, beside),
             Role::InputGrad => input_grad(&shape, a, b, result, patches, beside),
-            Role::WeightGrad => weight_grad(&shape, a, b, result, patches, beside),
+            Role::WeightGrad => weight_grad(&shape, [a, b], result, patches, beside, add),
         }
         Ok(())
     });
@@ -171,7 +171,7 @@ fn made<T: Real>(role: Role, shape: Shape) -> Fast {
 /// One channel in, one out, in every group.
 fn own_filters<T: Real>(role: Role, Shape { grid, groups, .. }: Shape) -> Fast {
     let sums = if role == Role::WeightGrad { groups * grid.taps() } else { 0 };
-    let fast = Fast::new(move |inputs, outputs, workspace| {
+    let fast = Fast::adding(role == Role::WeightGrad, move |inputs, outputs, workspace, add| {
         let (a, b) = (cast_slice::<u8, T>(inputs[0]), cast_slice::<u8, T>(inputs[1]));
         let result = cast_slice_mut::<u8, T>(outputs[0]);
         match role {
@@ -179,7 +179,7 @@ fn own_filters<T: Real>(role: Role, Shape { grid, groups, .. }: Shape) -> Fast {
             Role::InputGrad => depthwise::input_grad(&grid, groups, a, b, result),
             Role::WeightGrad => {
                 let sums = &mut cast_slice_mut::<u8, f64>(workspace)[..sums];
-                depthwise::weight_grad(&grid, groups, a, b, result, sums);
+                depthwise::weight_grad(&grid, groups, a, b, result, sums, add);
             }
         }
         Ok(())
@@ -238,8 +238,14 @@ fn input_grad<T: Real>(s: &Shape, dy: &[T], w: &[T], dx: &mut [T], patches: &mut
     }
 }
 
-fn weight_grad<T: Real>(s: &Shape, dy: &[T], x: &[T], dw: &mut [T], patches: &mut [T], beside: &mut [T]) {
-    let mut add = false;
+fn weight_grad<T: Real>(
+    s: &Shape,
+    [dy, x]: [&[T]; 2],
+    dw: &mut [T],
+    patches: &mut [T],
+    beside: &mut [T],
+    mut add: bool,
+) {
     for (images, rows) in s.tiles() {
         for group in 0..s.groups {
             let n = images.len() * rows.len() * s.grid.out[2];

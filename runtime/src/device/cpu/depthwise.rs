@@ -61,7 +61,7 @@ wide! {
 
 wide! {
     /// `dw` from `dy` and `x`; `sums` holds one number for each element of `dw`.
-    pub fn weight_grad[T: Real](grid: &Grid, channels: usize, dy: &[T], x: &[T], dw: &mut [T], sums: &mut [f64]) {
+    pub fn weight_grad[T: Real](grid: &Grid, channels: usize, dy: &[T], x: &[T], dw: &mut [T], sums: &mut [f64], add: bool) {
         let step = grid.row_step();
         sums.fill(0.0);
         for (i, dy) in dy.chunks_exact(grid.out_len().max(1)).enumerate() {
@@ -80,7 +80,7 @@ wide! {
             }
         }
         for (dw, &sum) in dw.iter_mut().zip(&*sums) {
-            *dw = T::of(sum);
+            *dw = T::of(if add { dw.wide() + sum } else { sum });
         }
     }
 }

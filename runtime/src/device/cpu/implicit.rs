@@ -12,7 +12,7 @@ use super::Fast;
 use super::conv::Role;
 use super::panels::images::{Flipped, Patches, PatchesTurned, Results};
 use super::panels::matrix::Plain;
-use super::panels::product::{is_of_one_block, product};
+use super::panels::product::product;
 use super::panels::windows::Windows;
 use super::panels::{Rows, is_at_hand};
 use super::patches::Grid;
@@ -62,9 +62,7 @@ pub fn kernel(role: Role, grid: &Grid, sizes: Sizes) -> Option<Fast> {
         }));
     }
     let places = Windows::new(grid, images, [x_image, y_image])?;
-    // A sum over few windows is made at once.
-    let adds = role == Role::WeightGrad && is_of_one_block([outs, depth, places.columns], false);
-    Some(Fast::adding(adds, move |inputs, outputs, _, add| {
+    Some(Fast::adding(role == Role::WeightGrad, move |inputs, outputs, _, add| {
         let (a, b) = (cast_slice::<u8, f32>(inputs[0]), cast_slice::<u8, f32>(inputs[1]));
         let c = cast_slice_mut::<u8, f32>(outputs[0]);
         for group in 0..groups {

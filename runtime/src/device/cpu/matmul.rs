@@ -47,8 +47,7 @@ fn batched<T: Real>(op: &MatMul, a: &Layout, b: &Layout, c: &Layout) -> Option<F
     let b_strides = if op.transpose_b { (1, k) } else { (n, 1) };
     // The product packs a large transposed right operand slowly, so it is laid out first; for one row that does not pay.
     let turn = op.transpose_b && m > 1 && k * n >= TURN_ELEMENTS && !has_panels::<T>(m, n);
-    let adds = sums_at_once::<T>([m, n, k], a_strides, b_strides);
-    let fast = Fast::adding(adds, move |inputs, outputs, workspace, add| {
+    let fast = Fast::adding(true, move |inputs, outputs, workspace, add| {
         let (a, b) = (cast_slice::<u8, T>(inputs[0]), cast_slice::<u8, T>(inputs[1]));
         let c: &mut [T] = cast_slice_mut(outputs[0]);
         let turned = &mut cast_slice_mut::<u8, T>(&mut workspace[..if turn { k * n * size_of::<T>() } else { 0 }])[..];
@@ -76,14 +75,6 @@ fn batched<T: Real>(op: &MatMul, a: &Layout, b: &Layout, c: &Layout) -> Option<F
 pub fn has_panels<T: Real>(m: usize, n: usize) -> bool {
     #[cfg(target_arch = "x86_64")]
     return T::DTYPE == DType::F32 && m > 1 && n >= MIN_COLUMNS && panels::is_at_hand();
-    #[cfg(not(target_arch = "x86_64"))]
-    return false;
-}
-
-/// Whether every element of a product is summed up before it is written or added, so that both give the same bits.
-fn sums_at_once<T: Real>([m, n, k]: [usize; 3], a: (usize, usize), b: (usize, usize)) -> bool {
-    #[cfg(target_arch = "x86_64")]
-    return has_panels::<T>(m, n) && panels::product::sums_at_once([m, n, k], a, b);
     #[cfg(not(target_arch = "x86_64"))]
     return false;
 }

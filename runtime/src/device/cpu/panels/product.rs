@@ -75,23 +75,6 @@ fn most_depth(m: usize, n: usize, b_is_in_place: bool) -> usize {
     if is_streamed { STREAMS } else { DEPTH }
 }
 
-/// Whether a [`product`] sums up every element before it is written or added.
-pub fn is_of_one_block([m, n, k]: [usize; 3], b_is_in_place: bool) -> bool {
-    k <= most_depth(m, n, b_is_in_place)
-}
-
-/// The same of [`matrices`], of factors whose rows and whose elements in a row are so far apart.
-pub fn sums_at_once([m, n, k]: [usize; 3], a: (usize, usize), b: (usize, usize)) -> bool {
-    if is_of_dots(m, a.1, b.0) {
-        return true;
-    }
-    match is_transposed(m, n, a.1, b.0) {
-        // The right factor is then a, whose rows are its columns.
-        true => is_of_one_block([n, m, k], a.0 == 1),
-        false => is_of_one_block([m, n, k], b.1 == 1),
-    }
-}
-
 /// The columns of a tile that begins at `first`, of so many in all.
 fn cut(first: usize, all: usize) -> Range<usize> {
     first..all.min(first + piece((all - first).div_ceil(LANES), VECTORS) * LANES)

@@ -1,0 +1,110 @@
+//! Gradients of parameters lie nowhere but in their sums: also one that is the gradient of several parameters at once, with the same
+//! bits whichever stages these are in.
+
+use compiler::graph::{Graph, Origin, Output, Writer};
+use compiler::op::{Binary, Emit, Input, MatMul, Op, Parameter, Unary, Value};
+use compiler::pass::loss::Loss;
+use compiler::schedule::rule::StepCount;
+use compiler::schedule::{Pipeline, Schedule, StageShape};
+use compiler::tensor::dim::{Bindings, Dim};
+use compiler::tensor::fact::Fact;
+use compiler::tensor::{DType, Tensor};
+use runtime::compile::StageCode;
+use runtime::data::{Batches, Dataset, Order, mix};
+use runtime::optimizer::{Optimizer, Rule};
+use runtime::policy::Policy;
+use runtime::prepare::{Settings, prepare};
+use runtime::train::{Trained, Training, feeds, train};
+use std::collections::BTreeMap;
+
+/// Rows of a microbatch: more than any product sums up at once.
+const ROWS: usize = 1500;
+const WIDTH: usize = 40;
+const MICROBATCHES: u32 = 3;
+
+fn uniform(shape: &[usize], seed: u64) -> Tensor {
+    let count: usize = shape.iter().product();
+    let draw = |i: usize| (mix(seed.wrapping_mul(1000) + i as u64) >> 40) as f32 / (1u64 << 23) as f32 - 1.0;
+    Tensor::from_f32(shape, &(0..count).map(draw).collect::<Vec<_>>())
+}
+
+/// Ops: 0 a product of `x`, 1 its tangent, 2 and 3 products of that, 4 their sum, which has one gradient for both, 5 its tangent, 6 a
+/// product again.
+fn network() -> (Graph, BTreeMap<String, Tensor>) {
+    let mut graph = Graph::new("shared");
+    let mut weights = BTreeMap::new();
+    let mut out = Writer { graph: &mut graph, origin: Origin::default() };
+    let fact = Fact::new(DType::F32, vec![Dim::symbol("batch"), Dim::from(WIDTH)]);
+    let x = out.emit(Op::Input(Input { name: "x".into(), fact }), &[]);
+    let mut product = |out: &mut Writer<'_>, x: Value, name: &str| {
+        weights.insert(name.to_string(), uniform(&[WIDTH, WIDTH], name.len() as u64));
+        let fact = Fact::of(DType::F32, &[WIDTH, WIDTH]);
+        let w = out.emit(Op::Parameter(Parameter { name: name.into(), fact }), &[]);
+        out.emit(Op::MatMul(MatMul { transpose_a: false, transpose_b: false }), &[x, w])
+    };
+    let first = product(&mut out, x, "w");
+    let hidden = out.emit(Op::Unary(Unary::Tanh), &[first]);
+    let (one, other) = (product(&mut out, hidden, "one"), product(&mut out, hidden, "other"));
+    let sum = out.emit(Op::Binary(Binary::Add), &[one, other]);
+    let sum = out.emit(Op::Unary(Unary::Tanh), &[sum]);
+    let last = product(&mut out, sum, "at last");
+    graph.outputs.push(Output { name: "y".into(), value: last });
+    (graph, weights)
+}
+
+/// What training gives, and to how many sums at most a step adds.
+fn trained(stages: &[usize], schedule: Schedule) -> (Trained, usize) {
+    let (graph, weights) = network();
+    let count = StepCount { minibatches: 2, microbatches: MICROBATCHES };
+    let (minibatch, steps) = (ROWS * MICROBATCHES as usize, count.minibatches as usize);
+    let settings = Settings {
+        dims: Bindings::from([("batch".to_string(), ROWS as i64)]),
+        loss: Loss::Mse,
+        class_axis: None,
+        schedule,
+        count,
+    };
+    let shapes = (0..=stages[stages.len() - 1]).map(|_| StageShape::new(1, 1.0, 2.0)).collect();
+    let prepared = prepare(&graph, stages, Pipeline::chain(shapes), &settings).unwrap();
+    let data =
+        [("x", 42), ("y", 43)].map(|(name, seed)| (name.to_string(), uniform(&[minibatch * steps, WIDTH], seed)));
+    let data = Dataset::new(BTreeMap::from(data), &feeds(&prepared.codes), ROWS).unwrap();
+    let batches = Batches::new(data, minibatch, MICROBATCHES as usize, steps, Order::InOrder).unwrap();
+    let rule = Rule::Sgd { learning_rate: 0.1, momentum: 0.9, nesterov: false, weight_decay: 0.0 };
+    let optimizer = Optimizer::from(rule);
+    let training = Training {
+        codes: &prepared.codes,
+        program: &prepared.program,
+        weights: &weights,
+        batches: &batches,
+        optimizer: &optimizer,
+        policy: Policy::default(),
+        keep_gradients: true,
+    };
+    let terms = |code: &StageCode| code.gradient_terms.iter().all(|term| term.is_summed);
+    assert!(prepared.codes.iter().all(terms));
+    let steps = prepared.codes.iter().flat_map(|code| code.backward.steps.iter().chain(&code.weight.steps));
+    let most = steps.map(|step| step.adds_to.len()).max().unwrap();
+    (train(&training, &mut |_| {}).unwrap(), most)
+}
+
+#[test]
+fn a_gradient_of_two_parameters_has_its_bits_wherever_they_are() {
+    let (together, most) = trained(&[0; 7], Schedule::OneFOneB);
+    assert_eq!(together.gradients["one"].bytes(), together.gradients["other"].bytes(), "they are one tensor");
+    assert_eq!(most, 2);
+    for (stages, schedule) in [
+        ([0, 0, 0, 1, 1, 1, 1], Schedule::OneFOneB),
+        ([0, 0, 0, 0, 1, 1, 1], Schedule::Gpipe),
+        ([0, 0, 0, 1, 1, 1, 1], Schedule::ZbH1),
+    ] {
+        let (apart, _) = trained(&stages, schedule);
+        assert_eq!(apart.losses, together.losses, "{stages:?} {schedule:?}");
+        for (name, gradient) in &together.gradients {
+            assert_eq!(apart.gradients[name].bytes(), gradient.bytes(), "{name} {stages:?} {schedule:?}");
+        }
+        for (name, weight) in &together.weights {
+            assert_eq!(apart.weights[name].bytes(), weight.bytes(), "{name} {stages:?} {schedule:?}");
+        }
+    }
+}
