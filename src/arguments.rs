@@ -72,6 +72,10 @@ pub enum Verb {
     Eval(cmd::eval::Arguments),
     /// The whole road on a small model and shipped data: profile, plan, train, test
     Quickstart(cmd::quickstart::Arguments),
+    /// Find the devices of this machine, measure its links, show a cluster
+    Cluster(cmd::cluster::Arguments),
+    /// Say what pipec finds on this machine, and what does not work
+    Doctor(cmd::doctor::Arguments),
     /// Print the JSON Schema of a file format
     Schema(cmd::schema::Arguments),
     /// Write a model of the zoo as an ONNX file

@@ -1,8 +1,10 @@
 //! The verbs, one file each: arguments, one call, and how the answer is printed.
 
 pub mod checkpoints;
+pub mod cluster;
 pub mod completions;
 pub mod diff;
+pub mod doctor;
 pub mod eval;
 pub mod export;
 pub mod inspect;

@@ -86,15 +86,21 @@ pub fn cluster_of(devices: &Devices, profile: &Profile) -> Result<Cluster, Failu
     Ok(described)
 }
 
-/// The cluster in one line: `16 x h100 (8 on nvlink at 450 GB/s, 2 on ib at 50 GB/s)`.
-pub fn describe(cluster: &PlannedCluster) -> String {
+/// The cluster of a plan in one line.
+pub fn describe(planned: &PlannedCluster) -> String {
+    let PlannedCluster { device, classes, levels, .. } = planned.clone();
+    in_one_line(&Cluster { device, classes, levels, hosts: Vec::new() })
+}
+
+/// A cluster in one line: `16 x h100 (8 on nvlink at 450 GB/s, 2 on ib at 50 GB/s)`.
+pub fn in_one_line(cluster: &Cluster) -> String {
     let level = |level: &compiler::cluster::Level| {
         format!("{} on {} at {}", level.count, level.name, quantity::rate(level.bandwidth.0))
     };
     let levels: Vec<String> = cluster.levels.iter().map(level).collect();
     let of_kind = |count: u32, kind: &str| format!("{count} x {}", shown(kind));
     let devices = match cluster.classes.is_empty() {
-        true => of_kind(cluster.devices, &cluster.device.kind),
+        true => of_kind(cluster.devices(), &cluster.device.kind),
         false => {
             cluster.classes.iter().map(|class| of_kind(class.count, &class.device.kind)).collect::<Vec<_>>().join(" + ")
         }

@@ -88,6 +88,8 @@ fn run() -> u8 {
         Verb::Train(arguments) => cmd::train::run(arguments, &screen),
         Verb::Eval(arguments) => cmd::eval::run(arguments, &screen),
         Verb::Quickstart(arguments) => cmd::quickstart::run(arguments, &screen),
+        Verb::Cluster(arguments) => cmd::cluster::run(arguments, &screen),
+        Verb::Doctor(arguments) => cmd::doctor::run(&arguments, &screen),
         Verb::Schema(arguments) => cmd::schema::run(arguments, &screen),
         Verb::Zoo(arguments) => cmd::zoo::run(arguments, &screen),
         Verb::Completions(arguments) => cmd::completions::run(arguments, &screen),

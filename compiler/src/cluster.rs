@@ -18,12 +18,13 @@
 //! relative to the device whose costs are used.
 //!
 //! `read` turns the file and the two short forms of the command line into a [`Cluster`]; `device` holds what is known of each
-//! device kind, `class` what devices of several classes do together; `unit` reads and prints quantities.
+//! device kind, `class` what devices of several classes do together; `unit` reads and prints quantities; `write` gives the file back.
 
 pub mod class;
 pub mod device;
 pub mod read;
 pub mod unit;
+pub mod write;
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};

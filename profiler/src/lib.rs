@@ -9,6 +9,7 @@
 //! [`Cluster`](compiler::cluster::Cluster). Nothing here prints; progress goes to a callback.
 
 pub mod cache;
+pub mod detect;
 pub mod kernel;
 pub mod machine;
 pub mod measure;

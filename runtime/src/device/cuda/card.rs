@@ -92,6 +92,18 @@ pub fn count() -> usize {
     CudaContext::device_count().map_or(0, |count| usize::try_from(count).unwrap_or(0))
 }
 
+/// Whether two cards are joined by more than the bus of their host: they do atomic operations in each other's memory. A card is joined
+/// with itself.
+pub fn is_joined(one: usize, other: usize) -> bool {
+    let (Ok(from), Ok(to)) = (i32::try_from(one), i32::try_from(other)) else { return false };
+    if one == other || count() <= one.max(other) {
+        return one == other;
+    }
+    let (mut joined, native) = (0, sys::CUdevice_P2PAttribute::CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED);
+    // SAFETY: the driver knows both cards, whose handles are their ordinals, and writes one number.
+    unsafe { sys::cuDeviceGetP2PAttribute(&mut joined, native, from, to) }.result().is_ok() && joined != 0
+}
+
 impl Card {
     /// Opens a card.
     pub fn open(ordinal: usize) -> Result<Arc<Card>, CardFault> {

@@ -1,0 +1,113 @@
+//! From a [`Cluster`] to the text of its file, which reads back as the same cluster.
+
+use crate::cluster::unit::{bandwidth, bytes, seconds};
+use crate::cluster::{Bytes, BytesPerSecond, Cluster, Device, DeviceClass, SCHEMA, Seconds};
+use std::fmt::Write;
+
+/// The TOML text of a cluster.
+pub fn to_toml(cluster: &Cluster) -> String {
+    let mut text = format!("schema = \"{SCHEMA}\"\n");
+    if cluster.classes.is_empty() {
+        text += "\n[device]\n";
+        device(&mut text, &cluster.device);
+    }
+    for class in &cluster.classes {
+        text += "\n[[device]]\n";
+        let DeviceClass { device: of, count, speed } = class;
+        let _ = writeln!(text, "count = {count}");
+        if let Some(speed) = speed {
+            let _ = writeln!(text, "speed = {speed:?}");
+        }
+        device(&mut text, of);
+    }
+    for level in &cluster.levels {
+        let _ = write!(text, "\n[[level]]\nname = {}\ncount = {}\n", quoted(&level.name), level.count);
+        let _ = writeln!(text, "bandwidth = \"{}\"", rate(level.bandwidth));
+        if level.latency.0 > 0.0 {
+            let _ = writeln!(text, "latency = \"{}\"", time(level.latency));
+        }
+        if level.shared {
+            text += "shared = true\n";
+        }
+    }
+    for host in &cluster.hosts {
+        let _ = write!(text, "\n[[host]]\naddress = {}\ndevices = {}\n", quoted(&host.address), host.devices);
+    }
+    text
+}
+
+fn device(text: &mut String, device: &Device) {
+    let peak = device.peak_flops;
+    let _ = writeln!(text, "kind = {}", quoted(&device.kind));
+    let _ = writeln!(text, "memory = \"{}\"", size(device.memory));
+    let _ = writeln!(text, "memory_bandwidth = \"{}\"", rate(device.memory_bandwidth));
+    if device.launch.0 > 0.0 {
+        let _ = writeln!(text, "launch = \"{}\"", time(device.launch));
+    }
+    for (key, value) in [("cores", device.cores), ("threads_per_worker", device.threads_per_worker)] {
+        if let Some(value) = value {
+            let _ = writeln!(text, "{key} = {value}");
+        }
+    }
+    // Exponents are shorter than sixteen digits, and TOML has them.
+    let [f64, f32, tf32, bf16, f16] =
+        [peak.f64, peak.f32, peak.tf32, peak.bf16, peak.f16].map(|flops| format!("{flops:e}"));
+    let _ = writeln!(text, "peak_flops = {{ f64 = {f64}, f32 = {f32}, tf32 = {tf32}, bf16 = {bf16}, f16 = {f16} }}");
+}
+
+/// A string as TOML writes it.
+fn quoted(text: &str) -> String {
+    toml::Value::String(text.to_string()).to_string()
+}
+
+fn size(bytes_: Bytes) -> String {
+    let text = |unit: &str, each: f64| format!("{}{unit}", bytes_.0 as f64 / each);
+    let units = [("GB", 1e9), ("GiB", f64::from(1u32 << 30)), ("MiB", f64::from(1u32 << 20))];
+    let short = units.into_iter().map(|(unit, each)| text(unit, each)).find(|text| bytes(text).ok() == Some(bytes_));
+    short.filter(|text| text.len() < 12).unwrap_or_else(|| format!("{}B", bytes_.0))
+}
+
+fn rate(rate: BytesPerSecond) -> String {
+    let text = |(unit, each): (&str, f64)| format!("{}{unit}", rate.0 / each);
+    let same = |text: &String| bandwidth(text).ok() == Some(rate);
+    [("GB/s", 1e9), ("MB/s", 1e6), ("kB/s", 1e3)].map(text).into_iter().find(same).unwrap_or_else(|| text(("B/s", 1.0)))
+}
+
+fn time(time: Seconds) -> String {
+    let text = |(unit, each): (&str, f64)| format!("{}{unit}", time.0 / each);
+    let same = |text: &String| seconds(text).ok() == Some(time);
+    [("us", 1e-6), ("ms", 1e-3), ("ns", 1e-9)].map(text).into_iter().find(same).unwrap_or_else(|| text(("s", 1.0)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::cluster::device::KINDS;
+    use crate::cluster::read::{from_toml, levels};
+    use crate::cluster::{Host, Level};
+
+    fn comes_back(cluster: &Cluster) {
+        let text = to_toml(cluster);
+        assert_eq!(from_toml(&text).as_ref(), Ok(cluster), "{text}");
+    }
+
+    #[test]
+    fn every_kind_and_every_part_comes_back() {
+        let base = levels("4:10GB/s,2:1.25GB/s").unwrap();
+        for kind in KINDS {
+            comes_back(&Cluster { device: kind.device(), ..base.clone() });
+        }
+        let mut odd = base.clone();
+        odd.device.kind = "own \"kind\"\n\u{1}".to_string();
+        odd.device.memory = Bytes(80_123_456_789);
+        odd.device.memory_bandwidth = BytesPerSecond(1.234_567_890_123e11);
+        odd.device.launch = Seconds(3.141_592_653e-6);
+        odd.levels[0] = Level { name: "näme".into(), latency: Seconds(1.1e-7), shared: true, ..odd.levels[0].clone() };
+        odd.levels[1].bandwidth = BytesPerSecond(1e9 / 3.0);
+        odd.hosts = vec![Host { address: "a:1".into(), devices: 3 }, Host { address: "[::1]:2".into(), devices: 5 }];
+        comes_back(&odd);
+        let of = |kind: usize, count, speed| DeviceClass { device: KINDS[kind].device(), count, speed };
+        let classes = vec![of(3, 6, Some(0.3)), of(4, 2, None)];
+        comes_back(&Cluster { device: KINDS[3].device(), classes, hosts: Vec::new(), ..base });
+    }
+}

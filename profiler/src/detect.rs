@@ -1,0 +1,155 @@
+//! The devices that this machine has, as a cluster: its GPUs where the driver knows any, else the cores of its CPU.
+
+use crate::machine;
+use compiler::cluster::device::{KINDS, Kind, find};
+use compiler::cluster::read::{ClusterError, check};
+use compiler::cluster::{Bytes, BytesPerSecond, Cluster, Device, DeviceClass, Level, Seconds};
+use runtime::device::cuda::card::{About, Card, count, is_joined};
+use thiserror::Error;
+
+/// One direction of a PCIe 4.0 slot of sixteen lanes, in bytes per second.
+const PCIE: f64 = 32e9;
+
+/// What a message between two cards takes to start.
+const LATENCY: f64 = 5e-6;
+
+/// Words of a card's name, in the driver's spelling, and its kind. The first that is there counts; of kinds that differ in
+/// memory alone the one that is nearest.
+const NAMES: &[(&str, &str)] = &[
+    ("B200", "b200"),
+    ("H200", "h200"),
+    ("H100", "h100"),
+    ("A100", "a100"),
+    ("V100", "v100"),
+    ("L40S", "l40s"),
+    ("A10", "a10"),
+    ("L4", "l4"),
+    ("T4", "t4"),
+    ("RTX 4090", "rtx4090"),
+    ("RTX 3090", "rtx3090"),
+];
+
+/// Why the devices of this machine make no cluster.
+#[derive(Debug, Error)]
+#[allow(missing_docs)]
+pub enum DetectError {
+    #[error("GPU {ordinal} is a `{name}`, of which pipec knows no figures")]
+    Unknown { ordinal: usize, name: String },
+    #[error(transparent)]
+    Cluster(#[from] ClusterError),
+}
+
+/// The GPUs of this machine, in the driver's order; those that cannot be opened are left out.
+pub fn gpus() -> Vec<About> {
+    (0..count()).filter_map(|ordinal| Some(Card::open(ordinal).ok()?.about().clone())).collect()
+}
+
+/// These GPUs as a cluster; where there are none, `workers` on the cores of this CPU.
+pub fn cluster(gpus: &[About], workers: u32) -> Result<Cluster, DetectError> {
+    let Some(first) = gpus.first() else { return Ok(machine::cluster_of_this_cpu(workers)?) };
+    let usual = kind(&first.name, first.memory as u64).map(Kind::link);
+    let is_joined = gpus.len() > 1 && gpus.iter().all(|a| gpus.iter().all(|b| is_joined(a.ordinal, b.ordinal)));
+    let (name, bandwidth) = usual.filter(|_| is_joined).unwrap_or(("pcie", BytesPerSecond(PCIE)));
+    of_cards(gpus, name, bandwidth)
+}
+
+fn of_cards(gpus: &[About], name: &str, bandwidth: BytesPerSecond) -> Result<Cluster, DetectError> {
+    let mut classes: Vec<DeviceClass> = Vec::new();
+    for card in gpus {
+        let device = device(card)?;
+        match classes.last_mut().filter(|class| class.device == device) {
+            Some(class) => class.count += 1,
+            None => classes.push(DeviceClass { device, count: 1, speed: None }),
+        }
+    }
+    let device = classes.first().map(|class| class.device.clone()).ok_or(ClusterError::NoLevel)?;
+    if classes.len() == 1 {
+        classes.clear();
+    }
+    let count = u32::try_from(gpus.len()).unwrap_or(u32::MAX);
+    let level = Level { name: name.to_string(), count, bandwidth, latency: Seconds(LATENCY), shared: false };
+    Ok(check(Cluster { device, classes, levels: vec![level], hosts: Vec::new() })?)
+}
+
+/// What is known of a card, with the memory that it tells itself.
+fn device(card: &About) -> Result<Device, DetectError> {
+    let unknown = || DetectError::Unknown { ordinal: card.ordinal, name: card.name.clone() };
+    let kind = kind(&card.name, card.memory as u64).ok_or_else(unknown)?;
+    Ok(Device { memory: Bytes(card.memory as u64), ..kind.device() })
+}
+
+/// The kind of a card of this name and so much memory.
+fn kind(name: &str, memory: u64) -> Option<&'static Kind> {
+    let words: Vec<&str> = name.split(|c: char| !c.is_ascii_alphanumeric()).filter(|word| !word.is_empty()).collect();
+    let is_there = |wanted: &str| {
+        let wanted: Vec<&str> = wanted.split(' ').collect();
+        words.windows(wanted.len()).any(|found| {
+            let same = |(found, wanted): (&&str, &&str)| found.strip_prefix(wanted).is_some_and(is_variant);
+            found.iter().zip(&wanted).all(same)
+        })
+    };
+    let (_, family) = NAMES.iter().find(|(wanted, _)| is_there(wanted))?;
+    let distance = |kind: &&&Kind| kind.device().memory.0.abs_diff(memory);
+    let own =
+        |kind: &&Kind| kind.name == *family || kind.name.strip_prefix(family).is_some_and(|rest| rest.starts_with('-'));
+    KINDS.iter().filter(own).min_by_key(|kind| distance(&kind)).or_else(|| find(family))
+}
+
+/// What may follow a kind in the same word: nothing, or the letter of a version, as in `A10G`.
+fn is_variant(rest: &str) -> bool {
+    rest.len() <= 1 && rest.chars().all(|c| c == 'G')
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use runtime::device::cuda::compile::Architecture;
+
+    fn card(ordinal: usize, name: &str, gigabytes: f64) -> About {
+        let memory = (gigabytes * 1e9) as usize;
+        About {
+            ordinal,
+            name: name.to_string(),
+            architecture: Architecture { major: 9, minor: 0 },
+            memory,
+            driver: 13000,
+        }
+    }
+
+    #[test]
+    fn cards_are_known_by_their_names() {
+        for (name, gigabytes, wanted) in [
+            ("NVIDIA H100 80GB HBM3", 85.0, Some("h100")),
+            ("NVIDIA H200", 150.7, Some("h200")),
+            ("NVIDIA A100-SXM4-40GB", 42.4, Some("a100-40")),
+            ("NVIDIA A100 80GB PCIe", 85.1, Some("a100")),
+            ("Tesla V100-SXM2-16GB", 16.9, Some("v100")),
+            ("Tesla V100-SXM2-32GB", 34.1, Some("v100-32")),
+            ("NVIDIA A10G", 23.7, Some("a10")),
+            ("NVIDIA L4", 23.6, Some("l4")),
+            ("NVIDIA L40S", 47.8, Some("l40s")),
+            ("Tesla T4", 15.8, Some("t4")),
+            ("NVIDIA GeForce RTX 4090", 25.4, Some("rtx4090")),
+            ("NVIDIA GeForce GTX 1080", 8.5, None),
+            ("NVIDIA L40", 47.8, None),
+            ("NVIDIA A1000", 8.0, None),
+            ("", 8.0, None),
+        ] {
+            assert_eq!(kind(name, (gigabytes * 1e9) as u64).map(|kind| kind.name), wanted, "{name}");
+        }
+    }
+
+    #[test]
+    fn cards_of_several_kinds_are_classes() {
+        let alike = [card(0, "NVIDIA H200", 150.0), card(1, "NVIDIA H200", 150.0)];
+        let cluster = of_cards(&alike, "nvlink", BytesPerSecond(450e9)).unwrap();
+        assert_eq!((cluster.devices(), cluster.classes.len()), (2, 0));
+        assert_eq!((cluster.device.kind.as_str(), cluster.device.memory), ("h200", Bytes(150_000_000_000)));
+        let mixed = [alike[0].clone(), card(1, "Tesla T4", 15.8), card(2, "Tesla T4", 15.8)];
+        let cluster = of_cards(&mixed, "pcie", BytesPerSecond(PCIE)).unwrap();
+        assert_eq!(cluster.classes.iter().map(|class| class.count).collect::<Vec<_>>(), [1, 2]);
+        let other = [card(0, "Quadro", 8.0)];
+        assert!(of_cards(&other, "pcie", BytesPerSecond(PCIE)).unwrap_err().to_string().contains("Quadro"));
+        assert_eq!(super::cluster(&[], 3).unwrap().devices(), 3);
+    }
+}

@@ -1,0 +1,265 @@
+//! `pipec cluster`: what this machine has, how fast its links are, and what a cluster file says.
+
+use crate::arguments::Devices;
+use crate::failure::Failure;
+use crate::screen::Screen;
+use crate::{machines, quantity, source, stages};
+use clap::{Args, Subcommand};
+use compiler::cluster::read::check;
+use compiler::cluster::write::to_toml;
+use compiler::cluster::{Cluster, Level};
+use compiler::import::onnx::name::shown;
+use profiler::detect::{self, DetectError};
+use profiler::machine;
+use serde_json::{Value, json};
+use std::path::{Path, PathBuf};
+
+/// Pairs of more devices are not listed one by one.
+const MOST_IN_MATRIX: u32 = 16;
+
+/// What to do.
+#[derive(Debug, Args)]
+pub struct Arguments {
+    #[command(subcommand)]
+    what: What,
+}
+
+#[derive(Debug, Subcommand)]
+enum What {
+    /// Write the devices of this machine as a cluster file: its GPUs, or workers on its cores
+    #[command(after_help = "Example: pipec cluster detect -o cluster.toml")]
+    Detect(Detect),
+    /// Measure the links of this machine, beside what a cluster file says of them
+    #[command(after_help = "Example: pipec cluster bench cluster.toml -o measured.toml")]
+    Bench(Bench),
+    /// Show a cluster: its devices, its levels, and what lies between any two devices
+    #[command(
+        after_help = "Example: pipec cluster show cluster.toml\n         pipec cluster show --levels 8:450GB/s,2:50GB/s"
+    )]
+    Show(Show),
+}
+
+/// What to find.
+#[derive(Debug, Args)]
+struct Detect {
+    /// Workers on the cores of the CPU, where there is no GPU or `--cpu` is given [default: as many as cores]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=65_536))]
+    workers: Option<u32>,
+    /// The CPU, also where there are GPUs
+    #[arg(long)]
+    cpu: bool,
+    /// Where the file goes [default: standard output]
+    #[arg(short, long, value_name = "FILE")]
+    output: Option<PathBuf>,
+}
+
+#[derive(Debug, Args)]
+struct Bench {
+    /// The cluster file [default: what `cluster detect` finds]
+    file: Option<PathBuf>,
+    /// Write the file with the measured figures in place of its own
+    #[arg(short, long, value_name = "FILE")]
+    output: Option<PathBuf>,
+}
+
+#[derive(Debug, Args)]
+struct Show {
+    /// The cluster file
+    #[arg(conflicts_with_all = ["gpus", "levels", "cluster"])]
+    file: Option<PathBuf>,
+    #[command(flatten)]
+    devices: Devices,
+}
+
+/// Does it.
+pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Failure> {
+    match arguments.what {
+        What::Detect(arguments) => found(&arguments, screen),
+        What::Bench(arguments) => bench(&arguments, screen),
+        What::Show(arguments) => show(arguments, screen),
+    }
+}
+
+fn found(arguments: &Detect, screen: &Screen) -> Result<(), Failure> {
+    let cluster = this_machine(arguments.workers, arguments.cpu)?;
+    deliver(&cluster, arguments.output.as_deref(), screen)?;
+    screen.note(&machines::in_one_line(&cluster));
+    if let Some(path) = &arguments.output {
+        screen
+            .note(&format!("next: pipec cluster bench {0}\n      pipec partition MODEL --cluster {0}", path.display()));
+    }
+    Ok(())
+}
+
+/// The devices that are here.
+fn this_machine(workers: Option<u32>, cpu: bool) -> Result<Cluster, Failure> {
+    let gpus = if cpu { Vec::new() } else { detect::gpus() };
+    let cores = std::thread::available_parallelism().map_or(1, |cores| cores.get() as u32);
+    if let (Some(_), false) = (workers, gpus.is_empty()) {
+        return Err(Failure::input("`--workers` shares out cores, and this machine has GPUs")
+            .help("`--cpu` takes the cores all the same"));
+    }
+    detect::cluster(&gpus, workers.unwrap_or(cores)).map_err(|error| {
+        let failure = Failure::no("cannot describe this machine").because(&error);
+        match error {
+            DetectError::Unknown { .. } => failure.help(
+                "write a cluster file by hand: `[device]` with kind, memory, memory_bandwidth and peak_flops, as `pipec schema cluster` says",
+            ),
+            DetectError::Cluster(_) => failure,
+        }
+    })
+}
+
+/// A cluster is the result: in the file that was asked for, or printed.
+fn deliver(cluster: &Cluster, output: Option<&Path>, screen: &Screen) -> Result<(), Failure> {
+    let text = to_toml(cluster);
+    match output {
+        Some(path) => {
+            source::write(path, text.as_bytes())?;
+            screen.json(&json!(cluster));
+            screen.note(&format!("wrote {}", path.display()));
+        }
+        None => {
+            screen.json(&json!(cluster));
+            screen.text(text.trim_end());
+        }
+    }
+    Ok(())
+}
+
+fn bench(arguments: &Bench, screen: &Screen) -> Result<(), Failure> {
+    let said = match &arguments.file {
+        Some(path) => read(path)?,
+        None => this_machine(None, false)?,
+    };
+    if said.device.kind != "cpu" {
+        return Err(Failure::no(format!("the links of {} are not measured", shown(&said.device.kind)))
+            .because("only workers on the cores of this CPU are")
+            .help("NCCL's all_reduce_perf or nvbandwidth measure them; write what they say into the cluster file"));
+    }
+    let mut measured = said.clone();
+    machine::measure_links(&mut measured);
+    // Only the innermost level is within this machine.
+    measured.levels[1..].clone_from_slice(&said.levels[1..]);
+    let measured = check(measured).map_err(|error| Failure::no("cannot use what was measured").because(error))?;
+    let row = |(at, (said, measured)): (usize, (&Level, &Level))| {
+        let or_not = |text: String| if at == 0 { text } else { "not from here".to_string() };
+        vec![
+            shown(&said.name).into_owned(),
+            said.count.to_string(),
+            quantity::rate(said.bandwidth.0),
+            or_not(quantity::rate(measured.bandwidth.0)),
+            quantity::time(said.latency.0 * 1e6),
+            or_not(quantity::time(measured.latency.0 * 1e6)),
+        ]
+    };
+    let rows: Vec<Vec<String>> = said.levels.iter().zip(&measured.levels).enumerate().map(row).collect();
+    let heads = ["level", "count", "bandwidth", "measured", "latency", "measured"];
+    let table = stages::table(&heads, &[1, 2, 3, 4, 5], rows);
+    match &arguments.output {
+        Some(path) => {
+            source::write(path, to_toml(&measured).as_bytes())?;
+            screen.text(&table);
+            screen.note(&format!("wrote {}", path.display()));
+        }
+        None => screen.text(&table),
+    }
+    screen.json(&json!({"stated": said, "measured": measured, "levels_measured": 1}));
+    Ok(())
+}
+
+fn show(arguments: Show, screen: &Screen) -> Result<(), Failure> {
+    let cluster = match &arguments.file {
+        Some(path) => read(path)?,
+        None => machines::cluster(&arguments.devices, None)?,
+    };
+    screen.json(&shown_as_json(&cluster));
+    screen.text(&machines::in_one_line(&cluster));
+    let device = &cluster.device;
+    let of = |device: &compiler::cluster::Device, count: u32, speed: Option<f64>| {
+        vec![
+            count.to_string(),
+            shown(&device.kind).into_owned(),
+            quantity::bytes(device.memory.0),
+            quantity::rate(device.memory_bandwidth.0),
+            format!("{}/s", quantity::flops(device.peak_flops.f32)),
+            format!("{}/s", quantity::flops(device.peak_flops.bf16)),
+            speed.map_or_else(String::new, |speed| format!("{} times", quantity::short(speed))),
+        ]
+    };
+    let rows = match cluster.classes.is_empty() {
+        true => vec![of(device, cluster.devices(), None)],
+        false => cluster.classes.iter().map(|class| of(&class.device, class.count, class.speed)).collect(),
+    };
+    let heads = ["devices", "kind", "memory each", "its bandwidth", "f32 peak", "bf16 peak", ""];
+    screen.text(&format!("\n{}", stages::table(&heads, &[0, 2, 3, 4, 5, 6], rows)));
+    let mut inside = 1u32;
+    let level = |level: &Level| {
+        inside = inside.saturating_mul(level.count);
+        vec![
+            shown(&level.name).into_owned(),
+            level.count.to_string(),
+            inside.to_string(),
+            quantity::rate(level.bandwidth.0),
+            quantity::time(level.latency.0 * 1e6),
+            if level.shared { "by all below" } else { "" }.to_string(),
+        ]
+    };
+    let rows: Vec<Vec<String>> = cluster.levels.iter().map(level).collect();
+    let heads = ["level", "joins", "devices in it", "bandwidth", "latency", "shared"];
+    screen.text(&format!("\n{}", stages::table(&heads, &[1, 2, 3, 4], rows)));
+    if (2..=MOST_IN_MATRIX).contains(&cluster.devices()) {
+        screen.text(&format!("\nbandwidth between two devices, GB/s\n{}", matrix(&cluster)));
+    }
+    if !cluster.hosts.is_empty() {
+        let rows = cluster.hosts.iter().map(|host| vec![shown(&host.address).into_owned(), host.devices.to_string()]);
+        screen.text(&format!("\n{}", stages::table(&["host", "devices"], &[1], rows.collect())));
+    }
+    Ok(())
+}
+
+/// The level through which two devices reach each other.
+fn between(cluster: &Cluster, one: u32, other: u32) -> Option<usize> {
+    let mut size = 1u32;
+    (0..cluster.levels.len()).find(|&at| {
+        size = size.saturating_mul(cluster.levels[at].count);
+        one / size == other / size
+    })
+}
+
+/// What any two devices send each other at most: the slowest level on the way.
+fn slowest(cluster: &Cluster, one: u32, other: u32) -> f64 {
+    let last = between(cluster, one, other).unwrap_or(cluster.levels.len() - 1);
+    cluster.levels[..=last].iter().map(|level| level.bandwidth.0).fold(f64::INFINITY, f64::min)
+}
+
+fn matrix(cluster: &Cluster) -> String {
+    let devices = cluster.devices();
+    let names: Vec<String> = (0..devices).map(|device| device.to_string()).collect();
+    let heads: Vec<&str> = std::iter::once("").chain(names.iter().map(String::as_str)).collect();
+    let cell = |one: u32, other: u32| match one == other {
+        true => "·".to_string(),
+        false => quantity::short(slowest(cluster, one, other) / 1e9),
+    };
+    let row = |one: u32| std::iter::once(one.to_string()).chain((0..devices).map(|other| cell(one, other))).collect();
+    let right: Vec<usize> = (0..=devices as usize).collect();
+    stages::table(&heads, &right, (0..devices).map(row).collect())
+}
+
+fn shown_as_json(cluster: &Cluster) -> Value {
+    let mut value = json!(cluster);
+    value["devices"] = json!(cluster.devices());
+    if cluster.devices() <= MOST_IN_MATRIX {
+        let all = 0..cluster.devices();
+        let row = |one: u32| -> Vec<Value> {
+            let cell = |other| if one == other { Value::Null } else { json!(slowest(cluster, one, other)) };
+            all.clone().map(cell).collect()
+        };
+        value["bandwidth_between"] = all.clone().map(row).collect();
+    }
+    value
+}
+
+fn read(path: &Path) -> Result<Cluster, Failure> {
+    machines::cluster(&Devices { cluster: Some(path.to_path_buf()), ..Devices::default() }, None)
+}
