@@ -86,6 +86,7 @@ pub fn is_limited(problem: &Problem) -> bool {
     let all = Holdings {
         weights: sum(&mut graph.params.iter().map(|param| param.bytes)),
         terms: sum(&mut graph.used_bytes().into_iter()),
+        shared: sum(&mut graph.params.iter().filter(|param| param.users.len() > 1).map(|param| param.bytes)),
         saved: sum(&mut graph.ops.iter().map(OpCost::kept_bytes)),
         inputs: tensors,
         outputs: tensors,

@@ -155,6 +155,7 @@ fn holdings(graph: &CostGraph, order: &[u32], ends: &[usize]) -> Vec<Holdings> {
     let is_handed_on: Vec<bool> = (0..order.len()).map(is_handed_on).collect();
     let mut op_seen = vec![usize::MAX; order.len()];
     let mut param_seen = vec![usize::MAX; graph.params.len()];
+    let mut users_seen = vec![0; graph.params.len()];
     let mut tensor_seen = vec![usize::MAX; graph.tensors.len()];
     for from in 0..places - 1 {
         let mut run = Holdings::default();
@@ -162,9 +163,16 @@ fn holdings(graph: &CostGraph, order: &[u32], ends: &[usize]) -> Vec<Holdings> {
             for &op in &order[ends[to - 1]..ends[to]] {
                 let op = op as usize;
                 for &param in &params[op] {
-                    run.terms += graph.params[param].bytes;
+                    let (bytes, users) = (graph.params[param].bytes, graph.params[param].users.len());
+                    run.terms += bytes;
                     if std::mem::replace(&mut param_seen[param], from) != from {
-                        run.weights += graph.params[param].bytes;
+                        run.weights += bytes;
+                        run.shared += bytes;
+                        users_seen[param] = 0;
+                    }
+                    users_seen[param] += 1;
+                    if users_seen[param] == users {
+                        run.shared -= bytes;
                     }
                 }
                 for &tensor in &made[op] {

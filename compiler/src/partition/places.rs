@@ -6,7 +6,7 @@
 
 use crate::partition::states::Space;
 use crate::plan::memory::Holdings;
-use crate::profile::cost_graph::CostGraph;
+use crate::profile::cost_graph::{CostGraph, OpId};
 
 /// The places of a space with their sums.
 #[derive(Clone, Debug)]
@@ -182,12 +182,19 @@ impl<'a> Places<'a> {
         let producer = |tensor: &u32| self.graph.tensors[*tensor as usize].producer.index();
         let arriving: u64 = whole.map(|tensor| self.graph.ops[producer(tensor)].arriving_bytes).sum();
         let inside = |op: usize| self.has(to, op) && !self.has(from, op);
-        let tied = self.tied.iter().map(|&at| &self.graph.params[at]);
-        let tied: u64 = tied.filter(|param| param.users.iter().any(|op| inside(op.index()))).map(|p| p.bytes).sum();
+        let (mut tied, mut shared) = (0, 0);
+        for param in self.tied.iter().map(|&at| &self.graph.params[at]) {
+            let is_inside = |op: &OpId| inside(op.index());
+            if param.users.iter().any(is_inside) {
+                tied += param.bytes;
+                shared += if param.users.iter().all(is_inside) { 0 } else { param.bytes };
+            }
+        }
         let scratch = self.scratch.iter().find(|&&op| inside(op));
         let holdings = Holdings {
             weights: self.weights[to] - self.weights[from] + tied,
             terms: self.terms[to] - self.terms[from],
+            shared,
             saved: self.saved[to] - self.saved[from],
             inputs: in_bytes,
             outputs: out_bytes,

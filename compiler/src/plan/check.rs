@@ -322,6 +322,7 @@ fn memory(problem: &Problem, plan: &Plan, stage_of: &[usize]) -> Vec<StageMemory
     let graph = &problem.graph;
     let mut weights = vec![0u64; plan.stages.len()];
     let mut terms = vec![0u64; plan.stages.len()];
+    let mut shared = vec![0u64; plan.stages.len()];
     let mut alive = vec![0u64; plan.stages.len()];
     let mut workspace = vec![0u64; plan.stages.len()];
     let mut received = vec![0u64; plan.stages.len()];
@@ -336,6 +337,9 @@ fn memory(problem: &Problem, plan: &Plan, stage_of: &[usize]) -> Vec<StageMemory
         stages.iter().for_each(|&stage| terms[stage] = terms[stage].saturating_add(param.bytes));
         stages.sort_unstable();
         stages.dedup();
+        if stages.len() > 1 {
+            stages.iter().for_each(|&stage| shared[stage] = shared[stage].saturating_add(param.bytes));
+        }
         stages.into_iter().for_each(|stage| weights[stage] = weights[stage].saturating_add(param.bytes));
     }
     for (op, &stage) in graph.ops.iter().zip(stage_of) {
@@ -368,7 +372,7 @@ fn memory(problem: &Problem, plan: &Plan, stage_of: &[usize]) -> Vec<StageMemory
         let weights = weights[stage];
         let versions = weights.saturating_mul(u64::from(plan.schedule.weight_versions[stage]) - 1);
         let copies = if plan.stages[stage].replicas > 1 { 2 } else { 1 };
-        let gradients = if trains { terms[stage].saturating_mul(copies) } else { 0 };
+        let gradients = if trains { terms[stage].saturating_mul(copies).saturating_add(shared[stage]) } else { 0 };
         let optimizer = if trains { (weights as f64 * problem.optimizer_state).ceil() as u64 } else { 0 };
         let waiting = received[stage].saturating_add(only_sent[stage]);
         let in_flight = u64::from(plan.schedule.in_flight[stage]);

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! total       = weights · versions + gradients + optimizer + activations + between + messages + workspace
-//! gradients   = terms, twice where replicas add theirs up
+//! gradients   = terms, twice where replicas add theirs up, + shared
 //! activations = in_flight · (saved + inputs + sent)          recomputed: in_flight · (inputs + outputs) + max(1, apart) · (saved + outputs)
 //!               saved + inputs + sent + (in_flight - 1) · outputs                   inference
 //! between     = apart · halves + (apart - 1) · outputs       0 where backwards are whole
@@ -11,7 +11,8 @@
 //!
 //! `saved` is what forward keeps for backward, what is fed to the model included, `inputs` the tensors that come from other stages, `sent` those of the `outputs`, which
 //! go to others, that would not be kept otherwise; `workspace` is the arena: what is alive within a run, scratch included, at the op
-//! where that is most. The `terms` of gradients have a sum each: a parameter has as many as ops of the stage use it. The messages are the gradients
+//! where that is most. The `terms` of gradients have a sum each: a parameter has as many as ops of the stage use it,
+//! and those that are `shared` with other stages are added up with theirs. The messages are the gradients
 //! that one item gets and gives, and those of the item before that may still be on their way. A recomputed stage keeps its inputs and what it sent, and runs forward once more before backward, into other buffers. Versions are
 //! held by pointer: V versions take V copies of the weights and no more. A tied parameter counts once in each stage that uses
 //! it. Where backwards are split, `apart` items at the most have the first half behind them and not the second: each keeps `halves`,
@@ -29,6 +30,8 @@ pub struct Holdings {
     pub weights: u64,
     /// Parameters, each once for every op that uses it.
     pub terms: u64,
+    /// Parameters that ops outside the set use as well.
+    pub shared: u64,
     /// Saved for backward, of one micro-batch.
     pub saved: u64,
     /// Tensors from outside the set, of one micro-batch.
@@ -70,6 +73,7 @@ impl Holdings {
             let users = param.users.iter().filter(|op| inside[op.index()]).count() as u64;
             holdings.weights += if users > 0 { param.bytes } else { 0 };
             holdings.terms += param.bytes * users;
+            holdings.shared += if users > 0 && users < param.users.len() as u64 { param.bytes } else { 0 };
         }
         for (at, tensor) in graph.tensors.iter().enumerate() {
             let (mut is_read_inside, mut is_read_outside) = (false, false);
@@ -110,7 +114,8 @@ impl Holdings {
         let weights = self.weights;
         let versions = weights.saturating_mul(u64::from(multiples.versions.saturating_sub(1)));
         let copies = if trains { 1 + u64::from(multiples.replicas > 1) } else { 0 };
-        let gradients = self.terms.saturating_mul(copies);
+        let shared = if trains { self.shared } else { 0 };
+        let gradients = self.terms.saturating_mul(copies).saturating_add(shared);
         // `as` saturates; state is a small factor checked with the problem.
         let optimizer = if trains { (weights as f64 * multiples.optimizer_state).ceil() as u64 } else { 0 };
         let apart = u64::from(multiples.apart);
@@ -162,7 +167,7 @@ mod tests {
         };
         let tail = Holdings::of(&graph, &[false, true, true]);
         let rest = Holdings { inputs: 100, outputs: 0, sent: 0, workspace: 9, halves: 11, ..Holdings::default() };
-        assert_eq!(tail, Holdings { weights: 1000, terms: 2000, saved: 60, ..rest });
+        assert_eq!(tail, Holdings { weights: 1000, terms: 2000, shared: 1000, saved: 60, ..rest });
         let multiples = Multiples {
             in_flight: 3,
             apart: 0,
@@ -173,8 +178,10 @@ mod tests {
             schedule: ScheduleKind::RoundRobin,
         };
         let held = tail.held(&multiples);
-        assert_eq!((held.versions, held.gradients, held.optimizer, held.activations), (2000, 2000, 2000, 480));
-        assert_eq!(held.total, 1000 + 2000 + 2000 + 2000 + 480 + 200 + 9);
+        assert_eq!((held.versions, held.gradients, held.optimizer, held.activations), (2000, 3000, 2000, 480));
+        assert_eq!(held.total, 1000 + 2000 + 3000 + 2000 + 480 + 200 + 9);
+        let replicated = tail.held(&Multiples { replicas: 2, ..multiples });
+        assert_eq!(replicated.gradients, 5000);
         // Recomputed, only the inputs wait for each of the three; what one item saves is there while it runs backward.
         let recomputed = tail.held(&Multiples { recompute: true, ..multiples });
         assert_eq!(recomputed.activations, 3 * 100 + 60);

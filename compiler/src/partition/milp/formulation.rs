@@ -266,18 +266,39 @@ impl<'a> Formulation<'a> {
                 [] => {}
                 [user] => self.add_inside(&mut sum, factor, user.index(), stage),
                 users => {
-                    let inside = |user: &OpId| {
-                        let mut inside = Expression::default();
-                        self.add_inside(&mut inside, 1.0, user.index(), stage);
-                        inside
-                    };
-                    let inside = users.iter().map(inside).collect();
+                    let inside = self.each_inside(users, stage);
                     let is_used = self.at_least(inside);
                     sum.add_mul(factor, is_used);
                 }
             }
         }
         sum
+    }
+
+    /// The bytes of the parameters that a stage uses and others use as well, times `factor`.
+    pub(super) fn shared(&mut self, stage: usize, factor: f64, room: f64) -> Expression {
+        let mut sum = Expression::default();
+        for param in self.scope.problem.graph.params.iter().filter(|param| param.users.len() > 1) {
+            let Some(factor) = self.factor(factor * param.bytes as f64, room) else { continue };
+            let inside = self.each_inside(&param.users, stage);
+            let outside = inside.iter().map(|inside| Expression::from(1.0) - inside.clone()).collect();
+            let (is_used, is_used_outside) = (self.at_least(inside), self.at_least(outside));
+            sum.add_mul(factor, is_used);
+            sum.add_mul(factor, is_used_outside);
+            // One of them is always true.
+            sum += -factor;
+        }
+        sum
+    }
+
+    /// For each of these ops whether it is in a stage.
+    fn each_inside(&self, ops: &[OpId], stage: usize) -> Vec<Expression> {
+        let inside = |op: &OpId| {
+            let mut inside = Expression::default();
+            self.add_inside(&mut inside, 1.0, op.index(), stage);
+            inside
+        };
+        ops.iter().map(inside).collect()
     }
 }
 

@@ -31,6 +31,7 @@ impl Formulation<'_> {
             let each = |holdings: Holdings| holdings.held(&multiples).total as f64 / MANY as f64 / limit;
             let none = Holdings::default();
             let mut sum = self.parameters(stage, each(Holdings { weights: MANY, ..none }), 1.0);
+            sum += self.shared(stage, each(Holdings { shared: MANY, ..none }), 1.0);
             let [saved, terms] = [Holdings { saved: MANY, ..none }, Holdings { terms: MANY, ..none }].map(each);
             let used = problem.graph.used_bytes();
             // Every stage but the first counts as one that others wait for, and no gradient as one that comes as it is.
