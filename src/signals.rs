@@ -1,32 +1,4 @@
-//! Signals that ask a run to end: noticed here, acted on by whoever looks.
-
-use std::sync::atomic::{AtomicI32, Ordering};
-
-/// The first that came; 0 while none has.
-static PENDING: AtomicI32 = AtomicI32::new(0);
-
-/// From now on SIGINT and SIGTERM are noticed instead of ending the process.
-#[cfg(unix)]
-pub fn notice() {
-    extern "C" fn note(signal: libc::c_int) {
-        // All that may be done in a handler. A second signal changes nothing.
-        let _ = PENDING.compare_exchange(0, signal, Ordering::Relaxed, Ordering::Relaxed);
-    }
-    let note: extern "C" fn(libc::c_int) = note;
-    for signal in [libc::SIGINT, libc::SIGTERM] {
-        // SAFETY: the handler only touches an atomic number.
-        unsafe { libc::signal(signal, note as libc::sighandler_t) };
-    }
-}
-
-/// Nothing is noticed where there are no such signals.
-#[cfg(not(unix))]
-pub fn notice() {}
-
-/// The signal that came, if one has.
-pub fn pending() -> Option<i32> {
-    Some(PENDING.load(Ordering::Relaxed)).filter(|signal| *signal != 0)
-}
+//! What is told to processes that this one started, and what is said of how they end.
 
 /// Sends a signal to a process that was started from here and has not been waited for.
 #[cfg(unix)]

@@ -16,15 +16,15 @@ use compiler::schedule::rule::StepCount;
 use compiler::tensor::dim::{Bindings, Dim};
 use compiler::tensor::fact::Fact;
 use compiler::tensor::{DType, Tensor};
-use runtime::checkpoint::cuts::Gate;
 use runtime::checkpoint::find::{self, Found};
+use runtime::checkpoint::gate::Gate;
 use runtime::checkpoint::start::check_states;
 use runtime::optimizer::{Optimizer, Rule};
 use runtime::policy::{Policy, Staleness, Statistics};
 use runtime::prepare::{Settings, prepare};
 use runtime::train::{Course, run, train};
 use std::fs;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 /// Runs whole, and from every checkpoint to the end.
 fn goes_on(what: &str, ready: &Ready) {
@@ -162,11 +162,11 @@ fn a_run_that_is_told_to_stop_leaves_a_checkpoint_to_go_on_from() {
         let what = format!("{schedule} {replicas:?}");
         // Whenever it is told: here at the beginning of a minibatch that some worker begins.
         for _ in 0..3 {
-            let (stop, folder) = (AtomicBool::new(false), tempfile::tempdir().unwrap());
+            let (stop, folder) = (AtomicUsize::new(0), tempfile::tempdir().unwrap());
             let gate = Gate::new(&stop, period(&ready.prepared.program), 0);
             let first = std::thread::scope(|scope| {
                 let run = scope.spawn(|| ready.run(None, folder.path(), Some(&gate)));
-                stop.store(true, Ordering::Relaxed);
+                stop.store(1, Ordering::Relaxed);
                 run.join().unwrap()
             });
             let end = gate.end().expect("it was told before it began") as usize;

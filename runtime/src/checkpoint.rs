@@ -21,6 +21,7 @@ pub mod cuts;
 pub mod encode;
 pub mod files;
 pub mod find;
+pub mod gate;
 pub mod keeper;
 pub mod manifest;
 pub mod start;

@@ -23,4 +23,5 @@ pub mod parts;
 pub mod rendezvous;
 pub mod ring;
 pub mod seats;
+pub mod stopping;
 pub mod switchboard;

@@ -2,7 +2,8 @@
 
 use crate::buffer::Buffer;
 use crate::checkpoint::Part;
-use crate::checkpoint::cuts::{Cuts, Gate};
+use crate::checkpoint::cuts::Cuts;
+use crate::checkpoint::gate::Gate;
 use crate::checkpoint::start::{Start, StartError, check_states as check_read_states};
 use crate::compile::{Named, StageCode};
 use crate::data::Batches;
@@ -258,7 +259,7 @@ pub fn run_in_group(
     let room = program.workers.iter().map(|worker| program.stages_of(worker.rank).count()).sum();
     let (to_keeper, parts) = crossbeam_channel::bounded(room);
     let keeper = on_part.is_some().then(|| to_keeper.clone());
-    let open = |group| Exchange::new(group, program, training.codes, &events, keeper);
+    let open = |group| Exchange::new(group, program, training.codes, &events, keeper, gate);
     let mut exchange = group.map(open).transpose()?;
     let ties = ties(training, &mut exchange)?;
     let norms = agrees(training).then(|| {

@@ -6,7 +6,8 @@
 
 use crate::buffer::{Buffer, Ledger};
 use crate::checkpoint::Part as CheckpointPart;
-use crate::checkpoint::cuts::{Cuts, Gate};
+use crate::checkpoint::cuts::Cuts;
+use crate::checkpoint::gate::Gate;
 use crate::data::Batches;
 use crate::desk::checkpoint::Checkpoint;
 use crate::desk::cut::Cut;
@@ -357,6 +358,10 @@ impl<'a> Worker<'a> {
                 may
             }
             (None, Instruction::Wait { token }) => self.pending.contains_key(token) || gate.end().is_none(),
+            // What the run leaves is the version of its end.
+            (None, Instruction::Drop { stage, version }) => {
+                gate.end().is_none_or(|end| *version < version_at(&self.rule, *stage, end))
+            }
             (None, Instruction::Checkpoint { stage, version }) => {
                 gate.end().is_none_or(|end| *version <= version_at(&self.rule, *stage, end))
             }

@@ -11,13 +11,15 @@ use super::leaving::{self, Leaving};
 use super::line::{self, Outbound, Patient};
 use super::parts::{self, PartForm};
 use super::rendezvous::{Forward, Rendezvous};
+use super::stopping::Stopping;
 use super::switchboard::{Gathering, Hall, Route, Routes};
 use crate::checkpoint::Part;
+use crate::checkpoint::gate::Gate;
 use crate::compile::StageCode;
 use crate::worker::{Event, Outcome};
 use compiler::op::Value;
 use compiler::schedule::{Program, WorkerId};
-use crossbeam_channel::{Receiver, Sender, unbounded};
+use crossbeam_channel::{Receiver, Sender, bounded, unbounded};
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::net::TcpStream;
 use std::sync::Arc;
@@ -41,6 +43,9 @@ pub struct Exchange<'a> {
     outcomes: Receiver<(usize, Outcome)>,
     released: Receiver<()>,
     streams: Vec<TcpStream>,
+    stopping: Option<Arc<Stopping<'a>>>,
+    /// Ends when the workers have ended.
+    working: Option<Sender<()>>,
     /// Ends when all writers have ended.
     writing: Option<(Sender<()>, Receiver<()>)>,
 }
@@ -55,13 +60,14 @@ struct Line<'a> {
 
 impl<'a> Exchange<'a> {
     /// With a group that has come together. Process 0 tells `events` of losses of all workers, and gives the parts of their checkpoints to
-    /// the keeper.
+    /// the keeper. Where the run may be told to stop, all processes have a gate.
     pub fn new(
         group: Group,
         program: &'a Program,
         codes: &'a [StageCode],
         events: &Sender<Event>,
         keeper: Option<Sender<Part>>,
+        gate: Option<&'a Gate<'a>>,
     ) -> Result<Exchange<'a>, LinkError> {
         let mut group = group;
         let (leave, outcomes) = unbounded();
@@ -92,6 +98,7 @@ impl<'a> Exchange<'a> {
                 posted: HashMap::new(),
                 meetings: HashMap::new(),
                 gathering,
+                stopping: None,
                 released: Some(release.clone()).filter(|_| process == 0),
                 progress: group.progress.clone(),
                 most_left,
@@ -101,8 +108,23 @@ impl<'a> Exchange<'a> {
             streams.push(talk.stream);
             lines.push(Line { reader: talk.reader, writer: talk.writer, queue, routes });
         }
+        let stopping = gate.map(|gate| Arc::new(Stopping::new(gate, group.part.own, queues.clone())));
+        lines.iter_mut().for_each(|line: &mut Line<'a>| line.routes.stopping = stopping.clone());
         let writing = Some(unbounded());
-        Ok(Exchange { group, program, queues, lines, channels: 0, meetings: 0, outcomes, released, streams, writing })
+        Ok(Exchange {
+            group,
+            program,
+            queues,
+            lines,
+            channels: 0,
+            meetings: 0,
+            outcomes,
+            released,
+            streams,
+            stopping,
+            working: None,
+            writing,
+        })
     }
 
     /// Whether a worker runs in this process.
@@ -216,6 +238,16 @@ impl<'a> Exchange<'a> {
         'a: 'scope,
     {
         let own: Vec<usize> = self.group.part.seats.workers(self.group.part.own).collect();
+        let none = |error| LinkError::Ended { process: None, what: format!("the system gives no thread: {error}") };
+        if let Some(stopping) = self.stopping.take() {
+            let (working, over) = bounded(0);
+            self.working = Some(working);
+            let fate = self.group.fate.clone();
+            let watch = move || stopping.watch(&over, &fate);
+            if let Err(error) = Builder::new().name("stop".into()).spawn_scoped(scope, watch) {
+                self.group.fate.end(none(error));
+            }
+        }
         for line in std::mem::take(&mut self.lines) {
             let Line { reader, writer, queue, routes } = line;
             let (progress, own, fate) = (self.group.progress.clone(), own.clone(), self.group.fate.clone());
@@ -234,7 +266,7 @@ impl<'a> Exchange<'a> {
             let name = thread("from process");
             let read = name.spawn_scoped(scope, move || routes.read(reader, &reading)).map(drop);
             if let Err(error) = wrote.and(read) {
-                fate.end(LinkError::Ended { process: None, what: format!("the system gives no thread: {error}") });
+                fate.end(none(error));
             }
         }
     }
@@ -267,6 +299,7 @@ impl<'a> Exchange<'a> {
     /// it ended early.
     pub fn finish(mut self, left: Vec<(usize, Outcome)>, is_well: bool) -> Result<Vec<(usize, Outcome)>, LinkError> {
         let fate = self.fate();
+        self.working = None;
         if !is_well {
             fate.end(LinkError::Ended {
                 process: Some(self.group.part.own),

@@ -15,6 +15,7 @@ use super::line::Patient;
 use super::parts::{self, PartForm};
 use super::rendezvous::Rendezvous;
 use super::ring::Ring;
+use super::stopping::Stopping;
 use crate::checkpoint::Part;
 use crate::worker::{Event, Outcome};
 use compiler::op::Value;
@@ -108,6 +109,8 @@ pub struct Routes<'a> {
     pub meetings: HashMap<u32, (Arc<dyn Arrivals>, BTreeSet<usize>)>,
     /// At process 0.
     pub gathering: Option<Gathering<'a>>,
+    /// Where a run may be told to stop before its end.
+    pub stopping: Option<Arc<Stopping<'a>>>,
     /// At the others, of process 0: told when the run is over and well.
     pub released: Option<Sender<()>>,
     /// How far workers are.
@@ -197,6 +200,10 @@ impl Routes<'_> {
             }
             Kind::Loss | Kind::Tensor | Kind::Spans | Kind::Left | Kind::Checkpoint => {
                 self.gather(kind, &mut fields)?
+            }
+            Kind::Stop | Kind::Hold | Kind::Begun | Kind::End => {
+                let stopping = self.stopping.as_ref().ok_or(FrameError::Unexpected { kind })?;
+                stopping.take(self.process, kind, &mut fields)?;
             }
             Kind::Abort => {
                 let process = Some(fields.u32("who is to blame")?).filter(|process| *process != NOBODY);
