@@ -5,6 +5,7 @@ use crate::failure::Failure;
 use crate::freeze::freeze;
 use crate::given::LABELS;
 use crate::held_out::{Score, Subject};
+use crate::identity;
 use crate::loss::Loss;
 use crate::memory;
 use crate::model::Loaded;
@@ -48,7 +49,7 @@ use runtime::weights;
 use runtime::worker::{Span, Work};
 use std::collections::{BTreeMap, HashMap};
 use std::path::{Path, PathBuf};
-use std::sync::mpsc;
+use std::sync::{OnceLock, mpsc};
 
 /// Minibatches of made-up data; they are seen again and again.
 const SYNTHETIC_MINIBATCHES: usize = 8;
@@ -154,6 +155,7 @@ pub struct Prepared {
     /// What is made small.
     loss: Loss,
     held_out: Option<Dataset>,
+    data: OnceLock<[u8; 32]>,
     /// Where the run goes on, if not at its beginning.
     pub begun: Option<Begun>,
 }
@@ -326,7 +328,9 @@ pub fn prepare(task: &mut Task<'_>) -> Result<Prepared, Failure> {
     if let Staleness::PipeMare { anneal: anneal @ 0 } = &mut policy.staleness {
         *anneal = steps.div_ceil(ANNEALED);
     }
-    Ok(Prepared { made, batches, policy, steps, batch: task.batch, per_epoch, rows, loss, held_out, begun: None })
+    let batch = task.batch;
+    let data = OnceLock::new();
+    Ok(Prepared { made, batches, policy, steps, batch, per_epoch, rows, loss, held_out, data, begun: None })
 }
 
 /// Trains; `on_step` is told of every minibatch in order. In a group of processes, the first one tells what was done.
@@ -450,6 +454,11 @@ impl Prepared {
     /// Minibatches that were done before the run began.
     pub fn first(&self) -> usize {
         self.begun.as_ref().map_or(0, |begun| begun.start.minibatches as usize)
+    }
+
+    /// The digest of the data; it is worked out when it is first asked for.
+    pub fn data_digest(&self) -> &[u8; 32] {
+        self.data.get_or_init(|| identity::data(&self.batches))
     }
 
     /// What the workers do.

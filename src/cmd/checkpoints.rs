@@ -40,7 +40,7 @@ impl CheckpointArguments {
     /// The run is begun again after a part of it died: from the newest checkpoint that it has written, if there is one.
     pub fn go_on(&mut self) {
         let folder = self.checkpoint_dir.as_deref().filter(|_| self.checkpoint_every.is_some());
-        if folder.is_some_and(|folder| find::all(folder).is_ok_and(|found| !found.is_empty())) {
+        if folder.is_some_and(|folder| find::known(folder).is_ok_and(|found| !found.is_empty())) {
             self.resume = Some(PathBuf::from("auto"));
         }
     }
