@@ -45,7 +45,9 @@ pub struct Children {
 
 struct Shared {
     children: Mutex<Vec<Started>>,
-    is_over: AtomicBool,
+    is_over: Arc<AtomicBool>,
+    /// Whether a terminal asks this process to pause.
+    pauses: Arc<AtomicBool>,
 }
 
 struct Started {
@@ -64,7 +66,9 @@ pub fn start(
 ) -> Result<Children, Failure> {
     let fail = |error: std::io::Error| Failure::no("cannot start the processes of the run").because(error);
     let program = env::current_exe().map_err(fail)?;
-    let shared = Arc::new(Shared { children: Mutex::new(Vec::new()), is_over: AtomicBool::new(false) });
+    let shared = Shared { children: Mutex::default(), is_over: Arc::default(), pauses: Arc::default() };
+    signals::pauses(&shared.pauses, &shared.is_over).map_err(fail)?;
+    let shared = Arc::new(shared);
     let stop = Stop::listen().map_err(|error| Failure::no("cannot listen to signals").because(error))?;
     stop.awaited(false);
     let mut children = Children { shared: shared.clone(), watch: None, fate: fate.clone(), stop };
@@ -115,6 +119,13 @@ impl Shared {
                 }
                 let what = format!("{} came", signals::name(signal));
                 return fate.end(LinkError::Ended { process: None, what });
+            }
+            if self.pauses.swap(false, Ordering::Relaxed) {
+                // No child is waited for meanwhile, so that their numbers are nobody else's.
+                let mut children = self.lock();
+                let here = children.iter_mut().filter_map(|of| of.status().is_none().then(|| of.child.id()));
+                signals::pause(&here.collect::<Vec<u32>>());
+                stopped.clear();
             }
             let ended = self.lock().iter_mut().position(|of| of.status().is_some());
             if let Some(at) = ended

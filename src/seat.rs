@@ -177,6 +177,7 @@ impl Seat {
             listen,
             patience: arguments.connect_timeout,
             deadline: arguments.deadline,
+            follows: matches!(self, Seat::Member(Member { share: Share::Beside, .. })),
         };
         match self {
             Seat::Alone => run(None),

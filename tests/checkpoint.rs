@@ -1,6 +1,8 @@
 //! A run that goes on from a checkpoint is the run that was never interrupted, to the bit: losses, weights, running statistics, and
 //! every file of every later checkpoint. And whatever ends a save, a complete checkpoint is left.
 
+#[path = "checkpoint/group.rs"]
+mod group;
 #[path = "checkpoint/ready.rs"]
 mod ready;
 #[path = "checkpoint/saves.rs"]

@@ -398,6 +398,31 @@ fn processes_that_are_started_by_hand_or_by_a_launcher_meet() {
 }
 
 #[test]
+fn those_who_say_nothing_keep_nobody_out() {
+    let folder = tempfile::tempdir().unwrap();
+    let at = folder.path();
+    small(at);
+    let address = format!("127.0.0.1:{}", port());
+    let mut first = rank(at, "0", &address, &["--steps", "5", "-q"]);
+    let until = Instant::now() + PATIENCE;
+    let mut silent = Vec::new();
+    while silent.len() < 100 {
+        let early = first.try_wait().unwrap();
+        assert!(early.is_none() && Instant::now() < until, "{early:?}");
+        match TcpStream::connect(&address) {
+            Ok(stream) => silent.push(stream),
+            Err(_) => thread::sleep(Duration::from_millis(10)),
+        }
+    }
+    let began = Instant::now();
+    let second = end(rank(at, "1", &address, &["--steps", "5", "-q"]));
+    assert_eq!(second, (Some(0), String::new()));
+    let (code, told) = end(first);
+    assert_eq!(code, Some(0), "{told}");
+    assert!(began.elapsed() < PATIENCE);
+}
+
+#[test]
 fn processes_that_cannot_meet_say_why() {
     let folder = tempfile::tempdir().unwrap();
     let at = folder.path();

@@ -133,6 +133,45 @@ fn processes_that_are_started_by_hand_end_together() {
     }
 }
 
+/// The state of a process: `T` where it is stopped.
+fn state(pid: u32) -> char {
+    let stat = fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
+    stat.rsplit_once(") ").and_then(|(_, rest)| rest.chars().next()).unwrap_or('X')
+}
+
+#[test]
+fn who_is_paused_is_not_given_up() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    model(folder);
+    let plan = ["--stages", "1,1"];
+    let steps = ["--steps", "6000", "--processes", "--deadline", "2", "--metrics", "m.jsonl"];
+    let mut child = spawned(folder, &[&TRAIN, &plan, &KEPT, &steps]);
+    begun(folder, &mut child);
+    let (own, pids) = (child.id(), children(child.id()));
+    // Stopped by itself, which it cannot notice: the others wait for it, longer than for one of them.
+    send("STOP", own);
+    thread::sleep(Duration::from_secs(4));
+    assert!(pids.iter().all(|pid| is_there(*pid)));
+    let lines = || fs::read_to_string(folder.join("m.jsonl")).unwrap_or_default().lines().count();
+    let before = lines();
+    send("CONT", own);
+    until(&mut child, "another step", || lines() > before);
+    // By a terminal: the children pause, too.
+    send("TSTP", own);
+    until(&mut child, "the pause", || state(own) == 'T' && pids.iter().all(|pid| state(*pid) == 'T'));
+    thread::sleep(Duration::from_secs(4));
+    let before = lines();
+    send("CONT", own);
+    until(&mut child, "another step", || lines() > before);
+    assert!(pids.iter().all(|pid| state(*pid) != 'T'));
+    send("TERM", own);
+    let (code, told) = ended(child);
+    assert_eq!(code, Some(143), "{told}");
+    all_gone(&pids);
+    goes_on(folder, &plan, step(&told, "SIGTERM"));
+}
+
 #[test]
 fn a_second_signal_ends_all_at_once() {
     let folder = tempfile::tempdir().unwrap();

@@ -255,8 +255,10 @@ pub fn run_in_group(
     check_states(training.codes)?;
     let names: BTreeSet<&str> = training.codes.iter().flat_map(|c| &c.parameters).map(|n| n.name.as_str()).collect();
     let (events, told) = crossbeam_channel::unbounded();
-    // One checkpoint may wait while another is written.
-    let room = program.workers.iter().map(|worker| program.stages_of(worker.rank).count()).sum();
+    // One checkpoint may wait while another is written: of all workers where it is written, elsewhere of those that are there.
+    let gives = |w: &usize| group.as_ref().is_none_or(|group| group.part.own == 0 || group.is_here(*w));
+    let workers = program.workers.iter().enumerate().filter(|(w, _)| gives(w));
+    let room = workers.map(|(_, worker)| program.stages_of(worker.rank).count()).sum();
     let (to_keeper, parts) = crossbeam_channel::bounded(room);
     let keeper = on_part.is_some().then(|| to_keeper.clone());
     let open = |group| Exchange::new(group, program, training.codes, &events, keeper, gate);

@@ -42,6 +42,8 @@ pub struct Exchange<'a> {
     meetings: u32,
     outcomes: Receiver<(usize, Outcome)>,
     released: Receiver<()>,
+    /// At the others: once for each part of a checkpoint that process 0 will take.
+    room: Receiver<()>,
     streams: Vec<TcpStream>,
     stopping: Option<Arc<Stopping<'a>>>,
     /// Ends when the workers have ended.
@@ -72,13 +74,20 @@ impl<'a> Exchange<'a> {
         let mut group = group;
         let (leave, outcomes) = unbounded();
         let (release, released) = unbounded();
+        let (taken, room) = unbounded();
+        // One checkpoint's parts of this process may be on their way.
+        let own = group.part.seats.workers(group.part.own);
+        let parts = own.map(|worker| program.stages_of(program.workers[worker].rank).count()).sum();
+        (0..parts).for_each(|_| _ = taken.send(()));
         let (mut queues, mut lines, mut streams) = (BTreeMap::new(), Vec::new(), Vec::new());
         let most_left = leaving::most(codes);
         for (process, mut talk) in std::mem::take(&mut group.talks) {
             let (to, queue) = unbounded();
             group.fate.tell(to.clone());
             queues.insert(process, to);
-            talk.reader.source().renew(group.part.deadline);
+            // Who started this process may be stopped like any job. When it dies, its connection ends, and so does this process.
+            let is_followed = group.part.follows && process == 0;
+            talk.reader.source().renew(if is_followed { Duration::MAX } else { group.part.deadline });
             let workers: Vec<usize> = group.part.seats.workers(process).collect();
             let (seats, progress) = (group.part.seats.clone(), group.progress.clone());
             let leaving = workers.iter().map(|worker| (*worker, Leaving::of(program, codes, *worker)));
@@ -86,6 +95,7 @@ impl<'a> Exchange<'a> {
                 workers: leaving.collect(),
                 events: Some(events.clone()).filter(|_| !workers.is_empty()),
                 outcomes: leave.clone(),
+                reply: queues[&process].clone(),
                 parts: keeper.clone().filter(|_| !workers.is_empty()),
                 form: PartForm::of(program, codes, &workers),
             });
@@ -100,6 +110,7 @@ impl<'a> Exchange<'a> {
                 gathering,
                 stopping: None,
                 released: Some(release.clone()).filter(|_| process == 0),
+                taken: Some(taken.clone()).filter(|_| process == 0),
                 progress: group.progress.clone(),
                 most_left,
                 items: program.items,
@@ -120,6 +131,7 @@ impl<'a> Exchange<'a> {
             meetings: 0,
             outcomes,
             released,
+            room,
             streams,
             stopping,
             working: None,
@@ -278,12 +290,15 @@ impl<'a> Exchange<'a> {
         self.send(0, Outbound::of(Kind::Loss, head));
     }
 
-    /// Gives parts of checkpoints to process 0.
+    /// Gives parts of checkpoints to process 0. Waits while it has not taken those of a whole checkpoint before: they would fill the memory
+    /// here where its disk is slow.
     pub fn parts(&self) -> impl Fn(&Part) + Send + 'static {
-        let queue = self.queues.get(&0).cloned();
+        let (queue, room) = (self.queues.get(&0).cloned(), self.room.clone());
         move |part: &Part| {
-            // Where nobody reads the queue any more, the run is over.
-            queue.iter().for_each(|queue| _ = queue.send(Outbound::of(Kind::Checkpoint, parts::pack(part))));
+            // Where nobody makes room or reads the queue any more, the run is over.
+            if let (Some(queue), Ok(())) = (&queue, room.recv()) {
+                let _ = queue.send(Outbound::of(Kind::Checkpoint, parts::pack(part)));
+            }
         }
     }
 

@@ -115,6 +115,8 @@ kinds! {
     Begun = 20,
     /// Minibatches after which the run ends.
     End = 21,
+    /// A part of a checkpoint is taken.
+    Taken = 22,
 }
 
 /// Writes frames.

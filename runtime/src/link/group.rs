@@ -7,11 +7,11 @@
 use super::fate::{Fate, LinkError};
 use super::frame::{FrameError, FrameReader, FrameWriter, Kind};
 use super::handshake::{Hello, Identity, Known, PROTOCOL, Stranger, Talk, decode_roster, encode_roster};
-use super::line::{OVER, Patient, SILENT};
+use super::line::{self, OVER, Patient, SILENT};
 use super::seats::Seats;
 use compiler::schedule::{Program, WorkerId};
 use crossbeam_channel::{Sender, unbounded};
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::io::{self, ErrorKind};
 use std::net::{SocketAddr, TcpListener, TcpStream, ToSocketAddrs};
 use std::sync::Arc;
@@ -21,7 +21,8 @@ use std::time::{Duration, Instant};
 
 /// How long who connects may take to say who it is.
 const GREETING: Duration = Duration::from_secs(5);
-/// Connections that may be saying so at once; more are closed unheard.
+/// Connections that may be saying so at once. With one more the one is closed that has been silent longest: a process of the run says
+/// who it is at once.
 const MOST_GREETINGS: usize = 64;
 /// How often a process tries to reach another one.
 const AGAIN: Duration = Duration::from_millis(50);
@@ -47,6 +48,8 @@ pub struct Part {
     pub patience: Duration,
     /// How long a process may be silent once the run goes on.
     pub deadline: Duration,
+    /// Whether process 0 started this one, which then ends with it: silence says nothing of who may just be stopped.
+    pub follows: bool,
 }
 
 /// How far each worker is: the instruction that it is at.
@@ -270,7 +273,7 @@ impl Entrance<'_> {
         own: &Hello,
     ) -> Result<BTreeMap<usize, (Talk, Hello)>, LinkError> {
         let (to, come) = unbounded();
-        let mut greeted = 0;
+        let mut greeted: VecDeque<(SocketAddr, TcpStream)> = VecDeque::new();
         let mut present: BTreeMap<usize, (Talk, Hello)> = BTreeMap::new();
         let listen = |error: io::Error| LinkError::Listen { address: own.address.clone(), why: error.to_string() };
         port.set_nonblocking(true).map_err(listen)?;
@@ -288,15 +291,19 @@ impl Entrance<'_> {
                 let (address, seconds) = (own.address.clone(), self.part.patience.as_secs_f64());
                 break Err(LinkError::Missing { missing, address, seconds });
             }
-            if let Ok((stream, from)) = port.accept()
-                && greeted < MOST_GREETINGS
-            {
-                greeted += 1;
-                greet(stream, from, self.left().min(GREETING), self.fate.clone(), to.clone());
+            while let Ok((stream, from)) = port.accept() {
+                if let Ok(own) = stream.try_clone() {
+                    greeted.push_back((from, own));
+                    greet(stream, from, self.left().min(GREETING), self.fate.clone(), to.clone());
+                }
+                if greeted.len() > MOST_GREETINGS {
+                    // Who reads it ends, and is heard of below.
+                    greeted.pop_front().iter().for_each(|(_, oldest)| line::close(oldest));
+                }
             }
             let mut fatal = None;
             for (from, greeting) in come.try_iter() {
-                greeted -= 1;
+                greeted.retain(|(of, _)| *of != from);
                 let (mut talk, hello) = match greeting {
                     Ok(greeting) => greeting,
                     Err(fault) => {
@@ -373,6 +380,7 @@ fn greet(stream: TcpStream, from: SocketAddr, within: Duration, fate: Arc<Fate>,
     let system = |error: io::Error| FrameError::System { kind: error.kind(), why: error.to_string() };
     let hear = move || -> Result<(Talk, Hello), FrameError> {
         let mut talk = talk(stream, within, fate).map_err(system)?;
+        talk.reader.source().end_at(Instant::now() + within);
         match talk.expect(Kind::Hello)? {
             Ok(content) => Ok((talk, Hello::decode(&content)?)),
             Err(_) => Err(FrameError::Unexpected { kind: Kind::Refusal }),

@@ -18,6 +18,9 @@ pub const BEAT: Duration = Duration::from_secs(1);
 /// How often a reader looks whether to go on.
 const LOOK: Duration = Duration::from_millis(100);
 
+/// Who has not looked for so long was not running.
+const AWAY: Duration = Duration::from_secs(1);
+
 /// A frame that is to be written.
 #[derive(Clone)]
 pub struct Outbound {
@@ -68,7 +71,9 @@ pub fn write(mut to: FrameWriter<TcpStream>, queue: &Receiver<Outbound>, beat: &
 pub struct Patient {
     stream: TcpStream,
     heard: Instant,
+    looked: Instant,
     deadline: Duration,
+    end: Option<Instant>,
     is_over: Box<dyn Fn() -> bool + Send>,
 }
 
@@ -81,13 +86,29 @@ impl Patient {
     /// Reads from a stream, no longer than the deadline after the last bytes, and not when it is over.
     pub fn new(stream: TcpStream, deadline: Duration, is_over: Box<dyn Fn() -> bool + Send>) -> io::Result<Patient> {
         stream.set_read_timeout(Some(LOOK))?;
-        Ok(Patient { stream, heard: Instant::now(), deadline, is_over })
+        let now = Instant::now();
+        Ok(Patient { stream, heard: now, looked: now, deadline, end: None, is_over })
     }
 
     /// From now on it waits so long.
     pub fn renew(&mut self, deadline: Duration) {
-        self.heard = Instant::now();
-        self.deadline = deadline;
+        let now = Instant::now();
+        (self.heard, self.looked, self.deadline, self.end) = (now, now, deadline, None);
+    }
+
+    /// It waits no longer than that, however often a byte comes.
+    pub fn end_at(&mut self, end: Instant) {
+        self.end = Some(end);
+    }
+
+    /// Looks at the clock. While this process was stopped itself, or had no turn, it could hear nothing: that is nobody's silence.
+    fn look(&mut self) {
+        let now = Instant::now();
+        let away = now.duration_since(self.looked);
+        if away > AWAY {
+            self.heard = (self.heard + away).min(now);
+        }
+        self.looked = now;
     }
 
     /// How long nothing has come.
@@ -104,7 +125,8 @@ impl Read for Patient {
                     if (self.is_over)() {
                         return Err(io::Error::new(OVER, "the run is over"));
                     }
-                    if self.heard.elapsed() > self.deadline {
+                    self.look();
+                    if self.heard.elapsed() > self.deadline || self.end.is_some_and(|end| self.looked > end) {
                         return Err(io::Error::new(SILENT, "nothing comes any more"));
                     }
                 }
@@ -112,6 +134,10 @@ impl Read for Patient {
                 Err(error) => return Err(error),
                 Ok(got) => {
                     self.heard = Instant::now();
+                    self.looked = self.heard;
+                    if self.end.is_some_and(|end| self.heard > end) {
+                        return Err(io::Error::new(SILENT, "it takes too long"));
+                    }
                     return Ok(got);
                 }
             }
@@ -160,5 +186,42 @@ mod tests {
             patient.read(&mut [0; 4]).unwrap_err().kind()
         };
         assert_eq!((kind(false), kind(true)), (SILENT, OVER));
+    }
+
+    #[test]
+    fn who_was_stopped_itself_does_not_blame_others() {
+        let (_one, other) = pair();
+        let mut patient = Patient::new(other, Duration::from_secs(2), Box::new(|| false)).unwrap();
+        let Some(before) = Instant::now().checked_sub(Duration::from_secs(9)) else { return };
+        (patient.heard, patient.looked) = (before, before);
+        patient.look();
+        assert!(patient.silence() < Duration::from_secs(1));
+        // Who looks all the time hears that nothing comes.
+        patient.heard = before;
+        patient.look();
+        assert!(patient.silence() > Duration::from_secs(8));
+    }
+
+    #[test]
+    fn a_byte_now_and_then_buys_no_time() {
+        let (mut one, other) = pair();
+        let drip = std::thread::spawn(move || {
+            while std::io::Write::write_all(&mut one, &[1]).is_ok() {
+                std::thread::sleep(Duration::from_millis(20));
+            }
+        });
+        let mut patient = Patient::new(other, Duration::from_secs(5), Box::new(|| false)).unwrap();
+        let began = Instant::now();
+        patient.end_at(began + Duration::from_millis(300));
+        let kind = loop {
+            if let Err(error) = patient.read(&mut [0; 1]) {
+                break error.kind();
+            }
+        };
+        assert_eq!(kind, SILENT);
+        assert!(began.elapsed() < Duration::from_secs(3));
+        close(&patient.stream);
+        drop(patient);
+        drip.join().unwrap();
     }
 }

@@ -11,7 +11,7 @@ use super::fields::Fields;
 use super::frame::{FrameError, FrameReader, Kind};
 use super::group::{Progress, verdict};
 use super::leaving::Leaving;
-use super::line::Patient;
+use super::line::{Outbound, Patient};
 use super::parts::{self, PartForm};
 use super::rendezvous::Rendezvous;
 use super::ring::Ring;
@@ -85,6 +85,8 @@ pub struct Gathering<'a> {
     pub events: Option<Sender<Event>>,
     /// Who is told of what workers leave.
     pub outcomes: Sender<(usize, Outcome)>,
+    /// Where the process is told that a part is taken.
+    pub reply: Sender<Outbound>,
     /// Who takes the parts of checkpoints, where they are made; gone when the last worker has left.
     pub parts: Option<Sender<Part>>,
     /// What parts may hold.
@@ -113,6 +115,8 @@ pub struct Routes<'a> {
     pub stopping: Option<Arc<Stopping<'a>>>,
     /// At the others, of process 0: told when the run is over and well.
     pub released: Option<Sender<()>>,
+    /// At the others, of process 0: told when it has taken a part of a checkpoint.
+    pub taken: Option<Sender<()>>,
     /// How far workers are.
     pub progress: Progress,
     /// The longest frame of what workers leave.
@@ -201,6 +205,11 @@ impl Routes<'_> {
             Kind::Loss | Kind::Tensor | Kind::Spans | Kind::Left | Kind::Checkpoint => {
                 self.gather(kind, &mut fields)?
             }
+            Kind::Taken => {
+                fields.end()?;
+                let taken = self.taken.as_ref().ok_or(FrameError::Unexpected { kind })?;
+                let _ = taken.send(());
+            }
             Kind::Stop | Kind::Hold | Kind::Begun | Kind::End => {
                 let stopping = self.stopping.as_ref().ok_or(FrameError::Unexpected { kind })?;
                 stopping.take(self.process, kind, &mut fields)?;
@@ -243,6 +252,7 @@ impl Routes<'_> {
             let part = parts::unpack(&gathering.form, fields)?;
             // Waits while a checkpoint before it is written. Where nobody writes any more the run is over.
             let _ = parts.send(part);
+            let _ = gathering.reply.send(Outbound::of(Kind::Taken, Vec::new()));
             return Ok(());
         }
         let worker = fields.u32("the worker")? as usize;
