@@ -3,19 +3,18 @@
 use crate::ready::{Ready, bits, mlp, momentum, plan, ready};
 use compiler::schedule::Schedule;
 use runtime::link::fate::Fate;
-use runtime::link::group::{Group, Part, join, listen};
+use runtime::link::group::{Door, Group, Part, join, listen};
 use runtime::link::handshake::Identity;
 use runtime::link::seats::Seats;
 use runtime::policy::Policy;
 use runtime::train::{Course, Trained, agrees, run_in_group, train};
-use std::net::TcpListener;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, channel};
 use std::thread;
 use std::time::{Duration, Instant};
 
-fn meet(ready: &Ready, own: usize, port: Option<TcpListener>, first: &str) -> Group {
+fn meet(ready: &Ready, own: usize, door: Door, first: &str) -> Group {
     let training = ready.training(&ready.weights);
     let seats = Seats::beside(training.program.workers.len());
     let lines = seats.lines(training.program, training.codes, agrees(&training));
@@ -23,7 +22,7 @@ fn meet(ready: &Ready, own: usize, port: Option<TcpListener>, first: &str) -> Gr
     let wait = Duration::from_secs(30);
     let (first, listen) = (first.to_string(), None);
     let part = Part { own, seats, identity, first, listen, patience: wait, deadline: wait, follows: false };
-    join(training.program, &lines, part, port, Arc::new(Fate::default()), &|_| {}).unwrap()
+    join(training.program, &lines, part, door, Arc::new(Fate::default()), &|_| {}).unwrap()
 }
 
 /// A disk that is as slow as can be keeps its first part until it is told to go on.
@@ -52,11 +51,11 @@ fn a_slow_disk_holds_up_processes_whose_parts_would_fill_the_memory() {
     let (told, began) = channel();
     thread::scope(|scope| {
         let (ready, address) = (&ready, &address);
-        let first = scope.spawn(move || slow(ready, meet(ready, 0, Some(port), address), goes_on));
+        let first = scope.spawn(move || slow(ready, meet(ready, 0, Door::Port(port), address), goes_on));
         for own in [1, 2] {
             let told = told.clone();
             scope.spawn(move || {
-                let group = meet(ready, own, None, address);
+                let group = meet(ready, own, Door::Outside, address);
                 told.send((own - 1, group.progress.clone())).unwrap();
                 let course = Course { cuts: Some(ready.cuts()), ..Course::default() };
                 assert!(

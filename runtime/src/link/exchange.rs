@@ -8,7 +8,7 @@ use super::fate::{Blame, Fate, LinkError};
 use super::frame::{FrameReader, FrameWriter, Kind};
 use super::group::{Group, doing};
 use super::leaving::{self, Leaving};
-use super::line::{self, Outbound, Patient};
+use super::line::{self, Hangup, Outbound, Patient};
 use super::parts::{self, PartForm};
 use super::rendezvous::{Forward, Rendezvous};
 use super::stopping::Stopping;
@@ -21,7 +21,7 @@ use compiler::op::Value;
 use compiler::schedule::{Program, WorkerId};
 use crossbeam_channel::{Receiver, Sender, bounded, unbounded};
 use std::collections::{BTreeMap, BTreeSet, HashMap};
-use std::net::TcpStream;
+use std::io::Write;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::thread::{Builder, Scope};
@@ -44,7 +44,7 @@ pub struct Exchange<'a> {
     released: Receiver<()>,
     /// At the others: once for each part of a checkpoint that process 0 will take.
     room: Receiver<()>,
-    streams: Vec<TcpStream>,
+    hangups: Vec<Hangup>,
     stopping: Option<Arc<Stopping<'a>>>,
     /// Ends when the workers have ended.
     working: Option<Sender<()>>,
@@ -55,7 +55,7 @@ pub struct Exchange<'a> {
 /// What the two threads of a connection need.
 struct Line<'a> {
     reader: FrameReader<Patient>,
-    writer: FrameWriter<TcpStream>,
+    writer: FrameWriter<Box<dyn Write + Send>>,
     queue: Receiver<Outbound>,
     routes: Routes<'a>,
 }
@@ -79,7 +79,7 @@ impl<'a> Exchange<'a> {
         let own = group.part.seats.workers(group.part.own);
         let parts = own.map(|worker| program.stages_of(program.workers[worker].rank).count()).sum();
         (0..parts).for_each(|_| _ = taken.send(()));
-        let (mut queues, mut lines, mut streams) = (BTreeMap::new(), Vec::new(), Vec::new());
+        let (mut queues, mut lines, mut hangups) = (BTreeMap::new(), Vec::new(), Vec::new());
         let most_left = leaving::most(codes);
         for (process, mut talk) in std::mem::take(&mut group.talks) {
             let (to, queue) = unbounded();
@@ -116,7 +116,7 @@ impl<'a> Exchange<'a> {
                 items: program.items,
                 stages: program.stages.len() as u32,
             };
-            streams.push(talk.stream);
+            hangups.push(talk.hangup);
             lines.push(Line { reader: talk.reader, writer: talk.writer, queue, routes });
         }
         let stopping = gate.map(|gate| Arc::new(Stopping::new(gate, group.part.own, queues.clone())));
@@ -132,7 +132,7 @@ impl<'a> Exchange<'a> {
             outcomes,
             released,
             room,
-            streams,
+            hangups,
             stopping,
             working: None,
             writing,
@@ -357,7 +357,7 @@ impl<'a> Exchange<'a> {
             let _ = ended.recv_timeout(within);
         }
         if !self.group.fate.is_released() {
-            self.streams.iter().for_each(line::close);
+            self.hangups.iter().for_each(|hangup| hangup());
         }
     }
 }

@@ -5,8 +5,8 @@
 
 use super::fields::{Fields, put_text};
 use super::frame::{FrameError, FrameReader, FrameWriter, Kind};
-use super::line::Patient;
-use std::net::TcpStream;
+use super::line::{Hangup, Patient};
+use std::io::Write;
 
 /// The version of all frames.
 pub const PROTOCOL: u32 = 2;
@@ -153,9 +153,9 @@ pub struct Talk {
     /// What is read.
     pub reader: FrameReader<Patient>,
     /// What is written.
-    pub writer: FrameWriter<TcpStream>,
-    /// Both.
-    pub stream: TcpStream,
+    pub writer: FrameWriter<Box<dyn Write + Send>>,
+    /// Ends both.
+    pub hangup: Hangup,
 }
 
 impl Talk {

@@ -7,7 +7,7 @@
 use super::frame::{FrameWriter, Kind};
 use crate::buffer::Buffer;
 use crossbeam_channel::{Receiver, RecvTimeoutError};
-use std::io::{self, ErrorKind, Read};
+use std::io::{self, ErrorKind, Read, Write};
 use std::net::{Shutdown, TcpStream};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -16,10 +16,34 @@ use std::time::{Duration, Instant};
 pub const BEAT: Duration = Duration::from_secs(1);
 
 /// How often a reader looks whether to go on.
-const LOOK: Duration = Duration::from_millis(100);
+pub const LOOK: Duration = Duration::from_millis(100);
 
 /// Who has not looked for so long was not running.
 const AWAY: Duration = Duration::from_secs(1);
+
+/// A connection, whatever carries its bytes. Reading gives up with an error that says so when nothing has come for [`LOOK`].
+pub struct Stream {
+    /// What comes.
+    pub reader: Box<dyn Read + Send>,
+    /// What goes.
+    pub writer: Box<dyn Write + Send>,
+    /// Ends both, so that who reads or writes stops.
+    pub hangup: Hangup,
+}
+
+/// Ends a connection.
+pub type Hangup = Box<dyn Fn() + Send>;
+
+impl Stream {
+    /// Over TCP.
+    pub fn tcp(stream: TcpStream) -> io::Result<Stream> {
+        stream.set_nonblocking(false)?;
+        stream.set_nodelay(true)?;
+        stream.set_read_timeout(Some(LOOK))?;
+        let (reader, writer) = (stream.try_clone()?, stream.try_clone()?);
+        Ok(Stream { reader: Box::new(reader), writer: Box::new(writer), hangup: Box::new(move || close(&stream)) })
+    }
+}
 
 /// A frame that is to be written.
 #[derive(Clone)]
@@ -41,7 +65,7 @@ impl Outbound {
 
 /// Writes what is queued, and a heartbeat made by `beat` every second, until the queue's senders are gone, its last frame is written,
 /// or the other end is gone, which who reads the line will notice.
-pub fn write(mut to: FrameWriter<TcpStream>, queue: &Receiver<Outbound>, beat: &dyn Fn() -> Vec<u8>) {
+pub fn write(mut to: FrameWriter<Box<dyn Write + Send>>, queue: &Receiver<Outbound>, beat: &dyn Fn() -> Vec<u8>) {
     let mut next = Instant::now();
     loop {
         let due = next.saturating_duration_since(Instant::now());
@@ -69,7 +93,7 @@ pub fn write(mut to: FrameWriter<TcpStream>, queue: &Receiver<Outbound>, beat: &
 
 /// A stream that waits for bytes as long as there is a point in waiting.
 pub struct Patient {
-    stream: TcpStream,
+    stream: Box<dyn Read + Send>,
     heard: Instant,
     looked: Instant,
     deadline: Duration,
@@ -84,10 +108,9 @@ pub const SILENT: ErrorKind = ErrorKind::TimedOut;
 
 impl Patient {
     /// Reads from a stream, no longer than the deadline after the last bytes, and not when it is over.
-    pub fn new(stream: TcpStream, deadline: Duration, is_over: Box<dyn Fn() -> bool + Send>) -> io::Result<Patient> {
-        stream.set_read_timeout(Some(LOOK))?;
+    pub fn new(stream: Box<dyn Read + Send>, deadline: Duration, is_over: Box<dyn Fn() -> bool + Send>) -> Patient {
         let now = Instant::now();
-        Ok(Patient { stream, heard: now, looked: now, deadline, end: None, is_over })
+        Patient { stream, heard: now, looked: now, deadline, end: None, is_over }
     }
 
     /// From now on it waits so long.
@@ -157,18 +180,18 @@ mod tests {
     use super::*;
     use std::net::TcpListener;
 
-    fn pair() -> (TcpStream, TcpStream) {
+    fn pair() -> (Stream, Stream) {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let one = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
-        (one, listener.accept().unwrap().0)
+        (Stream::tcp(one).unwrap(), Stream::tcp(listener.accept().unwrap().0).unwrap())
     }
 
     #[test]
     fn heartbeats_go_out_while_nothing_is_queued() {
         let (one, other) = pair();
         let (to, queue) = crossbeam_channel::unbounded();
-        let writer = std::thread::spawn(move || write(FrameWriter::new(one), &queue, &|| vec![9]));
-        let mut reader = FrameReader::new(Patient::new(other, Duration::from_secs(5), Box::new(|| false)).unwrap());
+        let writer = std::thread::spawn(move || write(FrameWriter::new(one.writer), &queue, &|| vec![9]));
+        let mut reader = FrameReader::new(Patient::new(other.reader, Duration::from_secs(5), Box::new(|| false)));
         assert_eq!(reader.read(9), Ok((Kind::Heartbeat, &[9][..])));
         assert_eq!(reader.read(9), Ok((Kind::Heartbeat, &[9][..])));
         to.send(Outbound { kind: Kind::Bye, head: vec![1], bodies: vec![Arc::new(Buffer::copy_of(&[2, 3]))] }).unwrap();
@@ -179,10 +202,9 @@ mod tests {
 
     #[test]
     fn patience_ends() {
-        let (_one, other) = pair();
         let kind = |is_over: bool| {
-            let stream = other.try_clone().unwrap();
-            let mut patient = Patient::new(stream, Duration::from_millis(150), Box::new(move || is_over)).unwrap();
+            let (_one, other) = pair();
+            let mut patient = Patient::new(other.reader, Duration::from_millis(150), Box::new(move || is_over));
             patient.read(&mut [0; 4]).unwrap_err().kind()
         };
         assert_eq!((kind(false), kind(true)), (SILENT, OVER));
@@ -191,7 +213,7 @@ mod tests {
     #[test]
     fn who_was_stopped_itself_does_not_blame_others() {
         let (_one, other) = pair();
-        let mut patient = Patient::new(other, Duration::from_secs(2), Box::new(|| false)).unwrap();
+        let mut patient = Patient::new(other.reader, Duration::from_secs(2), Box::new(|| false));
         let Some(before) = Instant::now().checked_sub(Duration::from_secs(9)) else { return };
         (patient.heard, patient.looked) = (before, before);
         patient.look();
@@ -206,11 +228,11 @@ mod tests {
     fn a_byte_now_and_then_buys_no_time() {
         let (mut one, other) = pair();
         let drip = std::thread::spawn(move || {
-            while std::io::Write::write_all(&mut one, &[1]).is_ok() {
+            while one.writer.write_all(&[1]).is_ok() {
                 std::thread::sleep(Duration::from_millis(20));
             }
         });
-        let mut patient = Patient::new(other, Duration::from_secs(5), Box::new(|| false)).unwrap();
+        let mut patient = Patient::new(other.reader, Duration::from_secs(5), Box::new(|| false));
         let began = Instant::now();
         patient.end_at(began + Duration::from_millis(300));
         let kind = loop {
@@ -220,7 +242,7 @@ mod tests {
         };
         assert_eq!(kind, SILENT);
         assert!(began.elapsed() < Duration::from_secs(3));
-        close(&patient.stream);
+        (other.hangup)();
         drop(patient);
         drip.join().unwrap();
     }
