@@ -127,6 +127,30 @@ fn cuts_come_as_often_as_one_likes() {
 }
 
 #[test]
+fn what_checkpoints_hold_is_counted_by_itself() {
+    for (schedule, replicas, microbatches) in
+        [(Schedule::OneFOneB, &[1, 1, 1][..], 2), (Schedule::OneFOneBRr, &[1, 1, 1], 1), (Schedule::TwoBw, &[1, 1], 2)]
+    {
+        let ready = ready(&mlp(), plan(schedule, replicas, microbatches), adam(), Policy::default());
+        let ready = Ready { every: 1, ..ready };
+        let plain = train(&ready.training(&ready.weights), &mut |_| {}).unwrap();
+        let kept = ready.run(None, tempfile::tempdir().unwrap().path(), None);
+        assert!(plain.checkpoint_bytes.iter().all(|bytes| *bytes == 0));
+        for (worker, (with, without)) in kept.held_bytes.iter().zip(&plain.held_bytes).enumerate() {
+            // Messages come when they come.
+            assert!(
+                *with <= without + without / 10,
+                "{schedule}, worker {worker}: {with} with checkpoints, {without} without"
+            );
+            let code = &ready.prepared.codes[worker];
+            let weights: usize = code.parameters.iter().map(|named| named.bytes).sum();
+            // Weights and two averages of each.
+            assert!(kept.checkpoint_bytes[worker] as usize >= 3 * weights, "{schedule}, worker {worker}");
+        }
+    }
+}
+
+#[test]
 fn what_is_done_beside_goes_on() {
     let clipped =
         Policy { clip_norm: Some(0.05), statistics: Statistics::Deferred { unbiased: true }, ..Policy::default() };

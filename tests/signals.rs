@@ -177,13 +177,15 @@ fn a_second_signal_ends_all_at_once() {
     let folder = tempfile::tempdir().unwrap();
     let folder = folder.path();
     // A step takes a while.
-    done(folder, &[&["zoo", "mlp", "--hidden", "256", "--layers", "3", "-o", "m.onnx", "-q"]]);
-    let flags = ["train", "m.onnx", "--synthetic-data", "--batch", "512", "--stages", "1,1", "--processes", "-q"];
+    done(folder, &[&["zoo", "mlp", "--hidden", "256", "--layers", "4", "-o", "m.onnx", "-q"]]);
+    let flags = ["train", "m.onnx", "--synthetic-data", "--batch", "1024", "--stages", "1,1", "--processes", "-q"];
     let every = ["--steps", "200", "--checkpoint-dir", "ck", "--checkpoint-every", "1"];
     let mut child = spawned(folder, &[&flags, &every]);
     begun(folder, &mut child);
     let pids = children(child.id());
     send("TERM", child.id());
+    // Two that wait to be delivered would be one.
+    thread::sleep(Duration::from_millis(50));
     send("TERM", child.id());
     let (code, told) = ended(child);
     assert_eq!(code, Some(143), "{told}");

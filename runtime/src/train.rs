@@ -137,6 +137,8 @@ pub struct Trained {
     pub spans: Vec<Vec<Span>>,
     /// The most bytes that each worker held at once.
     pub held_bytes: Vec<u64>,
+    /// The most bytes that each worker's parts of checkpoints held besides until they were written.
+    pub checkpoint_bytes: Vec<u64>,
 }
 
 /// Where every op that depends on a source runs: op `i` of `graph` (before a loss was attached) in stage `stages[i]`,
@@ -451,7 +453,7 @@ fn collect(training: &Training<'_>, outcomes: Vec<Outcome>, losses: Vec<f64>, se
     let mut weights = BTreeMap::new();
     let mut gradients = BTreeMap::new();
     let mut spans = Vec::new();
-    let mut held_bytes = Vec::new();
+    let (mut held_bytes, mut checkpoint_bytes) = (Vec::new(), Vec::new());
     for (own, outcome) in training.program.workers.iter().zip(outcomes) {
         let stages = training.program.stages_of(own.rank).zip(outcome.stages);
         for (stage, left) in stages.filter(|_| own.replica == 0) {
@@ -473,8 +475,9 @@ fn collect(training: &Training<'_>, outcomes: Vec<Outcome>, losses: Vec<f64>, se
         }
         spans.push(outcome.spans);
         held_bytes.push(outcome.held_bytes);
+        checkpoint_bytes.push(outcome.checkpoint_bytes);
     }
-    Trained { weights, gradients, losses, seconds, spans, held_bytes }
+    Trained { weights, gradients, losses, seconds, spans, held_bytes, checkpoint_bytes }
 }
 
 /// The `f32` weights of a narrow parameter.

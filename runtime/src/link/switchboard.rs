@@ -263,9 +263,10 @@ impl Routes<'_> {
             Kind::Spans => leaving.spans(fields, self.stages),
             _ => {
                 let held = fields.u64("what a worker held")?;
+                let given = fields.u64("what a worker gave to checkpoints")?;
                 fields.end()?;
                 let leaving = gathering.workers.remove(&worker).ok_or_else(unknown)?;
-                let _ = gathering.outcomes.send((worker, leaving.done(held)?));
+                let _ = gathering.outcomes.send((worker, leaving.done(held, given)?));
                 if gathering.workers.is_empty() {
                     (gathering.events, gathering.parts) = (None, None);
                 }
