@@ -19,6 +19,9 @@ use runtime::policy::Policy;
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 
+/// The term that checkpoints of older versions lack.
+const DATA: &str = "sha256 of the data";
+
 /// Differences that are listed at most.
 const LISTED: usize = 16;
 
@@ -53,7 +56,7 @@ pub fn refuse_other_runs(folder: &Path, resume: Option<Resume<'_>>) -> Result<()
         Some(Resume::From(from)) if is_here(from) => return Ok(()),
         _ => {}
     }
-    let found = find::all(folder).map_err(|error| Failure::input("cannot write checkpoints").because(error))?;
+    let found = find::known(folder).map_err(|error| Failure::input("cannot write checkpoints").because(error))?;
     match found.first() {
         None => Ok(()),
         Some((_, newest)) => Err(Failure::input(format!("{} has checkpoints of a run", folder.display()))
@@ -72,16 +75,20 @@ pub fn begin(
     match resume {
         Resume::From(folder) => {
             let found = find::read(folder).map_err(|fault| unreadable(folder, &fault))?;
-            begun(folder, found, task, prepared, screen).map(Some)
+            begun(folder, found, task, prepared, screen)?.map(Some).map_err(|lack| refused(folder).because(lack))
         }
         Resume::Newest(folder) => {
             let all =
-                find::all(folder).map_err(|error| Failure::input("cannot look for checkpoints").because(error))?;
+                find::known(folder).map_err(|error| Failure::input("cannot look for checkpoints").because(error))?;
             for (_, path) in all {
-                match find::read(&path) {
-                    Ok(found) => return begun(&path, found, task, prepared, screen).map(Some),
-                    Err(fault) => screen.warn(&format!("{} is passed over: {fault}", path.display())),
-                }
+                let why = match find::read(&path) {
+                    Ok(found) => match begun(&path, found, task, prepared, screen)? {
+                        Ok(begun) => return Ok(Some(begun)),
+                        Err(lack) => lack,
+                    },
+                    Err(fault) => fault.to_string(),
+                };
+                screen.warn(&format!("{} is passed over: {why}", path.display()));
             }
             screen.note(&format!("no complete checkpoint in {}: the run begins at the beginning", folder.display()));
             Ok(None)
@@ -99,43 +106,69 @@ fn unreadable(folder: &Path, fault: &FindError) -> Failure {
     }
 }
 
-fn begun(folder: &Path, found: Found, task: &Task<'_>, prepared: &Prepared, screen: &Screen) -> Result<Begun, Failure> {
+fn refused(folder: &Path) -> Failure {
+    Failure::input(format!("cannot go on from {}", folder.display()))
+}
+
+/// Where the run goes on, or what the checkpoint lacks of it.
+fn begun(
+    folder: &Path,
+    found: Found,
+    task: &Task<'_>,
+    prepared: &Prepared,
+    screen: &Screen,
+) -> Result<Result<Begun, String>, Failure> {
     let Found { manifest, weights, mut start } = found;
-    let refused = || Failure::input(format!("cannot go on from {}", folder.display()));
     let mut differences = differences(&manifest.run, &terms(task, prepared));
     differences.truncate(LISTED);
     if !differences.is_empty() {
-        let failure = differences.into_iter().fold(refused(), Failure::because);
+        let failure = differences.into_iter().fold(refused(folder), Failure::because);
         return Err(failure.help(format!(
             "give this run what that one had; `--weights {}` begins another run with its weights",
             folder.display()
         )));
     }
     start.check(prepared.program()).map_err(|fault| {
-        let failure = refused().because(&fault);
+        let failure = refused(folder).because(&fault);
         match fault {
             StartError::Round { .. } => failure.help("another plan, or a checkpoint after a multiple of that"),
             _ => failure.help("`--steps` or `--epochs` make the run longer"),
         }
     })?;
-    let absent: Vec<String> = prepared
-        .names()
-        .into_iter()
-        .filter(|name| !weights.contains_key(name))
-        .collect::<BTreeSet<_>>()
-        .into_iter()
-        .collect();
+    let absent: BTreeSet<String> = prepared.names().into_iter().filter(|name| !weights.contains_key(name)).collect();
     if !absent.is_empty() {
-        return Err(refused().because(format!("it has no {}", listed(&absent))));
+        return Ok(Err(format!("it has no {}", listed(&absent.into_iter().collect::<Vec<_>>()))));
     }
-    told(folder, &manifest, &mut start, prepared, screen);
+    let is_same_plan = manifest.plan == prepared.dealt();
+    let is_short = is_same_plan && ends_before(&manifest, prepared);
+    if !is_same_plan || is_short {
+        start.flight = None;
+    }
+    if let Err(fault) = start.check_whole(&prepared.training(task)) {
+        return Ok(Err(fault.to_string()));
+    }
+    told(folder, &manifest, (is_same_plan, is_short), prepared, screen);
     let mut all = task.weights.clone();
     all.extend(weights);
-    Ok(Begun { weights: all, start })
+    Ok(Ok(Begun { weights: all, start }))
+}
+
+/// Whether the checkpoint is of the last steps of a shorter run, so that nothing was in flight behind its end.
+fn ends_before(manifest: &Manifest, prepared: &Prepared) -> bool {
+    let program = prepared.program();
+    let reach = program.stages.iter().map(|stage| stage.cap.saturating_mul(stage.replicas)).max();
+    let is_near = manifest.minibatches.saturating_add(reach.unwrap_or(0)) > manifest.steps;
+    is_near && manifest.steps < prepared.steps && !program.schedule.flushes()
 }
 
 /// What one might not expect of a run that goes on.
-fn told(folder: &Path, manifest: &Manifest, start: &mut Start, prepared: &Prepared, screen: &Screen) {
+fn told(
+    folder: &Path,
+    manifest: &Manifest,
+    (is_same_plan, is_short): (bool, bool),
+    prepared: &Prepared,
+    screen: &Screen,
+) {
     let (done, here) = (manifest.minibatches, prepared.dealt());
     screen.note(&format!("goes on after step {done} of {} from {}", prepared.steps, folder.display()));
     if manifest.steps != prepared.steps {
@@ -145,20 +178,15 @@ fn told(folder: &Path, manifest: &Manifest, start: &mut Start, prepared: &Prepar
             prepared.steps
         ));
     }
-    if manifest.plan == here {
-        let reach = prepared.program().stages.iter().map(|stage| stage.cap.saturating_mul(stage.replicas)).max();
-        let is_short = done.saturating_add(reach.unwrap_or(0)) > manifest.steps;
-        if is_short && manifest.steps < prepared.steps && !prepared.program().schedule.flushes() {
-            // Nothing was in flight behind the end.
-            start.flight = None;
-            screen.warn(
-                "the checkpoint is of the last steps of a shorter run, behind which nothing was in flight: every stage begins with one version of \
-                 its weights, and the numbers are not those of a run that was this long from the beginning",
-            );
-        }
+    if is_short {
+        screen.warn(
+            "the checkpoint is of the last steps of a shorter run, behind which nothing was in flight: every stage begins with one version of \
+             its weights, and the numbers are not those of a run that was this long from the beginning",
+        );
+    }
+    if is_same_plan {
         return;
     }
-    start.flight = None;
     let flushes = |name: &str| name.parse::<Schedule>().is_ok_and(Schedule::flushes);
     let (before, now) = (shown(&manifest.plan.schedule), &here.schedule);
     if !(flushes(&manifest.plan.schedule) && flushes(now)) {
@@ -190,6 +218,7 @@ pub fn terms(task: &Task<'_>, prepared: &Prepared) -> BTreeMap<String, String> {
         ("optimizer", written(&task.optimizer.rule)),
         ("learning rate", written(&task.optimizer.rate)),
         ("rows of data", prepared.rows.to_string()),
+        (DATA, prepared.data_digest().iter().map(|byte| format!("{byte:02x}")).collect()),
         ("batch", prepared.batch.to_string()),
         ("order of rows", order.to_string()),
         ("seed", task.seed.to_string()),
@@ -246,7 +275,7 @@ fn differences(before: &BTreeMap<String, String>, now: &BTreeMap<String, String>
         let (was, is) = (before.get(name), now.get(name));
         (was != is).then(|| format!("{}: the checkpoint has {}, this run {}", shown(name), told(was), told(is)))
     };
-    names.into_iter().filter_map(one).collect()
+    names.into_iter().filter(|name| *name != DATA || before.contains_key(DATA)).filter_map(one).collect()
 }
 
 /// Says what has become of a checkpoint.
@@ -277,5 +306,9 @@ mod tests {
         let told = ["batch: the checkpoint has `4`, this run `8`", "old: the checkpoint has `1`, this run nothing"];
         assert_eq!(differences(&was, &is), told);
         assert!(differences(&is, &is).is_empty());
+        let with = |data: &str| of(&[("seed", "0"), (DATA, data)]);
+        let told = format!("{DATA}: the checkpoint has `ab`, this run `cd`");
+        assert_eq!(differences(&with("ab"), &with("cd")), [told]);
+        assert!(differences(&of(&[("seed", "0")]), &with("cd")).is_empty(), "an older version did not write it");
     }
 }

@@ -1,10 +1,11 @@
 //! The processes of a run that this one started: one for each worker, watched until the end.
 //!
-//! A child that dies ends the run, and so does a signal to this process, which is passed on. At the end, however it came, no child is
+//! A child that dies ends the run. So does a signal to this process, which is passed on, unless the run ends behind its step for it. At the end, however it came, no child is
 //! left: those that have not ended by themselves are killed. Children also follow this process when it is killed.
 
 use crate::failure::Failure;
 use crate::signals;
+use crate::stop::Stop;
 use runtime::link::fate::{Fate, LinkError};
 use std::collections::{BTreeMap, VecDeque};
 use std::env;
@@ -39,11 +40,14 @@ pub struct Children {
     shared: Arc<Shared>,
     watch: Option<JoinHandle<()>>,
     fate: Arc<Fate>,
+    stop: &'static Stop,
 }
 
 struct Shared {
     children: Mutex<Vec<Started>>,
-    is_over: AtomicBool,
+    is_over: Arc<AtomicBool>,
+    /// Whether a terminal asks this process to pause.
+    pauses: Arc<AtomicBool>,
 }
 
 struct Started {
@@ -62,8 +66,12 @@ pub fn start(
 ) -> Result<Children, Failure> {
     let fail = |error: std::io::Error| Failure::no("cannot start the processes of the run").because(error);
     let program = env::current_exe().map_err(fail)?;
-    let shared = Arc::new(Shared { children: Mutex::new(Vec::new()), is_over: AtomicBool::new(false) });
-    let mut children = Children { shared: shared.clone(), watch: None, fate: fate.clone() };
+    let shared = Shared { children: Mutex::default(), is_over: Arc::default(), pauses: Arc::default() };
+    signals::pauses(&shared.pauses, &shared.is_over).map_err(fail)?;
+    let shared = Arc::new(shared);
+    let stop = Stop::listen().map_err(|error| Failure::no("cannot listen to signals").because(error))?;
+    stop.awaited(false);
+    let mut children = Children { shared: shared.clone(), watch: None, fate: fate.clone(), stop };
     for (process, name) in (1..).zip(names) {
         let mut command = Command::new(&program);
         command.args(env::args_os().skip(1));
@@ -87,9 +95,8 @@ pub fn start(
         shared.lock().push(Started { child, name: name.clone(), said, ended: None });
         thread::Builder::new().name(format!("child {process}")).spawn(listen).map_err(fail)?;
     }
-    signals::notice();
     let fate = fate.clone();
-    let watch = thread::Builder::new().name("watch".into()).spawn(move || shared.watch(&fate, deadline + LATER));
+    let watch = thread::Builder::new().name("watch".into()).spawn(move || shared.watch(&fate, deadline + LATER, stop));
     children.watch = Some(watch.map_err(fail)?);
     Ok(children)
 }
@@ -99,12 +106,12 @@ impl Shared {
         self.children.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Until the run is over: a child that ends, or a signal, ends it.
-    fn watch(&self, fate: &Fate, deadline: Duration) {
+    /// Until the run is over: a child that ends, or a signal that the run does not answer by itself, ends it.
+    fn watch(&self, fate: &Fate, deadline: Duration, stop: &Stop) {
         let mut stopped: BTreeMap<usize, Instant> = BTreeMap::new();
         let mut asked = Instant::now();
         while !self.is_over.load(Ordering::Relaxed) {
-            if let Some(signal) = signals::pending() {
+            if let Some(signal) = stop.unawaited() {
                 for of in self.lock().iter_mut() {
                     if of.status().is_none() {
                         signals::send(signal, of.child.id());
@@ -112,6 +119,13 @@ impl Shared {
                 }
                 let what = format!("{} came", signals::name(signal));
                 return fate.end(LinkError::Ended { process: None, what });
+            }
+            if self.pauses.swap(false, Ordering::Relaxed) {
+                // No child is waited for meanwhile, so that their numbers are nobody else's.
+                let mut children = self.lock();
+                let here = children.iter_mut().filter_map(|of| of.status().is_none().then(|| of.child.id()));
+                signals::pause(&here.collect::<Vec<u32>>());
+                stopped.clear();
             }
             let ended = self.lock().iter_mut().position(|of| of.status().is_some());
             if let Some(at) = ended
@@ -196,7 +210,7 @@ impl Children {
     pub fn end<T>(mut self, result: Result<T, Failure>) -> Result<T, Failure> {
         self.shared.is_over.store(true, Ordering::Relaxed);
         self.watch.take().into_iter().for_each(|watch| _ = watch.join());
-        if let Some(signal) = signals::pending() {
+        if let Some(signal) = self.stop.unawaited() {
             self.wait(END);
             return Err(Failure::interrupted(signal));
         }
@@ -235,7 +249,7 @@ impl Children {
             _ => cause.to_string(),
         };
         let failure = Failure::no("training stopped").because(told);
-        match died || status.is_none() {
+        match (died || status.is_none()) && self.stop.came().is_none() {
             true => Err(failure.help("`--max-restarts N` starts all processes again when one of them dies").again()),
             false => Err(failure),
         }

@@ -2,6 +2,7 @@
 
 use crate::training::{Prepared, Task};
 use compiler::graph::hash::hash;
+use runtime::data::Batches;
 use sha2::{Digest, Sha256};
 
 /// Digests by what they are of, in the words of who tells that they differ.
@@ -13,12 +14,6 @@ pub fn digests(task: &Task<'_>, prepared: &Prepared) -> Vec<(String, [u8; 32])> 
         (what.to_string(), <[u8; 32]>::from(sha.finalize()))
     };
     let text = |text: String| move |sha: &mut Sha256| sha.update(text.as_bytes());
-    let named = |sha: &mut Sha256, name: &str, bytes: &[u8]| {
-        sha.update((name.len() as u64).to_le_bytes());
-        sha.update(name.as_bytes());
-        sha.update((bytes.len() as u64).to_le_bytes());
-        sha.update(bytes);
-    };
     let order = (task.order, task.seed, task.keep_gradients, prepared.batch, prepared.steps);
     // Without the same cuts a checkpoint would lack parts.
     let cuts = task.keeping.as_ref().map(|keeping| keeping.every);
@@ -32,6 +27,20 @@ pub fn digests(task: &Task<'_>, prepared: &Prepared) -> Vec<(String, [u8; 32])> 
             training.weights.iter().for_each(|(name, tensor)| named(sha, name, tensor.bytes()))
         }),
         of("the checkpoints", &text(prepared.first().to_string())),
-        of("the data", &|sha| training.batches.bytes().for_each(|(name, bytes)| named(sha, name, bytes))),
+        ("the data".to_string(), *prepared.data_digest()),
     ]
+}
+
+/// A digest of all rows that a run is trained on, features and labels.
+pub fn data(batches: &Batches) -> [u8; 32] {
+    let mut sha = Sha256::new();
+    batches.bytes().for_each(|(name, bytes)| named(&mut sha, name, bytes));
+    sha.finalize().into()
+}
+
+fn named(sha: &mut Sha256, name: &str, bytes: &[u8]) {
+    sha.update((name.len() as u64).to_le_bytes());
+    sha.update(name.as_bytes());
+    sha.update((bytes.len() as u64).to_le_bytes());
+    sha.update(bytes);
 }

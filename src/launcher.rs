@@ -3,11 +3,11 @@
 //! | launcher | rank | processes | address of process 0 |
 //! | --- | --- | --- | --- |
 //! | torchrun | `RANK` | `WORLD_SIZE` | `MASTER_ADDR`, `MASTER_PORT` |
-//! | Open MPI | `OMPI_COMM_WORLD_RANK` | `OMPI_COMM_WORLD_SIZE` | `--address` |
-//! | MPICH, Intel MPI, PMI | `PMI_RANK` | `PMI_SIZE` | `--address` |
+//! | Open MPI | `OMPI_COMM_WORLD_RANK` | `OMPI_COMM_WORLD_SIZE` | MPI, or `--address` |
+//! | MPICH, Intel MPI, PMI | `PMI_RANK` | `PMI_SIZE` | MPI, or `--address` |
 //! | Slurm | `SLURM_PROCID` | `SLURM_NTASKS` | `--address` |
 //!
-//! `MASTER_ADDR` and `MASTER_PORT` are read under any of them. Where torchrun's own agent listens at the port, process 0 takes the next
+//! Without the feature `mpi` there is `--address` alone. `MASTER_ADDR` and `MASTER_PORT` are read under any of them. Where torchrun's own agent listens at the port, process 0 takes the next
 //! one. What srun sets in a batch script, outside of its steps, is passed over.
 
 /// A process that a launcher started.
@@ -21,6 +21,8 @@ pub struct Launched {
     pub address: Option<String>,
     /// What tells this start from others.
     pub run: String,
+    /// Whether it starts programs that use MPI.
+    pub has_mpi: bool,
 }
 
 /// Names of the variables of a rank and of the number of processes, and of one that must be there beside them.
@@ -53,7 +55,14 @@ pub fn launched(get: &dyn Fn(&str) -> Option<String>) -> Result<Option<Launched>
             return Err(format!("the variable {rank} is {own}, and {processes} is {all}"));
         }
         let run = STARTS.iter().map(|name| get(name).unwrap_or_default()).collect::<Vec<_>>().join(" ");
-        return Ok(Some(Launched { rank: own as usize, processes: all as usize, address: address(get)?, run }));
+        let has_mpi = rank.starts_with("OMPI") || rank.starts_with("PMI");
+        return Ok(Some(Launched {
+            rank: own as usize,
+            processes: all as usize,
+            address: address(get)?,
+            run,
+            has_mpi,
+        }));
     }
     Ok(None)
 }

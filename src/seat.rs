@@ -10,7 +10,7 @@ use crate::training::{Prepared, Task};
 use crate::{signals, source};
 use compiler::cluster::read;
 use runtime::link::fate::{Fate, LinkError};
-use runtime::link::group::{Group, Part, join, listen};
+use runtime::link::group::{Door, Group, Part, join, listen};
 use runtime::link::handshake::Identity;
 use runtime::link::seats::Seats;
 use sha2::{Digest, Sha256};
@@ -46,6 +46,7 @@ pub struct Member {
     listen: Option<String>,
     run: u64,
     restarts: u32,
+    over_mpi: bool,
 }
 
 /// How workers are dealt out.
@@ -90,6 +91,7 @@ impl Seat {
                     listen,
                     run: 0,
                     restarts: 0,
+                    over_mpi: false,
                 }));
             }
             let own = match arguments.host {
@@ -102,12 +104,20 @@ impl Seat {
             };
             let listen = Some(address.clone());
             let share = Share::Hosts(hosts.iter().map(|(_, devices)| *devices).collect());
-            return Ok(Seat::Member(Member { own, share, first, listen, run: 0, restarts: 0 }));
+            return Ok(Seat::Member(Member { own, share, first, listen, run: 0, restarts: 0, over_mpi: false }));
         }
         if let (Some(rank), Some(address)) = (arguments.rank, &arguments.address) {
             let (own, first) = (rank as usize, address.clone());
             let listen = Some(first.clone()).filter(|_| own == 0);
-            return Ok(Seat::Member(Member { own, share: Share::Each, first, listen, run: 0, restarts: 0 }));
+            return Ok(Seat::Member(Member {
+                own,
+                share: Share::Each,
+                first,
+                listen,
+                run: 0,
+                restarts: 0,
+                over_mpi: false,
+            }));
         }
         let found = launched(&|name| env::var(name).ok());
         let found = found.map_err(|why| Failure::input("cannot read what the launcher says").because(why))?;
@@ -122,7 +132,9 @@ impl Seat {
                 None => Ok(Seat::Alone),
             };
         };
-        let Some(first) = arguments.address.clone().or(launched.address) else {
+        let said = arguments.address.clone().or(launched.address);
+        let over_mpi = cfg!(feature = "mpi") && launched.has_mpi && said.is_none() && arguments.rank.is_none();
+        let Some(first) = said.or_else(|| over_mpi.then(|| "rank 0".to_string())) else {
             let what = format!(
                 "this is process {} of {}, and nothing says where process 0 is",
                 launched.rank, launched.processes
@@ -132,8 +144,9 @@ impl Seat {
         let digest = Sha256::digest(launched.run.as_bytes());
         let run = digest.iter().take(8).fold(0, |number, byte| number << 8 | u64::from(*byte));
         let own = arguments.rank.map_or(launched.rank, |rank| rank as usize);
-        let listen = Some(first.clone()).filter(|_| own == 0);
-        Ok(Seat::Member(Member { own, share: Share::Processes(launched.processes), first, listen, run, restarts: 0 }))
+        let listen = Some(first.clone()).filter(|_| own == 0 && !over_mpi);
+        let share = Share::Processes(launched.processes);
+        Ok(Seat::Member(Member { own, share, first, listen, run, restarts: 0, over_mpi }))
     }
 
     /// Whether this process tells of the run.
@@ -164,10 +177,10 @@ impl Seat {
         let workers = prepared.workers();
         let fate = Arc::new(Fate::default());
         let notice = |what: &str| screen.warn(what);
-        let meet = |part: Part, port: Option<TcpListener>| {
+        let meet = |part: Part, door: Door| {
             let training = prepared.training(task);
             let lines = part.seats.lines(training.program, training.codes, runtime::train::agrees(&training));
-            join(training.program, &lines, part, port, fate.clone(), &notice).map_err(unmet)
+            join(training.program, &lines, part, door, fate.clone(), &notice).map_err(unmet)
         };
         let part = |own: usize, seats: Seats, first: String, listen: Option<String>, run: u64| Part {
             own,
@@ -177,6 +190,7 @@ impl Seat {
             listen,
             patience: arguments.connect_timeout,
             deadline: arguments.deadline,
+            follows: matches!(self, Seat::Member(Member { share: Share::Beside, .. })),
         };
         match self {
             Seat::Alone => run(None),
@@ -190,15 +204,20 @@ impl Seat {
                 let number = fresh();
                 let children: Children =
                     children::start(&names, (number, restarts, &address), arguments.deadline, &fate)?;
-                let group = meet(part(0, seats, address, None, number), Some(port));
+                let group = meet(part(0, seats, address, None, number), Door::Port(port));
                 children.end(group.and_then(|group| run(Some(group))))
             }
             Seat::Member(member) => {
                 let seats = member.seats(workers)?;
                 let listened = member.listen.clone().filter(|_| member.own == 0);
                 let port = listened.as_deref().map(listen).transpose().map_err(unmet)?;
+                let door = match port {
+                    _ if member.over_mpi => over_mpi(&seats, member.own, screen)?,
+                    Some(port) => Door::Port(port),
+                    None => Door::Outside,
+                };
                 let listens = member.listen.clone().filter(|_| member.own > 0);
-                let group = meet(part(member.own, seats, member.first.clone(), listens, member.run), port)?;
+                let group = meet(part(member.own, seats, member.first.clone(), listens, member.run), door)?;
                 let hurry = hurry(fate.clone());
                 let done = run(Some(group));
                 hurry.store(true, Ordering::Relaxed);
@@ -238,6 +257,28 @@ impl Member {
     }
 }
 
+/// Connections to the others over MPI.
+#[cfg(feature = "mpi")]
+fn over_mpi(seats: &Seats, own: usize, screen: &Screen) -> Result<Door, Failure> {
+    let opened = runtime::link::mpi::open().map_err(unmet)?;
+    if (opened.rank, opened.processes) != (own, seats.processes) {
+        let (rank, processes) = (opened.rank, opened.processes);
+        return Err(Failure::input(format!(
+            "by its environment this is process {own} of {}, by {} it is {rank} of {processes}",
+            seats.processes, opened.library
+        ))
+        .help("the launcher of the MPI library that pipec is linked with, or `--address HOST:PORT` for TCP"));
+    }
+    screen.note(&format!("connected by MPI: {}", opened.library));
+    Ok(Door::Open(opened.streams, Box::new(opened.carrier)))
+}
+
+/// There is no MPI in this build.
+#[cfg(not(feature = "mpi"))]
+fn over_mpi(_: &Seats, _: usize, _: &Screen) -> Result<Door, Failure> {
+    Err(Failure::bug("a build without MPI is asked for it"))
+}
+
 /// Why the processes of a run did not come together.
 fn unmet(error: LinkError) -> Failure {
     let help = match &error {
@@ -269,7 +310,7 @@ fn child(said: &str) -> Option<Member> {
         // Nobody waits for this process, and nobody would read why it ends.
         std::process::exit(1);
     }
-    Some(Member { own, share: Share::Beside, first, listen: None, run, restarts })
+    Some(Member { own, share: Share::Beside, first, listen: None, run, restarts, over_mpi: false })
 }
 
 /// A number that no other run is likely to have.

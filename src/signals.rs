@@ -1,32 +1,8 @@
-//! Signals that ask a run to end: noticed here, acted on by whoever looks.
+//! What is told to processes that this one started, and what is said of how they end.
 
-use std::sync::atomic::{AtomicI32, Ordering};
-
-/// The first that came; 0 while none has.
-static PENDING: AtomicI32 = AtomicI32::new(0);
-
-/// From now on SIGINT and SIGTERM are noticed instead of ending the process.
-#[cfg(unix)]
-pub fn notice() {
-    extern "C" fn note(signal: libc::c_int) {
-        // All that may be done in a handler. A second signal changes nothing.
-        let _ = PENDING.compare_exchange(0, signal, Ordering::Relaxed, Ordering::Relaxed);
-    }
-    let note: extern "C" fn(libc::c_int) = note;
-    for signal in [libc::SIGINT, libc::SIGTERM] {
-        // SAFETY: the handler only touches an atomic number.
-        unsafe { libc::signal(signal, note as libc::sighandler_t) };
-    }
-}
-
-/// Nothing is noticed where there are no such signals.
-#[cfg(not(unix))]
-pub fn notice() {}
-
-/// The signal that came, if one has.
-pub fn pending() -> Option<i32> {
-    Some(PENDING.load(Ordering::Relaxed)).filter(|signal| *signal != 0)
-}
+use std::io;
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
 
 /// Sends a signal to a process that was started from here and has not been waited for.
 #[cfg(unix)]
@@ -34,6 +10,34 @@ pub fn send(signal: i32, pid: u32) {
     // SAFETY: plain numbers; the process is a child of this one, so that its number is nobody else's.
     unsafe { libc::kill(pid as libc::pid_t, signal) };
 }
+
+/// Says when a terminal asks this process to pause, as Ctrl-Z does; without anybody to look after, it pauses at once.
+#[cfg(unix)]
+pub fn pauses(asked: &Arc<AtomicBool>, is_alone: &Arc<AtomicBool>) -> io::Result<()> {
+    use signal_hook::flag::{register, register_conditional_default};
+    register_conditional_default(libc::SIGTSTP, is_alone.clone())?;
+    register(libc::SIGTSTP, asked.clone()).map(drop)
+}
+
+/// Nobody asks.
+#[cfg(not(unix))]
+pub fn pauses(_: &Arc<AtomicBool>, _: &Arc<AtomicBool>) -> io::Result<()> {
+    Ok(())
+}
+
+/// Pauses these children and this process until it is told to go on, which they are then told, too. They are in no job of the terminal's,
+/// which therefore tells this process alone.
+#[cfg(unix)]
+pub fn pause(children: &[u32]) {
+    children.iter().for_each(|pid| send(libc::SIGSTOP, *pid));
+    // It returns when the process goes on; where the system does not let it pause, at once.
+    let _ = signal_hook::low_level::emulate_default_handler(libc::SIGTSTP);
+    children.iter().for_each(|pid| send(libc::SIGCONT, *pid));
+}
+
+/// There is no such thing.
+#[cfg(not(unix))]
+pub fn pause(_: &[u32]) {}
 
 /// There is nothing to send.
 #[cfg(not(unix))]

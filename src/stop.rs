@@ -1,44 +1,69 @@
-//! SIGINT and SIGTERM while checkpoints are made: the first asks the run to end behind its step, the second ends the process at once.
+//! SIGINT and SIGTERM, where a run answers them itself: the first asks it to end, the second ends the process at once.
+//!
+//! A run that writes checkpoints ends behind its step. Whoever looks after other processes ends them first.
 
 use signal_hook::consts::{SIGINT, SIGTERM};
 use signal_hook::flag;
 use std::io;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, OnceLock};
 
 /// What a process answers that a signal ended: 128 and the signal's number.
 const ENDED: i32 = 128;
 
+/// What came since this process listens; a signal comes to the process as a whole.
+static HEARD: OnceLock<Result<Stop, String>> = OnceLock::new();
+
 /// Whether the run is asked to end.
 pub struct Stop {
-    asked: Arc<AtomicBool>,
     signal: Arc<AtomicUsize>,
+    /// Whether a run that goes on ends behind its step.
+    is_awaited: AtomicBool,
 }
 
 impl Stop {
     /// Listens from now on, until the process ends.
-    pub fn listen() -> io::Result<Stop> {
-        let stop = Stop { asked: Arc::default(), signal: Arc::default() };
+    pub fn listen() -> Result<&'static Stop, &'static str> {
+        let heard = HEARD.get_or_init(|| Stop::register().map_err(|error| error.to_string()));
+        heard.as_ref().map_err(String::as_str)
+    }
+
+    fn register() -> io::Result<Stop> {
+        let (asked, signals) = (Arc::<AtomicBool>::default(), Arc::<AtomicUsize>::default());
         for signal in [SIGINT, SIGTERM] {
             // What is asked first sees what came before this signal.
-            flag::register_conditional_shutdown(signal, ENDED + signal, stop.asked.clone())?;
-            flag::register_usize(signal, stop.signal.clone(), signal as usize)?;
-            flag::register(signal, stop.asked.clone())?;
+            flag::register_conditional_shutdown(signal, ENDED + signal, asked.clone())?;
+            flag::register_usize(signal, signals.clone(), signal as usize)?;
+            flag::register(signal, asked.clone())?;
         }
-        Ok(stop)
+        Ok(Stop { signal: signals, is_awaited: AtomicBool::new(false) })
     }
 
-    /// Set by the first signal.
-    pub fn asked(&self) -> &AtomicBool {
-        &self.asked
+    /// The number of the signal that came; 0 while none has.
+    pub fn signal(&self) -> &AtomicUsize {
+        &self.signal
     }
 
-    /// The name of the signal that came, and the exit code that it asks for.
-    pub fn came(&self) -> Option<(&'static str, u8)> {
-        match self.signal.load(Ordering::Relaxed) as i32 {
-            0 => None,
-            SIGINT => Some(("SIGINT", (ENDED + SIGINT) as u8)),
-            _ => Some(("SIGTERM", (ENDED + SIGTERM) as u8)),
-        }
+    /// The signal that came, if one has.
+    pub fn came(&self) -> Option<i32> {
+        i32::try_from(self.signal.load(Ordering::Relaxed)).ok().filter(|signal| *signal != 0)
+    }
+
+    /// Says whether a run goes on that ends behind its step when a signal comes.
+    pub fn awaited(&self, is_awaited: bool) {
+        self.is_awaited.store(is_awaited, Ordering::Relaxed);
+    }
+
+    /// The signal that came, unless a run that ends behind its step waits for it.
+    pub fn unawaited(&self) -> Option<i32> {
+        self.came().filter(|_| !self.is_awaited.load(Ordering::Relaxed))
+    }
+}
+
+/// The name of a signal, and the exit code that it asks for. It may have come to another process of the run.
+pub fn told(signal: usize) -> (&'static str, u8) {
+    match signal == SIGINT as usize {
+        true => ("SIGINT", (ENDED + SIGINT) as u8),
+        false => ("SIGTERM", (ENDED + SIGTERM) as u8),
     }
 }

@@ -5,11 +5,12 @@ use crate::failure::Failure;
 use crate::freeze::freeze;
 use crate::given::LABELS;
 use crate::held_out::{Score, Subject};
+use crate::identity;
 use crate::loss::Loss;
 use crate::memory;
 use crate::model::Loaded;
 use crate::own::Own;
-use crate::stop::Stop;
+use crate::stop::{self, Stop};
 use compiler::graph::{Graph, hash::hash, order};
 use compiler::op::{NodeId, Op};
 use compiler::pass::loss::{TARGET, class_axis};
@@ -28,9 +29,10 @@ use compiler::simulate::{self, Activity, Track};
 use compiler::tensor::dim::Bindings;
 use compiler::tensor::{DType, Tensor};
 use runtime::checkpoint::Part;
-use runtime::checkpoint::cuts::{Cuts, Gate};
+use runtime::checkpoint::cuts::Cuts;
 use runtime::checkpoint::files::Disk;
 use runtime::checkpoint::find;
+use runtime::checkpoint::gate::Gate;
 use runtime::checkpoint::keeper::Keeper;
 use runtime::checkpoint::manifest::Dealt;
 use runtime::checkpoint::start::StartError;
@@ -47,7 +49,7 @@ use runtime::weights;
 use runtime::worker::{Span, Work};
 use std::collections::{BTreeMap, HashMap};
 use std::path::{Path, PathBuf};
-use std::sync::mpsc;
+use std::sync::{OnceLock, mpsc};
 
 /// Minibatches of made-up data; they are seen again and again.
 const SYNTHETIC_MINIBATCHES: usize = 8;
@@ -153,6 +155,7 @@ pub struct Prepared {
     /// What is made small.
     loss: Loss,
     held_out: Option<Dataset>,
+    data: OnceLock<[u8; 32]>,
     /// Where the run goes on, if not at its beginning.
     pub begun: Option<Begun>,
 }
@@ -177,7 +180,7 @@ pub struct Ended {
     code: u8,
     /// Minibatches that are done.
     minibatches: u32,
-    /// The checkpoint after them, if it could be written.
+    /// The checkpoint after them, where this process writes it.
     checkpoint: Option<PathBuf>,
 }
 
@@ -187,10 +190,11 @@ impl Ended {
         let (done, of) = (self.minibatches, prepared.steps);
         let failure = Failure::stopped(self.code, format!("stopped by {} after step {done} of {of}", self.signal));
         match &self.checkpoint {
-            Some(folder) => failure
+            None => failure.because("process 0 of the run writes its checkpoint"),
+            Some(folder) if folder.exists() => failure
                 .because(format!("wrote {}", folder.display()))
                 .help("the same command with `--resume auto` goes on from there"),
-            None => {
+            Some(_) => {
                 failure.because("its checkpoint could not be written").help("`--resume auto` goes on from the last one")
             }
         }
@@ -324,7 +328,9 @@ pub fn prepare(task: &mut Task<'_>) -> Result<Prepared, Failure> {
     if let Staleness::PipeMare { anneal: anneal @ 0 } = &mut policy.staleness {
         *anneal = steps.div_ceil(ANNEALED);
     }
-    Ok(Prepared { made, batches, policy, steps, batch: task.batch, per_epoch, rows, loss, held_out, begun: None })
+    let batch = task.batch;
+    let data = OnceLock::new();
+    Ok(Prepared { made, batches, policy, steps, batch, per_epoch, rows, loss, held_out, data, begun: None })
 }
 
 /// Trains; `on_step` is told of every minibatch in order. In a group of processes, the first one tells what was done.
@@ -343,12 +349,12 @@ pub fn run(
         }
     };
     let mut kept = task.checkpoints.map(|folder| move |checkpoint| keep(folder, checkpoint));
-    // The process that starts others hears signals for all of them, and process 0 of a group writes its checkpoints.
+    // Any process of a group may be told to stop, and process 0 writes its checkpoints.
     let reports = group.as_ref().is_none_or(|group| group.part.own == 0);
-    let stops = task.keeping.as_ref().filter(|_| group.is_none());
-    let stop = stops.map(|_| Stop::listen()).transpose();
+    let stop = task.keeping.as_ref().map(|_| Stop::listen()).transpose();
     let stop = stop.map_err(|error| Failure::input("cannot listen to signals").because(error))?;
-    let gate = stop.as_ref().map(|stop| Gate::new(stop.asked(), period(program), prepared.first() as u32));
+    stop.into_iter().for_each(|stop| stop.awaited(true));
+    let gate = stop.map(|stop| Gate::new(stop.signal(), period(program), prepared.first() as u32));
     let (told, saves) = mpsc::channel();
     let mut on_part = task.keeping.as_ref().filter(|_| reports).map(|keeping| {
         let mut keeper = Keeper::new(Disk, kept_of(keeping, task, prepared));
@@ -397,12 +403,13 @@ pub fn run(
     if let Some(fault) = fault {
         return Err(Failure::input("cannot write a checkpoint").because(fault));
     }
-    let Some(trained) = trained else { return Ok(None) };
-    let ended = gate.as_ref().and_then(Gate::end).filter(|end| *end < prepared.steps);
-    let ended = stop.as_ref().and_then(Stop::came).zip(ended).map(|((signal, code), minibatches)| {
-        let checkpoint = task.keeping.as_ref().map(|keeping| keeping.folder.join(find::name(minibatches)));
-        Ended { signal, code, minibatches, checkpoint: checkpoint.filter(|folder| folder.exists()) }
+    let end = gate.as_ref().and_then(|gate| Some((gate.reason(), gate.end()?)));
+    let ended = end.filter(|(_, end)| *end < prepared.steps).map(|(reason, minibatches)| {
+        let folder = task.keeping.as_ref().filter(|_| reports).map(|keeping| keeping.folder);
+        let (signal, code) = stop::told(reason);
+        Ended { signal, code, minibatches, checkpoint: folder.map(|folder| folder.join(find::name(minibatches))) }
     });
+    let Some(trained) = trained else { return ended.map_or(Ok(None), |ended| Err(ended.told(prepared))) };
     let tracks = tracks(program, &trained.spans);
     let samples = prepared.batch as f64 * trained.losses.len() as f64;
     let samples_per_s = if trained.seconds > 0.0 { samples / trained.seconds } else { 0.0 };
@@ -447,6 +454,11 @@ impl Prepared {
     /// Minibatches that were done before the run began.
     pub fn first(&self) -> usize {
         self.begun.as_ref().map_or(0, |begun| begun.start.minibatches as usize)
+    }
+
+    /// The digest of the data; it is worked out when it is first asked for.
+    pub fn data_digest(&self) -> &[u8; 32] {
+        self.data.get_or_init(|| identity::data(&self.batches))
     }
 
     /// What the workers do.

@@ -1,6 +1,8 @@
 //! A run that goes on from a checkpoint is the run that was never interrupted, to the bit: losses, weights, running statistics, and
 //! every file of every later checkpoint. And whatever ends a save, a complete checkpoint is left.
 
+#[path = "checkpoint/group.rs"]
+mod group;
 #[path = "checkpoint/ready.rs"]
 mod ready;
 #[path = "checkpoint/saves.rs"]
@@ -16,15 +18,15 @@ use compiler::schedule::rule::StepCount;
 use compiler::tensor::dim::{Bindings, Dim};
 use compiler::tensor::fact::Fact;
 use compiler::tensor::{DType, Tensor};
-use runtime::checkpoint::cuts::Gate;
 use runtime::checkpoint::find::{self, Found};
+use runtime::checkpoint::gate::Gate;
 use runtime::checkpoint::start::check_states;
 use runtime::optimizer::{Optimizer, Rule};
 use runtime::policy::{Policy, Staleness, Statistics};
 use runtime::prepare::{Settings, prepare};
 use runtime::train::{Course, run, train};
 use std::fs;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 /// Runs whole, and from every checkpoint to the end.
 fn goes_on(what: &str, ready: &Ready) {
@@ -125,6 +127,30 @@ fn cuts_come_as_often_as_one_likes() {
 }
 
 #[test]
+fn what_checkpoints_hold_is_counted_by_itself() {
+    for (schedule, replicas, microbatches) in
+        [(Schedule::OneFOneB, &[1, 1, 1][..], 2), (Schedule::OneFOneBRr, &[1, 1, 1], 1), (Schedule::TwoBw, &[1, 1], 2)]
+    {
+        let ready = ready(&mlp(), plan(schedule, replicas, microbatches), adam(), Policy::default());
+        let ready = Ready { every: 1, ..ready };
+        let plain = train(&ready.training(&ready.weights), &mut |_| {}).unwrap();
+        let kept = ready.run(None, tempfile::tempdir().unwrap().path(), None);
+        assert!(plain.checkpoint_bytes.iter().all(|bytes| *bytes == 0));
+        for (worker, (with, without)) in kept.held_bytes.iter().zip(&plain.held_bytes).enumerate() {
+            // Messages come when they come.
+            assert!(
+                *with <= without + without / 10,
+                "{schedule}, worker {worker}: {with} with checkpoints, {without} without"
+            );
+            let code = &ready.prepared.codes[worker];
+            let weights: usize = code.parameters.iter().map(|named| named.bytes).sum();
+            // Weights and two averages of each.
+            assert!(kept.checkpoint_bytes[worker] as usize >= 3 * weights, "{schedule}, worker {worker}");
+        }
+    }
+}
+
+#[test]
 fn what_is_done_beside_goes_on() {
     let clipped =
         Policy { clip_norm: Some(0.05), statistics: Statistics::Deferred { unbiased: true }, ..Policy::default() };
@@ -162,11 +188,11 @@ fn a_run_that_is_told_to_stop_leaves_a_checkpoint_to_go_on_from() {
         let what = format!("{schedule} {replicas:?}");
         // Whenever it is told: here at the beginning of a minibatch that some worker begins.
         for _ in 0..3 {
-            let (stop, folder) = (AtomicBool::new(false), tempfile::tempdir().unwrap());
+            let (stop, folder) = (AtomicUsize::new(0), tempfile::tempdir().unwrap());
             let gate = Gate::new(&stop, period(&ready.prepared.program), 0);
             let first = std::thread::scope(|scope| {
                 let run = scope.spawn(|| ready.run(None, folder.path(), Some(&gate)));
-                stop.store(true, Ordering::Relaxed);
+                stop.store(1, Ordering::Relaxed);
                 run.join().unwrap()
             });
             let end = gate.end().expect("it was told before it began") as usize;

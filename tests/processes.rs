@@ -1,5 +1,9 @@
 //! Training over several processes: the same bits as threads give, and an end that is named whatever goes wrong.
 
+#[cfg(target_os = "linux")]
+#[path = "processes/family.rs"]
+mod family;
+
 use assert_cmd::cargo::cargo_bin;
 use std::collections::BTreeMap;
 use std::fs;
@@ -206,44 +210,8 @@ impl Drop for Long {
 
 #[cfg(target_os = "linux")]
 mod supervised {
+    use super::family::{all_gone, children, send};
     use super::*;
-
-    /// The children of a process, by their place in the run.
-    fn children(parent: u32) -> Vec<u32> {
-        let mut found = Vec::new();
-        for entry in fs::read_dir("/proc").unwrap().flatten() {
-            let Ok(pid) = entry.file_name().to_string_lossy().parse::<u32>() else { continue };
-            let Ok(variables) = fs::read(entry.path().join("environ")) else { continue };
-            let own = variables
-                .split(|byte| *byte == 0)
-                .find_map(|one| text(one).strip_prefix("PIPEC_PROCESS=").map(str::to_string));
-            let Some(own) = own else { continue };
-            let mut words = own.split(' ').map(str::to_string);
-            if words.next() == Some(parent.to_string()) {
-                found.push((words.next().unwrap().parse::<usize>().unwrap(), pid));
-            }
-        }
-        found.sort_unstable();
-        found.into_iter().map(|(_, pid)| pid).collect()
-    }
-
-    fn send(signal: &str, pid: u32) {
-        assert!(Command::new("kill").args([format!("-{signal}"), pid.to_string()]).status().unwrap().success());
-    }
-
-    /// Whether a process is there, other than as a shadow that its new parent has not looked at yet.
-    fn is_there(pid: u32) -> bool {
-        let stat = fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
-        stat.rsplit_once(") ").is_some_and(|(_, rest)| !rest.starts_with(['Z', 'X']))
-    }
-
-    fn all_gone(pids: &[u32]) {
-        let until = Instant::now() + Duration::from_secs(6);
-        while pids.iter().any(|pid| is_there(*pid)) {
-            assert!(Instant::now() < until, "left behind: {pids:?}");
-            thread::sleep(Duration::from_millis(20));
-        }
-    }
 
     fn started(folder: &Path, more: &[&str]) -> (Long, Vec<u32>) {
         done(folder, &["zoo", "mlp", "-o", "m.onnx", "-q"]);
@@ -427,6 +395,31 @@ fn processes_that_are_started_by_hand_or_by_a_launcher_meet() {
         command.spawn().unwrap()
     };
     compare("launched", [launched("0"), launched("1")]);
+}
+
+#[test]
+fn those_who_say_nothing_keep_nobody_out() {
+    let folder = tempfile::tempdir().unwrap();
+    let at = folder.path();
+    small(at);
+    let address = format!("127.0.0.1:{}", port());
+    let mut first = rank(at, "0", &address, &["--steps", "5", "-q"]);
+    let until = Instant::now() + PATIENCE;
+    let mut silent = Vec::new();
+    while silent.len() < 100 {
+        let early = first.try_wait().unwrap();
+        assert!(early.is_none() && Instant::now() < until, "{early:?}");
+        match TcpStream::connect(&address) {
+            Ok(stream) => silent.push(stream),
+            Err(_) => thread::sleep(Duration::from_millis(10)),
+        }
+    }
+    let began = Instant::now();
+    let second = end(rank(at, "1", &address, &["--steps", "5", "-q"]));
+    assert_eq!(second, (Some(0), String::new()));
+    let (code, told) = end(first);
+    assert_eq!(code, Some(0), "{told}");
+    assert!(began.elapsed() < PATIENCE);
 }
 
 #[test]

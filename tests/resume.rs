@@ -2,7 +2,11 @@
 
 use assert_cmd::Command;
 use assert_cmd::cargo::cargo_bin;
+use compiler::tensor::Tensor;
+use runtime::checkpoint::encode::Holds;
+use runtime::checkpoint::find;
 use runtime::data::mix;
+use runtime::weights;
 use serde_json::Value;
 use std::fs;
 use std::path::Path;
@@ -313,6 +317,70 @@ fn what_is_not_this_run_or_not_whole_is_told() {
     let said = ends(folder, 0, &last);
     assert!(said.contains("the run begins at the beginning"), "{said}");
     assert!(bytes(folder, "last.safetensors") == bytes(folder, "whole.safetensors"));
+}
+
+#[test]
+fn other_data_is_another_run() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    ends(folder, 0, &["zoo", "mlp", "--inputs", "2", "--classes", "2", "-o", "m.onnx"]);
+    let data = |name: &str, last: f32, label: i64| {
+        let mut x: Vec<f32> = (0..16).map(|i| i as f32 / 16.0).collect();
+        x[15] = last;
+        let mut labels: Vec<i64> = (0..8).map(|row| row % 2).collect();
+        labels[7] = label;
+        let arrays = [("x", Tensor::from_f32(&[8, 2], &x)), ("y", Tensor::from_i64(&[8], &labels))];
+        let arrays = arrays.map(|(name, tensor)| (name.to_string(), tensor));
+        weights::write(&folder.join(name), &arrays.into()).unwrap();
+    };
+    data("one.npz", 0.5, 1);
+    data("features.npz", 0.25, 1);
+    data("labels.npz", 0.5, 0);
+    let common = ["train", "m.onnx", "--batch", "4", "--steps", "6"];
+    ends(folder, 0, &flags(&[&common, &["--data", "one.npz"], &KEPT]));
+    let from = ["--resume", "ck/step-00000004"];
+    for other in ["features.npz", "labels.npz"] {
+        let said = ends(folder, 2, &flags(&[&common, &["--data", other], &from]));
+        let both = said.split('`').filter(|digest| digest.len() == 64).collect::<Vec<_>>();
+        assert!(said.contains("sha256 of the data: the checkpoint has `"), "{said}");
+        assert!(both.len() == 2 && both[0] != both[1], "{said}");
+    }
+    // The same data under another name is the same, and a checkpoint that says nothing of its data goes on.
+    data("again.npz", 0.5, 1);
+    ends(folder, 0, &flags(&[&common, &["--data", "again.npz"], &from]));
+    let step = folder.join("ck/step-00000004");
+    let mut manifest = find::manifest(&step).unwrap();
+    manifest.run.remove("sha256 of the data").unwrap();
+    fs::write(step.join("manifest.json"), manifest.write()).unwrap();
+    ends(folder, 0, &flags(&[&common, &["--data", "features.npz"], &from]));
+}
+
+#[test]
+fn a_manifest_that_lists_too_little_is_passed_over() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    model(folder);
+    let common = flags(&[&TRAIN, &["--stages", "1,2", "--steps", "8"], &KEPT]);
+    ends(folder, 0, &flags(&[&common, &["--save", "whole.safetensors"]]));
+    let whole: Vec<_> = [4, 6].map(|step| find::manifest(&folder.join("ck").join(find::name(step))).unwrap()).into();
+    for holds in [Holds::Weights, Holds::Optimizer, Holds::InFlight] {
+        fs::remove_dir_all(folder.join("ck/step-00000008")).unwrap();
+        for (step, manifest) in [4, 6].into_iter().zip(&whole) {
+            let mut less = manifest.clone();
+            if step == 6 {
+                let stage = less.files.iter().find(|file| file.holds == holds).unwrap().stage;
+                less.files.retain(|file| (file.holds, file.stage) != (holds, stage));
+            }
+            fs::write(folder.join("ck").join(find::name(step)).join("manifest.json"), less.write()).unwrap();
+        }
+        let said =
+            ends(folder, 2, &flags(&[&TRAIN, &["--stages", "1,2", "--steps", "8"], &["--resume", "ck/step-00000006"]]));
+        assert!(said.contains("cannot go on from ck/step-00000006"), "{holds:?}: {said}");
+        let said = ends(folder, 0, &flags(&[&common, &["--resume", "auto", "--save", "rest.safetensors"]]));
+        assert!(said.contains("warning: ck/step-00000006 is passed over"), "{holds:?}: {said}");
+        assert!(said.contains("goes on after step 4 of 8"), "{holds:?}: {said}");
+        assert!(bytes(folder, "rest.safetensors") == bytes(folder, "whole.safetensors"));
+    }
 }
 
 #[test]

@@ -46,6 +46,26 @@ impl Ledger {
     }
 }
 
+/// Bytes that are counted in a ledger until this is dropped, whoever they belong to.
+pub struct Counted {
+    ledger: Arc<Ledger>,
+    bytes: usize,
+}
+
+impl Counted {
+    /// So many bytes.
+    pub fn new(ledger: &Arc<Ledger>, bytes: usize) -> Counted {
+        ledger.add(bytes);
+        Counted { ledger: ledger.clone(), bytes }
+    }
+}
+
+impl Drop for Counted {
+    fn drop(&mut self) {
+        self.ledger.remove(self.bytes);
+    }
+}
+
 // SAFETY: a buffer owns its bytes, as a boxed slice does.
 unsafe impl Send for Buffer {}
 // SAFETY: shared access is through `&[u8]` only.

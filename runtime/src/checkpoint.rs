@@ -21,11 +21,12 @@ pub mod cuts;
 pub mod encode;
 pub mod files;
 pub mod find;
+pub mod gate;
 pub mod keeper;
 pub mod manifest;
 pub mod start;
 
-use crate::buffer::Buffer;
+use crate::buffer::{Buffer, Counted};
 use crate::execute::Weights;
 use compiler::plan::StageId;
 use std::collections::BTreeMap;
@@ -47,6 +48,21 @@ pub struct Part {
     pub forwards: BTreeMap<u32, Weights>,
     /// Older versions of shared parameters that have versions of their own, by the parameter's place.
     pub shared: BTreeMap<usize, BTreeMap<u32, Arc<Buffer>>>,
+    /// Counts what the part holds until it is written.
+    pub counted: Option<Counted>,
+}
+
+impl Part {
+    /// All bytes that it holds, by reference or as copies.
+    pub fn bytes(&self) -> usize {
+        let moved = |of: &Moves| of.state.iter().chain(&of.master).chain(&of.drift).map(Buffer::len).sum::<usize>();
+        let shared = self.shared.values().flat_map(BTreeMap::values);
+        let sets = self.versions.values().chain(self.forwards.values()).chain(self.whole.iter().map(|of| &of.weights));
+        let weights = sets.flatten().chain(shared).map(|weight| weight.len()).sum::<usize>();
+        let whole =
+            |of: &Whole| of.moves.iter().map(moved).sum::<usize>() + of.states.iter().map(Buffer::len).sum::<usize>();
+        weights + self.whole.as_ref().map_or(0, whole)
+    }
 }
 
 /// A stage after the last update in front of a cut.

@@ -172,8 +172,9 @@ pub struct Left {
 }
 
 impl<'a> Desk<'a> {
-    /// A desk at which nothing has been done. What it holds is counted in the ledger.
-    pub fn new(place: Place<'a>, manner: Manner<'a>, ledger: &Arc<Ledger>) -> Desk<'a> {
+    /// A desk at which nothing has been done. What it holds is counted in the first ledger, what it gives to
+    /// checkpoints in the second.
+    pub fn new(place: Place<'a>, manner: Manner<'a>, (ledger, given): (&Arc<Ledger>, &Arc<Ledger>)) -> Desk<'a> {
         let Place {
             stage,
             code,
@@ -225,7 +226,7 @@ impl<'a> Desk<'a> {
             uncounted: vec![0; code.parameters.len()],
             gradients: Vec::new(),
             samples: HashMap::new(),
-            cutting: Cutting::new(window),
+            cutting: Cutting::new(window, given),
         };
         if let Some(begin) = begin {
             desk.begin(begin);
@@ -267,7 +268,9 @@ impl<'a> Desk<'a> {
     /// Forgets a version.
     pub fn drop_version(&mut self, version: u32) {
         for buffer in self.versions.remove(&version).unwrap_or_default() {
-            self.executor.pool.give(buffer);
+            if !self.give_up(&buffer) {
+                self.executor.pool.give(buffer);
+            }
         }
     }
 
@@ -545,6 +548,9 @@ impl<'a> Desk<'a> {
         // At the first step after a cut the count is that of the checkpoint.
         let counted = u32::try_from(i64::from(step.round) + 1 - self.uncounted[p]).unwrap_or(1);
         let update = Update { dtype: wide(dtype), gradient: gradient.bytes(), scale, step: counted, rate: step.rate };
+        if step.in_place {
+            self.give_up(&weight);
+        }
         let next = self.stepper.step(p, weight, update, &mut self.executor.pool);
         if self.keeps_gradients {
             self.gradients.push((p, scaled(dtype, gradient.bytes(), scale)));

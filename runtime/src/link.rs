@@ -1,5 +1,5 @@
 //! How workers reach each other. Within one process, threads hand over references: no tensor is copied. Between processes the same
-//! messages go over TCP, among hosts that trust each other.
+//! messages go over TCP, among hosts that trust each other, or over MPI.
 //!
 //! ```text
 //! worker ──▶ channel ──▶ worker of this process
@@ -19,8 +19,11 @@ pub mod group;
 pub mod handshake;
 pub mod leaving;
 pub mod line;
+#[cfg(feature = "mpi")]
+pub mod mpi;
 pub mod parts;
 pub mod rendezvous;
 pub mod ring;
 pub mod seats;
+pub mod stopping;
 pub mod switchboard;

@@ -2,7 +2,8 @@
 
 use crate::buffer::Buffer;
 use crate::checkpoint::Part;
-use crate::checkpoint::cuts::{Cuts, Gate};
+use crate::checkpoint::cuts::Cuts;
+use crate::checkpoint::gate::Gate;
 use crate::checkpoint::start::{Start, StartError, check_states as check_read_states};
 use crate::compile::{Named, StageCode};
 use crate::data::Batches;
@@ -136,6 +137,8 @@ pub struct Trained {
     pub spans: Vec<Vec<Span>>,
     /// The most bytes that each worker held at once.
     pub held_bytes: Vec<u64>,
+    /// The most bytes that each worker's parts of checkpoints held besides until they were written.
+    pub checkpoint_bytes: Vec<u64>,
 }
 
 /// Where every op that depends on a source runs: op `i` of `graph` (before a loss was attached) in stage `stages[i]`,
@@ -254,11 +257,13 @@ pub fn run_in_group(
     check_states(training.codes)?;
     let names: BTreeSet<&str> = training.codes.iter().flat_map(|c| &c.parameters).map(|n| n.name.as_str()).collect();
     let (events, told) = crossbeam_channel::unbounded();
-    // One checkpoint may wait while another is written.
-    let room = program.workers.iter().map(|worker| program.stages_of(worker.rank).count()).sum();
+    // One checkpoint may wait while another is written: of all workers where it is written, elsewhere of those that are there.
+    let gives = |w: &usize| group.as_ref().is_none_or(|group| group.part.own == 0 || group.is_here(*w));
+    let workers = program.workers.iter().enumerate().filter(|(w, _)| gives(w));
+    let room = workers.map(|(_, worker)| program.stages_of(worker.rank).count()).sum();
     let (to_keeper, parts) = crossbeam_channel::bounded(room);
     let keeper = on_part.is_some().then(|| to_keeper.clone());
-    let open = |group| Exchange::new(group, program, training.codes, &events, keeper);
+    let open = |group| Exchange::new(group, program, training.codes, &events, keeper, gate);
     let mut exchange = group.map(open).transpose()?;
     let ties = ties(training, &mut exchange)?;
     let norms = agrees(training).then(|| {
@@ -448,7 +453,7 @@ fn collect(training: &Training<'_>, outcomes: Vec<Outcome>, losses: Vec<f64>, se
     let mut weights = BTreeMap::new();
     let mut gradients = BTreeMap::new();
     let mut spans = Vec::new();
-    let mut held_bytes = Vec::new();
+    let (mut held_bytes, mut checkpoint_bytes) = (Vec::new(), Vec::new());
     for (own, outcome) in training.program.workers.iter().zip(outcomes) {
         let stages = training.program.stages_of(own.rank).zip(outcome.stages);
         for (stage, left) in stages.filter(|_| own.replica == 0) {
@@ -470,8 +475,9 @@ fn collect(training: &Training<'_>, outcomes: Vec<Outcome>, losses: Vec<f64>, se
         }
         spans.push(outcome.spans);
         held_bytes.push(outcome.held_bytes);
+        checkpoint_bytes.push(outcome.checkpoint_bytes);
     }
-    Trained { weights, gradients, losses, seconds, spans, held_bytes }
+    Trained { weights, gradients, losses, seconds, spans, held_bytes, checkpoint_bytes }
 }
 
 /// The `f32` weights of a narrow parameter.

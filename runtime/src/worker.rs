@@ -6,7 +6,8 @@
 
 use crate::buffer::{Buffer, Ledger};
 use crate::checkpoint::Part as CheckpointPart;
-use crate::checkpoint::cuts::{Cuts, Gate};
+use crate::checkpoint::cuts::Cuts;
+use crate::checkpoint::gate::Gate;
 use crate::data::Batches;
 use crate::desk::checkpoint::Checkpoint;
 use crate::desk::cut::Cut;
@@ -148,6 +149,8 @@ pub struct Outcome {
     pub spans: Vec<Span>,
     /// The most bytes it held at once: weights in all versions, gradients, optimizer state, items in flight, messages, arenas.
     pub held_bytes: u64,
+    /// The most bytes that parts of checkpoints held at once until they were written.
+    pub checkpoint_bytes: u64,
 }
 
 enum Pending {
@@ -189,7 +192,7 @@ struct Worker<'a> {
 pub fn run(mut gear: Equipment<'_>) -> Result<Outcome, WorkerError> {
     let name = gear.program.worker_name(gear.id);
     let instructions = &gear.program.workers[gear.id.index()].instructions;
-    let ledger: Arc<Ledger> = Arc::default();
+    let (ledger, given) = (Arc::<Ledger>::default(), Arc::<Ledger>::default());
     let places = std::mem::take(&mut gear.stages);
     let manner = Manner {
         optimizer: gear.optimizer,
@@ -201,7 +204,7 @@ pub fn run(mut gear: Equipment<'_>) -> Result<Outcome, WorkerError> {
             None => 0,
         },
     };
-    let desks = places.into_iter().map(|place| Desk::new(place, manner, &ledger)).collect();
+    let desks = places.into_iter().map(|place| Desk::new(place, manner, (&ledger, &given))).collect();
     let scaling = gear.policy.loss_scaling;
     let scale = gear.scale.map_or(LossScale::new(scaling), |kept| LossScale::resumed(scaling, kept));
     let (rule, scale) = (Rule::of(gear.program), gear.scales_loss.then_some(scale));
@@ -220,7 +223,8 @@ pub fn run(mut gear: Equipment<'_>) -> Result<Outcome, WorkerError> {
     }
     worker.give_parts();
     let stages = worker.desks.into_iter().map(Desk::leave).collect::<Result<_, _>>().map_err(|_| gone)?;
-    Ok(Outcome { stages, held_bytes: ledger.peak(), spans: worker.spans })
+    let (held_bytes, checkpoint_bytes) = (ledger.peak(), given.peak());
+    Ok(Outcome { stages, spans: worker.spans, held_bytes, checkpoint_bytes })
 }
 
 impl<'a> Worker<'a> {
@@ -357,6 +361,10 @@ impl<'a> Worker<'a> {
                 may
             }
             (None, Instruction::Wait { token }) => self.pending.contains_key(token) || gate.end().is_none(),
+            // What the run leaves is the version of its end.
+            (None, Instruction::Drop { stage, version }) => {
+                gate.end().is_none_or(|end| *version < version_at(&self.rule, *stage, end))
+            }
             (None, Instruction::Checkpoint { stage, version }) => {
                 gate.end().is_none_or(|end| *version <= version_at(&self.rule, *stage, end))
             }

@@ -15,7 +15,7 @@ pub struct CheckpointArguments {
     #[arg(long, value_name = "FOLDER")]
     pub checkpoint_dir: Option<PathBuf>,
     /// Write a checkpoint from which the run can go on after every N minibatches, or as soon behind as the rounds of all stages
-    /// end; in one process also when SIGTERM or SIGINT end the run
+    /// end; also when SIGTERM or SIGINT come to any process of the run, which ends behind its step
     #[arg(long, value_name = "N", requires = "checkpoint_dir", value_parser = clap::value_parser!(u32).range(1..=10_000_000))]
     pub checkpoint_every: Option<u32>,
     /// Checkpoints that stay; older ones are removed when a newer one is complete [default: all]
@@ -40,7 +40,7 @@ impl CheckpointArguments {
     /// The run is begun again after a part of it died: from the newest checkpoint that it has written, if there is one.
     pub fn go_on(&mut self) {
         let folder = self.checkpoint_dir.as_deref().filter(|_| self.checkpoint_every.is_some());
-        if folder.is_some_and(|folder| find::all(folder).is_ok_and(|found| !found.is_empty())) {
+        if folder.is_some_and(|folder| find::known(folder).is_ok_and(|found| !found.is_empty())) {
             self.resume = Some(PathBuf::from("auto"));
         }
     }

@@ -483,11 +483,12 @@ fn totals(plan: &Plan, prepared: &Prepared, done: &Done) -> serde_json::Value {
     })
 }
 
-/// What each stage took for an item on its slowest replica, and what its fullest held.
+/// What each stage took for an item on its slowest replica, and what its fullest held, itself and for checkpoints.
 fn measured(done: &Done) -> Vec<serde_json::Value> {
-    let mut stages: BTreeMap<u32, (f64, f64, u64)> = BTreeMap::new();
+    let mut stages: BTreeMap<u32, (f64, f64, [u64; 2])> = BTreeMap::new();
     for (at, track) in done.tracks.iter().enumerate() {
-        let held = done.trained.held_bytes.get(at).copied().unwrap_or(0);
+        let both = [&done.trained.held_bytes, &done.trained.checkpoint_bytes];
+        let [held, given] = both.map(|bytes| bytes.get(at).copied().unwrap_or(0));
         let mut sums: BTreeMap<u32, [(f64, u32); 2]> = BTreeMap::new();
         for span in &track.spans {
             // The two parts of a backward are one, with the forward that runs again for it and the optimizer's step, as plans have it.
@@ -505,10 +506,12 @@ fn measured(done: &Done) -> Vec<serde_json::Value> {
         for (stage, sums) in sums {
             let [forward, backward] = sums.map(|(us, count)| us / f64::from(count.max(1)));
             let most = stages.entry(stage).or_default();
-            *most = (most.0.max(forward), most.1.max(backward), most.2.max(held));
+            let [most_held, most_given] = most.2;
+            *most = (most.0.max(forward), most.1.max(backward), [most_held.max(held), most_given.max(given)]);
         }
     }
-    let one = |(stage, (fwd_us, bwd_us, held_bytes))| json!({"stage": stage, "fwd_us": fwd_us, "bwd_us": bwd_us, "held_bytes": held_bytes});
+    type Figures = (f64, f64, [u64; 2]);
+    let one = |(stage, (fwd_us, bwd_us, [held, given])): (u32, Figures)| json!({"stage": stage, "fwd_us": fwd_us, "bwd_us": bwd_us, "held_bytes": held, "checkpoint_bytes": given});
     stages.into_iter().map(one).collect()
 }
 
@@ -554,6 +557,12 @@ fn report(plan: &Plan, own: Option<&[u64]>, prepared: &Prepared, done: &Done, sc
         screen.text(&format!("held out {rows}: loss {}{accuracy}", quantity::short(score.loss)));
     }
     screen.note(&held(plan, own, &done.trained.held_bytes));
+    if let Some(most) = done.trained.checkpoint_bytes.iter().max().filter(|most| **most > 0) {
+        screen.note(&format!(
+            "besides, until checkpoints were written, a worker held up to {} for them",
+            quantity::bytes(*most)
+        ));
+    }
     screen.json(&totals(plan, prepared, done));
     match losses.iter().position(|loss| !loss.is_finite()) {
         None => Ok(()),

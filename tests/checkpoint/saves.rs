@@ -112,6 +112,43 @@ fn whatever_ends_a_save_leaves_a_complete_checkpoint() {
     }
 }
 
+/// A run that goes on comes again to a checkpoint that is there.
+#[test]
+fn whatever_ends_a_save_that_takes_the_place_of_another_one_of_them_is_left() {
+    let ready = ready(&mlp(), plan(Schedule::OneFOneBRr, &[1, 1], 1), momentum(), Policy::default());
+    for left in 0.. {
+        let folder = tempfile::tempdir().unwrap();
+        let at = folder.path();
+        let save = |files: &dyn Fn() -> Ending| {
+            let mut keeper = Keeper::new(files(), ready.kept(at, &ready.weights));
+            let mut parts = Vec::new();
+            let course =
+                Course { cuts: Some(ready.cuts()), on_part: Some(&mut |part| parts.push(part)), ..Course::default() };
+            run(&ready.training(&ready.weights), course, &mut |_| {}).unwrap();
+            let first = parts.iter().map(|part| part.minibatches).min();
+            parts.retain(|part| Some(part.minibatches) == first);
+            parts.into_iter().filter_map(|part| keeper.take(part)).last()
+        };
+        save(&|| Ending { left: Cell::new(usize::MAX), is_killed: true });
+        let expected = contents(&at.join(find::name(ready.every)));
+        let saved = save(&|| Ending { left: Cell::new(left), is_killed: true });
+        let known = find::known(at).unwrap();
+        let whole = known.iter().find(|(_, path)| find::read(path).is_ok());
+        let (minibatches, path) = whole.unwrap_or_else(|| panic!("killed after {left}: nothing is left of {known:?}"));
+        assert_eq!(*minibatches, ready.every);
+        assert!(contents(path) == expected, "killed after {left}");
+        // The next run gives it its name again, and clears away the rest.
+        drop(Keeper::new(Disk, ready.kept(at, &ready.weights)));
+        let names: Vec<_> = fs::read_dir(at).unwrap().map(|entry| entry.unwrap().file_name()).collect();
+        assert_eq!(names, [find::name(ready.every).as_str()], "killed after {left}");
+        assert!(contents(&at.join(find::name(ready.every))) == expected, "killed after {left}");
+        if matches!(saved, Some(Saved::Done { left: None, .. })) {
+            assert!(left > 10, "a save has more operations than {left}");
+            break;
+        }
+    }
+}
+
 #[test]
 fn broken_checkpoints_are_named_and_not_read() {
     let ready = ready(&mlp(), plan(Schedule::OneFOneBRr, &[1, 1], 1), momentum(), Policy::default());

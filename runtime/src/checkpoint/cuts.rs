@@ -1,7 +1,4 @@
-//! Where a run is cut for checkpoints, and where it ends early when it is told to.
-
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+//! Where a run is cut for checkpoints.
 
 /// After which minibatches a run is cut: every so many, or as soon behind as rounds end at every stage.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -31,55 +28,8 @@ impl Cuts {
 }
 
 /// The next multiple of a period.
-fn up(minibatches: u32, period: u32) -> Option<u32> {
+pub fn up(minibatches: u32, period: u32) -> Option<u32> {
     minibatches.div_ceil(period.max(1)).checked_mul(period.max(1))
-}
-
-/// Where all workers ask before they begin a minibatch, so that a run that is told to stop ends for all of them at the same one.
-///
-/// The end lies behind a minibatch that nobody has begun, so nobody has made the update in front of it: each worker still gives its
-/// part of that cut.
-pub struct Gate<'a> {
-    stop: &'a AtomicBool,
-    period: u32,
-    state: Mutex<State>,
-}
-
-struct State {
-    /// Minibatches that some worker has begun.
-    begun: u32,
-    /// Minibatches that the run has, once it is told to stop.
-    end: Option<u32>,
-}
-
-impl<'a> Gate<'a> {
-    /// A gate of a run of which `done` minibatches are made. Whoever sets `stop` ends it.
-    pub fn new(stop: &'a AtomicBool, period: u32, done: u32) -> Gate<'a> {
-        Gate { stop, period, state: Mutex::new(State { begun: done, end: None }) }
-    }
-
-    // Nothing under the lock can panic half way.
-    fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// Whether the minibatch may be begun.
-    pub fn enter(&self, minibatch: u32) -> bool {
-        let mut state = self.lock();
-        if state.end.is_none() && self.stop.load(Ordering::Relaxed) {
-            state.end = up(state.begun.saturating_add(1), self.period);
-        }
-        let may = state.end.is_none_or(|end| minibatch < end);
-        if may {
-            state.begun = state.begun.max(minibatch.saturating_add(1));
-        }
-        may
-    }
-
-    /// Minibatches that the run has, if it ends early.
-    pub fn end(&self) -> Option<u32> {
-        self.lock().end
-    }
 }
 
 #[cfg(test)]
@@ -102,17 +52,5 @@ mod tests {
         assert_eq!(all(1, 4, 11), [4, 8]);
         assert_eq!(all(5, 4, 7), [0u32; 0]);
         assert_eq!(Cuts { every: u32::MAX, period: 7, whole: u32::MAX }.after(u32::MAX), None);
-    }
-
-    #[test]
-    fn a_run_that_is_told_to_stop_ends_behind_what_nobody_has_begun() {
-        let stop = AtomicBool::new(false);
-        let gate = Gate::new(&stop, 2, 4);
-        assert!(gate.enter(4) && gate.enter(5) && gate.enter(4));
-        assert_eq!(gate.end(), None);
-        stop.store(true, Ordering::Relaxed);
-        // Minibatches 4 and 5 are under way: 6 and 7 are the next whole rounds.
-        assert_eq!([5, 7, 6, 8, 9].map(|minibatch| gate.enter(minibatch)), [true, true, true, false, false]);
-        assert_eq!(gate.end(), Some(8));
     }
 }

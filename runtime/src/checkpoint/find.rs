@@ -6,6 +6,7 @@ use crate::checkpoint::start::Start;
 use crate::weights;
 use compiler::graph::hash::sha256;
 use compiler::tensor::Tensor;
+use std::cmp::Reverse;
 use std::collections::BTreeMap;
 use std::fs::{self, File};
 use std::io::{self, Read};
@@ -37,6 +38,26 @@ pub enum FindError {
 /// What a checkpoint begins its name with.
 const PREFIX: &str = "step-";
 
+/// What the hidden name of a checkpoint ends with that is not there yet, and of one that is there no more.
+const PART: &str = ".part";
+const OLD: &str = ".old";
+
+/// The hidden name under which a checkpoint is written.
+pub fn part_name(minibatches: u32) -> String {
+    format!(".{}{PART}", name(minibatches))
+}
+
+/// The hidden name of a checkpoint that is about to be removed.
+pub fn old_name(minibatches: u32) -> String {
+    format!(".{}{OLD}", name(minibatches))
+}
+
+/// The minibatches in a hidden name.
+fn hidden(name: &str) -> Option<u32> {
+    let name = name.strip_prefix('.')?;
+    minibatches(name.strip_suffix(PART).or_else(|| name.strip_suffix(OLD))?)
+}
+
 /// The name of the checkpoint after so many minibatches.
 pub fn name(minibatches: u32) -> String {
     format!("{PREFIX}{minibatches:08}")
@@ -51,6 +72,26 @@ pub fn minibatches(name: &str) -> Option<u32> {
 
 /// The folders that bear the names of checkpoints, newest first. A folder that is not there has none.
 pub fn all(folder: &Path) -> Result<Vec<(u32, PathBuf)>, FindError> {
+    named(folder, minibatches)
+}
+
+/// The folders with hidden names, which a save was at when it was ended. Where one checkpoint took the place of another, both may be
+/// whole, and neither has its name; the new one comes first.
+pub fn left_over(folder: &Path) -> Result<Vec<(u32, PathBuf)>, FindError> {
+    named(folder, hidden)
+}
+
+/// All that may be checkpoints to go on from, newest first: those that have their names before those that a save left over, and of
+/// the latter only where all that they should have seems to be there.
+pub fn known(folder: &Path) -> Result<Vec<(u32, PathBuf)>, FindError> {
+    let mut known = all(folder)?;
+    known.extend(left_over(folder)?.into_iter().filter(|(_, path)| manifest(path).is_ok()));
+    // Those of one step stay in this order.
+    known.sort_by_key(|(minibatches, _)| Reverse(*minibatches));
+    Ok(known)
+}
+
+fn named(folder: &Path, number: impl Fn(&str) -> Option<u32>) -> Result<Vec<(u32, PathBuf)>, FindError> {
     let fail = |fault| FindError::Read { path: folder.to_path_buf(), fault };
     let entries = match fs::read_dir(folder) {
         Err(fault) if fault.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
@@ -59,7 +100,7 @@ pub fn all(folder: &Path) -> Result<Vec<(u32, PathBuf)>, FindError> {
     let mut found = Vec::new();
     for entry in entries {
         let entry = entry.map_err(fail)?;
-        if let Some(minibatches) = entry.file_name().to_str().and_then(minibatches) {
+        if let Some(minibatches) = entry.file_name().to_str().and_then(&number) {
             found.push((minibatches, entry.path()));
         }
     }
@@ -174,5 +215,7 @@ mod tests {
         for other in ["step-12", ".step-00000012.part", "step-0000001x", "step-99999999999", "weights.safetensors"] {
             assert_eq!(minibatches(other), None, "{other}");
         }
+        assert_eq!([part_name(7), old_name(7)].map(|name| hidden(&name)), [Some(7); 2]);
+        assert_eq!(["step-00000012", ".step-00000012", "step-00000012.part"].map(hidden), [None; 3]);
     }
 }

@@ -4,7 +4,7 @@
 //! make .step-00000012.part        for the first part
 //! write its files                 for every part: each file is on the disk before the next begins
 //! write manifest.json             when all parts are there
-//! sync the folder, rename it to step-00000012, sync the folder above
+//! sync the folder, rename it to step-00000012, sync the folder above; one of that name is .step-00000012.old before
 //! remove older checkpoints        all but the newest few, where that is asked for
 //! ```
 //!
@@ -14,7 +14,7 @@
 use crate::checkpoint::Part;
 use crate::checkpoint::encode::files;
 use crate::checkpoint::files::Files;
-use crate::checkpoint::find::{all, minibatches, name};
+use crate::checkpoint::find::{all, left_over, name, old_name, part_name, read};
 use crate::checkpoint::manifest::{Cursor, Dealt, FILE, Listed, Manifest, SCHEMA, Scale};
 use crate::compile::StageCode;
 use crate::optimizer::Optimizer;
@@ -96,14 +96,14 @@ struct Open {
 }
 
 impl<'a, F: Files> Keeper<'a, F> {
-    /// A keeper that has written nothing. What a run before it left half done is removed.
+    /// A keeper that has written nothing. What a run before it left half done is removed; a whole checkpoint that lost its name, because the
+    /// run was ended when another one was to take its place, is given it again.
     pub fn new(files: F, of: Kept<'a>) -> Keeper<'a, F> {
-        let left = std::fs::read_dir(&of.folder).into_iter().flatten().flatten();
-        for entry in left {
-            if entry.file_name().to_str().is_some_and(is_left_over) {
-                // It is in nobody's way.
-                let _ = files.remove_folder(&entry.path());
-            }
+        for (minibatches, path) in left_over(&of.folder).unwrap_or_default() {
+            let whole = of.folder.join(name(minibatches));
+            let is_lost = whole.symlink_metadata().is_err() && read(&path).is_ok();
+            // What stays is in nobody's way.
+            let _ = if is_lost { files.rename(&path, &whole) } else { files.remove_folder(&path) };
         }
         Keeper { files, of, open: BTreeMap::new() }
     }
@@ -139,7 +139,7 @@ impl<'a, F: Files> Keeper<'a, F> {
     }
 
     fn part_folder(&self, minibatches: u32) -> PathBuf {
-        self.of.folder.join(format!(".{}{PART}", name(minibatches)))
+        self.of.folder.join(part_name(minibatches))
     }
 
     fn write_part(&self, part: &Part, open: &mut Open) -> Result<(), KeepError> {
@@ -181,7 +181,7 @@ impl<'a, F: Files> Keeper<'a, F> {
         wrote(&path, self.files.write(&path, &manifest.write()))?;
         wrote(&part, self.files.sync_folder(&part))?;
         // A run that goes on from an older checkpoint comes again to one that was broken, or not to its liking.
-        let old = self.of.folder.join(format!(".{}{OLD}", name(minibatches)));
+        let old = self.of.folder.join(old_name(minibatches));
         let is_replaced = whole.symlink_metadata().is_ok();
         if is_replaced {
             wrote(&old, self.files.remove_folder(&old))?;
@@ -201,23 +201,13 @@ impl<'a, F: Files> Keeper<'a, F> {
         let found = all(&self.of.folder).unwrap_or_default();
         let older = found.into_iter().filter(|(minibatches, _)| *minibatches <= newest);
         for (minibatches, folder) in older.skip(keep.max(1)) {
-            let old = self.of.folder.join(format!(".{}{OLD}", name(minibatches)));
+            let old = self.of.folder.join(old_name(minibatches));
             wrote(&old, self.files.remove_folder(&old))?;
             wrote(&folder, self.files.rename(&folder, &old))?;
             wrote(&old, self.files.remove_folder(&old))?;
         }
         Ok(())
     }
-}
-
-/// What the name of a checkpoint ends with that is not there yet, and of one that is there no more.
-const PART: &str = ".part";
-const OLD: &str = ".old";
-
-/// Whether a name is one of those.
-fn is_left_over(name: &str) -> bool {
-    let inner = name.strip_prefix('.').and_then(|name| name.strip_suffix(PART).or_else(|| name.strip_suffix(OLD)));
-    inner.is_some_and(|inner| minibatches(inner).is_some())
 }
 
 fn wrote(path: &Path, done: io::Result<()>) -> Result<(), KeepError> {

@@ -160,7 +160,13 @@ impl Manifest {
                 return Err(format!("the hash of `{name}` is none"));
             }
         }
-        Ok(manifest)
+        // What was in flight has no file where nothing was.
+        let always = |stage: u32| [Holds::Weights, Holds::Optimizer].map(|holds| holds.file_name(stage, 0));
+        let stages = u32::try_from(manifest.plan.stages.len()).unwrap_or(u32::MAX).min(MOST);
+        match (0..stages).flat_map(always).find(|name| !names.contains(name)) {
+            Some(name) => Err(format!("it lists no `{name}`")),
+            None => Ok(manifest),
+        }
     }
 
     /// The bytes of the file, with its hash.
@@ -257,6 +263,8 @@ mod tests {
         }
         assert!(wrong(&|m| m.files.push(m.files[0].clone())).contains("twice"));
         assert!(wrong(&|m| m.files[0].sha256 = "xyz".into()).contains("none"));
+        let stage = || DealtStage { replicas: 1, cap: 1, parameters: sha256(b"") };
+        assert!(wrong(&|m| m.plan.stages.push(stage())).contains("lists no `stage-0.optimizer.safetensors`"));
         assert!(wrong(&|m| m.files[0].stage = u32::MAX).contains("stage 4294967295"));
         assert!(Manifest::read(b"{\"schema\": 1}").is_err());
         let deep = "[".repeat(100_000);

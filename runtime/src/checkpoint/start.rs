@@ -91,6 +91,16 @@ impl Start {
         }
     }
 
+    /// Refuses a checkpoint that lacks what some replica of a stage would begin with.
+    pub fn check_whole(&self, training: &Training<'_>) -> Result<(), StartError> {
+        for (stage, code) in (0..).map(StageId).zip(training.codes) {
+            for replica in 0..training.program.stages[stage.index()].replicas {
+                self.begin(stage, replica, code, training)?;
+            }
+        }
+        Ok(())
+    }
+
     /// What a replica of a stage begins with.
     pub fn begin(
         &self,

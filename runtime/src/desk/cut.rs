@@ -1,11 +1,11 @@
 //! What a desk gives to a checkpoint, and how it begins from one.
 //!
 //! Weights are given as references, as if a version more were stashed: the next update is written beside them. What the optimizer
-//! writes in place is copied. Forwards of items behind a cut that run before its last update leave their weights here until then. A
+//! writes in place is copied. All this is counted by itself until it is written: plans know of no checkpoints. Forwards of items behind a cut that run before its last update leave their weights here until then. A
 //! shared parameter that has versions of its own reaches the cut later than its stage; the part waits for it.
 
 use super::{Desk, Lag};
-use crate::buffer::Buffer;
+use crate::buffer::{Buffer, Counted, Ledger};
 use crate::checkpoint::{Begin, Moves, Part, Whole};
 use crate::execute::Weights;
 use std::collections::BTreeMap;
@@ -22,12 +22,14 @@ pub struct Cutting {
     ready: Vec<Part>,
     /// Weights of forwards that are run again.
     pub forwards: BTreeMap<u32, Weights>,
+    /// What parts hold.
+    ledger: Arc<Ledger>,
 }
 
 impl Cutting {
     /// Nothing yet.
-    pub fn new(window: u32) -> Cutting {
-        Cutting { window, ..Cutting::default() }
+    pub fn new(window: u32, ledger: &Arc<Ledger>) -> Cutting {
+        Cutting { window, ledger: ledger.clone(), ..Cutting::default() }
     }
 }
 
@@ -128,15 +130,15 @@ impl Desk<'_> {
             }
         }
         self.cutting.held.retain(|held| held.item >= next);
-        let mut whole = self.is_first.then(|| Whole {
+        let whole = self.is_first.then(|| Whole {
             weights: self.versions.get(&version).cloned().unwrap_or_default(),
             moves: (0..self.code.parameters.len()).map(|p| self.moves(p, version)).collect(),
             states: self.executor.states.iter().map(|state| Buffer::copy_of(state.bytes())).collect(),
             scale,
         });
-        let states = whole.iter_mut().flat_map(|whole| &mut whole.states);
-        states.for_each(|state| state.count_in(&self.executor.pool.ledger));
-        let part = Part { stage: self.stage, replica, minibatches, whole, versions, forwards, shared: BTreeMap::new() };
+        let (stage, shared) = (self.stage, BTreeMap::new());
+        let mut part = Part { stage, replica, minibatches, whole, versions, forwards, shared, counted: None };
+        part.counted = Some(Counted::new(&self.cutting.ledger, part.bytes()));
         if self.late.is_empty() || part.whole.is_none() {
             self.cutting.ready.push(part);
         } else {
@@ -146,11 +148,18 @@ impl Desk<'_> {
 
     fn moves(&self, p: usize, version: u32) -> Moves {
         let updates = u32::try_from(i64::from(version) - self.uncounted[p]).unwrap_or(0);
-        let mut moves = Moves { updates, ..self.stepper.moves(p) };
-        let copies = moves.state.iter_mut().chain(&mut moves.master).chain(&mut moves.drift);
-        // Until they are written the worker holds them.
-        copies.for_each(|copy| copy.count_in(&self.executor.pool.ledger));
-        moves
+        Moves { updates, ..self.stepper.moves(p) }
+    }
+
+    /// The desk gives up a version's weight. Says whether a part of a checkpoint still holds it: it counts there, and is free when that is
+    /// written.
+    pub(super) fn give_up(&self, weight: &Arc<Buffer>) -> bool {
+        let is_kept = self.versions.values().flatten().any(|other| Arc::ptr_eq(other, weight));
+        let is_held = self.cutting.window > 0 && Arc::strong_count(weight) > 1 && !is_kept;
+        if is_held {
+            weight.lend();
+        }
+        is_held
     }
 
     /// A late parameter has come to another version.
@@ -173,7 +182,8 @@ impl Desk<'_> {
             whole.moves[p] = moves;
         }
         if part.shared.len() == self.late.len() {
-            let (_, part) = self.cutting.waiting.remove(of);
+            let (_, mut part) = self.cutting.waiting.remove(of);
+            part.counted = Some(Counted::new(&self.cutting.ledger, part.bytes()));
             self.cutting.ready.push(part);
         }
     }

@@ -8,18 +8,20 @@ use super::fate::{Blame, Fate, LinkError};
 use super::frame::{FrameReader, FrameWriter, Kind};
 use super::group::{Group, doing};
 use super::leaving::{self, Leaving};
-use super::line::{self, Outbound, Patient};
+use super::line::{self, Hangup, Outbound, Patient};
 use super::parts::{self, PartForm};
 use super::rendezvous::{Forward, Rendezvous};
+use super::stopping::Stopping;
 use super::switchboard::{Gathering, Hall, Route, Routes};
 use crate::checkpoint::Part;
+use crate::checkpoint::gate::Gate;
 use crate::compile::StageCode;
 use crate::worker::{Event, Outcome};
 use compiler::op::Value;
 use compiler::schedule::{Program, WorkerId};
-use crossbeam_channel::{Receiver, Sender, unbounded};
+use crossbeam_channel::{Receiver, Sender, bounded, unbounded};
 use std::collections::{BTreeMap, BTreeSet, HashMap};
-use std::net::TcpStream;
+use std::io::Write;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::thread::{Builder, Scope};
@@ -40,7 +42,12 @@ pub struct Exchange<'a> {
     meetings: u32,
     outcomes: Receiver<(usize, Outcome)>,
     released: Receiver<()>,
-    streams: Vec<TcpStream>,
+    /// At the others: once for each part of a checkpoint that process 0 will take.
+    room: Receiver<()>,
+    hangups: Vec<Hangup>,
+    stopping: Option<Arc<Stopping<'a>>>,
+    /// Ends when the workers have ended.
+    working: Option<Sender<()>>,
     /// Ends when all writers have ended.
     writing: Option<(Sender<()>, Receiver<()>)>,
 }
@@ -48,31 +55,39 @@ pub struct Exchange<'a> {
 /// What the two threads of a connection need.
 struct Line<'a> {
     reader: FrameReader<Patient>,
-    writer: FrameWriter<TcpStream>,
+    writer: FrameWriter<Box<dyn Write + Send>>,
     queue: Receiver<Outbound>,
     routes: Routes<'a>,
 }
 
 impl<'a> Exchange<'a> {
     /// With a group that has come together. Process 0 tells `events` of losses of all workers, and gives the parts of their checkpoints to
-    /// the keeper.
+    /// the keeper. Where the run may be told to stop, all processes have a gate.
     pub fn new(
         group: Group,
         program: &'a Program,
         codes: &'a [StageCode],
         events: &Sender<Event>,
         keeper: Option<Sender<Part>>,
+        gate: Option<&'a Gate<'a>>,
     ) -> Result<Exchange<'a>, LinkError> {
         let mut group = group;
         let (leave, outcomes) = unbounded();
         let (release, released) = unbounded();
-        let (mut queues, mut lines, mut streams) = (BTreeMap::new(), Vec::new(), Vec::new());
+        let (taken, room) = unbounded();
+        // One checkpoint's parts of this process may be on their way.
+        let own = group.part.seats.workers(group.part.own);
+        let parts = own.map(|worker| program.stages_of(program.workers[worker].rank).count()).sum();
+        (0..parts).for_each(|_| _ = taken.send(()));
+        let (mut queues, mut lines, mut hangups) = (BTreeMap::new(), Vec::new(), Vec::new());
         let most_left = leaving::most(codes);
         for (process, mut talk) in std::mem::take(&mut group.talks) {
             let (to, queue) = unbounded();
             group.fate.tell(to.clone());
             queues.insert(process, to);
-            talk.reader.source().renew(group.part.deadline);
+            // Who started this process may be stopped like any job. When it dies, its connection ends, and so does this process.
+            let is_followed = group.part.follows && process == 0;
+            talk.reader.source().renew(if is_followed { Duration::MAX } else { group.part.deadline });
             let workers: Vec<usize> = group.part.seats.workers(process).collect();
             let (seats, progress) = (group.part.seats.clone(), group.progress.clone());
             let leaving = workers.iter().map(|worker| (*worker, Leaving::of(program, codes, *worker)));
@@ -80,6 +95,7 @@ impl<'a> Exchange<'a> {
                 workers: leaving.collect(),
                 events: Some(events.clone()).filter(|_| !workers.is_empty()),
                 outcomes: leave.clone(),
+                reply: queues[&process].clone(),
                 parts: keeper.clone().filter(|_| !workers.is_empty()),
                 form: PartForm::of(program, codes, &workers),
             });
@@ -92,17 +108,35 @@ impl<'a> Exchange<'a> {
                 posted: HashMap::new(),
                 meetings: HashMap::new(),
                 gathering,
+                stopping: None,
                 released: Some(release.clone()).filter(|_| process == 0),
+                taken: Some(taken.clone()).filter(|_| process == 0),
                 progress: group.progress.clone(),
                 most_left,
                 items: program.items,
                 stages: program.stages.len() as u32,
             };
-            streams.push(talk.stream);
+            hangups.push(talk.hangup);
             lines.push(Line { reader: talk.reader, writer: talk.writer, queue, routes });
         }
+        let stopping = gate.map(|gate| Arc::new(Stopping::new(gate, group.part.own, queues.clone())));
+        lines.iter_mut().for_each(|line: &mut Line<'a>| line.routes.stopping = stopping.clone());
         let writing = Some(unbounded());
-        Ok(Exchange { group, program, queues, lines, channels: 0, meetings: 0, outcomes, released, streams, writing })
+        Ok(Exchange {
+            group,
+            program,
+            queues,
+            lines,
+            channels: 0,
+            meetings: 0,
+            outcomes,
+            released,
+            room,
+            hangups,
+            stopping,
+            working: None,
+            writing,
+        })
     }
 
     /// Whether a worker runs in this process.
@@ -216,6 +250,16 @@ impl<'a> Exchange<'a> {
         'a: 'scope,
     {
         let own: Vec<usize> = self.group.part.seats.workers(self.group.part.own).collect();
+        let none = |error| LinkError::Ended { process: None, what: format!("the system gives no thread: {error}") };
+        if let Some(stopping) = self.stopping.take() {
+            let (working, over) = bounded(0);
+            self.working = Some(working);
+            let fate = self.group.fate.clone();
+            let watch = move || stopping.watch(&over, &fate);
+            if let Err(error) = Builder::new().name("stop".into()).spawn_scoped(scope, watch) {
+                self.group.fate.end(none(error));
+            }
+        }
         for line in std::mem::take(&mut self.lines) {
             let Line { reader, writer, queue, routes } = line;
             let (progress, own, fate) = (self.group.progress.clone(), own.clone(), self.group.fate.clone());
@@ -234,7 +278,7 @@ impl<'a> Exchange<'a> {
             let name = thread("from process");
             let read = name.spawn_scoped(scope, move || routes.read(reader, &reading)).map(drop);
             if let Err(error) = wrote.and(read) {
-                fate.end(LinkError::Ended { process: None, what: format!("the system gives no thread: {error}") });
+                fate.end(none(error));
             }
         }
     }
@@ -246,12 +290,15 @@ impl<'a> Exchange<'a> {
         self.send(0, Outbound::of(Kind::Loss, head));
     }
 
-    /// Gives parts of checkpoints to process 0.
+    /// Gives parts of checkpoints to process 0. Waits while it has not taken those of a whole checkpoint before: they would fill the memory
+    /// here where its disk is slow.
     pub fn parts(&self) -> impl Fn(&Part) + Send + 'static {
-        let queue = self.queues.get(&0).cloned();
+        let (queue, room) = (self.queues.get(&0).cloned(), self.room.clone());
         move |part: &Part| {
-            // Where nobody reads the queue any more, the run is over.
-            queue.iter().for_each(|queue| _ = queue.send(Outbound::of(Kind::Checkpoint, parts::pack(part))));
+            // Where nobody makes room or reads the queue any more, the run is over.
+            if let (Some(queue), Ok(())) = (&queue, room.recv()) {
+                let _ = queue.send(Outbound::of(Kind::Checkpoint, parts::pack(part)));
+            }
         }
     }
 
@@ -267,6 +314,7 @@ impl<'a> Exchange<'a> {
     /// it ended early.
     pub fn finish(mut self, left: Vec<(usize, Outcome)>, is_well: bool) -> Result<Vec<(usize, Outcome)>, LinkError> {
         let fate = self.fate();
+        self.working = None;
         if !is_well {
             fate.end(LinkError::Ended {
                 process: Some(self.group.part.own),
@@ -309,7 +357,7 @@ impl<'a> Exchange<'a> {
             let _ = ended.recv_timeout(within);
         }
         if !self.group.fate.is_released() {
-            self.streams.iter().for_each(line::close);
+            self.hangups.iter().for_each(|hangup| hangup());
         }
     }
 }

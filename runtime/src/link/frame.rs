@@ -107,6 +107,16 @@ kinds! {
     Bye = 16,
     /// What a worker gives of a stage to a checkpoint.
     Checkpoint = 17,
+    /// A process is told to stop, and why.
+    Stop = 18,
+    /// Nobody begins another minibatch, and why.
+    Hold = 19,
+    /// Minibatches that a process has begun.
+    Begun = 20,
+    /// Minibatches after which the run ends.
+    End = 21,
+    /// A part of a checkpoint is taken.
+    Taken = 22,
 }
 
 /// Writes frames.

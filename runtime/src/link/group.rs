@@ -7,11 +7,11 @@
 use super::fate::{Fate, LinkError};
 use super::frame::{FrameError, FrameReader, FrameWriter, Kind};
 use super::handshake::{Hello, Identity, Known, PROTOCOL, Stranger, Talk, decode_roster, encode_roster};
-use super::line::{OVER, Patient, SILENT};
+use super::line::{self, OVER, Patient, SILENT, Stream};
 use super::seats::Seats;
 use compiler::schedule::{Program, WorkerId};
 use crossbeam_channel::{Sender, unbounded};
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::io::{self, ErrorKind};
 use std::net::{SocketAddr, TcpListener, TcpStream, ToSocketAddrs};
 use std::sync::Arc;
@@ -21,7 +21,8 @@ use std::time::{Duration, Instant};
 
 /// How long who connects may take to say who it is.
 const GREETING: Duration = Duration::from_secs(5);
-/// Connections that may be saying so at once; more are closed unheard.
+/// Connections that may be saying so at once. With one more the one is closed that has been silent longest: a process of the run says
+/// who it is at once.
 const MOST_GREETINGS: usize = 64;
 /// How often a process tries to reach another one.
 const AGAIN: Duration = Duration::from_millis(50);
@@ -47,6 +48,8 @@ pub struct Part {
     pub patience: Duration,
     /// How long a process may be silent once the run goes on.
     pub deadline: Duration,
+    /// Whether process 0 started this one, which then ends with it: silence says nothing of who may just be stopped.
+    pub follows: bool,
 }
 
 /// How far each worker is: the instruction that it is at.
@@ -64,6 +67,18 @@ pub struct Group {
     pub names: Vec<String>,
     /// The connections, by process.
     pub talks: BTreeMap<usize, Talk>,
+    /// What must be there as long as they are.
+    pub carrier: Option<Box<dyn Send>>,
+}
+
+/// How a process comes to the others.
+pub enum Door {
+    /// Process 0 has a port, where it waits for them.
+    Port(TcpListener),
+    /// The others know where that is.
+    Outside,
+    /// All stand connected, by process, as long as the carrier is there.
+    Open(BTreeMap<usize, Stream>, Box<dyn Send>),
 }
 
 /// Opens the port that process 0 is reached at, or another one of this process.
@@ -78,27 +93,27 @@ pub fn listen(address: &str) -> Result<TcpListener, LinkError> {
     })
 }
 
-/// Meets the other processes of the run; `lines` says which pairs have something to say to each other. Process 0 brings its port with
-/// it. What does not end the run, such as strangers at the port, is told by `notice`.
+/// Meets the other processes of the run; `lines` says which pairs have something to say to each other. What does not end the run, such as strangers at the port, is told by `notice`.
 pub fn join(
     program: &Program,
     lines: &BTreeSet<(usize, usize)>,
     part: Part,
-    port: Option<TcpListener>,
+    door: Door,
     fate: Arc<Fate>,
     notice: &dyn Fn(&str),
 ) -> Result<Group, LinkError> {
     let until = Instant::now() + part.patience;
     let all = (0..part.seats.processes).map(|process| part.seats.name(program, process)).collect();
     let mut entrance = Entrance { part: &part, fate: &fate, notice, until, names: all };
-    let (talks, roster) = match port {
-        Some(port) => entrance.open(&port)?,
-        None => entrance.enter(lines)?,
+    let ((talks, roster), carrier) = match door {
+        Door::Port(port) => (entrance.open(&port)?, None),
+        Door::Outside => (entrance.enter(lines)?, None),
+        Door::Open(streams, carrier) => (entrance.stand(streams, lines)?, Some(carrier)),
     };
     let named = |(name, known): (&String, &Known)| format!("{name}, process {} at {}", known.pid, known.address);
     let names = entrance.names.iter().zip(&roster).map(named).collect();
     let progress = Arc::new(program.workers.iter().map(|_| AtomicU32::new(0)).collect());
-    Ok(Group { part, fate, progress, names, talks })
+    Ok(Group { part, fate, progress, names, talks, carrier })
 }
 
 impl Group {
@@ -117,6 +132,7 @@ pub fn doing(program: &Program, seats: &Seats, progress: &[AtomicU32], process: 
 }
 
 type Talks = BTreeMap<usize, Talk>;
+type Come = BTreeMap<usize, (Talk, Hello)>;
 
 /// What comes of a word with another process: done, refused with a reason, or the connection's fault.
 type Said = Result<Result<(), String>, FrameError>;
@@ -145,9 +161,15 @@ impl Entrance<'_> {
     /// Process 0: waits for all others, and lets them start when their connections stand.
     fn open(&mut self, port: &TcpListener) -> Result<(Talks, Vec<Known>), LinkError> {
         let address = port.local_addr().map_or_else(|_| self.part.first.clone(), |address| address.to_string());
-        let own = self.hello(address.clone());
+        let own = self.hello(address);
         let awaited = (1..self.part.seats.processes).collect();
         let come = self.gather(port, awaited, &own)?;
+        self.begin(come, own)
+    }
+
+    /// Process 0: all are there. Tells them of each other, and lets them start when their connections stand.
+    fn begin(&self, come: Come, own: Hello) -> Result<(Talks, Vec<Known>), LinkError> {
+        let address = own.address;
         let mut roster = vec![Known { pid: own.pid, address }];
         roster.extend(come.values().map(|(_, hello)| Known { pid: hello.pid, address: hello.address.clone() }));
         let mut talks: Talks = come.into_iter().map(|(process, (talk, _))| (process, talk)).collect();
@@ -194,24 +216,98 @@ impl Entrance<'_> {
             (None, Err(error)) => return Err(LinkError::Listen { address: here.to_string(), why: error.to_string() }),
         };
         let hello = self.hello(address);
-        let mut talk = self.introduce(stream, &first, &hello)?;
-        let foreign = |fault| LinkError::Foreign { address: first.clone(), fault };
-        let refused = |why| LinkError::Refused { address: first.clone(), why };
-        let content = talk.expect(Kind::Roster).map_err(|fault| self.ended(foreign(fault)))?.map_err(refused)?;
-        let roster = decode_roster(&content, self.part.seats.processes).map_err(foreign)?;
+        let mut talk = self.introduce(self.tcp(stream, &first)?, &first, &hello)?;
+        let roster = self.roster(&mut talk, &first)?;
         let mut talks = Talks::new();
         for &(lower, _) in lines.iter().filter(|(lower, higher)| *lower > 0 && *higher == own) {
             let address = roster[lower].address.clone();
-            let stream = self.reach(&address)?;
+            let stream = self.tcp(self.reach(&address)?, &address)?;
             talks.insert(lower, self.introduce(stream, &address, &hello)?);
         }
         let awaited = lines.iter().filter(|(lower, _)| *lower == own).map(|(_, higher)| *higher).collect();
         let come = self.gather(&port, awaited, &hello)?;
         talks.extend(come.into_iter().map(|(process, (talk, _))| (process, talk)));
-        talk.say(Kind::Ready, &[]).map_err(foreign)?;
-        talk.expect(Kind::Start).map_err(|fault| self.ended(foreign(fault)))?.map_err(refused)?;
+        self.start(&mut talk, &first)?;
         talks.insert(0, talk);
         Ok((talks, roster))
+    }
+
+    /// Where all stand connected: every process presents itself to those before it, and hears those behind it.
+    fn stand(
+        &mut self,
+        mut streams: BTreeMap<usize, Stream>,
+        lines: &BTreeSet<(usize, usize)>,
+    ) -> Result<(Talks, Vec<Known>), LinkError> {
+        let own = self.part.own;
+        let hello = self.hello(format!("rank {own}"));
+        let mut take = |process: usize| {
+            let what = || LinkError::Bug { what: format!("no stream to process {process} of the run") };
+            streams.remove(&process).ok_or_else(what)
+        };
+        let behind: Vec<usize> = match own {
+            0 => (1..self.part.seats.processes).collect(),
+            _ => lines.iter().filter(|(lower, _)| *lower == own).map(|(_, higher)| *higher).collect(),
+        };
+        if own == 0 {
+            let come = behind.into_iter().map(|process| Ok((process, self.hear(process, take(process)?, &hello)?)));
+            return self.begin(come.collect::<Result<_, LinkError>>()?, hello);
+        }
+        let rank = |process: usize| format!("rank {process}");
+        let mut talk = self.introduce(take(0)?, &rank(0), &hello)?;
+        let roster = self.roster(&mut talk, &rank(0))?;
+        let mut talks = Talks::new();
+        for &(lower, _) in lines.iter().filter(|(lower, higher)| *lower > 0 && *higher == own) {
+            talks.insert(lower, self.introduce(take(lower)?, &rank(lower), &hello)?);
+        }
+        for process in behind {
+            talks.insert(process, self.hear(process, take(process)?, &hello)?.0);
+        }
+        self.start(&mut talk, &rank(0))?;
+        talks.insert(0, talk);
+        Ok((talks, roster))
+    }
+
+    /// Hears who is at the other end of a stream, and welcomes it.
+    fn hear(&self, process: usize, stream: Stream, own: &Hello) -> Result<(Talk, Hello), LinkError> {
+        let lost = |fault| {
+            let peer = self.names[process].clone();
+            self.ended(LinkError::Lost { process, peer, doing: None, fault })
+        };
+        let mut talk = talk(stream, self.left(), self.fate.clone());
+        let content = talk.expect(Kind::Hello).map_err(lost)?;
+        let content = content.map_err(|what| LinkError::Failed { process, peer: self.names[process].clone(), what })?;
+        let hello = Hello::decode(&content).map_err(lost)?;
+        let met = match hello.meets(own) {
+            Ok(()) if hello.process as usize != process => Err(format!("it says that it is process {}", hello.process)),
+            Ok(()) => Ok(()),
+            Err(Stranger::Passing(why) | Stranger::Fatal(why)) => Err(why),
+        };
+        if let Err(what) = met {
+            talk.refuse(&what);
+            return Err(LinkError::Another { peer: format!("process {} at {}", hello.pid, hello.address), what });
+        }
+        talk.say(Kind::Welcome, &[]).map_err(lost)?;
+        Ok((talk, hello))
+    }
+
+    /// Where everyone is, from process 0.
+    fn roster(&self, talk: &mut Talk, first: &str) -> Result<Vec<Known>, LinkError> {
+        let foreign = |fault| LinkError::Foreign { address: first.to_string(), fault };
+        let refused = |why| LinkError::Refused { address: first.to_string(), why };
+        let content = talk.expect(Kind::Roster).map_err(|fault| self.ended(foreign(fault)))?.map_err(refused)?;
+        decode_roster(&content, self.part.seats.processes).map_err(foreign)
+    }
+
+    /// Tells process 0 that all connections of this one stand, and waits until it lets everyone start.
+    fn start(&self, talk: &mut Talk, first: &str) -> Result<(), LinkError> {
+        let foreign = |fault| LinkError::Foreign { address: first.to_string(), fault };
+        let refused = |why| LinkError::Refused { address: first.to_string(), why };
+        talk.say(Kind::Ready, &[]).map_err(foreign)?;
+        talk.expect(Kind::Start).map_err(|fault| self.ended(foreign(fault)))?.map_err(refused).map(drop)
+    }
+
+    fn tcp(&self, stream: TcpStream, address: &str) -> Result<Stream, LinkError> {
+        Stream::tcp(stream).map_err(|error| self.unreachable(address, &error.to_string()))
     }
 
     /// The cause of the end, where it is known.
@@ -251,10 +347,9 @@ impl Entrance<'_> {
     }
 
     /// Says hello and is welcomed.
-    fn introduce(&self, stream: TcpStream, address: &str, hello: &Hello) -> Result<Talk, LinkError> {
+    fn introduce(&self, stream: Stream, address: &str, hello: &Hello) -> Result<Talk, LinkError> {
         let foreign = |fault| self.ended(LinkError::Foreign { address: address.to_string(), fault });
-        let mut talk = talk(stream, self.left(), self.fate.clone())
-            .map_err(|error| self.unreachable(address, &error.to_string()))?;
+        let mut talk = talk(stream, self.left(), self.fate.clone());
         talk.say(Kind::Hello, &hello.encode()).map_err(foreign)?;
         match talk.expect(Kind::Welcome).map_err(foreign)? {
             Ok(_) => Ok(talk),
@@ -263,15 +358,10 @@ impl Entrance<'_> {
     }
 
     /// Waits for these processes at a port. Strangers are sent away, each by itself, so that none keeps the others waiting.
-    fn gather(
-        &self,
-        port: &TcpListener,
-        mut awaited: BTreeSet<usize>,
-        own: &Hello,
-    ) -> Result<BTreeMap<usize, (Talk, Hello)>, LinkError> {
+    fn gather(&self, port: &TcpListener, mut awaited: BTreeSet<usize>, own: &Hello) -> Result<Come, LinkError> {
         let (to, come) = unbounded();
-        let mut greeted = 0;
-        let mut present: BTreeMap<usize, (Talk, Hello)> = BTreeMap::new();
+        let mut greeted: VecDeque<(SocketAddr, TcpStream)> = VecDeque::new();
+        let mut present = Come::new();
         let listen = |error: io::Error| LinkError::Listen { address: own.address.clone(), why: error.to_string() };
         port.set_nonblocking(true).map_err(listen)?;
         let mut refused = Vec::new();
@@ -288,15 +378,19 @@ impl Entrance<'_> {
                 let (address, seconds) = (own.address.clone(), self.part.patience.as_secs_f64());
                 break Err(LinkError::Missing { missing, address, seconds });
             }
-            if let Ok((stream, from)) = port.accept()
-                && greeted < MOST_GREETINGS
-            {
-                greeted += 1;
-                greet(stream, from, self.left().min(GREETING), self.fate.clone(), to.clone());
+            while let Ok((stream, from)) = port.accept() {
+                if let Ok(own) = stream.try_clone() {
+                    greeted.push_back((from, own));
+                    greet(stream, from, self.left().min(GREETING), self.fate.clone(), to.clone());
+                }
+                if greeted.len() > MOST_GREETINGS {
+                    // Who reads it ends, and is heard of below.
+                    greeted.pop_front().iter().for_each(|(_, oldest)| line::close(oldest));
+                }
             }
             let mut fatal = None;
             for (from, greeting) in come.try_iter() {
-                greeted -= 1;
+                greeted.retain(|(of, _)| *of != from);
                 let (mut talk, hello) = match greeting {
                     Ok(greeting) => greeting,
                     Err(fault) => {
@@ -358,12 +452,10 @@ fn connect(address: &str, within: Duration) -> io::Result<TcpStream> {
     Err(last)
 }
 
-fn talk(stream: TcpStream, within: Duration, fate: Arc<Fate>) -> io::Result<Talk> {
-    stream.set_nonblocking(false)?;
-    stream.set_nodelay(true)?;
-    let reader = Patient::new(stream.try_clone()?, within, Box::new(move || fate.is_over()))?;
-    let writer = FrameWriter::new(stream.try_clone()?);
-    Ok(Talk { reader: FrameReader::new(reader), writer, stream })
+fn talk(stream: Stream, within: Duration, fate: Arc<Fate>) -> Talk {
+    let Stream { reader, writer, hangup } = stream;
+    let reader = Patient::new(reader, within, Box::new(move || fate.is_over()));
+    Talk { reader: FrameReader::new(reader), writer: FrameWriter::new(writer), hangup }
 }
 
 type Greeting = (SocketAddr, Result<(Talk, Hello), FrameError>);
@@ -372,7 +464,8 @@ type Greeting = (SocketAddr, Result<(Talk, Hello), FrameError>);
 fn greet(stream: TcpStream, from: SocketAddr, within: Duration, fate: Arc<Fate>, to: Sender<Greeting>) {
     let system = |error: io::Error| FrameError::System { kind: error.kind(), why: error.to_string() };
     let hear = move || -> Result<(Talk, Hello), FrameError> {
-        let mut talk = talk(stream, within, fate).map_err(system)?;
+        let mut talk = talk(Stream::tcp(stream).map_err(system)?, within, fate);
+        talk.reader.source().end_at(Instant::now() + within);
         match talk.expect(Kind::Hello)? {
             Ok(content) => Ok((talk, Hello::decode(&content)?)),
             Err(_) => Err(FrameError::Unexpected { kind: Kind::Refusal }),

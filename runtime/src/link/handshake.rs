@@ -5,11 +5,11 @@
 
 use super::fields::{Fields, put_text};
 use super::frame::{FrameError, FrameReader, FrameWriter, Kind};
-use super::line::Patient;
-use std::net::TcpStream;
+use super::line::{Hangup, Patient};
+use std::io::Write;
 
 /// The version of all frames.
-pub const PROTOCOL: u32 = 1;
+pub const PROTOCOL: u32 = 2;
 
 /// The longest content of a frame before the run begins.
 pub const LONGEST: u64 = 1 << 20;
@@ -153,9 +153,9 @@ pub struct Talk {
     /// What is read.
     pub reader: FrameReader<Patient>,
     /// What is written.
-    pub writer: FrameWriter<TcpStream>,
-    /// Both.
-    pub stream: TcpStream,
+    pub writer: FrameWriter<Box<dyn Write + Send>>,
+    /// Ends both.
+    pub hangup: Hangup,
 }
 
 impl Talk {
@@ -214,7 +214,7 @@ mod tests {
         };
         let fatal = |what: &str| Err(Stranger::Fatal(what.to_string()));
         assert_eq!(told(&|_| {}), Ok(()));
-        assert_eq!(told(&|h| h.protocol = 8), fatal("it speaks version 8 of the protocol, here it is 1"));
+        assert_eq!(told(&|h| h.protocol = 8), fatal("it speaks version 8 of the protocol, here it is 2"));
         assert_eq!(told(&|h| h.processes = 4), fatal("it counts 4 processes, here there are 3"));
         assert_eq!(told(&|h| h.process = 3), fatal("it is process 3 of 3"));
         assert_eq!(told(&|h| h.identity.parts[1].1[0] = 0), fatal("the weights differ"));

@@ -50,6 +50,7 @@ pub fn leave(program: &Program, worker: usize, outcome: Outcome) -> Vec<Outbound
     }
     let mut head = number.to_le_bytes().to_vec();
     head.extend(outcome.held_bytes.to_le_bytes());
+    head.extend(outcome.checkpoint_bytes.to_le_bytes());
     frames.push(Outbound::of(Kind::Left, head));
     frames
 }
@@ -156,7 +157,7 @@ impl<'a> Leaving<'a> {
     }
 
     /// All that the worker leaves. It has told everything.
-    pub fn done(self, held_bytes: u64) -> Result<Outcome, FrameError> {
+    pub fn done(self, held_bytes: u64, checkpoint_bytes: u64) -> Result<Outcome, FrameError> {
         let unfit = || FrameError::Field { what: "all that a worker leaves" };
         let mut stages = Vec::new();
         for stage in self.stages {
@@ -166,7 +167,7 @@ impl<'a> Leaving<'a> {
             let gradients = stage.gradients.into_iter().map(own).collect::<Option<Vec<_>>>().ok_or_else(unfit)?;
             stages.push(Left { weights, states, gradients });
         }
-        Ok(Outcome { stages, spans: self.spans, held_bytes })
+        Ok(Outcome { stages, spans: self.spans, held_bytes, checkpoint_bytes })
     }
 }
 

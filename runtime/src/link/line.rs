@@ -7,7 +7,7 @@
 use super::frame::{FrameWriter, Kind};
 use crate::buffer::Buffer;
 use crossbeam_channel::{Receiver, RecvTimeoutError};
-use std::io::{self, ErrorKind, Read};
+use std::io::{self, ErrorKind, Read, Write};
 use std::net::{Shutdown, TcpStream};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -16,7 +16,34 @@ use std::time::{Duration, Instant};
 pub const BEAT: Duration = Duration::from_secs(1);
 
 /// How often a reader looks whether to go on.
-const LOOK: Duration = Duration::from_millis(100);
+pub const LOOK: Duration = Duration::from_millis(100);
+
+/// Who has not looked for so long was not running.
+const AWAY: Duration = Duration::from_secs(1);
+
+/// A connection, whatever carries its bytes. Reading gives up with an error that says so when nothing has come for [`LOOK`].
+pub struct Stream {
+    /// What comes.
+    pub reader: Box<dyn Read + Send>,
+    /// What goes.
+    pub writer: Box<dyn Write + Send>,
+    /// Ends both, so that who reads or writes stops.
+    pub hangup: Hangup,
+}
+
+/// Ends a connection.
+pub type Hangup = Box<dyn Fn() + Send>;
+
+impl Stream {
+    /// Over TCP.
+    pub fn tcp(stream: TcpStream) -> io::Result<Stream> {
+        stream.set_nonblocking(false)?;
+        stream.set_nodelay(true)?;
+        stream.set_read_timeout(Some(LOOK))?;
+        let (reader, writer) = (stream.try_clone()?, stream.try_clone()?);
+        Ok(Stream { reader: Box::new(reader), writer: Box::new(writer), hangup: Box::new(move || close(&stream)) })
+    }
+}
 
 /// A frame that is to be written.
 #[derive(Clone)]
@@ -38,7 +65,7 @@ impl Outbound {
 
 /// Writes what is queued, and a heartbeat made by `beat` every second, until the queue's senders are gone, its last frame is written,
 /// or the other end is gone, which who reads the line will notice.
-pub fn write(mut to: FrameWriter<TcpStream>, queue: &Receiver<Outbound>, beat: &dyn Fn() -> Vec<u8>) {
+pub fn write(mut to: FrameWriter<Box<dyn Write + Send>>, queue: &Receiver<Outbound>, beat: &dyn Fn() -> Vec<u8>) {
     let mut next = Instant::now();
     loop {
         let due = next.saturating_duration_since(Instant::now());
@@ -66,9 +93,11 @@ pub fn write(mut to: FrameWriter<TcpStream>, queue: &Receiver<Outbound>, beat: &
 
 /// A stream that waits for bytes as long as there is a point in waiting.
 pub struct Patient {
-    stream: TcpStream,
+    stream: Box<dyn Read + Send>,
     heard: Instant,
+    looked: Instant,
     deadline: Duration,
+    end: Option<Instant>,
     is_over: Box<dyn Fn() -> bool + Send>,
 }
 
@@ -79,15 +108,30 @@ pub const SILENT: ErrorKind = ErrorKind::TimedOut;
 
 impl Patient {
     /// Reads from a stream, no longer than the deadline after the last bytes, and not when it is over.
-    pub fn new(stream: TcpStream, deadline: Duration, is_over: Box<dyn Fn() -> bool + Send>) -> io::Result<Patient> {
-        stream.set_read_timeout(Some(LOOK))?;
-        Ok(Patient { stream, heard: Instant::now(), deadline, is_over })
+    pub fn new(stream: Box<dyn Read + Send>, deadline: Duration, is_over: Box<dyn Fn() -> bool + Send>) -> Patient {
+        let now = Instant::now();
+        Patient { stream, heard: now, looked: now, deadline, end: None, is_over }
     }
 
     /// From now on it waits so long.
     pub fn renew(&mut self, deadline: Duration) {
-        self.heard = Instant::now();
-        self.deadline = deadline;
+        let now = Instant::now();
+        (self.heard, self.looked, self.deadline, self.end) = (now, now, deadline, None);
+    }
+
+    /// It waits no longer than that, however often a byte comes.
+    pub fn end_at(&mut self, end: Instant) {
+        self.end = Some(end);
+    }
+
+    /// Looks at the clock. While this process was stopped itself, or had no turn, it could hear nothing: that is nobody's silence.
+    fn look(&mut self) {
+        let now = Instant::now();
+        let away = now.duration_since(self.looked);
+        if away > AWAY {
+            self.heard = (self.heard + away).min(now);
+        }
+        self.looked = now;
     }
 
     /// How long nothing has come.
@@ -104,7 +148,8 @@ impl Read for Patient {
                     if (self.is_over)() {
                         return Err(io::Error::new(OVER, "the run is over"));
                     }
-                    if self.heard.elapsed() > self.deadline {
+                    self.look();
+                    if self.heard.elapsed() > self.deadline || self.end.is_some_and(|end| self.looked > end) {
                         return Err(io::Error::new(SILENT, "nothing comes any more"));
                     }
                 }
@@ -112,6 +157,10 @@ impl Read for Patient {
                 Err(error) => return Err(error),
                 Ok(got) => {
                     self.heard = Instant::now();
+                    self.looked = self.heard;
+                    if self.end.is_some_and(|end| self.heard > end) {
+                        return Err(io::Error::new(SILENT, "it takes too long"));
+                    }
                     return Ok(got);
                 }
             }
@@ -131,18 +180,18 @@ mod tests {
     use super::*;
     use std::net::TcpListener;
 
-    fn pair() -> (TcpStream, TcpStream) {
+    fn pair() -> (Stream, Stream) {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let one = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
-        (one, listener.accept().unwrap().0)
+        (Stream::tcp(one).unwrap(), Stream::tcp(listener.accept().unwrap().0).unwrap())
     }
 
     #[test]
     fn heartbeats_go_out_while_nothing_is_queued() {
         let (one, other) = pair();
         let (to, queue) = crossbeam_channel::unbounded();
-        let writer = std::thread::spawn(move || write(FrameWriter::new(one), &queue, &|| vec![9]));
-        let mut reader = FrameReader::new(Patient::new(other, Duration::from_secs(5), Box::new(|| false)).unwrap());
+        let writer = std::thread::spawn(move || write(FrameWriter::new(one.writer), &queue, &|| vec![9]));
+        let mut reader = FrameReader::new(Patient::new(other.reader, Duration::from_secs(5), Box::new(|| false)));
         assert_eq!(reader.read(9), Ok((Kind::Heartbeat, &[9][..])));
         assert_eq!(reader.read(9), Ok((Kind::Heartbeat, &[9][..])));
         to.send(Outbound { kind: Kind::Bye, head: vec![1], bodies: vec![Arc::new(Buffer::copy_of(&[2, 3]))] }).unwrap();
@@ -153,12 +202,48 @@ mod tests {
 
     #[test]
     fn patience_ends() {
-        let (_one, other) = pair();
         let kind = |is_over: bool| {
-            let stream = other.try_clone().unwrap();
-            let mut patient = Patient::new(stream, Duration::from_millis(150), Box::new(move || is_over)).unwrap();
+            let (_one, other) = pair();
+            let mut patient = Patient::new(other.reader, Duration::from_millis(150), Box::new(move || is_over));
             patient.read(&mut [0; 4]).unwrap_err().kind()
         };
         assert_eq!((kind(false), kind(true)), (SILENT, OVER));
+    }
+
+    #[test]
+    fn who_was_stopped_itself_does_not_blame_others() {
+        let (_one, other) = pair();
+        let mut patient = Patient::new(other.reader, Duration::from_secs(2), Box::new(|| false));
+        let Some(before) = Instant::now().checked_sub(Duration::from_secs(9)) else { return };
+        (patient.heard, patient.looked) = (before, before);
+        patient.look();
+        assert!(patient.silence() < Duration::from_secs(1));
+        // Who looks all the time hears that nothing comes.
+        patient.heard = before;
+        patient.look();
+        assert!(patient.silence() > Duration::from_secs(8));
+    }
+
+    #[test]
+    fn a_byte_now_and_then_buys_no_time() {
+        let (mut one, other) = pair();
+        let drip = std::thread::spawn(move || {
+            while one.writer.write_all(&[1]).is_ok() {
+                std::thread::sleep(Duration::from_millis(20));
+            }
+        });
+        let mut patient = Patient::new(other.reader, Duration::from_secs(5), Box::new(|| false));
+        let began = Instant::now();
+        patient.end_at(began + Duration::from_millis(300));
+        let kind = loop {
+            if let Err(error) = patient.read(&mut [0; 1]) {
+                break error.kind();
+            }
+        };
+        assert_eq!(kind, SILENT);
+        assert!(began.elapsed() < Duration::from_secs(3));
+        (other.hangup)();
+        drop(patient);
+        drip.join().unwrap();
     }
 }

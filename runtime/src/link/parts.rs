@@ -190,5 +190,5 @@ pub fn unpack(form: &PartForm<'_>, fields: &mut Fields<'_>) -> Result<Part, Fram
         shared.insert(parameter, older);
     }
     fields.end()?;
-    Ok(Part { stage, replica, minibatches, whole, versions, forwards, shared })
+    Ok(Part { stage, replica, minibatches, whole, versions, forwards, shared, counted: None })
 }

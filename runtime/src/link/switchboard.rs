@@ -11,10 +11,11 @@ use super::fields::Fields;
 use super::frame::{FrameError, FrameReader, Kind};
 use super::group::{Progress, verdict};
 use super::leaving::Leaving;
-use super::line::Patient;
+use super::line::{Outbound, Patient};
 use super::parts::{self, PartForm};
 use super::rendezvous::Rendezvous;
 use super::ring::Ring;
+use super::stopping::Stopping;
 use crate::checkpoint::Part;
 use crate::worker::{Event, Outcome};
 use compiler::op::Value;
@@ -84,6 +85,8 @@ pub struct Gathering<'a> {
     pub events: Option<Sender<Event>>,
     /// Who is told of what workers leave.
     pub outcomes: Sender<(usize, Outcome)>,
+    /// Where the process is told that a part is taken.
+    pub reply: Sender<Outbound>,
     /// Who takes the parts of checkpoints, where they are made; gone when the last worker has left.
     pub parts: Option<Sender<Part>>,
     /// What parts may hold.
@@ -108,8 +111,12 @@ pub struct Routes<'a> {
     pub meetings: HashMap<u32, (Arc<dyn Arrivals>, BTreeSet<usize>)>,
     /// At process 0.
     pub gathering: Option<Gathering<'a>>,
+    /// Where a run may be told to stop before its end.
+    pub stopping: Option<Arc<Stopping<'a>>>,
     /// At the others, of process 0: told when the run is over and well.
     pub released: Option<Sender<()>>,
+    /// At the others, of process 0: told when it has taken a part of a checkpoint.
+    pub taken: Option<Sender<()>>,
     /// How far workers are.
     pub progress: Progress,
     /// The longest frame of what workers leave.
@@ -198,6 +205,15 @@ impl Routes<'_> {
             Kind::Loss | Kind::Tensor | Kind::Spans | Kind::Left | Kind::Checkpoint => {
                 self.gather(kind, &mut fields)?
             }
+            Kind::Taken => {
+                fields.end()?;
+                let taken = self.taken.as_ref().ok_or(FrameError::Unexpected { kind })?;
+                let _ = taken.send(());
+            }
+            Kind::Stop | Kind::Hold | Kind::Begun | Kind::End => {
+                let stopping = self.stopping.as_ref().ok_or(FrameError::Unexpected { kind })?;
+                stopping.take(self.process, kind, &mut fields)?;
+            }
             Kind::Abort => {
                 let process = Some(fields.u32("who is to blame")?).filter(|process| *process != NOBODY);
                 let what = fields.text("why the run ended")?;
@@ -236,6 +252,7 @@ impl Routes<'_> {
             let part = parts::unpack(&gathering.form, fields)?;
             // Waits while a checkpoint before it is written. Where nobody writes any more the run is over.
             let _ = parts.send(part);
+            let _ = gathering.reply.send(Outbound::of(Kind::Taken, Vec::new()));
             return Ok(());
         }
         let worker = fields.u32("the worker")? as usize;
@@ -246,9 +263,10 @@ impl Routes<'_> {
             Kind::Spans => leaving.spans(fields, self.stages),
             _ => {
                 let held = fields.u64("what a worker held")?;
+                let given = fields.u64("what a worker gave to checkpoints")?;
                 fields.end()?;
                 let leaving = gathering.workers.remove(&worker).ok_or_else(unknown)?;
-                let _ = gathering.outcomes.send((worker, leaving.done(held)?));
+                let _ = gathering.outcomes.send((worker, leaving.done(held, given)?));
                 if gathering.workers.is_empty() {
                     (gathering.events, gathering.parts) = (None, None);
                 }

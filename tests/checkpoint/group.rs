@@ -1,0 +1,85 @@
+//! Checkpoints of several processes, which are threads here with connections between them.
+
+use crate::ready::{Ready, bits, mlp, momentum, plan, ready};
+use compiler::schedule::Schedule;
+use runtime::link::fate::Fate;
+use runtime::link::group::{Door, Group, Part, join, listen};
+use runtime::link::handshake::Identity;
+use runtime::link::seats::Seats;
+use runtime::policy::Policy;
+use runtime::train::{Course, Trained, agrees, run_in_group, train};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::mpsc::{Receiver, channel};
+use std::thread;
+use std::time::{Duration, Instant};
+
+fn meet(ready: &Ready, own: usize, door: Door, first: &str) -> Group {
+    let training = ready.training(&ready.weights);
+    let seats = Seats::beside(training.program.workers.len());
+    let lines = seats.lines(training.program, training.codes, agrees(&training));
+    let identity = Identity { run: 1, parts: Vec::new() };
+    let wait = Duration::from_secs(30);
+    let (first, listen) = (first.to_string(), None);
+    let part = Part { own, seats, identity, first, listen, patience: wait, deadline: wait, follows: false };
+    join(training.program, &lines, part, door, Arc::new(Fate::default()), &|_| {}).unwrap()
+}
+
+/// A disk that is as slow as can be keeps its first part until it is told to go on.
+fn slow(ready: &Ready, group: Group, goes_on: Receiver<()>) -> Trained {
+    let parts = AtomicUsize::new(0);
+    let counted = &parts;
+    let mut on_part = move |_| {
+        if counted.fetch_add(1, Ordering::Relaxed) == 0 {
+            let _ = goes_on.recv();
+        }
+    };
+    let course = Course { cuts: Some(ready.cuts()), on_part: Some(&mut on_part), ..Course::default() };
+    let trained = run_in_group(&ready.training(&ready.weights), course, &mut |_| {}, Some(group)).unwrap().unwrap();
+    assert_eq!(parts.load(Ordering::Relaxed), 24, "every part has come");
+    trained
+}
+
+#[test]
+fn a_slow_disk_holds_up_processes_whose_parts_would_fill_the_memory() {
+    let plan = plan(Schedule::OneFOneBRr, &[1, 1], 1);
+    let ready = Ready { every: 1, ..ready(&mlp(), plan, momentum(), Policy::default()) };
+    let plain = train(&ready.training(&ready.weights), &mut |_| {}).unwrap();
+    let port = listen("127.0.0.1:0").unwrap();
+    let address = port.local_addr().unwrap().to_string();
+    let (go, goes_on) = channel::<()>();
+    let (told, began) = channel();
+    thread::scope(|scope| {
+        let (ready, address) = (&ready, &address);
+        let first = scope.spawn(move || slow(ready, meet(ready, 0, Door::Port(port), address), goes_on));
+        for own in [1, 2] {
+            let told = told.clone();
+            scope.spawn(move || {
+                let group = meet(ready, own, Door::Outside, address);
+                told.send((own - 1, group.progress.clone())).unwrap();
+                let course = Course { cuts: Some(ready.cuts()), ..Course::default() };
+                assert!(
+                    run_in_group(&ready.training(&ready.weights), course, &mut |_| {}, Some(group)).unwrap().is_none()
+                );
+            });
+        }
+        let workers = [began.recv().unwrap(), began.recv().unwrap()];
+        let at = || workers.each_ref().map(|(worker, progress)| progress[*worker].load(Ordering::Relaxed));
+        // They come to a stand somewhere in the middle of the run.
+        let (mut last, mut since) = (at(), Instant::now());
+        while since.elapsed() < Duration::from_secs(1) || last.contains(&0) {
+            thread::sleep(Duration::from_millis(20));
+            if at() != last {
+                (last, since) = (at(), Instant::now());
+            }
+        }
+        for (worker, at) in (workers.iter().map(|(worker, _)| *worker)).zip(last) {
+            let whole = ready.prepared.program.workers[worker].instructions.len() as u32;
+            assert!(at + 1 < whole, "worker {worker} has come to its end while nothing was written: {at} of {whole}");
+        }
+        drop(go);
+        let trained = first.join().unwrap();
+        assert_eq!(bits(&trained.losses), bits(&plain.losses));
+        assert!(trained.weights == plain.weights);
+    });
+}

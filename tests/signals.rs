@@ -1,0 +1,195 @@
+//! Signals to the processes of a run: it ends behind a step that all agree on, leaves a checkpoint, and leaves nobody behind.
+
+#![cfg(target_os = "linux")]
+
+#[path = "processes/family.rs"]
+mod family;
+
+use assert_cmd::cargo::cargo_bin;
+use family::{all_gone, children, is_there, send};
+use std::fs;
+use std::io::Read;
+use std::net::TcpListener;
+use std::path::Path;
+use std::process::{Child, Command, Stdio};
+use std::thread;
+use std::time::{Duration, Instant};
+
+/// How long anything may take on a machine with much else to do.
+const PATIENCE: Duration = Duration::from_secs(60);
+
+const TRAIN: [&str; 8] = ["train", "m.onnx", "--synthetic-data", "--batch", "64", "--momentum", "0.9", "-q"];
+const KEPT: [&str; 6] = ["--checkpoint-dir", "ck", "--checkpoint-every", "20", "--keep", "1"];
+
+fn spawned(folder: &Path, parts: &[&[&str]]) -> Child {
+    let mut command = Command::new(cargo_bin("pipec"));
+    command.current_dir(folder).args(parts.concat()).stdin(Stdio::null());
+    command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
+}
+
+fn ended(child: Child) -> (Option<i32>, String) {
+    let output = child.wait_with_output().unwrap();
+    (output.status.code(), String::from_utf8_lossy(&output.stderr).into_owned())
+}
+
+fn done(folder: &Path, parts: &[&[&str]]) {
+    let (code, told) = ended(spawned(folder, parts));
+    assert_eq!(code, Some(0), "{told}");
+}
+
+fn model(folder: &Path) {
+    done(folder, &[&["zoo", "mlp", "-o", "m.onnx", "-q"]]);
+}
+
+fn checkpoints(folder: &Path) -> Vec<String> {
+    let entries = fs::read_dir(folder.join("ck")).into_iter().flatten();
+    let mut names: Vec<String> = entries.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
+    names.sort();
+    names
+}
+
+/// Waits for something, unless the process ends before.
+fn until(child: &mut Child, what: &str, is_so: impl Fn() -> bool) {
+    let began = Instant::now();
+    while !is_so() {
+        let early = child.try_wait().unwrap();
+        if early.is_some() || began.elapsed() > PATIENCE {
+            let _ = child.kill();
+            let mut told = String::new();
+            let _ = child.stderr.take().map(|mut stderr| stderr.read_to_string(&mut told));
+            panic!("{what} does not come: {early:?}: {told}");
+        }
+        thread::sleep(Duration::from_millis(5));
+    }
+}
+
+fn begun(folder: &Path, child: &mut Child) {
+    until(child, "a checkpoint", || checkpoints(folder).iter().any(|name| name.starts_with("step-")));
+}
+
+/// The step that a run says it was stopped behind.
+fn step(told: &str, signal: &str) -> u32 {
+    let ended = format!("error: stopped by {signal} after step ");
+    let step = told.split(&ended).nth(1).and_then(|rest| rest.split(' ').next());
+    step.and_then(|step| step.parse().ok()).unwrap_or_else(|| panic!("it does not say how far it was: {told}"))
+}
+
+/// The run goes on behind that step and comes to what it would have come to.
+fn goes_on(folder: &Path, plan: &[&str], step: u32) {
+    assert_eq!(checkpoints(folder), [format!("step-{step:08}")], "one is kept, and nothing is written at the end");
+    let steps = (step + 3).to_string();
+    done(folder, &[&TRAIN, plan, &["--steps", &steps, "--save", "whole.safetensors"]]);
+    let rest = ["--steps", &steps, "--resume", "auto", "--processes", "--save", "rest.safetensors"];
+    done(folder, &[&TRAIN, plan, &KEPT, &rest]);
+    let bytes = |name: &str| fs::read(folder.join(name)).unwrap();
+    assert!(bytes("whole.safetensors") == bytes("rest.safetensors"), "{plan:?}, after {step}");
+}
+
+#[test]
+fn whichever_process_is_told_all_end_behind_one_step() {
+    for (plan, told_at, (signal, name, code)) in [
+        (&["--stages", "1,2"][..], 0, ("TERM", "SIGTERM", 143)),
+        (&["--stages", "1,1"], 1, ("INT", "SIGINT", 130)),
+        (&["--stages", "1,1", "--schedule", "1f1b", "--microbatches", "4"], 2, ("TERM", "SIGTERM", 143)),
+        (&["--stages", "2,1", "--clip-norm", "0.5"], 3, ("INT", "SIGINT", 130)),
+        (&["--stages", "1,1", "--schedule", "gpipe", "--microbatches", "2"], 0, ("INT", "SIGINT", 130)),
+    ] {
+        let folder = tempfile::tempdir().unwrap();
+        let folder = folder.path();
+        model(folder);
+        let mut child = spawned(folder, &[&TRAIN, plan, &KEPT, &["--steps", "6000", "--processes"]]);
+        begun(folder, &mut child);
+        let pids = children(child.id());
+        send(signal, if told_at == 0 { child.id() } else { pids[told_at - 1] });
+        let (ended, told) = ended(child);
+        assert_eq!(ended, Some(code), "{plan:?}: {told}");
+        all_gone(&pids);
+        goes_on(folder, plan, step(&told, name));
+    }
+}
+
+#[test]
+fn processes_that_are_started_by_hand_end_together() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    model(folder);
+    for told_at in [0, 1] {
+        let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+        let address = format!("127.0.0.1:{port}");
+        let plan = ["--stages", "1,1"];
+        let start = |rank: &str| {
+            let own = ["--steps", "6000", "--rank", rank, "--address", &address];
+            spawned(folder, &[&TRAIN, &plan, &KEPT, &own])
+        };
+        let mut both = [start("0"), start("1")];
+        begun(folder, &mut both[0]);
+        send("TERM", both[told_at].id());
+        let [(first, told), (second, other)] = both.map(ended);
+        assert_eq!((first, second), (Some(143), Some(143)), "{told}{other}");
+        assert_eq!(step(&told, "SIGTERM"), step(&other, "SIGTERM"));
+        assert!(other.contains("process 0 of the run writes its checkpoint"), "{other}");
+        goes_on(folder, &plan, step(&told, "SIGTERM"));
+        fs::remove_dir_all(folder.join("ck")).unwrap();
+    }
+}
+
+/// The state of a process: `T` where it is stopped.
+fn state(pid: u32) -> char {
+    let stat = fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
+    stat.rsplit_once(") ").and_then(|(_, rest)| rest.chars().next()).unwrap_or('X')
+}
+
+#[test]
+fn who_is_paused_is_not_given_up() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    model(folder);
+    let plan = ["--stages", "1,1"];
+    let steps = ["--steps", "6000", "--processes", "--deadline", "2", "--metrics", "m.jsonl"];
+    let mut child = spawned(folder, &[&TRAIN, &plan, &KEPT, &steps]);
+    begun(folder, &mut child);
+    let (own, pids) = (child.id(), children(child.id()));
+    // Stopped by itself, which it cannot notice: the others wait for it, longer than for one of them.
+    send("STOP", own);
+    thread::sleep(Duration::from_secs(4));
+    assert!(pids.iter().all(|pid| is_there(*pid)));
+    let lines = || fs::read_to_string(folder.join("m.jsonl")).unwrap_or_default().lines().count();
+    let before = lines();
+    send("CONT", own);
+    until(&mut child, "another step", || lines() > before);
+    // By a terminal: the children pause, too.
+    send("TSTP", own);
+    until(&mut child, "the pause", || state(own) == 'T' && pids.iter().all(|pid| state(*pid) == 'T'));
+    thread::sleep(Duration::from_secs(4));
+    let before = lines();
+    send("CONT", own);
+    until(&mut child, "another step", || lines() > before);
+    assert!(pids.iter().all(|pid| state(*pid) != 'T'));
+    send("TERM", own);
+    let (code, told) = ended(child);
+    assert_eq!(code, Some(143), "{told}");
+    all_gone(&pids);
+    goes_on(folder, &plan, step(&told, "SIGTERM"));
+}
+
+#[test]
+fn a_second_signal_ends_all_at_once() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    // A step takes a while.
+    done(folder, &[&["zoo", "mlp", "--hidden", "256", "--layers", "4", "-o", "m.onnx", "-q"]]);
+    let flags = ["train", "m.onnx", "--synthetic-data", "--batch", "1024", "--stages", "1,1", "--processes", "-q"];
+    let every = ["--steps", "200", "--checkpoint-dir", "ck", "--checkpoint-every", "1"];
+    let mut child = spawned(folder, &[&flags, &every]);
+    begun(folder, &mut child);
+    let pids = children(child.id());
+    send("TERM", child.id());
+    // Two that wait to be delivered would be one.
+    thread::sleep(Duration::from_millis(50));
+    send("TERM", child.id());
+    let (code, told) = ended(child);
+    assert_eq!(code, Some(143), "{told}");
+    assert!(!told.contains("stopped by"), "{told}");
+    all_gone(&pids);
+    assert!(!pids.iter().any(|pid| is_there(*pid)));
+}
