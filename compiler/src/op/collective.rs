@@ -64,6 +64,11 @@ macro_rules! collective {
                 Ok(vec![infer(self, one(inputs)?)?])
             }
 
+            // What the device itself gets; what goes between devices is no cost of one of them.
+            fn cost(&self, _: &[&Fact], outputs: &[Fact]) -> Cost {
+                Cost { flops: 0.0, bytes: 2.0 * moved(&[], outputs) }
+            }
+
             fn takes_gradient(&self, _: usize) -> bool {
                 false
             }
