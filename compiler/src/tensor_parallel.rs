@@ -18,6 +18,7 @@ pub mod choose;
 pub mod convert;
 pub mod factors;
 pub mod joint;
+pub mod order;
 pub mod price;
 pub mod rewrite;
 pub mod share;

@@ -31,6 +31,7 @@ use models::choice::Setting;
 use models::zoo::{ENTRIES, Options, build, to_bytes};
 use std::collections::{BTreeMap, HashMap};
 use std::path::{Path, PathBuf};
+use std::time::Instant;
 
 /// A model as one stage.
 struct Stage {
@@ -246,50 +247,66 @@ fn models_of_other_frameworks_give_what_one_device_gives() {
     }
 }
 
-/// How often devices meet over something at least as large as the residual stream's part, forward and backward.
-fn meetings(layers: usize, machine: &Machine) -> (BTreeMap<&'static str, [i64; 2]>, f64) {
-    let sizes = |name: &str, value: usize| (name.to_string(), Setting::Number(value));
-    let settings = [
-        sizes("layers", layers),
-        sizes("hidden", 4096),
-        sizes("heads", 32),
-        sizes("vocabulary", 51_200),
-        sizes("context", 2048),
-    ];
-    let options = Options { structure: true, settings: settings.into(), ..Options::default() };
+/// How often devices meet for a GPT of so many layers, forward and backward: by op, over activations and over less.
+type Meetings = BTreeMap<(&'static str, bool), [i64; 2]>;
+
+fn meetings(layers: usize, context: usize, machine: &Machine) -> Meetings {
+    let sizes = [("layers", layers), ("hidden", 4096), ("heads", 32), ("vocabulary", 51_200), ("context", context)];
+    let settings = sizes.into_iter().map(|(name, value)| (name.to_string(), Setting::Number(value))).collect();
+    let options = Options { structure: true, settings, ..Options::default() };
     let stage = stage(&zoo("gpt", &options), 1, Some(DType::Bf16));
+    let before = Instant::now();
     let chosen = choose(&stage.task, machine).unwrap();
+    let took = before.elapsed();
+    assert_eq!(chosen.cost, chosen.bound, "the best choice for a ladder of layers is found");
     let shared = share(&stage.fragment, Some(&stage.backward), &chosen.choice, machine).unwrap();
-    let mut found: BTreeMap<&'static str, [i64; 2]> = BTreeMap::new();
+    let mut found = Meetings::new();
     for (at, graph) in [&shared.fragment.graph, &shared.backward.as_ref().unwrap().graph].into_iter().enumerate() {
-        for id in graph.ids().filter(|id| is_meeting(&graph.node(*id).op)) {
-            if std::env::var_os("PIPEC_SHOW").is_some() {
-                println!(
-                    "{at} {} {} of {}",
-                    rule(&graph.node(id).op).name(),
-                    graph.node(id).facts[0],
-                    graph.node(id).told()
-                );
-            }
-            found.entry(rule(&graph.node(id).op).name()).or_default()[at] += 1;
+        for node in graph.ids().map(|id| graph.node(id)).filter(|node| is_meeting(&node.op)) {
+            let activations = node.facts[0].rank() > 1;
+            found.entry((rule(&node.op).name(), activations)).or_default()[at] += 1;
         }
     }
     let memory = memory(&shared.fragment, shared.backward.as_ref());
     println!(
-        "{layers} layers: {found:?}, proven {}, {} of {} ps, {memory:?}",
-        chosen.cost == chosen.bound,
-        chosen.cost,
-        chosen.alone
+        "{layers} layers, {context} tokens: {found:?}, {} of {} ps, {memory:?}, {took:?}",
+        chosen.cost, chosen.alone
     );
-    (found, chosen.cost as f64 / chosen.alone as f64)
+    found
+}
+
+/// What one more layer adds to the meetings of two.
+fn of_a_layer(context: usize, machine: &Machine) -> Meetings {
+    let (two, mut three) = (meetings(2, context, machine), meetings(3, context, machine));
+    for (at, counts) in &mut three {
+        let before = two.get(at).copied().unwrap_or_default();
+        counts.iter_mut().zip(before).for_each(|(count, before)| *count -= before);
+    }
+    three.retain(|_, counts| *counts != [0, 0]);
+    three
+}
+
+/// Short sequences: columns of the first weights and rows of the second ones, so that devices meet twice forward and twice backward to add
+/// up (Shoeybi et al., 2019).
+#[test]
+fn a_block_of_gpt_is_shared_as_megatron_shares_it() {
+    let layer = of_a_layer(128, &machine("h100", 8, 450.0, 1e-6));
+    assert_eq!(layer, Meetings::from([(("all_reduce", true), [2, 2])]));
+}
+
+/// Long ones: what lies between, the norms and the residual stream, is shared too, by tokens. Each of the four sums is scattered and gathered
+/// again, which is as many bytes (Korthikanti et al., 2022). Gradients of the four vectors of the norms are sums over tokens.
+#[test]
+fn norms_are_shared_by_tokens_where_there_are_many() {
+    let layer = of_a_layer(2048, &machine("h100", 8, 450.0, 1e-6));
+    let expected =
+        [(("all_gather", true), [2, 2]), (("all_reduce", false), [0, 4]), (("reduce_scatter", true), [2, 2])];
+    assert_eq!(layer, Meetings::from(expected));
 }
 
 #[test]
-fn a_block_of_gpt_is_shared_as_megatron_shares_it() {
-    let machine = machine("h100", 8, 450.0, 1e-6);
-    let (two, _) = meetings(2, &machine);
-    let (three, _) = meetings(3, &machine);
-    println!("{two:?} {three:?}");
+fn over_a_slow_link_every_device_does_everything() {
+    assert_eq!(meetings(2, 128, &machine("h100", 8, 0.05, 1e-3)), Meetings::new());
 }
 
 #[test]

@@ -6,13 +6,14 @@
 //!   cost(i) - cost(j) + Σ over neighbours n of  min over x of  (cost(i, x) - cost(j, x))  ≥ 0
 //!
 //! Then variables are eliminated one by one (bucket elimination, Dechter 1999): all costs that know v become one cost of its neighbours,
-//! the least over v's states. The next one is always that whose neighbours have the fewest states together. On chains and ladders, which the
-//! ops of a model with their gradients form, the tables stay small, and the answer is exact.
+//! the least over v's states ([`order`] says which goes next). On chains and ladders, which the ops of a model with their gradients form,
+//! the tables stay small, and the answer is exact.
 //!
 //! Where a table would be larger than a limit, its costs are divided into several groups, for each of which v may choose a state of its
 //! own (mini-buckets). What comes out then is a bound from below; the states, chosen in the reverse order, are improved one at a
 //! time until none helps, and the answer says that it may not be the best.
 
+use super::order::order;
 use super::price::{NEVER, Time, sum};
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -87,9 +88,9 @@ impl Factors {
             });
         }
         let sizes: Vec<usize> = alive.iter().map(Vec::len).collect();
-        let (order, bound) = eliminate(tables, &sizes, most_entries);
+        let (gone, bound) = eliminate(tables, &sizes, most_entries);
         let mut chosen = vec![0; sizes.len()];
-        for (v, tables) in order.iter().rev() {
+        for (v, tables) in gone.iter().rev() {
             let cost = |state: usize, chosen: &mut Vec<usize>| {
                 chosen[*v] = state;
                 tables.iter().map(|table| table.at(chosen)).fold(0, sum)
@@ -163,28 +164,17 @@ impl Table {
 
 /// Variables in the order in which they went, each with the costs that knew it, and the sum of what is left.
 fn eliminate(tables: Vec<Table>, sizes: &[usize], most_entries: usize) -> (Vec<(usize, Vec<Table>)>, Time) {
-    let mut slots: Vec<Option<Table>> = tables.into_iter().map(Some).collect();
+    let mut neighbours: Vec<BTreeSet<usize>> = vec![BTreeSet::new(); sizes.len()];
     let mut known: Vec<BTreeSet<usize>> = vec![BTreeSet::new(); sizes.len()];
-    for (at, table) in slots.iter().enumerate() {
-        for v in table.iter().flat_map(|t| &t.scope) {
+    for (at, table) in tables.iter().enumerate() {
+        for v in &table.scope {
             known[*v].insert(at);
+            neighbours[*v].extend(table.scope.iter().filter(|n| *n != v));
         }
     }
-    let neighbours = |slots: &[Option<Table>], known: &[BTreeSet<usize>], v: usize| -> BTreeSet<usize> {
-        let scopes = known[v].iter().filter_map(|at| slots[*at].as_ref()).flat_map(|t| t.scope.iter().copied());
-        scopes.filter(|n| *n != v).collect()
-    };
-    let weight = |around: &BTreeSet<usize>| around.iter().fold(1usize, |n, v| n.saturating_mul(sizes[*v]));
-    let mut queue: BTreeSet<(usize, usize)> = BTreeSet::new();
-    let mut weights = vec![0; sizes.len()];
-    for v in 0..sizes.len() {
-        weights[v] = weight(&neighbours(&slots, &known, v));
-        queue.insert((weights[v], v));
-    }
-    let mut order = Vec::new();
-    let mut bound = 0;
-    while let Some((_, v)) = queue.pop_first() {
-        let around = neighbours(&slots, &known, v);
+    let mut slots: Vec<Option<Table>> = tables.into_iter().map(Some).collect();
+    let (mut gone, mut bound) = (Vec::new(), 0);
+    for v in order(&neighbours, sizes) {
         let taken: Vec<Table> = std::mem::take(&mut known[v]).into_iter().filter_map(|at| slots[at].take()).collect();
         for group in groups(&taken, v, sizes, most_entries) {
             let joined = without(&group, v, sizes);
@@ -197,15 +187,9 @@ fn eliminate(tables: Vec<Table>, sizes: &[usize], most_entries: usize) -> (Vec<(
             }
             slots.push(Some(joined));
         }
-        order.push((v, taken));
-        for n in around {
-            known[n].retain(|at| slots[*at].is_some());
-            queue.remove(&(weights[n], n));
-            weights[n] = weight(&neighbours(&slots, &known, n));
-            queue.insert((weights[n], n));
-        }
+        gone.push((v, taken));
     }
-    (order, bound)
+    (gone, bound)
 }
 
 /// The costs that know a variable, in groups whose other variables together have no more states than the limit: one group where it can be.
