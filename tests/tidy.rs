@@ -47,6 +47,7 @@ fn sources() -> Vec<PathBuf> {
         "benches",
         "compiler/tests",
         "compiler/examples",
+        "models/tests",
     ]
     .iter()
     .map(|f| root().join(f))

@@ -25,7 +25,7 @@ pub mod share;
 
 use crate::graph::Graph;
 use crate::op::{Layout, NodeId, Strategy, Value};
-use std::collections::HashMap;
+use std::collections::{BTreeSet, HashMap};
 
 /// How a result must lie in the end.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -43,6 +43,8 @@ pub struct Task {
     pub graph: Graph,
     /// For every result of the graph, how it must lie.
     pub ends: Vec<End>,
+    /// Parameters that every device has whole.
+    pub whole: BTreeSet<NodeId>,
 }
 
 /// Who does what, and what lies where.

@@ -5,6 +5,7 @@
 
 use crate::buffer::{Buffer, Pool};
 use crate::compile::StageCode;
+use crate::seat::Seat;
 use crate::steps::{Place, Sequence, Slot};
 use compiler::op::KernelError;
 use std::sync::Arc;
@@ -85,13 +86,15 @@ pub struct Executor<'a> {
     pub states: Vec<Buffer>,
     /// Where buffers come from.
     pub pool: Pool,
+    /// Where its worker meets those of the other devices, if they share the stage.
+    pub seat: Option<Arc<Seat>>,
     arena: Buffer,
 }
 
 impl<'a> Executor<'a> {
     /// A stage ready to run.
     pub fn new(code: &'a StageCode, states: Vec<Buffer>) -> Executor<'a> {
-        Executor { code, states, pool: Pool::default(), arena: Buffer::new(code.arena_bytes) }
+        Executor { code, states, pool: Pool::default(), seat: None, arena: Buffer::new(code.arena_bytes) }
     }
 
     /// A place for an item: its kept block and the buffers that it will send. Weights are given before its first run.
@@ -248,9 +251,11 @@ impl<'a> Executor<'a> {
             }
             // SAFETY: see `write`.
             let workspace = unsafe { self.write(item, step.workspace) };
-            let run = match step.adds_to.is_some_and(|term| item.is_begun(term)) {
-                true => step.task.run_adding(&inputs, &mut outputs, workspace),
-                false => step.task.run(&inputs, &mut outputs, workspace),
+            let together = self.seat.as_ref().and_then(|seat| Some((seat, step.task.together(&inputs)?)));
+            let run = match (together, step.adds_to.is_some_and(|term| item.is_begun(term))) {
+                (Some((seat, (op, own))), _) => seat.meet(op, own, outputs[0]),
+                (None, true) => step.task.run_adding(&inputs, &mut outputs, workspace),
+                (None, false) => step.task.run(&inputs, &mut outputs, workspace),
             };
             run.map_err(|fault| ExecuteError { node: step.told().to_string(), fault })?;
             done();

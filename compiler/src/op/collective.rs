@@ -99,14 +99,20 @@ collective!(Shard, "shard", |op, x| part(x, op.cut, op.devices));
 
 /// What every device gets from the parts of all, in the order of the devices; nothing for an op that is none of these.
 pub fn meet(op: &Op, parts: &[Tensor]) -> Option<Vec<Tensor>> {
-    let devices = 0..parts.len();
-    let scattered = |whole: &Tensor, cut| devices.clone().map(|d| part_of(whole, cut, parts.len(), d)).collect();
+    (0..parts.len()).map(|device| met(op, parts, device)).collect()
+}
+
+/// What one of the devices gets.
+pub fn met(op: &Op, parts: &[Tensor], device: usize) -> Option<Tensor> {
     Some(match op {
-        Op::AllReduce(o) => vec![joined(o.kind, parts); parts.len()],
-        Op::ReduceScatter(o) => scattered(&joined(ReduceKind::Sum, parts), o.cut),
-        Op::AllGather(o) => vec![whole_of(parts, o.cut); parts.len()],
-        Op::AllToAll(o) => scattered(&whole_of(parts, o.from), o.to),
-        Op::Shard(o) => devices.clone().map(|d| part_of(&parts[d], o.cut, parts.len(), d)).collect(),
+        Op::AllReduce(o) => joined(o.kind, parts),
+        Op::ReduceScatter(o) => {
+            let own: Vec<Tensor> = parts.iter().map(|term| part_of(term, o.cut, parts.len(), device)).collect();
+            joined(ReduceKind::Sum, &own)
+        }
+        Op::AllGather(o) => whole_of(parts, o.cut),
+        Op::AllToAll(o) => part_of(&whole_of(parts, o.from), o.to, parts.len(), device),
+        Op::Shard(o) => part_of(&parts[device], o.cut, parts.len(), device),
         _ => return None,
     })
 }

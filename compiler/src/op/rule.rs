@@ -128,6 +128,9 @@ pub enum KernelError {
         /// How many.
         devices: usize,
     },
+    /// Another device of the group stopped.
+    #[error("another device of the group stopped")]
+    Gone,
     /// A class label outside the classes.
     #[error("label {label} is outside the {classes} classes")]
     Label {

@@ -123,6 +123,7 @@ impl<'a> Model<'a> {
         let inputs = graph.inputs(id);
         let facts: Vec<&Fact> = inputs.iter().map(|v| graph.fact(*v)).collect();
         let mut ways = match &node.op {
+            Op::Parameter(_) if self.task.whole.contains(&id) => parameter(&node.facts[0], group)[..1].to_vec(),
             Op::Parameter(_) => parameter(&node.facts[0], group),
             _ => strategies(&node.op, &facts, &node.facts, group),
         };
@@ -242,6 +243,93 @@ fn seconds(made: Layout, fact: &Fact, group: &Group) -> Vec<Option<Layout>> {
         Layout::Partial => {
             let split = (0..fact.rank()).map(Layout::split).filter(|s| s.part(fact, group.devices).is_some());
             [None, Some(Layout::Replicated)].into_iter().chain(split.map(Some)).collect()
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::cluster::{BytesPerSecond, Seconds, device};
+    use crate::graph::{Graph, Origin, Output};
+    use crate::op::{Binary, Input, MatMul, Parameter, Unary};
+    use crate::tensor::DType;
+    use crate::tensor_parallel::rewrite::rewrite;
+
+    /// A small chain of products and other ops with a residual connection, whose sizes and ops follow from a seed.
+    fn task(seed: u64) -> Task {
+        let mut graph = Graph::new("small");
+        let origin = Origin::default();
+        let mut state = seed;
+        let mut draw = |limit: u64| {
+            state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+            (state >> 33) % limit
+        };
+        let sizes = [64usize, 128, 6, 256];
+        let (rows, width) = (sizes[draw(4) as usize], sizes[draw(4) as usize]);
+        let input = Op::Input(Input { name: "x".into(), fact: Fact::of(DType::F32, &[rows, width]) });
+        let value = |node| Value { node, output: 0 };
+        let x = value(graph.add(input, &[], &origin).unwrap());
+        let inner = sizes[draw(4) as usize];
+        let shapes = [[width, inner], [inner, width]];
+        let mut y = x;
+        for (i, shape) in shapes.iter().enumerate() {
+            let weight = Op::Parameter(Parameter { name: format!("w{i}"), fact: Fact::of(DType::F32, shape) });
+            let weight = value(graph.add(weight, &[], &origin).unwrap());
+            let product = Op::MatMul(MatMul { transpose_a: false, transpose_b: false });
+            y = value(graph.add(product, &[y, weight], &origin).unwrap());
+            if i == 0 && draw(2) == 0 {
+                y = value(graph.add(Op::Unary(Unary::Relu), &[y], &origin).unwrap());
+            }
+        }
+        let sum = value(graph.add(Op::Binary(Binary::Add), &[x, y], &origin).unwrap());
+        graph.outputs = vec![Output { name: "sum".into(), value: sum }, Output { name: "y".into(), value: y }];
+        Task { graph, ends: vec![End::Whole; 2], whole: BTreeSet::new() }
+    }
+
+    fn machine(seed: u64) -> Machine {
+        let device = device::find("cpu").unwrap().device();
+        let bandwidth = BytesPerSecond([1e8, 1e9, 1e10, 1e12][seed as usize % 4]);
+        Machine { device, devices: [2, 4][seed as usize / 4 % 2], bandwidth, latency: Seconds(1e-7) }
+    }
+
+    #[test]
+    fn the_choice_is_that_of_trying_everything() {
+        let mut shared = 0;
+        for seed in 0..24 {
+            let (task, machine) = (task(seed), machine(seed));
+            let model = Model::of(&task, &machine).unwrap();
+            let sizes: Vec<usize> = model.factors.own.iter().map(Vec::len).collect();
+            let mut states = vec![0; sizes.len()];
+            let mut best = NEVER;
+            loop {
+                best = best.min(model.factors.cost(&states));
+                let Some(at) = (0..sizes.len()).find(|at| states[*at] + 1 < sizes[*at]) else { break };
+                states[at] += 1;
+                states[..at].fill(0);
+            }
+            let chosen = choose(&task, &machine).unwrap();
+            assert_eq!((chosen.cost, chosen.bound), (best, best), "seed {seed}");
+            assert_eq!(chosen.alone, model.factors.cost(&vec![0; sizes.len()]));
+            shared += usize::from(chosen.cost < chosen.alone);
+            // What is written takes what was said.
+            let written = rewrite(&task, &chosen.choice, &machine).graph;
+            let time = |id| {
+                let inputs: Vec<Value> = written.inputs(id);
+                let inputs: Vec<&Fact> = inputs.iter().map(|value| written.fact(*value)).collect();
+                machine.node(&written.node(id).op, &inputs, &written.node(id).facts)
+            };
+            assert_eq!(written.ids().map(time).sum::<Time>(), chosen.cost, "seed {seed}");
+        }
+        assert!((4..24).contains(&shared), "some are worth sharing and some are not: {shared}");
+    }
+
+    #[test]
+    fn groups_and_sizes_are_checked() {
+        let task = task(1);
+        for devices in [0, 1, 65, usize::MAX] {
+            let machine = Machine { devices, ..machine(0) };
+            assert_eq!(choose(&task, &machine).unwrap_err(), ChooseError::Devices { devices });
         }
     }
 }

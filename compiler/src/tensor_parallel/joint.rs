@@ -8,7 +8,7 @@ use crate::graph::{Graph, MovingAverage, Output, order};
 use crate::op::{NodeId, Op, Value};
 use crate::pass::backward::{Backward, Made, Read};
 use crate::pass::fragment::Fragment;
-use std::collections::HashMap;
+use std::collections::{BTreeSet, HashMap};
 
 /// The joint graph of a stage.
 #[derive(Clone, Debug)]
@@ -23,8 +23,8 @@ pub struct Joint {
     pub later: Vec<NodeId>,
 }
 
-/// Joins the runs of a stage.
-pub fn joint(fragment: &Fragment, backward: Option<&Backward>) -> Joint {
+/// Joins the runs of a stage. Parameters of these names stay whole on every device.
+pub fn joint(fragment: &Fragment, backward: Option<&Backward>, whole: &BTreeSet<String>) -> Joint {
     let mut graph = Graph::new(&fragment.graph.name);
     let mut forward: HashMap<Value, Value> = HashMap::new();
     for id in order::canonical(&fragment.graph) {
@@ -69,7 +69,10 @@ pub fn joint(fragment: &Fragment, backward: Option<&Backward>) -> Joint {
             });
         }
     }
-    Joint { task: Task { graph, ends }, forward, backward: map, later }
+    let stays =
+        |id: &NodeId| matches!(&graph.node(*id).op, Op::Parameter(parameter) if whole.contains(&parameter.name));
+    let whole = graph.ids().filter(stays).collect();
+    Joint { task: Task { graph, ends, whole }, forward, backward: map, later }
 }
 
 /// Adds a node as it is, behind all that are there.

@@ -14,7 +14,7 @@ use crate::op::{Input, Layout, NodeId, Op, Value};
 use crate::pass::backward::{Backward, Read};
 use crate::pass::fragment::{Fragment, ParameterTerm, Received, Sent};
 use crate::pass::pipeline::{self, PassBug};
-use std::collections::{BTreeMap, HashMap, HashSet};
+use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 
 /// What each device of a group runs of a stage.
 #[derive(Clone, Debug)]
@@ -36,22 +36,32 @@ pub struct Memory {
     pub saved: u64,
 }
 
-/// The task that choosing works on.
-pub fn task(fragment: &Fragment, backward: Option<&Backward>) -> Task {
-    joint(fragment, backward).task
+/// A stage before it is shared.
+#[derive(Clone, Debug)]
+pub struct Stage<'a> {
+    fragment: &'a Fragment,
+    backward: Option<&'a Backward>,
+    joint: Joint,
 }
 
-/// Shares a stage as was chosen for its [`task`].
-pub fn share(
-    fragment: &Fragment,
-    backward: Option<&Backward>,
-    choice: &Choice,
-    machine: &Machine,
-) -> Result<Shared, PassBug> {
-    let joint = joint(fragment, backward);
+impl<'a> Stage<'a> {
+    /// What a stage runs. Parameters of these names stay whole on every device: other stages have them too.
+    pub fn new(fragment: &'a Fragment, backward: Option<&'a Backward>, whole: &BTreeSet<String>) -> Stage<'a> {
+        Stage { fragment, backward, joint: joint(fragment, backward, whole) }
+    }
+
+    /// The task that choosing works on.
+    pub fn task(&self) -> &Task {
+        &self.joint.task
+    }
+}
+
+/// Shares a stage as was chosen for its task.
+pub fn share(stage: &Stage<'_>, choice: &Choice, machine: &Machine) -> Result<Shared, PassBug> {
+    let Stage { fragment, backward, joint } = stage;
     let done = rewrite(&joint.task, choice, machine);
     let boundary = joint.later.iter().map(|id| done.before[id]).min().unwrap_or(done.graph.len());
-    let taken = Apart { fragment, joint: &joint, choice, done: &done, boundary };
+    let taken = Apart { fragment, joint, choice, done: &done, boundary };
     let mut shared = taken.forward();
     let backward = backward.map(|backward| taken.backward(backward));
     let mut backward = backward.map(finish).transpose()?;
