@@ -211,7 +211,7 @@ fn by_lot(stage: &Stage, machine: &Machine, seed: u64) -> Choice {
 fn any_way_of_sharing_gives_what_one_device_gives() {
     for (name, stage) in small() {
         let want = alone(&stage);
-        for seed in 0..4 {
+        for seed in 0..2 {
             let machine = free(2 + 2 * (seed as usize % 2));
             let (got, _) = together(&stage, &by_lot(&stage, &machine, seed), &machine);
             let error = worst(&got, &want);
@@ -232,22 +232,19 @@ fn models_of_other_frameworks_give_what_one_device_gives() {
     }
     for name in ["mlp", "gpt", "cnn_bn", "lstm_lm"] {
         let model = load(&root.join(name).join("model_dynbatch.onnx"), &Import::default()).unwrap();
-        for (dtype, most) in [(None, 1e-5), (Some(DType::F64), 1e-9)] {
-            let stage = stage(&model, 8, dtype);
-            let want = alone(&stage);
-            for devices in [2, 4] {
-                let machine = free(devices);
-                let chosen = choose(&stage.task, &machine).unwrap();
-                let choices = (0..3).map(|seed| by_lot(&stage, &machine, seed));
-                for (at, choice) in [chosen.choice].into_iter().chain(choices).enumerate() {
-                    let (got, memory) = together(&stage, &choice, &machine);
-                    let error = worst(&got, &want);
-                    println!(
-                        "{name}, {devices} devices, way {at}: {} of {} ps, {memory:?}, {error:.1e}",
-                        chosen.cost, chosen.alone
-                    );
-                    assert!(error <= most, "{name} on {devices} devices, way {at}: {error:.1e}");
-                }
+        let stage = stage(&model, 4, Some(DType::F64));
+        let want = alone(&stage);
+        for devices in [2, 4] {
+            let machine = free(devices);
+            let chosen = choose(&stage.task, &machine).unwrap();
+            for (at, choice) in [chosen.choice, by_lot(&stage, &machine, devices as u64)].into_iter().enumerate() {
+                let (got, memory) = together(&stage, &choice, &machine);
+                let error = worst(&got, &want);
+                println!(
+                    "{name}, {devices} devices, way {at}: {} of {} ps, {memory:?}, {error:.1e}",
+                    chosen.cost, chosen.alone
+                );
+                assert!(error <= 1e-9, "{name} on {devices} devices, way {at}: {error:.1e}");
             }
         }
     }
