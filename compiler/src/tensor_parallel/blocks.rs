@@ -13,7 +13,7 @@ const MOST: usize = 8;
 pub fn group(graph: &Graph, devices: usize) -> Group {
     let mut found: BTreeMap<usize, BTreeSet<usize>> = BTreeMap::new();
     let mut add = |size: usize, blocks: usize| {
-        if (2..=MOST).contains(&blocks) && size % blocks == 0 && size > blocks {
+        if (2..=MOST).contains(&blocks) && size.is_multiple_of(blocks) && size > blocks {
             found.entry(size).or_default().insert(blocks);
         }
     };
