@@ -82,7 +82,7 @@ fn run(set: &Set, replicas: &[u32], devices: usize, policy: &Policy) -> Result<(
         weights: &weights,
         batches: &batches,
         optimizer: &adam(),
-        policy: policy.clone(),
+        policy: *policy,
         keep_gradients: true,
     };
     let trained = match devices {
