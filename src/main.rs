@@ -10,6 +10,7 @@ mod checkpoints;
 mod children;
 mod cmd;
 mod device_placement;
+mod ended;
 mod failure;
 mod family;
 mod freeze;
@@ -31,6 +32,7 @@ mod signals;
 mod source;
 mod stages;
 mod stop;
+mod tensor;
 mod ties;
 mod training;
 

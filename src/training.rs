@@ -1,6 +1,7 @@
 //! From a model, a plan and data to trained weights, by way of compiled stages and checked programs.
 
 use crate::checkpoints::{Begun, Keeping, kept_of};
+use crate::ended::Ended;
 use crate::failure::Failure;
 use crate::freeze::freeze;
 use crate::given::LABELS;
@@ -11,6 +12,7 @@ use crate::memory;
 use crate::model::Loaded;
 use crate::own::Own;
 use crate::stop::{self, Stop};
+use crate::tensor::{self, Sharing};
 use compiler::graph::{Graph, hash::hash, order};
 use compiler::op::{NodeId, Op};
 use compiler::pass::loss::{TARGET, class_axis};
@@ -48,7 +50,7 @@ use runtime::train::{self, Course, StepDone, TrainError, Trained, Training};
 use runtime::weights;
 use runtime::worker::{Span, Work};
 use std::collections::{BTreeMap, HashMap};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::{OnceLock, mpsc};
 
 /// Minibatches of made-up data; they are seen again and again.
@@ -137,6 +139,8 @@ pub struct Task<'a> {
     pub keeping: Option<Keeping<'a>>,
     /// Parameters that are not trained, by name or `prefix*`.
     pub frozen: &'a [String],
+    /// Devices that share every stage.
+    pub tensor: usize,
 }
 
 /// Everything that a run needs, made and checked.
@@ -158,6 +162,8 @@ pub struct Prepared {
     data: OnceLock<[u8; 32]>,
     /// Where the run goes on, if not at its beginning.
     pub begun: Option<Begun>,
+    /// How devices share the stages, if they do.
+    pub sharing: Option<Sharing>,
 }
 
 /// What a run left behind.
@@ -172,33 +178,6 @@ pub struct Done {
     pub score: Option<Score>,
     /// Set where the run was told to stop before its end.
     pub ended: Option<Ended>,
-}
-
-/// A run that was told to stop.
-pub struct Ended {
-    signal: &'static str,
-    code: u8,
-    /// Minibatches that are done.
-    minibatches: u32,
-    /// The checkpoint after them, where this process writes it.
-    checkpoint: Option<PathBuf>,
-}
-
-impl Ended {
-    /// What the user reads.
-    pub fn told(&self, prepared: &Prepared) -> Failure {
-        let (done, of) = (self.minibatches, prepared.steps);
-        let failure = Failure::stopped(self.code, format!("stopped by {} after step {done} of {of}", self.signal));
-        match &self.checkpoint {
-            None => failure.because("process 0 of the run writes its checkpoint"),
-            Some(folder) if folder.exists() => failure
-                .because(format!("wrote {}", folder.display()))
-                .help("the same command with `--resume auto` goes on from there"),
-            Some(_) => {
-                failure.because("its checkpoint could not be written").help("`--resume auto` goes on from the last one")
-            }
-        }
-    }
 }
 
 /// Compiles the stages, makes the programs and checks them.
@@ -253,7 +232,12 @@ pub fn prepare(task: &mut Task<'_>) -> Result<Prepared, Failure> {
         count: StepCount { minibatches: steps, microbatches: task.microbatches },
     };
     let pipeline = capped(pipeline(task.plan).map_err(|error| fail(&error))?, &task.in_flight)?;
+    let mut sharing = None;
     let made = match task.own {
+        None if task.tensor > 1 => {
+            let made = tensor::prepare(&graph, &stages, pipeline, &settings, task.tensor);
+            made.map(|(made, shared)| (sharing.replace(shared), made).1)
+        }
         None => prepare::prepare(&graph, &stages, pipeline, &settings),
         Some(own) => {
             let program = |pipeline: &Pipeline| own.unchecked(pipeline, steps);
@@ -328,9 +312,20 @@ pub fn prepare(task: &mut Task<'_>) -> Result<Prepared, Failure> {
     if let Staleness::PipeMare { anneal: anneal @ 0 } = &mut policy.staleness {
         *anneal = steps.div_ceil(ANNEALED);
     }
-    let batch = task.batch;
-    let data = OnceLock::new();
-    Ok(Prepared { made, batches, policy, steps, batch, per_epoch, rows, loss, held_out, data, begun: None })
+    Ok(Prepared {
+        made,
+        batches,
+        policy,
+        steps,
+        batch: task.batch,
+        per_epoch,
+        rows,
+        loss,
+        held_out,
+        data: OnceLock::new(),
+        begun: None,
+        sharing,
+    })
 }
 
 /// Trains; `on_step` is told of every minibatch in order. In a group of processes, the first one tells what was done.
@@ -378,6 +373,9 @@ pub fn run(
         tell();
         on_step(step);
     };
+    if let Some(sharing) = &prepared.sharing {
+        return Ok(Some(done(task, prepared, sharing.train(&training, told_step)?, None)?));
+    }
     let trained = train::run_in_group(&training, course, told_step, group);
     tell();
     let trained = trained.map_err(|error| match &error {
@@ -410,14 +408,19 @@ pub fn run(
         Ended { signal, code, minibatches, checkpoint: folder.map(|folder| folder.join(find::name(minibatches))) }
     });
     let Some(trained) = trained else { return ended.map_or(Ok(None), |ended| Err(ended.told(prepared))) };
-    let tracks = tracks(program, &trained.spans);
+    Ok(Some(done(task, prepared, trained, ended)?))
+}
+
+/// What a run left behind, with what follows from it.
+fn done(task: &Task<'_>, prepared: &Prepared, trained: Trained, ended: Option<Ended>) -> Result<Done, Failure> {
+    let tracks = tracks(&prepared.made.program, &trained.spans);
     let samples = prepared.batch as f64 * trained.losses.len() as f64;
     let samples_per_s = if trained.seconds > 0.0 { samples / trained.seconds } else { 0.0 };
     let score = match &prepared.held_out {
         Some(data) if ended.is_none() => Some(subject(task, prepared.loss).score(data, &trained.weights)?),
         _ => None,
     };
-    Ok(Some(Done { trained, tracks, samples_per_s, score, ended }))
+    Ok(Done { trained, tracks, samples_per_s, score, ended })
 }
 
 /// What is evaluated beside training: the model by itself.

@@ -11,6 +11,7 @@ pub mod bind;
 pub mod evaluate;
 pub mod hash;
 pub mod isomorphism;
+pub mod lockstep;
 pub mod order;
 pub mod text;
 pub mod verify;

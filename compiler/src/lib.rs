@@ -5,7 +5,7 @@
 //! ```
 //!
 //! Nothing here starts a thread, reads a clock, knows a device or prints. Floors, from the ground up: `tensor`, `wording`;
-//! `cluster`; `op`; `graph`; `profile`, `pass`; `import`; `plan`; `schedule`; `simulate`; `partition`
+//! `cluster`; `op`; `graph`; `profile`, `pass`; `import`, `tensor_parallel`; `plan`; `schedule`; `simulate`; `partition`
 //! and `export`. A room imports only what stands below it.
 
 pub mod cluster;
@@ -20,4 +20,5 @@ pub mod profile;
 pub mod schedule;
 pub mod simulate;
 pub mod tensor;
+pub mod tensor_parallel;
 pub mod wording;

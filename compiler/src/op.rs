@@ -13,6 +13,7 @@ pub mod binary;
 pub mod bit_cast;
 pub mod broadcast;
 pub mod cast;
+pub mod collective;
 pub mod compare;
 pub mod concat;
 pub mod conv;
@@ -24,6 +25,7 @@ pub mod gather;
 pub mod gru;
 pub mod iota;
 pub mod layer_norm;
+pub mod layout;
 pub mod lstm;
 pub mod matmul;
 pub mod pad;
@@ -51,6 +53,7 @@ use crate::tensor::view::{View, ViewMut};
 use crate::tensor::{DType, Tensor};
 use serde::{Deserialize, Serialize};
 
+pub use layout::{Cut, Group, Layout, PartSite, Strategy};
 pub use rule::{Cost, Emit, FactError, KernelError, Rule, Sample, Site, elements, moved};
 
 /// Any core op.
@@ -116,6 +119,13 @@ pub enum Op {
     Dropout(Dropout),
     CrossEntropy(CrossEntropy),
     CrossEntropyGrad(CrossEntropyGrad),
+    // What devices that share a stage do together.
+    AllReduce(AllReduce),
+    ReduceScatter(ReduceScatter),
+    AllGather(AllGather),
+    AllToAll(AllToAll),
+    Shard(Shard),
+    DropoutPart(DropoutPart),
 }
 
 /// A tensor that the caller gives for every minibatch. No inputs; the fact is `fact`.
@@ -709,6 +719,65 @@ pub struct CrossEntropyGrad {
     pub axis: usize,
     /// A target that counts for nothing.
     pub ignore: Option<i64>,
+}
+
+/// The terms that the devices of a group have, joined, on every device. See [`collective`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct AllReduce {
+    /// How terms are joined.
+    pub kind: ReduceKind,
+    /// Devices in the group.
+    pub devices: usize,
+}
+
+/// One part of the sum of the terms that the devices of a group have, on each of them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ReduceScatter {
+    /// How the sum is divided.
+    pub cut: Cut,
+    /// Devices in the group.
+    pub devices: usize,
+}
+
+/// The whole, on every device of a group, from the parts that they have.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct AllGather {
+    /// How the whole was divided.
+    pub cut: Cut,
+    /// Devices in the group.
+    pub devices: usize,
+}
+
+/// Other parts of the whole than those that the devices of a group have.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct AllToAll {
+    /// How the whole was divided.
+    pub from: Cut,
+    /// How it is divided then.
+    pub to: Cut,
+    /// Devices in the group.
+    pub devices: usize,
+}
+
+/// The part of a tensor, which all devices of a group have, that is this device's.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Shard {
+    /// How the tensor is divided.
+    pub cut: Cut,
+    /// Devices in the group.
+    pub devices: usize,
+}
+
+/// [`Dropout`] of a device's part of a tensor, with the mask of the whole. Inputs: x, counter, and which device of the group it is
+/// (`i64`, one value).
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub struct DropoutPart {
+    /// The dropout of the whole.
+    pub whole: Dropout,
+    /// Elements that lie together in the whole.
+    pub run: usize,
+    /// Devices in the group, whose runs take turns.
+    pub devices: usize,
 }
 
 /// A node of a graph.

@@ -8,7 +8,7 @@ use crate::memory;
 use crate::statistics::{Follow, follows};
 use crate::steps::{Place, Planned, Sequence, Slot, tasks};
 use compiler::graph::{Graph, order};
-use compiler::op::{NodeId, Op, Value};
+use compiler::op::{Layout as Split, NodeId, Op, Value};
 use compiler::pass::backward::{Arriving, Backward, BackwardError, Made, Read, backward};
 use compiler::pass::fragment::{Fragment, FragmentError, fragments};
 use compiler::pass::fuse::{Chains, chains};
@@ -17,7 +17,10 @@ use compiler::pass::pipeline::{self, PassBug};
 use compiler::pass::split::parts;
 use compiler::pass::sums::{is_added, only_in_sums, root, summed};
 use compiler::tensor::fact::Fact;
-use std::collections::{HashMap, HashSet};
+use compiler::tensor_parallel::choose::{ChooseError, choose};
+use compiler::tensor_parallel::price::Machine;
+use compiler::tensor_parallel::share::{Stage, share};
+use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use thiserror::Error;
 
 /// Why a graph cannot be compiled.
@@ -34,6 +37,8 @@ pub enum CompileError {
     Memory { node: String, needed: u64, available: u64 },
     #[error("a stage needs {needed} bytes, the machine has {available} left")]
     StageMemory { needed: u64, available: u64 },
+    #[error(transparent)]
+    Share(#[from] ChooseError),
     #[error("the size of `{node}` is not known: {fact}; give the symbols their sizes")]
     Symbolic { node: String, fact: String },
 }
@@ -143,8 +148,33 @@ pub fn compile_parts(
     loss: Option<&str>,
     splits: bool,
 ) -> Result<Vec<StageCode>, CompileError> {
+    Ok(compile_with(graph, place, stages, loss, splits, None)?.0)
+}
+
+/// The same with every stage shared by a group like this machine, each in the cheapest way; and how parameters lie.
+pub fn compile_shared(
+    graph: &Graph,
+    place: &HashMap<NodeId, usize>,
+    stages: usize,
+    loss: &str,
+    splits: bool,
+    machine: &Machine,
+) -> Result<(Vec<StageCode>, BTreeMap<String, Split>), CompileError> {
+    compile_with(graph, place, stages, Some(loss), splits, Some(machine))
+}
+
+fn compile_with(
+    graph: &Graph,
+    place: &HashMap<NodeId, usize>,
+    stages: usize,
+    loss: Option<&str>,
+    splits: bool,
+    machine: Option<&Machine>,
+) -> Result<(Vec<StageCode>, BTreeMap<String, Split>), CompileError> {
     check_sizes(graph)?;
     let mut cut = fragments(graph, place, stages)?;
+    let tied = held_by_several(&cut);
+    let mut parameters = BTreeMap::new();
     let mut arriving = Arriving::new();
     let mut codes = Vec::new();
     for (stage, fragment) in cut.iter_mut().enumerate().rev() {
@@ -162,12 +192,35 @@ pub fn compile_parts(
                 Some(made)
             }
         };
-        let code = Assembly::new(fragment, backward.as_ref(), splits).stage(loss);
+        let code = match machine {
+            None => Assembly::new(fragment, backward.as_ref(), splits).stage(loss),
+            Some(machine) => {
+                let whole = Stage::new(fragment, backward.as_ref(), &tied);
+                let shared = share(&whole, &choose(whole.task(), machine)?.choice, machine)?;
+                parameters.extend(shared.parameters);
+                Assembly::new(&shared.fragment, shared.backward.as_ref(), splits).stage(loss)
+            }
+        };
         check_memory(&code)?;
         codes.push(code);
     }
     codes.reverse();
-    Ok(codes)
+    Ok((codes, parameters))
+}
+
+/// The names of parameters that several stages read.
+fn held_by_several(cut: &[Fragment]) -> BTreeSet<String> {
+    let (mut seen, mut several) = (BTreeSet::new(), BTreeSet::new());
+    for fragment in cut {
+        for id in fragment.graph.ids() {
+            if let Op::Parameter(parameter) = &fragment.graph.node(id).op
+                && !seen.insert(parameter.name.clone())
+            {
+                several.insert(parameter.name.clone());
+            }
+        }
+    }
+    several
 }
 
 /// Refuses a stage that could not even run one item here: allocating would end the process.

@@ -22,6 +22,7 @@ use crate::link::rendezvous::{Abandoned, Rendezvous};
 use crate::norm::{Squares, factor};
 use crate::optimizer::{Ahead, Optimizer, Update};
 use crate::policy::{Policy, Staleness};
+use crate::seat::Seat;
 use crate::statistics::{Samples, follow};
 use crate::stepper::{Stepper, wide};
 use compiler::pass::loss::{LOSS, LOSS_SCALE};
@@ -107,6 +108,8 @@ pub struct Place<'a> {
     pub is_first: bool,
     /// Where it begins, if not at the beginning.
     pub begin: Option<Begin>,
+    /// Where the worker meets those of the other devices, if they share the stage.
+    pub seat: Option<Arc<Seat>>,
 }
 
 /// Gradients of a round that is about to be applied: terms by parameter and rank, and their sums when they are made.
@@ -188,11 +191,13 @@ impl<'a> Desk<'a> {
             is_first,
             buckets,
             begin,
+            seat,
         } = place;
         let Manner { optimizer, policy, microbatches, keeps_gradients, window } = manner;
         let kept: usize = states.iter().map(Buffer::len).sum();
         let mut executor = Executor::new(code, states);
         executor.pool.ledger = ledger.clone();
+        executor.seat = seat;
         let stepper = Stepper::new(code, optimizer, masters, policy.staleness, delay);
         ledger.add(stepper.bytes() + kept + code.arena_bytes);
         first.iter_mut().filter_map(Arc::get_mut).for_each(|weight| weight.count_in(ledger));

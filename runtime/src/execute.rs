@@ -7,6 +7,7 @@ use crate::buffer::{Buffer, Pool};
 use crate::compile::StageCode;
 use crate::gradient::begin;
 use crate::optimizer::accumulate;
+use crate::seat::Seat;
 use crate::steps::{Place, Sequence, Slot};
 use compiler::op::KernelError;
 use std::sync::Arc;
@@ -100,13 +101,15 @@ pub struct Executor<'a> {
     pub states: Vec<Buffer>,
     /// Where buffers come from.
     pub pool: Pool,
+    /// Where its worker meets those of the other devices, if they share the stage.
+    pub seat: Option<Arc<Seat>>,
     arena: Buffer,
 }
 
 impl<'a> Executor<'a> {
     /// A stage ready to run.
     pub fn new(code: &'a StageCode, states: Vec<Buffer>) -> Executor<'a> {
-        Executor { code, states, pool: Pool::default(), arena: Buffer::new(code.arena_bytes) }
+        Executor { code, states, pool: Pool::default(), seat: None, arena: Buffer::new(code.arena_bytes) }
     }
 
     /// A place for an item: its kept block and the buffers that it will send. Weights are given before its first run.
@@ -264,6 +267,11 @@ impl<'a> Executor<'a> {
             // SAFETY: see `write`.
             let workspace = unsafe { self.write(item, step.workspace) };
             let refused = |fault| ExecuteError { node: step.told().to_string(), fault };
+            if let Some((seat, (op, own))) = self.seat.as_ref().and_then(|s| Some((s, step.task.together(&inputs)?))) {
+                seat.meet(op, own, outputs[0]).map_err(refused)?;
+            } else if step.adds_to.is_empty() || !outputs.is_empty() {
+                step.task.run(&inputs, &mut outputs, workspace).map_err(refused)?;
+            }
             for term in &step.adds_to {
                 let sum = item.sum(*term);
                 // SAFETY: see `write`.
@@ -273,9 +281,6 @@ impl<'a> Executor<'a> {
                     false => step.task.run(&inputs, to, workspace),
                 };
                 run.map_err(refused)?;
-            }
-            if step.adds_to.is_empty() || !outputs.is_empty() {
-                step.task.run(&inputs, &mut outputs, workspace).map_err(refused)?;
             }
             for term in &step.terms {
                 self.add_to_sum(sequence, item, *term);

@@ -24,6 +24,8 @@ pub mod optimizer;
 pub mod policy;
 pub mod prepare;
 pub mod rate;
+pub mod seat;
+pub mod shared;
 pub mod statistics;
 pub mod stepper;
 pub mod steps;

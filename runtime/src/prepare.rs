@@ -5,6 +5,7 @@ use crate::compile::{CompileError, StageCode, compile_parts};
 use crate::train::{placement, with_edges};
 use compiler::graph::bind::{BindError, bind, symbols};
 use compiler::graph::{Graph, order};
+use compiler::op::NodeId;
 use compiler::pass::loss::{LOSS, Loss, LossError, SCALED_LOSS, attach, scaled};
 use compiler::schedule::check::check;
 use compiler::schedule::fault::CheckError;
@@ -13,6 +14,7 @@ use compiler::schedule::scheduler::schedule;
 use compiler::schedule::{Pipeline, Program, Schedule, ScheduleError};
 use compiler::tensor::DType;
 use compiler::tensor::dim::Bindings;
+use std::collections::HashMap;
 use thiserror::Error;
 
 /// Why there is nothing to run.
@@ -83,6 +85,25 @@ pub fn prepare_with(
     splits: bool,
     program: &dyn Fn(&Pipeline) -> Result<Program, ScheduleError>,
 ) -> Result<Prepared, PrepareError> {
+    let mut compile = |graph: &Graph, place: &HashMap<NodeId, usize>, stages, loss: &str| {
+        compile_parts(graph, place, stages, Some(loss), splits)
+    };
+    prepare_by(graph, stages, pipeline, settings, program, &mut compile)
+}
+
+/// Compiles a graph: with the stage of every op, their number and the name of what is made small.
+pub type Compile<'a> =
+    dyn FnMut(&Graph, &HashMap<NodeId, usize>, usize, &str) -> Result<Vec<StageCode>, CompileError> + 'a;
+
+/// The same with stages that are compiled in the caller's way.
+pub fn prepare_by(
+    graph: &Graph,
+    stages: &[usize],
+    pipeline: Pipeline,
+    settings: &Settings,
+    program: &dyn Fn(&Pipeline) -> Result<Program, ScheduleError>,
+    compile: &mut Compile<'_>,
+) -> Result<Prepared, PrepareError> {
     let bound = bind(graph, &settings.dims)?;
     if let Some(symbol) = symbols(&bound).into_iter().next() {
         return Err(PrepareError::Open { symbol });
@@ -99,7 +120,7 @@ pub fn prepare_with(
     }
     let small = if is_f16 { SCALED_LOSS } else { LOSS };
     let place = placement(&bound, &trained, stages);
-    let mut codes = compile_parts(&trained, &place, pipeline.stages.len(), Some(small), splits)?;
+    let mut codes = compile(&trained, &place, pipeline.stages.len(), small)?;
     let pipeline = with_edges(pipeline, &codes);
     let program = program(&pipeline)?;
     check(&program).map_err(PrepareError::Program)?;

@@ -9,6 +9,7 @@ use compiler::op::table::rule;
 use compiler::op::{KernelError, NodeId, Op, Value};
 use compiler::pass::fuse::{Chains, ends};
 use compiler::pass::memory::{self, Needs};
+use compiler::tensor::Tensor;
 use compiler::tensor::fact::Fact;
 use std::collections::{BTreeMap, HashMap, HashSet};
 
@@ -84,6 +85,14 @@ impl Task {
         match self {
             Task::Op(kernel) => kernel.run_adding(inputs, outputs, workspace),
             Task::Chain(_) => unreachable!("chains do not add"),
+        }
+    }
+
+    /// What devices that share a stage do together, and this device's tensor.
+    pub fn together(&self, inputs: &[&[u8]]) -> Option<(&Op, Tensor)> {
+        match self {
+            Task::Op(kernel) => kernel.together(inputs),
+            Task::Chain(_) => None,
         }
     }
 

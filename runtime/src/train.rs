@@ -20,11 +20,12 @@ use crate::link::rendezvous::Rendezvous;
 use crate::norm::{Norms, Squares};
 use crate::optimizer::{Optimizer, trains};
 use crate::policy::{Policy, Staleness};
+use crate::seat::Seat;
 use crate::stepper::wide;
 use crate::wiring::{channels, meeting, replicas, tied_of, ties};
 use crate::worker::{self, Cutting, Equipment, Event, Outcome, Span, WorkerError};
 use compiler::graph::{Graph, order};
-use compiler::op::NodeId;
+use compiler::op::{KernelError, NodeId};
 use compiler::pass::loss::LOSS_SCALE;
 use compiler::plan::StageId;
 use compiler::schedule::rest::rest;
@@ -77,6 +78,17 @@ pub enum TrainError {
     Panic { worker: String, what: String },
     #[error(transparent)]
     Link(#[from] LinkError),
+}
+
+impl TrainError {
+    /// Whether it only tells that someone else stopped.
+    pub fn lost_another(&self) -> bool {
+        match self {
+            TrainError::Worker(WorkerError::PeerGone { .. }) => true,
+            TrainError::Worker(WorkerError::Execute { fault, .. }) => fault.fault == KernelError::Gone,
+            _ => false,
+        }
+    }
 }
 
 /// What is trained.
@@ -242,6 +254,17 @@ pub fn run_in_group(
     on_step: &mut dyn FnMut(StepDone),
     group: Option<Group>,
 ) -> Result<Option<Trained>, TrainError> {
+    run_seated(training, course, on_step, group, &[])
+}
+
+/// The same beside other devices that share all stages: by worker its seat, or none where nobody does.
+pub fn run_seated(
+    training: &Training<'_>,
+    course: Course<'_>,
+    on_step: &mut dyn FnMut(StepDone),
+    group: Option<Group>,
+    seats: &[Arc<Seat>],
+) -> Result<Option<Trained>, TrainError> {
     let Course { start, cuts, gate, on_part, mut on_checkpoint } = course;
     let done = start.map_or(0, |start| start.minibatches);
     let left = start.map(|_| rest(training.program, done));
@@ -306,6 +329,7 @@ pub fn run_in_group(
                 tied: tied_of(&ties, code, (w, stage.index())),
                 is_first: own.replica == 0,
                 begin: start.map(|start| start.begin(stage, own.replica, code, training)).transpose()?,
+                seat: seats.get(w).cloned(),
             })
         };
         gears.push(Equipment {
@@ -348,7 +372,7 @@ pub fn run_in_group(
                 let replicas = gear.stages.iter().map(|place| place.replicas.clone()).collect();
                 let norms = gear.norms.iter().map(|norms| norms.place.clone()).collect();
                 let blame = exchange.as_ref().map(Exchange::blame);
-                let guard = Abandon { replicas, tied: meetings, norms, blame };
+                let guard = Abandon { replicas, tied: meetings, norms, blame, seat: seats.get(worker).cloned() };
                 let body = move || {
                     let outcome = worker::run(gear);
                     match (&outcome, &guard.blame) {
@@ -390,6 +414,7 @@ struct Abandon {
     tied: Vec<Arc<Meeting>>,
     norms: Vec<Arc<Rendezvous<Squares>>>,
     blame: Option<Blame>,
+    seat: Option<Arc<Seat>>,
 }
 
 impl Drop for Abandon {
@@ -400,6 +425,7 @@ impl Drop for Abandon {
         self.replicas.iter().for_each(|r| r.abandon());
         self.tied.iter().for_each(|t| t.abandon());
         self.norms.iter().for_each(|n| n.abandon());
+        self.seat.iter().for_each(|seat| seat.abandon());
     }
 }
 

@@ -167,6 +167,7 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Failure> {
         checkpoints: None,
         keeping: None,
         frozen: &[],
+        tensor: 1,
     };
     let prepared = training::prepare(&mut task)?;
     let predicted = prepared.predicted(plan.cluster.device.cores);

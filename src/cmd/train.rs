@@ -80,6 +80,9 @@ pub struct Arguments {
     /// Micro-batches in a minibatch [default: the plan's, else 1]
     #[arg(long, value_name = "M", value_parser = clap::value_parser!(u32).range(1..=1 << 20), help_heading = "Data")]
     microbatches: Option<u32>,
+    /// Devices that share every stage: its ops are split among so many threads
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=64), conflicts_with_all = ["checkpoint_dir", "resume", "processes", "hosts", "rank"], help_heading = "Plan and schedule")]
+    tensor: u32,
     /// Order of work: a schedule, a table FILE.csv, or programs FILE.json [default: the plan's, else 1f1b-rr, or 1f1b with micro-batches]
     #[arg(long, value_name = "NAME|FILE", value_parser = own::said, help_heading = "Plan and schedule")]
     schedule: Option<String>,
@@ -269,6 +272,7 @@ fn once(arguments: &Arguments, seat: &Seat, restarts: u32, screen: &Screen) -> R
         checkpoints: checkpoint_dir.as_deref(),
         keeping: keeping.map(|(folder, every)| Keeping { folder, every, keep: *keep, tell: &tell }),
         frozen: &arguments.freeze,
+        tensor: arguments.tensor as usize,
     };
     let mut prepared = training::prepare(&mut task)?;
     let own = training_differs(&task, arguments).then(|| prepared.reckoned(&optimizer));
@@ -276,6 +280,7 @@ fn once(arguments: &Arguments, seat: &Seat, restarts: u32, screen: &Screen) -> R
         within(&plan, own)?;
     }
     remarks(&task, &prepared, screen);
+    prepared.sharing.iter().for_each(|sharing| screen.note(&sharing.told()));
     arguments.policy.remarks(schedule, screen);
     if let Some(folder) = checkpoint_dir {
         fs::create_dir_all(folder).map_err(|error| Failure::file("make the folder", folder, error))?;

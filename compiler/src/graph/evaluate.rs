@@ -2,7 +2,7 @@
 
 use super::{Graph, order};
 use crate::op::table::rule;
-use crate::op::{KernelError, Op, Value};
+use crate::op::{KernelError, NodeId, Op, Value};
 use crate::tensor::view::ViewMut;
 use crate::tensor::{Tensor, element_count};
 use std::collections::{BTreeMap, HashMap};
@@ -49,23 +49,8 @@ pub enum EvaluateError {
 pub fn evaluate(graph: &Graph, given: &BTreeMap<String, Tensor>) -> Result<HashMap<Value, Tensor>, EvaluateError> {
     let mut values: HashMap<Value, Tensor> = HashMap::new();
     for id in order::canonical(graph) {
-        let node = graph.node(id);
-        let source = match &node.op {
-            Op::Input(o) => Some((&o.name, &o.fact)),
-            Op::Parameter(o) => Some((&o.name, &o.fact)),
-            Op::State(o) => Some((&o.name, &o.fact)),
-            _ => None,
-        };
-        if let Some((name, fact)) = source {
-            let tensor = given.get(name).ok_or_else(|| EvaluateError::Missing { name: name.clone() })?;
-            if fact.dtype != tensor.dtype() || fact.concrete().as_deref() != Some(tensor.shape()) {
-                return Err(EvaluateError::Given {
-                    name: name.clone(),
-                    expected: fact.to_string(),
-                    got: format!("{}{:?}", tensor.dtype(), tensor.shape()),
-                });
-            }
-            values.insert(Value { node: id, output: 0 }, tensor.clone());
+        if let Some(tensor) = given_value(graph, id, given)? {
+            values.insert(Value { node: id, output: 0 }, tensor);
             continue;
         }
         let inputs: Vec<Tensor> = graph.inputs(id).iter().map(|v| values[v].clone()).collect();
@@ -77,8 +62,31 @@ pub fn evaluate(graph: &Graph, given: &BTreeMap<String, Tensor>) -> Result<HashM
     Ok(values)
 }
 
+/// The value that is given for an input, a parameter or a state; nothing for other nodes.
+pub(super) fn given_value(
+    graph: &Graph,
+    id: NodeId,
+    given: &BTreeMap<String, Tensor>,
+) -> Result<Option<Tensor>, EvaluateError> {
+    let (name, fact) = match &graph.node(id).op {
+        Op::Input(o) => (&o.name, &o.fact),
+        Op::Parameter(o) => (&o.name, &o.fact),
+        Op::State(o) => (&o.name, &o.fact),
+        _ => return Ok(None),
+    };
+    let tensor = given.get(name).ok_or_else(|| EvaluateError::Missing { name: name.clone() })?;
+    if fact.dtype != tensor.dtype() || fact.concrete().as_deref() != Some(tensor.shape()) {
+        return Err(EvaluateError::Given {
+            name: name.clone(),
+            expected: fact.to_string(),
+            got: format!("{}{:?}", tensor.dtype(), tensor.shape()),
+        });
+    }
+    Ok(Some(tensor.clone()))
+}
+
 /// Runs one node on its inputs.
-pub fn run(graph: &Graph, id: crate::op::NodeId, inputs: &[Tensor]) -> Result<Vec<Tensor>, EvaluateError> {
+pub fn run(graph: &Graph, id: NodeId, inputs: &[Tensor]) -> Result<Vec<Tensor>, EvaluateError> {
     let node = graph.node(id);
     let mut shapes = Vec::new();
     for fact in &node.facts {

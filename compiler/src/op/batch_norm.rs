@@ -38,6 +38,12 @@ impl Rule for BatchNorm {
         output == 0
     }
 
+    // Channels: the statistics of one are no other's business.
+    fn strategies(&self, _: &[&Fact], _: &[Fact], _: &Group) -> Vec<Strategy> {
+        let channel = Some(0);
+        vec![Strategy::along(&[Some(1), channel, channel], &[Some(1), channel, channel, channel])]
+    }
+
     fn reference(&self, inputs: &[View<'_>], outputs: &mut [ViewMut<'_>]) -> Result<(), KernelError> {
         let [x, scale, bias] = inputs else { unreachable!("infer checks the arity") };
         let [y, mean_out, variance_out, rstd_out] = outputs else { unreachable!("infer gives four outputs") };
@@ -84,6 +90,12 @@ impl Rule for BatchNormGrad {
     // The scale is one number a channel, so that mean(g) = scale dbias / n and mean(g x̂) = scale dscale / n.
     fn takes_gradient(&self, _: usize) -> bool {
         false
+    }
+
+    fn strategies(&self, _: &[&Fact], _: &[Fact], _: &Group) -> Vec<Strategy> {
+        let channel = Some(0);
+        let inputs = [Some(1), Some(1), channel, channel, channel];
+        vec![Strategy::along(&inputs, &[Some(1), channel, channel])]
     }
 
     fn reference(&self, inputs: &[View<'_>], outputs: &mut [ViewMut<'_>]) -> Result<(), KernelError> {

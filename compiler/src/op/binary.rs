@@ -1,6 +1,7 @@
 //! Elementwise functions of two inputs, broadcasting.
 
 use super::broadcast::{broadcast_shapes, stretched, sum_to};
+use super::layout::elementwise;
 use super::unary::scalar;
 use super::*;
 
@@ -126,6 +127,19 @@ impl Rule for Binary {
             }
         });
         vec![da.map(|d| sum_to(out, d, &fact_a)), db.map(|d| sum_to(out, d, &fact_b))]
+    }
+
+    fn strategies(&self, inputs: &[&Fact], outputs: &[Fact], _: &Group) -> Vec<Strategy> {
+        let mut ways = elementwise(inputs, &outputs[0]);
+        let float = outputs[0].dtype.is_float();
+        let terms: &[[bool; 2]] = match self {
+            Binary::Add | Binary::Sub => &[[true, true]],
+            Binary::Mul if float => &[[true, false], [false, true]],
+            Binary::Div if float => &[[true, false]],
+            _ => &[],
+        };
+        ways.extend(terms.iter().map(|terms| Strategy::linear(terms, 1)));
+        ways
     }
 
     fn reference(&self, inputs: &[View<'_>], outputs: &mut [ViewMut<'_>]) -> Result<(), KernelError> {

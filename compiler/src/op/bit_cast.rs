@@ -1,5 +1,6 @@
 //! The same bits read as another element type.
 
+use super::layout::elementwise;
 use super::*;
 
 impl Rule for BitCast {
@@ -22,6 +23,10 @@ impl Rule for BitCast {
 
     fn cost(&self, inputs: &[&Fact], outputs: &[Fact]) -> Cost {
         Cost { flops: 0.0, bytes: moved(inputs, outputs) }
+    }
+
+    fn strategies(&self, inputs: &[&Fact], outputs: &[Fact], _: &Group) -> Vec<Strategy> {
+        elementwise(inputs, &outputs[0])
     }
 
     fn reference(&self, inputs: &[View<'_>], outputs: &mut [ViewMut<'_>]) -> Result<(), KernelError> {

@@ -36,6 +36,16 @@ impl Rule for Broadcast {
         vec![Some(sum_to(out, dy, &x))]
     }
 
+    fn strategies(&self, inputs: &[&Fact], outputs: &[Fact], group: &Group) -> Vec<Strategy> {
+        let sized = |way: Strategy| {
+            let part = way.outputs[0].part(&outputs[0], group.devices)?;
+            Some(way.sized(Op::Broadcast(Broadcast { shape: part.shape })))
+        };
+        let mut ways: Vec<Strategy> = layout::elementwise(inputs, &outputs[0]).into_iter().filter_map(sized).collect();
+        ways.push(Strategy::linear(&[true], 1));
+        ways
+    }
+
     fn reference(&self, inputs: &[View<'_>], outputs: &mut [ViewMut<'_>]) -> Result<(), KernelError> {
         let (x, y) = (&inputs[0], &mut outputs[0]);
         // Importers fold large tensors of one value.

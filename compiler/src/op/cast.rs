@@ -1,5 +1,6 @@
 //! Conversion between element types.
 
+use super::layout::elementwise;
 use super::*;
 
 impl Rule for Cast {
@@ -19,6 +20,16 @@ impl Rule for Cast {
             return vec![None];
         }
         vec![Some(out.emit(Op::Cast(Cast { to }), &[at.dy()]))]
+    }
+
+    // Terms may be widened; narrower ones would be rounded before they are added.
+    fn strategies(&self, inputs: &[&Fact], outputs: &[Fact], _: &Group) -> Vec<Strategy> {
+        let mut ways = elementwise(inputs, &outputs[0]);
+        let (from, to) = (inputs[0].dtype, self.to);
+        if from.is_float() && to.is_float() && to.size() > from.size() {
+            ways.push(Strategy::linear(&[true], 1));
+        }
+        ways
     }
 
     fn reference(&self, inputs: &[View<'_>], outputs: &mut [ViewMut<'_>]) -> Result<(), KernelError> {

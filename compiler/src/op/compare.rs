@@ -1,6 +1,7 @@
 //! Elementwise comparisons, broadcasting.
 
 use super::broadcast::{broadcast_shapes, stretched};
+use super::layout::elementwise;
 use super::*;
 
 impl Rule for Compare {
@@ -19,6 +20,10 @@ impl Rule for Compare {
             return Err(FactError::DType { what: "the second input", expected, got: b.dtype });
         }
         Ok(vec![Fact::new(DType::Bool, broadcast_shapes(&a.shape, &b.shape)?)])
+    }
+
+    fn strategies(&self, inputs: &[&Fact], outputs: &[Fact], _: &Group) -> Vec<Strategy> {
+        elementwise(inputs, &outputs[0])
     }
 
     fn reference(&self, inputs: &[View<'_>], outputs: &mut [ViewMut<'_>]) -> Result<(), KernelError> {

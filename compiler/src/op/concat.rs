@@ -61,6 +61,27 @@ impl Rule for Concat {
         gradients
     }
 
+    // Any other axis; and along its own, inputs of one size each of which becomes a block.
+    fn strategies(&self, inputs: &[&Fact], outputs: &[Fact], group: &Group) -> Vec<Strategy> {
+        let count = inputs.len();
+        let mut ways: Vec<Strategy> = (0..outputs[0].rank())
+            .filter(|axis| *axis != self.axis)
+            .map(|axis| Strategy::along(&vec![Some(axis); count], &[Some(axis)]))
+            .collect();
+        let own = inputs[0].shape[self.axis].clone();
+        if let (Some(size), true) = (own.known(), inputs.iter().all(|x| x.shape[self.axis] == own)) {
+            let several = group.blocks.get(&(size as usize)).into_iter().flatten().copied();
+            ways.extend(several.chain([1]).map(|blocks| Strategy {
+                inputs: vec![Layout::Split(Cut { axis: self.axis, blocks }); count],
+                outputs: vec![Layout::Split(Cut { axis: self.axis, blocks: blocks * count })],
+                local: layout::Local::Same,
+                any_order: false,
+            }));
+        }
+        ways.push(Strategy::linear(&vec![true; count], 1));
+        ways
+    }
+
     fn reference(&self, inputs: &[View<'_>], outputs: &mut [ViewMut<'_>]) -> Result<(), KernelError> {
         let y = &mut outputs[0];
         let outer: usize = y.shape[..self.axis].iter().product();

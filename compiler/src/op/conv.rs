@@ -48,6 +48,24 @@ impl Rule for Conv {
         vec![dx, dw]
     }
 
+    // The batch; output channels; input channels, of which every device makes a term; or whole groups.
+    fn strategies(&self, _: &[&Fact], _: &[Fact], group: &Group) -> Vec<Strategy> {
+        let mut ways = vec![Strategy::along(&[Some(0), None], &[Some(0)])];
+        match grouped(self.groups, group) {
+            Grouped::One => {
+                ways.push(Strategy::along(&[None, Some(0)], &[Some(1)]));
+                ways.push(Strategy::along(&[Some(1), Some(1)], &[None]));
+            }
+            Grouped::Divided(groups) => {
+                let op = Op::Conv(Conv { groups, ..self.clone() });
+                ways.push(Strategy { any_order: false, ..Strategy::along(&[Some(1), Some(0)], &[Some(1)]).sized(op) });
+            }
+            Grouped::Uneven => {}
+        }
+        ways.extend([[true, false], [false, true]].map(|terms| Strategy::linear(&terms, 1)));
+        ways
+    }
+
     fn reference(&self, inputs: &[View<'_>], outputs: &mut [ViewMut<'_>]) -> Result<(), KernelError> {
         let (x, w, y) = (&inputs[0], &inputs[1], &mut outputs[0]);
         let mut sums = vec![0.0; y.len()];
@@ -212,6 +230,24 @@ pub(in crate::op) fn cases() -> Vec<Case> {
         ("three spatial dims", even(3, 2, 1, 1), 1, &[1, 2, 4, 4, 4], &[3, 2, 3, 3, 3]),
         ("three spatial dims, groups, dilated", even(3, 1, 1, 2), 2, &[1, 2, 4, 3, 3], &[2, 1, 2, 2, 2]),
     ]
+}
+
+/// What a group of devices makes of the groups of a convolution.
+pub(super) enum Grouped {
+    /// There is only one.
+    One,
+    /// So many for each device.
+    Divided(usize),
+    /// They do not divide.
+    Uneven,
+}
+
+pub(super) fn grouped(groups: usize, group: &Group) -> Grouped {
+    match (groups, groups % group.devices) {
+        (1, _) => Grouped::One,
+        (_, 0) => Grouped::Divided(groups / group.devices),
+        _ => Grouped::Uneven,
+    }
 }
 
 /// Small cases.

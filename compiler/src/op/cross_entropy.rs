@@ -8,6 +8,8 @@
 //! A logit of `-inf` (a masked class) has weight zero; a row of nothing else is NaN, as in PyTorch. The log-sum-exp is
 //! an output so that the gradient need not compute it again; it carries no gradient itself: what arrives there is ignored.
 
+mod parts;
+
 use super::layer_norm::same;
 use super::sample::{ramp, run};
 use super::softmax::{max_and_sum, rows};
@@ -38,6 +40,24 @@ impl Rule for CrossEntropy {
 
     fn takes_gradient(&self, output: usize) -> bool {
         output == 0
+    }
+
+    // Rows: every device has the mean over its own, and counts them. Classes: every device knows its own log-sum-exp, and the logits of
+    // the targets among its classes.
+    fn strategies(&self, inputs: &[&Fact], _: &[Fact], _: &Group) -> Vec<Strategy> {
+        let [logits, _] = inputs else { return Vec::new() };
+        let rows = |axis: usize| {
+            let row = Some(axis - (axis > self.axis) as usize);
+            Strategy::along(&[Some(axis), row], &[None, row]).written()
+        };
+        let mut ways: Vec<Strategy> = (0..logits.rank()).filter(|axis| *axis != self.axis).map(rows).collect();
+        let outputs = vec![Layout::Partial, Layout::Replicated];
+        ways.push(Strategy { outputs, ..Strategy::along(&[Some(self.axis), None], &[None; 2]).written() });
+        ways
+    }
+
+    fn write_part(&self, strategy: &Strategy, at: &PartSite<'_>, out: &mut dyn Emit) -> Vec<Value> {
+        if strategy.outputs[1] == Layout::Replicated { self.by_classes(at, out) } else { self.by_rows(at, out) }
     }
 
     fn reference(&self, inputs: &[View<'_>], outputs: &mut [ViewMut<'_>]) -> Result<(), KernelError> {
@@ -82,6 +102,23 @@ impl Rule for CrossEntropyGrad {
 
     fn takes_gradient(&self, _: usize) -> bool {
         false
+    }
+
+    fn strategies(&self, inputs: &[&Fact], _: &[Fact], _: &Group) -> Vec<Strategy> {
+        let [_, logits, ..] = inputs else { return Vec::new() };
+        let rows = |axis: usize| {
+            let row = Some(axis - (axis > self.axis) as usize);
+            Strategy::along(&[None, Some(axis), row, row], &[Some(axis)]).written()
+        };
+        let mut ways: Vec<Strategy> = (0..logits.rank()).filter(|axis| *axis != self.axis).map(rows).collect();
+        ways.push(Strategy::along(&[None, Some(self.axis), None, None], &[Some(self.axis)]).written());
+        ways.push(Strategy::linear(&[true, false, false, false], 1));
+        ways
+    }
+
+    fn write_part(&self, strategy: &Strategy, at: &PartSite<'_>, out: &mut dyn Emit) -> Vec<Value> {
+        let classes = matches!(strategy.inputs[1], Layout::Split(cut) if cut.axis == self.axis);
+        if classes { self.by_classes(at, out) } else { self.by_rows(at, out) }
     }
 
     fn reference(&self, inputs: &[View<'_>], outputs: &mut [ViewMut<'_>]) -> Result<(), KernelError> {

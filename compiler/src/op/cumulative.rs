@@ -33,6 +33,14 @@ impl Rule for Cumulative {
         self.kind != CumulativeKind::Prod
     }
 
+    fn strategies(&self, inputs: &[&Fact], outputs: &[Fact], _: &Group) -> Vec<Strategy> {
+        let mut ways = layout::all_but(inputs[0], &[self.axis], outputs.len());
+        if self.kind == CumulativeKind::Sum {
+            ways.push(Strategy::linear(&[true], 1));
+        }
+        ways
+    }
+
     // Floats are joined in f64 and rounded as they are written, whole numbers wrap.
     fn reference(&self, inputs: &[View<'_>], outputs: &mut [ViewMut<'_>]) -> Result<(), KernelError> {
         let (x, y) = (&inputs[0], &mut outputs[0]);

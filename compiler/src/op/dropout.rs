@@ -71,6 +71,20 @@ impl Rule for Dropout {
         vec![at.wanted[0].then(|| out.emit(Op::Dropout(*self), &[at.dy(), at.inputs[1]])), None]
     }
 
+    // Any axis: each device finds the mask of its own part.
+    fn strategies(&self, inputs: &[&Fact], _: &[Fact], _: &Group) -> Vec<Strategy> {
+        let along = |axis| Strategy::along(&[Some(axis), None], &[Some(axis)]).written();
+        (0..inputs[0].rank()).map(along).chain([Strategy::linear(&[true, false], 1)]).collect()
+    }
+
+    fn write_part(&self, strategy: &Strategy, at: &PartSite<'_>, out: &mut dyn Emit) -> Vec<Value> {
+        let [Layout::Split(cut), _] = strategy.inputs[..] else { unreachable!("an axis of x is split") };
+        let own = out.fact(at.inputs[0]).concrete().expect("sizes are known where ops are shared");
+        let part = DropoutPart { whole: *self, run: own[cut.axis..].iter().product(), devices: at.devices };
+        let device = collective::device(out, at.devices);
+        vec![out.emit(Op::DropoutPart(part), &[at.inputs[0], at.inputs[1], device])]
+    }
+
     fn reference(&self, inputs: &[View<'_>], outputs: &mut [ViewMut<'_>]) -> Result<(), KernelError> {
         let (mask, scale) = (self.mask(inputs[1].i64(0)), self.scale());
         for i in 0..inputs[0].len() {
@@ -80,18 +94,61 @@ impl Rule for Dropout {
     }
 }
 
+impl DropoutPart {
+    /// The place in the whole of element `i` of the part that device `device` has.
+    #[inline(always)]
+    pub fn place(&self, i: usize, device: usize) -> usize {
+        (i / self.run * self.devices + device) * self.run + i % self.run
+    }
+}
+
+impl Rule for DropoutPart {
+    fn name(&self) -> &'static str {
+        "dropout_part"
+    }
+
+    fn infer(&self, inputs: &[&Fact]) -> Result<Vec<Fact>, FactError> {
+        let [x, counter, device] = inputs else { return Err(FactError::Arity { expected: 3, got: inputs.len() }) };
+        if self.run == 0 || self.devices == 0 {
+            return Err(FactError::Attribute("a part has devices, and runs of elements".into()));
+        }
+        layer_norm::same("the device", device, "a single index", &Fact::of(DType::I64, &[]))?;
+        self.whole.infer(&[*x, *counter])
+    }
+
+    // As for the whole.
+    fn backward(&self, at: Site<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
+        let dx = |out: &mut dyn Emit| out.emit(Op::DropoutPart(*self), &[at.dy(), at.inputs[1], at.inputs[2]]);
+        vec![at.wanted[0].then(|| dx(out)), None, None]
+    }
+
+    fn reference(&self, inputs: &[View<'_>], outputs: &mut [ViewMut<'_>]) -> Result<(), KernelError> {
+        let (mask, scale) = (self.whole.mask(inputs[1].i64(0)), self.whole.scale());
+        let index = inputs[2].i64(0);
+        let device = usize::try_from(index).ok().filter(|device| *device < self.devices);
+        let device = device.ok_or(KernelError::Index { index, size: self.devices })?;
+        for i in 0..inputs[0].len() {
+            let stays = mask.keeps(self.place(i, device));
+            outputs[0].set_f64(i, if stays { inputs[0].f64(i) * scale } else { 0.0 });
+        }
+        Ok(())
+    }
+}
+
 /// Small cases.
 pub fn samples() -> Vec<Sample> {
     let counter = |value| Tensor::from_i64(&[], &[value]);
-    [
-        ("half", Dropout { ratio: 0.5, stream: 0 }, vec![ramp(&[4, 6], 1), counter(7)]),
-        ("a tenth, another stream", Dropout { ratio: 0.1, stream: 3 }, vec![ramp(&[2, 3, 5], 2), counter(-1)]),
-        ("nothing", Dropout { ratio: 0.0, stream: 1 }, vec![ramp(&[5], 3), counter(0)]),
-        ("everything", Dropout { ratio: 1.0, stream: u64::MAX }, vec![ramp(&[5], 3), counter(i64::MIN)]),
+    let sample = |title, op, inputs| Sample { title, op, inputs, differentiate: vec![0] };
+    let whole = |ratio, stream| Dropout { ratio, stream };
+    let of = |title, ratio, stream, x, at| sample(title, Op::Dropout(whole(ratio, stream)), vec![x, counter(at)]);
+    let part = DropoutPart { whole: whole(0.4, 2), run: 6, devices: 3 };
+    vec![
+        of("half", 0.5, 0, ramp(&[4, 6], 1), 7),
+        of("a tenth, another stream", 0.1, 3, ramp(&[2, 3, 5], 2), -1),
+        of("nothing", 0.0, 1, ramp(&[5], 3), 0),
+        of("everything", 1.0, u64::MAX, ramp(&[5], 3), i64::MIN),
+        sample("the second of three", Op::DropoutPart(part), vec![ramp(&[4, 2, 3], 4), counter(5), counter(1)]),
     ]
-    .into_iter()
-    .map(|(title, op, inputs)| Sample { title, op: Op::Dropout(op), inputs, differentiate: vec![0] })
-    .collect()
 }
 
 #[cfg(test)]

@@ -28,6 +28,12 @@ impl Rule for Flip {
         vec![Some(out.emit(Op::Flip(self.clone()), &[at.dy()]))]
     }
 
+    fn strategies(&self, inputs: &[&Fact], outputs: &[Fact], _: &Group) -> Vec<Strategy> {
+        let mut ways = layout::all_but(inputs[0], &self.axes, outputs.len());
+        ways.push(Strategy::linear(&[true], outputs.len()));
+        ways
+    }
+
     fn reference(&self, inputs: &[View<'_>], outputs: &mut [ViewMut<'_>]) -> Result<(), KernelError> {
         let (x, y) = (&inputs[0], &mut outputs[0]);
         let mut base = 0;

@@ -32,6 +32,27 @@ impl Rule for Gather {
         vec![Some(out.emit(Op::ScatterAdd(scatter), &[at.dy(), at.inputs[1]])), None]
     }
 
+    // Other axes of x, or axes of the indices. Along the indexed axis every device takes the slices that it has, and zeros for all others.
+    fn strategies(&self, inputs: &[&Fact], _: &[Fact], _: &Group) -> Vec<Strategy> {
+        let [x, indices] = inputs else { return Vec::new() };
+        let after = |axis: usize| if axis < self.axis { axis } else { axis + indices.rank() - 1 };
+        let mut ways: Vec<Strategy> = (0..x.rank())
+            .filter(|axis| *axis != self.axis)
+            .map(|axis| Strategy::along(&[Some(axis), None], &[Some(after(axis))]))
+            .collect();
+        ways.extend((0..indices.rank()).map(|axis| Strategy::along(&[None, Some(axis)], &[Some(self.axis + axis)])));
+        ways.push(Strategy::along(&[Some(self.axis), None], &[None]).written());
+        ways.push(Strategy::linear(&[true, false], 1));
+        ways
+    }
+
+    fn write_part(&self, _: &Strategy, at: &PartSite<'_>, out: &mut dyn Emit) -> Vec<Value> {
+        let own = own_indices(out, at.inputs[1], at.whole[0].shape[self.axis].clone(), at.devices);
+        let taken = out.emit(Op::Gather(*self), &[at.inputs[0], own.places]);
+        let (indices, after) = (out.fact(own.places).rank(), at.whole[0].rank() - self.axis - 1);
+        vec![or_zero(out, own.has, taken, indices + after)]
+    }
+
     fn reference(&self, inputs: &[View<'_>], outputs: &mut [ViewMut<'_>]) -> Result<(), KernelError> {
         let (x, y) = (&inputs[0], &mut outputs[0]);
         let size = x.shape[self.axis];
@@ -94,6 +115,29 @@ impl Rule for ScatterAdd {
         vec![Some(out.emit(Op::Gather(Gather { axis: self.axis }), &[at.dy(), at.inputs[1]])), None]
     }
 
+    // As for the slices that are taken; along the indexed axis every device adds up what is for the slices that it has.
+    fn strategies(&self, inputs: &[&Fact], outputs: &[Fact], _: &Group) -> Vec<Strategy> {
+        let ([_, indices], [dx]) = (inputs, outputs) else { return Vec::new() };
+        let before = |axis: usize| if axis < self.axis { axis } else { axis + indices.rank() - 1 };
+        let mut ways: Vec<Strategy> = (0..dx.rank())
+            .filter(|axis| *axis != self.axis)
+            .map(|axis| Strategy::along(&[Some(before(axis)), None], &[Some(axis)]))
+            .collect();
+        let along_indices = |axis| Strategy::along(&[Some(self.axis + axis), Some(axis)], &[None]);
+        ways.extend((0..indices.rank()).map(along_indices));
+        ways.push(Strategy::along(&[None, None], &[Some(self.axis)]).written());
+        ways.push(Strategy::linear(&[true, false], 1));
+        ways
+    }
+
+    fn write_part(&self, _: &Strategy, at: &PartSite<'_>, out: &mut dyn Emit) -> Vec<Value> {
+        let own = own_indices(out, at.inputs[1], self.size.clone(), at.devices);
+        let (dy, indices) = (at.inputs[0], out.fact(own.places).rank());
+        let after = out.fact(dy).rank() - self.axis - indices;
+        let dy = or_zero(out, own.has, dy, indices + after);
+        vec![out.emit(Op::ScatterAdd(ScatterAdd { axis: self.axis, size: own.size }), &[dy, own.places])]
+    }
+
     // Floats are summed in f64 and rounded once, whole numbers wrap.
     fn reference(&self, inputs: &[View<'_>], outputs: &mut [ViewMut<'_>]) -> Result<(), KernelError> {
         let (dy, y) = (&inputs[0], &mut outputs[0]);
@@ -140,6 +184,46 @@ pub(in crate::op) fn resolve(indices: &View<'_>, size: usize) -> Result<Vec<usiz
             row.filter(|row| *row < size).ok_or(KernelError::Index { index, size })
         })
         .collect()
+}
+
+/// The indices of an axis of which each device has a part, as one device sees them.
+pub(in crate::op) struct OwnIndices {
+    /// Which indices are in its part.
+    pub has: Value,
+    /// Where they are there; 0 for those that are not.
+    pub places: Value,
+    /// The size of its part.
+    pub size: Dim,
+}
+
+/// Tells indices of an axis of `size` elements that this device has from those that others have. An index that does not exist is an
+/// error on every device, as it is where nothing is split.
+pub(in crate::op) fn own_indices(out: &mut dyn Emit, indices: Value, size: Dim, devices: usize) -> OwnIndices {
+    let all = out.emit(Op::Iota(Iota { fact: Fact::new(DType::I64, vec![size.clone()]), axis: 0 }), &[]);
+    let checked = out.emit(Op::Gather(Gather { axis: 0 }), &[all, indices]);
+    let part = size.div_exact(&Dim::from(devices)).expect("the axis is divided into equal parts");
+    let number = |out: &mut dyn Emit, value: i64| {
+        out.emit(Op::Constant(Constant { tensor: Tensor::from_i64(&[], &[value]) }), &[])
+    };
+    let (zero, end) = (number(out, 0), number(out, part.known().expect("sizes are known where ops are shared")));
+    let device = collective::device(out, devices);
+    let first = out.emit(Op::Binary(Binary::Mul), &[device, end]);
+    let places = out.emit(Op::Binary(Binary::Sub), &[checked, first]);
+    let not_before = out.emit(Op::Compare(Compare::LessEqual), &[zero, places]);
+    let not_behind = out.emit(Op::Compare(Compare::Less), &[places, end]);
+    let has = out.emit(Op::Binary(Binary::And), &[not_before, not_behind]);
+    let places = out.emit(Op::Select(Select {}), &[has, places, zero]);
+    OwnIndices { has, places, size: part }
+}
+
+/// Slices that a device has, and zeros for the others. The axes that tell slices apart begin `from_end` axes before the end.
+fn or_zero(out: &mut dyn Emit, has: Value, slices: Value, from_end: usize) -> Value {
+    let fact = out.fact(slices);
+    let mut shape = out.fact(has).shape;
+    shape.resize(from_end, Dim::Known(1));
+    let has = out.emit(Op::Reshape(Reshape { shape }), &[has]);
+    let zero = out.emit(unary::scalar(fact.dtype, 0.0), &[]);
+    out.emit(Op::Select(Select {}), &[has, slices, zero])
 }
 
 /// Small cases.

@@ -70,6 +70,13 @@ impl Rule for Gru {
         output < 2
     }
 
+    // Rows of the batch.
+    fn strategies(&self, _: &[&Fact], _: &[Fact], _: &Group) -> Vec<Strategy> {
+        let inputs = [Some(1), None, None, None, None, Some(0)];
+        let outputs = [Some(1), Some(0), Some(1)];
+        vec![Strategy::along(&inputs, &outputs)]
+    }
+
     fn reference(&self, inputs: &[View<'_>], outputs: &mut [ViewMut<'_>]) -> Result<(), KernelError> {
         let [x, w_ih, w_hh, b_ih, b_hh, h0] = inputs else { unreachable!("infer checks the arity") };
         let [y, last_h, gates] = outputs else { unreachable!("infer gives three outputs") };
@@ -141,6 +148,13 @@ impl Rule for GruGrad {
 
     fn takes_gradient(&self, _: usize) -> bool {
         false
+    }
+
+    // Rows of the batch.
+    fn strategies(&self, _: &[&Fact], _: &[Fact], _: &Group) -> Vec<Strategy> {
+        let inputs = [Some(1), Some(0), Some(1), None, None, Some(0), Some(1), Some(1)];
+        let outputs = [Some(1), None, None, None, None, Some(0)];
+        vec![Strategy::along(&inputs, &outputs)]
     }
 
     fn reference(&self, inputs: &[View<'_>], outputs: &mut [ViewMut<'_>]) -> Result<(), KernelError> {

@@ -42,6 +42,12 @@ impl Rule for LayerNorm {
         output == 0
     }
 
+    // Axes before the normalised ones.
+    fn strategies(&self, _: &[&Fact], outputs: &[Fact], _: &Group) -> Vec<Strategy> {
+        let along = |axis| Strategy::along(&[Some(axis), None, None], &vec![Some(axis); outputs.len()]);
+        (0..self.axis).map(along).collect()
+    }
+
     fn reference(&self, inputs: &[View<'_>], outputs: &mut [ViewMut<'_>]) -> Result<(), KernelError> {
         let [x, scale, bias] = inputs else { unreachable!("infer checks the arity") };
         let [y, mean_out, rstd_out] = outputs else { unreachable!("infer gives three outputs") };
@@ -87,6 +93,14 @@ impl Rule for LayerNormGrad {
 
     fn takes_gradient(&self, _: usize) -> bool {
         false
+    }
+
+    fn strategies(&self, _: &[&Fact], _: &[Fact], _: &Group) -> Vec<Strategy> {
+        let along = |axis: usize| {
+            let own = Some(axis);
+            Strategy::along(&[own, own, None, own, own], &[own, None, None])
+        };
+        (0..self.axis).map(along).collect()
     }
 
     fn reference(&self, inputs: &[View<'_>], outputs: &mut [ViewMut<'_>]) -> Result<(), KernelError> {

@@ -126,6 +126,13 @@ impl Rule for Lstm {
         output < 3
     }
 
+    // Rows of the batch.
+    fn strategies(&self, _: &[&Fact], _: &[Fact], _: &Group) -> Vec<Strategy> {
+        let inputs = [Some(1), None, None, None, None, Some(0), Some(0)];
+        let outputs = [Some(1), Some(0), Some(0), Some(1), Some(1)];
+        vec![Strategy::along(&inputs, &outputs)]
+    }
+
     fn reference(&self, inputs: &[View<'_>], outputs: &mut [ViewMut<'_>]) -> Result<(), KernelError> {
         let [x, w_ih, w_hh, b_ih, b_hh, h0, c0] = inputs else { unreachable!("infer checks the arity") };
         let [y, last_h, last_c, gates, cells] = outputs else { unreachable!("infer gives five outputs") };
@@ -198,6 +205,13 @@ impl Rule for LstmGrad {
     }
 
     // No second order, as for the norms.
+
+    // Rows of the batch.
+    fn strategies(&self, _: &[&Fact], _: &[Fact], _: &Group) -> Vec<Strategy> {
+        let inputs = [Some(1), Some(0), Some(0), Some(1), None, None, Some(0), Some(0), Some(1), Some(1), Some(1)];
+        let outputs = [Some(1), None, None, None, Some(0), Some(0)];
+        vec![Strategy::along(&inputs, &outputs)]
+    }
 
     fn reference(&self, inputs: &[View<'_>], outputs: &mut [ViewMut<'_>]) -> Result<(), KernelError> {
         let [dy, last_dh, last_dc, x, w_ih, w_hh, h0, c0, y, gates, cells] = inputs else {

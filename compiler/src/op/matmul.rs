@@ -71,6 +71,29 @@ impl Rule for MatMul {
         vec![da, db]
     }
 
+    // Leading dims, rows of the first operand and columns of the second as they are in the result; of the inner dim every device makes a term.
+    fn strategies(&self, inputs: &[&Fact], outputs: &[Fact], _: &Group) -> Vec<Strategy> {
+        let ([a, b], [c]) = (inputs, outputs) else { return Vec::new() };
+        let lead = c.rank() - 2;
+        let aligned = |x: &Fact, axis: usize| {
+            let own = (axis + x.rank()).checked_sub(c.rank())?;
+            (!x.shape[own].is(1)).then_some(own)
+        };
+        // The axis of the outer and that of the inner dim.
+        let ends = |x: &Fact, outer_last: bool| {
+            let [first, last] = [x.rank() - 2, x.rank() - 1];
+            if outer_last { (last, first) } else { (first, last) }
+        };
+        let ((m, a_inner), (n, b_inner)) = (ends(a, self.transpose_a), ends(b, !self.transpose_b));
+        let mut ways: Vec<Strategy> =
+            (0..lead).map(|axis| Strategy::along(&[aligned(a, axis), aligned(b, axis)], &[Some(axis)])).collect();
+        ways.push(Strategy::along(&[Some(m), None], &[Some(lead)]));
+        ways.push(Strategy::along(&[None, Some(n)], &[Some(lead + 1)]));
+        ways.push(Strategy::along(&[Some(a_inner), Some(b_inner)], &[None]));
+        ways.extend([[true, false], [false, true]].map(|terms| Strategy::linear(&terms, 1)));
+        ways
+    }
+
     fn reference(&self, inputs: &[View<'_>], outputs: &mut [ViewMut<'_>]) -> Result<(), KernelError> {
         let (a, b, c) = (&inputs[0], &inputs[1], &mut outputs[0]);
         let lead = c.shape.len() - 2;

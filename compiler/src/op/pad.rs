@@ -48,6 +48,18 @@ impl Rule for Pad {
         vec![Some(out.emit(Op::Slice(Slice { begin: self.low.clone(), end, step }), &[at.dy()]))]
     }
 
+    // Axes that stay as they are.
+    fn strategies(&self, inputs: &[&Fact], outputs: &[Fact], _: &Group) -> Vec<Strategy> {
+        let [x] = inputs else { return Vec::new() };
+        let as_it_is = |axis: &usize| self.low[*axis].is(0) && self.high[*axis].is(0) && self.interior[*axis] == 0;
+        let mut ways: Vec<Strategy> =
+            (0..x.rank()).filter(as_it_is).map(|axis| Strategy::along(&[Some(axis)], &[Some(axis)])).collect();
+        if self.value == 0.0 {
+            ways.push(Strategy::linear(&[true], outputs.len()));
+        }
+        ways
+    }
+
     fn reference(&self, inputs: &[View<'_>], outputs: &mut [ViewMut<'_>]) -> Result<(), KernelError> {
         let (x, y) = (&inputs[0], &mut outputs[0]);
         for i in 0..y.len() {

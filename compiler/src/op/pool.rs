@@ -29,6 +29,10 @@ impl Rule for MaxPool {
         vec![Some(out.emit(Op::MaxPoolGrad(MaxPoolGrad { forward: self.clone() }), &[at.inputs[0], dy]))]
     }
 
+    fn strategies(&self, _: &[&Fact], _: &[Fact], _: &Group) -> Vec<Strategy> {
+        (0..2).map(|axis| Strategy::along(&[Some(axis)], &[Some(axis)])).collect()
+    }
+
     fn reference(&self, inputs: &[View<'_>], outputs: &mut [ViewMut<'_>]) -> Result<(), KernelError> {
         let (x, y) = (&inputs[0], &mut outputs[0]);
         let (x_shape, y_shape) = (x.shape, y.shape);
@@ -60,6 +64,11 @@ impl Rule for MaxPoolGrad {
 
     fn takes_gradient(&self, _: usize) -> bool {
         false
+    }
+
+    fn strategies(&self, _: &[&Fact], _: &[Fact], _: &Group) -> Vec<Strategy> {
+        let each = (0..2).map(|axis| Strategy::along(&[Some(axis), Some(axis)], &[Some(axis)]));
+        each.chain([Strategy::linear(&[false, true], 1)]).collect()
     }
 
     fn reference(&self, inputs: &[View<'_>], outputs: &mut [ViewMut<'_>]) -> Result<(), KernelError> {
@@ -95,6 +104,11 @@ impl Rule for AvgPool {
         let spatial = out.fact(at.inputs[0]).shape[2..].to_vec();
         let dy = at.dy();
         vec![Some(out.emit(Op::AvgPoolGrad(AvgPoolGrad { forward: self.clone(), spatial }), &[dy]))]
+    }
+
+    fn strategies(&self, _: &[&Fact], _: &[Fact], _: &Group) -> Vec<Strategy> {
+        let each = (0..2).map(|axis| Strategy::along(&[Some(axis)], &[Some(axis)]));
+        each.chain([Strategy::linear(&[true], 1)]).collect()
     }
 
     fn reference(&self, inputs: &[View<'_>], outputs: &mut [ViewMut<'_>]) -> Result<(), KernelError> {
@@ -146,6 +160,11 @@ impl Rule for AvgPoolGrad {
     fn backward(&self, at: Site<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
         let g = at.dy();
         vec![Some(out.emit(Op::AvgPool(self.forward.clone()), &[g]))]
+    }
+
+    fn strategies(&self, _: &[&Fact], _: &[Fact], _: &Group) -> Vec<Strategy> {
+        let each = (0..2).map(|axis| Strategy::along(&[Some(axis)], &[Some(axis)]));
+        each.chain([Strategy::linear(&[true], 1)]).collect()
     }
 
     fn reference(&self, inputs: &[View<'_>], outputs: &mut [ViewMut<'_>]) -> Result<(), KernelError> {

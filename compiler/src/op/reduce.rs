@@ -72,6 +72,38 @@ impl Rule for Reduce {
         vec![Some(out.emit(Op::Broadcast(Broadcast { shape: x.shape }), &[dx]))]
     }
 
+    // Along an axis that goes away every device joins its own, and the results are joined: as terms of a sum, or by all devices at once.
+    fn strategies(&self, inputs: &[&Fact], outputs: &[Fact], _: &Group) -> Vec<Strategy> {
+        let [x] = inputs else { return Vec::new() };
+        let after = |axis: usize| if self.keep { axis } else { axis - self.axes.iter().filter(|a| **a < axis).count() };
+        let mut ways: Vec<Strategy> = Vec::new();
+        for axis in 0..x.rank() {
+            ways.push(match (self.axes.contains(&axis), self.kind) {
+                (false, _) => Strategy::along(&[Some(axis)], &[Some(after(axis))]),
+                (true, ReduceKind::Sum) => Strategy::along(&[Some(axis)], &[None]),
+                (true, ReduceKind::Mean) => Strategy::along(&[Some(axis)], &[None]).written(),
+                (true, _) if x.dtype == DType::Bool => continue,
+                (true, _) => {
+                    Strategy { outputs: vec![Layout::Replicated], ..Strategy::along(&[Some(axis)], &[None]).written() }
+                }
+            });
+        }
+        if matches!(self.kind, ReduceKind::Sum | ReduceKind::Mean) {
+            ways.push(Strategy::linear(&[true], outputs.len()));
+        }
+        ways
+    }
+
+    fn write_part(&self, _: &Strategy, at: &PartSite<'_>, out: &mut dyn Emit) -> Vec<Value> {
+        let kind = if self.kind == ReduceKind::Mean { ReduceKind::Sum } else { self.kind };
+        let own = out.emit(Op::Reduce(Reduce { kind, ..self.clone() }), at.inputs);
+        if self.kind != ReduceKind::Mean {
+            return vec![out.emit(Op::AllReduce(AllReduce { kind, devices: at.devices }), &[own])];
+        }
+        let share = share(at.whole[0], &self.axes, out);
+        vec![out.emit(Op::Binary(Binary::Mul), &[own, share])]
+    }
+
     // Floats are joined in f64 and rounded once, whole numbers wrap. Over no elements: 0 for a sum, 1 for a product, and
     // for the largest (smallest) the smallest (largest) value of the type.
     fn reference(&self, inputs: &[View<'_>], outputs: &mut [ViewMut<'_>]) -> Result<(), KernelError> {
@@ -127,6 +159,12 @@ impl Rule for ArgReduce {
 
     fn cost(&self, inputs: &[&Fact], outputs: &[Fact]) -> Cost {
         Cost { flops: elements(inputs[0]), bytes: moved(inputs, outputs) }
+    }
+
+    fn strategies(&self, inputs: &[&Fact], _: &[Fact], _: &Group) -> Vec<Strategy> {
+        let after = |axis: usize| if self.keep || axis < self.axis { axis } else { axis - 1 };
+        let axes = (0..inputs[0].rank()).filter(|axis| *axis != self.axis);
+        axes.map(|axis| Strategy::along(&[Some(axis)], &[Some(after(axis))])).collect()
     }
 
     fn reference(&self, inputs: &[View<'_>], outputs: &mut [ViewMut<'_>]) -> Result<(), KernelError> {
@@ -210,7 +248,7 @@ fn others(x: Value, axes: &[usize], out: &mut dyn Emit) -> Value {
     out.emit(Op::Select(Select {}), &[is_zero, alone, quotient])
 }
 
-fn join(kind: ReduceKind, so_far: f64, x: f64) -> f64 {
+pub(in crate::op) fn join(kind: ReduceKind, so_far: f64, x: f64) -> f64 {
     match kind {
         ReduceKind::Sum | ReduceKind::Mean => so_far + x,
         ReduceKind::Prod => so_far * x,
@@ -219,7 +257,7 @@ fn join(kind: ReduceKind, so_far: f64, x: f64) -> f64 {
     }
 }
 
-fn join_integers(kind: ReduceKind, dtype: DType, so_far: i64, x: i64) -> i64 {
+pub(in crate::op) fn join_integers(kind: ReduceKind, dtype: DType, so_far: i64, x: i64) -> i64 {
     match kind {
         ReduceKind::Sum | ReduceKind::Mean => so_far.wrapping_add(x),
         ReduceKind::Prod => so_far.wrapping_mul(x),

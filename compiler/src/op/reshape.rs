@@ -2,6 +2,7 @@
 
 use super::broadcast::{check_sizes, shape_text};
 use super::*;
+use crate::tensor::element_count;
 
 impl Rule for Reshape {
     fn name(&self) -> &'static str {
@@ -37,6 +38,28 @@ impl Rule for Reshape {
         vec![Some(out.emit(Op::Reshape(Reshape { shape: x.shape }), &[at.dy()]))]
     }
 
+    // Numbered in row-major order, the elements of a part are those with one digit where numbers are written as (outer, device, inner).
+    // The result has the same parts where one of its axes has that digit as well.
+    fn strategies(&self, inputs: &[&Fact], outputs: &[Fact], group: &Group) -> Vec<Strategy> {
+        let ([x], [y]) = (inputs, outputs) else { return Vec::new() };
+        let (Some(from), Some(to)) = (x.concrete(), y.concrete()) else { return Vec::new() };
+        let mut ways = vec![Strategy::linear(&[true], 1)];
+        for (axis, &size) in from.iter().enumerate().filter(|(_, size)| **size > 1) {
+            let Some(before) = element_count(&from[..axis]) else { continue };
+            for blocks in [1].into_iter().chain(group.blocks.get(&size).into_iter().flatten().copied()) {
+                let Some(other) = before.checked_mul(blocks).and_then(|outer| place(&to, outer, group.devices)) else {
+                    continue;
+                };
+                let mut shape = self.shape.clone();
+                shape[other.axis] = Dim::from(to[other.axis] / group.devices);
+                let (own, other) = (Layout::Split(Cut { axis, blocks }), Layout::Split(other));
+                let along = Strategy::along(&[None], &[None]).sized(Op::Reshape(Reshape { shape }));
+                ways.push(Strategy { inputs: vec![own], outputs: vec![other], any_order: false, ..along });
+            }
+        }
+        ways
+    }
+
     fn reference(&self, inputs: &[View<'_>], outputs: &mut [ViewMut<'_>]) -> Result<(), KernelError> {
         outputs[0].bytes_mut().copy_from_slice(inputs[0].bytes());
         Ok(())
@@ -45,6 +68,20 @@ impl Rule for Reshape {
     fn is_view(&self) -> bool {
         true
     }
+}
+
+/// The cut of a tensor whose parts change after every `1/(outer · devices)` of its elements.
+fn place(shape: &[usize], outer: usize, devices: usize) -> Option<Cut> {
+    let mut before = 1usize;
+    for (axis, &size) in shape.iter().enumerate() {
+        let fits = |blocks: &usize| blocks.checked_mul(devices).is_some_and(|parts| parts > 0 && size % parts == 0);
+        let blocks = Some(outer).filter(|outer| outer % before == 0).map(|outer| outer / before).filter(fits);
+        if let (Some(blocks), true) = (blocks, size > 1) {
+            return Some(Cut { axis, blocks });
+        }
+        before = before.checked_mul(size).filter(|before| *before > 0)?;
+    }
+    None
 }
 
 /// Small cases.

@@ -72,6 +72,13 @@ impl Rule for Rnn {
         gradients.into_iter().zip(at.wanted).map(|(d, &wanted)| wanted.then_some(d)).collect()
     }
 
+    // Rows of the batch.
+    fn strategies(&self, _: &[&Fact], _: &[Fact], _: &Group) -> Vec<Strategy> {
+        let inputs = [Some(1), None, None, None, None, Some(0)];
+        let outputs = [Some(1), Some(0)];
+        vec![Strategy::along(&inputs, &outputs)]
+    }
+
     fn reference(&self, inputs: &[View<'_>], outputs: &mut [ViewMut<'_>]) -> Result<(), KernelError> {
         let [x, w_ih, w_hh, b_ih, b_hh, h0] = inputs else { unreachable!("infer checks the arity") };
         let [y, last_h] = outputs else { unreachable!("infer gives two outputs") };
@@ -123,6 +130,13 @@ impl Rule for RnnGrad {
 
     fn takes_gradient(&self, _: usize) -> bool {
         false
+    }
+
+    // Rows of the batch.
+    fn strategies(&self, _: &[&Fact], _: &[Fact], _: &Group) -> Vec<Strategy> {
+        let inputs = [Some(1), Some(0), Some(1), None, None, Some(0), Some(1)];
+        let outputs = [Some(1), None, None, None, Some(0)];
+        vec![Strategy::along(&inputs, &outputs)]
     }
 
     fn reference(&self, inputs: &[View<'_>], outputs: &mut [ViewMut<'_>]) -> Result<(), KernelError> {

@@ -1,5 +1,6 @@
 //! What an op means: how shapes follow, what a run costs, its gradient, its clear kernel, and the words that these speak in.
 
+use super::layout::{Group, PartSite, Strategy};
 use super::{Op, Value};
 use crate::tensor::dim::DimError;
 use crate::tensor::fact::Fact;
@@ -121,6 +122,15 @@ pub enum KernelError {
     /// An attribute with a symbol that has no value yet.
     #[error(transparent)]
     Dim(#[from] DimError),
+    /// What several devices do together.
+    #[error("this is done by {devices} devices together, not by one alone")]
+    Alone {
+        /// How many.
+        devices: usize,
+    },
+    /// Another device of the group stopped.
+    #[error("another device of the group stopped")]
+    Gone,
     /// A class label outside the classes.
     #[error("label {label} is outside the {classes} classes")]
     Label {
@@ -161,6 +171,20 @@ pub trait Rule {
     /// The clear kernel: it folds constants, and is the oracle for every faster one. Facts have been checked by
     /// [`Rule::infer`]; every element of every output must be written.
     fn reference(&self, inputs: &[View<'_>], outputs: &mut [ViewMut<'_>]) -> Result<(), KernelError>;
+
+    /// The ways of sharing the op among the devices of a group, besides that in which each does everything. Sizes need not divide:
+    /// whoever asks leaves out what does not fit. The default: none.
+    fn strategies(&self, inputs: &[&Fact], outputs: &[Fact], group: &Group) -> Vec<Strategy> {
+        let _ = (inputs, outputs, group);
+        Vec::new()
+    }
+
+    /// Writes what each device runs under a strategy that says [`Written`](super::layout::Local::Written), and returns what it has of
+    /// each output then.
+    fn write_part(&self, strategy: &Strategy, at: &PartSite<'_>, out: &mut dyn Emit) -> Vec<Value> {
+        let _ = (at, out);
+        unreachable!("{} writes no part for {strategy:?}", self.name())
+    }
 
     /// Whether the output is the first input's bytes under another shape, so that no device needs to copy.
     fn is_view(&self) -> bool {

@@ -61,6 +61,14 @@ impl Rule for Scatter {
         self.kind != ScatterKind::Mul
     }
 
+    // Axes that are not indexed.
+    fn strategies(&self, inputs: &[&Fact], _: &[Fact], _: &Group) -> Vec<Strategy> {
+        let [x, indices, _] = inputs else { return Vec::new() };
+        let after = |axis: usize| if axis < self.axis { axis } else { axis + indices.rank() - 1 };
+        let axes = (0..x.rank()).filter(|axis| *axis != self.axis);
+        axes.map(|axis| Strategy::along(&[Some(axis), None, Some(after(axis))], &[Some(axis)])).collect()
+    }
+
     // Floats are joined in f64 and rounded once, whole numbers wrap.
     fn reference(&self, inputs: &[View<'_>], outputs: &mut [ViewMut<'_>]) -> Result<(), KernelError> {
         let (x, updates, y) = (&inputs[0], &inputs[2], &mut outputs[0]);

@@ -1,6 +1,7 @@
 //! A choice between two values for each element, broadcasting.
 
 use super::broadcast::{broadcast_shapes, stretched, sum_to};
+use super::layout::elementwise;
 use super::unary::scalar;
 use super::*;
 
@@ -38,6 +39,12 @@ impl Rule for Select {
             })
         };
         vec![None, gradient(1, [dy, zero]), gradient(2, [zero, dy])]
+    }
+
+    fn strategies(&self, inputs: &[&Fact], outputs: &[Fact], _: &Group) -> Vec<Strategy> {
+        let mut ways = elementwise(inputs, &outputs[0]);
+        ways.push(Strategy::linear(&[false, true, true], 1));
+        ways
     }
 
     fn reference(&self, inputs: &[View<'_>], outputs: &mut [ViewMut<'_>]) -> Result<(), KernelError> {

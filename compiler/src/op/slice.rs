@@ -47,6 +47,44 @@ impl Rule for Slice {
         vec![Some(out.emit(Op::Pad(pad), &[at.dy()]))]
     }
 
+    // Axes of which all is taken; and whole blocks of an axis that is split in blocks.
+    fn strategies(&self, inputs: &[&Fact], outputs: &[Fact], group: &Group) -> Vec<Strategy> {
+        let [x] = inputs else { return Vec::new() };
+        let mut ways = vec![Strategy::linear(&[true], outputs.len())];
+        for axis in 0..x.rank() {
+            let Some(size) = layout::size(x, axis) else { continue };
+            let (begin, end) = (self.begin[axis].known(), self.end[axis].known());
+            let (Some(begin), Some(end)) = (begin.map(|at| at as usize), end.map(|at| at as usize)) else { continue };
+            let all = begin == 0 && end == size;
+            if self.step[axis] != 1 || end <= begin {
+                continue;
+            }
+            let several = group.blocks.get(&size).into_iter().flatten().copied();
+            for blocks in several.chain(all.then_some(1)) {
+                let block = size / blocks;
+                if block == 0
+                    || size % blocks != 0
+                    || begin % block != 0
+                    || end % block != 0
+                    || block % group.devices != 0
+                {
+                    continue;
+                }
+                let mut op = self.clone();
+                op.begin[axis] = Dim::from(begin / group.devices);
+                op.end[axis] = Dim::from(end / group.devices);
+                let (own, other) = (Cut { axis, blocks }, Cut { axis, blocks: (end - begin) / block });
+                ways.push(Strategy {
+                    inputs: vec![Layout::Split(own)],
+                    outputs: vec![Layout::Split(other)],
+                    local: layout::Local::Sized(Op::Slice(op)),
+                    any_order: false,
+                });
+            }
+        }
+        ways
+    }
+
     fn reference(&self, inputs: &[View<'_>], outputs: &mut [ViewMut<'_>]) -> Result<(), KernelError> {
         let (x, y) = (&inputs[0], &mut outputs[0]);
         if y.is_empty() {

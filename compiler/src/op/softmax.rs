@@ -31,6 +31,10 @@ impl Rule for Softmax {
         vec![Some(out.emit(Op::Binary(Binary::Mul), &[y, centred]))]
     }
 
+    fn strategies(&self, inputs: &[&Fact], outputs: &[Fact], _: &Group) -> Vec<Strategy> {
+        layout::all_but(inputs[0], &[self.axis], outputs.len())
+    }
+
     fn reference(&self, inputs: &[View<'_>], outputs: &mut [ViewMut<'_>]) -> Result<(), KernelError> {
         let (x, y) = (&inputs[0], &mut outputs[0]);
         for row in rows(x.shape, self.axis) {
@@ -63,6 +67,10 @@ impl Rule for LogSoftmax {
         let sum = sum_along(out, dy, self.axis);
         let share = out.emit(Op::Binary(Binary::Mul), &[softmax, sum]);
         vec![Some(out.emit(Op::Binary(Binary::Sub), &[dy, share]))]
+    }
+
+    fn strategies(&self, inputs: &[&Fact], outputs: &[Fact], _: &Group) -> Vec<Strategy> {
+        layout::all_but(inputs[0], &[self.axis], outputs.len())
     }
 
     fn reference(&self, inputs: &[View<'_>], outputs: &mut [ViewMut<'_>]) -> Result<(), KernelError> {

@@ -3,6 +3,7 @@
 //! It is a view, so no device copies anything. That a gradient which arrives goes no further is its whole meaning, not a
 //! gap: a straight-through estimator or a moving target is trained as the model says.
 
+use super::layout::elementwise;
 use super::*;
 
 impl Rule for StopGradient {
@@ -17,6 +18,10 @@ impl Rule for StopGradient {
 
     fn cost(&self, _: &[&Fact], _: &[Fact]) -> Cost {
         Cost::default()
+    }
+
+    fn strategies(&self, inputs: &[&Fact], outputs: &[Fact], _: &Group) -> Vec<Strategy> {
+        elementwise(inputs, &outputs[0])
     }
 
     fn reference(&self, inputs: &[View<'_>], outputs: &mut [ViewMut<'_>]) -> Result<(), KernelError> {

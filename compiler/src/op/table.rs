@@ -55,6 +55,12 @@ pub fn rule(op: &Op) -> &dyn Rule {
         Op::Dropout(o) => o,
         Op::CrossEntropy(o) => o,
         Op::CrossEntropyGrad(o) => o,
+        Op::AllReduce(o) => o,
+        Op::ReduceScatter(o) => o,
+        Op::AllGather(o) => o,
+        Op::AllToAll(o) => o,
+        Op::Shard(o) => o,
+        Op::DropoutPart(o) => o,
     }
 }
 
@@ -66,6 +72,7 @@ pub fn samples() -> Vec<Sample> {
         bit_cast::samples(),
         broadcast::samples(),
         cast::samples(),
+        collective::samples(),
         compare::samples(),
         concat::samples(),
         conv::samples(),

@@ -68,6 +68,10 @@ impl Rule for TopK {
         output == 0
     }
 
+    fn strategies(&self, inputs: &[&Fact], outputs: &[Fact], _: &Group) -> Vec<Strategy> {
+        layout::all_but(inputs[0], &[self.axis], outputs.len())
+    }
+
     fn reference(&self, inputs: &[View<'_>], outputs: &mut [ViewMut<'_>]) -> Result<(), KernelError> {
         let x = &inputs[0];
         let [values, indices] = outputs else { unreachable!("infer gives two outputs") };

@@ -36,6 +36,13 @@ impl Rule for Transpose {
         vec![Some(out.emit(Op::Transpose(Transpose { perm }), &[at.dy()]))]
     }
 
+    fn strategies(&self, _: &[&Fact], outputs: &[Fact], _: &Group) -> Vec<Strategy> {
+        let axes = self.perm.iter().enumerate();
+        let mut ways: Vec<Strategy> = axes.map(|(axis, from)| Strategy::along(&[Some(*from)], &[Some(axis)])).collect();
+        ways.push(Strategy::linear(&[true], outputs.len()));
+        ways
+    }
+
     fn reference(&self, inputs: &[View<'_>], outputs: &mut [ViewMut<'_>]) -> Result<(), KernelError> {
         let (x, y) = (&inputs[0], &mut outputs[0]);
         let own = strides(x.shape);

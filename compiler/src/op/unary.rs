@@ -1,5 +1,6 @@
 //! Elementwise functions of one input.
 
+use super::layout::elementwise;
 use super::*;
 
 impl Rule for Unary {
@@ -226,6 +227,14 @@ impl Rule for Unary {
             Unary::Sign | Unary::Floor | Unary::Ceil | Unary::Round | Unary::Not => return vec![None],
         };
         vec![Some(dx)]
+    }
+
+    fn strategies(&self, inputs: &[&Fact], outputs: &[Fact], _: &Group) -> Vec<Strategy> {
+        let mut ways = elementwise(inputs, &outputs[0]);
+        if *self == Unary::Neg {
+            ways.push(Strategy::linear(&[true], 1));
+        }
+        ways
     }
 
     fn reference(&self, inputs: &[View<'_>], outputs: &mut [ViewMut<'_>]) -> Result<(), KernelError> {

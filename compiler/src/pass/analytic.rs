@@ -47,7 +47,7 @@ pub fn profile(graph: &Graph, attribution: &Attribution, device: &Device, subjec
         let each = nodes.iter().filter_map(|id| graph.map(|g| (g, *id)));
         each.fold((0.0, 0.0), |(time, flops), (graph, id)| {
             let cost = node_cost(graph, id);
-            (time + kernel_us(device, graph, id, cost), flops + cost.flops)
+            (time + node_us(device, graph, id, cost), flops + cost.flops)
         })
     };
     let ops = costs.ops.into_iter().enumerate().map(|(i, op)| {
@@ -110,15 +110,16 @@ pub fn node_cost(graph: &Graph, id: NodeId) -> Cost {
     rule(&node.op).cost(&inputs, &node.facts)
 }
 
-fn kernel_us(device: &Device, graph: &Graph, id: NodeId, cost: Cost) -> f64 {
-    let op = &graph.node(id).op;
-    let dtype = graph
-        .inputs(id)
-        .into_iter()
-        .map(|v| graph.fact(v).dtype)
-        .chain(graph.node(id).facts.iter().map(|f| f.dtype))
-        .find(|d| d.is_float())
-        .unwrap_or(DType::F32);
+fn node_us(device: &Device, graph: &Graph, id: NodeId, cost: Cost) -> f64 {
+    let inputs: Vec<&Fact> = graph.inputs(id).into_iter().map(|v| graph.fact(v)).collect();
+    let node = graph.node(id);
+    kernel_us(device, &node.op, &inputs, &node.facts, cost)
+}
+
+/// How long the kernel of an op takes, which costs this much on any machine.
+pub fn kernel_us(device: &Device, op: &Op, inputs: &[&Fact], outputs: &[Fact], cost: Cost) -> f64 {
+    let facts = inputs.iter().copied().chain(outputs);
+    let dtype = facts.map(|fact| fact.dtype).find(|d| d.is_float()).unwrap_or(DType::F32);
     let contracts = matches!(op, Op::MatMul(_) | Op::Conv(_) | Op::ConvInputGrad(_) | Op::ConvWeightGrad(_));
     let rate = match contracts {
         true => CONTRACTION * contraction_peak(&device.peak_flops, dtype),

@@ -55,8 +55,10 @@ mod wide;
 pub mod winograd;
 
 pub use super::layout::Layout;
+use compiler::op::collective::is_meeting;
 use compiler::op::table::rule;
 use compiler::op::{KernelError, Op};
+use compiler::tensor::Tensor;
 use compiler::tensor::fact::Fact;
 use compiler::tensor::view::{View, ViewMut};
 use std::sync::Arc;
@@ -155,6 +157,15 @@ impl Kernel {
         let given = inputs.iter().map(|b| b.len()).chain(outputs.iter().map(|b| b.len()));
         let expected = self.inputs.iter().chain(&self.outputs).map(Layout::bytes);
         assert!(given.eq(expected), "{}: buffers have not the bytes of their facts", self.name());
+    }
+
+    /// What devices that share a stage do together, where it is that and no work of one alone: the op, and this device's tensor.
+    pub fn together(&self, inputs: &[&[u8]]) -> Option<(&Op, Tensor)> {
+        if !is_meeting(&self.op) && !matches!(self.op, Op::Shard(_)) {
+            return None;
+        }
+        let (own, layout) = (inputs.first()?.to_vec(), self.inputs.first()?);
+        Some((&self.op, Tensor::new(layout.dtype, layout.shape.clone(), own.into()).ok()?))
     }
 
     /// The name of the op.

@@ -4,8 +4,8 @@ use super::real::Real;
 use super::wide::wide;
 use super::{Fast, Layout};
 use bytemuck::{cast_slice, cast_slice_mut};
-use compiler::op::Dropout;
 use compiler::op::dropout::Mask;
+use compiler::op::{Dropout, DropoutPart, KernelError};
 use compiler::tensor::DType;
 
 /// Dropout of all elements; its gradient is the same kernel.
@@ -15,6 +15,29 @@ pub fn kernel(op: &Dropout, x: &Layout) -> Option<Fast> {
         DType::F64 => Some(of::<f64>(*op)),
         _ => None,
     }
+}
+
+/// Dropout of a device's part.
+pub fn part(op: &DropoutPart, x: &Layout) -> Option<Fast> {
+    match x.dtype {
+        DType::F32 => Some(part_of::<f32>(*op)),
+        DType::F64 => Some(part_of::<f64>(*op)),
+        _ => None,
+    }
+}
+
+fn part_of<T: Real>(op: DropoutPart) -> Fast {
+    Fast::new(move |inputs, outputs, _| {
+        let [counter, index] = [1, 2].map(|i: usize| cast_slice::<u8, i64>(inputs[i])[0]);
+        let device = usize::try_from(index).ok().filter(|device| *device < op.devices);
+        let device = device.ok_or(KernelError::Index { index, size: op.devices })?;
+        let (mask, scale) = (op.whole.mask(counter), op.whole.scale());
+        let (x, y) = (cast_slice::<u8, T>(inputs[0]), cast_slice_mut::<u8, T>(outputs[0]));
+        for (i, (y, x)) in y.iter_mut().zip(x).enumerate() {
+            *y = if mask.keeps(op.place(i, device)) { T::of(x.wide() * scale) } else { T::ZERO };
+        }
+        Ok(())
+    })
 }
 
 fn of<T: Real>(op: Dropout) -> Fast {

@@ -58,6 +58,7 @@ pub(super) fn fast(op: &Op, inputs: &[Layout], outputs: &[Layout]) -> Option<Fas
         (Op::BatchNorm(op), [x, ..], _) => batch_norm::kernel(op, x),
         (Op::BatchNormGrad(_), [_, x, ..], _) => batch_norm::grad(x),
         (Op::Dropout(op), [x, _], _) => dropout::kernel(op, x),
+        (Op::DropoutPart(op), [x, ..], _) => dropout::part(op, x),
         (Op::CrossEntropy(op), [logits, target], _) => cross_entropy::kernel(op, logits, target),
         (Op::CrossEntropyGrad(op), [_, logits, target, _], _) => cross_entropy::grad(op, logits, target),
         _ => None,

@@ -1,0 +1,213 @@
+//! What the devices of a group do together, and the one op that tells them apart.
+//!
+//! No importer writes these and no gradient is taken of them: they are put into graphs that are shared among devices, after the
+//! gradients. What each device gets follows from the parts of all, in the order of the devices ([`meet`]); a sum of terms is taken in
+//! that order, so that all devices have the same bits, run after run. Alone, a device can only be a group of one.
+
+use super::layout::{Cut, Layout, part_of, whole_of};
+use super::reduce::{join, join_integers};
+use super::*;
+
+fn one<'a>(inputs: &[&'a Fact]) -> Result<&'a Fact, FactError> {
+    match inputs {
+        [x] => Ok(x),
+        _ => Err(FactError::Arity { expected: 1, got: inputs.len() }),
+    }
+}
+
+/// The fact of one part, after a check that there are devices and that the axis divides.
+fn part(x: &Fact, cut: Cut, devices: usize) -> Result<Fact, FactError> {
+    group(devices)?;
+    if cut.axis >= x.rank() {
+        return Err(FactError::Axis { axis: cut.axis, rank: x.rank() });
+    }
+    let uneven = || FactError::Attribute(format!("axis {} of {x} has no {} blocks of {devices}", cut.axis, cut.blocks));
+    Layout::Split(cut).part(x, devices).ok_or_else(uneven)
+}
+
+/// The fact of the whole, from one part.
+fn whole(x: &Fact, cut: Cut, devices: usize) -> Result<Fact, FactError> {
+    group(devices)?;
+    if cut.axis >= x.rank() {
+        return Err(FactError::Axis { axis: cut.axis, rank: x.rank() });
+    }
+    let mut whole = x.clone();
+    whole.shape[cut.axis] = whole.shape[cut.axis].mul(&Dim::from(devices))?;
+    part(&whole, cut, devices)?;
+    Ok(whole)
+}
+
+fn group(devices: usize) -> Result<(), FactError> {
+    match devices {
+        0 => Err(FactError::Attribute("a group has at least one device".into())),
+        1..=65_536 => Ok(()),
+        _ => Err(FactError::Attribute(format!("a group of {devices} devices is beyond any cluster"))),
+    }
+}
+
+fn check_sum(x: &Fact, kind: ReduceKind) -> Result<(), FactError> {
+    if x.dtype == DType::Bool || kind == ReduceKind::Mean {
+        return Err(FactError::Attribute(format!("terms of {} are not joined by {kind:?}", x.dtype)));
+    }
+    Ok(())
+}
+
+macro_rules! collective {
+    ($op:ty, $name:literal, $infer:expr) => {
+        impl Rule for $op {
+            fn name(&self) -> &'static str {
+                $name
+            }
+
+            fn infer(&self, inputs: &[&Fact]) -> Result<Vec<Fact>, FactError> {
+                let infer: fn(&$op, &Fact) -> Result<Fact, FactError> = $infer;
+                Ok(vec![infer(self, one(inputs)?)?])
+            }
+
+            // What the device itself gets; what goes between devices is no cost of one of them.
+            fn cost(&self, _: &[&Fact], outputs: &[Fact]) -> Cost {
+                Cost { flops: 0.0, bytes: 2.0 * moved(&[], outputs) }
+            }
+
+            fn takes_gradient(&self, _: usize) -> bool {
+                false
+            }
+
+            fn reference(&self, inputs: &[View<'_>], outputs: &mut [ViewMut<'_>]) -> Result<(), KernelError> {
+                if self.devices != 1 {
+                    return Err(KernelError::Alone { devices: self.devices });
+                }
+                outputs[0].bytes_mut().copy_from_slice(inputs[0].bytes());
+                Ok(())
+            }
+        }
+    };
+}
+
+collective!(AllReduce, "all_reduce", |op, x| {
+    group(op.devices)?;
+    check_sum(x, op.kind)?;
+    Ok(x.clone())
+});
+collective!(ReduceScatter, "reduce_scatter", |op, x| {
+    check_sum(x, ReduceKind::Sum)?;
+    part(x, op.cut, op.devices)
+});
+collective!(AllGather, "all_gather", |op, x| whole(x, op.cut, op.devices));
+collective!(AllToAll, "all_to_all", |op, x| part(&whole(x, op.from, op.devices)?, op.to, op.devices));
+collective!(Shard, "shard", |op, x| part(x, op.cut, op.devices));
+
+/// What every device gets from the parts of all, in the order of the devices; nothing for an op that is none of these.
+pub fn meet(op: &Op, parts: &[Tensor]) -> Option<Vec<Tensor>> {
+    (0..parts.len()).map(|device| met(op, parts, device)).collect()
+}
+
+/// What one of the devices gets.
+pub fn met(op: &Op, parts: &[Tensor], device: usize) -> Option<Tensor> {
+    Some(match op {
+        Op::AllReduce(o) => joined(o.kind, parts),
+        Op::ReduceScatter(o) => {
+            let own: Vec<Tensor> = parts.iter().map(|term| part_of(term, o.cut, parts.len(), device)).collect();
+            joined(ReduceKind::Sum, &own)
+        }
+        Op::AllGather(o) => whole_of(parts, o.cut),
+        Op::AllToAll(o) => part_of(&whole_of(parts, o.from), o.to, parts.len(), device),
+        Op::Shard(o) => part_of(&parts[device], o.cut, parts.len(), device),
+        _ => return None,
+    })
+}
+
+/// Whether devices wait for each other at this op.
+pub fn is_meeting(op: &Op) -> bool {
+    matches!(op, Op::AllReduce(_) | Op::ReduceScatter(_) | Op::AllGather(_) | Op::AllToAll(_))
+}
+
+/// The terms joined one after the other; floats in `f64`, rounded once.
+fn joined(kind: ReduceKind, parts: &[Tensor]) -> Tensor {
+    let views: Vec<View<'_>> = parts.iter().map(Tensor::view).collect();
+    let (dtype, shape) = (parts[0].dtype(), parts[0].shape());
+    let mut bytes = parts[0].bytes().to_vec();
+    let mut sum = ViewMut::new(dtype, shape, &mut bytes);
+    for i in 0..sum.len() {
+        if dtype.is_float() {
+            sum.set_f64(i, views[1..].iter().fold(views[0].f64(i), |sum, term| join(kind, sum, term.f64(i))));
+        } else {
+            let terms = views[1..].iter().map(|term| term.i64(i));
+            sum.set_i64(i, terms.fold(views[0].i64(i), |sum, term| join_integers(kind, dtype, sum, term)));
+        }
+    }
+    Tensor::new(dtype, shape.to_vec(), bytes.into()).expect("as many bytes as each term has")
+}
+
+/// Which device of the group this is, as an `i64` scalar.
+pub(in crate::op) fn device(out: &mut dyn Emit, devices: usize) -> Value {
+    let all = out.emit(Op::Iota(Iota { fact: Fact::of(DType::I64, &[devices]), axis: 0 }), &[]);
+    let own = out.emit(Op::Shard(Shard { cut: Cut { axis: 0, blocks: 1 }, devices }), &[all]);
+    out.emit(Op::Reshape(Reshape { shape: vec![] }), &[own])
+}
+
+/// Small cases, of groups of one: more devices are asked in tests of whole groups.
+pub fn samples() -> Vec<Sample> {
+    let sample = |op| Sample { title: "alone", op, inputs: vec![sample::ramp(&[4, 6], 1)], differentiate: vec![] };
+    let (cut, devices) = (Cut { axis: 1, blocks: 2 }, 1);
+    vec![
+        sample(Op::AllReduce(AllReduce { kind: ReduceKind::Sum, devices })),
+        sample(Op::ReduceScatter(ReduceScatter { cut, devices })),
+        sample(Op::AllGather(AllGather { cut, devices })),
+        sample(Op::AllToAll(AllToAll { from: cut, to: Cut { axis: 0, blocks: 1 }, devices })),
+        sample(Op::Shard(Shard { cut, devices })),
+    ]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::op::sample::try_run;
+    use crate::op::table::rule;
+
+    fn parts() -> [Tensor; 2] {
+        [Tensor::from_f32(&[2, 2], &[1., 2., 3., 4.]), Tensor::from_f32(&[2, 2], &[10., 20., 30., 40.])]
+    }
+
+    fn met(op: Op) -> Vec<Vec<f64>> {
+        meet(&op, &parts()).unwrap().iter().map(Tensor::to_f64).collect()
+    }
+
+    #[test]
+    fn two_devices_by_hand() {
+        let (rows, columns) = (Cut { axis: 0, blocks: 1 }, Cut { axis: 1, blocks: 1 });
+        let devices = 2;
+        let sum = [11., 22., 33., 44.];
+        assert_eq!(met(Op::AllReduce(AllReduce { kind: ReduceKind::Sum, devices })), [sum, sum]);
+        let most = [10., 20., 30., 40.];
+        assert_eq!(met(Op::AllReduce(AllReduce { kind: ReduceKind::Max, devices })), [most, most]);
+        assert_eq!(met(Op::ReduceScatter(ReduceScatter { cut: rows, devices })), [[11., 22.], [33., 44.]]);
+        let all = [1., 2., 10., 20., 3., 4., 30., 40.];
+        assert_eq!(met(Op::AllGather(AllGather { cut: columns, devices })), [all, all]);
+        let swapped = [[1., 2., 10., 20.], [3., 4., 30., 40.]];
+        assert_eq!(met(Op::AllToAll(AllToAll { from: columns, to: rows, devices })), swapped);
+        assert_eq!(met(Op::Shard(Shard { cut: columns, devices })), [[1., 3.], [20., 40.]]);
+    }
+
+    #[test]
+    fn facts_follow_and_uneven_parts_are_refused() {
+        let x = Fact::of(DType::F32, &[4, 6]);
+        let infer = |op: Op| rule(&op).infer(&[&x]).map(|facts| facts[0].to_string());
+        let cut = |axis, blocks| Cut { axis, blocks };
+        assert_eq!(infer(Op::Shard(Shard { cut: cut(1, 3), devices: 2 })).unwrap(), "f32[4, 3]");
+        assert_eq!(infer(Op::AllGather(AllGather { cut: cut(0, 1), devices: 4 })).unwrap(), "f32[16, 6]");
+        let turned = AllToAll { from: cut(0, 1), to: cut(1, 1), devices: 2 };
+        assert_eq!(infer(Op::AllToAll(turned)).unwrap(), "f32[8, 3]");
+        assert!(infer(Op::Shard(Shard { cut: cut(1, 1), devices: 4 })).is_err());
+        assert!(infer(Op::Shard(Shard { cut: cut(2, 1), devices: 2 })).is_err());
+        assert!(infer(Op::AllReduce(AllReduce { kind: ReduceKind::Mean, devices: 2 })).is_err());
+        assert!(infer(Op::AllReduce(AllReduce { kind: ReduceKind::Sum, devices: 0 })).is_err());
+        assert!(infer(Op::AllGather(AllGather { cut: cut(0, 1), devices: usize::MAX })).is_err());
+    }
+
+    #[test]
+    fn a_device_alone_is_told_so() {
+        let op = AllReduce { kind: ReduceKind::Sum, devices: 2 };
+        assert_eq!(try_run(&op, &parts()[..1]), Err(KernelError::Alone { devices: 2 }));
+    }
+}

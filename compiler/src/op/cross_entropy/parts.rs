@@ -1,0 +1,175 @@
+//! Cross-entropy on the devices of a group, by rows or by classes.
+//!
+//! By rows, with n_d the targets that count on device d and n those on all: the loss is `Σ_d loss_d n_d / n`, and each device's gradient
+//! that of its own loss times `n_d / n`.
+//!
+//! By classes, with lse_d what a device finds over its own classes, and every target that it does not have ignored there:
+//!
+//!   lse  = m + log Σ_d e^(lse_d - m),  m the largest lse_d
+//!   loss = Σ_d (loss_d n_d + Σ (lse - lse_d over the rows whose target d has)) / n
+//!
+//! so that no logit leaves its device, only numbers of which there is one a row.
+
+use super::super::gather::{OwnIndices, own_indices};
+use super::super::layout::PartSite;
+use super::super::unary::scalar;
+use super::*;
+
+/// A label that is no class: what a device does not count.
+const NO_CLASS: i64 = -1;
+
+impl CrossEntropy {
+    pub(super) fn by_rows(&self, at: &PartSite<'_>, out: &mut dyn Emit) -> Vec<Value> {
+        let both = out.emit_all(Op::CrossEntropy(*self), at.inputs);
+        let own = counted(out, at.inputs[1], self.ignore);
+        let own = count(out, own);
+        let share = share(out, own, at.devices);
+        // A device without targets has no mean; what it has a share of, if anything, is nothing.
+        let zero = out.emit(scalar(DType::I64, 0.0), &[]);
+        let none = out.emit(Op::Compare(Compare::Equal), &[own, zero]);
+        let share = cast(out, share, both[0]);
+        let term = out.emit(Op::Binary(Binary::Mul), &[both[0], share]);
+        vec![out.emit(Op::Select(Select {}), &[none, share, term]), both[1]]
+    }
+
+    pub(super) fn by_classes(&self, at: &PartSite<'_>, out: &mut dyn Emit) -> Vec<Value> {
+        let logits = at.inputs[0];
+        let targets = Targets::of(out, at.inputs[1], at.whole[0].shape[self.axis].clone(), self.ignore, at.devices);
+        let local = CrossEntropy { axis: self.axis, ignore: Some(NO_CLASS) };
+        let both = out.emit_all(Op::CrossEntropy(local), &[logits, targets.labels]);
+        let [mean, own_lse] = both[..] else { unreachable!("infer gives two outputs") };
+
+        let reduced = |out: &mut dyn Emit, kind, value| {
+            out.emit(Op::AllReduce(AllReduce { kind, devices: at.devices }), &[value])
+        };
+        let most = reduced(out, ReduceKind::Max, own_lse);
+        let below = out.emit(Op::Binary(Binary::Sub), &[own_lse, most]);
+        let part = out.emit(Op::Unary(Unary::Exp), &[below]);
+        let sum = reduced(out, ReduceKind::Sum, part);
+        let log = out.emit(Op::Unary(Unary::Log), &[sum]);
+        let lse = out.emit(Op::Binary(Binary::Add), &[most, log]);
+
+        let zero = out.emit(scalar(out.fact(mean).dtype, 0.0), &[]);
+        let own = count(out, targets.own);
+        let none = out.emit(scalar(DType::I64, 0.0), &[]);
+        let none = out.emit(Op::Compare(Compare::Equal), &[own, none]);
+        let own = cast(out, own, mean);
+        let total = out.emit(Op::Binary(Binary::Mul), &[mean, own]);
+        let total = out.emit(Op::Select(Select {}), &[none, zero, total]);
+        // Small numbers first: of large logits their sum is rounded.
+        let missing = out.emit(Op::Binary(Binary::Sub), &[most, own_lse]);
+        let missing = out.emit(Op::Binary(Binary::Add), &[missing, log]);
+        let missing = out.emit(Op::Select(Select {}), &[targets.own, missing, zero]);
+        let missing = sum_of(out, missing);
+        let total = out.emit(Op::Binary(Binary::Add), &[total, missing]);
+        let all = count(out, targets.counted);
+        let all = cast(out, all, mean);
+        vec![out.emit(Op::Binary(Binary::Div), &[total, all]), lse]
+    }
+}
+
+impl CrossEntropyGrad {
+    pub(super) fn by_rows(&self, at: &PartSite<'_>, out: &mut dyn Emit) -> Vec<Value> {
+        let [dloss, logits, target, lse] = *at.inputs else { unreachable!("infer checks the arity") };
+        let own = counted(out, target, self.ignore);
+        let own = count(out, own);
+        let share = share(out, own, at.devices);
+        let share = cast(out, share, dloss);
+        let dloss = out.emit(Op::Binary(Binary::Mul), &[dloss, share]);
+        vec![out.emit(Op::CrossEntropyGrad(*self), &[dloss, logits, target, lse])]
+    }
+
+    pub(super) fn by_classes(&self, at: &PartSite<'_>, out: &mut dyn Emit) -> Vec<Value> {
+        let [dloss, logits, target, lse] = *at.inputs else { unreachable!("infer checks the arity") };
+        let targets = Targets::of(out, target, at.whole[1].shape[self.axis].clone(), self.ignore, at.devices);
+        let mut column = out.fact(logits).shape;
+        column[self.axis] = Dim::Known(1);
+        let as_column = |out: &mut dyn Emit, value| out.emit(Op::Reshape(Reshape { shape: column.clone() }), &[value]);
+
+        let lse = as_column(out, lse);
+        let below = out.emit(Op::Binary(Binary::Sub), &[logits, lse]);
+        let weight = out.emit(Op::Unary(Unary::Exp), &[below]);
+        let mut row = vec![Dim::Known(1); out.fact(logits).rank()];
+        row[self.axis] = out.fact(logits).shape[self.axis].clone();
+        let classes = out.emit(Op::Iota(Iota { fact: Fact::new(DType::I64, row), axis: self.axis }), &[]);
+        let labels = as_column(out, targets.labels);
+        let hit = out.emit(Op::Compare(Compare::Equal), &[classes, labels]);
+        let hit = cast(out, hit, logits);
+        let slope = out.emit(Op::Binary(Binary::Sub), &[weight, hit]);
+        let all = count(out, targets.counted);
+        let all = cast(out, all, dloss);
+        let each = out.emit(Op::Binary(Binary::Div), &[dloss, all]);
+        let slope = out.emit(Op::Binary(Binary::Mul), &[each, slope]);
+        let counted = as_column(out, targets.counted);
+        let zero = out.emit(scalar(out.fact(logits).dtype, 0.0), &[]);
+        vec![out.emit(Op::Select(Select {}), &[counted, slope, zero])]
+    }
+}
+
+/// The targets of all rows, as a device with a part of the classes sees them.
+struct Targets {
+    /// Which of them count.
+    counted: Value,
+    /// Which of those are among its classes.
+    own: Value,
+    /// Where among its classes, and [`NO_CLASS`] for all others.
+    labels: Value,
+}
+
+impl Targets {
+    fn of(out: &mut dyn Emit, target: Value, classes: Dim, ignore: Option<i64>, devices: usize) -> Targets {
+        let counted = counted(out, target, ignore);
+        let target = out.emit(Op::Cast(Cast { to: DType::I64 }), &[target]);
+        let number = |out: &mut dyn Emit, value: i64| {
+            out.emit(Op::Constant(Constant { tensor: Tensor::from_i64(&[], &[value]) }), &[])
+        };
+        // Indices below zero count from the end, labels below zero do not exist: they become one that does not either.
+        let (zero, none) = (number(out, 0), number(out, NO_CLASS));
+        let outside = number(out, classes.known().expect("sizes are known where ops are shared"));
+        let below = out.emit(Op::Compare(Compare::Less), &[target, zero]);
+        let target = out.emit(Op::Select(Select {}), &[below, outside, target]);
+        let target = out.emit(Op::Select(Select {}), &[counted, target, zero]);
+        let OwnIndices { has, places, size: _ } = own_indices(out, target, classes, devices);
+        let own = out.emit(Op::Binary(Binary::And), &[has, counted]);
+        let labels = out.emit(Op::Select(Select {}), &[own, places, none]);
+        Targets { counted, own, labels }
+    }
+}
+
+/// Which targets count.
+fn counted(out: &mut dyn Emit, target: Value, ignore: Option<i64>) -> Value {
+    let Some(ignore) = ignore else {
+        return out.emit(Op::Compare(Compare::Equal), &[target, target]);
+    };
+    let fact = out.fact(target);
+    let ignored = Tensor::from_i64(&[], &[ignore]);
+    // A type that cannot hold the number has no target that is ignored; compared as the widest, none is.
+    let target = if fact.dtype == DType::I64 { target } else { out.emit(Op::Cast(Cast { to: DType::I64 }), &[target]) };
+    let ignored = out.emit(Op::Constant(Constant { tensor: ignored }), &[]);
+    let equal = out.emit(Op::Compare(Compare::Equal), &[target, ignored]);
+    out.emit(Op::Unary(Unary::Not), &[equal])
+}
+
+/// How many are true, as a whole number: a narrow float could not count them.
+fn count(out: &mut dyn Emit, which: Value) -> Value {
+    let ones = out.emit(Op::Cast(Cast { to: DType::I64 }), &[which]);
+    sum_of(out, ones)
+}
+
+fn sum_of(out: &mut dyn Emit, x: Value) -> Value {
+    let axes = (0..out.fact(x).rank()).collect();
+    out.emit(Op::Reduce(Reduce { kind: ReduceKind::Sum, axes, keep: false }), &[x])
+}
+
+/// What a device's count is of that of all; not a number where there is none.
+fn share(out: &mut dyn Emit, own: Value, devices: usize) -> Value {
+    let all = out.emit(Op::AllReduce(AllReduce { kind: ReduceKind::Sum, devices }), &[own]);
+    let [own, all] = [own, all].map(|count| out.emit(Op::Cast(Cast { to: DType::F64 }), &[count]));
+    out.emit(Op::Binary(Binary::Div), &[own, all])
+}
+
+/// A value in the element type of another.
+fn cast(out: &mut dyn Emit, value: Value, like: Value) -> Value {
+    let to = out.fact(like).dtype;
+    if out.fact(value).dtype == to { value } else { out.emit(Op::Cast(Cast { to }), &[value]) }
+}

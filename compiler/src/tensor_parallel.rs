@@ -1,0 +1,75 @@
+//! Tensor parallelism: the ops of one stage, forward and backward, shared among the devices of a group.
+//!
+//! It works on the joint graph of what a stage runs forward and backward (`joint`), as GSPMD (Xu et al., 2021) and Alpa (Zheng et al.,
+//! OSDI 2022) do: gradients are ordinary tensors there, so that no op needs a partner that does the reverse. Every op says in its own file
+//! how it can be shared ([`layout`](crate::op::layout)). `choose` finds, for all ops together, the cheapest strategies by the times that
+//! `price` gives; `rewrite` turns the graph into the one that every device runs, with what they do together as ops in it.
+//!
+//! What is promised. Devices compute what one device computes, but that sums over split axes are added in another order. A parameter lies
+//! as its gradient does, so that an optimizer steps each part by itself. What comes into a stage and what leaves it is whole on every device.
+//!
+//! ```text
+//!   x ── matmul ── gelu ── matmul ──(all_reduce)── y       the columns of the first weight and the rows of the second
+//!        w1: S1            w2: S0                          are split; only the sum at the end meets the others
+//! ```
+
+pub mod blocks;
+pub mod choose;
+pub mod convert;
+pub mod factors;
+pub mod joint;
+pub mod order;
+pub mod price;
+pub mod rewrite;
+pub mod share;
+
+use crate::graph::Graph;
+use crate::op::{Layout, NodeId, Strategy, Value};
+use std::collections::{BTreeSet, HashMap};
+
+/// How a result must lie in the end.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum End {
+    /// Whole on every device.
+    Whole,
+    /// As this parameter does.
+    Like(NodeId),
+}
+
+/// A graph that devices are to share.
+#[derive(Clone, Debug)]
+pub struct Task {
+    /// Its ops, of fixed sizes.
+    pub graph: Graph,
+    /// For every result of the graph, how it must lie.
+    pub ends: Vec<End>,
+    /// Parameters that every device has whole.
+    pub whole: BTreeSet<NodeId>,
+}
+
+/// Who does what, and what lies where.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Choice {
+    /// The way of every op that has inputs.
+    pub strategies: HashMap<NodeId, Strategy>,
+    /// How each parameter lies.
+    pub parameters: HashMap<NodeId, Layout>,
+    /// In which second layout a value is kept once it is needed so, beside that in which it was made.
+    pub kept: HashMap<Value, Layout>,
+}
+
+impl Choice {
+    /// How a value is made.
+    pub fn made(&self, value: Value) -> Layout {
+        let by_op = || self.strategies.get(&value.node).map(|strategy| strategy.outputs[value.output as usize]);
+        self.parameters.get(&value.node).copied().or_else(by_op).unwrap_or(Layout::Replicated)
+    }
+
+    /// How a result must lie.
+    pub fn end(&self, end: End) -> Layout {
+        match end {
+            End::Whole => Layout::Replicated,
+            End::Like(parameter) => self.parameters.get(&parameter).copied().unwrap_or(Layout::Replicated),
+        }
+    }
+}

@@ -1,0 +1,74 @@
+//! In how many blocks an axis may be worth splitting: where a graph takes an axis apart or puts it together of equal blocks, a split
+//! that goes through every block stays a split on the other side.
+
+use crate::graph::Graph;
+use crate::op::{Group, Op};
+use crate::tensor::fact::Fact;
+use std::collections::{BTreeMap, BTreeSet};
+
+/// More blocks than any fused projection has.
+const MOST: usize = 8;
+
+/// The group of so many devices, with the blocks that this graph asks for.
+pub fn group(graph: &Graph, devices: usize) -> Group {
+    let mut found: BTreeMap<usize, BTreeSet<usize>> = BTreeMap::new();
+    let mut add = |size: usize, blocks: usize| {
+        if (2..=MOST).contains(&blocks) && size.is_multiple_of(blocks) && size > blocks {
+            found.entry(size).or_default().insert(blocks);
+        }
+    };
+    for id in graph.ids() {
+        let inputs = graph.inputs(id);
+        let facts = &graph.node(id).facts;
+        match &graph.node(id).op {
+            Op::Slice(_) | Op::Pad(_) => {
+                for (axis, to) in facts[0].shape.iter().enumerate() {
+                    let sizes = [graph.fact(inputs[0]).shape[axis].known(), to.known()];
+                    let [Some(from), Some(to)] = sizes.map(|size| size.and_then(|s| usize::try_from(s).ok())) else {
+                        continue;
+                    };
+                    let (whole, part) = (from.max(to), from.min(to));
+                    if part > 0 && whole % part == 0 {
+                        add(whole, whole / part);
+                    }
+                }
+            }
+            Op::Concat(op) => {
+                let size = facts[0].shape[op.axis].known().and_then(|s| usize::try_from(s).ok());
+                if let Some(size) = size {
+                    add(size, inputs.len());
+                }
+            }
+            Op::Reshape(_) => {
+                regrouped(graph.fact(inputs[0]), &facts[0], &mut add);
+                regrouped(&facts[0], graph.fact(inputs[0]), &mut add);
+            }
+            _ => {}
+        }
+    }
+    let blocks = found.into_iter().map(|(size, blocks)| (size, blocks.into_iter().collect())).collect();
+    Group { devices, blocks }
+}
+
+/// An axis that becomes several: the first of those are its blocks.
+fn regrouped(from: &Fact, to: &Fact, add: &mut impl FnMut(usize, usize)) {
+    let (Some(from), Some(to)) = (from.concrete(), to.concrete()) else { return };
+    // Before each axis the number of times that it is run through.
+    let starts = |shape: &[usize]| -> Option<Vec<usize>> {
+        let mut before = Some(1usize);
+        let mut start = |size: &usize| {
+            let start = before;
+            before = before.and_then(|before| before.checked_mul(*size));
+            start
+        };
+        shape.iter().map(&mut start).collect()
+    };
+    let (Some(outer), Some(inner)) = (starts(&from), starts(&to)) else { return };
+    for (&before, &size) in outer.iter().zip(&from) {
+        for start in &inner {
+            if before > 0 && start % before == 0 && *start > before {
+                add(size, start / before);
+            }
+        }
+    }
+}

@@ -1,0 +1,61 @@
+//! Stages that several devices share: `--tensor N`.
+
+use crate::failure::Failure;
+use compiler::cluster::{Seconds, device};
+use compiler::graph::Graph;
+use compiler::op::Layout;
+use compiler::schedule::Pipeline;
+use compiler::tensor_parallel::price::Machine;
+use runtime::prepare::{PrepareError, Prepared, Settings};
+use runtime::shared::{Layouts, SharedError, prepare_shared, train_shared};
+use runtime::train::{StepDone, Trained, Training};
+
+/// What two threads take to meet.
+const MEETING: Seconds = Seconds(2e-6);
+
+/// A group of devices that shares all stages.
+pub struct Sharing {
+    /// How parameters lie.
+    layouts: Layouts,
+    /// How many devices.
+    devices: usize,
+}
+
+/// Threads of this machine as a group: cores that share its memory.
+fn machine(devices: usize) -> Machine {
+    let kind = device::find("cpu").expect("the table of devices has CPUs");
+    Machine { device: kind.device(), devices, bandwidth: kind.link().1, latency: MEETING }
+}
+
+/// Prepares a run with stages that so many devices share.
+pub fn prepare(
+    graph: &Graph,
+    stages: &[usize],
+    pipeline: Pipeline,
+    settings: &Settings,
+    devices: usize,
+) -> Result<(Prepared, Sharing), PrepareError> {
+    let (made, layouts) = prepare_shared(graph, stages, pipeline, settings, &machine(devices))?;
+    Ok((made, Sharing { layouts, devices }))
+}
+
+impl Sharing {
+    /// Trains on all devices of the group.
+    pub fn train(&self, training: &Training<'_>, on_step: &mut dyn FnMut(StepDone)) -> Result<Trained, Failure> {
+        train_shared(training, &self.layouts, self.devices, on_step).map_err(|error| match &error {
+            SharedError::Panic { .. } => Failure::bug(&error.to_string()),
+            SharedError::Train(_) => Failure::no("training stopped").because(&error),
+            SharedError::Norm | SharedError::Weight { .. } => Failure::input("cannot train").because(&error),
+        })
+    }
+
+    /// What it comes to, in a sentence.
+    pub fn told(&self) -> String {
+        let split = self.layouts.values().filter(|layout| matches!(layout, Layout::Split(_))).count();
+        let (devices, all) = (self.devices, self.layouts.len());
+        match split {
+            0 => format!("{devices} devices share every stage, and at these sizes hold all {all} parameters each"),
+            _ => format!("{devices} devices share every stage; {split} of {all} parameters are split among them"),
+        }
+    }
+}

@@ -1,0 +1,167 @@
+//! Training with stages that groups of devices share, against PyTorch's own losses, against training without, and with pipelines and
+//! replicas besides. Needs the shared data.
+
+mod shared;
+
+use compiler::cluster::{BytesPerSecond, Seconds, device};
+use compiler::graph::order;
+use compiler::import::import::{Batch, Model, Options, Weight, load};
+use compiler::op::Layout;
+use compiler::pass::loss::Loss;
+use compiler::pass::precision::precision;
+use compiler::schedule::rule::StepCount;
+use compiler::schedule::{Pipeline, Schedule, StageShape};
+use compiler::tensor::{DType, Tensor};
+use compiler::tensor_parallel::price::Machine;
+use runtime::data::{Batches, Dataset, Order};
+use runtime::optimizer::{Optimizer, Rule};
+use runtime::policy::Policy;
+use runtime::prepare::{Settings, prepare};
+use runtime::shared::{Layouts, SharedError, prepare_shared, train_shared};
+use runtime::train::{Trained, Training, feeds, train};
+use shared::{arrays, data};
+use std::collections::BTreeMap;
+use std::path::Path;
+
+struct Set {
+    model: Model,
+    arrays: BTreeMap<String, Tensor>,
+    expected: BTreeMap<String, Tensor>,
+    batch: usize,
+}
+
+fn set(root: &Path, name: &str) -> Set {
+    let rows = |t: &Tensor| t.reshaped([&[t.shape()[0] * t.shape()[1]], &t.shape()[2..]].concat()).unwrap();
+    let folder = root.join(name);
+    let inputs = arrays(&folder.join("inputs.npz"));
+    let batch = inputs["x"].shape()[1];
+    let mut all: BTreeMap<String, Tensor> = inputs.iter().map(|(k, v)| (k.clone(), rows(v))).collect();
+    all.insert("target".into(), rows(&arrays(&folder.join("targets.npz"))["target"]));
+    let model = load(&folder.join("model_dynbatch.onnx"), &Options::default()).unwrap();
+    Set { model, arrays: all, expected: arrays(&folder.join("expected.npz")), batch }
+}
+
+/// Devices with a link that costs nothing: what can be shared is.
+fn group(devices: usize) -> Machine {
+    let mut device = device::find("cpu").unwrap().device();
+    device.launch = Seconds(0.0);
+    Machine { device, devices, bandwidth: BytesPerSecond(1e15), latency: Seconds(0.0) }
+}
+
+fn adam() -> Optimizer {
+    let rule =
+        Rule::Adam { learning_rate: 1e-3, betas: (0.9, 0.999), epsilon: 1e-8, weight_decay: 0.0, decoupled: false };
+    Optimizer::from(rule)
+}
+
+/// Ten steps with equally long stages of these replicas, each worker's stage shared by so many devices, or by none.
+fn run(set: &Set, replicas: &[u32], devices: usize, policy: &Policy) -> Result<(Trained, Layouts), SharedError> {
+    let Batch::Symbol { name, .. } = &set.model.batch else { panic!("the batch is fixed: {:?}", set.model.batch) };
+    let microbatches = if replicas.len() > 1 { 4 } else { 1 };
+    let count = StepCount { minibatches: 10, microbatches };
+    let ops = order::numbered(&set.model.graph).len();
+    let stages: Vec<usize> = (0..ops).map(|i| i * replicas.len() / ops).collect();
+    let item = set.batch / microbatches as usize;
+    let dims = BTreeMap::from([(name.clone(), item as i64)]);
+    let pipeline = Pipeline::chain(replicas.iter().map(|r| StageShape::new(*r, 1.0, 2.0)).collect());
+    let settings = Settings { dims, loss: Loss::CrossEntropy, class_axis: None, schedule: Schedule::OneFOneB, count };
+    let (prepared, layouts) = match devices {
+        1 => (prepare(&set.model.graph, &stages, pipeline, &settings).unwrap(), Layouts::new()),
+        _ => prepare_shared(&set.model.graph, &stages, pipeline, &settings, &group(devices)).unwrap(),
+    };
+    let given = |(name, weight): (&String, &Weight)| match weight {
+        Weight::Given(tensor) => (name.clone(), tensor.clone()),
+        Weight::Missing { path } => panic!("no weights at {path}"),
+    };
+    let weights: BTreeMap<String, Tensor> = set.model.weights.iter().map(given).collect();
+    let dataset = Dataset::new(set.arrays.clone(), &feeds(&prepared.codes), item).unwrap();
+    let batches = Batches::new(dataset, set.batch, microbatches as usize, 10, Order::InOrder).unwrap();
+    let training = Training {
+        codes: &prepared.codes,
+        program: &prepared.program,
+        weights: &weights,
+        batches: &batches,
+        optimizer: &adam(),
+        policy: *policy,
+        keep_gradients: true,
+    };
+    let trained = match devices {
+        1 => train(&training, &mut |_| {})?,
+        _ => train_shared(&training, &layouts, devices, &mut |_| {})?,
+    };
+    Ok((trained, layouts))
+}
+
+fn worst(got: &[f64], want: &[f64]) -> f64 {
+    assert_eq!(got.len(), want.len());
+    got.iter().zip(want).map(|(g, w)| (g - w).abs() / w.abs().max(1e-3)).fold(0.0, f64::max)
+}
+
+#[test]
+fn losses_are_those_of_pytorch_on_groups_of_two_and_four() {
+    let Some(root) = data("parity") else { return };
+    for name in ["mlp", "cnn_bn", "gpt", "lstm_lm"] {
+        let set = set(&root, name);
+        for devices in [2, 4] {
+            let (trained, layouts) = run(&set, &[1], devices, &Policy::default()).unwrap();
+            let error = worst(&trained.losses, &set.expected["loss64_adam"].to_f64());
+            let split = layouts.values().filter(|layout| matches!(layout, Layout::Split(_))).count();
+            println!("{name}, {devices} devices: {error:.1e}, {split} of {} parameters split", layouts.len());
+            assert!(error <= 1e-5, "{name}, {devices} devices: {error:.2e}");
+            // A recurrent layer is shared by the rows of a batch, with whole weights.
+            assert!(split > 0 || name == "lstm_lm", "{name}: nothing is split");
+            // The same run again has the same bits.
+            let (again, _) = run(&set, &[1], devices, &Policy::default()).unwrap();
+            assert!(again.losses == trained.losses && again.weights == trained.weights, "{name}: other bits");
+        }
+    }
+}
+
+/// In double precision what a group leaves, joined, is what one device leaves, to the last digits.
+#[test]
+fn weights_and_gradients_are_those_of_one_device() {
+    let Some(root) = data("parity") else { return };
+    for name in ["mlp", "cnn_bn", "gpt", "lstm_lm"] {
+        let mut set = set(&root, name);
+        set.model.graph = precision(&set.model.graph, DType::F64).unwrap();
+        let (alone, _) = run(&set, &[1], 1, &Policy::default()).unwrap();
+        for devices in [2, 4] {
+            let (shared, _) = run(&set, &[1], devices, &Policy::default()).unwrap();
+            assert!(worst(&shared.losses, &alone.losses) <= 1e-12, "{name}, {devices} devices");
+            assert_eq!(shared.weights.keys().collect::<Vec<_>>(), alone.weights.keys().collect::<Vec<_>>());
+            for (of, alone) in [(&shared.weights, &alone.weights), (&shared.gradients, &alone.gradients)] {
+                for (name, want) in alone {
+                    assert_eq!(of[name].shape(), want.shape(), "{name}");
+                    let (got, want) = (of[name].to_f64(), want.to_f64());
+                    let top = want.iter().fold(1e-6f64, |m, v| m.max(v.abs()));
+                    let error = got.iter().zip(&want).map(|(g, w)| (g - w).abs() / top).fold(0.0, f64::max);
+                    // Adam divides by the root of gradients that may be next to nothing.
+                    assert!(error <= 1e-6, "{name}, {devices} devices: {error:.1e}");
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn pipelines_and_replicas_of_shared_stages_train_as_those_of_single_devices() {
+    let Some(root) = data("parity") else { return };
+    for name in ["mlp", "gpt", "lstm_lm"] {
+        let set = set(&root, name);
+        for replicas in [&[1, 1][..], &[2, 1], &[1, 1, 1]] {
+            let (alone, _) = run(&set, replicas, 1, &Policy::default()).unwrap();
+            let (shared, _) = run(&set, replicas, 2, &Policy::default()).unwrap();
+            let error = worst(&shared.losses, &alone.losses);
+            println!("{name} {replicas:?}: {error:.1e}");
+            assert!(error <= 1e-5, "{name} {replicas:?}: {error:.1e}");
+        }
+    }
+}
+
+#[test]
+fn a_norm_that_no_device_knows_is_refused() {
+    let Some(root) = data("parity") else { return };
+    let set = set(&root, "mlp");
+    let policy = Policy { clip_norm: Some(1.0), ..Policy::default() };
+    assert!(matches!(run(&set, &[1], 2, &policy), Err(SharedError::Norm)));
+}
