@@ -23,6 +23,7 @@ mod launcher;
 mod loss;
 mod machines;
 mod memory;
+mod metrics;
 mod model;
 mod own;
 mod prediction;

@@ -39,6 +39,13 @@ pub fn prepare(
     Ok((made, Sharing { layouts, devices }))
 }
 
+/// Devices that share a stage do not follow an order of work from a file.
+pub fn of_own_order() -> Failure {
+    let failure =
+        Failure::input("cannot train").because("devices that share a stage follow no order of work from a file");
+    failure.help("`--schedule 1f1b`, or no `--tensor`")
+}
+
 impl Sharing {
     /// Trains on all devices of the group.
     pub fn train(&self, training: &Training<'_>, on_step: &mut dyn FnMut(StepDone)) -> Result<Trained, Failure> {

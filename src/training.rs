@@ -239,6 +239,7 @@ pub fn prepare(task: &mut Task<'_>) -> Result<Prepared, Failure> {
             made.map(|(made, shared)| (sharing.replace(shared), made).1)
         }
         None => prepare::prepare(&graph, &stages, pipeline, &settings),
+        Some(_) if task.tensor > 1 => return Err(tensor::of_own_order()),
         Some(own) => {
             let program = |pipeline: &Pipeline| own.unchecked(pipeline, steps);
             prepare::prepare_with(&graph, &stages, pipeline, &settings, own.splits_backward(), &program)

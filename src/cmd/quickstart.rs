@@ -7,9 +7,10 @@
 
 use crate::arguments::Import;
 use crate::cmd::partition::{self, Question};
-use crate::cmd::{eval, profile, train};
+use crate::cmd::{eval, profile};
 use crate::failure::Failure;
 use crate::loss::{Counted, Loss};
+use crate::metrics::watched;
 use crate::model::{self, Loaded};
 use crate::screen::Screen;
 use crate::source::{self, Costs, Times};
@@ -171,7 +172,7 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Failure> {
     };
     let prepared = training::prepare(&mut task)?;
     let predicted = prepared.predicted(plan.cluster.device.cores);
-    let done = train::watched(&task, &prepared, Some(&at("metrics.jsonl")), None, screen)?
+    let done = watched(&task, &prepared, Some(&at("metrics.jsonl")), None, screen)?
         .expect("a process that runs all workers tells of all");
     weights::write(&at("weights.safetensors"), &done.trained.weights)
         .map_err(|error| Failure::input("cannot write the weights").because(error))?;
