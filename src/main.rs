@@ -36,6 +36,7 @@ mod stop;
 mod tensor;
 mod ties;
 mod training;
+mod untrained;
 
 use crate::arguments::{Cli, Verb};
 use crate::failure::Failure;

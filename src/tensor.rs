@@ -1,6 +1,7 @@
 //! Stages that several devices share: `--tensor N`.
 
 use crate::failure::Failure;
+use crate::untrained;
 use compiler::cluster::{Seconds, device};
 use compiler::graph::Graph;
 use compiler::op::Layout;
@@ -51,7 +52,8 @@ impl Sharing {
     pub fn train(&self, training: &Training<'_>, on_step: &mut dyn FnMut(StepDone)) -> Result<Trained, Failure> {
         train_shared(training, &self.layouts, self.devices, on_step).map_err(|error| match &error {
             SharedError::Panic { .. } => Failure::bug(&error.to_string()),
-            SharedError::Train(_) => Failure::no("training stopped").because(&error),
+            SharedError::Train(error) => untrained::told(error),
+            SharedError::Thread { .. } => Failure::no("training stopped").because(&error),
             SharedError::Norm | SharedError::Weight { .. } => Failure::input("cannot train").because(&error),
         })
     }

@@ -13,6 +13,7 @@ use crate::model::Loaded;
 use crate::own::Own;
 use crate::stop::{self, Stop};
 use crate::tensor::{self, Sharing};
+use crate::untrained;
 use compiler::graph::{Graph, hash::hash, order};
 use compiler::op::{NodeId, Op};
 use compiler::pass::loss::{TARGET, class_axis};
@@ -37,7 +38,6 @@ use runtime::checkpoint::find;
 use runtime::checkpoint::gate::Gate;
 use runtime::checkpoint::keeper::Keeper;
 use runtime::checkpoint::manifest::Dealt;
-use runtime::checkpoint::start::StartError;
 use runtime::data::synthetic::synthetic;
 use runtime::data::{Batches, DataError, Dataset, Order};
 use runtime::desk::checkpoint::Checkpoint;
@@ -46,7 +46,7 @@ use runtime::link::group::Group;
 use runtime::optimizer::Optimizer;
 use runtime::policy::{Policy, Staleness, Statistics};
 use runtime::prepare::{self, PrepareError, Settings};
-use runtime::train::{self, Course, StepDone, TrainError, Trained, Training};
+use runtime::train::{self, Course, StepDone, Trained, Training};
 use runtime::weights;
 use runtime::worker::{Span, Work};
 use std::collections::{BTreeMap, HashMap};
@@ -262,7 +262,7 @@ pub fn prepare(task: &mut Task<'_>) -> Result<Prepared, Failure> {
     }
     memory::check(
         "training",
-        memory::of_training(&made.codes, &made.program, task.optimizer),
+        memory::of_training(&made.codes, &made.program, task.optimizer).saturating_mul(task.tensor.max(1) as u64),
         "a smaller `--batch`, fewer minibatches in flight (`--in-flight`) or more `--microbatches` need less",
     )?;
     let feeds = train::feeds(&made.codes);
@@ -379,26 +379,7 @@ pub fn run(
     }
     let trained = train::run_in_group(&training, course, told_step, group);
     tell();
-    let trained = trained.map_err(|error| match &error {
-        TrainError::Panic { .. } => Failure::bug(&error.to_string()),
-        TrainError::Tied { .. } => Failure::input("cannot train under this plan").because(&error).help(
-            "`--schedule 1f1b` keeps them equal, and so does 1f1b-rr where the stages have equally many replicas",
-        ),
-        TrainError::LossScale { .. } => Failure::input("cannot train")
-            .because(&error)
-            .help("`--schedule 1f1b` flushes; `--dtype bf16` needs no scale"),
-        TrainError::Start(StartError::Reads { .. }) => {
-            Failure::input("cannot train with checkpoints").because(&error).help("`--schedule 1f1b` flushes")
-        }
-        TrainError::NoPlace { .. } => {
-            Failure::input("cannot train").because(&error).help("`--checkpoint-dir FOLDER` names one")
-        }
-        TrainError::NoVelocity => {
-            Failure::input("cannot train").because(&error).help("`--momentum 0.9`, or `--optimizer adam`")
-        }
-        TrainError::Worker(_) | TrainError::Link(_) => Failure::no("training stopped").because(&error),
-        _ => Failure::input("cannot train").because(&error),
-    })?;
+    let trained = trained.map_err(|error| untrained::told(&error))?;
     if let Some(fault) = fault {
         return Err(Failure::input("cannot write a checkpoint").because(fault));
     }

@@ -2,7 +2,7 @@
 //! bits whichever stages these are in.
 
 use compiler::graph::{Graph, Origin, Output, Writer};
-use compiler::op::{Binary, Emit, Input, MatMul, Op, Parameter, Unary, Value};
+use compiler::op::{Binary, Emit, Input, MatMul, Op, Parameter, Reduce, ReduceKind, Unary, Value};
 use compiler::pass::loss::Loss;
 use compiler::schedule::rule::StepCount;
 use compiler::schedule::{Pipeline, Schedule, StageShape};
@@ -53,19 +53,22 @@ fn network() -> (Graph, BTreeMap<String, Tensor>) {
 }
 
 /// What training gives, and to how many sums at most a step adds.
-fn trained(stages: &[usize], schedule: Schedule) -> (Trained, usize) {
-    let (graph, weights) = network();
+fn trained(
+    (graph, weights): &(Graph, BTreeMap<String, Tensor>),
+    stages: &[usize],
+    schedule: Schedule,
+) -> (Trained, usize) {
     let count = StepCount { minibatches: 2, microbatches: MICROBATCHES };
     let (minibatch, steps) = (ROWS * MICROBATCHES as usize, count.minibatches as usize);
     let settings = Settings {
         dims: Bindings::from([("batch".to_string(), ROWS as i64)]),
-        loss: Loss::Mse,
+        loss: if graph.outputs[0].name == "loss" { Loss::Output } else { Loss::Mse },
         class_axis: None,
         schedule,
         count,
     };
     let shapes = (0..=stages[stages.len() - 1]).map(|_| StageShape::new(1, 1.0, 2.0)).collect();
-    let prepared = prepare(&graph, stages, Pipeline::chain(shapes), &settings).unwrap();
+    let prepared = prepare(graph, stages, Pipeline::chain(shapes), &settings).unwrap();
     let data =
         [("x", 42), ("y", 43)].map(|(name, seed)| (name.to_string(), uniform(&[minibatch * steps, WIDTH], seed)));
     let data = Dataset::new(BTreeMap::from(data), &feeds(&prepared.codes), ROWS).unwrap();
@@ -75,30 +78,23 @@ fn trained(stages: &[usize], schedule: Schedule) -> (Trained, usize) {
     let training = Training {
         codes: &prepared.codes,
         program: &prepared.program,
-        weights: &weights,
+        weights,
         batches: &batches,
         optimizer: &optimizer,
         policy: Policy::default(),
         keep_gradients: true,
     };
     let terms = |code: &StageCode| code.gradient_terms.iter().all(|term| term.is_summed);
-    assert!(prepared.codes.iter().all(terms));
+    assert!(stages.iter().any(|stage| *stage > 0) || prepared.codes.iter().all(terms));
     let steps = prepared.codes.iter().flat_map(|code| code.backward.steps.iter().chain(&code.weight.steps));
     let most = steps.map(|step| step.adds_to.len()).max().unwrap();
     (train(&training, &mut |_| {}).unwrap(), most)
 }
 
-#[test]
-fn a_gradient_of_two_parameters_has_its_bits_wherever_they_are() {
-    let (together, most) = trained(&[0; 7], Schedule::OneFOneB);
-    assert_eq!(together.gradients["one"].bytes(), together.gradients["other"].bytes(), "they are one tensor");
-    assert_eq!(most, 2);
-    for (stages, schedule) in [
-        ([0, 0, 0, 1, 1, 1, 1], Schedule::OneFOneB),
-        ([0, 0, 0, 0, 1, 1, 1], Schedule::Gpipe),
-        ([0, 0, 0, 1, 1, 1, 1], Schedule::ZbH1),
-    ] {
-        let (apart, _) = trained(&stages, schedule);
+/// That `stages` under these schedules give the bits of one stage, whose gradients are these for a pair of parameters.
+fn agree(network: &(Graph, BTreeMap<String, Tensor>), together: &Trained, cuts: &[(&[usize], Schedule)]) {
+    for (stages, schedule) in cuts {
+        let (apart, _) = trained(network, stages, *schedule);
         assert_eq!(apart.losses, together.losses, "{stages:?} {schedule:?}");
         for (name, gradient) in &together.gradients {
             assert_eq!(apart.gradients[name].bytes(), gradient.bytes(), "{name} {stages:?} {schedule:?}");
@@ -107,4 +103,59 @@ fn a_gradient_of_two_parameters_has_its_bits_wherever_they_are() {
             assert_eq!(apart.weights[name].bytes(), weight.bytes(), "{name} {stages:?} {schedule:?}");
         }
     }
+}
+
+#[test]
+fn a_gradient_of_two_parameters_has_its_bits_wherever_they_are() {
+    let network = network();
+    let (together, most) = trained(&network, &[0; 7], Schedule::OneFOneB);
+    assert_eq!(together.gradients["one"].bytes(), together.gradients["other"].bytes(), "they are one tensor");
+    assert_eq!(most, 2);
+    let cuts: [(&[usize], Schedule); 3] = [
+        (&[0, 0, 0, 1, 1, 1, 1], Schedule::OneFOneB),
+        (&[0, 0, 0, 0, 1, 1, 1], Schedule::Gpipe),
+        (&[0, 0, 0, 1, 1, 1, 1], Schedule::ZbH1),
+    ];
+    agree(&network, &together, &cuts);
+}
+
+/// Ops: 0 a product of `x`, 1 its tangent, 2 that and a parameter as large, 3 a product of many columns. The gradient of the parameter is that
+/// of the tangent, which a cut between the two sends.
+fn shifted() -> (Graph, BTreeMap<String, Tensor>) {
+    const WIDE: usize = 700;
+    let mut graph = Graph::new("shifted");
+    let mut weights = BTreeMap::new();
+    let mut out = Writer { graph: &mut graph, origin: Origin::default() };
+    let x = out.emit(Op::Input(Input { name: "x".into(), fact: Fact::of(DType::F32, &[ROWS, WIDTH]) }), &[]);
+    let mut parameter = |out: &mut Writer<'_>, name: &str, shape: [usize; 2]| {
+        weights.insert(name.to_string(), uniform(&shape, name.len() as u64));
+        out.emit(Op::Parameter(Parameter { name: name.into(), fact: Fact::of(DType::F32, &shape) }), &[])
+    };
+    let (first, shift, last) = (
+        parameter(&mut out, "w", [WIDTH, WIDTH]),
+        parameter(&mut out, "shift", [ROWS, WIDTH]),
+        parameter(&mut out, "at last", [WIDTH, WIDE]),
+    );
+    let product = Op::MatMul(MatMul { transpose_a: false, transpose_b: false });
+    let hidden = out.emit(product.clone(), &[x, first]);
+    let hidden = out.emit(Op::Unary(Unary::Tanh), &[hidden]);
+    let hidden = out.emit(Op::Binary(Binary::Add), &[hidden, shift]);
+    let y = out.emit(product, &[hidden, last]);
+    let square = out.emit(Op::Binary(Binary::Mul), &[y, y]);
+    let mean = Reduce { kind: ReduceKind::Mean, axes: vec![0, 1], keep: false };
+    let loss = out.emit(Op::Reduce(mean), &[square]);
+    graph.outputs.push(Output { name: "loss".into(), value: loss });
+    (graph, weights)
+}
+
+#[test]
+fn a_gradient_that_is_sent_as_well_has_the_bits_of_one_that_is_not() {
+    let network = shifted();
+    let (together, _) = trained(&network, &[0; 6], Schedule::OneFOneB);
+    let cuts: [(&[usize], Schedule); 3] = [
+        (&[0, 0, 1, 1, 1, 1], Schedule::OneFOneB),
+        (&[0, 1, 1, 1, 1, 1], Schedule::ZbH1),
+        (&[0, 0, 0, 1, 1, 1], Schedule::Gpipe),
+    ];
+    agree(&network, &together, &cuts);
 }

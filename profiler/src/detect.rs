@@ -4,7 +4,7 @@ use crate::machine;
 use compiler::cluster::device::{KINDS, Kind, find};
 use compiler::cluster::read::{ClusterError, check};
 use compiler::cluster::{Bytes, BytesPerSecond, Cluster, Device, DeviceClass, Level, Seconds};
-use runtime::device::cuda::card::{About, Card, count, is_joined};
+use runtime::device::cuda::card::{About, Card, CardFault, count, is_joined};
 use thiserror::Error;
 
 /// One direction of a PCIe 4.0 slot of sixteen lanes, in bytes per second.
@@ -39,9 +39,9 @@ pub enum DetectError {
     Cluster(#[from] ClusterError),
 }
 
-/// The GPUs of this machine, in the driver's order; those that cannot be opened are left out.
-pub fn gpus() -> Vec<About> {
-    (0..count()).filter_map(|ordinal| Some(Card::open(ordinal).ok()?.about().clone())).collect()
+/// The GPUs of this machine, in the driver's order, or why one cannot be opened.
+pub fn gpus() -> Vec<Result<About, CardFault>> {
+    (0..count()).map(|ordinal| Ok(Card::open(ordinal)?.about().clone())).collect()
 }
 
 /// These GPUs as a cluster; where there are none, `workers` on the cores of this CPU.
@@ -88,6 +88,10 @@ fn kind(name: &str, memory: u64) -> Option<&'static Kind> {
             found.iter().zip(&wanted).all(same)
         })
     };
+    // Parts of cards, and those that are slower than their names.
+    if ["MIG", "Laptop", "Mobile"].into_iter().any(|word| words.contains(&word)) {
+        return None;
+    }
     let (_, family) = NAMES.iter().find(|(wanted, _)| is_there(wanted))?;
     let distance = |kind: &&&Kind| kind.device().memory.0.abs_diff(memory);
     let own =
@@ -132,6 +136,8 @@ mod tests {
             ("NVIDIA GeForce RTX 4090", 25.4, Some("rtx4090")),
             ("NVIDIA GeForce GTX 1080", 8.5, None),
             ("NVIDIA L40", 47.8, None),
+            ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", 5.0, None),
+            ("NVIDIA GeForce RTX 4090 Laptop GPU", 16.0, None),
             ("NVIDIA A1000", 8.0, None),
             ("", 8.0, None),
         ] {

@@ -15,7 +15,7 @@ use compiler::pass::fuse::{Chains, chains};
 use compiler::pass::memory::{Home, Layout, Needs};
 use compiler::pass::pipeline::{self, PassBug};
 use compiler::pass::split::parts;
-use compiler::pass::sums::{is_added, only_in_sums, root, summed};
+use compiler::pass::sums::{only_in_sums, root, summed};
 use compiler::tensor::fact::Fact;
 use compiler::tensor_parallel::choose::{ChooseError, choose};
 use compiler::tensor_parallel::price::Machine;
@@ -525,12 +525,12 @@ impl<'a> Assembly<'a> {
         let mut second = Sequence::default();
         for task in tasks {
             let part = if is_second(task.node) { &mut second } else { &mut sequence };
-            let adds = task.adds() && is_added(graph, task.outputs()[0]);
+            let adds = task.adds() && added.contains(&task.outputs()[0]);
             let made = task.outputs().iter().filter_map(|value| summed.get(value)).flatten().copied().collect();
             let mut step = task.step(graph, &layout, place);
             if adds {
                 step.adds_to = made;
-                step.outputs.retain(|output| !matches!(output.slot, Slot::Sum(_)));
+                step.outputs.clear();
             } else {
                 step.terms = made;
             }

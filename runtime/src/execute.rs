@@ -269,7 +269,7 @@ impl<'a> Executor<'a> {
             let refused = |fault| ExecuteError { node: step.told().to_string(), fault };
             if let Some((seat, (op, own))) = self.seat.as_ref().and_then(|s| Some((s, step.task.together(&inputs)?))) {
                 seat.meet(op, own, outputs[0]).map_err(refused)?;
-            } else if step.adds_to.is_empty() || !outputs.is_empty() {
+            } else if step.adds_to.is_empty() {
                 step.task.run(&inputs, &mut outputs, workspace).map_err(refused)?;
             }
             for term in &step.adds_to {

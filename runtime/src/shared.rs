@@ -18,6 +18,7 @@ use compiler::tensor::Tensor;
 use compiler::tensor_parallel::price::Machine;
 use std::collections::BTreeMap;
 use std::sync::Arc;
+use std::thread::{Builder, ScopedJoinHandle};
 use thiserror::Error;
 
 /// Why training with shared stages ended early.
@@ -33,6 +34,8 @@ pub enum SharedError {
     Norm,
     #[error("weight `{name}` is {got:?}, which is not divided among {devices} devices as its stage was")]
     Weight { name: String, got: Vec<usize>, devices: usize },
+    #[error("the system gives no thread for device {device}: {fault}")]
+    Thread { device: usize, fault: std::io::Error },
     #[error("bug in pipec: the thread of device {device} panicked")]
     Panic { device: usize },
 }
@@ -76,31 +79,48 @@ pub fn train_shared(
         tables.iter().map(|table| Arc::new(Seat::new(table.clone(), device, devices))).collect()
     };
     let run = |device: usize, seats: Vec<Arc<Seat>>, on_step: &mut dyn FnMut(StepDone)| {
+        let mut leaving = Leaving { seats: &seats, is_done: false };
         let own = Training { weights: &weights[device], ..*training };
         let done = run_seated(&own, Course::default(), on_step, None, &seats);
-        // What failed before its workers began has no worker that would tell the others.
-        if done.is_err() {
-            seats.iter().for_each(|seat| seat.abandon());
-        }
+        leaving.is_done = done.is_ok();
         done
     };
     let outcomes: Vec<Result<Trained, SharedError>> = std::thread::scope(|scope| {
-        let others: Vec<_> = (1..devices)
-            .map(|device| {
-                let (run, seats) = (&run, seats_of(device));
-                scope.spawn(move || run(device, seats, &mut |_| ()))
-            })
-            .collect();
+        let start = |device: usize| {
+            let (run, seats) = (&run, seats_of(device));
+            let started = Builder::new().spawn_scoped(scope, move || run(device, seats, &mut |_| ()));
+            // Those who have begun wait for one that will not come.
+            started.inspect_err(|_| tables.iter().for_each(|table| table.abandon()))
+        };
+        let others: Vec<_> = (1..devices).map(start).collect();
         let first = Ok(run(0, seats_of(0), on_step));
-        let all = std::iter::once(first).chain(others.into_iter().map(|other| other.join()));
-        let told = |(device, done): (usize, std::thread::Result<Result<Option<Trained>, TrainError>>)| match done {
+        let told = |device: usize, done: std::thread::Result<Result<Option<Trained>, TrainError>>| match done {
             Ok(Ok(Some(trained))) => Ok(trained),
             Ok(Err(error)) => Err(SharedError::Train(error)),
             Ok(Ok(None)) | Err(_) => Err(SharedError::Panic { device }),
         };
-        all.enumerate().map(told).collect()
+        let other = |(at, started): (usize, std::io::Result<ScopedJoinHandle<'_, _>>)| match started {
+            Ok(started) => told(at + 1, started.join()),
+            Err(fault) => Err(SharedError::Thread { device: at + 1, fault }),
+        };
+        std::iter::once(told(0, first)).chain(others.into_iter().enumerate().map(other)).collect()
     });
     joined(first_cause(outcomes)?, layouts)
+}
+
+/// A device that leaves before all is done, also by a panic, tells those that would wait for it: what failed before its workers
+/// began has no worker that would.
+struct Leaving<'a> {
+    seats: &'a [Arc<Seat>],
+    is_done: bool,
+}
+
+impl Drop for Leaving<'_> {
+    fn drop(&mut self) {
+        if !self.is_done {
+            self.seats.iter().for_each(|seat| seat.abandon());
+        }
+    }
 }
 
 /// What every device left, or why one failed that did not only lose another.

@@ -139,8 +139,8 @@ pub struct Step {
     pub outputs: Vec<Place>,
     /// Its workspace in the arena.
     pub workspace: Place,
-    /// The terms of parameters' gradients to whose sums it adds what it makes, once for each; it has an output only if others read
-    /// that. By place in [`StageCode::gradient_terms`].
+    /// The terms of parameters' gradients to whose sums it adds what it makes, once for each; it has no output then. By place in
+    /// [`StageCode::gradient_terms`].
     pub adds_to: Vec<usize>,
     /// The terms that are added to their sums when it has run.
     pub terms: Vec<usize>,

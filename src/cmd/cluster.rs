@@ -93,7 +93,11 @@ fn found(arguments: &Detect, screen: &Screen) -> Result<(), Failure> {
 
 /// The devices that are here.
 fn this_machine(workers: Option<u32>, cpu: bool) -> Result<Cluster, Failure> {
-    let gpus = if cpu { Vec::new() } else { detect::gpus() };
+    let gpus: Result<Vec<_>, _> = if cpu { Ok(Vec::new()) } else { detect::gpus().into_iter().collect() };
+    let gpus = gpus.map_err(|error| {
+        let failure = Failure::no("cannot describe this machine: a GPU cannot be opened").because(error);
+        failure.help("`pipec doctor` says which; `--cpu` takes the cores instead")
+    })?;
     let cores = std::thread::available_parallelism().map_or(1, |cores| cores.get() as u32);
     if let (Some(_), false) = (workers, gpus.is_empty()) {
         return Err(Failure::input("`--workers` shares out cores, and this machine has GPUs")
@@ -103,7 +107,7 @@ fn this_machine(workers: Option<u32>, cpu: bool) -> Result<Cluster, Failure> {
         let failure = Failure::no("cannot describe this machine").because(&error);
         match error {
             DetectError::Unknown { .. } => failure.help(
-                "write a cluster file by hand: `[device]` with kind, memory, memory_bandwidth and peak_flops, as `pipec schema cluster` says",
+                "`--cpu` takes the cores instead; or write a cluster file by hand: `[device]` with kind, memory, memory_bandwidth and peak_flops, as `pipec schema cluster` says",
             ),
             DetectError::Cluster(_) => failure,
         }
@@ -139,7 +143,8 @@ fn bench(arguments: &Bench, screen: &Screen) -> Result<(), Failure> {
     }
     let mut measured = said.clone();
     machine::measure_links(&mut measured);
-    // Only the innermost level is within this machine.
+    // Only the innermost level is within this machine, and nothing but links was asked for.
+    measured.device.clone_from(&said.device);
     measured.levels[1..].clone_from_slice(&said.levels[1..]);
     let measured = check(measured).map_err(|error| Failure::no("cannot use what was measured").because(error))?;
     let row = |(at, (said, measured)): (usize, (&Level, &Level))| {

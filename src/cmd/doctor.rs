@@ -6,8 +6,11 @@ use crate::{quantity, stages};
 use clap::Args;
 use profiler::cache::Cache;
 use profiler::{detect, machine};
+use runtime::device::cuda::card::{About, CardFault};
 use runtime::device::cuda::library::{self, FOLDERS};
 use serde_json::json;
+use std::fs::OpenOptions;
+use std::io::Write;
 use std::net::TcpListener;
 use std::path::Path;
 use std::{env, fs, process};
@@ -118,8 +121,10 @@ fn cache() -> Finding {
 /// Whether a file can be written there.
 fn folder(what: &'static str, folder: &Path) -> Finding {
     let probe = folder.join(format!("probe-{}", process::id()));
-    let written = fs::create_dir_all(folder).and_then(|()| fs::write(&probe, b"pipec"));
-    let _ = fs::remove_file(&probe);
+    // Others may write there as well: what is there already is not ours.
+    let write = || OpenOptions::new().write(true).create_new(true).open(&probe)?.write_all(b"pipec");
+    let written = fs::create_dir_all(folder).and_then(|()| write());
+    let _ = if written.is_ok() { fs::remove_file(&probe) } else { Ok(()) };
     let (state, next) = match written {
         Ok(()) => (State::Fine, None),
         Err(error) => (State::Broken, Some(format!("files cannot be written to {}: {error}", folder.display()))),
@@ -169,12 +174,20 @@ fn compiler() -> Finding {
 
 fn gpus() -> Finding {
     let cards = detect::gpus();
-    let told = |card: &runtime::device::cuda::card::About| {
-        format!("{}: {} with {}", card.ordinal, card.name, quantity::bytes(card.memory as u64))
+    let told = |(ordinal, card): (usize, &Result<About, CardFault>)| match card {
+        Ok(card) => format!("{ordinal}: {} with {}", card.name, quantity::bytes(card.memory as u64)),
+        Err(fault) => format!("{ordinal}: cannot be opened: {fault}"),
     };
-    let (state, found) = match cards.is_empty() {
-        true => (State::Absent, "none".to_string()),
-        false => (State::Fine, cards.iter().map(told).collect::<Vec<_>>().join("; ")),
+    let found = match cards.is_empty() {
+        true => "none".to_string(),
+        false => cards.iter().enumerate().map(told).collect::<Vec<_>>().join("; "),
     };
-    Finding { what: "GPUs", state, found, next: None }
+    let is_broken = cards.iter().any(Result::is_err);
+    let state = match cards.is_empty() {
+        _ if is_broken => State::Broken,
+        true => State::Absent,
+        false => State::Fine,
+    };
+    let next = is_broken.then(|| "`nvidia-smi` says who holds it and whether it is healthy".to_string());
+    Finding { what: "GPUs", state, found, next }
 }

@@ -162,6 +162,12 @@ fn once(arguments: &Arguments, seat: &Seat, restarts: u32, screen: &Screen) -> R
     if let (Some(folder), Some(_)) = (&arguments.checkpoints.checkpoint_dir, arguments.checkpoints.checkpoint_every) {
         checkpoints::refuse_other_runs(folder, resume)?;
     }
+    if arguments.tensor > 1 && !matches!(seat, Seat::Alone) {
+        return Err(Failure::input(
+            "devices that share a stage are threads of one process, and a launcher started several",
+        )
+        .help("start `pipec train` by itself, or without `--tensor`"));
+    }
     if arguments.data.is_none() && !arguments.synthetic_data {
         return Err(Failure::input("no data is given").help(
             "`--data train.npz` has arrays named like the model's inputs; `--synthetic-data` trains on made-up data",
@@ -329,6 +335,7 @@ fn training_differs(task: &Task<'_>, arguments: &Arguments) -> bool {
     task.dtype.is_some_and(|dtype| dtype.name() != plan.dtype)
         || task.schedule != plan.schedule.kind
         || task.own.is_some()
+        || task.tensor > 1
         || task.in_flight != InFlight::Auto
         || (task.batch, microbatches) != (batch, plan.schedule.microbatches)
         || (arguments.plan.is_some() && arguments.optimizer.planned().name() != plan.optimizer)

@@ -29,7 +29,9 @@ pub fn summed(backward: &Backward, before: &dyn Fn(NodeId) -> bool) -> BTreeMap<
     summed
 }
 
-/// Those of them that lie nowhere but in sums: their makers add, and no op reads them.
+/// Those of them that lie nowhere but in sums: their makers add, and no op reads them. A product rounds otherwise where it adds than
+/// where it is made first, so what else is read is never added, wherever the stages are cut and the backward is split: it is on the way of a
+/// gradient to earlier ops, and would be sent or made in the first part somewhere.
 pub fn only_in_sums(graph: &Graph, summed: &BTreeMap<Value, Vec<usize>>) -> HashSet<Value> {
     let readers = graph.ids().filter(|id| runs(&graph.node(*id).op));
     let read: HashSet<Value> = readers.flat_map(|id| graph.inputs(id)).map(|value| root(graph, value)).collect();
@@ -37,7 +39,7 @@ pub fn only_in_sums(graph: &Graph, summed: &BTreeMap<Value, Vec<usize>>) -> Hash
 }
 
 /// Whether the op that makes a value can add it to what is there. Sums of narrow terms are wide.
-pub fn is_added(graph: &Graph, value: Value) -> bool {
+fn is_added(graph: &Graph, value: Value) -> bool {
     let adds = matches!(graph.node(value.node).op, Op::MatMul(_) | Op::ConvWeightGrad(_) | Op::ScatterAdd(_));
     adds && graph.fact(value).dtype.size() >= 4
 }

@@ -97,13 +97,17 @@ struct Open {
 
 impl<'a, F: Files> Keeper<'a, F> {
     /// A keeper that has written nothing. What a run before it left half done is removed; a whole checkpoint that lost its name, because the
-    /// run was ended when another one was to take its place, is given it again.
+    /// run was ended when another one was to take its place, is given it again, unless what has it now is whole.
     pub fn new(files: F, of: Kept<'a>) -> Keeper<'a, F> {
         for (minibatches, path) in left_over(&of.folder).unwrap_or_default() {
             let whole = of.folder.join(name(minibatches));
-            let is_lost = whole.symlink_metadata().is_err() && read(&path).is_ok();
+            let (is_there, is_lost) = (whole.symlink_metadata().is_ok(), read(&path).is_ok() && read(&whole).is_err());
             // What stays is in nobody's way.
-            let _ = if is_lost { files.rename(&path, &whole) } else { files.remove_folder(&path) };
+            let _ = match is_lost {
+                true if is_there => files.remove_folder(&whole).and_then(|()| files.rename(&path, &whole)),
+                true => files.rename(&path, &whole),
+                false => files.remove_folder(&path),
+            };
         }
         Keeper { files, of, open: BTreeMap::new() }
     }
