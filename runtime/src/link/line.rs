@@ -189,8 +189,11 @@ mod tests {
     #[test]
     fn heartbeats_go_out_while_nothing_is_queued() {
         let (one, other) = pair();
+        // It is closed when nobody holds an end of it.
+        let Stream { reader, writer, hangup } = one;
+        drop((reader, hangup));
         let (to, queue) = crossbeam_channel::unbounded();
-        let writer = std::thread::spawn(move || write(FrameWriter::new(one.writer), &queue, &|| vec![9]));
+        let writer = std::thread::spawn(move || write(FrameWriter::new(writer), &queue, &|| vec![9]));
         let mut reader = FrameReader::new(Patient::new(other.reader, Duration::from_secs(5), Box::new(|| false)));
         assert_eq!(reader.read(9), Ok((Kind::Heartbeat, &[9][..])));
         assert_eq!(reader.read(9), Ok((Kind::Heartbeat, &[9][..])));
