@@ -83,16 +83,7 @@ impl Seat {
             };
             let first = arguments.address.clone().unwrap_or(first.clone());
             if let Some(rank) = arguments.rank {
-                let listen = Some(first.clone()).filter(|_| rank == 0);
-                return Ok(Seat::Member(Member {
-                    own: rank as usize,
-                    share: Share::Each,
-                    first,
-                    listen,
-                    run: 0,
-                    restarts: 0,
-                    over_mpi: false,
-                }));
+                return Ok(Seat::Member(Member::ranked(rank, first)));
             }
             let own = match arguments.host {
                 Some(host) => host as usize,
@@ -107,17 +98,7 @@ impl Seat {
             return Ok(Seat::Member(Member { own, share, first, listen, run: 0, restarts: 0, over_mpi: false }));
         }
         if let (Some(rank), Some(address)) = (arguments.rank, &arguments.address) {
-            let (own, first) = (rank as usize, address.clone());
-            let listen = Some(first.clone()).filter(|_| own == 0);
-            return Ok(Seat::Member(Member {
-                own,
-                share: Share::Each,
-                first,
-                listen,
-                run: 0,
-                restarts: 0,
-                over_mpi: false,
-            }));
+            return Ok(Seat::Member(Member::ranked(rank, address.clone())));
         }
         let found = launched(&|name| env::var(name).ok());
         let found = found.map_err(|why| Failure::input("cannot read what the launcher says").because(why))?;
@@ -228,6 +209,12 @@ impl Seat {
 }
 
 impl Member {
+    /// The process of this number, of as many as there are workers, of which the first is found at an address.
+    fn ranked(rank: u32, first: String) -> Member {
+        let listen = Some(first.clone()).filter(|_| rank == 0);
+        Member { own: rank as usize, share: Share::Each, first, listen, run: 0, restarts: 0, over_mpi: false }
+    }
+
     fn seats(&self, workers: usize) -> Result<Seats, Failure> {
         let (seats, there) = match &self.share {
             Share::Beside => (Some(Seats::beside(workers)), "a process for each".to_string()),

@@ -1,6 +1,8 @@
 //! Gradients of parameters lie nowhere but in their sums: also one that is the gradient of several parameters at once, with the same
 //! bits whichever stages these are in.
 
+mod drawn;
+
 use compiler::graph::{Graph, Origin, Output, Writer};
 use compiler::op::{Binary, Emit, Input, MatMul, Op, Parameter, Reduce, ReduceKind, Unary, Value};
 use compiler::pass::loss::Loss;
@@ -9,8 +11,9 @@ use compiler::schedule::{Pipeline, Schedule, StageShape};
 use compiler::tensor::dim::{Bindings, Dim};
 use compiler::tensor::fact::Fact;
 use compiler::tensor::{DType, Tensor};
+use drawn::uniform;
 use runtime::compile::StageCode;
-use runtime::data::{Batches, Dataset, Order, mix};
+use runtime::data::{Batches, Dataset, Order};
 use runtime::optimizer::{Optimizer, Rule};
 use runtime::policy::Policy;
 use runtime::prepare::{Settings, prepare};
@@ -21,12 +24,6 @@ use std::collections::BTreeMap;
 const ROWS: usize = 1500;
 const WIDTH: usize = 40;
 const MICROBATCHES: u32 = 3;
-
-fn uniform(shape: &[usize], seed: u64) -> Tensor {
-    let count: usize = shape.iter().product();
-    let draw = |i: usize| (mix(seed.wrapping_mul(1000) + i as u64) >> 40) as f32 / (1u64 << 23) as f32 - 1.0;
-    Tensor::from_f32(shape, &(0..count).map(draw).collect::<Vec<_>>())
-}
 
 /// Ops: 0 a product of `x`, 1 its tangent, 2 and 3 products of that, 4 their sum, which has one gradient for both, 5 its tangent, 6 a
 /// product again.

@@ -1,6 +1,8 @@
 //! Pipelined training against a plain loop: the same delayed weights give the same losses and the same final weights,
 //! for unequal replicas, skip edges, caps above the published ones, and minibatch counts that do not divide.
 
+mod drawn;
+
 use compiler::graph::evaluate::evaluate;
 use compiler::graph::{Graph, Origin, Output, Writer, order};
 use compiler::op::{Binary, Emit, Input, MatMul, NodeId, Op, Parameter, Unary, Value};
@@ -14,6 +16,7 @@ use compiler::schedule::{Bucket, Instruction, Pipeline, Schedule, StageShape, pu
 use compiler::tensor::dim::{Bindings, Dim};
 use compiler::tensor::fact::Fact;
 use compiler::tensor::{DType, Tensor};
+use drawn::uniform;
 use runtime::data::{Batches, Dataset, Order, mix};
 use runtime::desk::checkpoint::Checkpoint;
 use runtime::optimizer::{Optimizer, Rule};
@@ -27,12 +30,6 @@ use std::collections::{BTreeMap, HashMap};
 const BATCH: usize = 4;
 const WIDTH: usize = 6;
 const CLASSES: usize = 3;
-
-fn uniform(shape: &[usize], seed: u64) -> Tensor {
-    let count: usize = shape.iter().product();
-    let draw = |i: usize| (mix(seed.wrapping_mul(1000) + i as u64) >> 40) as f32 / (1u64 << 23) as f32 - 1.0;
-    Tensor::from_f32(shape, &(0..count).map(draw).collect::<Vec<_>>())
-}
 
 /// Five layers, the output of the first also read by the fourth: a skip edge over two stages. Nine ops.
 fn network() -> (Graph, BTreeMap<String, Tensor>) {

@@ -31,7 +31,12 @@ pub fn begun(sums: &mut [Option<Arc<Buffer>>], executor: &mut Executor<'_>) -> V
 /// Room for the sum of a term.
 fn empty(executor: &mut Executor<'_>, term: &GradientTerm) -> Arc<Buffer> {
     let dtype = executor.code.parameters[term.parameter].fact.dtype;
-    executor.pool.take(term.place.bytes / dtype.size() * wide(dtype).size())
+    executor.pool.take(gradient_bytes(dtype, term.place.bytes))
+}
+
+/// The size of a gradient of so many bytes of weights.
+pub fn gradient_bytes(dtype: DType, bytes: usize) -> usize {
+    bytes / dtype.size().max(1) * wide(dtype).size()
 }
 
 /// Writes the first term of a sum.

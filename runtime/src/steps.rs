@@ -5,8 +5,8 @@ use crate::buffer::Buffer;
 use crate::device::cpu::chain::{Chain, Link, Operand};
 use crate::device::cpu::{Kernel, Layout};
 use compiler::graph::Graph;
-use compiler::op::table::rule;
 use compiler::op::{KernelError, NodeId, Op, Value};
+use compiler::pass::attribution::runs;
 use compiler::pass::fuse::{Chains, ends};
 use compiler::pass::memory::{self, Needs};
 use compiler::tensor::Tensor;
@@ -214,7 +214,7 @@ pub fn tasks(graph: &Graph, order: &[NodeId], mut chains: Chains, needs: &Needs<
     let in_chains: HashSet<NodeId> = chains.by_last.values().flatten().copied().collect();
     let one = |id: &NodeId| match made.remove(id) {
         Some(planned) => Some(planned),
-        None if in_chains.contains(id) || !is_run(graph, *id) => None,
+        None if in_chains.contains(id) || !runs(&graph.node(*id).op) => None,
         None => {
             let facts: Vec<Fact> = graph.inputs(*id).iter().map(|v| graph.fact(*v).clone()).collect();
             let kernel = Kernel::new(&graph.node(*id).op, &facts, &graph.node(*id).facts);
@@ -251,10 +251,4 @@ fn chain(graph: &Graph, last: NodeId, chains: &Chains) -> Option<Planned> {
     let given: Vec<Layout> = inputs.iter().map(|value| Layout::of(graph.fact(*value))).collect();
     let task = Task::Chain(Chain::new(&links, &given)?);
     Some(Planned { node: last, nodes: ops.clone(), task, inputs, outputs })
-}
-
-/// Whether a node needs a kernel: sources and views do not.
-fn is_run(graph: &Graph, id: NodeId) -> bool {
-    let op = &graph.node(id).op;
-    !matches!(op, Op::Input(_) | Op::Parameter(_) | Op::State(_) | Op::Constant(_)) && !rule(op).is_view()
 }

@@ -6,7 +6,8 @@
 use crate::compile::{StageCode, Transfer};
 use crate::desk::sum::Contribution;
 use crate::desk::{Meeting, Tied};
-use crate::link::carry::{Carried, ContributionForm, TermsForm, gradient_bytes};
+use crate::gradient::gradient_bytes;
+use crate::link::carry::{Carried, ContributionForm, TermsForm};
 use crate::link::channel::{Incoming, Outgoing, channel};
 use crate::link::exchange::Exchange;
 use crate::link::fate::LinkError;

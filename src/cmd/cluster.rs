@@ -9,6 +9,7 @@ use compiler::cluster::read::check;
 use compiler::cluster::write::to_toml;
 use compiler::cluster::{Cluster, Level};
 use compiler::import::onnx::name::shown;
+use compiler::plan::links::Wire;
 use profiler::detect::{self, DetectError};
 use profiler::machine;
 use serde_json::{Value, json};
@@ -120,14 +121,11 @@ fn deliver(cluster: &Cluster, output: Option<&Path>, screen: &Screen) -> Result<
     match output {
         Some(path) => {
             source::write(path, text.as_bytes())?;
-            screen.json(&json!(cluster));
             screen.note(&format!("wrote {}", path.display()));
         }
-        None => {
-            screen.json(&json!(cluster));
-            screen.text(text.trim_end());
-        }
+        None => screen.text(text.trim_end()),
     }
+    screen.json(&json!(cluster));
     Ok(())
 }
 
@@ -161,14 +159,11 @@ fn bench(arguments: &Bench, screen: &Screen) -> Result<(), Failure> {
     let rows: Vec<Vec<String>> = said.levels.iter().zip(&measured.levels).enumerate().map(row).collect();
     let heads = ["level", "count", "bandwidth", "measured", "latency", "measured"];
     let table = stages::table(&heads, &[1, 2, 3, 4, 5], rows);
-    match &arguments.output {
-        Some(path) => {
-            source::write(path, to_toml(&measured).as_bytes())?;
-            screen.text(&table);
-            screen.note(&format!("wrote {}", path.display()));
-        }
-        None => screen.text(&table),
+    if let Some(path) = &arguments.output {
+        source::write(path, to_toml(&measured).as_bytes())?;
+        screen.note(&format!("wrote {}", path.display()));
     }
+    screen.text(&table);
     screen.json(&json!({"stated": said, "measured": measured, "levels_measured": 1}));
     Ok(())
 }
@@ -223,19 +218,11 @@ fn show(arguments: Show, screen: &Screen) -> Result<(), Failure> {
     Ok(())
 }
 
-/// The level through which two devices reach each other.
-fn between(cluster: &Cluster, one: u32, other: u32) -> Option<usize> {
-    let mut size = 1u32;
-    (0..cluster.levels.len()).find(|&at| {
-        size = size.saturating_mul(cluster.levels[at].count);
-        one / size == other / size
-    })
-}
-
 /// What any two devices send each other at most: the slowest level on the way.
 fn slowest(cluster: &Cluster, one: u32, other: u32) -> f64 {
-    let last = between(cluster, one, other).unwrap_or(cluster.levels.len() - 1);
-    cluster.levels[..=last].iter().map(|level| level.bandwidth.0).fold(f64::INFINITY, f64::min)
+    let way = Wire::between(&cluster.levels, [one, other].into_iter());
+    let levels = way.map_or(&cluster.levels[..], |way| &cluster.levels[..=way.level]);
+    levels.iter().map(|level| level.bandwidth.0).fold(f64::INFINITY, f64::min)
 }
 
 fn matrix(cluster: &Cluster) -> String {

@@ -48,22 +48,9 @@ impl Rule for Conv {
         vec![dx, dw]
     }
 
-    // The batch; output channels; input channels, of which every device makes a term; or whole groups.
     fn strategies(&self, _: &[&Fact], _: &[Fact], group: &Group) -> Vec<Strategy> {
-        let mut ways = vec![Strategy::along(&[Some(0), None], &[Some(0)])];
-        match grouped(self.groups, group) {
-            Grouped::One => {
-                ways.push(Strategy::along(&[None, Some(0)], &[Some(1)]));
-                ways.push(Strategy::along(&[Some(1), Some(1)], &[None]));
-            }
-            Grouped::Divided(groups) => {
-                let op = Op::Conv(Conv { groups, ..self.clone() });
-                ways.push(Strategy { any_order: false, ..Strategy::along(&[Some(1), Some(0)], &[Some(1)]).sized(op) });
-            }
-            Grouped::Uneven => {}
-        }
-        ways.extend([[true, false], [false, true]].map(|terms| Strategy::linear(&terms, 1)));
-        ways
+        let divided = |groups| Op::Conv(Conv { groups, ..self.clone() });
+        ways([DATA, FILTERS], RESULT, (self.groups, group), divided)
     }
 
     fn reference(&self, inputs: &[View<'_>], outputs: &mut [ViewMut<'_>]) -> Result<(), KernelError> {
@@ -232,22 +219,40 @@ pub(in crate::op) fn cases() -> Vec<Case> {
     ]
 }
 
-/// What a group of devices makes of the groups of a convolution.
-pub(super) enum Grouped {
-    /// There is only one.
-    One,
-    /// So many for each device.
-    Divided(usize),
-    /// They do not divide.
-    Uneven,
-}
+/// The three tensors of a convolution, of which it and its gradients read two and make the third.
+pub(super) const DATA: usize = 0;
+pub(super) const FILTERS: usize = 1;
+pub(super) const RESULT: usize = 2;
 
-pub(super) fn grouped(groups: usize, group: &Group) -> Grouped {
+/// How devices share a convolution or a gradient of one: the batch, output channels, input channels, or whole groups, where each runs
+/// `divided` for its own.
+pub(super) fn ways(
+    [left, right]: [usize; 2],
+    made: usize,
+    (groups, group): (usize, &Group),
+    divided: impl FnOnce(usize) -> Op,
+) -> Vec<Strategy> {
+    // Along which axis of data, filters and result.
+    let batch = [Some(0), None, Some(0)];
+    let (outs, ins) = ([None, Some(0), Some(1)], [Some(1), Some(1), None]);
+    let whole_groups = [Some(1), Some(0), Some(1)];
+    let along = |axes: [Option<usize>; 3]| Strategy::along(&[axes[left], axes[right]], &[axes[made]]);
+    let mut ways = vec![along(batch)];
     match (groups, groups % group.devices) {
-        (1, _) => Grouped::One,
-        (_, 0) => Grouped::Divided(groups / group.devices),
-        _ => Grouped::Uneven,
+        (1, _) => {
+            // Where devices make terms comes last.
+            let mut channels = [outs, ins];
+            channels.sort_by_key(|axes| axes[made].is_none());
+            ways.extend(channels.map(along));
+        }
+        (_, 0) => {
+            let own = along(whole_groups).sized(divided(groups / group.devices));
+            ways.push(Strategy { any_order: false, ..own });
+        }
+        _ => {}
     }
+    ways.extend([[true, false], [false, true]].map(|terms| Strategy::linear(&terms, 1)));
+    ways
 }
 
 /// Small cases.

@@ -9,10 +9,8 @@ use super::ring::Ring;
 use crate::buffer::Buffer;
 use crate::compile::StageCode;
 use crate::desk::sum::Contribution;
-use crate::gradient::Terms;
+use crate::gradient::{Terms, gradient_bytes};
 use crate::norm::Squares;
-use crate::stepper::wide;
-use compiler::tensor::DType;
 use std::sync::Arc;
 
 /// What can be brought to members in other processes.
@@ -28,11 +26,6 @@ pub trait Carried: Sized {
 
     /// The most bytes that it takes.
     fn most(form: &Self::Form) -> usize;
-}
-
-/// The size of a gradient of so many bytes of weights.
-pub fn gradient_bytes(dtype: DType, bytes: usize) -> usize {
-    bytes / dtype.size().max(1) * wide(dtype).size()
 }
 
 /// What replicas of a stage bring.

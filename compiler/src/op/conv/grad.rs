@@ -1,7 +1,8 @@
 //! The gradients of convolution for its input and its weight, as ops of their own.
 
 use super::{
-    Case, Grouped, cases, check_groups, each_product, flops, grouped, input_grad, known_kernel, two, weight_grad, write,
+    Case, DATA, FILTERS, RESULT, cases, check_groups, each_product, flops, input_grad, known_kernel, two, ways,
+    weight_grad, write,
 };
 use crate::op::sample::ramp;
 use crate::op::window::number;
@@ -53,20 +54,8 @@ impl Rule for ConvInputGrad {
     }
 
     fn strategies(&self, _: &[&Fact], _: &[Fact], group: &Group) -> Vec<Strategy> {
-        let mut ways = vec![Strategy::along(&[Some(0), None], &[Some(0)])];
-        match grouped(self.groups, group) {
-            Grouped::One => {
-                ways.push(Strategy::along(&[None, Some(1)], &[Some(1)]));
-                ways.push(Strategy::along(&[Some(1), Some(0)], &[None]));
-            }
-            Grouped::Divided(groups) => {
-                let op = Op::ConvInputGrad(ConvInputGrad { groups, ..self.clone() });
-                ways.push(Strategy { any_order: false, ..Strategy::along(&[Some(1), Some(0)], &[Some(1)]).sized(op) });
-            }
-            Grouped::Uneven => {}
-        }
-        ways.extend([[true, false], [false, true]].map(|terms| Strategy::linear(&terms, 1)));
-        ways
+        let divided = |groups| Op::ConvInputGrad(ConvInputGrad { groups, ..self.clone() });
+        ways([RESULT, FILTERS], DATA, (self.groups, group), divided)
     }
 
     fn reference(&self, inputs: &[View<'_>], outputs: &mut [ViewMut<'_>]) -> Result<(), KernelError> {
@@ -120,20 +109,8 @@ impl Rule for ConvWeightGrad {
     }
 
     fn strategies(&self, _: &[&Fact], _: &[Fact], group: &Group) -> Vec<Strategy> {
-        let mut ways = vec![Strategy::along(&[Some(0), Some(0)], &[None])];
-        match grouped(self.groups, group) {
-            Grouped::One => {
-                ways.push(Strategy::along(&[Some(1), None], &[Some(0)]));
-                ways.push(Strategy::along(&[None, Some(1)], &[Some(1)]));
-            }
-            Grouped::Divided(groups) => {
-                let op = Op::ConvWeightGrad(ConvWeightGrad { groups, ..self.clone() });
-                ways.push(Strategy { any_order: false, ..Strategy::along(&[Some(1), Some(1)], &[Some(0)]).sized(op) });
-            }
-            Grouped::Uneven => {}
-        }
-        ways.extend([[true, false], [false, true]].map(|terms| Strategy::linear(&terms, 1)));
-        ways
+        let divided = |groups| Op::ConvWeightGrad(ConvWeightGrad { groups, ..self.clone() });
+        ways([RESULT, DATA], FILTERS, (self.groups, group), divided)
     }
 
     fn reference(&self, inputs: &[View<'_>], outputs: &mut [ViewMut<'_>]) -> Result<(), KernelError> {

@@ -15,6 +15,7 @@ impl Formulation<'_> {
         let lanes = |stage: usize| Lanes { replicas: self.choice.replicas[stage], in_flight: self.choice.caps[stage] };
         let versions = |stage: usize| self.scope.flow.versions(lanes(stage), First::Known(lanes(0)));
         let versions: Vec<u32> = (0..self.stages()).map(versions).collect();
+        let used = problem.graph.used_bytes();
         for (stage, versions) in versions.into_iter().enumerate() {
             let Some(limit) = problem.limit_of(self.choice.devices(stage)) else { continue };
             let limit = limit as f64;
@@ -33,7 +34,6 @@ impl Formulation<'_> {
             let mut sum = self.parameters(stage, each(Holdings { weights: MANY, ..none }), 1.0);
             sum += self.shared(stage, each(Holdings { shared: MANY, ..none }), 1.0);
             let [saved, terms] = [Holdings { saved: MANY, ..none }, Holdings { terms: MANY, ..none }].map(each);
-            let used = problem.graph.used_bytes();
             // Every stage but the first counts as one that others wait for, and no gradient as one that comes as it is.
             let halves = if stage == 0 { 0.0 } else { f64::from(multiples.apart) / limit };
             sum += self.sum(stage, 1.0, |op| {
