@@ -182,6 +182,48 @@ fn products_of_many_shapes() {
     }
 }
 
+/// The inputs of a recurrent layer with so many gates and states: x, both weights, both biases, the states before the first step.
+fn layer(gates: usize, states: usize, [steps, batch, width, hidden]: [usize; 4]) -> Vec<Tensor> {
+    let weight = |columns: usize, seed| {
+        let shape = [gates * hidden, columns];
+        let drawn = random(&shape, seed).to_f64();
+        let scaled: Vec<f32> = drawn.iter().map(|v| (v / (columns as f64).sqrt()) as f32).collect();
+        Tensor::from_f32(&shape, &scaled)
+    };
+    let bias = |seed| random(&[gates * hidden], seed);
+    let mut inputs = vec![random(&[steps, batch, width], 1), weight(width, 2), weight(hidden, 3), bias(4), bias(5)];
+    inputs.extend((0..states).map(|state| random(&[batch, hidden], 6 + state as u64)));
+    inputs
+}
+
+#[test]
+fn recurrent_layers_of_many_shapes() {
+    // With 8 steps and more the recurrent weight is laid out; the last one is larger than one part of it.
+    for sizes in [[2, 3, 4, 5], [9, 1, 3, 8], [8, 2, 5, 3], [11, 5, 6, 17], [9, 16, 8, 50], [8, 20, 3, 200]] {
+        let [steps, batch, _, hidden] = sizes;
+        let arrived = [random(&[steps, batch, hidden], 10), random(&[batch, hidden], 11), random(&[batch, hidden], 12)];
+        let both = |forward: Op, grad: Op, inputs: Vec<Tensor>, states: usize, kept: usize| {
+            let what = format!("{sizes:?} {forward:?}");
+            let made = reference(&forward, &inputs, &infer(&forward, &inputs)).unwrap();
+            // What arrives, x and the weights, the states before, y, and what the forward run keeps.
+            let read = arrived[..1 + states].iter().chain(&inputs[..3]).chain(&inputs[5..]).chain(&made[..1]);
+            let read: Vec<Tensor> = read.chain(&made[made.len() - kept..]).cloned().collect();
+            ask_both(&what, forward, &inputs);
+            ask_both(&what, grad, &read);
+        };
+        for reverse in [false, true] {
+            both(Op::Lstm(Lstm { reverse }), Op::LstmGrad(LstmGrad { reverse }), layer(4, 2, sizes), 2, 2);
+            for reset_after in [false, true] {
+                let (forward, grad) = (Gru { reverse, reset_after }, GruGrad { reverse, reset_after });
+                both(Op::Gru(forward), Op::GruGrad(grad), layer(3, 1, sizes), 1, 1);
+            }
+            let activation = if reverse { Activation::Tanh } else { Activation::Sigmoid };
+            let (forward, grad) = (Rnn { reverse, activation }, RnnGrad { reverse, activation });
+            both(Op::Rnn(forward), Op::RnnGrad(grad), layer(1, 1, sizes), 1, 0);
+        }
+    }
+}
+
 fn window(strides: &[usize], begin: &[usize], end: &[usize], dilations: &[usize]) -> Window {
     Window {
         strides: strides.to_vec(),

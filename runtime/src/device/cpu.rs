@@ -43,6 +43,7 @@ pub mod panels;
 pub mod patches;
 pub mod pool;
 pub mod real;
+mod recurrent;
 pub mod reduce;
 pub mod rnn;
 pub mod softmax;

@@ -2,9 +2,9 @@
 //! one for the whole sequence where they do not.
 
 use super::lstm::{Sizes, logistic, of_state, plain, turned};
-use super::matmul::{Matrix, has_panels, product};
-use super::movement::transpose_matrix;
+use super::matmul::{Matrix, product};
 use super::real::Real;
+use super::recurrent::Recurrent;
 use super::rnn::{columns, next};
 use super::wide::wide;
 use super::{ALIGNMENT, Fast, Layout};
@@ -41,34 +41,31 @@ fn from_column<T>(values: &[T], first: usize, row: usize) -> Matrix<'_, T> {
 fn forward<T: Real>(reverse: bool, reset_after: bool, sizes: Sizes) -> Fast {
     let Sizes { steps, batch, width, hidden } = sizes;
     let (two, three, four) = (2 * hidden, 3 * hidden, 4 * hidden);
-    let laid_out = if has_panels::<T>(batch, hidden) { 0 } else { hidden * three };
+    // The candidate's product follows when it is known what the reset gate leaves of the state.
+    let together = if reset_after { three } else { two };
+    let all = Recurrent::of::<T>(steps, [batch, together, hidden], true);
+    let alone = Recurrent::of::<T>(steps, [batch, if reset_after { 0 } else { hidden }, hidden], true);
     let fast = Fast::new(move |inputs, outputs, workspace| {
         let [x, w_ih, w_hh, b_ih, b_hh, h0] = [0, 1, 2, 3, 4, 5].map(|i| cast_slice::<u8, T>(inputs[i]));
         let [y, last_h, gates] = outputs else { unreachable!("a GRU has three outputs") };
         let [y, last_h, gates] = [y, last_h, gates].map(|o| cast_slice_mut::<u8, T>(o));
-        // Without panels every step would pack this matrix slowly, so it is laid out once.
-        let (w_hh_turned, rest) = cast_slice_mut::<u8, T>(workspace).split_at_mut(laid_out);
-        let sums = &mut rest[..batch * three];
-        let of_candidate = (two * hidden).min(w_hh.len());
-        let (mut all, mut candidate) = (turned(w_hh, hidden), turned(&w_hh[of_candidate..], hidden));
-        if laid_out > 0 {
-            transpose_matrix(w_hh, hidden, w_hh_turned, three, [hidden, three]);
-            (all, candidate) = (plain(w_hh_turned, three), from_column(w_hh_turned, two, three));
-        }
+        let (of_all, rest) = workspace.split_at_mut(all.bytes::<T>());
+        let (of_candidate, rest) = rest.split_at_mut(alone.bytes::<T>());
+        let all = all.laid(w_hh, of_all);
+        let candidate = alone.laid(&w_hh[two * hidden..], of_candidate);
+        let sums = &mut cast_slice_mut::<u8, T>(rest)[..batch * three];
         product([steps * batch, three, width], plain(x, width), turned(w_ih, width), gates, four, false);
         let (mut rest, mut h): (&mut [T], &[T]) = (y, h0);
         for t in order(steps, reverse) {
             let gates = &mut gates[sizes.step(t, four)];
-            // The candidate's product follows when it is known what the reset gate leaves of the state.
-            let together = if reset_after { three } else { two };
-            product([batch, together, hidden], plain(h, hidden), all, sums, three, false);
+            all.multiply(t, plain(h, hidden), sums, three, false);
             for n in 0..batch {
                 let gates = &mut gates[n * four..(n + 1) * four];
                 open(gates, &sums[n * three..(n + 1) * three], b_ih, b_hh, &h[n * hidden..(n + 1) * hidden]);
             }
             if !reset_after && hidden > 0 && batch > 0 {
                 let left = from_column(gates, three, four);
-                product([batch, hidden, hidden], left, candidate, &mut sums[two..], three, false);
+                candidate.multiply(t, left, &mut sums[two..], three, false);
             }
             let step = next(&mut rest, batch * hidden, reverse);
             for n in 0..batch {
@@ -81,7 +78,7 @@ fn forward<T: Real>(reverse: bool, reset_after: bool, sizes: Sizes) -> Fast {
         last_h.copy_from_slice(h);
         Ok(())
     });
-    fast.with_workspace((laid_out + batch * three) * size_of::<T>())
+    fast.with_workspace(all.bytes::<T>() + alone.bytes::<T>() + batch * three * size_of::<T>())
 }
 
 wide! {
@@ -127,19 +124,25 @@ fn backward<T: Real>(reverse: bool, reset_after: bool, sizes: Sizes) -> Fast {
     let Sizes { steps, batch, width, hidden } = sizes;
     let (two, three, four, rows) = (2 * hidden, 3 * hidden, 4 * hidden, steps * batch);
     let sums_bytes = (three * size_of::<f64>()).next_multiple_of(ALIGNMENT);
+    let of_gates = Recurrent::of::<T>(steps, [batch, hidden, two], false);
+    let of_candidate = Recurrent::of::<T>(steps, [batch, hidden, hidden], false);
     let fast = Fast::new(move |inputs, outputs, workspace| {
         let [dy, last_dh, x, w_ih, w_hh] = [0, 1, 2, 3, 4].map(|i| cast_slice::<u8, T>(inputs[i]));
         let [h0, y, gates] = [5, 6, 7].map(|i| cast_slice::<u8, T>(inputs[i]));
         let [dx, dw_ih, dw_hh, db_ih, db_hh, dh] = outputs else { unreachable!("its gradient has six outputs") };
         let [dx, dw_ih, dw_hh] = [dx, dw_ih, dw_hh].map(|o| cast_slice_mut::<u8, T>(o));
         let [db_ih, db_hh, dh] = [db_ih, db_hh, dh].map(|o| cast_slice_mut::<u8, T>(o));
-        let (sums, rest) = workspace.split_at_mut(sums_bytes);
+        let (gate_room, rest) = workspace.split_at_mut(of_gates.bytes::<T>());
+        let (candidate_room, rest) = rest.split_at_mut(of_candidate.bytes::<T>());
+        let (w_gates, w_candidate) = w_hh.split_at(two * hidden);
+        let (w_gates, w_candidate) =
+            (of_gates.laid(w_gates, gate_room), of_candidate.laid(w_candidate, candidate_room));
+        let (sums, rest) = rest.split_at_mut(sums_bytes);
         let sums = &mut cast_slice_mut::<u8, f64>(sums)[..three];
         // What arrives at the sums from x, at those of the candidate from h, and through the candidate's weight.
         let (da, rest) = cast_slice_mut::<u8, T>(rest).split_at_mut(rows * three);
         let (e, rest) = rest.split_at_mut(rows * hidden);
         let through = &mut rest[..batch * hidden];
-        let (w_gates, w_candidate) = w_hh.split_at(two * hidden);
         dh.copy_from_slice(last_dh);
         for t in order(steps, !reverse) {
             let h = before(t, steps, reverse).map_or(h0, |t| &y[sizes.step(t, hidden)]);
@@ -150,13 +153,13 @@ fn backward<T: Real>(reverse: bool, reset_after: bool, sizes: Sizes) -> Fast {
                 let da = &mut da[n * three..(n + 1) * three];
                 mix_grad(&dy[row.clone()], &mut dh[row.clone()], gates, &h[row.clone()], da, &mut e[row], reset_after);
             }
-            product([batch, hidden, hidden], plain(e, hidden), plain(w_candidate, hidden), through, hidden, false);
+            w_candidate.multiply(t, plain(e, hidden), through, hidden, false);
             for n in 0..batch {
                 let (row, gates) = (n * hidden..(n + 1) * hidden, &gates[n * four..(n + 1) * four]);
                 let da = &mut da[n * three..(n + 1) * three];
                 open_grad(&mut dh[row.clone()], gates, &h[row.clone()], &through[row], da, reset_after);
             }
-            product([batch, hidden, two], plain(da, three), plain(w_gates, hidden), dh, hidden, true);
+            w_gates.multiply(t, plain(da, three), dh, hidden, true);
         }
         let (da, e) = (&*da, &*e);
         product([rows, width, three], plain(da, three), plain(w_ih, width), dx, width, false);
@@ -175,7 +178,8 @@ fn backward<T: Real>(reverse: bool, reset_after: bool, sizes: Sizes) -> Fast {
         db_hh.iter_mut().zip(&*sums).for_each(|(d, sum)| *d = T::of(*sum));
         Ok(())
     });
-    fast.with_workspace(sums_bytes + (rows * four + batch * hidden) * size_of::<T>())
+    let laid = of_gates.bytes::<T>() + of_candidate.bytes::<T>();
+    fast.with_workspace(laid + sums_bytes + (rows * four + batch * hidden) * size_of::<T>())
 }
 
 wide! {

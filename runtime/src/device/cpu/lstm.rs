@@ -1,20 +1,14 @@
 //! The long short-term memory and its gradient: products by `gemm`, one a step where the steps depend on each other,
 //! one for the whole sequence where they do not.
 
-use super::matmul::{Matrix, has_panels, product};
-use super::movement::transpose_matrix;
+use super::matmul::{Matrix, product};
 use super::real::Real;
+use super::recurrent::Recurrent;
 use super::wide::wide;
 use super::{ALIGNMENT, Fast, Layout};
 use bytemuck::{cast_slice, cast_slice_mut};
 use compiler::op::lstm::{before, order};
 use compiler::tensor::DType;
-use std::ops::Range;
-
-/// Bytes of a part of a recurrent weight, a quarter of the second-level cache, …
-const PART_BYTES: usize = 512 * 1024;
-/// … of so many rows and more, so that products stay large ones.
-const PART_ROWS: usize = 256;
 
 /// Steps, rows of the batch, width of the input, units.
 #[derive(Clone, Copy)]
@@ -70,29 +64,19 @@ pub(super) fn turned<T>(values: &[T], row: usize) -> Matrix<'_, T> {
 fn forward<T: Real>(reverse: bool, sizes: Sizes) -> Fast {
     let Sizes { steps, batch, width, hidden } = sizes;
     let wide = 4 * hidden;
-    let laid_out = if has_panels::<T>(batch, wide) { 0 } else { hidden * wide };
+    let recurrent = Recurrent::of::<T>(steps, [batch, wide, hidden], true);
     let fast = Fast::new(move |inputs, outputs, workspace| {
         let [x, w_ih, w_hh, b_ih, b_hh, h0, c0] = [0, 1, 2, 3, 4, 5, 6].map(|i| cast_slice::<u8, T>(inputs[i]));
         let [y, last_h, last_c, gates, cells] = outputs else { unreachable!("an LSTM has five outputs") };
         let [y, last_h, last_c] = [y, last_h, last_c].map(|o| cast_slice_mut::<u8, T>(o));
         let [gates, cells] = [gates, cells].map(|o| cast_slice_mut::<u8, T>(o));
-        // Without panels every step would pack this matrix slowly, so it is laid out once.
-        let w_hh_turned = &mut cast_slice_mut::<u8, T>(&mut workspace[..laid_out * size_of::<T>()])[..];
-        if laid_out > 0 {
-            transpose_matrix(w_hh, hidden, w_hh_turned, wide, [hidden, wide]);
-        }
-        let w_hh = if laid_out > 0 { plain(w_hh_turned, wide) } else { turned(w_hh, hidden) };
-        let parts = Parts::of(wide, hidden * size_of::<T>());
+        let w_hh = recurrent.laid(w_hh, workspace);
         product([steps * batch, wide, width], plain(x, width), turned(w_ih, width), gates, wide, false);
         let (mut h, mut c): (&[T], &[T]) = (h0, c0);
         let mut rest = Sequences { reverse, batch, y: &mut *y, cells: &mut *cells };
         for t in order(steps, reverse) {
             let gates = &mut gates[sizes.step(t, wide)];
-            for units in parts.in_turn(t) {
-                let w_hh = Matrix { values: &w_hh.values[units.start * w_hh.strides.1..], ..w_hh };
-                let (count, gates) = (units.len(), &mut gates[units.start..]);
-                product([batch, count, hidden], plain(h, hidden), w_hh, gates, wide, true);
-            }
+            w_hh.multiply(t, plain(h, hidden), gates, wide, true);
             let (step_y, step_cells) = rest.next(hidden);
             for n in 0..batch {
                 let row = n * hidden..(n + 1) * hidden;
@@ -105,32 +89,7 @@ fn forward<T: Real>(reverse: bool, sizes: Sizes) -> Fast {
         last_c.copy_from_slice(c);
         Ok(())
     });
-    fast.with_workspace(laid_out * size_of::<T>())
-}
-
-/// Rows of a recurrent weight that are read one behind the other. A weight that is larger than the second-level cache would be read from
-/// beyond it in every step; so one step goes through the parts forward and the next one backward, and begins with what is still there.
-#[derive(Clone, Copy)]
-pub(super) struct Parts {
-    rows: usize,
-    part: usize,
-}
-
-impl Parts {
-    /// A weight of so many rows of so many bytes.
-    pub fn of(rows: usize, row_bytes: usize) -> Parts {
-        let count = (rows * row_bytes).div_ceil(PART_BYTES).clamp(1, rows.max(1));
-        Parts { rows, part: rows.div_ceil(count).next_multiple_of(PART_ROWS) }
-    }
-
-    /// The parts in the order of step `t`.
-    pub fn in_turn(self, t: usize) -> impl Iterator<Item = Range<usize>> {
-        let count = self.rows.div_ceil(self.part.max(1));
-        (0..count).map(move |at| {
-            let at = if t.is_multiple_of(2) { at } else { count - 1 - at };
-            at * self.part..self.rows.min((at + 1) * self.part)
-        })
-    }
+    fast.with_workspace(recurrent.bytes::<T>())
 }
 
 /// What is not yet written of y and of the cells, so that the step before can be read while the next one is written.
@@ -190,18 +149,20 @@ fn backward<T: Real>(reverse: bool, sizes: Sizes) -> Fast {
     let Sizes { steps, batch, width, hidden } = sizes;
     let (wide, rows) = (4 * hidden, steps * batch);
     let sums_bytes = (wide * size_of::<f64>()).next_multiple_of(ALIGNMENT);
+    let recurrent = Recurrent::of::<T>(steps, [batch, hidden, wide], false);
     let fast = Fast::new(move |inputs, outputs, workspace| {
         let [dy, last_dh, last_dc, x, w_ih, w_hh] = [0, 1, 2, 3, 4, 5].map(|i| cast_slice::<u8, T>(inputs[i]));
         let [h0, c0, y, gates, cells] = [6, 7, 8, 9, 10].map(|i| cast_slice::<u8, T>(inputs[i]));
         let [dx, dw_ih, dw_hh, db, dh, dc] = outputs else { unreachable!("its gradient has six outputs") };
         let [dx, dw_ih, dw_hh] = [dx, dw_ih, dw_hh].map(|o| cast_slice_mut::<u8, T>(o));
         let [db, dh, dc] = [db, dh, dc].map(|o| cast_slice_mut::<u8, T>(o));
-        let (sums, rest) = workspace.split_at_mut(sums_bytes);
+        let (panels, rest) = workspace.split_at_mut(recurrent.bytes::<T>());
+        let w_hh = recurrent.laid(w_hh, panels);
+        let (sums, rest) = rest.split_at_mut(sums_bytes);
         let sums = &mut cast_slice_mut::<u8, f64>(sums)[..wide];
         let da = &mut cast_slice_mut::<u8, T>(rest)[..rows * wide];
         dh.copy_from_slice(last_dh);
         dc.copy_from_slice(last_dc);
-        let parts = Parts::of(wide, hidden * size_of::<T>());
         for t in order(steps, !reverse) {
             let c_before = before(t, steps, reverse).map_or(c0, |t| &cells[sizes.step(t, hidden)]);
             let da = &mut da[sizes.step(t, wide)];
@@ -213,10 +174,7 @@ fn backward<T: Real>(reverse: bool, sizes: Sizes) -> Fast {
                 let (cells, c_before) = (&cells[row.clone()], &c_before[row.clone()]);
                 cell_grad(&dy[row], dh, dc, &gates[four.clone()], cells, c_before, &mut da[four]);
             }
-            for (at, units) in parts.in_turn(t).enumerate() {
-                let (da, w_hh) = (&da[units.start..], &w_hh[units.start * hidden..]);
-                product([batch, hidden, units.len()], plain(da, wide), plain(w_hh, hidden), dh, hidden, at > 0);
-            }
+            w_hh.multiply(t, plain(da, wide), dh, hidden, false);
         }
         let da = &*da;
         product([rows, width, wide], plain(da, wide), plain(w_ih, width), dx, width, false);
@@ -229,7 +187,7 @@ fn backward<T: Real>(reverse: bool, sizes: Sizes) -> Fast {
         db.iter_mut().zip(&*sums).for_each(|(d, sum)| *d = T::of(*sum));
         Ok(())
     });
-    fast.with_workspace(sums_bytes + rows * wide * size_of::<T>())
+    fast.with_workspace(recurrent.bytes::<T>() + sums_bytes + rows * wide * size_of::<T>())
 }
 
 /// The gradient of the first `n` rows of a recurrent weight, from what arrives at the sums, `row` of it a step and row

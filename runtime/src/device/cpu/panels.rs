@@ -14,6 +14,7 @@
 
 pub mod dots;
 pub mod images;
+pub mod laid;
 pub mod matrix;
 pub mod pack;
 pub mod product;

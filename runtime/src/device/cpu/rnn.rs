@@ -2,9 +2,9 @@
 //! for the whole sequence where they do not.
 
 use super::lstm::{Sizes, logistic, of_state, plain, turned};
-use super::matmul::{has_panels, product};
-use super::movement::transpose_matrix;
+use super::matmul::product;
 use super::real::Real;
+use super::recurrent::Recurrent;
 use super::wide::wide;
 use super::{ALIGNMENT, Fast, Layout};
 use bytemuck::{cast_slice, cast_slice_mut};
@@ -44,29 +44,24 @@ pub(super) fn next<'a, T>(from: &mut &'a mut [T], size: usize, reverse: bool) ->
 
 fn forward<T: Real>(reverse: bool, activation: Activation, sizes: Sizes) -> Fast {
     let Sizes { steps, batch, width, hidden } = sizes;
-    let laid_out = if has_panels::<T>(batch, hidden) { 0 } else { hidden * hidden };
+    let recurrent = Recurrent::of::<T>(steps, [batch, hidden, hidden], true);
     let fast = Fast::new(move |inputs, outputs, workspace| {
         let [x, w_ih, w_hh, b_ih, b_hh, h0] = [0, 1, 2, 3, 4, 5].map(|i| cast_slice::<u8, T>(inputs[i]));
         let [y, last_h] = outputs else { unreachable!("a recurrent layer has two outputs") };
         let [y, last_h] = [y, last_h].map(|o| cast_slice_mut::<u8, T>(o));
-        // Without panels every step would pack this matrix slowly, so it is laid out once.
-        let w_hh_turned = &mut cast_slice_mut::<u8, T>(&mut workspace[..laid_out * size_of::<T>()])[..];
-        if laid_out > 0 {
-            transpose_matrix(w_hh, hidden, w_hh_turned, hidden, [hidden, hidden]);
-        }
-        let w_hh = if laid_out > 0 { plain(w_hh_turned, hidden) } else { turned(w_hh, hidden) };
+        let w_hh = recurrent.laid(w_hh, workspace);
         product([steps * batch, hidden, width], plain(x, width), turned(w_ih, width), y, hidden, false);
         let (mut rest, mut h): (&mut [T], &[T]) = (y, h0);
-        for _ in 0..steps {
+        for t in 0..steps {
             let step = next(&mut rest, batch * hidden, reverse);
-            product([batch, hidden, hidden], plain(h, hidden), w_hh, step, hidden, true);
+            w_hh.multiply(t, plain(h, hidden), step, hidden, true);
             step.chunks_exact_mut(hidden.max(1)).for_each(|row| cell(row, b_ih, b_hh, activation));
             h = step;
         }
         last_h.copy_from_slice(h);
         Ok(())
     });
-    fast.with_workspace(laid_out * size_of::<T>())
+    fast.with_workspace(recurrent.bytes::<T>())
 }
 
 wide! {
@@ -87,11 +82,14 @@ fn backward<T: Real>(reverse: bool, activation: Activation, sizes: Sizes) -> Fas
     let Sizes { steps, batch, width, hidden } = sizes;
     let rows = steps * batch;
     let sums_bytes = (hidden * size_of::<f64>()).next_multiple_of(ALIGNMENT);
+    let recurrent = Recurrent::of::<T>(steps, [batch, hidden, hidden], false);
     let fast = Fast::new(move |inputs, outputs, workspace| {
         let [dy, last_dh, x, w_ih, w_hh, h0, y] = [0, 1, 2, 3, 4, 5, 6].map(|i| cast_slice::<u8, T>(inputs[i]));
         let [dx, dw_ih, dw_hh, db, dh] = outputs else { unreachable!("its gradient has five outputs") };
         let [dx, dw_ih, dw_hh, db, dh] = [dx, dw_ih, dw_hh, db, dh].map(|o| cast_slice_mut::<u8, T>(o));
-        let (sums, rest) = workspace.split_at_mut(sums_bytes);
+        let (panels, rest) = workspace.split_at_mut(recurrent.bytes::<T>());
+        let w_hh = recurrent.laid(w_hh, panels);
+        let (sums, rest) = rest.split_at_mut(sums_bytes);
         let sums = &mut cast_slice_mut::<u8, f64>(sums)[..hidden];
         let da = &mut cast_slice_mut::<u8, T>(rest)[..rows * hidden];
         dh.copy_from_slice(last_dh);
@@ -99,7 +97,7 @@ fn backward<T: Real>(reverse: bool, activation: Activation, sizes: Sizes) -> Fas
             let step = sizes.step(t, hidden);
             let da = &mut da[step.clone()];
             cell_grad(&dy[step.clone()], dh, &y[step], da, activation);
-            product([batch, hidden, hidden], plain(da, hidden), plain(w_hh, hidden), dh, hidden, false);
+            w_hh.multiply(t, plain(da, hidden), dh, hidden, false);
         }
         let da = &*da;
         product([rows, width, hidden], plain(da, hidden), plain(w_ih, width), dx, width, false);
@@ -109,7 +107,7 @@ fn backward<T: Real>(reverse: bool, activation: Activation, sizes: Sizes) -> Fas
         db.iter_mut().zip(&*sums).for_each(|(d, sum)| *d = T::of(*sum));
         Ok(())
     });
-    fast.with_workspace(sums_bytes + rows * hidden * size_of::<T>())
+    fast.with_workspace(recurrent.bytes::<T>() + sums_bytes + rows * hidden * size_of::<T>())
 }
 
 /// The sum of every column of a matrix whose rows have `row` columns.

@@ -12,7 +12,7 @@ use std::arch::x86_64::{
 };
 
 /// Up to so many rows.
-pub const MOST_ROWS: usize = 8;
+pub const MOST_ROWS: usize = 4;
 
 /// `c = a bᵀ`, or `c += a bᵀ` with `add`, for sizes m, n, k of at most [`MOST_ROWS`] rows m; elements of rows of `a` and of `b` are
 /// neighbours, rows of `c` lie `far` apart. Every element is summed up before it is written.
@@ -26,11 +26,7 @@ pub unsafe fn dots([m, n, k]: [usize; 3], a: Rows, b: Rows, (c, far): (*mut f32,
             1 => tiles::<1, 16>(n, k, a, b, (c, far), add),
             2 => tiles::<2, 8>(n, k, a, b, (c, far), add),
             3 => tiles::<3, 5>(n, k, a, b, (c, far), add),
-            4 => tiles::<4, 4>(n, k, a, b, (c, far), add),
-            5 => tiles::<5, 3>(n, k, a, b, (c, far), add),
-            6 => tiles::<6, 2>(n, k, a, b, (c, far), add),
-            7 => tiles::<7, 2>(n, k, a, b, (c, far), add),
-            MOST_ROWS => tiles::<8, 2>(n, k, a, b, (c, far), add),
+            MOST_ROWS => tiles::<4, 4>(n, k, a, b, (c, far), add),
             _ => unreachable!("there are at most {MOST_ROWS} rows"),
         }
     }

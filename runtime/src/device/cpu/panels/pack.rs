@@ -82,6 +82,13 @@ pub unsafe fn right(b: Rows, depth: usize, columns: usize, panel: *mut f32) {
                 turned(from, b.step, width, depth, to, pitch);
                 continue;
             }
+            if b.step == 1 {
+                let lanes = !0u16 >> (LANES - width);
+                for p in 0..depth {
+                    _mm512_storeu_ps(to.add(p * pitch), _mm512_maskz_loadu_ps(lanes, from.add(p * b.row)));
+                }
+                continue;
+            }
             for p in 0..depth {
                 for lane in 0..LANES {
                     *to.add(p * pitch + lane) = if lane < width { *from.add(p * b.row + lane * b.step) } else { 0.0 };

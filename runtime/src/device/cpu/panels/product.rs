@@ -5,10 +5,12 @@ use super::matrix::{Plain, Turned};
 use super::tile::{Tiles, tiles};
 use super::{Ahead, COLUMNS, DEPTH, LANES, Left, ROWS, Right, Rows, Target, VECTORS, piece, whole_pieces};
 use std::cell::RefCell;
-use std::ops::Range;
+use std::ops::{Range, RangeInclusive};
 
 /// Rows whose panels stay in the second-level cache.
 const BLOCK: usize = 96 * ROWS;
+/// Elements of a left factor that have room.
+pub const MOST_LEFT: usize = BLOCK * DEPTH;
 /// Up to so many columns a left factor that lies well is not copied: a copy would be read as rarely as it is written.
 const FEW_COLUMNS: usize = 2 * COLUMNS;
 
@@ -31,10 +33,15 @@ struct Panels {
 thread_local! {
     /// Allocated with the first product of a thread.
     static PANELS: RefCell<Panels> = RefCell::new(Panels {
-        a: vec![Line([0.0; LANES]); BLOCK * DEPTH / LANES],
+        a: vec![Line([0.0; LANES]); MOST_LEFT / LANES],
         b: vec![Line([0.0; LANES]); COLUMNS * DEPTH / LANES],
         tile: vec![Line([0.0; LANES]); ROWS * VECTORS],
     });
+}
+
+/// The thread's room for panels of a left factor, [`MOST_LEFT`] elements.
+pub fn with_left<R>(work: impl FnOnce(*mut f32) -> R) -> R {
+    PANELS.with_borrow_mut(|panels| work(panels.a.as_mut_ptr().cast()))
 }
 
 /// `c = a b`, or `c += a b` with `add`, for sizes m, n, k, none of them 0.
@@ -163,8 +170,9 @@ impl Block<'_> {
     }
 }
 
-/// Up to so many rows a right factor that lies transposed is read in place, as the left one of the transposed product.
-const FEW_ROWS: usize = 48;
+/// With so many rows a right factor that lies transposed is read in place, as the left one of the transposed product. With fewer or more its
+/// panels are made faster than that.
+const FEW_ROWS: RangeInclusive<usize> = 17..=48;
 
 /// Whether elements are summed up along the rows of both factors, of factors with this step and this distance between rows.
 fn is_of_dots(m: usize, a_step: usize, b_row: usize) -> bool {
@@ -173,7 +181,7 @@ fn is_of_dots(m: usize, a_step: usize, b_row: usize) -> bool {
 
 /// Whether the transposed product is made, of factors with this step and this distance between rows.
 fn is_transposed(m: usize, n: usize, a_step: usize, b_row: usize) -> bool {
-    m <= FEW_ROWS && n > m && b_row == 1 && a_step == 1
+    FEW_ROWS.contains(&m) && n > m && b_row == 1 && a_step == 1
 }
 
 /// `c = a b`, or `c += a b` with `add`, of matrices in memory, the rows of `c` so far apart.

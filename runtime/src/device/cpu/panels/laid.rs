@@ -1,0 +1,159 @@
+//! A right factor that is laid out in panels once, for many products of few rows: each reads it from one end to the other, so that it comes
+//! from beyond the second-level cache as fast as it can.
+//!
+//! ```text
+//! for every 48 columns:  a panel [depth][48], the last ones [depth][32] or [depth][16]
+//! ```
+
+use super::product::{MOST_LEFT, with_left};
+use super::tile::{Tiles, tiles};
+use super::{Ahead, LANES, Left, ROWS, Right, Rows, VECTORS, piece, whole_pieces};
+
+/// How many of the depth are summed in registers at once, at most: products of few rows gain by less adding.
+const DEPTH: usize = 512;
+
+/// How many elements the panels of a factor of so many columns and so much depth are.
+pub fn elements(columns: usize, depth: usize) -> usize {
+    columns.div_ceil(LANES) * LANES * depth
+}
+
+/// Whether a left factor of so much depth can be read.
+pub fn is_for(depth: usize) -> bool {
+    depth * ROWS <= MOST_LEFT
+}
+
+/// Lays out a factor of so many columns and so much depth.
+///
+/// # Safety
+/// The processor has AVX-512, the factor has this size, and `to` has room for its [`elements`].
+pub unsafe fn lay<B: Right>(b: &B, [columns, depth]: [usize; 2], to: *mut f32) {
+    for vectors in (0..columns.div_ceil(LANES)).step_by(VECTORS) {
+        let first = vectors * LANES;
+        let own = first..columns.min(first + VECTORS * LANES);
+        // SAFETY: the caller's word.
+        unsafe { b.pack(0..depth, own, to.wrapping_add(first * depth)) };
+    }
+}
+
+/// `c = a b`, or `c += a b` with `add`, for sizes m, n, k, none of them 0, and the panels of b. With `backwards` they are read from the
+/// last one to the first, for what is still in a cache from the last product.
+///
+/// # Safety
+/// The processor has AVX-512, [`is_for`] this depth, and the factors and the result, whose rows are so far apart, have these sizes.
+pub unsafe fn product(
+    [m, n, k]: [usize; 3],
+    a: Rows,
+    laid: *const f32,
+    (c, far): (*mut f32, usize),
+    add: bool,
+    backwards: bool,
+) {
+    let block = (MOST_LEFT / k / ROWS * ROWS).min(m.next_multiple_of(ROWS));
+    let depth = k.div_ceil(k.div_ceil(DEPTH)).next_multiple_of(LANES);
+    let panels = n.div_ceil(LANES).div_ceil(VECTORS);
+    with_left(|left| {
+        for first in (0..m).step_by(block) {
+            let rows = first..m.min(first + block);
+            // SAFETY: the caller's word; there is room for so many rows.
+            unsafe { Left::pack(&a, rows.clone(), 0..k, left) };
+            for at in 0..panels {
+                let at = if backwards { panels - 1 - at } else { at };
+                let first_column = at * VECTORS * LANES;
+                let columns = (n - first_column).min(VECTORS * LANES);
+                let vectors = columns.div_ceil(LANES);
+                let panel = laid.wrapping_add(first_column * k);
+                let next =
+                    if backwards { panel.wrapping_sub(VECTORS * LANES * k) } else { panel.wrapping_add(columns * k) };
+                let mut ahead = Ahead::of(next, [k, VECTORS * LANES], VECTORS * LANES);
+                for from in (0..k).step_by(depth) {
+                    let depth = depth.min(k - from);
+                    let mut row = 0;
+                    while row < rows.len() {
+                        let height = piece(rows.len() - row, ROWS);
+                        let count = whole_pieces(rows.len() - row, ROWS).max(1);
+                        let to = c.wrapping_add((rows.start + row) * far + first_column);
+                        let it = Tiles {
+                            count,
+                            depth,
+                            a: Rows {
+                                at: left.wrapping_add(row * k + from * height).cast_const(),
+                                row: 1,
+                                step: height,
+                            },
+                            a_tile: ROWS * k,
+                            b: panel.wrapping_add(from * vectors * LANES),
+                            b_row: vectors * LANES,
+                            last: !0 >> (vectors * LANES - columns),
+                            c: [0, 1, 2].map(|v| to.wrapping_add(v * LANES)),
+                            c_row: far,
+                            add: add || from > 0,
+                        };
+                        // SAFETY: the caller's word; a tile ends with its rows and columns.
+                        unsafe { tiles(height, vectors, &it, &mut ahead, None) };
+                        row += count * height;
+                    }
+                }
+            }
+        }
+    });
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::is_at_hand;
+    use super::super::product::matrices;
+    use super::*;
+    use crate::data::mix;
+
+    #[repr(C, align(64))]
+    #[derive(Clone, Copy)]
+    struct Line([f32; LANES]);
+
+    /// Sizes with whole and broken tiles, panels and blocks of the depth.
+    const SHAPES: [[usize; 3]; 9] = [
+        [1, 8, 3],
+        [2, 48, 512],
+        [5, 50, 100],
+        [8, 97, 513],
+        [9, 16, 1025],
+        [16, 200, 64],
+        [23, 300, 33],
+        [40, 31, 5000],
+        [70, 1, 24576],
+    ];
+
+    fn numbers(count: usize, seed: u64) -> Vec<f32> {
+        (0..count as u64).map(|i| (mix(seed << 32 | i) >> 40) as f32 / (1u64 << 23) as f32 - 1.0).collect()
+    }
+
+    #[test]
+    fn products_are_those_of_the_factor_as_it_lies() {
+        if !is_at_hand() {
+            return println!("skipped: no AVX-512");
+        }
+        for ([m, n, k], turned) in SHAPES.iter().flat_map(|&shape| [(shape, false), (shape, true)]) {
+            assert!(is_for(k));
+            let (a, b, before) = (numbers(m * k, 1), numbers(n * k, 2), numbers(m * (n + 3), 3));
+            let left = Rows { at: a.as_ptr(), row: k, step: 1 };
+            let (row, step) = if turned { (1, k) } else { (n, 1) };
+            let right = Rows { at: b.as_ptr(), row, step };
+            let mut room = vec![Line([0.0; LANES]); elements(n, k) / LANES];
+            let room: *mut f32 = room.as_mut_ptr().cast();
+            for add in [false, true] {
+                let (mut want, mut got, mut other) = (before.clone(), before.clone(), before.clone());
+                // SAFETY: factors and results have these sizes, and the room is that of the panels.
+                unsafe {
+                    lay(&right, [n, k], room);
+                    matrices([m, n, k], left, right, (want.as_mut_ptr(), n + 3), add);
+                    product([m, n, k], left, room, (got.as_mut_ptr(), n + 3), add, false);
+                    product([m, n, k], left, room, (other.as_mut_ptr(), n + 3), add, true);
+                }
+                let close = |(a, b): (&f32, &f32)| (a - b).abs() <= 2e-6 * (k as f32).sqrt();
+                assert!(want.iter().zip(&got).all(close), "{m}x{n}x{k} {turned} {add}");
+                assert_eq!(got, other, "{m}x{n}x{k} {turned} {add}: backwards");
+                let beside = |c: &[f32]| c.chunks(n + 3).flat_map(|row| row[n..].to_vec()).collect::<Vec<_>>();
+                assert_eq!(beside(&got), beside(&before), "{m}x{n}x{k}: beside the result");
+            }
+        }
+    }
+}
