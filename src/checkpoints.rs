@@ -284,7 +284,7 @@ pub fn say(saved: &Saved, screen: &Screen) {
         Saved::Done { folder, left, .. } => {
             screen.detail(&format!("wrote {}", folder.display()));
             if let Some(fault) = left {
-                screen.warn(&format!("an older checkpoint stays: {fault}"));
+                screen.warn(&format!("{} is complete, but {fault}", folder.display()));
             }
         }
         Saved::Failed { minibatches, fault } => screen.warn(&format!(

@@ -4,7 +4,7 @@
 //! left: those that have not ended by themselves are killed. Children also follow this process when it is killed.
 
 use crate::failure::Failure;
-use crate::signals;
+use crate::signals::{self, Pauses};
 use crate::stop::Stop;
 use runtime::link::fate::{Fate, LinkError};
 use std::collections::{BTreeMap, VecDeque};
@@ -45,9 +45,8 @@ pub struct Children {
 
 struct Shared {
     children: Mutex<Vec<Started>>,
-    is_over: Arc<AtomicBool>,
-    /// Whether a terminal asks this process to pause.
-    pauses: Arc<AtomicBool>,
+    is_over: AtomicBool,
+    pauses: &'static Pauses,
 }
 
 struct Started {
@@ -66,10 +65,10 @@ pub fn start(
 ) -> Result<Children, Failure> {
     let fail = |error: std::io::Error| Failure::no("cannot start the processes of the run").because(error);
     let program = env::current_exe().map_err(fail)?;
-    let shared = Shared { children: Mutex::default(), is_over: Arc::default(), pauses: Arc::default() };
-    signals::pauses(&shared.pauses, &shared.is_over).map_err(fail)?;
-    let shared = Arc::new(shared);
-    let stop = Stop::listen().map_err(|error| Failure::no("cannot listen to signals").because(error))?;
+    let deaf = |error: &str| Failure::no("cannot listen to signals").because(error);
+    let (pauses, stop) = (Pauses::listen().map_err(deaf)?, Stop::listen().map_err(deaf)?);
+    let shared = Arc::new(Shared { children: Mutex::default(), is_over: AtomicBool::new(false), pauses });
+    pauses.look_after(true);
     stop.awaited(false);
     let mut children = Children { shared: shared.clone(), watch: None, fate: fate.clone(), stop };
     for (process, name) in (1..).zip(names) {
@@ -106,6 +105,12 @@ impl Shared {
         self.children.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// The run is over, and nobody is left to look after.
+    fn over(&self) {
+        self.is_over.store(true, Ordering::Relaxed);
+        self.pauses.look_after(false);
+    }
+
     /// Until the run is over: a child that ends, or a signal that the run does not answer by itself, ends it.
     fn watch(&self, fate: &Fate, deadline: Duration, stop: &Stop) {
         let mut stopped: BTreeMap<usize, Instant> = BTreeMap::new();
@@ -120,7 +125,7 @@ impl Shared {
                 let what = format!("{} came", signals::name(signal));
                 return fate.end(LinkError::Ended { process: None, what });
             }
-            if self.pauses.swap(false, Ordering::Relaxed) {
+            if self.pauses.came() {
                 // No child is waited for meanwhile, so that their numbers are nobody else's.
                 let mut children = self.lock();
                 let here = children.iter_mut().filter_map(|of| of.status().is_none().then(|| of.child.id()));
@@ -208,7 +213,7 @@ fn running(pid: u32) -> &'static str {
 impl Children {
     /// The run is over. Waits for the children, kills those that do not end, and tells why the run ended if it ended early.
     pub fn end<T>(mut self, result: Result<T, Failure>) -> Result<T, Failure> {
-        self.shared.is_over.store(true, Ordering::Relaxed);
+        self.shared.over();
         self.watch.take().into_iter().for_each(|watch| _ = watch.join());
         if let Some(signal) = self.stop.unawaited() {
             self.wait(END);
@@ -266,7 +271,7 @@ impl Children {
 
 impl Drop for Children {
     fn drop(&mut self) {
-        self.shared.is_over.store(true, Ordering::Relaxed);
+        self.shared.over();
         for of in self.shared.lock().iter_mut().filter(|of| of.ended.is_none()) {
             // One that has just ended needs no killing; every one is waited for, so that none is left as a shadow.
             let _ = of.child.kill();

@@ -1,8 +1,8 @@
 //! What is told to processes that this one started, and what is said of how they end.
 
 use std::io;
-use std::sync::Arc;
-use std::sync::atomic::AtomicBool;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, OnceLock};
 
 /// Sends a signal to a process that was started from here and has not been waited for.
 #[cfg(unix)]
@@ -11,18 +11,44 @@ pub fn send(signal: i32, pid: u32) {
     unsafe { libc::kill(pid as libc::pid_t, signal) };
 }
 
-/// Says when a terminal asks this process to pause, as Ctrl-Z does; without anybody to look after, it pauses at once.
-#[cfg(unix)]
-pub fn pauses(asked: &Arc<AtomicBool>, is_alone: &Arc<AtomicBool>) -> io::Result<()> {
-    use signal_hook::flag::{register, register_conditional_default};
-    register_conditional_default(libc::SIGTSTP, is_alone.clone())?;
-    register(libc::SIGTSTP, asked.clone()).map(drop)
+/// What a terminal asks of this process, as Ctrl-Z does; a signal comes to the process as a whole.
+static PAUSES: OnceLock<Result<Pauses, String>> = OnceLock::new();
+
+/// Whether a terminal asks this process to pause.
+pub struct Pauses {
+    asked: Arc<AtomicBool>,
+    /// Without anybody to look after it pauses at once.
+    is_alone: Arc<AtomicBool>,
 }
 
-/// Nobody asks.
-#[cfg(not(unix))]
-pub fn pauses(_: &Arc<AtomicBool>, _: &Arc<AtomicBool>) -> io::Result<()> {
-    Ok(())
+impl Pauses {
+    /// Listens from now on, until the process ends.
+    pub fn listen() -> Result<&'static Pauses, &'static str> {
+        let heard = PAUSES.get_or_init(|| Pauses::register().map_err(|error| error.to_string()));
+        heard.as_ref().map_err(String::as_str)
+    }
+
+    fn register() -> io::Result<Pauses> {
+        let pauses = Pauses { asked: Arc::default(), is_alone: Arc::new(AtomicBool::new(true)) };
+        #[cfg(unix)]
+        {
+            use signal_hook::flag::{register, register_conditional_default};
+            register_conditional_default(libc::SIGTSTP, pauses.is_alone.clone())?;
+            register(libc::SIGTSTP, pauses.asked.clone())?;
+        }
+        Ok(pauses)
+    }
+
+    /// Says whether there are processes to look after.
+    pub fn look_after(&self, others: bool) {
+        self.asked.store(false, Ordering::Relaxed);
+        self.is_alone.store(!others, Ordering::Relaxed);
+    }
+
+    /// Whether it was asked since it was last looked.
+    pub fn came(&self) -> bool {
+        self.asked.swap(false, Ordering::Relaxed)
+    }
 }
 
 /// Pauses these children and this process until it is told to go on, which they are then told, too. They are in no job of the terminal's,

@@ -17,6 +17,8 @@ static HEARD: OnceLock<Result<Stop, String>> = OnceLock::new();
 /// Whether the run is asked to end.
 pub struct Stop {
     signal: Arc<AtomicUsize>,
+    /// Whether the next signal ends the process at once.
+    asked: Arc<AtomicBool>,
     /// Whether a run that goes on ends behind its step.
     is_awaited: AtomicBool,
 }
@@ -36,7 +38,7 @@ impl Stop {
             flag::register_usize(signal, signals.clone(), signal as usize)?;
             flag::register(signal, asked.clone())?;
         }
-        Ok(Stop { signal: signals, is_awaited: AtomicBool::new(false) })
+        Ok(Stop { signal: signals, asked, is_awaited: AtomicBool::new(false) })
     }
 
     /// The number of the signal that came; 0 while none has.
@@ -52,6 +54,11 @@ impl Stop {
     /// Says whether a run goes on that ends behind its step when a signal comes.
     pub fn awaited(&self, is_awaited: bool) {
         self.is_awaited.store(is_awaited, Ordering::Relaxed);
+    }
+
+    /// Says that nothing is left that would answer a signal: the next one ends the process at once.
+    pub fn unanswered(&self) {
+        self.asked.store(true, Ordering::Relaxed);
     }
 
     /// The signal that came, unless a run that ends behind its step waits for it.

@@ -389,6 +389,9 @@ pub fn run(
         let (signal, code) = stop::told(reason);
         Ended { signal, code, minibatches, checkpoint: folder.map(|folder| folder.join(find::name(minibatches))) }
     });
+    if ended.is_none() {
+        stop.into_iter().for_each(Stop::unanswered);
+    }
     let Some(trained) = trained else { return ended.map_or(Ok(None), |ended| Err(ended.told(prepared))) };
     Ok(Some(done(task, prepared, trained, ended)?))
 }

@@ -173,6 +173,31 @@ fn who_is_paused_is_not_given_up() {
 }
 
 #[test]
+fn who_was_started_again_pauses_with_its_children() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    model(folder);
+    let steps = ["--stages", "1,1", "--steps", "9000", "--processes", "--max-restarts", "1"];
+    let mut child = spawned(folder, &[&TRAIN, &KEPT, &steps]);
+    begun(folder, &mut child);
+    let (own, first) = (child.id(), children(child.id()));
+    send("KILL", first[0]);
+    let others = || children(own).into_iter().filter(|pid| !first.contains(pid)).collect::<Vec<_>>();
+    until(&mut child, "a second start", || !others().is_empty());
+    let before = checkpoints(folder);
+    until(&mut child, "another checkpoint", || checkpoints(folder) != before);
+    let pids = others();
+    send("TSTP", own);
+    until(&mut child, "the pause", || state(own) == 'T' && pids.iter().all(|pid| state(*pid) == 'T'));
+    send("CONT", own);
+    until(&mut child, "the end of the pause", || pids.iter().all(|pid| state(*pid) != 'T'));
+    send("TERM", own);
+    let (code, told) = ended(child);
+    assert_eq!(code, Some(143), "{told}");
+    all_gone(&pids);
+}
+
+#[test]
 fn a_second_signal_ends_all_at_once() {
     let folder = tempfile::tempdir().unwrap();
     let folder = folder.path();

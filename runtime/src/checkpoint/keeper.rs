@@ -67,7 +67,7 @@ pub enum Saved {
         minibatches: u32,
         /// Where.
         folder: PathBuf,
-        /// Why an older one could not be removed.
+        /// What failed once it was there: an older one could not be removed, or the disk does not say that it keeps the names.
         left: Option<KeepError>,
     },
     /// It is not, and never will be.
@@ -134,7 +134,10 @@ impl<'a, F: Files> Keeper<'a, F> {
             None => self.complete(minibatches, open),
         };
         Some(match done {
-            Ok(folder) => Saved::Done { minibatches, left: self.remove_older(minibatches).err(), folder },
+            Ok((folder, left)) => {
+                let older = self.remove_older(minibatches).err();
+                Saved::Done { minibatches, folder, left: left.or(older) }
+            }
             Err(fault) => {
                 let _ = self.files.remove_folder(&self.part_folder(minibatches));
                 Saved::Failed { minibatches, fault }
@@ -164,7 +167,8 @@ impl<'a, F: Files> Keeper<'a, F> {
         Ok(())
     }
 
-    fn complete(&self, minibatches: u32, open: Open) -> Result<PathBuf, KeepError> {
+    /// Gives a checkpoint its name. With it comes what could not be done once it was there.
+    fn complete(&self, minibatches: u32, open: Open) -> Result<(PathBuf, Option<KeepError>), KeepError> {
         let Open { mut listed, scale, .. } = open;
         listed
             .sort_by(|one, other| (one.stage, one.replica, &one.name).cmp(&(other.stage, other.replica, &other.name)));
@@ -191,12 +195,16 @@ impl<'a, F: Files> Keeper<'a, F> {
             wrote(&old, self.files.remove_folder(&old))?;
             wrote(&whole, self.files.rename(&whole, &old))?;
         }
-        wrote(&whole, self.files.rename(&part, &whole))?;
-        wrote(&self.of.folder, self.files.sync_folder(&self.of.folder))?;
-        if is_replaced {
-            wrote(&old, self.files.remove_folder(&old))?;
+        if let Err(fault) = wrote(&whole, self.files.rename(&part, &whole)) {
+            if is_replaced {
+                // Where that fails, too, the next run gives it its name.
+                let _ = self.files.rename(&old, &whole);
+            }
+            return Err(fault);
         }
-        Ok(whole)
+        let kept = wrote(&self.of.folder, self.files.sync_folder(&self.of.folder));
+        let removed = if is_replaced { wrote(&old, self.files.remove_folder(&old)) } else { Ok(()) };
+        Ok((whole, kept.and(removed).err()))
     }
 
     /// Removes all but the newest, up to the one that has just been completed. Who looks meanwhile sees none that is half there.
