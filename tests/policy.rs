@@ -490,6 +490,7 @@ fn mixed_precision_stays_near_f32_and_keeps_its_bits_over_cuts() {
             let net = narrow(dtype, tied, normed);
             let policy = Policy { clip_norm: Some(10.0), ..Policy::default() };
             let one = run(&net, chain(&[1]), Schedule::OneFOneB, count, policy);
+            assert_eq!(one.losses.len(), 20, "{dtype}: every minibatch has a loss");
             for (got, want) in one.losses.iter().zip(&expected.losses) {
                 assert!((got - want).abs() <= tolerance * want.abs(), "{dtype}: {got} against {want}");
             }
@@ -533,7 +534,7 @@ fn an_overflow_leaves_the_step_out() {
             assert_eq!(first.weights[name].bytes(), weight.bytes(), "{name} moved on {replicas:?}");
         }
         let later = after(60);
-        assert!(later.losses.iter().all(|loss| loss.is_finite()));
+        assert!(later.losses.len() == 60 && later.losses.iter().all(|loss| loss.is_finite()));
         assert!(later.weights != first.weights, "the scale came down on {replicas:?}");
     }
 }

@@ -399,3 +399,20 @@ fn a_checkpoint_that_cannot_be_written_costs_the_run_nothing() {
     assert!(bytes(folder, "kept.safetensors") == bytes(folder, "whole.safetensors"));
     assert_eq!(names(folder), [".step-00000004.part", "step-00000002", "step-00000006", "weights.safetensors"]);
 }
+
+/// What diverges leaves the checkpoints that it had, from which a run goes on with smaller steps.
+#[test]
+fn a_run_that_diverges_keeps_what_was_good() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    ends(folder, 0, &["zoo", "mlp", "-o", "m.onnx"]);
+    let train = ["train", "m.onnx", "--synthetic-data", "--batch", "4", "--workers", "1", "--schedule", "1f1b"];
+    let kept = ["--checkpoint-dir", "ck", "--checkpoint-every", "1", "--keep", "1"];
+    let told = ends(folder, 1, &flags(&[&train, &kept, &["--steps", "30", "--lr", "1e18"]]));
+    assert!(told.contains("holds NaN or an infinity") && told.contains("diverged"), "{told}");
+    let steps: Vec<String> = names(folder).into_iter().filter(|name| name.starts_with("step-")).collect();
+    let [good] = steps.try_into().unwrap();
+    assert_ne!(good, "step-00000030");
+    let path = folder.join("ck").join(&good).join("stage-0.safetensors");
+    assert!(weights::read(&path).unwrap().values().all(|tensor| tensor.to_f64().iter().all(|v| v.is_finite())));
+}

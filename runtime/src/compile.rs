@@ -12,6 +12,7 @@ use compiler::op::{Layout as Split, NodeId, Op, Value};
 use compiler::pass::backward::{Arriving, Backward, BackwardError, Made, Read, backward};
 use compiler::pass::fragment::{Fragment, FragmentError, fragments};
 use compiler::pass::fuse::{Chains, chains};
+use compiler::pass::loss::LOSS;
 use compiler::pass::memory::{Home, Layout, Needs};
 use compiler::pass::pipeline::{self, PassBug};
 use compiler::pass::split::parts;
@@ -326,7 +327,7 @@ impl<'a> Assembly<'a> {
         }
     }
 
-    /// Puts it together; what is told of a training run is its loss.
+    /// Puts it together; what is told of a training run is its loss, also where that is made small times a scale.
     fn stage(mut self, loss: Option<&str>) -> StageCode {
         let graph = &self.fragment.graph;
         let kept: HashSet<Value> = self
@@ -336,7 +337,7 @@ impl<'a> Assembly<'a> {
             .filter_map(|(_, read)| if let Read::Saved(v) = read { Some(*v) } else { None })
             .collect();
         let samples = graph.averages.iter().map(|a| a.sample);
-        let told = graph.outputs.iter().filter(|o| loss.is_none_or(|loss| o.name == loss));
+        let told = graph.outputs.iter().filter(|o| loss.is_none_or(|loss| [loss, LOSS].contains(&o.name.as_str())));
         let held: HashSet<Value> = told.clone().map(|o| o.value).chain(samples).collect();
         let own: HashSet<Value> = self.fragment.sent.iter().map(|s| s.local).collect();
         let order = order::canonical(graph);

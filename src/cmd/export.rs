@@ -69,6 +69,8 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Failure> {
     };
     let loaded = match target.need {
         Need::Model => Some(loaded(&arguments, &plan, screen)?),
+        // It is not needed, but another one would not be what was meant.
+        Need::Plan if arguments.model.as_deref().is_some_and(is_model) => Some(loaded(&arguments, &plan, screen)?),
         Need::Plan | Need::Costs => None,
     };
     let imported = loaded.as_ref().map(Loaded::imported);
@@ -101,12 +103,21 @@ fn costs(arguments: &Arguments, plan: &Plan, screen: &Screen) -> Result<CostGrap
     Ok(source.costs(plan, plan.schedule.micro_batch)?.graph)
 }
 
+fn is_model(path: &Path) -> bool {
+    matches!(source::format_of(path), source::Format::Onnx | source::Format::Pt2)
+}
+
 /// The plan's model, imported as the plan's was.
 fn loaded(arguments: &Arguments, plan: &Plan, screen: &Screen) -> Result<Loaded, Failure> {
     let path = needed(arguments)?;
     if source::format_of(path) == source::Format::Pipedream {
         let what = format!("`--to {}` needs a model, and {} is a profile", arguments.to.name, path.display());
         return Err(Failure::input(what));
+    }
+    if arguments.to.need == Need::Model && source::format_of(path) == source::Format::Pt2 {
+        let what =
+            format!("`--to {}` writes the nodes of an ONNX file, and {} is none", arguments.to.name, path.display());
+        return Err(Failure::input(what).help("plan the model as `torch.onnx.export` writes it, and export that plan"));
     }
     let mut import = Import::default();
     import.follow(&plan.model.import);

@@ -100,9 +100,9 @@ pub struct Arguments {
     policy: PolicyArguments,
     #[command(flatten)]
     processes: ProcessArguments,
-    /// Whether running variances follow the biased batch variance (onnx) or the unbiased one (torch)
-    #[arg(long, value_name = "RULE", default_value = "onnx", value_parser = ["onnx", "torch"], help_heading = "Updates")]
-    bn_variance: String,
+    /// Whether running variances follow the biased batch variance (onnx) or the unbiased one (torch) [default: torch for a .pt2]
+    #[arg(long, value_name = "RULE", value_parser = ["onnx", "torch"], help_heading = "Updates")]
+    bn_variance: Option<String>,
     /// Initial weights by name: .npz, .safetensors or the folder of a checkpoint [default: those of the model]
     #[arg(long, value_name = "FILE", help_heading = "Weights and results")]
     weights: Option<PathBuf>,
@@ -233,6 +233,10 @@ fn once(arguments: &Arguments, seat: &Seat, restarts: u32, screen: &Screen) -> R
     let tell = |saved: &_| checkpoints::say(saved, screen);
     let CheckpointArguments { checkpoint_dir, checkpoint_every, keep, .. } = &arguments.checkpoints;
     let keeping = checkpoint_dir.as_deref().zip(*checkpoint_every);
+    let unbiased = match arguments.bn_variance.as_deref() {
+        Some(rule) => rule == "torch",
+        None => source::format_of(&arguments.file) == source::Format::Pt2,
+    };
     let mut task = Task {
         loaded: &loaded,
         weights: &weights,
@@ -243,8 +247,8 @@ fn once(arguments: &Arguments, seat: &Seat, restarts: u32, screen: &Screen) -> R
         loss,
         class_dim,
         dtype: floats(arguments, Some(&plan)),
-        unbiased: arguments.bn_variance == "torch",
-        policy: arguments.policy.build(arguments.bn_variance == "torch"),
+        unbiased,
+        policy: arguments.policy.build(unbiased),
         newest: arguments.policy.is_newest(),
         batch,
         microbatches,

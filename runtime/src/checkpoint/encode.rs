@@ -6,6 +6,7 @@ use crate::compile::{Named, StageCode};
 use crate::optimizer::Optimizer;
 use crate::stepper::wide;
 use crate::weights::{FileError, Piece, encode};
+use bytemuck::cast_slice;
 use compiler::tensor::{DType, Tensor};
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -119,6 +120,21 @@ pub fn flight(tensors: BTreeMap<String, Tensor>) -> Result<Flight, String> {
         }
     }
     Ok(flight)
+}
+
+/// A parameter of a part, if there is one, that is no longer a number everywhere.
+pub fn not_finite<'a>(part: &Part, code: &'a StageCode) -> Option<&'a str> {
+    let whole = part.whole.as_ref()?;
+    let held = whole.weights.iter().zip(&whole.moves).map(|(weight, moves)| moves.master.as_ref().unwrap_or(weight));
+    let is_finite = |named: &Named, buffer: &Buffer| {
+        let piece = piece(named, buffer);
+        match piece.dtype {
+            DType::F32 => cast_slice::<u8, f32>(piece.bytes).iter().all(|value| value.is_finite()),
+            DType::F64 => cast_slice::<u8, f64>(piece.bytes).iter().all(|value| value.is_finite()),
+            _ => true,
+        }
+    };
+    code.parameters.iter().zip(held).find(|(named, buffer)| !is_finite(named, buffer)).map(|(named, _)| &*named.name)
 }
 
 fn piece<'a>(named: &Named, buffer: &'a Buffer) -> Piece<'a> {

@@ -12,7 +12,7 @@
 //! costs this checkpoint and nothing else: its folder is removed and the run goes on.
 
 use crate::checkpoint::Part;
-use crate::checkpoint::encode::files;
+use crate::checkpoint::encode::{files, not_finite};
 use crate::checkpoint::files::Files;
 use crate::checkpoint::find::{all, left_over, name, old_name, part_name, read};
 use crate::checkpoint::manifest::{Cursor, Dealt, FILE, Listed, Manifest, SCHEMA, Scale};
@@ -34,6 +34,8 @@ pub enum KeepError {
     Write { path: PathBuf, fault: io::Error },
     #[error(transparent)]
     Encode(#[from] FileError),
+    #[error("`{name}` holds NaN or an infinity, from which no run could go on")]
+    NotFinite { name: String },
 }
 
 /// What a keeper must know of the run.
@@ -155,6 +157,9 @@ impl<'a, F: Files> Keeper<'a, F> {
             wrote(&folder, self.files.make_folder(&folder))?;
         }
         let (stage, replica) = (part.stage.0, part.replica);
+        if let Some(name) = not_finite(part, &self.of.codes[part.stage.index()]) {
+            return Err(KeepError::NotFinite { name: name.to_string() });
+        }
         for (holds, bytes) in files(part, &self.of.codes[part.stage.index()], self.of.optimizer, self.of.given)? {
             let name = holds.file_name(stage, replica);
             let path = folder.join(&name);

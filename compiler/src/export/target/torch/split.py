@@ -187,6 +187,11 @@ def assign(nodes, plan):
             f"the model has no nodes {missing[:3]}, and modules {cut[:3]} are in several stages: a plan from a file of "
             "torch.export.save goes by nodes, and one with --target torchtitan keeps modules whole"
         )
+    if missing:
+        found = {module_stage(node, by_module) for node in nodes}
+        for at, told in enumerate(plan["stages"]):
+            if told["modules"] and at not in found:
+                raise SystemExit(f"the model has none of the modules {told['modules'][:3]} of stage {at}: it is not the model of the plan")
     stages, waiting = {}, []
     for node in nodes:
         if node.op == "get_attr":
