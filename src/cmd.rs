@@ -8,6 +8,7 @@ pub mod doctor;
 pub mod eval;
 pub mod export;
 pub mod inspect;
+pub mod man;
 pub mod optimizer;
 pub mod partition;
 pub mod plan;

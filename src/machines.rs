@@ -4,7 +4,7 @@ use crate::arguments::Devices;
 use crate::failure::Failure;
 use crate::source;
 use compiler::cluster::class;
-use compiler::cluster::device::{Kind, find, names};
+use compiler::cluster::device::{Kind, find, hint, names};
 use compiler::cluster::{Bytes, Cluster, read, unit};
 use compiler::import::onnx::name::shown;
 use compiler::plan::PlannedCluster;
@@ -58,7 +58,11 @@ pub fn relate(cluster: &mut Cluster, costs_of: &str, dtype: &str) {
 /// The device kind called `name`.
 pub fn kind(name: &str) -> Result<&'static Kind, Failure> {
     find(name).ok_or_else(|| {
-        Failure::input(format!("device kind `{name}` is not known")).because(format!("known: {}", names()))
+        Failure::input(format!("device kind `{name}` is not known")).because(format!(
+            "known: {}{}",
+            names(),
+            hint(name)
+        ))
     })
 }
 

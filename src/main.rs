@@ -9,6 +9,7 @@ mod beyond;
 mod checkpoints;
 mod children;
 mod cmd;
+mod colour;
 mod device_placement;
 mod ended;
 mod failure;
@@ -45,6 +46,7 @@ use clap::error::ErrorKind;
 use clap::{Command, CommandFactory, FromArgMatches};
 // Every verb tells numbers as the pictures do.
 use compiler::export::quantity;
+use std::env;
 use std::panic::{self, AssertUnwindSafe};
 use std::process::ExitCode;
 use std::sync::Mutex;
@@ -73,6 +75,7 @@ fn main() -> ExitCode {
 }
 
 fn run() -> u8 {
+    colour::decide(colour::among(env::args_os().map(|argument| argument.to_string_lossy().into_owned())));
     let command = Cli::command().mut_subcommands(taking_negatives);
     let parsed = command.try_get_matches().and_then(|matches| Cli::from_arg_matches(&matches));
     let cli = match parsed {
@@ -97,6 +100,7 @@ fn run() -> u8 {
         Verb::Schema(arguments) => cmd::schema::run(arguments, &screen),
         Verb::Zoo(arguments) => cmd::zoo::run(arguments, &screen),
         Verb::Completions(arguments) => cmd::completions::run(arguments, &screen),
+        Verb::Man(arguments) => cmd::man::run(&arguments, &screen),
     };
     match done.and_then(|()| screen.finish()) {
         Ok(()) => 0,
@@ -119,7 +123,7 @@ fn taking_negatives(verb: Command) -> Command {
 fn usage(error: &clap::Error) -> u8 {
     match error.kind() {
         ErrorKind::DisplayHelp | ErrorKind::DisplayVersion => {
-            Screen::print(&error.render().to_string());
+            Screen::print(&error.render());
             0
         }
         ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand => {

@@ -22,6 +22,7 @@ const MOST_BYTES: u64 = 64 << 20;
 
 /// Which model, on what.
 #[derive(Debug, Args)]
+#[command(after_help = "Example:\n  pipec eval model.onnx --inputs x.npz --weights weights.safetensors -o y.npz")]
 pub struct Arguments {
     /// The model
     #[arg(value_name = "MODEL", required_unless_present = "batch_file")]

@@ -21,6 +21,9 @@ use std::time::{Duration, Instant};
 
 /// What to plan, for which devices, how.
 #[derive(Debug, Args)]
+#[command(
+    after_help = "Examples:\n  pipec partition model.onnx --gpus 8\n  pipec partition model.onnx --profile profile.json --cluster cluster.toml -o plan.json\n  pipec partition gpt.onnx --levels 8:450GB/s,2:50GB/s --microbatches 16 --optimizer adamw --compare"
+)]
 pub struct Arguments {
     /// The model, or a published profile
     #[arg(value_name = "FILE")]
@@ -234,7 +237,12 @@ pub fn run(arguments: Box<Arguments>, screen: &Screen) -> Result<(), Failure> {
     if let Some(verdict) = prediction::verdict(plan) {
         screen.text(&verdict);
     }
-    screen.text(&format!("{}\n{}\n{}", stages::heading(plan), stages::stages(plan), prediction::prediction(plan)));
+    screen.text(&format!(
+        "{}\n{}\n{}",
+        stages::heading(plan),
+        stages::stages(plan, screen.width()),
+        prediction::prediction(plan)
+    ));
     if arguments.compare {
         screen.text(&compared(&planned));
     }

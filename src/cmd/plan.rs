@@ -40,11 +40,13 @@ pub struct Arguments {
 #[derive(Debug, Subcommand)]
 enum What {
     /// Print the stage table and the prediction
+    #[command(after_help = "Example:\n  pipec plan show model.plan.json")]
     Show {
         /// The plan
         #[arg(value_name = "PLAN")]
         file: PathBuf,
     },
+    #[command(after_help = "Example:\n  pipec plan check model.plan.json --model model.onnx")]
     /// Check that the plan holds together, that its figures follow from each other, and that its programs cannot go wrong or wait for ever
     Check {
         /// The plan
@@ -60,6 +62,7 @@ enum What {
         #[arg(long, value_name = "FILE", value_parser = own::said_file)]
         schedule: Option<String>,
     },
+    #[command(after_help = "Example:\n  pipec plan diff before.json after.json")]
     /// Tell two plans apart: which ops changed their stage, and what that does to times and memory. Exit code 1 where they differ
     Diff {
         /// The first plan
@@ -82,7 +85,7 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Failure> {
             screen.text(&format!(
                 "{}\n{}\n{}",
                 stages::heading(&plan),
-                stages::stages(&plan),
+                stages::stages(&plan, screen.width()),
                 prediction::prediction(&plan)
             ));
             plan.warnings.iter().for_each(|warning| screen.warn(warning));

@@ -21,6 +21,9 @@ const LISTED: usize = 12;
 
 /// Which model, on what.
 #[derive(Debug, Args)]
+#[command(
+    after_help = "Examples:\n  pipec profile model.onnx --micro-batch 32 -o profile.json\n  pipec profile model.onnx --device analytic:h200"
+)]
 pub struct Arguments {
     /// The model
     #[arg(value_name = "MODEL")]

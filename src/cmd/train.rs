@@ -33,6 +33,9 @@ use std::path::{Path, PathBuf};
 
 /// What to train, on what, how.
 #[derive(Debug, Args)]
+#[command(
+    after_help = "Examples:\n  pipec train model.onnx --plan model.plan.json --data train.npz --loss cross-entropy --lr 0.1 --epochs 5 --save weights.safetensors\n  pipec train model.onnx --stages 2,1 --synthetic-data --steps 100"
+)]
 pub struct Arguments {
     /// The model
     #[arg(value_name = "MODEL")]
@@ -216,7 +219,7 @@ fn once(arguments: &Arguments, seat: &Seat, restarts: u32, screen: &Screen) -> R
         None => own_plan(arguments, &loaded, batch, microbatches, (schedule, own.as_ref()))?,
     };
     if arguments.plan.is_none() && plan.cluster.devices > 1 {
-        screen.note(&format!("planned on analytic costs of a CPU\n{}", stages::stages(&plan)));
+        screen.note(&format!("planned on analytic costs of a CPU\n{}", stages::stages(&plan, screen.width())));
         if let Some(shared) = prediction::shared(&plan) {
             screen.note(&shared);
         }

@@ -3,17 +3,23 @@
 use crate::import::onnx::name::shown;
 use crate::plan::Stage;
 
-/// Characters that the layers of a stage may take.
-const LAYERS: usize = 44;
+/// Characters that the layers of a stage may take where there is room.
+pub const LAYERS: usize = 44;
 
 /// The stage's layers in the user's module names, cut to the depth at which they fit.
 pub fn layers(stage: &Stage) -> String {
+    layers_within(stage, LAYERS)
+}
+
+/// The same in at most so many characters, or a few where there are fewer.
+pub fn layers_within(stage: &Stage, most: usize) -> String {
+    let most = most.max(8);
     let names: Vec<&str> = stage.modules.iter().map(String::as_str).filter(|name| !name.is_empty()).collect();
     if names.is_empty() {
         let (first, last) = (stage.op_names.first(), stage.op_names.last());
         return match (first, last) {
-            (Some(first), Some(last)) if first != last => span(first, last),
-            (Some(first), _) => cut(first, LAYERS),
+            (Some(first), Some(last)) if first != last => span(first, last, most),
+            (Some(first), _) => cut(first, most),
             _ => String::new(),
         };
     }
@@ -27,15 +33,15 @@ pub fn layers(stage: &Stage) -> String {
             }
         }
         let text = kept.join(", ");
-        if text.chars().count() <= LAYERS {
+        if text.chars().count() <= most {
             return shown(&text).into_owned();
         }
     }
-    span(names[0], names[names.len() - 1])
+    span(names[0], names[names.len() - 1], most)
 }
 
-fn span(first: &str, last: &str) -> String {
-    format!("{} … {}", cut(first, LAYERS / 2 - 2), cut(last, LAYERS / 2 - 2))
+fn span(first: &str, last: &str, most: usize) -> String {
+    format!("{} … {}", cut(first, most / 2 - 2), cut(last, most / 2 - 2))
 }
 
 fn cut(name: &str, most: usize) -> String {
