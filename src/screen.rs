@@ -57,6 +57,13 @@ impl Screen {
         }
     }
 
+    /// Prints a file of ours as the whole result, in JSON form only: with the bytes that it has.
+    pub fn json_file(&self, text: &str) {
+        if self.format == Format::Json {
+            self.write(&escaped(text));
+        }
+    }
+
     /// Prints a document whose bytes are the same in either form: a schema, a completion script.
     pub fn document(&self, text: &str) {
         self.write(text);

@@ -253,7 +253,7 @@ pub fn run(arguments: Box<Arguments>, screen: &Screen) -> Result<(), Failure> {
              those of one of them",
         );
     }
-    screen.json(&serde_json::to_value(plan).unwrap_or_default());
+    screen.json_file(&json);
     let next = match plan.cost {
         // What an instance knows of its devices is not what a simulation asks.
         CostModel::Load | CostModel::Hybrid => format!("next: pipec plan check {}\n", path.display()),

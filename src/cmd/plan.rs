@@ -12,6 +12,7 @@ use compiler::plan::check::check as judged;
 use compiler::plan::fault::Fault;
 use compiler::plan::figures::figures;
 use compiler::plan::problem::CostModel;
+use compiler::plan::read;
 use compiler::plan::sound::sound;
 use compiler::plan::{Plan, ScheduleKind};
 use compiler::schedule::Program;
@@ -89,7 +90,7 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Failure> {
                 prediction::prediction(&plan)
             ));
             plan.warnings.iter().for_each(|warning| screen.warn(warning));
-            screen.json(&serde_json::to_value(&plan).unwrap_or_default());
+            screen.json_file(&read::to_json(&plan).map_err(|error| Failure::bug(&error.to_string()))?);
             Ok(())
         }
         What::Check { file, model, profile, schedule } => {

@@ -80,7 +80,7 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Failure> {
     }
     source::write(&path, json.as_bytes())?;
     screen.text(&show(&profile));
-    screen.json(&serde_json::to_value(&profile).unwrap_or_default());
+    screen.json_file(&json);
     screen.text(&format!("\nwrote {}", path.display()));
     Ok(())
 }
