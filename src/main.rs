@@ -3,6 +3,7 @@
 //! Exit codes: 0 done; 1 ran and the answer is no; 2 bad input or usage; 3 no feasible plan; 101 a panic, which is always our
 //! bug; 130 and 143 ended by SIGINT and SIGTERM. Results go to standard output, everything else to standard error.
 
+mod advice;
 mod arguments;
 mod asked;
 mod beyond;
@@ -26,6 +27,7 @@ mod machines;
 mod memory;
 mod metrics;
 mod model;
+mod output;
 mod own;
 mod prediction;
 mod screen;

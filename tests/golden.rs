@@ -29,8 +29,20 @@ fn every_verb_prints_what_it_printed() {
         }
     }
     let both = [
-        "inspect", "profile", "partition", "plan", "simulate", "report", "sweep", "export", "train", "eval",
-        "quickstart", "cluster", "doctor", "zoo",
+        "inspect",
+        "profile",
+        "partition",
+        "plan",
+        "simulate",
+        "report",
+        "sweep",
+        "export",
+        "train",
+        "eval",
+        "quickstart",
+        "cluster",
+        "doctor",
+        "zoo",
     ];
     for verb in both {
         for json in [false, true] {

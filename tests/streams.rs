@@ -56,10 +56,9 @@ fn text(bytes: &[u8]) -> String {
 fn prepared() -> tempfile::TempDir {
     let folder = tempfile::tempdir().unwrap();
     let at = folder.path();
-    for line in [
-        "zoo mlp --inputs 6 --classes 3 --hidden 8 -o m.onnx",
-        "partition m.onnx --gpus 3 --stages 2,1 -o plan.json",
-    ] {
+    for line in
+        ["zoo mlp --inputs 6 --classes 3 --hidden 8 -o m.onnx", "partition m.onnx --gpus 3 --stages 2,1 -o plan.json"]
+    {
         assert!(ran(at, line).status.success(), "{line}");
     }
     let arrays = [("x", Tensor::from_f32(&[8, 6], &[0.5; 48])), ("y", Tensor::from_i64(&[8], &[1; 8]))];
@@ -72,8 +71,7 @@ fn prepared() -> tempfile::TempDir {
 fn a_reader_that_goes_away_is_no_failure() {
     let folder = prepared();
     for (line, _) in CALLS {
-        let mut child =
-            command(folder.path(), line).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+        let mut child = command(folder.path(), line).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
         drop(child.stdout.take());
         let output = child.wait_with_output().unwrap();
         let told = text(&output.stderr);
@@ -110,7 +108,11 @@ fn quiet_keeps_all_results() {
         }
     }
     // Once it leaves warnings, twice it leaves none; errors stay.
-    fs::write(folder.path().join("c.toml"), "schema = \"pipec.cluster/1\"\n[device]\nkind = \"t4\"\n[[level]]\ncount = 2\nbandwidth = \"1GB/s\"\n").unwrap();
+    fs::write(
+        folder.path().join("c.toml"),
+        "schema = \"pipec.cluster/1\"\n[device]\nkind = \"t4\"\n[[level]]\ncount = 2\nbandwidth = \"1GB/s\"\n",
+    )
+    .unwrap();
     let other = "partition m.onnx --cluster c.toml --profile analytic:h100 -o o.json";
     let told = |more: &str| text(&ran(folder.path(), &format!("{other} {more}")).stderr);
     assert!(told("").contains("warning:") && told("").contains("nothing was measured"));

@@ -4,7 +4,7 @@ use crate::failure::{BUG, Failure};
 use crate::initial::initial;
 use crate::model;
 use crate::screen::Screen;
-use crate::{given, quantity, source};
+use crate::{given, output, quantity, source};
 use clap::Args;
 use compiler::graph::Graph;
 use compiler::import::onnx::name::shown;
@@ -49,6 +49,7 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Failure> {
     let (Some(file), Some(inputs), Some(output)) = (&arguments.file, &arguments.inputs, &arguments.output) else {
         return Err(Failure::input("`pipec eval` needs MODEL, --inputs and -o"));
     };
+    output::check_tensors(output)?;
     let answer = one(file, inputs, arguments.weights.as_deref(), output, screen)?;
     let mut text = String::new();
     for (name, tensor) in &answer.outputs {

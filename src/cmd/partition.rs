@@ -6,7 +6,7 @@ use crate::loss::LossArguments;
 use crate::own::{self, Own};
 use crate::screen::Screen;
 use crate::source::{self, Costs};
-use crate::{device_placement, hybrid, prediction, quantity, stages, ties};
+use crate::{advice, device_placement, hybrid, output, prediction, quantity, stages, ties};
 use clap::{Args, ValueEnum};
 use compiler::cluster::unit;
 use compiler::partition::lack::TooSmall;
@@ -223,12 +223,15 @@ pub fn run(arguments: Box<Arguments>, screen: &Screen) -> Result<(), Failure> {
         return Err(Failure::input("`--noncontiguous` goes with `--from dnn-partitioning`")
             .because("stages of a pipeline that trains are contiguous"));
     }
+    let path = arguments.output.clone().unwrap_or_else(|| source::default_output(&arguments.file, "plan"));
+    if !source::is_stdout(&path) {
+        output::check(&path)?;
+    }
     let (planned, refused) = plan(&arguments, screen)?;
     let own = arguments.question.schedule.as_deref().filter(|schedule| own::is_file(schedule));
     screen.detail(&format!("planned in {}", quantity::time(started.elapsed().as_secs_f64() * 1e6)));
     let plan = &planned.plan;
     let json = read::to_json(plan).map_err(|error| Failure::bug(&error.to_string()))?;
-    let path = arguments.output.clone().unwrap_or_else(|| source::default_output(&arguments.file, "plan"));
     if source::is_stdout(&path) {
         screen.document(&json);
         return Ok(());
@@ -352,7 +355,9 @@ pub fn ask(file: &Path, costs: Costs, question: &Question) -> Result<Planned, Fa
     let mut problem = costs.problem(cost(&question.cost));
     problem.activation_compression = question.activation_compression;
     problem.memory_limit = match &question.memory {
-        Some(text) => Some(unit::bytes(text).map_err(|error| Failure::input("cannot read `--memory`").because(error))?),
+        Some(text) => Some(unit::bytes(text).map_err(|error| {
+            Failure::input("cannot read `--memory`").because(error).help("`--memory 16GB`, for each device")
+        })?),
         // Devices of several classes hold what their class holds.
         None if problem.cluster.is_mixed() => None,
         None => Some(problem.cluster.device.memory).filter(|memory| has_memory && memory.0 > 0),
@@ -454,7 +459,10 @@ fn explain(file: &Path, error: PlanError, schedule: ScheduleKind) -> Failure {
             "`speed` in `[[device]]` table {class}, counted from 0, says how fast its devices are against those whose costs are used: 1.0 \
              for these themselves, 0.5 for half as fast"
         )),
-        PlanError::Problem(_) => Failure::input(what).because(error),
+        PlanError::Problem(problem) => {
+            let failure = Failure::input(what).because(problem);
+            advice::problem(problem).into_iter().fold(failure, Failure::help)
+        }
         PlanError::Infeasible { limit, stage, stages, replicas, first_op, last_op, missing, smallest_limit } => {
             let (limit, missing) = (quantity::bytes(*limit), quantity::bytes(*missing));
             let replicas = stages::plural(u64::from(*replicas), "replica", "replicas");

@@ -106,7 +106,8 @@ pub fn sound_plan(path: &Path) -> Result<Plan, Failure> {
     let plan = source::plan(path)?;
     sound(&plan).map_err(|faults| {
         let failure = Failure::input(format!("{} is no sound plan", path.display()));
-        faults.iter().take(16).fold(failure, Failure::because)
+        let failure = faults.iter().take(16).fold(failure, Failure::because);
+        failure.help("`pipec partition` writes sound plans: `--stages`, `--cut-after` and `--pin` say what to change, not the file")
     })?;
     Ok(plan)
 }

@@ -5,7 +5,7 @@ use crate::failure::Failure;
 use crate::loss::{Counted, LossArguments, attributed};
 use crate::model::{self, Loaded};
 use crate::screen::Screen;
-use crate::{machines, memory, quantity, source, stages};
+use crate::{machines, memory, output, quantity, source, stages};
 use clap::Args;
 use compiler::import::onnx::name::shown;
 use compiler::pass::analytic::{self, Subject};
@@ -54,6 +54,10 @@ pub struct Arguments {
 
 /// Profiles, prints, writes.
 pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Failure> {
+    let path = arguments.output.clone().unwrap_or_else(|| source::default_output(&arguments.file, "profile"));
+    if !source::is_stdout(&path) {
+        output::check(&path)?;
+    }
     let profile = match arguments.device.strip_prefix("analytic:") {
         Some(kind) => by_data_sheet(&arguments, kind, screen)?,
         None if arguments.device == "cpu" => {
@@ -73,7 +77,6 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Failure> {
         }
     };
     let json = to_json(&profile).map_err(|error| Failure::bug(&error.to_string()))?;
-    let path = arguments.output.unwrap_or_else(|| source::default_output(&arguments.file, "profile"));
     if source::is_stdout(&path) {
         screen.document(&json);
         return Ok(());
