@@ -1,4 +1,4 @@
-//! The guide's commands print what the guide says, and its code is the project's.
+//! The commands of the guide and of the README print and draw what these say, and the code in them is the project's.
 
 mod console;
 
@@ -17,7 +17,17 @@ fn the_guide_is_true() {
         links(&page, path.parent().unwrap());
         quoted(&page, root);
     }
-    links(&fs::read_to_string(root.join("README.md")).unwrap(), root);
+    let folder = tempfile::tempdir().unwrap();
+    let page = play(&root.join("README.md"), folder.path(), &[]);
+    // Its pictures are those that its commands draw.
+    for name in ["graph.svg", "gantt.svg"] {
+        let (drawn, shown) = (folder.path().join("pictures").join(name), root.join("docs/pictures").join(name));
+        if std::env::var_os("PIPEC_BLESS").is_some() {
+            fs::copy(&drawn, &shown).unwrap();
+        }
+        assert_eq!(fs::read_to_string(drawn).unwrap(), fs::read_to_string(shown).unwrap(), "{name}");
+    }
+    links(&page, root);
 }
 
 /// Every link to a file of the repository leads somewhere.

@@ -105,7 +105,7 @@ fn played(page: &str, folder: &Path, variables: &[(&str, String)]) -> (String, V
         out += &format!("{line}\n");
         let Some(info) = line.strip_prefix("```").filter(|info| !info.is_empty()) else { continue };
         let block: Vec<&str> = std::iter::from_fn(|| lines.next_if(|line| !line.starts_with("```"))).collect();
-        if let Some((_, name)) = info.split_once("file=") {
+        if let Some(name) = info.split_once("file=").and_then(|(_, rest)| rest.split(' ').next()) {
             fs::write(folder.join(name), block.join("\n") + "\n").unwrap();
         }
         if info != "console" {

@@ -32,12 +32,37 @@ pub fn layers_within(stage: &Stage, most: usize) -> String {
                 kept.push(name);
             }
         }
-        let text = kept.join(", ");
+        let text = runs(&kept).join(", ");
         if text.chars().count() <= most {
             return shown(&text).into_owned();
         }
     }
     span(names[0], names[names.len() - 1], most)
+}
+
+/// Names with those that count on drawn together: `blocks.0, blocks.1, blocks.2` is `blocks.0-2`.
+fn runs(names: &[String]) -> Vec<String> {
+    let number = |name: &str| {
+        let (module, number) = name.rsplit_once('.')?;
+        // A number with zeros ahead is a name.
+        number.parse::<u32>().ok().filter(|n| n.to_string() == number).map(|number| (module.to_string(), number))
+    };
+    // The first name, and the module with the last number.
+    let mut runs: Vec<(&String, Option<(String, u32)>)> = Vec::new();
+    for name in names {
+        let found = number(name);
+        match (runs.last_mut(), found) {
+            (Some((_, Some((module, last)))), Some((other, next))) if *module == other && *last + 1 == next => {
+                *last = next
+            }
+            (_, found) => runs.push((name, found)),
+        }
+    }
+    let told = |(first, last): (&String, Option<(String, u32)>)| match last {
+        Some((module, last)) if *first != format!("{module}.{last}") => format!("{first}-{last}"),
+        _ => first.clone(),
+    };
+    runs.into_iter().map(told).collect()
 }
 
 fn span(first: &str, last: &str, most: usize) -> String {
@@ -73,6 +98,14 @@ mod tests {
     fn runs_of_devices_are_drawn_together() {
         assert_eq!(ranges(&[0, 1, 2, 3, 8, 10, 11]), "0-3, 8, 10-11");
         assert_eq!(ranges(&[]), "");
+    }
+
+    #[test]
+    fn layers_that_count_on_are_drawn_together() {
+        let told = |names: &[&str]| runs(&names.iter().map(ToString::to_string).collect::<Vec<_>>()).join(", ");
+        assert_eq!(told(&["wte", "blocks.0", "blocks.1", "blocks.2", "ln_f"]), "wte, blocks.0-2, ln_f");
+        assert_eq!(told(&["a.0", "b.1", "b.3", "b.4", "a.1"]), "a.0, b.1, b.3-4, a.1");
+        assert_eq!(told(&["a-b.9", "a-b.10", "a.01", "a.02", "3", "4"]), "a-b.9-10, a.01, a.02, 3, 4");
     }
 
     #[test]
