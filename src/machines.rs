@@ -47,7 +47,7 @@ pub fn cluster(devices: &Devices, kind: Option<&'static Kind>) -> Result<Cluster
     };
     if let Some(kind) = kind {
         cluster.device = kind.device();
-        if let (Some(_), [level]) = (devices.gpus, &mut cluster.levels[..]) {
+        if let (Some(_), None, [level]) = (devices.gpus, &devices.bandwidth, &mut cluster.levels[..]) {
             level.name = kind.link().0.to_string();
         }
     }

@@ -8,6 +8,7 @@
 //! kernels, gradients, cuts and exports follow from the core ops.
 
 use compiler::graph::Graph;
+use compiler::graph::bind::{bind, symbols};
 use compiler::graph::evaluate::evaluate;
 use compiler::graph::text::print;
 use compiler::import::import::{Options, from_onnx};
@@ -17,17 +18,24 @@ use compiler::import::onnx::proto::{
     GraphProto, ModelProto, NodeProto, OperatorSetIdProto, TensorShapeProto, TypeProto, ValueInfoProto, type_proto,
 };
 use compiler::tensor::Tensor;
+use compiler::tensor::dim::Bindings;
 use prost::Message;
 use std::collections::BTreeMap;
 use std::error::Error;
 
 /// A model of one node: `y = Mish(x)`, four numbers.
 fn model() -> ModelProto {
-    let shape = TensorShapeProto { dim: vec![Dimension { value: Some(dimension::Value::DimValue(4)), denotation: None }] };
+    let shape =
+        TensorShapeProto { dim: vec![Dimension { value: Some(dimension::Value::DimValue(4)), denotation: None }] };
     let tensor = type_proto::Tensor { elem_type: Some(1), shape: Some(shape) };
     let kind = TypeProto { value: Some(type_proto::Value::TensorType(tensor)), denotation: None };
     let named = |name: &str| ValueInfoProto { name: Some(name.into()), ..Default::default() };
-    let node = NodeProto { op_type: Some("Mish".into()), input: vec!["x".into()], output: vec!["y".into()], ..Default::default() };
+    let node = NodeProto {
+        op_type: Some("Mish".into()),
+        input: vec!["x".into()],
+        output: vec!["y".into()],
+        ..Default::default()
+    };
     let graph = GraphProto {
         name: Some("mish".into()),
         node: vec![node],
@@ -42,7 +50,10 @@ fn model() -> ModelProto {
 /// The model as core ops.
 fn imported() -> Result<Graph, Box<dyn Error>> {
     let source = decode::parse(model().encode_to_vec().into(), None)?;
-    Ok(from_onnx(&source, "mish.onnx", &Options::default())?.graph)
+    let graph = from_onnx(&source, "mish.onnx", &Options::default())?.graph;
+    // A batch of any size was found; here it is four.
+    let sizes: Bindings = symbols(&graph).into_iter().map(|symbol| (symbol, 4)).collect();
+    Ok(bind(&graph, &sizes)?)
 }
 
 /// What it makes of these numbers, by the reference kernels.

@@ -52,8 +52,11 @@ fn planned(pins: Vec<(String, u32)>) -> Result<Plan, Box<dyn Error>> {
 }
 
 fn main() -> Result<(), Box<dyn Error>> {
-    for (name, plan) in [("equal weights", planned(by_weights(&layers()?, 2))?), ("the planner", planned(Vec::new())?)] {
-        let of = |stage: &compiler::plan::Stage| format!("{:?}: {} MB of weights", stage.ops, stage.memory.weights / 1_000_000);
+    for (name, plan) in [("equal weights", planned(by_weights(&layers()?, 2))?), ("the planner", planned(Vec::new())?)]
+    {
+        let of = |stage: &compiler::plan::Stage| {
+            format!("{:?}: {} MB of weights", stage.ops, stage.memory.weights / 1_000_000)
+        };
         let stages: Vec<String> = plan.stages.iter().map(of).collect();
         println!("{name}: {:.1} ms a minibatch; {}", plan.predicted.minibatch_us / 1e3, stages.join("; "));
     }

@@ -107,12 +107,15 @@ pub enum ClusterError {
     },
 }
 
+/// What a link is called of which nothing is known but its bandwidth.
+pub const LINK: &str = "link";
+
 /// `count` devices of the default kind on one level, at `bandwidth` or the kind's usual link.
 pub fn gpus(count: u32, bandwidth: Option<BytesPerSecond>) -> Result<Cluster, ClusterError> {
     let kind = device::find(DEFAULT_KIND).ok_or_else(|| ClusterError::Kind { kind: DEFAULT_KIND.to_string() })?;
     let (name, usual) = kind.link();
     let level = Level {
-        name: name.to_string(),
+        name: if bandwidth.is_some() { LINK } else { name }.to_string(),
         count,
         bandwidth: bandwidth.unwrap_or(usual),
         latency: Seconds(0.0),
