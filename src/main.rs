@@ -3,6 +3,9 @@
 //! Exit codes: 0 done; 1 ran and the answer is no; 2 bad input or usage; 3 no feasible plan; 101 a panic, which is always our
 //! bug; 130 and 143 ended by SIGINT and SIGTERM. Results go to standard output, everything else to standard error.
 
+// What flags say of themselves is their help, as it stands: `[default: …]` is no link there.
+#![allow(rustdoc::broken_intra_doc_links)]
+
 mod advice;
 mod arguments;
 mod asked;
