@@ -71,11 +71,12 @@ struct Room {
 }
 
 /// The widest table that fits is shown; what goes first is what can be told from the rest.
-const ROOMS: [Room; 4] = [
+const ROOMS: [Room; 5] = [
     Room { layers: LAYERS, bar: BAR, links: true },
     Room { layers: 24, bar: BAR / 2, links: true },
     Room { layers: 24, bar: BAR / 2, links: false },
-    Room { layers: 12, bar: 0, links: false },
+    Room { layers: 20, bar: BAR / 2, links: false },
+    Room { layers: 14, bar: 0, links: false },
 ];
 
 /// The stage table, in lines of at most `width` characters if it can be.
@@ -114,7 +115,7 @@ fn stages_in(plan: &Plan, room: Room) -> String {
     if !links.is_empty() {
         header.extend(["sends", "all-reduce"]);
     }
-    header.extend(["memory", "load per replica"]);
+    header.extend(["memory", if room.bar == BAR { "load per replica" } else { "load" }]);
     let right = [&[0, 1][..], &(4..header.len() - 1).collect::<Vec<_>>()].concat();
     table(&header, &right, plan.stages.iter().enumerate().map(row).collect())
 }
@@ -182,6 +183,28 @@ pub fn plural(count: u64, one: &str, many: &str) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::asked::Source;
+    use crate::cmd::partition::{Question, ask};
+    use crate::model;
+    use compiler::cluster::read::gpus;
+    use models::zoo;
+    use std::path::Path;
+
+    #[test]
+    fn a_narrow_terminal_gets_a_narrow_table() {
+        let built = zoo::build("gpt", &zoo::Options { structure: true, ..zoo::Options::default() }).unwrap();
+        let loaded = model::of_zoo("gpt.onnx", zoo::to_bytes(&built.model)).unwrap();
+        let costs = Source::of_loaded(loaded, None).unwrap().on(gpus(4, None).unwrap(), 4).unwrap();
+        let question = Question { stages: Some(vec![1, 2, 1]), ..Question::default() };
+        let plan = ask(Path::new("gpt.onnx"), costs, &question).unwrap().plan;
+        let widest = |width| stages(&plan, width).lines().map(|line| line.chars().count()).max().unwrap_or(0);
+        let free = widest(None);
+        assert!(free > 100, "{free}");
+        for width in [80, 90, 100, 110, 120, 200] {
+            assert!(widest(Some(width)) <= width, "{width}: {}", stages(&plan, Some(width)));
+        }
+        assert_eq!(widest(Some(200)), free);
+    }
 
     #[test]
     fn bars_are_filled_by_tenths() {
