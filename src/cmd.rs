@@ -21,4 +21,5 @@ pub mod schema;
 pub mod simulate;
 pub mod sweep;
 pub mod train;
+pub mod unplanned;
 pub mod zoo;
