@@ -1,13 +1,15 @@
 //! The command line: global flags, the verbs, and groups of flags that several verbs share.
 
 use crate::cmd;
+use crate::colour::When;
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use compiler::plan::ImportSettings;
 use std::path::PathBuf;
 
 /// Partitions traced models into pipeline stages, predicts what that brings, and trains them.
 #[derive(Debug, Parser)]
-#[command(name = "pipec", version, max_term_width = 100, color = clap::ColorChoice::Never)]
+#[command(name = "pipec", version, max_term_width = 100, color = clap::ColorChoice::Never,
+          after_help = "Examples:\n  pipec quickstart\n  pipec partition model.onnx --gpus 8\n  pipec train model.onnx --plan model.plan.json --data train.npz")]
 pub struct Cli {
     /// Flags of every verb.
     #[command(flatten)]
@@ -30,12 +32,22 @@ pub struct Global {
         help_heading = "Global options"
     )]
     pub format: Format,
+    /// When output is coloured; NO_COLOR and FORCE_COLOR say it for all commands
+    #[arg(
+        long,
+        global = true,
+        value_enum,
+        default_value = "auto",
+        value_name = "WHEN",
+        help_heading = "Global options"
+    )]
+    pub color: When,
     /// Say more on standard error
     #[arg(short, long, global = true, action = clap::ArgAction::Count, help_heading = "Global options")]
     pub verbose: u8,
-    /// Say nothing but results and errors
-    #[arg(short, long, global = true, help_heading = "Global options")]
-    pub quiet: bool,
+    /// Say nothing but results, warnings and errors; twice, nothing but results and errors
+    #[arg(short, long, global = true, action = clap::ArgAction::Count, help_heading = "Global options")]
+    pub quiet: u8,
 }
 
 /// How results are printed.
@@ -82,6 +94,8 @@ pub enum Verb {
     Zoo(cmd::zoo::Arguments),
     /// Print a completion script for a shell
     Completions(cmd::completions::Arguments),
+    /// Print the manual page of a verb, or write all of them
+    Man(cmd::man::Arguments),
 }
 
 /// How a model is read.
@@ -159,5 +173,43 @@ pub fn batch_dim(text: &str) -> Result<(String, usize), String> {
     match text.rsplit_once('=').map(|(name, axis)| (name, axis.trim().parse::<usize>())) {
         Some((name, Ok(axis))) if !name.is_empty() && axis < 64 => Ok((name.to_string(), axis)),
         _ => Err("write INPUT=AXIS with an axis counted from 0, for example tokens=1".to_string()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::{Command, CommandFactory};
+
+    /// The commands that do something, with the words that call them.
+    fn ends(command: &Command, words: Vec<String>) -> Vec<(Vec<String>, Command)> {
+        let inner: Vec<&Command> = command.get_subcommands().filter(|inner| !inner.is_hide_set()).collect();
+        let is_verb = inner.is_empty() || command.get_name() == "zoo" || words.len() == 1;
+        let own = is_verb.then(|| (words.clone(), command.clone()));
+        let inner = inner.into_iter().filter(|_| command.get_name() != "zoo");
+        let of_inner = inner.flat_map(|inner| ends(inner, [&words[..], &[inner.get_name().to_string()]].concat()));
+        own.into_iter().chain(of_inner).collect()
+    }
+
+    #[test]
+    fn every_verb_has_examples_that_are_commands() {
+        let all = ends(&Cli::command(), vec!["pipec".to_string()]);
+        assert!(all.len() > 20, "{}", all.len());
+        for (words, command) in all {
+            let help = command.get_after_help().map(|text| text.to_string()).unwrap_or_default();
+            let start = format!("  {}", words.join(" "));
+            let examples: Vec<&str> = help.lines().filter(|line| line.starts_with("  pipec ")).collect();
+            assert!(examples.iter().any(|line| line.starts_with(&start)), "{words:?} has no example: {help}");
+            for line in examples {
+                let line = line.split(['|', '>']).next().unwrap_or_default().replace('~', "/home/me");
+                let parsed = Cli::try_parse_from(line.split_whitespace());
+                assert!(parsed.is_ok(), "{line}: {}", parsed.unwrap_err());
+            }
+        }
+    }
+
+    #[test]
+    fn the_definition_holds_together() {
+        Cli::command().debug_assert();
     }
 }

@@ -82,7 +82,12 @@ pub fn tell(plan: &Plan, arguments: &Arguments, screen: &Screen) -> Result<(), F
         return Ok(());
     }
     source::write(&output, json.as_bytes())?;
-    screen.text(&format!("{}\n{}\n{}", stages::heading(plan), stages::stages(plan), prediction::prediction(plan)));
+    screen.text(&format!(
+        "{}\n{}\n{}",
+        stages::heading(plan),
+        stages::stages(plan, screen.width()),
+        prediction::prediction(plan)
+    ));
     plan.warnings.iter().for_each(|warning| screen.warn(warning));
     screen.json(&serde_json::to_value(plan).unwrap_or_default());
     screen.text(&format!("\nwrote {}", output.display()));

@@ -54,7 +54,9 @@ impl<'a> Family<'a> {
     ) -> Result<Self, Failure> {
         let fail = |why: String| Failure::input(format!("`--family {name}` names no family")).because(why);
         let Some((entry, _)) = zoo::find(name) else {
-            return Err(fail("the zoo has no such model".to_string()).help("`pipec zoo` lists the models"));
+            return Err(
+                fail(format!("the zoo has no such model{}", zoo::meant(name))).help("`pipec zoo` lists the models")
+            );
         };
         if !entry.choices.iter().any(|choice| choice.name == LAYERS) {
             return Err(fail(format!("`{}` has no choice of `{LAYERS}`", entry.name)));

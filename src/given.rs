@@ -1,5 +1,6 @@
 //! Arrays that the user gives, by the names of a model's inputs.
 
+use crate::advice;
 use crate::failure::Failure;
 use crate::screen::Screen;
 use compiler::graph::Graph;
@@ -8,8 +9,9 @@ use compiler::op::dropout::COUNTER;
 use compiler::op::{Op, Value};
 use compiler::pass::loss::TARGET;
 use compiler::tensor::Tensor;
-use runtime::weights;
+use runtime::weights::{self, FileError};
 use std::collections::BTreeMap;
+use std::io::ErrorKind;
 use std::path::Path;
 
 /// The other name under which labels are found.
@@ -17,7 +19,14 @@ pub const LABELS: &str = "y";
 
 /// The arrays of a file.
 pub fn read(path: &Path, what: &str) -> Result<BTreeMap<String, Tensor>, Failure> {
-    weights::read(path).map_err(|error| Failure::input(format!("cannot read {what}")).because(error))
+    weights::read(path).map_err(|error| {
+        let help = match &error {
+            FileError::Read { fault, .. } if fault.kind() == ErrorKind::NotFound => advice::absent(path),
+            FileError::Extension { .. } => "`numpy.savez(\"train.npz\", x=…, y=…)` writes a file of arrays".to_string(),
+            _ => "`numpy.load(FILE)` in Python says what is in it; arrays of objects are never read".to_string(),
+        };
+        Failure::input(format!("cannot read {what}")).because(error).help(help)
+    })
 }
 
 /// The arrays of a file for the inputs of a graph.

@@ -1,15 +1,17 @@
 //! From the flags that describe devices to a `Cluster`.
 
+use crate::advice;
 use crate::arguments::Devices;
 use crate::failure::Failure;
 use crate::source;
 use compiler::cluster::class;
-use compiler::cluster::device::{Kind, find, names};
+use compiler::cluster::device::{Kind, find, hint, names};
 use compiler::cluster::{Bytes, Cluster, read, unit};
 use compiler::import::onnx::name::shown;
 use compiler::plan::PlannedCluster;
 use compiler::profile::Profile;
 use profiler::machine;
+use std::path::Path;
 
 use crate::quantity;
 
@@ -21,17 +23,23 @@ pub fn cluster(devices: &Devices, kind: Option<&'static Kind>) -> Result<Cluster
     let mut cluster = match devices {
         Devices { cluster: Some(path), .. } => {
             let text = source::text(path, MOST_BYTES)?;
-            return read::from_toml(&text).map_err(|error| Failure::file("read the cluster", path, error));
+            return file(&text, path);
         }
         Devices { gpus: Some(count), bandwidth, .. } => {
             let rate = bandwidth.as_deref().map(unit::bandwidth).transpose();
-            let rate = rate.map_err(|error| Failure::input("cannot read `--bandwidth`").because(error))?;
+            let rate = rate.map_err(|error| {
+                let help = "`--bandwidth 25GB/s` or `--bandwidth 100Gbit/s`: of each device in one direction";
+                Failure::input("cannot read `--bandwidth`").because(error).help(help)
+            })?;
             let usual = kind.map(|kind| kind.link().1);
-            read::gpus(*count, rate.or(usual)).map_err(|error| Failure::input("cannot use `--gpus`").because(error))?
+            read::gpus(*count, rate.or(usual)).map_err(|error| {
+                Failure::input("cannot use `--gpus`").because(error).help("`--gpus 8` is eight devices on one link")
+            })?
         }
-        Devices { levels: Some(text), .. } => {
-            read::levels(text).map_err(|error| Failure::input("cannot read `--levels`").because(error))?
-        }
+        Devices { levels: Some(text), .. } => read::levels(text).map_err(|error| {
+            let help = "`--levels 8:450GB/s,2:50GB/s` is two servers of eight devices each";
+            Failure::input("cannot read `--levels`").because(error).help(help)
+        })?,
         Devices { .. } => {
             return Err(Failure::input("no devices are given")
                 .help("`--gpus 4`, `--levels 8:450GB/s,2:50GB/s` or `--cluster cluster.toml` says which there are"));
@@ -39,11 +47,19 @@ pub fn cluster(devices: &Devices, kind: Option<&'static Kind>) -> Result<Cluster
     };
     if let Some(kind) = kind {
         cluster.device = kind.device();
-        if let (Some(_), [level]) = (devices.gpus, &mut cluster.levels[..]) {
+        if let (Some(_), None, [level]) = (devices.gpus, &devices.bandwidth, &mut cluster.levels[..]) {
             level.name = kind.link().0.to_string();
         }
     }
     Ok(cluster)
+}
+
+/// The cluster of a file.
+pub fn file(text: &str, path: &Path) -> Result<Cluster, Failure> {
+    read::from_toml(text).map_err(|error| {
+        let why = source::other_file(text, "cluster").unwrap_or_else(|| error.to_string());
+        Failure::file("read the cluster", path, why).help(advice::cluster(&error))
+    })
 }
 
 /// Says how fast classes of devices are that the cluster leaves open, against the device whose costs are used.
@@ -58,7 +74,9 @@ pub fn relate(cluster: &mut Cluster, costs_of: &str, dtype: &str) {
 /// The device kind called `name`.
 pub fn kind(name: &str) -> Result<&'static Kind, Failure> {
     find(name).ok_or_else(|| {
-        Failure::input(format!("device kind `{name}` is not known")).because(format!("known: {}", names()))
+        let why = format!("known: {}{}", names(), hint(name));
+        let help = "a kind of your own is described in a cluster file, whose fields `pipec schema cluster` prints";
+        Failure::input(format!("device kind `{name}` is not known")).because(why).help(help)
     })
 }
 

@@ -3,12 +3,17 @@
 //! Exit codes: 0 done; 1 ran and the answer is no; 2 bad input or usage; 3 no feasible plan; 101 a panic, which is always our
 //! bug; 130 and 143 ended by SIGINT and SIGTERM. Results go to standard output, everything else to standard error.
 
+// What flags say of themselves is their help, as it stands: `[default: …]` is no link there.
+#![allow(rustdoc::broken_intra_doc_links)]
+
+mod advice;
 mod arguments;
 mod asked;
 mod beyond;
 mod checkpoints;
 mod children;
 mod cmd;
+mod colour;
 mod device_placement;
 mod ended;
 mod failure;
@@ -25,6 +30,7 @@ mod machines;
 mod memory;
 mod metrics;
 mod model;
+mod output;
 mod own;
 mod prediction;
 mod screen;
@@ -45,6 +51,7 @@ use clap::error::ErrorKind;
 use clap::{Command, CommandFactory, FromArgMatches};
 // Every verb tells numbers as the pictures do.
 use compiler::export::quantity;
+use std::env;
 use std::panic::{self, AssertUnwindSafe};
 use std::process::ExitCode;
 use std::sync::Mutex;
@@ -73,6 +80,7 @@ fn main() -> ExitCode {
 }
 
 fn run() -> u8 {
+    colour::decide(colour::among(env::args_os().map(|argument| argument.to_string_lossy().into_owned())));
     let command = Cli::command().mut_subcommands(taking_negatives);
     let parsed = command.try_get_matches().and_then(|matches| Cli::from_arg_matches(&matches));
     let cli = match parsed {
@@ -97,6 +105,7 @@ fn run() -> u8 {
         Verb::Schema(arguments) => cmd::schema::run(arguments, &screen),
         Verb::Zoo(arguments) => cmd::zoo::run(arguments, &screen),
         Verb::Completions(arguments) => cmd::completions::run(arguments, &screen),
+        Verb::Man(arguments) => cmd::man::run(&arguments, &screen),
     };
     match done.and_then(|()| screen.finish()) {
         Ok(()) => 0,
@@ -119,7 +128,7 @@ fn taking_negatives(verb: Command) -> Command {
 fn usage(error: &clap::Error) -> u8 {
     match error.kind() {
         ErrorKind::DisplayHelp | ErrorKind::DisplayVersion => {
-            Screen::print(&error.render().to_string());
+            Screen::print(&error.render());
             0
         }
         ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand => {

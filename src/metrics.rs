@@ -4,6 +4,8 @@ use crate::failure::Failure;
 use crate::screen::Screen;
 use crate::training::{self, Done, Prepared, Task};
 use crate::{quantity, stages};
+use compiler::export::metrics::{End, HeldOut, Line, PlanTotal, StageTotal, Step, Total, finite};
+use compiler::export::report::{MeasuredOrder, MeasuredPlace};
 use compiler::plan::{Plan, Stage};
 use compiler::simulate::Activity;
 use runtime::link::group::Group;
@@ -37,10 +39,13 @@ pub fn watched(
     bar.set_position(first as u64);
     let mut told = Instant::now();
     let mut fault = None;
-    let mut line = |value: serde_json::Value| {
+    let mut line = |line: Line| {
         if let Some(file) = &mut file
             // A run that is ended here goes on behind its last checkpoint, and no line before that may be missing.
-            && let Err(error) = writeln!(file, "{value}").and_then(|()| file.flush())
+            && let Err(error) = serde_json::to_string(&line)
+                .map_err(io::Error::other)
+                .and_then(|text| writeln!(file, "{text}"))
+                .and_then(|()| file.flush())
         {
             fault.get_or_insert(error);
         }
@@ -48,7 +53,8 @@ pub fn watched(
     let done = training::run(task, prepared, group, &mut |step: StepDone| {
         let samples = prepared.batch as f64 * (step.step + 1 - first) as f64;
         let rate = if step.seconds > 0.0 { samples / step.seconds } else { 0.0 };
-        line(json!({"step": step.step, "loss": step.loss, "seconds": step.seconds, "samples_per_s": rate}));
+        let (at, loss) = (step.step as u64, finite(step.loss));
+        line(Line::Step(Step { step: at, loss, seconds: step.seconds, samples_per_s: rate }));
         bar.set_message(format!("loss {:.4}", step.loss));
         bar.inc(1);
         if !io::stderr().is_terminal() && told.elapsed() >= TOLD {
@@ -60,7 +66,7 @@ pub fn watched(
     bar.finish_and_clear();
     let Some(done) = done? else { return Ok(None) };
     if done.ended.is_none() {
-        line(json!({"total": totals(task.plan, prepared, &done)}));
+        line(Line::End(End { total: totals(task.plan, prepared, &done) }));
     }
     let flushed = file.map_or(Ok(()), |mut file| file.flush());
     match (fault.or(flushed.err()), metrics) {
@@ -87,28 +93,37 @@ fn opened(path: &Path, first: usize) -> Result<BufWriter<File>, Failure> {
     Ok(file)
 }
 
-fn totals(plan: &Plan, prepared: &Prepared, done: &Done) -> serde_json::Value {
+fn totals(plan: &Plan, prepared: &Prepared, done: &Done) -> Total {
     let (schedule, microbatches) = prepared.order();
-    let stage = |stage: &Stage| json!({"ops": stage.ops, "devices": stage.devices});
-    json!({
-        "steps": prepared.steps,
-        "resumed_after": prepared.first(),
-        "epochs": f64::from(prepared.steps) / prepared.per_epoch.max(1) as f64,
-        "first_loss": done.trained.losses.first(),
-        "last_loss": done.trained.losses.last(),
-        "seconds": done.trained.seconds,
-        "samples_per_s": done.samples_per_s,
-        "stages": measured(done),
-        "plan": {"graph": plan.model.graph_hash, "stages": plan.stages.iter().map(stage).collect::<Vec<_>>()},
-        "order": {"schedule": schedule, "micro_batch": prepared.batch / u64::from(microbatches), "microbatches": microbatches},
-        "workers": done.trained.held_bytes.len(),
-        "cores": available_parallelism().map_or(1, |cores| cores.get()),
-        "held_out": done.score.map(|score| json!({"rows": score.rows, "loss": score.loss, "accuracy": score.accuracy})),
-    })
+    let place = |stage: &Stage| MeasuredPlace { ops: stage.ops.clone(), devices: stage.devices.clone() };
+    let losses = &done.trained.losses;
+    Total {
+        steps: u64::from(prepared.steps),
+        resumed_after: prepared.first() as u64,
+        epochs: f64::from(prepared.steps) / prepared.per_epoch.max(1) as f64,
+        first_loss: losses.first().copied().and_then(finite),
+        last_loss: losses.last().copied().and_then(finite),
+        seconds: done.trained.seconds,
+        samples_per_s: done.samples_per_s,
+        stages: measured(done),
+        plan: PlanTotal { graph: plan.model.graph_hash.clone(), stages: plan.stages.iter().map(place).collect() },
+        order: MeasuredOrder {
+            schedule: schedule.to_string(),
+            micro_batch: prepared.batch / u64::from(microbatches),
+            microbatches,
+        },
+        workers: done.trained.held_bytes.len() as u64,
+        cores: available_parallelism().map_or(1, |cores| cores.get() as u64),
+        held_out: done.score.map(|score| HeldOut {
+            rows: score.rows as u64,
+            loss: finite(score.loss),
+            accuracy: score.accuracy,
+        }),
+    }
 }
 
 /// What each stage took for an item on its slowest replica, and what its fullest held, itself and for checkpoints.
-fn measured(done: &Done) -> Vec<serde_json::Value> {
+fn measured(done: &Done) -> Vec<StageTotal> {
     let mut stages: BTreeMap<u32, (f64, f64, [u64; 2])> = BTreeMap::new();
     for (at, track) in done.tracks.iter().enumerate() {
         let both = [&done.trained.held_bytes, &done.trained.checkpoint_bytes];
@@ -134,8 +149,13 @@ fn measured(done: &Done) -> Vec<serde_json::Value> {
             *most = (most.0.max(forward), most.1.max(backward), [most_held.max(held), most_given.max(given)]);
         }
     }
-    type Figures = (f64, f64, [u64; 2]);
-    let one = |(stage, (fwd_us, bwd_us, [held, given])): (u32, Figures)| json!({"stage": stage, "fwd_us": fwd_us, "bwd_us": bwd_us, "held_bytes": held, "checkpoint_bytes": given});
+    let one = |(stage, (fwd_us, bwd_us, [held_bytes, checkpoint_bytes])): (u32, (f64, f64, [u64; 2]))| StageTotal {
+        stage,
+        fwd_us,
+        bwd_us,
+        held_bytes,
+        checkpoint_bytes,
+    };
     stages.into_iter().map(one).collect()
 }
 
@@ -169,7 +189,7 @@ pub fn report(
     let (first, last) = (losses.first().copied().unwrap_or(0.0), losses.last().copied().unwrap_or(0.0));
     if losses.is_empty() {
         screen.text(&format!("nothing is left to train: all {} steps were done", prepared.steps));
-        screen.json(&totals(plan, prepared, done));
+        screen.json(&json!(totals(plan, prepared, done)));
         return Ok(());
     }
     screen.text(&format!(
@@ -194,7 +214,7 @@ pub fn report(
             quantity::bytes(*most)
         ));
     }
-    screen.json(&totals(plan, prepared, done));
+    screen.json(&json!(totals(plan, prepared, done)));
     match losses.iter().position(|loss| !loss.is_finite()) {
         None => Ok(()),
         Some(at) => {

@@ -3,6 +3,7 @@
 use crate::arguments::Import;
 use crate::failure::Failure;
 use crate::screen::Screen;
+use crate::{advice, source};
 use compiler::export::target::Imported;
 use compiler::graph::Graph;
 use compiler::graph::bind::{bind, symbols};
@@ -11,6 +12,7 @@ use compiler::graph::order;
 use compiler::import::doubt::Doubt;
 use compiler::import::import::{self, Batch, ImportError, Model, Options, Weight};
 use compiler::import::onnx::decode;
+use compiler::import::onnx::error::{DecodeError, FormatError};
 use compiler::import::onnx::name::shown;
 use compiler::import::supply;
 use compiler::plan::{ImportSettings, PlannedModel};
@@ -83,18 +85,16 @@ fn told(names: &[String]) -> String {
     names.iter().map(|name| format!("`{}`", shown(name))).collect::<Vec<_>>().join(", ")
 }
 
-/// What to tell of a file that cannot be imported.
+/// What to tell of a file that cannot be imported; one of ours is called what it is.
 fn refused(path: &Path, error: &ImportError) -> Failure {
-    let failure = Failure::input(format!("cannot import {}", path.display())).because(error);
-    let names: Vec<String> = supply::followed(error).into_iter().collect();
-    match names.is_empty() {
-        true => failure,
-        false => failure.help(format!(
-            "make {} an initializer of the model, so that it is a constant; only `pipec eval` takes its value from \
-             the data",
-            told(&names)
-        )),
+    let what = format!("cannot import {}", path.display());
+    if let ImportError::Decode(DecodeError::Format(FormatError::Text)) = error
+        && let Ok(text) = source::text(path, source::MOST_PLAN_BYTES)
+        && let Some(other) = source::other_file(&text, "model")
+    {
+        return Failure::input(what).because(other).help("name the model, an .onnx or .pt2 file");
     }
+    Failure::input(what).because(error).help(advice::import(path, error))
 }
 
 impl Loaded {

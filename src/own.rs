@@ -13,6 +13,7 @@ use compiler::schedule::csv::Table;
 use compiler::schedule::fit::fit;
 use compiler::schedule::json::from_json;
 use compiler::schedule::{Instruction, Pipeline, Program, Schedule, ScheduleError};
+use compiler::wording::near::hint;
 use std::path::Path;
 
 /// The most bytes of a file.
@@ -38,7 +39,11 @@ pub fn said(text: &str) -> Result<String, String> {
         return Ok(text.to_string());
     }
     let names: Vec<&str> = known.map(ScheduleKind::name).collect();
-    Err(format!("write one of {}, or a file of your own: a table FILE.csv, programs FILE.json", names.join(", ")))
+    let meant = hint(text, names.iter().copied());
+    Err(format!(
+        "write one of {}, or a file of your own: a table FILE.csv, programs FILE.json{meant}",
+        names.join(", ")
+    ))
 }
 
 /// Reads the path of a file, where only that will do.

@@ -4,7 +4,9 @@
 //! `\u` escapes. A reader that closes the pipe (`| head`) ends the printing and nothing else.
 
 use crate::arguments::{Format, Global};
+use crate::colour::{self, Stream, painted};
 use crate::failure::Failure;
+use clap::builder::StyledStr;
 use comfy_table::Table;
 use compiler::import::onnx::name::display_name;
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
@@ -15,7 +17,7 @@ use std::io::{self, ErrorKind, IsTerminal, Write};
 /// Where a verb prints.
 pub struct Screen {
     format: Format,
-    quiet: bool,
+    quiet: u8,
     verbose: u8,
     /// Set when nobody reads our results any more.
     closed: Cell<bool>,
@@ -37,13 +39,13 @@ impl Screen {
     /// One that shows nothing: of a process beside the one that tells of their work.
     pub fn silent() -> Screen {
         let (closed, fault) = (Cell::new(true), RefCell::new(None));
-        Screen { format: Format::Text, quiet: true, verbose: 0, closed, fault }
+        Screen { format: Format::Text, quiet: u8::MAX, verbose: 0, closed, fault }
     }
 
     /// Prints a piece of the result, in text form only.
     pub fn text(&self, text: &str) {
         if self.format == Format::Text {
-            self.write(&clean(text));
+            self.write(&painted(&clean(text), Stream::Out));
         }
     }
 
@@ -55,6 +57,13 @@ impl Screen {
         }
     }
 
+    /// Prints a file of ours as the whole result, in JSON form only: with the bytes that it has.
+    pub fn json_file(&self, text: &str) {
+        if self.format == Format::Json {
+            self.write(&escaped(text));
+        }
+    }
+
     /// Prints a document whose bytes are the same in either form: a schema, a completion script.
     pub fn document(&self, text: &str) {
         self.write(text);
@@ -62,28 +71,33 @@ impl Screen {
 
     /// Says something beside the result, unless `-q`.
     pub fn note(&self, text: &str) {
-        if !self.quiet {
+        if self.quiet == 0 {
             complain(text);
         }
     }
 
     /// Says something that only `-v` wants to know.
     pub fn detail(&self, text: &str) {
-        if self.verbose > 0 && !self.quiet {
+        if self.verbose > 0 && self.quiet == 0 {
             complain(text);
         }
     }
 
-    /// Warns, unless `-q`.
+    /// Warns, unless `-qq`.
     pub fn warn(&self, text: &str) {
-        self.note(&format!("warning: {text}"));
+        if self.quiet < 2 {
+            complain(&format!("warning: {text}"));
+        }
     }
 
     /// A progress bar of `length` steps on standard error: visible on a terminal only, and not under `-q`.
     pub fn progress(&self, length: u64, template: &str) -> ProgressBar {
-        let shows = !self.quiet && io::stderr().is_terminal();
+        let shows = self.quiet == 0 && io::stderr().is_terminal();
         let target = if shows { ProgressDrawTarget::stderr() } else { ProgressDrawTarget::hidden() };
-        let style = ProgressStyle::with_template(template).unwrap_or_else(|_| ProgressStyle::default_bar());
+        // Bars have colours of their own only where the rest has.
+        let template =
+            if colour::on(Stream::Err) { template.replace("{bar:30}", "{bar:30.green}") } else { template.to_string() };
+        let style = ProgressStyle::with_template(&template).unwrap_or_else(|_| ProgressStyle::default_bar());
         ProgressBar::with_draw_target(Some(length), target).with_style(style)
     }
 
@@ -91,7 +105,7 @@ impl Screen {
     pub fn beside(&self, bar: &ProgressBar, text: &str) {
         match bar.is_hidden() {
             true => self.note(text),
-            false => bar.println(clean(text)),
+            false => bar.println(painted(&clean(text), Stream::Err)),
         }
     }
 
@@ -115,19 +129,25 @@ impl Screen {
         }
     }
 
+    /// Characters in a line of the terminal that results go to, if they go to one.
+    pub fn width(&self) -> Option<usize> {
+        let width = if io::stdout().is_terminal() { Table::new().width() } else { None };
+        width.map(usize::from)
+    }
+
     /// Prints text whose lines would make no sense broken: on a terminal they end at its width.
     pub fn wide(&self, text: &str) {
-        let width = if io::stdout().is_terminal() { Table::new().width() } else { None };
-        match width {
-            Some(width) => self.text(&cut(text, usize::from(width))),
+        match self.width() {
+            Some(width) => self.text(&cut(text, width)),
             None => self.text(text),
         }
     }
 
-    /// Prints text before there is a screen: help, version.
-    pub fn print(text: &str) {
+    /// Prints help or the version, before there is a screen.
+    pub fn print(text: &StyledStr) {
+        let text = if colour::on(Stream::Out) { text.ansi().to_string() } else { clean(&text.to_string()) };
         // Nobody is left to tell when even help cannot be printed.
-        let _ = print(&clean(text));
+        let _ = print(&text);
     }
 
     /// Prints to standard error before there is a screen.
@@ -151,7 +171,7 @@ fn print(text: &str) -> io::Result<()> {
 }
 
 fn complain(text: &str) {
-    let mut text = clean(text.trim_end());
+    let mut text = painted(&clean(text.trim_end()), Stream::Err);
     text.push('\n');
     // A closed standard error is no reason to stop.
     let _ = io::stderr().lock().write_all(text.as_bytes());

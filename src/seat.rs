@@ -7,8 +7,7 @@ use crate::identity::digests;
 use crate::launcher::launched;
 use crate::screen::Screen;
 use crate::training::{Prepared, Task};
-use crate::{signals, source};
-use compiler::cluster::read;
+use crate::{advice, machines, signals, source};
 use runtime::link::fate::{Fate, LinkError};
 use runtime::link::group::{Door, Group, Part, join, listen};
 use runtime::link::handshake::Identity;
@@ -74,7 +73,7 @@ impl Seat {
         }
         if let Some(path) = &arguments.hosts {
             let text = source::text(path, MOST_BYTES)?;
-            let cluster = read::from_toml(&text).map_err(|error| Failure::file("read the cluster", path, error))?;
+            let cluster = machines::file(&text, path)?;
             let hosts: Vec<(String, u32)> =
                 cluster.hosts.into_iter().map(|host| (host.address, host.devices)).collect();
             let Some((first, _)) = hosts.first() else {
@@ -268,16 +267,7 @@ fn over_mpi(_: &Seats, _: usize, _: &Screen) -> Result<Door, Failure> {
 
 /// Why the processes of a run did not come together.
 fn unmet(error: LinkError) -> Failure {
-    let help = match &error {
-        LinkError::Listen { .. } => Some("another port, or the end of what uses this one"),
-        LinkError::Unreachable { .. } | LinkError::Missing { .. } => {
-            Some("all processes are started with the same command; `--connect-timeout SECONDS` waits longer")
-        }
-        LinkError::Another { .. } | LinkError::Refused { .. } => {
-            Some("all processes need the same pipec, model, plan, data, weights and flags")
-        }
-        _ => None,
-    };
+    let help = advice::link(&error);
     let failure = match error {
         LinkError::Bug { .. } => Failure::bug(&error.to_string()),
         _ => Failure::no("the processes of the run do not come together").because(&error),

@@ -6,6 +6,7 @@ use crate::loss::{Attributed, Counted, attributed};
 use crate::machines;
 use crate::model::{self, Loaded};
 use crate::screen::Screen;
+use crate::{advice, output};
 use compiler::cluster::device::{self, Kind};
 use compiler::cluster::{Cluster, Device};
 use compiler::graph::hash::sha256;
@@ -22,7 +23,7 @@ use compiler::profile::{self, Method, Profile};
 use compiler::tensor::DType;
 use profiler::scratch::scratch;
 use std::fs::File;
-use std::io::Read;
+use std::io::{ErrorKind, Read};
 use std::path::{Path, PathBuf};
 
 /// The device kind whose kernels are ours.
@@ -34,10 +35,13 @@ pub const MOST_PLAN_BYTES: u64 = 256 << 20;
 /// The text of a file of at most `most` bytes.
 pub fn text(path: &Path, most: u64) -> Result<String, Failure> {
     let fail = |why: String| Failure::file("read", path, why);
-    let file = File::open(path).map_err(|error| fail(error.to_string()))?;
+    let file = File::open(path).map_err(|error| match error.kind() {
+        ErrorKind::NotFound => fail("there is no such file".to_string()).help(advice::absent(path)),
+        _ => fail(error.to_string()).help("check its permissions"),
+    })?;
     let about = file.metadata().map_err(|error| fail(error.to_string()))?;
     if about.is_dir() {
-        return Err(fail("it is a folder".to_string()));
+        return Err(fail("it is a folder".to_string()).help("name a file in it"));
     }
     let mut bytes = Vec::new();
     file.take(most + 1).read_to_end(&mut bytes).map_err(|error| fail(error.to_string()))?;
@@ -72,22 +76,16 @@ pub fn other_file(text: &str, expected: &str) -> Option<String> {
 pub fn write(path: &Path, bytes: &[u8]) -> Result<(), Failure> {
     let there = std::fs::metadata(path).ok();
     if there.is_some_and(|about| !about.is_file() && !about.is_dir()) {
-        return std::fs::write(path, bytes).map_err(|error| Failure::file("write", path, error));
+        return std::fs::write(path, bytes).map_err(|error| output::unwritten(path, &error));
     }
     let target = std::fs::canonicalize(path).unwrap_or_else(|_| path.to_path_buf());
-    let part = beside(&target);
+    let part = output::part(&target);
     let written = std::fs::write(&part, bytes).and_then(|()| std::fs::rename(&part, &target));
     written.map_err(|error| {
         // What is left of a failed write helps nobody.
         let _ = std::fs::remove_file(&part);
-        Failure::file("write", path, error)
+        output::unwritten(path, &error)
     })
-}
-
-fn beside(path: &Path) -> PathBuf {
-    let mut name = path.file_name().unwrap_or_default().to_os_string();
-    name.push(format!(".{}.part", std::process::id()));
-    path.with_file_name(name)
 }
 
 /// `folder/model.onnx` becomes `model.KIND.json` in the current folder.
@@ -251,7 +249,8 @@ fn imported(arguments: &Arguments, screen: &Screen) -> Result<Costs, Failure> {
     if let Some(other) = told.other_kind(&cluster).filter(|_| !cluster.is_mixed()) {
         let kind = &cluster.device.kind;
         screen.warn(&format!(
-            "the costs are those of {}, the cluster's devices are of kind {}: times hold for the former only",
+            "the costs are those of {}, the cluster's devices are of kind {}: times hold for the former only \
+             (`--profile analytic` takes the data sheet of the latter)",
             shown(&other),
             shown(kind)
         ));
@@ -355,7 +354,11 @@ pub fn assemble(
             PlannedProfile { sha256: String::new(), method: Method::Analytic }
         }
         Times::Profile(path, sha256, profile) => {
-            fill(&mut costs, &profile, Some(&model.sha256)).map_err(|error| Failure::file("use", &path, error))?;
+            fill(&mut costs, &profile, Some(&model.sha256)).map_err(|error| {
+                let help =
+                    format!("`pipec profile {}` with the same sizes and flags makes one that fits", loaded.model.file);
+                Failure::file("use", &path, error).help(help)
+            })?;
             PlannedProfile { sha256, method: profile.method }
         }
     };

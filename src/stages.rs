@@ -4,10 +4,13 @@ use crate::machines;
 use crate::quantity;
 use comfy_table::presets::NOTHING;
 use comfy_table::{CellAlignment, ContentArrangement, Table};
-use compiler::export::stage_name::{layers, ranges};
+use compiler::export::stage_name::{LAYERS, layers_within, ranges};
 use compiler::import::onnx::name::shown;
-use compiler::plan::{Plan, Stage};
+use compiler::plan::problem::CostModel;
+use compiler::plan::{Plan, ScheduleKind, Stage};
 use compiler::profile::Method;
+use compiler::schedule::StageShape;
+use compiler::schedule::pipeline::pipeline;
 
 /// The option of a plan that names the device whose costs it was made from.
 pub const COSTS: &str = "costs";
@@ -56,23 +59,98 @@ pub fn heading(plan: &Plan) -> String {
     )
 }
 
-/// The stage table.
-pub fn stages(plan: &Plan) -> String {
+/// How much of the stage table there is room for.
+#[derive(Clone, Copy)]
+struct Room {
+    /// Characters of a stage's layers.
+    layers: usize,
+    /// Characters of a full load bar; none is drawn with 0.
+    bar: usize,
+    /// Whether messages and all-reduces have columns.
+    links: bool,
+}
+
+/// The widest table that fits is shown; what goes first is what can be told from the rest.
+const ROOMS: [Room; 5] = [
+    Room { layers: LAYERS, bar: BAR, links: true },
+    Room { layers: 24, bar: BAR / 2, links: true },
+    Room { layers: 24, bar: BAR / 2, links: false },
+    Room { layers: 20, bar: BAR / 2, links: false },
+    Room { layers: 14, bar: 0, links: false },
+];
+
+/// The stage table, in lines of at most `width` characters if it can be.
+pub fn stages(plan: &Plan, width: Option<usize>) -> String {
+    let fits = |text: &String| width.is_none_or(|width| text.lines().all(|line| line.chars().count() <= width));
+    let mut tables = ROOMS.iter().map(|room| stages_in(plan, *room));
+    let widest = tables.next().unwrap_or_default();
+    if fits(&widest) {
+        return widest;
+    }
+    tables.fold(widest, |narrower, next| if fits(&narrower) { narrower } else { next })
+}
+
+fn stages_in(plan: &Plan, room: Room) -> String {
     let load = |stage: &Stage| (stage.fwd_us + stage.bwd_us) / f64::from(stage.replicas.max(1));
     let most = plan.stages.iter().map(load).fold(0.0, f64::max);
-    let row = |stage: &Stage| {
-        vec![
+    let links = if room.links { links(plan) } else { Vec::new() };
+    let row = |(at, stage): (usize, &Stage)| {
+        let mut row = vec![
             stage.id.0.to_string(),
             quantity::count(stage.op_ids().count() as u64),
-            layers(stage),
+            layers_within(stage, room.layers),
             format!("{} on {}{}", stage.replicas, ranges(&stage.devices), kinds(plan, stage)),
             quantity::time(stage.fwd_us + stage.bwd_us),
-            quantity::bytes(stage.memory.total) + if stage.recompute { ", recomputed" } else { "" },
-            bar(if most > 0.0 { load(stage) / most } else { 0.0 }),
-        ]
+        ];
+        row.extend(links.get(at).into_iter().flatten().cloned());
+        row.push(
+            quantity::bytes(stage.memory.total)
+                + &of_limit(plan, stage)
+                + if stage.recompute { ", recomputed" } else { "" },
+        );
+        row.push(bar(if most > 0.0 { load(stage) / most } else { 0.0 }, room.bar));
+        row
     };
-    let header = ["stage", "ops", "layers", "replicas", "fwd+bwd", "memory", "load per replica"];
-    table(&header, &[0, 1, 4, 5], plan.stages.iter().map(row).collect())
+    let mut header = vec!["stage", "ops", "layers", "replicas", "fwd+bwd"];
+    if !links.is_empty() {
+        header.extend(["sends", "all-reduce"]);
+    }
+    header.extend(["memory", if room.bar == BAR { "load per replica" } else { "load" }]);
+    let right = [&[0, 1][..], &(4..header.len() - 1).collect::<Vec<_>>()].concat();
+    table(&header, &right, plan.stages.iter().enumerate().map(row).collect())
+}
+
+/// For each stage what its messages take for an item on their way out, activations and gradients, and what the all-reduce of a round
+/// takes. Nothing under the cost models that charge links otherwise, and where everything is on one device.
+fn links(plan: &Plan) -> Vec<[String; 2]> {
+    let is_told = plan.cost == CostModel::Pipec && plan.cluster.devices > 1;
+    let Some(pipeline) = is_told.then(|| pipeline(plan).ok()).flatten() else { return Vec::new() };
+    let told = |us: f64| if us > 0.0 { quantity::time(us) } else { "-".to_string() };
+    let trains = plan.schedule.kind != ScheduleKind::Inference;
+    let one = |(at, shape): (usize, &StageShape)| {
+        let sent = pipeline.edges.iter().map(|edge| {
+            let forward = if edge.from.index() == at { edge.forward_us } else { 0.0 };
+            forward + if trains && edge.to.index() == at { edge.backward_us } else { 0.0 }
+        });
+        [told(sent.sum()), told(if trains { shape.all_reduce } else { 0.0 })]
+    };
+    pipeline.stages.iter().enumerate().map(one).collect()
+}
+
+/// The share that a stage takes of what its devices may hold, those of the smallest of them.
+fn of_limit(plan: &Plan, stage: &Stage) -> String {
+    let mut end = 0u32;
+    let classes = plan.cluster.classes.iter().filter_map(|class| {
+        let start = end;
+        end = end.saturating_add(class.count);
+        stage.devices.iter().any(|device| (start..end).contains(device)).then_some(class.device.memory.0)
+    });
+    let limit = classes.chain(plan.cluster.memory_per_device.map(|limit| limit.0)).min();
+    limit.filter(|limit| *limit > 0).map_or(String::new(), |limit| {
+        let beside = plan.stages.iter().filter(|other| other.devices == stage.devices);
+        let held: f64 = beside.map(|other| other.memory.total as f64).sum();
+        format!(", {:.0} %", held / limit as f64 * 100.0)
+    })
 }
 
 /// The kinds of a stage's devices, where the cluster has several classes.
@@ -91,9 +169,10 @@ fn kinds(plan: &Plan, stage: &Stage) -> String {
     if kinds.is_empty() { String::new() } else { format!(" ({})", shown(&kinds.join(", "))) }
 }
 
-fn bar(share: f64) -> String {
-    let full = (share * BAR as f64).round() as usize;
-    format!("{}{} {:3.0} %", "█".repeat(full.min(BAR)), "░".repeat(BAR.saturating_sub(full)), share * 100.0)
+fn bar(share: f64, width: usize) -> String {
+    let full = ((share * width as f64).round() as usize).min(width);
+    let space = if width > 0 { " " } else { "" };
+    format!("{}{}{space}{:3.0} %", "█".repeat(full), "░".repeat(width - full), share * 100.0)
 }
 
 /// `1 op`, `2 ops`.
@@ -104,9 +183,32 @@ pub fn plural(count: u64, one: &str, many: &str) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::asked::Source;
+    use crate::cmd::partition::{Question, ask};
+    use crate::model;
+    use compiler::cluster::read::gpus;
+    use models::zoo;
+    use std::path::Path;
+
+    #[test]
+    fn a_narrow_terminal_gets_a_narrow_table() {
+        let built = zoo::build("gpt", &zoo::Options { structure: true, ..zoo::Options::default() }).unwrap();
+        let loaded = model::of_zoo("gpt.onnx", zoo::to_bytes(&built.model)).unwrap();
+        let costs = Source::of_loaded(loaded, None).unwrap().on(gpus(4, None).unwrap(), 4).unwrap();
+        let question = Question { stages: Some(vec![1, 2, 1]), ..Question::default() };
+        let plan = ask(Path::new("gpt.onnx"), costs, &question).unwrap().plan;
+        let widest = |width| stages(&plan, width).lines().map(|line| line.chars().count()).max().unwrap_or(0);
+        let free = widest(None);
+        assert!(free > 100, "{free}");
+        for width in [80, 90, 100, 110, 120, 200] {
+            assert!(widest(Some(width)) <= width, "{width}: {}", stages(&plan, Some(width)));
+        }
+        assert_eq!(widest(Some(200)), free);
+    }
 
     #[test]
     fn bars_are_filled_by_tenths() {
-        assert_eq!(bar(0.5), "█████░░░░░  50 %");
+        assert_eq!(bar(0.5, 10), "█████░░░░░  50 %");
+        assert_eq!(bar(1.0, 0), "100 %");
     }
 }

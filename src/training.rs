@@ -1,5 +1,6 @@
 //! From a model, a plan and data to trained weights, by way of compiled stages and checked programs.
 
+use crate::advice;
 use crate::checkpoints::{Begun, Keeping, kept_of};
 use crate::ended::Ended;
 use crate::failure::Failure;
@@ -185,7 +186,8 @@ pub fn prepare(task: &mut Task<'_>) -> Result<Prepared, Failure> {
     let fail = |why: &dyn std::fmt::Display| Failure::input("cannot train").because(why);
     if !task.batch.is_multiple_of(u64::from(task.microbatches)) {
         let what = format!("a batch of {} does not divide into {} micro-batches", task.batch, task.microbatches);
-        return Err(Failure::input(what));
+        let next = task.batch.div_ceil(u64::from(task.microbatches)) * u64::from(task.microbatches);
+        return Err(Failure::input(what).help(format!("`--batch {next}` does; or another `--microbatches`")));
     }
     let mut graph = task.loaded.at(task.batch / u64::from(task.microbatches))?;
     let narrow = task.dtype.filter(|dtype| is_half(*dtype));
@@ -280,9 +282,8 @@ pub fn prepare(task: &mut Task<'_>) -> Result<Prepared, Failure> {
     };
     let labels = if arrays.contains_key(TARGET) || !arrays.contains_key(LABELS) { TARGET } else { LABELS };
     let unfit = |error: DataError| {
-        let is_missing = matches!(error, DataError::Missing { .. });
-        let failure = Failure::input("the data does not fit the model").because(named(error, labels));
-        if is_missing { failure.help("`--synthetic-data` trains on made-up data instead") } else { failure }
+        let help = advice::data(&error);
+        Failure::input("the data does not fit the model").because(named(error, labels)).help(help)
     };
     let known = |arrays| {
         let data = Dataset::new(arrays, &feeds, item_rows)?;
@@ -300,7 +301,10 @@ pub fn prepare(task: &mut Task<'_>) -> Result<Prepared, Failure> {
             (first, Some(last))
         }
         HeldOut::Arrays(arrays) => {
-            let unfit = |error| Failure::input("what is held out does not fit the model").because(named(error, TARGET));
+            let unfit = |error| {
+                let help = advice::data(&error);
+                Failure::input("what is held out does not fit the model").because(named(error, TARGET)).help(help)
+            };
             (data, Some(known(arrays).map_err(unfit)?))
         }
     };

@@ -124,6 +124,7 @@ pub struct Whole {
 #[serde(deny_unknown_fields)]
 pub struct Profile {
     /// Always [`SCHEMA`].
+    #[schemars(extend("const" = SCHEMA))]
     pub schema: String,
     /// What was profiled.
     pub model: ProfiledModel,

@@ -5,7 +5,10 @@
 //! invalid value: integer `-1`, expected u32               integer `-1`, expected a whole number from 0 to 4294967295
 //! ```
 //!
-//! Only what is expected is put in other words. What was found comes from the file and stays as it stands there.
+//! Only what is expected is put in other words. What was found comes from the file and stays as it stands there. A name that does not
+//! exist is answered with the one that was most likely meant ([`near`]).
+
+pub mod near;
 
 /// What a group of named values is called.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -28,7 +31,15 @@ pub fn plainly(message: &str, format: Format) -> String {
     let expected = &expected[EXPECTED.len()..];
     // The place, if the parser adds one.
     let (expected, place) = expected.find(" at line ").map_or((expected, ""), |at| expected.split_at(at));
-    format!("{}{EXPECTED}{}{place}", opened(found, group), named(expected, group))
+    format!("{}{EXPECTED}{}{}{place}", opened(found, group), named(expected, group), meant(found, expected))
+}
+
+/// For "unknown field `sped`, expected one of `speed`, `count`": which of them was meant.
+fn meant(found: &str, expected: &str) -> String {
+    let is_name = |start: &&str| found.rfind(*start).is_some_and(|at| !found[at..].contains('\n'));
+    let Some(start) = ["unknown field `", "unknown variant `"].into_iter().find(is_name) else { return String::new() };
+    let name = found.rsplit(start).next().unwrap_or_default().trim_end_matches('`');
+    near::hint(name, expected.split('`').skip(1).step_by(2))
 }
 
 const EXPECTED: &str = ", expected ";
@@ -106,6 +117,10 @@ mod tests {
             ("{\"number\": {}}", "an object, expected a whole number from 0 to 4294967295 at line 1 column 11"),
             ("{\"number\": 1, \"pair\": [1]}", "a list of 1, expected a list of 2 at line 1 column 25"),
             ("{\"number\": 1, \"kind\": \"Two\"}", "unknown variant `Two`, expected `One` at line 1 column 27"),
+            (
+                "{\"number\": 1, \"kind\": \"Onee\"}",
+                "unknown variant `Onee`, expected `One`; did you mean `One`? at line 1 column 28",
+            ),
             ("{}", "missing field `number` at line 1 column 2"),
             ("{", "the file ends within an object at line 1 column 1"),
         ] {

@@ -13,6 +13,7 @@
 use std::collections::BTreeMap;
 
 use compiler::import::onnx::proto::ModelProto;
+use compiler::wording::near::hint;
 use prost::Message;
 
 use crate::builder::{Axis, Builder, Counts};
@@ -119,7 +120,7 @@ pub struct Built {
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 pub enum ZooError {
     /// No such model.
-    #[error("the zoo has no model `{}`; it has {}", name.escape_default(), names())]
+    #[error("the zoo has no model `{}`; it has {}{}", name.escape_default(), names(), meant(name))]
     Unknown {
         /// The name asked for.
         name: String,
@@ -153,6 +154,11 @@ pub enum ZooError {
 
 fn names() -> String {
     ENTRIES.iter().map(|entry| entry.name).collect::<Vec<_>>().join(", ")
+}
+
+/// The model or size that was meant by a name that is none, as the end of a sentence.
+pub fn meant(name: &str) -> String {
+    hint(name, ENTRIES.iter().flat_map(|entry| entry.sizes.iter().map(|size| size.name).chain([entry.name])))
 }
 
 /// The model or published size called `name`, with what a size sets.

@@ -24,25 +24,25 @@ pub enum Slot {
     Own(usize),
     /// In the item's buffer that came from another stage.
     Received(usize),
-    /// In the item's data, by place in [`StageCode::feeds`].
+    /// In the item's data, by place in `StageCode::feeds`.
     Feed(usize),
-    /// A parameter at the item's version, by place in [`StageCode::parameters`].
+    /// A parameter at the item's version, by place in `StageCode::parameters`.
     Parameter(usize),
-    /// A state, by place in [`StageCode::states`].
+    /// A state, by place in `StageCode::states`.
     State(usize),
     /// A constant of this sequence.
     Constant(usize),
     /// In the item's block that is kept from the first part of its backward run to the second.
     Between(usize),
-    /// A gradient term that came from a later stage, by place in [`StageCode::gradients_in`].
+    /// A gradient term that came from a later stage, by place in `StageCode::gradients_in`.
     GradientIn(usize),
-    /// A gradient term that is sent to an earlier stage, by place in [`StageCode::gradients_out`].
+    /// A gradient term that is sent to an earlier stage, by place in `StageCode::gradients_out`.
     GradientOut(usize),
-    /// Nowhere but in a sum of gradients, to which its maker adds it; by place in [`StageCode::gradient_terms`].
+    /// Nowhere but in a sum of gradients, to which its maker adds it; by place in `StageCode::gradient_terms`.
     Sum(usize),
     /// A term of a parameter's gradient: in its sum where it is the first, else in the worker's arena until it has been added.
     Gradient {
-        /// By place in [`StageCode::gradient_terms`].
+        /// By place in `StageCode::gradient_terms`.
         term: usize,
         /// Its offset in the arena.
         offset: usize,
@@ -140,7 +140,7 @@ pub struct Step {
     /// Its workspace in the arena.
     pub workspace: Place,
     /// The terms of parameters' gradients to whose sums it adds what it makes, once for each; it has no output then. By place in
-    /// [`StageCode::gradient_terms`].
+    /// `StageCode::gradient_terms`.
     pub adds_to: Vec<usize>,
     /// The terms that are added to their sums when it has run.
     pub terms: Vec<usize>,

@@ -6,7 +6,7 @@ use crate::screen::Screen;
 use crate::{machines, quantity, source, stages};
 use clap::{Args, Subcommand};
 use compiler::cluster::read::check;
-use compiler::cluster::write::to_toml;
+use compiler::cluster::write::{to_json, to_toml};
 use compiler::cluster::{Cluster, Level};
 use compiler::import::onnx::name::shown;
 use compiler::plan::links::Wire;
@@ -28,14 +28,14 @@ pub struct Arguments {
 #[derive(Debug, Subcommand)]
 enum What {
     /// Write the devices of this machine as a cluster file: its GPUs, or workers on its cores
-    #[command(after_help = "Example: pipec cluster detect -o cluster.toml")]
+    #[command(after_help = "Example:\n  pipec cluster detect -o cluster.toml")]
     Detect(Detect),
     /// Measure the links of this machine, beside what a cluster file says of them
-    #[command(after_help = "Example: pipec cluster bench cluster.toml -o measured.toml")]
+    #[command(after_help = "Example:\n  pipec cluster bench cluster.toml -o measured.toml")]
     Bench(Bench),
     /// Show a cluster: its devices, its levels, and what lies between any two devices
     #[command(
-        after_help = "Example: pipec cluster show cluster.toml\n         pipec cluster show --levels 8:450GB/s,2:50GB/s"
+        after_help = "Examples:\n  pipec cluster show cluster.toml\n  pipec cluster show --levels 8:450GB/s,2:50GB/s"
     )]
     Show(Show),
 }
@@ -125,7 +125,7 @@ fn deliver(cluster: &Cluster, output: Option<&Path>, screen: &Screen) -> Result<
         }
         None => screen.text(text.trim_end()),
     }
-    screen.json(&json!(cluster));
+    screen.json(&to_json(cluster));
     Ok(())
 }
 
@@ -164,7 +164,7 @@ fn bench(arguments: &Bench, screen: &Screen) -> Result<(), Failure> {
         screen.note(&format!("wrote {}", path.display()));
     }
     screen.text(&table);
-    screen.json(&json!({"stated": said, "measured": measured, "levels_measured": 1}));
+    screen.json(&json!({"stated": said, "measured": measured, "levels_measured": 1, "file": to_json(&measured)}));
     Ok(())
 }
 
@@ -241,6 +241,7 @@ fn matrix(cluster: &Cluster) -> String {
 fn shown_as_json(cluster: &Cluster) -> Value {
     let mut value = json!(cluster);
     value["devices"] = json!(cluster.devices());
+    value["file"] = to_json(cluster);
     if cluster.devices() <= MOST_IN_MATRIX {
         let all = 0..cluster.devices();
         let row = |one: u32| -> Vec<Value> {

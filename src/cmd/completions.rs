@@ -8,6 +8,9 @@ use clap_complete::Shell;
 
 /// Which shell.
 #[derive(Debug, Args)]
+#[command(
+    after_help = "Examples:\n  pipec completions bash > ~/.local/share/bash-completion/completions/pipec\n  pipec completions zsh > ~/.zfunc/_pipec"
+)]
 pub struct Arguments {
     /// The shell
     #[arg(value_enum)]

@@ -17,7 +17,7 @@ use std::{env, fs, process};
 
 /// Nothing to choose.
 #[derive(Debug, Args)]
-#[command(after_help = "Example: pipec doctor")]
+#[command(after_help = "Example:\n  pipec doctor")]
 pub struct Arguments {}
 
 /// How something was found.

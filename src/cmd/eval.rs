@@ -4,7 +4,7 @@ use crate::failure::{BUG, Failure};
 use crate::initial::initial;
 use crate::model;
 use crate::screen::Screen;
-use crate::{given, quantity, source};
+use crate::{given, output, quantity, source};
 use clap::Args;
 use compiler::graph::Graph;
 use compiler::import::onnx::name::shown;
@@ -22,6 +22,7 @@ const MOST_BYTES: u64 = 64 << 20;
 
 /// Which model, on what.
 #[derive(Debug, Args)]
+#[command(after_help = "Example:\n  pipec eval model.onnx --inputs x.npz --weights weights.safetensors -o y.npz")]
 pub struct Arguments {
     /// The model
     #[arg(value_name = "MODEL", required_unless_present = "batch_file")]
@@ -48,6 +49,7 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Failure> {
     let (Some(file), Some(inputs), Some(output)) = (&arguments.file, &arguments.inputs, &arguments.output) else {
         return Err(Failure::input("`pipec eval` needs MODEL, --inputs and -o"));
     };
+    output::check_tensors(output)?;
     let answer = one(file, inputs, arguments.weights.as_deref(), output, screen)?;
     let mut text = String::new();
     for (name, tensor) in &answer.outputs {

@@ -17,6 +17,7 @@ use compiler::import::onnx::name::shown;
 use compiler::plan::Plan;
 use compiler::profile::cost_graph::CostGraph;
 use compiler::schedule::csv::{Table, csv};
+use compiler::wording::near::hint;
 use serde_json::json;
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -48,14 +49,17 @@ pub struct Arguments {
 
 fn named(text: &str) -> Result<&'static Entry, String> {
     let names: Vec<&str> = TARGETS.iter().map(|entry| entry.name).collect();
-    table::find(text).ok_or_else(|| format!("write one of {}", names.join(", ")))
+    table::find(text).ok_or_else(|| format!("write one of {}{}", names.join(", "), hint(text, names.iter().copied())))
 }
 
-/// The targets, a line each.
+/// The targets, a line each, and how they are called.
 fn targets() -> String {
     let width = TARGETS.iter().map(|entry| entry.name.len()).max().unwrap_or(0);
     let lines = TARGETS.iter().map(|entry| format!("  {:width$}  {}\n", entry.name, entry.about));
-    format!("Targets:\n{}", lines.collect::<String>().trim_end())
+    format!(
+        "Targets:\n{}\nExamples:\n  pipec export model.plan.json --to torch --model model.pt2 -o bundle\n  pipec export model.plan.json --to dot -o -",
+        lines.collect::<String>()
+    )
 }
 
 /// Reads, makes, writes, prints.

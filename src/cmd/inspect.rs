@@ -27,6 +27,7 @@ const LISTED: usize = 40;
 
 /// Which model, at which sizes.
 #[derive(Debug, Args)]
+#[command(after_help = "Examples:\n  pipec inspect model.onnx\n  pipec inspect model.pt2 --dim seq=128 --format json")]
 pub struct Arguments {
     /// The model
     #[arg(value_name = "MODEL")]

@@ -1,17 +1,17 @@
 //! `pipec partition`: cuts a model into stages and writes the plan.
 
 use crate::arguments::{Devices, Dims};
+use crate::cmd::unplanned::unplanned;
 use crate::failure::Failure;
 use crate::loss::LossArguments;
 use crate::own::{self, Own};
 use crate::screen::Screen;
 use crate::source::{self, Costs};
-use crate::{device_placement, hybrid, prediction, quantity, stages, ties};
+use crate::{device_placement, hybrid, output, prediction, quantity, stages, ties};
 use clap::{Args, ValueEnum};
 use compiler::cluster::unit;
-use compiler::partition::lack::TooSmall;
-use compiler::partition::planner::{self, Compared, Partitioner, PlanError, Planned, PlannerOptions};
-use compiler::plan::problem::{CostModel, InFlight, Objective, Problem, ProblemError, Target};
+use compiler::partition::planner::{self, Compared, Partitioner, Planned, PlannerOptions};
+use compiler::plan::problem::{CostModel, InFlight, Objective, Problem, Target};
 use compiler::plan::{Edge, ScheduleKind, Stage, read};
 use compiler::schedule::pipeline::{pipeline, pipeline_of};
 use compiler::simulate::steady::{Steady, steady, steady_in_sync};
@@ -21,6 +21,9 @@ use std::time::{Duration, Instant};
 
 /// What to plan, for which devices, how.
 #[derive(Debug, Args)]
+#[command(
+    after_help = "Examples:\n  pipec partition model.onnx --gpus 8\n  pipec partition model.onnx --profile profile.json --cluster cluster.toml -o plan.json\n  pipec partition gpt.onnx --levels 8:450GB/s,2:50GB/s --microbatches 16 --optimizer adamw --compare"
+)]
 pub struct Arguments {
     /// The model, or a published profile
     #[arg(value_name = "FILE")]
@@ -220,12 +223,15 @@ pub fn run(arguments: Box<Arguments>, screen: &Screen) -> Result<(), Failure> {
         return Err(Failure::input("`--noncontiguous` goes with `--from dnn-partitioning`")
             .because("stages of a pipeline that trains are contiguous"));
     }
+    let path = arguments.output.clone().unwrap_or_else(|| source::default_output(&arguments.file, "plan"));
+    if !source::is_stdout(&path) {
+        output::check(&path)?;
+    }
     let (planned, refused) = plan(&arguments, screen)?;
     let own = arguments.question.schedule.as_deref().filter(|schedule| own::is_file(schedule));
     screen.detail(&format!("planned in {}", quantity::time(started.elapsed().as_secs_f64() * 1e6)));
     let plan = &planned.plan;
     let json = read::to_json(plan).map_err(|error| Failure::bug(&error.to_string()))?;
-    let path = arguments.output.clone().unwrap_or_else(|| source::default_output(&arguments.file, "plan"));
     if source::is_stdout(&path) {
         screen.document(&json);
         return Ok(());
@@ -234,7 +240,12 @@ pub fn run(arguments: Box<Arguments>, screen: &Screen) -> Result<(), Failure> {
     if let Some(verdict) = prediction::verdict(plan) {
         screen.text(&verdict);
     }
-    screen.text(&format!("{}\n{}\n{}", stages::heading(plan), stages::stages(plan), prediction::prediction(plan)));
+    screen.text(&format!(
+        "{}\n{}\n{}",
+        stages::heading(plan),
+        stages::stages(plan, screen.width()),
+        prediction::prediction(plan)
+    ));
     if arguments.compare {
         screen.text(&compared(&planned));
     }
@@ -245,7 +256,7 @@ pub fn run(arguments: Box<Arguments>, screen: &Screen) -> Result<(), Failure> {
              those of one of them",
         );
     }
-    screen.json(&serde_json::to_value(plan).unwrap_or_default());
+    screen.json_file(&json);
     let next = match plan.cost {
         // What an instance knows of its devices is not what a simulation asks.
         CostModel::Load | CostModel::Hybrid => format!("next: pipec plan check {}\n", path.display()),
@@ -344,7 +355,9 @@ pub fn ask(file: &Path, costs: Costs, question: &Question) -> Result<Planned, Fa
     let mut problem = costs.problem(cost(&question.cost));
     problem.activation_compression = question.activation_compression;
     problem.memory_limit = match &question.memory {
-        Some(text) => Some(unit::bytes(text).map_err(|error| Failure::input("cannot read `--memory`").because(error))?),
+        Some(text) => Some(unit::bytes(text).map_err(|error| {
+            Failure::input("cannot read `--memory`").because(error).help("`--memory 16GB`, for each device")
+        })?),
         // Devices of several classes hold what their class holds.
         None if problem.cluster.is_mixed() => None,
         None => Some(problem.cluster.device.memory).filter(|memory| has_memory && memory.0 > 0),
@@ -398,7 +411,7 @@ pub fn ask(file: &Path, costs: Costs, question: &Question) -> Result<Planned, Fa
         seed: question.seed,
         efficiency: Some(&|stages: &[Stage], edges: &[Edge], caps: &[u32]| efficiency(&problem, stages, edges, caps)),
     };
-    let mut planned = planner::plan(&problem, &options).map_err(|error| explain(file, error, problem.schedule))?;
+    let mut planned = planner::plan(&problem, &options).map_err(|error| unplanned(file, error, problem.schedule))?;
     if let Some(own) = &own {
         let pipeline = pipeline(&planned.plan).map_err(|error| Failure::bug(&error.to_string()))?;
         own.program(&pipeline, 1)?;
@@ -437,64 +450,6 @@ fn cost(name: &str) -> CostModel {
         "paper" => CostModel::Paper,
         _ => CostModel::Pipec,
     }
-}
-
-fn explain(file: &Path, error: PlanError, schedule: ScheduleKind) -> Failure {
-    let what = format!("cannot plan {}", file.display());
-    match &error {
-        PlanError::Problem(ProblemError::NoSpeed { class, .. }) => Failure::input(what).because(&error).help(format!(
-            "`speed` in `[[device]]` table {class}, counted from 0, says how fast its devices are against those whose costs are used: 1.0 \
-             for these themselves, 0.5 for half as fast"
-        )),
-        PlanError::Problem(_) => Failure::input(what).because(error),
-        PlanError::Infeasible { limit, stage, stages, replicas, first_op, last_op, missing, smallest_limit } => {
-            let (limit, missing) = (quantity::bytes(*limit), quantity::bytes(*missing));
-            let replicas = stages::plural(u64::from(*replicas), "replica", "replicas");
-            let why = format!(
-                "no plan fits in {limit} per device: stage {stage} of {stages} (`{first_op}` to `{last_op}`, {replicas}) lacks {missing}"
-            );
-            let least = quantity::at_least(*smallest_limit);
-            Failure::infeasible(format!("no feasible plan for {}", file.display())).because(why).help(format!(
-                "`--memory {least}` is the least that was found to do; {}a smaller micro-batch or more devices need less",
-                fewer(schedule)
-            ))
-        }
-        PlanError::TooSmall(small) => too_small(file, small, schedule),
-        PlanError::Unsound(_) => Failure::bug(&error.to_string()),
-    }
-}
-
-/// What to do where devices hold too little themselves.
-fn too_small(file: &Path, small: &TooSmall, schedule: ScheduleKind) -> Failure {
-    let TooSmall { class, kind, memory, missing, smallest, limit, stage, stages, replicas, first_op, last_op } = small;
-    let (memory, missing) = (quantity::bytes(*memory), quantity::bytes(*missing));
-    let (replicas, least) =
-        (stages::plural(u64::from(*replicas), "replica", "replicas"), quantity::at_least(*smallest));
-    let (lacks, place) = match class {
-        Some(class) => (
-            format!("lacks {missing} on device class {class} (`{kind}`), whose devices hold {memory}"),
-            format!("in `[[device]]` table {class}, counted from 0, and in tables like it,"),
-        ),
-        None => (
-            format!(
-                "needs {}, and devices of several classes hold less, the smallest {memory}",
-                quantity::bytes(*smallest)
-            ),
-            "in every `[[device]]` table that has less".to_string(),
-        ),
-    };
-    let why = format!("no plan fits: stage {stage} of {stages} (`{first_op}` to `{last_op}`, {replicas}) {lacks}");
-    let also = limit.map_or(String::new(), |limit| format!(", with `--memory {}`", quantity::at_least(limit)));
-    Failure::infeasible(format!("no feasible plan for {}", file.display())).because(why).help(format!(
-        "no `--memory` gives devices more than they have; `memory = \"{least}\"` {place} is the least that was found to do{also}; \
-         {}a smaller micro-batch or more devices need less",
-        fewer(schedule)
-    ))
-}
-
-/// What can be asked of schedules that do not say themselves how much is in flight.
-fn fewer(schedule: ScheduleKind) -> &'static str {
-    if schedule.takes_caps() { "fewer minibatches in flight (`--in-flight`), " } else { "" }
 }
 
 /// Every candidate once: those that look the same in all columns share a row. The one that became the plan comes first and is marked.

@@ -12,6 +12,7 @@ use compiler::plan::check::check as judged;
 use compiler::plan::fault::Fault;
 use compiler::plan::figures::figures;
 use compiler::plan::problem::CostModel;
+use compiler::plan::read;
 use compiler::plan::sound::sound;
 use compiler::plan::{Plan, ScheduleKind};
 use compiler::schedule::Program;
@@ -40,11 +41,13 @@ pub struct Arguments {
 #[derive(Debug, Subcommand)]
 enum What {
     /// Print the stage table and the prediction
+    #[command(after_help = "Example:\n  pipec plan show model.plan.json")]
     Show {
         /// The plan
         #[arg(value_name = "PLAN")]
         file: PathBuf,
     },
+    #[command(after_help = "Example:\n  pipec plan check model.plan.json --model model.onnx")]
     /// Check that the plan holds together, that its figures follow from each other, and that its programs cannot go wrong or wait for ever
     Check {
         /// The plan
@@ -60,6 +63,7 @@ enum What {
         #[arg(long, value_name = "FILE", value_parser = own::said_file)]
         schedule: Option<String>,
     },
+    #[command(after_help = "Example:\n  pipec plan diff before.json after.json")]
     /// Tell two plans apart: which ops changed their stage, and what that does to times and memory. Exit code 1 where they differ
     Diff {
         /// The first plan
@@ -82,11 +86,11 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Failure> {
             screen.text(&format!(
                 "{}\n{}\n{}",
                 stages::heading(&plan),
-                stages::stages(&plan),
+                stages::stages(&plan, screen.width()),
                 prediction::prediction(&plan)
             ));
             plan.warnings.iter().for_each(|warning| screen.warn(warning));
-            screen.json(&serde_json::to_value(&plan).unwrap_or_default());
+            screen.json_file(&read::to_json(&plan).map_err(|error| Failure::bug(&error.to_string()))?);
             Ok(())
         }
         What::Check { file, model, profile, schedule } => {
@@ -102,7 +106,8 @@ pub fn sound_plan(path: &Path) -> Result<Plan, Failure> {
     let plan = source::plan(path)?;
     sound(&plan).map_err(|faults| {
         let failure = Failure::input(format!("{} is no sound plan", path.display()));
-        faults.iter().take(16).fold(failure, Failure::because)
+        let failure = faults.iter().take(16).fold(failure, Failure::because);
+        failure.help("`pipec partition` writes sound plans: `--stages`, `--cut-after` and `--pin` say what to change, not the file")
     })?;
     Ok(plan)
 }

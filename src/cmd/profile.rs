@@ -5,7 +5,7 @@ use crate::failure::Failure;
 use crate::loss::{Counted, LossArguments, attributed};
 use crate::model::{self, Loaded};
 use crate::screen::Screen;
-use crate::{machines, memory, quantity, source, stages};
+use crate::{machines, memory, output, quantity, source, stages};
 use clap::Args;
 use compiler::import::onnx::name::shown;
 use compiler::pass::analytic::{self, Subject};
@@ -21,6 +21,9 @@ const LISTED: usize = 12;
 
 /// Which model, on what.
 #[derive(Debug, Args)]
+#[command(
+    after_help = "Examples:\n  pipec profile model.onnx --micro-batch 32 -o profile.json\n  pipec profile model.onnx --device analytic:h200"
+)]
 pub struct Arguments {
     /// The model
     #[arg(value_name = "MODEL")]
@@ -51,6 +54,10 @@ pub struct Arguments {
 
 /// Profiles, prints, writes.
 pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Failure> {
+    let path = arguments.output.clone().unwrap_or_else(|| source::default_output(&arguments.file, "profile"));
+    if !source::is_stdout(&path) {
+        output::check(&path)?;
+    }
     let profile = match arguments.device.strip_prefix("analytic:") {
         Some(kind) => by_data_sheet(&arguments, kind, screen)?,
         None if arguments.device == "cpu" => {
@@ -70,14 +77,13 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Failure> {
         }
     };
     let json = to_json(&profile).map_err(|error| Failure::bug(&error.to_string()))?;
-    let path = arguments.output.unwrap_or_else(|| source::default_output(&arguments.file, "profile"));
     if source::is_stdout(&path) {
         screen.document(&json);
         return Ok(());
     }
     source::write(&path, json.as_bytes())?;
     screen.text(&show(&profile));
-    screen.json(&serde_json::to_value(&profile).unwrap_or_default());
+    screen.json_file(&json);
     screen.text(&format!("\nwrote {}", path.display()));
     Ok(())
 }

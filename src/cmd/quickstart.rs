@@ -47,6 +47,7 @@ const STAGES: [u32; 3] = [2, 1, 1];
 
 /// Which model, where to.
 #[derive(Debug, Args)]
+#[command(after_help = "Examples:\n  pipec quickstart\n  pipec quickstart --model mlp --dir tour")]
 pub struct Arguments {
     /// The model
     #[arg(long, value_enum, value_name = "MODEL", default_value = "cnn")]
@@ -229,7 +230,7 @@ fn show(plan: &Plan, screen: &Screen) {
     if let Some(verdict) = prediction::verdict(plan) {
         screen.text(&verdict);
     }
-    screen.text(&format!("{}\n{}", stages::stages(plan), prediction::prediction(plan)));
+    screen.text(&format!("{}\n{}", stages::stages(plan, screen.width()), prediction::prediction(plan)));
     plan.warnings.iter().for_each(|warning| screen.warn(warning));
 }
 

@@ -38,6 +38,9 @@ const MOST_DEVICES: u64 = 4096;
 
 /// Which plan, with what beside it, and where to.
 #[derive(Debug, Args)]
+#[command(
+    after_help = "Examples:\n  pipec report model.plan.json --model model.onnx --html plan.html\n  pipec report model.plan.json --svg pictures"
+)]
 pub struct Arguments {
     /// The plan
     #[arg(value_name = "PLAN")]

@@ -3,11 +3,13 @@
 use crate::failure::Failure;
 use crate::screen::Screen;
 use clap::{Args, ValueEnum};
+use compiler::export::metrics;
 use compiler::schedule::json;
 use compiler::{cluster, plan, profile};
 
 /// Which schema.
 #[derive(Debug, Args)]
+#[command(after_help = "Examples:\n  pipec schema plan\n  pipec schema metrics > metrics.schema.json")]
 pub struct Arguments {
     /// The file format
     #[arg(value_enum)]
@@ -24,6 +26,8 @@ enum What {
     Program,
     /// A cluster file, which is TOML of this shape
     Cluster,
+    /// A line of the file that `pipec train --metrics` writes
+    Metrics,
 }
 
 /// Prints it.
@@ -33,6 +37,7 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Failure> {
         What::Profile => profile::read::schema(),
         What::Program => json::json_schema(),
         What::Cluster => cluster::read::schema(),
+        What::Metrics => metrics::schema(),
     };
     screen.document(&serde_json::to_string_pretty(&schema).unwrap_or_default());
     Ok(())

@@ -30,6 +30,9 @@ const MOST_USUAL: u64 = 10_000;
 
 /// Which plan, how far.
 #[derive(Debug, Args)]
+#[command(
+    after_help = "Examples:\n  pipec simulate model.plan.json --chart --minibatches 8\n  pipec simulate model.plan.json --schedule gpipe --trace run.pftrace"
+)]
 pub struct Arguments {
     /// The plan
     #[arg(value_name = "PLAN")]

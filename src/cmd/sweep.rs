@@ -25,6 +25,9 @@ const MOST_DEVICES: u32 = 4096;
 
 /// Which model, for what.
 #[derive(Debug, Args)]
+#[command(
+    after_help = "Examples:\n  pipec sweep model.onnx --gpus 4,8,16 --microbatches 4,16 --svg plots\n  pipec sweep --family gpt2-xl --gpus 8,64 --memory 80GB"
+)]
 pub struct Arguments {
     /// The model, or a published profile
     #[arg(value_name = "MODEL", required_unless_present = "family")]

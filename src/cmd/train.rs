@@ -17,7 +17,7 @@ use crate::screen::Screen;
 use crate::seat::Seat;
 use crate::source::{self, Costs, Times};
 use crate::training::{self, Data, HeldOut, Length, Prepared, Task};
-use crate::{cmd, given, prediction, quantity, stages};
+use crate::{cmd, given, output, prediction, quantity, stages};
 use clap::Args;
 use compiler::export::trace::Trace;
 use compiler::export::trace::encode::encode;
@@ -33,6 +33,9 @@ use std::path::{Path, PathBuf};
 
 /// What to train, on what, how.
 #[derive(Debug, Args)]
+#[command(
+    after_help = "Examples:\n  pipec train model.onnx --plan model.plan.json --data train.npz --loss cross-entropy --lr 0.1 --epochs 5 --save weights.safetensors\n  pipec train model.onnx --stages 2,1 --synthetic-data --steps 100"
+)]
 pub struct Arguments {
     /// The model
     #[arg(value_name = "MODEL")]
@@ -124,7 +127,7 @@ pub struct Arguments {
     #[arg(long, value_name = "FILE", help_heading = "Weights and results")]
     trace: Option<PathBuf>,
     /// Where to run
-    #[arg(long, value_name = "DEVICE", default_value = "auto", value_parser = ["auto", "cpu"], help_heading = "Run")]
+    #[arg(long, value_name = "auto|cpu", default_value = "auto", value_parser = device, help_heading = "Run")]
     device: String,
     /// Seed of everything random
     #[arg(long, value_name = "N", default_value_t = 0, help_heading = "Run")]
@@ -136,11 +139,31 @@ pub struct Arguments {
     accept_inference_model: bool,
 }
 
+/// Reads `--device`.
+fn device(text: &str) -> Result<String, String> {
+    match text {
+        "auto" | "cpu" => Ok(text.to_string()),
+        _ if text.starts_with("cuda") => {
+            Err("training runs on the CPU so far; `pipec export --to torch` writes a bundle that trains the \
+            same plan on GPUs, `pipec doctor` says which are here"
+                .to_string())
+        }
+        _ => Err("write auto or cpu".to_string()),
+    }
+}
+
 /// Trains, prints, writes; again where processes of the run died and may be started again.
 pub fn run(mut arguments: Box<Arguments>, screen: &Screen) -> Result<(), Failure> {
     let seat = Seat::find(&arguments.processes)?;
     let silent = Screen::silent();
     let screen = if seat.reports() { screen } else { &silent };
+    if seat.reports() {
+        [&arguments.save, &arguments.save_gradients]
+            .into_iter()
+            .flatten()
+            .try_for_each(|path| output::check_tensors(path))?;
+        [&arguments.metrics, &arguments.trace].into_iter().flatten().try_for_each(|path| output::check(path))?;
+    }
     let mut restarts = seat.restarts();
     loop {
         if restarts > 0 {
@@ -216,7 +239,7 @@ fn once(arguments: &Arguments, seat: &Seat, restarts: u32, screen: &Screen) -> R
         None => own_plan(arguments, &loaded, batch, microbatches, (schedule, own.as_ref()))?,
     };
     if arguments.plan.is_none() && plan.cluster.devices > 1 {
-        screen.note(&format!("planned on analytic costs of a CPU\n{}", stages::stages(&plan)));
+        screen.note(&format!("planned on analytic costs of a CPU\n{}", stages::stages(&plan, screen.width())));
         if let Some(shared) = prediction::shared(&plan) {
             screen.note(&shared);
         }

@@ -39,7 +39,10 @@ impl Args for Arguments {
             .subcommand_value_name("MODEL")
             .subcommand_help_heading("Models")
             .disable_help_subcommand(true)
-            .after_help("`pipec zoo` lists the models with their published sizes.")
+            .after_help(
+                "`pipec zoo` lists the models with their published sizes.\n\n\
+                 Examples:\n  pipec zoo residual-cnn -o model.onnx\n  pipec zoo gpt2-xl --structure\n  pipec zoo gpt --layers 4 --loss",
+            )
     }
 
     fn augment_args_for_update(command: Command) -> Command {

@@ -5,6 +5,7 @@
 //! core with AVX-512; a cluster file that knows better sets each by hand.
 
 use crate::cluster::{Bytes, BytesPerSecond, Device, Peak, Seconds};
+use crate::wording::near;
 
 /// The kind that `--gpus` and `--levels` stand for when no kind is named.
 pub const DEFAULT_KIND: &str = "h100";
@@ -55,6 +56,11 @@ pub const KINDS: &[Kind] = &[
 /// The row called `name`, any case.
 pub fn find(name: &str) -> Option<&'static Kind> {
     KINDS.iter().find(|kind| kind.name.eq_ignore_ascii_case(name))
+}
+
+/// The kind that was meant by a name that is none, as the end of a sentence, for messages.
+pub fn hint(name: &str) -> String {
+    near::hint(name, KINDS.iter().map(|kind| kind.name))
 }
 
 /// All names, for messages.

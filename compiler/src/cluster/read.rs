@@ -37,8 +37,9 @@ pub enum ClusterError {
     },
     /// A device kind that is in no row, with too few figures set by hand to do without.
     #[error(
-        "device kind `{kind}` is not known (known: {}); an own kind must set memory, memory_bandwidth and peak_flops",
-        device::names()
+        "device kind `{kind}` is not known (known: {}){}; an own kind must set memory, memory_bandwidth and peak_flops",
+        device::names(),
+        device::hint(kind)
     )]
     Kind {
         /// The name found.
@@ -106,12 +107,15 @@ pub enum ClusterError {
     },
 }
 
+/// What a link is called of which nothing is known but its bandwidth.
+pub const LINK: &str = "link";
+
 /// `count` devices of the default kind on one level, at `bandwidth` or the kind's usual link.
 pub fn gpus(count: u32, bandwidth: Option<BytesPerSecond>) -> Result<Cluster, ClusterError> {
     let kind = device::find(DEFAULT_KIND).ok_or_else(|| ClusterError::Kind { kind: DEFAULT_KIND.to_string() })?;
     let (name, usual) = kind.link();
     let level = Level {
-        name: name.to_string(),
+        name: if bandwidth.is_some() { LINK } else { name }.to_string(),
         count,
         bandwidth: bandwidth.unwrap_or(usual),
         latency: Seconds(0.0),
@@ -295,10 +299,15 @@ fn device_of(file: DeviceFile, place: &str) -> Result<Device, ClusterError> {
 #[serde(deny_unknown_fields)]
 #[schemars(rename = "Cluster")]
 struct File {
+    /// The name and version of this format.
+    #[schemars(extend("const" = SCHEMA))]
     schema: String,
+    /// The devices.
     device: Devices,
+    /// The links, innermost first.
     #[serde(default)]
     level: Vec<LevelFile>,
+    /// The hosts of runs over a network.
     #[serde(default)]
     host: Vec<HostFile>,
 }
@@ -306,12 +315,19 @@ struct File {
 #[derive(serde::Deserialize, schemars::JsonSchema)]
 #[serde(deny_unknown_fields)]
 struct DeviceFile {
+    /// A kind that pipec knows, whose figures hold where none is given here, or a name of one's own.
     kind: Option<String>,
+    /// Memory of one device, "141GB".
     memory: Option<Quantity>,
+    /// How fast a device reads and writes it, "4.8TB/s".
     memory_bandwidth: Option<Quantity>,
+    /// Peak arithmetic.
     peak_flops: Option<PeakFile>,
+    /// Time to start one kernel, "5us".
     launch: Option<Quantity>,
+    /// Cores of one host, where devices are workers on the cores of a CPU.
     cores: Option<u32>,
+    /// Threads that one worker runs its kernels on, where devices are such workers.
     threads_per_worker: Option<u32>,
     /// How many there are, where there are several kinds.
     count: Option<u32>,
@@ -347,7 +363,7 @@ impl<'de> Deserialize<'de> for Devices {
     }
 }
 
-// Operations per second, the one figure that is a bare number: it has no second unit to be confused with.
+/// Operations per second by type, dense: the one figure that is a bare number, since it has no second unit to be confused with.
 #[derive(serde::Deserialize, schemars::JsonSchema)]
 #[serde(deny_unknown_fields)]
 struct PeakFile {
@@ -361,10 +377,15 @@ struct PeakFile {
 #[derive(serde::Deserialize, schemars::JsonSchema)]
 #[serde(deny_unknown_fields)]
 struct LevelFile {
+    /// What it is called, "nvlink".
     name: Option<String>,
+    /// How many devices, or groups of the level before, it joins.
     count: u32,
+    /// Of one device or group in one direction, "450GB/s" or "100Gbit/s".
     bandwidth: Quantity,
+    /// Of one message, "3us".
     latency: Option<Quantity>,
+    /// Whether all devices below share one link.
     #[serde(default)]
     shared: bool,
 }
@@ -372,7 +393,9 @@ struct LevelFile {
 #[derive(serde::Deserialize, schemars::JsonSchema)]
 #[serde(deny_unknown_fields)]
 struct HostFile {
+    /// `name:port`.
     address: String,
+    /// Devices on it.
     devices: u32,
 }
 

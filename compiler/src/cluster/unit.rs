@@ -4,6 +4,7 @@
 //! plan without any other sign.
 
 use crate::cluster::{Bytes, BytesPerSecond, Seconds};
+use crate::wording::near::hint;
 use std::fmt;
 
 /// Why a quantity could not be read.
@@ -127,7 +128,10 @@ fn quantity(text: &str, what: &'static str, example: &'static str, units: &[(&st
         return Err(UnitError::NoUnit { text: shown(text), example });
     }
     let Some((_, factor)) = units.iter().find(|(name, _)| *name == unit) else {
-        let known = units.iter().map(|(name, _)| *name).collect::<Vec<_>>().join(", ");
+        let names = units.iter().map(|(name, _)| *name);
+        let rate = names.clone().find(|name| name.strip_suffix("/s") == Some(unit));
+        let meant = rate.map_or_else(|| hint(unit, names.clone()), |rate| format!("; did you mean `{rate}`?"));
+        let known = names.collect::<Vec<_>>().join(", ") + &meant;
         return Err(UnitError::Unknown { text: shown(text), unit: shown(unit), quantity: what, known });
     };
     let value = number * factor;

@@ -36,6 +36,11 @@ pub fn to_toml(cluster: &Cluster) -> String {
     text
 }
 
+/// The same file as JSON, of the shape that [`crate::cluster::read::schema`] describes.
+pub fn to_json(cluster: &Cluster) -> serde_json::Value {
+    toml::from_str(&to_toml(cluster)).expect("what is written can be read")
+}
+
 fn device(text: &mut String, device: &Device) {
     let peak = device.peak_flops;
     let _ = writeln!(text, "kind = {}", quoted(&device.kind));

@@ -24,7 +24,8 @@ use crate::plan::Plan;
 use crate::profile::cost_graph::CostGraph;
 use crate::schedule::Program;
 use crate::simulate::Timeline;
-use serde::Deserialize;
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
 
 /// A simulated stretch of training under the plan.
 #[derive(Clone, Debug)]
@@ -151,7 +152,7 @@ pub struct MeasuredPlan {
 }
 
 /// How a run's minibatches were worked on.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct MeasuredOrder {
     /// Name of the schedule.
     pub schedule: String,
@@ -162,7 +163,7 @@ pub struct MeasuredOrder {
 }
 
 /// Where a stage of a run stood.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct MeasuredPlace {
     /// Ranges of ops.
     pub ops: Vec<(u32, u32)>,

@@ -3,17 +3,23 @@
 use crate::import::onnx::name::shown;
 use crate::plan::Stage;
 
-/// Characters that the layers of a stage may take.
-const LAYERS: usize = 44;
+/// Characters that the layers of a stage may take where there is room.
+pub const LAYERS: usize = 44;
 
 /// The stage's layers in the user's module names, cut to the depth at which they fit.
 pub fn layers(stage: &Stage) -> String {
+    layers_within(stage, LAYERS)
+}
+
+/// The same in at most so many characters, or a few where there are fewer.
+pub fn layers_within(stage: &Stage, most: usize) -> String {
+    let most = most.max(8);
     let names: Vec<&str> = stage.modules.iter().map(String::as_str).filter(|name| !name.is_empty()).collect();
     if names.is_empty() {
         let (first, last) = (stage.op_names.first(), stage.op_names.last());
         return match (first, last) {
-            (Some(first), Some(last)) if first != last => span(first, last),
-            (Some(first), _) => cut(first, LAYERS),
+            (Some(first), Some(last)) if first != last => span(first, last, most),
+            (Some(first), _) => cut(first, most),
             _ => String::new(),
         };
     }
@@ -26,16 +32,41 @@ pub fn layers(stage: &Stage) -> String {
                 kept.push(name);
             }
         }
-        let text = kept.join(", ");
-        if text.chars().count() <= LAYERS {
+        let text = runs(&kept).join(", ");
+        if text.chars().count() <= most {
             return shown(&text).into_owned();
         }
     }
-    span(names[0], names[names.len() - 1])
+    span(names[0], names[names.len() - 1], most)
 }
 
-fn span(first: &str, last: &str) -> String {
-    format!("{} … {}", cut(first, LAYERS / 2 - 2), cut(last, LAYERS / 2 - 2))
+/// Names with those that count on drawn together: `blocks.0, blocks.1, blocks.2` is `blocks.0-2`.
+fn runs(names: &[String]) -> Vec<String> {
+    let number = |name: &str| {
+        let (module, number) = name.rsplit_once('.')?;
+        // A number with zeros ahead is a name.
+        number.parse::<u32>().ok().filter(|n| n.to_string() == number).map(|number| (module.to_string(), number))
+    };
+    // The first name, and the module with the last number.
+    let mut runs: Vec<(&String, Option<(String, u32)>)> = Vec::new();
+    for name in names {
+        let found = number(name);
+        match (runs.last_mut(), found) {
+            (Some((_, Some((module, last)))), Some((other, next))) if *module == other && *last + 1 == next => {
+                *last = next
+            }
+            (_, found) => runs.push((name, found)),
+        }
+    }
+    let told = |(first, last): (&String, Option<(String, u32)>)| match last {
+        Some((module, last)) if *first != format!("{module}.{last}") => format!("{first}-{last}"),
+        _ => first.clone(),
+    };
+    runs.into_iter().map(told).collect()
+}
+
+fn span(first: &str, last: &str, most: usize) -> String {
+    format!("{} … {}", cut(first, most / 2 - 2), cut(last, most / 2 - 2))
 }
 
 fn cut(name: &str, most: usize) -> String {
@@ -67,6 +98,14 @@ mod tests {
     fn runs_of_devices_are_drawn_together() {
         assert_eq!(ranges(&[0, 1, 2, 3, 8, 10, 11]), "0-3, 8, 10-11");
         assert_eq!(ranges(&[]), "");
+    }
+
+    #[test]
+    fn layers_that_count_on_are_drawn_together() {
+        let told = |names: &[&str]| runs(&names.iter().map(ToString::to_string).collect::<Vec<_>>()).join(", ");
+        assert_eq!(told(&["wte", "blocks.0", "blocks.1", "blocks.2", "ln_f"]), "wte, blocks.0-2, ln_f");
+        assert_eq!(told(&["a.0", "b.1", "b.3", "b.4", "a.1"]), "a.0, b.1, b.3-4, a.1");
+        assert_eq!(told(&["a-b.9", "a-b.10", "a.01", "a.02", "3", "4"]), "a-b.9-10, a.01, a.02, 3, 4");
     }
 
     #[test]

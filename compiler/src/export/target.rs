@@ -1,6 +1,6 @@
 //! A plan in the words of other tools.
 //!
-//! A target takes what is [`Asked`] and gives a [`Bundle`] of files, or a [`Refusal`]: what a tool cannot carry is never left out in
+//! A target takes what is [`Asked`] and gives a [`Bundle`] of files, or a `Refusal`: what a tool cannot carry is never left out in
 //! silence. `table` lists the targets, one file each; `fit` holds what several of them ask of a plan, `orders` its order of work as a
 //! table, `layers` its stages as lists of modules. Names come from files that nobody vouches for: they are written as data, escaped as
 //! the format has it, and never become the name of a file.

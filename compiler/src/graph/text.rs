@@ -74,7 +74,7 @@ fn quote(text: &str) -> String {
     Json::String(text.to_string()).to_string()
 }
 
-/// Reads what [`print`] wrote. Facts are inferred anew and must be those written.
+/// Reads what [`print()`] wrote. Facts are inferred anew and must be those written.
 pub fn parse(text: &str) -> Result<Graph, ParseError> {
     let mut graph = Graph::default();
     let mut names: HashMap<String, NodeId> = HashMap::new();

@@ -3,7 +3,7 @@
 //!
 //! A static export says 4 in many places, and equal numbers tell nothing: a batch of 4, 4 heads. What tells is use. If
 //! `[batch, 64, 768]` is added to `[4, 64, 768]`, then for any other batch the model only makes sense if that 4 is the
-//! batch. So [`agree`] looks at the inputs of every op before it is added, and [`Carry`] follows the size back to where
+//! batch. So [`agree`] looks at the inputs of every op before it is added, and `Carry` follows the size back to where
 //! it comes from: through elementwise ops, movements and lookups, to a broadcast or a count whose size is a number, to a
 //! constant that says the same for every sample, or to another input of the model, which then has the batch as well.
 //! Where it ends at a parameter, or at values that differ from sample to sample, the batch cannot be open, and the

@@ -2,8 +2,10 @@
 //!
 //! With `lse = m + log Σ e^(logit - m)`, `m` the largest logit of a row, and `n` the targets that count:
 //!
-//!   loss    = Σ (lse - logit[target]) / n
-//!   dlogits = dloss (e^(logit - lse) - [class = target]) / n,  0 where the target is ignored
+//! ```text
+//! loss    = Σ (lse - logit[target]) / n
+//! dlogits = dloss (e^(logit - lse) - [class = target]) / n,  0 where the target is ignored
+//! ```
 //!
 //! A logit of `-inf` (a masked class) has weight zero; a row of nothing else is NaN, as in PyTorch. The log-sum-exp is
 //! an output so that the gradient need not compute it again; it carries no gradient itself: what arrives there is ignored.

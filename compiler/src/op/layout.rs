@@ -2,7 +2,7 @@
 //!
 //! A tensor is whole on every device, or in equal parts along an axis, or each device has a term of a sum. A [`Strategy`] of an op
 //! says how its inputs must lie and how its outputs lie then; what each device runs is the op itself on its parts, or with its sizes
-//! divided, or a few ops that its rule writes. All devices run the same ops: only what a [`Shard`](super::Shard) makes tells them apart.
+//! divided, or a few ops that its rule writes. All devices run the same ops: only what a [`Shard`] makes tells them apart.
 //!
 //! A part may be made of several runs. A fused projection to queries, keys and values has three blocks along its axis; in
 //! `blocks: 3` every device has its share of each, so that a slice takes its block without asking another device.

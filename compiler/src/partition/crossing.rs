@@ -13,7 +13,7 @@
 //! whose closed sets nobody can count.
 //!
 //! Ops in a row of which each is the only reader of the one before, with equal outputs, differ as frontiers in nothing but the
-//! compute before them. They are one [`Row`], and a frontier of rows stands for a range of compute.
+//! compute before them. They are one `Row`, and a frontier of rows stands for a range of compute.
 
 use crate::profile::cost_graph::CostGraph;
 use std::ops::RangeInclusive;

@@ -3,6 +3,7 @@
 use crate::partition::joined::Joined;
 use crate::plan::problem::ProblemError;
 use crate::profile::cost_graph::CostGraph;
+use crate::wording::near::hint;
 
 /// An order of the ops of `graph`, which are `joined`, and the ends of the stages in it, for cuts after each of `names`. A stage
 /// holds what its name stands for and all that precedes it; the last stage holds the rest. Names may come in any order, and
@@ -110,28 +111,8 @@ fn named(graph: &CostGraph, flag: &'static str, name: &str) -> Result<Vec<usize>
     if !modules.is_empty() && !name.is_empty() {
         return Ok(modules);
     }
-    let candidates = graph.ops.iter().flat_map(|op| [&op.name, &op.module]).filter(|text| !text.is_empty());
-    let nearest = candidates.take(20_000).map(|text| (distance(name, text), text)).min();
-    let hint = match nearest {
-        Some((far, text)) if far <= 1 + name.chars().count() / 3 => format!("; did you mean `{}`?", shown(text)),
-        _ => String::new(),
-    };
+    let hint = hint(name, graph.ops.iter().flat_map(|op| [op.name.as_str(), op.module.as_str()]));
     Err(ProblemError::UnknownName { flag, name: shown(name), hint })
-}
-
-// Edit distance over the first 64 characters.
-fn distance(left: &str, right: &str) -> usize {
-    let right: Vec<char> = right.chars().take(64).collect();
-    let mut row: Vec<usize> = (0..=right.len()).collect();
-    for (at, from) in left.chars().take(64).enumerate() {
-        let mut corner = std::mem::replace(&mut row[0], at + 1);
-        for (column, to) in right.iter().enumerate() {
-            let change = corner + usize::from(from != *to);
-            corner = row[column + 1];
-            row[column + 1] = change.min(corner + 1).min(row[column] + 1);
-        }
-    }
-    row[right.len()]
 }
 
 fn shown(text: &str) -> String {

@@ -17,7 +17,7 @@ use thiserror::Error;
 #[derive(Clone, Debug, Error, PartialEq)]
 #[allow(missing_docs)]
 pub enum FillError {
-    #[error("the profile is of another model: it has {profiled} ops, `{model}` has {ops}")]
+    #[error("the profile is of another model, `{model}`: it has {profiled} ops, this one has {ops}")]
     Count { profiled: usize, model: String, ops: usize },
     #[error("the profile is of another model: its sha256 is {profiled}, this model's is {model}")]
     Sha { profiled: String, model: String },
@@ -138,7 +138,7 @@ pub fn dtype(graph: &Graph) -> DType {
 /// `sha256`, the fingerprint of the model's file, that one is not compared.
 pub fn fill(costs: &mut CostGraph, profile: &Profile, sha256: Option<&str>) -> Result<(), FillError> {
     if profile.ops.len() != costs.ops.len() {
-        let model = sha256.map_or_else(|| "this model".to_string(), shown);
+        let model = shown(&profile.model.file);
         return Err(FillError::Count { profiled: profile.ops.len(), model, ops: costs.ops.len() });
     }
     for (id, (op, profiled)) in costs.ops.iter().zip(&profile.ops).enumerate() {

@@ -24,12 +24,20 @@ pub const SCHEMA: &str = "pipec.program/1";
 #[derive(Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 struct File {
+    /// Always [`SCHEMA`].
+    #[schemars(extend("const" = SCHEMA))]
     schema: String,
+    /// Name of the schedule.
     schedule: String,
+    /// Micro-batches of the whole program.
     items: u32,
+    /// Micro-batches of a minibatch.
     microbatches: u32,
+    /// The stages, first to last.
     stages: Vec<ProgramStage>,
+    /// From which stage to which something is sent.
     edges: Vec<(StageId, StageId)>,
+    /// What each worker does.
     workers: Vec<WorkerProgram>,
 }
 

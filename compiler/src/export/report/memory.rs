@@ -57,7 +57,8 @@ pub fn draw(plan: &Plan) -> Svg {
     let span = WIDE - LEFT - RIGHT;
     let x = |bytes: f64| LEFT + span * axis.share(bytes);
     let mut key = LEFT;
-    for (at, (name, _)) in parts(&StageMemory::default()).iter().enumerate() {
+    let held_by_any = |part: usize| all.iter().any(|bar| parts(&bar.memory)[part].1 > 0);
+    for (at, (name, _)) in parts(&StageMemory::default()).iter().enumerate().filter(|(at, _)| held_by_any(*at)) {
         picture.rounded(&format!("s{at}"), [key, 4.0, 12.0, 12.0], 2.0);
         picture.text("quiet small", Anchor::Start, [key + 18.0, 14.0], name);
         key += 18.0 + width(name, 11.0) + 20.0;

@@ -73,7 +73,10 @@ fn sections(report: &Report<'_>) -> Vec<Section> {
     if let Ok(played) = &report.played
         && let Some(picture) = over_time::draw(played)
     {
-        all.push(("held", "Memory over time", with(picture, over_time::table(played))));
+        let counted = "Weight versions, gradients and what items in flight have saved; the optimizer's state, messages and scratch are the same all \
+                       the time and come on top.";
+        let text = paragraph("quiet", counted) + &with(picture, over_time::table(played));
+        all.push(("held", "Memory over time", text));
     }
     let bound = paragraph("", &report.bound);
     all.push((

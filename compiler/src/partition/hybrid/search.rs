@@ -8,7 +8,7 @@
 //! | equation   | here                                   |
 //! | ---        | ---                                    |
 //! | I, J       | sets of `Lattice`, closed under "is read by" |
-//! | needs(I)   | [`Need`]: replicas and devices in sum; of several, those that none beats in both |
+//! | needs(I)   | `Need`: replicas and devices in sum; of several, those that none beats in both |
 //! | y          | replicas of J and d, over d, rounded up |
 //! | time(..)   | `Search::stage`                        |
 //!

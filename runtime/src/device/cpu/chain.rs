@@ -1,6 +1,6 @@
 //! Elementwise ops that run together, piece by piece: what lies between them stays in the first-level cache.
 //!
-//! A piece is as many of the outermost rows as have about [`PIECE`] elements. Every op is a kernel of its own, made for the shape of a
+//! A piece is as many of the outermost rows as have about `PIECE` elements. Every op is a kernel of its own, made for the shape of a
 //! piece, so that it rounds as it does alone; operands that are stretched are stretched within it.
 
 use super::table;

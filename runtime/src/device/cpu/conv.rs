@@ -1,7 +1,7 @@
 //! Convolution and its gradients as products with matrices of patches.
 //!
 //! With `P [C/g·K, E]` the patches of an image for one group, `y = w P`, `dw += dy Pᵀ` and `P' = wᵀ dy`, which is added
-//! back into `dx`. The patches are made a [`Tile`] at a time, so that they stay in the cache: some rows of windows of a
+//! back into `dx`. The patches are made a `Tile` at a time, so that they stay in the cache: some rows of windows of a
 //! large image, or several small images side by side, so that the product is never a thin one.
 
 use super::matmul::{Matrix, product};

@@ -1,10 +1,12 @@
 //! `Det`: the determinant of the last two axes, by minors.
 //!
-//!   M_0 = 1,   M_k[S] = Σ_j ± a[k, j] · M_{k-1}[S without j],   S a set of k columns,   det = M_n[all]
+//! ```text
+//! M_0 = 1,   M_k[S] = Σ_j ± a[k, j] · M_{k-1}[S without j],   S a set of k columns,   det = M_n[all]
+//! ```
 //!
 //! where the sign is minus when an odd number of columns of S follow j. Nothing is divided, so the result is exact up to
 //! rounding for singular matrices as well, and so is the gradient, which is that of sums and products. The price is
-//! `2ⁿ·n/2` products; the matrices of models are of 2 to 4 rows, and [`LARGEST`] bounds the rest.
+//! `2ⁿ·n/2` products; the matrices of models are of 2 to 4 rows, and `LARGEST` bounds the rest.
 
 use super::slice::part;
 use super::{Known, Outputs, Reason, Scope};

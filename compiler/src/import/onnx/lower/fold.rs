@@ -1,7 +1,7 @@
 //! Folding while lowering: a node that reads only constants is lowered into a graph of its own, which is run at once.
 //!
 //! So there is one lowering of every operator, and the reference kernels say what it computes. Sizes are looked at
-//! before anything is allocated: a node whose values are larger than [`LIMIT`] is not folded, and its core ops
+//! before anything is allocated: a node whose values are larger than `LIMIT` is not folded, and its core ops
 //! (`iota`, `broadcast`) stand in the graph in place of their elements.
 
 use super::{Known, Outputs, Reason, Scope};

@@ -2,7 +2,7 @@
 //!
 //! ONNX holds the weights of all directions in one tensor, with the gates in the order i, o, f, c; core ops have one
 //! direction and PyTorch's order i, f, c, o. Exporters of PyTorch cut parameters in pieces to make the one from the
-//! other. So a weight is looked at as a list of [`Piece`]s, rows of the values that it was put together from: put in the
+//! other. So a weight is looked at as a list of `Piece`s, rows of the values that it was put together from: put in the
 //! order of the core op, pieces that lie beside each other are one again, and one that is a whole parameter is that
 //! parameter, without any copy.
 //!

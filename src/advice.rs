@@ -1,0 +1,166 @@
+//! What to do next, for refusals of the rooms below: these say what is wrong and where, and know no command line.
+
+use compiler::cluster::read::ClusterError;
+use compiler::import::import::ImportError;
+use compiler::import::onnx::error::{DecodeError, FormatError};
+use compiler::import::onnx::lower::input::InputError;
+use compiler::import::onnx::lower::walk::LowerError;
+use compiler::import::onnx::name::shown;
+use compiler::import::supply;
+use compiler::plan::problem::ProblemError;
+use compiler::wording::near::nearest;
+use runtime::data::DataError;
+use runtime::link::fate::LinkError;
+use std::fs;
+use std::io::ErrorKind;
+use std::path::Path;
+
+/// Files that are listed at most.
+const LISTED: usize = 4;
+
+/// The line that exports a model of PyTorch.
+const EXPORT: &str = "`torch.export.save(torch.export.export(model.train(), (x,)), \"model.pt2\")` in Python writes a model, graph and weights";
+
+/// About a file that is not there: the one that was meant, or what is there.
+pub fn absent(path: &Path) -> String {
+    let folder = match path.parent() {
+        Some(folder) if !folder.as_os_str().is_empty() => folder,
+        _ => Path::new("."),
+    };
+    let Ok(entries) = fs::read_dir(folder) else {
+        return format!("there is no folder {}", folder.display());
+    };
+    let mut names: Vec<String> =
+        entries.take(10_000).filter_map(|entry| entry.ok()?.file_name().into_string().ok()).collect();
+    names.sort();
+    let wanted = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
+    if let Some(near) = nearest(&wanted, names.iter().map(String::as_str)) {
+        return format!("did you mean {}?", shown(&folder.join(near).display().to_string()).trim_start_matches("./"));
+    }
+    if path.extension().is_some_and(|extension| extension == "toml") {
+        return "`pipec cluster detect -o cluster.toml` writes the file of this machine".to_string();
+    }
+    names.retain(|name| Path::new(name).extension() == path.extension());
+    let there = match names.is_empty() {
+        true => "has no such file".to_string(),
+        false => format!("has {}", names.iter().take(LISTED).map(|name| shown(name)).collect::<Vec<_>>().join(", ")),
+    };
+    let folder = if folder == Path::new(".") { "this folder".to_string() } else { folder.display().to_string() };
+    format!("check the path: {folder} {there}")
+}
+
+/// About a model that cannot be imported.
+pub fn import(path: &Path, error: &ImportError) -> String {
+    let names: Vec<String> = supply::followed(error).into_iter().map(|name| format!("`{}`", shown(&name))).collect();
+    if !names.is_empty() {
+        let names = names.join(", ");
+        return format!(
+            "make {names} an initializer of the model, so that it is a constant; only `pipec eval` takes its value from the data"
+        );
+    }
+    match error {
+        ImportError::Decode(DecodeError::Open { source, .. }) if source.kind() == ErrorKind::NotFound => absent(path),
+        ImportError::Decode(DecodeError::Open { .. }) => "check its permissions".to_string(),
+        ImportError::Decode(DecodeError::NotRegular { .. }) => "name the model file in it".to_string(),
+        ImportError::Decode(DecodeError::Format(format)) => match format {
+            FormatError::LfsPointer => "`git lfs pull` in its folder fetches the model".to_string(),
+            FormatError::Empty | FormatError::Text => "export or download the model again".to_string(),
+            FormatError::Hdf5 => "`python -m tf2onnx.convert --keras model.h5 --output model.onnx`".to_string(),
+            FormatError::Zip | FormatError::Pickle | FormatError::Safetensors => EXPORT.to_string(),
+        },
+        ImportError::Decode(DecodeError::Protobuf { .. }) => {
+            "export or download the model again; a whole file has the size that its source names".to_string()
+        }
+        ImportError::Archive(_) | ImportError::NoArchive { .. } => {
+            "run these lines where the model is defined".to_string()
+        }
+        ImportError::Decode(DecodeError::Faults(_)) => {
+            "`onnx.checker.check_model` in Python says the same of the file; export it again".to_string()
+        }
+        ImportError::Input(InputError::UnknownDim { open, .. }) => {
+            format!("`--dim NAME=SIZE` with a name that it has: {open}")
+        }
+        ImportError::Lower(LowerError::Unsupported(_)) => {
+            "export with operators that pipec knows, or add it: docs/extending.md shows how in a few lines".to_string()
+        }
+        _ => "`pipec inspect FILE --text` prints what imports; docs/from-pytorch.md shows how models are exported"
+            .to_string(),
+    }
+}
+
+/// About a cluster that cannot be read.
+pub fn cluster(error: &ClusterError) -> &'static str {
+    match error {
+        ClusterError::Hosts { .. } => {
+            "the `devices` of all `[[host]]` tables add up to the product of the levels' counts"
+        }
+        ClusterError::Classes { .. } => {
+            "the `count` of all `[[device]]` tables adds up to the product of the levels' counts"
+        }
+        ClusterError::Schema { .. } => "the first line is: schema = \"pipec.cluster/1\"",
+        ClusterError::Toml(text) if text.contains("`schema`") => "the first line is: schema = \"pipec.cluster/1\"",
+        _ => {
+            "`pipec schema cluster` prints the fields, `pipec cluster detect -o cluster.toml` writes a file to begin with"
+        }
+    }
+}
+
+/// About a question that no plan can answer.
+pub fn problem(error: &ProblemError) -> Option<String> {
+    Some(match error {
+        ProblemError::UnknownName { .. } => {
+            "`pipec inspect MODEL` lists the modules, `pipec inspect MODEL --text` the nodes; op ids are numbers"
+                .to_string()
+        }
+        ProblemError::TooManyReplicas { wanted, .. } => {
+            format!("fewer replicas, or {wanted} devices: `--gpus {wanted}`")
+        }
+        ProblemError::TooManyStages { ops, .. } => format!("at most {ops} stages"),
+        ProblemError::Disagree { .. } => {
+            "`--stages` has one number for each stage, `--cut-after` one cut fewer".to_string()
+        }
+        ProblemError::Caps { stages, .. } => {
+            format!("`--in-flight` has one number for each of the {stages} stages, or is auto")
+        }
+        _ => return None,
+    })
+}
+
+/// About data that does not fit the model.
+pub fn data(error: &DataError) -> String {
+    match error {
+        DataError::Missing { .. } => {
+            "arrays are named like the model's inputs, labels `target` or `y`; `--synthetic-data` trains on made-up data instead"
+                .to_string()
+        }
+        DataError::Rows { .. } => "give every array the same number of rows: a row is a sample".to_string(),
+        DataError::Shape { expected, .. } => {
+            let row: Vec<String> = expected.iter().skip(1).map(ToString::to_string).collect();
+            format!("reshape the array to [rows, {}]; `pipec inspect MODEL` shows the inputs", row.join(", "))
+        }
+        DataError::Label { classes, .. } => format!(
+            "labels are 0 to {}, and -100 counts for nothing; `--class-dim` names another axis of classes, `--loss` another loss",
+            classes - 1
+        ),
+        DataError::Index { .. } => "check that data and model have the same vocabulary".to_string(),
+        DataError::Fraction { .. } => "cast the array to int64".to_string(),
+        DataError::NotFinite { .. } => "clean the array, `numpy.nan_to_num` for example".to_string(),
+        DataError::Few { rows, .. } => format!("`--batch {rows}` at most, or more rows"),
+        DataError::Empty { .. } => "`pipec inspect MODEL` shows what the model reads".to_string(),
+    }
+}
+
+/// About processes that do not come together.
+pub fn link(error: &LinkError) -> Option<&'static str> {
+    match error {
+        LinkError::Listen { .. } => Some("choose another port in `--address`, or end what uses this one"),
+        LinkError::Address { .. } => Some("`--address HOST:PORT`, for example node0:29500"),
+        LinkError::Unreachable { .. } | LinkError::Missing { .. } => {
+            Some("all processes are started with the same command; `--connect-timeout SECONDS` waits longer")
+        }
+        LinkError::Another { .. } | LinkError::Refused { .. } => {
+            Some("all processes need the same pipec, model, plan, data, weights and flags")
+        }
+        _ => None,
+    }
+}

@@ -1,0 +1,178 @@
+//! Pages of Markdown whose commands are run and whose answers are kept.
+//!
+//! A block ```` ```LANGUAGE file=NAME ```` is written to a file. The `$ …` lines of a ```` ```console ```` block are run by the shell, page by
+//! page in a folder of its own, with `pipec` on the path. What follows a command is what it prints on standard output, and on standard
+//! error where it fails; `$?` is the exit code of the command before. `…` stands for any lines at all. Of a command that ends in
+//! `# measured`, every number is `#` and every bar is nothing: they differ by machine and run.
+//!
+//! With `PIPEC_BLESS` set, blocks without `…` are written anew.
+
+use assert_cmd::cargo::cargo_bin;
+use std::env;
+use std::fs;
+use std::path::Path;
+use std::process::Command;
+
+/// What a command prints, and its exit code.
+fn run(folder: &Path, line: &str, before: i32, variables: &[(&str, String)]) -> (String, i32) {
+    let bin = cargo_bin("pipec").parent().unwrap().display().to_string();
+    let path = format!("{bin}:{}", env::var("PATH").unwrap_or_default());
+    let mut shell = Command::new("sh");
+    shell.arg("-c").arg(format!("(exit {before}); {line}")).current_dir(folder);
+    shell.env("PATH", path).env("COLUMNS", "120").env("XDG_CACHE_HOME", folder.join(".cache"));
+    shell.env_remove("NO_COLOR").env_remove("FORCE_COLOR").env_remove("TERM");
+    let output = shell.envs(variables.iter().cloned()).output().unwrap();
+    let mut told = String::from_utf8_lossy(&output.stdout).into_owned();
+    if !output.status.success() {
+        told += &String::from_utf8_lossy(&output.stderr);
+    }
+    assert!(!told.contains("panicked at") && !told.contains("bug in pipec"), "{line}: {told}");
+    // Where something was built, and which port was free, is nobody's concern.
+    let mut told = told.replace(&folder.display().to_string(), "FOLDER");
+    for (name, value) in variables {
+        told = told.replace(value, &format!("${name}"));
+    }
+    if line.ends_with(MEASURED) {
+        told = masked(&told);
+    }
+    let lines: Vec<&str> = told.lines().map(str::trim_end).collect();
+    (lines.join("\n").trim_matches('\n').to_string(), output.status.code().unwrap_or(-1))
+}
+
+const MEASURED: &str = "# measured";
+
+/// Units that numbers of different size have.
+const UNITS: [&str; 15] =
+    ["ns", "us", "ms", "s", "min", "B", "kB", "MB", "GB", "kB/s", "MB/s", "GB/s", "TB/s", "Gflop/s", "Tflop/s"];
+
+/// The text without what differs from run to run: numbers with their units, bars, and how wide columns are.
+fn masked(text: &str) -> String {
+    let line = |line: &str| {
+        let mut out = String::new();
+        if line.starts_with("{\"") {
+            return digits(line);
+        }
+        let indent = line.len() - line.trim_start().len();
+        let mut is_after_number = false;
+        for word in line.split_whitespace() {
+            let bare = word.trim_end_matches([',', ';', ':', ')', '%']);
+            if is_after_number && UNITS.contains(&bare) || word.chars().all(|c| matches!(c, '█' | '░')) {
+                out += &word[bare.len().min(word.len())..].replace(['█', '░'], "");
+                continue;
+            }
+            let is_number = bare.trim_start_matches(['(', '-', '+']).starts_with(|c: char| c.is_ascii_digit());
+            out += if out.is_empty() { "" } else { " " };
+            out += &if is_number { digits(word) } else { word.to_string() };
+            is_after_number = is_number;
+        }
+        format!("{}{out}", &line[..indent])
+    };
+    text.lines().map(line).collect::<Vec<_>>().join("\n")
+}
+
+/// With every number in it as one `#`.
+fn digits(word: &str) -> String {
+    let mut out = String::new();
+    let mut within = false;
+    for c in word.chars() {
+        let is_part = c.is_ascii_digit() || within && matches!(c, '.' | ',' | 'e' | '-');
+        if !is_part {
+            out.push(c);
+        } else if !within {
+            out.push('#');
+        }
+        within = is_part;
+    }
+    // A comma behind a number ends it.
+    if within && word.ends_with(',') { out + "," } else { out }
+}
+
+/// Whether what is told is what is expected, in which `…` is any number of lines.
+fn matches(told: &[&str], expected: &[&str]) -> bool {
+    match expected.split_first() {
+        None => told.is_empty(),
+        Some((&"…", rest)) => (0..=told.len()).any(|from| matches(&told[from..], rest)),
+        Some((first, rest)) => told.first() == Some(first) && matches(&told[1..], rest),
+    }
+}
+
+/// The page with its blocks written anew, and how they differ from what stands there.
+fn played(page: &str, folder: &Path, variables: &[(&str, String)]) -> (String, Vec<String>) {
+    let (mut out, mut wrong) = (String::new(), Vec::new());
+    let mut lines = page.lines().peekable();
+    let mut code = 0;
+    while let Some(line) = lines.next() {
+        out += &format!("{line}\n");
+        let Some(info) = line.strip_prefix("```").filter(|info| !info.is_empty()) else { continue };
+        let block: Vec<&str> = std::iter::from_fn(|| lines.next_if(|line| !line.starts_with("```"))).collect();
+        if let Some(name) = info.split_once("file=").and_then(|(_, rest)| rest.split(' ').next()) {
+            fs::write(folder.join(name), block.join("\n") + "\n").unwrap();
+        }
+        if info != "console" {
+            out.extend(block.iter().map(|line| format!("{line}\n")));
+        } else {
+            let block = format!("\n{}", block.join("\n"));
+            for part in block.split("\n$ ").filter(|part| !part.trim().is_empty()) {
+                let (command, expected) = part.split_once('\n').unwrap_or((part, ""));
+                let (told, ended) = run(folder, command, code, variables);
+                code = ended;
+                let expected = expected.trim_matches('\n');
+                let kept = if expected.lines().any(|line| line == "…") { expected } else { &told };
+                out += &format!("$ {command}\n{kept}{}", if kept.is_empty() { "" } else { "\n" });
+                if !matches(&told.lines().collect::<Vec<_>>(), &expected.lines().collect::<Vec<_>>()) {
+                    wrong.push(format!("$ {command}\n{told}\nThe page says:\n{expected}\n"));
+                }
+            }
+        }
+        out += &format!("{}\n", lines.next().expect("blocks end"));
+    }
+    (out, wrong)
+}
+
+/// Plays a page in `folder`: fails where an answer is another than the page says, or writes the page anew under `PIPEC_BLESS`. Gives
+/// the page.
+pub fn play(path: &Path, folder: &Path, variables: &[(&str, String)]) -> String {
+    let page = fs::read_to_string(path).unwrap();
+    let (blessed, wrong) = played(&page, folder, variables);
+    if env::var_os("PIPEC_BLESS").is_some() {
+        fs::write(path, blessed).unwrap();
+    } else {
+        assert!(wrong.is_empty(), "{}:\n{}", path.display(), wrong.join("\n"));
+    }
+    page
+}
+
+/// The pages of a folder of the project.
+pub fn pages(folder: &str) -> Vec<std::path::PathBuf> {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join(folder);
+    let all = fs::read_dir(&folder).unwrap().map(|entry| entry.unwrap().path());
+    let mut pages: Vec<_> = all.filter(|path| path.extension().is_some_and(|extension| extension == "md")).collect();
+    pages.sort();
+    pages
+}
+
+#[test]
+fn any_lines_are_any_lines() {
+    assert!(matches(&["a", "b", "c"], &["a", "…", "c"]) && matches(&["a", "c"], &["a", "…", "c"]));
+    assert!(!matches(&["a", "b"], &["a", "…", "c"]) && !matches(&["a", "b"], &["a"]));
+}
+
+#[test]
+fn only_what_is_measured_is_masked() {
+    for (text, told) in [
+        ("trained 7 steps in 12.3 ms: loss 2.3 to 1,200, ok", "trained # steps in #: loss # to #, ok"),
+        ("stage  a.0  ████░  50 %", "stage a.0 # %"),
+        ("  \"fwd_us\": 1.5e-7,", "  \"fwd_us\": #,"),
+        ("a 1-2-1 b 3 MB/s", "a # b #"),
+    ] {
+        assert_eq!(masked(text), told);
+    }
+}
+
+#[test]
+fn a_page_that_lies_is_found() {
+    let folder = tempfile::tempdir().unwrap();
+    let page = "```console\n$ echo a; exit 3\na\n$ echo $?\n3\n$ echo b\nc\n```\n";
+    let (blessed, wrong) = played(page, folder.path(), &[]);
+    assert_eq!((blessed, wrong.len()), (page.replace("\nc\n", "\nb\n"), 1));
+}

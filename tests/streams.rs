@@ -1,0 +1,168 @@
+//! What goes to which stream, whatever a verb prints: readers that go away, `-q`, and colour.
+#![cfg(unix)]
+
+use compiler::tensor::Tensor;
+use std::fs;
+use std::path::Path;
+use std::process::{Command, Output, Stdio};
+
+/// Calls of every verb with results, and whether these are the same every time.
+const CALLS: [(&str, bool); 27] = [
+    ("--help", true),
+    ("--version", true),
+    ("zoo", true),
+    ("zoo mlp -o z.onnx", true),
+    ("inspect m.onnx", true),
+    ("inspect m.onnx --text", true),
+    ("profile m.onnx --device analytic:t4 -o p.json", true),
+    ("partition m.onnx --gpus 3 --compare -o q.json", true),
+    ("partition m.onnx --gpus 3 -o -", true),
+    ("plan show plan.json", true),
+    ("plan check plan.json --model m.onnx", true),
+    ("plan diff plan.json plan.json", true),
+    ("simulate plan.json --chart", true),
+    ("simulate plan.json --format json", true),
+    ("report plan.json --html r.html", true),
+    ("sweep m.onnx --gpus 1,2,4", true),
+    ("export plan.json --to dot -o -", true),
+    ("train m.onnx --plan plan.json --data d.npz --batch 4", false),
+    ("eval m.onnx --inputs d.npz -o y.npz", true),
+    ("quickstart --model mlp --epochs 1 --dir tour", false),
+    ("cluster detect --cpu", true),
+    ("cluster bench", false),
+    ("cluster show --gpus 4", true),
+    ("doctor", false),
+    ("schema plan", true),
+    ("completions zsh", true),
+    ("man train", true),
+];
+
+fn command(folder: &Path, line: &str) -> Command {
+    let mut command = Command::new(assert_cmd::cargo::cargo_bin("pipec"));
+    command.current_dir(folder).args(line.split_whitespace());
+    command.env_remove("NO_COLOR").env_remove("FORCE_COLOR").env("XDG_CACHE_HOME", folder.join(".cache"));
+    command
+}
+
+fn ran(folder: &Path, line: &str) -> Output {
+    command(folder, line).output().unwrap()
+}
+
+fn text(bytes: &[u8]) -> String {
+    String::from_utf8(bytes.to_vec()).unwrap()
+}
+
+/// A folder with a model, a plan and data.
+fn prepared() -> tempfile::TempDir {
+    let folder = tempfile::tempdir().unwrap();
+    let at = folder.path();
+    for line in
+        ["zoo mlp --inputs 6 --classes 3 --hidden 8 -o m.onnx", "partition m.onnx --gpus 3 --stages 2,1 -o plan.json"]
+    {
+        assert!(ran(at, line).status.success(), "{line}");
+    }
+    let arrays = [("x", Tensor::from_f32(&[8, 6], &[0.5; 48])), ("y", Tensor::from_i64(&[8], &[1; 8]))];
+    let arrays = arrays.map(|(name, tensor)| (name.to_string(), tensor));
+    runtime::weights::write(&at.join("d.npz"), &arrays.into()).unwrap();
+    folder
+}
+
+#[test]
+fn a_reader_that_goes_away_is_no_failure() {
+    let folder = prepared();
+    for (line, _) in CALLS {
+        let mut child = command(folder.path(), line).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+        drop(child.stdout.take());
+        let output = child.wait_with_output().unwrap();
+        let told = text(&output.stderr);
+        assert_eq!(output.status.code(), Some(0), "{line}: {told}");
+        assert!(!told.contains("panicked") && !told.contains("error"), "{line}: {told}");
+    }
+}
+
+#[test]
+fn a_full_disk_is_told() {
+    let folder = prepared();
+    if !Path::new("/dev/full").exists() {
+        return println!("skipped: no /dev/full");
+    }
+    for line in ["zoo", "plan show plan.json", "schema plan", "simulate plan.json --format json"] {
+        let full = fs::OpenOptions::new().write(true).open("/dev/full").unwrap();
+        let output = command(folder.path(), line).stdout(full).output().unwrap();
+        let told = text(&output.stderr);
+        assert_eq!(output.status.code(), Some(2), "{line}: {told}");
+        assert!(told.contains("error: cannot write the result to standard output"), "{line}: {told}");
+    }
+}
+
+#[test]
+fn quiet_keeps_all_results() {
+    let folder = prepared();
+    for (line, is_same) in CALLS {
+        let (loud, quiet) = (ran(folder.path(), line), ran(folder.path(), &format!("{line} -qq")));
+        assert_eq!(loud.status.code(), quiet.status.code(), "{line}");
+        assert!(!quiet.stdout.is_empty(), "{line} prints nothing");
+        assert!(quiet.stderr.is_empty(), "{line}: {}", text(&quiet.stderr));
+        if is_same {
+            assert_eq!(text(&loud.stdout), text(&quiet.stdout), "{line}");
+        }
+    }
+    // Once it leaves warnings, twice it leaves none; errors stay.
+    fs::write(
+        folder.path().join("c.toml"),
+        "schema = \"pipec.cluster/1\"\n[device]\nkind = \"t4\"\n[[level]]\ncount = 2\nbandwidth = \"1GB/s\"\n",
+    )
+    .unwrap();
+    let other = "partition m.onnx --cluster c.toml --profile analytic:h100 -o o.json";
+    let told = |more: &str| text(&ran(folder.path(), &format!("{other} {more}")).stderr);
+    assert!(told("").contains("warning:") && told("").contains("nothing was measured"));
+    assert!(told("-q").contains("warning:") && !told("-q").contains("nothing was measured"));
+    assert_eq!(told("-qq"), "");
+    assert!(text(&ran(folder.path(), "inspect no.onnx -qq").stderr).starts_with("error: "));
+}
+
+/// Without what colours it.
+fn plain(text: &str) -> String {
+    let mut parts = text.split('\u{1b}');
+    let first = parts.next().unwrap_or_default().to_string();
+    first + &parts.map(|part| part.split_once('m').expect("a code that colours").1).collect::<String>()
+}
+
+#[test]
+fn colour_is_as_it_is_said() {
+    let folder = prepared();
+    let at = folder.path();
+    for line in ["--help", "plan show plan.json", "inspect no.onnx", "partiton x", "simulate plan.json --chart"] {
+        let bare = ran(at, line);
+        let coloured = ran(at, &format!("{line} --color always"));
+        for (bare, coloured) in [(&bare.stdout, &coloured.stdout), (&bare.stderr, &coloured.stderr)] {
+            let (bare, coloured) = (text(bare), text(coloured));
+            assert!(!bare.contains('\u{1b}'), "{line}: {bare}");
+            assert_eq!(plain(&coloured), bare, "{line}");
+        }
+        let is_coloured = |output: &Output| [&output.stdout, &output.stderr].iter().any(|bytes| bytes.contains(&0x1b));
+        assert_eq!(is_coloured(&coloured), !line.starts_with("simulate"), "{line}");
+        let with = |line: &str, set: &[(&str, &str)]| {
+            is_coloured(&command(at, line).envs(set.iter().copied()).output().unwrap())
+        };
+        if is_coloured(&coloured) {
+            assert!(with(line, &[("FORCE_COLOR", "1")]), "{line}");
+            assert!(!with(line, &[("FORCE_COLOR", "1"), ("NO_COLOR", "1")]), "{line}");
+            assert!(with(&format!("{line} --color=always"), &[("NO_COLOR", "1")]), "{line}");
+            assert!(!with(&format!("{line} --color never"), &[("FORCE_COLOR", "1")]), "{line}");
+            assert!(!with(line, &[("FORCE_COLOR", "")]), "{line}");
+        }
+    }
+    // What a file says does not colour anything.
+    fs::write(at.join("n\u{1b}[31m.json"), "{}").unwrap();
+    let told = text(&command(at, "plan show --color always").arg("n\u{1b}[31m.json").output().unwrap().stderr);
+    assert!(!told.contains("\u{1b}[31m"), "{told:?}");
+}
+
+/// JSON is never coloured.
+#[test]
+fn json_stays_json() {
+    let folder = prepared();
+    let output = ran(folder.path(), "plan show plan.json --format json --color always");
+    serde_json::from_slice::<serde_json::Value>(&output.stdout).unwrap();
+}
