@@ -5,6 +5,7 @@ use crate::cluster::{Bytes, Cluster, class};
 use crate::plan::{PlannedModel, PlannedProfile, ScheduleKind, buckets};
 use crate::profile::Method;
 use crate::profile::cost_graph::{CostGraph, CostGraphError};
+use crate::profile::shared::SharedCosts;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use std::ops::Range;
@@ -103,6 +104,8 @@ pub struct Constraints {
     pub most_stages: Option<u32>,
     /// Whether every stage has one replica.
     pub no_replication: bool,
+    /// Whether the ops of every stage are shared by a group of devices.
+    pub tensor: bool,
     /// For which framework.
     pub target: Option<Target>,
 }
@@ -119,6 +122,8 @@ impl Constraints {
 pub struct Problem {
     /// The model as costs.
     pub graph: CostGraph,
+    /// The model as costs on groups of devices that share its ops, by the size of groups, ascending; none where no stage is to be shared.
+    pub shared: Vec<SharedCosts>,
     /// The devices.
     pub cluster: Cluster,
     /// Cost model.
@@ -164,7 +169,9 @@ impl Problem {
     pub fn count_updates(&mut self) {
         if self.cost == CostModel::Pipec && self.schedule != ScheduleKind::Inference {
             let items = if self.schedule.is_round_robin() { 1 } else { self.microbatches };
-            self.graph.charge_updates(self.optimizer_state, items);
+            for graph in std::iter::once(&mut self.graph).chain(self.shared.iter_mut().map(|costs| &mut costs.graph)) {
+                graph.charge_updates(self.optimizer_state, items);
+            }
         }
     }
 }
@@ -286,6 +293,7 @@ impl Problem {
         let model = PlannedModel { ops: graph.ops.len() as u64, ..PlannedModel::default() };
         Problem {
             graph,
+            shared: Vec::new(),
             cluster,
             cost,
             objective: Objective::Throughput,
@@ -338,6 +346,7 @@ impl Problem {
     /// What must hold before a partitioner starts.
     pub fn check(&self) -> Result<(), ProblemError> {
         self.graph.check()?;
+        self.shared.iter().try_for_each(|costs| costs.graph.check())?;
         read::check(self.cluster.clone())?;
         let setting = |fine: bool, what, value: String, range| {
             if fine { Ok(()) } else { Err(ProblemError::Setting { what, value, range }) }
@@ -371,6 +380,7 @@ impl Problem {
                 ("`--pin`", !self.constraints.pins.is_empty()),
                 ("`--max-stages`", self.constraints.most_stages.is_some()),
                 ("`--no-replication`", self.constraints.no_replication),
+                ("`--tensor`", self.constraints.tensor || !self.shared.is_empty()),
                 ("`--target`", self.constraints.target.is_some()),
             ];
             if let Some((what, _)) = settings.into_iter().find(|(_, is_set)| *is_set) {
