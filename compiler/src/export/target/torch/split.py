@@ -110,7 +110,13 @@ def split(graph_module, plan, example):
     """The stages of a model, for inputs of the sizes of `example`: those of one micro-batch."""
     graph = graph_module.graph
     recorder = Recorder(copy.deepcopy(graph_module))
-    recorder.run(*example)
+    try:
+        recorder.run(*example)
+    except AssertionError as fault:
+        raise SystemExit(
+            f"the model does not take micro-batches of {plan['micro_batch']} of this data: {str(fault).splitlines()[0]}\n"
+            "torch.export.export(model, inputs, dynamic_shapes=...) makes one that takes any batch"
+        ) from None
     follow_changes(graph)
     nodes = [node for node in graph.nodes if node.op != "output" and not is_guard(node)]
     nodes = [node for node in nodes if node.name not in recorder.numbers]

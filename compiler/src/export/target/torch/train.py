@@ -46,6 +46,18 @@ def cross_entropy(output, target):
 LOSSES = {"cross-entropy": cross_entropy, "mse": F.mse_loss}
 
 
+def arrays(file, names):
+    """The arrays of the model's inputs, of which the only one may have any name, and the labels."""
+    data = numpy.load(file)
+    labels = [name for name in ("target", "y") if name in data and name not in names][:1]
+    others = [name for name in data if name not in labels]
+    named = others if len(names) == len(others) == 1 else names
+    missing = [name for name in named if name not in data]
+    if missing or not labels:
+        raise SystemExit(f"{file} has the arrays {list(data)}; the model's inputs are {names}, and labels `target` or `y`")
+    return [torch.from_numpy(data[name]) for name in named], torch.from_numpy(data[labels[0]])
+
+
 class Trainer:
     """The stages of one process, and what it shares with others."""
 
@@ -59,9 +71,7 @@ class Trainer:
         self.items = plan["microbatches"] * plan["replicas"]
         model = load(told.model, told.module)
         self.names = [str(node.target) for node in model.graph.nodes if node.op == "placeholder"]
-        data = numpy.load(told.data)
-        self.target = torch.from_numpy(data["target"] if "target" in data else data["y"])
-        self.inputs = [torch.from_numpy(data[name]) for name in self.names]
+        self.inputs, self.target = arrays(told.data, self.names)
         stages = split(model, plan, [self.rows(array, 0) for array in self.inputs])
         # Every process makes every group, in one order.
         groups = [dist.new_group(list(range(at * ranks, (at + 1) * ranks))) for at in range(plan["replicas"])]
