@@ -212,6 +212,8 @@ fn a_second_signal_ends_at_once() {
     );
     begun(folder, &mut child);
     send("-TERM", &child);
+    // Two that wait to be delivered would be one.
+    std::thread::sleep(Duration::from_millis(50));
     send("-TERM", &child);
     let output = child.wait_with_output().unwrap();
     let said = String::from_utf8_lossy(&output.stderr);
