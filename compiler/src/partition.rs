@@ -49,3 +49,4 @@ pub mod tables;
 pub mod terrain;
 pub mod uniform;
 pub mod units;
+pub mod zero;
