@@ -6,6 +6,7 @@
 use crate::arguments::{Devices, Import};
 use crate::cmd::partition::{Optimizer, Question, cost_name};
 use crate::failure::Failure;
+use crate::groups::Groups;
 use crate::loss::Counted;
 use crate::machines;
 use crate::model::{self, Loaded};
@@ -174,8 +175,10 @@ pub fn cluster(plan: &Plan) -> Cluster {
 }
 
 /// What the judge needs to weigh stages as this plan's were weighed.
-pub fn problem(plan: &Plan, costs: Costs) -> Problem {
+pub fn problem(plan: &Plan, costs: Costs) -> Result<Problem, Failure> {
+    let shared = Groups::in_plan(plan).costs(&costs)?;
     let mut problem = costs.problem(plan.cost);
+    problem.shared = shared;
     problem.objective = plan.objective;
     problem.activation_compression = number(plan, "activation_compression");
     problem.memory_limit = plan.cluster.memory_per_device;
@@ -186,7 +189,7 @@ pub fn problem(plan: &Plan, costs: Costs) -> Problem {
     problem.microbatches = plan.schedule.microbatches;
     problem.chunks = plan.schedule.chunks;
     problem.count_updates();
-    problem
+    Ok(problem)
 }
 
 /// The same question, with stages left free and no time spent on what was pinned.
@@ -213,6 +216,7 @@ pub fn question(plan: &Plan) -> Question {
         },
         recompute: text("recompute").unwrap_or(usual.recompute.clone()),
         optimizer: Optimizer::from_str(&plan.optimizer, true).unwrap_or(usual.optimizer),
+        tensor: Groups::of_plan(plan),
         no_replication: plan.options.get("no_replication") == Some(&Value::Bool(true)),
         in_flight: match text("in_flight").as_deref() {
             Some("pipedream") => InFlight::Pipedream,

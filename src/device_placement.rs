@@ -131,6 +131,7 @@ pub fn of_question(question: &Question) -> Vec<(&'static str, bool)> {
         ("--objective", question.objective != usual.objective),
         ("--in-flight", question.in_flight != usual.in_flight),
         ("--recompute", question.recompute != usual.recompute),
+        ("--tensor", question.tensor != usual.tensor),
         ("--chunks", question.chunks.is_some()),
         ("--time-limit", question.time_limit.is_some()),
     ]

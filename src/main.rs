@@ -20,6 +20,7 @@ mod failure;
 mod family;
 mod freeze;
 mod given;
+mod groups;
 mod held_out;
 mod hybrid;
 mod identity;

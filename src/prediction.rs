@@ -8,7 +8,7 @@ use crate::cmd::partition::cost_name;
 use crate::quantity::{self, short};
 use crate::stages::plural;
 use compiler::plan::problem::{CostModel, Objective};
-use compiler::plan::{Plan, ScheduleKind};
+use compiler::plan::{Plan, ScheduleKind, Stage};
 use compiler::schedule::Pipeline;
 use compiler::schedule::pipeline::{pipeline, schedule_of};
 use compiler::schedule::rule::StepCount;
@@ -59,6 +59,24 @@ fn microbatches(plan: &Plan) -> f64 {
     if is_of_items(plan) { f64::from(plan.schedule.microbatches) } else { 1.0 }
 }
 
+/// What devices that share replicas gain and pay, for one item and all stages.
+fn groups(plan: &Plan) -> Option<String> {
+    let degree = plan.stages.first().map(Stage::degree).filter(|degree| *degree > 1)?;
+    let (mut alone, mut shared, mut meetings) = (0.0, 0.0, 0.0);
+    for stage in &plan.stages {
+        let sharing = stage.sharing.as_ref()?;
+        alone += sharing.alone_fwd_us + sharing.alone_bwd_us;
+        meetings += sharing.meeting_fwd_us + sharing.meeting_bwd_us;
+        shared += stage.fwd_us + stage.bwd_us - if stage.recompute { stage.fwd_us } else { 0.0 };
+    }
+    Some(format!(
+        "{degree} devices share each replica: {} through all stages in place of {}, {:.1} % of it to bring tensors together",
+        quantity::time(shared),
+        quantity::time(alone),
+        if shared > 0.0 { meetings / shared * 100.0 } else { 0.0 }
+    ))
+}
+
 /// The prediction, beside one device and data parallelism, with its bound.
 pub fn prediction(plan: &Plan) -> String {
     let predicted = &plan.predicted;
@@ -95,6 +113,9 @@ pub fn prediction(plan: &Plan) -> String {
         text += &format!("{name:14} {} {what}: {against}{fits}\n", quantity::time(other));
     }
     text += &format!("bound          {}\n", bound(plan));
+    if let Some(told) = groups(plan) {
+        text += &format!("groups         {told}\n");
+    }
     if let Some(link) = &predicted.busiest_link {
         text += &format!(
             "busiest link   {} of group {} on {}: {} {}, {} % of the time\n",
@@ -150,7 +171,7 @@ fn bound(plan: &Plan) -> String {
     let gap = (time / bound - 1.0) * 100.0;
     // The plain alternatives keep to no constraint, and may be faster than all plans that do.
     let constrained = ["stages", "pin", "max_stages", "no_replication", "target", "cut_after"];
-    let is_free = constrained.iter().all(|name| !plan.options.contains_key(*name));
+    let is_free = constrained.iter().all(|name| !plan.options.contains_key(*name)) && !is_of_given_groups(plan);
     let which = if is_free { "" } else { " of those asked for" };
     if plan.proven_optimal {
         let steady = if is_steady(plan) { " in steady state; filling and draining are not part of it" } else { "" };
@@ -164,12 +185,25 @@ fn bound(plan: &Plan) -> String {
     }
 }
 
+/// Whether the size of groups was given.
+fn is_of_given_groups(plan: &Plan) -> bool {
+    plan.options.get("tensor").is_some_and(|sizes| sizes.is_array())
+}
+
 /// What comes before everything else: that a plain alternative is the answer, where the planner was free to say so, or that one
 /// beats a plan that was pinned.
 pub fn verdict(plan: &Plan) -> Option<String> {
-    let is_free = plan.search.method == "pipec" && plan.objective == Objective::Throughput;
+    let is_free = plan.search.method == "pipec" && plan.objective == Objective::Throughput && !is_of_given_groups(plan);
     if let [only] = &plan.stages[..] {
         match only.replicas {
+            replicas if is_free && only.degree() > 1 => {
+                let (what, degree) =
+                    (if replicas > 1 { "Data parallelism over" } else { "Sharing all ops in" }, only.degree());
+                let groups = plural(u64::from(replicas), "group", "groups");
+                return Some(format!(
+                    "{what} {groups} of {degree} devices is the answer: no pipeline found is faster.\n"
+                ));
+            }
             1 if plan.cluster.devices == 1 => {
                 return Some("There is one device, so everything runs on it.\n".to_string());
             }
@@ -200,7 +234,7 @@ pub fn verdict(plan: &Plan) -> Option<String> {
 /// What the plan brings where its workers outnumber the cores that they share; nothing where each has its own device.
 pub fn shared(plan: &Plan) -> Option<String> {
     let cores = plan.cluster.device.cores?;
-    let workers: u64 = plan.stages.iter().map(|stage| u64::from(stage.replicas)).sum();
+    let workers: u64 = plan.stages.iter().map(|stage| u64::from(stage.replicas) * u64::from(stage.degree())).sum();
     // Cores are those of one host, and only the first level is known to be one.
     if workers <= u64::from(cores) || plan.cluster.levels.len() > 1 {
         return None;

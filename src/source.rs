@@ -2,6 +2,7 @@
 
 use crate::cmd::partition::Arguments;
 use crate::failure::Failure;
+use crate::groups::Shareable;
 use crate::loss::{Attributed, Counted, attributed};
 use crate::machines;
 use crate::model::{self, Loaded};
@@ -136,6 +137,8 @@ pub struct Costs {
     pub dtype: String,
     /// The device whose costs these are, where that is known.
     pub source: Option<String>,
+    /// What groups of devices can be asked about, where the ops are known.
+    pub shareable: Option<Shareable>,
 }
 
 impl Costs {
@@ -236,6 +239,7 @@ pub fn published_on(path: &Path, cluster: Cluster, micro_batch: u64, dtype: &str
         micro_batch,
         dtype: dtype.to_string(),
         source: None,
+        shareable: None,
     })
 }
 
@@ -328,7 +332,7 @@ pub fn assemble(
         graph = precision(&graph, floats)
             .map_err(|error| Failure::input(format!("cannot plan {} in {floats}", loaded.model.file)).because(error))?;
     }
-    let Attributed { attribution, counted, untrainable, .. } = attributed(&graph, counted).map_err(|error| {
+    let Attributed { attribution, counted, training, untrainable } = attributed(&graph, counted).map_err(|error| {
         let failure = Failure::input(format!("cannot cost {}", loaded.model.file)).because(&error);
         match error {
             AttributionError::Loss(_) => failure.help("`--loss` names another, `--loss none` counts none"),
@@ -337,9 +341,12 @@ pub fn assemble(
     })?;
     let mut costs = cost_graph(&graph, &attribution);
     let model = loaded.planned(costs.ops.len(), counted.written());
-    let source = match &times {
-        Times::Analytic(device) => device.kind.clone(),
-        Times::Profile(_, _, profile) => profile.device.name.clone(),
+    let (source, sheet) = match &times {
+        Times::Analytic(device) => (device.kind.clone(), device.clone()),
+        Times::Profile(_, _, profile) => {
+            let name = &profile.device.name;
+            (name.clone(), device::find(name).map_or_else(|| cluster.device.clone(), Kind::device))
+        }
     };
     let profile = match times {
         Times::Analytic(device) => {
@@ -364,8 +371,18 @@ pub fn assemble(
     };
     let dtype = dtype(&graph).name().to_string();
     machines::relate(&mut cluster, &source, &dtype);
-    let source = Some(source);
-    Ok(Costs { graph: costs, cluster, has_memory: true, model, profile, untrainable, micro_batch, dtype, source })
+    Ok(Costs {
+        graph: costs,
+        cluster,
+        has_memory: true,
+        model,
+        profile,
+        untrainable,
+        micro_batch,
+        dtype,
+        source: Some(source),
+        shareable: Some(Shareable { graph, training, device: sheet }),
+    })
 }
 
 /// Refuses a model of another format than the one that was said: importers go by what a file holds.

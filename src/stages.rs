@@ -4,7 +4,7 @@ use crate::machines;
 use crate::quantity;
 use comfy_table::presets::NOTHING;
 use comfy_table::{CellAlignment, ContentArrangement, Table};
-use compiler::export::stage_name::{LAYERS, layers_within, ranges, sparing};
+use compiler::export::stage_name::{LAYERS, layers_within, ranges, replicas, sparing};
 use compiler::import::onnx::name::shown;
 use compiler::plan::problem::CostModel;
 use compiler::plan::{Plan, ScheduleKind, Stage};
@@ -99,7 +99,7 @@ fn stages_in(plan: &Plan, room: Room) -> String {
             stage.id.0.to_string(),
             quantity::count(stage.op_ids().count() as u64),
             layers_within(stage, room.layers),
-            format!("{} on {}{}", stage.replicas, ranges(&stage.devices), kinds(plan, stage)),
+            format!("{} on {}{}", replicas(stage), ranges(&stage.devices), kinds(plan, stage)),
             quantity::time(stage.fwd_us + stage.bwd_us),
         ];
         row.extend(links.get(at).into_iter().flatten().cloned());

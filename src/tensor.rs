@@ -5,6 +5,7 @@ use crate::untrained;
 use compiler::cluster::{Seconds, device};
 use compiler::graph::Graph;
 use compiler::op::Layout;
+use compiler::plan::{Plan, Stage};
 use compiler::schedule::Pipeline;
 use compiler::tensor_parallel::price::Machine;
 use runtime::prepare::{PrepareError, Prepared, Settings};
@@ -22,10 +23,19 @@ pub struct Sharing {
     devices: usize,
 }
 
-/// Threads of this machine as a group: cores that share its memory.
-fn machine(devices: usize) -> Machine {
+/// The group that a plan was made for; without one, threads of this machine: cores that share its memory.
+fn machine(plan: &Plan, devices: usize) -> Machine {
+    if let (true, Some(level)) = (degree(plan) == devices, plan.cluster.levels.first()) {
+        let device = plan.cluster.device.clone();
+        return Machine { device, devices, bandwidth: level.bandwidth, latency: level.latency };
+    }
     let kind = device::find("cpu").expect("the table of devices has CPUs");
     Machine { device: kind.device(), devices, bandwidth: kind.link().1, latency: MEETING }
+}
+
+/// Devices that share each replica of a plan's stages.
+pub fn degree(plan: &Plan) -> usize {
+    plan.stages.iter().map(Stage::degree).max().unwrap_or(1) as usize
 }
 
 /// Prepares a run with stages that so many devices share.
@@ -34,9 +44,9 @@ pub fn prepare(
     stages: &[usize],
     pipeline: Pipeline,
     settings: &Settings,
-    devices: usize,
+    (plan, devices): (&Plan, usize),
 ) -> Result<(Prepared, Sharing), PrepareError> {
-    let (made, layouts) = prepare_shared(graph, stages, pipeline, settings, &machine(devices))?;
+    let (made, layouts) = prepare_shared(graph, stages, pipeline, settings, &machine(plan, devices))?;
     Ok((made, Sharing { layouts, devices }))
 }
 

@@ -237,7 +237,7 @@ pub fn prepare(task: &mut Task<'_>) -> Result<Prepared, Failure> {
     let mut sharing = None;
     let made = match task.own {
         None if task.tensor > 1 => {
-            let made = tensor::prepare(&graph, &stages, pipeline, &settings, task.tensor);
+            let made = tensor::prepare(&graph, &stages, pipeline, &settings, (task.plan, task.tensor));
             made.map(|(made, shared)| (sharing.replace(shared), made).1)
         }
         None => prepare::prepare(&graph, &stages, pipeline, &settings),

@@ -208,10 +208,12 @@ fn a_second_signal_ends_at_once() {
     ends(folder, 0, &["zoo", "mlp", "--hidden", "512", "--layers", "4", "-o", "m.onnx"]);
     let mut child = spawned(
         folder,
-        &["train", "m.onnx", "--synthetic-data", "--batch", "256", "--steps", "200", KEPT[0], KEPT[1], KEPT[2], "1"],
+        &["train", "m.onnx", "--synthetic-data", "--batch", "2048", "--steps", "40", KEPT[0], KEPT[1], KEPT[2], "1"],
     );
     begun(folder, &mut child);
     send("-TERM", &child);
+    // Two that wait to be delivered would be one.
+    std::thread::sleep(Duration::from_millis(20));
     send("-TERM", &child);
     let output = child.wait_with_output().unwrap();
     let said = String::from_utf8_lossy(&output.stderr);

@@ -21,6 +21,7 @@ pub mod fit;
 pub mod fleet;
 pub mod floor;
 pub mod forward;
+pub mod grouped;
 pub mod hybrid;
 pub mod in_flight;
 pub mod joined;

@@ -4,7 +4,7 @@
 //! sizes are bytes on one device.
 //!
 //! `problem` is what a partitioner is asked, `stage_cost` and `cut_bytes` the cost models, `memory` and `caps` what a stage holds, `check` the
-//! independent judge of any plan with its two reckonings of time `judge` and `clock` and its count of bytes `traffic`, `sound` what must hold of a plan by itself, `zero` what replicas share, `figures` what it says twice, `diff` what two plans have apart, `coarse` a model in fewer pieces, `read` the file.
+//! independent judge of any plan with its two reckonings of time `judge` and `clock` and its count of bytes `traffic`, `groups` devices that share a replica, `sound` what must hold of a plan by itself, `zero` what replicas share, `figures` what it says twice, `diff` what two plans have apart, `coarse` a model in fewer pieces, `read` the file.
 
 pub mod buckets;
 pub mod caps;
@@ -17,6 +17,7 @@ pub mod device_placement;
 pub mod diff;
 pub mod fault;
 pub mod figures;
+pub mod groups;
 pub mod held;
 pub mod hybrid;
 pub mod judge;
@@ -176,7 +177,7 @@ pub struct PlannedSchedule {
     pub apart: Vec<u32>,
 }
 
-/// What one replica of a stage holds, in bytes. `total` is the sum of the others.
+/// What each device of a stage's replicas holds, in bytes. `total` is the sum of the others.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct StageMemory {
@@ -236,13 +237,16 @@ pub struct Stage {
     pub modules: Vec<String>,
     /// Number of replicas.
     pub replicas: u32,
-    /// Devices that share every op of one replica, for plans that know tensor parallelism.
+    /// Devices that share every op of one replica; 1 where it is absent.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub tensor_degree: Option<u32>,
+    /// What that does to the stage, where devices share its ops.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub sharing: Option<Sharing>,
     /// For each op the name of the choice that was taken, where ops have some.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub choices: Vec<String>,
-    /// Device of each replica; under tensor parallelism those of one replica after those of the other.
+    /// Device of each replica; where several share one, those of one replica after those of the other.
     pub devices: Vec<u32>,
     /// Whether forward runs again before backward instead of saving its tensors.
     pub recompute: bool,
@@ -261,11 +265,25 @@ pub struct Stage {
     /// The level of ZeRO by which replicas share what they would hold alike: 1 the optimizer's state, 2 the sums of gradients too; absent for none.
     #[serde(default, skip_serializing_if = "is_none_of")]
     pub zero: u32,
-    /// What one replica holds.
+    /// What each device of a replica holds.
     pub memory: StageMemory,
     /// The stage's place in the levels of the cluster, innermost first. One entry on a cluster of several levels means that the
     /// plan does not take whole groups and is judged on [`crate::cluster::Cluster::flattened`]; under cost `pipec`, by `devices`.
     pub hierarchy: Vec<Place>,
+}
+
+/// What a stage of one replica gains and pays by having its ops shared, in microseconds for one item.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct Sharing {
+    /// Forward time if one device did everything.
+    pub alone_fwd_us: f64,
+    /// Backward time if one device did everything and forward did not run again.
+    pub alone_bwd_us: f64,
+    /// The part of the forward time in which devices bring together what each has of a tensor.
+    pub meeting_fwd_us: f64,
+    /// The same of the backward time, what runs forward again aside.
+    pub meeting_bwd_us: f64,
 }
 
 /// One part of the gradients of a stage with replicas.
@@ -430,6 +448,11 @@ pub struct Plan {
 }
 
 impl Stage {
+    /// Devices that share every op of one replica.
+    pub fn degree(&self) -> u32 {
+        self.tensor_degree.unwrap_or(1).max(1)
+    }
+
     /// All op ids of the stage, ascending.
     pub fn op_ids(&self) -> impl Iterator<Item = u32> + '_ {
         self.ops.iter().flat_map(|&(from, to)| from..to)

@@ -1,13 +1,14 @@
 //! What every op of a model costs, and where the figures came from.
 //!
 //! [`Profile`] is the file `profile.json`, which a measurement, an analytic model or an importer fills. `cost_graph` holds the
-//! form that planning works on: ops, tensors and parameters with their sizes. `read` checks a file before it is believed.
+//! form that planning works on: ops, tensors and parameters with their sizes, `shared` that of devices which share ops. `read` checks a file before it is believed.
 
 pub mod cost_graph;
 pub mod hybrid;
 pub mod json;
 pub mod placement;
 pub mod read;
+pub mod shared;
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};

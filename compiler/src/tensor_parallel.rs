@@ -3,7 +3,8 @@
 //! It works on the joint graph of what a stage runs forward and backward (`joint`), as GSPMD (Xu et al., 2021) and Alpa (Zheng et al.,
 //! OSDI 2022) do: gradients are ordinary tensors there, so that no op needs a partner that does the reverse. Every op says in its own file
 //! how it can be shared ([`layout`](crate::op::layout)). `choose` finds, for all ops together, the cheapest strategies by the times that
-//! `price` gives; `rewrite` turns the graph into the one that every device runs, with what they do together as ops in it.
+//! `price` gives; `costs` tells the planner what that comes to, run by run (`runs`), those that are alike once (`alike`). `rewrite` turns
+//! the graph into the one that every device runs, with what they do together as ops in it.
 //!
 //! What is promised. Devices compute what one device computes, but that sums over split axes are added in another order. A parameter lies
 //! as its gradient does, so that an optimizer steps each part by itself. What comes into a stage and what leaves it is whole on every device.
@@ -13,14 +14,17 @@
 //!        w1: S1            w2: S0                          are split; only the sum at the end meets the others
 //! ```
 
+pub mod alike;
 pub mod blocks;
 pub mod choose;
 pub mod convert;
+pub mod costs;
 pub mod factors;
 pub mod joint;
 pub mod order;
 pub mod price;
 pub mod rewrite;
+pub mod runs;
 pub mod share;
 
 use crate::graph::Graph;

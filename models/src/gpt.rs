@@ -10,11 +10,12 @@
 //! | gpt2-large    | 36     | 1,280  | 20    | 774,030,080       | 774 M     |
 //! | gpt2-xl       | 48     | 1,600  | 25    | 1,557,611,200     | 1.5 B     |
 //! | gpt3          | 96     | 12,288 | 96    | 174,604,259,328   | 175 B     |
+//! | gpt-100b      | 56     | 12,288 | 96    | 102,131,884,032   |           |
 //! | megatron-145b | 80     | 12,288 | 96    | 145,622,261,760   | 145.6 B   |
 //! | megatron-1t   | 128    | 25,600 | 160   | 1,008,038,758,400 | 1,008 B   |
 //!
-//! The last three are from Brown et al. (2020, table 2.1) and Narayanan et al. (SC 2021, table 1). The usual one is
-//! small enough to train in a test.
+//! GPT-3 is from Brown et al. (2020, table 2.1), Megatron's two from Narayanan et al. (SC 2021, table 1); of a hundred billion parameters
+//! there is none, and `gpt-100b` is as wide as its neighbours. The usual one is small enough to train in a test.
 
 use crate::attention::{Attention, causal_mask};
 use crate::builder::{Axis, Builder, Init, Value, attr};
@@ -58,6 +59,7 @@ pub const ENTRY: Entry = Entry {
         Size { name: "gpt2-large", about: "774 M", settings: &settings(36, [1280, 20], 50_257, 1024) },
         Size { name: "gpt2-xl", about: "1.56 B", settings: &settings(48, [1600, 25], 50_257, 1024) },
         Size { name: "gpt3", about: "175 B", settings: &settings(96, [12_288, 96], 50_257, 2048) },
+        Size { name: "gpt-100b", about: "102 B", settings: &settings(56, [12_288, 96], 51_200, 2048) },
         Size { name: "megatron-145b", about: "146 B", settings: &settings(80, [12_288, 96], 51_200, 2048) },
         Size { name: "megatron-1t", about: "1 T", settings: &settings(128, [25_600, 160], 51_200, 2048) },
     ],

@@ -179,6 +179,10 @@ fn compile_with(
     let mut arriving = Arriving::new();
     let mut codes = Vec::new();
     for (stage, fragment) in cut.iter_mut().enumerate().rev() {
+        if let (Some(name), Some(_)) = (loss, machine) {
+            // Nobody gets the model's other results while it trains, so that no group brings them together.
+            fragment.graph.outputs.retain(|output| output.name == name);
+        }
         pipeline::forward(fragment)?;
         let backward = match loss {
             None => None,

@@ -9,7 +9,7 @@ use crate::cmd::plan::sound_plan;
 use crate::failure::Failure;
 use crate::screen::Screen;
 use crate::{quantity, stages};
-use compiler::export::stage_name::ranges;
+use compiler::export::stage_name::{ranges, replicas};
 use compiler::import::onnx::name::shown;
 use compiler::plan::diff::{Diff, Moved, StageChange, diff, is_rearranged};
 use compiler::plan::held::fullest;
@@ -61,7 +61,7 @@ fn told(left: &Plan, right: &Plan, found: &Diff) -> String {
             cell(&|stage| quantity::count(stage.op_ids().count() as u64)),
             moved(change.came, '+'),
             moved(change.went, '-'),
-            cell(&|stage| format!("{} on {}", stage.replicas, ranges(&stage.devices))),
+            cell(&|stage| format!("{} on {}", replicas(stage), ranges(&stage.devices))),
             cell(&|stage| if stage.recompute { "recomputed" } else { "" }.to_string()),
             cell(&|stage| quantity::time(stage.fwd_us + stage.bwd_us)),
             cell(&|stage| quantity::bytes(stage.memory.total)),
@@ -176,6 +176,7 @@ fn value(left: &Plan, right: &Plan, found: &Diff) -> Value {
         Some(stage) => json!({
             "ops": stage.op_ids().count(),
             "replicas": stage.replicas,
+            "tensor_degree": stage.degree(),
             "devices": stage.devices,
             "recompute": stage.recompute,
             "fwd_us": stage.fwd_us,

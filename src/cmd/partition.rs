@@ -3,6 +3,7 @@
 use crate::arguments::{Devices, Dims};
 use crate::cmd::unplanned::unplanned;
 use crate::failure::Failure;
+use crate::groups::{self, Groups};
 use crate::loss::LossArguments;
 use crate::own::{self, Own};
 use crate::screen::Screen;
@@ -107,6 +108,9 @@ pub struct Question {
     /// One replica for every stage
     #[arg(long, help_heading = "Constraints")]
     pub no_replication: bool,
+    /// Devices that share every op of a replica, each with its part: so many of the fastest level, as many as is best (auto), or one (never)
+    #[arg(long, value_name = "never|auto|N", default_value = "never", value_parser = groups::said, help_heading = "Constraints")]
+    pub tensor: Groups,
     /// Whether a stage that does not fit otherwise may save its inputs only and run forward again before backward
     #[arg(long, value_name = "WHEN", default_value = "auto", value_parser = ["auto", "never"], help_heading = "Costs and memory")]
     pub recompute: String,
@@ -153,6 +157,7 @@ impl Default for Question {
             pin: Vec::new(),
             max_stages: None,
             no_replication: false,
+            tensor: Groups::Never,
             recompute: "auto".to_string(),
             optimizer: Optimizer::Sgd,
             dtype: None,
@@ -357,7 +362,10 @@ impl Question {
 /// The plan for these costs.
 pub fn ask(file: &Path, costs: Costs, question: &Question) -> Result<Planned, Failure> {
     let (has_memory, source) = (costs.has_memory, costs.source.clone());
+    let shared = question.tensor.costs(&costs)?;
     let mut problem = costs.problem(cost(&question.cost));
+    problem.shared = shared;
+    problem.constraints.tensor = matches!(question.tensor, Groups::Of(_));
     problem.activation_compression = question.activation_compression;
     problem.memory_limit = match &question.memory {
         Some(text) => Some(unit::bytes(text).map_err(|error| {
@@ -463,7 +471,9 @@ fn cost(name: &str) -> CostModel {
 fn compared(planned: &Planned) -> String {
     let row = |candidate: &Compared| {
         vec![
-            candidate.replicas.iter().map(u32::to_string).collect::<Vec<_>>().join("-") + &on(candidate),
+            candidate.replicas.iter().map(u32::to_string).collect::<Vec<_>>().join("-")
+                + &of(candidate)
+                + &on(candidate),
             quantity::time(candidate.minibatch_us),
             quantity::bytes(candidate.peak_bytes),
             if candidate.fits { "yes" } else { "no" }.to_string(),
@@ -500,6 +510,11 @@ fn compared(planned: &Planned) -> String {
             &format!("times are those of the cost model's equations; the program of the chosen one takes {played}\n");
     }
     text
+}
+
+/// The devices that share each replica of a candidate; nothing where each replica is one.
+fn of(candidate: &Compared) -> String {
+    if candidate.tensor > 1 { format!(" of {}", candidate.tensor) } else { String::new() }
 }
 
 /// The devices of a candidate some of whose devices have several stages; nothing where each replica has its own.

@@ -177,7 +177,7 @@ fn by_model(plan: &Plan, model: &Path, profile: Option<&str>, screen: &Screen) -
         CostModel::Pipec | CostModel::Paper | CostModel::Pipedream => {
             let source = Source::of_plan(model, profile, plan, screen)?;
             let costs = source.costs(plan, plan.schedule.micro_batch)?;
-            Ok(judged(&asked::problem(plan, costs), plan).err().unwrap_or_default())
+            Ok(judged(&asked::problem(plan, costs)?, plan).err().unwrap_or_default())
         }
     }
 }

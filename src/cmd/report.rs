@@ -142,7 +142,7 @@ fn is_instance(plan: &Plan) -> bool {
 
 fn modelled(source: &Source, plan: &Plan) -> Result<Modelled, Failure> {
     let costs = source.costs(plan, plan.schedule.micro_batch)?;
-    Ok(moves::modelled(asked::problem(plan, costs), plan))
+    Ok(moves::modelled(asked::problem(plan, costs)?, plan))
 }
 
 fn alternatives(plan: &Plan) -> Vec<Alternative> {

@@ -16,6 +16,7 @@ use crate::own::{self, Own};
 use crate::screen::Screen;
 use crate::seat::Seat;
 use crate::source::{self, Costs, Times};
+use crate::tensor::degree;
 use crate::training::{self, Data, HeldOut, Length, Prepared, Task};
 use crate::{cmd, given, output, prediction, quantity, stages};
 use clap::Args;
@@ -70,9 +71,9 @@ pub struct Arguments {
     /// Micro-batches in a minibatch [default: the plan's, else 1]
     #[arg(long, value_name = "M", value_parser = clap::value_parser!(u32).range(1..=1 << 20), help_heading = "Data")]
     microbatches: Option<u32>,
-    /// Devices that share every stage: its ops are split among so many threads
-    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=64), conflicts_with_all = ["checkpoint_dir", "resume", "processes", "hosts", "rank"], help_heading = "Plan and schedule")]
-    tensor: u32,
+    /// Devices that share every stage: its ops are split among so many threads [default: as the plan says, else 1]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=64), conflicts_with_all = ["checkpoint_dir", "resume", "processes", "hosts", "rank"], help_heading = "Plan and schedule")]
+    tensor: Option<u32>,
     /// Order of work: a schedule, a table FILE.csv, or programs FILE.json [default: the plan's, else 1f1b-rr, or 1f1b with micro-batches]
     #[arg(long, value_name = "NAME|FILE", value_parser = own::said, help_heading = "Plan and schedule")]
     schedule: Option<String>,
@@ -185,18 +186,25 @@ fn once(arguments: &Arguments, seat: &Seat, restarts: u32, screen: &Screen) -> R
     if let (Some(folder), Some(_)) = (&arguments.checkpoints.checkpoint_dir, arguments.checkpoints.checkpoint_every) {
         checkpoints::refuse_other_runs(folder, resume)?;
     }
-    if arguments.tensor > 1 && !matches!(seat, Seat::Alone) {
-        return Err(Failure::input(
-            "devices that share a stage are threads of one process, and a launcher started several",
-        )
-        .help("start `pipec train` by itself, or without `--tensor`"));
-    }
     if arguments.data.is_none() && !arguments.synthetic_data {
         return Err(Failure::input("no data is given").help(
             "`--data train.npz` has arrays named like the model's inputs; `--synthetic-data` trains on made-up data",
         ));
     }
     let given = arguments.plan.as_deref().map(cmd::plan::sound_plan).transpose()?;
+    let devices = arguments.tensor.map_or_else(|| given.as_ref().map_or(1, degree), |devices| devices as usize);
+    if devices > 1 && !matches!(seat, Seat::Alone) {
+        return Err(Failure::input(
+            "devices that share a stage are threads of one process, and several processes were started",
+        )
+        .help("start `pipec train` by itself, or with `--tensor 1`"));
+    }
+    let CheckpointArguments { checkpoint_dir, checkpoint_every, keep, .. } = &arguments.checkpoints;
+    if devices > 1 && (checkpoint_dir.is_some() || resume.is_some()) {
+        return Err(Failure::input("devices that share a stage write no checkpoints and do not resume")
+            .because(format!("the plan has {devices} devices share each replica"))
+            .help("leave out `--checkpoint-dir` and `--resume`, or write `--tensor 1`"));
+    }
     let mut import = arguments.import.clone();
     if let Some(plan) = &given {
         import.follow(&plan.model.import);
@@ -254,7 +262,6 @@ fn once(arguments: &Arguments, seat: &Seat, restarts: u32, screen: &Screen) -> R
         (said, _) => (said, arguments.class_dim),
     };
     let tell = |saved: &_| checkpoints::say(saved, screen);
-    let CheckpointArguments { checkpoint_dir, checkpoint_every, keep, .. } = &arguments.checkpoints;
     let keeping = checkpoint_dir.as_deref().zip(*checkpoint_every);
     let unbiased = match arguments.bn_variance.as_deref() {
         Some(rule) => rule == "torch",
@@ -292,7 +299,7 @@ fn once(arguments: &Arguments, seat: &Seat, restarts: u32, screen: &Screen) -> R
         checkpoints: checkpoint_dir.as_deref(),
         keeping: keeping.map(|(folder, every)| Keeping { folder, every, keep: *keep, tell: &tell }),
         frozen: &arguments.freeze,
-        tensor: arguments.tensor as usize,
+        tensor: devices,
     };
     let mut prepared = training::prepare(&mut task)?;
     let own = training_differs(&task, arguments).then(|| prepared.reckoned(&optimizer));
@@ -362,7 +369,7 @@ fn training_differs(task: &Task<'_>, arguments: &Arguments) -> bool {
     task.dtype.is_some_and(|dtype| dtype.name() != plan.dtype)
         || task.schedule != plan.schedule.kind
         || task.own.is_some()
-        || task.tensor > 1
+        || task.tensor != degree(plan)
         || task.in_flight != InFlight::Auto
         || (task.batch, microbatches) != (batch, plan.schedule.microbatches)
         || (arguments.plan.is_some() && arguments.optimizer.planned().name() != plan.optimizer)

@@ -1,4 +1,4 @@
-//! What a stage holds, in few words: its layers, its devices.
+//! What a stage holds, in few words: its layers, its replicas, its devices.
 
 use crate::import::onnx::name::shown;
 use crate::plan::Stage;
@@ -63,6 +63,14 @@ fn runs(names: &[String]) -> Vec<String> {
         _ => first.clone(),
     };
     runs.into_iter().map(told).collect()
+}
+
+/// The stage's replicas: `2`, or `2 of 8` where so many devices share each.
+pub fn replicas(stage: &Stage) -> String {
+    match stage.degree() {
+        1 => stage.replicas.to_string(),
+        degree => format!("{} of {degree}", stage.replicas),
+    }
 }
 
 fn span(first: &str, last: &str, most: usize) -> String {

@@ -226,6 +226,7 @@ pub fn stages(problem: &Problem, shape: &Shape, spots: &[Spot], memory: &[StageM
             modules,
             replicas: leaf.replicas,
             tensor_degree: None,
+            sharing: None,
             choices: Vec::new(),
             devices: (spot.first..spot.first + leaf.replicas).collect(),
             recompute: spot.recompute,

@@ -14,7 +14,7 @@ use crate::partition::joined::Joined;
 use crate::partition::lack::TooSmall;
 use crate::partition::search::{Among, Candidate, Found, Question, same};
 use crate::partition::states::Growth;
-use crate::partition::{chunked, cuts, every, floor, lack, milp, mixed, placement};
+use crate::partition::{chunked, cuts, every, floor, grouped, lack, milp, mixed, placement};
 use crate::plan::Plan;
 use crate::plan::fault::Fault;
 use crate::plan::problem::{CostModel, InFlight, Objective, Problem, ProblemError};
@@ -104,6 +104,8 @@ pub struct Compared {
     pub replicas: Vec<u32>,
     /// Devices that its stages stand on: fewer than their replicas where a device has several.
     pub devices: u32,
+    /// Devices that share each replica.
+    pub tensor: u32,
     /// Bytes of its fullest device.
     pub peak_bytes: u64,
     /// Whether it fits.
@@ -160,6 +162,9 @@ pub enum PlanError {
 pub fn plan(problem: &Problem, options: &PlannerOptions<'_>) -> Result<Planned, PlanError> {
     problem.check()?;
     check(problem, options)?;
+    if problem.constraints.tensor || !problem.shared.is_empty() {
+        return grouped::best(problem, options);
+    }
     let joined = Joined::of(&problem.graph);
     let asked = joined.problem(problem);
     let question = Question { problem: &asked, joined: &joined, budget: options.budget, among: Among::ALONE };
@@ -180,6 +185,9 @@ fn check(problem: &Problem, options: &PlannerOptions<'_>) -> Result<(), ProblemE
     if options.time_limit.is_some() && options.partitioner != Partitioner::Milp {
         let what = "a time limit goes with partitioner `milp` only: the others bound their work by `--budget`";
         return Err(ProblemError::Unmet { what: what.to_string() });
+    }
+    if problem.cluster.is_mixed() && (problem.constraints.tensor || !problem.shared.is_empty()) {
+        return Err(ProblemError::Mixed { what: "`--tensor`" });
     }
     if problem.chunks > 1 && options.partitioner != Partitioner::Pipec {
         let what = "several chunks on a rank are planned by partitioner `pipec` only";
@@ -333,6 +341,7 @@ impl Compared {
             minibatch_us: candidate.minibatch_us,
             replicas: candidate.shape.replicas(),
             devices: candidate.devices(),
+            tensor: 1,
             peak_bytes: candidate.peak(),
             fits: candidate.fits,
         }

@@ -7,14 +7,14 @@
 //! and kept bytes that are summed over ops are those of the run.
 
 use super::backward::BackwardError;
-use super::backward::{Arriving, Read, backward};
+use super::backward::{Arriving, Backward, Read, backward};
 use super::fragment::{Fragment, FragmentError, fragments};
 use super::fuse::{Chains, chains};
 use super::loss::{LOSS, Loss, LossError, TARGET, attach};
 use super::memory::Needs;
 use super::pipeline::{self, PassBug};
 use super::sums::{only_in_sums, root, summed};
-use crate::graph::{Graph, Origin, order};
+use crate::graph::{Graph, Node, Origin, order};
 use crate::op::table::rule;
 use crate::op::{NodeId, Op, Unary, Value};
 use std::collections::{BTreeSet, HashMap, HashSet};
@@ -89,16 +89,25 @@ pub fn runs(op: &Op) -> bool {
     !matches!(op, Op::Input(_) | Op::Parameter(_) | Op::State(_) | Op::Constant(_)) && !rule(op).is_view()
 }
 
-/// Attributes a graph of fixed sizes, which has no loss yet.
-pub fn attribute(graph: &Graph, training: Training) -> Result<Attribution, AttributionError> {
+/// A graph with what training adds to it, every node tagged with the op that answers for it.
+#[derive(Clone, Debug)]
+pub struct Tagged {
+    /// The graph; [`owner`] reads the tags.
+    pub graph: Graph,
+    /// The numbered ops of the graph that was given.
+    pub ops: Vec<NodeId>,
+    /// The value that a gradient arrives for, and the node behind the last stage that stands for its reader.
+    pub seeded: Option<(Value, NodeId)>,
+}
+
+/// Adds to a graph what training does, and tags every node.
+pub fn tagged(graph: &Graph, training: Training) -> Result<Tagged, AttributionError> {
     check_sizes(graph)?;
     let ops = order::numbered(graph);
     if ops.is_empty() {
         return Err(AttributionError::Empty);
     }
     let mut whole = graph.clone();
-    let mut place: HashMap<NodeId, usize> = HashMap::new();
-    let mut arriving = Arriving::new();
     let mut seeded = None;
     match training {
         Training::No => {}
@@ -107,30 +116,33 @@ pub fn attribute(graph: &Graph, training: Training) -> Result<Attribution, Attri
         }
         Training::Gradient => {
             // A reader in a stage behind this one sends the gradient, whatever the loss will be.
-            seeded = seeded_output(graph, &ops);
-            if let Some(value) = seeded {
+            seeded = seeded_output(graph, &ops).map(|value| {
                 let reader = whole.add(Op::Unary(Unary::Neg), &[value], &Origin::default());
-                place.insert(reader.expect("every float can be negated"), 1);
-                arriving.insert((value, 1, 0));
-            }
+                (value, reader.expect("every float can be negated"))
+            });
         }
     }
     tag(&mut whole, &ops);
+    Ok(Tagged { graph: whole, ops, seeded })
+}
+
+/// Attributes a graph of fixed sizes, which has no loss yet.
+pub fn attribute(graph: &Graph, training: Training) -> Result<Attribution, AttributionError> {
+    let Tagged { graph: whole, ops, seeded } = tagged(graph, training)?;
+    let mut place: HashMap<NodeId, usize> = HashMap::new();
+    let mut arriving = Arriving::new();
+    if let Some((value, reader)) = seeded {
+        place.insert(reader, 1);
+        arriving.insert((value, 1, 0));
+    }
     let stages = 1 + place.len();
     for id in order::numbered(&whole) {
         place.entry(id).or_insert(0);
     }
     let mut fragment = fragments(&whole, &place, stages)?.swap_remove(0);
     pipeline::forward(&mut fragment)?;
-    let forward_order = order::canonical(&fragment.graph);
-    let forward_owners = owners(&fragment.graph, &forward_order);
-    let forward_nodes = by_owner(&fragment.graph, &forward_order, &forward_owners, ops.len());
-    let target_bytes = match training {
-        Training::Loss(..) => targets_by_owner(&fragment.graph, &forward_owners, ops.len()),
-        Training::No | Training::Gradient => vec![0; ops.len()],
-    };
     let scalar = match training {
-        Training::Loss(..) => fragment.graph.outputs.iter().rev().find(|o| o.name == LOSS).map(|o| o.value),
+        Training::Loss(..) => loss_of(&fragment),
         _ => None,
     };
     let trains = scalar.is_some() || !arriving.is_empty();
@@ -139,6 +151,32 @@ pub fn attribute(graph: &Graph, training: Training) -> Result<Attribution, Attri
     } else {
         None
     };
+    let leaders = leaders(graph, &ops);
+    let mut attribution = of_stage(fragment, made, ops, seeded.map(|(value, _)| value), &leaders);
+    if !matches!(training, Training::Loss(..)) {
+        // An input that happens to have the name is the model's own.
+        attribution.target_bytes.fill(0);
+    }
+    Ok(attribution)
+}
+
+/// The loss of a fragment that has it.
+pub fn loss_of(fragment: &Fragment) -> Option<Value> {
+    fragment.graph.outputs.iter().rev().find(|o| o.name == LOSS).map(|o| o.value)
+}
+
+/// Attributes the runs of one stage, whose nodes are tagged with the numbers of `ops`. What other ops answer for costs nothing here.
+pub fn of_stage(
+    fragment: Fragment,
+    made: Option<Backward>,
+    ops: Vec<NodeId>,
+    seeded: Option<Value>,
+    leaders: &[Option<usize>],
+) -> Attribution {
+    let forward_order = order::canonical(&fragment.graph);
+    let forward_owners = owners(&fragment.graph, &forward_order);
+    let forward_nodes = by_owner(&fragment.graph, &forward_order, &forward_owners, ops.len());
+    let target_bytes = targets_by_owner(&fragment.graph, &forward_owners, ops.len());
     let saved: Vec<Value> = made.iter().flat_map(|b| &b.reads).filter_map(|(_, read)| saved_value(read)).collect();
     let saved_bytes = saved_by_owner(&fragment, &forward_owners, &saved, ops.len());
     let kept: HashSet<Value> = saved.iter().copied().collect();
@@ -156,16 +194,15 @@ pub fn attribute(graph: &Graph, training: Training) -> Result<Attribution, Attri
     let mut second = HashSet::new();
     let [mut between_bytes, mut arriving_bytes] = [vec![0; ops.len()], vec![0; ops.len()]];
     if let Some(made) = &made {
-        let halves = halves::halves(&made.graph, &leaders(graph, &ops));
+        let halves = halves::halves(made, leaders);
         second = halves.second;
         [between_bytes, arriving_bytes] = halves.bytes;
     }
-    let backward = made.map(|b| b.graph);
-    Ok(Attribution {
+    Attribution {
         ops,
         seeded,
         forward: fragment.graph,
-        backward,
+        backward: made.map(|made| made.graph),
         forward_nodes,
         backward_nodes,
         second,
@@ -174,7 +211,7 @@ pub fn attribute(graph: &Graph, training: Training) -> Result<Attribution, Attri
         live_bytes: live.0,
         between_bytes,
         arriving_bytes,
-    })
+    }
 }
 
 fn check_sizes(graph: &Graph) -> Result<(), AttributionError> {
@@ -190,7 +227,7 @@ fn check_sizes(graph: &Graph) -> Result<(), AttributionError> {
 }
 
 /// For every op the first that it leads to and that depends on an input: itself, or for what follows from parameters alone a reader.
-fn leaders(graph: &Graph, ops: &[NodeId]) -> Vec<Option<usize>> {
+pub fn leaders(graph: &Graph, ops: &[NodeId]) -> Vec<Option<usize>> {
     let mut data: HashSet<NodeId> = HashSet::new();
     for id in order::canonical(graph) {
         if matches!(graph.node(id).op, Op::Input(_)) || graph.inputs(id).iter().any(|v| data.contains(&v.node)) {
@@ -247,12 +284,17 @@ pub fn tag(graph: &mut Graph, ops: &[NodeId]) {
     }
 }
 
+/// The op whose number a node is tagged with.
+pub fn owner(node: &Node) -> Option<usize> {
+    node.origin.source.parse().ok()
+}
+
 /// The op that answers for each node of a compiled graph. Sums of a parameter's gradient are written by no rule: they
 /// belong to the latest op that adds to them.
 fn owners(graph: &Graph, order: &[NodeId]) -> HashMap<NodeId, usize> {
     let mut owners = HashMap::new();
     for &id in order {
-        let own = graph.node(id).origin.source.parse().ok();
+        let own = owner(graph.node(id));
         let inherited = || graph.inputs(id).iter().filter_map(|v| owners.get(&v.node).copied()).max();
         if let Some(owner) = own.or_else(inherited) {
             owners.insert(id, owner);

@@ -105,6 +105,18 @@ pub fn fragments(graph: &Graph, place: &HashMap<NodeId, usize>, stages: usize) -
     (0..stages).map(|stage| Cut { graph, place, order: &order, learned: &learned, stage, stages }.fragment()).collect()
 }
 
+/// The fragment of one of the stages by itself.
+pub fn fragment(
+    graph: &Graph,
+    place: &HashMap<NodeId, usize>,
+    stages: usize,
+    stage: usize,
+) -> Result<Fragment, FragmentError> {
+    let order = order::canonical(graph);
+    let learned = depends_on_parameters(graph, &order);
+    Cut { graph, place, order: &order, learned: &learned, stage, stages }.fragment()
+}
+
 /// The nodes from which a parameter is reachable backward, parameters included.
 fn depends_on_parameters(graph: &Graph, order: &[NodeId]) -> HashSet<NodeId> {
     let mut found = HashSet::new();

@@ -10,9 +10,10 @@ use crate::plan::buckets::buckets;
 use crate::plan::caps::{self, Lanes};
 use crate::plan::fault::Fault;
 use crate::plan::problem::{CostModel, Problem};
-use crate::plan::{BusiestLink, GradientBucket, Plan, PlannedSchedule, ScheduleKind, StageMemory};
-use crate::plan::{clock, judge, traffic};
+use crate::plan::{BusiestLink, GradientBucket, Plan, PlannedSchedule, ScheduleKind, Stage, StageMemory};
+use crate::plan::{clock, groups, judge, traffic};
 use crate::profile::cost_graph::CostGraph;
+use std::borrow::Cow;
 use std::collections::BTreeMap;
 
 mod shares;
@@ -36,6 +37,8 @@ pub const TOLERANCE: f64 = 1e-9;
 /// Judges `plan` as an answer to `problem`. Gives every fault that can be told apart.
 pub fn check(problem: &Problem, plan: &Plan) -> Result<Checked, Vec<Fault>> {
     let mut faults = Vec::new();
+    let alone = problem;
+    let problem = &*shared(problem, plan, &mut faults);
     let stage_of = coverage(&problem.graph, plan, &mut faults);
     devices(&problem.cluster, plan, &mut faults);
     schedule(plan, &mut faults);
@@ -43,6 +46,7 @@ pub fn check(problem: &Problem, plan: &Plan) -> Result<Checked, Vec<Fault>> {
     if !faults.is_empty() {
         return Err(faults);
     }
+    sharing(alone, plan, &stage_of, &mut faults);
     edges(&problem.graph, plan, &stage_of, &mut faults);
     let memory = memory(problem, plan, &stage_of);
     for (at, (stage, found)) in plan.stages.iter().zip(&memory).enumerate() {
@@ -91,6 +95,7 @@ pub fn check(problem: &Problem, plan: &Plan) -> Result<Checked, Vec<Fault>> {
 /// edges and times are not looked at, and a stage that is too large is no fault here.
 pub fn reckon(problem: &Problem, plan: &Plan) -> Result<Checked, Vec<Fault>> {
     let mut faults = Vec::new();
+    let problem = &*shared(problem, plan, &mut faults);
     let stage_of = coverage(&problem.graph, plan, &mut faults);
     devices(&problem.cluster, plan, &mut faults);
     schedule(plan, &mut faults);
@@ -188,8 +193,10 @@ fn devices(cluster: &Cluster, plan: &Plan, faults: &mut Vec<Fault>) {
     let chunks = plan.schedule.chunks.max(1);
     for (at, stage) in plan.stages.iter().enumerate() {
         let mut fault = |what| faults.push(Fault::Devices { stage: at, what });
-        if stage.replicas == 0 || stage.devices.len() != stage.replicas as usize {
-            fault(format!("{} devices for {} replicas", stage.devices.len(), stage.replicas));
+        let wanted = u64::from(stage.replicas) * u64::from(stage.degree());
+        if stage.replicas == 0 || stage.devices.len() as u64 != wanted {
+            let (found, replicas, degree) = (stage.devices.len(), stage.replicas, stage.degree());
+            fault(format!("{found} devices for {replicas} replicas of {degree}"));
         }
         for &device in &stage.devices {
             match user.get_mut(device as usize) {
@@ -209,6 +216,53 @@ fn devices(cluster: &Cluster, plan: &Plan, faults: &mut Vec<Fault>) {
         let sharing = plan.stages.iter().filter(|other| other.devices == stage.devices).count();
         if chunks > 1 && sharing != chunks as usize {
             fault(format!("{sharing} stages are on its devices, the schedule has {chunks} chunks on each"));
+        }
+    }
+}
+
+/// The problem at the costs of groups, where groups of devices share the replicas of a plan.
+fn shared<'a>(problem: &'a Problem, plan: &Plan, faults: &mut Vec<Fault>) -> Cow<'a, Problem> {
+    faults.extend(groups::wrong(plan).into_iter().map(|(stage, what)| Fault::Devices { stage, what }));
+    let degree = plan.stages.first().map_or(1, Stage::degree);
+    if degree == 1 {
+        return Cow::Borrowed(problem);
+    }
+    let Some(costs) = problem.shared.iter().find(|costs| costs.devices == degree) else {
+        let what = format!("{degree} devices share each replica; the costs are of none that so many share");
+        faults.push(Fault::Devices { stage: 0, what });
+        return Cow::Borrowed(problem);
+    };
+    Cow::Owned(Problem { graph: costs.graph.clone(), ..problem.clone() })
+}
+
+/// What a plan says of the gains and pains of sharing.
+fn sharing(alone: &Problem, plan: &Plan, stage_of: &[usize], faults: &mut Vec<Fault>) {
+    let costs = alone.shared.iter().find(|costs| plan.stages.first().is_some_and(|one| one.degree() == costs.devices));
+    let mut found = vec![[0.0; 4]; plan.stages.len()];
+    for (op, &stage) in stage_of.iter().enumerate() {
+        let (cost, meetings) = (&alone.graph.ops[op], costs.map_or([0.0; 2], |costs| costs.meetings[op]));
+        let all = [cost.fwd_us, cost.bwd_us, meetings[0], meetings[1]];
+        found[stage].iter_mut().zip(all).for_each(|(sum, us)| *sum += us);
+    }
+    for (at, (stage, found)) in plan.stages.iter().zip(found).enumerate() {
+        let said = match (&stage.sharing, stage.degree() > 1) {
+            (None, false) => continue,
+            (Some(said), true) => [said.alone_fwd_us, said.alone_bwd_us, said.meeting_fwd_us, said.meeting_bwd_us],
+            (said, is_shared) => {
+                let told = |is: bool| if is { "figures of sharing" } else { "none" }.to_string();
+                let what = format!("sharing of stage {at}");
+                faults.push(Fault::Figure { what, said: told(said.is_some()), found: told(is_shared) });
+                continue;
+            }
+        };
+        for (name, (said, found)) in ["alone_fwd_us", "alone_bwd_us", "meeting_fwd_us", "meeting_bwd_us"]
+            .into_iter()
+            .zip(said.into_iter().zip(found))
+        {
+            if differs(said, found) {
+                let what = format!("sharing.{name} of stage {at}");
+                faults.push(Fault::Figure { what, said: said.to_string(), found: found.to_string() });
+            }
         }
     }
 }

@@ -4,6 +4,7 @@
 //! unit has a sum of its own, and what is largest is the answer.
 
 use crate::cluster::{DeviceClass, Level};
+use crate::plan::groups;
 use crate::plan::problem::{Objective, Problem};
 use crate::plan::{Plan, ScheduleKind, Stage};
 use std::collections::{BTreeMap, BTreeSet};
@@ -94,6 +95,10 @@ pub fn time(problem: &Problem, plan: &Plan, stage_of: &[usize]) -> (f64, String)
 /// The same for such loads.
 pub fn under(levels: &[Level], objective: Objective, plan: &Plan, loads: &Loads) -> (f64, String) {
     let Loads { forward, compute, weights, sent } = loads;
+    // Of devices that share a replica one stands for all.
+    if let Some((levels, stages)) = groups::led(levels, &plan.stages) {
+        return under(&levels, objective, &Plan { stages, ..plan.clone() }, loads);
+    }
     let kind = plan.schedule.kind;
     let m = f64::from(plan.schedule.microbatches.max(1));
     let trains = kind != ScheduleKind::Inference;

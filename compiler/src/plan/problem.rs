@@ -6,6 +6,7 @@ use crate::plan::zero::{LEVELS, MOST};
 use crate::plan::{PlannedModel, PlannedProfile, ScheduleKind, buckets};
 use crate::profile::Method;
 use crate::profile::cost_graph::{CostGraph, CostGraphError};
+use crate::profile::shared::SharedCosts;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use std::ops::Range;
@@ -104,6 +105,8 @@ pub struct Constraints {
     pub most_stages: Option<u32>,
     /// Whether every stage has one replica.
     pub no_replication: bool,
+    /// Whether the ops of every stage are shared by a group of devices.
+    pub tensor: bool,
     /// For which framework.
     pub target: Option<Target>,
 }
@@ -120,6 +123,8 @@ impl Constraints {
 pub struct Problem {
     /// The model as costs.
     pub graph: CostGraph,
+    /// The model as costs on groups of devices that share its ops, by the size of groups, ascending; none where no stage is to be shared.
+    pub shared: Vec<SharedCosts>,
     /// The devices.
     pub cluster: Cluster,
     /// Cost model.
@@ -167,7 +172,9 @@ impl Problem {
     pub fn count_updates(&mut self) {
         if self.cost == CostModel::Pipec && self.schedule != ScheduleKind::Inference {
             let items = if self.schedule.is_round_robin() { 1 } else { self.microbatches };
-            self.graph.charge_updates(self.optimizer_state, items);
+            for graph in std::iter::once(&mut self.graph).chain(self.shared.iter_mut().map(|costs| &mut costs.graph)) {
+                graph.charge_updates(self.optimizer_state, items);
+            }
         }
     }
 }
@@ -289,6 +296,7 @@ impl Problem {
         let model = PlannedModel { ops: graph.ops.len() as u64, ..PlannedModel::default() };
         Problem {
             graph,
+            shared: Vec::new(),
             cluster,
             cost,
             objective: Objective::Throughput,
@@ -342,6 +350,7 @@ impl Problem {
     /// What must hold before a partitioner starts.
     pub fn check(&self) -> Result<(), ProblemError> {
         self.graph.check()?;
+        self.shared.iter().try_for_each(|costs| costs.graph.check())?;
         read::check(self.cluster.clone())?;
         let setting = |fine: bool, what, value: String, range| {
             if fine { Ok(()) } else { Err(ProblemError::Setting { what, value, range }) }
@@ -376,6 +385,7 @@ impl Problem {
                 ("`--pin`", !self.constraints.pins.is_empty()),
                 ("`--max-stages`", self.constraints.most_stages.is_some()),
                 ("`--no-replication`", self.constraints.no_replication),
+                ("`--tensor`", self.constraints.tensor || !self.shared.is_empty()),
                 ("`--target`", self.constraints.target.is_some()),
             ];
             if let Some((what, _)) = settings.into_iter().find(|(_, is_set)| *is_set) {

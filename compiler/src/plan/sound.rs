@@ -5,6 +5,7 @@ use crate::cluster::MAX_DEVICES;
 use crate::plan::buckets;
 use crate::plan::check::class_memory;
 use crate::plan::fault::Fault;
+use crate::plan::groups;
 use crate::plan::problem::CostModel;
 use crate::plan::{Plan, ScheduleKind, zero};
 use crate::profile::cost_graph::MAX_ENTRIES;
@@ -120,6 +121,10 @@ fn devices(plan: &Plan, faults: &mut Vec<Fault>) {
                 fault(format!("device {device} is used twice"));
             }
         }
+    }
+    // An instance of layers with choices knows no levels that a group could be within.
+    if plan.cost != CostModel::Hybrid {
+        faults.extend(groups::wrong(plan).into_iter().map(|(stage, what)| Fault::Devices { stage, what }));
     }
     if plan.schedule.chunks > 1 {
         faults.extend(chunks(plan).map(|what| Fault::Schedule { what }));

@@ -6,12 +6,14 @@
 //! equally often. A ring of m units takes 2 (m - 1) / m of the weights out of each and into each; the devices of a unit carry equal
 //! parts of it. Under 1F1B-RR a stage reduces once a round of r items, else once for the micro-batches of a minibatch.
 //!
+//! Where groups of devices share replicas, every device sends to the one in its place of another group.
+//!
 //! A unit's devices have one link together where the level is shared, and wherever a plan does not take whole groups though its cost
 //! model knows whole groups only; else each device has its own.
 
 use crate::plan::caps::common_divisor;
 use crate::plan::problem::{CostModel, Problem};
-use crate::plan::{BusiestLink, Plan, ScheduleKind};
+use crate::plan::{BusiestLink, Plan, ScheduleKind, Stage};
 use std::collections::{BTreeMap, BTreeSet};
 
 /// Bytes out of a unit and into it, for one item.
@@ -77,12 +79,14 @@ fn ports(problem: &Problem, plan: &Plan, stage_of: &[usize], sizes: &[u64]) -> P
     for (level, size) in sizes.iter().enumerate().skip(1) {
         let unit = |device: u32| u64::from(device) / size;
         for (&(from, to), &bytes) in &sent {
-            let [from, to] = [from, to].map(|stage| &plan.stages[stage].devices);
-            for (unit, [out, into]) in leaving(from, to, &unit) {
-                // Activations one way, gradients the other.
-                let port = ports.entry((level, unit)).or_default();
-                port[0] += bytes * (out + if trains { into } else { 0.0 });
-                port[1] += bytes * (into + if trains { out } else { 0.0 });
+            for rank in 0..ranks(plan) {
+                let [from, to] = [from, to].map(|stage| of_rank(&plan.stages[stage], rank));
+                for (unit, [out, into]) in leaving(&from, &to, &unit) {
+                    // Activations one way, gradients the other.
+                    let port = ports.entry((level, unit)).or_default();
+                    port[0] += bytes * (out + if trains { into } else { 0.0 });
+                    port[1] += bytes * (into + if trains { out } else { 0.0 });
+                }
             }
         }
     }
@@ -95,10 +99,22 @@ fn ports(problem: &Problem, plan: &Plan, stage_of: &[usize], sizes: &[u64]) -> P
         for (stage, weights) in plan.stages.iter().zip(weights) {
             let is_round_robin = plan.schedule.kind.is_round_robin();
             let items = if is_round_robin { stage.replicas } else { plan.schedule.microbatches };
-            rings(&stage.devices, weights / f64::from(items.max(1)), sizes, &mut ports);
+            for rank in 0..ranks(plan) {
+                rings(&of_rank(stage, rank), weights / f64::from(items.max(1)), sizes, &mut ports);
+            }
         }
     }
     ports
+}
+
+/// Places in the groups of devices that share a replica.
+fn ranks(plan: &Plan) -> usize {
+    plan.stages.iter().map(Stage::degree).max().unwrap_or(1) as usize
+}
+
+/// The devices in one place of each group: they send to each other, and their parts of gradients are summed.
+fn of_rank(stage: &Stage, rank: usize) -> Vec<u32> {
+    stage.devices.iter().copied().skip(rank).step_by(stage.degree() as usize).collect()
 }
 
 /// For each unit the share of items that go out of it from one stage to another, and into it.

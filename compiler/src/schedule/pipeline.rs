@@ -7,6 +7,7 @@
 //! weights is as the plan has it; where it says nothing, half of the backward is that part, what runs forward again aside.
 
 use crate::cluster::Level;
+use crate::plan::groups;
 use crate::plan::links::{self, Ring, Wire};
 use crate::plan::ports::Ports;
 use crate::plan::{Edge as PlannedEdge, Plan, ScheduleKind, Stage};
@@ -34,6 +35,10 @@ pub fn pipeline_of(
 ) -> Result<Pipeline, ScheduleError> {
     if caps.len() != planned.len() {
         return Err(ScheduleError::CapsForOtherStages { stages: planned.len(), caps: caps.len() });
+    }
+    // Of devices that share a replica one stands for all.
+    if let Some((levels, stages)) = groups::led(levels, planned) {
+        return pipeline_of(&levels, &stages, planned_edges, caps);
     }
     let rings = planned.iter().map(|stage| links::rings(levels, &stage.devices, stage.memory.weights as f64));
     let rings: Vec<Vec<Ring>> = rings.collect();

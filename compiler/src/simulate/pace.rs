@@ -17,6 +17,9 @@ use crate::simulate::{SimulateError, Timeline};
 /// The most items times stages of one play: about half a second.
 const MOST_WORK: u64 = 60_000;
 
+/// The same of a play whose answer follows from nothing shorter: replicas of many different counts meet again after very many items.
+const MOST_ALONE: u64 = 8 * MOST_WORK;
+
 /// Minibatches of a flushed run, and the one after whose end the time is taken.
 const FLUSHED: u32 = 4;
 const SETTLED: usize = 1;
@@ -83,7 +86,8 @@ fn flushed(kind: Schedule, pipeline: &Pipeline, microbatches: u32) -> Result<Opt
     let fewer = depth.div_ceil(repeat) * repeat + rest;
     let more = fewer + most.saturating_sub(fewer) / repeat * repeat;
     if more <= fewer || more > most {
-        return Ok(None);
+        let is_small = work(pipeline, u64::from(FLUSHED) * u64::from(microbatches)) <= MOST_ALONE;
+        return if is_small { step(microbatches).map(Some) } else { Ok(None) };
     }
     let (low, high) = (step(fewer as u32)?, step(more as u32)?);
     Ok(Some(high + (high - low) * (u64::from(microbatches) - more) as f64 / (more - fewer) as f64))
@@ -142,6 +146,13 @@ mod tests {
             let [before, after] = [(all - few) / 2000.0, (more - all) / 4000.0];
             assert!((after / before - 1.0).abs() < 1e-2, "{kind}: {before} and {after} an item");
         }
+        // Three, five, seven and eleven replicas meet again after so many items that only the whole tells.
+        let uneven =
+            [3, 5, 7, 11].map(|replicas| StageShape::new(replicas, f64::from(replicas), 2.0 * f64::from(replicas)));
+        let uneven = Pipeline::chain(uneven.to_vec());
+        let most = (MOST_WORK / (4 * u64::from(FLUSHED))) as u32;
+        let [all, more] = [most, most + 400].map(|items| us(Schedule::OneFOneB, &uneven, items));
+        assert!(((more - all) / 400.0 / (all / f64::from(most)) - 1.0).abs() < 0.25, "{all} and {more}");
         // A thousand stages are too much for any play.
         assert_eq!(step_us(Schedule::OneFOneB, &Pipeline::balanced(&[1; 1000], 2.0), 100_000), Ok(None));
     }

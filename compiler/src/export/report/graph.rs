@@ -4,7 +4,7 @@ use crate::export::escape::short;
 use crate::export::quantity;
 use crate::export::report::grid;
 use crate::export::report::markup::{Column, Table};
-use crate::export::stage_name::{layers, ranges, sparing};
+use crate::export::stage_name::{layers, ranges, replicas, sparing};
 use crate::export::svg::{Anchor, Svg, width};
 use crate::plan::{Edge, Plan, Stage};
 
@@ -76,7 +76,8 @@ fn one(picture: &mut Svg, stage: &Stage, [x, y]: [f64; 2], share: f64) {
     picture.rounded("box", [x, y, BOX[0], BOX[1]], 7.0);
     let inside = x + 13.0;
     picture.text("strong", Anchor::Start, [inside, y + 22.0], &format!("Stage {}", stage.id.0));
-    let copies = if stage.replicas == 1 { "1 replica".to_string() } else { format!("{} replicas", stage.replicas) };
+    let copies =
+        format!("{} replica{}", replicas(stage), if stage.replicas == 1 && stage.degree() == 1 { "" } else { "s" });
     picture.text("quiet small", Anchor::End, [x + BOX[0] - 13.0, y + 22.0], &copies);
     picture.text("small quiet", Anchor::Start, [inside, y + 41.0], &short(&layers(stage), 26));
     let time = quantity::duration(stage.fwd_us + stage.bwd_us);
@@ -143,7 +144,7 @@ pub fn table(plan: &Plan) -> String {
             stage.id.0.to_string(),
             quantity::count(stage.op_ids().count() as u64),
             short(&layers(stage), 60).into_owned(),
-            stage.replicas.to_string(),
+            replicas(stage),
             if stage.replicas > 1 { stage.buckets.len().max(1).to_string() } else { String::new() },
             short(&ranges(&stage.devices), 40).into_owned(),
             quantity::duration(stage.fwd_us),

@@ -87,8 +87,14 @@ fn one(picture: &mut Svg, stage: &Stage, [x, y]: [f64; 2], load: f64, sent: &[&E
     let sends: Vec<String> = sent.iter().map(|edge| told(&edge)).collect();
     picture.text("small quiet figure", Anchor::Start, [inside, y + 79.0], &short(&sends.join(", "), 24));
     let weights = stage.weight_us.map_or(String::new(), |us| format!(" ({} for weights)", quantity::duration(us)));
+    let shared = stage.sharing.as_ref().map_or(String::new(), |sharing| {
+        let (alone, meetings) =
+            (sharing.alone_fwd_us + sharing.alone_bwd_us, sharing.meeting_fwd_us + sharing.meeting_bwd_us);
+        let [alone, meetings] = [alone, meetings].map(quantity::duration);
+        format!("shared by {}: {alone} on one device, {meetings} to bring tensors together\n", stage.degree())
+    });
     let hint = format!(
-        "stage {} on {}\n{} forward, {} backward{weights}, load {:.0} %\n{} held{}\nsends {}",
+        "stage {} on {}\n{} forward, {} backward{weights}, load {:.0} %\n{shared}{} held{}\nsends {}",
         stage.id.0,
         short(&ranges(&stage.devices), 40),
         quantity::duration(stage.fwd_us),

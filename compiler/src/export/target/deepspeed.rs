@@ -21,6 +21,7 @@ const TOOL: &str = "DeepSpeed";
 pub fn write(asked: &Asked<'_>) -> Result<Bundle, Refusal> {
     let plan = asked.plan;
     fit::flushes(plan, TOOL)?;
+    fit::shares_nothing(plan, TOOL)?;
     fit::schedules(plan, TOOL, &[ScheduleKind::OneFOneB], "1f1b", "1f1b")?;
     let replicas = fit::replicas(plan, TOOL)?;
     let microbatches = fit::share(plan, replicas)?;

@@ -7,7 +7,7 @@
 use super::refusal::Refusal;
 use super::{Asked, Bundle};
 use crate::export::quantity;
-use crate::export::stage_name::{layers, ranges};
+use crate::export::stage_name::{layers, ranges, replicas};
 use crate::import::onnx::name::{display_name, shown};
 use crate::plan::{Plan, Stage};
 use std::collections::BTreeMap;
@@ -51,7 +51,7 @@ fn label(stage: &Stage, devices: &str) -> String {
         "stage {}\n{}\n{} x {devices}\nforward {}, backward {}{recomputed}\n{}",
         stage.id.0,
         layers(stage),
-        stage.replicas,
+        replicas(stage),
         quantity::time(stage.fwd_us),
         quantity::time(stage.bwd_us),
         quantity::bytes(stage.memory.total)

@@ -4,7 +4,7 @@ use super::refusal::Refusal;
 use super::{Asked, Imported};
 use crate::import::onnx::name::shown;
 use crate::plan::problem::CostModel;
-use crate::plan::{Plan, ScheduleKind};
+use crate::plan::{Plan, ScheduleKind, Stage};
 
 /// Refuses what is no plan of a model.
 pub fn is_of_a_model(plan: &Plan) -> Result<(), Refusal> {
@@ -39,6 +39,14 @@ pub fn replicas(plan: &Plan, tool: &'static str) -> Result<u32, Refusal> {
             let more = if all.len() > 32 { ", …" } else { "" };
             Err(Refusal::UnequalReplicas { tool, replicas: told.join(", ") + more })
         }
+    }
+}
+
+/// Refuses groups of devices that share a replica.
+pub fn shares_nothing(plan: &Plan, tool: &'static str) -> Result<(), Refusal> {
+    match plan.stages.iter().map(Stage::degree).max() {
+        Some(devices) if devices > 1 => Err(Refusal::Shared { tool, devices }),
+        _ => Ok(()),
     }
 }
 

@@ -12,7 +12,7 @@
 use super::layers::{layers, numbered};
 use super::refusal::Refusal;
 use super::{Asked, Bundle, fit};
-use crate::plan::{Plan, ScheduleKind};
+use crate::plan::{Plan, ScheduleKind, Stage};
 use crate::schedule::pipeline::pipeline;
 use std::collections::BTreeMap;
 
@@ -30,15 +30,18 @@ pub fn write(asked: &Asked<'_>) -> Result<Bundle, Refusal> {
     let ranks = pipeline(plan)?.ranks.iter().map(|rank| rank.0 + 1).max().unwrap_or(1);
     let micro = plan.schedule.micro_batch;
     let global = micro.saturating_mul(u64::from(microbatches)).saturating_mul(u64::from(replicas));
+    let degree = plan.stages.first().map_or(1, Stage::degree);
+    let tensor = if degree > 1 { format!("--tensor-model-parallel-size {degree}\n") } else { String::new() };
     let text = format!(
-        "--pipeline-model-parallel-size {ranks}\n--pipeline-model-parallel-layout \"{layout}\"\n--num-layers {count}\n\
+        "{tensor}--pipeline-model-parallel-size {ranks}\n--pipeline-model-parallel-layout \"{layout}\"\n--num-layers {count}\n\
          --micro-batch-size {micro}\n--global-batch-size {global}\n"
     );
     let mut bundle = Bundle::of("megatron.args", text);
     bundle.notes.extend(fit::handed_on(plan, TOOL));
+    let groups = if degree > 1 { format!(" of {degree} that share their layers") } else { String::new() };
     bundle.notes.push(format!(
-        "Megatron needs {} processes: {ranks} ranks of the pipeline, {replicas} times",
-        u64::from(ranks) * u64::from(replicas)
+        "Megatron needs {} processes: {ranks} ranks of the pipeline{groups}, {replicas} times",
+        u64::from(ranks) * u64::from(replicas) * u64::from(degree)
     ));
     Ok(bundle)
 }

@@ -16,7 +16,7 @@ use crate::import::onnx::name::unique_names;
 use crate::import::onnx::proto::{
     DeviceConfigurationProto, ModelProto, NodeDeviceConfigurationProto, StringStringEntryProto,
 };
-use crate::plan::Plan;
+use crate::plan::{Plan, Stage};
 use prost::Message;
 use serde_json::json;
 use std::collections::HashMap;
@@ -91,8 +91,14 @@ fn earliest(model: &OnnxModel, stages: &[Option<u32>]) -> Vec<u32> {
 
 /// Says in the metadata what the field has no place for.
 pub fn describe(proto: &mut ModelProto, plan: &Plan) {
-    let stages: Vec<_> =
-        plan.stages.iter().map(|stage| json!({"replicas": stage.replicas, "devices": stage.devices})).collect();
+    let about = |stage: &Stage| {
+        let mut about = json!({"replicas": stage.replicas, "devices": stage.devices});
+        if stage.degree() > 1 {
+            about["tensor_degree"] = json!(stage.degree());
+        }
+        about
+    };
+    let stages: Vec<_> = plan.stages.iter().map(about).collect();
     let schedule = json!({
         "kind": plan.schedule.kind.name(),
         "micro_batch": plan.schedule.micro_batch,

@@ -62,13 +62,17 @@ pub fn write(asked: &Asked<'_>) -> Result<Bundle, Refusal> {
             .map(|(name, from)| json!({"name": name, "from": from.map_or(json!("input"), |stage| json!(stage))}))
             .collect();
         let planned = &plan.stages[at];
-        told.push(json!({
+        let mut about = json!({
             "file": name,
             "inputs": inputs,
             "outputs": stage.outputs,
             "replicas": planned.replicas,
             "devices": planned.devices,
-        }));
+        });
+        if planned.degree() > 1 {
+            about["tensor_degree"] = json!(planned.degree());
+        }
+        told.push(about);
         bundle.files.extend(payloads::files(one, &name, INLINE));
     }
     let outputs: Vec<&str> = model.outputs.iter().map(|output| output.name.as_str()).collect();

@@ -21,6 +21,7 @@ use std::collections::{BTreeMap, BTreeSet};
 pub fn write(asked: &Asked<'_>) -> Result<Bundle, Refusal> {
     let plan = asked.plan;
     fit::is_of_a_model(plan)?;
+    fit::shares_nothing(plan, "PipeDream")?;
     fit::schedules(
         plan,
         "PipeDream",

@@ -16,6 +16,8 @@ pub enum Refusal {
     TrainsNothing { tool: &'static str, kind: ScheduleKind },
     #[error("stages have {replicas} replicas, and {tool} runs equally many of each")]
     UnequalReplicas { tool: &'static str, replicas: String },
+    #[error("{devices} devices share each replica, and what {tool} is given has no place for that")]
+    Shared { tool: &'static str, devices: u32 },
     #[error("{microbatches} micro-batches cannot be dealt equally to {replicas} replicas")]
     Deal { microbatches: u32, replicas: u32 },
     #[error("{tool} has no schedule {}; it has {has}", .kind.name())]
@@ -54,6 +56,7 @@ impl Refusal {
             Refusal::Instance | Refusal::Model { .. } => None,
             Refusal::Versions { .. } | Refusal::TrainsNothing { .. } => made(" --schedule 1f1b"),
             Refusal::UnequalReplicas { .. } => made(""),
+            Refusal::Shared { .. } => made(" --tensor never"),
             Refusal::Deal { replicas, .. } => made(&format!(" --microbatches {replicas}, or a multiple of it,")),
             Refusal::Schedule { instead, .. } => made(&format!(" --schedule {instead}")),
             Refusal::CutModule { .. } => made(""),

@@ -10,7 +10,7 @@
 use super::nodes;
 use super::orders::{Order, order};
 use super::refusal::Refusal;
-use super::{Asked, Bundle};
+use super::{Asked, Bundle, fit};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 
@@ -22,6 +22,7 @@ const TORCH: &str = "2.15";
 /// Writes `stages.json`, `schedule.csv`, `split.py` and `train.py`.
 pub fn write(asked: &Asked<'_>) -> Result<Bundle, Refusal> {
     let plan = asked.plan;
+    fit::shares_nothing(plan, TOOL)?;
     let Order { table, ranks, microbatches, replicas } = order(asked, TOOL)?;
     let mut spans: BTreeMap<&str, (u32, u32)> = BTreeMap::new();
     let mut stages: Vec<Value> = Vec::with_capacity(plan.stages.len());

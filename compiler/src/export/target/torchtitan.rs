@@ -10,7 +10,7 @@ use super::layers::{are_shallow, layers};
 use super::orders::{Order, order};
 use super::refusal::Refusal;
 use super::{Asked, Bundle, fit};
-use crate::plan::ScheduleKind;
+use crate::plan::{ScheduleKind, Stage};
 use serde_json::{Value, json};
 
 const TOOL: &str = "torchtitan";
@@ -50,6 +50,10 @@ pub fn write(asked: &Asked<'_>) -> Result<Bundle, Refusal> {
         "pipeline_parallel_schedule": by_name.unwrap_or("PipelineScheduleMulti"),
         "module_fqns_per_model_part": parts,
     });
+    let shared = plan.stages.first().map_or(1, Stage::degree);
+    if shared > 1 {
+        section["tensor_parallel_degree"] = json!(shared);
+    }
     if by_name.is_none() {
         section["pipeline_parallel_schedule_csv"] = json!(TABLE);
     }

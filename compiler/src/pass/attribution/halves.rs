@@ -5,9 +5,10 @@
 //! half. For a stage in the middle of a model that is the same; the first stage, which nobody waits for, keeps nothing between.
 
 use super::super::sums::root;
-use super::{owners, runs};
+use super::{owner, owners, runs};
 use crate::graph::{Graph, order};
 use crate::op::{NodeId, Op, Value};
+use crate::pass::backward::{Backward, Made};
 use std::collections::{BTreeMap, BTreeSet, HashSet};
 
 /// The halves of a backward run.
@@ -20,16 +21,19 @@ pub struct Halves {
 
 /// Tells the halves apart. `leaders` names for every op the one whose stage it shares: itself where it depends on data, and gradients
 /// flow to those alone.
-pub fn halves(backward: &Graph, leaders: &[Option<usize>]) -> Halves {
+pub fn halves(made: &Backward, leaders: &[Option<usize>]) -> Halves {
+    let backward = &made.graph;
     let order = order::canonical(backward);
     let owners = owners(backward, &order);
     // What no rule wrote, the sum of a parameter's gradient, is nobody's.
-    let own = |id: NodeId| backward.node(id).origin.source.parse::<usize>().ok();
+    let own = |id: NodeId| owner(backward.node(id));
     let flows = |value: &Value, reader: NodeId| {
         let (made, read) = (owners.get(&value.node).copied(), own(reader));
         made != read && read.is_some_and(|read| leaders[read] == Some(read)) && !is_source(backward, value.node)
     };
-    let mut queue: Vec<NodeId> = Vec::new();
+    // What leaves the stage is waited for, too.
+    let leaves = made.makes.iter().zip(&backward.outputs).filter(|(made, _)| matches!(made, Made::Gradient { .. }));
+    let mut queue: Vec<NodeId> = leaves.map(|(_, output)| output.value.node).collect();
     for &id in &order {
         queue.extend(backward.inputs(id).iter().filter(|value| flows(value, id)).map(|value| value.node));
     }

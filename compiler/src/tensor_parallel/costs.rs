@@ -1,0 +1,480 @@
+//! What a model costs on groups of devices that share it, op by op, as the planner adds it up.
+//!
+//! Each run of ops (`runs`) is shared by itself: its forward and backward are made as those of a stage, the cheapest sharing is chosen,
+//! and what every device of the group then runs and keeps is attributed to the ops that it is for. Runs that are alike (`alike`) are shared
+//! once. A stage of several runs is a little dearer here than in training, where it is shared as one.
+//!
+//! Times are the given ones, measured for example, times what sharing does to them by the roofline, and the meetings of the devices by a
+//! ring:
+//!
+//! ```text
+//! time(op) = given(op) · roofline(parts of op) / roofline(op) + meetings(op)
+//! ```
+//!
+//! A value that goes from run to run is whole on every device. Where the reader keeps it for its backward it counts with the op that makes it, as if both
+//! were one stage; where they are not, it waits as an input of the second.
+
+use super::alike::Surroundings;
+use super::choose::{ChooseError, Chosen, choose_within};
+use super::price::{Machine, Time, sum};
+use super::runs::{cheapest, pieces};
+use super::share::{Shared, Stage, share};
+use crate::graph::{Graph, order};
+use crate::op::collective::is_meeting;
+use crate::op::{Layout, NodeId, Op, Value};
+use crate::pass::attribution::{
+    Attribution, AttributionError, Tagged, Training, leaders, loss_of, of_stage, owner, tagged,
+};
+use crate::pass::backward::{Arriving, Backward, BackwardError, Read, backward};
+use crate::pass::fragment::{Fragment, FragmentError, Term, fragment};
+use crate::pass::loss::LOSS;
+use crate::pass::pipeline::{self, PassBug};
+use crate::pass::sums::root;
+use crate::profile::cost_graph::{CostGraph, OpId};
+use crate::profile::shared::SharedCosts;
+use crate::tensor::fact::Fact;
+use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
+use thiserror::Error;
+
+/// Entries of the largest table where the sharing of a run is chosen.
+const MOST_ENTRIES: usize = 1 << 20;
+
+/// Why a model has no costs on a group.
+#[derive(Debug, Error)]
+#[allow(missing_docs)]
+pub enum CostsError {
+    #[error(transparent)]
+    Attribution(#[from] AttributionError),
+    #[error(transparent)]
+    Fragment(#[from] FragmentError),
+    #[error(transparent)]
+    Bug(#[from] PassBug),
+    #[error(transparent)]
+    Backward(Box<BackwardError>),
+    #[error(transparent)]
+    Choose(#[from] ChooseError),
+}
+
+/// The costs of a graph of fixed sizes on a group like this machine; `alone` are those of one device, with times.
+pub fn shared_costs(
+    graph: &Graph,
+    training: Training,
+    alone: &CostGraph,
+    machine: &Machine,
+) -> Result<SharedCosts, CostsError> {
+    let mut whole = tagged(graph, training)?;
+    if let Training::Loss(..) = training {
+        // The predictions are nobody's while the model trains.
+        whole.graph.outputs.retain(|output| output.name == LOSS);
+    }
+    let pieces = pieces(alone);
+    let placed: Vec<NodeId> = order::numbered(&whole.graph);
+    let placed: Vec<NodeId> = placed.into_iter().filter(|id| owner(whole.graph.node(*id)).is_some()).collect();
+    let all: HashSet<NodeId> = placed.iter().copied().collect();
+    let (learned, needed) = (learned(&whole.graph), needed(&whole));
+    let surroundings = Surroundings {
+        graph: &whole.graph,
+        placed: &all,
+        learned: &learned,
+        needed: &needed,
+        constants: HashMap::new(),
+    };
+    let mut sharer = Sharer {
+        whole: &whole,
+        piece_of: pieces
+            .iter()
+            .enumerate()
+            .flat_map(|(at, ops)| ops.iter().map(move |op| (*op as usize, at)))
+            .collect(),
+        leaders: leaders(graph, &whole.ops),
+        needed: &needed,
+        pieces: &pieces,
+        placed: &placed,
+        machine,
+        surroundings,
+        known: HashMap::new(),
+    };
+    let runs = cheapest(&pieces, |start, end| sharer.price(start, end))?;
+    let mut costs = Costs::new(alone, &whole, machine);
+    for (start, end) in runs {
+        costs.add(&sharer.run(start, end)?);
+    }
+    Ok(costs.done())
+}
+
+/// What depends on parameters.
+fn learned(graph: &Graph) -> HashSet<NodeId> {
+    let mut learned = HashSet::new();
+    for id in order::canonical(graph) {
+        let is = matches!(graph.node(id).op, Op::Parameter(_));
+        if is || graph.inputs(id).iter().any(|value| learned.contains(&value.node)) {
+            learned.insert(id);
+        }
+    }
+    learned
+}
+
+/// What the loss depends on, or the value that a gradient arrives for; nothing where nothing is trained.
+fn needed(whole: &Tagged) -> HashSet<NodeId> {
+    let losses = whole.graph.outputs.iter().filter(|output| output.name == LOSS).map(|output| output.value.node);
+    let mut queue: Vec<NodeId> = losses.chain(whole.seeded.map(|(_, reader)| reader)).collect();
+    let mut needed = HashSet::new();
+    while let Some(id) = queue.pop() {
+        if needed.insert(id) {
+            queue.extend(whole.graph.inputs(id).into_iter().map(|value| value.node));
+        }
+    }
+    needed
+}
+
+/// A run, as its stage.
+struct Staged {
+    fragment: Fragment,
+    backward: Option<Backward>,
+    /// Parameters that other runs read too.
+    tied: BTreeSet<String>,
+}
+
+/// What is known of runs that are alike.
+struct Known {
+    /// The first of them.
+    first: (usize, usize),
+    chosen: Chosen,
+    figures: Option<Figures>,
+}
+
+/// What a run takes and keeps on each device. Ops are told by their place among those of the run, values from outside by theirs.
+#[derive(Clone, Default)]
+struct Figures {
+    ops: Vec<OpFigures>,
+    /// Bytes of a device's parts of parameters.
+    parameters: Vec<(usize, u64)>,
+    /// Values from outside that are kept for the backward run.
+    kept: Vec<usize>,
+    /// Ops that keep whole what they send.
+    keeping: BTreeSet<usize>,
+}
+
+/// Picoseconds, and bytes.
+#[derive(Clone, Copy, Default)]
+struct OpFigures {
+    alone: [Time; 2],
+    shared: [Time; 2],
+    meetings: [Time; 2],
+    /// Of the backward, what makes gradients of weights: alone, shared, meetings.
+    second: [Time; 3],
+    saved: u64,
+    live: u64,
+    between: u64,
+    arriving: u64,
+}
+
+/// A run in its place.
+struct Run<'a> {
+    figures: &'a Figures,
+    /// Its ops, ascending.
+    ops: Vec<u32>,
+    outside: Vec<Value>,
+}
+
+struct Sharer<'a> {
+    whole: &'a Tagged,
+    /// By op.
+    piece_of: HashMap<usize, usize>,
+    leaders: Vec<Option<usize>>,
+    needed: &'a HashSet<NodeId>,
+    pieces: &'a [Vec<u32>],
+    placed: &'a [NodeId],
+    machine: &'a Machine,
+    surroundings: Surroundings<'a>,
+    known: HashMap<String, Known>,
+}
+
+impl Sharer<'_> {
+    /// What the devices take for these pieces together, forward and backward.
+    fn price(&mut self, start: usize, end: usize) -> Result<Time, CostsError> {
+        let (words, _) = self.words(start, end);
+        if let Some(known) = self.known.get(&words) {
+            return Ok(known.chosen.cost);
+        }
+        let staged = self.staged(start, end)?;
+        let stage = Stage::new(&staged.fragment, staged.backward.as_ref(), &staged.tied);
+        let chosen = choose_within(stage.task(), self.machine, MOST_ENTRIES)?;
+        let cost = chosen.cost;
+        self.known.insert(words, Known { first: (start, end), chosen, figures: None });
+        Ok(cost)
+    }
+
+    /// The ops of some pieces, ascending.
+    fn ops(&self, start: usize, end: usize) -> Vec<u32> {
+        let mut ops = self.pieces[start..end].concat();
+        ops.sort_unstable();
+        ops
+    }
+
+    fn piece(&self, id: NodeId) -> Option<usize> {
+        owner(self.whole.graph.node(id)).and_then(|op| self.piece_of.get(&op).copied())
+    }
+
+    fn words(&mut self, start: usize, end: usize) -> (String, Vec<Value>) {
+        let ops = self.ops(start, end);
+        let inside = |id: &NodeId| self.piece(*id).is_some_and(|piece| (start..end).contains(&piece));
+        let run: Vec<NodeId> = self.placed.iter().copied().filter(inside).collect();
+        let graph = &self.whole.graph;
+        let place = |id| owner(graph.node(id)).and_then(|op| ops.binary_search(&(op as u32)).ok()).unwrap_or(0);
+        self.surroundings.words(&run, place)
+    }
+
+    /// The stage that some pieces are, between two that hold what comes before and after.
+    fn staged(&self, start: usize, end: usize) -> Result<Staged, CostsError> {
+        let graph = &self.whole.graph;
+        let stage = |piece: usize| if piece < start { 0 } else { 1 + usize::from(piece >= end) };
+        let placed = |id: &NodeId| self.piece(*id).map(|piece| (*id, stage(piece)));
+        let mut place: HashMap<NodeId, usize> = self.placed.iter().filter_map(placed).collect();
+        place.extend(self.whole.seeded.map(|(_, reader)| (reader, 2)));
+        let mut fragment = fragment(graph, &place, 3, 1)?;
+        pipeline::forward(&mut fragment)?;
+        let mut arriving = Arriving::new();
+        for sent in fragment.sent.iter().filter(|sent| self.needed.contains(&sent.value.node)) {
+            for term in fragment.terms.get(&sent.local).into_iter().flatten() {
+                if let Term::Remote { stage, group } = *term {
+                    arriving.insert((sent.value, stage, group));
+                }
+            }
+        }
+        let scalar = loss_of(&fragment);
+        let backward = match scalar.is_some() || !arriving.is_empty() {
+            true => {
+                Some(backward(&fragment, scalar, &arriving).map_err(|error| CostsError::Backward(Box::new(error)))?)
+            }
+            false => None,
+        };
+        let is_tied = |id: &NodeId| {
+            let readers = graph.consumers(Value { node: *id, output: 0 });
+            readers.iter().any(|(reader, _)| place.get(reader).is_some_and(|stage| *stage != 1))
+        };
+        let name = |id: NodeId| match &graph.node(id).op {
+            Op::Parameter(parameter) if is_tied(&id) => Some(parameter.name.clone()),
+            _ => None,
+        };
+        Ok(Staged { tied: graph.ids().filter_map(name).collect(), fragment, backward })
+    }
+
+    /// What some pieces take and keep.
+    fn run(&mut self, start: usize, end: usize) -> Result<Run<'_>, CostsError> {
+        let (words, outside) = self.words(start, end);
+        if !self.known.contains_key(&words) {
+            self.price(start, end)?;
+        }
+        let known = &self.known[&words];
+        if known.figures.is_none() {
+            let (first, chosen) = (known.first, known.chosen.clone());
+            let (_, outside) = self.words(first.0, first.1);
+            let figures = self.figures(first, &chosen, &outside)?;
+            self.known.get_mut(&words).expect("it was looked up").figures = Some(figures);
+        }
+        let ops = self.ops(start, end);
+        let figures = self.known[&words].figures.as_ref().expect("they were made above");
+        Ok(Run { figures, ops, outside })
+    }
+
+    fn figures(&self, (start, end): (usize, usize), chosen: &Chosen, outside: &[Value]) -> Result<Figures, CostsError> {
+        let staged = self.staged(start, end)?;
+        let stage = Stage::new(&staged.fragment, staged.backward.as_ref(), &staged.tied);
+        let shared = share(&stage, &chosen.choice, self.machine)?;
+        let attributed = |fragment: &Fragment, backward: Option<&Backward>| {
+            of_stage(fragment.clone(), backward.cloned(), self.whole.ops.clone(), None, &self.leaders)
+        };
+        let alone = attributed(&staged.fragment, staged.backward.as_ref());
+        let parts = attributed(&shared.fragment, shared.backward.as_ref());
+        let ops = self.ops(start, end);
+        let mut figures = Figures { ops: vec![OpFigures::default(); ops.len()], ..Figures::default() };
+        for (own, &op) in figures.ops.iter_mut().zip(&ops) {
+            *own = self.of_op(op as usize, &alone, &parts);
+        }
+        self.crossing(&mut figures, &staged, &shared, &parts, (&ops, outside));
+        let graph = &self.whole.graph;
+        for (at, value) in outside.iter().enumerate() {
+            if let Op::Parameter(parameter) = &graph.node(value.node).op {
+                let layout = shared.parameters.get(&parameter.name).copied().unwrap_or(Layout::Replicated);
+                let part = layout.part(&parameter.fact, self.machine.devices).and_then(|part| part.bytes());
+                figures.parameters.push((at, part.unwrap_or(u64::MAX)));
+            }
+        }
+        Ok(figures)
+    }
+
+    fn of_op(&self, op: usize, alone: &Attribution, parts: &Attribution) -> OpFigures {
+        let times = |graph: Option<&Graph>, nodes: &[NodeId], wanted: &dyn Fn(&NodeId) -> bool| {
+            let Some(graph) = graph else { return [0, 0] };
+            nodes.iter().filter(|id| wanted(id)).fold([0, 0], |[own, meetings], &id| {
+                let inputs: Vec<&Fact> = graph.inputs(id).into_iter().map(|value| graph.fact(value)).collect();
+                let node = graph.node(id);
+                let time = self.machine.node(&node.op, &inputs, &node.facts);
+                if is_meeting(&node.op) { [own, sum(meetings, time)] } else { [sum(own, time), meetings] }
+            })
+        };
+        let of = |all: &Attribution| {
+            let forward = times(Some(&all.forward), &all.forward_nodes[op], &|_| true);
+            let backward = times(all.backward.as_ref(), &all.backward_nodes[op], &|_| true);
+            let second = times(all.backward.as_ref(), &all.backward_nodes[op], &|id| all.second.contains(id));
+            [forward, backward, second]
+        };
+        let ([one, both, late], [forward, backward, second]) = (of(alone), of(parts));
+        OpFigures {
+            alone: [one[0], both[0]],
+            shared: [forward[0], backward[0]],
+            meetings: [forward[1], backward[1]],
+            second: [late[0], second[0], second[1]],
+            saved: parts.saved_bytes[op],
+            live: parts.live_bytes[op],
+            between: parts.between_bytes[op],
+            arriving: parts.arriving_bytes[op],
+        }
+    }
+
+    /// What comes from other runs and goes to them is nobody's in a stage of its own. In one stage with them it is made by an op.
+    fn crossing(
+        &self,
+        figures: &mut Figures,
+        staged: &Staged,
+        shared: &Shared,
+        parts: &Attribution,
+        (ops, outside): (&[u32], &[Value]),
+    ) {
+        let graph = &shared.fragment.graph;
+        let bytes = |value: Value| graph.fact(value).bytes().unwrap_or(0);
+        let reads = shared.backward.iter().flat_map(|backward| &backward.reads);
+        let saved: HashSet<Value> = reads
+            .filter_map(|(_, read)| match read {
+                Read::Saved(value) => Some(root(graph, *value)),
+                Read::Gradient { .. } => None,
+            })
+            .collect();
+        let mut waiting = 0u64;
+        for received in &shared.fragment.received {
+            let local = Value { node: received.local, output: 0 };
+            match outside.iter().position(|value| *value == received.value) {
+                Some(at) if saved.contains(&local) => figures.kept.push(at),
+                _ => waiting = waiting.saturating_add(bytes(local)),
+            }
+        }
+        let place = |value: Value| {
+            let op = owner(self.whole.graph.node(value.node))?;
+            ops.binary_search(&(op as u32)).ok()
+        };
+        for sent in shared.fragment.sent.iter().filter(|sent| saved.contains(&root(graph, sent.local))) {
+            figures.keeping.extend(place(sent.value));
+        }
+        let mut arriving = 0u64;
+        if let Some(made) = &shared.backward {
+            let late: HashSet<Value> = parts
+                .second
+                .iter()
+                .flat_map(|id| made.graph.inputs(*id))
+                .map(|value| root(&made.graph, value))
+                .collect();
+            for (id, read) in &made.reads {
+                let Read::Gradient { sent, .. } = read else { continue };
+                let value = Value { node: *id, output: 0 };
+                let size = made.graph.fact(value).bytes().unwrap_or(0);
+                arriving = arriving.saturating_add(size);
+                if let Some(at) = place(staged.fragment.sent[*sent].value).filter(|_| late.contains(&value)) {
+                    figures.ops[at].arriving = figures.ops[at].arriving.saturating_add(size);
+                }
+            }
+        }
+        figures.ops.iter_mut().for_each(|op| op.live = op.live.saturating_add(waiting.max(arriving)));
+    }
+}
+
+/// The costs of the whole model, run by run.
+struct Costs<'a> {
+    alone: &'a CostGraph,
+    whole: &'a Tagged,
+    machine: &'a Machine,
+    graph: CostGraph,
+    meetings: Vec<[f64; 2]>,
+    parameters: HashMap<&'a str, usize>,
+    /// Ops that keep whole what they send, and values that readers keep.
+    keeping: BTreeSet<usize>,
+    kept: BTreeMap<Value, usize>,
+}
+
+impl<'a> Costs<'a> {
+    fn new(alone: &'a CostGraph, whole: &'a Tagged, machine: &'a Machine) -> Costs<'a> {
+        let (graph, meetings) = (alone.clone(), vec![[0.0; 2]; alone.ops.len()]);
+        let parameters = alone.params.iter().enumerate().map(|(at, param)| (param.name.as_str(), at)).collect();
+        let (keeping, kept) = (BTreeSet::new(), BTreeMap::new());
+        Costs { alone, whole, machine, graph, meetings, parameters, keeping, kept }
+    }
+
+    fn add(&mut self, run: &Run<'_>) {
+        let leader = run.ops.iter().copied().find(|op| self.alone.ops[*op as usize].joins.is_none());
+        for (&op, figures) in run.ops.iter().zip(&run.figures.ops) {
+            let (cost, given) = (&mut self.graph.ops[op as usize], &self.alone.ops[op as usize]);
+            let meetings = figures.meetings.map(microseconds);
+            let part = |us: f64, side: usize| scaled(us, figures.alone[side], figures.shared[side]) + meetings[side];
+            (cost.fwd_us, cost.bwd_us) = (rounded(part(given.fwd_us, 0)), rounded(part(given.bwd_us, 1)));
+            let [late, shared, met] = figures.second;
+            let second = |us: f64| rounded(scaled(us, late, shared) + microseconds(met)).min(cost.bwd_us);
+            cost.weight_us = given.weight_us.map(second);
+            (cost.saved_bytes, cost.live_bytes) = (figures.saved, figures.live);
+            (cost.between_bytes, cost.arriving_bytes) = (figures.between, figures.arriving);
+            cost.joins = leader.filter(|leader| *leader != op).map(OpId);
+            self.meetings[op as usize] = meetings.map(rounded);
+        }
+        self.keeping.extend(run.figures.keeping.iter().map(|at| run.ops[*at] as usize));
+        for &at in &run.figures.kept {
+            let value = run.outside[at];
+            self.kept.extend(owner(self.whole.graph.node(value.node)).map(|op| (value, op)));
+        }
+        for &(at, bytes) in &run.figures.parameters {
+            if let Op::Parameter(parameter) = &self.whole.graph.node(run.outside[at].node).op
+                && let Some(&param) = self.parameters.get(parameter.name.as_str())
+            {
+                self.graph.params[param].bytes = bytes;
+            }
+        }
+    }
+
+    fn done(mut self) -> SharedCosts {
+        for (value, op) in self.kept {
+            if !self.keeping.contains(&op) {
+                let cost = &mut self.graph.ops[op];
+                let bytes = self.whole.graph.fact(value).bytes().unwrap_or(0);
+                cost.saved_bytes = cost.saved_bytes.saturating_add(bytes);
+            }
+        }
+        for (op, id) in self.graph.ops.iter_mut().zip(&self.whole.ops) {
+            let largest = self.whole.graph.node(*id).facts.iter().filter_map(Fact::bytes).max();
+            op.unsaved = op.saved_bytes < largest.unwrap_or(0);
+            op.param_bytes = 0;
+        }
+        for param in &self.graph.params {
+            if let Some(first) = param.users.first() {
+                let op = &mut self.graph.ops[first.index()];
+                op.param_bytes = op.param_bytes.saturating_add(param.bytes);
+            }
+        }
+        for (op, alone) in self.graph.ops.iter_mut().zip(&self.alone.ops).filter(|(_, alone)| alone.param_bytes > 0) {
+            op.update_us = rounded(alone.update_us * (op.param_bytes as f64 / alone.param_bytes as f64));
+        }
+        let devices = self.machine.devices as u32;
+        SharedCosts { devices, graph: self.graph, meetings: self.meetings }
+    }
+}
+
+/// A given time, times what sharing does to it by the roofline; what only the group does besides.
+fn scaled(us: f64, alone: Time, shared: Time) -> f64 {
+    if alone > 0 { us * (shared as f64 / alone as f64) } else { us + microseconds(shared) }
+}
+
+fn microseconds(time: Time) -> f64 {
+    time as f64 / 1e6
+}
+
+/// To whole picoseconds: few enough digits to be read back from a file as they were.
+fn rounded(us: f64) -> f64 {
+    (us * 1e6).round() / 1e6
+}
