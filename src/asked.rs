@@ -13,10 +13,12 @@ use crate::model::{self, Loaded};
 use crate::screen::Screen;
 use crate::source::{self, Costs, Format, Times};
 use crate::stages::COSTS;
+use crate::zero::Zero;
 use clap::ValueEnum;
 use compiler::cluster::{Bytes, Cluster, Device, device};
 use compiler::import::onnx::name::shown;
 use compiler::plan::problem::{InFlight, Objective, Problem};
+use compiler::plan::zero::MOST;
 use compiler::plan::{Plan, PlannedCluster, buckets};
 use compiler::profile::Method;
 use compiler::tensor::DType;
@@ -182,6 +184,7 @@ pub fn problem(plan: &Plan, costs: Costs) -> Result<Problem, Failure> {
     problem.memory_limit = plan.cluster.memory_per_device;
     problem.optimizer_state = number(plan, "optimizer_state").unwrap_or(0.0);
     problem.bucket = bucket(plan);
+    problem.zero = plan.stages.iter().map(|stage| stage.zero).max().unwrap_or(0);
     problem.schedule = plan.schedule.kind;
     problem.microbatches = plan.schedule.microbatches;
     problem.chunks = plan.schedule.chunks;
@@ -207,6 +210,10 @@ pub fn question(plan: &Plan) -> Question {
         .to_string(),
         target: text("target"),
         bucket: format!("{}B", bucket(plan).0),
+        zero: match plan.options.get("zero") {
+            Some(Value::String(_)) => Zero::Auto,
+            said => Zero::Level(said.and_then(Value::as_u64).unwrap_or(0).min(MOST.into()) as u32),
+        },
         recompute: text("recompute").unwrap_or(usual.recompute.clone()),
         optimizer: Optimizer::from_str(&plan.optimizer, true).unwrap_or(usual.optimizer),
         tensor: Groups::of_plan(plan),

@@ -44,6 +44,7 @@ mod tensor;
 mod ties;
 mod training;
 mod untrained;
+mod zero;
 
 use crate::arguments::{Cli, Verb};
 use crate::failure::Failure;

@@ -59,11 +59,16 @@ pub fn of_stages(codes: &[StageCode], program: &Program, optimizer: &Optimizer) 
         };
         let named = |list: &[Named]| list.iter().map(|named| named.bytes as u64).sum::<u64>();
         let moved = |list: &[Transfer]| list.iter().map(|transfer| transfer.place.bytes as u64).sum::<u64>();
-        // Beside versions of two bytes there are masters, and all else is as large as they.
-        let beside = 1 + u64::from(stage.replicas > 1) + optimizer.buffers() as u64;
-        let copies =
-            |named: &Named| if is_half(named.fact.dtype) { versions + 2 * (beside + 1) } else { versions + beside };
-        let weights = |named: &Named| (named.bytes as u64).saturating_mul(copies(named));
+        // Beside versions of two bytes there are masters, and all else is as large as they. Where replicas have shares of sums, state and
+        // masters, what stages hold together counts as if it were shared too.
+        let shares = if stage.zero > 0 { u64::from(stage.replicas) } else { 1 };
+        let dealt = u64::from(stage.replicas > 1) + optimizer.buffers() as u64;
+        let weights = |named: &Named| {
+            let bytes = named.bytes as u64;
+            let (wide, masters) = if is_half(named.fact.dtype) { (bytes.saturating_mul(2), 1) } else { (bytes, 0) };
+            let shared = wide.saturating_mul(dealt + masters).div_ceil(shares);
+            bytes.saturating_mul(versions).saturating_add(wide).saturating_add(shared)
+        };
         let weights = code.parameters.iter().map(weights).fold(0, u64::saturating_add);
         let own: u64 = code.own_bytes.iter().map(|bytes| *bytes as u64).sum();
         let halves = if code.in_parts { u64::from(apart[at]).max(1) } else { 1 };

@@ -4,7 +4,7 @@ use crate::machines;
 use crate::quantity;
 use comfy_table::presets::NOTHING;
 use comfy_table::{CellAlignment, ContentArrangement, Table};
-use compiler::export::stage_name::{LAYERS, layers_within, ranges, replicas};
+use compiler::export::stage_name::{LAYERS, layers_within, ranges, replicas, sparing};
 use compiler::import::onnx::name::shown;
 use compiler::plan::problem::CostModel;
 use compiler::plan::{Plan, ScheduleKind, Stage};
@@ -103,11 +103,7 @@ fn stages_in(plan: &Plan, room: Room) -> String {
             quantity::time(stage.fwd_us + stage.bwd_us),
         ];
         row.extend(links.get(at).into_iter().flatten().cloned());
-        row.push(
-            quantity::bytes(stage.memory.total)
-                + &of_limit(plan, stage)
-                + if stage.recompute { ", recomputed" } else { "" },
-        );
+        row.push(quantity::bytes(stage.memory.total) + &of_limit(plan, stage) + &sparing(stage));
         row.push(bar(if most > 0.0 { load(stage) / most } else { 0.0 }, room.bar));
         row
     };

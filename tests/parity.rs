@@ -7,6 +7,7 @@ use compiler::graph::order;
 use compiler::import::import::{Batch, Model, Options, Weight, load};
 use compiler::pass::loss::Loss;
 use compiler::pass::precision::precision;
+use compiler::plan::zero::MOST;
 use compiler::schedule::rule::StepCount;
 use compiler::schedule::{Pipeline, Schedule, StageShape};
 use compiler::tensor::{DType, Tensor};
@@ -80,10 +81,24 @@ fn run_placed(
     count: StepCount,
     optimizer: &Optimizer,
 ) -> Trained {
+    run_shared(set, stages, (replicas, 0), schedule, count, optimizer)
+}
+
+/// The same with replicas that share what they would hold alike.
+fn run_shared(
+    set: &Set,
+    stages: &[usize],
+    (replicas, zero): (&[u32], u32),
+    schedule: Schedule,
+    count: StepCount,
+    optimizer: &Optimizer,
+) -> Trained {
     let Batch::Symbol { name, .. } = &set.model.batch else { panic!("the batch is fixed: {:?}", set.model.batch) };
     let batch = set.batch;
     let dims = BTreeMap::from([(name.clone(), (batch / count.microbatches as usize) as i64)]);
-    let pipeline = Pipeline::chain(replicas.iter().map(|r| StageShape::new(*r, 1.0, 2.0)).collect());
+    let level = |r: &u32| if *r > 1 { zero } else { 0 };
+    let shape = |r: &u32| StageShape { zero: level(r), ..StageShape::new(*r, 1.0, 2.0) };
+    let pipeline = Pipeline::chain(replicas.iter().map(shape).collect());
     let settings = Settings { dims, loss: Loss::CrossEntropy, class_axis: None, schedule, count };
     let prepared = prepare(&set.model.graph, stages, pipeline, &settings).unwrap();
     let weights: BTreeMap<String, Tensor> = set
@@ -181,6 +196,29 @@ fn losses_with_four_microbatches_are_those_of_pytorch() {
             let count = StepCount { minibatches: 10, microbatches: 4 };
             let trained = run(&set, &[2, 1], Schedule::OneFOneB, count, &optimizer);
             assert!(worst(&trained.losses, want) <= 1e-5, "{name} {key} with replicas");
+        }
+    }
+}
+
+/// Replicas on up to eight workers that share state, sums and weights, in one stage and in two.
+#[test]
+fn losses_of_replicas_that_share_are_those_of_pytorch() {
+    let Some(root) = data("parity") else { return };
+    for name in ["mlp", "cnn_bn", "gpt", "lstm_lm"] {
+        let set = set(&root, name, "model.onnx");
+        let ops = order::numbered(&set.model.graph).len();
+        for (key, optimizer) in optimizers(set.lr).into_iter().take(2) {
+            let want = &set.expected[&format!("loss64_{key}_micro4")];
+            for replicas in [&[2][..], &[4], &[2, 2], &[4, 4], &[3, 1]] {
+                let stages: Vec<usize> = (0..ops).map(|i| i * replicas.len() / ops).collect();
+                for zero in 0..=MOST {
+                    let count = StepCount { minibatches: 10, microbatches: 4 };
+                    let trained = run_shared(&set, &stages, (replicas, zero), Schedule::OneFOneB, count, &optimizer);
+                    let error = worst(&trained.losses, want);
+                    println!("{name} {key} {replicas:?} zero {zero}: {error:.1e}, {:?} B", trained.held_bytes);
+                    assert!(error <= 1e-5, "{name} {key} {replicas:?} zero {zero}: {error:.2e}");
+                }
+            }
         }
     }
 }

@@ -543,12 +543,12 @@ fn opposite_orders_of_waiting_are_a_deadlock() {
     assert_eq!(error, "worker 1.0, instruction 1 (`wait #1`): waits for ever: 0.0 never sends item 0");
 }
 
-/// What a program may have beside what schedules write: replicas that step shares of the weights, checkpoints, and a forward that runs
+/// Replicas that step shares of the weights, and what a program may have beside what schedules write: checkpoints, and a forward that runs
 /// again where nothing says that it must.
 const SHARES: &str = "program gpipe {
   items 2
   microbatches 2
-  stage 0 replicas=2 cap=1
+  stage 0 replicas=2 cap=1 zero=1
   worker 0.0 {
     load 0F0
     0F0
@@ -595,7 +595,7 @@ fn forwards_run_again_and_weights_are_made_in_shares() {
 
 #[test]
 fn mistakes_with_shares_are_told_where_they_are() {
-    let lines: [(&str, &str, &str); 6] = [
+    let lines: [(&str, &str, &str); 10] = [
         ("    recompute 0F1\n    0B1\n", "    0B1\n    recompute 0F1\n", "worker 0.1, instruction 3"),
         ("    recompute 0F1\n", "    recompute 0F1\n    recompute 0F1\n", "worker 0.1, instruction 3"),
         ("    recompute 0F1\n", "    recompute 0F1@v1\n", "worker 0.1, instruction 2"),
@@ -605,7 +605,11 @@ fn mistakes_with_shares_are_told_where_they_are() {
             "in shares that have not been gathered",
         ),
         ("    all-gather 0 v1 #1\n    wait #1\n    checkpoint 0 v1\n", "", "worker 0.0, at its end"),
-        ("    reduce-scatter 0 round 0 #0\n", "    all-reduce 0 round 0 #0\n", "worker 0.1, instruction 4"),
+        ("    reduce-scatter 0 round 0 #0\n", "    all-reduce 0 round 0 #0\n", "worker 0.0, instruction 4"),
+        ("    wait #1\n    checkpoint 0 v1\n", "    drop 0 v1\n", "in shares that have not been gathered"),
+        ("cap=1 zero=1", "cap=1", "whose rounds are summed by all-reduces"),
+        ("cap=1 zero=1", "cap=1 zero=9", "ZeRO has levels"),
+        ("all-gather 0 v1 #1", "all-gather 0 v1 bucket 1 #1", "bucket 1 where bucket 0 is next"),
     ];
     for (right, wrong, told) in lines {
         assert!(SHARES.contains(right));

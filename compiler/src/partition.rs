@@ -50,3 +50,4 @@ pub mod tables;
 pub mod terrain;
 pub mod uniform;
 pub mod units;
+pub mod zero;

@@ -4,7 +4,7 @@
 //! sizes are bytes on one device.
 //!
 //! `problem` is what a partitioner is asked, `stage_cost` and `cut_bytes` the cost models, `memory` and `caps` what a stage holds, `check` the
-//! independent judge of any plan with its two reckonings of time `judge` and `clock` and its count of bytes `traffic`, `groups` devices that share a replica, `sound` what must hold of a plan by itself, `figures` what it says twice, `diff` what two plans have apart, `coarse` a model in fewer pieces, `read` the file.
+//! independent judge of any plan with its two reckonings of time `judge` and `clock` and its count of bytes `traffic`, `groups` devices that share a replica, `sound` what must hold of a plan by itself, `zero` what replicas share, `figures` what it says twice, `diff` what two plans have apart, `coarse` a model in fewer pieces, `read` the file.
 
 pub mod buckets;
 pub mod caps;
@@ -30,6 +30,7 @@ pub mod read;
 pub mod sound;
 pub mod stage_cost;
 pub mod traffic;
+pub mod zero;
 
 use crate::cluster::{Bytes, Device, DeviceClass, Level};
 use crate::profile::Method;
@@ -208,6 +209,10 @@ fn is_nothing(bytes: &u64) -> bool {
     *bytes == 0
 }
 
+fn is_none_of(number: &u32) -> bool {
+    *number == 0
+}
+
 /// One level of a stage's place in the cluster.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
@@ -257,6 +262,9 @@ pub struct Stage {
     /// Parts in which replicas sum their gradients, in the order in which a backward makes them; none for all at once.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub buckets: Vec<GradientBucket>,
+    /// The level of ZeRO by which replicas share what they would hold alike: 1 the optimizer's state, 2 the sums of gradients too; absent for none.
+    #[serde(default, skip_serializing_if = "is_none_of")]
+    pub zero: u32,
     /// What each device of a replica holds.
     pub memory: StageMemory,
     /// The stage's place in the levels of the cluster, innermost first. One entry on a cluster of several levels means that the

@@ -46,6 +46,7 @@ pub mod rest;
 pub mod rule;
 pub mod scheduler;
 pub mod shape;
+pub mod shares;
 pub mod table;
 pub mod text;
 pub mod two_bw;
@@ -246,6 +247,8 @@ pub struct StageShape {
     pub all_reduce: f64,
     /// The parts in which the gradients are all-reduced, in the order in which a backward makes them; empty for one part.
     pub buckets: Vec<Bucket>,
+    /// The level of ZeRO by which replicas share what the stage holds: see [`crate::plan::zero`].
+    pub zero: u32,
     /// Rounds that may be in flight on a replica, at least 1.
     pub cap: u32,
     /// Bytes of one version of the stage's parameters.
@@ -268,6 +271,7 @@ impl StageShape {
             step: 0.0,
             all_reduce: 0.0,
             buckets: Vec::new(),
+            zero: 0,
             cap: 1,
             param_bytes: 0,
             saved_bytes: 0,
@@ -479,22 +483,29 @@ pub enum Instruction {
         /// To wait for.
         token: Token,
     },
-    /// As AllReduce of all buckets at once, but this replica gets its share of the sum only: a Step of the round makes its share of a version, which nobody
-    /// uses before it is gathered.
+    /// As AllReduce, but this replica gets its share of the sum only: a Step of the round makes its share of a version, which nobody
+    /// uses before it is gathered. In stages that ZeRO shares all rounds are summed so, in others none.
     ReduceScatter {
         /// A stage of this worker.
         stage: StageId,
         /// The round.
         round: u32,
+        /// Which of the stage's buckets, in the order in which backwards make them.
+        #[serde(default, skip_serializing_if = "is_first")]
+        bucket: u32,
         /// To wait for.
         token: Token,
     },
-    /// Post the gathering of a version of which each replica has made its share.
+    /// Post the gathering of the parameters of one bucket in a version of which each replica has made its share. Buckets are gathered from
+    /// the last to the first: a forward uses first what a backward makes last.
     AllGather {
         /// A stage of this worker.
         stage: StageId,
         /// The version.
         version: Version,
+        /// Which of the stage's buckets.
+        #[serde(default, skip_serializing_if = "is_first")]
+        bucket: u32,
         /// To wait for; the version may be used after that.
         token: Token,
     },
@@ -553,15 +564,14 @@ pub struct ProgramStage {
     /// Items that may be in flight on a replica.
     pub cap: u32,
     /// Whether a forward keeps nothing but what it read, so that a Recompute comes before every backward.
-    #[serde(default, skip_serializing_if = "is_not")]
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub recompute: bool,
     /// Parts in which the gradients of a round are summed over replicas.
     #[serde(default = "one", skip_serializing_if = "is_one")]
     pub buckets: u32,
-}
-
-fn is_not(said: &bool) -> bool {
-    !said
+    /// The level of ZeRO by which replicas share what the stage holds; 0 where each holds all of it.
+    #[serde(default, skip_serializing_if = "is_first")]
+    pub zero: u32,
 }
 
 fn is_first(number: &u32) -> bool {

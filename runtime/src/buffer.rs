@@ -197,6 +197,13 @@ impl Pool {
         }
     }
 
+    /// A buffer of this size that is free when its last holder lets go of it.
+    pub fn once(&self, bytes: usize) -> Arc<Buffer> {
+        let mut buffer = Buffer::new(bytes);
+        buffer.count_in(&self.ledger);
+        Arc::new(buffer)
+    }
+
     /// Gives a buffer back. Others may still read it, and others may give it back as well: it is listed once.
     pub fn give(&mut self, buffer: Arc<Buffer>) {
         if !self.made.contains(&(buffer.start() as usize)) {

@@ -22,6 +22,7 @@ pub mod encode;
 pub mod files;
 pub mod find;
 pub mod gate;
+pub mod join;
 pub mod keeper;
 pub mod manifest;
 pub mod start;
@@ -40,7 +41,11 @@ pub struct Part {
     pub replica: u32,
     /// Minibatches in front of the cut.
     pub minibatches: u32,
-    /// What all replicas have alike: the first one's part has it.
+    /// Replicas whose parts tell together what moves the parameters: as many as have shares of that, 1 where each has all.
+    pub replicas: u32,
+    /// This one's share of what moves the parameters, where the first has another.
+    pub moves: Vec<Moves>,
+    /// What all replicas have alike, and the first one's share of what they have not: the first one's part has it.
     pub whole: Option<Whole>,
     /// Older versions that items behind the cut see, without shared parameters that have versions of their own.
     pub versions: BTreeMap<u32, Weights>,
@@ -61,6 +66,7 @@ impl Part {
         let weights = sets.flatten().chain(shared).map(|weight| weight.len()).sum::<usize>();
         let whole =
             |of: &Whole| of.moves.iter().map(moved).sum::<usize>() + of.states.iter().map(Buffer::len).sum::<usize>();
+        let weights = weights + self.moves.iter().map(moved).sum::<usize>();
         weights + self.whole.as_ref().map_or(0, whole)
     }
 }

@@ -7,6 +7,8 @@
 mod again;
 pub mod checkpoint;
 pub mod cut;
+mod late;
+pub mod share;
 pub mod sum;
 
 use crate::buffer::{Buffer, Ledger};
@@ -14,17 +16,23 @@ use crate::checkpoint::Begin;
 use crate::compile::{Named, StageCode};
 use crate::data::Batches;
 use crate::desk::cut::Cutting;
+use crate::desk::late::Late;
+use crate::desk::share::{Board, Stepped};
 use crate::desk::sum::{Contribution, Gathered};
 use crate::execute::{ExecuteError, Executor, Item, Weights};
 use crate::gradient::{Terms, begun, scaled, square, total};
 use crate::link::channel::Parcel;
 use crate::link::rendezvous::{Abandoned, Rendezvous};
-use crate::norm::{Squares, factor};
+use crate::norm::{Norms, Squares};
 use crate::optimizer::{Ahead, Optimizer, Update};
+use crate::pieces::{Pieces, Turn};
 use crate::policy::{Policy, Staleness};
 use crate::seat::Seat;
+use crate::share::Share;
+use crate::shelf::Shelf;
 use crate::statistics::{Samples, follow};
 use crate::stepper::{Stepper, wide};
+use compiler::op::KernelError;
 use compiler::pass::loss::{LOSS, LOSS_SCALE};
 use compiler::plan::StageId;
 use compiler::schedule::Payload;
@@ -48,21 +56,6 @@ pub struct Tied {
     /// The stages that hold it, where they step at different times: then it has versions of its own, of which an item sees the
     /// newest that no holder has to wait for. Empty where all step together.
     pub holders: Vec<StageId>,
-}
-
-/// A shared parameter whose holders step at different times. Its step of a round waits for all of them, so it is made when a
-/// forward first needs it, by when all have brought their part.
-struct Late {
-    /// Its place among the shared parameters, and among all.
-    tied: usize,
-    parameter: usize,
-    weight: Arc<Buffer>,
-    version: u32,
-    /// Steps that are still to be made, the next one first.
-    waiting: VecDeque<Stepping>,
-    /// Versions to come that were made before the run began, and the last ones that a checkpoint may ask for.
-    given: BTreeMap<u32, Arc<Buffer>>,
-    kept: BTreeMap<u32, Arc<Buffer>>,
 }
 
 /// One step of the optimizer.
@@ -102,6 +95,14 @@ pub struct Place<'a> {
     pub buckets: u32,
     /// Where the replicas of the stage add up their gradients.
     pub replicas: Arc<Rendezvous<Contribution>>,
+    /// What of the parameters the replica owns, and where it gathers what others do.
+    pub share: Share,
+    /// Where replicas gather what each has a share of, if they have shares.
+    pub board: Option<Arc<Board>>,
+    /// Where they agree on the norm of the stage's gradients, if each knows a part of it only.
+    pub norms: Option<Norms>,
+    /// Where they add to each other's shares of gradients as they make them, if they do.
+    pub shelf: Option<Arc<Shelf>>,
     /// The parameters that other stages hold too.
     pub tied: Vec<Tied>,
     /// Whether this worker is the first of the stage's replicas.
@@ -125,6 +126,11 @@ pub struct Desk<'a> {
     pub stage: StageId,
     code: &'a StageCode,
     replicas: Arc<Rendezvous<Contribution>>,
+    share: Share,
+    board: Option<Arc<Board>>,
+    norms: Option<Norms>,
+    /// Versions that are in shares.
+    stepped: BTreeMap<u32, Stepped>,
     tied: Vec<Tied>,
     late: Vec<Late>,
     is_first: bool,
@@ -158,6 +164,8 @@ pub struct Manner<'a> {
     pub policy: Policy,
     /// Items of a minibatch.
     pub microbatches: u32,
+    /// Whether every item of a minibatch sees what all minibatches before it have made.
+    pub flushes: bool,
     /// Whether the averaged gradients of the last step are kept.
     pub keeps_gradients: bool,
     /// The last versions that a checkpoint may ask for; 0 where there are no checkpoints.
@@ -187,18 +195,27 @@ impl<'a> Desk<'a> {
             delay,
             states,
             replicas,
+            share,
+            board,
+            norms,
+            shelf,
             tied,
             is_first,
             buckets,
             begin,
             seat,
         } = place;
-        let Manner { optimizer, policy, microbatches, keeps_gradients, window } = manner;
+        let Manner { optimizer, policy, microbatches, flushes, keeps_gradients, window } = manner;
         let kept: usize = states.iter().map(Buffer::len).sum();
         let mut executor = Executor::new(code, states);
         executor.pool.ledger = ledger.clone();
         executor.seat = seat;
-        let stepper = Stepper::new(code, optimizer, masters, policy.staleness, delay);
+        if let Some(shelf) = shelf {
+            let version = begin.as_ref().map_or(0, |begin| begin.version);
+            shelf.enter(share.replica(), ledger, if flushes { version } else { u32::MAX });
+            executor.pieces = Some(Pieces::new(code, share.clone(), shelf));
+        }
+        let stepper = Stepper::new(code, optimizer, masters, policy.staleness, delay, share.clone());
         ledger.add(stepper.bytes() + kept + code.arena_bytes);
         first.iter_mut().filter_map(Arc::get_mut).for_each(|weight| weight.count_in(ledger));
         let mut late = Vec::new();
@@ -214,6 +231,10 @@ impl<'a> Desk<'a> {
             stage,
             code,
             replicas,
+            share,
+            board,
+            norms,
+            stepped: BTreeMap::new(),
             tied,
             late,
             is_first,
@@ -239,17 +260,13 @@ impl<'a> Desk<'a> {
         desk
     }
 
-    /// Makes the last steps of shared parameters, for which it waits.
-    pub fn finish(&mut self) -> Result<(), Abandoned> {
-        let all = u32::MAX;
-        (0..self.late.len()).try_for_each(|at| self.step_late(at, all))
-    }
-
     /// What is left at the end.
     pub fn leave(mut self) -> Result<Left, Abandoned> {
         self.finish()?;
         let weights = self.newest();
-        Ok(Left { weights: self.stepper.leave(weights), states: self.executor.states, gradients: self.gradients })
+        let (mut weights, mut gradients) = (self.stepper.leave(weights), std::mem::take(&mut self.gradients));
+        self.join_left(&mut weights, &mut gradients)?;
+        Ok(Left { weights, states: self.executor.states, gradients })
     }
 
     fn newest(&mut self) -> Weights {
@@ -297,16 +314,6 @@ impl<'a> Desk<'a> {
             feeds.push(buffer);
         }
         self.item(item).feeds = feeds;
-    }
-
-    /// Makes the steps of shared parameters that come before the versions that an item sees. `version` is that of a stage.
-    pub fn catch_up(&mut self, version: &dyn Fn(StageId) -> u32) -> Result<(), Abandoned> {
-        for at in 0..self.late.len() {
-            let holders = &self.tied[self.late[at].tied].holders;
-            let seen = holders.iter().map(|&stage| version(stage)).min().unwrap_or(0);
-            self.step_late(at, seen)?;
-        }
-        Ok(())
     }
 
     /// What the item's forward computes with, and whether that was predicted.
@@ -365,6 +372,7 @@ impl<'a> Desk<'a> {
     pub fn backward(&mut self, item: u32, part: Part, version: u32, lag: Lag) -> Result<(), ExecuteError> {
         let Some(mut state) = self.items.remove(&item) else { return Ok(()) };
         self.take_weights(&mut state, version, lag);
+        state.turn = lag.turn;
         if part.ends() {
             state.sums = begun(&mut self.gathered.terms, &mut self.executor);
         }
@@ -377,7 +385,8 @@ impl<'a> Desk<'a> {
             self.executor.backward_weight(&mut state)?;
             // They go into the states with the update that the item's gradients go into.
             self.gathered.samples.extend(self.samples.remove(&item).map(|samples| (item, samples)));
-            self.gathered.add(&mut self.executor, &mut state);
+            let gone = |_| ExecuteError { node: "the gradients of parameters".to_string(), fault: KernelError::Gone };
+            self.gathered.add(&mut self.executor, &mut state).map_err(gone)?;
             self.bring_due();
         }
         self.give_weights(&mut state, lag);
@@ -511,6 +520,15 @@ impl<'a> Desk<'a> {
         each.filter_map(of).collect()
     }
 
+    /// The sum of squares of all of a round's gradients that were gathered. Waits for the other replicas where each has a share of them.
+    pub fn sum_of_squares(&self, round: u32) -> Result<f64, Abandoned> {
+        let own = self.squares(round);
+        match &self.norms {
+            Some(norms) => norms.sum(round, own),
+            None => Ok(own.iter().fold(0.0, |sum, (_, square)| sum + square)),
+        }
+    }
+
     /// One step of the optimizer, and of the states. The round's gradients were gathered.
     pub fn update(&mut self, step: Stepping) {
         let to = step.round + 1;
@@ -521,6 +539,11 @@ impl<'a> Desk<'a> {
         let ready = self.ready.remove(&step.round);
         let Some(Ready { totals: Some(mut totals), samples, .. }) = ready else { return };
         let mut new: Weights = Vec::with_capacity(old.len());
+        if self.board.is_some() {
+            let is_stepped = |p: &usize| step.factor.is_some() && self.share.deals(*p) && totals[*p].is_some();
+            let parameters = (0..old.len()).filter(is_stepped).collect();
+            self.stepped.insert(to, Stepped { parameters, buckets: self.gathered.buckets() });
+        }
         self.gradients.clear();
         for late in &mut self.late {
             late.waiting.push_back(step);
@@ -563,39 +586,6 @@ impl<'a> Desk<'a> {
         self.executor.pool.give(gradient);
         next
     }
-
-    /// Makes the steps of a shared parameter up to a version, as far as its stage has got. Its gradients are shortened by their own
-    /// norm: those of the stages' other parameters are known at other times.
-    fn step_late(&mut self, at: usize, version: u32) -> Result<(), Abandoned> {
-        while self.late[at].version < version {
-            let next = self.late[at].version + 1;
-            if let Some(weight) = self.late[at].given.remove(&next) {
-                self.late[at].weight = weight;
-                self.late[at].version = next;
-                self.late_came(at);
-                continue;
-            }
-            let Some(step) = self.late[at].waiting.pop_front() else { break };
-            let (p, place) = (self.late[at].parameter, self.tied[self.late[at].tied].place.clone());
-            let terms = place.meet(u64::from(step.round) + 1)?.iter().flatten().cloned().collect();
-            let dtype = self.code.parameters[p].fact.dtype;
-            if let Some(total) = total(&mut self.executor.pool, dtype, terms) {
-                let norm = square(dtype, total.bytes()).sqrt() / f64::from(step.count.max(1));
-                let factor = self.policy.clip_norm.map_or(1.0, |clip| factor(clip, norm));
-                let weight = std::mem::replace(&mut self.late[at].weight, Arc::new(Buffer::new(0)));
-                if self.keeps_gradients {
-                    self.gradients.retain(|(of, _)| *of != p);
-                }
-                // Items in flight may still see it.
-                let old = (Arc::strong_count(&weight) > 1).then(|| weight.clone());
-                self.late[at].weight = self.apply(p, weight, total, Stepping { factor: Some(factor), ..step });
-                old.into_iter().for_each(|old| self.executor.pool.give(old));
-            }
-            self.late[at].version = step.round + 1;
-            self.late_came(at);
-        }
-        Ok(())
-    }
 }
 
 /// How far an item's forward is from the update that its gradients go into.
@@ -607,4 +597,6 @@ pub struct Lag {
     pub rate: f64,
     /// Whether the backward uses the weights of the forward.
     pub is_stashed: bool,
+    /// Where the item stands in its round.
+    pub turn: Turn,
 }

@@ -7,8 +7,9 @@ use crate::buffer::{Buffer, Pool};
 use crate::compile::StageCode;
 use crate::gradient::begin;
 use crate::optimizer::accumulate;
+use crate::pieces::{Pieces, Run, Turn};
 use crate::seat::Seat;
-use crate::steps::{Place, Sequence, Slot};
+use crate::steps::{Place, Sequence, Slot, Step};
 use compiler::op::KernelError;
 use std::sync::Arc;
 use thiserror::Error;
@@ -51,6 +52,8 @@ pub struct Item {
     pub sums: Vec<Option<Sum>>,
     /// Whether its backward run is over.
     pub is_done: bool,
+    /// Where it stands in its round.
+    pub turn: Turn,
 }
 
 /// A gradient's sum over items, in the hands of the next item's backward run.
@@ -103,13 +106,15 @@ pub struct Executor<'a> {
     pub pool: Pool,
     /// Where its worker meets those of the other devices, if they share the stage.
     pub seat: Option<Arc<Seat>>,
+    /// What is done between the steps of a backward, if its gradients leave as they are made.
+    pub pieces: Option<Pieces>,
     arena: Buffer,
 }
 
 impl<'a> Executor<'a> {
     /// A stage ready to run.
     pub fn new(code: &'a StageCode, states: Vec<Buffer>) -> Executor<'a> {
-        Executor { code, states, pool: Pool::default(), seat: None, arena: Buffer::new(code.arena_bytes) }
+        Executor { code, states, pool: Pool::default(), seat: None, pieces: None, arena: Buffer::new(code.arena_bytes) }
     }
 
     /// A place for an item: its kept block and the buffers that it will send. Weights are given before its first run.
@@ -127,12 +132,13 @@ impl<'a> Executor<'a> {
             between: None,
             sums: Vec::new(),
             is_done: false,
+            turn: Turn::default(),
         }
     }
 
     /// Runs forward. All received values and feeds are there.
     pub fn forward(&mut self, item: &Item) -> Result<(), ExecuteError> {
-        self.run(&self.code.forward, item)
+        self.run_watched(&self.code.forward, item, &mut || ())
     }
 
     /// Runs backward. All arriving gradients are there.
@@ -154,7 +160,7 @@ impl<'a> Executor<'a> {
                 _ => None,
             };
         }
-        self.run(&code.backward, item)?;
+        self.run(Run::Backward, item)?;
         // A gradient that is only handed on, such as that of a sum, has no buffer of its own.
         for (i, transfer) in code.gradients_out.iter().enumerate() {
             if item.gradients_out[i].is_none() {
@@ -171,7 +177,7 @@ impl<'a> Executor<'a> {
     /// Runs the rest of the backward; the gradients of parameters are there after it.
     pub fn backward_weight(&mut self, item: &mut Item) -> Result<(), ExecuteError> {
         item.is_done = true;
-        self.run(&self.code.weight, item)
+        self.run(Run::Weight, item)
     }
 
     /// Gives back what the backward run would read, until [`Executor::again`].
@@ -237,8 +243,19 @@ impl<'a> Executor<'a> {
         copy
     }
 
-    fn run(&self, sequence: &Sequence, item: &Item) -> Result<(), ExecuteError> {
-        self.run_watched(sequence, item, &mut || ())
+    /// Runs backward, or a part of it.
+    fn run(&self, run: Run, item: &mut Item) -> Result<(), ExecuteError> {
+        let (code, sequence) = (self.code, run.of(self.code));
+        let Some(pieces) = self.pieces.as_ref().filter(|pieces| pieces.has(run)) else {
+            return self.run_watched(sequence, item, &mut || ());
+        };
+        for (at, step) in sequence.steps.iter().enumerate() {
+            pieces.before(code, run, at, item, &self.pool.ledger);
+            self.run_steps(sequence, std::slice::from_ref(step), item, &mut || ())?;
+            let gone = |_| ExecuteError { node: step.told().to_string(), fault: KernelError::Gone };
+            pieces.after(code, run, at, item).map_err(gone)?;
+        }
+        Ok(())
     }
 
     /// Runs forward and says after every step that it is done.
@@ -252,9 +269,19 @@ impl<'a> Executor<'a> {
     }
 
     fn run_watched(&self, sequence: &Sequence, item: &Item, done: &mut dyn FnMut()) -> Result<(), ExecuteError> {
+        self.run_steps(sequence, &sequence.steps, item, done)
+    }
+
+    fn run_steps(
+        &self,
+        sequence: &Sequence,
+        steps: &[Step],
+        item: &Item,
+        done: &mut dyn FnMut(),
+    ) -> Result<(), ExecuteError> {
         let mut inputs: Vec<&[u8]> = Vec::with_capacity(8);
         let mut outputs: Vec<&mut [u8]> = Vec::with_capacity(4);
-        for step in &sequence.steps {
+        for step in steps {
             inputs.clear();
             outputs.clear();
             for place in &step.inputs {

@@ -6,11 +6,13 @@ use crate::compile::GradientTerm;
 use crate::device::cpu::half::{is_half, widen};
 use crate::device::cpu::square::squares;
 use crate::execute::{Executor, Item, Sum};
+use crate::link::rendezvous::Abandoned;
 use crate::optimizer::accumulate;
 use crate::stepper::{exclusive, wide};
 use bytemuck::{cast_slice, cast_slice_mut};
 use compiler::tensor::DType;
 use compiler::tensor::view::ViewMut;
+use std::ops::Range;
 use std::sync::Arc;
 
 /// Summands of a parameter's gradient, each with its place in the sum.
@@ -20,12 +22,17 @@ pub type Terms = Vec<(usize, Arc<Buffer>)>;
 pub fn begun(sums: &mut [Option<Arc<Buffer>>], executor: &mut Executor<'_>) -> Vec<Option<Sum>> {
     let code = executor.code;
     let of = |(term, sum): (&GradientTerm, &mut Option<Arc<Buffer>>)| {
-        term.is_summed.then(|| match sum.take() {
+        (term.is_summed && !leaves(executor, term)).then(|| match sum.take() {
             Some(buffer) => Sum { buffer, is_begun: true },
             None => Sum { buffer: empty(executor, term), is_begun: false },
         })
     };
     code.gradient_terms.iter().zip(sums).map(of).collect()
+}
+
+/// Whether a term goes to the shares of its owners as soon as it is made.
+fn leaves(executor: &Executor<'_>, term: &GradientTerm) -> bool {
+    executor.pieces.as_ref().is_some_and(|pieces| pieces.takes(term.parameter))
 }
 
 /// Room for the sum of a term.
@@ -47,15 +54,32 @@ pub fn begin(dtype: DType, sum: &mut [u8], term: &[u8]) {
     }
 }
 
-/// Takes the sums back that an item's backward run has added to, and adds the terms that it left elsewhere to theirs.
-pub fn add_all(sums: &mut [Option<Arc<Buffer>>], executor: &mut Executor<'_>, item: &mut Item) {
+/// Takes the sums back that an item's backward run has added to, and adds the terms that it left elsewhere to theirs. Waits where others
+/// add to those before this item.
+pub fn add_all(
+    sums: &mut [Option<Arc<Buffer>>],
+    executor: &mut Executor<'_>,
+    item: &mut Item,
+) -> Result<(), Abandoned> {
     let code = executor.code;
-    for (sum, term) in sums.iter_mut().zip(&code.gradient_terms).filter(|(_, term)| !term.is_summed) {
-        add(sum, executor, item, term, code.parameters[term.parameter].fact.dtype);
+    let all = sums.iter_mut().zip(&code.gradient_terms).enumerate();
+    for (at, (sum, term)) in all.filter(|(_, (_, term))| !term.is_summed) {
+        let dtype = code.parameters[term.parameter].fact.dtype;
+        if !leaves(executor, term) {
+            add(sum, executor, item, term, dtype);
+            continue;
+        }
+        let mut made = None;
+        add(&mut made, executor, item, term, dtype);
+        if let (Some(pieces), Some(made)) = (&executor.pieces, made) {
+            pieces.add(code, at, item.turn, made.bytes())?;
+            executor.pool.give(made);
+        }
     }
     for (sum, made) in sums.iter_mut().zip(std::mem::take(&mut item.sums)) {
         *sum = made.map(|made| made.buffer).or_else(|| sum.take());
     }
+    Ok(())
 }
 
 /// Adds a term that a backward run left to its sum over items.
@@ -68,13 +92,19 @@ fn add(sum: &mut Option<Arc<Buffer>>, executor: &mut Executor<'_>, item: &Item, 
     *sum = Some(first);
 }
 
-/// The sum of the parts that replicas bring, in their order.
-pub fn reduced<'a>(pool: &mut Pool, dtype: DType, parts: impl Iterator<Item = &'a Arc<Buffer>>) -> Option<Arc<Buffer>> {
+/// The sum of the parts that replicas bring, in their order: the range of them that is `own`, of so many bytes.
+pub fn reduced<'a>(
+    pool: &mut Pool,
+    dtype: DType,
+    parts: impl Iterator<Item = &'a Arc<Buffer>>,
+    own: impl Fn(usize) -> Range<usize>,
+) -> Option<Arc<Buffer>> {
     let mut sum: Option<Arc<Buffer>> = None;
     for part in parts {
+        let part = &part.bytes()[own(part.len())];
         match &mut sum {
-            None => sum = Some(copy(pool, part.bytes())),
-            Some(sum) => accumulate(wide(dtype), exclusive(sum), part.bytes()),
+            None => sum = Some(copy(pool, part)),
+            Some(sum) => accumulate(wide(dtype), exclusive(sum), part),
         }
     }
     sum

@@ -14,8 +14,13 @@ use crate::policy::LossScaling;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-/// Sums of squares by the number of the parameter among all names, in order.
+/// Sums of squares by the number of the parameter among all names, in order; of shares, of each by [`share_number`].
 pub type Squares = Vec<(usize, f64)>;
+
+/// The number of a replica's share of a parameter, where stages have so many replicas at most: they follow each other.
+pub fn share_number(parameter: usize, replica: usize, most: usize) -> usize {
+    parameter * most + replica
+}
 
 /// Where all workers meet before they step.
 #[derive(Clone)]
@@ -31,7 +36,7 @@ impl Norms {
     pub fn sum(&self, round: u32, own: Squares) -> Result<f64, Abandoned> {
         self.place.bring(u64::from(round), self.member, own);
         let all = self.place.meet(u64::from(round))?;
-        // Several workers hold a shared or replicated parameter, with the same bits.
+        // Several workers hold a shared or replicated parameter, with the same bits; shares of one have numbers of their own.
         let by_name: BTreeMap<usize, f64> = all.iter().flatten().copied().collect();
         Ok(by_name.values().fold(0.0, |sum, square| sum + square))
     }

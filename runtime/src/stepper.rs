@@ -9,6 +9,7 @@ use crate::device::cpu::real::Real;
 use crate::execute::Weights;
 use crate::optimizer::{Ahead, Optimizer, Update};
 use crate::policy::{DISCREPANCY, Staleness};
+use crate::share::Share;
 use bytemuck::{cast_slice, cast_slice_mut};
 use compiler::tensor::DType;
 use std::sync::Arc;
@@ -23,6 +24,8 @@ pub struct Stepper<'a> {
     /// PipeMare's `δ`, and the share of it that is kept.
     drift: Vec<Buffer>,
     keep: f64,
+    /// What is stepped here; masters and state are of it alone.
+    share: Share,
 }
 
 impl<'a> Stepper<'a> {
@@ -33,8 +36,16 @@ impl<'a> Stepper<'a> {
         masters: Vec<Option<Buffer>>,
         staleness: Staleness,
         delay: u32,
+        share: Share,
     ) -> Stepper<'a> {
-        let bytes = |at: usize| masters[at].as_ref().map_or(code.parameters[at].bytes, Buffer::len);
+        let masters = masters.into_iter().enumerate();
+        let masters: Vec<Option<Buffer>> =
+            masters.map(|(at, master)| master.map(|whole| cut(&share, at, DType::F32, whole))).collect();
+        let own = |at: usize| {
+            let named = &code.parameters[at];
+            share.own(at, named.bytes, named.fact.dtype.size()).len()
+        };
+        let bytes = |at: usize| masters[at].as_ref().map_or(own(at), Buffer::len);
         let drifts = matches!(staleness, Staleness::PipeMare { .. }) && delay > 0;
         let all = 0..code.parameters.len();
         Stepper {
@@ -44,6 +55,7 @@ impl<'a> Stepper<'a> {
             drift: if drifts { all.map(|at| Buffer::new(bytes(at))).collect() } else { Vec::new() },
             keep: DISCREPANCY.powf(1.0 / f64::from(delay.max(1))),
             masters,
+            share,
         }
     }
 
@@ -53,24 +65,25 @@ impl<'a> Stepper<'a> {
         kept.map(Buffer::len).sum()
     }
 
-    /// The next version of a parameter: written over the old one where nobody else holds that, else beside it.
+    /// The next version of a parameter, as far as it is stepped here: written over the old one where nobody else holds that, else beside it.
     pub fn step(&mut self, p: usize, mut weight: Arc<Buffer>, update: Update<'_>, pool: &mut Pool) -> Arc<Buffer> {
+        let own = self.share.own(p, weight.len(), self.dtypes[p].size());
         let state = &mut self.state[p];
         if let Some(master) = &mut self.masters[p] {
             self.optimizer.in_place(update, master.bytes_mut(), state);
             if Arc::get_mut(&mut weight).is_none() {
                 weight = pool.take(weight.len());
             }
-            narrow(self.dtypes[p], cast_slice(master.bytes()), exclusive(&mut weight));
+            narrow(self.dtypes[p], cast_slice(master.bytes()), &mut exclusive(&mut weight)[own]);
             return weight;
         }
         // What drifts is seen in the difference of two versions.
         if let (true, Some(only)) = (self.drift.is_empty(), Arc::get_mut(&mut weight)) {
-            self.optimizer.in_place(update, only.bytes_mut(), state);
+            self.optimizer.in_place(update, &mut only.bytes_mut()[own], state);
             return weight;
         }
         let mut next = pool.take(weight.len());
-        self.optimizer.out_of_place(update, weight.bytes(), exclusive(&mut next), state);
+        self.optimizer.out_of_place(update, &weight.bytes()[own.clone()], &mut exclusive(&mut next)[own], state);
         if let Some(drift) = self.drift.get_mut(p) {
             let (drift, keep) = (drift.bytes_mut(), self.keep);
             match self.dtypes[p] {
@@ -85,14 +98,15 @@ impl<'a> Stepper<'a> {
     /// Goes on from these.
     pub fn begin(&mut self, moves: Vec<Moves>) {
         let (mut state, mut drift) = (Vec::new(), Vec::new());
-        for of in moves {
-            state.push(of.state);
+        for (p, of) in moves.into_iter().enumerate() {
+            let dtype = wide(self.dtypes[p]);
+            state.push(of.state.into_iter().map(|whole| cut(&self.share, p, dtype, whole)).collect());
             drift.extend(of.drift);
         }
         (self.state, self.drift) = (state, drift);
     }
 
-    /// A copy of what moves a parameter.
+    /// A copy of what moves a parameter, as far as that is done here.
     pub fn moves(&self, p: usize) -> Moves {
         let copy = |buffer: &Buffer| Buffer::copy_of(buffer.bytes());
         let (master, drift) = (self.masters[p].as_ref().map(copy), self.drift.get(p).map(copy));
@@ -128,16 +142,21 @@ impl<'a> Stepper<'a> {
         !self.drift.is_empty()
     }
 
-    /// A narrow parameter in `f32`, after its newest step.
+    /// A narrow parameter in `f32`, after its newest step, where all of it is here.
     pub fn master(&self, p: usize) -> Option<&Buffer> {
-        self.masters.get(p).and_then(Option::as_ref)
+        self.masters.get(p).and_then(Option::as_ref).filter(|_| !self.share.deals(p))
     }
 
     /// The weights to keep of these: masters where there are any.
-    pub fn leave(self, weights: Weights) -> Weights {
+    pub fn leave(&mut self, weights: Weights) -> Weights {
         let of = |(weight, master): (Arc<Buffer>, Option<Buffer>)| master.map_or(weight, Arc::new);
-        weights.into_iter().zip(self.masters).map(of).collect()
+        weights.into_iter().zip(std::mem::take(&mut self.masters)).map(of).collect()
     }
+}
+
+/// What is stepped here of a tensor of a parameter.
+fn cut(share: &Share, p: usize, dtype: DType, whole: Buffer) -> Buffer {
+    if share.deals(p) { Buffer::copy_of(&whole.bytes()[share.own(p, whole.len(), dtype.size())]) } else { whole }
 }
 
 /// The element type in which gradients of a parameter are summed and its optimizer works.

@@ -8,6 +8,7 @@ use crate::checkpoint::start::{Start, StartError, check_states as check_read_sta
 use crate::compile::{Named, StageCode};
 use crate::data::Batches;
 use crate::desk::checkpoint::{Checkpoint, tensor};
+use crate::desk::share::Board;
 use crate::desk::sum::Contribution;
 use crate::desk::{Meeting, Place};
 use crate::device::cpu::half::is_half;
@@ -17,19 +18,21 @@ use crate::link::exchange::Exchange;
 use crate::link::fate::{Blame, LinkError};
 use crate::link::group::Group;
 use crate::link::rendezvous::Rendezvous;
-use crate::norm::{Norms, Squares};
+use crate::norm::{Norms, Squares, share_number};
 use crate::optimizer::{Optimizer, trains};
-use crate::policy::{Policy, Staleness};
+use crate::policy::Policy;
+use crate::refusal::{check_instructions, check_parts, check_policy, check_shares, check_states};
 use crate::seat::Seat;
+use crate::shelf::Shelf;
 use crate::stepper::wide;
-use crate::wiring::{channels, meeting, replicas, tied_of, ties};
+use crate::wiring::{Boards, boards, channels, meeting, most_shares, replicas, share, tied_of, ties};
 use crate::worker::{self, Cutting, Equipment, Event, Outcome, Span, WorkerError};
 use compiler::graph::{Graph, order};
 use compiler::op::{KernelError, NodeId};
 use compiler::pass::loss::LOSS_SCALE;
 use compiler::plan::StageId;
 use compiler::schedule::rest::rest;
-use compiler::schedule::{Edge, Instruction, Pipeline, Program, Schedule, WorkerId};
+use compiler::schedule::{Edge, Pipeline, Program, Schedule, WorkerId};
 use compiler::tensor::{DType, Tensor};
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::Arc;
@@ -64,12 +67,17 @@ pub enum TrainError {
     #[error("weights that are predicted or set back are f32 or f64; parameter `{name}` is {dtype}")]
     Narrow { name: String, dtype: DType },
     #[error(
-        "worker {worker}, instruction {at} (`{instruction}`): the simulator plays this, the runtime does not run it: no schedule deals \
-         weights out in shares, gradients are all-reduced"
+        "weights that are predicted or set back follow from all of the optimizer's state, of which the replicas of stage {stage} have \
+         shares under ZeRO; {schedule} without `--staleness` runs so, and so do schedules that stash"
     )]
-    NotRun { worker: String, at: usize, instruction: String },
+    Shares { stage: usize, schedule: Schedule },
     #[error("worker {worker}, instruction {at} (`{instruction}`): the run has no place for checkpoints")]
     NoPlace { worker: String, at: usize, instruction: String },
+    #[error(
+        "the replicas of stage {stage} add to each other's sums as they make gradients (ZeRO {level}), and so are in one process; level 1 \
+         runs in several"
+    )]
+    Apart { stage: usize, level: u32 },
     #[error(transparent)]
     Start(#[from] StartError),
     #[error("bug in pipec: the program runs the backward of stage {stage} in two parts, and it was compiled as one")]
@@ -277,8 +285,10 @@ pub fn run_seated(
     }
     let scales_loss = scales_loss(training);
     check_policy(training, scales_loss)?;
+    check_shares(program, group.is_some())?;
     check_states(training.codes)?;
     let names: BTreeSet<&str> = training.codes.iter().flat_map(|c| &c.parameters).map(|n| n.name.as_str()).collect();
+    let most_shares = most_shares(program);
     let (events, told) = crossbeam_channel::unbounded();
     // One checkpoint may wait while another is written: of all workers where it is written, elsewhere of those that are there.
     let gives = |w: &usize| group.as_ref().is_none_or(|group| group.part.own == 0 || group.is_here(*w));
@@ -292,13 +302,15 @@ pub fn run_seated(
     let norms = agrees(training).then(|| {
         let all: Vec<usize> = (0..program.workers.len()).collect();
         let rounds = u64::from(program.items) + 1;
-        meeting(&mut exchange, &all, || SquaresForm { names: names.len() }, rounds)
+        meeting(&mut exchange, &all, || SquaresForm { names: names.len() * most_shares }, rounds)
     });
     let norms: Option<Arc<Rendezvous<Squares>>> = norms.transpose()?;
     let numbers: HashMap<&str, usize> = names.into_iter().zip(0..).collect();
     let mut ends = channels(training, &mut exchange)?;
     let replicas: Vec<_> =
         (0..program.stages.len()).map(|stage| replicas(training, stage, &mut exchange)).collect::<Result<_, _>>()?;
+    let shared = (0..program.stages.len()).map(|stage| boards(training, stage, &mut exchange));
+    let shared: Vec<Boards> = shared.collect::<Result<_, _>>()?;
     let progress = match &exchange {
         Some(exchange) => exchange.progress(),
         None => Arc::new(program.workers.iter().map(|_| AtomicU32::new(0)).collect()),
@@ -315,18 +327,28 @@ pub fn run_seated(
         }
         let (outgoing, incoming) = ends.remove(&WorkerId(w as u32)).unwrap_or_default();
         let place = |stage: StageId| -> Result<Place<'_>, TrainError> {
-            let code = &training.codes[stage.index()];
+            let (code, boards) = (&training.codes[stage.index()], &shared[stage.index()]);
+            let tied = tied_of(&ties, code, (w, stage.index()));
+            let share = share(program, stage.index(), own.replica, code, &tied);
+            let number = |(p, named): (usize, &Named)| {
+                let replica = if share.deals(p) { share.replica() } else { 0 };
+                share_number(numbers[named.name.as_str()], replica, most_shares)
+            };
             Ok(Place {
                 stage,
                 code,
                 weights: buffers("parameter", &code.parameters, training.weights)?.into_iter().map(Arc::new).collect(),
                 masters: code.parameters.iter().map(|named| master(named, training.weights)).collect(),
-                numbers: code.parameters.iter().map(|named| numbers[named.name.as_str()]).collect(),
+                numbers: code.parameters.iter().enumerate().map(number).collect(),
                 delay: program.stages[stage.index()].cap.saturating_sub(1),
                 states: buffers("state", &code.states, training.weights)?,
                 buckets: program.stages[stage.index()].buckets,
                 replicas: replicas[stage.index()].clone(),
-                tied: tied_of(&ties, code, (w, stage.index())),
+                board: boards.board.clone(),
+                shelf: boards.shelf.clone(),
+                norms: boards.norms.clone().map(|place| Norms { place, member: own.replica as usize }),
+                share,
+                tied,
                 is_first: own.replica == 0,
                 begin: start.map(|start| start.begin(stage, own.replica, code, training)).transpose()?,
                 seat: seats.get(w).cloned(),
@@ -370,9 +392,20 @@ pub fn run_seated(
                 // Whatever ends this worker early, nobody may wait for it at a rendezvous.
                 let meetings = gear.stages.iter().flat_map(|place| &place.tied).map(|t| t.place.clone()).collect();
                 let replicas = gear.stages.iter().map(|place| place.replicas.clone()).collect();
-                let norms = gear.norms.iter().map(|norms| norms.place.clone()).collect();
+                let boards = gear.stages.iter().filter_map(|place| place.board.clone()).collect();
+                let shelves = gear.stages.iter().filter_map(|place| place.shelf.clone()).collect();
+                let of_stages = gear.stages.iter().filter_map(|place| place.norms.as_ref());
+                let norms = gear.norms.iter().chain(of_stages).map(|norms| norms.place.clone()).collect();
                 let blame = exchange.as_ref().map(Exchange::blame);
-                let guard = Abandon { replicas, tied: meetings, norms, blame, seat: seats.get(worker).cloned() };
+                let guard = Abandon {
+                    replicas,
+                    boards,
+                    shelves,
+                    tied: meetings,
+                    norms,
+                    blame,
+                    seat: seats.get(worker).cloned(),
+                };
                 let body = move || {
                     let outcome = worker::run(gear);
                     match (&outcome, &guard.blame) {
@@ -411,6 +444,8 @@ pub fn run_seated(
 /// Tells everyone who waits for a worker that it will not come, unless the worker reached its end.
 struct Abandon {
     replicas: Vec<Arc<Rendezvous<Contribution>>>,
+    boards: Vec<Arc<Board>>,
+    shelves: Vec<Arc<Shelf>>,
     tied: Vec<Arc<Meeting>>,
     norms: Vec<Arc<Rendezvous<Squares>>>,
     blame: Option<Blame>,
@@ -423,6 +458,8 @@ impl Drop for Abandon {
             blame.end("it panicked");
         }
         self.replicas.iter().for_each(|r| r.abandon());
+        self.boards.iter().for_each(|b| b.abandon());
+        self.shelves.iter().for_each(|s| s.abandon());
         self.tied.iter().for_each(|t| t.abandon());
         self.norms.iter().for_each(|n| n.abandon());
         self.seat.iter().for_each(|seat| seat.abandon());
@@ -510,80 +547,6 @@ fn collect(training: &Training<'_>, outcomes: Vec<Outcome>, losses: Vec<f64>, se
 fn master(named: &Named, weights: &BTreeMap<String, Tensor>) -> Option<Buffer> {
     let given = weights.get(&named.name).filter(|_| is_half(named.fact.dtype))?;
     Some(Buffer::copy_of(given.cast(wide(named.fact.dtype)).bytes()))
-}
-
-/// Refuses a program with instructions that can be checked and simulated, and that no worker runs: weights in shares, and checkpoints
-/// where there is no place for them.
-fn check_instructions(program: &Program, keeps_checkpoints: bool) -> Result<(), TrainError> {
-    for (worker, own) in (0..).map(WorkerId).zip(&program.workers) {
-        for (at, instruction) in own.instructions.iter().enumerate() {
-            let told = || (program.worker_name(worker), program.show(instruction));
-            match instruction {
-                Instruction::ReduceScatter { .. } | Instruction::AllGather { .. } => {
-                    let (worker, instruction) = told();
-                    return Err(TrainError::NotRun { worker, at, instruction });
-                }
-                Instruction::Checkpoint { .. } if !keeps_checkpoints => {
-                    let (worker, instruction) = told();
-                    return Err(TrainError::NoPlace { worker, at, instruction });
-                }
-                _ => {}
-            }
-        }
-    }
-    Ok(())
-}
-
-/// Refuses a program that runs in two parts what was compiled as one: the gradients of parameters would come too early.
-fn check_parts(program: &Program, codes: &[StageCode]) -> Result<(), TrainError> {
-    let instructions = program.workers.iter().flat_map(|worker| &worker.instructions);
-    let split = instructions.filter_map(|instruction| match *instruction {
-        Instruction::BackwardWeight { stage, .. } => Some(stage),
-        _ => None,
-    });
-    let stages: BTreeSet<StageId> = split.collect();
-    match stages.into_iter().find(|stage| !codes.get(stage.index()).is_some_and(|code| code.in_parts)) {
-        Some(stage) => Err(TrainError::Parts { stage: stage.0 }),
-        None => Ok(()),
-    }
-}
-
-/// Refuses what the schedule, the optimizer or the weights do not go with.
-fn check_policy(training: &Training<'_>, scales_loss: bool) -> Result<(), TrainError> {
-    let schedule = training.program.schedule;
-    if scales_loss && !schedule.flushes() {
-        return Err(TrainError::LossScale { schedule });
-    }
-    let staleness = training.policy.staleness;
-    if staleness == Staleness::None || schedule.stashes() {
-        return Ok(());
-    }
-    if staleness == Staleness::Predict && !training.optimizer.has_velocity() {
-        return Err(TrainError::NoVelocity);
-    }
-    match training.codes.iter().flat_map(|code| &code.parameters).find(|named| is_half(named.fact.dtype)) {
-        Some(named) => Err(TrainError::Narrow { name: named.name.clone(), dtype: named.fact.dtype }),
-        None => Ok(()),
-    }
-}
-
-/// Refuses a state that follows values while several stages hold it: their copies would drift apart.
-fn check_states(codes: &[StageCode]) -> Result<(), TrainError> {
-    for (first, code) in codes.iter().enumerate() {
-        for follow in &code.follows {
-            let name = &code.states[follow.state].name;
-            let other =
-                |(s, c): (usize, &StageCode)| (s != first && c.states.iter().any(|n| n.name == *name)).then_some(s);
-            if let Some(second) = codes.iter().enumerate().find_map(other) {
-                return Err(TrainError::SharedState {
-                    name: name.clone(),
-                    first: first.min(second),
-                    second: first.max(second),
-                });
-            }
-        }
-    }
-    Ok(())
 }
 
 /// Gathers the losses of items into those of minibatches.

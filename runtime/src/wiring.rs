@@ -3,20 +3,24 @@
 //! In a run of one process all ends are here. With an exchange, those of this process's workers are, and what lies between them and the
 //! others goes over its lines. All processes walk through the program in the same order, so that the exchange can number what it makes.
 
-use crate::compile::{StageCode, Transfer};
+use crate::compile::{Named, StageCode, Transfer};
+use crate::desk::share::Board;
 use crate::desk::sum::Contribution;
 use crate::desk::{Meeting, Tied};
 use crate::gradient::gradient_bytes;
-use crate::link::carry::{Carried, ContributionForm, TermsForm};
+use crate::link::carry::{Carried, ContributionForm, SharesForm, SquaresForm, TermsForm};
 use crate::link::channel::{Incoming, Outgoing, channel};
 use crate::link::exchange::Exchange;
 use crate::link::fate::LinkError;
 use crate::link::rendezvous::Rendezvous;
+use crate::norm::Squares;
+use crate::share::Share;
+use crate::shelf::Shelf;
 use crate::train::{TrainError, Training};
 use crate::worker::Key;
 use compiler::op::Value;
 use compiler::plan::StageId;
-use compiler::schedule::{EdgeId, Instruction, Payload, WorkerId};
+use compiler::schedule::{EdgeId, Instruction, Payload, Program, WorkerId};
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::Arc;
 
@@ -91,14 +95,74 @@ pub fn replicas(
 ) -> Result<Arc<Rendezvous<Contribution>>, LinkError> {
     let program = training.program;
     let known = &program.stages[stage];
-    let workers = program.workers.iter().enumerate().filter(|(_, own)| own.rank == known.rank);
-    let mut members: Vec<(u32, usize)> = workers.map(|(w, own)| (own.replica, w)).collect();
-    members.sort_unstable();
-    let members: Vec<usize> = members.into_iter().map(|(_, w)| w).collect();
+    let members = members(program, stage);
     // Samples are taken in forwards, which run ahead of the round that they go into.
     let most_items = known.cap.saturating_add(program.microbatches).saturating_mul(2).min(program.items);
     let form = || ContributionForm::of(&training.codes[stage], program.items, most_items as usize);
     meeting(exchange, &members, form, (u64::from(program.items) + 1) * u64::from(known.buckets.max(1)))
+}
+
+/// Where the replicas of a stage gather weights of which each makes a share, and agree on norms of gradients of which each knows a
+/// part; nothing where each has all.
+pub struct Boards {
+    /// For weights.
+    pub board: Option<Arc<Board>>,
+    /// For norms, where the workers of all stages do not meet for them.
+    pub norms: Option<Arc<Rendezvous<Squares>>>,
+    /// For gradients, where they are summed as they are made.
+    pub shelf: Option<Arc<Shelf>>,
+}
+
+/// Those of a stage.
+pub fn boards(training: &Training<'_>, stage: usize, exchange: &mut Option<Exchange<'_>>) -> Result<Boards, LinkError> {
+    let (program, code) = (training.program, &training.codes[stage]);
+    let known = &program.stages[stage];
+    if known.zero == 0 {
+        return Ok(Boards { board: None, norms: None, shelf: None });
+    }
+    let members = members(program, stage);
+    let each = |named: &Named| gradient_bytes(named.fact.dtype, named.bytes);
+    let form =
+        || SharesForm { most: code.parameters.iter().map(each).cycle().take(2 * code.parameters.len()).collect() };
+    let rounds = u64::from(program.items) + 2;
+    let board = meeting(exchange, &members, form, rounds * u64::from(known.buckets.max(1)))?;
+    let is_apart = training.policy.clip_norm.is_some() && !program.schedule.flushes();
+    let names = numbers(training);
+    let norms = is_apart.then(|| meeting(exchange, &members, || SquaresForm { names }, rounds));
+    let shelf = (known.zero >= 2).then(|| Arc::new(Shelf::new(known.replicas as usize)));
+    Ok(Boards { board: Some(board), norms: norms.transpose()?, shelf })
+}
+
+/// What of a stage's parameters one of its replicas owns. What other stages hold too is owned by all.
+pub fn share(program: &Program, stage: usize, replica: u32, code: &StageCode, tied: &[Tied]) -> Share {
+    let known = &program.stages[stage];
+    let is_dealt = |p: usize| known.zero > 0 && tied.iter().all(|tied| tied.parameter != p);
+    let is_dealt = (0..code.parameters.len()).map(is_dealt).collect();
+    if known.zero == 0 {
+        Share::whole(code.parameters.len())
+    } else {
+        Share::of(replica as usize, known.replicas as usize, is_dealt)
+    }
+}
+
+/// Shares that a parameter has at most.
+pub fn most_shares(program: &Program) -> usize {
+    program.stages.iter().filter(|stage| stage.zero > 0).map(|stage| stage.replicas as usize).max().unwrap_or(1)
+}
+
+/// Numbers of parameters and their shares in all.
+pub fn numbers(training: &Training<'_>) -> usize {
+    let names: BTreeSet<&str> = training.codes.iter().flat_map(|c| &c.parameters).map(|n| n.name.as_str()).collect();
+    names.len() * most_shares(training.program)
+}
+
+/// The workers that hold a stage, by replica.
+fn members(program: &Program, stage: usize) -> Vec<usize> {
+    let rank = program.stages[stage].rank;
+    let workers = program.workers.iter().enumerate().filter(|(_, own)| own.rank == rank);
+    let mut members: Vec<(u32, usize)> = workers.map(|(w, own)| (own.replica, w)).collect();
+    members.sort_unstable();
+    members.into_iter().map(|(_, w)| w).collect()
 }
 
 /// A parameter that several stages hold: its workers with their stages, and where they meet.

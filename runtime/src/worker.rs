@@ -17,6 +17,7 @@ use crate::execute::ExecuteError;
 use crate::link::channel::{Incoming, Message, Outgoing};
 use crate::norm::{LossScale, Norms, factor};
 use crate::optimizer::Optimizer;
+use crate::pieces::Turn;
 use crate::policy::Policy;
 use compiler::plan::StageId;
 use compiler::schedule::rest::{minibatch, version_at, versions_before};
@@ -172,6 +173,11 @@ enum Pending {
         round: u32,
         bucket: u32,
     },
+    Gather {
+        stage: StageId,
+        version: u32,
+        bucket: u32,
+    },
 }
 
 struct Worker<'a> {
@@ -198,6 +204,7 @@ pub fn run(mut gear: Equipment<'_>) -> Result<Outcome, WorkerError> {
         optimizer: gear.optimizer,
         policy: gear.policy,
         microbatches: gear.program.microbatches,
+        flushes: gear.program.schedule.flushes(),
         keeps_gradients: gear.keep_gradients,
         window: match gear.cutting {
             Some(_) => gear.program.stages.iter().map(|stage| stage.cap).max().unwrap_or(0) + 1,
@@ -252,7 +259,8 @@ impl<'a> Worker<'a> {
                 let pending = pending.ok_or_else(|| self.bug(at, "nothing is posted under this token"))?;
                 self.wait(at, pending)?;
             }
-            Instruction::AllReduce { stage, round, bucket, token } => {
+            Instruction::AllReduce { stage, round, bucket, token }
+            | Instruction::ReduceScatter { stage, round, bucket, token } => {
                 let replica = self.gear.program.workers[self.gear.id.index()].replica;
                 let replicas = self.gear.program.stages[stage.index()].replicas;
                 let items = dealt(self.rule.count(stage, round), replicas, replica);
@@ -274,7 +282,9 @@ impl<'a> Worker<'a> {
                 let rate = self.rate(stage, round);
                 let step = Stepping { round, count, rate, from: from.0, in_place, factor };
                 self.desk(at, stage)?.update(step);
-                self.cut(stage, to.0);
+                if !self.desk(at, stage)?.is_in_shares(to.0) {
+                    self.cut(stage, to.0);
+                }
                 let _ = self.gear.events.send(Event::Stepped { worker: self.gear.id, version: to.0 });
                 self.spend(Work::Step(stage, to.0), start);
             }
@@ -295,8 +305,9 @@ impl<'a> Worker<'a> {
                 let weights = self.desk(at, stage)?.checkpoint(version);
                 let _ = self.gear.events.send(Event::Checkpoint(Checkpoint { stage, version, weights }));
             }
-            Instruction::ReduceScatter { .. } | Instruction::AllGather { .. } => {
-                return Err(self.bug(at, "the runtime does not deal weights out in shares"));
+            Instruction::AllGather { stage, version: Version(version), bucket, token } => {
+                self.desk(at, stage)?.give_share(version, bucket);
+                self.pending.insert(token, Pending::Gather { stage, version, bucket });
             }
         }
         Ok(())
@@ -407,7 +418,7 @@ impl<'a> Worker<'a> {
             && cuts.after(self.minibatches(stage, newest)).is_some_and(|cut| cut <= own)
     }
 
-    /// The stage has stepped to this version: gives its part, where a cut is there.
+    /// The stage has stepped to this version, and all of it is there: gives its part, where a cut is there.
     fn cut(&mut self, stage: StageId, version: u32) {
         let Some(Cutting { cuts, gate, .. }) = &self.gear.cutting else { return };
         let minibatches = self.minibatches(stage, version);
@@ -447,7 +458,8 @@ impl<'a> Worker<'a> {
         let round = self.rule.round(stage, item);
         let updates = round.saturating_sub(self.rule.version(stage, item).0);
         let is_stashed = self.gear.program.schedule.stashes();
-        Lag { updates, rate: self.rate(stage, round), is_stashed }
+        let turn = Turn { round, before: self.rule.place(stage, item) };
+        Lag { updates, rate: self.rate(stage, round), is_stashed, turn }
     }
 
     /// What averaged gradients are multiplied by in this step; nothing where it is left out. The first step of a round waits for all
@@ -457,9 +469,9 @@ impl<'a> Worker<'a> {
         let count = f64::from(count.max(1));
         let Some(norms) = &self.gear.norms else {
             let Some(clip) = clip else { return Ok(Some(1.0)) };
-            let squares = self.desk(at, stage)?.squares(round);
-            let norm = squares.iter().fold(0.0, |sum, (_, square)| sum + square).sqrt() / count;
-            return Ok(Some(factor(clip, norm)));
+            let gone = self.gone();
+            let sum = self.desk(at, stage)?.sum_of_squares(round).map_err(|_| gone)?;
+            return Ok(Some(factor(clip, sum.sqrt() / count)));
         };
         if let Some((_, factor)) = self.agreed.filter(|(of, _)| *of == round) {
             return Ok(factor);
@@ -524,6 +536,12 @@ impl<'a> Worker<'a> {
             Pending::Reduce { stage, round, bucket } => {
                 let gone = self.gone();
                 self.desk(at, stage)?.reduced(round, bucket).map_err(|_| gone)?;
+            }
+            Pending::Gather { stage, version, bucket } => {
+                let gone = self.gone();
+                if self.desk(at, stage)?.take_shares(version, bucket).map_err(|_| gone)? {
+                    self.cut(stage, version);
+                }
             }
         }
         self.spend(Work::Wait, start);

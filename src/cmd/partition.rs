@@ -8,10 +8,11 @@ use crate::loss::LossArguments;
 use crate::own::{self, Own};
 use crate::screen::Screen;
 use crate::source::{self, Costs};
+use crate::zero::{self, Zero};
 use crate::{device_placement, hybrid, output, prediction, quantity, stages, ties};
 use clap::{Args, ValueEnum};
 use compiler::cluster::unit;
-use compiler::partition::planner::{self, Compared, Partitioner, Planned, PlannerOptions};
+use compiler::partition::planner::{Compared, Partitioner, Planned, PlannerOptions};
 use compiler::plan::problem::{CostModel, InFlight, Objective, Problem, Target};
 use compiler::plan::{Edge, ScheduleKind, Stage, read};
 use compiler::schedule::pipeline::{pipeline, pipeline_of};
@@ -131,6 +132,9 @@ pub struct Question {
     /// Replicas sum their gradients in parts of about so many bytes, each as soon as it is made; 1B is one parameter at a time
     #[arg(long, value_name = "SIZE", default_value = USUAL_BUCKET, help_heading = "Schedule")]
     pub bucket: String,
+    /// What replicas of a stage share of what they would hold alike (ZeRO): nothing (0), the optimizer's state (1), the sums of gradients too (2), or the least with which the best plan fits (auto)
+    #[arg(long, value_name = "LEVEL|auto", default_value = "0", value_parser = zero::read, help_heading = "Costs and memory")]
+    pub zero: Zero,
     /// Seed of everything random
     #[arg(long, value_name = "N", default_value_t = 0, help_heading = "Search")]
     pub seed: u64,
@@ -161,6 +165,7 @@ impl Default for Question {
             time_limit: None,
             in_flight: InFlight::Auto,
             bucket: USUAL_BUCKET.to_string(),
+            zero: Zero::Level(0),
             seed: 0,
         }
     }
@@ -333,7 +338,7 @@ impl Question {
                 .because("it is about one item's way through a pipeline that only answers")
                 .help("leave out `--schedule`, or write `--schedule inference`"));
         }
-        Ok(())
+        self.zero.check(kind != ScheduleKind::Inference)
     }
 
     /// Whether nothing is trained, as far as can be told without a file of the user's order.
@@ -402,6 +407,7 @@ pub fn ask(file: &Path, costs: Costs, question: &Question) -> Result<Planned, Fa
     };
     let bucket = |error| Failure::input("cannot read `--bucket`").because(error);
     problem.bucket = unit::bytes(&question.bucket).map_err(bucket)?;
+    problem.zero = question.zero.level();
     problem.count_updates();
     problem.constraints.replicas = match (&question.stages, &own) {
         (None, Some(own)) => Some(own.replicas()?),
@@ -419,7 +425,8 @@ pub fn ask(file: &Path, costs: Costs, question: &Question) -> Result<Planned, Fa
         seed: question.seed,
         efficiency: Some(&|stages: &[Stage], edges: &[Edge], caps: &[u32]| efficiency(&problem, stages, edges, caps)),
     };
-    let mut planned = planner::plan(&problem, &options).map_err(|error| unplanned(file, error, problem.schedule))?;
+    let mut planned =
+        question.zero.plan(&problem, &options).map_err(|error| unplanned(file, error, problem.schedule))?;
     if let Some(own) = &own {
         let pipeline = pipeline(&planned.plan).map_err(|error| Failure::bug(&error.to_string()))?;
         own.program(&pipeline, 1)?;

@@ -98,6 +98,12 @@ pub fn ranges(devices: &[u32]) -> String {
     parts.iter().map(show).collect::<Vec<_>>().join(", ")
 }
 
+/// What a stage does to hold less, behind the bytes that it holds: `, recomputed, ZeRO 1`, or nothing.
+pub fn sparing(stage: &Stage) -> String {
+    let zero = if stage.zero > 0 { format!(", ZeRO {}", stage.zero) } else { String::new() };
+    if stage.recompute { format!(", recomputed{zero}") } else { zero }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -87,6 +87,7 @@ pub fn is_limited(problem: &Problem) -> bool {
         weights: sum(&mut graph.params.iter().map(|param| param.bytes)),
         terms: sum(&mut graph.used_bytes().into_iter()),
         shared: sum(&mut graph.params.iter().filter(|param| param.users.len() > 1).map(|param| param.bytes)),
+        largest: graph.used_bytes().into_iter().max().unwrap_or(0),
         saved: sum(&mut graph.ops.iter().map(OpCost::kept_bytes)),
         inputs: tensors,
         outputs: tensors,
@@ -96,8 +97,16 @@ pub fn is_limited(problem: &Problem) -> bool {
     };
     let (optimizer_state, schedule) = (problem.optimizer_state, problem.schedule);
     let versions = in_flight.saturating_add(1);
-    let once =
-        Multiples { in_flight, apart: in_flight, versions, replicas: 2, recompute: false, optimizer_state, schedule };
+    let once = Multiples {
+        in_flight,
+        apart: in_flight,
+        versions,
+        replicas: 2,
+        recompute: false,
+        zero: 0,
+        optimizer_state,
+        schedule,
+    };
     all.held(&once).total > limit
 }
 
@@ -180,6 +189,7 @@ pub fn memory(
             versions: versions[at],
             replicas,
             recompute: spots[at].recompute,
+            zero: problem.zero,
             optimizer_state: problem.optimizer_state,
             schedule: problem.schedule,
         })
@@ -227,6 +237,7 @@ pub fn stages(problem: &Problem, shape: &Shape, spots: &[Spot], memory: &[StageM
                 true => buckets(&problem.graph, leaf.ops, problem.bucket.0),
                 false => Vec::new(),
             },
+            zero: if leaf.replicas > 1 && problem.schedule != ScheduleKind::Inference { problem.zero } else { 0 },
             memory: *memory,
             hierarchy: leaf.hierarchy,
         });

@@ -239,6 +239,9 @@ fn options(problem: &Problem, statement: &Statement<'_>) -> BTreeMap<String, Val
     if problem.bucket.0 != buckets::USUAL_BYTES {
         all.insert("bucket_bytes".to_string(), json!(problem.bucket.0));
     }
+    if problem.zero > 0 {
+        all.insert("zero".to_string(), json!(problem.zero));
+    }
     let in_flight = match &problem.in_flight {
         InFlight::Auto => json!("auto"),
         InFlight::Pipedream => json!("pipedream"),

@@ -43,6 +43,8 @@ pub struct Fit<'a> {
     pub flow: Flow,
     /// Bytes of optimizer state for each byte of weights.
     pub optimizer_state: f64,
+    /// The level of ZeRO of stages with replicas.
+    pub zero: u32,
 }
 
 /// Finds the partition that makes `least` least, using any number of outermost units and all units of inner levels. Gives its
@@ -168,8 +170,10 @@ impl FitSearch<'_> {
             in_flight: 1,
             apart: 0,
             versions: 1,
-            replicas: 1,
+            // Who shares with many holds least.
+            replicas: if self.settings.zero > 0 { u32::MAX } else { 1 },
             recompute: false,
+            zero: self.settings.zero,
             optimizer_state: self.settings.optimizer_state,
             schedule: self.settings.flow.schedule,
         };
@@ -200,6 +204,7 @@ impl FitSearch<'_> {
             versions: settings.flow.versions(own, first),
             replicas: copies,
             recompute: false,
+            zero: settings.zero,
             optimizer_state: settings.optimizer_state,
             schedule: settings.flow.schedule,
         };

@@ -67,6 +67,7 @@ fn least_bytes(problem: &Problem) -> Option<u64> {
             flow: build::flow(problem, devices),
             first,
             optimizer_state: problem.optimizer_state,
+            zero: problem.zero,
             memory_limit: None,
             rules: &rules,
             steps: 0,

@@ -162,6 +162,7 @@ fn holdings(graph: &CostGraph, order: &[u32], ends: &[usize]) -> Vec<Holdings> {
         for to in from + 1..places {
             for &op in &order[ends[to - 1]..ends[to]] {
                 let op = op as usize;
+                run.largest = run.largest.max(params[op].iter().map(|&param| graph.params[param].bytes).sum());
                 for &param in &params[op] {
                     let (bytes, users) = (graph.params[param].bytes, graph.params[param].users.len());
                     run.terms += bytes;

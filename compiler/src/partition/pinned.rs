@@ -75,6 +75,7 @@ pub fn shapes(problem: &Problem, joined: &Joined<'_>, least_memory: bool) -> Res
             level,
             flow: build::flow(problem, level.count),
             optimizer_state: problem.optimizer_state,
+            zero: problem.zero,
             stages,
             replicas,
             caps,
@@ -99,6 +100,8 @@ pub struct Pinned<'a> {
     pub flow: Flow,
     /// Bytes of optimizer state for each byte of weights.
     pub optimizer_state: f64,
+    /// The level of ZeRO of stages with replicas.
+    pub zero: u32,
     /// Number of stages.
     pub stages: usize,
     /// Replicas of each stage, or free.
@@ -207,6 +210,7 @@ fn value(settings: &Pinned<'_>, stage: usize, from: usize, end: usize, replicas:
         versions: settings.flow.versions(own, first),
         replicas,
         recompute: false,
+        zero: settings.zero,
         optimizer_state: settings.optimizer_state,
         schedule: settings.flow.schedule,
     };

@@ -57,6 +57,8 @@ pub struct Placing<'a> {
     pub first: First,
     /// Bytes of optimizer state for each byte of weights.
     pub optimizer_state: f64,
+    /// The level of ZeRO of stages with replicas.
+    pub zero: u32,
     /// Bytes on one device.
     pub memory_limit: Option<u64>,
     /// Exactly so many devices, counted from a stage's first to the last of all; absent means any number.
@@ -307,9 +309,9 @@ impl Placing<'_> {
             return u64::MAX;
         }
         let versions = self.flow.versions(own, first);
-        let (optimizer_state, schedule) = (self.optimizer_state, self.flow.schedule);
+        let (zero, optimizer_state, schedule) = (self.zero, self.optimizer_state, self.flow.schedule);
         let apart = self.flow.apart(position, in_flight);
-        let multiples = Multiples { in_flight, apart, versions, replicas, recompute, optimizer_state, schedule };
+        let multiples = Multiples { in_flight, apart, versions, replicas, recompute, zero, optimizer_state, schedule };
         run.holdings.held(&multiples).total
     }
 

@@ -383,6 +383,7 @@ impl Numbers {
                 flow: build::flow(problem, exactly.unwrap_or(devices)),
                 first,
                 optimizer_state: problem.optimizer_state,
+                zero: problem.zero,
                 memory_limit: problem.memory_limit.map(|limit| limit.0),
                 rules,
                 steps: 0,

@@ -343,6 +343,7 @@ impl Question<'_> {
                 levels,
                 flow: build::flow(self.problem, self.problem.cluster.devices()),
                 optimizer_state: self.problem.optimizer_state,
+                zero: self.problem.zero,
             };
             fit::fit(&settings, least).map(|(_, shape)| shape)
         };

@@ -16,6 +16,8 @@ use crate::profile::cost_graph::CostGraph;
 use std::borrow::Cow;
 use std::collections::BTreeMap;
 
+mod shares;
+
 /// What the judge worked out.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Checked {
@@ -40,6 +42,7 @@ pub fn check(problem: &Problem, plan: &Plan) -> Result<Checked, Vec<Fault>> {
     let stage_of = coverage(&problem.graph, plan, &mut faults);
     devices(&problem.cluster, plan, &mut faults);
     schedule(plan, &mut faults);
+    faults.extend(shares::faults(plan));
     if !faults.is_empty() {
         return Err(faults);
     }
@@ -377,6 +380,8 @@ fn memory(problem: &Problem, plan: &Plan, stage_of: &[usize]) -> Vec<StageMemory
     let mut weights = vec![0u64; plan.stages.len()];
     let mut terms = vec![0u64; plan.stages.len()];
     let mut shared = vec![0u64; plan.stages.len()];
+    let mut largest = vec![0u64; plan.stages.len()];
+    let mut used = vec![0u64; graph.ops.len()];
     let mut alive = vec![0u64; plan.stages.len()];
     let mut workspace = vec![0u64; plan.stages.len()];
     let mut received = vec![0u64; plan.stages.len()];
@@ -394,10 +399,12 @@ fn memory(problem: &Problem, plan: &Plan, stage_of: &[usize]) -> Vec<StageMemory
         if stages.len() > 1 {
             stages.iter().for_each(|&stage| shared[stage] = shared[stage].saturating_add(param.bytes));
         }
+        param.users.iter().for_each(|op| used[op.index()] = used[op.index()].saturating_add(param.bytes));
         stages.into_iter().for_each(|stage| weights[stage] = weights[stage].saturating_add(param.bytes));
     }
     for (op, &stage) in graph.ops.iter().zip(stage_of) {
         alive[stage] += op.saved_bytes + op.fed_bytes;
+        largest[stage] = largest[stage].max(used[op.id as usize]);
         workspace[stage] = workspace[stage].max(op.workspace_bytes + op.live_bytes);
     }
     for tensor in &graph.tensors {
@@ -425,9 +432,9 @@ fn memory(problem: &Problem, plan: &Plan, stage_of: &[usize]) -> Vec<StageMemory
         let apart = plan.schedule.apart.get(stage).map_or(0, |&apart| u64::from(apart));
         let weights = weights[stage];
         let versions = weights.saturating_mul(u64::from(plan.schedule.weight_versions[stage]) - 1);
-        let copies = if plan.stages[stage].replicas > 1 { 2 } else { 1 };
-        let gradients = if trains { terms[stage].saturating_mul(copies).saturating_add(shared[stage]) } else { 0 };
-        let optimizer = if trains { (weights as f64 * problem.optimizer_state).ceil() as u64 } else { 0 };
+        let (terms, shared, largest) = (terms[stage], shared[stage], largest[stage]);
+        let of = shares::Of { weights, terms, shared, largest, state: problem.optimizer_state };
+        let (gradients, optimizer) = if trains { shares::held(&plan.stages[stage], &of) } else { (0, 0) };
         let waiting = received[stage].saturating_add(only_sent[stage]);
         let in_flight = u64::from(plan.schedule.in_flight[stage]);
         let activations = match plan.stages[stage].recompute {

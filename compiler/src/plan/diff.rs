@@ -62,8 +62,8 @@ impl Diff {
 
 /// Whether a stage is another one in the second plan, times and ops aside.
 pub fn is_rearranged(before: &Stage, after: &Stage) -> bool {
-    (before.replicas, &before.devices, before.recompute, before.degree(), &before.choices)
-        != (after.replicas, &after.devices, after.recompute, after.degree(), &after.choices)
+    (before.replicas, &before.devices, before.recompute, before.zero, before.degree(), &before.choices)
+        != (after.replicas, &after.devices, after.recompute, after.zero, after.degree(), &after.choices)
 }
 
 /// The ranges of all stages, ascending.

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! total       = weights · versions + gradients + optimizer + activations + between + messages + workspace
-//! gradients   = terms, twice where replicas add theirs up, + shared
+//! gradients   = terms, twice where replicas add theirs up, + shared        where replicas have shares: see `zero`
 //! activations = in_flight · (saved + inputs + sent)          recomputed: in_flight · (inputs + outputs) + max(1, apart) · (saved + outputs)
 //!               saved + inputs + sent + (in_flight - 1) · outputs                   inference
 //! between     = apart · halves + (apart - 1) · outputs       0 where backwards are whole
@@ -20,7 +20,7 @@
 //! For inference there are no gradients and no optimizer; one item at a time is worked on, of those before only what is sent is held,
 //! and the next may be under way.
 
-use crate::plan::{ScheduleKind, StageMemory};
+use crate::plan::{ScheduleKind, StageMemory, zero};
 use crate::profile::cost_graph::{CostGraph, OpCost, OpId};
 
 /// The sizes of a set of ops, in bytes, before anything is multiplied.
@@ -32,6 +32,8 @@ pub struct Holdings {
     pub terms: u64,
     /// Parameters that ops outside the set use as well.
     pub shared: u64,
+    /// The most bytes of parameters that one op uses.
+    pub largest: u64,
     /// Saved for backward, of one micro-batch.
     pub saved: u64,
     /// Tensors from outside the set, of one micro-batch.
@@ -59,10 +61,19 @@ pub struct Multiples {
     pub replicas: u32,
     /// Whether forward runs again before backward.
     pub recompute: bool,
+    /// The level of ZeRO, where the stage has replicas.
+    pub zero: u32,
     /// Bytes of optimizer state for each byte of weights.
     pub optimizer_state: f64,
     /// Order of work.
     pub schedule: ScheduleKind,
+}
+
+impl Multiples {
+    /// The level of ZeRO: none for one replica.
+    pub fn level(&self) -> u32 {
+        if self.replicas > 1 { self.zero } else { 0 }
+    }
 }
 
 impl Holdings {
@@ -75,6 +86,8 @@ impl Holdings {
             holdings.terms += param.bytes * users;
             holdings.shared += if users > 0 && users < param.users.len() as u64 { param.bytes } else { 0 };
         }
+        let used = graph.used_bytes().into_iter().zip(inside);
+        holdings.largest = used.filter(|(_, is_inside)| **is_inside).map(|(bytes, _)| bytes).max().unwrap_or(0);
         for (at, tensor) in graph.tensors.iter().enumerate() {
             let (mut is_read_inside, mut is_read_outside) = (false, false);
             for op in &tensor.consumers {
@@ -113,11 +126,7 @@ impl Holdings {
         let trains = multiples.schedule != ScheduleKind::Inference;
         let weights = self.weights;
         let versions = weights.saturating_mul(u64::from(multiples.versions.saturating_sub(1)));
-        let copies = if trains { 1 + u64::from(multiples.replicas > 1) } else { 0 };
-        let shared = if trains { self.shared } else { 0 };
-        let gradients = self.terms.saturating_mul(copies).saturating_add(shared);
-        // `as` saturates; state is a small factor checked with the problem.
-        let optimizer = if trains { (weights as f64 * multiples.optimizer_state).ceil() as u64 } else { 0 };
+        let (gradients, optimizer) = if trains { zero::held(self, multiples) } else { (0, 0) };
         let apart = u64::from(multiples.apart);
         let again = self.saved.saturating_add(self.outputs).saturating_mul(apart.max(1));
         let (kept, once) = match multiples.recompute {
@@ -167,13 +176,14 @@ mod tests {
         };
         let tail = Holdings::of(&graph, &[false, true, true]);
         let rest = Holdings { inputs: 100, outputs: 0, sent: 0, workspace: 9, halves: 11, ..Holdings::default() };
-        assert_eq!(tail, Holdings { weights: 1000, terms: 2000, shared: 1000, saved: 60, ..rest });
+        assert_eq!(tail, Holdings { weights: 1000, terms: 2000, shared: 1000, largest: 1000, saved: 60, ..rest });
         let multiples = Multiples {
             in_flight: 3,
             apart: 0,
             versions: 3,
             replicas: 1,
             recompute: false,
+            zero: 0,
             optimizer_state: 2.0,
             schedule: ScheduleKind::RoundRobin,
         };
@@ -182,6 +192,14 @@ mod tests {
         assert_eq!(held.total, 1000 + 2000 + 3000 + 2000 + 480 + 200 + 9);
         let replicated = tail.held(&Multiples { replicas: 2, ..multiples });
         assert_eq!(replicated.gradients, 5000);
+        // Shared out, three replicas have a third of each sum and of its state, but for what other stages hold too.
+        let tied = tail.held(&Multiples { replicas: 3, zero: 1, ..multiples });
+        assert_eq!((tied.gradients, tied.optimizer), (2000 + 1000 + 334 + 1000, 2000));
+        let whole = Holdings { shared: 0, ..tail }.held(&Multiples { replicas: 3, zero: 1, ..multiples });
+        assert_eq!((whole.gradients, whole.optimizer), (2000 + 667, 668));
+        assert_eq!(tail.held(&Multiples { zero: 1, ..multiples }), held);
+        let made = Holdings { shared: 0, largest: 600, ..tail }.held(&Multiples { replicas: 3, zero: 2, ..multiples });
+        assert_eq!((made.gradients, made.optimizer), (600 + 667, 668));
         // Recomputed, only the inputs wait for each of the three; what one item saves is there while it runs backward.
         let recomputed = tail.held(&Multiples { recompute: true, ..multiples });
         assert_eq!(recomputed.activations, 3 * 100 + 60);

@@ -2,6 +2,7 @@
 
 use crate::cluster::read::{self, ClusterError};
 use crate::cluster::{Bytes, Cluster, class};
+use crate::plan::zero::{LEVELS, MOST};
 use crate::plan::{PlannedModel, PlannedProfile, ScheduleKind, buckets};
 use crate::profile::Method;
 use crate::profile::cost_graph::{CostGraph, CostGraphError};
@@ -150,6 +151,8 @@ pub struct Problem {
     pub room: u32,
     /// Gradients of a stage with replicas are all-reduced in parts of about so many bytes.
     pub bucket: Bytes,
+    /// The level of ZeRO by which replicas of a stage share what they would hold alike.
+    pub zero: u32,
     /// Whether a stage that does not fit otherwise may be recomputed; cost `pipec` only.
     pub recompute: bool,
     /// What the user fixed.
@@ -307,6 +310,7 @@ impl Problem {
             in_flight: InFlight::Pipedream,
             room: 0,
             bucket: Bytes(buckets::USUAL_BYTES),
+            zero: 0,
             recompute: true,
             constraints: Constraints::default(),
             model,
@@ -372,6 +376,7 @@ impl Problem {
         setting(fine, "chunks", self.chunks.to_string(), "at least 2 for this schedule")?;
         let fine = self.chunks == 2 || !self.schedule.is_on_a_v();
         setting(fine, "chunks", self.chunks.to_string(), "2 for this schedule")?;
+        setting(self.zero <= MOST, "level of ZeRO", self.zero.to_string(), LEVELS)?;
         self.mixed()?;
         if self.cost != CostModel::Pipec {
             let settings = [

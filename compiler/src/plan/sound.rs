@@ -2,12 +2,12 @@
 //! `check`, which needs the model's costs.
 
 use crate::cluster::MAX_DEVICES;
-use crate::plan::Plan;
 use crate::plan::buckets;
 use crate::plan::check::class_memory;
 use crate::plan::fault::Fault;
 use crate::plan::groups;
 use crate::plan::problem::CostModel;
+use crate::plan::{Plan, ScheduleKind, zero};
 use crate::profile::cost_graph::MAX_ENTRIES;
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -49,6 +49,8 @@ pub fn sound(plan: &Plan) -> Result<(), Vec<Fault>> {
     for (at, stage) in plan.stages.iter().enumerate() {
         let what = buckets::contradiction(stage).map(|reason| format!("stage {at}: {reason}"));
         faults.extend(what.map(|what| Fault::Schedule { what }));
+        let what = zero::contradiction(stage, schedule.kind != ScheduleKind::Inference);
+        faults.extend(what.map(|what| Fault::Schedule { what: format!("stage {at}: {what}") }));
     }
     edges(plan, &mut faults);
     memory(plan, &mut faults);

@@ -7,8 +7,10 @@
 //! - each item runs forward and backward once at each stage, on the replica that the rule names, after everything it
 //!   depends on has arrived, in item order;
 //! - forward and backward use the version that the rule gives, and the version exists; all but the last end;
-//! - all replicas of a rank come to their collectives in the same order, and no version in shares is used;
+//! - all replicas of a rank come to their collectives in the same order; where ZeRO shares a stage, each round is reduced to shares, and
+//!   no version is used, stepped from or dropped before all its buckets have been gathered;
 //! - no slot, gradient buffer or token is used while something still needs it; in-flight items stay within the cap;
+//! - under ZeRO 2 the items of a round add their gradients in their order, whoever has them, and under a flush when all have its weights;
 //! - each round is reduced over all replicas and applied, once, in order, with the right count.
 //!
 //! It shares with the generators only the [`Rule`], which is the meaning of the schedules, and nothing of how they order.
@@ -16,6 +18,7 @@
 use std::collections::{HashMap, HashSet, VecDeque};
 
 use crate::plan::StageId;
+use crate::plan::zero::MOST;
 use crate::schedule::channel::{Channel, Channels};
 use crate::schedule::collective::{Collective, Meeting};
 use crate::schedule::fault::{CheckError, Fault};
@@ -26,7 +29,8 @@ use crate::schedule::rule::Rule;
 use crate::schedule::shape::MAX_WORKERS;
 use crate::schedule::shape::check_ranks;
 use crate::schedule::{
-    EdgeId, Instruction, MicrobatchId, Payload, Program, ProgramStage, RankId, Token, Version, WorkerId, WorkerProgram,
+    EdgeId, Instruction, MicrobatchId, Payload, Program, ProgramStage, RankId, Schedule, Token, Version, WorkerId,
+    WorkerProgram,
 };
 
 /// Says what is wrong with the program, if anything is.
@@ -56,6 +60,11 @@ fn shape(program: &Program) -> Result<(), CheckError> {
     if let Err(reason) = check_ranks(&ranks, &replicas) {
         return wrong(reason);
     }
+    if let Some((at, what)) =
+        program.stages.iter().zip(0..).find_map(|(stage, at)| Some((at, shares(stage, schedule)?)))
+    {
+        return wrong(format!("stage {at}: {what}"));
+    }
     let layout = Layout::new(&program.stages);
     let workers = layout.workers();
     if workers != program.workers.len() || workers as u64 > MAX_WORKERS {
@@ -76,6 +85,19 @@ fn shape(program: &Program) -> Result<(), CheckError> {
         }
     }
     Ok(())
+}
+
+/// What is wrong with the level of ZeRO of a stage.
+fn shares(stage: &ProgramStage, schedule: Schedule) -> Option<String> {
+    let (zero, replicas) = (stage.zero, stage.replicas);
+    match zero {
+        0 => None,
+        _ if zero > MOST => Some(format!("ZeRO has levels 0 to {MOST}, not {zero}")),
+        _ if replicas < 2 || !schedule.trains() => {
+            Some(format!("ZeRO {zero} shares what at least two replicas train; {replicas} under {schedule}"))
+        }
+        _ => None,
+    }
 }
 
 /// Both ends of a channel: how many are posted at each, and the items of those that the other end has not come to.
@@ -121,8 +143,8 @@ struct Hands {
     tokens: Numbered<Posted>,
     /// For each of its stages.
     ledgers: Vec<Ledger>,
-    /// Collectives posted, and those of them whose gradients are not yet made.
-    joined: usize,
+    /// Reductions and gathers posted, and those of them whose gradients are not yet made.
+    joined: [usize; 2],
     due: Vec<Meeting>,
     /// Whether it stands among those that may go on.
     is_awake: bool,
@@ -144,8 +166,10 @@ struct Checker<'a> {
     ends: Vec<Ends>,
     /// Members that have joined each collective.
     joined: HashMap<Meeting, u32>,
-    /// For each rank, the order in which its first replica to get there came to its collectives.
-    collectives: Vec<Vec<Meeting>>,
+    /// Of stages whose replicas sum gradients as they are made: items of a round that have added theirs.
+    added: HashMap<(StageId, u32), u32>,
+    /// For each rank, the order in which its first replica to get there came to its reductions, and to its gathers.
+    collectives: Vec<[Vec<Meeting>; 2]>,
     awake: VecDeque<WorkerId>,
 }
 
@@ -156,7 +180,7 @@ impl<'a> Checker<'a> {
             at: 0,
             tokens: Numbered::new(worker.instructions.len()),
             ledgers: program.stages_of(worker.rank).map(|stage| Ledger::new(program, stage, worker)).collect(),
-            joined: 0,
+            joined: [0; 2],
             due: Vec::new(),
             is_awake: true,
         };
@@ -164,11 +188,12 @@ impl<'a> Checker<'a> {
             program,
             rule: Rule::of(program),
             hands: program.workers.iter().map(hands).collect(),
-            collectives: vec![Vec::new(); layout.ranks().count()],
+            collectives: vec![Default::default(); layout.ranks().count()],
             layout,
             channels: Channels::new(program.workers.len()),
             ends: Vec::new(),
             joined: HashMap::new(),
+            added: HashMap::new(),
             awake: (0..program.workers.len() as u32).map(WorkerId).collect(),
         }
     }
@@ -285,12 +310,20 @@ impl<'a> Checker<'a> {
                 format!("not every replica gathers version {number}")
             }
             Some(&Posted::Meeting(Meeting { number, .. })) => format!("not every replica joins round {number}"),
-            None => "nothing ends it".to_string(),
+            None => match self.instruction(worker) {
+                Some(Instruction::Backward { .. } | Instruction::BackwardWeight { .. }) => {
+                    "an item before it in the round never adds its gradients".to_string()
+                }
+                _ => "nothing ends it".to_string(),
+            },
         }
     }
 
     /// Runs one instruction; false if it must wait.
     fn advance(&mut self, worker: WorkerId, instruction: Instruction) -> Result<bool, Fault> {
+        if !self.is_turn(&instruction) {
+            return Ok(false);
+        }
         let rule = &self.rule;
         let hands = &mut self.hands[worker.index()];
         match instruction {
@@ -303,6 +336,7 @@ impl<'a> Checker<'a> {
                 ledger.backward_input(rule, item, version, slot)?;
                 ledger.backward_weight(rule, item, version, slot)?;
                 self.bring(worker, stage);
+                self.add(stage, item);
             }
             Instruction::Recompute { stage, item, version, slot } => {
                 hands.of(stage)?.recompute(rule, item, version, slot)?;
@@ -313,6 +347,7 @@ impl<'a> Checker<'a> {
             Instruction::BackwardWeight { stage, item, version, slot } => {
                 hands.of(stage)?.backward_weight(rule, item, version, slot)?;
                 self.bring(worker, stage);
+                self.add(stage, item);
             }
             Instruction::Send { edge, item, kind, peer, token } => {
                 let (here, other) = self.ends(edge, kind, true)?;
@@ -339,12 +374,12 @@ impl<'a> Checker<'a> {
                 let is_made = hands.of(stage)?.all_reduce(rule, round, bucket)?;
                 self.meet(worker, instruction, is_made)?;
             }
-            Instruction::ReduceScatter { stage, round, .. } => {
-                hands.of(stage)?.reduce_scatter(rule, round)?;
-                self.meet(worker, instruction, true)?;
+            Instruction::ReduceScatter { stage, round, bucket, .. } => {
+                let is_made = hands.of(stage)?.reduce_scatter(rule, round, bucket)?;
+                self.meet(worker, instruction, is_made)?;
             }
-            Instruction::AllGather { stage, version, .. } => {
-                hands.of(stage)?.all_gather(version)?;
+            Instruction::AllGather { stage, version, bucket, .. } => {
+                hands.of(stage)?.all_gather(version, bucket)?;
                 self.meet(worker, instruction, true)?;
             }
             Instruction::Step { stage, round, from, to, count, in_place } => {
@@ -359,6 +394,38 @@ impl<'a> Checker<'a> {
             Instruction::Checkpoint { stage, version } => hands.of(stage)?.has_whole(version)?,
         }
         Ok(true)
+    }
+
+    /// Whether an instruction that sums gradients as they are made may: the items of its round before it have.
+    fn is_turn(&self, instruction: &Instruction) -> bool {
+        let (stage, item) = match *instruction {
+            Instruction::Backward { stage, item, .. } | Instruction::BackwardWeight { stage, item, .. } => {
+                (stage, item)
+            }
+            _ => return true,
+        };
+        let sums = self.program.stages.get(stage.index()).is_some_and(|stage| stage.zero >= 2);
+        // An item that is not there is told of where it is run.
+        if !sums || item.0 >= self.rule.items {
+            return true;
+        }
+        let round = self.rule.round(stage, item);
+        // Under a flush owners have room for the sums of a round when they have gathered its weights.
+        let has_room = |worker: WorkerId| {
+            let ledgers = &self.hands[worker.index()].ledgers;
+            ledgers.iter().any(|ledger| ledger.stage() == stage && ledger.has_whole(Version(round)).is_ok())
+        };
+        let added = self.added.get(&(stage, round)).copied().unwrap_or(0);
+        added >= self.rule.place(stage, item)
+            && (!self.rule.schedule.flushes() || self.layout.holders(stage).all(has_room))
+    }
+
+    /// An item's gradients are in the sums of its round.
+    fn add(&mut self, stage: StageId, item: MicrobatchId) {
+        if self.program.stages[stage.index()].zero >= 2 {
+            *self.added.entry((stage, self.rule.round(stage, item))).or_default() += 1;
+            self.layout.holders(stage).for_each(|worker| self.wake(worker));
+        }
     }
 
     /// The stage at this end of a transfer, and that at the other.
@@ -384,19 +451,20 @@ impl<'a> Checker<'a> {
         number
     }
 
-    /// Posts a collective; all replicas of a rank come to theirs in one order. The worker has joined it when what it brings is made.
+    /// Posts a collective; all replicas of a rank come to their reductions in one order, and to their gathers in one. The worker has joined it when what it brings is made.
     fn meet(&mut self, worker: WorkerId, instruction: Instruction, is_made: bool) -> Result<(), Fault> {
         let Some((meeting, token)) = instruction.meeting() else { return Ok(()) };
         let hands = &mut self.hands[worker.index()];
-        let order = &mut self.collectives[self.program.workers[worker.index()].rank.index()];
-        match order.get(hands.joined) {
-            Some(&Meeting { stage, number, bucket, .. }) if order[hands.joined] != meeting => {
+        let way = usize::from(meeting.kind == Collective::AllGather);
+        let order = &mut self.collectives[self.program.workers[worker.index()].rank.index()][way];
+        match order.get(hands.joined[way]) {
+            Some(&expected @ Meeting { stage, number, bucket, .. }) if expected != meeting => {
                 return Err(Fault::CollectiveOrder { stage: stage.0, round: number, bucket });
             }
             Some(_) => {}
             None => order.push(meeting),
         }
-        hands.joined += 1;
+        hands.joined[way] += 1;
         if !is_made {
             hands.due.push(meeting);
         }
@@ -461,9 +529,11 @@ impl<'a> Checker<'a> {
                 }
                 let ledger = self.hands[worker.index()].of(stage)?;
                 match kind {
-                    Collective::AllReduce => ledger.reduced(number),
-                    Collective::ReduceScatter => ledger.reduced_to_shares(number),
+                    Collective::AllReduce | Collective::ReduceScatter => ledger.reduced(number),
                     Collective::AllGather => ledger.gathered(Version(number)),
+                }
+                if kind == Collective::AllGather {
+                    self.layout.holders(stage).for_each(|worker| self.wake(worker));
                 }
             }
         }

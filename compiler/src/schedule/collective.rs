@@ -9,15 +9,22 @@
 //! 0B6
 //! ```
 //!
-//! An all-reduce is a reduce-scatter and an all-gather. Where the optimizer's state is dealt to the replicas, the two stand apart:
-//! every replica steps the share of the parameters whose gradients it has, and the new version is gathered before it is used.
+//! An all-reduce is a reduce-scatter and an all-gather. Where ZeRO deals the optimizer's state to the replicas, the two stand apart:
+//! every replica steps the share of the parameters whose gradients it has, and the new version is gathered before it is used. Gradients
+//! go bucket by bucket as a backward makes them, parameters the other way round, as a forward needs them.
 //!
 //! ```text
 //! reduce-scatter 0 round 0 #4
+//! reduce-scatter 0 round 0 bucket 1 #5
+//! 0B6
 //! wait #4
-//! step 0 round 0 v0 => v1 mean 8
-//! all-gather 0 v1 #5
 //! wait #5
+//! step 0 round 0 v0 => v1 mean 8
+//! all-gather 0 v1 bucket 1 #6
+//! all-gather 0 v1 #7
+//! wait #6
+//! wait #7
+//! 0F8@v1
 //! ```
 
 use crate::plan::StageId;
@@ -43,7 +50,7 @@ pub struct Meeting {
     pub stage: StageId,
     /// The round, or the version that is gathered.
     pub number: u32,
-    /// Which part of the gradients an all-reduce sums.
+    /// Which part of the gradients is summed, or of the parameters gathered.
     pub bucket: u32,
 }
 
@@ -54,8 +61,12 @@ impl Instruction {
             Instruction::AllReduce { stage, round, bucket, token } => {
                 (Collective::AllReduce, stage, round, bucket, token)
             }
-            Instruction::ReduceScatter { stage, round, token } => (Collective::ReduceScatter, stage, round, 0, token),
-            Instruction::AllGather { stage, version, token } => (Collective::AllGather, stage, version.0, 0, token),
+            Instruction::ReduceScatter { stage, round, bucket, token } => {
+                (Collective::ReduceScatter, stage, round, bucket, token)
+            }
+            Instruction::AllGather { stage, version, bucket, token } => {
+                (Collective::AllGather, stage, version.0, bucket, token)
+            }
             _ => return None,
         };
         Some((Meeting { kind, stage, number, bucket }, token))

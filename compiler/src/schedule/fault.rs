@@ -57,6 +57,8 @@ pub enum Fault {
     WrongVersion { found: Version, rule: Version },
     #[error("weights: the forward used version {}, this backward uses {}", .forward.0, .found.0)]
     OtherVersion { found: Version, forward: Version },
+    #[error("the stage is shared by ZeRO {level}, whose rounds are summed by {needs}")]
+    Zero { level: u32, needs: &'static str },
     #[error("version {} is in shares that have not been gathered", .0.0)]
     NotGathered(Version),
     #[error("version {} does not exist at this point", .0.0)]

@@ -72,6 +72,13 @@ impl Passage {
     }
 }
 
+/// Buckets of a version whose gathering is posted, and those that have been waited for.
+#[derive(Default)]
+struct Gathered {
+    posted: u32,
+    waited: u32,
+}
+
 /// What a worker holds of a stage and has done for it.
 pub struct Ledger {
     stage: StageId,
@@ -80,6 +87,8 @@ pub struct Ledger {
     cap: u32,
     /// Parts of an all-reduce.
     buckets: u32,
+    /// The level of ZeRO.
+    zero: u32,
     /// Whether a forward runs again before its backward.
     recomputes: bool,
     /// Edges that bring activations, and edges that bring gradients.
@@ -99,10 +108,8 @@ pub struct Ledger {
     /// Rounds that are closed, the buckets of them that have been waited for, and rounds applied.
     closed: u32,
     reduced: BTreeMap<u32, u32>,
-    /// Closed rounds whose gradients are in shares, and versions that are, those of them beside that are being gathered.
-    scattered: BTreeSet<u32>,
-    shares: BTreeSet<Version>,
-    gathering: BTreeSet<Version>,
+    /// Versions that are in shares, with what of them is gathered.
+    shares: BTreeMap<Version, Gathered>,
     applied: u32,
     forwards: u32,
     backwards: u32,
@@ -125,6 +132,7 @@ impl Ledger {
             replicas: of.replicas,
             cap: of.cap,
             buckets: of.buckets,
+            zero: of.zero,
             recomputes: of.recompute,
             incoming: edges(|ends| ends.1),
             outgoing: edges(|ends| ends.0),
@@ -140,9 +148,7 @@ impl Ledger {
             posted: 0,
             closed: 0,
             reduced: BTreeMap::new(),
-            scattered: BTreeSet::new(),
-            shares: BTreeSet::new(),
-            gathering: BTreeSet::new(),
+            shares: BTreeMap::new(),
             applied: 0,
             forwards: 0,
             backwards: 0,
@@ -337,6 +343,21 @@ impl Ledger {
     /// AllReduce, of the round's next bucket. Several may be posted before the round's last backward, one only after it. True if
     /// its gradients are made.
     pub fn all_reduce(&mut self, rule: &Rule, round: u32, bucket: u32) -> Result<bool, Fault> {
+        if self.zero > 0 {
+            return Err(Fault::Zero { level: self.zero, needs: "reduce-scatters" });
+        }
+        self.reduce(rule, round, bucket)
+    }
+
+    /// ReduceScatter, of the round's next bucket: as AllReduce, where replicas have shares.
+    pub fn reduce_scatter(&mut self, rule: &Rule, round: u32, bucket: u32) -> Result<bool, Fault> {
+        if self.zero == 0 {
+            return Err(Fault::Zero { level: 0, needs: "all-reduces" });
+        }
+        self.reduce(rule, round, bucket)
+    }
+
+    fn reduce(&mut self, rule: &Rule, round: u32, bucket: u32) -> Result<bool, Fault> {
         self.reduces(rule, round)?;
         let Self { buckets, posted, .. } = *self;
         if bucket != posted || bucket >= buckets {
@@ -351,18 +372,6 @@ impl Ledger {
         Ok(missing == 0)
     }
 
-    /// ReduceScatter, of all buckets at once, after the round's last backward.
-    pub fn reduce_scatter(&mut self, rule: &Rule, round: u32) -> Result<(), Fault> {
-        self.reduces(rule, round)?;
-        let Self { buckets, posted, .. } = *self;
-        if posted > 0 {
-            return Err(Fault::WrongBucket { found: 0, expected: posted, buckets });
-        }
-        self.close(rule, round)?;
-        self.scattered.insert(round);
-        Ok(())
-    }
-
     /// Whether the stage's next collective may be one of this round.
     fn reduces(&self, rule: &Rule, round: u32) -> Result<(), Fault> {
         if self.replicas == 1 {
@@ -371,16 +380,26 @@ impl Ledger {
         self.is_next(rule, round)
     }
 
-    /// AllGather: of a version that is in shares, once.
-    pub fn all_gather(&mut self, version: Version) -> Result<(), Fault> {
-        let is_ready = self.versions.contains(&version) && self.shares.contains(&version);
-        if is_ready && self.gathering.insert(version) { Ok(()) } else { Err(Fault::NoVersion(version)) }
+    /// AllGather: of the next bucket of a version that is in shares, from the last to the first.
+    pub fn all_gather(&mut self, version: Version, bucket: u32) -> Result<(), Fault> {
+        let buckets = self.buckets;
+        let of = self.shares.get_mut(&version).ok_or(Fault::NoVersion(version))?;
+        match buckets.checked_sub(of.posted + 1) {
+            Some(expected) if expected == bucket => {}
+            Some(expected) => return Err(Fault::WrongBucket { found: bucket, expected, buckets }),
+            None => return Err(Fault::NoVersion(version)),
+        }
+        of.posted += 1;
+        Ok(())
     }
 
     /// The Wait for an AllGather.
     pub fn gathered(&mut self, version: Version) {
-        self.gathering.remove(&version);
-        self.shares.remove(&version);
+        let Some(of) = self.shares.get_mut(&version) else { return };
+        of.waited += 1;
+        if of.waited == self.buckets {
+            self.shares.remove(&version);
+        }
     }
 
     /// Checkpoint: of a version that is whole.
@@ -388,17 +407,12 @@ impl Ledger {
         if !self.versions.contains(&version) {
             return Err(Fault::NoVersion(version));
         }
-        if self.shares.contains(&version) { Err(Fault::NotGathered(version)) } else { Ok(()) }
+        if self.shares.contains_key(&version) { Err(Fault::NotGathered(version)) } else { Ok(()) }
     }
 
-    /// The Wait for an AllReduce.
+    /// The Wait for an AllReduce or a ReduceScatter.
     pub fn reduced(&mut self, round: u32) {
         *self.reduced.entry(round).or_default() += 1;
-    }
-
-    /// The Wait for a ReduceScatter.
-    pub fn reduced_to_shares(&mut self, round: u32) {
-        self.reduced.insert(round, self.buckets);
     }
 
     /// Ends the round that gradients are added to: it must be `round`, with all of this worker's items.
@@ -480,19 +494,14 @@ impl Ledger {
         if count != expected {
             return Err(Fault::WrongCount { found: count, expected });
         }
-        if !self.versions.contains(&from) {
-            return Err(Fault::NoVersion(from));
-        }
-        if in_place && self.gathering.contains(&from) {
-            return Err(Fault::NotGathered(from));
-        }
+        // What a replica does not step of it goes on as it is.
+        self.has_whole(from)?;
         if in_place {
             self.versions.remove(&from);
-            self.shares.remove(&from);
         }
         self.versions.insert(to);
-        if self.scattered.remove(&round) {
-            self.shares.insert(to);
+        if self.zero > 0 {
+            self.shares.insert(to, Gathered::default());
         }
         self.applied += 1;
         Ok(())
@@ -500,10 +509,9 @@ impl Ledger {
 
     /// Drop: of any version but the newest.
     pub fn drop_version(&mut self, version: Version) -> Result<(), Fault> {
-        if self.gathering.contains(&version) {
+        if self.shares.contains_key(&version) {
             return Err(Fault::NotGathered(version));
         }
-        self.shares.remove(&version);
         if version.0 < self.applied && self.versions.remove(&version) { Ok(()) } else { Err(Fault::NoVersion(version)) }
     }
 

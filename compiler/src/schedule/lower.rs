@@ -5,7 +5,7 @@
 //! ```text
 //! recv …            posted ahead of the work that needs it, so that transfers run beside computation
 //! recompute 2F3     before 2B3 or 2I3, where stage 2 is recomputed: it needs none of what is waited for then
-//! wait …            for Sends whose buffer is needed again, for the all-reduce (then step), for Recvs of this work
+//! wait …            for Sends whose buffer is needed again, for the all-reduce (then step), for Recvs of this work, for weights
 //! load, 2F3         or 2B3, or 2I3 and later 2W3
 //! send …, all-reduce
 //! ```
@@ -21,6 +21,8 @@
 //!   item is one such, so there always is one.
 //! - A Wait for an all-reduce stands before the first work that needs the update, which `order` let start only after the round
 //!   was complete, or at the end. A replica without an item in the round joins when it has applied the rounds before.
+//! - Where replicas have shares, each steps, and gives its share of the version, before its first work after the round is complete: see
+//!   `shares`.
 //! - A worker with several stages runs all its work of a minibatch before that of the next. Its all-reduces are posted from the last
 //!   stage to the first, on every replica alike, and its Steps come together when all of them are done, so that stages that share
 //!   a parameter meet with nothing left to do for each other.
@@ -35,6 +37,7 @@ use crate::plan::StageId;
 use crate::schedule::ends::with_ends;
 use crate::schedule::order::{Layout, Order};
 use crate::schedule::rule::Rule;
+use crate::schedule::shares::{Gathering, complete};
 use crate::schedule::work::{Part, Work};
 use crate::schedule::{
     EdgeId, Instruction, MicrobatchId, Payload, Pipeline, Program, Slot, Token, Version, WorkerId, WorkerProgram,
@@ -86,6 +89,8 @@ struct Lists<'a> {
     /// By worker: Recvs to post before a place in its work, Sends to post after it, in order.
     recvs: Vec<Vec<Transfer>>,
     sends: Vec<Vec<Transfer>>,
+    /// By rank and round, where replicas have shares: see `shares`.
+    complete: Vec<Vec<u32>>,
 }
 
 impl<'a> Lists<'a> {
@@ -101,7 +106,8 @@ impl<'a> Lists<'a> {
             }
         }
         let nothing = vec![Vec::new(); layout.workers()];
-        let mut lists = Self { rule, order, recvs: nothing.clone(), sends: nothing };
+        let complete = complete(rule, order, layout);
+        let mut lists = Self { rule, order, recvs: nothing.clone(), sends: nothing, complete };
         let next_backward = next_backwards(order);
         for (index, edge) in pipeline.edges.iter().enumerate() {
             for item in (0..rule.items).map(MicrobatchId) {
@@ -204,6 +210,8 @@ struct Writer<'a> {
     /// Rounds of stages whose all-reduce is posted and not yet applied, with the token of their first bucket: the tokens of the
     /// others follow.
     reducing: VecDeque<(u32, StageId, Token)>,
+    /// Versions that are being gathered.
+    gathering: Vec<Gathering>,
     /// Rounds of stages that are done here, by round and then from the last stage to the first, and not yet handed on.
     done: BTreeSet<(u32, Reverse<StageId>)>,
     /// Rounds of stages whose all-reduce is posted.
@@ -231,6 +239,7 @@ impl<'a> Writer<'a> {
             waits: Waits::new(work.len()),
             frees: BTreeMap::new(),
             reducing: VecDeque::new(),
+            gathering: Vec::new(),
             done: BTreeSet::new(),
             joined: 0,
             applied: 0,
@@ -259,13 +268,14 @@ impl<'a> Writer<'a> {
                 _ if !lists.rule.schedule.stashes() => version.0 > round,
                 _ => !lists.rule.schedule.is_round_robin() && lists.rule.round(stage, item) > round,
             };
-            while self.reducing.front().is_some_and(needs_update) {
+            while self.reducing.front().is_some_and(|front| needs_update(front) || self.is_complete(front.0, place)) {
                 self.apply();
             }
             if part.makes_gradients() && lists.rule.stages[stage.index()].recompute {
                 let slot = self.stage(stage).slots.of(item);
                 self.out.push(Instruction::Recompute { stage, item, version, slot });
             }
+            self.gather(stage, version);
             self.wait(place);
             let mut held = None;
             let slot = match part {
@@ -305,6 +315,9 @@ impl<'a> Writer<'a> {
             self.apply();
         }
         let newest = Version(self.applied);
+        for stage in self.stages.iter().map(|rounds| rounds.stage).collect::<Vec<_>>() {
+            self.gather(stage, newest);
+        }
         with_ends(self.out, |_| newest)
     }
 
@@ -375,7 +388,10 @@ impl<'a> Writer<'a> {
         self.reducing.push_back((round, stage, Token(self.tokens)));
         for bucket in 0..self.buckets(stage) {
             let token = self.token();
-            self.out.push(Instruction::AllReduce { stage, round, bucket, token });
+            self.out.push(match self.shares(stage) {
+                true => Instruction::ReduceScatter { stage, round, bucket, token },
+                false => Instruction::AllReduce { stage, round, bucket, token },
+            });
         }
         self.joined += 1;
     }
@@ -397,15 +413,59 @@ impl<'a> Writer<'a> {
         let rest = self.reducing.iter().position(|(other, ..)| *other != round).unwrap_or(self.reducing.len());
         let later = self.reducing.split_off(rest);
         let reduced = std::mem::replace(&mut self.reducing, later);
+        // Others may wait until this is done before they give what this worker waits for next.
+        for &(round, stage, _) in &reduced {
+            self.gather(stage, Version(round));
+        }
         for &(_, stage, Token(first)) in &reduced {
             let tokens = (first..first + self.buckets(stage)).map(Token);
             self.out.extend(tokens.map(|token| Instruction::Wait { token }));
         }
-        for (round, stage, _) in reduced {
+        for &(round, stage, _) in &reduced {
             self.step(round, stage);
+        }
+        for (round, stage, _) in reduced {
+            self.post_gather(stage, Version(round + 1));
         }
         self.applied = round + 1;
         self.join_idle_rounds();
+    }
+
+    /// Whether replicas have shares of what the stage holds.
+    fn shares(&self, stage: StageId) -> bool {
+        self.lists.rule.stages[stage.index()].zero > 0
+    }
+
+    /// Whether others may wait for this worker's shares of the round's version, now that this work begins.
+    fn is_complete(&self, round: u32, place: u32) -> bool {
+        let rank = self.lists.rule.stages[self.stages[0].stage.index()].rank;
+        let moment = self.lists.complete[rank.index()].get(round as usize);
+        moment.is_some_and(|moment| *moment < self.lists.order.started[self.worker.index()][place as usize])
+    }
+
+    /// Posts the gathering of a version, if it is in shares.
+    fn post_gather(&mut self, stage: StageId, version: Version) {
+        if !self.shares(stage) {
+            return;
+        }
+        let mut tokens = Vec::new();
+        for bucket in (0..self.buckets(stage)).rev() {
+            let token = self.token();
+            self.out.push(Instruction::AllGather { stage, version, bucket, token });
+            tokens.push(token);
+        }
+        self.gathering.push(Gathering { stage, version, tokens });
+    }
+
+    /// Waits for what is being gathered of a stage, up to this version; of other stages for that without which nobody adds to their sums.
+    fn gather(&mut self, stage: StageId, version: Version) {
+        let rule = self.lists.rule;
+        let is_awaited = |of: &Gathering| rule.stages[of.stage.index()].zero >= 2 && rule.schedule.flushes();
+        let is_now = |of: &Gathering| (of.stage == stage && of.version <= version) || is_awaited(of);
+        let (now, later) = std::mem::take(&mut self.gathering).into_iter().partition::<Vec<_>, _>(is_now);
+        self.gathering = later;
+        let tokens = now.into_iter().flat_map(|of| of.tokens);
+        self.out.extend(tokens.map(|token| Instruction::Wait { token }));
     }
 
     fn step(&mut self, round: u32, stage: StageId) {

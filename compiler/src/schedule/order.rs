@@ -11,7 +11,8 @@
 //! A backward may start when its forward is done and every outgoing edge has brought its gradients, the weights' part of one
 //! when the other part is done; where a round is a whole
 //! minibatch, or weights are not stashed, also only when the round before has been applied, since two minibatches' gradients beside two versions would be
-//! more than a plan allows for. The clock chooses order only; versions come from the rule, so times
+//! more than a plan allows for. Where replicas sum gradients as they are made (ZeRO 2), the items of a round begin with that in their
+//! order. The clock chooses order only; versions come from the rule, so times
 //! that are wrong make a program slow, never another program's weights.
 //!
 //! The result carries, for each piece of work, its place in the order in which all work was started. That sequence is the
@@ -147,6 +148,8 @@ struct Player<'a> {
     weight_ready: Vec<bool>,
     /// For each stage, items whose backward is missing in each round, rounds being reduced or done, and the newest version.
     missing: Vec<Vec<u32>>,
+    /// For each stage, items of each round whose gradients of weights have begun to be made.
+    begun: Vec<Vec<u32>>,
     reduced: Vec<u32>,
     newest: Vec<u32>,
     events: Moments<Event>,
@@ -209,6 +212,7 @@ impl<'a> Player<'a> {
             forward_needs,
             backward_needs,
             weight_ready: vec![false; stages * items],
+            begun: missing.iter().map(|rounds: &Vec<u32>| vec![0; rounds.len()]).collect(),
             missing,
             reduced: vec![0; stages],
             newest: vec![0; stages],
@@ -358,11 +362,19 @@ impl<'a> Player<'a> {
         let newest = self.newest[stage.index()];
         let waits = !(self.rule.schedule.is_round_robin() && self.rule.schedule.stashes());
         let buffer = || !waits || self.rule.round(stage, item) <= newest;
+        let turn = || self.rule.stages[stage.index()].zero < 2 || self.is_turn(stage, item);
         match part {
             Part::Forward => self.forward_needs[at] == 0 && self.rule.version(stage, item).0 <= newest,
-            Part::Backward | Part::BackwardInput => self.backward_needs[at] == 0 && buffer(),
-            Part::BackwardWeight => self.weight_ready[at],
+            Part::Backward => self.backward_needs[at] == 0 && buffer() && turn(),
+            Part::BackwardInput => self.backward_needs[at] == 0 && buffer(),
+            Part::BackwardWeight => self.weight_ready[at] && turn(),
         }
+    }
+
+    /// Whether all items before this one in its round have begun to make what this one adds to.
+    fn is_turn(&self, stage: StageId, item: MicrobatchId) -> bool {
+        let round = self.rule.round(stage, item) as usize;
+        self.begun[stage.index()].get(round) == Some(&self.rule.place(stage, item))
     }
 
     fn next(&self, hands: &Hands, place: usize, part: Part) -> Option<Work> {
@@ -416,6 +428,11 @@ impl<'a> Player<'a> {
             Part::BackwardInput => (shape.backward - shape.weight).max(0.0),
             Part::BackwardWeight => shape.weight,
         };
+        if part.ends() && self.rule.stages[stage.index()].zero >= 2 {
+            self.begun[stage.index()][self.rule.round(stage, item) as usize] += 1;
+            self.layout.holders(stage).filter(|other| *other != worker).for_each(|other| self.touch(other));
+        }
+        let hands = &mut self.hands[worker.index()];
         hands.next_backward += usize::from(part.makes_gradients());
         hands.next_weight += usize::from(part.ends());
         if part == Part::Forward && !self.rule.schedule.trains() {

@@ -69,7 +69,8 @@ impl Rule {
         }
         let items = u64::from(minibatches) * u64::from(microbatches);
         // Under flush, a replica that has no items still takes part in every update, bucket by bucket.
-        let posts = |stage: &StageShape| u64::from(stage.replicas).saturating_mul(stage.buckets.len().max(1) as u64);
+        let each = |stage: &StageShape| stage.buckets.len().max(1) as u64 * if stage.zero > 0 { 2 } else { 1 };
+        let posts = |stage: &StageShape| u64::from(stage.replicas).saturating_mul(each(stage));
         let posts = pipeline.stages.iter().map(posts).fold(0, u64::saturating_add);
         let updates = if schedule.is_round_robin() { 1 } else { u64::from(minibatches) };
         let work = items.saturating_mul(pipeline.stages.len() as u64).saturating_add(updates.saturating_mul(posts));
@@ -86,6 +87,7 @@ impl Rule {
             cap: stage.cap,
             recompute: recomputes(stage),
             buckets: buckets(stage),
+            zero: if reduces(stage) { stage.zero } else { 0 },
         });
         Ok(Self { schedule, items: items as u32, microbatches, stages: stages.collect() })
     }
@@ -109,6 +111,11 @@ impl Rule {
     /// The round whose update the item's gradient goes into.
     pub fn round(&self, stage: StageId, item: MicrobatchId) -> u32 {
         if self.schedule.is_round_robin() { item.0 / self.replicas(stage) } else { item.0 / self.microbatches }
+    }
+
+    /// Items of the same round before this one.
+    pub fn place(&self, stage: StageId, item: MicrobatchId) -> u32 {
+        if self.schedule.is_round_robin() { item.0 % self.replicas(stage) } else { item.0 % self.microbatches }
     }
 
     /// Updates that the stage goes through.

@@ -19,7 +19,7 @@
 //!     drop 0 v0
 //!     recompute 0F2@v1[3]             the forward of 0F2 again, for its backward
 //!     reduce-scatter 0 round 1 #3     this worker's share of what all-reduce would give
-//!     all-gather 0 v2 #4              the shares of version 2 of all workers
+//!     all-gather 0 v2 #4              the shares of version 2 of all workers; as above a bucket may be named in both
 //!     checkpoint 0 v2
 //!   }
 //! }
@@ -27,7 +27,7 @@
 //!
 //! Version 0, slot 0 and bucket 0 are left out, and the rank of a stage where it is the stage's own number: `stage 4 rank=0 replicas=1 cap=3`
 //! where it is not; a stage that sums its gradients in parts has `buckets=3` behind its cap, and then its all-reduces say `all-reduce 0
-//! round 0 bucket 2 #4`; one whose forwards keep only what they read has `recompute` at the end. A transfer is told by what made
+//! round 0 bucket 2 #4`; one whose replicas share what they hold has `zero=1`, the level, behind that; one whose forwards keep only what they read has `recompute` at the end. A transfer is told by what made
 //! it and the two workers; where the receiver has several stages, also by the stage that takes it: `send 0F0 > 1.0 as 5 #7`.
 //! Gradients are told as `1B0`, also where `1I0` made them.
 
@@ -64,7 +64,8 @@ impl fmt::Display for Program {
             let rank = if stage.rank.index() == index { String::new() } else { format!("rank={} ", stage.rank.0) };
             let again = if stage.recompute { " recompute" } else { "" };
             let buckets = if stage.buckets == 1 { String::new() } else { format!(" buckets={}", stage.buckets) };
-            writeln!(f, "  stage {index} {rank}replicas={} cap={}{buckets}{again}", stage.replicas, stage.cap)?;
+            let zero = if stage.zero == 0 { String::new() } else { format!(" zero={}", stage.zero) };
+            writeln!(f, "  stage {index} {rank}replicas={} cap={}{buckets}{zero}{again}", stage.replicas, stage.cap)?;
         }
         for (from, to) in &self.edges {
             writeln!(f, "  edge {} > {}", from.0, to.0)?;
@@ -117,14 +118,13 @@ impl Program {
             }
             Instruction::Wait { token } => format!("wait #{}", token.0),
             Instruction::AllReduce { stage, round, bucket, token } => {
-                let bucket = if bucket == 0 { String::new() } else { format!(" bucket {bucket}") };
-                format!("all-reduce {} round {round}{bucket} #{}", stage.0, token.0)
+                format!("all-reduce {} round {round}{} #{}", stage.0, named(bucket), token.0)
             }
-            Instruction::ReduceScatter { stage, round, token } => {
-                format!("reduce-scatter {} round {round} #{}", stage.0, token.0)
+            Instruction::ReduceScatter { stage, round, bucket, token } => {
+                format!("reduce-scatter {} round {round}{} #{}", stage.0, named(bucket), token.0)
             }
-            Instruction::AllGather { stage, version, token } => {
-                format!("all-gather {} v{} #{}", stage.0, version.0, token.0)
+            Instruction::AllGather { stage, version, bucket, token } => {
+                format!("all-gather {} v{}{} #{}", stage.0, version.0, named(bucket), token.0)
             }
             Instruction::Step { stage, round, from, to, count, in_place } => {
                 let arrow = if in_place { "=>" } else { ">" };
@@ -134,6 +134,11 @@ impl Program {
             Instruction::Checkpoint { stage, version } => format!("checkpoint {} v{}", stage.0, version.0),
         }
     }
+}
+
+/// The bucket of a collective; the first has no name.
+fn named(bucket: u32) -> String {
+    if bucket == 0 { String::new() } else { format!(" bucket {bucket}") }
 }
 
 fn compute((work, version, slot): (Work, Version, Slot)) -> String {
@@ -252,10 +257,14 @@ impl Reader {
     fn stage(&mut self, line: &Line<'_>) -> Result<(), ParseError> {
         const EXPECTED: &str = "`stage N replicas=N cap=N`, stages in order, replicas and cap at least 1, or with the stage's rank \
                                 `stage N rank=N replicas=N cap=N`, ranks in order of their first stages, with equal replicas; \
-                                `buckets=N` and `recompute` may follow";
+                                `buckets=N`, `zero=N` and `recompute` may follow";
         let (words, recompute) = match line.words.split_last() {
             Some((&"recompute", words)) => (words, true),
             _ => (&line.words[..], false),
+        };
+        let (words, zero) = match words.split_last() {
+            Some((last, before)) if last.starts_with("zero=") => (before, line.after(last, "zero=", EXPECTED)?),
+            _ => (words, 0),
         };
         let (words, buckets) = match words.split_last() {
             Some((last, before)) if last.starts_with("buckets=") => (before, line.after(last, "buckets=", EXPECTED)?),
@@ -291,7 +300,7 @@ impl Reader {
         if known.is_none() {
             self.first.push(workers as u32);
         }
-        self.program.stages.push(ProgramStage { rank, replicas, cap, recompute, buckets });
+        self.program.stages.push(ProgramStage { rank, replicas, cap, recompute, buckets, zero });
         Ok(())
     }
 
@@ -323,6 +332,7 @@ impl Reader {
         let stage = |word: &str| line.number(word).map(StageId);
         let token = |word: &str| line.after(word, "#", "a token, `#N`").map(Token);
         let version = |word: &str| line.after(word, "v", "a version, `vN`").map(Version);
+        let bucket = |rest: &[&str]| rest.get(1).map_or(Ok(0), |bucket| line.number(bucket));
         let (words, taker) = match line.words[..] {
             [verb, what, arrow, peer, "as", taker, name] => (vec![verb, what, arrow, peer, name], Some(stage(taker)?)),
             _ => (line.words.clone(), None),
@@ -343,9 +353,14 @@ impl Reader {
                 Instruction::Recv { edge, item, kind, peer, token }
             }
             ["wait", name] => Instruction::Wait { token: token(name)? },
-            ["all-reduce", of, "round", round, ref rest @ .., name] if matches!(rest, [] | ["bucket", _]) => {
-                let bucket = rest.get(1).map_or(Ok(0), |bucket| line.number(bucket))?;
-                Instruction::AllReduce { stage: stage(of)?, round: line.number(round)?, bucket, token: token(name)? }
+            [verb @ ("all-reduce" | "reduce-scatter"), of, "round", round, ref rest @ .., name]
+                if matches!(rest, [] | ["bucket", _]) =>
+            {
+                let (stage, round, bucket, token) = (stage(of)?, line.number(round)?, bucket(rest)?, token(name)?);
+                match verb {
+                    "all-reduce" => Instruction::AllReduce { stage, round, bucket, token },
+                    _ => Instruction::ReduceScatter { stage, round, bucket, token },
+                }
             }
             ["step", of, "round", round, from, arrow @ (">" | "=>"), to, "mean", count] => Instruction::Step {
                 stage: stage(of)?,
@@ -355,11 +370,9 @@ impl Reader {
                 count: line.number(count)?,
                 in_place: arrow == "=>",
             },
-            ["reduce-scatter", of, "round", round, name] => {
-                Instruction::ReduceScatter { stage: stage(of)?, round: line.number(round)?, token: token(name)? }
-            }
-            ["all-gather", of, made, name] => {
-                Instruction::AllGather { stage: stage(of)?, version: version(made)?, token: token(name)? }
+            ["all-gather", of, made, ref rest @ .., name] if matches!(rest, [] | ["bucket", _]) => {
+                let (stage, version, bucket) = (stage(of)?, version(made)?, bucket(rest)?);
+                Instruction::AllGather { stage, version, bucket, token: token(name)? }
             }
             ["drop", of, name] => Instruction::Drop { stage: stage(of)?, version: version(name)? },
             ["checkpoint", of, name] => Instruction::Checkpoint { stage: stage(of)?, version: version(name)? },

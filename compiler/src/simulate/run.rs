@@ -310,10 +310,8 @@ impl<'a> Simulation<'a> {
                     self.lines[line as usize].recvs.push_back(token);
                     self.begin(line);
                 }
-                Instruction::AllReduce { stage, round, .. } => self.reduce_bucket(worker, stage, round, instruction),
-                Instruction::ReduceScatter { stage, .. } => {
-                    self.change(worker, stage, |of| of.close_if(true));
-                    self.meet(worker, instruction);
+                Instruction::AllReduce { stage, round, .. } | Instruction::ReduceScatter { stage, round, .. } => {
+                    self.reduce_bucket(worker, stage, round, instruction);
                 }
                 Instruction::AllGather { .. } => self.meet(worker, instruction),
                 Instruction::Wait { token } => {
@@ -512,10 +510,8 @@ impl<'a> Simulation<'a> {
     /// Begins a part of a collective that all replicas have joined.
     fn reduce(&mut self, meeting: Meeting, part: usize) {
         let Some(&(share, way)) = self.reductions.get(&meeting.stage).and_then(|of| of.parts.get(part)) else { return };
-        let carried = match meeting.kind {
-            Collective::AllReduce => self.bucket(meeting.stage, meeting.bucket).share,
-            Collective::ReduceScatter | Collective::AllGather => 0.5,
-        };
+        let half = if meeting.kind == Collective::AllReduce { 1.0 } else { 0.5 };
+        let carried = half * self.bucket(meeting.stage, meeting.bucket).share;
         let time = self.machine.network.all_reduce(meeting.stage.index()) * carried * share;
         self.flows.begin(self.now, time, way, Arrival::Part(meeting, part));
     }

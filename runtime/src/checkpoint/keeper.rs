@@ -15,6 +15,7 @@ use crate::checkpoint::Part;
 use crate::checkpoint::encode::{files, not_finite};
 use crate::checkpoint::files::Files;
 use crate::checkpoint::find::{all, left_over, name, old_name, part_name, read};
+use crate::checkpoint::join::join;
 use crate::checkpoint::manifest::{Cursor, Dealt, FILE, Listed, Manifest, SCHEMA, Scale};
 use crate::compile::StageCode;
 use crate::optimizer::Optimizer;
@@ -92,6 +93,9 @@ pub struct Keeper<'a, F> {
 #[derive(Default)]
 struct Open {
     parts: usize,
+    /// By stage, parts that wait for others with which they are whole.
+    shares: BTreeMap<u32, Vec<Part>>,
+    has_folder: bool,
     listed: Vec<Listed>,
     scale: Option<Scale>,
     fault: Option<KeepError>,
@@ -118,14 +122,21 @@ impl<'a, F: Files> Keeper<'a, F> {
     pub fn take(&mut self, part: Part) -> Option<Saved> {
         let minibatches = part.minibatches;
         let mut open = self.open.remove(&minibatches).unwrap_or_default();
-        if open.fault.is_none()
-            && let Err(fault) = self.write_part(&part, &mut open)
-        {
-            // Room for the next one.
-            let _ = self.files.remove_folder(&self.part_folder(minibatches));
-            open.fault = Some(fault);
-        }
         open.parts += 1;
+        let (stage, replicas) = (part.stage.0, part.replicas as usize);
+        let waiting = open.shares.entry(stage).or_default();
+        waiting.push(part);
+        if waiting.len() >= replicas {
+            let whole = join(open.shares.remove(&stage).unwrap_or_default());
+            let written = |open: &mut Open| whole.iter().try_for_each(|part| self.write_part(part, open));
+            if open.fault.is_none()
+                && let Err(fault) = written(&mut open)
+            {
+                // Room for the next one.
+                let _ = self.files.remove_folder(&self.part_folder(minibatches));
+                open.fault = Some(fault);
+            }
+        }
         let expected: usize = self.of.plan.stages.iter().map(|stage| stage.replicas as usize).sum();
         if open.parts < expected {
             self.open.insert(minibatches, open);
@@ -153,7 +164,8 @@ impl<'a, F: Files> Keeper<'a, F> {
 
     fn write_part(&self, part: &Part, open: &mut Open) -> Result<(), KeepError> {
         let folder = self.part_folder(part.minibatches);
-        if open.parts == 0 {
+        if !open.has_folder {
+            open.has_folder = true;
             wrote(&folder, self.files.make_folder(&folder))?;
         }
         let (stage, replica) = (part.stage.0, part.replica);

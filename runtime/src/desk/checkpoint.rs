@@ -28,7 +28,7 @@ impl Checkpoint {
 
 impl Desk<'_> {
     /// This version of the parameters by name, with the states as they are now. Of narrow parameters the newest version comes in `f32`,
-    /// which older ones no longer have; of one that stages hold which step at different times, what is known here.
+    /// which older ones no longer have, where one replica has all of it; of one that stages hold which step at different times, what is known here.
     pub fn checkpoint(&self, version: u32) -> BTreeMap<String, Tensor> {
         let is_newest = self.versions.keys().next_back() == Some(&version);
         let mut written = BTreeMap::new();

@@ -91,9 +91,9 @@ impl Desk<'_> {
         self.cutting.forwards = forwards;
     }
 
-    /// The newest version.
+    /// The newest version that is whole.
     pub fn newest_version(&self) -> u32 {
-        self.versions.keys().next_back().copied().unwrap_or(0)
+        self.versions.keys().rev().find(|version| !self.stepped.contains_key(version)).copied().unwrap_or(0)
     }
 
     /// Keeps what the forward of an item behind a cut computes with, whether it is run or not.
@@ -111,7 +111,7 @@ impl Desk<'_> {
         self.cutting.held.push(Held { item, weights, is_version: !predicted });
     }
 
-    /// Gives the part of a cut, right after the last update in front of it.
+    /// Gives the part of a cut, when the version of the last update in front of it is whole.
     pub fn cut(&mut self, cut: Cut) {
         let Cut { minibatches, version, replica, older, given, next, scale } = cut;
         let (mut versions, mut forwards) = (BTreeMap::new(), BTreeMap::new());
@@ -137,7 +137,12 @@ impl Desk<'_> {
             scale,
         });
         let (stage, shared) = (self.stage, BTreeMap::new());
-        let mut part = Part { stage, replica, minibatches, whole, versions, forwards, shared, counted: None };
+        let replicas = if self.share.deals_any() { self.share.replicas() as u32 } else { 1 };
+        let own = |p: usize| if self.share.deals(p) { self.moves(p, version) } else { Moves::default() };
+        let is_other = replicas > 1 && !self.is_first;
+        let moves = if is_other { (0..self.code.parameters.len()).map(own).collect() } else { Vec::new() };
+        let mut part =
+            Part { stage, replica, minibatches, replicas, moves, whole, versions, forwards, shared, counted: None };
         part.counted = Some(Counted::new(&self.cutting.ledger, part.bytes()));
         if self.late.is_empty() || part.whole.is_none() {
             self.cutting.ready.push(part);

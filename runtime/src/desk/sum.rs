@@ -11,6 +11,7 @@ use crate::execute::{Executor, Item};
 use crate::gradient::{Terms, add_all, reduced};
 use crate::link::rendezvous::Abandoned;
 use crate::statistics::Samples;
+use crate::stepper::wide;
 use std::collections::HashMap;
 use std::sync::Arc;
 
@@ -43,8 +44,9 @@ pub struct Gathered {
     pub samples: Vec<Samples>,
     /// Items whose gradients are in the sums.
     items: u64,
-    /// The bucket of each term, and how many buckets there are.
+    /// The bucket of each term and of each parameter, and how many buckets there are.
     bucket_of: Vec<u32>,
+    bucket_of_parameter: Vec<u32>,
     buckets: u32,
     /// Buckets that were posted before the round's last backward.
     due: Vec<Posting>,
@@ -55,21 +57,34 @@ pub struct Gathered {
 impl Gathered {
     /// Nothing yet.
     pub fn new(code: &StageCode, buckets: u32) -> Gathered {
+        let of_parameter = buckets_of(code, buckets);
         Gathered {
             terms: vec![None; code.gradient_terms.len()],
             samples: Vec::new(),
             items: 0,
-            bucket_of: buckets_of(code, buckets),
+            bucket_of: code.gradient_terms.iter().map(|term| of_parameter[term.parameter]).collect(),
+            bucket_of_parameter: of_parameter,
             buckets,
             due: Vec::new(),
             replica: 0,
         }
     }
 
+    /// How many buckets there are.
+    pub fn buckets(&self) -> u32 {
+        self.buckets
+    }
+
+    /// The bucket of a parameter.
+    pub fn bucket_of(&self, parameter: usize) -> u32 {
+        self.bucket_of_parameter[parameter]
+    }
+
     /// Adds what the item's backward left.
-    pub fn add(&mut self, executor: &mut Executor<'_>, item: &mut Item) {
-        add_all(&mut self.terms, executor, item);
+    pub fn add(&mut self, executor: &mut Executor<'_>, item: &mut Item) -> Result<(), Abandoned> {
+        add_all(&mut self.terms, executor, item)?;
         self.items += 1;
+        Ok(())
     }
 
     /// Takes one bucket out; the last ends the round.
@@ -85,9 +100,9 @@ impl Gathered {
     }
 }
 
-/// The bucket of each gradient term.
+/// The bucket of each parameter.
 fn buckets_of(code: &StageCode, buckets: u32) -> Vec<u32> {
-    let of_parameter: Vec<u32> = if code.buckets.len() == buckets as usize {
+    if code.buckets.len() == buckets as usize {
         let named = (0..).zip(&code.buckets).flat_map(|(at, names)| names.iter().map(move |name| (name.as_str(), at)));
         let named: HashMap<&str, u32> = named.collect();
         code.parameters.iter().map(|known| named.get(known.name.as_str()).copied().unwrap_or(buckets - 1)).collect()
@@ -99,8 +114,7 @@ fn buckets_of(code: &StageCode, buckets: u32) -> Vec<u32> {
             ((u128::from(before) * u128::from(buckets) / u128::from(whole)) as u32).min(buckets.saturating_sub(1))
         };
         code.parameters.iter().map(even).collect()
-    };
-    code.gradient_terms.iter().map(|term| of_parameter[term.parameter]).collect()
+    }
 }
 
 impl Desk<'_> {
@@ -126,15 +140,16 @@ impl Desk<'_> {
         self.replicas.bring(self.meeting(round, bucket), replica, part);
     }
 
-    /// The number of the meeting of one bucket of a round.
-    fn meeting(&self, round: u32, bucket: u32) -> u64 {
+    /// The number of the meeting of one bucket of a round, or of a version.
+    pub(super) fn meeting(&self, round: u32, bucket: u32) -> u64 {
         u64::from(round) * u64::from(self.gathered.buckets) + u64::from(bucket)
     }
 
     /// Waits for the all-reduce of one bucket of a round.
     pub fn reduced(&mut self, round: u32, bucket: u32) -> Result<(), Abandoned> {
         let all = self.replicas.meet(self.meeting(round, bucket))?;
-        let Contribution { terms, samples } = self.sum(&all);
+        let Contribution { mut terms, samples } = self.sum(&all);
+        self.take_sums(round, bucket, &mut terms);
         // Between devices each would add up in a buffer of its own; here the others may still read this one's part.
         for own in all.get(self.gathered.replica).into_iter().flat_map(|own| own.terms.iter().flatten()) {
             own.lend();
@@ -150,6 +165,14 @@ impl Desk<'_> {
         Ok(())
     }
 
+    /// Takes this replica's shares of what all have added to as they made it.
+    fn take_sums(&self, round: u32, bucket: u32, terms: &mut [Option<Arc<Buffer>>]) {
+        let Some(pieces) = &self.executor.pieces else { return };
+        let own = self.code.gradient_terms.iter().zip(terms).enumerate();
+        let own = own.filter(|(at, (term, _))| self.gathered.bucket_of[*at] == bucket && pieces.takes(term.parameter));
+        own.for_each(|(at, (_, sum))| *sum = pieces.sum(round, at));
+    }
+
     /// What was gathered since the last step, where no other replica has anything to add.
     pub fn contribution(&mut self, round: u32) -> Contribution {
         let terms = self.gathered.terms.iter_mut().map(Option::take).collect();
@@ -159,14 +182,16 @@ impl Desk<'_> {
         own
     }
 
-    /// The sum over replicas, in replica order; samples in item order.
+    /// What this replica owns of the sum over replicas, in replica order; samples in item order.
     fn sum(&mut self, all: &[Contribution]) -> Contribution {
         let code = self.code;
         let mut terms = Vec::new();
         for (i, term) in code.gradient_terms.iter().enumerate() {
             let dtype = code.parameters[term.parameter].fact.dtype;
             let parts = all.iter().filter_map(|c| c.terms[i].as_ref());
-            terms.push(reduced(&mut self.executor.pool, dtype, parts));
+            let element = wide(dtype).size();
+            let own = |bytes: usize| self.share.own(term.parameter, bytes, element);
+            terms.push(reduced(&mut self.executor.pool, dtype, parts, own));
         }
         let mut samples: Vec<Samples> = all.iter().flat_map(|c| c.samples.iter().cloned()).collect();
         samples.sort_by_key(|(item, _)| *item);

@@ -11,6 +11,7 @@ use crate::compile::StageCode;
 use crate::desk::sum::Contribution;
 use crate::gradient::{Terms, gradient_bytes};
 use crate::norm::Squares;
+use crate::share::Shares;
 use std::sync::Arc;
 
 /// What can be brought to members in other processes.
@@ -131,6 +132,45 @@ impl Carried for Terms {
     }
 }
 
+/// What replicas give of a version: by parameter, and at the end of a run by parameter again, the most bytes of a share.
+pub struct SharesForm {
+    /// Bytes.
+    pub most: Vec<usize>,
+}
+
+impl Carried for Shares {
+    type Form = SharesForm;
+
+    fn pack(&self, head: &mut Vec<u8>, bodies: &mut Vec<Arc<Buffer>>) {
+        head.extend((self.0.len() as u32).to_le_bytes());
+        for (place, share) in &self.0 {
+            head.extend((*place as u32).to_le_bytes());
+            head.extend((share.len() as u64).to_le_bytes());
+        }
+        bodies.extend(self.0.iter().map(|(_, share)| share.clone()));
+    }
+
+    fn unpack(form: &SharesForm, fields: &mut Fields<'_>, ring: &mut Ring) -> Result<Shares, FrameError> {
+        let what = "the shares of a version";
+        let count = fields.below(form.most.len() as u32 + 1, what)?;
+        let mut places = Vec::new();
+        for _ in 0..count {
+            let place = fields.below(form.most.len() as u32, what)? as usize;
+            let bytes = fields.u64(what)?;
+            if bytes > form.most[place] as u64 || places.iter().any(|(of, _)| *of == place) {
+                return Err(FrameError::Field { what });
+            }
+            places.push((place, bytes as usize));
+        }
+        let mut share = |(place, bytes)| Ok((place, ring.copy_of(fields.bytes(bytes, what)?)));
+        Ok(Shares(places.into_iter().map(&mut share).collect::<Result<_, _>>()?))
+    }
+
+    fn most(form: &SharesForm) -> usize {
+        form.most.iter().fold(4, |sum: usize, bytes| sum.saturating_add(*bytes).saturating_add(12))
+    }
+}
+
 /// What workers bring to agree on a norm: of so many names.
 pub struct SquaresForm {
     /// Parameters in all.
@@ -181,6 +221,10 @@ mod tests {
         assert!(bytes.len() <= T::most(form));
     }
 
+    fn term_of(bytes: usize) -> Arc<Buffer> {
+        Arc::new(Buffer::new(bytes))
+    }
+
     #[test]
     fn parts_read_back() {
         let form = ContributionForm { terms: vec![4, 8], samples: vec![2], items: 9, most_items: 1 };
@@ -202,6 +246,20 @@ mod tests {
         cut::<Terms>(&bytes, &form);
         let other = packed(&vec![(2usize, term)]);
         assert!(Terms::unpack(&form, &mut Fields::of(&other), &mut Ring::default()).is_err());
+
+        let form = SharesForm { most: vec![8, 16, 0] };
+        let shares = Shares(vec![(1, Arc::new(Buffer::copy_of(&[1, 2]))), (0, term_of(8)), (2, term_of(0))]);
+        let bytes = packed(&shares);
+        let Shares(back) = Shares::unpack(&form, &mut Fields::of(&bytes), &mut Ring::default()).unwrap();
+        let told = |shares: &[(usize, Arc<Buffer>)]| -> Vec<(usize, Vec<u8>)> {
+            shares.iter().map(|(place, share)| (*place, share.bytes().to_vec())).collect()
+        };
+        assert_eq!(told(&back), told(&shares.0));
+        cut::<Shares>(&bytes, &form);
+        for wrong in [vec![(0, term_of(9))], vec![(3, term_of(0))], vec![(0, term_of(1)), (0, term_of(1))]] {
+            let bytes = packed(&Shares(wrong));
+            assert!(Shares::unpack(&form, &mut Fields::of(&bytes), &mut Ring::default()).is_err());
+        }
 
         let form = SquaresForm { names: 2 };
         let squares: Squares = vec![(1, 0.1), (0, f64::INFINITY)];

@@ -9,6 +9,7 @@ use crate::buffer::Buffer;
 use crate::checkpoint::{Moves, Part, Whole};
 use crate::compile::{Named, StageCode};
 use crate::execute::Weights;
+use crate::share::range;
 use crate::stepper::wide;
 use compiler::plan::StageId;
 use compiler::schedule::Program;
@@ -20,10 +21,17 @@ const MOST_STATE: u32 = 8;
 /// What all numbers of a part take, for each parameter and state.
 const NUMBERS: usize = 256;
 
+/// A stage of one of the workers: which replica that is of how many, and the items that may be in flight.
+struct Held {
+    stage: StageId,
+    replica: u32,
+    replicas: u32,
+    cap: u32,
+}
+
 /// What parts of the workers of a process may hold.
 pub struct PartForm<'a> {
-    /// The stages that they hold, each with a replica and the items that may be in flight.
-    held: Vec<(StageId, u32, u32)>,
+    held: Vec<Held>,
     codes: &'a [StageCode],
 }
 
@@ -32,14 +40,17 @@ impl<'a> PartForm<'a> {
     pub fn of(program: &Program, codes: &'a [StageCode], workers: &[usize]) -> PartForm<'a> {
         let own = workers.iter().map(|worker| &program.workers[*worker]);
         let held = own.flat_map(|own| {
-            program.stages_of(own.rank).map(|stage| (stage, own.replica, program.stages[stage.index()].cap))
+            program.stages_of(own.rank).map(|stage| {
+                let of = &program.stages[stage.index()];
+                Held { stage, replica: own.replica, replicas: of.replicas, cap: of.cap }
+            })
         });
         PartForm { held: held.collect(), codes }
     }
 
     /// The most bytes of a part.
     pub fn most(&self) -> usize {
-        let of = |(stage, _, cap): &(StageId, u32, u32)| {
+        let of = |Held { stage, cap, .. }: &Held| {
             let code = &self.codes[stage.index()];
             let parameter = |named: &Named| wide_bytes(named).saturating_add(NUMBERS);
             let all = code.parameters.iter().map(parameter).fold(NUMBERS, usize::saturating_add);
@@ -65,6 +76,16 @@ fn put_count(to: &mut Vec<u8>, count: usize) {
     to.extend((count as u32).to_le_bytes());
 }
 
+fn put_moves(to: &mut Vec<u8>, moves: &Moves) {
+    to.extend(moves.updates.to_le_bytes());
+    put_count(to, moves.state.len());
+    moves.state.iter().for_each(|state| put(to, state));
+    for one in [&moves.master, &moves.drift] {
+        to.push(u8::from(one.is_some()));
+        one.iter().for_each(|one| put(to, one));
+    }
+}
+
 fn put_weights(to: &mut Vec<u8>, sets: &BTreeMap<u32, Weights>) {
     put_count(to, sets.len());
     for (number, weights) in sets {
@@ -77,17 +98,14 @@ fn put_weights(to: &mut Vec<u8>, sets: &BTreeMap<u32, Weights>) {
 /// A part as the content of a frame.
 pub fn pack(part: &Part) -> Vec<u8> {
     let mut to = [part.stage.0.to_le_bytes(), part.replica.to_le_bytes(), part.minibatches.to_le_bytes()].concat();
+    to.extend(part.replicas.to_le_bytes());
+    put_count(&mut to, part.moves.len());
+    part.moves.iter().for_each(|moves| put_moves(&mut to, moves));
     to.push(u8::from(part.whole.is_some()));
     if let Some(whole) = &part.whole {
         for (weight, moves) in whole.weights.iter().zip(&whole.moves) {
             put(&mut to, weight);
-            to.extend(moves.updates.to_le_bytes());
-            put_count(&mut to, moves.state.len());
-            moves.state.iter().for_each(|state| put(&mut to, state));
-            for one in [&moves.master, &moves.drift] {
-                to.push(u8::from(one.is_some()));
-                one.iter().for_each(|one| put(&mut to, one));
-            }
+            put_moves(&mut to, moves);
         }
         whole.states.iter().for_each(|state| put(&mut to, state));
         to.push(u8::from(whole.scale.is_some()));
@@ -126,6 +144,16 @@ fn is_there(fields: &mut Fields<'_>) -> Result<bool, FrameError> {
     }
 }
 
+/// What moves a parameter, or a share of it.
+fn take_moves(fields: &mut Fields<'_>, lengths: &[usize]) -> Result<Moves, FrameError> {
+    let updates = fields.u32("the updates of a parameter")?;
+    let count = fields.below(MOST_STATE + 1, "the state of an optimizer")?;
+    let state = (0..count).map(|_| take(fields, lengths)).collect::<Result<_, _>>()?;
+    let master = if is_there(fields)? { Some(take(fields, lengths)?) } else { None };
+    let drift = if is_there(fields)? { Some(take(fields, lengths)?) } else { None };
+    Ok(Moves { master, state, drift, updates })
+}
+
 fn take_weights(fields: &mut Fields<'_>, code: &StageCode) -> Result<BTreeMap<u32, Weights>, FrameError> {
     let what = "the versions of a checkpoint";
     let mut sets = BTreeMap::new();
@@ -152,22 +180,33 @@ pub fn unpack(form: &PartForm<'_>, fields: &mut Fields<'_>) -> Result<Part, Fram
     let what = "the stage of a checkpoint";
     let (stage, replica) = (StageId(fields.u32(what)?), fields.u32(what)?);
     let minibatches = fields.u32("the step of a checkpoint")?;
-    if !form.held.iter().any(|(held, own, _)| (*held, *own) == (stage, replica)) {
+    if !form.held.iter().any(|of| (of.stage, of.replica) == (stage, replica)) {
         return Err(FrameError::Field { what });
     }
     let code = form.codes.get(stage.index()).ok_or(FrameError::Field { what })?;
+    let what = "the replicas of a checkpoint";
+    let known = form.held.iter().find(|of| (of.stage, of.replica) == (stage, replica)).map_or(1, |of| of.replicas);
+    let replicas = fields.u32(what)?;
+    if replicas != 1 && replicas != known {
+        return Err(FrameError::Field { what });
+    }
+    let lengths = |named: &Named| {
+        let size = named.fact.dtype.size();
+        let share = range(named.bytes, size, replica as usize, replicas as usize).len();
+        [named.bytes, wide_bytes(named), share, share / size.max(1) * wide(named.fact.dtype).size()]
+    };
+    let count = fields.u32(what)? as usize;
+    if count != 0 && count != code.parameters.len() {
+        return Err(FrameError::Field { what });
+    }
+    let of_share = code.parameters[..count].iter().map(|named| take_moves(fields, &lengths(named)));
+    let of_share = of_share.collect::<Result<Vec<_>, _>>()?;
     let mut whole = None;
     if is_there(fields)? {
         let (mut weights, mut moves) = (Weights::new(), Vec::new());
         for named in &code.parameters {
-            let lengths = [named.bytes, wide_bytes(named)];
-            weights.push(Arc::new(take(fields, &lengths)?));
-            let updates = fields.u32("the updates of a parameter")?;
-            let count = fields.below(MOST_STATE + 1, "the state of an optimizer")?;
-            let state = (0..count).map(|_| take(fields, &lengths)).collect::<Result<_, _>>()?;
-            let master = if is_there(fields)? { Some(take(fields, &lengths)?) } else { None };
-            let drift = if is_there(fields)? { Some(take(fields, &lengths)?) } else { None };
-            moves.push(Moves { master, state, drift, updates });
+            weights.push(Arc::new(take(fields, &[named.bytes, wide_bytes(named)])?));
+            moves.push(take_moves(fields, &lengths(named))?);
         }
         let states = code.states.iter().map(|named| take(fields, &[named.bytes])).collect::<Result<_, _>>()?;
         let scale = match is_there(fields)? {
@@ -190,5 +229,16 @@ pub fn unpack(form: &PartForm<'_>, fields: &mut Fields<'_>) -> Result<Part, Fram
         shared.insert(parameter, older);
     }
     fields.end()?;
-    Ok(Part { stage, replica, minibatches, whole, versions, forwards, shared, counted: None })
+    Ok(Part {
+        stage,
+        replica,
+        minibatches,
+        replicas,
+        moves: of_share,
+        whole,
+        versions,
+        forwards,
+        shared,
+        counted: None,
+    })
 }

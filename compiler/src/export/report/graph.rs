@@ -4,7 +4,7 @@ use crate::export::escape::short;
 use crate::export::quantity;
 use crate::export::report::grid;
 use crate::export::report::markup::{Column, Table};
-use crate::export::stage_name::{layers, ranges, replicas};
+use crate::export::stage_name::{layers, ranges, replicas, sparing};
 use crate::export::svg::{Anchor, Svg, width};
 use crate::plan::{Edge, Plan, Stage};
 
@@ -83,7 +83,7 @@ fn one(picture: &mut Svg, stage: &Stage, [x, y]: [f64; 2], share: f64) {
     let time = quantity::duration(stage.fwd_us + stage.bwd_us);
     picture.text("small figure", Anchor::Start, [inside, y + 60.0], &format!("{time} an item"));
     let held = quantity::bytes(stage.memory.total);
-    let recomputed = if stage.recompute { ", recomputed" } else { "" };
+    let recomputed = sparing(stage);
     picture.text("small figure", Anchor::Start, [inside, y + 77.0], &format!("{held} held{recomputed}"));
     let wide = BOX[0] - 26.0;
     picture.rounded("track", [inside, y + 90.0, wide, 6.0], 3.0);
@@ -150,7 +150,7 @@ pub fn table(plan: &Plan) -> String {
             quantity::duration(stage.fwd_us),
             quantity::duration(stage.bwd_us),
             stage.weight_us.map_or(String::new(), quantity::duration),
-            quantity::bytes(stage.memory.total) + if stage.recompute { ", recomputed" } else { "" },
+            quantity::bytes(stage.memory.total) + &sparing(stage),
             number(&plan.schedule.in_flight),
             number(&plan.schedule.weight_versions),
             sent.collect::<Vec<_>>().join(", "),

@@ -5,7 +5,7 @@
 
 use crate::export::escape::short;
 use crate::export::quantity;
-use crate::export::stage_name::{layers, ranges};
+use crate::export::stage_name::{layers, ranges, sparing};
 use crate::export::svg::{Anchor, Svg};
 use crate::plan::{Edge, Plan, Stage};
 
@@ -101,7 +101,7 @@ fn one(picture: &mut Svg, stage: &Stage, [x, y]: [f64; 2], load: f64, sent: &[&E
         quantity::duration(stage.bwd_us),
         load * 100.0,
         quantity::bytes(stage.memory.total),
-        if stage.recompute { ", recomputed" } else { "" },
+        sparing(stage),
         if sends.is_empty() { "nothing".to_string() } else { sends.join(", ") }
     );
     picture.rect("over", [x, y, BOX[0], BOX[1]], Some(&hint));

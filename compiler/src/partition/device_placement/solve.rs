@@ -301,6 +301,7 @@ fn stages(placement: &Placement, units: &Units, placed: &[Vec<u32>]) -> Vec<Stag
             modules: Vec::new(),
             replicas: 1,
             tensor_degree: None,
+            zero: 0,
             sharing: None,
             choices: Vec::new(),
             devices: vec![at as u32],

@@ -352,6 +352,7 @@ fn stages(layers: &Layers<'_>, spans: &[Span]) -> Vec<Stage> {
             modules: Vec::new(),
             replicas: span.replicas,
             tensor_degree: Some(span.degree),
+            zero: 0,
             sharing: None,
             choices: ops.iter().map(|op| choice(op).name.clone()).collect(),
             devices: (device..device + devices).collect(),

@@ -26,6 +26,7 @@ impl Formulation<'_> {
                 versions,
                 replicas: self.choice.replicas[stage],
                 recompute: self.choice.recompute[stage],
+                zero: problem.zero,
                 optimizer_state: problem.optimizer_state,
                 schedule: problem.schedule,
             };
@@ -55,6 +56,9 @@ impl Formulation<'_> {
                     sum.add_mul(factor, crosses);
                 }
             }
+            // No stage has an op that uses more than any does.
+            let largest = used.iter().copied().max().unwrap_or(0);
+            sum += each(Holdings { largest: MANY, ..none }) * largest as f64;
             let each_op = each(Holdings { workspace: MANY, ..none });
             let mut scratch = Vec::new();
             for op in 0..self.ops() {

@@ -1,0 +1,59 @@
+//! ZeRO over the replicas of a stage (Rajbhandari et al., "ZeRO: memory optimizations toward training trillion parameter models", SC 2020):
+//! what all replicas would hold alike, each holds a share of.
+//!
+//! ```text
+//! level   optimizer   gradients
+//! 0       O           G + G                    those of the replica's items, and their sum over replicas
+//! 1       O / r       G + G / r                of the sum its share
+//! 2       O / r       G / r + g                of the sum its share, and the gradients that an op is making
+//! ```
+//!
+//! r are the replicas, g the parameters of the op that uses most. A share is a range of the elements of each parameter, so that a step is the same elementwise work on the same
+//! numbers, and weights come to the same bits as without shares. At level 2 a gradient goes to its owners as soon as it is made, item by
+//! item and in their order: the bits are those without shares where a replica has one item in a round, and else those of another order of
+//! sums. Then each item's gradients go by a reduce-scatter of their own, beside its backward. Gradients are summed by a reduce-scatter, new weights come by an
+//! all-gather: together they carry what an all-reduce carries. A parameter that stages share is stepped whole by all who hold it.
+
+use crate::plan::Stage;
+use crate::plan::memory::{Holdings, Multiples};
+
+/// The highest level.
+pub const MOST: u32 = 2;
+/// The levels in words.
+pub const LEVELS: &str = "from 0 to 2";
+
+/// Bytes of a share of these.
+fn share(bytes: u64, replicas: u32) -> u64 {
+    bytes.div_ceil(u64::from(replicas.max(1)))
+}
+
+/// Bytes of gradients and of the optimizer's state that a replica of a stage that trains holds.
+pub fn held(holdings: &Holdings, multiples: &Multiples) -> (u64, u64) {
+    let Holdings { weights, terms, shared, largest, .. } = *holdings;
+    let Multiples { replicas, optimizer_state, .. } = *multiples;
+    // `as` saturates; state is a small factor checked with the problem.
+    let state = |weights: u64| (weights as f64 * optimizer_state).ceil() as u64;
+    let own = terms.saturating_add(shared);
+    match multiples.level() {
+        0 if replicas < 2 => (own, state(weights)),
+        0 => (own.saturating_add(terms), state(weights)),
+        level => {
+            let summed = share(terms.saturating_sub(shared), replicas).saturating_add(shared);
+            let stepped = share(weights.saturating_sub(shared), replicas).saturating_add(shared);
+            // What stages share is summed by each replica as without shares.
+            let made = if level == 1 { own } else { largest.saturating_add(shared).saturating_add(shared) };
+            (made.saturating_add(summed), state(stepped))
+        }
+    }
+}
+
+/// Why a stage cannot be shared as it says, if so.
+pub fn contradiction(stage: &Stage, trains: bool) -> Option<String> {
+    match stage.zero {
+        0 => None,
+        level if level > MOST => Some(format!("zero is {level}; ZeRO has levels 0 to {MOST}")),
+        level if stage.replicas < 2 => Some(format!("zero is {level}, and one replica has nobody to share with")),
+        level if !trains => Some(format!("zero is {level}, and nothing is trained")),
+        _ => None,
+    }
+}

@@ -1,0 +1,77 @@
+//! Shared parameters whose holders step at different times.
+//!
+//! The step of a round waits for all holders, so it is made when a forward first needs it, by when all have brought their part.
+
+use super::{Desk, Stepping};
+use crate::buffer::Buffer;
+use crate::gradient::{square, total};
+use crate::link::rendezvous::Abandoned;
+use crate::norm::factor;
+use compiler::plan::StageId;
+use std::collections::{BTreeMap, VecDeque};
+use std::sync::Arc;
+
+/// A parameter with versions of its own.
+pub(super) struct Late {
+    /// Its place among the shared parameters, and among all.
+    pub(super) tied: usize,
+    pub(super) parameter: usize,
+    pub(super) weight: Arc<Buffer>,
+    pub(super) version: u32,
+    /// Steps that are still to be made, the next one first.
+    pub(super) waiting: VecDeque<Stepping>,
+    /// Versions to come that were made before the run began, and the last ones that a checkpoint may ask for.
+    pub(super) given: BTreeMap<u32, Arc<Buffer>>,
+    pub(super) kept: BTreeMap<u32, Arc<Buffer>>,
+}
+
+impl Desk<'_> {
+    /// Makes the last steps of shared parameters, for which it waits.
+    pub fn finish(&mut self) -> Result<(), Abandoned> {
+        let all = u32::MAX;
+        (0..self.late.len()).try_for_each(|at| self.step_late(at, all))
+    }
+
+    /// Makes the steps of shared parameters that come before the versions that an item sees. `version` is that of a stage.
+    pub fn catch_up(&mut self, version: &dyn Fn(StageId) -> u32) -> Result<(), Abandoned> {
+        for at in 0..self.late.len() {
+            let holders = &self.tied[self.late[at].tied].holders;
+            let seen = holders.iter().map(|&stage| version(stage)).min().unwrap_or(0);
+            self.step_late(at, seen)?;
+        }
+        Ok(())
+    }
+
+    /// Makes the steps of a shared parameter up to a version, as far as its stage has got. Its gradients are shortened by their own
+    /// norm: those of the stages' other parameters are known at other times.
+    fn step_late(&mut self, at: usize, version: u32) -> Result<(), Abandoned> {
+        while self.late[at].version < version {
+            let next = self.late[at].version + 1;
+            if let Some(weight) = self.late[at].given.remove(&next) {
+                self.late[at].weight = weight;
+                self.late[at].version = next;
+                self.late_came(at);
+                continue;
+            }
+            let Some(step) = self.late[at].waiting.pop_front() else { break };
+            let (p, place) = (self.late[at].parameter, self.tied[self.late[at].tied].place.clone());
+            let terms = place.meet(u64::from(step.round) + 1)?.iter().flatten().cloned().collect();
+            let dtype = self.code.parameters[p].fact.dtype;
+            if let Some(total) = total(&mut self.executor.pool, dtype, terms) {
+                let norm = square(dtype, total.bytes()).sqrt() / f64::from(step.count.max(1));
+                let factor = self.policy.clip_norm.map_or(1.0, |clip| factor(clip, norm));
+                let weight = std::mem::replace(&mut self.late[at].weight, Arc::new(Buffer::new(0)));
+                if self.keeps_gradients {
+                    self.gradients.retain(|(of, _)| *of != p);
+                }
+                // Items in flight may still see it.
+                let old = (Arc::strong_count(&weight) > 1).then(|| weight.clone());
+                self.late[at].weight = self.apply(p, weight, total, Stepping { factor: Some(factor), ..step });
+                old.into_iter().for_each(|old| self.executor.pool.give(old));
+            }
+            self.late[at].version = step.round + 1;
+            self.late_came(at);
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,102 @@
+//! What a replica owns of a stage's parameters where ZeRO deals them out: see `compiler::plan::zero`.
+//!
+//! A share is a range of the elements of each parameter, one after the other by replica and as even as whole elements are. Gradients,
+//! state and masters of it are buffers of its size. A parameter that other stages hold too is owned whole by all.
+
+use crate::buffer::Buffer;
+use std::ops::Range;
+use std::sync::Arc;
+
+/// The shares of a stage's parameters.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Share {
+    replica: usize,
+    replicas: usize,
+    /// By parameter, whether it is dealt out.
+    is_dealt: Vec<bool>,
+}
+
+impl Share {
+    /// All of so many parameters.
+    pub fn whole(parameters: usize) -> Share {
+        Share { replica: 0, replicas: 1, is_dealt: vec![false; parameters] }
+    }
+
+    /// What one of these replicas owns of the parameters of which `is_dealt` is true.
+    pub fn of(replica: usize, replicas: usize, is_dealt: Vec<bool>) -> Share {
+        Share { replica, replicas, is_dealt }
+    }
+
+    /// Which replica this is.
+    pub fn replica(&self) -> usize {
+        self.replica
+    }
+
+    /// How many replicas give parts of what all have together.
+    pub fn replicas(&self) -> usize {
+        self.replicas
+    }
+
+    /// Whether a parameter is dealt out.
+    pub fn deals(&self, parameter: usize) -> bool {
+        self.is_dealt.get(parameter).copied().unwrap_or(false)
+    }
+
+    /// Whether any is.
+    pub fn deals_any(&self) -> bool {
+        self.is_dealt.contains(&true)
+    }
+
+    /// The bytes that this replica owns of a tensor of a parameter, of so many bytes in elements of this size.
+    pub fn own(&self, parameter: usize, bytes: usize, element: usize) -> Range<usize> {
+        self.of_member(parameter, bytes, element, self.replica)
+    }
+
+    /// The same of any replica.
+    pub fn of_member(&self, parameter: usize, bytes: usize, element: usize, member: usize) -> Range<usize> {
+        if self.deals(parameter) { range(bytes, element, member, self.replicas) } else { 0..bytes }
+    }
+}
+
+/// The bytes of one of so many shares.
+pub fn range(bytes: usize, element: usize, member: usize, members: usize) -> Range<usize> {
+    let element = element.max(1);
+    let elements = (bytes / element) as u128;
+    let edge = |member: usize| (elements * member as u128 / members.max(1) as u128) as usize * element;
+    edge(member)..edge(member + 1)
+}
+
+/// What a replica gives of a version, by parameter; or at the end of a run, of what it leaves.
+pub struct Shares(pub Vec<(usize, Arc<Buffer>)>);
+
+/// Puts a tensor together whose shares come by replica.
+pub fn joined<'a>(parts: impl Iterator<Item = &'a [u8]>) -> Buffer {
+    let bytes: Vec<u8> = parts.flatten().copied().collect();
+    Buffer::copy_of(&bytes)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn shares_are_even_and_whole_elements() {
+        for (elements, members) in [(10, 4), (3, 8), (0, 2), (1, 1), (1 << 20, 7)] {
+            let mut end = 0;
+            for member in 0..members {
+                let of = range(elements * 4, 4, member, members);
+                assert_eq!((of.start, of.end % 4), (end, 0));
+                assert!(of.len() <= elements.div_ceil(members) * 4);
+                end = of.end;
+            }
+            assert_eq!(end, elements * 4);
+        }
+    }
+
+    #[test]
+    fn what_is_not_dealt_out_is_everyones() {
+        let share = Share::of(1, 2, vec![true, false]);
+        assert_eq!((share.own(0, 24, 8), share.own(1, 24, 8)), (8..24, 0..24));
+        assert!(!Share::whole(2).deals_any() && share.deals_any());
+    }
+}

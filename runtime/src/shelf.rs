@@ -1,0 +1,184 @@
+//! Where the replicas of a stage add to each other's shares of gradients (ZeRO 2).
+//!
+//! A gradient goes to its owners as soon as a backward has made it: its maker adds to the share of each and lets go of it, so that nobody
+//! ever holds all gradients of a stage. The items of a round add in their order, and so the sums have the same bits in every run: who
+//! comes too early waits until the item before has added, which ends when it has, or when somebody is gone. No item waits for a later one. Under
+//! a flush owners have no room for a round before they have gathered its weights, which all do before they run any of its items.
+//!
+//! What lies here belongs to its owner and counts in its ledger.
+
+use crate::buffer::{Buffer, Ledger};
+use crate::link::rendezvous::Abandoned;
+use crate::optimizer::accumulate;
+use crate::share::Share;
+use crate::stepper::wide;
+use compiler::tensor::DType;
+use std::collections::HashMap;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+
+/// A gradient term of a round.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Term {
+    /// The round.
+    pub round: u32,
+    /// By place in [`crate::compile::StageCode::gradient_terms`].
+    pub term: usize,
+}
+
+/// The sum of a term: items that have added to it, and each owner's share until that is taken.
+#[derive(Default)]
+struct Sum {
+    added: u32,
+    shares: Vec<Option<Buffer>>,
+}
+
+struct State {
+    /// Of each replica where it counts what belongs to it, and the last round for which it has room.
+    owners: Vec<Option<(Arc<Ledger>, u32)>>,
+    sums: HashMap<Term, Sum>,
+    is_abandoned: bool,
+}
+
+/// The place of one stage.
+pub struct Shelf {
+    state: Mutex<State>,
+    changed: Condvar,
+}
+
+impl Shelf {
+    /// For so many replicas.
+    pub fn new(replicas: usize) -> Shelf {
+        let state = State { owners: vec![None; replicas], sums: HashMap::new(), is_abandoned: false };
+        Shelf { state: Mutex::new(state), changed: Condvar::new() }
+    }
+
+    // Nothing under the lock can panic half way.
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// A replica begins: what belongs to it counts there. It has room for the sums of rounds up to this one.
+    pub fn enter(&self, replica: usize, ledger: &Arc<Ledger>, last: u32) {
+        if let Some(own) = self.lock().owners.get_mut(replica) {
+            *own = Some((ledger.clone(), last));
+        }
+        self.changed.notify_all();
+    }
+
+    /// A replica has room for the sums of rounds up to this one: it has let go of what it held for the rounds before.
+    pub fn open(&self, replica: usize, last: u32) {
+        if let Some(Some((_, known))) = self.lock().owners.get_mut(replica) {
+            *known = last.max(*known);
+        }
+        self.changed.notify_all();
+    }
+
+    /// Adds what an item has made of a term, after so many items before it in the round. `parameter` is the term's, of this type, of
+    /// which replicas have these shares.
+    pub fn add(
+        &self,
+        term: Term,
+        before: u32,
+        gradient: &[u8],
+        (parameter, dtype): (usize, DType),
+        share: &Share,
+    ) -> Result<(), Abandoned> {
+        let mut state = self.lock();
+        let ledgers = loop {
+            if state.is_abandoned {
+                return Err(Abandoned);
+            }
+            let has_room = |owner: &Option<(Arc<Ledger>, u32)>| {
+                owner.as_ref().filter(|(_, last)| term.round <= *last).map(|(ledger, _)| ledger.clone())
+            };
+            let ledgers: Option<Vec<Arc<Ledger>>> = state.owners.iter().map(has_room).collect();
+            match ledgers {
+                Some(ledgers) if state.sums.entry(term).or_default().added == before => break ledgers,
+                _ => state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner),
+            }
+        };
+        // It is this item's turn, so nobody else looks at the sum until the item has added.
+        let mut shares = state.sums.get_mut(&term).map(|sum| std::mem::take(&mut sum.shares)).unwrap_or_default();
+        drop(state);
+        let dtype = wide(dtype);
+        for (replica, ledger) in ledgers.iter().enumerate() {
+            let part = &gradient[share.of_member(parameter, gradient.len(), dtype.size(), replica)];
+            match shares.get_mut(replica) {
+                Some(Some(sum)) => accumulate(dtype, sum.bytes_mut(), part),
+                _ => {
+                    let mut first = Buffer::copy_of(part);
+                    first.count_in(ledger);
+                    shares.push(Some(first));
+                }
+            }
+        }
+        if let Some(sum) = self.lock().sums.get_mut(&term) {
+            (sum.shares, sum.added) = (shares, before + 1);
+        }
+        self.changed.notify_all();
+        Ok(())
+    }
+
+    /// A replica takes its share of a sum that all items of the round have added to; nothing where none has.
+    pub fn take(&self, term: Term, replica: usize) -> Option<Buffer> {
+        let mut state = self.lock();
+        let sum = state.sums.get_mut(&term)?;
+        let own = sum.shares.get_mut(replica).and_then(Option::take);
+        if sum.shares.iter().all(Option::is_none) {
+            state.sums.remove(&term);
+        }
+        own
+    }
+
+    /// Somebody will not come any more; everyone who waits is told.
+    pub fn abandon(&self) {
+        self.lock().is_abandoned = true;
+        self.changed.notify_all();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn bytes(numbers: &[f32]) -> Vec<u8> {
+        numbers.iter().flat_map(|number| number.to_ne_bytes()).collect()
+    }
+
+    /// Whoever comes first: items add in their order, which rounding tells.
+    #[test]
+    fn items_add_in_order() {
+        let shelf = Shelf::new(2);
+        let ledgers = [Arc::<Ledger>::default(), Arc::<Ledger>::default()];
+        let numbers = [[1e8f32, 1.0, 2.0], [1.0, 1.0, 1.0], [-1e8, 1.0, 0.5], [0.25, 1.0, 1.0]];
+        let term = Term { round: 3, term: 0 };
+        std::thread::scope(|scope| {
+            for item in (0..4u32).rev() {
+                let (shelf, share) = (&shelf, Share::of(item as usize % 2, 2, vec![true]));
+                let own = bytes(&numbers[item as usize]);
+                scope.spawn(move || shelf.add(term, item, &own, (0, DType::F32), &share).unwrap());
+            }
+            ledgers.iter().enumerate().for_each(|(replica, ledger)| shelf.enter(replica, ledger, 2));
+            (0..2).for_each(|replica| shelf.open(replica, 3));
+        });
+        let sum =
+            |at: usize| numbers.iter().fold(None, |sum: Option<f32>, of| Some(sum.map_or(of[at], |sum| sum + of[at])));
+        let expected: Vec<f32> = (0..3).filter_map(sum).collect();
+        let [first, second] = [0, 1].map(|replica| shelf.take(term, replica).unwrap());
+        assert_eq!([first.bytes(), second.bytes()].concat(), bytes(&expected));
+        assert_eq!(ledgers.each_ref().map(|ledger| ledger.peak()), [4, 8]);
+        assert!(shelf.take(term, 0).is_none() && shelf.lock().sums.is_empty());
+    }
+
+    #[test]
+    fn nobody_waits_for_one_that_is_gone() {
+        let shelf = Shelf::new(1);
+        let share = Share::of(0, 1, vec![true]);
+        std::thread::scope(|scope| {
+            let waits =
+                scope.spawn(|| shelf.add(Term { round: 0, term: 0 }, 1, &bytes(&[1.0]), (0, DType::F32), &share));
+            shelf.abandon();
+            assert_eq!(waits.join().unwrap(), Err(Abandoned));
+        });
+    }
+}

@@ -1,0 +1,128 @@
+//! ZeRO from the command line: plans, what judges say of them, weights, checkpoints and processes.
+
+use assert_cmd::Command;
+use serde_json::Value;
+use std::fs;
+use std::path::Path;
+
+fn ends(folder: &Path, code: i32, arguments: &[&str]) -> [String; 2] {
+    let output = Command::cargo_bin("pipec").unwrap().current_dir(folder).args(arguments).output().unwrap();
+    let told = [&output.stdout, &output.stderr].map(|bytes| String::from_utf8_lossy(bytes).into_owned());
+    assert_eq!(output.status.code(), Some(code), "{arguments:?}: {told:?}");
+    told
+}
+
+fn read(path: &Path) -> Value {
+    serde_json::from_str(&fs::read_to_string(path).unwrap()).unwrap()
+}
+
+const PLAN: [&str; 14] = [
+    "partition",
+    "m.onnx",
+    "--cut-after",
+    "relu2",
+    "--gpus",
+    "3",
+    "--schedule",
+    "1f1b",
+    "--microbatches",
+    "4",
+    "--micro-batch",
+    "4",
+    "--optimizer",
+    "adam",
+];
+const TRAIN: [&str; 9] =
+    ["train", "m.onnx", "--synthetic-data", "--batch", "16", "--optimizer", "adam", "-q", "--plan"];
+
+/// A folder with a model and its plans of two replicas and one, at every level.
+fn plans() -> tempfile::TempDir {
+    let folder = tempfile::tempdir().unwrap();
+    ends(folder.path(), 0, &["zoo", "mlp", "-o", "m.onnx", "-q"]);
+    for level in ["0", "1", "2"] {
+        let more = ["--stages", "2,1", "--bucket", "20KB", "--zero", level, "-o", &format!("{level}.json"), "-q"];
+        ends(folder.path(), 0, &[&PLAN[..], &more].concat());
+        ends(folder.path(), 0, &["plan", "check", &format!("{level}.json"), "--model", "m.onnx"]);
+    }
+    folder
+}
+
+fn trained(folder: &Path, plan: &str, more: &[&str]) -> Vec<u8> {
+    ends(folder, 0, &[&TRAIN[..], &[plan, "--save", "w.safetensors"], more].concat());
+    fs::read(folder.join("w.safetensors")).unwrap()
+}
+
+/// Weights have the same bits with shares and without: in threads, in processes, in narrow types, and over a stop in between at which
+/// the level changes.
+#[test]
+fn weights_are_the_same_with_shares() {
+    let (plans, steps) = (plans(), ["--steps", "5"]);
+    let folder = plans.path();
+    for more in [&[][..], &["--processes"], &["--dtype", "bf16"]] {
+        let more = [&steps[..], more].concat();
+        assert!(trained(folder, "0.json", &more) == trained(folder, "1.json", &more), "{more:?}");
+    }
+    for (before, after) in [("0.json", "1.json"), ("1.json", "0.json"), ("1.json", "1.json"), ("2.json", "1.json")] {
+        let kept = ["--checkpoint-dir", "kept", "--checkpoint-every", "3", "--steps", "5"];
+        let whole = trained(folder, before, &kept);
+        fs::remove_dir_all(folder.join("kept/step-00000005")).ok();
+        let resumed = trained(folder, after, &["--resume", "kept/step-00000003", "--steps", "5"]);
+        // Sums of level 2 have another order.
+        assert!(before == "2.json" || resumed == whole, "{before} and then {after}");
+        fs::remove_dir_all(folder.join("kept")).unwrap();
+    }
+    let [_, told] = ends(folder, 2, &[&TRAIN[..], &["2.json", "--steps", "2", "--processes"]].concat());
+    assert!(told.contains("in one process"), "{told}");
+}
+
+/// What a plan says of shares is held against its stages, and costs no time up to level 1.
+#[test]
+fn plans_say_what_replicas_share() {
+    let plans = plans();
+    let folder = plans.path();
+    let [zero, one, two] = ["0", "1", "2"].map(|level| read(&folder.join(format!("{level}.json"))));
+    let held = |plan: &Value, part: &str| plan["stages"][0]["memory"][part].as_u64().unwrap();
+    assert_eq!((one["stages"][0]["zero"].as_u64(), zero["stages"][0].get("zero")), (Some(1), None));
+    assert!(one["stages"][1].get("zero").is_none(), "one replica shares nothing");
+    assert_eq!(held(&one, "optimizer"), held(&zero, "optimizer") / 2);
+    assert_eq!(held(&one, "gradients"), held(&zero, "gradients") * 3 / 4);
+    assert!(held(&two, "gradients") < held(&one, "gradients"));
+    let us = |plan: &Value| plan["predicted"]["objective_us"].as_f64().or(plan["predicted"]["minibatch_us"].as_f64());
+    assert_eq!(us(&one), us(&zero));
+    let told = |change: &dyn Fn(&mut Value), model: &[&str]| {
+        let mut other = one.clone();
+        change(&mut other["stages"]);
+        fs::write(folder.join("other.json"), other.to_string()).unwrap();
+        ends(folder, 1, &[&["plan", "check", "other.json"], model].concat()).concat()
+    };
+    assert!(told(&|stages| stages[0]["zero"] = 9.into(), &[]).contains("levels 0 to"));
+    assert!(told(&|stages| stages[1]["zero"] = 1.into(), &[]).contains("nobody to share with"));
+    assert!(told(&|stages| stages[0]["zero"] = 2.into(), &["--model", "m.onnx"]).contains("memory of stage 0"));
+    let [_, refused] = ends(folder, 2, &[&PLAN[..], &["--zero", "7"]].concat());
+    assert!(refused.contains("or auto"), "{refused}");
+    ends(folder, 2, &["partition", "m.onnx", "--gpus", "2", "--schedule", "inference", "--zero", "1"]);
+    ends(folder, 0, &["simulate", "1.json", "--programs", "p.txt", "-q"]);
+    let programs = fs::read_to_string(folder.join("p.txt")).unwrap();
+    assert!(programs.contains(" zero=1") && programs.contains("all-gather 0 v1"), "{programs}");
+}
+
+/// With room for everything there is no reason to share; with less there is.
+#[test]
+fn the_least_level_that_fits_is_found() {
+    let plans = plans();
+    let folder = plans.path();
+    let total = |level: &str| {
+        let plan = read(&folder.join(format!("{level}.json")));
+        plan["stages"][0]["memory"]["total"].as_u64().unwrap()
+    };
+    for (limit, level) in [(total("0"), 0), (total("0") - 1, 1), (total("1") - 1, 2)] {
+        let memory = format!("{limit}B");
+        let more = ["--stages", "2,1", "--bucket", "20KB", "--zero", "auto", "--recompute", "never"];
+        let memory = ["--memory", &memory, "-o", "auto.json", "-q"];
+        ends(folder, 0, &[&PLAN[..], &more, &memory].concat());
+        let plan = read(&folder.join("auto.json"));
+        assert_eq!(plan["stages"][0].get("zero").and_then(Value::as_u64).unwrap_or(0), level, "{limit} B");
+        assert_eq!(plan["options"]["zero"], "auto");
+        ends(folder, 0, &["plan", "check", "auto.json", "--model", "m.onnx"]);
+    }
+}
