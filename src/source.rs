@@ -335,7 +335,7 @@ pub fn assemble(
     let Attributed { attribution, counted, training, untrainable } = attributed(&graph, counted).map_err(|error| {
         let failure = Failure::input(format!("cannot cost {}", loaded.model.file)).because(&error);
         match error {
-            AttributionError::Loss(_) => failure.help("`--loss` names another, `--loss none` counts none"),
+            AttributionError::Loss(loss) => failure.help(format!("{}; `--loss none` counts none", advice::loss(&loss))),
             _ => failure,
         }
     })?;

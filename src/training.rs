@@ -251,7 +251,7 @@ pub fn prepare(task: &mut Task<'_>) -> Result<Prepared, Failure> {
         (PrepareError::Program(fault), Some(own)) => own.unsound(fault),
         (PrepareError::Schedule(_), Some(_)) => fail(&error),
         (PrepareError::Program(_), None) => Failure::bug(&error.to_string()),
-        (PrepareError::Loss(_), _) => fail(&error).help("`--loss` and `--class-dim` name another"),
+        (PrepareError::Loss(loss), _) => fail(&error).help(advice::loss(loss)),
         (PrepareError::Schedule(_), None) => {
             fail(&error).help("`1f1b-rr` takes whole minibatches, `1f1b` and `gpipe` micro-batches")
         }

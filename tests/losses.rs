@@ -55,6 +55,16 @@ fn the_usual_loss_is_counted_where_it_runs() {
     assert_eq!(planned(folder, &["--schedule", "inference"])["model"]["import"]["loss"], Value::Null);
     let told = ends(folder, 2, &["partition", "model.onnx", "--gpus", "2", "--loss", "output"]);
     assert!(told.contains("not a scalar") && told.contains("--loss none"), "{told}");
+    // Training cannot do without one, and is told so with and without a plan.
+    for plan in [&["--plan", "plan.json"][..], &[]] {
+        let told = ends(
+            folder,
+            2,
+            &[&["train", "model.onnx", "--synthetic-data", "--batch", "4", "--loss", "output"], plan].concat(),
+        );
+        assert!(told.contains("not a scalar") && told.contains("`--loss cross-entropy`, `mse` or `bce`"), "{told}");
+        assert!(!told.contains("--loss none"), "{told}");
+    }
 }
 
 #[test]
@@ -151,7 +161,9 @@ fn a_micro_batch_without_labels_adds_nothing() {
     let folder = tempfile::tempdir().unwrap();
     let folder = folder.path();
     ends(folder, 0, &["zoo", "mlp", "--inputs", "6", "--classes", "3", "--hidden", "8", "-o", "model.onnx"]);
-    let x = |rows: usize| Tensor::from_f32(&[rows, 6], &(0..rows * 6).map(|at| (at % 24) as f32 / 24.0).collect::<Vec<_>>());
+    let x = |rows: usize| {
+        Tensor::from_f32(&[rows, 6], &(0..rows * 6).map(|at| (at % 24) as f32 / 24.0).collect::<Vec<_>>())
+    };
     let write = |name: &str, labels: &[i64]| {
         let arrays = [("x", x(labels.len())), ("y", Tensor::from_i64(&[labels.len()], labels))];
         let arrays = arrays.into_iter().map(|(name, tensor)| (name.to_string(), tensor)).collect();

@@ -18,11 +18,12 @@ use crate::seat::Seat;
 use crate::source::{self, Costs, Times};
 use crate::tensor::degree;
 use crate::training::{self, Data, HeldOut, Length, Prepared, Task};
-use crate::{cmd, given, output, prediction, quantity, stages};
+use crate::{advice, cmd, given, output, prediction, quantity, stages};
 use clap::Args;
 use compiler::export::trace::Trace;
 use compiler::export::trace::encode::encode;
 use compiler::op::Op;
+use compiler::pass::loss::attach;
 use compiler::plan::problem::InFlight;
 use compiler::plan::{Plan, ScheduleKind};
 use compiler::tensor::DType;
@@ -448,6 +449,12 @@ fn own_plan(
     let needed = stages.as_ref().map(|stages| stages.iter().fold(0u32, |sum, r| sum.saturating_add(*r)));
     let cuts = arguments.cut_after.as_ref().map(|cuts| cuts.len() as u32 + 1);
     let workers = arguments.workers.or(needed).or(cuts).unwrap_or(1).max(1);
+    if workers == 1 && schedule.has_chunks() {
+        let what = format!("`--schedule {}` gives several stages to each of several workers", schedule.name());
+        return Err(Failure::input(what)
+            .because("neither `--workers` nor a plan says that there is more than one")
+            .help("`--workers 2` plans for two; `--plan` takes a plan of `pipec partition`"));
+    }
     let cluster = machine::cluster_of_this_cpu(workers)
         .map_err(|error| Failure::input(format!("cannot plan for {workers} workers")).because(error))?;
     let micro_batch = (batch / u64::from(microbatches)).max(1);
@@ -456,6 +463,11 @@ fn own_plan(
     let floats = floats(arguments, None).filter(|dtype| *dtype == DType::F64);
     let times = Times::Analytic(device);
     let counted = arguments.loss.map_or(Counted::Usual, |loss| Counted::One(loss, arguments.class_dim));
+    if let Some(loss) = arguments.loss {
+        // A plan can do without a loss, training cannot.
+        attach(&mut loaded.at(micro_batch)?, loss.of(), arguments.class_dim)
+            .map_err(|error| Failure::input("cannot train").because(&error).help(advice::loss(&error)))?;
+    }
     let costs = Costs { has_memory: false, ..source::assemble(loaded, micro_batch, cluster, times, floats, counted)? };
     let question = Question {
         schedule: arguments.schedule.clone().or(Some(schedule.name().to_string())),
