@@ -12,6 +12,7 @@ use compiler::schedule::Schedule;
 use compiler::tensor::Tensor;
 use runtime::checkpoint::find::{self, FindError, Found};
 use runtime::checkpoint::keeper::{Kept, Saved};
+use runtime::checkpoint::lock::{self, Held, LockError};
 use runtime::checkpoint::manifest::{FILE, Manifest};
 use runtime::checkpoint::start::{Start, StartError};
 use runtime::data::Order;
@@ -63,6 +64,17 @@ pub fn refuse_other_runs(folder: &Path, resume: Option<Resume<'_>>) -> Result<()
             .because(format!("the newest is {}", newest.display()))
             .help("`--resume auto` goes on with it; another `--checkpoint-dir` begins anew")),
     }
+}
+
+/// Takes the folder for this run, as long as what comes back is there: two that write into it would remove each other's checkpoints.
+pub fn hold(folder: &Path) -> Result<Held, Failure> {
+    lock::hold(folder).map_err(|error| {
+        let failure = Failure::input("cannot write checkpoints").because(&error);
+        match error {
+            LockError::Taken { .. } => failure.help("wait until it ends, or name another `--checkpoint-dir`"),
+            LockError::Open { .. } => failure.help("choose a place that can be read and written"),
+        }
+    })
 }
 
 /// The checkpoint that the run goes on from; nothing where it begins at the beginning.

@@ -199,6 +199,27 @@ fn a_signal_ends_the_step_and_leaves_a_checkpoint() {
     }
 }
 
+#[cfg(target_os = "linux")]
+#[test]
+fn two_runs_do_not_write_into_one_folder() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    model(folder);
+    let flags = flags(&[&TRAIN, &KEPT, &["--steps", "100000", "--resume", "auto"]]);
+    for _ in 0..2 {
+        let mut first = spawned(folder, &flags);
+        begun(folder, &mut first);
+        let said = ends(folder, 2, &flags);
+        assert!(said.contains(&format!("process {} writes checkpoints into ck", first.id())), "{said}");
+        assert!(said.contains("help: wait until it ends, or name another `--checkpoint-dir`"), "{said}");
+        // However it ends, the folder is free, and nothing is left in it.
+        first.kill().unwrap();
+        first.wait().unwrap();
+        assert!(names(folder).iter().all(|name| find::minibatches(name).is_some() || name.starts_with(".step-")));
+        fs::remove_dir_all(folder.join("ck")).unwrap();
+    }
+}
+
 #[cfg(unix)]
 #[test]
 fn a_second_signal_ends_at_once() {

@@ -184,9 +184,11 @@ pub fn run(mut arguments: Box<Arguments>, screen: &Screen) -> Result<(), Failure
 fn once(arguments: &Arguments, seat: &Seat, restarts: u32, screen: &Screen) -> Result<(), Failure> {
     let optimizer = arguments.optimizer.build()?;
     let resume = arguments.checkpoints.resumes()?;
-    if let (Some(folder), Some(_)) = (&arguments.checkpoints.checkpoint_dir, arguments.checkpoints.checkpoint_every) {
-        checkpoints::refuse_other_runs(folder, resume)?;
-    }
+    let no_others = || match (&arguments.checkpoints.checkpoint_dir, arguments.checkpoints.checkpoint_every) {
+        (Some(folder), Some(_)) => checkpoints::refuse_other_runs(folder, resume),
+        _ => Ok(()),
+    };
+    no_others()?;
     if arguments.data.is_none() && !arguments.synthetic_data {
         return Err(Failure::input("no data is given").help(
             "`--data train.npz` has arrays named like the model's inputs; `--synthetic-data` trains on made-up data",
@@ -313,6 +315,9 @@ fn once(arguments: &Arguments, seat: &Seat, restarts: u32, screen: &Screen) -> R
     if let Some(folder) = checkpoint_dir {
         fs::create_dir_all(folder).map_err(|error| Failure::file("make the folder", folder, error))?;
     }
+    let _held = checkpoint_dir.as_deref().filter(|_| seat.reports()).map(checkpoints::hold).transpose()?;
+    // Another run may have ended here since it was asked first.
+    no_others()?;
     prepared.begun = match resume {
         Some(resume) => checkpoints::begin(resume, &task, &prepared, screen)?,
         None => None,
