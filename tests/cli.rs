@@ -529,3 +529,33 @@ fn a_plan_is_told_for_what_it_is() {
     assert!(!row("uniform  ").contains(" on "), "{told}");
     assert!(told.contains("candidates of one stage on each device are no zbv"), "{told}");
 }
+
+#[test]
+fn optimizers_are_called_the_same_by_all_verbs() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    done(folder, &["zoo", "mlp", "--inputs", "6", "--hidden", "8", "-o", "m.onnx"]);
+    let planned = |words: &[&str]| {
+        done(folder, &[&["partition", "m.onnx", "--gpus", "2", "--stages", "1,1", "-o", "p.json"], words].concat());
+        std::fs::read(folder.join("p.json")).unwrap()
+    };
+    let trained = |words: &[&str]| {
+        done(folder, &[&["train", "m.onnx", "--synthetic-data", "--steps", "3", "--save", "w.npz"], words].concat());
+        runtime::weights::read(&folder.join("w.npz")).unwrap()
+    };
+    let same = |one: &[&str], other: &[&str]| {
+        assert!(planned(one) == planned(other), "{one:?} and {other:?}");
+        let (one, other) = (trained(one), trained(other));
+        assert!(one.iter().all(|(name, weight)| weight.bytes() == other[name].bytes()));
+    };
+    same(&["--optimizer", "sgd", "--momentum", "0.9"], &["--optimizer", "sgd-momentum"]);
+    same(&["--optimizer", "rmsprop-momentum", "--momentum", "0.9"], &["--optimizer", "rmsprop", "--momentum", "0.9"]);
+    same(&["--optimizer", "sgd-momentum", "--momentum", "0"], &["--optimizer", "sgd"]);
+    assert!(planned(&["--optimizer", "sgd-momentum"]) != planned(&["--optimizer", "sgd"]));
+    for verb in [&["train", "m.onnx", "--synthetic-data"][..], &["partition", "m.onnx", "--gpus", "2"]] {
+        let told = fails(folder, 2, &[verb, &["--optimizer", "adam", "--momentum", "0.9"]].concat());
+        assert!(told.contains("help: it belongs to `--optimizer sgd` and `rmsprop`"), "{told}");
+    }
+    let told = fails(folder, 2, &["partition", "m.onnx", "--gpus", "2", "--dtype", "bf16"]);
+    assert!(told.contains("`pipec train --plan FILE --dtype bf16`"), "{told}");
+}

@@ -378,7 +378,8 @@ fn training_differs(task: &Task<'_>, arguments: &Arguments) -> bool {
         || task.tensor != degree(plan)
         || task.in_flight != InFlight::Auto
         || (task.batch, microbatches) != (batch, plan.schedule.microbatches)
-        || (arguments.plan.is_some() && arguments.optimizer.planned().name() != plan.optimizer)
+        || (arguments.plan.is_some()
+            && arguments.optimizer.planned().is_ok_and(|optimizer| optimizer.name() != plan.optimizer))
         || plan.model.import.loss.is_some() && plan.model.import.loss != counted.written()
 }
 
@@ -481,7 +482,7 @@ fn own_plan(
         stages,
         cut_after: arguments.cut_after.clone(),
         partitioner: if workers == 1 && arguments.cut_after.is_none() { "single" } else { "pipec" }.to_string(),
-        optimizer: arguments.optimizer.planned(),
+        optimizer: arguments.optimizer.planned()?,
         seed: arguments.seed,
         ..Question::default()
     };
