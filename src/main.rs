@@ -41,6 +41,7 @@ mod source;
 mod stages;
 mod stop;
 mod tensor;
+mod terms;
 mod ties;
 mod training;
 mod untrained;

@@ -475,8 +475,8 @@ impl Prepared {
     }
 
     /// What is made small.
-    pub fn loss_name(&self) -> String {
-        format!("{:?}", self.loss)
+    pub fn loss(&self) -> Loss {
+        self.loss
     }
 
     /// The schedule's name, and the items of a minibatch.

@@ -559,3 +559,31 @@ fn optimizers_are_called_the_same_by_all_verbs() {
     let told = fails(folder, 2, &["partition", "m.onnx", "--gpus", "2", "--dtype", "bf16"]);
     assert!(told.contains("`pipec train --plan FILE --dtype bf16`"), "{told}");
 }
+
+#[test]
+fn devices_without_a_stage_are_named() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    graph_txt(folder, &[3.0; 4], 4000);
+    let flags =
+        ["partition", "chain.graph.txt", "--from", "pipedream", "--gpus", "5", "--stages", "1,2", "-o", "p.json"];
+    let told = done(folder, &flags);
+    assert!(told.contains("idle           2 of 5 devices, on which no stage stands: 3-4\n"), "{told}");
+    let text = std::fs::read_to_string(folder.join("p.json")).unwrap();
+    assert_eq!(json(&text)["cluster"]["idle"], serde_json::json!([3, 4]));
+    let mut wrong = json(&text);
+    wrong["cluster"]["idle"] = serde_json::json!([2, 4]);
+    std::fs::write(folder.join("wrong.json"), wrong.to_string()).unwrap();
+    let told = pipec(folder, &["plan", "check", "wrong.json"]);
+    assert_eq!(told.status.code(), Some(1));
+    assert!(text_of(&told).contains("cluster.idle"), "{}", text_of(&told));
+    let all = done(
+        folder,
+        &["partition", "chain.graph.txt", "--from", "pipedream", "--gpus", "3", "--stages", "1,2", "-o", "p.json"],
+    );
+    assert!(!all.contains("idle"), "{all}");
+}
+
+fn text_of(output: &Output) -> String {
+    text(&output.stdout) + &text(&output.stderr)
+}

@@ -306,7 +306,7 @@ fn what_is_not_this_run_or_not_whole_is_told() {
     let said = ends(folder, 2, &other);
     for what in [
         "batch: the checkpoint has `4`, this run `8`",
-        "optimizer: the checkpoint has `Adam",
+        "optimizer: the checkpoint has `adam, betas 0.9,0.999, lr 0.01, eps 1e-8, weight decay 0`, this run `sgd, lr 0.01, momentum 0.5, weight decay 0`",
         "seed: the checkpoint has `0`",
     ] {
         assert!(said.contains(what), "{said}");

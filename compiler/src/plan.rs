@@ -110,6 +110,9 @@ pub struct PlannedCluster {
     /// The classes of devices in device order where there are several; empty where all devices are alike.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub classes: Vec<DeviceClass>,
+    /// Devices on which no stage stands; absent where there are none.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub idle: Vec<u32>,
 }
 
 /// The order in which a stage works through minibatches and microbatches.
