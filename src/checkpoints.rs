@@ -164,7 +164,9 @@ fn begun(
 fn ends_before(manifest: &Manifest, prepared: &Prepared) -> bool {
     let program = prepared.program();
     let reach = program.stages.iter().map(|stage| stage.cap.saturating_mul(stage.replicas)).max();
-    let is_near = manifest.minibatches.saturating_add(reach.unwrap_or(0)) > manifest.steps;
+    // With the one whose update is in front of the cut.
+    let behind = reach.unwrap_or(1).saturating_sub(1);
+    let is_near = manifest.minibatches.saturating_add(behind) > manifest.steps;
     is_near && manifest.steps < prepared.steps && !program.schedule.flushes()
 }
 
@@ -231,6 +233,9 @@ pub fn kept_of<'a>(keeping: &Keeping<'_>, task: &Task<'a>, prepared: &'a Prepare
 /// When checkpoints come, where that is not as one might expect.
 pub fn remarks(keeping: &Keeping<'_>, prepared: &Prepared, screen: &Screen) {
     let cuts = prepared.cuts(keeping);
+    if prepared.first() as u32 >= prepared.steps {
+        return;
+    }
     let (every, period) = (keeping.every, cuts.period);
     if cuts.after(prepared.first() as u32).is_none() {
         screen.warn(&format!(

@@ -25,6 +25,7 @@ mod held_out;
 mod hybrid;
 mod identity;
 mod initial;
+mod kind;
 mod launcher;
 mod loss;
 mod machines;

@@ -271,6 +271,33 @@ fn another_plan_of_the_same_run_goes_on_with_the_same_bits() {
 }
 
 #[test]
+fn a_finished_run_says_so_and_can_be_made_longer() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    model(folder);
+    let of = |steps: &str, name: &str| {
+        let flags = flags(&[&TRAIN, &KEPT, &["--steps", steps, "--resume", "auto", "--save", name]]);
+        let output = pipec(folder, &flags);
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        let both = [output.stdout, output.stderr].map(|stream| String::from_utf8(stream).unwrap());
+        both.concat()
+    };
+    of("4", "first.safetensors");
+    let said = of("4", "again.safetensors");
+    assert!(
+        said.contains("the run is finished: all 4 steps were done before; a larger `--steps` or `--epochs` goes on"),
+        "{said}"
+    );
+    assert!(!said.contains("no checkpoint will be written"), "{said}");
+    assert!(bytes(folder, "again.safetensors") == bytes(folder, "first.safetensors"));
+    // One worker has nothing in flight behind a checkpoint, so that the longer run is what it would have been.
+    let said = of("6", "longer.safetensors");
+    assert!(said.contains("goes on after step 4 of 6") && !said.contains("nothing was in flight"), "{said}");
+    ends(folder, 0, &flags(&[&TRAIN, &["--steps", "6", "--save", "whole.safetensors"]]));
+    assert!(bytes(folder, "longer.safetensors") == bytes(folder, "whole.safetensors"));
+}
+
+#[test]
 fn what_is_not_this_run_or_not_whole_is_told() {
     let folder = tempfile::tempdir().unwrap();
     let folder = folder.path();
