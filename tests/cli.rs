@@ -584,6 +584,24 @@ fn devices_without_a_stage_are_named() {
     assert!(!all.contains("idle"), "{all}");
 }
 
+#[test]
+fn what_is_not_wanted_is_said_in_two_ways() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    done(folder, &["zoo", "mlp", "-o", "m.onnx"]);
+    let planned = |words: &[&str]| {
+        let plan = ["partition", "m.onnx", "--gpus", "2", "--stages", "1,1", "--microbatches", "4", "-o", "p.json"];
+        done(folder, &[&plan[..], words].concat());
+        std::fs::read(folder.join("p.json")).unwrap()
+    };
+    let never = planned(&["--recompute", "never"]);
+    assert!(planned(&["--no-recompute"]) == never && planned(&[]) != never);
+    assert!(planned(&["--no-tensor"]) == planned(&["--tensor", "never"]));
+    for words in [["--no-recompute", "--recompute", "auto"], ["--no-tensor", "--tensor", "2"]] {
+        fails(folder, 2, &[&["partition", "m.onnx", "--gpus", "2"][..], &words].concat());
+    }
+}
+
 fn text_of(output: &Output) -> String {
     text(&output.stdout) + &text(&output.stderr)
 }

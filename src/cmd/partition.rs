@@ -112,9 +112,15 @@ pub struct Question {
     /// Devices that share every op of a replica, each with its part: so many of the fastest level, as many as is best (auto), or one (never)
     #[arg(long, value_name = "never|auto|N", default_value = "never", value_parser = groups::said, help_heading = "Constraints")]
     pub tensor: Groups,
+    /// The same as `--tensor never`
+    #[arg(long, conflicts_with = "tensor", help_heading = "Constraints")]
+    pub no_tensor: bool,
     /// Whether a stage that does not fit otherwise may save its inputs only and run forward again before backward
     #[arg(long, value_name = "WHEN", default_value = "auto", value_parser = ["auto", "never"], help_heading = "Costs and memory")]
     pub recompute: String,
+    /// The same as `--recompute never`
+    #[arg(long, conflicts_with = "recompute", help_heading = "Costs and memory")]
+    pub no_recompute: bool,
     /// Optimizer, for its memory and the time of its step
     #[arg(long, value_enum, value_name = "NAME", default_value = "sgd", help_heading = "Costs and memory")]
     pub optimizer: Optimizer,
@@ -162,7 +168,9 @@ impl Default for Question {
             max_stages: None,
             no_replication: false,
             tensor: Groups::Never,
+            no_tensor: false,
             recompute: "auto".to_string(),
+            no_recompute: false,
             optimizer: Optimizer::Sgd,
             momentum: None,
             dtype: None,
@@ -367,7 +375,7 @@ pub fn ask(file: &Path, costs: Costs, question: &Question) -> Result<Planned, Fa
     let asked = Some(question.microbatches).filter(|asked| *asked > 1);
     own.as_ref().map_or(Ok(()), |own| own.agrees(asked))?;
     problem.chunks = question.chunks.unwrap_or(if problem.schedule.has_chunks() { 2 } else { 1 });
-    problem.recompute = question.recompute == "auto";
+    problem.recompute = question.recompute == "auto" && !question.no_recompute;
     problem.microbatches = own.as_ref().map_or(question.microbatches, Own::microbatches);
     problem.in_flight = match own.as_ref().and_then(Own::caps) {
         Some(caps) if question.in_flight == InFlight::Auto => InFlight::Given(caps),
