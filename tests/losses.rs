@@ -195,3 +195,22 @@ fn a_micro_batch_without_labels_adds_nothing() {
     let (_, _, again) = trained("none.npz", "4", "2", &["--lr", "1"]);
     assert!(weights.iter().all(|(name, weight)| weight.bytes() == again[name].bytes()), "nothing moves them");
 }
+
+/// On models of a few kilobytes the scratch of ops that run together is a good part of all, and so is what is kept in whole cache lines.
+#[test]
+fn little_models_hold_what_was_planned() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    ends(folder, 0, &["zoo", "mlp", "--inputs", "6", "--classes", "3", "--hidden", "8", "-o", "model.onnx"]);
+    for batch in ["1", "8", "32", "128", "512"] {
+        let plan = ["partition", "model.onnx", "--gpus", "1", "--profile", "analytic:cpu", "--micro-batch", batch];
+        ends(folder, 0, &[&plan[..], &["-q", "-o", "plan.json"]].concat());
+        let training = ["train", "model.onnx", "--plan", "plan.json", "--synthetic-data", "--steps", "2", "-q"];
+        ends(folder, 0, &[&training[..], &["--metrics", "m.jsonl"]].concat());
+        let lines = fs::read_to_string(folder.join("m.jsonl")).unwrap();
+        let last: Value = serde_json::from_str(lines.lines().last().unwrap()).unwrap();
+        let held = last["total"]["stages"][0]["held_bytes"].as_f64().unwrap();
+        let ratio = held / total(&json(&folder.join("plan.json")), 0);
+        assert!((0.97..=1.03).contains(&ratio), "batch {batch}: held {ratio} of what was planned");
+    }
+}
