@@ -162,18 +162,20 @@ fn holdings(graph: &CostGraph, order: &[u32], ends: &[usize]) -> Vec<Holdings> {
         for to in from + 1..places {
             for &op in &order[ends[to - 1]..ends[to]] {
                 let op = op as usize;
-                run.largest = run.largest.max(params[op].iter().map(|&param| graph.params[param].bytes).sum());
-                for &param in &params[op] {
-                    let (bytes, users) = (graph.params[param].bytes, graph.params[param].users.len());
-                    run.terms += bytes;
-                    if std::mem::replace(&mut param_seen[param], from) != from {
-                        run.weights += bytes;
-                        run.shared += bytes;
-                        users_seen[param] = 0;
+                run.largest = run.largest.max(params[op].iter().map(|&at| graph.params[at].sum_bytes).sum());
+                for &at in &params[op] {
+                    let param = &graph.params[at];
+                    run.terms += param.sum_bytes;
+                    if std::mem::replace(&mut param_seen[at], from) != from {
+                        run.weights += param.bytes;
+                        run.summed += param.sum_bytes;
+                        run.masters += param.master_bytes();
+                        run.shared += param.sum_bytes;
+                        users_seen[at] = 0;
                     }
-                    users_seen[param] += 1;
-                    if users_seen[param] == users {
-                        run.shared -= bytes;
+                    users_seen[at] += 1;
+                    if users_seen[at] == param.users.len() {
+                        run.shared -= param.sum_bytes;
                     }
                 }
                 for &tensor in &made[op] {
@@ -234,7 +236,7 @@ mod tests {
             bytes: bytes(at),
             consumers: [at + 1, at + 7].into_iter().filter(|&to| to < ops).map(OpId).collect(),
         };
-        let tied = ParamCost { name: "w".into(), bytes: 100, users: vec![OpId(1), OpId(4)] };
+        let tied = ParamCost::new("w", 100, vec![OpId(1), OpId(4)]);
         CostGraph { ops: (0..ops).map(op).collect(), tensors: (0..ops).map(tensor).collect(), params: vec![tied] }
     }
 
