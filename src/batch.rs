@@ -13,6 +13,8 @@ use compiler::export::sweep::Figures;
 use compiler::partition::planner::Planned;
 use compiler::plan::ScheduleKind;
 use compiler::plan::problem::Objective;
+use compiler::profile::shared::SharedCosts;
+use std::collections::BTreeMap;
 
 /// What asks for the best order of work.
 pub const AUTO: &str = "auto";
@@ -73,21 +75,25 @@ pub fn plan(arguments: &Arguments, screen: &Screen) -> Result<Found, Failure> {
             Some(costs) => costs,
             None => source::costs(&at(arguments, size, None), &Screen::silent())?,
         };
-        let speed = search.ask(size, &costs, orders[0].clone())?;
+        let shared = arguments.question.tensor.costs(&costs)?;
+        let sized = Sized { size, costs, shared };
+        let speed = search.ask(&sized, orders[0].clone())?;
         bar.inc(1);
-        known.push((speed, size, costs));
+        known.push((speed, sized));
     }
-    // The sort is stable: of equal sizes the one with the fewer micro-batches stays in front.
-    known.sort_by(|a, b| b.0.total_cmp(&a.0));
-    for (_, size, costs) in known.iter().take(BEST) {
+    // Where 1F1B does not fit, small micro-batches are the nearest to it.
+    known.sort_by(|a, b| b.0.total_cmp(&a.0).then(a.1.size.0.cmp(&b.1.size.0)));
+    for (_, sized) in known.iter().take(BEST) {
         for order in &orders[1..] {
             bar.set_message(order.clone().unwrap_or_default());
-            search.ask(*size, costs, order.clone())?;
+            search.ask(sized, order.clone())?;
             bar.inc(1);
         }
     }
     bar.finish_and_clear();
-    let Search { best, tried, refused, .. } = search;
+    let Search { best, tried, mut refused, .. } = search;
+    // The smallest micro-batches lack least.
+    refused.sort_by_key(|(micro_batch, _)| *micro_batch);
     match (best, refused.into_iter().next()) {
         (Some((mut planned, refused)), _) => {
             let options = &mut planned.plan.options;
@@ -97,7 +103,7 @@ pub fn plan(arguments: &Arguments, screen: &Screen) -> Result<Found, Failure> {
             options.insert("combinations".to_string(), (tried.len() as u64).into());
             Ok((planned, refused, tried))
         }
-        (None, Some(failure)) => Err(failure),
+        (None, Some((_, failure))) => Err(failure),
         (None, None) => Err(Failure::bug("nothing was tried")),
     }
 }
@@ -119,7 +125,19 @@ fn check(arguments: &Arguments) -> Result<(), Failure> {
             let parts =
                 [("--micro-batch", arguments.dims.micro_batch), ("--microbatches", Some(question.microbatches.into()))];
             let given = parts.into_iter().find(|(_, part)| part.is_some_and(|part| batch % part != 0));
+            let both = arguments.dims.micro_batch.filter(|_| question.microbatches > 1);
+            let product = both.map(|size| size.saturating_mul(question.microbatches.into()));
             match given {
+                _ if question.infers() => Err(Failure::input("`--batch` does not go with a plan for inference")
+                    .because("what only answers has no minibatches")
+                    .help("`--micro-batch` says how many samples it answers at a time")),
+                _ if product.is_some_and(|product| product != batch) => Err(Failure::input(format!(
+                    "`--batch {batch}` does not go with `--micro-batch {}` and `--microbatches {}`",
+                    both.unwrap_or(1),
+                    question.microbatches
+                ))
+                .because(format!("these make {} samples", product.unwrap_or(batch)))
+                .help("leave one of the three out")),
                 Some((flag, Some(part))) => {
                     Err(Failure::input(format!("`--batch {batch}` does not go with `{flag} {part}`"))
                         .because(format!("{batch} samples are not a multiple of {part}"))
@@ -178,23 +196,36 @@ fn at(arguments: &Arguments, (micro_batch, microbatches): Size, schedule: Option
     one.dims.micro_batch = Some(micro_batch);
     one.question.microbatches = microbatches;
     one.question.schedule = schedule;
+    let has_chunks = |name: &str| ScheduleKind::from_name(name).is_some_and(ScheduleKind::has_chunks);
+    if !one.question.schedule.as_deref().is_some_and(has_chunks) {
+        one.question.chunks = None;
+    }
     one
+}
+
+/// What the model costs at one size, on devices and on groups of them.
+struct Sized {
+    size: Size,
+    costs: Costs,
+    shared: Vec<SharedCosts>,
 }
 
 struct Search<'a> {
     arguments: &'a Arguments,
     best: Option<(Planned, Option<String>)>,
     tried: Vec<Tried>,
-    refused: Vec<Failure>,
+    /// Micro-batches for which there is no plan, and why.
+    refused: Vec<(u64, Failure)>,
 }
 
 impl Search<'_> {
     /// Plans for one combination and keeps it if it is the best; says how good it is.
-    fn ask(&mut self, size: Size, costs: &Costs, schedule: Option<String>) -> Result<f64, Failure> {
-        let one = at(self.arguments, size, schedule);
+    fn ask(&mut self, sized: &Sized, schedule: Option<String>) -> Result<f64, Failure> {
+        let Sized { size, costs, shared } = sized;
+        let one = at(self.arguments, *size, schedule);
         one.question.check()?;
         let kind = one.question.schedule.as_deref().and_then(ScheduleKind::from_name).unwrap_or(ScheduleKind::Csv);
-        let (answer, good) = match partition::ask(&one.file, costs.clone(), &one.question) {
+        let (answer, good) = match partition::ask_of_groups(&one.file, costs.clone(), shared.clone(), &one.question) {
             Ok(planned) => {
                 let (speed, peak) = figures(&planned);
                 let good = goodness(&planned);
@@ -207,7 +238,7 @@ impl Search<'_> {
             Err(failure) if failure.code == failure::BUG => return Err(failure),
             Err(failure) => {
                 let why = failure.line();
-                self.refused.push(failure);
+                self.refused.push((size.0, failure));
                 (Err(why), f64::NEG_INFINITY)
             }
         };
@@ -228,22 +259,37 @@ fn goodness(planned: &Planned) -> f64 {
     if planned.plan.objective == Objective::Memory { -(peak as f64) } else { speed }
 }
 
-/// The table of what was tried, the best first.
-pub fn table(tried: &[Tried]) -> String {
-    let mut order: Vec<&Tried> = tried.iter().collect();
-    let speed = |one: &Tried| one.answer.as_ref().map_or(f64::NEG_INFINITY, |(speed, _)| *speed);
-    order.sort_by(|a, b| speed(b).total_cmp(&speed(a)));
-    let row = |one: &&Tried| {
-        let mut cells =
-            vec![one.schedule.name().to_string(), one.micro_batch.to_string(), one.microbatches.to_string()];
-        match &one.answer {
-            Ok((speed, peak)) => cells.extend([quantity::samples(*speed), quantity::bytes(*peak), String::new()]),
-            Err(why) => cells.extend(["-".to_string(), "-".to_string(), why.clone()]),
-        }
-        cells
+/// The table of what was tried, the best first; combinations without a plan by the reason for it.
+pub fn table(tried: &[Tried], objective: Objective) -> String {
+    let mut planned: Vec<(&Tried, f64, u64)> =
+        tried.iter().filter_map(|one| one.answer.as_ref().ok().map(|(speed, peak)| (one, *speed, *peak))).collect();
+    planned.sort_by(|a, b| match objective {
+        Objective::Memory => a.2.cmp(&b.2),
+        _ => b.1.total_cmp(&a.1),
+    });
+    let row = |(one, speed, peak): &(&Tried, f64, u64)| {
+        let [size, count] = [one.micro_batch.to_string(), one.microbatches.to_string()];
+        vec![one.schedule.name().to_string(), size, count, quantity::samples(*speed), quantity::bytes(*peak)]
     };
-    let header = ["schedule", "samples", "micro-batches", "samples/s", "most memory", ""];
-    format!("\n{}", stages::table(&header, &[1, 2, 3, 4], order.iter().map(row).collect()))
+    let header = ["schedule", "samples", "micro-batches", "samples/s", "most memory"];
+    let mut text = format!("\n{}", stages::table(&header, &[1, 2, 3, 4], planned.iter().map(row).collect()));
+    let mut refused: BTreeMap<&str, Vec<&Tried>> = BTreeMap::new();
+    for one in tried {
+        if let Err(why) = &one.answer {
+            refused.entry(why).or_default().push(one);
+        }
+    }
+    for (why, all) in refused {
+        let mut names: Vec<&str> = all.iter().map(|one| one.schedule.name()).collect();
+        names.sort_unstable();
+        names.dedup();
+        text += &format!(
+            "{} of {}: {why}\n",
+            stages::plural(all.len() as u64, "combination", "combinations"),
+            names.join(", ")
+        );
+    }
+    text
 }
 
 #[cfg(test)]

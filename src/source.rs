@@ -417,6 +417,10 @@ fn told(profile: Option<&str>) -> Result<Told, Failure> {
             Some(kind) => Ok(Told::Analytic(Some(machines::kind(kind)?))),
             None => {
                 let path = PathBuf::from(text);
+                if !path.exists() && device::find(text).is_some() {
+                    return Err(Failure::input(format!("there is no profile `{}`", shown(text)))
+                        .help(format!("`--profile analytic:{text}` takes the data sheet of that kind of device")));
+                }
                 let (sha256, profile) = read_profile(&path)?;
                 Ok(Told::File(path, sha256, Box::new(profile)))
             }

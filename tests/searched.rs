@@ -83,8 +83,43 @@ fn what_leaves_nothing_to_find_is_refused() {
     let refused = |more: &[&str]| pipec(folder, 2, &[&ASKED[..], more].concat()).1;
     let told = refused(&["--batch", "10", "--microbatches", "4"]);
     assert!(told.contains("10 samples are not a multiple of 4"), "{told}");
+    let told = refused(&["--batch", "24", "--micro-batch", "4", "--microbatches", "2"]);
+    assert!(told.contains("these make 8 samples"), "{told}");
+    let told = refused(&["--batch", "24", "--schedule", "inference"]);
+    assert!(told.contains("inference"), "{told}");
+    let told = refused(&["--batch", "24", "--objective", "latency"]);
+    assert!(told.contains("inference"), "{told}");
+    let told = refused(&["--microbatches", "2", "--schedule", "inference"]);
+    assert!(told.contains("inference"), "{told}");
     let told = refused(&["--schedule", "auto", "--objective", "latency"]);
     assert!(told.contains("`--objective latency` does not go with `--schedule auto`"), "{told}");
     let told = refused(&["--schedule", "auto", "--cost", "paper"]);
     assert!(told.contains("--cost paper"), "{told}");
+}
+
+/// Little memory leaves small micro-batches; those that do not fit have one line together.
+#[test]
+fn what_fits_is_found_where_most_does_not() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    model(folder);
+    let asked = [&ASKED[..9], &["--batch", "64", "--schedule", "auto", "-o", "p.json", "--memory"]].concat();
+    let (told, _) = pipec(folder, 0, &[&asked[..], &["12MB"]].concat());
+    assert!(told.contains(" combination"), "{told}");
+    let (_, told) = pipec(folder, 3, &[&asked[..], &["1MB"]].concat());
+    let least = told.split("`--memory ").nth(1).and_then(|rest| rest.split('`').next());
+    let least = least.unwrap_or_else(|| panic!("{told}"));
+    pipec(folder, 0, &[&asked[..], &[least]].concat());
+}
+
+/// Groups are weighed against single devices, also under orders of work that no groups can have.
+#[test]
+fn groups_take_no_order_of_work_away() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    model(folder);
+    let asked = ["--micro-batch", "32", "--microbatches", "2", "--schedule", "zbv"];
+    let alone = planned(folder, &asked).unwrap();
+    let weighed = planned(folder, &[&asked[..], &["--tensor", "auto"]].concat()).unwrap();
+    assert!(speed(&weighed) >= speed(&alone));
 }

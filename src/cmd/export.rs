@@ -13,6 +13,7 @@ use compiler::export::target::refusal::Refusal;
 use compiler::export::target::table::{self, Entry, TARGETS};
 use compiler::export::target::{Asked, Bundle, File, Need};
 use compiler::graph::hash::hash;
+use compiler::import::import::Batch;
 use compiler::import::onnx::name::shown;
 use compiler::plan::Plan;
 use compiler::profile::cost_graph::CostGraph;
@@ -129,7 +130,19 @@ fn loaded(arguments: &Arguments, plan: &Plan, screen: &Screen) -> Result<Loaded,
     let (here, there) = (loaded.profiled().ops, plan.model.ops);
     if here != there || hash(&loaded.model.graph) != plan.model.graph_hash {
         return Err(Failure::input(format!("{} is not the model of the plan", path.display()))
-            .because(format!("the plan is for {} with {there} ops, this has {here}", shown(&plan.model.file))));
+            .because(format!("the plan is for {} with {there} ops, this has {here}", shown(&plan.model.file)))
+            .help("name the file that was planned, or plan this one"));
+    }
+    // Torch runs the file as it is, whose sizes are checked there.
+    let micro_batch = plan.schedule.micro_batch;
+    if arguments.to.name == "torch"
+        && source::format_of(path) == source::Format::Pt2
+        && let Batch::Symbol { default: Some(size), .. } = loaded.model.batch
+        && size != micro_batch as i64
+    {
+        return Err(Failure::input(format!("{} takes {size} samples at a time, no others", path.display()))
+            .because(format!("the plan's micro-batches have {micro_batch}"))
+            .help(format!("export it with `dynamic_shapes`, or plan with `--micro-batch {size}`")));
     }
     Ok(loaded)
 }

@@ -5,6 +5,9 @@ use clap::{Args, ValueEnum};
 use runtime::optimizer::{self, Rule};
 use runtime::rate::{Rate, Shape};
 
+/// The decays of Adam (Kingma and Ba, 2015).
+const USUAL_BETAS: [f64; 2] = [0.9, 0.999];
+
 /// What `sgd-momentum` and `rmsprop-momentum` keep of the last step where nobody says.
 const USUAL_MOMENTUM: f64 = 0.9;
 
@@ -123,6 +126,9 @@ impl OptimizerArguments {
         }
         if self.lr_decay != 0.0 && optimizer != Optimizer::Adagrad {
             return wrong("`--lr-decay` belongs to `--optimizer adagrad`; others take `--lr-schedule`");
+        }
+        if self.betas != USUAL_BETAS && !matches!(optimizer, Optimizer::Adam | Optimizer::Adamw) {
+            return wrong("`--betas` belong to `--optimizer adam` and `adamw`");
         }
         if self.alpha > 1.0 {
             return wrong("`--alpha` is at most 1");

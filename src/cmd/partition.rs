@@ -17,6 +17,7 @@ use compiler::cluster::unit;
 use compiler::partition::planner::{Compared, Partitioner, Planned, PlannerOptions};
 use compiler::plan::problem::{CostModel, InFlight, Objective, Problem, Target};
 use compiler::plan::{Edge, ScheduleKind, Stage, read};
+use compiler::profile::shared::SharedCosts;
 use compiler::schedule::pipeline::{pipeline, pipeline_of};
 use compiler::simulate::steady::{Steady, steady, steady_in_sync};
 use compiler::tensor::DType;
@@ -245,10 +246,14 @@ pub fn run(arguments: Box<Arguments>, screen: &Screen) -> Result<(), Failure> {
         screen.text(&compared(&planned));
     }
     if !tried.is_empty() {
-        screen.text(&batch::table(&tried));
+        screen.text(&batch::table(&tried, plan.objective));
     }
     plan.warnings.iter().chain(&refused).for_each(|warning| screen.warn(warning));
-    if !plan.schedule.kind.is_continuous() && plan.schedule.microbatches == 1 && plan.cluster.devices > 1 {
+    if !plan.schedule.kind.is_continuous()
+        && plan.schedule.microbatches == 1
+        && plan.cluster.devices > 1
+        && tried.is_empty()
+    {
         screen.note(
             "one micro-batch in a minibatch leaves nothing to overlap under a flush; `--microbatches` splits it, and the costs are \
              those of one of them",
@@ -349,8 +354,18 @@ impl Question {
 
 /// The plan for these costs.
 pub fn ask(file: &Path, costs: Costs, question: &Question) -> Result<Planned, Failure> {
-    let (has_memory, source) = (costs.has_memory, costs.source.clone());
     let shared = question.tensor.costs(&costs)?;
+    ask_of_groups(file, costs, shared, question)
+}
+
+/// The same where it is known what the model costs on groups of devices.
+pub fn ask_of_groups(
+    file: &Path,
+    costs: Costs,
+    shared: Vec<SharedCosts>,
+    question: &Question,
+) -> Result<Planned, Failure> {
+    let (has_memory, source) = (costs.has_memory, costs.source.clone());
     let mut problem = costs.problem(cost(&question.cost));
     problem.shared = shared;
     problem.constraints.tensor = matches!(question.tensor, Groups::Of(_));
@@ -373,6 +388,14 @@ pub fn ask(file: &Path, costs: Costs, question: &Question) -> Result<Planned, Fa
     problem.optimizer = optimizer.name().to_string();
     let own = own::read(question.schedule.as_deref())?;
     problem.schedule = question.kind(own.as_ref());
+    if question.microbatches > 1 && problem.schedule == ScheduleKind::Inference {
+        return Err(Failure::input(format!(
+            "`--microbatches {}` does not go with a plan for inference",
+            question.microbatches
+        ))
+        .because("what only answers has no minibatches")
+        .help("`--micro-batch` says how many samples it answers at a time"));
+    }
     if question.microbatches > 1 && problem.schedule.is_round_robin() {
         let (microbatches, kind) = (question.microbatches, problem.schedule.name());
         return Err(Failure::input(format!("`--microbatches {microbatches}` does not go with `--schedule {kind}`"))

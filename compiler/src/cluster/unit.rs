@@ -129,7 +129,9 @@ fn quantity(text: &str, what: &'static str, example: &'static str, units: &[(&st
     }
     let Some((_, factor)) = units.iter().find(|(name, _)| *name == unit) else {
         let names = units.iter().map(|(name, _)| *name);
-        let rate = names.clone().find(|name| name.strip_suffix("/s") == Some(unit));
+        // `Gbps` counts bits.
+        let bits = unit.strip_suffix("bps").map(|prefix| format!("{prefix}bit/s"));
+        let rate = names.clone().find(|name| name.strip_suffix("/s") == Some(unit) || bits.as_deref() == Some(name));
         let meant = rate.map_or_else(|| hint(unit, names.clone()), |rate| format!("; did you mean `{rate}`?"));
         let known = names.collect::<Vec<_>>().join(", ") + &meant;
         return Err(UnitError::Unknown { text: shown(text), unit: shown(unit), quantity: what, known });
@@ -201,6 +203,7 @@ mod tests {
         assert!(matches!(bandwidth("nanGB/s"), Err(UnitError::NoNumber { .. })));
         assert!(matches!(bytes("0GB"), Err(UnitError::Range { .. })));
         assert!(matches!(bytes("9999999TB"), Err(UnitError::Range { .. })));
+        assert!(bandwidth("10Gbps").unwrap_err().to_string().ends_with("did you mean `Gbit/s`?"));
         assert!(matches!(seconds("µ"), Err(UnitError::NoNumber { .. })));
         assert!(matches!(bytes(""), Err(UnitError::NoNumber { .. })));
     }

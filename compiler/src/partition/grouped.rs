@@ -22,7 +22,7 @@ use std::cmp::Ordering;
 /// The best plan of all sizes of groups; of single devices too, unless all stages are to be shared.
 pub fn best(problem: &Problem, options: &PlannerOptions<'_>) -> Result<Planned, PlanError> {
     let mut planned: Vec<Planned> = Vec::new();
-    let mut missing: Option<PlanError> = None;
+    let (mut missing, mut impossible): (Option<PlanError>, Option<PlanError>) = (None, None);
     let mut took = |answer: Result<Planned, PlanError>| match answer {
         Ok(found) => {
             planned.push(found);
@@ -32,7 +32,12 @@ pub fn best(problem: &Problem, options: &PlannerOptions<'_>) -> Result<Planned, 
             missing = Some(lack::nearer(missing.take(), error));
             Ok(())
         }
-        Err(error) => Err(error),
+        Err(error @ PlanError::Unsound(_)) => Err(error),
+        // What cannot be asked of some groups may be asked of others, and of single devices.
+        Err(error) => {
+            impossible.get_or_insert(error);
+            Ok(())
+        }
     };
     if !problem.constraints.tensor {
         took(evenly(&Problem { shared: Vec::new(), ..problem.clone() }, options))?;
@@ -47,7 +52,7 @@ pub fn best(problem: &Problem, options: &PlannerOptions<'_>) -> Result<Planned, 
     let missed = planned.iter().find_map(|found| found.plan.search.fallback.clone());
     planned.sort_by(|left, right| order(problem.objective, &left.plan, &right.plan));
     let mut all = planned.into_iter();
-    let Some(mut best) = all.next() else { return Err(missing.unwrap_or_else(none)) };
+    let Some(mut best) = all.next() else { return Err(missing.or(impossible).unwrap_or_else(none)) };
     let is_proven =
         best.plan.proven_optimal && best.plan.predicted.by_equations_us() <= least * (1.0 + check::TOLERANCE);
     best.plan.proven_optimal = is_proven;
