@@ -132,7 +132,7 @@ pub struct Question {
     /// Replicas sum their gradients in parts of about so many bytes, each as soon as it is made; 1B is one parameter at a time
     #[arg(long, value_name = "SIZE", default_value = USUAL_BUCKET, help_heading = "Schedule")]
     pub bucket: String,
-    /// What replicas of a stage share of what they would hold alike (ZeRO): nothing (0), the optimizer's state (1), the sums of gradients too (2), or the least with which the best plan fits (auto)
+    /// What replicas of a stage share of what they would hold alike (ZeRO): nothing (0), the optimizer's state (1), the sums of gradients too (2), the weights too (3), or the least with which the best plan fits (auto)
     #[arg(long, value_name = "LEVEL|auto", default_value = "0", value_parser = zero::read, help_heading = "Costs and memory")]
     pub zero: Zero,
     /// Seed of everything random

@@ -42,7 +42,7 @@ pub fn check(problem: &Problem, plan: &Plan) -> Result<Checked, Vec<Fault>> {
     let stage_of = coverage(&problem.graph, plan, &mut faults);
     devices(&problem.cluster, plan, &mut faults);
     schedule(plan, &mut faults);
-    faults.extend(shares::faults(plan));
+    faults.extend(shares::faults(&problem.graph, plan, &stage_of));
     if !faults.is_empty() {
         return Err(faults);
     }
@@ -431,10 +431,11 @@ fn memory(problem: &Problem, plan: &Plan, stage_of: &[usize]) -> Vec<StageMemory
     let one = |stage: usize| {
         let apart = plan.schedule.apart.get(stage).map_or(0, |&apart| u64::from(apart));
         let weights = weights[stage];
-        let versions = weights.saturating_mul(u64::from(plan.schedule.weight_versions[stage]) - 1);
         let (terms, shared, largest) = (terms[stage], shared[stage], largest[stage]);
         let of = shares::Of { weights, terms, shared, largest, state: problem.optimizer_state };
         let (gradients, optimizer) = if trains { shares::held(&plan.stages[stage], &of) } else { (0, 0) };
+        let (weights, gathered) = if trains { shares::kept(&plan.stages[stage], &of) } else { (weights, 0) };
+        let versions = weights.saturating_mul(u64::from(plan.schedule.weight_versions[stage]) - 1);
         let waiting = received[stage].saturating_add(only_sent[stage]);
         let in_flight = u64::from(plan.schedule.in_flight[stage]);
         let activations = match plan.stages[stage].recompute {
@@ -461,7 +462,7 @@ fn memory(problem: &Problem, plan: &Plan, stage_of: &[usize]) -> Vec<StageMemory
             true => received[stage].saturating_mul(2).saturating_add(sent[stage]),
             false => received[stage],
         };
-        let workspace = workspace[stage];
+        let workspace = workspace[stage].saturating_add(gathered);
         let sum = [versions, gradients, optimizer, activations, between, messages, workspace];
         let total = sum.iter().fold(weights, |sum, &part| sum.saturating_add(part));
         StageMemory { weights, versions, gradients, optimizer, activations, between, messages, workspace, total }

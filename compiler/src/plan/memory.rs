@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! total       = weights · versions + gradients + optimizer + activations + between + messages + workspace
-//! gradients   = terms, twice where replicas add theirs up, + shared        where replicas have shares: see `zero`
+//! gradients   = terms, twice where replicas add theirs up, + shared        where replicas have shares, also of weights: see `zero`
 //! activations = in_flight · (saved + inputs + sent)          recomputed: in_flight · (inputs + outputs) + max(1, apart) · (saved + outputs)
 //!               saved + inputs + sent + (in_flight - 1) · outputs                   inference
 //! between     = apart · halves + (apart - 1) · outputs       0 where backwards are whole
@@ -124,7 +124,7 @@ impl Holdings {
     /// What a stage of these sizes holds. Sums stop at the largest `u64`, which no device has.
     pub fn held(&self, multiples: &Multiples) -> StageMemory {
         let trains = multiples.schedule != ScheduleKind::Inference;
-        let weights = self.weights;
+        let (weights, gathered) = if trains { zero::kept(self, multiples) } else { (self.weights, 0) };
         let versions = weights.saturating_mul(u64::from(multiples.versions.saturating_sub(1)));
         let (gradients, optimizer) = if trains { zero::held(self, multiples) } else { (0, 0) };
         let apart = u64::from(multiples.apart);
@@ -144,7 +144,7 @@ impl Holdings {
         let between = halves.saturating_mul(apart).saturating_add(waiting);
         let gradients_out = if trains { self.inputs.saturating_add(self.outputs) } else { 0 };
         let messages = self.inputs.saturating_add(gradients_out);
-        let workspace = self.workspace;
+        let workspace = self.workspace.saturating_add(gathered);
         let parts = [weights, versions, gradients, optimizer, activations, between, messages, workspace];
         let total = parts.iter().fold(0u64, |sum, &part| sum.saturating_add(part));
         StageMemory { weights, versions, gradients, optimizer, activations, between, messages, workspace, total }
@@ -200,6 +200,10 @@ mod tests {
         assert_eq!(tail.held(&Multiples { zero: 1, ..multiples }), held);
         let made = Holdings { shared: 0, largest: 600, ..tail }.held(&Multiples { replicas: 3, zero: 2, ..multiples });
         assert_eq!((made.gradients, made.optimizer), (600 + 667, 668));
+        let gathered =
+            Holdings { shared: 0, largest: 600, ..tail }.held(&Multiples { replicas: 3, zero: 3, ..multiples });
+        assert_eq!((gathered.weights, gathered.versions, gathered.workspace), (334, 668, 9 + 600));
+        assert_eq!((gathered.gradients, gathered.optimizer), (made.gradients, made.optimizer));
         // Recomputed, only the inputs wait for each of the three; what one item saves is there while it runs backward.
         let recomputed = tail.held(&Multiples { recompute: true, ..multiples });
         assert_eq!(recomputed.activations, 3 * 100 + 60);
