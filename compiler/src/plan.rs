@@ -185,7 +185,8 @@ pub struct StageMemory {
     pub weights: u64,
     /// The stashed versions beyond that copy.
     pub versions: u64,
-    /// Gradients of the weights: those that are summed up, and those of the run at hand.
+    /// Gradients of the weights: those that are summed up, and those of the run at hand; where these leave as they are made, those of one op, in
+    /// whose place weights may lie that are gathered.
     pub gradients: u64,
     /// State of the optimizer.
     pub optimizer: u64,
@@ -199,7 +200,7 @@ pub struct StageMemory {
     /// Gradients of one micro-batch that come from other stages or go to them, and those on their way of the one before.
     #[serde(default)]
     pub messages: u64,
-    /// The arena: what is alive within one run at its fullest, scratch included; and the parameters that an op gathers.
+    /// The arena: what is alive within one run at its fullest, scratch included.
     pub workspace: u64,
     /// All of them.
     pub total: u64,

@@ -88,6 +88,7 @@ pub fn is_limited(problem: &Problem) -> bool {
         terms: sum(&mut graph.used_bytes().into_iter()),
         shared: sum(&mut graph.params.iter().filter(|param| param.users.len() > 1).map(|param| param.bytes)),
         largest: graph.used_bytes().into_iter().max().unwrap_or(0),
+        needed: graph.needed_bytes().into_iter().max().unwrap_or(0),
         saved: sum(&mut graph.ops.iter().map(OpCost::kept_bytes)),
         inputs: tensors,
         outputs: tensors,

@@ -32,8 +32,10 @@ pub struct Holdings {
     pub terms: u64,
     /// Parameters that ops outside the set use as well.
     pub shared: u64,
-    /// The most bytes of parameters that one op uses.
+    /// The most bytes of parameters that one op uses, and of those and their gradients that one needs at once.
     pub largest: u64,
+    /// The latter.
+    pub needed: u64,
     /// Saved for backward, of one micro-batch.
     pub saved: u64,
     /// Tensors from outside the set, of one micro-batch.
@@ -86,8 +88,11 @@ impl Holdings {
             holdings.terms += param.bytes * users;
             holdings.shared += if users > 0 && users < param.users.len() as u64 { param.bytes } else { 0 };
         }
-        let used = graph.used_bytes().into_iter().zip(inside);
-        holdings.largest = used.filter(|(_, is_inside)| **is_inside).map(|(bytes, _)| bytes).max().unwrap_or(0);
+        let most = |bytes: Vec<u64>| {
+            let own = bytes.into_iter().zip(inside).filter(|(_, is_inside)| **is_inside);
+            own.map(|(bytes, _)| bytes).max().unwrap_or(0)
+        };
+        (holdings.largest, holdings.needed) = (most(graph.used_bytes()), most(graph.needed_bytes()));
         for (at, tensor) in graph.tensors.iter().enumerate() {
             let (mut is_read_inside, mut is_read_outside) = (false, false);
             for op in &tensor.consumers {
@@ -124,7 +129,7 @@ impl Holdings {
     /// What a stage of these sizes holds. Sums stop at the largest `u64`, which no device has.
     pub fn held(&self, multiples: &Multiples) -> StageMemory {
         let trains = multiples.schedule != ScheduleKind::Inference;
-        let (weights, gathered) = if trains { zero::kept(self, multiples) } else { (self.weights, 0) };
+        let weights = if trains { zero::kept(self, multiples) } else { self.weights };
         let versions = weights.saturating_mul(u64::from(multiples.versions.saturating_sub(1)));
         let (gradients, optimizer) = if trains { zero::held(self, multiples) } else { (0, 0) };
         let apart = u64::from(multiples.apart);
@@ -144,7 +149,7 @@ impl Holdings {
         let between = halves.saturating_mul(apart).saturating_add(waiting);
         let gradients_out = if trains { self.inputs.saturating_add(self.outputs) } else { 0 };
         let messages = self.inputs.saturating_add(gradients_out);
-        let workspace = self.workspace.saturating_add(gathered);
+        let workspace = self.workspace;
         let parts = [weights, versions, gradients, optimizer, activations, between, messages, workspace];
         let total = parts.iter().fold(0u64, |sum, &part| sum.saturating_add(part));
         StageMemory { weights, versions, gradients, optimizer, activations, between, messages, workspace, total }
@@ -176,7 +181,10 @@ mod tests {
         };
         let tail = Holdings::of(&graph, &[false, true, true]);
         let rest = Holdings { inputs: 100, outputs: 0, sent: 0, workspace: 9, halves: 11, ..Holdings::default() };
-        assert_eq!(tail, Holdings { weights: 1000, terms: 2000, shared: 1000, largest: 1000, saved: 60, ..rest });
+        assert_eq!(
+            tail,
+            Holdings { weights: 1000, terms: 2000, shared: 1000, largest: 1000, needed: 1000, saved: 60, ..rest }
+        );
         let multiples = Multiples {
             in_flight: 3,
             apart: 0,
@@ -201,8 +209,8 @@ mod tests {
         let made = Holdings { shared: 0, largest: 600, ..tail }.held(&Multiples { replicas: 3, zero: 2, ..multiples });
         assert_eq!((made.gradients, made.optimizer), (600 + 667, 668));
         let gathered =
-            Holdings { shared: 0, largest: 600, ..tail }.held(&Multiples { replicas: 3, zero: 3, ..multiples });
-        assert_eq!((gathered.weights, gathered.versions, gathered.workspace), (334, 668, 9 + 600));
+            Holdings { shared: 0, needed: 600, ..tail }.held(&Multiples { replicas: 3, zero: 3, ..multiples });
+        assert_eq!((gathered.weights, gathered.versions, gathered.workspace), (334, 668, 9));
         assert_eq!((gathered.gradients, gathered.optimizer), (made.gradients, made.optimizer));
         // Recomputed, only the inputs wait for each of the three; what one item saves is there while it runs backward.
         let recomputed = tail.held(&Multiples { recompute: true, ..multiples });

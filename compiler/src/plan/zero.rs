@@ -6,7 +6,8 @@
 //! 0       O           G + G       W            those of the replica's items, and their sum over replicas
 //! 1       O / r       G + G / r   W            of the sum its share
 //! 2       O / r       G / r + g   W            of the sum its share, and the gradients that an op is making
-//! 3       O / r       G / r + g   W / r + g    of each version its share, and the parameters that an op reads
+//! 3       O / r       G / r + g   W / r        of each version its share, and the weights that an op reads or the gradients that it makes; both
+//!                                              where a kernel does both, as those of recurrent layers do
 //! ```
 //!
 //! r are the replicas, g the parameters of the op that uses most. A share is a range of the elements of each parameter, so that a step is the same elementwise work on the same
@@ -14,7 +15,7 @@
 //! item and in their order: the bits are those without shares where a replica has one item in a round, and else those of another order of
 //! sums. Then each item's gradients go by a reduce-scatter of their own, beside its backward. Gradients are summed by a reduce-scatter, new weights come by an
 //! all-gather: together they carry what an all-reduce carries. At level 3 no version is gathered as a whole: a forward and a backward gather
-//! what each of their ops reads beside their work, and drop it behind it, so that every item's weights travel twice. A parameter that stages share is stepped whole by all who hold it.
+//! what each of their ops reads in front of it, and drop it behind it, so that weights travel twice for every item. A parameter that stages share is stepped whole by all who hold it.
 
 use crate::plan::Stage;
 use crate::plan::memory::{Holdings, Multiples};
@@ -31,7 +32,7 @@ fn share(bytes: u64, replicas: u32) -> u64 {
 
 /// Bytes of gradients and of the optimizer's state that a replica of a stage that trains holds.
 pub fn held(holdings: &Holdings, multiples: &Multiples) -> (u64, u64) {
-    let Holdings { weights, terms, shared, largest, .. } = *holdings;
+    let Holdings { weights, terms, shared, largest, needed, .. } = *holdings;
     let Multiples { replicas, optimizer_state, .. } = *multiples;
     // `as` saturates; state is a small factor checked with the problem.
     let state = |weights: u64| (weights as f64 * optimizer_state).ceil() as u64;
@@ -43,18 +44,19 @@ pub fn held(holdings: &Holdings, multiples: &Multiples) -> (u64, u64) {
             let summed = share(terms.saturating_sub(shared), replicas).saturating_add(shared);
             let stepped = share(weights.saturating_sub(shared), replicas).saturating_add(shared);
             // What stages share is summed by each replica as without shares.
-            let made = if level == 1 { own } else { largest.saturating_add(shared).saturating_add(shared) };
+            let of_op = if level == 2 { largest } else { needed };
+            let made = if level == 1 { own } else { of_op.saturating_add(shared).saturating_add(shared) };
             (made.saturating_add(summed), state(stepped))
         }
     }
 }
 
-/// Bytes of one version of the weights that a replica of a stage holds, and of those that an op of it gathers.
-pub fn kept(holdings: &Holdings, multiples: &Multiples) -> (u64, u64) {
-    let Holdings { weights, shared, largest, .. } = *holdings;
+/// Bytes of one version of the weights that a replica of a stage holds between its ops.
+pub fn kept(holdings: &Holdings, multiples: &Multiples) -> u64 {
+    let Holdings { weights, shared, .. } = *holdings;
     match multiples.level() {
-        3 => (share(weights.saturating_sub(shared), multiples.replicas).saturating_add(shared), largest),
-        _ => (weights, 0),
+        3 => share(weights.saturating_sub(shared), multiples.replicas).saturating_add(shared),
+        _ => weights,
     }
 }
 

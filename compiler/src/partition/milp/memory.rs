@@ -58,7 +58,9 @@ impl Formulation<'_> {
             }
             // No stage has an op that uses more than any does.
             let largest = used.iter().copied().max().unwrap_or(0);
+            let needed = problem.graph.needed_bytes().into_iter().max().unwrap_or(0);
             sum += each(Holdings { largest: MANY, ..none }) * largest as f64;
+            sum += each(Holdings { needed: MANY, ..none }) * needed as f64;
             let each_op = each(Holdings { workspace: MANY, ..none });
             let mut scratch = Vec::new();
             for op in 0..self.ops() {

@@ -6,7 +6,7 @@ use crate::profile::cost_graph::CostGraph;
 use std::collections::BTreeSet;
 
 /// What a stage would hold alike on all replicas: bytes of its weights, of one sum of gradients for each use of each, of those that
-/// other stages hold too, of those of the op that uses most, and of the optimizer's state for each byte.
+/// other stages hold too, of those of the op that uses most, with what it reads at the same time where that is gathered, and of the optimizer's state for each byte.
 pub struct Of {
     pub weights: u64,
     pub terms: u64,
@@ -40,14 +40,14 @@ pub fn faults(graph: &CostGraph, plan: &Plan, stage_of: &[usize]) -> Vec<Fault> 
     faults
 }
 
-/// Bytes of one version of the weights that each replica holds, and of those that one op of it gathers.
-pub fn kept(stage: &Stage, of: &Of) -> (u64, u64) {
+/// Bytes of one version of the weights that each replica holds.
+pub fn kept(stage: &Stage, of: &Of) -> u64 {
     if stage.zero < 3 {
-        return (of.weights, 0);
+        return of.weights;
     }
     // Every replica has all that other stages hold too, and one of r parts of the rest.
     let r = u64::from(stage.replicas.max(1));
-    (of.weights.saturating_sub(of.shared).div_ceil(r).saturating_add(of.shared), of.largest)
+    of.weights.saturating_sub(of.shared).div_ceil(r).saturating_add(of.shared)
 }
 
 /// Bytes of gradients and of the optimizer's state on each replica.
