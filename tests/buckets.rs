@@ -57,15 +57,15 @@ fn the_fastest_size_is_found() {
     let folder = tempfile::tempdir().unwrap();
     let folder = folder.path();
     ends(folder, 0, &["zoo", "mlp", "-o", "m.onnx", "-q"]);
-    for (links, schedule) in
-        [("--bandwidth=0.1GB/s", "1f1b"), ("--levels=4:1GB/s:200us", "1f1b"), ("--bandwidth=1GB/s", "1f1b-rr")]
-    {
-        let asked = ["partition", "m.onnx", links, "--cut-after", "relu2", "--schedule", schedule, "--stages", "2,1"];
-        let devices: &[&str] = if links.starts_with("--levels") { &[] } else { &["--gpus", "3"] };
+    let far = "schema = \"pipec.cluster/1\"\n[device]\nkind = \"cpu\"\n[[level]]\nname = \"far\"\ncount = 3\nbandwidth = \"1GB/s\"\nlatency = \"200us\"\n";
+    fs::write(folder.join("far.toml"), far).unwrap();
+    let near = ["--gpus", "3", "--bandwidth", "0.1GB/s"];
+    for (links, schedule) in [(&near[..], "1f1b"), (&["--cluster", "far.toml"], "1f1b"), (&near, "1f1b-rr")] {
+        let asked = ["partition", "m.onnx", "--cut-after", "relu2", "--schedule", schedule, "--stages", "2,1"];
         let items = if schedule == "1f1b" { "4" } else { "1" };
         let more = ["--microbatches", items, "--micro-batch", "4", "--profile", "analytic:cpu", "--bucket"];
         let planned = |size: &str| {
-            let [told, _] = ends(folder, 0, &[&asked[..], devices, &more, &[size, "-o", "p.json"]].concat());
+            let [told, _] = ends(folder, 0, &[&asked[..], links, &more, &[size, "-o", "p.json"]].concat());
             ends(folder, 0, &["plan", "check", "p.json", "--model", "m.onnx", "--profile", "analytic:cpu"]);
             (read(&folder.join("p.json")), told)
         };
@@ -78,10 +78,10 @@ fn the_fastest_size_is_found() {
         let least = others.iter().copied().fold(f64::INFINITY, f64::min);
         assert!(
             (us(&found) - least).abs() <= 1e-6 * least,
-            "{links} {schedule}: {size} B takes {}, {others:?}",
+            "{links:?} {schedule}: {size} B takes {}, {others:?}",
             us(&found)
         );
-        println!("{links} {schedule}: {size} B, {others:?}");
+        println!("{links:?} {schedule}: {size} B, {others:?}");
     }
 }
 

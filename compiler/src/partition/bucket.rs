@@ -1,8 +1,8 @@
 //! The size of the parts in which replicas sum their gradients, where the planner may choose it.
 //!
 //! Small parts are on their way early, and each pays the latency of its links. Which size is best depends on what a backward makes when and on
-//! what else goes over those links, so the plan's program is played with every power of two; of sizes that take equally long the
-//! largest one, which makes the fewest parts, is the answer.
+//! what else goes over those links, so the plan's program is played with every power of two. Of sizes that take equally long the usual one is the answer,
+//! then the largest, which makes the fewest parts.
 
 use crate::cluster::Bytes;
 use crate::partition::planner::{PlanError, Planned};
@@ -17,7 +17,7 @@ use serde_json::json;
 /// The sizes that are tried, as powers of two.
 const SIZES: std::ops::RangeInclusive<u32> = 12..=30;
 
-/// The size that is asked for first.
+/// The size that is asked for first: about the usual one.
 pub const FIRST: u64 = 1 << 25;
 
 /// A program that takes less than this part of another's time is preferred to it.
@@ -49,7 +49,8 @@ pub fn fastest(problem: &Problem, plan: &Plan) -> Option<u64> {
     }
     let mut known: Option<(Vec<Stage>, f64)> = None;
     let mut best: Option<(u64, f64)> = None;
-    for size in SIZES.rev().map(|power| 1u64 << power) {
+    let others = SIZES.rev().map(|power| 1u64 << power).filter(|size| *size != FIRST);
+    for size in std::iter::once(FIRST).chain(others) {
         let stages: Vec<Stage> = plan.stages.iter().map(|stage| cut(graph, stage, size)).collect();
         let us = match &known {
             Some((before, us)) if *before == stages => *us,
