@@ -300,8 +300,12 @@ fn ends(folder: &Path, code: i32, arguments: &[&str]) -> String {
 
 /// A model and its plan for two stages of two groups of two.
 fn planned(folder: &Path) -> Value {
+    planned_for("gpt", folder)
+}
+
+fn planned_for(name: &str, folder: &Path) -> Value {
     let model =
-        ["zoo", "gpt", "--hidden", "256", "--vocabulary", "512", "--context", "32", "--layers", "3", "-o", "m.onnx"];
+        ["zoo", name, "--hidden", "256", "--vocabulary", "512", "--context", "32", "--layers", "3", "-o", "m.onnx"];
     ends(folder, 0, &model);
     let asked = ["partition", "m.onnx", "--profile", "analytic:cpu", "--levels", "2:100GB/s,3:10GB/s", "--tensor", "2"];
     let more = ["--stages", "2,1", "--micro-batch", "8", "--microbatches", "2", "--dtype", "f64", "-o", "p.json"];
@@ -325,8 +329,18 @@ fn a_plan_of_groups_is_as_it_was() {
 
 #[test]
 fn training_by_a_plan_of_groups_is_training_without() {
+    trains_as_without("gpt");
+}
+
+/// Devices of a group have experts of their own.
+#[test]
+fn experts_on_groups_train_as_on_one_device() {
+    trains_as_without("moe");
+}
+
+fn trains_as_without(name: &str) {
     let folder = tempfile::tempdir().unwrap();
-    planned(folder.path());
+    planned_for(name, folder.path());
     let losses = |more: &[&str]| -> Vec<f64> {
         let train = ["train", "m.onnx", "--plan", "p.json", "--synthetic-data", "--steps", "4", "--metrics", "m.jsonl"];
         ends(folder.path(), 0, &[&train[..], more].concat());

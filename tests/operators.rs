@@ -136,6 +136,33 @@ fn elements_and_slices_are_written() {
     assert_eq!(first("ScatterND", &[], &inputs), [1.0, 2.0, 3.0, 7.0, 8.0, 9.0]);
 }
 
+/// An index that is stretched over slices gives what the same numbers give that are no slices to anyone.
+#[test]
+fn stretched_indices_are_those_of_slices() {
+    let x = ("x", f32s_of(&[2, 3, 2], &(0..12).map(|v| v as f32).collect::<Vec<_>>()));
+    let slots = ("i", Tensor::from_i64(&[2, 2, 1], &[2, 0, -2, 1]));
+    let whole = ("j", Tensor::from_i64(&[2, 2, 2], &[2, 2, 0, 0, -2, -2, 1, 1]));
+    let updates = ("u", f32s_of(&[2, 2, 2], &(0..8).map(|v| 100.0 * v as f32).collect::<Vec<_>>()));
+    let shape = ("shape", Tensor::from_i64(&[3], &[2, 2, 2]));
+    let stretched = node("Expand", &["i", "shape"], &["j"]);
+    let answer = |nodes: &[NodeProto], inputs: &[(&str, Tensor)]| {
+        let sizes = |t: &Tensor| t.shape().iter().map(|d| *d as i64).collect::<Vec<_>>();
+        let typed: Vec<_> = inputs.iter().map(|(name, t)| typed(name, code(t), &sizes(t))).collect();
+        answers(&model(22, graph(nodes, &typed, &["y"])), inputs).unwrap().0.remove(0).to_f64()
+    };
+    let taken = with(node("GatherElements", &["x", "j"], &["y"]), int("axis", 1));
+    let want = answer(std::slice::from_ref(&taken), &[x.clone(), whole.clone()]);
+    assert_eq!(want, [4.0, 5.0, 0.0, 1.0, 8.0, 9.0, 8.0, 9.0]);
+    assert_eq!(answer(&[stretched.clone(), taken], &[x.clone(), slots.clone(), shape.clone()]), want);
+    let by_batch = with(node("GatherND", &["x", "i"], &["y"]), int("batch_dims", 1));
+    assert_eq!(answer(&[by_batch], &[x.clone(), slots.clone()]), want);
+    let added = with(node("ScatterElements", &["x", "j", "u"], &["y"]), int("axis", 1));
+    let added = with(added, text("reduction", "add"));
+    let want = answer(std::slice::from_ref(&added), &[x.clone(), whole, updates.clone()]);
+    assert_eq!(want, [200.0, 301.0, 2.0, 3.0, 4.0, 105.0, 6.0, 7.0, 1008.0, 1209.0, 10.0, 11.0]);
+    assert_eq!(answer(&[stretched, added], &[x, slots, shape, updates]), want);
+}
+
 #[test]
 fn a_circular_cache_begins_again() {
     let inputs = [

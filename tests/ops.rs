@@ -467,7 +467,10 @@ fn movements_of_many_shapes() {
     let indices = labels(60, 100, 23).reshaped(vec![4, 15]).unwrap();
     ask_both("", Op::Gather(Gather { axis: 0 }), &[table, indices.clone()]);
     let scatter = ScatterAdd { axis: 0, size: 100usize.into() };
-    ask_both("", Op::ScatterAdd(scatter), &[random(&[4, 15, 33], 24), indices]);
+    ask_both("", Op::ScatterAdd(scatter), &[random(&[4, 15, 33], 24), indices.clone()]);
+    ask_both("", Op::BatchGather(BatchGather { batch: 1 }), &[random(&[4, 100, 33], 25), indices.clone()]);
+    let scatter = BatchScatterAdd { batch: 1, size: 100usize.into() };
+    ask_both("", Op::BatchScatterAdd(scatter), &[random(&[4, 15, 33], 26), indices]);
 }
 
 #[test]

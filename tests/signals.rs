@@ -201,13 +201,13 @@ fn who_was_started_again_pauses_with_its_children() {
 fn a_second_signal_ends_all_at_once() {
     let folder = tempfile::tempdir().unwrap();
     let folder = folder.path();
-    // A step takes a while.
-    done(folder, &[&["zoo", "mlp", "--hidden", "256", "--layers", "4", "-o", "m.onnx", "-q"]]);
-    let flags = ["train", "m.onnx", "--synthetic-data", "--batch", "1024", "--stages", "1,1", "--processes", "-q"];
-    let every = ["--steps", "200", "--checkpoint-dir", "ck", "--checkpoint-every", "1"];
-    let mut child = spawned(folder, &[&flags, &every]);
+    model(folder);
+    let steps = ["--stages", "1,1", "--steps", "9000", "--processes"];
+    let mut child = spawned(folder, &[&TRAIN, &KEPT, &steps]);
     begun(folder, &mut child);
     let pids = children(child.id());
+    // No step ends while one of its workers is paused.
+    send("STOP", pids[0]);
     send("TERM", child.id());
     // Two that wait to be delivered would be one.
     thread::sleep(Duration::from_millis(50));

@@ -8,6 +8,7 @@
 //! does: shapes are aligned at the right, and a dim of 1 stretches. `N` is the batch, `C` channels, `D…` the spatial
 //! dims. An op computes in the element type of its inputs unless it says otherwise.
 
+pub mod batch_gather;
 pub mod batch_norm;
 pub mod binary;
 pub mod bit_cast;
@@ -107,6 +108,8 @@ pub enum Op {
     Flip(Flip),
     Gather(Gather),
     ScatterAdd(ScatterAdd),
+    BatchGather(BatchGather),
+    BatchScatterAdd(BatchScatterAdd),
     Scatter(Scatter),
     StopGradient(StopGradient),
     // Normalisation and losses.
@@ -615,6 +618,24 @@ pub struct ScatterAdd {
     /// The axis that is indexed.
     pub axis: usize,
     /// Its size.
+    pub size: Dim,
+}
+
+/// `x [A…, S, B…]`, integer indices `[A…, I…]` → `[A…, I…, B…]`: slices of `x` along its axis `batch`, with indices of its own for each
+/// example. An index is as in [`Gather`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct BatchGather {
+    /// How many leading axes tell examples apart.
+    pub batch: usize,
+}
+
+/// The gradient of [`BatchGather`]: inputs `dy [A…, I…, B…]`, indices `[A…, I…]`; output `[A…, size, B…]`, zero but for the sums of the
+/// slices, added in the order of the indices.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct BatchScatterAdd {
+    /// How many leading axes tell examples apart.
+    pub batch: usize,
+    /// The size of the axis behind them.
     pub size: Dim,
 }
 

@@ -147,6 +147,14 @@ fn divisible() -> Vec<Sample> {
             vec![x(&[4, 2, 4, 8]), Tensor::from_i64(&[2, 4], &[0, -1, 5, 3, 5, 2, -12, 7])],
         ),
         of(
+            Op::BatchGather(BatchGather { batch: 1 }),
+            vec![x(&[4, 12, 8]), Tensor::from_i64(&[4, 4], &[0, -1, 5, 3, 11, 2, -12, 7, 0, 0, 1, 1, 4, 5, 6, 7])],
+        ),
+        of(
+            Op::BatchScatterAdd(BatchScatterAdd { batch: 1, size: 12usize.into() }),
+            vec![x(&[4, 4, 8]), Tensor::from_i64(&[4, 4], &[0, -1, 5, 3, 11, 2, -12, 7, 0, 0, 1, 1, 4, 5, 6, 7])],
+        ),
+        of(
             Op::Scatter(Scatter { kind: ScatterKind::Replace, axis: 1 }),
             vec![x(&[4, 12, 8]), Tensor::from_i64(&[2], &[3, 5]), ramp(&[4, 2, 8], 8)],
         ),
@@ -267,7 +275,11 @@ fn finite(inputs: &[Tensor]) -> bool {
 #[test]
 fn what_does_not_exist_is_refused_by_all_devices() {
     let classes = ramp(&[4, 8], 1);
-    let ops: [(Op, Vec<Tensor>); 3] = [
+    let ops: [(Op, Vec<Tensor>); 4] = [
+        (
+            Op::BatchGather(BatchGather { batch: 1 }),
+            vec![ramp(&[2, 4, 2], 1), Tensor::from_i64(&[2, 2], &[1, 0, 3, 4])],
+        ),
         (Op::Gather(Gather { axis: 0 }), vec![ramp(&[8, 4], 1), Tensor::from_i64(&[2], &[1, 8])]),
         (
             Op::CrossEntropy(CrossEntropy { axis: 1, ignore: Some(-100) }),

@@ -24,7 +24,8 @@ use crate::layer::{dropout, embedding, linear, normalisation, product};
 use crate::prediction::{Prediction, Target};
 use crate::zoo::{Entry, Size};
 
-const EPSILON: f32 = 1e-5;
+/// Of every normalisation.
+pub const EPSILON: f32 = 1e-5;
 
 /// The settings of a published size, which drops a tenth.
 const fn settings(layers: usize, [width, heads]: [usize; 2], vocabulary: usize, context: usize) -> Settings {
@@ -72,12 +73,8 @@ fn build(net: &mut Builder, given: &Given, batch: Axis) -> Result<Prediction, Ch
     given.divides("heads", "hidden")?;
     let (vocabulary, context, width) = (given.number("vocabulary"), given.number("context"), given.number("hidden"));
     let ratio = given.fraction("dropout");
-    let tokens = net.input_i64("tokens", &[batch, Axis::Size(context)]);
-    let [table, words] = embedding(net, "wte", &tokens, vocabulary, width);
-    let positions = net.constant_i64("", &(0..context as i64).collect::<Vec<_>>());
-    let [_, places] = embedding(net, "wpe", &positions, context, width);
-    let x = net.node("", "Add", &[&words, &places], vec![]);
-    let mut x = dropout(net, "drop", &x, ratio);
+    let ends = Ends { vocabulary, context, width, dropout: ratio };
+    let [table, mut x] = ends.enter(net, batch);
     let mask = Some(causal_mask(net, context));
     let block = Block {
         attention: Attention { context, width, heads: given.number("heads"), mask, dropout: ratio },
@@ -88,13 +85,7 @@ fn build(net: &mut Builder, given: &Given, batch: Axis) -> Result<Prediction, Ch
     for layer in 0..given.number("layers") {
         x = block.build(net, &format!("blocks.{layer}"), &x);
     }
-    let x = normalisation(net, "ln_f", &x, width, EPSILON);
-    let head = match given.truth("tied") {
-        true => table,
-        false => net.parameter("head.weight", &[vocabulary, width], Init::Deviation(0.02)),
-    };
-    let logits = product(net, "head", &x, &head);
-    Ok(Prediction { logits, shape: vec![batch, Axis::Size(context), Axis::Size(vocabulary)], target: Target::Token })
+    Ok(ends.leave(net, batch, &x, given.truth("tied").then_some(table)))
 }
 
 /// A block that normalises before it attends and before it thinks.
@@ -115,14 +106,7 @@ impl Block {
     pub fn build(&self, net: &mut Builder, path: &str, x: &Value) -> Value {
         let at = |name: &str| format!("{path}.{name}");
         let width = self.attention.width;
-        let y = normalisation(net, &at("ln1"), x, width, EPSILON);
-        let qkv = linear(net, &at("attn.qkv"), &y, width, 3 * width);
-        let split = vec![attr::int("axis", 2), attr::int("num_outputs", 3)];
-        let [q, k, v] = net.node_of(&at("attn"), "Split", &[&qkv], split);
-        let y = self.attention.build(net, &at("attn"), [&q, &k, &v]);
-        let y = linear(net, &at("attn.proj"), &y, width, width);
-        let y = dropout(net, &at("attn.drop"), &y, self.dropout);
-        let x = net.node(path, "Add", &[x, &y], vec![]);
+        let x = self.attend(net, path, x);
         let y = normalisation(net, &at("ln2"), &x, width, EPSILON);
         let y = linear(net, &at("mlp.fc"), &y, width, self.inner);
         let y = match self.relu {
@@ -132,5 +116,54 @@ impl Block {
         let y = linear(net, &at("mlp.proj"), &y, self.inner, width);
         let y = dropout(net, &at("mlp.drop"), &y, self.dropout);
         net.node(path, "Add", &[&x, &y], vec![])
+    }
+
+    /// `x` and what its attention adds to it.
+    pub fn attend(&self, net: &mut Builder, path: &str, x: &Value) -> Value {
+        let at = |name: &str| format!("{path}.{name}");
+        let width = self.attention.width;
+        let y = normalisation(net, &at("ln1"), x, width, EPSILON);
+        let qkv = linear(net, &at("attn.qkv"), &y, width, 3 * width);
+        let split = vec![attr::int("axis", 2), attr::int("num_outputs", 3)];
+        let [q, k, v] = net.node_of(&at("attn"), "Split", &[&qkv], split);
+        let y = self.attention.build(net, &at("attn"), [&q, &k, &v]);
+        let y = linear(net, &at("attn.proj"), &y, width, width);
+        let y = dropout(net, &at("attn.drop"), &y, self.dropout);
+        net.node(path, "Add", &[x, &y], vec![])
+    }
+}
+
+/// The ends of a language model that normalises before: tokens to vectors, and vectors to logits.
+#[derive(Debug, Clone)]
+pub struct Ends {
+    /// Number of different tokens.
+    pub vocabulary: usize,
+    /// Tokens in a sequence.
+    pub context: usize,
+    /// Width of the residual stream.
+    pub width: usize,
+    /// How much of the embeddings is dropped.
+    pub dropout: f64,
+}
+
+impl Ends {
+    /// The table of tokens, and the sum of token and position embeddings, from the input `tokens`, batch × context.
+    pub fn enter(&self, net: &mut Builder, batch: Axis) -> [Value; 2] {
+        let tokens = net.input_i64("tokens", &[batch, Axis::Size(self.context)]);
+        let [table, words] = embedding(net, "wte", &tokens, self.vocabulary, self.width);
+        let positions = net.constant_i64("", &(0..self.context as i64).collect::<Vec<_>>());
+        let [_, places] = embedding(net, "wpe", &positions, self.context, self.width);
+        let x = net.node("", "Add", &[&words, &places], vec![]);
+        [table, dropout(net, "drop", &x, self.dropout)]
+    }
+
+    /// Logits batch × context × vocabulary, by the table where the head is tied to it.
+    pub fn leave(&self, net: &mut Builder, batch: Axis, x: &Value, table: Option<Value>) -> Prediction {
+        let x = normalisation(net, "ln_f", x, self.width, EPSILON);
+        let size = [self.vocabulary, self.width];
+        let head = table.unwrap_or_else(|| net.parameter("head.weight", &size, Init::Deviation(0.02)));
+        let logits = product(net, "head", &x, &head);
+        let shape = vec![batch, Axis::Size(self.context), Axis::Size(self.vocabulary)];
+        Prediction { logits, shape, target: Target::Token }
     }
 }

@@ -17,6 +17,7 @@ pub mod gpt;
 pub mod image;
 pub mod layer;
 pub mod mlp;
+pub mod moe;
 pub mod prediction;
 pub mod random;
 pub mod recurrent;

@@ -19,7 +19,9 @@ use prost::Message;
 use crate::builder::{Axis, Builder, Counts};
 use crate::choice::{Choice, ChoiceError, Given, Setting};
 use crate::prediction::{Prediction, finish};
-use crate::{alexnet, amoebanet, awd_lm, bert, gnmt, gpt, mlp, residual_cnn, resnet, s2vt, transformer, unet, vgg};
+use crate::{
+    alexnet, amoebanet, awd_lm, bert, gnmt, gpt, mlp, moe, residual_cnn, resnet, s2vt, transformer, unet, vgg,
+};
 
 /// The most bytes of weights that are built: protobuf allows a message 2 GiB, and nodes take room too.
 const MOST_BYTES: u128 = 2_000_000_000;
@@ -95,6 +97,7 @@ pub const ENTRIES: &[Entry] = &[
     mlp::ENTRY,
     residual_cnn::ENTRY,
     gpt::ENTRY,
+    moe::ENTRY,
     alexnet::ENTRY,
     amoebanet::ENTRY,
     awd_lm::ENTRY,

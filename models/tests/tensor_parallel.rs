@@ -181,10 +181,12 @@ fn worst(got: &[Tensor], want: &[Tensor]) -> f64 {
 
 /// The models of the zoo in small, with sizes that divide.
 fn small() -> Vec<(&'static str, Stage)> {
-    let all = ENTRIES.iter().filter(|entry| ["mlp", "residual-cnn", "gpt", "awd-lm", "bert"].contains(&entry.name));
+    let all =
+        ENTRIES.iter().filter(|entry| ["mlp", "residual-cnn", "gpt", "moe", "awd-lm", "bert"].contains(&entry.name));
     all.map(|entry| {
         let options = match entry.name {
             "gpt" => entry.small().number("layers", 1).with("dropout", Setting::Fraction(0.3)).number("vocabulary", 96),
+            "moe" => entry.small().number("layers", 1).number("vocabulary", 96),
             _ => entry.small(),
         };
         println!("{}", entry.name);
@@ -255,9 +257,13 @@ type Meetings = BTreeMap<(&'static str, bool), [i64; 2]>;
 
 fn meetings(layers: usize, context: usize, machine: &Machine) -> Meetings {
     let sizes = [("layers", layers), ("hidden", 4096), ("heads", 32), ("vocabulary", 51_200), ("context", context)];
-    let settings = sizes.into_iter().map(|(name, value)| (name.to_string(), Setting::Number(value))).collect();
+    meetings_of("gpt", &sizes, 1, machine)
+}
+
+fn meetings_of(name: &str, sizes: &[(&str, usize)], batch: i64, machine: &Machine) -> Meetings {
+    let settings = sizes.iter().map(|(name, value)| (name.to_string(), Setting::Number(*value))).collect();
     let options = Options { structure: true, settings, ..Options::default() };
-    let stage = stage(&zoo("gpt", &options), 1, Some(DType::Bf16));
+    let stage = stage(&zoo(name, &options), batch, Some(DType::Bf16));
     let before = Instant::now();
     let chosen = choose(&stage.task, machine).unwrap();
     let took = before.elapsed();
@@ -271,10 +277,7 @@ fn meetings(layers: usize, context: usize, machine: &Machine) -> Meetings {
         }
     }
     let memory = memory(&shared.fragment, shared.backward.as_ref());
-    println!(
-        "{layers} layers, {context} tokens: {found:?}, {} of {} ps, {memory:?}, {took:?}",
-        chosen.cost, chosen.alone
-    );
+    println!("{name} {sizes:?}: {found:?}, {} of {} ps, {memory:?}, {took:?}", chosen.cost, chosen.alone);
     found
 }
 
@@ -328,5 +331,17 @@ fn models_of_the_zoo_give_what_one_device_gives() {
             );
             assert!(error <= 1e-9, "{name} on {devices} devices: {error:.1e}");
         }
+    }
+}
+
+/// Each device has its experts and its tokens, which go to the experts and come back, forward and backward (Lepikhin et al., 2021, section 3).
+/// Which of the two any tensor is split by, nobody says.
+#[test]
+fn tokens_go_to_their_experts_and_come_back() {
+    let sizes =
+        [("layers", 1), ("hidden", 512), ("heads", 16), ("experts", 16), ("vocabulary", 1024), ("context", 512)];
+    for devices in [2, 4, 8] {
+        let found = meetings_of("moe", &sizes, 8, &machine("h100", devices, 450.0, 1e-6));
+        assert_eq!(found[&("all_to_all", true)], [2, 2], "{devices} devices: {found:?}");
     }
 }

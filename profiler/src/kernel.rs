@@ -8,7 +8,7 @@
 use crate::cache::Time;
 use compiler::graph::Graph;
 use compiler::op::table::{attributes, rule};
-use compiler::op::{KernelError, NodeId, Op};
+use compiler::op::{BatchScatterAdd, KernelError, NodeId, Op, ScatterAdd};
 use compiler::tensor::Tensor;
 use compiler::tensor::fact::Fact;
 use runtime::buffer::Buffer;
@@ -194,7 +194,10 @@ fn limit(subject: &Subject, slot: usize) -> i64 {
     match (&subject.op, slot) {
         (Op::Gather(op), 1) => size(0, op.axis),
         (Op::Scatter(op), 1) => size(0, op.axis),
-        (Op::ScatterAdd(op), 1) => op.size.known().unwrap_or(1),
+        (Op::BatchGather(op), 1) => size(0, op.batch),
+        (Op::ScatterAdd(ScatterAdd { size, .. }) | Op::BatchScatterAdd(BatchScatterAdd { size, .. }), 1) => {
+            size.known().unwrap_or(1)
+        }
         (Op::CrossEntropy(op), 1) => size(0, op.axis),
         (Op::CrossEntropyGrad(op), 2) => size(1, op.axis),
         _ => 2,

@@ -327,6 +327,17 @@ fn carry<B: Build + ?Sized>(
                 _ => axis + 1 - rank,
             });
         }
+        Op::BatchGather(gather) => match axis.checked_sub(facts[1].len()) {
+            Some(within) => along[0] = Some(gather.batch + 1 + within),
+            None if axis < gather.batch => along = vec![Some(axis); 2],
+            None => along[1] = Some(axis),
+        },
+        Op::BatchScatterAdd(scatter) if axis < scatter.batch => along = vec![Some(axis); 2],
+        Op::BatchScatterAdd(scatter) if axis > scatter.batch => {
+            along[0] = Some(axis + facts[1].len() - scatter.batch - 1);
+        }
+        Op::TopK(top) if top.axis != axis => along[0] = Some(axis),
+        Op::Cumulative(along_axis) if along_axis.axis != axis => along[0] = Some(axis),
         Op::Reduce(reduce) => {
             let kept = |at: &usize| !reduce.axes.contains(at);
             along[0] = if reduce.keep { Some(axis) } else { (0..facts[0].len()).filter(kept).nth(axis) };

@@ -217,7 +217,7 @@ pub(in crate::op) fn own_indices(out: &mut dyn Emit, indices: Value, size: Dim, 
 }
 
 /// Slices that a device has, and zeros for the others. The axes that tell slices apart begin `from_end` axes before the end.
-fn or_zero(out: &mut dyn Emit, has: Value, slices: Value, from_end: usize) -> Value {
+pub(in crate::op) fn or_zero(out: &mut dyn Emit, has: Value, slices: Value, from_end: usize) -> Value {
     let fact = out.fact(slices);
     let mut shape = out.fact(has).shape;
     shape.resize(from_end, Dim::Known(1));

@@ -44,6 +44,8 @@ pub fn rule(op: &Op) -> &dyn Rule {
         Op::Flip(o) => o,
         Op::Gather(o) => o,
         Op::ScatterAdd(o) => o,
+        Op::BatchGather(o) => o,
+        Op::BatchScatterAdd(o) => o,
         Op::Scatter(o) => o,
         Op::StopGradient(o) => o,
         Op::Softmax(o) => o,
@@ -67,6 +69,7 @@ pub fn rule(op: &Op) -> &dyn Rule {
 /// The small cases of all ops.
 pub fn samples() -> Vec<Sample> {
     [
+        batch_gather::samples(),
         batch_norm::samples(),
         binary::samples(),
         bit_cast::samples(),
@@ -142,6 +145,7 @@ pub fn dims_mut(op: &mut Op) -> Vec<&mut Dim> {
         Op::Slice(o) => o.begin.iter_mut().chain(&mut o.end).collect(),
         Op::Pad(o) => o.low.iter_mut().chain(&mut o.high).collect(),
         Op::ScatterAdd(o) => vec![&mut o.size],
+        Op::BatchScatterAdd(o) => vec![&mut o.size],
         Op::TopK(o) => vec![&mut o.count],
         _ => Vec::new(),
     }

@@ -51,6 +51,7 @@ pub fn limit(graph: &Graph, name: &str) -> Option<i64> {
             let table = |axis: usize| graph.fact(graph.inputs(reader)[0]).shape[axis].known().unwrap_or(i64::MAX);
             match &graph.node(reader).op {
                 Op::Gather(g) if slot == 1 => limit = limit.min(table(g.axis)),
+                Op::BatchGather(g) if slot == 1 => limit = limit.min(table(g.batch)),
                 Op::CrossEntropy(c) if slot == 1 => limit = limit.min(table(c.axis)),
                 Op::Reshape(_) | Op::Cast(_) | Op::Transpose(_) | Op::Slice(_) | Op::Broadcast(_) => {
                     queue.push(Value { node: reader, output: 0 });

@@ -18,6 +18,7 @@
 //! assert_eq!(y, [2.0, 4.0]);
 //! ```
 
+pub mod batch_gather;
 pub mod batch_norm;
 pub mod cast;
 pub mod chain;

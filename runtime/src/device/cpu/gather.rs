@@ -91,12 +91,13 @@ wide! {
     }
 }
 
-fn check(indices: &View<'_>, size: usize) -> Result<(), KernelError> {
+/// Refuses the first index outside an axis of this size.
+pub(super) fn check(indices: &View<'_>, size: usize) -> Result<(), KernelError> {
     (0..indices.len()).try_for_each(|i| row(indices, i, size).map(|_| ()))
 }
 
 /// Index `i` as it lies in an axis of this size: one below zero counts from the end.
-fn row(indices: &View<'_>, i: usize, size: usize) -> Result<usize, KernelError> {
+pub(super) fn row(indices: &View<'_>, i: usize, size: usize) -> Result<usize, KernelError> {
     let index = indices.i64(i);
     let from_end = || size.checked_sub(index.unsigned_abs() as usize).filter(|_| indices.dtype != DType::U64);
     let row = usize::try_from(index).ok().or_else(from_end);

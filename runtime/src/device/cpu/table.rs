@@ -51,6 +51,8 @@ pub(super) fn fast(op: &Op, inputs: &[Layout], outputs: &[Layout]) -> Option<Fas
         (Op::Flip(op), [x], [y]) => movement::flip(op, x, y),
         (Op::Gather(op), [x, indices], _) => gather::gather(op, x, indices),
         (Op::ScatterAdd(op), [dy, indices], [y]) => gather::scatter_add(op, dy, indices, y),
+        (Op::BatchGather(op), [x, indices], _) => batch_gather::gather(op, x, indices),
+        (Op::BatchScatterAdd(op), [dy, indices], [y]) => batch_gather::scatter_add(op, dy, indices, y),
         (Op::Softmax(op), [x], _) => softmax::kernel(op.axis, false, x),
         (Op::LogSoftmax(op), [x], _) => softmax::kernel(op.axis, true, x),
         (Op::LayerNorm(op), [x, scale, _], _) => layer_norm::kernel(op, x, scale),

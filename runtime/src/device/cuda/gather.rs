@@ -7,23 +7,45 @@ use super::draft::{Draft, threads_for};
 use super::element::{accumulator, bits, held, load, store};
 use super::recipe::{At, Base, Launch, Recipe};
 use crate::device::layout::Layout;
-use compiler::op::{Gather, Scatter, ScatterAdd, ScatterKind};
+use compiler::op::{BatchGather, BatchScatterAdd, Gather, Scatter, ScatterAdd, ScatterKind};
 use compiler::tensor::DType;
 
-/// The row that index `k` names, below `size`; an index outside names `~0`.
-fn row(indices: &Layout, size: usize, k: &str) -> String {
-    let element = load(indices.dtype, &format!("indices[{k}]"));
-    match indices.dtype {
-        DType::U64 => format!("({element} < (u64){size} ? (at){element} : ~(at)0)"),
-        _ => format!(
-            "((u64)(i64){element} < (u64){size} ? (at){element} : (i64){element} < 0 && (i64){element} >= -(i64){size} ? (at)((i64){element} + (i64){size}) : ~(at)0)"
-        ),
+/// What indices name: rows of one axis, or of an axis for each example of a batch, one behind the other.
+#[derive(Clone, Copy)]
+struct Rows<'a> {
+    indices: &'a Layout,
+    /// Rows of an axis.
+    size: usize,
+    /// How many examples have an axis and indices of their own.
+    examples: usize,
+}
+
+impl Rows<'_> {
+    fn count(&self) -> usize {
+        self.size * self.examples
+    }
+
+    /// The row that index `k` names, below [`Rows::count`]; an index outside names `~0`.
+    fn row(&self, k: &str) -> String {
+        let (dtype, size) = (self.indices.dtype, self.size);
+        let element = load(dtype, &format!("indices[{k}]"));
+        let first = match self.examples {
+            0 | 1 => String::new(),
+            examples => format!(" + {k} / (at){} * (at){size}", self.indices.len() / examples),
+        };
+        match dtype {
+            DType::U64 => format!("({element} < (u64){size} ? (at){element}{first} : ~(at)0)"),
+            _ => format!(
+                "((u64)(i64){element} < (u64){size} ? (at){element}{first} : (i64){element} < 0 && (i64){element} >= -(i64){size} ? (at)((i64){element} + (i64){size}){first} : ~(at)0)"
+            ),
+        }
     }
 }
 
 /// One block that refuses the first index outside.
-fn check(indices: &Layout, input: usize, size: usize) -> Launch {
-    let mut draft = Draft::new(indices.len().max(size));
+fn check(rows: Rows<'_>, input: usize) -> Launch {
+    let Rows { indices, size, .. } = rows;
+    let mut draft = Draft::new(indices.len().max(rows.count()));
     draft.reads("indices", indices.dtype, At::input(input));
     draft.faults(At { base: Base::Fault, offset: 0 });
     let lines = format!(
@@ -31,7 +53,7 @@ fn check(indices: &Layout, input: usize, size: usize) -> Launch {
          wrong = across(wrong, [](u64 a, u64 b) {{ return a < b ? a : b; }});\n\
          if (threadIdx.x == 0 && wrong != ~0ull && fault->kind == 0) {{ fault->kind = 1; fault->value = (i64){}; fault->size = {size}; }}",
         indices.len(),
-        row(indices, size, "k"),
+        rows.row("k"),
         load(indices.dtype, "indices[wrong]"),
     );
     draft.block_each(1, indices.len(), &lines)
@@ -40,6 +62,7 @@ fn check(indices: &Layout, input: usize, size: usize) -> Launch {
 /// Slices of x.
 pub fn gather(op: &Gather, x: &Layout, indices: &Layout, y: &Layout) -> Option<Recipe> {
     let (size, run) = (x.shape[op.axis], x.shape[op.axis + 1..].iter().product::<usize>());
+    let rows = Rows { indices, size, examples: 1 };
     let dtype = bits(x.dtype);
     let mut draft = Draft::new(x.len().max(y.len()));
     draft.reads("x", dtype, At::input(0));
@@ -49,14 +72,32 @@ pub fn gather(op: &Gather, x: &Layout, indices: &Layout, y: &Layout) -> Option<R
         "at within = i % (at){run}, k = i / (at){run} % (at){count}, block = i / (at){};\nat place = {};\n\
          y[i] = place == ~(at)0 ? 0 : x[(block * (at){size} + place) * (at){run} + within];",
         run * indices.len(),
-        row(indices, size, "k"),
+        rows.row("k"),
         count = indices.len(),
     );
-    Some(Recipe { launches: vec![check(indices, 1, size), draft.each(y.len(), &lines)], scratch: 0 })
+    Some(Recipe { launches: vec![check(rows, 1), draft.each(y.len(), &lines)], scratch: 0 })
+}
+
+/// Slices of x by indices of their own for each example.
+pub fn batch_gather(op: &BatchGather, x: &Layout, indices: &Layout, y: &Layout) -> Option<Recipe> {
+    let (size, run) = (x.shape[op.batch], x.shape[op.batch + 1..].iter().product::<usize>());
+    let rows = Rows { indices, size, examples: x.shape[..op.batch].iter().product() };
+    let dtype = bits(x.dtype);
+    let mut draft = Draft::new(x.len().max(y.len()));
+    draft.reads("x", dtype, At::input(0));
+    draft.reads("indices", indices.dtype, At::input(1));
+    draft.writes("y", dtype, At::output(0));
+    let lines = format!(
+        "at within = i % (at){run}, k = i / (at){run};\nat place = {};\n\
+         y[i] = place == ~(at)0 ? 0 : x[place * (at){run} + within];",
+        rows.row("k"),
+    );
+    Some(Recipe { launches: vec![check(rows, 1), draft.each(y.len(), &lines)], scratch: 0 })
 }
 
 /// The chains: `first` of each place and `next` of each index, `~0` where there is none.
-fn chains(recipe: &mut Recipe, indices: &Layout, size: usize) -> (At, At) {
+fn chains(recipe: &mut Recipe, rows: Rows<'_>) -> (At, At) {
+    let (indices, size) = (rows.indices, rows.count());
     let (first, next) = (recipe.take(size * 8), recipe.take(indices.len() * 8));
     let mut draft = Draft::new(size);
     draft.writes("first", DType::U64, first);
@@ -74,8 +115,8 @@ fn chains(recipe: &mut Recipe, indices: &Layout, size: usize) -> (At, At) {
          before = across(before, [](u64 a, u64 b) {{ return a < b ? a : b; }});\n\
          behind = across(behind, [](u64 a, u64 b) {{ return a < b ? a : b; }});\n\
          if (threadIdx.x == 0) {{ next[i] = behind; if (before == ~0ull && place != ~(at)0) first[place] = i; }}",
-        row(indices, size, "i"),
-        row(indices, size, "k"),
+        rows.row("i"),
+        rows.row("k"),
     );
     recipe.launches.push(draft.block_each(count, threads_for(count) as usize, &lines));
     (first, next)
@@ -83,26 +124,34 @@ fn chains(recipe: &mut Recipe, indices: &Layout, size: usize) -> (At, At) {
 
 /// Slices of `dy` added where they came from.
 pub fn scatter_add(op: &ScatterAdd, dy: &Layout, indices: &Layout, y: &Layout) -> Option<Recipe> {
-    join(op.axis, ScatterKind::Add, None, (At::input(0), dy), indices, y)
+    let rows = Rows { indices, size: y.shape[op.axis], examples: 1 };
+    join(rows, y.shape[op.axis + 1..].iter().product(), ScatterKind::Add, None, (At::input(0), dy), y)
+}
+
+/// Slices of `dy` added where they came from, by indices of their own for each example.
+pub fn batch_scatter_add(op: &BatchScatterAdd, dy: &Layout, indices: &Layout, y: &Layout) -> Option<Recipe> {
+    let rows = Rows { indices, size: y.shape[op.batch], examples: y.shape[..op.batch].iter().product() };
+    join(rows, y.shape[op.batch + 1..].iter().product(), ScatterKind::Add, None, (At::input(0), dy), y)
 }
 
 /// Slices of the third input joined with those of the first.
 pub fn scatter(op: &Scatter, indices: &Layout, updates: &Layout, y: &Layout) -> Option<Recipe> {
-    join(op.axis, op.kind, Some(At::input(0)), (At::input(2), updates), indices, y)
+    let rows = Rows { indices, size: y.shape[op.axis], examples: 1 };
+    join(rows, y.shape[op.axis + 1..].iter().product(), op.kind, Some(At::input(0)), (At::input(2), updates), y)
 }
 
 fn join(
-    axis: usize,
+    rows: Rows<'_>,
+    run: usize,
     kind: ScatterKind,
     x: Option<At>,
     updates: (At, &Layout),
-    indices: &Layout,
     y: &Layout,
 ) -> Option<Recipe> {
-    let (size, run) = (y.shape[axis], y.shape[axis + 1..].iter().product::<usize>());
+    let (indices, size) = (rows.indices, rows.count());
     let mut recipe = Recipe::default();
-    recipe.launches.push(check(indices, 1, size));
-    let (first, next) = chains(&mut recipe, indices, size);
+    recipe.launches.push(check(rows, 1));
+    let (first, next) = chains(&mut recipe, rows);
     let value = match y.dtype {
         d if d.is_float() => held(accumulator(d)),
         DType::Bool if kind != ScatterKind::Replace => "i64",

@@ -44,6 +44,8 @@ impl Recipe {
             (Op::Flip(op), [x], [y]) => movement::flip(op, x, y),
             (Op::Gather(op), [x, indices], [y]) => gather::gather(op, x, indices, y),
             (Op::ScatterAdd(op), [dy, indices], [y]) => gather::scatter_add(op, dy, indices, y),
+            (Op::BatchGather(op), [x, indices], [y]) => gather::batch_gather(op, x, indices, y),
+            (Op::BatchScatterAdd(op), [dy, indices], [y]) => gather::batch_scatter_add(op, dy, indices, y),
             (Op::Scatter(op), [_, indices, updates], [y]) => gather::scatter(op, indices, updates, y),
             (Op::Softmax(op), [x], _) => softmax::kernel(op.axis, false, x),
             (Op::LogSoftmax(op), [x], _) => softmax::kernel(op.axis, true, x),

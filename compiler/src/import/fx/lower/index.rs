@@ -2,6 +2,7 @@
 
 use super::movement::stopped;
 use super::{Outputs, Scope, one};
+use crate::import::batched;
 use crate::import::build::Build;
 use crate::import::onnx::lower::gather::{count, further, scaled, steps};
 use crate::import::onnx::lower::movement::{met, transposed};
@@ -64,6 +65,9 @@ pub fn gather(scope: &mut Scope<'_>) -> Outputs {
     let (x, index) = (scope.value("self")?, scope.value("index")?);
     let dims = scope.fact(x).shape;
     let along = scope.axis("dim", 0, dims.len())?;
+    if let Some(slices) = batched::slices(scope, &dims, index, along)? {
+        return one(batched::gather(scope, x, slices, along)?);
+    }
     let place = flat_place(scope, &dims, index, along)?;
     from_flat(scope, x, vec![volume(&dims)?], 0, place)
 }

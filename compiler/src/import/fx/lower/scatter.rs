@@ -3,6 +3,7 @@
 
 use super::index::{Indexed, flat_place};
 use super::{Outputs, Scope, one, promote};
+use crate::import::batched;
 use crate::import::build::Build;
 use crate::import::onnx::lower::attribute;
 use crate::import::onnx::lower::movement::transposed;
@@ -55,7 +56,6 @@ pub fn scatter(scope: &mut Scope<'_>, kind: ScatterKind) -> Outputs {
     let (x, index) = (scope.value("self")?, scope.value("index")?);
     let (fact, shape) = (scope.fact(x), scope.fact(index));
     let axis = scope.axis("dim", 0, fact.rank())?;
-    let place = flat_place(scope, &fact.shape, index, axis)?;
     let updates = updates(scope, &shape, fact.dtype)?;
     let named = scope.text("reduce", "")?;
     let kind = match named.as_str() {
@@ -66,7 +66,17 @@ pub fn scatter(scope: &mut Scope<'_>, kind: ScatterKind) -> Outputs {
         "amin" => ScatterKind::Min,
         other => return Err(Reason::Unsupported(format!("a scatter that joins by `{other}`"))),
     };
-    let start = if scope.flag("include_self", true)? { x } else { emptied(scope, kind, x, place, &shape)? };
+    let includes_self = scope.flag("include_self", true)?;
+    if kind == ScatterKind::Add
+        && named != "mean"
+        && includes_self
+        && fact.dtype != DType::Bool
+        && let Some(slices) = batched::slices(scope, &fact.shape, index, axis)?
+    {
+        return one(batched::scatter_add(scope, x, slices, updates, axis)?);
+    }
+    let place = flat_place(scope, &fact.shape, index, axis)?;
+    let start = if includes_self { x } else { emptied(scope, kind, x, place, &shape)? };
     let y = into_flat(scope, kind, start, place, updates)?;
     if named != "mean" {
         return one(y);

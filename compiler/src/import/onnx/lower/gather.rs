@@ -3,6 +3,7 @@
 
 use super::attribute::axis;
 use super::{Known, Outputs, Reason, Scope};
+use crate::import::batched;
 use crate::import::build::Build;
 use crate::op::{Binary, Compare, Gather, Iota, Op, Value};
 use crate::tensor::dim::{Dim, volume};
@@ -91,6 +92,9 @@ pub fn elements(scope: &mut Scope<'_>) -> Outputs {
     let (x, index) = (scope.value(0)?, scope.value(1)?);
     let dims = scope.fact(x).shape;
     let along = axis(scope.int("axis", 0)?, dims.len())?;
+    if let Some(slices) = batched::slices(scope, &dims, index, along)? {
+        return Ok(vec![Known::Value(batched::gather(scope, x, slices, along)?)]);
+    }
     let place = element_places(scope, &dims, index, along)?;
     let flat = scope.reshape(x, vec![volume(&dims)?])?;
     Ok(vec![Known::Value(scope.add(Op::Gather(Gather { axis: 0 }), &[flat, place])?)])
@@ -135,12 +139,24 @@ pub fn joined(scope: &mut impl Build, x: Value, count: usize) -> Result<Value, R
     scope.reshape(x, shape)
 }
 
+/// How many axes an index shares with what it indexes, if it is one number for each slice behind at least one of them.
+fn one_index(dims: &[Dim], shape: &[Dim], shared: i64) -> Option<usize> {
+    let batch = usize::try_from(shared).ok().filter(|batch| (1..dims.len()).contains(batch))?;
+    let fits = shape.len() > batch && shape[shape.len() - 1].is(1) && shape[..batch] == dims[..batch];
+    fits.then_some(batch)
+}
+
 /// Slices of `x` at places that are the last axis of the index: as many numbers as leading axes are indexed, behind
 /// `batch_dims` axes that both share.
 pub fn nd(scope: &mut Scope<'_>) -> Outputs {
     let (x, index) = (scope.value(0)?, scope.value(1)?);
     let dims = scope.fact(x).shape;
     let shared = scope.int("batch_dims", 0)?;
+    if let Some(batch) = one_index(&dims, &scope.fact(index).shape, shared) {
+        let shape = scope.fact(index).shape;
+        let slices = scope.reshape(index, shape[..shape.len() - 1].to_vec())?;
+        return Ok(vec![Known::Value(batched::gather(scope, x, slices, batch)?)]);
+    }
     let (place, indexed) = slice_places(scope, &dims, index, shared)?;
     let flat = joined(scope, x, indexed)?;
     Ok(vec![Known::Value(scope.add(Op::Gather(Gather { axis: 0 }), &[flat, place])?)])

@@ -4,6 +4,7 @@
 use super::attribute::axis;
 use super::gather::{count, element_places, joined, number, slice_places};
 use super::{Known, Outputs, Reason, Scope};
+use crate::import::batched;
 use crate::import::build::Build;
 use crate::op::{Binary, Op, Scatter, ScatterKind, Value};
 use crate::tensor::DType;
@@ -24,7 +25,14 @@ fn kind(scope: &Scope<'_>) -> Result<ScatterKind, Reason> {
 pub fn elements(scope: &mut Scope<'_>) -> Outputs {
     let kind = kind(scope)?;
     let (x, index, updates) = (scope.value(0)?, scope.value(1)?, scope.value(2)?);
-    let along = axis(scope.int("axis", 0)?, scope.fact(x).rank())?;
+    let dims = scope.fact(x).shape;
+    let along = axis(scope.int("axis", 0)?, dims.len())?;
+    if kind == ScatterKind::Add
+        && scope.fact(updates).shape == scope.fact(index).shape
+        && let Some(slices) = batched::slices(scope, &dims, index, along)?
+    {
+        return Ok(vec![Known::Value(batched::scatter_add(scope, x, slices, updates, along)?)]);
+    }
     Ok(vec![Known::Value(written(scope, kind, x, index, updates, along)?)])
 }
 

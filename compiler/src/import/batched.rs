@@ -1,0 +1,73 @@
+//! Indices that are stretched over whole slices: an index of elements that is the same for all elements of a slice names slices, and
+//! what it gathers or adds up is read and written a slice at a time.
+//!
+//! Exporters write tokens that go to experts, and rows that go back, as such an index: `slot.unsqueeze(-1).expand(-1, -1, width)`.
+
+use crate::graph::Graph;
+use crate::import::build::Build;
+use crate::import::reason::Reason;
+use crate::op::{BatchGather, BatchScatterAdd, Binary, Gather, Op, ScatterAdd, Value};
+use crate::tensor::dim::Dim;
+
+/// The indices of slices that `index` stands for, if it does: it is of the shape of what it indexes but for axis `along`, and behind that
+/// axis all its elements are one. They are stretched values as an `Expand` makes them; of other indices nothing is known here.
+pub fn slices(
+    scope: &mut (impl Build + ?Sized),
+    dims: &[Dim],
+    index: Value,
+    along: usize,
+) -> Result<Option<Value>, Reason> {
+    let graph = scope.graph();
+    let Op::Broadcast(_) = graph.node(index.node).op else { return Ok(None) };
+    let source = graph.inputs(index.node)[0];
+    let (from, to) = (&graph.fact(source).shape, &graph.fact(index).shape);
+    if to.len() != dims.len() || along + 1 >= dims.len() {
+        return Ok(None);
+    }
+    let added = to.len() - from.len();
+    let own = |axis: usize| axis.checked_sub(added).map(|axis| &from[axis]);
+    let is_whole = |axis: usize| own(axis) == Some(&to[axis]) && (axis == along || to[axis] == dims[axis]);
+    let is_stretched = |axis: usize| own(axis).is_none_or(|size| size.is(1)) && to[axis] == dims[axis];
+    if !(0..=along).all(is_whole) || !(along + 1..to.len()).all(is_stretched) {
+        return Ok(None);
+    }
+    let shape = to[..=along].to_vec();
+    scope.reshape(source, shape).map(Some)
+}
+
+/// Slices of `x` along the axis behind `batch` others, with indices of their own for each element of those.
+pub fn gather(scope: &mut (impl Build + ?Sized), x: Value, indices: Value, batch: usize) -> Result<Value, Reason> {
+    match batch {
+        0 => scope.add(Op::Gather(Gather { axis: 0 }), &[x, indices]),
+        _ => scope.add(Op::BatchGather(BatchGather { batch }), &[x, indices]),
+    }
+}
+
+/// `x` with slices added to it.
+pub fn scatter_add(
+    scope: &mut (impl Build + ?Sized),
+    x: Value,
+    indices: Value,
+    updates: Value,
+    batch: usize,
+) -> Result<Value, Reason> {
+    let size = scope.graph().fact(x).shape[batch].clone();
+    let op = match batch {
+        0 => Op::ScatterAdd(ScatterAdd { axis: 0, size }),
+        _ => Op::BatchScatterAdd(BatchScatterAdd { batch, size }),
+    };
+    let sums = scope.add(op, &[updates, indices])?;
+    match is_zero(scope.graph(), x) {
+        true => Ok(sums),
+        false => scope.add(Op::Binary(Binary::Add), &[x, sums]),
+    }
+}
+
+/// Whether all elements are known to be 0.
+fn is_zero(graph: &Graph, value: Value) -> bool {
+    match &graph.node(value.node).op {
+        Op::Broadcast(_) | Op::Reshape(_) => is_zero(graph, graph.inputs(value.node)[0]),
+        Op::Constant(constant) => constant.tensor.bytes().iter().all(|byte| *byte == 0),
+        _ => false,
+    }
+}

@@ -1,0 +1,237 @@
+//! Slices by index with indices of its own for each example of a batch, and their gradient: how tokens come to the experts that were
+//! chosen for them, and back.
+
+use super::gather::{check_indices, or_zero, own_indices, resolve};
+use super::*;
+
+/// The axes that slices and indices share, checked.
+fn shared<'a>(batch: usize, slices: &'a Fact, indices: &'a Fact) -> Result<&'a [Dim], FactError> {
+    check_indices(indices)?;
+    for (what, fact, least) in [("the tensor of slices", slices, batch), ("the tensor of indices", indices, batch)] {
+        if fact.rank() < least {
+            return Err(FactError::Rank { what, expected: format!("at least {least}"), got: fact.rank() });
+        }
+    }
+    if slices.shape[..batch] != indices.shape[..batch] {
+        return Err(FactError::Mismatch {
+            left_name: "the batch of",
+            left: slices.to_string(),
+            right_name: "that of the indices",
+            right: indices.to_string(),
+        });
+    }
+    Ok(&slices.shape[..batch])
+}
+
+/// How many examples there are, how many indices each has, and the indices.
+fn places(batch: usize, indices: &View<'_>, size: usize) -> Result<(usize, usize, Vec<usize>), KernelError> {
+    let each = indices.shape[batch..].iter().product();
+    Ok((indices.shape[..batch].iter().product(), each, resolve(indices, size)?))
+}
+
+impl Rule for BatchGather {
+    fn name(&self) -> &'static str {
+        "batch_gather"
+    }
+
+    fn infer(&self, inputs: &[&Fact]) -> Result<Vec<Fact>, FactError> {
+        let [x, indices] = inputs else { return Err(FactError::Arity { expected: 2, got: inputs.len() }) };
+        if self.batch >= x.rank() {
+            return Err(FactError::Axis { axis: self.batch, rank: x.rank() });
+        }
+        shared(self.batch, x, indices)?;
+        let shape = [&indices.shape, &x.shape[self.batch + 1..]].concat();
+        Ok(vec![Fact::new(x.dtype, shape)])
+    }
+
+    // Only what is taken is read.
+    fn cost(&self, inputs: &[&Fact], outputs: &[Fact]) -> Cost {
+        Cost { flops: 0.0, bytes: 2.0 * moved(&[], outputs) + moved(&inputs[1..], &[]) }
+    }
+
+    // dx = Σ dy by index, for each example
+    fn backward(&self, at: Site<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
+        let x = out.fact(at.inputs[0]);
+        if !x.dtype.is_float() || !at.wanted[0] {
+            return vec![None, None];
+        }
+        let scatter = BatchScatterAdd { batch: self.batch, size: x.shape[self.batch].clone() };
+        vec![Some(out.emit(Op::BatchScatterAdd(scatter), &[at.dy(), at.inputs[1]])), None]
+    }
+
+    // Examples, axes of the slices, or axes of the indices. Along the indexed axis every device takes the slices that it has, and zeros
+    // for all others.
+    fn strategies(&self, inputs: &[&Fact], _: &[Fact], _: &Group) -> Vec<Strategy> {
+        let [x, indices] = inputs else { return Vec::new() };
+        let (batch, rank) = (self.batch, indices.rank());
+        let mut ways: Vec<Strategy> =
+            (0..batch).map(|axis| Strategy::along(&[Some(axis), Some(axis)], &[Some(axis)])).collect();
+        ways.extend((batch..rank).map(|axis| Strategy::along(&[None, Some(axis)], &[Some(axis)])));
+        let within = batch + 1..x.rank();
+        ways.extend(within.map(|axis| Strategy::along(&[Some(axis), None], &[Some(axis + rank - batch - 1)])));
+        ways.push(Strategy::along(&[Some(batch), None], &[None]).written());
+        ways.push(Strategy::linear(&[true, false], 1));
+        ways
+    }
+
+    fn write_part(&self, _: &Strategy, at: &PartSite<'_>, out: &mut dyn Emit) -> Vec<Value> {
+        let own = own_indices(out, at.inputs[1], at.whole[0].shape[self.batch].clone(), at.devices);
+        let taken = out.emit(Op::BatchGather(*self), &[at.inputs[0], own.places]);
+        let rank = out.fact(taken).rank();
+        vec![or_zero(out, own.has, taken, rank)]
+    }
+
+    fn reference(&self, inputs: &[View<'_>], outputs: &mut [ViewMut<'_>]) -> Result<(), KernelError> {
+        let (x, y) = (&inputs[0], &mut outputs[0]);
+        let size = x.shape[self.batch];
+        let (examples, each, rows) = places(self.batch, &inputs[1], size)?;
+        let run = x.shape[self.batch + 1..].iter().product::<usize>() * x.dtype.size();
+        let y = y.bytes_mut();
+        for example in 0..examples {
+            for i in example * each..(example + 1) * each {
+                let from = (example * size + rows[i]) * run;
+                y[i * run..(i + 1) * run].copy_from_slice(&x.bytes()[from..from + run]);
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Rule for BatchScatterAdd {
+    fn name(&self) -> &'static str {
+        "batch_scatter_add"
+    }
+
+    fn infer(&self, inputs: &[&Fact]) -> Result<Vec<Fact>, FactError> {
+        let [dy, indices] = inputs else { return Err(FactError::Arity { expected: 2, got: inputs.len() }) };
+        if dy.dtype == DType::Bool {
+            return Err(FactError::DType { what: "dy", expected: "a number".into(), got: dy.dtype });
+        }
+        if self.size.known().is_some_and(|v| v < 0) {
+            return Err(FactError::Attribute(format!("an axis cannot have size {}", self.size)));
+        }
+        let batch = shared(self.batch, dy, indices)?;
+        let Some(after) = dy.shape.strip_prefix(&indices.shape[..]) else {
+            return Err(FactError::Mismatch {
+                left_name: "dy",
+                left: dy.to_string(),
+                right_name: "the tensor of indices",
+                right: indices.to_string(),
+            });
+        };
+        let shape = [batch, std::slice::from_ref(&self.size), after].concat();
+        Ok(vec![Fact::new(dy.dtype, shape)])
+    }
+
+    fn cost(&self, inputs: &[&Fact], outputs: &[Fact]) -> Cost {
+        Cost { flops: elements(inputs[0]), bytes: moved(inputs, outputs) }
+    }
+
+    // d(dy) = the slices of the output's gradient by index, for each example
+    fn backward(&self, at: Site<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
+        if !out.fact(at.inputs[0]).dtype.is_float() || !at.wanted[0] {
+            return vec![None, None];
+        }
+        let gather = Op::BatchGather(BatchGather { batch: self.batch });
+        vec![Some(out.emit(gather, &[at.dy(), at.inputs[1]])), None]
+    }
+
+    // As for the slices that are taken; along the indexed axis every device adds up what is for the slices that it has.
+    fn strategies(&self, inputs: &[&Fact], outputs: &[Fact], _: &Group) -> Vec<Strategy> {
+        let ([_, indices], [dx]) = (inputs, outputs) else { return Vec::new() };
+        let (batch, rank) = (self.batch, indices.rank());
+        let mut ways: Vec<Strategy> =
+            (0..batch).map(|axis| Strategy::along(&[Some(axis), Some(axis)], &[Some(axis)])).collect();
+        ways.extend((batch..rank).map(|axis| Strategy::along(&[Some(axis), Some(axis)], &[None])));
+        let within = batch + 1..dx.rank();
+        ways.extend(within.map(|axis| Strategy::along(&[Some(axis + rank - batch - 1), None], &[Some(axis)])));
+        ways.push(Strategy::along(&[None, None], &[Some(batch)]).written());
+        ways.push(Strategy::linear(&[true, false], 1));
+        ways
+    }
+
+    fn write_part(&self, _: &Strategy, at: &PartSite<'_>, out: &mut dyn Emit) -> Vec<Value> {
+        let own = own_indices(out, at.inputs[1], self.size.clone(), at.devices);
+        let rank = out.fact(at.inputs[0]).rank();
+        let dy = or_zero(out, own.has, at.inputs[0], rank);
+        let scatter = BatchScatterAdd { batch: self.batch, size: own.size };
+        vec![out.emit(Op::BatchScatterAdd(scatter), &[dy, own.places])]
+    }
+
+    // Floats are summed in f64 and rounded once, whole numbers wrap.
+    fn reference(&self, inputs: &[View<'_>], outputs: &mut [ViewMut<'_>]) -> Result<(), KernelError> {
+        let (dy, y) = (&inputs[0], &mut outputs[0]);
+        let size = y.shape[self.batch];
+        let (examples, each, rows) = places(self.batch, &inputs[1], size)?;
+        let run: usize = y.shape[self.batch + 1..].iter().product();
+        // Where element i of dy goes.
+        let targets = (0..examples)
+            .flat_map(|example| rows[example * each..(example + 1) * each].iter().map(move |row| example * size + row))
+            .flat_map(|slice| slice * run..(slice + 1) * run)
+            .enumerate();
+        if dy.dtype.is_float() {
+            let mut sums = vec![0.0; y.len()];
+            targets.for_each(|(i, to)| sums[to] += dy.f64(i));
+            sums.iter().enumerate().for_each(|(i, &sum)| y.set_f64(i, sum));
+        } else {
+            let mut sums = vec![0i64; y.len()];
+            targets.for_each(|(i, to)| sums[to] = sums[to].wrapping_add(dy.i64(i)));
+            sums.iter().enumerate().for_each(|(i, &sum)| y.set_i64(i, sum));
+        }
+        Ok(())
+    }
+}
+
+/// Small cases.
+pub fn samples() -> Vec<Sample> {
+    let sample = |title, op, x: Tensor, indices: Tensor| Sample {
+        title,
+        op,
+        differentiate: if x.dtype().is_float() { vec![0] } else { vec![] },
+        inputs: vec![x, indices],
+    };
+    let gather = |batch| Op::BatchGather(BatchGather { batch });
+    let scatter = |batch, size: usize| Op::BatchScatterAdd(BatchScatterAdd { batch, size: Dim::from(size) });
+    let index = |shape: &[usize], v: &[i64]| Tensor::from_i64(shape, v);
+    let ramp = |shape: &[usize]| sample::ramp(shape, 3);
+    vec![
+        sample("tokens of two examples", gather(1), ramp(&[2, 3, 4]), index(&[2, 2], &[0, 2, 1, -3])),
+        sample("two axes of examples", gather(2), ramp(&[2, 1, 3, 2]), index(&[2, 1, 2], &[2, 2, 0, 1])),
+        sample("a table of indices", gather(1), ramp(&[2, 3, 2]), index(&[2, 2, 2], &[0, 1, 2, 0, 1, 1, -1, 2])),
+        sample("one index each", gather(1), ramp(&[2, 3, 2]), index(&[2], &[2, 0])),
+        sample("numbers", gather(1), ramp(&[2, 3]), index(&[2, 2], &[2, 0, 1, 1])),
+        sample("no examples of their own", gather(0), ramp(&[3, 2]), index(&[2], &[2, 0])),
+        sample("nothing", gather(1), ramp(&[0, 3, 2]), index(&[0, 2], &[])),
+        sample("integers", gather(1), index(&[1, 2], &[i64::MAX, 5]), index(&[1, 2], &[1, 0])),
+        sample("tokens of two examples", scatter(1, 4), ramp(&[2, 3, 2]), index(&[2, 3], &[1, 3, 1, 0, -1, 2])),
+        sample("two axes of examples", scatter(2, 3), ramp(&[2, 1, 2, 2]), index(&[2, 1, 2], &[2, 2, 0, 1])),
+        sample("a table of indices", scatter(1, 3), ramp(&[2, 2, 2]), index(&[2, 2, 2], &[0, 1, 2, 0, 1, 1, -1, 2])),
+        sample("one index each", scatter(1, 3), ramp(&[2, 2]), index(&[2], &[2, 0])),
+        sample("no examples of their own", scatter(0, 3), ramp(&[2, 2]), index(&[2], &[2, 2])),
+        sample("no indices", scatter(1, 2), ramp(&[2, 0, 3]), index(&[2, 0], &[])),
+        sample("integers", scatter(1, 2), index(&[1, 3], &[i64::MAX, 1, 6]), index(&[1, 3], &[0, 0, 1])),
+        sample("half precision", scatter(1, 2), ramp(&[1, 3]).cast(DType::F16), index(&[1, 3], &[0, 0, 1])),
+    ]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn shapes_follow_the_indices() {
+        let dims = |text: &str| text.split_whitespace().map(|d| Dim::parse(d).unwrap()).collect::<Vec<_>>();
+        let fact = |dtype, text| Fact::new(dtype, dims(text));
+        let (x, slots) = (fact(DType::F32, "batch slots 8"), fact(DType::I64, "batch 2 tokens"));
+        let y = BatchGather { batch: 1 }.infer(&[&x, &slots]).unwrap();
+        assert_eq!(y[0].shape, dims("batch 2 tokens 8"));
+        let scatter = |batch, size| BatchScatterAdd { batch, size: Dim::parse(size).unwrap() }.infer(&[&y[0], &slots]);
+        assert_eq!(scatter(1, "slots").unwrap()[0].shape, dims("batch slots 8"));
+        assert_eq!(scatter(0, "slots").unwrap()[0].shape, dims("slots 8"));
+        assert!(scatter(4, "slots").is_err() && scatter(1, "-1").is_err());
+        let other = fact(DType::I64, "2 tokens");
+        assert!(BatchGather { batch: 1 }.infer(&[&x, &other]).is_err());
+        assert!(BatchGather { batch: 3 }.infer(&[&x, &slots]).is_err());
+        assert!(BatchGather { batch: 1 }.infer(&[&x, &y[0]]).is_err());
+    }
+}

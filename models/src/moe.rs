@@ -1,0 +1,222 @@
+//! GPT with a mixture of experts in place of its feed-forward layers (Lepikhin et al., GShard, ICLR 2021; Fedus et al., Switch Transformers,
+//! JMLR 2022): a router chooses k of E experts for each token, an expert takes so many tokens of a sequence as it has room for, first
+//! choices first, and what finds no room passes by in the residual stream.
+//!
+//! Everything is written in operators of the standard: `TopK` chooses, `CumSum` counts the tokens in front of each, `ScatterElements` brings
+//! them to their slots, one batched `MatMul` for each layer runs all experts, and `GatherND` brings them back.
+//!
+//! With E experts in n of l blocks it has `n·(E − 1)·(8·w² + 5·w) + n·E·w` parameters more than a GPT:
+//!
+//! | size    | layers | width | heads | experts | parameters     | published |
+//! | ---     | ---    | ---   | ---   | ---     | ---            | ---       |
+//! | moe-13b | 24     | 1,024 | 16    | 128     | 13,150,451,712 | 13 B      |
+//! | moe-52b | 24     | 2,048 | 16    | 128     | 52,473,360,384 | 52 B      |
+//!
+//! Both are from DeepSpeed-MoE (Rajbhandari et al., ICML 2022, table 1): experts in every other block, one for each token.
+
+use crate::attention::{Attention, causal_mask};
+use crate::builder::{Axis, Builder, Init, Value, attr};
+use crate::choice::{Choice, ChoiceError, Given, Setting};
+use crate::gpt::{Block, EPSILON, Ends};
+use crate::layer::{dropout, joined, normalisation, product, reshaped, turned};
+use crate::prediction::Prediction;
+use crate::zoo::{Entry, Size};
+
+/// The settings of a published size.
+const fn settings(width: usize) -> [(&'static str, Setting); 10] {
+    [
+        ("layers", Setting::Number(24)),
+        ("hidden", Setting::Number(width)),
+        ("heads", Setting::Number(16)),
+        ("experts", Setting::Number(128)),
+        ("chosen", Setting::Number(1)),
+        ("every", Setting::Number(2)),
+        ("capacity", Setting::Number(100)),
+        ("vocabulary", Setting::Number(51_200)),
+        ("context", Setting::Number(2048)),
+        ("dropout", Setting::Fraction(0.1)),
+    ]
+}
+
+/// In the zoo.
+pub const ENTRY: Entry = Entry {
+    name: "moe",
+    about: "GPT whose tokens choose 2 of 4 experts; and sizes up to 52 B [Lepikhin et al. 2021, Rajbhandari et al. 2022]",
+    choices: &[
+        Choice::width("hidden", 32, "width of the residual stream"),
+        Choice::number("layers", 2, 1, 10_000, "number of blocks"),
+        Choice::number("experts", 4, 1, 100_000, "experts of a block"),
+        Choice::number("chosen", 2, 1, 1_000, "experts that a token chooses"),
+        Choice::number(
+            "every",
+            1,
+            1,
+            10_000,
+            "of so many blocks the last has experts, the others one layer for all tokens",
+        ),
+        Choice::number("capacity", 125, 1, 100_000, "room of an expert in percent of an equal share of the tokens"),
+        Choice::width("vocabulary", 97, "number of different tokens"),
+        Choice::number("context", 16, 1, 65_536, "tokens in a sequence"),
+        Choice::number("heads", 4, 1, 100_000, "attention heads, a divisor of `hidden`"),
+        Choice::truth("tied", true, "whether head and token embedding share weights"),
+        Choice::fraction("dropout", 0.0, "how much of embeddings, attention and branches is dropped"),
+    ],
+    sizes: &[
+        Size { name: "moe-13b", about: "13 B parameters, 128 experts", settings: &settings(1024) },
+        Size { name: "moe-52b", about: "52 B", settings: &settings(2048) },
+    ],
+    small: &[],
+    build,
+};
+
+/// Input `tokens` (i64, batch × context), logits batch × context × vocabulary.
+fn build(net: &mut Builder, given: &Given, batch: Axis) -> Result<Prediction, ChoiceError> {
+    given.divides("heads", "hidden")?;
+    let (vocabulary, context, width) = (given.number("vocabulary"), given.number("context"), given.number("hidden"));
+    let (experts, chosen) = (given.number("experts"), given.number("chosen"));
+    if chosen > experts {
+        return Err(given.refuse("chosen", "a token cannot choose more experts than there are"));
+    }
+    let ratio = given.fraction("dropout");
+    let ends = Ends { vocabulary, context, width, dropout: ratio };
+    let [table, mut x] = ends.enter(net, batch);
+    let mask = Some(causal_mask(net, context));
+    let block = Block {
+        attention: Attention { context, width, heads: given.number("heads"), mask, dropout: ratio },
+        inner: 4 * width,
+        relu: false,
+        dropout: ratio,
+    };
+    let capacity = (chosen * context * given.number("capacity")).div_ceil(100 * experts);
+    let mixture = Mixture { experts, chosen, capacity, context, width, inner: 4 * width };
+    for layer in 0..given.number("layers") {
+        let path = format!("blocks.{layer}");
+        x = match (layer + 1).is_multiple_of(given.number("every")) {
+            false => block.build(net, &path, &x),
+            true => {
+                let x = block.attend(net, &path, &x);
+                let y = normalisation(net, &format!("{path}.ln2"), &x, width, EPSILON);
+                let y = mixture.build(net, &format!("{path}.moe"), &y);
+                let y = dropout(net, &format!("{path}.moe.drop"), &y, ratio);
+                net.node(&path, "Add", &[&x, &y], vec![])
+            }
+        };
+    }
+    Ok(ends.leave(net, batch, &x, given.truth("tied").then_some(table)))
+}
+
+/// A layer of experts and what chooses among them.
+#[derive(Debug, Clone)]
+pub struct Mixture {
+    /// How many experts.
+    pub experts: usize,
+    /// How many of them a token chooses.
+    pub chosen: usize,
+    /// How many tokens of a sequence an expert has room for.
+    pub capacity: usize,
+    /// Tokens in a sequence.
+    pub context: usize,
+    /// Width of a token.
+    pub width: usize,
+    /// Width of the layer between.
+    pub inner: usize,
+}
+
+impl Mixture {
+    /// `[batch, context, width]` from `[batch, context, width]`.
+    pub fn build(&self, net: &mut Builder, path: &str, x: &Value) -> Value {
+        let [experts, chosen, capacity, context, width] =
+            [self.experts, self.chosen, self.capacity, self.context, self.width].map(|size| size as i64);
+        let Route { slots, fits, gates } = self.route(net, &format!("{path}.router"), x);
+        // A token for each choice, at its slot; what finds no room is nothing there.
+        let tokens = joined(net, path, &vec![x; self.chosen], 1);
+        let tokens = net.node(path, "Mul", &[&tokens, &fits], vec![]);
+        let shape = net.node(path, "Shape", &[x], vec![attr::int("start", 0), attr::int("end", 1)]);
+        let rest = net.constant_i64(path, &[experts * capacity, width]);
+        let shape = joined(net, path, &[&shape, &rest], 0);
+        let empty = net.filled(path, &shape, 0.0);
+        let shape = net.node(path, "Shape", &[&tokens], vec![]);
+        let index = net.node(path, "Expand", &[&slots, &shape], vec![]);
+        let scatter = vec![attr::int("axis", 1), attr::string("reduction", "add")];
+        let y = net.node(path, "ScatterElements", &[&empty, &index, &tokens], scatter);
+        // Each expert has the slots of all sequences: batch × experts × capacity to experts × (batch × capacity).
+        let y = reshaped(net, path, &y, &[0, experts, capacity, width]);
+        let y = turned(net, path, &y, &[1, 0, 2, 3]);
+        let y = reshaped(net, path, &y, &[experts, -1, width]);
+        let y = self.layer(net, &format!("{path}.fc"), &y, [self.width, self.inner]);
+        let y = net.node(&format!("{path}.act"), "Gelu", &[&y], vec![attr::string("approximate", "none")]);
+        let y = self.layer(net, &format!("{path}.proj"), &y, [self.inner, self.width]);
+        let y = reshaped(net, path, &y, &[experts, -1, capacity, width]);
+        let y = turned(net, path, &y, &[1, 0, 2, 3]);
+        let y = reshaped(net, path, &y, &[0, experts * capacity, width]);
+        let y = net.node(path, "GatherND", &[&y, &slots], vec![attr::int("batch_dims", 1)]);
+        let y = net.node(path, "Mul", &[&y, &gates], vec![]);
+        let y = reshaped(net, path, &y, &[0, chosen, context, width]);
+        let axis = net.constant_i64(path, &[1]);
+        net.node(path, "ReduceSum", &[&y, &axis], vec![attr::int("keepdims", 0)])
+    }
+
+    /// What the router says of each choice, first choices of all tokens first: `[batch, chosen × context, 1]`.
+    fn route(&self, net: &mut Builder, path: &str, x: &Value) -> Route {
+        let choices = (self.chosen * self.context) as i64;
+        let weight = net.parameter(&format!("{path}.weight"), &[self.experts, self.width], Init::Deviation(0.02));
+        let logits = product(net, path, x, &weight);
+        let shares = net.node(path, "Softmax", &[&logits], vec![attr::int("axis", -1)]);
+        let count = net.constant_i64(path, &[self.chosen as i64]);
+        let [gates, expert] = net.node_of(path, "TopK", &[&shares, &count], vec![attr::int("axis", -1)]);
+        let last = net.constant_i64(path, &[-1]);
+        let gates = match self.chosen {
+            // A single choice's share is all that trains the router.
+            1 => gates,
+            _ => {
+                let sum = net.node(path, "ReduceSum", &[&gates, &last], vec![attr::int("keepdims", 1)]);
+                net.node(path, "Div", &[&gates, &sum], vec![])
+            }
+        };
+        let mut in_order = |value: &Value| {
+            let value = turned(net, path, value, &[0, 2, 1]);
+            reshaped(net, path, &value, &[0, choices, 1])
+        };
+        let (gates, expert) = (in_order(&gates), in_order(&expert));
+        // How many choices of the same expert there are up to each, itself included.
+        let all = net.constant_i64(path, &(0..self.experts as i64).collect::<Vec<_>>());
+        let is = net.node(path, "Equal", &[&expert, &all], vec![]);
+        let is = net.node(path, "Cast", &[&is], vec![attr::int("to", INT64)]);
+        let axis = net.scalar_i64(path, 1);
+        let count = net.node(path, "CumSum", &[&is, &axis], vec![]);
+        let count = net.node(path, "Mul", &[&count, &is], vec![]);
+        let count = net.node(path, "ReduceSum", &[&count, &last], vec![attr::int("keepdims", 1)]);
+        let [capacity, one, zero] = [self.capacity as i64, 1, 0].map(|number| net.scalar_i64(path, number));
+        let fits = net.node(path, "LessOrEqual", &[&count, &capacity], vec![]);
+        let first = net.node(path, "Mul", &[&expert, &capacity], vec![]);
+        let place = net.node(path, "Sub", &[&count, &one], vec![]);
+        let place = net.node(path, "Add", &[&first, &place], vec![]);
+        let slots = net.node(path, "Where", &[&fits, &place, &zero], vec![]);
+        let fits = net.node(path, "Cast", &[&fits], vec![attr::int("to", FLOAT)]);
+        let gates = net.node(path, "Mul", &[&gates, &fits], vec![]);
+        Route { slots, fits, gates }
+    }
+
+    /// A linear layer of each expert on its own rows.
+    fn layer(&self, net: &mut Builder, path: &str, x: &Value, [from, to]: [usize; 2]) -> Value {
+        let bound = (6.0 / (from + to) as f64).sqrt();
+        let weight = net.parameter(&format!("{path}.weight"), &[self.experts, from, to], Init::Within(bound));
+        let bias = net.parameter(&format!("{path}.bias"), &[self.experts, 1, to], Init::Zeros);
+        let y = net.node(path, "MatMul", &[x, &weight], vec![]);
+        net.node(path, "Add", &[&y, &bias], vec![])
+    }
+}
+
+/// Element types as ONNX counts them.
+const FLOAT: i64 = 1;
+const INT64: i64 = 7;
+
+/// Where choices go.
+struct Route {
+    /// The slot of each; 0 where there is no room.
+    slots: Value,
+    /// 1 for each that finds room, 0 for others.
+    fits: Value,
+    /// How much of its expert's answer a token takes; 0 where there was no room.
+    gates: Value,
+}
