@@ -7,7 +7,7 @@
 use crate::cmd::partition::cost_name;
 use crate::quantity::{self, short};
 use crate::stages::plural;
-use compiler::plan::buckets::USUAL_BYTES;
+use compiler::export::gradients::gradients;
 use compiler::plan::problem::{CostModel, Objective};
 use compiler::plan::{Plan, ScheduleKind, Stage};
 use compiler::schedule::Pipeline;
@@ -15,9 +15,7 @@ use compiler::schedule::pipeline::{pipeline, schedule_of};
 use compiler::schedule::rule::StepCount;
 use compiler::schedule::scheduler::schedule;
 use compiler::simulate::Timeline;
-use compiler::simulate::hidden::hidden;
 use compiler::simulate::run::{Machine, simulate};
-use serde_json::Value;
 
 /// Micro-batches that are simulated at most to tell of shared cores.
 const SIMULATED: u32 = 4000;
@@ -78,20 +76,6 @@ fn groups(plan: &Plan) -> Option<String> {
         quantity::time(alone),
         if shared > 0.0 { meetings / shared * 100.0 } else { 0.0 }
     ))
-}
-
-/// How replicas sum their gradients, and how much of that work hides.
-fn gradients(plan: &Plan) -> Option<String> {
-    let kind = schedule_of(plan.schedule.kind).ok()?;
-    let pipeline = pipeline(plan).ok()?;
-    let share = hidden(kind, &pipeline, plan.schedule.microbatches).ok()??;
-    let size = plan.options.get("bucket_bytes").and_then(Value::as_u64).unwrap_or(USUAL_BYTES);
-    let parts = plan.stages.iter().map(|stage| stage.buckets.len()).max().unwrap_or(0);
-    let how = match parts {
-        0 | 1 => "at once".to_string(),
-        _ => format!("in parts of {}, up to {parts} a stage", quantity::bytes(size)),
-    };
-    Some(format!("replicas sum them {how}; {:.0} % of that time is hidden behind work", share * 100.0))
 }
 
 /// The prediction, beside one device and data parallelism, with its bound.

@@ -593,6 +593,23 @@ fn forwards_run_again_and_weights_are_made_in_shares() {
     assert_eq!((timeline.makespan, timeline.links[0].spans.len()), (18.0, 2));
 }
 
+/// Under ZeRO 3 nobody gathers a version as a whole, and a replica lets its share go with its last backward of a round.
+#[test]
+fn shares_of_weights_are_only_told_of() {
+    let text = SHARES.replace("zero=1", "zero=3");
+    let program: Program = text.parse().unwrap();
+    check(&program).unwrap();
+    let mut stage = StageShape::new(2, 2.0, 6.0);
+    (stage.recompute, stage.all_reduce) = (Some(2.0), 10.0);
+    let pipeline = Pipeline::chain(vec![stage]);
+    let timeline = simulate(&program, &pipeline, &Machine::of(&pipeline)).unwrap();
+    assert_eq!(timeline.makespan, 13.0);
+    let late = |text: &str| text.replacen("    wait #0\n", "    checkpoint 0 v0\n    wait #0\n", 1);
+    check(&late(SHARES).parse().unwrap()).unwrap();
+    let error = check(&late(&text).parse().unwrap()).unwrap_err().to_string();
+    assert!(error.contains("worker 0.0, instruction 5"), "{error}");
+}
+
 #[test]
 fn mistakes_with_shares_are_told_where_they_are() {
     let lines: [(&str, &str, &str); 10] = [

@@ -87,6 +87,28 @@ fn weights_are_the_same_with_shares() {
     }
 }
 
+/// Without a flush a checkpoint has older versions too, of which no replica has more than its share.
+#[test]
+fn runs_without_a_flush_go_on_under_any_level() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    ends(folder, 0, &["zoo", "mlp", "-o", "m.onnx", "-q"]);
+    let plan = ["partition", "m.onnx", "--cut-after", "relu2", "--gpus", "3", "--stages", "2,1", "--in-flight", "3,2"];
+    let more = ["--schedule", "1f1b-rr", "--micro-batch", "16", "--optimizer", "adam", "-q"];
+    for level in ["0", "1", "3"] {
+        ends(folder, 0, &[&plan[..], &more, &["--zero", level, "-o", &format!("{level}.json")]].concat());
+    }
+    let kept = ["--checkpoint-dir", "kept", "--checkpoint-every", "4", "--steps", "12"];
+    let whole = trained(folder, "0.json", &["--steps", "12"]);
+    for (before, after) in [("0.json", "3.json"), ("3.json", "0.json"), ("3.json", "3.json"), ("1.json", "3.json")] {
+        assert!(trained(folder, before, &kept) == whole, "{before}");
+        fs::remove_dir_all(folder.join("kept/step-00000012")).ok();
+        let resumed = trained(folder, after, &["--resume", "kept/step-00000004", "--steps", "12"]);
+        assert!(resumed == whole, "{before} and then {after}");
+        fs::remove_dir_all(folder.join("kept")).unwrap();
+    }
+}
+
 /// What a plan says of shares is held against its stages, and costs no time up to level 1.
 #[test]
 fn plans_say_what_replicas_share() {
