@@ -9,6 +9,7 @@
 mod advice;
 mod arguments;
 mod asked;
+mod batch;
 mod beyond;
 mod checkpoints;
 mod children;

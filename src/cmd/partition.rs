@@ -1,6 +1,7 @@
 //! `pipec partition`: cuts a model into stages and writes the plan.
 
 use crate::arguments::{Devices, Dims};
+use crate::batch;
 use crate::cmd::unplanned::unplanned;
 use crate::failure::Failure;
 use crate::groups::{self, Groups};
@@ -23,7 +24,7 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 /// What to plan, for which devices, how.
-#[derive(Debug, Args)]
+#[derive(Clone, Debug, Args)]
 #[command(
     after_help = "Examples:\n  pipec partition model.onnx --gpus 8\n  pipec partition model.onnx --profile profile.json --cluster cluster.toml -o plan.json\n  pipec partition gpt.onnx --levels 8:450GB/s,2:50GB/s --microbatches 16 --optimizer adamw --compare"
 )]
@@ -49,6 +50,9 @@ pub struct Arguments {
     #[command(flatten)]
     #[allow(missing_docs)]
     pub question: Question,
+    /// Samples in one minibatch: into how many micro-batches it is cut is found with the stages
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..=1 << 32), help_heading = "Schedule")]
+    pub batch: Option<u64>,
     /// Let a device hold nodes from anywhere in the graph (dnn-partitioning instances)
     #[arg(long, help_heading = "Constraints")]
     pub noncontiguous: bool,
@@ -78,8 +82,8 @@ pub struct Question {
     /// Micro-batches in one minibatch
     #[arg(long, value_name = "M", default_value_t = 1, help_heading = "Schedule")]
     pub microbatches: u32,
-    /// Order of work: a schedule, a table FILE.csv, or programs FILE.json [default: 1f1b-rr; 1f1b with micro-batches or a target, inference for objective latency]
-    #[arg(long, value_name = "NAME|FILE", value_parser = own::said, help_heading = "Schedule")]
+    /// Order of work: a schedule, a table FILE.csv, programs FILE.json, or the best of those that flush (auto) [default: 1f1b-rr; 1f1b with micro-batches, a batch or a target, inference for objective latency]
+    #[arg(long, value_name = "NAME|FILE|auto", value_parser = schedule, help_heading = "Schedule")]
     pub schedule: Option<String>,
     /// Stages on each rank, for interleaved and bfs [default: 2; zbv and dualpipev have 2]
     #[arg(long, value_name = "V", value_parser = clap::value_parser!(u32).range(1..=1024), help_heading = "Schedule")]
@@ -238,7 +242,13 @@ pub fn run(arguments: Box<Arguments>, screen: &Screen) -> Result<(), Failure> {
     if !source::is_stdout(&path) {
         output::check(&path)?;
     }
-    let (planned, refused) = plan(&arguments, screen)?;
+    let (planned, refused, tried) = match batch::is_asked(&arguments) {
+        true => batch::plan(&arguments, screen)?,
+        false => {
+            let (planned, refused) = plan(&arguments, screen)?;
+            (planned, refused, Vec::new())
+        }
+    };
     let own = arguments.question.schedule.as_deref().filter(|schedule| own::is_file(schedule));
     screen.detail(&format!("planned in {}", quantity::time(started.elapsed().as_secs_f64() * 1e6)));
     let plan = &planned.plan;
@@ -259,6 +269,9 @@ pub fn run(arguments: Box<Arguments>, screen: &Screen) -> Result<(), Failure> {
     ));
     if arguments.compare {
         screen.text(&compared(&planned));
+    }
+    if !tried.is_empty() {
+        screen.text(&batch::table(&tried));
     }
     plan.warnings.iter().chain(&refused).for_each(|warning| screen.warn(warning));
     if !plan.schedule.kind.is_continuous() && plan.schedule.microbatches == 1 && plan.cluster.devices > 1 {
@@ -293,7 +306,7 @@ const KNOWS_LIMITS: [&str; 2] = ["pipec", "milp"];
 
 impl Question {
     /// Refuses a partitioner beside flags that leave it nothing to choose.
-    fn check(&self) -> Result<(), Failure> {
+    pub fn check(&self) -> Result<(), Failure> {
         let pinned = [
             ("--stages", self.stages.is_some()),
             ("--cut-after", self.cut_after.is_some()),
@@ -558,6 +571,11 @@ pub fn pin(text: &str) -> Result<(String, u32), String> {
         text.rsplit_once('=').and_then(|(name, stage)| Some((name.trim().to_string(), stage.trim().parse().ok()?)));
     pin.filter(|(name, _)| !name.is_empty())
         .ok_or_else(|| "write a node, a module or an op id and its stage, for example encoder=0".to_string())
+}
+
+/// Reads `--schedule`.
+fn schedule(text: &str) -> Result<String, String> {
+    if text == batch::AUTO { Ok(text.to_string()) } else { own::said(text) }
 }
 
 /// Reads `--time-limit`.
