@@ -34,7 +34,8 @@ fn no_combination_is_faster_than_the_one_that_is_found() {
     let folder = folder.path();
     model(folder);
     let found = planned(folder, &["--batch", "64", "--schedule", "auto"]).unwrap();
-    let [size, count] = [&found["schedule"]["micro_batch"], &found["schedule"]["microbatches"]].map(|n| n.as_u64().unwrap());
+    let [size, count] =
+        [&found["schedule"]["micro_batch"], &found["schedule"]["microbatches"]].map(|n| n.as_u64().unwrap());
     assert_eq!(size * count, 64, "{found}");
     let mut best = (0.0, String::new());
     for count in [1, 2, 4, 8, 16, 32, 64] {
@@ -60,7 +61,11 @@ fn a_given_part_leaves_the_other_one() {
     model(folder);
     let sizes = |more: &[&str]| {
         let plan = planned(folder, more).unwrap();
-        (plan["schedule"]["micro_batch"].as_u64(), plan["schedule"]["microbatches"].as_u64(), plan["schedule"]["kind"].clone())
+        (
+            plan["schedule"]["micro_batch"].as_u64(),
+            plan["schedule"]["microbatches"].as_u64(),
+            plan["schedule"]["kind"].clone(),
+        )
     };
     assert_eq!(sizes(&["--batch", "24", "--micro-batch", "8"]), (Some(8), Some(3), "1f1b".into()));
     assert_eq!(sizes(&["--batch", "24", "--microbatches", "4"]), (Some(6), Some(4), "1f1b".into()));
