@@ -7,6 +7,7 @@ use compiler::import::onnx::lower::input::InputError;
 use compiler::import::onnx::lower::walk::LowerError;
 use compiler::import::onnx::name::shown;
 use compiler::import::supply;
+use compiler::pass::loss::LossError;
 use compiler::plan::problem::ProblemError;
 use compiler::wording::near::nearest;
 use runtime::data::DataError;
@@ -126,6 +127,23 @@ pub fn problem(error: &ProblemError) -> Option<String> {
     })
 }
 
+/// About a loss that the model's first output does not have.
+pub fn loss(error: &LossError) -> &'static str {
+    match error {
+        LossError::NotScalar { .. } => {
+            "`--loss cross-entropy`, `mse` or `bce` compares it with targets; `--loss output` wants a model whose first output is its own loss, a scalar"
+        }
+        LossError::Taken { .. } => {
+            "`--loss output` trains a model that computes its own loss from it; else export the model with another name for that input"
+        }
+        LossError::ClassAxis { .. } => "`--class-dim` names another axis, `--loss` another loss",
+        LossError::NotFloat { .. } => {
+            "export the model so that its first output is what it predicts, before any rounding or choice"
+        }
+        LossError::NoOutput => "export the model with what it predicts as its first output",
+    }
+}
+
 /// About data that does not fit the model.
 pub fn data(error: &DataError) -> String {
     match error {
@@ -134,6 +152,10 @@ pub fn data(error: &DataError) -> String {
                 .to_string()
         }
         DataError::Rows { .. } => "give every array the same number of rows: a row is a sample".to_string(),
+        DataError::Shape { name, got, expected } if got.len() > 1 && got.get(1..) == expected.get(1..) => format!(
+            "if its rows are samples, `--batch-dim {}=0` says so, beside the same for every input that has them: the file has one size there",
+            shown(name)
+        ),
         DataError::Shape { expected, .. } => {
             let row: Vec<String> = expected.iter().skip(1).map(ToString::to_string).collect();
             format!("reshape the array to [rows, {}]; `pipec inspect MODEL` shows the inputs", row.join(", "))

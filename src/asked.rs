@@ -4,7 +4,8 @@
 //! other devices.
 
 use crate::arguments::{Devices, Import};
-use crate::cmd::partition::{Optimizer, Question, cost_name};
+use crate::cmd::optimizer::Optimizer;
+use crate::cmd::partition::{Question, cost_name};
 use crate::failure::Failure;
 use crate::groups::Groups;
 use crate::loss::Counted;

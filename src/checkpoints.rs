@@ -5,22 +5,18 @@ use crate::failure::Failure;
 use crate::initial::listed;
 use crate::screen::Screen;
 use crate::stages;
+use crate::terms::{differences, terms};
 use crate::training::{Prepared, Task};
-use compiler::graph::hash::hash;
 use compiler::import::onnx::name::shown;
 use compiler::schedule::Schedule;
 use compiler::tensor::Tensor;
 use runtime::checkpoint::find::{self, FindError, Found};
 use runtime::checkpoint::keeper::{Kept, Saved};
+use runtime::checkpoint::lock::{self, Held, LockError};
 use runtime::checkpoint::manifest::{FILE, Manifest};
 use runtime::checkpoint::start::{Start, StartError};
-use runtime::data::Order;
-use runtime::policy::Policy;
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
-
-/// The term that checkpoints of older versions lack.
-const DATA: &str = "sha256 of the data";
 
 /// Differences that are listed at most.
 const LISTED: usize = 16;
@@ -63,6 +59,17 @@ pub fn refuse_other_runs(folder: &Path, resume: Option<Resume<'_>>) -> Result<()
             .because(format!("the newest is {}", newest.display()))
             .help("`--resume auto` goes on with it; another `--checkpoint-dir` begins anew")),
     }
+}
+
+/// Takes the folder for this run, as long as what comes back is there: two that write into it would remove each other's checkpoints.
+pub fn hold(folder: &Path) -> Result<Held, Failure> {
+    lock::hold(folder).map_err(|error| {
+        let failure = Failure::input("cannot write checkpoints").because(&error);
+        match error {
+            LockError::Taken { .. } => failure.help("wait until it ends, or name another `--checkpoint-dir`"),
+            LockError::Open { .. } => failure.help("choose a place that can be read and written"),
+        }
+    })
 }
 
 /// The checkpoint that the run goes on from; nothing where it begins at the beginning.
@@ -157,7 +164,9 @@ fn begun(
 fn ends_before(manifest: &Manifest, prepared: &Prepared) -> bool {
     let program = prepared.program();
     let reach = program.stages.iter().map(|stage| stage.cap.saturating_mul(stage.replicas)).max();
-    let is_near = manifest.minibatches.saturating_add(reach.unwrap_or(0)) > manifest.steps;
+    // With the one whose update is in front of the cut.
+    let behind = reach.unwrap_or(1).saturating_sub(1);
+    let is_near = manifest.minibatches.saturating_add(behind) > manifest.steps;
     is_near && manifest.steps < prepared.steps && !program.schedule.flushes()
 }
 
@@ -205,41 +214,13 @@ fn told(
     }
 }
 
-/// What decides the numbers of a run, beside the plan.
-pub fn terms(task: &Task<'_>, prepared: &Prepared) -> BTreeMap<String, String> {
-    let Policy { clip_norm, statistics, loss_scaling, .. } = task.policy;
-    let order = match task.order {
-        Order::InOrder => "in order",
-        Order::Shuffled { .. } => "shuffled",
-    };
-    let written = |value: &dyn std::fmt::Debug| format!("{value:?}");
-    let terms = [
-        ("the graph of the model", hash(&task.loaded.model.graph)),
-        ("optimizer", written(&task.optimizer.rule)),
-        ("learning rate", written(&task.optimizer.rate)),
-        ("rows of data", prepared.rows.to_string()),
-        (DATA, prepared.data_digest().iter().map(|byte| format!("{byte:02x}")).collect()),
-        ("batch", prepared.batch.to_string()),
-        ("order of rows", order.to_string()),
-        ("seed", task.seed.to_string()),
-        ("loss", format!("{}, axis of classes {:?}", prepared.loss_name(), task.class_dim)),
-        ("type of floats", task.dtype.map_or("the model's", |dtype| dtype.name()).to_string()),
-        ("clipping", clip_norm.map_or("none".to_string(), |norm| norm.to_string())),
-        ("running statistics", format!("{statistics:?}, unbiased {}", task.unbiased)),
-        ("scale of the loss", written(&loss_scaling)),
-        ("frozen parameters", task.frozen.join(",")),
-        ("staleness", written(&task.policy.staleness)),
-    ];
-    terms.into_iter().map(|(name, value)| (name.to_string(), value)).collect()
-}
-
 /// What the writer of checkpoints must know.
 pub fn kept_of<'a>(keeping: &Keeping<'_>, task: &Task<'a>, prepared: &'a Prepared) -> Kept<'a> {
     let training = prepared.training(task);
     Kept {
         folder: keeping.folder.to_path_buf(),
         keep: keeping.keep.map(|keep| keep as usize),
-        run: terms(task, prepared),
+        run: terms(task, prepared).into_iter().map(|(name, term)| (name, term.told)).collect(),
         plan: prepared.dealt(),
         steps: prepared.steps,
         per_epoch: u32::try_from(prepared.per_epoch).unwrap_or(u32::MAX),
@@ -252,6 +233,9 @@ pub fn kept_of<'a>(keeping: &Keeping<'_>, task: &Task<'a>, prepared: &'a Prepare
 /// When checkpoints come, where that is not as one might expect.
 pub fn remarks(keeping: &Keeping<'_>, prepared: &Prepared, screen: &Screen) {
     let cuts = prepared.cuts(keeping);
+    if prepared.first() as u32 >= prepared.steps {
+        return;
+    }
     let (every, period) = (keeping.every, cuts.period);
     if cuts.after(prepared.first() as u32).is_none() {
         screen.warn(&format!(
@@ -267,17 +251,6 @@ pub fn remarks(keeping: &Keeping<'_>, prepared: &Prepared, screen: &Screen) {
     }
 }
 
-/// What differs, in words.
-fn differences(before: &BTreeMap<String, String>, now: &BTreeMap<String, String>) -> Vec<String> {
-    let names: BTreeSet<&String> = before.keys().chain(now.keys()).collect();
-    let told = |of: Option<&String>| of.map_or("nothing".to_string(), |value| format!("`{}`", shown(value)));
-    let one = |name: &String| {
-        let (was, is) = (before.get(name), now.get(name));
-        (was != is).then(|| format!("{}: the checkpoint has {}, this run {}", shown(name), told(was), told(is)))
-    };
-    names.into_iter().filter(|name| *name != DATA || before.contains_key(DATA)).filter_map(one).collect()
-}
-
 /// Says what has become of a checkpoint.
 pub fn say(saved: &Saved, screen: &Screen) {
     match saved {
@@ -290,25 +263,5 @@ pub fn say(saved: &Saved, screen: &Screen) {
         Saved::Failed { minibatches, fault } => screen.warn(&format!(
             "no checkpoint after step {minibatches}: {fault}; the run goes on, and the last complete checkpoint stays"
         )),
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn what_differs_is_told_with_both_values() {
-        let of = |pairs: &[(&str, &str)]| -> BTreeMap<String, String> {
-            pairs.iter().map(|(name, value)| (name.to_string(), value.to_string())).collect()
-        };
-        let (was, is) = (of(&[("batch", "4"), ("seed", "0"), ("old", "1")]), of(&[("batch", "8"), ("seed", "0")]));
-        let told = ["batch: the checkpoint has `4`, this run `8`", "old: the checkpoint has `1`, this run nothing"];
-        assert_eq!(differences(&was, &is), told);
-        assert!(differences(&is, &is).is_empty());
-        let with = |data: &str| of(&[("seed", "0"), (DATA, data)]);
-        let told = format!("{DATA}: the checkpoint has `ab`, this run `cd`");
-        assert_eq!(differences(&with("ab"), &with("cd")), [told]);
-        assert!(differences(&of(&[("seed", "0")]), &with("cd")).is_empty(), "an older version did not write it");
     }
 }

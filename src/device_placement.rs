@@ -106,6 +106,7 @@ fn refuse(arguments: &Arguments) -> Result<(), Failure> {
         ("--schedule", question.schedule.is_some()),
         ("--microbatches", question.microbatches != usual.microbatches),
         ("--optimizer", question.optimizer != usual.optimizer),
+        ("--momentum", question.momentum.is_some()),
     ];
     let given = [&own[..], &of_question(question)].concat();
     refuse_given(

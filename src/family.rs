@@ -125,7 +125,7 @@ impl<'a> Family<'a> {
             Some(text) => unit::bytes(text).map_err(|error| Failure::input("cannot read `--memory`").because(error))?,
             None => cluster.device.memory,
         };
-        let least = parameters * BYTES * (2.0 + self.question.optimizer.state());
+        let least = parameters * BYTES * (2.0 + self.question.optimizer()?.state());
         Ok(limit.0 > 0 && least > limit.0 as f64 * cluster.devices() as f64)
     }
 

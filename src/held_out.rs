@@ -97,8 +97,7 @@ impl Subject<'_> {
                 sums.right += counted().filter(|(label, answer)| label == answer).count() as f64;
             }
             let loss = results.get(LOSS).and_then(|loss| loss.to_f64().first().copied()).unwrap_or(f64::NAN);
-            // Without a label that counts the mean is of nothing.
-            sums.loss += if weight > 0.0 { loss * weight } else { 0.0 };
+            sums.loss += loss * weight;
             sums.weight += weight;
             sums.rows += each;
         });

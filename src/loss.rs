@@ -12,7 +12,7 @@ use compiler::pass::loss;
 /// What training makes small.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum Loss {
-    /// Mean cross-entropy of logits against class numbers
+    /// Mean cross-entropy of logits against class numbers, of which -100 counts for nothing; where none counts it is 0
     CrossEntropy,
     /// Mean squared error
     Mse,

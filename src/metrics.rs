@@ -188,7 +188,10 @@ pub fn report(
     let losses = &done.trained.losses;
     let (first, last) = (losses.first().copied().unwrap_or(0.0), losses.last().copied().unwrap_or(0.0));
     if losses.is_empty() {
-        screen.text(&format!("nothing is left to train: all {} steps were done", prepared.steps));
+        screen.text(&format!(
+            "the run is finished: all {} were done before; a larger `--steps` or `--epochs` goes on",
+            stages::plural(u64::from(prepared.steps), "step", "steps")
+        ));
         screen.json(&json!(totals(plan, prepared, done)));
         return Ok(());
     }

@@ -135,7 +135,7 @@ impl Loaded {
                     let what = format!("{} cannot run at {samples} samples, only at {fixed}", self.path.display());
                     return Err(Failure::input(what)
                         .because(why)
-                        .help("export the model with a dynamic batch dimension"));
+                        .help("export the model with a dynamic batch dimension; `--batch-dim INPUT=AXIS` says where the batch is, if not along axis 0 of the first input"));
                 }
             }
         }

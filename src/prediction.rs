@@ -8,6 +8,7 @@ use crate::cmd::partition::cost_name;
 use crate::quantity::{self, short};
 use crate::stages::plural;
 use compiler::export::gradients::gradients;
+use compiler::export::stage_name::ranges;
 use compiler::plan::problem::{CostModel, Objective};
 use compiler::plan::{Plan, ScheduleKind, Stage};
 use compiler::schedule::Pipeline;
@@ -16,6 +17,7 @@ use compiler::schedule::rule::StepCount;
 use compiler::schedule::scheduler::schedule;
 use compiler::simulate::Timeline;
 use compiler::simulate::run::{Machine, simulate};
+use std::collections::BTreeSet;
 
 /// Micro-batches that are simulated at most to tell of shared cores.
 const SIMULATED: u32 = 4000;
@@ -138,6 +140,11 @@ pub fn prediction(plan: &Plan) -> String {
         numbers(&schedule.in_flight),
         numbers(&schedule.weight_versions)
     );
+    if !plan.cluster.idle.is_empty() {
+        let (idle, all) = (&plan.cluster.idle, plan.cluster.devices);
+        text +=
+            &format!("idle           {} of {all} devices, on which no stage stands: {}\n", idle.len(), ranges(idle));
+    }
     if let Some(shared) = shared(plan) {
         text += &format!("shared cores   {shared}\n");
     }
@@ -238,7 +245,8 @@ pub fn verdict(plan: &Plan) -> Option<String> {
 /// What the plan brings where its workers outnumber the cores that they share; nothing where each has its own device.
 pub fn shared(plan: &Plan) -> Option<String> {
     let cores = plan.cluster.device.cores?;
-    let workers: u64 = plan.stages.iter().map(|stage| u64::from(stage.replicas) * u64::from(stage.degree())).sum();
+    // A device that has several stages is one worker.
+    let workers = plan.stages.iter().flat_map(|stage| &stage.devices).collect::<BTreeSet<_>>().len() as u64;
     // Cores are those of one host, and only the first level is known to be one.
     if workers <= u64::from(cores) || plan.cluster.levels.len() > 1 {
         return None;

@@ -7,7 +7,7 @@ use crate::loss::{Attributed, Counted, attributed};
 use crate::machines;
 use crate::model::{self, Loaded};
 use crate::screen::Screen;
-use crate::{advice, output};
+use crate::{advice, kind, output};
 use compiler::cluster::device::{self, Kind};
 use compiler::cluster::{Cluster, Device};
 use compiler::graph::hash::sha256;
@@ -46,6 +46,10 @@ pub fn text(path: &Path, most: u64) -> Result<String, Failure> {
     }
     let mut bytes = Vec::new();
     file.take(most + 1).read_to_end(&mut bytes).map_err(|error| fail(error.to_string()))?;
+    let is_text = str::from_utf8(&bytes).is_ok();
+    if let Some((what, help)) = kind::of(&bytes).filter(|_| !is_text) {
+        return Err(fail(what.to_string()).help(help));
+    }
     if bytes.len() as u64 > most {
         return Err(fail(format!("it is larger than {most} bytes")));
     }
@@ -60,8 +64,15 @@ pub fn plan(path: &Path) -> Result<Plan, Failure> {
     }
     let text = text(path, MOST_PLAN_BYTES)?;
     read::from_json(&text).map_err(|error| {
-        let why = other_file(&text, "plan").unwrap_or_else(|| error.to_string());
-        Failure::file("read the plan", path, why).help("`pipec schema plan` prints what a plan looks like")
+        // A small model without weights may be text, too.
+        let (why, help) = match kind::of(text.as_bytes()) {
+            Some((what, help)) => (what.to_string(), help),
+            None => (
+                other_file(&text, "plan").unwrap_or_else(|| error.to_string()),
+                "`pipec schema plan` prints what a plan looks like",
+            ),
+        };
+        Failure::file("read the plan", path, why).help(help)
     })
 }
 
@@ -335,7 +346,7 @@ pub fn assemble(
     let Attributed { attribution, counted, training, untrainable } = attributed(&graph, counted).map_err(|error| {
         let failure = Failure::input(format!("cannot cost {}", loaded.model.file)).because(&error);
         match error {
-            AttributionError::Loss(_) => failure.help("`--loss` names another, `--loss none` counts none"),
+            AttributionError::Loss(loss) => failure.help(format!("{}; `--loss none` counts none", advice::loss(&loss))),
             _ => failure,
         }
     })?;

@@ -251,7 +251,7 @@ pub fn prepare(task: &mut Task<'_>) -> Result<Prepared, Failure> {
         (PrepareError::Program(fault), Some(own)) => own.unsound(fault),
         (PrepareError::Schedule(_), Some(_)) => fail(&error),
         (PrepareError::Program(_), None) => Failure::bug(&error.to_string()),
-        (PrepareError::Loss(_), _) => fail(&error).help("`--loss` and `--class-dim` name another"),
+        (PrepareError::Loss(loss), _) => fail(&error).help(advice::loss(loss)),
         (PrepareError::Schedule(_), None) => {
             fail(&error).help("`1f1b-rr` takes whole minibatches, `1f1b` and `gpipe` micro-batches")
         }
@@ -475,8 +475,8 @@ impl Prepared {
     }
 
     /// What is made small.
-    pub fn loss_name(&self) -> String {
-        format!("{:?}", self.loss)
+    pub fn loss(&self) -> Loss {
+        self.loss
     }
 
     /// The schedule's name, and the items of a minibatch.

@@ -39,7 +39,7 @@ fn chain(times: &[f64], bytes: u64) -> CostGraph {
         tensors: (0..count)
             .map(|id| TensorCost { name: format!("t{id}"), producer: OpId(id), bytes, consumers: readers(id) })
             .collect(),
-        params: (0..count).map(|id| ParamCost { name: format!("p{id}"), bytes: 1000, users: vec![OpId(id)] }).collect(),
+        params: (0..count).map(|id| ParamCost::new(format!("p{id}"), 1000, vec![OpId(id)])).collect(),
     }
 }
 

@@ -529,3 +529,79 @@ fn a_plan_is_told_for_what_it_is() {
     assert!(!row("uniform  ").contains(" on "), "{told}");
     assert!(told.contains("candidates of one stage on each device are no zbv"), "{told}");
 }
+
+#[test]
+fn optimizers_are_called_the_same_by_all_verbs() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    done(folder, &["zoo", "mlp", "--inputs", "6", "--hidden", "8", "-o", "m.onnx"]);
+    let planned = |words: &[&str]| {
+        done(folder, &[&["partition", "m.onnx", "--gpus", "2", "--stages", "1,1", "-o", "p.json"], words].concat());
+        std::fs::read(folder.join("p.json")).unwrap()
+    };
+    let trained = |words: &[&str]| {
+        done(folder, &[&["train", "m.onnx", "--synthetic-data", "--steps", "3", "--save", "w.npz"], words].concat());
+        runtime::weights::read(&folder.join("w.npz")).unwrap()
+    };
+    let same = |one: &[&str], other: &[&str]| {
+        assert!(planned(one) == planned(other), "{one:?} and {other:?}");
+        let (one, other) = (trained(one), trained(other));
+        assert!(one.iter().all(|(name, weight)| weight.bytes() == other[name].bytes()));
+    };
+    same(&["--optimizer", "sgd", "--momentum", "0.9"], &["--optimizer", "sgd-momentum"]);
+    same(&["--optimizer", "rmsprop-momentum", "--momentum", "0.9"], &["--optimizer", "rmsprop", "--momentum", "0.9"]);
+    same(&["--optimizer", "sgd-momentum", "--momentum", "0"], &["--optimizer", "sgd"]);
+    assert!(planned(&["--optimizer", "sgd-momentum"]) != planned(&["--optimizer", "sgd"]));
+    for verb in [&["train", "m.onnx", "--synthetic-data"][..], &["partition", "m.onnx", "--gpus", "2"]] {
+        let told = fails(folder, 2, &[verb, &["--optimizer", "adam", "--momentum", "0.9"]].concat());
+        assert!(told.contains("help: it belongs to `--optimizer sgd` and `rmsprop`"), "{told}");
+    }
+    let told = fails(folder, 2, &["partition", "m.onnx", "--gpus", "2", "--dtype", "bf16"]);
+    assert!(told.contains("`pipec train --plan FILE --dtype bf16`"), "{told}");
+}
+
+#[test]
+fn devices_without_a_stage_are_named() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    graph_txt(folder, &[3.0; 4], 4000);
+    let flags =
+        ["partition", "chain.graph.txt", "--from", "pipedream", "--gpus", "5", "--stages", "1,2", "-o", "p.json"];
+    let told = done(folder, &flags);
+    assert!(told.contains("idle           2 of 5 devices, on which no stage stands: 3-4\n"), "{told}");
+    let text = std::fs::read_to_string(folder.join("p.json")).unwrap();
+    assert_eq!(json(&text)["cluster"]["idle"], serde_json::json!([3, 4]));
+    let mut wrong = json(&text);
+    wrong["cluster"]["idle"] = serde_json::json!([2, 4]);
+    std::fs::write(folder.join("wrong.json"), wrong.to_string()).unwrap();
+    let told = pipec(folder, &["plan", "check", "wrong.json"]);
+    assert_eq!(told.status.code(), Some(1));
+    assert!(text_of(&told).contains("cluster.idle"), "{}", text_of(&told));
+    let all = done(
+        folder,
+        &["partition", "chain.graph.txt", "--from", "pipedream", "--gpus", "3", "--stages", "1,2", "-o", "p.json"],
+    );
+    assert!(!all.contains("idle"), "{all}");
+}
+
+#[test]
+fn what_is_not_wanted_is_said_in_two_ways() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    done(folder, &["zoo", "mlp", "-o", "m.onnx"]);
+    let planned = |words: &[&str]| {
+        let plan = ["partition", "m.onnx", "--gpus", "2", "--stages", "1,1", "--microbatches", "4", "-o", "p.json"];
+        done(folder, &[&plan[..], words].concat());
+        std::fs::read(folder.join("p.json")).unwrap()
+    };
+    let never = planned(&["--recompute", "never"]);
+    assert!(planned(&["--no-recompute"]) == never && planned(&[]) != never);
+    assert!(planned(&["--no-tensor"]) == planned(&["--tensor", "never"]));
+    for words in [["--no-recompute", "--recompute", "auto"], ["--no-tensor", "--tensor", "2"]] {
+        fails(folder, 2, &[&["partition", "m.onnx", "--gpus", "2"][..], &words].concat());
+    }
+}
+
+fn text_of(output: &Output) -> String {
+    text(&output.stdout) + &text(&output.stderr)
+}

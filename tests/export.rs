@@ -132,11 +132,35 @@ fn modules_go_to_the_frameworks_that_keep_them_whole() {
     done(folder, &["export", "p.json", "--to", "megatron", "-o", "m.args"]);
     let layout = format!("--pipeline-model-parallel-layout \"E{}|{}L\"", "t".repeat(first), "t".repeat(second));
     assert!(text(folder, "m.args").lines().any(|line| line == layout), "{}", text(folder, "m.args"));
+    // The file says how it is passed, and that way the script gets its arguments.
+    let count = first;
+    let first = text(folder, "m.args").lines().next().unwrap().to_string();
+    assert!(first.starts_with("# ") && first.contains("pretrain_gpt.py"), "{first}");
+    #[cfg(unix)]
+    {
+        let line = first
+            .split_once(": ")
+            .unwrap()
+            .1
+            .replace("torchrun … pretrain_gpt.py …", "printf '%s\\n'")
+            .replace("FILE", "m.args");
+        let shell = std::process::Command::new("sh").arg("-c").arg(line).current_dir(folder).output().unwrap();
+        let passed = String::from_utf8(shell.stdout).unwrap();
+        let words: Vec<&str> = passed.lines().collect();
+        let at = words.iter().position(|word| *word == "--pipeline-model-parallel-layout").unwrap();
+        assert_eq!(words[at + 1], format!("E{}|{}L", "t".repeat(count), "t".repeat(second)), "{passed}");
+        assert_eq!(words.len(), 10, "{passed}");
+    }
 
     done(folder, &["export", "p.json", "--to", "deepspeed", "-o", "d.json"]);
     let deepspeed = json(folder, "d.json");
-    assert_eq!(deepspeed["parts"], serde_json::json!([0, 2 + first, 8]));
+    assert_eq!(deepspeed["parts"], serde_json::json!([0, 2 + count, 8]));
     assert_eq!(deepspeed["gradient_accumulation_steps"], 2);
+    assert!(text(folder, "d.json").starts_with("{\n  \"_use\": ["));
+    for (to, said) in [("megatron", "pretrain_gpt.py"), ("deepspeed", "_partition_layers")] {
+        let output = pipec(folder, &["export", "p.json", "--to", to, "-o", "x"]);
+        assert!(String::from_utf8_lossy(&output.stderr).contains(said), "{to} is told where it goes");
+    }
 }
 
 #[test]

@@ -2,7 +2,9 @@
 
 mod console;
 
+use compiler::tensor::Tensor;
 use console::{pages, play};
+use runtime::weights;
 use std::fs;
 use std::path::Path;
 
@@ -13,6 +15,7 @@ fn the_guide_is_true() {
     assert!(pages.len() > 4);
     for path in pages {
         let folder = tempfile::tempdir().unwrap();
+        digits(&folder.path().join("digits.npz"));
         let page = play(&path, folder.path(), &[]);
         links(&page, path.parent().unwrap());
         quoted(&page, root);
@@ -28,6 +31,15 @@ fn the_guide_is_true() {
         assert_eq!(fs::read_to_string(drawn).unwrap(), fs::read_to_string(shown).unwrap(), "{name}");
     }
     links(&page, root);
+}
+
+/// The file that the guide's lines of Python write.
+fn digits(path: &Path) {
+    fs::write(path, models::digits::NPZ).unwrap();
+    let mut arrays = weights::read(path).unwrap();
+    let x: Vec<f32> = arrays["x"].to_f64().into_iter().map(|pixel| pixel as f32 / 16.0).collect();
+    arrays.insert("x".to_string(), Tensor::from_f32(arrays["x"].shape(), &x));
+    weights::write(path, &arrays).unwrap();
 }
 
 /// Every link to a file of the repository leads somewhere.

@@ -181,7 +181,7 @@ fn random_graph(random: &mut Random, weights: u32, data: u32) -> CostGraph {
             joins: joins[id],
             ..OpCost::default()
         });
-        graph.params.push(ParamCost { name: format!("w{id}"), bytes: param, users: vec![OpId(id as u32)] });
+        graph.params.push(ParamCost::new(format!("w{id}"), param, vec![OpId(id as u32)]));
         graph.tensors.push(TensorCost { name, producer: OpId(id as u32), bytes, consumers });
     }
     graph

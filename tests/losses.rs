@@ -1,6 +1,8 @@
 //! The loss that training attaches is no op of a plan, and its costs are part of one: what is planned is what training holds.
 
 use assert_cmd::Command;
+use compiler::tensor::Tensor;
+use runtime::weights;
 use serde_json::Value;
 use std::fs;
 use std::path::Path;
@@ -53,6 +55,16 @@ fn the_usual_loss_is_counted_where_it_runs() {
     assert_eq!(planned(folder, &["--schedule", "inference"])["model"]["import"]["loss"], Value::Null);
     let told = ends(folder, 2, &["partition", "model.onnx", "--gpus", "2", "--loss", "output"]);
     assert!(told.contains("not a scalar") && told.contains("--loss none"), "{told}");
+    // Training cannot do without one, and is told so with and without a plan.
+    for plan in [&["--plan", "plan.json"][..], &[]] {
+        let told = ends(
+            folder,
+            2,
+            &[&["train", "model.onnx", "--synthetic-data", "--batch", "4", "--loss", "output"], plan].concat(),
+        );
+        assert!(told.contains("not a scalar") && told.contains("`--loss cross-entropy`, `mse` or `bce`"), "{told}");
+        assert!(!told.contains("--loss none"), "{told}");
+    }
 }
 
 #[test]
@@ -141,4 +153,64 @@ fn steps_of_the_optimizer_are_part_of_the_time() {
     // The formulas of the literature know no such thing.
     let paper = |optimizer: &str| time(&["--cost", "paper", "--optimizer", optimizer]);
     assert_eq!(paper("sgd"), paper("adam"));
+}
+
+/// A micro-batch without a label that counts has the loss 0 and no gradient; the loss of a minibatch is the mean of its micro-batches'.
+#[test]
+fn a_micro_batch_without_labels_adds_nothing() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    ends(folder, 0, &["zoo", "mlp", "--inputs", "6", "--classes", "3", "--hidden", "8", "-o", "model.onnx"]);
+    let x = |rows: usize| {
+        Tensor::from_f32(&[rows, 6], &(0..rows * 6).map(|at| (at % 24) as f32 / 24.0).collect::<Vec<_>>())
+    };
+    let write = |name: &str, labels: &[i64]| {
+        let arrays = [("x", x(labels.len())), ("y", Tensor::from_i64(&[labels.len()], labels))];
+        let arrays = arrays.into_iter().map(|(name, tensor)| (name.to_string(), tensor)).collect();
+        weights::write(&folder.join(name), &arrays).unwrap();
+    };
+    write("half.npz", &[0, 2, 1, 1, -100, -100, -100, -100]);
+    write("whole.npz", &[0, 2, 1, 1]);
+    write("none.npz", &[-100; 4]);
+    let trained = |data: &str, batch: &str, microbatches: &str, more: &[&str]| {
+        let flags = ["train", "model.onnx", "--data", data, "--batch", batch, "--microbatches", microbatches, "-q"];
+        let results = ["--metrics", "m.jsonl", "--save", "w.npz", "--save-gradients", "g.npz"];
+        ends(folder, 0, &[&flags[..], &results, more].concat());
+        let lines = fs::read_to_string(folder.join("m.jsonl")).unwrap();
+        let loss = serde_json::from_str::<Value>(lines.lines().next().unwrap()).unwrap()["loss"].as_f64().unwrap();
+        (loss, weights::read(&folder.join("g.npz")).unwrap(), weights::read(&folder.join("w.npz")).unwrap())
+    };
+    let (whole, expected, _) = trained("whole.npz", "4", "1", &[]);
+    for more in [&["--stages", "1,1"][..], &["--stages", "1,1", "--schedule", "zb-h1"], &["--tensor", "2"]] {
+        let (half, gradients, _) = trained("half.npz", "8", "2", more);
+        assert!((half - whole / 2.0).abs() < 1e-6, "{more:?}: {half} is not half of {whole}");
+        for (name, gradient) in &gradients {
+            let close = |(got, want): (f64, f64)| (got - want / 2.0).abs() < 1e-6;
+            assert!(gradient.to_f64().into_iter().zip(expected[name].to_f64()).all(close), "{more:?}: {name}");
+        }
+    }
+    let (none, gradients, weights) = trained("none.npz", "4", "1", &["--lr", "1"]);
+    assert_eq!(none, 0.0);
+    assert!(gradients.values().all(|gradient| gradient.to_f64().iter().all(|value| *value == 0.0)));
+    let (_, _, again) = trained("none.npz", "4", "2", &["--lr", "1"]);
+    assert!(weights.iter().all(|(name, weight)| weight.bytes() == again[name].bytes()), "nothing moves them");
+}
+
+/// On models of a few kilobytes the scratch of ops that run together is a good part of all, and so is what is kept in whole cache lines.
+#[test]
+fn little_models_hold_what_was_planned() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    ends(folder, 0, &["zoo", "mlp", "--inputs", "6", "--classes", "3", "--hidden", "8", "-o", "model.onnx"]);
+    for batch in ["1", "8", "32", "128", "512"] {
+        let plan = ["partition", "model.onnx", "--gpus", "1", "--profile", "analytic:cpu", "--micro-batch", batch];
+        ends(folder, 0, &[&plan[..], &["-q", "-o", "plan.json"]].concat());
+        let training = ["train", "model.onnx", "--plan", "plan.json", "--synthetic-data", "--steps", "2", "-q"];
+        ends(folder, 0, &[&training[..], &["--metrics", "m.jsonl"]].concat());
+        let lines = fs::read_to_string(folder.join("m.jsonl")).unwrap();
+        let last: Value = serde_json::from_str(lines.lines().last().unwrap()).unwrap();
+        let held = last["total"]["stages"][0]["held_bytes"].as_f64().unwrap();
+        let ratio = held / total(&json(&folder.join("plan.json")), 0);
+        assert!((0.97..=1.03).contains(&ratio), "batch {batch}: held {ratio} of what was planned");
+    }
 }

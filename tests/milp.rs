@@ -41,7 +41,7 @@ fn scratched_graph(random: &mut Random) -> CostGraph {
     }
     if random.below(3) == 0 {
         let last = graph.ops.len() as u32 - 1;
-        graph.params.push(ParamCost { name: "tied".into(), bytes: 500_000, users: vec![OpId(0), OpId(last)] });
+        graph.params.push(ParamCost::new("tied", 500_000, vec![OpId(0), OpId(last)]));
         graph.ops[0].param_bytes += 500_000;
     }
     graph

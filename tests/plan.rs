@@ -44,7 +44,7 @@ fn random_graph(random: &mut Random, kind: Kind, most: u64) -> CostGraph {
             out_bytes,
             ..OpCost::default()
         });
-        graph.params.push(ParamCost { name: format!("w{id}"), bytes: weights, users: vec![OpId(id)] });
+        graph.params.push(ParamCost::new(format!("w{id}"), weights, vec![OpId(id)]));
         let (name, producer) = (format!("t{id}"), OpId(id));
         graph.tensors.push(TensorCost { name, producer, bytes: out_bytes, consumers: Vec::new() });
     }
@@ -303,7 +303,7 @@ fn chain(ops: u32) -> CostGraph {
     };
     let tensor =
         |at| TensorCost { name: format!("t{at}"), producer: OpId(at), bytes: 1000, consumers: vec![OpId(at + 1)] };
-    let param = |at| ParamCost { name: format!("w{at}"), bytes: 1000, users: vec![OpId(at)] };
+    let param = |at| ParamCost::new(format!("w{at}"), 1000, vec![OpId(at)]);
     CostGraph {
         ops: (0..ops).map(op).collect(),
         tensors: (0..ops - 1).map(tensor).collect(),

@@ -43,7 +43,7 @@ fn question(seed: u64) -> (Problem, Partitioner) {
         op.module = format!("layers.{}", op.id / 2);
     }
     if one_in(&mut random, 4) && last > 0 {
-        graph.params.push(ParamCost { name: "tied".into(), bytes: 500_000, users: vec![OpId(0), OpId(last)] });
+        graph.params.push(ParamCost::new("tied", 500_000, vec![OpId(0), OpId(last)]));
     }
     let cost = [CostModel::Pipec, CostModel::Pipec, CostModel::Paper, CostModel::Pipedream][random.below(4) as usize];
     let mut cluster = levels(CLUSTERS[random.below(CLUSTERS.len() as u64) as usize]).unwrap();

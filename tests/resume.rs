@@ -199,6 +199,27 @@ fn a_signal_ends_the_step_and_leaves_a_checkpoint() {
     }
 }
 
+#[cfg(target_os = "linux")]
+#[test]
+fn two_runs_do_not_write_into_one_folder() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    model(folder);
+    let flags = flags(&[&TRAIN, &KEPT, &["--steps", "100000", "--resume", "auto"]]);
+    for _ in 0..2 {
+        let mut first = spawned(folder, &flags);
+        begun(folder, &mut first);
+        let said = ends(folder, 2, &flags);
+        assert!(said.contains(&format!("process {} writes checkpoints into ck", first.id())), "{said}");
+        assert!(said.contains("help: wait until it ends, or name another `--checkpoint-dir`"), "{said}");
+        // However it ends, the folder is free, and nothing is left in it.
+        first.kill().unwrap();
+        first.wait().unwrap();
+        assert!(names(folder).iter().all(|name| find::minibatches(name).is_some() || name.starts_with(".step-")));
+        fs::remove_dir_all(folder.join("ck")).unwrap();
+    }
+}
+
 #[cfg(unix)]
 #[test]
 fn a_second_signal_ends_at_once() {
@@ -250,6 +271,33 @@ fn another_plan_of_the_same_run_goes_on_with_the_same_bits() {
 }
 
 #[test]
+fn a_finished_run_says_so_and_can_be_made_longer() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    model(folder);
+    let of = |steps: &str, name: &str| {
+        let flags = flags(&[&TRAIN, &KEPT, &["--steps", steps, "--resume", "auto", "--save", name]]);
+        let output = pipec(folder, &flags);
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        let both = [output.stdout, output.stderr].map(|stream| String::from_utf8(stream).unwrap());
+        both.concat()
+    };
+    of("4", "first.safetensors");
+    let said = of("4", "again.safetensors");
+    assert!(
+        said.contains("the run is finished: all 4 steps were done before; a larger `--steps` or `--epochs` goes on"),
+        "{said}"
+    );
+    assert!(!said.contains("no checkpoint will be written"), "{said}");
+    assert!(bytes(folder, "again.safetensors") == bytes(folder, "first.safetensors"));
+    // One worker has nothing in flight behind a checkpoint, so that the longer run is what it would have been.
+    let said = of("6", "longer.safetensors");
+    assert!(said.contains("goes on after step 4 of 6") && !said.contains("nothing was in flight"), "{said}");
+    ends(folder, 0, &flags(&[&TRAIN, &["--steps", "6", "--save", "whole.safetensors"]]));
+    assert!(bytes(folder, "longer.safetensors") == bytes(folder, "whole.safetensors"));
+}
+
+#[test]
 fn what_is_not_this_run_or_not_whole_is_told() {
     let folder = tempfile::tempdir().unwrap();
     let folder = folder.path();
@@ -285,7 +333,7 @@ fn what_is_not_this_run_or_not_whole_is_told() {
     let said = ends(folder, 2, &other);
     for what in [
         "batch: the checkpoint has `4`, this run `8`",
-        "optimizer: the checkpoint has `Adam",
+        "optimizer: the checkpoint has `adam, betas 0.9,0.999, lr 0.01, eps 1e-8, weight decay 0`, this run `sgd, lr 0.01, momentum 0.5, weight decay 0`",
         "seed: the checkpoint has `0`",
     ] {
         assert!(said.contains(what), "{said}");

@@ -369,7 +369,10 @@ fn other_inputs_have_the_batch_where_their_values_meet_it() {
         ("f32[batch, 8]".into(), "f32[batch, 1]".into(), "f32[8, 8]".into())
     );
     assert!(
-        model.warnings.iter().any(|w| w.contains("`table`") && w.contains("--batch-dim table=0")),
+        model
+            .warnings
+            .iter()
+            .any(|w| w.contains("`table`") && w.contains("--batch-dim mask=0 --batch-dim x=0 --batch-dim table=0")),
         "{:?}",
         model.warnings
     );

@@ -724,7 +724,7 @@ pub struct Dropout {
 
 /// Mean cross-entropy of logits against class indices. Inputs: logits (classes along `axis`), integer target (the shape
 /// without `axis`). Outputs: the scalar loss, averaged over the targets that are not `ignore`; log Σ e^logit with the
-/// shape of the target. No target left: the loss is NaN, as in PyTorch.
+/// shape of the target. No target left: the loss is 0, and nothing gets a gradient (PyTorch's loss is NaN).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct CrossEntropy {
     /// The axis of classes.

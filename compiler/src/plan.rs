@@ -110,6 +110,9 @@ pub struct PlannedCluster {
     /// The classes of devices in device order where there are several; empty where all devices are alike.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub classes: Vec<DeviceClass>,
+    /// Devices on which no stage stands; absent where there are none.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub idle: Vec<u32>,
 }
 
 /// The order in which a stage works through minibatches and microbatches.
@@ -188,7 +191,7 @@ pub struct StageMemory {
     /// Gradients of the weights: those that are summed up, and those of the run at hand; where these leave as they are made, those of one op, in
     /// whose place weights may lie that are gathered.
     pub gradients: u64,
-    /// State of the optimizer.
+    /// State of the optimizer, and the `f32` copies that it moves of parameters of two bytes a number.
     pub optimizer: u64,
     /// Saved tensors, inputs from other stages and what is sent to them, for every micro-batch in flight; where the stage is
     /// recomputed, the saved ones for one, and what is sent for one more.

@@ -44,7 +44,7 @@ fn graph(times: &[f64], edges: &[(u32, u32)], bytes: &mut dyn FnMut() -> u64) ->
             ..OpCost::default()
         });
         let users = vec![OpId(id as u32)];
-        graph.params.push(ParamCost { name: format!("w{id}"), bytes: param_bytes, users });
+        graph.params.push(ParamCost::new(format!("w{id}"), param_bytes, users));
         let consumers = edges.iter().filter(|(from, _)| *from == id as u32).map(|(_, to)| OpId(*to)).collect();
         let (name, producer) = (format!("t{id}"), OpId(id as u32));
         graph.tensors.push(TensorCost { name, producer, bytes: out_bytes, consumers });

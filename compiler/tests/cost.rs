@@ -44,7 +44,7 @@ fn random_graph(random: &mut Random, most: u64) -> CostGraph {
         if random.below(6) == 0 && id + 1 < ops {
             users.push(OpId(id + 1));
         }
-        graph.params.push(ParamCost { name: format!("w{id}"), bytes: weights, users });
+        graph.params.push(ParamCost::new(format!("w{id}"), weights, users));
         let (name, producer) = (format!("t{id}"), OpId(id));
         graph.tensors.push(TensorCost { name, producer, bytes: out_bytes, consumers: Vec::new() });
     }
@@ -192,7 +192,7 @@ fn chain(ops: u32, fwd_us: f64, bytes: u64) -> CostGraph {
         ..OpCost::default()
     };
     let tensor = |at| TensorCost { name: format!("t{at}"), producer: OpId(at), bytes, consumers: vec![OpId(at + 1)] };
-    let param = |at| ParamCost { name: format!("w{at}"), bytes: 1000, users: vec![OpId(at)] };
+    let param = |at| ParamCost::new(format!("w{at}"), 1000, vec![OpId(at)]);
     CostGraph {
         ops: (0..ops).map(op).collect(),
         tensors: (0..ops - 1).map(tensor).collect(),

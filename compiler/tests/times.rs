@@ -75,7 +75,7 @@ fn graph(random: &mut Random, ops: u64, bytes: u64, is_even: bool) -> CostGraph 
             out_bytes,
             ..OpCost::default()
         });
-        graph.params.push(ParamCost { name: format!("w{id}"), bytes: weights, users: vec![OpId(id)] });
+        graph.params.push(ParamCost::new(format!("w{id}"), weights, vec![OpId(id)]));
         let far = (!is_chain && random.below(4) == 0).then(|| id + 2 + random.below(3) as u32);
         let readers = [Some(id + 1), far].into_iter().flatten().filter(|to| u64::from(*to) < ops);
         let (name, consumers) = (format!("t{id}"), readers.map(OpId).collect());

@@ -1,12 +1,13 @@
-//! The scratch memory of this CPU's kernels, which needs no measuring: a kernel knows it when it is made.
+//! The scratch memory of this CPU's kernels, and of chains of them, which needs no measuring: both know it when they are made.
 
 use compiler::graph::Graph;
 use compiler::op::NodeId;
-use compiler::pass::attribution::Attribution;
+use compiler::pass::attribution::{Attribution, owner};
 use compiler::tensor::fact::Fact;
 use runtime::device::cpu::Kernel;
+use runtime::steps::chain_workspace;
 
-/// For every op the bytes of workspace of the kernel that needs most, forward or backward.
+/// For every op the bytes of workspace of the kernel or chain that needs most, forward or backward.
 pub fn scratch(attribution: &Attribution) -> Vec<u64> {
     let of = |graph: &Graph, id: &NodeId| {
         let node = graph.node(*id);
@@ -18,8 +19,24 @@ pub fn scratch(attribution: &Attribution) -> Vec<u64> {
     };
     let (forward, backward) = (&attribution.forward_nodes, &attribution.backward_nodes);
     let both = forward.iter().zip(backward);
-    both.map(|(forward, backward)| {
+    let kernels = both.map(|(forward, backward)| {
         most(Some(&attribution.forward), forward).max(most(attribution.backward.as_ref(), backward))
-    })
-    .collect()
+    });
+    kernels.zip(of_chains(attribution)).map(|(kernels, chains)| kernels.max(chains)).collect()
+}
+
+/// The same of chains alone.
+pub fn of_chains(attribution: &Attribution) -> Vec<u64> {
+    let mut most = vec![0; attribution.ops.len()];
+    let graphs = [Some(&attribution.forward), attribution.backward.as_ref()];
+    for (graph, chains) in graphs.into_iter().zip(&attribution.chains) {
+        let Some(graph) = graph else { continue };
+        for &last in chains.by_last.keys() {
+            let bytes = chain_workspace(graph, last, chains) as u64;
+            if let Some(most) = owner(graph.node(last)).and_then(|op| most.get_mut(op)) {
+                *most = bytes.max(*most);
+            }
+        }
+    }
+    most
 }

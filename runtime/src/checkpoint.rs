@@ -24,6 +24,7 @@ pub mod find;
 pub mod gate;
 pub mod join;
 pub mod keeper;
+pub mod lock;
 pub mod manifest;
 pub mod start;
 

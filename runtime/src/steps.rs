@@ -230,6 +230,11 @@ pub fn tasks(graph: &Graph, order: &[NodeId], mut chains: Chains, needs: &Needs<
     (planned, layout)
 }
 
+/// Bytes of scratch that the chain needs which ends with this op; none where its ops run one by one.
+pub fn chain_workspace(graph: &Graph, last: NodeId, chains: &Chains) -> usize {
+    chain(graph, last, chains).map_or(0, |planned| planned.task.workspace())
+}
+
 /// A chain as one task, where all of its ops have fast kernels.
 fn chain(graph: &Graph, last: NodeId, chains: &Chains) -> Option<Planned> {
     let ops = &chains.by_last[&last];

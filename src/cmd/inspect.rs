@@ -22,6 +22,9 @@ use std::path::PathBuf;
 /// Modules are summed up at this depth of their path.
 const DEPTH: usize = 2;
 
+/// What stands for the name of no module.
+const NO_MODULE: &str = "(top level)";
+
 /// The most modules that are listed as text.
 const LISTED: usize = 40;
 
@@ -146,7 +149,8 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Failure> {
     if !modules.is_empty() {
         let rows = modules.iter().take(LISTED).map(|(name, module)| {
             let sums = [quantity::count(module.ops), quantity::count(module.parameters), quantity::flops(module.flops)];
-            std::iter::once(shown(name).into_owned()).chain(sums).collect()
+            let name = if name.is_empty() { NO_MODULE.into() } else { shown(name) };
+            std::iter::once(name.into_owned()).chain(sums).collect()
         });
         screen.text(&format!(
             "\n{}",
@@ -272,32 +276,70 @@ fn told(doubt: &Doubt) -> serde_json::Value {
     })
 }
 
+/// The modules at their depth, with what is in them; what is in none comes at the end, under the empty name, where it has parameters.
+/// Nothing where nothing is in any.
 fn modules(graph: &Graph, bound: Option<&Graph>, samples: u64) -> Vec<(String, Module)> {
     let mut modules: Vec<(String, Module)> = Vec::new();
     let mut place: BTreeMap<String, usize> = BTreeMap::new();
-    for id in order::numbered(graph) {
-        let path = &graph.node(id).origin.module;
-        if path.is_empty() {
-            continue;
-        }
-        let name = path.split('.').take(DEPTH).collect::<Vec<_>>().join(".");
-        let at = *place.entry(name.clone()).or_insert_with(|| {
+    let mut of = |id| {
+        let name = graph.node(id).origin.module.split('.').take(DEPTH).collect::<Vec<_>>().join(".");
+        *place.entry(name.clone()).or_insert_with(|| {
             modules.push((name, Module::default()));
             modules.len() - 1
-        });
-        let module = &mut modules[at].1;
-        module.ops += 1;
-        module.flops += bound.map_or(0.0, |bound| node_cost(bound, id).flops / samples as f64);
+        })
+    };
+    let mut sums: Vec<(usize, Module)> = Vec::new();
+    for id in order::numbered(graph) {
+        let flops = bound.map_or(0.0, |bound| node_cost(bound, id).flops / samples as f64);
+        sums.push((of(id), Module { ops: 1, parameters: 0, flops }));
     }
     for id in graph.ids() {
         let Op::Parameter(_) = &graph.node(id).op else { continue };
         let fact = &graph.node(id).facts[0];
         let first = graph.consumers(Value { node: id, output: 0 }).first().map(|(reader, _)| *reader);
-        let path = first.map(|reader| graph.node(reader).origin.module.clone()).unwrap_or_default();
-        let name = path.split('.').take(DEPTH).collect::<Vec<_>>().join(".");
-        if let Some(&at) = place.get(&name) {
-            modules[at].1.parameters += fact.bytes().unwrap_or(0) / fact.dtype.size().max(1) as u64;
-        }
+        let parameters = fact.bytes().unwrap_or(0) / fact.dtype.size().max(1) as u64;
+        sums.push((of(first.unwrap_or(id)), Module { ops: 0, parameters, flops: 0.0 }));
     }
-    modules
+    for (at, part) in sums {
+        let module = &mut modules[at].1;
+        module.ops += part.ops;
+        module.parameters += part.parameters;
+        module.flops += part.flops;
+    }
+    modules.sort_by_key(|(name, _)| name.is_empty());
+    modules.retain(|(name, module)| !name.is_empty() || module.parameters > 0);
+    if modules.iter().all(|(name, _)| name.is_empty()) { Vec::new() } else { modules }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use compiler::graph::{Origin, Writer};
+    use compiler::op::{Binary, Emit, Input, Parameter};
+    use compiler::tensor::DType;
+    use compiler::tensor::fact::Fact;
+
+    #[test]
+    fn what_stands_in_no_module_is_counted_too() {
+        let mut graph = Graph::new("net");
+        let fact = Fact::of(DType::F32, &[2, 3]);
+        let mut emit = |op: Op, inputs: &[Value], module: &str| {
+            Writer { graph: &mut graph, origin: Origin { source: String::new(), module: module.into() } }
+                .emit(op, inputs)
+        };
+        let parameter = |name: &str| Op::Parameter(Parameter { name: name.into(), fact: fact.clone() });
+        let x = emit(Op::Input(Input { name: "x".into(), fact: fact.clone() }), &[], "");
+        let (position, scale) = (emit(parameter("position"), &[], ""), emit(parameter("scale"), &[], ""));
+        let sum = emit(Op::Binary(Binary::Add), &[x, position], "");
+        emit(Op::Binary(Binary::Mul), &[sum, scale], "block.0.norm");
+        let told = |graph: &Graph| -> Vec<(String, u64, u64)> {
+            modules(graph, None, 1).into_iter().map(|(name, module)| (name, module.ops, module.parameters)).collect()
+        };
+        assert_eq!(told(&graph), [("block.0".to_string(), 1, 6), (String::new(), 1, 6)]);
+        let mut plain = Graph::new("plain");
+        let mut out = Writer { graph: &mut plain, origin: Origin::default() };
+        let x = out.emit(Op::Input(Input { name: "x".into(), fact: fact.clone() }), &[]);
+        out.emit(Op::Binary(Binary::Add), &[x, x]);
+        assert!(told(&plain).is_empty(), "a model without modules has no table of them");
+    }
 }

@@ -1,10 +1,12 @@
-//! The optimizer flags of `pipec train`.
+//! Optimizers by name, and the optimizer flags of `pipec train`.
 
-use crate::cmd::partition;
 use crate::failure::Failure;
 use clap::{Args, ValueEnum};
-use runtime::optimizer::{Optimizer, Rule};
+use runtime::optimizer::{self, Rule};
 use runtime::rate::{Rate, Shape};
+
+/// What `sgd-momentum` and `rmsprop-momentum` keep of the last step where nobody says.
+const USUAL_MOMENTUM: f64 = 0.9;
 
 /// How parameters move.
 #[derive(Clone, Debug, Args)]
@@ -12,7 +14,7 @@ use runtime::rate::{Rate, Shape};
 pub struct OptimizerArguments {
     /// Optimizer
     #[arg(long, value_enum, value_name = "NAME", default_value = "sgd")]
-    pub optimizer: Name,
+    pub optimizer: Optimizer,
     /// Step length [default: 0.01 for sgd, rmsprop and adagrad, 0.001 for adam and adamw]
     #[arg(long, value_name = "X", value_parser = positive)]
     pub lr: Option<f64>,
@@ -20,9 +22,9 @@ pub struct OptimizerArguments {
     /// minibatches), cosine[:FLOOR] or linear[:FLOOR] (down to that share at the end)
     #[arg(long, value_name = "[warmup:N,]SHAPE", default_value = "constant", value_parser = rate)]
     pub lr_schedule: Rate,
-    /// sgd, rmsprop: the share of the last step that is kept
-    #[arg(long, value_name = "X", default_value_t = 0.0, value_parser = positive)]
-    pub momentum: f64,
+    /// sgd, rmsprop: the share of the last step that is kept [default: 0, 0.9 for sgd-momentum and rmsprop-momentum]
+    #[arg(long, value_name = "X", value_parser = positive)]
+    pub momentum: Option<f64>,
     /// sgd: look ahead along the momentum
     #[arg(long)]
     pub nesterov: bool,
@@ -43,41 +45,89 @@ pub struct OptimizerArguments {
     pub eps: Option<f64>,
 }
 
-/// An optimizer.
+/// An optimizer by its name, on the command line and in plans.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub enum Name {
+pub enum Optimizer {
     /// Stochastic gradient descent
     Sgd,
+    /// The same with momentum
+    SgdMomentum,
     /// Adam
     Adam,
     /// Adam with decoupled weight decay
     Adamw,
     /// RMSProp
     Rmsprop,
+    /// The same with momentum
+    RmspropMomentum,
     /// Adagrad
     Adagrad,
 }
 
+impl Optimizer {
+    /// Numbers of state for each weight.
+    pub fn state(self) -> f64 {
+        match self {
+            Optimizer::Sgd => 0.0,
+            Optimizer::SgdMomentum | Optimizer::Rmsprop | Optimizer::Adagrad => 1.0,
+            Optimizer::Adam | Optimizer::Adamw | Optimizer::RmspropMomentum => 2.0,
+        }
+    }
+
+    /// The name in plans.
+    pub fn name(self) -> &'static str {
+        match self {
+            Optimizer::Sgd => "sgd",
+            Optimizer::SgdMomentum => "sgd-momentum",
+            Optimizer::Adam => "adam",
+            Optimizer::Adamw => "adamw",
+            Optimizer::Rmsprop => "rmsprop",
+            Optimizer::RmspropMomentum => "rmsprop-momentum",
+            Optimizer::Adagrad => "adagrad",
+        }
+    }
+
+    /// The same with what `--momentum` says: `sgd` with momentum is `sgd-momentum`, and without it that one is `sgd`.
+    pub fn with_momentum(self, momentum: Option<f64>) -> Result<Optimizer, Failure> {
+        let Some(momentum) = momentum else { return Ok(self) };
+        Ok(match (self, momentum == 0.0) {
+            (Optimizer::Sgd | Optimizer::SgdMomentum, true) => Optimizer::Sgd,
+            (Optimizer::Sgd | Optimizer::SgdMomentum, false) => Optimizer::SgdMomentum,
+            (Optimizer::Rmsprop | Optimizer::RmspropMomentum, true) => Optimizer::Rmsprop,
+            (Optimizer::Rmsprop | Optimizer::RmspropMomentum, false) => Optimizer::RmspropMomentum,
+            (other, true) => other,
+            (other, false) => {
+                return Err(Failure::input(format!("`--momentum` does not go with `--optimizer {}`", other.name()))
+                    .help("it belongs to `--optimizer sgd` and `rmsprop`"));
+            }
+        })
+    }
+
+    /// The momentum of those names that have it where nobody says how much.
+    fn usual_momentum(self) -> f64 {
+        if matches!(self, Optimizer::SgdMomentum | Optimizer::RmspropMomentum) { USUAL_MOMENTUM } else { 0.0 }
+    }
+}
+
 impl OptimizerArguments {
     /// The optimizer they describe.
-    pub fn build(&self) -> Result<Optimizer, Failure> {
+    pub fn build(&self) -> Result<optimizer::Optimizer, Failure> {
         let wrong = |what: &str| Err(Failure::input(what));
-        if !matches!(self.optimizer, Name::Sgd | Name::Rmsprop) && self.momentum != 0.0 {
-            return wrong("`--momentum` belongs to `--optimizer sgd` and `rmsprop`");
-        }
-        if self.optimizer != Name::Sgd && self.nesterov {
+        let optimizer = self.planned()?;
+        let is_sgd = matches!(optimizer, Optimizer::Sgd | Optimizer::SgdMomentum);
+        if !is_sgd && self.nesterov {
             return wrong("`--nesterov` belongs to `--optimizer sgd`");
         }
-        if self.nesterov && self.momentum == 0.0 {
+        if self.nesterov && optimizer == Optimizer::Sgd {
             return wrong("`--nesterov` needs `--momentum`");
         }
-        if self.lr_decay != 0.0 && self.optimizer != Name::Adagrad {
+        if self.lr_decay != 0.0 && optimizer != Optimizer::Adagrad {
             return wrong("`--lr-decay` belongs to `--optimizer adagrad`; others take `--lr-schedule`");
         }
         if self.alpha > 1.0 {
             return wrong("`--alpha` is at most 1");
         }
-        Ok(Optimizer { rule: self.rule()?, rate: self.lr_schedule })
+        Ok(optimizer::Optimizer { rule: self.rule()?, rate: self.lr_schedule })
     }
 
     fn rule(&self) -> Result<Rule, Failure> {
@@ -87,33 +137,27 @@ impl OptimizerArguments {
         if first >= 1.0 || second >= 1.0 {
             return Err(Failure::input("`--betas` are below 1"));
         }
-        let usual = if matches!(self.optimizer, Name::Adam | Name::Adamw) { 0.001 } else { 0.01 };
+        let usual = if matches!(self.optimizer, Optimizer::Adam | Optimizer::Adamw) { 0.001 } else { 0.01 };
         let learning_rate = self.lr.unwrap_or(usual);
-        let epsilon = self.eps.unwrap_or(if self.optimizer == Name::Adagrad { 1e-10 } else { 1e-8 });
-        let decoupled = self.optimizer == Name::Adamw;
+        let epsilon = self.eps.unwrap_or(if self.optimizer == Optimizer::Adagrad { 1e-10 } else { 1e-8 });
+        let decoupled = self.optimizer == Optimizer::Adamw;
         let weight_decay = self.weight_decay.unwrap_or(if decoupled { 0.01 } else { 0.0 });
-        let (momentum, nesterov) = (self.momentum, self.nesterov);
+        let (momentum, nesterov) = (self.momentum.unwrap_or(self.optimizer.usual_momentum()), self.nesterov);
         Ok(match self.optimizer {
-            Name::Sgd => Rule::Sgd { learning_rate, momentum, nesterov, weight_decay },
-            Name::Adam | Name::Adamw => {
+            Optimizer::Sgd | Optimizer::SgdMomentum => Rule::Sgd { learning_rate, momentum, nesterov, weight_decay },
+            Optimizer::Adam | Optimizer::Adamw => {
                 Rule::Adam { learning_rate, betas: (first, second), epsilon, weight_decay, decoupled }
             }
-            Name::Rmsprop => Rule::RmsProp { learning_rate, alpha: self.alpha, epsilon, weight_decay, momentum },
-            Name::Adagrad => Rule::Adagrad { learning_rate, decay: self.lr_decay, epsilon, weight_decay },
+            Optimizer::Rmsprop | Optimizer::RmspropMomentum => {
+                Rule::RmsProp { learning_rate, alpha: self.alpha, epsilon, weight_decay, momentum }
+            }
+            Optimizer::Adagrad => Rule::Adagrad { learning_rate, decay: self.lr_decay, epsilon, weight_decay },
         })
     }
 
-    /// The same, as far as memory is concerned.
-    pub fn planned(&self) -> partition::Optimizer {
-        match (self.optimizer, self.momentum == 0.0) {
-            (Name::Sgd, true) => partition::Optimizer::Sgd,
-            (Name::Sgd, false) => partition::Optimizer::SgdMomentum,
-            (Name::Adam, _) => partition::Optimizer::Adam,
-            (Name::Adamw, _) => partition::Optimizer::Adamw,
-            (Name::Rmsprop, true) => partition::Optimizer::Rmsprop,
-            (Name::Rmsprop, false) => partition::Optimizer::RmspropMomentum,
-            (Name::Adagrad, _) => partition::Optimizer::Adagrad,
-        }
+    /// The same, as plans name it.
+    pub fn planned(&self) -> Result<Optimizer, Failure> {
+        self.optimizer.with_momentum(self.momentum)
     }
 }
 
@@ -146,7 +190,8 @@ fn rate(text: &str) -> Result<Rate, String> {
     Ok(Rate { warmup, shape })
 }
 
-fn positive(text: &str) -> Result<f64, String> {
+/// Reads a finite number of at least 0.
+pub fn positive(text: &str) -> Result<f64, String> {
     let value = text.parse::<f64>().ok().filter(|value| value.is_finite() && *value >= 0.0);
     value.ok_or_else(|| "it must be a finite number of at least 0".to_string())
 }

@@ -2,6 +2,7 @@
 
 use crate::arguments::{Devices, Dims};
 use crate::batch;
+use crate::cmd::optimizer::{self, Optimizer};
 use crate::cmd::unplanned::unplanned;
 use crate::failure::Failure;
 use crate::groups::{self, Groups};
@@ -11,7 +12,7 @@ use crate::screen::Screen;
 use crate::source::{self, Costs};
 use crate::zero::{self, Zero};
 use crate::{device_placement, hybrid, output, prediction, quantity, stages, ties};
-use clap::{Args, ValueEnum};
+use clap::Args;
 use compiler::cluster::{Bytes, unit};
 use compiler::partition::bucket::{FIRST, best};
 use compiler::partition::planner::{Compared, Partitioner, Planned, PlannerOptions};
@@ -116,14 +117,23 @@ pub struct Question {
     /// Devices that share every op of a replica, each with its part: so many of the fastest level, as many as is best (auto), or one (never)
     #[arg(long, value_name = "never|auto|N", default_value = "never", value_parser = groups::said, help_heading = "Constraints")]
     pub tensor: Groups,
+    /// The same as `--tensor never`
+    #[arg(long, conflicts_with = "tensor", help_heading = "Constraints")]
+    pub no_tensor: bool,
     /// Whether a stage that does not fit otherwise may save its inputs only and run forward again before backward
     #[arg(long, value_name = "WHEN", default_value = "auto", value_parser = ["auto", "never"], help_heading = "Costs and memory")]
     pub recompute: String,
-    /// Optimizer, for its memory
+    /// The same as `--recompute never`
+    #[arg(long, conflicts_with = "recompute", help_heading = "Costs and memory")]
+    pub no_recompute: bool,
+    /// Optimizer, for its memory and the time of its step
     #[arg(long, value_enum, value_name = "NAME", default_value = "sgd", help_heading = "Costs and memory")]
     pub optimizer: Optimizer,
+    /// sgd, rmsprop: the share of the last step that `train` will keep; any but 0 is a number more for each weight
+    #[arg(long, value_name = "X", value_parser = optimizer::positive, help_heading = "Costs and memory")]
+    pub momentum: Option<f64>,
     /// The type of all floats that is planned for [default: the model's own]
-    #[arg(long, value_name = "TYPE", value_parser = ["f32", "f64"], help_heading = "Model")]
+    #[arg(long, value_name = "f32|f64", value_parser = floats, help_heading = "Model")]
     pub dtype: Option<String>,
     /// States that a search may look at [default: as many as take seconds]
     #[arg(long, value_name = "STATES", help_heading = "Search")]
@@ -163,8 +173,11 @@ impl Default for Question {
             max_stages: None,
             no_replication: false,
             tensor: Groups::Never,
+            no_tensor: false,
             recompute: "auto".to_string(),
+            no_recompute: false,
             optimizer: Optimizer::Sgd,
+            momentum: None,
             dtype: None,
             budget: None,
             time_limit: None,
@@ -181,48 +194,10 @@ impl Question {
     pub fn precision(&self) -> Option<DType> {
         self.dtype.as_deref().and_then(DType::parse)
     }
-}
 
-/// An optimizer, as far as memory is concerned.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub enum Optimizer {
-    /// Gradient descent, no state.
-    Sgd,
-    /// Gradient descent with momentum: one number for each weight.
-    SgdMomentum,
-    /// Two numbers for each weight.
-    Adam,
-    /// As adam, with decoupled weight decay.
-    Adamw,
-    /// One number for each weight.
-    Rmsprop,
-    /// Two numbers for each weight.
-    RmspropMomentum,
-    /// One number for each weight.
-    Adagrad,
-}
-
-impl Optimizer {
-    /// Bytes of state for each byte of weights.
-    pub fn state(self) -> f64 {
-        match self {
-            Optimizer::Sgd => 0.0,
-            Optimizer::SgdMomentum | Optimizer::Rmsprop | Optimizer::Adagrad => 1.0,
-            Optimizer::Adam | Optimizer::Adamw | Optimizer::RmspropMomentum => 2.0,
-        }
-    }
-
-    /// The name in plans.
-    pub fn name(self) -> &'static str {
-        match self {
-            Optimizer::Sgd => "sgd",
-            Optimizer::SgdMomentum => "sgd-momentum",
-            Optimizer::Adam => "adam",
-            Optimizer::Adamw => "adamw",
-            Optimizer::Rmsprop => "rmsprop",
-            Optimizer::RmspropMomentum => "rmsprop-momentum",
-            Optimizer::Adagrad => "adagrad",
-        }
+    /// The optimizer, by whichever words.
+    pub fn optimizer(&self) -> Result<Optimizer, Failure> {
+        self.optimizer.with_momentum(self.momentum)
     }
 }
 
@@ -394,8 +369,9 @@ pub fn ask(file: &Path, costs: Costs, question: &Question) -> Result<Planned, Fa
         "latency" => Objective::Latency,
         _ => Objective::Throughput,
     };
-    problem.optimizer_state = question.optimizer.state();
-    problem.optimizer = question.optimizer.name().to_string();
+    let optimizer = question.optimizer()?;
+    problem.optimizer_state = optimizer.state();
+    problem.optimizer = optimizer.name().to_string();
     let own = own::read(question.schedule.as_deref())?;
     problem.schedule = question.kind(own.as_ref());
     if question.microbatches > 1 && problem.schedule.is_round_robin() {
@@ -413,7 +389,7 @@ pub fn ask(file: &Path, costs: Costs, question: &Question) -> Result<Planned, Fa
     let asked = Some(question.microbatches).filter(|asked| *asked > 1);
     own.as_ref().map_or(Ok(()), |own| own.agrees(asked))?;
     problem.chunks = question.chunks.unwrap_or(if problem.schedule.has_chunks() { 2 } else { 1 });
-    problem.recompute = question.recompute == "auto";
+    problem.recompute = question.recompute == "auto" && !question.no_recompute;
     problem.microbatches = own.as_ref().map_or(question.microbatches, Own::microbatches);
     problem.in_flight = match own.as_ref().and_then(Own::caps) {
         Some(caps) if question.in_flight == InFlight::Auto => InFlight::Given(caps),
@@ -576,6 +552,18 @@ pub fn pin(text: &str) -> Result<(String, u32), String> {
 /// Reads `--schedule`.
 fn schedule(text: &str) -> Result<String, String> {
     if text == batch::AUTO { Ok(text.to_string()) } else { own::said(text) }
+}
+
+/// Reads `--dtype`.
+pub fn floats(text: &str) -> Result<String, String> {
+    match text {
+        "f32" | "f64" => Ok(text.to_string()),
+        "bf16" | "f16" => Err(format!(
+            "a plan counts one size for all floats, and `{text}` has two: weights, sums of gradients and statistics stay in f32. Leave it out: \
+             `pipec train --plan FILE --dtype {text}` reckons its memory anew and keeps to the plan's limit"
+        )),
+        _ => Err("write f32 or f64".to_string()),
+    }
 }
 
 /// Reads `--time-limit`.

@@ -7,7 +7,7 @@
 
 use crate::arguments::Import;
 use crate::cmd::partition::{self, Question};
-use crate::cmd::{eval, profile};
+use crate::cmd::{eval, optimizer, profile};
 use crate::failure::Failure;
 use crate::loss::{Counted, Loss};
 use crate::metrics::watched;
@@ -118,7 +118,7 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Failure> {
     let model_file = at("model.onnx");
     let ask = |question: &Question| partition::ask(&model_file, costs()?, question).map(|planned| planned.plan);
     let question = Question {
-        optimizer: partition::Optimizer::SgdMomentum,
+        optimizer: optimizer::Optimizer::SgdMomentum,
         recompute: "never".to_string(),
         seed: arguments.seed,
         ..Question::default()

@@ -2,7 +2,8 @@
 
 use crate::arguments::{self, Devices, Import};
 use crate::asked::Source;
-use crate::cmd::partition::{self, Optimizer, Question};
+use crate::cmd::optimizer::{self, Optimizer};
+use crate::cmd::partition::{self, Question};
 use crate::failure::{self, Failure};
 use crate::family::Family;
 use crate::screen::{Screen, clean};
@@ -59,6 +60,9 @@ pub struct Arguments {
     /// Optimizer, for its memory
     #[arg(long, value_enum, value_name = "NAME", default_value = "sgd", help_heading = "Questions")]
     optimizer: Optimizer,
+    /// sgd, rmsprop: the share of the last step that `train` will keep; any but 0 is a number more for each weight
+    #[arg(long, value_name = "X", value_parser = optimizer::positive, help_heading = "Questions")]
+    momentum: Option<f64>,
     /// Whether a stage that does not fit otherwise may run forward again before backward
     #[arg(long, value_name = "WHEN", default_value = "auto", value_parser = ["auto", "never"], help_heading = "Questions")]
     recompute: String,
@@ -119,6 +123,7 @@ fn question(arguments: &Arguments) -> Question {
     Question {
         memory: arguments.memory.clone(),
         optimizer: arguments.optimizer,
+        momentum: arguments.momentum,
         recompute: arguments.recompute.clone(),
         schedule: Some(usual.name().to_string()),
         ..Question::default()

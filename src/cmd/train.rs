@@ -18,11 +18,12 @@ use crate::seat::Seat;
 use crate::source::{self, Costs, Times};
 use crate::tensor::degree;
 use crate::training::{self, Data, HeldOut, Length, Prepared, Task};
-use crate::{cmd, given, output, prediction, quantity, stages};
+use crate::{advice, cmd, given, output, prediction, quantity, stages};
 use clap::Args;
 use compiler::export::trace::Trace;
 use compiler::export::trace::encode::encode;
 use compiler::op::Op;
+use compiler::pass::loss::attach;
 use compiler::plan::problem::InFlight;
 use compiler::plan::{Plan, ScheduleKind};
 use compiler::tensor::DType;
@@ -92,7 +93,7 @@ pub struct Arguments {
     /// See the rows as they stand in the file; this is the default
     #[arg(long, help_heading = "Data")]
     no_shuffle: bool,
-    /// What is made small [default: the plan's; output for a scalar output, else cross-entropy]
+    /// What is made small, the mean of it over the micro-batches of a minibatch [default: the plan's; output for a scalar output, else cross-entropy]
     #[arg(long, value_enum, value_name = "NAME", help_heading = "Updates")]
     loss: Option<Loss>,
     /// The axis of classes; negative counts from the end [default: -1]
@@ -183,9 +184,11 @@ pub fn run(mut arguments: Box<Arguments>, screen: &Screen) -> Result<(), Failure
 fn once(arguments: &Arguments, seat: &Seat, restarts: u32, screen: &Screen) -> Result<(), Failure> {
     let optimizer = arguments.optimizer.build()?;
     let resume = arguments.checkpoints.resumes()?;
-    if let (Some(folder), Some(_)) = (&arguments.checkpoints.checkpoint_dir, arguments.checkpoints.checkpoint_every) {
-        checkpoints::refuse_other_runs(folder, resume)?;
-    }
+    let no_others = || match (&arguments.checkpoints.checkpoint_dir, arguments.checkpoints.checkpoint_every) {
+        (Some(folder), Some(_)) => checkpoints::refuse_other_runs(folder, resume),
+        _ => Ok(()),
+    };
+    no_others()?;
     if arguments.data.is_none() && !arguments.synthetic_data {
         return Err(Failure::input("no data is given").help(
             "`--data train.npz` has arrays named like the model's inputs; `--synthetic-data` trains on made-up data",
@@ -312,6 +315,9 @@ fn once(arguments: &Arguments, seat: &Seat, restarts: u32, screen: &Screen) -> R
     if let Some(folder) = checkpoint_dir {
         fs::create_dir_all(folder).map_err(|error| Failure::file("make the folder", folder, error))?;
     }
+    let _held = checkpoint_dir.as_deref().filter(|_| seat.reports()).map(checkpoints::hold).transpose()?;
+    // Another run may have ended here since it was asked first.
+    no_others()?;
     prepared.begun = match resume {
         Some(resume) => checkpoints::begin(resume, &task, &prepared, screen)?,
         None => None,
@@ -372,7 +378,8 @@ fn training_differs(task: &Task<'_>, arguments: &Arguments) -> bool {
         || task.tensor != degree(plan)
         || task.in_flight != InFlight::Auto
         || (task.batch, microbatches) != (batch, plan.schedule.microbatches)
-        || (arguments.plan.is_some() && arguments.optimizer.planned().name() != plan.optimizer)
+        || (arguments.plan.is_some()
+            && arguments.optimizer.planned().is_ok_and(|optimizer| optimizer.name() != plan.optimizer))
         || plan.model.import.loss.is_some() && plan.model.import.loss != counted.written()
 }
 
@@ -448,6 +455,12 @@ fn own_plan(
     let needed = stages.as_ref().map(|stages| stages.iter().fold(0u32, |sum, r| sum.saturating_add(*r)));
     let cuts = arguments.cut_after.as_ref().map(|cuts| cuts.len() as u32 + 1);
     let workers = arguments.workers.or(needed).or(cuts).unwrap_or(1).max(1);
+    if workers == 1 && schedule.has_chunks() {
+        let what = format!("`--schedule {}` gives several stages to each of several workers", schedule.name());
+        return Err(Failure::input(what)
+            .because("neither `--workers` nor a plan says that there is more than one")
+            .help("`--workers 2` plans for two; `--plan` takes a plan of `pipec partition`"));
+    }
     let cluster = machine::cluster_of_this_cpu(workers)
         .map_err(|error| Failure::input(format!("cannot plan for {workers} workers")).because(error))?;
     let micro_batch = (batch / u64::from(microbatches)).max(1);
@@ -456,6 +469,11 @@ fn own_plan(
     let floats = floats(arguments, None).filter(|dtype| *dtype == DType::F64);
     let times = Times::Analytic(device);
     let counted = arguments.loss.map_or(Counted::Usual, |loss| Counted::One(loss, arguments.class_dim));
+    if let Some(loss) = arguments.loss {
+        // A plan can do without a loss, training cannot.
+        attach(&mut loaded.at(micro_batch)?, loss.of(), arguments.class_dim)
+            .map_err(|error| Failure::input("cannot train").because(&error).help(advice::loss(&error)))?;
+    }
     let costs = Costs { has_memory: false, ..source::assemble(loaded, micro_batch, cluster, times, floats, counted)? };
     let question = Question {
         schedule: arguments.schedule.clone().or(Some(schedule.name().to_string())),
@@ -464,7 +482,7 @@ fn own_plan(
         stages,
         cut_after: arguments.cut_after.clone(),
         partitioner: if workers == 1 && arguments.cut_after.is_none() { "single" } else { "pipec" }.to_string(),
-        optimizer: arguments.optimizer.planned(),
+        optimizer: arguments.optimizer.planned()?,
         seed: arguments.seed,
         ..Question::default()
     };

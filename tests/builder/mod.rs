@@ -21,6 +21,8 @@ use std::collections::BTreeMap;
 pub const F32: i32 = 1;
 pub const I64: i32 = 7;
 pub const BOOL: i32 = 9;
+pub const F16: i32 = 10;
+pub const BF16: i32 = 16;
 
 fn texts(names: &[&str]) -> Vec<String> {
     names.iter().map(|name| (*name).to_owned()).collect()
@@ -89,6 +91,8 @@ pub fn initializer(name: &str, tensor: &Tensor) -> TensorProto {
         DType::F32 => F32,
         DType::I64 => I64,
         DType::Bool => BOOL,
+        DType::F16 => F16,
+        DType::Bf16 => BF16,
         other => panic!("{other}"),
     };
     TensorProto {

@@ -42,7 +42,7 @@ pub fn add(graph: &mut CostGraph, name: &str, reads: &[u32], forward_us: f64, ou
         consumers: Vec::new(),
     });
     if weights > 0 {
-        graph.params.push(ParamCost { name: format!("w{id}"), bytes: weights, users: vec![OpId(id)] });
+        graph.params.push(ParamCost::new(format!("w{id}"), weights, vec![OpId(id)]));
     }
     reads.iter().for_each(|&from| graph.tensors[from as usize].consumers.push(OpId(id)));
     id

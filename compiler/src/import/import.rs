@@ -369,28 +369,55 @@ fn lower(
         let size = inputs.frozen.get(&name).copied();
         let first = infos.first().map(|info| info.name.as_str()).unwrap_or_default();
         remarks = vec![format!(
-            "the batch stays at the {} of the file: {why}; `{}` leaves it open",
+            "the batch stays at the {} of the file: {why}; `{}` leaves it open{}",
             size.unwrap_or_default(),
-            exporter.open_batch(first)
+            exporter.open_batch(first),
+            if options.batch_axes.is_empty() { elsewhere(infos, &inputs) } else { String::new() }
         )];
         return Ok(Found { lowered, batch: Batch::Fixed { size, why }, inputs, remarks });
     }
 }
 
+/// Where the batch may be beside axis 0 of the first input, or instead: along an axis of another one.
+fn elsewhere(infos: &[ValueInfo], inputs: &Inputs) -> String {
+    let number = inputs.frozen.values().next().copied().unwrap_or_default();
+    let others = || infos.iter().zip(&inputs.facts).filter(|(info, _)| !inputs.opened.contains_key(&info.name));
+    let equal = others().find_map(|(info, fact)| Some((info, fact.shape.iter().position(|dim| dim.is(number))?)));
+    let any = others().find(|(_, fact)| fact.rank() > 0);
+    match (equal, any) {
+        (Some((info, axis)), _) => {
+            let (name, flags) = (shown(&info.name), opening(inputs, &info.name, axis));
+            format!(", or, if axis {axis} of input `{name}` is the batch too, `{flags}`")
+        }
+        (None, Some((info, _))) => {
+            let name = shown(&info.name);
+            format!(", or, if the batch is an axis of input `{name}`, `--batch-dim {name}=0`")
+        }
+        (None, None) => String::new(),
+    }
+}
+
+/// The flags that open this axis of an input beside those that are open.
+fn opening(inputs: &Inputs, name: &str, axis: usize) -> String {
+    let all = inputs.opened.iter().map(|(name, axis)| (name.as_str(), *axis)).chain([(name, axis)]);
+    all.map(|(name, axis)| format!("--batch-dim {}={axis}", shown(name))).collect::<Vec<_>>().join(" ")
+}
+
 /// Inputs that could have the batch too, though nothing shows it.
 fn untied(graph: &Graph, inputs: &Inputs) -> Option<String> {
-    let number = inputs.frozen.values().next().copied().filter(|number| *number > 1)?;
+    let number = inputs.frozen.values().next().copied()?;
     let alike = |id| match &graph.node(id).op {
         Op::Input(input) if input.fact.shape.first().is_some_and(|dim| dim.is(number)) => {
             let is_read = !graph.successors(id).is_empty() && !inputs.opened.contains_key(&input.name);
-            is_read.then(|| shown(&input.name).into_owned())
+            is_read.then(|| input.name.clone())
         }
         _ => None,
     };
     let name = graph.ids().find_map(alike)?;
     Some(format!(
-        "input `{name}` has size {number} along axis 0 like the batch, but nothing ties the two: it keeps that size; \
-         `--batch-dim {name}=0` opens it"
+        "input `{}` has size {number} along axis 0 like the batch, but nothing ties the two: it keeps that size; `{}` opens it",
+        shown(&name),
+        opening(inputs, &name, 0)
     ))
 }
 

@@ -227,7 +227,7 @@ fn build(nodes: &[Node<'_>], edges: &[(usize, usize)], kept: &[bool]) -> Result<
         });
         if parameter > 0 {
             let name = format!("{}.parameters", node.id);
-            graph.params.push(ParamCost { name, bytes: parameter, users: vec![OpId(at as u32)] });
+            graph.params.push(ParamCost::new(name, parameter, vec![OpId(at as u32)]));
         }
     }
     for &(from, to) in edges {

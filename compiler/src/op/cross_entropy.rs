@@ -7,6 +7,8 @@
 //! dlogits = dloss (e^(logit - lse) - [class = target]) / n,  0 where the target is ignored
 //! ```
 //!
+//! Where no target counts, the loss is 0: a micro-batch without labels adds nothing to its minibatch, neither loss nor gradient.
+//!
 //! A logit of `-inf` (a masked class) has weight zero; a row of nothing else is NaN, as in PyTorch. The log-sum-exp is
 //! an output so that the gradient need not compute it again; it carries no gradient itself: what arrives there is ignored.
 
@@ -75,7 +77,7 @@ impl Rule for CrossEntropy {
                 count += 1;
             }
         }
-        loss.set_f64(0, sum / count as f64);
+        loss.set_f64(0, sum / count.max(1) as f64);
         Ok(())
     }
 }
@@ -182,6 +184,7 @@ pub fn samples() -> Vec<Sample> {
         ("classes last", 1, None, ramp(&[4, 5], 1), labels(&[4], &[0, 4, 2, 2])),
         ("classes in the middle", 1, None, ramp(&[2, 4, 3], 2), labels(&[2, 3], &[3, 0, 1, 2, 2, 0])),
         ("some ignored", 1, Some(-100), ramp(&[4, 3], 3), labels(&[4], &[1, -100, 0, -100])),
+        ("all ignored", 1, Some(-100), ramp(&[2, 3], 7), labels(&[2], &[-100, -100])),
         ("a class ignored", 2, Some(0), ramp(&[2, 2, 3], 4), labels(&[2, 2], &[1, 0, 2, 0])),
         ("narrow labels", 1, None, ramp(&[3, 4], 5), labels(&[3], &[3, 1, 0]).cast(DType::U8)),
         ("large logits", 1, None, large, labels(&[2], &[2, 0])),
@@ -253,10 +256,10 @@ mod tests {
     }
 
     #[test]
-    fn nothing_left_to_average_is_nan_without_a_gradient() {
+    fn nothing_left_to_average_is_zero_without_a_gradient() {
         let (logits, target) = (ramp(&[2, 3], 1), Tensor::from_i64(&[2], &[7, 7]));
         let saved = run(&CrossEntropy { axis: 1, ignore: Some(7) }, &[logits.clone(), target.clone()]);
-        assert!(saved[0].to_f64()[0].is_nan());
+        assert_eq!(saved[0].to_f64(), [0.0]);
         let grad = CrossEntropyGrad { axis: 1, ignore: Some(7) };
         let dlogits = run(&grad, &[Tensor::from_f32(&[], &[1.0]), logits, target, saved[1].clone()]);
         assert_eq!(dlogits[0].to_f64(), [0.0; 6]);

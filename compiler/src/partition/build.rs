@@ -10,7 +10,7 @@ use crate::plan::memory::{Holdings, Multiples};
 use crate::plan::outlook::{self, Asked, Outlook, PlacedStage};
 use crate::plan::problem::{CostModel, InFlight, Objective, Problem};
 use crate::plan::{Edge, ScheduleKind, Stage, StageId, StageMemory};
-use crate::profile::cost_graph::{OpCost, OpId};
+use crate::profile::cost_graph::{OpCost, OpId, ParamCost};
 use std::collections::BTreeMap;
 
 /// Where a stage stands, and whether it is recomputed.
@@ -85,9 +85,11 @@ pub fn is_limited(problem: &Problem) -> bool {
     let tensors = sum(&mut graph.tensors.iter().map(|tensor| tensor.bytes));
     let all = Holdings {
         weights: sum(&mut graph.params.iter().map(|param| param.bytes)),
-        terms: sum(&mut graph.used_bytes().into_iter()),
-        shared: sum(&mut graph.params.iter().filter(|param| param.users.len() > 1).map(|param| param.bytes)),
-        largest: graph.used_bytes().into_iter().max().unwrap_or(0),
+        summed: sum(&mut graph.params.iter().map(|param| param.sum_bytes)),
+        masters: sum(&mut graph.params.iter().map(ParamCost::master_bytes)),
+        terms: sum(&mut graph.summed_bytes().into_iter()),
+        shared: sum(&mut graph.params.iter().filter(|param| param.users.len() > 1).map(|param| param.sum_bytes)),
+        largest: graph.summed_bytes().into_iter().max().unwrap_or(0),
         needed: graph.needed_bytes().into_iter().max().unwrap_or(0),
         saved: sum(&mut graph.ops.iter().map(OpCost::kept_bytes)),
         inputs: tensors,

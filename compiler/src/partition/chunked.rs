@@ -41,7 +41,10 @@ pub fn found(question: &Question<'_>) -> Result<Found, ProblemError> {
         || !constraints.pins.is_empty()
         || matches!(problem.in_flight, InFlight::Given(_))
     {
-        return unmet("`--cut-after`, `--pin` and caps in flight do not go with several chunks on a rank".to_string());
+        return unmet(
+            "`--cut-after`, `--pin` and caps in flight do not go with a schedule of several stages on each rank"
+                .to_string(),
+        );
     }
     let choices = choices(problem)?;
     let mut found = Found { bound_us: finish::spread(problem), ..Found::nothing() };
@@ -72,7 +75,8 @@ fn choices(problem: &Problem) -> Result<Vec<(u32, u32)>, ProblemError> {
         let stages = given.len() as u32;
         if given.iter().any(|r| *r != given[0]) || !stages.is_multiple_of(chunks) || stages / chunks < 2 {
             let what = format!(
-                "`--stages` with {chunks} chunks on a rank: equal replicas, {chunks} stages for each of at least 2 ranks"
+                "`--stages` with {chunks} stages on each rank: equal replicas, {chunks} stages for each of at least 2 ranks, which are {} numbers",
+                2 * u64::from(chunks)
             );
             return Err(ProblemError::Unmet { what });
         }

@@ -161,7 +161,7 @@ mod tests {
                 tensor(4, &[5]),
                 tensor(5, &[]),
             ],
-            params: vec![ParamCost { name: "w".into(), bytes: 7, users: vec![OpId(0), OpId(3), OpId(4)] }],
+            params: vec![ParamCost::new("w", 7, vec![OpId(0), OpId(3), OpId(4)])],
         }
     }
 

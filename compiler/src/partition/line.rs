@@ -150,7 +150,7 @@ fn holdings(graph: &CostGraph, order: &[u32], ends: &[usize]) -> Vec<Holdings> {
         made[tensor.producer.index()].push(at);
         last_reader[at] = tensor.consumers.iter().map(|op| place[op.index()]).max().unwrap_or(0);
     }
-    let (used, needed) = (graph.used_bytes(), graph.needed_bytes());
+    let (used, needed) = (graph.summed_bytes(), graph.needed_bytes());
     let mut table = vec![Holdings::default(); places * places];
     let is_handed_on = |op: usize| made[op].iter().any(|&tensor| !graph.tensors[tensor].consumers.is_empty());
     let is_handed_on: Vec<bool> = (0..order.len()).map(is_handed_on).collect();
@@ -164,17 +164,19 @@ fn holdings(graph: &CostGraph, order: &[u32], ends: &[usize]) -> Vec<Holdings> {
             for &op in &order[ends[to - 1]..ends[to]] {
                 let op = op as usize;
                 (run.largest, run.needed) = (run.largest.max(used[op]), run.needed.max(needed[op]));
-                for &param in &params[op] {
-                    let (bytes, users) = (graph.params[param].bytes, graph.params[param].users.len());
-                    run.terms += bytes;
-                    if std::mem::replace(&mut param_seen[param], from) != from {
-                        run.weights += bytes;
-                        run.shared += bytes;
-                        users_seen[param] = 0;
+                for &at in &params[op] {
+                    let param = &graph.params[at];
+                    run.terms += param.sum_bytes;
+                    if std::mem::replace(&mut param_seen[at], from) != from {
+                        run.weights += param.bytes;
+                        run.summed += param.sum_bytes;
+                        run.masters += param.master_bytes();
+                        run.shared += param.sum_bytes;
+                        users_seen[at] = 0;
                     }
-                    users_seen[param] += 1;
-                    if users_seen[param] == users {
-                        run.shared -= bytes;
+                    users_seen[at] += 1;
+                    if users_seen[at] == param.users.len() {
+                        run.shared -= param.sum_bytes;
                     }
                 }
                 for &tensor in &made[op] {
@@ -235,7 +237,7 @@ mod tests {
             bytes: bytes(at),
             consumers: [at + 1, at + 7].into_iter().filter(|&to| to < ops).map(OpId).collect(),
         };
-        let tied = ParamCost { name: "w".into(), bytes: 100, users: vec![OpId(1), OpId(4)] };
+        let tied = ParamCost::new("w", 100, vec![OpId(1), OpId(4)]);
         CostGraph { ops: (0..ops).map(op).collect(), tensors: (0..ops).map(tensor).collect(), params: vec![tied] }
     }
 

@@ -21,7 +21,11 @@ pub struct Places<'a> {
     backward: Vec<f64>,
     /// Bytes of the parameters that one op uses.
     weights: Vec<u64>,
-    /// Bytes of the parameters that each op uses, summed up.
+    /// The same of the sums of their gradients.
+    summed: Vec<u64>,
+    /// The same of their masters.
+    masters: Vec<u64>,
+    /// Bytes of sums of the parameters that each op uses, summed up.
     terms: Vec<u64>,
     saved: Vec<u64>,
     /// Parameters that several ops use.
@@ -77,13 +81,15 @@ impl<'a> Places<'a> {
             forward: vec![0.0; count],
             backward: vec![0.0; count],
             weights: vec![0; count],
+            summed: vec![0; count],
+            masters: vec![0; count],
             terms: vec![0; count],
             saved: vec![0; count],
             halves: vec![0; count],
             made: vec![Vec::new(); ops],
             tied: (0..graph.params.len()).filter(|&at| graph.params[at].users.len() > 1).collect(),
             crossing: vec![Vec::new(); count],
-            by_use: graph.used_bytes().into_iter().zip(0..ops).collect(),
+            by_use: graph.summed_bytes().into_iter().zip(0..ops).collect(),
             by_need: graph.needed_bytes().into_iter().zip(0..ops).collect(),
             scratch: (0..ops).filter(|&op| graph.ops[op].scratch_bytes() > 0).collect(),
         };
@@ -91,11 +97,14 @@ impl<'a> Places<'a> {
             ops.sort_by_key(|&(bytes, op)| (std::cmp::Reverse(bytes), op));
         }
         places.scratch.sort_by_key(|&op| (std::cmp::Reverse(graph.ops[op].scratch_bytes()), op));
-        let mut own = vec![0u64; ops];
+        let mut own = vec![[0u64; 3]; ops];
         for param in graph.params.iter().filter(|param| param.users.len() == 1) {
-            own[param.users[0].index()] += param.bytes;
+            let [bytes, summed, masters] = &mut own[param.users[0].index()];
+            *bytes += param.bytes;
+            *summed += param.sum_bytes;
+            *masters += param.master_bytes();
         }
-        let used = graph.used_bytes();
+        let used = graph.summed_bytes();
         for (at, tensor) in graph.tensors.iter().enumerate() {
             places.made[tensor.producer.index()].push(at as u32);
         }
@@ -113,7 +122,9 @@ impl<'a> Places<'a> {
             let sum = |start: u64, bytes: &dyn Fn(usize) -> u64| {
                 added.iter().fold(start, |sum, &op| sum.saturating_add(bytes(op as usize)))
             };
-            places.weights[set] = sum(places.weights[base], &|op| own[op]);
+            places.weights[set] = sum(places.weights[base], &|op| own[op][0]);
+            places.summed[set] = sum(places.summed[base], &|op| own[op][1]);
+            places.masters[set] = sum(places.masters[base], &|op| own[op][2]);
             places.terms[set] = sum(places.terms[base], &|op| used[op]);
             places.saved[set] = sum(places.saved[base], &|op| graph.ops[op].kept_bytes());
             places.halves[set] = sum(places.halves[base], &|op| graph.ops[op].apart_bytes());
@@ -190,12 +201,14 @@ impl<'a> Places<'a> {
         let producer = |tensor: &u32| self.graph.tensors[*tensor as usize].producer.index();
         let arriving: u64 = whole.map(|tensor| self.graph.ops[producer(tensor)].arriving_bytes).sum();
         let inside = |op: usize| self.has(to, op) && !self.has(from, op);
-        let (mut tied, mut shared) = (0, 0);
+        let (mut tied, mut summed, mut masters, mut shared) = (0, 0, 0, 0);
         for param in self.tied.iter().map(|&at| &self.graph.params[at]) {
             let is_inside = |op: &OpId| inside(op.index());
             if param.users.iter().any(is_inside) {
                 tied += param.bytes;
-                shared += if param.users.iter().all(is_inside) { 0 } else { param.bytes };
+                summed += param.sum_bytes;
+                masters += param.master_bytes();
+                shared += if param.users.iter().all(is_inside) { 0 } else { param.sum_bytes };
             }
         }
         let scratch = self.scratch.iter().find(|&&op| inside(op));
@@ -204,6 +217,8 @@ impl<'a> Places<'a> {
             largest: most(&self.by_use),
             needed: most(&self.by_need),
             weights: self.weights[to] - self.weights[from] + tied,
+            summed: self.summed[to] - self.summed[from] + summed,
+            masters: self.masters[to] - self.masters[from] + masters,
             terms: self.terms[to] - self.terms[from],
             shared,
             saved: self.saved[to] - self.saved[from],

@@ -18,8 +18,8 @@ use std::collections::HashMap;
 /// Paces of which the shares of one run are kept.
 const MOST_PACES: usize = 8;
 
-/// What a run takes at some paces, not recomputed and recomputed.
-type Paced = Vec<(f64, [Share; 2])>;
+/// What a run takes at some paces, not recomputed and recomputed, as far as it was asked.
+type Paced = Vec<(f64, [Option<Share>; 2])>;
 
 /// What the tables hold.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -90,13 +90,14 @@ impl Placing<'_> {
             let stage = self.stage(layer);
             let starts = if stage == Some(0) { 0..1 } else { stage.unwrap_or(0)..whole };
             let given = stage.and_then(|stage| self.rest(stage));
+            let weight = self.asked.weight(*self.replicas(stage).end());
             for from in starts.rev() {
                 let before = self.needs(self.least_us(0, from), capped).max(u32::from(from > 0));
                 // Every stage that comes needs a set of its own.
                 let last = if table.layered { whole.saturating_sub(layer - 1) } else { whole };
                 for to in from + 1..=last {
                     let compute = self.least_us(from, to);
-                    if trains && self.asked.weight(self.devices) * compute > capped * (1.0 + 1e-9) {
+                    if trains && weight * compute > capped * (1.0 + 1e-9) {
                         break;
                     }
                     if !self.places.nested(from, to) || !self.is_allowed(from, to, stage) {
@@ -259,23 +260,21 @@ impl Placing<'_> {
         }
         let recompute = self.recomputes(run, replicas, rest, stage)?;
         let pace = self.pace(self.devices - rest - replicas, replicas);
-        let shares = || {
-            let share = |recompute| self.share(measure, run, (from, to), replicas, rest, recompute, pace);
-            [share(false), share(true)]
-        };
+        let share = || self.share(measure, run, (from, to), replicas, rest, recompute, pace);
         // On one level only the pace of its devices tells one place of a stage from another.
-        let shares = match known.iter().find(|known| known.0 == pace) {
-            Some((_, shares)) if self.levels.len() == 1 => *shares,
-            _ => {
-                let shares = shares();
-                if known.len() == MOST_PACES {
-                    known.pop();
-                }
-                known.push((pace, shares));
-                shares
+        let share = match self.levels.len() {
+            1 => {
+                let at = known.iter().position(|known| known.0 == pace).unwrap_or_else(|| {
+                    if known.len() == MOST_PACES {
+                        known.pop();
+                    }
+                    known.push((pace, [None; 2]));
+                    known.len() - 1
+                });
+                *known[at].1[usize::from(recompute)].get_or_insert_with(share)
             }
+            _ => share(),
         };
-        let share = shares[usize::from(recompute)];
         Some(Part { busiest_us: share.busiest_us, way_us: share.way_us, bytes: 0 })
     }
 

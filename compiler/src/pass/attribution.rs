@@ -11,7 +11,7 @@ use super::backward::{Arriving, Backward, Made, Read, backward};
 use super::fragment::{Fragment, FragmentError, fragments};
 use super::fuse::{Chains, chains};
 use super::loss::{LOSS, Loss, LossError, TARGET, attach};
-use super::memory::Needs;
+use super::memory::{ALIGNMENT, Needs};
 use super::pipeline::{self, PassBug};
 use super::sums::{only_in_sums, root, summed};
 use crate::graph::{Graph, Node, Origin, order};
@@ -71,6 +71,8 @@ pub struct Attribution {
     /// The nodes of `backward` that no earlier op waits for: they make gradients of weights, and where a backward is split they are
     /// its second half.
     pub second: HashSet<NodeId>,
+    /// The ops of `forward` and of `backward` that run together though one op answers for them, so that no cut parts them.
+    pub chains: [Chains; 2],
     /// For every op the bytes of the targets that its loss reads, which the given graph does not know.
     pub target_bytes: Vec<u64>,
     /// For every op the bytes of its results that are kept from forward to backward.
@@ -186,12 +188,12 @@ pub fn of_stage(
     let backward_owners = made.as_ref().map(|made| owners(&made.graph, &backward_order)).unwrap_or_default();
     let mut live = Live(vec![0; ops.len()]);
     let none = HashSet::new();
-    live.look(&fragment.graph, &forward_order, &forward_owners, [&kept, &none]);
+    let mut chains = [live.look(&fragment.graph, &forward_order, &forward_owners, [&kept, &none]), Chains::default()];
     let mut backward_nodes = vec![Vec::new(); ops.len()];
     if let Some(made) = &made {
         backward_nodes = by_owner(&made.graph, &backward_order, &backward_owners, ops.len());
         let added = only_in_sums(&made.graph, &summed(made, &|_| false));
-        live.look(&made.graph, &backward_order, &backward_owners, [&none, &added]);
+        chains[1] = live.look(&made.graph, &backward_order, &backward_owners, [&none, &added]);
     }
     let mut second = HashSet::new();
     let [mut between_bytes, mut arriving_bytes] = [vec![0; ops.len()], vec![0; ops.len()]];
@@ -210,6 +212,7 @@ pub fn of_stage(
         forward_nodes,
         backward_nodes,
         second,
+        chains,
         target_bytes,
         saved_bytes,
         live_bytes: live.0,
@@ -346,23 +349,24 @@ fn targets_by_owner(graph: &Graph, owners: &HashMap<NodeId, usize>, ops: usize) 
 struct Live(Vec<u64>);
 
 impl Live {
-    /// Raises each op's figure to what is alive while one of its nodes runs.
+    /// Raises each op's figure to what is alive while one of its nodes runs. Gives those that run together.
     fn look(
         &mut self,
         graph: &Graph,
         order: &[NodeId],
         owners: &HashMap<NodeId, usize>,
         [kept, added]: [&HashSet<Value>; 2],
-    ) {
+    ) -> Chains {
         let (none, workspace, apart) = (HashSet::new(), HashMap::new(), Chains::default());
         let needs = Needs { own: &none, kept, held: &none, added, workspace: &workspace, chains: &apart };
         // What one op answers for is never cut.
-        let (_, alive) = chains(graph, order, &needs, &|a, b| owners.get(&a) == owners.get(&b));
+        let (together, alive) = chains(graph, order, &needs, &|a, b| owners.get(&a) == owners.get(&b));
         for (id, alive) in order.iter().zip(alive) {
             if let (true, Some(&owner)) = (runs(&graph.node(*id).op), owners.get(id)) {
                 self.0[owner] = self.0[owner].max(alive as u64);
             }
         }
+        together
     }
 }
 
@@ -386,8 +390,9 @@ fn saved_by_owner(fragment: &Fragment, owners: &HashMap<NodeId, usize>, saved: &
     let mut bytes = vec![0u64; ops];
     for root in roots {
         if let Some(&owner) = owners.get(&root.node) {
-            let size = graph.fact(root).bytes().unwrap_or(u64::MAX);
-            bytes[owner] = bytes[owner].saturating_add(size);
+            // As it is laid out.
+            let size = graph.fact(root).bytes().and_then(|bytes| bytes.checked_next_multiple_of(ALIGNMENT as u64));
+            bytes[owner] = bytes[owner].saturating_add(size.unwrap_or(u64::MAX));
         }
     }
     bytes

@@ -96,7 +96,10 @@ pub fn cost_graph(graph: &Graph, attribution: &Attribution) -> CostGraph {
         let Some(first) = users.first() else { continue };
         let op = &mut costs.ops[first.index()];
         op.param_bytes = op.param_bytes.saturating_add(size(value));
-        costs.params.push(ParamCost { name: parameter.name.clone(), bytes: size(value), users });
+        let (bytes, dtype) = (size(value), graph.fact(value).dtype);
+        // Sums of narrow gradients are f32.
+        let sum_bytes = if dtype.is_float() && dtype.size() == 2 { bytes.saturating_mul(2) } else { bytes };
+        costs.params.push(ParamCost { name: parameter.name.clone(), bytes, sum_bytes, users });
     }
     costs
 }

@@ -35,9 +35,9 @@ pub enum LossError {
     ClassAxis { axis: i64, fact: String },
     #[error("the output `{name}` is {fact}; a loss needs floats")]
     NotFloat { name: String, fact: String },
-    #[error("the output `{name}` is {fact}, not a scalar; give --loss cross-entropy, mse or bce")]
+    #[error("the output `{name}` is {fact}, not a scalar")]
     NotScalar { name: String, fact: String },
-    #[error("the model already has an input called `{name}`; give --loss output if it computes its own loss")]
+    #[error("the model already has an input called `{name}`")]
     Taken { name: String },
 }
 

@@ -85,11 +85,8 @@ mod tests {
 
     fn graph() -> CostGraph {
         let op = |id| OpCost { id, bwd_us: f64::from(id + 1), ..OpCost::default() };
-        let param = |name: &str, bytes, users: &[u32]| ParamCost {
-            name: name.to_string(),
-            bytes,
-            users: users.iter().copied().map(OpId).collect(),
-        };
+        let param =
+            |name: &str, bytes, users: &[u32]| ParamCost::new(name, bytes, users.iter().copied().map(OpId).collect());
         // Read by ops 0, 1 and 3, 2 and 3, and 3.
         let params = vec![param("a", 10, &[0]), param("b", 20, &[1, 3]), param("c", 30, &[2, 3]), param("d", 5, &[3])];
         CostGraph { ops: (0..4).map(op).collect(), tensors: vec![], params }

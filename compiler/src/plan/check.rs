@@ -386,6 +386,8 @@ fn memory(problem: &Problem, plan: &Plan, stage_of: &[usize]) -> Vec<StageMemory
     let mut alive = vec![0u64; plan.stages.len()];
     let mut workspace = vec![0u64; plan.stages.len()];
     let mut received = vec![0u64; plan.stages.len()];
+    let mut summed = vec![0u64; plan.stages.len()];
+    let mut masters = vec![0u64; plan.stages.len()];
     let mut sent = vec![0u64; plan.stages.len()];
     let mut only_sent = vec![0u64; plan.stages.len()];
     let mut halves = vec![0u64; plan.stages.len()];
@@ -394,14 +396,20 @@ fn memory(problem: &Problem, plan: &Plan, stage_of: &[usize]) -> Vec<StageMemory
     let mut is_read = vec![false; graph.ops.len()];
     for param in &graph.params {
         let mut stages: Vec<usize> = param.users.iter().map(|op| stage_of[op.index()]).collect();
-        stages.iter().for_each(|&stage| terms[stage] = terms[stage].saturating_add(param.bytes));
+        stages.iter().for_each(|&stage| terms[stage] = terms[stage].saturating_add(param.sum_bytes));
         stages.sort_unstable();
         stages.dedup();
         if stages.len() > 1 {
-            stages.iter().for_each(|&stage| shared[stage] = shared[stage].saturating_add(param.bytes));
+            stages.iter().for_each(|&stage| shared[stage] = shared[stage].saturating_add(param.sum_bytes));
         }
-        param.users.iter().for_each(|op| used[op.index()] = used[op.index()].saturating_add(param.bytes));
-        stages.into_iter().for_each(|stage| weights[stage] = weights[stage].saturating_add(param.bytes));
+        for stage in stages {
+            weights[stage] = weights[stage].saturating_add(param.bytes);
+            summed[stage] = summed[stage].saturating_add(param.sum_bytes);
+            // Narrow parameters follow from wide ones, which are moved.
+            let is_narrow = param.sum_bytes > param.bytes;
+            masters[stage] = masters[stage].saturating_add(if is_narrow { param.sum_bytes } else { 0 });
+        }
+        param.users.iter().for_each(|op| used[op.index()] = used[op.index()].saturating_add(param.sum_bytes));
     }
     for (op, &stage) in graph.ops.iter().zip(stage_of) {
         alive[stage] += op.saved_bytes + op.fed_bytes;
@@ -435,8 +443,9 @@ fn memory(problem: &Problem, plan: &Plan, stage_of: &[usize]) -> Vec<StageMemory
         let apart = plan.schedule.apart.get(stage).map_or(0, |&apart| u64::from(apart));
         let weights = weights[stage];
         let (terms, shared) = (terms[stage], shared[stage]);
+        let (summed, masters) = (summed[stage], masters[stage]);
         let largest = if plan.stages[stage].zero < 3 { largest[stage] } else { needed[stage] };
-        let of = shares::Of { weights, terms, shared, largest, state: problem.optimizer_state };
+        let of = shares::Of { weights, summed, masters, terms, shared, largest, state: problem.optimizer_state };
         let (gradients, optimizer) = if trains { shares::held(&plan.stages[stage], &of) } else { (0, 0) };
         let weights = if trains { shares::kept(&plan.stages[stage], &of) } else { weights };
         let versions = weights.saturating_mul(u64::from(plan.schedule.weight_versions[stage]) - 1);

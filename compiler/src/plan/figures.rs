@@ -6,6 +6,7 @@
 //! | figure | follows from |
 //! | --- | --- |
 //! | `memory.messages` of a stage | the bytes of its edges: those that come in twice, those that go out once |
+//! | `cluster.idle` | the devices of all stages |
 //! | `memory.versions` of a stage | `memory.weights`, `schedule.weight_versions` |
 //! | `schedule.weight_versions` | `schedule.in_flight` |
 //! | `baselines.single` | what all stages compute |
@@ -22,7 +23,7 @@ use crate::plan::judge::{self, Loads};
 use crate::plan::problem::{CostModel, Objective};
 use crate::plan::{Plan, ScheduleKind};
 use crate::profile::placement::NOMINAL;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 /// The largest difference between two shares of a step that are the same.
 const SHARE: f64 = 1e-9;
@@ -45,6 +46,7 @@ pub fn figures(plan: &Plan) -> Vec<Fault> {
             step(plan, &mut faults);
         }
     }
+    idle(plan, &mut faults);
     let (bound, time) = (plan.lower_bound_us, plan.predicted.minibatch_us);
     if bound > time * (1.0 + TOLERANCE) {
         let what = "lower_bound_us".to_string();
@@ -56,6 +58,19 @@ pub fn figures(plan: &Plan) -> Vec<Fault> {
         faults.push(Fault::Figure { what, said, found: format!("false: the bound is {bound}") });
     }
     faults
+}
+
+/// Plans of before idle devices were named say nothing of them.
+fn idle(plan: &Plan, faults: &mut Vec<Fault>) {
+    let said = &plan.cluster.idle;
+    let has_stage = |device: u32| plan.stages.iter().any(|stage| stage.devices.contains(&device));
+    let is_right = said.windows(2).all(|pair| pair[0] < pair[1])
+        && said.iter().all(|device| *device < plan.cluster.devices && !has_stage(*device));
+    let busy = plan.stages.iter().flat_map(|stage| &stage.devices).collect::<BTreeSet<_>>().len();
+    if !said.is_empty() && (!is_right || said.len() + busy != plan.cluster.devices as usize) {
+        let found = format!("the devices on which no stage stands: {busy} of {} have one", plan.cluster.devices);
+        faults.push(Fault::Figure { what: "cluster.idle".to_string(), said: format!("{} devices", said.len()), found });
+    }
 }
 
 /// Bytes that come into each stage, and the least and the most that leave it.

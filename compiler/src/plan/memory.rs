@@ -3,6 +3,7 @@
 //! ```text
 //! total       = weights · versions + gradients + optimizer + activations + between + messages + workspace
 //! gradients   = terms, twice where replicas add theirs up, + shared        where replicas have shares, also of weights: see `zero`
+//! optimizer   = state · summed + masters                                   the same
 //! activations = in_flight · (saved + inputs + sent)          recomputed: in_flight · (inputs + outputs) + max(1, apart) · (saved + outputs)
 //!               saved + inputs + sent + (in_flight - 1) · outputs                   inference
 //! between     = apart · halves + (apart - 1) · outputs       0 where backwards are whole
@@ -15,7 +16,7 @@
 //! and those that are `shared` with other stages are added up with theirs. The messages are the gradients
 //! that one item gets and gives, and those of the item before that may still be on their way. A recomputed stage keeps its inputs and what it sent, and runs forward once more before backward, into other buffers. Versions are
 //! held by pointer: V versions take V copies of the weights and no more. A tied parameter counts once in each stage that uses
-//! it. Where backwards are split, `apart` items at the most have the first half behind them and not the second: each keeps `halves`,
+//! it. Parameters of two bytes a number have sums of four, `summed` each once, and the optimizer moves `masters` of four beside them. Where backwards are split, `apart` items at the most have the first half behind them and not the second: each keeps `halves`,
 //! what the second reads of the first, and the gradients that came for it. A stage that gets nothing from others has no first half.
 //! For inference there are no gradients and no optimizer; one item at a time is worked on, of those before only what is sent is held,
 //! and the next may be under way.
@@ -28,11 +29,15 @@ use crate::profile::cost_graph::{CostGraph, OpCost, OpId};
 pub struct Holdings {
     /// Parameters, each once.
     pub weights: u64,
-    /// Parameters, each once for every op that uses it.
+    /// Sums of their gradients, each once.
+    pub summed: u64,
+    /// What is moved in the place of those that are narrower than their sums.
+    pub masters: u64,
+    /// Sums of gradients, one for every op that uses a parameter.
     pub terms: u64,
-    /// Parameters that ops outside the set use as well.
+    /// Sums of parameters that ops outside the set use as well.
     pub shared: u64,
-    /// The most bytes of parameters that one op uses, and of those and their gradients that one needs at once.
+    /// The most bytes of sums of the parameters that one op uses, and of those with what it reads of them in the same run of a kernel.
     pub largest: u64,
     /// The latter.
     pub needed: u64,
@@ -84,15 +89,19 @@ impl Holdings {
         let mut holdings = Holdings::default();
         for param in &graph.params {
             let users = param.users.iter().filter(|op| inside[op.index()]).count() as u64;
-            holdings.weights += if users > 0 { param.bytes } else { 0 };
-            holdings.terms += param.bytes * users;
-            holdings.shared += if users > 0 && users < param.users.len() as u64 { param.bytes } else { 0 };
+            if users > 0 {
+                holdings.weights += param.bytes;
+                holdings.summed += param.sum_bytes;
+                holdings.masters += param.master_bytes();
+                holdings.terms += param.sum_bytes * users;
+                holdings.shared += if users < param.users.len() as u64 { param.sum_bytes } else { 0 };
+            }
         }
         let most = |bytes: Vec<u64>| {
             let own = bytes.into_iter().zip(inside).filter(|(_, is_inside)| **is_inside);
             own.map(|(bytes, _)| bytes).max().unwrap_or(0)
         };
-        (holdings.largest, holdings.needed) = (most(graph.used_bytes()), most(graph.needed_bytes()));
+        (holdings.largest, holdings.needed) = (most(graph.summed_bytes()), most(graph.needed_bytes()));
         for (at, tensor) in graph.tensors.iter().enumerate() {
             let (mut is_read_inside, mut is_read_outside) = (false, false);
             for op in &tensor.consumers {
@@ -177,14 +186,28 @@ mod tests {
                 OpCost { arriving_bytes: 8, ..op(2, 40, 7) },
             ],
             tensors: vec![tensor(0, 100, &[1, 2]), tensor(1, 200, &[2]), tensor(2, 400, &[])],
-            params: vec![ParamCost { name: "w".into(), bytes: 1000, users: vec![OpId(0), OpId(1), OpId(2)] }],
+            params: vec![ParamCost::new("w", 1000, vec![OpId(0), OpId(1), OpId(2)])],
         };
         let tail = Holdings::of(&graph, &[false, true, true]);
         let rest = Holdings { inputs: 100, outputs: 0, sent: 0, workspace: 9, halves: 11, ..Holdings::default() };
         assert_eq!(
             tail,
-            Holdings { weights: 1000, terms: 2000, shared: 1000, largest: 1000, needed: 1000, saved: 60, ..rest }
+            Holdings {
+                weights: 1000,
+                summed: 1000,
+                terms: 2000,
+                shared: 1000,
+                largest: 1000,
+                needed: 1000,
+                saved: 60,
+                ..rest
+            }
         );
+        // In two bytes a number its sums have four, and so has what the optimizer moves and keeps.
+        let mut narrow = graph.clone();
+        narrow.params[0].bytes = 500;
+        let half = Holdings { weights: 500, masters: 1000, ..tail };
+        assert_eq!(Holdings::of(&narrow, &[false, true, true]), half);
         let multiples = Multiples {
             in_flight: 3,
             apart: 0,

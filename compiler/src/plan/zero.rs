@@ -10,7 +10,7 @@
 //!                                              where a kernel does both, as those of recurrent layers do
 //! ```
 //!
-//! r are the replicas, g the parameters of the op that uses most. A share is a range of the elements of each parameter, so that a step is the same elementwise work on the same
+//! O is the optimizer's state, and masters where parameters have two bytes a number. r are the replicas, g the parameters of the op that uses most. A share is a range of the elements of each parameter, so that a step is the same elementwise work on the same
 //! numbers, and weights come to the same bits as without shares. At level 2 a gradient goes to its owners as soon as it is made, item by
 //! item and in their order: the bits are those without shares where a replica has one item in a round, and else those of another order of
 //! sums. Then each item's gradients go by a reduce-scatter of their own, beside its backward. Gradients are summed by a reduce-scatter, new weights come by an
@@ -32,21 +32,21 @@ fn share(bytes: u64, replicas: u32) -> u64 {
 
 /// Bytes of gradients and of the optimizer's state that a replica of a stage that trains holds.
 pub fn held(holdings: &Holdings, multiples: &Multiples) -> (u64, u64) {
-    let Holdings { weights, terms, shared, largest, needed, .. } = *holdings;
+    let Holdings { summed, masters, terms, shared, largest, needed, .. } = *holdings;
     let Multiples { replicas, optimizer_state, .. } = *multiples;
     // `as` saturates; state is a small factor checked with the problem.
-    let state = |weights: u64| (weights as f64 * optimizer_state).ceil() as u64;
+    let state = |summed: u64, masters: u64| ((summed as f64 * optimizer_state).ceil() as u64).saturating_add(masters);
     let own = terms.saturating_add(shared);
     match multiples.level() {
-        0 if replicas < 2 => (own, state(weights)),
-        0 => (own.saturating_add(terms), state(weights)),
+        0 if replicas < 2 => (own, state(summed, masters)),
+        0 => (own.saturating_add(terms), state(summed, masters)),
         level => {
-            let summed = share(terms.saturating_sub(shared), replicas).saturating_add(shared);
-            let stepped = share(weights.saturating_sub(shared), replicas).saturating_add(shared);
+            let alone = |bytes: u64, shared: u64| share(bytes.saturating_sub(shared), replicas).saturating_add(shared);
+            let stepped = state(alone(summed, shared), alone(masters, shared.min(masters)));
             // What stages share is summed by each replica as without shares.
             let of_op = if level == 2 { largest } else { needed };
             let made = if level == 1 { own } else { of_op.saturating_add(shared).saturating_add(shared) };
-            (made.saturating_add(summed), state(stepped))
+            (made.saturating_add(alone(terms, shared)), stepped)
         }
     }
 }
@@ -55,7 +55,8 @@ pub fn held(holdings: &Holdings, multiples: &Multiples) -> (u64, u64) {
 pub fn kept(holdings: &Holdings, multiples: &Multiples) -> u64 {
     let Holdings { weights, shared, .. } = *holdings;
     match multiples.level() {
-        3 => share(weights.saturating_sub(shared), multiples.replicas).saturating_add(shared),
+        // Sums are no narrower than weights: of what stages share no less than all is counted.
+        3 => share(weights.saturating_sub(shared), multiples.replicas).saturating_add(shared).min(weights),
         _ => weights,
     }
 }

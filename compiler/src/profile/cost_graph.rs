@@ -87,8 +87,23 @@ pub struct ParamCost {
     pub name: String,
     /// Its size.
     pub bytes: u64,
+    /// The size of a sum of its gradients, and of each number that the optimizer keeps for each of its own: those of a parameter of
+    /// two bytes a number have four.
+    pub sum_bytes: u64,
     /// The ops that use it, ascending; once for each op that has been joined into one.
     pub users: Vec<OpId>,
+}
+
+impl ParamCost {
+    /// A parameter whose sums are as large as it is.
+    pub fn new(name: impl Into<String>, bytes: u64, users: Vec<OpId>) -> ParamCost {
+        ParamCost { name: name.into(), bytes, sum_bytes: bytes, users }
+    }
+
+    /// The bytes of what the optimizer moves in the place of a parameter that is narrower than its sums; 0 for all others.
+    pub fn master_bytes(&self) -> u64 {
+        if self.sum_bytes > self.bytes { self.sum_bytes } else { 0 }
+    }
 }
 
 /// A model as costs. See [`CostGraph::check`] for what must hold.
@@ -229,19 +244,19 @@ impl CostGraph {
         }
     }
 
-    /// For each op the bytes of the parameters that it uses, also where others use them.
-    pub fn used_bytes(&self) -> Vec<u64> {
+    /// For each op the bytes of the sums of gradients of the parameters that it uses, also where others use them.
+    pub fn summed_bytes(&self) -> Vec<u64> {
         let mut used = vec![0u64; self.ops.len()];
         for param in &self.params {
-            param.users.iter().for_each(|op| used[op.index()] += param.bytes);
+            param.users.iter().for_each(|op| used[op.index()] += param.sum_bytes);
         }
         used
     }
 
-    /// For each op the bytes of the parameters and of their gradients that it needs at once.
+    /// For each op the bytes of the parameters and of the sums of their gradients that it needs at once; a parameter counts as its sum.
     pub fn needed_bytes(&self) -> Vec<u64> {
         let both = |(used, op): (u64, &OpCost)| if op.reads_as_it_makes { used.saturating_mul(2) } else { used };
-        self.used_bytes().into_iter().zip(&self.ops).map(both).collect()
+        self.summed_bytes().into_iter().zip(&self.ops).map(both).collect()
     }
 
     /// Whether a tensor would not be kept if it were not sent.
@@ -324,7 +339,7 @@ impl CostGraph {
         total("tensors", self.tensors.iter().map(|tensor| tensor.bytes))?;
         total("parameters", self.params.iter().map(|param| param.bytes))?;
         let uses = |param: &ParamCost| u64::try_from(param.users.len()).unwrap_or(u64::MAX);
-        total("gradients", self.params.iter().map(|param| param.bytes.saturating_mul(uses(param))))
+        total("gradients", self.params.iter().map(|param| param.sum_bytes.saturating_mul(uses(param))))
     }
 
     /// All pairs of an op and a later op that reads one of its tensors, sorted, each pair once.

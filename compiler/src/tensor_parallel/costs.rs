@@ -433,7 +433,10 @@ impl<'a> Costs<'a> {
             if let Op::Parameter(parameter) = &self.whole.graph.node(run.outside[at].node).op
                 && let Some(&param) = self.parameters.get(parameter.name.as_str())
             {
-                self.graph.params[param].bytes = bytes;
+                let param = &mut self.graph.params[param];
+                // Parts of equal numbers.
+                let wide = if param.master_bytes() > 0 { 2 } else { 1 };
+                (param.bytes, param.sum_bytes) = (bytes, bytes.saturating_mul(wide));
             }
         }
     }

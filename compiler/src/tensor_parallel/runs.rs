@@ -136,7 +136,7 @@ mod tests {
             let consumers = readers.into_iter().filter(|op| op.0 < 3 * count).collect();
             graph.tensors.push(TensorCost { name: String::new(), producer: OpId(id), bytes: 4, consumers });
             if id % 3 < 2 {
-                graph.params.push(ParamCost { name: String::new(), bytes: 4, users: vec![OpId(id)] });
+                graph.params.push(ParamCost::new("", 4, vec![OpId(id)]));
             }
         }
         graph

@@ -2,7 +2,7 @@
 //! `parts[k + 1]` of the list of layers that the module is made from.
 //!
 //! ```text
-//! {"layers": ["embed", "layers.0", "layers.1", "head"], "parts": [0, 2, 4], …}
+//! {"_use": "…", "layers": ["embed", "layers.0", "layers.1", "head"], "parts": [0, 2, 4], …}
 //! ```
 //!
 //! DeepSpeed works `parts` out itself in `_partition_layers`; a subclass that sets `self.parts` there, and then calls
@@ -16,6 +16,14 @@ use crate::plan::ScheduleKind;
 use serde_json::json;
 
 const TOOL: &str = "DeepSpeed";
+
+/// Where what is written goes.
+const USE: [&str; 2] = [
+    "`parts` goes into a subclass of PipelineModule made of `layers`: its _partition_layers sets self.parts = parts and calls \
+     self._set_bounds(start=self.parts[stage], stop=self.parts[stage + 1])",
+    "train_batch_size, train_micro_batch_size_per_gpu and gradient_accumulation_steps go into the configuration that \
+     deepspeed.initialize(config=…) takes",
+];
 
 /// Writes `deepspeed.json`.
 pub fn write(asked: &Asked<'_>) -> Result<Bundle, Refusal> {
@@ -32,6 +40,8 @@ pub fn write(asked: &Asked<'_>) -> Result<Bundle, Refusal> {
     }
     let micro = plan.schedule.micro_batch;
     let whole = json!({
+        // JSON has no comments; this key is the first of all.
+        "_use": USE,
         "layers": stages.concat(),
         "parts": parts,
         "num_stages": stages.len(),
@@ -41,6 +51,7 @@ pub fn write(asked: &Asked<'_>) -> Result<Bundle, Refusal> {
         "train_batch_size": micro.saturating_mul(u64::from(microbatches)).saturating_mul(u64::from(replicas)),
     });
     let mut bundle = Bundle::of("deepspeed.json", serde_json::to_string_pretty(&whole).unwrap_or_default() + "\n");
+    bundle.notes.extend(USE.map(str::to_string));
     bundle.notes.extend(fit::handed_on(plan, TOOL));
     Ok(bundle)
 }

@@ -18,6 +18,10 @@ use std::collections::BTreeMap;
 
 const TOOL: &str = "Megatron";
 
+/// Where what is written goes.
+const USE: &str = "these are arguments of Megatron-LM's training script: \
+                   eval \"torchrun … pretrain_gpt.py … $(grep -v '^#' FILE | tr '\\n' ' ')\"";
+
 /// Writes `megatron.args`, arguments of the training script as a shell reads them.
 pub fn write(asked: &Asked<'_>) -> Result<Bundle, Refusal> {
     let plan = asked.plan;
@@ -33,10 +37,11 @@ pub fn write(asked: &Asked<'_>) -> Result<Bundle, Refusal> {
     let degree = plan.stages.first().map_or(1, Stage::degree);
     let tensor = if degree > 1 { format!("--tensor-model-parallel-size {degree}\n") } else { String::new() };
     let text = format!(
-        "{tensor}--pipeline-model-parallel-size {ranks}\n--pipeline-model-parallel-layout \"{layout}\"\n--num-layers {count}\n\
+        "# {USE}\n{tensor}--pipeline-model-parallel-size {ranks}\n--pipeline-model-parallel-layout \"{layout}\"\n--num-layers {count}\n\
          --micro-batch-size {micro}\n--global-batch-size {global}\n"
     );
     let mut bundle = Bundle::of("megatron.args", text);
+    bundle.notes.push(USE.to_string());
     bundle.notes.extend(fit::handed_on(plan, TOOL));
     let groups = if degree > 1 { format!(" of {degree} that share their layers") } else { String::new() };
     bundle.notes.push(format!(

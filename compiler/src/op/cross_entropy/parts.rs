@@ -24,12 +24,8 @@ impl CrossEntropy {
         let own = counted(out, at.inputs[1], self.ignore);
         let own = count(out, own);
         let share = share(out, own, at.devices);
-        // A device without targets has no mean; what it has a share of, if anything, is nothing.
-        let zero = out.emit(scalar(DType::I64, 0.0), &[]);
-        let none = out.emit(Op::Compare(Compare::Equal), &[own, zero]);
         let share = cast(out, share, both[0]);
-        let term = out.emit(Op::Binary(Binary::Mul), &[both[0], share]);
-        vec![out.emit(Op::Select(Select {}), &[none, share, term]), both[1]]
+        vec![out.emit(Op::Binary(Binary::Mul), &[both[0], share]), both[1]]
     }
 
     pub(super) fn by_classes(&self, at: &PartSite<'_>, out: &mut dyn Emit) -> Vec<Value> {
@@ -51,11 +47,8 @@ impl CrossEntropy {
 
         let zero = out.emit(scalar(out.fact(mean).dtype, 0.0), &[]);
         let own = count(out, targets.own);
-        let none = out.emit(scalar(DType::I64, 0.0), &[]);
-        let none = out.emit(Op::Compare(Compare::Equal), &[own, none]);
         let own = cast(out, own, mean);
         let total = out.emit(Op::Binary(Binary::Mul), &[mean, own]);
-        let total = out.emit(Op::Select(Select {}), &[none, zero, total]);
         // Small numbers first: of large logits their sum is rounded.
         let missing = out.emit(Op::Binary(Binary::Sub), &[most, own_lse]);
         let missing = out.emit(Op::Binary(Binary::Add), &[missing, log]);
@@ -64,6 +57,7 @@ impl CrossEntropy {
         let total = out.emit(Op::Binary(Binary::Add), &[total, missing]);
         let all = count(out, targets.counted);
         let all = cast(out, all, mean);
+        let all = at_least_one(out, all);
         vec![out.emit(Op::Binary(Binary::Div), &[total, all]), lse]
     }
 }
@@ -161,11 +155,18 @@ fn sum_of(out: &mut dyn Emit, x: Value) -> Value {
     out.emit(Op::Reduce(Reduce { kind: ReduceKind::Sum, axes, keep: false }), &[x])
 }
 
-/// What a device's count is of that of all; not a number where there is none.
+/// What a device's count is of that of all; nothing where there is none.
 fn share(out: &mut dyn Emit, own: Value, devices: usize) -> Value {
     let all = out.emit(Op::AllReduce(AllReduce { kind: ReduceKind::Sum, devices }), &[own]);
     let [own, all] = [own, all].map(|count| out.emit(Op::Cast(Cast { to: DType::F64 }), &[count]));
+    let all = at_least_one(out, all);
     out.emit(Op::Binary(Binary::Div), &[own, all])
+}
+
+/// A count that something may be divided by.
+fn at_least_one(out: &mut dyn Emit, count: Value) -> Value {
+    let one = out.emit(scalar(out.fact(count).dtype, 1.0), &[]);
+    out.emit(Op::Binary(Binary::Max), &[count, one])
 }
 
 /// A value in the element type of another.

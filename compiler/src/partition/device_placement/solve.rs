@@ -280,6 +280,7 @@ fn cluster(placement: &Placement, bytes: f64) -> Result<PlannedCluster, ClusterE
         memory_per_device,
         device: cluster.device,
         classes: Vec::new(),
+        idle: Vec::new(),
     })
 }
 

@@ -133,6 +133,7 @@ pub fn solve(hybrid: &Hybrid, request: &Request) -> Result<Plan, SolveError> {
             classes: Vec::new(),
             devices: hybrid.devices,
             memory_per_device: Some(memory),
+            idle: Vec::new(),
         },
         cost: CostModel::Hybrid,
         objective: Objective::Throughput,

@@ -32,7 +32,7 @@ use crate::plan::caps::Flow;
 use crate::plan::links::Wire;
 use crate::plan::outlook::Asked;
 use crate::plan::problem::{CostModel, Problem};
-use crate::profile::cost_graph::OpId;
+use crate::profile::cost_graph::{OpId, ParamCost};
 use good_lp::{Constraint, Expression, IntoAffineExpression, ProblemVariables, Variable, variable};
 
 /// What is the same for every choice.
@@ -257,11 +257,11 @@ impl<'a> Formulation<'a> {
         sum
     }
 
-    /// The bytes of the parameters that a stage uses, times `factor`.
-    pub(super) fn parameters(&mut self, stage: usize, factor: f64, room: f64) -> Expression {
+    /// The sum over the parameters that a stage uses of what each has of something, as far as `room` lets it matter.
+    pub(super) fn parameters(&mut self, stage: usize, room: f64, of: impl Fn(&ParamCost) -> f64) -> Expression {
         let mut sum = Expression::default();
         for param in &self.scope.problem.graph.params {
-            let Some(factor) = self.factor(factor * param.bytes as f64, room) else { continue };
+            let Some(factor) = self.factor(of(param), room) else { continue };
             match &param.users[..] {
                 [] => {}
                 [user] => self.add_inside(&mut sum, factor, user.index(), stage),
@@ -275,11 +275,11 @@ impl<'a> Formulation<'a> {
         sum
     }
 
-    /// The bytes of the parameters that a stage uses and others use as well, times `factor`.
+    /// The bytes of sums of the parameters that a stage uses and others use as well, times `factor`.
     pub(super) fn shared(&mut self, stage: usize, factor: f64, room: f64) -> Expression {
         let mut sum = Expression::default();
         for param in self.scope.problem.graph.params.iter().filter(|param| param.users.len() > 1) {
-            let Some(factor) = self.factor(factor * param.bytes as f64, room) else { continue };
+            let Some(factor) = self.factor(factor * param.sum_bytes as f64, room) else { continue };
             let inside = self.each_inside(&param.users, stage);
             let outside = inside.iter().map(|inside| Expression::from(1.0) - inside.clone()).collect();
             let (is_used, is_used_outside) = (self.at_least(inside), self.at_least(outside));

@@ -15,7 +15,7 @@ impl Formulation<'_> {
         let lanes = |stage: usize| Lanes { replicas: self.choice.replicas[stage], in_flight: self.choice.caps[stage] };
         let versions = |stage: usize| self.scope.flow.versions(lanes(stage), First::Known(lanes(0)));
         let versions: Vec<u32> = (0..self.stages()).map(versions).collect();
-        let used = problem.graph.used_bytes();
+        let used = problem.graph.summed_bytes();
         for (stage, versions) in versions.into_iter().enumerate() {
             let Some(limit) = problem.limit_of(self.choice.devices(stage)) else { continue };
             let limit = limit as f64;
@@ -32,8 +32,15 @@ impl Formulation<'_> {
             };
             let each = |holdings: Holdings| holdings.held(&multiples).total as f64 / MANY as f64 / limit;
             let none = Holdings::default();
-            let mut sum = self.parameters(stage, each(Holdings { weights: MANY, ..none }), 1.0);
-            sum += self.shared(stage, each(Holdings { shared: MANY, ..none }), 1.0);
+            let weights = each(Holdings { weights: MANY, ..none });
+            let (summed, masters) = (each(Holdings { summed: MANY, ..none }), each(Holdings { masters: MANY, ..none }));
+            let mut sum = self.parameters(stage, 1.0, |param| {
+                let moved = summed * param.sum_bytes as f64 + masters * param.master_bytes() as f64;
+                weights * param.bytes as f64 + moved
+            });
+            // Of weights that are shared out, those of other stages too are held whole.
+            let whole = each(Holdings { weights: MANY, shared: MANY, ..none }) - weights;
+            sum += self.shared(stage, whole, 1.0);
             let [saved, terms] = [Holdings { saved: MANY, ..none }, Holdings { terms: MANY, ..none }].map(each);
             // Every stage but the first counts as one that others wait for, and no gradient as one that comes as it is.
             let halves = if stage == 0 { 0.0 } else { f64::from(multiples.apart) / limit };

@@ -216,7 +216,7 @@ impl Formulation<'_> {
         }
         let unit_us = self.scope.unit_us;
         let per_byte = 2.0 * (m - 1.0) / m / (self.wire.bytes_per_us * unit_us);
-        let mut sum = self.parameters(stage, per_byte, self.room());
+        let mut sum = self.parameters(stage, self.room(), |param| per_byte * param.bytes as f64);
         sum += 2.0 * (m - 1.0) * self.wire.latency_us / unit_us;
         sum
     }

@@ -5,10 +5,13 @@ use crate::plan::{Plan, ScheduleKind, Stage};
 use crate::profile::cost_graph::CostGraph;
 use std::collections::BTreeSet;
 
-/// What a stage would hold alike on all replicas: bytes of its weights, of one sum of gradients for each use of each, of those that
-/// other stages hold too, of those of the op that uses most, with what it reads at the same time where that is gathered, and of the optimizer's state for each byte.
+/// What a stage would hold alike on all replicas: bytes of its weights, of one sum of gradients for each of them, of their masters, of one sum
+/// for each use of each, of those that other stages hold too, of those of the op that uses most, with what it reads at the same time where
+/// that is gathered, and of the optimizer's state for each byte.
 pub struct Of {
     pub weights: u64,
+    pub summed: u64,
+    pub masters: u64,
     pub terms: u64,
     pub shared: u64,
     pub largest: u64,
@@ -47,12 +50,13 @@ pub fn kept(stage: &Stage, of: &Of) -> u64 {
     }
     // Every replica has all that other stages hold too, and one of r parts of the rest.
     let r = u64::from(stage.replicas.max(1));
-    of.weights.saturating_sub(of.shared).div_ceil(r).saturating_add(of.shared)
+    let apart = of.weights.saturating_sub(of.shared).div_ceil(r);
+    of.weights.min(apart.saturating_add(of.shared))
 }
 
 /// Bytes of gradients and of the optimizer's state on each replica.
 pub fn held(stage: &Stage, of: &Of) -> (u64, u64) {
-    let state = |bytes: u64| (bytes as f64 * of.state).ceil() as u64;
+    let state = |bytes: u64, masters: u64| ((bytes as f64 * of.state).ceil() as u64).saturating_add(masters);
     // What one of r has of so many bytes, no less than its part of each.
     let part = |bytes: u64| {
         let r = u64::from(stage.replicas);
@@ -61,16 +65,17 @@ pub fn held(stage: &Stage, of: &Of) -> (u64, u64) {
     // Sums over the items of the replica, and those with what other stages have.
     let mut gradients = of.terms.saturating_add(of.shared);
     if stage.replicas < 2 {
-        return (gradients, state(of.weights));
+        return (gradients, state(of.summed, of.masters));
     }
     if stage.zero == 0 {
         gradients = gradients.saturating_add(of.terms);
-        return (gradients, state(of.weights));
+        return (gradients, state(of.summed, of.masters));
     }
-    let alone = |bytes: u64| part(bytes.saturating_sub(of.shared)).saturating_add(of.shared);
+    let alone = |bytes: u64, shared: u64| part(bytes.saturating_sub(shared)).saturating_add(shared);
     if stage.zero >= 2 {
         // Of all that it makes alone, a replica has what one op makes at a time.
         gradients = of.shared.saturating_mul(2).saturating_add(of.largest);
     }
-    (gradients.saturating_add(alone(of.terms)), state(alone(of.weights)))
+    let stepped = state(alone(of.summed, of.shared), alone(of.masters, of.shared.min(of.masters)));
+    (gradients.saturating_add(alone(of.terms, of.shared)), stepped)
 }

@@ -81,7 +81,7 @@ fn loss<T: Real>(rows: Rows) -> Fast {
                 count += 1;
             }
         }
-        cast_slice_mut::<u8, T>(loss)[0] = T::of(sum / count as f64);
+        cast_slice_mut::<u8, T>(loss)[0] = T::of(sum / count.max(1) as f64);
         Ok(())
     });
     fast.with_workspace(scratch)

@@ -71,7 +71,7 @@ pub fn kernel(op: &CrossEntropy, logits: &Layout, target: &Layout) -> Option<Rec
         "{kind} sum = 0;\nfor (at k = threadIdx.x; k < (at){}; k += blockDim.x) sum += losses[k];\nsum = sum_across(sum);\n\
          if (threadIdx.x == 0) loss[0] = {};",
         target.len(),
-        store(logits.dtype, &format!("sum / ({kind})count[0]"))
+        store(logits.dtype, &format!("sum / ({kind})(count[0] > 0 ? count[0] : 1)"))
     );
     recipe.launches.push(draft.block_each(1, target.len(), &lines));
     Some(recipe)

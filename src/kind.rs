@@ -1,0 +1,60 @@
+//! What a file is, by its first bytes, where something else was expected: its kind, and which verb or flag takes it.
+
+/// What the bytes look like, and what to do with such a file; nothing where they look like nothing that is known.
+pub fn of(bytes: &[u8]) -> Option<(&'static str, &'static str)> {
+    const MODEL: &str = "`pipec partition FILE` plans a model, `pipec inspect FILE` says what it is";
+    const ARRAYS: &str = "`pipec train MODEL --data FILE` reads arrays as data, `--weights FILE` as weights";
+    let starts = |with: &[u8]| bytes.starts_with(with);
+    let has = |word: &[u8]| bytes[..bytes.len().min(NAMES)].windows(word.len()).any(|window| window == word);
+    Some(match () {
+        () if starts(b"PK") && (has(b"models/model.json") || has(b"archive_version")) => {
+            ("it looks like a .pt2, a model that torch.export.save wrote", MODEL)
+        }
+        () if starts(b"PK") && has(b".npy") => ("it looks like an .npz, an archive of arrays", ARRAYS),
+        () if starts(b"PK") && has(b"data.pkl") => (
+            "it looks like a pickle that torch.save wrote, which pipec never reads",
+            "`torch.export.save` in Python writes models, `safetensors.torch.save_file` weights",
+        ),
+        () if starts(b"PK") => ("it looks like a zip archive", MODEL),
+        () if starts(b"\x93NUMPY") => ("it looks like an .npy, an array", ARRAYS),
+        () if is_safetensors(bytes) => ("it looks like a .safetensors file", ARRAYS),
+        () if is_onnx(bytes) => ("it looks like an ONNX model", MODEL),
+        () => return None,
+    })
+}
+
+/// Bytes in which names of an archive are looked for.
+const NAMES: usize = 1 << 16;
+
+/// The most bytes of a safetensors header.
+const HEADER: u64 = 16 << 20;
+
+/// The length of a header, and an object of JSON.
+fn is_safetensors(bytes: &[u8]) -> bool {
+    let length = bytes.first_chunk::<8>().map(|length| u64::from_le_bytes(*length));
+    length.is_some_and(|length| (2..=HEADER).contains(&length)) && bytes.get(8) == Some(&b'{')
+}
+
+/// The number 1, `ir_version`, small; then the number 2, `producer_name`, or another field of the message.
+fn is_onnx(bytes: &[u8]) -> bool {
+    matches!(bytes, [0x08, 1..=0x3f, next, ..] if [0x12, 0x1a, 0x22, 0x28, 0x32, 0x3a, 0x42].contains(next))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn files_are_known_by_their_first_bytes() {
+        let kind = |bytes: &[u8]| of(bytes).map(|(kind, _)| kind.split(['.', ',']).nth(1).unwrap_or(kind).trim());
+        assert_eq!(kind(b"PK\x03\x04....m/models/model.json"), Some("pt2"));
+        assert_eq!(kind(b"PK\x03\x04....x.npy"), Some("npz"));
+        assert_eq!(kind(b"\x93NUMPY\x01"), Some("npy"));
+        assert_eq!(kind(b"\x02\0\0\0\0\0\0\0{}"), Some("safetensors file"));
+        assert_eq!(kind(b"\x08\x08\x12\x07pytorch"), Some("it looks like an ONNX model"));
+        assert_eq!(
+            [b"{\"schema\"".as_slice(), b"", b"schema = 1", b"PK"].map(kind),
+            [None, None, None, Some("it looks like a zip archive")]
+        );
+    }
+}
