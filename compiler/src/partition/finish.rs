@@ -10,12 +10,10 @@ use crate::plan::fault::Fault;
 use crate::plan::outlook::{Asked, Outlook};
 use crate::plan::problem::{CostModel, InFlight, Objective, Problem};
 use crate::plan::stage_cost;
-use crate::plan::{
-    Baselines, Fits, Plan, PlannedCluster, PlannedSchedule, Predicted, SCHEMA, ScheduleKind, Search, Stage,
-};
+use crate::plan::{Baselines, Fits, Plan, PlannedCluster, PlannedSchedule, Predicted, SCHEMA, ScheduleKind, Search};
 use crate::plan::{buckets, check};
 use serde_json::{Value, json};
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 
 /// What a plan states beside its stages.
 pub struct Statement<'a> {
@@ -80,7 +78,8 @@ pub fn finish(problem: &Problem, chosen: &Candidate, statement: &Statement<'_>) 
             memory_per_device: problem.memory_limit,
             device: problem.cluster.device.clone(),
             classes: problem.cluster.classes.clone(),
-            idle: idle(&stages, problem.cluster.devices()),
+            // Stages may still be moved.
+            idle: Vec::new(),
         },
         cost: problem.cost,
         objective: problem.objective,
@@ -195,12 +194,6 @@ fn lower_bound(problem: &Problem, flattens: bool) -> f64 {
 /// Whether a played time is the equations', up to what caps are allowed to cost.
 fn is_near(played_us: f64, objective_us: f64) -> bool {
     played_us.min(objective_us) >= ENOUGH * played_us.max(objective_us)
-}
-
-/// The devices on which no stage stands.
-fn idle(stages: &[Stage], devices: u32) -> Vec<u32> {
-    let busy: BTreeSet<u32> = stages.iter().flat_map(|stage| stage.devices.iter().copied()).collect();
-    (0..devices).filter(|device| !busy.contains(device)).collect()
 }
 
 fn predicted(problem: &Problem, chosen: &Candidate, minibatch_us: f64, stages: usize) -> Predicted {

@@ -21,6 +21,7 @@ use crate::plan::problem::{CostModel, InFlight, Objective, Problem, ProblemError
 use crate::plan::stage_cost;
 use serde_json::json;
 use std::cmp::Ordering;
+use std::collections::BTreeSet;
 use std::time::Duration;
 
 /// The most devices that are planned for.
@@ -160,6 +161,13 @@ pub enum PlanError {
 
 /// Makes a plan for `problem`.
 pub fn plan(problem: &Problem, options: &PlannerOptions<'_>) -> Result<Planned, PlanError> {
+    let mut planned = found(problem, options)?;
+    let busy: BTreeSet<u32> = planned.plan.stages.iter().flat_map(|stage| stage.devices.iter().copied()).collect();
+    planned.plan.cluster.idle = (0..problem.cluster.devices()).filter(|device| !busy.contains(device)).collect();
+    Ok(planned)
+}
+
+fn found(problem: &Problem, options: &PlannerOptions<'_>) -> Result<Planned, PlanError> {
     problem.check()?;
     check(problem, options)?;
     if problem.constraints.tensor || !problem.shared.is_empty() {
