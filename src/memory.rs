@@ -67,7 +67,9 @@ pub fn of_stages(codes: &[StageCode], program: &Program, optimizer: &Optimizer) 
             let bytes = named.bytes as u64;
             let (wide, masters) = if is_half(named.fact.dtype) { (bytes.saturating_mul(2), 1) } else { (bytes, 0) };
             let shared = wide.saturating_mul(dealt + masters).div_ceil(shares);
-            bytes.saturating_mul(versions).saturating_add(wide).saturating_add(shared)
+            let kept = bytes.saturating_mul(versions);
+            let kept = if stage.zero >= 3 { kept.div_ceil(shares) } else { kept };
+            kept.saturating_add(wide).saturating_add(shared)
         };
         let weights = code.parameters.iter().map(weights).fold(0, u64::saturating_add);
         let own: u64 = code.own_bytes.iter().map(|bytes| *bytes as u64).sum();

@@ -7,6 +7,7 @@
 use crate::cmd::partition::cost_name;
 use crate::quantity::{self, short};
 use crate::stages::plural;
+use compiler::export::gradients::gradients;
 use compiler::export::stage_name::ranges;
 use compiler::plan::problem::{CostModel, Objective};
 use compiler::plan::{Plan, ScheduleKind, Stage};
@@ -115,6 +116,9 @@ pub fn prediction(plan: &Plan) -> String {
         text += &format!("{name:14} {} {what}: {against}{fits}\n", quantity::time(other));
     }
     text += &format!("bound          {}\n", bound(plan));
+    if let Some(told) = gradients(plan) {
+        text += &format!("gradients      {told}\n");
+    }
     if let Some(told) = groups(plan) {
         text += &format!("groups         {told}\n");
     }

@@ -51,6 +51,40 @@ fn buckets_hide_the_all_reduce_and_change_no_bits() {
     assert!(programs.contains("all-reduce 0 round 0 bucket 1 "), "{programs}");
 }
 
+/// No other power of two gives a program that takes less time, and the plan says which was found and what it hides.
+#[test]
+fn the_fastest_size_is_found() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    ends(folder, 0, &["zoo", "mlp", "-o", "m.onnx", "-q"]);
+    let far = "schema = \"pipec.cluster/1\"\n[device]\nkind = \"cpu\"\n[[level]]\nname = \"far\"\ncount = 3\nbandwidth = \"1GB/s\"\nlatency = \"200us\"\n";
+    fs::write(folder.join("far.toml"), far).unwrap();
+    let near = ["--gpus", "3", "--bandwidth", "0.1GB/s"];
+    for (links, schedule) in [(&near[..], "1f1b"), (&["--cluster", "far.toml"], "1f1b"), (&near, "1f1b-rr")] {
+        let asked = ["partition", "m.onnx", "--cut-after", "relu2", "--schedule", schedule, "--stages", "2,1"];
+        let items = if schedule == "1f1b" { "4" } else { "1" };
+        let more = ["--microbatches", items, "--micro-batch", "4", "--profile", "analytic:cpu", "--bucket"];
+        let planned = |size: &str| {
+            let [told, _] = ends(folder, 0, &[&asked[..], links, &more, &[size, "-o", "p.json"]].concat());
+            ends(folder, 0, &["plan", "check", "p.json", "--model", "m.onnx", "--profile", "analytic:cpu"]);
+            (read(&folder.join("p.json")), told)
+        };
+        let us = |plan: &Value| plan["predicted"]["minibatch_us"].as_f64().unwrap();
+        let (found, told) = planned("auto");
+        let size = found["options"]["bucket_bytes"].as_u64().unwrap();
+        assert!(size.is_power_of_two());
+        assert!(told.contains("% of that time is hidden behind work"), "{told}");
+        let others: Vec<f64> = (12..=19).map(|power| us(&planned(&format!("{}B", 1u64 << power)).0)).collect();
+        let least = others.iter().copied().fold(f64::INFINITY, f64::min);
+        assert!(
+            (us(&found) - least).abs() <= 1e-6 * least,
+            "{links:?} {schedule}: {size} B takes {}, {others:?}",
+            us(&found)
+        );
+        println!("{links:?} {schedule}: {size} B, {others:?}");
+    }
+}
+
 /// What a plan says of buckets is held against its stages and its model.
 #[test]
 fn buckets_of_another_stage_are_told() {

@@ -6,10 +6,8 @@ use std::collections::BTreeMap;
 use std::ops::RangeInclusive;
 
 use compiler::plan::StageId;
-use compiler::schedule::chart::chart;
 use compiler::schedule::check::check;
 use compiler::schedule::fault::CheckError;
-use compiler::schedule::json::{from_json, to_json};
 use compiler::schedule::rule::StepCount;
 use compiler::schedule::scheduler::schedule;
 use compiler::schedule::work::Part;
@@ -17,7 +15,6 @@ use compiler::schedule::{
     Bucket, Edge, EdgeId, Instruction, MicrobatchId, Payload, Pipeline, Program, Schedule, Slot, StageShape, Token,
     Version, WorkerId,
 };
-use compiler::simulate::run::{Machine, simulate};
 
 /// SplitMix64: small, seeded, the same everywhere.
 struct Random(u64);
@@ -541,80 +538,4 @@ fn opposite_orders_of_waiting_are_a_deadlock() {
         .replace("send 0F0 > 1.0 #0\n        wait #0\n", "");
     let error = check(&stuck.parse().unwrap()).unwrap_err().to_string();
     assert_eq!(error, "worker 1.0, instruction 1 (`wait #1`): waits for ever: 0.0 never sends item 0");
-}
-
-/// Replicas that step shares of the weights, and what a program may have beside what schedules write: checkpoints, and a forward that runs
-/// again where nothing says that it must.
-const SHARES: &str = "program gpipe {
-  items 2
-  microbatches 2
-  stage 0 replicas=2 cap=1 zero=1
-  worker 0.0 {
-    load 0F0
-    0F0
-    recompute 0F0
-    0B0
-    reduce-scatter 0 round 0 #0
-    wait #0
-    step 0 round 0 v0 => v1 mean 2
-    all-gather 0 v1 #1
-    wait #1
-    checkpoint 0 v1
-  }
-  worker 0.1 {
-    load 0F1
-    0F1
-    recompute 0F1
-    0B1
-    reduce-scatter 0 round 0 #0
-    wait #0
-    step 0 round 0 v0 => v1 mean 2
-    all-gather 0 v1 #1
-    wait #1
-  }
-}
-";
-
-#[test]
-fn forwards_run_again_and_weights_are_made_in_shares() {
-    let program: Program = SHARES.parse().unwrap();
-    check(&program).unwrap();
-    assert_eq!(program.to_string(), SHARES);
-    assert_eq!(from_json(&to_json(&program).unwrap()).unwrap(), program);
-    assert_eq!(chart(&program).unwrap(), "0.0 | F0 R0 B0\n0.1 | F1 R1 B1\n");
-    // Forward 2, the forward again 2, what is left of a backward of 6, and a reduce-scatter and an all-gather of an all-reduce of 10.
-    let mut stage = StageShape::new(2, 2.0, 6.0);
-    (stage.recompute, stage.all_reduce) = (Some(2.0), 10.0);
-    let pipeline = Pipeline::chain(vec![stage]);
-    let timeline = simulate(&program, &pipeline, &Machine::of(&pipeline)).unwrap();
-    let names: Vec<String> = timeline.workers[0].spans.iter().map(|span| span.activity.to_string()).collect();
-    assert_eq!(names, ["0F0", "0R0", "0B0"]);
-    assert_eq!(timeline.workers[0].spans[2].end, 8.0);
-    assert_eq!((timeline.makespan, timeline.links[0].spans.len()), (18.0, 2));
-}
-
-#[test]
-fn mistakes_with_shares_are_told_where_they_are() {
-    let lines: [(&str, &str, &str); 10] = [
-        ("    recompute 0F1\n    0B1\n", "    0B1\n    recompute 0F1\n", "worker 0.1, instruction 3"),
-        ("    recompute 0F1\n", "    recompute 0F1\n    recompute 0F1\n", "worker 0.1, instruction 3"),
-        ("    recompute 0F1\n", "    recompute 0F1@v1\n", "worker 0.1, instruction 2"),
-        (
-            "    wait #1\n    checkpoint 0 v1\n",
-            "    checkpoint 0 v1\n    wait #1\n",
-            "in shares that have not been gathered",
-        ),
-        ("    all-gather 0 v1 #1\n    wait #1\n    checkpoint 0 v1\n", "", "worker 0.0, at its end"),
-        ("    reduce-scatter 0 round 0 #0\n", "    all-reduce 0 round 0 #0\n", "worker 0.0, instruction 4"),
-        ("    wait #1\n    checkpoint 0 v1\n", "    drop 0 v1\n", "in shares that have not been gathered"),
-        ("cap=1 zero=1", "cap=1", "whose rounds are summed by all-reduces"),
-        ("cap=1 zero=1", "cap=1 zero=9", "ZeRO has levels"),
-        ("all-gather 0 v1 #1", "all-gather 0 v1 bucket 1 #1", "bucket 1 where bucket 0 is next"),
-    ];
-    for (right, wrong, told) in lines {
-        assert!(SHARES.contains(right));
-        let text = SHARES.replacen(right, wrong, 1);
-        let error = check(&text.parse().unwrap()).unwrap_err().to_string();
-        assert!(error.contains(told), "`{wrong}`: {error}");
-    }
 }

@@ -215,7 +215,9 @@ fn a_replica_holds_its_share() {
         let whole = run.at(0).held_bytes;
         let share = parameters / u64::from(replicas);
         // Two tensors of state and one of sums; from level 2 on also the sums of the replica's own, but for one at a time.
-        let saved = [3 * (parameters - share), 3 * (parameters - share) + parameters - largest];
+        let sums = 3 * (parameters - share) + parameters - largest;
+        // At level 3 also the weights: those that an op reads lie where the gradients of one do.
+        let saved = [3 * (parameters - share), sums, sums + parameters - share];
         for (level, saved) in (1..).zip(saved) {
             for (whole, shared) in whole.iter().zip(&run.at(level).held_bytes) {
                 let found = whole - shared;

@@ -6,6 +6,7 @@
 pub mod along;
 pub mod best;
 pub mod bound;
+pub mod bucket;
 pub mod build;
 pub mod chunked;
 pub mod counts;

@@ -184,11 +184,12 @@ pub struct PlannedSchedule {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct StageMemory {
-    /// One copy of the weights; a tied parameter counts once in each stage that uses it.
+    /// One copy of the weights, or the replica's share of one; a tied parameter counts once in each stage that uses it.
     pub weights: u64,
     /// The stashed versions beyond that copy.
     pub versions: u64,
-    /// Gradients of the weights: those that are summed up, and those of the run at hand.
+    /// Gradients of the weights: those that are summed up, and those of the run at hand; where these leave as they are made, those of one op, in
+    /// whose place weights may lie that are gathered.
     pub gradients: u64,
     /// State of the optimizer, and the `f32` copies that it moves of parameters of two bytes a number.
     pub optimizer: u64,
@@ -265,9 +266,12 @@ pub struct Stage {
     /// Parts in which replicas sum their gradients, in the order in which a backward makes them; none for all at once.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub buckets: Vec<GradientBucket>,
-    /// The level of ZeRO by which replicas share what they would hold alike: 1 the optimizer's state, 2 the sums of gradients too; absent for none.
+    /// The level of ZeRO by which replicas share what they would hold alike: 1 the optimizer's state, 2 the sums of gradients too, 3 the weights too; absent for none.
     #[serde(default, skip_serializing_if = "is_none_of")]
     pub zero: u32,
+    /// Bytes of the stage's parameters, where each replica holds a share of them; absent where it holds all.
+    #[serde(default, skip_serializing_if = "is_nothing")]
+    pub parameter_bytes: u64,
     /// What each device of a replica holds.
     pub memory: StageMemory,
     /// The stage's place in the levels of the cluster, innermost first. One entry on a cluster of several levels means that the
@@ -454,6 +458,11 @@ impl Stage {
     /// Devices that share every op of one replica.
     pub fn degree(&self) -> u32 {
         self.tensor_degree.unwrap_or(1).max(1)
+    }
+
+    /// Bytes of the stage's parameters, of which a replica may hold a share only.
+    pub fn all_weights(&self) -> u64 {
+        if self.zero >= 3 { self.parameter_bytes } else { self.memory.weights }
     }
 
     /// All op ids of the stage, ascending.

@@ -9,6 +9,7 @@
 pub mod efficiency;
 pub mod flows;
 pub mod forwards;
+pub mod hidden;
 pub mod holding;
 pub mod network;
 pub mod pace;

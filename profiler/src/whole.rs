@@ -138,7 +138,7 @@ impl Whole {
         }
 
         // The first run gives the item all its buffers.
-        executor.forward(&item).ok()?;
+        executor.forward(&mut item).ok()?;
         item.sums = begun(&mut vec![None; code.gradient_terms.len()], &mut executor);
         executor.backward(&mut item).ok()?;
         let began = Instant::now();

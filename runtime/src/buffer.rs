@@ -2,7 +2,7 @@
 
 use compiler::pass::memory::ALIGNMENT;
 use std::alloc::{Layout, alloc, dealloc, handle_alloc_error};
-use std::collections::{HashMap, HashSet};
+use std::collections::HashMap;
 use std::ptr::NonNull;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -19,6 +19,8 @@ pub struct Buffer {
     bytes: usize,
     ledger: Option<Arc<Ledger>>,
     lent: AtomicBool,
+    /// The pool that made it.
+    pool: Option<Arc<()>>,
 }
 
 /// How many bytes are held by the buffers that are written into it, wherever they are dropped.
@@ -83,7 +85,7 @@ impl Buffer {
         }
         // SAFETY: the bytes have just been allocated.
         unsafe { start.as_ptr().write_bytes(0, layout.size()) };
-        Buffer { start, bytes, ledger: None, lent: AtomicBool::new(false) }
+        Buffer { start, bytes, ledger: None, lent: AtomicBool::new(false), pool: None }
     }
 
     /// Counts the buffer in a ledger until it is dropped.
@@ -170,8 +172,9 @@ fn ask_for_large_pages(_: NonNull<u8>, _: usize) {}
 #[derive(Default)]
 pub struct Pool {
     free: HashMap<usize, Vec<Arc<Buffer>>>,
-    /// The addresses of the buffers that this pool made: it keeps no other, or two pools would hold a buffer for ever.
-    made: HashSet<usize>,
+    /// What its buffers bear: it keeps no other, or two pools would hold a buffer for ever. An address would not tell, which is another
+    /// buffer's when the first is gone.
+    own: Arc<()>,
     /// What its buffers hold together.
     pub ledger: Arc<Ledger>,
 }
@@ -190,9 +193,8 @@ impl Pool {
             None => {
                 let mut buffer = Buffer::new(bytes);
                 buffer.count_in(&self.ledger);
-                let buffer = Arc::new(buffer);
-                self.made.insert(buffer.start() as usize);
-                buffer
+                buffer.pool = Some(self.own.clone());
+                Arc::new(buffer)
             }
         }
     }
@@ -206,7 +208,7 @@ impl Pool {
 
     /// Gives a buffer back. Others may still read it, and others may give it back as well: it is listed once.
     pub fn give(&mut self, buffer: Arc<Buffer>) {
-        if !self.made.contains(&(buffer.start() as usize)) {
+        if !buffer.pool.as_ref().is_some_and(|pool| Arc::ptr_eq(pool, &self.own)) {
             return;
         }
         let free = self.free.entry(buffer.len()).or_default();
@@ -253,5 +255,10 @@ mod tests {
         let address = reader.start();
         drop(reader);
         assert_eq!(pool.take(100).start(), address);
+        // One that comes to lie where a lost one did is another's.
+        drop(pool.take(300));
+        let others: Vec<Arc<Buffer>> = (0..100).map(|_| Arc::new(Buffer::new(300))).collect();
+        others.into_iter().for_each(|other| pool.give(other));
+        assert!(pool.free.get(&300).is_none_or(Vec::is_empty));
     }
 }

@@ -129,6 +129,16 @@ pub struct StageCode {
     pub reference_ops: Vec<String>,
 }
 
+impl StageCode {
+    /// Places that are read between runs, by nobody's steps.
+    pub fn read_apart(&self) -> impl Iterator<Item = Place> + '_ {
+        let transfers = self.sent.iter().chain(&self.gradients_out).map(|transfer| transfer.place);
+        let results =
+            self.results.iter().map(|(_, place)| *place).chain(self.follows.iter().map(|follow| follow.sample));
+        transfers.chain(results).chain(self.gradient_terms.iter().map(|term| term.place))
+    }
+}
+
 /// Compiles a graph of fixed sizes. `place` gives the stage of every op that depends on a source; with `loss`, the name
 /// of the result that is made small, the backward runs are compiled too.
 pub fn compile(

@@ -202,7 +202,7 @@ impl<'a> Desk<'a> {
             tied,
             is_first,
             buckets,
-            begin,
+            mut begin,
             seat,
         } = place;
         let Manner { optimizer, policy, microbatches, flushes, keeps_gradients, window } = manner;
@@ -213,10 +213,13 @@ impl<'a> Desk<'a> {
         if let Some(shelf) = shelf {
             let version = begin.as_ref().map_or(0, |begin| begin.version);
             shelf.enter(share.replica(), ledger, if flushes { version } else { u32::MAX });
-            executor.pieces = Some(Pieces::new(code, share.clone(), shelf));
+            executor.pieces = Some(Pieces::new(code, share.clone(), shelf, flushes));
         }
         let stepper = Stepper::new(code, optimizer, masters, policy.staleness, delay, share.clone());
         ledger.add(stepper.bytes() + kept + code.arena_bytes);
+        if share.keeps() {
+            first = share::begin(&share, code, first, begin.as_mut());
+        }
         first.iter_mut().filter_map(Arc::get_mut).for_each(|weight| weight.count_in(ledger));
         let mut late = Vec::new();
         for (at, shared) in tied.iter().enumerate().filter(|(_, shared)| !shared.holders.is_empty()) {
@@ -257,6 +260,7 @@ impl<'a> Desk<'a> {
         if let Some(begin) = begin {
             desk.begin(begin);
         }
+        desk.put(desk.newest_version());
         desk
     }
 
@@ -289,6 +293,7 @@ impl<'a> Desk<'a> {
 
     /// Forgets a version.
     pub fn drop_version(&mut self, version: u32) {
+        self.let_go(version);
         for buffer in self.versions.remove(&version).unwrap_or_default() {
             if !self.give_up(&buffer) {
                 self.executor.pool.give(buffer);
@@ -341,8 +346,9 @@ impl<'a> Desk<'a> {
         if is_behind {
             self.keep(item, version, &weights, predicts);
         }
-        self.item(item).weights = weights;
-        let state = &self.items[&item];
+        self.item(item);
+        let Some(state) = self.items.get_mut(&item) else { return Ok(None) };
+        (state.weights, state.version) = (weights, version);
         self.executor.forward(state)?;
         if !self.code.follows.is_empty() {
             let samples = self.code.follows.iter().map(|f| self.executor.result(state, f.sample).to_vec()).collect();
@@ -534,6 +540,7 @@ impl<'a> Desk<'a> {
         let to = step.round + 1;
         let mut old = self.versions.get(&step.from).cloned().unwrap_or_default();
         if step.in_place {
+            self.let_go(step.from);
             self.versions.remove(&step.from);
         }
         let ready = self.ready.remove(&step.round);
@@ -556,6 +563,7 @@ impl<'a> Desk<'a> {
             });
         }
         self.versions.insert(to, new);
+        self.put(to);
         if step.factor.is_none() {
             // It leaves no trace.
             self.uncounted.iter_mut().for_each(|more| *more += 1);

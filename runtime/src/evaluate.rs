@@ -67,7 +67,7 @@ pub fn evaluate_each(
         item.weights = parameters.clone();
         given.entry(COUNTER.to_string()).or_insert_with(|| Tensor::from_i64(&[], &[0]));
         item.feeds = buffers("input", &code.feeds, &given)?.into_iter().map(Arc::new).collect();
-        executor.forward(&item)?;
+        executor.forward(&mut item)?;
         let mut results = BTreeMap::new();
         for (named, place) in &code.results {
             let shape = named.fact.concrete().expect("sizes were checked when the graph was compiled");

@@ -30,8 +30,12 @@ pub struct ExecuteError {
 /// What one minibatch or microbatch holds between its forward and its backward run.
 #[derive(Default)]
 pub struct Item {
-    /// The weights that both runs use.
+    /// The weights that both runs use, and their version.
     pub weights: Weights,
+    /// The version.
+    pub version: u32,
+    /// Of parameters whose weights are a share, what a step reads of all of them.
+    pub gathered: Vec<Option<Arc<Buffer>>>,
     /// What the backward run reads of the forward run.
     pub kept: Option<Arc<Buffer>>,
     /// What is sent to later stages.
@@ -106,7 +110,7 @@ pub struct Executor<'a> {
     pub pool: Pool,
     /// Where its worker meets those of the other devices, if they share the stage.
     pub seat: Option<Arc<Seat>>,
-    /// What is done between the steps of a backward, if its gradients leave as they are made.
+    /// What is done between steps, if gradients leave as they are made.
     pub pieces: Option<Pieces>,
     arena: Buffer,
 }
@@ -122,6 +126,8 @@ impl<'a> Executor<'a> {
         let own = self.code.own_bytes.iter().map(|&bytes| self.pool.take(bytes)).collect();
         Item {
             weights: Weights::new(),
+            version: 0,
+            gathered: Vec::new(),
             kept: Some(self.pool.take(self.code.kept_bytes)),
             own,
             received: vec![None; self.code.received.len()],
@@ -137,8 +143,8 @@ impl<'a> Executor<'a> {
     }
 
     /// Runs forward. All received values and feeds are there.
-    pub fn forward(&mut self, item: &Item) -> Result<(), ExecuteError> {
-        self.run_watched(&self.code.forward, item, &mut || ())
+    pub fn forward(&mut self, item: &mut Item) -> Result<(), ExecuteError> {
+        self.run(Run::Forward, item)
     }
 
     /// Runs backward. All arriving gradients are there.
@@ -243,16 +249,16 @@ impl<'a> Executor<'a> {
         copy
     }
 
-    /// Runs backward, or a part of it.
+    /// Runs forward, backward, or a part of that.
     fn run(&self, run: Run, item: &mut Item) -> Result<(), ExecuteError> {
         let (code, sequence) = (self.code, run.of(self.code));
         let Some(pieces) = self.pieces.as_ref().filter(|pieces| pieces.has(run)) else {
             return self.run_watched(sequence, item, &mut || ());
         };
         for (at, step) in sequence.steps.iter().enumerate() {
-            pieces.before(code, run, at, item, &self.pool.ledger);
-            self.run_steps(sequence, std::slice::from_ref(step), item, &mut || ())?;
             let gone = |_| ExecuteError { node: step.told().to_string(), fault: KernelError::Gone };
+            pieces.before(code, run, at, item, &self.pool.ledger).map_err(gone)?;
+            self.run_steps(sequence, std::slice::from_ref(step), item, &mut || ())?;
             pieces.after(code, run, at, item).map_err(gone)?;
         }
         Ok(())
@@ -357,7 +363,7 @@ impl<'a> Executor<'a> {
                 inside(item.between.as_ref().expect("the first part of a backward run took it"), offset)
             }
             Slot::Feed(i) => inside(&item.feeds[i], 0),
-            Slot::Parameter(i) => inside(&item.weights[i], 0),
+            Slot::Parameter(i) => inside(item.gathered.get(i).and_then(Option::as_ref).unwrap_or(&item.weights[i]), 0),
             Slot::State(i) => inside(&self.states[i], 0),
             Slot::Constant(_) => unreachable!("constants belong to their sequence"),
         }

@@ -97,6 +97,7 @@ pub mod statistics;
 pub mod stepper;
 pub mod steps;
 pub mod train;
+pub mod vault;
 pub mod weights;
 pub mod wiring;
 pub mod worker;

@@ -1,21 +1,25 @@
-//! A backward whose gradients leave as they are made (ZeRO 2).
+//! A backward whose gradients leave as they are made (ZeRO 2), and runs whose weights come as they are read (ZeRO 3).
 //!
 //! The sum of a term has room from the first step that looks at it to the last; then it is added to the shares of its owners and let go.
-//! A gradient that no kernel adds, because it lies somewhere else too, is added when the run is over.
+//! A gradient that no kernel adds, because it lies somewhere else too, is added when the run is over. A parameter has room from a step that reads
+//! it on until one that does not.
 
 use crate::buffer::{Buffer, Ledger};
 use crate::compile::StageCode;
-use crate::execute::{Item, Sum};
+use crate::execute::{Item, Sum, Weights};
 use crate::link::rendezvous::Abandoned;
 use crate::share::Share;
 use crate::shelf::{Shelf, Term};
 use crate::stepper::wide;
-use crate::steps::{Sequence, Slot, Step};
+use crate::steps::{Place, Sequence, Slot, Step};
+use std::collections::BTreeSet;
 use std::sync::Arc;
 
-/// Which of a stage's backward runs.
+/// Which of a stage's runs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Run {
+    /// Forward.
+    Forward,
     /// Backward, or the first part of it.
     Backward,
     /// The second part.
@@ -26,6 +30,7 @@ impl Run {
     /// Its steps.
     pub fn of(self, code: &StageCode) -> &Sequence {
         match self {
+            Run::Forward => &code.forward,
             Run::Backward => &code.backward,
             Run::Weight => &code.weight,
         }
@@ -41,22 +46,38 @@ pub struct Turn {
     pub before: u32,
 }
 
-/// By step, the terms whose sums begin there, and those that end.
-type Moments = Vec<[Vec<usize>; 2]>;
+/// What is done around a step.
+#[derive(Default)]
+struct Moment {
+    /// Parameters that are gathered in front of it, and those that are dropped behind it.
+    gathered: Vec<usize>,
+    dropped: Vec<usize>,
+    /// Terms whose sums begin with it, and those whose sums end.
+    begun: Vec<usize>,
+    ended: Vec<usize>,
+}
+
+impl Moment {
+    fn is_empty(&self) -> bool {
+        [&self.gathered, &self.dropped, &self.begun, &self.ended].into_iter().all(Vec::is_empty)
+    }
+}
 
 /// What a stage's replicas do between its steps.
 pub struct Pieces {
     shelf: Arc<Shelf>,
     share: Share,
-    backward: Moments,
-    weight: Moments,
+    /// Whether a replica reads a version no more after its last backward of a round.
+    flushes: bool,
+    /// By run and step.
+    moments: [Vec<Moment>; 3],
 }
 
 impl Pieces {
     /// For a stage whose parameters are dealt out so.
-    pub fn new(code: &StageCode, share: Share, shelf: Arc<Shelf>) -> Pieces {
-        let (backward, weight) = (moments(code, &share, &code.backward), moments(code, &share, &code.weight));
-        Pieces { shelf, share, backward, weight }
+    pub fn new(code: &StageCode, share: Share, shelf: Arc<Shelf>, flushes: bool) -> Pieces {
+        let moments = [Run::Forward, Run::Backward, Run::Weight].map(|run| moments(code, &share, run.of(code)));
+        Pieces { shelf, share, flushes, moments }
     }
 
     /// This replica has room for the sums of rounds up to this one.
@@ -69,32 +90,53 @@ impl Pieces {
         self.share.deals(parameter)
     }
 
-    fn of(&self, run: Run) -> &[[Vec<usize>; 2]] {
-        match run {
-            Run::Backward => &self.backward,
-            Run::Weight => &self.weight,
-        }
+    fn of(&self, run: Run) -> &[Moment] {
+        &self.moments[run as usize]
     }
 
     /// Whether anything is to be done between the steps of a run.
     pub fn has(&self, run: Run) -> bool {
-        self.of(run).iter().any(|[begin, end]| !begin.is_empty() || !end.is_empty())
+        self.of(run).iter().any(|moment| !moment.is_empty())
     }
 
-    /// Makes room for the sums that begin with a step.
-    pub fn before(&self, code: &StageCode, run: Run, step: usize, item: &mut Item, ledger: &Arc<Ledger>) {
-        for &term in &self.of(run)[step][0] {
+    /// Gathers what a step reads, and makes room for the sums that begin with it.
+    pub fn before(
+        &self,
+        code: &StageCode,
+        run: Run,
+        step: usize,
+        item: &mut Item,
+        ledger: &Arc<Ledger>,
+    ) -> Result<(), Abandoned> {
+        let moment = &self.of(run)[step];
+        for &parameter in &moment.gathered {
+            // A run that was resumed has the versions before its beginning whole.
+            if item.weights[parameter].len() < code.parameters[parameter].bytes {
+                item.gathered.resize(code.parameters.len(), None);
+                let whole = self.whole(code, item.version, parameter, Some(ledger))?;
+                item.gathered[parameter] = Some(whole);
+            }
+        }
+        for &term in &moment.begun {
             let at = &code.gradient_terms[term];
             let dtype = code.parameters[at.parameter].fact.dtype;
             let mut room = Buffer::new(at.place.bytes / dtype.size() * wide(dtype).size());
             room.count_in(ledger);
             item.sums[term] = Some(Sum { buffer: Arc::new(room), is_begun: false });
         }
+        Ok(())
     }
 
-    /// Adds the sums that end with a step to those of their owners. Waits for the items before this one.
+    /// Drops what the next step does not read, and adds the sums that end with a step to those of their owners. Waits for the items before
+    /// this one.
     pub fn after(&self, code: &StageCode, run: Run, step: usize, item: &mut Item) -> Result<(), Abandoned> {
-        for &term in &self.of(run)[step][1] {
+        let moment = &self.of(run)[step];
+        for &parameter in &moment.dropped {
+            if let Some(gathered) = item.gathered.get_mut(parameter) {
+                *gathered = None;
+            }
+        }
+        for &term in &moment.ended {
             if let Some(made) = item.sums[term].take() {
                 self.add(code, term, item.turn, made.buffer.bytes())?;
             }
@@ -109,15 +151,67 @@ impl Pieces {
         self.shelf.add(Term { round: turn.round, term }, turn.before, made, of, &self.share)
     }
 
+    /// All of a parameter in a version of which each replica has a share. It counts in the ledger, if one is given.
+    pub fn whole(
+        &self,
+        code: &StageCode,
+        version: u32,
+        parameter: usize,
+        ledger: Option<&Arc<Ledger>>,
+    ) -> Result<Arc<Buffer>, Abandoned> {
+        let mut whole = Buffer::new(code.parameters[parameter].bytes);
+        ledger.into_iter().for_each(|ledger| whole.count_in(ledger));
+        self.shelf.weights.read(version, parameter, whole.bytes_mut())?;
+        Ok(Arc::new(whole))
+    }
+
+    /// Gives others this replica's share of a version.
+    pub fn put(&self, version: u32, weights: &Weights) {
+        if self.share.keeps() {
+            let own = weights.iter().enumerate().map(|(parameter, weight)| match self.share.deals(parameter) {
+                true => weight.clone(),
+                false => Arc::new(Buffer::new(0)),
+            });
+            self.shelf.weights.put(version, self.share.replica(), own.collect());
+        }
+    }
+
+    /// This replica reads a version no more.
+    pub fn let_go(&self, version: u32) {
+        self.shelf.weights.let_go(version, self.share.replica());
+    }
+
+    /// This replica has run its last backward of a round.
+    pub fn end_round(&self, round: u32) {
+        if self.flushes {
+            self.let_go(round);
+        }
+    }
+
     /// Takes this replica's share of the sum of a term.
     pub fn sum(&self, round: u32, term: usize) -> Option<Arc<Buffer>> {
         self.shelf.take(Term { round, term }, self.share.replica()).map(Arc::new)
     }
 }
 
-/// The first and the last step that looks at each term's sum.
-fn moments(code: &StageCode, share: &Share, sequence: &Sequence) -> Moments {
-    let mut moments: Moments = sequence.steps.iter().map(|_| [Vec::new(), Vec::new()]).collect();
+/// What is done around each step: the first and the last that looks at a term's sum, and those that read a parameter while their neighbours do
+/// not.
+fn moments(code: &StageCode, share: &Share, sequence: &Sequence) -> Vec<Moment> {
+    let mut moments: Vec<Moment> = sequence.steps.iter().map(|_| Moment::default()).collect();
+    let read = |step: &Step| -> BTreeSet<usize> {
+        let of = |place: &Place| match place.slot {
+            Slot::Parameter(parameter) => Some(parameter).filter(|_| share.keeps() && share.deals(parameter)),
+            _ => None,
+        };
+        step.inputs.iter().filter_map(of).collect()
+    };
+    let read: Vec<BTreeSet<usize>> = sequence.steps.iter().map(read).collect();
+    let none = BTreeSet::new();
+    for (at, moment) in moments.iter_mut().enumerate() {
+        let before = at.checked_sub(1).map_or(&none, |before| &read[before]);
+        moment.gathered = read[at].difference(before).copied().collect();
+        moment.dropped = read[at].difference(read.get(at + 1).unwrap_or(&none)).copied().collect();
+    }
     for (term, at) in code.gradient_terms.iter().enumerate() {
         if !at.is_summed || !share.deals(at.parameter) {
             continue;
@@ -126,8 +220,8 @@ fn moments(code: &StageCode, share: &Share, sequence: &Sequence) -> Moments {
         let first = sequence.steps.iter().position(|step| looks(&step));
         let last = sequence.steps.iter().rposition(|step| looks(&step));
         if let (Some(first), Some(last)) = (first, last) {
-            moments[first][0].push(term);
-            moments[last][1].push(term);
+            moments[first].begun.push(term);
+            moments[last].ended.push(term);
         }
     }
     moments

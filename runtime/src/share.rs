@@ -4,6 +4,8 @@
 //! state and masters of it are buffers of its size. A parameter that other stages hold too is owned whole by all.
 
 use crate::buffer::Buffer;
+use crate::compile::Named;
+use crate::execute::Weights;
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -14,17 +16,41 @@ pub struct Share {
     replicas: usize,
     /// By parameter, whether it is dealt out.
     is_dealt: Vec<bool>,
+    /// Whether of its weights, too, a replica holds its share only.
+    keeps: bool,
 }
 
 impl Share {
     /// All of so many parameters.
     pub fn whole(parameters: usize) -> Share {
-        Share { replica: 0, replicas: 1, is_dealt: vec![false; parameters] }
+        Share { replica: 0, replicas: 1, is_dealt: vec![false; parameters], keeps: false }
     }
 
     /// What one of these replicas owns of the parameters of which `is_dealt` is true.
     pub fn of(replica: usize, replicas: usize, is_dealt: Vec<bool>) -> Share {
-        Share { replica, replicas, is_dealt }
+        Share { replica, replicas, is_dealt, keeps: false }
+    }
+
+    /// The same where a replica holds its share only of weights, too.
+    pub fn of_weights(self) -> Share {
+        Share { keeps: true, ..self }
+    }
+
+    /// Whether a replica holds of the weights of what is dealt out its share only.
+    pub fn keeps(&self) -> bool {
+        self.keeps
+    }
+
+    /// What a replica holds of a version of these parameters, given all of it.
+    pub fn kept(&self, parameters: &[Named], whole: &Weights) -> Weights {
+        let of =
+            |((parameter, named), weight): ((usize, &Named), &Arc<Buffer>)| match self.keeps && self.deals(parameter) {
+                true => Arc::new(Buffer::copy_of(
+                    &weight.bytes()[self.own(parameter, weight.len(), named.fact.dtype.size())],
+                )),
+                false => weight.clone(),
+            };
+        parameters.iter().enumerate().zip(whole).map(of).collect()
     }
 
     /// Which replica this is.

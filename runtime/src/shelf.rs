@@ -12,6 +12,7 @@ use crate::link::rendezvous::Abandoned;
 use crate::optimizer::accumulate;
 use crate::share::Share;
 use crate::stepper::wide;
+use crate::vault::Vault;
 use compiler::tensor::DType;
 use std::collections::HashMap;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
@@ -41,6 +42,8 @@ struct State {
 
 /// The place of one stage.
 pub struct Shelf {
+    /// Where they read each other's shares of weights, if they have shares of those.
+    pub weights: Vault,
     state: Mutex<State>,
     changed: Condvar,
 }
@@ -49,7 +52,7 @@ impl Shelf {
     /// For so many replicas.
     pub fn new(replicas: usize) -> Shelf {
         let state = State { owners: vec![None; replicas], sums: HashMap::new(), is_abandoned: false };
-        Shelf { state: Mutex::new(state), changed: Condvar::new() }
+        Shelf { weights: Vault::new(replicas), state: Mutex::new(state), changed: Condvar::new() }
     }
 
     // Nothing under the lock can panic half way.
@@ -132,6 +135,7 @@ impl Shelf {
 
     /// Somebody will not come any more; everyone who waits is told.
     pub fn abandon(&self) {
+        self.weights.abandon();
         self.lock().is_abandoned = true;
         self.changed.notify_all();
     }

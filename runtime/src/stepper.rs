@@ -67,7 +67,10 @@ impl<'a> Stepper<'a> {
 
     /// The next version of a parameter, as far as it is stepped here: written over the old one where nobody else holds that, else beside it.
     pub fn step(&mut self, p: usize, mut weight: Arc<Buffer>, update: Update<'_>, pool: &mut Pool) -> Arc<Buffer> {
-        let own = self.share.own(p, weight.len(), self.dtypes[p].size());
+        let own = match self.share.keeps() {
+            true => 0..weight.len(),
+            false => self.share.own(p, weight.len(), self.dtypes[p].size()),
+        };
         let state = &mut self.state[p];
         if let Some(master) = &mut self.masters[p] {
             self.optimizer.in_place(update, master.bytes_mut(), state);

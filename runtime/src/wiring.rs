@@ -16,6 +16,7 @@ use crate::link::rendezvous::Rendezvous;
 use crate::norm::Squares;
 use crate::share::Share;
 use crate::shelf::Shelf;
+use crate::steps::Slot;
 use crate::train::{TrainError, Training};
 use crate::worker::Key;
 use compiler::op::Value;
@@ -136,13 +137,15 @@ pub fn boards(training: &Training<'_>, stage: usize, exchange: &mut Option<Excha
 /// What of a stage's parameters one of its replicas owns. What other stages hold too is owned by all.
 pub fn share(program: &Program, stage: usize, replica: u32, code: &StageCode, tied: &[Tied]) -> Share {
     let known = &program.stages[stage];
-    let is_dealt = |p: usize| known.zero > 0 && tied.iter().all(|tied| tied.parameter != p);
-    let is_dealt = (0..code.parameters.len()).map(is_dealt).collect();
     if known.zero == 0 {
-        Share::whole(code.parameters.len())
-    } else {
-        Share::of(replica as usize, known.replicas as usize, is_dealt)
+        return Share::whole(code.parameters.len());
     }
+    // What is read when a run is over is not gathered for it.
+    let is_read_whole = |p: usize| known.zero >= 3 && code.read_apart().any(|place| place.slot == Slot::Parameter(p));
+    let is_dealt = |p: usize| tied.iter().all(|tied| tied.parameter != p) && !is_read_whole(p);
+    let share =
+        Share::of(replica as usize, known.replicas as usize, (0..code.parameters.len()).map(is_dealt).collect());
+    if known.zero >= 3 { share.of_weights() } else { share }
 }
 
 /// Shares that a parameter has at most.

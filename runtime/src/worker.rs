@@ -302,7 +302,8 @@ impl<'a> Worker<'a> {
                 if !self.desk(at, stage)?.has(version) {
                     return Err(self.bug(at, "version is gone"));
                 }
-                let weights = self.desk(at, stage)?.checkpoint(version);
+                let gone = self.gone();
+                let weights = self.desk(at, stage)?.checkpoint(version).map_err(|_| gone)?;
                 let _ = self.gear.events.send(Event::Checkpoint(Checkpoint { stage, version, weights }));
             }
             Instruction::AllGather { stage, version: Version(version), bucket, token } => {

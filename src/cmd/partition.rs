@@ -13,7 +13,8 @@ use crate::source::{self, Costs};
 use crate::zero::{self, Zero};
 use crate::{device_placement, hybrid, output, prediction, quantity, stages, ties};
 use clap::Args;
-use compiler::cluster::unit;
+use compiler::cluster::{Bytes, unit};
+use compiler::partition::bucket::{FIRST, best};
 use compiler::partition::planner::{Compared, Partitioner, Planned, PlannerOptions};
 use compiler::plan::problem::{CostModel, InFlight, Objective, Problem, Target};
 use compiler::plan::{Edge, ScheduleKind, Stage, read};
@@ -144,10 +145,10 @@ pub struct Question {
     /// Minibatches in flight on each replica of a stage: auto, pipedream (the published rule), or one number a stage
     #[arg(long, value_name = "auto|pipedream|N,N,…", default_value = "auto", value_parser = in_flight, help_heading = "Schedule")]
     pub in_flight: InFlight,
-    /// Replicas sum their gradients in parts of about so many bytes, each as soon as it is made; 1B is one parameter at a time
-    #[arg(long, value_name = "SIZE", default_value = USUAL_BUCKET, help_heading = "Schedule")]
+    /// Replicas sum their gradients in parts of about so many bytes, each as soon as it is made; 1B is one parameter at a time, auto the power of two with which the plan's program is fastest
+    #[arg(long, value_name = "SIZE|auto", default_value = USUAL_BUCKET, help_heading = "Schedule")]
     pub bucket: String,
-    /// What replicas of a stage share of what they would hold alike (ZeRO): nothing (0), the optimizer's state (1), the sums of gradients too (2), or the least with which the best plan fits (auto)
+    /// What replicas of a stage share of what they would hold alike (ZeRO): nothing (0), the optimizer's state (1), the sums of gradients too (2), the weights too (3), or the least with which the best plan fits (auto)
     #[arg(long, value_name = "LEVEL|auto", default_value = "0", value_parser = zero::read, help_heading = "Costs and memory")]
     pub zero: Zero,
     /// Seed of everything random
@@ -418,7 +419,8 @@ pub fn ask_of_groups(
         _ => question.in_flight.clone(),
     };
     let bucket = |error| Failure::input("cannot read `--bucket`").because(error);
-    problem.bucket = unit::bytes(&question.bucket).map_err(bucket)?;
+    let finds_bucket = question.bucket == "auto";
+    problem.bucket = if finds_bucket { Bytes(FIRST) } else { unit::bytes(&question.bucket).map_err(bucket)? };
     problem.zero = question.zero.level();
     problem.count_updates();
     problem.constraints.replicas = match (&question.stages, &own) {
@@ -437,8 +439,9 @@ pub fn ask_of_groups(
         seed: question.seed,
         efficiency: Some(&|stages: &[Stage], edges: &[Edge], caps: &[u32]| efficiency(&problem, stages, edges, caps)),
     };
-    let mut planned =
-        question.zero.plan(&problem, &options).map_err(|error| unplanned(file, error, problem.schedule))?;
+    let ask = |problem: &Problem| question.zero.plan(problem, &options);
+    let planned = if finds_bucket { best(&problem, &ask) } else { ask(&problem) };
+    let mut planned = planned.map_err(|error| unplanned(file, error, problem.schedule))?;
     if let Some(own) = &own {
         let pipeline = pipeline(&planned.plan).map_err(|error| Failure::bug(&error.to_string()))?;
         own.program(&pipeline, 1)?;

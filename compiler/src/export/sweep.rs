@@ -108,7 +108,7 @@ impl Figures {
         };
         let ways = if trains { 2.0 } else { 1.0 };
         let messages: f64 = plan.edges.iter().map(|edge| ways * edge.bytes as f64 / item).sum();
-        let reduces: f64 = plan.stages.iter().map(|stage| reduced(stage.replicas, stage.memory.weights)).sum();
+        let reduces: f64 = plan.stages.iter().map(|stage| reduced(stage.replicas, stage.all_weights())).sum();
         // The baseline is a time for all samples of a minibatch, or of an item where nothing is flushed.
         let of_items = plan.cost != CostModel::Pipec || schedule.kind == ScheduleKind::Inference;
         let samples = if of_items { item } else { minibatch };

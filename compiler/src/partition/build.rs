@@ -10,7 +10,7 @@ use crate::plan::memory::{Holdings, Multiples};
 use crate::plan::outlook::{self, Asked, Outlook, PlacedStage};
 use crate::plan::problem::{CostModel, InFlight, Objective, Problem};
 use crate::plan::{Edge, ScheduleKind, Stage, StageId, StageMemory};
-use crate::profile::cost_graph::{OpCost, ParamCost};
+use crate::profile::cost_graph::{OpCost, OpId, ParamCost};
 use std::collections::BTreeMap;
 
 /// Where a stage stands, and whether it is recomputed.
@@ -90,6 +90,7 @@ pub fn is_limited(problem: &Problem) -> bool {
         terms: sum(&mut graph.summed_bytes().into_iter()),
         shared: sum(&mut graph.params.iter().filter(|param| param.users.len() > 1).map(|param| param.sum_bytes)),
         largest: graph.summed_bytes().into_iter().max().unwrap_or(0),
+        needed: graph.needed_bytes().into_iter().max().unwrap_or(0),
         saved: sum(&mut graph.ops.iter().map(OpCost::kept_bytes)),
         inputs: tensors,
         outputs: tensors,
@@ -221,6 +222,7 @@ pub fn stages(problem: &Problem, shape: &Shape, spots: &[Spot], memory: &[StageM
             let name = &ops[op as usize].name;
             if name.is_empty() { op.to_string() } else { name.clone() }
         };
+        let zero = if leaf.replicas > 1 && problem.schedule != ScheduleKind::Inference { problem.zero } else { 0 };
         stages.push(Stage {
             id: StageId(at as u32),
             ops: ranges(leaf.ops),
@@ -239,12 +241,20 @@ pub fn stages(problem: &Problem, shape: &Shape, spots: &[Spot], memory: &[StageM
                 true => buckets(&problem.graph, leaf.ops, problem.bucket.0),
                 false => Vec::new(),
             },
-            zero: if leaf.replicas > 1 && problem.schedule != ScheduleKind::Inference { problem.zero } else { 0 },
+            zero,
+            parameter_bytes: if zero >= 3 { parameter_bytes(problem, leaf.ops) } else { 0 },
             memory: *memory,
             hierarchy: leaf.hierarchy,
         });
     }
     stages
+}
+
+/// Bytes of the parameters that these ops use, ascending.
+fn parameter_bytes(problem: &Problem, ops: &[u32]) -> u64 {
+    let is_used = |users: &[OpId]| users.iter().any(|user| ops.binary_search(&user.0).is_ok());
+    let used = problem.graph.params.iter().filter(|param| is_used(&param.users));
+    used.fold(0, |sum: u64, param| sum.saturating_add(param.bytes))
 }
 
 /// The tensors that cross stages, from the stage that makes each straight to every stage that reads it.

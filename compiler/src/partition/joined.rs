@@ -80,6 +80,7 @@ impl<'a> Joined<'a> {
                 sum.between_bytes += op.between_bytes;
                 sum.arriving_bytes += op.arriving_bytes;
                 sum.unsaved |= op.unsaved;
+                sum.reads_as_it_makes |= op.reads_as_it_makes;
                 if op.scratch_bytes() > sum.scratch_bytes() {
                     (sum.workspace_bytes, sum.live_bytes) = (op.workspace_bytes, op.live_bytes);
                 }

@@ -150,6 +150,7 @@ fn holdings(graph: &CostGraph, order: &[u32], ends: &[usize]) -> Vec<Holdings> {
         made[tensor.producer.index()].push(at);
         last_reader[at] = tensor.consumers.iter().map(|op| place[op.index()]).max().unwrap_or(0);
     }
+    let (used, needed) = (graph.summed_bytes(), graph.needed_bytes());
     let mut table = vec![Holdings::default(); places * places];
     let is_handed_on = |op: usize| made[op].iter().any(|&tensor| !graph.tensors[tensor].consumers.is_empty());
     let is_handed_on: Vec<bool> = (0..order.len()).map(is_handed_on).collect();
@@ -162,7 +163,7 @@ fn holdings(graph: &CostGraph, order: &[u32], ends: &[usize]) -> Vec<Holdings> {
         for to in from + 1..places {
             for &op in &order[ends[to - 1]..ends[to]] {
                 let op = op as usize;
-                run.largest = run.largest.max(params[op].iter().map(|&at| graph.params[at].sum_bytes).sum());
+                (run.largest, run.needed) = (run.largest.max(used[op]), run.needed.max(needed[op]));
                 for &at in &params[op] {
                     let param = &graph.params[at];
                     run.terms += param.sum_bytes;

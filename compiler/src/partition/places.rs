@@ -40,6 +40,7 @@ pub struct Places<'a> {
     scratch: Vec<usize>,
     /// Ops with the bytes of parameters that they use, those that use most first.
     by_use: Vec<(u64, usize)>,
+    by_need: Vec<(u64, usize)>,
 }
 
 /// One run.
@@ -89,9 +90,12 @@ impl<'a> Places<'a> {
             tied: (0..graph.params.len()).filter(|&at| graph.params[at].users.len() > 1).collect(),
             crossing: vec![Vec::new(); count],
             by_use: graph.summed_bytes().into_iter().zip(0..ops).collect(),
+            by_need: graph.needed_bytes().into_iter().zip(0..ops).collect(),
             scratch: (0..ops).filter(|&op| graph.ops[op].scratch_bytes() > 0).collect(),
         };
-        places.by_use.sort_by_key(|&(bytes, op)| (std::cmp::Reverse(bytes), op));
+        for ops in [&mut places.by_use, &mut places.by_need] {
+            ops.sort_by_key(|&(bytes, op)| (std::cmp::Reverse(bytes), op));
+        }
         places.scratch.sort_by_key(|&op| (std::cmp::Reverse(graph.ops[op].scratch_bytes()), op));
         let mut own = vec![[0u64; 3]; ops];
         for param in graph.params.iter().filter(|param| param.users.len() == 1) {
@@ -208,8 +212,10 @@ impl<'a> Places<'a> {
             }
         }
         let scratch = self.scratch.iter().find(|&&op| inside(op));
+        let most = |ops: &[(u64, usize)]| ops.iter().find(|(_, op)| inside(*op)).map_or(0, |(bytes, _)| *bytes);
         let holdings = Holdings {
-            largest: self.by_use.iter().find(|(_, op)| inside(*op)).map_or(0, |(bytes, _)| *bytes),
+            largest: most(&self.by_use),
+            needed: most(&self.by_need),
             weights: self.weights[to] - self.weights[from] + tied,
             summed: self.summed[to] - self.summed[from] + summed,
             masters: self.masters[to] - self.masters[from] + masters,

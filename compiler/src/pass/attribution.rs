@@ -7,7 +7,7 @@
 //! and kept bytes that are summed over ops are those of the run.
 
 use super::backward::BackwardError;
-use super::backward::{Arriving, Backward, Read, backward};
+use super::backward::{Arriving, Backward, Made, Read, backward};
 use super::fragment::{Fragment, FragmentError, fragments};
 use super::fuse::{Chains, chains};
 use super::loss::{LOSS, Loss, LossError, TARGET, attach};
@@ -84,6 +84,8 @@ pub struct Attribution {
     pub between_bytes: Vec<u64>,
     /// For every op the bytes of the gradients of its outputs that the second half of a split backward reads.
     pub arriving_bytes: Vec<u64>,
+    /// Ops of whose backward a node reads parameters and makes gradients of some.
+    pub read_as_made: HashSet<usize>,
 }
 
 /// Whether a node of a compiled graph is run: sources are there, and views are their first input.
@@ -195,7 +197,9 @@ pub fn of_stage(
     }
     let mut second = HashSet::new();
     let [mut between_bytes, mut arriving_bytes] = [vec![0; ops.len()], vec![0; ops.len()]];
+    let mut in_one = HashSet::new();
     if let Some(made) = &made {
+        in_one = read_as_made(made, &backward_owners);
         let halves = halves::halves(made, leaders);
         second = halves.second;
         [between_bytes, arriving_bytes] = halves.bytes;
@@ -214,7 +218,19 @@ pub fn of_stage(
         live_bytes: live.0,
         between_bytes,
         arriving_bytes,
+        read_as_made: in_one,
     }
+}
+
+/// Ops of whose nodes one reads parameters and makes gradients of some.
+fn read_as_made(made: &Backward, owners: &HashMap<NodeId, usize>) -> HashSet<usize> {
+    let graph = &made.graph;
+    let of = |made: &Made| matches!(made, Made::Parameter(_));
+    let gradients = made.makes.iter().zip(&graph.outputs).filter(|(made, _)| of(made));
+    let makers: HashSet<NodeId> = gradients.map(|(_, output)| root(graph, output.value).node).collect();
+    let is_parameter = |value: &Value| matches!(graph.node(root(graph, *value).node).op, Op::Parameter(_));
+    let both = makers.into_iter().filter(|maker| graph.inputs(*maker).iter().any(is_parameter));
+    both.filter_map(|maker| owners.get(&maker).copied()).collect()
 }
 
 fn check_sizes(graph: &Graph) -> Result<(), AttributionError> {

@@ -65,6 +65,7 @@ pub fn cost_graph(graph: &Graph, attribution: &Attribution) -> CostGraph {
             live_bytes: attribution.live_bytes[i],
             between_bytes: attribution.between_bytes[i],
             arriving_bytes: attribution.arriving_bytes[i],
+            reads_as_it_makes: attribution.read_as_made.contains(&i),
             // The statistics beside a large output may be saved where it is not.
             unsaved: attribution.saved_bytes[i] < values.iter().map(|v| size(*v)).max().unwrap_or(0),
             ..OpCost::default()

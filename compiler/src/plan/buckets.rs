@@ -62,8 +62,8 @@ pub fn contradiction(stage: &Stage) -> Option<String> {
         return Some("a bucket has no parameter, or two have the same".to_string());
     }
     let sum = buckets.iter().fold(0u64, |sum, bucket| sum.saturating_add(bucket.bytes));
-    if sum != stage.memory.weights {
-        return Some(format!("the buckets have {sum} B, the stage's parameters {} B", stage.memory.weights));
+    if sum != stage.all_weights() {
+        return Some(format!("the buckets have {sum} B, the stage's parameters {} B", stage.all_weights()));
     }
     let mut before = 0.0;
     for bucket in buckets {

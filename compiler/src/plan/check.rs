@@ -42,7 +42,7 @@ pub fn check(problem: &Problem, plan: &Plan) -> Result<Checked, Vec<Fault>> {
     let stage_of = coverage(&problem.graph, plan, &mut faults);
     devices(&problem.cluster, plan, &mut faults);
     schedule(plan, &mut faults);
-    faults.extend(shares::faults(plan));
+    faults.extend(shares::faults(&problem.graph, plan, &stage_of));
     if !faults.is_empty() {
         return Err(faults);
     }
@@ -381,6 +381,7 @@ fn memory(problem: &Problem, plan: &Plan, stage_of: &[usize]) -> Vec<StageMemory
     let mut terms = vec![0u64; plan.stages.len()];
     let mut shared = vec![0u64; plan.stages.len()];
     let mut largest = vec![0u64; plan.stages.len()];
+    let mut needed = vec![0u64; plan.stages.len()];
     let mut used = vec![0u64; graph.ops.len()];
     let mut alive = vec![0u64; plan.stages.len()];
     let mut workspace = vec![0u64; plan.stages.len()];
@@ -413,6 +414,8 @@ fn memory(problem: &Problem, plan: &Plan, stage_of: &[usize]) -> Vec<StageMemory
     for (op, &stage) in graph.ops.iter().zip(stage_of) {
         alive[stage] += op.saved_bytes + op.fed_bytes;
         largest[stage] = largest[stage].max(used[op.id as usize]);
+        let gathered = if op.reads_as_it_makes { used[op.id as usize] } else { 0 };
+        needed[stage] = needed[stage].max(used[op.id as usize].saturating_add(gathered));
         workspace[stage] = workspace[stage].max(op.workspace_bytes + op.live_bytes);
     }
     for tensor in &graph.tensors {
@@ -439,11 +442,13 @@ fn memory(problem: &Problem, plan: &Plan, stage_of: &[usize]) -> Vec<StageMemory
     let one = |stage: usize| {
         let apart = plan.schedule.apart.get(stage).map_or(0, |&apart| u64::from(apart));
         let weights = weights[stage];
-        let versions = weights.saturating_mul(u64::from(plan.schedule.weight_versions[stage]) - 1);
-        let (terms, shared, largest) = (terms[stage], shared[stage], largest[stage]);
+        let (terms, shared) = (terms[stage], shared[stage]);
         let (summed, masters) = (summed[stage], masters[stage]);
-        let of = shares::Of { summed, masters, terms, shared, largest, state: problem.optimizer_state };
+        let largest = if plan.stages[stage].zero < 3 { largest[stage] } else { needed[stage] };
+        let of = shares::Of { weights, summed, masters, terms, shared, largest, state: problem.optimizer_state };
         let (gradients, optimizer) = if trains { shares::held(&plan.stages[stage], &of) } else { (0, 0) };
+        let weights = if trains { shares::kept(&plan.stages[stage], &of) } else { weights };
+        let versions = weights.saturating_mul(u64::from(plan.schedule.weight_versions[stage]) - 1);
         let waiting = received[stage].saturating_add(only_sent[stage]);
         let in_flight = u64::from(plan.schedule.in_flight[stage]);
         let activations = match plan.stages[stage].recompute {

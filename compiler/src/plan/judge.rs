@@ -81,7 +81,7 @@ impl Loads {
         Loads {
             forward: all(&|stage| stage.fwd_us),
             compute: all(&|stage| stage.fwd_us + if trains { stage.bwd_us } else { 0.0 }),
-            weights: all(&|stage| stage.memory.weights as f64),
+            weights: all(&|stage| stage.all_weights() as f64),
             sent,
         }
     }

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! total       = weights · versions + gradients + optimizer + activations + between + messages + workspace
-//! gradients   = terms, twice where replicas add theirs up, + shared        where replicas have shares: see `zero`
+//! gradients   = terms, twice where replicas add theirs up, + shared        where replicas have shares, also of weights: see `zero`
 //! optimizer   = state · summed + masters                                   the same
 //! activations = in_flight · (saved + inputs + sent)          recomputed: in_flight · (inputs + outputs) + max(1, apart) · (saved + outputs)
 //!               saved + inputs + sent + (in_flight - 1) · outputs                   inference
@@ -37,8 +37,10 @@ pub struct Holdings {
     pub terms: u64,
     /// Sums of parameters that ops outside the set use as well.
     pub shared: u64,
-    /// The most bytes of sums of the parameters that one op uses.
+    /// The most bytes of sums of the parameters that one op uses, and of those with what it reads of them in the same run of a kernel.
     pub largest: u64,
+    /// The latter.
+    pub needed: u64,
     /// Saved for backward, of one micro-batch.
     pub saved: u64,
     /// Tensors from outside the set, of one micro-batch.
@@ -95,8 +97,11 @@ impl Holdings {
                 holdings.shared += if users < param.users.len() as u64 { param.sum_bytes } else { 0 };
             }
         }
-        let used = graph.summed_bytes().into_iter().zip(inside);
-        holdings.largest = used.filter(|(_, is_inside)| **is_inside).map(|(bytes, _)| bytes).max().unwrap_or(0);
+        let most = |bytes: Vec<u64>| {
+            let own = bytes.into_iter().zip(inside).filter(|(_, is_inside)| **is_inside);
+            own.map(|(bytes, _)| bytes).max().unwrap_or(0)
+        };
+        (holdings.largest, holdings.needed) = (most(graph.summed_bytes()), most(graph.needed_bytes()));
         for (at, tensor) in graph.tensors.iter().enumerate() {
             let (mut is_read_inside, mut is_read_outside) = (false, false);
             for op in &tensor.consumers {
@@ -133,7 +138,7 @@ impl Holdings {
     /// What a stage of these sizes holds. Sums stop at the largest `u64`, which no device has.
     pub fn held(&self, multiples: &Multiples) -> StageMemory {
         let trains = multiples.schedule != ScheduleKind::Inference;
-        let weights = self.weights;
+        let weights = if trains { zero::kept(self, multiples) } else { self.weights };
         let versions = weights.saturating_mul(u64::from(multiples.versions.saturating_sub(1)));
         let (gradients, optimizer) = if trains { zero::held(self, multiples) } else { (0, 0) };
         let apart = u64::from(multiples.apart);
@@ -187,7 +192,16 @@ mod tests {
         let rest = Holdings { inputs: 100, outputs: 0, sent: 0, workspace: 9, halves: 11, ..Holdings::default() };
         assert_eq!(
             tail,
-            Holdings { weights: 1000, summed: 1000, terms: 2000, shared: 1000, largest: 1000, saved: 60, ..rest }
+            Holdings {
+                weights: 1000,
+                summed: 1000,
+                terms: 2000,
+                shared: 1000,
+                largest: 1000,
+                needed: 1000,
+                saved: 60,
+                ..rest
+            }
         );
         // In two bytes a number its sums have four, and so has what the optimizer moves and keeps.
         let mut narrow = graph.clone();
@@ -217,6 +231,10 @@ mod tests {
         assert_eq!(tail.held(&Multiples { zero: 1, ..multiples }), held);
         let made = Holdings { shared: 0, largest: 600, ..tail }.held(&Multiples { replicas: 3, zero: 2, ..multiples });
         assert_eq!((made.gradients, made.optimizer), (600 + 667, 668));
+        let gathered =
+            Holdings { shared: 0, needed: 600, ..tail }.held(&Multiples { replicas: 3, zero: 3, ..multiples });
+        assert_eq!((gathered.weights, gathered.versions, gathered.workspace), (334, 668, 9));
+        assert_eq!((gathered.gradients, gathered.optimizer), (made.gradients, made.optimizer));
         // Recomputed, only the inputs wait for each of the three; what one item saves is there while it runs backward.
         let recomputed = tail.held(&Multiples { recompute: true, ..multiples });
         assert_eq!(recomputed.activations, 3 * 100 + 60);

@@ -2,25 +2,28 @@
 //! what all replicas would hold alike, each holds a share of.
 //!
 //! ```text
-//! level   optimizer   gradients
-//! 0       O           G + G                    those of the replica's items, and their sum over replicas
-//! 1       O / r       G + G / r                of the sum its share
-//! 2       O / r       G / r + g                of the sum its share, and the gradients that an op is making
+//! level   optimizer   gradients   weights
+//! 0       O           G + G       W            those of the replica's items, and their sum over replicas
+//! 1       O / r       G + G / r   W            of the sum its share
+//! 2       O / r       G / r + g   W            of the sum its share, and the gradients that an op is making
+//! 3       O / r       G / r + g   W / r        of each version its share, and the weights that an op reads or the gradients that it makes; both
+//!                                              where a kernel does both, as those of recurrent layers do
 //! ```
 //!
 //! O is the optimizer's state, and masters where parameters have two bytes a number. r are the replicas, g the parameters of the op that uses most. A share is a range of the elements of each parameter, so that a step is the same elementwise work on the same
 //! numbers, and weights come to the same bits as without shares. At level 2 a gradient goes to its owners as soon as it is made, item by
 //! item and in their order: the bits are those without shares where a replica has one item in a round, and else those of another order of
 //! sums. Then each item's gradients go by a reduce-scatter of their own, beside its backward. Gradients are summed by a reduce-scatter, new weights come by an
-//! all-gather: together they carry what an all-reduce carries. A parameter that stages share is stepped whole by all who hold it.
+//! all-gather: together they carry what an all-reduce carries. At level 3 no version is gathered as a whole: a forward and a backward gather
+//! what each of their ops reads in front of it, and drop it behind it, so that weights travel twice for every item. A parameter that stages share is stepped whole by all who hold it.
 
 use crate::plan::Stage;
 use crate::plan::memory::{Holdings, Multiples};
 
 /// The highest level.
-pub const MOST: u32 = 2;
+pub const MOST: u32 = 3;
 /// The levels in words.
-pub const LEVELS: &str = "from 0 to 2";
+pub const LEVELS: &str = "from 0 to 3";
 
 /// Bytes of a share of these.
 fn share(bytes: u64, replicas: u32) -> u64 {
@@ -29,7 +32,7 @@ fn share(bytes: u64, replicas: u32) -> u64 {
 
 /// Bytes of gradients and of the optimizer's state that a replica of a stage that trains holds.
 pub fn held(holdings: &Holdings, multiples: &Multiples) -> (u64, u64) {
-    let Holdings { summed, masters, terms, shared, largest, .. } = *holdings;
+    let Holdings { summed, masters, terms, shared, largest, needed, .. } = *holdings;
     let Multiples { replicas, optimizer_state, .. } = *multiples;
     // `as` saturates; state is a small factor checked with the problem.
     let state = |summed: u64, masters: u64| ((summed as f64 * optimizer_state).ceil() as u64).saturating_add(masters);
@@ -41,15 +44,33 @@ pub fn held(holdings: &Holdings, multiples: &Multiples) -> (u64, u64) {
             let alone = |bytes: u64, shared: u64| share(bytes.saturating_sub(shared), replicas).saturating_add(shared);
             let stepped = state(alone(summed, shared), alone(masters, shared.min(masters)));
             // What stages share is summed by each replica as without shares.
-            let made = if level == 1 { own } else { largest.saturating_add(shared).saturating_add(shared) };
+            let of_op = if level == 2 { largest } else { needed };
+            let made = if level == 1 { own } else { of_op.saturating_add(shared).saturating_add(shared) };
             (made.saturating_add(alone(terms, shared)), stepped)
         }
     }
 }
 
+/// Bytes of one version of the weights that a replica of a stage holds between its ops.
+pub fn kept(holdings: &Holdings, multiples: &Multiples) -> u64 {
+    let Holdings { weights, shared, .. } = *holdings;
+    match multiples.level() {
+        // Sums are no narrower than weights: of what stages share no less than all is counted.
+        3 => share(weights.saturating_sub(shared), multiples.replicas).saturating_add(shared).min(weights),
+        _ => weights,
+    }
+}
+
 /// Why a stage cannot be shared as it says, if so.
 pub fn contradiction(stage: &Stage, trains: bool) -> Option<String> {
+    let (all, held) = (stage.parameter_bytes, stage.memory.weights);
     match stage.zero {
+        0..3 if all > 0 => {
+            Some(format!("parameter_bytes is {all}, and its replicas hold all of them: zero is {}", stage.zero))
+        }
+        3 if stage.replicas > 0 && !(share(all, stage.replicas)..=all).contains(&held) => {
+            Some(format!("weights are {held} B, no share of {all} B for one of {} replicas", stage.replicas))
+        }
         0 => None,
         level if level > MOST => Some(format!("zero is {level}; ZeRO has levels 0 to {MOST}")),
         level if stage.replicas < 2 => Some(format!("zero is {level}, and one replica has nobody to share with")),

@@ -56,6 +56,8 @@ pub struct OpCost {
     /// Bytes of the gradients of its outputs that the second half of a split backward reads: they are kept between the halves, unless
     /// they come from another stage as they are.
     pub arriving_bytes: u64,
+    /// Whether its backward makes gradients of parameters in the run of a kernel that reads them, as that of a recurrent layer does.
+    pub reads_as_it_makes: bool,
     /// Whether its outputs are not saved, so that one which goes to another stage is kept for that alone.
     pub unsaved: bool,
     /// Bytes of all outputs.
@@ -249,6 +251,12 @@ impl CostGraph {
             param.users.iter().for_each(|op| used[op.index()] += param.sum_bytes);
         }
         used
+    }
+
+    /// For each op the bytes of the parameters and of the sums of their gradients that it needs at once; a parameter counts as its sum.
+    pub fn needed_bytes(&self) -> Vec<u64> {
+        let both = |(used, op): (u64, &OpCost)| if op.reads_as_it_makes { used.saturating_mul(2) } else { used };
+        self.summed_bytes().into_iter().zip(&self.ops).map(both).collect()
     }
 
     /// Whether a tensor would not be kept if it were not sent.

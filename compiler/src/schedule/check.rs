@@ -391,7 +391,7 @@ impl<'a> Checker<'a> {
                 hands.of(stage)?.step(rule, round, (from, to), count, in_place)?;
             }
             Instruction::Drop { stage, version } => hands.of(stage)?.drop_version(version)?,
-            Instruction::Checkpoint { stage, version } => hands.of(stage)?.has_whole(version)?,
+            Instruction::Checkpoint { stage, version } => hands.of(stage)?.checkpoint(rule, version)?,
         }
         Ok(true)
     }

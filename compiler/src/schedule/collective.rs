@@ -11,7 +11,9 @@
 //!
 //! An all-reduce is a reduce-scatter and an all-gather. Where ZeRO deals the optimizer's state to the replicas, the two stand apart:
 //! every replica steps the share of the parameters whose gradients it has, and the new version is gathered before it is used. Gradients
-//! go bucket by bucket as a backward makes them, parameters the other way round, as a forward needs them.
+//! go bucket by bucket as a backward makes them, parameters the other way round, as a forward needs them. Under ZeRO 3 an all-gather
+//! carries nothing: it tells that every replica has its share of the version, from where a forward and a backward gather what their
+//! ops read.
 //!
 //! ```text
 //! reduce-scatter 0 round 0 #4

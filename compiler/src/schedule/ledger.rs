@@ -402,7 +402,16 @@ impl Ledger {
         }
     }
 
-    /// Checkpoint: of a version that is whole.
+    /// Checkpoint: of a version that is whole, and under ZeRO 3 of which no replica has let its share go, as under a flush each does
+    /// after its last backward of a round.
+    pub fn checkpoint(&self, rule: &Rule, version: Version) -> Result<(), Fault> {
+        if self.zero >= 3 && rule.schedule.flushes() && version.0 < self.closed {
+            return Err(Fault::NoVersion(version));
+        }
+        self.has_whole(version)
+    }
+
+    /// What is used: a version that is there, and all of it.
     pub fn has_whole(&self, version: Version) -> Result<(), Fault> {
         if !self.versions.contains(&version) {
             return Err(Fault::NoVersion(version));

@@ -2,7 +2,8 @@
 //!
 //! An item is what the profile measured, one micro-batch, so a stage's times are taken as they stand. A transfer takes the slowest
 //! link between any replica of the one stage and any of the other, an all-reduce a ring at each level: the times of cost model
-//! `pipec`, see `plan::links`; under ZeRO 2 a backward takes no less than the reduce-scatter of its gradients. What they share is in the pipeline's `ports`. An optimizer step takes no time of its own: where a
+//! `pipec`, see `plan::links`; under ZeRO 2 a backward takes no less than the
+//! reduce-scatter of its gradients, under ZeRO 3 both runs take longer by the all-gather of the weights. What they share is in the pipeline's `ports`. An optimizer step takes no time of its own: where a
 //! plan knows it, the backward has it. The backward time of a recomputed stage has its forward in it once more. The part of a backward that makes gradients of
 //! weights is as the plan has it; where it says nothing, half of the backward is that part, what runs forward again aside.
 
@@ -40,16 +41,20 @@ pub fn pipeline_of(
     if let Some((levels, stages)) = groups::led(levels, planned) {
         return pipeline_of(&levels, &stages, planned_edges, caps);
     }
-    let rings = planned.iter().map(|stage| links::rings(levels, &stage.devices, stage.memory.weights as f64));
+    let rings = planned.iter().map(|stage| links::rings(levels, &stage.devices, stage.all_weights() as f64));
     let rings: Vec<Vec<Ring>> = rings.collect();
     let shape = |((stage, &cap), rings): ((&Stage, &u32), &Vec<Ring>)| {
         // Of plans whose forward time has all in it, nothing is known of a backward to take it out of.
         let recompute = stage.recompute.then(|| stage.fwd_us.min(stage.bwd_us));
         let (all_reduce, buckets) = all_reduce(levels, stage, rings);
-        // Gradients that go as they are made keep a backward as long as their reduce-scatter takes.
-        let scatter = if stage.zero >= 2 { all_reduce / 2.0 } else { 0.0 };
+        // Gradients that go as they are made keep a backward as long as their reduce-scatter takes. Weights that are gathered as they are read
+        // come in front of each op: nothing runs beside that.
+        let half = all_reduce / 2.0;
+        let (gather, scatter) = (if stage.zero >= 3 { half } else { 0.0 }, if stage.zero >= 2 { half } else { 0.0 });
         let weight = stage.weight_us.unwrap_or((stage.bwd_us - recompute.unwrap_or(0.0)) / 2.0);
         let more = (scatter - (stage.bwd_us - recompute.unwrap_or(0.0)).max(0.0)).max(0.0);
+        let again = if recompute.is_some() { gather } else { 0.0 };
+        let recompute = recompute.map(|us| us + gather);
         StageShape {
             cap,
             weight: weight + more,
@@ -59,7 +64,7 @@ pub fn pipeline_of(
             zero: stage.zero,
             param_bytes: stage.memory.weights,
             saved_bytes: stage.memory.activations / u64::from(cap.max(1)),
-            ..StageShape::new(stage.replicas, stage.fwd_us, stage.bwd_us + more)
+            ..StageShape::new(stage.replicas, stage.fwd_us + gather, stage.bwd_us + more + gather + again)
         }
     };
     let stages: Vec<StageShape> = planned.iter().zip(caps).zip(&rings).map(shape).collect();

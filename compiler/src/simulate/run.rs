@@ -510,7 +510,13 @@ impl<'a> Simulation<'a> {
     /// Begins a part of a collective that all replicas have joined.
     fn reduce(&mut self, meeting: Meeting, part: usize) {
         let Some(&(share, way)) = self.reductions.get(&meeting.stage).and_then(|of| of.parts.get(part)) else { return };
-        let half = if meeting.kind == Collective::AllReduce { 1.0 } else { 0.5 };
+        // Shares that nobody gathers as a whole are only told of: what reads them carries them.
+        let is_told = self.program.stages.get(meeting.stage.index()).is_some_and(|stage| stage.zero >= 3);
+        let half = match meeting.kind {
+            Collective::AllReduce => 1.0,
+            Collective::AllGather if is_told => 0.0,
+            Collective::ReduceScatter | Collective::AllGather => 0.5,
+        };
         let carried = half * self.bucket(meeting.stage, meeting.bucket).share;
         let time = self.machine.network.all_reduce(meeting.stage.index()) * carried * share;
         self.flows.begin(self.now, time, way, Arrival::Part(meeting, part));

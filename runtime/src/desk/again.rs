@@ -27,7 +27,7 @@ impl Desk<'_> {
         if lag.is_stashed {
             return;
         }
-        state.weights = self.versions.get(&version).cloned().unwrap_or_default();
+        (state.weights, state.version) = (self.versions.get(&version).cloned().unwrap_or_default(), version);
         if self.sets_back(lag) {
             state.weights = self.stepper.back(&state.weights, lag.updates, &mut self.executor.pool);
         }

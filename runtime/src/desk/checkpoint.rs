@@ -3,6 +3,7 @@
 use super::Desk;
 use crate::buffer::Buffer;
 use crate::compile::Named;
+use crate::link::rendezvous::Abandoned;
 use crate::stepper::wide;
 use compiler::plan::StageId;
 use compiler::tensor::Tensor;
@@ -29,10 +30,12 @@ impl Checkpoint {
 impl Desk<'_> {
     /// This version of the parameters by name, with the states as they are now. Of narrow parameters the newest version comes in `f32`,
     /// which older ones no longer have, where one replica has all of it; of one that stages hold which step at different times, what is known here.
-    pub fn checkpoint(&self, version: u32) -> BTreeMap<String, Tensor> {
+    /// Waits for nobody but a replica that is about to give its share.
+    pub fn checkpoint(&self, version: u32) -> Result<BTreeMap<String, Tensor>, Abandoned> {
         let is_newest = self.versions.keys().next_back() == Some(&version);
         let mut written = BTreeMap::new();
-        let parameters = self.code.parameters.iter().zip(self.versions.get(&version).into_iter().flatten());
+        let weights = self.versions.get(&version).map(|weights| self.whole(version, weights)).transpose()?;
+        let parameters = self.code.parameters.iter().zip(weights.iter().flatten());
         for (at, (named, weight)) in parameters.enumerate() {
             let weight = self.late.iter().find(|late| late.parameter == at).map_or(weight, |late| &late.weight);
             let master = self.stepper.master(at).filter(|_| is_newest);
@@ -40,7 +43,7 @@ impl Desk<'_> {
         }
         let states = self.code.states.iter().zip(&self.executor.states);
         written.extend(states.map(|(named, state)| (named.name.clone(), tensor(named, state.bytes()))));
-        written
+        Ok(written)
     }
 }
 

@@ -36,6 +36,7 @@ impl Cutting {
 /// What the forward of an item computed with.
 struct Held {
     item: u32,
+    version: u32,
     weights: Weights,
     is_version: bool,
 }
@@ -104,11 +105,17 @@ impl Desk<'_> {
 
     /// Keeps the weights of a forward.
     pub(super) fn keep(&mut self, item: u32, version: u32, weights: &Weights, predicted: bool) {
-        let weights = match predicted {
-            true => weights.clone(),
-            false => self.versions.get(&version).cloned().unwrap_or_default(),
+        let of_item = |held: &&Held| held.is_version && held.version == version;
+        let weights = match self.cutting.held.iter().find(of_item).filter(|_| !predicted) {
+            Some(held) => held.weights.clone(),
+            None if predicted => weights.clone(),
+            None => {
+                let weights = self.versions.get(&version).cloned().unwrap_or_default();
+                // Others may have let their shares go when the cut is there. Nobody writes a checkpoint of a run that one has left.
+                self.whole(version, &weights).unwrap_or(weights)
+            }
         };
-        self.cutting.held.push(Held { item, weights, is_version: !predicted });
+        self.cutting.held.push(Held { item, version, weights, is_version: !predicted });
     }
 
     /// Gives the part of a cut, when the version of the last update in front of it is whole.
@@ -123,15 +130,18 @@ impl Desk<'_> {
                 Some(held) => _ = versions.entry(of).or_insert_with(|| held.weights.clone()),
                 // Its forward comes later, so its version is still there.
                 None => {
-                    if let Some(weights) = self.versions.get(&of) {
-                        versions.entry(of).or_insert_with(|| weights.clone());
+                    if let (Some(weights), false) = (self.versions.get(&of), versions.contains_key(&of)) {
+                        let Ok(whole) = self.whole(of, weights) else { return };
+                        versions.insert(of, whole);
                     }
                 }
             }
         }
         self.cutting.held.retain(|held| held.item >= next);
+        let newest = self.versions.get(&version).filter(|_| self.is_first);
+        let Ok(newest) = newest.map(|weights| self.whole(version, weights)).transpose() else { return };
         let whole = self.is_first.then(|| Whole {
-            weights: self.versions.get(&version).cloned().unwrap_or_default(),
+            weights: newest.unwrap_or_default(),
             moves: (0..self.code.parameters.len()).map(|p| self.moves(p, version)).collect(),
             states: self.executor.states.iter().map(|state| Buffer::copy_of(state.bytes())).collect(),
             scale,

@@ -1,14 +1,17 @@
 //! Versions of which each replica makes its share: what this one gives of them, and what it takes of the others.
 //!
 //! A step writes this replica's range of every parameter that is dealt out. The rest of the version comes from the others, bucket by
-//! bucket; nobody uses it before. What no gradient reached, or a step that was left out, is as it was, on all replicas alike.
+//! bucket; nobody uses it before. What no gradient reached, or a step that was left out, is as it was, on all replicas alike. Where replicas
+//! hold their shares only, a bucket is brought empty: all others have stepped then, and what a run reads comes from the `vault`.
 
 use super::Desk;
 use crate::buffer::Buffer;
+use crate::checkpoint::Begin;
+use crate::compile::StageCode;
 use crate::device::cpu::half::is_half;
 use crate::execute::Weights;
 use crate::link::rendezvous::{Abandoned, Rendezvous};
-use crate::share::{Shares, joined};
+use crate::share::{Share, Shares, joined};
 use crate::stepper::exclusive;
 use std::sync::Arc;
 
@@ -26,6 +29,16 @@ pub struct Stepped {
     pub buckets: u32,
 }
 
+/// What a replica that holds its shares only begins with, of these weights; of older versions it has all.
+pub(super) fn begin(share: &Share, code: &StageCode, whole: Weights, begin: Option<&mut Begin>) -> Weights {
+    let own = share.kept(&code.parameters, &whole);
+    if let Some(begin) = begin {
+        let alike = std::mem::take(&mut begin.alike);
+        begin.versions.extend(alike.into_iter().map(|version| (version, whole.clone())));
+    }
+    own
+}
+
 impl Desk<'_> {
     /// Gives this replica's share of the parameters of one bucket in a version.
     pub fn give_share(&mut self, version: u32, bucket: u32) {
@@ -33,7 +46,8 @@ impl Desk<'_> {
         let (weights, stepped) = (self.versions.get(&version), self.stepped.get(&version));
         let mut own = Vec::new();
         for &p in stepped.iter().flat_map(|stepped| &stepped.parameters) {
-            let weight = weights.and_then(|weights| weights.get(p)).filter(|_| self.share.deals(p));
+            let is_given = self.share.deals(p) && !self.share.keeps();
+            let weight = weights.and_then(|weights| weights.get(p)).filter(|_| is_given);
             if let Some(weight) = weight.filter(|_| self.gathered.bucket_of(p) == bucket) {
                 let range = self.share.own(p, weight.len(), self.code.parameters[p].fact.dtype.size());
                 // Where sums come and go, so do these.
@@ -79,12 +93,36 @@ impl Desk<'_> {
         Ok(is_whole)
     }
 
+    /// Gives others this replica's share of a version, where each holds no more than that.
+    pub(super) fn put(&self, version: u32) {
+        if let (Some(pieces), Some(weights)) = (&self.executor.pieces, self.versions.get(&version)) {
+            pieces.put(version, weights);
+        }
+    }
+
+    /// This replica reads a version no more.
+    pub(super) fn let_go(&self, version: u32) {
+        self.executor.pieces.iter().for_each(|pieces| pieces.let_go(version));
+    }
+
+    /// These weights of a version with all of what this replica has a share of.
+    pub(super) fn whole(&self, version: u32, weights: &Weights) -> Result<Weights, Abandoned> {
+        let Some(pieces) = self.executor.pieces.as_ref().filter(|_| self.share.keeps()) else {
+            return Ok(weights.clone());
+        };
+        let of = |(p, weight): (usize, &Arc<Buffer>)| {
+            let is_share = self.share.deals(p) && weight.len() < self.code.parameters[p].bytes;
+            if is_share { pieces.whole(self.code, version, p, None) } else { Ok(weight.clone()) }
+        };
+        weights.iter().enumerate().map(of).collect()
+    }
+
     /// Whether a version waits for shares of the others.
     pub fn is_in_shares(&self, version: u32) -> bool {
         self.stepped.contains_key(&version)
     }
 
-    /// Puts together, at the first replica, what all leave of which each has a share: masters, which are the `weights` then, and the
+    /// Puts together, at the first replica, what all leave of which each has a share: masters, which are the `weights` then, or weights, and the
     /// `gradients` of the last step. Waits for the others there.
     pub(super) fn join_left(
         &mut self,
@@ -95,7 +133,8 @@ impl Desk<'_> {
         let parameters = self.code.parameters.len();
         // What is no parameter's number is a gradient's.
         let dealt = |p: &usize| self.share.deals(*p);
-        let masters = (0..parameters).filter(|p| dealt(p) && is_half(self.code.parameters[*p].fact.dtype));
+        let in_shares = |p: &usize| self.share.keeps() || is_half(self.code.parameters[*p].fact.dtype);
+        let masters = (0..parameters).filter(|p| dealt(p) && in_shares(p));
         let mut own: Vec<(usize, Arc<Buffer>)> = masters.map(|p| (p, weights[p].clone())).collect();
         let copies = gradients.iter().filter(|(p, _)| dealt(p));
         own.extend(copies.map(|(p, share)| (parameters + p, Arc::new(Buffer::copy_of(share.bytes())))));

@@ -136,6 +136,9 @@ impl Desk<'_> {
     fn bring(&mut self, Posting { round, bucket, replica, .. }: Posting) {
         self.gathered.replica = replica;
         let mut part = self.gathered.take(bucket);
+        if bucket + 1 >= self.gathered.buckets {
+            self.executor.pieces.iter().for_each(|pieces| pieces.end_round(round));
+        }
         self.bring_late(round, Some(bucket), &mut part.terms);
         self.replicas.bring(self.meeting(round, bucket), replica, part);
     }

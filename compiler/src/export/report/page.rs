@@ -6,6 +6,7 @@
 
 use crate::export::colour::{PICTURE, variables};
 use crate::export::escape::escape;
+use crate::export::gradients::gradients;
 use crate::export::quantity;
 use crate::export::report::markup::{details, figure, paragraph};
 use crate::export::report::{
@@ -62,7 +63,8 @@ fn sections(report: &Report<'_>) -> Vec<Section> {
     let mut all: Vec<Section> = vec![("stages", "Stages", with(graph::draw(plan), graph::table(plan)))];
     match &report.played {
         Ok(played) => {
-            all.push(("time", "Who works when", with(gantt::draw(played), gantt::table(played))));
+            let sums = gradients(plan).map_or(String::new(), |told| paragraph("quiet", &format!("Gradients: {told}.")));
+            all.push(("time", "Who works when", sums + &with(gantt::draw(played), gantt::table(played))));
         }
         Err(why) => {
             let text = format!("The programs of this plan cannot be simulated: {why}");

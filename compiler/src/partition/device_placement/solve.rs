@@ -303,6 +303,7 @@ fn stages(placement: &Placement, units: &Units, placed: &[Vec<u32>]) -> Vec<Stag
             replicas: 1,
             tensor_degree: None,
             zero: 0,
+            parameter_bytes: 0,
             sharing: None,
             choices: Vec::new(),
             devices: vec![at as u32],

@@ -354,6 +354,7 @@ fn stages(layers: &Layers<'_>, spans: &[Span]) -> Vec<Stage> {
             replicas: span.replicas,
             tensor_degree: Some(span.degree),
             zero: 0,
+            parameter_bytes: 0,
             sharing: None,
             choices: ops.iter().map(|op| choice(op).name.clone()).collect(),
             devices: (device..device + devices).collect(),

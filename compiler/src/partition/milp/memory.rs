@@ -38,7 +38,9 @@ impl Formulation<'_> {
                 let moved = summed * param.sum_bytes as f64 + masters * param.master_bytes() as f64;
                 weights * param.bytes as f64 + moved
             });
-            sum += self.shared(stage, each(Holdings { shared: MANY, ..none }), 1.0);
+            // Of weights that are shared out, those of other stages too are held whole.
+            let whole = each(Holdings { weights: MANY, shared: MANY, ..none }) - weights;
+            sum += self.shared(stage, whole, 1.0);
             let [saved, terms] = [Holdings { saved: MANY, ..none }, Holdings { terms: MANY, ..none }].map(each);
             // Every stage but the first counts as one that others wait for, and no gradient as one that comes as it is.
             let halves = if stage == 0 { 0.0 } else { f64::from(multiples.apart) / limit };
@@ -63,7 +65,9 @@ impl Formulation<'_> {
             }
             // No stage has an op that uses more than any does.
             let largest = used.iter().copied().max().unwrap_or(0);
+            let needed = problem.graph.needed_bytes().into_iter().max().unwrap_or(0);
             sum += each(Holdings { largest: MANY, ..none }) * largest as f64;
+            sum += each(Holdings { needed: MANY, ..none }) * needed as f64;
             let each_op = each(Holdings { workspace: MANY, ..none });
             let mut scratch = Vec::new();
             for op in 0..self.ops() {

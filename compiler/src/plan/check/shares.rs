@@ -2,10 +2,14 @@
 
 use crate::plan::fault::Fault;
 use crate::plan::{Plan, ScheduleKind, Stage};
+use crate::profile::cost_graph::CostGraph;
+use std::collections::BTreeSet;
 
-/// What a stage would hold alike on all replicas: bytes of one sum of gradients for each of its weights, of their masters, of one sum
-/// for each use of each, of those that other stages hold too, of those of the op that uses most, and of the optimizer's state for each byte.
+/// What a stage would hold alike on all replicas: bytes of its weights, of one sum of gradients for each of them, of their masters, of one sum
+/// for each use of each, of those that other stages hold too, of those of the op that uses most, with what it reads at the same time where
+/// that is gathered, and of the optimizer's state for each byte.
 pub struct Of {
+    pub weights: u64,
     pub summed: u64,
     pub masters: u64,
     pub terms: u64,
@@ -14,17 +18,40 @@ pub struct Of {
     pub state: f64,
 }
 
-/// Levels that do not go with the stages.
-pub fn faults(plan: &Plan) -> Vec<Fault> {
+/// Levels that do not go with the stages, and parameters of which replicas have shares that are not those of the model.
+pub fn faults(graph: &CostGraph, plan: &Plan, stage_of: &[usize]) -> Vec<Fault> {
     let mut faults = Vec::new();
+    let mut whole = vec![0u64; plan.stages.len()];
+    for param in &graph.params {
+        let stages: BTreeSet<usize> = param.users.iter().filter_map(|op| stage_of.get(op.index()).copied()).collect();
+        for stage in stages.into_iter().filter(|stage| *stage < plan.stages.len()) {
+            whole[stage] = whole[stage].saturating_add(param.bytes);
+        }
+    }
     for (at, stage) in plan.stages.iter().enumerate() {
         let can_share = stage.replicas >= 2 && plan.schedule.kind != ScheduleKind::Inference;
-        if stage.zero > 2 || (stage.zero > 0 && !can_share) {
+        if stage.zero > 3 || (stage.zero > 0 && !can_share) {
             let what = format!("stage {at} says zero {}, with {} replicas", stage.zero, stage.replicas);
+            faults.push(Fault::Schedule { what });
+        }
+        let expected = if stage.zero == 3 { whole[at] } else { 0 };
+        if stage.parameter_bytes != expected {
+            let what = format!("stage {at} says parameter_bytes {}, found {expected}", stage.parameter_bytes);
             faults.push(Fault::Schedule { what });
         }
     }
     faults
+}
+
+/// Bytes of one version of the weights that each replica holds.
+pub fn kept(stage: &Stage, of: &Of) -> u64 {
+    if stage.zero < 3 {
+        return of.weights;
+    }
+    // Every replica has all that other stages hold too, and one of r parts of the rest.
+    let r = u64::from(stage.replicas.max(1));
+    let apart = of.weights.saturating_sub(of.shared).div_ceil(r);
+    of.weights.min(apart.saturating_add(of.shared))
 }
 
 /// Bytes of gradients and of the optimizer's state on each replica.
@@ -45,7 +72,7 @@ pub fn held(stage: &Stage, of: &Of) -> (u64, u64) {
         return (gradients, state(of.summed, of.masters));
     }
     let alone = |bytes: u64, shared: u64| part(bytes.saturating_sub(shared)).saturating_add(shared);
-    if stage.zero == 2 {
+    if stage.zero >= 2 {
         // Of all that it makes alone, a replica has what one op makes at a time.
         gradients = of.shared.saturating_mul(2).saturating_add(of.largest);
     }

@@ -1,0 +1,22 @@
+//! How replicas sum their gradients, in a sentence.
+
+use crate::export::quantity;
+use crate::plan::Plan;
+use crate::plan::buckets::USUAL_BYTES;
+use crate::schedule::pipeline::{pipeline, schedule_of};
+use crate::simulate::hidden::hidden;
+use serde_json::Value;
+
+/// In what parts, and what share of that time work hides; nothing where nothing is summed, or playing the plan would take long.
+pub fn gradients(plan: &Plan) -> Option<String> {
+    let kind = schedule_of(plan.schedule.kind).ok()?;
+    let pipeline = pipeline(plan).ok()?;
+    let share = hidden(kind, &pipeline, plan.schedule.microbatches).ok()??;
+    let size = plan.options.get("bucket_bytes").and_then(Value::as_u64).unwrap_or(USUAL_BYTES);
+    let parts = plan.stages.iter().map(|stage| stage.buckets.len()).max().unwrap_or(0);
+    let how = match parts {
+        0 | 1 => "at once".to_string(),
+        _ => format!("in parts of {}, up to {parts} a stage", quantity::bytes(size)),
+    };
+    Some(format!("replicas sum them {how}; {:.0} % of that time is hidden behind work", share * 100.0))
+}

@@ -1,0 +1,217 @@
+//! Groups of devices, ZeRO, replicas and stages together, on up to eight workers: losses of PyTorch's in double precision, and the memory that
+//! the plan says, at the fullest replica of each stage. Needs the shared data.
+
+mod shared;
+
+use compiler::cluster::read::levels;
+use compiler::cluster::{BytesPerSecond, Seconds, device};
+use compiler::graph::Graph;
+use compiler::graph::bind::bind;
+use compiler::import::import::{Batch, Model, Options, Weight, load};
+use compiler::partition::planner::{PlannerOptions, plan};
+use compiler::pass::analytic::{self, Subject};
+use compiler::pass::attribution::{Training as Trains, attribute};
+use compiler::pass::costs::{cost_graph, fill};
+use compiler::pass::loss::Loss;
+use compiler::plan::problem::{CostModel, Problem};
+use compiler::plan::zero::MOST;
+use compiler::plan::{Plan, ScheduleKind};
+use compiler::profile::ProfiledModel;
+use compiler::profile::cost_graph::CostGraph;
+use compiler::schedule::Schedule;
+use compiler::schedule::pipeline::pipeline;
+use compiler::schedule::rule::StepCount;
+use compiler::tensor::Tensor;
+use compiler::tensor_parallel::costs::shared_costs;
+use compiler::tensor_parallel::price::Machine;
+use profiler::scratch::scratch;
+use runtime::data::{Batches, Dataset, Order};
+use runtime::optimizer::{Optimizer, Rule};
+use runtime::policy::Policy;
+use runtime::prepare::{Settings, prepare};
+use runtime::shared::{prepare_shared, train_shared};
+use runtime::train::{Trained, Training, feeds, train};
+use shared::{arrays, data};
+use std::collections::BTreeMap;
+use std::path::Path;
+
+const STEPS: u32 = 10;
+const MICROBATCHES: u32 = 4;
+const WORKERS: u32 = 8;
+const TRAINS: Trains = Trains::Loss(Loss::CrossEntropy, None);
+
+/// `[steps, batch, …]` as `[steps·batch, …]`.
+fn rows(t: &Tensor) -> Tensor {
+    let mut shape = vec![t.shape()[0] * t.shape()[1]];
+    shape.extend(&t.shape()[2..]);
+    t.reshaped(shape).unwrap()
+}
+
+struct Set {
+    model: Model,
+    /// The model at the size of a micro-batch, and its costs.
+    graph: Graph,
+    costs: CostGraph,
+    arrays: BTreeMap<String, Tensor>,
+    weights: BTreeMap<String, Tensor>,
+    batch: usize,
+    dims: BTreeMap<String, i64>,
+    optimizer: Optimizer,
+    want: Vec<f64>,
+}
+
+fn group(devices: u32) -> Machine {
+    let device = device::find("cpu").unwrap().device();
+    Machine { device, devices: devices as usize, bandwidth: BytesPerSecond(100e9), latency: Seconds(1e-6) }
+}
+
+fn set(root: &Path, name: &str) -> Set {
+    let folder = root.join(name);
+    let model = load(&folder.join("model.onnx"), &Options::default()).unwrap();
+    let inputs = arrays(&folder.join("inputs.npz"));
+    let batch = inputs["x"].shape()[1];
+    let mut all: BTreeMap<String, Tensor> = inputs.iter().map(|(k, v)| (k.clone(), rows(v))).collect();
+    all.insert("target".into(), rows(&arrays(&folder.join("targets.npz"))["target"]));
+    let meta: serde_json::Value =
+        serde_json::from_str(&std::fs::read_to_string(folder.join("meta.json")).unwrap()).unwrap();
+    let learning_rate = meta["lr"].as_f64().unwrap_or(0.05) / 5.0;
+    let rule = Rule::Sgd { learning_rate, momentum: 0.9, nesterov: false, weight_decay: 0.0 };
+    let Batch::Symbol { name: symbol, .. } = &model.batch else { panic!("the batch is fixed: {:?}", model.batch) };
+    let dims = BTreeMap::from([(symbol.clone(), (batch / MICROBATCHES as usize) as i64)]);
+    let graph = bind(&model.graph, &dims).unwrap();
+    let attribution = attribute(&graph, TRAINS).unwrap();
+    let mut costs = cost_graph(&graph, &attribution);
+    let known = ProfiledModel { file: String::new(), sha256: String::new(), ops: 0 };
+    let subject = Subject { model: known, micro_batch: 1, loss: None };
+    fill(&mut costs, &analytic::profile(&graph, &attribution, &group(1).device, &subject), None).unwrap();
+    // What kernels need beside their tensors, which no roofline knows.
+    for (op, bytes) in costs.ops.iter_mut().zip(scratch(&attribution)) {
+        op.workspace_bytes = bytes;
+    }
+    let weights = model.weights.iter().map(|(name, weight)| match weight {
+        Weight::Given(tensor) => (name.clone(), tensor.clone()),
+        Weight::Missing { path } => panic!("no weights at {path}"),
+    });
+    let weights = weights.collect();
+    let want = arrays(&folder.join("expected.npz"))["loss64_sgd_m09_micro4"].to_f64();
+    Set { model, graph, costs, arrays: all, weights, batch, dims, optimizer: Optimizer::from(rule), want }
+}
+
+/// Stages of so many replicas, each a group of so many devices, at a level of ZeRO.
+#[derive(Clone, Copy, Debug)]
+struct Combination {
+    degree: u32,
+    zero: u32,
+    replicas: u32,
+    stages: u32,
+}
+
+/// All that so many workers carry.
+fn combinations() -> Vec<Combination> {
+    let mut all = Vec::new();
+    for degree in [1, 2, 4] {
+        for replicas in [1, 2, 4] {
+            for stages in [1, 2].into_iter().filter(|stages| degree * replicas * stages <= WORKERS) {
+                let most = if replicas > 1 { MOST } else { 0 };
+                all.extend((0..=most).map(|zero| Combination { degree, zero, replicas, stages }));
+            }
+        }
+    }
+    all
+}
+
+impl Set {
+    /// The plan of a combination, which the planner has had judged.
+    fn plan(&self, of: Combination) -> Option<Plan> {
+        let levels = levels(&format!("{}:100GB/s", of.degree * of.replicas * of.stages)).unwrap();
+        let mut problem = Problem::new(self.costs.clone(), levels, CostModel::Pipec);
+        (problem.schedule, problem.microbatches) = (ScheduleKind::OneFOneB, MICROBATCHES);
+        (problem.zero, problem.optimizer_state) = (of.zero, 1.0);
+        problem.recompute = false;
+        problem.constraints.replicas = Some(vec![of.replicas; of.stages as usize]);
+        if of.degree > 1 {
+            problem.shared = vec![shared_costs(&self.graph, TRAINS, &self.costs, &group(of.degree)).unwrap()];
+            problem.constraints.tensor = true;
+        }
+        match plan(&problem, &PlannerOptions::default()) {
+            Ok(planned) => Some(planned.plan),
+            // Groups meet at every cut, and not everywhere are tensors whole there.
+            Err(error) if of.degree > 1 && error.to_string().contains("ops to cut between") => None,
+            Err(error) => panic!("{of:?}: {error}"),
+        }
+    }
+
+    /// Ten steps by a plan, and the arenas of its stages.
+    fn trained(&self, plan: &Plan) -> (Trained, Vec<u64>) {
+        let mut stages = vec![0; self.costs.ops.len()];
+        for stage in &plan.stages {
+            stage.op_ids().for_each(|op| stages[op as usize] = stage.id.index());
+        }
+        let count = StepCount { minibatches: STEPS, microbatches: MICROBATCHES };
+        let (dims, schedule) = (self.dims.clone(), Schedule::OneFOneB);
+        let settings = Settings { dims, loss: Loss::CrossEntropy, class_axis: None, schedule, count };
+        let (degree, pipeline) = (plan.stages[0].degree(), pipeline(plan).unwrap());
+        let (prepared, layouts) = match degree {
+            1 => (prepare(&self.model.graph, &stages, pipeline, &settings).unwrap(), BTreeMap::new()),
+            _ => prepare_shared(&self.model.graph, &stages, pipeline, &settings, &group(degree)).unwrap(),
+        };
+        let item = self.batch / MICROBATCHES as usize;
+        let dataset = Dataset::new(self.arrays.clone(), &feeds(&prepared.codes), item).unwrap();
+        let batches = Batches::new(dataset, self.batch, MICROBATCHES as usize, STEPS as usize, Order::InOrder).unwrap();
+        let training = Training {
+            codes: &prepared.codes,
+            program: &prepared.program,
+            weights: &self.weights,
+            batches: &batches,
+            optimizer: &self.optimizer,
+            policy: Policy::default(),
+            keep_gradients: false,
+        };
+        let trained = match degree {
+            1 => train(&training, &mut |_| {}).unwrap(),
+            _ => train_shared(&training, &layouts, degree as usize, &mut |_| {}).unwrap(),
+        };
+        (trained, prepared.codes.iter().map(|code| code.arena_bytes as u64).collect())
+    }
+}
+
+#[test]
+fn all_go_together() {
+    let Some(root) = data("parity") else { return };
+    let (mut all, mut near) = (0, 0);
+    for name in ["mlp", "cnn_bn", "gpt", "lstm_lm"] {
+        let set = set(&root, name);
+        for of in combinations() {
+            let Some(plan) = set.plan(of) else {
+                println!("{name} {of:?}: no such cut");
+                continue;
+            };
+            assert_eq!(plan.stages.len(), of.stages as usize, "{name} {of:?}");
+            for stage in &plan.stages {
+                assert_eq!((stage.replicas, stage.degree(), stage.zero), (of.replicas, of.degree, of.zero), "{name}");
+            }
+            let (trained, arenas) = set.trained(&plan);
+            assert_eq!(trained.losses.len(), set.want.len());
+            let errors = trained.losses.iter().zip(&set.want).map(|(got, want)| (got - want).abs() / want.abs());
+            let worst = errors.fold(0.0, f64::max);
+            println!("{name} {of:?}: {worst:.1e}");
+            assert!(worst <= 1e-5, "{name} {of:?}: {worst:.1e}");
+            let held = trained.held_bytes.chunks(of.replicas as usize).map(|of_stage| of_stage.iter().max().unwrap());
+            for ((stage, held), arena) in plan.stages.iter().zip(held).zip(arenas) {
+                let said = stage.memory.total;
+                let told = format!("stage {} holds {held} B of {said} planned", stage.id.0);
+                println!("  {told}: {:.3}", *held as f64 / said as f64);
+                // Models as small as these have arenas that planning knows less well than what replicas hold alike.
+                let known = said - stage.memory.workspace + arena;
+                let (least, most) = (said.min(known), said.max(known));
+                // What is fullest by the plan need not be so at one moment.
+                let expected = least - least / 10 - 4096..=most + most / 20 + 4096;
+                assert!(expected.contains(held), "{name} {of:?}: {told}, {known} with its arena");
+                all += 1;
+                near += u32::from(held.abs_diff(said) <= said / 20);
+            }
+        }
+    }
+    println!("{near} of {all} stages hold what was planned, within 5 %");
+    assert!(near * 4 >= all * 3, "{near} of {all}");
+}
