@@ -204,8 +204,8 @@ fn all_go_together() {
                 // Models as small as these have arenas that planning knows less well than what replicas hold alike.
                 let known = said - stage.memory.workspace + arena;
                 let (least, most) = (said.min(known), said.max(known));
-                // What is fullest by the plan need not be so at one moment.
-                let expected = least - least / 10 - 4096..=most + most / 20 + 4096;
+                // What is fullest by the plan need not be so at one moment: it may be more than is held, and hardly less.
+                let expected = least - least / 100 * 15 - 4096..=most + most / 20 + 4096;
                 assert!(expected.contains(held), "{name} {of:?}: {told}, {known} with its arena");
                 all += 1;
                 near += u32::from(held.abs_diff(said) <= said / 20);
