@@ -156,10 +156,7 @@ pub fn data(error: &DataError) -> String {
             "if its rows are samples, `--batch-dim {}=0` says so, beside the same for every input that has them: the file has one size there",
             shown(name)
         ),
-        DataError::Shape { expected, .. } => {
-            let row: Vec<String> = expected.iter().skip(1).map(ToString::to_string).collect();
-            format!("reshape the array to [rows, {}]; `pipec inspect MODEL` shows the inputs", row.join(", "))
-        }
+        DataError::Shape { got, expected, .. } => shape(got, expected),
         DataError::Label { classes, .. } => format!(
             "labels are 0 to {}, and -100 counts for nothing; `--class-dim` names another axis of classes, `--loss` another loss",
             classes - 1
@@ -170,6 +167,31 @@ pub fn data(error: &DataError) -> String {
         DataError::Few { rows, .. } => format!("`--batch {rows}` at most, or more rows"),
         DataError::Empty { .. } => "`pipec inspect MODEL` shows what the model reads".to_string(),
     }
+}
+
+/// About an array whose rows are not those of the model. Only what keeps every element with its row is proposed.
+fn shape(got: &[usize], expected: &[usize]) -> String {
+    let rows = |shape: &[usize]| shape.get(1..).unwrap_or_default().to_vec();
+    let (have, want) = (rows(got), rows(expected));
+    let sorted = |mut sizes: Vec<usize>| {
+        sizes.retain(|size| *size != 1);
+        sizes.sort_unstable();
+        sizes
+    };
+    let told =
+        ["rows".to_string()].into_iter().chain(want.iter().map(ToString::to_string)).collect::<Vec<_>>().join(", ");
+    let squeezed = |sizes: &[usize]| sizes.iter().copied().filter(|size| *size != 1).collect::<Vec<_>>();
+    let product = |sizes: &[usize]| sizes.iter().fold(1usize, |all, size| all.saturating_mul(*size));
+    let what = if squeezed(&have) == squeezed(&want) {
+        format!("reshape the array to [{told}]")
+    } else if sorted(have.clone()) == sorted(want.clone()) {
+        format!("transpose the array's axes to [{told}]")
+    } else if product(&have) == product(&want) {
+        format!("if each row holds the same numbers in order, reshape the array to [{told}]")
+    } else {
+        format!("the model reads [{told}]: give it rows of that size")
+    };
+    format!("{what}; `pipec inspect MODEL` shows the inputs")
 }
 
 /// About processes that do not come together.
@@ -184,5 +206,22 @@ pub fn link(error: &LinkError) -> Option<&'static str> {
             Some("all processes need the same pipec, model, plan, data, weights and flags")
         }
         _ => None,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::shape;
+
+    #[test]
+    fn a_shape_is_only_changed_where_rows_keep_their_numbers() {
+        let begins = |got: &[usize], expected: &[usize], with: &str| {
+            let told = shape(got, expected);
+            assert!(told.starts_with(with), "{told}");
+        };
+        begins(&[9, 64], &[9, 8, 8], "if each row holds the same numbers in order, reshape");
+        begins(&[9, 8, 1], &[9, 8], "reshape the array to [rows, 8]");
+        begins(&[9, 8, 6, 3], &[9, 3, 8, 6], "transpose the array's axes to [rows, 3, 8, 6]");
+        begins(&[9, 12], &[9, 16], "the model reads [rows, 16]");
     }
 }

@@ -200,8 +200,8 @@ fn told(
     let (before, now) = (shown(&manifest.plan.schedule), &here.schedule);
     if !(flushes(&manifest.plan.schedule) && flushes(now)) {
         screen.warn(&format!(
-            "the checkpoint is of another plan ({before}, now {now}), and one of the two does not flush: every stage begins with one version \
-             of its weights, and the numbers are not those of a run that was never interrupted"
+            "the checkpoint is of another plan (schedule {before}, now {now}), and without a flush only the same plan goes on exactly: every stage \
+             begins with one version of its weights, and the numbers are not those of a run that was never interrupted"
         ));
     } else if manifest.plan.microbatches != here.microbatches {
         screen.warn(&format!(

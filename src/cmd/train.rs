@@ -24,6 +24,7 @@ use compiler::export::trace::Trace;
 use compiler::export::trace::encode::encode;
 use compiler::op::Op;
 use compiler::pass::loss::attach;
+use compiler::plan::groups::MOST;
 use compiler::plan::problem::InFlight;
 use compiler::plan::{Plan, ScheduleKind};
 use compiler::tensor::DType;
@@ -73,7 +74,7 @@ pub struct Arguments {
     #[arg(long, value_name = "M", value_parser = clap::value_parser!(u32).range(1..=1 << 20), help_heading = "Data")]
     microbatches: Option<u32>,
     /// Devices that share every stage: its ops are split among so many threads [default: as the plan says, else 1]
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=64), conflicts_with_all = ["checkpoint_dir", "resume", "processes", "hosts", "rank"], help_heading = "Plan and schedule")]
+    #[arg(long, value_name = "N", value_parser = devices, conflicts_with_all = ["checkpoint_dir", "resume", "processes", "hosts", "rank"], help_heading = "Plan and schedule")]
     tensor: Option<u32>,
     /// Order of work: a schedule, a table FILE.csv, or programs FILE.json [default: the plan's, else 1f1b-rr, or 1f1b with micro-batches]
     #[arg(long, value_name = "NAME|FILE", value_parser = own::said, help_heading = "Plan and schedule")]
@@ -200,7 +201,7 @@ fn once(arguments: &Arguments, seat: &Seat, restarts: u32, screen: &Screen) -> R
         return Err(Failure::input(
             "devices that share a stage are threads of one process, and several processes were started",
         )
-        .help("start `pipec train` by itself, or with `--tensor 1`"));
+        .help("start `pipec train` by itself, or plan without `--tensor` for several processes"));
     }
     let CheckpointArguments { checkpoint_dir, checkpoint_every, keep, .. } = &arguments.checkpoints;
     if devices > 1 && (checkpoint_dir.is_some() || resume.is_some()) {
@@ -487,4 +488,12 @@ fn own_plan(
         ..Question::default()
     };
     Ok(partition::ask(&arguments.file, costs, &question)?.plan)
+}
+
+/// Reads `--tensor`.
+fn devices(text: &str) -> Result<u32, String> {
+    let known = text.parse().ok().filter(|devices| (1..=MOST).contains(devices));
+    known.ok_or_else(|| {
+        format!("write how many devices share every stage, 1 to {MOST}; `pipec partition --tensor auto` finds the best number")
+    })
 }
