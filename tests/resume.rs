@@ -258,7 +258,7 @@ fn another_plan_of_the_same_run_goes_on_with_the_same_bits() {
     // Without a flush it goes on, and says what that is worth.
     let stale = flags(&[&TRAIN, &["--stages", "1,1,1", "--steps", "8"], &from]);
     let said = ends(folder, 0, &stale);
-    assert!(said.contains("warning: the checkpoint is of another plan (1f1b, now 1f1b-rr)"), "{said}");
+    assert!(said.contains("warning: the checkpoint is of another plan (schedule 1f1b, now 1f1b-rr)"), "{said}");
     let odd = flags(&[&TRAIN, &["--stages", "3,1", "--steps", "8"], &from]);
     let said = ends(folder, 2, &odd);
     assert!(said.contains("the rounds of all stages end together every 3 minibatches"), "{said}");
