@@ -220,6 +220,7 @@ pub fn kept_of<'a>(keeping: &Keeping<'_>, task: &Task<'a>, prepared: &'a Prepare
     Kept {
         folder: keeping.folder.to_path_buf(),
         keep: keeping.keep.map(|keep| keep as usize),
+        begun: prepared.begun.as_ref().map(|begun| begun.start.minibatches),
         run: terms(task, prepared).into_iter().map(|(name, term)| (name, term.told)).collect(),
         plan: prepared.dealt(),
         steps: prepared.steps,

@@ -150,6 +150,7 @@ impl Ready {
         Kept {
             folder: folder.to_path_buf(),
             keep: None,
+            begun: None,
             run: BTreeMap::from([("seed".to_string(), "9".to_string())]),
             plan: Dealt::of(&self.prepared.program, &self.prepared.codes, self.policy.staleness),
             steps: STEPS,

@@ -45,6 +45,8 @@ pub struct Kept<'a> {
     pub folder: PathBuf,
     /// Checkpoints that stay; all, if nothing.
     pub keep: Option<usize>,
+    /// The minibatches behind which the run goes on, if it does.
+    pub begun: Option<u32>,
     /// What decides the numbers.
     pub run: BTreeMap<String, String>,
     /// How work is dealt out.
@@ -115,7 +117,12 @@ impl<'a, F: Files> Keeper<'a, F> {
                 false => files.remove_folder(&path),
             };
         }
-        Keeper { files, of, open: BTreeMap::new() }
+        let keeper = Keeper { files, of, open: BTreeMap::new() };
+        // The run before may have ended between a checkpoint and the removal of those that it made too many.
+        if let Some(begun) = keeper.of.begun {
+            let _ = keeper.remove_older(begun);
+        }
+        keeper
     }
 
     /// Writes a part. With the last of a checkpoint, tells what has become of it.
