@@ -1,7 +1,7 @@
 //! Slices by index with indices of its own for each example of a batch, and their gradient: how tokens come to the experts that were
 //! chosen for them, and back.
 
-use super::gather::{check_indices, or_zero, own_indices, resolve};
+use super::gather::{add_up, check_indices, or_zero, own_indices, resolve, take};
 use super::*;
 
 /// The axes that slices and indices share, checked.
@@ -21,12 +21,6 @@ fn shared<'a>(batch: usize, slices: &'a Fact, indices: &'a Fact) -> Result<&'a [
         });
     }
     Ok(&slices.shape[..batch])
-}
-
-/// How many examples there are, how many indices each has, and the indices.
-fn places(batch: usize, indices: &View<'_>, size: usize) -> Result<(usize, usize, Vec<usize>), KernelError> {
-    let each = indices.shape[batch..].iter().product();
-    Ok((indices.shape[..batch].iter().product(), each, resolve(indices, size)?))
 }
 
 impl Rule for BatchGather {
@@ -82,17 +76,10 @@ impl Rule for BatchGather {
     }
 
     fn reference(&self, inputs: &[View<'_>], outputs: &mut [ViewMut<'_>]) -> Result<(), KernelError> {
-        let (x, y) = (&inputs[0], &mut outputs[0]);
-        let size = x.shape[self.batch];
-        let (examples, each, rows) = places(self.batch, &inputs[1], size)?;
-        let run = x.shape[self.batch + 1..].iter().product::<usize>() * x.dtype.size();
-        let y = y.bytes_mut();
-        for example in 0..examples {
-            for i in example * each..(example + 1) * each {
-                let from = (example * size + rows[i]) * run;
-                y[i * run..(i + 1) * run].copy_from_slice(&x.bytes()[from..from + run]);
-            }
-        }
+        let (x, indices, y) = (&inputs[0], &inputs[1], &mut outputs[0]);
+        let (rows, each) =
+            (resolve(indices, x.shape[self.batch])?, indices.shape[self.batch..].iter().product::<usize>());
+        take(x, self.batch, |example| &rows[example * each..(example + 1) * each], y);
         Ok(())
     }
 }
@@ -158,26 +145,11 @@ impl Rule for BatchScatterAdd {
         vec![out.emit(Op::BatchScatterAdd(scatter), &[dy, own.places])]
     }
 
-    // Floats are summed in f64 and rounded once, whole numbers wrap.
     fn reference(&self, inputs: &[View<'_>], outputs: &mut [ViewMut<'_>]) -> Result<(), KernelError> {
-        let (dy, y) = (&inputs[0], &mut outputs[0]);
-        let size = y.shape[self.batch];
-        let (examples, each, rows) = places(self.batch, &inputs[1], size)?;
-        let run: usize = y.shape[self.batch + 1..].iter().product();
-        // Where element i of dy goes.
-        let targets = (0..examples)
-            .flat_map(|example| rows[example * each..(example + 1) * each].iter().map(move |row| example * size + row))
-            .flat_map(|slice| slice * run..(slice + 1) * run)
-            .enumerate();
-        if dy.dtype.is_float() {
-            let mut sums = vec![0.0; y.len()];
-            targets.for_each(|(i, to)| sums[to] += dy.f64(i));
-            sums.iter().enumerate().for_each(|(i, &sum)| y.set_f64(i, sum));
-        } else {
-            let mut sums = vec![0i64; y.len()];
-            targets.for_each(|(i, to)| sums[to] = sums[to].wrapping_add(dy.i64(i)));
-            sums.iter().enumerate().for_each(|(i, &sum)| y.set_i64(i, sum));
-        }
+        let (dy, indices, y) = (&inputs[0], &inputs[1], &mut outputs[0]);
+        let (rows, each) =
+            (resolve(indices, y.shape[self.batch])?, indices.shape[self.batch..].iter().product::<usize>());
+        add_up(dy, self.batch, |example| &rows[example * each..(example + 1) * each], y);
         Ok(())
     }
 }

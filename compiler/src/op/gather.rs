@@ -55,20 +55,8 @@ impl Rule for Gather {
 
     fn reference(&self, inputs: &[View<'_>], outputs: &mut [ViewMut<'_>]) -> Result<(), KernelError> {
         let (x, y) = (&inputs[0], &mut outputs[0]);
-        let size = x.shape[self.axis];
-        let rows = resolve(&inputs[1], size)?;
-        let outer: usize = x.shape[..self.axis].iter().product();
-        // Bytes of one slice below one index of the outer axes.
-        let run = x.shape[self.axis + 1..].iter().product::<usize>() * x.dtype.size();
-        let y = y.bytes_mut();
-        let mut at = 0;
-        for block in 0..outer {
-            for row in &rows {
-                let from = (block * size + row) * run;
-                y[at..at + run].copy_from_slice(&x.bytes()[from..from + run]);
-                at += run;
-            }
-        }
+        let rows = resolve(&inputs[1], x.shape[self.axis])?;
+        take(x, self.axis, |_| &rows, y);
         Ok(())
     }
 }
@@ -138,28 +126,47 @@ impl Rule for ScatterAdd {
         vec![out.emit(Op::ScatterAdd(ScatterAdd { axis: self.axis, size: own.size }), &[dy, own.places])]
     }
 
-    // Floats are summed in f64 and rounded once, whole numbers wrap.
     fn reference(&self, inputs: &[View<'_>], outputs: &mut [ViewMut<'_>]) -> Result<(), KernelError> {
         let (dy, y) = (&inputs[0], &mut outputs[0]);
-        let size = y.shape[self.axis];
-        let rows = resolve(&inputs[1], size)?;
-        let outer: usize = y.shape[..self.axis].iter().product();
-        let run: usize = y.shape[self.axis + 1..].iter().product();
-        // Where element i of dy goes.
-        let targets = (0..outer)
-            .flat_map(|block| rows.iter().map(move |row| (block * size + row) * run))
-            .flat_map(|start| start..start + run)
-            .enumerate();
-        if dy.dtype.is_float() {
-            let mut sums = vec![0.0; y.len()];
-            targets.for_each(|(i, to)| sums[to] += dy.f64(i));
-            sums.iter().enumerate().for_each(|(i, &sum)| y.set_f64(i, sum));
-        } else {
-            let mut sums = vec![0i64; y.len()];
-            targets.for_each(|(i, to)| sums[to] = sums[to].wrapping_add(dy.i64(i)));
-            sums.iter().enumerate().for_each(|(i, &sum)| y.set_i64(i, sum));
-        }
+        let rows = resolve(&inputs[1], y.shape[self.axis])?;
+        add_up(dy, self.axis, |_| &rows, y);
         Ok(())
+    }
+}
+
+/// Slices of `x` along an axis: for each block of the axes before it, those that `rows` names.
+pub(in crate::op) fn take<'r>(x: &View<'_>, axis: usize, rows: impl Fn(usize) -> &'r [usize], y: &mut ViewMut<'_>) {
+    let (outer, size): (usize, usize) = (x.shape[..axis].iter().product(), x.shape[axis]);
+    // Bytes of one slice.
+    let run = x.shape[axis + 1..].iter().product::<usize>() * x.dtype.size();
+    let y = y.bytes_mut();
+    let mut at = 0;
+    for block in 0..outer {
+        for row in rows(block) {
+            let from = (block * size + row) * run;
+            y[at..at + run].copy_from_slice(&x.bytes()[from..from + run]);
+            at += run;
+        }
+    }
+}
+
+/// Slices of `dy` added to those of `y` that `rows` names for each block. Floats are summed in f64 and rounded once, whole numbers wrap.
+pub(in crate::op) fn add_up<'r>(dy: &View<'_>, axis: usize, rows: impl Fn(usize) -> &'r [usize], y: &mut ViewMut<'_>) {
+    let (outer, size): (usize, usize) = (y.shape[..axis].iter().product(), y.shape[axis]);
+    let run: usize = y.shape[axis + 1..].iter().product();
+    // Where element i of dy goes.
+    let targets = (0..outer)
+        .flat_map(|block| rows(block).iter().map(move |row| (block * size + row) * run))
+        .flat_map(|start| start..start + run)
+        .enumerate();
+    if dy.dtype.is_float() {
+        let mut sums = vec![0.0; y.len()];
+        targets.for_each(|(i, to)| sums[to] += dy.f64(i));
+        sums.iter().enumerate().for_each(|(i, &sum)| y.set_f64(i, sum));
+    } else {
+        let mut sums = vec![0i64; y.len()];
+        targets.for_each(|(i, to)| sums[to] = sums[to].wrapping_add(dy.i64(i)));
+        sums.iter().enumerate().for_each(|(i, &sum)| y.set_i64(i, sum));
     }
 }
 
