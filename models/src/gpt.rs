@@ -68,13 +68,27 @@ pub const ENTRY: Entry = Entry {
     build,
 };
 
-/// Input `tokens` (i64, batch × context), logits batch × context × vocabulary.
 fn build(net: &mut Builder, given: &Given, batch: Axis) -> Result<Prediction, ChoiceError> {
+    decoder(net, given, batch, |net, block, layer, x| block.build(net, &format!("blocks.{layer}"), x))
+}
+
+/// A language model of the choices above: input `tokens` (i64, batch × context), logits batch × context × vocabulary. `build` makes each
+/// layer of its input, with the block that a GPT has there.
+pub fn decoder(
+    net: &mut Builder,
+    given: &Given,
+    batch: Axis,
+    build: impl Fn(&mut Builder, &Block, usize, &Value) -> Value,
+) -> Result<Prediction, ChoiceError> {
     given.divides("heads", "hidden")?;
     let (vocabulary, context, width) = (given.number("vocabulary"), given.number("context"), given.number("hidden"));
     let ratio = given.fraction("dropout");
-    let ends = Ends { vocabulary, context, width, dropout: ratio };
-    let [table, mut x] = ends.enter(net, batch);
+    let tokens = net.input_i64("tokens", &[batch, Axis::Size(context)]);
+    let [table, words] = embedding(net, "wte", &tokens, vocabulary, width);
+    let positions = net.constant_i64("", &(0..context as i64).collect::<Vec<_>>());
+    let [_, places] = embedding(net, "wpe", &positions, context, width);
+    let x = net.node("", "Add", &[&words, &places], vec![]);
+    let mut x = dropout(net, "drop", &x, ratio);
     let mask = Some(causal_mask(net, context));
     let block = Block {
         attention: Attention { context, width, heads: given.number("heads"), mask, dropout: ratio },
@@ -83,9 +97,15 @@ fn build(net: &mut Builder, given: &Given, batch: Axis) -> Result<Prediction, Ch
         dropout: ratio,
     };
     for layer in 0..given.number("layers") {
-        x = block.build(net, &format!("blocks.{layer}"), &x);
+        x = build(net, &block, layer, &x);
     }
-    Ok(ends.leave(net, batch, &x, given.truth("tied").then_some(table)))
+    let x = normalisation(net, "ln_f", &x, width, EPSILON);
+    let head = match given.truth("tied") {
+        true => table,
+        false => net.parameter("head.weight", &[vocabulary, width], Init::Deviation(0.02)),
+    };
+    let logits = product(net, "head", &x, &head);
+    Ok(Prediction { logits, shape: vec![batch, Axis::Size(context), Axis::Size(vocabulary)], target: Target::Token })
 }
 
 /// A block that normalises before it attends and before it thinks.
@@ -130,40 +150,5 @@ impl Block {
         let y = linear(net, &at("attn.proj"), &y, width, width);
         let y = dropout(net, &at("attn.drop"), &y, self.dropout);
         net.node(path, "Add", &[x, &y], vec![])
-    }
-}
-
-/// The ends of a language model that normalises before: tokens to vectors, and vectors to logits.
-#[derive(Debug, Clone)]
-pub struct Ends {
-    /// Number of different tokens.
-    pub vocabulary: usize,
-    /// Tokens in a sequence.
-    pub context: usize,
-    /// Width of the residual stream.
-    pub width: usize,
-    /// How much of the embeddings is dropped.
-    pub dropout: f64,
-}
-
-impl Ends {
-    /// The table of tokens, and the sum of token and position embeddings, from the input `tokens`, batch × context.
-    pub fn enter(&self, net: &mut Builder, batch: Axis) -> [Value; 2] {
-        let tokens = net.input_i64("tokens", &[batch, Axis::Size(self.context)]);
-        let [table, words] = embedding(net, "wte", &tokens, self.vocabulary, self.width);
-        let positions = net.constant_i64("", &(0..self.context as i64).collect::<Vec<_>>());
-        let [_, places] = embedding(net, "wpe", &positions, self.context, self.width);
-        let x = net.node("", "Add", &[&words, &places], vec![]);
-        [table, dropout(net, "drop", &x, self.dropout)]
-    }
-
-    /// Logits batch × context × vocabulary, by the table where the head is tied to it.
-    pub fn leave(&self, net: &mut Builder, batch: Axis, x: &Value, table: Option<Value>) -> Prediction {
-        let x = normalisation(net, "ln_f", x, self.width, EPSILON);
-        let size = [self.vocabulary, self.width];
-        let head = table.unwrap_or_else(|| net.parameter("head.weight", &size, Init::Deviation(0.02)));
-        let logits = product(net, "head", &x, &head);
-        let shape = vec![batch, Axis::Size(self.context), Axis::Size(self.vocabulary)];
-        Prediction { logits, shape, target: Target::Token }
     }
 }

@@ -14,10 +14,9 @@
 //!
 //! Both are from DeepSpeed-MoE (Rajbhandari et al., ICML 2022, table 1): experts in every other block, one for each token.
 
-use crate::attention::{Attention, causal_mask};
 use crate::builder::{Axis, Builder, Init, Value, attr};
 use crate::choice::{Choice, ChoiceError, Given, Setting};
-use crate::gpt::{Block, EPSILON, Ends};
+use crate::gpt::{EPSILON, decoder};
 use crate::layer::{dropout, joined, normalisation, product, reshaped, turned};
 use crate::prediction::Prediction;
 use crate::zoo::{Entry, Size};
@@ -69,40 +68,26 @@ pub const ENTRY: Entry = Entry {
     build,
 };
 
-/// Input `tokens` (i64, batch × context), logits batch × context × vocabulary.
 fn build(net: &mut Builder, given: &Given, batch: Axis) -> Result<Prediction, ChoiceError> {
-    given.divides("heads", "hidden")?;
-    let (vocabulary, context, width) = (given.number("vocabulary"), given.number("context"), given.number("hidden"));
     let (experts, chosen) = (given.number("experts"), given.number("chosen"));
     if chosen > experts {
         return Err(given.refuse("chosen", "a token cannot choose more experts than there are"));
     }
-    let ratio = given.fraction("dropout");
-    let ends = Ends { vocabulary, context, width, dropout: ratio };
-    let [table, mut x] = ends.enter(net, batch);
-    let mask = Some(causal_mask(net, context));
-    let block = Block {
-        attention: Attention { context, width, heads: given.number("heads"), mask, dropout: ratio },
-        inner: 4 * width,
-        relu: false,
-        dropout: ratio,
-    };
+    let (context, width) = (given.number("context"), given.number("hidden"));
     let capacity = (chosen * context * given.number("capacity")).div_ceil(100 * experts);
     let mixture = Mixture { experts, chosen, capacity, context, width, inner: 4 * width };
-    for layer in 0..given.number("layers") {
+    let every = given.number("every");
+    decoder(net, given, batch, |net, block, layer, x| {
         let path = format!("blocks.{layer}");
-        x = match (layer + 1).is_multiple_of(given.number("every")) {
-            false => block.build(net, &path, &x),
-            true => {
-                let x = block.attend(net, &path, &x);
-                let y = normalisation(net, &format!("{path}.ln2"), &x, width, EPSILON);
-                let y = mixture.build(net, &format!("{path}.moe"), &y);
-                let y = dropout(net, &format!("{path}.moe.drop"), &y, ratio);
-                net.node(&path, "Add", &[&x, &y], vec![])
-            }
-        };
-    }
-    Ok(ends.leave(net, batch, &x, given.truth("tied").then_some(table)))
+        if !(layer + 1).is_multiple_of(every) {
+            return block.build(net, &path, x);
+        }
+        let x = block.attend(net, &path, x);
+        let y = normalisation(net, &format!("{path}.ln2"), &x, width, EPSILON);
+        let y = mixture.build(net, &format!("{path}.moe"), &y);
+        let y = dropout(net, &format!("{path}.moe.drop"), &y, block.dropout);
+        net.node(&path, "Add", &[&x, &y], vec![])
+    })
 }
 
 /// A layer of experts and what chooses among them.
