@@ -77,9 +77,9 @@ pub fn plan(arguments: &Arguments, screen: &Screen) -> Result<Found, Failure> {
         };
         let shared = arguments.question.tensor.costs(&costs)?;
         let sized = Sized { size, costs, shared };
-        let speed = search.ask(&sized, orders[0].clone())?;
+        let good = search.ask(&sized, orders[0].clone())?;
         bar.inc(1);
-        known.push((speed, sized));
+        known.push((good, sized));
     }
     // Where 1F1B does not fit, small micro-batches are the nearest to it.
     known.sort_by(|a, b| b.0.total_cmp(&a.0).then(a.1.size.0.cmp(&b.1.size.0)));
@@ -95,7 +95,7 @@ pub fn plan(arguments: &Arguments, screen: &Screen) -> Result<Found, Failure> {
     // The smallest micro-batches lack least.
     refused.sort_by_key(|(micro_batch, _)| *micro_batch);
     match (best, refused.into_iter().next()) {
-        (Some((mut planned, refused)), _) => {
+        (Some((_, mut planned, refused)), _) => {
             let options = &mut planned.plan.options;
             if let Some(batch) = arguments.batch {
                 options.insert("batch".to_string(), batch.into());
@@ -212,7 +212,8 @@ struct Sized {
 
 struct Search<'a> {
     arguments: &'a Arguments,
-    best: Option<(Planned, Option<String>)>,
+    /// How good the best one is, its plan, and why `train` would refuse that.
+    best: Option<(f64, Planned, Option<String>)>,
     tried: Vec<Tried>,
     /// Micro-batches for which there is no plan, and why.
     refused: Vec<(u64, Failure)>,
@@ -227,11 +228,12 @@ impl Search<'_> {
         let kind = one.question.schedule.as_deref().and_then(ScheduleKind::from_name).unwrap_or(ScheduleKind::Csv);
         let (answer, good) = match partition::ask_of_groups(&one.file, costs.clone(), shared.clone(), &one.question) {
             Ok(planned) => {
-                let (speed, peak) = figures(&planned);
-                let good = goodness(&planned);
-                if self.best.as_ref().is_none_or(|(best, _)| good > goodness(best)) {
+                let Figures { throughput_per_s: speed, peak_bytes: peak, .. } = Figures::of(&planned.plan, 0);
+                let is_small_good = planned.plan.objective == Objective::Memory;
+                let good = if is_small_good { -(peak as f64) } else { speed };
+                if self.best.as_ref().is_none_or(|(best, ..)| good > *best) {
                     let refused = ties::refused(&costs.graph.params, &planned.plan);
-                    self.best = Some((planned, refused));
+                    self.best = Some((good, planned, refused));
                 }
                 (Ok((speed, peak)), good)
             }
@@ -245,18 +247,6 @@ impl Search<'_> {
         self.tried.push(Tried { micro_batch: size.0, microbatches: size.1, schedule: kind, answer });
         Ok(good)
     }
-}
-
-/// Samples a second, and the most bytes of a device.
-fn figures(planned: &Planned) -> (f64, u64) {
-    let figures = Figures::of(&planned.plan, 0);
-    (figures.throughput_per_s, figures.peak_bytes)
-}
-
-/// What is made large.
-fn goodness(planned: &Planned) -> f64 {
-    let (speed, peak) = figures(planned);
-    if planned.plan.objective == Objective::Memory { -(peak as f64) } else { speed }
 }
 
 /// The table of what was tried, the best first; combinations without a plan by the reason for it.

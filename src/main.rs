@@ -11,6 +11,7 @@ mod arguments;
 mod asked;
 mod batch;
 mod beyond;
+mod candidates;
 mod checkpoints;
 mod children;
 mod cmd;

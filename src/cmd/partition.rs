@@ -11,11 +11,11 @@ use crate::own::{self, Own};
 use crate::screen::Screen;
 use crate::source::{self, Costs};
 use crate::zero::{self, Zero};
-use crate::{device_placement, hybrid, output, prediction, quantity, stages, ties};
+use crate::{candidates, device_placement, hybrid, output, prediction, quantity, stages, ties};
 use clap::Args;
 use compiler::cluster::{Bytes, unit};
 use compiler::partition::bucket::{FIRST, best};
-use compiler::partition::planner::{Compared, Partitioner, Planned, PlannerOptions};
+use compiler::partition::planner::{Partitioner, Planned, PlannerOptions};
 use compiler::plan::problem::{CostModel, InFlight, Objective, Problem, Target};
 use compiler::plan::{Edge, ScheduleKind, Stage, read};
 use compiler::profile::shared::SharedCosts;
@@ -244,7 +244,7 @@ pub fn run(arguments: Box<Arguments>, screen: &Screen) -> Result<(), Failure> {
         prediction::prediction(plan)
     ));
     if arguments.compare {
-        screen.text(&compared(&planned));
+        screen.text(&candidates::table(&planned));
     }
     if !tried.is_empty() {
         screen.text(&batch::table(&tried, plan.objective));
@@ -479,65 +479,6 @@ fn cost(name: &str) -> CostModel {
         "pipedream" => CostModel::Pipedream,
         "paper" => CostModel::Paper,
         _ => CostModel::Pipec,
-    }
-}
-
-/// Every candidate once: those that look the same in all columns share a row. The one that became the plan comes first and is marked.
-fn compared(planned: &Planned) -> String {
-    let row = |candidate: &Compared| {
-        vec![
-            candidate.replicas.iter().map(u32::to_string).collect::<Vec<_>>().join("-")
-                + &of(candidate)
-                + &on(candidate),
-            quantity::time(candidate.minibatch_us),
-            quantity::bytes(candidate.peak_bytes),
-            if candidate.fits { "yes" } else { "no" }.to_string(),
-        ]
-    };
-    let plan = &planned.plan;
-    // Whoever found it, it is the answer of the one who was asked.
-    let asked = plan.options.get("partitioner").and_then(|name| name.as_str()).unwrap_or(&plan.search.method);
-    let mut rows: Vec<(Vec<&str>, Vec<String>)> = Vec::new();
-    for candidate in &planned.compared {
-        let (row, is_first) = (row(candidate), rows.is_empty());
-        match rows.iter_mut().find(|(_, known)| *known == row) {
-            Some((names, _)) if names.contains(&candidate.name) => {}
-            Some((names, _)) => names.push(candidate.name),
-            None if is_first && candidate.name != asked => rows.push((vec![asked, candidate.name], row)),
-            None => rows.push((vec![candidate.name], row)),
-        }
-    }
-    let told = |(at, (names, row)): (usize, (Vec<&str>, Vec<String>))| {
-        let mark = if at == 0 { "chosen" } else { "" };
-        std::iter::once(names.join(", ")).chain(row).chain([mark.to_string()]).collect()
-    };
-    let rows = rows.into_iter().enumerate().map(told).collect();
-    let time = if prediction::is_of_items(plan) { "micro-batch" } else { "minibatch" };
-    let mut text =
-        format!("\n{}", stages::table(&["candidate", "replicas", time, "most memory", "fits", ""], &[2, 3], rows));
-    if plan.schedule.chunks > 1 {
-        let kind = plan.schedule.kind.name();
-        text += &format!("candidates of one stage on each device are no {kind}: they are what it is compared with\n");
-    }
-    if plan.predicted.objective_us.is_some() {
-        let played = quantity::time(plan.predicted.minibatch_us);
-        text +=
-            &format!("times are those of the cost model's equations; the program of the chosen one takes {played}\n");
-    }
-    text
-}
-
-/// The devices that share each replica of a candidate; nothing where each replica is one.
-fn of(candidate: &Compared) -> String {
-    if candidate.tensor > 1 { format!(" of {}", candidate.tensor) } else { String::new() }
-}
-
-/// The devices of a candidate some of whose devices have several stages; nothing where each replica has its own.
-fn on(candidate: &Compared) -> String {
-    let replicas = candidate.replicas.iter().fold(0u32, |sum, &replicas| sum.saturating_add(replicas));
-    match candidate.devices == replicas {
-        true => String::new(),
-        false => format!(" on {}", stages::plural(u64::from(candidate.devices), "device", "devices")),
     }
 }
 
