@@ -36,6 +36,9 @@ const TRAINS: Trains = Trains::Loss(Loss::CrossEntropy, None);
 /// Minibatches of made-up data; they are seen again and again.
 const MINIBATCHES: usize = 8;
 
+/// Steps that do not count, here and at the peer: by then nobody asks the system for memory any more.
+const WARM_UP: u32 = 8;
+
 /// The optimizer, as plans know it.
 const RULE: Rule = Rule::Sgd { learning_rate: 0.01, momentum: 0.9, nesterov: false, weight_decay: 0.0 };
 
@@ -137,7 +140,8 @@ impl<'a> Known<'a> {
         let schedule: Schedule = schedule_of(plan.schedule.kind).expect("these orders of work are generated");
         // Steps before the first that counts fill the pipeline, steps behind the last keep it full.
         let filling = plan.schedule.in_flight.iter().copied().max().unwrap_or(1).max(2);
-        let minibatches = steps + 2 * filling;
+        let first = filling.max(WARM_UP);
+        let minibatches = first + steps + filling;
         let count = StepCount { minibatches, microbatches: way.microbatches };
         let settings = Settings { dims: Bindings::new(), loss: Loss::CrossEntropy, class_axis: None, schedule, count };
         let mut stages = vec![0; plan.model.ops as usize];
@@ -154,7 +158,7 @@ impl<'a> Known<'a> {
         let microbatches = way.microbatches as usize;
         let batches = Batches::new(data, self.subject.batch, microbatches, minibatches as usize, Order::InOrder);
         let batches = batches.expect("there are several minibatches of data");
-        Ready { known: self, plan, prepared, batches, steps, filling }
+        Ready { known: self, plan, prepared, batches, steps, first }
     }
 }
 
@@ -166,7 +170,8 @@ pub struct Ready<'a> {
     prepared: Prepared,
     batches: Batches,
     steps: u32,
-    filling: u32,
+    /// Steps before those that count.
+    first: u32,
 }
 
 /// Seconds of a worker for each minibatch.
@@ -211,7 +216,7 @@ impl Ready<'_> {
             policy: Policy::default(),
             keep_gradients: false,
         };
-        let first = self.filling as usize - 1;
+        let first = self.first as usize - 1;
         let ends = [first, first + self.steps as usize];
         let mut moments = Vec::new();
         let trained = train(&training, &mut |done| {

@@ -34,7 +34,7 @@ except ImportError as error:
 
 MICROBATCHES = 8
 MINIBATCHES = 8
-WARMUP = 2
+WARMUP = 8
 RATE = 0.01
 PATIENCE = 300  # Seconds that a pipeline may take for a request before it counts as stuck.
 
