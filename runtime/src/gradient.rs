@@ -7,7 +7,7 @@ use crate::device::cpu::half::{is_half, widen};
 use crate::device::cpu::square::squares;
 use crate::execute::{Executor, Item, Sum};
 use crate::link::rendezvous::Abandoned;
-use crate::optimizer::accumulate;
+use crate::optimizer::{accumulate, add};
 use crate::stepper::{exclusive, wide};
 use bytemuck::{cast_slice, cast_slice_mut};
 use compiler::tensor::DType;
@@ -66,11 +66,11 @@ pub fn add_all(
     for (at, (sum, term)) in all.filter(|(_, (_, term))| !term.is_summed) {
         let dtype = code.parameters[term.parameter].fact.dtype;
         if !leaves(executor, term) {
-            add(sum, executor, item, term, dtype);
+            add_left(sum, executor, item, term, dtype);
             continue;
         }
         let mut made = None;
-        add(&mut made, executor, item, term, dtype);
+        add_left(&mut made, executor, item, term, dtype);
         if let (Some(pieces), Some(made)) = (&executor.pieces, made) {
             pieces.add(code, at, item.turn, made.bytes())?;
             executor.pool.give(made);
@@ -83,7 +83,7 @@ pub fn add_all(
 }
 
 /// Adds a term that a backward run left to its sum over items.
-fn add(sum: &mut Option<Arc<Buffer>>, executor: &mut Executor<'_>, item: &Item, term: &GradientTerm, dtype: DType) {
+fn add_left(sum: &mut Option<Arc<Buffer>>, executor: &mut Executor<'_>, item: &Item, term: &GradientTerm, dtype: DType) {
     if let Some(sum) = sum {
         return accumulate(dtype, exclusive(sum), executor.gradient(item, term.place));
     }
@@ -116,11 +116,15 @@ pub fn total(pool: &mut Pool, dtype: DType, mut terms: Terms) -> Option<Arc<Buff
     let mut terms = terms.into_iter().map(|(_, sum)| sum);
     let mut total = terms.next()?;
     for term in terms {
-        // Others add up the same terms.
-        if Arc::get_mut(&mut total).is_none() {
-            total = copy(pool, total.bytes());
+        match Arc::get_mut(&mut total) {
+            Some(sum) => accumulate(wide(dtype), sum.bytes_mut(), term.bytes()),
+            // Others add up the same terms.
+            None => {
+                let mut sum = pool.take(total.len());
+                add(wide(dtype), total.bytes(), term.bytes(), exclusive(&mut sum));
+                total = sum;
+            }
         }
-        accumulate(wide(dtype), exclusive(&mut total), term.bytes());
     }
     Some(total)
 }

@@ -237,6 +237,14 @@ pub fn trains(dtype: DType) -> bool {
 /// Elements of a narrow gradient that are widened at a time.
 const PIECE: usize = 1024;
 
+/// `sum = first + second`, of `f32` or `f64`.
+pub fn add(dtype: DType, first: &[u8], second: &[u8], sum: &mut [u8]) {
+    match dtype {
+        DType::F64 => kernel::add::<f64>(cast_slice(first), cast_slice(second), cast_slice_mut(sum)),
+        _ => kernel::add::<f32>(cast_slice(first), cast_slice(second), cast_slice_mut(sum)),
+    }
+}
+
 /// `sum += gradient`; the sum of gradients of two bytes is in `f32`.
 pub fn accumulate(dtype: DType, sum: &mut [u8], gradient: &[u8]) {
     match dtype {

@@ -58,8 +58,8 @@ impl Desk<'_> {
             let terms = place.meet(u64::from(step.round) + 1)?.iter().flatten().cloned().collect();
             let dtype = self.code.parameters[p].fact.dtype;
             if let Some(total) = total(&mut self.executor.pool, dtype, terms) {
-                let norm = square(dtype, total.bytes()).sqrt() / f64::from(step.count.max(1));
-                let factor = self.policy.clip_norm.map_or(1.0, |clip| factor(clip, norm));
+                let norm = || square(dtype, total.bytes()).sqrt() / f64::from(step.count.max(1));
+                let factor = self.policy.clip_norm.map_or(1.0, |clip| factor(clip, norm()));
                 let weight = std::mem::replace(&mut self.late[at].weight, Arc::new(Buffer::new(0)));
                 if self.keeps_gradients {
                     self.gradients.retain(|(of, _)| *of != p);

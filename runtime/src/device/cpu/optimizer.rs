@@ -7,9 +7,6 @@
 use super::real::Real;
 use super::wide::wide;
 
-/// Elements that are copied before they are stepped.
-const PIECE: usize = 2048;
-
 /// Where the new weights go.
 pub enum Weights<'a, T> {
     /// Over the old ones.
@@ -179,6 +176,15 @@ pub fn accumulate<T: Real>(sum: &mut [T], gradient: &[T]) {
     super::gather::add(gradient, sum);
 }
 
+wide! {
+    /// `sum = first + second`
+    pub fn add[T: Real](first: &[T], second: &[T], sum: &mut [T]) {
+        for (sum, (&first, &second)) in sum.iter_mut().zip(first.iter().zip(second)) {
+            *sum = first + second;
+        }
+    }
+}
+
 /// `to = from`
 pub fn copy<T: Real>(to: &mut [T], from: &[T]) {
     to.copy_from_slice(from);
@@ -187,41 +193,55 @@ pub fn copy<T: Real>(to: &mut [T], from: &[T]) {
 fn step<T: Real, R: Rule>(weights: Weights<'_, T>, gradient: &[T], first: &mut [T], second: &mut [T], rule: R) {
     match weights {
         Weights::InPlace(weights) => step_in_place(weights, gradient, first, second, rule),
-        // A piece at a time, so that what was copied is still in the cache when it is stepped.
-        Weights::Beside { old, new } => {
-            for at in (0..new.len()).step_by(PIECE) {
-                let piece = at..new.len().min(at + PIECE);
-                new[piece.clone()].copy_from_slice(&old[piece.clone()]);
-                let first = if first.is_empty() { &mut [] } else { &mut first[piece.clone()] };
-                let second = if second.is_empty() { &mut [] } else { &mut second[piece.clone()] };
-                step_in_place(&mut new[piece.clone()], &gradient[piece], first, second, rule);
-            }
-        }
+        Weights::Beside { old, new } => step_beside(old, new, gradient, first, second, rule),
     }
 }
 
 wide! {
-    // An empty state stands for zeros that nobody keeps.
     fn step_in_place[T: Real, R: Rule](weights: &mut [T], gradient: &[T], first: &mut [T], second: &mut [T], rule: R) {
-        let n = weights.len();
-        let gradient = &gradient[..n];
-        if first.is_empty() {
-            for (weight, gradient) in weights.iter_mut().zip(gradient) {
-                *weight = T::of(rule.next(weight.wide(), gradient.wide(), &mut 0.0, &mut 0.0));
-            }
-        } else if second.is_empty() {
-            for ((weight, gradient), first) in weights.iter_mut().zip(gradient).zip(&mut first[..n]) {
-                let mut state = first.wide();
-                *weight = T::of(rule.next(weight.wide(), gradient.wide(), &mut state, &mut 0.0));
-                *first = T::of(state);
-            }
-        } else {
-            let state = first[..n].iter_mut().zip(&mut second[..n]);
-            for ((weight, gradient), (first, second)) in weights.iter_mut().zip(gradient).zip(state) {
-                let (mut a, mut b) = (first.wide(), second.wide());
-                *weight = T::of(rule.next(weight.wide(), gradient.wide(), &mut a, &mut b));
-                (*first, *second) = (T::of(a), T::of(b));
-            }
+        let weights = weights.iter_mut().map(|weight| {
+            let old = *weight;
+            (weight, old)
+        });
+        step_each(weights, gradient, first, second, rule);
+    }
+}
+
+wide! {
+    // All is read and written in one walk: memory is what it waits for.
+    fn step_beside[T: Real, R: Rule](old: &[T], new: &mut [T], gradient: &[T], first: &mut [T], second: &mut [T], rule: R) {
+        let n = new.len();
+        step_each(new.iter_mut().zip(&old[..n]).map(|(new, old)| (new, *old)), gradient, first, second, rule);
+    }
+}
+
+/// Steps weights, each given with its old value. An empty state stands for zeros that nobody keeps.
+#[inline(always)]
+fn step_each<'a, T: Real, R: Rule>(
+    weights: impl ExactSizeIterator<Item = (&'a mut T, T)>,
+    gradient: &[T],
+    first: &mut [T],
+    second: &mut [T],
+    rule: R,
+) {
+    let n = weights.len();
+    let weights = weights.zip(&gradient[..n]);
+    if first.is_empty() {
+        for ((weight, old), gradient) in weights {
+            *weight = T::of(rule.next(old.wide(), gradient.wide(), &mut 0.0, &mut 0.0));
+        }
+    } else if second.is_empty() {
+        for (((weight, old), gradient), first) in weights.zip(&mut first[..n]) {
+            let mut state = first.wide();
+            *weight = T::of(rule.next(old.wide(), gradient.wide(), &mut state, &mut 0.0));
+            *first = T::of(state);
+        }
+    } else {
+        let state = first[..n].iter_mut().zip(&mut second[..n]);
+        for (((weight, old), gradient), (first, second)) in weights.zip(state) {
+            let (mut a, mut b) = (first.wide(), second.wide());
+            *weight = T::of(rule.next(old.wide(), gradient.wide(), &mut a, &mut b));
+            (*first, *second) = (T::of(a), T::of(b));
         }
     }
 }
@@ -292,5 +312,7 @@ mod tests {
         let mut sum = [1.0f32, 2.0];
         accumulate(&mut sum, &[0.5, -2.0]);
         assert_eq!(sum, [1.5, 0.0]);
+        add(&[0.5, 3.0], &[1.0, -2.0], &mut sum);
+        assert_eq!(sum, [1.5, 1.0]);
     }
 }
