@@ -278,16 +278,18 @@ fn convolutions_of_random_windows() {
         ((state >> 33) % limit) as usize
     };
     let mut asked = 0;
-    while asked < 60 {
+    while asked < 120 {
         let dims = 1 + below(3);
         let mut pick =
             |from: u64, limit: u64| -> Vec<usize> { (0..dims).map(|_| from as usize + below(limit)).collect() };
         let (data, kernel, strides) = (pick(1, if dims == 3 { 7 } else { 20 }), pick(1, 4), pick(1, 3));
         let (begin, end, dilations) = (pick(0, 4), pick(0, 4), pick(1, 2));
-        let strides = if asked % 2 == 0 { vec![1; dims] } else { strides };
+        let strides = if asked % 2 == 0 || asked % 8 == 7 { vec![1; dims] } else { strides };
         let fits = (0..dims).all(|a| data[a] + begin[a] + end[a] > dilations[a] * (kernel[a] - 1));
         let (groups, images) = (1 + below(2), 1 + below(6));
         let (ins, outs) = (1 + below(9), 1 + below(20));
+        // Of every four, one has a filter of its own for each channel.
+        let (groups, ins, outs) = if asked % 4 >= 3 { (2 + outs % 7, 1, 1) } else { (groups, ins, outs) };
         if !fits {
             continue;
         }

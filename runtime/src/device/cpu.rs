@@ -42,6 +42,7 @@ pub mod optimizer;
 #[cfg(target_arch = "x86_64")]
 pub mod panels;
 pub mod patches;
+mod planes;
 pub mod pool;
 pub mod real;
 mod recurrent;

@@ -54,9 +54,11 @@ pub fn kernel(role: Role, window: &Window, groups: usize, x: &Layout, w: &Layout
             return Some(fast);
         }
     }
-    match x.dtype {
-        DType::F32 => Some(made::<f32>(role, shape)),
-        DType::F64 => Some(made::<f64>(role, shape)),
+    match (x.dtype, shape.has_own_filters()) {
+        (DType::F32, true) => depthwise::kernel::<f32>(role, &grid, groups),
+        (DType::F64, true) => depthwise::kernel::<f64>(role, &grid, groups),
+        (DType::F32, false) => Some(made::<f32>(role, shape)),
+        (DType::F64, false) => Some(made::<f64>(role, shape)),
         _ => None,
     }
 }
@@ -146,9 +148,6 @@ impl Shape {
 }
 
 fn made<T: Real>(role: Role, shape: Shape) -> Fast {
-    if shape.has_own_filters() {
-        return own_filters::<T>(role, shape);
-    }
     let patches = if shape.is_direct() { 0 } else { shape.depth() * shape.columns() };
     let beside = if shape.tile.images > 1 { shape.outs * shape.columns() } else { 0 };
     let first = (patches * size_of::<T>()).next_multiple_of(ALIGNMENT);
@@ -166,25 +165,6 @@ fn made<T: Real>(role: Role, shape: Shape) -> Fast {
         Ok(())
     });
     fast.with_workspace(first + beside * size_of::<T>())
-}
-
-/// One channel in, one out, in every group.
-fn own_filters<T: Real>(role: Role, Shape { grid, groups, .. }: Shape) -> Fast {
-    let sums = if role == Role::WeightGrad { groups * grid.taps() } else { 0 };
-    let fast = Fast::adding(role == Role::WeightGrad, move |inputs, outputs, workspace, add| {
-        let (a, b) = (cast_slice::<u8, T>(inputs[0]), cast_slice::<u8, T>(inputs[1]));
-        let result = cast_slice_mut::<u8, T>(outputs[0]);
-        match role {
-            Role::Forward => depthwise::forward(&grid, groups, a, b, result),
-            Role::InputGrad => depthwise::input_grad(&grid, groups, a, b, result),
-            Role::WeightGrad => {
-                let sums = &mut cast_slice_mut::<u8, f64>(workspace)[..sums];
-                depthwise::weight_grad(&grid, groups, a, b, result, sums, add);
-            }
-        }
-        Ok(())
-    });
-    fast.with_workspace(sums * size_of::<f64>())
 }
 
 fn forward<T: Real>(s: &Shape, x: &[T], w: &[T], y: &mut [T], patches: &mut [T], beside: &mut [T]) {

@@ -1,86 +1,161 @@
-//! Convolution with a filter of its own for every channel: a plane at a time, tap by tap, without patches.
+//! Convolution with a filter of its own for every channel: a plane at a time, without patches.
+//!
+//! All windows of a plane see at one tap one run of what is laid out, as [`planes`](super::planes) says.
 
 use super::patches::Grid;
+use super::planes::{LANES, Planes, Seen, lay, take};
 use super::real::Real;
-use super::sum::sum_of_pairs;
 use super::wide::wide;
+use super::{Fast, conv::Role};
+use bytemuck::{cast_slice, cast_slice_mut};
+
+/// Vectors that are worked out together, so that one does not wait for the other.
+const TOGETHER: usize = 4;
+/// Products that a lane sums up in the type of the data.
+const SUMMED: usize = 64;
+
+/// A convolution by a filter for each of so many channels.
+pub fn kernel<T: Real>(role: Role, grid: &Grid, channels: usize) -> Option<Fast> {
+    let planes = Planes::new(grid, channels)?;
+    let bytes = planes.workspace::<T>();
+    let fast = Fast::adding(role == Role::WeightGrad, move |inputs, outputs, workspace, add| {
+        let (sums, rest) = workspace.split_at_mut(planes.seen.len() * LANES * size_of::<f64>());
+        let rest = &mut cast_slice_mut::<u8, T>(rest)[..planes.data_room() + planes.window_room()];
+        rest.fill(T::ZERO);
+        let (data, windows) = rest.split_at_mut(planes.data_room());
+        let (a, b) = (cast_slice::<u8, T>(inputs[0]), cast_slice::<u8, T>(inputs[1]));
+        let result = cast_slice_mut::<u8, T>(outputs[0]);
+        match role {
+            Role::Forward => forward(&planes, a, b, result, data, windows),
+            Role::InputGrad => input_grad(&planes, a, b, result, data, windows),
+            Role::WeightGrad => weight_grad(&planes, a, b, result, [data, windows], cast_slice_mut(sums), add),
+        }
+        Ok(())
+    });
+    Some(fast.with_workspace(bytes))
+}
 
 wide! {
-    /// `y` from `x` and `w`, for `[N, C]` planes.
-    pub fn forward[T: Real](grid: &Grid, channels: usize, x: &[T], w: &[T], y: &mut [T]) {
-        let step = grid.row_step();
-        for (i, y) in y.chunks_exact_mut(grid.out_len().max(1)).enumerate() {
-            let x = &x[i * grid.data_len()..(i + 1) * grid.data_len()];
-            let w = &w[i % channels * grid.taps()..(i % channels + 1) * grid.taps()];
-            y.fill(T::ZERO);
-            for (tap, &factor) in w.iter().enumerate() {
-                let (run, starts) = grid.runs_at(tap);
-                for (to, from) in starts {
-                    let (y, x) = (&mut y[to..to + run], &x[from..from + (run - 1) * step + 1]);
-                    if step == 1 {
-                        for (y, &x) in y.iter_mut().zip(x) {
-                            *y = *y + x * factor;
-                        }
-                    } else {
-                        for (i, y) in y.iter_mut().enumerate() {
-                            *y = *y + x[i * step] * factor;
-                        }
-                    }
-                }
+    // Channel by channel: its filter stays at hand.
+    fn forward[T: Real](planes: &Planes, x: &[T], w: &[T], y: &mut [T], data: &mut [T], windows: &mut [T]) {
+        let (taps, images) = (planes.seen.len(), y.len() / (planes.channels * planes.out_len));
+        let windows = &mut windows[..planes.whole_windows()];
+        for channel in 0..planes.channels {
+            let w = &w[channel * taps..(channel + 1) * taps];
+            for plane in (0..images).map(|image| image * planes.channels + channel) {
+                lay(&planes.data, planes.step, &x[plane * planes.data_len..(plane + 1) * planes.data_len], data);
+                correlate(&planes.seen, w, data, windows);
+                let y = &mut y[plane * planes.out_len..(plane + 1) * planes.out_len];
+                take(&planes.results, 1, windows, y);
             }
         }
     }
 }
 
 wide! {
-    /// `dx` from `dy` and `w`.
-    pub fn input_grad[T: Real](grid: &Grid, channels: usize, dy: &[T], w: &[T], dx: &mut [T]) {
-        let step = grid.row_step();
+    fn input_grad[T: Real](planes: &Planes, dy: &[T], w: &[T], dx: &mut [T], data: &mut [T], windows: &mut [T]) {
+        let (taps, images) = (planes.seen.len(), dy.len() / (planes.channels * planes.out_len));
+        // What no window sees.
         dx.fill(T::ZERO);
-        for (i, dy) in dy.chunks_exact(grid.out_len().max(1)).enumerate() {
-            let dx = &mut dx[i * grid.data_len()..(i + 1) * grid.data_len()];
-            let w = &w[i % channels * grid.taps()..(i % channels + 1) * grid.taps()];
-            for (tap, &factor) in w.iter().enumerate() {
-                let (run, starts) = grid.runs_at(tap);
-                for (to, from) in starts {
-                    let (dy, dx) = (&dy[to..to + run], &mut dx[from..from + (run - 1) * step + 1]);
-                    if step == 1 {
-                        for (dx, &dy) in dx.iter_mut().zip(dy) {
-                            *dx = *dx + dy * factor;
-                        }
-                    } else {
-                        for (i, &dy) in dy.iter().enumerate() {
-                            dx[i * step] = dx[i * step] + dy * factor;
-                        }
-                    }
+        for channel in 0..planes.channels {
+            let w = &w[channel * taps..(channel + 1) * taps];
+            for plane in (0..images).map(|image| image * planes.channels + channel) {
+                let dy = &dy[plane * planes.out_len..(plane + 1) * planes.out_len];
+                lay(&planes.results, 1, dy, &mut windows[planes.zeros..]);
+                for (part, seeing) in data.chunks_exact_mut(planes.part).zip(&planes.seeing) {
+                    correlate(seeing, w, windows, part);
                 }
+                let dx = &mut dx[plane * planes.data_len..(plane + 1) * planes.data_len];
+                take(&planes.data, planes.step, data, dx);
             }
         }
     }
 }
 
 wide! {
-    /// `dw` from `dy` and `x`; `sums` holds one number for each element of `dw`.
-    pub fn weight_grad[T: Real](grid: &Grid, channels: usize, dy: &[T], x: &[T], dw: &mut [T], sums: &mut [f64], add: bool) {
-        let step = grid.row_step();
-        sums.fill(0.0);
-        for (i, dy) in dy.chunks_exact(grid.out_len().max(1)).enumerate() {
-            let x = &x[i * grid.data_len()..(i + 1) * grid.data_len()];
-            let sums = &mut sums[i % channels * grid.taps()..(i % channels + 1) * grid.taps()];
-            for (tap, sum) in sums.iter_mut().enumerate() {
-                let (run, starts) = grid.runs_at(tap);
-                for (to, from) in starts {
-                    let (dy, x) = (&dy[to..to + run], &x[from..from + (run - 1) * step + 1]);
-                    *sum += if step == 1 {
-                        sum_of_pairs(dy, x, |dy, x| dy * x)
-                    } else {
-                        dy.iter().enumerate().map(|(i, dy)| dy.wide() * x[i * step].wide()).sum()
-                    };
+    // Products of one tap are summed up in lanes, over all images, and the lanes at the end.
+    fn weight_grad[T: Real](planes: &Planes, dy: &[T], x: &[T], dw: &mut [T], laid: [&mut [T]; 2], sums: &mut [f64], add: bool) {
+        let (taps, images) = (planes.seen.len(), dy.len() / (planes.channels * planes.out_len));
+        let [data, windows] = laid;
+        let windows = &mut windows[..planes.whole_windows()];
+        for channel in 0..planes.channels {
+            sums.fill(0.0);
+            for plane in (0..images).map(|image| image * planes.channels + channel) {
+                lay(&planes.data, planes.step, &x[plane * planes.data_len..(plane + 1) * planes.data_len], data);
+                lay(&planes.results, 1, &dy[plane * planes.out_len..(plane + 1) * planes.out_len], windows);
+                for (&(seen, tap), sums) in planes.seen.iter().zip(sums.chunks_exact_mut(LANES)) {
+                    debug_assert!(tap < taps);
+                    add_products(windows, &data[seen..seen + windows.len()], sums);
+                }
+            }
+            let own = dw[channel * taps..(channel + 1) * taps].iter_mut();
+            for (dw, sums) in own.zip(sums.chunks_exact(LANES)) {
+                let sum: f64 = sums.iter().sum();
+                *dw = T::of(if add { dw.wide() + sum } else { sum });
+            }
+        }
+    }
+}
+
+/// `to[i] = Σ w[tap] · from[seen + i]`, in the order of taps.
+#[inline(always)]
+fn correlate<T: Real>(seen: &[Seen], w: &[T], from: &[T], to: &mut [T]) {
+    let mut at = 0;
+    let mut fours = to.chunks_exact_mut(TOGETHER * LANES);
+    for to in &mut fours {
+        let mut sums = [[T::ZERO; LANES]; TOGETHER];
+        for &(seen, tap) in seen {
+            let (factor, from) = (w[tap], &from[seen + at..seen + at + TOGETHER * LANES]);
+            for (v, sums) in sums.iter_mut().enumerate() {
+                for lane in 0..LANES {
+                    sums[lane] = sums[lane] + from[v * LANES + lane] * factor;
                 }
             }
         }
-        for (dw, &sum) in dw.iter_mut().zip(&*sums) {
-            *dw = T::of(if add { dw.wide() + sum } else { sum });
+        for (to, sums) in to.chunks_exact_mut(LANES).zip(sums) {
+            to.copy_from_slice(&sums);
+        }
+        at += TOGETHER * LANES;
+    }
+    for to in fours.into_remainder().chunks_exact_mut(LANES) {
+        let mut sums = [T::ZERO; LANES];
+        for &(seen, tap) in seen {
+            let (factor, from) = (w[tap], &from[seen + at..seen + at + LANES]);
+            for lane in 0..LANES {
+                sums[lane] = sums[lane] + from[lane] * factor;
+            }
+        }
+        to.copy_from_slice(&sums);
+        at += LANES;
+    }
+}
+
+/// Adds products of whole vectors to lanes of sums.
+#[inline(always)]
+fn add_products<T: Real>(a: &[T], b: &[T], sums: &mut [f64]) {
+    let mut at = 0;
+    while at < a.len() {
+        let end = a.len().min(at + SUMMED * LANES);
+        let mut lanes = [[T::ZERO; LANES]; TOGETHER];
+        while at + TOGETHER * LANES <= end {
+            let (a, b) = (&a[at..at + TOGETHER * LANES], &b[at..at + TOGETHER * LANES]);
+            for (v, lanes) in lanes.iter_mut().enumerate() {
+                for lane in 0..LANES {
+                    lanes[lane] = lanes[lane] + a[v * LANES + lane] * b[v * LANES + lane];
+                }
+            }
+            at += TOGETHER * LANES;
+        }
+        while at < end {
+            let (a, b) = (&a[at..at + LANES], &b[at..at + LANES]);
+            for lane in 0..LANES {
+                lanes[0][lane] = lanes[0][lane] + a[lane] * b[lane];
+            }
+            at += LANES;
+        }
+        let sums = &mut sums[..LANES];
+        for lane in 0..LANES {
+            sums[lane] += ((lanes[0][lane] + lanes[1][lane]) + (lanes[2][lane] + lanes[3][lane])).wide();
         }
     }
 }

@@ -15,9 +15,9 @@ pub struct Grid {
     pub kernel: [usize; 3],
     /// How many windows there are.
     pub out: [usize; 3],
-    stride: [isize; 3],
-    dilation: [isize; 3],
-    before: [isize; 3],
+    pub(super) stride: [isize; 3],
+    pub(super) dilation: [isize; 3],
+    pub(super) before: [isize; 3],
 }
 
 impl Grid {

@@ -7,17 +7,20 @@ const LANES: usize = 16;
 /// Lanes of an extreme, which is the same in any order: enough to have the next comparison begin before the last one is over.
 const WIDE: usize = 4 * LANES;
 
+// Loops over indices: iterators of chunks side by side are not always compiled into what calls them.
+
 /// Σ f(x) over a row.
 #[inline(always)]
 pub fn sum_of<T: Real>(x: &[T], f: impl Fn(f64) -> f64) -> f64 {
     let mut lanes = [0.0f64; LANES];
-    let chunks = x.chunks_exact(LANES);
-    for (lane, &v) in lanes.iter_mut().zip(chunks.remainder()) {
+    let whole = x.len() / LANES * LANES;
+    for (lane, &v) in lanes.iter_mut().zip(&x[whole..]) {
         *lane = f(v.wide());
     }
-    for chunk in chunks {
+    for at in (0..whole).step_by(LANES) {
+        let x = &x[at..at + LANES];
         for lane in 0..LANES {
-            lanes[lane] += f(chunk[lane].wide());
+            lanes[lane] += f(x[lane].wide());
         }
     }
     tree(lanes, |a, b| a + b)
@@ -27,13 +30,14 @@ pub fn sum_of<T: Real>(x: &[T], f: impl Fn(f64) -> f64) -> f64 {
 #[inline(always)]
 pub fn sum_of_pairs<T: Real>(a: &[T], b: &[T], f: impl Fn(f64, f64) -> f64) -> f64 {
     let mut lanes = [0.0f64; LANES];
-    let (left, right) = (a.chunks_exact(LANES), b.chunks_exact(LANES));
-    for (lane, (&x, &y)) in lanes.iter_mut().zip(left.remainder().iter().zip(right.remainder())) {
+    let whole = a.len().min(b.len()) / LANES * LANES;
+    for (lane, (&x, &y)) in lanes.iter_mut().zip(a[whole..].iter().zip(&b[whole..])) {
         *lane = f(x.wide(), y.wide());
     }
-    for (x, y) in left.zip(right) {
+    for at in (0..whole).step_by(LANES) {
+        let (a, b) = (&a[at..at + LANES], &b[at..at + LANES]);
         for lane in 0..LANES {
-            lanes[lane] += f(x[lane].wide(), y[lane].wide());
+            lanes[lane] += f(a[lane].wide(), b[lane].wide());
         }
     }
     tree(lanes, |a, b| a + b)
