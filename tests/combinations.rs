@@ -57,6 +57,7 @@ struct Set {
     batch: usize,
     dims: BTreeMap<String, i64>,
     optimizer: Optimizer,
+    order: (ScheduleKind, Schedule),
     want: Vec<f64>,
 }
 
@@ -94,7 +95,8 @@ fn set(root: &Path, name: &str) -> Set {
     });
     let weights = weights.collect();
     let want = arrays(&folder.join("expected.npz"))["loss64_sgd_m09_micro4"].to_f64();
-    Set { model, graph, costs, arrays: all, weights, batch, dims, optimizer: Optimizer::from(rule), want }
+    let (optimizer, order) = (Optimizer::from(rule), (ScheduleKind::OneFOneB, Schedule::OneFOneB));
+    Set { model, graph, costs, arrays: all, weights, batch, dims, optimizer, order, want }
 }
 
 /// Stages of so many replicas, each a group of so many devices, at a level of ZeRO.
@@ -125,7 +127,7 @@ impl Set {
     fn plan(&self, of: Combination) -> Option<Plan> {
         let levels = levels(&format!("{}:100GB/s", of.degree * of.replicas * of.stages)).unwrap();
         let mut problem = Problem::new(self.costs.clone(), levels, CostModel::Pipec);
-        (problem.schedule, problem.microbatches) = (ScheduleKind::OneFOneB, MICROBATCHES);
+        (problem.schedule, problem.microbatches) = (self.order.0, MICROBATCHES);
         (problem.zero, problem.optimizer_state) = (of.zero, 1.0);
         problem.recompute = false;
         problem.constraints.replicas = Some(vec![of.replicas; of.stages as usize]);
@@ -141,6 +143,12 @@ impl Set {
         }
     }
 
+    /// Bytes of the gradients of parameters that several ops use.
+    fn tied(&self) -> u64 {
+        let tied = self.costs.params.iter().filter(|param| param.users.len() > 1);
+        tied.map(|param| param.sum_bytes).sum()
+    }
+
     /// Ten steps by a plan, and the arenas of its stages.
     fn trained(&self, plan: &Plan) -> (Trained, Vec<u64>) {
         let mut stages = vec![0; self.costs.ops.len()];
@@ -148,7 +156,7 @@ impl Set {
             stage.op_ids().for_each(|op| stages[op as usize] = stage.id.index());
         }
         let count = StepCount { minibatches: STEPS, microbatches: MICROBATCHES };
-        let (dims, schedule) = (self.dims.clone(), Schedule::OneFOneB);
+        let (dims, schedule) = (self.dims.clone(), self.order.1);
         let settings = Settings { dims, loss: Loss::CrossEntropy, class_axis: None, schedule, count };
         let (degree, pipeline) = (plan.stages[0].degree(), pipeline(plan).unwrap());
         let (prepared, layouts) = match degree {
@@ -201,11 +209,12 @@ fn all_go_together() {
                 let said = stage.memory.total;
                 let told = format!("stage {} holds {held} B of {said} planned", stage.id.0);
                 println!("  {told}: {:.3}", *held as f64 / said as f64);
-                // Models as small as these have arenas that planning knows less well than what replicas hold alike.
+                // Models as small as these have arenas that planning knows less well than what replicas hold alike. What plans make room for need
+                // not be there at one time: where links are as fast as here a gradient that was sent has come before the next is made, and terms
+                // of one parameter are added up when nothing is made.
                 let known = said - stage.memory.workspace + arena;
-                let (least, most) = (said.min(known), said.max(known));
-                // What is fullest by the plan need not be so at one moment: it may be more than is held, and hardly less.
-                let expected = least - least / 100 * 15 - 4096..=most + most / 20 + 4096;
+                let apart = stage.memory.messages / 2 + set.tied();
+                let expected = (known - apart) / 100 * 95..=known.max(said) / 100 * 105;
                 assert!(expected.contains(held), "{name} {of:?}: {told}, {known} with its arena");
                 all += 1;
                 near += u32::from(held.abs_diff(said) <= said / 20);
@@ -213,5 +222,24 @@ fn all_go_together() {
         }
     }
     println!("{near} of {all} stages hold what was planned, within 5 %");
-    assert!(near * 4 >= all * 3, "{near} of {all}");
+    assert!(near * 5 >= all * 4, "{near} of {all}");
+}
+
+/// Where nothing is flushed a replica makes gradients of a round while others are at the one before.
+#[test]
+fn two_rounds_are_open_where_nothing_is_flushed() {
+    let Some(root) = data("parity") else { return };
+    let set = Set { order: (ScheduleKind::TwoBw, Schedule::TwoBw), ..set(&root, "gpt") };
+    for zero in 0..=MOST {
+        let of = Combination { degree: 1, zero, replicas: 2, stages: 2 };
+        let plan = set.plan(of).unwrap();
+        let (trained, _) = set.trained(&plan);
+        for (stage, held) in plan.stages.iter().zip(trained.held_bytes.chunks(2)) {
+            let (held, said) = (held.iter().max().unwrap(), stage.memory.total);
+            println!("{zero}: stage {} holds {held} B of {said} planned", stage.id.0);
+            // At level 1 a share of the weights waits in a buffer of its own, for which larger models have room.
+            let most = if zero == 1 { 110 } else { 105 };
+            assert!((said / 100 * 80..=said / 100 * most).contains(held), "level {zero}: {held} of {said}");
+        }
+    }
 }

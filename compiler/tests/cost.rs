@@ -133,6 +133,47 @@ fn nothing_beats_exhaustive_and_the_planner_ties_it() {
     assert!(compared > 700 && tied * 100 >= compared * 99, "{tied} of {compared}");
 }
 
+/// Shares of every level, with tied parameters, with and without state: no plan within memory is better than that of the exhaustive search, and
+/// none is missed.
+#[test]
+fn shares_within_memory_tie_the_exhaustive_search() {
+    let (mut compared, mut tied) = (0, 0);
+    for seed in 0..400 {
+        let mut random = Random(70_000 + seed);
+        let mut problem = random_problem(&mut random, 6);
+        if problem.schedule == ScheduleKind::Inference {
+            continue;
+        }
+        problem.zero = 1 + (seed % 3) as u32;
+        for (at, param) in problem.graph.params.iter_mut().enumerate() {
+            let last = problem.graph.ops.len() as u32 - 1;
+            if random.below(3) == 0 && (at as u32) < last {
+                param.users = vec![OpId(at as u32), OpId(last)];
+            }
+        }
+        problem.memory_limit = Some(Bytes(300_000 + random.below(3_000_000)));
+        let best = with(&problem, Partitioner::Exhaustive);
+        let ours = with(&problem, Partitioner::Pipec);
+        let (best, ours) = match (best, ours) {
+            (Ok(best), Ok(ours)) => (best.plan, ours.plan),
+            (
+                Err(PlanError::Infeasible { smallest_limit: one, .. }),
+                Err(PlanError::Infeasible { smallest_limit, .. }),
+            ) => {
+                assert_eq!(smallest_limit, one, "seed {seed}");
+                continue;
+            }
+            (best, ours) => panic!("seed {seed}: exhaustive {:?}, the planner {:?}", best.err(), ours.err()),
+        };
+        assert!(us(&ours) >= us(&best) * (1.0 - 1e-9), "seed {seed}: {} beats {}", us(&ours), us(&best));
+        assert!(!ours.proven_optimal || close(us(&ours), us(&best)), "seed {seed}: {} {}", us(&ours), us(&best));
+        compared += 1;
+        tied += u32::from(close(us(&ours), us(&best)));
+    }
+    println!("{tied} of {compared} tie the exhaustive search");
+    assert!(compared > 150 && tied * 100 >= compared * 98, "{tied} of {compared}");
+}
+
 #[test]
 fn the_least_limit_does_and_one_percent_less_does_not() {
     let mut refused = 0;

@@ -508,9 +508,11 @@ impl<'a> Desk<'a> {
         for tied in self.tied.iter().filter(|tied| tied.holders.is_empty()) {
             terms[tied.parameter] = tied.place.meet(u64::from(round) + 1)?.iter().flatten().cloned().collect();
         }
-        let pool = &mut self.executor.pool;
+        // Where gradients leave as they are made, all but a share of them does.
+        let (stays, pool) = (self.executor.pieces.is_none(), &mut self.executor.pool);
         let parameters = self.code.parameters.iter();
-        let totals = terms.into_iter().zip(parameters).map(|(terms, named)| total(pool, named.fact.dtype, terms));
+        let totals =
+            terms.into_iter().zip(parameters).map(|(terms, named)| total(pool, named.fact.dtype, terms, stays));
         let totals = totals.collect();
         self.ready.insert(round, Ready { by_parameter: Vec::new(), totals: Some(totals), samples });
         Ok(())

@@ -116,8 +116,9 @@ pub fn reduced<'a>(
     sum
 }
 
-/// The gradient of a parameter: its terms in their order.
-pub fn total(pool: &mut Pool, dtype: DType, mut terms: Terms) -> Option<Arc<Buffer>> {
+/// The gradient of a parameter: its terms in their order. Where others add up the same terms it has a buffer of its own, which `stays` in
+/// the pool or not.
+pub fn total(pool: &mut Pool, dtype: DType, mut terms: Terms, stays: bool) -> Option<Arc<Buffer>> {
     terms.sort_by_key(|(rank, _)| *rank);
     let mut terms = terms.into_iter().map(|(_, sum)| sum);
     let mut total = terms.next()?;
@@ -126,7 +127,7 @@ pub fn total(pool: &mut Pool, dtype: DType, mut terms: Terms) -> Option<Arc<Buff
             Some(sum) => accumulate(wide(dtype), sum.bytes_mut(), term.bytes()),
             // Others add up the same terms.
             None => {
-                let mut sum = pool.take(total.len());
+                let mut sum = if stays { pool.take(total.len()) } else { pool.once(total.len()) };
                 add(wide(dtype), total.bytes(), term.bytes(), exclusive(&mut sum));
                 total = sum;
             }

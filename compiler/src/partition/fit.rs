@@ -163,25 +163,29 @@ impl FitSearch<'_> {
         self.tables.insert(key, table);
     }
 
+    /// Whether neither this run fits nor any that has its ops, on any number of replicas: with more ops fewer tensors may go in and out,
+    /// and fewer parameters be shared with other stages, but nothing else is less.
     fn never_fits(&self, from: usize, end: usize) -> bool {
         let Least::Time { within } = self.least else { return false };
-        // At inner levels a run may be cut again; its ops fit or do not where they become a stage.
-        let alone = Multiples {
-            in_flight: 1,
-            apart: 0,
-            versions: 1,
-            // Who shares with many holds least.
-            replicas: if self.settings.zero > 0 { u32::MAX } else { 1 },
-            recompute: false,
-            zero: self.settings.zero,
-            optimizer_state: self.settings.optimizer_state,
-            schedule: self.settings.flow.schedule,
+        let inside = Holdings { inputs: 0, outputs: 0, sent: 0, ..*self.settings.line.holdings(from, end) };
+        let least = |replicas: u32, holdings: Holdings| {
+            let alone = Multiples {
+                in_flight: 1,
+                apart: 0,
+                versions: 1,
+                replicas,
+                recompute: false,
+                zero: self.settings.zero,
+                optimizer_state: self.settings.optimizer_state,
+                schedule: self.settings.flow.schedule,
+            };
+            holdings.held(&alone).total
         };
-        self.settings.levels.len() == 1 && {
-            // With more ops fewer tensors may go in and out, but no fewer are held inside.
-            let inside = Holdings { inputs: 0, outputs: 0, sent: 0, ..*self.settings.line.holdings(from, end) };
-            inside.held(&alone).total > within
-        }
+        // At inner levels a run may be cut again; its ops fit or do not where they become a stage.
+        self.settings.levels.len() == 1
+            && least(1, inside) > within
+            // Who shares with many holds least, of what no other stage holds.
+            && (self.settings.zero == 0 || least(u32::MAX, Holdings { shared: 0, ..inside }) > within)
     }
 
     /// Microseconds (or bytes) of one unit of the run [from, end), or infinity if it does not fit.
@@ -265,5 +269,80 @@ impl FitSearch<'_> {
             entries = &table.later;
         }
         groups
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::plan::ScheduleKind;
+    use crate::plan::problem::CostModel;
+    use crate::profile::cost_graph::{CostGraph, OpCost, OpId, ParamCost, TensorCost};
+
+    /// Six ops in a row, with parameters of these bytes for each pair of ops.
+    fn graph(params: &[(u32, u32, u64)]) -> CostGraph {
+        let op = |id| OpCost { id, fwd_us: 1.0, bwd_us: 2.0, saved_bytes: 3, out_bytes: 8, ..OpCost::default() };
+        let tensor = |at| TensorCost {
+            name: String::new(),
+            producer: OpId(at),
+            bytes: 8,
+            consumers: if at < 5 { vec![OpId(at + 1)] } else { Vec::new() },
+        };
+        let param = |&(one, other, bytes): &(u32, u32, u64)| {
+            let mut users = vec![OpId(one), OpId(other)];
+            users.dedup();
+            ParamCost::new("w", bytes, users)
+        };
+        CostGraph {
+            ops: (0..6).map(op).collect(),
+            tensors: (0..6).map(tensor).collect(),
+            params: params.iter().map(param).collect(),
+        }
+    }
+
+    /// All pairs of ops that may tie a parameter, all levels, with and without state: what is ruled out fits on no replicas, and neither does
+    /// what has its ops. Limits are those at which something just fits.
+    #[test]
+    fn what_is_ruled_out_never_fits() {
+        let (mut ruled, mut fitting) = (0, 0);
+        let pairs = (0..6).flat_map(|one| (one..6).map(move |other| (one, other)));
+        for ((one, other), zero, state) in
+            pairs.flat_map(|pair| (0..=3).flat_map(move |zero| [0.0, 2.0].map(|state| (pair, zero, state))))
+        {
+            let graph = graph(&[(one, other, 1000), (1, 1, 7), (4, 4, 300)]);
+            let line = Line::new(&graph, CostModel::Pipec, (0..6).collect(), (0..=6).collect());
+            let flow = Flow { schedule: ScheduleKind::OneFOneB, microbatches: 4, chunks: 1, workers: 4, room: 0 };
+            let levels = [LevelCost { count: 4, bytes_per_us: 1.0, previous_count: 1 }];
+            let cost = StageCost { model: CostModel::Pipec, activation_compression: None };
+            let settings = Fit { line: &line, cost: &cost, levels: &levels, flow, optimizer_state: state, zero };
+            let held = |from: usize, end: usize, replicas: u32| {
+                let multiples = Multiples {
+                    in_flight: 1,
+                    apart: 0,
+                    versions: 1,
+                    replicas,
+                    recompute: false,
+                    zero,
+                    optimizer_state: state,
+                    schedule: ScheduleKind::OneFOneB,
+                };
+                line.holdings(from, end).held(&multiples).total
+            };
+            let runs: Vec<(usize, usize)> =
+                (0..6).flat_map(|from| (from + 1..=6).map(move |end| (from, end))).collect();
+            for &(from, end) in &runs {
+                let more = runs.iter().filter(|(start, stop)| *start <= from && end <= *stop);
+                let all = more.flat_map(|&(from, end)| (1..=4).map(move |replicas| held(from, end, replicas)));
+                let least = all.min().unwrap();
+                let search = |within: u64| {
+                    let (least, tables) = (Least::Time { within }, HashMap::new());
+                    FitSearch { settings: &settings, least, is_line: true, tables }.never_fits(from, end)
+                };
+                assert!(!search(least), "{from}..{end} of {one} and {other} fits in {least} B at level {zero}");
+                fitting += 1;
+                ruled += u32::from(search(least / 4));
+            }
+        }
+        assert!(ruled * 2 > fitting, "{ruled} of {fitting}");
     }
 }

@@ -1,22 +1,9 @@
-//! The judge's own reckoning of what replicas share, from the definitions.
+//! What plans say of the shares of replicas, held against the stages and the model.
 
 use crate::plan::fault::Fault;
-use crate::plan::{Plan, ScheduleKind, Stage};
+use crate::plan::{Plan, ScheduleKind};
 use crate::profile::cost_graph::CostGraph;
 use std::collections::BTreeSet;
-
-/// What a stage would hold alike on all replicas: bytes of its weights, of one sum of gradients for each of them, of their masters, of one sum
-/// for each use of each, of those that other stages hold too, of those of the op that uses most, with what it reads at the same time where
-/// that is gathered, and of the optimizer's state for each byte.
-pub struct Of {
-    pub weights: u64,
-    pub summed: u64,
-    pub masters: u64,
-    pub terms: u64,
-    pub shared: u64,
-    pub largest: u64,
-    pub state: f64,
-}
 
 /// Levels that do not go with the stages, and parameters of which replicas have shares that are not those of the model.
 pub fn faults(graph: &CostGraph, plan: &Plan, stage_of: &[usize]) -> Vec<Fault> {
@@ -41,41 +28,4 @@ pub fn faults(graph: &CostGraph, plan: &Plan, stage_of: &[usize]) -> Vec<Fault> 
         }
     }
     faults
-}
-
-/// Bytes of one version of the weights that each replica holds.
-pub fn kept(stage: &Stage, of: &Of) -> u64 {
-    if stage.zero < 3 {
-        return of.weights;
-    }
-    // Every replica has all that other stages hold too, and one of r parts of the rest.
-    let r = u64::from(stage.replicas.max(1));
-    let apart = of.weights.saturating_sub(of.shared).div_ceil(r);
-    of.weights.min(apart.saturating_add(of.shared))
-}
-
-/// Bytes of gradients and of the optimizer's state on each replica.
-pub fn held(stage: &Stage, of: &Of) -> (u64, u64) {
-    let state = |bytes: u64, masters: u64| ((bytes as f64 * of.state).ceil() as u64).saturating_add(masters);
-    // What one of r has of so many bytes, no less than its part of each.
-    let part = |bytes: u64| {
-        let r = u64::from(stage.replicas);
-        bytes / r + u64::from(!bytes.is_multiple_of(r))
-    };
-    // Sums over the items of the replica, and those with what other stages have.
-    let mut gradients = of.terms.saturating_add(of.shared);
-    if stage.replicas < 2 {
-        return (gradients, state(of.summed, of.masters));
-    }
-    if stage.zero == 0 {
-        gradients = gradients.saturating_add(of.terms);
-        return (gradients, state(of.summed, of.masters));
-    }
-    let alone = |bytes: u64, shared: u64| part(bytes.saturating_sub(shared)).saturating_add(shared);
-    if stage.zero >= 2 {
-        // Of all that it makes alone, a replica has what one op makes at a time.
-        gradients = of.shared.saturating_mul(2).saturating_add(of.largest);
-    }
-    let stepped = state(alone(of.summed, of.shared), alone(of.masters, of.shared.min(of.masters)));
-    (gradients.saturating_add(alone(of.terms, of.shared)), stepped)
 }
