@@ -359,7 +359,8 @@ fn once(arguments: &Arguments, seat: &Seat, restarts: u32, screen: &Screen) -> R
         let told = |(path, what): &(PathBuf, &str)| format!("{} ({what})", path.display());
         screen.note(&format!("wrote {}", written.iter().map(told).collect::<Vec<_>>().join(", ")));
     }
-    report(&plan, own.as_deref(), &prepared, &done, screen)
+    report(&plan, own.as_deref(), &prepared, &done, screen);
+    Ok(())
 }
 
 /// The type of all floats, if not the model's own: what is asked for, or what the plan is for.
