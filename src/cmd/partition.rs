@@ -61,7 +61,7 @@ pub struct Arguments {
     /// Also print the candidates that the plan was chosen from
     #[arg(long, help_heading = "Results")]
     pub compare: bool,
-    /// Where to write the plan; - is standard output [default: MODEL.plan.json in the current folder]
+    /// Where to write the plan; - is standard output [default: MODEL.plan.json in the current folder, unless that is another model's]
     #[arg(short, long, value_name = "FILE", help_heading = "Results")]
     pub output: Option<PathBuf>,
 }

@@ -47,7 +47,7 @@ pub struct Arguments {
     /// Measure again what was measured before
     #[arg(long)]
     no_cache: bool,
-    /// Where to write the profile; - is standard output [default: MODEL.profile.json in the current folder]
+    /// Where to write the profile; - is standard output [default: MODEL.profile.json in the current folder, unless that is another model's]
     #[arg(short, long, value_name = "FILE")]
     output: Option<PathBuf>,
 }
@@ -67,6 +67,7 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Failure> {
                 Settings { warmup: warmup.unwrap_or(usual.warmup), runs: runs.unwrap_or(usual.runs), seed, ..usual };
             let loaded =
                 model::load(&arguments.file, &arguments.dims.import, screen)?.asked(arguments.dims.micro_batch);
+            output::keep_others(arguments.output.as_deref(), &arguments.file, &loaded.profiled().sha256, "profile")?;
             let micro_batch = loaded.micro_batch(None, screen);
             let counted = arguments.loss.said().unwrap_or_default();
             measured(&loaded, micro_batch, counted, &settings, !arguments.no_cache, screen)?
@@ -140,6 +141,7 @@ pub fn measured(
 fn by_data_sheet(arguments: &Arguments, kind: &str, screen: &Screen) -> Result<Profile, Failure> {
     let device = machines::kind(kind)?.device();
     let loaded = model::load(&arguments.file, &arguments.dims.import, screen)?.asked(arguments.dims.micro_batch);
+    output::keep_others(arguments.output.as_deref(), &arguments.file, &loaded.profiled().sha256, "profile")?;
     let micro_batch = loaded.micro_batch(None, screen);
     let graph = loaded.at(micro_batch)?;
     let known = attributed(&graph, arguments.loss.said().unwrap_or_default())
