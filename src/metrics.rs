@@ -163,7 +163,7 @@ fn measured(done: &Done) -> Vec<StageTotal> {
 /// the plan is trained.
 fn held(plan: &Plan, own: Option<&[u64]>, workers: &[u64]) -> String {
     let planned: Vec<u64> = plan.stages.iter().map(|stage| stage.memory.total).collect();
-    let (bytes, word) = own.map_or((&planned[..], "planned"), |own| (own, "reckoned, not as planned"));
+    let (bytes, word) = own.map_or((&planned[..], "planned"), |own| (own, "reckoned"));
     // Workers come in the order of the first stages of their devices; a device that holds several holds their sum.
     let mut workers = workers.iter();
     let mut told = Vec::new();

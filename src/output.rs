@@ -60,7 +60,7 @@ pub fn keep_others(said: Option<&Path>, model: &Path, sha256: &str, kind: &str) 
     let (what, other) = match file == own {
         true => (
             format!("another {}, or of an earlier one", shown(file)),
-            format!("`-o FILE` with another name keeps both"),
+            "`-o FILE` with another name keeps both".to_string(),
         ),
         false => (shown(file).into_owned(), format!("`-o {own}.{kind}.json` keeps both")),
     };

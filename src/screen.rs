@@ -13,6 +13,10 @@ use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use serde_json::Value;
 use std::cell::{Cell, RefCell};
 use std::io::{self, ErrorKind, IsTerminal, Write};
+use std::sync::OnceLock;
+
+/// Whether failures are told in JSON.
+static FOR_PROGRAMS: OnceLock<bool> = OnceLock::new();
 
 /// Where a verb prints.
 pub struct Screen {
@@ -155,9 +159,23 @@ impl Screen {
         complain(text);
     }
 
+    /// Says once, for the whole run, whether failures are told to programs.
+    pub fn tell_programs(of_failures: bool) {
+        // What was said first stands: a run has one command line.
+        let _ = FOR_PROGRAMS.set(of_failures);
+    }
+
+    /// Whether they are.
+    pub fn tells_programs() -> bool {
+        FOR_PROGRAMS.get().copied().unwrap_or(false)
+    }
+
     /// Prints a failure.
     pub fn failure(failure: &Failure) {
-        complain(&failure.to_string());
+        match Screen::tells_programs() {
+            true => _ = writeln!(io::stderr().lock(), "{}", escaped(&failure.json())),
+            false => complain(&failure.to_string()),
+        }
     }
 }
 
