@@ -85,9 +85,9 @@ pub fn tell(plan: &Plan, arguments: &Arguments, screen: &Screen) -> Result<(), F
     source::write(&path, json.as_bytes())?;
     screen.text(&format!(
         "{}\n{}\n{}",
-        stages::heading(plan),
+        screen.folded(&stages::heading(plan)),
         stages::stages(plan, screen.width()),
-        prediction::prediction(plan)
+        screen.folded(&prediction::prediction(plan))
     ));
     plan.warnings.iter().for_each(|warning| screen.warn(warning));
     screen.json(&serde_json::to_value(plan).unwrap_or_default());

@@ -34,6 +34,7 @@ mod machines;
 mod memory;
 mod metrics;
 mod model;
+mod narrow;
 mod output;
 mod own;
 mod prediction;

@@ -189,7 +189,7 @@ pub fn report(plan: &Plan, own: Option<&[u64]>, prepared: &Prepared, done: &Done
         screen.json(&json!(totals(plan, prepared, done)));
         return;
     }
-    screen.text(&format!(
+    screen.prose(&format!(
         "trained {} of {} in {}: loss {} to {}, {} samples/s",
         stages::plural(losses.len() as u64, "step", "steps"),
         stages::plural(prepared.batch, "sample", "samples"),

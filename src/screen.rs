@@ -6,6 +6,7 @@
 use crate::arguments::{Format, Global};
 use crate::colour::{self, Stream, painted};
 use crate::failure::Failure;
+use crate::narrow;
 use clap::builder::StyledStr;
 use comfy_table::Table;
 use compiler::import::onnx::name::display_name;
@@ -137,6 +138,16 @@ impl Screen {
     pub fn width(&self) -> Option<usize> {
         let width = if io::stdout().is_terminal() { Table::new().width() } else { None };
         width.map(usize::from)
+    }
+
+    /// Prints prose, a piece of the result, in text form only.
+    pub fn prose(&self, text: &str) {
+        self.text(&self.folded(text));
+    }
+
+    /// Prose in lines of the terminal's width, if there is one.
+    pub fn folded(&self, text: &str) -> String {
+        narrow::folded(text, self.width())
     }
 
     /// Prints text whose lines would make no sense broken: on a terminal they end at its width.

@@ -4,6 +4,7 @@ use crate::arguments::Dims;
 use crate::failure::Failure;
 use crate::loss::{Counted, LossArguments, attributed};
 use crate::model::{self, Loaded};
+use crate::narrow::{Give, fitted, folded};
 use crate::screen::Screen;
 use crate::{machines, memory, output, quantity, source, stages};
 use clap::Args;
@@ -83,7 +84,7 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Failure> {
         return Ok(());
     }
     source::write(&path, json.as_bytes())?;
-    screen.text(&show(&profile));
+    screen.text(&show(&profile, screen.width()));
     screen.json_file(&json);
     screen.text(&format!("\nwrote {}", path.display()));
     Ok(())
@@ -159,7 +160,7 @@ fn unprofiled(file: &str, error: &AttributionError) -> Failure {
 }
 
 /// The dearest ops and the sums.
-pub fn show(profile: &Profile) -> String {
+pub fn show(profile: &Profile, width: Option<usize>) -> String {
     let sum = profile.sum();
     let all = sum.fwd_us + sum.bwd_us;
     let mut dearest: Vec<&OpProfile> = profile.ops.iter().collect();
@@ -179,13 +180,14 @@ pub fn show(profile: &Profile) -> String {
     };
     let header = ["op", "name", "kind", "forward", "backward", "share", "spread", "source"];
     let rows = dearest.iter().take(LISTED).map(row).collect();
-    let mut text = stages::table(&header, &[0, 3, 4, 5, 6], rows);
+    let gives = [Give::Cut(1, 32), Give::Cut(1, 24), Give::Leave(7), Give::Cut(1, 16), Give::Leave(6)];
+    let mut text = fitted(&header, &[0, 3, 4, 5, 6], rows, &gives, width);
     if dearest.len() > LISTED {
         text += &format!("… and {} more\n", dearest.len() - LISTED);
     }
     let weights = profile.weight_us().filter(|_| sum.bwd_us > 0.0);
     let weights = weights.map_or(String::new(), |us| format!(", of it {} for weights", quantity::time(us)));
-    text += &format!(
+    let sums = format!(
         "\n{} on {}, micro-batch {}, {}\nsum of ops   forward {}, backward {}{weights}\n",
         shown(&profile.model.file),
         shown(&profile.device.name),
@@ -194,6 +196,7 @@ pub fn show(profile: &Profile) -> String {
         quantity::time(sum.fwd_us),
         quantity::time(sum.bwd_us)
     );
+    text += &folded(&sums, width);
     if let Some(whole) = &profile.whole {
         text += &format!(
             "whole model  forward {}, backward {}\n",
