@@ -9,6 +9,7 @@ use crate::quantity::{self, short};
 use crate::stages::plural;
 use compiler::export::gradients::gradients;
 use compiler::export::stage_name::ranges;
+use compiler::partition::in_flight::ENOUGH;
 use compiler::plan::problem::{CostModel, Objective};
 use compiler::plan::{Plan, ScheduleKind, Stage};
 use compiler::schedule::Pipeline;
@@ -36,6 +37,20 @@ pub fn other_links(plan: &Plan, simulated_us: f64) -> Option<String> {
         format!(
             "the plan's times follow cost `{}`; in simulation messages take what cost `pipec` says, and share the ports they go over",
             cost_name(plan.cost)
+        )
+    })
+}
+
+/// Why a simulated step takes a little longer than the plan says, where the plan has the figure of the equations.
+pub fn waits(plan: &Plan, simulated_us: f64) -> Option<String> {
+    let ratio = simulated_us / plan.predicted.step_us;
+    let is_told = plan.cost == CostModel::Pipec && plan.schedule.kind.is_continuous() && ratio.is_finite();
+    (is_told && ratio > 1.0 + EQUAL && ratio < 1.0 / ENOUGH).then(|| {
+        format!(
+            "the plan's figure is that of its slowest stage or link; in the program that waits for others, too, for {} % of the time: up to {} % is \
+             left so, since more in flight (`--in-flight`) costs memory",
+            short((ratio - 1.0) * 100.0),
+            short((1.0 / ENOUGH - 1.0) * 100.0)
         )
     })
 }
@@ -91,6 +106,9 @@ pub fn prediction(plan: &Plan) -> String {
         quantity::samples(predicted.throughput_per_s),
         predicted.bottleneck
     );
+    if let Some(told) = updates(plan) {
+        text += &format!("update         {told}\n");
+    }
     if flushes(plan) && !is_steady(plan) {
         text += &format!(
             "flush          {}; {:.1} % of a step the busiest stage waits while the pipeline fills and drains\n",
@@ -149,6 +167,36 @@ pub fn prediction(plan: &Plan) -> String {
         text += &format!("shared cores   {shared}\n");
     }
     text
+}
+
+/// Over how many samples an update averages, where that is more than one item; nothing where nobody trains by the plan.
+pub fn updates(plan: &Plan) -> Option<String> {
+    let (schedule, stages) = (&plan.schedule, &plan.stages);
+    if matches!(plan.cost, CostModel::Load | CostModel::Hybrid) || schedule.kind == ScheduleKind::Inference {
+        return None;
+    }
+    let most = stages.iter().map(|stage| stage.replicas).max().filter(|most| *most > 1);
+    let samples = |items: u32| plural(schedule.micro_batch.saturating_mul(items.into()), "sample", "samples");
+    let one = quantity::count(schedule.micro_batch);
+    if !schedule.kind.is_round_robin() {
+        let items = Some(schedule.microbatches).filter(|items| *items > 1)?;
+        let dealt = if most.is_some() { ", dealt to the replicas of each stage" } else { "" };
+        return Some(format!("averages {}: {items} micro-batches of {one}{dealt}", samples(items)));
+    }
+    let most = most?;
+    if stages.iter().all(|stage| stage.replicas == most) {
+        return Some(format!("averages {}: a minibatch of {one} for each of {most} replicas", samples(most)));
+    }
+    let mut counts: Vec<u32> = stages.iter().map(|stage| stage.replicas).collect();
+    counts.sort_unstable_by(|a, b| b.cmp(a));
+    counts.dedup();
+    let of = |replicas: u32| {
+        let ids: Vec<u32> = stages.iter().filter(|stage| stage.replicas == replicas).map(|stage| stage.id.0).collect();
+        let word = if ids.len() > 1 { "stages" } else { "stage" };
+        format!("{} in {word} {}", samples(replicas), ranges(&ids))
+    };
+    let all: Vec<String> = counts.into_iter().map(of).collect();
+    Some(format!("averages {}: a minibatch of {one} for each replica", all.join(", ")))
 }
 
 /// The plain alternatives: what each is, its time for a whole minibatch, whether it fits.
