@@ -30,7 +30,7 @@ fn folded_line(line: &str, width: usize) -> String {
     let (mut out, mut at) = (String::new(), 0);
     // Runs of spaces stay: they hold columns.
     for (place, word) in line.split(' ').enumerate() {
-        let length = word.chars().count();
+        let length = visible(word).count();
         if place > 0 && at + 1 + length > width && at > indent && length > 0 {
             out.truncate(out.trim_end().len());
             out += &format!("\n{}", " ".repeat(indent));
@@ -45,10 +45,20 @@ fn folded_line(line: &str, width: usize) -> String {
     out
 }
 
+/// Characters that take room: not those of colours.
+fn visible(text: &str) -> impl Iterator<Item = char> {
+    let mut within = false;
+    text.chars().filter(move |c| {
+        let is_code = within || *c == '\u{1b}';
+        within = is_code && *c != 'm';
+        !is_code
+    })
+}
+
 /// Where the text behind a label begins: after the last gap of two spaces near the line's beginning, or none.
 fn under(line: &str) -> usize {
     let mut found = 0;
-    let chars: Vec<char> = line.chars().take(LABEL + 2).collect();
+    let chars: Vec<char> = visible(line).take(LABEL + 2).collect();
     for at in 2..chars.len() {
         if chars[at - 2] == ' ' && chars[at - 1] == ' ' && chars[at] != ' ' {
             found = at;
@@ -113,6 +123,10 @@ mod tests {
                       --hidden --layers\n               --heads";
         assert_eq!(folded(text, Some(34)), wanted);
         assert_eq!(folded(text, None), text);
+        // Colours take no room.
+        let told = "      --loss <NAME>  \u{1b}[1mcross-entropy\u{1b}[0m, mse or bce";
+        let wanted = "      --loss <NAME>  \u{1b}[1mcross-entropy\u{1b}[0m, mse or\n                     bce";
+        assert_eq!(folded(told, Some(43)), wanted);
         // A word is never broken.
         assert_eq!(folded("one extraordinarily long", Some(8)), "one\nextraordinarily\nlong");
     }

@@ -16,6 +16,9 @@ use std::cell::{Cell, RefCell};
 use std::io::{self, ErrorKind, IsTerminal, Write};
 use std::sync::OnceLock;
 
+/// Characters of a line of help that are read well.
+const READ: usize = 100;
+
 /// Whether failures are told in JSON.
 static FOR_PROGRAMS: OnceLock<bool> = OnceLock::new();
 
@@ -136,8 +139,7 @@ impl Screen {
 
     /// Characters in a line of the terminal that results go to, if they go to one.
     pub fn width(&self) -> Option<usize> {
-        let width = if io::stdout().is_terminal() { Table::new().width() } else { None };
-        width.map(usize::from)
+        width()
     }
 
     /// Prints prose, a piece of the result, in text form only.
@@ -162,7 +164,7 @@ impl Screen {
     pub fn print(text: &StyledStr) {
         let text = if colour::on(Stream::Out) { text.ansi().to_string() } else { clean(&text.to_string()) };
         // Nobody is left to tell when even help cannot be printed.
-        let _ = print(&text);
+        let _ = print(&narrow::folded(&text, width().map(|width| width.min(READ))));
     }
 
     /// Prints to standard error before there is a screen.
@@ -188,6 +190,12 @@ impl Screen {
             false => complain(&failure.to_string()),
         }
     }
+}
+
+/// Characters in a line of the terminal of standard output, if it is one.
+fn width() -> Option<usize> {
+    let width = if io::stdout().is_terminal() { Table::new().width() } else { None };
+    width.map(usize::from)
 }
 
 fn print(text: &str) -> io::Result<()> {

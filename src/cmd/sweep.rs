@@ -173,7 +173,8 @@ fn points(arguments: &Arguments, path: &Path, screen: &Screen) -> Result<Vec<Poi
                     let kind =
                         schedule.as_deref().and_then(ScheduleKind::from_name).unwrap_or(ScheduleKind::RoundRobin);
                     for &microbatches in &counts {
-                        bar.set_message(format!("{devices} devices, {}", name(depth)));
+                        let many = stages::plural(u64::from(devices), "device", "devices");
+                        bar.set_message(format!("{many}, {}", name(depth)));
                         let question = Question { schedule: schedule.clone(), microbatches, ..base.clone() };
                         let found = |costs: &Costs| figures(path, costs, devices, depth, question, &mut cut);
                         let answer = match costs.as_ref().map_err(Failure::clone).and_then(found) {
