@@ -9,7 +9,6 @@ use crate::quantity::{self, short};
 use crate::stages::plural;
 use compiler::export::gradients::gradients;
 use compiler::export::stage_name::ranges;
-use compiler::partition::in_flight::ENOUGH;
 use compiler::plan::problem::{CostModel, Objective};
 use compiler::plan::{Plan, ScheduleKind, Stage};
 use compiler::schedule::Pipeline;
@@ -26,6 +25,9 @@ const SIMULATED: u32 = 4000;
 /// Ratios nearer to 1 than this are told as equal: four digits show no difference.
 const EQUAL: f64 = 5e-4;
 
+/// Minibatches of a run that is long.
+const LONG: u32 = 2000;
+
 /// From here on two times of one plan are told apart.
 const APART: f64 = 0.02;
 
@@ -41,17 +43,22 @@ pub fn other_links(plan: &Plan, simulated_us: f64) -> Option<String> {
     })
 }
 
-/// Why a simulated step takes a little longer than the plan says, where the plan has the figure of the equations.
+/// Why a simulated step takes a little less or more than the plan says, where the plan has the figure of the equations.
 pub fn waits(plan: &Plan, simulated_us: f64) -> Option<String> {
     let ratio = simulated_us / plan.predicted.step_us;
     let is_told = plan.cost == CostModel::Pipec && plan.schedule.kind.is_continuous() && ratio.is_finite();
-    (is_told && ratio > 1.0 + EQUAL && ratio < 1.0 / ENOUGH).then(|| {
-        format!(
-            "the plan's figure is that of its slowest stage or link; in the program that waits for others, too, for {} % of the time: up to {} % is \
-             left so, since more in flight (`--in-flight`) costs memory",
-            short((ratio - 1.0) * 100.0),
-            short((1.0 / ENOUGH - 1.0) * 100.0)
-        )
+    if !is_told || (ratio - 1.0).abs() < EQUAL || ratio > 1.0 + APART {
+        return None;
+    }
+    let what = "the plan's figure is what its slowest stage or link takes";
+    Some(match ratio > 1.0 {
+        true => format!(
+            "{what}; in the program that waits for others besides, {:.1} % more: so little stays where more in flight (`--in-flight`) would \
+             cost memory",
+            (ratio - 1.0) * 100.0
+        ),
+        // No program is faster than its equations for long.
+        false => format!("{what}, and a short run may seem faster: `--minibatches {LONG}` shows what lasts"),
     })
 }
 

@@ -83,7 +83,13 @@ pub fn add_all(
 }
 
 /// Adds a term that a backward run left to its sum over items.
-fn add_left(sum: &mut Option<Arc<Buffer>>, executor: &mut Executor<'_>, item: &Item, term: &GradientTerm, dtype: DType) {
+fn add_left(
+    sum: &mut Option<Arc<Buffer>>,
+    executor: &mut Executor<'_>,
+    item: &Item,
+    term: &GradientTerm,
+    dtype: DType,
+) {
     if let Some(sum) = sum {
         return accumulate(dtype, exclusive(sum), executor.gradient(item, term.place));
     }
