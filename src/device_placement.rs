@@ -23,7 +23,7 @@ pub fn run(arguments: &Arguments, screen: &Screen) -> Result<(), Failure> {
     })?;
     let memory = arguments.question.memory.as_deref().map(unit::bytes).transpose();
     let sha256 = sha256(text.as_bytes());
-    output::keep_others(arguments.output.as_deref(), path, &sha256, "plan")?;
+    output::keep_others(arguments.output.as_deref(), path, &[("sha256", &sha256)], "plan")?;
     let request = Request {
         anywhere: arguments.noncontiguous,
         budget: arguments.question.budget,

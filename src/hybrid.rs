@@ -24,7 +24,7 @@ pub fn run(arguments: &Arguments, screen: &Screen) -> Result<(), Failure> {
     })?;
     settle(&mut hybrid, arguments)?;
     let sha256 = sha256(text.as_bytes());
-    output::keep_others(arguments.output.as_deref(), path, &sha256, "plan")?;
+    output::keep_others(arguments.output.as_deref(), path, &[("sha256", &sha256)], "plan")?;
     let request = Request {
         budget: arguments.question.budget,
         seed: arguments.question.seed,

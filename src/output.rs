@@ -39,9 +39,10 @@ pub fn check_tensors(path: &Path) -> Result<(), Failure> {
     }
 }
 
-/// Where nobody says where a plan or a profile goes, refuses to write over that of another model: `model` is the file at hand, with the
-/// digest that plans and profiles keep of it. The same name, or one with another ending, may have been another model's.
-pub fn keep_others(said: Option<&Path>, model: &Path, sha256: &str, kind: &str) -> Result<(), Failure> {
+/// Where nobody says where a plan or a profile goes, refuses to write over that of another model: `model` is the file at hand, `marks` what
+/// plans and profiles say of it, of which one is enough to know it again. The same name, or one with another ending, may have been another
+/// model's.
+pub fn keep_others(said: Option<&Path>, model: &Path, marks: &[(&str, &str)], kind: &str) -> Result<(), Failure> {
     let path = source::default_output(model, kind);
     if said.is_some() || !path.is_file() {
         return Ok(());
@@ -50,10 +51,9 @@ pub fn keep_others(said: Option<&Path>, model: &Path, sha256: &str, kind: &str) 
     let Ok(text) = source::text(&path, source::MOST_PLAN_BYTES) else { return Ok(()) };
     let Ok(there) = serde_json::from_str::<Value>(&text) else { return Ok(()) };
     let is_ours = there["schema"].as_str().is_some_and(|schema| schema.starts_with(&format!("pipec.{kind}/")));
-    let (Some(file), Some(of)) = (there["model"]["file"].as_str(), there["model"]["sha256"].as_str()) else {
-        return Ok(());
-    };
-    if !is_ours || of == sha256 {
+    let Some(file) = there["model"]["file"].as_str() else { return Ok(()) };
+    let is_same = |(name, mark): &(&str, &str)| !mark.is_empty() && there["model"][*name].as_str() == Some(*mark);
+    if !is_ours || marks.iter().any(is_same) {
         return Ok(());
     }
     let (path, own) = (path.display(), source::file_name(model));

@@ -176,7 +176,14 @@ pub fn prediction(plan: &Plan) -> String {
     text
 }
 
-/// Over how many samples an update averages, where that is more than one item; nothing where nobody trains by the plan.
+/// Over how many samples an update of each stage averages.
+pub fn update_samples(plan: &Plan) -> Vec<u64> {
+    let minibatch = plan.schedule.micro_batch.saturating_mul(plan.schedule.microbatches.into());
+    let of = |stage: &Stage| if plan.schedule.kind.is_round_robin() { stage.replicas } else { 1 };
+    plan.stages.iter().map(|stage| minibatch.saturating_mul(of(stage).into())).collect()
+}
+
+/// Over how many samples an update averages, in words, where that is more than one item; nothing where nobody trains by the plan.
 pub fn updates(plan: &Plan) -> Option<String> {
     let (schedule, stages) = (&plan.schedule, &plan.stages);
     if matches!(plan.cost, CostModel::Load | CostModel::Hybrid) || schedule.kind == ScheduleKind::Inference {

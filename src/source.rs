@@ -211,7 +211,8 @@ pub fn costs(arguments: &Arguments, screen: &Screen) -> Result<Costs, Failure> {
         Format::Onnx | Format::Pt2 => imported(arguments, screen),
         Format::DnnPartitioning | Format::Piper => Err(Failure::bug("an instance has no costs of a graph")),
     }?;
-    output::keep_others(arguments.output.as_deref(), &arguments.file, &costs.model.sha256, "plan")?;
+    let marks = [("sha256", &*costs.model.sha256), ("graph_hash", &*costs.model.graph_hash)];
+    output::keep_others(arguments.output.as_deref(), &arguments.file, &marks, "plan")?;
     Ok(costs)
 }
 

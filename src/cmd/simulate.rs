@@ -201,6 +201,7 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Failure> {
         // Of what the plan's own `minibatch_us` is a time of.
         "minibatch_us": if prediction::is_of_items(&plan) { step / f64::from(microbatches.max(1)) } else { step },
         "throughput_per_s": samples_per_s,
+        "update_samples": prediction::update_samples(&played),
         "bubble": timeline.bubble(),
         "planned": {"step_us": plan.predicted.step_us, "minibatch_us": plan.predicted.minibatch_us, "throughput_per_s": plan.predicted.throughput_per_s},
         "workers": workers,
