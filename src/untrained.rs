@@ -41,7 +41,10 @@ fn told_of(diverged: &Diverged) -> Failure {
         _ => format!("first in its micro-batch {} of {microbatches}; ", microbatch + 1),
     };
     why += &match diverged.finite {
-        Some((step, loss)) => format!("the last finite loss is {}, of step {}", quantity::short(loss), step + 1),
+        Some((step, loss)) => {
+            let loss = if loss.abs() < LARGE { quantity::short(loss) } else { format!("{loss:.3e}") };
+            format!("the last finite loss is {loss}, of step {}", step + 1)
+        }
         None => "no step of this run had a finite loss".to_string(),
     };
     Failure::no(TrainError::Diverged(*diverged))
@@ -57,6 +60,9 @@ pub fn lost(name: &str, steps: u32) -> Failure {
         .because("no weights are written; checkpoints stay as they are")
         .help(TRY)
 }
+
+/// From here on a loss is told by its power of ten.
+const LARGE: f64 = 1e6;
 
 /// What keeps a run from diverging, the likeliest first.
 const TRY: &str = "a smaller `--lr`, `--lr-schedule warmup:100,constant`, `--clip-norm 1`; where floats are narrow, `--dtype f32`, or \
