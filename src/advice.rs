@@ -12,6 +12,7 @@ use compiler::plan::problem::ProblemError;
 use compiler::wording::near::nearest;
 use runtime::data::DataError;
 use runtime::link::fate::LinkError;
+use runtime::weights::FileError;
 use std::fs;
 use std::io::ErrorKind;
 use std::path::Path;
@@ -86,6 +87,29 @@ pub fn import(path: &Path, error: &ImportError) -> String {
         }
         _ => "`pipec inspect FILE --text` prints what imports; docs/from-pytorch.md shows how models are exported"
             .to_string(),
+    }
+}
+
+/// About weights that cannot be read.
+pub fn weights(path: &Path, error: &FileError) -> String {
+    let name = shown(&path.display().to_string()).into_owned();
+    let extension = path.extension().and_then(|extension| extension.to_str()).unwrap_or_default();
+    match (error, extension) {
+        (FileError::Read { fault, .. }, _) if fault.kind() == ErrorKind::NotFound => absent(path),
+        (FileError::Read { .. }, _) => "check its permissions".to_string(),
+        (FileError::Extension { .. }, "onnx" | "pt2") => {
+            format!("a model has its weights in it: `{name}` in place of MODEL trains from them")
+        }
+        (FileError::Extension { .. }, "pt" | "pth" | "bin" | "ckpt" | "pkl") => format!(
+            "a pickle is never read; `safetensors.torch.save_file(torch.load(\"{name}\", weights_only=True), \"{}\")` in Python writes \
+             the same weights",
+            shown(&path.with_extension("safetensors").display().to_string())
+        ),
+        (FileError::Extension { .. }, _) => {
+            "`safetensors.torch.save_file(model.state_dict(), \"weights.safetensors\")` in Python writes weights"
+                .to_string()
+        }
+        _ => "write or download the file again".to_string(),
     }
 }
 

@@ -8,7 +8,7 @@ use std::path::PathBuf;
 
 /// Partitions traced models into pipeline stages, predicts what that brings, and trains them.
 #[derive(Debug, Parser)]
-#[command(name = "pipec", version, max_term_width = 100, color = clap::ColorChoice::Never,
+#[command(name = "pipec", version, color = clap::ColorChoice::Never,
           after_help = "Examples:\n  pipec quickstart\n  pipec partition model.onnx --gpus 8\n  pipec train model.onnx --plan model.plan.json --data train.npz")]
 pub struct Cli {
     /// Flags of every verb.

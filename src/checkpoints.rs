@@ -15,6 +15,7 @@ use runtime::checkpoint::keeper::{Kept, Saved};
 use runtime::checkpoint::lock::{self, Held, LockError};
 use runtime::checkpoint::manifest::{FILE, Manifest};
 use runtime::checkpoint::start::{Start, StartError};
+use runtime::rate::Shape;
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 
@@ -154,7 +155,8 @@ fn begun(
     if let Err(fault) = start.check_whole(&prepared.training(task)) {
         return Ok(Err(fault.to_string()));
     }
-    told(folder, &manifest, (is_same_plan, is_short), prepared, screen);
+    let falls = matches!(task.optimizer.rate.shape, Shape::Cosine { .. } | Shape::Linear { .. });
+    told(folder, &manifest, (is_same_plan, is_short, falls), prepared, screen);
     let mut all = task.weights.clone();
     all.extend(weights);
     Ok(Ok(Begun { weights: all, start }))
@@ -174,18 +176,22 @@ fn ends_before(manifest: &Manifest, prepared: &Prepared) -> bool {
 fn told(
     folder: &Path,
     manifest: &Manifest,
-    (is_same_plan, is_short): (bool, bool),
+    (is_same_plan, is_short, falls): (bool, bool, bool),
     prepared: &Prepared,
     screen: &Screen,
 ) {
     let (done, here) = (manifest.minibatches, prepared.dealt());
     screen.note(&format!("goes on after step {done} of {} from {}", prepared.steps, folder.display()));
     if manifest.steps != prepared.steps {
-        screen.warn(&format!(
-            "the run was begun for {}, and is now of {}: a learning rate that falls to its end falls to the new one",
+        let told = format!(
+            "the run was begun for {}, and is now of {}",
             stages::plural(u64::from(manifest.steps), "step", "steps"),
             prepared.steps
-        ));
+        );
+        match falls {
+            true => screen.warn(&format!("{told}: the learning rate falls to the new end from here on")),
+            false => screen.note(&told),
+        }
     }
     if is_short {
         screen.warn(

@@ -3,7 +3,7 @@
 use crate::cmd::partition::{Arguments, Question};
 use crate::failure::Failure;
 use crate::screen::Screen;
-use crate::{prediction, quantity, source, stages};
+use crate::{output, prediction, quantity, source, stages};
 use compiler::cluster::unit;
 use compiler::graph::hash::sha256;
 use compiler::import::dnn_partitioning;
@@ -23,6 +23,7 @@ pub fn run(arguments: &Arguments, screen: &Screen) -> Result<(), Failure> {
     })?;
     let memory = arguments.question.memory.as_deref().map(unit::bytes).transpose();
     let sha256 = sha256(text.as_bytes());
+    output::keep_others(arguments.output.as_deref(), path, &[("sha256", &sha256)], "plan")?;
     let request = Request {
         anywhere: arguments.noncontiguous,
         budget: arguments.question.budget,
@@ -76,21 +77,21 @@ pub fn is_of(plan: &Plan, path: &Path, text: &str) -> Result<(), Failure> {
 /// Writes the plan of an instance, and prints it.
 pub fn tell(plan: &Plan, arguments: &Arguments, screen: &Screen) -> Result<(), Failure> {
     let json = read::to_json(plan).map_err(|error| Failure::bug(&error.to_string()))?;
-    let output = arguments.output.clone().unwrap_or_else(|| source::default_output(&arguments.file, "plan"));
-    if source::is_stdout(&output) {
+    let path = arguments.output.clone().unwrap_or_else(|| source::default_output(&arguments.file, "plan"));
+    if source::is_stdout(&path) {
         screen.document(&json);
         return Ok(());
     }
-    source::write(&output, json.as_bytes())?;
+    source::write(&path, json.as_bytes())?;
     screen.text(&format!(
         "{}\n{}\n{}",
-        stages::heading(plan),
+        screen.folded(&stages::heading(plan)),
         stages::stages(plan, screen.width()),
-        prediction::prediction(plan)
+        screen.folded(&prediction::prediction(plan))
     ));
     plan.warnings.iter().for_each(|warning| screen.warn(warning));
     screen.json(&serde_json::to_value(plan).unwrap_or_default());
-    screen.text(&format!("\nwrote {}", output.display()));
+    screen.text(&format!("\nwrote {}", path.display()));
     Ok(())
 }
 

@@ -8,6 +8,7 @@
 //!
 //! Only here, in what calls it, errors are turned into text.
 
+use compiler::export::failure;
 use std::fmt;
 use std::path::Path;
 
@@ -88,6 +89,17 @@ impl Failure {
     /// What and why, in one line.
     pub fn line(&self) -> String {
         if self.why.is_empty() { self.what.clone() } else { format!("{}: {}", self.what, self.why.join(" ")) }
+    }
+
+    /// The same for programs, in one line.
+    pub fn json(&self) -> String {
+        let said = failure::Failure {
+            message: self.what.clone(),
+            causes: self.why.clone(),
+            help: self.help.clone(),
+            exit_code: self.code,
+        };
+        serde_json::to_string(&said).unwrap_or_default()
     }
 
     /// Says that the same may succeed when it is done once more.

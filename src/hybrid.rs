@@ -3,7 +3,7 @@
 use crate::cmd::partition::{Arguments, Question};
 use crate::failure::Failure;
 use crate::screen::Screen;
-use crate::{device_placement, quantity, source};
+use crate::{device_placement, output, quantity, source};
 use compiler::cluster::unit;
 use compiler::graph::hash::sha256;
 use compiler::import::piper;
@@ -24,6 +24,7 @@ pub fn run(arguments: &Arguments, screen: &Screen) -> Result<(), Failure> {
     })?;
     settle(&mut hybrid, arguments)?;
     let sha256 = sha256(text.as_bytes());
+    output::keep_others(arguments.output.as_deref(), path, &[("sha256", &sha256)], "plan")?;
     let request = Request {
         budget: arguments.question.budget,
         seed: arguments.question.seed,

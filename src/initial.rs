@@ -1,5 +1,6 @@
 //! Initial weights: those of the model, with those of a file in their place.
 
+use crate::advice;
 use crate::failure::Failure;
 use crate::model::Loaded;
 use crate::screen::Screen;
@@ -20,7 +21,7 @@ pub fn initial(loaded: &Loaded, file: Option<&Path>, screen: &Screen) -> Result<
     let fail = |error: &dyn std::fmt::Display| Failure::input("cannot read the weights").because(error);
     let mut given = match path.is_dir() {
         true => find::read_weights(path).map_err(|error| fail(&error))?,
-        false => weights::read(path).map_err(|error| fail(&error))?,
+        false => weights::read(path).map_err(|error| fail(&error).help(advice::weights(path, &error)))?,
     };
     let mut all = loaded.known_weights();
     let known = &loaded.model.weights;

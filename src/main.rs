@@ -34,6 +34,7 @@ mod machines;
 mod memory;
 mod metrics;
 mod model;
+mod narrow;
 mod output;
 mod own;
 mod prediction;
@@ -48,6 +49,7 @@ mod terms;
 mod ties;
 mod training;
 mod untrained;
+mod usage;
 mod zero;
 
 use crate::arguments::{Cli, Verb};
@@ -86,12 +88,16 @@ fn main() -> ExitCode {
 }
 
 fn run() -> u8 {
-    colour::decide(colour::among(env::args_os().map(|argument| argument.to_string_lossy().into_owned())));
-    let command = Cli::command().mut_subcommands(taking_negatives);
-    let parsed = command.try_get_matches().and_then(|matches| Cli::from_arg_matches(&matches));
+    let arguments: Vec<String> =
+        env::args_os().skip(1).map(|argument| argument.to_string_lossy().into_owned()).collect();
+    colour::decide(colour::among(arguments.iter().cloned()));
+    // Who started a process of a run reads its last words as text.
+    Screen::tell_programs(usage::wants_json(arguments.iter().cloned()) && env::var_os(children::VARIABLE).is_none());
+    let mut command = Cli::command().mut_subcommands(taking_negatives);
+    let parsed = command.try_get_matches_from_mut(env::args_os()).and_then(|matches| Cli::from_arg_matches(&matches));
     let cli = match parsed {
         Ok(cli) => cli,
-        Err(error) => return usage(&error),
+        Err(error) => return misused(&usage::advised(error, &command, &arguments)),
     };
     let screen = Screen::new(&cli.global);
     let done = match cli.verb {
@@ -131,7 +137,7 @@ fn taking_negatives(verb: Command) -> Command {
 }
 
 /// Help and version are results; everything else that clap says is a failure in its own one line.
-fn usage(error: &clap::Error) -> u8 {
+fn misused(error: &clap::Error) -> u8 {
     match error.kind() {
         ErrorKind::DisplayHelp | ErrorKind::DisplayVersion => {
             Screen::print(&error.render());
@@ -139,6 +145,10 @@ fn usage(error: &clap::Error) -> u8 {
         }
         ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand => {
             Screen::failure(&Failure::input("no command is given").because(error.render()));
+            failure::INPUT
+        }
+        _ if Screen::tells_programs() => {
+            Screen::failure(&usage::failure(error));
             failure::INPUT
         }
         _ => {

@@ -163,7 +163,7 @@ fn measured(done: &Done) -> Vec<StageTotal> {
 /// the plan is trained.
 fn held(plan: &Plan, own: Option<&[u64]>, workers: &[u64]) -> String {
     let planned: Vec<u64> = plan.stages.iter().map(|stage| stage.memory.total).collect();
-    let (bytes, word) = own.map_or((&planned[..], "planned"), |own| (own, "reckoned, not as planned"));
+    let (bytes, word) = own.map_or((&planned[..], "planned"), |own| (own, "reckoned"));
     // Workers come in the order of the first stages of their devices; a device that holds several holds their sum.
     let mut workers = workers.iter();
     let mut told = Vec::new();
@@ -177,14 +177,8 @@ fn held(plan: &Plan, own: Option<&[u64]>, workers: &[u64]) -> String {
     format!("most held at once, stage by stage: {}", told.join(", "))
 }
 
-/// Tells what was trained; fails with the answer no where the loss is no number.
-pub fn report(
-    plan: &Plan,
-    own: Option<&[u64]>,
-    prepared: &Prepared,
-    done: &Done,
-    screen: &Screen,
-) -> Result<(), Failure> {
+/// Tells what was trained.
+pub fn report(plan: &Plan, own: Option<&[u64]>, prepared: &Prepared, done: &Done, screen: &Screen) {
     let losses = &done.trained.losses;
     let (first, last) = (losses.first().copied().unwrap_or(0.0), losses.last().copied().unwrap_or(0.0));
     if losses.is_empty() {
@@ -193,9 +187,9 @@ pub fn report(
             stages::plural(u64::from(prepared.steps), "step", "steps")
         ));
         screen.json(&json!(totals(plan, prepared, done)));
-        return Ok(());
+        return;
     }
-    screen.text(&format!(
+    screen.prose(&format!(
         "trained {} of {} in {}: loss {} to {}, {} samples/s",
         stages::plural(losses.len() as u64, "step", "steps"),
         stages::plural(prepared.batch, "sample", "samples"),
@@ -204,6 +198,14 @@ pub fn report(
         quantity::short(last),
         quantity::samples(done.samples_per_s),
     ));
+    // Else the run would not have come to its end.
+    let left_out = losses.iter().filter(|loss| !loss.is_finite()).count();
+    if left_out > 0 {
+        screen.warn(&format!(
+            "{} had no finite loss; loss scaling left their updates out",
+            stages::plural(left_out as u64, "step", "steps")
+        ));
+    }
     if let Some(score) = &done.score {
         let accuracy =
             score.accuracy.map_or(String::new(), |share| format!(", accuracy {} %", quantity::short(share * 100.0)));
@@ -218,13 +220,6 @@ pub fn report(
         ));
     }
     screen.json(&json!(totals(plan, prepared, done)));
-    match losses.iter().position(|loss| !loss.is_finite()) {
-        None => Ok(()),
-        Some(at) => {
-            Err(Failure::no(format!("training diverged: the loss of step {} is {}", prepared.first() + at, losses[at]))
-                .help("a smaller `--lr` is the first thing to try"))
-        }
-    }
 }
 
 /// The bytes of all stages that stand on the devices of one.

@@ -1,6 +1,9 @@
 //! Where results go: asked before work begins, so that nobody trains for a day and learns then that a folder is missing.
 
 use crate::failure::Failure;
+use crate::source;
+use compiler::import::onnx::name::shown;
+use serde_json::Value;
 use std::fs::{self, File};
 use std::io::{Error, ErrorKind};
 use std::path::{Path, PathBuf};
@@ -34,6 +37,36 @@ pub fn check_tensors(path: &Path) -> Result<(), Failure> {
             ),
         )),
     }
+}
+
+/// Where nobody says where a plan or a profile goes, refuses to write over that of another model: `model` is the file at hand, `marks` what
+/// plans and profiles say of it, of which one is enough to know it again. The same name, or one with another ending, may have been another
+/// model's.
+pub fn keep_others(said: Option<&Path>, model: &Path, marks: &[(&str, &str)], kind: &str) -> Result<(), Failure> {
+    let path = source::default_output(model, kind);
+    if said.is_some() || !path.is_file() {
+        return Ok(());
+    }
+    // What is there and no file of ours was not made by a long search.
+    let Ok(text) = source::text(&path, source::MOST_PLAN_BYTES) else { return Ok(()) };
+    let Ok(there) = serde_json::from_str::<Value>(&text) else { return Ok(()) };
+    let is_ours = there["schema"].as_str().is_some_and(|schema| schema.starts_with(&format!("pipec.{kind}/")));
+    let Some(file) = there["model"]["file"].as_str() else { return Ok(()) };
+    let is_same = |(name, mark): &(&str, &str)| !mark.is_empty() && there["model"][*name].as_str() == Some(*mark);
+    if !is_ours || marks.iter().any(is_same) {
+        return Ok(());
+    }
+    let (path, own) = (path.display(), source::file_name(model));
+    let (what, other) = match file == own {
+        true => (
+            format!("another {}, or of an earlier one", shown(file)),
+            "`-o FILE` with another name keeps both".to_string(),
+        ),
+        false => (shown(file).into_owned(), format!("`-o {own}.{kind}.json` keeps both")),
+    };
+    Err(Failure::input(format!("{path} is the {kind} of another model"))
+        .because(format!("it was made of {what}, and would be lost"))
+        .help(format!("{other}; `-o {path}` writes over it")))
 }
 
 /// The file beside a path that becomes it when it is whole.

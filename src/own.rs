@@ -3,6 +3,7 @@
 //! A table, `FILE.csv`, says in which order ranks compute the items of one minibatch, and is repeated for as many as are run. A program,
 //! `FILE.json`, says everything for a number of minibatches that it knows: it is what `pipec simulate --programs FILE.json` writes.
 
+use crate::batch;
 use crate::failure::Failure;
 use crate::screen::Screen;
 use crate::source;
@@ -23,6 +24,26 @@ const MOST_BYTES: u64 = 256 << 20;
 const PROGRAM_HELP: &str =
     "`pipec simulate PLAN --programs FILE.json` writes one, `pipec schema program` prints what it looks like";
 
+/// What others call these schedules.
+const ELSEWHERE: [(&str, &str); 16] = [
+    ("pipedream", "1f1b-rr"),
+    ("async", "1f1b-rr"),
+    ("pipedream-flush", "1f1b"),
+    ("1f1b-flush", "1f1b"),
+    ("dapple", "1f1b"),
+    ("pipedream-2bw", "2bw"),
+    ("fill-drain", "gpipe"),
+    ("interleaved-1f1b", "interleaved"),
+    ("interleaved1f1b", "interleaved"),
+    ("looped-bfs", "bfs"),
+    ("loopedbfs", "bfs"),
+    ("breadth-first", "bfs"),
+    ("zero-bubble", "zb-h1"),
+    ("zb", "zb-h1"),
+    ("zbvzerobubble", "zbv"),
+    ("dualpipe", "dualpipev"),
+];
+
 /// An order of work from a file.
 #[derive(Clone, Debug)]
 pub enum Own {
@@ -38,8 +59,20 @@ pub fn said(text: &str) -> Result<String, String> {
     if is_file(text) || known.clone().any(|kind| kind.name() == text) {
         return Ok(text.to_string());
     }
+    if text == batch::AUTO {
+        return Err(
+            "the best order of work is found by `pipec partition --schedule auto`; the plan that it writes names it"
+                .to_string(),
+        );
+    }
     let names: Vec<&str> = known.map(ScheduleKind::name).collect();
-    let meant = hint(text, names.iter().copied());
+    let lower = text.to_lowercase();
+    let same = names.iter().copied().find(|name| *name == lower);
+    let elsewhere = ELSEWHERE.iter().find(|(other, _)| *other == lower).map(|(_, own)| *own);
+    let meant = match elsewhere.or(same) {
+        Some(own) => format!("; did you mean `{own}`?"),
+        None => hint(text, names.iter().copied()),
+    };
     Err(format!(
         "write one of {}, or a file of your own: a table FILE.csv, programs FILE.json{meant}",
         names.join(", ")

@@ -25,6 +25,9 @@ const SIMULATED: u32 = 4000;
 /// Ratios nearer to 1 than this are told as equal: four digits show no difference.
 const EQUAL: f64 = 5e-4;
 
+/// Minibatches of a run that is long.
+const LONG: u32 = 2000;
+
 /// From here on two times of one plan are told apart.
 const APART: f64 = 0.02;
 
@@ -37,6 +40,25 @@ pub fn other_links(plan: &Plan, simulated_us: f64) -> Option<String> {
             "the plan's times follow cost `{}`; in simulation messages take what cost `pipec` says, and share the ports they go over",
             cost_name(plan.cost)
         )
+    })
+}
+
+/// Why a simulated step takes a little less or more than the plan says, where the plan has the figure of the equations.
+pub fn waits(plan: &Plan, simulated_us: f64) -> Option<String> {
+    let ratio = simulated_us / plan.predicted.step_us;
+    let is_told = plan.cost == CostModel::Pipec && plan.schedule.kind.is_continuous() && ratio.is_finite();
+    if !is_told || (ratio - 1.0).abs() < EQUAL || ratio > 1.0 + APART {
+        return None;
+    }
+    let what = "the plan's figure is what its slowest stage or link takes";
+    Some(match ratio > 1.0 {
+        true => format!(
+            "{what}; in the program that waits for others besides, {:.1} % more: so little stays where more in flight (`--in-flight`) would \
+             cost memory",
+            (ratio - 1.0) * 100.0
+        ),
+        // No program is faster than its equations for long.
+        false => format!("{what}, and a short run may seem faster: `--minibatches {LONG}` shows what lasts"),
     })
 }
 
@@ -91,6 +113,9 @@ pub fn prediction(plan: &Plan) -> String {
         quantity::samples(predicted.throughput_per_s),
         predicted.bottleneck
     );
+    if let Some(told) = updates(plan) {
+        text += &format!("update         {told}\n");
+    }
     if flushes(plan) && !is_steady(plan) {
         text += &format!(
             "flush          {}; {:.1} % of a step the busiest stage waits while the pipeline fills and drains\n",
@@ -149,6 +174,43 @@ pub fn prediction(plan: &Plan) -> String {
         text += &format!("shared cores   {shared}\n");
     }
     text
+}
+
+/// Over how many samples an update of each stage averages.
+pub fn update_samples(plan: &Plan) -> Vec<u64> {
+    let minibatch = plan.schedule.micro_batch.saturating_mul(plan.schedule.microbatches.into());
+    let of = |stage: &Stage| if plan.schedule.kind.is_round_robin() { stage.replicas } else { 1 };
+    plan.stages.iter().map(|stage| minibatch.saturating_mul(of(stage).into())).collect()
+}
+
+/// Over how many samples an update averages, in words, where that is more than one item; nothing where nobody trains by the plan.
+pub fn updates(plan: &Plan) -> Option<String> {
+    let (schedule, stages) = (&plan.schedule, &plan.stages);
+    if matches!(plan.cost, CostModel::Load | CostModel::Hybrid) || schedule.kind == ScheduleKind::Inference {
+        return None;
+    }
+    let most = stages.iter().map(|stage| stage.replicas).max().filter(|most| *most > 1);
+    let samples = |items: u32| plural(schedule.micro_batch.saturating_mul(items.into()), "sample", "samples");
+    let one = quantity::count(schedule.micro_batch);
+    if !schedule.kind.is_round_robin() {
+        let items = Some(schedule.microbatches).filter(|items| *items > 1)?;
+        let dealt = if most.is_some() { ", dealt to the replicas of each stage" } else { "" };
+        return Some(format!("averages {}: {items} micro-batches of {one}{dealt}", samples(items)));
+    }
+    let most = most?;
+    if stages.iter().all(|stage| stage.replicas == most) {
+        return Some(format!("averages {}: a minibatch of {one} for each of {most} replicas", samples(most)));
+    }
+    let mut counts: Vec<u32> = stages.iter().map(|stage| stage.replicas).collect();
+    counts.sort_unstable_by(|a, b| b.cmp(a));
+    counts.dedup();
+    let of = |replicas: u32| {
+        let ids: Vec<u32> = stages.iter().filter(|stage| stage.replicas == replicas).map(|stage| stage.id.0).collect();
+        let word = if ids.len() > 1 { "stages" } else { "stage" };
+        format!("{} in {word} {}", samples(replicas), ranges(&ids))
+    };
+    let all: Vec<String> = counts.into_iter().map(of).collect();
+    Some(format!("averages {}: a minibatch of {one} for each replica", all.join(", ")))
 }
 
 /// The plain alternatives: what each is, its time for a whole minibatch, whether it fits.

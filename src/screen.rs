@@ -6,6 +6,7 @@
 use crate::arguments::{Format, Global};
 use crate::colour::{self, Stream, painted};
 use crate::failure::Failure;
+use crate::narrow;
 use clap::builder::StyledStr;
 use comfy_table::Table;
 use compiler::import::onnx::name::display_name;
@@ -13,6 +14,13 @@ use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use serde_json::Value;
 use std::cell::{Cell, RefCell};
 use std::io::{self, ErrorKind, IsTerminal, Write};
+use std::sync::OnceLock;
+
+/// Characters of a line of help that are read well.
+const READ: usize = 100;
+
+/// Whether failures are told in JSON.
+static FOR_PROGRAMS: OnceLock<bool> = OnceLock::new();
 
 /// Where a verb prints.
 pub struct Screen {
@@ -131,8 +139,17 @@ impl Screen {
 
     /// Characters in a line of the terminal that results go to, if they go to one.
     pub fn width(&self) -> Option<usize> {
-        let width = if io::stdout().is_terminal() { Table::new().width() } else { None };
-        width.map(usize::from)
+        width()
+    }
+
+    /// Prints prose, a piece of the result, in text form only.
+    pub fn prose(&self, text: &str) {
+        self.text(&self.folded(text));
+    }
+
+    /// Prose in lines of the terminal's width, if there is one.
+    pub fn folded(&self, text: &str) -> String {
+        narrow::folded(text, self.width())
     }
 
     /// Prints text whose lines would make no sense broken: on a terminal they end at its width.
@@ -147,7 +164,7 @@ impl Screen {
     pub fn print(text: &StyledStr) {
         let text = if colour::on(Stream::Out) { text.ansi().to_string() } else { clean(&text.to_string()) };
         // Nobody is left to tell when even help cannot be printed.
-        let _ = print(&text);
+        let _ = print(&narrow::folded(&text, width().map(|width| width.min(READ))));
     }
 
     /// Prints to standard error before there is a screen.
@@ -155,10 +172,30 @@ impl Screen {
         complain(text);
     }
 
+    /// Says once, for the whole run, whether failures are told to programs.
+    pub fn tell_programs(of_failures: bool) {
+        // What was said first stands: a run has one command line.
+        let _ = FOR_PROGRAMS.set(of_failures);
+    }
+
+    /// Whether they are.
+    pub fn tells_programs() -> bool {
+        FOR_PROGRAMS.get().copied().unwrap_or(false)
+    }
+
     /// Prints a failure.
     pub fn failure(failure: &Failure) {
-        complain(&failure.to_string());
+        match Screen::tells_programs() {
+            true => _ = writeln!(io::stderr().lock(), "{}", escaped(&failure.json())),
+            false => complain(&failure.to_string()),
+        }
     }
+}
+
+/// Characters in a line of the terminal of standard output, if it is one.
+fn width() -> Option<usize> {
+    let width = if io::stdout().is_terminal() { Table::new().width() } else { None };
+    width.map(usize::from)
 }
 
 fn print(text: &str) -> io::Result<()> {

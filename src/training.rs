@@ -344,7 +344,8 @@ pub fn run(
     let program = training.program;
     let mut fault = None;
     let mut keep = |folder: &Path, checkpoint: Checkpoint| {
-        if fault.is_none() {
+        // Of weights that are lost the run's end tells.
+        if fault.is_none() && untrained::not_finite(&checkpoint.weights, task.weights).is_none() {
             fault = weights::write(&folder.join(checkpoint.file_name()), &checkpoint.weights).err();
         }
     };
@@ -404,6 +405,9 @@ pub fn run(
 fn done(task: &Task<'_>, prepared: &Prepared, trained: Trained, ended: Option<Ended>) -> Result<Done, Failure> {
     let tracks = tracks(&prepared.made.program, &trained.spans);
     let samples = prepared.batch as f64 * trained.losses.len() as f64;
+    if let Some(name) = untrained::not_finite(&trained.weights, task.weights).filter(|_| ended.is_none()) {
+        return Err(untrained::lost(name, prepared.steps));
+    }
     let samples_per_s = if trained.seconds > 0.0 { samples / trained.seconds } else { 0.0 };
     let score = match &prepared.held_out {
         Some(data) if ended.is_none() => Some(subject(task, prepared.loss).score(data, &trained.weights)?),

@@ -1,8 +1,12 @@
 //! Why training ended early, as the user reads it.
 
 use crate::failure::Failure;
+use crate::quantity;
+use compiler::tensor::Tensor;
 use runtime::checkpoint::start::StartError;
+use runtime::losses::Diverged;
 use runtime::train::TrainError;
+use std::collections::BTreeMap;
 
 /// What the user reads.
 pub fn told(error: &TrainError) -> Failure {
@@ -23,7 +27,53 @@ pub fn told(error: &TrainError) -> Failure {
         TrainError::NoVelocity => {
             Failure::input("cannot train").because(error).help("`--momentum 0.9`, or `--optimizer adam`")
         }
+        TrainError::Diverged(diverged) => told_of(diverged),
         TrainError::Worker(_) | TrainError::Link(_) => Failure::no("training stopped").because(error),
         _ => Failure::input("cannot train").because(error),
     }
+}
+
+/// Where the loss stopped being a number.
+fn told_of(diverged: &Diverged) -> Failure {
+    let Diverged { microbatch, microbatches, .. } = diverged;
+    let mut why = match microbatches {
+        1 => String::new(),
+        _ => format!("first in its micro-batch {} of {microbatches}; ", microbatch + 1),
+    };
+    why += &match diverged.finite {
+        Some((step, loss)) => {
+            let loss = if loss.abs() < LARGE { quantity::short(loss) } else { format!("{loss:.3e}") };
+            format!("the last finite loss is {loss}, of step {}", step + 1)
+        }
+        None => "no step of this run had a finite loss".to_string(),
+    };
+    Failure::no(TrainError::Diverged(*diverged))
+        .because(why)
+        .because("no weights are written; checkpoints stay as they are")
+        .help(TRY)
+}
+
+/// Weights that are no numbers, though all losses are: the last update did it.
+pub fn lost(name: &str, steps: u32) -> Failure {
+    Failure::no("training diverged: the last update made weights that are not finite")
+        .because(format!("`{name}` holds NaN or an infinity after step {steps}"))
+        .because("no weights are written; checkpoints stay as they are")
+        .help(TRY)
+}
+
+/// From here on a loss is told by its power of ten.
+const LARGE: f64 = 1e6;
+
+/// What keeps a run from diverging, the likeliest first.
+const TRY: &str = "a smaller `--lr`, `--lr-schedule warmup:100,constant`, `--clip-norm 1`; where floats are narrow, `--dtype f32`, or \
+    `--dtype f16`, which scales the loss";
+
+/// A tensor of these, if there is one, that holds NaN or an infinity and is not as it was given.
+pub fn not_finite<'a>(weights: &'a BTreeMap<String, Tensor>, given: &BTreeMap<String, Tensor>) -> Option<&'a str> {
+    let is_finite = |tensor: &Tensor| {
+        let view = tensor.view();
+        !tensor.dtype().is_float() || (0..view.len()).all(|at| view.f64(at).is_finite())
+    };
+    let lost = weights.iter().find(|(name, tensor)| !is_finite(tensor) && given.get(*name) != Some(*tensor));
+    lost.map(|(name, _)| name.as_str())
 }

@@ -193,7 +193,8 @@ fn a_signal_ends_the_step_and_leaves_a_checkpoint() {
             let resumed = flags(&[&rest, &KEPT, &["--resume", "auto", "--save", "rest.safetensors"]]);
             let said = ends(folder, 0, &resumed);
             assert!(said.contains(&format!("goes on after step {done} of {longer}")), "{said}");
-            assert!(said.contains("warning: the run was begun for 400 steps"), "{said}");
+            assert!(said.contains("the run was begun for 400 steps, and is now of "), "{said}");
+            assert!(!said.contains("learning rate"), "{said}");
             assert!(bytes(folder, "rest.safetensors") == bytes(folder, "whole.safetensors"), "{plan:?}");
         }
     }
@@ -465,4 +466,18 @@ fn a_run_that_diverges_keeps_what_was_good() {
     assert_ne!(good, "step-00000030");
     let path = folder.join("ck").join(&good).join("stage-0.safetensors");
     assert!(weights::read(&path).unwrap().values().all(|tensor| tensor.to_f64().iter().all(|v| v.is_finite())));
+}
+
+/// A longer run is another one where the rate falls to its end.
+#[test]
+fn a_rate_that_falls_to_the_end_is_told_where_the_end_is_another() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    model(folder);
+    let falls = flags(&[&TRAIN, &KEPT, &["--lr-schedule", "cosine", "--steps"]]);
+    ends(folder, 0, &flags(&[&falls, &["4"]]));
+    let said = ends(folder, 0, &flags(&[&falls, &["6", "--resume", "auto"]]));
+    let told =
+        "warning: the run was begun for 4 steps, and is now of 6: the learning rate falls to the new end from here on";
+    assert!(said.contains(told), "{said}");
 }

@@ -221,6 +221,19 @@ fn files_and_answers_are_what_the_schemas_say() {
     assert!(lines.contains("\"loss\":null"), "{lines}");
     lines.lines().for_each(|line| judge(&metrics, &metrics, &parsed(line), "").unwrap());
 
+    // Failures, one of a verb and one of the command line.
+    let error = schema("error");
+    for (line, code) in [("train m.onnx", 2), ("partition m.onnx --gpus 2 --memory 1kB", 3), ("trian m.onnx", 2)] {
+        let line = format!("{line} --format json -q");
+        let ended = Command::cargo_bin("pipec").unwrap().current_dir(at).args(line.split(' ')).output().unwrap();
+        assert_eq!(ended.status.code(), Some(code), "{line}");
+        assert!(ended.stdout.is_empty(), "{line}");
+        let said = String::from_utf8(ended.stderr).unwrap();
+        let told = parsed(said.lines().last().unwrap());
+        fits(&error, &told, &line);
+        assert_eq!(told["exit_code"], code, "{line}");
+    }
+
     // Programs.
     let program = schema("program");
     for schedule in ["1f1b-rr", "zb-h1", "gpipe"] {
@@ -228,6 +241,47 @@ fn files_and_answers_are_what_the_schemas_say() {
         pipec(at, "simulate p.json --minibatches 2 --programs prog.json -q");
         fits(&program, &read("prog.json"), schedule);
     }
+}
+
+#[test]
+fn what_verbs_answer_is_what_the_schema_of_answers_says() {
+    let folder = tempfile::tempdir().unwrap();
+    let at = folder.path();
+    let answers = parsed(&pipec(at, "schema answers"));
+    let fits = |verb: &str, line: &str, code: i32| {
+        let line = format!("{line} --format json -qq");
+        let ended = Command::cargo_bin("pipec").unwrap().current_dir(at).args(line.split(' ')).output().unwrap();
+        assert_eq!(ended.status.code(), Some(code), "{line}: {}", String::from_utf8_lossy(&ended.stderr));
+        let told = parsed(&String::from_utf8(ended.stdout).unwrap());
+        judge(&answers, &answers["$defs"][verb], &told, "").unwrap_or_else(|why| panic!("{line}: {why}"));
+        let mut without = told.as_object().unwrap().clone();
+        without.remove(answers["$defs"][verb]["required"][0].as_str().unwrap());
+        assert!(judge(&answers, &answers["$defs"][verb], &json!(without), "").is_err(), "{line}");
+    };
+    fits("models", "zoo", 0);
+    for (name, flags) in [("mlp", ""), ("gpt", " --layers 1 --structure"), ("cnn", "")] {
+        fits("zoo", &format!("zoo {name}{flags} -o {name}.onnx"), 0);
+        fits("inspect", &format!("inspect {name}.onnx"), 0);
+    }
+    pipec(at, "partition mlp.onnx --gpus 2 --stages 1,1 -o one.json -q");
+    pipec(at, "partition mlp.onnx --gpus 4 --stages 2,1,1 -o two.json -q");
+    fits("check", "plan check one.json --model mlp.onnx", 0);
+    fits("diff", "plan diff one.json two.json", 1);
+    fits("diff", "plan diff one.json one.json", 0);
+    fits("simulate", "simulate two.json --minibatches 8", 0);
+    fits("report", "report two.json --html r.html", 0);
+    fits("export", "export two.json --to dot -o two.dot", 0);
+    fits("sweep", "sweep mlp.onnx --gpus 1,2 --depth 1,2 --svg pictures", 0);
+    fits("doctor", "doctor", 0);
+    let x = Tensor::from_f32(&[2, 1, 8, 8], &[0.5; 128]);
+    let y = Tensor::from_i64(&[2], &[1; 2]);
+    let arrays = [("x", x), ("y", y)].map(|(name, tensor)| (name.to_string(), tensor));
+    runtime::weights::write(&at.join("d.npz"), &arrays.into()).unwrap();
+    fits("eval", "eval mlp.onnx --inputs d.npz -o out.npz", 0);
+    let mut broken: Value = parsed(&fs::read_to_string(at.join("one.json")).unwrap());
+    broken["predicted"]["minibatch_us"] = json!(1.0);
+    fs::write(at.join("broken.json"), broken.to_string()).unwrap();
+    fits("check", "plan check broken.json", 1);
 }
 
 #[test]

@@ -8,6 +8,7 @@
 pub mod axis;
 pub mod colour;
 pub mod escape;
+pub mod failure;
 pub mod gradients;
 pub mod metrics;
 pub mod plot;

@@ -81,6 +81,7 @@ pub mod evaluate;
 pub mod execute;
 pub mod gradient;
 pub mod link;
+pub mod losses;
 pub mod memory;
 pub mod norm;
 pub mod optimizer;

@@ -18,6 +18,7 @@ use crate::link::exchange::Exchange;
 use crate::link::fate::{Blame, LinkError};
 use crate::link::group::Group;
 use crate::link::rendezvous::Rendezvous;
+use crate::losses::{Diverged, Losses};
 use crate::norm::{Norms, Squares, share_number};
 use crate::optimizer::{Optimizer, trains};
 use crate::policy::Policy;
@@ -36,7 +37,7 @@ use compiler::schedule::{Edge, Pipeline, Program, Schedule, WorkerId};
 use compiler::tensor::{DType, Tensor};
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::Arc;
-use std::sync::atomic::AtomicU32;
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::time::Instant;
 use thiserror::Error;
 
@@ -86,6 +87,8 @@ pub enum TrainError {
     Panic { worker: String, what: String },
     #[error(transparent)]
     Link(#[from] LinkError),
+    #[error("training diverged: {0}")]
+    Diverged(Diverged),
 }
 
 impl TrainError {
@@ -221,7 +224,8 @@ pub fn check_weights(codes: &[StageCode], weights: &BTreeMap<String, Tensor>) ->
     Ok(())
 }
 
-/// Runs the whole program. `on_step` is told of every minibatch, in order. A program that writes checkpoints is refused.
+/// Runs the whole program. `on_step` is told of every minibatch, in order. A program that writes checkpoints is refused. A run whose loss is
+/// no longer finite ends with [`TrainError::Diverged`].
 pub fn train(training: &Training<'_>, on_step: &mut dyn FnMut(StepDone)) -> Result<Trained, TrainError> {
     run(training, Course::default(), on_step)
 }
@@ -319,6 +323,7 @@ pub fn run_seated(
     let elsewhere = exchange.as_ref().filter(|exchange| !exchange.reports() && cuts.is_some()).map(Exchange::parts);
     let makes_parts = on_part.is_some() || elsewhere.is_some();
     let cutting = makes_parts.then_some(Cutting { cuts, gate, parts: to_keeper });
+    let is_over = AtomicBool::new(false);
     let epoch = Instant::now();
     let mut gears = Vec::new();
     for (w, own) in program.workers.iter().enumerate() {
@@ -371,10 +376,11 @@ pub fn run_seated(
             keep_gradients: training.keep_gradients,
             cutting: cutting.clone(),
             scale: start.and_then(|start| start.scale),
+            is_over: &is_over,
         });
     }
     drop((events, cutting));
-    let mut losses = Losses::new(program, done);
+    let mut losses = Losses::new(program, done, scales_loss);
     let results = std::thread::scope(|scope| {
         if let Some(exchange) = &mut exchange {
             exchange.start(scope);
@@ -424,7 +430,14 @@ pub fn run_seated(
             match (event, &mut on_checkpoint) {
                 (Event::Loss { item, value }, _) => match &exchange {
                     Some(exchange) if !exchange.reports() => exchange.loss(item, value),
-                    _ => losses.add(item, value, epoch.elapsed().as_secs_f64(), on_step),
+                    _ => {
+                        losses.add(item, value, epoch.elapsed().as_secs_f64(), on_step);
+                        let Some(diverged) = losses.diverged() else { continue };
+                        // All that would follow is no number either.
+                        is_over.store(true, Ordering::Relaxed);
+                        let what = TrainError::Diverged(diverged).to_string();
+                        exchange.iter().for_each(|exchange| exchange.end(&what));
+                    }
                 },
                 (Event::Checkpoint(checkpoint), Some(on_checkpoint)) => on_checkpoint(checkpoint),
                 (Event::Stepped { .. } | Event::Checkpoint(_), _) => {}
@@ -438,7 +451,10 @@ pub fn run_seated(
         finish(exchange, results)
     });
     let seconds = epoch.elapsed().as_secs_f64();
-    Ok(results?.map(|outcomes| collect(training, outcomes, losses.done, seconds)))
+    if let Some(diverged) = losses.diverged() {
+        return Err(TrainError::Diverged(diverged));
+    }
+    Ok(results?.map(|outcomes| collect(training, outcomes, losses.done(), seconds)))
 }
 
 /// Tells everyone who waits for a worker that it will not come, unless the worker reached its end.
@@ -547,37 +563,4 @@ fn collect(training: &Training<'_>, outcomes: Vec<Outcome>, losses: Vec<f64>, se
 fn master(named: &Named, weights: &BTreeMap<String, Tensor>) -> Option<Buffer> {
     let given = weights.get(&named.name).filter(|_| is_half(named.fact.dtype))?;
     Some(Buffer::copy_of(given.cast(wide(named.fact.dtype)).bytes()))
-}
-
-/// Gathers the losses of items into those of minibatches.
-struct Losses {
-    microbatches: usize,
-    open: BTreeMap<usize, Vec<Option<f64>>>,
-    /// Minibatches that were done before.
-    before: usize,
-    done: Vec<f64>,
-}
-
-impl Losses {
-    fn new(program: &Program, before: u32) -> Losses {
-        let microbatches = program.microbatches.max(1) as usize;
-        Losses { microbatches, open: BTreeMap::new(), before: before as usize, done: Vec::new() }
-    }
-
-    fn add(&mut self, item: u32, value: f64, seconds: f64, on_step: &mut dyn FnMut(StepDone)) {
-        let (minibatch, at) = (item as usize / self.microbatches, item as usize % self.microbatches);
-        self.open.entry(minibatch).or_insert_with(|| vec![None; self.microbatches])[at] = Some(value);
-        // Replicas finish in any order; minibatches are told in theirs.
-        while let Some(entry) = self.open.first_entry() {
-            let next = self.before + self.done.len();
-            let complete = *entry.key() == next && entry.get().iter().all(Option::is_some);
-            if !complete {
-                break;
-            }
-            let values: Vec<f64> = entry.remove().into_iter().flatten().collect();
-            let loss = values.iter().sum::<f64>() / values.len() as f64;
-            on_step(StepDone { step: next, loss, seconds });
-            self.done.push(loss);
-        }
-    }
 }

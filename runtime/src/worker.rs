@@ -27,7 +27,7 @@ use compiler::schedule::{EdgeId, Instruction, MicrobatchId, Payload, Program, To
 use crossbeam_channel::Sender;
 use std::collections::HashMap;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::time::Instant;
 use thiserror::Error;
 
@@ -80,6 +80,8 @@ pub struct Equipment<'a> {
     pub cutting: Option<Cutting<'a>>,
     /// The scale of the loss, and good steps since it last changed, of a run that goes on.
     pub scale: Option<(f64, u32)>,
+    /// Set when the run ends before its end, whatever this worker has still to do.
+    pub is_over: &'a AtomicBool,
 }
 
 /// Where checkpoints are made, and who takes their parts. Who gives a part waits while a whole checkpoint before it is still to be
@@ -219,6 +221,9 @@ pub fn run(mut gear: Equipment<'_>) -> Result<Outcome, WorkerError> {
         Worker { name, desks, pending: HashMap::new(), spans: Vec::new(), rule, scale, agreed: None, entered: 0, gear };
     for (at, instruction) in instructions.iter().enumerate() {
         worker.gear.progress[worker.gear.id.index()].store(at as u32, Ordering::Relaxed);
+        if worker.gear.is_over.load(Ordering::Relaxed) {
+            return Err(worker.gone());
+        }
         match worker.goes_on(instruction) {
             true => worker.step(at, *instruction)?,
             false => worker.pass_over(*instruction)?,

@@ -7,6 +7,7 @@
 
 use crate::cmd::plan::sound_plan;
 use crate::failure::Failure;
+use crate::narrow::{Give, fitted};
 use crate::screen::Screen;
 use crate::{quantity, stages};
 use compiler::export::stage_name::{ranges, replicas};
@@ -30,11 +31,11 @@ pub fn run(before: &Path, after: &Path, screen: &Screen) -> Result<(), Failure> 
         screen.text(&format!("{first} and {second} are the same plan"));
         return Ok(());
     }
-    screen.text(&told(&left, &right, &found));
+    screen.prose(&told(&left, &right, &found, screen.width()));
     Err(Failure::no(format!("{first} and {second} differ")).because(format!("in {}", found.fields.join(", "))))
 }
 
-fn told(left: &Plan, right: &Plan, found: &Diff) -> String {
+fn told(left: &Plan, right: &Plan, found: &Diff, width: Option<usize>) -> String {
     let mut text = String::new();
     if left.model.graph_hash != right.model.graph_hash || left.model.sha256 != right.model.sha256 {
         let [first, second] = [left, right].map(|plan| shown(&plan.model.file).into_owned());
@@ -68,7 +69,8 @@ fn told(left: &Plan, right: &Plan, found: &Diff) -> String {
         ]
     };
     let header = ["stage", "ops", "in", "out", "replicas", "", "fwd+bwd", "memory"];
-    text += &stages::table(&header, &[0, 1, 2, 3, 6, 7], found.stages.iter().map(row).collect());
+    let gives = [Give::Leave(2), Give::Leave(3), Give::Cut(4, 20), Give::Leave(6)];
+    text += &fitted(&header, &[0, 1, 2, 3, 6, 7], found.stages.iter().map(row).collect(), &gives, width);
     for moved in found.moved.iter().take(MOST_LISTED) {
         text += &format!("{}\n", moved_told(left, moved));
     }

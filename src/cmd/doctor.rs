@@ -64,7 +64,7 @@ pub fn run(_: &Arguments, screen: &Screen) -> Result<(), Failure> {
     let row = |finding: &Finding| vec![finding.what.into(), finding.state.name().into(), finding.found.clone()];
     let version = env!("CARGO_PKG_VERSION");
     screen.text(&format!("pipec {version} on {} {}\n", env::consts::OS, env::consts::ARCH));
-    screen.text(&stages::table(&["", "", ""], &[], findings.iter().map(row).collect()));
+    screen.prose(&stages::table(&["", "", ""], &[], findings.iter().map(row).collect()));
     let value = |finding: &Finding| json!({"what": finding.what, "state": finding.state.name(), "found": finding.found, "next": finding.next});
     let all: Vec<_> = findings.iter().map(value).collect();
     screen

@@ -11,6 +11,7 @@ use compiler::import::onnx::name::shown;
 use compiler::op::Op;
 use compiler::tensor::dim::{Bindings, Dim};
 use compiler::tensor::{DType, Tensor};
+use runtime::evaluate::EvaluateError;
 use runtime::{evaluate, weights};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
@@ -86,14 +87,25 @@ fn one(file: &Path, inputs: &Path, weights: Option<&Path>, output: &Path, screen
     let given = given::named(&loaded.model.graph, arrays, screen);
     given::check(&loaded.model.graph, &given, inputs)?;
     let graph = loaded.bound(&sizes(&loaded.model.graph, &given))?;
-    let outputs = evaluate::evaluate(&graph, true, &given, &weights)
-        .map_err(|error| Failure::input(format!("cannot evaluate {}", file.display())).because(error))?;
+    let outputs = evaluate::evaluate(&graph, true, &given, &weights).map_err(|error| unevaluated(file, &error))?;
     weights::write(output, &written(output, &outputs))
         .map_err(|error| Failure::input("cannot write the outputs").because(error))?;
     let labels = given.get("target").or_else(|| given.get("y"));
     let logits = loaded.model.graph.outputs.first().and_then(|first| outputs.get(&first.name));
     let accuracy = logits.zip(labels).and_then(|(logits, labels)| accuracy(logits, &labels.to_f64()));
     Ok(Answer { outputs, accuracy })
+}
+
+/// Why there is no answer, and what to do next.
+fn unevaluated(file: &Path, error: &EvaluateError) -> Failure {
+    let failure = Failure::input(format!("cannot evaluate {}", file.display())).because(error);
+    match error {
+        EvaluateError::Fact { kind: "input", .. } => failure.help(
+            "give it arrays of the shapes that `pipec inspect` shows; an axis that is a name there takes any size: export the model with dynamic axes",
+        ),
+        EvaluateError::Fact { .. } => failure.help("these are the weights of another model"),
+        _ => failure,
+    }
 }
 
 /// The outputs as the file can hold them: npz has no bf16, which goes out as f32, where every value of it has its place.

@@ -100,7 +100,7 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Failure> {
     let list = |named: &[(String, String)]| {
         named.iter().map(|(name, fact)| format!("{} {fact}", shown(name))).collect::<Vec<_>>().join("\n            ")
     };
-    screen.text(&format!(
+    screen.prose(&format!(
         "model       {} ({})\nops         {} of {}\nparameters  {} in {}, {}\n",
         arguments.file.display(),
         if loaded.model.producer.is_empty() { "producer unknown" } else { &loaded.model.producer },
@@ -113,7 +113,7 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Failure> {
     if states > 0 {
         screen.text(&format!("state       {} numbers, {}\n", quantity::count(states), quantity::bytes(state_bytes)));
     }
-    screen.text(&format!(
+    screen.prose(&format!(
         "forward     {} per sample, a multiply-add counted as two\nactivations {} per sample, the outputs of all ops\ninputs      {}\noutputs     {}\nbatch       {batch}\ntrainable   {}\n",
         flops.map_or("unknown".to_string(), quantity::flops),
         activations.map_or("unknown".to_string(), |bytes| quantity::bytes(bytes.round() as u64)),
@@ -127,7 +127,7 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Failure> {
     let tied = tied(graph);
     if !tied.is_empty() {
         let rows = tied.iter().take(LISTED).map(|(name, users)| format!("{}, read in {users} places", shown(name)));
-        screen.text(&format!("tied        {}\n", rows.collect::<Vec<_>>().join("\n            ")));
+        screen.prose(&format!("tied        {}\n", rows.collect::<Vec<_>>().join("\n            ")));
         if tied.len() > LISTED {
             screen.text(&format!("            … and {} more", tied.len() - LISTED));
         }

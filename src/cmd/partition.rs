@@ -61,7 +61,7 @@ pub struct Arguments {
     /// Also print the candidates that the plan was chosen from
     #[arg(long, help_heading = "Results")]
     pub compare: bool,
-    /// Where to write the plan; - is standard output [default: MODEL.plan.json in the current folder]
+    /// Where to write the plan; - is standard output [default: MODEL.plan.json in the current folder, unless that is another model's]
     #[arg(short, long, value_name = "FILE", help_heading = "Results")]
     pub output: Option<PathBuf>,
 }
@@ -239,9 +239,9 @@ pub fn run(arguments: Box<Arguments>, screen: &Screen) -> Result<(), Failure> {
     }
     screen.text(&format!(
         "{}\n{}\n{}",
-        stages::heading(plan),
+        screen.folded(&stages::heading(plan)),
         stages::stages(plan, screen.width()),
-        prediction::prediction(plan)
+        screen.folded(&prediction::prediction(plan))
     ));
     if arguments.compare {
         screen.text(&candidates::table(&planned));
@@ -278,6 +278,7 @@ fn plan(arguments: &Arguments, screen: &Screen) -> Result<(Planned, Option<Strin
     let params = costs.graph.params.clone();
     let planned = ask(&arguments.file, costs, &arguments.question)?;
     let refused = ties::refused(&params, &planned.plan);
+    ties::aged(&params, &planned.plan).iter().for_each(|told| screen.note(told));
     Ok((planned, refused))
 }
 

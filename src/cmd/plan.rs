@@ -85,9 +85,9 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Failure> {
             }
             screen.text(&format!(
                 "{}\n{}\n{}",
-                stages::heading(&plan),
+                screen.folded(&stages::heading(&plan)),
                 stages::stages(&plan, screen.width()),
-                prediction::prediction(&plan)
+                screen.folded(&prediction::prediction(&plan))
             ));
             plan.warnings.iter().for_each(|warning| screen.warn(warning));
             screen.json_file(&read::to_json(&plan).map_err(|error| Failure::bug(&error.to_string()))?);
@@ -156,7 +156,7 @@ fn judge(
             true => format!("its {} programs run to the end", plan.schedule.kind.name()),
             false => "tensors go back and forth between its devices, so that no program could run it".to_string(),
         };
-        screen.text(&format!("{} is sound: {stages}, every op once, {figures}, and {programs}", path.display()));
+        screen.prose(&format!("{} is sound: {stages}, every op once, {figures}, and {programs}", path.display()));
         return Ok(());
     }
     let failure = Failure::no(format!("{} is not sound", path.display()));

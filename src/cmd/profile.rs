@@ -4,6 +4,7 @@ use crate::arguments::Dims;
 use crate::failure::Failure;
 use crate::loss::{Counted, LossArguments, attributed};
 use crate::model::{self, Loaded};
+use crate::narrow::{Give, fitted, folded};
 use crate::screen::Screen;
 use crate::{machines, memory, output, quantity, source, stages};
 use clap::Args;
@@ -47,7 +48,7 @@ pub struct Arguments {
     /// Measure again what was measured before
     #[arg(long)]
     no_cache: bool,
-    /// Where to write the profile; - is standard output [default: MODEL.profile.json in the current folder]
+    /// Where to write the profile; - is standard output [default: MODEL.profile.json in the current folder, unless that is another model's]
     #[arg(short, long, value_name = "FILE")]
     output: Option<PathBuf>,
 }
@@ -67,6 +68,12 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Failure> {
                 Settings { warmup: warmup.unwrap_or(usual.warmup), runs: runs.unwrap_or(usual.runs), seed, ..usual };
             let loaded =
                 model::load(&arguments.file, &arguments.dims.import, screen)?.asked(arguments.dims.micro_batch);
+            output::keep_others(
+                arguments.output.as_deref(),
+                &arguments.file,
+                &[("sha256", &loaded.profiled().sha256)],
+                "profile",
+            )?;
             let micro_batch = loaded.micro_batch(None, screen);
             let counted = arguments.loss.said().unwrap_or_default();
             measured(&loaded, micro_batch, counted, &settings, !arguments.no_cache, screen)?
@@ -82,7 +89,7 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Failure> {
         return Ok(());
     }
     source::write(&path, json.as_bytes())?;
-    screen.text(&show(&profile));
+    screen.text(&show(&profile, screen.width()));
     screen.json_file(&json);
     screen.text(&format!("\nwrote {}", path.display()));
     Ok(())
@@ -140,6 +147,12 @@ pub fn measured(
 fn by_data_sheet(arguments: &Arguments, kind: &str, screen: &Screen) -> Result<Profile, Failure> {
     let device = machines::kind(kind)?.device();
     let loaded = model::load(&arguments.file, &arguments.dims.import, screen)?.asked(arguments.dims.micro_batch);
+    output::keep_others(
+        arguments.output.as_deref(),
+        &arguments.file,
+        &[("sha256", &loaded.profiled().sha256)],
+        "profile",
+    )?;
     let micro_batch = loaded.micro_batch(None, screen);
     let graph = loaded.at(micro_batch)?;
     let known = attributed(&graph, arguments.loss.said().unwrap_or_default())
@@ -157,7 +170,7 @@ fn unprofiled(file: &str, error: &AttributionError) -> Failure {
 }
 
 /// The dearest ops and the sums.
-pub fn show(profile: &Profile) -> String {
+pub fn show(profile: &Profile, width: Option<usize>) -> String {
     let sum = profile.sum();
     let all = sum.fwd_us + sum.bwd_us;
     let mut dearest: Vec<&OpProfile> = profile.ops.iter().collect();
@@ -177,13 +190,14 @@ pub fn show(profile: &Profile) -> String {
     };
     let header = ["op", "name", "kind", "forward", "backward", "share", "spread", "source"];
     let rows = dearest.iter().take(LISTED).map(row).collect();
-    let mut text = stages::table(&header, &[0, 3, 4, 5, 6], rows);
+    let gives = [Give::Cut(1, 32), Give::Cut(1, 24), Give::Leave(7), Give::Cut(1, 16), Give::Leave(6)];
+    let mut text = fitted(&header, &[0, 3, 4, 5, 6], rows, &gives, width);
     if dearest.len() > LISTED {
         text += &format!("… and {} more\n", dearest.len() - LISTED);
     }
     let weights = profile.weight_us().filter(|_| sum.bwd_us > 0.0);
     let weights = weights.map_or(String::new(), |us| format!(", of it {} for weights", quantity::time(us)));
-    text += &format!(
+    let sums = format!(
         "\n{} on {}, micro-batch {}, {}\nsum of ops   forward {}, backward {}{weights}\n",
         shown(&profile.model.file),
         shown(&profile.device.name),
@@ -192,6 +206,7 @@ pub fn show(profile: &Profile) -> String {
         quantity::time(sum.fwd_us),
         quantity::time(sum.bwd_us)
     );
+    text += &folded(&sums, width);
     if let Some(whole) = &profile.whole {
         text += &format!(
             "whole model  forward {}, backward {}\n",

@@ -105,7 +105,7 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Failure> {
 
     screen.text("1. Profile: every op of the model on this CPU\n");
     let (measured, sha256) = profiled(&loaded, &at("profile.json"), screen)?;
-    screen.text(&profile::show(&measured));
+    screen.text(&profile::show(&measured, screen.width()));
 
     screen.text(&format!("\n2. Partition over {WORKERS} workers: the free choice\n"));
     let profile_file = at("profile.json");
@@ -230,7 +230,8 @@ fn show(plan: &Plan, screen: &Screen) {
     if let Some(verdict) = prediction::verdict(plan) {
         screen.text(&verdict);
     }
-    screen.text(&format!("{}\n{}", stages::stages(plan, screen.width()), prediction::prediction(plan)));
+    let prediction = screen.folded(&prediction::prediction(plan));
+    screen.text(&format!("{}\n{prediction}", stages::stages(plan, screen.width())));
     plan.warnings.iter().for_each(|warning| screen.warn(warning));
 }
 

@@ -3,7 +3,7 @@
 use crate::failure::Failure;
 use crate::screen::Screen;
 use clap::{Args, ValueEnum};
-use compiler::export::metrics;
+use compiler::export::{failure, metrics};
 use compiler::schedule::json;
 use compiler::{cluster, plan, profile};
 
@@ -28,16 +28,28 @@ enum What {
     Cluster,
     /// A line of the file that `pipec train --metrics` writes
     Metrics,
+    /// What a verb that fails writes to standard error under `--format json`
+    Error,
+    /// What other verbs print under `--format json`, by verb
+    Answers,
 }
+
+/// The answers that are put together where they are printed.
+const ANSWERS: &str = include_str!("answers.json");
 
 /// Prints it.
 pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Failure> {
     let schema = match arguments.what {
+        What::Answers => {
+            screen.document(ANSWERS);
+            return Ok(());
+        }
         What::Plan => plan::read::schema(),
         What::Profile => profile::read::schema(),
         What::Program => json::json_schema(),
         What::Cluster => cluster::read::schema(),
         What::Metrics => metrics::schema(),
+        What::Error => failure::schema(),
     };
     screen.document(&serde_json::to_string_pretty(&schema).unwrap_or_default());
     Ok(())

@@ -164,7 +164,7 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Failure> {
         true => format!("not in so short a run, `--minibatches {}` shows one", usual.max((4 * in_flight) as u32)),
         false => format!("{} per minibatch, {} samples/s", quantity::time(step), quantity::samples(samples_per_s)),
     };
-    screen.text(&format!(
+    screen.prose(&format!(
         "{}\n{}\nsimulated      {} in {}; {} idle, filling and draining included\n\
          steady state   {steady}; the plan says {} and {} samples/s\n",
         stages::heading(&played),
@@ -176,6 +176,10 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Failure> {
         quantity::samples(plan.predicted.throughput_per_s),
     ));
     if let Some(remark) = prediction::other_links(&plan, step).filter(|_| own.is_none() && kind == plan.schedule.kind) {
+        screen.note(&remark);
+    }
+    let is_own = own.is_none() && kind == plan.schedule.kind && machine.jitter.is_none() && machine.cores.is_none();
+    if let Some(remark) = prediction::waits(&plan, step).filter(|_| is_own) {
         screen.note(&remark);
     }
     if let Some(drawn) = &drawn {
@@ -197,6 +201,7 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Failure> {
         // Of what the plan's own `minibatch_us` is a time of.
         "minibatch_us": if prediction::is_of_items(&plan) { step / f64::from(microbatches.max(1)) } else { step },
         "throughput_per_s": samples_per_s,
+        "update_samples": prediction::update_samples(&played),
         "bubble": timeline.bubble(),
         "planned": {"step_us": plan.predicted.step_us, "minibatch_us": plan.predicted.minibatch_us, "throughput_per_s": plan.predicted.throughput_per_s},
         "workers": workers,

@@ -6,6 +6,7 @@ use crate::cmd::optimizer::{self, Optimizer};
 use crate::cmd::partition::{self, Question};
 use crate::failure::{self, Failure};
 use crate::family::Family;
+use crate::narrow::{Give, fitted};
 use crate::screen::{Screen, clean};
 use crate::source::{self, Costs};
 use crate::{quantity, stages};
@@ -90,7 +91,7 @@ pub fn run(arguments: Box<Arguments>, screen: &Screen) -> Result<(), Failure> {
     let mut sweep = Sweep::default();
     if let Some(path) = &arguments.file {
         sweep.points = points(&arguments, path, screen)?;
-        screen.text(&table(&sweep.points));
+        screen.text(&table(&sweep.points, screen.width()));
     }
     if let Some(name) = &arguments.family {
         let largest = largest(&arguments, name, screen)?;
@@ -172,7 +173,8 @@ fn points(arguments: &Arguments, path: &Path, screen: &Screen) -> Result<Vec<Poi
                     let kind =
                         schedule.as_deref().and_then(ScheduleKind::from_name).unwrap_or(ScheduleKind::RoundRobin);
                     for &microbatches in &counts {
-                        bar.set_message(format!("{devices} devices, {}", name(depth)));
+                        let many = stages::plural(u64::from(devices), "device", "devices");
+                        bar.set_message(format!("{many}, {}", name(depth)));
                         let question = Question { schedule: schedule.clone(), microbatches, ..base.clone() };
                         let found = |costs: &Costs| figures(path, costs, devices, depth, question, &mut cut);
                         let answer = match costs.as_ref().map_err(Failure::clone).and_then(found) {
@@ -299,7 +301,7 @@ fn largest(arguments: &Arguments, name: &str, screen: &Screen) -> Result<Vec<Lar
     Ok(found)
 }
 
-fn table(points: &[Point]) -> String {
+fn table(points: &[Point], width: Option<usize>) -> String {
     let header = [
         "devices",
         "depth",
@@ -339,7 +341,9 @@ fn table(points: &[Point]) -> String {
         }
         cells
     };
-    stages::table(&header, &[0, 1, 3, 4, 6, 7, 8, 9, 10], points.iter().map(row).collect())
+    let gives = [10, 9, 8, 3].map(Give::Leave);
+    let gives = [&gives[..], &[Give::Cut(11, 32), Give::Leave(4), Give::Cut(11, 16)]].concat();
+    fitted(&header, &[0, 1, 3, 4, 6, 7, 8, 9, 10], points.iter().map(row).collect(), &gives, width)
 }
 
 /// `4-2-1`; long lists are told by their length.

@@ -30,6 +30,7 @@ use compiler::plan::{Plan, ScheduleKind};
 use compiler::tensor::DType;
 use profiler::machine;
 use runtime::data::Order;
+use runtime::device::cpu::half::is_half;
 use runtime::weights;
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -306,7 +307,8 @@ fn once(arguments: &Arguments, seat: &Seat, restarts: u32, screen: &Screen) -> R
         tensor: devices,
     };
     let mut prepared = training::prepare(&mut task)?;
-    let own = training_differs(&task, arguments).then(|| prepared.reckoned(&optimizer));
+    let others = differences(&task, arguments);
+    let own = (!others.is_empty()).then(|| prepared.reckoned(&optimizer));
     if let Some(own) = &own {
         within(&plan, own)?;
     }
@@ -359,7 +361,19 @@ fn once(arguments: &Arguments, seat: &Seat, restarts: u32, screen: &Screen) -> R
         let told = |(path, what): &(PathBuf, &str)| format!("{} ({what})", path.display());
         screen.note(&format!("wrote {}", written.iter().map(told).collect::<Vec<_>>().join(", ")));
     }
-    report(&plan, own.as_deref(), &prepared, &done, screen)
+    report(&plan, own.as_deref(), &prepared, &done, screen);
+    if arguments.plan.is_some() && !others.is_empty() && !trained.losses.is_empty() {
+        // No plan is of two types of floats.
+        let next = match task.dtype.is_some_and(is_half) {
+            true => "",
+            false => ", and `pipec partition` with the same flags plans for it",
+        };
+        screen.note(&format!(
+            "the plan is for another {}: what is reckoned is of this run{next}",
+            others.join(", another ")
+        ));
+    }
+    Ok(())
 }
 
 /// The type of all floats, if not the model's own: what is asked for, or what the plan is for.
@@ -367,21 +381,24 @@ fn floats(arguments: &Arguments, plan: Option<&Plan>) -> Option<DType> {
     arguments.policy.dtype().or(plan.filter(|plan| plan.dtype == DType::F64.name()).map(|_| DType::F64))
 }
 
-/// Whether memory is another than the plan's, because something else is trained than what was planned.
-fn training_differs(task: &Task<'_>, arguments: &Arguments) -> bool {
+/// In what the run is another than the one that was planned, so that its memory is another, too.
+fn differences(task: &Task<'_>, arguments: &Arguments) -> Vec<&'static str> {
     let plan = task.plan;
     let counted = task.loss.map_or(Counted::None, |loss| Counted::One(loss, task.class_dim));
     let (batch, microbatches) =
         (plan.schedule.micro_batch.saturating_mul(u64::from(task.microbatches)), task.microbatches);
-    task.dtype.is_some_and(|dtype| dtype.name() != plan.dtype)
-        || task.schedule != plan.schedule.kind
-        || task.own.is_some()
-        || task.tensor != degree(plan)
-        || task.in_flight != InFlight::Auto
-        || (task.batch, microbatches) != (batch, plan.schedule.microbatches)
-        || (arguments.plan.is_some()
-            && arguments.optimizer.planned().is_ok_and(|optimizer| optimizer.name() != plan.optimizer))
-        || plan.model.import.loss.is_some() && plan.model.import.loss != counted.written()
+    let is_other_optimizer = arguments.plan.is_some()
+        && arguments.optimizer.planned().is_ok_and(|optimizer| optimizer.name() != plan.optimizer);
+    let all = [
+        ("type of floats", task.dtype.is_some_and(|dtype| dtype.name() != plan.dtype)),
+        ("order of work", task.schedule != plan.schedule.kind || task.own.is_some()),
+        ("number of devices for each stage", task.tensor != degree(plan)),
+        ("number of minibatches in flight", task.in_flight != InFlight::Auto),
+        ("batch", (task.batch, microbatches) != (batch, plan.schedule.microbatches)),
+        ("optimizer", is_other_optimizer),
+        ("loss", plan.model.import.loss.is_some() && plan.model.import.loss != counted.written()),
+    ];
+    all.into_iter().filter(|(_, differs)| *differs).map(|(what, _)| what).collect()
 }
 
 /// Refuses what a limit that was planned for does not allow.
@@ -428,7 +445,11 @@ fn remarks(task: &Task<'_>, prepared: &Prepared, screen: &Screen) {
     if task.schedule.is_round_robin() {
         for stage in task.plan.stages.iter().filter(|stage| stage.replicas > 1) {
             let (id, r) = (stage.id.0, stage.replicas);
-            screen.note(&format!("stage {id} has {r} replicas: one update averages {r} minibatches"));
+            let samples = quantity::count(prepared.batch.saturating_mul(r.into()));
+            screen.note(&format!(
+                "stage {id} has {r} replicas: one update averages {r} minibatches, {samples} samples in place of {}; `--batch` sets a minibatch",
+                quantity::count(prepared.batch)
+            ));
         }
     }
 }

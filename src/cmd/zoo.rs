@@ -172,7 +172,7 @@ fn list(screen: &Screen) -> Result<(), Failure> {
         }
     }
     text += "`pipec zoo NAME` writes one, `pipec zoo NAME --help` says what its options mean.\n";
-    screen.text(&text);
+    screen.prose(&text);
     let entries: Vec<_> = ENTRIES
         .iter()
         .map(|entry| {

@@ -6,7 +6,7 @@
 
 use crate::export::axis::Unit;
 use crate::export::plot::{Across, Curve, Plot};
-use crate::export::quantity;
+use crate::export::quantity::{self, plural};
 use crate::export::svg::Svg;
 use crate::plan::held::fullest;
 use crate::plan::problem::CostModel;
@@ -248,7 +248,7 @@ impl Sweep {
                     Some((f64::from(depth), figures.throughput_per_s))
                 });
                 let points: Vec<(f64, f64)> = found.collect();
-                let name = self.named(format!("{n:.0} devices"), line);
+                let name = self.named(plural(n as u64, "device", "devices"), line);
                 curves.extend((!points.is_empty()).then_some(Curve { name, points, is_reference: false }));
             }
         }
@@ -275,7 +275,8 @@ impl Sweep {
                     rings.push((curves.len(), m));
                 }
             }
-            let name = self.named(format!("{}, {devices} devices", name(line.depth)), &line);
+            let name =
+                self.named(format!("{}, {}", name(line.depth), plural(u64::from(devices), "device", "devices")), &line);
             curves.push(Curve { name, points, is_reference: false });
         }
         let ring_name = "at least four micro-batches a stage".to_string();

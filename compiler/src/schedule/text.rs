@@ -30,6 +30,9 @@
 //! round 0 bucket 2 #4`; one whose replicas share what they hold has `zero=1`, the level, behind that; one whose forwards keep only what they read has `recompute` at the end. A transfer is told by what made
 //! it and the two workers; where the receiver has several stages, also by the stage that takes it: `send 0F0 > 1.0 as 5 #7`.
 //! Gradients are told as `1B0`, also where `1I0` made them.
+//!
+//! A version is that of the stage's own parameters. One that several stages hold, where they step at different times, is seen by all of
+//! them in the oldest of the versions that they have for the item: programs know stages, and no parameters.
 
 use std::collections::HashMap;
 use std::fmt;

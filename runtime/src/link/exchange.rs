@@ -164,6 +164,11 @@ impl<'a> Exchange<'a> {
         Blame { fate: self.fate(), process, name: self.group.names[process].clone() }
     }
 
+    /// Ends the run of all processes before its end, by nobody's fault.
+    pub fn end(&self, what: &str) {
+        self.fate().end(LinkError::Ended { process: None, what: what.to_string() });
+    }
+
     fn line(&mut self, process: usize) -> Result<(&Sender<Outbound>, &mut Routes<'a>), LinkError> {
         let missing = || LinkError::Bug { what: format!("no connection to process {process} of the run") };
         let queue = self.queues.get(&process).ok_or_else(missing)?;

@@ -91,7 +91,9 @@ pub fn draw(played: &Played) -> Svg {
     legend(&mut picture, &drawn);
     for (value, label) in &axis.ticks {
         picture.line("grid", [x(*value), TOP - 4.0], [x(*value), bottom]);
-        picture.text("quiet small figure", Anchor::Middle, [x(*value), bottom + 17.0], label);
+        let is_cut = x(*value) + width(label, 11.0) / 2.0 > WIDE;
+        let anchor = if is_cut { Anchor::End } else { Anchor::Middle };
+        picture.text("quiet small figure", anchor, [if is_cut { WIDE } else { x(*value) }, bottom + 17.0], label);
     }
     phases(&mut picture, played, &x, bottom);
     let versions = versions(played);

@@ -6,7 +6,7 @@
 use crate::export::escape::short;
 use crate::export::quantity;
 use crate::export::stage_name::{layers, ranges, sparing};
-use crate::export::svg::{Anchor, Svg};
+use crate::export::svg::{Anchor, Svg, width};
 use crate::plan::{Edge, Plan, Stage};
 
 /// Boxes in a row.
@@ -63,6 +63,15 @@ fn arrow(picture: &mut Svg, at: usize) {
     picture.path("head", &[[to - 1.0, end], [to - 8.0, end - 4.0], [to - 8.0, end + 4.0]], true);
 }
 
+/// The list, or its first and how many there are besides, where it is wider than so many pixels.
+fn within(sends: &[String], wide: f64) -> String {
+    let all = sends.join(", ");
+    match sends {
+        [first, more @ ..] if width(&all, 11.0) > wide && !more.is_empty() => format!("{first}, {} more", more.len()),
+        _ => all,
+    }
+}
+
 fn one(picture: &mut Svg, stage: &Stage, [x, y]: [f64; 2], load: f64, sent: &[&Edge]) {
     for card in (1..=(stage.replicas.saturating_sub(1)).min(2)).rev() {
         let by = 3.0 * f64::from(card);
@@ -85,7 +94,7 @@ fn one(picture: &mut Svg, stage: &Stage, [x, y]: [f64; 2], load: f64, sent: &[&E
         false => format!("{} to {}", quantity::bytes(edge.bytes), edge.to.0),
     };
     let sends: Vec<String> = sent.iter().map(|edge| told(&edge)).collect();
-    picture.text("small quiet figure", Anchor::Start, [inside, y + 79.0], &short(&sends.join(", "), 24));
+    picture.text("small quiet figure", Anchor::Start, [inside, y + 79.0], &within(&sends, wide));
     let weights = stage.weight_us.map_or(String::new(), |us| format!(" ({} for weights)", quantity::duration(us)));
     let shared = stage.sharing.as_ref().map_or(String::new(), |sharing| {
         let (alone, meetings) =
@@ -105,4 +114,17 @@ fn one(picture: &mut Svg, stage: &Stage, [x, y]: [f64; 2], load: f64, sent: &[&E
         if sends.is_empty() { "nothing".to_string() } else { sends.join(", ") }
     );
     picture.rect("over", [x, y, BOX[0], BOX[1]], Some(&hint));
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_sent_stays_in_its_box() {
+        let sends = ["→ 100.7 MB", "100.7 MB to 13"].map(str::to_string);
+        assert_eq!(within(&sends, 200.0), "→ 100.7 MB, 100.7 MB to 13");
+        assert_eq!(within(&sends, 128.0), "→ 100.7 MB, 1 more");
+        assert_eq!(within(&sends[..1], 10.0), "→ 100.7 MB");
+    }
 }

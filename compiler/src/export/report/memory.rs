@@ -13,6 +13,7 @@ const MOST: usize = 256;
 /// More bars than this are drawn thin.
 const THICK: usize = 24;
 const WIDE: f64 = 1060.0;
+/// Room for names, and more where they are long.
 const LEFT: f64 = 92.0;
 const RIGHT: f64 = 96.0;
 const TOP: f64 = 48.0;
@@ -54,9 +55,11 @@ pub fn draw(plan: &Plan) -> Svg {
     // A limit far beyond what is held would leave nothing to see of the bars.
     let shows_limit = limit.filter(|limit| *limit <= 8.0 * fullest);
     let axis = Axis::upto(shows_limit.unwrap_or(0.0).max(fullest), 8, Unit::Bytes);
-    let span = WIDE - LEFT - RIGHT;
-    let x = |bytes: f64| LEFT + span * axis.share(bytes);
-    let mut key = LEFT;
+    let longest = bars.iter().map(|bar| width(&name(bar), 13.0)).fold(0.0, f64::max);
+    let left = LEFT.max(longest + 24.0);
+    let span = WIDE - left - RIGHT;
+    let x = |bytes: f64| left + span * axis.share(bytes);
+    let mut key = left;
     let held_by_any = |part: usize| all.iter().any(|bar| parts(&bar.memory)[part].1 > 0);
     for (at, (name, _)) in parts(&StageMemory::default()).iter().enumerate().filter(|(at, _)| held_by_any(*at)) {
         picture.rounded(&format!("s{at}"), [key, 4.0, 12.0, 12.0], 2.0);
@@ -71,7 +74,7 @@ pub fn draw(plan: &Plan) -> Svg {
         let y = TOP + pitch * at as f64;
         let middle = y + tall / 2.0 + 4.0;
         let class = if size == 0 { "" } else { "small" };
-        picture.text(class, Anchor::End, [LEFT - 12.0, middle], &name(bar));
+        picture.text(class, Anchor::End, [left - 12.0, middle], &name(bar));
         let mut from = 0.0;
         for (part, (part_name, bytes)) in parts(&bar.memory).into_iter().enumerate() {
             let to = from + bytes as f64;
@@ -81,9 +84,13 @@ pub fn draw(plan: &Plan) -> Svg {
             }
             from = to;
         }
-        picture.text("small figure", Anchor::Start, [x(from) + 8.0, middle], &quantity::bytes(bar.memory.total));
+        let total = quantity::bytes(bar.memory.total);
+        let (at, end) = (x(from) + 8.0, x(from) + 8.0 + width(&total, 11.0));
+        // A line through a number makes it hard to read.
+        let behind = shows_limit.map(&x).filter(|line| (at - 4.0..end + 4.0).contains(line));
+        picture.text("small figure", Anchor::Start, [behind.map_or(at, |line| line + 6.0), middle], &total);
     }
-    picture.line("axis", [LEFT, bottom], [WIDE - RIGHT, bottom]);
+    picture.line("axis", [left, bottom], [WIDE - RIGHT, bottom]);
     if let Some(limit) = shows_limit {
         picture.line("limit", [x(limit), TOP - 10.0], [x(limit), bottom]);
         let label = format!("limit {}", quantity::bytes(limit as u64));

@@ -1,0 +1,140 @@
+//! What is wrong with a command line, as the user reads it: what clap says, and what is known besides of other verbs.
+
+use crate::failure::Failure;
+use clap::builder::StyledStr;
+use clap::error::{ContextKind, ContextValue, ErrorKind};
+use clap::{Command, Error};
+use compiler::wording::near::nearest;
+
+/// The verb that plans, and the one that takes plans.
+const PLANS: &str = "partition";
+const TRAINS: &str = "train";
+
+/// Whether `--format json` is among arguments that may not make a command: its failure is told so as well.
+pub fn wants_json(arguments: impl IntoIterator<Item = String>) -> bool {
+    let mut wants = false;
+    let mut arguments = arguments.into_iter();
+    while let Some(argument) = arguments.next() {
+        let value = match argument.strip_prefix("--format") {
+            Some("") => arguments.next(),
+            Some(rest) => rest.strip_prefix('=').map(str::to_string),
+            None if argument == "--" => break,
+            None => None,
+        };
+        wants = value.map_or(wants, |value| value == "json");
+    }
+    wants
+}
+
+/// Adds what was most likely meant by a verb that does not exist, or where a flag belongs that the verb does not have.
+pub fn advised(mut error: Error, command: &Command, arguments: &[String]) -> Error {
+    let mut verb = command;
+    for word in arguments {
+        verb = verb.find_subcommand(word).unwrap_or(verb);
+    }
+    let text = |kind| match error.get(kind) {
+        Some(ContextValue::String(text)) => Some(text.clone()),
+        _ => None,
+    };
+    match (error.kind(), text(ContextKind::InvalidSubcommand), text(ContextKind::InvalidArg)) {
+        (ErrorKind::InvalidSubcommand, Some(said), _) => {
+            if let Some(near) = nearest(&said, verb.get_subcommands().map(Command::get_name)) {
+                error.insert(ContextKind::SuggestedSubcommand, ContextValue::String(near.to_string()));
+            }
+        }
+        (ErrorKind::UnknownArgument, _, Some(said)) => {
+            let Some(where_to) = said.strip_prefix("--").and_then(|flag| elsewhere(command, verb, flag)) else {
+                return error;
+            };
+            let mut tip = StyledStr::new();
+            tip.push_str(&where_to);
+            // A flag of this verb that sounds alike is not what was meant.
+            error = Error::new(ErrorKind::UnknownArgument).with_cmd(command);
+            error.insert(ContextKind::InvalidArg, ContextValue::String(said));
+            error.insert(ContextKind::Suggested, ContextValue::StyledStrs(vec![tip]));
+        }
+        _ => {}
+    }
+    error
+}
+
+/// The other verbs that have a flag, in a sentence.
+fn elsewhere(command: &Command, verb: &Command, flag: &str) -> Option<String> {
+    let has = |of: &&Command| of.get_arguments().any(|own| own.get_long() == Some(flag));
+    let all = command.get_subcommands().filter(|of| of.get_name() != verb.get_name());
+    let verbs: Vec<&str> = all.filter(has).map(Command::get_name).collect();
+    if verb.get_name() == TRAINS && verbs.contains(&PLANS) {
+        return Some(format!(
+            "`--{flag}` is a flag of `pipec {PLANS}`: the plan that it writes holds the answer, and `pipec {TRAINS} MODEL --plan FILE` trains it"
+        ));
+    }
+    let named: Vec<String> = verbs.iter().map(|verb| format!("`pipec {verb}`")).collect();
+    let (last, before) = named.split_last()?;
+    let before = if before.is_empty() { String::new() } else { format!("{} and ", before.join(", ")) };
+    Some(format!("`--{flag}` is a flag of {before}{last}"))
+}
+
+/// The same for programs, in the parts that every failure has.
+pub fn failure(error: &Error) -> Failure {
+    const TIP: &str = "tip: ";
+    let text = error.render().to_string();
+    let mut lines = text.lines().map(str::trim).filter(|line| !line.is_empty());
+    let what = lines.next().unwrap_or_default();
+    let (last, why): (Vec<&str>, Vec<&str>) = lines.partition(|line| line.starts_with(TIP) || line.contains("--help"));
+    let tips: Vec<&str> = last.iter().filter_map(|line| line.strip_prefix(TIP)).collect();
+    let failure = Failure::input(what.strip_prefix("error: ").unwrap_or(what));
+    let failure = why.into_iter().fold(failure, Failure::because);
+    failure.help(if tips.is_empty() { last.join("; ") } else { tips.join("; ") })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::arguments::Cli;
+    use clap::CommandFactory;
+
+    fn told(line: &str) -> String {
+        let words: Vec<String> = line.split(' ').map(str::to_string).collect();
+        let mut command = Cli::command();
+        let error = command.try_get_matches_from_mut(&words).unwrap_err();
+        advised(error, &command, &words[1..]).render().to_string()
+    }
+
+    #[test]
+    fn a_verb_that_does_not_exist_is_answered_with_the_nearest() {
+        assert!(told("pipec partiton m.onnx").contains("tip: a similar subcommand exists: 'partition'"));
+        assert!(told("pipec plan chekc p.json").contains("'check'"));
+    }
+
+    #[test]
+    fn a_flag_of_another_verb_is_told_where_it_belongs() {
+        let plans = "tip: `--zero` is a flag of `pipec partition`: the plan that it writes holds the answer";
+        assert!(told("pipec train m.onnx --zero 2").contains(plans));
+        assert!(told("pipec train m.onnx --zero=2").contains(plans));
+        // It sounds like `--verbose`.
+        assert!(!told("pipec train m.onnx --zero 2").contains("a similar"));
+        assert!(told("pipec report p.json --lr 2").contains("tip: `--lr` is a flag of `pipec train`"));
+        assert!(!told("pipec train m.onnx --flux 2").contains("is a flag of"));
+    }
+
+    #[test]
+    fn the_form_is_known_without_a_command() {
+        let wants = |line: &str| wants_json(line.split(' ').map(str::to_string));
+        assert!(wants("pipec trian --format json") && wants("pipec --format=json x"));
+        assert!(
+            !wants("pipec x --format json --format text") && !wants("pipec x -- --format json") && !wants("pipec x")
+        );
+    }
+
+    #[test]
+    fn a_failure_has_the_parts_that_others_have() {
+        let error =
+            Cli::command().try_get_matches_from(["pipec", "train", "m.onnx", "--loss", "crossentropy"]).unwrap_err();
+        let failure = failure(&error).to_string();
+        assert!(
+            failure.starts_with("error: invalid value 'crossentropy' for '--loss <NAME>'\n  [possible values: "),
+            "{failure}"
+        );
+        assert!(failure.contains("\nhelp: a similar value exists: 'cross-entropy'"), "{failure}");
+    }
+}
