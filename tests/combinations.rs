@@ -225,9 +225,9 @@ fn all_go_together() {
     assert!(near * 5 >= all * 4, "{near} of {all}");
 }
 
-/// Where nothing is flushed a replica makes gradients of a round while others are at the one before.
+/// Without a flush a replica makes gradients of a round while others are at the one before.
 #[test]
-fn two_rounds_are_open_where_nothing_is_flushed() {
+fn two_rounds_are_open_under_2bw() {
     let Some(root) = data("parity") else { return };
     let set = Set { order: (ScheduleKind::TwoBw, Schedule::TwoBw), ..set(&root, "gpt") };
     for zero in 0..=MOST {
@@ -238,7 +238,7 @@ fn two_rounds_are_open_where_nothing_is_flushed() {
             let (held, said) = (held.iter().max().unwrap(), stage.memory.total);
             println!("{zero}: stage {} holds {held} B of {said} planned", stage.id.0);
             // At level 1 a share of the weights waits in a buffer of its own, for which larger models have room.
-            let most = if zero == 1 { 110 } else { 105 };
+            let most = if zero == 1 { 112 } else { 105 };
             assert!((said / 100 * 80..=said / 100 * most).contains(held), "level {zero}: {held} of {said}");
         }
     }

@@ -4,23 +4,22 @@
 //! ```text
 //! level   optimizer   gradients   weights
 //! 0       O           G + G       W            those of the replica's items, and their sum over replicas
-//! 1       O / r       G + G / r   W            of the sum its share; G + G where nothing is flushed
+//! 1       O / r       G + G / r   W            of the sum its share
 //! 2       O / r       v G / r + g W            of the sum its share, and the gradients that an op is making
-//! 3       O / r       v G / r + g W / r        of each version its share, and the weights that an op reads or the gradients that it makes; both
+//! 3       O / r       G / r + g   W / r        of each version its share, and the weights that an op reads or the gradients that it makes; both
 //!                                              where a kernel does both, as those of recurrent layers do
 //! ```
 //!
 //! O is the optimizer's state, and masters where parameters have two bytes a number. r are the replicas, g the parameters of the op that uses most, v is 2
-//! where nothing is flushed, else 1: a replica adds to the sums of a round before the others are done with the one before. (With more than two versions it may be
-//! further ahead of one that is held up; that is not counted.) A share is a range of the elements of each parameter, so that a step is the same elementwise work on the same
+//! under 2BW, else 1. A share is a range of the elements of each parameter, so that a step is the same elementwise work on the same
 //! numbers, and weights come to the same bits as without shares. At level 2 a gradient goes to its owners as soon as it is made, item by
 //! item and in their order: the bits are those without shares where a replica has one item in a round, and else those of another order of
 //! sums. Then each item's gradients go by a reduce-scatter of their own, beside its backward. Gradients are summed by a reduce-scatter, new weights come by an
 //! all-gather: together they carry what an all-reduce carries. At level 3 no version is gathered as a whole: a forward and a backward gather
 //! what each of their ops reads in front of it, and drop it behind it, so that weights travel twice for every item. A parameter that stages share is stepped whole by all who hold it.
 
-use crate::plan::Stage;
 use crate::plan::memory::{Holdings, Multiples};
+use crate::plan::{ScheduleKind, Stage};
 
 /// The highest level.
 pub const MOST: u32 = 3;
@@ -41,16 +40,16 @@ pub fn held(holdings: &Holdings, multiples: &Multiples) -> (u64, u64) {
     // What stages share is whole at each of them, and each adds up with what the others have of it.
     let alone = |bytes: u64, shared: u64| share(bytes.saturating_sub(shared), replicas).saturating_add(shared);
     let own = terms.saturating_add(shared);
-    let open = || alone(terms, shared).saturating_mul(u64::from(multiples.versions.clamp(1, 2)));
+    let sums = alone(terms, shared);
+    // Under 2BW a replica adds to the sums of a round before the others are done with the one before.
+    let open = if multiples.schedule == ScheduleKind::TwoBw { sums.saturating_mul(2) } else { sums };
     let gradients = match multiples.level() {
         0 if replicas < 2 => own,
         0 => own.saturating_add(terms),
-        // Before a round is added up the next has begun.
-        1 if multiples.versions > 1 => own.saturating_add(terms),
-        1 => own.saturating_add(alone(terms, shared)),
+        1 => own.saturating_add(sums),
         // It is added up when no op makes gradients: what the largest would take has room for that.
-        2 => largest.max(shared).saturating_add(open()),
-        _ => needed.max(shared).saturating_add(open()),
+        2 => largest.max(shared).saturating_add(open),
+        _ => needed.max(shared).saturating_add(sums),
     };
     let stepped = match multiples.level() {
         0 => state(summed, masters),
