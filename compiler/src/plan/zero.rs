@@ -4,7 +4,7 @@
 //! ```text
 //! level   optimizer   gradients   weights
 //! 0       O           G + G       W            those of the replica's items, and their sum over replicas
-//! 1       O / r       G + G / r   W            of the sum its share
+//! 1       O / r       G + G / r   W            of the sum its share; G + G under 2BW
 //! 2       O / r       v G / r + g W            of the sum its share, and the gradients that an op is making
 //! 3       O / r       G / r + g   W / r        of each version its share, and the weights that an op reads or the gradients that it makes; both
 //!                                              where a kernel does both, as those of recurrent layers do
@@ -42,10 +42,12 @@ pub fn held(holdings: &Holdings, multiples: &Multiples) -> (u64, u64) {
     let own = terms.saturating_add(shared);
     let sums = alone(terms, shared);
     // Under 2BW a replica adds to the sums of a round before the others are done with the one before.
-    let open = if multiples.schedule == ScheduleKind::TwoBw { sums.saturating_mul(2) } else { sums };
+    let is_open = multiples.schedule == ScheduleKind::TwoBw;
+    let open = if is_open { sums.saturating_mul(2) } else { sums };
     let gradients = match multiples.level() {
         0 if replicas < 2 => own,
         0 => own.saturating_add(terms),
+        1 if is_open => own.saturating_add(terms),
         1 => own.saturating_add(sums),
         // It is added up when no op makes gradients: what the largest would take has room for that.
         2 => largest.max(shared).saturating_add(open),
