@@ -66,14 +66,7 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Failure> {
             let usual = Settings::default();
             let settings =
                 Settings { warmup: warmup.unwrap_or(usual.warmup), runs: runs.unwrap_or(usual.runs), seed, ..usual };
-            let loaded =
-                model::load(&arguments.file, &arguments.dims.import, screen)?.asked(arguments.dims.micro_batch);
-            output::keep_others(
-                arguments.output.as_deref(),
-                &arguments.file,
-                &[("sha256", &loaded.profiled().sha256)],
-                "profile",
-            )?;
+            let loaded = loaded(&arguments, screen)?;
             let micro_batch = loaded.micro_batch(None, screen);
             let counted = arguments.loss.said().unwrap_or_default();
             measured(&loaded, micro_batch, counted, &settings, !arguments.no_cache, screen)?
@@ -144,15 +137,17 @@ pub fn measured(
     Ok(measured.profile)
 }
 
+/// The model, where its profile would not be written over that of another one.
+fn loaded(arguments: &Arguments, screen: &Screen) -> Result<Loaded, Failure> {
+    let loaded = model::load(&arguments.file, &arguments.dims.import, screen)?.asked(arguments.dims.micro_batch);
+    let digest = &loaded.profiled().sha256;
+    output::keep_others(arguments.output.as_deref(), &arguments.file, &[("sha256", digest)], "profile")?;
+    Ok(loaded)
+}
+
 fn by_data_sheet(arguments: &Arguments, kind: &str, screen: &Screen) -> Result<Profile, Failure> {
     let device = machines::kind(kind)?.device();
-    let loaded = model::load(&arguments.file, &arguments.dims.import, screen)?.asked(arguments.dims.micro_batch);
-    output::keep_others(
-        arguments.output.as_deref(),
-        &arguments.file,
-        &[("sha256", &loaded.profiled().sha256)],
-        "profile",
-    )?;
+    let loaded = loaded(arguments, screen)?;
     let micro_batch = loaded.micro_batch(None, screen);
     let graph = loaded.at(micro_batch)?;
     let known = attributed(&graph, arguments.loss.said().unwrap_or_default())
