@@ -9,10 +9,9 @@ use crate::cluster::{Cluster, DeviceClass};
 use crate::plan::buckets::buckets;
 use crate::plan::caps::{self, Lanes};
 use crate::plan::fault::Fault;
-use crate::plan::memory::{Holdings, Multiples};
 use crate::plan::problem::{CostModel, Problem};
 use crate::plan::{BusiestLink, GradientBucket, Plan, PlannedSchedule, ScheduleKind, Stage, StageMemory};
-use crate::plan::{clock, groups, judge, traffic, zero};
+use crate::plan::{clock, groups, judge, traffic};
 use crate::profile::cost_graph::CostGraph;
 use std::borrow::Cow;
 use std::collections::BTreeMap;
@@ -445,20 +444,11 @@ fn memory(problem: &Problem, plan: &Plan, stage_of: &[usize]) -> Vec<StageMemory
         let weights = weights[stage];
         let (terms, shared) = (terms[stage], shared[stage]);
         let (summed, masters) = (summed[stage], masters[stage]);
-        let (largest, needed) = (largest[stage], needed[stage]);
-        let of = Holdings { weights, summed, masters, terms, shared, largest, needed, ..Holdings::default() };
-        let multiples = Multiples {
-            in_flight: plan.schedule.in_flight[stage],
-            apart: apart as u32,
-            versions: plan.schedule.weight_versions[stage],
-            replicas: plan.stages[stage].replicas,
-            recompute: plan.stages[stage].recompute,
-            zero: plan.stages[stage].zero,
-            optimizer_state: problem.optimizer_state,
-            schedule: plan.schedule.kind,
-        };
-        let (gradients, optimizer) = if trains { zero::held(&of, &multiples) } else { (0, 0) };
-        let weights = if trains { zero::kept(&of, &multiples) } else { weights };
+        let largest = if plan.stages[stage].zero < 3 { largest[stage] } else { needed[stage] };
+        let of = shares::Of { weights, summed, masters, terms, shared, largest, state: problem.optimizer_state };
+        let held = || shares::held(&plan.stages[stage], plan.schedule.kind, &of);
+        let (gradients, optimizer) = if trains { held() } else { (0, 0) };
+        let weights = if trains { shares::kept(&plan.stages[stage], &of) } else { weights };
         let versions = weights.saturating_mul(u64::from(plan.schedule.weight_versions[stage]) - 1);
         let waiting = received[stage].saturating_add(only_sent[stage]);
         let in_flight = u64::from(plan.schedule.in_flight[stage]);

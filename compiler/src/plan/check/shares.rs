@@ -1,9 +1,22 @@
-//! What plans say of the shares of replicas, held against the stages and the model.
+//! The judge's own reckoning of what replicas share, from the definitions.
 
 use crate::plan::fault::Fault;
-use crate::plan::{Plan, ScheduleKind};
+use crate::plan::{Plan, ScheduleKind, Stage};
 use crate::profile::cost_graph::CostGraph;
 use std::collections::BTreeSet;
+
+/// What a stage would hold alike on all replicas: bytes of its weights, of one sum of gradients for each of them, of their masters, of one sum
+/// for each use of each, of those that other stages hold too, of those of the op that uses most, with what it reads at the same time where
+/// that is gathered, and of the optimizer's state for each byte.
+pub struct Of {
+    pub weights: u64,
+    pub summed: u64,
+    pub masters: u64,
+    pub terms: u64,
+    pub shared: u64,
+    pub largest: u64,
+    pub state: f64,
+}
 
 /// Levels that do not go with the stages, and parameters of which replicas have shares that are not those of the model.
 pub fn faults(graph: &CostGraph, plan: &Plan, stage_of: &[usize]) -> Vec<Fault> {
@@ -28,4 +41,43 @@ pub fn faults(graph: &CostGraph, plan: &Plan, stage_of: &[usize]) -> Vec<Fault> 
         }
     }
     faults
+}
+
+/// Bytes of one version of the weights that each replica holds.
+pub fn kept(stage: &Stage, of: &Of) -> u64 {
+    if stage.zero < 3 {
+        return of.weights;
+    }
+    // Every replica has all that other stages hold too, and one of r parts of the rest.
+    let r = u64::from(stage.replicas.max(1));
+    let apart = of.weights.saturating_sub(of.shared).div_ceil(r);
+    of.weights.min(apart.saturating_add(of.shared))
+}
+
+/// Bytes of gradients and of the optimizer's state on each replica.
+pub fn held(stage: &Stage, kind: ScheduleKind, of: &Of) -> (u64, u64) {
+    let state = |bytes: u64, masters: u64| ((bytes as f64 * of.state).ceil() as u64).saturating_add(masters);
+    // Sums over the items of the replica, and those with what other stages have.
+    let own = of.terms.saturating_add(of.shared);
+    if stage.replicas < 2 || stage.zero == 0 {
+        // With other replicas, the sum of all of them as well.
+        let with_others = if stage.replicas < 2 { 0 } else { of.terms };
+        return (own.saturating_add(with_others), state(of.summed, of.masters));
+    }
+    // What one of r has of so many bytes, no less than its part of each; of what other stages hold too, all.
+    let part = |bytes: u64, shared: u64| {
+        let (r, rest) = (u64::from(stage.replicas), bytes.saturating_sub(shared));
+        (rest / r + u64::from(!rest.is_multiple_of(r))).saturating_add(shared)
+    };
+    // Under 2BW the sums of a round are begun before those of the one before are done.
+    let two_rounds = kind == ScheduleKind::TwoBw;
+    let of_others = match (stage.zero, two_rounds) {
+        (1, true) => of.terms,
+        (2, true) => part(of.terms, of.shared).saturating_mul(2),
+        _ => part(of.terms, of.shared),
+    };
+    // From the second level on a replica has of its own what one op makes at a time, or what is then added up with other stages.
+    let of_its_own = if stage.zero == 1 { own } else { of.largest.max(of.shared) };
+    let stepped = state(part(of.summed, of.shared), part(of.masters, of.shared.min(of.masters)));
+    (of_its_own.saturating_add(of_others), stepped)
 }
