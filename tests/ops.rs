@@ -235,7 +235,7 @@ fn window(strides: &[usize], begin: &[usize], end: &[usize], dilations: &[usize]
 
 #[test]
 fn convolutions_of_many_shapes() {
-    let cases: [(&[usize], &[usize], usize, Window); 18] = [
+    let cases: [(&[usize], &[usize], usize, Window); 20] = [
         (&[2, 8, 14, 14], &[6, 8, 3, 3], 1, window(&[1, 1], &[1, 1], &[1, 1], &[1, 1])),
         (&[2, 3, 23, 21], &[8, 3, 7, 7], 1, window(&[2, 2], &[3, 3], &[3, 3], &[1, 1])),
         (&[3, 8, 30, 30], &[4, 8, 1, 1], 1, window(&[1, 1], &[0, 0], &[0, 0], &[1, 1])),
@@ -254,6 +254,8 @@ fn convolutions_of_many_shapes() {
         (&[3, 8, 16, 16], &[16, 8, 1, 1], 1, window(&[2, 2], &[0, 0], &[0, 0], &[1, 1])),
         (&[2, 2, 9, 3], &[3, 2, 2, 3], 1, window(&[1, 1], &[3, 4], &[4, 3], &[1, 1])),
         (&[2, 3, 6, 7, 8], &[4, 3, 2, 3, 2], 1, window(&[1, 2, 1], &[1, 1, 0], &[0, 1, 1], &[1, 1, 2])),
+        (&[3, 4, 12, 12], &[4, 1, 12, 12], 4, window(&[1, 1], &[0, 0], &[0, 0], &[1, 1])),
+        (&[2, 3, 4, 4, 4], &[3, 1, 3, 3, 3], 3, window(&[1, 1, 1], &[12, 12, 12], &[12, 12, 12], &[12, 12, 12])),
     ];
     for (x_shape, w_shape, groups, window) in cases {
         let what = format!("{x_shape:?} {w_shape:?}");

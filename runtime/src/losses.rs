@@ -98,7 +98,8 @@ impl Losses {
     fn is_lost(&self) -> bool {
         let next = self.before + self.done.len();
         self.lost.is_some_and(|lost| {
-            let is_all = self.finite.is_none() && next == self.steps;
+            // A run that goes on does not know the losses before it.
+            let is_all = self.finite.is_none() && self.before == 0 && next == self.steps;
             next - lost.step >= self.patience || is_all
         })
     }
@@ -128,6 +129,13 @@ mod tests {
         let mut told = Vec::new();
         items.iter().for_each(|(item, loss)| of.add(*item, *loss, 0.0, &mut |step| told.push(step.loss)));
         (told, of.diverged())
+    }
+
+    #[test]
+    fn a_run_that_goes_on_may_have_had_finite_losses_before() {
+        let last = [(10, f64::NAN), (11, f64::NAN)];
+        assert!(told(Losses { before: 5, ..losses(32, 6) }, &last).1.is_none());
+        assert!(told(losses(32, 1), &[(0, f64::NAN), (1, f64::NAN)]).1.is_some());
     }
 
     #[test]

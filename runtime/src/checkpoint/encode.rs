@@ -122,7 +122,7 @@ pub fn flight(tensors: BTreeMap<String, Tensor>) -> Result<Flight, String> {
     Ok(flight)
 }
 
-/// A parameter of a part, if there is one, that is no longer a number everywhere.
+/// A parameter or a state of a part, if there is one, that is no longer a number everywhere. States that nothing moves are as they were given.
 pub fn not_finite<'a>(part: &Part, code: &'a StageCode) -> Option<&'a str> {
     let whole = part.whole.as_ref()?;
     let held = whole.weights.iter().zip(&whole.moves).map(|(weight, moves)| moves.master.as_ref().unwrap_or(weight));
@@ -134,7 +134,10 @@ pub fn not_finite<'a>(part: &Part, code: &'a StageCode) -> Option<&'a str> {
             _ => true,
         }
     };
-    code.parameters.iter().zip(held).find(|(named, buffer)| !is_finite(named, buffer)).map(|(named, _)| &*named.name)
+    let moves = |at: &usize| code.follows.iter().any(|follow| follow.state == *at);
+    let states = (0..code.states.len()).filter(moves).map(|at| (&code.states[at], &whole.states[at]));
+    let mut all = code.parameters.iter().zip(held).chain(states);
+    all.find(|(named, buffer)| !is_finite(named, buffer)).map(|(named, _)| &*named.name)
 }
 
 fn piece<'a>(named: &Named, buffer: &'a Buffer) -> Piece<'a> {

@@ -54,11 +54,9 @@ pub fn kernel(role: Role, window: &Window, groups: usize, x: &Layout, w: &Layout
             return Some(fast);
         }
     }
-    match (x.dtype, shape.has_own_filters()) {
-        (DType::F32, true) => depthwise::kernel::<f32>(role, &grid, groups),
-        (DType::F64, true) => depthwise::kernel::<f64>(role, &grid, groups),
-        (DType::F32, false) => Some(made::<f32>(role, shape)),
-        (DType::F64, false) => Some(made::<f64>(role, shape)),
+    match x.dtype {
+        DType::F32 => Some(made::<f32>(role, shape)),
+        DType::F64 => Some(made::<f64>(role, shape)),
         _ => None,
     }
 }
@@ -148,6 +146,10 @@ impl Shape {
 }
 
 fn made<T: Real>(role: Role, shape: Shape) -> Fast {
+    let own = shape.has_own_filters().then(|| depthwise::kernel::<T>(role, &shape.grid, shape.groups));
+    if let Some(fast) = own.flatten() {
+        return fast;
+    }
     let patches = if shape.is_direct() { 0 } else { shape.depth() * shape.columns() };
     let beside = if shape.tile.images > 1 { shape.outs * shape.columns() } else { 0 };
     let first = (patches * size_of::<T>()).next_multiple_of(ALIGNMENT);

@@ -45,7 +45,7 @@ pub(super) struct Planes {
 }
 
 impl Planes {
-    /// Nothing where padding or distances are out of all proportion.
+    /// Nothing where padding or distances are out of all proportion, or windows are few for what they see: products with patches do less.
     pub fn new(grid: &Grid, channels: usize) -> Option<Planes> {
         let at = |axis: usize, tap: usize| tap * grid.dilation[axis] as usize;
         let stride = grid.stride.map(|stride| stride as usize);
@@ -59,7 +59,7 @@ impl Planes {
         let parts: usize = remainders.iter().map(Vec::len).product();
         let part = size.iter().try_fold(1usize, |all, &size| all.checked_mul(size))?.checked_next_multiple_of(LANES)?;
         let most = (grid.data_len() + grid.out_len()).checked_mul(MOST_TIMES)? + MOST_MORE;
-        if part.checked_mul(parts)? > most {
+        if part.checked_mul(parts)? > most || part > MOST_TIMES * grid.out_len().max(LANES) {
             return None;
         }
         let inside = |place: [usize; 3]| (place[0] * size[1] + place[1]) * size[2] + place[2];
