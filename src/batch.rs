@@ -95,7 +95,8 @@ pub fn plan(arguments: &Arguments, screen: &Screen) -> Result<Found, Failure> {
     // The smallest micro-batches lack least.
     refused.sort_by_key(|(micro_batch, _)| *micro_batch);
     match (best, refused.into_iter().next()) {
-        (Some((_, mut planned, refused)), _) => {
+        (Some(Best { mut planned, refused, aged, .. }), _) => {
+            aged.iter().for_each(|told| screen.note(told));
             let options = &mut planned.plan.options;
             if let Some(batch) = arguments.batch {
                 options.insert("batch".to_string(), batch.into());
@@ -210,10 +211,17 @@ struct Sized {
     shared: Vec<SharedCosts>,
 }
 
+/// How good the best one is, its plan, why `train` would refuse that, and what is to be said of shared parameters.
+struct Best {
+    good: f64,
+    planned: Planned,
+    refused: Option<String>,
+    aged: Option<String>,
+}
+
 struct Search<'a> {
     arguments: &'a Arguments,
-    /// How good the best one is, its plan, and why `train` would refuse that.
-    best: Option<(f64, Planned, Option<String>)>,
+    best: Option<Best>,
     tried: Vec<Tried>,
     /// Micro-batches for which there is no plan, and why.
     refused: Vec<(u64, Failure)>,
@@ -231,9 +239,10 @@ impl Search<'_> {
                 let Figures { throughput_per_s: speed, peak_bytes: peak, .. } = Figures::of(&planned.plan, 0);
                 let is_small_good = planned.plan.objective == Objective::Memory;
                 let good = if is_small_good { -(peak as f64) } else { speed };
-                if self.best.as_ref().is_none_or(|(best, ..)| good > *best) {
-                    let refused = ties::refused(&costs.graph.params, &planned.plan);
-                    self.best = Some((good, planned, refused));
+                if self.best.as_ref().is_none_or(|best| good > best.good) {
+                    let (params, plan) = (&costs.graph.params, &planned.plan);
+                    let (refused, aged) = (ties::refused(params, plan), ties::aged(params, plan));
+                    self.best = Some(Best { good, planned, refused, aged });
                 }
                 (Ok((speed, peak)), good)
             }

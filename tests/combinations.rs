@@ -237,8 +237,9 @@ fn two_rounds_are_open_under_2bw() {
         for (stage, held) in plan.stages.iter().zip(trained.held_bytes.chunks(2)) {
             let (held, said) = (held.iter().max().unwrap(), stage.memory.total);
             println!("{zero}: stage {} holds {held} B of {said} planned", stage.id.0);
-            // How far replicas are apart depends on how threads take turns.
-            assert!((said / 100 * 80..=said / 100 * 115).contains(held), "level {zero}: {held} of {said}");
+            // How far replicas are apart depends on how threads take turns, least where gradients leave as they are made.
+            let most = if zero == 2 { 105 } else { 115 };
+            assert!((said / 100 * 80..=said / 100 * most).contains(held), "level {zero}: {held} of {said}");
         }
     }
 }

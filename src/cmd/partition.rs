@@ -233,6 +233,9 @@ pub fn run(arguments: Box<Arguments>, screen: &Screen) -> Result<(), Failure> {
         screen.document(&json);
         return Ok(());
     }
+    // Another run may have ended here since it was asked first.
+    let marks = [("sha256", &*plan.model.sha256), ("graph_hash", &*plan.model.graph_hash)];
+    output::keep_others(arguments.output.as_deref(), &arguments.file, &marks, "plan")?;
     source::write(&path, json.as_bytes())?;
     if let Some(verdict) = prediction::verdict(plan) {
         screen.text(&verdict);
