@@ -75,6 +75,10 @@ pub fn plan(arguments: &Arguments, screen: &Screen) -> Result<Found, Failure> {
             Some(costs) => costs,
             None => source::costs(&at(arguments, size, None), &Screen::silent())?,
         };
+        // It is the same model at every size.
+        if known.is_empty() {
+            partition::keep_others(arguments, &costs.model)?;
+        }
         let shared = arguments.question.tensor.costs(&costs)?;
         let sized = Sized { size, costs, shared };
         let good = search.ask(&sized, orders[0].clone())?;

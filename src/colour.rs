@@ -6,6 +6,7 @@
 //! `--color` decides, then NO_COLOR (<https://no-color.org>), then FORCE_COLOR (<https://force-color.org>), then whether there is a
 //! terminal. A variable that is empty says nothing.
 
+use crate::usage;
 use clap::ValueEnum;
 use std::env;
 use std::io::{self, IsTerminal};
@@ -48,18 +49,8 @@ pub fn decide(when: When) {
 
 /// What `--color` says among arguments that may not make a command: its failure is coloured as well.
 pub fn among(arguments: impl IntoIterator<Item = String>) -> When {
-    let mut said = When::Auto;
-    let mut arguments = arguments.into_iter();
-    while let Some(argument) = arguments.next() {
-        let value = match argument.strip_prefix("--color") {
-            Some("") => arguments.next(),
-            Some(rest) => rest.strip_prefix('=').map(str::to_string),
-            None if argument == "--" => break,
-            None => None,
-        };
-        said = value.and_then(|value| When::from_str(&value, false).ok()).unwrap_or(said);
-    }
-    said
+    let valid = |value: &String| When::from_str(value, false).ok();
+    usage::said("--color", arguments).iter().filter_map(valid).next_back().unwrap_or(When::Auto)
 }
 
 /// Whether what goes there is coloured.

@@ -3,7 +3,7 @@
 use crate::cmd::partition::{Arguments, Question};
 use crate::failure::Failure;
 use crate::screen::Screen;
-use crate::{output, prediction, quantity, source, stages};
+use crate::{output, prediction, quantity, source};
 use compiler::cluster::unit;
 use compiler::graph::hash::sha256;
 use compiler::import::dnn_partitioning;
@@ -83,12 +83,7 @@ pub fn tell(plan: &Plan, arguments: &Arguments, screen: &Screen) -> Result<(), F
         return Ok(());
     }
     source::write(&path, json.as_bytes())?;
-    screen.text(&format!(
-        "{}\n{}\n{}",
-        screen.folded(&stages::heading(plan)),
-        stages::stages(plan, screen.width()),
-        screen.folded(&prediction::prediction(plan))
-    ));
+    screen.text(&prediction::told(plan, screen));
     plan.warnings.iter().for_each(|warning| screen.warn(warning));
     screen.json(&serde_json::to_value(plan).unwrap_or_default());
     screen.text(&format!("\nwrote {}", path.display()));

@@ -6,7 +6,8 @@
 
 use crate::cmd::partition::cost_name;
 use crate::quantity::{self, short};
-use crate::stages::plural;
+use crate::screen::Screen;
+use crate::stages::{self, plural};
 use compiler::export::gradients::gradients;
 use compiler::export::stage_name::ranges;
 use compiler::plan::problem::{CostModel, Objective};
@@ -174,6 +175,12 @@ pub fn prediction(plan: &Plan) -> String {
         text += &format!("shared cores   {shared}\n");
     }
     text
+}
+
+/// What a plan is, its stages and what it is predicted to bring, as wide as the screen.
+pub fn told(plan: &Plan, screen: &Screen) -> String {
+    let [heading, prediction] = [stages::heading(plan), prediction(plan)].map(|prose| screen.folded(&prose));
+    format!("{heading}\n{}\n{prediction}", stages::stages(plan, screen.width()))
 }
 
 /// Over how many samples an update of each stage averages.

@@ -206,14 +206,11 @@ pub fn format_of(path: &Path) -> Format {
 
 /// The costs that the arguments name.
 pub fn costs(arguments: &Arguments, screen: &Screen) -> Result<Costs, Failure> {
-    let costs = match format(arguments) {
+    match format(arguments) {
         Format::Pipedream => published(arguments),
         Format::Onnx | Format::Pt2 => imported(arguments, screen),
         Format::DnnPartitioning | Format::Piper => Err(Failure::bug("an instance has no costs of a graph")),
-    }?;
-    let marks = [("sha256", &*costs.model.sha256), ("graph_hash", &*costs.model.graph_hash)];
-    output::keep_others(arguments.output.as_deref(), &arguments.file, &marks, "plan")?;
-    Ok(costs)
+    }
 }
 
 fn published(arguments: &Arguments) -> Result<Costs, Failure> {

@@ -10,20 +10,24 @@ use compiler::wording::near::nearest;
 const PLANS: &str = "partition";
 const TRAINS: &str = "train";
 
-/// Whether `--format json` is among arguments that may not make a command: its failure is told so as well.
-pub fn wants_json(arguments: impl IntoIterator<Item = String>) -> bool {
-    let mut wants = false;
+/// What a flag says, each time that it is said, among arguments that may not make a command.
+pub fn said(flag: &str, arguments: impl IntoIterator<Item = String>) -> Vec<String> {
+    let mut said = Vec::new();
     let mut arguments = arguments.into_iter();
     while let Some(argument) = arguments.next() {
-        let value = match argument.strip_prefix("--format") {
+        said.extend(match argument.strip_prefix(flag) {
             Some("") => arguments.next(),
             Some(rest) => rest.strip_prefix('=').map(str::to_string),
             None if argument == "--" => break,
             None => None,
-        };
-        wants = value.map_or(wants, |value| value == "json");
+        });
     }
-    wants
+    said
+}
+
+/// Whether `--format json` is among arguments that may not make a command: its failure is told so as well.
+pub fn wants_json(arguments: impl IntoIterator<Item = String>) -> bool {
+    said("--format", arguments).last().is_some_and(|form| form == "json")
 }
 
 /// Adds what was most likely meant by a verb that does not exist, or where a flag belongs that the verb does not have.

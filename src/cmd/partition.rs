@@ -17,7 +17,7 @@ use compiler::cluster::{Bytes, unit};
 use compiler::partition::bucket::{FIRST, best};
 use compiler::partition::planner::{Partitioner, Planned, PlannerOptions};
 use compiler::plan::problem::{CostModel, InFlight, Objective, Problem, Target};
-use compiler::plan::{Edge, ScheduleKind, Stage, read};
+use compiler::plan::{Edge, PlannedModel, ScheduleKind, Stage, read};
 use compiler::profile::shared::SharedCosts;
 use compiler::schedule::pipeline::{pipeline, pipeline_of};
 use compiler::simulate::steady::{Steady, steady, steady_in_sync};
@@ -234,18 +234,12 @@ pub fn run(arguments: Box<Arguments>, screen: &Screen) -> Result<(), Failure> {
         return Ok(());
     }
     // Another run may have ended here since it was asked first.
-    let marks = [("sha256", &*plan.model.sha256), ("graph_hash", &*plan.model.graph_hash)];
-    output::keep_others(arguments.output.as_deref(), &arguments.file, &marks, "plan")?;
+    keep_others(&arguments, &plan.model)?;
     source::write(&path, json.as_bytes())?;
     if let Some(verdict) = prediction::verdict(plan) {
         screen.text(&verdict);
     }
-    screen.text(&format!(
-        "{}\n{}\n{}",
-        screen.folded(&stages::heading(plan)),
-        stages::stages(plan, screen.width()),
-        screen.folded(&prediction::prediction(plan))
-    ));
+    screen.text(&prediction::told(plan, screen));
     if arguments.compare {
         screen.text(&candidates::table(&planned));
     }
@@ -273,11 +267,18 @@ pub fn run(arguments: Box<Arguments>, screen: &Screen) -> Result<(), Failure> {
     Ok(())
 }
 
+/// Refuses to write over the plan of a model that is not this one.
+pub fn keep_others(arguments: &Arguments, model: &PlannedModel) -> Result<(), Failure> {
+    let marks = [("sha256", &*model.sha256), ("graph_hash", &*model.graph_hash)];
+    output::keep_others(arguments.output.as_deref(), &arguments.file, &marks, "plan")
+}
+
 /// The plan that the arguments ask for, and why `pipec train` would refuse it.
 fn plan(arguments: &Arguments, screen: &Screen) -> Result<(Planned, Option<String>), Failure> {
     arguments.question.check()?;
     own::open(arguments.question.schedule.as_deref(), screen)?;
     let costs = source::costs(arguments, screen)?;
+    keep_others(arguments, &costs.model)?;
     let params = costs.graph.params.clone();
     let planned = ask(&arguments.file, costs, &arguments.question)?;
     let refused = ties::refused(&params, &planned.plan);

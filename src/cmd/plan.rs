@@ -83,12 +83,7 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Failure> {
             if let Some(verdict) = prediction::verdict(&plan) {
                 screen.text(&verdict);
             }
-            screen.text(&format!(
-                "{}\n{}\n{}",
-                screen.folded(&stages::heading(&plan)),
-                stages::stages(&plan, screen.width()),
-                screen.folded(&prediction::prediction(&plan))
-            ));
+            screen.text(&prediction::told(&plan, screen));
             plan.warnings.iter().for_each(|warning| screen.warn(warning));
             screen.json_file(&read::to_json(&plan).map_err(|error| Failure::bug(&error.to_string()))?);
             Ok(())

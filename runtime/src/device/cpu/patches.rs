@@ -186,21 +186,25 @@ pub fn gather_patches<T: Real>(grid: &Grid, x: &[T], rows: Range<usize>, patches
                     target[..inside.start].fill(T::ZERO);
                     target[inside.end..].fill(T::ZERO);
                     let first = first.wrapping_add(inside.start * step);
-                    let target = &mut target[inside.clone()];
-                    match step {
-                        1 => target.copy_from_slice(&plane[first..first + target.len()]),
-                        2 => {
-                            let source = &plane[first..first + 2 * target.len() - 1];
-                            for (i, v) in target.iter_mut().enumerate() {
-                                *v = source[2 * i];
-                            }
-                        }
-                        _ => target.iter_mut().enumerate().for_each(|(i, v)| *v = plane[first + i * step]),
-                    }
+                    gather_run(plane, first, step, &mut target[inside.clone()]);
                 }
                 to += pitch;
             }
         }
+    }
+}
+
+/// Reads every `step`-th element of a plane from `first` on, as many as there is room for, and one at least.
+#[inline(always)]
+pub(super) fn gather_run<T: Real>(plane: &[T], first: usize, step: usize, target: &mut [T]) {
+    match step {
+        1 => target.copy_from_slice(&plane[first..first + target.len()]),
+        // A distance that the compiler knows.
+        2 => {
+            let source = &plane[first..first + 2 * target.len() - 1];
+            target.iter_mut().enumerate().for_each(|(i, v)| *v = source[2 * i]);
+        }
+        _ => target.iter_mut().enumerate().for_each(|(i, v)| *v = plane[first + i * step]),
     }
 }
 

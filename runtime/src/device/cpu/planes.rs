@@ -7,7 +7,7 @@
 //! taps at 0, 1, 2 of the windows:      0 b d            a c e               b d 0
 //! ```
 
-use super::patches::Grid;
+use super::patches::{Grid, gather_run};
 use super::real::Real;
 
 /// Lanes of a vector.
@@ -145,15 +145,7 @@ impl Planes {
 #[inline(always)]
 pub(super) fn lay<T: Real>(runs: &[Run], step: usize, plane: &[T], laid: &mut [T]) {
     for &(to, from, count) in runs {
-        let to = &mut laid[to..to + count];
-        match step {
-            1 => to.copy_from_slice(&plane[from..from + count]),
-            2 => {
-                let from = &plane[from..from + 2 * count - 1];
-                to.iter_mut().enumerate().for_each(|(i, to)| *to = from[2 * i]);
-            }
-            _ => to.iter_mut().enumerate().for_each(|(i, to)| *to = plane[from + i * step]),
-        }
+        gather_run(plane, from, step, &mut laid[to..to + count]);
     }
 }
 
