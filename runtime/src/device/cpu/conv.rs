@@ -10,7 +10,7 @@ use super::real::Real;
 use super::wide::wide;
 use super::{ALIGNMENT, Fast, Layout, depthwise};
 #[cfg(target_arch = "x86_64")]
-use super::{implicit, winograd};
+use super::{few, implicit, winograd};
 use bytemuck::{cast_slice, cast_slice_mut};
 use compiler::op::Window;
 use compiler::tensor::DType;
@@ -50,7 +50,8 @@ pub fn kernel(role: Role, window: &Window, groups: usize, x: &Layout, w: &Layout
     #[cfg(target_arch = "x86_64")]
     if x.dtype == DType::F32 && !shape.has_own_filters() && !shape.is_direct() {
         let sizes = implicit::Sizes { images: shape.images, groups, ins: shape.ins, outs: shape.outs };
-        if let Some(fast) = winograd::kernel(role, &grid, sizes).or_else(|| implicit::kernel(role, &grid, sizes)) {
+        let ways = [few::kernel, winograd::kernel, implicit::kernel];
+        if let Some(fast) = ways.iter().find_map(|way| way(role, &grid, sizes)) {
             return Some(fast);
         }
     }

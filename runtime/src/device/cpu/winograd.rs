@@ -216,34 +216,7 @@ fn rows(of: Transformed, element: usize) -> Rows {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::device::cpu::{Kernel, Layout};
-    use compiler::op::table::rule;
-    use compiler::op::{Conv, ConvInputGrad, ConvWeightGrad, Op, Window};
-    use compiler::tensor::DType;
-    use compiler::tensor::fact::Fact;
-
-    fn numbers(fact: &Fact, seed: u64) -> Vec<f32> {
-        crate::device::cpu::tests::numbers(fact.bytes().unwrap() as usize / 4, seed)
-    }
-
-    /// What a kernel makes of these factors, and what the definition makes of them, in `f32` the one and `f64` the other.
-    fn both(role: Role, op: &Op, grid: &Grid, sizes: Sizes, facts: [&Fact; 2]) -> (Vec<f32>, Vec<f64>) {
-        let out = rule(op).infer(&facts).unwrap().remove(0);
-        let factors = [numbers(facts[0], 1), numbers(facts[1], 2)];
-        let mut result = numbers(&out, 3);
-        let fast = made(role, grid, sizes).unwrap();
-        let mut workspace = crate::buffer::Buffer::new(fast.workspace);
-        let inputs = [0, 1].map(|i| cast_slice::<f32, u8>(&factors[i]));
-        (fast.body)(&inputs, &mut [cast_slice_mut(&mut result)], workspace.bytes_mut()).unwrap();
-        let wide = |fact: &Fact| Fact { dtype: DType::F64, ..fact.clone() };
-        let layouts = [wide(facts[0]), wide(facts[1])].map(|fact| Layout::of(&fact)).to_vec();
-        let definition = Kernel::from_parts(op.clone(), layouts, vec![Layout::of(&wide(&out))], None);
-        let factors = factors.map(|factor| factor.into_iter().map(f64::from).collect::<Vec<_>>());
-        let mut exact = vec![0.0f64; result.len()];
-        let inputs = [0, 1].map(|i| cast_slice::<f64, u8>(&factors[i]));
-        definition.run(&inputs, &mut [cast_slice_mut(&mut exact)], &mut []).unwrap();
-        (result, exact)
-    }
+    use crate::device::cpu::tests::{convolutions, distance};
 
     #[test]
     fn all_three_are_those_of_the_definition() {
@@ -259,32 +232,12 @@ mod tests {
             ([1, 1, 18, 20], [4, 3], 2),
             ([2, 1, 40, 24], [46, 46], 1),
         ];
-        for ([images, groups, ins, outs], [height, width], pad) in shapes {
-            let [strides, dilations] = [(); 2].map(|()| vec![1, 1]);
-            let window = Window { strides, pads_begin: vec![pad; 2], pads_end: vec![pad; 2], dilations };
-            let [down, across] = [height, width].map(|size| size + 2 * pad - 2);
-            let fact = |shape: [usize; 4]| Fact::of(DType::F32, &shape);
-            let x = fact([images, groups * ins, height, width]);
-            let w = fact([groups * outs, ins, 3, 3]);
-            let y = fact([images, groups * outs, down, across]);
-            let grid = Grid::new(&window, &[height, width], &[3, 3], &[down, across]).unwrap();
-            let sizes = Sizes { images, groups, ins, outs };
-            let spatial = vec![(height as i64).into(), (width as i64).into()];
-            let ops = [
-                (Role::Forward, Op::Conv(Conv { window: window.clone(), groups }), [&x, &w]),
-                (
-                    Role::InputGrad,
-                    Op::ConvInputGrad(ConvInputGrad { window: window.clone(), groups, spatial }),
-                    [&y, &w],
-                ),
-                (Role::WeightGrad, Op::ConvWeightGrad(ConvWeightGrad { window, groups, kernel: vec![3, 3] }), [&y, &x]),
-            ];
+        for ([images, groups, ins, outs], size, pad) in shapes {
+            let (grid, ops) = convolutions([images, groups, ins, outs], size, pad);
             for (role, op, facts) in ops {
-                let (result, exact) = both(role, &op, &grid, sizes, facts);
-                let norm = |values: &mut dyn Iterator<Item = f64>| values.map(|v| v * v).sum::<f64>().sqrt();
-                let off = norm(&mut result.iter().zip(&exact).map(|(a, b)| f64::from(*a) - b));
-                let off = off / norm(&mut exact.iter().copied());
-                assert!(off < 1e-6, "{op:?} {sizes:?} {height}x{width}: {off:e}");
+                let fast = made(role, &grid, Sizes { images, groups, ins, outs }).unwrap();
+                let off = distance(&op, &fast, [&facts[0], &facts[1]]);
+                assert!(off < 1e-6, "{op:?} {facts:?}: {off:e}");
             }
         }
     }

@@ -8,14 +8,18 @@ use super::images::before;
 use super::pack::sixteen_turned;
 use super::{LANES, Rows};
 use std::arch::x86_64::{
-    __m512, _mm512_add_ps, _mm512_fmadd_ps, _mm512_maskz_loadu_ps, _mm512_setzero_ps, _mm512_storeu_ps,
+    __m512, _MM_HINT_T0, _mm_prefetch, _mm512_add_ps, _mm512_fmadd_ps, _mm512_maskz_loadu_ps, _mm512_setzero_ps,
+    _mm512_storeu_ps,
 };
 
 /// Up to so many rows.
-pub const MOST_ROWS: usize = 4;
+pub const MOST_ROWS: usize = 8;
+
+/// So many elements of the rows stay in the first-level cache while the large factor goes by.
+const AT_HAND: usize = 4 * 1024;
 
 /// `c = a bᵀ`, or `c += a bᵀ` with `add`, for sizes m, n, k of at most [`MOST_ROWS`] rows m; elements of rows of `a` and of `b` are
-/// neighbours, rows of `c` lie `far` apart. Every element is summed up before it is written.
+/// neighbours, rows of `c` lie `far` apart. Every element is summed up before it is written, or after so many of the depth, as the sizes say.
 ///
 /// # Safety
 /// The processor has AVX-512, and the factors and the result have these sizes, none of them 0.
@@ -26,7 +30,11 @@ pub unsafe fn dots([m, n, k]: [usize; 3], a: Rows, b: Rows, (c, far): (*mut f32,
             1 => tiles::<1, 16>(n, k, a, b, (c, far), add),
             2 => tiles::<2, 8>(n, k, a, b, (c, far), add),
             3 => tiles::<3, 5>(n, k, a, b, (c, far), add),
-            MOST_ROWS => tiles::<4, 4>(n, k, a, b, (c, far), add),
+            4 => tiles::<4, 4>(n, k, a, b, (c, far), add),
+            5 => tiles::<5, 3>(n, k, a, b, (c, far), add),
+            6 => tiles::<6, 2>(n, k, a, b, (c, far), add),
+            7 => tiles::<7, 2>(n, k, a, b, (c, far), add),
+            MOST_ROWS => tiles::<8, 2>(n, k, a, b, (c, far), add),
             _ => unreachable!("there are at most {MOST_ROWS} rows"),
         }
     }
@@ -42,31 +50,54 @@ unsafe fn tiles<const M: usize, const R: usize>(
     (c, far): (*mut f32, usize),
     add: bool,
 ) {
-    for column in (0..n).step_by(R) {
-        let mut sums = [_mm512_setzero_ps(); LANES];
+    let most = (AT_HAND / M).next_multiple_of(LANES);
+    let block = k.div_ceil(k.div_ceil(most)).next_multiple_of(LANES);
+    for (first, column) in (0..k).step_by(block).flat_map(|first| (0..n).step_by(R).map(move |column| (first, column)))
+    {
+        let (end, add) = (k.min(first + block), add || first > 0);
+        let mut sums = [[_mm512_setzero_ps(); M]; R];
         // Behind the last row of b the last one is read again.
-        let mut rows = [b.at; R];
+        let (mut rows, mut later) = ([b.at; R], [b.at; R]);
         for r in 0..R {
             rows[r] = b.at.wrapping_add((column + r).min(n - 1) * b.row);
+            later[r] = b.at.wrapping_add((column + 2 * R + r).min(n - 1) * b.row);
         }
-        for depth in (0..k).step_by(LANES) {
-            let (lanes, mut right) = (before(k, depth / LANES), [_mm512_setzero_ps(); R]);
-            // SAFETY: the caller's word; lanes behind the end of a row are not read.
-            unsafe {
+        macro_rules! step {
+            ($depth:expr, $lanes:expr) => {
+                let mut right = [_mm512_setzero_ps(); R];
                 for r in 0..R {
-                    right[r] = _mm512_maskz_loadu_ps(lanes, rows[r].add(depth));
+                    right[r] = _mm512_maskz_loadu_ps($lanes, rows[r].wrapping_add($depth));
+                    _mm_prefetch::<_MM_HINT_T0>(later[r].wrapping_add($depth).cast());
                 }
                 for i in 0..M {
-                    let left = _mm512_maskz_loadu_ps(lanes, a.at.add(i * a.row + depth));
+                    let left = _mm512_maskz_loadu_ps($lanes, a.at.wrapping_add(i * a.row + $depth));
                     for r in 0..R {
-                        sums[r * M + i] = _mm512_fmadd_ps(left, right[r], sums[r * M + i]);
+                        sums[r][i] = _mm512_fmadd_ps(left, right[r], sums[r][i]);
                     }
                 }
+            };
+        }
+        let whole = first + (end - first) / LANES * LANES;
+        let mut depth = first;
+        // SAFETY: the caller's word; lanes behind the end of a row are not read, and what is only asked for may be anywhere.
+        unsafe {
+            while depth < whole {
+                step!(depth, !0);
+                depth += LANES;
+            }
+            if depth < end {
+                step!(depth, before(end - depth, 0));
+            }
+        }
+        let mut lines = [_mm512_setzero_ps(); LANES];
+        for r in 0..R {
+            for i in 0..M {
+                lines[r * M + i] = sums[r][i];
             }
         }
         let mut elements = [0.0f32; LANES];
         // SAFETY: there is a vector's room.
-        unsafe { _mm512_storeu_ps(elements.as_mut_ptr(), added_up(sums)) };
+        unsafe { _mm512_storeu_ps(elements.as_mut_ptr(), added_up(lines)) };
         for r in 0..R.min(n - column) {
             for i in 0..M {
                 let to = c.wrapping_add(i * far + column + r);

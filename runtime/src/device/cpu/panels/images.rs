@@ -30,6 +30,17 @@ pub struct Results<'a> {
     pub y: *mut f32,
 }
 
+/// What every window gives every tap of every channel, `[channel][tap][window]` with the windows of all images side by side: the terms of
+/// the gradients of the elements that it sees there.
+pub struct Terms<'a> {
+    /// The elements as windows over their terms, of the flipped grid: taps are in the opposite order.
+    pub elements: &'a Windows,
+    /// The first term.
+    pub at: *const f32,
+    /// Distance between taps.
+    pub pitch: usize,
+}
+
 /// Filters `[out][in][tap]` with their taps in the opposite order, a row for each in and a column for each out and tap.
 pub struct Flipped {
     /// The first filter.
@@ -258,6 +269,33 @@ impl Target for Results<'_> {
     unsafe fn take(&self, rows: Range<usize>, columns: Range<usize>, tile: *const f32, add: bool) {
         // SAFETY: the caller's word.
         unsafe { self.put(rows, columns, tile, add) }
+    }
+}
+
+impl Terms<'_> {
+    /// Sums up the terms of each element of so many channels, whose planes lie `plane` apart behind `to`.
+    ///
+    /// # Safety
+    /// The processor has AVX-512, and terms and elements are there.
+    #[target_feature(enable = "avx512f")]
+    pub unsafe fn sum(&self, channels: usize, (to, plane): (*mut f32, usize)) {
+        let taps = self.elements.taps;
+        for vector in 0..self.elements.columns.div_ceil(LANES) {
+            let (valid, (at, [terms, image])) = (before(self.elements.columns, vector), self.elements.place(vector));
+            for channel in 0..channels {
+                let mut sum = _mm512_setzero_ps();
+                for tap in 0..taps {
+                    let from = self.at.wrapping_add((channel * taps + taps - 1 - tap) * self.pitch + terms);
+                    // SAFETY: the caller's word; what an element sees are terms of its image.
+                    sum = _mm512_add_ps(sum, unsafe { load::<1>(self.elements.seen(at, tap), valid, from, 1) });
+                }
+                for run in self.elements.results(at) {
+                    let to = to.wrapping_add(image + channel * plane).wrapping_offset(run.at as isize);
+                    // SAFETY: the caller's word; elements are inside their image.
+                    unsafe { _mm512_mask_storeu_ps(to, run.lanes & valid, sum) };
+                }
+            }
+        }
     }
 }
 

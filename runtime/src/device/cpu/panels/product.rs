@@ -4,6 +4,7 @@ use super::dots::{MOST_ROWS, dots};
 use super::matrix::{Plain, Turned};
 use super::tile::{Tiles, tiles};
 use super::{Ahead, COLUMNS, DEPTH, LANES, Left, ROWS, Right, Rows, Target, VECTORS, piece, whole_pieces};
+use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
 use std::cell::RefCell;
 use std::ops::{Range, RangeInclusive};
 
@@ -54,6 +55,7 @@ pub unsafe fn product<A: Left, B: Right, C: Target>([m, n, k]: [usize; 3], a: &A
     // Blocks of about one size, of whole tiles.
     let block_rows = m.div_ceil(row_blocks).next_multiple_of(ROWS);
     let in_place = a.in_place().filter(|_| n <= FEW_COLUMNS);
+    let goes_by_rows = is_by_rows(m, n, k, b.in_place().is_some());
     PANELS.with_borrow_mut(|panels| {
         for first in (0..m).step_by(block_rows) {
             for at in (0..k).step_by(block_depth) {
@@ -63,6 +65,10 @@ pub unsafe fn product<A: Left, B: Right, C: Target>([m, n, k]: [usize; 3], a: &A
                 unsafe {
                     if in_place.is_none() {
                         a.pack(block.rows.clone(), block.depth.clone(), block.panels.a.as_mut_ptr().cast());
+                    }
+                    if let Some((at, row)) = b.in_place().filter(|_| goes_by_rows && in_place.is_none()) {
+                        block.by_rows(n, (at.wrapping_add(block.depth.start * row), row), c);
+                        continue;
                     }
                     let mut columns = cut(0, n);
                     while !columns.is_empty() {
@@ -81,6 +87,17 @@ fn most_depth(m: usize, n: usize, b_is_in_place: bool) -> usize {
     let is_streamed = m <= FEW_ROWS_OF_STREAMS && n >= LONG_ROW && b_is_in_place;
     if is_streamed { STREAMS } else { DEPTH }
 }
+
+/// Up to so much depth a large result takes longer to be read and written than to be summed up: it is gone through in the order in which it lies.
+const FEW_DEPTH: usize = 8;
+
+/// Whether tiles of a result follow each other along its rows.
+fn is_by_rows(m: usize, n: usize, k: usize, b_is_in_place: bool) -> bool {
+    k <= FEW_DEPTH && m >= 2 * ROWS && n >= LONG_ROW && b_is_in_place
+}
+
+/// How many elements ahead of its sums a row of the result is asked for.
+const RESULT_AHEAD: usize = 4 * COLUMNS;
 
 /// The columns of a tile that begins at `first`, of so many in all.
 fn cut(first: usize, all: usize) -> Range<usize> {
@@ -155,6 +172,57 @@ impl Block<'_> {
                 (b_at, b_row, copy) = (panel, vectors * LANES, None);
             }
             row += count * height;
+        }
+    }
+
+    /// All tiles of all `n` columns, those of the same rows one behind the other.
+    unsafe fn by_rows<C: Target>(&mut self, n: usize, (b, b_row): (*const f32, usize), c: &C) {
+        let (depth, beside) = (self.depth.len(), self.panels.tile.as_mut_ptr().cast::<f32>());
+        let mut row = self.rows.start;
+        while row < self.rows.end {
+            let height = piece(self.rows.end - row, ROWS);
+            let mut columns = cut(0, n);
+            while !columns.is_empty() {
+                let vectors = columns.len().div_ceil(LANES);
+                let target = c.in_place(columns.clone());
+                let it = Tiles {
+                    count: 1,
+                    depth,
+                    a: Rows { step: height, ..self.left(row) },
+                    a_tile: 0,
+                    b: b.wrapping_add(columns.start),
+                    b_row,
+                    last: !0 >> (vectors * LANES - columns.len()),
+                    c: [0, 1, 2].map(|v| beside.wrapping_add(LANES * v)),
+                    c_row: COLUMNS,
+                    add: self.add,
+                };
+                // SAFETY: the caller's word; a tile ends with its rows and columns, and what is only asked for may be anywhere.
+                unsafe {
+                    match target {
+                        Some((c, c_row)) => {
+                            let c = c.map(|at| at.wrapping_add(row * c_row));
+                            // Behind the end of these rows come the next ones.
+                            let ahead = match columns.start + RESULT_AHEAD < n {
+                                true => RESULT_AHEAD,
+                                false => (height * c_row + RESULT_AHEAD).wrapping_sub(n),
+                            };
+                            for r in 0..height {
+                                for at in c {
+                                    _mm_prefetch::<_MM_HINT_T0>(at.wrapping_add(r * c_row + ahead).cast());
+                                }
+                            }
+                            tiles(height, vectors, &Tiles { c, c_row, ..it }, &mut Ahead::NOTHING.clone(), None);
+                        }
+                        None => {
+                            tiles(height, vectors, &Tiles { add: false, ..it }, &mut Ahead::NOTHING.clone(), None);
+                            c.take(row..row + height, columns.clone(), beside, self.add);
+                        }
+                    }
+                }
+                columns = cut(columns.end, n);
+            }
+            row += height;
         }
     }
 
@@ -236,7 +304,7 @@ mod tests {
         }
     }
 
-    const SHAPES: [[usize; 3]; 19] = [
+    const SHAPES: [[usize; 3]; 23] = [
         [1, 1, 1],
         [3, 5, 7],
         [2, 100, 300],
@@ -249,6 +317,10 @@ mod tests {
         [17, 96, 33],
         [33, 130, 513],
         [8, 800, 40],
+        [8, 33, 1200],
+        [5, 20, 2100],
+        [40, 300, 8],
+        [27, 513, 3],
         [64, 65, 70],
         [65, 64, 70],
         [16, 200, 520],
