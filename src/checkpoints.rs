@@ -152,7 +152,7 @@ fn begun(
     if !is_same_plan || is_short {
         start.flight = None;
     }
-    if let Err(fault) = start.check_whole(&prepared.training(task)) {
+    if let Err(fault) = start.check_whole(&prepared.whole(task)) {
         return Ok(Err(fault.to_string()));
     }
     let falls = matches!(task.optimizer.rate.shape, Shape::Cosine { .. } | Shape::Linear { .. });
@@ -222,7 +222,7 @@ fn told(
 
 /// What the writer of checkpoints must know.
 pub fn kept_of<'a>(keeping: &Keeping<'_>, task: &Task<'a>, prepared: &'a Prepared) -> Kept<'a> {
-    let training = prepared.training(task);
+    let training = prepared.whole(task);
     Kept {
         folder: keeping.folder.to_path_buf(),
         keep: keeping.keep.map(|keep| keep as usize),

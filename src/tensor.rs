@@ -8,9 +8,12 @@ use compiler::op::Layout;
 use compiler::plan::{Plan, Stage};
 use compiler::schedule::Pipeline;
 use compiler::tensor_parallel::price::Machine;
+use runtime::checkpoint::devices::whole_codes;
+use runtime::compile::StageCode;
 use runtime::prepare::{PrepareError, Prepared, Settings};
-use runtime::shared::{Layouts, SharedError, prepare_shared, train_shared};
-use runtime::train::{StepDone, Trained, Training};
+use runtime::seat::Layouts;
+use runtime::shared::{Order, SharedError, prepare_shared_with, run_shared};
+use runtime::train::{Course, StepDone, Trained, Training};
 
 /// What two threads take to meet.
 const MEETING: Seconds = Seconds(2e-6);
@@ -21,6 +24,8 @@ pub struct Sharing {
     layouts: Layouts,
     /// How many devices.
     devices: usize,
+    /// The stages as checkpoints know them, whole.
+    pub whole: Vec<StageCode>,
 }
 
 /// The group that a plan was made for; without one, threads of this machine: cores that share its memory.
@@ -38,33 +43,34 @@ pub fn degree(plan: &Plan) -> usize {
     plan.stages.iter().map(Stage::degree).max().unwrap_or(1) as usize
 }
 
-/// Prepares a run with stages that so many devices share.
+/// Prepares a run with stages that so many devices share, in this order of work.
 pub fn prepare(
     graph: &Graph,
     stages: &[usize],
     pipeline: Pipeline,
     settings: &Settings,
+    order: Order<'_>,
     (plan, devices): (&Plan, usize),
 ) -> Result<(Prepared, Sharing), PrepareError> {
-    let (made, layouts) = prepare_shared(graph, stages, pipeline, settings, &machine(plan, devices))?;
-    Ok((made, Sharing { layouts, devices }))
-}
-
-/// Devices that share a stage do not follow an order of work from a file.
-pub fn of_own_order() -> Failure {
-    let failure =
-        Failure::input("cannot train").because("devices that share a stage follow no order of work from a file");
-    failure.help("`--schedule 1f1b`, or no `--tensor`")
+    let machine = machine(plan, devices);
+    let (made, layouts) = prepare_shared_with(graph, stages, pipeline, settings, order, &machine)?;
+    let whole = whole_codes(&made.codes, &layouts, devices);
+    Ok((made, Sharing { layouts, devices, whole }))
 }
 
 impl Sharing {
-    /// Trains on all devices of the group.
-    pub fn train(&self, training: &Training<'_>, on_step: &mut dyn FnMut(StepDone)) -> Result<Trained, Failure> {
-        train_shared(training, &self.layouts, self.devices, on_step).map_err(|error| match &error {
+    /// Trains on all devices of the group, from where the course begins.
+    pub fn train(
+        &self,
+        training: &Training<'_>,
+        course: Course<'_>,
+        on_step: &mut dyn FnMut(StepDone),
+    ) -> Result<Trained, Failure> {
+        run_shared(training, course, (&self.layouts, self.devices), on_step).map_err(|error| match &error {
             SharedError::Panic { .. } => Failure::bug(&error.to_string()),
             SharedError::Train(error) => untrained::told(error),
             SharedError::Thread { .. } => Failure::no("training stopped").because(&error),
-            SharedError::Norm | SharedError::Weight { .. } => Failure::input("cannot train").because(&error),
+            SharedError::Weight { .. } => Failure::input("cannot train").because(&error),
         })
     }
 

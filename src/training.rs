@@ -235,16 +235,17 @@ pub fn prepare(task: &mut Task<'_>) -> Result<Prepared, Failure> {
     };
     let pipeline = capped(pipeline(task.plan).map_err(|error| fail(&error))?, &task.in_flight)?;
     let mut sharing = None;
-    let made = match task.own {
-        None if task.tensor > 1 => {
-            let made = tensor::prepare(&graph, &stages, pipeline, &settings, (task.plan, task.tensor));
+    let program = |pipeline: &Pipeline| match task.own {
+        None => schedule(settings.schedule, pipeline, settings.count),
+        Some(own) => own.unchecked(pipeline, steps),
+    };
+    let splits = task.own.map_or(settings.schedule.splits_backward(), Own::splits_backward);
+    let made = match task.tensor {
+        0 | 1 => prepare::prepare_with(&graph, &stages, pipeline, &settings, splits, &program),
+        devices => {
+            let order = (splits, &program as _);
+            let made = tensor::prepare(&graph, &stages, pipeline, &settings, order, (task.plan, devices));
             made.map(|(made, shared)| (sharing.replace(shared), made).1)
-        }
-        None => prepare::prepare(&graph, &stages, pipeline, &settings),
-        Some(_) if task.tensor > 1 => return Err(tensor::of_own_order()),
-        Some(own) => {
-            let program = |pipeline: &Pipeline| own.unchecked(pipeline, steps);
-            prepare::prepare_with(&graph, &stages, pipeline, &settings, own.splits_backward(), &program)
         }
     };
     let mut made = made.map_err(|error| match (&error, task.own) {
@@ -379,12 +380,12 @@ pub fn run(
         tell();
         on_step(step);
     };
-    if let Some(sharing) = &prepared.sharing {
-        return Ok(Some(done(task, prepared, sharing.train(&training, told_step)?, None)?));
-    }
-    let trained = train::run_in_group(&training, course, told_step, group);
+    let trained = match &prepared.sharing {
+        Some(sharing) => sharing.train(&training, course, told_step).map(Some),
+        None => train::run_in_group(&training, course, told_step, group).map_err(|error| untrained::told(&error)),
+    };
     tell();
-    let trained = trained.map_err(|error| untrained::told(&error))?;
+    let trained = trained?;
     if let Some(fault) = fault {
         return Err(Failure::input("cannot write a checkpoint").because(fault));
     }
@@ -435,6 +436,12 @@ impl Prepared {
             policy: self.policy,
             keep_gradients: task.keep_gradients,
         }
+    }
+
+    /// The same as checkpoints know it: with whole tensors, where devices have parts.
+    pub fn whole<'a>(&'a self, task: &Task<'a>) -> Training<'a> {
+        let training = self.training(task);
+        Training { codes: self.sharing.as_ref().map_or(training.codes, |sharing| &sharing.whole), ..training }
     }
 
     /// How many workers there are.

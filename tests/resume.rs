@@ -126,6 +126,9 @@ fn whatever_is_asked_for_goes_on() {
         &["--staleness", "pipemare", "--stages", "1,1,1", "--in-flight", "5,4,1"],
         &["--staleness", "vertical-sync", "--stages", "1,3"],
         &["--schedule", "2bw", "--microbatches", "2", "--stages", "2,1"],
+        // Devices share every stage.
+        &["--tensor", "2", "--stages", "1,1", "--clip-norm", "0.1"],
+        &["--tensor", "2", "--stages", "1,1,1", "--staleness", "predict"],
         &["--schedule", "zb-h2", "--microbatches", "4", "--stages", "1,1"],
     ] {
         let _ = fs::remove_dir_all(folder.join("ck"));
@@ -167,7 +170,8 @@ fn send(signal: &str, child: &Child) {
 #[test]
 fn a_signal_ends_the_step_and_leaves_a_checkpoint() {
     for (signal, name, code) in [("-TERM", "SIGTERM", 143), ("-INT", "SIGINT", 130)] {
-        for plan in [&["--stages", "1,2"][..], &["--stages", "1,1", "--schedule", "1f1b"]] {
+        let shared = ["--stages", "1,1", "--schedule", "1f1b", "--tensor", "2"];
+        for plan in [&["--stages", "1,2"][..], &["--stages", "1,1", "--schedule", "1f1b"], &shared] {
             let folder = tempfile::tempdir().unwrap();
             let folder = folder.path();
             model(folder);

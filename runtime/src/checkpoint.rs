@@ -18,6 +18,7 @@
 //! ```
 
 pub mod cuts;
+pub mod devices;
 pub mod encode;
 pub mod files;
 pub mod find;

@@ -82,6 +82,7 @@ pub struct GradientTerm {
 }
 
 /// All that one stage runs.
+#[derive(Default)]
 pub struct StageCode {
     /// The forward run.
     pub forward: Sequence,
@@ -191,7 +192,7 @@ fn compile_with(
     for (stage, fragment) in cut.iter_mut().enumerate().rev() {
         if let (Some(name), Some(_)) = (loss, machine) {
             // Nobody gets the model's other results while it trains, so that no group brings them together.
-            fragment.graph.outputs.retain(|output| output.name == name);
+            fragment.graph.outputs.retain(|output| [name, LOSS].contains(&output.name.as_str()));
         }
         pipeline::forward(fragment)?;
         let backward = match loss {

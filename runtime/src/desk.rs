@@ -518,19 +518,26 @@ impl<'a> Desk<'a> {
         Ok(())
     }
 
-    /// The sums of squares of a round's gradients that were gathered.
-    pub fn squares(&self, round: u32) -> Squares {
+    /// The sums of squares of a round's gradients that were gathered. Waits for the other devices that share the stage.
+    pub fn squares(&self, round: u32) -> Result<Squares, Abandoned> {
         let totals = self.ready.get(&round).and_then(|ready| ready.totals.as_ref());
         let each = totals.into_iter().flatten().zip(&self.numbers).zip(&self.code.parameters);
-        let of = |((total, &number), named): ((&Option<Arc<Buffer>>, &usize), &Named)| {
-            total.as_ref().map(|total| (number, square(named.fact.dtype, total.bytes())))
+        let made = each.filter_map(|((total, &number), named)| Some((total.as_ref()?, number, named)));
+        let squared = |(total, number, named): (&Arc<Buffer>, usize, &'a Named)| {
+            ((number, square(named.fact.dtype, total.bytes())), named.name.as_str())
         };
-        each.filter_map(of).collect()
+        let (mut own, names): (Squares, Vec<&str>) = made.map(squared).unzip();
+        if let Some(seat) = self.executor.seat.as_ref().filter(|_| !own.is_empty()) {
+            let parts: Vec<f64> = own.iter().map(|(_, square)| *square).collect();
+            let whole = seat.whole_squares(&names, &parts)?;
+            own.iter_mut().zip(whole).for_each(|((_, own), whole)| *own = whole);
+        }
+        Ok(own)
     }
 
     /// The sum of squares of all of a round's gradients that were gathered. Waits for the other replicas where each has a share of them.
     pub fn sum_of_squares(&self, round: u32) -> Result<f64, Abandoned> {
-        let own = self.squares(round);
+        let own = self.squares(round)?;
         match &self.norms {
             Some(norms) => norms.sum(round, own),
             None => Ok(own.iter().fold(0.0, |sum, (_, square)| sum + square)),

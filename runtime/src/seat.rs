@@ -4,29 +4,50 @@
 //! enough to tell them apart. A worker brings its tensor, waits for those of the others, and makes what it gets by itself. Sums are added in
 //! the order of the devices, hence all have the same bits. It waits until all have come, or until one is gone.
 
-use crate::link::rendezvous::Rendezvous;
+use crate::link::rendezvous::{Abandoned, Rendezvous};
 use compiler::op::collective::met;
 use compiler::op::layout::part_of;
-use compiler::op::{KernelError, Op, ReduceKind};
+use compiler::op::{KernelError, Layout, Op, ReduceKind};
 use compiler::tensor::{DType, Tensor};
+use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 /// Where the same worker of every device meets.
 pub type Table = Rendezvous<Tensor>;
 
+/// How parameters lie, by name.
+pub type Layouts = BTreeMap<String, Layout>;
+
 /// A worker's place at its table.
 pub struct Seat {
     table: Arc<Table>,
     device: usize,
     devices: usize,
+    layouts: Arc<Layouts>,
     met: AtomicU64,
 }
 
 impl Seat {
-    /// The seat of a device at a table of so many.
-    pub fn new(table: Arc<Table>, device: usize, devices: usize) -> Seat {
-        Seat { table, device, devices, met: AtomicU64::new(0) }
+    /// The seat of a device at a table of so many, which have parameters in these layouts.
+    pub fn new(table: Arc<Table>, device: usize, devices: usize, layouts: Arc<Layouts>) -> Seat {
+        Seat { table, device, devices, layouts, met: AtomicU64::new(0) }
+    }
+
+    fn gather(&self, own: Tensor) -> Result<Arc<Vec<Tensor>>, Abandoned> {
+        let number = self.met.fetch_add(1, Ordering::Relaxed);
+        self.table.bring(number, self.device, own);
+        self.table.meet(number)
+    }
+
+    /// Sums of squares of gradients of these parameters, of each device's parts, as those of the whole: what is not split all devices have
+    /// alike, and counts once.
+    pub fn whole_squares(&self, names: &[&str], own: &[f64]) -> Result<Vec<f64>, Abandoned> {
+        let all = self.gather(Tensor::from_f64(&[own.len()], own))?;
+        let of: Vec<Vec<f64>> = all.iter().map(Tensor::to_f64).collect();
+        let is_split = |name: &&str| matches!(self.layouts.get(*name), Some(Layout::Split(_)));
+        let each = names.iter().map(is_split).enumerate();
+        Ok(each.map(|(at, split)| of.iter().take(if split { of.len() } else { 1 }).map(|of| of[at]).sum()).collect())
     }
 
     /// Does an op of the group: brings this device's tensor, and writes what it gets.
@@ -35,9 +56,7 @@ impl Seat {
             output.copy_from_slice(part_of(&own, shard.cut, self.devices, self.device).bytes());
             return Ok(());
         }
-        let number = self.met.fetch_add(1, Ordering::Relaxed);
-        self.table.bring(number, self.device, own);
-        let parts = self.table.meet(number).map_err(|_| KernelError::Gone)?;
+        let parts = self.gather(own).map_err(|_| KernelError::Gone)?;
         match op {
             Op::AllReduce(o) if o.kind == ReduceKind::Sum => add_up(parts.iter().cloned(), output),
             Op::ReduceScatter(o) => {
@@ -107,7 +126,7 @@ mod tests {
             let table = Arc::new(Table::new(devices));
             std::thread::scope(|scope| {
                 for device in 0..devices {
-                    let seat = Seat::new(table.clone(), device, devices);
+                    let seat = Seat::new(table.clone(), device, devices, Arc::default());
                     let (ops, all) = (&ops, &all);
                     scope.spawn(move || {
                         for op in ops {
@@ -125,7 +144,7 @@ mod tests {
     #[test]
     fn nobody_waits_for_a_device_that_is_gone() {
         let table = Arc::new(Table::new(2));
-        let seats = [0, 1].map(|device| Seat::new(table.clone(), device, 2));
+        let seats = [0, 1].map(|device| Seat::new(table.clone(), device, 2, Arc::default()));
         let op = Op::AllReduce(AllReduce { kind: ReduceKind::Sum, devices: 2 });
         std::thread::scope(|scope| {
             let waiter = scope.spawn(|| seats[0].meet(&op, Tensor::from_f32(&[1], &[1.0]), &mut [0; 4]));

@@ -5,19 +5,21 @@
 //! of the group meets the others ([`seat`](crate::seat)). Parameters and what the optimizer keeps for them are parts where they are split; when
 //! all is done the parts are joined, so that nobody outside sees that there were any.
 
+use crate::checkpoint::Part;
+use crate::checkpoint::devices::{Joining, dealt, joined, start_of};
+use crate::checkpoint::start::Start;
 use crate::compile::{CompileError, compile_shared};
+use crate::desk::checkpoint::Checkpoint;
 use crate::prepare::{PrepareError, Prepared, Settings, prepare_by};
-use crate::seat::{Seat, Table};
-use crate::train::{Course, StepDone, TrainError, Trained, Training, agrees, run_seated};
+use crate::seat::{Layouts, Seat, Table};
+use crate::train::{Course, StepDone, TrainError, Trained, Training, run_seated};
 use compiler::graph::Graph;
-use compiler::op::Layout;
-use compiler::op::layout::{part_of, whole_of};
 use compiler::schedule::scheduler::schedule;
-use compiler::schedule::{Pipeline, Schedule};
+use compiler::schedule::{Pipeline, Program, ScheduleError};
 use compiler::tensor::Tensor;
 use compiler::tensor_parallel::price::Machine;
 use std::collections::BTreeMap;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError, mpsc};
 use std::thread::{Builder, ScopedJoinHandle};
 use thiserror::Error;
 
@@ -27,11 +29,6 @@ use thiserror::Error;
 pub enum SharedError {
     #[error(transparent)]
     Train(#[from] TrainError),
-    #[error(
-        "devices that share a stage have parts of its gradients and do not agree on what follows from all of them: train without \
-         `--clip-norm`, and in another type than f16"
-    )]
-    Norm,
     #[error("weight `{name}` is {got:?}, which is not divided among {devices} devices as its stage was")]
     Weight { name: String, got: Vec<usize>, devices: usize },
     #[error("the system gives no thread for device {device}: {fault}")]
@@ -39,9 +36,6 @@ pub enum SharedError {
     #[error("bug in pipec: the thread of device {device} panicked")]
     Panic { device: usize },
 }
-
-/// How parameters lie, by name.
-pub type Layouts = BTreeMap<String, Layout>;
 
 /// Prepares a run whose stages are shared by a group like this machine.
 pub fn prepare_shared(
@@ -51,10 +45,25 @@ pub fn prepare_shared(
     settings: &Settings,
     machine: &Machine,
 ) -> Result<(Prepared, Layouts), PrepareError> {
-    let mut layouts = Layouts::new();
     let generated = |pipeline: &Pipeline| schedule(settings.schedule, pipeline, settings.count);
-    let splits = Schedule::splits_backward(settings.schedule);
-    let prepared = prepare_by(graph, stages, pipeline, settings, &generated, &mut |graph, place, stages, loss| {
+    let splits = settings.schedule.splits_backward();
+    prepare_shared_with(graph, stages, pipeline, settings, (splits, &generated), machine)
+}
+
+/// A program, and whether any backward in it comes in two parts.
+pub type Order<'a> = (bool, &'a dyn Fn(&Pipeline) -> Result<Program, ScheduleError>);
+
+/// The same with a program of the caller's, made for the pipeline with its edges.
+pub fn prepare_shared_with(
+    graph: &Graph,
+    stages: &[usize],
+    pipeline: Pipeline,
+    settings: &Settings,
+    (splits, program): Order<'_>,
+    machine: &Machine,
+) -> Result<(Prepared, Layouts), PrepareError> {
+    let mut layouts = Layouts::new();
+    let prepared = prepare_by(graph, stages, pipeline, settings, program, &mut |graph, place, stages, loss| {
         let (codes, found) = compile_shared(graph, place, stages, loss, splits, machine)?;
         layouts = found;
         Ok::<_, CompileError>(codes)
@@ -69,31 +78,72 @@ pub fn train_shared(
     devices: usize,
     on_step: &mut dyn FnMut(StepDone),
 ) -> Result<Trained, SharedError> {
-    if training.policy.clip_norm.is_some() || agrees(training) {
-        return Err(SharedError::Norm);
-    }
-    let parts = (0..devices).map(|device| own_parts(training.weights, layouts, devices, device));
+    run_shared(training, Course::default(), (layouts, devices), on_step)
+}
+
+/// The same from where the course begins. What it takes and gives of checkpoints is whole.
+pub fn run_shared(
+    training: &Training<'_>,
+    course: Course<'_>,
+    (layouts, devices): (&Layouts, usize),
+    on_step: &mut dyn FnMut(StepDone),
+) -> Result<Trained, SharedError> {
+    let Course { start, cuts, gate, on_part, mut on_checkpoint } = course;
+    let parts = (0..devices).map(|device| dealt(training.weights, |name| name, (layouts, devices), device));
     let weights: Vec<BTreeMap<String, Tensor>> = parts.collect::<Result<_, _>>()?;
+    let starts = (0..devices).map(|device| start.map(|start| start_of(start, (layouts, devices), device)).transpose());
+    let starts: Vec<Option<Start>> = starts.collect::<Result<_, _>>()?;
     let tables: Vec<Arc<Table>> = training.program.workers.iter().map(|_| Arc::new(Table::new(devices))).collect();
+    let known = Arc::new(layouts.clone());
     let seats_of = |device: usize| -> Vec<Arc<Seat>> {
-        tables.iter().map(|table| Arc::new(Seat::new(table.clone(), device, devices))).collect()
+        tables.iter().map(|table| Arc::new(Seat::new(table.clone(), device, devices, known.clone()))).collect()
     };
-    let run = |device: usize, seats: Vec<Arc<Seat>>, on_step: &mut dyn FnMut(StepDone)| {
+    let (keeps, writes) = (on_part.is_some(), on_checkpoint.is_some());
+    // Who brings the last part of a checkpoint writes it; who has others to give waits.
+    let keeper = Mutex::new((Joining::new(training.codes, layouts, devices), on_part));
+    let mut joining = Joining::new(training.codes, layouts, devices);
+    let (told, written) = mpsc::channel::<(usize, Checkpoint)>();
+    type Told = mpsc::Sender<(usize, Checkpoint)>;
+    let run = |device: usize, seats: Vec<Arc<Seat>>, told: Told, on_step: &mut dyn FnMut(StepDone)| {
         let mut leaving = Leaving { seats: &seats, is_done: false };
         let own = Training { weights: &weights[device], ..*training };
-        let done = run_seated(&own, Course::default(), on_step, None, &seats);
+        let mut take = |part: Part| {
+            let mut keeper = keeper.lock().unwrap_or_else(PoisonError::into_inner);
+            let (joining, on_part) = &mut *keeper;
+            let whole = joining.take(device, part);
+            on_part.iter_mut().zip([whole]).for_each(|(on_part, whole)| whole.into_iter().for_each(on_part));
+        };
+        // Who takes them is there until all devices have left.
+        let mut tell = |checkpoint: Checkpoint| drop(told.send((device, checkpoint)));
+        let course = Course {
+            start: starts[device].as_ref(),
+            cuts,
+            gate,
+            on_part: keeps.then_some(&mut take as &mut (dyn FnMut(Part) + Send)),
+            on_checkpoint: writes.then_some(&mut tell as &mut dyn FnMut(Checkpoint)),
+        };
+        let done = run_seated(&own, course, on_step, None, &seats);
         leaving.is_done = done.is_ok();
         done
     };
+    let mut hear = || {
+        for (device, checkpoint) in written.try_iter() {
+            let whole = joining.written(device, checkpoint);
+            on_checkpoint.iter_mut().for_each(|on_checkpoint| whole.iter().cloned().for_each(&mut *on_checkpoint));
+        }
+    };
     let outcomes: Vec<Result<Trained, SharedError>> = std::thread::scope(|scope| {
         let start = |device: usize| {
-            let (run, seats) = (&run, seats_of(device));
-            let started = Builder::new().spawn_scoped(scope, move || run(device, seats, &mut |_| ()));
+            let (run, seats, told) = (&run, seats_of(device), told.clone());
+            let started = Builder::new().spawn_scoped(scope, move || run(device, seats, told, &mut |_| ()));
             // Those who have begun wait for one that will not come.
             started.inspect_err(|_| tables.iter().for_each(|table| table.abandon()))
         };
         let others: Vec<_> = (1..devices).map(start).collect();
-        let first = Ok(run(0, seats_of(0), on_step));
+        let first = run(0, seats_of(0), told.clone(), &mut |step| {
+            hear();
+            on_step(step);
+        });
         let told = |device: usize, done: std::thread::Result<Result<Option<Trained>, TrainError>>| match done {
             Ok(Ok(Some(trained))) => Ok(trained),
             Ok(Err(error)) => Err(SharedError::Train(error)),
@@ -103,9 +153,16 @@ pub fn train_shared(
             Ok(started) => told(at + 1, started.join()),
             Err(fault) => Err(SharedError::Thread { device: at + 1, fault }),
         };
-        std::iter::once(told(0, first)).chain(others.into_iter().enumerate().map(other)).collect()
+        std::iter::once(told(0, Ok(first))).chain(others.into_iter().enumerate().map(other)).collect()
     });
-    joined(first_cause(outcomes)?, layouts)
+    hear();
+    let mut left = first_cause(outcomes)?;
+    let mut whole = |of: fn(&mut Trained) -> &mut BTreeMap<String, Tensor>| {
+        let each: Vec<_> = left.iter_mut().map(|own| std::mem::take(of(own))).collect();
+        joined(&each, layouts)
+    };
+    let (weights, gradients) = (whole(|own| &mut own.weights), whole(|own| &mut own.gradients));
+    Ok(Trained { weights, gradients, ..left.swap_remove(0) })
 }
 
 /// A device that leaves before all is done, also by a panic, tells those that would wait for it: what failed before its workers
@@ -137,39 +194,4 @@ fn first_cause(outcomes: Vec<Result<Trained, SharedError>>) -> Result<Vec<Traine
         true => Ok(left),
         false => Err(failed.swap_remove(cause.unwrap_or(0))),
     }
-}
-
-fn own_parts(
-    weights: &BTreeMap<String, Tensor>,
-    layouts: &Layouts,
-    devices: usize,
-    device: usize,
-) -> Result<BTreeMap<String, Tensor>, SharedError> {
-    let part = |(name, whole): (&String, &Tensor)| {
-        let Some(Layout::Split(cut)) = layouts.get(name) else { return Ok((name.clone(), whole.clone())) };
-        let refused = || SharedError::Weight { name: name.clone(), got: whole.shape().to_vec(), devices };
-        let fact = compiler::tensor::fact::Fact::of(whole.dtype(), whole.shape());
-        Layout::Split(*cut).part(&fact, devices).ok_or_else(refused)?;
-        Ok((name.clone(), part_of(whole, *cut, devices, device)))
-    };
-    weights.iter().map(part).collect()
-}
-
-/// What all devices left, as one.
-fn joined(mut left: Vec<Trained>, layouts: &Layouts) -> Result<Trained, SharedError> {
-    let whole = |of: fn(&Trained) -> &BTreeMap<String, Tensor>, left: &[Trained]| {
-        let each = of(&left[0]).iter().map(|(name, first)| {
-            let tensor = match layouts.get(name) {
-                Some(Layout::Split(cut)) => {
-                    let parts: Vec<Tensor> = left.iter().filter_map(|own| of(own).get(name).cloned()).collect();
-                    whole_of(&parts, *cut)
-                }
-                _ => first.clone(),
-            };
-            (name.clone(), tensor)
-        });
-        each.collect::<BTreeMap<String, Tensor>>()
-    };
-    let (weights, gradients) = (whole(|own| &own.weights, &left), whole(|own| &own.gradients, &left));
-    Ok(Trained { weights, gradients, ..left.swap_remove(0) })
 }

@@ -482,8 +482,8 @@ impl<'a> Worker<'a> {
         if let Some((_, factor)) = self.agreed.filter(|(of, _)| *of == round) {
             return Ok(factor);
         }
-        let own = self.desks.iter().flat_map(|desk| desk.squares(round)).collect();
-        let sum = norms.sum(round, own).map_err(|_| self.gone())?;
+        let own = self.desks.iter().map(|desk| desk.squares(round)).collect::<Result<Vec<_>, _>>();
+        let sum = own.and_then(|own| norms.sum(round, own.concat())).map_err(|_| self.gone())?;
         let scale = self.scale.map_or(1.0, |scale| scale.value);
         let is_finite = sum.is_finite() || self.scale.is_none();
         let shortened = clip.map_or(1.0, |clip| factor(clip, sum.sqrt() / (count * scale)));

@@ -75,7 +75,7 @@ pub struct Arguments {
     #[arg(long, value_name = "M", value_parser = clap::value_parser!(u32).range(1..=1 << 20), help_heading = "Data")]
     microbatches: Option<u32>,
     /// Devices that share every stage: its ops are split among so many threads [default: as the plan says, else 1]
-    #[arg(long, value_name = "N", value_parser = devices, conflicts_with_all = ["checkpoint_dir", "resume", "processes", "hosts", "rank"], help_heading = "Plan and schedule")]
+    #[arg(long, value_name = "N", value_parser = devices, conflicts_with_all = ["processes", "hosts", "rank"], help_heading = "Plan and schedule")]
     tensor: Option<u32>,
     /// Order of work: a schedule, a table FILE.csv, or programs FILE.json [default: the plan's, else 1f1b-rr, or 1f1b with micro-batches]
     #[arg(long, value_name = "NAME|FILE", value_parser = own::said, help_heading = "Plan and schedule")]
@@ -205,11 +205,6 @@ fn once(arguments: &Arguments, seat: &Seat, restarts: u32, screen: &Screen) -> R
         .help("start `pipec train` by itself, or plan without `--tensor` for several processes"));
     }
     let CheckpointArguments { checkpoint_dir, checkpoint_every, keep, .. } = &arguments.checkpoints;
-    if devices > 1 && (checkpoint_dir.is_some() || resume.is_some()) {
-        return Err(Failure::input("devices that share a stage write no checkpoints and do not resume")
-            .because(format!("the plan has {devices} devices share each replica"))
-            .help("leave out `--checkpoint-dir` and `--resume`, or write `--tensor 1`"));
-    }
     let mut import = arguments.import.clone();
     if let Some(plan) = &given {
         import.follow(&plan.model.import);

@@ -1,0 +1,201 @@
+//! Checkpoints of stages that several devices share: parts of all devices put together, and what a checkpoint holds dealt out among them.
+//!
+//! Files of a checkpoint know nothing of devices that share a stage, as they know nothing of replicas that have shares of it: a run goes on
+//! from them with any number of devices. Parts of replicas are joined first, since a replica's share is one of its device's part.
+
+use crate::buffer::Buffer;
+use crate::checkpoint::encode::{Flight, STEP};
+use crate::checkpoint::join::join;
+use crate::checkpoint::start::Start;
+use crate::checkpoint::{Moves, Part, Whole};
+use crate::compile::{Named, StageCode};
+use crate::desk::checkpoint::{Checkpoint, tensor};
+use crate::execute::Weights;
+use crate::seat::Layouts;
+use crate::shared::SharedError;
+use compiler::op::layout::{part_of, whole_of};
+use compiler::op::{Cut, Layout};
+use compiler::tensor::Tensor;
+use compiler::tensor::dim::Dim;
+use compiler::tensor::fact::Fact;
+use std::collections::{BTreeMap, VecDeque};
+use std::sync::Arc;
+
+/// How a parameter is split, if it is.
+fn cut_of(layouts: &Layouts, name: &str) -> Option<Cut> {
+    match layouts.get(name) {
+        Some(Layout::Split(cut)) => Some(*cut),
+        _ => None,
+    }
+}
+
+/// A device's own of these tensors, of which those of a split parameter are split as it is. `parameter` gives whose a tensor is, by its name.
+pub fn dealt(
+    tensors: &BTreeMap<String, Tensor>,
+    parameter: impl Fn(&str) -> &str,
+    (layouts, devices): (&Layouts, usize),
+    device: usize,
+) -> Result<BTreeMap<String, Tensor>, SharedError> {
+    let part = |(name, whole): (&String, &Tensor)| {
+        let Some(cut) = cut_of(layouts, parameter(name)) else { return Ok((name.clone(), whole.clone())) };
+        let refused = || SharedError::Weight { name: name.clone(), got: whole.shape().to_vec(), devices };
+        Layout::Split(cut).part(&Fact::of(whole.dtype(), whole.shape()), devices).ok_or_else(refused)?;
+        Ok((name.clone(), part_of(whole, cut, devices, device)))
+    };
+    tensors.iter().map(part).collect()
+}
+
+/// Where a device begins of what a checkpoint holds.
+pub fn start_of(start: &Start, group: (&Layouts, usize), device: usize) -> Result<Start, SharedError> {
+    let own = |tensors: &BTreeMap<String, Tensor>| dealt(tensors, |name| name, group, device);
+    let each = |of: &BTreeMap<u32, BTreeMap<String, Tensor>>| -> Result<_, SharedError> {
+        of.iter().map(|(number, tensors)| Ok((*number, own(tensors)?))).collect()
+    };
+    let of_flight = |flight: &Flight| -> Result<Flight, SharedError> {
+        // What stages hold together is whole on every device.
+        let shared = flight.shared.clone();
+        Ok(Flight { versions: each(&flight.versions)?, forwards: each(&flight.forwards)?, shared })
+    };
+    let flight = start.flight.as_ref().map(|flight| {
+        flight.iter().map(|(of, flight)| Ok((*of, of_flight(flight)?))).collect::<Result<_, SharedError>>()
+    });
+    // Counts of updates have the parameter's name and no shape.
+    let parameter =
+        |name: &str| name.rsplit_once('/').filter(|(_, kind)| *kind != STEP).map_or(0, |(own, _)| own.len());
+    let optimizer = dealt(&start.optimizer, |name| &name[..parameter(name)], group, device)?;
+    Ok(Start { minibatches: start.minibatches, scale: start.scale, optimizer, flight: flight.transpose()? })
+}
+
+/// The stages as files of checkpoints know them: names and shapes of whole tensors, and nothing that runs.
+pub fn whole_codes(codes: &[StageCode], layouts: &Layouts, devices: usize) -> Vec<StageCode> {
+    let whole = |named: &Named| {
+        let Some(cut) = cut_of(layouts, &named.name) else { return named.clone() };
+        let (mut fact, shape) = (named.fact.clone(), named.fact.concrete().unwrap_or_default());
+        fact.shape[cut.axis] = Dim::from(shape[cut.axis] * devices);
+        Named { name: named.name.clone(), fact, bytes: named.bytes * devices }
+    };
+    let code = |code: &StageCode| StageCode {
+        parameters: code.parameters.iter().map(whole).collect(),
+        states: code.states.iter().map(whole).collect(),
+        follows: code.follows.clone(),
+        ..StageCode::default()
+    };
+    codes.iter().map(code).collect()
+}
+
+/// Parts of checkpoints that wait for those of other devices.
+pub struct Joining<'a> {
+    codes: &'a [StageCode],
+    layouts: &'a Layouts,
+    devices: usize,
+    /// By minibatches, stage, and the replica where each has all of its device's part: what each device has given.
+    parts: BTreeMap<(u32, u32, u32), Vec<Vec<Part>>>,
+    /// By stage and version.
+    written: BTreeMap<(u32, u32), Vec<VecDeque<Checkpoint>>>,
+}
+
+impl<'a> Joining<'a> {
+    /// None yet.
+    pub fn new(codes: &'a [StageCode], layouts: &'a Layouts, devices: usize) -> Joining<'a> {
+        Joining { codes, layouts, devices, parts: BTreeMap::new(), written: BTreeMap::new() }
+    }
+
+    /// Takes a device's part. Gives those that are whole with it.
+    pub fn take(&mut self, device: usize, part: Part) -> Vec<Part> {
+        let replica = if part.replicas > 1 { 0 } else { part.replica };
+        let (key, replicas) = ((part.minibatches, part.stage.0, replica), part.replicas.max(1) as usize);
+        let of = self.parts.entry(key).or_insert_with(|| (0..self.devices).map(|_| Vec::new()).collect());
+        of[device].push(part);
+        if of.iter().any(|own| own.len() < replicas) {
+            return Vec::new();
+        }
+        let mut left: Vec<VecDeque<Part>> =
+            self.parts.remove(&key).unwrap_or_default().into_iter().map(|own| join(own).into()).collect();
+        let mut whole = Vec::new();
+        while let Some(parts) = left.iter_mut().map(VecDeque::pop_front).collect::<Option<Vec<Part>>>() {
+            whole.push(self.joined(parts));
+        }
+        whole
+    }
+
+    /// Takes a device's weights of a checkpoint in the program. Gives those of all once they are there.
+    pub fn written(&mut self, device: usize, checkpoint: Checkpoint) -> Option<Checkpoint> {
+        let key = (checkpoint.stage.0, checkpoint.version);
+        let of = self.written.entry(key).or_insert_with(|| (0..self.devices).map(|_| VecDeque::new()).collect());
+        of[device].push_back(checkpoint);
+        if of.iter().any(VecDeque::is_empty) {
+            return None;
+        }
+        let mut parts: Vec<Checkpoint> = of.iter_mut().filter_map(VecDeque::pop_front).collect();
+        let all: Vec<_> = parts.iter_mut().map(|part| std::mem::take(&mut part.weights)).collect();
+        Some(Checkpoint { weights: joined(&all, self.layouts), ..parts.swap_remove(0) })
+    }
+
+    /// One part of the same replica of every device.
+    fn joined(&self, parts: Vec<Part>) -> Part {
+        let code = &self.codes[parts[0].stage.index()];
+        let one = |p: usize, each: &[&Buffer]| -> Option<Buffer> {
+            let named = &code.parameters[p];
+            // What has versions of its own has an empty place in those of its stage.
+            let cut = cut_of(self.layouts, &named.name).filter(|_| !each[0].is_empty())?;
+            let tensors: Vec<Tensor> = each.iter().map(|own| tensor(named, own.bytes())).collect();
+            Some(Buffer::copy_of(whole_of(&tensors, cut).bytes()))
+        };
+        let weights = |each: Vec<&Weights>| -> Weights {
+            let of = |p: usize| {
+                let own: Vec<&Buffer> = each.iter().map(|weights| &*weights[p]).collect();
+                one(p, &own).map_or_else(|| each[0][p].clone(), Arc::new)
+            };
+            (0..each[0].len()).map(of).collect()
+        };
+        let buffer = |p: usize, own: Vec<&Buffer>| one(p, &own).unwrap_or_else(|| Buffer::copy_of(own[0].bytes()));
+        let moves = |p: usize, each: Vec<&Moves>| {
+            let of = |kind: fn(&Moves) -> Option<&Buffer>| {
+                each.iter().map(|own| kind(own)).collect::<Option<Vec<_>>>().map(|own| buffer(p, own))
+            };
+            let state = |at: usize| buffer(p, each.iter().map(|own| &own.state[at]).collect());
+            Moves {
+                master: of(|own| own.master.as_ref()),
+                state: (0..each[0].state.len()).map(state).collect(),
+                drift: of(|own| own.drift.as_ref()),
+                updates: each[0].updates,
+            }
+        };
+        let numbered = |of: fn(&Part) -> &BTreeMap<u32, Weights>| -> BTreeMap<u32, Weights> {
+            let each = |number: &u32| parts.iter().filter_map(|part| of(part).get(number)).collect();
+            of(&parts[0]).keys().map(|number| (*number, weights(each(number)))).collect()
+        };
+        let (versions, forwards) = (numbered(|part| &part.versions), numbered(|part| &part.forwards));
+        let wholes: Option<Vec<&Whole>> = parts.iter().map(|part| part.whole.as_ref()).collect();
+        let whole = wholes.map(|each| Whole {
+            weights: weights(each.iter().map(|whole| &whole.weights).collect()),
+            moves: (0..each[0].moves.len()).map(|p| moves(p, each.iter().map(|of| &of.moves[p]).collect())).collect(),
+            states: each[0].states.iter().map(|state| Buffer::copy_of(state.bytes())).collect(),
+            scale: each[0].scale,
+        });
+        let shared = parts[0].shared.clone();
+        let Part { stage, replica, minibatches, .. } = parts[0];
+        // What the parts hold stays counted until they are joined.
+        Part {
+            stage,
+            replica,
+            minibatches,
+            replicas: 1,
+            moves: Vec::new(),
+            whole,
+            versions,
+            forwards,
+            shared,
+            counted: None,
+        }
+    }
+}
+
+/// Tensors of every device by name, put together.
+pub fn joined(each: &[BTreeMap<String, Tensor>], layouts: &Layouts) -> BTreeMap<String, Tensor> {
+    let whole = |(name, first): (&String, &Tensor)| {
+        let parts: Vec<Tensor> = each.iter().filter_map(|own| own.get(name).cloned()).collect();
+        (name.clone(), cut_of(layouts, name).map_or_else(|| first.clone(), |cut| whole_of(&parts, cut)))
+    };
+    each[0].iter().map(whole).collect()
+}
