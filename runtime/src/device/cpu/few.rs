@@ -12,7 +12,7 @@ use super::implicit::Sizes;
 use super::panels::dots::{self, dots};
 use super::panels::images::{Patches, PatchesTurned, Results, Terms};
 use super::panels::matrix::Plain;
-use super::panels::product::product;
+use super::panels::product::{pack_all, product, product_by_rows};
 use super::panels::windows::Windows;
 use super::panels::{LANES, Right, Rows, is_at_hand, pack};
 use super::patches::Grid;
@@ -20,8 +20,8 @@ use super::{ALIGNMENT, Fast};
 use bytemuck::{cast_slice, cast_slice_mut};
 
 /// Up to so many windows the filters are what takes time. Measured.
-const MOST_FOR_INPUTS: usize = 32;
-const MOST_FOR_WEIGHTS: usize = 8;
+const MOST_FOR_INPUTS: usize = 56;
+const MOST_FOR_WEIGHTS: usize = 64;
 
 /// Filters and their depth from which on this is worth while.
 const MANY_FILTERS: usize = 64;
@@ -63,18 +63,15 @@ fn of_patches(role: Role, grid: &Grid, sizes: Sizes) -> Option<Fast> {
         let (patches, rest) = workspace.split_at_mut(windows * pitch);
         for group in 0..groups {
             let [x_at, w_at, y_at] = of_group.map(|size| group * size);
-            let rows = Rows { at: patches.as_ptr(), row: pitch, step: 1 };
             // SAFETY: the lengths are checked, the windows are those of these images, and the processor has been asked. What is
             // only read is never written through its address.
             unsafe {
-                let gather = |x: &[f32], to: &mut [f32]| {
-                    let turned = PatchesTurned(Patches { windows: &places, x: x[x_at..].as_ptr() });
-                    turned.pack(0..windows, 0..depth, to.as_mut_ptr());
-                };
+                let turned = |x: &[f32]| PatchesTurned(Patches { windows: &places, x: x[x_at..].as_ptr() });
                 if role == Role::Forward {
                     let lengths = [images * x_image, groups * of_group[1], images * y_image];
                     assert_eq!([a.len(), b.len(), c.len()], lengths);
-                    gather(a, patches);
+                    turned(a).pack(0..windows, 0..depth, patches.as_mut_ptr());
+                    let rows = Rows { at: patches.as_ptr(), row: pitch, step: 1 };
                     let beside = &mut rest[..windows * outs];
                     let filters = Rows { at: b[w_at..].as_ptr(), row: depth, step: 1 };
                     dots([windows, outs, depth], rows, filters, (beside.as_mut_ptr(), outs), false);
@@ -87,10 +84,10 @@ fn of_patches(role: Role, grid: &Grid, sizes: Sizes) -> Option<Fast> {
                 } else {
                     let lengths = [images * y_image, images * x_image, groups * of_group[1]];
                     assert_eq!([a.len(), b.len(), c.len()], lengths);
-                    gather(b, patches);
+                    pack_all(&turned(b), windows, depth, patches.as_mut_ptr());
                     let dy = Results { windows: &places, y: a[y_at..].as_ptr().cast_mut() };
                     let dw = Plain { at: c[w_at..].as_mut_ptr(), row: depth };
-                    product([outs, depth, windows], &dy, &rows, &dw, add);
+                    product_by_rows([outs, depth, windows], &dy, patches.as_ptr(), &dw, add);
                 }
             }
         }
@@ -169,6 +166,6 @@ mod tests {
                 assert!(off < 1e-6, "{op:?} {facts:?}: {off:e}");
             }
         }
-        assert_eq!(met, [4, 7, 4]);
+        assert_eq!(met, [4, 7, 7]);
     }
 }

@@ -67,7 +67,8 @@ pub unsafe fn product<A: Left, B: Right, C: Target>([m, n, k]: [usize; 3], a: &A
                         a.pack(block.rows.clone(), block.depth.clone(), block.panels.a.as_mut_ptr().cast());
                     }
                     if let Some((at, row)) = b.in_place().filter(|_| goes_by_rows && in_place.is_none()) {
-                        block.by_rows(n, (at.wrapping_add(block.depth.start * row), row), c);
+                        let from = at.wrapping_add(block.depth.start * row);
+                        block.by_rows(n, |columns| (from.wrapping_add(columns.start), row), c);
                         continue;
                     }
                     let mut columns = cut(0, n);
@@ -77,6 +78,44 @@ pub unsafe fn product<A: Left, B: Right, C: Target>([m, n, k]: [usize; 3], a: &A
                         columns = next;
                     }
                 }
+            }
+        }
+    });
+}
+
+/// Numbers of the panels of a right factor of so much depth and so many columns.
+pub fn panels_len(depth: usize, columns: usize) -> usize {
+    depth * columns.next_multiple_of(LANES)
+}
+
+/// Copies a right factor into panels, one behind the other, [`panels_len`] numbers.
+///
+/// # Safety
+/// The processor has AVX-512, and the factor and the room for its panels have these sizes.
+pub unsafe fn pack_all<B: Right>(b: &B, depth: usize, n: usize, panels: *mut f32) {
+    let mut columns = cut(0, n);
+    while !columns.is_empty() {
+        // SAFETY: the caller's word.
+        unsafe { b.pack(0..depth, columns.clone(), panels.wrapping_add(columns.start * depth)) };
+        columns = cut(columns.end, n);
+    }
+}
+
+/// The [`product`] with a right factor that has been copied by [`pack_all`], of so little depth that sums stay in registers: the result is
+/// gone through row by row, as it lies.
+///
+/// # Safety
+/// As for [`product`]; `k` is at most [`DEPTH`].
+pub unsafe fn product_by_rows<A: Left>([m, n, k]: [usize; 3], a: &A, b: *const f32, c: &Plain, add: bool) {
+    PANELS.with_borrow_mut(|panels| {
+        for first in (0..m).step_by(BLOCK) {
+            let mut block = Block { rows: first..m.min(first + BLOCK), depth: 0..k, in_place: None, panels, add };
+            let panel =
+                |columns: &Range<usize>| (b.wrapping_add(columns.start * k), columns.len().next_multiple_of(LANES));
+            // SAFETY: the caller's word; the panels have room for a block of rows.
+            unsafe {
+                a.pack(block.rows.clone(), 0..k, block.panels.a.as_mut_ptr().cast());
+                block.by_rows(n, panel, c);
             }
         }
     });
@@ -133,6 +172,12 @@ impl Block<'_> {
                 Ahead::of(self.left(self.rows.start + ROWS).at, [self.rows.len().saturating_sub(ROWS), depth], rows.row)
             }
             _ if next.is_empty() => Ahead::NOTHING,
+            _ if depth <= STREAMS => match b.in_place() {
+                Some((at, row)) => {
+                    Ahead::of(at.wrapping_add(self.depth.start * row + next.start), [depth, next.len()], row)
+                }
+                None => b.ahead(self.depth.clone(), next),
+            },
             _ => b.ahead(self.depth.clone(), next),
         };
         let target = c.in_place(columns.clone());
@@ -176,7 +221,7 @@ impl Block<'_> {
     }
 
     /// All tiles of all `n` columns, those of the same rows one behind the other.
-    unsafe fn by_rows<C: Target>(&mut self, n: usize, (b, b_row): (*const f32, usize), c: &C) {
+    unsafe fn by_rows<C: Target>(&mut self, n: usize, b: impl Fn(&Range<usize>) -> (*const f32, usize), c: &C) {
         let (depth, beside) = (self.depth.len(), self.panels.tile.as_mut_ptr().cast::<f32>());
         let mut row = self.rows.start;
         while row < self.rows.end {
@@ -184,13 +229,13 @@ impl Block<'_> {
             let mut columns = cut(0, n);
             while !columns.is_empty() {
                 let vectors = columns.len().div_ceil(LANES);
-                let target = c.in_place(columns.clone());
+                let (target, (b, b_row)) = (c.in_place(columns.clone()), b(&columns));
                 let it = Tiles {
                     count: 1,
                     depth,
                     a: Rows { step: height, ..self.left(row) },
                     a_tile: 0,
-                    b: b.wrapping_add(columns.start),
+                    b,
                     b_row,
                     last: !0 >> (vectors * LANES - columns.len()),
                     c: [0, 1, 2].map(|v| beside.wrapping_add(LANES * v)),

@@ -123,8 +123,9 @@ unsafe fn sums<const R: usize, const V: usize, const FACTORS: u8>(it: &Tiles, la
         unsafe {
             for turn in 0..depth / TURN {
                 if turn < R {
+                    let row = if tile + 1 < count { R + turn } else { turn };
                     for v in 0..V {
-                        _mm_prefetch::<_MM_HINT_T0>(c[v].wrapping_add(turn * c_row).cast());
+                        _mm_prefetch::<_MM_HINT_T0>(c[v].wrapping_add(row * c_row).cast());
                     }
                 }
                 if FACTORS == PACKED {
