@@ -27,6 +27,7 @@ use std::ops::Range;
 /// What a tile of a channel takes to be transformed there and back, in multiplications that could be done meanwhile. Measured, as is what
 /// a filter takes.
 const TILE: f64 = 200.0;
+const FILTER: f64 = 450.0;
 
 /// Numbers between the elements of tiles, whose addresses would else be alike and drive each other from the cache.
 const APART: usize = LANES;
@@ -40,9 +41,7 @@ pub fn kernel(role: Role, grid: &Grid, sizes: Sizes) -> Option<Fast> {
     let tiles_of_image = grid.tiles()?.out_len();
     let filters = ins as f64 * outs as f64;
     let [windows, tiles] = [grid.out_len(), tiles_of_image].map(|of_image| images as f64 * of_image as f64);
-    // Turned filters are gathered from far apart.
-    let filter = if role == Role::InputGrad { 1100.0 } else { 800.0 };
-    let tiled = ELEMENTS as f64 * filters * tiles + filter * filters + TILE * (ins + outs) as f64 * tiles;
+    let tiled = ELEMENTS as f64 * filters * tiles + FILTER * filters + TILE * (ins + outs) as f64 * tiles;
     // Half a vector of channels would be multiplied for nothing.
     let pays = ins.min(outs) >= LANES && 1.1 * tiled <= 9.0 * filters * windows;
     if pays && is_at_hand() { made(role, grid, sizes) } else { None }
@@ -111,29 +110,31 @@ impl Way {
         P: Fn(usize, [&[f32]; 2], &mut [f32]) -> (*const f32, *const f32, *mut f32) + Send + Sync + 'static,
     {
         let ([ins, outs], pitch) = (self.channels, self.run * LANES);
-        let across = ins.next_multiple_of(LANES);
+        // Filters stay in the order in which they lie: their outs are rows, whichever way data go.
+        let [rows_of_filters, columns] = if self.turned { [ins, outs] } else { [outs, ins] };
+        let across = columns.next_multiple_of(LANES);
         let [filters, data, results] =
-            [outs * across, ins * pitch, outs * pitch].map(|count| ELEMENTS * (count + APART));
+            [rows_of_filters * across, ins * pitch, outs * pitch].map(|count| ELEMENTS * (count + APART));
         let fast = Fast::new(move |inputs, outputs, workspace| {
             let [a, b] = [0, 1].map(|i| cast_slice::<u8, f32>(inputs[i]));
             let to = cast_slice_mut::<u8, f32>(outputs[0]);
             let workspace = &mut cast_slice_mut::<u8, f32>(workspace)[..filters + data + results];
             let (u, rest) = workspace.split_at_mut(filters);
             let (v, m) = rest.split_at_mut(data);
-            let [u, v, m] = [(u, outs, across), (v, ins, pitch), (m, outs, pitch)].map(laid_out);
+            let [u, v, m] = [(u, rows_of_filters, across), (v, ins, pitch), (m, outs, pitch)].map(laid_out);
             for group in 0..groups {
                 let (x, w, y) = parts(group, [a, b], to);
                 // SAFETY: lengths have been checked, tiles are those of these images, the workspace has room for a run, and the processor has
                 // been asked.
                 unsafe {
-                    let of_filters = if self.turned { [ins, outs] } else { [outs, ins] };
-                    filters_in(w, of_filters, self.turned, u);
+                    filters_in(w, [rows_of_filters, columns], self.turned, u);
                     for vectors in runs(&self.tiles, self.run) {
                         data_in(&self.tiles, x, ins, vectors.clone(), v);
                         for element in 0..ELEMENTS {
-                            let factors = [u, v].map(|of| rows(of, element));
+                            let (left, right) = (rows(u, element), rows(v, element));
+                            let left = if self.turned { turned(left) } else { left };
                             let result = Plain { at: m.place(element, 0, 0), row: pitch };
-                            product([outs, vectors.len() * LANES, ins], &factors[0], &factors[1], &result, false);
+                            product([outs, vectors.len() * LANES, ins], &left, &right, &result, false);
                         }
                         results_out((&self.tiles, &self.results), m, outs, vectors, (y, self.plane));
                     }
@@ -170,8 +171,7 @@ where
                     data_in(&tiles, x, ins, vectors.clone(), v);
                     results_in(&pairs, dy, outs, vectors.clone(), d);
                     for element in 0..ELEMENTS {
-                        let (left, right) = (rows(d, element), rows(v, element));
-                        let right = Rows { row: right.step, step: right.row, ..right };
+                        let (left, right) = (rows(d, element), turned(rows(v, element)));
                         let result = Plain { at: s.place(element, 0, 0), row: across };
                         product([outs, ins, vectors.len() * LANES], &left, &right, &result, vectors.start > 0);
                     }
@@ -206,6 +206,10 @@ fn runs(tiles: &Windows, run: usize) -> impl Iterator<Item = Range<usize>> + use
 
 fn laid_out((numbers, channels, channel): (&mut [f32], usize, usize)) -> Transformed {
     Transformed { at: numbers.as_mut_ptr(), element: channels * channel + APART, channel }
+}
+
+fn turned(rows: Rows) -> Rows {
+    Rows { row: rows.step, step: rows.row, ..rows }
 }
 
 /// The matrix of one element of tiles, a row for each channel.

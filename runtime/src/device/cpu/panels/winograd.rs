@@ -18,11 +18,12 @@
 
 use super::LANES;
 use super::images::{before, counted, every_second};
+use super::pack::sixteen_turned;
 use super::windows::Windows;
 use std::arch::x86_64::{
-    __m512, __m512i, _mm512_add_ps, _mm512_loadu_ps, _mm512_mask_i32gather_ps, _mm512_mask_i32scatter_ps,
-    _mm512_mask_mov_ps, _mm512_mask_storeu_ps, _mm512_maskz_loadu_ps, _mm512_mul_ps, _mm512_permutex2var_ps,
-    _mm512_set1_ps, _mm512_setr_epi32, _mm512_setzero_ps, _mm512_storeu_ps, _mm512_sub_ps,
+    __m512, __m512i, _mm512_add_ps, _mm512_loadu_ps, _mm512_mask_mov_ps, _mm512_mask_storeu_ps, _mm512_maskz_loadu_ps,
+    _mm512_mul_ps, _mm512_permutex2var_ps, _mm512_set1_ps, _mm512_setr_epi32, _mm512_setzero_ps, _mm512_storeu_ps,
+    _mm512_sub_ps,
 };
 use std::ops::Range;
 
@@ -348,38 +349,35 @@ unsafe fn copy(from: *const f32, to: *mut f32, count: usize) {
     }
 }
 
-/// `G w Gᵀ` of filters `w [out][in][3][3]`: for each of `outs` a row of `ins`, or `turned` for each of `ins` a row of `outs`, with the taps
-/// in the opposite order. Rows are filled up with zeros to whole vectors.
+/// The lanes of the taps of a filter.
+const OF_FILTER: u16 = (1 << TAPS) - 1;
+
+/// `G w Gᵀ` of filters `w [out][in][3][3]`: for each of `outs` a row of `ins`, their taps in the opposite order if they are `flipped`. Rows are
+/// filled up with zeros to whole vectors.
 ///
 /// # Safety
 /// The processor has AVX-512, there are so many filters, and there is room for what is written.
-#[target_feature(enable = "avx512f")]
-pub unsafe fn filters_in(w: *const f32, [outs, ins]: [usize; 2], turned: bool, to: Transformed) {
-    let (rows, columns) = if turned { (ins, outs) } else { (outs, ins) };
-    let (row_step, column_step) = if turned { (TAPS, ins * TAPS) } else { (ins * TAPS, TAPS) };
-    let (blocks, places) = (columns.div_ceil(LANES), counted(column_step));
-    for at in 0..rows * blocks {
-        // As filters lie in memory.
-        let (row, block) = if turned { (at % rows, at / rows) } else { (at / blocks, at % blocks) };
-        let from = w.wrapping_add(row * row_step + block * LANES * column_step);
-        let lanes = before(columns, block);
+#[target_feature(enable = "avx512f,avx2")]
+pub unsafe fn filters_in(w: *const f32, [outs, ins]: [usize; 2], flipped: bool, to: Transformed) {
+    for (out, first) in (0..outs).flat_map(|out| (0..ins).step_by(LANES).map(move |first| (out, first))) {
+        let from = w.wrapping_add((out * ins + first) * TAPS);
+        let mut filters = [_mm512_setzero_ps(); LANES];
+        for (i, line) in filters.iter_mut().enumerate().take(ins - first) {
+            // SAFETY: the caller's word: the filter is there.
+            *line = unsafe { _mm512_maskz_loadu_ps(OF_FILTER, from.wrapping_add(i * TAPS)) };
+        }
+        let taps = sixteen_turned(filters);
         let mut half = [[_mm512_setzero_ps(); 3]; 4];
         for j in 0..3 {
-            let mut column = [_mm512_setzero_ps(); 3];
-            for i in 0..3 {
-                let tap = if turned { TAPS - 1 - (3 * i + j) } else { 3 * i + j };
-                // SAFETY: the caller's word: at these lanes there are filters.
-                column[i] =
-                    unsafe { _mm512_mask_i32gather_ps::<4>(column[i], lanes, places, from.wrapping_add(tap).cast()) };
-            }
-            let column = filter(column);
+            let at = |i: usize| if flipped { taps[TAPS - 1 - (3 * i + j)] } else { taps[3 * i + j] };
+            let column = filter([at(0), at(1), at(2)]);
             for i in 0..4 {
                 half[i][j] = column[i];
             }
         }
         for i in 0..4 {
             // SAFETY: the caller's word.
-            unsafe { to.put(i, row, block * LANES, filter(half[i])) };
+            unsafe { to.put(i, out, first, filter(half[i])) };
         }
     }
 }
@@ -388,39 +386,38 @@ pub unsafe fn filters_in(w: *const f32, [outs, ins]: [usize; 2], turned: bool, t
 ///
 /// # Safety
 /// As for [`filters_in`].
-#[target_feature(enable = "avx512f")]
+#[target_feature(enable = "avx512f,avx2")]
 pub unsafe fn filters_out(sums: Transformed, dw: *mut f32, [outs, ins]: [usize; 2], add: bool) {
-    let places = counted(TAPS);
-    for out in 0..outs {
-        for first in (0..ins).step_by(LANES) {
-            let (to, lanes) = (dw.wrapping_add((out * ins + first) * TAPS), before(ins, first / LANES));
-            let mut half = [[_mm512_setzero_ps(); 4]; 3];
-            for j in 0..4 {
-                let mut column = [_mm512_setzero_ps(); 4];
-                for i in 0..4 {
-                    // SAFETY: the caller's word.
-                    column[i] = unsafe { _mm512_loadu_ps(sums.place(4 * i + j, out, first)) };
-                }
-                let column = filter_turned(column);
-                for i in 0..3 {
-                    half[i][j] = column[i];
-                }
+    for (out, first) in (0..outs).flat_map(|out| (0..ins).step_by(LANES).map(move |first| (out, first))) {
+        let mut half = [[_mm512_setzero_ps(); 4]; 3];
+        for j in 0..4 {
+            let mut column = [_mm512_setzero_ps(); 4];
+            for i in 0..4 {
+                // SAFETY: the caller's word.
+                column[i] = unsafe { _mm512_loadu_ps(sums.place(4 * i + j, out, first)) };
             }
+            let column = filter_turned(column);
             for i in 0..3 {
-                let row = filter_turned(half[i]);
-                for j in 0..3 {
-                    let to = to.wrapping_add(3 * i + j);
-                    // SAFETY: the caller's word: at these lanes there are filters.
-                    unsafe {
-                        let mut line = row[j];
-                        if add {
-                            let held = _mm512_mask_i32gather_ps::<4>(line, lanes, places, to.cast_const().cast());
-                            line = _mm512_add_ps(held, line);
-                        }
-                        _mm512_mask_i32scatter_ps::<4>(to.cast(), lanes, places, line);
-                    }
-                }
+                half[i][j] = column[i];
             }
+        }
+        let mut taps = [_mm512_setzero_ps(); LANES];
+        for i in 0..3 {
+            let row = filter_turned(half[i]);
+            for j in 0..3 {
+                taps[3 * i + j] = row[j];
+            }
+        }
+        let (to, count) = (dw.wrapping_add((out * ins + first) * TAPS), (ins - first).min(LANES));
+        let mut filters = sixteen_turned(taps);
+        // A filter that is read just after its neighbour was written would wait for that.
+        for (i, line) in filters.iter_mut().enumerate().take(if add { count } else { 0 }) {
+            // SAFETY: the caller's word: the filter is there.
+            *line = _mm512_add_ps(unsafe { _mm512_maskz_loadu_ps(OF_FILTER, to.wrapping_add(i * TAPS)) }, *line);
+        }
+        for (i, line) in filters.into_iter().enumerate().take(count) {
+            // SAFETY: the caller's word.
+            unsafe { _mm512_mask_storeu_ps(to.wrapping_add(i * TAPS), OF_FILTER, line) };
         }
     }
 }
