@@ -4,8 +4,13 @@
 //! ([`Weights`]); the state is changed in place and begins as zeros. The gradient is multiplied by `scale` before
 //! anything else: the mean over replicas, and clipping. Rules are worked out in `f64` for each element and rounded once.
 
+use super::ALIGNMENT;
 use super::real::Real;
 use super::wide::wide;
+use std::ops::Range;
+
+#[cfg(target_arch = "x86_64")]
+use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
 
 /// Where the new weights go.
 pub enum Weights<'a, T> {
@@ -199,20 +204,57 @@ fn step<T: Real, R: Rule>(weights: Weights<'_, T>, gradient: &[T], first: &mut [
 
 wide! {
     fn step_in_place[T: Real, R: Rule](weights: &mut [T], gradient: &[T], first: &mut [T], second: &mut [T], rule: R) {
-        let weights = weights.iter_mut().map(|weight| {
-            let old = *weight;
-            (weight, old)
-        });
-        step_each(weights, gradient, first, second, rule);
+        for run in runs(weights.len()) {
+            [&*weights, gradient, first, second].map(|of| ask(of, run.end));
+            let state = [&mut *first, second].map(|of| part(of, &run));
+            let weights = weights[run.clone()].iter_mut().map(|weight| {
+                let old = *weight;
+                (weight, old)
+            });
+            step_each(weights, &gradient[run], state, rule);
+        }
     }
 }
 
 wide! {
     // All is read and written in one walk: memory is what it waits for.
     fn step_beside[T: Real, R: Rule](old: &[T], new: &mut [T], gradient: &[T], first: &mut [T], second: &mut [T], rule: R) {
-        let n = new.len();
-        step_each(new.iter_mut().zip(&old[..n]).map(|(new, old)| (new, *old)), gradient, first, second, rule);
+        for run in runs(new.len()) {
+            [old, new, gradient, first, second].map(|of| ask(of, run.end));
+            let state = [&mut *first, second].map(|of| part(of, &run));
+            let weights = new[run.clone()].iter_mut().zip(&old[run.clone()]).map(|(new, old)| (new, *old));
+            step_each(weights, &gradient[run], state, rule);
+        }
     }
+}
+
+/// Elements that are stepped before it is asked for more of them, and how far those are ahead. Measured: without that a step takes a
+/// tenth longer, as it goes along more lines than the processor foresees.
+const RUN: usize = 128;
+const AHEAD: usize = 256;
+
+/// So many elements in runs.
+#[inline(always)]
+fn runs(count: usize) -> impl Iterator<Item = Range<usize>> {
+    (0..count).step_by(RUN).map(move |at| at..count.min(at + RUN))
+}
+
+/// A run of a state, which may be empty.
+#[inline(always)]
+fn part<'a, T>(state: &'a mut [T], run: &Range<usize>) -> &'a mut [T] {
+    state.get_mut(run.clone()).unwrap_or_default()
+}
+
+/// Asks for what will be read a while after `at`.
+#[inline(always)]
+fn ask<T>(numbers: &[T], at: usize) {
+    #[cfg(target_arch = "x86_64")]
+    for line in numbers.get(at + AHEAD..at + AHEAD + RUN).unwrap_or_default().chunks(ALIGNMENT / size_of::<T>()) {
+        // SAFETY: an address that is only asked for may be anywhere.
+        unsafe { _mm_prefetch::<_MM_HINT_T0>(line.as_ptr().cast()) }
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    let _ = (numbers, at);
 }
 
 /// Steps weights, each given with its old value. An empty state stands for zeros that nobody keeps.
@@ -220,8 +262,7 @@ wide! {
 fn step_each<'a, T: Real, R: Rule>(
     weights: impl ExactSizeIterator<Item = (&'a mut T, T)>,
     gradient: &[T],
-    first: &mut [T],
-    second: &mut [T],
+    [first, second]: [&mut [T]; 2],
     rule: R,
 ) {
     let n = weights.len();
