@@ -157,6 +157,7 @@ fn modules_go_to_the_frameworks_that_keep_them_whole() {
     assert_eq!(deepspeed["parts"], serde_json::json!([0, 2 + count, 8]));
     assert_eq!(deepspeed["gradient_accumulation_steps"], 2);
     assert!(text(folder, "d.json").starts_with("{\n  \"_use\": ["));
+    assert_eq!(deepspeed["zero_optimization"], serde_json::json!({"stage": 0}));
     for (to, said) in [("megatron", "pretrain_gpt.py"), ("deepspeed", "_partition_layers")] {
         let output = pipec(folder, &["export", "p.json", "--to", to, "-o", "x"]);
         assert!(String::from_utf8_lossy(&output.stderr).contains(said), "{to} is told where it goes");
@@ -183,6 +184,14 @@ fn what_a_tool_cannot_carry_is_refused() {
     for to in ["torchtitan", "megatron", "deepspeed"] {
         refused(&cut, to, "module `blocks.1` is in stages 0 and 1", &format!("--target {to}"));
     }
+    // DeepSpeed has the first level of ZeRO beside pipelines, and no other.
+    let shares = |level: &'static str| ["--gpus", "4", "--stages", "2,2", "--target", "deepspeed", "--zero", level];
+    for (level, why) in [("2", "ZeRO at level 2"), ("3", "ZeRO at level 3")] {
+        refused(&shares(level), "deepspeed", why, "--target deepspeed --zero 1");
+    }
+    gpt(folder, &shares("1"));
+    done(folder, &["export", "p.json", "--to", "deepspeed", "-o", "d.json"]);
+    assert_eq!(json(folder, "d.json")["zero_optimization"], serde_json::json!({"stage": 1}));
     refused(
         &["--gpus", "2", "--stages", "1,1", "--schedule", "zb-h1"],
         "megatron",

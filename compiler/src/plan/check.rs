@@ -446,7 +446,7 @@ fn memory(problem: &Problem, plan: &Plan, stage_of: &[usize]) -> Vec<StageMemory
         let (summed, masters) = (summed[stage], masters[stage]);
         let largest = if plan.stages[stage].zero < 3 { largest[stage] } else { needed[stage] };
         let of = shares::Of { weights, summed, masters, terms, shared, largest, state: problem.optimizer_state };
-        let held = || shares::held(&plan.stages[stage], plan.schedule.kind, &of);
+        let held = || shares::held(&plan.stages[stage], plan.schedule.weight_versions[stage], plan.schedule.kind, &of);
         let (gradients, optimizer) = if trains { held() } else { (0, 0) };
         let weights = if trains { shares::kept(&plan.stages[stage], &of) } else { weights };
         let versions = weights.saturating_mul(u64::from(plan.schedule.weight_versions[stage]) - 1);

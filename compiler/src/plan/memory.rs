@@ -230,11 +230,12 @@ mod tests {
         assert_eq!((whole.gradients, whole.optimizer), (2000 + 667, 668));
         assert_eq!(tail.held(&Multiples { zero: 1, ..multiples }), held);
         let made = Holdings { shared: 0, largest: 600, ..tail }.held(&Multiples { replicas: 3, zero: 2, ..multiples });
-        assert_eq!((made.gradients, made.optimizer), (600 + 667, 668));
+        // Of three versions an older one serves while others are still at the round before.
+        assert_eq!((made.gradients, made.optimizer), (600 + 2 * 667, 668));
         // What other stages hold too is there twice while it is added up, and nothing is made then.
-        let summed = Multiples { replicas: 3, zero: 2, ..multiples };
+        let summed = Multiples { replicas: 3, zero: 2, versions: 1, ..multiples };
         assert_eq!(tail.held(&summed).gradients, 1000 + 1000 + 334);
-        let two_rounds = Multiples { schedule: ScheduleKind::TwoBw, ..summed };
+        let two_rounds = Multiples { schedule: ScheduleKind::TwoBw, versions: 2, ..summed };
         assert_eq!(tail.held(&two_rounds).gradients, 1000 + 2 * (1000 + 334));
         let gathered =
             Holdings { shared: 0, needed: 600, ..tail }.held(&Multiples { replicas: 3, zero: 3, ..multiples });

@@ -4,14 +4,14 @@
 //! ```text
 //! level   optimizer   gradients   weights
 //! 0       O           G + G       W            those of the replica's items, and their sum over replicas
-//! 1       O / r       G + G / r   W            of the sum its share; G + G under 2BW
+//! 1       O / r       G + G / r   W            of the sum its share; G + G + G / r under 2BW
 //! 2       O / r       v G / r + g W            of the sum its share, and the gradients that an op is making
-//! 3       O / r       G / r + g   W / r        of each version its share, and the weights that an op reads or the gradients that it makes; both
+//! 3       O / r       v G / r + g W / r        of each version its share, and the weights that an op reads or the gradients that it makes; both
 //!                                              where a kernel does both, as those of recurrent layers do
 //! ```
 //!
 //! O is the optimizer's state, and masters where parameters have two bytes a number. r are the replicas, g the parameters of the op that uses most, v is 2
-//! under 2BW, else 1. A share is a range of the elements of each parameter, so that a step is the same elementwise work on the same
+//! where a stage has several versions of its weights, else 1: others may add to a replica's share of a round before it has stepped the one before. A share is a range of the elements of each parameter, so that a step is the same elementwise work on the same
 //! numbers, and weights come to the same bits as without shares. At level 2 a gradient goes to its owners as soon as it is made, item by
 //! item and in their order: the bits are those without shares where a replica has one item in a round, and else those of another order of
 //! sums. Then each item's gradients go by a reduce-scatter of their own, beside its backward. Gradients are summed by a reduce-scatter, new weights come by an
@@ -41,17 +41,17 @@ pub fn held(holdings: &Holdings, multiples: &Multiples) -> (u64, u64) {
     let alone = |bytes: u64, shared: u64| share(bytes.saturating_sub(shared), replicas).saturating_add(shared);
     let own = terms.saturating_add(shared);
     let sums = alone(terms, shared);
-    // Under 2BW a replica adds to the sums of a round before the others are done with the one before.
-    let is_open = multiples.schedule == ScheduleKind::TwoBw;
-    let open = if is_open { sums.saturating_mul(2) } else { sums };
+    // Where an older version does, a replica adds to the sums of a round before the others are done with the one before.
+    let open = if multiples.versions > 1 { sums.saturating_mul(2) } else { sums };
+    // Under 2BW it does so before it has its share of that, and while its own sums of that wait for the others'.
+    let waiting = if multiples.schedule == ScheduleKind::TwoBw { terms } else { shared };
     let gradients = match multiples.level() {
         0 if replicas < 2 => own,
         0 => own.saturating_add(terms),
-        1 if is_open => own.saturating_add(terms),
-        1 => own.saturating_add(sums),
+        1 => own.saturating_add(share(terms.saturating_sub(shared), replicas)).saturating_add(waiting),
         // It is added up when no op makes gradients: what the largest would take has room for that.
         2 => largest.max(shared).saturating_add(open),
-        _ => needed.max(shared).saturating_add(sums),
+        _ => needed.max(shared).saturating_add(open),
     };
     let stepped = match multiples.level() {
         0 => state(summed, masters),

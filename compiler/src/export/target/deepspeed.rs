@@ -7,7 +7,7 @@
 //!
 //! DeepSpeed works `parts` out itself in `_partition_layers`; a subclass that sets `self.parts` there, and then calls
 //! `self._set_bounds(start=self.parts[stage], stop=self.parts[stage + 1])`, takes these. It runs 1F1B over straight pipelines with equal
-//! replicas.
+//! replicas. Its engine for pipelines (`deepspeed/runtime/pipe/engine.py`) refuses levels 2 and 3 of ZeRO.
 
 use super::layers::layers;
 use super::refusal::Refusal;
@@ -17,11 +17,14 @@ use serde_json::json;
 
 const TOOL: &str = "DeepSpeed";
 
+/// The highest level of ZeRO that goes with its pipelines.
+const MOST_ZERO: u32 = 1;
+
 /// Where what is written goes.
 const USE: [&str; 2] = [
     "`parts` goes into a subclass of PipelineModule made of `layers`: its _partition_layers sets self.parts = parts and calls \
      self._set_bounds(start=self.parts[stage], stop=self.parts[stage + 1])",
-    "train_batch_size, train_micro_batch_size_per_gpu and gradient_accumulation_steps go into the configuration that \
+    "train_batch_size, train_micro_batch_size_per_gpu, gradient_accumulation_steps and zero_optimization go into the configuration that \
      deepspeed.initialize(config=…) takes",
 ];
 
@@ -32,6 +35,7 @@ pub fn write(asked: &Asked<'_>) -> Result<Bundle, Refusal> {
     fit::shares_nothing(plan, TOOL)?;
     fit::schedules(plan, TOOL, &[ScheduleKind::OneFOneB], "1f1b", "1f1b")?;
     let replicas = fit::replicas(plan, TOOL)?;
+    let zero = fit::zero(plan, TOOL, MOST_ZERO)?;
     let microbatches = fit::share(plan, replicas)?;
     let stages = layers(plan, TOOL)?;
     let mut parts = vec![0];
@@ -46,6 +50,7 @@ pub fn write(asked: &Asked<'_>) -> Result<Bundle, Refusal> {
         "parts": parts,
         "num_stages": stages.len(),
         "data_parallel_replicas": replicas,
+        "zero_optimization": {"stage": zero},
         "train_micro_batch_size_per_gpu": micro,
         "gradient_accumulation_steps": microbatches,
         "train_batch_size": micro.saturating_mul(u64::from(microbatches)).saturating_mul(u64::from(replicas)),

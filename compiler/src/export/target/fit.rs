@@ -50,6 +50,14 @@ pub fn shares_nothing(plan: &Plan, tool: &'static str) -> Result<(), Refusal> {
     }
 }
 
+/// The level of ZeRO of all stages, where the tool has it.
+pub fn zero(plan: &Plan, tool: &'static str, most: u32) -> Result<u32, Refusal> {
+    match plan.stages.iter().map(|stage| stage.zero).max().unwrap_or(0) {
+        level if level > most => Err(Refusal::Zero { tool, level, most }),
+        level => Ok(level),
+    }
+}
+
 /// The micro-batches that one of equally many replicas takes.
 pub fn share(plan: &Plan, replicas: u32) -> Result<u32, Refusal> {
     let microbatches = plan.schedule.microbatches;

@@ -18,6 +18,8 @@ pub enum Refusal {
     UnequalReplicas { tool: &'static str, replicas: String },
     #[error("{devices} devices share each replica, and what {tool} is given has no place for that")]
     Shared { tool: &'static str, devices: u32 },
+    #[error("the plan is for ZeRO at level {level}, and beside a pipeline {tool} has {most} at the most")]
+    Zero { tool: &'static str, level: u32, most: u32 },
     #[error("{microbatches} micro-batches cannot be dealt equally to {replicas} replicas")]
     Deal { microbatches: u32, replicas: u32 },
     #[error("{tool} has no schedule {}; it has {has}", .kind.name())]
@@ -57,6 +59,7 @@ impl Refusal {
             Refusal::Versions { .. } | Refusal::TrainsNothing { .. } => made(" --schedule 1f1b"),
             Refusal::UnequalReplicas { .. } => made(""),
             Refusal::Shared { .. } => made(" --tensor never"),
+            Refusal::Zero { most, .. } => made(&format!(" --zero {most}")),
             Refusal::Deal { replicas, .. } => made(&format!(" --microbatches {replicas}, or a multiple of it,")),
             Refusal::Schedule { instead, .. } => made(&format!(" --schedule {instead}")),
             Refusal::CutModule { .. } => made(""),

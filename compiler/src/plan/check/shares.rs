@@ -54,8 +54,8 @@ pub fn kept(stage: &Stage, of: &Of) -> u64 {
     of.weights.min(apart.saturating_add(of.shared))
 }
 
-/// Bytes of gradients and of the optimizer's state on each replica.
-pub fn held(stage: &Stage, kind: ScheduleKind, of: &Of) -> (u64, u64) {
+/// Bytes of gradients and of the optimizer's state on each replica, of a stage with so many versions of its weights.
+pub fn held(stage: &Stage, versions: u32, kind: ScheduleKind, of: &Of) -> (u64, u64) {
     let state = |bytes: u64, masters: u64| ((bytes as f64 * of.state).ceil() as u64).saturating_add(masters);
     // Sums over the items of the replica, and those with what other stages have.
     let own = of.terms.saturating_add(of.shared);
@@ -69,11 +69,12 @@ pub fn held(stage: &Stage, kind: ScheduleKind, of: &Of) -> (u64, u64) {
         let (r, rest) = (u64::from(stage.replicas), bytes.saturating_sub(shared));
         (rest / r + u64::from(!rest.is_multiple_of(r))).saturating_add(shared)
     };
-    // Under 2BW the sums of a round are begun before those of the one before are done.
-    let two_rounds = kind == ScheduleKind::TwoBw;
-    let of_others = match (stage.zero, two_rounds) {
-        (1, true) => of.terms,
-        (2, true) => part(of.terms, of.shared).saturating_mul(2),
+    // With older versions others add to the sums of a round before a replica is done with those of the one before, and under 2BW it does itself.
+    let of_others = match stage.zero {
+        1 if kind == ScheduleKind::TwoBw => {
+            of.terms.saturating_add(part(of.terms, of.shared)).saturating_sub(of.shared)
+        }
+        2.. if versions > 1 => part(of.terms, of.shared).saturating_mul(2),
         _ => part(of.terms, of.shared),
     };
     // From the second level on a replica has of its own what one op makes at a time, or what is then added up with other stages.
