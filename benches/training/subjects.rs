@@ -12,7 +12,7 @@ pub struct Subject {
     /// What it is.
     pub about: &'static str,
     /// Its name in the zoo.
-    entry: &'static str,
+    pub entry: &'static str,
     settings: &'static [(&'static str, Setting)],
     /// Samples in a minibatch.
     pub batch: usize,
