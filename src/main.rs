@@ -43,6 +43,7 @@ mod seat;
 mod signals;
 mod source;
 mod stages;
+mod steady;
 mod stop;
 mod tensor;
 mod terms;

@@ -1,7 +1,10 @@
 //! Parameters that several stages of a plan share: which schedules can train them, and in which version.
 
+use crate::quantity;
 use compiler::import::onnx::name::shown;
-use compiler::plan::{Plan, Stage};
+use compiler::partition::planner::{PlanError, Planned};
+use compiler::plan::problem::{CostModel, Objective, Problem, Target};
+use compiler::plan::{Plan, ScheduleKind, Stage};
 use compiler::profile::cost_graph::ParamCost;
 use std::cmp::Reverse;
 
@@ -38,6 +41,92 @@ pub fn refused(params: &[ParamCost], plan: &Plan) -> Option<String> {
         more(shared.len()),
         plan.schedule.kind.name()
     ))
+}
+
+/// Bytes on the fullest device.
+fn most(plan: &Plan) -> u64 {
+    plan.stages.iter().map(|stage| stage.memory.total).max().unwrap_or(0)
+}
+
+/// A plan that `pipec train` takes in place of one that it refuses: the best with equally many replicas of the stages that share, else the best that
+/// flushes. It says what the other one would have brought; that stays where there is no better, or where cost models compare with the
+/// literature.
+pub fn trained(
+    problem: &Problem,
+    planned: Planned,
+    solve: &dyn Fn(&Problem) -> Result<Planned, PlanError>,
+) -> Result<Planned, PlanError> {
+    let mut shared = shared(&problem.graph.params, &planned.plan);
+    shared.retain(|(_, stages)| stages.iter().any(|stage| stage.replicas != stages[0].replicas));
+    let Some((first, stages)) = shared.first().filter(|_| refused(&problem.graph.params, &planned.plan).is_some())
+    else {
+        return Ok(planned);
+    };
+    if problem.cost != CostModel::Pipec {
+        return Ok(planned);
+    }
+    let is_taken = |other: &Planned| refused(&problem.graph.params, &other.plan).is_none();
+    let better = |left: &Planned, right: &Planned| {
+        let time = left.plan.predicted.minibatch_us.total_cmp(&right.plan.predicted.minibatch_us);
+        match problem.objective {
+            Objective::Memory => most(&left.plan).cmp(&most(&right.plan)).then(time),
+            _ => time,
+        }
+    };
+    let mut asked = Vec::new();
+    if problem.constraints.replicas.is_none() && problem.constraints.target.is_none() {
+        let mut even = problem.clone();
+        even.constraints.target = Some(Target::Torch);
+        // Other stages than those may keep their replicas.
+        let mut alike = problem.clone();
+        let ids: Vec<u32> = shared.iter().flat_map(|(_, stages)| stages.iter().map(|stage| stage.id.0)).collect();
+        let least =
+            planned.plan.stages.iter().filter(|stage| ids.contains(&stage.id.0)).map(|stage| stage.replicas).min();
+        let replicas = |stage: &Stage| least.filter(|_| ids.contains(&stage.id.0)).unwrap_or(stage.replicas);
+        alike.constraints.replicas = Some(planned.plan.stages.iter().map(replicas).collect());
+        asked.extend([even, alike]);
+    }
+    let found = asked.iter().filter_map(|asked| solve(asked).ok().filter(is_taken)).min_by(better);
+    let found = found.or_else(|| {
+        let mut flushed = problem.clone();
+        flushed.schedule = ScheduleKind::OneFOneB;
+        solve(&flushed).ok()
+    });
+    let Some(mut other) = found else { return Ok(planned) };
+    if problem.constraints.target.is_none() {
+        other.plan.options.remove("target");
+    }
+    if problem.constraints.replicas.is_none() {
+        other.plan.options.remove("stages");
+    }
+    if other.plan.schedule.kind == problem.schedule {
+        let (ours, theirs) = (&mut other.plan, &planned.plan);
+        ours.lower_bound_us = ours.lower_bound_us.min(theirs.lower_bound_us);
+        if better(&other, &planned).is_le() {
+            return Ok(other);
+        }
+        other.plan.proven_optimal = false;
+    }
+    let without = match problem.objective {
+        Objective::Memory => format!("{} on the fullest device", quantity::bytes(most(&planned.plan))),
+        _ => format!("{} per minibatch", quantity::time(planned.plan.predicted.step_us)),
+    };
+    let instead = match other.plan.schedule.kind == problem.schedule {
+        true => "these have equally many here".to_string(),
+        false => format!(
+            "this one is for {}, which trains them; no plan with equally many does what is asked",
+            other.plan.schedule.kind.name()
+        ),
+    };
+    let kind = problem.schedule.name();
+    other.plan.warnings.push(format!(
+        "stages {} of the best plan under {kind} ({without}) share the parameter `{}`{} and have unequally many replicas, which `pipec train` \
+         refuses: {instead}; `--schedule {kind}` plans the other",
+        listed(stages),
+        shown(&first.name),
+        more(shared.len()),
+    ));
+    Ok(other)
 }
 
 /// Where stages that share a parameter have it in other versions than their own, which a program does not say: all see the one that the

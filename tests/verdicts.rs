@@ -258,3 +258,59 @@ fn files_are_spoken_of_in_their_own_words() {
         }
     }
 }
+
+/// Two replicas before one, whose turns do not repeat: a run of any length has the same steady state, never under the bound.
+#[test]
+fn a_steady_state_is_that_of_no_run_in_particular() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    done(folder, &["zoo", "gpt", "-o", "gpt.onnx", "-q"]);
+    let flags = ["partition", "gpt.onnx", "--gpus", "3", "--profile", "analytic:v100", "-q", "-o", "p.json"];
+    for stages in ["2,1", "1,2", "3"] {
+        done(folder, &[&flags[..], &["--stages", stages]].concat());
+        let plan: Value = serde_json::from_str(&fs::read_to_string(folder.join("p.json")).unwrap()).unwrap();
+        let bound = plan["lower_bound_us"].as_f64().unwrap();
+        let mut told = Vec::new();
+        for minibatches in ["10", "50", "100", "104", "1000", "2600"] {
+            let flags = ["simulate", "p.json", "--minibatches", minibatches, "--format", "json", "-q"];
+            let json: Value = serde_json::from_str(&done(folder, &flags)).unwrap();
+            told.push(json["step_us"].as_f64().unwrap());
+        }
+        assert!(told.iter().all(|us| (us / told[0] - 1.0).abs() < 1e-3), "{stages}: {told:?}");
+        assert!(told.iter().all(|us| *us >= bound * (1.0 - 1e-9)), "{stages}: {told:?} under {bound}");
+    }
+}
+
+/// A tied embedding under little memory: what is planned can be trained, and a run is told to hold what the plan says.
+#[test]
+fn shared_parameters_are_planned_as_they_can_be_trained() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    done(folder, &["zoo", "gpt", "-o", "gpt.onnx", "-q"]);
+    let flags = ["partition", "gpt.onnx", "--gpus", "4", "--profile", "analytic:v100", "-o", "p.json"];
+    let read = || serde_json::from_str::<Value>(&fs::read_to_string(folder.join("p.json")).unwrap()).unwrap();
+    let train = ["train", "gpt.onnx", "--plan", "p.json", "--synthetic-data", "--steps", "2"];
+    for more in [&["--memory", "5MB"][..], &["--memory", "6MB"], &["--stages", "2,1"]] {
+        // Whoever says the order of work gets it.
+        let said = [&flags[..], more, &["--schedule", "1f1b-rr"]].concat();
+        assert!(ends(folder, 0, &said).1.contains("`pipec train` refuses"), "{more:?}");
+        ends(folder, 2, &train);
+        let before = read();
+        let told = ends(folder, 0, &[&flags[..], more].concat()).1;
+        ends(folder, 0, &train);
+        let plan = read();
+        let time = |plan: &Value| plan["predicted"]["minibatch_us"].as_f64().unwrap();
+        assert_eq!(told.contains("of the best plan under 1f1b-rr"), time(&plan) > time(&before), "{told}");
+        assert!(plan["options"].get("target").is_none(), "{plan}");
+        let is_flushed = more[0] == "--stages";
+        assert_eq!(plan["schedule"]["kind"] == "1f1b", is_flushed, "{plan}");
+        let json = done(folder, &["simulate", "p.json", "--format", "json", "-q"]);
+        let json: Value = serde_json::from_str(&json).unwrap();
+        let most = |of: Vec<u64>| of.into_iter().max().unwrap();
+        let held = most(json["workers"].as_array().unwrap().iter().map(|one| one["bytes"].as_u64().unwrap()).collect());
+        let stages = plan["stages"].as_array().unwrap();
+        let planned = most(stages.iter().map(|stage| stage["memory"]["total"].as_u64().unwrap()).collect());
+        assert!(held.abs_diff(planned) < 8, "{held} held, {planned} planned");
+    }
+    ends(folder, 0, &["train", "gpt.onnx", "--stages", "2,1", "--synthetic-data", "--steps", "2"]);
+}

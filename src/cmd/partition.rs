@@ -445,7 +445,12 @@ pub fn ask_of_groups(
         efficiency: Some(&|stages: &[Stage], edges: &[Edge], caps: &[u32]| efficiency(&problem, stages, edges, caps)),
     };
     let ask = |problem: &Problem| question.zero.plan(problem, &options);
-    let planned = if finds_bucket { best(&problem, &ask) } else { ask(&problem) };
+    let solve = |problem: &Problem| if finds_bucket { best(problem, &ask) } else { ask(problem) };
+    // Who says which order of work gets it, also where it cannot be trained.
+    let planned = solve(&problem).and_then(|planned| match question.schedule {
+        None => ties::trained(&problem, planned, &solve),
+        Some(_) => Ok(planned),
+    });
     let mut planned = planned.map_err(|error| unplanned(file, error, problem.schedule))?;
     if let Some(own) = &own {
         let pipeline = pipeline(&planned.plan).map_err(|error| Failure::bug(&error.to_string()))?;

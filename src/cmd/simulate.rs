@@ -3,10 +3,11 @@
 use crate::failure::Failure;
 use crate::own::{self, Own};
 use crate::screen::Screen;
-use crate::{cmd, prediction, quantity, source, stages};
+use crate::{cmd, prediction, quantity, source, stages, steady};
 use clap::Args;
 use compiler::export::trace::Trace;
 use compiler::export::trace::encode::encode;
+use compiler::plan::StageMemory;
 use compiler::plan::problem::CostModel;
 use compiler::schedule::Program;
 use compiler::schedule::chart::chart;
@@ -79,8 +80,7 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Failure> {
     let asked = arguments.minibatches;
     let pipeline = pipeline(&plan).map_err(|error| fail(&error))?;
     let microbatches = own.as_ref().map_or(plan.schedule.microbatches, Own::microbatches);
-    let in_flight = pipeline.stages.iter().map(|stage| u64::from(stage.replicas) * u64::from(stage.cap)).max();
-    let in_flight = in_flight.unwrap_or(0);
+    let in_flight = steady::in_flight(&pipeline);
     // Some rounds of all replicas, so that what they do together is seen, and enough to fill what is in flight.
     let usual = if microbatches == 1 {
         let even = pipeline.rounds().saturating_mul(4).max(8 * in_flight);
@@ -89,7 +89,7 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Failure> {
         USUAL
     };
     let minibatches = own.as_ref().map_or(Ok(asked), |own| own.count("--minibatches", asked))?.unwrap_or(usual);
-    let program = |minibatches| match &own {
+    let program_of = |minibatches| match &own {
         Some(own) => own.program(&pipeline, minibatches),
         None => {
             let count = StepCount { minibatches, microbatches };
@@ -127,10 +127,10 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Failure> {
         Ok(())
     };
     if let Some(path) = &arguments.programs {
-        write_program(path, &program(minibatches)?)?;
+        write_program(path, &program_of(minibatches)?)?;
     }
-    let drawn = if arguments.chart { Some(program(minibatches.min(CHARTED))?) } else { None };
-    let program = program(minibatches)?;
+    let drawn = if arguments.chart { Some(program_of(minibatches.min(CHARTED))?) } else { None };
+    let program = program_of(minibatches)?;
     let mut machine = run::Machine::of(&pipeline);
     machine.cores = plan.cluster.device.cores;
     machine.jitter = arguments.jitter.map(|share| run::Jitter { share, seed: arguments.seed });
@@ -141,13 +141,24 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Failure> {
         screen
             .note(&format!("{} workers share {cores}; the plan's own figures give each a core", program.workers.len()));
     }
-    let step = prediction::step_us(&timeline, &pipeline, microbatches);
+    let pace = steady::Run { pipeline: &pipeline, machine: &machine, microbatches, kind };
+    // Programs in a file are for as many minibatches as they are.
+    let is_fixed = own.as_ref().is_some_and(|own| own.minibatches().is_some());
+    let long = Some(pace.minibatches()).filter(|long| *long > minibatches && !is_fixed);
+    let step = match long {
+        Some(long) => pace.step_us(&program_of(long)?),
+        None => None,
+    };
+    let step = step.unwrap_or_else(|| pace.step_of(&timeline));
     let samples = plan.schedule.micro_batch as f64 * f64::from(microbatches);
     let samples_per_s = if step > 0.0 { samples * 1e6 / step } else { 0.0 };
     let workers: Vec<_> = (0..timeline.workers.len())
         .map(|at| {
             let share = if timeline.makespan > 0.0 { timeline.busy(at) / timeline.makespan } else { 0.0 };
-            (timeline.workers[at].name.clone(), share, timeline.peak_in_flight[at], timeline.peak_memory(at))
+            let beside = program.stages_of(program.workers[at].rank).filter_map(|id| plan.stages.get(id.index()));
+            let beside = beside.fold(0u64, |sum, stage| sum.saturating_add(throughout(&stage.memory)));
+            let held = timeline.peak_memory(at).saturating_add(beside);
+            (timeline.workers[at].name.clone(), share, timeline.peak_in_flight[at], held)
         })
         .collect();
     let mut played = plan.clone();
@@ -160,13 +171,13 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Failure> {
     let rows = workers.iter().map(|(name, busy, peak, bytes)| {
         vec![name.clone(), format!("{:.1} %", busy * 100.0), peak.to_string(), quantity::bytes(*bytes)]
     });
-    let steady = match microbatches == 1 && u64::from(minibatches) < 4 * in_flight {
-        true => format!("not in so short a run, `--minibatches {}` shows one", usual.max((4 * in_flight) as u32)),
+    let pace = match microbatches == 1 && long.is_none() && u64::from(minibatches) < 4 * in_flight {
+        true => "none in so short a run".to_string(),
         false => format!("{} per minibatch, {} samples/s", quantity::time(step), quantity::samples(samples_per_s)),
     };
     screen.prose(&format!(
         "{}\n{}\nsimulated      {} in {}; {} idle, filling and draining included\n\
-         steady state   {steady}; the plan says {} and {} samples/s\n",
+         steady state   {pace}; the plan says {} and {} samples/s\n",
         stages::heading(&played),
         stages::table(&["worker", "busy", "most in flight", "most held"], &[1, 2, 3], rows.collect()),
         stages::plural(u64::from(minibatches), "minibatch", "minibatches"),
@@ -207,6 +218,12 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Failure> {
         "workers": workers,
     }));
     Ok(())
+}
+
+/// Bytes that a replica of a stage holds whatever runs, beside the weights, their gradients and what items in flight have saved.
+fn throughout(memory: &StageMemory) -> u64 {
+    let all = [memory.optimizer, memory.between, memory.messages, memory.workspace];
+    all.into_iter().fold(memory.gradients.saturating_sub(memory.weights), u64::saturating_add)
 }
 
 /// A share of a time that it may be longer or shorter.

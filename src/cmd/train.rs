@@ -242,12 +242,20 @@ fn once(arguments: &Arguments, seat: &Seat, restarts: u32, screen: &Screen) -> R
     let usual = if whole { ScheduleKind::RoundRobin } else { ScheduleKind::OneFOneB };
     let schedule = asked.or(given.as_ref().map(|plan| plan.schedule.kind)).unwrap_or(usual);
     let schedule = arguments.policy.schedule(schedule, asked.is_some())?;
-    let plan = match given {
-        Some(plan) => plan,
-        None => own_plan(arguments, &loaded, batch, microbatches, (schedule, own.as_ref()))?,
+    // Where nobody says the order of work, and none is needed that does not flush, the planner may choose one that trains.
+    let is_free = asked.is_none() && whole && arguments.policy.schedule(ScheduleKind::OneFOneB, false).is_ok();
+    let said = Some(schedule).filter(|_| !is_free);
+    let (plan, schedule) = match given {
+        Some(plan) => (plan, schedule),
+        None => {
+            let plan = own_plan(arguments, &loaded, batch, microbatches, (said, own.as_ref()))?;
+            let planned = plan.schedule.kind;
+            (plan, said.unwrap_or(planned))
+        }
     };
     if arguments.plan.is_none() && plan.cluster.devices > 1 {
         screen.note(&format!("planned on analytic costs of a CPU\n{}", stages::stages(&plan, screen.width())));
+        plan.warnings.iter().for_each(|warning| screen.warn(warning));
         if let Some(shared) = prediction::shared(&plan) {
             screen.note(&shared);
         }
@@ -463,7 +471,7 @@ fn own_plan(
     loaded: &Loaded,
     batch: u64,
     microbatches: u32,
-    (schedule, own): (ScheduleKind, Option<&Own>),
+    (schedule, own): (Option<ScheduleKind>, Option<&Own>),
 ) -> Result<Plan, Failure> {
     let stages = match (&arguments.stages, own) {
         (None, Some(own)) if arguments.cut_after.is_none() => Some(own.replicas()?),
@@ -472,7 +480,7 @@ fn own_plan(
     let needed = stages.as_ref().map(|stages| stages.iter().fold(0u32, |sum, r| sum.saturating_add(*r)));
     let cuts = arguments.cut_after.as_ref().map(|cuts| cuts.len() as u32 + 1);
     let workers = arguments.workers.or(needed).or(cuts).unwrap_or(1).max(1);
-    if workers == 1 && schedule.has_chunks() {
+    if let Some(schedule) = schedule.filter(|schedule| workers == 1 && schedule.has_chunks()) {
         let what = format!("`--schedule {}` gives several stages to each of several workers", schedule.name());
         return Err(Failure::input(what)
             .because("neither `--workers` nor a plan says that there is more than one")
@@ -493,7 +501,7 @@ fn own_plan(
     }
     let costs = Costs { has_memory: false, ..source::assemble(loaded, micro_batch, cluster, times, floats, counted)? };
     let question = Question {
-        schedule: arguments.schedule.clone().or(Some(schedule.name().to_string())),
+        schedule: arguments.schedule.clone().or(schedule.map(|schedule| schedule.name().to_string())),
         microbatches,
         recompute: "never".to_string(),
         stages,
