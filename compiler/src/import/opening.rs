@@ -266,7 +266,11 @@ fn carry<B: Build + ?Sized>(
         Op::Input(input) if *want == symbol_of(want) => {
             return Err(Reason::Batch { input: input.name.clone(), axis });
         }
-        Op::Input(_) => return Err(stuck("it is an input of the model that would be a multiple of the batch")),
+        Op::Input(input) => {
+            let batch = build.frozen().and_then(|frozen| frozen.get(want.symbols().first()?).copied());
+            let size = shape[axis].known().unwrap_or_default();
+            return Err(Reason::Alike { input: input.name.clone(), axis, size, batch: batch.unwrap_or(1) });
+        }
         Op::Parameter(_) => return Err(stuck("it is a parameter")),
         Op::State(_) => return Err(stuck("its values are not known or differ from sample to sample")),
         Op::Constant(constant) => {

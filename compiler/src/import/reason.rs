@@ -76,6 +76,22 @@ pub enum Reason {
         /// Why it cannot.
         why: &'static str,
     },
+    /// A size of an input that the file's numbers do not tell from the batch.
+    #[error(
+        "it only works if axis {axis} of input `{}` is the batch, too: that is {size} in the file, a multiple of the batch {batch}, and a reshape \
+         before it can be read either way; an export with a batch that divides no other size, as 7 or 11, tells them apart",
+        shown(input)
+    )]
+    Alike {
+        /// The input.
+        input: String,
+        /// The axis.
+        axis: usize,
+        /// Its size in the file.
+        size: i64,
+        /// The batch in the file.
+        batch: i64,
+    },
     /// A value that no machine holds.
     #[error("its result {0} is too large")]
     Large(Fact),
