@@ -265,11 +265,7 @@ fn against_training(loaded: &Loaded, bound: &Result<Graph, Failure>) -> Vec<Stri
 }
 
 fn told(doubt: &Doubt) -> serde_json::Value {
-    let severity = match (doubt.is_wrong(), doubt.is_note()) {
-        (true, _) => "wrong",
-        (_, true) => "note",
-        _ => "warning",
-    };
+    let severity = if doubt.is_wrong() { "wrong" } else { "warning" };
     json!({
         "finding": doubt.name(), "severity": severity, "count": doubt.count, "first": doubt.first,
         "message": doubt.to_string(), "remedy": doubt.remedy(),

@@ -54,9 +54,9 @@ impl Doubt {
         self.finding != Finding::InferenceDropout
     }
 
-    /// Whether it is worth a note and no warning: some dropouts of a file that trains the others. The older exporter of
-    /// PyTorch writes those of its fused attention so, whatever it is told.
-    pub fn is_note(&self) -> bool {
+    /// Whether it is about some dropouts of a file that trains the others. The older exporter of PyTorch writes those of its fused
+    /// attention so, whatever it is told.
+    pub fn is_partial(&self) -> bool {
         self.finding == Finding::InferenceDropout && !self.beside.is_empty()
     }
 
@@ -76,7 +76,7 @@ impl Doubt {
     pub fn remedy(&self) -> String {
         match self.finding {
             Finding::FoldedBatchNorm => format!("export again with `{EXPORT}`, or save with `{SAVE}`"),
-            Finding::InferenceDropout if self.is_note() => "`--train-mode` turns them on".to_string(),
+            Finding::InferenceDropout if self.is_partial() => "`--train-mode` turns them on".to_string(),
             Finding::InferenceBatchNorm | Finding::InferenceDropout => {
                 format!("`--train-mode` turns them back; or export with `{EXPORT}`, or save with `{SAVE}`")
             }
