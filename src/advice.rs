@@ -1,5 +1,6 @@
 //! What to do next, for refusals of the rooms below: these say what is wrong and where, and know no command line.
 
+use crate::loss::Loss;
 use compiler::cluster::read::ClusterError;
 use compiler::import::import::ImportError;
 use compiler::import::onnx::error::{DecodeError, FormatError};
@@ -7,7 +8,7 @@ use compiler::import::onnx::lower::input::InputError;
 use compiler::import::onnx::lower::walk::LowerError;
 use compiler::import::onnx::name::shown;
 use compiler::import::supply;
-use compiler::pass::loss::LossError;
+use compiler::pass::loss::{LossError, TARGET};
 use compiler::plan::problem::ProblemError;
 use compiler::wording::near::nearest;
 use runtime::data::DataError;
@@ -21,7 +22,7 @@ use std::path::Path;
 const LISTED: usize = 4;
 
 /// The line that exports a model of PyTorch.
-const EXPORT: &str = "`torch.export.save(torch.export.export(model.train(), (x,)), \"model.pt2\")` in Python writes a model, graph and weights";
+pub const EXPORT: &str = "`torch.export.save(torch.export.export(model.train(), (x,)), \"model.pt2\")` in Python writes a model, graph and weights";
 
 /// About a file that is not there: the one that was meant, or what is there.
 pub fn absent(path: &Path) -> String {
@@ -190,6 +191,39 @@ pub fn data(error: &DataError) -> String {
         DataError::NotFinite { .. } => "clean the array, `numpy.nan_to_num` for example".to_string(),
         DataError::Few { rows, .. } => format!("`--batch {rows}` at most, or more rows"),
         DataError::Empty { .. } => "`pipec inspect MODEL` shows what the model reads".to_string(),
+    }
+}
+
+/// About targets that another loss compares with.
+pub fn targets(error: &DataError, loss: Loss) -> Option<String> {
+    let told = |sizes: &[usize]| {
+        let rows = ["rows".to_string()].into_iter();
+        rows.chain(sizes.iter().skip(1).map(ToString::to_string)).collect::<Vec<_>>().join(", ")
+    };
+    let name = loss.name();
+    match (error, loss) {
+        (DataError::Shape { name: array, got, expected }, Loss::Mse | Loss::Bce)
+            if array == TARGET && got.len() < expected.len() =>
+        {
+            Some(format!(
+                "`--loss {name}` compares every number that the model predicts with one of [{}]; `--loss cross-entropy` takes class numbers of [{}]",
+                told(expected),
+                told(got)
+            ))
+        }
+        (DataError::Shape { name: array, got, expected }, Loss::CrossEntropy)
+            if array == TARGET && got.len() > expected.len() =>
+        {
+            Some(format!(
+                "`--loss cross-entropy` takes class numbers of [{}]; `--loss mse`, or `bce` from 0 to 1, compares with [{}]",
+                told(expected),
+                told(got)
+            ))
+        }
+        (DataError::Fraction { name: array, .. }, Loss::CrossEntropy) if array == TARGET => Some(
+            "`--loss cross-entropy` takes class numbers: cast the array to int64; `--loss mse` or `bce` compares with fractions".to_string(),
+        ),
+        _ => None,
     }
 }
 

@@ -14,10 +14,10 @@ use crate::model::{self, Loaded};
 use crate::screen::Screen;
 use crate::source::{self, Costs, Format, Times};
 use crate::stages::COSTS;
+use crate::whose;
 use crate::zero::Zero;
 use clap::ValueEnum;
 use compiler::cluster::{Bytes, Cluster, Device, device};
-use compiler::import::onnx::name::shown;
 use compiler::plan::problem::{InFlight, Objective, Problem};
 use compiler::plan::zero::MOST;
 use compiler::plan::{Plan, PlannedCluster, buckets};
@@ -147,17 +147,7 @@ impl Source {
         if let (false, Some(floats)) = (costs.dtype == plan.dtype, DType::parse(&plan.dtype)) {
             costs = self.with(cluster(plan), micro_batch, Some(floats))?;
         }
-        let (here, there) = (&costs.model, &plan.model);
-        let is_other = match self.kind {
-            Kind::Published => here.sha256 != there.sha256,
-            _ => here.graph_hash != there.graph_hash,
-        };
-        if is_other || here.ops != there.ops {
-            let what = format!("{} is not the model of the plan", self.path.display());
-            let there = (shown(&there.file), there.ops);
-            return Err(Failure::input(what)
-                .because(format!("the plan is for {} with {} ops, this has {}", there.0, there.1, here.ops)));
-        }
+        whose::check(plan, &costs.model)?;
         Ok(costs)
     }
 }

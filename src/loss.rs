@@ -39,7 +39,8 @@ impl Loss {
         if is_scalar { Loss::Output } else { Loss::CrossEntropy }
     }
 
-    fn name(self) -> &'static str {
+    /// The name on the command line.
+    pub fn name(self) -> &'static str {
         match self {
             Loss::CrossEntropy => "cross-entropy",
             Loss::Mse => "mse",

@@ -51,6 +51,7 @@ mod ties;
 mod training;
 mod untrained;
 mod usage;
+mod whose;
 mod zero;
 
 use crate::arguments::{Cli, Verb};

@@ -15,7 +15,8 @@ use crate::own::Own;
 use crate::stop::{self, Stop};
 use crate::tensor::{self, Sharing};
 use crate::untrained;
-use compiler::graph::{Graph, hash::hash, order};
+use crate::whose;
+use compiler::graph::{Graph, order};
 use compiler::op::{NodeId, Op};
 use compiler::pass::loss::{TARGET, class_axis};
 use compiler::pass::mixed::{Mixed, mixed};
@@ -283,7 +284,7 @@ pub fn prepare(task: &mut Task<'_>) -> Result<Prepared, Failure> {
     };
     let labels = if arrays.contains_key(TARGET) || !arrays.contains_key(LABELS) { TARGET } else { LABELS };
     let unfit = |error: DataError| {
-        let help = advice::data(&error);
+        let help = advice::targets(&error, loss).unwrap_or_else(|| advice::data(&error));
         Failure::input("the data does not fit the model").because(named(error, labels)).help(help)
     };
     let known = |arrays| {
@@ -303,7 +304,7 @@ pub fn prepare(task: &mut Task<'_>) -> Result<Prepared, Failure> {
         }
         HeldOut::Arrays(arrays) => {
             let unfit = |error| {
-                let help = advice::data(&error);
+                let help = advice::targets(&error, loss).unwrap_or_else(|| advice::data(&error));
                 Failure::input("what is held out does not fit the model").because(named(error, TARGET)).help(help)
             };
             (data, Some(known(arrays).map_err(unfit)?))
@@ -538,18 +539,7 @@ fn named(mut error: DataError, labels: &str) -> DataError {
 /// The stage of every op, by its number.
 fn stages(loaded: &Loaded, graph: &Graph, plan: &Plan) -> Result<Vec<usize>, Failure> {
     let ops = order::numbered(graph).len();
-    let other = |why: String| {
-        Err(Failure::input("the plan is for another model")
-            .because(why)
-            .help("`pipec partition` makes a plan for this one"))
-    };
-    if plan.model.ops != ops as u64 {
-        return other(format!("it has {} ops, this model has {ops}", plan.model.ops));
-    }
-    let here = hash(&loaded.model.graph);
-    if plan.model.graph_hash != here {
-        return other(format!("the hash of its graph is `{}`, this model's is `{here}`", plan.model.graph_hash));
-    }
+    whose::check(plan, &loaded.planned(ops, plan.model.import.loss.clone()))?;
     let mut stage_of = vec![0; ops];
     for (at, stage) in plan.stages.iter().enumerate() {
         stage.op_ids().for_each(|op| stage_of[op as usize] = at);

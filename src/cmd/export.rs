@@ -7,14 +7,12 @@ use crate::model::{self, Loaded};
 use crate::own::{self, Own};
 use crate::screen::Screen;
 use crate::source;
-use crate::{cmd, quantity};
+use crate::{cmd, quantity, whose};
 use clap::Args;
 use compiler::export::target::refusal::Refusal;
 use compiler::export::target::table::{self, Entry, TARGETS};
 use compiler::export::target::{Asked, Bundle, File, Need};
-use compiler::graph::hash::hash;
 use compiler::import::import::Batch;
-use compiler::import::onnx::name::shown;
 use compiler::plan::Plan;
 use compiler::profile::cost_graph::CostGraph;
 use compiler::schedule::csv::{Table, csv};
@@ -127,12 +125,8 @@ fn loaded(arguments: &Arguments, plan: &Plan, screen: &Screen) -> Result<Loaded,
     let mut import = Import::default();
     import.follow(&plan.model.import);
     let loaded = model::read(path, &import, screen)?;
-    let (here, there) = (loaded.profiled().ops, plan.model.ops);
-    if here != there || hash(&loaded.model.graph) != plan.model.graph_hash {
-        return Err(Failure::input(format!("{} is not the model of the plan", path.display()))
-            .because(format!("the plan is for {} with {there} ops, this has {here}", shown(&plan.model.file)))
-            .help("name the file that was planned, or plan this one"));
-    }
+    let ops = loaded.profiled().ops as usize;
+    whose::check(plan, &loaded.planned(ops, plan.model.import.loss.clone()))?;
     // Torch runs the file as it is, whose sizes are checked there.
     let micro_batch = plan.schedule.micro_batch;
     if arguments.to.name == "torch"

@@ -20,8 +20,10 @@ use crate::tensor::degree;
 use crate::training::{self, Data, HeldOut, Length, Prepared, Task};
 use crate::{advice, cmd, given, output, prediction, quantity, stages};
 use clap::Args;
+use compiler::export::stage_name::ranges;
 use compiler::export::trace::Trace;
 use compiler::export::trace::encode::encode;
+use compiler::import::import::Batch;
 use compiler::op::Op;
 use compiler::pass::loss::attach;
 use compiler::plan::groups::MOST;
@@ -319,7 +321,9 @@ fn once(arguments: &Arguments, seat: &Seat, restarts: u32, screen: &Screen) -> R
     prepared.sharing.iter().for_each(|sharing| screen.note(&sharing.told()));
     arguments.policy.remarks(schedule, screen);
     if let Some(folder) = checkpoint_dir {
-        fs::create_dir_all(folder).map_err(|error| Failure::file("make the folder", folder, error))?;
+        fs::create_dir_all(folder).map_err(|error| {
+            Failure::file("make the folder", folder, error).help("`--checkpoint-dir` in a place that can be written to")
+        })?;
     }
     let _held = checkpoint_dir.as_deref().filter(|_| seat.reports()).map(checkpoints::hold).transpose()?;
     // Another run may have ended here since it was asked first.
@@ -446,12 +450,25 @@ fn remarks(task: &Task<'_>, prepared: &Prepared, screen: &Screen) {
         ));
     }
     if task.schedule.is_round_robin() {
-        for stage in task.plan.stages.iter().filter(|stage| stage.replicas > 1) {
-            let (id, r) = (stage.id.0, stage.replicas);
+        let mut counts: Vec<u32> = task.plan.stages.iter().map(|stage| stage.replicas).filter(|r| *r > 1).collect();
+        counts.sort_unstable();
+        counts.dedup();
+        let batch = quantity::count(prepared.batch);
+        for r in counts {
+            let ids: Vec<u32> =
+                task.plan.stages.iter().filter(|stage| stage.replicas == r).map(|stage| stage.id.0).collect();
+            let which = if ids.len() > 1 { "stages" } else { "stage" };
+            let (has, each) = if ids.len() > 1 { ("have", " each") } else { ("has", "") };
             let samples = quantity::count(prepared.batch.saturating_mul(r.into()));
+            let ways = match task.loaded.model.batch {
+                Batch::Symbol { .. } => "`--batch` sets a minibatch",
+                Batch::Fixed { .. } => {
+                    "the file fixes a minibatch, so that fewer replicas or an export with an open batch change that"
+                }
+            };
             screen.note(&format!(
-                "stage {id} has {r} replicas: one update averages {r} minibatches, {samples} samples in place of {}; `--batch` sets a minibatch",
-                quantity::count(prepared.batch)
+                "{which} {} {has} {r} replicas{each}: one update averages {r} minibatches, {samples} samples in place of {batch}; {ways}",
+                ranges(&ids)
             ));
         }
     }
