@@ -33,7 +33,7 @@ pub fn wants_json(arguments: impl IntoIterator<Item = String>) -> bool {
 /// Adds what was most likely meant by a verb that does not exist, or where a flag belongs that the verb does not have.
 pub fn advised(mut error: Error, command: &Command, arguments: &[String]) -> Error {
     let mut verb = command;
-    for word in arguments {
+    for word in arguments.iter().filter(|word| *word != "help") {
         verb = verb.find_subcommand(word).unwrap_or(verb);
     }
     let text = |kind| match error.get(kind) {
@@ -42,9 +42,36 @@ pub fn advised(mut error: Error, command: &Command, arguments: &[String]) -> Err
     };
     match (error.kind(), text(ContextKind::InvalidSubcommand), text(ContextKind::InvalidArg)) {
         (ErrorKind::InvalidSubcommand, Some(said), _) => {
-            if let Some(near) = nearest(&said, verb.get_subcommands().map(Command::get_name)) {
-                error.insert(ContextKind::SuggestedSubcommand, ContextValue::String(near.to_string()));
+            let names = || verb.get_subcommands().map(Command::get_name).filter(|name| *name != "help");
+            match nearest(&said, names()) {
+                Some(near) => {
+                    error.insert(ContextKind::SuggestedSubcommand, ContextValue::String(near.to_string()));
+                }
+                None if verb.get_name() == command.get_name() => tip(&mut error, "`pipec --help` lists the verbs"),
+                None => {
+                    let (name, all) = (verb.get_name(), names().collect::<Vec<_>>().join("`, `"));
+                    tip(&mut error, &format!("`pipec {name}` goes on with one of `{all}`"));
+                }
             }
+        }
+        (ErrorKind::MissingRequiredArgument, ..) if takes_model(verb) => tip(
+            &mut error,
+            &format!("`pipec zoo gpt -o gpt.onnx` writes a model to try: `pipec {} gpt.onnx`", verb.get_name()),
+        ),
+        (ErrorKind::ValueValidation, ..) => match text(ContextKind::InvalidValue) {
+            Some(value) if value.contains(',') && value.replace(',', ".").parse::<f64>().is_ok() => {
+                tip(&mut error, &format!("numbers are written with a point: `{}`", value.replace(',', ".")));
+            }
+            Some(value) if value == "0" => tip(&mut error, "1 is the least"),
+            _ => {}
+        },
+        (ErrorKind::UnknownArgument, _, Some(said)) if meant(verb, &said).is_some() => {
+            let flag = meant(verb, &said).unwrap_or_default();
+            tip(&mut error, &format!("`{said}` is no flag here; was `--{flag}` meant?"));
+        }
+        (ErrorKind::UnknownArgument, _, Some(said)) if begun(verb, &said).is_some() => {
+            let whole = begun(verb, &said).unwrap_or_default();
+            error.insert(ContextKind::SuggestedArg, ContextValue::String(whole));
         }
         (ErrorKind::UnknownArgument, _, Some(said)) => {
             let Some(where_to) = said.strip_prefix("--").and_then(|flag| elsewhere(command, verb, flag)) else {
@@ -62,12 +89,52 @@ pub fn advised(mut error: Error, command: &Command, arguments: &[String]) -> Err
     error
 }
 
+/// What other tools call by one letter, and our flags that may be meant, the likeliest first.
+const LETTERS: [(&str, &[&str]); 8] = [
+    ("-n", &["gpus", "steps", "minibatches"]),
+    ("-g", &["gpus"]),
+    ("-b", &["batch", "micro-batch"]),
+    ("-e", &["epochs"]),
+    ("-l", &["lr", "levels"]),
+    ("-p", &["plan", "profile"]),
+    ("-m", &["memory", "microbatches"]),
+    ("-s", &["stages", "schedule"]),
+];
+
+/// The flag of a verb that a letter stands for elsewhere.
+fn meant(verb: &Command, said: &str) -> Option<&'static str> {
+    let (_, flags) = LETTERS.into_iter().find(|(letter, _)| *letter == said)?;
+    flags.iter().copied().find(|flag| verb.get_arguments().any(|own| own.get_long() == Some(*flag)))
+}
+
+/// Whether what a verb asks for first is a model.
+fn takes_model(verb: &Command) -> bool {
+    ["inspect", "profile", "partition", "train", "sweep"].contains(&verb.get_name())
+}
+
+/// Says what to do next.
+fn tip(error: &mut Error, text: &str) {
+    let mut tip = StyledStr::new();
+    tip.push_str(text);
+    error.insert(ContextKind::Suggested, ContextValue::StyledStrs(vec![tip]));
+}
+
+/// The one flag of a verb that begins as what was said.
+fn begun(verb: &Command, said: &str) -> Option<String> {
+    let start = said.strip_prefix("--").filter(|start| start.len() > 2)?;
+    let mut all = verb.get_arguments().filter_map(|own| own.get_long()).filter(|own| own.starts_with(start));
+    all.next().filter(|_| all.next().is_none()).map(|flag| format!("--{flag}"))
+}
+
 /// The other verbs that have a flag, in a sentence.
 fn elsewhere(command: &Command, verb: &Command, flag: &str) -> Option<String> {
     let has = |of: &&Command| of.get_arguments().any(|own| own.get_long() == Some(flag));
     let all = command.get_subcommands().filter(|of| of.get_name() != verb.get_name());
     let verbs: Vec<&str> = all.filter(has).map(Command::get_name).collect();
-    if verb.get_name() == TRAINS && verbs.contains(&PLANS) {
+    // What only changes what is printed is no question of the plan.
+    let is_asked = |own: &&clap::Arg| own.get_long() == Some(flag) && own.get_help_heading() != Some("Results");
+    let asks = command.find_subcommand(PLANS).is_some_and(|plans| plans.get_arguments().any(|own| is_asked(&own)));
+    if verb.get_name() == TRAINS && verbs.contains(&PLANS) && asks {
         return Some(format!(
             "`--{flag}` is a flag of `pipec {PLANS}`: the plan that it writes holds the answer, and `pipec {TRAINS} MODEL --plan FILE` trains it"
         ));
@@ -119,6 +186,12 @@ mod tests {
         assert!(!told("pipec train m.onnx --zero 2").contains("a similar"));
         assert!(told("pipec report p.json --lr 2").contains("tip: `--lr` is a flag of `pipec train`"));
         assert!(!told("pipec train m.onnx --flux 2").contains("is a flag of"));
+    }
+
+    #[test]
+    fn a_flag_that_is_begun_is_told_whole() {
+        assert!(told("pipec train m.onnx --microbatch 4").contains("'--microbatches'"));
+        assert!(told("pipec train m.onnx --optim sgd").contains("'--optimizer'"));
     }
 
     #[test]
