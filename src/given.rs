@@ -2,6 +2,7 @@
 
 use crate::advice;
 use crate::failure::Failure;
+use crate::kind;
 use crate::screen::Screen;
 use compiler::graph::Graph;
 use compiler::import::onnx::name::shown;
@@ -20,9 +21,17 @@ pub const LABELS: &str = "y";
 /// The arrays of a file.
 pub fn read(path: &Path, what: &str) -> Result<BTreeMap<String, Tensor>, Failure> {
     weights::read(path).map_err(|error| {
+        if let (false, Some((why, help))) = (matches!(error, FileError::Early { .. }), kind::no_arrays(path)) {
+            return Failure::input(format!("cannot read {what}"))
+                .because(format!("{}: {why}", path.display()))
+                .help(help);
+        }
         let help = match &error {
             FileError::Read { fault, .. } if fault.kind() == ErrorKind::NotFound => advice::absent(path),
             FileError::Extension { .. } => "`numpy.savez(\"train.npz\", x=…, y=…)` writes a file of arrays".to_string(),
+            FileError::Early { .. } => {
+                "write the file again, or copy it again: what is missing cannot be read".to_string()
+            }
             _ => "`numpy.load(FILE)` in Python says what is in it; arrays of objects are never read".to_string(),
         };
         Failure::input(format!("cannot read {what}")).because(error).help(help)

@@ -1,5 +1,10 @@
 //! What a file is, by its first bytes, where something else was expected: its kind, and which verb or flag takes it.
 
+use crate::advice::EXPORT;
+use std::fs::File;
+use std::io::Read;
+use std::path::Path;
+
 /// What the bytes look like, and what to do with such a file; nothing where they look like nothing that is known.
 pub fn of(bytes: &[u8]) -> Option<(&'static str, &'static str)> {
     const MODEL: &str = "`pipec partition FILE` plans a model, `pipec inspect FILE` says what it is";
@@ -21,6 +26,38 @@ pub fn of(bytes: &[u8]) -> Option<(&'static str, &'static str)> {
         () if is_onnx(bytes) => ("it looks like an ONNX model", MODEL),
         () => return None,
     })
+}
+
+/// What a file is that is no model, where that shows in its first bytes or its name, and what to do with it.
+pub fn no_model(path: &Path) -> Option<(String, String)> {
+    if path.extension().is_some_and(|extension| extension == "py" || extension == "ipynb") && path.is_file() {
+        let what = "it is Python, and what pipec reads is the model that it makes".to_string();
+        return Some((what, EXPORT.to_string()));
+    }
+    let (what, help) = of(&start(path)?)?;
+    let holds_arrays = what.contains("array") || what.contains("safetensors");
+    holds_arrays.then(|| (format!("{what}, a model is expected"), help.to_string()))
+}
+
+/// What a file is that holds no arrays, where that shows in its first bytes, and what to do with it.
+pub fn no_arrays(path: &Path) -> Option<(String, String)> {
+    let start = start(path)?;
+    if start.starts_with(b"{") && String::from_utf8_lossy(&start).contains("\"pipec.plan/") {
+        return Some((
+            "it looks like a plan of `pipec partition`".to_string(),
+            "`--plan FILE` takes a plan".to_string(),
+        ));
+    }
+    let (what, _) = of(&start).filter(|(what, _)| what.contains("model"))?;
+    Some((what.to_string(), "a model comes first, and no flag before it: `pipec train MODEL --data FILE`".to_string()))
+}
+
+/// The first bytes of a file.
+fn start(path: &Path) -> Option<Vec<u8>> {
+    let file = path.is_file().then(|| File::open(path).ok()).flatten()?;
+    let mut bytes = Vec::new();
+    file.take(NAMES as u64).read_to_end(&mut bytes).ok()?;
+    Some(bytes)
 }
 
 /// Bytes in which names of an archive are looked for.

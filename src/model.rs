@@ -3,7 +3,7 @@
 use crate::arguments::Import;
 use crate::failure::Failure;
 use crate::screen::Screen;
-use crate::{advice, source};
+use crate::{advice, kind, source};
 use compiler::export::target::Imported;
 use compiler::graph::Graph;
 use compiler::graph::bind::{bind, symbols};
@@ -43,8 +43,7 @@ pub fn load(path: &Path, import: &Import, screen: &Screen) -> Result<Loaded, Fai
 
 /// Tells a doubt with what mends it.
 pub fn tell(doubt: &Doubt, screen: &Screen) {
-    let text = format!("{doubt}; {}", doubt.remedy());
-    if doubt.is_note() { screen.note(&text) } else { screen.warn(&text) }
+    screen.warn(&format!("{doubt}; {}", doubt.remedy()));
 }
 
 /// Imports the file and tells its warnings.
@@ -93,6 +92,11 @@ fn refused(path: &Path, error: &ImportError) -> Failure {
         && let Some(other) = source::other_file(&text, "model")
     {
         return Failure::input(what).because(other).help("name the model, an .onnx or .pt2 file");
+    }
+    if matches!(error, ImportError::Decode(_) | ImportError::Archive(_) | ImportError::NoArchive { .. })
+        && let Some((why, help)) = kind::no_model(path)
+    {
+        return Failure::input(what).because(why).help(help);
     }
     Failure::input(what).because(error).help(advice::import(path, error))
 }

@@ -68,8 +68,11 @@ pub fn plan(path: &Path) -> Result<Plan, Failure> {
         let (why, help) = match kind::of(text.as_bytes()) {
             Some((what, help)) => (what.to_string(), help),
             None => (
-                other_file(&text, "plan").unwrap_or_else(|| error.to_string()),
-                "`pipec schema plan` prints what a plan looks like",
+                other_file(&text, "plan").or_else(|| cut_short(&text)).unwrap_or_else(|| error.to_string()),
+                match cut_short(&text) {
+                    Some(_) => "copy it again, or `pipec partition` writes it anew",
+                    None => "`pipec schema plan` prints what a plan looks like",
+                },
             ),
         };
         Failure::file("read the plan", path, why).help(help)
@@ -82,6 +85,12 @@ pub fn other_file(text: &str, expected: &str) -> Option<String> {
     let schema = value.get("schema")?.as_str()?;
     let kind = schema.strip_prefix("pipec.")?.split('/').next()?;
     (kind != expected).then(|| format!("it is a {} (`{}`), a {expected} is expected", shown(kind), shown(schema)))
+}
+
+/// Whether a file of JSON ends before what it began.
+fn cut_short(text: &str) -> Option<String> {
+    let error = serde_json::from_str::<serde_json::Value>(text).err().filter(serde_json::Error::is_eof)?;
+    Some(format!("it ends early, after {} bytes, in line {}", text.len(), error.line()))
 }
 
 /// Writes a file whole or not at all. A link is followed; what is there and is no file, a pipe or a device, is written into as it is.
@@ -432,7 +441,7 @@ fn told(profile: Option<&str>) -> Result<Told, Failure> {
 pub fn read_profile(path: &Path) -> Result<(String, Profile), Failure> {
     let text = text(path, MOST_PLAN_BYTES)?;
     let profile = profile::read::from_json(&text).map_err(|error| {
-        let why = other_file(&text, "profile").unwrap_or_else(|| error.to_string());
+        let why = other_file(&text, "profile").or_else(|| cut_short(&text)).unwrap_or_else(|| error.to_string());
         Failure::file("read the profile", path, why).help("`pipec profile MODEL -o profile.json` writes one")
     })?;
     Ok((sha256(text.as_bytes()), profile))

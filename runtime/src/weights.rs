@@ -26,6 +26,8 @@ pub enum FileError {
     Array { path: PathBuf, name: String, fault: String },
     #[error("{path} is no npz file: {fault}")]
     Npz { path: PathBuf, fault: String },
+    #[error("{path} ends early, after {bytes} bytes: {missing}")]
+    Early { path: PathBuf, bytes: u64, missing: String },
     #[error("{path}: expected a file that ends in .safetensors, .npz or .npy")]
     Extension { path: PathBuf },
 }
@@ -115,6 +117,9 @@ pub fn decode(path: &Path, bytes: &[u8]) -> Result<BTreeMap<String, Tensor>, Fil
     if let Some(header) = bytes.get(8..8 + length as usize) {
         refuse_duplicates(header).map_err(wrong)?;
     }
+    if let Some(missing) = bytes.get(8..).and_then(|rest| cut_short(rest, length)) {
+        return Err(FileError::Early { path: path.to_path_buf(), bytes: bytes.len() as u64, missing });
+    }
     let file = SafeTensors::deserialize(bytes).map_err(|e| wrong(e.to_string()))?;
     let mut tensors = BTreeMap::new();
     for (name, view) in file.tensors() {
@@ -127,6 +132,17 @@ pub fn decode(path: &Path, bytes: &[u8]) -> Result<BTreeMap<String, Tensor>, Fil
         tensors.insert(name, tensor.map_err(|e| wrong(e.to_string()))?);
     }
     Ok(tensors)
+}
+
+/// What is missing of a file that ends before its header says that it does.
+fn cut_short(rest: &[u8], header: u64) -> Option<String> {
+    let Some(text) = rest.get(..header as usize) else {
+        return Some(format!("the header alone has {} bytes", header.saturating_add(8)));
+    };
+    let tensors: BTreeMap<String, serde_json::Value> = serde_json::from_slice(text).ok()?;
+    let ends = tensors.values().filter_map(|tensor| tensor.get("data_offsets")?.get(1)?.as_u64());
+    let whole = ends.max()?.checked_add(header)?.checked_add(8)?;
+    (whole > rest.len() as u64 + 8).then(|| format!("its header names {whole}"))
 }
 
 /// The format's reader keeps the last of two equal names; we refuse both.

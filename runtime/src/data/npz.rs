@@ -24,8 +24,10 @@ pub fn read(path: &Path) -> Result<BTreeMap<String, Tensor>, FileError> {
     let kind = file.metadata().map_err(|fault| FileError::Read { path: path.to_path_buf(), fault })?;
     let size = kind.len();
     let wrong = |fault: String| FileError::Npz { path: path.to_path_buf(), fault };
-    let mut archive =
-        ZipArchive::new(std::io::BufReader::new(file)).map_err(|e| wrong(format!("not a zip archive: {e}")))?;
+    let mut archive = ZipArchive::new(std::io::BufReader::new(file)).map_err(|e| match cut_short(path, size) {
+        Some(missing) => FileError::Early { path: path.to_path_buf(), bytes: size, missing },
+        None => wrong(format!("not a zip archive: {e}")),
+    })?;
     if archive.len() > ENTRY_LIMIT {
         return Err(wrong(format!("{} entries; the most is {ENTRY_LIMIT}", archive.len())));
     }
@@ -64,15 +66,60 @@ pub fn read(path: &Path) -> Result<BTreeMap<String, Tensor>, FileError> {
 fn entries(path: &Path) -> Option<usize> {
     let mut file = std::fs::File::open(path).ok()?;
     let size = file.metadata().ok()?.len();
+    let (bytes, at) = end(&mut file, size)?;
+    let at = at?;
+    let count = u16::from_le_bytes(bytes.get(at + 10..at + 12)?.try_into().ok()?);
+    (count != u16::MAX).then_some(usize::from(count))
+}
+
+/// The last bytes of a file, and where among them the record stands that ends a zip archive.
+fn end(file: &mut std::fs::File, size: u64) -> Option<(Vec<u8>, Option<usize>)> {
     // The record has 22 bytes and a comment of at most 65,535 behind it.
     let tail = size.min(22 + 65_535);
     file.seek(SeekFrom::Start(size - tail)).ok()?;
     let mut bytes = Vec::new();
     file.take(tail).read_to_end(&mut bytes).ok()?;
-    let at = bytes.windows(4).rposition(|w| w == b"PK\x05\x06")?;
-    let count = u16::from_le_bytes(bytes.get(at + 10..at + 12)?.try_into().ok()?);
-    (count != u16::MAX).then_some(usize::from(count))
+    let at = bytes.windows(4).rposition(|w| w == b"PK\x05\x06");
+    Some((bytes, at))
 }
+
+/// What is missing of an archive that begins as one and has no end: the list of its arrays, which comes last, and more where the file ends
+/// within one of them.
+fn cut_short(path: &Path, size: u64) -> Option<String> {
+    let mut file = std::fs::File::open(path).ok()?;
+    if end(&mut file, size)?.1.is_some() {
+        return None;
+    }
+    let mut at = 0u64;
+    loop {
+        // Of an entry: a mark, sizes at 18 and 22, lengths of name and extra field at 26 and 28, then those two, then the array.
+        let mut head = [0u8; 30];
+        file.seek(SeekFrom::Start(at)).ok()?;
+        if file.read_exact(&mut head).is_err() || !head.starts_with(b"PK\x03\x04") {
+            return (at > 0 || size < 30 && head.starts_with(b"PK")).then(|| LIST.to_string());
+        }
+        let short = |from: usize| u64::from(u16::from_le_bytes([head[from], head[from + 1]]));
+        let packed = u32::from_le_bytes([head[18], head[19], head[20], head[21]]);
+        let (name, extra) = (short(26), short(28));
+        let mut more = vec![0u8; (name + extra) as usize];
+        if file.read_exact(&mut more).is_err() {
+            return Some(LIST.to_string());
+        }
+        let (name, extra) = more.split_at(name as usize);
+        // Large sizes stand in the extra field: kind 1, its length, the whole size, the packed one.
+        let large = extra.get(12..20).filter(|_| packed == u32::MAX && extra.starts_with(&[1, 0]));
+        let packed = large.and_then(|bytes| bytes.try_into().ok()).map_or(u64::from(packed), u64::from_le_bytes);
+        let end = (at + 30).checked_add(more.len() as u64)?.checked_add(packed)?;
+        if end > size {
+            let name = String::from_utf8_lossy(name);
+            return Some(format!("array `{}` goes on to byte {end}", name.trim_end_matches(".npy").escape_debug()));
+        }
+        at = end;
+    }
+}
+
+/// What an archive without its end lacks.
+const LIST: &str = "the list of its arrays, which comes last, is missing";
 
 /// The array of an npy file.
 pub fn read_npy(path: &Path) -> Result<Tensor, FileError> {
