@@ -108,6 +108,13 @@ impl Failure {
         self
     }
 
+    /// Says what else to do next.
+    pub fn and(mut self, more: impl fmt::Display) -> Failure {
+        let help = self.help.take().map_or(String::new(), |help| help + "; ");
+        self.help = Some(format!("{help}{more}"));
+        self
+    }
+
     /// Says what to do next.
     pub fn help(mut self, help: impl fmt::Display) -> Failure {
         self.help = Some(help.to_string());

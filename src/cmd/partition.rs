@@ -3,7 +3,7 @@
 use crate::arguments::{Devices, Dims};
 use crate::batch;
 use crate::cmd::optimizer::{self, Optimizer};
-use crate::cmd::unplanned::unplanned;
+use crate::cmd::unplanned::{Size, tried, unplanned};
 use crate::failure::Failure;
 use crate::groups::{self, Groups};
 use crate::loss::LossArguments;
@@ -235,16 +235,17 @@ pub fn run(arguments: Box<Arguments>, screen: &Screen) -> Result<(), Failure> {
     }
     // Another run may have ended here since it was asked first.
     keep_others(&arguments, &plan.model)?;
+    let wrote = if path.is_file() { "replaced" } else { "wrote" };
     source::write(&path, json.as_bytes())?;
     if let Some(verdict) = prediction::verdict(plan) {
         screen.text(&verdict);
     }
     screen.text(&prediction::told(plan, screen));
     if arguments.compare {
-        screen.text(&candidates::table(&planned));
+        screen.text(&candidates::table(&planned, screen.width()));
     }
     if !tried.is_empty() {
-        screen.text(&batch::table(&tried, plan.objective));
+        screen.text(&batch::table(&tried, plan.objective, screen.width()));
     }
     plan.warnings.iter().chain(&refused).for_each(|warning| screen.warn(warning));
     if !plan.schedule.kind.is_continuous()
@@ -263,7 +264,7 @@ pub fn run(arguments: Box<Arguments>, screen: &Screen) -> Result<(), Failure> {
         CostModel::Load | CostModel::Hybrid => format!("next: pipec plan check {}\n", path.display()),
         _ => next(&arguments.file, &path, own, plan.schedule.kind, refused.is_some()),
     };
-    screen.text(&format!("\nwrote {}\n{next}", path.display()));
+    screen.text(&format!("\n{wrote} {}\n{next}", path.display()));
     Ok(())
 }
 
@@ -280,7 +281,9 @@ fn plan(arguments: &Arguments, screen: &Screen) -> Result<(Planned, Option<Strin
     let costs = source::costs(arguments, screen)?;
     keep_others(arguments, &costs.model)?;
     let params = costs.graph.params.clone();
-    let planned = ask(&arguments.file, costs, &arguments.question)?;
+    let size = Size { ops: costs.graph.ops.len(), devices: costs.cluster.devices(), micro_batch: costs.micro_batch };
+    let planned =
+        ask(&arguments.file, costs, &arguments.question).map_err(|failure| tried(arguments, size, failure))?;
     let refused = ties::refused(&params, &planned.plan);
     ties::aged(&params, &planned.plan).iter().for_each(|told| screen.note(told));
     Ok((planned, refused))

@@ -1,11 +1,15 @@
 //! Why nothing can be planned, and what would do.
 
-use crate::failure::Failure;
-use crate::{advice, quantity, stages};
+use crate::cmd::partition::{Arguments, ask};
+use crate::failure::{Failure, INFEASIBLE};
+use crate::screen::Screen;
+use crate::zero::Zero;
+use crate::{advice, quantity, source, stages};
 use compiler::partition::lack::TooSmall;
 use compiler::partition::planner::PlanError;
 use compiler::plan::ScheduleKind;
 use compiler::plan::problem::ProblemError;
+use compiler::plan::zero::MOST;
 use std::path::Path;
 
 /// The failure, with the least that would do where something does not fit.
@@ -28,14 +32,81 @@ pub fn unplanned(file: &Path, error: PlanError, schedule: ScheduleKind) -> Failu
             );
             let least = quantity::at_least(*smallest_limit);
             Failure::infeasible(format!("no feasible plan for {}", file.display())).because(why).help(format!(
-                "`--memory {least}` is the least that was found to do; {}a smaller micro-batch or more devices need less",
-                fewer(schedule)
+                "`--memory {least}` is the least that was found to do"
             ))
         }
         PlanError::TooSmall(small) => too_small(file, small, schedule),
         PlanError::Unsound(_) => Failure::bug(&error.to_string()),
     }
 }
+
+/// The failure with the ways out that are known to help: each change by itself is planned for, and those that fit are told with what they bring.
+/// For large models that would take long, and ways are told untried.
+pub fn tried(arguments: &Arguments, size: Size, failure: Failure) -> Failure {
+    if failure.code != INFEASIBLE {
+        return failure;
+    }
+    if size.ops > MOST_OPS || size.devices > MOST_DEVICES {
+        return failure.and("a smaller micro-batch or more devices need less");
+    }
+    let question = &arguments.question;
+    let changed = |change: &dyn Fn(&mut Arguments)| {
+        let mut other = arguments.clone();
+        change(&mut other);
+        other
+    };
+    // Of each way the smallest step that helps.
+    let mut ways: Vec<Vec<(String, Arguments)>> = Vec::new();
+    let is_analytic = arguments.profile.as_deref().is_none_or(|profile| profile.starts_with("analytic"));
+    if is_analytic {
+        let halves =
+            std::iter::successors(Some(size.micro_batch / 2), |half| Some(half / 2)).take_while(|half| *half > 0);
+        let way = |half| (format!("`--micro-batch {half}`"), changed(&|other| other.dims.micro_batch = Some(half)));
+        ways.push(halves.map(way).collect());
+    }
+    if let Some(count) = arguments.devices.gpus {
+        let more = [2, 4].map(|times| count.saturating_mul(times));
+        let way = |count| (format!("`--gpus {count}`"), changed(&|other| other.devices.gpus = Some(count)));
+        ways.push(more.into_iter().map(way).collect());
+    }
+    if question.zero == Zero::Level(0) && !question.infers() && question.cost == "pipec" {
+        let way = |level| (format!("`--zero {level}`"), changed(&|other| other.question.zero = Zero::Level(level)));
+        ways.push((1..=MOST).map(way).collect());
+    }
+    if question.schedule.is_none() && question.microbatches == 1 && !question.infers() {
+        let flushed = changed(&|other| other.question.schedule = Some(ScheduleKind::OneFOneB.name().to_string()));
+        ways.push(vec![("`--schedule 1f1b`".to_string(), flushed)]);
+    }
+    let fits = |(name, other): &(String, Arguments)| {
+        let costs = source::costs(other, &Screen::silent()).ok()?;
+        let plan = ask(&other.file, costs, &other.question).ok()?.plan;
+        let most = plan.stages.iter().map(|stage| stage.memory.total).max().unwrap_or(0);
+        let speed = quantity::samples(plan.predicted.throughput_per_s);
+        Some(format!("{name} ({} on the fullest device, {speed} samples/s)", quantity::bytes(most)))
+    };
+    let found: Vec<String> = ways.iter().filter_map(|way| way.iter().find_map(fits)).collect();
+    let last: Vec<String> = ways.iter().filter_map(|way| Some(way.last()?.0.clone())).collect();
+    match (found.is_empty(), last.is_empty()) {
+        (false, _) => failure.and(format!("what fits without that: {}", found.join(", "))),
+        (true, false) => failure.and(format!("none of {} alone is enough", last.join(", "))),
+        (true, true) => failure,
+    }
+}
+
+/// How large a question is.
+#[derive(Clone, Copy)]
+pub struct Size {
+    /// Ops of the model.
+    pub ops: usize,
+    /// Devices.
+    pub devices: u32,
+    /// Samples in a micro-batch.
+    pub micro_batch: u64,
+}
+
+/// The largest questions that are asked again in other ways.
+const MOST_OPS: usize = 400;
+const MOST_DEVICES: u32 = 16;
 
 /// What to do where devices hold too little themselves.
 fn too_small(file: &Path, small: &TooSmall, schedule: ScheduleKind) -> Failure {
