@@ -6,6 +6,7 @@
 
 use crate::cmd::partition::{self, Arguments};
 use crate::failure::{self, Failure};
+use crate::narrow::{Give, fitted, folded};
 use crate::screen::Screen;
 use crate::source::{self, Costs};
 use crate::{quantity, stages, ties};
@@ -263,7 +264,7 @@ impl Search<'_> {
 }
 
 /// The table of what was tried, the best first; combinations without a plan by the reason for it.
-pub fn table(tried: &[Tried], objective: Objective) -> String {
+pub fn table(tried: &[Tried], objective: Objective, width: Option<usize>) -> String {
     let mut planned: Vec<(&Tried, f64, u64)> =
         tried.iter().filter_map(|one| one.answer.as_ref().ok().map(|(speed, peak)| (one, *speed, *peak))).collect();
     planned.sort_by(|a, b| match objective {
@@ -275,7 +276,9 @@ pub fn table(tried: &[Tried], objective: Objective) -> String {
         vec![one.schedule.name().to_string(), size, count, quantity::samples(*speed), quantity::bytes(*peak)]
     };
     let header = ["schedule", "samples", "micro-batches", "samples/s", "most memory"];
-    let mut text = format!("\n{}", stages::table(&header, &[1, 2, 3, 4], planned.iter().map(row).collect()));
+    let rows = planned.iter().map(row).collect();
+    let table = fitted(&header, &[1, 2, 3, 4], rows, &[Give::Leave(4), Give::Leave(2)], width);
+    let mut text = String::new();
     let mut refused: BTreeMap<&str, Vec<&Tried>> = BTreeMap::new();
     for one in tried {
         if let Err(why) = &one.answer {
@@ -292,7 +295,7 @@ pub fn table(tried: &[Tried], objective: Objective) -> String {
             names.join(", ")
         );
     }
-    text
+    format!("\n{table}{}", folded(&text, width))
 }
 
 #[cfg(test)]

@@ -1,10 +1,11 @@
 //! The candidates that a plan was chosen from, as `partition --compare` shows them.
 
+use crate::narrow::{Give, fitted, folded};
 use crate::{prediction, quantity, stages};
 use compiler::partition::planner::{Compared, Planned};
 
 /// Every candidate once: those that look the same in all columns share a row. The one that became the plan comes first and is marked.
-pub fn table(planned: &Planned) -> String {
+pub fn table(planned: &Planned, width: Option<usize>) -> String {
     let row = |candidate: &Compared| {
         vec![
             candidate.replicas.iter().map(u32::to_string).collect::<Vec<_>>().join("-")
@@ -34,8 +35,9 @@ pub fn table(planned: &Planned) -> String {
     };
     let rows = rows.into_iter().enumerate().map(told).collect();
     let time = if prediction::is_of_items(plan) { "micro-batch" } else { "minibatch" };
-    let mut text =
-        format!("\n{}", stages::table(&["candidate", "replicas", time, "most memory", "fits", ""], &[2, 3], rows));
+    let header = ["candidate", "replicas", time, "most memory", "fits", ""];
+    let gives = [Give::Cut(1, 16), Give::Cut(0, 20), Give::Leave(4), Give::Leave(3)];
+    let mut text = String::new();
     if plan.schedule.chunks > 1 {
         let kind = plan.schedule.kind.name();
         text += &format!("candidates of one stage on each device are no {kind}: they are what it is compared with\n");
@@ -45,7 +47,7 @@ pub fn table(planned: &Planned) -> String {
         text +=
             &format!("times are those of the cost model's equations; the program of the chosen one takes {played}\n");
     }
-    text
+    format!("\n{}{}", fitted(&header, &[2, 3], rows, &gives, width), folded(&text, width))
 }
 
 /// The devices that share each replica of a candidate; nothing where each replica is one.

@@ -106,7 +106,8 @@ impl Screen {
         let template =
             if colour::on(Stream::Err) { template.replace("{bar:30}", "{bar:30.green}") } else { template.to_string() };
         let style = ProgressStyle::with_template(&template).unwrap_or_else(|_| ProgressStyle::default_bar());
-        ProgressBar::with_draw_target(Some(length), target).with_style(style)
+        // Templates end in what is at hand; until something is, nothing hangs behind their comma.
+        ProgressBar::with_draw_target(Some(length), target).with_style(style).with_message("…")
     }
 
     /// Says something while a bar runs: above it on a terminal, else as a note.
@@ -208,7 +209,10 @@ fn print(text: &str) -> io::Result<()> {
 }
 
 fn complain(text: &str) {
-    let mut text = painted(&clean(text.trim_end()), Stream::Err);
+    let mut table = Table::new();
+    // As wide as the terminal that it goes to, if it goes to one.
+    let width = if io::stderr().is_terminal() { table.use_stderr().width().map(usize::from) } else { None };
+    let mut text = painted(&narrow::folded(&clean(text.trim_end()), width), Stream::Err);
     text.push('\n');
     // A closed standard error is no reason to stop.
     let _ = io::stderr().lock().write_all(text.as_bytes());

@@ -1,6 +1,7 @@
 //! A plan as people read it: what it is for, and its stages as a table.
 
 use crate::machines;
+use crate::narrow::folded;
 use crate::quantity;
 use comfy_table::presets::NOTHING;
 use comfy_table::{CellAlignment, ContentArrangement, Table};
@@ -70,6 +71,9 @@ struct Room {
     links: bool,
 }
 
+/// The columns that a narrow table does without.
+const COLUMNS: [&str; 2] = ["sends", "all-reduce"];
+
 /// The widest table that fits is shown; what goes first is what can be told from the rest.
 const ROOMS: [Room; 5] = [
     Room { layers: LAYERS, bar: BAR, links: true },
@@ -87,7 +91,15 @@ pub fn stages(plan: &Plan, width: Option<usize>) -> String {
     if fits(&widest) {
         return widest;
     }
-    tables.fold(widest, |narrower, next| if fits(&narrower) { narrower } else { next })
+    let narrow = tables.fold(widest.clone(), |narrower, next| if fits(&narrower) { narrower } else { next });
+    let has = |table: &str, column: &str| table.lines().next().is_some_and(|header| header.contains(column));
+    let left: Vec<&str> = COLUMNS.into_iter().filter(|column| has(&widest, column) && !has(&narrow, column)).collect();
+    match left.is_empty() {
+        true => narrow,
+        false => {
+            narrow + &folded(&format!("without {}, for which this terminal is too narrow\n", left.join(", ")), width)
+        }
+    }
 }
 
 fn stages_in(plan: &Plan, room: Room) -> String {

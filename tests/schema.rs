@@ -278,6 +278,10 @@ fn what_verbs_answer_is_what_the_schema_of_answers_says() {
     let arrays = [("x", x), ("y", y)].map(|(name, tensor)| (name.to_string(), tensor));
     runtime::weights::write(&at.join("d.npz"), &arrays.into()).unwrap();
     fits("eval", "eval mlp.onnx --inputs d.npz -o out.npz", 0);
+    fs::write(at.join("list.tsv"), "mlp.onnx\td.npz\tout.npz\nnone.onnx\td.npz\tout.npz\n").unwrap();
+    fits("cases", "eval --batch-file list.tsv", 1);
+    fits("man", "man -o pages", 0);
+    fits("quickstart", "quickstart --model mlp --dir quick --epochs 1", 0);
     let mut broken: Value = parsed(&fs::read_to_string(at.join("one.json")).unwrap());
     broken["predicted"]["minibatch_us"] = json!(1.0);
     fs::write(at.join("broken.json"), broken.to_string()).unwrap();

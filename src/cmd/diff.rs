@@ -49,16 +49,19 @@ fn told(left: &Plan, right: &Plan, found: &Diff, width: Option<usize>) -> String
     let row = |change: &StageChange| {
         let (before, after) = (left.stages.get(change.stage), right.stages.get(change.stage));
         let cell = |of: &dyn Fn(&Stage) -> String| match (before.map(of), after.map(of)) {
-            (Some(before), Some(after)) if before == after => before,
-            (before, after) => {
-                let or = |cell: Option<String>| cell.unwrap_or_else(|| "-".to_string());
-                format!("{} to {}", or(before), or(after))
-            }
+            (Some(before), Some(after)) if before != after => format!("{before} to {after}"),
+            // A stage that one of the plans does not have is told as the other has it.
+            (before, after) => before.or(after).unwrap_or_default(),
+        };
+        let which = match (before, after) {
+            (None, _) => "new ",
+            (_, None) => "gone ",
+            _ => "",
         };
         let moved =
             |ops: u64, sign: char| if ops > 0 { format!("{sign}{}", quantity::count(ops)) } else { String::new() };
         vec![
-            change.stage.to_string(),
+            format!("{which}{}", change.stage),
             cell(&|stage| quantity::count(stage.op_ids().count() as u64)),
             moved(change.came, '+'),
             moved(change.went, '-'),

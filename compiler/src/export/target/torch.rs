@@ -60,8 +60,8 @@ pub fn write(asked: &Asked<'_>) -> Result<Bundle, Refusal> {
         spans.iter().filter(|(_, (first, last))| first != last).map(|(name, _)| name.to_string()).collect();
     bundle.notes.extend(nodes::told(&moved));
     let processes = u64::from(ranks.iter().max().map_or(1, |rank| rank + 1)) * u64::from(replicas);
-    bundle
-        .notes
-        .push(format!("run it with: torchrun --nproc-per-node {processes} train.py --model MODEL.pt2 --data DATA.npz"));
+    bundle.notes.push(format!(
+        "run it in its folder with: torchrun --nproc-per-node {processes} train.py --model MODEL.pt2 --data DATA.npz"
+    ));
     Ok(bundle)
 }
