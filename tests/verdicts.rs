@@ -226,7 +226,7 @@ fn files_are_spoken_of_in_their_own_words() {
             "an object, expected a whole number",
         ),
         ("b.json", "[1, 2]".into(), &["plan", "show", "b.json"], "line 1", "expected an object"),
-        ("b.json", "{\"schema\":".into(), &["plan", "show", "b.json"], "line 1", "the file ends within"),
+        ("b.json", "{\"schema\":".into(), &["plan", "show", "b.json"], "line 1", "it ends early, after 10 bytes"),
         (
             "o.json",
             program.replacen("\"item\": 0", "\"item\": \"x\"", 1),
