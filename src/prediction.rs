@@ -46,7 +46,7 @@ pub fn other_links(plan: &Plan, simulated_us: f64) -> Option<String> {
 pub fn waits(plan: &Plan, simulated_us: f64) -> Option<String> {
     let ratio = simulated_us / plan.predicted.step_us;
     let is_told = plan.cost == CostModel::Pipec && plan.schedule.kind.is_continuous() && ratio.is_finite();
-    if !is_told || ratio < 1.0 + EQUAL || ratio > 1.0 + APART {
+    if !is_told || !(1.0 + EQUAL..=1.0 + APART).contains(&ratio) {
         return None;
     }
     Some(format!(

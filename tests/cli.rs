@@ -480,6 +480,8 @@ fn quiet_keeps_results_and_drops_the_rest() {
     let at = folder.path();
     done(at, &["zoo", "mlp", "-o", "m.onnx"]);
     let loud = pipec(at, &["partition", "m.onnx", "--gpus", "2"]);
+    // A plan that is there is replaced, which is told.
+    std::fs::remove_file(at.join("m.plan.json")).unwrap();
     let quiet = pipec(at, &["partition", "m.onnx", "--gpus", "2", "-q"]);
     assert_eq!(loud.stdout, quiet.stdout);
     assert!(text(&loud.stderr).contains("analytic") && quiet.stderr.is_empty());
