@@ -205,7 +205,9 @@ fn step<T: Real, R: Rule>(weights: Weights<'_, T>, gradient: &[T], first: &mut [
 wide! {
     fn step_in_place[T: Real, R: Rule](weights: &mut [T], gradient: &[T], first: &mut [T], second: &mut [T], rule: R) {
         for run in runs(weights.len()) {
-            [&*weights, gradient, first, second].map(|of| ask(of, run.end));
+            for of in [&*weights, gradient, first, second] {
+                ask(of, run.end);
+            }
             let state = [&mut *first, second].map(|of| part(of, &run));
             let weights = weights[run.clone()].iter_mut().map(|weight| {
                 let old = *weight;
@@ -220,7 +222,9 @@ wide! {
     // All is read and written in one walk: memory is what it waits for.
     fn step_beside[T: Real, R: Rule](old: &[T], new: &mut [T], gradient: &[T], first: &mut [T], second: &mut [T], rule: R) {
         for run in runs(new.len()) {
-            [old, new, gradient, first, second].map(|of| ask(of, run.end));
+            for of in [old, new, gradient, first, second] {
+                ask(of, run.end);
+            }
             let state = [&mut *first, second].map(|of| part(of, &run));
             let weights = new[run.clone()].iter_mut().zip(&old[run.clone()]).map(|(new, old)| (new, *old));
             step_each(weights, &gradient[run], state, rule);
