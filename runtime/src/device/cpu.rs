@@ -211,61 +211,16 @@ impl Kernel {
 
 #[cfg(test)]
 pub(crate) mod tests {
-    use super::conv::Role;
-    use super::patches::Grid;
     use super::*;
     use crate::optimizer::accumulate;
     use bytemuck::{cast_slice, cast_slice_mut};
-    use compiler::op::{Conv, ConvInputGrad, ConvWeightGrad, MatMul, ScatterAdd, Window};
+    use compiler::op::{ConvWeightGrad, MatMul, ScatterAdd, Window};
     use compiler::tensor::DType;
 
     /// Numbers between -1 and 1.
     pub(crate) fn numbers(count: usize, seed: u64) -> Vec<f32> {
         let draw = |i: usize| (crate::data::mix(seed ^ ((i as u64) << 20)) >> 40) as f32 / (1u64 << 23) as f32 - 1.0;
         (0..count).map(draw).collect()
-    }
-
-    /// How far what a kernel of `f32` makes is from the definition in `f64`, in their norms.
-    pub(crate) fn distance(op: &Op, fast: &Fast, facts: [&Fact; 2]) -> f64 {
-        let out = rule(op).infer(&facts).unwrap().remove(0);
-        let of = |fact: &Fact, seed| numbers(fact.bytes().unwrap() as usize / 4, seed);
-        let (factors, mut result) = ([of(facts[0], 1), of(facts[1], 2)], of(&out, 3));
-        let mut workspace = crate::buffer::Buffer::new(fast.workspace);
-        let inputs = [0, 1].map(|i| cast_slice::<f32, u8>(&factors[i]));
-        (fast.body)(&inputs, &mut [cast_slice_mut(&mut result)], workspace.bytes_mut()).unwrap();
-        let wide = |fact: &Fact| Layout::of(&Fact { dtype: DType::F64, ..fact.clone() });
-        let definition = Kernel::from_parts(op.clone(), facts.map(wide).to_vec(), vec![wide(&out)], None);
-        let factors = factors.map(|factor| factor.into_iter().map(f64::from).collect::<Vec<_>>());
-        let mut exact = vec![0.0f64; result.len()];
-        let inputs = [0, 1].map(|i| cast_slice::<f64, u8>(&factors[i]));
-        definition.run(&inputs, &mut [cast_slice_mut(&mut exact)], &mut []).unwrap();
-        let norm = |values: &mut dyn Iterator<Item = f64>| values.map(|v| v * v).sum::<f64>().sqrt();
-        norm(&mut result.iter().zip(&exact).map(|(a, b)| f64::from(*a) - b)) / norm(&mut exact.iter().copied())
-    }
-
-    /// The three convolutions of 3 × 3 over images with as much padding, as ops, by role.
-    pub(crate) fn convolutions(
-        [images, groups, ins, outs]: [usize; 4],
-        [height, width]: [usize; 2],
-        pad: usize,
-    ) -> (Grid, [(Role, Op, [Fact; 2]); 3]) {
-        let [strides, dilations] = [(); 2].map(|()| vec![1, 1]);
-        let window = Window { strides, pads_begin: vec![pad; 2], pads_end: vec![pad; 2], dilations };
-        let [down, across] = [height, width].map(|size| size + 2 * pad - 2);
-        let fact = |shape: [usize; 4]| Fact::of(DType::F32, &shape);
-        let x = fact([images, groups * ins, height, width]);
-        let w = fact([groups * outs, ins, 3, 3]);
-        let y = fact([images, groups * outs, down, across]);
-        let grid = Grid::new(&window, &[height, width], &[3, 3], &[down, across]).unwrap();
-        let spatial = vec![(height as i64).into(), (width as i64).into()];
-        let input_grad = Op::ConvInputGrad(ConvInputGrad { window: window.clone(), groups, spatial });
-        let weight_grad = Op::ConvWeightGrad(ConvWeightGrad { window: window.clone(), groups, kernel: vec![3, 3] });
-        let ops = [
-            (Role::Forward, Op::Conv(Conv { window, groups }), [x.clone(), w.clone()]),
-            (Role::InputGrad, input_grad, [y.clone(), w]),
-            (Role::WeightGrad, weight_grad, [y, x]),
-        ];
-        (grid, ops)
     }
 
     /// A kernel adds, and what it makes is what is written and added by others.

@@ -301,3 +301,66 @@ wide! {
         }
     }
 }
+
+#[cfg(all(test, target_arch = "x86_64"))]
+pub(super) mod tests {
+    use super::super::implicit::Sizes;
+    use super::*;
+    use crate::buffer::Buffer;
+    use crate::device::cpu::Kernel;
+    use crate::device::cpu::tests::numbers;
+    use compiler::op::table::rule;
+    use compiler::op::{Conv, ConvInputGrad, ConvWeightGrad, Op};
+    use compiler::tensor::fact::Fact;
+
+    /// Images, groups, channels of a group in and out; height and width; padding on all sides.
+    pub type Case = ([usize; 4], [usize; 2], usize);
+
+    /// Asks a way of doing convolutions of 3 × 3 in `f32` for what the definition makes in `f64`, and counts the cases that it takes by role.
+    pub fn met(cases: &[Case], way: impl Fn(Role, &Grid, Sizes) -> Option<Fast>) -> [usize; 3] {
+        let mut met = [0; 3];
+        for &([images, groups, ins, outs], [height, width], pad) in cases {
+            let [strides, dilations] = [(); 2].map(|()| vec![1, 1]);
+            let window = Window { strides, pads_begin: vec![pad; 2], pads_end: vec![pad; 2], dilations };
+            let [down, across] = [height, width].map(|size| size + 2 * pad - 2);
+            let fact = |shape: [usize; 4]| Fact::of(DType::F32, &shape);
+            let x = fact([images, groups * ins, height, width]);
+            let w = fact([groups * outs, ins, 3, 3]);
+            let y = fact([images, groups * outs, down, across]);
+            let grid = Grid::new(&window, &[height, width], &[3, 3], &[down, across]).unwrap();
+            let spatial = vec![(height as i64).into(), (width as i64).into()];
+            let input_grad = Op::ConvInputGrad(ConvInputGrad { window: window.clone(), groups, spatial });
+            let weight_grad = Op::ConvWeightGrad(ConvWeightGrad { window: window.clone(), groups, kernel: vec![3, 3] });
+            let ops = [
+                (Role::Forward, Op::Conv(Conv { window, groups }), [&x, &w]),
+                (Role::InputGrad, input_grad, [&y, &w]),
+                (Role::WeightGrad, weight_grad, [&y, &x]),
+            ];
+            for (i, (role, op, facts)) in ops.into_iter().enumerate() {
+                let Some(fast) = way(role, &grid, Sizes { images, groups, ins, outs }) else { continue };
+                met[i] += 1;
+                let off = distance(&op, &fast, facts);
+                assert!(off < 1e-6, "{op:?} {facts:?}: {off:e}");
+            }
+        }
+        met
+    }
+
+    /// How far what a kernel makes is from the definition, in their norms.
+    fn distance(op: &Op, fast: &Fast, facts: [&Fact; 2]) -> f64 {
+        let out = rule(op).infer(&facts).unwrap().remove(0);
+        let of = |fact: &Fact, seed| numbers(fact.bytes().unwrap() as usize / 4, seed);
+        let (factors, mut result) = ([of(facts[0], 1), of(facts[1], 2)], of(&out, 3));
+        let mut workspace = Buffer::new(fast.workspace);
+        let inputs = [0, 1].map(|i| cast_slice::<f32, u8>(&factors[i]));
+        (fast.body)(&inputs, &mut [cast_slice_mut(&mut result)], workspace.bytes_mut()).unwrap();
+        let wide = |fact: &Fact| Layout::of(&Fact { dtype: DType::F64, ..fact.clone() });
+        let definition = Kernel::from_parts(op.clone(), facts.map(wide).to_vec(), vec![wide(&out)], None);
+        let factors = factors.map(|factor| factor.into_iter().map(f64::from).collect::<Vec<_>>());
+        let mut exact = vec![0.0f64; result.len()];
+        let inputs = [0, 1].map(|i| cast_slice::<f64, u8>(&factors[i]));
+        definition.run(&inputs, &mut [cast_slice_mut(&mut exact)], &mut []).unwrap();
+        let norm = |values: &mut dyn Iterator<Item = f64>| values.map(|v| v * v).sum::<f64>().sqrt();
+        norm(&mut result.iter().zip(&exact).map(|(a, b)| f64::from(*a) - b)) / norm(&mut exact.iter().copied())
+    }
+}

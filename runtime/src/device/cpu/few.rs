@@ -140,14 +140,14 @@ fn input_grad(grid: &Grid, sizes: Sizes) -> Option<Fast> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::device::cpu::tests::{convolutions, distance};
+    use crate::device::cpu::conv::tests::met;
 
     #[test]
     fn all_three_are_those_of_the_definition() {
         if !is_at_hand() {
             return println!("skipped: no AVX-512");
         }
-        let shapes = [
+        let cases = [
             ([2, 1, 40, 64], [2, 2], 1),
             ([1, 1, 33, 70], [1, 7], 1),
             ([3, 2, 29, 65], [2, 1], 1),
@@ -156,16 +156,6 @@ mod tests {
             ([3, 1, 31, 80], [3, 3], 1),
             ([1, 1, 32, 64], [2, 2], 2),
         ];
-        let mut met = [0; 3];
-        for ([images, groups, ins, outs], size, pad) in shapes {
-            let (grid, ops) = convolutions([images, groups, ins, outs], size, pad);
-            for (i, (role, op, facts)) in ops.into_iter().enumerate() {
-                let Some(fast) = kernel(role, &grid, Sizes { images, groups, ins, outs }) else { continue };
-                met[i] += 1;
-                let off = distance(&op, &fast, [&facts[0], &facts[1]]);
-                assert!(off < 1e-6, "{op:?} {facts:?}: {off:e}");
-            }
-        }
-        assert_eq!(met, [4, 7, 7]);
+        assert_eq!(met(&cases, kernel), [4, 7, 7]);
     }
 }

@@ -158,7 +158,7 @@ impl Block<'_> {
     unsafe fn column<B: Right, C: Target>(&mut self, columns: Range<usize>, next: Range<usize>, b: &B, c: &C) {
         let depth = self.depth.len();
         let vectors = columns.len().div_ceil(LANES);
-        let (panel, beside) = (self.panels.b.as_mut_ptr().cast::<f32>(), self.panels.tile.as_mut_ptr().cast::<f32>());
+        let panel = self.panels.b.as_mut_ptr().cast::<f32>();
         let (mut b_at, mut b_row, mut copy) = (panel.cast_const(), vectors * LANES, None);
         if let Some((at, row)) = b.in_place() {
             (b_at, b_row) = (at.wrapping_add(self.depth.start * row + columns.start), row);
@@ -186,32 +186,9 @@ impl Block<'_> {
             let height = piece(self.rows.end - row, ROWS);
             let whole = whole_pieces(self.rows.end - row, ROWS);
             let count = if copy.is_some() || target.is_none() { 1 } else { whole.max(1) };
-            let a = self.left(row);
-            let it = Tiles {
-                count,
-                depth,
-                a: if self.in_place.is_some() { a } else { Rows { step: height, ..a } },
-                a_tile: if self.in_place.is_some() { ROWS * a.row } else { ROWS * depth },
-                b: b_at,
-                b_row,
-                last: !0 >> (vectors * LANES - columns.len()),
-                c: [0, 1, 2].map(|v| beside.wrapping_add(LANES * v)),
-                c_row: COLUMNS,
-                add: self.add,
-            };
+            let it = self.tiles(row..row + height, &columns, (b_at, b_row));
             // SAFETY: the caller's word; a tile ends with its rows and columns.
-            unsafe {
-                match target {
-                    Some((c, c_row)) => {
-                        let c = c.map(|at| at.wrapping_add(row * c_row));
-                        tiles(height, vectors, &Tiles { c, c_row, ..it }, &mut ahead, copy);
-                    }
-                    None => {
-                        tiles(height, vectors, &Tiles { add: false, ..it }, &mut ahead, copy);
-                        c.take(row..row + height, columns.clone(), beside, self.add);
-                    }
-                }
-            }
+            unsafe { self.write(row..row + height, &columns, Tiles { count, ..it }, (c, target), (&mut ahead, copy)) };
             // Later rows read the copy.
             if copy.is_some() {
                 (b_at, b_row, copy) = (panel, vectors * LANES, None);
@@ -222,52 +199,70 @@ impl Block<'_> {
 
     /// All tiles of all `n` columns, those of the same rows one behind the other.
     unsafe fn by_rows<C: Target>(&mut self, n: usize, b: impl Fn(&Range<usize>) -> (*const f32, usize), c: &C) {
-        let (depth, beside) = (self.depth.len(), self.panels.tile.as_mut_ptr().cast::<f32>());
         let mut row = self.rows.start;
         while row < self.rows.end {
-            let height = piece(self.rows.end - row, ROWS);
+            let rows = row..row + piece(self.rows.end - row, ROWS);
             let mut columns = cut(0, n);
             while !columns.is_empty() {
-                let vectors = columns.len().div_ceil(LANES);
-                let (target, (b, b_row)) = (c.in_place(columns.clone()), b(&columns));
-                let it = Tiles {
-                    count: 1,
-                    depth,
-                    a: Rows { step: height, ..self.left(row) },
-                    a_tile: 0,
-                    b,
-                    b_row,
-                    last: !0 >> (vectors * LANES - columns.len()),
-                    c: [0, 1, 2].map(|v| beside.wrapping_add(LANES * v)),
-                    c_row: COLUMNS,
-                    add: self.add,
-                };
-                // SAFETY: the caller's word; a tile ends with its rows and columns, and what is only asked for may be anywhere.
-                unsafe {
-                    match target {
-                        Some((c, c_row)) => {
-                            let c = c.map(|at| at.wrapping_add(row * c_row));
-                            // Behind the end of these rows come the next ones.
-                            let ahead = match columns.start + RESULT_AHEAD < n {
-                                true => RESULT_AHEAD,
-                                false => (height * c_row + RESULT_AHEAD).wrapping_sub(n),
-                            };
-                            for r in 0..height {
-                                for at in c {
-                                    _mm_prefetch::<_MM_HINT_T0>(at.wrapping_add(r * c_row + ahead).cast());
-                                }
-                            }
-                            tiles(height, vectors, &Tiles { c, c_row, ..it }, &mut Ahead::NOTHING.clone(), None);
-                        }
-                        None => {
-                            tiles(height, vectors, &Tiles { add: false, ..it }, &mut Ahead::NOTHING.clone(), None);
-                            c.take(row..row + height, columns.clone(), beside, self.add);
-                        }
+                let (it, target) = (self.tiles(rows.clone(), &columns, b(&columns)), c.in_place(columns.clone()));
+                if let Some((at, c_row)) = target {
+                    // Behind the end of these rows come the next ones.
+                    let is_inside = columns.start + RESULT_AHEAD < n;
+                    let down = if is_inside { rows.start * c_row } else { (rows.end * c_row).wrapping_sub(n) };
+                    for (r, at) in (0..rows.len()).flat_map(|r| at.map(|at| (r, at))) {
+                        let later = at.wrapping_add(down).wrapping_add(r * c_row + RESULT_AHEAD);
+                        // SAFETY: an address that is only asked for may be anywhere.
+                        unsafe { _mm_prefetch::<_MM_HINT_T0>(later.cast()) }
                     }
                 }
+                // SAFETY: the caller's word; a tile ends with its rows and columns.
+                unsafe { self.write(rows.clone(), &columns, it, (c, target), (&mut Ahead::NOTHING.clone(), None)) };
                 columns = cut(columns.end, n);
             }
-            row += height;
+            row = rows.end;
+        }
+    }
+
+    /// One tile of these rows and columns, of a right factor that begins there, to be written beside its target.
+    fn tiles(&mut self, rows: Range<usize>, columns: &Range<usize>, (b, b_row): (*const f32, usize)) -> Tiles {
+        let (a, depth, vectors) = (self.left(rows.start), self.depth.len(), columns.len().div_ceil(LANES));
+        let beside = self.panels.tile.as_mut_ptr().cast::<f32>();
+        Tiles {
+            count: 1,
+            depth,
+            a: if self.in_place.is_some() { a } else { Rows { step: rows.len(), ..a } },
+            a_tile: if self.in_place.is_some() { ROWS * a.row } else { ROWS * depth },
+            b,
+            b_row,
+            last: !0 >> (vectors * LANES - columns.len()),
+            c: [0, 1, 2].map(|v| beside.wrapping_add(LANES * v)),
+            c_row: COLUMNS,
+            add: self.add,
+        }
+    }
+
+    /// Works tiles out, the first of which has these rows, and writes them to their target: in place, or by what takes them there.
+    unsafe fn write<C: Target>(
+        &mut self,
+        rows: Range<usize>,
+        columns: &Range<usize>,
+        it: Tiles,
+        (c, target): (&C, Option<([*mut f32; VECTORS], usize)>),
+        (ahead, copy): (&mut Ahead, Option<*mut f32>),
+    ) {
+        let (height, vectors) = (rows.len(), columns.len().div_ceil(LANES));
+        // SAFETY: the caller's word.
+        unsafe {
+            match target {
+                Some((c, c_row)) => {
+                    let c = c.map(|at| at.wrapping_add(rows.start * c_row));
+                    tiles(height, vectors, &Tiles { c, c_row, ..it }, ahead, copy);
+                }
+                None => {
+                    tiles(height, vectors, &Tiles { add: false, ..it }, ahead, copy);
+                    c.take(rows, columns.clone(), it.c[0], self.add);
+                }
+            }
         }
     }
 
