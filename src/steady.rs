@@ -67,7 +67,9 @@ impl<'a> Run<'a> {
         let ends = timeline.ends(self.microbatches);
         let count = ends.len();
         let (before, behind) = if self.kind.is_continuous() { (count / 2, count / 8) } else { (count / 4, count / 4) };
-        let middle = ends.get(before..count - behind).filter(|middle| middle.len() > 1);
+        // A run that hardly fills its workers tells no pace but its own.
+        let is_short = self.kind.is_continuous() && (count as u64) < 4 * in_flight(self.pipeline);
+        let middle = ends.get(before..count - behind).filter(|middle| middle.len() > 1 && !is_short);
         let step = middle.map_or(timeline.makespan / count.max(1) as f64, even);
         // Nothing is faster for long than its busiest worker or link. What is left below that is how exactly a pace can be told.
         let is_bounded = self.kind.is_round_robin() && self.microbatches == 1 && self.machine.jitter.is_none();

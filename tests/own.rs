@@ -64,6 +64,9 @@ fn a_table_runs_through_every_verb() {
     assert_eq!(fs::read(folder.join("a.npz")).unwrap(), fs::read(folder.join("b.npz")).unwrap());
 }
 
+/// What is told of a run that is as long as that takes.
+const PACE: [&str; 3] = ["minibatch_us", "step_us", "throughput_per_s"];
+
 /// The same with nine digits of each figure: runs of other lengths round elsewhere.
 fn rounded(value: Value) -> Value {
     match value {
@@ -95,7 +98,13 @@ fn programs_are_read_back_and_run() {
         };
         let written = figures(&[&own[..], &["--minibatches", "3", "--programs", "p.json"]].concat());
         let read = figures(&["--schedule", "p.json"]);
-        let [written, read] = [written, read].map(rounded);
+        let [mut written, mut read] = [written, read].map(rounded);
+        if schedule == "1f1b-rr" {
+            // Programs in a file are as long as they are, and without a flush a short run tells no pace.
+            for figures in [&mut written, &mut read] {
+                figures.as_object_mut().unwrap().retain(|name, _| !PACE.contains(&name.as_str()));
+            }
+        }
         assert_eq!(written, read, "{schedule} on {plan}");
         done(folder, &[&TRAIN[..], &["--schedule", "p.json", "--save", "a.npz"]].concat());
         done(folder, &[&TRAIN[..], &own, &["--steps", "3", "--save", "b.npz"]].concat());
