@@ -5,25 +5,38 @@ use std::fs::File;
 use std::io::Read;
 use std::path::Path;
 
+/// What a file holds.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Holds {
+    Model,
+    Arrays,
+    Other,
+}
+
 /// What the bytes look like, and what to do with such a file; nothing where they look like nothing that is known.
 pub fn of(bytes: &[u8]) -> Option<(&'static str, &'static str)> {
+    looked_at(bytes).map(|(_, what, help)| (what, help))
+}
+
+fn looked_at(bytes: &[u8]) -> Option<(Holds, &'static str, &'static str)> {
     const MODEL: &str = "`pipec partition FILE` plans a model, `pipec inspect FILE` says what it is";
     const ARRAYS: &str = "`pipec train MODEL --data FILE` reads arrays as data, `--weights FILE` as weights";
     let starts = |with: &[u8]| bytes.starts_with(with);
     let has = |word: &[u8]| bytes[..bytes.len().min(NAMES)].windows(word.len()).any(|window| window == word);
     Some(match () {
         () if starts(b"PK") && (has(b"models/model.json") || has(b"archive_version")) => {
-            ("it looks like a .pt2, a model that torch.export.save wrote", MODEL)
+            (Holds::Model, "it looks like a .pt2, a model that torch.export.save wrote", MODEL)
         }
-        () if starts(b"PK") && has(b".npy") => ("it looks like an .npz, an archive of arrays", ARRAYS),
+        () if starts(b"PK") && has(b".npy") => (Holds::Arrays, "it looks like an .npz, an archive of arrays", ARRAYS),
         () if starts(b"PK") && has(b"data.pkl") => (
+            Holds::Other,
             "it looks like a pickle that torch.save wrote, which pipec never reads",
             "`torch.export.save` in Python writes models, `safetensors.torch.save_file` weights",
         ),
-        () if starts(b"PK") => ("it looks like a zip archive", MODEL),
-        () if starts(b"\x93NUMPY") => ("it looks like an .npy, an array", ARRAYS),
-        () if is_safetensors(bytes) => ("it looks like a .safetensors file", ARRAYS),
-        () if is_onnx(bytes) => ("it looks like an ONNX model", MODEL),
+        () if starts(b"PK") => (Holds::Other, "it looks like a zip archive", MODEL),
+        () if starts(b"\x93NUMPY") => (Holds::Arrays, "it looks like an .npy, an array", ARRAYS),
+        () if is_safetensors(bytes) => (Holds::Arrays, "it looks like a .safetensors file", ARRAYS),
+        () if is_onnx(bytes) => (Holds::Model, "it looks like an ONNX model", MODEL),
         () => return None,
     })
 }
@@ -34,9 +47,8 @@ pub fn no_model(path: &Path) -> Option<(String, String)> {
         let what = "it is Python, and what pipec reads is the model that it makes".to_string();
         return Some((what, EXPORT.to_string()));
     }
-    let (what, help) = of(&start(path)?)?;
-    let holds_arrays = what.contains("array") || what.contains("safetensors");
-    holds_arrays.then(|| (format!("{what}, a model is expected"), help.to_string()))
+    let (holds, what, help) = looked_at(&start(path)?)?;
+    (holds == Holds::Arrays).then(|| (format!("{what}, a model is expected"), help.to_string()))
 }
 
 /// What a file is that holds no arrays, where that shows in its first bytes, and what to do with it.
@@ -48,7 +60,7 @@ pub fn no_arrays(path: &Path) -> Option<(String, String)> {
             "`--plan FILE` takes a plan".to_string(),
         ));
     }
-    let (what, _) = of(&start).filter(|(what, _)| what.contains("model"))?;
+    let (_, what, _) = looked_at(&start).filter(|(holds, ..)| *holds == Holds::Model)?;
     Some((what.to_string(), "a model comes first, and no flag before it: `pipec train MODEL --data FILE`".to_string()))
 }
 

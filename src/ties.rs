@@ -102,6 +102,8 @@ pub fn trained(
     if other.plan.schedule.kind == problem.schedule {
         let (ours, theirs) = (&mut other.plan, &planned.plan);
         ours.lower_bound_us = ours.lower_bound_us.min(theirs.lower_bound_us);
+        // It was proven among fewer plans.
+        ours.proven_optimal &= theirs.proven_optimal;
         if better(&other, &planned).is_le() {
             return Ok(other);
         }

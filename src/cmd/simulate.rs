@@ -7,8 +7,8 @@ use crate::{cmd, prediction, quantity, source, stages, steady};
 use clap::Args;
 use compiler::export::trace::Trace;
 use compiler::export::trace::encode::encode;
-use compiler::plan::StageMemory;
 use compiler::plan::problem::CostModel;
+use compiler::plan::{ScheduleKind, StageMemory};
 use compiler::schedule::Program;
 use compiler::schedule::chart::chart;
 use compiler::schedule::csv::{Table, csv};
@@ -156,8 +156,9 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Failure> {
         .map(|at| {
             let share = if timeline.makespan > 0.0 { timeline.busy(at) / timeline.makespan } else { 0.0 };
             let beside = program.stages_of(program.workers[at].rank).filter_map(|id| plan.stages.get(id.index()));
-            let beside = beside.fold(0u64, |sum, stage| sum.saturating_add(throughout(&stage.memory)));
-            let held = timeline.peak_memory(at).saturating_add(beside);
+            let played = i128::from(timeline.peak_memory(at));
+            let held = beside.fold(played, |sum, stage| sum + throughout(&stage.memory, kind));
+            let held = u64::try_from(held).unwrap_or(0);
             (timeline.workers[at].name.clone(), share, timeline.peak_in_flight[at], held)
         })
         .collect();
@@ -220,10 +221,14 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Failure> {
     Ok(())
 }
 
-/// Bytes that a replica of a stage holds whatever runs, beside the weights, their gradients and what items in flight have saved.
-fn throughout(memory: &StageMemory) -> u64 {
-    let all = [memory.optimizer, memory.between, memory.messages, memory.workspace];
-    all.into_iter().fold(memory.gradients.saturating_sub(memory.weights), u64::saturating_add)
+/// Bytes that a replica of a stage holds whatever runs, beside what is played: weights, gradients of all of them (shares are fewer), and what items
+/// in flight have saved, which is nothing where nothing runs backward.
+fn throughout(memory: &StageMemory, kind: ScheduleKind) -> i128 {
+    let of_items = if kind == ScheduleKind::Inference { memory.activations } else { 0 };
+    let trained =
+        if kind == ScheduleKind::Inference { 0 } else { i128::from(memory.gradients) - i128::from(memory.weights) };
+    let all = [of_items, memory.optimizer, memory.between, memory.messages, memory.workspace];
+    all.into_iter().map(i128::from).sum::<i128>() + trained
 }
 
 /// A share of a time that it may be longer or shorter.

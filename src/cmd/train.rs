@@ -313,10 +313,19 @@ fn once(arguments: &Arguments, seat: &Seat, restarts: u32, screen: &Screen) -> R
     };
     let mut prepared = training::prepare(&mut task)?;
     let others = differences(&task, arguments);
-    let own = (!others.is_empty()).then(|| prepared.reckoned(&optimizer));
-    if let Some(own) = &own {
-        within(&plan, own)?;
+    let reckoned = prepared.reckoned(&optimizer);
+    match beyond(&plan, &reckoned) {
+        Some(why) if !others.is_empty() => {
+            return Err(Failure::input("what is asked for does not fit in the memory that the plan is for")
+                .because(why)
+                .help("`pipec partition` with the same `--dtype`, `--optimizer` and `--schedule` makes a plan that fits"));
+        }
+        Some(why) => screen.warn(&format!(
+            "{why}: kernels here want more scratch than the plan counts; `pipec profile` here, then `pipec partition --profile` plans with it"
+        )),
+        None => {}
     }
+    let own = (!others.is_empty()).then_some(reckoned);
     remarks(&task, &prepared, screen);
     prepared.sharing.iter().for_each(|sharing| screen.note(&sharing.told()));
     arguments.policy.remarks(schedule, screen);
@@ -408,21 +417,13 @@ fn differences(task: &Task<'_>, arguments: &Arguments) -> Vec<&'static str> {
     all.into_iter().filter(|(_, differs)| *differs).map(|(what, _)| what).collect()
 }
 
-/// Refuses what a limit that was planned for does not allow.
-fn within(plan: &Plan, own: &[u64]) -> Result<(), Failure> {
-    let Some(limit) = plan.cluster.memory_per_device else { return Ok(()) };
-    for (at, stage) in plan.stages.iter().enumerate() {
-        let needed = of_device(plan, at, own);
-        if needed > limit.0 {
-            let (id, needed, limit) = (stage.id.0, quantity::bytes(needed), quantity::bytes(limit.0));
-            return Err(Failure::input("what is asked for does not fit in the memory that the plan is for")
-                .because(format!("the device of stage {id} would hold about {needed}, the plan's limit is {limit}"))
-                .help(
-                    "`pipec partition` with the same `--dtype`, `--optimizer` and `--schedule` makes a plan that fits",
-                ));
-        }
-    }
-    Ok(())
+/// What a run holds beyond the limit that was planned for.
+fn beyond(plan: &Plan, own: &[u64]) -> Option<String> {
+    let limit = plan.cluster.memory_per_device?.0;
+    let (stage, needed) =
+        (0..plan.stages.len()).map(|at| (at, of_device(plan, at, own))).find(|(_, needed)| *needed > limit)?;
+    let (needed, limit) = (quantity::bytes(needed), quantity::bytes(limit));
+    Some(format!("the device of stage {stage} would hold about {needed}, the plan's limit is {limit}"))
 }
 
 /// The model, unless what would be trained is another one than the framework's and nobody said that it may be.

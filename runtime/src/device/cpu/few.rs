@@ -12,7 +12,7 @@ use super::implicit::Sizes;
 use super::panels::dots::{self, dots};
 use super::panels::images::{Patches, PatchesTurned, Results, Terms};
 use super::panels::matrix::Plain;
-use super::panels::product::{pack_all, product, product_by_rows};
+use super::panels::product::{pack_all, panels_len, product, product_by_rows};
 use super::panels::windows::Windows;
 use super::panels::{LANES, Right, Rows, is_at_hand, pack};
 use super::patches::Grid;
@@ -56,11 +56,12 @@ fn of_patches(role: Role, grid: &Grid, sizes: Sizes) -> Option<Fast> {
     let (depth, count) = (ins * grid.taps(), grid.out_len());
     let places = Windows::new(grid, images, [x_image, y_image])?;
     let (windows, pitch) = (places.columns, depth.next_multiple_of(LANES));
+    let of_patches = panels_len(windows, depth);
     let fast = Fast::adding(role == Role::WeightGrad, move |inputs, outputs, workspace, add| {
         let (a, b) = (cast_slice::<u8, f32>(inputs[0]), cast_slice::<u8, f32>(inputs[1]));
         let c = cast_slice_mut::<u8, f32>(outputs[0]);
         let workspace = cast_slice_mut::<u8, f32>(workspace);
-        let (patches, rest) = workspace.split_at_mut(windows * pitch);
+        let (patches, rest) = workspace.split_at_mut(of_patches);
         for group in 0..groups {
             let [x_at, w_at, y_at] = of_group.map(|size| group * size);
             // SAFETY: the lengths are checked, the windows are those of these images, and the processor has been asked. What is
@@ -94,7 +95,7 @@ fn of_patches(role: Role, grid: &Grid, sizes: Sizes) -> Option<Fast> {
         Ok(())
     });
     let beside = if role == Role::Forward { windows * outs } else { 0 };
-    Some(fast.with_workspace((windows * pitch + beside) * size_of::<f32>()))
+    Some(fast.with_workspace((of_patches + beside) * size_of::<f32>()))
 }
 
 fn input_grad(grid: &Grid, sizes: Sizes) -> Option<Fast> {

@@ -246,7 +246,7 @@ fn runs(count: usize) -> impl Iterator<Item = Range<usize>> {
 /// A run of a state, which may be empty.
 #[inline(always)]
 fn part<'a, T>(state: &'a mut [T], run: &Range<usize>) -> &'a mut [T] {
-    state.get_mut(run.clone()).unwrap_or_default()
+    if state.is_empty() { state } else { &mut state[run.clone()] }
 }
 
 /// Asks for what will be read a while after `at`.

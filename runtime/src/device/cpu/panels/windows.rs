@@ -55,7 +55,9 @@ impl Windows {
             }
         };
         let columns = if count >= MANY { images * vectors * LANES } else { images * count };
-        if sizes.iter().any(|size| size.checked_mul(period).is_none_or(|all| all >= 1 << 30)) {
+        // Places of lanes are counted in 32 bits.
+        let is_far = |distance: usize, times: usize| distance.checked_mul(times).is_none_or(|all| all >= 1 << 30);
+        if sizes.iter().any(|size| is_far(*size, period)) || is_far(grid.row_step(), LANES) {
             return None;
         }
         let mut windows = Windows {
@@ -153,6 +155,20 @@ mod tests {
         assert_eq!(windows.seen(1, 8), [Run { at: 33, lanes: 0x7fff }]);
         assert_eq!(windows.results(3), [Run { at: 48, lanes: 0xffff }]);
         assert_eq!(windows.place(17), (1, [256, 256]));
+    }
+
+    #[test]
+    fn windows_that_are_very_far_apart_are_left_to_others() {
+        let far = |stride: usize| {
+            let window = Window {
+                strides: vec![1, stride],
+                pads_begin: vec![1; 2],
+                pads_end: vec![1; 2],
+                dilations: vec![1; 2],
+            };
+            Windows::new(&Grid::new(&window, &[3, 4], &[3, 3], &[3, 1]).unwrap(), 8, [12, 3]).is_none()
+        };
+        assert_eq!([1 << 25, 1 << 26, (1 << 30) - 1].map(far), [false, true, true]);
     }
 
     #[test]
