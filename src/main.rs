@@ -36,6 +36,7 @@ mod metrics;
 mod model;
 mod narrow;
 mod output;
+mod overwritten;
 mod own;
 mod prediction;
 mod screen;
@@ -96,11 +97,17 @@ fn run() -> u8 {
     // Who started a process of a run reads its last words as text.
     Screen::tell_programs(usage::wants_json(arguments.iter().cloned()) && env::var_os(children::VARIABLE).is_none());
     let mut command = Cli::command().mut_subcommands(taking_negatives);
-    let parsed = command.try_get_matches_from_mut(env::args_os()).and_then(|matches| Cli::from_arg_matches(&matches));
-    let cli = match parsed {
-        Ok(cli) => cli,
+    let parsed = command
+        .try_get_matches_from_mut(env::args_os())
+        .and_then(|matches| Cli::from_arg_matches(&matches).map(|cli| (cli, matches)));
+    let (cli, matches) = match parsed {
+        Ok(parsed) => parsed,
         Err(error) => return misused(&usage::advised(error, &command, &arguments)),
     };
+    if let Err(failure) = overwritten::refuse(&command, &matches) {
+        Screen::failure(&failure);
+        return failure.code;
+    }
     let screen = Screen::new(&cli.global);
     let done = match cli.verb {
         Verb::Inspect(arguments) => cmd::inspect::run(arguments, &screen),

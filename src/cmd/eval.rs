@@ -4,7 +4,7 @@ use crate::failure::{BUG, Failure};
 use crate::initial::initial;
 use crate::model;
 use crate::screen::Screen;
-use crate::{given, output, quantity, source};
+use crate::{given, output, overwritten, quantity, source};
 use clap::Args;
 use compiler::graph::Graph;
 use compiler::import::onnx::name::shown;
@@ -81,6 +81,8 @@ impl Answer {
 }
 
 fn one(file: &Path, inputs: &Path, weights: Option<&Path>, output: &Path, screen: &Screen) -> Result<Answer, Failure> {
+    let read = [Some(file), Some(inputs), weights];
+    overwritten::keep(&read.into_iter().flatten().collect::<Vec<_>>(), output)?;
     let arrays = given::read(inputs, "the inputs")?;
     let loaded = model::load_for(file, &arrays, screen)?;
     let weights = initial(&loaded, weights, screen)?;

@@ -7,7 +7,7 @@ use crate::model::{self, Loaded};
 use crate::own::{self, Own};
 use crate::screen::Screen;
 use crate::source;
-use crate::{cmd, quantity, whose};
+use crate::{cmd, overwritten, quantity, whose};
 use clap::Args;
 use compiler::export::target::refusal::Refusal;
 use compiler::export::target::table::{self, Entry, TARGETS};
@@ -19,6 +19,7 @@ use compiler::schedule::csv::{Table, csv};
 use compiler::wording::near::hint;
 use serde_json::json;
 use std::fs;
+use std::iter;
 use std::path::{Path, PathBuf};
 
 /// Which plan, for which tool, and where to.
@@ -172,6 +173,8 @@ fn write(arguments: &Arguments, bundle: &Bundle, screen: &Screen) -> Result<(), 
             files.iter().map(|file| output.join(&file.name)).collect()
         }
     };
+    let read: Vec<&Path> = iter::once(&arguments.file).chain(&arguments.model).map(PathBuf::as_path).collect();
+    paths.iter().try_for_each(|path| overwritten::keep(&read, path))?;
     let mut files = Vec::new();
     for (path, File { bytes, .. }) in paths.iter().zip(&bundle.files) {
         source::write(path, bytes)?;

@@ -6,7 +6,7 @@ use crate::cmd::partition;
 use crate::failure::{self, Failure};
 use crate::screen::Screen;
 use crate::source::{self, Costs};
-use crate::{cmd, own, prediction, quantity, stages};
+use crate::{cmd, overwritten, own, prediction, quantity, stages};
 use clap::Args;
 use compiler::export::escape::short;
 use compiler::export::report::{Alternative, Answer, Measured, Modelled, Played, Report, WhatIf};
@@ -240,6 +240,7 @@ fn write(arguments: &Arguments, report: &Report<'_>, screen: &Screen) -> Result<
     if arguments.html.is_some() || arguments.svg.is_none() {
         let stem = arguments.file.file_stem().map(|stem| stem.to_string_lossy().into_owned()).unwrap_or_default();
         let path = arguments.html.clone().unwrap_or_else(|| PathBuf::from(format!("{stem}.html")));
+        overwritten::keep(&[&arguments.file], &path)?;
         put(path, page::html(report).as_bytes())?;
     }
     if let Some(folder) = &arguments.svg {
