@@ -13,6 +13,7 @@ use compiler::import::onnx::name::display_name;
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use serde_json::Value;
 use std::cell::{Cell, RefCell};
+use std::env;
 use std::io::{self, ErrorKind, IsTerminal, Write};
 use std::sync::OnceLock;
 
@@ -195,8 +196,14 @@ impl Screen {
 
 /// Characters in a line of the terminal of standard output, if it is one.
 fn width() -> Option<usize> {
-    let width = if io::stdout().is_terminal() { Table::new().width() } else { None };
-    width.map(usize::from)
+    let told = io::stdout().is_terminal().then(|| Table::new().width());
+    told.map(columns)
+}
+
+/// Characters in a line of a terminal, which may not know, or say none: then what COLUMNS says, else 80.
+fn columns(told: Option<u16>) -> usize {
+    let said = || env::var("COLUMNS").ok()?.parse().ok();
+    told.map(usize::from).filter(|&told| told > 0).or_else(said).filter(|&said| said > 0).unwrap_or(80)
 }
 
 fn print(text: &str) -> io::Result<()> {
@@ -211,7 +218,7 @@ fn print(text: &str) -> io::Result<()> {
 fn complain(text: &str) {
     let mut table = Table::new();
     // As wide as the terminal that it goes to, if it goes to one.
-    let width = if io::stderr().is_terminal() { table.use_stderr().width().map(usize::from) } else { None };
+    let width = io::stderr().is_terminal().then(|| columns(table.use_stderr().width()));
     let mut text = painted(&narrow::folded(&clean(text.trim_end()), width), Stream::Err);
     text.push('\n');
     // A closed standard error is no reason to stop.
@@ -254,6 +261,13 @@ mod tests {
     fn lines_end_where_the_terminal_does() {
         assert_eq!(cut("0.0 | F0 F1\n1.0 | F0\n", 8), "0.0 | F…\n1.0 | F0\n");
         assert_eq!(cut("ab", 0), "…");
+    }
+
+    #[test]
+    fn a_terminal_of_no_columns_is_one_that_does_not_know() {
+        assert_eq!(columns(Some(120)), 120);
+        assert_eq!(columns(Some(0)), columns(None));
+        assert!(columns(Some(0)) > 0);
     }
 
     #[test]
