@@ -62,7 +62,10 @@ pub fn advised(mut error: Error, command: &Command, arguments: &[String]) -> Err
             Some(value) if value.contains(',') && value.replace(',', ".").parse::<f64>().is_ok() => {
                 tip(&mut error, &format!("numbers are written with a point: `{}`", value.replace(',', ".")));
             }
-            Some(value) if value == "0" => tip(&mut error, "1 is the least"),
+            // The range of a whole number, as clap tells it.
+            Some(value) if value == "0" && error.to_string().contains("0 is not in 1..") => {
+                tip(&mut error, "1 is the least")
+            }
             _ => {}
         },
         (ErrorKind::UnknownArgument, _, Some(said)) if meant(verb, &said).is_some() => {
@@ -186,6 +189,12 @@ mod tests {
         assert!(!told("pipec train m.onnx --zero 2").contains("a similar"));
         assert!(told("pipec report p.json --lr 2").contains("tip: `--lr` is a flag of `pipec train`"));
         assert!(!told("pipec train m.onnx --flux 2").contains("is a flag of"));
+    }
+
+    #[test]
+    fn one_is_the_least_of_whole_numbers_alone() {
+        assert!(told("pipec train m.onnx --batch 0").contains("tip: 1 is the least"));
+        assert!(!told("pipec train m.onnx --clip-norm 0").contains("is the least"));
     }
 
     #[test]
