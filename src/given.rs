@@ -74,6 +74,21 @@ pub fn check(graph: &Graph, arrays: &BTreeMap<String, Tensor>, path: &Path) -> R
     }
 }
 
+/// Refuses arrays of the model's inputs that hold NaN or an infinity.
+pub fn check_finite(graph: &Graph, arrays: &BTreeMap<String, Tensor>) -> Result<(), Failure> {
+    for (name, array) in inputs(graph).into_iter().filter_map(|name| arrays.get(&name).map(|array| (name, array))) {
+        let view = array.view();
+        let is_float = array.dtype().is_float();
+        let Some(at) = (0..view.len()).find(|&at| is_float && !view.f64(at).is_finite()) else { continue };
+        let per_row = (array.len() / array.shape().first().copied().unwrap_or(1).max(1)).max(1);
+        let why = format!("array `{}` holds {} in row {}", shown(&name), view.f64(at), at / per_row);
+        return Err(Failure::input("the data does not fit the model")
+            .because(why)
+            .help("clean the array, `numpy.nan_to_num` for example"));
+    }
+    Ok(())
+}
+
 /// The names of the inputs that the model reads and somebody must give: whoever runs the model makes the counter of
 /// dropouts.
 fn inputs(graph: &Graph) -> Vec<String> {
