@@ -10,6 +10,7 @@ use compiler::op::dropout::COUNTER;
 use compiler::op::{Op, Value};
 use compiler::pass::loss::TARGET;
 use compiler::tensor::Tensor;
+use runtime::data::{DataError, refuse_not_finite};
 use runtime::weights::{self, FileError};
 use std::collections::BTreeMap;
 use std::io::ErrorKind;
@@ -77,11 +78,8 @@ pub fn check(graph: &Graph, arrays: &BTreeMap<String, Tensor>, path: &Path) -> R
 /// Refuses arrays of the model's inputs that hold NaN or an infinity.
 pub fn check_finite(graph: &Graph, arrays: &BTreeMap<String, Tensor>) -> Result<(), Failure> {
     for (name, array) in inputs(graph).into_iter().filter_map(|name| arrays.get(&name).map(|array| (name, array))) {
-        let view = array.view();
-        let is_float = array.dtype().is_float();
-        let Some(at) = (0..view.len()).find(|&at| is_float && !view.f64(at).is_finite()) else { continue };
-        let per_row = (array.len() / array.shape().first().copied().unwrap_or(1).max(1)).max(1);
-        let why = format!("array `{}` holds {} in row {}", shown(&name), view.f64(at), at / per_row);
+        let Err(DataError::NotFinite { row, value, .. }) = refuse_not_finite(&name, array) else { continue };
+        let why = format!("array `{}` holds {value} in row {row}", shown(&name));
         return Err(Failure::input("the data does not fit the model")
             .because(why)
             .help("clean the array, `numpy.nan_to_num` for example"));

@@ -67,13 +67,12 @@ pub fn plan(path: &Path) -> Result<Plan, Failure> {
         // A small model without weights may be text, too.
         let (why, help) = match kind::of(text.as_bytes()) {
             Some((what, help)) => (what.to_string(), help),
-            None => (
-                other_file(&text, "plan").or_else(|| cut_short(&text)).unwrap_or_else(|| error.to_string()),
-                match cut_short(&text) {
-                    Some(_) => "copy it again, or `pipec partition` writes it anew",
-                    None => "`pipec schema plan` prints what a plan looks like",
-                },
-            ),
+            None => match (other_file(&text, "plan"), cut_short(&text)) {
+                (None, Some(why)) => (why, "copy it again, or `pipec partition` writes it anew"),
+                (other, _) => {
+                    (other.unwrap_or_else(|| error.to_string()), "`pipec schema plan` prints what a plan looks like")
+                }
+            },
         };
         Failure::file("read the plan", path, why).help(help)
     })

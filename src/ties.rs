@@ -3,6 +3,7 @@
 use crate::quantity;
 use compiler::import::onnx::name::shown;
 use compiler::partition::planner::{PlanError, Planned};
+use compiler::plan::held::fullest;
 use compiler::plan::problem::{CostModel, Objective, Problem, Target};
 use compiler::plan::{Plan, ScheduleKind, Stage};
 use compiler::profile::cost_graph::ParamCost;
@@ -15,6 +16,13 @@ fn shared<'a>(params: &'a [ParamCost], plan: &'a Plan) -> Vec<(&'a ParamCost, Ve
         plan.stages.iter().filter(|stage| param.users.iter().any(|user| holds(stage, user.0))).collect()
     };
     params.iter().map(|param| (param, using(param))).filter(|(_, stages)| stages.len() > 1).collect()
+}
+
+/// Those whose stages have unequally many replicas.
+fn uneven<'a>(params: &'a [ParamCost], plan: &'a Plan) -> Vec<(&'a ParamCost, Vec<&'a Stage>)> {
+    let mut shared = shared(params, plan);
+    shared.retain(|(_, stages)| stages.iter().any(|stage| stage.replicas != stages[0].replicas));
+    shared
 }
 
 fn listed(stages: &[&Stage]) -> String {
@@ -31,8 +39,7 @@ pub fn refused(params: &[ParamCost], plan: &Plan) -> Option<String> {
     if !plan.schedule.kind.is_round_robin() {
         return None;
     }
-    let mut shared = shared(params, plan);
-    shared.retain(|(_, stages)| stages.iter().any(|stage| stage.replicas != stages[0].replicas));
+    let shared = uneven(params, plan);
     let (first, stages) = shared.first()?;
     Some(format!(
         "stages {} share the parameter `{}`{} and have unequally many replicas: `pipec train` refuses that under {}, `--schedule 1f1b` trains it",
@@ -43,11 +50,6 @@ pub fn refused(params: &[ParamCost], plan: &Plan) -> Option<String> {
     ))
 }
 
-/// Bytes on the fullest device.
-fn most(plan: &Plan) -> u64 {
-    plan.stages.iter().map(|stage| stage.memory.total).max().unwrap_or(0)
-}
-
 /// A plan that `pipec train` takes in place of one that it refuses: the best with equally many replicas of the stages that share, else the best that
 /// flushes. It says what the other one would have brought; that stays where there is no better, or where cost models compare with the
 /// literature.
@@ -56,20 +58,14 @@ pub fn trained(
     planned: Planned,
     solve: &dyn Fn(&Problem) -> Result<Planned, PlanError>,
 ) -> Result<Planned, PlanError> {
-    let mut shared = shared(&problem.graph.params, &planned.plan);
-    shared.retain(|(_, stages)| stages.iter().any(|stage| stage.replicas != stages[0].replicas));
-    let Some((first, stages)) = shared.first().filter(|_| refused(&problem.graph.params, &planned.plan).is_some())
-    else {
-        return Ok(planned);
-    };
-    if problem.cost != CostModel::Pipec {
-        return Ok(planned);
-    }
+    let shared = uneven(&problem.graph.params, &planned.plan);
+    let is_asked = problem.cost == CostModel::Pipec && planned.plan.schedule.kind.is_round_robin();
+    let Some((first, stages)) = shared.first().filter(|_| is_asked) else { return Ok(planned) };
     let is_taken = |other: &Planned| refused(&problem.graph.params, &other.plan).is_none();
     let better = |left: &Planned, right: &Planned| {
         let time = left.plan.predicted.minibatch_us.total_cmp(&right.plan.predicted.minibatch_us);
         match problem.objective {
-            Objective::Memory => most(&left.plan).cmp(&most(&right.plan)).then(time),
+            Objective::Memory => fullest(&left.plan).cmp(&fullest(&right.plan)).then(time),
             _ => time,
         }
     };
@@ -110,7 +106,7 @@ pub fn trained(
         other.plan.proven_optimal = false;
     }
     let without = match problem.objective {
-        Objective::Memory => format!("{} on the fullest device", quantity::bytes(most(&planned.plan))),
+        Objective::Memory => format!("{} on the fullest device", quantity::bytes(fullest(&planned.plan))),
         _ => format!("{} per minibatch", quantity::time(planned.plan.predicted.step_us)),
     };
     let instead = match other.plan.schedule.kind == problem.schedule {

@@ -68,24 +68,22 @@ pub fn advised(mut error: Error, command: &Command, arguments: &[String]) -> Err
             }
             _ => {}
         },
-        (ErrorKind::UnknownArgument, _, Some(said)) if meant(verb, &said).is_some() => {
-            let flag = meant(verb, &said).unwrap_or_default();
-            tip(&mut error, &format!("`{said}` is no flag here; was `--{flag}` meant?"));
-        }
-        (ErrorKind::UnknownArgument, _, Some(said)) if begun(verb, &said).is_some() => {
-            let whole = begun(verb, &said).unwrap_or_default();
-            error.insert(ContextKind::SuggestedArg, ContextValue::String(whole));
-        }
         (ErrorKind::UnknownArgument, _, Some(said)) => {
+            if let Some(flag) = meant(verb, &said) {
+                tip(&mut error, &format!("`{said}` is no flag here; was `--{flag}` meant?"));
+                return error;
+            }
+            if let Some(whole) = begun(verb, &said) {
+                error.insert(ContextKind::SuggestedArg, ContextValue::String(whole));
+                return error;
+            }
             let Some(where_to) = said.strip_prefix("--").and_then(|flag| elsewhere(command, verb, flag)) else {
                 return error;
             };
-            let mut tip = StyledStr::new();
-            tip.push_str(&where_to);
             // A flag of this verb that sounds alike is not what was meant.
             error = Error::new(ErrorKind::UnknownArgument).with_cmd(command);
             error.insert(ContextKind::InvalidArg, ContextValue::String(said));
-            error.insert(ContextKind::Suggested, ContextValue::StyledStrs(vec![tip]));
+            tip(&mut error, &where_to);
         }
         _ => {}
     }

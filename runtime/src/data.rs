@@ -187,7 +187,8 @@ impl Fit {
     }
 }
 
-fn refuse_not_finite(name: &str, array: &Tensor) -> Result<(), DataError> {
+/// Refuses floats that are NaN or infinite.
+pub fn refuse_not_finite(name: &str, array: &Tensor) -> Result<(), DataError> {
     if !array.dtype().is_float() {
         return Ok(());
     }

@@ -111,7 +111,9 @@ pub fn run_shared(
             let mut keeper = keeper.lock().unwrap_or_else(PoisonError::into_inner);
             let (joining, on_part) = &mut *keeper;
             let whole = joining.take(device, part);
-            on_part.iter_mut().zip([whole]).for_each(|(on_part, whole)| whole.into_iter().for_each(on_part));
+            if let Some(on_part) = on_part {
+                whole.into_iter().for_each(on_part);
+            }
         };
         // Who takes them is there until all devices have left.
         let mut tell = |checkpoint: Checkpoint| drop(told.send((device, checkpoint)));
@@ -128,8 +130,9 @@ pub fn run_shared(
     };
     let mut hear = || {
         for (device, checkpoint) in written.try_iter() {
-            let whole = joining.written(device, checkpoint);
-            on_checkpoint.iter_mut().for_each(|on_checkpoint| whole.iter().cloned().for_each(&mut *on_checkpoint));
+            if let (Some(on_checkpoint), Some(whole)) = (&mut on_checkpoint, joining.written(device, checkpoint)) {
+                on_checkpoint(whole);
+            }
         }
     };
     let outcomes: Vec<Result<Trained, SharedError>> = std::thread::scope(|scope| {

@@ -224,9 +224,10 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Failure> {
 /// Bytes that a replica of a stage holds whatever runs, beside what is played: weights, gradients of all of them (shares are fewer), and what items
 /// in flight have saved, which is nothing where nothing runs backward.
 fn throughout(memory: &StageMemory, kind: ScheduleKind) -> i128 {
-    let of_items = if kind == ScheduleKind::Inference { memory.activations } else { 0 };
-    let trained =
-        if kind == ScheduleKind::Inference { 0 } else { i128::from(memory.gradients) - i128::from(memory.weights) };
+    let (of_items, trained) = match kind {
+        ScheduleKind::Inference => (memory.activations, 0),
+        _ => (0, i128::from(memory.gradients) - i128::from(memory.weights)),
+    };
     let all = [of_items, memory.optimizer, memory.between, memory.messages, memory.workspace];
     all.into_iter().map(i128::from).sum::<i128>() + trained
 }

@@ -8,6 +8,7 @@ use crate::{advice, quantity, source, stages};
 use compiler::partition::lack::TooSmall;
 use compiler::partition::planner::PlanError;
 use compiler::plan::ScheduleKind;
+use compiler::plan::held::fullest;
 use compiler::plan::problem::ProblemError;
 use compiler::plan::zero::MOST;
 use std::path::Path;
@@ -80,9 +81,8 @@ pub fn tried(arguments: &Arguments, size: Size, failure: Failure) -> Failure {
     let fits = |(name, other): &(String, Arguments)| {
         let costs = source::costs(other, &Screen::silent()).ok()?;
         let plan = ask(&other.file, costs, &other.question).ok()?.plan;
-        let most = plan.stages.iter().map(|stage| stage.memory.total).max().unwrap_or(0);
         let speed = quantity::samples(plan.predicted.throughput_per_s);
-        Some(format!("{name} ({} on the fullest device, {speed} samples/s)", quantity::bytes(most)))
+        Some(format!("{name} ({} on the fullest device, {speed} samples/s)", quantity::bytes(fullest(&plan))))
     };
     let found: Vec<String> = ways.iter().filter_map(|way| way.iter().find_map(fits)).collect();
     let last: Vec<String> = ways.iter().filter_map(|way| Some(way.last()?.0.clone())).collect();

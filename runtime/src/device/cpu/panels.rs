@@ -47,6 +47,13 @@ pub struct Rows {
     pub step: usize,
 }
 
+impl Rows {
+    /// The same elements with rows and columns changed.
+    pub fn turned(self) -> Rows {
+        Rows { row: self.step, step: self.row, ..self }
+    }
+}
+
 /// The left factor of a product. Depths begin at multiples of [`LANES`], and columns of the right factor.
 pub trait Left {
     /// Where it lies, if tiles can read it there.

@@ -132,7 +132,7 @@ impl Way {
                         data_in(&self.tiles, x, ins, vectors.clone(), v);
                         for element in 0..ELEMENTS {
                             let (left, right) = (rows(u, element), rows(v, element));
-                            let left = if self.turned { turned(left) } else { left };
+                            let left = if self.turned { left.turned() } else { left };
                             let result = Plain { at: m.place(element, 0, 0), row: pitch };
                             product([outs, vectors.len() * LANES, ins], &left, &right, &result, false);
                         }
@@ -171,7 +171,7 @@ where
                     data_in(&tiles, x, ins, vectors.clone(), v);
                     results_in(&pairs, dy, outs, vectors.clone(), d);
                     for element in 0..ELEMENTS {
-                        let (left, right) = (rows(d, element), turned(rows(v, element)));
+                        let (left, right) = (rows(d, element), rows(v, element).turned());
                         let result = Plain { at: s.place(element, 0, 0), row: across };
                         product([outs, ins, vectors.len() * LANES], &left, &right, &result, vectors.start > 0);
                     }
@@ -206,10 +206,6 @@ fn runs(tiles: &Windows, run: usize) -> impl Iterator<Item = Range<usize>> + use
 
 fn laid_out((numbers, channels, channel): (&mut [f32], usize, usize)) -> Transformed {
     Transformed { at: numbers.as_mut_ptr(), element: channels * channel + APART, channel }
-}
-
-fn turned(rows: Rows) -> Rows {
-    Rows { row: rows.step, step: rows.row, ..rows }
 }
 
 /// The matrix of one element of tiles, a row for each channel.

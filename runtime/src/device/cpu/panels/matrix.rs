@@ -1,5 +1,6 @@
 //! Matrices in memory as factors and results.
 
+use super::product::STREAMS;
 use super::{Ahead, COLUMNS, LANES, Left, ROWS, Right, Rows, Target, VECTORS, pack, pieces, whole_pieces};
 use std::ops::Range;
 
@@ -43,11 +44,12 @@ impl Right for Rows {
     }
 
     fn ahead(&self, depth: Range<usize>, columns: Range<usize>) -> Ahead {
-        if self.step == 1 {
-            // What lies in rows is asked for as it is copied: earlier was slower.
-            return Ahead::NOTHING;
-        }
         let at = self.at.wrapping_add(depth.start * self.row + columns.start * self.step);
+        if self.step == 1 {
+            // What lies in rows is asked for as it is copied: earlier was slower, but for rows that are streamed.
+            let is_streamed = depth.len() <= STREAMS;
+            return if is_streamed { Ahead::of(at, [depth.len(), columns.len()], self.row) } else { Ahead::NOTHING };
+        }
         Ahead::of(at, [columns.len(), depth.len()], self.step)
     }
 }

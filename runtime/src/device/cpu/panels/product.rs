@@ -19,7 +19,8 @@ const FEW_COLUMNS: usize = 2 * COLUMNS;
 /// side, not more than the processor follows as streams; sums are written the more often for it.
 const FEW_ROWS_OF_STREAMS: usize = 64;
 const LONG_ROW: usize = 256;
-const STREAMS: usize = 32;
+/// Up to so many rows of a right factor are read side by side.
+pub const STREAMS: usize = 32;
 
 #[repr(C, align(64))]
 #[derive(Clone, Copy)]
@@ -55,7 +56,7 @@ pub unsafe fn product<A: Left, B: Right, C: Target>([m, n, k]: [usize; 3], a: &A
     // Blocks of about one size, of whole tiles.
     let block_rows = m.div_ceil(row_blocks).next_multiple_of(ROWS);
     let in_place = a.in_place().filter(|_| n <= FEW_COLUMNS);
-    let goes_by_rows = is_by_rows(m, n, k, b.in_place().is_some());
+    let by_rows = b.in_place().filter(|_| is_by_rows(m, n, k));
     PANELS.with_borrow_mut(|panels| {
         for first in (0..m).step_by(block_rows) {
             for at in (0..k).step_by(block_depth) {
@@ -66,9 +67,9 @@ pub unsafe fn product<A: Left, B: Right, C: Target>([m, n, k]: [usize; 3], a: &A
                     if in_place.is_none() {
                         a.pack(block.rows.clone(), block.depth.clone(), block.panels.a.as_mut_ptr().cast());
                     }
-                    if let Some((at, row)) = b.in_place().filter(|_| goes_by_rows && in_place.is_none()) {
-                        let from = at.wrapping_add(block.depth.start * row);
-                        block.by_rows(n, |columns| (from.wrapping_add(columns.start), row), c);
+                    // So little depth is one block, and so many columns meet a left factor that is copied.
+                    if let Some((at, row)) = by_rows {
+                        block.by_rows(n, |columns| (at.wrapping_add(columns.start), row), c);
                         continue;
                     }
                     let mut columns = cut(0, n);
@@ -132,8 +133,8 @@ fn most_depth(m: usize, n: usize, b_is_in_place: bool) -> usize {
 const FEW_DEPTH: usize = 8;
 
 /// Whether tiles of a result follow each other along its rows.
-fn is_by_rows(m: usize, n: usize, k: usize, b_is_in_place: bool) -> bool {
-    k <= FEW_DEPTH && m >= 2 * ROWS && n >= LONG_ROW && b_is_in_place
+fn is_by_rows(m: usize, n: usize, k: usize) -> bool {
+    k <= FEW_DEPTH && m >= 2 * ROWS && n >= LONG_ROW
 }
 
 /// How many elements ahead of its sums a row of the result is asked for.
@@ -173,12 +174,6 @@ impl Block<'_> {
                 Ahead::of(self.left(self.rows.start + ROWS).at, [self.rows.len().saturating_sub(ROWS), depth], rows.row)
             }
             _ if next.is_empty() => Ahead::NOTHING,
-            _ if depth <= STREAMS => match b.in_place() {
-                Some((at, row)) => {
-                    Ahead::of(at.wrapping_add(self.depth.start * row + next.start), [depth, next.len()], row)
-                }
-                None => b.ahead(self.depth.clone(), next),
-            },
             _ => b.ahead(self.depth.clone(), next),
         };
         let target = c.in_place(columns.clone());
@@ -304,8 +299,7 @@ pub unsafe fn matrices([m, n, k]: [usize; 3], a: Rows, b: Rows, (c, far): (*mut 
             return dots([m, n, k], a, Rows { row: b.step, step: 1, ..b }, (c, far), add);
         }
         if is_transposed(m, n, a.step, b.row) {
-            let transposed = |rows: Rows| Rows { row: rows.step, step: rows.row, ..rows };
-            return product([n, m, k], &transposed(b), &transposed(a), &Turned { at: c, column: far }, add);
+            return product([n, m, k], &b.turned(), &a.turned(), &Turned { at: c, column: far }, add);
         }
         product([m, n, k], &a, &b, &Plain { at: c, row: far }, add);
     }
