@@ -44,7 +44,6 @@ mod seat;
 mod signals;
 mod source;
 mod stages;
-mod steady;
 mod stop;
 mod tensor;
 mod terms;

@@ -7,6 +7,7 @@
 //! All times are microseconds.
 
 pub mod efficiency;
+pub mod even;
 pub mod flows;
 pub mod forwards;
 pub mod hidden;

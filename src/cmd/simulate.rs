@@ -3,7 +3,7 @@
 use crate::failure::Failure;
 use crate::own::{self, Own};
 use crate::screen::Screen;
-use crate::{cmd, prediction, quantity, source, stages, steady};
+use crate::{cmd, prediction, quantity, source, stages};
 use clap::Args;
 use compiler::export::trace::Trace;
 use compiler::export::trace::encode::encode;
@@ -16,7 +16,7 @@ use compiler::schedule::json::to_json;
 use compiler::schedule::pipeline::{pipeline, schedule_of};
 use compiler::schedule::rule::StepCount;
 use compiler::schedule::scheduler::schedule;
-use compiler::simulate::run;
+use compiler::simulate::{even, run};
 use serde_json::json;
 use std::path::PathBuf;
 
@@ -80,7 +80,7 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Failure> {
     let asked = arguments.minibatches;
     let pipeline = pipeline(&plan).map_err(|error| fail(&error))?;
     let microbatches = own.as_ref().map_or(plan.schedule.microbatches, Own::microbatches);
-    let in_flight = steady::in_flight(&pipeline);
+    let in_flight = even::in_flight(&pipeline);
     // Some rounds of all replicas, so that what they do together is seen, and enough to fill what is in flight.
     let usual = if microbatches == 1 {
         let even = pipeline.rounds().saturating_mul(4).max(8 * in_flight);
@@ -141,7 +141,7 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Failure> {
         screen
             .note(&format!("{} workers share {cores}; the plan's own figures give each a core", program.workers.len()));
     }
-    let pace = steady::Run { pipeline: &pipeline, machine: &machine, microbatches, kind };
+    let pace = even::Run::of(kind, &pipeline, &machine, microbatches);
     // Programs in a file are for as many minibatches as they are.
     let is_fixed = own.as_ref().is_some_and(|own| own.minibatches().is_some());
     let long = Some(pace.minibatches()).filter(|long| *long > minibatches && !is_fixed);

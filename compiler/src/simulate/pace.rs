@@ -10,6 +10,7 @@ use crate::schedule::rule::StepCount;
 use crate::schedule::scheduler::schedule;
 use crate::schedule::shape::common_multiple;
 use crate::schedule::{Pipeline, Schedule};
+use crate::simulate::even::Run;
 use crate::simulate::run::{Machine, simulate};
 use crate::simulate::steady::Steady;
 use crate::simulate::{SimulateError, Timeline};
@@ -24,7 +25,7 @@ const MOST_ALONE: u64 = 8 * MOST_WORK;
 const FLUSHED: u32 = 4;
 const SETTLED: usize = 1;
 
-/// The fewest items of an even run over which the time is taken.
+/// The fewest items of an even run over which the time is taken: a few per thousand near what a longer run would tell.
 const WINDOW: u64 = 240;
 
 /// Microseconds from one minibatch to the next, for inference from one item to the next; `None` where playing would take long.
@@ -98,13 +99,10 @@ fn even(kind: Schedule, pipeline: &Pipeline, microbatches: u32) -> Result<Option
     if work(pipeline, u64::from(count.minibatches) * u64::from(microbatches)) > MOST_WORK {
         return Ok(None);
     }
-    let ends = played(kind, pipeline, count)?.ends(microbatches);
-    let (from, to) = (ends.len() / 2, ends.len() - 1 - ends.len() / 8);
-    // A run is even over whole rounds of every stage.
-    let repeat = pipeline.rounds();
-    let rounds = (to - from) as u64 / repeat * repeat;
-    let from = if microbatches == 1 && rounds > 0 { to - rounds as usize } else { from };
-    Ok((to > from).then(|| (ends[to] - ends[from]) / (to - from) as f64))
+    let machine = Machine::of(pipeline);
+    let run = Run { pipeline, machine: &machine, microbatches, flushes: false, is_round_robin: kind.is_round_robin() };
+    let timeline = simulate(&schedule(kind, pipeline, count)?, pipeline, &machine)?;
+    Ok(Some(run.step_of(&timeline)))
 }
 
 /// Minibatches of an even run: half to fill, an eighth to drain, and enough between.

@@ -1,18 +1,18 @@
-//! What a minibatch takes when a program has long been running: a run of its own, as long as that takes, whatever run was asked for.
+//! What a minibatch takes when a program has long been running, from the ends of its minibatches in a run that was played.
 //!
-//! Without a flush replicas and links take turns in patterns that need not repeat: the time between two ends depends on which two. So gaps
-//! between ends are averaged with weights that fade in and out, which leaves next to nothing of anything that comes and goes (weighted
-//! Birkhoff averages; Das, Saiki, Sander and Yorke, Nonlinearity 30, 2017):
+//! Without a flush replicas and links take turns. Where that repeats with the rounds of all replicas, the time of such rounds is the answer. It
+//! need not: then gaps between ends are averaged with weights that fade in and out, which leaves next to nothing of anything that comes and
+//! goes (weighted Birkhoff averages; Das, Saiki, Sander and Yorke, Nonlinearity 30, 2017):
 //!
 //! ```text
 //! T  =  sum of w(k/n) (e_k+1 - e_k)  /  sum of w(k/n),        w(t) = exp(-1 / (t (1 - t)))
 //! ```
 
-use compiler::plan::{Plan, ScheduleKind};
-use compiler::schedule::{Pipeline, Program};
-use compiler::simulate::Timeline;
-use compiler::simulate::run::{Machine, simulate};
-use compiler::simulate::steady::ideal_us;
+use crate::plan::ScheduleKind;
+use crate::schedule::{Pipeline, Program};
+use crate::simulate::Timeline;
+use crate::simulate::run::{Machine, simulate};
+use crate::simulate::steady::ideal_us;
 
 /// Items times stages of a run at most: about half a second.
 const MOST_WORK: u64 = 60_000;
@@ -25,6 +25,9 @@ const ROUNDS: u64 = 24;
 /// Minibatches of a run that flushes: each is as those before it.
 const FLUSHED: u64 = 16;
 
+/// Gaps that differ by no more than this share of their mean are equal.
+const SAME: f64 = 1e-6;
+
 /// A run whose pace is asked for.
 pub struct Run<'a> {
     /// What runs, with its caps.
@@ -33,22 +36,25 @@ pub struct Run<'a> {
     pub machine: &'a Machine,
     /// Items of a minibatch.
     pub microbatches: u32,
-    /// The order of work.
-    pub kind: ScheduleKind,
+    /// Whether the pipeline drains after every minibatch.
+    pub flushes: bool,
+    /// Whether every item is a minibatch, dealt to replicas in turn, and trained on.
+    pub is_round_robin: bool,
 }
 
 impl<'a> Run<'a> {
-    /// That of a plan's own programs.
-    pub fn of(plan: &Plan, pipeline: &'a Pipeline, machine: &'a Machine) -> Run<'a> {
-        Run { pipeline, machine, microbatches: plan.schedule.microbatches, kind: plan.schedule.kind }
+    /// A run under an order of work.
+    pub fn of(kind: ScheduleKind, pipeline: &'a Pipeline, machine: &'a Machine, microbatches: u32) -> Run<'a> {
+        let (flushes, is_round_robin) = (!kind.is_continuous(), kind.is_round_robin());
+        Run { pipeline, machine, microbatches, flushes, is_round_robin }
     }
 
     /// Minibatches after which the pace is known; fewer where that would take long.
     pub fn minibatches(&self) -> u32 {
         let items = u64::from(self.microbatches.max(1));
-        let wanted = match self.kind.is_continuous() {
-            false => FLUSHED,
-            true => {
+        let wanted = match self.flushes {
+            true => FLUSHED,
+            false => {
                 let rounds = if items == 1 { self.pipeline.rounds().saturating_mul(ROUNDS) } else { 0 };
                 (ITEMS.max(DEPTHS * in_flight(self.pipeline)).div_ceil(items)).max(rounds)
             }
@@ -66,13 +72,15 @@ impl<'a> Run<'a> {
     pub fn step_of(&self, timeline: &Timeline) -> f64 {
         let ends = timeline.ends(self.microbatches);
         let count = ends.len();
-        let (before, behind) = if self.kind.is_continuous() { (count / 2, count / 8) } else { (count / 4, count / 4) };
+        let (before, behind) = if self.flushes { (count / 4, count / 4) } else { (count / 2, count / 8) };
         // A run that hardly fills its workers tells no pace but its own.
-        let is_short = self.kind.is_continuous() && (count as u64) < 4 * in_flight(self.pipeline);
+        let is_short = !self.flushes && (count as u64) < 4 * in_flight(self.pipeline);
         let middle = ends.get(before..count - behind).filter(|middle| middle.len() > 1 && !is_short);
-        let step = middle.map_or(timeline.makespan / count.max(1) as f64, even);
+        // Items go round all replicas; a minibatch of several begins with the first of them.
+        let round = if self.microbatches == 1 { self.pipeline.rounds() } else { 1 };
+        let step = middle.map_or(timeline.makespan / count.max(1) as f64, |ends| even(ends, round));
         // Nothing is faster for long than its busiest worker or link. What is left below that is how exactly a pace can be told.
-        let is_bounded = self.kind.is_round_robin() && self.microbatches == 1 && self.machine.jitter.is_none();
+        let is_bounded = self.is_round_robin && self.microbatches == 1 && self.machine.jitter.is_none();
         if is_bounded && 2 * in_flight(self.pipeline) < count as u64 { step.max(ideal_us(self.pipeline)) } else { step }
     }
 }
@@ -82,14 +90,23 @@ pub fn in_flight(pipeline: &Pipeline) -> u64 {
     pipeline.stages.iter().map(|stage| u64::from(stage.replicas) * u64::from(stage.cap)).max().unwrap_or(0)
 }
 
-/// The mean of the gaps between ends, with weights that fade in and out.
-fn even(ends: &[f64]) -> f64 {
-    let gaps = (ends.len() - 1) as f64;
+/// The time from one end to the next: of the last rounds where two spans of rounds are equal gap by gap, else the mean of the gaps with weights that
+/// fade in and out.
+fn even(ends: &[f64], round: u64) -> f64 {
+    let last = ends.len() - 1;
+    let span = usize::try_from(last as u64 / 2 / round.max(1) * round).unwrap_or(0);
+    let gap = |at: usize| ends[at + 1] - ends[at];
+    let took = ends[last] - ends[last - span];
+    // Equal spans alone could be a chance: all gaps of one are those of the other.
+    let near = SAME * took / span.max(1) as f64;
+    if span > 0 && (last - span..last).all(|at| (gap(at) - gap(at - span)).abs() <= near) {
+        return took / span as f64;
+    }
     let (mut sum, mut weights) = (0.0, 0.0);
-    for (at, pair) in ends.windows(2).enumerate() {
-        let t = (at as f64 + 0.5) / gaps;
+    for at in 0..last {
+        let t = (at as f64 + 0.5) / last as f64;
         let weight = (-1.0 / (t * (1.0 - t))).exp();
-        sum += weight * (pair[1] - pair[0]);
+        sum += weight * gap(at);
         weights += weight;
     }
     sum / weights
@@ -98,9 +115,9 @@ fn even(ends: &[f64]) -> f64 {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use compiler::schedule::rule::StepCount;
-    use compiler::schedule::scheduler::schedule;
-    use compiler::schedule::{Schedule, StageShape};
+    use crate::schedule::rule::StepCount;
+    use crate::schedule::scheduler::schedule;
+    use crate::schedule::{Schedule, StageShape};
 
     /// Ends that come in bursts of three and sway besides: one every 10.
     #[test]
@@ -110,9 +127,16 @@ mod tests {
             (0..count).map(end).collect()
         };
         for count in [400, 401, 555, 1000] {
-            let told = even(&ends(count));
+            let told = even(&ends(count), 1);
             assert!((told - 10.0).abs() < 1e-3, "{count}: {told}");
         }
+    }
+
+    /// Three replicas whose ends come at once: a round in three times 10.
+    #[test]
+    fn rounds_that_repeat_are_told_exactly() {
+        let ends: Vec<f64> = (0..100).map(|at| f64::from(at / 3) * 30.0).collect();
+        assert_eq!(even(&ends, 3), 10.0);
     }
 
     /// Two replicas before one, at times without a common measure: never faster than the busiest, and equal for every length.
@@ -122,7 +146,7 @@ mod tests {
             let replicated = StageShape { all_reduce: reduce, ..StageShape::new(2, 1.37 * forward, 2.61 * forward) };
             let pipeline = Pipeline::chain(vec![replicated, StageShape::new(1, 0.67 * forward, 1.29 * forward)]);
             let machine = Machine::of(&pipeline);
-            let run = Run { pipeline: &pipeline, machine: &machine, microbatches: 1, kind: ScheduleKind::RoundRobin };
+            let run = Run::of(ScheduleKind::RoundRobin, &pipeline, &machine, 1);
             let at = |minibatches| {
                 let program = schedule(Schedule::OneFOneBRr, &pipeline, StepCount::minibatches(minibatches)).unwrap();
                 run.step_us(&program).unwrap()
