@@ -399,6 +399,8 @@ fn training_takes_what_users_have() {
     let write = |name: &str, arrays| runtime::weights::write(&at.join(name), &arrays).unwrap();
     done(at, &["zoo", "mlp", "--hidden", "8", "--layers", "2", "--inputs", "6", "--classes", "3", "-o", "m.onnx"]);
     done(at, &["zoo", "mlp"]);
+    // What is true or false is true where it stands alone.
+    done(at, &["zoo", "resnet18", "--small-images", "--structure", "-o", "r.onnx"]);
     assert!(fails(at, 2, &["zoo", "mlp"]).contains("exists already"));
 
     // One array beside the labels is the model's one input; what does not fill a minibatch is told.

@@ -90,7 +90,13 @@ fn subcommand(entry: &'static Entry, name: &'static str, settings: &'static [(&'
             Setting::Truth(_) => "true|false",
         };
         let about = format!("{} [default: {}]", sentence(choice.about), set.unwrap_or(choice.usual));
-        flag(choice.name, kind, about).value_parser(|text: &str| choice.read(text)).help_heading("Of this model")
+        let own = flag(choice.name, kind, about).value_parser(|text: &str| choice.read(text));
+        // One that is true or false is true where it stands alone.
+        let own = match choice.usual {
+            Setting::Truth(_) => own.num_args(0..=1).default_missing_value("true"),
+            _ => own,
+        };
+        own.help_heading("Of this model")
     });
     let numbers = value_parser!(usize);
     Command::new(name)
