@@ -186,6 +186,9 @@ pub fn data(error: &DataError) -> String {
             "labels are 0 to {}, and -100 counts for nothing; `--class-dim` names another axis of classes, `--loss` another loss",
             classes - 1
         ),
+        DataError::Ignored { .. } => {
+            "give some rows a class of their own, from 0 on: -100 marks labels that are left out, such as those of padding".to_string()
+        }
         DataError::Index { .. } => "check that data and model have the same vocabulary".to_string(),
         DataError::Fraction { .. } => "cast the array to int64".to_string(),
         DataError::NotFinite { .. } => "clean the array, `numpy.nan_to_num` for example".to_string(),

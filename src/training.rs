@@ -158,6 +158,8 @@ pub struct Prepared {
     pub per_epoch: usize,
     /// Rows of the data that are trained on.
     pub rows: usize,
+    /// Those of them all of whose labels count for nothing.
+    pub ignored: usize,
     /// What is made small.
     loss: Loss,
     held_out: Option<Dataset>,
@@ -283,10 +285,12 @@ pub fn prepare(task: &mut Task<'_>) -> Result<Prepared, Failure> {
         }
     };
     let labels = if arrays.contains_key(TARGET) || !arrays.contains_key(LABELS) { TARGET } else { LABELS };
-    let unfit = |error: DataError| {
+    let refused = |what: &str, error: DataError, labels: &str| {
         let help = advice::targets(&error, loss).unwrap_or_else(|| advice::data(&error));
-        Failure::input("the data does not fit the model").because(named(error, labels)).help(help)
+        Failure::input(format!("{what} does not fit the model")).because(named(error, labels)).help(help)
     };
+    let unfit = |error| refused("the data", error, labels);
+    let unfit_held_out = |error| refused("what is held out", error, TARGET);
     let known = |arrays| {
         let data = Dataset::new(arrays, &feeds, item_rows)?;
         if let (Loss::CrossEntropy, Some(classes)) = (loss, classes(&graph, task.class_dim)) {
@@ -302,14 +306,11 @@ pub fn prepare(task: &mut Task<'_>) -> Result<Prepared, Failure> {
             let (first, last) = data.split(rows);
             (first, Some(last))
         }
-        HeldOut::Arrays(arrays) => {
-            let unfit = |error| {
-                let help = advice::targets(&error, loss).unwrap_or_else(|| advice::data(&error));
-                Failure::input("what is held out does not fit the model").because(named(error, TARGET)).help(help)
-            };
-            (data, Some(known(arrays).map_err(unfit)?))
-        }
+        HeldOut::Arrays(arrays) => (data, Some(known(arrays).map_err(unfit_held_out)?)),
     };
+    let counted = |data: &Dataset| if loss == Loss::CrossEntropy { data.check_counted(TARGET) } else { Ok(0) };
+    let ignored = counted(&data).map_err(unfit)?;
+    held_out.as_ref().map_or(Ok(0), counted).map_err(unfit_held_out)?;
     let rows = data.rows();
     let (items, microbatches) = (task.batch as usize, task.microbatches as usize);
     let batches =
@@ -327,6 +328,7 @@ pub fn prepare(task: &mut Task<'_>) -> Result<Prepared, Failure> {
         batch: task.batch,
         per_epoch,
         rows,
+        ignored,
         loss,
         held_out,
         data: OnceLock::new(),
@@ -529,6 +531,7 @@ fn named(mut error: DataError, labels: &str) -> DataError {
         DataError::Empty { name }
         | DataError::Shape { name, .. }
         | DataError::Label { name, .. }
+        | DataError::Ignored { name, .. }
         | DataError::Index { name, .. }
         | DataError::Fraction { name, .. }
         | DataError::NotFinite { name, .. } => own(name),

@@ -31,6 +31,10 @@ pub enum DataError {
     Index { name: String, row: usize, index: i64, size: i64 },
     #[error("array `{name}`, row {row}: label {label} is outside the {classes} classes 0 to {last}")]
     Label { name: String, row: usize, label: i64, classes: i64, last: i64 },
+    #[error(
+        "every label of array `{name}` is {IGNORED}, which counts for nothing: there is nothing to learn from its {rows} rows"
+    )]
+    Ignored { name: String, rows: usize },
     #[error("array `{name}` holds {value} in row {row}, where the model reads whole numbers")]
     Fraction { name: String, row: usize, value: f64 },
     #[error("array `{name}` holds {value} in row {row}; training on it would make every weight NaN")]
@@ -136,6 +140,19 @@ impl Dataset {
             }
         }
         Ok(())
+    }
+
+    /// Rows all of whose labels count for nothing. Refuses labels of which none counts.
+    pub fn check_counted(&self, name: &str) -> Result<usize, DataError> {
+        let Some(labels) = self.arrays.get(name).map(|a| &a.tensor) else { return Ok(0) };
+        let per_row = (labels.len() / self.rows.max(1)).max(1);
+        let view = labels.view();
+        let rows = view.len() / per_row;
+        let counts = |row: &usize| (0..per_row).any(|at| view.i64(row * per_row + at) != IGNORED);
+        match (0..rows).filter(counts).count() {
+            0 if rows > 0 => Err(DataError::Ignored { name: name.to_string(), rows }),
+            counted => Ok(rows - counted),
+        }
     }
 
     /// Refuses labels outside `0..classes`.
@@ -392,5 +409,21 @@ mod tests {
         let target = Named { name: "target".into(), fact: Fact::of(DType::I64, &[1]), bytes: 8 };
         let data = Dataset::new(labels, &[feed("x", &[1, 2]), target], 1).unwrap();
         assert!(matches!(data.check_labels("target", 10), Err(DataError::Label { row: 3, label: 10, .. })));
+        assert_eq!(data.check_counted("target"), Ok(0));
+    }
+
+    #[test]
+    fn labels_of_which_none_counts_are_told() {
+        let of = |labels: &[i64]| {
+            let mut arrays = ramp(5);
+            arrays.insert("y".into(), Tensor::from_i64(&[5, 2], labels));
+            let target = Named { name: "target".into(), fact: Fact::of(DType::I64, &[1, 2]), bytes: 16 };
+            Dataset::new(arrays, &[feed("x", &[1, 2]), target], 1).unwrap()
+        };
+        let none = of(&[IGNORED; 10]).check_counted("target");
+        assert_eq!(none, Err(DataError::Ignored { name: "target".into(), rows: 5 }));
+        let mut some = [IGNORED; 10];
+        some[7] = 3;
+        assert_eq!((of(&some).check_labels("target", 10), of(&some).check_counted("target")), (Ok(()), Ok(4)));
     }
 }

@@ -1,6 +1,7 @@
 //! Optimizers by name, and the optimizer flags of `pipec train`.
 
 use crate::failure::Failure;
+use crate::screen::Screen;
 use clap::{Args, ValueEnum};
 use runtime::optimizer::{self, Rule};
 use runtime::rate::{Rate, Shape};
@@ -159,6 +160,13 @@ impl OptimizerArguments {
             }
             Optimizer::Adagrad => Rule::Adagrad { learning_rate, decay: self.lr_decay, epsilon, weight_decay },
         })
+    }
+
+    /// What they do that one might not expect.
+    pub fn remarks(&self, screen: &Screen) {
+        if self.lr == Some(0.0) {
+            screen.warn("`--lr 0` moves no parameter: losses are those of the weights that the run begins with");
+        }
     }
 
     /// The same, as plans name it.

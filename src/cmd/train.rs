@@ -25,7 +25,7 @@ use compiler::export::trace::Trace;
 use compiler::export::trace::encode::encode;
 use compiler::import::import::Batch;
 use compiler::op::Op;
-use compiler::pass::loss::attach;
+use compiler::pass::loss::{IGNORED, attach};
 use compiler::plan::groups::MOST;
 use compiler::plan::problem::InFlight;
 use compiler::plan::{Plan, ScheduleKind};
@@ -327,6 +327,7 @@ fn once(arguments: &Arguments, seat: &Seat, restarts: u32, screen: &Screen) -> R
     }
     let own = (!others.is_empty()).then_some(reckoned);
     remarks(&task, &prepared, screen);
+    arguments.optimizer.remarks(screen);
     prepared.sharing.iter().for_each(|sharing| screen.note(&sharing.told()));
     arguments.policy.remarks(schedule, screen);
     if let Some(folder) = checkpoint_dir {
@@ -448,6 +449,13 @@ fn remarks(task: &Task<'_>, prepared: &Prepared, screen: &Screen) {
             "{left_out} of {} do not fill a minibatch of {} and are left out of every epoch",
             stages::plural(prepared.rows as u64, "row", "rows"),
             quantity::count(prepared.batch)
+        ));
+    }
+    if prepared.ignored > 0 {
+        screen.note(&format!(
+            "{} of {} have no label but {IGNORED}, which counts for nothing; the loss of a micro-batch of such rows alone is 0",
+            quantity::count(prepared.ignored as u64),
+            stages::plural(prepared.rows as u64, "row", "rows")
         ));
     }
     if task.schedule.is_round_robin() {
