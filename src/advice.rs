@@ -2,6 +2,7 @@
 
 use crate::loss::Loss;
 use compiler::cluster::read::ClusterError;
+use compiler::import::fx::error::FxError;
 use compiler::import::import::ImportError;
 use compiler::import::onnx::error::{DecodeError, FormatError};
 use compiler::import::onnx::lower::input::InputError;
@@ -74,8 +75,10 @@ pub fn import(path: &Path, error: &ImportError) -> String {
         ImportError::Decode(DecodeError::Protobuf { .. }) => {
             "export or download the model again; a whole file has the size that its source names".to_string()
         }
-        ImportError::Archive(_) | ImportError::NoArchive { .. } => {
-            "run these lines where the model is defined".to_string()
+        ImportError::NoArchive { .. } => "run these lines where the model is defined".to_string(),
+        ImportError::Archive(error) if error.shows_export() => "run these lines where the model is defined".to_string(),
+        ImportError::Archive(FxError::Ends { .. } | FxError::Zip(_) | FxError::EntrySize { .. }) => {
+            "export the model again, or copy the file again: a whole one has the size that its source names".to_string()
         }
         ImportError::Decode(DecodeError::Faults(_)) => {
             "`onnx.checker.check_model` in Python says the same of the file; export it again".to_string()

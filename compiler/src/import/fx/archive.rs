@@ -31,7 +31,10 @@ impl Archive {
         // the sample inputs are such, stored as they are.
         let start = Config { archive_offset: ArchiveOffset::Known(0) };
         let mut zip =
-            ZipArchive::with_config(start, Cursor::new(&bytes[..])).map_err(|e| FxError::Zip(e.to_string()))?;
+            ZipArchive::with_config(start, Cursor::new(&bytes[..])).map_err(|error| match ends(bytes) {
+                true => FxError::Zip(error.to_string()),
+                false => FxError::Ends { bytes: bytes.len() },
+            })?;
         if zip.len() > MOST_ENTRIES {
             return Err(FxError::Zip(format!("{} entries, more than {MOST_ENTRIES}", zip.len())));
         }
@@ -82,6 +85,16 @@ impl Archive {
     }
 }
 
+/// Whether the end of a zip archive is where the file ends: 22 bytes, of which the last two count those of a comment behind them. Archives
+/// within this one have such ends, too, and end elsewhere.
+fn ends(bytes: &[u8]) -> bool {
+    let from = bytes.len().saturating_sub(22 + usize::from(u16::MAX));
+    bytes[from..].windows(22).enumerate().any(|(at, end)| {
+        let comment = usize::from(u16::from_le_bytes([end[20], end[21]]));
+        end.starts_with(b"PK\x05\x06") && from + at + 22 + comment == bytes.len()
+    })
+}
+
 /// The bytes of a stored entry behind its local header: 30 bytes, then a name and an extra field of their own lengths.
 fn slice(bytes: &Bytes, header: u64, size: u64) -> Option<Bytes> {
     let header = usize::try_from(header).ok()?;
@@ -127,4 +140,22 @@ fn duplicate(bytes: &Bytes, zip: &ZipArchive<Cursor<&[u8]>>) -> String {
         }
     }
     String::new()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_archive_ends_where_its_file_does() {
+        let end = |comment: &[u8]| [b"PK\x05\x06", &[0; 16][..], &(comment.len() as u16).to_le_bytes(), comment].concat();
+        assert!(ends(&end(b"")) && ends(&end(b"said")) && ends(&[&b"PK\x03\x04"[..], &end(b"")].concat()));
+        // The end of an archive within this one is not its own.
+        let cut = [&b"PK\x03\x04"[..], &end(b""), b"more"].concat();
+        assert!(!ends(&cut) && !ends(&end(b"said")[..24]) && !ends(b"PK") && !ends(b""));
+        let told = Archive::open(&Bytes::from(cut)).unwrap_err().to_string();
+        assert!(told.starts_with("the file ends early, after 30 bytes"), "{told}");
+        let told = Archive::open(&Bytes::from(end(b""))).unwrap_err().to_string();
+        assert!(!told.contains("early"), "{told}");
+    }
 }

@@ -12,8 +12,16 @@ pub const EXPORT: &str = "a file for pipec comes from
 /// Why an archive is not a program that pipec reads.
 #[derive(Debug, Error)]
 pub enum FxError {
+    /// The zip archive has no end.
+    #[error(
+        "the file ends early, after {bytes} bytes: it begins as a zip archive, and the directory is missing with which such a file ends"
+    )]
+    Ends {
+        /// Bytes of the file.
+        bytes: usize,
+    },
     /// The zip archive is broken.
-    #[error("not a valid zip archive: {0}; was the file truncated?")]
+    #[error("not a valid zip archive: {0}")]
     Zip(String),
     /// Two entries of one name: readers would differ in which they take.
     #[error("duplicate entry `{}` in the zip archive", shown(entry))]
@@ -164,6 +172,13 @@ pub enum WeightError {
         /// Other.
         list: String,
     },
+}
+
+impl FxError {
+    /// Whether the message ends in the lines that write a file that pipec reads.
+    pub fn shows_export(&self) -> bool {
+        matches!(self, FxError::NoProgram | FxError::Legacy | FxError::Compiled)
+    }
 }
 
 /// Why text is no symbolic size.
