@@ -14,10 +14,11 @@ use runtime::checkpoint::find::{self, FindError, Found};
 use runtime::checkpoint::keeper::{Kept, Saved};
 use runtime::checkpoint::lock::{self, Held, LockError};
 use runtime::checkpoint::manifest::{FILE, Manifest};
-use runtime::checkpoint::start::{Start, StartError};
+use runtime::checkpoint::start::{Start, StartError, check_states};
 use runtime::rate::Shape;
+use std::cell::RefCell;
 use std::collections::{BTreeMap, BTreeSet};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 /// Differences that are listed at most.
 const LISTED: usize = 16;
@@ -26,8 +27,8 @@ const LISTED: usize = 16;
 pub struct Keeping<'a> {
     /// The folder.
     pub folder: &'a Path,
-    /// After every so many minibatches.
-    pub every: u32,
+    /// After every so many minibatches, and at the end; only there, if nothing.
+    pub every: Option<u32>,
     /// How many stay; all, if nothing.
     pub keep: Option<u32>,
     /// Who is told what has become of one.
@@ -42,8 +43,8 @@ pub struct Begun {
     pub start: Start,
 }
 
-/// Refuses to write checkpoints into a folder that has some of a run that this one does not go on with.
-pub fn refuse_other_runs(folder: &Path, resume: Option<Resume<'_>>) -> Result<(), Failure> {
+/// Refuses to write checkpoints into a folder that has some of a run that this one does not go on with. `is_held`: this run holds the folder.
+pub fn refuse_other_runs(folder: &Path, resume: Option<Resume<'_>>, is_held: bool) -> Result<(), Failure> {
     let is_here = |from: &Path| match (from.canonicalize(), folder.canonicalize()) {
         (Ok(from), Ok(folder)) => from.parent() == Some(&folder),
         _ => false,
@@ -54,12 +55,14 @@ pub fn refuse_other_runs(folder: &Path, resume: Option<Resume<'_>>) -> Result<()
         _ => {}
     }
     let found = find::known(folder).map_err(|error| Failure::input("cannot write checkpoints").because(error))?;
-    match found.first() {
-        None => Ok(()),
-        Some((_, newest)) => Err(Failure::input(format!("{} has checkpoints of a run", folder.display()))
-            .because(format!("the newest is {}", newest.display()))
-            .help("`--resume auto` goes on with it; another `--checkpoint-dir` begins anew")),
+    let Some((_, newest)) = found.first() else { return Ok(()) };
+    if !is_held {
+        // Those of a run that is at work are not there to be gone on with.
+        hold(folder)?;
     }
+    Err(Failure::input(format!("{} has checkpoints of a run", folder.display()))
+        .because(format!("the newest is {}", newest.display()))
+        .help("`--resume auto` goes on with it; another `--checkpoint-dir` begins anew"))
 }
 
 /// Takes the folder for this run, as long as what comes back is there: two that write into it would remove each other's checkpoints.
@@ -127,25 +130,12 @@ fn begun(
     screen: &Screen,
 ) -> Result<Result<Begun, String>, Failure> {
     let Found { manifest, weights, mut start } = found;
-    let mut differences = differences(&manifest.run, &terms(task, prepared));
-    differences.truncate(LISTED);
-    if !differences.is_empty() {
-        let failure = differences.into_iter().fold(refused(folder), Failure::because);
-        return Err(failure.help(format!(
-            "give this run what that one had; `--weights {}` begins another run with its weights",
-            folder.display()
-        )));
-    }
-    start.check(prepared.program()).map_err(|fault| {
-        let failure = refused(folder).because(&fault);
-        match fault {
-            StartError::Round { .. } => failure.help("another plan, or a checkpoint after a multiple of that"),
-            _ => failure.help("`--steps` or `--epochs` make the run longer"),
-        }
+    fits(folder, &manifest, task, prepared).map_err(|failure| match older(folder, task, prepared) {
+        Some(older) => failure.and(format!("`--resume {}` goes on from an older one, which fits", older.display())),
+        None => failure,
     })?;
-    let absent: BTreeSet<String> = prepared.names().into_iter().filter(|name| !weights.contains_key(name)).collect();
-    if !absent.is_empty() {
-        return Ok(Err(format!("it has no {}", listed(&absent.into_iter().collect::<Vec<_>>()))));
+    if let Some(lack) = lacks(&weights, prepared) {
+        return Ok(Err(lack));
     }
     let is_same_plan = manifest.plan == prepared.dealt();
     let is_short = is_same_plan && ends_before(&manifest, prepared);
@@ -160,6 +150,45 @@ fn begun(
     let mut all = task.weights.clone();
     all.extend(weights);
     Ok(Ok(Begun { weights: all, start }))
+}
+
+/// Refuses the checkpoint of another run, or one that lies where this run is not cut.
+fn fits(folder: &Path, manifest: &Manifest, task: &Task<'_>, prepared: &Prepared) -> Result<(), Failure> {
+    let mut differences = differences(&manifest.run, &terms(task, prepared));
+    differences.truncate(LISTED);
+    if !differences.is_empty() {
+        let failure = differences.into_iter().fold(refused(folder), Failure::because);
+        return Err(failure.help(format!(
+            "give this run what that one had; `--weights {}` begins another run with its weights",
+            folder.display()
+        )));
+    }
+    let start = Start { minibatches: manifest.minibatches, ..Start::default() };
+    start.check(prepared.program()).map_err(|fault| {
+        let failure = refused(folder).because(&fault);
+        match fault {
+            StartError::Round { .. } => failure.help("another plan, or a checkpoint after a multiple of that"),
+            _ => failure.help("`--steps` or `--epochs` make the run longer"),
+        }
+    })
+}
+
+/// What the run would miss in the weights of a checkpoint.
+fn lacks(weights: &BTreeMap<String, Tensor>, prepared: &Prepared) -> Option<String> {
+    let absent: BTreeSet<String> = prepared.names().into_iter().filter(|name| !weights.contains_key(name)).collect();
+    (!absent.is_empty()).then(|| format!("it has no {}", listed(&absent.into_iter().collect::<Vec<_>>())))
+}
+
+/// The newest checkpoint beside this one, of fewer minibatches, from which the run could go on.
+fn older(folder: &Path, task: &Task<'_>, prepared: &Prepared) -> Option<PathBuf> {
+    let own = folder.file_name()?.to_str().and_then(find::minibatches)?;
+    let beside = find::all(folder.parent()?).ok()?.into_iter().filter(|(minibatches, _)| *minibatches < own);
+    let goes_on = |path: &PathBuf| {
+        // Files are read of what may fit alone.
+        let may = find::manifest(path).is_ok_and(|manifest| fits(path, &manifest, task, prepared).is_ok());
+        may && find::read(path).is_ok_and(|found| lacks(&found.weights, prepared).is_none())
+    };
+    beside.map(|(_, path)| path).find(goes_on)
 }
 
 /// Whether the checkpoint is of the last steps of a shorter run, so that nothing was in flight behind its end.
@@ -243,25 +272,42 @@ pub fn remarks(keeping: &Keeping<'_>, prepared: &Prepared, screen: &Screen) {
     if prepared.first() as u32 >= prepared.steps {
         return;
     }
-    let (every, period) = (keeping.every, cuts.period);
+    let (steps, period, last) = (prepared.steps, cuts.period, cuts.last());
     if cuts.after(prepared.first() as u32).is_none() {
         screen.warn(&format!(
-            "no checkpoint will be written: the run ends after {} steps, checkpoints come every {every}, where the rounds of all stages end \
-             together, which they do every {period}",
-            prepared.steps
+            "no checkpoint will be written: the run ends after {}, and checkpoints come where the rounds of all stages end together, which \
+             they do every {period}",
+            stages::plural(u64::from(steps), "step", "steps")
         ));
-    } else if !every.is_multiple_of(period) {
-        screen.note(&format!(
-            "checkpoints come where the rounds of all stages end together, every {}: those of every {every} steps as soon behind",
-            stages::plural(u64::from(period), "step", "steps")
-        ));
+        return;
+    }
+    let together = format!(
+        "checkpoints come where the rounds of all stages end together, every {}",
+        stages::plural(u64::from(period), "step", "steps")
+    );
+    let behind = keeping.every.filter(|every| !every.is_multiple_of(period));
+    let behind = behind.map(|every| format!("those of every {every} steps as soon behind"));
+    let end = (last < steps).then(|| format!("the last after step {last} of {steps}"));
+    let told: Vec<String> = behind.into_iter().chain(end).collect();
+    if !told.is_empty() {
+        screen.note(&format!("{together}: {}", told.join(", ")));
     }
 }
 
-/// Says what has become of a checkpoint.
-pub fn say(saved: &Saved, screen: &Screen) {
+/// Lets a run that nobody asked for checkpoints in the middle go without the one at its end, where no run could go on from it.
+pub fn only_weights(task: &mut Task<'_>, prepared: &Prepared, screen: &Screen) {
+    let Some(keeping) = task.keeping.as_ref().filter(|keeping| keeping.every.is_none()) else { return };
+    if let Err(why) = check_states(prepared.program(), prepared.whole(task).codes) {
+        screen.note(&format!("{} gets the trained weights and no checkpoint: {why}", keeping.folder.display()));
+        task.keeping = None;
+    }
+}
+
+/// Says what has become of a checkpoint, and keeps where the newest is.
+pub fn say(saved: &Saved, newest: &RefCell<Option<PathBuf>>, screen: &Screen) {
     match saved {
         Saved::Done { folder, left, .. } => {
+            newest.replace(Some(folder.clone()));
             screen.detail(&format!("wrote {}", folder.display()));
             if let Some(fault) = left {
                 screen.warn(&format!("{} is complete, but {fault}", folder.display()));

@@ -68,6 +68,7 @@ fn give(folder: &Path) {
     write("rows-missing.npz", &[("x", x()), ("y", Tensor::from_i64(&[7], &[0; 7]))]);
     write("other-names.npz", &[("image", x()), ("mask", x()), ("y", y(good))]);
     write("float-labels.npz", &[("x", x()), ("y", Tensor::from_f32(&[8], &[0.0; 8]))]);
+    write("no-class.npz", &[("x", x()), ("y", y([-100; 8]))]);
     write("not-numbers.npz", &[("x", Tensor::from_f32(&[8, 6], &[f32::NAN; 48])), ("y", y(good))]);
 }
 

@@ -217,6 +217,9 @@ fn two_runs_do_not_write_into_one_folder() {
         let said = ends(folder, 2, &flags);
         assert!(said.contains(&format!("process {} writes checkpoints into ck", first.id())), "{said}");
         assert!(said.contains("help: wait until it ends, or name another `--checkpoint-dir`"), "{said}");
+        // Those that are there are not what a run is told of that would begin anew.
+        let said = ends(folder, 2, &flags[..flags.len() - 2]);
+        assert!(said.contains(&format!("process {} writes checkpoints into ck", first.id())), "{said}");
         // However it ends, the folder is free, and nothing is left in it.
         first.kill().unwrap();
         first.wait().unwrap();
@@ -300,6 +303,66 @@ fn a_finished_run_says_so_and_can_be_made_longer() {
     assert!(said.contains("goes on after step 4 of 6") && !said.contains("nothing was in flight"), "{said}");
     ends(folder, 0, &flags(&[&TRAIN, &["--steps", "6", "--save", "whole.safetensors"]]));
     assert!(bytes(folder, "longer.safetensors") == bytes(folder, "whole.safetensors"));
+}
+
+#[test]
+fn the_end_of_a_run_is_a_checkpoint_once() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    model(folder);
+    for plan in [
+        &["--stages", "1,1"][..],
+        &["--stages", "1,1", "--processes"],
+        &["--stages", "1,1", "--tensor", "2"],
+        &["--stages", "1", "--dtype", "bf16"],
+    ] {
+        let of = |steps: &'static str| flags(&[&TRAIN, plan, &["--steps", steps]]);
+        let kept = |steps| flags(&[&of(steps), &KEPT]);
+        ends(folder, 0, &kept("5"));
+        let all = ["step-00000002", "step-00000004", "step-00000005", "weights.safetensors"];
+        assert_eq!(names(folder), all, "{plan:?}");
+        let said = ends(folder, 0, &flags(&[&kept("5"), &["--resume", "auto", "--save", "again.safetensors"]]));
+        assert!(said.contains("goes on after step 5 of 5"), "{said}");
+        assert!(bytes(folder, "again.safetensors") == bytes(folder, "ck/weights.safetensors"), "{plan:?}");
+        ends(folder, 0, &flags(&[&kept("6"), &["--resume", "ck/step-00000004"]]));
+        let all = ["step-00000002", "step-00000004", "step-00000005", "step-00000006", "weights.safetensors"];
+        assert_eq!(names(folder), all, "{plan:?}");
+        fs::remove_dir_all(folder.join("ck")).unwrap();
+        // Nobody has to ask for checkpoints in the middle.
+        let only = |steps| flags(&[&of(steps), &["--checkpoint-dir", "ck"]]);
+        let said = ends(folder, 0, &only("5"));
+        assert!(said.contains("ck/weights.safetensors (weights), ck/step-00000005 (checkpoint)"), "{said}");
+        assert_eq!(names(folder), ["step-00000005", "weights.safetensors"], "{plan:?}");
+        let said = ends(folder, 0, &flags(&[&only("7"), &["--resume", "auto", "--keep", "1"]]));
+        assert!(said.contains("goes on after step 5 of 7"), "{said}");
+        assert_eq!(names(folder), ["step-00000007", "weights.safetensors"], "{plan:?}");
+        fs::remove_dir_all(folder.join("ck")).unwrap();
+    }
+    // Rounds of two: the last that is whole.
+    let odd = flags(&[&TRAIN, &["--stages", "2,1", "--steps", "5"], &["--checkpoint-dir", "ck"]]);
+    let said = ends(folder, 0, &odd);
+    assert!(said.contains("end together, every 2 steps: the last after step 4 of 5"), "{said}");
+    assert_eq!(names(folder), ["step-00000004", "weights.safetensors"]);
+}
+
+#[test]
+fn an_older_checkpoint_that_fits_is_named() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    model(folder);
+    ends(folder, 0, &flags(&[&TRAIN, &["--stages", "1,1", "--steps", "8"], &KEPT]));
+    let shorter = flags(&[&TRAIN, &["--stages", "1,1", "--steps", "5"], &KEPT, &["--resume", "auto"]]);
+    let said = ends(folder, 2, &shorter);
+    assert!(said.contains("cannot go on from ck/step-00000008"), "{said}");
+    assert!(said.contains("`--resume ck/step-00000004` goes on from an older one, which fits"), "{said}");
+    // Rounds of two and three end together every six steps.
+    let rounds = flags(&[&TRAIN, &["--stages", "2,3", "--steps", "12"]]);
+    let said = ends(folder, 2, &flags(&[&rounds, &["--resume", "ck/step-00000008"]]));
+    assert!(said.contains("`--resume ck/step-00000006` goes on from an older one, which fits"), "{said}");
+    ends(folder, 0, &flags(&[&rounds, &["--resume", "ck/step-00000006"]]));
+    let other = flags(&[&TRAIN, &["--stages", "1,1", "--steps", "8", "--momentum", "0.5"]]);
+    let said = ends(folder, 2, &flags(&[&other, &["--resume", "ck/step-00000008"]]));
+    assert!(!said.contains("older"), "{said}");
 }
 
 #[test]

@@ -9,17 +9,17 @@ use std::path::{Path, PathBuf};
 #[derive(Clone, Debug, Args)]
 #[command(next_help_heading = "Checkpoints")]
 pub struct CheckpointArguments {
-    /// Write the trained weights to weights.safetensors in this folder, which is made where it is missing, and there also what a
-    /// program of one's own writes on its way, as stage-N-version-N.safetensors, and the checkpoints of --checkpoint-every; over several
-    /// hosts process 0 writes checkpoints, and to go on from one every host must see its folder
+    /// Write into this folder, which is made where it is missing, a checkpoint at the end, from which a longer run can go on, and the
+    /// trained weights as weights.safetensors, beside the checkpoints of --checkpoint-every and what a program of one's own writes on its
+    /// way, as stage-N-version-N.safetensors; over several hosts process 0 writes, and to go on every host must see the folder
     #[arg(long, value_name = "FOLDER")]
     pub checkpoint_dir: Option<PathBuf>,
-    /// Write a checkpoint from which the run can go on after every N minibatches, or as soon behind as the rounds of all stages
-    /// end; also when SIGTERM or SIGINT come to any process of the run, which ends behind its step
+    /// Write a checkpoint after every N minibatches, too, or as soon behind as the rounds of all stages end [default: at the end, and
+    /// when SIGTERM or SIGINT come to any process of the run, which ends behind its step]
     #[arg(long, value_name = "N", requires = "checkpoint_dir", value_parser = clap::value_parser!(u32).range(1..=10_000_000))]
     pub checkpoint_every: Option<u32>,
     /// Checkpoints that stay; older ones are removed when a newer one is complete [default: all]
-    #[arg(long, value_name = "K", requires = "checkpoint_every", value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
+    #[arg(long, value_name = "K", requires = "checkpoint_dir", value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
     pub keep: Option<u32>,
     /// Go on from a checkpoint: auto (the newest complete one of --checkpoint-dir, or from the beginning where there is none), or its
     /// folder
@@ -39,8 +39,8 @@ pub enum Resume<'a> {
 impl CheckpointArguments {
     /// The run is begun again after a part of it died: from the newest checkpoint that it has written, if there is one.
     pub fn go_on(&mut self) {
-        let folder = self.checkpoint_dir.as_deref().filter(|_| self.checkpoint_every.is_some());
-        if folder.is_some_and(|folder| find::known(folder).is_ok_and(|found| !found.is_empty())) {
+        if self.checkpoint_dir.as_deref().is_some_and(|folder| find::known(folder).is_ok_and(|found| !found.is_empty()))
+        {
             self.resume = Some(PathBuf::from("auto"));
         }
     }

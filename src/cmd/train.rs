@@ -34,6 +34,7 @@ use profiler::machine;
 use runtime::data::Order;
 use runtime::device::cpu::half::is_half;
 use runtime::weights;
+use std::cell::RefCell;
 use std::fs;
 use std::path::{Path, PathBuf};
 
@@ -188,11 +189,11 @@ pub fn run(mut arguments: Box<Arguments>, screen: &Screen) -> Result<(), Failure
 fn once(arguments: &Arguments, seat: &Seat, restarts: u32, screen: &Screen) -> Result<(), Failure> {
     let optimizer = arguments.optimizer.build()?;
     let resume = arguments.checkpoints.resumes()?;
-    let no_others = || match (&arguments.checkpoints.checkpoint_dir, arguments.checkpoints.checkpoint_every) {
-        (Some(folder), Some(_)) => checkpoints::refuse_other_runs(folder, resume),
-        _ => Ok(()),
+    let no_others = |is_held| match &arguments.checkpoints.checkpoint_dir {
+        Some(folder) => checkpoints::refuse_other_runs(folder, resume, is_held),
+        None => Ok(()),
     };
-    no_others()?;
+    no_others(false)?;
     if arguments.data.is_none() && !arguments.synthetic_data {
         return Err(Failure::input("no data is given").help(
             "`--data train.npz` has arrays named like the model's inputs; `--synthetic-data` trains on made-up data",
@@ -271,8 +272,8 @@ fn once(arguments: &Arguments, seat: &Seat, restarts: u32, screen: &Screen) -> R
         (None, Counted::One(loss, axis)) => (Some(loss), arguments.class_dim.or(axis)),
         (said, _) => (said, arguments.class_dim),
     };
-    let tell = |saved: &_| checkpoints::say(saved, screen);
-    let keeping = checkpoint_dir.as_deref().zip(*checkpoint_every);
+    let newest = RefCell::default();
+    let tell = |saved: &_| checkpoints::say(saved, &newest, screen);
     let unbiased = match arguments.bn_variance.as_deref() {
         Some(rule) => rule == "torch",
         None => source::format_of(&arguments.file) == source::Format::Pt2,
@@ -307,7 +308,12 @@ fn once(arguments: &Arguments, seat: &Seat, restarts: u32, screen: &Screen) -> R
         optimizer: &optimizer,
         keep_gradients: arguments.save_gradients.is_some(),
         checkpoints: checkpoint_dir.as_deref(),
-        keeping: keeping.map(|(folder, every)| Keeping { folder, every, keep: *keep, tell: &tell }),
+        keeping: checkpoint_dir.as_deref().map(|folder| Keeping {
+            folder,
+            every: *checkpoint_every,
+            keep: *keep,
+            tell: &tell,
+        }),
         frozen: &arguments.freeze,
         tensor: devices,
     };
@@ -336,8 +342,9 @@ fn once(arguments: &Arguments, seat: &Seat, restarts: u32, screen: &Screen) -> R
         })?;
     }
     let _held = checkpoint_dir.as_deref().filter(|_| seat.reports()).map(checkpoints::hold).transpose()?;
+    checkpoints::only_weights(&mut task, &prepared, screen);
     // Another run may have ended here since it was asked first.
-    no_others()?;
+    no_others(true)?;
     prepared.begun = match resume {
         Some(resume) => checkpoints::begin(resume, &task, &prepared, screen)?,
         None => None,
@@ -367,7 +374,8 @@ fn once(arguments: &Arguments, seat: &Seat, restarts: u32, screen: &Screen) -> R
     if let Some(folder) = checkpoint_dir {
         let path = folder.join("weights.safetensors");
         write(&path, &trained.weights)?;
-        written.push((path, "checkpoint"));
+        written.push((path, "weights"));
+        written.extend(newest.take().map(|folder| (folder, "checkpoint")));
     }
     if let Some(path) = &arguments.trace {
         source::write(path, &encode(&Trace::training(&done.tracks), &source::file_name(path)))?;

@@ -143,7 +143,7 @@ impl Ready {
     }
 
     pub fn cuts(&self) -> Cuts {
-        Cuts { every: self.every, period: period(&self.prepared.program), whole: STEPS }
+        Cuts { every: Some(self.every), period: period(&self.prepared.program), whole: STEPS }
     }
 
     pub fn kept<'a>(&'a self, folder: &Path, weights: &'a BTreeMap<String, Tensor>) -> Kept<'a> {
