@@ -9,7 +9,7 @@ use crate::screen::Screen;
 use crate::training::{Prepared, Task};
 use crate::{advice, machines, signals, source};
 use runtime::link::fate::{Fate, LinkError};
-use runtime::link::group::{Door, Group, Part, join, listen};
+use runtime::link::group::{Door, Group, Notice, Part, join, listen};
 use runtime::link::handshake::Identity;
 use runtime::link::seats::Seats;
 use sha2::{Digest, Sha256};
@@ -145,18 +145,25 @@ impl Seat {
         }
     }
 
-    /// Runs what is prepared with the others: `run` is given the group that this process is one of, if there are others.
+    /// Runs what is prepared with the others: `run` is given the group that this process is one of, if there are others. `screen` is of the run,
+    /// `own` of this process.
     pub fn run<T>(
         &self,
         arguments: &ProcessArguments,
         (task, prepared): (&Task<'_>, &Prepared),
         restarts: u32,
-        screen: &Screen,
+        (screen, own): (&Screen, &Screen),
         run: impl FnOnce(Option<Group>) -> Result<T, Failure>,
     ) -> Result<T, Failure> {
         let workers = prepared.workers();
         let fate = Arc::new(Fate::default());
-        let notice = |what: &str| screen.warn(what);
+        // Those that were started together come together: whoever waits for others waits for people.
+        let is_own = matches!(self, Seat::Member(member) if !matches!(member.share, Share::Beside));
+        let notice = |notice| match notice {
+            Notice::Waits(whom) if is_own => own.note(&whom),
+            Notice::Waits(_) => {}
+            Notice::SentAway(whom) => screen.warn(&whom),
+        };
         let meet = |part: Part, door: Door| {
             let training = prepared.training(task);
             let lines = part.seats.lines(training.program, training.codes, runtime::train::agrees(&training));

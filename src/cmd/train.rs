@@ -162,7 +162,7 @@ fn device(text: &str) -> Result<String, String> {
 /// Trains, prints, writes; again where processes of the run died and may be started again.
 pub fn run(mut arguments: Box<Arguments>, screen: &Screen) -> Result<(), Failure> {
     let seat = Seat::find(&arguments.processes)?;
-    let silent = Screen::silent();
+    let (silent, own) = (Screen::silent(), screen);
     let screen = if seat.reports() { screen } else { &silent };
     if seat.reports() {
         [&arguments.save, &arguments.save_gradients]
@@ -176,7 +176,7 @@ pub fn run(mut arguments: Box<Arguments>, screen: &Screen) -> Result<(), Failure
         if restarts > 0 {
             arguments.checkpoints.go_on();
         }
-        match once(&arguments, &seat, restarts, screen) {
+        match once(&arguments, &seat, restarts, (screen, own)) {
             Err(failure) if failure.may_pass && restarts < arguments.processes.max_restarts => {
                 restarts += 1;
                 screen.warn(&format!("{}; restart {restarts} of {}", failure.line(), arguments.processes.max_restarts));
@@ -186,7 +186,12 @@ pub fn run(mut arguments: Box<Arguments>, screen: &Screen) -> Result<(), Failure
     }
 }
 
-fn once(arguments: &Arguments, seat: &Seat, restarts: u32, screen: &Screen) -> Result<(), Failure> {
+fn once(
+    arguments: &Arguments,
+    seat: &Seat,
+    restarts: u32,
+    (screen, own_screen): (&Screen, &Screen),
+) -> Result<(), Failure> {
     let optimizer = arguments.optimizer.build()?;
     let resume = arguments.checkpoints.resumes()?;
     let no_others = |is_held| match &arguments.checkpoints.checkpoint_dir {
@@ -354,7 +359,9 @@ fn once(arguments: &Arguments, seat: &Seat, restarts: u32, screen: &Screen) -> R
     }
     let metrics = arguments.metrics.as_deref().filter(|_| seat.reports());
     let run = |group| watched(&task, &prepared, metrics, group, screen);
-    let Some(done) = seat.run(&arguments.processes, (&task, &prepared), restarts, screen, run)? else { return Ok(()) };
+    let Some(done) = seat.run(&arguments.processes, (&task, &prepared), restarts, (screen, own_screen), run)? else {
+        return Ok(());
+    };
     if let Some(ended) = &done.ended {
         return Err(ended.told(&prepared));
     }

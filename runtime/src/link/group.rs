@@ -30,6 +30,10 @@ const AGAIN: Duration = Duration::from_millis(50);
 const ATTEMPT: Duration = Duration::from_secs(1);
 /// How often who waits looks whether somebody came.
 const LOOK: Duration = Duration::from_millis(5);
+/// After how long it is told who is waited for.
+const SOON: Duration = Duration::from_secs(1);
+/// Processes that are named then at most.
+const LISTED: usize = 8;
 
 /// How a process takes part in a run.
 #[derive(Clone, Debug)]
@@ -93,14 +97,24 @@ pub fn listen(address: &str) -> Result<TcpListener, LinkError> {
     })
 }
 
-/// Meets the other processes of the run; `lines` says which pairs have something to say to each other. What does not end the run, such as strangers at the port, is told by `notice`.
+/// What may be told while processes come together.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Notice {
+    /// Who is waited for, once that takes a while.
+    Waits(String),
+    /// Who came to the port and is no part of the run.
+    SentAway(String),
+}
+
+/// Meets the other processes of the run; `lines` says which pairs have something to say to each other. What does not end the run is told
+/// by `notice`.
 pub fn join(
     program: &Program,
     lines: &BTreeSet<(usize, usize)>,
     part: Part,
     door: Door,
     fate: Arc<Fate>,
-    notice: &dyn Fn(&str),
+    notice: &dyn Fn(Notice),
 ) -> Result<Group, LinkError> {
     let until = Instant::now() + part.patience;
     let all = (0..part.seats.processes).map(|process| part.seats.name(program, process)).collect();
@@ -141,7 +155,7 @@ type Said = Result<Result<(), String>, FrameError>;
 struct Entrance<'a> {
     part: &'a Part,
     fate: &'a Arc<Fate>,
-    notice: &'a dyn Fn(&str),
+    notice: &'a dyn Fn(Notice),
     until: Instant,
     names: Vec<String>,
 }
@@ -324,10 +338,23 @@ impl Entrance<'_> {
         LinkError::Unreachable { address, seconds, why: why.to_string() }
     }
 
+    /// Tells once, when it has taken a while, who is waited for and for how long.
+    fn wait(&self, began: Instant, is_told: &mut bool, whom: impl FnOnce() -> String) {
+        let (waited, left) = (began.elapsed(), self.left());
+        if *is_told || waited < SOON || left.is_zero() {
+            return;
+        }
+        *is_told = true;
+        (self.notice)(Notice::Waits(format!("waits for {}, up to {:.0} s more", whom(), left.as_secs_f64().ceil())));
+    }
+
     /// A connection to a process, which may not be there yet.
     fn reach(&self, address: &str) -> Result<TcpStream, LinkError> {
         let mut why = "no time is left".to_string();
+        let (began, mut is_told) = (Instant::now(), false);
+        let whom = || if address == self.part.first { format!("process 0 at {address}") } else { address.to_string() };
         loop {
+            self.wait(began, &mut is_told, whom);
             if let Some(cause) = self.fate.cause() {
                 return Err(cause);
             }
@@ -365,10 +392,17 @@ impl Entrance<'_> {
         let listen = |error: io::Error| LinkError::Listen { address: own.address.clone(), why: error.to_string() };
         port.set_nonblocking(true).map_err(listen)?;
         let mut refused = Vec::new();
+        let (began, mut is_told) = (Instant::now(), false);
         let result = loop {
             if awaited.is_empty() {
                 break Ok(());
             }
+            self.wait(began, &mut is_told, || {
+                let named: Vec<&str> = awaited.iter().map(|process| &*self.names[*process]).take(LISTED).collect();
+                let more = awaited.len() - named.len();
+                let more = if more > 0 { format!(" and {more} more") } else { String::new() };
+                format!("{}{more} to come to {}", named.join(", "), own.address)
+            });
             if let Some(cause) = self.fate.cause() {
                 break Err(cause);
             }
@@ -394,7 +428,7 @@ impl Entrance<'_> {
                 let (mut talk, hello) = match greeting {
                     Ok(greeting) => greeting,
                     Err(fault) => {
-                        (self.notice)(&format!("sent a connection from {from} away: {fault}"));
+                        (self.notice)(Notice::SentAway(format!("sent a connection from {from} away: {fault}")));
                         continue;
                     }
                 };
@@ -407,12 +441,12 @@ impl Entrance<'_> {
                     Ok(()) => {
                         let why = format!("{} is here already or was not expected", self.names[process]);
                         talk.refuse(&why);
-                        (self.notice)(&format!("sent process {} at {from} away: {why}", hello.pid));
+                        (self.notice)(Notice::SentAway(format!("sent process {} at {from} away: {why}", hello.pid)));
                         refused.push(format!("{} came twice, again from {from}", self.names[process]));
                     }
                     Err(Stranger::Passing(why)) => {
                         talk.refuse(&why);
-                        (self.notice)(&format!("sent process {} at {from} away: {why}", hello.pid));
+                        (self.notice)(Notice::SentAway(format!("sent process {} at {from} away: {why}", hello.pid)));
                     }
                     Err(Stranger::Fatal(why)) => {
                         talk.refuse(&why);
