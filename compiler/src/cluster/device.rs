@@ -79,7 +79,8 @@ impl Kind {
             memory_bandwidth: BytesPerSecond(self.memory_gb_per_s * 1e9),
             peak_flops: Peak { f64, f32, tf32, bf16, f16 },
             launch: Seconds(self.launch_us * 1e-6),
-            cores: cpu.then_some(1),
+            // A row is of one core; how many a host has is nobody's to say here.
+            cores: None,
             threads_per_worker: cpu.then_some(1),
         }
     }
