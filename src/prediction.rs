@@ -27,6 +27,9 @@ const FEWEST: u32 = 4;
 /// Ratios nearer to 1 than this are told as equal: four digits show no difference.
 const EQUAL: f64 = 5e-4;
 
+/// What the alternative is called that has all of the model on every device.
+const DATA_PARALLEL: &str = "data parallel";
+
 /// From here on two times of one plan are told apart.
 const APART: f64 = 0.02;
 
@@ -109,6 +112,24 @@ fn groups(plan: &Plan) -> Option<String> {
     ))
 }
 
+/// Whether the devices have one micro-batch from flush to flush, so that no two of them work at a time.
+fn leaves_nothing(plan: &Plan) -> bool {
+    let has_costs = !matches!(plan.cost, CostModel::Load | CostModel::Hybrid);
+    has_costs && !plan.schedule.kind.is_continuous() && plan.schedule.microbatches == 1 && plan.cluster.devices > 1
+}
+
+/// What keeps devices of data parallelism from work: under a flush they are dealt micro-batches, and there may be fewer.
+fn idle(plan: &Plan) -> Option<String> {
+    let (all, items) = (plan.cluster.devices, plan.schedule.microbatches);
+    let is_alone = plan.stages.iter().all(|stage| stage.degree() == 1);
+    let has_idle = is_alone && !plan.schedule.kind.is_continuous() && items < all;
+    let kind = plan.schedule.kind.name();
+    has_idle.then(|| {
+        let work = plural(u64::from(items), "micro-batch keeps", "micro-batches keep");
+        format!("under {kind} {work} {items} of {all} devices at work")
+    })
+}
+
 /// The prediction, beside one device and data parallelism, with its bound.
 pub fn prediction(plan: &Plan) -> String {
     let predicted = &plan.predicted;
@@ -125,6 +146,9 @@ pub fn prediction(plan: &Plan) -> String {
     }
     if let Some(told) = updates(plan) {
         text += &format!("update         {told}\n");
+    }
+    if leaves_nothing(plan) {
+        text += "micro-batches  1 a minibatch: under a flush nothing overlaps; `--microbatches M` makes M of the same size\n";
     }
     if flushes(plan) && !is_steady(plan) {
         text += &format!(
@@ -148,7 +172,8 @@ pub fn prediction(plan: &Plan) -> String {
             ratio => format!("{} times as fast as this plan", short(1.0 / ratio)),
         };
         let fits = if fits { "" } else { "; does not fit in memory" };
-        text += &format!("{name:14} {} {what}: {against}{fits}\n", quantity::time(other));
+        let idle = idle(plan).filter(|_| name == DATA_PARALLEL).map_or(String::new(), |idle| format!("; {idle}"));
+        text += &format!("{name:14} {} {what}: {against}{fits}{idle}\n", quantity::time(other));
     }
     text += &format!("bound          {}\n", bound(plan));
     if let Some(told) = gradients(plan) {
@@ -233,7 +258,7 @@ pub fn updates(plan: &Plan) -> Option<String> {
 pub fn alternatives(plan: &Plan) -> Vec<(&'static str, f64, bool)> {
     let (all, fits, m) = (&plan.baselines, &plan.baselines.fits, microbatches(plan));
     let mut rows =
-        vec![("one device", all.single * m, fits.single), ("data parallel", all.data_parallel * m, fits.data_parallel)];
+        vec![("one device", all.single * m, fits.single), (DATA_PARALLEL, all.data_parallel * m, fits.data_parallel)];
     if plan.schedule.kind.is_continuous() {
         rows.push(("uniform", all.uniform * m, fits.uniform));
     }
@@ -259,8 +284,7 @@ fn bound(plan: &Plan) -> String {
     };
     let gap = (time / bound - 1.0) * 100.0;
     // The plain alternatives keep to no constraint, and may be faster than all plans that do.
-    let constrained = ["stages", "pin", "max_stages", "no_replication", "target", "cut_after"];
-    let is_free = constrained.iter().all(|name| !plan.options.contains_key(*name)) && !is_of_given_groups(plan);
+    let is_free = CONSTRAINTS.iter().all(|name| !plan.options.contains_key(*name)) && !is_of_given_groups(plan);
     let which = if is_free { "" } else { " of those asked for" };
     if plan.proven_optimal {
         let steady = if is_steady(plan) { " in steady state; filling and draining are not part of it" } else { "" };
@@ -274,6 +298,14 @@ fn bound(plan: &Plan) -> String {
     }
 }
 
+/// The options that say which plans are looked at.
+const CONSTRAINTS: [&str; 6] = ["stages", "pin", "max_stages", "no_replication", "target", "cut_after"];
+
+/// Whether this option alone says which plans are looked at.
+fn is_pinned_by(plan: &Plan, only: &str) -> bool {
+    CONSTRAINTS.iter().all(|name| plan.options.contains_key(*name) == (*name == only))
+}
+
 /// Whether the size of groups was given.
 fn is_of_given_groups(plan: &Plan) -> bool {
     plan.options.get("tensor").is_some_and(|sizes| sizes.is_array())
@@ -282,7 +314,10 @@ fn is_of_given_groups(plan: &Plan) -> bool {
 /// What comes before everything else: that a plain alternative is the answer, where the planner was free to say so, or that one
 /// beats a plan that was pinned.
 pub fn verdict(plan: &Plan) -> Option<String> {
-    let is_free = plan.search.method == "pipec" && plan.objective == Objective::Throughput && !is_of_given_groups(plan);
+    let target = plan.options.get("target").and_then(|target| target.as_str()).filter(|_| is_pinned_by(plan, "target"));
+    let is_planned = plan.search.method == "pipec" || target.is_some();
+    let is_free = is_planned && plan.objective == Objective::Throughput && !is_of_given_groups(plan);
+    let target = target.map_or(String::new(), |target| format!(" for `--target {target}`"));
     if let [only] = &plan.stages[..] {
         match only.replicas {
             replicas if is_free && only.degree() > 1 => {
@@ -290,7 +325,7 @@ pub fn verdict(plan: &Plan) -> Option<String> {
                     (if replicas > 1 { "Data parallelism over" } else { "Sharing all ops in" }, only.degree());
                 let groups = plural(u64::from(replicas), "group", "groups");
                 return Some(format!(
-                    "{what} {groups} of {degree} devices is the answer: no pipeline found is faster.\n"
+                    "{what} {groups} of {degree} devices is the answer{target}: no pipeline found is faster.\n"
                 ));
             }
             1 if plan.cluster.devices == 1 => {
@@ -298,14 +333,17 @@ pub fn verdict(plan: &Plan) -> Option<String> {
             }
             1 if is_free => {
                 let why = match plan.proven_optimal {
+                    _ if leaves_nothing(plan) => {
+                        "under a flush one micro-batch leaves the others nothing to do meanwhile"
+                    }
                     true => "more devices do not make this model faster",
                     false => "no plan found with more devices is faster",
                 };
-                return Some(format!("One device alone is the answer: {why}.\n"));
+                return Some(format!("One device alone is the answer{target}: {why}.\n"));
             }
             r if is_free => {
                 return Some(format!(
-                    "Data parallelism over {r} devices is the answer: no pipeline found is faster.\n"
+                    "Data parallelism over {r} devices is the answer{target}: no pipeline found is faster.\n"
                 ));
             }
             _ => {}

@@ -248,16 +248,6 @@ pub fn run(arguments: Box<Arguments>, screen: &Screen) -> Result<(), Failure> {
         screen.text(&batch::table(&tried, plan.objective, screen.width()));
     }
     plan.warnings.iter().chain(&refused).for_each(|warning| screen.warn(warning));
-    if !plan.schedule.kind.is_continuous()
-        && plan.schedule.microbatches == 1
-        && plan.cluster.devices > 1
-        && tried.is_empty()
-    {
-        screen.note(
-            "one micro-batch in a minibatch leaves nothing to overlap under a flush; `--microbatches` splits it, and the costs are \
-             those of one of them",
-        );
-    }
     screen.json_file(&json);
     let next = match plan.cost {
         // What an instance knows of its devices is not what a simulation asks.

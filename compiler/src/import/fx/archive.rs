@@ -30,11 +30,10 @@ impl Archive {
         // An archive starts where the file does. Searching for another start finds those of archives within this one:
         // the sample inputs are such, stored as they are.
         let start = Config { archive_offset: ArchiveOffset::Known(0) };
-        let mut zip =
-            ZipArchive::with_config(start, Cursor::new(&bytes[..])).map_err(|error| match ends(bytes) {
-                true => FxError::Zip(error.to_string()),
-                false => FxError::Ends { bytes: bytes.len() },
-            })?;
+        let mut zip = ZipArchive::with_config(start, Cursor::new(&bytes[..])).map_err(|error| match ends(bytes) {
+            true => FxError::Zip(error.to_string()),
+            false => FxError::Ends { bytes: bytes.len() },
+        })?;
         if zip.len() > MOST_ENTRIES {
             return Err(FxError::Zip(format!("{} entries, more than {MOST_ENTRIES}", zip.len())));
         }
@@ -148,7 +147,8 @@ mod tests {
 
     #[test]
     fn an_archive_ends_where_its_file_does() {
-        let end = |comment: &[u8]| [b"PK\x05\x06", &[0; 16][..], &(comment.len() as u16).to_le_bytes(), comment].concat();
+        let end =
+            |comment: &[u8]| [b"PK\x05\x06", &[0; 16][..], &(comment.len() as u16).to_le_bytes(), comment].concat();
         assert!(ends(&end(b"")) && ends(&end(b"said")) && ends(&[&b"PK\x03\x04"[..], &end(b"")].concat()));
         // The end of an archive within this one is not its own.
         let cut = [&b"PK\x03\x04"[..], &end(b""), b"more"].concat();
