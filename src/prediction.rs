@@ -123,10 +123,9 @@ fn idle(plan: &Plan) -> Option<String> {
     let (all, items) = (plan.cluster.devices, plan.schedule.microbatches);
     let is_alone = plan.stages.iter().all(|stage| stage.degree() == 1);
     let has_idle = is_alone && !plan.schedule.kind.is_continuous() && items < all;
-    let kind = plan.schedule.kind.name();
     has_idle.then(|| {
         let work = plural(u64::from(items), "micro-batch keeps", "micro-batches keep");
-        format!("under {kind} {work} {items} of {all} devices at work")
+        format!("under a flush {work} {items} of {all} devices at work")
     })
 }
 
