@@ -145,6 +145,12 @@ pub fn problem(error: &ProblemError) -> Option<String> {
             format!("fewer replicas, or {wanted} devices: `--gpus {wanted}`")
         }
         ProblemError::TooManyStages { ops, .. } => format!("at most {ops} stages"),
+        ProblemError::NoStage { most, .. } => {
+            format!(
+                "stages are counted from 0: {} is the last one here; more devices make room for more",
+                most.saturating_sub(1)
+            )
+        }
         ProblemError::Disagree { .. } => {
             "`--stages` has one number for each stage, `--cut-after` one cut fewer".to_string()
         }

@@ -243,9 +243,11 @@ impl Member {
         match self.own < seats.processes {
             true => Ok(seats),
             false => Err(Failure::input(format!(
-                "this is process {}, and the plan has {workers} workers: processes are counted from 0",
-                self.own
-            ))),
+                "this is process {}, and the plan has {}: processes are counted from 0",
+                self.own,
+                crate::stages::plural(workers as u64, "worker", "workers")
+            ))
+            .help(format!("`--rank 0` to `--rank {}` are the processes of this run", seats.processes - 1))),
         }
     }
 }

@@ -80,8 +80,12 @@ pub fn plan(path: &Path) -> Result<Plan, Failure> {
 
 /// What a file says it is, where that is another kind of ours than the one that was expected.
 pub fn other_file(text: &str, expected: &str) -> Option<String> {
-    let value: serde_json::Value = serde_json::from_str(text).ok()?;
-    let schema = value.get("schema")?.as_str()?;
+    let value = serde_json::from_str::<serde_json::Value>(text);
+    let schema = match &value {
+        Ok(value) => value.get("schema")?.as_str()?,
+        // A cluster is TOML.
+        Err(_) => text.lines().find_map(|line| line.strip_prefix("schema = \"")?.split('"').next())?,
+    };
     let kind = schema.strip_prefix("pipec.")?.split('/').next()?;
     (kind != expected).then(|| format!("it is a {} (`{}`), a {expected} is expected", shown(kind), shown(schema)))
 }
@@ -440,8 +444,16 @@ fn told(profile: Option<&str>) -> Result<Told, Failure> {
 pub fn read_profile(path: &Path) -> Result<(String, Profile), Failure> {
     let text = text(path, MOST_PLAN_BYTES)?;
     let profile = profile::read::from_json(&text).map_err(|error| {
-        let why = other_file(&text, "profile").or_else(|| cut_short(&text)).unwrap_or_else(|| error.to_string());
-        Failure::file("read the profile", path, why).help("`pipec profile MODEL -o profile.json` writes one")
+        let other = other_file(&text, "profile");
+        let writes = "`pipec profile MODEL -o profile.json` writes one".to_string();
+        let help = match other.as_deref() {
+            Some(other) if other.starts_with("it is a cluster") => {
+                format!("`--cluster {}` takes it; {writes}", shown(&path.display().to_string()))
+            }
+            _ => writes,
+        };
+        let why = other.or_else(|| cut_short(&text)).unwrap_or_else(|| error.to_string());
+        Failure::file("read the profile", path, why).help(help)
     })?;
     Ok((sha256(text.as_bytes()), profile))
 }

@@ -68,7 +68,22 @@ pub fn advised(mut error: Error, command: &Command, arguments: &[String]) -> Err
             }
             _ => {}
         },
+        (ErrorKind::MissingRequiredArgument, ..) => {
+            let choices = verb.get_positionals().next().map(|own| own.get_possible_values()).unwrap_or_default();
+            let names: Vec<&str> = choices.iter().map(|choice| choice.get_name()).collect();
+            if let [first, ..] = names[..] {
+                let path = verb.get_bin_name().map_or_else(|| format!("pipec {}", verb.get_name()), str::to_string);
+                tip(&mut error, &format!("`{path} {first}`, or another of {}", names[1..].join(", ")));
+            }
+        }
         (ErrorKind::UnknownArgument, _, Some(said)) => {
+            if let Some(flag) = negative(arguments, &said) {
+                // What it says otherwise leads nowhere.
+                error = Error::new(ErrorKind::UnknownArgument).with_cmd(command);
+                error.insert(ContextKind::InvalidArg, ContextValue::String(said));
+                tip(&mut error, &format!("`{flag}` takes nothing below 0"));
+                return error;
+            }
             if let Some(flag) = meant(verb, &said) {
                 tip(&mut error, &format!("`{said}` is no flag here; was `--{flag}` meant?"));
                 return error;
@@ -88,6 +103,13 @@ pub fn advised(mut error: Error, command: &Command, arguments: &[String]) -> Err
         _ => {}
     }
     error
+}
+
+/// The flag in front of a quantity below 0, which reads as flags of one letter.
+fn negative<'a>(arguments: &'a [String], said: &str) -> Option<&'a str> {
+    let is_number = said.strip_prefix('-').is_some_and(|rest| rest.starts_with(|c: char| c.is_ascii_digit()));
+    let mut pairs = arguments.windows(2).filter(|pair| is_number && pair[1].starts_with(said));
+    pairs.find_map(|pair| pair[0].starts_with("--").then(|| pair[0].as_str()))
 }
 
 /// What other tools call by one letter, and our flags that may be meant, the likeliest first.
@@ -193,6 +215,17 @@ mod tests {
     fn one_is_the_least_of_whole_numbers_alone() {
         assert!(told("pipec train m.onnx --batch 0").contains("tip: 1 is the least"));
         assert!(!told("pipec train m.onnx --clip-norm 0").contains("is the least"));
+    }
+
+    #[test]
+    fn a_quantity_below_nothing_is_no_flag() {
+        let told = told("pipec partition m.onnx --gpus 2 --bandwidth -1GB/s");
+        assert!(told.contains("tip: `--bandwidth` takes nothing below 0") && !told.contains("-- -1"), "{told}");
+    }
+
+    #[test]
+    fn what_can_be_named_is_named() {
+        assert!(told("pipec schema").contains("tip: `pipec schema plan`, or another of profile, program, cluster"));
     }
 
     #[test]

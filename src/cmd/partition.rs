@@ -82,7 +82,7 @@ pub struct Question {
     #[arg(long, value_name = "SIZE", help_heading = "Costs and memory")]
     pub memory: Option<String>,
     /// Micro-batches in one minibatch
-    #[arg(long, value_name = "M", default_value_t = 1, help_heading = "Schedule")]
+    #[arg(long, value_name = "M", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=1 << 20), help_heading = "Schedule")]
     pub microbatches: u32,
     /// Order of work: a schedule, a table FILE.csv, programs FILE.json, or the best of those that flush (auto) [default: 1f1b-rr; 1f1b with micro-batches, a batch or a target, inference for objective latency]
     #[arg(long, value_name = "NAME|FILE|auto", value_parser = schedule, help_heading = "Schedule")]

@@ -122,8 +122,7 @@ fn rules(question: &Question<'_>) -> Result<Vec<Rules>, ProblemError> {
     if let (Some(least), Some(most)) = (least_pinned, fixed.or(most).or(Some(most_places)))
         && least > most
     {
-        let what = format!("`--pin` names stage {}, there are at most {most} stages", least - 1);
-        return Err(ProblemError::Unmet { what });
+        return Err(ProblemError::NoStage { stage: least - 1, most });
     }
     let base = Rules { replicas, caps, pins, ..free(problem) };
     let stages: Vec<Option<usize>> = match (fixed, least_pinned) {

@@ -250,6 +250,14 @@ pub enum ProblemError {
         /// Stages of the plan.
         stages: usize,
     },
+    /// A pin to a stage that there cannot be.
+    #[error("`--pin` names stage {stage}, there are at most {most} stages")]
+    NoStage {
+        /// The stage, counted from 0.
+        stage: usize,
+        /// Stages.
+        most: usize,
+    },
     /// Constraints that no partition obeys.
     #[error("{what}")]
     Unmet {
