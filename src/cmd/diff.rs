@@ -119,6 +119,7 @@ fn settings(left: &Plan, right: &Plan) -> Vec<(&'static str, String, String)> {
             ("chunks", plan.schedule.chunks.to_string()),
             ("in flight", numbers(&plan.schedule.in_flight)),
             ("devices", crate::machines::describe(&plan.cluster)),
+            ("ZeRO", zero(plan)),
             ("optimizer", shown(&plan.optimizer).into_owned()),
             ("type", shown(&plan.dtype).into_owned()),
             ("limit", plan.cluster.memory_per_device.map_or("none".to_string(), |limit| quantity::bytes(limit.0))),
@@ -126,6 +127,13 @@ fn settings(left: &Plan, right: &Plan) -> Vec<(&'static str, String, String)> {
     };
     let pair = |((name, before), (_, after))| (name, before, after);
     of(left).into_iter().zip(of(right)).map(pair).collect()
+}
+
+/// The level of ZeRO of all stages, or of each where they differ.
+fn zero(plan: &Plan) -> String {
+    let levels: Vec<u32> = plan.stages.iter().map(|stage| stage.zero).collect();
+    let all = levels.first().filter(|first| levels.iter().all(|level| level == *first));
+    all.map_or_else(|| numbers(&levels), u32::to_string)
 }
 
 fn numbers(list: &[u32]) -> String {
