@@ -2,6 +2,8 @@
 
 use crate::failure::Failure;
 use clap::{ArgMatches, Command};
+use compiler::import::onnx::decode;
+use runtime::checkpoint::manifest::FILE;
 use std::ffi::OsStr;
 use std::fs;
 use std::path::Path;
@@ -35,20 +37,34 @@ const READ: [&str; 13] = [
     "metrics",
 ];
 
+/// The arguments that name a folder whose files are read; what the last one names holds others besides.
+const FOLDERS: [&str; 2] = ["resume", "checkpoint_dir"];
+
 /// Weights may take the place of those that training began with: they are whole in memory when the new ones are written.
 const MAY: (&str, &str) = ("weights", "save");
 
-/// Refuses arguments of which one names a file to write that another one names to be read.
+/// Refuses arguments of which one names a file to write that another one names to be read, or to be written, too.
 pub fn refuse(command: &Command, matches: &ArgMatches) -> Result<(), Failure> {
     let Some((name, matches)) = matches.subcommand() else { return Ok(()) };
     let Some((_, written)) = WRITTEN.into_iter().find(|(verb, _)| *verb == name) else { return Ok(()) };
-    let values = |id| matches.try_get_raw(id).ok().flatten().into_iter().flatten();
-    for to in written {
-        for from in READ.into_iter().filter(|from| !written.contains(from) && (*from, *to) != MAY) {
-            for path in values(to) {
-                if values(from).any(|read| is_same(Path::new(read), Path::new(path))) {
-                    return Err(lost(Path::new(path), &shown(command, name, from), &shown(command, name, to)));
+    let values = |id| matches.try_get_raw(id).ok().flatten().into_iter().flatten().map(Path::new);
+    for (at, to) in written.iter().enumerate() {
+        for path in values(to) {
+            for from in READ.into_iter().filter(|from| !written.contains(from) && (*from, *to) != MAY) {
+                if values(from).any(|read| is_same(read, path)) {
+                    return Err(lost(path, &shown(command, name, from), &shown(command, name, to)));
                 }
+            }
+            for from in READ.into_iter().chain(FOLDERS) {
+                if let Some(of) = values(from).find(|read| is_part(read, path)) {
+                    let of = format!("{}, {}", of.display(), shown(command, name, from));
+                    return Err(lost(path, &format!("a part of {of}"), &shown(command, name, to)));
+                }
+            }
+            if let Some(other) = written[..at].iter().find(|other| values(other).any(|other| is_one(other, path))) {
+                let [one, other] = [other, to].map(|id| shown(command, name, id));
+                return Err(kept(path, &format!("{one} and {other} would both be written there"))
+                    .help("name a file of its own for each"));
             }
         }
     }
@@ -75,6 +91,34 @@ fn kept(path: &Path, why: &str) -> Failure {
 /// Whether two paths lead to one file, through links as well. Pipes and devices lose nothing.
 fn is_same(one: &Path, other: &Path) -> bool {
     one != OsStr::new("-") && place(one).is_some_and(|it| place(other) == Some(it))
+}
+
+/// Whether a file belongs to what is read: holds values of a model's tensors, or lies in the folder of a checkpoint.
+fn is_part(read: &Path, path: &Path) -> bool {
+    if place(path).is_none() {
+        return false;
+    }
+    if !read.is_dir() {
+        return read.is_file() && decode::data_files(read).iter().any(|data| is_same(data, path));
+    }
+    let (Ok(path), Ok(folder)) = (path.canonicalize(), read.canonicalize()) else { return false };
+    let Ok(inner) = path.strip_prefix(&folder) else { return false };
+    let is_checkpoint = |path: &Path| path.join(FILE).is_file();
+    is_checkpoint(&folder)
+        || inner.parent().is_some_and(|inner| inner != Path::new("") && is_checkpoint(&folder.join(inner)))
+}
+
+/// Whether what is written to both paths comes to one file, there or not.
+fn is_one(one: &Path, other: &Path) -> bool {
+    let there = |path: &Path| match (path.exists(), path.parent(), path.file_name()) {
+        (true, ..) => place(path).and_then(|_| path.canonicalize().ok()),
+        (false, Some(folder), Some(name)) => {
+            let folder = if folder == Path::new("") { Path::new(".") } else { folder };
+            folder.canonicalize().ok().map(|folder| folder.join(name))
+        }
+        _ => None,
+    };
+    one != OsStr::new("-") && there(one).is_some_and(|it| there(other) == Some(it))
 }
 
 /// What tells a file from all others.
@@ -122,6 +166,24 @@ mod tests {
                 assert!(!is_file || written.contains(&id) || READ.contains(&id), "{name} {id}: is it read or written?");
             }
         }
+    }
+
+    #[test]
+    fn what_belongs_to_what_is_read_is_known() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = |name: &str| folder.path().join(name);
+        fs::create_dir_all(path("ck/step-00000002")).unwrap();
+        for name in ["ck/step-00000002/manifest.json", "ck/step-00000002/stage-0.safetensors", "ck/weights.safetensors"]
+        {
+            fs::write(path(name), "").unwrap();
+        }
+        let stage = path("ck/step-00000002/stage-0.safetensors");
+        assert!(is_part(&path("ck/step-00000002"), &stage) && is_part(&path("ck"), &stage));
+        assert!(!is_part(&path("ck"), &path("ck/weights.safetensors")) && !is_part(&path("other"), &stage));
+        assert!(!is_part(&path("ck"), &path("ck/step-00000002/new.safetensors")));
+        let here = |name: &str| path("ck/..").join(name);
+        assert!(is_one(&path("new"), &here("new")) && is_one(&stage, &stage) && !is_one(&path("new"), &path("newer")));
+        assert!(!is_one(Path::new("-"), Path::new("-")) && !is_one(Path::new("/dev/null"), Path::new("/dev/null")));
     }
 
     #[cfg(unix)]

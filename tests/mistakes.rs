@@ -8,6 +8,7 @@ mod builder;
 mod console;
 
 use builder::{F32, graph, initializer, model, node, typed};
+use compiler::import::onnx::proto::tensor_proto::DataLocation;
 use compiler::import::onnx::proto::tensor_shape_proto::dimension;
 use compiler::import::onnx::proto::{ModelProto, StringStringEntryProto, ValueInfoProto, type_proto};
 use compiler::tensor::Tensor;
@@ -44,10 +45,24 @@ fn open(name: &str, symbol: &str) -> ValueInfoProto {
     input
 }
 
+/// A linear layer whose weight lies in a file beside the model.
+fn apart() -> ModelProto {
+    let mut weight = initializer("w", &Tensor::from_f32(&[4, 2], &[0.0; 8]));
+    weight.raw_data = None;
+    weight.data_location = Some(DataLocation::External as i32);
+    weight.external_data =
+        vec![StringStringEntryProto { key: Some("location".into()), value: Some("apart.onnx.data".into()) }];
+    let mut graph = graph(&[node("MatMul", &["x", "w"], &["y"])], &[typed("x", F32, &[8, 4])], &["y"]);
+    graph.initializer = vec![weight];
+    model(18, graph)
+}
+
 /// What no shell can write.
 fn give(folder: &Path) {
     let onnx = |name: &str, model: &ModelProto| fs::write(folder.join(name), model.encode_to_vec()).unwrap();
     onnx("folded.onnx", &folded());
+    onnx("apart.onnx", &apart());
+    fs::write(folder.join("apart.onnx.data"), [0; 32]).unwrap();
     onnx(
         "strange.onnx",
         &model(18, graph(&[node("FancyAttention", &["x"], &["y"])], &[typed("x", F32, &[8, 4])], &["y"])),

@@ -9,7 +9,7 @@
 //! Faults are gathered, not thrown at the first: a model with three broken tensors and a cycle says all four.
 
 use std::collections::{HashMap, HashSet};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use bytes::Bytes;
 use prost::Message;
@@ -30,6 +30,15 @@ use crate::import::onnx::{file, fingerprint, function, payload};
 /// Reads the model at `path`. External data is looked for in the model's folder.
 pub fn read(path: &Path) -> Result<OnnxModel, DecodeError> {
     decode(file::map(path)?, Files::of_model(path))
+}
+
+/// The files beside the model at `path` that hold values of its tensors; none where it is no model.
+pub fn data_files(path: &Path) -> Vec<PathBuf> {
+    let bytes = file::map(path).ok().filter(|bytes| file::refuse_other_formats(bytes).is_ok());
+    let Some(proto) = bytes.and_then(|bytes| ModelProto::decode(bytes).ok()) else { return Vec::new() };
+    let mut decoder = Decoder { faults: Vec::new(), warnings: Vec::new(), files: Files::of_model(path) };
+    decoder.model(proto, [0; 32]);
+    decoder.files.paths()
 }
 
 /// Decodes a model from memory, with external data beneath `folder`, or none allowed. The result's payloads are

@@ -104,6 +104,13 @@ impl Files {
         Ok(Some(file.slice(offset as usize..end as usize)))
     }
 
+    /// The files that were read.
+    pub fn paths(&self) -> Vec<PathBuf> {
+        let read = self.opened.iter().filter(|(_, found)| matches!(found, Ok(Some(_))));
+        let place = |location: &String| self.roots.iter().find_map(|root| root.join(location).canonicalize().ok());
+        read.filter_map(|(location, _)| place(location)).collect()
+    }
+
     /// What there is to tell: keys that were ignored, then files that do not exist, in the order of their names.
     pub fn into_warnings(self) -> Vec<Warning> {
         let missing = self.missing.into_iter().map(|(path, tensors)| Warning::MissingFile { path, tensors });
@@ -322,6 +329,8 @@ mod tests {
         std::fs::write(folder.0.join("w.bin"), b"01234567").unwrap();
         let mut files = Files::beneath(&folder.0);
         assert_eq!(read(&mut files, "./w.bin").unwrap().unwrap(), &b"2345"[..]);
+        assert_eq!(read(&mut files, "none.bin"), Ok(None));
+        assert_eq!(files.paths(), [folder.0.join("w.bin")]);
         let mut ask = |offset: &str, length: &str, expected| {
             files.read("w", &entries(&[("location", "w.bin"), ("offset", offset), ("length", length)]), expected)
         };
