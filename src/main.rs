@@ -56,7 +56,7 @@ mod zero;
 
 use crate::arguments::{Cli, Verb};
 use crate::failure::Failure;
-use crate::screen::Screen;
+use crate::screen::{Reader, Screen};
 use clap::error::ErrorKind;
 use clap::{Command, CommandFactory, FromArgMatches};
 // Every verb tells numbers as the pictures do.
@@ -79,35 +79,37 @@ fn main() -> ExitCode {
             first.get_or_insert(format!("{place}: {said}"));
         }
     }));
-    match panic::catch_unwind(AssertUnwindSafe(run)) {
+    let arguments: Vec<String> =
+        env::args_os().skip(1).map(|argument| argument.to_string_lossy().into_owned()).collect();
+    colour::decide(colour::among(arguments.iter().cloned()));
+    // Who started a process of a run reads its last words as text.
+    let is_program = usage::wants_json(arguments.iter().cloned()) && env::var_os(children::VARIABLE).is_none();
+    let reader = if is_program { Reader::Program } else { Reader::Person };
+    match panic::catch_unwind(AssertUnwindSafe(|| run(&arguments, reader))) {
         Ok(code) => ExitCode::from(code),
         Err(_) => {
             let said = PANIC.lock().ok().and_then(|mut first| first.take()).unwrap_or_default();
-            Screen::failure(&Failure::bug(&said));
+            Screen::failure(&Failure::bug(&said), reader);
             ExitCode::from(failure::BUG)
         }
     }
 }
 
-fn run() -> u8 {
-    let arguments: Vec<String> =
-        env::args_os().skip(1).map(|argument| argument.to_string_lossy().into_owned()).collect();
-    colour::decide(colour::among(arguments.iter().cloned()));
-    // Who started a process of a run reads its last words as text.
-    Screen::tell_programs(usage::wants_json(arguments.iter().cloned()) && env::var_os(children::VARIABLE).is_none());
+/// Does what the arguments say.
+fn run(arguments: &[String], reader: Reader) -> u8 {
     let mut command = Cli::command().mut_subcommands(taking_negatives);
     let parsed = command
         .try_get_matches_from_mut(env::args_os())
         .and_then(|matches| Cli::from_arg_matches(&matches).map(|cli| (cli, matches)));
     let (cli, matches) = match parsed {
         Ok(parsed) => parsed,
-        Err(error) => return misused(&usage::advised(error, &command, &arguments)),
+        Err(error) => return misused(&usage::advised(error, &command, arguments), reader),
     };
     if let Err(failure) = overwritten::refuse(&command, &matches) {
-        Screen::failure(&failure);
+        Screen::failure(&failure, reader);
         return failure.code;
     }
-    let screen = Screen::new(&cli.global);
+    let screen = Screen::new(&cli.global, reader);
     let done = match cli.verb {
         Verb::Inspect(arguments) => cmd::inspect::run(arguments, &screen),
         Verb::Profile(arguments) => cmd::profile::run(arguments, &screen),
@@ -130,7 +132,7 @@ fn run() -> u8 {
     match done.and_then(|()| screen.finish()) {
         Ok(()) => 0,
         Err(failure) => {
-            Screen::failure(&failure);
+            Screen::failure(&failure, reader);
             failure.code
         }
     }
@@ -145,18 +147,18 @@ fn taking_negatives(verb: Command) -> Command {
 }
 
 /// Help and version are results; everything else that clap says is a failure in its own one line.
-fn misused(error: &clap::Error) -> u8 {
+fn misused(error: &clap::Error, reader: Reader) -> u8 {
     match error.kind() {
         ErrorKind::DisplayHelp | ErrorKind::DisplayVersion => {
             Screen::print(&error.render());
             0
         }
         ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand => {
-            Screen::failure(&Failure::input("no command is given").because(error.render()));
+            Screen::failure(&Failure::input("no command is given").because(error.render()), reader);
             failure::INPUT
         }
-        _ if Screen::tells_programs() => {
-            Screen::failure(&usage::failure(error));
+        _ if reader == Reader::Program => {
+            Screen::failure(&usage::failure(error), reader);
             failure::INPUT
         }
         _ => {

@@ -15,17 +15,23 @@ use serde_json::Value;
 use std::cell::{Cell, RefCell};
 use std::env;
 use std::io::{self, ErrorKind, IsTerminal, Write};
-use std::sync::OnceLock;
 
 /// Characters of a line of help that are read well.
 const READ: usize = 100;
 
-/// Whether failures are told in JSON.
-static FOR_PROGRAMS: OnceLock<bool> = OnceLock::new();
+/// Who reads of failures.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Reader {
+    /// Text is for people.
+    Person,
+    /// JSON is for programs.
+    Program,
+}
 
 /// Where a verb prints.
 pub struct Screen {
     format: Format,
+    reader: Reader,
     quiet: u8,
     verbose: u8,
     /// Set when nobody reads our results any more.
@@ -35,9 +41,10 @@ pub struct Screen {
 
 impl Screen {
     /// As the global flags say.
-    pub fn new(global: &Global) -> Screen {
+    pub fn new(global: &Global, reader: Reader) -> Screen {
         Screen {
             format: global.format,
+            reader,
             quiet: global.quiet,
             verbose: global.verbose,
             closed: Cell::new(false),
@@ -48,7 +55,7 @@ impl Screen {
     /// One that shows nothing: of a process beside the one that tells of their work.
     pub fn silent() -> Screen {
         let (closed, fault) = (Cell::new(true), RefCell::new(None));
-        Screen { format: Format::Text, quiet: u8::MAX, verbose: 0, closed, fault }
+        Screen { format: Format::Text, reader: Reader::Person, quiet: u8::MAX, verbose: 0, closed, fault }
     }
 
     /// Prints a piece of the result, in text form only.
@@ -174,22 +181,16 @@ impl Screen {
         complain(text);
     }
 
-    /// Says once, for the whole run, whether failures are told to programs.
-    pub fn tell_programs(of_failures: bool) {
-        // What was said first stands: a run has one command line.
-        let _ = FOR_PROGRAMS.set(of_failures);
-    }
-
-    /// Whether they are.
-    pub fn tells_programs() -> bool {
-        FOR_PROGRAMS.get().copied().unwrap_or(false)
+    /// Who reads of the failures of this run.
+    pub fn reader(&self) -> Reader {
+        self.reader
     }
 
     /// Prints a failure.
-    pub fn failure(failure: &Failure) {
-        match Screen::tells_programs() {
-            true => _ = writeln!(io::stderr().lock(), "{}", escaped(&failure.json())),
-            false => complain(&failure.to_string()),
+    pub fn failure(failure: &Failure, reader: Reader) {
+        match reader {
+            Reader::Program => _ = writeln!(io::stderr().lock(), "{}", escaped(&failure.json())),
+            Reader::Person => complain(&failure.to_string()),
         }
     }
 }

@@ -5,7 +5,7 @@ use crate::cmd::processes::ProcessArguments;
 use crate::failure::Failure;
 use crate::identity::digests;
 use crate::launcher::launched;
-use crate::screen::Screen;
+use crate::screen::{Reader, Screen};
 use crate::training::{Prepared, Task};
 use crate::{advice, machines, signals, source};
 use runtime::link::fate::{Fate, LinkError};
@@ -205,7 +205,7 @@ impl Seat {
                 };
                 let listens = member.listen.clone().filter(|_| member.own > 0);
                 let group = meet(part(member.own, seats, member.first.clone(), listens, member.run), door)?;
-                let hurry = hurry(fate.clone());
+                let hurry = hurry(fate.clone(), own.reader());
                 let done = run(Some(group));
                 hurry.store(true, Ordering::Relaxed);
                 done
@@ -326,7 +326,7 @@ fn own_host(hosts: &[(String, u32)]) -> Result<usize, Failure> {
 }
 
 /// Ends the process when the run is over and its workers do not notice, because one of them computes: who started it waits for word.
-fn hurry(fate: Arc<Fate>) -> Arc<AtomicBool> {
+fn hurry(fate: Arc<Fate>, reader: Reader) -> Arc<AtomicBool> {
     let is_over = Arc::new(AtomicBool::new(false));
     let over = is_over.clone();
     let watch = move || {
@@ -334,7 +334,7 @@ fn hurry(fate: Arc<Fate>) -> Arc<AtomicBool> {
             if let Some(cause) = fate.cause() {
                 thread::sleep(GRACE);
                 if !over.load(Ordering::Relaxed) {
-                    Screen::failure(&Failure::no("training stopped").because(cause));
+                    Screen::failure(&Failure::no("training stopped").because(cause), reader);
                     std::process::exit(1);
                 }
             }
