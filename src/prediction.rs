@@ -30,8 +30,8 @@ const EQUAL: f64 = 5e-4;
 /// What the alternative is called that has all of the model on every device.
 const DATA_PARALLEL: &str = "data parallel";
 
-/// From here on two times of one plan are told apart.
-const APART: f64 = 0.02;
+/// From here on two times of one plan are told apart: where in-flight caps are raised for less waiting.
+const APART: f64 = 1.0 / ENOUGH - 1.0;
 
 /// Why a simulated step takes another time than the plan says, where that is because of links.
 pub fn other_links(plan: &Plan, simulated_us: f64) -> Option<String> {

@@ -28,7 +28,7 @@ use std::io::{ErrorKind, Read};
 use std::path::{Path, PathBuf};
 
 /// The device kind whose kernels are ours.
-const CPU: &str = "cpu";
+pub const CPU: &str = "cpu";
 
 /// The most bytes of a plan file.
 pub const MOST_PLAN_BYTES: u64 = 256 << 20;
@@ -420,6 +420,11 @@ fn is_of(from: Format, path: &Path) -> Result<(), Failure> {
         _ => return Ok(()),
     };
     Err(Failure::file("import", path, other).help("leave out `--from`: a model's format shows in its first bytes"))
+}
+
+/// Whether `--profile` asks for the roofline of a data sheet and names no file.
+pub fn is_analytic(profile: Option<&str>) -> bool {
+    profile.is_none_or(|profile| profile == "analytic" || profile.starts_with("analytic:"))
 }
 
 fn told(profile: Option<&str>) -> Result<Told, Failure> {

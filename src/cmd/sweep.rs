@@ -95,7 +95,7 @@ pub fn run(arguments: Box<Arguments>, screen: &Screen) -> Result<(), Failure> {
     }
     if let Some(name) = &arguments.family {
         let largest = largest(&arguments, name, screen)?;
-        screen.text(&family_table(name, &largest));
+        screen.text(&family_table(name, &largest, screen));
         sweep.family = Some((name.clone(), largest));
     }
     let mut files = Vec::new();
@@ -268,7 +268,7 @@ fn figures(
 }
 
 fn largest(arguments: &Arguments, name: &str, screen: &Screen) -> Result<Vec<Largest>, Failure> {
-    if arguments.profile.as_deref().is_some_and(|profile| !profile.starts_with("analytic")) {
+    if !source::is_analytic(arguments.profile.as_deref()) {
         return Err(Failure::input("`--family` does not go with a profile file: its models were not measured"));
     }
     let base = question(arguments);
@@ -332,7 +332,7 @@ fn table(points: &[Point], width: Option<usize>) -> String {
                 format!("{:.1} %", found.bubble * 100.0),
                 quantity::bytes(found.bytes_per_sample as u64),
                 quantity::bytes(found.data_parallel_bytes_per_sample as u64),
-                if found.recompute { "recomputed" } else { "" }.to_string(),
+                remarks(point, found, points),
             ]),
             Err(why) => {
                 cells.extend(["-"; 6].map(str::to_string));
@@ -346,6 +346,24 @@ fn table(points: &[Point], width: Option<usize>) -> String {
     fitted(&header, &[0, 1, 3, 4, 6, 7, 8, 9, 10], points.iter().map(row).collect(), &gives, width)
 }
 
+/// Ratios of speeds nearer to 1 than this are none.
+const EQUAL: f64 = 1e-3;
+
+/// What one might not see in the figures: that stages run forward again, and that fewer devices do as well.
+fn remarks(point: &Point, found: &Figures, points: &[Point]) -> String {
+    let asked = |of: &Point| (of.depth, of.schedule, of.micro_batch, of.microbatches);
+    let fewer = points.iter().filter(|other| other.devices < point.devices && asked(other) == asked(point));
+    let known = fewer.filter_map(|other| Some((other.devices, other.answer.as_ref().ok()?.throughput_per_s)));
+    let best = known.reduce(|best, other| if other.1 > best.1 { other } else { best });
+    let no_gain = best.and_then(|(devices, rate)| match found.throughput_per_s / rate {
+        ratio if ratio < 1.0 - EQUAL => Some(format!("slower than {devices}")),
+        ratio if ratio <= 1.0 + EQUAL => Some(format!("no faster than {devices}")),
+        _ => None,
+    });
+    let recomputed = found.recompute.then(|| "recomputed".to_string());
+    recomputed.into_iter().chain(no_gain).collect::<Vec<_>>().join(", ")
+}
+
 /// `4-2-1`; long lists are told by their length.
 fn replicas(list: &[u32]) -> String {
     match list {
@@ -355,7 +373,7 @@ fn replicas(list: &[u32]) -> String {
     }
 }
 
-fn family_table(name: &str, largest: &[Largest]) -> String {
+fn family_table(name: &str, largest: &[Largest], screen: &Screen) -> String {
     let row = |one: &Largest| {
         let (layers, parameters) = match one.found {
             Some((layers, parameters)) => (layers.to_string(), quantity::count(parameters)),
@@ -364,10 +382,9 @@ fn family_table(name: &str, largest: &[Largest]) -> String {
         vec![one.devices.to_string(), if one.recompute { "yes" } else { "no" }.to_string(), layers, parameters]
     };
     let rows = largest.iter().map(row).collect();
-    format!(
-        "\nlargest {name} that fits, one stage a device\n{}",
-        stages::table(&["devices", "recomputed", "layers", "parameters"], &[0, 2, 3], rows)
-    )
+    let heading = screen.folded(&format!("\nlargest {name} that fits, one stage a device\n"));
+    let header = ["devices", "recomputed", "layers", "parameters"];
+    heading + &fitted(&header, &[0, 2, 3], rows, &[Give::Leave(3)], screen.width())
 }
 
 fn row(point: &Point) -> serde_json::Value {

@@ -58,8 +58,7 @@ pub fn tried(arguments: &Arguments, size: Size, failure: Failure) -> Failure {
     };
     // Of each way the smallest step that helps.
     let mut ways: Vec<Vec<(String, Arguments)>> = Vec::new();
-    let is_analytic = arguments.profile.as_deref().is_none_or(|profile| profile.starts_with("analytic"));
-    if is_analytic {
+    if source::is_analytic(arguments.profile.as_deref()) {
         let halves =
             std::iter::successors(Some(size.micro_batch / 2), |half| Some(half / 2)).take_while(|half| *half > 0);
         let way = |half| (format!("`--micro-batch {half}`"), changed(&|other| other.dims.micro_batch = Some(half)));
