@@ -24,6 +24,7 @@ use compiler::export::stage_name::ranges;
 use compiler::export::trace::Trace;
 use compiler::export::trace::encode::encode;
 use compiler::import::import::Batch;
+use compiler::import::onnx::name::shown;
 use compiler::op::Op;
 use compiler::pass::loss::{IGNORED, attach};
 use compiler::plan::groups::MOST;
@@ -334,6 +335,7 @@ fn once(
         Some(why) => screen.warn(&format!(
             "{why}: kernels here want more scratch than the plan counts; `pipec profile` here, then `pipec partition --profile` plans with it"
         )),
+        None if others.is_empty() => elsewhere(&plan, &reckoned).iter().for_each(|told| screen.note(told)),
         None => {}
     }
     let own = (!others.is_empty()).then_some(reckoned);
@@ -431,6 +433,21 @@ fn differences(task: &Task<'_>, arguments: &Arguments) -> Vec<&'static str> {
         ("loss", plan.model.import.loss.is_some() && plan.model.import.loss != counted.written()),
     ];
     all.into_iter().filter(|(_, differs)| *differs).map(|(what, _)| what).collect()
+}
+
+/// What the fullest device of a run holds, where the plan's memory is that of devices of another kind.
+fn elsewhere(plan: &Plan, own: &[u64]) -> Option<String> {
+    let kind = &plan.cluster.device.kind;
+    let planned: Vec<u64> = plan.stages.iter().map(|stage| stage.memory.total).collect();
+    let at = (0..plan.stages.len()).max_by_key(|at| of_device(plan, *at, own))?;
+    let [planned, held] = [&planned[..], own].map(|bytes| quantity::bytes(of_device(plan, at, bytes)));
+    (kind != source::CPU && planned != held).then(|| {
+        format!(
+            "memory was planned for {}, whose kernels want other scratch than those here: {planned} on the device of stage {at}, where this run \
+             holds about {held}",
+            shown(kind)
+        )
+    })
 }
 
 /// What a run holds beyond the limit that was planned for.
