@@ -73,7 +73,7 @@ pub fn refuse(command: &Command, matches: &ArgMatches) -> Result<(), Failure> {
 
 /// Refuses a file to write that is among those that are read.
 pub fn keep(read: &[&Path], path: &Path) -> Result<(), Failure> {
-    match read.iter().any(|read| is_same(read, path)) {
+    match read.iter().any(|read| is_same(read, path) || is_part(read, path)) {
         true => Err(kept(path, "it is read by this run, and would be lost").help("name another file to write")),
         false => Ok(()),
     }

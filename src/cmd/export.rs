@@ -178,7 +178,7 @@ fn write(arguments: &Arguments, bundle: &Bundle, screen: &Screen) -> Result<(), 
     let mut files = Vec::new();
     for (path, File { bytes, .. }) in paths.iter().zip(&bundle.files) {
         source::write(path, bytes)?;
-        let all = if paths.len() == 1 { : one file is all of it" } else { String::new() };
+        let all = if paths.len() == 1 { ": one file is all of it" } else { "" };
         screen.text(&format!("wrote {} ({}){all}", path.display(), quantity::bytes(bytes.len() as u64)));
         files.push(json!({"file": path.display().to_string(), "bytes": bytes.len()}));
     }
