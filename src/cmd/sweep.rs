@@ -355,9 +355,10 @@ fn remarks(point: &Point, found: &Figures, points: &[Point]) -> String {
     let fewer = points.iter().filter(|other| other.devices < point.devices && asked(other) == asked(point));
     let known = fewer.filter_map(|other| Some((other.devices, other.answer.as_ref().ok()?.throughput_per_s)));
     let best = known.reduce(|best, other| if other.1 > best.1 { other } else { best });
+    let many = |devices: u32| stages::plural(u64::from(devices), "device", "devices");
     let no_gain = best.and_then(|(devices, rate)| match found.throughput_per_s / rate {
-        ratio if ratio < 1.0 - EQUAL => Some(format!("slower than {devices}")),
-        ratio if ratio <= 1.0 + EQUAL => Some(format!("no faster than {devices}")),
+        ratio if ratio < 1.0 - EQUAL => Some(format!("slower than {}", many(devices))),
+        ratio if ratio <= 1.0 + EQUAL => Some(format!("no faster than {}", many(devices))),
         _ => None,
     });
     let recomputed = found.recompute.then(|| "recomputed".to_string());
