@@ -27,13 +27,21 @@ pub struct Archive {
 impl Archive {
     /// Opens the archive that these bytes are.
     pub fn open(bytes: &Bytes) -> Result<Archive, FxError> {
+        Archive::whole(bytes).map_err(|error| match error {
+            // An archive within this one may have been taken for it.
+            FxError::Zip(_) | FxError::EntrySize { .. } | FxError::NoProgram if !ends(bytes) => {
+                FxError::Ends { bytes: bytes.len() }
+            }
+            error => error,
+        })
+    }
+
+    fn whole(bytes: &Bytes) -> Result<Archive, FxError> {
         // An archive starts where the file does. Searching for another start finds those of archives within this one:
         // the sample inputs are such, stored as they are.
         let start = Config { archive_offset: ArchiveOffset::Known(0) };
-        let mut zip = ZipArchive::with_config(start, Cursor::new(&bytes[..])).map_err(|error| match ends(bytes) {
-            true => FxError::Zip(error.to_string()),
-            false => FxError::Ends { bytes: bytes.len() },
-        })?;
+        let mut zip =
+            ZipArchive::with_config(start, Cursor::new(&bytes[..])).map_err(|e| FxError::Zip(e.to_string()))?;
         if zip.len() > MOST_ENTRIES {
             return Err(FxError::Zip(format!("{} entries, more than {MOST_ENTRIES}", zip.len())));
         }

@@ -8,7 +8,7 @@
 //!
 //! Faults are gathered, not thrown at the first: a model with three broken tensors and a cycle says all four.
 
-use std::collections::{HashMap, HashSet};
+use std::collections::{BTreeSet, HashMap, HashSet};
 use std::path::{Path, PathBuf};
 
 use bytes::Bytes;
@@ -33,9 +33,9 @@ pub fn read(path: &Path) -> Result<OnnxModel, DecodeError> {
 }
 
 /// The files beside the model at `path` that hold values of its tensors; none where it is no model.
-pub fn data_files(path: &Path) -> Vec<PathBuf> {
+pub fn data_files(path: &Path) -> BTreeSet<PathBuf> {
     let bytes = file::map(path).ok().filter(|bytes| file::refuse_other_formats(bytes).is_ok());
-    let Some(proto) = bytes.and_then(|bytes| ModelProto::decode(bytes).ok()) else { return Vec::new() };
+    let Some(proto) = bytes.and_then(|bytes| ModelProto::decode(bytes).ok()) else { return BTreeSet::new() };
     let mut decoder = Decoder { faults: Vec::new(), warnings: Vec::new(), files: Files::of_model(path) };
     decoder.model(proto, [0; 32]);
     decoder.files.paths()
