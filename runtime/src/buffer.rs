@@ -4,8 +4,8 @@ use compiler::pass::memory::ALIGNMENT;
 use std::alloc::{Layout, alloc, dealloc, handle_alloc_error};
 use std::collections::HashMap;
 use std::ptr::NonNull;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// The sizes of pages. Buffers of a large page and more lie on such pages where the system has them: to find the many small pages that a
 /// kernel walks through takes as long as to read some of them. They do not begin with one, because buffers whose addresses are alike
@@ -24,10 +24,21 @@ pub struct Buffer {
 }
 
 /// How many bytes are held by the buffers that are written into it, wherever they are dropped.
+///
+/// Buffers of a pool come and go in places of their size, which are kept once they are made, as the pool keeps its buffers: an empty place
+/// counts like a full one. Between devices what comes from others lies in such places too; here it is read where it was made.
 #[derive(Default)]
 pub struct Ledger {
     now: AtomicU64,
     peak: AtomicU64,
+    /// By size, the places that are taken and all there are.
+    places: Mutex<HashMap<usize, Places>>,
+}
+
+#[derive(Clone, Copy, Default)]
+struct Places {
+    taken: usize,
+    all: usize,
 }
 
 impl Ledger {
@@ -45,6 +56,29 @@ impl Ledger {
     /// Counts bytes no longer.
     pub fn remove(&self, bytes: usize) {
         self.now.fetch_sub(bytes as u64, Ordering::Relaxed);
+    }
+
+    // Nothing under the lock can panic half way.
+    fn places(&self) -> MutexGuard<'_, HashMap<usize, Places>> {
+        self.places.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Takes a place of this size, which is made where none is free.
+    pub fn take_place(&self, bytes: usize) {
+        let mut all = self.places();
+        let places = all.entry(bytes).or_default();
+        places.taken += 1;
+        if places.taken > places.all {
+            places.all = places.taken;
+            self.add(bytes);
+        }
+    }
+
+    /// Leaves a place that was taken.
+    pub fn leave_place(&self, bytes: usize) {
+        if let Some(places) = self.places().get_mut(&bytes) {
+            places.taken = places.taken.saturating_sub(1);
+        }
     }
 }
 
@@ -94,17 +128,20 @@ impl Buffer {
         self.ledger = Some(ledger.clone());
     }
 
-    /// Counts the buffer no longer until its pool hands it out again: who made it is done with it, and who still reads it counts it
+    /// Leaves the buffer's place until its pool hands it out again, or counts it no longer where it has none: who made it is done with it, and who still reads it counts it
     /// for itself. Between devices each would hold a copy, and the maker's would be free.
     pub fn lend(&self) {
         if let (Some(ledger), false) = (&self.ledger, self.lent.swap(true, Ordering::Relaxed)) {
-            ledger.remove(self.bytes);
+            match self.pool {
+                Some(_) => ledger.leave_place(self.bytes),
+                None => ledger.remove(self.bytes),
+            }
         }
     }
 
     fn come_back(&self) {
         if let (Some(ledger), true) = (&self.ledger, self.lent.swap(false, Ordering::Relaxed)) {
-            ledger.add(self.bytes);
+            ledger.take_place(self.bytes);
         }
     }
 
@@ -184,7 +221,15 @@ impl Pool {
     pub fn take(&mut self, bytes: usize) -> Arc<Buffer> {
         let free = self.free.entry(bytes).or_default();
         // A receiver may still hold what was sent to it; such a buffer is passed over until it is let go.
-        match free.iter_mut().position(|b| Arc::get_mut(b).is_some()) {
+        let mut found = None;
+        for (at, buffer) in free.iter_mut().enumerate() {
+            // Who held it when it was given back has let go.
+            if Arc::get_mut(buffer).is_some() {
+                buffer.lend();
+                found = found.or(Some(at));
+            }
+        }
+        match found {
             Some(at) => {
                 let buffer = free.swap_remove(at);
                 buffer.come_back();
@@ -192,8 +237,8 @@ impl Pool {
             }
             None => {
                 let mut buffer = Buffer::new(bytes);
-                buffer.count_in(&self.ledger);
-                buffer.pool = Some(self.own.clone());
+                self.ledger.take_place(bytes);
+                (buffer.ledger, buffer.pool) = (Some(self.ledger.clone()), Some(self.own.clone()));
                 Arc::new(buffer)
             }
         }
@@ -213,6 +258,9 @@ impl Pool {
         }
         let free = self.free.entry(buffer.len()).or_default();
         if !free.iter().any(|b| Arc::ptr_eq(b, &buffer)) {
+            if Arc::strong_count(&buffer) == 1 {
+                buffer.lend();
+            }
             free.push(buffer);
         }
     }
@@ -223,7 +271,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_lent_is_counted_again_when_it_is_taken_again() {
+    fn the_place_of_what_is_lent_is_taken_again() {
         let mut pool = Pool::default();
         let buffer = pool.take(100);
         let reader = buffer.clone();
@@ -231,14 +279,22 @@ mod tests {
         buffer.lend();
         buffer.lend();
         pool.give(buffer);
-        assert_eq!(held(&pool), 0);
+        // Somebody reads it still: another buffer comes into its place, and a third needs one more.
+        let other = pool.take(100);
+        assert_eq!(held(&pool), 100);
+        let third = pool.take(100);
+        assert_eq!(held(&pool), 200);
+        [other, third].into_iter().for_each(|buffer| pool.give(buffer));
         drop(reader);
+        pool.ledger.take_place(100);
         let again = pool.take(100);
-        assert_eq!((held(&pool), pool.ledger.peak()), (100, 100));
-        again.lend();
-        let ledger = pool.ledger.clone();
-        drop((again, pool));
-        assert_eq!(ledger.now.load(Ordering::Relaxed), 0);
+        assert_eq!((held(&pool), pool.ledger.peak()), (200, 200));
+        pool.ledger.leave_place(100);
+        drop(again);
+        let once = pool.once(50);
+        assert_eq!(held(&pool), 250);
+        drop(once);
+        assert_eq!((held(&pool), pool.ledger.peak()), (200, 250));
     }
 
     #[test]

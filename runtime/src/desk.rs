@@ -89,6 +89,8 @@ pub struct Place<'a> {
     pub numbers: Vec<usize>,
     /// Updates between a forward of the stage and its own update, at most.
     pub delay: u32,
+    /// Whether no item sees a version after the last backward of the first round that does.
+    pub ends_with_round: bool,
     /// Its states.
     pub states: Vec<Buffer>,
     /// Parts in which they do so.
@@ -193,6 +195,7 @@ impl<'a> Desk<'a> {
             masters,
             numbers,
             delay,
+            ends_with_round,
             states,
             replicas,
             share,
@@ -213,7 +216,7 @@ impl<'a> Desk<'a> {
         if let Some(shelf) = shelf {
             let version = begin.as_ref().map_or(0, |begin| begin.version);
             shelf.enter(share.replica(), ledger, if flushes { version } else { u32::MAX });
-            executor.pieces = Some(Pieces::new(code, share.clone(), shelf, flushes));
+            executor.pieces = Some(Pieces::new(code, share.clone(), shelf, ends_with_round));
         }
         let stepper = Stepper::new(code, optimizer, masters, policy.staleness, delay, share.clone());
         ledger.add(stepper.bytes() + kept + code.arena_bytes);
@@ -451,7 +454,7 @@ impl<'a> Desk<'a> {
             Payload::Activation => &code.received,
             Payload::Gradient => &code.gradients_in,
         };
-        let mut held = 0;
+        let ledger = self.executor.pool.ledger.clone();
         let state = self.item(item);
         let slots = match kind {
             Payload::Activation => &mut state.received,
@@ -462,16 +465,14 @@ impl<'a> Desk<'a> {
                 .iter()
                 .position(|t| (t.stage, t.value, t.group) == (other.index(), parcel.value, parcel.group));
             if let Some(at) = at {
-                held += parcel.buffer.len();
-                // An activation is read again where it was made.
+                // Between devices each holds a copy of its own; here both count one. An activation is read again where it was made.
+                ledger.take_place(parcel.buffer.len());
                 if kind == Payload::Gradient {
                     parcel.buffer.lend();
                 }
                 slots[at] = Some(parcel.buffer);
             }
         }
-        // Between devices each holds a copy of its own; here the two count one buffer each for itself.
-        self.executor.pool.ledger.add(held);
     }
 
     /// Makes the gradients of a round ready for its step, and brings those of shared parameters to their other holders. A worker

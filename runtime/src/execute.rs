@@ -208,7 +208,7 @@ impl<'a> Executor<'a> {
     /// Gives the item's buffers back.
     pub fn finish(&mut self, item: Item) {
         let from_others = item.received.iter().chain(&item.gradients_in).flatten();
-        self.pool.ledger.remove(from_others.map(|buffer| buffer.len()).sum());
+        from_others.for_each(|buffer| self.pool.ledger.leave_place(buffer.len()));
         item.own.iter().for_each(lend_to_readers);
         let buffers = item.kept.into_iter().chain(item.own).chain(item.between);
         let gradients = item.gradients_out.into_iter().chain(item.sent_gradients).flatten();

@@ -98,9 +98,10 @@ fn add_left(
     *sum = Some(first);
 }
 
-/// The sum of the parts that replicas bring, in their order: the range of them that is `own`, of so many bytes.
+/// The sum of the parts that replicas bring, in their order: the range of them that is `own`, of so many bytes. It has a buffer that `stays` in
+/// the pool or not.
 pub fn reduced<'a>(
-    pool: &mut Pool,
+    (pool, stays): (&mut Pool, bool),
     dtype: DType,
     parts: impl Iterator<Item = &'a Arc<Buffer>>,
     own: impl Fn(usize) -> Range<usize>,
@@ -109,7 +110,7 @@ pub fn reduced<'a>(
     for part in parts {
         let part = &part.bytes()[own(part.len())];
         match &mut sum {
-            None => sum = Some(copy(pool, part)),
+            None => sum = Some(copy(room(pool, part.len(), stays), part)),
             Some(sum) => accumulate(wide(dtype), exclusive(sum), part),
         }
     }
@@ -127,7 +128,7 @@ pub fn total(pool: &mut Pool, dtype: DType, mut terms: Terms, stays: bool) -> Op
             Some(sum) => accumulate(wide(dtype), sum.bytes_mut(), term.bytes()),
             // Others add up the same terms.
             None => {
-                let mut sum = if stays { pool.take(total.len()) } else { pool.once(total.len()) };
+                let mut sum = room(pool, total.len(), stays);
                 add(wide(dtype), total.bytes(), term.bytes(), exclusive(&mut sum));
                 total = sum;
             }
@@ -136,8 +137,11 @@ pub fn total(pool: &mut Pool, dtype: DType, mut terms: Terms, stays: bool) -> Op
     Some(total)
 }
 
-fn copy(pool: &mut Pool, bytes: &[u8]) -> Arc<Buffer> {
-    let mut copy = pool.take(bytes.len());
+fn room(pool: &mut Pool, bytes: usize, stays: bool) -> Arc<Buffer> {
+    if stays { pool.take(bytes) } else { pool.once(bytes) }
+}
+
+fn copy(mut copy: Arc<Buffer>, bytes: &[u8]) -> Arc<Buffer> {
     exclusive(&mut copy).copy_from_slice(bytes);
     copy
 }

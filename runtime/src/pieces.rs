@@ -68,16 +68,16 @@ pub struct Pieces {
     shelf: Arc<Shelf>,
     share: Share,
     /// Whether a replica reads a version no more after its last backward of a round.
-    flushes: bool,
+    ends_with_round: bool,
     /// By run and step.
     moments: [Vec<Moment>; 3],
 }
 
 impl Pieces {
     /// For a stage whose parameters are dealt out so.
-    pub fn new(code: &StageCode, share: Share, shelf: Arc<Shelf>, flushes: bool) -> Pieces {
+    pub fn new(code: &StageCode, share: Share, shelf: Arc<Shelf>, ends_with_round: bool) -> Pieces {
         let moments = [Run::Forward, Run::Backward, Run::Weight].map(|run| moments(code, &share, run.of(code)));
-        Pieces { shelf, share, flushes, moments }
+        Pieces { shelf, share, ends_with_round, moments }
     }
 
     /// This replica has room for the sums of rounds up to this one.
@@ -183,7 +183,7 @@ impl Pieces {
 
     /// This replica has run its last backward of a round.
     pub fn end_round(&self, round: u32) {
-        if self.flushes {
+        if self.ends_with_round {
             self.let_go(round);
         }
     }

@@ -33,7 +33,8 @@ use compiler::op::{KernelError, NodeId};
 use compiler::pass::loss::LOSS_SCALE;
 use compiler::plan::StageId;
 use compiler::schedule::rest::rest;
-use compiler::schedule::{Edge, Pipeline, Program, Schedule, WorkerId};
+use compiler::schedule::rule::Rule;
+use compiler::schedule::{Edge, MicrobatchId, Pipeline, Program, Schedule, WorkerId};
 use compiler::tensor::{DType, Tensor};
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::Arc;
@@ -244,6 +245,15 @@ pub fn agrees(training: &Training<'_>) -> bool {
     training.program.schedule.flushes() && (scales_loss(training) || training.policy.clip_norm.is_some())
 }
 
+/// Whether a stage's items of each round see the version that the round before has made, so that none sees an older one.
+fn sees_the_newest(program: &Program, stage: StageId) -> bool {
+    let rule = Rule::of(program);
+    let items =
+        if program.schedule.is_round_robin() { program.stages[stage.index()].replicas } else { program.microbatches };
+    let second = MicrobatchId(items);
+    rule.version(stage, second).0 == rule.round(stage, second)
+}
+
 fn scales_loss(training: &Training<'_>) -> bool {
     training.codes.iter().flat_map(|code| &code.feeds).any(|feed| feed.name == LOSS_SCALE)
 }
@@ -346,6 +356,7 @@ pub fn run_seated(
                 masters: code.parameters.iter().map(|named| master(named, training.weights)).collect(),
                 numbers: code.parameters.iter().enumerate().map(number).collect(),
                 delay: program.stages[stage.index()].cap.saturating_sub(1),
+                ends_with_round: sees_the_newest(program, stage),
                 states: buffers("state", &code.states, training.weights)?,
                 buckets: program.stages[stage.index()].buckets,
                 replicas: replicas[stage.index()].clone(),

@@ -3,8 +3,9 @@
 //!
 //! ```text
 //! level   optimizer   gradients   weights
-//! 0       O           G + G       W            those of the replica's items, and their sum over replicas
-//! 1       O / r       G + G / r   W            of the sum its share; G + G + G / r under 2BW
+//! 0       O           G + G       W            those of the replica's items, and their sum over replicas; under 2BW that lies where an older version
+//!                                              lay, of which no item is left then
+//! 1       O / r       G + G / r   W            of the sum its share; under 2BW G + G / r lie beside two versions
 //! 2       O / r       v G / r + g W            of the sum its share, and the gradients that an op is making
 //! 3       O / r       v G / r + g W / r        of each version its share, and the weights that an op reads or the gradients that it makes; both
 //!                                              where a kernel does both, as those of recurrent layers do
@@ -33,7 +34,7 @@ fn share(bytes: u64, replicas: u32) -> u64 {
 
 /// Bytes of gradients and of the optimizer's state that a replica of a stage that trains holds.
 pub fn held(holdings: &Holdings, multiples: &Multiples) -> (u64, u64) {
-    let Holdings { summed, masters, terms, shared, largest, needed, .. } = *holdings;
+    let Holdings { weights, summed, masters, terms, shared, largest, needed, .. } = *holdings;
     let Multiples { replicas, optimizer_state, .. } = *multiples;
     // `as` saturates; state is a small factor checked with the problem.
     let state = |summed: u64, masters: u64| ((summed as f64 * optimizer_state).ceil() as u64).saturating_add(masters);
@@ -45,10 +46,15 @@ pub fn held(holdings: &Holdings, multiples: &Multiples) -> (u64, u64) {
     let open = if multiples.versions > 1 { sums.saturating_mul(2) } else { sums };
     // Under 2BW it does so before it has its share of that, and while its own sums of that wait for the others'.
     let waiting = if multiples.schedule == ScheduleKind::TwoBw { terms } else { shared };
+    // Under 2BW a round is added up when no item sees the older version any more: the sum lies where that lay.
+    let reused = if multiples.schedule == ScheduleKind::TwoBw && masters == 0 { weights.min(terms) } else { 0 };
     let gradients = match multiples.level() {
         0 if replicas < 2 => own,
-        0 => own.saturating_add(terms),
-        1 => own.saturating_add(share(terms.saturating_sub(shared), replicas)).saturating_add(waiting),
+        0 => own.saturating_add(terms).saturating_sub(reused),
+        1 => own
+            .saturating_add(share(terms.saturating_sub(shared), replicas))
+            .saturating_add(waiting)
+            .saturating_sub(reused),
         // It is added up when no op makes gradients: what the largest would take has room for that.
         2 => largest.max(shared).saturating_add(open),
         _ => needed.max(shared).saturating_add(open),

@@ -66,6 +66,8 @@ impl Desk<'_> {
     pub fn take_shares(&mut self, version: u32, bucket: u32) -> Result<bool, Abandoned> {
         let Some(board) = self.board.clone() else { return Ok(false) };
         let all = board.meet(self.meeting(version, bucket))?;
+        // All have brought theirs: what is still to be read is the readers', as between devices.
+        all.iter().flat_map(|Shares(shares)| shares).for_each(|(_, part)| part.lend());
         let weights = self.versions.get_mut(&version).ok_or(Abandoned)?;
         for (member, Shares(shares)) in all.iter().enumerate().filter(|(member, _)| *member != self.share.replica()) {
             for (p, part) in shares {
@@ -77,10 +79,6 @@ impl Desk<'_> {
             }
         }
         for (_, own) in all.get(self.share.replica()).into_iter().flat_map(|own| &own.0) {
-            // All have brought theirs: what others still read is theirs, as between devices.
-            if self.executor.pieces.is_some() {
-                own.lend();
-            }
             self.executor.pool.give(own.clone());
         }
         let Some(stepped) = self.stepped.get_mut(&version) else { return Ok(false) };

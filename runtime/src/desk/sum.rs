@@ -188,13 +188,15 @@ impl Desk<'_> {
     /// What this replica owns of the sum over replicas, in replica order; samples in item order.
     fn sum(&mut self, all: &[Contribution]) -> Contribution {
         let code = self.code;
+        // Where gradients leave as they are made, all that is added up here is what other stages have too, and makes room again.
+        let stays = self.executor.pieces.is_none();
         let mut terms = Vec::new();
         for (i, term) in code.gradient_terms.iter().enumerate() {
             let dtype = code.parameters[term.parameter].fact.dtype;
             let parts = all.iter().filter_map(|c| c.terms[i].as_ref());
             let element = wide(dtype).size();
             let own = |bytes: usize| self.share.own(term.parameter, bytes, element);
-            terms.push(reduced(&mut self.executor.pool, dtype, parts, own));
+            terms.push(reduced((&mut self.executor.pool, stays), dtype, parts, own));
         }
         let mut samples: Vec<Samples> = all.iter().flat_map(|c| c.samples.iter().cloned()).collect();
         samples.sort_by_key(|(item, _)| *item);

@@ -61,7 +61,12 @@ pub fn held(stage: &Stage, versions: u32, kind: ScheduleKind, of: &Of) -> (u64, 
     let own = of.terms.saturating_add(of.shared);
     if stage.replicas < 2 || stage.zero == 0 {
         // With other replicas, the sum of all of them as well.
-        let with_others = if stage.replicas < 2 { 0 } else { of.terms };
+        let with_others = match stage.replicas {
+            0 | 1 => 0,
+            // One version is left when that is made, and what the other took is free, if it is as wide.
+            _ if kind == ScheduleKind::TwoBw && of.masters == 0 => of.terms.saturating_sub(of.weights),
+            _ => of.terms,
+        };
         return (own.saturating_add(with_others), state(of.summed, of.masters));
     }
     // What one of r has of so many bytes, no less than its part of each; of what other stages hold too, all.
@@ -72,7 +77,9 @@ pub fn held(stage: &Stage, versions: u32, kind: ScheduleKind, of: &Of) -> (u64, 
     // With older versions others add to the sums of a round before a replica is done with those of the one before, and under 2BW it does itself.
     let of_others = match stage.zero {
         1 if kind == ScheduleKind::TwoBw => {
-            of.terms.saturating_add(part(of.terms, of.shared)).saturating_sub(of.shared)
+            // Of the weights one version is left then, and what the other took is free, if it is as wide.
+            let free = if of.masters == 0 { of.weights.min(of.terms) } else { 0 };
+            of.terms.saturating_add(part(of.terms, of.shared)).saturating_sub(of.shared).saturating_sub(free)
         }
         2.. if versions > 1 => part(of.terms, of.shared).saturating_mul(2),
         _ => part(of.terms, of.shared),
