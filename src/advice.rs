@@ -146,10 +146,7 @@ pub fn problem(error: &ProblemError) -> Option<String> {
         }
         ProblemError::TooManyStages { ops, .. } => format!("at most {ops} stages"),
         ProblemError::NoStage { most, .. } => {
-            format!(
-                "stages are counted from 0: {} is the last one here; more devices make room for more",
-                most.saturating_sub(1)
-            )
+            format!("stages are counted from 0: {} is the last one here", most.saturating_sub(1))
         }
         ProblemError::Disagree { .. } => {
             "`--stages` has one number for each stage, `--cut-after` one cut fewer".to_string()

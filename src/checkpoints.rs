@@ -85,6 +85,12 @@ pub fn begin(
 ) -> Result<Option<Begun>, Failure> {
     match resume {
         Resume::From(folder) => {
+            if let Some(newer) = newer(folder, task) {
+                screen.note(&format!(
+                    "{} is newer than the checkpoint that this run goes on from: `--resume auto` would take it until this run has come as far",
+                    newer.display()
+                ));
+            }
             let found = find::read(folder).map_err(|fault| unreadable(folder, &fault))?;
             begun(folder, found, task, prepared, screen)?.map(Some).map_err(|lack| refused(folder).because(lack))
         }
@@ -182,13 +188,19 @@ fn lacks(weights: &BTreeMap<String, Tensor>, prepared: &Prepared) -> Option<Stri
 /// The newest checkpoint beside this one, of fewer minibatches, from which the run could go on.
 fn older(folder: &Path, task: &Task<'_>, prepared: &Prepared) -> Option<PathBuf> {
     let own = folder.file_name()?.to_str().and_then(find::minibatches)?;
-    let beside = find::all(folder.parent()?).ok()?.into_iter().filter(|(minibatches, _)| *minibatches < own);
-    let goes_on = |path: &PathBuf| {
-        // Files are read of what may fit alone.
-        let may = find::manifest(path).is_ok_and(|manifest| fits(path, &manifest, task, prepared).is_ok());
-        may && find::read(path).is_ok_and(|found| lacks(&found.weights, prepared).is_none())
-    };
-    beside.map(|(_, path)| path).find(goes_on)
+    let around = folder.parent().map(|around| if around == Path::new("") { Path::new(".") } else { around })?;
+    let mut beside = find::all(around).ok()?.into_iter().filter(|(minibatches, _)| *minibatches < own);
+    let fits = |path: &Path| find::manifest(path).is_ok_and(|manifest| fits(path, &manifest, task, prepared).is_ok());
+    let (_, path) = beside.find(|(_, path)| fits(path))?;
+    // Only of one are the files read.
+    find::read(&path).is_ok_and(|found| lacks(&found.weights, prepared).is_none()).then_some(path)
+}
+
+/// The newest checkpoint in the folder that this run writes to, where that is not the one that it goes on from.
+fn newer(folder: &Path, task: &Task<'_>) -> Option<PathBuf> {
+    let (minibatches, newest) = find::all(task.keeping.as_ref()?.folder).ok()?.into_iter().next()?;
+    let own = find::manifest(folder).ok()?.minibatches;
+    (minibatches > own).then_some(newest)
 }
 
 /// Whether the checkpoint is of the last steps of a shorter run, so that nothing was in flight behind its end.

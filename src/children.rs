@@ -10,6 +10,7 @@ use runtime::link::fate::{Fate, LinkError};
 use std::collections::{BTreeMap, VecDeque};
 use std::env;
 use std::io::Read;
+use std::path::Path;
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -19,6 +20,9 @@ use std::time::{Duration, Instant};
 /// The variable that tells a child who it is: the parent, its process in the run, the run, how often it was begun again, and where
 /// process 0 listens.
 pub const VARIABLE: &str = "PIPEC_PROCESS";
+
+/// The variable that tells a child of a run that was begun again from which checkpoint.
+pub const RESUMED: &str = "PIPEC_RESUMED";
 
 /// How often the system is asked whether a child is stopped.
 const ASK: Duration = Duration::from_millis(500);
@@ -60,6 +64,7 @@ struct Started {
 pub fn start(
     names: &[String],
     (run, restarts, address): (u64, u32, &str),
+    resumed: Option<&Path>,
     deadline: Duration,
     fate: &Arc<Fate>,
 ) -> Result<Children, Failure> {
@@ -75,6 +80,9 @@ pub fn start(
         let mut command = Command::new(&program);
         command.args(env::args_os().skip(1));
         command.env(VARIABLE, format!("{} {process} {run:x} {restarts} {address}", std::process::id()));
+        resumed.iter().for_each(|from| {
+            command.env(RESUMED, from);
+        });
         command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::piped());
         // A terminal's interrupt comes to this process alone, which passes it on.
         #[cfg(unix)]

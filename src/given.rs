@@ -39,6 +39,36 @@ pub fn read(path: &Path, what: &str) -> Result<BTreeMap<String, Tensor>, Failure
     })
 }
 
+/// The array that holds the labels.
+pub fn labels(arrays: &BTreeMap<String, Tensor>) -> &'static str {
+    if arrays.contains_key(TARGET) || !arrays.contains_key(LABELS) { TARGET } else { LABELS }
+}
+
+/// The error in the user's names: labels may be called `y` in the file.
+pub fn told(mut error: DataError, labels: &str) -> DataError {
+    let own = |name: &mut String| {
+        if name == TARGET {
+            *name = labels.to_string();
+        }
+    };
+    match &mut error {
+        DataError::Missing { name, .. } if name == TARGET => *name = format!("{TARGET}` or `{LABELS}"),
+        DataError::Missing { .. } | DataError::Few { .. } => {}
+        DataError::Rows { name, other, .. } => {
+            own(name);
+            own(other);
+        }
+        DataError::Empty { name }
+        | DataError::Shape { name, .. }
+        | DataError::Label { name, .. }
+        | DataError::Ignored { name, .. }
+        | DataError::Index { name, .. }
+        | DataError::Fraction { name, .. }
+        | DataError::NotFinite { name, .. } => own(name),
+    }
+    error
+}
+
 /// The arrays of a file for the inputs of a graph.
 pub fn arrays(graph: &Graph, path: &Path, what: &str, screen: &Screen) -> Result<BTreeMap<String, Tensor>, Failure> {
     Ok(named(graph, read(path, what)?, screen))

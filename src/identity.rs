@@ -15,14 +15,15 @@ pub fn digests(task: &Task<'_>, prepared: &Prepared) -> Vec<(String, [u8; 32])> 
     };
     let text = |text: String| move |sha: &mut Sha256| sha.update(text.as_bytes());
     let order = (task.order, task.seed, task.keep_gradients, prepared.batch, prepared.steps);
+    let settings = (training.optimizer, training.policy, order);
     // Without the same cuts a checkpoint would lack parts.
     let cuts = task.keeping.as_ref().map(|keeping| keeping.every);
-    let settings = (training.optimizer, training.policy, order, cuts);
     vec![
         of("the versions of pipec", &text(env!("CARGO_PKG_VERSION").to_string())),
         of("the models", &text(hash(prepared.graph()))),
         of("the plans or schedules", &text(training.program.to_string())),
         of("the settings of training", &text(format!("{settings:?}"))),
+        of("`--checkpoint-dir` or `--checkpoint-every`", &text(format!("{cuts:?}"))),
         of("the initial weights", &|sha| {
             training.weights.iter().for_each(|(name, tensor)| named(sha, name, tensor.bytes()))
         }),

@@ -1,5 +1,6 @@
 //! No verb writes over what it reads: asked of the command line, before anything is read or written.
 
+use crate::cmd::checkpoints::WEIGHTS;
 use crate::failure::Failure;
 use clap::{ArgMatches, Command};
 use compiler::import::onnx::decode;
@@ -61,6 +62,15 @@ pub fn refuse(command: &Command, matches: &ArgMatches) -> Result<(), Failure> {
                     return Err(lost(path, &format!("a part of {of}"), &shown(command, name, to)));
                 }
             }
+            if let Some(weights) = values("checkpoint_dir")
+                .map(|folder| folder.join(WEIGHTS))
+                .find(|own| *to != "save" && is_one(own, path))
+            {
+                let why = format!("`--checkpoint-dir` writes the trained weights to {}", weights.display());
+                return Err(
+                    kept(path, &why).help(format!("name another file to write with {}", shown(command, name, to)))
+                );
+            }
             if let Some(other) = written[..at].iter().find(|other| values(other).any(|other| is_one(other, path))) {
                 let [one, other] = [other, to].map(|id| shown(command, name, id));
                 return Err(kept(path, &format!("{one} and {other} would both be written there"))
@@ -111,6 +121,11 @@ fn is_part(read: &Path, path: &Path) -> bool {
 /// Whether what is written to both paths comes to one file, there or not.
 fn is_one(one: &Path, other: &Path) -> bool {
     let there = |path: &Path| match (path.exists(), path.parent(), path.file_name()) {
+        // A link to what is not there yet: the file will be where it leads.
+        (false, Some(folder), _) if path.is_symlink() => {
+            let to = folder.join(path.read_link().ok()?);
+            Some(to.parent()?.canonicalize().ok()?.join(to.file_name()?))
+        }
         (true, ..) => place(path).and_then(|_| path.canonicalize().ok()),
         (false, Some(folder), Some(name)) => {
             let folder = if folder == Path::new("") { Path::new(".") } else { folder };
@@ -186,6 +201,23 @@ mod tests {
         assert!(!is_one(Path::new("-"), Path::new("-")) && !is_one(Path::new("/dev/null"), Path::new("/dev/null")));
     }
 
+    #[test]
+    fn trained_weights_keep_their_place() {
+        let folder = tempfile::tempdir().unwrap();
+        let told = |flag: &str, name: &str| {
+            let (at, file) = (folder.path().display().to_string(), folder.path().join(name).display().to_string());
+            let words = ["pipec", "train", "m.onnx", "--synthetic-data", "--checkpoint-dir", &at, flag, &file];
+            let command = Cli::command();
+            refuse(&command, &command.clone().try_get_matches_from(words).unwrap()).err().map(|failure| failure.line())
+        };
+        for flag in ["--metrics", "--trace", "--save-gradients"] {
+            assert!(told(flag, WEIGHTS).is_some_and(|told| told.contains(WEIGHTS)), "{flag}");
+            assert_eq!(told(flag, "other.bin"), None);
+        }
+        // They are the same.
+        assert_eq!(told("--save", WEIGHTS), None);
+    }
+
     #[cfg(unix)]
     #[test]
     fn links_lead_to_the_same_file() {
@@ -195,6 +227,9 @@ mod tests {
         fs::write(path("b"), "").unwrap();
         std::os::unix::fs::symlink(path("a"), path("soft")).unwrap();
         fs::hard_link(path("a"), path("hard")).unwrap();
+        // A link to what is not there leads where it will be.
+        std::os::unix::fs::symlink("new", path("dangling")).unwrap();
+        assert!(is_one(&path("dangling"), &path("new")) && !is_one(&path("dangling"), &path("a")));
         for same in ["a", "soft", "hard"] {
             assert!(keep(&[&path("b"), &path("a")], &path(same)).is_err(), "{same}");
         }

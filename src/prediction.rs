@@ -115,7 +115,10 @@ fn groups(plan: &Plan) -> Option<String> {
 /// Whether the devices have one micro-batch from flush to flush, so that no two of them work at a time.
 fn leaves_nothing(plan: &Plan) -> bool {
     let has_costs = !matches!(plan.cost, CostModel::Load | CostModel::Hybrid);
-    has_costs && !plan.schedule.kind.is_continuous() && plan.schedule.microbatches == 1 && plan.cluster.devices > 1
+    // Devices of a group work together, and halves of a backward beside those of other stages.
+    let is_serial = plan.stages.iter().all(|stage| stage.degree() == 1) && !plan.schedule.kind.splits_backward();
+    let is_one = !plan.schedule.kind.is_continuous() && plan.schedule.microbatches == 1 && plan.cluster.devices > 1;
+    has_costs && is_serial && is_one
 }
 
 /// What keeps devices of data parallelism from work: under a flush they are dealt micro-batches, and there may be fewer.

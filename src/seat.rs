@@ -189,8 +189,13 @@ impl Seat {
                 let program = prepared.training(task).program;
                 let names: Vec<String> = (1..seats.processes).map(|process| seats.name(program, process)).collect();
                 let number = fresh();
-                let children: Children =
-                    children::start(&names, (number, restarts, &address), arguments.deadline, &fate)?;
+                let children: Children = children::start(
+                    &names,
+                    (number, restarts, &address),
+                    arguments.resumed.as_deref(),
+                    arguments.deadline,
+                    &fate,
+                )?;
                 let group = meet(part(0, seats, address, None, number), Door::Port(port));
                 children.end(group.and_then(|group| run(Some(group))))
             }

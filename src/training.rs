@@ -5,7 +5,7 @@ use crate::checkpoints::{Begun, Keeping, kept_of};
 use crate::ended::Ended;
 use crate::failure::Failure;
 use crate::freeze::freeze;
-use crate::given::LABELS;
+use crate::given;
 use crate::held_out::{Score, Subject};
 use crate::identity;
 use crate::loss::Loss;
@@ -284,13 +284,17 @@ pub fn prepare(task: &mut Task<'_>) -> Result<Prepared, Failure> {
             arrays
         }
     };
-    let labels = if arrays.contains_key(TARGET) || !arrays.contains_key(LABELS) { TARGET } else { LABELS };
+    let labels = given::labels(&arrays);
+    let held_out_labels = match &task.held_out {
+        HeldOut::Arrays(arrays) => given::labels(arrays),
+        _ => labels,
+    };
     let refused = |what: &str, error: DataError, labels: &str| {
         let help = advice::targets(&error, loss).unwrap_or_else(|| advice::data(&error));
-        Failure::input(format!("{what} does not fit the model")).because(named(error, labels)).help(help)
+        Failure::input(format!("{what} does not fit the model")).because(given::told(error, labels)).help(help)
     };
     let unfit = |error| refused("the data", error, labels);
-    let unfit_held_out = |error| refused("what is held out", error, TARGET);
+    let unfit_held_out = |error| refused("what is held out", error, held_out_labels);
     let known = |arrays| {
         let data = Dataset::new(arrays, &feeds, item_rows)?;
         if let (Loss::CrossEntropy, Some(classes)) = (loss, classes(&graph, task.class_dim)) {
@@ -308,11 +312,16 @@ pub fn prepare(task: &mut Task<'_>) -> Result<Prepared, Failure> {
         }
         HeldOut::Arrays(arrays) => (data, Some(known(arrays).map_err(unfit_held_out)?)),
     };
-    let counted = |data: &Dataset| if loss == Loss::CrossEntropy { data.check_counted(TARGET) } else { Ok(0) };
-    let ignored = counted(&data).map_err(unfit)?;
-    held_out.as_ref().map_or(Ok(0), counted).map_err(unfit_held_out)?;
+    let counted = |data: &Dataset, rows| match loss {
+        Loss::CrossEntropy => data.check_counted(TARGET, rows),
+        _ => Ok(0),
+    };
     let rows = data.rows();
     let (items, microbatches) = (task.batch as usize, task.microbatches as usize);
+    // In order, no epoch has the rows behind its last whole minibatch.
+    let trained = if task.order == Order::InOrder && rows > items { rows / items * items } else { rows };
+    let ignored = counted(&data, trained).map_err(unfit)?;
+    held_out.as_ref().map_or(Ok(0), |data| counted(data, data.rows())).map_err(unfit_held_out)?;
     let batches =
         Batches::new(data, items, microbatches, steps as usize, task.order).map_err(unfit)?.with_seed(task.seed);
     let per_epoch = batches.per_epoch();
@@ -512,31 +521,6 @@ impl Prepared {
         let samples = f64::from(count.minibatches) * self.batch as f64;
         (timeline.makespan > 0.0).then(|| samples * 1e6 / timeline.makespan)
     }
-}
-
-/// The error in the user's names: labels may be called `y` in the file.
-fn named(mut error: DataError, labels: &str) -> DataError {
-    let own = |name: &mut String| {
-        if name == TARGET {
-            *name = labels.to_string();
-        }
-    };
-    match &mut error {
-        DataError::Missing { name, .. } if name == TARGET => *name = format!("{TARGET}` or `{LABELS}"),
-        DataError::Missing { .. } | DataError::Few { .. } => {}
-        DataError::Rows { name, other, .. } => {
-            own(name);
-            own(other);
-        }
-        DataError::Empty { name }
-        | DataError::Shape { name, .. }
-        | DataError::Label { name, .. }
-        | DataError::Ignored { name, .. }
-        | DataError::Index { name, .. }
-        | DataError::Fraction { name, .. }
-        | DataError::NotFinite { name, .. } => own(name),
-    }
-    error
 }
 
 /// The stage of every op, by its number.

@@ -77,7 +77,7 @@ pub fn advised(mut error: Error, command: &Command, arguments: &[String]) -> Err
             }
         }
         (ErrorKind::UnknownArgument, _, Some(said)) => {
-            if let Some(flag) = negative(arguments, &said) {
+            if let Some(flag) = negative(verb, arguments, &said) {
                 // What it says otherwise leads nowhere.
                 error = Error::new(ErrorKind::UnknownArgument).with_cmd(command);
                 error.insert(ContextKind::InvalidArg, ContextValue::String(said));
@@ -106,10 +106,15 @@ pub fn advised(mut error: Error, command: &Command, arguments: &[String]) -> Err
 }
 
 /// The flag in front of a quantity below 0, which reads as flags of one letter.
-fn negative<'a>(arguments: &'a [String], said: &str) -> Option<&'a str> {
+fn negative<'a>(verb: &Command, arguments: &'a [String], said: &str) -> Option<&'a str> {
     let is_number = said.strip_prefix('-').is_some_and(|rest| rest.starts_with(|c: char| c.is_ascii_digit()));
+    let takes = |flag: &str| {
+        let own =
+            flag.strip_prefix("--").and_then(|name| verb.get_arguments().find(|own| own.get_long() == Some(name)));
+        own.is_some_and(|own| own.get_action().takes_values())
+    };
     let mut pairs = arguments.windows(2).filter(|pair| is_number && pair[1].starts_with(said));
-    pairs.find_map(|pair| pair[0].starts_with("--").then(|| pair[0].as_str()))
+    pairs.find_map(|pair| takes(&pair[0]).then(|| pair[0].as_str()))
 }
 
 /// What other tools call by one letter, and our flags that may be meant, the likeliest first.
@@ -221,6 +226,8 @@ mod tests {
     fn a_quantity_below_nothing_is_no_flag() {
         let told = told("pipec partition m.onnx --gpus 2 --bandwidth -1GB/s");
         assert!(told.contains("tip: `--bandwidth` takes nothing below 0") && !told.contains("-- -1"), "{told}");
+        // A flag that takes nothing at all is not told of it.
+        assert!(!super::tests::told("pipec train m.onnx --quiet -1").contains("takes nothing below 0"));
     }
 
     #[test]

@@ -128,8 +128,8 @@ impl Buffer {
         self.ledger = Some(ledger.clone());
     }
 
-    /// Leaves the buffer's place until its pool hands it out again, or counts it no longer where it has none: who made it is done with it, and who still reads it counts it
-    /// for itself. Between devices each would hold a copy, and the maker's would be free.
+    /// Leaves the buffer's place until its pool hands it out again, or counts it no longer where it has none: who made it is done with it,
+    /// and who still reads it counts it for itself. Between devices each would hold a copy, and the maker's would be free.
     pub fn lend(&self) {
         if let (Some(ledger), false) = (&self.ledger, self.lent.swap(true, Ordering::Relaxed)) {
             match self.pool {

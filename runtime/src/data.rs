@@ -142,12 +142,12 @@ impl Dataset {
         Ok(())
     }
 
-    /// Rows all of whose labels count for nothing. Refuses labels of which none counts.
-    pub fn check_counted(&self, name: &str) -> Result<usize, DataError> {
+    /// Rows all of whose labels count for nothing, of the first so many. Refuses labels of which none counts.
+    pub fn check_counted(&self, name: &str, rows: usize) -> Result<usize, DataError> {
         let Some(labels) = self.arrays.get(name).map(|a| &a.tensor) else { return Ok(0) };
         let per_row = (labels.len() / self.rows.max(1)).max(1);
         let view = labels.view();
-        let rows = view.len() / per_row;
+        let rows = rows.min(view.len() / per_row);
         let counts = |row: &usize| (0..per_row).any(|at| view.i64(row * per_row + at) != IGNORED);
         match (0..rows).filter(counts).count() {
             0 if rows > 0 => Err(DataError::Ignored { name: name.to_string(), rows }),
@@ -409,7 +409,7 @@ mod tests {
         let target = Named { name: "target".into(), fact: Fact::of(DType::I64, &[1]), bytes: 8 };
         let data = Dataset::new(labels, &[feed("x", &[1, 2]), target], 1).unwrap();
         assert!(matches!(data.check_labels("target", 10), Err(DataError::Label { row: 3, label: 10, .. })));
-        assert_eq!(data.check_counted("target"), Ok(0));
+        assert_eq!(data.check_counted("target", 5), Ok(0));
     }
 
     #[test]
@@ -420,10 +420,12 @@ mod tests {
             let target = Named { name: "target".into(), fact: Fact::of(DType::I64, &[1, 2]), bytes: 16 };
             Dataset::new(arrays, &[feed("x", &[1, 2]), target], 1).unwrap()
         };
-        let none = of(&[IGNORED; 10]).check_counted("target");
+        let none = of(&[IGNORED; 10]).check_counted("target", 9);
         assert_eq!(none, Err(DataError::Ignored { name: "target".into(), rows: 5 }));
         let mut some = [IGNORED; 10];
         some[7] = 3;
-        assert_eq!((of(&some).check_labels("target", 10), of(&some).check_counted("target")), (Ok(()), Ok(4)));
+        assert_eq!((of(&some).check_labels("target", 10), of(&some).check_counted("target", 5)), (Ok(()), Ok(4)));
+        let first = of(&some).check_counted("target", 3);
+        assert_eq!(first, Err(DataError::Ignored { name: "target".into(), rows: 3 }));
     }
 }

@@ -3,7 +3,12 @@
 use crate::failure::Failure;
 use clap::Args;
 use runtime::checkpoint::find;
+use runtime::checkpoint::manifest::FILE;
 use std::path::{Path, PathBuf};
+use std::time::SystemTime;
+
+/// The file in the folder of checkpoints that trained weights go to.
+pub const WEIGHTS: &str = "weights.safetensors";
 
 /// Where checkpoints go, and where a run goes on.
 #[derive(Clone, Debug, Args)]
@@ -37,12 +42,22 @@ pub enum Resume<'a> {
 }
 
 impl CheckpointArguments {
-    /// The run is begun again after a part of it died: from the newest checkpoint that it has written, if there is one.
-    pub fn go_on(&mut self) {
-        if self.checkpoint_dir.as_deref().is_some_and(|folder| find::known(folder).is_ok_and(|found| !found.is_empty()))
-        {
-            self.resume = Some(PathBuf::from("auto"));
-        }
+    /// The checkpoints that are there now, newest first, and when each was written.
+    pub fn there(&self) -> Vec<(PathBuf, Option<SystemTime>)> {
+        let known = self.checkpoint_dir.as_deref().and_then(|folder| find::known(folder).ok()).unwrap_or_default();
+        let written = |path: &PathBuf| path.join(FILE).metadata().and_then(|about| about.modified()).ok();
+        known.into_iter().map(|(_, path)| (written(&path), path)).map(|(at, path)| (path, at)).collect()
+    }
+
+    /// The run is begun again after a part of it died: from the newest checkpoint that it has written, if there is one. What was there before
+    /// may be of another branch than the one that it began from.
+    pub fn go_on(&mut self, before: &[(PathBuf, Option<SystemTime>)]) {
+        let is_named = self.resume.as_ref().is_some_and(|from| from.as_os_str() != "auto");
+        let mut there = self.there().into_iter();
+        self.resume = match is_named {
+            true => there.find(|own| !before.contains(own)).map(|(path, _)| path).or(self.resume.take()),
+            false => there.next().map(|_| PathBuf::from("auto")).or(self.resume.take()),
+        };
     }
 
     /// Which checkpoint the run goes on from, if any.
@@ -54,5 +69,41 @@ impl CheckpointArguments {
             (true, None) => Err(Failure::input("`--resume auto` looks for checkpoints in `--checkpoint-dir FOLDER`")
                 .help("name that folder, or one checkpoint: `--resume FOLDER/step-00000012`")),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::fs;
+
+    /// A run that began from an older checkpoint goes on from its own ones, not from those of another branch.
+    #[test]
+    fn a_run_goes_on_from_what_it_has_written() {
+        let folder = tempfile::tempdir().unwrap();
+        let step = |number: u32| {
+            let path = folder.path().join(format!("step-{number:08}"));
+            fs::create_dir_all(&path).unwrap();
+            fs::write(path.join(FILE), "{}").unwrap();
+            path
+        };
+        let run = |resume: Option<PathBuf>| CheckpointArguments {
+            checkpoint_dir: Some(folder.path().to_path_buf()),
+            checkpoint_every: None,
+            keep: None,
+            resume,
+        };
+        let (fourth, eighth) = (step(4), step(8));
+        let mut named = run(Some(fourth.clone()));
+        let before = named.there();
+        assert_eq!(before.iter().map(|(path, _)| path).collect::<Vec<_>>(), [&eighth, &fourth]);
+        named.go_on(&before);
+        assert_eq!(named.resume, Some(fourth));
+        let fifth = step(5);
+        named.go_on(&before);
+        assert_eq!(named.resume, Some(fifth));
+        let mut newest = run(None);
+        newest.go_on(&before);
+        assert_eq!(newest.resume, Some(PathBuf::from("auto")));
     }
 }

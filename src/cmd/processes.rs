@@ -32,6 +32,9 @@ pub struct ProcessArguments {
     /// Start all processes again, so often, when one of them dies
     #[arg(long, value_name = "N", default_value_t = 0, requires = "processes", value_parser = clap::value_parser!(u32).range(0..=1000))]
     pub max_restarts: u32,
+    /// Where a run that was begun again goes on, for the processes that this one starts.
+    #[arg(skip)]
+    pub resumed: Option<PathBuf>,
 }
 
 /// At least two heartbeats, at most a day.

@@ -172,7 +172,7 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Failure> {
     let rows = workers.iter().map(|(name, busy, peak, bytes)| {
         vec![name.clone(), format!("{:.1} %", busy * 100.0), peak.to_string(), quantity::bytes(*bytes)]
     });
-    let pace = match microbatches == 1 && long.is_none() && u64::from(minibatches) < 4 * in_flight {
+    let pace = match long.is_none() && pace.is_short(minibatches) {
         true => "none in so short a run".to_string(),
         false => format!("{} per minibatch, {} samples/s", quantity::time(step), quantity::samples(samples_per_s)),
     };

@@ -2,7 +2,7 @@
 
 use crate::arguments::Import;
 use crate::checkpoints::{self, Keeping};
-use crate::cmd::checkpoints::CheckpointArguments;
+use crate::cmd::checkpoints::{CheckpointArguments, WEIGHTS};
 use crate::cmd::optimizer::OptimizerArguments;
 use crate::cmd::partition::{self, Question};
 use crate::cmd::policy::PolicyArguments;
@@ -18,7 +18,7 @@ use crate::seat::Seat;
 use crate::source::{self, Costs, Times};
 use crate::tensor::degree;
 use crate::training::{self, Data, HeldOut, Length, Prepared, Task};
-use crate::{advice, cmd, given, output, prediction, quantity, stages};
+use crate::{advice, children, cmd, given, output, prediction, quantity, stages};
 use clap::Args;
 use compiler::export::stage_name::ranges;
 use compiler::export::trace::Trace;
@@ -36,6 +36,7 @@ use runtime::data::Order;
 use runtime::device::cpu::half::is_half;
 use runtime::weights;
 use std::cell::RefCell;
+use std::env;
 use std::fs;
 use std::path::{Path, PathBuf};
 
@@ -172,10 +173,16 @@ pub fn run(mut arguments: Box<Arguments>, screen: &Screen) -> Result<(), Failure
             .try_for_each(|path| output::check_tensors(path))?;
         [&arguments.metrics, &arguments.trace].into_iter().flatten().try_for_each(|path| output::check(path))?;
     }
+    let before = arguments.checkpoints.there();
     let mut restarts = seat.restarts();
     loop {
         if restarts > 0 {
-            arguments.checkpoints.go_on();
+            // Those that were started by another go on where it does.
+            match env::var_os(children::VARIABLE).and(env::var_os(children::RESUMED)) {
+                Some(from) => arguments.checkpoints.resume = Some(PathBuf::from(from)),
+                None => arguments.checkpoints.go_on(&before),
+            }
+            arguments.processes.resumed.clone_from(&arguments.checkpoints.resume);
         }
         match once(&arguments, &seat, restarts, (screen, own)) {
             Err(failure) if failure.may_pass && restarts < arguments.processes.max_restarts => {
@@ -381,7 +388,7 @@ fn once(
         written.push((path.clone(), "gradients"));
     }
     if let Some(folder) = checkpoint_dir {
-        let path = folder.join("weights.safetensors");
+        let path = folder.join(WEIGHTS);
         write(&path, &trained.weights)?;
         written.push((path, "weights"));
         written.extend(newest.take().map(|folder| (folder, "checkpoint")));
@@ -415,6 +422,9 @@ fn floats(arguments: &Arguments, plan: Option<&Plan>) -> Option<DType> {
     arguments.policy.dtype().or(plan.filter(|plan| plan.dtype == DType::F64.name()).map(|_| DType::F64))
 }
 
+/// Of what was planned a part this small may be held beyond it before that is told.
+const MORE: u64 = 100;
+
 /// In what the run is another than the one that was planned, so that its memory is another, too.
 fn differences(task: &Task<'_>, arguments: &Arguments) -> Vec<&'static str> {
     let plan = task.plan;
@@ -435,16 +445,16 @@ fn differences(task: &Task<'_>, arguments: &Arguments) -> Vec<&'static str> {
     all.into_iter().filter(|(_, differs)| *differs).map(|(what, _)| what).collect()
 }
 
-/// What the fullest device of a run holds, where the plan's memory is that of devices of another kind.
+/// What the fullest device of a run holds, where that is more than a plan for devices of another kind says.
 fn elsewhere(plan: &Plan, own: &[u64]) -> Option<String> {
     let kind = &plan.cluster.device.kind;
     let planned: Vec<u64> = plan.stages.iter().map(|stage| stage.memory.total).collect();
     let at = (0..plan.stages.len()).max_by_key(|at| of_device(plan, *at, own))?;
-    let [planned, held] = [&planned[..], own].map(|bytes| quantity::bytes(of_device(plan, at, bytes)));
-    (kind != source::CPU && planned != held).then(|| {
+    let [planned, held] = [&planned[..], own].map(|bytes| of_device(plan, at, bytes));
+    (kind != source::CPU && held > planned.saturating_add(planned / MORE)).then(|| {
+        let [planned, held] = [planned, held].map(quantity::bytes);
         format!(
-            "memory was planned for {}, whose kernels want other scratch than those here: {planned} on the device of stage {at}, where this run \
-             holds about {held}",
+            "memory was planned for {}: {planned} on the device of stage {at}, where this run, on this processor, holds about {held}",
             shown(kind)
         )
     })

@@ -14,8 +14,8 @@ use crate::simulate::Timeline;
 use crate::simulate::run::{Machine, simulate};
 use crate::simulate::steady::ideal_us;
 
-/// Items times stages of a run at most: about half a second.
-const MOST_WORK: u64 = 60_000;
+/// The most items times stages of one play: about half a second.
+pub const MOST_WORK: u64 = 60_000;
 
 /// Items of a run without a flush, times what is in flight, and rounds of all replicas, at least.
 const ITEMS: u64 = 2400;
@@ -63,6 +63,12 @@ impl<'a> Run<'a> {
         wanted.min(most).max(1) as u32
     }
 
+    /// Whether a run of so many minibatches hardly fills its workers, and tells no pace but its own.
+    pub fn is_short(&self, minibatches: u32) -> bool {
+        let items = u64::from(minibatches) * u64::from(self.microbatches.max(1));
+        !self.flushes && items < 4 * in_flight(self.pipeline)
+    }
+
     /// Microseconds of a minibatch when the program for so many runs evenly; nothing where it cannot be played.
     pub fn step_us(&self, program: &Program) -> Option<f64> {
         Some(self.step_of(&simulate(program, self.pipeline, self.machine).ok()?))
@@ -73,8 +79,7 @@ impl<'a> Run<'a> {
         let ends = timeline.ends(self.microbatches);
         let count = ends.len();
         let (before, behind) = if self.flushes { (count / 4, count / 4) } else { (count / 2, count / 8) };
-        // A run that hardly fills its workers tells no pace but its own.
-        let is_short = !self.flushes && (count as u64) < 4 * in_flight(self.pipeline);
+        let is_short = self.is_short(u32::try_from(count).unwrap_or(u32::MAX));
         let middle = ends.get(before..count - behind).filter(|middle| middle.len() > 1 && !is_short);
         // Items go round all replicas; a minibatch of several begins with the first of them.
         let round = if self.microbatches == 1 { self.pipeline.rounds() } else { 1 };
@@ -118,6 +123,23 @@ mod tests {
     use crate::schedule::rule::StepCount;
     use crate::schedule::scheduler::schedule;
     use crate::schedule::{Schedule, StageShape};
+    use crate::simulate::pace::step_us;
+
+    /// Minibatches of several items fill a pipeline sooner than minibatches of one.
+    #[test]
+    fn double_buffering_keeps_its_busiest_stage_at_work() {
+        for (stages, microbatches) in [(16, 16), (32, 64), (8, 64)] {
+            let pipeline = Pipeline::balanced(&vec![1; stages], 2.0);
+            let machine = Machine::of(&pipeline);
+            let run = Run::of(ScheduleKind::TwoBw, &pipeline, &machine, microbatches);
+            for minibatches in [4 * stages as u32, run.minibatches()] {
+                let program = schedule(Schedule::TwoBw, &pipeline, StepCount { minibatches, microbatches }).unwrap();
+                let us = run.step_us(&program).unwrap();
+                assert_eq!(us, 3.0 * f64::from(microbatches), "{stages} stages, {minibatches} minibatches");
+            }
+            assert_eq!(step_us(Schedule::TwoBw, &pipeline, microbatches), Ok(Some(3.0 * f64::from(microbatches))));
+        }
+    }
 
     /// Ends that come in bursts of three and sway besides: one every 10.
     #[test]

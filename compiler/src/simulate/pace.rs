@@ -10,13 +10,10 @@ use crate::schedule::rule::StepCount;
 use crate::schedule::scheduler::schedule;
 use crate::schedule::shape::common_multiple;
 use crate::schedule::{Pipeline, Schedule};
-use crate::simulate::even::Run;
+use crate::simulate::even::{MOST_WORK, Run, in_flight};
 use crate::simulate::run::{Machine, simulate};
 use crate::simulate::steady::Steady;
 use crate::simulate::{SimulateError, Timeline};
-
-/// The most items times stages of one play: about half a second.
-const MOST_WORK: u64 = 60_000;
 
 /// The same of a play whose answer follows from nothing shorter: replicas of many different counts meet again after very many items.
 const MOST_ALONE: u64 = 8 * MOST_WORK;
@@ -107,9 +104,7 @@ fn even(kind: Schedule, pipeline: &Pipeline, microbatches: u32) -> Result<Option
 
 /// Minibatches of an even run: half to fill, an eighth to drain, and enough between.
 fn minibatches(pipeline: &Pipeline, microbatches: u32) -> u32 {
-    let depth = pipeline.stages.iter().map(|stage| u64::from(stage.replicas) * u64::from(stage.cap));
-    let depth = depth.max().unwrap_or(1);
-    let items = (8 * depth).max(3 * WINDOW);
+    let items = (8 * in_flight(pipeline)).max(3 * WINDOW);
     items.div_ceil(u64::from(microbatches)).clamp(16, 1 << 20) as u32
 }
 
