@@ -2,7 +2,7 @@
 
 mod builder;
 
-use builder::{F32, graph, initializer, int, model, node, typed, with};
+use builder::{F32, graph, initializer, int, ints, model, node, typed, with};
 use compiler::import::import::{Batch, Model, Options, from_onnx};
 use compiler::import::onnx::decode;
 use compiler::import::onnx::proto::ModelProto;
@@ -53,4 +53,63 @@ fn an_input_that_may_have_the_batch_instead() {
     assert!(unsaid.warnings.iter().any(|w| w.contains(remark)), "{:?}", unsaid.warnings);
     let said = imported(&fixed, &[("x", 0)]);
     assert_eq!((fact(&said, "x"), fact(&said, "table")), ("f32[batch, 3]".into(), "f32[2, 3]".into()));
+}
+
+/// Attention that has time first inside, as `nn.MultiheadAttention` has it: the batch is behind the time of the axis that both become.
+#[test]
+fn a_batch_behind_another_axis_is_found_again() {
+    let turned = |from: &str, to: &str| with(node("Transpose", &[from], &[to]), ints("perm", &[1, 0, 2]));
+    let nodes = [
+        turned("x", "ahead"),
+        node("Reshape", &["ahead", "flat"], &["rows"]),
+        node("Relu", &["rows"], &["on"]),
+        node("Reshape", &["on", "apart"], &["steps"]),
+        turned("steps", "y"),
+    ];
+    // A batch of 8 divides 24 steps, and 7 does not.
+    for batch in [7, 8] {
+        let mut main = graph(&nodes, &[typed("x", F32, &[batch, 24, 4])], &["y"]);
+        main.initializer = vec![
+            initializer("flat", &Tensor::from_i64(&[2], &[batch * 24, 4])),
+            initializer("apart", &Tensor::from_i64(&[3], &[24, batch, 4])),
+        ];
+        let found = imported(&model(17, main), &[]);
+        assert_eq!(found.graph.fact(found.graph.outputs[0].value).to_string(), "f32[batch, 24, 4]", "{batch}");
+        assert!(found.warnings.is_empty(), "{:?}", found.warnings);
+    }
+}
+
+/// Numbers that were written down for the batch of the file are no open batch.
+#[test]
+fn what_is_left_of_the_batch_of_a_file_is_told() {
+    let fixed = |nodes: &[_], values: &[(&str, Tensor)]| {
+        let mut main = graph(nodes, &[typed("x", F32, &[8, 3])], &["y"]);
+        main.initializer = values.iter().map(|(name, tensor)| initializer(name, tensor)).collect();
+        imported(&model(17, main), &[])
+    };
+    let rows = [("rows", Tensor::from_i64(&[8], &[0, 1, 2, 3, 4, 5, 6, 7]))];
+    let picked = fixed(&[node("Gather", &["x", "rows"], &["y"])], &rows);
+    assert!(matches!(picked.batch, Batch::Fixed { size: Some(8), .. }), "{:?}", picked.batch);
+    assert!(picked.warnings.iter().any(|told| told.contains("picks samples by numbers")), "{:?}", picked.warnings);
+    let table = [("table", Tensor::from_f32(&[5, 8], &[0.5; 40])), ("some", Tensor::from_f32(&[], &[0.0]))];
+    let nodes = [
+        with(node("ReduceSum", &["x"], &["sum"]), int("keepdims", 0)),
+        node("Mul", &["sum", "some"], &["none"]),
+        with(node("Transpose", &["table"], &["turned"]), ints("perm", &[1, 0])),
+        node("Add", &["turned", "none"], &["y"]),
+    ];
+    let closed = fixed(&nodes, &table);
+    assert!(matches!(closed.batch, Batch::Fixed { size: Some(8), .. }), "{:?}", closed.batch);
+    assert!(closed.warnings.iter().any(|told| told.contains("8 rows for every batch")), "{:?}", closed.warnings);
+    for (divisor, is_told) in [(8.0, true), (6.0, false)] {
+        let nodes = [
+            with(node("ReduceSum", &["x"], &["sum"]), int("keepdims", 0)),
+            node("Neg", &["sum"], &["turned"]),
+            node("Div", &["turned", "count"], &["y"]),
+        ];
+        let counted = fixed(&nodes, &[("count", Tensor::from_f32(&[], &[divisor]))]);
+        assert!(matches!(counted.batch, Batch::Symbol { .. }));
+        let told = counted.warnings.iter().any(|told| told.contains("divides a sum over the batch by 8"));
+        assert_eq!(told, is_told, "{:?}", counted.warnings);
+    }
 }

@@ -9,6 +9,8 @@ pub mod fx;
 #[allow(clippy::module_inception)]
 pub mod import;
 pub mod known;
+pub mod leftover;
+pub mod merged;
 pub mod onnx;
 pub mod opening;
 pub mod pipedream;

@@ -16,6 +16,7 @@ use crate::import::fx::error::{EXPORT, FxError};
 use crate::import::fx::lower::walk as fx;
 use crate::import::fx::program::Program;
 use crate::import::known::Known;
+use crate::import::leftover;
 use crate::import::onnx::decode;
 use crate::import::onnx::error::{DecodeError, FormatError};
 use crate::import::onnx::file;
@@ -336,9 +337,11 @@ fn lower(
             return Ok(Found { lowered: open?, batch, inputs, remarks });
         }
         let why = match open {
-            Ok(lowered) => match differs(&lowered.graph, &inputs) {
+            Ok(lowered) => match differs(&lowered.graph, &inputs).or_else(|| leftover::closed(&lowered.graph, &inputs))
+            {
                 None => {
                     remarks.extend(untied(&lowered.graph, &inputs));
+                    remarks.extend(leftover::counted(&lowered.graph, &inputs));
                     return Ok(Found { lowered, batch, inputs, remarks });
                 }
                 Some(why) => why,

@@ -10,12 +10,27 @@
 //! reason says which node that is.
 
 use super::build::Build;
+use super::merged::{place, within};
 use super::reason::Reason;
 use crate::graph::Graph;
 use crate::op::{Broadcast, Constant, Iota, Op, Reshape, Slice, Value};
 use crate::tensor::Tensor;
 use crate::tensor::dim::{Bindings, Dim, volume};
 use std::collections::HashMap;
+
+/// A size that has the batch, and how many entries lie between one sample and the next, where that is known.
+#[derive(Clone)]
+struct Want {
+    size: Dim,
+    step: Option<i64>,
+}
+
+impl Want {
+    /// A size of which nothing else is known.
+    fn new(size: &Dim) -> Want {
+        Want { size: size.clone(), step: (*size == symbol_of(size)).then_some(1) }
+    }
+}
 
 /// How far a size is followed back.
 const DEPTH: usize = 256;
@@ -35,10 +50,24 @@ pub fn agree<B: Build + ?Sized>(build: &mut B, op: &Op, inputs: &[Value]) -> Res
         }
         return Ok(inputs);
     }
+    if let Op::Gather(gather) = op {
+        picked(build, gather.axis, &inputs)?;
+    }
     for (slot, axis, want) in demands(build, op, &inputs)? {
         inputs[slot] = open(build, inputs[slot], axis, &want)?;
     }
     Ok(inputs)
+}
+
+/// Refuses to pick as many samples as the batch in the file has: numbers that were written down for that batch alone.
+fn picked<B: Build + ?Sized>(build: &B, axis: usize, inputs: &[Value]) -> Result<(), Reason> {
+    let (data, at) = (build.graph().fact(inputs[0]), build.graph().fact(inputs[1]));
+    for have in &at.shape {
+        if is_frozen(build, have, &data.shape[axis])? {
+            return Err(stuck(build.graph(), inputs[1], 0, "it picks samples by numbers that are written down"));
+        }
+    }
+    Ok(())
 }
 
 /// A value with the sizes of a shape, where that has the batch and the value the number it stands for.
@@ -46,7 +75,7 @@ pub fn shaped<B: Build + ?Sized>(build: &mut B, mut value: Value, shape: &[Dim])
     if build.graph().fact(value).rank() == shape.len() {
         for (axis, want) in shape.iter().enumerate() {
             if is_frozen(build, &build.graph().fact(value).shape[axis], want)? {
-                value = open(build, value, axis, want)?;
+                value = open(build, value, axis, &Want::new(want))?;
             }
         }
     }
@@ -78,7 +107,7 @@ fn is_frozen<B: Build + ?Sized>(build: &B, have: &Dim, want: &Dim) -> Result<boo
 }
 
 /// Which axis of which input must be which size.
-type Demand = (usize, usize, Dim);
+type Demand = (usize, usize, Want);
 
 fn demands<B: Build + ?Sized>(build: &B, op: &Op, inputs: &[Value]) -> Result<Vec<Demand>, Reason> {
     let shapes: Vec<&[Dim]> = inputs.iter().map(|value| build.graph().fact(*value).shape.as_slice()).collect();
@@ -122,7 +151,7 @@ fn demands<B: Build + ?Sized>(build: &B, op: &Op, inputs: &[Value]) -> Result<Ve
                 if let Some(want) = broadcast.shape.get(ahead + axis).filter(|want| have != *want)
                     && is_frozen(build, have, want)?
                 {
-                    list.push((0, axis, want.clone()));
+                    list.push((0, axis, Want::new(want)));
                 }
             }
             return Ok(list);
@@ -132,10 +161,13 @@ fn demands<B: Build + ?Sized>(build: &B, op: &Op, inputs: &[Value]) -> Result<Ve
     let mut list = Vec::new();
     for group in groups {
         let dim = |(slot, axis): &(usize, usize)| shapes.get(*slot).and_then(|shape| shape.get(*axis));
-        let Some(want) = group.iter().filter_map(dim).find(|dim| dim.known().is_none()) else { continue };
+        let is_open = |place: &&(usize, usize)| dim(place).is_some_and(|dim| dim.known().is_none());
+        let Some(&(of, along)) = group.iter().find(is_open) else { continue };
+        let size = shapes[of][along].clone();
+        let want = Want { step: within(build.graph(), inputs[of], along), size };
         for place in &group {
             if let Some(have) = dim(place)
-                && is_frozen(build, have, want)?
+                && is_frozen(build, have, &want.size)?
             {
                 list.push((place.0, place.1, want.clone()));
             }
@@ -145,7 +177,7 @@ fn demands<B: Build + ?Sized>(build: &B, op: &Op, inputs: &[Value]) -> Result<Ve
 }
 
 /// Which axis of the input of a reshape must carry the batch that the new shape has and the input lacks.
-fn reshaped<B: Build + ?Sized>(build: &B, value: Value, shape: &[Dim]) -> Result<Option<(usize, Dim)>, Reason> {
+fn reshaped<B: Build + ?Sized>(build: &B, value: Value, shape: &[Dim]) -> Result<Option<(usize, Want)>, Reason> {
     let have = &build.graph().fact(value).shape;
     let Some(frozen) = build.frozen() else { return Ok(None) };
     let carriers: Vec<usize> = (0..shape.len()).filter(|at| shape[*at].known().is_none()).collect();
@@ -154,12 +186,12 @@ fn reshaped<B: Build + ?Sized>(build: &B, value: Value, shape: &[Dim]) -> Result
     let behind = volume(&shape[at + 1..])?;
     for axis in 0..have.len() {
         if have[axis] == number && volume(&have[axis + 1..])? == behind && is_frozen(build, &have[axis], &shape[at])? {
-            return Ok(Some((axis, shape[at].clone())));
+            return Ok(Some((axis, Want::new(&shape[at]))));
         }
     }
     let mut new = shape.to_vec();
     new[at] = number;
-    among(build, &new, at, have, &shape[at])
+    among(build, &new, at, have, &Want::new(&shape[at]))
 }
 
 /// The one axis of `other`, a reshape of `shape`, that can carry the batch of axis `at`, and its open size.
@@ -168,33 +200,30 @@ fn among<B: Build + ?Sized>(
     shape: &[Dim],
     at: usize,
     other: &[Dim],
-    want: &Dim,
-) -> Result<Option<(usize, Dim)>, Reason> {
-    let symbols = want.symbols();
+    want: &Want,
+) -> Result<Option<(usize, Want)>, Reason> {
+    let symbols = want.size.symbols();
     let ([name], Some(frozen)) = (symbols.as_slice(), build.frozen()) else { return Ok(None) };
     let numbers = |dims: &[Dim]| dims.iter().map(Dim::known).collect::<Option<Vec<i64>>>();
     let (Some(from), Some(to), Some(&size)) = (numbers(shape), numbers(other), frozen.get(name)) else {
         return Ok(None);
     };
-    let Some(axis) = owner(&from, at, &to, size).or_else(|| alone(&from, at, &to, size)) else { return Ok(None) };
-    Ok(Some((axis, Dim::symbol(name).mul(&Dim::Known(to[axis] / size))?)))
+    let behind = from[at + 1..].iter().try_fold(1i64, |n, size| n.checked_mul(*size));
+    let first = want.step.zip(behind).and_then(|(step, behind)| behind.checked_mul(step));
+    let found = match first {
+        Some(first) => place(first, size, &to).map(|(axis, step)| (axis, Some(step))),
+        None => alone(&from, at, &to, size).or_else(|| owner(&from, at, &to, size)).map(|axis| (axis, None)),
+    };
+    let Some((axis, step)) = found else { return Ok(None) };
+    let size = Dim::symbol(name).mul(&Dim::Known(to[axis] / size))?;
+    Ok(Some((axis, Want { step: step.or(Want::new(&size).step), size })))
 }
 
-/// Where a factor of an axis goes when it is the outermost part of that axis: the one axis of `to` that holds its steps, from
-/// `first` to `last`; `None` where none does.
+/// Where a factor of an axis goes when it is the outermost part of that axis: the one axis of `to` that holds its steps; `None` where none does.
 fn owner(from: &[i64], at: usize, to: &[i64], factor: i64) -> Option<usize> {
     let behind = from[at + 1..].iter().try_fold(1i64, |n, size| n.checked_mul(*size))?;
-    let last = behind.checked_mul(from[at])?;
-    let first = last.checked_div(factor)?;
-    let mut stride = 1i64;
-    for axis in (0..to.len()).rev() {
-        let end = stride.checked_mul(to[axis])?;
-        if stride <= first && last <= end {
-            return (stride > 0 && first % stride == 0 && to[axis] % factor == 0).then_some(axis);
-        }
-        stride = end;
-    }
-    None
+    let first = behind.checked_mul(from[at])?.checked_div(factor)?;
+    place(first, factor, to).map(|(axis, _)| axis)
 }
 
 /// Where a factor of an axis goes when a shape becomes another one: the one axis, among those that take the place of axis
@@ -225,7 +254,7 @@ pub fn alone(from: &[i64], at: usize, to: &[i64], factor: i64) -> Option<usize> 
     None
 }
 
-fn open<B: Build + ?Sized>(build: &mut B, value: Value, axis: usize, want: &Dim) -> Result<Value, Reason> {
+fn open<B: Build + ?Sized>(build: &mut B, value: Value, axis: usize, want: &Want) -> Result<Value, Reason> {
     carry(build, value, axis, want, DEPTH)
 }
 
@@ -234,9 +263,10 @@ fn carry<B: Build + ?Sized>(
     build: &mut B,
     value: Value,
     axis: usize,
-    want: &Dim,
+    want: &Want,
     depth: usize,
 ) -> Result<Value, Reason> {
+    let (whole_want, want) = (want, &want.size);
     if let Some(known) = build.opened().and_then(|opened| opened.get(&(value, axis))) {
         return Ok(*known);
     }
@@ -261,7 +291,7 @@ fn carry<B: Build + ?Sized>(
     let whole = |slot: usize, at: usize| facts[slot].get(at) == Some(&shape[axis]);
     // For each input, along which axis it carries the size.
     let mut along: Vec<Option<usize>> = vec![None; inputs.len()];
-    let (mut op, mut inner) = (op, want.clone());
+    let (mut op, mut inner) = (op, whole_want.clone());
     match &mut op {
         Op::Input(input) if *want == symbol_of(want) => {
             return Err(Reason::Batch { input: input.name.clone(), axis });
@@ -305,7 +335,7 @@ fn carry<B: Build + ?Sized>(
                 }
             }
             if along[0].is_none() {
-                let found = among(build, new, axis, &facts[0], want)?;
+                let found = among(build, new, axis, &facts[0], whole_want)?;
                 let (at, size) = found
                     .ok_or_else(|| stuck("it is a reshape, and which axis of its input has the batch is not clear"))?;
                 (along[0], inner) = (Some(at), size);

@@ -4,6 +4,7 @@
 use super::resize::{self, Edge};
 use super::{Outputs, Scope, many, one};
 use crate::import::build::Build;
+use crate::import::merged::within;
 use crate::import::onnx::lower::attribute::{axes, axis};
 use crate::import::onnx::lower::movement::{met, transposed};
 use crate::import::onnx::lower::reshape::target;
@@ -17,8 +18,8 @@ use crate::tensor::dim::{Dim, volume};
 pub fn view(scope: &mut Scope<'_>, name: &'static str) -> Outputs {
     let asked = scope.shape(name)?;
     let input = scope.fact_of("self")?.shape;
-    let shape = target(&input, &asked, true, scope.frozen)?;
     let x = scope.value("self")?;
+    let shape = target(&input, &asked, true, scope.frozen, &|axis| within(scope.graph(), x, axis))?;
     one(scope.reshape(x, shape)?)
 }
 
@@ -68,7 +69,8 @@ pub fn unflatten(scope: &mut Scope<'_>) -> Outputs {
     if dims.is_empty() {
         return Err(Reason::Inputs("a number has no axes".to_string()));
     }
-    let sizes = target(&dims[at..=at], &scope.shape("sizes")?, true, scope.frozen)?;
+    let asked = scope.shape("sizes")?;
+    let sizes = target(&dims[at..=at], &asked, true, scope.frozen, &|_| within(scope.graph(), x, at))?;
     let mut shape = dims[..at].to_vec();
     shape.extend(sizes);
     shape.extend_from_slice(&dims[at + 1..]);

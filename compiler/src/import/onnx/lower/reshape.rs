@@ -4,11 +4,13 @@
 //! Equal numbers tell nothing; strides do. The axis that carries the symbol counts in steps of the product of the dims
 //! to its right, so in a row-major order it owns the steps from `stride` to `stride·size`. The one target axis whose
 //! own steps, from `t` to `t·n`, include these is the one the symbol goes to: here 1024 to 4096, which is axis 0.
-//! `[4, 16, 97] → [64, 97]` owns 1552 to 6208 of 97 to 6208, so that becomes `batch*16`.
+//! `[4, 16, 97] → [64, 97]` owns 1552 to 6208 of 97 to 6208, so that becomes `batch*16`. Of an axis that holds more than the batch, what made it
+//! tells the steps (`import/merged.rs`); where that is not known, one axis alone must fit.
 
 use super::attribute::{axes, axis};
 use super::{Frozen, Known, Outputs, Reason, Scope, symbol};
 use crate::import::build::Build;
+use crate::import::merged::{place, within};
 use crate::import::opening::alone;
 use crate::tensor::dim::{Dim, volume};
 
@@ -22,13 +24,20 @@ pub fn reshape(scope: &mut Scope<'_>) -> Outputs {
     };
     let asked = asked.ok_or(Reason::Missing { slot: 1 })?;
     let input = scope.fact_of(0)?.shape;
-    let shape = target(&input, &asked, allow_zero, scope.frozen)?;
     let x = scope.value(0)?;
+    let shape = target(&input, &asked, allow_zero, scope.frozen, &|axis| within(scope.graph(), x, axis))?;
     Ok(vec![Known::Value(scope.reshape(x, shape)?)])
 }
 
-/// The shape that `asked` means for an input: zeros copied, -1 worked out, a frozen batch opened.
-pub fn target(input: &[Dim], asked: &[Dim], allow_zero: bool, frozen: &Frozen) -> Result<Vec<Dim>, Reason> {
+/// The shape that `asked` means for an input: zeros copied, -1 worked out, a frozen batch opened. `within` is asked of an axis of the input how
+/// far apart its samples are.
+pub fn target(
+    input: &[Dim],
+    asked: &[Dim],
+    allow_zero: bool,
+    frozen: &Frozen,
+    within: &dyn Fn(usize) -> Option<i64>,
+) -> Result<Vec<Dim>, Reason> {
     let told = |dims: &[Dim]| format!("[{}]", dims.iter().map(Dim::to_string).collect::<Vec<_>>().join(", "));
     let open: Vec<usize> = (0..asked.len()).filter(|&i| asked[i].is(-1)).collect();
     if open.len() > 1 {
@@ -62,11 +71,16 @@ pub fn target(input: &[Dim], asked: &[Dim], allow_zero: bool, frozen: &Frozen) -
         return solved(input);
     }
     let statics = symbol::substitute(input, frozen)?;
-    opened(input, &solved(&statics)?, frozen)
+    opened(input, &solved(&statics)?, frozen, within)
 }
 
 /// The static `shape` of a reshaped `input` with the frozen symbol put back where the strides say.
-fn opened(input: &[Dim], shape: &[Dim], frozen: &Frozen) -> Result<Vec<Dim>, Reason> {
+fn opened(
+    input: &[Dim],
+    shape: &[Dim],
+    frozen: &Frozen,
+    within: &dyn Fn(usize) -> Option<i64>,
+) -> Result<Vec<Dim>, Reason> {
     let unclear = |why: &str| Reason::Inputs(format!("where the open batch goes in a reshape is not clear: {why}"));
     let carriers: Vec<usize> = (0..input.len()).filter(|&i| input[i].known().is_none()).collect();
     let &[carrier] = carriers.as_slice() else { return Err(unclear("several axes depend on it")) };
@@ -81,31 +95,23 @@ fn opened(input: &[Dim], shape: &[Dim], frozen: &Frozen) -> Result<Vec<Dim>, Rea
     let numbers: Option<Vec<i64>> = shape.iter().map(Dim::known).collect();
     let numbers = numbers.ok_or_else(|| unclear("other symbols are open as well"))?;
     let inner = volume(&input[carrier + 1..])?.known().ok_or_else(|| unclear("other symbols are open as well"))?;
-    let overflow = || unclear("the sizes overflow");
-    let first = inner.checked_mul(factor).ok_or_else(overflow)?;
-    let last = first.checked_mul(size).ok_or_else(overflow)?;
-    // Where strides do not tell, since the batch was not the outermost part of its axis, one axis alone may fit.
-    let statics = symbol::substitute(input, frozen)?.iter().map(Dim::known).collect::<Option<Vec<i64>>>();
-    let is_merged = factor > 1;
-    let only = || statics.as_ref().filter(|_| is_merged).and_then(|from| alone(from, carrier, &numbers, size));
-    let with = |at: usize| -> Result<Vec<Dim>, Reason> {
-        let mut shape = shape.to_vec();
-        shape[at] = Dim::symbol(name).mul(&Dim::Known(numbers[at] / size))?;
-        Ok(shape)
-    };
-    let mut stride = 1i64;
-    for at in (0..numbers.len()).rev() {
-        let end = stride.checked_mul(numbers[at]).ok_or_else(overflow)?;
-        if stride <= first && last <= end {
-            if first % stride != 0 || numbers[at] % size != 0 {
-                let at = only().ok_or_else(|| unclear("the axis it goes to is no multiple of it"))?;
-                return with(at);
-            }
-            return with(at);
+    let step = if factor == 1 { Some(1) } else { within(carrier) };
+    let at = match step {
+        Some(step) => {
+            let first = inner.checked_mul(step).ok_or_else(|| unclear("the sizes overflow"))?;
+            let (at, _) = place(first, size, &numbers)
+                .ok_or_else(|| unclear("no axis of the result holds it alone, or none that is a multiple of it"))?;
+            at
         }
-        stride = end;
-    }
-    only().map_or_else(|| Err(unclear("no axis of the result holds it alone")), with)
+        None => {
+            let statics = symbol::substitute(input, frozen)?.iter().map(Dim::known).collect::<Option<Vec<i64>>>();
+            let only = statics.and_then(|from| alone(&from, carrier, &numbers, size));
+            only.ok_or_else(|| unclear("several axes of the result could hold it"))?
+        }
+    };
+    let mut shape = shape.to_vec();
+    shape[at] = Dim::symbol(name).mul(&Dim::Known(numbers[at] / size))?;
+    Ok(shape)
 }
 
 /// All axes before `axis` as one, and all from it on as another.
@@ -166,7 +172,9 @@ mod tests {
 
     fn at_four(input: &str, asked: &str) -> Result<Vec<Dim>, String> {
         let frozen = Frozen::from([("batch".to_string(), 4)]);
-        target(&dims(input), &dims(asked), false, &frozen).map_err(|e| e.to_string())
+        // Merged axes have the batch in front.
+        let ahead = |axis: usize| dims(input)[axis].div_exact(&Dim::symbol("batch")).ok().and_then(|rest| rest.known());
+        target(&dims(input), &dims(asked), false, &frozen, &ahead).map_err(|e| e.to_string())
     }
 
     #[test]
@@ -182,17 +190,37 @@ mod tests {
             ("4 4 batch", "4 4 4", "4 4 batch"),
             ("batch 3 4", "0 -1", "batch 12"),
             ("batch 16", "1 0 -1", "1 batch*4 4"),
-            ("batch*7 6", "7 4 6", "7 batch 6"),
         ] {
             assert_eq!(at_four(input, asked), Ok(dims(want)), "{input} -> {asked}");
         }
     }
 
     #[test]
+    fn what_made_an_axis_tells_where_its_batch_goes() {
+        let frozen = Frozen::from([("batch".to_string(), 4)]);
+        let shape = |input: &str, asked: &str, step: Option<i64>| {
+            target(&dims(input), &dims(asked), false, &frozen, &|_| step).map_err(|e| e.to_string())
+        };
+        // Time before the batch, and the batch before time.
+        assert_eq!(shape("batch*8 6", "8 4 6", Some(1)), Ok(dims("8 batch 6")));
+        assert_eq!(shape("batch*8 6", "4 8 6", Some(8)), Ok(dims("batch 8 6")));
+        assert_eq!(shape("batch*8 6", "8 4 6", Some(8)), Ok(dims("batch*2 4 6")));
+        assert!(shape("batch*8 6", "8 2 12", Some(1)).is_err());
+        // Not known: one axis alone may fit.
+        assert_eq!(shape("batch*7 6", "7 4 6", None), Ok(dims("7 batch 6")));
+        assert!(shape("batch*8 6", "8 4 6", None).unwrap_err().contains("several axes"));
+    }
+
+    #[test]
     fn what_is_not_clear_is_refused() {
         assert!(at_four("batch 6", "3 8").unwrap_err().contains("not clear"));
         let one = Frozen::from([("batch".to_string(), 1)]);
-        assert!(target(&dims("batch 16"), &dims("1 16"), false, &one).unwrap_err().to_string().contains("size 1"));
+        assert!(
+            target(&dims("batch 16"), &dims("1 16"), false, &one, &|_| None)
+                .unwrap_err()
+                .to_string()
+                .contains("size 1")
+        );
         assert!(at_four("batch 6", "-1 -1").unwrap_err().contains("-1 more than once"));
         assert!(at_four("4 6", "5 -1").unwrap_err().contains("does not fit"));
         assert!(at_four("4 6", "5 5").unwrap_err().contains("does not fit"));
@@ -202,7 +230,7 @@ mod tests {
     #[test]
     fn symbols_without_a_size_divide() {
         let none = Frozen::new();
-        let shape = |input: &str, asked: &str| target(&dims(input), &dims(asked), false, &none);
+        let shape = |input: &str, asked: &str| target(&dims(input), &dims(asked), false, &none, &|_| None);
         assert_eq!(shape("b s 64", "b s 4 16").unwrap(), dims("b s 4 16"));
         assert_eq!(shape("b s 64", "-1 64").unwrap(), dims("b*s 64"));
         assert_eq!(shape("b 8 4", "0 -1").unwrap(), dims("b 32"));

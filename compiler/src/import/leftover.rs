@@ -1,0 +1,73 @@
+//! Numbers that are left of a file's batch in a graph whose batch is open.
+
+use crate::graph::{Graph, Output};
+use crate::import::onnx::lower::input::Inputs;
+use crate::import::onnx::name::shown;
+use crate::op::{Binary, Op, ReduceKind, Value};
+use crate::tensor::dim::Dim;
+
+/// How many ops a sum is followed back over.
+const FOLLOWED: usize = 16;
+
+/// An output that has as many rows as the batch in the file, however many come in: somewhere the batch was taken for another size.
+pub fn closed(graph: &Graph, inputs: &Inputs) -> Option<String> {
+    let number = inputs.frozen.values().next().copied()?;
+    // Gradients of parameters have their shapes, which are states where they are not trained.
+    let is_parameter = |shape: &[Dim]| {
+        let is_one =
+            |id| matches!(graph.node(id).op, Op::Parameter(_) | Op::State(_)) && graph.node(id).facts[0].shape == shape;
+        graph.ids().any(is_one)
+    };
+    let is_closed = |output: &&Output| {
+        let shape = &graph.fact(output.value).shape;
+        !is_parameter(shape)
+            && shape.first().is_some_and(|dim| dim.is(number))
+            && shape.iter().all(|dim| dim.known().is_some())
+    };
+    let output = graph.outputs.iter().find(is_closed)?;
+    Some(format!(
+        "output `{}` would have {number} rows for every batch; an export with a batch that divides no other size, as 7 or 11, tells sizes apart",
+        shown(&output.name)
+    ))
+}
+
+/// A sum over the batch that is divided by the batch of the file: right for that one alone.
+pub fn counted(graph: &Graph, inputs: &Inputs) -> Option<String> {
+    let number = inputs.frozen.values().next().copied()? as f64;
+    let is_number = |value: Value, wanted: f64| match &graph.node(value.node).op {
+        Op::Constant(constant) if constant.tensor.len() == 1 => {
+            (constant.tensor.to_f64()[0] / wanted - 1.0).abs() < 1e-6
+        }
+        _ => false,
+    };
+    let is_sum = |mut value: Value| {
+        for _ in 0..FOLLOWED {
+            let from = graph.inputs(value.node);
+            match &graph.node(value.node).op {
+                Op::Reduce(op) if op.kind == ReduceKind::Sum => {
+                    let of = &graph.fact(from[0]).shape;
+                    if op.axes.iter().any(|axis| of[*axis].known().is_none()) {
+                        return true;
+                    }
+                    value = from[0];
+                }
+                Op::Unary(_) | Op::Cast(_) | Op::Reshape(_) | Op::Binary(_) => value = from[0],
+                _ => return false,
+            }
+        }
+        false
+    };
+    let found = graph.ids().find(|id| {
+        let from = graph.inputs(*id);
+        match &graph.node(*id).op {
+            Op::Binary(Binary::Div) => is_number(from[1], number) && is_sum(from[0]),
+            Op::Binary(Binary::Mul) => (0..2).any(|at| is_number(from[at], 1.0 / number) && is_sum(from[1 - at])),
+            _ => false,
+        }
+    })?;
+    Some(format!(
+        "node `{}` divides a sum over the batch by {number}, as many as the batch in the file has: with another batch, or micro-batches, that is no \
+         mean; `.mean()` in place of `/ x.shape[0]`, or an export with an open batch, says what is meant",
+        shown(graph.node(found).told())
+    ))
+}

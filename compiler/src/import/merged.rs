@@ -1,0 +1,131 @@
+//! Where the batch lies within an axis that holds more than it: `batch*24` is 24 rows of every sample where `[batch, 24]` became one axis, and
+//! a batch in each of 24 steps where `[24, batch]` did. The size does not tell the two apart; what made the axis does.
+
+use crate::graph::Graph;
+use crate::op::{Op, Value};
+use crate::tensor::dim::{Dim, volume};
+use std::collections::HashSet;
+
+/// How many axes are looked at on the way back.
+const MOST: usize = 1024;
+
+/// How many entries of the axis lie between one sample and the next; nothing where that is not known. 1 for an axis that is the batch alone.
+pub fn within(graph: &Graph, value: Value, axis: usize) -> Option<i64> {
+    follow(graph, value, axis, &mut HashSet::new())
+}
+
+/// The one axis of a shape that holds the steps of a factor from `first` on, and the step that it has within the axis; nothing where none does,
+/// or not evenly.
+pub fn place(first: i64, factor: i64, to: &[i64]) -> Option<(usize, i64)> {
+    let last = first.checked_mul(factor)?;
+    let mut stride = 1i64;
+    for axis in (0..to.len()).rev() {
+        let end = stride.checked_mul(to[axis])?;
+        if stride <= first && last <= end {
+            let is_even = stride > 0 && first % stride == 0 && to[axis] % factor == 0;
+            return is_even.then_some((axis, first / stride.max(1)));
+        }
+        stride = end;
+    }
+    None
+}
+
+/// `seen` are the axes of which nothing is known, and those on the way.
+fn follow(graph: &Graph, value: Value, axis: usize, seen: &mut HashSet<(Value, usize)>) -> Option<i64> {
+    let shape = &graph.fact(value).shape;
+    let symbols = shape.get(axis)?.symbols();
+    let [name] = symbols.as_slice() else { return None };
+    if shape[axis] == Dim::symbol(name) {
+        return Some(1);
+    }
+    if seen.len() >= MOST || !seen.insert((value, axis)) {
+        return None;
+    }
+    let inputs = graph.inputs(value.node);
+    let of = |slot: usize| graph.fact(inputs[slot]).shape.as_slice();
+    // The same axis of an operand, counted from the end, that has the size.
+    let aligned = |slot: usize| {
+        let at = (axis + of(slot).len()).checked_sub(shape.len())?;
+        (of(slot)[at] == shape[axis]).then_some((slot, at))
+    };
+    let (slot, at) = match &graph.node(value.node).op {
+        Op::Reshape(_) => {
+            let has = |dims: &[Dim]| (0..dims.len()).filter(|at| dims[*at].known().is_none()).collect::<Vec<_>>();
+            let (&[at], [_]) = (has(of(0)).as_slice(), has(shape).as_slice()) else { return None };
+            let steps = volume(&of(0)[at + 1..]).ok()?.known()?.checked_mul(follow(graph, inputs[0], at, seen)?)?;
+            let behind = volume(&shape[axis + 1..]).ok()?.known().filter(|behind| *behind > 0)?;
+            return (steps % behind == 0).then_some(steps / behind);
+        }
+        // One batch behind the other.
+        Op::Concat(op) if op.axis == axis => {
+            let is_batch = |slot: usize| of(slot)[axis] == Dim::symbol(name);
+            return (0..inputs.len()).all(is_batch).then_some(1);
+        }
+        Op::Concat(_) => (0, axis),
+        Op::Unary(_) | Op::Cast(_) | Op::Softmax(_) | Op::LogSoftmax(_) | Op::LayerNorm(_) => (0, axis),
+        Op::Slice(_) | Op::Pad(_) | Op::Flip(_) if of(0)[axis] == shape[axis] => (0, axis),
+        Op::Dropout(_) if value.output == 0 => (0, axis),
+        Op::Binary(_) | Op::Compare(_) | Op::Select(_) => {
+            return (0..inputs.len()).filter_map(aligned).find_map(|(slot, at)| follow(graph, inputs[slot], at, seen));
+        }
+        Op::Broadcast(_) => aligned(0)?,
+        Op::Transpose(op) => (0, op.perm[axis]),
+        Op::Reduce(op) if op.keep => (0, axis),
+        Op::Reduce(op) => (0, (0..of(0).len()).filter(|at| !op.axes.contains(at)).nth(axis)?),
+        Op::MatMul(_) if axis + 2 < shape.len() => {
+            return (0..2).filter_map(aligned).find_map(|(slot, at)| follow(graph, inputs[slot], at, seen));
+        }
+        Op::MatMul(op) if axis + 2 == shape.len() => (0, of(0).len() - if op.transpose_a { 1 } else { 2 }),
+        Op::MatMul(op) => (1, of(1).len() - if op.transpose_b { 2 } else { 1 }),
+        Op::Conv(_) | Op::MaxPool(_) | Op::AvgPool(_) | Op::BatchNorm(_) if axis == 0 && value.output == 0 => (0, 0),
+        Op::Gather(op) => match (op.axis, of(1).len()) {
+            (before, _) if axis < before => (0, axis),
+            (before, rank) if axis < before + rank => (1, axis - before),
+            (_, rank) => (0, axis + 1 - rank),
+        },
+        _ => return None,
+    };
+    follow(graph, inputs[slot], at, seen)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::graph::Origin;
+    use crate::op::{Input, Reshape, Transpose, Unary};
+    use crate::tensor::DType;
+    use crate::tensor::fact::Fact;
+
+    fn dims(text: &str) -> Vec<Dim> {
+        text.split_whitespace().map(|dim| Dim::parse(dim).unwrap()).collect()
+    }
+
+    #[test]
+    fn what_made_an_axis_tells_where_the_batch_lies() {
+        let mut graph = Graph::new("model");
+        let mut add = |op: Op, inputs: &[Value]| {
+            let node = graph.add(op, inputs, &Origin::default()).unwrap();
+            Value { node, output: 0 }
+        };
+        let x = add(Op::Input(Input { name: "x".into(), fact: Fact::new(DType::F32, dims("batch 24 8")) }), &[]);
+        let reshaped = |to: &str| Op::Reshape(Reshape { shape: dims(to) });
+        let ahead = add(reshaped("batch*24 8"), &[x]);
+        let turned = add(Op::Transpose(Transpose { perm: vec![1, 0, 2] }), &[x]);
+        let behind = add(reshaped("batch*24 8"), &[turned]);
+        let same = add(Op::Unary(Unary::Neg), &[behind]);
+        let split = add(reshaped("batch*48 4"), &[same]);
+        assert_eq!([x, ahead, behind, same, split].map(|value| within(&graph, value, 0)), [1, 24, 1, 1, 2].map(Some));
+        assert_eq!(within(&graph, x, 1), None);
+    }
+
+    #[test]
+    fn a_factor_is_where_its_steps_are() {
+        // 24 steps of a batch of 8, 32 wide.
+        assert_eq!(place(32, 8, &[24, 8, 32]), Some((1, 1)));
+        // The other way round.
+        assert_eq!(place(24 * 32, 8, &[8, 24, 32]), Some((0, 1)));
+        assert_eq!(place(24 * 32, 8, &[192, 32]), Some((0, 24)));
+        assert_eq!(place(32, 8, &[4, 12, 4, 32]), None);
+        assert_eq!(place(0, 8, &[0, 4]), None);
+    }
+}
