@@ -85,13 +85,13 @@ pub fn begin(
 ) -> Result<Option<Begun>, Failure> {
     match resume {
         Resume::From(folder) => {
-            if let Some(newer) = newer(folder, task) {
+            let found = find::read(folder).map_err(|fault| unreadable(folder, &fault))?;
+            if let Some(newer) = newer(found.manifest.minibatches, task) {
                 screen.note(&format!(
                     "{} is newer than the checkpoint that this run goes on from: `--resume auto` would take it until this run has come as far",
                     newer.display()
                 ));
             }
-            let found = find::read(folder).map_err(|fault| unreadable(folder, &fault))?;
             begun(folder, found, task, prepared, screen)?.map(Some).map_err(|lack| refused(folder).because(lack))
         }
         Resume::Newest(folder) => {
@@ -196,10 +196,9 @@ fn older(folder: &Path, task: &Task<'_>, prepared: &Prepared) -> Option<PathBuf>
     find::read(&path).is_ok_and(|found| lacks(&found.weights, prepared).is_none()).then_some(path)
 }
 
-/// The newest checkpoint in the folder that this run writes to, where that is not the one that it goes on from.
-fn newer(folder: &Path, task: &Task<'_>) -> Option<PathBuf> {
+/// The newest checkpoint in the folder that this run writes to, where that is of more minibatches than the one that it goes on from.
+fn newer(own: u32, task: &Task<'_>) -> Option<PathBuf> {
     let (minibatches, newest) = find::all(task.keeping.as_ref()?.folder).ok()?.into_iter().next()?;
-    let own = find::manifest(folder).ok()?.minibatches;
     (minibatches > own).then_some(newest)
 }
 

@@ -80,9 +80,9 @@ pub fn start(
         let mut command = Command::new(&program);
         command.args(env::args_os().skip(1));
         command.env(VARIABLE, format!("{} {process} {run:x} {restarts} {address}", std::process::id()));
-        resumed.iter().for_each(|from| {
+        if let Some(from) = resumed {
             command.env(RESUMED, from);
-        });
+        }
         command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::piped());
         // A terminal's interrupt comes to this process alone, which passes it on.
         #[cfg(unix)]

@@ -45,8 +45,11 @@ impl CheckpointArguments {
     /// The checkpoints that are there now, newest first, and when each was written.
     pub fn there(&self) -> Vec<(PathBuf, Option<SystemTime>)> {
         let known = self.checkpoint_dir.as_deref().and_then(|folder| find::known(folder).ok()).unwrap_or_default();
-        let written = |path: &PathBuf| path.join(FILE).metadata().and_then(|about| about.modified()).ok();
-        known.into_iter().map(|(_, path)| (written(&path), path)).map(|(at, path)| (path, at)).collect()
+        let dated = |(_, path): (u32, PathBuf)| {
+            let written = path.join(FILE).metadata().and_then(|about| about.modified()).ok();
+            (path, written)
+        };
+        known.into_iter().map(dated).collect()
     }
 
     /// The run is begun again after a part of it died: from the newest checkpoint that it has written, if there is one. What was there before

@@ -173,7 +173,8 @@ pub fn run(mut arguments: Box<Arguments>, screen: &Screen) -> Result<(), Failure
             .try_for_each(|path| output::check_tensors(path))?;
         [&arguments.metrics, &arguments.trace].into_iter().flatten().try_for_each(|path| output::check(path))?;
     }
-    let before = arguments.checkpoints.there();
+    // Asked only where the run may be begun again.
+    let before = if arguments.processes.max_restarts > 0 { arguments.checkpoints.there() } else { Vec::new() };
     let mut restarts = seat.restarts();
     loop {
         if restarts > 0 {

@@ -20,9 +20,9 @@ pub fn closed(graph: &Graph, inputs: &Inputs) -> Option<String> {
     };
     let is_closed = |output: &&Output| {
         let shape = &graph.fact(output.value).shape;
-        !is_parameter(shape)
-            && shape.first().is_some_and(|dim| dim.is(number))
+        shape.first().is_some_and(|dim| dim.is(number))
             && shape.iter().all(|dim| dim.known().is_some())
+            && !is_parameter(shape)
     };
     let output = graph.outputs.iter().find(is_closed)?;
     Some(format!(

@@ -164,12 +164,12 @@ fn demands<B: Build + ?Sized>(build: &B, op: &Op, inputs: &[Value]) -> Result<Ve
         let is_open = |place: &&(usize, usize)| dim(place).is_some_and(|dim| dim.known().is_none());
         let Some(&(of, along)) = group.iter().find(is_open) else { continue };
         let size = shapes[of][along].clone();
-        let want = Want { step: within(build.graph(), inputs[of], along), size };
         for place in &group {
             if let Some(have) = dim(place)
-                && is_frozen(build, have, &want.size)?
+                && is_frozen(build, have, &size)?
             {
-                list.push((place.0, place.1, want.clone()));
+                let want = Want { size: size.clone(), step: within(build.graph(), inputs[of], along) };
+                list.push((place.0, place.1, want));
             }
         }
     }
