@@ -211,13 +211,12 @@ fn all_go_together() {
             for ((stage, held), arena) in plan.stages.iter().zip(held).zip(arenas) {
                 let said = stage.memory.total;
                 let told = format!("stage {} holds {held} B of {said} planned", stage.id.0);
-                println!("  {told}: {:.3}", *held as f64 / said as f64);
+                let arenas = format!("an arena of {arena} B of {}", stage.memory.workspace);
+                println!("  {told}, {arenas}: {:.3}", *held as f64 / said as f64);
                 // Models as small as these have arenas that planning knows less well than what replicas hold alike. What plans make room for need
-                // not be there at one time: where links are as fast as here a gradient that was sent has come before the next is made, and terms
-                // of one parameter are added up when nothing is made.
+                // not be there at one time: terms of one parameter are added up when nothing is made.
                 let known = said - stage.memory.workspace + arena;
-                let apart = stage.memory.messages / 2 + set.tied();
-                let expected = (known - apart) / 100 * 95..=known.max(said) / 100 * 105;
+                let expected = (known - set.tied()) / 100 * 95..=known.max(said) / 100 * 105;
                 assert!(expected.contains(held), "{name} {of:?}: {told}, {known} with its arena");
                 all += 1;
                 near += u32::from(held.abs_diff(said) <= said / 20);
@@ -225,7 +224,9 @@ fn all_go_together() {
         }
     }
     println!("{near} of {all} stages hold what was planned, within 5 %");
-    assert!(near * 5 >= all * 4, "{near} of {all}");
+    // The others hold less: the gradient at a cut counts in the arena too, and a group that shares a stage as one splits what its runs
+    // by themselves would not.
+    assert!(near * 10 >= all * 9, "{near} of {all}");
 }
 
 /// Without a flush a replica makes gradients of a round while others are at the one before.

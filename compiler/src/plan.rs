@@ -24,6 +24,7 @@ pub mod judge;
 pub mod links;
 pub mod memory;
 pub mod outlook;
+pub mod passing;
 pub mod ports;
 pub mod problem;
 pub mod read;

@@ -356,9 +356,9 @@ impl<'a> Assembly<'a> {
         let held: HashSet<Value> = told.clone().map(|o| o.value).chain(samples).collect();
         let own: HashSet<Value> = self.fragment.sent.iter().map(|s| s.local).collect();
         let order = order::canonical(graph);
-        let (workspace, apart) = (HashMap::new(), Chains::default());
-        let none = HashSet::new();
-        let needs = Needs { own: &own, kept: &kept, held: &held, added: &none, workspace: &workspace, chains: &apart };
+        let (added, workspace, apart) = (&HashSet::new(), &HashMap::new(), &Chains::default());
+        let (own, kept, held) = (&own, &kept, &held);
+        let needs = Needs { own, kept, held, added, workspace, chains: apart, passage: None };
         let (together, _) = chains(graph, &order, &needs, &|_, _| true);
         let (tasks, layout) = tasks(graph, &order, together, &needs);
         self.forward_layout = layout;
@@ -499,8 +499,9 @@ impl<'a> Assembly<'a> {
         let mut held = of(|m| matches!(m, Made::Parameter(_)));
         held.retain(|value| !summed.contains_key(&root(graph, *value)));
         let added = only_in_sums(graph, &summed);
-        let (workspace, apart) = (HashMap::new(), Chains::default());
-        let needs = Needs { own: &own, kept: &kept, held: &held, added: &added, workspace: &workspace, chains: &apart };
+        let (added, workspace, apart) = (&added, &HashMap::new(), &Chains::default());
+        let (own, kept, held) = (&own, &kept, &held);
+        let needs = Needs { own, kept, held, added, workspace, chains: apart, passage: None };
         let is_second = |id: NodeId| parts.as_ref().is_some_and(|parts| parts.second.contains(&id));
         let (together, _) = chains(graph, &order, &needs, &|a, b| is_second(a) == is_second(b));
         let (tasks, layout) = tasks(graph, &order, together, &needs);

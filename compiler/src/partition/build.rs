@@ -8,6 +8,7 @@ use crate::plan::caps::{self, First, Flow, Lanes};
 use crate::plan::chunks;
 use crate::plan::memory::{Holdings, Multiples};
 use crate::plan::outlook::{self, Asked, Outlook, PlacedStage};
+use crate::plan::passing::Passing;
 use crate::plan::problem::{CostModel, InFlight, Objective, Problem};
 use crate::plan::{Edge, ScheduleKind, Stage, StageId, StageMemory};
 use crate::profile::cost_graph::{OpCost, OpId, ParamCost};
@@ -93,6 +94,7 @@ pub fn is_limited(problem: &Problem) -> bool {
         needed: graph.needed_bytes().into_iter().max().unwrap_or(0),
         saved: sum(&mut graph.ops.iter().map(OpCost::kept_bytes)),
         inputs: tensors,
+        passed: tensors.saturating_mul(2),
         outputs: tensors,
         sent: tensors,
         workspace: graph.ops.iter().map(OpCost::scratch_bytes).max().unwrap_or(0),
@@ -161,10 +163,11 @@ pub fn versions(problem: &Problem, shape: &Shape, caps: &[u32]) -> Vec<u32> {
 /// What each stage of a shape holds, before anything is multiplied.
 pub fn holdings(problem: &Problem, shape: &Shape) -> Vec<Holdings> {
     let mut inside = vec![false; problem.graph.ops.len()];
+    let passing = Passing::of(&problem.cluster);
     let mut all = Vec::new();
     for leaf in shape.leaves() {
         leaf.ops.iter().for_each(|&op| inside[op as usize] = true);
-        all.push(Holdings::of(&problem.graph, &inside));
+        all.push(Holdings::of(&problem.graph, &inside, &passing));
         leaf.ops.iter().for_each(|&op| inside[op as usize] = false);
     }
     all

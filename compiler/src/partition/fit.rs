@@ -167,7 +167,7 @@ impl FitSearch<'_> {
     /// and fewer parameters be shared with other stages, but nothing else is less.
     fn never_fits(&self, from: usize, end: usize) -> bool {
         let Least::Time { within } = self.least else { return false };
-        let inside = Holdings { inputs: 0, outputs: 0, sent: 0, ..*self.settings.line.holdings(from, end) };
+        let inside = Holdings { inputs: 0, passed: 0, outputs: 0, sent: 0, ..*self.settings.line.holdings(from, end) };
         let least = |replicas: u32, holdings: Holdings| {
             let alone = Multiples {
                 in_flight: 1,
@@ -275,7 +275,9 @@ impl FitSearch<'_> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::cluster::read::levels;
     use crate::plan::ScheduleKind;
+    use crate::plan::passing::Passing;
     use crate::plan::problem::CostModel;
     use crate::profile::cost_graph::{CostGraph, OpCost, OpId, ParamCost, TensorCost};
 
@@ -304,13 +306,14 @@ mod tests {
     /// what has its ops. Limits are those at which something just fits.
     #[test]
     fn what_is_ruled_out_never_fits() {
+        let passing = Passing::of(&levels("4:1GB/s").unwrap());
         let (mut ruled, mut fitting) = (0, 0);
         let pairs = (0..6).flat_map(|one| (one..6).map(move |other| (one, other)));
         for ((one, other), zero, state) in
             pairs.flat_map(|pair| (0..=3).flat_map(move |zero| [0.0, 2.0].map(|state| (pair, zero, state))))
         {
             let graph = graph(&[(one, other, 1000), (1, 1, 7), (4, 4, 300)]);
-            let line = Line::new(&graph, CostModel::Pipec, (0..6).collect(), (0..=6).collect());
+            let line = Line::new(&graph, CostModel::Pipec, (0..6).collect(), (0..=6).collect(), passing);
             let flow = Flow { schedule: ScheduleKind::OneFOneB, microbatches: 4, chunks: 1, workers: 4, room: 0 };
             let levels = [LevelCost { count: 4, bytes_per_us: 1.0, previous_count: 1 }];
             let cost = StageCost { model: CostModel::Pipec, activation_compression: None };

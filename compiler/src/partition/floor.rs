@@ -14,6 +14,7 @@ use crate::partition::tables::{Measure, Table};
 use crate::partition::{first, fleet};
 use crate::plan::ScheduleKind;
 use crate::plan::caps::{First, Lanes};
+use crate::plan::passing::Passing;
 use crate::plan::problem::{CostModel, InFlight, Problem};
 
 /// The most closed sets, and steps of about ten nanoseconds.
@@ -49,7 +50,7 @@ fn least_bytes(problem: &Problem) -> Option<u64> {
     let steps = |sets: usize| pipelines * (sets * sets) as f64 / 2.0 * f64::from(devices) * choices;
     let most = largest(MOST_SETS, |sets| steps(sets) <= STEPS);
     let space = Space::grow(&problem.graph, CostModel::Paper, Growth::All, most)?;
-    let places = Places::new(&problem.graph, &space);
+    let places = Places::new(&problem.graph, &space, Passing::of(&problem.cluster));
     let rules = Rules {
         equal: problem.constraints.no_replication.then_some(1),
         recompute: problem.recompute && problem.cost == CostModel::Pipec && problem.schedule != ScheduleKind::Inference,

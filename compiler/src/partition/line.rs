@@ -7,6 +7,7 @@ use crate::partition::places::Places;
 use crate::partition::states::Space;
 use crate::plan::cut_bytes::CutBytes;
 use crate::plan::memory::Holdings;
+use crate::plan::passing::Passing;
 use crate::plan::problem::CostModel;
 use crate::profile::cost_graph::CostGraph;
 
@@ -21,16 +22,16 @@ pub struct Line {
 impl Line {
     /// The line along `order`, cut after `ends[1]`, `ends[2]` … ops; see [`Space::chain`]. Takes the square of the places in
     /// memory and their number times the size of the graph in time.
-    pub fn new(graph: &CostGraph, model: CostModel, order: Vec<u32>, ends: Vec<usize>) -> Line {
-        let holdings = holdings(graph, &order, &ends);
+    pub fn new(graph: &CostGraph, model: CostModel, order: Vec<u32>, ends: Vec<usize>, passing: Passing) -> Line {
+        let holdings = holdings(graph, &order, &ends, passing);
         Line { space: Space::chain(graph, model, order, ends), holdings }
     }
 
     /// Any sets in the place of a line.
-    pub fn over(graph: &CostGraph, space: Space) -> Line {
+    pub fn over(graph: &CostGraph, space: Space, passing: Passing) -> Line {
         let sets = space.len();
         let mut holdings = vec![Holdings::default(); sets * sets];
-        let places = Places::new(graph, &space);
+        let places = Places::new(graph, &space, passing);
         for from in 0..sets {
             for to in (from + 1..sets).filter(|&to| space.nested(from, to)) {
                 holdings[from * sets + to] = places.run(from, to).holdings;
@@ -131,7 +132,7 @@ pub fn balanced(graph: &CostGraph, order: &[u32], replicas: &[u32]) -> Vec<usize
     best.unwrap_or_else(|| (0..stages).chain([order.len()]).collect())
 }
 
-fn holdings(graph: &CostGraph, order: &[u32], ends: &[usize]) -> Vec<Holdings> {
+fn holdings(graph: &CostGraph, order: &[u32], ends: &[usize], passing: Passing) -> Vec<Holdings> {
     let places = ends.len();
     let mut place = vec![0usize; order.len()];
     order.iter().enumerate().for_each(|(at, &op)| place[op as usize] = at);
@@ -160,6 +161,7 @@ fn holdings(graph: &CostGraph, order: &[u32], ends: &[usize]) -> Vec<Holdings> {
     let mut tensor_seen = vec![usize::MAX; graph.tensors.len()];
     for from in 0..places - 1 {
         let mut run = Holdings::default();
+        let mut forward_us = 0.0;
         for to in from + 1..places {
             for &op in &order[ends[to - 1]..ends[to]] {
                 let op = op as usize;
@@ -207,7 +209,9 @@ fn holdings(graph: &CostGraph, order: &[u32], ends: &[usize]) -> Vec<Holdings> {
                 }
                 run.saved += graph.ops[op].kept_bytes();
                 run.workspace = run.workspace.max(graph.ops[op].scratch_bytes());
+                forward_us += graph.ops[op].fwd_us;
             }
+            run.passed = passing.bytes(run.inputs, forward_us);
             table[from * places + to] = run;
         }
     }
@@ -217,6 +221,7 @@ fn holdings(graph: &CostGraph, order: &[u32], ends: &[usize]) -> Vec<Holdings> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::cluster::read::levels;
     use crate::profile::cost_graph::{OpCost, OpId, ParamCost, TensorCost};
 
     fn chain(ops: u32) -> CostGraph {
@@ -245,11 +250,12 @@ mod tests {
     fn runs_hold_what_their_ops_hold() {
         let graph = chain(12);
         let order: Vec<u32> = (0..12).collect();
-        let line = Line::new(&graph, CostModel::Paper, order, (0..=12).collect());
+        let passing = Passing::of(&levels("4:10MB/s").unwrap());
+        let line = Line::new(&graph, CostModel::Paper, order, (0..=12).collect(), passing);
         for from in 0..12 {
             for to in from + 1..=12 {
                 let inside: Vec<bool> = (0..12).map(|op| (from..to).contains(&op)).collect();
-                assert_eq!(*line.holdings(from, to), Holdings::of(&graph, &inside), "{from}..{to}");
+                assert_eq!(*line.holdings(from, to), Holdings::of(&graph, &inside, &passing), "{from}..{to}");
             }
         }
     }

@@ -14,6 +14,7 @@ use crate::partition::shape::Shape;
 use crate::partition::{build, cuts, linear};
 use crate::plan::caps::{First, Flow, Lanes, Position};
 use crate::plan::memory::Multiples;
+use crate::plan::passing::Passing;
 use crate::plan::problem::{InFlight, Problem, ProblemError};
 use crate::plan::stage_cost::{self, LevelCost, Part, StageCost};
 
@@ -67,8 +68,9 @@ pub fn shapes(problem: &Problem, joined: &Joined<'_>, least_memory: bool) -> Res
             linear::orders(graph).into_iter().map(with_ends).collect()
         }
     };
+    let passing = Passing::of(&problem.cluster);
     let solve = |(order, ends): (Vec<u32>, Vec<usize>)| {
-        let line = Line::new(graph, cost.model, order, ends);
+        let line = Line::new(graph, cost.model, order, ends, passing);
         let settings = Pinned {
             line: &line,
             cost: &cost,

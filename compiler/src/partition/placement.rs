@@ -22,6 +22,7 @@ use crate::partition::states::{Growth, Space};
 use crate::partition::units::Units;
 use crate::plan::ScheduleKind;
 use crate::plan::caps::First;
+use crate::plan::passing::Passing;
 use crate::plan::problem::{CostModel, InFlight, Objective, Problem, ProblemError};
 use crate::profile::cost_graph::CostGraph;
 use std::collections::BTreeMap;
@@ -241,7 +242,7 @@ impl Search<'_> {
     /// Searches one space under each set of rules.
     fn within(&mut self, space: &Space, rules: &[Rules], known: &mut f64, is_whole: bool) {
         let problem = self.question.problem;
-        let places = Places::new(&problem.graph, space);
+        let places = Places::new(&problem.graph, space, Passing::of(&problem.cluster));
         let fleet = fleet(problem);
         let mut proven: Option<f64> = Some(f64::INFINITY);
         let mut fits = false;
@@ -439,7 +440,7 @@ pub fn blended(question: &Question<'_>, counts: &Counts) -> Result<Option<Blende
     if effort(space.len()) > BLEND {
         return Ok(None);
     }
-    let places = Places::new(graph, &space);
+    let places = Places::new(graph, &space, Passing::of(&problem.cluster));
     let fleet = fleet(problem);
     let (mut orders, mut bound_us, mut known_us) = (Vec::new(), f64::INFINITY, question.among.known_us);
     for placing in numbers.placings(problem, &places, &fleet, &rules) {

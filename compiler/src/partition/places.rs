@@ -6,6 +6,7 @@
 
 use crate::partition::states::Space;
 use crate::plan::memory::Holdings;
+use crate::plan::passing::Passing;
 use crate::profile::cost_graph::{CostGraph, OpId};
 
 /// The places of a space with their sums.
@@ -32,6 +33,8 @@ pub struct Places<'a> {
     tied: Vec<usize>,
     /// What split backwards keep between their halves.
     halves: Vec<u64>,
+    /// What decides the places of gradients on their way.
+    passing: Passing,
     /// The tensors that each op makes.
     made: Vec<Vec<u32>>,
     /// Tensors that cross the cut after each set.
@@ -69,7 +72,7 @@ impl Run {
 
 impl<'a> Places<'a> {
     /// Sums up the places of `space`.
-    pub fn new(graph: &'a CostGraph, space: &'a Space) -> Places<'a> {
+    pub fn new(graph: &'a CostGraph, space: &'a Space, passing: Passing) -> Places<'a> {
         let ops = graph.ops.len();
         let words = ops.div_ceil(64);
         let count = space.len();
@@ -86,6 +89,7 @@ impl<'a> Places<'a> {
             terms: vec![0; count],
             saved: vec![0; count],
             halves: vec![0; count],
+            passing,
             made: vec![Vec::new(); ops],
             tied: (0..graph.params.len()).filter(|&at| graph.params[at].users.len() > 1).collect(),
             crossing: vec![Vec::new(); count],
@@ -213,6 +217,7 @@ impl<'a> Places<'a> {
         }
         let scratch = self.scratch.iter().find(|&&op| inside(op));
         let most = |ops: &[(u64, usize)]| ops.iter().find(|(_, op)| inside(*op)).map_or(0, |(bytes, _)| *bytes);
+        let forward_us = (self.forward[to] - self.forward[from]).max(0.0);
         let holdings = Holdings {
             largest: most(&self.by_use),
             needed: most(&self.by_need),
@@ -223,6 +228,7 @@ impl<'a> Places<'a> {
             shared,
             saved: self.saved[to] - self.saved[from],
             inputs: in_bytes,
+            passed: self.passing.bytes(in_bytes, forward_us),
             outputs: out_bytes,
             sent,
             halves: (self.halves[to] - self.halves[from]).saturating_sub(arriving),
@@ -230,7 +236,7 @@ impl<'a> Places<'a> {
         };
         Run {
             is_first: from == 0,
-            forward_us: (self.forward[to] - self.forward[from]).max(0.0),
+            forward_us,
             backward_us: (self.backward[to] - self.backward[from]).max(0.0),
             in_bytes,
             out_bytes,

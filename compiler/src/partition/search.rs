@@ -13,6 +13,7 @@ use crate::partition::shape::Shape;
 use crate::partition::states::{Growth, Space};
 use crate::partition::{build, data_parallel, exhaustive, linear, pinned, pipedream, single, uniform};
 use crate::plan::StageMemory;
+use crate::plan::passing::Passing;
 use crate::plan::problem::{InFlight, Objective, Problem, ProblemError};
 use crate::plan::stage_cost::{self, LevelCost, StageCost};
 use crate::profile::cost_graph::CostGraph;
@@ -331,10 +332,11 @@ impl Question<'_> {
     /// What fits best along each line, and among all closed sets where they are few.
     pub fn fitting(&self, levels: &[LevelCost], least: Least) -> Vec<Shape> {
         let (graph, cost) = (&self.problem.graph, StageCost::of(self.problem));
+        let passing = Passing::of(&self.problem.cluster);
         let limit = largest((graph.ops.len() + 1).min(1200), |places| fit::effort(levels, places) <= 6e6);
         let along = |order: Vec<u32>| {
             let ends = line::ends(graph, cost.model, &order, limit.max(2) - 1);
-            Line::new(graph, cost.model, order, ends)
+            Line::new(graph, cost.model, order, ends, passing)
         };
         let solve = |line: Line| {
             let settings = Fit {
@@ -348,7 +350,7 @@ impl Question<'_> {
             fit::fit(&settings, least).map(|(_, shape)| shape)
         };
         let few = largest(600, |sets| fit::effort(levels, sets) <= 6e6);
-        let all = Space::grow(graph, cost.model, Growth::All, few).map(|space| Line::over(graph, space));
+        let all = Space::grow(graph, cost.model, Growth::All, few).map(|space| Line::over(graph, space, passing));
         linear::orders(graph).into_iter().map(along).chain(all).filter_map(solve).collect()
     }
 

@@ -11,7 +11,7 @@ use super::backward::{Arriving, Backward, Made, Read, backward};
 use super::fragment::{Fragment, FragmentError, fragments};
 use super::fuse::{Chains, chains};
 use super::loss::{LOSS, Loss, LossError, TARGET, attach};
-use super::memory::{ALIGNMENT, Needs};
+use super::memory::{ALIGNMENT, Needs, Passage};
 use super::pipeline::{self, PassBug};
 use super::sums::{only_in_sums, root, summed};
 use crate::graph::{Graph, Node, Origin, order};
@@ -156,7 +156,7 @@ pub fn attribute(graph: &Graph, training: Training) -> Result<Attribution, Attri
         None
     };
     let leaders = leaders(graph, &ops);
-    let mut attribution = of_stage(fragment, made, ops, seeded.map(|(value, _)| value), &leaders);
+    let mut attribution = of_stage(fragment, made, ops, seeded.map(|(value, _)| value), &leaders, [None, None]);
     if !matches!(training, Training::Loss(..)) {
         // An input that happens to have the name is the model's own.
         attribution.target_bytes.fill(0);
@@ -169,13 +169,15 @@ pub fn loss_of(fragment: &Fragment) -> Option<Value> {
     fragment.graph.outputs.iter().rev().find(|o| o.name == LOSS).map(|o| o.value)
 }
 
-/// Attributes the runs of one stage, whose nodes are tagged with the numbers of `ops`. What other ops answer for costs nothing here.
+/// Attributes the runs of one stage, whose nodes are tagged with the numbers of `ops`. What other ops answer for costs nothing here, but for
+/// what is there while these run, where the two runs are parts of longer ones.
 pub fn of_stage(
     fragment: Fragment,
     made: Option<Backward>,
     ops: Vec<NodeId>,
     seeded: Option<Value>,
     leaders: &[Option<usize>],
+    passages: [Option<&Passage>; 2],
 ) -> Attribution {
     let forward_order = order::canonical(&fragment.graph);
     let forward_owners = owners(&fragment.graph, &forward_order);
@@ -188,12 +190,13 @@ pub fn of_stage(
     let backward_owners = made.as_ref().map(|made| owners(&made.graph, &backward_order)).unwrap_or_default();
     let mut live = Live(vec![0; ops.len()]);
     let none = HashSet::new();
-    let mut chains = [live.look(&fragment.graph, &forward_order, &forward_owners, [&kept, &none]), Chains::default()];
+    let mut chains =
+        [live.look(&fragment.graph, &forward_order, &forward_owners, [&kept, &none], passages[0]), Chains::default()];
     let mut backward_nodes = vec![Vec::new(); ops.len()];
     if let Some(made) = &made {
         backward_nodes = by_owner(&made.graph, &backward_order, &backward_owners, ops.len());
         let added = only_in_sums(&made.graph, &summed(made, &|_| false));
-        chains[1] = live.look(&made.graph, &backward_order, &backward_owners, [&none, &added]);
+        chains[1] = live.look(&made.graph, &backward_order, &backward_owners, [&none, &added], passages[1]);
     }
     let mut second = HashSet::new();
     let [mut between_bytes, mut arriving_bytes] = [vec![0; ops.len()], vec![0; ops.len()]];
@@ -356,9 +359,10 @@ impl Live {
         order: &[NodeId],
         owners: &HashMap<NodeId, usize>,
         [kept, added]: [&HashSet<Value>; 2],
+        passage: Option<&Passage>,
     ) -> Chains {
         let (none, workspace, apart) = (HashSet::new(), HashMap::new(), Chains::default());
-        let needs = Needs { own: &none, kept, held: &none, added, workspace: &workspace, chains: &apart };
+        let needs = Needs { own: &none, kept, held: &none, added, workspace: &workspace, chains: &apart, passage };
         // What one op answers for is never cut.
         let (together, alive) = chains(graph, order, &needs, &|a, b| owners.get(&a) == owners.get(&b));
         for (id, alive) in order.iter().zip(alive) {

@@ -251,8 +251,15 @@ mod tests {
             let order = order::canonical(&graph);
             let (empty, workspace, none) = (HashSet::new(), HashMap::new(), Chains::default());
             let (kept, held) = (kept.iter().copied().collect(), HashSet::from([result]));
-            let needs =
-                Needs { own: &empty, kept: &kept, held: &held, added: &empty, workspace: &workspace, chains: &none };
+            let needs = Needs {
+                own: &empty,
+                kept: &kept,
+                held: &held,
+                added: &empty,
+                workspace: &workspace,
+                chains: &none,
+                passage: None,
+            };
             let (chains, _) = chains(&graph, &order, &needs, &|_, _| true);
             // What is inside has no home, all else has one.
             let layout = plan(&graph, &order, &Needs { chains: &chains, ..needs });

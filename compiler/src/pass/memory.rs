@@ -52,6 +52,15 @@ pub struct Layout {
     pub workspace: HashMap<NodeId, usize>,
 }
 
+/// What a run within a longer one shares with what is run before it and after it: it lies in the arena of both.
+#[derive(Clone, Debug, Default)]
+pub struct Passage {
+    /// Sources that are made before it.
+    pub comes: HashSet<Value>,
+    /// Values that are read after it.
+    pub goes: HashSet<Value>,
+}
+
 /// What must outlive the run, what kernels need beside their tensors, and which ops run together.
 #[derive(Clone, Copy)]
 pub struct Needs<'a> {
@@ -67,6 +76,8 @@ pub struct Needs<'a> {
     pub workspace: &'a HashMap<NodeId, usize>,
     /// Ops that run together.
     pub chains: &'a Chains,
+    /// What it shares with other runs, if it is a part of a longer one.
+    pub passage: Option<&'a Passage>,
 }
 
 /// Rounds up to [`ALIGNMENT`].
@@ -120,11 +131,16 @@ pub fn plan(graph: &Graph, order: &[NodeId], needs: &Needs<'_>) -> Layout {
 /// are held to the end of the run.
 pub fn live(graph: &Graph, order: &[NodeId], needs: &Needs<'_>) -> Vec<usize> {
     let classes = classes(graph, order, needs);
+    let goes = needs.passage.into_iter().flat_map(|passage| &passage.goes);
+    let goes: HashSet<usize> = goes.filter_map(|value| classes.of.get(value).copied()).collect();
     let mut change = vec![0isize; order.len() + 1];
-    for class in &classes.list {
-        if !(is_source(graph, class.root.node) || class.own || class.kept || class.held || class.inner) {
-            change[class.first] += aligned(class.bytes) as isize;
-            change[class.last + 1] -= aligned(class.bytes) as isize;
+    for (at, class) in classes.list.iter().enumerate() {
+        let comes = needs.passage.is_some_and(|passage| passage.comes.contains(&class.root));
+        let is_there = is_source(graph, class.root.node) && !comes;
+        if !(is_there || class.own || class.kept || class.held || class.inner) {
+            let last = if goes.contains(&at) { order.len() - 1 } else { class.last };
+            change[if comes { 0 } else { class.first }] += aligned(class.bytes) as isize;
+            change[last + 1] -= aligned(class.bytes) as isize;
         }
     }
     let mut alive = 0;

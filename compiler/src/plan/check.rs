@@ -5,10 +5,11 @@
 //! carry by `traffic`. A plan that leaves the planner has
 //! passed it, and a plan that was written by hand can be given to it.
 
-use crate::cluster::{Cluster, DeviceClass};
+use crate::cluster::{Cluster, DeviceClass, class};
 use crate::plan::buckets::buckets;
 use crate::plan::caps::{self, Lanes};
 use crate::plan::fault::Fault;
+use crate::plan::links::Wire;
 use crate::plan::problem::{CostModel, Problem};
 use crate::plan::{BusiestLink, GradientBucket, Plan, PlannedSchedule, ScheduleKind, Stage, StageMemory};
 use crate::plan::{clock, groups, judge, traffic};
@@ -391,6 +392,7 @@ fn memory(problem: &Problem, plan: &Plan, stage_of: &[usize]) -> Vec<StageMemory
     let mut sent = vec![0u64; plan.stages.len()];
     let mut only_sent = vec![0u64; plan.stages.len()];
     let mut halves = vec![0u64; plan.stages.len()];
+    let mut forward_us = vec![0.0; plan.stages.len()];
     // Of each op: whether its own stage reads what it makes, and whether anyone does.
     let mut stays = vec![false; graph.ops.len()];
     let mut is_read = vec![false; graph.ops.len()];
@@ -417,6 +419,7 @@ fn memory(problem: &Problem, plan: &Plan, stage_of: &[usize]) -> Vec<StageMemory
         let gathered = if op.reads_as_it_makes { used[op.id as usize] } else { 0 };
         needed[stage] = needed[stage].max(used[op.id as usize].saturating_add(gathered));
         workspace[stage] = workspace[stage].max(op.workspace_bytes + op.live_bytes);
+        forward_us[stage] += op.fwd_us;
     }
     for tensor in &graph.tensors {
         let mut stages: Vec<usize> = tensor.consumers.iter().map(|op| stage_of[op.index()]).collect();
@@ -439,6 +442,9 @@ fn memory(problem: &Problem, plan: &Plan, stage_of: &[usize]) -> Vec<StageMemory
         halves[stage] += op.between_bytes + if comes_as_it_is { 0 } else { op.arriving_bytes };
     }
     let trains = plan.schedule.kind != ScheduleKind::Inference;
+    let levels = groups::seen(&problem.cluster.levels, plan.stages.first().map_or(1, Stage::degree));
+    let wire = levels.len().checked_sub(1).map(|outermost| Wire::of(&levels, outermost));
+    let pace = class::fastest(&problem.cluster.classes);
     let one = |stage: usize| {
         let apart = plan.schedule.apart.get(stage).map_or(0, |&apart| u64::from(apart));
         let weights = weights[stage];
@@ -473,7 +479,12 @@ fn memory(problem: &Problem, plan: &Plan, stage_of: &[usize]) -> Vec<StageMemory
             }
         };
         let messages = match trains {
-            true => received[stage].saturating_mul(2).saturating_add(sent[stage]),
+            true => {
+                // Gradients that may still be on the slowest link after the forward of the fastest device lie in two places.
+                let us = wire.map_or(0.0, |wire| wire.time(received[stage] as f64));
+                let places = if us > forward_us[stage] / pace * (1.0 + TOLERANCE) { 2 } else { 1 };
+                received[stage].saturating_mul(places).saturating_add(sent[stage])
+            }
             false => received[stage],
         };
         let workspace = workspace[stage];

@@ -5,7 +5,7 @@
 //!
 //! | figure | follows from |
 //! | --- | --- |
-//! | `memory.messages` of a stage | the bytes of its edges: those that come in twice, those that go out once |
+//! | `memory.messages` of a stage | the bytes of its edges: those that come in once or, where their gradients are slow, twice, those that go out once |
 //! | `cluster.idle` | the devices of all stages |
 //! | `memory.versions` of a stage | `memory.weights`, `schedule.weight_versions` |
 //! | `schedule.weight_versions` | `schedule.in_flight` |
@@ -92,12 +92,16 @@ fn messages(plan: &Plan, faults: &mut Vec<Fault>) {
     }
     let trains = plan.schedule.kind != ScheduleKind::Inference;
     for (at, (stage, (into, least, most))) in plan.stages.iter().zip(moved(plan)).enumerate() {
-        let of = |out: u64| if trains { into.saturating_mul(2).saturating_add(out) } else { into };
+        // One place for the gradients of what comes in or two, by times of ops that a plan need not have.
+        let (least, most) = match trains {
+            true => (into.saturating_add(least), into.saturating_mul(2).saturating_add(most)),
+            false => (into, into),
+        };
         let said = stage.memory.messages;
-        if !(of(least)..=of(most)).contains(&said) {
-            let found = if of(least) == of(most) { String::new() } else { format!("{} to ", of(least)) };
+        if !(least..=most).contains(&said) {
+            let found = if least == most { String::new() } else { format!("{least} to ") };
             let what = format!("memory.messages of stage {at}");
-            let found = format!("{found}{} by the plan's edges", of(most));
+            let found = format!("{found}{most} by the plan's edges");
             faults.push(Fault::Figure { what, said: said.to_string(), found });
         }
     }

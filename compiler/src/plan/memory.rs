@@ -7,20 +7,21 @@
 //! activations = in_flight · (saved + inputs + sent)          recomputed: in_flight · (inputs + outputs) + max(1, apart) · (saved + outputs)
 //!               saved + inputs + sent + (in_flight - 1) · outputs                   inference
 //! between     = apart · halves + (apart - 1) · outputs       0 where backwards are whole
-//! messages    = 2 inputs + outputs                           inference: inputs
+//! messages    = passed + outputs                             inference: inputs
 //! ```
 //!
 //! `saved` is what forward keeps for backward, what is fed to the model included, `inputs` the tensors that come from other stages, `sent` those of the `outputs`, which
 //! go to others, that would not be kept otherwise; `workspace` is the arena: what is alive within a run, scratch included, at the op
 //! where that is most. The `terms` of gradients have a sum each: a parameter has as many as ops of the stage use it,
 //! and those that are `shared` with other stages are added up with theirs. The messages are the gradients
-//! that one item gets and gives, and those of the item before that may still be on their way. A recomputed stage keeps its inputs and what it sent, and runs forward once more before backward, into other buffers. Versions are
+//! that one item gets and gives: `passed` is `inputs`, or twice that where those of the item before may still be on their way (`passing`). A recomputed stage keeps its inputs and what it sent, and runs forward once more before backward, into other buffers. Versions are
 //! held by pointer: V versions take V copies of the weights and no more. A tied parameter counts once in each stage that uses
 //! it. Parameters of two bytes a number have sums of four, `summed` each once, and the optimizer moves `masters` of four beside them. Where backwards are split, `apart` items at the most have the first half behind them and not the second: each keeps `halves`,
 //! what the second reads of the first, and the gradients that came for it. A stage that gets nothing from others has no first half.
 //! For inference there are no gradients and no optimizer; one item at a time is worked on, of those before only what is sent is held,
 //! and the next may be under way.
 
+use crate::plan::passing::Passing;
 use crate::plan::{ScheduleKind, StageMemory, zero};
 use crate::profile::cost_graph::{CostGraph, OpCost, OpId};
 
@@ -45,6 +46,8 @@ pub struct Holdings {
     pub saved: u64,
     /// Tensors from outside the set, of one micro-batch.
     pub inputs: u64,
+    /// The places of their gradients.
+    pub passed: u64,
     /// Tensors that are read outside the set, of one micro-batch, each once.
     pub outputs: u64,
     /// Those of them that are kept only because they are sent.
@@ -85,7 +88,7 @@ impl Multiples {
 
 impl Holdings {
     /// The sizes of the ops of which `inside` is true.
-    pub fn of(graph: &CostGraph, inside: &[bool]) -> Holdings {
+    pub fn of(graph: &CostGraph, inside: &[bool], passing: &Passing) -> Holdings {
         let mut holdings = Holdings::default();
         for param in &graph.params {
             let users = param.users.iter().filter(|op| inside[op.index()]).count() as u64;
@@ -117,6 +120,7 @@ impl Holdings {
                 holdings.sent += if graph.is_only_sent(at) { tensor.bytes } else { 0 };
             }
         }
+        let mut forward_us = 0.0;
         let mut is_handed_on = vec![false; graph.ops.len()];
         let mut is_read = vec![false; graph.ops.len()];
         for tensor in &graph.tensors {
@@ -131,7 +135,9 @@ impl Holdings {
                 holdings.halves += op.arriving_bytes;
             }
             holdings.workspace = holdings.workspace.max(OpCost::scratch_bytes(op));
+            forward_us += op.fwd_us;
         }
+        holdings.passed = passing.bytes(holdings.inputs, forward_us);
         holdings
     }
 
@@ -156,8 +162,7 @@ impl Holdings {
         let halves = if self.inputs > 0 { self.halves } else { 0 };
         let waiting = self.outputs.saturating_mul(apart.saturating_sub(1));
         let between = halves.saturating_mul(apart).saturating_add(waiting);
-        let gradients_out = if trains { self.inputs.saturating_add(self.outputs) } else { 0 };
-        let messages = self.inputs.saturating_add(gradients_out);
+        let messages = if trains { self.passed.saturating_add(self.outputs) } else { self.inputs };
         let workspace = self.workspace;
         let parts = [weights, versions, gradients, optimizer, activations, between, messages, workspace];
         let total = parts.iter().fold(0u64, |sum, &part| sum.saturating_add(part));
@@ -168,6 +173,7 @@ impl Holdings {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::cluster::read::levels;
     use crate::profile::cost_graph::{OpCost, OpId, ParamCost, TensorCost};
 
     #[test]
@@ -188,8 +194,11 @@ mod tests {
             tensors: vec![tensor(0, 100, &[1, 2]), tensor(1, 200, &[2]), tensor(2, 400, &[])],
             params: vec![ParamCost::new("w", 1000, vec![OpId(0), OpId(1), OpId(2)])],
         };
-        let tail = Holdings::of(&graph, &[false, true, true]);
-        let rest = Holdings { inputs: 100, outputs: 0, sent: 0, workspace: 9, halves: 11, ..Holdings::default() };
+        let passing = Passing::of(&levels("4:1GB/s").unwrap());
+        let of = |inside: &[bool]| Holdings::of(&graph, inside, &passing);
+        let tail = of(&[false, true, true]);
+        let rest =
+            Holdings { inputs: 100, passed: 200, outputs: 0, sent: 0, workspace: 9, halves: 11, ..Holdings::default() };
         assert_eq!(
             tail,
             Holdings {
@@ -207,7 +216,7 @@ mod tests {
         let mut narrow = graph.clone();
         narrow.params[0].bytes = 500;
         let half = Holdings { weights: 500, masters: 1000, ..tail };
-        assert_eq!(Holdings::of(&narrow, &[false, true, true]), half);
+        assert_eq!(Holdings::of(&narrow, &[false, true, true], &passing), half);
         let multiples = Multiples {
             in_flight: 3,
             apart: 0,
@@ -249,7 +258,7 @@ mod tests {
         assert_eq!((split.between, split.total), (22, held.total + 22));
         let both = tail.held(&Multiples { apart: 2, recompute: true, ..multiples });
         assert_eq!((both.activations, both.between), (3 * 100 + 2 * 60, 22));
-        let head = Holdings::of(&graph, &[true, false, false]);
+        let head = of(&[true, false, false]);
         assert_eq!(head.halves, 0, "the gradient of what it sends comes as it is");
         assert_eq!(head.held(&Multiples { apart: 3, ..multiples }).between, 2 * 100);
         assert_eq!((head.inputs, head.outputs, head.sent), (0, 100, 100));

@@ -25,9 +25,10 @@ use crate::op::{Layout, NodeId, Op, Value};
 use crate::pass::attribution::{
     Attribution, AttributionError, Tagged, Training, leaders, loss_of, of_stage, owner, tagged,
 };
-use crate::pass::backward::{Arriving, Backward, BackwardError, Read, backward};
+use crate::pass::backward::{Arriving, Backward, BackwardError, Made, Read, backward};
 use crate::pass::fragment::{Fragment, FragmentError, Term, fragment};
 use crate::pass::loss::LOSS;
+use crate::pass::memory::Passage;
 use crate::pass::pipeline::{self, PassBug};
 use crate::pass::sums::root;
 use crate::profile::cost_graph::{CostGraph, OpId};
@@ -283,7 +284,9 @@ impl Sharer<'_> {
         let stage = Stage::new(&staged.fragment, staged.backward.as_ref(), &staged.tied);
         let shared = share(&stage, &chosen.choice, self.machine)?;
         let attributed = |fragment: &Fragment, backward: Option<&Backward>| {
-            of_stage(fragment.clone(), backward.cloned(), self.whole.ops.clone(), None, &self.leaders)
+            let passages = passages(fragment, backward);
+            let passages = [Some(&passages[0]), Some(&passages[1])];
+            of_stage(fragment.clone(), backward.cloned(), self.whole.ops.clone(), None, &self.leaders, passages)
         };
         let alone = attributed(&staged.fragment, staged.backward.as_ref());
         let parts = attributed(&shared.fragment, shared.backward.as_ref());
@@ -343,7 +346,6 @@ impl Sharer<'_> {
         (ops, outside): (&[u32], &[Value]),
     ) {
         let graph = &shared.fragment.graph;
-        let bytes = |value: Value| graph.fact(value).bytes().unwrap_or(0);
         let reads = shared.backward.iter().flat_map(|backward| &backward.reads);
         let saved: HashSet<Value> = reads
             .filter_map(|(_, read)| match read {
@@ -351,12 +353,12 @@ impl Sharer<'_> {
                 Read::Gradient { .. } => None,
             })
             .collect();
-        let mut waiting = 0u64;
         for received in &shared.fragment.received {
             let local = Value { node: received.local, output: 0 };
-            match outside.iter().position(|value| *value == received.value) {
-                Some(at) if saved.contains(&local) => figures.kept.push(at),
-                _ => waiting = waiting.saturating_add(bytes(local)),
+            if let (true, Some(at)) =
+                (saved.contains(&local), outside.iter().position(|value| *value == received.value))
+            {
+                figures.kept.push(at);
             }
         }
         let place = |value: Value| {
@@ -366,7 +368,6 @@ impl Sharer<'_> {
         for sent in shared.fragment.sent.iter().filter(|sent| saved.contains(&root(graph, sent.local))) {
             figures.keeping.extend(place(sent.value));
         }
-        let mut arriving = 0u64;
         if let Some(made) = &shared.backward {
             let late: HashSet<Value> = parts
                 .second
@@ -378,14 +379,30 @@ impl Sharer<'_> {
                 let Read::Gradient { sent, .. } = read else { continue };
                 let value = Value { node: *id, output: 0 };
                 let size = made.graph.fact(value).bytes().unwrap_or(0);
-                arriving = arriving.saturating_add(size);
                 if let Some(at) = place(staged.fragment.sent[*sent].value).filter(|_| late.contains(&value)) {
                     figures.ops[at].arriving = figures.ops[at].arriving.saturating_add(size);
                 }
             }
         }
-        figures.ops.iter_mut().for_each(|op| op.live = op.live.saturating_add(waiting.max(arriving)));
     }
+}
+
+/// What the forward and the backward of a run share with those of other runs of its stage.
+fn passages(fragment: &Fragment, backward: Option<&Backward>) -> [Passage; 2] {
+    let whole = |node: NodeId| Value { node, output: 0 };
+    let forward = Passage {
+        comes: fragment.received.iter().map(|received| whole(received.local)).collect(),
+        goes: fragment.sent.iter().map(|sent| sent.local).collect(),
+    };
+    let Some(made) = backward else { return [forward, Passage::default()] };
+    let arrives = |read: &Read| matches!(read, Read::Gradient { .. });
+    let leaves = |made: &Made| matches!(made, Made::Gradient { .. });
+    let outputs = made.makes.iter().zip(&made.graph.outputs);
+    let backward = Passage {
+        comes: made.reads.iter().filter(|(_, read)| arrives(read)).map(|(id, _)| whole(*id)).collect(),
+        goes: outputs.filter(|(made, _)| leaves(made)).map(|(_, output)| output.value).collect(),
+    };
+    [forward, backward]
 }
 
 /// The costs of the whole model, run by run.

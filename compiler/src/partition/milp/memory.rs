@@ -1,9 +1,29 @@
 //! The rows of an integer program that keep what each stage holds within the limit.
 
 use crate::partition::milp::formulation::Formulation;
+use crate::plan::ScheduleKind;
 use crate::plan::caps::{self, First, Lanes};
 use crate::plan::memory::{Holdings, Multiples};
-use good_lp::Expression;
+use crate::plan::passing::Passing;
+use good_lp::{Expression, variable};
+
+/// The gradients that a stage gives for one item.
+#[derive(Default)]
+struct Back {
+    /// Each tensor's bytes, and whether it is there.
+    tensors: Vec<(u64, Expression)>,
+    /// What one place for all of them takes of the limit, and the most that it can be.
+    held: Expression,
+    most: f64,
+}
+
+impl Back {
+    fn add(&mut self, bytes: u64, factor: f64, is_there: Expression) {
+        self.held.add_mul(factor, is_there.clone());
+        self.most += factor;
+        self.tensors.push((bytes, is_there));
+    }
+}
 
 impl Formulation<'_> {
     /// What a replica of each stage holds is within the limit of its devices, if they have one. What a byte of each kind adds is asked of `Holdings::held`, which is
@@ -49,19 +69,24 @@ impl Formulation<'_> {
                 let op = &problem.graph.ops[op];
                 gradients + saved * op.kept_bytes() as f64 + halves * op.apart_bytes() as f64
             });
-            let (input, output, sent) = (
-                each(Holdings { inputs: MANY, ..none }),
-                each(Holdings { outputs: MANY, ..none }),
-                each(Holdings { sent: MANY, ..none }),
-            );
+            let (input, passed) = (each(Holdings { inputs: MANY, ..none }), each(Holdings { passed: MANY, ..none }));
+            let (output, sent) = (each(Holdings { outputs: MANY, ..none }), each(Holdings { sent: MANY, ..none }));
+            let mut back = Back::default();
             for (at, tensor) in problem.graph.tensors.iter().enumerate() {
                 let bytes = tensor.bytes as f64;
                 let output = output + if problem.graph.is_only_sent(at) { sent } else { 0.0 };
-                for (factor, comes_in) in [(input * bytes, true), (output * bytes, false)] {
-                    let Some(factor) = self.factor(factor, 1.0) else { continue };
-                    let crosses = self.crosses(at, stage, comes_in);
-                    sum.add_mul(factor, crosses);
+                if let Some(factor) = self.factor(output * bytes, 1.0) {
+                    let goes_out = self.crosses(at, stage, false);
+                    sum.add_mul(factor, goes_out);
                 }
+                if let Some(factor) = self.factor((input + passed) * bytes, 1.0) {
+                    let comes_in = self.crosses(at, stage, true);
+                    sum.add_mul(factor, comes_in.clone());
+                    back.add(tensor.bytes, factor * passed / (input + passed), comes_in);
+                }
+            }
+            if problem.schedule != ScheduleKind::Inference {
+                sum += self.second_places(stage, back);
             }
             // No stage has an op that uses more than any does.
             let largest = used.iter().copied().max().unwrap_or(0);
@@ -82,6 +107,38 @@ impl Formulation<'_> {
             // Sums of many sizes are not exact to the last bit, and what fits exactly fits.
             self.keep(sum.leq(1.0 + 1e-9));
         }
+    }
+
+    /// What the second places of a stage's gradients take of the limit: as much as the first where they are slow (see `passing`), else nothing.
+    fn second_places(&mut self, stage: usize, back: Back) -> Expression {
+        let problem = self.scope.problem;
+        let Passing { wire: Some(wire), pace } = Passing::of(&problem.cluster) else { return Expression::default() };
+        // In forwards of the whole model: what takes longer than that is slow whatever the stage has.
+        let whole = problem.graph.ops.iter().map(|op| op.fwd_us).sum::<f64>() / pace;
+        let latency = wire.latency_us / whole;
+        if back.tensors.is_empty() {
+            return Expression::default();
+        }
+        if whole <= 0.0 || latency > 1.0 {
+            return back.held;
+        }
+        let is_slow = self.variables.add(variable().binary());
+        let mut longer = Expression::from(latency);
+        let mut most = latency;
+        for (bytes, is_there) in back.tensors {
+            let share = (bytes as f64 / wire.bytes_per_us / whole).min(2.0);
+            longer.add_mul(share, is_there);
+            most += share;
+        }
+        for op in 0..self.ops() {
+            self.add_inside(&mut longer, -problem.graph.ops[op].fwd_us / pace / whole, op, stage);
+        }
+        longer.add_mul(-most, is_slow);
+        self.keep(longer.leq(0.0));
+        let mut beyond = back.held;
+        beyond += -back.most;
+        beyond.add_mul(back.most, is_slow);
+        self.at_least(vec![beyond]).into()
     }
 
     /// Whether a tensor comes into a stage from another, or goes out of it.
