@@ -106,6 +106,7 @@ pub fn is_limited(problem: &Problem) -> bool {
         in_flight,
         apart: in_flight,
         versions,
+        late: in_flight,
         replicas: 2,
         recompute: false,
         zero: 0,
@@ -153,11 +154,16 @@ pub fn published_caps(problem: &Problem, shape: &Shape) -> Vec<u32> {
 
 /// Weight versions of each stage of a shape under such caps.
 pub fn versions(problem: &Problem, shape: &Shape, caps: &[u32]) -> Vec<u32> {
+    of_lanes(problem, shape, caps, Flow::versions)
+}
+
+/// What a flow says of each stage of a shape under such caps.
+fn of_lanes(problem: &Problem, shape: &Shape, caps: &[u32], says: fn(&Flow, Lanes, First) -> u32) -> Vec<u32> {
     let flow = flow(problem, problem.cluster.devices());
     let lanes = shape.replicas().into_iter().zip(caps).map(|(replicas, &in_flight)| Lanes { replicas, in_flight });
     let lanes: Vec<Lanes> = lanes.collect();
     let first = lanes.first().map_or(First::Unknown, |&first| First::Known(first));
-    lanes.into_iter().map(|own| flow.versions(own, first)).collect()
+    lanes.into_iter().map(|own| says(&flow, own, first)).collect()
 }
 
 /// What each stage of a shape holds, before anything is multiplied.
@@ -187,12 +193,13 @@ pub fn memory(
     caps: &[u32],
     apart: &[u32],
 ) -> Vec<StageMemory> {
-    let versions = versions(problem, shape, caps);
+    let (versions, late) = (versions(problem, shape, caps), of_lanes(problem, shape, caps, Flow::late));
     let held = |(at, holdings): (usize, &Holdings), replicas: u32| {
         holdings.held(&Multiples {
             in_flight: caps[at],
             apart: apart.get(at).copied().unwrap_or(0),
             versions: versions[at],
+            late: late[at],
             replicas,
             recompute: spots[at].recompute,
             zero: problem.zero,

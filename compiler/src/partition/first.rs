@@ -1,8 +1,19 @@
 //! The first stages that a pipeline may have. With vertical sync every stage holds weight versions as the first one's replicas and
-//! items in flight say, which a search that begins at the end does not know: so it asks about each by itself.
+//! items in flight say, and where nothing is flushed sums of the parameters that stages share wait as long, which a search that begins at
+//! the end does not know: so it asks about each by itself.
 
+use crate::plan::ScheduleKind;
 use crate::plan::caps::Lanes;
 use crate::plan::problem::{InFlight, Problem};
+
+/// Whether what a stage holds depends on the first.
+pub fn matters(problem: &Problem) -> bool {
+    match problem.schedule {
+        ScheduleKind::RoundRobinVsync => true,
+        ScheduleKind::RoundRobin => problem.graph.params.iter().any(|param| param.users.len() > 1),
+        _ => false,
+    }
+}
 
 /// Every number of replicas, with every number of items in flight that the problem gives it.
 pub fn each(problem: &Problem) -> impl Iterator<Item = Lanes> + use<> {

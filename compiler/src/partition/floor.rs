@@ -36,8 +36,7 @@ fn least_bytes(problem: &Problem) -> Option<u64> {
     }
     let devices = problem.cluster.devices();
     let is_of_the_whole = matches!(problem.schedule, ScheduleKind::ZbH1 | ScheduleKind::ZbH2);
-    // With vertical sync the first stage says how many versions all hold.
-    let is_of_the_first = problem.schedule == ScheduleKind::RoundRobinVsync;
+    let is_of_the_first = first::matters(problem);
     let firsts: Vec<Lanes> = match is_of_the_first {
         true if problem.constraints.no_replication => {
             first::each(problem).filter(|first| first.replicas == 1).collect()

@@ -210,6 +210,7 @@ fn value(settings: &Pinned<'_>, stage: usize, from: usize, end: usize, replicas:
         in_flight,
         apart: settings.flow.apart(position, in_flight),
         versions: settings.flow.versions(own, first),
+        late: settings.flow.late(own, first),
         replicas,
         recompute: false,
         zero: settings.zero,

@@ -13,7 +13,6 @@ use crate::partition::fleet::{ALIKE, Fleet};
 use crate::partition::forward::{Prefix, Walk};
 use crate::partition::places::{Places, Run};
 use crate::partition::tables::Measure;
-use crate::plan::ScheduleKind;
 use crate::plan::caps::{First, Flow, Lanes, Position};
 use crate::plan::memory::Multiples;
 use crate::plan::outlook::Asked;
@@ -305,13 +304,14 @@ impl Placing<'_> {
             First::Capped(cap) => in_flight > cap,
             First::Unknown => false,
         };
-        if self.flow.schedule == ScheduleKind::RoundRobinVsync && run.is_first && is_another {
+        if run.is_first && is_another {
             return u64::MAX;
         }
-        let versions = self.flow.versions(own, first);
+        let (versions, late) = (self.flow.versions(own, first), self.flow.late(own, first));
         let (zero, optimizer_state, schedule) = (self.zero, self.optimizer_state, self.flow.schedule);
         let apart = self.flow.apart(position, in_flight);
-        let multiples = Multiples { in_flight, apart, versions, replicas, recompute, zero, optimizer_state, schedule };
+        let multiples =
+            Multiples { in_flight, apart, versions, late, replicas, recompute, zero, optimizer_state, schedule };
         run.holdings.held(&multiples).total
     }
 

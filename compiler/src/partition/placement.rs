@@ -334,7 +334,7 @@ struct Numbers {
 impl Numbers {
     fn of(problem: &Problem) -> Numbers {
         let devices = problem.cluster.devices();
-        let is_synced = problem.schedule == ScheduleKind::RoundRobinVsync;
+        let is_synced = first::matters(problem);
         let wants = build::is_limited(problem) || problem.objective == Objective::Memory;
         let guesses = (is_synced || matches!(problem.schedule, ScheduleKind::ZbH1 | ScheduleKind::ZbH2)) && wants;
         let firsts = || first::each(problem).take(MOST_FIRSTS + 1).map(First::Known).collect();

@@ -30,6 +30,9 @@
 //! ```
 //!
 //! of those that minibatches in flight or to come use, and the newest: c_0 where replicas are equal.
+//!
+//! Of a parameter that several stages have an item sees the oldest version that any of them would give it, which is the first one's. So where
+//! nothing is flushed a later stage, c_s in flight on each replica, steps it c_0 - c_s rounds behind its own: as many sums wait.
 
 use crate::plan::ScheduleKind;
 
@@ -125,6 +128,27 @@ impl Flow {
             _ => 1,
         }
     }
+
+    /// Rounds of which a replica's sums for parameters that it shares with other stages wait for their step, beside the one that is added to. No
+    /// fewer, where not everything is known of the first stage.
+    pub fn late(&self, own: Lanes, first: First) -> u32 {
+        match (self.schedule, first) {
+            (ScheduleKind::RoundRobin, First::Known(first)) => ahead(own, first),
+            (ScheduleKind::RoundRobin, First::Capped(cap)) => cap.saturating_sub(own.in_flight),
+            (ScheduleKind::RoundRobin, First::Unknown) => {
+                self.workers.saturating_add(self.room).saturating_sub(own.in_flight)
+            }
+            _ => 0,
+        }
+    }
+}
+
+/// Rounds by which a stage gets ahead of the first before it steps a parameter that both have: an item sees the version of it that the first
+/// stage's item sees, so that the stage's own sums of these rounds wait.
+fn ahead(own: Lanes, first: Lanes) -> u32 {
+    let items = |lanes: Lanes| u64::from(lanes.in_flight) * u64::from(lanes.replicas.max(1));
+    let rounds = items(first).saturating_sub(items(own)).div_ceil(u64::from(own.replicas.max(1)));
+    u32::try_from(rounds).unwrap_or(u32::MAX)
 }
 
 /// Weight versions that a stage of so many replicas holds at the most under vertical sync.
@@ -227,6 +251,17 @@ mod tests {
         assert_eq!(flow(ScheduleKind::RoundRobinVsync).versions(lanes(1, 1), first), 4);
         assert_eq!(flow(ScheduleKind::TwoBw).versions(lanes(1, 4), first), 2);
         assert_eq!(flow(ScheduleKind::OneFOneB).versions(lanes(1, 4), first), 1);
+    }
+
+    #[test]
+    fn sums_of_shared_parameters_wait_for_the_first_stage() {
+        let flow = |schedule| Flow { schedule, microbatches: 1, chunks: 1, workers: 4, room: 0 };
+        let late = |of: Lanes, first: First| flow(ScheduleKind::RoundRobin).late(of, first);
+        let lanes = |replicas, in_flight| Lanes { replicas, in_flight };
+        assert_eq!([4, 3, 2, 1].map(|own| late(lanes(1, own), First::Known(lanes(1, 4)))), [0, 1, 2, 3]);
+        assert_eq!(late(lanes(2, 1), First::Known(lanes(2, 2))), 1);
+        assert_eq!((late(lanes(1, 2), First::Capped(3)), late(lanes(1, 1), First::Unknown)), (1, 3));
+        assert_eq!(flow(ScheduleKind::OneFOneB).late(lanes(1, 1), First::Unknown), 0);
     }
 
     #[test]

@@ -454,6 +454,7 @@ fn memory(problem: &Problem, plan: &Plan, stage_of: &[usize]) -> Vec<StageMemory
         let of = shares::Of { weights, summed, masters, terms, shared, largest, state: problem.optimizer_state };
         let held = || shares::held(&plan.stages[stage], plan.schedule.weight_versions[stage], plan.schedule.kind, &of);
         let (gradients, optimizer) = if trains { held() } else { (0, 0) };
+        let gradients = gradients.saturating_add(shared.saturating_mul(shares::late(plan, stage)));
         let weights = if trains { shares::kept(&plan.stages[stage], &of) } else { weights };
         let versions = weights.saturating_mul(u64::from(plan.schedule.weight_versions[stage]) - 1);
         let waiting = received[stage].saturating_add(only_sent[stage]);

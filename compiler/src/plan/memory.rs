@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! total       = weights · versions + gradients + optimizer + activations + between + messages + workspace
-//! gradients   = terms, twice where replicas add theirs up, + shared        where replicas have shares, also of weights: see `zero`
+//! gradients   = terms, twice where replicas add theirs up, + (1 + late) · shared        where replicas have shares, also of weights: see `zero`
 //! optimizer   = state · summed + masters                                   the same
 //! activations = in_flight · (saved + inputs + sent)          recomputed: in_flight · (inputs + outputs) + max(1, apart) · (saved + outputs)
 //!               saved + inputs + sent + (in_flight - 1) · outputs                   inference
@@ -13,7 +13,7 @@
 //! `saved` is what forward keeps for backward, what is fed to the model included, `inputs` the tensors that come from other stages, `sent` those of the `outputs`, which
 //! go to others, that would not be kept otherwise; `workspace` is the arena: what is alive within a run, scratch included, at the op
 //! where that is most. The `terms` of gradients have a sum each: a parameter has as many as ops of the stage use it,
-//! and those that are `shared` with other stages are added up with theirs. The messages are the gradients
+//! and those that are `shared` with other stages are added up with theirs, `late` rounds of them after the stage's own (`caps`). The messages are the gradients
 //! that one item gets and gives: `passed` is `inputs`, or twice that where those of the item before may still be on their way (`passing`). A recomputed stage keeps its inputs and what it sent, and runs forward once more before backward, into other buffers. Versions are
 //! held by pointer: V versions take V copies of the weights and no more. A tied parameter counts once in each stage that uses
 //! it. Parameters of two bytes a number have sums of four, `summed` each once, and the optimizer moves `masters` of four beside them. Where backwards are split, `apart` items at the most have the first half behind them and not the second: each keeps `halves`,
@@ -67,6 +67,8 @@ pub struct Multiples {
     pub apart: u32,
     /// Weight versions.
     pub versions: u32,
+    /// Rounds of which the sums of shared parameters wait.
+    pub late: u32,
     /// Replicas of the stage.
     pub replicas: u32,
     /// Whether forward runs again before backward.
@@ -147,6 +149,7 @@ impl Holdings {
         let weights = if trains { zero::kept(self, multiples) } else { self.weights };
         let versions = weights.saturating_mul(u64::from(multiples.versions.saturating_sub(1)));
         let (gradients, optimizer) = if trains { zero::held(self, multiples) } else { (0, 0) };
+        let gradients = gradients.saturating_add(self.shared.saturating_mul(u64::from(multiples.late)));
         let apart = u64::from(multiples.apart);
         let again = self.saved.saturating_add(self.outputs).saturating_mul(apart.max(1));
         let (kept, once) = match multiples.recompute {
@@ -221,6 +224,7 @@ mod tests {
             in_flight: 3,
             apart: 0,
             versions: 3,
+            late: 0,
             replicas: 1,
             recompute: false,
             zero: 0,
@@ -230,6 +234,7 @@ mod tests {
         let held = tail.held(&multiples);
         assert_eq!((held.versions, held.gradients, held.optimizer, held.activations), (2000, 3000, 2000, 480));
         assert_eq!(held.total, 1000 + 2000 + 3000 + 2000 + 480 + 200 + 9);
+        assert_eq!(tail.held(&Multiples { late: 2, ..multiples }).total, held.total + 2 * 1000);
         let replicated = tail.held(&Multiples { replicas: 2, ..multiples });
         assert_eq!(replicated.gradients, 5000);
         // Shared out, three replicas have a third of each sum and of its state, but for what other stages hold too.

@@ -55,9 +55,14 @@ impl Desk<'_> {
             }
             let Some(step) = self.late[at].waiting.pop_front() else { break };
             let (p, place) = (self.late[at].parameter, self.tied[self.late[at].tied].place.clone());
-            let terms = place.meet(u64::from(step.round) + 1)?.iter().flatten().cloned().collect();
+            let all = place.meet(u64::from(step.round) + 1)?;
+            let terms = all.iter().flatten().cloned().collect();
             let (dtype, stays) = (self.code.parameters[p].fact.dtype, self.executor.pieces.is_none());
-            if let Some(total) = total(&mut self.executor.pool, dtype, terms, stays) {
+            let total = total(&mut self.executor.pool, dtype, terms, stays);
+            // Between devices each would have a copy of what the others bring; here they may still read this one's.
+            let own = all.get(self.tied[self.late[at].tied].member);
+            own.into_iter().flatten().for_each(|(_, term)| term.lend());
+            if let Some(total) = total {
                 let norm = || square(dtype, total.bytes()).sqrt() / f64::from(step.count.max(1));
                 let factor = self.policy.clip_norm.map_or(1.0, |clip| factor(clip, norm()));
                 let weight = std::mem::replace(&mut self.late[at].weight, Arc::new(Buffer::new(0)));

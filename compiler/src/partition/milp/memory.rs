@@ -34,6 +34,8 @@ impl Formulation<'_> {
         let apart = caps::apart(&self.scope.flow, &self.choice.replicas, &self.choice.caps);
         let lanes = |stage: usize| Lanes { replicas: self.choice.replicas[stage], in_flight: self.choice.caps[stage] };
         let versions = |stage: usize| self.scope.flow.versions(lanes(stage), First::Known(lanes(0)));
+        let late = |stage: usize| self.scope.flow.late(lanes(stage), First::Known(lanes(0)));
+        let late: Vec<u32> = (0..self.stages()).map(late).collect();
         let versions: Vec<u32> = (0..self.stages()).map(versions).collect();
         let used = problem.graph.summed_bytes();
         for (stage, versions) in versions.into_iter().enumerate() {
@@ -44,6 +46,7 @@ impl Formulation<'_> {
                 in_flight,
                 apart: apart.get(stage).copied().unwrap_or(0),
                 versions,
+                late: late[stage],
                 replicas: self.choice.replicas[stage],
                 recompute: self.choice.recompute[stage],
                 zero: problem.zero,

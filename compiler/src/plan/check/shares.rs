@@ -54,6 +54,20 @@ pub fn kept(stage: &Stage, of: &Of) -> u64 {
     of.weights.min(apart.saturating_add(of.shared))
 }
 
+/// Rounds that a stage is ahead of the slowest one with which it shares parameters, so that its sums for these wait. Round robin the first
+/// stage is the slowest: an item is that many minibatches further there, and a replica of this one takes one of so many.
+pub fn late(plan: &Plan, stage: usize) -> u64 {
+    let (own, in_flight) = (&plan.stages[stage], u64::from(plan.schedule.in_flight[stage]));
+    let replicas = u64::from(own.replicas.max(1));
+    match plan.schedule.kind {
+        ScheduleKind::RoundRobin => {
+            let first = u64::from(plan.stages[0].replicas.max(1)) * u64::from(plan.schedule.in_flight[0]);
+            first.saturating_sub(in_flight * replicas).div_ceil(replicas)
+        }
+        _ => 0,
+    }
+}
+
 /// Bytes of gradients and of the optimizer's state on each replica, of a stage with so many versions of its weights.
 pub fn held(stage: &Stage, versions: u32, kind: ScheduleKind, of: &Of) -> (u64, u64) {
     let state = |bytes: u64, masters: u64| ((bytes as f64 * of.state).ceil() as u64).saturating_add(masters);
