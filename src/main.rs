@@ -39,6 +39,7 @@ mod output;
 mod overwritten;
 mod own;
 mod prediction;
+mod replaced;
 mod screen;
 mod seat;
 mod signals;

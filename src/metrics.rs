@@ -1,6 +1,7 @@
 //! What training tells: its steps while it runs, on the screen and in the file of metrics, and what was trained when it is over.
 
 use crate::failure::Failure;
+use crate::replaced::{self, Mark};
 use crate::screen::Screen;
 use crate::training::{self, Done, Prepared, Task};
 use crate::{quantity, stages};
@@ -19,7 +20,7 @@ use std::thread::available_parallelism;
 use std::time::{Duration, Instant};
 
 /// The progress bar of a run.
-pub const BAR: &str = "{bar:30} {pos}/{len} steps, {eta} left, {msg}";
+pub const BAR: &str = "{bar:30} {pos}/{len} steps, {left}, {msg}";
 
 /// How often a run says where it is, where there is no terminal to draw on.
 const TOLD: Duration = Duration::from_secs(10);
@@ -78,6 +79,7 @@ pub fn watched(
 /// The file of metrics. A run that goes on keeps the lines of the steps before it.
 fn opened(path: &Path, first: usize) -> Result<BufWriter<File>, Failure> {
     let fail = |error| Failure::file("write", path, error);
+    replaced::check(path, &Mark::Metrics)?;
     let before = |line: &&str| {
         let step = serde_json::from_str::<serde_json::Value>(line).ok().and_then(|line| line["step"].as_u64());
         step.is_some_and(|step| step < first as u64)

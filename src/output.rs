@@ -1,6 +1,7 @@
 //! Where results go: asked before work begins, so that nobody trains for a day and learns then that a folder is missing.
 
 use crate::failure::Failure;
+use crate::replaced::{self, Mark};
 use crate::source;
 use compiler::import::onnx::name::shown;
 use serde_json::Value;
@@ -9,8 +10,8 @@ use std::io::{Error, ErrorKind};
 use std::path::{Path, PathBuf};
 use std::process;
 
-/// Refuses a path that nothing can be written to. Whether the disk has room is not asked.
-pub fn check(path: &Path) -> Result<(), Failure> {
+/// Refuses a path that nothing can be written to, or where something else lies than what is marked so. Whether the disk has room is not asked.
+pub fn check(path: &Path, mark: &Mark) -> Result<(), Failure> {
     let there = fs::metadata(path).ok();
     if there.as_ref().is_some_and(|about| !about.is_file() && !about.is_dir()) {
         return Ok(());
@@ -19,6 +20,7 @@ pub fn check(path: &Path) -> Result<(), Failure> {
     if there.is_some_and(|about| about.is_dir()) {
         return Err(unwritten(path, &Error::from(ErrorKind::IsADirectory)));
     }
+    replaced::check(path, mark)?;
     let part = part(&target);
     File::create(&part).map_err(|error| unwritten(path, &error))?;
     // Whoever writes makes it anew; what cannot be removed says nothing against writing.
@@ -26,10 +28,19 @@ pub fn check(path: &Path) -> Result<(), Failure> {
     Ok(())
 }
 
+/// Makes a folder for pictures where it is missing, and refuses one that nothing can be written into, or where something else has the name of
+/// one of them.
+pub fn pictures<'a>(folder: &Path, names: impl IntoIterator<Item = &'a str>) -> Result<(), Failure> {
+    fs::create_dir_all(folder).map_err(|error| {
+        Failure::file("make the folder", folder, error).help("`--svg FOLDER` in a place that can be written to")
+    })?;
+    names.into_iter().try_for_each(|name| check(&folder.join(name), &Mark::Picture))
+}
+
 /// Refuses a path that no weights can be written to: tensors have formats, which names tell.
 pub fn check_tensors(path: &Path) -> Result<(), Failure> {
     match path.extension().and_then(|extension| extension.to_str()) {
-        Some("safetensors" | "npz") => check(path),
+        Some("safetensors" | "npz") => check(path, &Mark::tensors(path)),
         _ => Err(Failure::file("write", path, "tensors are written to files that end in .safetensors or .npz").help(
             format!(
                 "{} would do; torch reads it with safetensors.torch.load_file",

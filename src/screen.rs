@@ -10,10 +10,11 @@ use crate::narrow;
 use clap::builder::StyledStr;
 use comfy_table::Table;
 use compiler::import::onnx::name::display_name;
-use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+use indicatif::{HumanDuration, ProgressBar, ProgressDrawTarget, ProgressState, ProgressStyle};
 use serde_json::Value;
 use std::cell::{Cell, RefCell};
 use std::env;
+use std::fmt;
 use std::io::{self, ErrorKind, IsTerminal, Write};
 
 /// Characters of a line of help that are read well.
@@ -80,9 +81,23 @@ impl Screen {
         }
     }
 
-    /// Prints a document whose bytes are the same in either form: a schema, a completion script.
+    /// Prints a document whose bytes are the same in either form: a schema, a plan.
     pub fn document(&self, text: &str) {
         self.write(text);
+    }
+
+    /// Prints text as it is, in text form only: a script.
+    pub fn verbatim(&self, text: &str) {
+        if self.format == Format::Text {
+            self.write(text);
+        }
+    }
+
+    /// Says what may be done next, in text form only, unless `-q`.
+    pub fn next(&self, text: &str) {
+        if self.quiet == 0 {
+            self.text(text);
+        }
     }
 
     /// Says something beside the result, unless `-q`.
@@ -115,6 +130,7 @@ impl Screen {
             if colour::on(Stream::Err) { template.replace("{bar:30}", "{bar:30.green}") } else { template.to_string() };
         let style = ProgressStyle::with_template(&template).unwrap_or_else(|_| ProgressStyle::default_bar());
         // Templates end in what is at hand; until something is, nothing hangs behind their comma.
+        let style = style.with_key("left", left);
         ProgressBar::with_draw_target(Some(length), target).with_style(style).with_message("…")
     }
 
@@ -205,6 +221,17 @@ fn width() -> Option<usize> {
 fn columns(told: Option<u16>) -> usize {
     let said = || env::var("COLUMNS").ok()?.parse().ok();
     told.map(usize::from).filter(|&told| told > 0).or_else(said).filter(|&said| said > 0).unwrap_or(80)
+}
+
+/// How long it will take yet: nobody knows before the first step.
+fn left(state: &ProgressState, out: &mut dyn fmt::Write) {
+    let left = state.eta();
+    // A bar that cannot be written is not shown.
+    let _ = match left.as_secs() {
+        _ if state.pos() == 0 => out.write_str("…"),
+        0 => out.write_str("less than 1 s left"),
+        _ => write!(out, "{:#} left", HumanDuration(left)),
+    };
 }
 
 fn print(text: &str) -> io::Result<()> {

@@ -7,7 +7,7 @@ use crate::loss::{Attributed, Counted, attributed};
 use crate::machines;
 use crate::model::{self, Loaded};
 use crate::screen::Screen;
-use crate::{advice, kind, output};
+use crate::{advice, kind, output, replaced};
 use compiler::cluster::device::{self, Kind};
 use compiler::cluster::{Cluster, Device};
 use compiler::graph::hash::sha256;
@@ -96,12 +96,14 @@ fn cut_short(text: &str) -> Option<String> {
     Some(format!("it ends early, after {} bytes, in line {}", text.len(), error.line()))
 }
 
-/// Writes a file whole or not at all. A link is followed; what is there and is no file, a pipe or a device, is written into as it is.
+/// Writes a file whole or not at all, in place of its like alone. A link is followed; what is there and is no file, a pipe or a device, is
+/// written into as it is.
 pub fn write(path: &Path, bytes: &[u8]) -> Result<(), Failure> {
     let there = std::fs::metadata(path).ok();
     if there.is_some_and(|about| !about.is_file() && !about.is_dir()) {
         return std::fs::write(path, bytes).map_err(|error| output::unwritten(path, &error));
     }
+    replaced::check_bytes(path, bytes)?;
     let target = std::fs::canonicalize(path).unwrap_or_else(|_| path.to_path_buf());
     let part = output::part(&target);
     let written = std::fs::write(&part, bytes).and_then(|()| std::fs::rename(&part, &target));

@@ -33,6 +33,27 @@ fn the_guide_is_true() {
     links(&page, root);
 }
 
+/// The verbs of the README, one behind the other in a clean folder, with data of one's own.
+#[test]
+fn the_verbs_of_the_readme_follow_each_other() {
+    let readme = fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("README.md")).unwrap();
+    let block = readme.split("## The verbs").nth(1).and_then(|rest| rest.split("```sh\n").nth(1)).unwrap();
+    let block = block.split("```").next().unwrap().replace("\\\n", " ");
+    let folder = tempfile::tempdir().unwrap();
+    digits(&folder.path().join("train.npz"));
+    digits(&folder.path().join("x.npz"));
+    let mut verbs = 0;
+    for line in block.lines() {
+        let words = line.split(" #").next().unwrap().split_whitespace().collect::<Vec<_>>();
+        let mut command = std::process::Command::new(assert_cmd::cargo::cargo_bin("pipec"));
+        command.current_dir(folder.path()).args(&words[1..]).env("XDG_CACHE_HOME", folder.path().join(".cache"));
+        let output = command.output().unwrap();
+        assert_eq!(output.status.code(), Some(0), "{line}: {}", String::from_utf8_lossy(&output.stderr));
+        verbs += 1;
+    }
+    assert!(verbs >= 12, "{verbs} lines");
+}
+
 /// The file that the guide's lines of Python write.
 fn digits(path: &Path) {
     fs::write(path, models::digits::NPZ).unwrap();

@@ -174,7 +174,7 @@ fn show(arguments: Show, screen: &Screen) -> Result<(), Failure> {
         None => machines::cluster(&arguments.devices, None)?,
     };
     screen.json(&shown_as_json(&cluster));
-    screen.text(&machines::in_one_line(&cluster));
+    screen.prose(&machines::in_one_line(&cluster));
     let device = &cluster.device;
     let of = |device: &compiler::cluster::Device, count: u32, speed: Option<f64>| {
         vec![

@@ -7,7 +7,7 @@ use crate::model::{self, Loaded};
 use crate::own::{self, Own};
 use crate::screen::Screen;
 use crate::source;
-use crate::{cmd, overwritten, quantity, whose};
+use crate::{cmd, overwritten, quantity, replaced, whose};
 use clap::Args;
 use compiler::export::target::refusal::Refusal;
 use compiler::export::target::table::{self, Entry, TARGETS};
@@ -174,7 +174,10 @@ fn write(arguments: &Arguments, bundle: &Bundle, screen: &Screen) -> Result<(), 
         }
     };
     let read: Vec<&Path> = iter::once(&arguments.file).chain(&arguments.model).map(PathBuf::as_path).collect();
-    paths.iter().try_for_each(|path| overwritten::keep(&read, path))?;
+    for (path, File { bytes, .. }) in paths.iter().zip(&bundle.files) {
+        overwritten::keep(&read, path)?;
+        replaced::check_bytes(path, bytes)?;
+    }
     let mut files = Vec::new();
     for (path, File { bytes, .. }) in paths.iter().zip(&bundle.files) {
         source::write(path, bytes)?;

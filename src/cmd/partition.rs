@@ -8,6 +8,7 @@ use crate::failure::Failure;
 use crate::groups::{self, Groups};
 use crate::loss::LossArguments;
 use crate::own::{self, Own};
+use crate::replaced::Mark;
 use crate::screen::Screen;
 use crate::source::{self, Costs};
 use crate::zero::{self, Zero};
@@ -216,7 +217,7 @@ pub fn run(arguments: Box<Arguments>, screen: &Screen) -> Result<(), Failure> {
     }
     let path = arguments.output.clone().unwrap_or_else(|| source::default_output(&arguments.file, "plan"));
     if !source::is_stdout(&path) {
-        output::check(&path)?;
+        output::check(&path, &Mark::plan())?;
     }
     let (planned, refused, tried) = match batch::is_asked(&arguments) {
         true => batch::plan(&arguments, screen)?,
@@ -238,7 +239,7 @@ pub fn run(arguments: Box<Arguments>, screen: &Screen) -> Result<(), Failure> {
     let wrote = if path.is_file() { "replaced" } else { "wrote" };
     source::write(&path, json.as_bytes())?;
     if let Some(verdict) = prediction::verdict(plan) {
-        screen.text(&verdict);
+        screen.prose(&verdict);
     }
     screen.text(&prediction::told(plan, screen));
     if arguments.compare {
@@ -254,7 +255,8 @@ pub fn run(arguments: Box<Arguments>, screen: &Screen) -> Result<(), Failure> {
         CostModel::Load | CostModel::Hybrid => format!("next: pipec plan check {}\n", path.display()),
         _ => next(&arguments.file, &path, own, plan.schedule.kind, refused.is_some()),
     };
-    screen.text(&format!("\n{wrote} {}\n{next}", path.display()));
+    screen.text(&format!("\n{wrote} {}", path.display()));
+    screen.next(&next);
     Ok(())
 }
 

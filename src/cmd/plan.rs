@@ -81,7 +81,7 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Failure> {
         What::Show { file } => {
             let plan = sound_plan(&file)?;
             if let Some(verdict) = prediction::verdict(&plan) {
-                screen.text(&verdict);
+                screen.prose(&verdict);
             }
             screen.text(&prediction::told(&plan, screen));
             plan.warnings.iter().for_each(|warning| screen.warn(warning));

@@ -5,6 +5,7 @@ use crate::failure::Failure;
 use crate::loss::{Counted, LossArguments, attributed};
 use crate::model::{self, Loaded};
 use crate::narrow::{Give, fitted, folded};
+use crate::replaced::Mark;
 use crate::screen::Screen;
 use crate::{machines, memory, output, quantity, source, stages};
 use clap::Args;
@@ -57,7 +58,7 @@ pub struct Arguments {
 pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Failure> {
     let path = arguments.output.clone().unwrap_or_else(|| source::default_output(&arguments.file, "profile"));
     if !source::is_stdout(&path) {
-        output::check(&path)?;
+        output::check(&path, &Mark::profile())?;
     }
     let profile = match arguments.device.strip_prefix("analytic:") {
         Some(kind) => by_data_sheet(&arguments, kind, screen)?,

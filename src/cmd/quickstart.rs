@@ -194,14 +194,16 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Failure> {
     screen.text(&format!(
         "accuracy on {} digits that training never saw: {:.2} %\n\
          throughput: predicted {told} samples/s for {WORKERS} workers on {}, measured {} samples/s\n\
-         everything is in {}: model.onnx profile.json plan.json metrics.jsonl trace.json weights.safetensors\n\
-         next: open trace.json in https://ui.perfetto.dev, or: pipec simulate {} --chart\n",
+         everything is in {}: model.onnx profile.json plan.json metrics.jsonl trace.json weights.safetensors\n",
         digits.test.rows,
         accuracy * 100.0,
         stages::plural(u64::from(cores), "core", "cores"),
         quantity::samples(done.samples_per_s),
         folder.display(),
-        at("plan.json").display(),
+    ));
+    screen.next(&format!(
+        "next: open trace.json in https://ui.perfetto.dev, or: pipec simulate {} --chart\n",
+        at("plan.json").display()
     ));
     screen.json(&json!({
         "folder": folder.display().to_string(),

@@ -4,11 +4,13 @@ use crate::asked::{self, Source};
 use crate::beyond::{self, beyond};
 use crate::cmd::partition;
 use crate::failure::{self, Failure};
+use crate::replaced::Mark;
 use crate::screen::Screen;
 use crate::source::{self, Costs};
-use crate::{cmd, overwritten, own, prediction, quantity, stages};
+use crate::{cmd, output, overwritten, own, prediction, quantity, stages};
 use clap::Args;
 use compiler::export::escape::short;
+use compiler::export::report::page::PICTURES;
 use compiler::export::report::{Alternative, Answer, Measured, Modelled, Played, Report, WhatIf};
 use compiler::export::report::{measured, moves, page, play};
 use compiler::graph::hash::sha256;
@@ -18,7 +20,6 @@ use compiler::plan::problem::CostModel;
 use compiler::plan::{Plan, ScheduleKind};
 use compiler::schedule::pipeline::pipeline;
 use serde_json::json;
-use std::fs;
 use std::path::{Path, PathBuf};
 
 /// The most bytes of a metrics file.
@@ -71,6 +72,11 @@ pub struct Arguments {
 /// Gathers, writes, prints.
 pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Failure> {
     let plan = cmd::plan::sound_plan(&arguments.file)?;
+    if let Some(path) = page_path(&arguments) {
+        overwritten::keep(&[&arguments.file], &path)?;
+        output::check(&path, &Mark::Page)?;
+    }
+    arguments.svg.iter().try_for_each(|folder| output::pictures(folder, PICTURES))?;
     if is_instance(&plan) && (arguments.model.is_some() || arguments.schedule.is_some()) {
         let flag = if arguments.model.is_some() { "--model" } else { "--schedule" };
         let what = format!("`{flag}` does not go with the plan of an instance");
@@ -230,6 +236,13 @@ fn other(arguments: &Arguments, plan: &Plan, mut costs: Costs, outer: u32, m: u3
     }
 }
 
+/// Where the page goes, where one is wanted.
+fn page_path(arguments: &Arguments) -> Option<PathBuf> {
+    let stem = arguments.file.file_stem().map(|stem| stem.to_string_lossy().into_owned()).unwrap_or_default();
+    let usual = || PathBuf::from(format!("{stem}.html"));
+    (arguments.html.is_some() || arguments.svg.is_none()).then(|| arguments.html.clone().unwrap_or_else(usual))
+}
+
 fn write(arguments: &Arguments, report: &Report<'_>, screen: &Screen) -> Result<(), Failure> {
     let mut written: Vec<(PathBuf, u64)> = Vec::new();
     let mut put = |path: PathBuf, bytes: &[u8]| -> Result<(), Failure> {
@@ -237,14 +250,10 @@ fn write(arguments: &Arguments, report: &Report<'_>, screen: &Screen) -> Result<
         written.push((path, bytes.len() as u64));
         Ok(())
     };
-    if arguments.html.is_some() || arguments.svg.is_none() {
-        let stem = arguments.file.file_stem().map(|stem| stem.to_string_lossy().into_owned()).unwrap_or_default();
-        let path = arguments.html.clone().unwrap_or_else(|| PathBuf::from(format!("{stem}.html")));
-        overwritten::keep(&[&arguments.file], &path)?;
+    if let Some(path) = page_path(arguments) {
         put(path, page::html(report).as_bytes())?;
     }
     if let Some(folder) = &arguments.svg {
-        fs::create_dir_all(folder).map_err(|error| Failure::file("make the folder", folder, error))?;
         for (name, picture) in page::pictures(report) {
             put(folder.join(name), picture.file().as_bytes())?;
         }

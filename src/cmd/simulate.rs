@@ -2,8 +2,9 @@
 
 use crate::failure::Failure;
 use crate::own::{self, Own};
+use crate::replaced::Mark;
 use crate::screen::Screen;
-use crate::{cmd, prediction, quantity, source, stages};
+use crate::{cmd, output, prediction, quantity, source, stages};
 use clap::Args;
 use compiler::export::trace::Trace;
 use compiler::export::trace::encode::encode;
@@ -63,6 +64,8 @@ pub struct Arguments {
 
 /// Simulates and prints.
 pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Failure> {
+    arguments.programs.iter().try_for_each(|path| output::check(path, &Mark::Program))?;
+    arguments.trace.iter().try_for_each(|path| output::check(path, &Mark::trace(path)))?;
     let plan = cmd::plan::sound_plan(&arguments.file)?;
     let what = format!("cannot simulate {}", arguments.file.display());
     if plan.cost == CostModel::Hybrid {

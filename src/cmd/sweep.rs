@@ -9,14 +9,13 @@ use crate::family::Family;
 use crate::narrow::{Give, fitted};
 use crate::screen::{Screen, clean};
 use crate::source::{self, Costs};
-use crate::{quantity, stages};
+use crate::{output, quantity, stages};
 use clap::Args;
-use compiler::export::sweep::{Figures, Largest, Point, Sweep, name};
+use compiler::export::sweep::{Figures, Largest, PICTURES, Point, Sweep, name};
 use compiler::plan::{ScheduleKind, coarse};
 use compiler::profile::cost_graph::CostGraph;
 use serde_json::json;
 use std::collections::BTreeMap;
-use std::fs;
 use std::path::{Path, PathBuf};
 
 /// The most rows that are asked for.
@@ -89,6 +88,7 @@ fn devices(text: &str) -> Result<u32, String> {
 /// Asks, prints, draws.
 pub fn run(arguments: Box<Arguments>, screen: &Screen) -> Result<(), Failure> {
     let mut sweep = Sweep::default();
+    arguments.svg.iter().try_for_each(|folder| output::pictures(folder, PICTURES))?;
     if let Some(path) = &arguments.file {
         sweep.points = points(&arguments, path, screen)?;
         screen.text(&table(&sweep.points, screen.width()));
@@ -100,7 +100,6 @@ pub fn run(arguments: Box<Arguments>, screen: &Screen) -> Result<(), Failure> {
     }
     let mut files = Vec::new();
     if let Some(folder) = &arguments.svg {
-        fs::create_dir_all(folder).map_err(|error| Failure::file("make the folder", folder, error))?;
         for (name, picture) in sweep.pictures() {
             source::write(&folder.join(name), picture.file().as_bytes())?;
             files.push(folder.join(name).display().to_string());
@@ -313,7 +312,7 @@ fn table(points: &[Point], width: Option<usize>) -> String {
         "most memory",
         "bubble",
         "sent a sample",
-        "data parallel",
+        "data parallel sends",
         "",
     ];
     let row = |point: &Point| {

@@ -13,6 +13,7 @@ use crate::loss::{Counted, Loss};
 use crate::metrics::{of_device, report, watched};
 use crate::model::{self, DEFAULT_MICRO_BATCH, Loaded};
 use crate::own::{self, Own};
+use crate::replaced::Mark;
 use crate::screen::Screen;
 use crate::seat::Seat;
 use crate::source::{self, Costs, Times};
@@ -171,7 +172,8 @@ pub fn run(mut arguments: Box<Arguments>, screen: &Screen) -> Result<(), Failure
             .into_iter()
             .flatten()
             .try_for_each(|path| output::check_tensors(path))?;
-        [&arguments.metrics, &arguments.trace].into_iter().flatten().try_for_each(|path| output::check(path))?;
+        arguments.metrics.iter().try_for_each(|path| output::check(path, &Mark::Metrics))?;
+        arguments.trace.iter().try_for_each(|path| output::check(path, &Mark::trace(path)))?;
     }
     // Asked only where the run may be begun again.
     let before = if arguments.processes.max_restarts > 0 { arguments.checkpoints.there() } else { Vec::new() };

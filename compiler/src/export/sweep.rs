@@ -127,6 +127,10 @@ impl Figures {
     }
 }
 
+/// The names that [`Sweep::pictures`] has at most.
+pub const PICTURES: [&str; 6] =
+    ["throughput.svg", "memory.svg", "communication.svg", "throughput-by-depth.svg", "bubble.svg", "largest.svg"];
+
 impl Sweep {
     /// The plots by the names of their files.
     pub fn pictures(&self) -> Vec<(&'static str, Svg)> {

@@ -39,6 +39,9 @@ pub fn html(report: &Report<'_>) -> String {
     text + &format!("<div id=\"hint\" hidden></div>\n<script>{SCRIPT}</script>\n</body>\n</html>\n")
 }
 
+/// The names that [`pictures`] has at most.
+pub const PICTURES: [&str; 4] = ["graph.svg", "memory.svg", "gantt.svg", "memory-over-time.svg"];
+
 /// The pictures by name, for papers.
 pub fn pictures(report: &Report<'_>) -> Vec<(&'static str, Svg)> {
     let mut all = vec![("graph.svg", graph::draw(report.plan)), ("memory.svg", memory::draw(report.plan))];
