@@ -281,6 +281,10 @@ fn what_verbs_answer_is_what_the_schema_of_answers_says() {
     fs::write(at.join("list.tsv"), "mlp.onnx\td.npz\tout.npz\nnone.onnx\td.npz\tout.npz\n").unwrap();
     fits("cases", "eval --batch-file list.tsv", 1);
     fits("man", "man -o pages", 0);
+    fits("completions", "completions zsh", 0);
+    fits("train", "train mlp.onnx --data d.npz --batch 2 --steps 2", 0);
+    fits("show", "cluster show --levels 2:9GB/s,2:1GB/s", 0);
+    fits("bench", "cluster bench", 0);
     fits("quickstart", "quickstart --model mlp --dir quick --epochs 1", 0);
     let mut broken: Value = parsed(&fs::read_to_string(at.join("one.json")).unwrap());
     broken["predicted"]["minibatch_us"] = json!(1.0);

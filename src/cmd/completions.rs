@@ -5,6 +5,7 @@ use crate::failure::Failure;
 use crate::screen::Screen;
 use clap::{Args, CommandFactory};
 use clap_complete::Shell;
+use serde_json::json;
 
 /// Which shell.
 #[derive(Debug, Args)]
@@ -21,6 +22,8 @@ pub struct Arguments {
 pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Failure> {
     let mut script = Vec::new();
     clap_complete::generate(arguments.shell, &mut Cli::command(), "pipec", &mut script);
-    screen.document(&String::from_utf8_lossy(&script));
+    let script = String::from_utf8_lossy(&script);
+    screen.verbatim(&script);
+    screen.json(&json!({"shell": arguments.shell.to_string(), "script": script}));
     Ok(())
 }
