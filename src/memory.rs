@@ -28,6 +28,12 @@ pub fn of_graph(graph: &Graph) -> u64 {
     values.fold(0, |sum: u64, value| sum.saturating_add(graph.fact(value).bytes().unwrap_or(0)))
 }
 
+/// Bytes of data that is made up: so many items, and their teacher's answers beside.
+pub fn of_data(feeds: &[Named], items: u64) -> u64 {
+    let item = feeds.iter().fold(0, |sum: u64, feed| sum.saturating_add(feed.bytes as u64));
+    item.saturating_mul(items).saturating_mul(2)
+}
+
 /// Bytes that all workers hold while they train.
 pub fn of_training(codes: &[StageCode], program: &Program, optimizer: &Optimizer) -> u64 {
     let stages = of_stages(codes, program, optimizer);

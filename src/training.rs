@@ -236,7 +236,8 @@ pub fn prepare(task: &mut Task<'_>) -> Result<Prepared, Failure> {
         },
         count: StepCount { minibatches: steps, microbatches: task.microbatches },
     };
-    let pipeline = capped(pipeline(task.plan).map_err(|error| fail(&error))?, &task.in_flight)?;
+    let pipeline =
+        capped(pipeline(task.plan).map_err(|error| fail(&error).help(advice::schedule(&error)))?, &task.in_flight)?;
     let mut sharing = None;
     let program = |pipeline: &Pipeline| match task.own {
         None => schedule(settings.schedule, pipeline, settings.count),
@@ -256,22 +257,29 @@ pub fn prepare(task: &mut Task<'_>) -> Result<Prepared, Failure> {
         (PrepareError::Schedule(_), Some(_)) => fail(&error),
         (PrepareError::Program(_), None) => Failure::bug(&error.to_string()),
         (PrepareError::Loss(loss), _) => fail(&error).help(advice::loss(loss)),
-        (PrepareError::Schedule(_), None) => {
-            fail(&error).help("`1f1b-rr` takes whole minibatches, `1f1b` and `gpipe` micro-batches")
-        }
-        _ => fail(&error),
+        _ => match advice::prepare(&error) {
+            Some(help) => fail(&error).help(help),
+            None => fail(&error),
+        },
     })?;
     for (code, stage) in made.codes.iter_mut().zip(&task.plan.stages) {
         // A program from a file need not say it: then each backward does it by itself.
         code.recompute |= stage.recompute;
         code.buckets = stage.buckets.iter().map(|bucket| bucket.parameters.clone()).collect();
     }
+    let feeds = train::feeds(&made.codes);
+    // What is read from a file is in memory by now.
+    let made_up = match task.data {
+        Data::Synthetic(_) => memory::of_data(&feeds, u64::from(task.microbatches) * SYNTHETIC_MINIBATCHES as u64),
+        Data::Arrays(_) => 0,
+    };
+    let held =
+        memory::of_training(&made.codes, &made.program, task.optimizer).saturating_mul(task.tensor.max(1) as u64);
     memory::check(
         "training",
-        memory::of_training(&made.codes, &made.program, task.optimizer).saturating_mul(task.tensor.max(1) as u64),
+        held.saturating_add(made_up),
         "a smaller `--batch`, fewer minibatches in flight (`--in-flight`) or more `--microbatches` need less",
     )?;
-    let feeds = train::feeds(&made.codes);
     let item_rows = task.batch as usize / task.microbatches as usize;
     let subject = subject(task, loss);
     let arrays = match std::mem::replace(&mut task.data, Data::Synthetic(0)) {
@@ -573,7 +581,8 @@ fn capped(pipeline: Pipeline, in_flight: &InFlight) -> Result<Pipeline, Failure>
         InFlight::Given(caps) => Err(Failure::input(format!(
             "`--in-flight` gives {} caps for {stages} stages; each is at least 1",
             caps.len()
-        ))),
+        ))
+        .help(format!("`--in-flight {}` is the least, auto chooses", vec!["1"; stages].join(",")))),
     }
 }
 

@@ -7,6 +7,7 @@ use crate::device::cpu::half::is_half;
 use crate::memory;
 use crate::statistics::{Follow, follows};
 use crate::steps::{Place, Planned, Sequence, Slot, tasks};
+use compiler::export::quantity;
 use compiler::graph::{Graph, order};
 use compiler::op::{Layout as Split, NodeId, Op, Value};
 use compiler::pass::backward::{Arriving, Backward, BackwardError, Made, Read, backward};
@@ -34,9 +35,9 @@ pub enum CompileError {
     Bug(#[from] PassBug),
     #[error(transparent)]
     Backward(Box<BackwardError>),
-    #[error("`{node}` needs {needed} bytes for its inputs and outputs, the machine has {available} left")]
+    #[error("`{node}` needs {} for its inputs and outputs, the machine has {} left", quantity::bytes(*needed), quantity::bytes(*available))]
     Memory { node: String, needed: u64, available: u64 },
-    #[error("a stage needs {needed} bytes, the machine has {available} left")]
+    #[error("a stage needs {}, the machine has {} left", quantity::bytes(*needed), quantity::bytes(*available))]
     StageMemory { needed: u64, available: u64 },
     #[error(transparent)]
     Share(#[from] ChooseError),

@@ -44,7 +44,7 @@ pub enum ScheduleError {
     EmptyStage { stage: usize, replicas: u32, cap: u32 },
     #[error("{workers} workers; the most a program can have is {most}")]
     TooManyWorkers { workers: u64, most: u64 },
-    #[error("the {what} takes {microseconds} us; expected 0 to 1e9")]
+    #[error("the {what} takes {microseconds:.0} us; expected 0 to 1e9, a thousand seconds")]
     BadTime { what: String, microseconds: f64 },
     #[error("{what}")]
     BadRanks { what: String },

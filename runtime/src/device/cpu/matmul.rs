@@ -36,12 +36,11 @@ fn batched<T: Real>(op: &MatMul, a: &Layout, b: &Layout, c: &Layout) -> Option<F
     let shared_b = b_lead.iter().all(|&d| d == 1);
     let strides = [row_major(shape), stretched(&a_lead, shape), stretched(&b_lead, shape)];
     let walk = Walk::new(shape, [&strides[0], &strides[1], &strides[2]], [0; 3])?;
-    // Which matrices of a, b and c belong together.
-    let mut matrices: Vec<[usize; 3]> = walk.elements().map(|[c_at, a_at, b_at]| [a_at, b_at, c_at]).collect();
+    let matrices: usize = shape.iter().product();
     // One right operand for a batch of left ones is one tall product.
-    if shared_b && !op.transpose_a && a_lead.iter().product::<usize>() == matrices.len() && matrices.len() > 1 {
-        m *= matrices.len();
-        matrices = vec![[0; 3]];
+    let is_tall = shared_b && !op.transpose_a && a_lead.iter().product::<usize>() == matrices && matrices > 1;
+    if is_tall {
+        m *= matrices;
     }
     let a_strides = if op.transpose_a { (1, m) } else { (k, 1) };
     let b_strides = if op.transpose_b { (1, k) } else { (n, 1) };
@@ -52,7 +51,8 @@ fn batched<T: Real>(op: &MatMul, a: &Layout, b: &Layout, c: &Layout) -> Option<F
         let c: &mut [T] = cast_slice_mut(outputs[0]);
         let turned = &mut cast_slice_mut::<u8, T>(&mut workspace[..if turn { k * n * size_of::<T>() } else { 0 }])[..];
         let mut held = None;
-        for &[a_at, b_at, c_at] in &matrices {
+        // Which matrices of c, a and b belong together is walked, and never listed: a planner asks kernels of any batch what they hold.
+        for [c_at, a_at, b_at] in walk.elements().take(if is_tall { 1 } else { matrices }) {
             let a = Matrix { values: &a[a_at * m * k..(a_at + 1) * m * k], strides: a_strides };
             let b = &b[b_at * k * n..(b_at + 1) * k * n];
             if turn && held != Some(b_at) {

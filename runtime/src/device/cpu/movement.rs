@@ -151,7 +151,7 @@ fn pick_as<T: Pod + Send + Sync>(y: &Layout, strides: &[isize], start: isize) ->
         let (rows, [row, _]) = joined.remove(dense);
         let (shape, rest): (Vec<usize>, Vec<[isize; 2]>) = joined.into_iter().unzip();
         let [y_rest, x_rest] = [0, 1].map(|i| rest.iter().map(|s| s[i]).collect::<Vec<_>>());
-        let squares = Walk::new(&shape, [&y_rest, &x_rest], [0, start])?.elements().collect();
+        let squares = Walk::new(&shape, [&y_rest, &x_rest], [0, start])?;
         return Some(swap::<T>(squares, [rows, columns], [row as usize, step as usize]));
     }
     let walk = Walk::new(&y.shape, [&own, strides], [0, start])?;
@@ -173,10 +173,10 @@ fn pick_as<T: Pod + Send + Sync>(y: &Layout, strides: &[isize], start: isize) ->
 }
 
 /// Transposes matrices from each pair of first indices.
-fn swap<T: Pod>(matrices: Vec<[usize; 2]>, sizes: [usize; 2], [row, step]: [usize; 2]) -> Fast {
+fn swap<T: Pod>(matrices: Walk<2>, sizes: [usize; 2], [row, step]: [usize; 2]) -> Fast {
     Fast::new(move |inputs, outputs, _| {
         let (x, y) = (cast_slice::<u8, T>(inputs[0]), cast_slice_mut::<u8, T>(outputs[0]));
-        for &[y_at, x_at] in &matrices {
+        for [y_at, x_at] in matrices.elements() {
             transpose_matrix(&x[x_at..], step, &mut y[y_at..], row, sizes);
         }
         Ok(())
