@@ -129,10 +129,16 @@ fn quantity(text: &str, what: &'static str, example: &'static str, units: &[(&st
     }
     let Some((_, factor)) = units.iter().find(|(name, _)| *name == unit) else {
         let names = units.iter().map(|(name, _)| *name);
-        // `Gbps` counts bits.
-        let bits = unit.strip_suffix("bps").map(|prefix| format!("{prefix}bit/s"));
-        let rate = names.clone().find(|name| name.strip_suffix("/s") == Some(unit) || bits.as_deref() == Some(name));
-        let meant = rate.map_or_else(|| hint(unit, names.clone()), |rate| format!("; did you mean `{rate}`?"));
+        let rate =
+            units.iter().find(|(name, _)| name.strip_suffix("/s") == Some(unit) || rate(unit).as_deref() == Some(name));
+        let meant = match rate {
+            // How much it is, so that nobody takes bits for bytes.
+            Some((name, factor)) if name.ends_with("bit/s") => {
+                format!("; `{number}{name}` is {}", BytesPerSecond(number * factor))
+            }
+            Some((name, _)) => format!("; did you mean `{name}`?"),
+            None => hint(unit, names.clone()),
+        };
         let known = names.collect::<Vec<_>>().join(", ") + &meant;
         return Err(UnitError::Unknown { text: shown(text), unit: shown(unit), quantity: what, known });
     };
@@ -142,6 +148,17 @@ fn quantity(text: &str, what: &'static str, example: &'static str, units: &[(&st
     } else {
         Err(UnitError::Range { text: shown(text), quantity: what, range: "finite" })
     }
+}
+
+// The rate that is known by another name elsewhere: `gbps`, `Gb/s` and `Gbits` count bits, `GBps` bytes.
+fn rate(unit: &str) -> Option<String> {
+    let bytes = unit.strip_suffix("Bps").map(|prefix| (prefix, "B/s"));
+    let small = unit.to_ascii_lowercase();
+    let bits = ["bps", "bits/s", "bit/s", "bits", "bit"].iter().find_map(|end| small.strip_suffix(end));
+    let bits = bits.or_else(|| unit.strip_suffix("b/s")).map(|prefix| (prefix, "bit/s"));
+    let (prefix, name) = bytes.or(bits)?;
+    let known = ["", "k", "M", "G", "T"].into_iter().find(|known| known.eq_ignore_ascii_case(prefix))?;
+    Some(format!("{known}{name}"))
 }
 
 // Text from a file goes into messages without control characters and never at full length.
@@ -203,7 +220,13 @@ mod tests {
         assert!(matches!(bandwidth("nanGB/s"), Err(UnitError::NoNumber { .. })));
         assert!(matches!(bytes("0GB"), Err(UnitError::Range { .. })));
         assert!(matches!(bytes("9999999TB"), Err(UnitError::Range { .. })));
-        assert!(bandwidth("10Gbps").unwrap_err().to_string().ends_with("did you mean `Gbit/s`?"));
+        for bits in ["10Gbps", "10gbps", "10Gb/s", "10gbit", "10Gbits", "10 gbit/s", "10GBIT/S"] {
+            let told = bandwidth(bits).unwrap_err().to_string();
+            assert!(told.ends_with("; `10Gbit/s` is 1.25GB/s"), "{told}");
+        }
+        assert!(bandwidth("10Mb/s").unwrap_err().to_string().ends_with("; `10Mbit/s` is 1.25MB/s"));
+        assert!(bandwidth("10GBps").unwrap_err().to_string().ends_with("did you mean `GB/s`?"));
+        assert!(bandwidth("10GB").unwrap_err().to_string().ends_with("did you mean `GB/s`?"));
         assert!(matches!(seconds("µ"), Err(UnitError::NoNumber { .. })));
         assert!(matches!(bytes(""), Err(UnitError::NoNumber { .. })));
     }
