@@ -3,7 +3,8 @@
     torchrun --nproc-per-node N train.py --model model.pt2 --data train.npz --loss cross-entropy
 
 N is the number of ranks times the replicas, both of stages.json. The data file's arrays are named by the model's inputs, the labels
-`target` or `y`; rows are taken in order. The order of work is run by torch.distributed.pipelining's _PipelineScheduleRuntime, which is
+`target` or `y`; rows are taken in order, once or for so many --epochs, and trained.pt is the state dict that comes of it. The optimizer is plain
+SGD: `Trainer` is the place for another one, and for rows that are shuffled. The order of work is run by torch.distributed.pipelining's _PipelineScheduleRuntime, which is
 private to torch: stages.json says which version this was made for.
 """
 
@@ -27,11 +28,12 @@ def arguments():
     parser.add_argument("--module", help="package.module:function that returns a module and its example inputs")
     parser.add_argument("--data", required=True, help="arrays of inputs and labels")
     parser.add_argument("--loss", default="cross-entropy", help="cross-entropy, mse, or package.module:function [default: %(default)s]")
-    parser.add_argument("--steps", type=int, default=1)
+    parser.add_argument("--epochs", type=int, default=1, help="times through the data [default: %(default)s]")
+    parser.add_argument("--steps", type=int, help="minibatches, in place of --epochs")
     parser.add_argument("--lr", type=float, default=0.01)
     parser.add_argument("--schedule", default=str(HERE / "schedule.csv"), help="the order of work [default: schedule.csv]")
     parser.add_argument("--save-gradients", help="where to write the gradients of the last step, by parameter, as npz")
-    parser.add_argument("--save", help="where to write parameters and buffers after the last step, as npz")
+    parser.add_argument("--save", default="trained.pt", help="where to write parameters and buffers: a state dict, or .npz [default: %(default)s]")
     told = parser.parse_args()
     if (told.model is None) == (told.module is None):
         parser.error("one of --model and --module says what to train")
@@ -106,6 +108,10 @@ class Trainer:
         self.parameters = {name: p for module in self.modules for name, p in module.named_parameters() if p.requires_grad}
         self.optimizer = torch.optim.SGD(self.parameters.values(), lr=told.lr) if self.parameters else None
 
+    def minibatches(self):
+        """Whole minibatches of the data, or one."""
+        return max(1, self.target.shape[0] // (self.items * self.plan["micro_batch"]))
+
     def rows(self, array, item):
         """The rows of one micro-batch; they start again where the data ends."""
         size = self.plan["micro_batch"]
@@ -161,20 +167,24 @@ def main():
     if dist.get_rank() == 0 and not torch.__version__.startswith(plan["torch"] + "."):
         print(f"warning: made for torch {plan['torch']}, this is {torch.__version__}: the schedule runtime is private and may differ")
     trainer = Trainer(told, plan)
-    for number in range(told.steps):
+    steps = told.steps if told.steps is not None else told.epochs * trainer.minibatches()
+    for number in range(steps):
         loss = trainer.step(number)
         if dist.get_rank() == 0:
             print(f"step {number + 1}  loss {loss:.9g}", flush=True)
-        if number + 1 == told.steps and told.save_gradients:
+        if number + 1 == steps and told.save_gradients:
             found = trainer.gathered({name: p.grad for name, p in trainer.parameters.items() if p.grad is not None})
             if dist.get_rank() == 0:
                 numpy.savez(told.save_gradients, **found)
         if trainer.optimizer:
             trainer.optimizer.step()
-    if told.save:
-        found = trainer.gathered({name: value.detach() for module in trainer.modules for name, value in module.state_dict().items()})
-        if dist.get_rank() == 0:
+    found = trainer.gathered({name: value.detach() for module in trainer.modules for name, value in module.state_dict().items()})
+    if dist.get_rank() == 0:
+        if told.save.endswith(".npz"):
             numpy.savez(told.save, **found)
+        else:
+            torch.save({name: torch.from_numpy(numpy.asarray(value)) for name, value in found.items()}, told.save)
+        print(f"wrote {told.save}", flush=True)
     dist.destroy_process_group()
 
 
