@@ -1,5 +1,6 @@
 //! What to do next, for refusals of the rooms below: these say what is wrong and where, and know no command line.
 
+use crate::kind;
 use crate::loss::Loss;
 use compiler::cluster::read::ClusterError;
 use compiler::import::fx::error::FxError;
@@ -11,9 +12,12 @@ use compiler::import::onnx::name::shown;
 use compiler::import::supply;
 use compiler::pass::loss::{LossError, TARGET};
 use compiler::plan::problem::ProblemError;
+use compiler::schedule::error::ScheduleError;
 use compiler::wording::near::nearest;
+use runtime::compile::CompileError;
 use runtime::data::DataError;
 use runtime::link::fate::LinkError;
+use runtime::prepare::PrepareError;
 use runtime::weights::FileError;
 use std::fs;
 use std::io::ErrorKind;
@@ -76,7 +80,7 @@ pub fn import(path: &Path, error: &ImportError) -> String {
             "export or download the model again; a whole file has the size that its source names".to_string()
         }
         ImportError::NoArchive { .. } => "run these lines where the model is defined".to_string(),
-        ImportError::Archive(error) if error.shows_export() => "run these lines where the model is defined".to_string(),
+        ImportError::Archive(error) if error.shows_export() => kind::unexported(path).to_string(),
         ImportError::Archive(FxError::Ends { .. } | FxError::Zip(_) | FxError::EntrySize { .. }) => {
             "export the model again, or copy the file again: a whole one has the size that its source names".to_string()
         }
@@ -142,7 +146,24 @@ pub fn problem(error: &ProblemError) -> Option<String> {
                 .to_string()
         }
         ProblemError::TooManyReplicas { wanted, .. } => {
-            format!("fewer replicas, or {wanted} devices: `--gpus {wanted}`")
+            format!("fewer replicas, or {wanted} devices: `--gpus {wanted}`, of `pipec train` `--workers {wanted}`")
+        }
+        ProblemError::EmptyCut { .. } => {
+            "each cut has ops before it and behind it that no other cut parts off: `pipec inspect MODEL --text` lists them in order"
+                .to_string()
+        }
+        ProblemError::TooLarge { method: "planning", limit, .. } => {
+            format!("at most {limit} devices: `--gpus {limit}`; more are groups that share stages, as of `--tensor 8`")
+        }
+        ProblemError::TooLarge { method: "exhaustive", .. } => "without `--partitioner` any model is planned".to_string(),
+        ProblemError::Setting { what, .. } if what.contains("in-flight") => {
+            "`--in-flight 1` is the least, a number for each stage; `auto` chooses".to_string()
+        }
+        ProblemError::Unmet { what } if what.contains("pin") => "name the op in one `--pin` only".to_string(),
+        ProblemError::Unmet { what } if what.contains("all constraints") => {
+            "leave one constraint out to see which it is: what an op reads stands in its own stage or an earlier one, as \
+             `pipec inspect MODEL --text` has them in order"
+                .to_string()
         }
         ProblemError::TooManyStages { ops, .. } => format!("at most {ops} stages"),
         ProblemError::NoStage { most, .. } => {
@@ -260,6 +281,26 @@ fn shape(got: &[usize], expected: &[usize]) -> String {
     };
     format!("{what}; `pipec inspect MODEL` shows the inputs")
 }
+
+/// About stages that are not prepared for training.
+pub fn prepare(error: &PrepareError) -> Option<&'static str> {
+    match error {
+        PrepareError::Schedule(error) => Some(schedule(error)),
+        PrepareError::Compile(CompileError::Memory { .. } | CompileError::StageMemory { .. }) => Some(SMALLER),
+        _ => None,
+    }
+}
+
+/// About an order of work that a plan or the flags beside it do not have.
+pub fn schedule(error: &ScheduleError) -> &'static str {
+    match error {
+        ScheduleError::BadTime { .. } => SMALLER,
+        _ => "`1f1b-rr` takes whole minibatches, `1f1b` and `gpipe` micro-batches",
+    }
+}
+
+/// What makes less of an item.
+const SMALLER: &str = "a smaller `--batch`, or more `--microbatches` under a schedule that takes them";
 
 /// About processes that do not come together.
 pub fn link(error: &LinkError) -> Option<&'static str> {

@@ -61,12 +61,17 @@ impl Source {
     /// The model of a plan.
     pub fn of_plan(path: &Path, profile: Option<&str>, plan: &Plan, screen: &Screen) -> Result<Source, Failure> {
         let is_measured = plan.profile.method == Method::Measured && source::format_of(path) != Format::Pipedream;
-        if is_measured && profile.is_none() {
-            return Err(Failure::input("the plan was made from a profile").help("`--profile FILE` names it"));
-        }
         let mut import = Import::default();
         import.follow(&plan.model.import);
-        let mut source = Source::open(path, profile, &import, screen)?;
+        let mut source = Source::open(path, profile.or(is_measured.then_some("analytic")), &import, screen)?;
+        if is_measured && profile.is_none() {
+            // Another model would want another profile.
+            if let Kind::Analytic(loaded, _) = &source.kind {
+                let ops = loaded.profiled().ops as usize;
+                whose::check(plan, &loaded.planned(ops, plan.model.import.loss.clone()))?;
+            }
+            return Err(unprofiled(path, plan));
+        }
         source.counted = Counted::read(plan.model.import.loss.as_deref())?;
         if let Kind::Analytic(_, device @ None) = &mut source.kind {
             *device = Some(planned_device(plan));
@@ -150,6 +155,16 @@ impl Source {
         whose::check(plan, &costs.model)?;
         Ok(costs)
     }
+}
+
+/// The times of a plan's ops are measured, and neither the plan nor the model has them.
+fn unprofiled(path: &Path, plan: &Plan) -> Failure {
+    let is_it = |path: &PathBuf| source::read_profile(path).is_ok_and(|(sha256, _)| sha256 == plan.profile.sha256);
+    let found = [source::default_output(path, "profile"), PathBuf::from("profile.json")].into_iter().find(is_it);
+    let named = found.map_or("FILE".to_string(), |found| found.display().to_string());
+    Failure::input("the profile that the plan was made from is not named")
+        .because("what each op takes was measured, and stands in that profile alone")
+        .help(format!("`--model {} --profile {named}` names it", path.display()))
 }
 
 /// The device whose data sheet gave the plan's costs.

@@ -7,13 +7,14 @@ use crate::screen::Screen;
 use crate::stages;
 use crate::terms::{differences, terms};
 use crate::training::{Prepared, Task};
+use crate::{advice, kind};
 use compiler::import::onnx::name::shown;
 use compiler::schedule::Schedule;
 use compiler::tensor::Tensor;
 use runtime::checkpoint::find::{self, FindError, Found};
 use runtime::checkpoint::keeper::{Kept, Saved};
 use runtime::checkpoint::lock::{self, Held, LockError};
-use runtime::checkpoint::manifest::{FILE, Manifest};
+use runtime::checkpoint::manifest::{Dealt, DealtStage, FILE, Manifest};
 use runtime::checkpoint::start::{Start, StartError, check_states};
 use runtime::rate::Shape;
 use std::cell::RefCell;
@@ -53,6 +54,10 @@ pub fn refuse_other_runs(folder: &Path, resume: Option<Resume<'_>>, is_held: boo
         Some(Resume::Newest(_)) => return Ok(()),
         Some(Resume::From(from)) if is_here(from) => return Ok(()),
         _ => {}
+    }
+    if folder.is_file() {
+        let why = format!("{} is a file, and checkpoints are folders within a folder", folder.display());
+        return Err(Failure::input("cannot write checkpoints").because(why).help("`--checkpoint-dir ck` makes one"));
     }
     let found = find::known(folder).map_err(|error| Failure::input("cannot write checkpoints").because(error))?;
     let Some((_, newest)) = found.first() else { return Ok(()) };
@@ -114,14 +119,30 @@ pub fn begin(
 }
 
 fn unreadable(folder: &Path, fault: &FindError) -> Failure {
-    let failure = Failure::input(format!("cannot go on from {}", folder.display())).because(fault);
+    let failure = refused(folder);
+    if !folder.exists() {
+        return failure.because("there is no such folder").help(advice::absent(folder)).and(NEWEST);
+    }
+    if folder.is_file() {
+        let failure = failure.because("it is a file, and a checkpoint is a folder");
+        return failure.help(match kind::no_model(folder) {
+            Some(_) => {
+                format!("`--weights {}` begins another run with the weights of a file; {NEWEST}", folder.display())
+            }
+            None => NEWEST.to_string(),
+        });
+    }
+    let failure = failure.because(fault);
     match find::all(folder).ok().and_then(|all| all.into_iter().next()) {
         Some((_, newest)) if !folder.join(FILE).exists() => {
             failure.help(format!("checkpoints have folders of their own: `--resume {}`", newest.display()))
         }
-        _ => failure.help("`--resume auto` takes the newest complete checkpoint of `--checkpoint-dir`"),
+        _ => failure.help(NEWEST),
     }
 }
+
+/// What asks for no name.
+const NEWEST: &str = "`--resume auto` takes the newest complete checkpoint of `--checkpoint-dir`";
 
 fn refused(folder: &Path) -> Failure {
     Failure::input(format!("cannot go on from {}", folder.display()))
@@ -243,10 +264,10 @@ fn told(
         return;
     }
     let flushes = |name: &str| name.parse::<Schedule>().is_ok_and(Schedule::flushes);
-    let (before, now) = (shown(&manifest.plan.schedule), &here.schedule);
-    if !(flushes(&manifest.plan.schedule) && flushes(now)) {
+    if !(flushes(&manifest.plan.schedule) && flushes(&here.schedule)) {
+        let apart = apart(&manifest.plan, &here);
         screen.warn(&format!(
-            "the checkpoint is of another plan (schedule {before}, now {now}), and without a flush only the same plan goes on exactly: every stage \
+            "the checkpoint is of another plan ({apart}), and without a flush only the same plan goes on exactly: every stage \
              begins with one version of its weights, and the numbers are not those of a run that was never interrupted"
         ));
     } else if manifest.plan.microbatches != here.microbatches {
@@ -258,6 +279,26 @@ fn told(
     } else {
         screen.note("under another plan than before; each parameter and its optimizer's state is found by name");
     }
+}
+
+/// What two ways to deal out work have apart, in words: the first thing that decides the rest.
+fn apart(before: &Dealt, now: &Dealt) -> String {
+    let list = |of: &dyn Fn(&DealtStage) -> u32, plan: &Dealt| {
+        plan.stages.iter().map(|stage| of(stage).to_string()).collect::<Vec<_>>().join(",")
+    };
+    let stages = |plan: &Dealt| stages::plural(plan.stages.len() as u64, "stage", "stages");
+    let told =
+        |what: &str, before: &str, now: &str| (before != now).then(|| format!("{what}{}, now {now}", shown(before)));
+    let count = |plan: &Dealt| plan.microbatches.to_string();
+    let replicas = |plan: &Dealt| list(&|stage| stage.replicas, plan);
+    let caps = |plan: &Dealt| list(&|stage| stage.cap, plan);
+    told("schedule ", &before.schedule, &now.schedule)
+        .or_else(|| told("", &stages(before), &stages(now)))
+        .or_else(|| told("replicas ", &replicas(before), &replicas(now)))
+        .or_else(|| told("micro-batches ", &count(before), &count(now)))
+        .or_else(|| told("staleness ", &before.staleness, &now.staleness))
+        .or_else(|| told("in flight ", &caps(before), &caps(now)))
+        .unwrap_or_else(|| "its stages end after other ops".to_string())
 }
 
 /// What the writer of checkpoints must know.

@@ -33,7 +33,8 @@ pub fn freeze(graph: &mut Graph, patterns: &[String]) -> Result<(), Failure> {
         }
     }
     match left {
-        0 if !patterns.is_empty() => Err(Failure::input("`--freeze` leaves no parameter to train")),
+        0 if !patterns.is_empty() => Err(Failure::input("`--freeze` leaves no parameter to train")
+            .help("name fewer, as `--freeze 'encoder.*'`; `pipec eval` runs a model that is not to be trained")),
         _ => Ok(()),
     }
 }

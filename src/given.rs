@@ -29,6 +29,9 @@ pub fn read(path: &Path, what: &str) -> Result<BTreeMap<String, Tensor>, Failure
         }
         let help = match &error {
             FileError::Read { fault, .. } if fault.kind() == ErrorKind::NotFound => advice::absent(path),
+            FileError::Read { fault, .. } if fault.kind() == ErrorKind::PermissionDenied => {
+                "check its permissions".to_string()
+            }
             FileError::Extension { .. } => "`numpy.savez(\"train.npz\", x=…, y=…)` writes a file of arrays".to_string(),
             FileError::Early { .. } => {
                 "write the file again, or copy it again: what is missing cannot be read".to_string()

@@ -20,7 +20,15 @@ pub fn initial(loaded: &Loaded, file: Option<&Path>, screen: &Screen) -> Result<
     let Some(path) = file else { return loaded.weights() };
     let fail = |error: &dyn std::fmt::Display| Failure::input("cannot read the weights").because(error);
     let mut given = match path.is_dir() {
-        true => find::read_weights(path).map_err(|error| fail(&error))?,
+        true => find::read_weights(path).map_err(|error| {
+            let help = match find::all(path).ok().and_then(|all| all.into_iter().next()) {
+                Some((_, newest)) => {
+                    format!("it has checkpoints, which are folders of their own: `--weights {}`", newest.display())
+                }
+                None => "`--weights` takes a file of tensors, or the folder of one checkpoint".to_string(),
+            };
+            fail(&error).help(help)
+        })?,
         false => weights::read(path).map_err(|error| fail(&error).help(advice::weights(path, &error)))?,
     };
     let mut all = loaded.known_weights();

@@ -28,6 +28,9 @@ fn looked_at(bytes: &[u8]) -> Option<(Holds, &'static str, &'static str)> {
             (Holds::Model, "it looks like a .pt2, a model that torch.export.save wrote", MODEL)
         }
         () if starts(b"PK") && has(b".npy") => (Holds::Arrays, "it looks like an .npz, an archive of arrays", ARRAYS),
+        () if starts(b"PK") && has(b"code/__torch__") => {
+            (Holds::Other, "it looks like TorchScript, which pipec never reads", SCRIPTED)
+        }
         () if starts(b"PK") && has(b"data.pkl") => (
             Holds::Other,
             "it looks like a pickle that torch.save wrote, which pipec never reads",
@@ -39,6 +42,17 @@ fn looked_at(bytes: &[u8]) -> Option<(Holds, &'static str, &'static str)> {
         () if is_onnx(bytes) => (Holds::Model, "it looks like an ONNX model", MODEL),
         () => return None,
     })
+}
+
+/// What to do with TorchScript.
+const SCRIPTED: &str = "`torch.export` takes the module that was scripted or traced: run these lines where it is defined, not on what torch.jit.load gives";
+
+/// What to do with a file of torch that holds no exported program.
+pub fn unexported(path: &Path) -> &'static str {
+    match start(path).and_then(|start| looked_at(&start)) {
+        Some((_, _, help)) if help == SCRIPTED => SCRIPTED,
+        _ => "run these lines where the model is defined",
+    }
 }
 
 /// What a file is that is no model, where that shows in its first bytes or its name, and what to do with it.

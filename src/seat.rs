@@ -284,6 +284,7 @@ fn unmet(error: LinkError) -> Failure {
     let help = advice::link(&error);
     let failure = match error {
         LinkError::Bug { .. } => Failure::bug(&error.to_string()),
+        LinkError::Address { .. } => Failure::input("the processes of the run cannot come together").because(&error),
         _ => Failure::no("the processes of the run do not come together").because(&error),
     };
     help.into_iter().fold(failure, Failure::help)

@@ -54,10 +54,18 @@ pub fn advised(mut error: Error, command: &Command, arguments: &[String]) -> Err
                 }
             }
         }
-        (ErrorKind::MissingRequiredArgument, ..) if takes_model(verb) => tip(
-            &mut error,
-            &format!("`pipec zoo gpt -o gpt.onnx` writes a model to try: `pipec {} gpt.onnx`", verb.get_name()),
-        ),
+        (ErrorKind::MissingRequiredArgument, ..) if lacking(&error).is_some() => {
+            let told = lacking(&error).unwrap_or_default();
+            tip(&mut error, told);
+        }
+        (ErrorKind::MissingRequiredArgument, ..) if takes_model(verb) => {
+            let gpus = if verb.get_name() == "sweep" { " --gpus 2,4" } else { "" };
+            let told = format!(
+                "`pipec zoo gpt -o gpt.onnx` writes a model to try: `pipec {} gpt.onnx{gpus}`",
+                verb.get_name()
+            );
+            tip(&mut error, &told);
+        }
         (ErrorKind::ValueValidation, ..) => match text(ContextKind::InvalidValue) {
             Some(value) if value.contains(',') && value.replace(',', ".").parse::<f64>().is_ok() => {
                 tip(&mut error, &format!("numbers are written with a point: `{}`", value.replace(',', ".")));
@@ -84,8 +92,15 @@ pub fn advised(mut error: Error, command: &Command, arguments: &[String]) -> Err
                 tip(&mut error, &format!("`{flag}` takes nothing below 0"));
                 return error;
             }
-            if let Some(flag) = meant(verb, &said) {
-                tip(&mut error, &format!("`{said}` is no flag here; was `--{flag}` meant?"));
+            let place = positional(verb, &said)
+                .map(|name| format!("what it names comes first, without a flag: `pipec {} {name}`", verb.get_name()));
+            if let Some(told) = place
+                .or_else(|| meant(verb, &said).map(|flag| format!("`{said}` is no flag here; was `--{flag}` meant?")))
+            {
+                // What sounds alike is not what was meant.
+                error = Error::new(ErrorKind::UnknownArgument).with_cmd(command);
+                error.insert(ContextKind::InvalidArg, ContextValue::String(said));
+                tip(&mut error, &told);
                 return error;
             }
             if let Some(whole) = begun(verb, &said) {
@@ -117,8 +132,8 @@ fn negative<'a>(verb: &Command, arguments: &'a [String], said: &str) -> Option<&
     pairs.find_map(|pair| takes(&pair[0]).then(|| pair[0].as_str()))
 }
 
-/// What other tools call by one letter, and our flags that may be meant, the likeliest first.
-const LETTERS: [(&str, &[&str]); 8] = [
+/// What other tools and verbs call otherwise, and our flags that may be meant, the likeliest first.
+const ELSEWHERE: [(&str, &[&str]); 29] = [
     ("-n", &["gpus", "steps", "minibatches"]),
     ("-g", &["gpus"]),
     ("-b", &["batch", "micro-batch"]),
@@ -127,11 +142,58 @@ const LETTERS: [(&str, &[&str]); 8] = [
     ("-p", &["plan", "profile"]),
     ("-m", &["memory", "microbatches"]),
     ("-s", &["stages", "schedule"]),
+    ("--tp", &["tensor"]),
+    ("--tp-size", &["tensor"]),
+    ("--tensor-parallel-size", &["tensor"]),
+    ("--tensor-model-parallel-size", &["tensor"]),
+    ("--pp", &["max-stages", "stages"]),
+    ("--pp-size", &["max-stages", "stages"]),
+    ("--pipeline-parallel-size", &["max-stages", "stages"]),
+    ("--pipeline-model-parallel-size", &["max-stages", "stages"]),
+    ("--num-stages", &["max-stages", "stages"]),
+    ("--num-gpus", &["gpus", "workers"]),
+    ("--ngpus", &["gpus", "workers"]),
+    ("--world-size", &["gpus", "workers"]),
+    ("--nproc-per-node", &["gpus", "workers"]),
+    ("--nodes", &["levels", "hosts"]),
+    ("--nnodes", &["levels", "hosts"]),
+    ("--batch-size", &["batch", "micro-batch"]),
+    ("--micro-batch-size", &["micro-batch", "batch"]),
+    ("--gradient-accumulation-steps", &["microbatches"]),
+    ("--learning-rate", &["lr"]),
+    ("--num-epochs", &["epochs"]),
+    ("--data", &["inputs"]),
 ];
 
-/// The flag of a verb that a letter stands for elsewhere.
+/// What flags are for that others need.
+const NEEDED: [(&str, &str); 5] = [
+    ("--checkpoint-dir", "`--checkpoint-dir ck` says where checkpoints go"),
+    ("--processes", "`--processes` runs every worker in a process of its own, which can be started again"),
+    ("--gpus", "`--gpus 2,4` asks about so many devices"),
+    ("--hosts", "`--hosts hosts.toml` says which hosts there are"),
+    ("--model", "`--model FILE` names the plan's model"),
+];
+
+/// What is missing beside a flag that was given, where that is no model.
+fn lacking(error: &Error) -> Option<&'static str> {
+    let Some(ContextValue::Strings(missing)) = error.get(ContextKind::InvalidArg) else { return None };
+    let first = missing.first().filter(|_| missing.iter().all(|text| text.starts_with("--")))?;
+    NEEDED.into_iter().find(|(flag, _)| first.split([' ', '=']).next() == Some(flag)).map(|(_, told)| told)
+}
+
+/// What stands first of a verb that takes no such flag: a plan or a model.
+fn positional(verb: &Command, said: &str) -> Option<&'static str> {
+    let first = verb.get_positionals().next()?.get_value_names()?.first()?.as_str();
+    match said {
+        "--plan" if first == "PLAN" => Some("PLAN"),
+        "--model" if matches!(first, "MODEL" | "FILE") => Some("MODEL"),
+        _ => None,
+    }
+}
+
+/// The flag of a verb that stands for what is called otherwise elsewhere.
 fn meant(verb: &Command, said: &str) -> Option<&'static str> {
-    let (_, flags) = LETTERS.into_iter().find(|(letter, _)| *letter == said)?;
+    let (_, flags) = ELSEWHERE.into_iter().find(|(other, _)| *other == said)?;
     flags.iter().copied().find(|flag| verb.get_arguments().any(|own| own.get_long() == Some(*flag)))
 }
 
@@ -214,6 +276,36 @@ mod tests {
         assert!(!told("pipec train m.onnx --zero 2").contains("a similar"));
         assert!(told("pipec report p.json --lr 2").contains("tip: `--lr` is a flag of `pipec train`"));
         assert!(!told("pipec train m.onnx --flux 2").contains("is a flag of"));
+    }
+
+    #[test]
+    fn what_is_called_otherwise_elsewhere_is_known() {
+        for (line, tip) in [
+            ("pipec partition m.onnx --tp 2", "was `--tensor` meant?"),
+            ("pipec partition m.onnx --nodes 2", "was `--levels` meant?"),
+            ("pipec train m.onnx --num-gpus 2", "was `--workers` meant?"),
+            ("pipec train m.onnx --pipeline-parallel-size 2", "was `--stages` meant?"),
+            ("pipec eval m.onnx --data x.npz", "was `--inputs` meant?"),
+            ("pipec simulate --plan p.json", "without a flag: `pipec simulate PLAN`"),
+            ("pipec report p.json --plan p.json", "without a flag: `pipec report PLAN`"),
+            ("pipec partition --model m.onnx", "without a flag: `pipec partition MODEL`"),
+        ] {
+            let told = told(line);
+            assert!(told.contains(tip) && !told.contains("similar") && !told.contains("as a value"), "{told}");
+        }
+    }
+
+    #[test]
+    fn what_a_flag_needs_is_told_and_not_a_model() {
+        for (line, tip) in [
+            ("pipec train m.onnx --synthetic-data --keep 3", "tip: `--checkpoint-dir ck` says"),
+            ("pipec train m.onnx --synthetic-data --max-restarts 3", "tip: `--processes` runs every worker"),
+            ("pipec sweep m.onnx", "tip: `--gpus 2,4` asks"),
+            ("pipec sweep", "`pipec sweep gpt.onnx --gpus 2,4`"),
+        ] {
+            let told = told(line);
+            assert!(told.contains(tip), "{told}");
+        }
     }
 
     #[test]

@@ -87,6 +87,9 @@ pub enum Door {
 
 /// Opens the port that process 0 is reached at, or another one of this process.
 pub fn listen(address: &str) -> Result<TcpListener, LinkError> {
+    if let Err(error) = address.to_socket_addrs() {
+        return Err(LinkError::Address { address: address.to_string(), why: error.to_string() });
+    }
     TcpListener::bind(address).map_err(|error| {
         let why = match error.kind() {
             ErrorKind::AddrInUse => "the port is in use by another program, or by a run that has not ended".to_string(),

@@ -56,7 +56,8 @@ impl Refusal {
             |flags: &str| Some(format!("`pipec partition MODEL --target {target}{flags}` makes a plan that fits"));
         match self {
             Refusal::Instance | Refusal::Model { .. } => None,
-            Refusal::Versions { .. } | Refusal::TrainsNothing { .. } => made(" --schedule 1f1b"),
+            // One micro-batch under a flush leaves a pipeline nothing to do.
+            Refusal::Versions { .. } | Refusal::TrainsNothing { .. } => made(" --schedule 1f1b --microbatches 4"),
             Refusal::UnequalReplicas { .. } => made(""),
             Refusal::Shared { .. } => made(" --tensor never"),
             Refusal::Zero { most, .. } => made(&format!(" --zero {most}")),
