@@ -326,11 +326,15 @@ pub fn remarks(keeping: &Keeping<'_>, prepared: &Prepared, screen: &Screen) {
     }
     let (steps, period, last) = (prepared.steps, cuts.period, cuts.last());
     if cuts.after(prepared.first() as u32).is_none() {
-        screen.warn(&format!(
-            "no checkpoint will be written: the run ends after {}, and checkpoints come where the rounds of all stages end together, which \
-             they do every {period}",
+        let why = format!(
+            "the run ends after {}, and checkpoints come where the rounds of all stages end together, which they do every {period}",
             stages::plural(u64::from(steps), "step", "steps")
-        ));
+        );
+        match prepared.first() {
+            0 => screen.warn(&format!("no checkpoint will be written: {why}")),
+            // The run can go on from where it went on itself.
+            _ => screen.note(&format!("no newer checkpoint will be written: {why}")),
+        }
         return;
     }
     let together = format!(
