@@ -300,11 +300,10 @@ impl Exporter {
         let input = shown(input);
         match self {
             Exporter::Onnx => format!(
-                "torch.onnx.export(…, dynamo=False, dynamic_axes={{\"{input}\": {{0: \"batch\"}}}}), for all inputs that \
-                 have it"
+                "`torch.onnx.export(…, dynamo=False, dynamic_axes={{\"{input}\": {{0: \"batch\"}}}})`, of all inputs that have it,"
             ),
             Exporter::Program => {
-                "torch.export.export(…, dynamic_shapes=({0: torch.export.Dim(\"batch\")}, …))".to_string()
+                "`torch.export.export(…, dynamic_shapes=({0: torch.export.Dim(\"batch\")}, …))`".to_string()
             }
         }
     }
@@ -371,8 +370,14 @@ fn lower(
         let lowered = with(&inputs, false)?;
         let size = inputs.frozen.get(&name).copied();
         let first = infos.first().map(|info| info.name.as_str()).unwrap_or_default();
+        // Where sizes are equal, another batch tells them apart.
+        let apart = if why.contains("7 or 11") {
+            ""
+        } else {
+            "; a batch that divides no other size, as 7 or 11, may be told apart"
+        };
         remarks = vec![format!(
-            "the batch stays at the {} of the file: {why}; `{}` leaves it open{}",
+            "the batch stays at the {} of the file: {why}; {} leaves it open{}{apart}",
             size.unwrap_or_default(),
             exporter.open_batch(first),
             if options.batch_axes.is_empty() { elsewhere(infos, &inputs) } else { String::new() }
