@@ -93,9 +93,9 @@ impl Screen {
         }
     }
 
-    /// Says what may be done next, in text form only, unless `-q`.
+    /// Says what may be done next, in text form only, unless `-qq`.
     pub fn next(&self, text: &str) {
-        if self.quiet == 0 {
+        if self.quiet < 2 {
             self.text(text);
         }
     }
