@@ -22,7 +22,7 @@ use compiler::plan::{Plan, PlannedModel, PlannedProfile, read};
 use compiler::profile::cost_graph::CostGraph;
 use compiler::profile::{self, Method, Profile};
 use compiler::tensor::DType;
-use profiler::scratch::scratch;
+use profiler::scratch::{of_joint, scratch};
 use std::fs::File;
 use std::io::{ErrorKind, Read};
 use std::path::{Path, PathBuf};
@@ -382,6 +382,8 @@ pub fn assemble(
             if device.kind == CPU {
                 let needed = scratch(&attribution);
                 costs.ops.iter_mut().zip(needed).for_each(|(op, bytes)| op.workspace_bytes = bytes);
+                let joint = costs.ops.iter_mut().zip(of_joint(&attribution));
+                joint.for_each(|(op, joint)| [op.joint_bytes, op.joint_workspace_bytes] = joint);
             }
             PlannedProfile { sha256: String::new(), method: Method::Analytic }
         }

@@ -46,7 +46,7 @@ fn stages_keep_what_plans_say() {
             let stages: Vec<usize> =
                 (0..ops).map(|op| costs.ops[op].joins.map_or(stages[op], |with| stages[with.index()])).collect();
             let place = placement(&graph, &trained, &stages);
-            let codes = compile_parts(&trained, &place, 3, Some(LOSS), true).unwrap();
+            let codes = compile_parts(&trained, &place, 3, Some(LOSS), true, &|_| false).unwrap();
             // The last stage keeps what the loss reads besides, which planning does not know.
             for (stage, code) in codes.iter().enumerate().take(2) {
                 let inside: Vec<bool> = stages.iter().map(|of| *of == stage).collect();

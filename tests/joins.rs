@@ -177,6 +177,8 @@ fn random_graph(random: &mut Random, weights: u32, data: u32) -> CostGraph {
             param_bytes: param,
             saved_bytes: random.below(500_000),
             workspace_bytes: random.below(100_000),
+            joint_bytes: param / 2,
+            joint_workspace_bytes: param % 150_000,
             out_bytes: bytes,
             joins: joins[id],
             ..OpCost::default()

@@ -37,6 +37,7 @@ fn scratched_graph(random: &mut Random) -> CostGraph {
     let mut graph = random_graph(random, 8);
     for op in &mut graph.ops {
         op.workspace_bytes = random.below(300_000);
+        (op.joint_bytes, op.joint_workspace_bytes) = (op.saved_bytes / 2, op.saved_bytes);
         op.unsaved = random.below(3) == 0;
     }
     if random.below(3) == 0 {
@@ -113,7 +114,7 @@ fn cost_pipec_ties_the_exhaustive_search_under_every_schedule() {
     for seed in 0..60 {
         let mut problem = random_problem(80_000 + seed, CostModel::Pipec);
         problem.schedule = schedules[seed as usize % 6];
-        problem.microbatches = if matches!(problem.schedule, OneFOneB | Gpipe | TwoBw) { 5 } else { 1 };
+        problem.microbatches = if matches!(problem.schedule, OneFOneB | Gpipe | TwoBw) { 8 } else { 1 };
         let is_latency = problem.schedule == Inference && seed % 4 == 1;
         problem.objective = if is_latency { Objective::Latency } else { Objective::Throughput };
         if seed % 4 == 0 {

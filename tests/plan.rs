@@ -41,6 +41,8 @@ fn random_graph(random: &mut Random, kind: Kind, most: u64) -> CostGraph {
             param_bytes: weights,
             saved_bytes: random.below(500_000),
             workspace_bytes: random.below(100_000),
+            joint_bytes: weights / 2,
+            joint_workspace_bytes: weights % 150_000,
             out_bytes,
             ..OpCost::default()
         });

@@ -16,6 +16,7 @@ pub mod fragment;
 pub mod fuse;
 pub mod inference;
 pub mod join;
+pub mod joint;
 pub mod loss;
 pub mod memory;
 pub mod mixed;

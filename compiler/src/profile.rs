@@ -71,6 +71,10 @@ pub struct Settings {
     pub loss: Option<String>,
 }
 
+fn is_none(bytes: &u64) -> bool {
+    *bytes == 0
+}
+
 /// The cost of one op for one micro-batch.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
@@ -104,6 +108,12 @@ pub struct OpProfile {
     pub out_bytes: u64,
     /// Scratch bytes needed while the op runs.
     pub workspace_bytes: u64,
+    /// Bytes that it puts by of several items of a minibatch to make their gradients of weights at once; absent where it does not.
+    #[serde(default, skip_serializing_if = "is_none")]
+    pub joint_bytes: u64,
+    /// Scratch bytes needed where it does so.
+    #[serde(default, skip_serializing_if = "is_none")]
+    pub joint_workspace_bytes: u64,
     /// Floating point operations, forward.
     pub flops: u64,
     /// Where the times came from: a measured kernel, an equal op, a formula, a file.

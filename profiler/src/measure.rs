@@ -8,7 +8,7 @@
 use crate::cache::{Cache, Time};
 use crate::kernel::{self, Runs, Subject};
 use crate::machine::{available_bytes, cache_bytes, device};
-use crate::scratch::of_chains;
+use crate::scratch::{of_chains, of_joint};
 use crate::update;
 use crate::whole::{Times, Whole, whole};
 use compiler::graph::Graph;
@@ -182,7 +182,7 @@ pub fn measure(
         }
     }
 
-    let chains = of_chains(&attribution);
+    let (chains, joint) = (of_chains(&attribution), of_joint(&attribution));
     let together = whole_times.as_ref().map(|times| shared(&times.ops, &uses));
     let ops = costs.ops.into_iter().enumerate().map(|(i, op)| {
         let [forward, backward] = [&uses.forward[i], &uses.backward[i]];
@@ -212,6 +212,8 @@ pub fn measure(
             param_bytes: op.param_bytes,
             saved_bytes: op.saved_bytes,
             out_bytes: op.out_bytes,
+            joint_bytes: joint[i][0],
+            joint_workspace_bytes: joint[i][1],
             workspace_bytes: all().map(|job| job.workspace).max().unwrap_or(0).max(chains[i]),
             flops: flops as u64,
             source: source(i, all().collect()),

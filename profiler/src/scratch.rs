@@ -3,9 +3,10 @@
 use compiler::graph::Graph;
 use compiler::op::NodeId;
 use compiler::pass::attribution::{Attribution, owner};
+use compiler::pass::joint::put_by;
 use compiler::tensor::fact::Fact;
 use runtime::device::cpu::Kernel;
-use runtime::steps::chain_workspace;
+use runtime::steps::{chain_workspace, joint};
 
 /// For every op the bytes of workspace of the kernel or chain that needs most, forward or backward.
 pub fn scratch(attribution: &Attribution) -> Vec<u64> {
@@ -39,4 +40,21 @@ pub fn of_chains(attribution: &Attribution) -> Vec<u64> {
         }
     }
     most
+}
+
+/// What an op puts by and the scratch that it needs where gradients of several items are made at once: see
+/// [`joint`](compiler::pass::joint).
+pub fn of_joint(attribution: &Attribution) -> Vec<[u64; 2]> {
+    let of = |graph: &Graph, id: &NodeId| -> Option<[u64; 2]> {
+        let inputs: Vec<Fact> = graph.inputs(*id).iter().map(|value| graph.fact(*value).clone()).collect();
+        let kernel = joint(&graph.node(*id).op, &inputs, &graph.node(*id).facts)?;
+        Some([put_by(&inputs)?, kernel.workspace() as u64])
+    };
+    let of_op = |nodes: &Vec<NodeId>| {
+        let graph = attribution.backward.iter();
+        let made = graph
+            .flat_map(|graph| nodes.iter().filter(|id| attribution.second.contains(id)).map(move |id| of(graph, id)));
+        made.flatten().fold([0; 2], |[all, most], [bytes, scratch]| [all + bytes, most.max(scratch)])
+    };
+    attribution.backward_nodes.iter().map(of_op).collect()
 }

@@ -149,19 +149,20 @@ pub fn compile(
     stages: usize,
     loss: Option<&str>,
 ) -> Result<Vec<StageCode>, CompileError> {
-    compile_parts(graph, place, stages, loss, false)
+    compile_parts(graph, place, stages, loss, false, &|_| false)
 }
 
 /// The same, with the backward runs in two parts where `splits` says so. A run in two parts takes more memory and gives the same
-/// bits.
+/// bits. Stages that are told by `joins` make gradients of several items at once ([`joint`](compiler::pass::joint)).
 pub fn compile_parts(
     graph: &Graph,
     place: &HashMap<NodeId, usize>,
     stages: usize,
     loss: Option<&str>,
     splits: bool,
+    joins: &dyn Fn(usize) -> bool,
 ) -> Result<Vec<StageCode>, CompileError> {
-    Ok(compile_with(graph, place, stages, loss, splits, None)?.0)
+    Ok(compile_with(graph, place, stages, loss, (splits, joins), None)?.0)
 }
 
 /// The same with every stage shared by a group like this machine, each in the cheapest way; and how parameters lie.
@@ -173,7 +174,7 @@ pub fn compile_shared(
     splits: bool,
     machine: &Machine,
 ) -> Result<(Vec<StageCode>, BTreeMap<String, Split>), CompileError> {
-    compile_with(graph, place, stages, Some(loss), splits, Some(machine))
+    compile_with(graph, place, stages, Some(loss), (splits, &|_| false), Some(machine))
 }
 
 fn compile_with(
@@ -181,7 +182,7 @@ fn compile_with(
     place: &HashMap<NodeId, usize>,
     stages: usize,
     loss: Option<&str>,
-    splits: bool,
+    (splits, joins): (bool, &dyn Fn(usize) -> bool),
     machine: Option<&Machine>,
 ) -> Result<(Vec<StageCode>, BTreeMap<String, Split>), CompileError> {
     check_sizes(graph)?;
@@ -210,12 +211,12 @@ fn compile_with(
             }
         };
         let code = match machine {
-            None => Assembly::new(fragment, backward.as_ref(), splits).stage(loss),
+            None => Assembly::new(fragment, backward.as_ref(), (splits, joins(stage))).stage(loss),
             Some(machine) => {
                 let whole = Stage::new(fragment, backward.as_ref(), &tied);
                 let shared = share(&whole, &choose(whole.task(), machine)?.choice, machine)?;
                 parameters.extend(shared.parameters);
-                Assembly::new(&shared.fragment, shared.backward.as_ref(), splits).stage(loss)
+                Assembly::new(&shared.fragment, shared.backward.as_ref(), (splits, false)).stage(loss)
             }
         };
         check_memory(&code)?;
@@ -282,6 +283,7 @@ struct Assembly<'a> {
     fragment: &'a Fragment,
     backward: Option<&'a Backward>,
     splits: bool,
+    joins: bool,
     forward_layout: Layout,
     feeds: Vec<(NodeId, Named)>,
     parameters: Vec<(NodeId, Named)>,
@@ -303,7 +305,7 @@ struct BackwardCode {
 }
 
 impl<'a> Assembly<'a> {
-    fn new(fragment: &'a Fragment, backward: Option<&'a Backward>, splits: bool) -> Assembly<'a> {
+    fn new(fragment: &'a Fragment, backward: Option<&'a Backward>, (splits, joins): (bool, bool)) -> Assembly<'a> {
         let graph = &fragment.graph;
         let received: HashSet<NodeId> = fragment.received.iter().map(|r| r.local).collect();
         let mut feeds = Vec::new();
@@ -334,6 +336,7 @@ impl<'a> Assembly<'a> {
             fragment,
             backward,
             splits,
+            joins,
             forward_layout: Layout::default(),
             feeds,
             parameters,
@@ -361,7 +364,7 @@ impl<'a> Assembly<'a> {
         let (own, kept, held) = (&own, &kept, &held);
         let needs = Needs { own, kept, held, added, workspace, chains: apart, passage: None };
         let (together, _) = chains(graph, &order, &needs, &|_, _| true);
-        let (tasks, layout) = tasks(graph, &order, together, &needs);
+        let (tasks, layout) = tasks(graph, &order, together, &needs, false);
         self.forward_layout = layout;
         let forward = self.forward_sequence(tasks);
 
@@ -428,7 +431,7 @@ impl<'a> Assembly<'a> {
             }
         }
         for task in tasks {
-            sequence.steps.push(task.step(graph, &self.forward_layout, |value| self.forward_place(*value)));
+            sequence.steps.push(task.step(graph, &self.forward_layout, &mut 0, |value| self.forward_place(*value)));
         }
         sequence
     }
@@ -505,7 +508,7 @@ impl<'a> Assembly<'a> {
         let needs = Needs { own, kept, held, added, workspace, chains: apart, passage: None };
         let is_second = |id: NodeId| parts.as_ref().is_some_and(|parts| parts.second.contains(&id));
         let (together, _) = chains(graph, &order, &needs, &|a, b| is_second(a) == is_second(b));
-        let (tasks, layout) = tasks(graph, &order, together, &needs);
+        let (tasks, layout) = tasks(graph, &order, together, &needs, self.joins);
         // Buffers of leaving gradients: by receiving stage, value and group.
         let mut gradients_out: Vec<(Transfer, Value)> = Vec::new();
         for (made, output) in backward.makes.iter().zip(&graph.outputs) {
@@ -540,12 +543,12 @@ impl<'a> Assembly<'a> {
             };
             Place { slot, bytes: bytes(graph.fact(*value)) }
         };
-        let mut second = Sequence::default();
+        let (mut second, mut arena_bytes) = (Sequence::default(), layout.arena_bytes);
         for task in tasks {
             let part = if is_second(task.node) { &mut second } else { &mut sequence };
             let adds = task.adds() && added.contains(&task.outputs()[0]);
             let made = task.outputs().iter().filter_map(|value| summed.get(value)).flatten().copied().collect();
-            let mut step = task.step(graph, &layout, place);
+            let mut step = task.step(graph, &layout, &mut arena_bytes, place);
             if adds {
                 step.adds_to = made;
                 step.outputs.clear();
@@ -577,7 +580,7 @@ impl<'a> Assembly<'a> {
             gradients_out,
             reads_sent,
             between_bytes: layout.kept_bytes,
-            arena_bytes: layout.arena_bytes,
+            arena_bytes,
         }
     }
 

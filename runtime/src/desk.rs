@@ -381,7 +381,7 @@ impl<'a> Desk<'a> {
     pub fn backward(&mut self, item: u32, part: Part, version: u32, lag: Lag) -> Result<(), ExecuteError> {
         let Some(mut state) = self.items.remove(&item) else { return Ok(()) };
         self.take_weights(&mut state, version, lag);
-        state.turn = lag.turn;
+        state.turn = Turn { own: self.gathered.items(), ..lag.turn };
         if part.ends() {
             state.sums = begun(&mut self.gathered.terms, &mut self.executor);
         }

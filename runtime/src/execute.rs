@@ -9,8 +9,9 @@ use crate::gradient::begin;
 use crate::optimizer::accumulate;
 use crate::pieces::{Pieces, Run, Turn};
 use crate::seat::Seat;
-use crate::steps::{Place, Sequence, Slot, Step};
+use crate::steps::{Joint, Place, Sequence, Slot, Step};
 use compiler::op::KernelError;
+use compiler::pass::joint::ITEMS;
 use std::sync::Arc;
 use thiserror::Error;
 
@@ -305,7 +306,11 @@ impl<'a> Executor<'a> {
             } else if step.adds_to.is_empty() {
                 step.task.run(&inputs, &mut outputs, workspace).map_err(refused)?;
             }
-            for term in &step.adds_to {
+            let joint = step.joint.as_ref().filter(|_| item.turn.is_joined());
+            if let Some(joint) = joint {
+                self.put_by(step, joint, item, &inputs)?;
+            }
+            for term in step.adds_to.iter().filter(|_| joint.is_none()) {
                 let sum = item.sum(*term);
                 // SAFETY: see `write`.
                 let to = &mut [unsafe { sum.write() }];
@@ -319,6 +324,31 @@ impl<'a> Executor<'a> {
                 self.add_to_sum(sequence, item, *term);
             }
             done();
+        }
+        Ok(())
+    }
+
+    /// Puts what a step reads of an item by, and adds for all that is put by where the item is the last of so many.
+    fn put_by(&self, step: &Step, joint: &Joint, item: &Item, inputs: &[&[u8]]) -> Result<(), ExecuteError> {
+        let at = item.turn.own as usize % ITEMS as usize;
+        for (place, bytes) in joint.inputs.iter().zip(inputs) {
+            // SAFETY: see `write`; behind the layout of the arena lies nothing but what this step puts by.
+            let room = unsafe { self.write(item, *place) };
+            room[at * bytes.len()..][..bytes.len()].copy_from_slice(bytes);
+        }
+        if at + 1 < ITEMS as usize {
+            return Ok(());
+        }
+        let all: Vec<&[u8]> = joint.inputs.iter().map(|place| self.read(&self.code.backward, item, *place)).collect();
+        for term in &step.adds_to {
+            // SAFETY: see `write`; the workspace is the step's.
+            let (to, workspace) = unsafe { (&mut [item.sum(*term).write()], self.write(item, step.workspace)) };
+            // The round's first items have left it as it was.
+            let run = match item.turn.own < u64::from(ITEMS) {
+                true => joint.kernel.run(&all, to, workspace),
+                false => joint.kernel.run_adding(&all, to, workspace),
+            };
+            run.map_err(|fault| ExecuteError { node: step.told().to_string(), fault })?;
         }
         Ok(())
     }

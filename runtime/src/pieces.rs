@@ -12,6 +12,7 @@ use crate::share::Share;
 use crate::shelf::{Shelf, Term};
 use crate::stepper::wide;
 use crate::steps::{Place, Sequence, Slot, Step};
+use compiler::pass::joint::ITEMS;
 use std::collections::BTreeSet;
 use std::sync::Arc;
 
@@ -44,6 +45,17 @@ pub struct Turn {
     pub round: u32,
     /// Items of the round before it.
     pub before: u32,
+    /// Those of them that its worker has run backward, and items of the round that the worker has in all.
+    pub own: u64,
+    /// The latter.
+    pub of: u64,
+}
+
+impl Turn {
+    /// Whether it is one of so many items that their gradients are made at once.
+    pub fn is_joined(&self) -> bool {
+        self.own < self.of / u64::from(ITEMS) * u64::from(ITEMS)
+    }
 }
 
 /// What is done around a step.

@@ -6,12 +6,13 @@ use crate::train::{placement, with_edges};
 use compiler::graph::bind::{BindError, bind, symbols};
 use compiler::graph::{Graph, order};
 use compiler::op::NodeId;
+use compiler::pass::joint::joins;
 use compiler::pass::loss::{LOSS, Loss, LossError, SCALED_LOSS, attach, scaled};
 use compiler::schedule::check::check;
 use compiler::schedule::fault::CheckError;
 use compiler::schedule::rule::StepCount;
 use compiler::schedule::scheduler::schedule;
-use compiler::schedule::{Pipeline, Program, Schedule, ScheduleError};
+use compiler::schedule::{Pipeline, Program, Schedule, ScheduleError, StageShape};
 use compiler::tensor::DType;
 use compiler::tensor::dim::Bindings;
 use std::collections::HashMap;
@@ -85,8 +86,11 @@ pub fn prepare_with(
     splits: bool,
     program: &dyn Fn(&Pipeline) -> Result<Program, ScheduleError>,
 ) -> Result<Prepared, PrepareError> {
+    let microbatches = settings.count.microbatches;
+    let puts_by = |stage: &StageShape| joins(microbatches.div_ceil(stage.replicas.max(1)), stage.replicas, stage.zero);
+    let joint: Vec<bool> = pipeline.stages.iter().map(puts_by).collect();
     let mut compile = |graph: &Graph, place: &HashMap<NodeId, usize>, stages, loss: &str| {
-        compile_parts(graph, place, stages, Some(loss), splits)
+        compile_parts(graph, place, stages, Some(loss), splits, &|stage| joint[stage])
     };
     prepare_by(graph, stages, pipeline, settings, program, &mut compile)
 }

@@ -8,6 +8,7 @@ use compiler::graph::Graph;
 use compiler::op::{KernelError, NodeId, Op, Value};
 use compiler::pass::attribution::runs;
 use compiler::pass::fuse::{Chains, ends};
+use compiler::pass::joint::{ITEMS, joined};
 use compiler::pass::memory::{self, Needs};
 use compiler::tensor::Tensor;
 use compiler::tensor::fact::Fact;
@@ -129,6 +130,14 @@ impl Task {
     }
 }
 
+/// The same work for [`ITEMS`] items of a round at once: see [`joined`].
+pub struct Joint {
+    /// The kernel. It uses the step's workspace.
+    pub kernel: Kernel,
+    /// Where the items' inputs are put by, one behind the other.
+    pub inputs: Vec<Place>,
+}
+
 /// One task with its tensors.
 pub struct Step {
     /// What it runs.
@@ -144,6 +153,8 @@ pub struct Step {
     pub adds_to: Vec<usize>,
     /// The terms that are added to their sums when it has run.
     pub terms: Vec<usize>,
+    /// How it adds for several items at once, where it does.
+    pub joint: Option<Joint>,
     /// Its nodes, in the words of the source model: one, or those of a chain in their order.
     pub nodes: Vec<String>,
 }
@@ -171,6 +182,8 @@ pub struct Planned {
     /// The op, or all of a chain.
     nodes: Vec<NodeId>,
     task: Task,
+    /// What runs for several items at once.
+    joint: Option<Kernel>,
     inputs: Vec<Value>,
     outputs: Vec<Value>,
 }
@@ -186,15 +199,34 @@ impl Planned {
         self.task.adds()
     }
 
-    /// The step, where the graph is laid out.
-    pub fn step(self, graph: &Graph, layout: &memory::Layout, place: impl Fn(&Value) -> Place) -> Step {
+    fn workspace(&self) -> usize {
+        self.task.workspace().max(self.joint.as_ref().map_or(0, Kernel::workspace))
+    }
+
+    /// The step, where the graph is laid out. What it puts by lies behind `arena`, which grows by it.
+    pub fn step(
+        self,
+        graph: &Graph,
+        layout: &memory::Layout,
+        arena: &mut usize,
+        place: impl Fn(&Value) -> Place,
+    ) -> Step {
         let scratch = layout.workspace.get(&self.node).copied().unwrap_or(0);
+        let workspace = Place { slot: Slot::Arena(scratch), bytes: self.workspace() };
+        let inputs: Vec<Place> = self.inputs.iter().map(&place).collect();
+        let mut put_by = |input: &Place| {
+            let bytes = input.bytes * ITEMS as usize;
+            *arena = memory::aligned(*arena) + memory::aligned(bytes);
+            Place { slot: Slot::Arena(*arena - memory::aligned(bytes)), bytes }
+        };
+        let joint = self.joint.map(|kernel| Joint { kernel, inputs: inputs.iter().map(&mut put_by).collect() });
         Step {
-            inputs: self.inputs.iter().map(&place).collect(),
+            inputs,
             outputs: self.outputs.iter().map(&place).collect(),
-            workspace: Place { slot: Slot::Arena(scratch), bytes: self.task.workspace() },
+            workspace,
             adds_to: Vec::new(),
             terms: Vec::new(),
+            joint,
             nodes: self.nodes.iter().map(|node| graph.node(*node).told().to_string()).collect(),
             task: self.task,
         }
@@ -202,8 +234,15 @@ impl Planned {
 }
 
 /// The tasks of a graph that is run in `order`, and where its tensors lie. Of ops that could run together, those stay apart that have no
-/// fast kernels; of the values that may be added to sums as they are made, those have places whose tasks cannot add.
-pub fn tasks(graph: &Graph, order: &[NodeId], mut chains: Chains, needs: &Needs<'_>) -> (Vec<Planned>, memory::Layout) {
+/// fast kernels; of the values that may be added to sums as they are made, those have places whose tasks cannot add. Where it `joins`, the
+/// others are made of several items at once where that is worth while.
+pub fn tasks(
+    graph: &Graph,
+    order: &[NodeId],
+    mut chains: Chains,
+    needs: &Needs<'_>,
+    joins: bool,
+) -> (Vec<Planned>, memory::Layout) {
     let mut made: BTreeMap<NodeId, Planned> = BTreeMap::new();
     for last in chains.by_last.keys().copied().collect::<Vec<_>>() {
         match chain(graph, last, &chains) {
@@ -219,15 +258,23 @@ pub fn tasks(graph: &Graph, order: &[NodeId], mut chains: Chains, needs: &Needs<
             let facts: Vec<Fact> = graph.inputs(*id).iter().map(|v| graph.fact(*v).clone()).collect();
             let kernel = Kernel::new(&graph.node(*id).op, &facts, &graph.node(*id).facts);
             let (inputs, outputs) = (graph.inputs(*id), graph.values(*id));
-            Some(Planned { node: *id, nodes: vec![*id], task: Task::Op(kernel), inputs, outputs })
+            let is_added = joins && kernel.adds() && outputs.first().is_some_and(|made| needs.added.contains(made));
+            let joint = if is_added { joint(&graph.node(*id).op, &facts, &graph.node(*id).facts) } else { None };
+            Some(Planned { node: *id, nodes: vec![*id], task: Task::Op(kernel), joint, inputs, outputs })
         }
     };
     let planned: Vec<Planned> = order.iter().filter_map(one).collect();
-    let workspace: HashMap<NodeId, usize> = planned.iter().map(|p| (p.node, p.task.workspace())).collect();
+    let workspace: HashMap<NodeId, usize> = planned.iter().map(|p| (p.node, p.workspace())).collect();
     let adding = planned.iter().filter(|planned| planned.task.adds()).filter_map(|planned| planned.outputs.first());
     let added: HashSet<Value> = adding.filter(|value| needs.added.contains(value)).copied().collect();
     let layout = memory::plan(graph, order, &Needs { added: &added, workspace: &workspace, chains: &chains, ..*needs });
     (planned, layout)
+}
+
+/// The kernel that makes an op's gradient of several items at once, where that is worth while.
+pub fn joint(op: &Op, inputs: &[Fact], outputs: &[Fact]) -> Option<Kernel> {
+    let kernel = Kernel::new(op, &joined(op, inputs, outputs.first()?)?, outputs);
+    kernel.adds().then_some(kernel)
 }
 
 /// Bytes of scratch that the chain needs which ends with this op; none where its ops run one by one.
@@ -255,5 +302,5 @@ fn chain(graph: &Graph, last: NodeId, chains: &Chains) -> Option<Planned> {
     let links: Vec<Link> = ops.iter().map(link).collect::<Option<_>>()?;
     let given: Vec<Layout> = inputs.iter().map(|value| Layout::of(graph.fact(*value))).collect();
     let task = Task::Chain(Chain::new(&links, &given)?);
-    Some(Planned { node: last, nodes: ops.clone(), task, inputs, outputs })
+    Some(Planned { node: last, nodes: ops.clone(), task, joint: None, inputs, outputs })
 }

@@ -464,7 +464,9 @@ impl<'a> Worker<'a> {
         let round = self.rule.round(stage, item);
         let updates = round.saturating_sub(self.rule.version(stage, item).0);
         let is_stashed = self.gear.program.schedule.stashes();
-        let turn = Turn { round, before: self.rule.place(stage, item) };
+        let replica = self.gear.program.workers[self.gear.id.index()].replica;
+        let of = dealt(self.rule.count(stage, round), self.rule.stages[stage.index()].replicas, replica);
+        let turn = Turn { round, before: self.rule.place(stage, item), own: 0, of };
         Lag { updates, rate: self.rate(stage, round), is_stashed, turn }
     }
 

@@ -98,6 +98,8 @@ pub fn is_limited(problem: &Problem) -> bool {
         outputs: tensors,
         sent: tensors,
         workspace: graph.ops.iter().map(OpCost::scratch_bytes).max().unwrap_or(0),
+        joint_workspace: graph.ops.iter().map(OpCost::joint_scratch_bytes).max().unwrap_or(0),
+        put_by: sum(&mut graph.ops.iter().map(|op| op.joint_bytes)),
         halves: sum(&mut graph.ops.iter().map(OpCost::apart_bytes)),
     };
     let (optimizer_state, schedule) = (problem.optimizer_state, problem.schedule);
@@ -112,6 +114,7 @@ pub fn is_limited(problem: &Problem) -> bool {
         zero: 0,
         optimizer_state,
         schedule,
+        microbatches: problem.microbatches,
     };
     all.held(&once).total > limit
 }
@@ -205,6 +208,7 @@ pub fn memory(
             zero: problem.zero,
             optimizer_state: problem.optimizer_state,
             schedule: problem.schedule,
+            microbatches: problem.microbatches,
         })
     };
     holdings.iter().enumerate().zip(shape.replicas()).map(|(one, replicas)| held(one, replicas)).collect()

@@ -179,6 +179,8 @@ impl FitSearch<'_> {
                 zero: self.settings.zero,
                 optimizer_state: self.settings.optimizer_state,
                 schedule: self.settings.flow.schedule,
+                // With more replicas nothing may be put by.
+                microbatches: 1,
             };
             holdings.held(&alone).total
         };
@@ -213,6 +215,7 @@ impl FitSearch<'_> {
             zero: settings.zero,
             optimizer_state: settings.optimizer_state,
             schedule: settings.flow.schedule,
+            microbatches: settings.flow.microbatches,
         };
         let total = settings.line.holdings(from, end).held(&multiples).total;
         match self.least {
@@ -331,6 +334,7 @@ mod tests {
                     zero,
                     optimizer_state: state,
                     schedule: ScheduleKind::OneFOneB,
+                    microbatches: 4,
                 };
                 line.holdings(from, end).held(&multiples).total
             };

@@ -81,9 +81,12 @@ impl<'a> Joined<'a> {
                 sum.arriving_bytes += op.arriving_bytes;
                 sum.unsaved |= op.unsaved;
                 sum.reads_as_it_makes |= op.reads_as_it_makes;
+                sum.joint_bytes += op.joint_bytes;
+                let joint = op.joint_scratch_bytes().max(sum.joint_scratch_bytes());
                 if op.scratch_bytes() > sum.scratch_bytes() {
                     (sum.workspace_bytes, sum.live_bytes) = (op.workspace_bytes, op.live_bytes);
                 }
+                sum.joint_workspace_bytes = joint - sum.live_bytes;
             }
             ops.push(sum);
         }

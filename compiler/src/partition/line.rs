@@ -210,6 +210,8 @@ fn holdings(graph: &CostGraph, order: &[u32], ends: &[usize], passing: Passing) 
                 run.saved += graph.ops[op].kept_bytes();
                 run.workspace = run.workspace.max(graph.ops[op].scratch_bytes());
                 forward_us += graph.ops[op].fwd_us;
+                run.joint_workspace = run.joint_workspace.max(graph.ops[op].joint_scratch_bytes());
+                run.put_by += graph.ops[op].joint_bytes;
             }
             run.passed = passing.bytes(run.inputs, forward_us);
             table[from * places + to] = run;

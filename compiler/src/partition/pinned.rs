@@ -216,6 +216,7 @@ fn value(settings: &Pinned<'_>, stage: usize, from: usize, end: usize, replicas:
         zero: settings.zero,
         optimizer_state: settings.optimizer_state,
         schedule: settings.flow.schedule,
+        microbatches: settings.flow.microbatches,
     };
     let total = settings.line.holdings(from, end).held(&multiples).total;
     if settings.least_memory {

@@ -308,10 +308,21 @@ impl Placing<'_> {
             return u64::MAX;
         }
         let (versions, late) = (self.flow.versions(own, first), self.flow.late(own, first));
-        let (zero, optimizer_state, schedule) = (self.zero, self.optimizer_state, self.flow.schedule);
+        let (zero, optimizer_state) = (self.zero, self.optimizer_state);
+        let Flow { schedule, microbatches, .. } = self.flow;
         let apart = self.flow.apart(position, in_flight);
-        let multiples =
-            Multiples { in_flight, apart, versions, late, replicas, recompute, zero, optimizer_state, schedule };
+        let multiples = Multiples {
+            in_flight,
+            apart,
+            versions,
+            late,
+            replicas,
+            recompute,
+            zero,
+            optimizer_state,
+            schedule,
+            microbatches,
+        };
         run.holdings.held(&multiples).total
     }
 

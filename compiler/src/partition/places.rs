@@ -7,7 +7,7 @@
 use crate::partition::states::Space;
 use crate::plan::memory::Holdings;
 use crate::plan::passing::Passing;
-use crate::profile::cost_graph::{CostGraph, OpId};
+use crate::profile::cost_graph::{CostGraph, OpCost, OpId};
 
 /// The places of a space with their sums.
 #[derive(Clone, Debug)]
@@ -44,6 +44,10 @@ pub struct Places<'a> {
     /// Ops with the bytes of parameters that they use, those that use most first.
     by_use: Vec<(u64, usize)>,
     by_need: Vec<(u64, usize)>,
+    /// Ops with the scratch that they need where gradients of several items are made at once, those that need most first.
+    by_joint: Vec<(u64, usize)>,
+    /// What is put by for that.
+    put_by: Vec<u64>,
 }
 
 /// One run.
@@ -87,6 +91,7 @@ impl<'a> Places<'a> {
             summed: vec![0; count],
             masters: vec![0; count],
             terms: vec![0; count],
+            put_by: vec![0; count],
             saved: vec![0; count],
             halves: vec![0; count],
             passing,
@@ -96,8 +101,9 @@ impl<'a> Places<'a> {
             by_use: graph.summed_bytes().into_iter().zip(0..ops).collect(),
             by_need: graph.needed_bytes().into_iter().zip(0..ops).collect(),
             scratch: (0..ops).filter(|&op| graph.ops[op].scratch_bytes() > 0).collect(),
+            by_joint: graph.ops.iter().map(OpCost::joint_scratch_bytes).zip(0..ops).collect(),
         };
-        for ops in [&mut places.by_use, &mut places.by_need] {
+        for ops in [&mut places.by_use, &mut places.by_need, &mut places.by_joint] {
             ops.sort_by_key(|&(bytes, op)| (std::cmp::Reverse(bytes), op));
         }
         places.scratch.sort_by_key(|&op| (std::cmp::Reverse(graph.ops[op].scratch_bytes()), op));
@@ -130,6 +136,7 @@ impl<'a> Places<'a> {
             places.summed[set] = sum(places.summed[base], &|op| own[op][1]);
             places.masters[set] = sum(places.masters[base], &|op| own[op][2]);
             places.terms[set] = sum(places.terms[base], &|op| used[op]);
+            places.put_by[set] = sum(places.put_by[base], &|op| graph.ops[op].joint_bytes);
             places.saved[set] = sum(places.saved[base], &|op| graph.ops[op].kept_bytes());
             places.halves[set] = sum(places.halves[base], &|op| graph.ops[op].apart_bytes());
             let time =
@@ -233,6 +240,8 @@ impl<'a> Places<'a> {
             sent,
             halves: (self.halves[to] - self.halves[from]).saturating_sub(arriving),
             workspace: scratch.map_or(0, |&op| self.graph.ops[op].scratch_bytes()),
+            joint_workspace: most(&self.by_joint),
+            put_by: self.put_by[to] - self.put_by[from],
         };
         Run {
             is_first: from == 0,

@@ -70,6 +70,8 @@ pub fn profile(graph: &Graph, attribution: &Attribution, device: &Device, subjec
             saved_bytes: op.saved_bytes,
             out_bytes: op.out_bytes,
             workspace_bytes: 0,
+            joint_bytes: 0,
+            joint_workspace_bytes: 0,
             flops: flops as u64,
             source: "roofline".to_string(),
         }

@@ -173,6 +173,7 @@ pub fn fill(costs: &mut CostGraph, profile: &Profile, sha256: Option<&str>) -> R
         op.weight_us = profiled.weight_us;
         op.update_us = profiled.update_us.unwrap_or(0.0);
         op.workspace_bytes = profiled.workspace_bytes;
+        (op.joint_bytes, op.joint_workspace_bytes) = (profiled.joint_bytes, profiled.joint_workspace_bytes);
     }
     Ok(())
 }

@@ -6,6 +6,7 @@
 //! passed it, and a plan that was written by hand can be given to it.
 
 use crate::cluster::{Cluster, DeviceClass, class};
+use crate::pass::joint::ITEMS;
 use crate::plan::buckets::buckets;
 use crate::plan::caps::{self, Lanes};
 use crate::plan::fault::Fault;
@@ -386,6 +387,7 @@ fn memory(problem: &Problem, plan: &Plan, stage_of: &[usize]) -> Vec<StageMemory
     let mut used = vec![0u64; graph.ops.len()];
     let mut alive = vec![0u64; plan.stages.len()];
     let mut workspace = vec![0u64; plan.stages.len()];
+    let mut put_by = vec![0u64; plan.stages.len()];
     let mut received = vec![0u64; plan.stages.len()];
     let mut summed = vec![0u64; plan.stages.len()];
     let mut masters = vec![0u64; plan.stages.len()];
@@ -413,12 +415,19 @@ fn memory(problem: &Problem, plan: &Plan, stage_of: &[usize]) -> Vec<StageMemory
         }
         param.users.iter().for_each(|op| used[op.index()] = used[op.index()].saturating_add(param.sum_bytes));
     }
+    let is_by_minibatch = plan.schedule.kind == ScheduleKind::TwoBw || !plan.schedule.kind.is_continuous();
     for (op, &stage) in graph.ops.iter().zip(stage_of) {
         alive[stage] += op.saved_bytes + op.fed_bytes;
         largest[stage] = largest[stage].max(used[op.id as usize]);
         let gathered = if op.reads_as_it_makes { used[op.id as usize] } else { 0 };
         needed[stage] = needed[stage].max(used[op.id as usize].saturating_add(gathered));
-        workspace[stage] = workspace[stage].max(op.workspace_bytes + op.live_bytes);
+        // A worker with so many micro-batches of a minibatch makes their gradients of weights at once.
+        let replicas = plan.stages[stage].replicas.max(1);
+        let has_many = plan.schedule.microbatches.div_ceil(replicas) >= ITEMS && is_by_minibatch;
+        let is_joint = has_many && (replicas == 1 || plan.stages[stage].zero < 2);
+        let scratch = if is_joint { op.workspace_bytes.max(op.joint_workspace_bytes) } else { op.workspace_bytes };
+        put_by[stage] += if is_joint { op.joint_bytes } else { 0 };
+        workspace[stage] = workspace[stage].max(scratch + op.live_bytes);
         forward_us[stage] += op.fwd_us;
     }
     for tensor in &graph.tensors {
@@ -488,7 +497,7 @@ fn memory(problem: &Problem, plan: &Plan, stage_of: &[usize]) -> Vec<StageMemory
             }
             false => received[stage],
         };
-        let workspace = workspace[stage];
+        let workspace = workspace[stage].saturating_add(put_by[stage]);
         let sum = [versions, gradients, optimizer, activations, between, messages, workspace];
         let total = sum.iter().fold(weights, |sum, &part| sum.saturating_add(part));
         StageMemory { weights, versions, gradients, optimizer, activations, between, messages, workspace, total }

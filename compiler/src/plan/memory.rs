@@ -12,7 +12,7 @@
 //!
 //! `saved` is what forward keeps for backward, what is fed to the model included, `inputs` the tensors that come from other stages, `sent` those of the `outputs`, which
 //! go to others, that would not be kept otherwise; `workspace` is the arena: what is alive within a run, scratch included, at the op
-//! where that is most. The `terms` of gradients have a sum each: a parameter has as many as ops of the stage use it,
+//! where that is most, and what is put by where gradients of several items are made at once ([`joint`](crate::pass::joint)). The `terms` of gradients have a sum each: a parameter has as many as ops of the stage use it,
 //! and those that are `shared` with other stages are added up with theirs, `late` rounds of them after the stage's own (`caps`). The messages are the gradients
 //! that one item gets and gives: `passed` is `inputs`, or twice that where those of the item before may still be on their way (`passing`). A recomputed stage keeps its inputs and what it sent, and runs forward once more before backward, into other buffers. Versions are
 //! held by pointer: V versions take V copies of the weights and no more. A tied parameter counts once in each stage that uses
@@ -21,6 +21,7 @@
 //! For inference there are no gradients and no optimizer; one item at a time is worked on, of those before only what is sent is held,
 //! and the next may be under way.
 
+use crate::pass::joint::joins;
 use crate::plan::passing::Passing;
 use crate::plan::{ScheduleKind, StageMemory, zero};
 use crate::profile::cost_graph::{CostGraph, OpCost, OpId};
@@ -54,6 +55,10 @@ pub struct Holdings {
     pub sent: u64,
     /// Largest scratch of one op.
     pub workspace: u64,
+    /// The same where gradients of several items are made at once, and what is put by for that.
+    pub joint_workspace: u64,
+    /// The latter.
+    pub put_by: u64,
     /// What the second half of a split backward reads of the first, of one micro-batch.
     pub halves: u64,
 }
@@ -79,12 +84,21 @@ pub struct Multiples {
     pub optimizer_state: f64,
     /// Order of work.
     pub schedule: ScheduleKind,
+    /// Micro-batches of a minibatch.
+    pub microbatches: u32,
 }
 
 impl Multiples {
     /// The level of ZeRO: none for one replica.
     pub fn level(&self) -> u32 {
         if self.replicas > 1 { self.zero } else { 0 }
+    }
+
+    /// Whether gradients of several items of a round are made at once.
+    fn joins(&self) -> bool {
+        use ScheduleKind::{Inference, RoundRobin, RoundRobinVsync};
+        let of_round = self.microbatches.div_ceil(self.replicas.max(1));
+        !matches!(self.schedule, Inference | RoundRobin | RoundRobinVsync) && joins(of_round, self.replicas, self.zero)
     }
 }
 
@@ -138,6 +152,8 @@ impl Holdings {
             }
             holdings.workspace = holdings.workspace.max(OpCost::scratch_bytes(op));
             forward_us += op.fwd_us;
+            holdings.joint_workspace = holdings.joint_workspace.max(op.joint_scratch_bytes());
+            holdings.put_by += op.joint_bytes;
         }
         holdings.passed = passing.bytes(holdings.inputs, forward_us);
         holdings
@@ -166,7 +182,10 @@ impl Holdings {
         let waiting = self.outputs.saturating_mul(apart.saturating_sub(1));
         let between = halves.saturating_mul(apart).saturating_add(waiting);
         let messages = if trains { self.passed.saturating_add(self.outputs) } else { self.inputs };
-        let workspace = self.workspace;
+        let workspace = match multiples.joins() {
+            true => self.joint_workspace.saturating_add(self.put_by),
+            false => self.workspace,
+        };
         let parts = [weights, versions, gradients, optimizer, activations, between, messages, workspace];
         let total = parts.iter().fold(0u64, |sum, &part| sum.saturating_add(part));
         StageMemory { weights, versions, gradients, optimizer, activations, between, messages, workspace, total }
@@ -201,7 +220,7 @@ mod tests {
         let of = |inside: &[bool]| Holdings::of(&graph, inside, &passing);
         let tail = of(&[false, true, true]);
         let rest =
-            Holdings { inputs: 100, passed: 200, outputs: 0, sent: 0, workspace: 9, halves: 11, ..Holdings::default() };
+            Holdings { inputs: 100, passed: 200, workspace: 9, joint_workspace: 9, halves: 11, ..Holdings::default() };
         assert_eq!(
             tail,
             Holdings {
@@ -230,6 +249,7 @@ mod tests {
             zero: 0,
             optimizer_state: 2.0,
             schedule: ScheduleKind::RoundRobin,
+            microbatches: 1,
         };
         let held = tail.held(&multiples);
         assert_eq!((held.versions, held.gradients, held.optimizer, held.activations), (2000, 3000, 2000, 480));
@@ -251,6 +271,14 @@ mod tests {
         assert_eq!(tail.held(&summed).gradients, 1000 + 1000 + 334);
         let two_rounds = Multiples { schedule: ScheduleKind::TwoBw, versions: 2, ..summed };
         assert_eq!(tail.held(&two_rounds).gradients, 1000 + 2 * (1000 + 334));
+        // Eight items of a round are put by, where gradients stay.
+        let joint = Holdings { joint_workspace: 70, put_by: 50, ..tail };
+        let of_round = |microbatches, replicas, zero| {
+            let schedule = ScheduleKind::OneFOneB;
+            joint.held(&Multiples { schedule, microbatches, replicas, zero, ..multiples }).workspace
+        };
+        assert_eq!([of_round(7, 1, 0), of_round(8, 1, 2), of_round(15, 2, 1), of_round(16, 2, 2)], [9, 120, 120, 9]);
+        assert_eq!(joint.held(&Multiples { microbatches: 8, ..multiples }).workspace, 9);
         let gathered =
             Holdings { shared: 0, needed: 600, ..tail }.held(&Multiples { replicas: 3, zero: 3, ..multiples });
         assert_eq!((gathered.weights, gathered.versions, gathered.workspace), (334, 668, 9));

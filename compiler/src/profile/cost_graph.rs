@@ -48,6 +48,11 @@ pub struct OpCost {
     pub fed_bytes: u64,
     /// Scratch bytes while the op runs, forward or backward.
     pub workspace_bytes: u64,
+    /// Bytes put by where gradients of several items are made at once, and the scratch that this needs: see
+    /// [`joint`](crate::pass::joint).
+    pub joint_bytes: u64,
+    /// The latter.
+    pub joint_workspace_bytes: u64,
     /// Bytes of all tensors that are alive while the op runs, forward or backward, and that are neither saved nor parameters nor
     /// their gradients; 0 where that is not known.
     pub live_bytes: u64,
@@ -226,6 +231,11 @@ impl OpCost {
     pub fn scratch_bytes(&self) -> u64 {
         self.workspace_bytes.saturating_add(self.live_bytes)
     }
+
+    /// The same where gradients of several items are made at once.
+    pub fn joint_scratch_bytes(&self) -> u64 {
+        self.workspace_bytes.max(self.joint_workspace_bytes).saturating_add(self.live_bytes)
+    }
 }
 
 /// Passes over memory of one step of SGD with momentum: weights, gradient and momentum are read, weights and momentum written.
@@ -335,7 +345,8 @@ impl CostGraph {
         total("op parameters", self.ops.iter().map(|op| op.param_bytes))?;
         total("saved tensors", self.ops.iter().map(OpCost::kept_bytes))?;
         total("tensors between halves", self.ops.iter().map(OpCost::apart_bytes))?;
-        total("workspaces", self.ops.iter().map(OpCost::scratch_bytes))?;
+        total("workspaces", self.ops.iter().map(OpCost::joint_scratch_bytes))?;
+        total("what is put by", self.ops.iter().map(|op| op.joint_bytes))?;
         total("tensors", self.tensors.iter().map(|tensor| tensor.bytes))?;
         total("parameters", self.params.iter().map(|param| param.bytes))?;
         let uses = |param: &ParamCost| u64::try_from(param.users.len()).unwrap_or(u64::MAX);

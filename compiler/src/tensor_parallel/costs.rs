@@ -438,6 +438,8 @@ impl<'a> Costs<'a> {
             cost.weight_us = given.weight_us.map(second);
             (cost.saved_bytes, cost.live_bytes) = (figures.saved, figures.live);
             (cost.between_bytes, cost.arriving_bytes) = (figures.between, figures.arriving);
+            // Devices that share a stage put nothing by.
+            (cost.joint_bytes, cost.joint_workspace_bytes) = (0, 0);
             cost.joins = leader.filter(|leader| *leader != op).map(OpId);
             self.meetings[op as usize] = meetings.map(rounded);
         }

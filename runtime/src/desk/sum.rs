@@ -75,6 +75,11 @@ impl Gathered {
         self.buckets
     }
 
+    /// Items whose gradients are in the sums.
+    pub fn items(&self) -> u64 {
+        self.items
+    }
+
     /// The bucket of a parameter.
     pub fn bucket_of(&self, parameter: usize) -> u32 {
         self.bucket_of_parameter[parameter]

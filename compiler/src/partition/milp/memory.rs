@@ -52,6 +52,7 @@ impl Formulation<'_> {
                 zero: problem.zero,
                 optimizer_state: problem.optimizer_state,
                 schedule: problem.schedule,
+                microbatches: problem.microbatches,
             };
             let each = |holdings: Holdings| holdings.held(&multiples).total as f64 / MANY as f64 / limit;
             let none = Holdings::default();
@@ -65,12 +66,14 @@ impl Formulation<'_> {
             let whole = each(Holdings { weights: MANY, shared: MANY, ..none }) - weights;
             sum += self.shared(stage, whole, 1.0);
             let [saved, terms] = [Holdings { saved: MANY, ..none }, Holdings { terms: MANY, ..none }].map(each);
+            let put_by = each(Holdings { put_by: MANY, ..none });
             // Every stage but the first counts as one that others wait for, and no gradient as one that comes as it is.
             let halves = if stage == 0 { 0.0 } else { f64::from(multiples.apart) / limit };
             sum += self.sum(stage, 1.0, |op| {
                 let gradients = terms * used[op] as f64;
                 let op = &problem.graph.ops[op];
-                gradients + saved * op.kept_bytes() as f64 + halves * op.apart_bytes() as f64
+                let kept = saved * op.kept_bytes() as f64 + put_by * op.joint_bytes as f64;
+                gradients + kept + halves * op.apart_bytes() as f64
             });
             let (input, passed) = (each(Holdings { inputs: MANY, ..none }), each(Holdings { passed: MANY, ..none }));
             let (output, sent) = (each(Holdings { outputs: MANY, ..none }), each(Holdings { sent: MANY, ..none }));
@@ -96,11 +99,14 @@ impl Formulation<'_> {
             let needed = problem.graph.needed_bytes().into_iter().max().unwrap_or(0);
             sum += each(Holdings { largest: MANY, ..none }) * largest as f64;
             sum += each(Holdings { needed: MANY, ..none }) * needed as f64;
-            let each_op = each(Holdings { workspace: MANY, ..none });
+            // One of the two is held.
+            let alone = each(Holdings { workspace: MANY, ..none });
+            let joint = each(Holdings { joint_workspace: MANY, ..none });
             let mut scratch = Vec::new();
             for op in 0..self.ops() {
-                let bytes = problem.graph.ops[op].scratch_bytes() as f64;
-                if let Some(factor) = self.factor(each_op * bytes, 1.0) {
+                let cost = &problem.graph.ops[op];
+                let bytes = alone * cost.scratch_bytes() as f64 + joint * cost.joint_scratch_bytes() as f64;
+                if let Some(factor) = self.factor(bytes, 1.0) {
                     let mut one = Expression::default();
                     self.add_inside(&mut one, factor, op, stage);
                     scratch.push(one);
