@@ -24,6 +24,13 @@ fn given(folder: &Path, large: f32) {
     weights::write(&folder.join("d.npz"), &arrays.map(|(name, tensor)| (name.to_string(), tensor)).into()).unwrap();
 }
 
+/// Weights of an earlier run, and their bytes.
+fn good(folder: &Path) -> Vec<u8> {
+    let (path, weights) = (folder.join("w.npz"), [("w".to_string(), Tensor::from_f32(&[2], &[1.0, 2.0]))]);
+    weights::write(&path, &weights.into()).unwrap();
+    fs::read(path).unwrap()
+}
+
 /// The last lines that the failure has, whatever was noted before.
 fn failure(said: &str) -> &str {
     &said[said.find("error: ").unwrap()..]
@@ -34,7 +41,7 @@ fn the_first_loss_that_is_no_number_ends_a_run_in_threads_and_processes() {
     let folder = tempfile::tempdir().unwrap();
     let at = folder.path();
     given(at, 1e30);
-    fs::write(at.join("w.npz"), "what was good").unwrap();
+    let good = good(at);
     // The third minibatch is the first of large rows; its second micro-batch has two of them, and so has its first.
     let train = "train m.onnx --data d.npz --batch 4 --microbatches 2 --schedule 1f1b --lr 1e9 --epochs 3 --metrics m.jsonl --save w.npz";
     let mut alike = Vec::new();
@@ -48,7 +55,7 @@ fn the_first_loss_that_is_no_number_ends_a_run_in_threads_and_processes() {
         // It ends with the step that is told of, and no totals.
         assert_eq!(losses.iter().position(|is_lost| *is_lost), Some(losses.len() - 1), "{more}: {losses:?}");
         assert!(said.contains(&format!("the loss of step {} of 9 is ", losses.len())), "{said}");
-        assert_eq!(fs::read(at.join("w.npz")).unwrap(), b"what was good");
+        assert_eq!(fs::read(at.join("w.npz")).unwrap(), good);
     }
     alike.dedup();
     let [said] = &alike[..] else { panic!("{alike:?}") };
@@ -71,11 +78,11 @@ fn weights_that_the_last_update_lost_are_not_written() {
     let folder = tempfile::tempdir().unwrap();
     let at = folder.path();
     given(at, 1.0);
-    fs::write(at.join("w.npz"), "what was good").unwrap();
+    let good = good(at);
     let (told, said) = ends(at, 1, "train m.onnx --data d.npz --batch 4 --steps 1 --lr 1e39 --save w.npz");
     assert_eq!(told, "");
     assert!(said.contains("` holds NaN or an infinity after step 1"), "{said}");
-    assert_eq!(fs::read(at.join("w.npz")).unwrap(), b"what was good");
+    assert_eq!(fs::read(at.join("w.npz")).unwrap(), good);
 }
 
 #[test]

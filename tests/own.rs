@@ -245,11 +245,12 @@ fn links_and_devices_are_written_through() {
     let folder = folder.path();
     planned(folder);
     fs::create_dir(folder.join("else")).unwrap();
-    fs::write(folder.join("else/p.txt"), "before").unwrap();
+    let before = "program 1f1b {\n}\n";
+    fs::write(folder.join("else/p.txt"), before).unwrap();
     std::os::unix::fs::symlink("else/p.txt", folder.join("link")).unwrap();
     done(folder, &["simulate", "plan.json", "--programs", "link", "-q"]);
     assert!(fs::symlink_metadata(folder.join("link")).unwrap().is_symlink());
-    assert_ne!(fs::read_to_string(folder.join("else/p.txt")).unwrap(), "before");
+    assert_ne!(fs::read_to_string(folder.join("else/p.txt")).unwrap(), before);
     done(folder, &["simulate", "plan.json", "--programs", "/dev/null", "-q"]);
     assert!(!fs::metadata("/dev/null").unwrap().is_file());
 }
