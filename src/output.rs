@@ -4,7 +4,10 @@ use crate::failure::Failure;
 use crate::replaced::{self, Mark};
 use crate::source;
 use compiler::import::onnx::name::shown;
+use compiler::tensor::Tensor;
+use runtime::weights;
 use serde_json::Value;
+use std::collections::BTreeMap;
 use std::fs::{self, File};
 use std::io::{Error, ErrorKind};
 use std::path::{Path, PathBuf};
@@ -35,6 +38,12 @@ pub fn pictures<'a>(folder: &Path, names: impl IntoIterator<Item = &'a str>) -> 
         Failure::file("make the folder", folder, error).help("`--svg FOLDER` in a place that can be written to")
     })?;
     names.into_iter().try_for_each(|name| check(&folder.join(name), &Mark::Picture))
+}
+
+/// Writes tensors, in place of their like alone.
+pub fn write_tensors(path: &Path, tensors: &BTreeMap<String, Tensor>, what: &str) -> Result<(), Failure> {
+    replaced::check(path, &Mark::tensors(path))?;
+    weights::write(path, tensors).map_err(|error| Failure::input(format!("cannot write the {what}")).because(error))
 }
 
 /// Refuses a path that no weights can be written to: tensors have formats, which names tell.

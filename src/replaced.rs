@@ -9,7 +9,7 @@ use compiler::import::onnx::name::shown;
 use serde_json::Value;
 use std::collections::BTreeSet;
 use std::fs::{self, File};
-use std::io::{Read, Seek, SeekFrom};
+use std::io::{Error, Read, Seek, SeekFrom};
 use std::path::Path;
 
 /// What a file holds, as far as it must be known to say that another holds the like.
@@ -83,9 +83,9 @@ impl Mark {
 
 /// Refuses a path where something else lies than what is marked so.
 pub fn check(path: &Path, mark: &Mark) -> Result<(), Failure> {
-    let Some(there) = there(path) else { return Ok(()) };
+    let Some(there) = there(path)? else { return Ok(()) };
     let found = self::mark(&there);
-    if *mark == found {
+    if *mark == found && (found != Mark::Bytes || is_own_data(path)) {
         return Ok(());
     }
     let holds = match (kind::of(&there), found.told()) {
@@ -103,26 +103,43 @@ pub fn check(path: &Path, mark: &Mark) -> Result<(), Failure> {
 
 /// Refuses a path where something else lies than what these bytes are.
 pub fn check_bytes(path: &Path, bytes: &[u8]) -> Result<(), Failure> {
-    if there(path).is_none() {
+    if there(path)?.is_none() {
         return Ok(());
     }
-    check(path, &mark(bytes))
+    let ends = match bytes.len() > 2 * READ as usize {
+        true => &[&bytes[..READ as usize], &bytes[bytes.len() - READ as usize..]].concat(),
+        false => bytes,
+    };
+    check(path, &mark(ends))
+}
+
+/// Whether a file is the external data of a model of ours, which lies beside it: the numbers themselves say nothing.
+fn is_own_data(path: &Path) -> bool {
+    let model = path.with_extension("");
+    path.extension().is_some_and(|extension| extension == "data")
+        && matches!(there(&model), Ok(Some(bytes)) if mark(&bytes) == Mark::Model)
 }
 
 /// What is read of a file to know it.
 const READ: u64 = 1 << 20;
 
-/// The bytes of what would be lost: the beginning of a file, and its end.
-fn there(path: &Path) -> Option<Vec<u8>> {
-    let about = fs::metadata(path).ok().filter(fs::Metadata::is_file)?;
-    let mut file = File::open(path).ok()?;
-    let mut bytes = Vec::new();
-    file.by_ref().take(READ).read_to_end(&mut bytes).ok()?;
-    if about.len() > 2 * READ {
-        file.seek(SeekFrom::Start(about.len() - READ)).ok()?;
-    }
-    file.take(READ).read_to_end(&mut bytes).ok()?;
-    (!bytes.is_empty()).then_some(bytes)
+/// The bytes of what would be lost: the beginning of a file, and its end. What cannot be read may be worth anything.
+fn there(path: &Path) -> Result<Option<Vec<u8>>, Failure> {
+    let Some(about) = fs::metadata(path).ok().filter(fs::Metadata::is_file) else { return Ok(None) };
+    let ends = || {
+        let mut file = File::open(path)?;
+        let mut bytes = Vec::new();
+        file.by_ref().take(READ).read_to_end(&mut bytes)?;
+        if about.len() > 2 * READ {
+            file.seek(SeekFrom::Start(about.len() - READ))?;
+        }
+        file.take(READ).read_to_end(&mut bytes)?;
+        Ok((!bytes.is_empty()).then_some(bytes))
+    };
+    ends().map_err(|error: Error| {
+        let why = format!("what is there cannot be read ({error}), so that nobody knows what would be lost");
+        Failure::file("write", path, why).help("name another file, or remove this one first")
+    })
 }
 
 /// What bytes hold.
@@ -178,6 +195,9 @@ const HEAD: usize = 4096;
 /// Words of a line by which text is known: what follows may tell of the plan.
 const WORDS: usize = 2;
 
+/// The longest first line of a run's metrics that may have been cut off.
+const FIRST: usize = 1000;
+
 /// The kind that a file of ours names: `"schema": "pipec.plan/1"`, or the same as TOML.
 fn own_kind(head: &str) -> Option<String> {
     let at = head.find("schema")?;
@@ -189,7 +209,10 @@ fn own_kind(head: &str) -> Option<String> {
 /// Whether a line is one of a run's metrics.
 fn is_step(line: &str) -> bool {
     let value = serde_json::from_str::<Value>(line);
-    value.is_ok_and(|value| value["step"].is_u64() && value.get("loss").is_some() || value["total"]["steps"].is_u64())
+    let is_whole = value
+        .is_ok_and(|value| value["step"].is_u64() && value.get("loss").is_some() || value["total"]["steps"].is_u64());
+    // A run may have been killed within its first line.
+    is_whole || line.len() < FIRST && line.starts_with("{\"step\":0,\"lo") && !line.ends_with('}')
 }
 
 /// Whether a line begins an order of work: `program 1f1b {`, or a table whose first cell is `0F0`.
@@ -263,6 +286,19 @@ mod tests {
         assert!(told(b"{\"ranks\": [1]}", &mark(stages)).is_some());
         assert!(told(b"\"\"\"Trains a model in 4 stages.\n", &mark(script)).is_none());
         assert!(told(b"import torch\n", &mark(script)).is_some());
+    }
+
+    /// Numbers are known by the model beside them alone.
+    #[test]
+    fn external_data_is_that_of_a_model_of_ours() {
+        let folder = tempfile::tempdir().unwrap();
+        let (model, data) = (folder.path().join("m.onnx"), folder.path().join("m.onnx.data"));
+        fs::write(&data, b"\xff\xfe\x00").unwrap();
+        assert!(check(&data, &Mark::Bytes).is_err());
+        fs::write(&model, b"\x08\x0a\x12\x07pytorch\x1a").unwrap();
+        assert!(check(&data, &Mark::Bytes).is_err());
+        fs::write(&model, b"\x08\x0a\x12\x05pipec\x1a").unwrap();
+        assert!(check(&data, &Mark::Bytes).is_ok());
     }
 
     #[cfg(unix)]

@@ -5,7 +5,7 @@ mod drawn;
 
 use compiler::cluster::read::levels;
 use compiler::graph::{Graph, Origin, Output, Writer};
-use compiler::op::{Conv, Emit, Input, MatMul, Op, Parameter, Reshape, Unary, Value, Window};
+use compiler::op::{Constant, Conv, Emit, Input, MatMul, Op, Parameter, Reshape, Unary, Value, Window};
 use compiler::pass::attribution::{Training as Learns, attribute};
 use compiler::pass::costs::cost_graph;
 use compiler::pass::joint::ITEMS;
@@ -161,6 +161,52 @@ fn bits_are_those_of_every_schedule_and_cut() {
                 one.iter().for_each(|(name, tensor)| assert!(tensor.bytes() == other[name].bytes(), "{what}: {name}"));
             }
         }
+    }
+}
+
+/// A product behind much that is not kept, so that a forward takes more of the arena than what is laid out for a backward.
+fn heavy() -> Network {
+    let mut graph = Graph::new("heavy");
+    let mut out = Writer { graph: &mut graph, origin: Origin::default() };
+    let fact = Fact::of(DType::F32, &[1, 3, SIDE, SIDE]);
+    let x = out.emit(Op::Input(Input { name: "x".into(), fact }), &[]);
+    let row = vec![1usize.into(), (3 * SIDE * SIDE).into()];
+    let x = out.emit(Op::Reshape(Reshape { shape: row }), &[x]);
+    let mut wide = |rows: usize| {
+        let ones = Tensor::from_f32(&[3 * SIDE * SIDE, rows], &vec![0.01; 3 * SIDE * SIDE * rows]);
+        out.emit(Op::Constant(Constant { tensor: ones }), &[])
+    };
+    let (spread, narrow) = (wide(4096), wide(4096));
+    let product = MatMul { transpose_a: false, transpose_b: false };
+    let across = MatMul { transpose_a: false, transpose_b: true };
+    let y = out.emit(Op::MatMul(product), &[x, spread]);
+    let y = out.emit(Op::Unary(Unary::Tanh), &[y]);
+    let y = out.emit(Op::Unary(Unary::Exp), &[y]);
+    let y = out.emit(Op::MatMul(across), &[y, narrow]);
+    let shape = [3 * SIDE * SIDE, OUTPUTS];
+    let w = out.emit(Op::Parameter(Parameter { name: "w".into(), fact: Fact::of(DType::F32, &shape) }), &[]);
+    let value = out.emit(Op::MatMul(product), &[y, w]);
+    graph.outputs.push(Output { name: "y".into(), value });
+    (graph, BTreeMap::from([("w".to_string(), uniform(&shape, 3))]))
+}
+
+/// What is put by stays while the forwards of other items use the arena.
+#[test]
+fn forwards_leave_what_is_put_by() {
+    let network = heavy();
+    let run = |schedule: Schedule, joins: bool| {
+        let mut prepared = prepared(&network, chain(&[1]), schedule, 8);
+        assert_eq!(joint(&prepared), 1);
+        if !joins {
+            let steps =
+                prepared.codes.iter_mut().flat_map(|code| code.backward.steps.iter_mut().chain(&mut code.weight.steps));
+            steps.for_each(|step| step.joint = None);
+        }
+        trained(&network, &prepared, 8)
+    };
+    for schedule in [Schedule::Gpipe, Schedule::OneFOneB, Schedule::ZbH1, Schedule::TwoBw] {
+        let off = distance(&run(schedule, true), &run(schedule, false));
+        assert!(off < 1e-5, "{schedule}: {off:e}");
     }
 }
 

@@ -412,7 +412,7 @@ impl<'a> Assembly<'a> {
             results,
             recompute: false,
             kept_bytes: self.forward_layout.kept_bytes,
-            arena_bytes: self.forward_layout.arena_bytes.max(made.arena_bytes),
+            arena_bytes: made.arena_bytes.max(self.forward_layout.arena_bytes),
             reference_ops,
             feeds: self.feeds.into_iter().map(|(_, n)| n).collect(),
             parameters: self.parameters.into_iter().map(|(_, n)| n).collect(),
@@ -543,7 +543,9 @@ impl<'a> Assembly<'a> {
             };
             Place { slot, bytes: bytes(graph.fact(*value)) }
         };
-        let (mut second, mut arena_bytes) = (Sequence::default(), layout.arena_bytes);
+        // The arena is the forward's too, and what is put by stays while other items run theirs.
+        let mut arena_bytes = layout.arena_bytes.max(self.forward_layout.arena_bytes);
+        let mut second = Sequence::default();
         for task in tasks {
             let part = if is_second(task.node) { &mut second } else { &mut sequence };
             let adds = task.adds() && added.contains(&task.outputs()[0]);

@@ -308,7 +308,7 @@ impl<'a> Executor<'a> {
             }
             let joint = step.joint.as_ref().filter(|_| item.turn.is_joined());
             if let Some(joint) = joint {
-                self.put_by(step, joint, item, &inputs)?;
+                self.put_by(step, joint, item, (&inputs, &mut *workspace))?;
             }
             for term in step.adds_to.iter().filter(|_| joint.is_none()) {
                 let sum = item.sum(*term);
@@ -329,10 +329,17 @@ impl<'a> Executor<'a> {
     }
 
     /// Puts what a step reads of an item by, and adds for all that is put by where the item is the last of so many.
-    fn put_by(&self, step: &Step, joint: &Joint, item: &Item, inputs: &[&[u8]]) -> Result<(), ExecuteError> {
+    fn put_by(
+        &self,
+        step: &Step,
+        joint: &Joint,
+        item: &Item,
+        (inputs, workspace): (&[&[u8]], &mut [u8]),
+    ) -> Result<(), ExecuteError> {
         let at = item.turn.own as usize % ITEMS as usize;
         for (place, bytes) in joint.inputs.iter().zip(inputs) {
-            // SAFETY: see `write`; behind the layout of the arena lies nothing but what this step puts by.
+            // SAFETY: see `write`; behind what forward and backward lay out in the arena lies nothing but what each step puts by, in a place
+            // of its own.
             let room = unsafe { self.write(item, *place) };
             room[at * bytes.len()..][..bytes.len()].copy_from_slice(bytes);
         }
@@ -341,12 +348,12 @@ impl<'a> Executor<'a> {
         }
         let all: Vec<&[u8]> = joint.inputs.iter().map(|place| self.read(&self.code.backward, item, *place)).collect();
         for term in &step.adds_to {
-            // SAFETY: see `write`; the workspace is the step's.
-            let (to, workspace) = unsafe { (&mut [item.sum(*term).write()], self.write(item, step.workspace)) };
+            // SAFETY: see `write`.
+            let to = &mut [unsafe { item.sum(*term).write() }];
             // The round's first items have left it as it was.
             let run = match item.turn.own < u64::from(ITEMS) {
-                true => joint.kernel.run(&all, to, workspace),
-                false => joint.kernel.run_adding(&all, to, workspace),
+                true => joint.kernel.run(&all, to, &mut *workspace),
+                false => joint.kernel.run_adding(&all, to, &mut *workspace),
             };
             run.map_err(|fault| ExecuteError { node: step.told().to_string(), fault })?;
         }

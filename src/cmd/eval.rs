@@ -11,8 +11,8 @@ use compiler::import::onnx::name::shown;
 use compiler::op::Op;
 use compiler::tensor::dim::{Bindings, Dim};
 use compiler::tensor::{DType, Tensor};
+use runtime::evaluate;
 use runtime::evaluate::EvaluateError;
-use runtime::{evaluate, weights};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 use std::panic::{self, AssertUnwindSafe};
@@ -101,8 +101,7 @@ fn one(
     check(&loaded.model.graph, &given)?;
     let graph = loaded.bound(&sizes(&loaded.model.graph, &given))?;
     let outputs = evaluate::evaluate(&graph, true, &given, &weights).map_err(|error| unevaluated(file, &error))?;
-    weights::write(output, &written(output, &outputs))
-        .map_err(|error| Failure::input("cannot write the outputs").because(error))?;
+    output::write_tensors(output, &written(output, &outputs), "outputs")?;
     let labels = given.get("target").or_else(|| given.get("y"));
     let logits = loaded.model.graph.outputs.first().and_then(|first| outputs.get(&first.name));
     let accuracy = logits.zip(labels).and_then(|(logits, labels)| accuracy(logits, &labels.to_f64()));

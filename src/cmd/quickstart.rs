@@ -15,7 +15,7 @@ use crate::model::{self, Loaded};
 use crate::screen::Screen;
 use crate::source::{self, Costs, Times};
 use crate::training::{self, Data, HeldOut, Length, Task};
-use crate::{prediction, quantity, stages};
+use crate::{output, prediction, quantity, stages};
 use clap::{Args, ValueEnum};
 use compiler::export::trace::Trace;
 use compiler::export::trace::encode::encode;
@@ -30,9 +30,9 @@ use models::zoo;
 use profiler::machine;
 use profiler::measure::Settings;
 use runtime::data::Order;
+use runtime::evaluate;
 use runtime::optimizer::{Optimizer, Rule};
 use runtime::policy::Policy;
-use runtime::{evaluate, weights};
 use serde_json::json;
 use std::collections::BTreeMap;
 use std::fs;
@@ -175,8 +175,7 @@ pub fn run(arguments: Arguments, screen: &Screen) -> Result<(), Failure> {
     let predicted = prepared.predicted(plan.cluster.device.cores);
     let done = watched(&task, &prepared, Some(&at("metrics.jsonl")), None, screen)?
         .expect("a process that runs all workers tells of all");
-    weights::write(&at("weights.safetensors"), &done.trained.weights)
-        .map_err(|error| Failure::input("cannot write the weights").because(error))?;
+    output::write_tensors(&at("weights.safetensors"), &done.trained.weights, "weights")?;
     source::write(&at("trace.json"), &encode(&Trace::training(&done.tracks), "trace.json"))?;
     let (first, last) = (done.trained.losses.first(), done.trained.losses.last());
     screen.text(&format!(

@@ -19,7 +19,7 @@ use crate::seat::Seat;
 use crate::source::{self, Costs, Times};
 use crate::tensor::degree;
 use crate::training::{self, Data, HeldOut, Length, Prepared, Task};
-use crate::{advice, children, cmd, given, output, prediction, quantity, stages};
+use crate::{advice, children, cmd, given, output, prediction, quantity, replaced, stages};
 use clap::Args;
 use compiler::export::stage_name::ranges;
 use compiler::export::trace::Trace;
@@ -35,7 +35,6 @@ use compiler::tensor::DType;
 use profiler::machine;
 use runtime::data::Order;
 use runtime::device::cpu::half::is_half;
-use runtime::weights;
 use std::cell::RefCell;
 use std::env;
 use std::fs;
@@ -172,6 +171,8 @@ pub fn run(mut arguments: Box<Arguments>, screen: &Screen) -> Result<(), Failure
             .into_iter()
             .flatten()
             .try_for_each(|path| output::check_tensors(path))?;
+        let weights = arguments.checkpoints.checkpoint_dir.iter().map(|folder| folder.join(WEIGHTS));
+        weights.into_iter().try_for_each(|path| replaced::check(&path, &Mark::Safetensors))?;
         arguments.metrics.iter().try_for_each(|path| output::check(path, &Mark::Metrics))?;
         arguments.trace.iter().try_for_each(|path| output::check(path, &Mark::trace(path)))?;
     }
@@ -378,9 +379,7 @@ fn once(
         return Err(ended.told(&prepared));
     }
     let trained = &done.trained;
-    let write = |path: &Path, tensors| {
-        weights::write(path, tensors).map_err(|error| Failure::input("cannot write the result").because(error))
-    };
+    let write = |path: &Path, tensors| output::write_tensors(path, tensors, "result");
     let mut written: Vec<(PathBuf, &str)> = Vec::new();
     if let Some(path) = &arguments.save {
         write(path, &trained.weights)?;

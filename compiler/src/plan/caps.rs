@@ -134,9 +134,17 @@ impl Flow {
     pub fn late(&self, own: Lanes, first: First) -> u32 {
         match (self.schedule, first) {
             (ScheduleKind::RoundRobin, First::Known(first)) => ahead(own, first),
-            (ScheduleKind::RoundRobin, First::Capped(cap)) => cap.saturating_sub(own.in_flight),
+            // As many replicas as leave this stage its own.
+            (ScheduleKind::RoundRobin, First::Capped(in_flight)) => {
+                let replicas = self.workers.saturating_sub(own.replicas).max(1);
+                ahead(own, Lanes { replicas, in_flight })
+            }
+            // By the rule a first stage of r replicas has ceil(workers / r) in flight on each and what is beyond it: r - 1 more than that
+            // many workers' at the most.
             (ScheduleKind::RoundRobin, First::Unknown) => {
-                self.workers.saturating_add(self.room).saturating_sub(own.in_flight)
+                let replicas = u64::from(self.workers.saturating_sub(own.replicas).max(1));
+                let items = u64::from(self.workers) + replicas - 1 + replicas * u64::from(self.room);
+                rounds(own, items)
             }
             _ => 0,
         }
@@ -146,8 +154,13 @@ impl Flow {
 /// Rounds by which a stage gets ahead of the first before it steps a parameter that both have: an item sees the version of it that the first
 /// stage's item sees, so that the stage's own sums of these rounds wait.
 fn ahead(own: Lanes, first: Lanes) -> u32 {
-    let items = |lanes: Lanes| u64::from(lanes.in_flight) * u64::from(lanes.replicas.max(1));
-    let rounds = items(first).saturating_sub(items(own)).div_ceil(u64::from(own.replicas.max(1)));
+    rounds(own, u64::from(first.in_flight) * u64::from(first.replicas.max(1)))
+}
+
+/// The same, of so many items in flight at the first.
+fn rounds(own: Lanes, items: u64) -> u32 {
+    let replicas = u64::from(own.replicas.max(1));
+    let rounds = items.saturating_sub(u64::from(own.in_flight) * replicas).div_ceil(replicas);
     u32::try_from(rounds).unwrap_or(u32::MAX)
 }
 
@@ -260,7 +273,6 @@ mod tests {
         let lanes = |replicas, in_flight| Lanes { replicas, in_flight };
         assert_eq!([4, 3, 2, 1].map(|own| late(lanes(1, own), First::Known(lanes(1, 4)))), [0, 1, 2, 3]);
         assert_eq!(late(lanes(2, 1), First::Known(lanes(2, 2))), 1);
-        assert_eq!((late(lanes(1, 2), First::Capped(3)), late(lanes(1, 1), First::Unknown)), (1, 3));
         assert_eq!(flow(ScheduleKind::OneFOneB).late(lanes(1, 1), First::Unknown), 0);
     }
 
@@ -273,6 +285,23 @@ mod tests {
         assert_eq!(synced(2, (3, 1)), 2);
         assert_eq!(synced(1, (7, 2)), 3);
         assert_eq!(synced(u32::MAX, (u32::MAX, u32::MAX)), u32::MAX);
+    }
+
+    /// Nor does it make sums of shared parameters wait for longer.
+    #[test]
+    fn sums_wait_no_longer_than_is_said_of_an_unknown_first_stage() {
+        for (room, in_flight) in (0..9).map(|n| (n % 3, 1 + n / 3)) {
+            let rule = |workers| Flow { schedule: ScheduleKind::RoundRobin, microbatches: 1, chunks: 1, workers, room };
+            for (of_first, own, between) in (0..1000).map(|n| (1 + n % 10, 1 + n / 10 % 10, n / 100)) {
+                let workers = of_first + own + between;
+                let flow = rule(workers);
+                let cap = flow.in_flight(Position { replicas: of_first, workers_after: own + between });
+                let own = Lanes { replicas: own, in_flight };
+                let exact = flow.late(own, First::Known(Lanes { replicas: of_first, in_flight: cap }));
+                assert!(exact <= flow.late(own, First::Capped(cap)));
+                assert!(exact <= flow.late(own, First::Unknown), "{of_first} {own:?} of {workers}, room {room}");
+            }
+        }
     }
 
     /// No first stage that the published rule allows makes a stage hold more than is said where nothing is known of it.
