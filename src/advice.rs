@@ -131,7 +131,9 @@ pub fn cluster(error: &ClusterError) -> &'static str {
             "the `count` of all `[[device]]` tables adds up to the product of the levels' counts"
         }
         ClusterError::Schema { .. } => "the first line is: schema = \"pipec.cluster/1\"",
-        ClusterError::Toml(text) if text.contains("`schema`") => "the first line is: schema = \"pipec.cluster/1\"",
+        ClusterError::Toml(text) if text.contains("missing field `schema`") => {
+            "the first line is: schema = \"pipec.cluster/1\""
+        }
         _ => {
             "`pipec schema cluster` prints the fields, `pipec cluster detect -o cluster.toml` writes a file to begin with"
         }

@@ -297,7 +297,7 @@ mod tests {
         assert!(check(&data, &Mark::Bytes).is_err());
         fs::write(&model, b"\x08\x0a\x12\x07pytorch\x1a").unwrap();
         assert!(check(&data, &Mark::Bytes).is_err());
-        fs::write(&model, b"\x08\x0a\x12\x05pipec\x1a").unwrap();
+        fs::write(&model, b"\x08\x0a\x12\x05pipec\x1a\x050.1.0").unwrap();
         assert!(check(&data, &Mark::Bytes).is_ok());
     }
 

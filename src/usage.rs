@@ -133,7 +133,8 @@ fn negative<'a>(verb: &Command, arguments: &'a [String], said: &str) -> Option<&
 }
 
 /// What other tools and verbs call otherwise, and our flags that may be meant, the likeliest first.
-const ELSEWHERE: [(&str, &[&str]); 29] = [
+const ELSEWHERE: [(&str, &[&str]); 30] = [
+    ("--json", &["format"]),
     ("-n", &["gpus", "steps", "minibatches"]),
     ("-g", &["gpus"]),
     ("-b", &["batch", "micro-batch"]),

@@ -417,12 +417,12 @@ impl<'de> Deserialize<'de> for Quantity {
             }
             fn visit_i64<E: de::Error>(self, value: i64) -> Result<Quantity, E> {
                 Err(E::custom(format!(
-                    "{value} has no unit; write a quoted quantity, such as \"{value}GB/s\" or \"{value}GB\""
+                    "{value} has no unit; write a quoted quantity, such as \"{value}GB/s\", \"{value}GB\" or \"{value}us\""
                 )))
             }
             fn visit_f64<E: de::Error>(self, value: f64) -> Result<Quantity, E> {
                 Err(E::custom(format!(
-                    "{value} has no unit; write a quoted quantity, such as \"{value}GB/s\" or \"{value}GB\""
+                    "{value} has no unit; write a quoted quantity, such as \"{value}GB/s\", \"{value}GB\" or \"{value}us\""
                 )))
             }
         }
