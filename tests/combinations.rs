@@ -224,9 +224,8 @@ fn all_go_together() {
         }
     }
     println!("{near} of {all} stages hold what was planned, within 5 %");
-    // The others hold less: the gradient at a cut counts in the arena too, and a group that shares a stage as one splits what its runs
-    // by themselves would not.
-    assert!(near * 10 >= all * 9, "{near} of {all}");
+    // The others hold less: a group that shares a stage as one splits what its runs by themselves would not.
+    assert!(near * 100 >= all * 96, "{near} of {all}");
 }
 
 /// Without a flush a replica makes gradients of a round while others are at the one before.

@@ -208,7 +208,7 @@ fn blocks_that_are_alike_cost_the_same_and_less_than_alone() {
     let of_block = |block: usize| -> Vec<_> {
         let name = format!("blocks.{block}.");
         let ops = shared.graph.ops.iter().filter(|op| op.module.starts_with(&name));
-        ops.map(|op| (op.fwd_us, op.bwd_us, op.weight_us, op.saved_bytes, op.live_bytes, op.arriving_bytes)).collect()
+        ops.map(|op| (op.fwd_us, op.bwd_us, op.weight_us, op.saved_bytes, op.live, op.arriving_bytes)).collect()
     };
     assert!(of_block(1).len() > 15);
     for block in 2..4 {

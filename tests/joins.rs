@@ -14,6 +14,7 @@ use compiler::pass::costs::cost_graph;
 use compiler::plan::check::check;
 use compiler::plan::fault::Fault;
 use compiler::plan::problem::{CostModel, InFlight, Problem, ProblemError};
+use compiler::profile::arena::Live;
 use compiler::profile::cost_graph::{CostGraph, OpCost, OpId, ParamCost, TensorCost};
 use compiler::tensor::DType;
 use compiler::tensor::fact::Fact;
@@ -179,6 +180,7 @@ fn random_graph(random: &mut Random, weights: u32, data: u32) -> CostGraph {
             workspace_bytes: random.below(100_000),
             joint_bytes: param / 2,
             joint_workspace_bytes: param % 150_000,
+            live: Live::of((bytes, [bytes / 3, param]), (bytes / 2, [param, bytes / 3])),
             out_bytes: bytes,
             joins: joins[id],
             ..OpCost::default()

@@ -11,6 +11,7 @@ use compiler::plan::check::check;
 use compiler::plan::fault::Fault;
 use compiler::plan::problem::{CostModel, InFlight, Objective, Problem};
 use compiler::plan::{Edge, Plan, ScheduleKind, Stage};
+use compiler::profile::arena::Live;
 use compiler::profile::cost_graph::{CostGraph, OpId};
 use compiler::schedule::pipeline::{pipeline, pipeline_of, schedule_of};
 use compiler::schedule::published_caps as published;
@@ -58,6 +59,8 @@ fn random_graph(random: &mut Random) -> CostGraph {
         graph.ops[op as usize].workspace_bytes = random.below(100_000);
         (graph.ops[op as usize].joint_bytes, graph.ops[op as usize].joint_workspace_bytes) = (weights / 2, weights / 3);
         graph.ops[op as usize].saved_bytes = random.below(500_000);
+        let live = Live::of((weights, [weights / 3, weights / 2]), (weights / 2, [weights / 4, weights / 4]));
+        graph.ops[op as usize].live = live;
     }
     graph
 }

@@ -15,6 +15,7 @@ use compiler::partition::search::{Among, Found, Question};
 use compiler::plan::ScheduleKind;
 use compiler::plan::problem::{CostModel, Objective, Problem, ProblemError};
 use compiler::plan::read::to_json;
+use compiler::profile::arena::Live;
 use compiler::profile::cost_graph::{CostGraph, OpId, ParamCost};
 use instances::{Random, chain, random_graph, transformer};
 use std::time::{Duration, Instant};
@@ -39,6 +40,8 @@ fn scratched_graph(random: &mut Random) -> CostGraph {
         op.workspace_bytes = random.below(300_000);
         (op.joint_bytes, op.joint_workspace_bytes) = (op.saved_bytes / 2, op.saved_bytes);
         op.unsaved = random.below(3) == 0;
+        let bytes = op.saved_bytes / 2;
+        op.live = Live::of((bytes, [op.out_bytes, bytes / 2]), (bytes / 2, [bytes / 5, bytes / 3]));
     }
     if random.below(3) == 0 {
         let last = graph.ops.len() as u32 - 1;

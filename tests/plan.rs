@@ -12,6 +12,7 @@ use compiler::plan::check::check;
 use compiler::plan::problem::{CostModel, InFlight, Objective, Problem, ProblemError};
 use compiler::plan::read::{from_json, schema, to_json};
 use compiler::plan::{Plan, ScheduleKind};
+use compiler::profile::arena::Live;
 use compiler::profile::cost_graph::{CostGraph, OpCost, OpId, ParamCost, TensorCost};
 use compiler::simulate::steady::Steady;
 use instances::Random;
@@ -43,6 +44,7 @@ fn random_graph(random: &mut Random, kind: Kind, most: u64) -> CostGraph {
             workspace_bytes: random.below(100_000),
             joint_bytes: weights / 2,
             joint_workspace_bytes: weights % 150_000,
+            live: Live::of((out_bytes, [out_bytes / 3, weights / 2]), (out_bytes / 2, [weights, out_bytes / 3])),
             out_bytes,
             ..OpCost::default()
         });

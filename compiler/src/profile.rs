@@ -3,6 +3,7 @@
 //! [`Profile`] is the file `profile.json`, which a measurement, an analytic model or an importer fills. `cost_graph` holds the
 //! form that planning works on: ops, tensors and parameters with their sizes, `shared` that of devices which share ops. `read` checks a file before it is believed.
 
+pub mod arena;
 pub mod cost_graph;
 pub mod hybrid;
 pub mod json;

@@ -9,6 +9,7 @@ use compiler::partition::planner::{Partitioner, PlanError, Planned, PlannerOptio
 use compiler::plan::check::check;
 use compiler::plan::problem::{CostModel, InFlight, Objective, Problem, Target};
 use compiler::plan::{Plan, ScheduleKind};
+use compiler::profile::arena::Live;
 use compiler::profile::cost_graph::{CostGraph, OpCost, OpId, ParamCost, TensorCost};
 use compiler::schedule::Schedule;
 use compiler::schedule::pipeline::{pipeline, schedule_of};
@@ -37,7 +38,10 @@ fn random_graph(random: &mut Random, most: u64) -> CostGraph {
             workspace_bytes: random.below(100_000),
             joint_bytes: weights / 2,
             joint_workspace_bytes: weights % 150_000,
-            live_bytes: random.below(100_000),
+            live: {
+                let bytes = random.below(100_000);
+                Live::of((bytes, [bytes / 3, bytes / 2]), (bytes / 2, [bytes / 5, bytes / 4]))
+            },
             unsaved: random.below(2) == 0,
             out_bytes,
             ..OpCost::default()

@@ -11,6 +11,7 @@ use crate::plan::outlook::{self, Asked, Outlook, PlacedStage};
 use crate::plan::passing::Passing;
 use crate::plan::problem::{CostModel, InFlight, Objective, Problem};
 use crate::plan::{Edge, ScheduleKind, Stage, StageId, StageMemory};
+use crate::profile::arena::Arena;
 use crate::profile::cost_graph::{OpCost, OpId, ParamCost};
 use std::collections::BTreeMap;
 
@@ -97,8 +98,7 @@ pub fn is_limited(problem: &Problem) -> bool {
         passed: tensors.saturating_mul(2),
         outputs: tensors,
         sent: tensors,
-        workspace: graph.ops.iter().map(OpCost::scratch_bytes).max().unwrap_or(0),
-        joint_workspace: graph.ops.iter().map(OpCost::joint_scratch_bytes).max().unwrap_or(0),
+        arena: Arena::always(graph.ops.iter().map(OpCost::most_scratch).max().unwrap_or(0)),
         put_by: sum(&mut graph.ops.iter().map(|op| op.joint_bytes)),
         halves: sum(&mut graph.ops.iter().map(OpCost::apart_bytes)),
     };

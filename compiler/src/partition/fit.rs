@@ -16,6 +16,7 @@ use crate::partition::shape::{Body, Group, Shape};
 use crate::plan::caps::{First, Flow, Lanes, Position};
 use crate::plan::memory::{Holdings, Multiples};
 use crate::plan::stage_cost::{LevelCost, Part, StageCost};
+use crate::profile::arena::{Arena, Way};
 use std::collections::HashMap;
 
 /// What is made least.
@@ -167,7 +168,9 @@ impl FitSearch<'_> {
     /// and fewer parameters be shared with other stages, but nothing else is less.
     fn never_fits(&self, from: usize, end: usize) -> bool {
         let Least::Time { within } = self.least else { return false };
-        let inside = Holdings { inputs: 0, passed: 0, outputs: 0, sent: 0, ..*self.settings.line.holdings(from, end) };
+        let own = self.settings.line.holdings(from, end);
+        let arena = Arena::always(Way::ALL.map(|way| own.arena.of(way)).into_iter().min().unwrap_or(0));
+        let inside = Holdings { inputs: 0, passed: 0, outputs: 0, sent: 0, arena, ..*own };
         let least = |replicas: u32, holdings: Holdings| {
             let alone = Multiples {
                 in_flight: 1,

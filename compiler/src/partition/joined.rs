@@ -6,6 +6,7 @@
 
 use crate::partition::shape::{Body, Group, Shape};
 use crate::plan::problem::Problem;
+use crate::profile::arena::{Arena, Live, Needs};
 use crate::profile::cost_graph::{CostGraph, OpCost, OpId, ParamCost, TensorCost};
 use std::borrow::Cow;
 
@@ -81,12 +82,16 @@ impl<'a> Joined<'a> {
                 sum.arriving_bytes += op.arriving_bytes;
                 sum.unsaved |= op.unsaved;
                 sum.reads_as_it_makes |= op.reads_as_it_makes;
+                sum.is_view &= op.is_view;
                 sum.joint_bytes += op.joint_bytes;
-                let joint = op.joint_scratch_bytes().max(sum.joint_scratch_bytes());
-                if op.scratch_bytes() > sum.scratch_bytes() {
-                    (sum.workspace_bytes, sum.live_bytes) = (op.workspace_bytes, op.live_bytes);
-                }
-                sum.joint_workspace_bytes = joint - sum.live_bytes;
+            }
+            if members.len() > 1 {
+                let needs = Needs::by(|place| {
+                    let own = members.iter().map(|&op| self.full.ops[op as usize].arena(place));
+                    own.fold(Arena::default(), Arena::max)
+                });
+                sum.joined = Some(Box::new(needs));
+                (sum.workspace_bytes, sum.joint_workspace_bytes, sum.live) = (0, 0, Live::default());
             }
             ops.push(sum);
         }
@@ -133,6 +138,7 @@ impl<'a> Joined<'a> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::profile::arena::{Place, Way};
 
     // 0 makes a weight that 3 and 5 read, by way of 1 for 3; 2, 3, 5 are a chain; 4 makes a weight for 5.
     fn graph() -> CostGraph {
@@ -179,7 +185,8 @@ mod tests {
         assert_eq!(small.ops.iter().map(|op| op.fwd_us).collect::<Vec<_>>(), [4.0, 11.0, 48.0]);
         assert_eq!(small.ops.iter().map(|op| op.param_bytes).collect::<Vec<_>>(), [4, 11, 48]);
         assert_eq!(small.ops.iter().map(|op| op.saved_bytes).collect::<Vec<_>>(), [40, 110, 480]);
-        assert_eq!(small.ops.iter().map(|op| op.workspace_bytes).collect::<Vec<_>>(), [98, 100, 96]);
+        let scratch = |op: &OpCost| op.arena(Place::default()).of(Way::default());
+        assert_eq!(small.ops.iter().map(scratch).collect::<Vec<_>>(), [98, 100, 96]);
         // Of op 3 and those that join it, t0 and t3 leave.
         assert_eq!(small.ops.iter().map(|op| op.out_bytes).collect::<Vec<_>>(), [100, 200, 100]);
         let wires = small.tensors.iter().map(|t| (t.name.as_str(), t.producer.0, t.consumers.clone()));

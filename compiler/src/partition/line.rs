@@ -9,6 +9,7 @@ use crate::plan::cut_bytes::CutBytes;
 use crate::plan::memory::Holdings;
 use crate::plan::passing::Passing;
 use crate::plan::problem::CostModel;
+use crate::profile::arena::{Needs, Place};
 use crate::profile::cost_graph::CostGraph;
 
 /// A chain of sets, or any sets of which only nested ones make a run, with the holdings of every run.
@@ -152,6 +153,9 @@ fn holdings(graph: &CostGraph, order: &[u32], ends: &[usize], passing: Passing) 
         last_reader[at] = tensor.consumers.iter().map(|op| place[op.index()]).max().unwrap_or(0);
     }
     let (used, needed) = (graph.summed_bytes(), graph.needed_bytes());
+    let needs: Vec<Needs> = graph.ops.iter().map(|op| Needs::by(|place| op.arena(place))).collect();
+    let flows = graph.flows();
+    let mut is_first = vec![false; order.len()];
     let mut table = vec![Holdings::default(); places * places];
     let is_handed_on = |op: usize| made[op].iter().any(|&tensor| !graph.tensors[tensor].consumers.is_empty());
     let is_handed_on: Vec<bool> = (0..order.len()).map(is_handed_on).collect();
@@ -208,9 +212,20 @@ fn holdings(graph: &CostGraph, order: &[u32], ends: &[usize], passing: Passing) 
                     run.halves += graph.ops[op].arriving_bytes;
                 }
                 run.saved += graph.ops[op].kept_bytes();
-                run.workspace = run.workspace.max(graph.ops[op].scratch_bytes());
+                // Those that it reads are no longer the last.
+                let before = flows.before[op].iter().map(|&made| made as usize);
+                let is_within = before.filter(|&made| place[made] >= ends[from]);
+                let mut reads = false;
+                for made in is_within {
+                    reads = true;
+                    if !graph.ops[op].is_view {
+                        run.arena = run.arena.max(needs[made].at(Place { first: is_first[made], last: false }));
+                    }
+                }
+                is_first[op] = !flows.before[op].is_empty() && !reads;
+                let end = Place { first: is_first[op], last: !flows.after[op].is_empty() };
+                run.arena = run.arena.max(needs[op].at(end));
                 forward_us += graph.ops[op].fwd_us;
-                run.joint_workspace = run.joint_workspace.max(graph.ops[op].joint_scratch_bytes());
                 run.put_by += graph.ops[op].joint_bytes;
             }
             run.passed = passing.bytes(run.inputs, forward_us);
@@ -224,6 +239,7 @@ fn holdings(graph: &CostGraph, order: &[u32], ends: &[usize], passing: Passing) 
 mod tests {
     use super::*;
     use crate::cluster::read::levels;
+    use crate::profile::arena::Live;
     use crate::profile::cost_graph::{OpCost, OpId, ParamCost, TensorCost};
 
     fn chain(ops: u32) -> CostGraph {
@@ -236,6 +252,7 @@ mod tests {
             saved_bytes: 3,
             between_bytes: 1,
             arriving_bytes: bytes(id),
+            live: Live { whole: [9 + u64::from(id), 5, 6, 2], split: [7, 4 + u64::from(id % 3), 3, 1] },
             ..OpCost::default()
         };
         let tensor = |at| TensorCost {

@@ -7,7 +7,8 @@
 use crate::partition::states::Space;
 use crate::plan::memory::Holdings;
 use crate::plan::passing::Passing;
-use crate::profile::cost_graph::{CostGraph, OpCost, OpId};
+use crate::profile::arena::{Arena, Needs, Place, Way};
+use crate::profile::cost_graph::{CostGraph, Flows, OpId};
 
 /// The places of a space with their sums.
 #[derive(Clone, Debug)]
@@ -39,14 +40,15 @@ pub struct Places<'a> {
     made: Vec<Vec<u32>>,
     /// Tensors that cross the cut after each set.
     crossing: Vec<Vec<u32>>,
-    /// Ops that need scratch, those that need most first.
-    scratch: Vec<usize>,
     /// Ops with the bytes of parameters that they use, those that use most first.
     by_use: Vec<(u64, usize)>,
     by_need: Vec<(u64, usize)>,
-    /// Ops with the scratch that they need where gradients of several items are made at once, those that need most first.
-    by_joint: Vec<(u64, usize)>,
-    /// What is put by for that.
+    /// What each op needs of an arena.
+    needs: Vec<Needs>,
+    flows: Flows,
+    /// By way ops with what they need within a run, those that need most first.
+    by_arena: [Vec<(u64, usize)>; 4],
+    /// What is put by where gradients of several items are made at once.
     put_by: Vec<u64>,
 }
 
@@ -100,13 +102,16 @@ impl<'a> Places<'a> {
             crossing: vec![Vec::new(); count],
             by_use: graph.summed_bytes().into_iter().zip(0..ops).collect(),
             by_need: graph.needed_bytes().into_iter().zip(0..ops).collect(),
-            scratch: (0..ops).filter(|&op| graph.ops[op].scratch_bytes() > 0).collect(),
-            by_joint: graph.ops.iter().map(OpCost::joint_scratch_bytes).zip(0..ops).collect(),
+            by_arena: Way::ALL.map(|way| {
+                let within = graph.ops.iter().map(|op| op.arena(Place::default()).of(way)).zip(0..ops);
+                within.filter(|(bytes, _)| *bytes > 0).collect()
+            }),
+            needs: graph.ops.iter().map(|op| Needs::by(|place| op.arena(place))).collect(),
+            flows: graph.flows(),
         };
-        for ops in [&mut places.by_use, &mut places.by_need, &mut places.by_joint] {
+        for ops in [&mut places.by_use, &mut places.by_need].into_iter().chain(&mut places.by_arena) {
             ops.sort_by_key(|&(bytes, op)| (std::cmp::Reverse(bytes), op));
         }
-        places.scratch.sort_by_key(|&op| (std::cmp::Reverse(graph.ops[op].scratch_bytes()), op));
         let mut own = vec![[0u64; 3]; ops];
         for param in graph.params.iter().filter(|param| param.users.len() == 1) {
             let [bytes, summed, masters] = &mut own[param.users[0].index()];
@@ -199,6 +204,23 @@ impl<'a> Places<'a> {
         tensors.iter().find(|tensor| self.leaves(**tensor, set)) == Some(&tensor) && !tensors.iter().any(read)
     }
 
+    /// What the arena of a run holds at the op that needs most.
+    fn arena(&self, from: usize, to: usize) -> Arena {
+        let inside = |op: usize| self.has(to, op) && !self.has(from, op);
+        Arena::by(|way| {
+            let mut most = 0;
+            for &(within, op) in &self.by_arena[way.index()] {
+                if within <= most {
+                    break;
+                }
+                if inside(op) {
+                    most = most.max(self.needs[op].at(self.flows.place(op, inside)).of(way));
+                }
+            }
+            most
+        })
+    }
+
     /// The run from set `from` to set `to`.
     pub fn run(&self, from: usize, to: usize) -> Run {
         let bytes = |tensor: u32| self.graph.tensors[tensor as usize].bytes;
@@ -222,7 +244,6 @@ impl<'a> Places<'a> {
                 shared += if param.users.iter().all(is_inside) { 0 } else { param.sum_bytes };
             }
         }
-        let scratch = self.scratch.iter().find(|&&op| inside(op));
         let most = |ops: &[(u64, usize)]| ops.iter().find(|(_, op)| inside(*op)).map_or(0, |(bytes, _)| *bytes);
         let forward_us = (self.forward[to] - self.forward[from]).max(0.0);
         let holdings = Holdings {
@@ -239,8 +260,7 @@ impl<'a> Places<'a> {
             outputs: out_bytes,
             sent,
             halves: (self.halves[to] - self.halves[from]).saturating_sub(arriving),
-            workspace: scratch.map_or(0, |&op| self.graph.ops[op].scratch_bytes()),
-            joint_workspace: most(&self.by_joint),
+            arena: self.arena(from, to),
             put_by: self.put_by[to] - self.put_by[from],
         };
         Run {

@@ -11,13 +11,14 @@ use super::backward::{Arriving, Backward, Made, Read, backward};
 use super::fragment::{Fragment, FragmentError, fragments};
 use super::fuse::{Chains, chains};
 use super::loss::{LOSS, Loss, LossError, TARGET, attach};
-use super::memory::{ALIGNMENT, Needs, Passage};
+use super::memory::{ALIGNMENT, Needs, Passage, tensors};
 use super::pipeline::{self, PassBug};
 use super::sums::{only_in_sums, root, summed};
 use crate::graph::{Graph, Node, Origin, order};
 use crate::op::table::rule;
 use crate::op::{NodeId, Op, Unary, Value};
-use std::collections::{BTreeSet, HashMap, HashSet};
+use crate::profile::arena::{Live, raise};
+use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use thiserror::Error;
 
 mod halves;
@@ -77,9 +78,9 @@ pub struct Attribution {
     pub target_bytes: Vec<u64>,
     /// For every op the bytes of its results that are kept from forward to backward.
     pub saved_bytes: Vec<u64>,
-    /// For every op the bytes of what is alive while its nodes run, forward or backward, beside what is kept, parameters and the
+    /// For every op what is alive while its nodes run, forward or backward, beside what is kept, parameters and the
     /// sums of their gradients; a gradient is alive until it has been added to its sum.
-    pub live_bytes: Vec<u64>,
+    pub live: Vec<Live>,
     /// For every op the bytes that the first half of a split backward makes for the op's own second half.
     pub between_bytes: Vec<u64>,
     /// For every op the bytes of the gradients of its outputs that the second half of a split backward reads.
@@ -188,22 +189,29 @@ pub fn of_stage(
     let kept: HashSet<Value> = saved.iter().copied().collect();
     let backward_order = made.as_ref().map(|made| order::canonical(&made.graph)).unwrap_or_default();
     let backward_owners = made.as_ref().map(|made| owners(&made.graph, &backward_order)).unwrap_or_default();
-    let mut live = Live(vec![0; ops.len()]);
+    let mut alive = Alive(vec![Live::default(); ops.len()]);
     let none = HashSet::new();
-    let mut chains =
-        [live.look(&fragment.graph, &forward_order, &forward_owners, [&kept, &none], passages[0]), Chains::default()];
+    // A run within a longer one is never cut.
+    let group = |(op, leader): (usize, &Option<usize>)| if passages[0].is_some() { 0 } else { leader.unwrap_or(op) };
+    let groups: Vec<usize> = leaders.iter().enumerate().map(group).collect();
+    let (groups, passage) = (&groups[..], passages[0]);
+    let (graph, order, owners) = (&fragment.graph, &forward_order, &forward_owners);
+    let run = Run { graph, order, owners, groups, passage, is_forward: true };
+    let mut chains = [alive.look(&run, [&kept, &none], &[false, true]), Chains::default()];
     let mut backward_nodes = vec![Vec::new(); ops.len()];
-    if let Some(made) = &made {
-        backward_nodes = by_owner(&made.graph, &backward_order, &backward_owners, ops.len());
-        let added = only_in_sums(&made.graph, &summed(made, &|_| false));
-        chains[1] = live.look(&made.graph, &backward_order, &backward_owners, [&none, &added], passages[1]);
-    }
     let mut second = HashSet::new();
     let [mut between_bytes, mut arriving_bytes] = [vec![0; ops.len()], vec![0; ops.len()]];
     let mut in_one = HashSet::new();
     if let Some(made) = &made {
-        in_one = read_as_made(made, &backward_owners);
+        backward_nodes = by_owner(&made.graph, &backward_order, &backward_owners, ops.len());
+        let added = only_in_sums(&made.graph, &summed(made, &|_| false));
+        let (graph, order, owners, passage) = (&made.graph, &backward_order, &backward_owners, passages[1]);
+        let whole = Run { graph, order, owners, groups, passage, is_forward: false };
+        chains[1] = alive.look(&whole, [&none, &added], &[false]);
+        in_one = read_as_made(made, owners);
         let halves = halves::halves(made, leaders);
+        let in_halves: Vec<NodeId> = halves.in_order(&backward_order);
+        alive.look(&Run { order: &in_halves, ..whole }, [&halves.between, &added], &[true]);
         second = halves.second;
         [between_bytes, arriving_bytes] = halves.bytes;
     }
@@ -218,7 +226,7 @@ pub fn of_stage(
         chains,
         target_bytes,
         saved_bytes,
-        live_bytes: live.0,
+        live: alive.0,
         between_bytes,
         arriving_bytes,
         read_as_made: in_one,
@@ -348,29 +356,74 @@ fn targets_by_owner(graph: &Graph, owners: &HashMap<NodeId, usize>, ops: usize) 
     bytes
 }
 
-/// What is alive while the nodes of each op run.
-struct Live(Vec<u64>);
+/// A run whose nodes have owners.
+#[derive(Clone, Copy)]
+struct Run<'a> {
+    graph: &'a Graph,
+    order: &'a [NodeId],
+    owners: &'a HashMap<NodeId, usize>,
+    /// For each op the one that stands for all that share its stage, wherever that is cut.
+    groups: &'a [usize],
+    passage: Option<&'a Passage>,
+    is_forward: bool,
+}
 
-impl Live {
-    /// Raises each op's figure to what is alive while one of its nodes runs. Gives those that run together.
-    fn look(
-        &mut self,
-        graph: &Graph,
-        order: &[NodeId],
-        owners: &HashMap<NodeId, usize>,
-        [kept, added]: [&HashSet<Value>; 2],
-        passage: Option<&Passage>,
-    ) -> Chains {
+/// What is alive while the nodes of each op run.
+struct Alive(Vec<Live>);
+
+impl Alive {
+    /// Raises each op's figures, of whole backwards or of split ones, to what is alive while one of its nodes runs. Gives those that run
+    /// together.
+    fn look(&mut self, run: &Run<'_>, [kept, added]: [&HashSet<Value>; 2], is_split: &[bool]) -> Chains {
+        let Run { graph, order, owners, passage, is_forward, .. } = *run;
         let (none, workspace, apart) = (HashSet::new(), HashMap::new(), Chains::default());
         let needs = Needs { own: &none, kept, held: &none, added, workspace: &workspace, chains: &apart, passage };
         // What one op answers for is never cut.
         let (together, alive) = chains(graph, order, &needs, &|a, b| owners.get(&a) == owners.get(&b));
-        for (id, alive) in order.iter().zip(alive) {
+        let crossing = self.crossing(run, &Needs { chains: &together, ..needs });
+        for ((id, alive), [made, read]) in order.iter().zip(alive).zip(crossing) {
             if let (true, Some(&owner)) = (runs(&graph.node(*id).op), owners.get(id)) {
-                self.0[owner] = self.0[owner].max(alive as u64);
+                let live = &mut self.0[owner];
+                // What an op reads in a forward run comes from where it gives gradients to.
+                let sides = if is_forward { [read, made] } else { [made, read] };
+                for is_split in is_split {
+                    let figures = if *is_split { &mut live.split } else { &mut live.whole };
+                    raise(figures, alive as u64, sides);
+                }
             }
         }
         together
+    }
+
+    /// For every node the bytes of what is alive while it runs that its group makes for others, and that others make for its group.
+    fn crossing(&self, run: &Run<'_>, needs: &Needs<'_>) -> Vec<[u64; 2]> {
+        let Run { graph, order, owners, groups, passage, .. } = *run;
+        let group = |id: &NodeId| owners.get(id).map(|owner| groups[*owner]);
+        // Of the nodes of each group, where they stand and where they run.
+        let mut nodes: BTreeMap<usize, Vec<[usize; 2]>> = BTreeMap::new();
+        for (at, (id, runs_at)) in order.iter().zip(needs.chains.places(order)).enumerate() {
+            if let Some(group) = group(id) {
+                nodes.entry(group).or_default().push([at, runs_at]);
+            }
+        }
+        let goes: HashSet<Value> =
+            passage.into_iter().flat_map(|passage| &passage.goes).map(|value| root(graph, *value)).collect();
+        let mut crossing = vec![[0; 2]; order.len()];
+        for tensor in tensors(graph, order, needs) {
+            let comes = passage.is_some_and(|passage| passage.comes.contains(&tensor.root));
+            let maker = group(&tensor.root.node).filter(|_| !comes);
+            let readers: BTreeSet<usize> = tensor.readers.iter().filter_map(group).collect();
+            let mut count = |group: usize, side: usize| {
+                let alive = nodes[&group].iter().filter(|[_, runs_at]| (tensor.first..=tensor.last).contains(runs_at));
+                alive.for_each(|[at, _]| crossing[*at][side] += tensor.bytes as u64);
+            };
+            let is_other = |reader: &&usize| Some(**reader) != maker;
+            if let Some(maker) = maker.filter(|_| goes.contains(&tensor.root) || readers.iter().any(|r| is_other(&r))) {
+                count(maker, 0);
+            }
+            readers.iter().filter(is_other).for_each(|reader| count(*reader, 1));
+        }
+        crossing
     }
 }
 

@@ -62,10 +62,11 @@ pub fn cost_graph(graph: &Graph, attribution: &Attribution) -> CostGraph {
             out_bytes: values.iter().fold(0u64, |sum, v| sum.saturating_add(size(*v))),
             joins: joins[i],
             fed_bytes: attribution.target_bytes[i],
-            live_bytes: attribution.live_bytes[i],
+            live: attribution.live[i],
             between_bytes: attribution.between_bytes[i],
             arriving_bytes: attribution.arriving_bytes[i],
             reads_as_it_makes: attribution.read_as_made.contains(&i),
+            is_view: rule(&node.op).is_view(),
             // The statistics beside a large output may be saved where it is not.
             unsaved: attribution.saved_bytes[i] < values.iter().map(|v| size(*v)).max().unwrap_or(0),
             ..OpCost::default()

@@ -130,18 +130,10 @@ pub fn plan(graph: &Graph, order: &[NodeId], needs: &Needs<'_>) -> Layout {
 /// For every node of `order` the bytes of all tensors alive while it, or its chain, runs that would lie in the arena, but for those that
 /// are held to the end of the run.
 pub fn live(graph: &Graph, order: &[NodeId], needs: &Needs<'_>) -> Vec<usize> {
-    let classes = classes(graph, order, needs);
-    let goes = needs.passage.into_iter().flat_map(|passage| &passage.goes);
-    let goes: HashSet<usize> = goes.filter_map(|value| classes.of.get(value).copied()).collect();
     let mut change = vec![0isize; order.len() + 1];
-    for (at, class) in classes.list.iter().enumerate() {
-        let comes = needs.passage.is_some_and(|passage| passage.comes.contains(&class.root));
-        let is_there = is_source(graph, class.root.node) && !comes;
-        if !(is_there || class.own || class.kept || class.held || class.inner) {
-            let last = if goes.contains(&at) { order.len() - 1 } else { class.last };
-            change[if comes { 0 } else { class.first }] += aligned(class.bytes) as isize;
-            change[last + 1] -= aligned(class.bytes) as isize;
-        }
+    for tensor in tensors(graph, order, needs) {
+        change[tensor.first] += tensor.bytes as isize;
+        change[tensor.last + 1] -= tensor.bytes as isize;
     }
     let mut alive = 0;
     let mut running = |change: &isize| {
@@ -150,6 +142,43 @@ pub fn live(graph: &Graph, order: &[NodeId], needs: &Needs<'_>) -> Vec<usize> {
     };
     let alive: Vec<usize> = change[..order.len()].iter().map(&mut running).collect();
     needs.chains.places(order).into_iter().map(|at| alive[at]).collect()
+}
+
+/// A tensor that would lie in the arena.
+#[derive(Clone, Debug)]
+pub struct Transient {
+    /// What it is, other than a view.
+    pub root: Value,
+    /// As it is laid out.
+    pub bytes: usize,
+    /// Where in the order it is alive first.
+    pub first: usize,
+    /// Where it is alive last.
+    pub last: usize,
+    /// What reads it or a view of it.
+    pub readers: Vec<NodeId>,
+}
+
+/// All tensors that would lie in the arena, but for those that are held to the end of the run.
+pub fn tensors(graph: &Graph, order: &[NodeId], needs: &Needs<'_>) -> Vec<Transient> {
+    let mut classes = classes(graph, order, needs);
+    let goes = needs.passage.into_iter().flat_map(|passage| &passage.goes);
+    let goes: HashSet<usize> = goes.filter_map(|value| classes.of.get(value).copied()).collect();
+    let mut found = Vec::new();
+    for (at, class) in classes.list.iter_mut().enumerate() {
+        let comes = needs.passage.is_some_and(|passage| passage.comes.contains(&class.root));
+        let is_there = is_source(graph, class.root.node) && !comes;
+        if !(is_there || class.own || class.kept || class.held || class.inner) {
+            found.push(Transient {
+                root: class.root,
+                bytes: aligned(class.bytes),
+                first: if comes { 0 } else { class.first },
+                last: if goes.contains(&at) { order.len() - 1 } else { class.last },
+                readers: std::mem::take(&mut class.readers),
+            });
+        }
+    }
+    found
 }
 
 fn is_source(graph: &Graph, id: NodeId) -> bool {
@@ -162,6 +191,7 @@ struct Class {
     bytes: usize,
     first: usize,
     last: usize,
+    readers: Vec<NodeId>,
     own: bool,
     kept: bool,
     held: bool,
@@ -181,6 +211,7 @@ fn classes(graph: &Graph, order: &[NodeId], needs: &Needs<'_>) -> Classes {
         for input in &inputs {
             let class = &mut classes.list[classes.of[input]];
             class.last = class.last.max(at);
+            class.readers.push(id);
         }
         let node = graph.node(id);
         for value in graph.values(id) {
@@ -190,7 +221,8 @@ fn classes(graph: &Graph, order: &[NodeId], needs: &Needs<'_>) -> Classes {
                 let bytes = graph.fact(value).bytes().expect("sizes are fixed and were checked") as usize;
                 let [own, kept, held] = [false; 3];
                 let inner = needs.chains.inner.contains(&value) || needs.added.contains(&value);
-                classes.list.push(Class { root: value, bytes, first: at, last: at, own, kept, held, inner });
+                let readers = Vec::new();
+                classes.list.push(Class { root: value, bytes, first: at, last: at, readers, own, kept, held, inner });
                 classes.list.len() - 1
             };
             classes.of.insert(value, class);

@@ -18,6 +18,7 @@ use crate::profile::cost_graph::CostGraph;
 use std::borrow::Cow;
 use std::collections::BTreeMap;
 
+mod ends;
 mod shares;
 
 /// What the judge worked out.
@@ -415,6 +416,13 @@ fn memory(problem: &Problem, plan: &Plan, stage_of: &[usize]) -> Vec<StageMemory
         }
         param.users.iter().for_each(|op| used[op.index()] = used[op.index()].saturating_add(param.sum_bytes));
     }
+    let ends = ends::ends(graph, stage_of);
+    let mut gets = vec![false; plan.stages.len()];
+    for tensor in &graph.tensors {
+        let from = stage_of[tensor.producer.index()];
+        let to = tensor.consumers.iter().map(|op| stage_of[op.index()]);
+        to.filter(|&to| to != from).for_each(|to| gets[to] = true);
+    }
     let is_by_minibatch = plan.schedule.kind == ScheduleKind::TwoBw || !plan.schedule.kind.is_continuous();
     for (op, &stage) in graph.ops.iter().zip(stage_of) {
         alive[stage] += op.saved_bytes + op.fed_bytes;
@@ -427,7 +435,9 @@ fn memory(problem: &Problem, plan: &Plan, stage_of: &[usize]) -> Vec<StageMemory
         let is_joint = has_many && (replicas == 1 || plan.stages[stage].zero < 2);
         let scratch = if is_joint { op.workspace_bytes.max(op.joint_workspace_bytes) } else { op.workspace_bytes };
         put_by[stage] += if is_joint { op.joint_bytes } else { 0 };
-        workspace[stage] = workspace[stage].max(scratch + op.live_bytes);
+        let is_split = plan.schedule.apart.get(stage).is_some_and(|&apart| apart > 0) && gets[stage];
+        let live = if is_split { op.live.split } else { op.live.whole };
+        workspace[stage] = workspace[stage].max(scratch + live[ends[op.id as usize]]);
         forward_us[stage] += op.fwd_us;
     }
     for tensor in &graph.tensors {

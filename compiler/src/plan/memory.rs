@@ -12,7 +12,7 @@
 //!
 //! `saved` is what forward keeps for backward, what is fed to the model included, `inputs` the tensors that come from other stages, `sent` those of the `outputs`, which
 //! go to others, that would not be kept otherwise; `workspace` is the arena: what is alive within a run, scratch included, at the op
-//! where that is most, and what is put by where gradients of several items are made at once ([`joint`](crate::pass::joint)). The `terms` of gradients have a sum each: a parameter has as many as ops of the stage use it,
+//! where that is most ([`arena`](crate::profile::arena): without what crosses a cut, and where backwards are split without their halves), and what is put by where gradients of several items are made at once ([`joint`](crate::pass::joint)). The `terms` of gradients have a sum each: a parameter has as many as ops of the stage use it,
 //! and those that are `shared` with other stages are added up with theirs, `late` rounds of them after the stage's own (`caps`). The messages are the gradients
 //! that one item gets and gives: `passed` is `inputs`, or twice that where those of the item before may still be on their way (`passing`). A recomputed stage keeps its inputs and what it sent, and runs forward once more before backward, into other buffers. Versions are
 //! held by pointer: V versions take V copies of the weights and no more. A tied parameter counts once in each stage that uses
@@ -24,7 +24,8 @@
 use crate::pass::joint::joins;
 use crate::plan::passing::Passing;
 use crate::plan::{ScheduleKind, StageMemory, zero};
-use crate::profile::cost_graph::{CostGraph, OpCost, OpId};
+use crate::profile::arena::{Arena, Way};
+use crate::profile::cost_graph::{CostGraph, OpId};
 
 /// The sizes of a set of ops, in bytes, before anything is multiplied.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -53,11 +54,9 @@ pub struct Holdings {
     pub outputs: u64,
     /// Those of them that are kept only because they are sent.
     pub sent: u64,
-    /// Largest scratch of one op.
-    pub workspace: u64,
-    /// The same where gradients of several items are made at once, and what is put by for that.
-    pub joint_workspace: u64,
-    /// The latter.
+    /// The arena of the op that needs most.
+    pub arena: Arena,
+    /// What is put by where gradients of several items are made at once.
     pub put_by: u64,
     /// What the second half of a split backward reads of the first, of one micro-batch.
     pub halves: u64,
@@ -92,6 +91,11 @@ impl Multiples {
     /// The level of ZeRO: none for one replica.
     pub fn level(&self) -> u32 {
         if self.replicas > 1 { self.zero } else { 0 }
+    }
+
+    /// How the backwards of a stage run that gets so many bytes from others: without any it has no first half.
+    pub fn way(&self, inputs: u64) -> Way {
+        Way { is_joint: self.joins(), is_split: self.apart > 0 && inputs > 0 }
     }
 
     /// Whether gradients of several items of a round are made at once.
@@ -137,6 +141,7 @@ impl Holdings {
             }
         }
         let mut forward_us = 0.0;
+        let flows = graph.flows();
         let mut is_handed_on = vec![false; graph.ops.len()];
         let mut is_read = vec![false; graph.ops.len()];
         for tensor in &graph.tensors {
@@ -150,9 +155,9 @@ impl Holdings {
             if is_read[at] || !is_handed_on[at] {
                 holdings.halves += op.arriving_bytes;
             }
-            holdings.workspace = holdings.workspace.max(OpCost::scratch_bytes(op));
+            holdings.arena =
+                holdings.arena.max(op.arena(flows.place(graph.leader(OpId(at as u32)).index(), |op| inside[op])));
             forward_us += op.fwd_us;
-            holdings.joint_workspace = holdings.joint_workspace.max(op.joint_scratch_bytes());
             holdings.put_by += op.joint_bytes;
         }
         holdings.passed = passing.bytes(holdings.inputs, forward_us);
@@ -182,10 +187,9 @@ impl Holdings {
         let waiting = self.outputs.saturating_mul(apart.saturating_sub(1));
         let between = halves.saturating_mul(apart).saturating_add(waiting);
         let messages = if trains { self.passed.saturating_add(self.outputs) } else { self.inputs };
-        let workspace = match multiples.joins() {
-            true => self.joint_workspace.saturating_add(self.put_by),
-            false => self.workspace,
-        };
+        let way = multiples.way(self.inputs);
+        let put_by = if way.is_joint { self.put_by } else { 0 };
+        let workspace = self.arena.of(way).saturating_add(put_by);
         let parts = [weights, versions, gradients, optimizer, activations, between, messages, workspace];
         let total = parts.iter().fold(0u64, |sum, &part| sum.saturating_add(part));
         StageMemory { weights, versions, gradients, optimizer, activations, between, messages, workspace, total }
@@ -219,8 +223,8 @@ mod tests {
         let passing = Passing::of(&levels("4:1GB/s").unwrap());
         let of = |inside: &[bool]| Holdings::of(&graph, inside, &passing);
         let tail = of(&[false, true, true]);
-        let rest =
-            Holdings { inputs: 100, passed: 200, workspace: 9, joint_workspace: 9, halves: 11, ..Holdings::default() };
+        let arena = Arena::always(9);
+        let rest = Holdings { inputs: 100, passed: 200, arena, halves: 11, ..Holdings::default() };
         assert_eq!(
             tail,
             Holdings {
@@ -272,7 +276,7 @@ mod tests {
         let two_rounds = Multiples { schedule: ScheduleKind::TwoBw, versions: 2, ..summed };
         assert_eq!(tail.held(&two_rounds).gradients, 1000 + 2 * (1000 + 334));
         // Eight items of a round are put by, where gradients stay.
-        let joint = Holdings { joint_workspace: 70, put_by: 50, ..tail };
+        let joint = Holdings { arena: Arena::by(|way| if way.is_joint { 70 } else { 9 }), put_by: 50, ..tail };
         let of_round = |microbatches, replicas, zero| {
             let schedule = ScheduleKind::OneFOneB;
             joint.held(&Multiples { schedule, microbatches, replicas, zero, ..multiples }).workspace

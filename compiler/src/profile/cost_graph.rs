@@ -3,7 +3,9 @@
 //! It knows nothing of what an op computes, so that it can be built from a graph and its profile, and as well from the
 //! published profiles of other tools. Ops stand in topological order and an op's id is its index.
 
+use crate::profile::arena::{Arena, Live, Needs, Place, Way};
 use serde::{Deserialize, Serialize};
+use std::collections::BTreeSet;
 
 /// The most ops, tensors and parameters a cost graph may have, each.
 pub const MAX_ENTRIES: usize = 4_000_000;
@@ -53,9 +55,10 @@ pub struct OpCost {
     pub joint_bytes: u64,
     /// The latter.
     pub joint_workspace_bytes: u64,
-    /// Bytes of all tensors that are alive while the op runs, forward or backward, and that are neither saved nor parameters nor
-    /// their gradients; 0 where that is not known.
-    pub live_bytes: u64,
+    /// Bytes of all tensors that are alive while the op runs.
+    pub live: Live,
+    /// What ops need that are one here, where it stands for several.
+    pub joined: Option<Box<Needs>>,
     /// Bytes that the first half of a split backward makes of the op for its own second half.
     pub between_bytes: u64,
     /// Bytes of the gradients of its outputs that the second half of a split backward reads: they are kept between the halves, unless
@@ -63,6 +66,8 @@ pub struct OpCost {
     pub arriving_bytes: u64,
     /// Whether its backward makes gradients of parameters in the run of a kernel that reads them, as that of a recurrent layer does.
     pub reads_as_it_makes: bool,
+    /// Whether its output is its first input in another shape.
+    pub is_view: bool,
     /// Whether its outputs are not saved, so that one which goes to another stage is kept for that alone.
     pub unsaved: bool,
     /// Bytes of all outputs.
@@ -108,6 +113,23 @@ impl ParamCost {
     /// The bytes of what the optimizer moves in the place of a parameter that is narrower than its sums; 0 for all others.
     pub fn master_bytes(&self) -> u64 {
         if self.sum_bytes > self.bytes { self.sum_bytes } else { 0 }
+    }
+}
+
+/// What flows between ops that do something.
+#[derive(Clone, Debug)]
+pub struct Flows {
+    /// For each op those that make what it reads, ascending.
+    pub before: Vec<Vec<u32>>,
+    /// For each op those that read what it makes, ascending.
+    pub after: Vec<Vec<u32>>,
+}
+
+impl Flows {
+    /// Where an op stands among those of which `inside` is true.
+    pub fn place(&self, op: usize, inside: impl Fn(usize) -> bool) -> Place {
+        let is_end = |ops: &[u32]| !ops.is_empty() && !ops.iter().any(|&op| inside(op as usize));
+        Place { first: is_end(&self.before[op]), last: is_end(&self.after[op]) }
     }
 }
 
@@ -228,13 +250,18 @@ impl OpCost {
     }
 
     /// What a worker's arena must hold while the op runs.
-    pub fn scratch_bytes(&self) -> u64 {
-        self.workspace_bytes.saturating_add(self.live_bytes)
+    pub fn arena(&self, place: Place) -> Arena {
+        let own = Arena::by(|way| {
+            let joint = if way.is_joint { self.joint_workspace_bytes } else { 0 };
+            self.workspace_bytes.max(joint).saturating_add(self.live.at(place, way.is_split))
+        });
+        self.joined.as_ref().map_or(own, |joined| joined.at(place).max(own))
     }
 
-    /// The same where gradients of several items are made at once.
-    pub fn joint_scratch_bytes(&self) -> u64 {
-        self.workspace_bytes.max(self.joint_workspace_bytes).saturating_add(self.live_bytes)
+    /// The same wherever it stands and however backwards run.
+    pub fn most_scratch(&self) -> u64 {
+        let arena = self.arena(Place::default());
+        Way::ALL.into_iter().map(|way| arena.of(way)).max().unwrap_or(0)
     }
 }
 
@@ -267,6 +294,30 @@ impl CostGraph {
     pub fn needed_bytes(&self) -> Vec<u64> {
         let both = |(used, op): (u64, &OpCost)| if op.reads_as_it_makes { used.saturating_mul(2) } else { used };
         self.summed_bytes().into_iter().zip(&self.ops).map(both).collect()
+    }
+
+    /// For each op those that make what it, or any op that is joined with it, reads of others, and those that read what they make: past views, which are
+    /// what they are views of. Of ops that join another it is told with that.
+    pub fn flows(&self) -> Flows {
+        let mut before = vec![BTreeSet::new(); self.ops.len()];
+        let mut pairs: Vec<(OpId, OpId)> = Vec::new();
+        for tensor in &self.tensors {
+            let made = self.leader(tensor.producer);
+            pairs.extend(tensor.consumers.iter().map(|op| (self.leader(*op), made)).filter(|(op, made)| op != made));
+        }
+        pairs.sort_unstable();
+        for (op, made) in pairs {
+            let past: Vec<u32> = match self.ops[made.index()].is_view {
+                true => before[made.index()].iter().copied().collect(),
+                false => vec![made.0],
+            };
+            before[op.index()].extend(past);
+        }
+        let mut after = vec![Vec::new(); self.ops.len()];
+        for (op, before) in before.iter().enumerate().filter(|(op, _)| !self.ops[*op].is_view) {
+            before.iter().for_each(|made| after[*made as usize].push(op as u32));
+        }
+        Flows { before: before.into_iter().map(|before| before.into_iter().collect()).collect(), after }
     }
 
     /// Whether a tensor would not be kept if it were not sent.
@@ -345,7 +396,7 @@ impl CostGraph {
         total("op parameters", self.ops.iter().map(|op| op.param_bytes))?;
         total("saved tensors", self.ops.iter().map(OpCost::kept_bytes))?;
         total("tensors between halves", self.ops.iter().map(OpCost::apart_bytes))?;
-        total("workspaces", self.ops.iter().map(OpCost::joint_scratch_bytes))?;
+        total("workspaces", self.ops.iter().map(OpCost::most_scratch))?;
         total("what is put by", self.ops.iter().map(|op| op.joint_bytes))?;
         total("tensors", self.tensors.iter().map(|tensor| tensor.bytes))?;
         total("parameters", self.params.iter().map(|param| param.bytes))?;

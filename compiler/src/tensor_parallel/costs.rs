@@ -31,6 +31,7 @@ use crate::pass::loss::LOSS;
 use crate::pass::memory::Passage;
 use crate::pass::pipeline::{self, PassBug};
 use crate::pass::sums::root;
+use crate::profile::arena::Live;
 use crate::profile::cost_graph::{CostGraph, OpId};
 use crate::profile::shared::SharedCosts;
 use crate::tensor::fact::Fact;
@@ -165,7 +166,7 @@ struct OpFigures {
     /// Of the backward, what makes gradients of weights: alone, shared, meetings.
     second: [Time; 3],
     saved: u64,
-    live: u64,
+    live: Live,
     between: u64,
     arriving: u64,
 }
@@ -330,7 +331,7 @@ impl Sharer<'_> {
             meetings: [forward[1], backward[1]],
             second: [late[0], second[0], second[1]],
             saved: parts.saved_bytes[op],
-            live: parts.live_bytes[op],
+            live: parts.live[op],
             between: parts.between_bytes[op],
             arriving: parts.arriving_bytes[op],
         }
@@ -436,7 +437,7 @@ impl<'a> Costs<'a> {
             let [late, shared, met] = figures.second;
             let second = |us: f64| rounded(scaled(us, late, shared) + microseconds(met)).min(cost.bwd_us);
             cost.weight_us = given.weight_us.map(second);
-            (cost.saved_bytes, cost.live_bytes) = (figures.saved, figures.live);
+            (cost.saved_bytes, cost.live) = (figures.saved, figures.live);
             (cost.between_bytes, cost.arriving_bytes) = (figures.between, figures.arriving);
             // Devices that share a stage put nothing by.
             (cost.joint_bytes, cost.joint_workspace_bytes) = (0, 0);

@@ -5,6 +5,8 @@ use crate::plan::ScheduleKind;
 use crate::plan::caps::{self, First, Lanes};
 use crate::plan::memory::{Holdings, Multiples};
 use crate::plan::passing::Passing;
+use crate::profile::arena::{Arena, Place, Way};
+use crate::profile::cost_graph::Flows;
 use good_lp::{Expression, variable};
 
 /// The gradients that a stage gives for one item.
@@ -37,7 +39,7 @@ impl Formulation<'_> {
         let late = |stage: usize| self.scope.flow.late(lanes(stage), First::Known(lanes(0)));
         let late: Vec<u32> = (0..self.stages()).map(late).collect();
         let versions: Vec<u32> = (0..self.stages()).map(versions).collect();
-        let used = problem.graph.summed_bytes();
+        let (used, flows) = (problem.graph.summed_bytes(), problem.graph.flows());
         for (stage, versions) in versions.into_iter().enumerate() {
             let Some(limit) = problem.limit_of(self.choice.devices(stage)) else { continue };
             let limit = limit as f64;
@@ -99,23 +101,45 @@ impl Formulation<'_> {
             let needed = problem.graph.needed_bytes().into_iter().max().unwrap_or(0);
             sum += each(Holdings { largest: MANY, ..none }) * largest as f64;
             sum += each(Holdings { needed: MANY, ..none }) * needed as f64;
-            // One of the two is held.
-            let alone = each(Holdings { workspace: MANY, ..none });
-            let joint = each(Holdings { joint_workspace: MANY, ..none });
+            let arena = each(Holdings { arena: Arena::always(MANY), ..none });
+            // A stage that gets nothing from others has a whole backward: the larger counts.
+            let way = multiples.way(u64::from(stage > 0));
+            let whole = Way { is_split: false, ..way };
             let mut scratch = Vec::new();
             for op in 0..self.ops() {
-                let cost = &problem.graph.ops[op];
-                let bytes = alone * cost.scratch_bytes() as f64 + joint * cost.joint_scratch_bytes() as f64;
-                if let Some(factor) = self.factor(bytes, 1.0) {
-                    let mut one = Expression::default();
-                    self.add_inside(&mut one, factor, op, stage);
-                    scratch.push(one);
+                for (place, others) in self.ends(&flows, op) {
+                    let needs = problem.graph.ops[op].arena(place);
+                    if let Some(factor) = self.factor(arena * needs.of(way).max(needs.of(whole)) as f64, 1.0) {
+                        let mut one = Expression::from(-factor * others.len() as f64);
+                        for op in others.into_iter().chain([op]) {
+                            self.add_inside(&mut one, factor, op, stage);
+                        }
+                        scratch.push(one);
+                    }
                 }
             }
             sum += self.at_least(scratch);
             // Sums of many sizes are not exact to the last bit, and what fits exactly fits.
             self.keep(sum.leq(1.0 + 1e-9));
         }
+    }
+
+    /// The places of an op in its stage where it needs different arenas, and the ops that stand there with it.
+    fn ends(&self, flows: &Flows, op: usize) -> Vec<(Place, Vec<usize>)> {
+        let [before, after] = [&flows.before[op], &flows.after[op]];
+        let of = |first: bool, last: bool| self.scope.problem.graph.ops[op].arena(Place { first, last });
+        let (is_first, is_last) = (!before.is_empty(), !after.is_empty());
+        let mut ends = vec![(Place { first: is_first, last: is_last }, Vec::new())];
+        let read = before.iter().filter(|_| of(false, is_last) != of(true, is_last));
+        ends.extend(read.map(|&op| (Place { first: false, last: is_last }, vec![op as usize])));
+        let reads = after.iter().filter(|_| of(is_first, false) != of(is_first, true));
+        ends.extend(reads.map(|&op| (Place { first: is_first, last: false }, vec![op as usize])));
+        if [of(false, is_last), of(is_first, false)].into_iter().all(|arena| arena != of(false, false)) {
+            let both =
+                before.iter().flat_map(|&one| after.iter().map(move |&other| vec![one as usize, other as usize]));
+            ends.extend(both.map(|both| (Place::default(), both)));
+        }
+        ends
     }
 
     /// What the second places of a stage's gradients take of the limit: as much as the first where they are slow (see `passing`), else nothing.

@@ -15,8 +15,18 @@ use std::collections::{BTreeMap, BTreeSet, HashSet};
 pub struct Halves {
     /// The nodes of the second half.
     pub second: HashSet<NodeId>,
+    /// What the first half makes for the second.
+    pub between: HashSet<Value>,
     /// For every op what its own halves keep between them, and what they keep of the gradients of its outputs.
     pub bytes: [Vec<u64>; 2],
+}
+
+impl Halves {
+    /// The order of a run of which the second half comes after the first.
+    pub fn in_order(&self, order: &[NodeId]) -> Vec<NodeId> {
+        let (second, first): (Vec<NodeId>, Vec<NodeId>) = order.iter().partition(|id| self.second.contains(id));
+        first.into_iter().chain(second).collect()
+    }
 }
 
 /// Tells the halves apart. `leaders` names for every op the one whose stage it shares: itself where it depends on data, and gradients
@@ -55,6 +65,7 @@ pub fn halves(made: &Backward, leaders: &[Option<usize>]) -> Halves {
     for value in backward.outputs.iter().map(|output| output.value).filter(is_first) {
         readers.entry(root(backward, value)).or_default();
     }
+    let between = readers.keys().copied().collect();
     let mut bytes = [vec![0u64; leaders.len()], vec![0u64; leaders.len()]];
     for (value, readers) in readers {
         let Some(&maker) = owners.get(&value.node) else { continue };
@@ -67,7 +78,7 @@ pub fn halves(made: &Backward, leaders: &[Option<usize>]) -> Halves {
         let size = backward.fact(value).bytes().unwrap_or(u64::MAX);
         bytes[kind][op] = bytes[kind][op].saturating_add(size);
     }
-    Halves { second, bytes }
+    Halves { second, between, bytes }
 }
 
 fn is_source(graph: &Graph, id: NodeId) -> bool {
