@@ -155,6 +155,7 @@ fn holdings(graph: &CostGraph, order: &[u32], ends: &[usize], passing: Passing) 
     let (used, needed) = (graph.summed_bytes(), graph.needed_bytes());
     let needs: Vec<Needs> = graph.ops.iter().map(|op| Needs::by(|place| op.arena(place))).collect();
     let flows = graph.flows();
+    let can_be: Vec<Place> = (0..order.len()).map(|op| flows.ends(op)).collect();
     let mut is_first = vec![false; order.len()];
     let mut table = vec![Holdings::default(); places * places];
     let is_handed_on = |op: usize| made[op].iter().any(|&tensor| !graph.tensors[tensor].consumers.is_empty());
@@ -222,8 +223,8 @@ fn holdings(graph: &CostGraph, order: &[u32], ends: &[usize], passing: Passing) 
                         run.arena = run.arena.max(needs[made].at(Place { first: is_first[made], last: false }));
                     }
                 }
-                is_first[op] = !flows.before[op].is_empty() && !reads;
-                let end = Place { first: is_first[op], last: !flows.after[op].is_empty() };
+                is_first[op] = can_be[op].first && !reads;
+                let end = Place { first: is_first[op], last: can_be[op].last };
                 run.arena = run.arena.max(needs[op].at(end));
                 forward_us += graph.ops[op].fwd_us;
                 run.put_by += graph.ops[op].joint_bytes;

@@ -46,6 +46,8 @@ pub struct Places<'a> {
     /// What each op needs of an arena.
     needs: Vec<Needs>,
     flows: Flows,
+    /// Whether gradients of several items at once make any difference.
+    is_joint: bool,
     /// By way ops with what they need within a run, those that need most first.
     by_arena: [Vec<(u64, usize)>; 4],
     /// What is put by where gradients of several items are made at once.
@@ -108,6 +110,7 @@ impl<'a> Places<'a> {
             }),
             needs: graph.ops.iter().map(|op| Needs::by(|place| op.arena(place))).collect(),
             flows: graph.flows(),
+            is_joint: graph.ops.iter().any(|op| op.joint_workspace_bytes > 0 || op.joint_bytes > 0),
         };
         for ops in [&mut places.by_use, &mut places.by_need].into_iter().chain(&mut places.by_arena) {
             ops.sort_by_key(|&(bytes, op)| (std::cmp::Reverse(bytes), op));
@@ -207,7 +210,7 @@ impl<'a> Places<'a> {
     /// What the arena of a run holds at the op that needs most.
     fn arena(&self, from: usize, to: usize) -> Arena {
         let inside = |op: usize| self.has(to, op) && !self.has(from, op);
-        Arena::by(|way| {
+        let most = |way: Way| {
             let mut most = 0;
             for &(within, op) in &self.by_arena[way.index()] {
                 if within <= most {
@@ -218,6 +221,11 @@ impl<'a> Places<'a> {
                 }
             }
             most
+        };
+        let alone = [false, true].map(|is_split| most(Way { is_joint: false, is_split }));
+        Arena::by(|way| match way.is_joint && self.is_joint {
+            true => most(way),
+            false => alone[usize::from(way.is_split)],
         })
     }
 

@@ -126,10 +126,21 @@ pub struct Flows {
 }
 
 impl Flows {
+    /// Where an op can stand: first only if it alone reads what it reads, and last only if one op reads what it makes. Else gradients come from several
+    /// ops and stages, and their terms and their sum lie in the arena.
+    pub fn ends(&self, op: usize) -> Place {
+        let is_read_here = |made: &u32| self.after[*made as usize].len() == 1;
+        Place {
+            first: !self.before[op].is_empty() && self.before[op].iter().all(is_read_here),
+            last: self.after[op].len() == 1,
+        }
+    }
+
     /// Where an op stands among those of which `inside` is true.
     pub fn place(&self, op: usize, inside: impl Fn(usize) -> bool) -> Place {
-        let is_end = |ops: &[u32]| !ops.is_empty() && !ops.iter().any(|&op| inside(op as usize));
-        Place { first: is_end(&self.before[op]), last: is_end(&self.after[op]) }
+        let is_apart = |ops: &[u32]| !ops.iter().any(|&op| inside(op as usize));
+        let ends = self.ends(op);
+        Place { first: ends.first && is_apart(&self.before[op]), last: ends.last && is_apart(&self.after[op]) }
     }
 }
 

@@ -128,7 +128,7 @@ impl Formulation<'_> {
     fn ends(&self, flows: &Flows, op: usize) -> Vec<(Place, Vec<usize>)> {
         let [before, after] = [&flows.before[op], &flows.after[op]];
         let of = |first: bool, last: bool| self.scope.problem.graph.ops[op].arena(Place { first, last });
-        let (is_first, is_last) = (!before.is_empty(), !after.is_empty());
+        let Place { first: is_first, last: is_last } = flows.ends(op);
         let mut ends = vec![(Place { first: is_first, last: is_last }, Vec::new())];
         let read = before.iter().filter(|_| of(false, is_last) != of(true, is_last));
         ends.extend(read.map(|&op| (Place { first: false, last: is_last }, vec![op as usize])));

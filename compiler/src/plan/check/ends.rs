@@ -4,7 +4,8 @@ use crate::profile::cost_graph::CostGraph;
 use std::collections::BTreeSet;
 
 /// For each op 1 if all that comes to it and those that are joined with it comes from other stages, and 2 more if all that goes from them
-/// goes to other stages. What only passes through views comes from before them, and goes where it is read after them.
+/// goes to other stages. What only passes through views comes from before them, and goes where it is read after them. Where several read the same, gradients
+/// are added up, which is nowhere an end.
 pub fn ends(graph: &CostGraph, stage_of: &[usize]) -> Vec<usize> {
     let leader = |op: usize| graph.ops[op].joins.map_or(op, |to| to.index());
     let mut readers = vec![Vec::new(); graph.ops.len()];
@@ -16,7 +17,7 @@ pub fn ends(graph: &CostGraph, stage_of: &[usize]) -> Vec<usize> {
     let mut reads = vec![[false; 2]; graph.ops.len()];
     let mut stays = vec![[false; 2]; graph.ops.len()];
     for from in (0..graph.ops.len()).filter(|&op| !graph.ops[op].is_view) {
-        let mut seen = BTreeSet::new();
+        let (mut seen, mut found) = (BTreeSet::new(), Vec::new());
         let mut left: Vec<usize> = readers[from].clone();
         while let Some(to) = left.pop() {
             if seen.insert(to) {
@@ -26,8 +27,15 @@ pub fn ends(graph: &CostGraph, stage_of: &[usize]) -> Vec<usize> {
                     left.extend(&readers[to]);
                 } else {
                     (reads[from][1], stays[from][1]) = (true, stays[from][1] || is_same);
+                    found.push(to);
                 }
             }
+        }
+        if found.len() > 1 {
+            stays[from][1] = true;
+        }
+        if found.len() != 1 {
+            seen.into_iter().for_each(|to| stays[to][0] = true);
         }
     }
     let is_end = |op: usize, side: usize| reads[leader(op)][side] && !stays[leader(op)][side];
