@@ -41,6 +41,7 @@ pub mod placement;
 pub mod places;
 pub mod planner;
 pub mod played;
+pub mod ranking;
 pub mod reach;
 pub mod search;
 pub mod shape;

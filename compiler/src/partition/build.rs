@@ -172,11 +172,11 @@ fn of_lanes(problem: &Problem, shape: &Shape, caps: &[u32], says: fn(&Flow, Lane
 /// What each stage of a shape holds, before anything is multiplied.
 pub fn holdings(problem: &Problem, shape: &Shape) -> Vec<Holdings> {
     let mut inside = vec![false; problem.graph.ops.len()];
-    let passing = Passing::of(&problem.cluster);
+    let (flows, passing) = (problem.graph.flows(), Passing::of(&problem.cluster));
     let mut all = Vec::new();
     for leaf in shape.leaves() {
         leaf.ops.iter().for_each(|&op| inside[op as usize] = true);
-        all.push(Holdings::of(&problem.graph, &inside, &passing));
+        all.push(Holdings::of(&problem.graph, &flows, &inside, &passing));
         leaf.ops.iter().for_each(|&op| inside[op as usize] = false);
     }
     all

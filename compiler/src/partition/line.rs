@@ -270,12 +270,12 @@ mod tests {
     fn runs_hold_what_their_ops_hold() {
         let graph = chain(12);
         let order: Vec<u32> = (0..12).collect();
-        let passing = Passing::of(&levels("4:10MB/s").unwrap());
+        let (flows, passing) = (graph.flows(), Passing::of(&levels("4:10MB/s").unwrap()));
         let line = Line::new(&graph, CostModel::Paper, order, (0..=12).collect(), passing);
         for from in 0..12 {
             for to in from + 1..=12 {
                 let inside: Vec<bool> = (0..12).map(|op| (from..to).contains(&op)).collect();
-                assert_eq!(*line.holdings(from, to), Holdings::of(&graph, &inside, &passing), "{from}..{to}");
+                assert_eq!(*line.holdings(from, to), Holdings::of(&graph, &flows, &inside, &passing), "{from}..{to}");
             }
         }
     }

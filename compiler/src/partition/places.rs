@@ -4,11 +4,13 @@
 //! those that cross the cut after it, those that it makes; and each parameter once, however many of its ops use it. Few
 //! tensors cross any cut, so they are listed for every place and gone through for every run.
 
+use crate::partition::ranking::Ranking;
 use crate::partition::states::Space;
 use crate::plan::memory::Holdings;
 use crate::plan::passing::Passing;
 use crate::profile::arena::{Arena, Needs, Place, Way};
 use crate::profile::cost_graph::{CostGraph, Flows, OpId};
+use std::ops::Range;
 
 /// The places of a space with their sums.
 #[derive(Clone, Debug)]
@@ -40,16 +42,16 @@ pub struct Places<'a> {
     made: Vec<Vec<u32>>,
     /// Tensors that cross the cut after each set.
     crossing: Vec<Vec<u32>>,
-    /// Ops with the bytes of parameters that they use, those that use most first.
-    by_use: Vec<(u64, usize)>,
-    by_need: Vec<(u64, usize)>,
+    /// Ops by the bytes of parameters that they use, and that they need.
+    by_use: Ranking,
+    by_need: Ranking,
     /// What each op needs of an arena.
     needs: Vec<Needs>,
     flows: Flows,
     /// Whether gradients of several items at once make any difference.
     is_joint: bool,
-    /// By way ops with what they need within a run, those that need most first.
-    by_arena: [Vec<(u64, usize)>; 4],
+    /// By way ops by what they need of an arena within a run.
+    by_arena: [Ranking; 4],
     /// What is put by where gradients of several items are made at once.
     put_by: Vec<u64>,
 }
@@ -84,6 +86,7 @@ impl<'a> Places<'a> {
         let ops = graph.ops.len();
         let words = ops.div_ceil(64);
         let count = space.len();
+        let needs: Vec<Needs> = graph.ops.iter().map(|op| Needs::by(|place| op.arena(place))).collect();
         let mut places = Places {
             graph,
             space,
@@ -102,18 +105,16 @@ impl<'a> Places<'a> {
             made: vec![Vec::new(); ops],
             tied: (0..graph.params.len()).filter(|&at| graph.params[at].users.len() > 1).collect(),
             crossing: vec![Vec::new(); count],
-            by_use: graph.summed_bytes().into_iter().zip(0..ops).collect(),
-            by_need: graph.needed_bytes().into_iter().zip(0..ops).collect(),
-            by_arena: Way::ALL.map(|way| {
-                let within = graph.ops.iter().map(|op| op.arena(Place::default()).of(way)).zip(0..ops);
-                within.filter(|(bytes, _)| *bytes > 0).collect()
-            }),
-            needs: graph.ops.iter().map(|op| Needs::by(|place| op.arena(place))).collect(),
+            by_use: Ranking::of(graph.summed_bytes().into_iter()),
+            by_need: Ranking::of(graph.needed_bytes().into_iter()),
+            by_arena: Default::default(),
+            is_joint: needs.iter().any(Needs::differ_where_joint),
+            needs,
             flows: graph.flows(),
-            is_joint: graph.ops.iter().any(|op| op.joint_workspace_bytes > 0 || op.joint_bytes > 0),
         };
-        for ops in [&mut places.by_use, &mut places.by_need].into_iter().chain(&mut places.by_arena) {
-            ops.sort_by_key(|&(bytes, op)| (std::cmp::Reverse(bytes), op));
+        for way in places.ways() {
+            let within = places.needs.iter().map(|needs| needs.at(Place::default()).of(way));
+            places.by_arena[way.index()] = Ranking::of(within);
         }
         let mut own = vec![[0u64; 3]; ops];
         for param in graph.params.iter().filter(|param| param.users.len() == 1) {
@@ -176,6 +177,14 @@ impl<'a> Places<'a> {
         words(inner).iter().zip(words(outer)).all(|(inner, outer)| inner & !outer == 0)
     }
 
+    /// Ops of which none is left out that a run has.
+    fn span(&self, from: usize, to: usize) -> Range<usize> {
+        let has_any = |&word: &usize| self.bits[to * self.words + word] & !self.bits[from * self.words + word] != 0;
+        let first = (0..self.words).find(has_any).unwrap_or(0);
+        let end = (first..self.words).rfind(has_any).map_or(first, |last| last + 1);
+        first * 64..end * 64
+    }
+
     fn leaves(&self, tensor: u32, set: usize) -> bool {
         self.graph.tensors[tensor as usize].consumers.iter().any(|to| !self.has(set, to.index()))
     }
@@ -207,12 +216,18 @@ impl<'a> Places<'a> {
         tensors.iter().find(|tensor| self.leaves(**tensor, set)) == Some(&tensor) && !tensors.iter().any(read)
     }
 
+    /// The ways whose arenas may differ.
+    fn ways(&self) -> impl Iterator<Item = Way> + use<> {
+        let is_joint = self.is_joint;
+        Way::ALL.into_iter().filter(move |way| is_joint || !way.is_joint)
+    }
+
     /// What the arena of a run holds at the op that needs most.
-    fn arena(&self, from: usize, to: usize) -> Arena {
+    fn arena(&self, from: usize, to: usize, span: &Range<usize>) -> Arena {
         let inside = |op: usize| self.has(to, op) && !self.has(from, op);
         let most = |way: Way| {
             let mut most = 0;
-            for &(within, op) in &self.by_arena[way.index()] {
+            for (within, op) in self.by_arena[way.index()].within(span.clone()) {
                 if within <= most {
                     break;
                 }
@@ -222,11 +237,9 @@ impl<'a> Places<'a> {
             }
             most
         };
-        let alone = [false, true].map(|is_split| most(Way { is_joint: false, is_split }));
-        Arena::by(|way| match way.is_joint && self.is_joint {
-            true => most(way),
-            false => alone[usize::from(way.is_split)],
-        })
+        let mut found = [0; 4];
+        self.ways().for_each(|way| found[way.index()] = most(way));
+        Arena::by(|way| found[Way { is_joint: way.is_joint && self.is_joint, ..way }.index()])
     }
 
     /// The run from set `from` to set `to`.
@@ -252,7 +265,8 @@ impl<'a> Places<'a> {
                 shared += if param.users.iter().all(is_inside) { 0 } else { param.sum_bytes };
             }
         }
-        let most = |ops: &[(u64, usize)]| ops.iter().find(|(_, op)| inside(*op)).map_or(0, |(bytes, _)| *bytes);
+        let span = self.span(from, to);
+        let most = |ops: &Ranking| ops.within(span.clone()).find(|(_, op)| inside(*op)).map_or(0, |(bytes, _)| bytes);
         let forward_us = (self.forward[to] - self.forward[from]).max(0.0);
         let holdings = Holdings {
             largest: most(&self.by_use),
@@ -268,7 +282,7 @@ impl<'a> Places<'a> {
             outputs: out_bytes,
             sent,
             halves: (self.halves[to] - self.halves[from]).saturating_sub(arriving),
-            arena: self.arena(from, to),
+            arena: self.arena(from, to, &span),
             put_by: self.put_by[to] - self.put_by[from],
         };
         Run {

@@ -417,29 +417,6 @@ fn memory(problem: &Problem, plan: &Plan, stage_of: &[usize]) -> Vec<StageMemory
         param.users.iter().for_each(|op| used[op.index()] = used[op.index()].saturating_add(param.sum_bytes));
     }
     let ends = ends::ends(graph, stage_of);
-    let mut gets = vec![false; plan.stages.len()];
-    for tensor in &graph.tensors {
-        let from = stage_of[tensor.producer.index()];
-        let to = tensor.consumers.iter().map(|op| stage_of[op.index()]);
-        to.filter(|&to| to != from).for_each(|to| gets[to] = true);
-    }
-    let is_by_minibatch = plan.schedule.kind == ScheduleKind::TwoBw || !plan.schedule.kind.is_continuous();
-    for (op, &stage) in graph.ops.iter().zip(stage_of) {
-        alive[stage] += op.saved_bytes + op.fed_bytes;
-        largest[stage] = largest[stage].max(used[op.id as usize]);
-        let gathered = if op.reads_as_it_makes { used[op.id as usize] } else { 0 };
-        needed[stage] = needed[stage].max(used[op.id as usize].saturating_add(gathered));
-        // A worker with so many micro-batches of a minibatch makes their gradients of weights at once.
-        let replicas = plan.stages[stage].replicas.max(1);
-        let has_many = plan.schedule.microbatches.div_ceil(replicas) >= ITEMS && is_by_minibatch;
-        let is_joint = has_many && (replicas == 1 || plan.stages[stage].zero < 2);
-        let scratch = if is_joint { op.workspace_bytes.max(op.joint_workspace_bytes) } else { op.workspace_bytes };
-        put_by[stage] += if is_joint { op.joint_bytes } else { 0 };
-        let is_split = plan.schedule.apart.get(stage).is_some_and(|&apart| apart > 0) && gets[stage];
-        let live = if is_split { op.live.split } else { op.live.whole };
-        workspace[stage] = workspace[stage].max(scratch + live[ends[op.id as usize]]);
-        forward_us[stage] += op.fwd_us;
-    }
     for tensor in &graph.tensors {
         let mut stages: Vec<usize> = tensor.consumers.iter().map(|op| stage_of[op.index()]).collect();
         stages.sort_unstable();
@@ -455,6 +432,23 @@ fn memory(problem: &Problem, plan: &Plan, stage_of: &[usize]) -> Vec<StageMemory
                 only_sent[from] = only_sent[from].saturating_add(tensor.bytes);
             }
         }
+    }
+    let is_by_minibatch = plan.schedule.kind == ScheduleKind::TwoBw || !plan.schedule.kind.is_continuous();
+    for (op, &stage) in graph.ops.iter().zip(stage_of) {
+        alive[stage] += op.saved_bytes + op.fed_bytes;
+        largest[stage] = largest[stage].max(used[op.id as usize]);
+        let gathered = if op.reads_as_it_makes { used[op.id as usize] } else { 0 };
+        needed[stage] = needed[stage].max(used[op.id as usize].saturating_add(gathered));
+        // A worker with so many micro-batches of a minibatch makes their gradients of weights at once.
+        let replicas = plan.stages[stage].replicas.max(1);
+        let has_many = plan.schedule.microbatches.div_ceil(replicas) >= ITEMS && is_by_minibatch;
+        let is_joint = has_many && (replicas == 1 || plan.stages[stage].zero < 2);
+        let scratch = if is_joint { op.workspace_bytes.max(op.joint_workspace_bytes) } else { op.workspace_bytes };
+        put_by[stage] += if is_joint { op.joint_bytes } else { 0 };
+        let is_split = plan.schedule.apart.get(stage).is_some_and(|&apart| apart > 0) && received[stage] > 0;
+        let live = if is_split { op.live.split } else { op.live.whole };
+        workspace[stage] = workspace[stage].max(scratch + live[ends[op.id as usize]]);
+        forward_us[stage] += op.fwd_us;
     }
     for (at, (op, &stage)) in graph.ops.iter().zip(stage_of).enumerate() {
         let comes_as_it_is = is_read[at] && !stays[at];

@@ -25,7 +25,7 @@ use crate::pass::joint::joins;
 use crate::plan::passing::Passing;
 use crate::plan::{ScheduleKind, StageMemory, zero};
 use crate::profile::arena::{Arena, Way};
-use crate::profile::cost_graph::{CostGraph, OpId};
+use crate::profile::cost_graph::{CostGraph, Flows, OpId};
 
 /// The sizes of a set of ops, in bytes, before anything is multiplied.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -107,8 +107,8 @@ impl Multiples {
 }
 
 impl Holdings {
-    /// The sizes of the ops of which `inside` is true.
-    pub fn of(graph: &CostGraph, inside: &[bool], passing: &Passing) -> Holdings {
+    /// The sizes of the ops of which `inside` is true; `flows` are those of the graph.
+    pub fn of(graph: &CostGraph, flows: &Flows, inside: &[bool], passing: &Passing) -> Holdings {
         let mut holdings = Holdings::default();
         for param in &graph.params {
             let users = param.users.iter().filter(|op| inside[op.index()]).count() as u64;
@@ -141,7 +141,6 @@ impl Holdings {
             }
         }
         let mut forward_us = 0.0;
-        let flows = graph.flows();
         let mut is_handed_on = vec![false; graph.ops.len()];
         let mut is_read = vec![false; graph.ops.len()];
         for tensor in &graph.tensors {
@@ -221,7 +220,7 @@ mod tests {
             params: vec![ParamCost::new("w", 1000, vec![OpId(0), OpId(1), OpId(2)])],
         };
         let passing = Passing::of(&levels("4:1GB/s").unwrap());
-        let of = |inside: &[bool]| Holdings::of(&graph, inside, &passing);
+        let of = |inside: &[bool]| Holdings::of(&graph, &graph.flows(), inside, &passing);
         let tail = of(&[false, true, true]);
         let arena = Arena::always(9);
         let rest = Holdings { inputs: 100, passed: 200, arena, halves: 11, ..Holdings::default() };
@@ -242,7 +241,7 @@ mod tests {
         let mut narrow = graph.clone();
         narrow.params[0].bytes = 500;
         let half = Holdings { weights: 500, masters: 1000, ..tail };
-        assert_eq!(Holdings::of(&narrow, &[false, true, true], &passing), half);
+        assert_eq!(Holdings::of(&narrow, &narrow.flows(), &[false, true, true], &passing), half);
         let multiples = Multiples {
             in_flight: 3,
             apart: 0,

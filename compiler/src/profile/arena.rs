@@ -4,7 +4,9 @@
 //! stage alone has less in the arena, and one that is read outside it alone. Where a backward is split, what its second half reads of the
 //! first is kept for it and lies there neither.
 
-/// Where an op stands in its stage, together with those that join it.
+/// Where an op stands in its stage, together with those that join it. What a tensor of several readers is told of is a sum, whose terms
+/// and result lie in the arena wherever its readers are: so only an op that alone reads what it reads can be first, and only one that
+/// a single op reads can be last ([`Flows::ends`](crate::profile::cost_graph::Flows::ends)).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Place {
     /// It reads tensors, none of them of its own stage.
@@ -38,11 +40,6 @@ pub struct Live {
 }
 
 impl Live {
-    /// So many wherever the op stands.
-    pub fn everywhere(bytes: u64) -> Live {
-        Live { whole: [bytes; 4], split: [bytes; 4] }
-    }
-
     /// What is alive at moments of a whole and of a split backward, each with what of it comes from outside and goes there (see [`raise`]).
     pub fn of(whole: (u64, [u64; 2]), split: (u64, [u64; 2])) -> Live {
         let mut live = Live::default();
@@ -127,6 +124,17 @@ impl Needs {
     /// Figures by place.
     pub fn by(arena: impl Fn(Place) -> Arena) -> Needs {
         Needs { by_place: Place::ALL.map(arena) }
+    }
+
+    /// Whether gradients of several items at once make a difference anywhere.
+    pub fn differ_where_joint(&self) -> bool {
+        let differs = |arena: &Arena| {
+            [false, true].into_iter().any(|is_split| {
+                let [alone, joint] = [false, true].map(|is_joint| arena.of(Way { is_joint, is_split }));
+                alone != joint
+            })
+        };
+        self.by_place.iter().any(differs)
     }
 
     /// What is needed at a place.

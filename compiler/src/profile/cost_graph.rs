@@ -5,7 +5,6 @@
 
 use crate::profile::arena::{Arena, Live, Needs, Place, Way};
 use serde::{Deserialize, Serialize};
-use std::collections::BTreeSet;
 
 /// The most ops, tensors and parameters a cost graph may have, each.
 pub const MAX_ENTRIES: usize = 4_000_000;
@@ -126,8 +125,8 @@ pub struct Flows {
 }
 
 impl Flows {
-    /// Where an op can stand: first only if it alone reads what it reads, and last only if one op reads what it makes. Else gradients come from several
-    /// ops and stages, and their terms and their sum lie in the arena.
+    /// Where an op can stand: first only if it alone reads what it reads, and last only if one op reads what it makes. Else gradients
+    /// come from several ops and stages, and their terms and their sum lie in the arena.
     pub fn ends(&self, op: usize) -> Place {
         let is_read_here = |made: &u32| self.after[*made as usize].len() == 1;
         Place {
@@ -307,28 +306,35 @@ impl CostGraph {
         self.summed_bytes().into_iter().zip(&self.ops).map(both).collect()
     }
 
-    /// For each op those that make what it, or any op that is joined with it, reads of others, and those that read what they make: past views, which are
-    /// what they are views of. Of ops that join another it is told with that.
+    /// For each op those that make what it, or any op that is joined with it, reads of others, and those that read what they make: past
+    /// views, which are what they are views of. Of ops that join another it is told with that.
     pub fn flows(&self) -> Flows {
-        let mut before = vec![BTreeSet::new(); self.ops.len()];
+        let mut before: Vec<Vec<u32>> = vec![Vec::new(); self.ops.len()];
         let mut pairs: Vec<(OpId, OpId)> = Vec::new();
         for tensor in &self.tensors {
             let made = self.leader(tensor.producer);
             pairs.extend(tensor.consumers.iter().map(|op| (self.leader(*op), made)).filter(|(op, made)| op != made));
         }
+        // By readers, so that of what is a view everything is known before it is read.
         pairs.sort_unstable();
-        for (op, made) in pairs {
-            let past: Vec<u32> = match self.ops[made.index()].is_view {
-                true => before[made.index()].iter().copied().collect(),
-                false => vec![made.0],
-            };
-            before[op.index()].extend(past);
+        pairs.dedup();
+        for reader in pairs.chunk_by(|(op, _), (other, _)| op == other) {
+            let mut makers = Vec::with_capacity(reader.len());
+            for (_, made) in reader {
+                match self.ops[made.index()].is_view {
+                    true => makers.extend_from_slice(&before[made.index()]),
+                    false => makers.push(made.0),
+                }
+            }
+            makers.sort_unstable();
+            makers.dedup();
+            before[reader[0].0.index()] = makers;
         }
         let mut after = vec![Vec::new(); self.ops.len()];
         for (op, before) in before.iter().enumerate().filter(|(op, _)| !self.ops[*op].is_view) {
             before.iter().for_each(|made| after[*made as usize].push(op as u32));
         }
-        Flows { before: before.into_iter().map(|before| before.into_iter().collect()).collect(), after }
+        Flows { before, after }
     }
 
     /// Whether a tensor would not be kept if it were not sent.

@@ -130,10 +130,12 @@ impl Formulation<'_> {
         let of = |first: bool, last: bool| self.scope.problem.graph.ops[op].arena(Place { first, last });
         let Place { first: is_first, last: is_last } = flows.ends(op);
         let mut ends = vec![(Place { first: is_first, last: is_last }, Vec::new())];
-        let read = before.iter().filter(|_| of(false, is_last) != of(true, is_last));
-        ends.extend(read.map(|&op| (Place { first: false, last: is_last }, vec![op as usize])));
-        let reads = after.iter().filter(|_| of(is_first, false) != of(is_first, true));
-        ends.extend(reads.map(|&op| (Place { first: is_first, last: false }, vec![op as usize])));
+        if of(false, is_last) != of(is_first, is_last) {
+            ends.extend(before.iter().map(|&op| (Place { first: false, last: is_last }, vec![op as usize])));
+        }
+        if of(is_first, false) != of(is_first, is_last) {
+            ends.extend(after.iter().map(|&op| (Place { first: is_first, last: false }, vec![op as usize])));
+        }
         if [of(false, is_last), of(is_first, false)].into_iter().all(|arena| arena != of(false, false)) {
             let both =
                 before.iter().flat_map(|&one| after.iter().map(move |&other| vec![one as usize, other as usize]));

@@ -4,8 +4,8 @@ use crate::profile::cost_graph::CostGraph;
 use std::collections::BTreeSet;
 
 /// For each op 1 if all that comes to it and those that are joined with it comes from other stages, and 2 more if all that goes from them
-/// goes to other stages. What only passes through views comes from before them, and goes where it is read after them. Where several read the same, gradients
-/// are added up, which is nowhere an end.
+/// goes to other stages. What only passes through views comes from before them, and goes where it is read after them. Where several read
+/// the same, gradients are added up, which is nowhere an end.
 pub fn ends(graph: &CostGraph, stage_of: &[usize]) -> Vec<usize> {
     let leader = |op: usize| graph.ops[op].joins.map_or(op, |to| to.index());
     let mut readers = vec![Vec::new(); graph.ops.len()];
