@@ -91,7 +91,7 @@ pub fn is_limited(problem: &Problem) -> bool {
         masters: sum(&mut graph.params.iter().map(ParamCost::master_bytes)),
         terms: sum(&mut graph.summed_bytes().into_iter()),
         shared: sum(&mut graph.params.iter().filter(|param| param.users.len() > 1).map(|param| param.sum_bytes)),
-        largest: graph.summed_bytes().into_iter().max().unwrap_or(0),
+        largest: graph.largest_bytes().into_iter().max().unwrap_or(0),
         needed: graph.needed_bytes().into_iter().max().unwrap_or(0),
         saved: sum(&mut graph.ops.iter().map(OpCost::kept_bytes)),
         inputs: tensors,

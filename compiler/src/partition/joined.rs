@@ -7,7 +7,7 @@
 use crate::partition::shape::{Body, Group, Shape};
 use crate::plan::problem::Problem;
 use crate::profile::arena::{Arena, Live, Needs};
-use crate::profile::cost_graph::{CostGraph, OpCost, OpId, ParamCost, TensorCost};
+use crate::profile::cost_graph::{CostGraph, Members, OpCost, OpId, ParamCost, TensorCost};
 use std::borrow::Cow;
 
 /// How the ops of a graph come together.
@@ -65,10 +65,30 @@ impl<'a> Joined<'a> {
             all.sort_unstable();
             all
         };
+        // Of each op whether what it makes is read by those that it stands with, and whether others read it.
+        let mut stays = vec![false; self.full.ops.len()];
+        let mut goes = vec![false; self.full.ops.len()];
+        for tensor in &self.full.tensors {
+            let from = tensor.producer.index();
+            for to in &tensor.consumers {
+                let place = if self.place[to.index()] == self.place[from] { &mut stays } else { &mut goes };
+                place[from] = true;
+            }
+        }
+        let (largest, needed) = (self.full.largest_bytes(), self.full.needed_bytes());
         let mut ops: Vec<OpCost> = Vec::with_capacity(self.leaders.len());
         for (at, members) in self.members.iter().enumerate() {
             let mut sum = self.full.ops[self.leaders[at] as usize].clone();
             sum.id = at as u32;
+            (sum.between_bytes, sum.arriving_bytes, sum.unsaved) = (0, 0, false);
+            for (op, cost) in members.iter().map(|&op| (op as usize, &self.full.ops[op as usize])) {
+                // Only what none of its own reads may come from another stage as it is.
+                let is_kept = stays[op] || !goes[op];
+                let place = if is_kept { &mut sum.between_bytes } else { &mut sum.arriving_bytes };
+                *place += cost.arriving_bytes;
+                sum.between_bytes += cost.between_bytes;
+                sum.unsaved |= cost.unsaved && (goes[op] || members.len() == 1);
+            }
             for op in members.iter().filter(|op| **op != self.leaders[at]).map(|&op| &self.full.ops[op as usize]) {
                 if sum.weight_us.is_some() || op.weight_us.is_some() {
                     sum.weight_us = Some(sum.weight_part_us() + op.weight_part_us());
@@ -78,9 +98,6 @@ impl<'a> Joined<'a> {
                 sum.param_bytes += op.param_bytes;
                 sum.saved_bytes += op.saved_bytes;
                 sum.fed_bytes += op.fed_bytes;
-                sum.between_bytes += op.between_bytes;
-                sum.arriving_bytes += op.arriving_bytes;
-                sum.unsaved |= op.unsaved;
                 sum.reads_as_it_makes |= op.reads_as_it_makes;
                 sum.is_view &= op.is_view;
                 sum.joint_bytes += op.joint_bytes;
@@ -90,7 +107,8 @@ impl<'a> Joined<'a> {
                     let own = members.iter().map(|&op| self.full.ops[op as usize].arena(place));
                     own.fold(Arena::default(), Arena::max)
                 });
-                sum.joined = Some(Box::new(needs));
+                let most = |bytes: &[u64]| members.iter().map(|&op| bytes[op as usize]).max().unwrap_or(0);
+                sum.joined = Some(Box::new(Members { needs, largest: most(&largest), needed: most(&needed) }));
                 (sum.workspace_bytes, sum.joint_workspace_bytes, sum.live) = (0, 0, Live::default());
             }
             ops.push(sum);
@@ -138,6 +156,8 @@ impl<'a> Joined<'a> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::plan::memory::Holdings;
+    use crate::plan::passing::Passing;
     use crate::profile::arena::{Place, Way};
 
     // 0 makes a weight that 3 and 5 read, by way of 1 for 3; 2, 3, 5 are a chain; 4 makes a weight for 5.
@@ -150,6 +170,7 @@ mod tests {
             saved_bytes: 10 << id,
             workspace_bytes: u64::from(100 - id),
             out_bytes: 100,
+            reads_as_it_makes: id == 3,
             joins: joins.map(OpId),
             ..OpCost::default()
         };
@@ -193,7 +214,67 @@ mod tests {
         let wanted = [("t0", 1, vec![OpId(2)]), ("t2", 0, vec![OpId(1)]), ("t3", 1, vec![OpId(2)]), ("t5", 2, vec![])];
         assert_eq!(wires.collect::<Vec<_>>(), wanted);
         assert_eq!(small.params[0].users, [OpId(1), OpId(1), OpId(2)], "its gradient has a term for each use");
+        assert_eq!(small.summed_bytes(), [0, 14, 7]);
+        assert_eq!((small.largest_bytes(), small.needed_bytes()), (vec![0, 7, 7], vec![0, 14, 7]), "one op at a time");
         assert_eq!((joined.place(0), joined.place(4), joined.leader(1)), (1, 2, 3));
+    }
+
+    // Four times three ops that stand as one, the second of which all later ones of its own read; views at the ends of two of them.
+    fn runs() -> CostGraph {
+        let op = |id: u32| OpCost {
+            id,
+            name: format!("op{id}"),
+            fwd_us: 1.0,
+            saved_bytes: 3 << id,
+            fed_bytes: u64::from(id % 2),
+            workspace_bytes: u64::from(90 - 7 * id % 30),
+            live: Live { whole: [40, 30, 20 + u64::from(id), 5], split: [35, 20, 10 + u64::from(id), 4] },
+            between_bytes: 1 << id,
+            arriving_bytes: 5 << id,
+            reads_as_it_makes: id == 4,
+            is_view: id % 6 == 2,
+            unsaved: id % 3 == 2,
+            joins: (id % 3 != 2).then(|| OpId(id / 3 * 3 + 2)),
+            ..OpCost::default()
+        };
+        let tensor = |id: u32| TensorCost {
+            name: format!("t{id}"),
+            producer: OpId(id),
+            bytes: 7 << id,
+            consumers: [id + 1, id + 4]
+                .into_iter()
+                .filter(|&to| to < 12 && (to == id + 1 || id % 3 == 2))
+                .map(OpId)
+                .collect(),
+        };
+        let params = [vec![0, 1], vec![4], vec![1, 5, 10], vec![7, 8]];
+        let param = |(at, users): (usize, &Vec<u32>)| {
+            ParamCost::new(format!("w{at}"), 1 << (20 + at), users.iter().map(|&op| OpId(op)).collect())
+        };
+        CostGraph {
+            ops: (0..12).map(op).collect(),
+            tensors: (0..12).map(tensor).collect(),
+            params: params.iter().enumerate().map(param).collect(),
+        }
+    }
+
+    #[test]
+    fn what_runs_hold_is_what_their_ops_hold() {
+        let full = runs();
+        assert_eq!(full.check(), Ok(()));
+        let joined = Joined::of(&full);
+        let small = joined.graph();
+        assert_eq!(small.ops.len(), 4);
+        let (passing, flows) = (Passing { wire: None, pace: 1.0 }, [full.flows(), small.flows()]);
+        for from in 0..4 {
+            for to in from + 1..=4 {
+                let inside = |ops: usize, per: usize| -> Vec<bool> {
+                    (0..ops).map(|op| (from..to).contains(&(op / per))).collect()
+                };
+                let whole = Holdings::of(&full, &flows[0], &inside(12, 3), &passing);
+                assert_eq!(Holdings::of(&small, &flows[1], &inside(4, 1), &passing), whole, "{from}..{to}");
+            }
+        }
     }
 
     #[test]

@@ -152,7 +152,7 @@ fn holdings(graph: &CostGraph, order: &[u32], ends: &[usize], passing: Passing) 
         made[tensor.producer.index()].push(at);
         last_reader[at] = tensor.consumers.iter().map(|op| place[op.index()]).max().unwrap_or(0);
     }
-    let (used, needed) = (graph.summed_bytes(), graph.needed_bytes());
+    let (largest, needed) = (graph.largest_bytes(), graph.needed_bytes());
     let needs: Vec<Needs> = graph.ops.iter().map(|op| Needs::by(|place| op.arena(place))).collect();
     let flows = graph.flows();
     let can_be: Vec<Place> = (0..order.len()).map(|op| flows.ends(op)).collect();
@@ -170,7 +170,7 @@ fn holdings(graph: &CostGraph, order: &[u32], ends: &[usize], passing: Passing) 
         for to in from + 1..places {
             for &op in &order[ends[to - 1]..ends[to]] {
                 let op = op as usize;
-                (run.largest, run.needed) = (run.largest.max(used[op]), run.needed.max(needed[op]));
+                (run.largest, run.needed) = (run.largest.max(largest[op]), run.needed.max(needed[op]));
                 for &at in &params[op] {
                     let param = &graph.params[at];
                     run.terms += param.sum_bytes;

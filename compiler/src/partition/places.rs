@@ -105,7 +105,7 @@ impl<'a> Places<'a> {
             made: vec![Vec::new(); ops],
             tied: (0..graph.params.len()).filter(|&at| graph.params[at].users.len() > 1).collect(),
             crossing: vec![Vec::new(); count],
-            by_use: Ranking::of(graph.summed_bytes().into_iter()),
+            by_use: Ranking::of(graph.largest_bytes().into_iter()),
             by_need: Ranking::of(graph.needed_bytes().into_iter()),
             by_arena: Default::default(),
             is_joint: needs.iter().any(Needs::differ_where_joint),

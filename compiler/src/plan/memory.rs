@@ -124,7 +124,7 @@ impl Holdings {
             let own = bytes.into_iter().zip(inside).filter(|(_, is_inside)| **is_inside);
             own.map(|(bytes, _)| bytes).max().unwrap_or(0)
         };
-        (holdings.largest, holdings.needed) = (most(graph.summed_bytes()), most(graph.needed_bytes()));
+        (holdings.largest, holdings.needed) = (most(graph.largest_bytes()), most(graph.needed_bytes()));
         for (at, tensor) in graph.tensors.iter().enumerate() {
             let (mut is_read_inside, mut is_read_outside) = (false, false);
             for op in &tensor.consumers {

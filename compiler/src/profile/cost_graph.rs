@@ -56,8 +56,8 @@ pub struct OpCost {
     pub joint_workspace_bytes: u64,
     /// Bytes of all tensors that are alive while the op runs.
     pub live: Live,
-    /// What ops need that are one here, where it stands for several.
-    pub joined: Option<Box<Needs>>,
+    /// What its ops need one by one, where it stands for several.
+    pub joined: Option<Box<Members>>,
     /// Bytes that the first half of a split backward makes of the op for its own second half.
     pub between_bytes: u64,
     /// Bytes of the gradients of its outputs that the second half of a split backward reads: they are kept between the halves, unless
@@ -74,6 +74,17 @@ pub struct OpCost {
     /// The op whose stage it shares, where it has no choice of its own: a transposed weight stands with the op that uses it.
     /// Absent for ops that others join.
     pub joins: Option<OpId>,
+}
+
+/// What each of several ops needs that stand in a graph as one: they run one after the other, so that the most of any counts.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Members {
+    /// Of an arena.
+    pub needs: Needs,
+    /// Of parameters at once, as their sums: see [`CostGraph::largest_bytes`].
+    pub largest: u64,
+    /// Of parameters and gradients at once: see [`CostGraph::needed_bytes`].
+    pub needed: u64,
 }
 
 /// One tensor: made by one op, read by others. A tensor without readers is an output of the model.
@@ -265,7 +276,7 @@ impl OpCost {
             let joint = if way.is_joint { self.joint_workspace_bytes } else { 0 };
             self.workspace_bytes.max(joint).saturating_add(self.live.at(place, way.is_split))
         });
-        self.joined.as_ref().map_or(own, |joined| joined.at(place).max(own))
+        self.joined.as_ref().map_or(own, |joined| joined.needs.at(place).max(own))
     }
 
     /// The same wherever it stands and however backwards run.
@@ -300,9 +311,19 @@ impl CostGraph {
         used
     }
 
+    /// For each op the bytes of the parameters that it needs at once, each counted as its sum.
+    pub fn largest_bytes(&self) -> Vec<u64> {
+        let own = |(used, op): (u64, &OpCost)| op.joined.as_ref().map_or(used, |members| members.largest);
+        self.summed_bytes().into_iter().zip(&self.ops).map(own).collect()
+    }
+
     /// For each op the bytes of the parameters and of the sums of their gradients that it needs at once; a parameter counts as its sum.
     pub fn needed_bytes(&self) -> Vec<u64> {
-        let both = |(used, op): (u64, &OpCost)| if op.reads_as_it_makes { used.saturating_mul(2) } else { used };
+        let both = |(used, op): (u64, &OpCost)| match &op.joined {
+            Some(members) => members.needed,
+            None if op.reads_as_it_makes => used.saturating_mul(2),
+            None => used,
+        };
         self.summed_bytes().into_iter().zip(&self.ops).map(both).collect()
     }
 
@@ -315,13 +336,17 @@ impl CostGraph {
             let made = self.leader(tensor.producer);
             pairs.extend(tensor.consumers.iter().map(|op| (self.leader(*op), made)).filter(|(op, made)| op != made));
         }
+        let mut is_view = vec![true; self.ops.len()];
+        for op in &self.ops {
+            is_view[self.leader(OpId(op.id)).index()] &= op.is_view;
+        }
         // By readers, so that of what is a view everything is known before it is read.
         pairs.sort_unstable();
         pairs.dedup();
         for reader in pairs.chunk_by(|(op, _), (other, _)| op == other) {
             let mut makers = Vec::with_capacity(reader.len());
             for (_, made) in reader {
-                match self.ops[made.index()].is_view {
+                match is_view[made.index()] {
                     true => makers.extend_from_slice(&before[made.index()]),
                     false => makers.push(made.0),
                 }
@@ -331,7 +356,7 @@ impl CostGraph {
             before[reader[0].0.index()] = makers;
         }
         let mut after = vec![Vec::new(); self.ops.len()];
-        for (op, before) in before.iter().enumerate().filter(|(op, _)| !self.ops[*op].is_view) {
+        for (op, before) in before.iter().enumerate().filter(|(op, _)| !is_view[*op]) {
             before.iter().for_each(|made| after[*made as usize].push(op as u32));
         }
         Flows { before, after }

@@ -97,7 +97,7 @@ impl Formulation<'_> {
                 sum += self.second_places(stage, back);
             }
             // No stage has an op that uses more than any does.
-            let largest = used.iter().copied().max().unwrap_or(0);
+            let largest = problem.graph.largest_bytes().into_iter().max().unwrap_or(0);
             let needed = problem.graph.needed_bytes().into_iter().max().unwrap_or(0);
             sum += each(Holdings { largest: MANY, ..none }) * largest as f64;
             sum += each(Holdings { needed: MANY, ..none }) * needed as f64;

@@ -8,6 +8,10 @@ use std::collections::BTreeSet;
 /// the same, gradients are added up, which is nowhere an end.
 pub fn ends(graph: &CostGraph, stage_of: &[usize]) -> Vec<usize> {
     let leader = |op: usize| graph.ops[op].joins.map_or(op, |to| to.index());
+    let mut does_something = vec![false; graph.ops.len()];
+    for (at, op) in graph.ops.iter().enumerate() {
+        does_something[leader(at)] |= !op.is_view;
+    }
     let mut readers = vec![Vec::new(); graph.ops.len()];
     for tensor in &graph.tensors {
         let from = leader(tensor.producer.index());
@@ -16,18 +20,18 @@ pub fn ends(graph: &CostGraph, stage_of: &[usize]) -> Vec<usize> {
     // Of each joined op, at both sides: whether there is anything, and whether any of it is in the same stage.
     let mut reads = vec![[false; 2]; graph.ops.len()];
     let mut stays = vec![[false; 2]; graph.ops.len()];
-    for from in (0..graph.ops.len()).filter(|&op| !graph.ops[op].is_view) {
+    for from in (0..graph.ops.len()).filter(|&op| does_something[op]) {
         let (mut seen, mut found) = (BTreeSet::new(), Vec::new());
         let mut left: Vec<usize> = readers[from].clone();
         while let Some(to) = left.pop() {
             if seen.insert(to) {
                 let is_same = stage_of[from] == stage_of[to];
                 (reads[to][0], stays[to][0]) = (true, stays[to][0] || is_same);
-                if graph.ops[to].is_view {
-                    left.extend(&readers[to]);
-                } else {
+                if does_something[to] {
                     (reads[from][1], stays[from][1]) = (true, stays[from][1] || is_same);
                     found.push(to);
+                } else {
+                    left.extend(&readers[to]);
                 }
             }
         }
