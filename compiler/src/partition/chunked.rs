@@ -6,9 +6,9 @@
 //! not proven: the plan says so.
 
 use crate::partition::build::{self, Spot};
-use crate::partition::placement::Borders;
 use crate::partition::search::{Candidate, Found, Question, fullest};
 use crate::partition::shape::Shape;
+use crate::partition::units::Borders;
 use crate::partition::{finish, linear};
 use crate::plan::chunks::rank_of;
 use crate::plan::problem::{InFlight, Problem, ProblemError};
@@ -51,7 +51,7 @@ pub fn found(question: &Question<'_>) -> Result<Found, ProblemError> {
     let keeps_modules = constraints.target.is_some_and(|target| target.keeps_modules());
     for order in linear::orders(&problem.graph) {
         let ends = match keeps_modules {
-            true => Borders::of(&problem.graph).ends(&order),
+            true => Borders::of(question.joined).ends(&order),
             false => (0..=order.len()).collect(),
         };
         let line = Line::new(problem, order, ends);

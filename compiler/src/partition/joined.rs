@@ -43,6 +43,16 @@ impl<'a> Joined<'a> {
         self.place[op] as usize
     }
 
+    /// Number of joined ops.
+    pub fn len(&self) -> usize {
+        self.leaders.len()
+    }
+
+    /// Whether there are none.
+    pub fn is_empty(&self) -> bool {
+        self.leaders.is_empty()
+    }
+
     /// The op of the whole graph that a joined op is named after.
     pub fn leader(&self, op: u32) -> u32 {
         self.leaders[op as usize]

@@ -19,13 +19,11 @@ use crate::partition::places::Places;
 use crate::partition::search::{Among, Candidate, DEFAULT_BUDGET, Depth, Found, Question, largest, same};
 use crate::partition::shape::Shape;
 use crate::partition::states::{Growth, Space};
-use crate::partition::units::Units;
+use crate::partition::units::Borders;
 use crate::plan::ScheduleKind;
 use crate::plan::caps::First;
 use crate::plan::passing::Passing;
 use crate::plan::problem::{CostModel, InFlight, Objective, Problem, ProblemError};
-use crate::profile::cost_graph::CostGraph;
-use std::collections::BTreeMap;
 
 /// The most places of a line, and of a coarse one.
 const MAX_PLACES: usize = 1000;
@@ -172,7 +170,7 @@ impl Search<'_> {
             self.within(&space, rules, &mut known, true);
             return Ok(());
         }
-        let borders = keeps(problem).map(|()| Borders::of(graph));
+        let borders = keeps(problem).map(|()| Borders::of(self.question.joined));
         let pinned = rules.iter().filter_map(|rules| rules.stages).max().unwrap_or(0) + 1;
         let replicas = rules.iter().find_map(|rules| rules.replicas.clone()).unwrap_or_else(|| vec![1; pinned - 1]);
         let mut lines = linear::orders(graph);
@@ -430,7 +428,7 @@ pub fn blended(question: &Question<'_>, counts: &Counts) -> Result<Option<Blende
                 let mut lines = linear::orders(graph);
                 let order = lines.pop().unwrap_or_default();
                 let ends = match keeps(problem) {
-                    Some(()) => Borders::of(graph).ends(&order),
+                    Some(()) => Borders::of(question.joined).ends(&order),
                     None => line::ends(graph, CostModel::Paper, &order, most - 1),
                 };
                 (Space::chain(graph, CostModel::Paper, order, ends), false)
@@ -514,48 +512,4 @@ fn effort(problem: &Problem, rules: &[Rules], places: usize) -> f64 {
     let loose = if build::asked(problem).adds() { 8.0 } else { 1.0 };
     let questions = Numbers::of(problem).list.len() as f64;
     questions * loose * rules.iter().map(one).sum::<f64>()
-}
-
-/// The units that frameworks keep whole, see [`Units`].
-pub struct Borders {
-    unit: Vec<Option<usize>>,
-}
-
-impl Borders {
-    /// Those of a model.
-    pub fn of(graph: &CostGraph) -> Borders {
-        let units = Units::of(graph.ops.iter().map(|op| op.module.as_str()));
-        let mut numbers: BTreeMap<String, usize> = BTreeMap::new();
-        let mut unit = Vec::with_capacity(graph.ops.len());
-        for op in &graph.ops {
-            let name = units.name(&op.module);
-            unit.push((!name.is_empty()).then(|| {
-                let next = numbers.len();
-                *numbers.entry(name).or_insert(next)
-            }));
-        }
-        Borders { unit }
-    }
-
-    /// Where an order can be cut without cutting a unit.
-    pub fn ends(&self, order: &[u32]) -> Vec<usize> {
-        let mut last: BTreeMap<usize, usize> = BTreeMap::new();
-        for (at, &op) in order.iter().enumerate() {
-            if let Some(unit) = self.unit[op as usize] {
-                last.insert(unit, at);
-            }
-        }
-        let mut ends = vec![0];
-        let mut open = 0;
-        for (at, &op) in order.iter().enumerate() {
-            if let Some(unit) = self.unit[op as usize] {
-                open = open.max(last[&unit]);
-            }
-            if open <= at && at + 1 < order.len() {
-                ends.push(at + 1);
-            }
-        }
-        ends.push(order.len());
-        ends
-    }
 }

@@ -3,7 +3,8 @@
 //! `layers.3.attention.wq` is part of `layers.3`, `norm.weight` of `norm`. What only wraps a model is looked through: where layers are
 //! called `transformer.h.0`, `transformer` is no unit, and `transformer.wte` and `transformer.ln_f` are two.
 
-use std::collections::BTreeSet;
+use crate::partition::joined::Joined;
+use std::collections::{BTreeMap, BTreeSet};
 
 /// What is known of a model's modules.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -40,6 +41,48 @@ impl Units {
         }
         let whole = (1..=parts.len()).map(|count| parts[..count].join("."));
         whole.into_iter().find(|name| !self.wrappers.contains(name)).unwrap_or_default()
+    }
+}
+
+/// The units that ops are of.
+pub struct Borders {
+    /// Those of each joined op: of what several devices share as one there may be many.
+    units: Vec<BTreeSet<usize>>,
+}
+
+impl Borders {
+    /// Those of a model.
+    pub fn of(joined: &Joined<'_>) -> Borders {
+        let ops = &joined.full.ops;
+        let names = Units::of(ops.iter().map(|op| op.module.as_str()));
+        let mut numbers: BTreeMap<String, usize> = BTreeMap::new();
+        let mut units = vec![BTreeSet::new(); joined.len()];
+        for (at, op) in ops.iter().enumerate() {
+            let name = names.name(&op.module);
+            if !name.is_empty() {
+                let next = numbers.len();
+                units[joined.place(at)].insert(*numbers.entry(name).or_insert(next));
+            }
+        }
+        Borders { units }
+    }
+
+    /// Where an order of the joined ops can be cut without cutting a unit.
+    pub fn ends(&self, order: &[u32]) -> Vec<usize> {
+        let mut last: BTreeMap<usize, usize> = BTreeMap::new();
+        for (at, &op) in order.iter().enumerate() {
+            self.units[op as usize].iter().for_each(|&unit| _ = last.insert(unit, at));
+        }
+        let mut ends = vec![0];
+        let mut open = 0;
+        for (at, &op) in order.iter().enumerate() {
+            open = self.units[op as usize].iter().map(|unit| last[unit]).fold(open, usize::max);
+            if open <= at && at + 1 < order.len() {
+                ends.push(at + 1);
+            }
+        }
+        ends.push(order.len());
+        ends
     }
 }
 
