@@ -50,7 +50,7 @@ fn stages_keep_what_plans_say() {
             // The last stage keeps what the loss reads besides, which planning does not know.
             for (stage, code) in codes.iter().enumerate().take(2) {
                 let inside: Vec<bool> = stages.iter().map(|of| *of == stage).collect();
-                let holdings = Holdings::of(&costs, &inside, &passing);
+                let holdings = Holdings::of(&costs, &costs.flows(), &inside, &passing);
                 let feeds: usize = code.feeds.iter().filter(|feed| feed.name != TARGET).map(|feed| feed.bytes).sum();
                 let kept = (code.kept_bytes + code.own_bytes.iter().sum::<usize>() + feeds) as u64;
                 let planned = holdings.saved + holdings.sent;

@@ -245,7 +245,7 @@ fn what_is_put_by_is_planned() {
     }
     assert_eq!(costs.ops.iter().filter(|op| op.joint_bytes > 0).count(), 4);
     let passing = Passing::of(&levels("1:1GB/s").unwrap());
-    let holdings = Holdings::of(&costs, &vec![true; costs.ops.len()], &passing);
+    let holdings = Holdings::of(&costs, &costs.flows(), &vec![true; costs.ops.len()], &passing);
     for microbatches in [4, 8, 12] {
         let multiples = Multiples {
             in_flight: 1,
