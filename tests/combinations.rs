@@ -26,6 +26,7 @@ use compiler::tensor_parallel::costs::shared_costs;
 use compiler::tensor_parallel::price::Machine;
 use profiler::scratch::scratch;
 use runtime::data::{Batches, Dataset, Order};
+use runtime::device::cpu::matmul::has_panels;
 use runtime::optimizer::{Optimizer, Rule};
 use runtime::policy::Policy;
 use runtime::prepare::{Settings, prepare};
@@ -225,7 +226,10 @@ fn all_go_together() {
     }
     println!("{near} of {all} stages hold what was planned, within 5 %");
     // The others hold less: a group that shares a stage as one splits what its runs by themselves would not.
-    assert!(near * 100 >= all * 96, "{near} of {all}");
+    // Kernels without panels lay large transposed factors out, and those of a device's part are too small for that: plans, which ask the
+    // kernels of whole ops, count room for it.
+    let share = if has_panels::<f32>(64, 64) { 96 } else { 65 };
+    assert!(near * 100 >= all * share, "{near} of {all}");
 }
 
 /// Without a flush a replica makes gradients of a round while others are at the one before.

@@ -288,13 +288,13 @@ fn faults_are_gathered_and_name_their_nodes() {
          node `second[31m` (Softmax): axis 7 does not exist in a tensor of rank 2"
     );
     let said = bad(vec![
-        node("Bernoulli", "l", &["x"], &["a"], vec![]),
+        node("Multinomial", "l", &["x"], &["a"], vec![]),
         node("Reluu", "r", &["a"], &["b"], vec![]),
         node("Reluu", "s", &["b"], &["y"], vec![]),
     ]);
     assert_eq!(
         said,
-        "unsupported operators: Bernoulli ×1 (first: node `l`; random numbers), \
+        "unsupported operators: Multinomial ×1 (first: node `l`; random numbers of a distribution that pipec does not draw), \
          Reluu ×2 (first: node `r`)"
     );
 }

@@ -196,7 +196,7 @@ fn every_core_op_has_a_sample() {
         if ["Unary", "Binary", "Compare"].contains(&name.as_str()) {
             continue;
         }
-        let name = if name == "MatMul" { "matmul".to_string() } else { snake(name) };
+        let name = snake(name.replace("MatMul", "Matmul"));
         if !samples.contains(name.as_str()) {
             missing.push(name);
         }

@@ -16,6 +16,8 @@ pub mod opening;
 pub mod pipedream;
 pub mod piper;
 pub mod prune;
+pub mod random;
 pub mod reason;
+pub mod row_dropout;
 pub mod supply;
 pub mod symbol;

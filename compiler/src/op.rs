@@ -23,6 +23,7 @@ pub mod cumulative;
 pub mod dropout;
 pub mod flip;
 pub mod gather;
+pub mod grouped_matmul;
 pub mod gru;
 pub mod iota;
 pub mod layer_norm;
@@ -46,6 +47,7 @@ pub mod table;
 pub mod top_k;
 pub mod transpose;
 pub mod unary;
+pub mod uniform;
 pub mod window;
 
 use crate::tensor::dim::{Dim, DimError};
@@ -68,6 +70,7 @@ pub enum Op {
     State(State),
     Constant(Constant),
     Iota(Iota),
+    Uniform(Uniform),
     // Elementwise.
     Unary(Unary),
     Binary(Binary),
@@ -83,6 +86,10 @@ pub enum Op {
     // Contractions.
     #[serde(rename = "matmul")]
     MatMul(MatMul),
+    #[serde(rename = "grouped_matmul")]
+    GroupedMatMul(GroupedMatMul),
+    #[serde(rename = "grouped_matmul_grad")]
+    GroupedMatMulGrad(GroupedMatMulGrad),
     Conv(Conv),
     ConvInputGrad(ConvInputGrad),
     ConvWeightGrad(ConvWeightGrad),
@@ -173,6 +180,16 @@ pub struct Iota {
     pub fact: Fact,
     /// The axis that counts.
     pub axis: usize,
+}
+
+/// Random numbers from 0 to 1, 1 left out. Input: counter (`i64`, one value). They follow from stream, counter and the
+/// place of the element; see [`uniform`].
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Uniform {
+    /// Element type and shape of the result.
+    pub fact: Fact,
+    /// Tells the random numbers of a model apart, dropouts among them.
+    pub stream: u64,
 }
 
 /// `y = f(x)` for each element.
@@ -386,6 +403,20 @@ pub struct MatMul {
     /// Whether the second operand is stored transposed.
     pub transpose_b: bool,
 }
+
+/// The product of every row with the matrix of its group; rows are sorted by group. Inputs: x `[S, K]`, the matrices
+/// `[G, K, N]` or transposed `[G, N, K]`, and where the rows of each group end (`i64[G]`). Output: `[S, N]`; see
+/// [`grouped_matmul`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct GroupedMatMul {
+    /// Whether the matrices are stored transposed.
+    pub transpose: bool,
+}
+
+/// `aᵀ b` of the rows of each group, as the gradient of the matrices of [`GroupedMatMul`] needs it. Inputs: a `[S, M]`,
+/// b `[S, N]`, where the rows of each group end (`i64[G]`). Output: `[G, M, N]`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct GroupedMatMulGrad {}
 
 /// A long short-term memory over a sequence; the gates are in the order i, f, g, o; see [`lstm`]. Inputs: x `[T, N, I]`,
 /// w_ih `[4H, I]`, w_hh `[4H, H]`, b_ih and b_hh `[4H]`, h0 and c0 `[N, H]`. Outputs: y `[T, N, H]`; h and c after the

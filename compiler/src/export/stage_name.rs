@@ -24,20 +24,40 @@ pub fn layers_within(stage: &Stage, most: usize) -> String {
         };
     }
     let depth = names.iter().map(|name| name.split('.').count()).max().unwrap_or(1);
-    for depth in (1..=depth).rev() {
-        let mut kept: Vec<String> = Vec::new();
-        for name in &names {
-            let name = name.split('.').take(depth).collect::<Vec<_>>().join(".");
-            if !kept.contains(&name) {
-                kept.push(name);
-            }
-        }
-        let text = runs(&kept).join(", ");
+    // Whole layers are named before what holds all of them.
+    let at = |depth: usize, layers: bool| {
+        let kept: Vec<String> = names.iter().map(|name| cut_path(name, depth, layers)).collect();
+        runs(&leaves(kept)).join(", ")
+    };
+    let deepest_first =
+        (1..=depth).rev().map(|depth| (depth, true)).chain((1..=depth).rev().map(|depth| (depth, false)));
+    for (depth, layers) in deepest_first {
+        let text = at(depth, layers);
         if text.chars().count() <= most {
             return shown(&text).into_owned();
         }
     }
     span(names[0], names[names.len() - 1], most)
+}
+
+/// The first `depth` parts of a module's path; with `layers` at least as far as its first number.
+fn cut_path(name: &str, depth: usize, layers: bool) -> String {
+    let parts: Vec<&str> = name.split('.').collect();
+    let is_number = |part: &&str| !part.is_empty() && part.bytes().all(|byte| byte.is_ascii_digit());
+    let numbered = parts.iter().position(|part| is_number(part)).filter(|_| layers);
+    parts[..parts.len().min(depth.max(numbered.map_or(0, |at| at + 1)))].join(".")
+}
+
+/// Each name once, without those that hold another one: ops of a model beside its layers say nothing of where a stage is.
+fn leaves(names: Vec<String>) -> Vec<String> {
+    let holds = |outer: &str, inner: &str| inner.strip_prefix(outer).is_some_and(|rest| rest.starts_with('.'));
+    let mut kept: Vec<String> = Vec::new();
+    for name in &names {
+        if !kept.contains(name) && !names.iter().any(|other| holds(name, other)) {
+            kept.push(name.clone());
+        }
+    }
+    kept
 }
 
 /// Names with those that count on drawn together: `blocks.0, blocks.1, blocks.2` is `blocks.0-2`.
@@ -120,6 +140,22 @@ mod tests {
         assert_eq!(told(&["wte", "blocks.0", "blocks.1", "blocks.2", "ln_f"]), "wte, blocks.0-2, ln_f");
         assert_eq!(told(&["a.0", "b.1", "b.3", "b.4", "a.1"]), "a.0, b.1, b.3-4, a.1");
         assert_eq!(told(&["a-b.9", "a-b.10", "a.01", "a.02", "3", "4"]), "a-b.9-10, a.01, a.02, 3, 4");
+    }
+
+    #[test]
+    fn stages_are_named_by_their_layers_and_not_by_what_holds_all_of_them() {
+        let paths = [
+            "model",
+            "model.embed_tokens",
+            "model.layers.0.self_attn.q_proj",
+            "model.layers.0.mlp.act",
+            "model.layers.1.mlp",
+        ];
+        let told = |depth| runs(&leaves(paths.iter().map(|name| cut_path(name, depth, true)).collect())).join(", ");
+        assert_eq!(told(1), "model.layers.0-1");
+        assert_eq!(told(2), "model.embed_tokens, model.layers.0-1");
+        assert_eq!(told(4), "model.embed_tokens, model.layers.0.self_attn, model.layers.0.mlp, model.layers.1.mlp");
+        assert_eq!(cut_path("model.layers.0.mlp", 1, false), "model");
     }
 
     #[test]

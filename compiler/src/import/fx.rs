@@ -13,8 +13,10 @@
 //! that lie in row-major order stay views into the file.
 
 pub mod archive;
+pub mod entries;
 pub mod error;
 pub mod expression;
+pub mod legacy;
 pub mod lower;
 pub mod program;
 pub mod schema;

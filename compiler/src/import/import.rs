@@ -28,6 +28,7 @@ use crate::import::onnx::training::{TrainModeError, train_mode};
 use crate::import::onnx::truth;
 use crate::import::prune::prune;
 use crate::import::reason::Reason;
+use crate::import::row_dropout;
 use crate::op::Op;
 use crate::pass::pipeline::{self, PassBug};
 use crate::tensor::Tensor;
@@ -226,7 +227,9 @@ pub fn from_program(program: &Program, file: &str, options: &Options) -> Result<
         (false, Some(fixed)) => fx::lower(program, fixed, &Bindings::new()),
         _ => fx::lower(program, &inputs.facts, &inputs.frozen),
     };
-    let found = lower(&program.inputs, options, with, |_, _| None, Exporter::Program)?;
+    let mut options = options.clone();
+    options.known.unread = program.unread();
+    let found = lower(&program.inputs, &options, with, |_, _| None, Exporter::Program)?;
     let about = About {
         warnings: program.warnings.clone(),
         doubts: Vec::new(),
@@ -251,6 +254,7 @@ fn finish(found: Found, about: About) -> Result<Model, ImportError> {
     let Found { lowered, batch, inputs, remarks } = found;
     verify(&lowered.graph).map_err(|e| ImportError::Verify(Box::new(e)))?;
     let mut graph = lowered.graph;
+    row_dropout::row_dropout(&mut graph);
     // Before equal ops are merged: two dropouts of one value are not equal.
     number_streams(&mut graph);
     pipeline::canonical(&mut graph)?;
@@ -267,14 +271,16 @@ fn finish(found: Found, about: About) -> Result<Model, ImportError> {
     Ok(Model { graph, weights, batch, warnings, doubts, sha256, file, producer })
 }
 
-/// Gives every dropout a stream of its own: its place among the dropouts.
+/// Gives everything that draws random numbers a stream of its own: its place among all that do.
 fn number_streams(graph: &mut Graph) {
-    let mut stream = 0;
+    let mut streams = 0..;
     for id in canonical(graph) {
-        if let Op::Dropout(op) = &mut graph.node_mut(id).op {
-            op.stream = stream;
-            stream += 1;
-        }
+        let stream = match &mut graph.node_mut(id).op {
+            Op::Dropout(op) => &mut op.stream,
+            Op::Uniform(op) => &mut op.stream,
+            _ => continue,
+        };
+        *stream = streams.next().expect("there are fewer nodes than numbers");
     }
 }
 
@@ -324,7 +330,7 @@ fn lower(
     let mut remarks = Vec::new();
     let infos = &options.known.declared(infos);
     loop {
-        let inputs = input::read(infos, &options.dims, &axes)?;
+        let inputs = input::read(infos, &options.dims, &axes, &options.known.unread)?;
         inputs.refuse_empty(infos, options.known.empty)?;
         let Some(name) = inputs.batch.clone() else {
             let batch = Batch::Fixed { size: None, why: "no input has an axis for it".to_string() };

@@ -13,6 +13,8 @@ pub struct Known {
     pub values: BTreeMap<String, Tensor>,
     /// The inputs that are given, where that is known: an optional one that is not has no element.
     pub given: Option<BTreeSet<String>>,
+    /// Inputs that no operator reads: none of them tells what the batch is.
+    pub unread: BTreeSet<String>,
     /// Whether inputs may have no elements. Answers can be worked out for them, but nothing can be trained.
     pub empty: bool,
 }

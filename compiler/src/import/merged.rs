@@ -69,12 +69,22 @@ fn follow(graph: &Graph, value: Value, axis: usize, seen: &mut HashSet<(Value, u
             return (0..inputs.len()).filter_map(aligned).find_map(|(slot, at)| follow(graph, inputs[slot], at, seen));
         }
         Op::Broadcast(_) => aligned(0)?,
+        // What is written at the places of a sorted axis lies as that axis did.
+        Op::Scatter(op) if op.axis == axis => {
+            return follow(graph, inputs[0], axis, seen).or_else(|| {
+                let (sorted, along) = places_of(graph, inputs[1])?;
+                (graph.fact(sorted).shape[along] == shape[axis]).then(|| follow(graph, sorted, along, seen))?
+            });
+        }
+        Op::Scatter(_) => (0, axis),
+        Op::TopK(op) if op.axis != axis => (0, axis),
         Op::Transpose(op) => (0, op.perm[axis]),
         Op::Reduce(op) if op.keep => (0, axis),
         Op::Reduce(op) => (0, (0..of(0).len()).filter(|at| !op.axes.contains(at)).nth(axis)?),
         Op::MatMul(_) if axis + 2 < shape.len() => {
             return (0..2).filter_map(aligned).find_map(|(slot, at)| follow(graph, inputs[slot], at, seen));
         }
+        Op::GroupedMatMul(_) if axis == 0 => (0, 0),
         Op::MatMul(op) if axis + 2 == shape.len() => (0, of(0).len() - if op.transpose_a { 1 } else { 2 }),
         Op::MatMul(op) => (1, of(1).len() - if op.transpose_b { 2 } else { 1 }),
         Op::Conv(_) | Op::MaxPool(_) | Op::AvgPool(_) | Op::BatchNorm(_) if axis == 0 && value.output == 0 => (0, 0),
@@ -86,6 +96,17 @@ fn follow(graph: &Graph, value: Value, axis: usize, seen: &mut HashSet<(Value, u
         _ => return None,
     };
     follow(graph, inputs[slot], at, seen)
+}
+
+/// The tensor, and its axis, whose places a value lists in the order of its elements.
+fn places_of(graph: &Graph, mut value: Value) -> Option<(Value, usize)> {
+    loop {
+        match &graph.node(value.node).op {
+            Op::Cast(_) => value = graph.inputs(value.node)[0],
+            Op::TopK(op) if value.output == 1 => return Some((graph.inputs(value.node)[0], op.axis)),
+            _ => return None,
+        }
+    }
 }
 
 #[cfg(test)]

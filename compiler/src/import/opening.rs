@@ -82,6 +82,19 @@ pub fn shaped<B: Build + ?Sized>(build: &mut B, mut value: Value, shape: &[Dim])
     Ok(value)
 }
 
+/// A shape with the batch where another one has it and this one the number that it stands for.
+pub fn open_as<B: Build + ?Sized>(build: &B, have: &[Dim], want: &[Dim]) -> Result<Vec<Dim>, Reason> {
+    let mut shape = have.to_vec();
+    if have.len() == want.len() {
+        for (have, want) in shape.iter_mut().zip(want) {
+            if is_frozen(build, have, want)? {
+                have.clone_from(want);
+            }
+        }
+    }
+    Ok(shape)
+}
+
 /// The first entry along an axis, with a size of 1, if all entries are equal.
 pub fn sample(tensor: &Tensor, axis: usize) -> Option<Tensor> {
     let mut shape = tensor.shape().to_vec();
@@ -312,6 +325,7 @@ fn carry<B: Build + ?Sized>(
             return keep(build, (value, axis), Op::Broadcast(Broadcast { shape }), &[one]);
         }
         Op::Iota(Iota { fact, .. }) => fact.shape[axis] = want.clone(),
+        Op::Uniform(uniform) => uniform.fact.shape[axis] = want.clone(),
         Op::Broadcast(broadcast) => {
             along[0] = aligned(0);
             broadcast.shape[axis] = want.clone();
@@ -376,6 +390,7 @@ fn carry<B: Build + ?Sized>(
             let kept = |at: &usize| !reduce.axes.contains(at);
             along[0] = if reduce.keep { Some(axis) } else { (0..facts[0].len()).filter(kept).nth(axis) };
         }
+        Op::GroupedMatMul(_) if axis == 0 => along[0] = Some(0),
         Op::MatMul(_) if axis + 2 < shape.len() => along = vec![aligned(0), aligned(1)],
         Op::MatMul(op) if axis + 2 == shape.len() => {
             along[0] = Some(facts[0].len() - if op.transpose_a { 1 } else { 2 })

@@ -11,6 +11,7 @@ pub fn rule(op: &Op) -> &dyn Rule {
         Op::State(o) => o,
         Op::Constant(o) => o,
         Op::Iota(o) => o,
+        Op::Uniform(o) => o,
         Op::Unary(o) => o,
         Op::Binary(o) => o,
         Op::Compare(o) => o,
@@ -22,6 +23,8 @@ pub fn rule(op: &Op) -> &dyn Rule {
         Op::TopK(o) => o,
         Op::Cumulative(o) => o,
         Op::MatMul(o) => o,
+        Op::GroupedMatMul(o) => o,
+        Op::GroupedMatMulGrad(o) => o,
         Op::Conv(o) => o,
         Op::ConvInputGrad(o) => o,
         Op::ConvWeightGrad(o) => o,
@@ -85,6 +88,7 @@ pub fn samples() -> Vec<Sample> {
         dropout::samples(),
         flip::samples(),
         gather::samples(),
+        grouped_matmul::samples(),
         gru::samples(),
         iota::samples(),
         layer_norm::samples(),
@@ -104,6 +108,7 @@ pub fn samples() -> Vec<Sample> {
         top_k::samples(),
         transpose::samples(),
         unary::samples(),
+        uniform::samples(),
     ]
     .concat()
 }
@@ -138,6 +143,7 @@ pub fn dims_mut(op: &mut Op) -> Vec<&mut Dim> {
         Op::Parameter(o) => o.fact.shape.iter_mut().collect(),
         Op::State(o) => o.fact.shape.iter_mut().collect(),
         Op::Iota(o) => o.fact.shape.iter_mut().collect(),
+        Op::Uniform(o) => o.fact.shape.iter_mut().collect(),
         Op::ConvInputGrad(o) => o.spatial.iter_mut().collect(),
         Op::AvgPoolGrad(o) => o.spatial.iter_mut().collect(),
         Op::Reshape(o) => o.shape.iter_mut().collect(),

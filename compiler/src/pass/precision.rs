@@ -62,6 +62,7 @@ fn retype(op: &mut Op, to: DType) {
         Op::Parameter(o) => &mut o.fact.dtype,
         Op::State(o) => &mut o.fact.dtype,
         Op::Iota(o) => &mut o.fact.dtype,
+        Op::Uniform(o) => &mut o.fact.dtype,
         Op::Cast(o) => &mut o.to,
         Op::Constant(o) if o.tensor.dtype().is_float() => {
             o.tensor = narrowed(&o.tensor, to);

@@ -31,6 +31,7 @@ pub mod elementwise;
 pub mod few;
 pub mod function;
 pub mod gather;
+pub mod grouped_matmul;
 pub mod gru;
 pub mod half;
 #[cfg(target_arch = "x86_64")]

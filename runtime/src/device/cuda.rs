@@ -16,6 +16,7 @@ pub mod draft;
 pub mod element;
 pub mod elementwise;
 pub mod gather;
+pub mod grouped_matmul;
 pub mod gru;
 pub mod layer_norm;
 pub mod library;

@@ -46,9 +46,14 @@ pub enum FxError {
     /// A zip archive of another kind.
     #[error("a zip archive without an exported program (a torch.save checkpoint holds no graph); {EXPORT}")]
     NoProgram,
-    /// The layout of early versions.
-    #[error("a .pt2 of a PyTorch before 2.8; with a later one {EXPORT}")]
-    Legacy,
+    /// Weights of torch 2.6 or 2.7 whose table of contents cannot be read.
+    #[error("entry `{}`: {reason}", shown(entry))]
+    Table {
+        /// The entry.
+        entry: String,
+        /// What is wrong with it.
+        reason: String,
+    },
     /// Machine code in place of a graph.
     #[error("an AOTInductor package: it holds a compiled library and no graph, and pipec never loads code; {EXPORT}")]
     Compiled,
@@ -177,7 +182,7 @@ pub enum WeightError {
 impl FxError {
     /// Whether the message ends in the lines that write a file that pipec reads.
     pub fn shows_export(&self) -> bool {
-        matches!(self, FxError::NoProgram | FxError::Legacy | FxError::Compiled)
+        matches!(self, FxError::NoProgram | FxError::Compiled)
     }
 }
 

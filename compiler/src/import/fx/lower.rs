@@ -21,6 +21,7 @@ pub mod movement;
 pub mod norm;
 pub mod open;
 pub mod promote;
+pub mod random;
 pub mod recurrent;
 pub mod reduce;
 pub mod resize;

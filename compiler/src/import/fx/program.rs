@@ -19,7 +19,7 @@ use crate::tensor::fact::Fact;
 use bytes::Bytes;
 use serde::de::DeserializeOwned;
 use sha2::{Digest, Sha256};
-use std::collections::{BTreeMap, HashMap, HashSet};
+use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 
 /// The major version of the schema that is read.
 const SCHEMA: i64 = 8;
@@ -123,12 +123,21 @@ impl Program {
         }
         read.sources(&signature.input_specs, &archive, &stores)?;
         read.results(&signature.output_specs)?;
+        read.one_tensor_twice();
         Ok(read)
     }
 
     /// The fingerprint in hexadecimal, 64 characters.
     pub fn sha256_hex(&self) -> String {
         self.sha256.iter().map(|byte| format!("{byte:02x}")).collect()
+    }
+
+    /// The inputs that no operator reads and that are no result.
+    pub fn unread(&self) -> BTreeSet<String> {
+        let nodes = self.graph.nodes.iter().flat_map(|node| &node.inputs).flat_map(|input| names(&input.arg));
+        let read: HashSet<&str> = nodes.chain(self.outputs.iter().map(|(_, name)| name.as_str())).collect();
+        let inputs = self.inputs.iter().map(|info| &info.name);
+        inputs.filter(|name| !read.contains(name.as_str())).cloned().collect()
     }
 
     /// The size that text of the file means.
@@ -147,6 +156,23 @@ impl Program {
     pub fn fact(&self, meta: &TensorMeta) -> Option<Fact> {
         let shape = meta.sizes.iter().map(|d| self.dim(d).ok()).collect::<Option<_>>()?;
         Some(Fact::new(dtype_of(meta.dtype)?, shape))
+    }
+
+    /// Tells of an input that is not read while another one of its shape is: the two were one tensor at the export.
+    fn one_tensor_twice(&mut self) {
+        let unread = self.unread();
+        let alike = |a: &ValueInfo, b: &ValueInfo| (a.elem_type, &a.dims) == (b.elem_type, &b.dims);
+        let is_twin = |info: &&ValueInfo| {
+            let others = self.inputs.iter().filter(|other| !unread.contains(&other.name));
+            unread.contains(&info.name) && others.into_iter().any(|other| alike(info, other))
+        };
+        if let Some(twin) = self.inputs.iter().find(is_twin) {
+            self.warnings.push(format!(
+                "no operator reads input `{}`: torch.export takes one tensor that is passed under two names, as in \
+                 `model(input_ids=ids, labels=ids)`, for one input; export with a copy, `labels=ids.clone()`",
+                shown(&twin.name)
+            ));
+        }
     }
 
     fn sources(&mut self, specs: &[InputSpec], archive: &Archive, stores: &[Store; 2]) -> Result<(), FxError> {
@@ -407,4 +433,50 @@ fn size_name(size: &SymArgument) -> Option<&str> {
 pub fn label(node: &Node) -> String {
     let named = node.name.clone().filter(|n| !n.is_empty());
     named.unwrap_or_else(|| node.outputs.iter().flat_map(names).next().unwrap_or(&node.target).to_string())
+}
+
+/// The path of the innermost module of a node: entries are `key,path,type`.
+pub fn module(node: &Node) -> String {
+    let stack = node.metadata.nn_module_stack.as_deref().unwrap_or_default();
+    let last = stack.rsplit(';').next().unwrap_or_default();
+    let path = last.split(',').nth(1).unwrap_or_default();
+    // A strict export names the module itself as its function does: `L['self'].layer`.
+    let inner = path.strip_prefix("L['").and_then(|rest| rest.split_once("']"));
+    inner.map_or(path, |(_, rest)| rest.strip_prefix('.').unwrap_or(rest)).to_string()
+}
+
+/// The line of Python that a node comes from, the innermost one that the file tells: `modeling_llama.py:459`.
+pub fn line(node: &Node) -> Option<String> {
+    let trace = node.metadata.stack_trace.as_deref()?;
+    let innermost = trace.lines().rev().find_map(|line| line.trim().strip_prefix("File \""))?;
+    let (file, rest) = innermost.split_once("\", line ")?;
+    let number: String = rest.chars().take_while(char::is_ascii_digit).collect();
+    let name = file.rsplit(['/', '\\']).next().unwrap_or(file);
+    (!number.is_empty()).then(|| format!("{name}:{number}"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::import::fx::schema::Metadata;
+
+    #[test]
+    fn a_node_tells_its_module_and_its_line() {
+        let of = |stack: &str, trace: &str| Node {
+            target: "torch.ops.aten.diff.default".to_string(),
+            inputs: Vec::new(),
+            outputs: Vec::new(),
+            metadata: Metadata {
+                nn_module_stack: Some(stack.to_string()),
+                stack_trace: Some(trace.to_string()),
+                ..Metadata::default()
+            },
+            name: None,
+        };
+        let trace =
+            "File \"/a/outer.py\", line 4, in forward\n    x()\n  File \"/a/b/inner.py\", line 382, in run\n    y";
+        let node = of("L__self__,,a.Model;L__self__model,model.layers.0,a.Layer", trace);
+        assert_eq!((module(&node), line(&node)), ("model.layers.0".to_string(), Some("inner.py:382".to_string())));
+        assert_eq!(line(&of("", "nonsense")), None);
+    }
 }

@@ -72,6 +72,9 @@ pub struct Metadata {
     /// `key,path,type;key,path,type;…`, outermost first.
     #[serde(default)]
     pub nn_module_stack: Option<String>,
+    /// The calls that led to it, as Python tells them, innermost last; where the exporter keeps them.
+    #[serde(default)]
+    pub stack_trace: Option<String>,
     /// The function of Python that called it, and its kind: `detach_1;method_descriptor.detach`.
     #[serde(default)]
     pub torch_fn: Option<String>,

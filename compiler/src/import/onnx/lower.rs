@@ -40,6 +40,7 @@ pub mod order;
 pub mod padding;
 pub mod pool;
 pub mod quantise;
+pub mod random;
 pub mod recurrent;
 pub mod reduce;
 pub mod region;

@@ -30,6 +30,8 @@ pub(super) fn fast(op: &Op, inputs: &[Layout], outputs: &[Layout]) -> Option<Fas
         (Op::Conv(op), [x, w], [y]) => conv::kernel(Role::Forward, &op.window, op.groups, x, w, y),
         (Op::ConvInputGrad(op), [dy, w], [dx]) => conv::kernel(Role::InputGrad, &op.window, op.groups, dx, w, dy),
         (Op::ConvWeightGrad(op), [dy, x], [dw]) => conv::kernel(Role::WeightGrad, &op.window, op.groups, x, dw, dy),
+        (Op::GroupedMatMul(op), [x, w, ends], _) => grouped_matmul::kernel(op, x, w, ends),
+        (Op::GroupedMatMulGrad(_), [a, b, ends], _) => grouped_matmul::grad(a, b, ends),
         (Op::Lstm(op), [x, _, w_hh, ..], _) => lstm::kernel(op.reverse, x, w_hh),
         (Op::LstmGrad(op), [_, _, _, x, _, w_hh, ..], _) => lstm::grad(op.reverse, x, w_hh),
         (Op::Gru(op), [x, _, w_hh, ..], _) => gru::kernel(op, x, w_hh),

@@ -6,7 +6,7 @@ use super::offsets::{Walk, offsets};
 use super::recipe::{At, Launch, Recipe};
 use crate::device::layout::Layout;
 use compiler::op::slice::origin;
-use compiler::op::{Concat, Dropout, Flip, Iota, Pad, Slice, Transpose};
+use compiler::op::{Concat, Dropout, Flip, Iota, Pad, Slice, Transpose, Uniform};
 use compiler::tensor::view::strides;
 
 /// Element `i` of `to`, of this shape, is the element of `from` at the walk's place.
@@ -119,6 +119,17 @@ pub fn iota(op: &Iota, y: &Layout) -> Option<Recipe> {
     // Through f64, as the reference goes.
     let number = if y.dtype.is_float() { format!("(f64){number}") } else { number };
     Some(Recipe::of(draft.each(y.len(), &format!("{lines}y[i] = {};", store(y.dtype, &number)))))
+}
+
+/// Random numbers by their place; see the dictionary's uniform.
+pub fn uniform(op: &Uniform, y: &Layout) -> Option<Recipe> {
+    let mut draft = Draft::new(y.len());
+    draft.reads("counter", compiler::tensor::DType::I64, At::input(0));
+    draft.writes("y", y.dtype, At::output(0));
+    draft.add(&format!("u64 key = mix(mix({}ull) ^ (u64)counter[0]);", op.stream));
+    let unit = literal(compiler::tensor::DType::F64, 0.5f64.powi(op.bits() as i32));
+    let number = format!("(f64)(mix(key ^ (u64)i) >> {}) * {unit}", 64 - op.bits());
+    Some(Recipe::of(draft.each(y.len(), &format!("y[i] = {};", store(y.dtype, &number)))))
 }
 
 /// Elements that stay or go by their place; see the dictionary's dropout.

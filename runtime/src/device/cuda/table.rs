@@ -14,6 +14,7 @@ impl Recipe {
         }
         match (op, inputs, outputs) {
             (Op::Iota(op), _, [y]) => movement::iota(op, y),
+            (Op::Uniform(op), _, [y]) => movement::uniform(op, y),
             (Op::Unary(_) | Op::Binary(_) | Op::Compare(_) | Op::Select(_) | Op::Cast(_), inputs, [y]) => {
                 elementwise::kernel(op, inputs, y)
             }
@@ -26,6 +27,8 @@ impl Recipe {
             (Op::Conv(op), [x, w], [y]) => conv::forward(&op.window, x, w, y),
             (Op::ConvInputGrad(op), [dy, w], [dx]) => conv::input_grad(&op.window, dy, w, dx),
             (Op::ConvWeightGrad(op), [dy, x], [dw]) => conv::weight_grad(&op.window, dy, x, dw),
+            (Op::GroupedMatMul(op), [x, w, ends], [y]) => grouped_matmul::kernel(op, x, w, ends, y),
+            (Op::GroupedMatMulGrad(_), [a, b, ends], [c]) => grouped_matmul::grad(a, b, ends, c),
             (Op::Lstm(op), [x, _, w_hh, ..], _) => lstm::kernel(op.reverse, x, w_hh),
             (Op::LstmGrad(op), [_, _, _, x, _, w_hh, ..], _) => lstm::grad(op.reverse, x, w_hh),
             (Op::Gru(op), [x, _, w_hh, ..], _) => gru::kernel(op, x, w_hh),

@@ -8,8 +8,8 @@ use crate::import::onnx::lower::movement::transposed;
 use crate::import::onnx::lower::slice::part;
 use crate::import::reason::Reason;
 use crate::op::{Binary, Concat, Flip, Gather, Op, Pad, ReduceKind, ScatterAdd, Value};
-use crate::tensor::Tensor;
 use crate::tensor::dim::{Dim, volume};
+use crate::tensor::{DType, Tensor};
 
 /// The most elements of an index that is made here.
 const MOST: i64 = 1 << 20;
@@ -516,14 +516,25 @@ pub fn differences(scope: &mut Scope<'_>) -> Outputs {
     let mut x = scope.value("self")?;
     let at = attribute::axis(scope.int("dim", -1)?, scope.fact(x).rank())?;
     let times = scope.number("n")?.map_or(1.0, Number::float);
-    if scope.has("prepend") || scope.has("append") || !(0.0..=64.0).contains(&times) {
-        return Err(Reason::Unsupported("a difference with more than its operand".to_string()));
+    if !(0.0..=64.0).contains(&times) {
+        return Err(Reason::Unsupported(format!("differences taken {times} times over")));
     }
+    if scope.has("prepend") || scope.has("append") {
+        let (before, behind) = (scope.optional("prepend")?, scope.optional("append")?);
+        let dtype = scope.fact(x).dtype;
+        let mut parts = Vec::with_capacity(3);
+        for part in [before, Some(x), behind].into_iter().flatten() {
+            parts.push(scope.cast(part, dtype)?);
+        }
+        x = scope.add(Op::Concat(Concat { axis: at }), &parts)?;
+    }
+    let truths = scope.fact(x).dtype == DType::Bool;
     for _ in 0..times as i64 {
         let size = scope.fact(x).shape[at].clone();
         let next = part(scope, x, at, Dim::Known(1), size.clone())?;
         let own = part(scope, x, at, Dim::Known(0), size.sub(&Dim::Known(1))?)?;
-        x = scope.binary(Binary::Sub, next, own)?;
+        let join = if truths { Binary::Xor } else { Binary::Sub };
+        x = scope.binary(join, next, own)?;
     }
     one(x)
 }

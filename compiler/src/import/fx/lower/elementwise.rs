@@ -4,8 +4,9 @@ use super::argument::{Number, Operand};
 use super::function::toward_zero;
 use super::{Known, Made, Outputs, Scope, one, promote};
 use crate::import::build::Build;
+use crate::import::opening;
 use crate::import::reason::Reason;
-use crate::op::{Binary, Compare, Dropout, Op, Unary, Value};
+use crate::op::{Binary, Compare, Unary, Value};
 use crate::tensor::DType;
 
 /// An operand that must be given.
@@ -31,6 +32,15 @@ pub fn real(scope: &mut Scope<'_>, op: Unary) -> Outputs {
 pub fn identity(scope: &mut Scope<'_>) -> Outputs {
     let name = if scope.has("self") { "self" } else { "input" };
     Ok(Made::Tensors(vec![scope.known(name)?]))
+}
+
+/// A copy, which may be changed in place while its operand is not.
+pub fn duplicate(scope: &mut Scope<'_>) -> Outputs {
+    let name = if scope.has("self") { "self" } else { "input" };
+    match scope.known(name)? {
+        Known::Weight(_) => one(scope.value(name)?),
+        known => Ok(Made::Tensors(vec![known])),
+    }
 }
 
 /// Both operands in the type they meet in.
@@ -336,23 +346,8 @@ pub fn copy(scope: &mut Scope<'_>) -> Outputs {
     let fact = scope.fact_of("self")?;
     let source = scope.value("src")?;
     let source = scope.cast(source, fact.dtype)?;
-    one(scope.broadcast(source, fact.shape)?)
-}
-
-/// Dropout: elements are dropped in training mode alone.
-pub fn dropout(scope: &mut Scope<'_>) -> Outputs {
-    let p = scope.float("p", 0.5)?;
-    if scope.flag("train", true)? && p != 0.0 {
-        let (x, counter) = (scope.value("input")?, scope.counter()?);
-        let ratio = Dropout { ratio: p, stream: 0 };
-        let y = scope.add(Op::Dropout(ratio), &[x, counter])?;
-        return Ok(Made::Tensors(vec![Known::Value(y), Known::Absent("the mask of a dropout in training mode")]));
-    }
-    let known = match identity(scope)? {
-        Made::Tensors(known) => known,
-        other => return Ok(other),
-    };
-    Ok(Made::Tensors(vec![known[0], Known::Absent("the mask of a dropout")]))
+    let shape = opening::open_as(scope, &fact.shape, &scope.fact(source).shape)?;
+    one(scope.broadcast(source, shape)?)
 }
 
 /// The value of a number everywhere, in the shape and type of `self`.

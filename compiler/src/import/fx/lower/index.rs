@@ -159,11 +159,64 @@ impl Indexed {
     }
 }
 
+/// `x[rows, columns]` where the rows are all there are, in order, along an axis of the result in which the columns do
+/// not differ: the same columns of every row, as masks are looked up. `None` where it is anything else.
+fn of_every_row(scope: &mut Scope<'_>, x: Value, rows: Value, columns: Value) -> Result<Option<Value>, Reason> {
+    let Some(axis) = counted(scope, rows) else { return Ok(None) };
+    let (dims, picked) = (scope.fact(x).shape, scope.fact(columns).shape);
+    let own = scope.fact(rows).shape;
+    let count = own[axis].clone();
+    let all = dims[0] == count || dims[0].substitute(scope.frozen)? == count.substitute(scope.frozen)?;
+    // The axis of the columns under that of the rows.
+    let under = (axis + picked.len()).checked_sub(own.len());
+    let same = under.is_none_or(|at| picked[at].is(1));
+    if dims.len() < 2
+        || !all
+        || !same
+        || !scope.fact(columns).dtype.is_integer()
+        || axis > 0 && picked.len() < own.len()
+    {
+        return Ok(None);
+    }
+    let mut kept = picked.clone();
+    if let Some(at) = under {
+        kept.remove(at);
+    }
+    // The rows come first; they go where they are in the index.
+    let at = under.unwrap_or(0);
+    let columns = scope.reshape(columns, kept.clone())?;
+    let columns = scope.cast(columns, DType::I64)?;
+    let y = scope.add(Op::Gather(Gather { axis: 1 }), &[x, columns])?;
+    let rank = scope.fact(y).rank();
+    let perm = (1..=at).chain([0]).chain(at + 1..rank).collect();
+    transposed(scope, y, perm).map(Some)
+}
+
+/// The one axis along which a value counts `0, 1, …` while it has a size of 1 along all others.
+fn counted(scope: &Scope<'_>, mut value: Value) -> Option<usize> {
+    let shape = scope.fact(value).shape;
+    let mut wide = (0..shape.len()).filter(|at| !shape[*at].is(1));
+    let axis = wide.next().filter(|_| wide.next().is_none())?;
+    for _ in 0..16 {
+        match &scope.graph.node(value.node).op {
+            Op::Iota(iota) => return (iota.fact.shape[iota.axis] == shape[axis]).then_some(axis),
+            Op::Reshape(_) | Op::Cast(_) => value = scope.graph.inputs(value.node)[0],
+            _ => return None,
+        }
+    }
+    None
+}
+
 /// `x[…, index, …]` as NumPy has it, with whole numbers.
 pub fn index(scope: &mut Scope<'_>) -> Outputs {
     let x = scope.value("self")?;
     let dims = scope.fact(x).shape;
     let indices = scope.optional_values("indices")?;
+    if let [Some(rows), Some(columns)] = indices[..]
+        && let Some(y) = of_every_row(scope, x, rows, columns)?
+    {
+        return one(y);
+    }
     let Indexed { perm, lead, place, flat } = Indexed::read(scope, &dims, indices)?;
     let turned = transposed(scope, x, perm)?;
     from_flat(scope, turned, flat, lead, place)

@@ -1,12 +1,13 @@
 //! Matrix products.
 
-use super::argument::Number;
-use super::{Outputs, Scope, one};
+use super::argument::{Number, Operand};
+use super::{Outputs, Scope, one, promote};
 use crate::import::build::Build;
 use crate::import::onnx::lower::linear::product;
 use crate::import::onnx::lower::movement::transposed;
 use crate::import::reason::Reason;
-use crate::op::{Binary, MatMul, Op, ReduceKind, Value};
+use crate::op::{Binary, GroupedMatMul, GroupedMatMulGrad, MatMul, Op, ReduceKind, Value};
+use crate::tensor::DType;
 use crate::tensor::dim::{Dim, volume};
 
 /// `x·Wᵀ + b`, with `W [out, in]`.
@@ -60,6 +61,8 @@ pub fn with_sum_of_all(scope: &mut Scope<'_>) -> Outputs {
 }
 
 fn outer_of(scope: &mut Scope<'_>, a: Value, b: Value) -> Result<Value, Reason> {
+    let dtype = promote::common(scope, &[Operand::Tensor(a), Operand::Tensor(b)]);
+    let (a, b) = (scope.cast(a, dtype)?, scope.cast(b, dtype)?);
     let mut column = scope.fact(a).shape;
     column.push(Dim::Known(1));
     let a = scope.reshape(a, column)?;
@@ -90,6 +93,48 @@ pub fn inner(scope: &mut Scope<'_>) -> Outputs {
     let b = scope.reshape(b, vec![volume(columns)?, depth.clone()])?;
     let y = scope.add(Op::MatMul(MatMul { transpose_a: false, transpose_b: true }), &[a, b])?;
     one(scope.reshape(y, [rows, columns].concat())?)
+}
+
+/// Products of rows that are sorted by group with the matrix of their group: of rows `[S, K]` and matrices `[G, K, N]`,
+/// or of two lists of rows, `[M, S]` and `[S, N]`, whose products of each group are a matrix. `offs` says where groups
+/// end. Without it both operands are batches of matrices.
+pub fn grouped(scope: &mut Scope<'_>) -> Outputs {
+    let first = if scope.has("input") { "input" } else { "self" };
+    let second = if scope.has("weight") { "weight" } else { "mat2" };
+    let (a, b) = (scope.value(first)?, scope.value(second)?);
+    if scope.has("bias") {
+        return Err(Reason::Unsupported("a grouped product with a bias".to_string()));
+    }
+    let (left, right) = (scope.fact(a), scope.fact(b));
+    let y = match (scope.optional("offs")?, left.rank(), right.rank()) {
+        (None, 3, 3) => product(scope, a, b)?,
+        (Some(ends), 2, 3) => {
+            let ends = scope.cast(ends, DType::I64)?;
+            let (b, transpose) = match untransposed(scope, b) {
+                Some(stored) => (stored, true),
+                None => (b, false),
+            };
+            scope.add(Op::GroupedMatMul(GroupedMatMul { transpose }), &[a, b, ends])?
+        }
+        (Some(ends), 2, 2) => {
+            let ends = scope.cast(ends, DType::I64)?;
+            let rows = transposed(scope, a, vec![1, 0])?;
+            scope.add(Op::GroupedMatMulGrad(GroupedMatMulGrad {}), &[rows, b, ends])?
+        }
+        _ => return Err(Reason::Unsupported(format!("a grouped product of {left} and {right}"))),
+    };
+    match scope.dtype("out_dtype")? {
+        Some(dtype) => one(scope.cast(y, dtype)?),
+        None => one(y),
+    }
+}
+
+/// What a batch of matrices is the transpose of, where it is one.
+fn untransposed(scope: &Scope<'_>, x: Value) -> Option<Value> {
+    match &scope.graph.node(x.node).op {
+        Op::Transpose(op) if op.perm == [0, 2, 1] => Some(scope.graph.inputs(x.node)[0]),
+        _ => None,
+    }
 }
 
 /// A tensor whose axes have letters.

@@ -3,9 +3,10 @@
 use super::{Known, Made, Outputs, Scope, many, one, promote};
 use crate::import::build::Build;
 use crate::import::reason::Reason;
-use crate::op::{ArgReduce, Binary, Compare, LogSoftmax, Op, ReduceKind, Softmax, Unary, Value};
+use crate::op::{ArgReduce, Binary, Compare, Iota, LogSoftmax, Op, ReduceKind, Softmax, Unary, Value};
 use crate::tensor::DType;
 use crate::tensor::dim::{Dim, volume};
+use crate::tensor::fact::Fact;
 
 /// The axes that go away, and whether they stay as 1.
 fn axes(scope: &Scope<'_>, rank: usize) -> Result<(Vec<usize>, bool), Reason> {
@@ -230,4 +231,35 @@ pub fn softmax(scope: &mut Scope<'_>, logarithm: bool) -> Outputs {
     let op = if logarithm { Op::LogSoftmax(LogSoftmax { axis }) } else { Op::Softmax(Softmax { axis }) };
     let y = scope.add(op, &[row])?;
     one(scope.reshape(y, shape)?)
+}
+
+/// How many elements lie in each of `bins` equal spans from `min` to `max`, the last of which has `max` as well; those
+/// outside count nowhere. Without two limits they are the smallest and the largest element.
+pub fn histogram(scope: &mut Scope<'_>) -> Outputs {
+    let x = scope.value("self")?;
+    let own = scope.fact(x);
+    let (bins, low, high) = (scope.int("bins", 100)?, scope.float("min", 0.0)?, scope.float("max", 0.0)?);
+    if !(1..=1 << 16).contains(&bins) || low > high {
+        return Err(Reason::Inputs(format!("{bins} spans from {low} to {high}")));
+    }
+    let x = scope.cast(x, DType::F64)?;
+    let x = scope.reshape(x, vec![volume(&own.shape)?])?;
+    let (low, high) = match low == high {
+        true => (scope.reduce(ReduceKind::Min, x, &[0], false)?, scope.reduce(ReduceKind::Max, x, &[0], false)?),
+        false => (scope.scalar(DType::F64, low)?, scope.scalar(DType::F64, high)?),
+    };
+    let width = scope.binary(Binary::Sub, high, low)?;
+    let from = scope.binary(Binary::Sub, x, low)?;
+    let scaled = scope.with_number(Binary::Mul, from, bins as f64)?;
+    let place = scope.binary(Binary::Div, scaled, width)?;
+    let place = scope.unary(Unary::Floor, place)?;
+    let last = scope.scalar(DType::F64, bins as f64 - 1.0)?;
+    let is_end = scope.compare(Compare::Equal, x, high)?;
+    let place = scope.select(is_end, last, place)?;
+    let column = scope.reshape(place, vec![volume(&own.shape)?, Dim::Known(1)])?;
+    let spans = Fact::new(DType::F64, vec![Dim::Known(bins)]);
+    let spans = scope.add(Op::Iota(Iota { fact: spans, axis: 0 }), &[])?;
+    let hit = scope.compare(Compare::Equal, column, spans)?;
+    let counted = scope.cast(hit, own.dtype)?;
+    one(scope.reduce(ReduceKind::Sum, counted, &[0], false)?)
 }

@@ -4,6 +4,7 @@
 
 use super::{Known, Made, Outputs, Scope, one};
 use crate::import::build::Build;
+use crate::import::onnx::lower::grid::{self, Padding, Reading};
 use crate::import::onnx::lower::movement::transposed;
 use crate::import::onnx::lower::slice::part;
 use crate::import::reason::Reason;
@@ -31,6 +32,10 @@ pub enum Way {
     Linear,
     /// Cubic among four.
     Cubic,
+    /// A triangle as wide as what one element of the result covers.
+    LinearSmooth,
+    /// The same of a cubic curve.
+    CubicSmooth,
 }
 
 /// One spatial axis: its size now and then, and how places map.
@@ -65,17 +70,35 @@ impl Axis {
             Way::Cubic => {
                 let place = self.place(i);
                 let (low, share) = (place.floor() as i64, place - place.floor());
-                let each = |k: i64| ((low + k).clamp(0, last), cubic((share - k as f64).abs()));
+                let each = |k: i64| ((low + k).clamp(0, last), cubic((share - k as f64).abs(), -0.75));
                 (-1..3).map(each).collect()
             }
+            Way::LinearSmooth => self.smooth(i, 1.0, |t| (1.0 - t).max(0.0)),
+            Way::CubicSmooth => self.smooth(i, 2.0, |t| cubic(t, -0.5)),
         };
         (0..self.to).map(row).collect()
     }
+
+    /// The weights of a filter that reaches `reach` elements to both sides, and as much further as the image shrinks;
+    /// their sum is 1.
+    fn smooth(&self, i: i64, reach: f64, filter: impl Fn(f64) -> f64) -> Vec<(i64, f64)> {
+        let scale = match self.corners {
+            true if self.to > 1 => (self.from - 1) as f64 / (self.to - 1) as f64,
+            true => 0.0,
+            false => self.scale,
+        };
+        let stretch = scale.max(1.0);
+        let middle = scale * (i as f64 + 0.5);
+        let low = ((middle - reach * stretch + 0.5) as i64).max(0);
+        let high = ((middle + reach * stretch + 0.5) as i64).min(self.from);
+        let weight = |k: i64| filter(((k as f64 - middle + 0.5) / stretch).abs());
+        let total: f64 = (low..high).map(weight).sum();
+        (low..high).map(|k| (k, if total == 0.0 { 0.0 } else { weight(k) / total })).collect()
+    }
 }
 
-/// Keys' cubic convolution with a = -3/4.
-fn cubic(t: f64) -> f64 {
-    let a = -0.75;
+/// Keys' cubic convolution.
+fn cubic(t: f64, a: f64) -> f64 {
     if t <= 1.0 {
         ((a + 2.0) * t - (a + 3.0)) * t * t + 1.0
     } else if t < 2.0 {
@@ -116,9 +139,6 @@ pub fn resize(scope: &mut Scope<'_>, way: Way) -> Outputs {
     let shape = scope.fact(x).shape;
     let axes = shape.len().saturating_sub(2);
     let corners = scope.flag("align_corners", false)?;
-    if scope.flag("antialias", false)? {
-        return Err(Reason::Unsupported("resizing with anti-aliasing".to_string()));
-    }
     let asked = scope.dims("output_size")?.filter(|list| list.len() == axes);
     // The factors come as one list or, in the other overload, one by one.
     let mut factors = scope.floats("scale_factors")?.unwrap_or_default();
@@ -146,10 +166,29 @@ pub fn resize(scope: &mut Scope<'_>, way: Way) -> Outputs {
                 let index = scope.constant(Tensor::from_i64(&[places.len()], &places))?;
                 scope.add(Op::Gather(Gather { axis: 2 + at }), &[x, index])?
             }
-            Way::Linear | Way::Cubic => mixed(scope, x, 2 + at, from, &rows)?,
+            _ => mixed(scope, x, 2 + at, from, &rows)?,
         };
     }
     one(x)
+}
+
+/// The values of an image at the places of a grid.
+pub fn sampled(scope: &mut Scope<'_>) -> Outputs {
+    let (x, places) = (scope.value("input")?, scope.value("grid")?);
+    let padding = match scope.int("padding_mode", 0)? {
+        0 => Padding::Zeros,
+        1 => Padding::Border,
+        2 => Padding::Reflection,
+        other => return Err(Reason::Unsupported(format!("padding mode {other}"))),
+    };
+    let joined = match scope.int("interpolation_mode", 0)? {
+        0 => 2,
+        1 => 0,
+        2 => 4,
+        other => return Err(Reason::Unsupported(format!("interpolation mode {other}"))),
+    };
+    let reading = Reading { padding, corners: scope.flag("align_corners", false)?, filter: grid::filter_of(joined) };
+    one(grid::sampled(scope, x, places, &reading)?)
 }
 
 /// The windows of an adaptive pooling: `⌊i·from/to⌋ .. ⌈(i + 1)·from/to⌉`.

@@ -1,13 +1,33 @@
 //! Which operators of a program pipec cannot lower, all of them at once.
 
 use super::table;
-use crate::import::fx::program::label;
-use crate::import::fx::schema::{Argument, Graph, Node};
+use crate::import::fx::program::{label, line, module};
+use crate::import::fx::schema::{Argument, Graph};
 use crate::import::onnx::lower::support::{Missing, Unsupported};
 use std::collections::BTreeMap;
 
 /// The higher-order operator that runs a graph with or without gradients.
 pub const SET_GRAD: &str = "torch.ops.higher_order.wrap_with_set_grad_enabled";
+
+/// The higher-order operator that runs a graph with autocast on or off.
+pub const AUTOCAST: &str = "torch.ops.higher_order.wrap_with_autocast";
+
+/// Whether an operator runs the graph that is among its arguments, once and as it stands.
+pub fn is_wrapper(target: &str) -> bool {
+    let Some(name) = target.strip_prefix("torch.ops.higher_order.") else { return false };
+    let name = name.split('.').next().unwrap_or(name);
+    matches!(
+        name,
+        "wrap_with_set_grad_enabled"
+            | "wrap_with_autocast"
+            | "tag_activation_checkpoint"
+            | "wrap_activation_checkpoint"
+            | "wrap"
+            | "hints_wrapper"
+            | "invoke_subgraph"
+            | "strict_mode"
+    )
+}
 
 /// Whether every node can be lowered.
 pub fn check(graph: &Graph) -> Result<(), Unsupported> {
@@ -24,41 +44,25 @@ fn gather(graph: &Graph, missing: &mut BTreeMap<String, Missing>) {
             }
         }
         let why = match table::find(&node.target) {
-            Some(_) if draws(node) => Some("it draws random numbers; export with a probability of 0"),
             Some(_) => continue,
-            None if node.target == SET_GRAD => continue,
+            None if is_wrapper(&node.target) => continue,
             None => why(&node.target),
         };
         let operator = node.target.strip_prefix("torch.ops.").unwrap_or(&node.target).to_string();
         let entry = missing.entry(operator.clone());
-        entry.or_insert_with(|| Missing { operator, count: 0, node: label(node), why }).count += 1;
-    }
-}
-
-/// Whether the node drops elements in a way that no core op does.
-fn draws(node: &Node) -> bool {
-    let argument = |name: &str| node.inputs.iter().find(|input| input.name == name).map(|input| &input.arg);
-    let positive = |name: &str, default: f64| match argument(name) {
-        Some(Argument::AsFloat(p)) => p.value() != Some(0.0),
-        Some(Argument::AsInt(p)) => *p != 0,
-        _ => default != 0.0,
-    };
-    let trains = || !matches!(argument("train"), Some(Argument::AsBool(false)));
-    let operator = table::name(&node.target);
-    match operator.trim_end_matches('_') {
-        "alpha_dropout" | "feature_dropout" | "feature_alpha_dropout" => trains() && positive("p", 0.5),
-        _ => false,
+        let first = || Missing { operator, count: 0, node: label(node), module: module(node), line: line(node), why };
+        entry.or_insert_with(first).count += 1;
     }
 }
 
 fn why(target: &str) -> Option<&'static str> {
     Some(match table::name(target) {
         "cond" | "while_loop" | "scan" | "map_impl" => "control flow: what runs would depend on values",
-        name if ["rand", "rrelu", "bernoulli", "normal", "uniform", "multinomial"]
+        name if ["multinomial", "rrelu", "poisson", "binomial", "cauchy", "geometric", "log_normal", "random"]
             .iter()
             .any(|r| name.starts_with(r)) =>
         {
-            "random numbers"
+            "random numbers of a distribution that pipec does not draw"
         }
         name if name.contains("quantize") => "quantised models cannot be trained",
         _ if target.starts_with("_operator.") || target.starts_with("torch.sym_") => {

@@ -7,7 +7,7 @@ pub mod layer;
 pub mod reduction;
 pub mod shape;
 
-use super::{Outputs, Scope, create, reduce};
+use super::{Outputs, Scope, create, linear, reduce};
 use crate::tensor::dim::Dim;
 
 /// Lowers one node of an operator.
@@ -46,6 +46,7 @@ pub fn is_view(target: &str) -> bool {
             | "reshape"
             | "_unsafe_view"
             | "view_as"
+            | "reshape_as"
             | "flatten"
             | "unflatten"
             | "permute"
@@ -85,20 +86,29 @@ pub fn is_view(target: &str) -> bool {
     )
 }
 
+/// Whether the result's element type is what the node is about.
+pub fn is_cast(target: &str) -> bool {
+    matches!(name(target), "to" | "_to_copy" | "type_as" | "copy_" | "copy")
+}
+
 /// How nodes with this target are lowered, `None` when they are not.
 pub fn find(target: &str) -> Option<Lower> {
     if let Some(operator) = target.strip_prefix("_operator.") {
         return sizes(operator);
     }
     let Some(inner) = target.strip_prefix("torch.ops.aten.") else {
-        return (target == "torch._check").then_some(create::nothing);
+        return match target {
+            "torch._check" => Some(create::nothing),
+            "torch.ops.transformers.grouped_mm_fallback.default" => Some(linear::grouped),
+            _ => None,
+        };
     };
     // Overloads that mean something else under the same name.
     match inner {
         "norm.Scalar" | "norm.ScalarOpt_dim" | "norm.ScalarOpt_dim_dtype" | "norm.ScalarOpt_dtype" => {
             return Some(|s| reduce::vector_norm(s, "p"));
         }
-        "bernoulli.p" | "bernoulli.default" | "add.t" | "add.str" | "linalg_matrix_norm.default" => return None,
+        "add.t" | "add.str" | "linalg_matrix_norm.default" => return None,
         "repeat_interleave.Tensor" | "repeat_interleave.self_Tensor" | "searchsorted.Scalar" => return None,
         _ => {}
     }

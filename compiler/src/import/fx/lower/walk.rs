@@ -3,21 +3,23 @@
 //!
 //! Where an operator changes tensor `a`, its result takes the name `a` from there on, and so do all names that mean
 //! exactly the same elements. Where `a` is a view, its elements are written back into what it shows. Other views of the
-//! same elements would change too; they are broken, and reading one is an error. A buffer that merely counts minibatches is left alone: no result depends on it.
+//! same elements change too: they are made again from what they show when they are read next. A buffer that merely
+//! counts minibatches is left alone: no result depends on it.
 //!
 //! Faults are gathered: a node that cannot be lowered leaves its outputs broken, and what reads them is passed over.
 //! What the file says of the shape of every result is compared with what the core ops give.
 
 use super::movement::stopped;
-use super::support::{self, SET_GRAD};
+use super::support::{self, AUTOCAST, SET_GRAD, is_wrapper};
 use super::{Known, Made, Names, Scope, stop, table, write};
 use crate::graph::{Graph, Origin, Output};
 use crate::import::build::Build;
-use crate::import::fx::program::{Program, label, names};
+use crate::import::fx::program::{Program, label, line, module, names};
 use crate::import::fx::schema::{self, Argument, SymArgument};
 use crate::import::onnx::lower::walk::{Fault, Faults, LowerError, Lowered, kept};
 use crate::import::onnx::lower::{Frozen, Ledger, Weight};
 use crate::import::onnx::name::shown;
+use crate::import::opening;
 use crate::import::prune::prune;
 use crate::import::reason::Reason;
 use crate::op::{Input, Op, Value};
@@ -56,6 +58,7 @@ pub fn lower(program: &Program, inputs: &[Fact], frozen: &Frozen) -> Result<Lowe
         ledger: Ledger { weights: program.weights.iter().map(weight).collect(), ..Ledger::default() },
         faults: Vec::new(),
         gradients: true,
+        autocast: false,
     };
     let mut outer = Names::default();
     for (name, at) in &program.placeholders {
@@ -91,6 +94,8 @@ struct Walk<'a> {
     faults: Vec<Fault>,
     /// Whether gradients pass what is lowered now.
     gradients: bool,
+    /// Whether what is lowered now computes in the element types that the file says, whatever its operands have.
+    autocast: bool,
 }
 
 /// Which names show elements of one tensor.
@@ -142,22 +147,91 @@ impl Walk<'_> {
     fn nodes(&mut self, graph: &schema::Graph, outer: &mut Names) {
         let mut views = Views::default();
         for node in &graph.nodes {
-            let result = match node.target == SET_GRAD {
+            let result = match is_wrapper(&node.target) {
                 true => self.inline(node, outer),
-                false => self.node(node, outer).and_then(|made| self.named(graph, node, made, outer, &mut views)),
+                false => {
+                    self.shown_anew(node, outer, &views);
+                    self.node(graph, node, outer).and_then(|made| self.named(graph, node, made, outer, &mut views))
+                }
             };
             match result {
                 Ok(()) | Err(None) => {}
                 Err(Some(reason)) => {
                     let operator = node.target.strip_prefix("torch.ops.").unwrap_or(&node.target).to_string();
-                    self.faults.push(Fault { node: label(node), operator, reason });
+                    self.faults.push(Fault {
+                        node: label(node),
+                        operator,
+                        module: module(node),
+                        line: line(node),
+                        reason,
+                    });
                 }
             }
         }
     }
 
+    /// Makes views again that a node reads and whose elements changed since they were made.
+    fn shown_anew(&mut self, node: &schema::Node, outer: &mut Names, views: &Views<'_>) {
+        for input in &node.inputs {
+            for name in names(&input.arg) {
+                let mut ways = Vec::new();
+                let mut stale = name;
+                while outer.tensors.get(stale) == Some(&CHANGED) && ways.len() < DEEPEST {
+                    let Some(maker) = views.makers.get(stale) else { break };
+                    let Some(base) = operand(maker) else { break };
+                    ways.push(*maker);
+                    stale = base;
+                }
+                for maker in ways.into_iter().rev() {
+                    let Some(lower) = table::find(&maker.target) else { break };
+                    // What cannot be made again stays broken, and whoever reads it says so.
+                    let Ok(Made::Tensors(made)) = lower(&mut self.scope(maker, outer)) else { break };
+                    for (name, known) in maker.outputs.iter().flat_map(names).zip(made) {
+                        if outer.tensors.get(name) == Some(&CHANGED) {
+                            outer.tensors.insert(name.to_string(), known);
+                        }
+                    }
+                }
+            }
+        }
+    }
+
+    /// The names with every float tensor that a node reads in the element type that the file says for its first result,
+    /// where the two differ: autocast casts operands and leaves no trace of it.
+    fn cast_operands(
+        &mut self,
+        graph: &schema::Graph,
+        node: &schema::Node,
+        outer: &Names,
+    ) -> Result<Option<Names>, Reason> {
+        let first = node.outputs.iter().flat_map(names).next();
+        let said = first.and_then(|name| self.program.fact(graph.tensor_values.get(name)?));
+        let Some(to) = said.map(|fact| fact.dtype).filter(|dtype| dtype.is_float()) else { return Ok(None) };
+        if !self.autocast || table::is_cast(&node.target) {
+            return Ok(None);
+        }
+        let mut within = Names::default();
+        for name in node.inputs.iter().flat_map(|input| names(&input.arg)) {
+            if let Some(size) = outer.sizes.get(name) {
+                within.sizes.insert(name.to_string(), size.clone());
+            }
+            let Some(known) = outer.tensors.get(name).copied() else { continue };
+            let mut scope = self.scope(node, outer);
+            let known = match known {
+                Known::Absent(_) => known,
+                _ => {
+                    let value = scope.read(known)?;
+                    let is_float = scope.fact(value).dtype.is_float();
+                    Known::Value(if is_float { scope.cast(value, to)? } else { value })
+                }
+            };
+            within.tensors.insert(name.to_string(), known);
+        }
+        Ok(Some(within))
+    }
+
     /// What a node makes; `Err(None)` when something that it reads is broken already.
-    fn node(&mut self, node: &schema::Node, outer: &Names) -> Result<Made, Option<Reason>> {
+    fn node(&mut self, graph: &schema::Graph, node: &schema::Node, outer: &Names) -> Result<Made, Option<Reason>> {
         let whole = |name: &str| outer.tensors.contains_key(name) || outer.sizes.contains_key(name);
         if !node.inputs.iter().flat_map(|input| names(&input.arg)).all(whole) {
             return Err(None);
@@ -169,7 +243,8 @@ impl Walk<'_> {
         }
         let lower = table::find(&node.target).ok_or_else(|| Some(Reason::Unsupported(node.target.clone())))?;
         let gradients = self.gradients && !stops(node);
-        let mut scope = self.scope(node, outer);
+        let cast = self.cast_operands(graph, node, outer)?;
+        let mut scope = self.scope(node, cast.as_ref().unwrap_or(outer));
         let mut made = lower(&mut scope)?;
         if let Made::Tensors(list) = &mut made
             && !gradients
@@ -228,7 +303,7 @@ impl Walk<'_> {
             Made::Tensors(made) => made,
         };
         let mut made = made.into_iter();
-        let first = node.inputs.first().and_then(|input| names(&input.arg).next());
+        let first = operand(node);
         let skipped = node.outputs.iter().map(|output| matches!(output, Argument::AsNone(_)));
         let all = skipped.zip(&node.outputs).flat_map(|(skipped, output)| match skipped {
             true => vec![None],
@@ -277,7 +352,8 @@ impl Walk<'_> {
         let mut scope = self.scope(node, outer);
         let value = scope.read(new)?;
         let value = scope.cast(value, fact.dtype)?;
-        let value = scope.broadcast(value, fact.shape)?;
+        let shape = opening::open_as(&scope, &fact.shape, &scope.fact(value).shape)?;
+        let value = scope.broadcast(value, shape)?;
         let class = views.class_of(operand);
         if views.members[class].len() > MOST_VIEWS {
             return Err(Reason::Unsupported(format!("a change in place of a tensor with {MOST_VIEWS} views")));
@@ -306,7 +382,7 @@ impl Walk<'_> {
         let mut name = view;
         for _ in 0..DEEPEST {
             let Some(maker) = views.makers.get(name) else { break };
-            let Some(base) = maker.inputs.first().and_then(|input| names(&input.arg).next()) else { break };
+            let Some(base) = operand(maker) else { break };
             let Some(Known::Value(old)) = outer.tensors.get(base).copied() else { break };
             if maker.outputs.iter().flat_map(names).count() != 1 {
                 break;
@@ -333,32 +409,42 @@ impl Walk<'_> {
         }
     }
 
-    /// Lowers the graph that a node runs in place of the node. Its inputs are the node's last arguments.
+    /// Lowers the graph that a node runs in place of the node. Its inputs are the arguments behind the graph.
     fn inline(&mut self, node: &schema::Node, outer: &mut Names) -> Result<(), Option<Reason>> {
-        let wrong = || Some(Reason::Inputs("its arguments are not a switch, a graph and tensors".to_string()));
-        let [switch, graph, given @ ..] = node.inputs.as_slice() else { return Err(wrong()) };
-        let (Argument::AsBool(gradients), Argument::AsGraph(inner)) = (&switch.arg, &graph.arg) else {
-            return Err(wrong());
-        };
+        let wrong = || Some(Reason::Inputs("its arguments are not a graph and what it reads".to_string()));
+        let is_graph = |input: &schema::NamedArgument| matches!(input.arg, Argument::AsGraph(_));
+        let at = node.inputs.iter().position(is_graph).ok_or_else(wrong)?;
+        let (settings, rest) = node.inputs.split_at(at);
+        let (Argument::AsGraph(inner), given) = (&rest[0].arg, &rest[1..]) else { return Err(wrong()) };
         let graph = &inner.graph;
-        if given.len() != graph.inputs.len() {
+        let given: Vec<&str> = given.iter().flat_map(|given| names(&given.arg)).collect();
+        let placeholders: Vec<&str> = graph.inputs.iter().flat_map(names).collect();
+        if given.len() != placeholders.len() {
             return Err(wrong());
         }
         let mut within = Names::default();
-        for (given, placeholder) in given.iter().zip(&graph.inputs) {
-            for (given, placeholder) in names(&given.arg).zip(names(placeholder)) {
-                if let Some(known) = outer.tensors.get(given) {
-                    within.tensors.insert(placeholder.to_string(), *known);
-                } else if let Some(size) = outer.sizes.get(given) {
-                    within.sizes.insert(placeholder.to_string(), size.clone());
-                } else {
-                    return Err(None);
-                }
+        for (given, placeholder) in given.into_iter().zip(placeholders) {
+            if let Some(known) = outer.tensors.get(given) {
+                within.tensors.insert(placeholder.to_string(), *known);
+            } else if let Some(size) = outer.sizes.get(given) {
+                within.sizes.insert(placeholder.to_string(), size.clone());
+            } else {
+                return Err(None);
             }
         }
-        let around = std::mem::replace(&mut self.gradients, *gradients);
+        let switch = settings.iter().find_map(|setting| match setting.arg {
+            Argument::AsBool(switch) => Some(switch),
+            _ => None,
+        });
+        let around = (self.gradients, self.autocast);
+        match node.target.as_str() {
+            // Nothing inside a region without gradients has one.
+            SET_GRAD => self.gradients &= switch.ok_or_else(wrong)?,
+            AUTOCAST => self.autocast = switch.ok_or_else(wrong)?,
+            _ => {}
+        }
         self.nodes(graph, &mut within);
-        self.gradients = around;
+        (self.gradients, self.autocast) = around;
         let results = graph.outputs.iter().flat_map(names);
         for (name, result) in node.outputs.iter().flat_map(names).zip(results) {
             if let Some(size) = within.sizes.get(result) {
@@ -427,6 +513,13 @@ fn nobody() -> schema::Node {
     schema::Node { target: String::new(), inputs: Vec::new(), outputs: Vec::new(), metadata, name: None }
 }
 
+/// The tensor that an operator changes, or of which it shows elements: `self` or `input`, wherever it stands.
+fn operand(node: &schema::Node) -> Option<&str> {
+    let named = |name: &str| node.inputs.iter().find(|input| input.name == name);
+    let input = named("self").or_else(|| named("input")).or_else(|| node.inputs.first())?;
+    names(&input.arg).next()
+}
+
 /// Whether the node came from where gradients stop. After `run_decompositions` there is no region without gradients and
 /// no `detach` any more; all that tells is which function of Python a node came from.
 fn stops(node: &schema::Node) -> bool {
@@ -434,11 +527,4 @@ fn stops(node: &schema::Node) -> bool {
     let (call, kind) = from.split_once(';').unwrap_or((from, ""));
     call.starts_with("wrap_with_set_grad_enabled")
         || (table::name(&node.target) == "alias" && kind.rsplit('.').next() == Some("detach"))
-}
-
-/// The path of the innermost module: entries are `key,path,type`.
-fn module(node: &schema::Node) -> String {
-    let stack = node.metadata.nn_module_stack.as_deref().unwrap_or_default();
-    let last = stack.rsplit(';').next().unwrap_or_default();
-    last.split(',').nth(1).unwrap_or_default().to_string()
 }

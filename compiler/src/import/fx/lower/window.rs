@@ -174,7 +174,16 @@ pub fn max_pool(scope: &mut Scope<'_>, axes: usize) -> Outputs {
 /// The mean of each window.
 pub fn avg_pool(scope: &mut Scope<'_>, axes: usize) -> Outputs {
     let (x, shape) = spatial(scope, axes)?;
-    let (kernel, window, ceil) = pool_window(scope, axes, false)?;
+    let (mut kernel, window, ceil) = pool_window(scope, axes, false)?;
+    if ceil {
+        // A window that reaches beyond the padded image ends there.
+        let sizes = scope.fact(x).shape[2..].to_vec();
+        for (axis, size) in sizes.iter().enumerate() {
+            let padded = size.known().and_then(|size| usize::try_from(size).ok());
+            let padded = padded.map(|size| size + window.pads_begin[axis] + window.pads_end[axis]);
+            kernel[axis] = padded.map_or(kernel[axis], |padded| kernel[axis].min(padded));
+        }
+    }
     let count_padding = scope.flag("count_include_pad", true)?;
     let divisor = scope.number("divisor_override")?.map(Number::float);
     let elements: usize = kernel.iter().product();

@@ -31,8 +31,8 @@ pub fn back(scope: &mut Scope<'_>, base: Value, new: Value) -> Result<Option<Val
             let new = scope.reshape(new, row)?;
             scatter::written(scope, base, at, &begin, 1, new)?
         }
-        "view" | "reshape" | "_unsafe_view" | "view_as" | "flatten" | "unflatten" | "unsqueeze" | "squeeze"
-        | "ravel" => scope.reshape(new, shape)?,
+        "view" | "reshape" | "_unsafe_view" | "view_as" | "reshape_as" | "flatten" | "unflatten" | "unsqueeze"
+        | "squeeze" | "ravel" => scope.reshape(new, shape)?,
         "alias" | "contiguous" | "to" | "positive" if scope.fact(new) == scope.fact(base) => new,
         "t" | "numpy_T" | "mT" if rank == 2 => transposed(scope, new, vec![1, 0])?,
         "transpose" => {

@@ -66,20 +66,32 @@ fn regular(spatial: &[usize], corners: bool) -> Result<Tensor, Reason> {
 
 /// What a place outside the image gives.
 #[derive(Clone, Copy, PartialEq)]
-enum Padding {
+#[allow(missing_docs)]
+pub enum Padding {
     Zeros,
     Border,
     Reflection,
 }
 
 /// How a grid is read.
-struct Reading {
-    padding: Padding,
+pub struct Reading {
+    /// What a place outside the image gives.
+    pub padding: Padding,
     /// Whether -1 and 1 are the centres of the first and last element; else their outer edges.
-    corners: bool,
+    pub corners: bool,
     /// The steps from the element left of a place to those that are joined, and the weight by distance; `None` for the
     /// nearest element.
-    filter: Option<(Vec<f64>, Filter)>,
+    pub filter: Option<(Vec<f64>, Filter)>,
+}
+
+/// The nearest element, 0 joined elements along an axis; two around a place; or four.
+pub fn filter_of(joined: usize) -> Option<(Vec<f64>, Filter)> {
+    let by = |cubic| Filter { cubic, antialias: false, exclude_outside: false };
+    match joined {
+        0 => None,
+        2 => Some((vec![0.0, 1.0], by(None))),
+        _ => Some((vec![-1.0, 0.0, 1.0, 2.0], by(Some(-0.75)))),
+    }
 }
 
 /// The values of `x [N, C, D…]` at the places of a grid `[N, O…, axes]`, whose last axis counts the spatial axes from
@@ -87,6 +99,11 @@ struct Reading {
 pub fn sample(scope: &mut Scope<'_>) -> Outputs {
     let reading = reading(scope)?;
     let (x, grid) = (scope.value(0)?, scope.value(1)?);
+    Ok(vec![Known::Value(sampled(scope, x, grid, &reading)?)])
+}
+
+/// The same for any importer.
+pub fn sampled(scope: &mut impl Build, x: Value, grid: Value, reading: &Reading) -> Result<Value, Reason> {
     let (fact, places) = (scope.fact(x), scope.fact(grid));
     let axes = fact.rank().saturating_sub(2);
     let fits = axes > 0 && places.rank() == fact.rank() && places.shape[axes + 1].is(axes as i64);
@@ -108,7 +125,7 @@ pub fn sample(scope: &mut Scope<'_>) -> Outputs {
         let column = Dim::from(axes - 1 - at);
         let next = column.add(&Dim::Known(1))?;
         let coordinate = part(scope, grid, 2, column, next)?;
-        let (index, share) = around(scope, coordinate, size, &reading)?;
+        let (index, share) = around(scope, coordinate, size, reading)?;
         let mut shape = vec![batch.clone(), count_of_places.clone()];
         shape.resize(2 + axes, Dim::Known(1));
         shape[2 + at] = scope.fact(index).shape[2].clone();
@@ -139,7 +156,7 @@ pub fn sample(scope: &mut Scope<'_>) -> Outputs {
     let y = transposed(scope, y, vec![0, 2, 1])?;
     let mut shape = vec![batch, channels];
     shape.extend(places.shape[1..=axes].iter().cloned());
-    Ok(vec![Known::Value(scope.reshape(y, shape)?)])
+    scope.reshape(y, shape)
 }
 
 fn reading(scope: &Scope<'_>) -> Result<Reading, Reason> {
@@ -149,12 +166,11 @@ fn reading(scope: &Scope<'_>) -> Result<Reading, Reason> {
         "reflection" => Padding::Reflection,
         other => return Err(Reason::Unsupported(format!("the padding `{other}`"))),
     };
-    let by = |cubic| Filter { cubic, antialias: false, exclude_outside: false };
     let filter = match scope.text("mode", if scope.opset < 20 { "bilinear" } else { "linear" })?.as_str() {
-        "nearest" => None,
+        "nearest" => filter_of(0),
         // What operator set 16 called bi-, others do without.
-        "linear" | "bilinear" => Some((vec![0.0, 1.0], by(None))),
-        "cubic" | "bicubic" => Some((vec![-1.0, 0.0, 1.0, 2.0], by(Some(-0.75)))),
+        "linear" | "bilinear" => filter_of(2),
+        "cubic" | "bicubic" => filter_of(4),
         other => return Err(Reason::Unsupported(format!("the interpolation `{other}`"))),
     };
     if !scope.fact_of(0)?.dtype.is_float() {
@@ -165,7 +181,12 @@ fn reading(scope: &Scope<'_>) -> Result<Reading, Reason> {
 
 /// The indices of the elements that are joined along one axis, and their weights where there are some, both
 /// `[N, P, K]`, from coordinates `[N, P, 1]`.
-fn around(scope: &mut Scope<'_>, grid: Value, size: &Dim, reading: &Reading) -> Result<(Value, Option<Value>), Reason> {
+fn around(
+    scope: &mut impl Build,
+    grid: Value,
+    size: &Dim,
+    reading: &Reading,
+) -> Result<(Value, Option<Value>), Reason> {
     let dtype = scope.fact(grid).dtype;
     let size = number(scope, size)?;
     let size = scope.cast(size, dtype)?;
@@ -185,10 +206,6 @@ fn around(scope: &mut Scope<'_>, grid: Value, size: &Dim, reading: &Reading) -> 
         place = scope.unary(Unary::Round, place)?;
     }
     let zero = scope.scalar(dtype, 0.0)?;
-    let kept = |scope: &mut Scope<'_>, value: Value| -> Result<Value, Reason> {
-        let above = scope.binary(Binary::Max, value, zero)?;
-        scope.binary(Binary::Min, above, last)
-    };
     if reading.padding == Padding::Reflection {
         place = reflected(scope, place, low, high)?;
     }
@@ -197,7 +214,7 @@ fn around(scope: &mut Scope<'_>, grid: Value, size: &Dim, reading: &Reading) -> 
         let below = scope.compare(Compare::Less, place, low)?;
         let above = scope.compare(Compare::Less, high, place)?;
         let outside = scope.binary(Binary::Or, below, above)?;
-        let inside = kept(scope, place)?;
+        let inside = kept(scope, place, zero, last)?;
         place = scope.select(outside, inside, place)?;
     }
     let (near, weight) = match &reading.filter {
@@ -225,12 +242,18 @@ fn around(scope: &mut Scope<'_>, grid: Value, size: &Dim, reading: &Reading) -> 
         Padding::Reflection => index = reflected(scope, near, low, high)?,
         Padding::Border => {}
     }
-    let index = kept(scope, index)?;
+    let index = kept(scope, index, zero, last)?;
     Ok((scope.cast(index, DType::I64)?, weight))
 }
 
+/// `x`, or the limit that it lies beyond.
+fn kept(scope: &mut impl Build, x: Value, low: Value, high: Value) -> Result<Value, Reason> {
+    let above = scope.binary(Binary::Max, x, low)?;
+    scope.binary(Binary::Min, above, high)
+}
+
 /// `x` folded back at `low` and `high` until it lies between them: with `s = high - low`, `low + s - |s - (x - low) mod 2s|`.
-fn reflected(scope: &mut Scope<'_>, x: Value, low: Value, high: Value) -> Result<Value, Reason> {
+fn reflected(scope: &mut impl Build, x: Value, low: Value, high: Value) -> Result<Value, Reason> {
     let span = scope.binary(Binary::Sub, high, low)?;
     let twice = scope.binary(Binary::Add, span, span)?;
     let moved = scope.binary(Binary::Sub, x, low)?;
@@ -245,26 +268,27 @@ fn reflected(scope: &mut Scope<'_>, x: Value, low: Value, high: Value) -> Result
 }
 
 /// The weights of a filter at signed distances `[…, K]`; a cubic one has two branches, chosen by which element it is.
-fn weighed(scope: &mut Scope<'_>, distance: Value, filter: &Filter) -> Result<Value, Reason> {
+fn weighed(scope: &mut impl Build, distance: Value, filter: &Filter) -> Result<Value, Reason> {
     let d = scope.unary(Unary::Abs, distance)?;
-    // Coefficients of d³, d², d and 1.
-    let polynomial = |scope: &mut Scope<'_>, coefficients: [f64; 4]| -> Result<Value, Reason> {
-        let [first, rest @ ..] = coefficients;
-        let mut y = scope.with_number(Binary::Mul, d, first)?;
-        for (n, coefficient) in rest.into_iter().enumerate() {
-            if n > 0 {
-                y = scope.binary(Binary::Mul, y, d)?;
-            }
-            y = scope.with_number(Binary::Add, y, coefficient)?;
-        }
-        Ok(y)
-    };
     let Some(a) = filter.cubic else {
         let minus = scope.unary(Unary::Neg, d)?;
         return scope.with_number(Binary::Add, minus, 1.0);
     };
-    let near = polynomial(scope, [a + 2.0, -(a + 3.0), 0.0, 1.0])?;
-    let far = polynomial(scope, [a, -5.0 * a, 8.0 * a, -4.0 * a])?;
+    let near = polynomial(scope, d, [a + 2.0, -(a + 3.0), 0.0, 1.0])?;
+    let far = polynomial(scope, d, [a, -5.0 * a, 8.0 * a, -4.0 * a])?;
     let outer = scope.constant(Tensor::from_bool(&[4], &[true, false, false, true]))?;
     scope.select(outer, far, near)
+}
+
+/// The polynomial with these coefficients of d³, d², d and 1.
+fn polynomial(scope: &mut impl Build, d: Value, coefficients: [f64; 4]) -> Result<Value, Reason> {
+    let [first, rest @ ..] = coefficients;
+    let mut y = scope.with_number(Binary::Mul, d, first)?;
+    for (n, coefficient) in rest.into_iter().enumerate() {
+        if n > 0 {
+            y = scope.binary(Binary::Mul, y, d)?;
+        }
+        y = scope.with_number(Binary::Add, y, coefficient)?;
+    }
+    Ok(y)
 }

@@ -13,7 +13,7 @@ use crate::import::onnx::name::shown;
 use crate::op::dropout::COUNTER;
 use crate::tensor::dim::{Bindings, Dim, DimError, is_symbol};
 use crate::tensor::fact::Fact;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use thiserror::Error;
 
 /// The symbol that a static batch gets.
@@ -119,8 +119,14 @@ impl Inputs {
     }
 }
 
-/// Reads the inputs of a model. `values` gives sizes to open dimensions, `axes` the batch axis of inputs by name.
-pub fn read(infos: &[ValueInfo], values: &Bindings, axes: &BTreeMap<String, usize>) -> Result<Inputs, InputError> {
+/// Reads the inputs of a model. `values` gives sizes to open dimensions, `axes` the batch axis of inputs by name. Those
+/// that are `unread` tell nothing of the batch while others are read.
+pub fn read(
+    infos: &[ValueInfo],
+    values: &Bindings,
+    axes: &BTreeMap<String, usize>,
+    unread: &BTreeSet<String>,
+) -> Result<Inputs, InputError> {
     if infos.iter().any(|info| info.name == COUNTER) {
         return Err(InputError::Reserved);
     }
@@ -134,9 +140,10 @@ pub fn read(infos: &[ValueInfo], values: &Bindings, axes: &BTreeMap<String, usiz
             return Err(InputError::BatchAxis { name: name.clone(), axis, inputs });
         }
     }
-    // The input that says what the batch is: the first that the caller names, else the first.
+    // The input that says what the batch is: the first that the caller names, else the first that is read.
+    let first = infos.iter().position(|info| !unread.contains(&info.name)).unwrap_or(0);
     let leader = axes.iter().next().and_then(|(name, &axis)| Some((by_name(name)?, axis)));
-    let leader = leader.or_else(|| facts.first().filter(|f| f.rank() > 0).map(|_| (0, 0)));
+    let leader = leader.or_else(|| facts.get(first).filter(|f| f.rank() > 0).map(|_| (first, 0)));
     let size = leader.map(|(at, axis)| facts[at].shape[axis].clone());
     let mut inputs = Inputs {
         fixed: None,
@@ -272,7 +279,7 @@ mod tests {
     fn told(infos: &[ValueInfo], values: &[(&str, i64)], axes: &[(&str, usize)]) -> Result<String, String> {
         let values = values.iter().map(|(n, v)| ((*n).to_string(), *v)).collect();
         let axes = axes.iter().map(|(n, a)| ((*n).to_string(), *a)).collect();
-        let inputs = read(infos, &values, &axes).map_err(|e| e.to_string())?;
+        let inputs = read(infos, &values, &axes, &BTreeSet::new()).map_err(|e| e.to_string())?;
         let facts: Vec<String> = inputs.facts.iter().map(Fact::to_string).collect();
         let batch = inputs.batch.unwrap_or_default();
         Ok(format!("{} {batch}={:?} open {:?}", facts.join(" "), inputs.default, inputs.open))
@@ -302,7 +309,7 @@ mod tests {
         assert!(told(&infos, &[("batch", 4)], &[]).unwrap_err().contains("`seq_len`"));
         assert!(told(&infos, &[("N", 0)], &[]).unwrap_err().contains("cannot be 0"));
         let (none, free) = ([info("x", &["0"])], BTreeMap::new());
-        let inputs = read(&none, &Bindings::new(), &free).unwrap();
+        let inputs = read(&none, &Bindings::new(), &free, &BTreeSet::new()).unwrap();
         assert!(inputs.refuse_empty(&none, false).unwrap_err().to_string().contains("zero"));
         assert_eq!(inputs.refuse_empty(&none, true), Ok(()));
     }

@@ -19,6 +19,10 @@ pub struct Missing {
     pub count: usize,
     /// The first of them.
     pub node: String,
+    /// The module that it stands in; may be empty.
+    pub module: String,
+    /// The line of Python that it comes from, where the file says so.
+    pub line: Option<String>,
     /// Why, where there is more to say than that nobody wrote it yet.
     pub why: Option<&'static str>,
 }
@@ -27,9 +31,15 @@ impl fmt::Display for Unsupported {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("unsupported operators: ")?;
         for (n, missing) in self.0.iter().enumerate() {
-            let Missing { operator, count, node, why } = missing;
+            let Missing { operator, count, node, module, line, why } = missing;
             let comma = if n > 0 { ", " } else { "" };
             write!(f, "{comma}{} ×{count} (first: node `{}`", shown(operator), shown(node))?;
+            if !module.is_empty() {
+                write!(f, " in module `{}`", shown(module))?;
+            }
+            if let Some(line) = line {
+                write!(f, ", {}", shown(line))?;
+            }
             if let Some(why) = why {
                 write!(f, "; {why}")?;
             }
@@ -65,7 +75,7 @@ pub fn check(model: &OnnxModel) -> Result<(), Unsupported> {
             };
             let entry = missing.entry(operator.clone()).or_insert_with(|| {
                 let why = why(node);
-                Missing { operator, count: 0, node: node.name.clone(), why }
+                Missing { operator, count: 0, node: node.name.clone(), module: node.module.clone(), line: None, why }
             });
             entry.count += 1;
         }
@@ -78,9 +88,7 @@ fn why(node: &Node) -> Option<&'static str> {
         return Some("not an operator of the standard");
     }
     Some(match node.op_type.as_str() {
-        "Bernoulli" | "Multinomial" | "RandomNormal" | "RandomNormalLike" | "RandomUniform" | "RandomUniformLike" => {
-            "random numbers"
-        }
+        "Multinomial" => "random numbers of a distribution that pipec does not draw",
         name if name.contains("Sequence") || name.starts_with("Optional") => "sequences and optionals",
         name if name.starts_with("String") || name == "TfIdfVectorizer" => "strings",
         _ => return None,

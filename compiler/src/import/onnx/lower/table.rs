@@ -4,8 +4,8 @@ use super::elementwise as each;
 use super::reduce::{self, Around, reduce};
 use super::{
     Outputs, Scope, attention, bits, boxes, constant, decided, determinant, einsum, gather, grid, indicator, linear,
-    loss, movement, ngram, norm, order, padding, pool, quantise, recurrent, region, reshape, resize, scatter, sequence,
-    signal, slice, state, step, window,
+    loss, movement, ngram, norm, order, padding, pool, quantise, random, recurrent, region, reshape, resize, scatter,
+    sequence, signal, slice, state, step, window,
 };
 use crate::op::{Binary, Compare, CumulativeKind, ReduceKind, Unary};
 
@@ -58,6 +58,11 @@ pub fn find(operator: &str) -> Option<Lower> {
         "Tanh" => |s| each::unary(s, Unary::Tanh),
         "BitCast" => bits::cast,
         "Cast" => each::cast,
+        "Bernoulli" => random::bernoulli,
+        "RandomNormal" => |s| random::normal(s, false),
+        "RandomNormalLike" => |s| random::normal(s, true),
+        "RandomUniform" => |s| random::uniform(s, false),
+        "RandomUniformLike" => |s| random::uniform(s, true),
         "CastLike" => each::cast_like,
         "Celu" => each::celu,
         "Clip" => each::clip,

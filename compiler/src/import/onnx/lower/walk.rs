@@ -90,14 +90,26 @@ pub struct Faults(pub Vec<Fault>);
 
 /// One of them.
 #[derive(Debug, Error)]
-#[error("node `{}` ({}): {reason}", shown(node), shown(operator))]
+#[error("node `{}` ({}){}: {reason}", shown(node), shown(operator), self.place())]
 pub struct Fault {
     /// Its name.
     pub node: String,
     /// What it is.
     pub operator: String,
+    /// The module that it stands in; may be empty.
+    pub module: String,
+    /// The line of Python that it comes from, where the file says so.
+    pub line: Option<String>,
     /// What is wrong.
     pub reason: Reason,
+}
+
+impl Fault {
+    fn place(&self) -> String {
+        let module = if self.module.is_empty() { String::new() } else { format!(" in `{}`", shown(&self.module)) };
+        let line = self.line.as_ref().map_or(String::new(), |line| format!(", {}", shown(line)));
+        module + &line
+    }
 }
 
 impl fmt::Display for Faults {
@@ -198,7 +210,9 @@ impl Walk<'_> {
                     whole = false;
                     let name = format!("{}{}", self.frames.top().prefix, node.name);
                     let operator = node.op_type.clone();
-                    self.faults.extend(told.map(|reason| Fault { node: name, operator, reason }));
+                    let module = node.module.clone();
+                    let fault = |reason| Fault { node: name, operator, module, line: None, reason };
+                    self.faults.extend(told.map(fault));
                 }
             }
         }

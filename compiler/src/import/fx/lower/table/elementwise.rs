@@ -2,7 +2,7 @@
 
 use super::Row;
 use crate::import::fx::lower::elementwise as each;
-use crate::import::fx::lower::{function, scatter};
+use crate::import::fx::lower::{function, random, scatter};
 use crate::op::{Binary, Compare, Unary};
 
 /// One element after the other.
@@ -79,10 +79,8 @@ pub const ELEMENTWISE: &[Row] = &[
     ("copy", each::copy),
     ("zero", |s| each::filled(s, Some(0.0))),
     ("fill", |s| each::filled(s, None)),
-    ("dropout", each::dropout),
-    ("native_dropout", each::dropout),
     ("alias", each::identity),
-    ("clone", each::identity),
+    ("clone", each::duplicate),
     ("contiguous", each::identity),
     ("lift_fresh", each::identity),
     ("lift_fresh_copy", each::identity),
@@ -163,7 +161,17 @@ pub const ELEMENTWISE: &[Row] = &[
     ("arctanh", |s| each::real(s, Unary::Atanh)),
     ("absolute", |s| each::unary(s, Unary::Abs)),
     ("negative", |s| each::unary(s, Unary::Neg)),
-    ("feature_dropout", each::dropout),
-    ("alpha_dropout", each::dropout),
-    ("feature_alpha_dropout", each::dropout),
+    ("feature_dropout", |s| random::dropout(s, true)),
+    ("alpha_dropout", |s| random::alpha_dropout(s, false)),
+    ("feature_alpha_dropout", |s| random::alpha_dropout(s, true)),
+    ("dropout", |s| random::dropout(s, false)),
+    ("native_dropout", |s| random::dropout(s, false)),
+    ("bernoulli", random::bernoulli),
+    ("uniform", random::uniform),
+    ("normal", random::normal),
+    ("exponential", random::exponential),
+    ("rrelu", random::leaky),
+    ("rand_like", |s| random::drawn(s, true, false)),
+    ("randn_like", |s| random::drawn(s, true, true)),
+    ("randint_like", |s| random::whole(s, true)),
 ];

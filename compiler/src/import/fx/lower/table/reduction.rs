@@ -33,6 +33,7 @@ pub const REDUCTION: &[Row] = &[
     ("aminmax", reduce::both_ends),
     ("linalg_matrix_norm", reduce::matrix_norm),
     ("special_logsumexp", reduce::log_sum_exp),
+    ("histc", reduce::histogram),
     ("cumsum", |s| scan::cumulative(s, CumulativeKind::Sum)),
     ("cumprod", |s| scan::cumulative(s, CumulativeKind::Prod)),
     ("sort", scan::sort),

@@ -2,7 +2,7 @@
 
 use super::Row;
 use crate::import::fx::lower::slice::{Cut, split};
-use crate::import::fx::lower::{arrange, create, index, movement, scan, scatter, slice};
+use crate::import::fx::lower::{arrange, create, index, movement, random, scan, scatter, slice};
 use crate::op::ScatterKind;
 
 /// Shapes, parts, places and sources.
@@ -11,6 +11,7 @@ pub const SHAPE: &[Row] = &[
     ("_unsafe_view", |s| movement::view(s, "size")),
     ("reshape", |s| movement::view(s, "shape")),
     ("view_as", movement::view_as),
+    ("reshape_as", movement::view_as),
     ("broadcast_tensors", movement::stretched),
     ("flatten", movement::flatten),
     ("unflatten", movement::unflatten),
@@ -125,6 +126,10 @@ pub const SHAPE: &[Row] = &[
     ("linspace", |s| create::linspace(s, false)),
     ("logspace", |s| create::linspace(s, true)),
     ("eye", create::eye),
+    ("rand", |s| random::drawn(s, false, false)),
+    ("randn", |s| random::drawn(s, false, true)),
+    ("randint", |s| random::whole(s, false)),
+    ("randperm", random::order),
     ("tril_indices", |s| create::triangle_places(s, false)),
     ("triu_indices", |s| create::triangle_places(s, true)),
     ("empty", |s| create::full(s, Some(0.0), false)),

@@ -1,0 +1,378 @@
+//! Archives of torch 2.6 and 2.7: the program stands at the top, and weights are what `torch.save` writes, an archive
+//! within the archive whose table of contents is a pickle.
+//!
+//! The pickle is read as data and never run: a table of names and tensors is all that it may be. Of the instructions of
+//! a pickle those are known that such a table needs; a class is a name, and what a call of one makes is known for four
+//! names. Anything else is refused. The result is the entries that later versions have, so that whoever reads a program
+//! knows one layout.
+
+use crate::import::fx::entries::stored;
+use crate::import::fx::error::FxError;
+use bytes::Bytes;
+use serde_json::json;
+use std::collections::{BTreeMap, HashMap};
+use std::rc::Rc;
+
+/// The entry of the program.
+pub const PROGRAM: &str = "serialized_exported_program.json";
+
+/// Weights and constants: their entries, and where later versions have them.
+const STORES: [(&str, &str, &str); 2] = [
+    ("serialized_state_dict.pt", "data/weights/", "weights"),
+    ("serialized_constants.pt", "data/constants/", "constants"),
+];
+
+/// The most values within values. Those of a table of tensors have six.
+const DEEPEST: usize = 32;
+
+/// The most values that a pickle may have in mind at once.
+const MOST: usize = 1 << 22;
+
+/// The entries of such an archive under the names of later versions.
+pub fn translated(entries: BTreeMap<String, Bytes>) -> Result<BTreeMap<String, Bytes>, FxError> {
+    let mut made = BTreeMap::new();
+    for (entry, folder, kind) in STORES {
+        let Some(bytes) = entries.get(entry).filter(|bytes| !bytes.is_empty()) else { continue };
+        let wrong = |reason: String| FxError::Table { entry: entry.to_string(), reason };
+        let inner = stored(bytes)?;
+        let find = |name: &str| inner.iter().find_map(|(n, b)| (n.split_once('/')?.1 == name).then_some(b));
+        if find("byteorder").is_some_and(|order| order.as_ref() != b"little") {
+            return Err(wrong("its numbers are not little-endian".to_string()));
+        }
+        let pickle = find("data.pkl").ok_or_else(|| wrong("it has no table of contents".to_string()))?;
+        let table = tensors(pickle).map_err(|reason| wrong(reason.to_string()))?;
+        let mut config = serde_json::Map::new();
+        for (name, tensor) in table {
+            let sizes = |list: &[i64]| list.iter().map(|n| json!({"as_int": n})).collect::<Vec<_>>();
+            if let Some(storage) = find(&format!("data/{}", tensor.storage)) {
+                made.insert(format!("{folder}{}", tensor.storage), storage.clone());
+            }
+            let meta = json!({
+                "dtype": tensor.dtype, "sizes": sizes(&tensor.sizes), "strides": sizes(&tensor.strides),
+                "storage_offset": {"as_int": tensor.offset}, "layout": 7, "requires_grad": false,
+            });
+            config.insert(name, json!({"path_name": tensor.storage, "use_pickle": false, "tensor_meta": meta}));
+        }
+        let document = json!({ "config": config }).to_string();
+        made.insert(format!("{folder}model_{kind}_config.json"), Bytes::from(document));
+    }
+    if let Some(program) = entries.get(PROGRAM) {
+        made.insert("models/model.json".to_string(), program.clone());
+    }
+    Ok(made)
+}
+
+/// A tensor of a table.
+#[derive(Clone, Debug, PartialEq)]
+struct Stored {
+    storage: String,
+    dtype: i64,
+    offset: i64,
+    sizes: Vec<i64>,
+    strides: Vec<i64>,
+}
+
+/// What a pickle speaks of.
+#[derive(Debug)]
+enum Thing {
+    None,
+    Truth,
+    Number(i64),
+    Text(String),
+    /// A class or a function: its module and its name.
+    Global(String),
+    List(Vec<Held>),
+    Table(Vec<(Held, Held)>),
+    /// A place in the archive: the code of its element type, and its entry.
+    Storage(i64, String),
+    Tensor(Stored),
+}
+
+/// A thing, and how many are within one another in it.
+#[derive(Clone, Debug)]
+struct Held {
+    thing: Rc<Thing>,
+    depth: usize,
+}
+
+impl Held {
+    fn new(thing: Thing) -> Result<Held, &'static str> {
+        let within = match &thing {
+            Thing::List(list) => list.iter().map(|held| held.depth).max(),
+            Thing::Table(rows) => rows.iter().map(|(key, value)| key.depth.max(value.depth)).max(),
+            _ => None,
+        };
+        let depth = within.map_or(0, |depth| depth + 1);
+        if depth > DEEPEST {
+            Err("its values lie too deep in one another")
+        } else {
+            Ok(Held { thing: Rc::new(thing), depth })
+        }
+    }
+}
+
+const CUT: &str = "its table of contents ends early";
+const OTHER: &str = "its table of contents is no table of tensors";
+
+/// The bytes of a pickle, from the front on.
+struct Reader<'a>(&'a [u8]);
+
+impl<'a> Reader<'a> {
+    fn take(&mut self, count: usize) -> Result<&'a [u8], &'static str> {
+        let (taken, rest) = self.0.split_at_checked(count).ok_or(CUT)?;
+        self.0 = rest;
+        Ok(taken)
+    }
+
+    /// A number of up to eight bytes, little-endian.
+    fn number(&mut self, bytes: usize, signed: bool) -> Result<i64, &'static str> {
+        let taken = self.take(bytes)?;
+        if bytes > 8 {
+            return Err("a number in its table of contents is too large");
+        }
+        let negative = signed && taken.last().is_some_and(|byte| byte & 0x80 != 0);
+        let mut whole = [if negative { 0xff } else { 0 }; 8];
+        whole[..bytes].copy_from_slice(taken);
+        Ok(i64::from_le_bytes(whole))
+    }
+
+    fn size(&mut self, bytes: usize) -> Result<usize, &'static str> {
+        usize::try_from(self.number(bytes, false)?).map_err(|_| CUT)
+    }
+
+    fn line(&mut self) -> Result<String, &'static str> {
+        let end = self.0.iter().take(256).position(|byte| *byte == b'\n').ok_or(CUT)?;
+        let line = self.take(end + 1)?;
+        String::from_utf8(line[..end].to_vec()).map_err(|_| OTHER)
+    }
+}
+
+/// The tensors that a pickle lists, by name.
+fn tensors(pickle: &[u8]) -> Result<Vec<(String, Stored)>, &'static str> {
+    let Thing::Table(rows) = &*read(pickle)?.thing else { return Err(OTHER) };
+    let mut tensors = Vec::with_capacity(rows.len());
+    for (key, value) in rows {
+        match (&*key.thing, &*value.thing) {
+            (Thing::Text(name), Thing::Tensor(tensor)) => tensors.push((name.clone(), tensor.clone())),
+            // Constants may be other things, which no operator reads.
+            (Thing::Text(_), _) => {}
+            _ => return Err(OTHER),
+        }
+    }
+    Ok(tensors)
+}
+
+/// Reads a pickle of protocol 2 as far as tables of tensors need it (the codes are those of Python's `pickletools`).
+fn read(pickle: &[u8]) -> Result<Held, &'static str> {
+    let mut reader = Reader(pickle);
+    let mut stack: Vec<Held> = Vec::new();
+    let mut marks: Vec<usize> = Vec::new();
+    let mut memo: HashMap<usize, Held> = HashMap::new();
+    loop {
+        if stack.len() > MOST || memo.len() > MOST || marks.len() > MOST {
+            return Err("its table of contents is too large");
+        }
+        let code = reader.take(1)?[0];
+        let made = match code {
+            // PROTO, FRAME
+            0x80 => {
+                reader.take(1)?;
+                continue;
+            }
+            0x95 => {
+                reader.take(8)?;
+                continue;
+            }
+            b'.' => return stack.pop().ok_or(OTHER),
+            b'(' => {
+                marks.push(stack.len());
+                continue;
+            }
+            // BINPUT, LONG_BINPUT, MEMOIZE
+            b'q' | b'r' | 0x94 => {
+                let at = match code {
+                    b'q' => reader.size(1)?,
+                    b'r' => reader.size(4)?,
+                    _ => memo.len(),
+                };
+                memo.insert(at, stack.last().ok_or(OTHER)?.clone());
+                continue;
+            }
+            b'h' | b'j' => {
+                let at = reader.size(if code == b'h' { 1 } else { 4 })?;
+                stack.push(memo.get(&at).ok_or(OTHER)?.clone());
+                continue;
+            }
+            b'N' => Thing::None,
+            0x88 | 0x89 => Thing::Truth,
+            b'K' => Thing::Number(reader.number(1, false)?),
+            b'M' => Thing::Number(reader.number(2, false)?),
+            b'J' => Thing::Number(reader.number(4, true)?),
+            0x8a => {
+                let bytes = reader.size(1)?;
+                Thing::Number(reader.number(bytes, true)?)
+            }
+            // A float, which no tensor's row needs the value of.
+            b'G' => {
+                reader.take(8)?;
+                Thing::None
+            }
+            b'X' | 0x8c => {
+                let bytes = reader.size(if code == b'X' { 4 } else { 1 })?;
+                Thing::Text(String::from_utf8(reader.take(bytes)?.to_vec()).map_err(|_| OTHER)?)
+            }
+            b'c' => Thing::Global(format!("{} {}", reader.line()?, reader.line()?)),
+            b'}' => Thing::Table(Vec::new()),
+            b')' | b']' => Thing::List(Vec::new()),
+            0x85..=0x87 => Thing::List(popped(&mut stack, usize::from(code - 0x84))?),
+            b't' => Thing::List(marked(&mut stack, &mut marks)?),
+            b'a' | b'e' => {
+                let more = if code == b'e' { marked(&mut stack, &mut marks)? } else { popped(&mut stack, 1)? };
+                let Thing::List(mut list) = unshared(stack.pop().ok_or(OTHER)?) else { return Err(OTHER) };
+                list.extend(more);
+                Thing::List(list)
+            }
+            b's' | b'u' => {
+                let more = if code == b'u' { marked(&mut stack, &mut marks)? } else { popped(&mut stack, 2)? };
+                let Thing::Table(mut rows) = unshared(stack.pop().ok_or(OTHER)?) else { return Err(OTHER) };
+                rows.extend(more.chunks_exact(2).map(|pair| (pair[0].clone(), pair[1].clone())));
+                Thing::Table(rows)
+            }
+            // BUILD: what a table has beside its rows.
+            b'b' => {
+                popped(&mut stack, 1)?;
+                continue;
+            }
+            b'Q' => storage(&stack.pop().ok_or(OTHER)?)?,
+            b'R' => {
+                let [function, given] = popped(&mut stack, 2)?.try_into().map_err(|_| OTHER)?;
+                called(&function, &given)?
+            }
+            _ => return Err(OTHER),
+        };
+        stack.push(Held::new(made)?);
+    }
+}
+
+/// The last values of the stack, in order.
+fn popped(stack: &mut Vec<Held>, count: usize) -> Result<Vec<Held>, &'static str> {
+    let at = stack.len().checked_sub(count).ok_or(OTHER)?;
+    Ok(stack.split_off(at))
+}
+
+/// The values behind the last mark.
+fn marked(stack: &mut Vec<Held>, marks: &mut Vec<usize>) -> Result<Vec<Held>, &'static str> {
+    let at = marks.pop().filter(|at| *at <= stack.len()).ok_or(OTHER)?;
+    Ok(stack.split_off(at))
+}
+
+/// The thing itself. A list that is remembered as well is remembered as it was: nobody asks for it again in a table.
+fn unshared(held: Held) -> Thing {
+    Rc::try_unwrap(held.thing).unwrap_or_else(|shared| match &*shared {
+        Thing::List(list) => Thing::List(list.clone()),
+        Thing::Table(rows) => Thing::Table(rows.clone()),
+        _ => Thing::None,
+    })
+}
+
+/// `('storage', torch.FloatStorage, '0', 'cpu', 128)`
+fn storage(id: &Held) -> Result<Thing, &'static str> {
+    let Thing::List(parts) = &*id.thing else { return Err(OTHER) };
+    let [kind, class, key, ..] = parts.as_slice() else { return Err(OTHER) };
+    let (Thing::Text(kind), Thing::Global(class), Thing::Text(key)) = (&*kind.thing, &*class.thing, &*key.thing) else {
+        return Err(OTHER);
+    };
+    let dtype = match class.as_str() {
+        "torch ByteStorage" => 1,
+        "torch CharStorage" => 2,
+        "torch ShortStorage" => 3,
+        "torch IntStorage" => 4,
+        "torch LongStorage" => 5,
+        "torch HalfStorage" => 6,
+        "torch FloatStorage" => 7,
+        "torch DoubleStorage" => 8,
+        "torch BoolStorage" => 12,
+        "torch BFloat16Storage" => 13,
+        _ => return Err("an element type in its table of contents is not supported"),
+    };
+    let is_plain = kind == "storage" && key.bytes().all(|byte| byte.is_ascii_alphanumeric());
+    is_plain.then(|| Thing::Storage(dtype, key.clone())).ok_or(OTHER)
+}
+
+/// What the calls make that a table of tensors has.
+fn called(function: &Held, given: &Held) -> Result<Thing, &'static str> {
+    let (Thing::Global(name), Thing::List(given)) = (&*function.thing, &*given.thing) else { return Err(OTHER) };
+    match name.as_str() {
+        "collections OrderedDict" if given.is_empty() => Ok(Thing::Table(Vec::new())),
+        "torch._utils _rebuild_parameter" => match given.first().map(|first| &*first.thing) {
+            Some(Thing::Tensor(tensor)) => Ok(Thing::Tensor(tensor.clone())),
+            _ => Err(OTHER),
+        },
+        "torch._utils _rebuild_tensor_v2" => {
+            let [storage, offset, sizes, strides, ..] = given.as_slice() else { return Err(OTHER) };
+            let (Thing::Storage(dtype, storage), Thing::Number(offset)) = (&*storage.thing, &*offset.thing) else {
+                return Err(OTHER);
+            };
+            let (sizes, strides) = (numbers(sizes)?, numbers(strides)?);
+            Ok(Thing::Tensor(Stored { storage: storage.clone(), dtype: *dtype, offset: *offset, sizes, strides }))
+        }
+        "torch Size" => match given.first() {
+            Some(list) => {
+                Ok(Thing::List(numbers(list)?.into_iter().map(Thing::Number).map(Held::new).collect::<Result<_, _>>()?))
+            }
+            None => Err(OTHER),
+        },
+        _ => Err("its table of contents calls what pipec does not know, and pipec never runs what a file says"),
+    }
+}
+
+fn numbers(list: &Held) -> Result<Vec<i64>, &'static str> {
+    let Thing::List(list) = &*list.thing else { return Err(OTHER) };
+    let number = |held: &Held| match &*held.thing {
+        Thing::Number(number) => Ok(*number),
+        _ => Err(OTHER),
+    };
+    list.iter().map(number).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// `{'w': tensor of 2 × 3 in storage 0}` as torch writes it.
+    fn table() -> Vec<u8> {
+        let mut bytes = b"\x80\x02}q\x00X\x01\x00\x00\x00wq\x01ctorch._utils\n_rebuild_tensor_v2\nq\x02((".to_vec();
+        bytes.extend(b"X\x07\x00\x00\x00storageq\x03ctorch\nFloatStorage\nq\x04X\x01\x00\x00\x000q\x05");
+        bytes.extend(b"X\x03\x00\x00\x00cpuq\x06K\x06tq\x07QK\x00K\x02K\x03\x86q\x08K\x03K\x01\x86q\x09\x89");
+        bytes.extend(b"ccollections\nOrderedDict\nq\x0a)Rq\x0btq\x0cRq\x0ds.");
+        bytes
+    }
+
+    #[test]
+    fn a_table_of_tensors_is_read_as_data() {
+        let found = tensors(&table()).unwrap();
+        let tensor = Stored { storage: "0".into(), dtype: 7, offset: 0, sizes: vec![2, 3], strides: vec![3, 1] };
+        assert_eq!(found, [("w".to_string(), tensor)]);
+    }
+
+    #[test]
+    fn anything_else_is_refused() {
+        // os.system('true')
+        assert!(tensors(b"\x80\x02cos\nsystem\nX\x04\x00\x00\x00true\x85R.").unwrap_err().contains("never runs"));
+        let mut deep = b"\x80\x02".to_vec();
+        deep.extend([b')']);
+        deep.extend([0x85; 64]);
+        deep.push(b'.');
+        assert!(tensors(&deep).unwrap_err().contains("too deep"));
+        // Every table that is cut short or changed in one byte is read or refused, and nothing worse.
+        let whole = table();
+        for at in 0..whole.len() {
+            assert!(tensors(&whole[..at]).is_err(), "{at}");
+            for byte in [0, b'(', b't', b'R', b'u', 0xff] {
+                let mut other = whole.clone();
+                other[at] = byte;
+                let _ = tensors(&other);
+            }
+        }
+    }
+}

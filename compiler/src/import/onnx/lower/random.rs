@@ -1,0 +1,59 @@
+//! `RandomUniform`, `RandomNormal` and their twins, `Bernoulli`. The standard does not say which numbers follow from a
+//! seed; here they follow from the counter that dropout has.
+
+use super::weight::dtype_of;
+use super::{Known, Outputs, Reason, Scope};
+use crate::import::random;
+use crate::op::Value;
+use crate::tensor::DType;
+use crate::tensor::dim::Dim;
+
+/// The element type of attribute `dtype`, where it is set.
+fn dtype(scope: &Scope<'_>, natural: DType) -> Result<DType, Reason> {
+    if !scope.is_set("dtype") {
+        return Ok(natural);
+    }
+    let code = scope.int("dtype", 0)?;
+    let dtype = i32::try_from(code).ok().and_then(dtype_of);
+    dtype.ok_or_else(|| Reason::Unsupported(format!("a result of element type {code}")))
+}
+
+/// What is drawn: in the shape and type of the operand with `like`, else as attributes say.
+fn asked(scope: &Scope<'_>, like: bool) -> Result<(DType, Vec<Dim>), Reason> {
+    if like {
+        let fact = scope.fact_of(0)?;
+        return Ok((dtype(scope, fact.dtype)?, fact.shape));
+    }
+    let shape = scope.ints("shape")?.ok_or(Reason::NotConstant { what: "the shape" })?;
+    Ok((dtype(scope, DType::F32)?, shape.into_iter().map(Dim::Known).collect()))
+}
+
+fn floats(dtype: DType) -> Result<DType, Reason> {
+    dtype.is_float().then_some(dtype).ok_or_else(|| Reason::Unsupported(format!("random numbers of type {dtype}")))
+}
+
+fn one(value: Value) -> Outputs {
+    Ok(vec![Known::Value(value)])
+}
+
+/// Numbers from `low` to `high`.
+pub fn uniform(scope: &mut Scope<'_>, like: bool) -> Outputs {
+    let (dtype, shape) = asked(scope, like)?;
+    let range = [scope.float("low", 0.0)?, scope.float("high", 1.0)?];
+    one(random::between(scope, floats(dtype)?, &shape, range)?)
+}
+
+/// Numbers of the normal distribution.
+pub fn normal(scope: &mut Scope<'_>, like: bool) -> Outputs {
+    let (dtype, shape) = asked(scope, like)?;
+    let (mean, scale) = (scope.float("mean", 0.0)?, scope.float("scale", 1.0)?);
+    one(random::normal(scope, floats(dtype)?, &shape, mean, scale)?)
+}
+
+/// 1 with the probability that each element of the operand is, else 0.
+pub fn bernoulli(scope: &mut Scope<'_>) -> Outputs {
+    let fact = scope.fact_of(0)?;
+    let dtype = dtype(scope, fact.dtype)?;
+    let probability = scope.value(0)?;
+    one(random::bernoulli(scope, probability, dtype, &fact.shape)?)
+}

@@ -1,0 +1,204 @@
+//! Products of rows that are sorted by group with the matrix of each group: the experts of a mixture of experts, no row
+//! dropped and none padded.
+//!
+//! `ends[g]` counts the rows of groups 0 to `g`, so group `g` has the rows from `ends[g - 1]` to `ends[g]`. Ends below
+//! an earlier one or beyond the rows count as that; rows behind the last end belong to no group and give 0.
+
+use super::sample::ramp;
+use super::*;
+
+/// The rows of each group: from, to.
+pub fn groups(ends: impl Iterator<Item = i64>, rows: usize) -> impl Iterator<Item = std::ops::Range<usize>> {
+    ends.scan(0usize, move |begin, end| {
+        let end = usize::try_from(end).unwrap_or(0).clamp(*begin, rows);
+        Some(std::mem::replace(begin, end)..end)
+    })
+}
+
+fn check(x: &Fact, what: &'static str, ends: &Fact) -> Result<(), FactError> {
+    if !x.dtype.is_float() {
+        return Err(FactError::DType { what, expected: "a float".into(), got: x.dtype });
+    }
+    if x.rank() != 2 {
+        return Err(FactError::Rank { what, expected: "2".into(), got: x.rank() });
+    }
+    if ends.rank() != 1 || ends.dtype != DType::I64 {
+        return Err(FactError::Attribute(format!("the ends of groups are {ends}, not a list of i64")));
+    }
+    Ok(())
+}
+
+fn same_type(a: &Fact, b: &Fact, what: &'static str) -> Result<(), FactError> {
+    let expected = || format!("{}, as the first", a.dtype);
+    (a.dtype == b.dtype).then_some(()).ok_or_else(|| FactError::DType { what, expected: expected(), got: b.dtype })
+}
+
+fn agree(left_name: &'static str, left: &Dim, right_name: &'static str, right: &Dim) -> Result<(), FactError> {
+    let told = || FactError::Mismatch { left_name, left: left.to_string(), right_name, right: right.to_string() };
+    (left == right).then_some(()).ok_or_else(told)
+}
+
+impl Rule for GroupedMatMul {
+    fn name(&self) -> &'static str {
+        "grouped_matmul"
+    }
+
+    fn infer(&self, inputs: &[&Fact]) -> Result<Vec<Fact>, FactError> {
+        let [x, w, ends] = inputs else { return Err(FactError::Arity { expected: 3, got: inputs.len() }) };
+        check(x, "the rows", ends)?;
+        same_type(x, w, "the matrices")?;
+        let [g, first, second] = w.shape.as_slice() else {
+            return Err(FactError::Rank { what: "the matrices", expected: "3".into(), got: w.rank() });
+        };
+        let (k, n) = if self.transpose { (second, first) } else { (first, second) };
+        agree("the width of the rows", &x.shape[1], "the inner dim of the matrices", k)?;
+        agree("the number of matrices", g, "that of the groups", &ends.shape[0])?;
+        Ok(vec![Fact::new(x.dtype, vec![x.shape[0].clone(), n.clone()])])
+    }
+
+    // S N K multiply-adds, however rows are spread over groups.
+    fn cost(&self, inputs: &[&Fact], outputs: &[Fact]) -> Cost {
+        let inner = inputs.first().map_or(0, |x| x.shape[1].known().unwrap_or(0));
+        Cost { flops: 2.0 * elements(&outputs[0]) * inner as f64, bytes: moved(inputs, outputs) }
+    }
+
+    // Within a group, dx = dy wᵀ and dw = xᵀ dy.
+    fn backward(&self, at: Site<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
+        let ([x, w, ends], dy) = ([at.inputs[0], at.inputs[1], at.inputs[2]], at.dy());
+        let turned = Op::GroupedMatMul(GroupedMatMul { transpose: !self.transpose });
+        let dx = at.wanted[0].then(|| out.emit(turned, &[dy, w, ends]));
+        let (a, b) = if self.transpose { (dy, x) } else { (x, dy) };
+        let dw = at.wanted[1].then(|| out.emit(Op::GroupedMatMulGrad(GroupedMatMulGrad {}), &[a, b, ends]));
+        vec![dx, dw, None]
+    }
+
+    // Columns of the matrices, or a term of every product for each device.
+    fn strategies(&self, _: &[&Fact], _: &[Fact], _: &Group) -> Vec<Strategy> {
+        let (k, n) = if self.transpose { (2, 1) } else { (1, 2) };
+        let mut ways = vec![
+            Strategy::along(&[None, Some(n), None], &[Some(1)]),
+            Strategy::along(&[Some(1), Some(k), None], &[None]),
+        ];
+        ways.extend([[true, false, false], [false, true, false]].map(|terms| Strategy::linear(&terms, 1)));
+        ways
+    }
+
+    fn reference(&self, inputs: &[View<'_>], outputs: &mut [ViewMut<'_>]) -> Result<(), KernelError> {
+        let (x, w, y) = (&inputs[0], &inputs[1], &mut outputs[0]);
+        let ([rows, k], n) = ([x.shape[0], x.shape[1]], y.shape[1]);
+        let steps = if self.transpose { [1, k] } else { [n, 1] };
+        (0..y.len()).for_each(|i| y.set_f64(i, 0.0));
+        for (g, range) in groups((0..inputs[2].len()).map(|g| inputs[2].i64(g)), rows).enumerate() {
+            for (i, j) in range.flat_map(|i| (0..n).map(move |j| (i, j))) {
+                let term = |l| x.f64(i * k + l) * w.f64(g * k * n + l * steps[0] + j * steps[1]);
+                y.set_f64(i * n + j, (0..k).map(term).sum());
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Rule for GroupedMatMulGrad {
+    fn name(&self) -> &'static str {
+        "grouped_matmul_grad"
+    }
+
+    fn infer(&self, inputs: &[&Fact]) -> Result<Vec<Fact>, FactError> {
+        let [a, b, ends] = inputs else { return Err(FactError::Arity { expected: 3, got: inputs.len() }) };
+        check(a, "the first rows", ends)?;
+        check(b, "the second rows", ends)?;
+        same_type(a, b, "the second rows")?;
+        agree("the number of the first rows", &a.shape[0], "that of the second", &b.shape[0])?;
+        let shape = vec![ends.shape[0].clone(), a.shape[1].clone(), b.shape[1].clone()];
+        Ok(vec![Fact::new(a.dtype, shape)])
+    }
+
+    fn cost(&self, inputs: &[&Fact], outputs: &[Fact]) -> Cost {
+        let columns = inputs.get(1).map_or(0, |b| b.shape[1].known().unwrap_or(0));
+        let flops = 2.0 * inputs.first().map_or(0.0, |a| elements(a)) * columns as f64;
+        Cost { flops, bytes: moved(inputs, outputs) }
+    }
+
+    fn backward(&self, at: Site<'_>, out: &mut dyn Emit) -> Vec<Option<Value>> {
+        // c = aᵀ b within a group: da = b dcᵀ, db = a dc.
+        let ([a, b, ends], dc) = ([at.inputs[0], at.inputs[1], at.inputs[2]], at.dy());
+        let mut of = |rows, transpose| out.emit(Op::GroupedMatMul(GroupedMatMul { transpose }), &[rows, dc, ends]);
+        vec![at.wanted[0].then(|| of(b, true)), at.wanted[1].then(|| of(a, false)), None]
+    }
+
+    fn strategies(&self, _: &[&Fact], _: &[Fact], _: &Group) -> Vec<Strategy> {
+        let mut ways = vec![
+            Strategy::along(&[Some(1), None, None], &[Some(1)]),
+            Strategy::along(&[None, Some(1), None], &[Some(2)]),
+        ];
+        ways.extend([[true, false, false], [false, true, false]].map(|terms| Strategy::linear(&terms, 1)));
+        ways
+    }
+
+    fn reference(&self, inputs: &[View<'_>], outputs: &mut [ViewMut<'_>]) -> Result<(), KernelError> {
+        let (a, b, c) = (&inputs[0], &inputs[1], &mut outputs[0]);
+        let (rows, m, n) = (a.shape[0], a.shape[1], b.shape[1]);
+        for (g, range) in groups((0..inputs[2].len()).map(|g| inputs[2].i64(g)), rows).enumerate() {
+            for (i, j) in (0..m).flat_map(|i| (0..n).map(move |j| (i, j))) {
+                let sum = range.clone().map(|row| a.f64(row * m + i) * b.f64(row * n + j)).sum();
+                c.set_f64((g * m + i) * n + j, sum);
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Small cases.
+pub fn samples() -> Vec<Sample> {
+    let ends = |list: &[i64]| Tensor::from_i64(&[list.len()], list);
+    let product = |title, transpose, w: &[usize], list: &[i64]| Sample {
+        title,
+        op: Op::GroupedMatMul(GroupedMatMul { transpose }),
+        inputs: vec![ramp(&[6, 4], 1), ramp(w, 2), ends(list)],
+        differentiate: vec![0, 1],
+    };
+    let grad = |title, list: &[i64]| Sample {
+        title,
+        op: Op::GroupedMatMulGrad(GroupedMatMulGrad {}),
+        inputs: vec![ramp(&[6, 4], 1), ramp(&[6, 3], 2), ends(list)],
+        differentiate: vec![0, 1],
+    };
+    vec![
+        product("three experts, one of them without rows", false, &[3, 4, 5], &[2, 2, 6]),
+        product("matrices stored transposed", true, &[2, 5, 4], &[1, 6]),
+        product("rows that belong to no group", false, &[2, 4, 3], &[1, 4]),
+        product("ends that make no sense", true, &[3, 2, 4], &[-1, 9, 3]),
+        grad("three experts, one of them without rows", &[2, 2, 6]),
+        grad("rows that belong to no group", &[3, 5]),
+    ]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::op::sample::run;
+
+    #[test]
+    fn rows_meet_the_matrix_of_their_group() {
+        let x = Tensor::from_f32(&[3, 1], &[1., 2., 3.]);
+        let w = Tensor::from_f32(&[2, 1, 2], &[10., 20., 100., 200.]);
+        let ends = Tensor::from_i64(&[2], &[1, 3]);
+        let y = run(&GroupedMatMul { transpose: false }, &[x.clone(), w, ends.clone()]);
+        assert_eq!(y[0].to_f64(), [10., 20., 200., 400., 300., 600.]);
+        let sums = run(&GroupedMatMulGrad {}, &[x.clone(), x, ends]);
+        assert_eq!(sums[0].to_f64(), [1., 13.]);
+    }
+
+    #[test]
+    fn shapes_and_errors() {
+        let (x, ends) = (Fact::of(DType::F32, &[6, 4]), Fact::of(DType::I64, &[3]));
+        let infer = |w: &[usize], transpose| {
+            let facts = GroupedMatMul { transpose }.infer(&[&x, &Fact::of(DType::F32, w), &ends]);
+            facts.map_or_else(|error| error.to_string(), |facts| facts[0].to_string())
+        };
+        assert_eq!(infer(&[3, 4, 5], false), "f32[6, 5]");
+        assert_eq!(infer(&[3, 5, 4], true), "f32[6, 5]");
+        assert!(infer(&[3, 5, 4], false).contains("the width of the rows is 4"));
+        assert!(infer(&[2, 4, 5], false).contains("the number of matrices is 2"));
+    }
+}

@@ -1,0 +1,111 @@
+//! Random numbers without a state: element `i` follows from numbers alone, as the masks of [`dropout`] do.
+//!
+//! Element `i` is the upper bits of `mix(mix(mix(stream) ^ counter) ^ i)` divided by their range, with as many bits as
+//! the element type holds exactly (53 for `f64`, 24 for `f32`, 11 for `f16`, 8 for `bf16`): rounding never gives 1. So
+//! a second forward pass and every cut into stages draw the same numbers.
+
+use super::dropout::mix;
+use super::*;
+
+impl Uniform {
+    /// How many bits an element has.
+    pub fn bits(&self) -> u32 {
+        match self.fact.dtype {
+            DType::F64 => 53,
+            DType::F16 => 11,
+            DType::Bf16 => 8,
+            _ => 24,
+        }
+    }
+
+    /// What all elements of the run with this counter start from.
+    pub fn key(&self, counter: i64) -> u64 {
+        mix(mix(self.stream) ^ counter as u64)
+    }
+}
+
+impl Rule for Uniform {
+    fn name(&self) -> &'static str {
+        "uniform"
+    }
+
+    fn infer(&self, inputs: &[&Fact]) -> Result<Vec<Fact>, FactError> {
+        let [counter] = inputs else { return Err(FactError::Arity { expected: 1, got: inputs.len() }) };
+        if !self.fact.dtype.is_float() {
+            return Err(FactError::DType { what: "the result", expected: "a float".into(), got: self.fact.dtype });
+        }
+        broadcast::check_sizes("uniform", &self.fact.shape)?;
+        layer_norm::same("the counter", counter, "a single index", &Fact::of(DType::I64, &[]))?;
+        Ok(vec![self.fact.clone()])
+    }
+
+    fn reference(&self, inputs: &[View<'_>], outputs: &mut [ViewMut<'_>]) -> Result<(), KernelError> {
+        let (key, bits) = (self.key(inputs[0].i64(0)), self.bits());
+        let unit = 0.5f64.powi(bits as i32);
+        for i in 0..outputs[0].len() {
+            outputs[0].set_f64(i, (mix(key ^ i as u64) >> (64 - bits)) as f64 * unit);
+        }
+        Ok(())
+    }
+}
+
+/// Small cases.
+pub fn samples() -> Vec<Sample> {
+    let sample = |title, dtype, shape: &[usize], stream, counter| Sample {
+        title,
+        op: Op::Uniform(Uniform { fact: Fact::of(dtype, shape), stream }),
+        inputs: vec![Tensor::from_i64(&[], &[counter])],
+        differentiate: vec![],
+    };
+    vec![
+        sample("a row for each example", DType::F32, &[4, 1, 1], 0, 7),
+        sample("another stream", DType::F64, &[3, 5], 3, -1),
+        sample("half precision", DType::F16, &[33], 1, 0),
+        sample("brain floats", DType::Bf16, &[2, 9], u64::MAX, i64::MIN),
+        sample("nothing", DType::F32, &[2, 0], 1, 5),
+    ]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::sample::run;
+    use super::*;
+
+    fn drawn(dtype: DType, stream: u64, counter: i64) -> Vec<f64> {
+        let op = Uniform { fact: Fact::of(dtype, &[10_000]), stream };
+        run(&op, &[Tensor::from_i64(&[], &[counter])])[0].to_f64()
+    }
+
+    #[test]
+    fn numbers_are_spread_evenly_and_never_reach_one() {
+        for dtype in [DType::F64, DType::F32, DType::F16, DType::Bf16] {
+            let numbers = drawn(dtype, 0, 5);
+            assert!(numbers.iter().all(|u| (0.0..1.0).contains(u)), "{dtype:?}");
+            let mean = numbers.iter().sum::<f64>() / 1e4;
+            let variance = numbers.iter().map(|u| (u - mean).powi(2)).sum::<f64>() / 1e4;
+            // Five deviations of the mean of 10 000 draws are 0.0145; brain floats lie half of 2^-8 below.
+            assert!((mean - 0.5).abs() < 0.0165, "{dtype:?}: mean {mean}");
+            assert!((variance - 1.0 / 12.0).abs() < 0.004, "{dtype:?}: variance {variance}");
+        }
+    }
+
+    #[test]
+    fn streams_and_counters_give_other_numbers_and_equal_ones_the_same() {
+        let numbers = drawn(DType::F32, 0, 5);
+        assert_eq!(numbers, drawn(DType::F32, 0, 5));
+        for (stream, counter) in [(1, 5), (0, 6), (5, 0)] {
+            let other = drawn(DType::F32, stream, counter);
+            let product: f64 = numbers.iter().zip(&other).map(|(a, b)| (a - 0.5) * (b - 0.5)).sum::<f64>() / 1e4;
+            assert!(product.abs() < 5.0 / 12.0 / 100.0, "stream {stream}, counter {counter}: {product}");
+        }
+    }
+
+    #[test]
+    fn whole_numbers_are_refused() {
+        let counter = Fact::of(DType::I64, &[]);
+        let op = |dtype| Uniform { fact: Fact::of(dtype, &[2]), stream: 0 };
+        assert!(op(DType::I64).infer(&[&counter]).is_err());
+        assert!(op(DType::F32).infer(&[&Fact::of(DType::F32, &[])]).is_err());
+        assert!(op(DType::F32).infer(&[]).is_err());
+    }
+}

@@ -1,0 +1,65 @@
+//! Products of rows with the matrix of their group: one product for each group that has rows.
+
+use super::matmul::{Matrix, product};
+use super::real::Real;
+use super::{Fast, Layout};
+use bytemuck::{cast_slice, cast_slice_mut};
+use compiler::op::GroupedMatMul;
+use compiler::op::grouped_matmul::groups;
+use compiler::tensor::DType;
+
+/// Rows by matrices.
+pub fn kernel(op: &GroupedMatMul, x: &Layout, w: &Layout, ends: &Layout) -> Option<Fast> {
+    match x.dtype {
+        DType::F32 => Some(rows::<f32>(*op, x, w, ends)),
+        DType::F64 => Some(rows::<f64>(*op, x, w, ends)),
+        _ => None,
+    }
+}
+
+/// Rows by rows.
+pub fn grad(a: &Layout, b: &Layout, ends: &Layout) -> Option<Fast> {
+    match a.dtype {
+        DType::F32 => Some(sums::<f32>(a, b, ends)),
+        DType::F64 => Some(sums::<f64>(a, b, ends)),
+        _ => None,
+    }
+}
+
+fn rows<T: Real>(op: GroupedMatMul, x: &Layout, w: &Layout, ends: &Layout) -> Fast {
+    let ([s, k], groups_of) = ([x.shape[0], x.shape[1]], ends.shape[0]);
+    let n = w.shape[if op.transpose { 1 } else { 2 }];
+    let strides = if op.transpose { (1, k) } else { (n, 1) };
+    Fast::new(move |inputs, outputs, _| {
+        let (x, w) = (cast_slice::<u8, T>(inputs[0]), cast_slice::<u8, T>(inputs[1]));
+        let ends = &cast_slice::<u8, i64>(inputs[2])[..groups_of];
+        let y: &mut [T] = cast_slice_mut(outputs[0]);
+        let mut done = 0;
+        for (g, range) in groups(ends.iter().copied(), s).enumerate() {
+            done = range.end;
+            if range.is_empty() {
+                continue;
+            }
+            let a = Matrix { values: &x[range.start * k..range.end * k], strides: (k, 1) };
+            let b = Matrix { values: &w[g * k * n..(g + 1) * k * n], strides };
+            product([range.len(), n, k], a, b, &mut y[range.start * n..range.end * n], n, false);
+        }
+        y[done * n..].fill(T::ZERO);
+        Ok(())
+    })
+}
+
+fn sums<T: Real>(a: &Layout, b: &Layout, ends: &Layout) -> Fast {
+    let (s, m, n, groups_of) = (a.shape[0], a.shape[1], b.shape[1], ends.shape[0]);
+    Fast::new(move |inputs, outputs, _| {
+        let (a, b) = (cast_slice::<u8, T>(inputs[0]), cast_slice::<u8, T>(inputs[1]));
+        let ends = &cast_slice::<u8, i64>(inputs[2])[..groups_of];
+        let c: &mut [T] = cast_slice_mut(outputs[0]);
+        for (g, range) in groups(ends.iter().copied(), s).enumerate() {
+            let left = Matrix { values: &a[range.start * m..range.end * m], strides: (1, m) };
+            let right = Matrix { values: &b[range.start * n..range.end * n], strides: (n, 1) };
+            product([m, n, range.len()], left, right, &mut c[g * m * n..(g + 1) * m * n], n, false);
+        }
+        Ok(())
+    })
+}

@@ -1,0 +1,54 @@
+//! Products of rows with the matrix of their group: a thread for each element of the result.
+
+use super::draft::Draft;
+use super::element::{accumulator, held, load, store};
+use super::recipe::{At, Recipe};
+use crate::device::layout::Layout;
+use compiler::op::GroupedMatMul;
+
+/// Steps `end` on to the end of group `g`, as [`groups`](compiler::op::grouped_matmul::groups) has it.
+const NEXT: &str = "i64 to = ends[g];\nto = to < end ? end : to;\nend = to > rows ? rows : to;\n";
+
+/// Rows by matrices.
+pub fn kernel(op: &GroupedMatMul, x: &Layout, w: &Layout, ends: &Layout, y: &Layout) -> Option<Recipe> {
+    let ([rows, k], n) = ([x.shape[0], x.shape[1]], y.shape[1]);
+    let [along, across] = if op.transpose { [1, k] } else { [n, 1] };
+    let mut draft = Draft::new(x.len().max(w.len()).max(y.len()));
+    draft.reads("x", x.dtype, At::input(0));
+    draft.reads("w", w.dtype, At::input(1));
+    draft.reads("ends", ends.dtype, At::input(2));
+    draft.writes("y", y.dtype, At::output(0));
+    let kind = held(accumulator(y.dtype));
+    let body = format!(
+        "at row = i / (at){n}, column = i % (at){n};\ni64 rows = {rows}, end = 0;\nint g = 0;\n\
+         for (; g < {groups}; g++) {{\n{NEXT}if ((i64)row < end) break;\n}}\n{kind} sum = 0;\n\
+         if (g < {groups}) for (at l = 0; l < (at){k}; l++) sum += ({kind}){} * ({kind}){};\ny[i] = {};",
+        load(x.dtype, &format!("x[row * (at){k} + l]")),
+        load(w.dtype, &format!("w[(at)g * (at){} + l * (at){along} + column * (at){across}]", k * n)),
+        store(y.dtype, "sum"),
+        groups = ends.shape[0],
+    );
+    Some(Recipe::of(draft.each(y.len(), &body)))
+}
+
+/// Rows by rows.
+pub fn grad(a: &Layout, b: &Layout, ends: &Layout, c: &Layout) -> Option<Recipe> {
+    let (rows, m, n) = (a.shape[0], a.shape[1], b.shape[1]);
+    let mut draft = Draft::new(a.len().max(b.len()).max(c.len()));
+    draft.reads("a", a.dtype, At::input(0));
+    draft.reads("b", b.dtype, At::input(1));
+    draft.reads("ends", ends.dtype, At::input(2));
+    draft.writes("c", c.dtype, At::output(0));
+    let kind = held(accumulator(c.dtype));
+    let body = format!(
+        "at own = i / (at){area}, row = i % (at){area} / (at){n}, column = i % (at){n};\n\
+         i64 rows = {rows}, end = 0, begin = 0;\n\
+         for (int g = 0; g <= (int)own; g++) {{\nbegin = end;\n{NEXT}}}\n{kind} sum = 0;\n\
+         for (at s = (at)begin; s < (at)end; s++) sum += ({kind}){} * ({kind}){};\nc[i] = {};",
+        load(a.dtype, &format!("a[s * (at){m} + row]")),
+        load(b.dtype, &format!("b[s * (at){n} + column]")),
+        store(c.dtype, "sum"),
+        area = m * n,
+    );
+    Some(Recipe::of(draft.each(c.len(), &body)))
+}
