@@ -44,7 +44,7 @@ pub fn layers_within(stage: &Stage, most: usize) -> String {
 fn cut_path(name: &str, depth: usize, layers: bool) -> String {
     let parts: Vec<&str> = name.split('.').collect();
     let is_number = |part: &&str| !part.is_empty() && part.bytes().all(|byte| byte.is_ascii_digit());
-    let numbered = parts.iter().position(|part| is_number(part)).filter(|_| layers);
+    let numbered = parts.iter().position(is_number).filter(|_| layers);
     parts[..parts.len().min(depth.max(numbered.map_or(0, |at| at + 1)))].join(".")
 }
 

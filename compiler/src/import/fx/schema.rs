@@ -3,9 +3,10 @@
 //! Arguments are tagged unions with one key. Arguments that equal their default are left out. Field names are those of
 //! the file.
 
-use serde::Deserialize;
-use serde::de::IgnoredAny;
+use serde::de::{IgnoredAny, Visitor};
+use serde::{Deserialize, Deserializer};
 use std::collections::HashMap;
+use std::fmt;
 
 /// The whole document.
 #[derive(Debug, Deserialize)]
@@ -66,18 +67,57 @@ pub struct Node {
     pub name: Option<String>,
 }
 
-/// Where a node comes from.
+/// Where a node comes from: of the long texts of the file what is told of them.
 #[derive(Debug, Default, Deserialize)]
 pub struct Metadata {
-    /// `key,path,type;key,path,type;…`, outermost first.
-    #[serde(default)]
-    pub nn_module_stack: Option<String>,
-    /// The calls that led to it, as Python tells them, innermost last; where the exporter keeps them.
-    #[serde(default)]
-    pub stack_trace: Option<String>,
+    /// The path of the innermost module; the file has `key,path,type;key,path,type;…`, outermost first.
+    #[serde(default, rename = "nn_module_stack", deserialize_with = "innermost")]
+    pub module: Box<str>,
+    /// The innermost line of Python, `modeling_llama.py:459`; empty where the exporter kept none.
+    #[serde(default, rename = "stack_trace", deserialize_with = "line")]
+    pub line: Box<str>,
     /// The function of Python that called it, and its kind: `detach_1;method_descriptor.detach`.
     #[serde(default)]
-    pub torch_fn: Option<String>,
+    pub torch_fn: Option<Box<str>>,
+}
+
+/// Reads a text, or null, and keeps what `told` makes of it.
+struct Told(fn(&str) -> Box<str>);
+
+impl<'de> Visitor<'de> for Told {
+    type Value = Box<str>;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("a text")
+    }
+
+    fn visit_str<E>(self, text: &str) -> Result<Box<str>, E> {
+        Ok((self.0)(text))
+    }
+
+    fn visit_unit<E>(self) -> Result<Box<str>, E> {
+        Ok(Box::default())
+    }
+}
+
+fn innermost<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Box<str>, D::Error> {
+    deserializer.deserialize_any(Told(|stack| {
+        let last = stack.rsplit(';').next().unwrap_or_default();
+        let path = last.split(',').nth(1).unwrap_or_default();
+        // A strict export names the module itself as its function does: `L['self'].layer`.
+        let inner = path.strip_prefix("L['").and_then(|rest| rest.split_once("']"));
+        inner.map_or(path, |(_, rest)| rest.strip_prefix('.').unwrap_or(rest)).into()
+    }))
+}
+
+fn line<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Box<str>, D::Error> {
+    deserializer.deserialize_any(Told(|trace| {
+        let innermost = trace.lines().rev().find_map(|line| line.trim().strip_prefix("File \""));
+        let Some((file, rest)) = innermost.and_then(|line| line.split_once("\", line ")) else { return Box::default() };
+        let number: String = rest.chars().take_while(char::is_ascii_digit).collect();
+        let name = file.rsplit(['/', '\\']).next().unwrap_or(file);
+        if number.is_empty() { Box::default() } else { format!("{name}:{number}").into() }
+    }))
 }
 
 /// An argument under the name that the operator has for it.
@@ -276,4 +316,25 @@ pub struct Payload {
     /// Type, shape and place.
     #[serde(default)]
     pub tensor_meta: Option<TensorMeta>,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_node_tells_its_module_and_its_line() {
+        let of = |stack: &str, trace: &str| -> (String, String) {
+            let text = serde_json::json!({"nn_module_stack": stack, "stack_trace": trace}).to_string();
+            let metadata: Metadata = serde_json::from_str(&text).unwrap();
+            (metadata.module.into(), metadata.line.into())
+        };
+        let trace =
+            "File \"/a/outer.py\", line 4, in forward\n    x()\n  File \"/a/b/inner.py\", line 382, in run\n    y";
+        let told = of("L__self__,,a.Model;L__self__model,model.layers.0,a.Layer", trace);
+        assert_eq!(told, ("model.layers.0".to_string(), "inner.py:382".to_string()));
+        assert_eq!(of("L__self__,L['self'].a.b,c", "nonsense"), ("a.b".to_string(), String::new()));
+        let none: Metadata = serde_json::from_str("{\"stack_trace\": null}").unwrap();
+        assert!(none.line.is_empty() && none.module.is_empty() && none.torch_fn.is_none());
+    }
 }

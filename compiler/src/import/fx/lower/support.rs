@@ -1,7 +1,7 @@
 //! Which operators of a program pipec cannot lower, all of them at once.
 
 use super::table;
-use crate::import::fx::program::{label, line, module};
+use crate::import::fx::program::label;
 use crate::import::fx::schema::{Argument, Graph};
 use crate::import::onnx::lower::support::{Missing, Unsupported};
 use std::collections::BTreeMap;
@@ -50,7 +50,14 @@ fn gather(graph: &Graph, missing: &mut BTreeMap<String, Missing>) {
         };
         let operator = node.target.strip_prefix("torch.ops.").unwrap_or(&node.target).to_string();
         let entry = missing.entry(operator.clone());
-        let first = || Missing { operator, count: 0, node: label(node), module: module(node), line: line(node), why };
+        let first = || Missing {
+            operator,
+            count: 0,
+            node: label(node),
+            module: node.metadata.module.to_string(),
+            line: node.metadata.line.to_string(),
+            why,
+        };
         entry.or_insert_with(first).count += 1;
     }
 }

@@ -14,7 +14,7 @@ use super::support::{self, AUTOCAST, SET_GRAD, is_wrapper};
 use super::{Known, Made, Names, Scope, stop, table, write};
 use crate::graph::{Graph, Origin, Output};
 use crate::import::build::Build;
-use crate::import::fx::program::{Program, label, line, module, names};
+use crate::import::fx::program::{Program, label, names};
 use crate::import::fx::schema::{self, Argument, SymArgument};
 use crate::import::onnx::lower::walk::{Fault, Faults, LowerError, Lowered, kept};
 use crate::import::onnx::lower::{Frozen, Ledger, Weight};
@@ -158,13 +158,8 @@ impl Walk<'_> {
                 Ok(()) | Err(None) => {}
                 Err(Some(reason)) => {
                     let operator = node.target.strip_prefix("torch.ops.").unwrap_or(&node.target).to_string();
-                    self.faults.push(Fault {
-                        node: label(node),
-                        operator,
-                        module: module(node),
-                        line: line(node),
-                        reason,
-                    });
+                    let [module, line] = [&node.metadata.module, &node.metadata.line].map(ToString::to_string);
+                    self.faults.push(Fault { node: label(node), operator, module, line, reason });
                 }
             }
         }
@@ -260,7 +255,7 @@ impl Walk<'_> {
     fn scope<'s>(&'s mut self, node: &'s schema::Node, names: &'s Names) -> Scope<'s> {
         Scope {
             node,
-            origin: Origin { source: label(node), module: module(node) },
+            origin: Origin { source: label(node), module: node.metadata.module.to_string() },
             names,
             frozen: self.frozen,
             graph: &mut self.graph,

@@ -21,8 +21,8 @@ pub struct Missing {
     pub node: String,
     /// The module that it stands in; may be empty.
     pub module: String,
-    /// The line of Python that it comes from, where the file says so.
-    pub line: Option<String>,
+    /// The line of Python that it comes from; empty where the file does not say so.
+    pub line: String,
     /// Why, where there is more to say than that nobody wrote it yet.
     pub why: Option<&'static str>,
 }
@@ -37,7 +37,7 @@ impl fmt::Display for Unsupported {
             if !module.is_empty() {
                 write!(f, " in module `{}`", shown(module))?;
             }
-            if let Some(line) = line {
+            if !line.is_empty() {
                 write!(f, ", {}", shown(line))?;
             }
             if let Some(why) = why {
@@ -75,7 +75,14 @@ pub fn check(model: &OnnxModel) -> Result<(), Unsupported> {
             };
             let entry = missing.entry(operator.clone()).or_insert_with(|| {
                 let why = why(node);
-                Missing { operator, count: 0, node: node.name.clone(), module: node.module.clone(), line: None, why }
+                Missing {
+                    operator,
+                    count: 0,
+                    node: node.name.clone(),
+                    module: node.module.clone(),
+                    line: String::new(),
+                    why,
+                }
             });
             entry.count += 1;
         }

@@ -98,8 +98,8 @@ pub struct Fault {
     pub operator: String,
     /// The module that it stands in; may be empty.
     pub module: String,
-    /// The line of Python that it comes from, where the file says so.
-    pub line: Option<String>,
+    /// The line of Python that it comes from; empty where the file does not say so.
+    pub line: String,
     /// What is wrong.
     pub reason: Reason,
 }
@@ -107,7 +107,7 @@ pub struct Fault {
 impl Fault {
     fn place(&self) -> String {
         let module = if self.module.is_empty() { String::new() } else { format!(" in `{}`", shown(&self.module)) };
-        let line = self.line.as_ref().map_or(String::new(), |line| format!(", {}", shown(line)));
+        let line = if self.line.is_empty() { String::new() } else { format!(", {}", shown(&self.line)) };
         module + &line
     }
 }
@@ -211,7 +211,7 @@ impl Walk<'_> {
                     let name = format!("{}{}", self.frames.top().prefix, node.name);
                     let operator = node.op_type.clone();
                     let module = node.module.clone();
-                    let fault = |reason| Fault { node: name, operator, module, line: None, reason };
+                    let fault = |reason| Fault { node: name, operator, module, line: String::new(), reason };
                     self.faults.extend(told.map(fault));
                 }
             }
