@@ -276,3 +276,16 @@ fn an_input_that_nothing_reads_does_not_tell_the_batch() {
     assert!(matches!(&model.batch, Batch::Symbol { .. }), "{:?}", model.batch);
     assert!(model.warnings.iter().any(|warning| warning.contains("labels=ids.clone()")), "{:?}", model.warnings);
 }
+
+#[test]
+fn places_in_memory_are_a_shape_where_all_elements_follow_in_order() {
+    let program = |strides: &[i64]| {
+        let mut program = Program::default().input("x", FLOAT, &[3, 4, 1]);
+        program.facts.insert("x".into(), meta(FLOAT, &[3, 4, 1], false));
+        let given = [("self", tensor("x")), ("size", ints(&[3, 4, 1, 1])), ("stride", ints(strides))];
+        program.node("as_strided", &given, &["y"]).model(&["y"])
+    };
+    let model = program(&[4, 1, 4, 4]).unwrap();
+    assert_eq!(model.graph.fact(model.graph.outputs[0].value).to_string(), "f32[batch, 4, 1, 1]");
+    assert!(program(&[1, 3, 4, 4]).unwrap_err().contains("place in memory"));
+}

@@ -21,7 +21,7 @@ pub struct Program {
     inputs: Vec<Json>,
     specs: Vec<Json>,
     nodes: Vec<Json>,
-    facts: serde_json::Map<String, Json>,
+    pub facts: serde_json::Map<String, Json>,
     weights: serde_json::Map<String, Json>,
     entries: Vec<(String, Vec<u8>)>,
 }

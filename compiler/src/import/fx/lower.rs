@@ -37,7 +37,7 @@ pub mod write;
 
 use crate::graph::{Graph, Origin};
 use crate::import::build::Build;
-use crate::import::fx::schema::Node;
+use crate::import::fx::schema::{Node, TensorMeta};
 use crate::import::onnx::lower::{Frozen, Ledger};
 use crate::import::opening::Opened;
 use crate::import::reason::Reason;
@@ -95,6 +95,8 @@ pub struct Scope<'a> {
     pub origin: Origin,
     /// What the values it reads are.
     pub names: &'a Names,
+    /// What the file says of tensors, by name.
+    pub said: &'a HashMap<String, TensorMeta>,
     /// Sizes that symbols have in the constants of this file.
     pub frozen: &'a Frozen,
     /// The graph written to.

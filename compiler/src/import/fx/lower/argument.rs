@@ -3,7 +3,7 @@
 use super::{Known, Scope};
 use crate::import::build::Build;
 use crate::import::fx::program::tensor_name;
-use crate::import::fx::schema::{Argument, Float, OptionalTensor, SymArgument};
+use crate::import::fx::schema::{Argument, Float, OptionalTensor, SymArgument, SymInt};
 use crate::import::fx::weight::dtype_of;
 use crate::import::onnx::lower::attribute;
 use crate::import::reason::Reason;
@@ -141,6 +141,16 @@ impl Scope<'_> {
             Known::Weight(at) => Ok(self.ledger.weights[at].fact.clone()),
             Known::Absent(what) => Err(Reason::Unsupported(what.to_string())),
         }
+    }
+
+    /// The elements between neighbours of a tensor argument, axis by axis, as the file says for its own sizes.
+    pub fn strides(&self, name: &str) -> Option<Vec<i64>> {
+        let Some(Argument::AsTensor(tensor)) = self.argument(name) else { return None };
+        let step = |size: &SymInt| match size {
+            SymInt::AsInt(step) => Some(*step),
+            SymInt::AsExpr(_) => None,
+        };
+        self.said.get(&tensor.name)?.strides.iter().map(step).collect()
     }
 
     /// A number, `None` when it is left out.

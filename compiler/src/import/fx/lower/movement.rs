@@ -30,6 +30,32 @@ pub fn view_as(scope: &mut Scope<'_>) -> Outputs {
     one(scope.reshape(x, shape)?)
 }
 
+/// The elements at places in memory, where those are the elements of the operand in order: axes of size 1 come and go,
+/// as in the mean of an image that lies with its channels last.
+pub fn strided(scope: &mut Scope<'_>) -> Outputs {
+    let refused = || Reason::Unsupported("elements picked by their place in memory, not all and in order,".to_string());
+    let (sizes, strides) = (scope.shape("size")?, scope.ints("stride")?.unwrap_or_default());
+    let x = scope.value("self")?;
+    let own = scope.fact(x).shape;
+    let wide = |dims: &[Dim]| (0..dims.len()).filter(|at| !dims[*at].is(1)).collect::<Vec<_>>();
+    let (from, to) = (wide(&own), wide(&sizes));
+    let same = |(a, b): (&usize, &usize)| -> Result<bool, Reason> {
+        Ok(own[*a] == sizes[*b] || own[*a].substitute(scope.frozen)? == sizes[*b])
+    };
+    let all = from.len() == to.len()
+        && from.iter().zip(&to).map(same).collect::<Result<Vec<_>, _>>()?.into_iter().all(|same| same);
+    let steps = scope.strides("self").filter(|steps| steps.len() == own.len() && strides.len() == sizes.len());
+    let kept = steps.is_some_and(|steps| from.iter().zip(&to).all(|(a, b)| steps[*a] == strides[*b]));
+    if !all || !kept || scope.int("storage_offset", 0)? != 0 {
+        return Err(refused());
+    }
+    let mut shape = sizes;
+    for (a, b) in from.iter().zip(&to) {
+        shape[*b].clone_from(&own[*a]);
+    }
+    one(scope.reshape(x, shape)?)
+}
+
 /// All tensors stretched to the shape they meet in.
 pub fn stretched(scope: &mut Scope<'_>) -> Outputs {
     let mut values = scope.values("tensors")?;

@@ -8,6 +8,7 @@ use crate::import::build::Build;
 use crate::import::onnx::lower::attribute;
 use crate::import::onnx::lower::movement::transposed;
 use crate::import::onnx::lower::slice::place;
+use crate::import::opening::shaped;
 use crate::import::reason::Reason;
 use crate::op::{
     Binary, Compare, Concat, Cumulative, CumulativeKind, Gather, Iota, Op, ReduceKind, Scatter, ScatterKind, Unary,
@@ -124,9 +125,14 @@ pub fn put(scope: &mut Scope<'_>) -> Outputs {
     {
         return masked(scope, x, mask, values, accumulate);
     }
-    let Indexed { perm, lead, place, flat } = Indexed::read(scope, &fact.shape, indices)?;
+    let Indexed { perm, lead, place, mut flat } = Indexed::read(scope, &fact.shape, indices)?;
     let turned = transposed(scope, x, perm.clone())?;
+    // As many places as there are elements: where those have the batch, the elements do.
+    let turned = if perm.len() == 1 { shaped(scope, turned, &scope.fact(place).shape)? } else { turned };
     let own = scope.fact(turned).shape;
+    if perm.len() == 1 {
+        flat.clone_from(&own);
+    }
     let reshaped = scope.reshape(turned, flat.clone())?;
     let mut shape = flat[..lead].to_vec();
     shape.extend(scope.fact(place).shape);

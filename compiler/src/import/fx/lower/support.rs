@@ -79,7 +79,6 @@ fn why(target: &str) -> Option<&'static str> {
         name if name.starts_with("_fft_") || name.contains("complex") => "complex numbers",
         "nonzero" | "_unique2" | "unique_dim" | "masked_select" => "the size of its result would depend on values",
         "item" | "_local_scalar_dense" => "a number that is read from a tensor while the model runs",
-        "as_strided" => "elements picked by their place in memory; use view, slice or unfold",
         _ if !target.starts_with("torch.ops.aten.") => "not an operator of ATen",
         _ => return None,
     })

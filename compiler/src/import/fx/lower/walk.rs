@@ -257,6 +257,7 @@ impl Walk<'_> {
             node,
             origin: Origin { source: label(node), module: node.metadata.module.to_string() },
             names,
+            said: &self.program.graph.tensor_values,
             frozen: self.frozen,
             graph: &mut self.graph,
             constants: &mut self.constants,

@@ -157,7 +157,31 @@ pub fn nd(scope: &mut Scope<'_>) -> Outputs {
         let slices = scope.reshape(index, shape[..shape.len() - 1].to_vec())?;
         return Ok(vec![Known::Value(batched::gather(scope, x, slices, batch)?)]);
     }
+    if let Some(columns) = columns_of_every_row(scope, &dims, shared)? {
+        let columns = scope.constant(columns)?;
+        return Ok(vec![Known::Value(scope.add(Op::Gather(Gather { axis: 1 }), &[x, columns])?)]);
+    }
     let (place, indexed) = slice_places(scope, &dims, index, shared)?;
     let flat = joined(scope, x, indexed)?;
     Ok(vec![Known::Value(scope.add(Op::Gather(Gather { axis: 0 }), &[flat, place])?)])
+}
+
+/// The columns that an index picks of every row, in order, where all its rows pick the same: pairs of a row and a column
+/// that are known now, as masks are looked up. `None` where it is anything else.
+fn columns_of_every_row(scope: &Scope<'_>, dims: &[Dim], shared: i64) -> Result<Option<Tensor>, Reason> {
+    let Known::Tensor(index) = scope.known(1)? else { return Ok(None) };
+    let shape = index.shape();
+    let ([_, _, ..], [rows, rest @ .., 2], 0) = (dims, shape, shared) else { return Ok(None) };
+    let all = dims[0].substitute(scope.frozen)?.is(*rows as i64);
+    let each: usize = rest.iter().product();
+    if !all || *rows < 2 || each == 0 {
+        return Ok(None);
+    }
+    let pairs = index.to_i64();
+    let columns: Vec<i64> = pairs[..2 * each].iter().skip(1).step_by(2).copied().collect();
+    let is_row = |(row, pairs): (usize, &[i64])| {
+        pairs.chunks_exact(2).zip(&columns).all(|(pair, column)| pair == [row as i64, *column])
+    };
+    let alike = pairs.chunks_exact(2 * each).enumerate().all(is_row);
+    Ok(alike.then(|| Tensor::from_i64(rest, &columns)))
 }

@@ -13,6 +13,7 @@ pub const SHAPE: &[Row] = &[
     ("view_as", movement::view_as),
     ("reshape_as", movement::view_as),
     ("broadcast_tensors", movement::stretched),
+    ("as_strided", movement::strided),
     ("flatten", movement::flatten),
     ("unflatten", movement::unflatten),
     ("permute", movement::permute),
