@@ -289,3 +289,32 @@ fn places_in_memory_are_a_shape_where_all_elements_follow_in_order() {
     assert_eq!(model.graph.fact(model.graph.outputs[0].value).to_string(), "f32[batch, 4, 1, 1]");
     assert!(program(&[1, 3, 4, 4]).unwrap_err().contains("place in memory"));
 }
+
+#[test]
+fn what_only_assertions_read_is_passed_over() {
+    let named = |kind: &str, name: &str| json!({ kind: {"as_name": name} });
+    let mut program = Program::default().input("x", FLOAT, &[3, 2]).node("sum", &[("self", tensor("x"))], &["s"]).node(
+        "neg",
+        &[("self", tensor("x"))],
+        &["y"],
+    );
+    let of = |target: &str, inputs: Json, outputs: Json| json!({"target": target, "inputs": inputs, "outputs": outputs, "metadata": {}});
+    let input = |name: &str, arg: Json| json!({"name": name, "arg": arg, "kind": 1});
+    program.nodes.push(of(
+        "torch.ops.aten.item.default",
+        json!([input("self", tensor("s"))]),
+        json!([named("as_sym_float", "n")]),
+    ));
+    program.nodes.push(of(
+        "_operator.ge",
+        json!([input("a", named("as_sym_float", "n")), input("b", int(0))]),
+        json!([named("as_sym_bool", "truth")]),
+    ));
+    program.nodes.push(of(
+        "torch.ops.aten._assert_scalar.default",
+        json!([input("self", named("as_sym_bool", "truth")), input("assert_msg", json!({"as_string": "positive"}))]),
+        json!([]),
+    ));
+    let model = program.model(&["y"]).unwrap();
+    assert_eq!(model.graph.ids().filter(|id| !matches!(model.graph.node(*id).op, Op::Input(_))).count(), 1);
+}

@@ -20,7 +20,7 @@ pub const BOOL: i64 = 12;
 pub struct Program {
     inputs: Vec<Json>,
     specs: Vec<Json>,
-    nodes: Vec<Json>,
+    pub nodes: Vec<Json>,
     pub facts: serde_json::Map<String, Json>,
     weights: serde_json::Map<String, Json>,
     entries: Vec<(String, Vec<u8>)>,

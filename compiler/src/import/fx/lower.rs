@@ -16,6 +16,7 @@ pub mod function;
 pub mod gradient;
 pub mod index;
 pub mod linear;
+pub mod live;
 pub mod loss;
 pub mod movement;
 pub mod norm;

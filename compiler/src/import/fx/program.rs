@@ -401,7 +401,7 @@ fn check(graph: &Graph) -> Result<(), FxError> {
     }
 }
 
-/// The names of tensors and sizes in an argument.
+/// The names of tensors, sizes, numbers and truths in an argument.
 pub fn names(argument: &Argument) -> impl Iterator<Item = &str> {
     let list: Vec<&str> = match argument {
         Argument::AsTensor(name) | Argument::AsOptionalTensor(OptionalTensor::AsTensor(name)) => vec![&name.name],
@@ -409,6 +409,10 @@ pub fn names(argument: &Argument) -> impl Iterator<Item = &str> {
         Argument::AsOptionalTensors(list) => list.iter().filter_map(tensor_name).collect(),
         Argument::AsSymInt(SymArgument::AsName(name)) => vec![name],
         Argument::AsSymInts(list) => list.iter().filter_map(size_name).collect(),
+        Argument::AsSymBool(number) | Argument::AsSymFloat(number) => number.as_name.as_deref().into_iter().collect(),
+        Argument::AsSymBools(list) | Argument::AsSymFloats(list) => {
+            list.iter().filter_map(|number| number.as_name.as_deref()).collect()
+        }
         _ => Vec::new(),
     };
     list.into_iter()

@@ -151,14 +151,14 @@ pub enum Argument {
     AsDevice(IgnoredAny),
     AsBool(bool),
     AsBools(Vec<bool>),
-    AsSymBool(IgnoredAny),
-    AsSymBools(IgnoredAny),
+    AsSymBool(Numbered),
+    AsSymBools(Vec<Numbered>),
     AsGraph(Box<Subgraph>),
     AsOptionalTensors(Vec<OptionalTensor>),
     AsCustomObj(IgnoredAny),
     AsOperator(IgnoredAny),
-    AsSymFloat(IgnoredAny),
-    AsSymFloats(IgnoredAny),
+    AsSymFloat(Numbered),
+    AsSymFloats(Vec<Numbered>),
     AsOptionalTensor(OptionalTensor),
     AsComplex(IgnoredAny),
     AsIntLists(IgnoredAny),
@@ -214,6 +214,14 @@ impl Float {
 pub enum SymArgument {
     AsName(String),
     AsInt(i64),
+}
+
+/// A number or a truth as an argument: a value by its name, or itself.
+#[derive(Clone, Debug, Deserialize)]
+pub struct Numbered {
+    /// The name of a value.
+    #[serde(default)]
+    pub as_name: Option<String>,
 }
 
 /// A graph as an argument of a higher-order operator.

@@ -1,5 +1,6 @@
 //! Which operators of a program pipec cannot lower, all of them at once.
 
+use super::live::live;
 use super::table;
 use crate::import::fx::program::label;
 use crate::import::fx::schema::{Argument, Graph};
@@ -37,7 +38,7 @@ pub fn check(graph: &Graph) -> Result<(), Unsupported> {
 }
 
 fn gather(graph: &Graph, missing: &mut BTreeMap<String, Missing>) {
-    for node in &graph.nodes {
+    for node in live(graph) {
         for input in &node.inputs {
             if let Argument::AsGraph(inner) = &input.arg {
                 gather(&inner.graph, missing);

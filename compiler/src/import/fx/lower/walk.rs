@@ -9,6 +9,7 @@
 //! Faults are gathered: a node that cannot be lowered leaves its outputs broken, and what reads them is passed over.
 //! What the file says of the shape of every result is compared with what the core ops give.
 
+use super::live::live;
 use super::movement::stopped;
 use super::support::{self, AUTOCAST, SET_GRAD, is_wrapper};
 use super::{Known, Made, Names, Scope, stop, table, write};
@@ -146,7 +147,7 @@ impl Walk<'_> {
 
     fn nodes(&mut self, graph: &schema::Graph, outer: &mut Names) {
         let mut views = Views::default();
-        for node in &graph.nodes {
+        for node in live(graph) {
             let result = match is_wrapper(&node.target) {
                 true => self.inline(node, outer),
                 false => {
