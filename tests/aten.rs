@@ -189,6 +189,8 @@ fn sums_over_letters_are_products_of_matrices() {
     close(&sum("nij,jk->nik"), &[3.0, 2.0, 7.0, 4.0]);
     close(&sum("nij,kj->nki"), &[1.0, 3.0, 3.0, 7.0]);
     close(&sum("nij,ij->n"), &[1.0 + 3.0 + 4.0]);
+    close(&sum("...ij,jk->...ik"), &[3.0, 2.0, 7.0, 4.0]);
+    close(&sum("...j,kj"), &[1.0, 3.0, 3.0, 7.0]);
 }
 
 #[test]

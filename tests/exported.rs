@@ -318,3 +318,45 @@ fn what_only_assertions_read_is_passed_over() {
     let model = program.model(&["y"]).unwrap();
     assert_eq!(model.graph.ids().filter(|id| !matches!(model.graph.node(*id).op, Op::Input(_))).count(), 1);
 }
+
+#[test]
+fn products_of_complex_numbers_turn_pairs() {
+    // Rotary embeddings: pairs of x as complex numbers, times e^(i angle).
+    let program = Program::default()
+        .input("x", FLOAT, &[3, 2, 2])
+        .input("angle", FLOAT, &[2])
+        .node("ones_like", &[("self", tensor("angle"))], &["one"])
+        .node("polar", &[("abs", tensor("one")), ("angle", tensor("angle"))], &["turn"])
+        .node("view_as_complex", &[("self", tensor("x"))], &["c"])
+        .node("unsqueeze", &[("self", tensor("turn")), ("dim", int(0))], &["turns"])
+        .node("torch.ops.aten.mul.Tensor", &[("self", tensor("c")), ("other", tensor("turns"))], &["p"])
+        .node("view_as_real", &[("self", tensor("p"))], &["r"])
+        .node("torch.ops.aten.flatten.using_ints", &[("self", tensor("r")), ("start_dim", int(1))], &["y"]);
+    let x = Tensor::from_f32(&[1, 2, 2], &[1.0, 0.0, 0.0, 2.0]);
+    let angle = Tensor::from_f32(&[2], &[std::f32::consts::FRAC_PI_2, std::f32::consts::PI]);
+    close(&program.run(&[("x", x), ("angle", angle)], &["y"])[0], &[0.0, 1.0, 0.0, -2.0]);
+}
+
+#[test]
+fn fourier_transforms_are_products_and_come_back() {
+    let x = Tensor::from_f32(&[1, 4], &[1.0, 2.0, 3.0, 5.0]);
+    let whole = Program::default()
+        .input("x", FLOAT, &[1, 4])
+        .node("fft_fftn", &[("self", tensor("x")), ("dim", ints(&[1]))], &["f"])
+        .node("real", &[("self", tensor("f"))], &["re"])
+        .node("imag", &[("self", tensor("f"))], &["im"]);
+    let made = whole.run(&[("x", x.clone())], &["re", "im"]);
+    close(&made[0], &[11.0, -2.0, -3.0, -2.0]);
+    close(&made[1], &[0.0, 3.0, 0.0, -3.0]);
+    let back = Program::default()
+        .input("x", FLOAT, &[1, 4])
+        .node("fft_rfft", &[("self", tensor("x"))], &["half"])
+        .node("fft_irfft", &[("self", tensor("half")), ("n", int(4))], &["y"]);
+    close(&back.run(&[("x", x.clone())], &["y"])[0], &[1.0, 2.0, 3.0, 5.0]);
+    let refused = Program::default()
+        .input("x", FLOAT, &[1, 4])
+        .node("fft_rfft", &[("self", tensor("x"))], &["half"])
+        .node("exp", &[("self", tensor("half"))], &["e"])
+        .node("real", &[("self", tensor("e"))], &["y"]);
+    assert!(refused.model(&["y"]).unwrap_err().contains("complex numbers"));
+}

@@ -66,7 +66,7 @@ for name, family, size, settings in [
     ("vgg16_bn", "convolution", 64, {}),
     ("squeezenet1_1", "convolution", 64, {}),
     ("googlenet", "convolution", 64, {"aux_logits": False, "init_weights": False}),
-    ("inception_v3", "convolution", 299, {"init_weights": False}),
+    ("inception_v3", "convolution", 299, {"init_weights": False, "aux_logits": False}),
     ("densenet121", "convolution", 64, {}),
     ("resnet50", "convolution", 64, {}),
     ("resnext50_32x4d", "convolution", 64, {}),
@@ -85,7 +85,7 @@ for name, family, size, settings in [
 ]:
     torchvision(name, family, size, **settings)
 torchvision("resnet18", "convolution", 32, trains=True)
-torchvision("mobilenet_v2", "convolution", 64, trains=True, rate=1e-4, dropout=0.0)
+torchvision("mobilenet_v2", "convolution", 64, trains=True, rate=1e-5, dropout=0.0)
 torchvision("vit_b_16", "vision transformer", 224, dropout=0.0)
 torchvision("efficientnet_b0", "stochastic depth", 64, trains=True, dropout=0.0, stochastic_depth_prob=0.0)
 torchvision("convnext_tiny", "stochastic depth", 64, trains=True, stochastic_depth_prob=0.0)
@@ -172,7 +172,7 @@ def timm(name, size=None, family="timm", trains=False, **settings):
 
 SMALL = {"size": 64}
 for name, settings in {
-    "bat_resnext26ts": SMALL, "beit_base_patch16_224": {}, "botnet26t_256": {}, "caformer_s18": SMALL,
+    "bat_resnext26ts": {}, "beit_base_patch16_224": {}, "botnet26t_256": {}, "caformer_s18": SMALL,
     "cait_xxs24_224": {}, "coat_tiny": {}, "coatnet_nano_rw_224": {}, "convformer_s18": SMALL, "convit_tiny": {},
     "convmixer_768_32": SMALL, "convnext_atto": SMALL, "convnextv2_atto": SMALL, "crossvit_tiny_240": {},
     "cs3darknet_s": SMALL, "cspresnet50": SMALL, "darknet53": SMALL, "davit_tiny": SMALL, "deit_tiny_patch16_224": {},
@@ -186,7 +186,7 @@ for name, settings in {
     "hgnetv2_b0": SMALL, "hiera_tiny_224": {}, "hrnet_w18_small": SMALL, "inception_next_atto": SMALL,
     "inception_resnet_v2": {}, "inception_v4": {}, "lambda_resnet26t": {}, "lcnet_050": SMALL, "legacy_xception": {},
     "levit_128s": {}, "maxvit_nano_rw_256": {}, "maxxvit_rmlp_nano_rw_256": {}, "mambaout_femto": SMALL,
-    "metaformer_s12": SMALL, "mixer_s32_224": {}, "mixnet_s": SMALL, "mobilenet_edgetpu_v2_xs": SMALL,
+    "mixer_s32_224": {}, "mixnet_s": SMALL, "mobilenet_edgetpu_v2_xs": SMALL,
     "mobilenetv3_small_050": SMALL, "mobilenetv4_conv_small": SMALL, "mobileone_s0": SMALL, "mobilevit_xxs": SMALL,
     "mobilevitv2_050": SMALL, "mvitv2_tiny": {}, "nasnetalarge": {}, "nest_tiny": {}, "nextvit_small": SMALL,
     "nf_regnet_b0": SMALL, "nf_resnet50": SMALL, "nfnet_f0": SMALL, "pit_ti_224": {}, "pnasnet5large": {},
@@ -242,11 +242,13 @@ def configured(model_type, settings):
 
     config = transformers.AutoConfig.for_model(model_type)
     known = set(config.to_dict()) | set(getattr(config, "attribute_map", {}))
-    fit = {key: value for key, value in settings.items() if key in known and value is not None}
+    now = config.to_dict()
+    # A dropout of 0.0 where the configuration has a list or a whole number is another setting of that name.
+    own = lambda key, value: key not in now or not isinstance(value, float) or isinstance(now[key], float)
+    fit = {key: value for key, value in settings.items() if key in known and value is not None and own(key, value)}
     config = transformers.AutoConfig.for_model(model_type, **fit)
-    for key in ("decoder_start_token_id",):
-        if key in settings and getattr(config, key, None) is None:
-            setattr(config, key, settings[key])
+    if "decoder_start_token_id" in settings and getattr(config, "decoder_start_token_id", None) is None:
+        config.decoder_start_token_id = settings["decoder_start_token_id"]
     return config
 
 
@@ -437,18 +439,16 @@ def pixels(batch, config):
 CLASSIFIER = "AutoModelForImageClassification"
 for model_type, settings in [
     ("vit", {}), ("beit", {}), ("dinov2", {}), ("dinov2_with_registers", {}), 
-    ("resnet", {}), ("swinv2", {"patch_size": 4, "num_attention_heads": None}), ("segformer", {"num_attention_heads": [1, 2, 2, 4], "decoder_hidden_size": 32}),
+    ("resnet", {}), 
     ("poolformer", {"hidden_sizes": [16, 24, 32, 40]}), ("mobilenet_v2", {}), ("regnet", {}), ("efficientnet", {"image_size": 64}),
     ("pvt", {"num_attention_heads": [1, 2, 2, 4], "patch_sizes": [4, 2, 2, 2]}), ("levit", {"image_size": 64, "hidden_sizes": [32, 48, 64], "num_attention_heads": [2, 3, 4], "depths": [1, 1, 1], "key_dim": [8, 8, 8], "patch_size": 16}),
     ("focalnet", {"embed_dim": 24, "depths": [1, 1, 1, 1], "patch_size": 2}),
-    ("dinat", {}), ("hiera", {"image_size": [64, 64], "embed_dim": 24, "patch_size": [7, 7], "num_heads": [1, 2, 4, 8]}), ("ijepa", {}),
+    ("hiera", {"image_size": [64, 64], "embed_dim": 24, "patch_size": [7, 7], "num_heads": [1, 2, 4, 8]}), ("ijepa", {}),
 ]:
-    if model_type == "dinat":
-        continue
     transformer(model_type, CLASSIFIER, pixels if "image_size" not in settings else (lambda b, c: {"pixel_values": torch.randn(b, 3, 64, 64)}), settings, family="vision transformer", base=VISION, loss="cross-entropy")
 # At the sizes of the originals.
 for model_type, size, trains in [
-    ("swin", 224, True), ("convnext", 64, False), ("convnextv2", 64, False), ("cvt", 64, False), ("bit", 64, False), ("deit", 224, False),
+    ("swin", 224, True), ("swinv2", 256, False), ("segformer", 64, False), ("convnext", 64, False), ("convnextv2", 64, False), ("cvt", 64, False), ("bit", 64, False), ("deit", 224, False),
 ]:
     transformer(model_type, CLASSIFIER, lambda b, c, size=size: {"pixel_values": torch.randn(b, 3, size, size)}, {"num_labels": CLASSES, "drop_path_rate": None if model_type == "cvt" else 0.0}, family="vision transformer", base={}, loss="cross-entropy", trains=trains)
 transformer("segformer", "SegformerForSemanticSegmentation", lambda b, c: {"pixel_values": torch.randn(b, 3, 64, 64)}, {"num_attention_heads": [1, 2, 2, 4], "decoder_hidden_size": 32}, family="segmentation", name="segformer+masks", base=VISION)

@@ -9,6 +9,7 @@
 pub mod argument;
 pub mod arrange;
 pub mod attention;
+pub mod complex;
 pub mod create;
 pub mod distance;
 pub mod elementwise;
@@ -51,6 +52,8 @@ use std::collections::HashMap;
 pub enum Known {
     /// A value of the graph.
     Value(Value),
+    /// A complex tensor: its real and its imaginary part.
+    Complex(Value, Value),
     /// A weight that becomes a node when it is read; its place in the list of all weights.
     Weight(usize),
     /// A result that no core op gives; reading it is an error that says this.
@@ -136,6 +139,7 @@ impl Scope<'_> {
         match known {
             Known::Value(value) => Ok(value),
             Known::Weight(at) => self.weight(at, false),
+            Known::Complex(..) => Err(Reason::Unsupported("this operator on complex numbers".to_string())),
             Known::Absent(what) => Err(Reason::Unsupported(what.to_string())),
         }
     }

@@ -137,7 +137,7 @@ impl Scope<'_> {
     /// Element type and shape of a tensor argument.
     pub fn fact_of(&self, name: &'static str) -> Result<Fact, Reason> {
         match self.known(name)? {
-            Known::Value(value) => Ok(self.fact(value)),
+            Known::Value(value) | Known::Complex(value, _) => Ok(self.fact(value)),
             Known::Weight(at) => Ok(self.ledger.weights[at].fact.clone()),
             Known::Absent(what) => Err(Reason::Unsupported(what.to_string())),
         }

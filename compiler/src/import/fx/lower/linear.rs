@@ -185,10 +185,54 @@ impl Lettered {
     }
 }
 
+/// An equation with letters that it does not use in place of `...`, the last axes of which are those that operands share.
+fn without_dots(equation: &str, ranks: &[usize]) -> Option<String> {
+    if !equation.contains("...") {
+        return Some(equation.to_string());
+    }
+    let (inputs, result) = match equation.split_once("->") {
+        Some((inputs, result)) => (inputs, Some(result)),
+        None => (equation, None),
+    };
+    let terms: Vec<&str> = inputs.split(',').collect();
+    let widths: Option<Vec<usize>> = terms
+        .iter()
+        .zip(ranks)
+        .map(|(term, rank)| match term.contains("...") {
+            true => rank.checked_sub(term.len() - 3),
+            false => Some(0),
+        })
+        .collect();
+    let widths = widths.filter(|widths| widths.len() == terms.len() && terms.len() == ranks.len())?;
+    let most = widths.iter().copied().max()?;
+    let free: Vec<char> =
+        ('a'..='z').chain('A'..='Z').filter(|letter| !equation.contains(*letter)).take(most).collect();
+    let last = |width: usize| free[most - width..].iter().collect::<String>();
+    if free.len() < most {
+        return None;
+    }
+    let written: Vec<String> =
+        terms.iter().zip(&widths).map(|(term, width)| term.replace("...", &last(*width))).collect();
+    let result = match result {
+        Some(result) => result.replace("...", &last(most)),
+        // Without a result the shared axes come first, then the letters that stand once, in order.
+        None => {
+            let all = || inputs.chars().filter(char::is_ascii_alphabetic);
+            let mut once: Vec<char> = all().filter(|c| all().filter(|d| d == c).count() == 1).collect();
+            once.sort_unstable();
+            last(most) + &once.into_iter().collect::<String>()
+        }
+    };
+    Some(format!("{}->{result}", written.join(",")))
+}
+
 /// Einstein's sum: products over the letters that the result does not have.
 pub fn einsum(scope: &mut Scope<'_>) -> Outputs {
-    let equation: String = scope.text("equation", "")?.chars().filter(|c| !c.is_whitespace()).collect();
+    let given: String = scope.text("equation", "")?.chars().filter(|c| !c.is_whitespace()).collect();
     let tensors = scope.values("tensors")?;
+    let ranks: Vec<usize> = tensors.iter().map(|value| scope.fact(*value).rank()).collect();
+    let equation = without_dots(&given, &ranks)
+        .ok_or_else(|| Reason::Unsupported(format!("the sum `{}`", crate::import::onnx::name::shown(&given))))?;
     let (inputs, result) = match equation.split_once("->") {
         Some((inputs, result)) => (inputs.to_string(), Some(result.to_string())),
         None => (equation.clone(), None),

@@ -109,7 +109,13 @@ fn cubic(t: f64, a: f64) -> f64 {
 }
 
 /// `x` with every slice along `axis` multiplied by the matrix with these rows.
-fn mixed(scope: &mut Scope<'_>, x: Value, axis: usize, from: i64, rows: &[Vec<(i64, f64)>]) -> Result<Value, Reason> {
+pub fn mixed(
+    scope: &mut Scope<'_>,
+    x: Value,
+    axis: usize,
+    from: i64,
+    rows: &[Vec<(i64, f64)>],
+) -> Result<Value, Reason> {
     let fact = scope.fact(x);
     if rows.len().saturating_mul(from as usize) > LARGEST {
         return Err(Reason::Unsupported(format!("resizing {from} elements to {}", rows.len())));

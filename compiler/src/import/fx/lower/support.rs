@@ -1,7 +1,7 @@
 //! Which operators of a program pipec cannot lower, all of them at once.
 
 use super::live::live;
-use super::table;
+use super::{complex, table};
 use crate::import::fx::program::label;
 use crate::import::fx::schema::{Argument, Graph};
 use crate::import::onnx::lower::support::{Missing, Unsupported};
@@ -46,6 +46,7 @@ fn gather(graph: &Graph, missing: &mut BTreeMap<String, Missing>) {
         }
         let why = match table::find(&node.target) {
             Some(_) => continue,
+            None if complex::knows(&node.target) => continue,
             None if is_wrapper(&node.target) => continue,
             None => why(&node.target),
         };
@@ -77,7 +78,9 @@ fn why(target: &str) -> Option<&'static str> {
             "arithmetic on sizes that may give no whole number"
         }
         name if name.starts_with("linalg_") => "a decomposition or an inverse of matrices has no core op",
-        name if name.starts_with("_fft_") || name.contains("complex") => "complex numbers",
+        name if name.contains("fft_") || name.contains("complex") || name.contains("_as_real") || name == "imag" => {
+            "complex numbers"
+        }
         "nonzero" | "_unique2" | "unique_dim" | "masked_select" => "the size of its result would depend on values",
         "item" | "_local_scalar_dense" => "a number that is read from a tensor while the model runs",
         _ if !target.starts_with("torch.ops.aten.") => "not an operator of ATen",

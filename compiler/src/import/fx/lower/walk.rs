@@ -12,7 +12,7 @@
 use super::live::live;
 use super::movement::stopped;
 use super::support::{self, AUTOCAST, SET_GRAD, is_wrapper};
-use super::{Known, Made, Names, Scope, stop, table, write};
+use super::{Known, Made, Names, Scope, complex, stop, table, write};
 use crate::graph::{Graph, Origin, Output};
 use crate::import::build::Build;
 use crate::import::fx::program::{Program, label, names};
@@ -214,7 +214,7 @@ impl Walk<'_> {
             let Some(known) = outer.tensors.get(name).copied() else { continue };
             let mut scope = self.scope(node, outer);
             let known = match known {
-                Known::Absent(_) => known,
+                Known::Absent(_) | Known::Complex(..) => known,
                 _ => {
                     let value = scope.read(known)?;
                     let is_float = scope.fact(value).dtype.is_float();
@@ -237,7 +237,10 @@ impl Walk<'_> {
         {
             return Ok(made);
         }
-        let lower = table::find(&node.target).ok_or_else(|| Some(Reason::Unsupported(node.target.clone())))?;
+        let is_complex = |name: &str| matches!(outer.tensors.get(name), Some(Known::Complex(..)));
+        let reads_complex = node.inputs.iter().flat_map(|input| names(&input.arg)).any(is_complex);
+        let lower = complex::find(reads_complex, &node.target).or_else(|| table::find(&node.target));
+        let lower = lower.ok_or_else(|| Some(Reason::Unsupported(node.target.clone())))?;
         let gradients = self.gradients && !stops(node);
         let cast = self.cast_operands(graph, node, outer)?;
         let mut scope = self.scope(node, cast.as_ref().unwrap_or(outer));
@@ -246,8 +249,13 @@ impl Walk<'_> {
             && !gradients
         {
             for known in list.iter_mut().filter(|known| !matches!(known, Known::Absent(_))) {
-                let value = scope.read(*known)?;
-                *known = Known::Value(stopped(&mut scope, value)?);
+                *known = match *known {
+                    Known::Complex(re, im) => Known::Complex(stopped(&mut scope, re)?, stopped(&mut scope, im)?),
+                    known => {
+                        let value = scope.read(known)?;
+                        Known::Value(stopped(&mut scope, value)?)
+                    }
+                };
             }
         }
         Ok(made)
@@ -493,6 +501,7 @@ impl Walk<'_> {
         match outer.tensors.get(value) {
             // A running statistic: the average says how it moves.
             Some(Known::Absent(_) | Known::Weight(_)) | None => Ok(()),
+            Some(Known::Complex(..)) => Err(Reason::Unsupported(format!("a change of `{}` in place", shown(target)))),
             Some(Known::Value(value)) => {
                 let fact = self.graph.fact(*value);
                 match fact.dtype.is_integer() && fact.rank() == 0 {

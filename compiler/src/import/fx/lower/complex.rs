@@ -1,0 +1,422 @@
+//! Complex tensors, as two tensors of their real and imaginary parts: rotary embeddings that are written as products of
+//! complex numbers, and Fourier transforms. Both end in real tensors again; no core op knows complex numbers.
+//!
+//! What moves elements or adds them up is done to both parts alike. A transform along one axis is a product with a matrix
+//! that is known now.
+
+use super::resize::mixed;
+use super::table::{self, Lower};
+use super::{Known, Made, Names, Outputs, Scope, one};
+use crate::import::build::Build;
+use crate::import::fx::program::names;
+use crate::import::onnx::lower::attribute;
+use crate::import::onnx::lower::slice::part;
+use crate::import::reason::Reason;
+use crate::op::{Binary, Concat, Op, Unary, Value};
+use crate::tensor::dim::Dim;
+use std::f64::consts::TAU;
+
+/// Real and imaginary part.
+type Parts = (Value, Value);
+
+/// How a node is lowered that makes complex tensors or reads them; `None` for all others.
+pub fn find(reads_complex: bool, target: &str) -> Option<Lower> {
+    let refused: Lower = |_| Err(Reason::Unsupported("this operator on complex numbers".to_string()));
+    row(reads_complex, table::name(target)).or(reads_complex.then_some(refused))
+}
+
+/// Whether an operator is lowered for some complex tensors.
+pub fn knows(target: &str) -> bool {
+    row(true, table::name(target)).is_some()
+}
+
+fn row(reads_complex: bool, name: &str) -> Option<Lower> {
+    let lower: Lower = match name {
+        "view_as_complex" => of_pairs,
+        "complex" => of_parts,
+        "polar" => of_angle,
+        "fft_fft" | "fft_fft2" | "fft_fftn" => |s| transformed(s, true),
+        "fft_ifft" | "fft_ifft2" | "fft_ifftn" => |s| transformed(s, false),
+        "fft_rfft" | "fft_rfft2" | "fft_rfftn" => halved,
+        "_fft_r2c" => of_real,
+        "_fft_c2c" => |s| {
+            let forward = s.flag("forward", true)?;
+            transformed(s, forward)
+        },
+        "fft_irfft" | "fft_irfft2" | "fft_irfftn" | "_fft_c2r" => to_real,
+        _ if !reads_complex => return None,
+        "view_as_real" => to_pairs,
+        "real" => |s| one(operand(s)?.0),
+        "imag" => |s| one(operand(s)?.1),
+        "abs" => size,
+        "conj" | "_conj" | "conj_physical" | "_conj_physical" => conjugated,
+        "mul" | "mul_" | "multiply" => product,
+        "to" | "_to_copy" | "resolve_conj" | "resolve_neg" => |s| pair(operand(s)?),
+        "view" | "reshape" | "_unsafe_view" | "view_as" | "reshape_as" | "flatten" | "unflatten" | "unsqueeze"
+        | "squeeze" | "expand" | "expand_as" | "slice" | "select" | "narrow" | "transpose" | "permute" | "t"
+        | "index" | "index_select" | "cat" | "stack" | "clone" | "contiguous" | "detach" | "alias" | "neg" | "sum"
+        | "mean" | "repeat" | "flip" | "roll" | "split" | "split_with_sizes" | "chunk" | "unbind" | "movedim"
+        | "add" | "sub" | "div" | "lift_fresh_copy" => both,
+        "matmul" | "mm" | "bmm" | "einsum" => bilinear,
+        _ => return None,
+    };
+    Some(lower)
+}
+
+fn pair((re, im): Parts) -> Outputs {
+    Ok(Made::Tensors(vec![Known::Complex(re, im)]))
+}
+
+/// The parts of an argument; a real tensor has none that is imaginary.
+fn parts(scope: &mut Scope<'_>, name: &'static str) -> Result<(Value, Option<Value>), Reason> {
+    match scope.known(name)? {
+        Known::Complex(re, im) => Ok((re, Some(im))),
+        known => Ok((scope.read(known)?, None)),
+    }
+}
+
+/// The operand, which is complex.
+fn operand(scope: &mut Scope<'_>) -> Result<Parts, Reason> {
+    match parts(scope, "self")? {
+        (re, Some(im)) => Ok((re, im)),
+        (re, None) => {
+            let zero = scope.with_number(Binary::Mul, re, 0.0)?;
+            Ok((re, zero))
+        }
+    }
+}
+
+/// The last axis, of two elements, as the parts.
+fn of_pairs(scope: &mut Scope<'_>) -> Outputs {
+    let x = scope.value("self")?;
+    let shape = scope.fact(x).shape;
+    let Some((last, rest)) = shape.split_last().filter(|(last, _)| last.is(2)) else {
+        return Err(Reason::Inputs("its last axis is not one of pairs".to_string()));
+    };
+    let axis = rest.len();
+    let re = part(scope, x, axis, Dim::Known(0), Dim::Known(1))?;
+    let im = part(scope, x, axis, Dim::Known(1), last.clone())?;
+    pair((scope.reshape(re, rest.to_vec())?, scope.reshape(im, rest.to_vec())?))
+}
+
+/// The parts as a new last axis.
+fn to_pairs(scope: &mut Scope<'_>) -> Outputs {
+    let (re, im) = operand(scope)?;
+    let mut shape = scope.fact(re).shape;
+    let axis = shape.len();
+    shape.push(Dim::Known(1));
+    let parts = [scope.reshape(re, shape.clone())?, scope.reshape(im, shape)?];
+    one(scope.add(Op::Concat(Concat { axis }), &parts)?)
+}
+
+fn of_parts(scope: &mut Scope<'_>) -> Outputs {
+    let parts = (scope.value("real")?, scope.value("imag")?);
+    pair(parts)
+}
+
+/// `abs·(cos angle + i sin angle)`
+fn of_angle(scope: &mut Scope<'_>) -> Outputs {
+    let (abs, angle) = (scope.value("abs")?, scope.value("angle")?);
+    let (cos, sin) = (scope.unary(Unary::Cos, angle)?, scope.unary(Unary::Sin, angle)?);
+    pair((scope.binary(Binary::Mul, abs, cos)?, scope.binary(Binary::Mul, abs, sin)?))
+}
+
+/// `√(re² + im²)`, whose gradient at 0 is 0.
+fn size(scope: &mut Scope<'_>) -> Outputs {
+    let (re, im) = operand(scope)?;
+    let (re, im) = (scope.binary(Binary::Mul, re, re)?, scope.binary(Binary::Mul, im, im)?);
+    let sum = scope.binary(Binary::Add, re, im)?;
+    one(scope.root(sum, 2.0)?)
+}
+
+fn conjugated(scope: &mut Scope<'_>) -> Outputs {
+    let (re, im) = operand(scope)?;
+    pair((re, scope.unary(Unary::Neg, im)?))
+}
+
+/// `(a + bi)(c + di) = (ac - bd) + (ad + bc)i`; a number or a real tensor has no imaginary part.
+fn product(scope: &mut Scope<'_>) -> Outputs {
+    if let Some(number) = scope.number("other").ok().flatten() {
+        let (re, im) = operand(scope)?;
+        let number = number.float();
+        return pair((scope.with_number(Binary::Mul, re, number)?, scope.with_number(Binary::Mul, im, number)?));
+    }
+    let ((a, b), (c, d)) = (parts(scope, "self")?, parts(scope, "other")?);
+    let times = |scope: &mut Scope<'_>, a: Value, b: Value| -> Result<Value, Reason> {
+        let mut both = [a, b];
+        scope.alike(&mut both, None)?;
+        scope.binary(Binary::Mul, both[0], both[1])
+    };
+    let ac = times(scope, a, c)?;
+    let re = match (b, d) {
+        (Some(b), Some(d)) => {
+            let bd = times(scope, b, d)?;
+            scope.binary(Binary::Sub, ac, bd)?
+        }
+        _ => ac,
+    };
+    let ad = d.map(|d| times(scope, a, d)).transpose()?;
+    let bc = b.map(|b| times(scope, b, c)).transpose()?;
+    let im = match (ad, bc) {
+        (Some(ad), Some(bc)) => scope.binary(Binary::Add, ad, bc)?,
+        (Some(one), None) | (None, Some(one)) => one,
+        (None, None) => return Err(Reason::Inputs("neither operand is complex".to_string())),
+    };
+    pair((re, im))
+}
+
+/// The node with real tensors in place of complex ones, as `pick` chooses them by name.
+fn with_real(scope: &mut Scope<'_>, pick: impl Fn(&str, Parts) -> Value) -> Result<Vec<Known>, Reason> {
+    let lower = table::find(&scope.node.target).ok_or_else(|| Reason::Unsupported(scope.node.target.clone()))?;
+    let mut within = Names::default();
+    for name in scope.node.inputs.iter().flat_map(|input| names(&input.arg)) {
+        if let Some(size) = scope.names.sizes.get(name) {
+            within.sizes.insert(name.to_string(), size.clone());
+        }
+        if let Some(known) = scope.names.tensors.get(name) {
+            let known = match known {
+                Known::Complex(re, im) => Known::Value(pick(name, (*re, *im))),
+                other => *other,
+            };
+            within.tensors.insert(name.to_string(), known);
+        }
+    }
+    let mut inner = Scope {
+        node: scope.node,
+        origin: scope.origin.clone(),
+        names: &within,
+        said: scope.said,
+        frozen: scope.frozen,
+        graph: &mut *scope.graph,
+        constants: &mut *scope.constants,
+        ledger: &mut *scope.ledger,
+    };
+    match lower(&mut inner)? {
+        Made::Tensors(list) => Ok(list),
+        Made::Size(_) => Err(Reason::Inputs("a size of a complex tensor".to_string())),
+    }
+}
+
+/// The names of the complex tensors that the node reads, in order.
+fn read<'a>(scope: &Scope<'a>) -> Vec<&'a str> {
+    let read = scope.node.inputs.iter().flat_map(|input| names(&input.arg));
+    read.filter(|name| matches!(scope.names.tensors.get(*name), Some(Known::Complex(..)))).collect()
+}
+
+/// The same done to both parts. What is added must be complex as well, and what divides must not.
+fn both(scope: &mut Scope<'_>) -> Outputs {
+    let tensors = |scope: &Scope<'_>| {
+        let read = scope.node.inputs.iter().flat_map(|input| names(&input.arg));
+        read.filter(|name| scope.names.tensors.contains_key(*name)).count()
+    };
+    let (complex, all) = (read(scope).len(), tensors(scope));
+    let name = table::name(&scope.node.target).trim_end_matches('_');
+    let mixes = match name {
+        "add" | "sub" => complex != 2,
+        "cat" | "stack" => complex != all,
+        "div" => scope.has("other") && matches!(scope.known("other"), Ok(Known::Complex(..))),
+        _ => false,
+    };
+    if mixes {
+        return Err(Reason::Unsupported("real and complex numbers in one operator".to_string()));
+    }
+    let re = with_real(scope, |_, parts| parts.0)?;
+    let im = with_real(scope, |_, parts| parts.1)?;
+    let mut made = Vec::with_capacity(re.len());
+    for (re, im) in re.into_iter().zip(im) {
+        made.push(Known::Complex(scope.read(re)?, scope.read(im)?));
+    }
+    Ok(Made::Tensors(made))
+}
+
+/// What is linear in each of two operands.
+fn bilinear(scope: &mut Scope<'_>) -> Outputs {
+    let complex = read(scope);
+    match complex[..] {
+        [_] => both(scope),
+        [a, b] if a != b => {
+            let mut of = |first: bool, second: bool| -> Result<Value, Reason> {
+                let made = with_real(scope, |name, (re, im)| {
+                    let imaginary = if name == a { first } else { second };
+                    if imaginary { im } else { re }
+                })?;
+                let known = made.first().copied().unwrap_or(Known::Absent("a result that its operator does not have"));
+                scope.read(known)
+            };
+            let (ac, bd, ad, bc) = (of(false, false)?, of(true, true)?, of(false, true)?, of(true, false)?);
+            pair((scope.binary(Binary::Sub, ac, bd)?, scope.binary(Binary::Add, ad, bc)?))
+        }
+        _ => Err(Reason::Unsupported("a product of so many complex tensors".to_string())),
+    }
+}
+
+/// The axes of a transform, counted from the front, in the order given; the last is the one that halves.
+fn axes(scope: &Scope<'_>, rank: usize) -> Result<Vec<usize>, Reason> {
+    let name = table::name(&scope.node.target);
+    let given = match scope.ints("dim")? {
+        Some(list) => list,
+        None if name.ends_with('2') => vec![-2, -1],
+        None if name.ends_with('n') => (0..rank as i64).collect(),
+        None => vec![-1],
+    };
+    given.into_iter().map(|axis| attribute::axis(axis, rank)).collect()
+}
+
+fn length(scope: &Scope<'_>, x: Value, axis: usize) -> Result<i64, Reason> {
+    scope.fact(x).shape[axis].known().ok_or(Reason::NotConstant { what: "the size of a transform" })
+}
+
+/// The factor that a transform of so many elements takes in all.
+fn scale(scope: &Scope<'_>, elements: f64, forward: bool) -> Result<f64, Reason> {
+    if scope.has("normalization") {
+        return match scope.int("normalization", 0)? {
+            0 => Ok(1.0),
+            1 => Ok(elements.sqrt().recip()),
+            2 => Ok(elements.recip()),
+            other => Err(Reason::Unsupported(format!("normalisation {other}"))),
+        };
+    }
+    if table::name(&scope.node.target).starts_with("_fft") {
+        return Ok(1.0);
+    }
+    match (scope.text("norm", "backward")?.as_str(), forward) {
+        ("ortho", _) => Ok(elements.sqrt().recip()),
+        ("backward", true) | ("forward", false) => Ok(1.0),
+        ("backward", false) | ("forward", true) => Ok(elements.recip()),
+        (other, _) => Err(Reason::Unsupported(format!("the normalisation `{other}`"))),
+    }
+}
+
+/// Sizes that pad or cut are not taken.
+fn no_other_sizes(scope: &Scope<'_>, x: Value, axes: &[usize]) -> Result<(), Reason> {
+    for name in ["s", "n"] {
+        let Some(asked) = scope.ints(name)? else { continue };
+        for (asked, axis) in asked.iter().zip(axes) {
+            if *asked != -1 && *asked != length(scope, x, *axis)? {
+                return Err(Reason::Unsupported("a transform of more or fewer elements than there are".to_string()));
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Products along an axis with `cos` and `sin` of `2πkm/n`, for `k` up to `rows`.
+fn waves(scope: &mut Scope<'_>, x: Value, axis: usize, rows: i64) -> Result<Parts, Reason> {
+    let n = length(scope, x, axis)?;
+    let angle = |k: i64, m: i64| TAU * (k as f64 * m as f64 % n as f64) / n as f64;
+    let matrix = |of: fn(f64) -> f64| -> Vec<Vec<(i64, f64)>> {
+        (0..rows).map(|k| (0..n).map(|m| (m, of(angle(k, m)))).collect()).collect()
+    };
+    if rows.saturating_mul(n) > 1 << 22 {
+        return Err(Reason::Unsupported(format!("a transform of {n} elements")));
+    }
+    Ok((mixed(scope, x, axis, n, &matrix(f64::cos))?, mixed(scope, x, axis, n, &matrix(f64::sin))?))
+}
+
+/// The transform along one axis, to `rows` of its elements: `Σ x e^(∓2πikm/n)`.
+fn along(
+    scope: &mut Scope<'_>,
+    (re, im): (Value, Option<Value>),
+    axis: usize,
+    rows: i64,
+    forward: bool,
+) -> Result<Parts, Reason> {
+    let (re_cos, re_sin) = waves(scope, re, axis, rows)?;
+    let turned = if forward { scope.unary(Unary::Neg, re_sin)? } else { re_sin };
+    let Some(im) = im else { return Ok((re_cos, turned)) };
+    let (im_cos, im_sin) = waves(scope, im, axis, rows)?;
+    let re = scope.binary(if forward { Binary::Add } else { Binary::Sub }, re_cos, im_sin)?;
+    Ok((re, scope.binary(Binary::Add, im_cos, turned)?))
+}
+
+fn scaled(scope: &mut Scope<'_>, (re, im): Parts, factor: f64) -> Outputs {
+    if factor == 1.0 {
+        return pair((re, im));
+    }
+    pair((scope.with_number(Binary::Mul, re, factor)?, scope.with_number(Binary::Mul, im, factor)?))
+}
+
+/// The transform along all its axes.
+fn transformed(scope: &mut Scope<'_>, forward: bool) -> Outputs {
+    let mut x = parts(scope, "self")?;
+    let axes = axes(scope, scope.fact(x.0).rank())?;
+    no_other_sizes(scope, x.0, &axes)?;
+    let mut elements = 1.0;
+    for axis in axes {
+        let n = length(scope, x.0, axis)?;
+        elements *= n as f64;
+        let (re, im) = along(scope, x, axis, n, forward)?;
+        x = (re, Some(im));
+    }
+    let (re, Some(im)) = x else { return Err(Reason::Inputs("it has no axes".to_string())) };
+    let factor = scale(scope, elements, forward)?;
+    scaled(scope, (re, im), factor)
+}
+
+/// The transform of a real tensor, of which the last axis keeps the half that says all.
+fn halved(scope: &mut Scope<'_>) -> Outputs {
+    real_transformed(scope, true)
+}
+
+/// The same where an argument says whether a half is kept.
+fn of_real(scope: &mut Scope<'_>) -> Outputs {
+    let half = scope.flag("onesided", true)?;
+    real_transformed(scope, half)
+}
+
+fn real_transformed(scope: &mut Scope<'_>, half: bool) -> Outputs {
+    let value = scope.value("self")?;
+    let axes = axes(scope, scope.fact(value).rank())?;
+    no_other_sizes(scope, value, &axes)?;
+    let (mut x, mut elements) = ((value, None), 1.0);
+    for (at, axis) in axes.iter().rev().enumerate() {
+        let n = length(scope, x.0, *axis)?;
+        elements *= n as f64;
+        let rows = if at == 0 && half { n / 2 + 1 } else { n };
+        let (re, im) = along(scope, x, *axis, rows, true)?;
+        x = (re, Some(im));
+    }
+    let (re, Some(im)) = x else { return Err(Reason::Inputs("it has no axes".to_string())) };
+    let factor = scale(scope, elements, true)?;
+    scaled(scope, (re, im), factor)
+}
+
+/// The real tensor whose transform has this half along the last axis: the other half is its mirror.
+fn to_real(scope: &mut Scope<'_>) -> Outputs {
+    let mut x = operand(scope)?;
+    let axes = axes(scope, scope.fact(x.0).rank())?;
+    let Some((last, others)) = axes.split_last() else { return Err(Reason::Inputs("it has no axes".to_string())) };
+    let kept = length(scope, x.0, *last)?;
+    let sizes = match scope.ints("s")? {
+        Some(list) => list,
+        None => scope.ints("n")?.unwrap_or_default(),
+    };
+    let asked = if scope.has("last_dim_size") { scope.int("last_dim_size", 0)? } else { *sizes.last().unwrap_or(&-1) };
+    let n = if asked > 0 { asked } else { 2 * (kept - 1) };
+    if n < 1 || n / 2 + 1 != kept {
+        return Err(Reason::Unsupported("a transform of more or fewer elements than there are".to_string()));
+    }
+    let mut elements = n as f64;
+    for (at, axis) in others.iter().enumerate() {
+        let own = length(scope, x.0, *axis)?;
+        if sizes.get(at).is_some_and(|size| *size != -1 && *size != own) {
+            return Err(Reason::Unsupported("a transform of more or fewer elements than there are".to_string()));
+        }
+        elements *= own as f64;
+        x = along(scope, (x.0, Some(x.1)), *axis, own, false)?;
+    }
+    // x[m] = Σ w_k (re_k cos - im_k sin): all but the first, and the middle one of an even number, count twice.
+    let weight = |k: i64| if k == 0 || 2 * k == n { 1.0 } else { 2.0 };
+    let angle = |k: i64, m: i64| TAU * (k as f64 * m as f64 % n as f64) / n as f64;
+    let matrix = |of: fn(f64) -> f64| -> Vec<Vec<(i64, f64)>> {
+        (0..n).map(|m| (0..kept).map(|k| (k, weight(k) * of(angle(k, m)))).collect()).collect()
+    };
+    if n.saturating_mul(kept) > 1 << 22 {
+        return Err(Reason::Unsupported(format!("a transform of {n} elements")));
+    }
+    let re = mixed(scope, x.0, *last, kept, &matrix(f64::cos))?;
+    let im = mixed(scope, x.1, *last, kept, &matrix(f64::sin))?;
+    let y = scope.binary(Binary::Sub, re, im)?;
+    let factor = scale(scope, elements, false)?;
+    one(if factor == 1.0 { y } else { scope.with_number(Binary::Mul, y, factor)? })
+}
