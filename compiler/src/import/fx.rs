@@ -9,7 +9,7 @@
 //! torch.export.save(program, "model.pt2")
 //! ```
 //!
-//! Entries are read by name from the mapped file; nothing is extracted, unpickled, loaded as code or evaluated. Weights
+//! Entries are read by name from the mapped file; nothing is extracted, run, loaded as code or evaluated. Weights
 //! that lie in row-major order stay views into the file.
 
 pub mod archive;
