@@ -185,7 +185,7 @@ pub fn problem(error: &ProblemError) -> Option<String> {
 pub fn loss(error: &LossError) -> &'static str {
     match error {
         LossError::NotScalar { .. } => {
-            "`--loss cross-entropy`, `mse` or `bce` compares it with targets; `--loss output` wants a model whose first output is its own loss, a scalar"
+            "`--loss cross-entropy`, `mse` or `bce` compares it with targets; `--loss output` wants a model with its own loss, a scalar, as its first output or as its only scalar output"
         }
         LossError::Taken { .. } => {
             "`--loss output` trains a model that computes its own loss from it; else export the model with another name for that input"

@@ -18,7 +18,7 @@ pub enum Loss {
     Mse,
     /// Mean binary cross-entropy of logits against targets from 0 to 1
     Bce,
-    /// The model's first output, a scalar
+    /// The model's own loss: its first output where that is a scalar, else the only scalar among its outputs
     Output,
 }
 
@@ -33,10 +33,14 @@ impl Loss {
         }
     }
 
-    /// Of a graph where nobody says: a scalar output is a loss by itself; anything else is taken for logits.
+    /// Of a graph where nobody says: a scalar that comes first, or that follows from labels, is a loss by itself. Else the
+    /// first output is taken for logits.
     pub fn usual(graph: &Graph) -> Loss {
-        let is_scalar = graph.outputs.first().is_some_and(|output| graph.fact(output.value).rank() == 0);
-        if is_scalar { Loss::Output } else { Loss::CrossEntropy }
+        let is_loss = |at: usize| match at {
+            0 => graph.fact(graph.outputs[0].value).rank() == 0,
+            _ => loss::reads_more(graph, at),
+        };
+        if loss::own(graph).is_some_and(is_loss) { Loss::Output } else { Loss::CrossEntropy }
     }
 
     /// The name on the command line.

@@ -5,8 +5,8 @@ mod program;
 
 use compiler::import::import::Batch;
 use compiler::op::{Op, Unary};
-use compiler::tensor::Tensor;
 use compiler::tensor::dim::Dim;
+use compiler::tensor::{DType, Tensor};
 use program::{FLOAT, LONG, Program, close, count, float, int, ints, meta, tensor, tensors};
 use serde_json::{Value as Json, json};
 
@@ -287,7 +287,7 @@ fn places_in_memory_are_a_shape_where_all_elements_follow_in_order() {
     };
     let model = program(&[4, 1, 4, 4]).unwrap();
     assert_eq!(model.graph.fact(model.graph.outputs[0].value).to_string(), "f32[batch, 4, 1, 1]");
-    assert!(program(&[1, 3, 4, 4]).unwrap_err().contains("place in memory"));
+    assert!(program(&[1, 3, 4, 4]).unwrap_err().contains("as_strided"));
 }
 
 #[test]
@@ -359,4 +359,109 @@ fn fourier_transforms_are_products_and_come_back() {
         .node("exp", &[("self", tensor("half"))], &["e"])
         .node("real", &[("self", tensor("e"))], &["y"]);
     assert!(refused.model(&["y"]).unwrap_err().contains("complex numbers"));
+}
+
+/// What the file says of a tensor that lies in memory by these strides.
+fn laid(sizes: &[usize], strides: &[usize]) -> Json {
+    let mut said = meta(FLOAT, sizes, false);
+    said["strides"] = strides.iter().map(|n| json!({"as_int": n})).collect();
+    said
+}
+
+#[test]
+fn copies_keep_what_they_are_when_their_source_changes() {
+    let x = Tensor::from_f64(&[2, 2], &[1.0, 2.0, 3.0, 4.0]).cast(DType::F32);
+    let start = || {
+        let mut program = Program::default()
+            .input("x", FLOAT, &[2, 2])
+            .node("clone", &[("self", tensor("x"))], &["c"])
+            .node("transpose.int", &[("self", tensor("c")), ("dim0", int(0)), ("dim1", int(1))], &["t"]);
+        program.facts.insert("c".into(), laid(&[2, 2], &[2, 1]));
+        program.facts.insert("t".into(), laid(&[2, 2], &[1, 2]));
+        program.facts.insert("y".into(), laid(&[2, 2], &[2, 1]));
+        program.facts.insert("z".into(), laid(&[4], &[1]));
+        program
+    };
+    let changed = |program: Program| {
+        program.node("mul_.Tensor", &[("self", tensor("c")), ("other", float(10.0))], &["m"]).node(
+            "add.Tensor",
+            &[("self", tensor("y")), ("other", int(0))],
+            &["a"],
+        )
+    };
+    // Elements in another order are copied, and the same order is the tensor itself.
+    let copied = changed(start().node("contiguous", &[("self", tensor("t"))], &["y"])).run(&[("x", x.clone())], &["a"]);
+    close(&copied[0], &[1.0, 3.0, 2.0, 4.0]);
+    let shown = changed(start().node("contiguous", &[("self", tensor("c"))], &["y"])).run(&[("x", x.clone())], &["a"]);
+    close(&shown[0], &[10.0, 20.0, 30.0, 40.0]);
+    let flat = |of: &str| {
+        start()
+            .node("reshape", &[("self", tensor(of)), ("shape", ints(&[4]))], &["z"])
+            .node("mul_.Tensor", &[("self", tensor("c")), ("other", float(10.0))], &["m"])
+            .node("add.Tensor", &[("self", tensor("z")), ("other", int(0))], &["a"])
+            .run(&[("x", x.clone())], &["a"])
+    };
+    close(&flat("t")[0], &[1.0, 3.0, 2.0, 4.0]);
+    close(&flat("c")[0], &[10.0, 20.0, 30.0, 40.0]);
+}
+
+#[test]
+fn regions_change_the_tensors_outside_them() {
+    let inner = |switch: Json| {
+        let graph = json!({
+            "inputs": [tensor("v")], "outputs": [tensor("z")],
+            "nodes": [{
+                "target": "torch.ops.aten.zero_.default", "outputs": [tensor("z")], "metadata": {},
+                "inputs": [{"name": "self", "arg": tensor("v"), "kind": 1}],
+            }],
+            "tensor_values": {"v": meta(FLOAT, &[2], false), "z": meta(FLOAT, &[2], false)},
+        });
+        [("", switch), ("", json!({"as_graph": {"name": "wrapped", "graph": graph}})), ("", tensor("v"))]
+    };
+    let program = |of: &str| {
+        Program::default()
+            .input("x", FLOAT, &[2, 2])
+            .parameter("w", &Tensor::from_f64(&[2, 2], &[1.0; 4]).cast(DType::F32), false)
+            .node("mul.Tensor", &[("self", tensor(of)), ("other", float(1.0))], &["y"])
+            .node("select.int", &[("self", tensor("y")), ("dim", int(1)), ("index", int(0))], &["v"])
+            .node("torch.ops.higher_order.wrap_with_set_grad_enabled", &inner(flag(false)), &["n"])
+            .node("add.Tensor", &[("self", tensor("y")), ("other", tensor("x"))], &["a"])
+    };
+    let x = Tensor::from_f64(&[2, 2], &[1.0, 2.0, 3.0, 4.0]).cast(DType::F32);
+    close(&program("x").run(&[("x", x)], &["a"])[0], &[1.0, 4.0, 3.0, 8.0]);
+    // PyTorch's gradient would pass as if nothing had changed.
+    let refused = program("p_w").model(&["a"]).unwrap_err();
+    assert!(refused.contains("in place under no_grad"), "{refused}");
+}
+
+#[test]
+fn rows_that_are_counted_are_the_batch_when_they_are_written() {
+    let model = Program::default()
+        .input("x", FLOAT, &[3, 2])
+        .node("arange", &[("end", int(3))], &["i"])
+        .node("full", &[("size", ints(&[])), ("fill_value", float(7.0))], &["v"])
+        .node(
+            "index_fill.int_Tensor",
+            &[("self", tensor("x")), ("dim", int(0)), ("index", tensor("i")), ("value", tensor("v"))],
+            &["y"],
+        )
+        .model(&["y"])
+        .unwrap();
+    let x = Tensor::from_f64(&[5, 2], &[1.0; 10]).cast(DType::F32);
+    close(&program::values(&model, &[("x", x)])[0], &[7.0; 10]);
+}
+
+#[test]
+fn a_sum_that_is_divided_by_the_exported_batch_is_warned_of() {
+    let program = |by: f64| {
+        Program::default()
+            .input("x", FLOAT, &[3, 2])
+            .node("sum.dim_IntList", &[("self", tensor("x")), ("dim", ints(&[0]))], &["s"])
+            .node("div.Tensor", &[("self", tensor("s")), ("other", float(by))], &["y"])
+            .node("add.Tensor", &[("self", tensor("x")), ("other", tensor("y"))], &["z"])
+            .model(&["z"])
+            .unwrap()
+    };
+    let warned = |by: f64| program(by).warnings.iter().any(|warning| warning.contains("exported batch of 3"));
+    assert_eq!([3.0, 6.0, 4.0, 2.0].map(warned), [true, true, false, false]);
 }

@@ -131,10 +131,13 @@ impl Dataset {
     /// Refuses indices that no reader of an input in `graph` has a place for, so that they are told before training.
     pub fn check_indices(&self, graph: &Graph) -> Result<(), DataError> {
         for (name, array) in self.arrays.iter().filter(|(n, a)| *n != TARGET && !a.tensor.dtype().is_float()) {
-            let Some(size) = synthetic::limit(graph, name) else { continue };
+            let Some(synthetic::Limit { below: size, ignored }) = synthetic::limit(graph, name) else { continue };
             let per_row = (array.tensor.len() / array.tensor.shape().first().copied().unwrap_or(1).max(1)).max(1);
             let view = array.tensor.view();
-            if let Some(i) = (0..view.len()).find(|&i| !(-size..size).contains(&view.i64(i))) {
+            if let Some(i) = (0..view.len()).find(|&i| {
+                let index = view.i64(i);
+                !(-size..size).contains(&index) && Some(index) != ignored
+            }) {
                 let (row, index) = (i / per_row, view.i64(i));
                 return Err(DataError::Index { name: name.clone(), row, index, size });
             }

@@ -30,7 +30,7 @@ use crate::wiring::{Boards, boards, channels, meeting, most_shares, replicas, sh
 use crate::worker::{self, Cutting, Equipment, Event, Outcome, Span, WorkerError};
 use compiler::graph::{Graph, order};
 use compiler::op::{KernelError, NodeId};
-use compiler::pass::loss::LOSS_SCALE;
+use compiler::pass::loss::{LOSS, LOSS_SCALE};
 use compiler::plan::StageId;
 use compiler::schedule::rest::rest;
 use compiler::schedule::rule::Rule;
@@ -166,10 +166,15 @@ pub struct Trained {
 }
 
 /// Where every op that depends on a source runs: op `i` of `graph` (before a loss was attached) in stage `stages[i]`,
-/// ops of the loss where the predictions are made.
+/// ops of the loss where what they are the loss of is made.
 pub fn placement(graph: &Graph, with_loss: &Graph, stages: &[usize]) -> HashMap<NodeId, usize> {
     let mut place: HashMap<NodeId, usize> = order::numbered(graph).into_iter().zip(stages.iter().copied()).collect();
-    let last = graph.outputs.first().and_then(|o| place.get(&o.value.node)).copied().unwrap_or(0);
+    let loss = with_loss.outputs.iter().rev().find(|output| output.name == LOSS);
+    let mut maker = loss.or(with_loss.outputs.first()).map(|output| output.value.node);
+    while let Some(node) = maker.filter(|node| !place.contains_key(node)) {
+        maker = with_loss.inputs(node).first().map(|input| input.node);
+    }
+    let last = maker.and_then(|node| place.get(&node)).copied().unwrap_or(0);
     for id in order::numbered(with_loss) {
         place.entry(id).or_insert(last);
     }

@@ -100,7 +100,7 @@ pub struct Arguments {
     /// See the rows as they stand in the file; this is the default
     #[arg(long, help_heading = "Data")]
     no_shuffle: bool,
-    /// What is made small, the mean of it over the micro-batches of a minibatch [default: the plan's; output for a scalar output, else cross-entropy]
+    /// What is made small, the mean of it over the micro-batches of a minibatch [default: the plan's; output for a model that returns its loss, else cross-entropy]
     #[arg(long, value_enum, value_name = "NAME", help_heading = "Updates")]
     loss: Option<Loss>,
     /// The axis of classes; negative counts from the end [default: -1]

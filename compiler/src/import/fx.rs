@@ -16,6 +16,8 @@ pub mod archive;
 pub mod entries;
 pub mod error;
 pub mod expression;
+pub mod guards;
+pub mod inline;
 pub mod legacy;
 pub mod lower;
 pub mod program;

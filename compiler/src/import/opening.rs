@@ -50,8 +50,10 @@ pub fn agree<B: Build + ?Sized>(build: &mut B, op: &Op, inputs: &[Value]) -> Res
         }
         return Ok(inputs);
     }
-    if let Op::Gather(gather) = op {
-        picked(build, gather.axis, &inputs)?;
+    match op {
+        Op::Gather(gather) => picked(build, gather.axis, &inputs)?,
+        Op::Scatter(scatter) => picked(build, scatter.axis, &inputs)?,
+        _ => {}
     }
     for (slot, axis, want) in demands(build, op, &inputs)? {
         inputs[slot] = open(build, inputs[slot], axis, &want)?;
@@ -59,12 +61,12 @@ pub fn agree<B: Build + ?Sized>(build: &mut B, op: &Op, inputs: &[Value]) -> Res
     Ok(inputs)
 }
 
-/// Refuses to pick as many samples as the batch in the file has: numbers that were written down for that batch alone.
+/// Refuses to pick, or to write, as many samples as the batch in the file has: numbers that were written down for that batch alone.
 fn picked<B: Build + ?Sized>(build: &B, axis: usize, inputs: &[Value]) -> Result<(), Reason> {
     let (data, at) = (build.graph().fact(inputs[0]), build.graph().fact(inputs[1]));
     for have in &at.shape {
         if is_frozen(build, have, &data.shape[axis])? {
-            return Err(stuck(build.graph(), inputs[1], 0, "it picks samples by numbers that are written down"));
+            return Err(stuck(build.graph(), inputs[1], 0, "it picks samples by numbers that the file has"));
         }
     }
     Ok(())

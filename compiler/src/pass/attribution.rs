@@ -15,6 +15,7 @@ use super::memory::{ALIGNMENT, Needs, Passage, tensors};
 use super::pipeline::{self, PassBug};
 use super::sums::{only_in_sums, root, summed};
 use crate::graph::{Graph, Node, Origin, order};
+use crate::op::dropout::COUNTER;
 use crate::op::table::rule;
 use crate::op::{NodeId, Op, Unary, Value};
 use crate::profile::arena::{Live, raise};
@@ -256,14 +257,32 @@ fn check_sizes(graph: &Graph) -> Result<(), AttributionError> {
     Ok(())
 }
 
-/// For every op the first that it leads to and that depends on an input: itself, or for what follows from parameters alone a reader.
-pub fn leaders(graph: &Graph, ops: &[NodeId]) -> Vec<Option<usize>> {
-    let mut data: HashSet<NodeId> = HashSet::new();
+/// The nodes that depend on an input. Parameters or random numbers alone are none; what is made of both is taken for one, as
+/// the layers of a model that is fed with noise.
+pub fn of_data(graph: &Graph) -> HashSet<NodeId> {
+    let [mut data, mut random, mut learned] = [(); 3].map(|()| HashSet::new());
     for id in order::canonical(graph) {
-        if matches!(graph.node(id).op, Op::Input(_)) || graph.inputs(id).iter().any(|v| data.contains(&v.node)) {
-            data.insert(id);
-        }
+        let inputs = graph.inputs(id);
+        let any = |set: &HashSet<NodeId>| inputs.iter().any(|v| set.contains(&v.node));
+        let (is_random, is_learned) = (any(&random), any(&learned));
+        let set = match &graph.node(id).op {
+            Op::Input(input) if input.name == COUNTER => &mut random,
+            Op::Input(_) => &mut data,
+            Op::Parameter(_) | Op::State(_) => &mut learned,
+            _ if any(&data) || (is_random && is_learned) => &mut data,
+            _ if is_random => &mut random,
+            _ if is_learned => &mut learned,
+            _ => continue,
+        };
+        set.insert(id);
     }
+    data
+}
+
+/// For every op the first that it leads to and that depends on an input: itself, or for what follows from parameters or from
+/// random numbers alone a reader. So a mask is drawn in the stage that reads it.
+pub fn leaders(graph: &Graph, ops: &[NodeId]) -> Vec<Option<usize>> {
+    let data = of_data(graph);
     let number: HashMap<NodeId, usize> = ops.iter().enumerate().map(|(at, id)| (*id, at)).collect();
     let mut leaders = vec![None; ops.len()];
     for (at, id) in ops.iter().enumerate().rev() {

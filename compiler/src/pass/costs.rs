@@ -3,8 +3,8 @@
 //! An op's id is its place in [`numbered`](crate::graph::order::numbered). Sizes come from the graph; times, which are
 //! zero at first, from a profile of the same graph.
 
-use super::attribution::Attribution;
-use crate::graph::{Graph, order};
+use super::attribution::{Attribution, of_data};
+use crate::graph::Graph;
 use crate::op::table::rule;
 use crate::op::{NodeId, Op, Value};
 use crate::profile::Profile;
@@ -105,16 +105,11 @@ pub fn cost_graph(graph: &Graph, attribution: &Attribution) -> CostGraph {
     costs
 }
 
-/// For each op that depends on parameters and constants alone, the op it joins: the first reader that depends on data, through
+/// For each op that depends on parameters, random numbers and constants alone, the op it joins: the first reader that depends on data, through
 /// any others of its kind. So everything it leads to comes after what it joins. A graph without inputs has no such reader
 /// anywhere, and its ops stand for themselves.
 fn joins(graph: &Graph, attribution: &Attribution, readers: &dyn Fn(Value) -> Vec<OpId>) -> Vec<Option<OpId>> {
-    let mut data: HashSet<NodeId> = HashSet::new();
-    for id in order::canonical(graph) {
-        if matches!(graph.node(id).op, Op::Input(_)) || graph.inputs(id).iter().any(|v| data.contains(&v.node)) {
-            data.insert(id);
-        }
-    }
+    let data = of_data(graph);
     let depends = |op: usize| data.contains(&attribution.ops[op]);
     let last = (0..attribution.ops.len()).rev().find(|&op| depends(op)).map(|op| OpId(op as u32));
     let mut joins: Vec<Option<OpId>> = vec![None; attribution.ops.len()];

@@ -9,6 +9,7 @@ use crate::op::{Binary, Cast, CrossEntropy, Emit, Input, Op, Reduce, ReduceKind,
 use crate::tensor::DType;
 use crate::tensor::fact::Fact;
 use serde::{Deserialize, Serialize};
+use std::collections::{BTreeSet, HashSet};
 use thiserror::Error;
 
 /// What training makes small.
@@ -21,7 +22,7 @@ pub enum Loss {
     Mse,
     /// Mean binary cross-entropy of logits against targets in 0…1.
     Bce,
-    /// The graph's first output, a scalar.
+    /// The scalar among the graph's outputs: the first, or the only one.
     Output,
 }
 
@@ -75,11 +76,40 @@ pub fn scaled(graph: &mut Graph, loss: Value) {
     graph.outputs.push(Output { name: SCALED_LOSS.into(), value });
 }
 
-/// Adds the loss ops for the first output and returns the scalar loss, which becomes the graph's last result [`LOSS`].
+/// The output that can be the model's own loss: the first where it is a scalar, else the only scalar there is.
+pub fn own(graph: &Graph) -> Option<usize> {
+    let is_scalar = |output: &Output| {
+        let fact = graph.fact(output.value);
+        fact.dtype.is_float() && fact.shape.iter().all(|dim| dim.is(1))
+    };
+    let mut scalars = (0..graph.outputs.len()).filter(|at| is_scalar(&graph.outputs[*at]));
+    let first = scalars.next()?;
+    (first == 0 || scalars.next().is_none()).then_some(first)
+}
+
+/// Whether an output follows from an input that the first output does not follow from, as a loss does from labels.
+pub fn reads_more(graph: &Graph, output: usize) -> bool {
+    let inputs = |value: Value| {
+        let (mut seen, mut stack, mut inputs) = (HashSet::new(), vec![value.node], BTreeSet::new());
+        while let Some(node) = stack.pop() {
+            if seen.insert(node) {
+                if let Op::Input(_) = graph.node(node).op {
+                    inputs.insert(node);
+                }
+                stack.extend(graph.inputs(node).iter().map(|input| input.node));
+            }
+        }
+        inputs
+    };
+    !inputs(graph.outputs[output].value).is_subset(&inputs(graph.outputs[0].value))
+}
+
+/// Adds the loss ops for the first output, or for the one that is the loss, and returns the scalar loss, which becomes the graph's last result [`LOSS`].
 /// `class_axis` counts from the end when negative; the default is the last axis. Of an output in a type of two bytes the loss is
 /// taken in `f32`.
 pub fn attach(graph: &mut Graph, loss: Loss, class_axis: Option<i64>) -> Result<Value, LossError> {
-    let Some(Output { name, value: mut y }) = graph.outputs.first().cloned() else { return Err(LossError::NoOutput) };
+    let at = if loss == Loss::Output { own(graph).unwrap_or(0) } else { 0 };
+    let Some(Output { name, value: mut y }) = graph.outputs.get(at).cloned() else { return Err(LossError::NoOutput) };
     let mut fact = graph.fact(y).clone();
     if !fact.dtype.is_float() {
         return Err(LossError::NotFloat { name, fact: fact.to_string() });

@@ -31,8 +31,8 @@ pub fn synthetic(graph: &Graph, feeds: &[Named], item_rows: usize, rows: usize, 
             let unit = |i| (draw(i) >> 11) as f64 / (1u64 << 52) as f64 - 1.0;
             Tensor::from_f64(&shape, &(0..count).map(unit).collect::<Vec<_>>())
         } else {
-            let limit = if feed.name == COUNTER { Some(1) } else { limit(graph, &feed.name) };
-            let limit = limit.unwrap_or(2).max(1) as u64;
+            let limit = if feed.name == COUNTER { 1 } else { limit(graph, &feed.name).map_or(2, |limit| limit.below) };
+            let limit = limit.max(1) as u64;
             Tensor::from_i64(&shape, &(0..count).map(|i| (draw(i) % limit) as i64).collect::<Vec<_>>())
         };
         arrays.insert(feed.name.clone(), tensor.cast(feed.fact.dtype));
@@ -40,19 +40,37 @@ pub fn synthetic(graph: &Graph, feeds: &[Named], item_rows: usize, rows: usize, 
     arrays
 }
 
-/// One more than the largest index that every reader of the input accepts; `None` where nobody says.
-pub fn limit(graph: &Graph, name: &str) -> Option<i64> {
+/// The indices that every reader of an input accepts.
+pub struct Limit {
+    /// One more than the largest.
+    pub below: i64,
+    /// The label that losses leave out, where losses alone read the input.
+    pub ignored: Option<i64>,
+}
+
+/// The indices that every reader of the input accepts; `None` where nobody says.
+pub fn limit(graph: &Graph, name: &str) -> Option<Limit> {
     let input = graph.ids().find(|id| matches!(&graph.node(*id).op, Op::Input(i) if i.name == name));
     let input = input?;
     let mut limit = i64::MAX;
+    let mut ignored = Vec::new();
     let mut queue = vec![Value { node: input, output: 0 }];
     while let Some(value) = queue.pop() {
         for (reader, slot) in graph.consumers(value) {
             let table = |axis: usize| graph.fact(graph.inputs(reader)[0]).shape[axis].known().unwrap_or(i64::MAX);
             match &graph.node(reader).op {
-                Op::Gather(g) if slot == 1 => limit = limit.min(table(g.axis)),
-                Op::BatchGather(g) if slot == 1 => limit = limit.min(table(g.batch)),
-                Op::CrossEntropy(c) if slot == 1 => limit = limit.min(table(c.axis)),
+                Op::Gather(g) if slot == 1 => {
+                    limit = limit.min(table(g.axis));
+                    ignored.push(None);
+                }
+                Op::BatchGather(g) if slot == 1 => {
+                    limit = limit.min(table(g.batch));
+                    ignored.push(None);
+                }
+                Op::CrossEntropy(c) if slot == 1 => {
+                    limit = limit.min(table(c.axis));
+                    ignored.push(c.ignore);
+                }
                 Op::Reshape(_) | Op::Cast(_) | Op::Transpose(_) | Op::Slice(_) | Op::Broadcast(_) => {
                     queue.push(Value { node: reader, output: 0 });
                 }
@@ -60,5 +78,7 @@ pub fn limit(graph: &Graph, name: &str) -> Option<i64> {
             }
         }
     }
-    (limit != i64::MAX).then_some(limit)
+    let first = ignored.first().copied().flatten();
+    let ignored = first.filter(|_| ignored.iter().all(|other| *other == first));
+    (limit != i64::MAX).then_some(Limit { below: limit, ignored })
 }

@@ -34,10 +34,16 @@ pub type Entries = BTreeMap<String, (usize, Result<Bytes, FxError>)>;
 /// The entries of an opened archive.
 pub fn entries(bytes: &Bytes, zip: &mut ZipArchive<Cursor<&[u8]>>) -> Result<Entries, FxError> {
     let mut found = BTreeMap::new();
+    let mut total = 0u64;
     for at in 0..zip.len() {
         let entry = zip.by_index_data(at).map_err(|e| FxError::Zip(e.to_string()))?;
         let name = String::from_utf8_lossy(entry.name_raw()).into_owned();
         let header = entry.header_start();
+        // Entries that lie over one another would be read once for each name.
+        total = total.saturating_add(entry.compressed_size());
+        if total > bytes.len() as u64 {
+            return Err(FxError::Zip("its entries together are longer than the file".to_string()));
+        }
         if entry.compression() != CompressionMethod::Stored || entry.encrypted() {
             found.insert(name.clone(), (at, Err(FxError::Compressed { entry: name })));
             continue;

@@ -54,6 +54,12 @@ pub enum FxError {
         /// What is wrong with it.
         reason: String,
     },
+    /// A node that runs a graph which its arguments do not fit.
+    #[error("node `{}`: its arguments do not match the inputs of the graph that it runs", shown(node))]
+    Region {
+        /// The node.
+        node: String,
+    },
     /// Machine code in place of a graph.
     #[error("an AOTInductor package: it holds a compiled library and no graph, and pipec never loads code; {EXPORT}")]
     Compiled,

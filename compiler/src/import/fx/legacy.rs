@@ -28,6 +28,9 @@ const DEEPEST: usize = 32;
 /// The most values that a pickle may have in mind at once.
 const MOST: usize = 1 << 22;
 
+/// The most axes of a tensor.
+const AXES: usize = 64;
+
 /// The entries of such an archive under the names of later versions.
 pub fn translated(entries: BTreeMap<String, Bytes>) -> Result<BTreeMap<String, Bytes>, FxError> {
     let mut made = BTreeMap::new();
@@ -39,7 +42,7 @@ pub fn translated(entries: BTreeMap<String, Bytes>) -> Result<BTreeMap<String, B
         if find("byteorder").is_some_and(|order| order.as_ref() != b"little") {
             return Err(wrong("its numbers are not little-endian".to_string()));
         }
-        let pickle = find("data.pkl").ok_or_else(|| wrong("it has no table of contents".to_string()))?;
+        let pickle = find("data.pkl").ok_or_else(|| wrong("it has no data.pkl".to_string()))?;
         let table = tensors(pickle).map_err(|reason| wrong(reason.to_string()))?;
         let mut config = serde_json::Map::new();
         for (name, tensor) in table {
@@ -104,15 +107,15 @@ impl Held {
         };
         let depth = within.map_or(0, |depth| depth + 1);
         if depth > DEEPEST {
-            Err("its values lie too deep in one another")
+            Err("data.pkl is nested more than 32 levels deep")
         } else {
             Ok(Held { thing: Rc::new(thing), depth })
         }
     }
 }
 
-const CUT: &str = "its table of contents ends early";
-const OTHER: &str = "its table of contents is no table of tensors";
+const CUT: &str = "data.pkl ends early";
+const OTHER: &str = "data.pkl is not a dictionary of tensors";
 
 /// The bytes of a pickle, from the front on.
 struct Reader<'a>(&'a [u8]);
@@ -128,7 +131,7 @@ impl<'a> Reader<'a> {
     fn number(&mut self, bytes: usize, signed: bool) -> Result<i64, &'static str> {
         let taken = self.take(bytes)?;
         if bytes > 8 {
-            return Err("a number in its table of contents is too large");
+            return Err("a number in data.pkl has more than eight bytes");
         }
         let negative = signed && taken.last().is_some_and(|byte| byte & 0x80 != 0);
         let mut whole = [if negative { 0xff } else { 0 }; 8];
@@ -168,9 +171,11 @@ fn read(pickle: &[u8]) -> Result<Held, &'static str> {
     let mut stack: Vec<Held> = Vec::new();
     let mut marks: Vec<usize> = Vec::new();
     let mut memo: HashMap<usize, Held> = HashMap::new();
+    // Whoever adds to a list goes over all of it.
+    let mut gone_over = 0;
     loop {
-        if stack.len() > MOST || memo.len() > MOST || marks.len() > MOST {
-            return Err("its table of contents is too large");
+        if gone_over > MOST || stack.len() > MOST || memo.len() > MOST || marks.len() > MOST {
+            return Err("data.pkl is too large");
         }
         let code = reader.take(1)?[0];
         let made = match code {
@@ -229,12 +234,14 @@ fn read(pickle: &[u8]) -> Result<Held, &'static str> {
             b'a' | b'e' => {
                 let more = if code == b'e' { marked(&mut stack, &mut marks)? } else { popped(&mut stack, 1)? };
                 let Thing::List(mut list) = unshared(stack.pop().ok_or(OTHER)?) else { return Err(OTHER) };
+                gone_over += list.len();
                 list.extend(more);
                 Thing::List(list)
             }
             b's' | b'u' => {
                 let more = if code == b'u' { marked(&mut stack, &mut marks)? } else { popped(&mut stack, 2)? };
                 let Thing::Table(mut rows) = unshared(stack.pop().ok_or(OTHER)?) else { return Err(OTHER) };
+                gone_over += rows.len();
                 rows.extend(more.chunks_exact(2).map(|pair| (pair[0].clone(), pair[1].clone())));
                 Thing::Table(rows)
             }
@@ -293,7 +300,7 @@ fn storage(id: &Held) -> Result<Thing, &'static str> {
         "torch DoubleStorage" => 8,
         "torch BoolStorage" => 12,
         "torch BFloat16Storage" => 13,
-        _ => return Err("an element type in its table of contents is not supported"),
+        _ => return Err("data.pkl has tensors of an element type that is not supported"),
     };
     let is_plain = kind == "storage" && key.bytes().all(|byte| byte.is_ascii_alphanumeric());
     is_plain.then(|| Thing::Storage(dtype, key.clone())).ok_or(OTHER)
@@ -322,12 +329,15 @@ fn called(function: &Held, given: &Held) -> Result<Thing, &'static str> {
             }
             None => Err(OTHER),
         },
-        _ => Err("its table of contents calls what pipec does not know, and pipec never runs what a file says"),
+        _ => Err("data.pkl calls a function other than those that rebuild tensors; pipec never runs a pickle"),
     }
 }
 
 fn numbers(list: &Held) -> Result<Vec<i64>, &'static str> {
     let Thing::List(list) = &*list.thing else { return Err(OTHER) };
+    if list.len() > AXES {
+        return Err("a tensor in data.pkl has more than 64 axes");
+    }
     let number = |held: &Held| match &*held.thing {
         Thing::Number(number) => Ok(*number),
         _ => Err(OTHER),
@@ -363,7 +373,7 @@ mod tests {
         deep.extend([b')']);
         deep.extend([0x85; 64]);
         deep.push(b'.');
-        assert!(tensors(&deep).unwrap_err().contains("too deep"));
+        assert!(tensors(&deep).unwrap_err().contains("levels deep"));
         // Every table that is cut short or changed in one byte is read or refused, and nothing worse.
         let whole = table();
         for at in 0..whole.len() {

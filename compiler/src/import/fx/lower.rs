@@ -6,6 +6,7 @@
 //!
 //! Sizes that a program computes (`sym_size`, products of sizes) are [`Dim`]s and never reach the graph.
 
+pub mod alias;
 pub mod argument;
 pub mod arrange;
 pub mod attention;

@@ -6,6 +6,8 @@
 use crate::import::fx::archive::Archive;
 use crate::import::fx::error::{FxError, WeightError};
 use crate::import::fx::expression;
+use crate::import::fx::guards;
+use crate::import::fx::inline::inlined;
 use crate::import::fx::schema::{
     Argument, ExportedProgram, Graph, InputSpec, Node, OptionalTensor, OutputSpec, Payload, SymArgument, SymInt,
     TensorMeta, Weights,
@@ -58,6 +60,8 @@ pub struct Program {
     pub sha256: [u8; 32],
     /// The symbol that the exporter has for the batch.
     batch: Option<String>,
+    /// Symbols that are another one.
+    equal: HashMap<String, String>,
 }
 
 /// A weight of the module.
@@ -104,6 +108,10 @@ impl Program {
         let signature = program.graph_module.signature;
         let joint = signature.output_specs.iter().any(|o| matches!(o, OutputSpec::GradientToParameter { .. }));
         check(&graph)?;
+        let (graph, renamed) = inlined(graph)?;
+        if !renamed.is_empty() {
+            check(&graph)?;
+        }
         let mut read = Program {
             name,
             graph,
@@ -116,13 +124,21 @@ impl Program {
             warnings: Vec::new(),
             sha256: hash.finalize().into(),
             batch: None,
+            equal: HashMap::new(),
             joint,
         };
+        read.equal = guards::equal(&program.guards_code, &|input, axis| read.symbol(input, axis));
         if joint {
             read.warnings.push(JOINT.to_string());
         }
         read.sources(&signature.input_specs, &archive, &stores)?;
         read.results(&signature.output_specs)?;
+        let results = read.outputs.iter_mut().map(|(_, name)| name);
+        for name in results.chain(read.mutations.iter_mut().map(|(name, _)| name)) {
+            if let Some(inner) = renamed.get(name) {
+                name.clone_from(inner);
+            }
+        }
         read.one_tensor_twice();
         Ok(read)
     }
@@ -142,9 +158,10 @@ impl Program {
 
     /// The size that text of the file means.
     pub fn dim(&self, size: &SymInt) -> Result<Dim, crate::import::fx::error::ExpressionError> {
-        let named = |name: &str| match &self.batch {
-            Some(batch) if batch == name => Dim::symbol(BATCH),
-            _ => Dim::symbol(name),
+        let first = |name: &str| self.equal.get(name).map_or(name, String::as_str).to_string();
+        let named = |name: &str| match &self.batch.as_deref().map(first) {
+            Some(batch) if *batch == first(name) => Dim::symbol(BATCH),
+            _ => Dim::symbol(&first(name)),
         };
         match size {
             SymInt::AsInt(value) => Ok(Dim::Known(*value)),
@@ -181,7 +198,7 @@ impl Program {
             _ => None,
         };
         let users: Vec<String> = specs.iter().filter_map(user).collect();
-        self.batch = users.first().and_then(|name| self.leading_symbol(name));
+        self.batch = users.first().and_then(|name| self.symbol(name, 0));
         for name in users {
             let info = self.input(name)?;
             self.inputs.push(info);
@@ -231,9 +248,9 @@ impl Program {
         !self.joint && self.graph.tensor_values.get(placeholder).and_then(|meta| meta.requires_grad).unwrap_or(true)
     }
 
-    /// The symbol that is the first size of an input, when that is a symbol alone.
-    fn leading_symbol(&self, input: &str) -> Option<String> {
-        let size = self.dim(self.graph.tensor_values.get(input)?.sizes.first()?).ok()?;
+    /// The symbol that a size of an input is, when it is a symbol alone.
+    fn symbol(&self, input: &str, axis: usize) -> Option<String> {
+        let size = self.dim(self.graph.tensor_values.get(input)?.sizes.get(axis)?).ok()?;
         let symbols = size.symbols();
         let [symbol] = symbols.as_slice() else { return None };
         (size == Dim::symbol(symbol)).then(|| symbol.clone())
@@ -273,6 +290,8 @@ impl Program {
         let fact = Fact::of(place.dtype, &place.sizes);
         let path = format!("{folder}{}", payload.path_name);
         let initial = match loader.archive.get(&path) {
+            // A module on the meta device, or of fake tensors, has no values.
+            Some(bytes) if bytes.is_empty() && !place.sizes.contains(&0) => Err(path.clone()),
             Some(bytes) => Ok(place.tensor(bytes)?),
             None => Err(path.clone()),
         };
@@ -284,9 +303,11 @@ impl Program {
         if initial.is_err() {
             loader.missing.push(path.clone());
         }
+        // Without values nothing tells which names are one tensor.
+        let is_empty = loader.archive.get(&path).is_some_and(|bytes| bytes.is_empty());
         // One storage under two names is one tensor, if both names mean all the same elements of it.
         let others = loader.kept.entry(path).or_default();
-        for (other, at) in others.iter().filter(|(_, at)| parameter && self.weights[*at].parameter) {
+        for (other, at) in others.iter().filter(|(_, at)| parameter && !is_empty && self.weights[*at].parameter) {
             if *other == place {
                 self.warnings.push(format!(
                     "`{}` is tied to `{}`: they are one parameter under that name",

@@ -18,6 +18,9 @@ pub struct ExportedProgram {
     /// The version of PyTorch.
     #[serde(default)]
     pub torch_version: String,
+    /// What must hold of the sizes of inputs, as Python.
+    #[serde(default)]
+    pub guards_code: Vec<String>,
 }
 
 /// The version of the format.
@@ -65,6 +68,18 @@ pub struct Node {
     /// Its name; files of earlier versions have none.
     #[serde(default)]
     pub name: Option<String>,
+    /// The region that it stands in.
+    #[serde(skip)]
+    pub region: Region,
+}
+
+/// What holds for all nodes of a part of the program.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Region {
+    /// No gradient passes.
+    pub no_gradients: bool,
+    /// Operators compute in the element types that the file says, whatever their operands have.
+    pub autocast: bool,
 }
 
 /// Where a node comes from: of the long texts of the file what is told of them.

@@ -153,6 +153,16 @@ impl Scope<'_> {
         self.said.get(&tensor.name)?.strides.iter().map(step).collect()
     }
 
+    /// The elements before the first of a tensor argument in its memory, as the file says.
+    pub fn storage_offset(&self, name: &str) -> Option<i64> {
+        let Some(Argument::AsTensor(tensor)) = self.argument(name) else { return None };
+        match &self.said.get(&tensor.name)?.storage_offset {
+            Some(SymInt::AsInt(offset)) => Some(*offset),
+            Some(SymInt::AsExpr(_)) => None,
+            None => Some(0),
+        }
+    }
+
     /// A number, `None` when it is left out.
     pub fn number(&self, name: &'static str) -> Result<Option<Number>, Reason> {
         match self.argument(name) {

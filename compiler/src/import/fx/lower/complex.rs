@@ -246,7 +246,7 @@ fn bilinear(scope: &mut Scope<'_>) -> Outputs {
             let (ac, bd, ad, bc) = (of(false, false)?, of(true, true)?, of(false, true)?, of(true, false)?);
             pair((scope.binary(Binary::Sub, ac, bd)?, scope.binary(Binary::Add, ad, bc)?))
         }
-        _ => Err(Reason::Unsupported("a product of so many complex tensors".to_string())),
+        _ => Err(Reason::Unsupported("this product of complex tensors".to_string())),
     }
 }
 
@@ -293,7 +293,7 @@ fn no_other_sizes(scope: &Scope<'_>, x: Value, axes: &[usize]) -> Result<(), Rea
         let Some(asked) = scope.ints(name)? else { continue };
         for (asked, axis) in asked.iter().zip(axes) {
             if *asked != -1 && *asked != length(scope, x, *axis)? {
-                return Err(Reason::Unsupported("a transform of more or fewer elements than there are".to_string()));
+                return Err(Reason::Unsupported("an FFT that pads or cuts its input".to_string()));
             }
         }
     }
@@ -394,13 +394,13 @@ fn to_real(scope: &mut Scope<'_>) -> Outputs {
     let asked = if scope.has("last_dim_size") { scope.int("last_dim_size", 0)? } else { *sizes.last().unwrap_or(&-1) };
     let n = if asked > 0 { asked } else { 2 * (kept - 1) };
     if n < 1 || n / 2 + 1 != kept {
-        return Err(Reason::Unsupported("a transform of more or fewer elements than there are".to_string()));
+        return Err(Reason::Unsupported("an FFT that pads or cuts its input".to_string()));
     }
     let mut elements = n as f64;
     for (at, axis) in others.iter().enumerate() {
         let own = length(scope, x.0, *axis)?;
         if sizes.get(at).is_some_and(|size| *size != -1 && *size != own) {
-            return Err(Reason::Unsupported("a transform of more or fewer elements than there are".to_string()));
+            return Err(Reason::Unsupported("an FFT that pads or cuts its input".to_string()));
         }
         elements *= own as f64;
         x = along(scope, (x.0, Some(x.1)), *axis, own, false)?;

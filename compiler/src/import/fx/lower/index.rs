@@ -6,6 +6,7 @@ use crate::import::batched;
 use crate::import::build::Build;
 use crate::import::onnx::lower::gather::{count, further, scaled, steps};
 use crate::import::onnx::lower::movement::{met, transposed};
+use crate::import::opening::shaped;
 use crate::import::reason::Reason;
 use crate::op::{Compare, Gather, Op, Value};
 use crate::tensor::DType;
@@ -65,6 +66,13 @@ pub fn gather(scope: &mut Scope<'_>) -> Outputs {
     let (x, index) = (scope.value("self")?, scope.value("index")?);
     let dims = scope.fact(x).shape;
     let along = scope.axis("dim", 0, dims.len())?;
+    // Along the other axes elements stand where the index does: where that has the batch, they do.
+    let mut wide = scope.fact(index).shape;
+    if let Some(size) = wide.get_mut(along) {
+        size.clone_from(&dims[along]);
+    }
+    let x = shaped(scope, x, &wide)?;
+    let dims = scope.fact(x).shape;
     if let Some(slices) = batched::slices(scope, &dims, index, along)? {
         return one(batched::gather(scope, x, slices, along)?);
     }
@@ -143,6 +151,7 @@ impl Indexed {
         let sizes = &turned[lead..lead + given.len()];
         let mut place = None;
         for (at, (_, index)) in given.into_iter().enumerate() {
+            let index = every(scope, index, &sizes[at])?;
             let index = scope.cast(index, DType::I64)?;
             let steps = match sizes {
                 // A gather counts from the end by itself.
@@ -163,33 +172,32 @@ impl Indexed {
 /// not differ: the same columns of every row, as masks are looked up. `None` where it is anything else.
 fn of_every_row(scope: &mut Scope<'_>, x: Value, rows: Value, columns: Value) -> Result<Option<Value>, Reason> {
     let Some(axis) = counted(scope, rows) else { return Ok(None) };
-    let (dims, picked) = (scope.fact(x).shape, scope.fact(columns).shape);
+    let (dims, mut picked) = (scope.fact(x).shape, scope.fact(columns).shape);
     let own = scope.fact(rows).shape;
+    // Both in the rank in which they meet.
+    picked.splice(0..0, vec![Dim::Known(1); own.len().saturating_sub(picked.len())]);
+    let under = axis + picked.len() - own.len();
     let count = own[axis].clone();
     let all = dims[0] == count || dims[0].substitute(scope.frozen)? == count.substitute(scope.frozen)?;
-    // The axis of the columns under that of the rows.
-    let under = (axis + picked.len()).checked_sub(own.len());
-    let same = under.is_none_or(|at| picked[at].is(1));
-    if dims.len() < 2
-        || !all
-        || !same
-        || !scope.fact(columns).dtype.is_integer()
-        || axis > 0 && picked.len() < own.len()
-    {
+    if dims.len() < 2 || !all || !picked[under].is(1) || !scope.fact(columns).dtype.is_integer() {
         return Ok(None);
     }
-    let mut kept = picked.clone();
-    if let Some(at) = under {
-        kept.remove(at);
-    }
-    // The rows come first; they go where they are in the index.
-    let at = under.unwrap_or(0);
-    let columns = scope.reshape(columns, kept.clone())?;
+    picked.remove(under);
+    let columns = scope.reshape(columns, picked)?;
     let columns = scope.cast(columns, DType::I64)?;
     let y = scope.add(Op::Gather(Gather { axis: 1 }), &[x, columns])?;
     let rank = scope.fact(y).rank();
-    let perm = (1..=at).chain([0]).chain(at + 1..rank).collect();
+    // The rows come first; they go where they are in the index.
+    let perm = (1..=under).chain([0]).chain(under + 1..rank).collect();
     transposed(scope, y, perm).map(Some)
+}
+
+/// An index that counts as many elements as the batch of the file has, for an axis that is the open batch, counts them all.
+pub fn every(scope: &mut Scope<'_>, index: Value, size: &Dim) -> Result<Value, Reason> {
+    let Some(axis) = counted(scope, index) else { return Ok(index) };
+    let mut shape = scope.fact(index).shape;
+    shape[axis].clone_from(size);
+    shaped(scope, index, &shape)
 }
 
 /// The one axis along which a value counts `0, 1, …` while it has a size of 1 along all others.

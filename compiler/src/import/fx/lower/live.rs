@@ -1,7 +1,6 @@
 //! The nodes of a graph that a result needs. Assertions need what they check and nothing needs them, so that neither they
 //! nor numbers that are read from tensors for them alone have to be lowered.
 
-use super::support::is_wrapper;
 use super::table;
 use crate::import::fx::program::names;
 use crate::import::fx::schema::{Graph, Node};
@@ -13,8 +12,7 @@ pub fn live(graph: &Graph) -> Vec<&Node> {
     let mut needed: HashSet<&str> = graph.outputs.iter().flat_map(names).collect();
     let mut live = Vec::with_capacity(graph.nodes.len());
     for node in graph.nodes.iter().rev() {
-        let changes = table::in_place(&node.target) || (is_wrapper(&node.target) && node.outputs.is_empty());
-        if changes || node.outputs.iter().flat_map(names).any(|name| needed.contains(name)) {
+        if table::in_place(&node.target) || node.outputs.iter().flat_map(names).any(|name| needed.contains(name)) {
             needed.extend(node.inputs.iter().flat_map(|input| names(&input.arg)));
             live.push(node);
         }

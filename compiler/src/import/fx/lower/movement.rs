@@ -33,7 +33,7 @@ pub fn view_as(scope: &mut Scope<'_>) -> Outputs {
 /// The elements at places in memory, where those are the elements of the operand in order: axes of size 1 come and go,
 /// as in the mean of an image that lies with its channels last.
 pub fn strided(scope: &mut Scope<'_>) -> Outputs {
-    let refused = || Reason::Unsupported("elements picked by their place in memory, not all and in order,".to_string());
+    let refused = || Reason::Unsupported("as_strided of anything but all elements in their order".to_string());
     let (sizes, strides) = (scope.shape("size")?, scope.ints("stride")?.unwrap_or_default());
     let x = scope.value("self")?;
     let own = scope.fact(x).shape;
@@ -46,7 +46,8 @@ pub fn strided(scope: &mut Scope<'_>) -> Outputs {
         && from.iter().zip(&to).map(same).collect::<Result<Vec<_>, _>>()?.into_iter().all(|same| same);
     let steps = scope.strides("self").filter(|steps| steps.len() == own.len() && strides.len() == sizes.len());
     let kept = steps.is_some_and(|steps| from.iter().zip(&to).all(|(a, b)| steps[*a] == strides[*b]));
-    if !all || !kept || scope.int("storage_offset", 0)? != 0 {
+    let moved = scope.has("storage_offset") && Some(scope.int("storage_offset", 0)?) != scope.storage_offset("self");
+    if !all || !kept || moved {
         return Err(refused());
     }
     let mut shape = sizes;

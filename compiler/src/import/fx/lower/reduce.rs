@@ -240,24 +240,35 @@ pub fn histogram(scope: &mut Scope<'_>) -> Outputs {
     let own = scope.fact(x);
     let (bins, low, high) = (scope.int("bins", 100)?, scope.float("min", 0.0)?, scope.float("max", 0.0)?);
     if !(1..=1 << 16).contains(&bins) || low > high {
-        return Err(Reason::Inputs(format!("{bins} spans from {low} to {high}")));
+        return Err(Reason::Inputs(format!(
+            "histc needs 1 to 65,536 bins and min ≤ max; it has {bins} bins, min {low} and max {high}"
+        )));
     }
-    let x = scope.cast(x, DType::F64)?;
+    // Places are computed in the element type of the operand, as PyTorch does, and rounded down.
+    let dtype = if own.dtype == DType::F64 { DType::F64 } else { DType::F32 };
+    let x = scope.cast(x, dtype)?;
     let x = scope.reshape(x, vec![volume(&own.shape)?])?;
     let (low, high) = match low == high {
-        true => (scope.reduce(ReduceKind::Min, x, &[0], false)?, scope.reduce(ReduceKind::Max, x, &[0], false)?),
-        false => (scope.scalar(DType::F64, low)?, scope.scalar(DType::F64, high)?),
+        true => {
+            let (low, high) =
+                (scope.reduce(ReduceKind::Min, x, &[0], false)?, scope.reduce(ReduceKind::Max, x, &[0], false)?);
+            // Where all elements are equal, the limits are one below and one above.
+            let is_one = scope.compare(Compare::Equal, low, high)?;
+            let margin = scope.cast(is_one, dtype)?;
+            (scope.binary(Binary::Sub, low, margin)?, scope.binary(Binary::Add, high, margin)?)
+        }
+        false => (scope.scalar(dtype, low)?, scope.scalar(dtype, high)?),
     };
     let width = scope.binary(Binary::Sub, high, low)?;
     let from = scope.binary(Binary::Sub, x, low)?;
     let scaled = scope.with_number(Binary::Mul, from, bins as f64)?;
     let place = scope.binary(Binary::Div, scaled, width)?;
     let place = scope.unary(Unary::Floor, place)?;
-    let last = scope.scalar(DType::F64, bins as f64 - 1.0)?;
+    let last = scope.scalar(dtype, bins as f64 - 1.0)?;
     let is_end = scope.compare(Compare::Equal, x, high)?;
     let place = scope.select(is_end, last, place)?;
     let column = scope.reshape(place, vec![volume(&own.shape)?, Dim::Known(1)])?;
-    let spans = Fact::new(DType::F64, vec![Dim::Known(bins)]);
+    let spans = Fact::new(dtype, vec![Dim::Known(bins)]);
     let spans = scope.add(Op::Iota(Iota { fact: spans, axis: 0 }), &[])?;
     let hit = scope.compare(Compare::Equal, column, spans)?;
     let counted = scope.cast(hit, own.dtype)?;

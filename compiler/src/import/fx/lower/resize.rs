@@ -59,8 +59,12 @@ impl Axis {
     fn weights(&self, way: Way) -> Vec<Vec<(i64, f64)>> {
         let last = self.from - 1;
         let row = |i: i64| match way {
-            Way::Nearest => vec![(((i as f64 * self.scale).floor() as i64).clamp(0, last), 1.0)],
-            Way::NearestExact => vec![((((i as f64 + 0.5) * self.scale).floor() as i64).clamp(0, last), 1.0)],
+            // In single precision, as PyTorch computes these places: they are rounded down.
+            Way::Nearest => vec![(((i as f32 * self.scale as f32).floor() as i64).clamp(0, last), 1.0)],
+            Way::NearestExact => {
+                let place = (i as f32 + 0.5) * self.scale as f32 - 0.5;
+                vec![(((place + 0.5).floor() as i64).clamp(0, last), 1.0)]
+            }
             Way::Linear => {
                 let place = self.place(i).max(0.0);
                 let low = (place.floor() as i64).min(last);
@@ -162,7 +166,13 @@ pub fn resize(scope: &mut Scope<'_>, way: Way) -> Outputs {
             (None, None) => return Err(Reason::Inputs("no size is given".to_string())),
         };
         let scale = factor.map_or(from as f64 / to as f64, |factor| 1.0 / factor);
-        if from == to && scale == 1.0 {
+        // PyTorch copies some axes that keep their size, whatever the factor.
+        let is_copy = match way {
+            Way::Nearest => axes == 2,
+            Way::NearestExact | Way::Cubic => false,
+            Way::Linear | Way::LinearSmooth | Way::CubicSmooth => true,
+        };
+        if from == to && (is_copy || scale == 1.0) {
             continue;
         }
         let rows = Axis { from, to, scale, corners }.weights(way);
@@ -193,7 +203,8 @@ pub fn sampled(scope: &mut Scope<'_>) -> Outputs {
         2 => 4,
         other => return Err(Reason::Unsupported(format!("interpolation mode {other}"))),
     };
-    let reading = Reading { padding, corners: scope.flag("align_corners", false)?, filter: grid::filter_of(joined) };
+    let (corners, filter) = (scope.flag("align_corners", false)?, grid::filter_of(joined));
+    let reading = Reading { padding, border_first: joined != 4, corners, filter };
     one(grid::sampled(scope, x, places, &reading)?)
 }
 

@@ -186,6 +186,7 @@ pub fn slices(scope: &mut Scope<'_>, kind: ScatterKind) -> Outputs {
     let (x, index) = (scope.value("self")?, scope.value("index")?);
     let fact = scope.fact(x);
     let axis = attribute::axis(scope.int("dim", 0)?, fact.rank())?;
+    let index = super::index::every(scope, index, &fact.shape[axis])?;
     let mut places = scope.fact(index);
     let index = if places.rank() == 0 { scope.reshape(index, vec![Dim::Known(1)])? } else { index };
     places = scope.fact(index);

@@ -3,32 +3,9 @@
 use super::live::live;
 use super::{complex, table};
 use crate::import::fx::program::label;
-use crate::import::fx::schema::{Argument, Graph};
+use crate::import::fx::schema::Graph;
 use crate::import::onnx::lower::support::{Missing, Unsupported};
 use std::collections::BTreeMap;
-
-/// The higher-order operator that runs a graph with or without gradients.
-pub const SET_GRAD: &str = "torch.ops.higher_order.wrap_with_set_grad_enabled";
-
-/// The higher-order operator that runs a graph with autocast on or off.
-pub const AUTOCAST: &str = "torch.ops.higher_order.wrap_with_autocast";
-
-/// Whether an operator runs the graph that is among its arguments, once and as it stands.
-pub fn is_wrapper(target: &str) -> bool {
-    let Some(name) = target.strip_prefix("torch.ops.higher_order.") else { return false };
-    let name = name.split('.').next().unwrap_or(name);
-    matches!(
-        name,
-        "wrap_with_set_grad_enabled"
-            | "wrap_with_autocast"
-            | "tag_activation_checkpoint"
-            | "wrap_activation_checkpoint"
-            | "wrap"
-            | "hints_wrapper"
-            | "invoke_subgraph"
-            | "strict_mode"
-    )
-}
 
 /// Whether every node can be lowered.
 pub fn check(graph: &Graph) -> Result<(), Unsupported> {
@@ -39,15 +16,9 @@ pub fn check(graph: &Graph) -> Result<(), Unsupported> {
 
 fn gather(graph: &Graph, missing: &mut BTreeMap<String, Missing>) {
     for node in live(graph) {
-        for input in &node.inputs {
-            if let Argument::AsGraph(inner) = &input.arg {
-                gather(&inner.graph, missing);
-            }
-        }
         let why = match table::find(&node.target) {
             Some(_) => continue,
             None if complex::knows(&node.target) => continue,
-            None if is_wrapper(&node.target) => continue,
             None => why(&node.target),
         };
         let operator = node.target.strip_prefix("torch.ops.").unwrap_or(&node.target).to_string();

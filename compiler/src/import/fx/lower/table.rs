@@ -38,54 +38,6 @@ pub fn in_place(target: &str) -> bool {
     name.ends_with('_') && !name.starts_with("__")
 }
 
-/// Whether a result may share its elements with the first operand.
-pub fn is_view(target: &str) -> bool {
-    matches!(
-        name(target),
-        "view"
-            | "reshape"
-            | "_unsafe_view"
-            | "view_as"
-            | "reshape_as"
-            | "flatten"
-            | "unflatten"
-            | "permute"
-            | "transpose"
-            | "t"
-            | "numpy_T"
-            | "unsqueeze"
-            | "squeeze"
-            | "expand"
-            | "expand_as"
-            | "slice"
-            | "select"
-            | "narrow"
-            | "split"
-            | "split_with_sizes"
-            | "chunk"
-            | "unbind"
-            | "alias"
-            | "detach"
-            | "contiguous"
-            | "to"
-            | "type_as"
-            | "dropout"
-            | "lift_fresh"
-            | "swapaxes"
-            | "swapdims"
-            | "movedim"
-            | "mT"
-            | "diagonal"
-            | "unfold"
-            | "broadcast_to"
-            | "ravel"
-            | "tensor_split"
-            | "positive"
-            | "resolve_conj"
-            | "resolve_neg"
-    )
-}
-
 /// Whether the result's element type is what the node is about.
 pub fn is_cast(target: &str) -> bool {
     matches!(name(target), "to" | "_to_copy" | "type_as" | "copy_" | "copy")

@@ -9,10 +9,10 @@
 //! Faults are gathered: a node that cannot be lowered leaves its outputs broken, and what reads them is passed over.
 //! What the file says of the shape of every result is compared with what the core ops give.
 
+use super::alias::{self, operand};
 use super::live::live;
 use super::movement::stopped;
-use super::support::{self, AUTOCAST, SET_GRAD, is_wrapper};
-use super::{Known, Made, Names, Scope, complex, stop, table, write};
+use super::{Known, Made, Names, Scope, complex, stop, support, table, write};
 use crate::graph::{Graph, Origin, Output};
 use crate::import::build::Build;
 use crate::import::fx::program::{Program, label, names};
@@ -58,8 +58,7 @@ pub fn lower(program: &Program, inputs: &[Fact], frozen: &Frozen) -> Result<Lowe
         constants: HashMap::new(),
         ledger: Ledger { weights: program.weights.iter().map(weight).collect(), ..Ledger::default() },
         faults: Vec::new(),
-        gradients: true,
-        autocast: false,
+        gradients: Vec::new(),
     };
     let mut outer = Names::default();
     for (name, at) in &program.placeholders {
@@ -77,7 +76,7 @@ pub fn lower(program: &Program, inputs: &[Fact], frozen: &Frozen) -> Result<Lowe
             reason: Box::new(reason),
         })?;
     }
-    walk.nodes(&program.graph, &mut outer);
+    walk.nodes(&mut outer);
     if !walk.faults.is_empty() {
         return Err(LowerError::Nodes(Faults(walk.faults)));
     }
@@ -93,10 +92,8 @@ struct Walk<'a> {
     constants: HashMap<usize, Value>,
     ledger: Ledger,
     faults: Vec<Fault>,
-    /// Whether gradients pass what is lowered now.
-    gradients: bool,
-    /// Whether what is lowered now computes in the element types that the file says, whatever its operands have.
-    autocast: bool,
+    /// Whether a gradient may pass from a node of the graph to a weight, as far as was asked.
+    gradients: Vec<bool>,
 }
 
 /// Which names show elements of one tensor.
@@ -104,14 +101,14 @@ struct Walk<'a> {
 struct Views<'g> {
     class: HashMap<String, usize>,
     members: Vec<Vec<String>>,
-    /// The node that made a view.
-    makers: HashMap<String, &'g schema::Node>,
+    /// The node that made a view, and the tensor that it shows.
+    makers: HashMap<String, (&'g schema::Node, &'g str)>,
 }
 
 impl<'g> Views<'g> {
-    fn show(&mut self, name: &str, base: &str, maker: &'g schema::Node) {
+    fn show(&mut self, name: &str, base: &'g str, maker: &'g schema::Node) {
         self.join(name, base);
-        self.makers.insert(name.to_string(), maker);
+        self.makers.insert(name.to_string(), (maker, base));
     }
 
     fn class_of(&mut self, name: &str) -> usize {
@@ -145,17 +142,12 @@ impl Walk<'_> {
         }
     }
 
-    fn nodes(&mut self, graph: &schema::Graph, outer: &mut Names) {
+    fn nodes(&mut self, outer: &mut Names) {
+        let program = self.program;
         let mut views = Views::default();
-        for node in live(graph) {
-            let result = match is_wrapper(&node.target) {
-                true => self.inline(node, outer),
-                false => {
-                    self.shown_anew(node, outer, &views);
-                    self.node(graph, node, outer).and_then(|made| self.named(graph, node, made, outer, &mut views))
-                }
-            };
-            match result {
+        for node in live(&program.graph) {
+            self.shown_anew(node, outer, &views);
+            match self.node(node, outer).and_then(|made| self.named(node, made, outer, &mut views)) {
                 Ok(()) | Err(None) => {}
                 Err(Some(reason)) => {
                     let operator = node.target.strip_prefix("torch.ops.").unwrap_or(&node.target).to_string();
@@ -173,15 +165,19 @@ impl Walk<'_> {
                 let mut ways = Vec::new();
                 let mut stale = name;
                 while outer.tensors.get(stale) == Some(&CHANGED) && ways.len() < DEEPEST {
-                    let Some(maker) = views.makers.get(stale) else { break };
-                    let Some(base) = operand(maker) else { break };
-                    ways.push(*maker);
+                    let Some((maker, base)) = views.makers.get(stale).copied() else { break };
+                    ways.push(maker);
                     stale = base;
                 }
                 for maker in ways.into_iter().rev() {
                     let Some(lower) = table::find(&maker.target) else { break };
                     // What cannot be made again stays broken, and whoever reads it says so.
-                    let Ok(Made::Tensors(made)) = lower(&mut self.scope(maker, outer)) else { break };
+                    let mut scope = self.scope(maker, outer);
+                    let made = lower(&mut scope).and_then(|made| match maker.region.no_gradients {
+                        true => without_gradients(&mut scope, made),
+                        false => Ok(made),
+                    });
+                    let Ok(Made::Tensors(made)) = made else { break };
                     for (name, known) in maker.outputs.iter().flat_map(names).zip(made) {
                         if outer.tensors.get(name) == Some(&CHANGED) {
                             outer.tensors.insert(name.to_string(), known);
@@ -194,16 +190,16 @@ impl Walk<'_> {
 
     /// The names with every float tensor that a node reads in the element type that the file says for its first result,
     /// where the two differ: autocast casts operands and leaves no trace of it.
-    fn cast_operands(
-        &mut self,
-        graph: &schema::Graph,
-        node: &schema::Node,
-        outer: &Names,
-    ) -> Result<Option<Names>, Reason> {
+    fn cast_operands(&mut self, node: &schema::Node, outer: &Names) -> Result<Option<Names>, Reason> {
+        let said = &self.program.graph.tensor_values;
+        let is_view = !alias::views(node, said).is_empty();
+        if !node.region.autocast || is_view || table::is_cast(&node.target) {
+            return Ok(None);
+        }
         let first = node.outputs.iter().flat_map(names).next();
-        let said = first.and_then(|name| self.program.fact(graph.tensor_values.get(name)?));
+        let said = first.and_then(|name| self.program.fact(said.get(name)?));
         let Some(to) = said.map(|fact| fact.dtype).filter(|dtype| dtype.is_float()) else { return Ok(None) };
-        if !self.autocast || table::is_cast(&node.target) {
+        if table::in_place(&node.target) {
             return Ok(None);
         }
         let mut within = Names::default();
@@ -227,7 +223,7 @@ impl Walk<'_> {
     }
 
     /// What a node makes; `Err(None)` when something that it reads is broken already.
-    fn node(&mut self, graph: &schema::Graph, node: &schema::Node, outer: &Names) -> Result<Made, Option<Reason>> {
+    fn node(&mut self, node: &schema::Node, outer: &Names) -> Result<Made, Option<Reason>> {
         let whole = |name: &str| outer.tensors.contains_key(name) || outer.sizes.contains_key(name);
         if !node.inputs.iter().flat_map(|input| names(&input.arg)).all(whole) {
             return Err(None);
@@ -241,24 +237,25 @@ impl Walk<'_> {
         let reads_complex = node.inputs.iter().flat_map(|input| names(&input.arg)).any(is_complex);
         let lower = complex::find(reads_complex, &node.target).or_else(|| table::find(&node.target));
         let lower = lower.ok_or_else(|| Some(Reason::Unsupported(node.target.clone())))?;
-        let gradients = self.gradients && !stops(node);
-        let cast = self.cast_operands(graph, node, outer)?;
+        let gradients = !node.region.no_gradients && !stops(node);
+        let cast = self.cast_operands(node, outer)?;
         let mut scope = self.scope(node, cast.as_ref().unwrap_or(outer));
-        let mut made = lower(&mut scope)?;
-        if let Made::Tensors(list) = &mut made
-            && !gradients
-        {
-            for known in list.iter_mut().filter(|known| !matches!(known, Known::Absent(_))) {
-                *known = match *known {
-                    Known::Complex(re, im) => Known::Complex(stopped(&mut scope, re)?, stopped(&mut scope, im)?),
-                    known => {
-                        let value = scope.read(known)?;
-                        Known::Value(stopped(&mut scope, value)?)
-                    }
-                };
-            }
+        let made = lower(&mut scope)?;
+        Ok(if gradients { made } else { without_gradients(&mut scope, made)? })
+    }
+
+    /// Whether a gradient passes from a value to a weight that is trained.
+    fn has_gradient(&mut self, value: Value) -> bool {
+        for id in self.graph.ids().skip(self.gradients.len()) {
+            let node = self.graph.node(id);
+            let passes = match &node.op {
+                Op::Parameter(_) => true,
+                Op::StopGradient(_) => false,
+                _ => self.graph.inputs(id).iter().any(|input| self.gradients[input.node.0 as usize]),
+            };
+            self.gradients.push(passes && node.facts.iter().any(|fact| fact.dtype.is_float()));
         }
-        Ok(made)
+        self.gradients[value.node.0 as usize]
     }
 
     fn scope<'s>(&'s mut self, node: &'s schema::Node, names: &'s Names) -> Scope<'s> {
@@ -290,7 +287,6 @@ impl Walk<'_> {
     /// Files what a node makes under the names of its outputs.
     fn named<'g>(
         &mut self,
-        graph: &schema::Graph,
         node: &'g schema::Node,
         made: Made,
         outer: &mut Names,
@@ -309,6 +305,7 @@ impl Walk<'_> {
         };
         let mut made = made.into_iter();
         let first = operand(node);
+        let shown: HashMap<&str, &str> = alias::views(node, &self.program.graph.tensor_values).into_iter().collect();
         let skipped = node.outputs.iter().map(|output| matches!(output, Argument::AsNone(_)));
         let all = skipped.zip(&node.outputs).flat_map(|(skipped, output)| match skipped {
             true => vec![None],
@@ -327,10 +324,10 @@ impl Walk<'_> {
             {
                 known = self.replace(node, operand, known, outer, views)?;
                 views.join(name, operand);
-            } else if let Some(operand) = first.filter(|_| table::is_view(&node.target)) {
-                views.show(name, operand, node);
+            } else if let Some(base) = shown.get(name) {
+                views.show(name, base, node);
             }
-            self.compare(graph, name, known)?;
+            self.compare(name, known)?;
             outer.tensors.insert(name.to_string(), known);
         }
         Ok(())
@@ -360,11 +357,21 @@ impl Walk<'_> {
         let shape = opening::open_as(&scope, &fact.shape, &scope.fact(value).shape)?;
         let value = scope.broadcast(value, shape)?;
         let class = views.class_of(operand);
+        if alias::reshapes_in_place(&node.target) && views.members[class].len() > 1 {
+            return Err(Reason::Unsupported("another shape in place for a tensor that has views".to_string()));
+        }
         if views.members[class].len() > MOST_VIEWS {
             return Err(Reason::Unsupported(format!("a change in place of a tensor with {MOST_VIEWS} views")));
         }
         let mut changes = vec![(old, Known::Value(value))];
         self.write_back(operand, value, outer, views, &mut changes)?;
+        let olds: Vec<Value> =
+            changes.iter().filter_map(|(old, _)| if let Known::Value(old) = old { Some(*old) } else { None }).collect();
+        if node.region.no_gradients && olds.into_iter().any(|old| self.has_gradient(old)) {
+            return Err(Reason::Unsupported(
+                "a change in place under no_grad of a tensor that has a gradient".to_string(),
+            ));
+        }
         for name in &views.members[class] {
             if let Some(known) = outer.tensors.get_mut(name) {
                 let change = changes.iter().find(|(old, _)| old == known);
@@ -386,8 +393,7 @@ impl Walk<'_> {
     ) -> Result<(), Reason> {
         let mut name = view;
         for _ in 0..DEEPEST {
-            let Some(maker) = views.makers.get(name) else { break };
-            let Some(base) = operand(maker) else { break };
+            let Some((maker, base)) = views.makers.get(name).copied() else { break };
             let Some(Known::Value(old)) = outer.tensors.get(base).copied() else { break };
             if maker.outputs.iter().flat_map(names).count() != 1 {
                 break;
@@ -403,63 +409,16 @@ impl Walk<'_> {
     }
 
     /// Compares a result with what the file says of it, where that can be understood.
-    fn compare(&self, graph: &schema::Graph, name: &str, known: Known) -> Result<(), Reason> {
+    fn compare(&self, name: &str, known: Known) -> Result<(), Reason> {
         let Known::Value(value) = known else { return Ok(()) };
-        let Some(said) = graph.tensor_values.get(name).and_then(|meta| self.program.fact(meta)) else { return Ok(()) };
+        let said = self.program.graph.tensor_values.get(name).and_then(|meta| self.program.fact(meta));
+        let Some(said) = said else { return Ok(()) };
         let (have, said) = (self.graph.fact(value).substitute(self.frozen)?, said.substitute(&self.given)?);
         if have == said {
             Ok(())
         } else {
             Err(Reason::Inputs(format!("its result would be {have}, the file says {said}")))
         }
-    }
-
-    /// Lowers the graph that a node runs in place of the node. Its inputs are the arguments behind the graph.
-    fn inline(&mut self, node: &schema::Node, outer: &mut Names) -> Result<(), Option<Reason>> {
-        let wrong = || Some(Reason::Inputs("its arguments are not a graph and what it reads".to_string()));
-        let is_graph = |input: &schema::NamedArgument| matches!(input.arg, Argument::AsGraph(_));
-        let at = node.inputs.iter().position(is_graph).ok_or_else(wrong)?;
-        let (settings, rest) = node.inputs.split_at(at);
-        let (Argument::AsGraph(inner), given) = (&rest[0].arg, &rest[1..]) else { return Err(wrong()) };
-        let graph = &inner.graph;
-        let given: Vec<&str> = given.iter().flat_map(|given| names(&given.arg)).collect();
-        let placeholders: Vec<&str> = graph.inputs.iter().flat_map(names).collect();
-        if given.len() != placeholders.len() {
-            return Err(wrong());
-        }
-        let mut within = Names::default();
-        for (given, placeholder) in given.into_iter().zip(placeholders) {
-            if let Some(known) = outer.tensors.get(given) {
-                within.tensors.insert(placeholder.to_string(), *known);
-            } else if let Some(size) = outer.sizes.get(given) {
-                within.sizes.insert(placeholder.to_string(), size.clone());
-            } else {
-                return Err(None);
-            }
-        }
-        let switch = settings.iter().find_map(|setting| match setting.arg {
-            Argument::AsBool(switch) => Some(switch),
-            _ => None,
-        });
-        let around = (self.gradients, self.autocast);
-        match node.target.as_str() {
-            // Nothing inside a region without gradients has one.
-            SET_GRAD => self.gradients &= switch.ok_or_else(wrong)?,
-            AUTOCAST => self.autocast = switch.ok_or_else(wrong)?,
-            _ => {}
-        }
-        self.nodes(graph, &mut within);
-        (self.gradients, self.autocast) = around;
-        let results = graph.outputs.iter().flat_map(names);
-        for (name, result) in node.outputs.iter().flat_map(names).zip(results) {
-            if let Some(size) = within.sizes.get(result) {
-                outer.sizes.insert(name.to_string(), size.clone());
-            }
-            if let Some(known) = within.tensors.get(result) {
-                outer.tensors.insert(name.to_string(), *known);
-            }
-        }
-        Ok(())
     }
 
     fn finish(mut self, outer: &Names) -> Result<Lowered, LowerError> {
@@ -513,17 +472,25 @@ impl Walk<'_> {
     }
 }
 
-/// What writes to the graph outside all nodes.
-fn nobody() -> schema::Node {
-    let metadata = schema::Metadata::default();
-    schema::Node { target: String::new(), inputs: Vec::new(), outputs: Vec::new(), metadata, name: None }
+/// The same results, through which no gradient passes.
+fn without_gradients(scope: &mut Scope<'_>, made: Made) -> Result<Made, Reason> {
+    let Made::Tensors(mut list) = made else { return Ok(made) };
+    for known in list.iter_mut().filter(|known| !matches!(known, Known::Absent(_))) {
+        *known = match *known {
+            Known::Complex(re, im) => Known::Complex(stopped(scope, re)?, stopped(scope, im)?),
+            known => {
+                let value = scope.read(known)?;
+                Known::Value(stopped(scope, value)?)
+            }
+        };
+    }
+    Ok(Made::Tensors(list))
 }
 
-/// The tensor that an operator changes, or of which it shows elements: `self` or `input`, wherever it stands.
-fn operand(node: &schema::Node) -> Option<&str> {
-    let named = |name: &str| node.inputs.iter().find(|input| input.name == name);
-    let input = named("self").or_else(|| named("input")).or_else(|| node.inputs.first())?;
-    names(&input.arg).next()
+/// What writes to the graph outside all nodes.
+fn nobody() -> schema::Node {
+    let (metadata, region) = <(schema::Metadata, schema::Region)>::default();
+    schema::Node { target: String::new(), inputs: Vec::new(), outputs: Vec::new(), metadata, name: None, region }
 }
 
 /// Whether the node came from where gradients stop. After `run_decompositions` there is no region without gradients and

@@ -77,6 +77,9 @@ pub enum Padding {
 pub struct Reading {
     /// What a place outside the image gives.
     pub padding: Padding,
+    /// Whether a place beyond the border is moved onto it before its neighbours are looked up, as ONNX has it for all filters; PyTorch moves
+    /// the four neighbours of a cubic one instead.
+    pub border_first: bool,
     /// Whether -1 and 1 are the centres of the first and last element; else their outer edges.
     pub corners: bool,
     /// The steps from the element left of a place to those that are joined, and the weight by distance; `None` for the
@@ -176,7 +179,7 @@ fn reading(scope: &Scope<'_>) -> Result<Reading, Reason> {
     if !scope.fact_of(0)?.dtype.is_float() {
         return Err(Reason::Unsupported("a sample of an image of whole numbers".to_string()));
     }
-    Ok(Reading { padding, corners: scope.flag("align_corners", false)?, filter })
+    Ok(Reading { padding, border_first: true, corners: scope.flag("align_corners", false)?, filter })
 }
 
 /// The indices of the elements that are joined along one axis, and their weights where there are some, both
@@ -209,7 +212,7 @@ fn around(
     if reading.padding == Padding::Reflection {
         place = reflected(scope, place, low, high)?;
     }
-    if reading.padding == Padding::Border {
+    if reading.padding == Padding::Border && reading.border_first {
         // A place between the border and the first centre is no place outside.
         let below = scope.compare(Compare::Less, place, low)?;
         let above = scope.compare(Compare::Less, high, place)?;

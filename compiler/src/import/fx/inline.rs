@@ -1,0 +1,168 @@
+//! Graphs within the graph: a region without gradients, under autocast or with a checkpoint is a node that runs a graph of its own. The nodes
+//! of such a graph take the place of that node, and each knows the region that it comes from.
+//!
+//! Names of a graph within are its own. They get the number of the region before them, and its placeholders the names of what is passed. So a
+//! tensor that is changed in place within a region is the one outside it.
+
+use super::error::FxError;
+use super::program::{label, names};
+use super::schema::{Argument, Graph, Node, OptionalTensor, Region, SymArgument};
+use std::collections::HashMap;
+
+/// Whether an operator runs the graph that is among its arguments, once and as it stands.
+pub fn is_wrapper(target: &str) -> bool {
+    let Some(name) = target.strip_prefix("torch.ops.higher_order.") else { return false };
+    let name = name.split('.').next().unwrap_or(name);
+    matches!(
+        name,
+        SET_GRAD
+            | AUTOCAST
+            | "tag_activation_checkpoint"
+            | "wrap_activation_checkpoint"
+            | "wrap"
+            | "hints_wrapper"
+            | "invoke_subgraph"
+            | "strict_mode"
+    )
+}
+
+/// Runs a graph with or without gradients.
+const SET_GRAD: &str = "wrap_with_set_grad_enabled";
+
+/// Runs a graph with autocast on or off.
+const AUTOCAST: &str = "wrap_with_autocast";
+
+/// The graph with the nodes of all regions in it, and what results of regions are called in it.
+pub fn inlined(graph: Graph) -> Result<(Graph, HashMap<String, String>), FxError> {
+    if !graph.nodes.iter().any(|node| is_wrapper(&node.target)) {
+        return Ok((graph, HashMap::new()));
+    }
+    let Graph { inputs, mut outputs, nodes, tensor_values } = graph;
+    let mut inliner = Inliner { nodes: Vec::new(), tensor_values, regions: 0 };
+    let mut known = HashMap::new();
+    inliner.graph(nodes, Region::default(), "", &mut known)?;
+    for output in &mut outputs {
+        rename(output, "", &known);
+    }
+    Ok((Graph { inputs, outputs, nodes: inliner.nodes, tensor_values: inliner.tensor_values }, known))
+}
+
+struct Inliner {
+    nodes: Vec<Node>,
+    tensor_values: HashMap<String, super::schema::TensorMeta>,
+    regions: usize,
+}
+
+impl Inliner {
+    /// Takes over the nodes of one graph, whose names get `prefix` unless `known` has another name for them.
+    fn graph(
+        &mut self,
+        nodes: Vec<Node>,
+        region: Region,
+        prefix: &str,
+        known: &mut HashMap<String, String>,
+    ) -> Result<(), FxError> {
+        for mut node in nodes {
+            for input in &mut node.inputs {
+                rename(&mut input.arg, prefix, known);
+            }
+            if is_wrapper(&node.target) {
+                self.region(node, region, known)?;
+                continue;
+            }
+            node.name = Some(label(&node));
+            for output in &mut node.outputs {
+                rename(output, prefix, known);
+            }
+            node.region = region;
+            self.nodes.push(node);
+        }
+        Ok(())
+    }
+
+    /// Takes over the graph that a node runs. What is passed to it stands behind the graph.
+    fn region(&mut self, node: Node, around: Region, known: &mut HashMap<String, String>) -> Result<(), FxError> {
+        let wrong = FxError::Region { node: label(&node) };
+        let (mut switch, mut inner, mut passed) = (None, None, Vec::new());
+        for input in node.inputs {
+            match input.arg {
+                Argument::AsGraph(graph) if inner.is_none() => inner = Some(graph.graph),
+                Argument::AsBool(on) if inner.is_none() && switch.is_none() => switch = Some(on),
+                argument if inner.is_some() => passed.extend(names(&argument).map(String::from)),
+                _ => {}
+            }
+        }
+        let Some(inner) = inner else { return Err(wrong) };
+        let placeholders: Vec<String> = inner.inputs.iter().flat_map(names).map(String::from).collect();
+        if placeholders.len() != passed.len() {
+            return Err(wrong);
+        }
+        let mut region = around;
+        match (node.target.rsplit('.').next(), switch) {
+            // Nothing within a region without gradients has one.
+            (Some(SET_GRAD), Some(on)) => region.no_gradients |= !on,
+            (Some(AUTOCAST), Some(on)) => region.autocast = on,
+            (Some(SET_GRAD | AUTOCAST), None) => return Err(wrong),
+            _ => {}
+        }
+        self.regions += 1;
+        let own = format!("{}:", self.regions);
+        let mut within: HashMap<String, String> = placeholders.into_iter().zip(passed).collect();
+        for (name, meta) in inner.tensor_values {
+            if !within.contains_key(&name) {
+                self.tensor_values.insert(format!("{own}{name}"), meta);
+            }
+        }
+        self.graph(inner.nodes, region, &own, &mut within)?;
+        let mut results = inner.outputs;
+        for result in &mut results {
+            rename(result, &own, &within);
+        }
+        let made: Vec<&str> = node.outputs.iter().flat_map(names).collect();
+        let given: Vec<&str> = results.iter().flat_map(names).collect();
+        if made.len() > given.len() {
+            return Err(wrong);
+        }
+        for (name, result) in made.into_iter().zip(given) {
+            known.insert(name.to_string(), result.to_string());
+        }
+        Ok(())
+    }
+}
+
+/// Gives every name in an argument the name that it has outside.
+fn rename(argument: &mut Argument, prefix: &str, known: &HashMap<String, String>) {
+    let outside = |name: &mut String| match known.get(name.as_str()) {
+        Some(other) => name.clone_from(other),
+        None if prefix.is_empty() => {}
+        None => name.insert_str(0, prefix),
+    };
+    match argument {
+        Argument::AsTensor(name) | Argument::AsOptionalTensor(OptionalTensor::AsTensor(name)) => {
+            outside(&mut name.name);
+        }
+        Argument::AsTensors(list) => list.iter_mut().for_each(|name| outside(&mut name.name)),
+        Argument::AsOptionalTensors(list) => {
+            for tensor in list {
+                if let OptionalTensor::AsTensor(name) = tensor {
+                    outside(&mut name.name);
+                }
+            }
+        }
+        Argument::AsSymInt(SymArgument::AsName(name)) => outside(name),
+        Argument::AsSymInts(list) => {
+            for size in list {
+                if let SymArgument::AsName(name) = size {
+                    outside(name);
+                }
+            }
+        }
+        Argument::AsSymBool(number) | Argument::AsSymFloat(number) => {
+            number.as_name.iter_mut().for_each(outside);
+        }
+        Argument::AsSymBools(list) | Argument::AsSymFloats(list) => {
+            list.iter_mut().flat_map(|number| number.as_name.iter_mut()).for_each(outside);
+        }
+        _ => {}
+    }
+}

@@ -1,0 +1,168 @@
+//! Which results share the elements of an operand, so that a change of one in place changes the other.
+//!
+//! Most operators always give a view or never do. For `reshape`, `contiguous`, `to` and their like it depends on how the
+//! operand lies in memory and on its element type, both of which the file says.
+
+use super::table;
+use crate::import::fx::program::names;
+use crate::import::fx::schema::{Argument, Node, SymInt, TensorMeta};
+use std::collections::HashMap;
+
+/// The results of a node that are views, each with the tensor that it shows.
+pub fn views<'n>(node: &'n Node, said: &HashMap<String, TensorMeta>) -> Vec<(&'n str, &'n str)> {
+    let results = node.outputs.iter().flat_map(names);
+    match table::name(&node.target) {
+        // As many results as there are operands, each a view of its own.
+        "meshgrid" | "broadcast_tensors" => {
+            let operands = node.inputs.first().into_iter().flat_map(|input| names(&input.arg));
+            results.zip(operands).collect()
+        }
+        name => {
+            let Some(base) = operand(node) else { return Vec::new() };
+            results.filter(|result| is_view(node, name, base, result, said)).map(|result| (result, base)).collect()
+        }
+    }
+}
+
+/// The tensor that an operator changes, or of which it shows elements: `self` or `input`, wherever it stands.
+pub fn operand(node: &Node) -> Option<&str> {
+    let named = |name: &str| node.inputs.iter().find(|input| input.name == name);
+    let input = named("self").or_else(|| named("input")).or_else(|| node.inputs.first())?;
+    names(&input.arg).next()
+}
+
+/// Whether the operator changes the shape of its operand in place and none of its elements.
+pub fn reshapes_in_place(target: &str) -> bool {
+    matches!(
+        table::name(target),
+        "t_" | "transpose_" | "swapaxes_" | "swapdims_" | "squeeze_" | "unsqueeze_" | "as_strided_"
+    )
+}
+
+fn is_view(node: &Node, name: &str, base: &str, result: &str, said: &HashMap<String, TensorMeta>) -> bool {
+    let flag = |name: &str| {
+        let given = node.inputs.iter().find(|input| input.name == name);
+        given.and_then(|input| if let Argument::AsBool(flag) = input.arg { Some(flag) } else { None })
+    };
+    match name {
+        "view" | "_unsafe_view" | "view_as" | "unflatten" | "permute" | "transpose" | "t" | "numpy_T" | "mT" | "mH"
+        | "matrix_H" | "adjoint" | "swapaxes" | "swapdims" | "movedim" | "moveaxis" | "unsqueeze" | "squeeze"
+        | "expand" | "expand_as" | "broadcast_to" | "slice" | "select" | "narrow" | "split" | "split_with_sizes"
+        | "chunk" | "tensor_split" | "hsplit" | "vsplit" | "dsplit" | "unbind" | "unsafe_chunk" | "unsafe_split"
+        | "diagonal" | "unfold" | "as_strided" | "alias" | "detach" | "lift_fresh" | "positive" | "resolve_conj"
+        | "resolve_neg" | "conj" | "real" | "imag" | "view_as_real" | "view_as_complex" => true,
+        // In evaluation, or where nothing is dropped, the operand itself.
+        "dropout" | "feature_dropout" | "alpha_dropout" | "feature_alpha_dropout" => {
+            let rate = node.inputs.iter().find(|input| input.name == "p").map(|input| &input.arg);
+            let none = matches!(rate, Some(Argument::AsInt(0)))
+                || matches!(rate, Some(Argument::AsFloat(rate)) if rate.value() == Some(0.0));
+            none || flag("train") == Some(false)
+        }
+        "to" | "type_as" if flag("copy") == Some(true) => false,
+        "to" | "type_as" => match (said.get(base), said.get(result)) {
+            (Some(from), Some(to)) => from.dtype == to.dtype && is_laid_alike(from, to),
+            _ => true,
+        },
+        "contiguous" => match (said.get(base), said.get(result)) {
+            (Some(from), Some(to)) => is_laid_alike(from, to),
+            _ => true,
+        },
+        "reshape" | "reshape_as" | "flatten" | "ravel" => match (said.get(base), said.get(result)) {
+            (Some(from), Some(to)) => can_view(from, to),
+            _ => true,
+        },
+        _ => false,
+    }
+}
+
+/// Sizes, and steps between neighbours, of all axes that have neighbours; `None` where a step is symbolic or left out.
+fn layout(meta: &TensorMeta) -> Option<Vec<(Option<i64>, i64)>> {
+    let number = |size: &SymInt| match size {
+        SymInt::AsInt(size) => Some(*size),
+        SymInt::AsExpr(_) => None,
+    };
+    if meta.sizes.len() != meta.strides.len() {
+        return None;
+    }
+    let axes = meta.sizes.iter().map(number).zip(&meta.strides);
+    axes.filter(|(size, _)| *size != Some(1)).map(|(size, step)| Some((size, number(step)?))).collect()
+}
+
+/// Whether elements follow one another in the same way; also where that is not known.
+fn is_laid_alike(from: &TensorMeta, to: &TensorMeta) -> bool {
+    match (layout(from), layout(to)) {
+        (Some(from), Some(to)) => from.iter().map(|axis| axis.1).eq(to.iter().map(|axis| axis.1)),
+        _ => true,
+    }
+}
+
+/// Whether a tensor can be read under another shape without a copy: axes that are joined or cut must lie one within the
+/// other. It is taken for so where sizes or steps are symbolic.
+fn can_view(from: &TensorMeta, to: &TensorMeta) -> bool {
+    let sizes = |meta: &TensorMeta| -> Option<Vec<i64>> {
+        let known = |size: &SymInt| match size {
+            SymInt::AsInt(size) => Some(*size),
+            SymInt::AsExpr(_) => None,
+        };
+        meta.sizes.iter().map(known).filter(|size| *size != Some(1)).collect()
+    };
+    let (Some(axes), Some(to)) = (layout(from), sizes(to)) else { return true };
+    let Some(axes) = axes.into_iter().map(|(size, step)| Some((size?, step))).collect::<Option<Vec<_>>>() else {
+        return true;
+    };
+    // Runs of axes that lie one within the other, from the last: their product and the step of the innermost.
+    let mut wanted = to.iter().rev().peekable();
+    let mut at = axes.len();
+    while at > 0 {
+        let (mut elements, step) = axes[at - 1];
+        at -= 1;
+        while at > 0 && Some(axes[at - 1].1) == step.checked_mul(elements) {
+            elements = elements.saturating_mul(axes[at - 1].0);
+            at -= 1;
+        }
+        let mut taken = 1i64;
+        while taken < elements
+            && let Some(size) = wanted.next()
+        {
+            taken = taken.saturating_mul(*size);
+        }
+        if taken != elements {
+            return false;
+        }
+    }
+    true
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn meta(sizes: &[i64], strides: &[i64]) -> TensorMeta {
+        let list = |numbers: &[i64]| numbers.iter().map(|n| SymInt::AsInt(*n)).collect();
+        let (sizes, strides) = (list(sizes), list(strides));
+        TensorMeta { dtype: 7, sizes, strides, storage_offset: None, layout: None, requires_grad: None }
+    }
+
+    #[test]
+    fn a_reshape_is_a_view_where_axes_lie_one_within_the_other() {
+        let whole = meta(&[2, 3, 4], &[12, 4, 1]);
+        let turned = meta(&[2, 4, 3], &[12, 1, 4]);
+        let sliced = meta(&[2, 2, 4], &[12, 4, 1]);
+        let to = |sizes: &[i64]| meta(sizes, &vec![0; sizes.len()]);
+        for (from, shape, want) in [
+            (&whole, &[6, 4][..], true),
+            (&whole, &[24], true),
+            (&whole, &[2, 2, 6], true),
+            (&turned, &[2, 12], false),
+            (&turned, &[2, 2, 2, 3], true),
+            (&turned, &[8, 3], false),
+            (&sliced, &[2, 8], true),
+            (&sliced, &[16], false),
+            (&sliced, &[2, 1, 2, 2, 2], true),
+        ] {
+            assert_eq!(can_view(from, &to(shape)), want, "{from:?} {shape:?}");
+        }
+        assert!(!is_laid_alike(&turned, &meta(&[2, 4, 3], &[12, 3, 1])));
+        assert!(is_laid_alike(&meta(&[2, 1, 3], &[3, 7, 1]), &meta(&[2, 1, 3], &[3, 3, 1])));
+    }
+}
