@@ -169,7 +169,10 @@ class Row:
 def outputs_of(path, have):
     """The arrays in the order that the export has its results: those of a .pt2 are named by its signature."""
     if path.suffix != ".pt2":
-        return [have[name] for name in have.files]
+        import onnx
+
+        graph = onnx.load(model, load_external_data=False).graph
+        return [have[output.name] for output in graph.output]
     with zipfile.ZipFile(path) as archive:
         entry = next(n for n in archive.namelist() if "/models/" in n and n.endswith(".json"))
         specs = json.loads(archive.read(entry))["graph_module"]["signature"]["output_specs"]
