@@ -1,6 +1,5 @@
 //! Importers: from the bytes of a file to a model or to measured costs.
 
-pub mod batch_size;
 pub mod batched;
 pub mod build;
 pub mod dnn_partitioning;

@@ -11,7 +11,6 @@ use crate::graph::bind::bind;
 use crate::graph::order::canonical;
 use crate::graph::verify::{VerifyError, verify};
 use crate::graph::{Graph, Output};
-use crate::import::batch_size;
 use crate::import::doubt::{Doubt, Finding};
 use crate::import::fx::error::{EXPORT, FxError};
 use crate::import::fx::lower::walk as fx;
@@ -255,10 +254,6 @@ fn finish(found: Found, about: About) -> Result<Model, ImportError> {
     let Found { lowered, batch, inputs, remarks } = found;
     verify(&lowered.graph).map_err(|e| ImportError::Verify(Box::new(e)))?;
     let mut graph = lowered.graph;
-    let scaled = match batch {
-        Batch::Symbol { .. } => batch_size::warning(&graph, &inputs.frozen),
-        _ => None,
-    };
     row_dropout::row_dropout(&mut graph);
     // Before equal ops are merged: two dropouts of one value are not equal.
     number_streams(&mut graph);
@@ -267,7 +262,6 @@ fn finish(found: Found, about: About) -> Result<Model, ImportError> {
     let About { mut warnings, doubts, sha256, file, producer } = about;
     warnings.extend(lowered.warnings);
     warnings.extend(remarks);
-    warnings.extend(scaled);
     warnings.extend(inputs.open.iter().map(|s| format!("dimension `{s}` is open; give it a size with `--dim {s}=N`")));
     let weight = |initial| match initial {
         Ok(tensor) => Weight::Given(tensor),

@@ -31,43 +31,64 @@ pub fn closed(graph: &Graph, inputs: &Inputs) -> Option<String> {
     ))
 }
 
-/// A sum over the batch that is divided by the batch of the file: right for that one alone.
+/// A sum over the batch that is divided by the batch of the file, or by a multiple of it: right for that one alone.
 pub fn counted(graph: &Graph, inputs: &Inputs) -> Option<String> {
-    let number = inputs.frozen.values().next().copied()? as f64;
-    let is_number = |value: Value, wanted: f64| match &graph.node(value.node).op {
-        Op::Constant(constant) if constant.tensor.len() == 1 => {
-            (constant.tensor.to_f64()[0] / wanted - 1.0).abs() < 1e-6
-        }
-        _ => false,
+    let size = inputs.frozen.values().next().copied()? as f64;
+    let is_multiple = |number: f64| {
+        let times = (number / size).round();
+        times >= 1.0 && (number / (times * size) - 1.0).abs() < 1e-6
     };
-    let is_sum = |mut value: Value| {
-        for _ in 0..FOLLOWED {
-            let from = graph.inputs(value.node);
-            match &graph.node(value.node).op {
-                Op::Reduce(op) if op.kind == ReduceKind::Sum => {
-                    let of = &graph.fact(from[0]).shape;
-                    if op.axes.iter().any(|axis| of[*axis].known().is_none()) {
-                        return true;
-                    }
-                    value = from[0];
-                }
-                Op::Unary(_) | Op::Cast(_) | Op::Reshape(_) | Op::Binary(_) => value = from[0],
-                _ => return false,
+    let found = graph.ids().find_map(|id| {
+        let from = graph.inputs(id);
+        let divided = match &graph.node(id).op {
+            Op::Binary(Binary::Div) => vec![(from[0], scalar(graph, from[1])?)],
+            Op::Binary(Binary::Mul) => {
+                (0..2).filter_map(|at| Some((from[1 - at], scalar(graph, from[at])?.recip()))).collect()
             }
-        }
-        false
-    };
-    let found = graph.ids().find(|id| {
-        let from = graph.inputs(*id);
-        match &graph.node(*id).op {
-            Op::Binary(Binary::Div) => is_number(from[1], number) && is_sum(from[0]),
-            Op::Binary(Binary::Mul) => (0..2).any(|at| is_number(from[at], 1.0 / number) && is_sum(from[1 - at])),
-            _ => false,
-        }
-    })?;
+            _ => return None,
+        };
+        let by = divided.into_iter().find(|(sum, number)| is_multiple(*number) && is_batch_sum(graph, *sum))?.1;
+        Some((id, (by / size).round() * size))
+    });
+    let (node, number) = found?;
     Some(format!(
-        "node `{}` divides a sum over the batch by {number}, as many as the batch in the file has: with another batch, or micro-batches, that is no \
-         mean; `.mean()` in place of `/ x.shape[0]`, or an export with an open batch, says what is meant",
-        shown(graph.node(found).told())
+        "node `{}` divides a sum over the batch by {number}, which follows from the exported batch of {size}: with another batch, or micro-batches, \
+         that is no mean; `.mean()` in place of `/ x.shape[0]`, or an export with an open batch, says what is meant",
+        shown(graph.node(node).told())
     ))
+}
+
+/// The number that a value is for every element.
+fn scalar(graph: &Graph, mut value: Value) -> Option<f64> {
+    for _ in 0..FOLLOWED {
+        match &graph.node(value.node).op {
+            Op::Constant(constant) if constant.tensor.len() == 1 => return Some(constant.tensor.to_f64()[0]),
+            Op::Cast(_) | Op::Reshape(_) | Op::Broadcast(_) => value = graph.inputs(value.node)[0],
+            _ => return None,
+        }
+    }
+    None
+}
+
+/// Whether a value is a sum over the batch, perhaps scaled, shifted or added up since.
+fn is_batch_sum(graph: &Graph, mut value: Value) -> bool {
+    for _ in 0..FOLLOWED {
+        let from = graph.inputs(value.node);
+        match &graph.node(value.node).op {
+            Op::Reduce(op) => {
+                let of = &graph.fact(from[0]).shape;
+                if op.kind == ReduceKind::Sum && op.axes.iter().any(|axis| of[*axis].known().is_none()) {
+                    return true;
+                }
+                value = from[0];
+            }
+            Op::Binary(_) => {
+                let other = from.iter().find(|value| scalar(graph, **value).is_none());
+                value = *other.unwrap_or(&from[0]);
+            }
+            Op::Unary(_) | Op::Cast(_) | Op::Reshape(_) => value = from[0],
+            _ => return false,
+        }
+    }
+    false
 }

@@ -40,6 +40,7 @@ pub mod write;
 
 use crate::graph::{Graph, Origin};
 use crate::import::build::Build;
+use crate::import::fx::program::names;
 use crate::import::fx::schema::{Node, TensorMeta};
 use crate::import::onnx::lower::{Frozen, Ledger};
 use crate::import::opening::Opened;
@@ -90,6 +91,22 @@ pub struct Names {
     pub tensors: HashMap<String, Known>,
     /// Sizes.
     pub sizes: HashMap<String, Dim>,
+}
+
+impl Names {
+    /// The names that a node reads, with what `map` makes of each tensor.
+    pub fn mapped<E>(&self, node: &Node, mut map: impl FnMut(&str, Known) -> Result<Known, E>) -> Result<Names, E> {
+        let mut within = Names::default();
+        for name in node.inputs.iter().flat_map(|input| names(&input.arg)) {
+            if let Some(size) = self.sizes.get(name) {
+                within.sizes.insert(name.to_string(), size.clone());
+            }
+            if let Some(known) = self.tensors.get(name) {
+                within.tensors.insert(name.to_string(), map(name, *known)?);
+            }
+        }
+        Ok(within)
+    }
 }
 
 /// One node while it is lowered: what it reads, and where its core ops go.

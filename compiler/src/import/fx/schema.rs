@@ -255,6 +255,16 @@ pub enum SymInt {
     AsInt(i64),
 }
 
+impl SymInt {
+    /// The number, when there is no symbol.
+    pub fn known(&self) -> Option<i64> {
+        match self {
+            SymInt::AsInt(value) => Some(*value),
+            SymInt::AsExpr(_) => None,
+        }
+    }
+}
+
 /// A symbolic size.
 #[derive(Clone, Debug, Deserialize)]
 pub struct Expression {

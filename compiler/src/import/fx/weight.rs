@@ -73,10 +73,7 @@ impl Place {
         if let Some(layout) = meta.layout.filter(|l| *l != STRIDED) {
             return Err(WeightError::Layout(layout));
         }
-        let number = |size: &SymInt| match size {
-            SymInt::AsInt(value) => usize::try_from(*value).ok(),
-            SymInt::AsExpr(_) => None,
-        };
+        let number = |size: &SymInt| size.known().and_then(|value| usize::try_from(value).ok());
         let list = |sizes: &[SymInt]| sizes.iter().map(number).collect::<Option<Vec<usize>>>();
         let offset = meta.storage_offset.as_ref().map_or(Some(0), number);
         match (list(&meta.sizes), list(&meta.strides), offset) {

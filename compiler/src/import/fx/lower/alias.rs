@@ -77,15 +77,11 @@ fn is_view(node: &Node, name: &str, base: &str, result: &str, said: &HashMap<Str
 
 /// Sizes, and steps between neighbours, of all axes that have neighbours; `None` where a step is symbolic or left out.
 fn layout(meta: &TensorMeta) -> Option<Vec<(Option<i64>, i64)>> {
-    let number = |size: &SymInt| match size {
-        SymInt::AsInt(size) => Some(*size),
-        SymInt::AsExpr(_) => None,
-    };
     if meta.sizes.len() != meta.strides.len() {
         return None;
     }
-    let axes = meta.sizes.iter().map(number).zip(&meta.strides);
-    axes.filter(|(size, _)| *size != Some(1)).map(|(size, step)| Some((size, number(step)?))).collect()
+    let axes = meta.sizes.iter().map(SymInt::known).zip(&meta.strides);
+    axes.filter(|(size, _)| *size != Some(1)).map(|(size, step)| Some((size, step.known()?))).collect()
 }
 
 /// Whether elements follow one another in the same way; also where that is not known.
@@ -99,19 +95,13 @@ fn is_laid_alike(from: &TensorMeta, to: &TensorMeta) -> bool {
 /// Whether a tensor can be read under another shape without a copy: axes that are joined or cut must lie one within the
 /// other. It is taken for so where sizes or steps are symbolic.
 fn can_view(from: &TensorMeta, to: &TensorMeta) -> bool {
-    let sizes = |meta: &TensorMeta| -> Option<Vec<i64>> {
-        let known = |size: &SymInt| match size {
-            SymInt::AsInt(size) => Some(*size),
-            SymInt::AsExpr(_) => None,
-        };
-        meta.sizes.iter().map(known).filter(|size| *size != Some(1)).collect()
-    };
-    let (Some(axes), Some(to)) = (layout(from), sizes(to)) else { return true };
+    let to: Option<Vec<i64>> = to.sizes.iter().map(SymInt::known).filter(|size| *size != Some(1)).collect();
+    let (Some(axes), Some(to)) = (layout(from), to) else { return true };
     let Some(axes) = axes.into_iter().map(|(size, step)| Some((size?, step))).collect::<Option<Vec<_>>>() else {
         return true;
     };
     // Runs of axes that lie one within the other, from the last: their product and the step of the innermost.
-    let mut wanted = to.iter().rev().peekable();
+    let mut wanted = to.iter().rev();
     let mut at = axes.len();
     while at > 0 {
         let (mut elements, step) = axes[at - 1];

@@ -146,21 +146,13 @@ impl Scope<'_> {
     /// The elements between neighbours of a tensor argument, axis by axis, as the file says for its own sizes.
     pub fn strides(&self, name: &str) -> Option<Vec<i64>> {
         let Some(Argument::AsTensor(tensor)) = self.argument(name) else { return None };
-        let step = |size: &SymInt| match size {
-            SymInt::AsInt(step) => Some(*step),
-            SymInt::AsExpr(_) => None,
-        };
-        self.said.get(&tensor.name)?.strides.iter().map(step).collect()
+        self.said.get(&tensor.name)?.strides.iter().map(SymInt::known).collect()
     }
 
     /// The elements before the first of a tensor argument in its memory, as the file says.
     pub fn storage_offset(&self, name: &str) -> Option<i64> {
         let Some(Argument::AsTensor(tensor)) = self.argument(name) else { return None };
-        match &self.said.get(&tensor.name)?.storage_offset {
-            Some(SymInt::AsInt(offset)) => Some(*offset),
-            Some(SymInt::AsExpr(_)) => None,
-            None => Some(0),
-        }
+        self.said.get(&tensor.name)?.storage_offset.as_ref().map_or(Some(0), SymInt::known)
     }
 
     /// A number, `None` when it is left out.

@@ -6,7 +6,7 @@
 
 use super::resize::mixed;
 use super::table::{self, Lower};
-use super::{Known, Made, Names, Outputs, Scope, one};
+use super::{Known, Made, Outputs, Scope, one};
 use crate::import::build::Build;
 use crate::import::fx::program::names;
 use crate::import::onnx::lower::attribute;
@@ -168,19 +168,13 @@ fn product(scope: &mut Scope<'_>) -> Outputs {
 /// The node with real tensors in place of complex ones, as `pick` chooses them by name.
 fn with_real(scope: &mut Scope<'_>, pick: impl Fn(&str, Parts) -> Value) -> Result<Vec<Known>, Reason> {
     let lower = table::find(&scope.node.target).ok_or_else(|| Reason::Unsupported(scope.node.target.clone()))?;
-    let mut within = Names::default();
-    for name in scope.node.inputs.iter().flat_map(|input| names(&input.arg)) {
-        if let Some(size) = scope.names.sizes.get(name) {
-            within.sizes.insert(name.to_string(), size.clone());
-        }
-        if let Some(known) = scope.names.tensors.get(name) {
-            let known = match known {
-                Known::Complex(re, im) => Known::Value(pick(name, (*re, *im))),
-                other => *other,
-            };
-            within.tensors.insert(name.to_string(), known);
-        }
-    }
+    let real = |name: &str, known| {
+        Ok::<_, Reason>(match known {
+            Known::Complex(re, im) => Known::Value(pick(name, (re, im))),
+            other => other,
+        })
+    };
+    let within = scope.names.mapped(scope.node, real)?;
     let mut inner = Scope {
         node: scope.node,
         origin: scope.origin.clone(),

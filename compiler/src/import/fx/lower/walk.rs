@@ -192,34 +192,23 @@ impl Walk<'_> {
     /// where the two differ: autocast casts operands and leaves no trace of it.
     fn cast_operands(&mut self, node: &schema::Node, outer: &Names) -> Result<Option<Names>, Reason> {
         let said = &self.program.graph.tensor_values;
-        let is_view = !alias::views(node, said).is_empty();
-        if !node.region.autocast || is_view || table::is_cast(&node.target) {
+        let keeps_types = |node: &schema::Node| table::is_cast(&node.target) || table::in_place(&node.target);
+        if !node.region.autocast || keeps_types(node) || !alias::views(node, said).is_empty() {
             return Ok(None);
         }
         let first = node.outputs.iter().flat_map(names).next();
         let said = first.and_then(|name| self.program.fact(said.get(name)?));
         let Some(to) = said.map(|fact| fact.dtype).filter(|dtype| dtype.is_float()) else { return Ok(None) };
-        if table::in_place(&node.target) {
-            return Ok(None);
-        }
-        let mut within = Names::default();
-        for name in node.inputs.iter().flat_map(|input| names(&input.arg)) {
-            if let Some(size) = outer.sizes.get(name) {
-                within.sizes.insert(name.to_string(), size.clone());
+        let cast = |_: &str, known: Known| {
+            if matches!(known, Known::Absent(_) | Known::Complex(..)) {
+                return Ok(known);
             }
-            let Some(known) = outer.tensors.get(name).copied() else { continue };
             let mut scope = self.scope(node, outer);
-            let known = match known {
-                Known::Absent(_) | Known::Complex(..) => known,
-                _ => {
-                    let value = scope.read(known)?;
-                    let is_float = scope.fact(value).dtype.is_float();
-                    Known::Value(if is_float { scope.cast(value, to)? } else { value })
-                }
-            };
-            within.tensors.insert(name.to_string(), known);
-        }
-        Ok(Some(within))
+            let value = scope.read(known)?;
+            let is_float = scope.fact(value).dtype.is_float();
+            Ok(Known::Value(if is_float { scope.cast(value, to)? } else { value }))
+        };
+        outer.mapped(node, cast).map(Some)
     }
 
     /// What a node makes; `Err(None)` when something that it reads is broken already.
