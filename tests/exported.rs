@@ -465,3 +465,54 @@ fn a_sum_that_is_divided_by_the_exported_batch_is_warned_of() {
     let warned = |by: f64| program(by).warnings.iter().any(|warning| warning.contains("exported batch of 3"));
     assert_eq!([3.0, 6.0, 4.0, 2.0].map(warned), [true, true, false, false]);
 }
+
+#[test]
+fn a_number_has_no_rows_to_look_up() {
+    let indices = json!({"as_optional_tensors": [{"as_tensor": {"name": "i"}}, {"as_tensor": {"name": "i"}}]});
+    let refused = Program::default()
+        .input("x", FLOAT, &[])
+        .node("arange", &[("end", int(3))], &["i"])
+        .node("index.Tensor", &[("self", tensor("x")), ("indices", indices)], &["y"])
+        .model(&["y"])
+        .unwrap_err();
+    assert!(refused.contains("an index of axis 1 for an input of rank 0"), "{refused}");
+}
+
+#[test]
+fn operators_on_numbers_are_lowered_or_refused() {
+    let argument = |shape: &str, index: &str| -> Vec<(&'static str, Json)> {
+        let optional = json!({"as_optional_tensors": [{"as_tensor": {"name": index}}, {"as_tensor": {"name": "i"}}]});
+        let named = |name: &'static str| (name, tensor(shape));
+        let mut list: Vec<(&'static str, Json)> = [
+            "self", "input", "other", "src", "source", "weight", "value", "mat2", "vec2", "target", "grid", "tensor1",
+            "tensor2",
+        ]
+        .map(named)
+        .to_vec();
+        list.extend(["index", "mask", "elements"].map(|name| (name, tensor(index))));
+        list.extend([("indices", optional), ("tensors", tensors(&[shape, shape])), ("values", tensor(shape))]);
+        list.extend(["dim", "dim0", "dim1", "start_dim", "axis0", "axis1", "source_dim"].map(|name| (name, int(0))));
+        list.extend([("dims", ints(&[0])), ("size", ints(&[1])), ("sizes", ints(&[1])), ("kernel_size", ints(&[1]))]);
+        list.extend([("step", int(1)), ("k", int(1)), ("n", int(1)), ("bins", int(2)), ("chunks", int(1))]);
+        list
+    };
+    for operator in compiler::import::fx::lower::table::operators() {
+        for (shape, index) in [("x", "i"), ("x", "w"), ("v", "i"), ("v", "w")] {
+            let program = Program::default()
+                .input("x", FLOAT, &[])
+                .input("v", FLOAT, &[1])
+                .input("i", LONG, &[])
+                .input("w", LONG, &[1])
+                .node(operator, &argument(shape, index), &["y"]);
+            // Whatever it is, it is no panic.
+            let _ = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| program.model(&["y"]).map(|_| ())))
+                .unwrap_or_else(|_| panic!("{operator} of `{shape}` by `{index}` panics"));
+        }
+    }
+    let refused = Program::default()
+        .input("x", FLOAT, &[])
+        .node("sym_size.int", &[("self", tensor("x")), ("dim", int(0))], &["n"])
+        .node("expand", &[("self", tensor("x")), ("size", json!({"as_sym_ints": [{"as_name": "n"}]}))], &["y"]);
+    let refused = refused.model(&["y"]).unwrap_err();
+    assert!(refused.contains("a number has no axes"), "{refused}");
+}

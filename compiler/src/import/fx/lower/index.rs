@@ -68,8 +68,8 @@ pub fn gather(scope: &mut Scope<'_>) -> Outputs {
     let along = scope.axis("dim", 0, dims.len())?;
     // Along the other axes elements stand where the index does: where that has the batch, they do.
     let mut wide = scope.fact(index).shape;
-    if let Some(size) = wide.get_mut(along) {
-        size.clone_from(&dims[along]);
+    if let (Some(size), Some(own)) = (wide.get_mut(along), dims.get(along)) {
+        size.clone_from(own);
     }
     let x = shaped(scope, x, &wide)?;
     let dims = scope.fact(x).shape;
@@ -173,13 +173,16 @@ impl Indexed {
 fn of_every_row(scope: &mut Scope<'_>, x: Value, rows: Value, columns: Value) -> Result<Option<Value>, Reason> {
     let Some(axis) = counted(scope, rows) else { return Ok(None) };
     let (dims, mut picked) = (scope.fact(x).shape, scope.fact(columns).shape);
+    if dims.len() < 2 || !scope.fact(columns).dtype.is_integer() {
+        return Ok(None);
+    }
     let own = scope.fact(rows).shape;
     // Both in the rank in which they meet.
     picked.splice(0..0, vec![Dim::Known(1); own.len().saturating_sub(picked.len())]);
     let under = axis + picked.len() - own.len();
     let count = own[axis].clone();
     let all = dims[0] == count || dims[0].substitute(scope.frozen)? == count.substitute(scope.frozen)?;
-    if dims.len() < 2 || !all || !picked[under].is(1) || !scope.fact(columns).dtype.is_integer() {
+    if !all || !picked[under].is(1) {
         return Ok(None);
     }
     picked.remove(under);
