@@ -77,4 +77,4 @@ pub mod schedule;
 pub mod simulate;
 pub mod tensor;
 pub mod tensor_parallel;
-pub mod wording;
+pub mod text;

@@ -13,7 +13,7 @@
 //! ```
 //! use compiler::graph::text;
 //! use compiler::pass::loss::Loss;
-//! use compiler::schedule::rule::StepCount;
+//! use compiler::schedule::semantics::StepCount;
 //! use compiler::schedule::{Pipeline, Schedule};
 //! use compiler::tensor::Tensor;
 //! use runtime::data::{Batches, Dataset, Order};
@@ -71,34 +71,13 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 
-pub mod buffer;
 pub mod checkpoint;
-pub mod compile;
+pub mod comm;
 pub mod data;
-pub mod desk;
 pub mod device;
-pub mod evaluate;
-pub mod execute;
-pub mod gradient;
-pub mod link;
-pub mod losses;
-pub mod memory;
-pub mod norm;
-pub mod optimizer;
-pub mod pieces;
-pub mod policy;
-pub mod prepare;
-pub mod rate;
-pub mod refusal;
-pub mod seat;
-pub mod share;
-pub mod shared;
-pub mod shelf;
-pub mod statistics;
-pub mod stepper;
-pub mod steps;
+pub mod exec;
+pub mod optim;
+pub mod process;
+pub mod stage;
 pub mod train;
-pub mod vault;
-pub mod weights;
-pub mod wiring;
-pub mod worker;
+pub mod zero;

@@ -171,7 +171,7 @@ def outputs_of(path, have):
     if path.suffix != ".pt2":
         import onnx
 
-        graph = onnx.load(model, load_external_data=False).graph
+        graph = onnx.load(path, load_external_data=False).graph
         return [have[output.name] for output in graph.output]
     with zipfile.ZipFile(path) as archive:
         entry = next(n for n in archive.namelist() if "/models/" in n and n.endswith(".json"))
