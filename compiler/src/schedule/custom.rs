@@ -6,17 +6,17 @@
 //!
 //! ```
 //! use compiler::plan::StageId;
-//! use compiler::schedule::own::{OrderOfWork, program};
-//! use compiler::schedule::rule::StepCount;
-//! use compiler::schedule::work::{Part, Work};
-//! use compiler::schedule::{MicrobatchId, Pipeline, RankId, csv::csv};
+//! use compiler::schedule::custom::{OrderOfWork, program};
+//! use compiler::schedule::semantics::StepCount;
+//! use compiler::schedule::action::{Phase, Work};
+//! use compiler::schedule::{MicrobatchId, Pipeline, RankId, formats::csv::csv};
 //!
 //! /// One item after the other: nothing overlaps, and nothing is kept for longer than it takes.
 //! struct OneByOne;
 //!
 //! impl OrderOfWork for OneByOne {
 //!     fn work(&self, _: &Pipeline, rank: RankId, items: u32) -> Vec<Work> {
-//!         let parts = [Part::Forward, Part::Backward];
+//!         let parts = [Phase::Forward, Phase::Backward];
 //!         let of = |item| parts.map(|part| Work { stage: StageId(rank.0), item: MicrobatchId(item), part });
 //!         (0..items).flat_map(of).collect()
 //!     }
